@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# A whole replica per process; gradients are all-reduced every iteration.
+set -euo pipefail
+# shellcheck source=scripts/megatron_common.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/megatron_common.sh"
+
+STRATEGY=ddp
+STRATEGY_TITLE="DDP (baseline): Megatron native DDP, no model sharding"
+STRATEGY_PORT=29800
+run_strategy "$@"

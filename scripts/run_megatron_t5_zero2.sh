@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# As ZeRO-1, and every process keeps only its 1/N of the gradients.
+set -euo pipefail
+# shellcheck source=scripts/megatron_common.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/megatron_common.sh"
+
+STRATEGY=zero2
+STRATEGY_TITLE="ZeRO-2: + gradient sharding"
+STRATEGY_PORT=29802
+STRATEGY_DS_CONFIG=megatron_zero2.json
+run_strategy "$@"

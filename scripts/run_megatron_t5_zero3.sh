@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# As ZeRO-2, and parameters are sharded too: gathered layer by layer, freed after use.
+set -euo pipefail
+# shellcheck source=scripts/megatron_common.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/megatron_common.sh"
+
+STRATEGY=zero3
+STRATEGY_TITLE="ZeRO-3: + parameter sharding"
+STRATEGY_PORT=29803
+STRATEGY_DS_CONFIG=megatron_zero3.json
+run_strategy "$@"

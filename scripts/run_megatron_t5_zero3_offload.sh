@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# As ZeRO-3, with optimizer states and parameters in CPU memory; Adam runs on the CPU.
+set -euo pipefail
+# shellcheck source=scripts/megatron_common.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/megatron_common.sh"
+
+STRATEGY=zero3_offload
+STRATEGY_TITLE="ZeRO-3 + CPU Offload: + optimizer & param offload to CPU"
+STRATEGY_PORT=29804
+STRATEGY_DS_CONFIG=megatron_zero3_offload.json
+STRATEGY_FLAGS=(--cpu-optimizer)
+run_strategy "$@"
