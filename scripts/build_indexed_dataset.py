@@ -5,9 +5,9 @@
         --output-prefix megatron_data/xsum_text_document --tokenizer google-t5/t5-large
     python scripts/build_indexed_dataset.py --check megatron_data/xsum_text_document
 
-`<prefix>.bin` holds the token ids of all documents one after the other, `<prefix>.idx` where each begins (the format is
-described at `read_index`) and `<prefix>.meta.json` where they came from. Every document is one sequence, and its ids are
-exactly those of transformers' slow `T5Tokenizer.encode`, which ends each document with one `</s>`.
+`<prefix>.bin` holds the token ids of all documents one after the other, `<prefix>.idx` where each begins (`read_index`
+describes the format) and `<prefix>.meta.json` where they came from. Every document is one sequence, and its ids are
+exactly those of the `encode` of transformers' slow T5Tokenizer, which ends each document with one `</s>`.
 
 Exit status: 0, or 2 with one sentence on standard error; then nothing was written and older files are as they were.
 """
@@ -20,16 +20,19 @@ import os
 import struct
 import sys
 from array import array
-from itertools import accumulate, repeat
+from itertools import accumulate, islice, repeat
 from operator import le, mul
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from typing import BinaryIO
 
 EXIT_ERROR = 2
-REPO_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SAMPLE_DIR = os.path.join(REPO_ROOT, "megatron_data", "sample")
+REPO_ROOT = Path(__file__).resolve().parent.parent
+SAMPLE_DIR = REPO_ROOT / "megatron_data" / "sample"
 SAMPLE_NAME = "bundled sample"
 
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
@@ -93,50 +96,33 @@ class IndexInfo(NamedTuple):
     idx_bytes: int
 
 
-def read_index(prefix: str | os.PathLike[str]) -> IndexInfo:
+def read_index(prefix: str | Path) -> IndexInfo:
     """Read `<prefix>.idx` and check it, and the size of `<prefix>.bin`, against what its header announces.
 
-    The index is little-endian: the 9 bytes `MMIDIDX\\0\\0`, the version 1 (uint64), the dtype's code (uint8), the number
-    of sequences S (uint64) and of document boundaries D (uint64), then sizes (int32, S), pointers (int64, S) and
-    doc_idx (int64, D), as Megatron-LM's MMapIndexedDataset reads them.
+    The index is little-endian: 9 bytes `MMIDIDX\\0\\0`, the version 1 (uint64), the dtype's code (uint8), the numbers
+    of sequences S and of document boundaries D (uint64 each), then sizes (int32, S), pointers (int64, S) and doc_idx
+    (int64, D), as Megatron-LM's MMapIndexedDataset reads them.
 
     Raises DataError (a ValueError) with one line that says what is missing, truncated or inconsistent.
     """
-    bin_path, idx_path = _paths(prefix)
-    for path in (bin_path, idx_path):
-        _require_data_in(path)
-    idx_bytes, bin_bytes = os.path.getsize(idx_path), os.path.getsize(bin_path)
-    with open(idx_path, "rb") as stream:
-        header = stream.read(INDEX_HEADER.size)
-        if header[: len(INDEX_MAGIC)] != INDEX_MAGIC[: len(header)]:
-            raise DataError(f"{idx_path} is not the index of a memory-mapped Megatron dataset: it does not begin with MMIDIDX")
-        if len(header) < INDEX_HEADER.size:
-            raise DataError(f"{idx_path} is truncated: {idx_bytes} bytes do not even hold its header")
-        _, version, code, sequences, boundaries = INDEX_HEADER.unpack(header)
-        if version != INDEX_VERSION:
-            raise DataError(f"{idx_path} has format version {version}; only version {INDEX_VERSION} is known")
-        if code not in TOKEN_DTYPES:
-            raise DataError(f"{idx_path} is corrupt: {code} is not the code of an integer token type")
-        expected = INDEX_HEADER.size + 12 * sequences + 8 * boundaries
-        if idx_bytes != expected:
-            word = "truncated" if idx_bytes < expected else "corrupt"
-            raise DataError(
-                f"{idx_path} is {word}: its header announces {sequences} sequences, which take {expected} bytes, "
-                f"but it has {idx_bytes}"
-            )
+    bin_path, idx_path = _dataset_paths(prefix)
+    bin_bytes, idx_bytes = _size_of(bin_path), _size_of(idx_path)
+    with idx_path.open("rb") as stream:
+        code, sequences, boundaries = _read_header(stream, idx_path, idx_bytes)
         sizes = _read_array(stream, "i", sequences)
         pointers = _read_array(stream, "q", sequences)
         doc_idx = _read_array(stream, "q", boundaries)
     dtype, typecode = TOKEN_DTYPES[code]
     itemsize = array(typecode).itemsize
     tokens = _check_layout(idx_path, itemsize, sizes, pointers, doc_idx)
-    if bin_bytes != tokens * itemsize:
-        word = "truncated" if bin_bytes < tokens * itemsize else "not the file that its index describes"
-        raise DataError(f"{bin_path} is {word}: {tokens} {dtype} tokens take {tokens * itemsize} bytes, but it has {bin_bytes}")
+    expected = tokens * itemsize
+    if bin_bytes != expected:
+        word = "truncated" if bin_bytes < expected else "not the file that its index describes"
+        raise DataError(f"{bin_path} is {word}: {tokens} {dtype} tokens take {expected} bytes, but it has {bin_bytes}")
     return IndexInfo(dtype, boundaries - 1, sequences, tokens, sizes, pointers, doc_idx, bin_bytes, idx_bytes)
 
 
-def check_dataset(prefix: str | os.PathLike[str]) -> IndexInfo:
+def check_dataset(prefix: str | Path) -> IndexInfo:
     """Return what `<prefix>.idx` says; raises DataError (a ValueError) when the dataset cannot be trained on."""
     return read_index(prefix)
 
@@ -151,7 +137,7 @@ class IndexedDatasetWriter:
             writer.add_document([8774, 296, 1])
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], dtype: str = "uint16") -> None:
+    def __init__(self, prefix: str | Path, dtype: str = "uint16") -> None:
         """dtype: numpy's name of a token id's type, see `token_dtype`. Raises DataError for an unknown one."""
         codes = {name: (code, typecode) for code, (name, typecode) in TOKEN_DTYPES.items()}
         if dtype not in codes:
@@ -159,12 +145,12 @@ class IndexedDatasetWriter:
         self.dtype = dtype
         self._code, self._typecode = codes[dtype]
         self._sizes = array("i")
-        self._paths = _paths(prefix)
+        self._paths = _dataset_paths(prefix)
         self._partial = tuple(partial_name(path) for path in self._paths)
-        self._bin = open(self._partial[0], "wb")  # noqa: SIM115 - closed by commit or discard
+        self._bin = self._partial[0].open("wb")
 
     def add_document(self, ids: Sequence[int]) -> None:
-        """Append one document, ids of shape (tokens,). Raises DataError for no ids, or one that the dtype cannot hold."""
+        """Append one document: ids, (tokens,). Raises DataError when there are none or the dtype cannot hold one."""
         if not len(ids):
             raise DataError("a document without a single token cannot be part of an indexed dataset")
         try:
@@ -180,7 +166,7 @@ class IndexedDatasetWriter:
             raise DataError("there is not a single document to write")
         itemsize = array(self._typecode).itemsize
         count = len(self._sizes)
-        with open(self._partial[1], "wb") as stream:
+        with self._partial[1].open("wb") as stream:
             stream.write(INDEX_HEADER.pack(INDEX_MAGIC, INDEX_VERSION, self._code, count, count + 1))
             stream.write(_little_endian(self._sizes))
             stream.write(_little_endian(_offsets(self._sizes, itemsize)[:-1]))
@@ -189,14 +175,13 @@ class IndexedDatasetWriter:
         _to_disk(self._bin)
         self._bin.close()
         for partial, path in zip(self._partial, self._paths, strict=True):
-            os.replace(partial, path)
+            partial.replace(path)
 
     def discard(self) -> None:
         """Remove what was written so far."""
         self._bin.close()
         for partial in self._partial:
-            if os.path.exists(partial):
-                os.unlink(partial)
+            partial.unlink(missing_ok=True)
 
     def __enter__(self) -> IndexedDatasetWriter:
         return self
@@ -214,27 +199,48 @@ def token_dtype(vocabulary: int) -> str:
     return "uint16" if vocabulary < UINT16_VOCABULARY_LIMIT else "int32"
 
 
-def partial_name(path: str) -> str:
+def partial_name(path: Path) -> Path:
     """A name in the same directory for a file that is not complete yet."""
-    return os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.partial-{os.getpid()}")
+    return path.with_name(f".{path.name}.partial-{os.getpid()}")
 
 
-def _paths(prefix: str | os.PathLike[str]) -> tuple[str, str]:
-    return f"{os.fspath(prefix)}.bin", f"{os.fspath(prefix)}.idx"
+def _dataset_paths(prefix: str | Path) -> tuple[Path, Path]:
+    return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
-def _require_data_in(path: str) -> None:
+def _size_of(path: Path) -> int:
     try:
-        empty = os.path.getsize(path) == 0
+        size = path.stat().st_size
     except FileNotFoundError:
         raise DataError(f"Missing or empty Megatron indexed dataset files: {path} does not exist") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
-    if empty:
+    if not size:
         raise DataError(f"Missing or empty Megatron indexed dataset files: {path} is empty")
+    return size
 
 
-def _read_array(stream: Any, typecode: str, count: int) -> array[int]:
+def _read_header(stream: BinaryIO, path: Path, size: int) -> tuple[int, int, int]:
+    """dtype code, number of sequences and number of document boundaries."""
+    header = stream.read(INDEX_HEADER.size)
+    if not header.startswith(INDEX_MAGIC[: len(header)]):
+        raise DataError(f"{path} is not the index of a memory-mapped Megatron dataset: it does not begin with MMIDIDX")
+    if len(header) < INDEX_HEADER.size:
+        raise DataError(f"{path} is truncated: {size} bytes do not even hold its header")
+    _, version, code, sequences, boundaries = INDEX_HEADER.unpack(header)
+    if version != INDEX_VERSION:
+        raise DataError(f"{path} has format version {version}; only version {INDEX_VERSION} is known")
+    if code not in TOKEN_DTYPES:
+        raise DataError(f"{path} is corrupt: {code} is not the code of an integer token type")
+    expected = INDEX_HEADER.size + 12 * sequences + 8 * boundaries
+    if size != expected:
+        word = "truncated" if size < expected else "corrupt"
+        announced = f"its header announces {sequences} sequences, which take {expected} bytes"
+        raise DataError(f"{path} is {word}: {announced}, but it has {size}")
+    return code, sequences, boundaries
+
+
+def _read_array(stream: BinaryIO, typecode: str, count: int) -> array[int]:
     values = array(typecode)
     values.fromfile(stream, count)
     return _little_endian(values)
@@ -252,7 +258,7 @@ def _offsets(sizes: array[int], itemsize: int) -> array[int]:
     return array("q", accumulate(map(mul, sizes, repeat(itemsize)), initial=0))
 
 
-def _check_layout(idx_path: str, itemsize: int, sizes: array[int], pointers: array[int], doc_idx: array[int]) -> int:
+def _check_layout(idx_path: Path, itemsize: int, sizes: array[int], pointers: array[int], doc_idx: array[int]) -> int:
     """The number of tokens that a consistent index describes; raises DataError otherwise."""
     if not sizes:
         raise DataError(f"{idx_path} describes a dataset without a single document")
@@ -273,7 +279,7 @@ def _are_boundaries(doc_idx: array[int], sequences: int) -> bool:
     return len(doc_idx) > 1 and doc_idx[0] == 0 and doc_idx[-1] == sequences and all(map(le, doc_idx, doc_idx[1:]))
 
 
-def _to_disk(stream: Any) -> None:
+def _to_disk(stream: BinaryIO) -> None:
     stream.flush()
     os.fsync(stream.fileno())
 
@@ -298,15 +304,13 @@ class DocumentEncoder:
     vocabulary: number of ids, sentinels included. exact: whether SentencePiece is used at all.
     """
 
-    def __init__(self, directory: str, threads: int = 1) -> None:
+    def __init__(self, directory: Path, threads: int = 1) -> None:
         """directory: of a T5 tokenizer with its spiece.model. Raises DataError when it is not one."""
         import re
 
-        import sentencepiece
-
         self._threads = threads
+        self._pieces = _load_pieces(directory)
         self._tokenizer = _load_tokenizer(directory)
-        self._pieces = sentencepiece.SentencePieceProcessor(model_file=os.path.join(directory, "spiece.model"))
         self._eos: int = self._tokenizer.eos_token_id
         specials = sorted(self._tokenizer.added_tokens_encoder)
         self._special = re.compile("|".join(map(re.escape, specials)))
@@ -344,76 +348,91 @@ class DocumentEncoder:
         return ids
 
 
-def find_tokenizer(name: str) -> str:
-    """The directory of a tokenizer: `name` itself, or the hub's files for it, of which only the tokenizer's are fetched.
+def find_tokenizer(name: str) -> Path:
+    """The directory of a tokenizer: `name` itself, or where the hub's tokenizer files of that name were fetched to.
 
     Raises DataError when there is none, or when the hub is needed and does not answer.
     """
-    if os.path.isdir(name):
-        directory = name
+    if Path(name).is_dir():
+        directory = Path(name)
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise DataError(f"there is no tokenizer directory {name}", "Check TOKENIZER_MODEL (--tokenizer)")
+        raise DataError(f"there is no tokenizer directory {name}", "Correct TOKENIZER_MODEL (--tokenizer)")
     else:
         directory = _fetch_tokenizer(name)
-    if not os.path.isfile(os.path.join(directory, "spiece.model")):
-        raise DataError(
-            f"{name} has no spiece.model, so it is not a SentencePiece T5 tokenizer",
-            "Name a T5 tokenizer, for example google-t5/t5-large",
-        )
+    if not (directory / "spiece.model").is_file():
+        raise DataError(f"{name} has no spiece.model, so it is not a SentencePiece T5 tokenizer", _NAME_A_T5)
     return directory
 
 
-def copy_tokenizer(source: str, target: str) -> None:
+def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy a tokenizer's files into the new directory `target`, complete enough to be loaded from there alone."""
     import json
     import shutil
 
-    os.makedirs(target)
+    target.mkdir(parents=True)
     for name in TOKENIZER_FILES:
-        path = os.path.join(source, name)
-        if os.path.isfile(path):
-            shutil.copyfile(path, os.path.join(target, name))
-    # Hub repositories leave these to the model's config.json and to the library's defaults; here they are written down.
-    path = os.path.join(target, "tokenizer_config.json")
-    config = {}
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as stream:
-            config = json.load(stream)
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+    # Hub repositories leave these two to the model's config.json and the library's defaults.
+    config_path = target / "tokenizer_config.json"
+    config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}
     if not {"tokenizer_class", "legacy"} <= config.keys():
-        config = {"tokenizer_class": "T5Tokenizer", "legacy": True} | config
-        with open(path, "w", encoding="utf-8") as stream:
-            json.dump(config, stream, indent=2)
-            stream.write("\n")
+        write_json(config_path, {"tokenizer_class": "T5Tokenizer", "legacy": True} | config)
 
 
-def _fetch_tokenizer(name: str) -> str:
+_NAME_A_T5 = "Name a T5 tokenizer in TOKENIZER_MODEL (--tokenizer), for example google-t5/t5-large"
+
+
+def _fetch_tokenizer(name: str) -> Path:
     import huggingface_hub
 
     try:
-        return huggingface_hub.snapshot_download(name, allow_patterns=list(TOKENIZER_FILES))
-    except Exception as error:  # noqa: BLE001 - network, hub and cache errors have no common base
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(TOKENIZER_FILES)))
+    except Exception as error:
+        # Network, hub and cache errors have no common base class.
         raise DataError(
-            f"the tokenizer {name} could not be fetched from the Hugging Face hub ({one_line(error)})",
+            f"the tokenizer {name} could not be fetched from the Hugging Face hub ({hub_problem(error)})",
             "Check the name and the network, or set TOKENIZER_MODEL to a directory that holds the tokenizer's files",
         ) from error
 
 
-def _load_tokenizer(directory: str) -> Any:
+def hub_problem(error: Exception) -> str:
+    """Why the hub did not give what was asked for, in a few words."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set and it is not in the local cache"
+    # Both HTTP libraries that huggingface_hub has used name these so, and neither is imported here.
+    unreachable = {"ConnectionError", "ConnectTimeout", "ReadTimeout", "ConnectError", "ProxyError", "SSLError"}
+    if isinstance(error, errors.LocalEntryNotFoundError) or type(error).__name__ in unreachable:
+        return f"{constants.ENDPOINT} does not answer and it is not in the local cache"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "there is none of that name, or it is not public"
+    return one_line(error)
+
+
+def _load_pieces(directory: Path) -> Any:
+    import sentencepiece
+
+    try:
+        return sentencepiece.SentencePieceProcessor(model_file=str(directory / "spiece.model"))
+    except (OSError, RuntimeError) as error:
+        raise DataError(f"{directory / 'spiece.model'} is not a SentencePiece model", _NAME_A_T5) from error
+
+
+def _load_tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, use_fast=False, local_files_only=True)
-    except Exception as error:  # noqa: BLE001 - a broken directory shows in many ways
-        raise DataError(
-            f"{directory} cannot be loaded as a tokenizer ({one_line(error)})",
-            "Name a T5 tokenizer, for example google-t5/t5-large",
-        ) from error
+    except Exception as error:
+        # A broken directory shows in many ways.
+        raise DataError(f"{directory} cannot be loaded as a tokenizer ({one_line(error)})", _NAME_A_T5) from error
     if "<extra_id_0>" not in tokenizer.added_tokens_encoder or tokenizer.eos_token_id is None:
         raise DataError(
-            f"{directory} is not a T5 tokenizer: it lacks <extra_id_0> or an end-of-sequence token",
-            "Name a T5 tokenizer, for example google-t5/t5-large",
+            f"{directory} is not a T5 tokenizer: it lacks <extra_id_0> or an end-of-sequence token", _NAME_A_T5
         )
     return tokenizer
 
@@ -428,29 +447,26 @@ class Document(NamedTuple):
     text: str
 
 
-def read_documents(path: str, key: str = "text") -> Iterator[Document]:
+def read_documents(path: Path) -> Iterator[Document]:
     """The documents of a JSONL file in order, blank lines left out.
 
-    Raises DataError that names the line which is not JSON, not UTF-8, or has no string under `key`.
+    Raises DataError that names the line which is not JSON, not UTF-8, or has no string as `text`.
     """
     for number, record in read_jsonl(path):
-        text = record.get(key)
+        text = record.get("text")
         if not isinstance(text, str):
-            problem = "has no" if key not in record else "does not hold a string as"
-            raise DataError(f"line {number} of {path} {problem} \"{key}\"", f'Each line must be like {{"{key}": "..."}}')
+            raise DataError(
+                f'line {number} of {path} has no string as "text"', 'Each line must be like {"text": "..."}'
+            )
         yield Document(number, text)
 
 
-def read_jsonl(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Line numbers from 1 and objects of a JSONL file, blank lines left out; raises DataError that names a bad line."""
     import json
 
     remedy = "Correct or remove that line; each line must be one JSON object in UTF-8"
-    try:
-        stream = open(path, "rb")  # noqa: SIM115 - the with statement follows
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}", "Check the path") from error
-    with stream:
+    with path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue
@@ -494,59 +510,57 @@ class Progress:
             self._bar.close()
 
 
-def build_dataset(source: str, prefix: str, encoder: DocumentEncoder, key: str = "text") -> dict[str, Any]:
+def build_dataset(source: Path, prefix: Path, encoder: DocumentEncoder) -> dict[str, Any]:
     """Tokenise the JSONL file `source` into `<prefix>.bin/.idx`, in its order; empty documents are left out.
 
     Returns the counts that `<prefix>.meta.json` records. Raises DataError.
     """
-    counts = {"skipped_empty": 0, "special_text_documents": 0, "documents_over_512_tokens": 0, "documents": 0, "tokens": 0}
+    documents = tokens = empty = special = long = 0
     dtype = token_dtype(encoder.vocabulary)
     with Progress("tokenising", _count_lines(source)) as progress, IndexedDatasetWriter(prefix, dtype) as writer:
-        for batch in _batches(read_documents(source, key), BATCH_DOCUMENTS):
-            documents = [document for document in batch if document.text.strip()]
-            counts["skipped_empty"] += len(batch) - len(documents)
-            for document, ids in zip(documents, _encode(encoder, source, documents), strict=True):
+        for batch in _batches(read_documents(source), BATCH_DOCUMENTS):
+            filled = [document for document in batch if document.text.strip()]
+            empty += len(batch) - len(filled)
+            documents += len(filled)
+            for document, ids in zip(filled, _encode(encoder, source, filled), strict=True):
                 writer.add_document(ids)
-                counts["documents"] += 1
-                counts["tokens"] += len(ids)
-                counts["documents_over_512_tokens"] += len(ids) > MEGATRON_LONGEST_SEQUENCE
-                counts["special_text_documents"] += encoder.has_special_text(document.text)
+                tokens += len(ids)
+                long += len(ids) > MEGATRON_LONGEST_SEQUENCE
+                special += encoder.has_special_text(document.text)
             progress.advance(len(batch))
-        if not counts["documents"]:
+        if not documents:
             raise DataError(f"{source} holds no document with text", "Check the file; it may be the wrong one")
-    return counts | {"dtype": dtype}
+    return {
+        "documents": documents,
+        "tokens": tokens,
+        "dtype": dtype,
+        "vocabulary": encoder.vocabulary,
+        "skipped_empty": empty,
+        "special_text_documents": special,
+        "documents_over_512_tokens": long,
+    }
 
 
-def _encode(encoder: DocumentEncoder, source: str, documents: Sequence[Document]) -> list[list[int]]:
+def _encode(encoder: DocumentEncoder, source: Path, documents: Sequence[Document]) -> list[list[int]]:
     try:
         return encoder.encode_batch([document.text for document in documents])
     except (TypeError, UnicodeError) as error:
         for document in documents:
-            try:
-                document.text.encode("utf-8")
-            except UnicodeEncodeError:
+            if any("\ud800" <= character <= "\udfff" for character in document.text):
                 problem = f"line {document.line} of {source} holds half of a surrogate pair, which is not text"
                 raise DataError(problem, "Correct or remove that line") from error
         raise
 
 
 def _batches(items: Iterable[Document], size: int) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    for item in items:
-        batch.append(item)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
         yield batch
 
 
-def _count_lines(path: str) -> int | None:
-    try:
-        with open(path, "rb") as stream:
-            return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(1 << 20), b""))
-    except OSError:
-        return None
+def _count_lines(path: Path) -> int:
+    with path.open("rb") as stream:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(1 << 20), b""))
 
 
 def one_line(error: BaseException) -> str:
@@ -555,128 +569,95 @@ def one_line(error: BaseException) -> str:
     return lines[0].strip().rstrip(".:") if lines else type(error).__name__
 
 
-def file_facts(path: str) -> dict[str, Any]:
+def file_facts(path: Path) -> dict[str, Any]:
     """Size in bytes and SHA-256 of a file."""
     import hashlib
 
     digest = hashlib.sha256()
-    with open(path, "rb") as stream:
+    with path.open("rb") as stream:
         for chunk in iter(lambda: stream.read(1 << 20), b""):
             digest.update(chunk)
-    return {"bytes": os.path.getsize(path), "sha256": digest.hexdigest()}
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def same_path(first: str, second: str) -> bool:
+def same_path(first: Path, second: Path) -> bool:
     """Whether both paths exist and are the same file or directory."""
-    return os.path.exists(first) and os.path.exists(second) and os.path.samefile(first, second)
+    return first.exists() and second.exists() and first.samefile(second)
 
 
-def write_json(path: str, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file under a temporary name and rename it."""
     import json
 
     partial = partial_name(path)
     try:
-        with open(partial, "w", encoding="utf-8") as stream:
-            json.dump(content, stream, indent=2)
-            stream.write("\n")
-        os.replace(partial, path)
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
     finally:
-        if os.path.exists(partial):
-            os.unlink(partial)
+        partial.unlink(missing_ok=True)
 
 
-def export_meta_path(jsonl: str) -> str:
-    """Where the record of an exported JSONL file stands: beside it, `.meta.json` for `.jsonl`."""
-    return os.path.splitext(jsonl)[0] + ".meta.json"
+# ---- where data came from --------------------------------------------------------------------------------------------
 
 
-def _source_of(jsonl: str) -> str:
+def meta_path(prefix: Path) -> Path:
+    """The record of a dataset, or, for the prefix `xsum_text`, of the exported `xsum_text.jsonl`."""
+    return Path(f"{prefix}.meta.json")
+
+
+def check_replacement(prefix: Path, jsonl: Path, source: str, tokenizer: str) -> None:
+    """Raise DataError when `<prefix>.bin/.idx` or `jsonl` exist and were not made from this source and tokenizer."""
+    existing = [path for path in (*_dataset_paths(prefix), jsonl) if path.exists()]
+    if not existing:
+        return
+    remedy = "Set FORCE=1 to replace it, or MEGATRON_DATA_DIR to keep both"
+    record = _read_record(meta_path(prefix)) or _read_record(meta_path(jsonl.with_suffix("")))
+    if record is None:
+        raise DataError(f"{existing[0]} exists and nothing beside it says where it came from", remedy)
+    made_with = record.get("tokenizer", tokenizer)
+    if record["source"] != source:
+        raise DataError(
+            f"{existing[0]} was made from {record['source']}, and this run would replace it by {source}", remedy
+        )
+    same_pieces = record.get("tokenizer_sha256") == _pieces_digest(tokenizer)
+    if made_with != _tokenizer_name(tokenizer) and not same_pieces:
+        problem = f"was made with the tokenizer {made_with}, and this run would use {_tokenizer_name(tokenizer)}"
+        raise DataError(f"{existing[0]} {problem}", remedy)
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
     import json
 
-    path = export_meta_path(jsonl)
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as stream:
-            return str(json.load(stream)["source"])
-    return f"file {os.path.abspath(jsonl)}"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return record if isinstance(record["source"], str) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _tokenizer_name(name: str) -> str:
-    if same_path(name, os.path.join(SAMPLE_DIR, "tokenizer")):
+    if same_path(Path(name), SAMPLE_DIR / "tokenizer"):
         return SAMPLE_NAME
-    return os.path.abspath(name) if os.path.isdir(name) else name
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
-def _build(args: Any) -> None:
-    import datetime
+def _pieces_digest(tokenizer: str) -> str | None:
+    """SHA-256 of the pieces of a tokenizer that is on this machine, else None."""
+    path = Path(tokenizer) / "spiece.model"
+    return file_facts(path)["sha256"] if path.is_file() else None
+
+
+def _versions() -> dict[str, str]:
     import platform
-    import shutil
 
     import sentencepiece
     import transformers
 
-    prefix = os.path.abspath(args.output_prefix)
-    os.makedirs(os.path.dirname(prefix), exist_ok=True)
-    directory = find_tokenizer(args.tokenizer)
-    copy = os.path.abspath(args.tokenizer_copy) if args.tokenizer_copy else None
-    staged = partial_name(copy) if copy else None
-    try:
-        if staged:
-            # What tokenises is the copy itself, so that it is known to be complete.
-            copy_tokenizer(directory, staged)
-        encoder = DocumentEncoder(staged or directory, args.workers)
-        if not encoder.exact:
-            print("note: this tokenizer differs from its SentencePiece model; all text takes its slower path.", file=sys.stderr)
-        counts = build_dataset(args.input, prefix, encoder, args.json_key)
-        if staged and copy:
-            _replace_directory(staged, copy)
-    finally:
-        if staged and os.path.isdir(staged):
-            shutil.rmtree(staged)
-    names = {os.path.basename(path): path for path in (args.input, *_paths(prefix))}
-    meta = {
-        "source": _source_of(args.input),
-        "tokenizer": _tokenizer_name(args.tokenizer),
-        "tokenizer_sha256": file_facts(os.path.join(directory, "spiece.model"))["sha256"],
-        "vocabulary": encoder.vocabulary,
-        **counts,
-        "files": {name: file_facts(path) for name, path in names.items()},
-        "versions": {
-            "python": platform.python_version(),
-            "sentencepiece": sentencepiece.__version__,
-            "transformers": transformers.__version__,
-        },
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    return {
+        "python": platform.python_version(),
+        "sentencepiece": sentencepiece.__version__,
+        "transformers": transformers.__version__,
     }
-    write_json(f"{prefix}.meta.json", meta)
-    _report(prefix, meta)
-
-
-def _replace_directory(new: str, target: str) -> None:
-    import shutil
-
-    if not os.path.exists(target):
-        os.rename(new, target)
-        return
-    old = f"{new}-replaced"
-    os.rename(target, old)
-    os.rename(new, target)
-    shutil.rmtree(old)
-
-
-def _report(prefix: str, meta: dict[str, Any]) -> None:
-    print(f"{meta['documents']:,} documents, {meta['tokens']:,} tokens ({meta['dtype']}), vocabulary {meta['vocabulary']:,}")
-    for path in _paths(prefix):
-        print(f"{os.path.basename(path)}: {os.path.getsize(path):,} bytes")
-    if meta["skipped_empty"]:
-        print(f"{meta['skipped_empty']:,} empty documents were left out.")
-    if meta["special_text_documents"]:
-        print(f"{meta['special_text_documents']:,} documents contain the text of a special token, which became that token.")
-    if meta["documents_over_512_tokens"]:
-        print(
-            f"{meta['documents_over_512_tokens']:,} documents are longer than {MEGATRON_LONGEST_SEQUENCE} tokens: "
-            "Megatron's T5 samples leave those out."
-        )
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------
@@ -700,7 +681,7 @@ def run_command(command: Callable[[], None]) -> int:
         return EXIT_ERROR
     except ImportError as error:
         print(f"error: the Python package {error.name} is missing from {sys.executable}", file=sys.stderr)
-        print(f"       Run: pip install -r '{os.path.join(REPO_ROOT, 'requirements.txt')}'", file=sys.stderr)
+        print(f"       Run: pip install -r '{REPO_ROOT / 'requirements.txt'}'", file=sys.stderr)
         return EXIT_ERROR
     except OSError as error:
         print(f"error: {error.filename or 'writing'}: {error.strerror or error}", file=sys.stderr)
@@ -724,36 +705,107 @@ def positive_int(text: str) -> int:
     return value
 
 
+def _build(args: argparse.Namespace) -> None:
+    import shutil
+    from datetime import datetime, timezone
+
+    # Importing transformers with torch takes three times as long, and a tokenizer needs no torch.
+    os.environ.setdefault("USE_TORCH", "0")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    jsonl, prefix = args.input.absolute(), args.output_prefix.absolute()
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    directory = find_tokenizer(args.tokenizer)
+    copy = args.tokenizer_copy and args.tokenizer_copy.absolute()
+    staged = copy and partial_name(copy)
+    try:
+        if staged:
+            # The copy itself tokenises, so that it is known to be complete.
+            copy_tokenizer(directory, staged)
+        encoder = DocumentEncoder(staged or directory, args.workers)
+        if not encoder.exact:
+            print("note: SentencePiece alone gives other ids than this tokenizer, which is slower", file=sys.stderr)
+        counts = build_dataset(jsonl, prefix, encoder)
+        pieces = file_facts(directory / "spiece.model")["sha256"]
+        if staged:
+            _replace_directory(staged, copy)
+    finally:
+        if staged:
+            shutil.rmtree(staged, ignore_errors=True)
+    export_record = _read_record(meta_path(jsonl.with_suffix("")))
+    meta = {
+        "source": export_record["source"] if export_record else f"file {jsonl}",
+        "tokenizer": _tokenizer_name(args.tokenizer),
+        "tokenizer_sha256": pieces,
+        **counts,
+        "files": {path.name: file_facts(path) for path in (jsonl, *_dataset_paths(prefix))},
+        "versions": _versions(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+    write_json(meta_path(prefix), meta)
+    _report(prefix, meta)
+
+
+def _replace_directory(new: Path, target: Path) -> None:
+    import shutil
+
+    old = target.with_name(f"{new.name}-old")
+    if target.exists():
+        target.rename(old)
+    new.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _report(prefix: Path, meta: dict[str, Any]) -> None:
+    print(f"{meta['documents']:,} documents, {meta['tokens']:,} tokens of a vocabulary of {meta['vocabulary']:,}")
+    for path in _dataset_paths(prefix):
+        print(f"{path.name}: {path.stat().st_size:,} bytes")
+    if meta["skipped_empty"]:
+        print(f"{meta['skipped_empty']:,} empty documents were left out.")
+    if meta["special_text_documents"]:
+        print(f"{meta['special_text_documents']:,} documents contain a special token's text, which became that token.")
+    if meta["documents_over_512_tokens"]:
+        print(
+            f"{meta['documents_over_512_tokens']:,} documents are longer than {MEGATRON_LONGEST_SEQUENCE} tokens; "
+            "Megatron's T5 samples leave those out."
+        )
+
+
+def _check(args: argparse.Namespace) -> None:
+    try:
+        info = check_dataset(args.check)
+    except DataError as error:
+        error.remedy = "Run: bash scripts/prepare_xsum_megatron.sh   (SAMPLE=1 for the bundled sample)"
+        raise
+    print(f"documents={info.documents} sequences={info.sequences} tokens={info.tokens} dtype={info.dtype}")
+    print(f"bin_bytes={info.bin_bytes} idx_bytes={info.idx_bytes}")
+
+
 def main() -> int:
     """Command line entry; returns the exit status."""
     import argparse
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--input", metavar="JSONL", help='corpus to tokenise, one {"text": "..."} per line')
-    what.add_argument("--check", metavar="PREFIX", help="check PREFIX.bin and PREFIX.idx and print their counts")
-    parser.add_argument("--output-prefix", metavar="PREFIX", help="where to write: PREFIX.bin, PREFIX.idx, PREFIX.meta.json")
-    parser.add_argument("--tokenizer", default="google-t5/t5-large", metavar="NAME", help="hub name or directory (%(default)s)")
-    parser.add_argument("--tokenizer-copy", metavar="DIR", help="also keep a copy of the tokenizer's files in DIR")
-    parser.add_argument("--json-key", default="text", metavar="KEY", help="key of a document's text (%(default)s)")
+    what.add_argument("--input", type=Path, metavar="JSONL", help='corpus to tokenise, one {"text": "..."} per line')
+    what.add_argument("--check", type=Path, metavar="PREFIX", help="check PREFIX.bin and .idx and print their counts")
+    parser.add_argument("--output-prefix", type=Path, metavar="PREFIX", help="write PREFIX.bin, .idx and .meta.json")
+    parser.add_argument("--tokenizer", default="google-t5/t5-large", metavar="NAME", help="hub name or directory")
+    parser.add_argument(
+        "--tokenizer-copy", type=Path, metavar="DIR", help="keep a copy of the tokenizer's files in DIR"
+    )
     workers = min(8, available_processors())
-    parser.add_argument("--workers", type=positive_int, default=workers, metavar="N", help="threads that tokenise (%(default)s)")
+    parser.add_argument("--workers", type=positive_int, default=workers, metavar="N", help="threads (%(default)s)")
+    parser.add_argument(
+        "--only-replace", metavar="SOURCE", help="only tell (status 0 or 2) whether existing files are SOURCE's"
+    )
     args = parser.parse_args()
-    if args.check is not None:
-        return run_command(lambda: _print_check(args.check))
+    if args.check:
+        return run_command(lambda: _check(args))
     if not args.output_prefix:
         parser.error("--input needs --output-prefix")
+    if args.only_replace is not None:
+        return run_command(lambda: check_replacement(args.output_prefix, args.input, args.only_replace, args.tokenizer))
     return run_command(lambda: _build(args))
-
-
-def _print_check(prefix: str) -> None:
-    try:
-        info = check_dataset(prefix)
-    except DataError as error:
-        error.remedy = error.remedy or "Run: bash scripts/prepare_xsum_megatron.sh   (SAMPLE=1 for the bundled sample)"
-        raise
-    print(f"documents={info.documents} sequences={info.sequences} tokens={info.tokens} dtype={info.dtype}")
-    print(f"bin_bytes={info.bin_bytes} idx_bytes={info.idx_bytes}")
 
 
 if __name__ == "__main__":

@@ -95,6 +95,17 @@ absolute_path() {
   esac
 }
 
+# ---- strategies ----------------------------------------------------------------------------------------------------
+
+# Names of all strategies, one a line, in the order of their ports: a launcher is found by being there.
+list_strategies() {
+  local launcher
+  for launcher in "$REPO_ROOT"/scripts/run_megatron_t5_*.sh; do
+    launcher=$(sed -n -e 's/^STRATEGY_PORT=//p' -e 's/^STRATEGY=//p' "$launcher")
+    [[ $launcher != *$'\n'* ]] || printf '%s %s\n' "${launcher#*$'\n'}" "${launcher%%$'\n'*}"
+  done | sort -n | cut -d' ' -f2
+}
+
 # ---- hosts and ranks -----------------------------------------------------------------------------------------------
 
 addresses_of() {

@@ -5,8 +5,8 @@
     XSUM_SOURCE=/data/xsum.parquet python scripts/export_xsum_corpus.py    # from a local file
 
 `text` is the article (XSum's `document`), which is what the model is pretrained on; `summary` is carried along unused.
-A local file is .jsonl or .parquet with the columns `document` and `summary`, and perhaps `id`. Articles without text are
-left out and counted. Beside the output, `<output without .jsonl>.meta.json` records where it came from.
+A local file is .jsonl or .parquet with the columns `document` and `summary`, and perhaps `id`. Articles without text
+are left out and counted. Beside the output, `<output without .jsonl>.meta.json` records where it came from.
 
 Exit status: 0, or 2 with one sentence on standard error; then nothing was written and an older file is as it was.
 """
@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from build_indexed_dataset import (
@@ -25,8 +26,9 @@ from build_indexed_dataset import (
     SAMPLE_NAME,
     DataError,
     Progress,
-    export_meta_path,
     file_facts,
+    hub_problem,
+    meta_path,
     one_line,
     partial_name,
     positive_int,
@@ -58,7 +60,7 @@ class Article(NamedTuple):
 class Source(NamedTuple):
     """Where articles come from: a local file (`path`), or the hub's dataset (`split`)."""
 
-    path: str | None
+    path: Path | None
     split: str
     limit: int | None
 
@@ -66,47 +68,47 @@ class Source(NamedTuple):
         """One line that is the same for the same source, as recorded and compared."""
         if self.path is None:
             name = f"{HUB_DATASET} {self.split} from the Hugging Face hub"
-        elif same_path(self.path, os.path.join(SAMPLE_DIR, "articles.jsonl")):
+        elif same_path(self.path, SAMPLE_DIR / "articles.jsonl"):
             name = SAMPLE_NAME
         else:
-            name = f"file {os.path.abspath(self.path)}"
+            name = f"file {self.path.resolve()}"
         return name if self.limit is None else f"{name}, first {self.limit} documents"
 
     def state(self) -> str | None:
         """Something that changes when a local file does; the hub's dataset does not change."""
         if self.path is None:
             return None
-        found = os.stat(self.path)
+        found = self.path.stat()
         return f"{found.st_size} bytes, modified {found.st_mtime_ns}"
 
     def articles(self) -> Iterator[Article]:
         """All rows in order. Raises DataError when the source cannot be read, before the first row where possible."""
         if self.path is None:
             return _hub_articles(self.split)
-        return _parquet_articles(self.path) if self.path.endswith(".parquet") else _jsonl_articles(self.path)
+        return _parquet_articles(self.path) if self.path.suffix == ".parquet" else _jsonl_articles(self.path)
 
 
-def make_source(path: str | None, split: str, limit: int | None) -> Source:
+def make_source(path: str, split: str, limit: int | None) -> Source:
     """The source that the settings name; an empty path is the hub. Raises DataError for a file that cannot be one."""
     if not path:
         return Source(None, split, limit)
     remedy = "XSUM_SOURCE (--source) names a .jsonl or .parquet file with the columns document and summary"
-    if not os.path.isfile(path):
+    if not Path(path).is_file():
         raise DataError(f"there is no file {path}", remedy)
-    if not path.endswith((".jsonl", ".parquet")):
+    if Path(path).suffix not in (".jsonl", ".parquet"):
         raise DataError(f"{path} is neither .jsonl nor .parquet", remedy)
-    return Source(path, split, limit)
+    return Source(Path(path), split, limit)
 
 
-def export(source: Source, output: str) -> dict[str, Any]:
+def export(source: Source, output: Path) -> dict[str, Any]:
     """Write the source's articles to `output` under a temporary name, rename it, and return its record.
 
     Raises DataError for a bad row or a source without text.
     """
     partial = partial_name(output)
-    os.makedirs(os.path.dirname(output), exist_ok=True)
+    output.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with open(partial, "w", encoding="utf-8", newline="\n") as stream, Progress("exporting", source.limit) as progress:
+        with partial.open("w", encoding="utf-8") as stream, Progress("exporting", source.limit) as progress:
             documents, empty = _write_articles(source.articles(), stream, source.limit, progress)
         if not documents:
             raise DataError(f"{source.describe()}: not a single article with text was found", "Check the source")
@@ -117,20 +119,18 @@ def export(source: Source, output: str) -> dict[str, Any]:
             "skipped_empty": empty,
             **file_facts(partial),
         }
-        os.replace(partial, output)
-        write_json(export_meta_path(output), record)
+        partial.replace(output)
+        write_json(meta_path(output.with_suffix("")), record)
     finally:
-        if os.path.exists(partial):
-            os.unlink(partial)
+        partial.unlink(missing_ok=True)
     return record
 
 
-def is_current(source: Source, output: str) -> bool:
+def is_current(source: Source, output: Path) -> bool:
     """Whether `output` is a complete export of this source as it is now."""
     try:
-        with open(export_meta_path(output), encoding="utf-8") as stream:
-            record = json.load(stream)
-        expected = (source.describe(), source.state(), os.path.getsize(output))
+        record = json.loads(meta_path(output.with_suffix("")).read_text(encoding="utf-8"))
+        expected = (source.describe(), source.state(), output.stat().st_size)
         return (record["source"], record["source_state"], record["bytes"]) == expected
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -177,27 +177,29 @@ def _require_columns(found: Iterable[str], place: str) -> None:
         )
 
 
-def _jsonl_articles(path: str) -> Iterator[Article]:
+def _jsonl_articles(path: Path) -> Iterator[Article]:
     for number, record in read_jsonl(path):
         place = f"line {number} of {path}"
         _require_columns(record, place)
         yield Article(place, str(record.get("id", number)), record["document"], record["summary"])
 
 
-def _parquet_articles(path: str) -> Iterator[Article]:
+def _parquet_articles(path: Path) -> Iterator[Article]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         table = pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowException as error:
-        raise DataError(f"{path} is not a Parquet file ({one_line(error)})", "Check that it was copied whole") from error
+        raise DataError(
+            f"{path} is not a Parquet file ({one_line(error)})", "Check that it was copied whole"
+        ) from error
     names = table.schema_arrow.names
-    _require_columns(names, path)
+    _require_columns(names, str(path))
     columns = [name for name in (*COLUMNS, "id") if name in names]
     try:
         batches = (batch.to_pydict() for batch in table.iter_batches(READ_ROWS, columns=columns))
-        yield from _column_articles(batches, path)
+        yield from _column_articles(batches, str(path))
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} is damaged ({one_line(error)})", "Copy or download it again") from error
 
@@ -221,29 +223,42 @@ def _load_hub_dataset(split: str) -> Any:
     import logging
 
     import datasets
+    import huggingface_hub
 
     # Their warnings about retries would stand between the user and the one sentence that matters.
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     datasets.logging.set_verbosity(logging.CRITICAL)
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    remedy = (
-        "Check the network (HF_ENDPOINT, proxies), or download XSum elsewhere, copy it here and name it: "
-        "XSUM_SOURCE=/path/to/xsum.parquet"
-    )
+    revision: str | None = PARQUET_REVISION
+    unanswered: Exception | None = None
     try:
-        return datasets.load_dataset(HUB_DATASET, revision=PARQUET_REVISION, split=split)
+        # Asked first because load_dataset retries for half a minute before it gives up.
+        huggingface_hub.HfApi().dataset_info(HUB_DATASET, revision=revision, timeout=30)
+    except huggingface_hub.errors.RevisionNotFoundError:
+        # Should the main branch become Parquet itself, it is what there is to load.
+        revision = None
     except Exception as error:
-        # Network, hub, cache and split errors have no common base class.
-        problem = one_line(error)
-        if isinstance(error, ValueError) and "split" in problem:
-            raise DataError(f"{HUB_DATASET} has no split '{split}'", "XSUM_SPLIT is train, validation or test") from error
-        raise DataError(f"{HUB_DATASET} could not be loaded from the Hugging Face hub ({problem})", remedy) from error
+        # Network and hub errors have no common base class. The dataset may still be in the local cache.
+        unanswered = error
+        datasets.config.HF_HUB_OFFLINE = True
+    try:
+        return datasets.load_dataset(HUB_DATASET, revision=revision, split=split)
+    except Exception as error:
+        if isinstance(error, ValueError) and "split" in str(error):
+            raise DataError(
+                f"{HUB_DATASET} has no split '{split}'", "XSUM_SPLIT is train, validation or test"
+            ) from error
+        raise DataError(
+            f"{HUB_DATASET} could not be loaded from the Hugging Face hub ({hub_problem(unanswered or error)})",
+            "Check the network (HF_ENDPOINT, proxies), or download XSum elsewhere, copy it here and name it: "
+            "XSUM_SOURCE=/path/to/xsum.parquet",
+        ) from error
 
 
 def _run(args: argparse.Namespace) -> None:
     source = make_source(args.source, args.split, args.limit)
-    output = os.path.abspath(args.output)
+    output = args.output.absolute()
     if args.print_source:
         print(source.describe())
     elif args.is_current:
@@ -252,14 +267,17 @@ def _run(args: argparse.Namespace) -> None:
     else:
         record = export(source, output)
         skipped = f" ({record['skipped_empty']:,} without text left out)" if record["skipped_empty"] else ""
-        print(f"{output}: {record['documents']:,} documents{skipped}, {record['bytes']:,} bytes, from {record['source']}")
+        print(
+            f"{output}: {record['documents']:,} documents{skipped}, {record['bytes']:,} bytes, from {record['source']}"
+        )
 
 
 def main() -> int:
     """Command line entry; returns the exit status."""
-    directory = os.environ.get("MEGATRON_DATA_DIR") or os.path.join(REPO_ROOT, "megatron_data")
+    directory = Path(os.environ.get("MEGATRON_DATA_DIR") or REPO_ROOT / "megatron_data")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", default=os.path.join(directory, "xsum_text.jsonl"), metavar="JSONL", help="(%(default)s)")
+    output = directory / "xsum_text.jsonl"
+    parser.add_argument("--output", type=Path, default=output, metavar="JSONL", help="(default: %(default)s)")
     parser.add_argument(
         "--source",
         default=os.environ.get("XSUM_SOURCE", ""),
@@ -275,7 +293,9 @@ def main() -> int:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--print-source", action="store_true", help="print what the source is recorded as, and stop")
     mode.add_argument(
-        "--is-current", action="store_true", help="only tell (status 0 or 1) whether the output is an export of the source"
+        "--is-current",
+        action="store_true",
+        help="only tell (status 0 or 1) whether the output is an export of the source",
     )
     args = parser.parse_args()
     return run_command(lambda: _run(args))

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 import string
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from build_indexed_dataset import SAMPLE_DIR, DataError, read_jsonl, run_command, write_json
+from build_indexed_dataset import SAMPLE_DIR, DataError, one_line, read_jsonl, run_command, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +30,7 @@ SENTINELS = 100
 SENTINEL_NAMES = [f"<extra_id_{index}>" for index in range(SENTINELS)]
 
 
-def articles_text(path: str) -> Iterator[str]:
+def articles_text(path: Path) -> Iterator[str]:
     """Documents and summaries of the articles in order. Raises DataError that names a bad line."""
     for number, article in read_jsonl(path):
         for key in ("document", "summary"):
@@ -40,7 +40,7 @@ def articles_text(path: str) -> Iterator[str]:
             yield text
 
 
-def train(articles: str) -> bytes:
+def train(articles: Path) -> bytes:
     """The serialised SentencePiece model. Raises DataError when the articles cannot be read or are too few."""
     import sentencepiece
 
@@ -64,7 +64,7 @@ def train(articles: str) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise DataError(f"{articles} does not make {PIECES} pieces ({str(error).strip().splitlines()[-1]})") from error
+        raise DataError(f"{articles} does not make {PIECES} pieces ({one_line(error)})") from error
     return model.getvalue()
 
 
@@ -92,22 +92,21 @@ def special_tokens_map() -> dict[str, Any]:
     }
 
 
-def save(articles: str, directory: str) -> None:
+def save(articles: Path, directory: Path) -> None:
     """Train on `articles` and write the tokenizer's files into `directory`. Raises DataError or OSError."""
     model = train(articles)
-    os.makedirs(directory, exist_ok=True)
-    with open(os.path.join(directory, "spiece.model"), "wb") as stream:
-        stream.write(model)
-    write_json(os.path.join(directory, "tokenizer_config.json"), tokenizer_config())
-    write_json(os.path.join(directory, "special_tokens_map.json"), special_tokens_map())
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "spiece.model").write_bytes(model)
+    write_json(directory / "tokenizer_config.json", tokenizer_config())
+    write_json(directory / "special_tokens_map.json", special_tokens_map())
     print(f"{directory}: {PIECES} pieces and {SENTINELS} sentinels, spiece.model {len(model):,} bytes")
 
 
 def main() -> int:
     """Command line entry; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--articles", default=os.path.join(SAMPLE_DIR, "articles.jsonl"), metavar="JSONL")
-    parser.add_argument("--output", default=os.path.join(SAMPLE_DIR, "tokenizer"), metavar="DIR")
+    parser.add_argument("--articles", type=Path, default=SAMPLE_DIR / "articles.jsonl", metavar="JSONL")
+    parser.add_argument("--output", type=Path, default=SAMPLE_DIR / "tokenizer", metavar="DIR")
     args = parser.parse_args()
     return run_command(lambda: save(args.articles, args.output))
 

@@ -1,0 +1,1 @@
+"""Reads runs: log lines, statistics, comparison. It never launches anything."""

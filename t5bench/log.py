@@ -1,0 +1,75 @@
+"""The engines' log lines. Both engines print Megatron's iteration line, on the last rank."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+_ITERATION = re.compile(r"\biteration\s+(?P<iteration>\d+)/\s*(?P<total>\d+) \|(?P<fields>.*)")
+_FIELD = re.compile(r"\s*(?P<name>[^:|]+):\s*(?P<value>[-+0-9.eE]+|nan|inf)\s*\|")
+_PEAK_MEMORY = re.compile(r"\bpeak memory \| rank (?P<rank>\d+) \|(?P<fields>.*)")
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One iteration line: the mean over the iterations since the line before it.
+
+    elapsed_ms is per iteration, lm_loss in nats per target token, samples_per_second over all processes, tflops per
+    GPU, grad_norm before clipping.
+    """
+
+    iteration: int
+    total: int
+    elapsed_ms: float
+    lm_loss: float
+    learning_rate: float
+    samples_per_second: float
+    tflops: float
+    grad_norm: float | None
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Peak memory of one rank in MiB; device_mib is None on a CPU."""
+
+    rank: int
+    device_mib: float | None
+    host_mib: float
+
+
+def _fields(text: str) -> dict[str, float]:
+    return {match["name"].strip(): float(match["value"]) for match in _FIELD.finditer(text)}
+
+
+def iterations(lines: Iterable[str]) -> Iterator[Iteration]:
+    """The complete iteration lines; one that was cut off or mixed with another's output is left out."""
+    for line in lines:
+        if not (match := _ITERATION.search(line)):
+            continue
+        fields = _fields(match["fields"])
+        try:
+            yield Iteration(
+                iteration=int(match["iteration"]),
+                total=int(match["total"]),
+                elapsed_ms=fields["elapsed time per iteration (ms)"],
+                lm_loss=fields["lm loss"],
+                learning_rate=fields["learning rate"],
+                samples_per_second=fields["samples per second"],
+                tflops=fields["TFLOPs"],
+                grad_norm=fields.get("grad norm"),
+            )
+        except KeyError:
+            continue
+
+
+def peak_memory(lines: Iterable[str]) -> list[PeakMemory]:
+    """Peak memory by rank, in rank order."""
+    found = {}
+    for line in lines:
+        if not (match := _PEAK_MEMORY.search(line)):
+            continue
+        pairs = re.findall(r"([a-z ]+MiB) ([0-9.]+)", match["fields"])
+        values = {name.strip(): float(value) for name, value in pairs}
+        if "host rss MiB" in values:
+            rank = int(match["rank"])
+            found[rank] = PeakMemory(rank, values.get("allocated MiB") or None, values["host rss MiB"])
+    return [found[rank] for rank in sorted(found)]
