@@ -35,7 +35,8 @@ read_series() { mapfile -t SERIES <"$PATCHES/series"; }
 
 # Everything that decides how the engine trains: its Python, and the index builder that it compiles.
 engine_files() {
-  git -C "$1" ls-files -- 'megatron/*.py' pretrain_t5.py tools/preprocess_data.py megatron/data/helpers.cpp megatron/data/Makefile
+  git -C "$1" ls-files --cached --others --exclude-standard -- \
+    'megatron/*.py' pretrain_t5.py tools/preprocess_data.py megatron/data/helpers.cpp megatron/data/Makefile
 }
 
 # unpatched, megatron_t5_fixes, series, or changed.
@@ -53,7 +54,7 @@ engine_state() {
 
 # The files that differ from the patched engine, one a line.
 differing_files() {
-  (cd -- "$MEGATRON_DIR" && sha256sum --check -- "$CHECKSUMS/series.sha256" 2>/dev/null) |
+  { (cd -- "$MEGATRON_DIR" && sha256sum --check -- "$CHECKSUMS/series.sha256" 2>/dev/null) || true; } |
     sed -n -e 's/: FAILED open or read$/ is missing/p' -e 's/: FAILED$/ differs/p'
 }
 
@@ -92,13 +93,13 @@ clone() {
 make_pristine() {
   local reset=$1
   megatron_git rev-parse --git-dir >/dev/null 2>&1 || die "$MEGATRON_DIR is not a git checkout" "Name another MEGATRON_DIR"
-  if [[ -n $(megatron_git status --porcelain --untracked-files=no) ]]; then
+  if [[ -n $(megatron_git status --porcelain) ]]; then
     ((reset)) || {
       differing_files >&2
       die "$MEGATRON_DIR holds changes that are not these patches (above: against the patched engine)" \
         "bash scripts/setup_megatron.sh --reset puts them aside with git stash, or name another MEGATRON_DIR"
     }
-    megatron_git stash push --quiet --message "put aside by setup_megatron.sh"
+    megatron_git stash push --quiet --include-untracked --message "put aside by setup_megatron.sh"
     note "your changes are in: git -C '$MEGATRON_DIR' stash list"
   fi
   megatron_git cat-file -e "$MEGATRON_COMMIT^{commit}" 2>/dev/null || megatron_git fetch --quiet -- "$MEGATRON_REPO" ||
@@ -151,7 +152,7 @@ write_checksums() {
     esac
     mapfile -t files < <(engine_files "$work/engine")
     (cd -- "$work/engine" && sha256sum -- "${files[@]}") >"$CHECKSUMS/$state.sha256"
-    git -C "$work/engine" checkout --quiet -- .
+    git -C "$work/engine" checkout --quiet -- . && git -C "$work/engine" clean --quiet --force
   done
 }
 
