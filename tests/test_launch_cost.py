@@ -6,7 +6,7 @@ import statistics
 import subprocess
 
 import pytest
-from conftest import Project
+from harness import Project
 
 CPU_SECONDS = 0.15
 

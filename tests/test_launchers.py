@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import STRATEGIES, Project
+from harness import STRATEGIES, Project
 
 PORTS = {
     "ddp": 29800,

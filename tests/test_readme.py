@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import REPO_ROOT, STRATEGIES, Project
+from harness import REPO_ROOT, STRATEGIES, Project
 
 README = (REPO_ROOT / "README.md").read_text()
 BASH_BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)

@@ -3,7 +3,7 @@
 import subprocess
 
 import pytest
-from conftest import REPO_ROOT
+from harness import REPO_ROOT
 
 
 def tracked(*patterns: str) -> list[str]:

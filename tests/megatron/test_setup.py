@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPO_ROOT
+from harness import REPO_ROOT
 
 PATCHES = REPO_ROOT / "patches"
 SERIES = (PATCHES / "series").read_text().split()

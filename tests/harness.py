@@ -1,0 +1,142 @@
+"""A copy of the project with stubs around it, so that the launchers can be driven without torch, engine or GPU."""
+
+import hashlib
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REPO_ROOT = Path(__file__).resolve().parent.parent
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3_offload", "tensor", "pipeline", "hybrid")
+
+# Records what it was given. STUB_SLEEP keeps it and two grandchildren alive, one of them in a session of its own, as
+# torchrun's workers are.
+TORCHRUN_STUB = """#!/usr/bin/env bash
+printf '%s\\0' "$@" >"$STUB_DIR/arguments"
+env -0 >"$STUB_DIR/environment"
+echo "stub torchrun output"
+if [[ -n ${STUB_SLEEP:-} ]]; then
+  sleep "$STUB_SLEEP" &
+  setsid bash -c 'trap "" TERM; sleep "$STUB_SLEEP" & wait; wait' &
+  echo $$ >"$STUB_DIR/pid" && touch "$STUB_DIR/started"
+  wait
+fi
+exit "${STUB_STATUS:-0}"
+"""
+
+
+def write_indexed_dataset(prefix: Path, documents: list[list[int]]) -> None:
+    """The mmap format of Megatron, written independently of the project's own writer: uint16 tokens."""
+    sizes = [len(document) for document in documents]
+    pointers = [2 * sum(sizes[:index]) for index in range(len(sizes))]
+    prefix.with_suffix(".bin").write_bytes(b"".join(struct.pack(f"<{len(d)}H", *d) for d in documents))
+    count = len(documents)
+    prefix.with_suffix(".idx").write_bytes(
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QBQQ", 1, 8, count, count + 1)
+        + struct.pack(f"<{count}i", *sizes)
+        + struct.pack(f"<{count}q", *pointers)
+        + struct.pack(f"<{count + 1}q", *range(count + 1))
+    )
+
+
+@dataclass
+class Project:
+    """A project directory (with a space in its path), an engine beside it, and stubs first on PATH."""
+
+    root: Path
+    stubs: Path
+    engine: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def data_prefix(self) -> Path:
+        return self.root / "megatron_data" / "xsum_text_document"
+
+    def script(self, name: str) -> Path:
+        return self.root / "scripts" / name
+
+    def environment_with(self, changes: dict[str, str | None]) -> dict[str, str]:
+        merged = self.environment | {k: v for k, v in changes.items() if v is not None}
+        return {k: v for k, v in merged.items() if changes.get(k, "") is not None}
+
+    def launch(self, strategy: str, *arguments: str, cwd: Path | None = None, **environment: str | None):
+        """Run a launcher to its end; an environment value of None removes the variable."""
+        return subprocess.run(
+            ["bash", str(self.script(f"run_megatron_t5_{strategy}.sh")), *arguments],
+            env=self.environment_with(environment),
+            cwd=cwd or self.root,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def recorded_arguments(self) -> list[str]:
+        return (self.stubs / "arguments").read_text().split("\0")[:-1]
+
+    def recorded_environment(self) -> dict[str, str]:
+        pairs = (self.stubs / "environment").read_text().split("\0")[:-1]
+        return dict(pair.split("=", 1) for pair in pairs)
+
+    def was_started(self) -> bool:
+        return (self.stubs / "arguments").exists()
+
+    def add_stub(self, name: str, text: str) -> None:
+        path = self.stubs / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def set_gpus(self, count: int) -> None:
+        """Let nvidia-smi list this many GPUs."""
+        lines = "".join(f"echo 'GPU {i}: NVIDIA Stub (UUID: GPU-{i})'\n" for i in range(count))
+        self.add_stub("nvidia-smi", f"#!/usr/bin/env bash\n{lines}")
+
+    def install(self, distribution: str, version: str) -> None:
+        """Pretend that a Python package is installed, by its metadata folder."""
+        site = self.stubs / "site"
+        for old in site.glob(f"{distribution}-*"):
+            old.rmdir()
+        (site / f"{distribution}-{version}.dist-info").mkdir(parents=True)
+
+    def record_engine(self, state: str = "series") -> None:
+        """Declare what the stand-in engine holds now to be the given state of the patches."""
+        lines = [
+            f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(self.engine)}"
+            for path in sorted(self.engine.rglob("*.py"))
+        ]
+        (self.root / "patches" / "checksums" / f"{state}.sha256").write_text("\n".join(lines) + "\n")
+
+
+def make_project(tmp_path: Path) -> Project:
+    """A project under tmp_path, complete enough that every launcher starts the stub torchrun."""
+    root = tmp_path / "a path with spaces" / "T5-Parallelism"
+    for folder in ("scripts", "ds_configs", "patches", "native"):
+        if (REPO_ROOT / folder).is_dir():
+            shutil.copytree(REPO_ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (root / "patches" / "checksums").mkdir(parents=True, exist_ok=True)
+    stubs = tmp_path / "stubs"
+    stubs.mkdir()
+    engine = root.parent / "Megatron-DeepSpeed"
+    (engine / "megatron").mkdir(parents=True)
+    (engine / "pretrain_t5.py").write_text("raise SystemExit('a stand-in')\n")
+    (engine / "megatron" / "training.py").write_text("patched = True\n")
+    (root / "megatron_data").mkdir()
+    result = Project(root, stubs, engine)
+    write_indexed_dataset(result.data_prefix, [[5, 6, 7, 1], [8, 9, 1]])
+    result.add_stub("torchrun", TORCHRUN_STUB)
+    result.set_gpus(0)
+    result.install("deepspeed", "0.18.3")
+    result.record_engine()
+    result.environment = {
+        "PATH": f"{stubs}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+        "LANG": "C.UTF-8",
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(stubs / "site"),
+        "STUB_DIR": str(stubs),
+    }
+    return result
