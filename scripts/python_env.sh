@@ -61,7 +61,7 @@ explain_install_failure() {
   if grep -q 'No space left on device' "$log"; then
     die "the disk is full: $(df -h --output=avail "$REPO_ROOT" | tail -n 1 | tr -d ' ') are free at $REPO_ROOT, about 4 GB are needed" \
       "Make room and run this again: it goes on where it stopped"
-  elif grep -qE 'NewConnectionError|Name or service not known|Temporary failure in name resolution|Connection refused|ConnectTimeout|Network is unreachable|ProxyError' "$log"; then
+  elif grep -qE 'NewConnectionError|name resolution|Name or service not known|Connection refused|ConnectTimeout|unreachable|ProxyError|from versions: none' "$log"; then
     die "the Python package index cannot be reached" "Check the network (and pip's proxy or index settings), then run this again"
   fi
   tail -n 15 -- "$log" >&2

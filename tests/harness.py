@@ -6,21 +6,23 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3_offload", "tensor", "pipeline", "hybrid")
 
-# Records what it was given. STUB_SLEEP keeps it and two grandchildren alive, one of them in a session of its own, as
-# torchrun's workers are.
+# Records what it was given. STUB_SLEEP keeps it and two children alive, one of them in a session of its own, as
+# torchrun's workers are; STUB_STUBBORN lets that one ignore TERM.
 TORCHRUN_STUB = """#!/usr/bin/env bash
 printf '%s\\0' "$@" >"$STUB_DIR/arguments"
 env -0 >"$STUB_DIR/environment"
 echo "stub torchrun output"
 if [[ -n ${STUB_SLEEP:-} ]]; then
   sleep "$STUB_SLEEP" &
-  setsid bash -c 'trap "" TERM; sleep "$STUB_SLEEP" & wait; wait' &
+  setsid bash -c '[[ -z ${STUB_STUBBORN:-} ]] || trap "" TERM; sleep "$STUB_SLEEP" & wait; wait' &
   echo $$ >"$STUB_DIR/pid" && touch "$STUB_DIR/started"
   wait
 fi
@@ -41,6 +43,25 @@ def write_indexed_dataset(prefix: Path, documents: list[list[int]]) -> None:
         + struct.pack(f"<{count}q", *pointers)
         + struct.pack(f"<{count + 1}q", *range(count + 1))
     )
+
+
+def processes_with(text: str) -> list[int]:
+    """Other processes that have this text in the environment they were started with."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if text.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
 
 
 @dataclass

@@ -893,6 +893,8 @@ def test_an_interrupted_run_leaves_everything_as_it_was(prepared, number: signal
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell cannot trap what it was started with ignored, as background jobs are.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )
     staged = prepared.data / ".prepare" / "xsum_text.jsonl"
     deadline = time.monotonic() + 30

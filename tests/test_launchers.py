@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import STRATEGIES, Project
+from harness import STRATEGIES, Project, processes_with, wait_for
 
 PORTS = {
     "ddp": 29800,
@@ -736,29 +736,11 @@ def test_help_lists_every_setting(project: Project, option: str):
 # ---- ending --------------------------------------------------------------------------------------------------------
 
 
-def processes_with(text: str) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if text.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return [pid for pid in found if pid != os.getpid()]
-
-
-def wait_for(condition, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
-def start_sleeping(project: Project) -> subprocess.Popen:
+def start_sleeping(project: Project, **environment: str) -> subprocess.Popen:
     """A launcher whose torchrun has started and stays."""
     launcher = subprocess.Popen(
         ["bash", str(project.script("run_megatron_t5_ddp.sh"))],
-        env=project.environment_with({"STUB_SLEEP": "300"}),
+        env=project.environment_with({"STUB_SLEEP": "300"} | environment),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -776,6 +758,15 @@ def test_a_signal_ends_every_process(project: Project, number: signal.Signals):
     assert f"{number.name.removeprefix('SIG')} received" in errors
     assert processes_with(f"STUB_DIR={project.stubs}") == []
     assert (project.root / "outputs" / "ddp" / "node0.status").read_text() == f"failed {128 + number}\n"
+
+
+def test_a_worker_that_ignores_term_is_killed_before_slurm_would(project: Project):
+    launcher = start_sleeping(project, STUB_STUBBORN="1")
+    started = time.monotonic()
+    launcher.terminate()
+    launcher.communicate(timeout=30)
+    assert time.monotonic() - started < 25, "SLURM's KillWait is 30 s"
+    assert processes_with(f"STUB_DIR={project.stubs}") == []
 
 
 def test_workers_end_when_torchrun_is_killed(project: Project):
