@@ -158,13 +158,12 @@ def test_save_and_resume_continue_the_curve(
     launch: Launch, exact: Callable[[str], Launched], tmp_path: Path, strategy: str
 ):
     settings = EXACT | {"SAVE_INTERVAL": "10"}
-    first = launch(strategy, tmp_path / "run", "--", "--exit-interval", "10", **settings)
-    assert [line.iteration for line in first.iterations] == list(range(1, 11))
-    second = launch(strategy, tmp_path / "run", RESUME="1", **settings)
-    assert [line.iteration for line in second.iterations] == list(range(11, 21))
+    first = launch(strategy, tmp_path / "run", "--", "--exit-interval", "10", **settings).iterations
+    second = launch(strategy, tmp_path / "run", RESUME="1", **settings).iterations
+    assert [line.iteration for line in first] == list(range(1, 11))
+    assert [line.iteration for line in second] == list(range(11, 21))
     uninterrupted = [line.lm_loss for line in exact(strategy).iterations]
-    resumed = [line.lm_loss for line in first.iterations + second.iterations]
-    assert largest_difference(resumed, uninterrupted) < 1e-6
+    assert largest_difference([line.lm_loss for line in first + second], uninterrupted) < 1e-6
 
 
 def test_wandb_offline_file_holds_the_readmes_keys(launch: Launch, tmp_path: Path):
