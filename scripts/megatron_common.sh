@@ -334,7 +334,7 @@ build_engine_arguments() {
     --tokenizer-type HFTokenizer --tokenizer-model "$TOKENIZER_MODEL" --make-vocab-size-divisible-by "$VOCAB_DIVISOR"
     --log-interval "$LOG_INTERVAL" --eval-interval "$EVAL_INTERVAL" --eval-iters "$EVAL_ITERS"
     --distributed-timeout-minutes "$DISTRIBUTED_TIMEOUT_MINUTES" --DDP-impl local --no-gradient-accumulation-fusion
-    --tensorboard-dir "$OUTPUT_DIR/tensorboard"
+    --tensorboard-dir "$OUTPUT_DIR/tensorboard" --tensorboard-log-interval "$LOG_INTERVAL"
   )
   if ((PIPELINE_PARALLEL_SIZE > 1)); then
     ENGINE_ARGUMENTS+=(--pipeline-model-parallel-split-rank "$SPLIT_RANK")

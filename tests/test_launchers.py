@@ -116,6 +116,7 @@ def test_exact_command(project: Project, strategy: str):
         "--no-bias-gelu-fusion": True,
         "--no-bias-dropout-fusion": True,
         "--tensorboard-dir": str(run / "tensorboard"),
+        "--tensorboard-log-interval": "20",
         "--bf16": True,
         "--layout-independent-init": True,
         "--wandb-project": "ml710-t5-parallelism",
