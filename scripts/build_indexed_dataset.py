@@ -328,10 +328,8 @@ class DocumentEncoder:
         """Ids of each text, `</s>` at the end of each. Raises TypeError or UnicodeError for half a surrogate pair."""
         if not self.exact:
             return [self._special_case(text) for text in texts]
-        special = [index for index, text in enumerate(texts) if self.has_special_text(text)]
-        if not special:
-            return self._plain(texts)
-        ids = self._plain(["" if self.has_special_text(text) else text for text in texts])
+        special = {index for index, text in enumerate(texts) if self.has_special_text(text)}
+        ids = self._plain(["" if index in special else text for index, text in enumerate(texts)])
         for index in special:
             ids[index] = self._special_case(texts[index])
         return ids
@@ -341,8 +339,8 @@ class DocumentEncoder:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids if ids[-1:] == [self._eos] else [*ids, self._eos]
 
-    def _plain(self, texts: Sequence[str]) -> list[list[int]]:
-        ids: list[list[int]] = self._pieces.encode(list(texts), num_threads=self._threads)
+    def _plain(self, texts: list[str]) -> list[list[int]]:
+        ids: list[list[int]] = self._pieces.encode(texts, num_threads=self._threads)
         for document in ids:
             document.append(self._eos)
         return ids
@@ -607,21 +605,21 @@ def meta_path(prefix: Path) -> Path:
 
 def check_replacement(prefix: Path, jsonl: Path, source: str, tokenizer: str) -> None:
     """Raise DataError when `<prefix>.bin/.idx` or `jsonl` exist and were not made from this source and tokenizer."""
-    existing = [path for path in (*_dataset_paths(prefix), jsonl) if path.exists()]
+    built = [path for path in _dataset_paths(prefix) if path.exists()]
+    existing = [*built, *([jsonl] if jsonl.exists() else [])]
     if not existing:
         return
     remedy = "Set FORCE=1 to replace it, or MEGATRON_DATA_DIR to keep both"
-    record = _read_record(meta_path(prefix)) or _read_record(meta_path(jsonl.with_suffix("")))
+    record = _read_record(meta_path(prefix if built else jsonl.with_suffix("")))
     if record is None:
         raise DataError(f"{existing[0]} exists and nothing beside it says where it came from", remedy)
-    made_with = record.get("tokenizer", tokenizer)
     if record["source"] != source:
         raise DataError(
             f"{existing[0]} was made from {record['source']}, and this run would replace it by {source}", remedy
         )
-    same_pieces = record.get("tokenizer_sha256") == _pieces_digest(tokenizer)
-    if made_with != _tokenizer_name(tokenizer) and not same_pieces:
-        problem = f"was made with the tokenizer {made_with}, and this run would use {_tokenizer_name(tokenizer)}"
+    name = _tokenizer_name(tokenizer)
+    if built and record.get("tokenizer") != name and record.get("tokenizer_sha256") != _pieces_digest(tokenizer):
+        problem = f"was made with the tokenizer {record.get('tokenizer')}, and this run would use {name}"
         raise DataError(f"{existing[0]} {problem}", remedy)
 
 
@@ -630,9 +628,9 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        return record if isinstance(record["source"], str) else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         return None
+    return record if isinstance(record, dict) and isinstance(record.get("source"), str) else None
 
 
 def _tokenizer_name(name: str) -> str:

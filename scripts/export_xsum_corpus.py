@@ -302,4 +302,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of the libraries behind `datasets` now and then abort the interpreter while it shuts down, with all done.
+    os._exit(status)

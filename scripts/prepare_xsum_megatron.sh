@@ -8,7 +8,7 @@ SAMPLE_DIR=$REPO_ROOT/megatron_data/sample
 
 declare_settings() {
   setting SAMPLE 0 "1 takes the articles and the tokenizer in megatron_data/sample, without any network"
-  setting MEGATRON_DATA_DIR "$REPO_ROOT/megatron_data" "Directory to write to; a relative path counts from the current directory"
+  setting MEGATRON_DATA_DIR "$REPO_ROOT/megatron_data" "Directory to write to; a relative path counts from the current directory, the default from the repository"
   setting XSUM_SOURCE "" "Local .jsonl or .parquet with the columns document and summary (unset: EdinburghNLP/xsum from the hub)"
   setting XSUM_SPLIT train "Split of the hub's dataset: train, validation or test"
   setting XSUM_LIMIT "" "Stop after this many documents (unset: all)"
@@ -107,15 +107,17 @@ release_staging() {
 run_step() {
   local status=0
   "$@" &
-  CHILD=$!
-  wait "$CHILD" || status=$?
-  CHILD=''
+  wait "$!" || status=$?
   ((status == 0)) || exit "$status"
 }
 
 interrupted() {
-  [[ -z $CHILD ]] || kill -TERM "$CHILD" 2>/dev/null || true
-  [[ -z $CHILD ]] || wait "$CHILD" 2>/dev/null || true
+  local children
+  mapfile -t children < <(jobs -p)
+  if ((${#children[@]})); then
+    kill -TERM "${children[@]}" 2>/dev/null || true
+    wait "${children[@]}" 2>/dev/null || true
+  fi
   note "interrupted: nothing in $DATA_DIR was changed"
   exit "$((128 + $1))"
 }
@@ -189,7 +191,6 @@ main() {
   ((FORCE)) || "${BUILD[@]}" --only-replace "$SOURCE" --input "$DATA_DIR/xsum_text.jsonl" --output-prefix "$PREFIX" \
     --tokenizer "$TOKENIZER_MODEL" || exit "$?"
   claim_staging
-  CHILD=''
   trap 'interrupted 2' INT
   trap 'interrupted 15' TERM
   trap 'interrupted 1' HUP

@@ -604,9 +604,11 @@ def test_export_refuses_bad_sources(tmp_path: Path, name: str) -> None:
 
 def test_export_says_that_the_hub_does_not_answer(tmp_path: Path) -> None:
     pytest.importorskip("datasets", reason="the hub's dataset needs the datasets package")
+    begun = time.monotonic()
     result = run_script(
         "export_xsum_corpus.py", "--output", tmp_path / "o.jsonl", HF_HOME=str(tmp_path / "hf"), **NO_HUB
     )
+    assert time.monotonic() - begun < 20, "load_dataset was left to retry"
     assert_refused(
         result, "EdinburghNLP/xsum could not be loaded", "http://127.0.0.1:9 does not answer", "XSUM_SOURCE="
     )
@@ -615,14 +617,19 @@ def test_export_says_that_the_hub_does_not_answer(tmp_path: Path) -> None:
 
 # ---- a hub on this machine -------------------------------------------------------------------------------------------
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+PARQUET = "refs/convert/parquet"
+
+
+def commit_of(revision: str) -> str:
+    return hashlib.sha1(revision.encode()).hexdigest()
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
     """As much of the Hugging Face hub as loading a dataset and a tokenizer asks for, after its public HTTP API."""
 
-    repositories: dict[str, dict[str, bytes]]
+    repositories: dict[str, dict[str, dict[str, bytes]]]  # name: revision: file: content
     downloads: list[str]
+    commit = ""
 
     def log_message(self, *_: object) -> None:
         pass
@@ -636,21 +643,32 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if name is None:
             self.answer_json({"error": "Repository not found"}, 404, "RepoNotFound")
             return
-        files, rest = self.repositories[name], path.removeprefix(name).strip("/")
-        if rest.startswith("resolve/"):
-            file = re.sub(r"^resolve/(refs/convert/parquet|main|[0-9a-f]{40})/", "", rest)
-            self.answer_file(file, files.get(file))
-        elif rest.startswith("tree/"):
-            self.answer_json(self.tree(files, rest.removeprefix(f"tree/{COMMIT}").strip("/")))
+        action, _, rest = path.removeprefix(name).strip("/").partition("/")
+        self.answer_revision(name, action, rest or "main")
+
+    def answer_revision(self, name: str, action: str, rest: str) -> None:
+        for revision, files in self.repositories[name].items():
+            for spelling in (revision, commit_of(revision)):
+                if rest == spelling or rest.startswith(f"{spelling}/"):
+                    self.commit = commit_of(revision)
+                    self.answer_action(name, action, rest.removeprefix(spelling).strip("/"), files)
+                    return
+        self.answer_json({"error": "Revision not found"}, 404, "RevisionNotFound")
+
+    def answer_action(self, name: str, action: str, path: str, files: dict[str, bytes]) -> None:
+        if action == "resolve":
+            self.answer_file(path, files.get(path))
+        elif action == "tree":
+            self.answer_json(self.tree(files, path))
         else:
             siblings = [{"rfilename": file} for file in files]
-            self.answer_json({"id": name.removeprefix("datasets/"), "sha": COMMIT, "siblings": siblings})
+            self.answer_json({"id": name.removeprefix("datasets/"), "sha": self.commit, "siblings": siblings})
 
     def tree(self, files: dict[str, bytes], folder: str) -> list[dict]:
         inside = [file for file in files if file.startswith(f"{folder}/" if folder else "")]
         folders = {"/".join(file.split("/")[:depth]) for file in inside for depth in range(1, file.count("/") + 1)}
-        entries = [{"type": "directory", "oid": COMMIT, "size": 0, "path": path} for path in sorted(folders)]
-        entries += [{"type": "file", "oid": COMMIT, "size": len(files[path]), "path": path} for path in inside]
+        entries = [{"type": "directory", "oid": self.commit, "size": 0, "path": path} for path in sorted(folders)]
+        entries += [{"type": "file", "oid": self.commit, "size": len(files[path]), "path": path} for path in inside]
         if "recursive=True" not in self.path:
             depth = folder.count("/") + 1 if folder else 0
             entries = [entry for entry in entries if entry["path"].count("/") == depth]
@@ -662,7 +680,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("X-Repo-Commit", self.commit)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command == "GET":
@@ -672,7 +690,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def answer_json(self, content: object, status: int = 200, error: str = "") -> None:
         body = json.dumps(content).encode()
         self.send_response(status)
-        self.send_header("X-Repo-Commit", COMMIT)
+        if self.commit:
+            self.send_header("X-Repo-Commit", self.commit)
         if error:
             self.send_header("X-Error-Code", error)
         self.send_header("Content-Type", "application/json")
@@ -683,7 +702,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serve_hub(repositories: dict[str, dict[str, bytes]]) -> Iterator[tuple[str, list[str]]]:
+def serve_hub(repositories: dict[str, dict[str, dict[str, bytes]]]) -> Iterator[tuple[str, list[str]]]:
     """The hub's address and the list of files that are fetched from it."""
     downloads: list[str] = []
     handler = type("ThisHub", (Hub,), {"repositories": repositories, "downloads": downloads})
@@ -698,7 +717,7 @@ def serve_hub(repositories: dict[str, dict[str, bytes]]) -> Iterator[tuple[str, 
         server.server_close()
 
 
-def xsum_on_the_hub() -> dict[str, bytes]:
+def xsum_in_parquet() -> dict[str, bytes]:
     """XSum as the hub's Parquet conversion lays it out, with few rows; the last of train's two files has one."""
     splits = {"train/0000": ROWS * 500, "train/0001": [{"document": "End.", "summary": "E", "id": "99"}]}
     splits |= {"validation/0000": ROWS, "test/0000": ROWS[:1]}
@@ -719,6 +738,21 @@ def t5_on_the_hub() -> dict[str, bytes]:
         "model.safetensors": b"weights that nobody asked for",
         "README.md": b"# T5",
     }
+
+
+def test_export_takes_the_main_branch_when_there_is_no_conversion(tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="the hub's dataset needs the datasets package")
+    output = tmp_path / "xsum_text.jsonl"
+    with serve_hub({"datasets/EdinburghNLP/xsum": {"main": xsum_in_parquet()}}) as (address, _):
+        environment = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "XSUM_SPLIT": "validation"}
+        result = run_script("export_xsum_corpus.py", "--output", output, **environment)
+        assert result.returncode == 0, result.stderr
+        assert texts_of(output) == [row["text"] for row in EXPORTED]
+    with serve_hub({}) as (address, _):
+        result = run_script(
+            "export_xsum_corpus.py", "--output", output, HF_ENDPOINT=address, HF_HOME=str(tmp_path / "other")
+        )
+    assert_refused(result, "there is none of that name, or it is not public")
 
 
 # ---- prepare_xsum_megatron.sh ----------------------------------------------------------------------------------------
@@ -833,7 +867,11 @@ def test_a_second_run_uses_the_export_and_gives_the_same_files(prepared) -> None
 
 def test_hub_data_with_the_default_tokenizer(prepare) -> None:
     pytest.importorskip("datasets", reason="the hub's dataset needs the datasets package")
-    repositories = {"datasets/EdinburghNLP/xsum": xsum_on_the_hub(), "google-t5/t5-large": t5_on_the_hub()}
+    script = {"xsum.py": b"raise SystemExit('a loading script')", "README.md": b"# XSum"}
+    repositories = {
+        "datasets/EdinburghNLP/xsum": {"main": script, PARQUET: xsum_in_parquet()},
+        "google-t5/t5-large": {"main": t5_on_the_hub()},
+    }
     with serve_hub(repositories) as (address, downloads):
         unknown = prepare(HF_ENDPOINT=address, XSUM_SPLIT="dev")
         assert_refused(unknown, "EdinburghNLP/xsum has no split 'dev'", "train, validation or test")
@@ -854,6 +892,11 @@ def test_hub_data_with_the_default_tokenizer(prepare) -> None:
     assert "scp -r " in result.stdout
     assert shlex.split(result.stdout.split("Next:\n")[1].splitlines()[0])[0] == f"MEGATRON_DATA_DIR={directory}"
 
+    # Without the hub, what it gave before is in the local cache.
+    cache = str(prepare.project.root.parent / "hf")
+    cached = run_script("export_xsum_corpus.py", "--output", directory / "cached.jsonl", HF_HOME=cache, **NO_HUB)
+    assert cached.returncode == 0, cached.stderr
+    assert texts_of(directory / "cached.jsonl") == texts
     # The tokenizer's copy serves instead of the hub, which is gone, and the export is used again.
     copied = prepare(MEGATRON_DATA_DIR="data here", TOKENIZER_MODEL="data here/tokenizer")
     assert copied.returncode == 0, copied.stderr
@@ -884,28 +927,55 @@ def test_a_failed_run_leaves_everything_as_it_was(prepared) -> None:
     assert not list(prepared.data.glob(".*"))
 
 
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} never appeared"
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_interrupted_run_leaves_everything_as_it_was(prepared, number: signal.Signals) -> None:
     before = outputs(prepared.data)
+    # Tokenising takes a minute here.
+    real = shlex.quote(sys.executable)
+    slow = f'[[ $* != *--tokenizer-copy* ]] || {{ touch "$STUB_DIR/tokenising"; exec sleep 60; }}\nexec {real} "$@"\n'
+    prepared.project.add_stub("slow-python", f"#!/usr/bin/env bash\n{slow}")
+    begun = time.monotonic()
     process = subprocess.Popen(
         ["bash", str(prepared.project.script("prepare_xsum_megatron.sh"))],
-        env=prepared.project.environment_with({"SAMPLE": "1", "FORCE": "1"}),
+        env=prepared.project.environment_with({"SAMPLE": "1", "FORCE": "1", "PYTHON": "slow-python"}),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         # A shell cannot trap what it was started with ignored, as background jobs are.
         preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )
-    staged = prepared.data / ".prepare" / "xsum_text.jsonl"
-    deadline = time.monotonic() + 30
-    while not staged.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for(prepared.project.stubs / "tokenising")
     process.send_signal(number)
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=40)
     assert process.returncode == 128 + number, stderr
+    assert time.monotonic() - begun < 50, "the step was waited for, not ended"
     assert "interrupted" in stderr
     assert outputs(prepared.data) == before
     assert not (prepared.data / ".prepare").exists()
+
+
+def test_an_interrupted_export_leaves_no_temporary_file(tmp_path: Path) -> None:
+    source = tmp_path / "many.jsonl"
+    source.write_text('{"document": "It rained.", "summary": "Rain."}\n' * 500_000)
+    output = tmp_path / "out" / "xsum_text.jsonl"
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPTS / "export_xsum_corpus.py"), "--source", str(source), "--output", str(output)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(output.with_name(f".{output.name}.partial-{process.pid}"))
+    process.terminate()
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM, stderr
+    assert "Traceback" not in stderr
+    assert snapshot(output.parent) == {}
 
 
 def test_data_from_another_source_are_not_replaced_unasked(prepared) -> None:
@@ -923,8 +993,7 @@ def test_data_from_another_source_are_not_replaced_unasked(prepared) -> None:
     )
     assert_refused(result, "bundled sample, first 9 documents")
     (prepared.data / "xsum_text_document.meta.json").unlink()
-    (prepared.data / "xsum_text.meta.json").write_text("not JSON")
-    assert_refused(prepared(SAMPLE="1"), "nothing beside it says where it came from")
+    assert_refused(prepared(SAMPLE="1"), "xsum_text_document.bin exists and nothing beside it says where it came from")
     kept = {name: content for name, content in before.items() if not name.endswith("meta.json")}
     assert {name: c for name, c in outputs(prepared.data).items() if not name.endswith("meta.json")} == kept
 
@@ -936,6 +1005,22 @@ def test_data_from_another_source_are_not_replaced_unasked(prepared) -> None:
     assert bid.read_index(prepared.data / "xsum_text_document").documents == 3
     assert not stale.exists()
     assert_refused(prepared(SAMPLE="1"), f"was made from file {other}")
+
+
+def test_an_export_made_beforehand_is_used(prepare) -> None:
+    # As on a cluster whose login node has the network and whose compute nodes do not.
+    source = prepare.data / "sample" / "articles.jsonl"
+    scripts = prepare.project.root / "scripts"
+    export = [sys.executable, scripts / "export_xsum_corpus.py", "--source", source]
+    subprocess.run(export, env=prepare.project.environment, check=True, timeout=60, capture_output=True)
+    begun = (prepare.data / "xsum_text.jsonl").stat().st_mtime_ns
+    result = prepare(SAMPLE="1")
+    assert result.returncode == 0, result.stderr
+    assert "exported earlier from the same source" in result.stderr
+    assert (prepare.data / "xsum_text.jsonl").stat().st_mtime_ns == begun
+    for name in ("xsum_text_document.bin", "xsum_text_document.idx", "xsum_text.meta.json"):
+        (prepare.data / name).unlink()
+    assert_refused(prepare(SAMPLE="1"), "xsum_text.jsonl exists and nothing beside it says where it came from")
 
 
 def test_one_run_at_a_time_and_remains_of_a_killed_one(prepared) -> None:

@@ -1,0 +1,189 @@
+"""The command line: Megatron-DeepSpeed's, as the launchers build it, and --compile.
+
+A flag that this engine does not know is an error. The few that it takes without using them say so in --help.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+EXIT_CONFIGURATION = 2
+
+
+def stop(message: str) -> NoReturn:
+    """Ends this process with one sentence on stderr, said once per node."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(EXIT_CONFIGURATION)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        stop(f"{message} (native/pretrain_t5.py --help lists the flags)")
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, found '{text}'")
+    return int(text)
+
+
+# (flag, type or choices, default, meaning); bool is a switch, REQUIRED the default of a flag that must be given.
+REQUIRED: Any = object()
+FLAGS: list[tuple[str, Any, Any, str]] = [
+    ("--tensor-model-parallel-size", positive, 1, "processes that share each layer"),
+    ("--pipeline-model-parallel-size", positive, 1, "2 puts the encoder and the decoder on processes of their own"),
+    ("--pipeline-model-parallel-split-rank", int, 1, "the decoder's stage: 1"),
+    ("--encoder-num-layers", positive, REQUIRED, "encoder depth"),
+    ("--decoder-num-layers", positive, REQUIRED, "decoder depth"),
+    ("--hidden-size", positive, REQUIRED, "hidden dimension"),
+    ("--num-attention-heads", positive, REQUIRED, "attention heads"),
+    ("--kv-channels", positive, None, "dimension of a head (default: hidden size / heads)"),
+    ("--ffn-hidden-size", positive, REQUIRED, "feed-forward dimension"),
+    ("--encoder-seq-length", positive, REQUIRED, "encoder input length"),
+    ("--decoder-seq-length", positive, REQUIRED, "decoder output length"),
+    ("--max-position-embeddings", positive, REQUIRED, "positions that have an embedding"),
+    ("--attention-dropout", float, 0.1, "dropout of attention weights"),
+    ("--hidden-dropout", float, 0.1, "dropout of hidden states"),
+    ("--no-bias-gelu-fusion", bool, False, "exact GELU; without it the tanh form, as in Megatron's fused kernel"),
+    ("--micro-batch-size", positive, REQUIRED, "samples of one forward pass on one data-parallel rank"),
+    ("--global-batch-size", positive, REQUIRED, "samples of one iteration"),
+    ("--train-iters", positive, REQUIRED, "iterations in all"),
+    ("--exit-interval", positive, None, "stop (and save) after an iteration that is divisible by this"),
+    ("--lr", float, REQUIRED, "peak learning rate"),
+    ("--min-lr", float, 0.0, "learning rate at the end"),
+    ("--lr-decay-style", ("constant", "linear", "cosine"), "linear", "shape of the decay over --train-iters"),
+    ("--lr-warmup-iters", int, 0, "iterations of linear warm-up"),
+    ("--weight-decay", float, 0.01, "AdamW weight decay; biases and LayerNorms have none"),
+    ("--adam-beta1", float, 0.9, "AdamW's decay of the gradient average"),
+    ("--adam-beta2", float, 0.999, "AdamW's decay of the squared-gradient average"),
+    ("--adam-eps", float, 1e-8, "AdamW's epsilon"),
+    ("--clip-grad", float, 1.0, "largest global gradient norm; 0 does not clip"),
+    ("--seed", positive, 1234, "seed of weights, data order and dropout"),
+    ("--bf16", bool, False, "compute in bfloat16 on float32 master weights; without it float32"),
+    ("--compile", bool, False, "torch.compile each layer (this engine's own flag; not with ZeRO-3)"),
+    ("--data-path", str, REQUIRED, "<path> of <path>.bin and <path>.idx"),
+    ("--data-impl", ("mmap", "infer"), "mmap", "the one format there is"),
+    ("--split", str, "969,30,1", "shares of train, validation and test documents"),
+    ("--mask-prob", float, 0.15, "share of tokens in corrupted spans"),
+    ("--short-seq-prob", float, 0.1, "share of samples cut shorter"),
+    ("--num-workers", int, 2, "processes per rank that prepare samples"),
+    ("--tokenizer-type", ("HFTokenizer",), "HFTokenizer", "the one type there is"),
+    ("--tokenizer-model", str, REQUIRED, "Hugging Face name or directory"),
+    ("--make-vocab-size-divisible-by", positive, 128, "the vocabulary is padded to a multiple of this times TP"),
+    ("--log-interval", positive, 100, "iterations between log lines"),
+    ("--eval-interval", positive, 1000, "iterations between evaluations"),
+    ("--eval-iters", int, 100, "batches of one evaluation; 0 turns it off"),
+    ("--distributed-backend", ("nccl", "gloo"), "nccl", "nccl runs on GPUs, gloo on CPUs"),
+    ("--distributed-timeout-minutes", positive, 10, "a collective that takes longer ends the run"),
+    ("--tensorboard-dir", str, None, "directory of TensorBoard events"),
+    ("--tensorboard-log-interval", positive, 1, "no effect: every iteration is written, with the log line"),
+    ("--wandb-project", str, "", "W&B project; without one nothing goes to W&B"),
+    ("--wandb-exp-name", str, "", "W&B run name"),
+    ("--wandb-save-dir", str, "", "directory of W&B's local files"),
+    ("--save", str, None, "directory of checkpoints"),
+    ("--save-interval", positive, None, "iterations between checkpoints"),
+    ("--load", str, None, "directory of checkpoints to continue from"),
+    ("--deepspeed", bool, False, "train with DeepSpeed's ZeRO"),
+    ("--deepspeed_config", str, None, "DeepSpeed's JSON"),
+    ("--zero-stage", int, None, "ZeRO stage, as in the JSON"),
+    ("--layout-independent-init", bool, False, "no effect: every layout always starts from the same weights"),
+    ("--cpu-optimizer", bool, False, "no effect: the JSON says what is offloaded, and PyTorch's AdamW steps it"),
+    ("--no-pipeline-parallel", bool, False, "no effect: ZeRO never comes with a pipeline here"),
+    ("--DDP-impl", str, "local", "no effect: data parallelism is PyTorch's DDP"),
+    ("--use-flash-attn-v2", bool, False, "no effect: PyTorch picks the fastest attention that fits, flash included"),
+    ("--no-masked-softmax-fusion", bool, False, "no effect: softmax is a part of PyTorch's fused attention"),
+    ("--no-bias-dropout-fusion", bool, False, "no effect: --compile fuses"),
+    ("--no-gradient-accumulation-fusion", bool, False, "no effect: there is no such fusion"),
+    ("--fp16", bool, False, "refused: there is no loss scaling here"),
+    ("--initial-loss-scale", float, None, "no effect: comes with --fp16"),
+]
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Reads, checks and completes the arguments, or ends the process with one sentence.
+
+    Adds rank, local_rank, world_size, the sizes tp, pp and dp, micro_batches (of one rank and iteration), dtype, device
+    and deepspeed_json.
+    """
+    parser = Parser("native/pretrain_t5.py", description=__doc__, allow_abbrev=False)
+    for flag, kind, default, meaning in FLAGS:
+        options: dict[str, Any] = {"type": kind, "default": default, "required": default is REQUIRED}
+        if kind is bool:
+            options = {"action": "store_true"}
+        elif isinstance(kind, tuple):
+            options = {"choices": kind, "default": default}
+        parser.add_argument(flag, help=meaning, **options)
+    args = parser.parse_args(argv)
+    args.rank, args.local_rank, args.world_size = (
+        int(os.environ.get(name, fallback)) for name, fallback in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+    )
+    args.kv_channels = args.kv_channels or args.hidden_size // args.num_attention_heads
+    args.dtype = torch.bfloat16 if args.bf16 else torch.float32
+    args.device = torch.device("cpu")
+    if args.distributed_backend == "nccl":
+        if args.local_rank >= torch.cuda.device_count():
+            stop(f"process {args.local_rank} of this node has no GPU: PyTorch sees {torch.cuda.device_count()}")
+        args.device = torch.device("cuda", args.local_rank)
+    check(args)
+    return args
+
+
+def check(args: argparse.Namespace) -> None:
+    """Ends the process where the arguments contradict each other, the world size or DeepSpeed's JSON."""
+    tp, pp, world = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.world_size
+    if args.fp16:
+        stop("the native engine does not train in fp16: use --bf16, neither (float32), or ENGINE=megatron")
+    if pp > 2 or (pp == 2 and args.pipeline_model_parallel_split_rank != 1):
+        stop(f"the native engine has two pipeline stages, encoder and decoder, split at rank 1; found {pp} stages")
+    if world % (tp * pp):
+        stop(f"{world} processes do not divide into groups of {tp * pp} (TP={tp} x PP={pp})")
+    args.tp, args.pp, args.dp = tp, pp, world // (tp * pp)
+    share = args.micro_batch_size * args.dp
+    if args.global_batch_size % share:
+        stop(f"global batch size {args.global_batch_size} is no multiple of {share} (micro-batch size x data parallel)")
+    args.micro_batches = args.global_batch_size // share
+    if args.micro_batches < pp:
+        stop(f"a pipeline of {pp} stages needs at least {pp} micro-batches, found {args.micro_batches}")
+    for what, size in (("attention heads", args.num_attention_heads), ("feed-forward units", args.ffn_hidden_size)):
+        if size % tp:
+            stop(f"{size} {what} are not divisible by the tensor-parallel size {tp}")
+    if max(args.encoder_seq_length, args.decoder_seq_length) > args.max_position_embeddings:
+        stop(f"there are {args.max_position_embeddings} position embeddings, fewer than the sequence length")
+    if args.encoder_seq_length < 4 or args.decoder_seq_length < args.mask_prob * (args.encoder_seq_length - 2) + 2:
+        stop(f"a decoder of {args.decoder_seq_length} tokens is too short for an encoder of {args.encoder_seq_length}")
+    if not 0 <= args.lr_warmup_iters < args.train_iters or not 0 <= args.min_lr <= args.lr:
+        stop("the learning rate needs 0 <= --min-lr <= --lr and 0 <= --lr-warmup-iters < --train-iters")
+    if args.save and not args.save_interval:
+        stop("--save needs --save-interval")
+    args.deepspeed_json = deepspeed_json(args) if args.deepspeed else {}
+
+
+def deepspeed_json(args: argparse.Namespace) -> dict[str, Any]:
+    """DeepSpeed's configuration, once it agrees with the arguments: DeepSpeed believes it and would not notice."""
+    if args.tp * args.pp > 1:
+        stop("ZeRO shards over data-parallel ranks alone: --deepspeed goes with TP=1 and PP=1")
+    try:
+        config = json.loads(Path(args.deepspeed_config or "").read_text())
+        stage = config["zero_optimization"]["stage"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        stop(f"--deepspeed_config {args.deepspeed_config} cannot be used: {error}")
+    for key, asked in (
+        ("train_batch_size", args.global_batch_size),
+        ("train_micro_batch_size_per_gpu", args.micro_batch_size),
+        ("gradient_clipping", args.clip_grad),
+    ):
+        if config.get(key) != asked:
+            stop(f"{args.deepspeed_config} says {key} {config.get(key)}, the arguments say {asked}")
+    if config.get("bf16", {}).get("enabled", False) != args.bf16 or config.get("fp16", {}).get("enabled", False):
+        stop(f"{args.deepspeed_config} and the arguments ask for different precisions")
+    if args.zero_stage is not None and args.zero_stage != stage:
+        stop(f"{args.deepspeed_config} has ZeRO stage {stage}, the arguments {args.zero_stage}")
+    if args.compile and stage == 3:
+        stop("--compile does not go with ZeRO-3, whose hooks between the layers cannot be compiled")
+    return config

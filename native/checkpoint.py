@@ -1,0 +1,69 @@
+"""Saving and resuming: <directory>/iter_0000020/..., and latest_checkpointed_iteration.txt once all of it is there.
+
+Weights and optimizer states are written once per tensor- and pipeline-parallel rank, by the first data-parallel rank
+(the others' are the same); DeepSpeed writes its own shards. Every process writes its dropout state.
+"""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from native.parallel import Layout
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def name_of(iteration: int) -> str:
+    return f"iter_{iteration:07d}"
+
+
+def shard_path(directory: str, iteration: int, layout: Layout) -> Path:
+    """Where the weights of this tensor- and pipeline-parallel rank are, by Megatron's naming."""
+    stage = f"_{layout.pp.rank:03d}" if layout.pp.size > 1 else ""
+    return Path(directory) / name_of(iteration) / f"mp_rank_{layout.tp.rank:02d}{stage}" / "model_optim_rng.pt"
+
+
+def latest(directory: str | None) -> int:
+    """The iteration of the newest whole checkpoint; 0 where there is none.
+
+    Raises ValueError when the tracker file holds something else.
+    """
+    tracker = Path(directory or "") / TRACKER
+    if not directory or not tracker.is_file():
+        return 0
+    text = tracker.read_text().strip()
+    if not text.isdecimal():
+        raise ValueError(f"{tracker} holds '{text}' where an iteration should be")
+    return int(text)
+
+
+def random_state(args: Namespace, layout: Layout) -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state(), "tp": layout.tp.rng.get_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if args.device.type == "cuda" else {})
+
+
+def save(trainer: Any, args: Namespace, layout: Layout, iteration: int) -> None:
+    """Writes a checkpoint of `trainer`, which knows how to save its own weights and optimizer."""
+    trainer.save(args.save, iteration)
+    random_path = Path(args.save) / name_of(iteration) / f"random_{args.rank:05d}.pt"
+    random_path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(random_state(args, layout), random_path)
+    dist.barrier()
+    if args.local_rank == 0:
+        written = Path(args.save) / f"{TRACKER}.{args.rank}"
+        written.write_text(str(iteration))
+        written.replace(Path(args.save) / TRACKER)
+    dist.barrier()
+
+
+def load(trainer: Any, args: Namespace, layout: Layout, iteration: int) -> None:
+    """Continues from the checkpoint of `iteration`. Raises FileNotFoundError when this node lacks a part of it."""
+    trainer.load(args.load, iteration)
+    state = torch.load(Path(args.load) / name_of(iteration) / f"random_{args.rank:05d}.pt", weights_only=True)
+    torch.set_rng_state(state["cpu"])
+    layout.tp.rng.set_state(state["tp"])
+    if args.device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"])

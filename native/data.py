@@ -1,0 +1,257 @@
+"""Token files and T5 span corruption: the same samples, in the same order, as Megatron-DeepSpeed draws them.
+
+Nothing is cached and nothing is compiled: every process derives the order of the samples from the seed by itself.
+"""
+
+import struct
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # the codes of token files
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sentences, length of the document index
+MAGIC = b"MMIDIDX\x00\x00"
+LONG_SENTENCE = 512  # documents of several sentences are left out when one of them has more tokens
+MAX_SPAN, SPAN_P = 10, 0.2  # span lengths in words: geometric, clipped (SpanBERT, https://arxiv.org/abs/1907.10529)
+
+
+class TokenFile:
+    """<prefix>.idx and <prefix>.bin: `self[i]` is sentence i, and documents[d]:documents[d + 1] are document d's."""
+
+    def __init__(self, prefix: str) -> None:
+        """Raises ValueError, in one sentence, for files that are missing, damaged or in another format."""
+        index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+        if missing := [str(path) for path in (index, tokens) if not path.is_file()]:
+            raise ValueError(f"there is no data file {' and no '.join(missing)}")
+        with index.open("rb") as file:
+            header = file.read(HEADER.size)
+        if len(header) < HEADER.size or header[:9] != MAGIC:
+            raise ValueError(f"{index} is not a Megatron index file (it does not begin with MMIDIDX)")
+        _, version, code, sentences, boundaries = HEADER.unpack(header)
+        if version != 1 or code not in DTYPES:
+            raise ValueError(f"{index} has version {version} and token type {code}, which this engine cannot read")
+        if index.stat().st_size < HEADER.size + 12 * sentences + 8 * boundaries or boundaries < 2:
+            raise ValueError(
+                f"{index} is cut short: it should list {sentences} sentences and {boundaries - 1} documents"
+            )
+        self.sizes = np.memmap(index, np.int32, "r", HEADER.size, sentences)
+        self.offsets = np.memmap(index, np.int64, "r", HEADER.size + 4 * sentences, sentences)
+        self.documents = np.memmap(index, np.int64, "r", HEADER.size + 12 * sentences, boundaries)
+        if tokens.stat().st_size < (self.offsets[-1] + self.sizes[-1] * np.dtype(DTYPES[code]).itemsize):
+            raise ValueError(f"{tokens} is cut short: it ends before the last sentence that {index} lists")
+        self.tokens = np.memmap(tokens, DTYPES[code], "r")
+
+    def __getitem__(self, sentence: int) -> np.ndarray:
+        start = int(self.offsets[sentence]) // self.tokens.itemsize
+        return self.tokens[start : start + int(self.sizes[sentence])]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What training needs to know of a tokenizer; `size` counts every token, sentinels included, without padding."""
+
+    size: int
+    pad: int
+    eos: int
+    sentinels: tuple[int, ...]
+    continuations: frozenset[int]  # tokens "##...", which belong to the word before them
+
+    @staticmethod
+    def load(name_or_directory: str) -> "Vocabulary":
+        """Raises ValueError when there is no such tokenizer, or when it has no sentinel tokens."""
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name_or_directory, use_fast=False)
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(f"cannot load the tokenizer {name_or_directory}: {str(error).splitlines()[0]}") from None
+        if tokenizer.bos_token is None:
+            tokenizer.add_special_tokens({"bos_token": "<s>"})  # Megatron does: it counts, and is never used
+        sentinels = tuple(tokenizer.additional_special_tokens_ids)
+        if not sentinels:
+            raise ValueError(
+                f"the tokenizer {name_or_directory} has no sentinel tokens <extra_id_0>, <extra_id_1>, ..."
+            )
+        pieces = tokenizer.get_vocab().items()
+        continuations = frozenset(token for piece, token in pieces if piece.startswith("##"))
+        return Vocabulary(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, sentinels, continuations)
+
+
+def mt19937_64(seed: int, count: int) -> np.ndarray:
+    """The first `count` numbers of C++'s std::mt19937_64(seed), uint64 (Nishimura, ACM TOMACS 10(4), 2000)."""
+    mask, state = (1 << 64) - 1, [seed & ((1 << 64) - 1)]
+    for i in range(1, 312):
+        state.append((6364136223846793005 * (state[-1] ^ (state[-1] >> 62)) + i) & mask)
+    old, blocks = np.array(state, np.uint64), []
+    upper, lower, matrix = np.uint64(0xFFFFFFFF80000000), np.uint64(0x7FFFFFFF), np.uint64(0xB5026F5AA96619E9)
+
+    def twist(high: np.ndarray, low: np.ndarray, far: np.ndarray) -> np.ndarray:
+        word = (high & upper) | (low & lower)
+        return far ^ (word >> np.uint64(1)) ^ np.where(word & np.uint64(1), matrix, np.uint64(0))
+
+    for _ in range(-(-count // 312)):
+        new = np.empty_like(old)
+        new[:156] = twist(
+            old[:156], old[1:157], old[156:]
+        )  # the second half needs the first, the last word the first word
+        new[156:311] = twist(old[156:311], old[157:], new[:155])
+        new[311:] = twist(old[311:], new[:1], new[155:156])
+        old = new
+        blocks.append(new)
+    out = np.concatenate(blocks)[:count] if blocks else np.empty(0, np.uint64)
+    out = out ^ ((out >> np.uint64(29)) & np.uint64(0x5555555555555555))
+    out ^= (out << np.uint64(17)) & np.uint64(0x71D67FFFEDA60000)
+    out ^= (out << np.uint64(37)) & np.uint64(0xFFF7EEE000000000)
+    return out ^ (out >> np.uint64(43))
+
+
+def build_sample_map(
+    documents: np.ndarray, sizes: np.ndarray, count: int, max_length: int, short_prob: float, seed: int
+) -> np.ndarray:
+    """Which sentences make each sample: [n, 3] of (first sentence, end sentence, target length), n >= count, shuffled.
+
+    Whole epochs, until there are `count` samples. With probability `short_prob` a target is shorter than `max_length`.
+    Raises ValueError when no document can be used.
+    """
+    ratio = round(1 / short_prob) if short_prob > 0 else 0
+
+    def target_lengths() -> Iterator[int]:
+        rng = np.random.RandomState(seed)  # seeded as C++'s std::mt19937, and full-range integers are its raw output
+        while True:
+            for draw in rng.randint(0, 1 << 32, 4096, np.uint32).tolist():
+                yield 2 + draw % (max_length - 1) if ratio and draw % ratio == 0 else max_length
+
+    bounds, lengths, rows = documents.tolist(), sizes.tolist(), []
+    usable = [
+        (first, end)
+        for first, end in pairwise(bounds)
+        if end - first == 1 or (end > first and max(lengths[first:end]) <= LONG_SENTENCE)
+    ]
+    if not usable:
+        raise ValueError("no document of this part of the data can be used: they are empty or their sentences too long")
+    targets = target_lengths()
+    while len(rows) < count:
+        for first, end in usable:
+            target, start, length = next(targets), first, 0
+            for sentence in range(first, end):
+                length, left = length + lengths[sentence], end - sentence - 1
+                if left == 0 or (length >= target and left > 1):
+                    rows.append((start, sentence + 1, target))
+                    target, start, length = next(targets), sentence + 1, 0
+    order = list(range(len(rows)))
+    swaps = mt19937_64(seed + 1, len(rows) - 1) % np.arange(len(rows), 1, -1).astype(np.uint64)
+    for i, j in zip(range(len(rows) - 1, 0, -1), swaps.tolist(), strict=True):
+        order[i], order[j] = order[j], order[i]
+    return np.array(rows, np.int64)[order]
+
+
+def split_documents(split: str, documents: int) -> list[tuple[int, int]]:
+    """The document ranges [first, end) of train, validation and test, for a split such as "949,50,1" in any unit."""
+    shares = ([float(share) for share in split.split(",")] + [0.0, 0.0])[:3]
+    bounds = [0]
+    for share in shares:
+        bounds.append(bounds[-1] + round(share / sum(shares) * documents))
+    excess = bounds[-1] - documents
+    bounds = [0] + [bound - excess for bound in bounds[1:]]
+    return list(pairwise(bounds))
+
+
+def choose_spans(
+    tokens: list[int], budget: float, vocabulary: Vocabulary, rng: np.random.RandomState
+) -> list[list[int]]:
+    """Spans of whole words that do not overlap, `budget` tokens in all at most: their positions, as the text runs."""
+    words: list[list[int]] = []
+    for i, token in enumerate(tokens):
+        if token in (vocabulary.pad, vocabulary.eos):
+            continue
+        if words and token in vocabulary.continuations:
+            words[-1].append(i)
+        else:
+            words.append([i])
+    order = np.arange(len(words))
+    rng.shuffle(order)
+    lengths = np.minimum(rng.geometric(SPAN_P, len(words)), MAX_SPAN)
+    ends = np.cumsum([0] + [len(word) for word in words]).tolist()
+    spans: list[list[int]] = []
+    covered: set[int] = set()
+    for first, length in zip(order.tolist(), lengths.tolist(), strict=True):
+        room = budget - len(covered)
+        if room <= 0:
+            break
+        last = min(first + length, len(words))
+        while last > first + 1 and ends[last] - ends[first] > room:
+            last -= 1
+        span = [i for word in words[first:last] for i in word]
+        if len(span) <= room and covered.isdisjoint(span):
+            covered.update(span)
+            spans.append(span)
+    return sorted(spans)
+
+
+class SpanCorruption(torch.utils.data.Dataset):
+    """T5's objective: spans of the text are replaced by sentinels, and the decoder writes sentinel and span in turn."""
+
+    def __init__(
+        self, args: Namespace, file: TokenFile, documents: tuple[int, int], count: int, vocabulary: Vocabulary
+    ) -> None:
+        """At least `count` samples from documents [first, end) of `file`. Raises ValueError when none can be used."""
+        self.args, self.file, self.vocabulary = args, file, vocabulary
+        bounds = file.documents[documents[0] : documents[1] + 1]
+        max_length = args.encoder_seq_length - 2  # room that Megatron keeps for two added tokens
+        self.map = build_sample_map(bounds, file.sizes, count, max_length, args.short_seq_prob, args.seed)
+
+    def __len__(self) -> int:
+        return len(self.map)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Encoder input [s_enc], decoder input [s_dec] and labels [s_dec, -1 on padding] of a sample, int64."""
+        args, vocabulary = self.args, self.vocabulary
+        first, end, target = self.map[index].tolist()
+        tokens = np.concatenate([self.file[i] for i in range(first, end)])[:target].tolist()
+        budget = min(args.mask_prob * target, max(1, round(len(tokens) * args.mask_prob)))
+        spans = choose_spans(tokens, budget, vocabulary, np.random.RandomState(args.seed + index))
+        encoder, decoder, start = [], [vocabulary.eos], 0  # Megatron's decoder starts with the end-of-text token
+        for sentinel, span in zip(vocabulary.sentinels, spans, strict=False):
+            encoder += [*tokens[start : span[0]], sentinel]
+            decoder += [sentinel, *(tokens[i] for i in span)]
+            start = span[-1] + 1
+        encoder += tokens[start:]
+        labels = [*decoder[1:], vocabulary.eos]
+        if len(spans) > len(vocabulary.sentinels) or len(decoder) > args.decoder_seq_length:
+            raise ValueError(
+                f"a sample has {len(spans)} spans and {len(decoder)} decoder tokens: too many for this run"
+            )
+        sample = np.full(args.encoder_seq_length, vocabulary.pad), np.full(args.decoder_seq_length, vocabulary.pad)
+        sample += (np.full(args.decoder_seq_length, -1),)
+        for padded, ids in zip(sample, (encoder, decoder, labels), strict=True):
+            padded[: len(ids)] = ids
+        return sample
+
+
+def step_indices(args: Namespace, dp_rank: int, consumed: int, end: int) -> Iterator[list[int]]:
+    """For each iteration, the samples of one data-parallel rank: its share of every micro-batch, in turn."""
+    share = args.micro_batch_size * args.dp
+    for start in range(consumed, end - args.global_batch_size + 1, args.global_batch_size):
+        yield [
+            sample
+            for micro_start in range(start + dp_rank * args.micro_batch_size, start + args.global_batch_size, share)
+            for sample in range(micro_start, micro_start + args.micro_batch_size)
+        ]
+
+
+def batches(
+    dataset: SpanCorruption, args: Namespace, dp_rank: int, consumed: int = 0
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """One (encoder input, decoder input, labels) per iteration, [micro_batches * micro_batch_size, length] each."""
+    yield from torch.utils.data.DataLoader(
+        dataset,
+        batch_sampler=list(step_indices(args, dp_rank, consumed, len(dataset))),
+        num_workers=args.num_workers,
+        pin_memory=args.distributed_backend == "nccl",
+        generator=torch.Generator(),  # its own, or starting the workers would take a number from dropout's
+    )

@@ -1,0 +1,200 @@
+"""What a run tells: Megatron's iteration line, TensorBoard and W&B under Megatron's names, peak memory at the end."""
+
+import math
+import resource
+import socket
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from native.parallel import Layout
+
+MEBIBYTE = 1 << 20
+
+
+def flops_per_iteration(args: Namespace) -> float:
+    """Floating-point operations of one iteration: 2 per multiply-add, backward twice the forward, no recomputation.
+
+    Narayanan et al. (https://arxiv.org/abs/2104.04473, section 5.1) for an encoder-decoder: the decoder and the head at
+    the decoder's length, cross-attention's keys and values at the encoder's.
+    """
+    h, f, s, d = args.hidden_size, args.ffn_hidden_size, args.encoder_seq_length, args.decoder_seq_length
+    p = args.kv_channels * args.num_attention_heads
+    encoder = args.encoder_num_layers * s * (4 * h * p + 2 * p * s + 2 * h * f)
+    decoder = args.decoder_num_layers * (d * (6 * h * p + 2 * p * (d + s) + 2 * h * f) + 2 * h * p * s)
+    return 6.0 * args.global_batch_size * (encoder + decoder + args.padded_vocab_size * h * d)
+
+
+def start_wandb(args: Namespace) -> Any:
+    """The wandb module with a run begun, or None: neither a missing key nor a network stops a training run."""
+    import wandb
+
+    options: dict[str, Any] = {"project": args.wandb_project, "name": args.wandb_exp_name or None}
+    if args.wandb_save_dir:
+        Path(args.wandb_save_dir).mkdir(parents=True, exist_ok=True)
+        options["dir"] = args.wandb_save_dir
+    options["config"] = {key: value for key, value in vars(args).items() if isinstance(value, bool | int | float | str)}
+    for mode in (None, "offline"):
+        try:
+            return wandb if wandb.init(**options, mode=mode) is not None else None
+        except Exception as error:  # wandb and its transports raise without a common base
+            say(f"WARNING: W&B could not start{' offline' if mode else ''} ({error})")
+    return None
+
+
+def say(line: str) -> None:
+    """Prints a line in one write, so that two processes' lines do not mix."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+class Metrics:
+    """Collects one number per iteration and turns them into a line and curves every --log-interval iterations.
+
+    Losses and gradient norms stay on the device until then. The last rank, which has the loss, does the telling.
+    """
+
+    def __init__(self, args: Namespace, layout: Layout) -> None:
+        self.args, self.layout, self.flops = args, layout, flops_per_iteration(args)
+        self.speaks = args.rank == args.world_size - 1
+        self.tokens_per_sample = args.encoder_seq_length + args.decoder_seq_length
+        self.losses: list[torch.Tensor] = []
+        self.norms: list[torch.Tensor] = []
+        self.rates: list[float] = []
+        self.defined: set[str] = set()  # W&B metrics with an axis of their own
+        self.tensorboard = self.wandb = None
+        if self.speaks and args.tensorboard_dir:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(args.tensorboard_dir)
+        if self.speaks and args.wandb_project:
+            self.wandb = start_wandb(args)
+        self.started = self.paused = self.synchronise()
+
+    def synchronise(self) -> float:
+        """Waits for every process and its device; the time in seconds."""
+        if self.args.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        return time.perf_counter()
+
+    def __enter__(self) -> None:
+        """`with metrics:` keeps what happens inside out of the time per iteration."""
+        self.paused = self.synchronise()
+
+    def __exit__(self, *exception: object) -> None:
+        self.started += self.synchronise() - self.paused
+
+    def record(self, iteration: int, loss: torch.Tensor, norm: torch.Tensor, next_rate: float) -> None:
+        """Takes an iteration's loss on this rank's samples, its gradient norm, both [], and the next learning rate."""
+        self.losses.append(loss)
+        self.norms.append(norm)
+        self.rates.append(next_rate)
+        if iteration % self.args.log_interval:
+            return
+        now = self.synchronise()
+        seconds, self.started = (now - self.started) / len(self.losses), now
+        losses = (self.layout.dp.all_reduce(torch.stack(self.losses)) / self.layout.dp.size).tolist()
+        norms = torch.stack(self.norms).tolist()
+        if self.speaks:
+            self.tell(iteration, seconds, losses, norms)
+        self.losses, self.norms, self.rates = [], [], []
+
+    def tell(self, iteration: int, seconds: float, losses: list[float], norms: list[float]) -> None:
+        """Prints the line of an interval that ends at `iteration` and took `seconds` per iteration, and its curves."""
+        args, batch = self.args, self.args.global_batch_size
+        samples_per_second, tflops = batch / seconds, self.flops / seconds / args.world_size / 1e12
+        tokens_per_second = samples_per_second * self.tokens_per_sample
+        say(
+            f" iteration {iteration:8d}/{args.train_iters:8d} | consumed samples: {iteration * batch:12d} |"
+            f" consumed tokens: {iteration * batch * self.tokens_per_sample:12d} |"
+            f" elapsed time per iteration (ms): {seconds * 1000:.1f} | learning rate: {self.rates[-1]:.3E} |"
+            f" global batch size: {batch:5d} | lm loss: {sum(losses) / len(losses):.6E} | loss scale: 1.0 |"
+            f" grad norm: {norms[-1]:.6E} | actual seqlen: {args.encoder_seq_length:5d} |"
+            f" number of skipped iterations: {0:3d} |"
+            f" number of nan iterations: {sum(not math.isfinite(loss) for loss in losses):3d} |"
+            f" samples per second: {samples_per_second:.3f} |"
+            f" tokens per gpu per second (tgs): {tokens_per_second / args.world_size:.3f} | TFLOPs: {tflops:.2f} |"
+        )
+        steps = range(iteration - len(losses) + 1, iteration + 1)
+        for step, loss, norm, rate in zip(steps, losses, norms, self.rates, strict=True):
+            values = {"lm loss": loss, "learning rate": rate, "loss scale": 1.0}
+            if step == iteration:
+                throughput = {
+                    "samples_per_sec": samples_per_second,
+                    "tokens_per_sec": tokens_per_second,
+                    "tokens_per_gpu_per_sec": tokens_per_second / args.world_size,
+                }
+                throughput |= {f"{key}_per_replica": value / args.dp for key, value in throughput.items()}
+                throughput |= {
+                    "iteration-time": seconds,
+                    "elapsed_ms_per_iteration": seconds * 1000,
+                    "tflops": tflops,
+                    "approx_params_in_billions": args.parameters / 1e9,
+                }
+                values |= {"samples per second": samples_per_second, "elapsed time per iteration": seconds * 1000}
+                values |= {"loss/lm loss": loss} | {f"throughput/{key}": value for key, value in throughput.items()}
+            curves = {
+                "lm-loss-training/lm loss": loss,
+                "grad-norm/grad-norm": norm,
+                "learning-rate/learning-rate": rate,
+            }
+            self.plot(step, values, curves)
+
+    def plot(self, step: int, values: dict[str, float], curves: dict[str, float]) -> None:
+        """Sends values of iteration `step` to TensorBoard and W&B; `curves` also against samples and tokens."""
+        samples = step * self.args.global_batch_size
+        axes = {"samples": samples, "tokens": samples * self.tokens_per_sample}
+        against: dict[str, dict[str, float]] = {}
+        for axis, position in axes.items():
+            values[f"steps-vs-{axis}/y={axis},x=steps"] = position
+            against[axis] = {f"{key} vs {axis}": value for key, value in curves.items()}
+            against[axis][f"steps-vs-{axis}/y=steps,x={axis}"] = step
+        values |= curves
+        if self.tensorboard:
+            for key, value in values.items():
+                self.tensorboard.add_scalar(key, value, step)
+            for axis, entries in against.items():
+                for key, value in entries.items():
+                    self.tensorboard.add_scalar(key, value, axes[axis])
+        if self.wandb:
+            row = values | {axis.capitalize(): position for axis, position in axes.items()}
+            for axis, entries in against.items():
+                for key in entries.keys() - self.defined:
+                    self.wandb.define_metric(key, step_metric=axis.capitalize())
+                self.defined |= entries.keys()
+                row |= entries
+            self.wandb.log(row, step=step)
+
+    def validation(self, iteration: int, loss: float) -> None:
+        """Prints and plots a validation loss."""
+        if self.speaks:
+            text = f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} |"
+            text += f" lm loss PPL: {math.exp(min(20, loss)):.6E} | "
+            say("\n".join(("-" * len(text), text, "-" * len(text))))
+            self.plot(iteration, {}, {"lm-loss-validation/lm loss validation": loss})
+
+    def end(self) -> None:
+        """Each rank's line on its peak memory in MiB, on the GPU as PyTorch counts it; then lets go of the curves."""
+        device, allocated, reserved = self.args.device, 0.0, 0.0
+        if device.type == "cuda":
+            allocated = torch.cuda.max_memory_allocated() / MEBIBYTE
+            reserved = torch.cuda.max_memory_reserved() / MEBIBYTE
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / MEBIBYTE
+        say(
+            f" peak memory | rank {self.args.rank} | host {socket.gethostname()} | device {device} |"
+            f" allocated MiB {allocated:.1f} | reserved MiB {reserved:.1f} | host rss MiB {host:.1f}"
+        )
+        peaks: list[Any] = [None] * self.args.world_size
+        dist.all_gather_object(peaks, {"allocated": allocated, "reserved": reserved, "host rss": host})
+        if self.tensorboard:
+            self.tensorboard.close()
+        if self.wandb:
+            for rank, peak in enumerate(peaks):
+                self.wandb.run.summary.update({f"peak memory/rank {rank} {what} MiB": v for what, v in peak.items()})
+            self.wandb.finish()

@@ -1,0 +1,210 @@
+"""The T5 that Megatron-DeepSpeed trains: pre-LayerNorm, learned positions, biases, tied embeddings with an output bias.
+
+Parameters have Megatron's names and layouts, so that both engines can start from the same weights. Activations are
+[batch, sequence, hidden]. A pipeline stage builds the encoder or the decoder alone.
+"""
+
+import contextlib
+import hashlib
+import math
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from native.parallel import (
+    Axis,
+    ColumnLinear,
+    Layout,
+    RowLinear,
+    SharedDropout,
+    VocabEmbedding,
+    enter_tp,
+    slice_of,
+    sliced,
+    vocab_cross_entropy,
+    whole_shape,
+)
+
+INIT_STD = 0.02
+
+
+class LayerNorm(nn.LayerNorm):
+    """In the dtype of its input (autocast would widen it to fp32 and every reader would narrow it again)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
+def attend(*query_key_value: torch.Tensor, p: float, mask: torch.Tensor | None) -> torch.Tensor:
+    """Attention over three [b, s, heads, d] tensors, to [b, s_query, heads * d]; causal where there is no mask.
+
+    `mask` [b, 1, 1, s_key] is False on padding. A causal decoder needs none: its padding comes last, where no real
+    token looks, and the padding's own outputs carry no loss.
+    """
+    heads_first = (x.transpose(1, 2) for x in query_key_value)
+    context = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, dropout_p=p, is_causal=mask is None)
+    return context.transpose(1, 2).flatten(2)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, args: Namespace, tp: Axis) -> None:
+        super().__init__()
+        self.head, self.p, self.tp = args.kv_channels, args.attention_dropout, tp
+        width = args.kv_channels * args.num_attention_heads
+        self.query_key_value = ColumnLinear(args.hidden_size, 3 * width, tp, blocks=3)
+        self.dense = RowLinear(width, args.hidden_size, tp)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        query, key, value = (
+            part.unflatten(-1, (-1, self.head)) for part in self.query_key_value(enter_tp(x, self.tp)).chunk(3, -1)
+        )
+        return self.dense(attend(query, key, value, p=self.p if self.training else 0.0, mask=mask))
+
+
+class CrossAttention(nn.Module):
+    def __init__(self, args: Namespace, tp: Axis) -> None:
+        super().__init__()
+        self.head, self.p, self.tp = args.kv_channels, args.attention_dropout, tp
+        width = args.kv_channels * args.num_attention_heads
+        self.query = ColumnLinear(args.hidden_size, width, tp)
+        self.key_value = ColumnLinear(args.hidden_size, 2 * width, tp)  # per head [k|v], unlike query_key_value
+        self.dense = RowLinear(width, args.hidden_size, tp)
+
+    def forward(self, x: torch.Tensor, encoded: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """`encoded` has gone through enter_tp already."""
+        query = self.query(enter_tp(x, self.tp)).unflatten(-1, (-1, self.head))
+        key, value = self.key_value(encoded).unflatten(-1, (-1, 2 * self.head)).chunk(2, -1)
+        return self.dense(attend(query, key, value, p=self.p if self.training else 0.0, mask=mask))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, args: Namespace, tp: Axis) -> None:
+        super().__init__()
+        self.tp, self.gelu = (
+            tp,
+            "none" if args.no_bias_gelu_fusion else "tanh",
+        )  # Megatron's fused kernel is the tanh form
+        self.dense_h_to_4h = ColumnLinear(args.hidden_size, args.ffn_hidden_size, tp)
+        self.dense_4h_to_h = RowLinear(args.ffn_hidden_size, args.hidden_size, tp)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dense_4h_to_h(F.gelu(self.dense_h_to_4h(enter_tp(x, self.tp)), approximate=self.gelu))
+
+
+class Layer(nn.Module):
+    """x + attention(norm(x)), in the decoder then + cross-attention(norm(x)), then + feed-forward(norm(x))."""
+
+    def __init__(self, args: Namespace, tp: Axis, decoder: bool) -> None:
+        super().__init__()
+        self.input_layernorm = LayerNorm(args.hidden_size)
+        self.self_attention = SelfAttention(args, tp)
+        self.post_attention_layernorm = LayerNorm(args.hidden_size)
+        if decoder:
+            self.inter_attention = CrossAttention(args, tp)
+            self.post_inter_attention_layernorm = LayerNorm(args.hidden_size)
+        self.decoder, self.mlp, self.dropout = decoder, FeedForward(args, tp), SharedDropout(args.hidden_dropout, tp)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, encoded: torch.Tensor | None = None) -> torch.Tensor:
+        """`mask` is the encoder's padding: an encoder's self-attention and a decoder's cross-attention look there."""
+        x = x + self.dropout(self.self_attention(self.input_layernorm(x), None if self.decoder else mask))
+        normed = self.post_attention_layernorm(x)
+        if self.decoder:
+            x = x + self.dropout(self.inter_attention(normed, encoded, mask))
+            normed = self.post_inter_attention_layernorm(x)
+        return x + self.dropout(self.mlp(normed))
+
+
+class Stack(nn.Module):
+    def __init__(self, args: Namespace, tp: Axis, decoder: bool) -> None:
+        super().__init__()
+        depth = args.decoder_num_layers if decoder else args.encoder_num_layers
+        self.layers = nn.ModuleList(Layer(args, tp, decoder) for _ in range(depth))
+        self.final_layernorm = LayerNorm(args.hidden_size)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, encoded: torch.Tensor | None = None) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, mask, encoded)
+        return self.final_layernorm(x)
+
+
+class Embedding(nn.Module):
+    """Token plus position embeddings, one table of each for encoder and decoder."""
+
+    def __init__(self, args: Namespace, tp: Axis) -> None:
+        super().__init__()
+        self.word_embeddings = VocabEmbedding(args.padded_vocab_size, args.hidden_size, tp)
+        self.position_embeddings = nn.Embedding(args.max_position_embeddings, args.hidden_size)
+        self.dropout, self.dtype = SharedDropout(args.hidden_dropout, tp), args.dtype
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        positions = self.position_embeddings(torch.arange(tokens.size(1), device=tokens.device))
+        return self.dropout(self.word_embeddings(tokens, self.dtype) + positions.to(self.dtype))
+
+
+class LMHead(nn.Module):
+    def __init__(self, args: Namespace, tp: Axis) -> None:
+        super().__init__()
+        self.bias = sliced(nn.Parameter(torch.empty(args.padded_vocab_size // tp.size)), dim=0)
+
+    def forward(self, x: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, embeddings, self.bias)
+
+
+class T5(nn.Module):
+    """Encoder and decoder, or the one of them that this pipeline stage holds, each stage with its own embeddings."""
+
+    def __init__(self, args: Namespace, layout: Layout) -> None:
+        super().__init__()
+        self.tp, self.pad = layout.tp, args.pad_token
+        parts: dict[str, nn.Module] = {"embedding": Embedding(args, self.tp)}
+        if layout.first_stage:
+            parts["encoder"] = Stack(args, self.tp, decoder=False)
+        if layout.last_stage:
+            parts["decoder"] = Stack(args, self.tp, decoder=True)
+            self.lm_head = LMHead(args, self.tp)
+        self.language_model = nn.ModuleDict(parts)
+
+    def forward(
+        self, x: torch.Tensor, encoder_tokens: torch.Tensor, decoder_tokens: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        """The loss of each label, [b, s_dec] fp32 and 0 where the label is -1.
+
+        A stage without the decoder returns the encoder's output [b, s_enc, hidden]; a stage without the encoder takes
+        that as `x`. With an encoder, `x` is `encoder_tokens`. Token ids and labels are int64, [b, s_enc] or [b, s_dec].
+        """
+        model, mask = self.language_model, (encoder_tokens != self.pad)[:, None, None, :]
+        encoded = model["encoder"](model["embedding"](x), mask) if "encoder" in model else x
+        if "decoder" not in model:
+            return encoded
+        # Entering here rather than in each layer: backward sums the layers' gradients first and sends one.
+        encoded = enter_tp(encoded, self.tp)
+        x = model["decoder"](model["embedding"](decoder_tokens), mask, encoded)
+        logits = self.lm_head(enter_tp(x, self.tp), model["embedding"].word_embeddings.weight)
+        return vocab_cross_entropy(logits, labels, self.tp)
+
+
+def initial_value(name: str, shape: list[int], args: Namespace) -> torch.Tensor:
+    """A whole parameter's initial value, fp32 on the CPU: it depends on the seed and its name, not on the layout."""
+    if len(shape) == 1:
+        return torch.ones(shape) if name.endswith("layernorm.weight") else torch.zeros(shape)
+    seed = int.from_bytes(hashlib.sha256(f"{args.seed}:{name}".encode()).digest()[:8], "big") >> 1
+    output = name.endswith((".dense.weight", ".dense_4h_to_h.weight"))
+    std = INIT_STD / math.sqrt(2 * args.encoder_num_layers) if output else INIT_STD
+    return torch.empty(shape).normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def initialise(model: T5, args: Namespace, layout: Layout, gather: Callable[..., Any] = contextlib.nullcontext) -> None:
+    """Fills the parameters of any layout with the same model, rounded to the training dtype as Megatron's are.
+
+    `gather(parameter)` is a context in which a parameter has all its values (ZeRO-3 keeps a part of each).
+    """
+    for name, parameter in model.named_parameters():
+        with gather(parameter):
+            value = initial_value(name, whole_shape(parameter, layout.tp), args)
+            parameter.copy_(slice_of(value, parameter, layout.tp).to(args.dtype))

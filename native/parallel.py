@@ -1,0 +1,225 @@
+"""Who is where, and the communication that no library does for us: tensor parallelism and the tied embeddings.
+
+Ranks are laid out as in Megatron: tensor parallel fastest (neighbours talk most), then data parallel, then pipeline.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+
+@dataclass
+class Axis:
+    """One dimension of the mesh as this process sees it: the processes that differ from it in this dimension alone."""
+
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+    rng: torch.Generator | None = None  # of tensor parallelism: the same numbers on all its ranks
+
+    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Reduces `tensor` in place over the axis; costs nothing on an axis of one."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=op, group=self.group)
+        return tensor
+
+
+@dataclass
+class Layout:
+    """This process's place in the mesh (pipeline, data, tensor)."""
+
+    pp: Axis = field(default_factory=Axis)
+    dp: Axis = field(default_factory=Axis)
+    tp: Axis = field(default_factory=Axis)
+
+    @property
+    def first_stage(self) -> bool:
+        return self.pp.rank == 0
+
+    @property
+    def last_stage(self) -> bool:
+        return self.pp.rank == self.pp.size - 1
+
+    @staticmethod
+    def build(pp: int, dp: int, tp: int, device: torch.device, seed: int) -> "Layout":
+        """Makes the process groups, and seeds dropout: each process its own, but one stream for what TP ranks share."""
+        mesh = init_device_mesh(device.type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+        axes = (
+            Axis(mesh[name].size(), mesh.get_local_rank(name), mesh[name].get_group()) for name in ("pp", "dp", "tp")
+        )
+        layout = Layout(*axes)
+        torch.manual_seed(seed + dist.get_rank())
+        layout.tp.rng = torch.Generator(device).manual_seed(seed + (1 << 32) + dist.get_rank() - layout.tp.rank)
+        return layout
+
+
+# Tensor parallelism (Shoeybi et al., https://arxiv.org/abs/1909.08053). Every rank holds the same activations x and a
+# slice of each weight. A column slice needs no communication forward, but each rank's gradient of x covers its slice
+# alone, so backward sums them (the paper's f). A row slice gives a partial sum of the output, so forward sums (g).
+# Both are written here rather than left to DTensor: our fused [q|k|v] weight is no contiguous shard, DDP does not take
+# DTensor parameters, and on small layers DTensor's dispatch costs more than the arithmetic.
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tp: Axis) -> torch.Tensor:
+        ctx.tp = tp
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.tp.all_reduce(gradient.contiguous()), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: torch.Tensor, tp: Axis) -> torch.Tensor:
+        ctx.mark_dirty(partial)
+        return tp.all_reduce(partial)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def enter_tp(x: torch.Tensor, tp: Axis) -> torch.Tensor:
+    """f: hands x to column slices. Forward sends nothing; backward all-reduces x's gradient, x.numel() elements."""
+    return x if tp.size == 1 else _Enter.apply(x, tp)
+
+
+def leave_tp(partial: torch.Tensor, tp: Axis) -> torch.Tensor:
+    """g: takes the output of row slices. Forward all-reduces it in place; backward sends nothing."""
+    return partial if tp.size == 1 else _Leave.apply(partial.contiguous(), tp)
+
+
+class ColumnLinear(nn.Module):
+    """y = x W^T + b with a slice of W's rows (output features) on each TP rank; the output stays sliced.
+
+    `blocks`: how many blocks the rows hold of which each is sliced by itself, as in the fused [q|k|v]. Input must have
+    gone through enter_tp.
+    """
+
+    def __init__(self, inputs: int, outputs: int, tp: Axis, blocks: int = 1) -> None:
+        super().__init__()
+        self.weight = sliced(nn.Parameter(torch.empty(outputs // tp.size, inputs)), dim=0, blocks=blocks)
+        self.bias = sliced(nn.Parameter(torch.empty(outputs // tp.size)), dim=0, blocks=blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowLinear(nn.Module):
+    """y = x W^T + b with a slice of W's columns (input features) on each TP rank; b is whole, and added once."""
+
+    def __init__(self, inputs: int, outputs: int, tp: Axis) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = sliced(nn.Parameter(torch.empty(outputs, inputs // tp.size)), dim=1)
+        self.bias = nn.Parameter(torch.empty(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.tp.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        y = leave_tp(F.linear(x, self.weight), self.tp)
+        return y + self.bias.to(y.dtype)
+
+
+class VocabEmbedding(nn.Module):
+    """Token embeddings with a slice of the vocabulary on each TP rank."""
+
+    def __init__(self, vocabulary: int, hidden: int, tp: Axis) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = sliced(nn.Parameter(torch.empty(vocabulary // tp.size, hidden)), dim=0)
+
+    def forward(self, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[b, s] ids to [b, s, hidden]: each rank looks up its own tokens, the others are 0, and the sum has all."""
+        if self.tp.size == 1:
+            return F.embedding(tokens, self.weight).to(dtype)
+        local = tokens - self.tp.rank * len(self.weight)
+        elsewhere = (local < 0) | (local >= len(self.weight))
+        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight).to(dtype)
+        return leave_tp(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.tp)
+
+
+def vocab_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, tp: Axis) -> torch.Tensor:
+    """Cross entropy per token, [b, s] fp32, 0 where the label is -1; logits [b, s, V/tp] are a slice of the vocabulary.
+
+    Only three numbers per token travel: the maximum, the sum of exponentials and the label's logit.
+    """
+    logits = logits.float()
+    if tp.size == 1:
+        flat = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1, reduction="none")
+        return flat.view_as(labels)
+    logits = logits - tp.all_reduce(logits.detach().amax(-1), dist.ReduceOp.MAX).unsqueeze(-1)
+    exp_sum = leave_tp(logits.exp().sum(-1), tp)
+    local = labels - tp.rank * logits.size(-1)
+    here = (local >= 0) & (local < logits.size(-1)) & (labels >= 0)
+    own = logits.gather(-1, local.masked_fill(~here, 0).unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
+    return (exp_sum.log() - leave_tp(own, tp)).masked_fill(labels < 0, 0.0)
+
+
+class SharedDropout(nn.Module):
+    """Dropout of activations that every TP rank holds: all draw the same mask, or their copies would drift apart."""
+
+    def __init__(self, p: float, tp: Axis) -> None:
+        super().__init__()
+        self.p, self.tp = p, tp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.tp.size == 1 or not self.training or self.p == 0:
+            return F.dropout(x, self.p, self.training)
+        return x * torch.empty_like(x).bernoulli_(1 - self.p, generator=self.tp.rng).div_(1 - self.p)
+
+
+def sliced(parameter: nn.Parameter, dim: int, blocks: int = 1) -> nn.Parameter:
+    """Marks a parameter as one TP rank's slice of dimension `dim`, taken from each of `blocks` equal blocks."""
+    parameter.tp_slice = dim, blocks
+    return parameter
+
+
+def slice_of(whole: torch.Tensor, parameter: nn.Parameter, tp: Axis) -> torch.Tensor:
+    """The part of a whole tensor that belongs in `parameter` on this rank."""
+    if tp.size == 1 or not hasattr(parameter, "tp_slice"):
+        return whole
+    dim, blocks = parameter.tp_slice
+    return torch.cat([block.chunk(tp.size, dim)[tp.rank] for block in whole.chunk(blocks, dim)], dim)
+
+
+def whole_shape(parameter: nn.Parameter, tp: Axis) -> list[int]:
+    """The shape that `parameter` has without tensor parallelism."""
+    shape = list(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 keeps the shape and parts with the values
+    if hasattr(parameter, "tp_slice"):
+        shape[parameter.tp_slice[0]] *= tp.size
+    return shape
+
+
+def sum_tied_gradients(model: nn.Module, layout: Layout) -> None:
+    """The two pipeline stages each hold a copy of the embeddings: sums their gradients, so that both step alike.
+
+    Sends (vocabulary/tp + positions) * hidden fp32 elements between the two stages, once per iteration.
+    """
+    if layout.pp.size > 1:
+        for parameter in model.language_model["embedding"].parameters():
+            layout.pp.all_reduce(parameter.grad)
+
+
+def clip_gradients(model: nn.Module, layout: Layout, max_norm: float) -> torch.Tensor:
+    """Scales the gradients to a global norm of at most `max_norm` (0: never) and returns the norm, a tensor [].
+
+    Every parameter of the whole model counts once: what all TP ranks hold counts on the first, tied embeddings on the
+    encoder's stage. One number travels over the TP and PP axes; nothing waits for the GPU.
+    """
+    tied = set() if layout.first_stage else set(model.language_model["embedding"].parameters())
+    parameters = list(model.parameters())
+    counted = [p.grad for p in parameters if p not in tied and (hasattr(p, "tp_slice") or layout.tp.rank == 0)]
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(counted))).square()
+    norm = layout.pp.all_reduce(layout.tp.all_reduce(norm)).sqrt()
+    if max_norm > 0:
+        torch._foreach_mul_([p.grad for p in parameters], (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm

@@ -1,0 +1,138 @@
+"""A run from its arguments to its last line: data, the loop, evaluations, checkpoints, and a clean end."""
+
+import math
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from native import checkpoint
+from native.arguments import parse, stop
+from native.data import SpanCorruption, TokenFile, Vocabulary, batches, split_documents
+from native.metrics import Metrics, say
+from native.model import T5
+from native.parallel import Layout
+from native.trainers import Batch, TorchTrainer, ZeroTrainer
+
+
+def learning_rate(args: Namespace, iteration: int) -> float:
+    """The rate after `iteration` updates: linear warm-up, then the decay to --min-lr at --train-iters."""
+    warmup = args.lr_warmup_iters
+    if warmup > 0 and iteration <= warmup:
+        return args.lr * iteration / warmup
+    if args.lr_decay_style == "constant":
+        return args.lr
+    done = (iteration - warmup) / (args.train_iters - warmup)
+    left = 1.0 - done if args.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
+    return args.min_lr + left * (args.lr - args.min_lr)
+
+
+def share_vocabulary(args: Namespace, file: TokenFile) -> Vocabulary:
+    """What rank 0 reads of the tokenizer, on every rank, so that one process alone imports transformers."""
+    answer: list[Vocabulary | str | None] = [None]
+    if args.rank == 0:
+        try:
+            answer = [Vocabulary.load(args.tokenizer_model)]
+            if (largest := int(file.tokens.max())) >= answer[0].size:
+                answer = [
+                    f"{args.data_path}.bin has token {largest}, {args.tokenizer_model} has {answer[0].size} tokens"
+                ]
+        except ValueError as error:
+            answer = [str(error)]
+    dist.broadcast_object_list(answer, device=args.device)
+    if isinstance(answer[0], str):
+        stop(answer[0])
+    return answer[0]
+
+
+class Data:
+    """The batches of this process's data-parallel rank, from wherever the run continues."""
+
+    def __init__(self, args: Namespace, layout: Layout, file: TokenFile, vocabulary: Vocabulary, start: int) -> None:
+        self.device = args.device
+        train, validation, _ = split_documents(args.split, len(file.documents) - 1)
+        size, evaluation = args.global_batch_size, args.global_batch_size * args.eval_iters  # samples of each
+        dataset = SpanCorruption(args, file, train, args.train_iters * size, vocabulary)
+        self.train, self.validation = batches(dataset, args, layout.dp.rank, start * size), iter(())
+        if args.eval_iters:
+            count = (args.train_iters // args.eval_interval + 1) * evaluation  # one more comes at the end
+            dataset = SpanCorruption(args, file, validation, count, vocabulary)
+            self.validation = batches(dataset, args, layout.dp.rank, start // args.eval_interval * evaluation)
+
+    def next(self, which: Iterator[Batch]) -> Batch:
+        return tuple(tensor.to(self.device, non_blocking=True) for tensor in next(which))
+
+
+def evaluate(
+    trainer: TorchTrainer | ZeroTrainer, args: Namespace, layout: Layout, data: Data, metrics: Metrics, iteration: int
+) -> None:
+    """The validation loss over --eval-iters iterations' worth of samples; its time is not training's."""
+    with metrics:
+        trainer.model.eval()
+        losses = torch.stack([trainer.evaluate(data.next(data.validation)) for _ in range(args.eval_iters)])
+        trainer.model.train()
+        metrics.validation(iteration, (layout.dp.all_reduce(losses.mean()) / layout.dp.size).item())
+
+
+def announce(args: Namespace, start: int) -> None:
+    """Says what is about to be trained, and counts its parameters for the record."""
+    with torch.device("meta"):
+        args.parameters = sum(parameter.numel() for parameter in T5(args, Layout()).parameters())
+    if args.rank == 0:
+        say(
+            f"native engine: {args.parameters:,} parameters, TP={args.tp} PP={args.pp} DP={args.dp},"
+            f" {args.micro_batches} micro-batches of {args.micro_batch_size}, vocabulary padded to"
+            f" {args.padded_vocab_size}, {args.dtype} on {args.device.type}, from iteration {start}"
+        )
+
+
+def run(args: Namespace) -> None:
+    """Trains from the first or the last saved iteration to --train-iters."""
+    try:
+        file = TokenFile(args.data_path)
+        start = checkpoint.latest(args.load)
+    except ValueError as error:
+        stop(str(error))
+    if args.device.type == "cuda":
+        torch.cuda.set_device(args.device)
+    else:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    dist.init_process_group(args.distributed_backend, timeout=timedelta(minutes=args.distributed_timeout_minutes))
+    vocabulary = share_vocabulary(args, file)
+    multiple = args.make_vocab_size_divisible_by * args.tp
+    args.padded_vocab_size, args.pad_token = -(-vocabulary.size // multiple) * multiple, vocabulary.pad
+    layout = Layout.build(args.pp, args.dp, args.tp, args.device, args.seed)
+    trainer = ZeroTrainer(args, layout) if args.deepspeed else TorchTrainer(args, layout)
+    try:
+        data = Data(args, layout, file, vocabulary, start)
+        if start:
+            checkpoint.load(trainer, args, layout, start)
+    except ValueError as error:
+        stop(str(error))
+    except FileNotFoundError as error:
+        stop(f"this node lacks a part of the checkpoint: {error.filename or error}")
+    announce(args, start)
+    metrics = Metrics(args, layout)
+
+    for iteration in range(start + 1, args.train_iters + 1):
+        loss, norm = trainer.step(data.next(data.train), learning_rate(args, iteration - 1))
+        metrics.record(iteration, loss, norm, learning_rate(args, iteration))
+        last = iteration == args.train_iters
+        leaving = bool(args.exit_interval) and iteration % args.exit_interval == 0
+        if args.eval_iters and (iteration % args.eval_interval == 0 or last):
+            evaluate(trainer, args, layout, data, metrics, iteration)
+        if args.save and (iteration % args.save_interval == 0 or leaving or last):
+            with metrics:
+                checkpoint.save(trainer, args, layout, iteration)
+        if leaving:
+            break
+    del data  # ends the processes that prepare samples
+    metrics.end()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    run(parse())

@@ -1,0 +1,153 @@
+"""The native engine's data: damaged files, the random numbers, the samples, and Megatron-DeepSpeed's own samples."""
+
+import struct
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import write_indexed_dataset
+from native_runs import TOKENIZER, command_line, parsed
+
+from native.data import (
+    SpanCorruption,
+    TokenFile,
+    Vocabulary,
+    build_sample_map,
+    mt19937_64,
+    split_documents,
+    step_indices,
+)
+
+EOS, SENTINELS = 1, tuple(range(199, 99, -1))
+VOCABULARY = Vocabulary(200, 0, EOS, SENTINELS, frozenset())
+
+
+def dataset(
+    tmp_path: Path, documents: list[list[int]], vocabulary: Vocabulary = VOCABULARY, *flags: str
+) -> SpanCorruption:
+    write_indexed_dataset(tmp_path / "data", documents)
+    file = TokenFile(str(tmp_path / "data"))
+    return SpanCorruption(parsed(*flags), file, (0, len(documents)), 20, vocabulary)
+
+
+def test_reads_what_was_written(tmp_path: Path):
+    documents = [[5, 6, 7, 1], [8, 1], [9, 10, 1]]
+    write_indexed_dataset(tmp_path / "data", documents)
+    file = TokenFile(str(tmp_path / "data"))
+    assert [file[i].tolist() for i in range(3)] == documents
+    assert file.documents.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda idx, binary: idx.unlink(), "no data file"),
+        (lambda idx, binary: idx.write_bytes(b"TNTIDX\x00\x00" + bytes(60)), "not a Megatron index file"),
+        (lambda idx, binary: idx.write_bytes(idx.read_bytes()[:20]), "not a Megatron index file"),
+        (lambda idx, binary: idx.write_bytes(idx.read_bytes()[:-8]), "cut short"),
+        (
+            lambda idx, binary: idx.write_bytes(idx.read_bytes()[:9] + struct.pack("<Q", 2) + idx.read_bytes()[17:]),
+            "version 2",
+        ),
+        (lambda idx, binary: binary.write_bytes(binary.read_bytes()[:-2]), "cut short"),
+    ],
+)
+def test_a_damaged_file_is_one_sentence(tmp_path: Path, damage: Callable, says: str):
+    write_indexed_dataset(tmp_path / "data", [[5, 6, 7, 1], [8, 1]])
+    damage(tmp_path / "data.idx", tmp_path / "data.bin")
+    with pytest.raises(ValueError, match=says) as error:
+        TokenFile(str(tmp_path / "data"))
+    assert "\n" not in str(error.value)
+
+
+def test_the_random_numbers_are_those_of_the_standard():
+    """ISO C++ [rand.predef]: the 10000th value of a default-seeded mt19937_64, and of mt19937."""
+    assert mt19937_64(5489, 10000)[-1] == 9981545732273789042
+    assert np.random.RandomState(5489).randint(0, 1 << 32, 10000, np.uint32)[-1] == 4123659995
+
+
+def test_every_epoch_holds_every_document_once():
+    samples = build_sample_map(np.arange(31), np.full(30, 100), 70, 510, 0.1, 1234)
+    assert len(samples) == 90  # whole epochs
+    assert sorted(samples[:, 0].tolist()) == sorted(list(range(30)) * 3)
+    assert (samples[:, 1] == samples[:, 0] + 1).all()
+    assert samples[:, 0].tolist() != sorted(samples[:, 0].tolist())
+    assert 2 <= samples[:, 2].min() < samples[:, 2].max() == 510
+
+
+def test_no_usable_document_is_an_error():
+    with pytest.raises(ValueError, match="no document"):
+        build_sample_map(np.array([0, 0, 2]), np.array([600, 5]), 10, 510, 0.1, 1234)
+
+
+def test_splits_cover_all_documents():
+    assert split_documents("949,50,1", 320) == [(0, 304), (304, 320), (320, 320)]
+    assert split_documents("1", 7) == [(0, 7), (7, 7), (7, 7)]
+
+
+def test_a_sample_can_be_put_together_again(tmp_path: Path):
+    """The decoder's spans, put where the encoder has their sentinels, give the document."""
+    documents = [[2 + (7 * d + i) % 90 for i in range(40 + d)] + [EOS] for d in range(20)]
+    data = dataset(tmp_path, documents, VOCABULARY, "--short-seq-prob", "0")
+    for index in range(len(data)):
+        encoder, decoder, labels = data[index]
+        assert (encoder.shape, decoder.shape, labels.shape) == ((64,), (32,), (32,))
+        length = int((labels >= 0).sum())
+        assert decoder[0] == EOS and (decoder[1:length] == labels[: length - 1]).all() and labels[length - 1] == EOS
+        assert (labels[length:] == -1).all() and (decoder[length:] == 0).all()
+        spans: dict[int, list[int]] = {}
+        for token in labels[: length - 1].tolist():
+            if token in SENTINELS:
+                sentinel = token
+                spans[sentinel] = []
+            else:
+                spans[sentinel].append(token)
+        assert list(spans) == list(SENTINELS[: len(spans)])
+        rebuilt = [t for token in encoder[encoder != 0].tolist() for t in spans.get(token, [token])]
+        document = documents[int(data.map[index][0])]
+        assert rebuilt == document
+        corrupted = sum(len(span) for span in spans.values())
+        assert 0 < corrupted <= max(1, round(0.15 * len(document)))
+        assert EOS not in [t for span in spans.values() for t in span]
+
+
+def test_continuations_stay_with_their_word(tmp_path: Path):
+    """Tokens above 50 continue the word before them, so no span begins or ends inside a word."""
+    vocabulary = Vocabulary(200, 0, EOS, SENTINELS, frozenset(range(50, 100)))
+    words = [[2 + i, 50 + i] for i in range(25)]
+    data = dataset(tmp_path, [[t for word in words for t in word] + [EOS]], vocabulary, "--short-seq-prob", "0")
+    for index in range(len(data)):
+        spans = [token for token in data[index][2].tolist() if 2 <= token < 100]
+        assert spans
+        assert all(spans[i] + 48 == spans[i + 1] for i in range(0, len(spans), 2))
+
+
+def test_ranks_share_an_iteration_as_megatrons_sampler_does():
+    args = Namespace(micro_batch_size=2, global_batch_size=8, dp=2)
+    assert list(step_indices(args, 0, 0, 17)) == [[0, 1, 4, 5], [8, 9, 12, 13]]
+    assert list(step_indices(args, 1, 8, 17)) == [[10, 11, 14, 15]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [("64", "32", "40"), ("512", "128", "10")], ids=["short", "long"])
+def test_megatron_draws_the_same_samples(
+    ask_megatron: Callable[..., Path], native_data: Path, tmp_path: Path, lengths: tuple[str, str, str]
+):
+    encoder, decoder, iterations = lengths
+    flags = ["--encoder-seq-length", encoder, "--decoder-seq-length", decoder, "--train-iters", iterations]
+    flags += ["--max-position-embeddings", encoder]
+    answer = torch.load(ask_megatron("samples", *command_line("alone", native_data, tmp_path), *flags))
+
+    args, file, vocabulary = parsed(*flags), TokenFile(str(native_data)), Vocabulary.load(str(TOKENIZER))
+    train, validation, _ = split_documents(args.split, len(file.documents) - 1)
+    data = SpanCorruption(args, file, train, args.train_iters * args.global_batch_size, vocabulary)
+    assert torch.equal(torch.tensor(data.map), answer["train"].long())
+    other = SpanCorruption(args, file, validation, args.global_batch_size, vocabulary)
+    assert torch.equal(torch.tensor(other.map), answer["validation"].long())
+    drawn = [data[index] for index in range(len(answer["labels"]))]
+    for position, key in enumerate(("text_enc", "text_dec", "labels")):
+        assert torch.equal(torch.tensor(np.array([sample[position] for sample in drawn])), answer[key])
+    assert torch.equal(answer["labels"] >= 0, answer["loss_mask"].bool())
