@@ -60,6 +60,11 @@ print_settings() {
   done
 }
 
+# What the launchers and the preparation of data have in common.
+# shellcheck disable=SC2034 # read by the scripts that source this file
+readonly DEFAULT_TOKENIZER=google-t5/t5-large
+data_dir_setting() { setting MEGATRON_DATA_DIR "$REPO_ROOT/megatron_data" "Directory containing indexed dataset files"; }
+
 # require_integers MINIMUM NAME...
 require_integers() {
   local minimum=$1 name

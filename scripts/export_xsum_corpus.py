@@ -24,19 +24,18 @@ from build_indexed_dataset import (
     REPO_ROOT,
     SAMPLE_DIR,
     SAMPLE_NAME,
-    DataError,
     Progress,
     file_facts,
     hub_problem,
     meta_path,
     one_line,
-    partial_name,
     positive_int,
     read_jsonl,
     run_command,
     same_path,
     write_json,
 )
+from indexed_dataset import DataError, partial_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

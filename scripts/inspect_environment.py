@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from build_indexed_dataset import check_dataset
+from indexed_dataset import read_index
 
 EXIT_CONFIGURATION = 2
 
@@ -61,7 +61,7 @@ def main() -> int:
     args = parser.parse_args()
 
     try:
-        check_dataset(args.data_prefix)
+        read_index(args.data_prefix)
     except ValueError as error:
         print(f"data_problem={error}")
     for key, distribution in (("deepspeed", "deepspeed"), ("flash_attention", "flash_attn")):

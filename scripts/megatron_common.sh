@@ -26,7 +26,6 @@ declare -rA MODEL_PRESETS=(
 )
 
 engine_dir_setting() { setting MEGATRON_DIR "$REPO_ROOT/../Megatron-DeepSpeed" "Path to your Megatron-DeepSpeed checkout"; }
-data_dir_setting() { setting MEGATRON_DATA_DIR "$REPO_ROOT/megatron_data" "Directory containing indexed dataset files"; }
 
 declare_settings() {
   local enc dec hidden heads ffn enc_length dec_length
@@ -43,7 +42,7 @@ declare_settings() {
   setting ENGINE megatron "megatron (patched Megatron-DeepSpeed) or native (the engine in native/)"
   engine_dir_setting
   data_dir_setting
-  setting TOKENIZER_MODEL "" "Hugging Face name or directory (unset: the tokenizer beside the data, else google-t5/t5-large)"
+  setting TOKENIZER_MODEL "" "Hugging Face name or directory (unset: the tokenizer beside the data, else $DEFAULT_TOKENIZER)"
   setting OUTPUT_DIR "$REPO_ROOT/outputs/$STRATEGY" "Checkpoint and log directory"
   setting RESUME 0 "1 continues the run in OUTPUT_DIR from its last checkpoint"
 
@@ -206,7 +205,7 @@ engine_matches() {
 
 choose_tokenizer() {
   if [[ -z $TOKENIZER_MODEL ]]; then
-    TOKENIZER_MODEL=google-t5/t5-large
+    TOKENIZER_MODEL=$DEFAULT_TOKENIZER
     [[ ! -d $MEGATRON_DATA_DIR/tokenizer ]] || TOKENIZER_MODEL=$MEGATRON_DATA_DIR/tokenizer
   elif [[ -d $TOKENIZER_MODEL ]]; then
     absolute_path "$TOKENIZER_MODEL" && TOKENIZER_MODEL=$REPLY

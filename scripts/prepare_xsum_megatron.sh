@@ -12,7 +12,7 @@ declare_settings() {
   setting XSUM_SOURCE "" "Local .jsonl or .parquet with the columns document and summary (unset: EdinburghNLP/xsum from the hub)"
   setting XSUM_SPLIT train "Split of the hub's dataset: train, validation or test"
   setting XSUM_LIMIT "" "Stop after this many documents (unset: all)"
-  setting TOKENIZER_MODEL "" "Hugging Face name or directory of a T5 tokenizer (unset: google-t5/t5-large)"
+  setting TOKENIZER_MODEL "" "Hugging Face name or directory of a T5 tokenizer (unset: $DEFAULT_TOKENIZER)"
   setting FORCE 0 "1 exports again, and replaces data that came from another source or tokenizer"
   setting WORKERS "" "Threads that tokenise (unset: as many as there are processors, at most 8)"
   setting PYTHON python3 "The Python that has the packages of requirements.txt"
@@ -51,7 +51,7 @@ check_settings() {
     TOKENIZER_MODEL=$SAMPLE_DIR/tokenizer
     export HF_HUB_OFFLINE=1
   fi
-  TOKENIZER_MODEL=${TOKENIZER_MODEL:-google-t5/t5-large}
+  TOKENIZER_MODEL=${TOKENIZER_MODEL:-$DEFAULT_TOKENIZER}
 }
 
 check_python() {

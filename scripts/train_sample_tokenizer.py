@@ -19,7 +19,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from build_indexed_dataset import SAMPLE_DIR, DataError, one_line, read_jsonl, run_command, write_json
+from build_indexed_dataset import SAMPLE_DIR, one_line, read_jsonl, run_command, write_json
+from indexed_dataset import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

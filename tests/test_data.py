@@ -191,11 +191,11 @@ def test_every_truncation_is_found(dataset: Path) -> None:
             path.write_bytes(whole[:size])
             expected = "is empty" if size == 0 else "is truncated"
             with pytest.raises(ValueError, match=expected) as caught:
-                bid.check_dataset(dataset)
+                bid.read_index(dataset)
             assert "\n" not in str(caught.value)
             assert str(path) in str(caught.value)
         path.write_bytes(whole)
-    bid.check_dataset(dataset)
+    bid.read_index(dataset)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_check_prints_counts_or_one_sentence(dataset: Path) -> None:
 
 def test_check_is_light_enough_for_a_launcher(dataset: Path) -> None:
     heavy = "{'numpy', 'sentencepiece', 'transformers', 'torch', 'json', 'hashlib', 'tqdm', 'dataclasses', 'inspect'}"
-    code = f"import sys, build_indexed_dataset as b; b.check_dataset(sys.argv[1]); print(*{heavy} & set(sys.modules))"
+    code = f"import sys, indexed_dataset as d; d.read_index(sys.argv[1]); print(*{heavy} & set(sys.modules))"
     result = subprocess.run(
         [sys.executable, "-c", code, str(dataset)], cwd=SCRIPTS, capture_output=True, text=True, check=True, timeout=60
     )
