@@ -96,9 +96,8 @@ def mt19937_64(seed: int, count: int) -> np.ndarray:
 
     for _ in range(-(-count // 312)):
         new = np.empty_like(old)
-        new[:156] = twist(
-            old[:156], old[1:157], old[156:]
-        )  # the second half needs the first, the last word the first word
+        # The second half depends on the first, and the last word on the first word.
+        new[:156] = twist(old[:156], old[1:157], old[156:])
         new[156:311] = twist(old[156:311], old[157:], new[:155])
         new[311:] = twist(old[311:], new[:1], new[155:156])
         old = new

@@ -22,6 +22,7 @@ from native.parallel import (
     RowLinear,
     SharedDropout,
     VocabEmbedding,
+    cast,
     enter_tp,
     slice_of,
     sliced,
@@ -33,11 +34,8 @@ INIT_STD = 0.02
 
 
 class LayerNorm(nn.LayerNorm):
-    """In the dtype of its input (autocast would widen it to fp32 and every reader would narrow it again)."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+        return F.layer_norm(x, self.normalized_shape, cast(self.weight, x.dtype), cast(self.bias, x.dtype), self.eps)
 
 
 def attend(*query_key_value: torch.Tensor, p: float, mask: torch.Tensor | None) -> torch.Tensor:
@@ -85,10 +83,8 @@ class CrossAttention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, args: Namespace, tp: Axis) -> None:
         super().__init__()
-        self.tp, self.gelu = (
-            tp,
-            "none" if args.no_bias_gelu_fusion else "tanh",
-        )  # Megatron's fused kernel is the tanh form
+        self.tp = tp
+        self.gelu = "none" if args.no_bias_gelu_fusion else "tanh"  # Megatron's fused kernel is the tanh form
         self.dense_h_to_4h = ColumnLinear(args.hidden_size, args.ffn_hidden_size, tp)
         self.dense_4h_to_h = RowLinear(args.ffn_hidden_size, args.hidden_size, tp)
 
@@ -151,8 +147,8 @@ class LMHead(nn.Module):
         super().__init__()
         self.bias = sliced(nn.Parameter(torch.empty(args.padded_vocab_size // tp.size)), dim=0)
 
-    def forward(self, x: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, embeddings, self.bias)
+    def forward(self, x: torch.Tensor, embeddings: nn.Parameter) -> torch.Tensor:
+        return F.linear(x, cast(embeddings, x.dtype), cast(self.bias, x.dtype))
 
 
 class T5(nn.Module):

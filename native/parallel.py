@@ -48,14 +48,33 @@ class Layout:
     @staticmethod
     def build(pp: int, dp: int, tp: int, device: torch.device, seed: int) -> "Layout":
         """Makes the process groups, and seeds dropout: each process its own, but one stream for what TP ranks share."""
-        mesh = init_device_mesh(device.type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
-        axes = (
-            Axis(mesh[name].size(), mesh.get_local_rank(name), mesh[name].get_group()) for name in ("pp", "dp", "tp")
-        )
-        layout = Layout(*axes)
+        names = ("pp", "dp", "tp")
+        mesh = init_device_mesh(device.type, (pp, dp, tp), mesh_dim_names=names)
+        layout = Layout(*(Axis(mesh[name].size(), mesh.get_local_rank(name), mesh.get_group(name)) for name in names))
         torch.manual_seed(seed + dist.get_rank())
         layout.tp.rng = torch.Generator(device).manual_seed(seed + (1 << 32) + dist.get_rank() - layout.tp.rank)
         return layout
+
+
+_copies: dict[nn.Parameter, torch.Tensor] = {}
+
+
+def cast(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    """A parameter in the dtype of the activations: fp32 masters are copied to bf16 once, for all micro-batches.
+
+    Autograd goes through the copy, so the masters receive fp32 gradients. forget_copies() ends an iteration.
+    """
+    if parameter.dtype == dtype:
+        return parameter
+    if torch.compiler.is_compiling():  # a compiled layer fuses the copy instead
+        return parameter.to(dtype)
+    if parameter not in _copies:
+        _copies[parameter] = parameter.to(dtype)
+    return _copies[parameter]
+
+
+def forget_copies() -> None:
+    _copies.clear()
 
 
 # Tensor parallelism (Shoeybi et al., https://arxiv.org/abs/1909.08053). Every rank holds the same activations x and a
@@ -110,7 +129,7 @@ class ColumnLinear(nn.Module):
         self.bias = sliced(nn.Parameter(torch.empty(outputs // tp.size)), dim=0, blocks=blocks)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, cast(self.weight, x.dtype), cast(self.bias, x.dtype))
 
 
 class RowLinear(nn.Module):
@@ -123,10 +142,10 @@ class RowLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = cast(self.weight, x.dtype), cast(self.bias, x.dtype)
         if self.tp.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = leave_tp(F.linear(x, self.weight), self.tp)
-        return y + self.bias.to(y.dtype)
+            return F.linear(x, weight, bias)
+        return leave_tp(F.linear(x, weight), self.tp) + bias
 
 
 class VocabEmbedding(nn.Module):

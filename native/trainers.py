@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from native import checkpoint
 from native.model import T5, Layer, initialise
-from native.parallel import Layout, clip_gradients, sum_tied_gradients
+from native.parallel import Layout, clip_gradients, forget_copies, sum_tied_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import Schedule1F1B
@@ -54,9 +54,9 @@ def mean_loss(losses: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 class TorchTrainer:
     """Data, tensor and pipeline parallelism in any combination.
 
-    With --bf16 the parameters are the fp32 master weights: autocast makes one bf16 copy of them per iteration, in which
-    all matrix products are done, and gradients are accumulated and reduced in fp32. Per parameter that is Megatron's 18
-    bytes: 4 master + 2 copy + 4 gradient + 8 AdamW.
+    With --bf16 the parameters are the fp32 master weights: each iteration computes with one bf16 copy of them, and
+    gradients are accumulated and reduced in fp32. Per parameter that is Megatron's 18 bytes: 4 master + 2 copy +
+    4 gradient + 8 AdamW.
     """
 
     def __init__(self, args: Namespace, layout: Layout) -> None:
@@ -117,8 +117,8 @@ class TorchTrainer:
         """One iteration; (loss, gradient norm), both [] on the device. Nothing here waits for the device."""
         set_rate(self.optimizer, rate)
         self.optimizer.zero_grad(set_to_none=False)
-        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.args.bf16):
-            loss = self.forward_backward(batch)
+        loss = self.forward_backward(batch)
+        forget_copies()
         sum_tied_gradients(self.model, self.layout)
         norm = clip_gradients(self.model, self.layout, self.args.clip_grad)
         self.optimizer.step()
@@ -128,17 +128,17 @@ class TorchTrainer:
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """The mean loss of an iteration's micro-batches, []; 0 on a stage without loss."""
         args, layout, total = self.args, self.layout, torch.zeros((), device=self.args.device)
-        with torch.autocast(args.device.type, torch.bfloat16, enabled=args.bf16):
-            for x, y, z in micro_batches(batch, args.micro_batches):
-                encoded = x
-                if not layout.first_stage:
-                    encoded = torch.empty(*x.shape, args.hidden_size, dtype=args.dtype, device=args.device)
-                    dist.recv(encoded, dist.get_global_rank(layout.pp.group, 0), layout.pp.group)
-                output = self.model(encoded, x, y, z)
-                if layout.last_stage:
-                    total += mean_loss(output, z) / args.micro_batches
-                else:
-                    dist.send(output, dist.get_global_rank(layout.pp.group, 1), layout.pp.group)
+        for x, y, z in micro_batches(batch, args.micro_batches):
+            encoded = x
+            if not layout.first_stage:
+                encoded = torch.empty(*x.shape, args.hidden_size, dtype=args.dtype, device=args.device)
+                dist.recv(encoded, dist.get_global_rank(layout.pp.group, 0), layout.pp.group)
+            output = self.model(encoded, x, y, z)
+            if layout.last_stage:
+                total += mean_loss(output, z) / args.micro_batches
+            else:
+                dist.send(output, dist.get_global_rank(layout.pp.group, 1), layout.pp.group)
+        forget_copies()
         return total
 
     def save(self, directory: str, iteration: int) -> None:

@@ -176,8 +176,8 @@ resolve_node_count() {
     elif [[ -z $master ]] || is_loopback "$master"; then
       NNODES=1
     else
-      die "the master host is $master but nothing says how many nodes there are" \
-        'Export the nodes in rank order, as in: export HOSTS="node0 node1"   (or NNODES=2)'
+      NNODES=2
+      note "Neither HOSTS nor NNODES says how many nodes there are: taking the README's 2, with $master as the master."
     fi
   fi
   require_integers 1 NNODES

@@ -35,7 +35,7 @@ declare_settings() {
 
   # Where
   setting HOSTS "" "Node host names in rank order, separated by spaces (unset: SLURM's nodes, else this host alone)"
-  setting NNODES "" "Number of nodes (unset: the number of HOSTS)"
+  setting NNODES "" "Number of nodes (unset: as many as HOSTS or SLURM names, 2 for a lone master host)"
   setting NPROC_PER_NODE "${GPUS_PER_NODE:-}" "Processes per node (unset: 2 processes in all, 4 for the hybrid); GPUS_PER_NODE is understood too"
   setting MASTER_PORT "$STRATEGY_PORT" "torchrun rendezvous port"
   setting DEVICE auto "auto, cuda or cpu; auto takes the GPUs where there are any"

@@ -493,10 +493,17 @@ def test_refuses_a_master_that_does_not_resolve(project: Project):
     assert "does not resolve" in message
 
 
-def test_refuses_to_guess_the_number_of_nodes(project: Project, other_host: str):
-    message = refused(project, "ddp", other_host, "0")
-    assert "how many nodes" in message
-    assert "export HOSTS=" in message
+def test_a_master_and_a_rank_alone_mean_the_readmes_two_nodes(project: Project, other_host: str):
+    result = project.launch("ddp", other_host, "1")
+    assert result.returncode == 0, result.stderr
+    torchrun, _, _ = split_command(project.recorded_arguments())
+    assert (torchrun["--nnodes"], torchrun["--node_rank"], torchrun["--master_addr"]) == ("2", "1", other_host)
+    assert "Neither HOSTS nor NNODES" in result.stderr
+
+
+def test_a_loopback_master_means_this_machine_alone(project: Project):
+    torchrun, _, _ = launched(project, "ddp", "localhost", "0")
+    assert torchrun["--nnodes"] == "1"
 
 
 def test_refuses_when_the_rank_cannot_be_inferred(project: Project, other_host: str):

@@ -83,7 +83,7 @@ def nodes(megatron_dir: Path, directory: Path) -> Group:
 
 @pytest.fixture(scope="module")
 def training(megatron_dir: Path, directory: Path) -> Group:
-    """pretrain_t5.py for two iterations."""
+    """pretrain_t5.py for two iterations in fp16."""
     return Group("training", megatron_dir, directory)
 
 
@@ -167,6 +167,13 @@ def test_zero3_builds_the_model_partitioned(alone: Group):
 def test_installed_deepspeed_accumulates_all_micro_batches_in_zero2(alone: Group):
     """Not a patch: DeepSpeed 0.17.6 and 0.18.0 to 0.18.2 keep the last micro-batch alone (6 / 4 instead of 12 / 4)."""
     assert alone.ask("zero2_accumulates_all_micro_batches") == pytest.approx(3.0)
+
+
+def test_loss_is_scaled_before_gradients_are_unscaled(training_lines: list[str]):
+    """In fp16 outside DeepSpeed: without the scaling the norm is 1024 times too small."""
+    norms = [float(norm) for line in training_lines for norm in re.findall(r"grad norm: (\S+)", line)]
+    assert len(norms) == 2
+    assert all(0.2 < norm < 20 for norm in norms)
 
 
 # ---- 0001: pipeline parallelism ------------------------------------------------------------------------------------
@@ -261,7 +268,7 @@ def test_tensorboard_has_the_shared_names(training: Group, directory: Path):
     names = ["lm loss", "samples per second", "elapsed time per iteration", "learning rate", "loss scale"]
     steps = {name: [event.step for event in events.Scalars(name)] for name in names}
     assert steps == {name: [1, 2] for name in names}
-    assert [event.value for event in events.Scalars("loss scale")] == [1.0] * 2
+    assert [event.value for event in events.Scalars("loss scale")] == [1024.0] * 2
     assert training.statuses == [0]
 
 
@@ -275,9 +282,12 @@ def test_wandb_without_a_key_does_not_stop_the_run(alone: Group):
 
 
 def test_wandb_has_the_shared_names_beside_the_old_ones(alone: Group):
-    keys = set(alone.ask("wandb_without_key")["keys"])
-    assert {"lm loss", "samples per second", "elapsed time per iteration", "learning rate", "loss scale"} <= keys
-    assert {"lm-loss-training/lm loss", "throughput/samples_per_sec", "grad-norm/grad-norm"} <= keys
+    found = alone.ask("wandb_without_key")["logged"]
+    assert {"lm-loss-training/lm loss", "throughput/samples_per_sec", "grad-norm/grad-norm"} <= set(found)
+    assert [found[key] for key in ("lm loss", "learning rate", "loss scale")] == [2.0, 0.1, 1.0]
+    assert found["samples per second"] == found["throughput/samples_per_sec"]
+    milliseconds = pytest.approx(1000 * found["throughput/iteration-time"])
+    assert found["elapsed time per iteration"] == found["throughput/elapsed_ms_per_iteration"] == milliseconds
 
 
 # ---- 0003: data ----------------------------------------------------------------------------------------------------

@@ -132,13 +132,10 @@ def test_ranks_share_an_iteration_as_megatrons_sampler_does():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lengths", [("64", "32", "40"), ("512", "128", "10")], ids=["short", "long"])
-def test_megatron_draws_the_same_samples(
-    ask_megatron: Callable[..., Path], native_data: Path, tmp_path: Path, lengths: tuple[str, str, str]
-):
-    encoder, decoder, iterations = lengths
-    flags = ["--encoder-seq-length", encoder, "--decoder-seq-length", decoder, "--train-iters", iterations]
-    flags += ["--max-position-embeddings", encoder]
+def test_megatron_draws_the_same_samples(ask_megatron: Callable[..., Path], native_data: Path, tmp_path: Path):
+    """Two epochs, some documents longer than the encoder."""
+    flags = ["--encoder-seq-length", "192", "--max-position-embeddings", "192", "--decoder-seq-length", "64"]
+    flags += ["--train-iters", "40"]
     answer = torch.load(ask_megatron("samples", *command_line("alone", native_data, tmp_path), *flags))
 
     args, file, vocabulary = parsed(*flags), TokenFile(str(native_data)), Vocabulary.load(str(TOKENIZER))
