@@ -33,6 +33,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def shares(text: str) -> list[float]:
+    """Three non-negative numbers that do not all vanish, from "949,50,1"; those left out are 0."""
+    try:
+        numbers = [float(number) for number in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not 1 <= len(numbers) <= 3 or min(numbers) < 0 or not 0 < sum(numbers) < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be up to three numbers such as 949,50,1, found '{text}'")
+    return [*numbers, 0.0, 0.0][:3]
+
+
 # (flag, type or choices, default, meaning); bool is a switch, REQUIRED the default of a flag that must be given.
 REQUIRED: Any = object()
 FLAGS: list[tuple[str, Any, Any, str]] = [
@@ -69,7 +80,7 @@ FLAGS: list[tuple[str, Any, Any, str]] = [
     ("--compile", bool, False, "torch.compile each layer (this engine's own flag; not with ZeRO-3)"),
     ("--data-path", str, REQUIRED, "<path> of <path>.bin and <path>.idx"),
     ("--data-impl", ("mmap", "infer"), "mmap", "the one format there is"),
-    ("--split", str, "969,30,1", "shares of train, validation and test documents"),
+    ("--split", shares, [969.0, 30.0, 1.0], "shares of train, validation and test documents"),
     ("--mask-prob", float, 0.15, "share of tokens in corrupted spans"),
     ("--short-seq-prob", float, 0.1, "share of samples cut shorter"),
     ("--num-workers", int, 2, "processes per rank that prepare samples"),
@@ -111,7 +122,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     Adds rank, local_rank, world_size, the sizes tp, pp and dp, micro_batches (of one rank and iteration), dtype, device
     and deepspeed_json.
     """
-    parser = Parser("native/pretrain_t5.py", description=__doc__, allow_abbrev=False)
+    parser = Parser(usage="torchrun ... native/pretrain_t5.py FLAGS", description=__doc__, allow_abbrev=False)
     for flag, kind, default, meaning in FLAGS:
         options: dict[str, Any] = {"type": kind, "default": default, "required": default is REQUIRED}
         if kind is bool:

@@ -62,8 +62,10 @@ def save(trainer: Any, args: Namespace, layout: Layout, iteration: int) -> None:
 def load(trainer: Any, args: Namespace, layout: Layout, iteration: int) -> None:
     """Continues from the checkpoint of `iteration`. Raises FileNotFoundError when this node lacks a part of it."""
     trainer.load(args.load, iteration)
-    state = torch.load(Path(args.load) / name_of(iteration) / f"random_{args.rank:05d}.pt", weights_only=True)
-    torch.set_rng_state(state["cpu"])
-    layout.tp.rng.set_state(state["tp"])
-    if args.device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"])
+    path = Path(args.load) / name_of(iteration) / f"random_{args.rank:05d}.pt"
+    if path.is_file():  # there is none where the run goes on with more data-parallel ranks
+        state = torch.load(path, weights_only=True)
+        torch.set_rng_state(state["cpu"])
+        layout.tp.rng.set_state(state["tp"])
+        if args.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda"])

@@ -149,9 +149,8 @@ def build_sample_map(
     return np.array(rows, np.int64)[order]
 
 
-def split_documents(split: str, documents: int) -> list[tuple[int, int]]:
-    """The document ranges [first, end) of train, validation and test, for a split such as "949,50,1" in any unit."""
-    shares = ([float(share) for share in split.split(",")] + [0.0, 0.0])[:3]
+def split_documents(shares: list[float], documents: int) -> list[tuple[int, int]]:
+    """The document ranges [first, end) of train, validation and test, for their three shares in any unit."""
     bounds = [0]
     for share in shares:
         bounds.append(bounds[-1] + round(share / sum(shares) * documents))

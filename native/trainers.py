@@ -4,6 +4,7 @@ import contextlib
 import inspect
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -208,6 +209,6 @@ class ZeroTrainer:
 
     def load(self, directory: str, iteration: int) -> None:
         """Raises FileNotFoundError where this node lacks its part."""
-        path, _ = self.model.load_checkpoint(directory, tag=checkpoint.name_of(iteration))
-        if path is None:
-            raise FileNotFoundError(f"DeepSpeed's checkpoint of iteration {iteration} in {directory}")
+        if not (path := Path(directory) / checkpoint.name_of(iteration)).is_dir():
+            raise FileNotFoundError(path)
+        self.model.load_checkpoint(directory, tag=path.name)

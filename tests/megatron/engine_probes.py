@@ -573,7 +573,7 @@ def ask_wandb(args):
             return self
 
         def log(self, values, step=None):
-            self.logged |= {key: float(value) for key, value in values.items()}
+            self.logged |= {key: float(value) for key, value in values.items() if value is not None}
 
         def define_metric(self, *_args, **_kwargs):
             pass
@@ -755,7 +755,7 @@ def ask_tensor(_devices):
 
 
 def train():
-    """Two iterations of pretrain_t5.py itself in fp16, with an evaluation and a checkpoint of two seconds after either."""
+    """Two iterations of pretrain_t5.py itself in fp16, each with two seconds of evaluation and of saving after it."""
     import runpy
 
     from megatron import training

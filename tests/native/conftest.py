@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -58,25 +57,13 @@ def trained(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 
 @pytest.fixture(scope="session")
-def megatron() -> Path:
-    """A patched Megatron-DeepSpeed checkout: MEGATRON_DIR, or the repository's sibling, or the user's cache."""
-    cache = Path.home() / ".cache" / "t5-parallelism" / "Megatron-DeepSpeed"
-    for candidate in (os.environ.get("MEGATRON_DIR"), REPO_ROOT.parent / "Megatron-DeepSpeed", cache):
-        if candidate and (Path(candidate) / "megatron" / "layout_independent_init.py").is_file():
-            return Path(candidate).resolve()
-    pytest.skip("no patched Megatron-DeepSpeed: set MEGATRON_DIR, or run scripts/setup_megatron.sh")
-
-
-@pytest.fixture(scope="session")
-def ask_megatron(megatron: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def ask_megatron(megatron_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """ask_megatron(question, *arguments): runs megatron_answers.py inside the engine; the file of its answer."""
-    if not shutil.which("g++"):
-        pytest.skip("Megatron-DeepSpeed compiles its index builder, and there is no g++")
 
     def ask(question: str, *questions: str) -> Path:
         answer = tmp_path_factory.mktemp("answer") / f"{question}.pt"
         script = Path(__file__).with_name("megatron_answers.py")
-        environment = {"PYTHONPATH": str(megatron), "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1"}
+        environment = {"PYTHONPATH": str(megatron_dir), "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1"}
         environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         result = torchrun(1, script, [question, str(answer), *questions], **environment)
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]

@@ -84,8 +84,8 @@ def test_no_usable_document_is_an_error():
 
 
 def test_splits_cover_all_documents():
-    assert split_documents("949,50,1", 320) == [(0, 304), (304, 320), (320, 320)]
-    assert split_documents("1", 7) == [(0, 7), (7, 7), (7, 7)]
+    assert split_documents([949.0, 50.0, 1.0], 320) == [(0, 304), (304, 320), (320, 320)]
+    assert split_documents([1.0, 0.0, 0.0], 7) == [(0, 7), (7, 7), (7, 7)]
 
 
 def test_a_sample_can_be_put_together_again(tmp_path: Path):

@@ -77,15 +77,15 @@ def test_bf16_follows_fp32(train: Train, trained: Callable[[str], Trained], layo
 
 @pytest.mark.slow
 def test_megatron_gives_the_same_curve(
-    megatron: Path, trained: Callable[[str], Trained], native_data: Path, tmp_path: Path
+    megatron_dir: Path, trained: Callable[[str], Trained], native_data: Path, tmp_path: Path
 ):
     """One command line for both engines: not only the same model, but the same samples, optimizer and schedule."""
     data = tmp_path / native_data.name
     for suffix in (".bin", ".idx"):
         shutil.copy(native_data.with_suffix(suffix), data.with_suffix(suffix))
-    environment = {"PYTHONPATH": str(megatron), "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2"}
+    environment = {"PYTHONPATH": str(megatron_dir), "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2"}
     environment["PATH"] = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-    result = torchrun(2, megatron / "pretrain_t5.py", command_line("ddp", data, tmp_path), **environment)
+    result = torchrun(2, megatron_dir / "pretrain_t5.py", command_line("ddp", data, tmp_path), **environment)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
     theirs, ours = list(iterations(result.stdout.splitlines())), trained("ddp")
     assert largest_difference([line.lm_loss for line in theirs], ours.losses) < TOLERANCE
@@ -130,6 +130,7 @@ def test_the_readmes_metrics_reach_tensorboard_and_wandb(train: Train, tmp_path:
         (["--frobnicate"], 1, "--frobnicate"),
         (["--lr", "fast"], 1, "--lr"),
         (["--fp16"], 1, "fp16"),
+        (["--split", "1,x"], 1, "--split"),
         (["--tensor-model-parallel-size", "4"], 2, "2 processes do not divide"),
         (["--tensor-model-parallel-size", "2", "--num-attention-heads", "3"], 2, "attention heads"),
         (["--tensor-model-parallel-size", "2", "--ffn-hidden-size", "129"], 2, "feed-forward"),
