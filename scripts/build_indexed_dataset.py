@@ -32,9 +32,6 @@ REPO_ROOT = Path(__file__).resolve().parent.parent
 SAMPLE_DIR = REPO_ROOT / "megatron_data" / "sample"
 SAMPLE_NAME = "bundled sample"
 
-# Megatron's T5 sample mapping leaves out every document with a sequence longer than this (LONG_SENTENCE_LEN).
-MEGATRON_LONGEST_SEQUENCE = 512
-
 TOKENIZER_FILES = (
     "spiece.model",
     "tokenizer_config.json",
@@ -276,7 +273,7 @@ def build_dataset(source: Path, prefix: Path, encoder: DocumentEncoder) -> dict[
 
     Returns the counts that `<prefix>.meta.json` records. Raises DataError.
     """
-    documents = tokens = empty = special = long = 0
+    documents = tokens = empty = special = 0
     dtype = token_dtype(encoder.vocabulary)
     with Progress("tokenising", _count_lines(source)) as progress, IndexedDatasetWriter(prefix, dtype) as writer:
         for batch in _batches(read_documents(source), BATCH_DOCUMENTS):
@@ -286,7 +283,6 @@ def build_dataset(source: Path, prefix: Path, encoder: DocumentEncoder) -> dict[
             for document, ids in zip(filled, _encode(encoder, source, filled), strict=True):
                 writer.add_document(ids)
                 tokens += len(ids)
-                long += len(ids) > MEGATRON_LONGEST_SEQUENCE
                 special += encoder.has_special_text(document.text)
             progress.advance(len(batch))
         if not documents:
@@ -298,7 +294,6 @@ def build_dataset(source: Path, prefix: Path, encoder: DocumentEncoder) -> dict[
         "vocabulary": encoder.vocabulary,
         "skipped_empty": empty,
         "special_text_documents": special,
-        "documents_over_512_tokens": long,
     }
 
 
@@ -524,11 +519,6 @@ def _report(prefix: Path, meta: dict[str, Any]) -> None:
         print(f"{meta['skipped_empty']:,} empty documents were left out.")
     if meta["special_text_documents"]:
         print(f"{meta['special_text_documents']:,} documents contain a special token's text, which became that token.")
-    if meta["documents_over_512_tokens"]:
-        print(
-            f"{meta['documents_over_512_tokens']:,} documents are longer than {MEGATRON_LONGEST_SEQUENCE} tokens; "
-            "Megatron's T5 samples leave those out."
-        )
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -339,7 +339,7 @@ def test_building_keeps_order_and_counts(encoder: bid.DocumentEncoder, tmp_path:
     assert numpy_documents(tmp_path / "one") == encoder.encode_batch(filled)
     assert counts["documents"] == len(filled)
     assert counts["tokens"] == bid.read_index(tmp_path / "one").tokens
-    assert (counts["skipped_empty"], counts["special_text_documents"], counts["documents_over_512_tokens"]) == (2, 1, 1)
+    assert (counts["skipped_empty"], counts["special_text_documents"]) == (2, 1)
     assert (counts["dtype"], counts["vocabulary"]) == ("uint16", 4100)
     bid.build_dataset(source, tmp_path / "four", bid.DocumentEncoder(SAMPLE / "tokenizer", threads=4))
     assert (tmp_path / "four.bin").read_bytes() == (tmp_path / "one.bin").read_bytes()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from harness import REPO_ROOT, STRATEGIES
 from native_runs import CLIP, LAYOUTS, TIME_LIMIT, Trained, command_line, largest_difference, parsed, torchrun
 
@@ -64,6 +65,12 @@ def test_a_resumed_run_draws_the_same_dropout(train: Train, trained: Callable[[s
     whole = train("tensor", *flags, iterations=6)
     assert largest_difference(first.losses + second.losses, whole.losses) < 1e-6
     assert abs(whole.losses[0] - trained("tensor").losses[0]) > 1e-3, "there should be dropout"
+    # What both ranks hold stays the same on both: their copies of the activations were dropped alike.
+    shards = [tmp_path / "iter_0000006" / f"mp_rank_0{rank}" / "model_optim_rng.pt" for rank in (0, 1)]
+    first_rank, second_rank = (torch.load(path, weights_only=True)["model"] for path in shards)
+    whole_on_both = [name for name in first_rank if "layernorm" in name]
+    assert len(whole_on_both) == 2 * (2 * 2 + 2 * 3 + 2)
+    assert all(torch.equal(first_rank[name], second_rank[name]) for name in whole_on_both)
 
 
 @pytest.mark.slow
