@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 _ITERATION = re.compile(r"\biteration\s+(?P<iteration>\d+)/\s*(?P<total>\d+) \|(?P<fields>.*)")
 _FIELD = re.compile(r"\s*(?P<name>[^:|]+):\s*(?P<value>[-+0-9.eE]+|nan|inf)\s*\|")
-_PEAK_MEMORY = re.compile(r"\bpeak memory \| rank (?P<rank>\d+) \|(?P<fields>.*)")
+# Several ranks print theirs at once, and an unbuffered Python writes a line's end apart from the line.
+_PEAK_MEMORY = re.compile(
+    r"\bpeak memory \| rank (?P<rank>\d+) \|(?:(?!peak memory).)*?"
+    r"\ballocated MiB (?P<device>[0-9.]+) \|(?:(?!peak memory).)*?\bhost rss MiB (?P<host>\d+\.\d)"
+)
 
 
 @dataclass(frozen=True)
@@ -65,11 +69,7 @@ def peak_memory(lines: Iterable[str]) -> list[PeakMemory]:
     """Peak memory by rank, in rank order."""
     found = {}
     for line in lines:
-        if not (match := _PEAK_MEMORY.search(line)):
-            continue
-        pairs = re.findall(r"([a-z ]+MiB) ([0-9.]+)", match["fields"])
-        values = {name.strip(): float(value) for name, value in pairs}
-        if "host rss MiB" in values:
+        for match in _PEAK_MEMORY.finditer(line):
             rank = int(match["rank"])
-            found[rank] = PeakMemory(rank, values.get("allocated MiB") or None, values["host rss MiB"])
+            found[rank] = PeakMemory(rank, float(match["device"]) or None, float(match["host"]))
     return [found[rank] for rank in sorted(found)]

@@ -73,6 +73,11 @@ def test_peak_memory_by_rank():
     assert (second.rank, second.device_mib, second.host_mib) == (1, None, 562.4)
 
 
+def test_peak_memory_of_ranks_that_print_into_one_line():
+    glued = ["".join(MEMORY), "", MEMORY[0].replace("rank 1", "rank 2") + "12:30 INFO something"]
+    assert [(peak.rank, peak.host_mib) for peak in peak_memory(glued)] == [(0, 488.1), (1, 562.4), (2, 562.4)]
+
+
 def make_run(directory: Path, losses: list[float], status: str = "complete 20 iterations", pp: int = 1) -> Path:
     directory.mkdir(parents=True)
     lines = [
