@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 _ITERATION = re.compile(r"\biteration\s+(?P<iteration>\d+)/\s*(?P<total>\d+) \|(?P<fields>.*)")
-_FIELD = re.compile(r"\s*(?P<name>[^:|]+):\s*(?P<value>[-+0-9.eE]+|nan|inf)\s*\|")
+_FIELD = re.compile(r"\s*(?P<name>[^:|]+):\s*(?P<value>[-+0-9.eE]+|(?i:-?nan|-?inf))\s*\|")
 # Several ranks print theirs at once, and an unbuffered Python writes a line's end apart from the line.
 _PEAK_MEMORY = re.compile(
     r"\bpeak memory \| rank (?P<rank>\d+) \|(?:(?!peak memory).)*?"

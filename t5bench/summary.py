@@ -1,5 +1,6 @@
 """One row a run, from its directory: what ran, whether it trained as DDP does, how long an iteration took."""
 
+import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -56,14 +57,17 @@ def _layout(command: str) -> dict[str, int]:
 
 
 def largest_loss_difference(run: Run, baseline: Run) -> float | None:
-    """Largest relative difference of the loss over the iterations that both logged; None when they share none."""
+    """Largest relative difference of the loss over the iterations that both logged; None when they share none.
+
+    Not a number when one of the losses is not: max() alone would pass over it.
+    """
     reference = {line.iteration: line.lm_loss for line in baseline.iterations}
     differences = [
         abs(line.lm_loss - reference[line.iteration]) / abs(reference[line.iteration])
         for line in run.iterations
         if line.iteration in reference
     ]
-    return max(differences, default=None)
+    return next((d for d in differences if math.isnan(d)), None) or max(differences, default=None)
 
 
 def _row(run: Run, baseline: Run | None) -> list[str]:

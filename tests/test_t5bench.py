@@ -49,9 +49,17 @@ def test_the_seed_readmes_line_without_grad_norm():
     assert line.grad_norm is None
 
 
-def test_nan_is_read_as_nan():
-    (line,) = iterations([LINE.replace("8.265567E+00", "nan")])
+@pytest.mark.parametrize("text", ["NAN", "nan"])
+def test_nan_is_read_as_nan(text: str):
+    (line,) = iterations([LINE.replace("8.265567E+00", text)])
     assert line.lm_loss != line.lm_loss
+
+
+def test_a_run_that_diverged_is_not_equal_to_ddp(tmp_path: Path, capsys: pytest.CaptureFixture):
+    ddp = make_run(tmp_path / "ddp", [8.0, 7.0])
+    diverged = make_run(tmp_path / "zero2", [8.0, float("nan")])
+    assert summary(ddp, diverged) == 1
+    assert "NO (nan)" in capsys.readouterr().out
 
 
 @given(st.integers(min_value=0, max_value=len(LINE) - 1))
