@@ -1,25 +1,33 @@
-"""``python -m t5bench summary RUN...``: one row a run directory, compared with the one named ddp."""
+"""``python -m t5bench COMMAND``: every command is a module with ``add_arguments(parser)`` and ``run(arguments)``."""
 
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from importlib import import_module
 
-from t5bench.summary import table
+# Command, its module, and the line that --help shows. A module is imported when its command is asked for: the recorder
+# starts with every launch, and must not wait for what draws pages.
+COMMANDS = {
+    "record": ("t5bench.recorder", "write a node's record of a run from its output (the launchers call this)"),
+    "collect": ("t5bench.collect", "bring together the parts that the nodes of one run keep"),
+    "compare": ("t5bench.compare", "the table and the page over a set of runs"),
+    "parity": ("t5bench.parity", "whether the strategies train the same model: pass or fail for each"),
+    "wandb": ("t5bench.wandb_report", "put a comparison into its W&B project"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="python -m t5bench", description="Reads runs and compares them.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    summary = commands.add_parser("summary", help="one row a run; exit 1 unless all are complete and equal to DDP")
-    summary.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory, such as outputs/ddp")
-    args = parser.parse_args(arguments)
-    if missing := [str(run) for run in args.runs if not run.is_dir()]:
-        print(f"error: no such run directory: {', '.join(missing)}", file=sys.stderr)
-        return 2
-    text, sound = table(args.runs)
-    print(text)
-    return 0 if sound else 1
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module_name, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        if words[:1] == [name]:
+            module = import_module(module_name)
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    chosen = parser.parse_args(words)
+    return chosen.run(chosen)
 
 
 if __name__ == "__main__":

@@ -17,18 +17,23 @@ _PEAK_MEMORY = re.compile(
 class Iteration:
     """One iteration line: the mean over the iterations since the line before it.
 
-    elapsed_ms is per iteration, lm_loss in nats per target token, samples_per_second over all processes, tflops per
-    GPU, grad_norm before clipping.
+    elapsed_ms is per iteration, lm_loss in nats per target token (None where every iteration was skipped),
+    samples_per_second over all processes, tflops per GPU, grad_norm before clipping, skipped and nan the iterations without an update or
+    without a finite loss since the line before, time when the line was printed in seconds since 1970.
     """
 
     iteration: int
     total: int
     elapsed_ms: float
-    lm_loss: float
+    lm_loss: float | None
     learning_rate: float
     samples_per_second: float
     tflops: float
-    grad_norm: float | None
+    grad_norm: float | None = None
+    loss_scale: float | None = None
+    skipped: int = 0
+    nan: int = 0
+    time: float | None = None
 
 
 @dataclass(frozen=True)
@@ -41,28 +46,43 @@ class PeakMemory:
 
 
 def _fields(text: str) -> dict[str, float]:
-    return {match["name"].strip(): float(match["value"]) for match in _FIELD.finditer(text)}
+    fields = {}
+    for match in _FIELD.finditer(text):
+        try:
+            fields[match["name"].strip()] = float(match["value"])
+        except ValueError:  # such as 1.2.3, from two lines that were mixed
+            continue
+    return fields
+
+
+def iteration(line: str, time: float | None = None) -> Iteration | None:
+    """The complete iteration line in this text; None where there is none, it was cut off or mixed with another's."""
+    if not (match := _ITERATION.search(line)):
+        return None
+    fields = _fields(match["fields"])
+    try:
+        return Iteration(
+            iteration=int(match["iteration"]),
+            total=int(match["total"]),
+            elapsed_ms=fields["elapsed time per iteration (ms)"],
+            # Megatron leaves the loss out of a line whose iterations were all skipped.
+            lm_loss=fields.get("lm loss") if fields.get("number of skipped iterations") else fields["lm loss"],
+            learning_rate=fields["learning rate"],
+            samples_per_second=fields["samples per second"],
+            tflops=fields["TFLOPs"],
+            grad_norm=fields.get("grad norm"),
+            loss_scale=fields.get("loss scale"),
+            skipped=int(fields.get("number of skipped iterations", 0)),
+            nan=int(fields.get("number of nan iterations", 0)),
+            time=time,
+        )
+    except (KeyError, ValueError, OverflowError):
+        return None
 
 
 def iterations(lines: Iterable[str]) -> Iterator[Iteration]:
-    """The complete iteration lines; one that was cut off or mixed with another's output is left out."""
-    for line in lines:
-        if not (match := _ITERATION.search(line)):
-            continue
-        fields = _fields(match["fields"])
-        try:
-            yield Iteration(
-                iteration=int(match["iteration"]),
-                total=int(match["total"]),
-                elapsed_ms=fields["elapsed time per iteration (ms)"],
-                lm_loss=fields["lm loss"],
-                learning_rate=fields["learning rate"],
-                samples_per_second=fields["samples per second"],
-                tflops=fields["TFLOPs"],
-                grad_norm=fields.get("grad norm"),
-            )
-        except KeyError:
-            continue
+    """The complete iteration lines of a log."""
+    return (found for line in lines if (found := iteration(line)))
 
 
 def peak_memory(lines: Iterable[str]) -> list[PeakMemory]:

@@ -1,0 +1,202 @@
+"""How a run ended: one word from a closed list, the first cause in one sentence, what to do, and where it began.
+
+A node decides from its exit status and from short stable messages in its output. Of several messages the strongest counts,
+and of equals the earliest: "connection closed by peer" is what the victims say, never why.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+COMPLETE, INCOMPLETE, DIVERGED, OUT_OF_MEMORY = "complete", "incomplete", "diverged", "out-of-memory"
+TIMEOUT, NETWORK, CONFIGURATION, CRASHED, CANCELLED = "timeout", "network", "configuration", "crashed", "cancelled"
+RUNNING = "running"  # not an end
+
+# What a launcher exits with; cancelled is 128 + the signal, as in every shell.
+EXIT_CODES = {
+    COMPLETE: 0,
+    CRASHED: 1,
+    CONFIGURATION: 2,
+    INCOMPLETE: 3,
+    DIVERGED: 4,
+    OUT_OF_MEMORY: 5,
+    TIMEOUT: 6,
+    NETWORK: 7,
+}
+SIGNALS = {1: "HUP", 2: "INT", 15: "TERM"}
+
+
+class Strength(IntEnum):
+    """How much a message says about the cause."""
+
+    VICTIM = 0  # another process went away
+    WAITED = 1  # another process, or the network, did not answer in time
+    EXCEPTION = 2  # this process failed, for a reason that no rule knows
+    CAUSE = 3
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A message that explains an end: when it came (seconds since 1970), which rank said it where that is known."""
+
+    status: str
+    strength: Strength
+    reason: str
+    remedy: str
+    time: float
+    line: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Status:
+    """origin: node, host, rank, time and line of the first failure; None for a run that did not fail."""
+
+    name: str
+    reason: str = ""
+    remedy: str = ""
+    origin: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    pattern: re.Pattern[str]
+    status: str
+    strength: Strength
+    reason: Callable[[re.Match[str]], str]
+    remedy: str = ""
+
+
+def _rule(pattern: str, status: str, strength: Strength, reason: str, remedy: str = "") -> Rule:
+    """reason is a template for the pattern's groups: {0} is the first."""
+    return Rule(re.compile(pattern), status, strength, lambda match: reason.format(*match.groups("?")), remedy)
+
+
+_SHARD_MORE = "Lower MICRO_BATCH_SIZE, or take a strategy that shards more (zero2, zero3, zero3_offload, tensor)"
+_LOOK_AT_OTHERS = "Look at the other nodes' logs for what happened there first, and at the network between them"
+
+# The first rule that matches a line speaks for it.
+RULES = (
+    _rule(r"CUDA out of memory\. (Tried to allocate [0-9.]+ [KMG]iB)", OUT_OF_MEMORY, Strength.CAUSE,
+          "the GPU's memory is full ({0})", _SHARD_MORE),
+    _rule(r"CUDA out of memory|OutOfMemoryError|CUDA_ERROR_OUT_OF_MEMORY", OUT_OF_MEMORY, Strength.CAUSE,
+          "the GPU's memory is full", _SHARD_MORE),
+    _rule(r"can't allocate memory: you tried to allocate (\d+) bytes", OUT_OF_MEMORY, Strength.CAUSE,
+          "the host's memory is full (tried to allocate {0} bytes)", "Use a node with more memory, or a smaller model"),
+    _rule(r"\bMemoryError\b|Cannot allocate memory|std::bad_alloc", OUT_OF_MEMORY, Strength.CAUSE,
+          "the host's memory is full", "Use a node with more memory, or a smaller model"),
+    _rule(r"No space left on device", CRASHED, Strength.CAUSE, "the disk is full",
+          "Free space, or put OUTPUT_DIR where there is more"),
+    _rule(r"EADDRINUSE|[Aa]ddress already in use", CONFIGURATION, Strength.CAUSE, "the rendezvous port is taken",
+          "Choose another on every node: MASTER_PORT=29900"),
+    _rule(r"gai error: -?\d+ - ([^)\n]*)", CONFIGURATION, Strength.CAUSE, "the master host's name does not resolve ({0})",
+          "Check its spelling, or use the address that 'getent hosts' prints on the master"),
+    _rule(r"(unrecognized arguments: .*|the following arguments are required: .*|argument \S+: (?:invalid|expected) .*)",
+          CONFIGURATION, Strength.CAUSE, "the engine does not take the command line: {0}",
+          "What stands after -- goes to the engine as it is"),
+    _rule(r"found NaN in|NaN in local grad norm|loss scale already at minimum", DIVERGED, Strength.CAUSE,
+          "the loss is not a number", "Lower LR, or add LR_WARMUP_ITERS"),
+    _rule(r"slurmstepd: error: .*DUE TO TIME LIMIT", TIMEOUT, Strength.CAUSE, "SLURM's time limit ended the job",
+          "Ask for more time (--time), or fewer TRAIN_ITERS"),
+    _rule(r"slurmstepd: error: .*CANCELLED", CANCELLED, Strength.CAUSE, "SLURM cancelled the job"),
+    _rule(r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined", TIMEOUT, Strength.CAUSE,
+          "{1} of {2} nodes came within {0} s",
+          "Start the launcher on the others, with the same master and port; RENDEZVOUS_TIMEOUT is how long each waits"),
+    _rule(r"client socket has timed out after (\d+)ms while trying to connect to \(([^)]*)\)", TIMEOUT, Strength.CAUSE,
+          "the master ({1}) could not be reached within {0} ms",
+          "Start rank 0 there; if it runs, a firewall is between the nodes or the ports differ"),
+    _rule(r"wait timeout after (\d+)ms, keys: \S*role_info/(\d+)", TIMEOUT, Strength.CAUSE,
+          "no node came with rank {1}: two were started with the same rank, or with another NNODES",
+          "Give each node its own rank, 0 to NNODES-1"),
+    _rule(r"[Tt]imed out waiting (?:for )?(\d+) ?ms|Watchdog caught collective operation timeout|wait timeout after (\d+)ms",
+          TIMEOUT, Strength.WAITED, "a collective operation did not end in time: another process stopped, or the network is cut",
+          _LOOK_AT_OTHERS),
+    _rule(r"No route to host|Network is unreachable|Connection refused", NETWORK, Strength.WAITED,
+          "another node cannot be reached", _LOOK_AT_OTHERS),
+    _rule(r"Connection closed by peer|Connection reset by peer|[Bb]roken pipe|remote process exited|recvValue failed"
+          r"|ncclRemoteError|ncclSystemError|unhandled system error",
+          NETWORK, Strength.VICTIM, "the connection to another process was lost", _LOOK_AT_OTHERS),
+    _rule(r"Signal 9 \(SIGKILL\) received by PID (\d+)|exitcode\s*: -9 \(pid: (\d+)\)", CRASHED, Strength.CAUSE,
+          "a process was killed (SIGKILL)", "By the kernel when memory ran out (dmesg tells), by SLURM, or by hand"),
+    _rule(r"Signal 11 \(SIGSEGV\) received by PID (\d+)|exitcode\s*: -11 \(pid: (\d+)\)", CRASHED, Strength.CAUSE,
+          "a process crashed (segmentation fault)"),
+    # What torchrun says of its workers' ends explains none of them.
+    _rule(r"ChildFailedError|SignalException|KeyboardInterrupt", CRASHED, Strength.VICTIM, "a worker failed"),
+    _rule(r"^(?:\[rank\d+\]:\s*)?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b(?:: .*)?)$", CRASHED, Strength.EXCEPTION, "{0}"),
+    _rule(r"^error: (.*)", CONFIGURATION, Strength.EXCEPTION, "{0}"),
+)  # fmt: skip
+
+_RANK = re.compile(r"^\[rank(\d+)\]:")
+_REPORTED_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
+# Most lines of a healthy run say nothing; this one look rules them out.
+_WORTH_A_LOOK = re.compile("|".join(f"(?:{rule.pattern.pattern})" for rule in RULES))
+LONGEST_REASON = 300
+
+
+class CauseFinder:
+    """Reads a node's output as it comes and keeps the best explanation of a failure."""
+
+    def __init__(self) -> None:
+        self.best: Cause | None = None
+        self.reported_rank: int | None = None  # the first that torchrun names in its report
+
+    def read(self, line: str, time: float) -> None:
+        if self.reported_rank is None and (match := _REPORTED_RANK.match(line)):
+            self.reported_rank = int(match[1])
+        if not _WORTH_A_LOOK.search(line):
+            return
+        for rule in RULES:
+            if match := rule.pattern.search(line):
+                if self.best is None or rule.strength > self.best.strength:
+                    rank = _RANK.match(line)
+                    self.best = Cause(
+                        rule.status,
+                        rule.strength,
+                        rule.reason(match)[:LONGEST_REASON],
+                        rule.remedy,
+                        time,
+                        line.strip()[: 2 * LONGEST_REASON],
+                        int(rank[1]) if rank else None,
+                    )
+                return
+
+    def cause(self) -> Cause | None:
+        if self.best and self.best.rank is None and self.reported_rank is not None:
+            return Cause(**(vars(self.best) | {"rank": self.reported_rank}))
+        return self.best
+
+
+def of_run(parts: Sequence[Mapping[str, Any]]) -> Status:
+    """The status of a run from its nodes' parts; the reason begins with the node that failed first."""
+    nodes = parts[0]["layout"]["nnodes"]
+    failed = [part for part in parts if part["status"] not in (COMPLETE, RUNNING)]
+    if failed:
+        first = min(failed, key=_first)
+        origin = {"node": first["node"], "host": first["host"], **(first["cause"] or {})}
+        where = f"node {first['node']} ({first['host']}): " if nodes > 1 else ""
+        return Status(first["status"], where + first["reason"], first["remedy"], origin)
+    if any(part["status"] == RUNNING for part in parts):
+        return Status(RUNNING)
+    if absent := sorted(set(range(nodes)) - {part["node"] for part in parts}):
+        return Status(
+            INCOMPLETE,
+            f"there is no record of node {', '.join(map(str, absent))} here",
+            "Bring the nodes' parts together: python -m t5bench collect --help",
+        )
+    return Status(COMPLETE)
+
+
+def _first(part: Mapping[str, Any]) -> tuple[int, int, float]:
+    """Sorts the node that failed first to the front: cancelled last, for a user cancels what has failed elsewhere."""
+    cause = part["cause"] or {"strength": Strength.VICTIM, "time": float("inf")}
+    return (part["status"] == CANCELLED, -cause["strength"], cause["time"])
+
+
+def iterations_expected(settings: Mapping[str, str]) -> int:
+    """The last iteration that a complete run logs; 0 when it is too short to log any."""
+    total, interval = int(settings["TRAIN_ITERS"]), int(settings["LOG_INTERVAL"])
+    return total - total % interval
+
+
