@@ -274,32 +274,35 @@ end_marked() {
   signal_marked KILL "$mark" || true
 }
 
-# run_to_end LOG COMMAND...: runs it with its output on the terminal and in LOG, ends everything it started when it
-# ends or when this shell gets INT, TERM or HUP, and returns its status (128 + signal when interrupted).
+# run_to_end RECORDER END_FILE COMMAND...: runs the command, with its output going into `RECORDER mark`, ends
+# everything that it started when it ends or when this shell gets INT, TERM or HUP, tells RECORDER in END_FILE how it ended
+# (exit status, signal), and returns RECORDER's status.
 run_to_end() {
-  local log=$1 mark=$$-$RANDOM$RANDOM child status=0
+  local recorder=$1 end_file=$2 mark=$$-$RANDOM$RANDOM child status=0
   interrupted_by=''
   trap 'interrupted_by=${interrupted_by:-INT}' INT
   trap 'interrupted_by=${interrupted_by:-TERM}' TERM
   trap 'interrupted_by=${interrupted_by:-HUP}' HUP
-  exec {tee_fd}> >(trap '' INT TERM HUP && exec tee -a "$log")
-  local tee_pid=$!
+  exec {output_fd}> >(trap '' INT TERM HUP && "$recorder" "$mark")
+  local recorder_pid=$!
   # setsid: a Ctrl-C on the terminal reaches this shell alone, which then ends the others in order.
-  setsid env T5_RUN_MARK="$mark" "${@:2}" >&"$tee_fd" 2>&1 &
+  setsid env T5_RUN_MARK="$mark" "${@:3}" >&"$output_fd" 2>&1 &
   child=$!
   while true; do
     wait "$child" && status=0 || status=$?
     if [[ -n $interrupted_by ]]; then
       note "$interrupted_by received: ending the processes of this run"
       end_marked "$mark" 15
-      status=$((128 + $(kill -l "$interrupted_by")))
       break
     fi
     kill -0 "$child" 2>/dev/null || break
   done
   end_marked "$mark" 10
-  exec {tee_fd}>&-
-  wait "$tee_pid" 2>/dev/null || true
+  printf '%s %s\n' "$status" "$interrupted_by" >"$end_file" || true
+  exec {output_fd}>&-
+  while kill -0 "$recorder_pid" 2>/dev/null; do
+    wait "$recorder_pid" && status=0 || status=$?
+  done
   trap - INT TERM HUP
   return "$status"
 }

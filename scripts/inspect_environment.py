@@ -26,7 +26,13 @@ def installed_version(distribution: str) -> str | None:
 
 
 def effective_ds_config(
-    stage_config: dict[str, Any], *, micro_batch_size: int, global_batch_size: int, clip_grad: float, precision: str
+    stage_config: dict[str, Any],
+    *,
+    micro_batch_size: int,
+    global_batch_size: int,
+    clip_grad: float,
+    precision: str,
+    gradient_reduction: str,
 ) -> dict[str, Any]:
     """A strategy's own JSON completed with the run's batch sizes (in samples), clipping norm and precision.
 
@@ -45,6 +51,10 @@ def effective_ds_config(
         # DeepSpeed's own progress lines would stand between the engine's.
         "steps_per_print": 10**9,
     }
+    if gradient_reduction == "fp32":
+        # As Megatron's DDP does whatever the precision. Not data_types.grad_accum_dtype beside it: with that ZeRO-1 in
+        # bf16 becomes another optimizer of DeepSpeed's.
+        run_config["communication_data_type"] = "fp32"
     if twice := sorted(run_config.keys() & stage_config.keys()):
         raise ValueError(f"{', '.join(twice)} come from the settings and cannot stand in the strategy's JSON")
     return run_config | stage_config
@@ -58,6 +68,7 @@ def main() -> int:
     parser.add_argument("--global-batch-size", type=int, required=True)
     parser.add_argument("--clip-grad", type=float, required=True)
     parser.add_argument("--precision", choices=["--bf16", "--fp16", ""], required=True)
+    parser.add_argument("--gradient-reduction", choices=["default", "fp32"], required=True)
     args = parser.parse_args()
 
     try:
@@ -77,6 +88,7 @@ def main() -> int:
                 global_batch_size=args.global_batch_size,
                 clip_grad=args.clip_grad,
                 precision=args.precision,
+                gradient_reduction=args.gradient_reduction,
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             print(f"error: {args.ds_config}: {error}", file=sys.stderr)

@@ -67,6 +67,7 @@ declare_settings() {
   setting LR_WARMUP_ITERS 0 "Iterations of linear warm-up"
   setting WEIGHT_DECAY 0.01 "AdamW weight decay"
   setting CLIP_GRAD 1.0 "Gradient-norm clipping"
+  setting GRADIENT_REDUCTION default "default, or fp32: ZeRO too reduces gradients in fp32, as DDP does, and not in the training precision"
   setting SEED 1234 "Seed of weights, data order and dropout"
   setting TENSOR_PARALLEL_SIZE "$STRATEGY_TP" "Tensor-parallel size, for the strategies that have one"
   setting PIPELINE_PARALLEL_SIZE "$STRATEGY_PP" "Pipeline-parallel size, for the strategies that have one"
@@ -78,9 +79,12 @@ declare_settings() {
   setting SAVE_INTERVAL 0 "Iterations between checkpoints; 0 saves none"
   setting WANDB_PROJECT ml710-t5-parallelism "W&B project name"
   setting WANDB_RUN_NAME "megatron-$STRATEGY" "W&B run name"
+  setting WANDB_RUN_GROUP "" "W&B group of the runs that are compared with each other"
   setting WANDB_API_KEY "" "Your W&B API key; without one the run is logged offline"
   setting WANDB_MODE "" "online, offline or disabled (unset: online with a key, else offline)"
   setting RENDEZVOUS_TIMEOUT 600 "Seconds that a node waits for the others"
+  setting SAMPLE_INTERVAL 2 "Seconds between samples of the GPUs and the network counters"
+  setting PEAK_TFLOPS "" "The GPU's dense peak TFLOP/s, for the MFU (unset: by its name, where that is known)"
   setting DISTRIBUTED_TIMEOUT_MINUTES 10 "Minutes after which a stuck collective ends the run"
 }
 
@@ -89,12 +93,14 @@ check_settings() {
     ENCODER_SEQ_LENGTH DECODER_SEQ_LENGTH TRAIN_ITERS GLOBAL_BATCH_SIZE MICRO_BATCH_SIZE LOG_INTERVAL EVAL_INTERVAL \
     TENSOR_PARALLEL_SIZE PIPELINE_PARALLEL_SIZE MASTER_PORT RENDEZVOUS_TIMEOUT DISTRIBUTED_TIMEOUT_MINUTES
   require_integers 0 SEED LR_WARMUP_ITERS EVAL_ITERS SAVE_INTERVAL
-  require_numbers LR MIN_LR WEIGHT_DECAY CLIP_GRAD DROPOUT
+  require_numbers LR MIN_LR WEIGHT_DECAY CLIP_GRAD DROPOUT SAMPLE_INTERVAL
   require_one_of DEVICE auto cuda cpu
   require_one_of ENGINE megatron native
   require_one_of FLASH_ATTENTION auto on off
   require_one_of RESUME 0 1
+  require_one_of GRADIENT_REDUCTION default fp32
   require_one_of PRECISION_FLAG --bf16 --fp16 ''
+  [[ -z $PEAK_TFLOPS ]] || require_numbers PEAK_TFLOPS
   [[ -z $WANDB_MODE ]] || require_one_of WANDB_MODE online offline disabled
   ((MASTER_PORT <= 65535)) || die "MASTER_PORT must be at most 65535, found $MASTER_PORT"
   absolute_path "$MEGATRON_DIR" && MEGATRON_DIR=$REPLY
@@ -262,7 +268,8 @@ inspect_environment() {
   local key value
   FLASH_ATTENTION_VERSION='' DEEPSPEED_VERSION='' DS_CONFIG_TEXT='' ZERO_STAGE=0
   local arguments=(--data-prefix "$DATA_PREFIX" --micro-batch-size "$MICRO_BATCH_SIZE"
-    --global-batch-size "$GLOBAL_BATCH_SIZE" --clip-grad "$CLIP_GRAD" "--precision=$PRECISION_FLAG")
+    --global-batch-size "$GLOBAL_BATCH_SIZE" --clip-grad "$CLIP_GRAD" "--precision=$PRECISION_FLAG"
+    --gradient-reduction "$GRADIENT_REDUCTION")
   [[ -z $STRATEGY_DS_CONFIG ]] || arguments+=(--ds-config "$REPO_ROOT/ds_configs/$STRATEGY_DS_CONFIG")
   command -v "$PYTHON" >/dev/null || die "there is no '$PYTHON' on PATH" "Activate the environment that has torch, or set PYTHON"
   local report
@@ -362,7 +369,7 @@ build_engine_arguments() {
 }
 
 build_environment() {
-  RUN_ENVIRONMENT=(CUDA_DEVICE_MAX_CONNECTIONS=1 "WANDB_MODE=$WANDB_MODE")
+  RUN_ENVIRONMENT=(CUDA_DEVICE_MAX_CONNECTIONS=1 "WANDB_MODE=$WANDB_MODE" "WANDB_RUN_GROUP=$WANDB_RUN_GROUP")
   [[ $ENGINE != megatron ]] || RUN_ENVIRONMENT+=("PYTHONPATH=$MEGATRON_DIR${PYTHONPATH:+:$PYTHONPATH}")
   if [[ $DEVICE == cpu ]]; then
     local threads=$(($(nproc) / NPROC_PER_NODE))
@@ -390,42 +397,68 @@ print_command() {
 
 # ---- the run -------------------------------------------------------------------------------------------------------
 
-# Earlier attempts keep their logs: node0.log becomes node0.log.1 and so on.
-keep_earlier_log() {
-  local log=$1 number=1
-  [[ -e $log ]] || return 0
-  while [[ -e $log.$number ]]; do number=$((number + 1)); done
-  mv -- "$log" "$log.$number"
+# Earlier attempts keep their files: node0.log becomes node0.log.1 and so on.
+keep_earlier() {
+  local file=$1 number=1
+  [[ -e $file ]] || return 0
+  while [[ -e $file.$number ]]; do number=$((number + 1)); done
+  mv -- "$file" "$file.$number"
 }
 
 write_run_directory() {
-  local node=$OUTPUT_DIR/node$NODE_RANK
+  local node=$OUTPUT_DIR/node$NODE_RANK file
   mkdir -p -- "$OUTPUT_DIR" 2>/dev/null && [[ -w $OUTPUT_DIR ]] ||
     die "cannot write to the run directory $OUTPUT_DIR" "Choose another OUTPUT_DIR"
-  keep_earlier_log "$node.log"
+  for file in "$node.log" "$node.json" "$node.samples.jsonl"; do
+    keep_earlier "$file"
+  done
+  # The last node writes the metrics; a run that goes on adds to them.
+  ((RESUME || NODE_RANK < NNODES - 1)) || keep_earlier "$OUTPUT_DIR/metrics.jsonl"
   print_command >"$node.command.sh"
   if [[ -n $STRATEGY_DS_CONFIG ]]; then
     # Every node writes the same bytes, perhaps to the same shared file: a rename shows no half of it.
-    printf '%s' "$DS_CONFIG_TEXT" >"$node.ds_config.json"
-    mv -- "$node.ds_config.json" "$OUTPUT_DIR/ds_config.json"
+    printf '%s' "$DS_CONFIG_TEXT" >"$node.ds_config"
+    mv -- "$node.ds_config" "$OUTPUT_DIR/ds_config.json"
   fi
-  printf 'running %s %s\n' "${HOSTNAME:-unnamed}" "$$" >"$node.status"
+  printf '%s %s %s\n' running "${HOSTNAME:-unnamed}" "$$" >"$node.status"
+}
+
+# Reads the run's output from its standard input; see t5bench/recorder.py.
+record_run() {
+  local name arguments=(
+    --directory "$OUTPUT_DIR" --node "$NODE_RANK" --end-file "$OUTPUT_DIR/node$NODE_RANK.end" --launcher "$$" --mark "$1"
+    --strategy "$STRATEGY" --title "$STRATEGY_TITLE" --device "$DEVICE" --engine "$ENGINE" --engine-patches "$ENGINE_PATCHES"
+    --data-prefix "$DATA_PREFIX" --tokenizer "$TOKENIZER_MODEL" --sample-interval "$SAMPLE_INTERVAL"
+    --layout "nnodes=$NNODES" --layout "nproc_per_node=$NPROC_PER_NODE" --layout "world_size=$WORLD_SIZE"
+    --layout "tp=$TENSOR_PARALLEL_SIZE" --layout "pp=$PIPELINE_PARALLEL_SIZE" --layout "dp=$DATA_PARALLEL_SIZE"
+    --layout "micro_batches=$MICRO_BATCHES"
+  )
+  [[ $ENGINE != megatron ]] || arguments+=(--engine-directory "$MEGATRON_DIR")
+  [[ -z $STRATEGY_DS_CONFIG ]] || arguments+=(--ds-config "$OUTPUT_DIR/ds_config.json")
+  for name in "${SETTING_NAMES[@]}"; do
+    # Other users of the machine can read a command line.
+    [[ $name != WANDB_API_KEY ]] || continue
+    arguments+=("--setting=$name=${!name}")
+  done
+  PYTHONPATH=$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH} exec "$PYTHON" -m t5bench record "${arguments[@]}" -- \
+    env "${RUN_ENVIRONMENT[@]}" "${COMMAND[@]}"
 }
 
 start_run() {
-  local status=0 node=$OUTPUT_DIR/node$NODE_RANK
+  local exit_status=0 node=$OUTPUT_DIR/node$NODE_RANK status='' reason='' remedy=''
   write_run_directory
   note "$STRATEGY_TITLE: node $NODE_RANK of $NNODES, master $MASTER_ADDR:$MASTER_PORT, $WORLD_SIZE processes" \
     "(TP=$TENSOR_PARALLEL_SIZE PP=$PIPELINE_PARALLEL_SIZE DP=$DATA_PARALLEL_SIZE, $MICRO_BATCHES micro-batches), $DEVICE, engine $ENGINE"
-  run_to_end "$node.log" env "${RUN_ENVIRONMENT[@]}" "${COMMAND[@]}" || status=$?
-  if ((status == 0)); then
-    printf 'complete %s iterations\n' "$TRAIN_ITERS" >"$node.status"
-    note "$STRATEGY: finished; log in $node.log"
+  run_to_end record_run "$node.end" env "${RUN_ENVIRONMENT[@]}" "${COMMAND[@]}" || exit_status=$?
+  { read -r status reason && read -r remedy; } <"$node.status" || true
+  if ((exit_status == 0)); then
+    note "$STRATEGY: $status; record in $OUTPUT_DIR"
   else
-    printf 'failed %s\n' "$status" >"$node.status"
-    note "error: $STRATEGY ended with exit status $status on node $NODE_RANK; its output is in $node.log"
+    note "error: $STRATEGY on node $NODE_RANK: $status: $reason"
+    [[ -z $remedy ]] || note "       $remedy"
+    note "       exit status $exit_status; its output is in $node.log"
   fi
-  return "$status"
+  return "$exit_status"
 }
 
 print_help() {

@@ -18,8 +18,8 @@ class Iteration:
     """One iteration line: the mean over the iterations since the line before it.
 
     elapsed_ms is per iteration, lm_loss in nats per target token (None where every iteration was skipped),
-    samples_per_second over all processes, tflops per GPU, grad_norm before clipping, skipped and nan the iterations without an update or
-    without a finite loss since the line before, time when the line was printed in seconds since 1970.
+    samples_per_second over all processes, tflops per GPU, grad_norm before clipping, skipped and nan the iterations
+    without an update or a finite loss since the line before, time when the line came in seconds since 1970.
     """
 
     iteration: int

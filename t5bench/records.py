@@ -11,7 +11,7 @@ Nodes without a shared file system keep their own directory each, with their own
 
 import json
 import math
-import os
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from t5bench.log import Iteration, PeakMemory
-from t5bench.status import COMPLETE, INCOMPLETE, RUNNING, Status, of_run
+from t5bench.status import of_run
 
 FORMAT = 1
 # Of a node's part, what must be the same on all nodes of one run, and stands once in run.json.
 SHARED_KEYS = (
-    "strategy", "title", "engine", "engine_patches", "settings", "layout", "data", "ds_config", "versions", "commits", "patches",
+    "strategy", "title", "engine", "engine_patches", "settings", "layout", "data", "ds_config", "versions", "commits",
+    "patches",
 )  # fmt: skip
 
 
@@ -34,7 +35,7 @@ class RecordError(ValueError):
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Written beside and renamed: a reader sees the old or the new, never half of one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     beside.write_text(json.dumps(content, indent=2, sort_keys=False, allow_nan=False) + "\n")
     beside.replace(path)
 
@@ -96,7 +97,10 @@ class Run:
 
     @property
     def layout(self) -> Mapping[str, int]:
-        """nnodes, nproc_per_node, world_size, tp, pp, dp, micro_batches (of an iteration, on each data-parallel rank)."""
+        """nnodes, nproc_per_node, world_size, tp, pp, dp, micro_batches and padded_vocab_size (None: not printed yet).
+
+        micro_batches are those of an iteration on one data-parallel rank.
+        """
         return self.record["layout"]
 
     @property
@@ -143,7 +147,7 @@ def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The content of run.json. ``differences`` names what should be the same on all nodes and is not."""
     parts = list(parts)
     first = parts[0]
-    nodes = [{key: value for key, value in part.items() if key not in SHARED_KEYS} for part in parts]
+    nodes = [{key: value for key, value in part.items() if key not in {*SHARED_KEYS, "format"}} for part in parts]
     differences = [
         f"{key} of node {part['node']} ({part['host']}) {difference}"
         for part in parts[1:]
@@ -151,9 +155,12 @@ def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         for difference in _differences(first[key], part[key])
     ]
     status = of_run(parts)
+    # The node of the first rank prints it.
+    padded = next((part["padded_vocab_size"] for part in parts if part.get("padded_vocab_size")), None)
     return {
         "format": FORMAT,
         **{key: first[key] for key in SHARED_KEYS},
+        "layout": first["layout"] | {"padded_vocab_size": padded},
         "status": status.name,
         "reason": status.reason,
         "remedy": status.remedy,
@@ -172,7 +179,7 @@ _LOCAL_SETTINGS = {"MEGATRON_DIR", "MEGATRON_DATA_DIR", "OUTPUT_DIR", "TOKENIZER
 def _differences(first: Any, other: Any) -> Iterable[str]:
     if isinstance(first, dict) and isinstance(other, dict):
         for key in sorted(first.keys() | other.keys()):
-            if first.get(key) != other.get(key) and key not in _LOCAL_SETTINGS | {"directory"}:
+            if first.get(key) != other.get(key) and key not in _LOCAL_SETTINGS | {"prefix", "tokenizer"}:
                 yield f"has {key} {other.get(key)!r}, node 0 has {first.get(key)!r}"
     elif first != other:
         yield f"is {other!r}, node 0 has {first!r}"
@@ -190,9 +197,3 @@ def write_run(directory: Path) -> dict[str, Any]:
     record = merge(read_parts(directory))
     write_json(directory / "run.json", record)
     return record
-
-
-__all__ = [
-    "COMPLETE", "INCOMPLETE", "RUNNING", "RecordError", "Run", "Status", "load", "merge", "metrics_line", "read_metrics",
-    "read_part", "read_parts", "write_json", "write_run",
-]  # fmt: skip

@@ -1,7 +1,7 @@
 """How a run ended: one word from a closed list, the first cause in one sentence, what to do, and where it began.
 
-A node decides from its exit status and from short stable messages in its output. Of several messages the strongest counts,
-and of equals the earliest: "connection closed by peer" is what the victims say, never why.
+A node decides from its exit status and from short stable messages in its output. Of several messages the strongest
+counts, and of equals the earliest: "connection closed by peer" is what the victims say, never why.
 """
 
 import re
@@ -91,9 +91,11 @@ RULES = (
           "Free space, or put OUTPUT_DIR where there is more"),
     _rule(r"EADDRINUSE|[Aa]ddress already in use", CONFIGURATION, Strength.CAUSE, "the rendezvous port is taken",
           "Choose another on every node: MASTER_PORT=29900"),
-    _rule(r"gai error: -?\d+ - ([^)\n]*)", CONFIGURATION, Strength.CAUSE, "the master host's name does not resolve ({0})",
+    _rule(r"gai error: -?\d+ - ([^)\n]*)", CONFIGURATION, Strength.CAUSE,
+          "the master host's name does not resolve ({0})",
           "Check its spelling, or use the address that 'getent hosts' prints on the master"),
-    _rule(r"(unrecognized arguments: .*|the following arguments are required: .*|argument \S+: (?:invalid|expected) .*)",
+    _rule(r"(unrecognized arguments: .*|the following arguments are required: .*"
+          r"|argument \S+: (?:invalid|expected) .*)",
           CONFIGURATION, Strength.CAUSE, "the engine does not take the command line: {0}",
           "What stands after -- goes to the engine as it is"),
     _rule(r"found NaN in|NaN in local grad norm|loss scale already at minimum", DIVERGED, Strength.CAUSE,
@@ -110,8 +112,10 @@ RULES = (
     _rule(r"wait timeout after (\d+)ms, keys: \S*role_info/(\d+)", TIMEOUT, Strength.CAUSE,
           "no node came with rank {1}: two were started with the same rank, or with another NNODES",
           "Give each node its own rank, 0 to NNODES-1"),
-    _rule(r"[Tt]imed out waiting (?:for )?(\d+) ?ms|Watchdog caught collective operation timeout|wait timeout after (\d+)ms",
-          TIMEOUT, Strength.WAITED, "a collective operation did not end in time: another process stopped, or the network is cut",
+    _rule(r"[Tt]imed out waiting (?:for )?\d+ ?ms|Watchdog caught collective operation timeout"
+          r"|wait timeout after \d+ms",
+          TIMEOUT, Strength.WAITED,
+          "a collective operation did not end in time: another process stopped, or the network is cut",
           _LOOK_AT_OTHERS),
     _rule(r"No route to host|Network is unreachable|Connection refused", NETWORK, Strength.WAITED,
           "another node cannot be reached", _LOOK_AT_OTHERS),
@@ -124,7 +128,8 @@ RULES = (
           "a process crashed (segmentation fault)"),
     # What torchrun says of its workers' ends explains none of them.
     _rule(r"ChildFailedError|SignalException|KeyboardInterrupt", CRASHED, Strength.VICTIM, "a worker failed"),
-    _rule(r"^(?:\[rank\d+\]:\s*)?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b(?:: .*)?)$", CRASHED, Strength.EXCEPTION, "{0}"),
+    _rule(r"^(?:\[rank\d+\]:\s*)?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b(?:: .*)?)$",
+          CRASHED, Strength.EXCEPTION, "{0}"),
     _rule(r"^error: (.*)", CONFIGURATION, Strength.EXCEPTION, "{0}"),
 )  # fmt: skip
 
@@ -198,5 +203,3 @@ def iterations_expected(settings: Mapping[str, str]) -> int:
     """The last iteration that a complete run logs; 0 when it is too short to log any."""
     total, interval = int(settings["TRAIN_ITERS"]), int(settings["LOG_INTERVAL"])
     return total - total % interval
-
-

@@ -14,12 +14,21 @@ from pathlib import Path
 REPO_ROOT = Path(__file__).resolve().parent.parent
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3_offload", "tensor", "pipeline", "hybrid")
 
-# Records what it was given. STUB_SLEEP keeps it and two children alive, one of them in a session of its own, as
-# torchrun's workers are; STUB_STUBBORN lets that one ignore TERM.
+# Records what it was given, and says what an engine says that trained to its end. STUB_SLEEP keeps it and two children
+# alive, one of them in a session of its own, as torchrun's workers are; STUB_STUBBORN lets that one ignore TERM.
 TORCHRUN_STUB = """#!/usr/bin/env bash
 printf '%s\\0' "$@" >"$STUB_DIR/arguments"
 env -0 >"$STUB_DIR/environment"
 echo "stub torchrun output"
+while (($# > 1)); do
+  [[ $1 != --train-iters ]] || iterations=$2
+  shift
+done
+echo " iteration $iterations/$iterations | elapsed time per iteration (ms): 10.0 | learning rate: 0.0 |" \\
+  "lm loss: 8.5E+00 | grad norm: 1.5 | samples per second: 1600 | TFLOPs: 0.1 |"
+for rank in 0 1 2 3 4 5 6 7; do
+  echo " peak memory | rank $rank | host stub | device cpu | allocated MiB 0.0 | reserved MiB 0.0 | host rss MiB 123.4"
+done
 if [[ -n ${STUB_SLEEP:-} ]]; then
   sleep "$STUB_SLEEP" &
   setsid bash -c '[[ -z ${STUB_STUBBORN:-} ]] || trap "" TERM; sleep "$STUB_SLEEP" & wait; wait' &
@@ -135,7 +144,7 @@ class Project:
 def make_project(tmp_path: Path) -> Project:
     """A project under tmp_path, complete enough that every launcher starts the stub torchrun."""
     root = tmp_path / "a path with spaces" / "T5-Parallelism"
-    for folder in ("scripts", "ds_configs", "patches", "native"):
+    for folder in ("scripts", "ds_configs", "patches", "native", "t5bench"):
         if (REPO_ROOT / folder).is_dir():
             shutil.copytree(REPO_ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (root / "patches" / "checksums").mkdir(parents=True, exist_ok=True)
@@ -161,3 +170,37 @@ def make_project(tmp_path: Path) -> Project:
         "STUB_DIR": str(stubs),
     }
     return result
+
+
+def record(
+    directory: Path,
+    output: str,
+    *,
+    end: str | None = "0 ",
+    layout: dict[str, int] | None = None,
+    node: int = 0,
+    **settings: str,
+) -> subprocess.CompletedProcess:
+    """What `python -m t5bench record` makes of this output; end is what the launcher says: exit status, signal."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if end is not None:
+        (directory / "end").write_text(end)
+    shape = {"nnodes": 1, "nproc_per_node": 1, "world_size": 1, "tp": 1, "pp": 1, "dp": 1, "micro_batches": 16}
+    arguments = {
+        "directory": directory, "node": node, "end-file": directory / "end", "launcher": os.getpid(), "mark": "none-such",
+        "strategy": "ddp", "title": "DDP", "device": "cpu", "engine": "native", "engine-patches": "series",
+        "data-prefix": directory / "data", "tokenizer": "none", "sample-interval": 1,
+    }  # fmt: skip
+    words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
+    for name, value in ({"TRAIN_ITERS": "1000", "LOG_INTERVAL": "1"} | settings).items():
+        words += ["--setting", f"{name}={value}"]
+    for name, value in (shape | (layout or {})).items():
+        words += ["--layout", f"{name}={value}"]
+    return subprocess.run(
+        [sys.executable, "-m", "t5bench", "record", *words, "--", "torchrun", "pretrain_t5.py"],
+        cwd=REPO_ROOT,
+        input=output.encode(),
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )

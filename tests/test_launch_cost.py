@@ -4,9 +4,10 @@ import os
 import resource
 import statistics
 import subprocess
+from pathlib import Path
 
 import pytest
-from harness import Project
+from harness import Project, record
 
 CPU_SECONDS = 0.15
 
@@ -18,7 +19,10 @@ def children_cpu() -> float:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3_offload"])
 def test_cpu_time_before_torchrun(project: Project, strategy: str, capsys: pytest.CaptureFixture):
-    """The stub torchrun ends at once, so its own few milliseconds are the only ones too many."""
+    """The stub torchrun ends at once, and the recorder, which starts beside it, is a cat here."""
+    python = project.environment["PYTHON"]
+    project.add_stub("python", f'#!/bin/bash\n[[ $2 != t5bench ]] || exec cat\nexec {python} "$@"\n')
+    project.environment["PYTHON"] = "python"
     engine = project.engine / "megatron"
     for number in range(140):  # as many files to check as the real engine has
         (engine / f"module{number}.py").write_text(f"# {number}\n" * 400)
@@ -34,6 +38,21 @@ def test_cpu_time_before_torchrun(project: Project, strategy: str, capsys: pytes
         print(f"\n{strategy}: {milliseconds:.0f} ms CPU (median of {len(seconds)}), {os.cpu_count()} cores")
     # What else runs on the machine can only add to it.
     assert min(seconds) <= CPU_SECONDS
+
+
+def test_cpu_time_of_the_recorder(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """A run of 1,000 logged iterations costs its recorder less than a second of one core, start and end included."""
+    line = (
+        " iteration {:8d}/    1000 | elapsed time per iteration (ms): 419.3 | learning rate: 5.000E-05 |"
+        " lm loss: 8.265567E+00 | grad norm: 1.774590E+00 | samples per second: 38.161 | TFLOPs: 0.00 |\n"
+    )
+    before = children_cpu()
+    record(tmp_path, "".join(line.format(number) for number in range(1, 1001)))
+    seconds = children_cpu() - before
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1000
+    with capsys.disabled():
+        print(f"\nrecorder: {seconds * 1000:.0f} ms CPU for 1,000 iterations")
+    assert seconds <= 1
 
 
 def test_dry_run_does_not_import_torch(project: Project):

@@ -642,11 +642,15 @@ def test_refuses_to_overwrite_a_finished_run(project: Project):
 
 def test_a_failed_run_may_be_repeated_and_keeps_its_log(project: Project):
     result = project.launch("ddp", STUB_STATUS="7")
-    assert result.returncode == 7
-    assert "exit status 7" in result.stderr
+    assert result.returncode == 1
+    assert "crashed: torchrun ended with exit status 7" in result.stderr
     assert project.launch("ddp").returncode == 0
     run = project.root / "outputs" / "ddp"
-    assert (run / "node0.log.1").read_text() == (run / "node0.log").read_text() == "stub torchrun output\n"
+    assert "stub torchrun output" in (run / "node0.log.1").read_text()
+    assert "stub torchrun output" in (run / "node0.log").read_text()
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 1
+    assert json.loads((run / "node0.json.1").read_text())["status"] == "crashed"
+    assert json.loads((run / "run.json").read_text())["status"] == "complete"
 
 
 def test_checkpoints_are_never_overwritten_and_resumed_on_request_only(project: Project):
@@ -765,7 +769,7 @@ def test_a_signal_ends_every_process(project: Project, number: signal.Signals):
     assert launcher.returncode == 128 + number
     assert f"{number.name.removeprefix('SIG')} received" in errors
     assert processes_with(f"STUB_DIR={project.stubs}") == []
-    assert (project.root / "outputs" / "ddp" / "node0.status").read_text() == f"failed {128 + number}\n"
+    assert (project.root / "outputs" / "ddp" / "node0.status").read_text().startswith("cancelled ")
 
 
 def test_a_worker_that_ignores_term_is_killed_before_slurm_would(project: Project):
@@ -781,8 +785,18 @@ def test_workers_end_when_torchrun_is_killed(project: Project):
     launcher = start_sleeping(project)
     os.kill(int((project.stubs / "pid").read_text()), signal.SIGKILL)
     launcher.communicate(timeout=30)
-    assert launcher.returncode == 128 + signal.SIGKILL
+    assert launcher.returncode == 1
     assert processes_with(f"STUB_DIR={project.stubs}") == []
+    assert "crashed torchrun was killed" in (project.root / "outputs" / "ddp" / "node0.status").read_text()
+
+
+def test_workers_end_and_the_record_says_why_when_the_launcher_is_killed(project: Project):
+    launcher = start_sleeping(project)
+    launcher.kill()
+    launcher.communicate(timeout=30)
+    wait_for(lambda: processes_with(f"STUB_DIR={project.stubs}") == [])
+    record = json.loads((project.root / "outputs" / "ddp" / "run.json").read_text())
+    assert (record["status"], record["reason"]) == ("crashed", "the launcher was killed before its run ended")
 
 
 def test_a_second_launcher_does_not_join_a_run_that_goes_on(project: Project):
