@@ -148,11 +148,11 @@ def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     parts = list(parts)
     first = parts[0]
     nodes = [{key: value for key, value in part.items() if key not in {*SHARED_KEYS, "format"}} for part in parts]
-    differences = [
+    unequal = [
         f"{key} of node {part['node']} ({part['host']}) {difference}"
         for part in parts[1:]
         for key in SHARED_KEYS
-        for difference in _differences(first[key], part[key])
+        for difference in differences(first[key], part[key])
     ]
     status = of_run(parts)
     # The node of the first rank prints it.
@@ -167,7 +167,7 @@ def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         "first_failure": status.origin,
         "started": min(part["started"] for part in parts),
         "ended": None if any(not part["ended"] for part in parts) else max(part["ended"] for part in parts),
-        "differences": differences,
+        "differences": unequal,
         "nodes": nodes,
     }
 
@@ -176,7 +176,8 @@ def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 _LOCAL_SETTINGS = {"MEGATRON_DIR", "MEGATRON_DATA_DIR", "OUTPUT_DIR", "TOKENIZER_MODEL", "WANDB_API_KEY", "WANDB_MODE"}
 
 
-def _differences(first: Any, other: Any) -> Iterable[str]:
+def differences(first: Any, other: Any) -> Iterable[str]:
+    """What two nodes' parts of one run say differently, and should not."""
     if isinstance(first, dict) and isinstance(other, dict):
         for key in sorted(first.keys() | other.keys()):
             if first.get(key) != other.get(key) and key not in _LOCAL_SETTINGS | {"prefix", "tokenizer"}:

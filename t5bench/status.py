@@ -122,9 +122,10 @@ RULES = (
     _rule(r"Connection closed by peer|Connection reset by peer|[Bb]roken pipe|remote process exited|recvValue failed"
           r"|ncclRemoteError|ncclSystemError|unhandled system error",
           NETWORK, Strength.VICTIM, "the connection to another process was lost", _LOOK_AT_OTHERS),
-    _rule(r"Signal 9 \(SIGKILL\) received by PID (\d+)|exitcode\s*: -9 \(pid: (\d+)\)", CRASHED, Strength.CAUSE,
+    _rule(r"Signal 9 \(SIGKILL\) received by PID|exitcode\s*: -9 \(pid|DataLoader worker .* killed by signal: Killed",
+          CRASHED, Strength.CAUSE,
           "a process was killed (SIGKILL)", "By the kernel when memory ran out (dmesg tells), by SLURM, or by hand"),
-    _rule(r"Signal 11 \(SIGSEGV\) received by PID (\d+)|exitcode\s*: -11 \(pid: (\d+)\)", CRASHED, Strength.CAUSE,
+    _rule(r"Signal 11 \(SIGSEGV\) received by PID|exitcode\s*: -11 \(pid", CRASHED, Strength.CAUSE,
           "a process crashed (segmentation fault)"),
     # What torchrun says of its workers' ends explains none of them.
     _rule(r"ChildFailedError|SignalException|KeyboardInterrupt", CRASHED, Strength.VICTIM, "a worker failed"),
@@ -134,6 +135,8 @@ RULES = (
 )  # fmt: skip
 
 _RANK = re.compile(r"^\[rank(\d+)\]:")
+# torchrun's report lists all failures, and then again the one that came first.
+_ROOT_CAUSE = "Root Cause (first observed failure)"
 _REPORTED_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 # Most lines of a healthy run say nothing; this one look rules them out.
 _WORTH_A_LOOK = re.compile("|".join(f"(?:{rule.pattern.pattern})" for rule in RULES))
@@ -145,11 +148,13 @@ class CauseFinder:
 
     def __init__(self) -> None:
         self.best: Cause | None = None
-        self.reported_rank: int | None = None  # the first that torchrun names in its report
+        self.root_cause_follows = False
+        self.reported_rank: int | None = None  # the one whose failure torchrun saw first
 
     def read(self, line: str, time: float) -> None:
-        if self.reported_rank is None and (match := _REPORTED_RANK.match(line)):
-            self.reported_rank = int(match[1])
+        self.root_cause_follows |= line.startswith(_ROOT_CAUSE)
+        if self.root_cause_follows and (match := _REPORTED_RANK.match(line)):
+            self.reported_rank, self.root_cause_follows = int(match[1]), False
         if not _WORTH_A_LOOK.search(line):
             return
         for rule in RULES:

@@ -14,8 +14,9 @@ from pathlib import Path
 REPO_ROOT = Path(__file__).resolve().parent.parent
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3_offload", "tensor", "pipeline", "hybrid")
 
-# Records what it was given, and says what an engine says that trained to its end. STUB_SLEEP keeps it and two children
-# alive, one of them in a session of its own, as torchrun's workers are; STUB_STUBBORN lets that one ignore TERM.
+# Records what it was given, and says what an engine says that trained to its end, after STUB_WAIT seconds. STUB_SLEEP
+# keeps it and two children alive, one of them in a session of its own, as torchrun's workers are; STUB_STUBBORN lets
+# that one ignore TERM.
 TORCHRUN_STUB = """#!/usr/bin/env bash
 printf '%s\\0' "$@" >"$STUB_DIR/arguments"
 env -0 >"$STUB_DIR/environment"
@@ -29,6 +30,7 @@ echo " iteration $iterations/$iterations | elapsed time per iteration (ms): 10.0
 for rank in 0 1 2 3 4 5 6 7; do
   echo " peak memory | rank $rank | host stub | device cpu | allocated MiB 0.0 | reserved MiB 0.0 | host rss MiB 123.4"
 done
+sleep "${STUB_WAIT:-0}"
 if [[ -n ${STUB_SLEEP:-} ]]; then
   sleep "$STUB_SLEEP" &
   setsid bash -c '[[ -z ${STUB_STUBBORN:-} ]] || trap "" TERM; sleep "$STUB_SLEEP" & wait; wait' &
@@ -187,7 +189,7 @@ def record(
         (directory / "end").write_text(end)
     shape = {"nnodes": 1, "nproc_per_node": 1, "world_size": 1, "tp": 1, "pp": 1, "dp": 1, "micro_batches": 16}
     arguments = {
-        "directory": directory, "node": node, "end-file": directory / "end", "launcher": os.getpid(), "mark": "none-such",
+        "directory": directory, "node": node, "end-file": directory / "end", "launcher": os.getpid(), "mark": "none",
         "strategy": "ddp", "title": "DDP", "device": "cpu", "engine": "native", "engine-patches": "series",
         "data-prefix": directory / "data", "tokenizer": "none", "sample-interval": 1,
     }  # fmt: skip
