@@ -23,6 +23,8 @@ from t5bench.statistics import Estimate
 # Relative, of the loss. In fp32 rounding alone moves it by about 1e-6 over 20 iterations, a wrong gradient scale by far
 # more. In bf16 and fp16 a rounding is up to 2**-9 of a number, and layouts round in different places.
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
+# The order of the launchers' ports; a strategy that is not here comes after them.
+ORDER = ("ddp", "zero1", "zero2", "zero3", "zero3_offload", "pipeline", "tensor", "hybrid")
 BASELINE, EQUAL, DIFFERENT, UNKNOWN = "baseline", "yes", "NO", "-"
 # Of what must agree, that which leaves the loss as it is up to rounding.
 _SAME_LOSS = {WORLD_SIZE, "engine", "device", "gpu"}
@@ -58,6 +60,7 @@ class Row:
     """One row. Rates are for all processes together, tflops and mfu (0 to 1) per GPU; ratio is throughput / baseline's.
 
     marks: what differs from the baseline because it was allowed to; mfu_missing: why there is no MFU.
+    reduced_unlike: the precision in which the baseline reduces gradients, when this row does in another.
     """
 
     label: str
@@ -71,9 +74,9 @@ class Row:
     tflops: float | None = None
     mfu: float | None = None
     mfu_missing: str = ""
+    reduced_unlike: str = ""
     parity: Parity = field(default_factory=lambda: Parity(UNKNOWN))
     marks: list[str] = field(default_factory=list)
-    footnotes: list[str] = field(default_factory=list)
     is_baseline: bool = False
 
     @property
@@ -229,7 +232,7 @@ def _row_json(row: Row) -> dict[str, Any]:
         },
         "gradient_reduction": asdict(row.reduction),
         "differs_from_baseline": row.marks,
-        "footnotes": row.footnotes,
+        "baseline_reduces_in": row.reduced_unlike,
         "warnings": row.warnings,
         "limits": limits(row),
         "runs": [_run_json(run, row) for run in row.runs],
@@ -402,10 +405,7 @@ def _compare_with(row: Row, baseline: Row, same_loss_runs: Sequence[Run]) -> Non
         row.ratio = row.samples_per_second.over(baseline.samples_per_second)
     own, base = row.reduction.dtype, baseline.reduction.dtype
     if row.ratio and own and base and own != base:
-        row.footnotes.append(
-            f"{row.label} reduces gradients in {own}, {baseline.label} in {base}: a part of the ratio is that. "
-            "GRADIENT_REDUCTION=fp32 aligns them."
-        )
+        row.reduced_unlike = base
     if row.complete:
         row.parity = _parity(row, set(differences) - _SAME_LOSS, same_loss_runs)
 
@@ -450,7 +450,7 @@ def build(
 ) -> Comparison:
     """Compares at least one run. Raises NotComparableError where runs must not stand side by side."""
     comparable.refuse(runs, baseline, allowed)
-    parts = _group_runs(runs)
+    parts = sorted(_group_runs(runs), key=lambda part: _rank(part[0].strategy, baseline))
     rows = [_make_row(label, part, peak_tflops) for label, part in zip(_labels(parts), parts, strict=True)]
     candidates = [row for row in rows if row.strategy == baseline and row.complete]
     for row in rows:
@@ -474,14 +474,32 @@ def build(
         baseline=baseline,
         verdicts=_verdicts(groups, baseline),
         problems=_problems(rows, baseline),
-        notes=[*comparable.other_differences(runs), *_warnings(rows)],
+        notes=[*_reductions(rows, baseline), *comparable.other_differences(runs), *_warnings(rows)],
     )
+
+
+def _rank(strategy: str, baseline: str) -> int:
+    if strategy == baseline:
+        return -1
+    return ORDER.index(strategy) if strategy in ORDER else len(ORDER)
 
 
 def _first_not_finite(row: Row) -> tuple[float, int] | None:
     lines = (line for run in row.runs for line in run.iterations)
     found = next((line for line in lines if line.lm_loss is not None and not math.isfinite(line.lm_loss)), None)
     return (math.nan, found.iteration) if found else None
+
+
+def _reductions(rows: Sequence[Row], baseline: str) -> list[str]:
+    unlike: dict[tuple[str | None, str], list[str]] = {}
+    for row in rows:
+        if row.reduced_unlike:
+            unlike.setdefault((row.reduction.dtype, row.reduced_unlike), []).append(row.label)
+    return [
+        f"gradients are reduced in {own} by {', '.join(dict.fromkeys(labels))}, in {base} by {baseline}: that is a part "
+        "of their ratio to it, and GRADIENT_REDUCTION=fp32 takes it away"
+        for (own, base), labels in unlike.items()
+    ]
 
 
 def _warnings(rows: Sequence[Row]) -> list[str]:

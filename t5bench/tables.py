@@ -43,10 +43,6 @@ def _ratio(row: Row) -> str:
     return estimate_text(row.ratio, 3)
 
 
-def status_text(row: Row) -> str:
-    return row.run.status + (f": {row.run.reason}" if row.run.reason else "")
-
-
 def repeats_text(row: Row) -> str:
     """How many repeats, and how far their medians lie apart."""
     medians = row.run_medians
@@ -60,8 +56,13 @@ class Column:
     alignment: str = "right"
 
 
+def gradients_column() -> Column:
+    """How each row reduces its gradients; wide, so the terminal has it in notes."""
+    return Column("gradients reduced", lambda row: str(row.reduction), "left")
+
+
 def columns(comparison: Comparison) -> list[Column]:
-    """Those that hold something for at least one row; the first six and the status always."""
+    """Those that hold something for at least one row; the first six always. Why a row has no figures is a problem."""
     rows = comparison.rows
     on_gpu = any(row.on_gpu for row in rows)
     loopback = any(entry.observed.loopback for row in rows for entry in row.measured)
@@ -88,12 +89,12 @@ def columns(comparison: Comparison) -> list[Column]:
             "sent/iteration" + (" (loopback)" if loopback else ""),
             lambda row: _or_nothing(row.sent_per_iteration, bytes_text),
         ),
-        Column("gradients", lambda row: str(row.reduction), "left"),
         Column("final loss", lambda row: _or_nothing(row.final_loss, "{:.6f}".format)),
         Column(f"equal to {comparison.baseline}", lambda row: str(row.parity), "left"),
+        Column("status", lambda row: row.run.status, "left"),
     ]
     known = [column for column in where_known if any(column.text(row) != NOTHING for row in rows)]
-    return [*always, *known, Column("status", status_text, "left")]
+    return [*always, *known]
 
 
 def caption(comparison: Comparison) -> str:
@@ -124,8 +125,7 @@ def caption(comparison: Comparison) -> str:
 def remarks(comparison: Comparison) -> list[str]:
     """What stands under the table: marks, footnotes, notes."""
     marked = [f"* {row.label}: {', '.join(row.marks)}" for row in comparison.rows if row.marks]
-    footnotes = list(dict.fromkeys(note for row in comparison.rows for note in row.footnotes))
-    return [*marked, *footnotes, *comparison.notes]
+    return [*marked, *comparison.notes]
 
 
 def method(comparison: Comparison) -> str:
@@ -147,6 +147,14 @@ def method(comparison: Comparison) -> str:
     )
 
 
+def _reductions(comparison: Comparison) -> list[tuple[str, list[str]]]:
+    rows: dict[str, list[str]] = {}
+    for row in comparison.rows:
+        labels = rows.setdefault(str(row.reduction), [])
+        labels += [row.label] if row.label not in labels else []
+    return list(rows.items())
+
+
 def terminal(comparison: Comparison) -> str:
     """One table for each number of processes, with what is to be said above and below."""
     shown = columns(comparison)
@@ -158,6 +166,7 @@ def terminal(comparison: Comparison) -> str:
         titles, alignment = [column.title for column in shown], [column.alignment for column in shown]
         lines += [tabulate(cells, titles, colalign=alignment, disable_numparse=True), ""]
     lines += [*comparison.verdicts, method(comparison)]
+    lines += [f"gradients reduced: {reduction}: {', '.join(labels)}" for reduction, labels in _reductions(comparison)]
     lines += [f"note: {remark}" for remark in remarks(comparison)]
     lines += [f"problem: {problem}" for problem in comparison.problems]
     return "\n".join(lines) + "\n"
@@ -172,7 +181,7 @@ def _escape(text: str) -> str:
 
 def markdown(comparison: Comparison) -> str:
     """For GitHub."""
-    shown = columns(comparison)
+    shown = [*columns(comparison), gradients_column()]
     rule = {"left": ":--", "right": "--:", "center": ":-:"}
     lines = ["# Comparison", "", _escape(caption(comparison)), ""]
     if comparison.not_of_gpus:

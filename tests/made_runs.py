@@ -104,10 +104,11 @@ def make_run(
             "started": stamp(start), "ended": None if status == records.RUNNING else stamp(end),
             "strategy": strategy, "title": strategy, "engine": engine, "engine_patches": engine_patches,
             "settings": chosen, "layout": layout,
-            "data": {"prefix": "/data/xsum_text_document", "bin_bytes": 123456, "idx_sha256": idx_sha256, "tokenizer": "t"},
+            "data": {"prefix": "/data/xsum", "bin_bytes": 123456, "idx_sha256": idx_sha256, "tokenizer": "t"},
             "ds_config": ds_config,
             "versions": versions or {"python": "3.11.2", "torch": "2.13.0", "deepspeed": "0.18.3"},
-            "commits": commits or {"repository": "1" * 40, "repository_changed": False, "engine": "2" * 40}, "patches": {},
+            "commits": commits or {"repository": "1" * 40, "repository_changed": False, "engine": "2" * 40},
+            "patches": {},
             "command": ["torchrun"], "environment": {},
             "device": "cuda" if gpu else "cpu",
             "devices": [
@@ -126,9 +127,8 @@ def make_run(
         if sent_per_iteration is not None:
             interface = "eth0" if nodes > 1 else "lo"
             gpus = world_size // nodes if gpu else 0
-            samples = _samples(
-                lines, begin, start, interface, sent_per_iteration, sample_seconds, gpus, power_w, utilization
-            )
+            gpu_values = {"utilization": utilization, "power_w": power_w}
+            samples = _samples(lines, begin, start, interface, sent_per_iteration, sample_seconds, gpus, gpu_values)
             (directory / f"node{node}.samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
     (directory / "metrics.jsonl").write_text("".join(records.metrics_line(line) + "\n" for line in lines))
     records.write_run(directory)
@@ -162,8 +162,8 @@ def _lines(
 
 
 def _samples(
-    lines: Sequence[Iteration], begin: int, start: float, interface: str, per_iteration: float, seconds: float, gpus: int,
-    power_w: float, utilization: float,
+    lines: Sequence[Iteration], begin: int, start: float, interface: str, per_iteration: float, seconds: float,
+    gpus: int, gpu_values: Mapping[str, float],
 ) -> list[dict[str, Any]]:  # fmt: skip
     """One sample every few seconds; the counter begins at a million, as one of a machine that was up before."""
     points = [(start, begin), *((line.time, line.iteration) for line in lines)]
@@ -173,7 +173,7 @@ def _samples(
             position += 1
         (t0, i0), (t1, i1) = points[position], points[position + 1]
         done = i0 + (i1 - i0) * (now - t0) / (t1 - t0) - begin
-        gpu = {"memory_mib": 1000.0, "utilization": utilization, "power_w": power_w, "sm_mhz": 2000.0}
+        gpu = {"memory_mib": 1000.0, "sm_mhz": 2000.0, **gpu_values}
         samples.append(
             {
                 "time": now,
