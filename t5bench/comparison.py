@@ -496,8 +496,8 @@ def _reductions(rows: Sequence[Row], baseline: str) -> list[str]:
         if row.reduced_unlike:
             unlike.setdefault((row.reduction.dtype, row.reduced_unlike), []).append(row.label)
     return [
-        f"gradients are reduced in {own} by {', '.join(dict.fromkeys(labels))}, in {base} by {baseline}: that is a part "
-        "of their ratio to it, and GRADIENT_REDUCTION=fp32 takes it away"
+        f"gradients are reduced in {own} by {', '.join(dict.fromkeys(labels))}, in {base} by {baseline}: that is a "
+        "part of their ratio to it, and GRADIENT_REDUCTION=fp32 takes it away"
         for (own, base), labels in unlike.items()
     ]
 
