@@ -43,6 +43,8 @@ class Parity:
             return self.verdict
         if math.isnan(self.difference):
             return f"{self.verdict} (not a number at {self.iteration})"
+        if self.difference == 0:
+            return f"{self.verdict} (0)"
         return f"{self.verdict} ({self.difference:.0e} at {self.iteration})"
 
 
@@ -503,7 +505,12 @@ def _reductions(rows: Sequence[Row], baseline: str) -> list[str]:
 
 
 def _warnings(rows: Sequence[Row]) -> list[str]:
-    return [f"{row.label}, {row.run.world_size} processes: {warning}" for row in rows for warning in row.warnings]
+    rows_of: dict[str, list[str]] = {}
+    for row in rows:
+        for warning in row.warnings:
+            labels = rows_of.setdefault(warning, [])
+            labels += [row.label] if row.label not in labels else []
+    return [f"{warning} ({', '.join(labels)})" for warning, labels in rows_of.items()]
 
 
 def _problems(rows: Sequence[Row], baseline: str) -> list[str]:
@@ -529,11 +536,9 @@ def _verdicts(groups: Sequence[Group], baseline: str) -> list[str]:
     equal = [row for row in judged if row.parity.verdict == EQUAL]
     if judged and len(equal) == len(judged):
         largest = max(row.parity.difference or 0.0 for row in equal)
-        sentences.append(
-            f"All {len(equal)} train as {baseline} does: the loss differs by {largest:.0e} of its value at most."
-            if len(equal) > 1
-            else f"{equal[0].label} trains as {baseline} does: the loss differs by {largest:.0e} of its value at most."
-        )
+        who = f"All {len(equal)} train" if len(equal) > 1 else f"{equal[0].label} trains"
+        how = f"the loss differs by {largest:.0e} of its value at most" if largest else "the losses are the same"
+        sentences.append(f"{who} as {baseline} does: {how}.")
     unjudged = list(dict.fromkeys(r.parity.verdict for r in rows if r.parity.verdict.startswith("n/a")))
     if unjudged:
         sentences.append(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from t5bench.comparison import Comparison, Row
 from t5bench.log import Iteration
@@ -149,8 +149,10 @@ def _throughput(comparison: Comparison) -> Figure | None:
         ax.tick_params(axis="y", length=0)
         ax.grid(axis="x")
         ax.set_title(f"{size} processes", loc="left")
-        ax.margins(x=0.18)
-        ax.set_xlim(left=0)
+    # The panels share it; a fifth more than the longest bar, for the figures beside the bars.
+    axes[-1].set_xlim(
+        0, 1.2 * max(r.samples_per_second.high or r.samples_per_second.median for _, rows in groups for r in rows)
+    )
     axes[-1].set_xlabel("samples/s (more is better)")
     return Figure(
         "Throughput",
@@ -219,9 +221,12 @@ def _loss(comparison: Comparison) -> Figure | None:
     rows = [row for row in comparison.rows if row.complete and _losses(row.run.iterations)]
     if not rows:
         return None
-    base = next((row for row in rows if row.is_baseline), None)
-    reference = dict(_losses(base.run.iterations)) if base else {}
-    apart = {id(row): _relative(row, reference) for row in rows if row is not base}
+    baselines = [row for row in rows if row.is_baseline]
+    apart: dict[int, list[tuple[float, float]]] = {}
+    for row in rows:
+        own = [base for base in baselines if base.run.world_size == row.run.world_size] or baselines
+        if own and not row.is_baseline:
+            apart[id(row)] = _relative(row, dict(_losses(own[0].run.iterations)))
     second = any(apart.values())
     names = [row.label if len(comparison.groups) == 1 else f"{row.label}, {row.run.world_size} proc." for row in rows]
     legend_rows = math.ceil(len(rows) / 4)
@@ -245,8 +250,9 @@ def _loss(comparison: Comparison) -> Figure | None:
         panels[1].set_ylabel(f"|loss - {comparison.baseline}'s| /\n{comparison.baseline}'s")
         panels[1].grid()
     panels[-1].set_xlabel("iteration")
+    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     ends = "; ".join(f"{row.label} ends at {row.final_loss:.4f}" for row in rows if row.final_loss is not None)
-    same = [row.label for row in rows if id(row) in apart and not apart[id(row)] and reference]
+    same = [row.label for row in rows if id(row) in apart and not apart[id(row)]]
     caption = "The loss of each strategy, one line each (of repeats the first run)."
     if second:
         caption += f" Below, how far each lies from {comparison.baseline}, relative, on a logarithmic axis."
@@ -281,17 +287,20 @@ def _times(comparison: Comparison) -> Figure | None:
             for line in entry.run.iterations:
                 if math.isfinite(line.elapsed_ms):
                     (grey if line.iteration in dropped else kept).append((line.iteration, line.elapsed_ms))
-            for points, colour in ((thin(grey, MOST_POINTS // 2), OTHER_COLOUR), (thin(kept), colour_of(row))):
-                if points:
-                    ax.plot(*zip(*points, strict=True), ".", color=colour, markersize=4.5, alpha=0.8, mew=0)
+            # All repeats of a panel share its dots, each of which the page has to draw.
+            most = max(MOST_POINTS // len(row.measured), 20)
+            for points, colour in ((grey, OTHER_COLOUR), (kept, colour_of(row))):
+                if points := thin(points, most):
+                    ax.plot(*zip(*points, strict=True), "o", color=colour, markersize=3.6, alpha=0.8, mew=0)
         time = row.milliseconds
-        ax.axhline(time.median, color=_INK, linewidth=0.9)
+        ax.axhline(time.median, color=_INK, linewidth=0.8, alpha=0.6, zorder=0.5)
         title = row.label if len(comparison.groups) == 1 else f"{row.label}, {row.run.world_size} proc."
         ax.set_title(f"{title}: {time.median:.4g} ms", loc="left")
-        ax.set_ylim(bottom=0)
         ax.margins(y=0.12)
+        ax.set_ylim(bottom=0)
         ax.grid(axis="y")
         ax.locator_params(axis="y", nbins=4)
+        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     for ax in panels[len(shown) :]:
         ax.remove()
     canvas.supxlabel("iteration", fontsize=11)

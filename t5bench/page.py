@@ -67,7 +67,10 @@ def render(comparison: Comparison) -> str:
     return environment.get_template("page.html.j2").render(
         comparison=comparison,
         rows=rows,
-        columns=[*tables.columns(comparison), tables.gradients_column()],
+        columns=[
+            *(column for column in tables.columns(comparison) if column.title != tables.PROCESSES),  # in the headings
+            tables.gradients_column(),
+        ],
         caption=tables.caption(comparison),
         remarks=tables.remarks(comparison),
         method=tables.method(comparison),

@@ -20,7 +20,7 @@ class Reduction:
 
     def __str__(self) -> str:
         if self.dtype is None:
-            return "none (one replica)"
+            return self.bucket or "none (one replica)"
         return f"{self.dtype}, {'during' if self.overlap else 'after'} backward, {self.bucket}"
 
 
@@ -32,7 +32,8 @@ def precision(run: Run) -> str:
 def reduction_of(run: Run) -> Reduction:
     """From the run's strategy, precision, engine and effective DeepSpeed JSON."""
     if run.layout["dp"] == 1:
-        return Reduction(None)
+        # Its two copies, on the first and the decoder's first stage, are summed even so.
+        return Reduction(None, bucket="none but the tied embedding's (one replica)" if run.layout["pp"] > 1 else "")
     config = run.record.get("ds_config")
     if config:
         zero = config["zero_optimization"]

@@ -15,6 +15,7 @@ from t5bench.reduction import precision
 from t5bench.statistics import Estimate
 
 NOTHING = "-"
+PROCESSES = "processes"
 
 
 def _significant(value: float, digits: int = 4) -> str:
@@ -68,7 +69,7 @@ def columns(comparison: Comparison) -> list[Column]:
     loopback = any(entry.observed.loopback for row in rows for entry in row.measured)
     always = [
         Column("strategy", lambda row: row.label + (" *" if row.marks else ""), "left"),
-        Column("processes", lambda row: str(row.run.world_size)),
+        Column(PROCESSES, lambda row: str(row.run.world_size)),
         Column("TP/PP/DP", lambda row: row.layout, "center"),
         Column("ms/iteration", lambda row: estimate_text(row.milliseconds)),
         Column("samples/s", lambda row: estimate_text(row.samples_per_second)),

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -313,6 +314,8 @@ def test_versions_and_commits_are_notes(tmp_path: Path):
         ("ddp", {"engine": "native"}, "fp32, during backward, buckets of 25 MiB"),
         ("zero2", {}, "bf16, after backward, buckets of 500M elements"),
         ("tensor", {}, "none (one replica)"),
+        ("pipeline", {}, "none but the tied embedding's (one replica)"),
+        ("pipeline", {"world_size": 4}, "fp32, after backward, one flat buffer"),
         (
             "zero1",
             {
@@ -522,17 +525,13 @@ def test_a_hundred_runs_in_five_seconds(tmp_path: Path, capsys: pytest.CaptureFi
         strategy = strategies[number % 8]
         times = [100.0 + number % 8 + (i * 7919 % 13) / 13 for i in range(1000)]
         make_run(tmp_path / str(number // 8) / strategy, strategy, elapsed_ms=times, world_size=4)
-    started = time.perf_counter()
-    result = subprocess.run(
-        [sys.executable, "-m", "t5bench", "compare", str(tmp_path)],
-        cwd=REPO_ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    seconds = time.perf_counter() - started
+    command = [sys.executable, "-m", "t5bench", "compare", str(tmp_path)]
+    started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=False)
+    seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     with capsys.disabled():
-        print(f"\n100 runs of 1,000 log lines compared, page included, in {seconds:.1f} s")
+        print(f"\n100 runs of 1,000 log lines compared, page included, in {seconds:.1f} s ({busy:.1f} s of one core)")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("13: ") == 4  # of 100 runs four strategies have 13
-    assert seconds < 10
+    assert busy < 5  # its own work: what else the machine does is not its fault
