@@ -5,6 +5,8 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 # shellcheck source=scripts/python_env.sh
 source "$REPO_ROOT/scripts/python_env.sh"
+# shellcheck source=scripts/sweep.sh
+source "$REPO_ROOT/scripts/sweep.sh"
 
 setting ENGINE native "native (the engine in native/, from Python packages alone) or megatron (scripts/setup_megatron.sh first)"
 setting TRAIN_ITERS 20 "Iterations of each strategy"
@@ -30,17 +32,6 @@ export_run_settings() {
   export RUNS_DIR=${RUNS_DIR:-$REPO_ROOT/outputs/quickstart/$(date +%Y%m%d-%H%M%S)}
 }
 
-prepare_sample() {
-  "$PYTHON" "$REPO_ROOT/scripts/build_indexed_dataset.py" --check "$MEGATRON_DATA_DIR/xsum_text_document" >/dev/null 2>&1 || {
-    note "preparing the bundled sample"
-    mkdir -p -- "$MEGATRON_DATA_DIR"
-    SAMPLE=1 bash "$REPO_ROOT/scripts/prepare_xsum_megatron.sh" >"$MEGATRON_DATA_DIR/prepare.log" 2>&1 || {
-      cat -- "$MEGATRON_DATA_DIR/prepare.log" >&2
-      die "the sample could not be prepared"
-    }
-  }
-}
-
 main() {
   case ${1:-} in
     '') ;;
@@ -51,7 +42,7 @@ main() {
   require_integers 1 TRAIN_ITERS
   ensure_venv "$REPO_ROOT/requirements.txt"
   export_run_settings
-  prepare_sample
+  prepare_sample "$MEGATRON_DATA_DIR"
   exec bash "$REPO_ROOT/scripts/run_megatron_t5_all.sh"
 }
 
