@@ -25,9 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words[:1] == [name]:
             module = import_module(module_name)
             module.add_arguments(command)
-            command.set_defaults(run=module.run)
+            command.set_defaults(execute=module.run)
     chosen = parser.parse_args(words)
-    return chosen.run(chosen)
+    return chosen.execute(chosen)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ from typing import Any
 from t5bench import comparable, flops, peaks, samples, statistics
 from t5bench.comparable import MUST_AGREE, WORLD_SIZE, gpu_names, setting, show
 from t5bench.log import Iteration
-from t5bench.records import COMPLETE, Run
+from t5bench.records import Run
 from t5bench.reduction import Reduction, precision, reduction_of
 from t5bench.statistics import Estimate
+from t5bench.status import COMPLETE
 
 # Relative, of the loss. In fp32 rounding alone moves it by about 1e-6 over 20 iterations, a wrong gradient scale by far
 # more. In bf16 and fp16 a rounding is up to 2**-9 of a number, and layouts round in different places.

@@ -46,12 +46,13 @@ class PeakMemory:
 
 
 def _fields(text: str) -> dict[str, float]:
-    fields = {}
+    """Raises ValueError for what only two lines in one can give: a field twice, a number such as 1.2.3."""
+    fields: dict[str, float] = {}
     for match in _FIELD.finditer(text):
-        try:
-            fields[match["name"].strip()] = float(match["value"])
-        except ValueError:  # such as 1.2.3, from two lines that were mixed
-            continue
+        name = match["name"].strip()
+        if name in fields:
+            raise ValueError(f"{name} stands there twice")
+        fields[name] = float(match["value"])
     return fields
 
 
@@ -59,8 +60,11 @@ def iteration(line: str, time: float | None = None) -> Iteration | None:
     """The complete iteration line in this text; None where there is none, it was cut off or mixed with another's."""
     if not (match := _ITERATION.search(line)):
         return None
-    fields = _fields(match["fields"])
+    # After a line that was cut off another may begin in its middle: the last beginning counts.
+    while later := _ITERATION.search(match["fields"]):
+        match = later
     try:
+        fields = _fields(match["fields"])
         return Iteration(
             iteration=int(match["iteration"]),
             total=int(match["total"]),

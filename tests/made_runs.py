@@ -8,6 +8,7 @@ from typing import Any
 
 from t5bench import records
 from t5bench.log import Iteration
+from t5bench.status import COMPLETE, RUNNING
 
 START = 1_763_700_000.0  # seconds since 1970
 # The tiny preset and the launchers' defaults, as the shell has them.
@@ -46,7 +47,7 @@ def make_run(
     settings: Mapping[str, str] | None = None,
     nodes: int = 1,
     world_size: int | None = None,
-    status: str = records.COMPLETE,
+    status: str = COMPLETE,
     reason: str = "",
     remedy: str = "",
     engine: str = "megatron",
@@ -100,8 +101,8 @@ def make_run(
         part = {
             "format": records.FORMAT, "node": node, "host": f"node{node}", "pid": 4242,
             "status": status, "reason": reason, "remedy": remedy, "cause": None,
-            "exit_status": 0 if status == records.COMPLETE else 1, "signal": None,
-            "started": stamp(start), "ended": None if status == records.RUNNING else stamp(end),
+            "exit_status": 0 if status == COMPLETE else 1, "signal": None,
+            "started": stamp(start), "ended": None if status == RUNNING else stamp(end),
             "strategy": strategy, "title": strategy, "engine": engine, "engine_patches": engine_patches,
             "settings": chosen, "layout": layout,
             "data": {"prefix": "/data/xsum", "bin_bytes": 123456, "idx_sha256": idx_sha256, "tokenizer": "t"},
@@ -120,7 +121,7 @@ def make_run(
                 {"rank": rank, "device_mib": peaks[rank] if gpu else None, "host_mib": peaks[rank]}
                 for rank in range(world_size) if rank * nodes // world_size == node
             ],
-            "network": {"eth0": {"speed_mbit": link_mbit}}, "oom_kills": 0,
+            "network": {"eth0": {"speed_mbit": link_mbit}}, "oom_kills": 0, "padded_vocab_size": padded_vocab_size,
         }  # fmt: skip
         records.write_json(directory / f"node{node}.json", part)
         (directory / f"node{node}.log").write_text(f"{stamp(start)} starting\n")
