@@ -1,8 +1,8 @@
 """A run's configuration in W&B, for either engine: all that its record says when it starts.
 
 W&B adds what stands in the file that WANDB_SWEEP_PARAM_PATH names to the configuration of the next run, whatever the
-program gives it; its agent passes a sweep's parameters in this way. (WANDB_CONFIG_PATHS is refused by W&B 0.31: it takes
-the text for a list.) Without a sweep's id the run belongs to no sweep.
+program gives it; its agent passes a sweep's parameters in this way. Without a sweep's id the run belongs to no sweep.
+WANDB_CONFIG_PATHS, which would be meant for this, stops W&B 0.31: it does not take its text for a list.
 """
 
 from collections.abc import Mapping

@@ -11,6 +11,7 @@ import math
 import netrc
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 JOB_TYPE = "comparison"
 PAGE = "index.html"
-UPLOAD_SECONDS = 120
+UPLOAD_SECONDS = 60
 # W&B draws at most 10,000 rows of a custom chart's table.
 CHART_ROWS = 10_000
 MODES = ("online", "offline")
@@ -77,13 +78,12 @@ def place_of(comparison: Comparison, project: str | None, directory: Path | None
             f"the runs name {len(found)} W&B projects: {', '.join(found) or 'none'}\nChoose one: --project P"
         )
     if directory is not None and not directory.is_dir():
-        raise UsageError(
-            f"there is no directory {directory}\nMake it: python -m t5bench compare --output {shlex.quote(str(directory))}"
-        )
+        remedy = f"Make it: python -m t5bench compare --output {shlex.quote(str(directory))}"
+        raise UsageError(f"there is no directory {directory}\n{remedy}")
     directory = directory or default_output(comparison.runs)
     groups = _values(comparison, "WANDB_RUN_GROUP")
-    # As the sweep calls its group: by the directory that holds the runs.
-    group = groups[0] if len(groups) == 1 else default_output(comparison.runs).parent.name
+    # As the sweep calls its group: by the directory that holds the runs and the comparison.
+    group = groups[0] if len(groups) == 1 else directory.resolve().parent.name
     return Place(project or found[0], group, directory, is_online(os.environ))
 
 
@@ -172,12 +172,12 @@ def _typed(column: Sequence[str]) -> list[Any]:
 
 def curves(comparison: Comparison, of: Callable[[Iteration], float | None]) -> dict[str, list[tuple[int, float]]]:
     """(iteration, value) of the first of each row's repeats; of long runs every second point, or every third, ..."""
-    stride = math.ceil(sum(len(row.run.iterations) for row in comparison.rows) / CHART_ROWS)
+    # Each row may have one point more than its share.
+    most = max(1, CHART_ROWS - len(comparison.rows))
+    stride = max(1, math.ceil(sum(len(row.run.iterations) for row in comparison.rows) / most))
     found = {}
     for name, row in zip(names(comparison), comparison.rows, strict=True):
-        points = [
-            (line.iteration, value) for line in row.run.iterations[:: stride or 1] if _is_number(value := of(line))
-        ]
+        points = [(line.iteration, value) for line in row.run.iterations[::stride] if _is_number(value := of(line))]
         if points:
             found[name] = points
     return found
@@ -260,25 +260,24 @@ def _settings() -> "wandb.Settings":
 
 def upload(directory: Path, seconds: float = UPLOAD_SECONDS) -> str:
     """Uploads a run that was written offline; why it could not be, or "" when it is there."""
-    command = [sys.executable, "-m", "wandb", "sync", str(directory)]
-    # The command refuses to upload where the environment says that nothing is to be uploaded, or waits for a key.
-    environment = {key: value for key, value in os.environ.items() if key != "WANDB_MODE"}
+    sync = subprocess.Popen(
+        [sys.executable, "-m", "wandb", "sync", str(directory)],
+        # With the run's own mode it would refuse.
+        env={key: value for key, value in os.environ.items() if key != "WANDB_MODE"},
+        stdin=subprocess.DEVNULL,  # it could ask for a key
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # with the service that it starts it is one group to end
+    )
     try:
-        result = subprocess.run(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
+        output, _ = sync.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
+        os.killpg(sync.pid, signal.SIGKILL)
+        sync.communicate()
         return f"no answer within {seconds:g} s"
-    if result.returncode == 0:
-        return ""
-    lines = [line.strip() for line in (result.stderr + result.stdout).splitlines() if line.strip()]
-    return lines[-1] if lines else f"wandb sync ended with exit status {result.returncode}"
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return "" if sync.returncode == 0 else (lines or [f"wandb sync ended with exit status {sync.returncode}"])[-1]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -289,6 +288,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         comparison = compare(arguments)
         place = place_of(comparison, arguments.project, arguments.comparison)
+        # W&B keeps what tables hold in the user's home until it is uploaded: a directory that is copied would lack it.
+        os.environ.setdefault("WANDB_DATA_DIR", str(place.directory / "wandb"))
         directory = write(comparison, place)
     except UsageError as error:
         return usage_error(error)
