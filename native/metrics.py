@@ -13,21 +13,25 @@ import torch
 import torch.distributed as dist
 
 from native.parallel import Layout
+from t5bench import flops
 
 MEBIBYTE = 1 << 20
 
 
 def flops_per_iteration(args: Namespace) -> float:
-    """Floating-point operations of one iteration: 2 per multiply-add, backward twice the forward, no recomputation.
-
-    Narayanan et al. (https://arxiv.org/abs/2104.04473, section 5.1) for an encoder-decoder: the decoder and the head at
-    the decoder's length, cross-attention's keys and values at the encoder's.
-    """
-    h, f, s, d = args.hidden_size, args.ffn_hidden_size, args.encoder_seq_length, args.decoder_seq_length
-    p = args.kv_channels * args.num_attention_heads
-    encoder = args.encoder_num_layers * s * (4 * h * p + 2 * p * s + 2 * h * f)
-    decoder = args.decoder_num_layers * (d * (6 * h * p + 2 * p * (d + s) + 2 * h * f) + 2 * h * p * s)
-    return 6.0 * args.global_batch_size * (encoder + decoder + args.padded_vocab_size * h * d)
+    """Floating-point operations of one iteration, all processes together (t5bench/flops.py has the formula)."""
+    shape = flops.Shape(
+        encoder_layers=args.encoder_num_layers,
+        decoder_layers=args.decoder_num_layers,
+        hidden=args.hidden_size,
+        heads=args.num_attention_heads,
+        kv_channels=args.kv_channels,
+        ffn=args.ffn_hidden_size,
+        encoder_length=args.encoder_seq_length,
+        decoder_length=args.decoder_seq_length,
+        padded_vocabulary=args.padded_vocab_size,
+    )
+    return flops.flops_per_iteration(shape, args.global_batch_size)
 
 
 def start_wandb(args: Namespace) -> Any:

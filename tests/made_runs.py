@@ -1,0 +1,186 @@
+"""Run directories made by hand, in the format of records.py: what a launcher would have left after a run like this."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from t5bench import records
+from t5bench.log import Iteration
+from t5bench.status import COMPLETE, RUNNING
+
+START = 1_763_700_000.0  # seconds since 1970
+# The tiny preset and the launchers' defaults, as the shell has them.
+SETTINGS = {
+    "MODEL_PRESET": "tiny", "ENCODER_NUM_LAYERS": "2", "DECODER_NUM_LAYERS": "2", "HIDDEN_SIZE": "64",
+    "NUM_ATTENTION_HEADS": "4", "FFN_HIDDEN_SIZE": "128", "ENCODER_SEQ_LENGTH": "128", "DECODER_SEQ_LENGTH": "64",
+    "DROPOUT": "0", "FLASH_ATTENTION": "auto", "GLOBAL_BATCH_SIZE": "16", "MICRO_BATCH_SIZE": "1",
+    "PRECISION_FLAG": "", "LR": "0.0001", "MIN_LR": "0", "LR_WARMUP_ITERS": "0", "WEIGHT_DECAY": "0.01",
+    "CLIP_GRAD": "1.0", "SEED": "1234", "EVAL_ITERS": "0", "EVAL_INTERVAL": "1000", "SAVE_INTERVAL": "0", "RESUME": "0",
+    "WANDB_PROJECT": "ml710-t5-parallelism", "WANDB_API_KEY": "", "WANDB_MODE": "offline", "HOSTS": "",
+    "RENDEZVOUS_TIMEOUT": "600", "DISTRIBUTED_TIMEOUT_MINUTES": "10", "GRADIENT_REDUCTION": "default",
+    "WANDB_RUN_GROUP": "", "PEAK_TFLOPS": "", "SAMPLE_INTERVAL": "5",
+}  # fmt: skip
+LARGE = {
+    "MODEL_PRESET": "large", "ENCODER_NUM_LAYERS": "24", "DECODER_NUM_LAYERS": "24", "HIDDEN_SIZE": "1024",
+    "NUM_ATTENTION_HEADS": "16", "FFN_HIDDEN_SIZE": "2816", "ENCODER_SEQ_LENGTH": "512", "DECODER_SEQ_LENGTH": "128",
+    "DROPOUT": "0.1", "PRECISION_FLAG": "--bf16",
+}  # fmt: skip
+LAYOUTS = {"tensor": (2, 1), "pipeline": (1, 2), "hybrid": (2, 2)}  # TP, PP; 1, 1 for the others
+ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
+RTX_5000_ADA = "NVIDIA RTX 5000 Ada Generation"
+
+
+def stamp(seconds: float) -> str:
+    moment = datetime.fromtimestamp(seconds, timezone.utc)
+    return moment.strftime("%Y-%m-%dT%H:%M:%S.") + f"{moment.microsecond // 1000:03d}Z"
+
+
+def make_run(
+    directory: Path,
+    strategy: str = "ddp",
+    *,
+    elapsed_ms: Sequence[float] = (100.0,) * 30,
+    losses: Sequence[float | None] | None = None,
+    log_interval: int = 1,
+    settings: Mapping[str, str] | None = None,
+    nodes: int = 1,
+    world_size: int | None = None,
+    status: str = COMPLETE,
+    reason: str = "",
+    remedy: str = "",
+    engine: str = "megatron",
+    engine_patches: str = "series",
+    gpu: str | None = None,
+    padded_vocab_size: int | None = 4224,
+    idx_sha256: str = "5a" * 32,
+    ds_config: Mapping[str, Any] | None = None,
+    skipped: Mapping[int, int] | None = None,
+    memory_mib: Sequence[float] | None = None,
+    sent_per_iteration: float | None = None,
+    link_mbit: int | None = 10_000,
+    power_w: float = 200.0,
+    utilization: float = 90.0,
+    sample_seconds: float = 5.0,
+    versions: Mapping[str, str] | None = None,
+    commits: Mapping[str, Any] | None = None,
+    begin: int = 0,
+    start: float = START,
+) -> Path:
+    """Writes a run whose log lines have these times (ms per iteration) and losses (by default falling from 8).
+
+    skipped: skipped iterations by the line's iteration. gpu names the GPUs, None is a CPU. sent_per_iteration: bytes of
+    each node, by eth0, or by lo on one node; None writes no samples. begin: the iteration after which the run began.
+    The directory, for convenience.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tp, pp = LAYOUTS.get(strategy, (1, 1))
+    world_size = world_size or max(2, tp * pp)
+    dp = world_size // (tp * pp)
+    last = begin + len(elapsed_ms) * log_interval
+    chosen = SETTINGS | {"TRAIN_ITERS": str(max(1, last)), "LOG_INTERVAL": str(log_interval)}
+    chosen |= {"NNODES": str(nodes), "NPROC_PER_NODE": str(world_size // nodes), "OUTPUT_DIR": str(directory)}
+    chosen |= {
+        "TENSOR_PARALLEL_SIZE": str(tp),
+        "PIPELINE_PARALLEL_SIZE": str(pp),
+        "WANDB_RUN_NAME": f"megatron-{strategy}",
+    }
+    chosen |= settings or {}
+    lines = _lines(elapsed_ms, losses, log_interval, skipped or {}, begin, start, chosen)
+    if strategy in ZERO_STAGES and ds_config is None:
+        ds_config = {"zero_optimization": {"stage": ZERO_STAGES[strategy], "overlap_comm": False}}
+    micro_batches = int(chosen["GLOBAL_BATCH_SIZE"]) // (int(chosen["MICRO_BATCH_SIZE"]) * dp)
+    layout = {"nnodes": nodes, "nproc_per_node": world_size // nodes, "world_size": world_size}
+    layout |= {"tp": tp, "pp": pp, "dp": dp, "micro_batches": micro_batches}
+    if padded_vocab_size:
+        layout["padded_vocab_size"] = padded_vocab_size
+    end = lines[-1].time if lines else start
+    peaks = list(memory_mib) if memory_mib else [400.0 + rank for rank in range(world_size)]
+    for node in range(nodes):
+        part = {
+            "format": records.FORMAT, "node": node, "host": f"node{node}", "pid": 4242,
+            "status": status, "reason": reason, "remedy": remedy, "cause": None,
+            "exit_status": 0 if status == COMPLETE else 1, "signal": None,
+            "started": stamp(start), "ended": None if status == RUNNING else stamp(end),
+            "strategy": strategy, "title": strategy, "engine": engine, "engine_patches": engine_patches,
+            "settings": chosen, "layout": layout,
+            "data": {"prefix": "/data/xsum", "bin_bytes": 123456, "idx_sha256": idx_sha256, "tokenizer": "t"},
+            "ds_config": ds_config,
+            "versions": versions or {"python": "3.11.2", "torch": "2.13.0", "deepspeed": "0.18.3"},
+            "commits": commits or {"repository": "1" * 40, "repository_changed": False, "engine": "2" * 40},
+            "patches": {},
+            "command": ["torchrun"], "environment": {},
+            "device": "cuda" if gpu else "cpu",
+            "devices": [
+                {"index": i, "name": gpu, "memory_mib": 32000, "driver": "1", "uuid": f"{node}-{i}"}
+                for i in range(world_size // nodes)
+            ] if gpu else [],
+            "cpu": {"model": "a CPU", "cores": 2, "memory_mib": 24000}, "kernel": "6",
+            "peak_memory": [
+                {"rank": rank, "device_mib": peaks[rank] if gpu else None, "host_mib": peaks[rank]}
+                for rank in range(world_size) if rank * nodes // world_size == node
+            ],
+            "network": {"eth0": {"speed_mbit": link_mbit}}, "oom_kills": 0, "padded_vocab_size": padded_vocab_size,
+        }  # fmt: skip
+        records.write_json(directory / f"node{node}.json", part)
+        (directory / f"node{node}.log").write_text(f"{stamp(start)} starting\n")
+        if sent_per_iteration is not None:
+            interface = "eth0" if nodes > 1 else "lo"
+            gpus = world_size // nodes if gpu else 0
+            gpu_values = {"utilization": utilization, "power_w": power_w}
+            samples = _samples(lines, begin, start, interface, sent_per_iteration, sample_seconds, gpus, gpu_values)
+            (directory / f"node{node}.samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
+    (directory / "metrics.jsonl").write_text("".join(records.metrics_line(line) + "\n" for line in lines))
+    records.write_run(directory)
+    return directory
+
+
+def _lines(
+    elapsed_ms: Sequence[float], losses: Sequence[float | None] | None, log_interval: int, skipped: Mapping[int, int],
+    begin: int, start: float, settings: Mapping[str, str],
+) -> list[Iteration]:  # fmt: skip
+    lines, now = [], start
+    for number, elapsed in enumerate(elapsed_ms, 1):
+        iteration = begin + number * log_interval
+        now += elapsed * log_interval / 1000
+        lines.append(
+            Iteration(
+                iteration=iteration,
+                total=int(settings["TRAIN_ITERS"]),
+                elapsed_ms=elapsed,
+                lm_loss=losses[number - 1] if losses else 6 + 2 / (1 + iteration / 100),
+                learning_rate=1e-4,
+                samples_per_second=int(settings["GLOBAL_BATCH_SIZE"]) * 1000 / elapsed,
+                tflops=0.01,
+                grad_norm=1.0,
+                loss_scale=1.0,
+                skipped=skipped.get(iteration, 0),
+                time=now,
+            )
+        )
+    return lines
+
+
+def _samples(
+    lines: Sequence[Iteration], begin: int, start: float, interface: str, per_iteration: float, seconds: float,
+    gpus: int, gpu_values: Mapping[str, float],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """One sample every few seconds; the counter begins at a million, as one of a machine that was up before."""
+    points = [(start, begin), *((line.time, line.iteration) for line in lines)]
+    samples, now, position = [], start, 0
+    while now <= points[-1][0]:
+        while points[position + 1][0] < now:
+            position += 1
+        (t0, i0), (t1, i1) = points[position], points[position + 1]
+        done = i0 + (i1 - i0) * (now - t0) / (t1 - t0) - begin
+        gpu = {"memory_mib": 1000.0, "sm_mhz": 2000.0, **gpu_values}
+        samples.append(
+            {
+                "time": now,
+                "gpus": [{"index": index, **gpu} for index in range(gpus)],
+                "network": {interface: {"sent": 1_000_000 + done * per_iteration, "received": 0}},
+            }
+        )
+        now += seconds
+    return samples
