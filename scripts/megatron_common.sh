@@ -83,6 +83,7 @@ declare_settings() {
   setting WANDB_API_KEY "" "Your W&B API key; without one the run is logged offline"
   setting WANDB_MODE "" "online, offline or disabled (unset: online with a key, else offline)"
   setting RENDEZVOUS_TIMEOUT 600 "Seconds that a node waits for the others"
+  setting WATCHDOG_SECONDS 3600 "Seconds without an iteration line after which a run is ended, with every worker's stacks; 0: never"
   setting SAMPLE_INTERVAL 2 "Seconds between samples of the GPUs and the network counters"
   setting PEAK_TFLOPS "" "The GPU's dense peak TFLOP/s, for the MFU (unset: by its name, where that is known)"
   setting DISTRIBUTED_TIMEOUT_MINUTES 10 "Minutes after which a stuck collective ends the run"
@@ -92,7 +93,7 @@ check_settings() {
   require_integers 1 ENCODER_NUM_LAYERS DECODER_NUM_LAYERS HIDDEN_SIZE NUM_ATTENTION_HEADS FFN_HIDDEN_SIZE \
     ENCODER_SEQ_LENGTH DECODER_SEQ_LENGTH TRAIN_ITERS GLOBAL_BATCH_SIZE MICRO_BATCH_SIZE LOG_INTERVAL EVAL_INTERVAL \
     TENSOR_PARALLEL_SIZE PIPELINE_PARALLEL_SIZE MASTER_PORT RENDEZVOUS_TIMEOUT DISTRIBUTED_TIMEOUT_MINUTES
-  require_integers 0 SEED LR_WARMUP_ITERS EVAL_ITERS SAVE_INTERVAL
+  require_integers 0 SEED LR_WARMUP_ITERS EVAL_ITERS SAVE_INTERVAL WATCHDOG_SECONDS
   require_numbers LR MIN_LR WEIGHT_DECAY CLIP_GRAD DROPOUT SAMPLE_INTERVAL
   require_one_of DEVICE auto cuda cpu
   require_one_of ENGINE megatron native
@@ -369,7 +370,7 @@ build_engine_arguments() {
 }
 
 build_environment() {
-  RUN_ENVIRONMENT=(CUDA_DEVICE_MAX_CONNECTIONS=1 "WANDB_MODE=$WANDB_MODE" "WANDB_RUN_GROUP=$WANDB_RUN_GROUP")
+  RUN_ENVIRONMENT=(CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONFAULTHANDLER=1 "WANDB_MODE=$WANDB_MODE" "WANDB_RUN_GROUP=$WANDB_RUN_GROUP")
   [[ $ENGINE != megatron ]] || RUN_ENVIRONMENT+=("PYTHONPATH=$MEGATRON_DIR${PYTHONPATH:+:$PYTHONPATH}")
   if [[ $DEVICE == cpu ]]; then
     local threads=$(($(nproc) / NPROC_PER_NODE))
@@ -429,6 +430,7 @@ record_run() {
     --directory "$OUTPUT_DIR" --node "$NODE_RANK" --end-file "$OUTPUT_DIR/node$NODE_RANK.end" --launcher "$$" --mark "$1"
     --strategy "$STRATEGY" --title "$STRATEGY_TITLE" --device "$DEVICE" --engine "$ENGINE" --engine-patches "$ENGINE_PATCHES"
     --data-prefix "$DATA_PREFIX" --tokenizer "$TOKENIZER_MODEL" --sample-interval "$SAMPLE_INTERVAL"
+    --watchdog-seconds "$WATCHDOG_SECONDS" --master-address "$MASTER_ADDR" --master-port "$MASTER_PORT"
     --layout "nnodes=$NNODES" --layout "nproc_per_node=$NPROC_PER_NODE" --layout "world_size=$WORLD_SIZE"
     --layout "tp=$TENSOR_PARALLEL_SIZE" --layout "pp=$PIPELINE_PARALLEL_SIZE" --layout "dp=$DATA_PARALLEL_SIZE"
     --layout "micro_batches=$MICRO_BATCHES"

@@ -608,7 +608,7 @@ def _network_limit(observed: samples.Observations) -> str:
     if sent is None:
         return f"network: not measured, {observed.why_not_sent}"
     if observed.loopback:
-        return f"network: one node, {bytes_text(sent)} per iteration over the loopback, no link to compare with"
+        return f"network: one node, {bytes_text(sent)} per iteration over the loopback, other programs' included"
     busiest = observed.busiest_link
     if busiest is None or busiest.link_bits_per_second is None:
         return f"network: {bytes_text(sent)} per iteration and node; the link's speed is not known"

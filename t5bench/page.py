@@ -1,5 +1,7 @@
 """A comparison as one HTML file that asks nothing of any network."""
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,15 +44,21 @@ def _of_run(row: Row) -> Mapping[str, Any]:
     facts |= {
         name: row.run.layout.get(name) for name in ("tp", "pp", "dp", "nnodes", "micro_batches", "padded_vocab_size")
     }
-    facts["ds_config"] = record.get("ds_config")
+    facts["ds_config"] = json.dumps(config) if (config := record.get("ds_config")) else None
     facts["patches"] = record.get("engine_patches")
-    facts["directory"] = row.run.directory
+    facts["hosts"] = " ".join(node["host"] for node in row.run.nodes)
+    facts["run directories"] = ", ".join(str(run.directory) for run in row.runs)
     return facts
 
 
 def _dates(comparison: Comparison) -> str:
     days = sorted({str(run.record["started"])[:10] for run in comparison.runs})
     return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Paragraphs and list items of a docstring, each without the line breaks that it was written with."""
+    return [" ".join(part.split()) for part in re.split(r"\n\n|\n(?=- )", text)]
 
 
 def render(comparison: Comparison) -> str:
@@ -74,7 +82,7 @@ def render(comparison: Comparison) -> str:
         caption=tables.caption(comparison),
         remarks=tables.remarks(comparison),
         method=tables.method(comparison),
-        paper=(statistics.__doc__ or "").split("\n\n", 1)[1],
+        paper=_paragraphs((statistics.__doc__ or "").split("\n\n", 1)[1]),
         # The only text that is not escaped: matplotlib escaped what it drew.
         figures=[(figure, Markup(figure.svg)) for figure in all_figures(comparison)],
         limits=[(row, text) for row in rows if (text := limits(row))],

@@ -10,18 +10,19 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from t5bench import environment as machine
+from t5bench.guard import Guard, Stacks
 from t5bench.log import Iteration, PeakMemory, iteration, peak_memory
+from t5bench.peers import Peers, peer_port
 from t5bench.records import FORMAT, RecordError, metrics_line, write_json, write_run
 from t5bench.sampler import Sampler, link_speeds
 from t5bench.status import (
@@ -40,14 +41,17 @@ from t5bench.status import (
     Status,
     Strength,
     iterations_expected,
+    of_run,
+    strongest,
 )
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-COMMON_SH = REPOSITORY / "scripts" / "common.sh"
 BLOCK = 1 << 16
 KILLED = 128 + 9
 # Megatron-DeepSpeed's line, and the native engine's.
 PADDED_VOCABULARY = re.compile(r"padded vocab \(size: \d+\).*\(new size: (\d+)\)|vocabulary padded to (\d+)")
+# How long a node that only lost its connection waits to hear why: torchrun takes 2 s to report a worker's end.
+OTHERS_SECONDS = 10
 # SLURM ends a job somewhat after its time is over, and tells its processes so by TERM alone.
 SLURM_MARGIN_SECONDS = 90
 
@@ -58,27 +62,20 @@ def timestamp(seconds: float) -> str:
     return f"{moment:%Y-%m-%dT%H:%M:%S}.{moment.microsecond // 1000:03d}Z"
 
 
-class Orphans:
-    """Ends a run whose launcher was killed: its workers would train on, and nobody would know."""
-
-    def __init__(self, launcher: int, mark: str) -> None:
-        self.launcher, self.mark = launcher, mark
-        self.ended = threading.Event()
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def _watch(self) -> None:
-        while not self.ended.wait(1):
-            if os.getppid() != self.launcher:
-                end = ["bash", "-c", 'source "$1" && end_marked "$2" 10', "bash", str(COMMON_SH), self.mark]
-                subprocess.run(end, check=False)
-                return
-
-
 class Output:
     """The output so far: its log, its iterations, peak memory and whatever explains a failure."""
 
-    def __init__(self, log: BinaryIO, metrics: Path, hidden: list[str]) -> None:
+    def __init__(
+        self,
+        log: BinaryIO,
+        metrics: Path,
+        hidden: list[str],
+        *,
+        on_iteration: Callable[[int], None] = lambda iteration: None,
+        on_line: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self.log, self.metrics_path, self.hidden = log, metrics, hidden
+        self.on_iteration, self.on_line = on_iteration, on_line
         self.metrics: Any = None
         self.finder = CauseFinder()
         self.last: Iteration | None = None
@@ -118,8 +115,10 @@ class Output:
         except OSError as error:
             self._cannot_write(error)
         self.finder.read(text, now)
+        self.on_line(text)
         if found := iteration(text, time=round(now, 3)):
             self.last = found
+            self.on_iteration(found.iteration)
             loss = found.lm_loss
             if self.diverged_at is None and (found.nan or (loss is not None and not abs(loss) < float("inf"))):
                 self.diverged_at = found.iteration
@@ -147,14 +146,24 @@ def pass_on(output: Output, source: int, sink: int) -> None:
 
 
 def end_of(
-    part: Mapping[str, Any], output: Output, exit_status: int | None, interrupted_by: str | None, killed_by_kernel: int
+    part: Mapping[str, Any],
+    output: Output,
+    verdict: Status | None,
+    exit_status: int | None,
+    interrupted_by: str | None,
+    killed_by_kernel: int,
 ) -> Status:
-    """What became of this node's processes. exit_status is None where the launcher was killed before it could tell."""
+    """What became of this node's processes.
+
+    verdict is the guard's, when it ended them; exit_status None where the launcher was killed before it could tell.
+    """
     if interrupted_by:
         return _cancelled(interrupted_by, output.finder.cause())
     if exit_status is None:
         return Status(CRASHED, "the launcher was killed before its run ended")
     cause = output.finder.cause()
+    if verdict and (cause is None or cause.strength < Strength.CAUSE):
+        return verdict
     if output.diverged_at is not None and (exit_status == 0 or cause is None or cause.strength <= Strength.EXCEPTION):
         reason = f"the loss is not a number at iteration {output.diverged_at}"
         return Status(DIVERGED, reason, "Lower LR, or add LR_WARMUP_ITERS")
@@ -212,6 +221,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--ds-config", type=Path, help="the DeepSpeed JSON in effect")
     parser.add_argument("--sample-interval", type=float, required=True, help="seconds")
+    parser.add_argument("--watchdog-seconds", type=float, required=True, help="0: no watchdog")
+    parser.add_argument("--master-address", required=True)
+    parser.add_argument("--master-port", type=int, required=True)
     parser.add_argument("--setting", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--layout", action="append", default=[], metavar="NAME=NUMBER")
     parser.add_argument("argv", nargs="+", help="the command that runs, after --")
@@ -294,14 +306,31 @@ class Part:
         write_json(self.path, self.content)
 
 
+def known_status(part: Mapping[str, Any], peers: Peers) -> Status:
+    """The status of the run as far as this node knows: its own part's, or that of a node which failed first."""
+    known = [part, *(end for end in peers.ends.values() if end["status"] != COMPLETE)]
+    return Status(COMPLETE) if part["status"] == COMPLETE else of_run(known)
+
+
 def record(args: argparse.Namespace) -> int:
     """From the first block of output to the finished record; the exit code that the launcher passes on."""
     hidden = machine.secrets(os.environ)
     node = args.directory / f"node{args.node}"
     killed_before = machine.oom_kills()
-    part, orphans = Part(args, hidden), Orphans(args.launcher, args.mark)
+    part = Part(args, hidden)
+    layout = part.content["layout"]
+    name = f"{args.strategy} {args.master_address}:{args.master_port} {layout}"
+    peers = Peers(args.node, layout["nnodes"], args.master_address, peer_port(args.master_port), name)
+    stacks = Stacks()
+    guard = Guard(args.launcher, args.mark, peers, stacks, args.watchdog_seconds)
     with node.with_name(f"{node.name}.log").open("ab") as log:
-        output = Output(log, args.directory / "metrics.jsonl", hidden)
+        output = Output(
+            log,
+            args.directory / "metrics.jsonl",
+            hidden,
+            on_iteration=peers.progressed,
+            on_line=stacks.read,
+        )
         sampler = Sampler(
             node.with_name(f"{node.name}.samples.jsonl"),
             args.sample_interval,
@@ -312,33 +341,42 @@ def record(args: argparse.Namespace) -> int:
         ended = time.time()
         output.end(ended)
         sampler.end()
-    orphans.ended.set()
+    guard.ended.set()
 
     exit_status, interrupted_by = read_end(args.end_file)
     kills = machine.oom_kills() - killed_before
-    status = end_of(part.content, output, exit_status, interrupted_by, kills)
-    cause = output.finder.cause() if status.name != COMPLETE else None
+    status = end_of(part.content, output, guard.verdict, exit_status, interrupted_by, kills)
+    cause = strongest(output.finder.cause(), guard.cause) if status.name != COMPLETE else None
+    changes = {
+        "status": status.name,
+        "reason": status.reason,
+        "remedy": status.remedy,
+        "cause": asdict(cause) if cause else None,
+        "exit_status": exit_status,
+        "signal": interrupted_by,
+        "ended": timestamp(ended),
+        "padded_vocab_size": output.padded_vocab_size,
+        "peak_memory": [asdict(output.memory[rank]) for rank in sorted(output.memory)],
+        "oom_kills": kills,
+    }
+    end = {key: part.content[key] for key in ("node", "host", "layout")} | changes
+    peers.say("end", part=end)
+    if status.name not in (COMPLETE, CANCELLED) and (cause is None or cause.strength < Strength.CAUSE):
+        peers.wait_for_ends(OTHERS_SECONDS, lambda ends: any(_explains(other) for other in ends.values()))
+    known = known_status(end, peers)
+    peers.close()
     try:
-        node.with_name(f"{node.name}.status").write_text(f"{status.name} {status.reason}\n{status.remedy}\n")
-        part.end(
-            {
-                "status": status.name,
-                "reason": status.reason,
-                "remedy": status.remedy,
-                "cause": asdict(cause) if cause else None,
-                "exit_status": exit_status,
-                "signal": interrupted_by,
-                "ended": timestamp(ended),
-                "padded_vocab_size": output.padded_vocab_size,
-                "peak_memory": [asdict(output.memory[rank]) for rank in sorted(output.memory)],
-                "oom_kills": kills,
-            }
-        )
+        node.with_name(f"{node.name}.status").write_text(f"{known.name} {known.reason}\n{known.remedy}\n")
+        part.end(changes)
         write_run(args.directory)
     except (OSError, RecordError) as error:
         print(f"warning: the record of this run could not be written: {error}", file=sys.stderr)
     numbers = {name: number for number, name in SIGNALS.items()}
-    return 128 + numbers[interrupted_by] if interrupted_by in numbers else EXIT_CODES[status.name]
+    return 128 + numbers[interrupted_by] if interrupted_by in numbers else EXIT_CODES.get(known.name, 1)
+
+
+def _explains(end: Mapping[str, Any]) -> bool:
+    return bool(end["cause"]) and end["cause"]["strength"] >= Strength.EXCEPTION
 
 
 def run(args: argparse.Namespace) -> int:

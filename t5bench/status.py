@@ -208,3 +208,8 @@ def iterations_expected(settings: Mapping[str, str]) -> int:
     """The last iteration that a complete run logs; 0 when it is too short to log any."""
     total, interval = int(settings["TRAIN_ITERS"]), int(settings["LOG_INTERVAL"])
     return total - total % interval
+
+
+def strongest(*causes: Cause | None) -> Cause | None:
+    """The strongest, and of equals the earliest."""
+    return min((c for c in causes if c), key=lambda cause: (-cause.strength, cause.time), default=None)

@@ -192,6 +192,7 @@ def record(
         "directory": directory, "node": node, "end-file": directory / "end", "launcher": os.getpid(), "mark": "none",
         "strategy": "ddp", "title": "DDP", "device": "cpu", "engine": "native", "engine-patches": "series",
         "data-prefix": directory / "data", "tokenizer": "none", "sample-interval": 1,
+        "watchdog-seconds": 0, "master-address": "127.0.0.1", "master-port": 1,
     }  # fmt: skip
     words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
     for name, value in ({"TRAIN_ITERS": "1000", "LOG_INTERVAL": "1"} | settings).items():
