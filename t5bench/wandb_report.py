@@ -258,7 +258,7 @@ def _settings() -> "wandb.Settings":
     )
 
 
-def upload(directory: Path, seconds: float = UPLOAD_SECONDS) -> str:
+def upload(directory: Path) -> str:
     """Uploads a run that was written offline; why it could not be, or "" when it is there."""
     sync = subprocess.Popen(
         [sys.executable, "-m", "wandb", "sync", str(directory)],
@@ -271,11 +271,11 @@ def upload(directory: Path, seconds: float = UPLOAD_SECONDS) -> str:
         start_new_session=True,  # with the service that it starts it is one group to end
     )
     try:
-        output, _ = sync.communicate(timeout=seconds)
+        output, _ = sync.communicate(timeout=UPLOAD_SECONDS)
     except subprocess.TimeoutExpired:
         os.killpg(sync.pid, signal.SIGKILL)
         sync.communicate()
-        return f"no answer within {seconds:g} s"
+        return f"no answer within {UPLOAD_SECONDS} s"
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return "" if sync.returncode == 0 else (lines or [f"wandb sync ended with exit status {sync.returncode}"])[-1]
 
@@ -288,7 +288,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         comparison = compare(arguments)
         place = place_of(comparison, arguments.project, arguments.comparison)
-        # W&B keeps what tables hold in the user's home until it is uploaded: a directory that is copied would lack it.
+        # Until it is uploaded W&B keeps the tables' content in the user's home, which another machine may lack.
         os.environ.setdefault("WANDB_DATA_DIR", str(place.directory / "wandb"))
         directory = write(comparison, place)
     except UsageError as error:
