@@ -49,12 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def names(comparison: Comparison) -> list[str]:
-    """What to call each row: its label, with the number of processes where the same label has several."""
-    labels = [row.label for row in comparison.rows]
-    return [
-        f"{row.label} ({row.run.world_size} processes)" if labels.count(row.label) > 1 else row.label
-        for row in comparison.rows
-    ]
+    """What to call each row, each differently: its label, the number of processes where it needs that, or a number."""
+    found: list[str] = []
+    for row in comparison.rows:
+        places = {other.run.world_size for other in comparison.rows if other.label == row.label}
+        name = f"{row.label} ({row.run.world_size} processes)" if len(places) > 1 else row.label
+        earlier = sum(other.split(" #")[0] == name for other in found)
+        found.append(f"{name} #{earlier + 1}" if earlier else name)
+    return found
 
 
 # ---- where it goes -------------------------------------------------------------------------------------------------
@@ -222,7 +224,7 @@ def charts(comparison: Comparison) -> dict[str, Any]:
 
 
 def write(comparison: Comparison, place: Place) -> Path:
-    """Writes the run offline; its directory. Raises OSError, and wandb.Error when W&B cannot write it."""
+    """Writes the run offline; its directory. Raises OSError, and ValueError or wandb.Error where W&B cannot."""
     import wandb
 
     place.directory.mkdir(parents=True, exist_ok=True)
@@ -290,10 +292,11 @@ def run(arguments: argparse.Namespace) -> int:
         place = place_of(comparison, arguments.project, arguments.comparison)
         # Until it is uploaded W&B keeps the tables' content in the user's home, which another machine may lack.
         os.environ.setdefault("WANDB_DATA_DIR", str(place.directory / "wandb"))
-        directory = write(comparison, place)
     except UsageError as error:
         return usage_error(error)
-    except (OSError, wandb.Error) as error:
+    try:
+        directory = write(comparison, place)
+    except (OSError, ValueError, wandb.Error) as error:  # ValueError: a WANDB_ variable that W&B does not take
         return usage_error(
             UsageError(f"the comparison cannot be written: {error}\nName another place: --comparison DIR")
         )

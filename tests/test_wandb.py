@@ -207,6 +207,25 @@ def test_without_a_network_it_is_kept_and_ends_in_time(
     assert overview(sweep / "comparison")["summary"]["zero1/samples per second"] == 200.0
 
 
+def test_with_a_key_it_is_uploaded(
+    sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    """A stub stands in for `wandb sync`, which needs an account."""
+    stub, seen = tmp_path / "python", tmp_path / "seen"
+    stub.write_text(f'#!/bin/sh\necho "$@" mode=$WANDB_MODE key=$WANDB_API_KEY >"{seen}"\n')
+    stub.chmod(0o755)
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setattr(wandb_report.sys, "executable", str(stub))
+    assert main(["wandb", str(sweep), "--comparison", str(sweep / "comparison")]) == 0
+    (directory,) = (sweep / "comparison").glob("wandb/offline-run-*")
+    assert seen.read_text() == f"-m wandb sync {directory} mode= key={KEY}\n"
+    assert "uploaded" in capsys.readouterr().out
+    stub.write_text("#!/bin/sh\necho starting\necho permission denied >&2\nexit 1\n")
+    assert main(["wandb", str(sweep), "--comparison", str(sweep / "comparison")]) == 1
+    assert "could not be uploaded: permission denied" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("environment", "arguments", "says"),
     [
@@ -248,6 +267,21 @@ def test_a_place_that_cannot_be_written_to(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "comparison").write_text("a file")
     assert main(["wandb", str(tmp_path)]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_rows_are_called_differently(tmp_path: Path):
+    """Two failed runs of one strategy have one label where a third differs from both in a setting."""
+    runs = [
+        make_run(tmp_path / "ddp"),
+        make_run(tmp_path / "ddp-4", world_size=4),
+        make_run(tmp_path / "a", "zero1", status="crashed", reason="r"),
+        make_run(tmp_path / "b", "zero1", status="crashed", reason="r"),
+        make_run(tmp_path / "c", "zero1", settings={"FLASH_ATTENTION": "off"}),
+    ]
+    assert sorted(names(build([records.load(run) for run in runs]))) == [
+        "ddp (2 processes)", "ddp (4 processes)",
+        "zero1 (FLASH_ATTENTION auto)", "zero1 (FLASH_ATTENTION auto) #2", "zero1 (FLASH_ATTENTION off)",
+    ]  # fmt: skip
 
 
 def test_online_is_decided_as_the_launchers_do(tmp_path: Path):
@@ -377,9 +411,10 @@ def test_a_training_run_in_wandb_and_tensorboard(
     (start,) = entries(place, "run")
     assert (start["run_group"], start["job_type"], start["display_name"]) == ("trial", "train", "megatron-zero1")
     config = overview(place)["config"]
-    assert {key: config.get(key) for key in EFFECTIVE} == {
-        key: run.record[key] if key in run.record else run.nodes[0][key] for key in EFFECTIVE
-    }
+    recorded = run.record | {"device": run.nodes[0]["device"]}
+    # The engine says it later.
+    recorded["layout"] = {key: value for key, value in run.layout.items() if key != "padded_vocab_size"}
+    assert {key: config.get(key) for key in EFFECTIVE} == {key: recorded[key] for key in EFFECTIVE}
     assert set(config["settings"]) >= {"LR", "TRAIN_ITERS", "GRADIENT_REDUCTION", "NPROC_PER_NODE", "WANDB_API_KEY"}
     assert config["settings"]["WANDB_API_KEY"] == "given"
     assert (config["engine"], config["ds_config"]["zero_optimization"]["stage"]) == (engine, 1)
