@@ -222,7 +222,9 @@ def judge(directories: Sequence[Path], baseline: Path) -> tuple[list[Verdict], l
             verdicts.append(Verdict(directory.name, reasons=(str(error),)))
             continue
         if problem:
-            reason = problem if directory == baseline else f"there is nothing to compare with: the baseline {problem}"
+            reason = (
+                problem if directory == baseline else f"there is nothing to compare with, for the baseline: {problem}"
+            )
             verdicts.append(Verdict(run.name, run, reasons=(reason,)))
         else:
             verdicts.append(compare(run, standard))

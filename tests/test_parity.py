@@ -2,12 +2,9 @@
 
 import json
 import math
-import os
 import re
-import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import pytest
 from harness import REPO_ROOT, STRATEGIES, processes_with, wait_for
 from hypothesis import given
 from hypothesis import strategies as st
+from parity_gate import copy_project, gate_environment, verdicts
 
 from t5bench.__main__ import main
 from t5bench.log import Iteration
@@ -168,9 +166,7 @@ def test_what_differs_fails_with_where(
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )
-def test_what_cannot_be_compared_fails(
-    ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture, made: dict, says: str
-):
+def test_what_cannot_be_compared_fails(ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture, made: dict, says: str):
     answer = Answer(capsys, ddp, make_run(tmp_path / "zero1", **made))
     assert answer.status == 1
     assert answer.passed("ddp") and not answer.passed("zero1")
@@ -188,7 +184,7 @@ def test_a_baseline_that_failed_fails_all(tmp_path: Path, capsys: pytest.Capture
     answer = Answer(capsys, ddp, make_run(tmp_path / "zero1", scaled(LOSSES, 3, math.nan)))
     assert answer.status == 1
     assert not answer.passed("ddp") and not answer.passed("zero1")
-    assert "the baseline: the loss is not a number at iteration 4" in answer.reason("zero1")
+    assert "for the baseline: the loss is not a number at iteration 4" in answer.reason("zero1")
 
 
 def test_a_reference_that_differs_fails_alone(ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -255,17 +251,10 @@ def test_a_baseline_without_a_record_is_refused(ddp: Path, tmp_path: Path, capsy
 
 
 def gate(*strategies: str, root: Path = REPO_ROOT, **settings: str) -> subprocess.Popen:
-    base = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "WANDB_")) and k != "USER"}
-    base |= {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHON": sys.executable,
-        "ENGINE": "native",
-        "DEVICE": "cpu",
-        "OMP_NUM_THREADS": "1",
-    }
+    """scripts/check_parity.sh with the native engine, from a directory that is not the project's."""
     return subprocess.Popen(
         ["bash", str(root / "scripts" / "check_parity.sh"), *strategies],
-        env=base | settings,
+        env=gate_environment() | {"ENGINE": "native"} | settings,
         cwd=root.parent,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -276,10 +265,7 @@ def gate(*strategies: str, root: Path = REPO_ROOT, **settings: str) -> subproces
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A copy of the project whose engine a test may change, in a path with a space."""
-    root = tmp_path / "a copy" / "T5-Parallelism"
-    ignored = shutil.ignore_patterns(".git", ".venv", "outputs", "__pycache__", ".*_cache", "tests")
-    shutil.copytree(REPO_ROOT, root, ignore=ignored)
-    return root
+    return copy_project(tmp_path / "a copy")
 
 
 def test_help_names_all_strategies():
@@ -314,3 +300,57 @@ def test_an_engine_that_is_not_there(copy: Path, tmp_path: Path):
     assert process.returncode == 2
     assert f"there is no Megatron-DeepSpeed checkout at {tmp_path / 'nowhere'}" in errors
     assert "the megatron engine's DDP cannot be started here" in errors
+
+
+def finish(process: subprocess.Popen) -> tuple[dict[tuple[str, str], str], str]:
+    """verdicts() of the gate's output, and all that it said."""
+    output, errors = process.communicate(timeout=300)
+    return verdicts(output), output + errors
+
+
+@pytest.mark.slow
+def test_the_native_engines_strategies_pass(copy: Path):
+    process = gate("pipeline", root=copy, RUNS_DIR="relative runs")
+    found, said = finish(process)
+    assert process.returncode == 0, said
+    assert found == {("ddp", "native"): "PASS", ("pipeline", "native"): "PASS"}
+    assert (copy.parent / "relative runs" / "native" / "1" / "pipeline" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_wrong_gradients_of_some_strategies_fail(copy: Path):
+    """ZeRO that forgets all micro-batches but the last, and a tensor-parallel norm that counts replicas twice."""
+    for name, right, wrong in (
+        (
+            "trainers.py",
+            "self.model.backward(loss)",
+            "self.model.backward(loss * (x.data_ptr() == batch[0][-len(x) :].data_ptr()))",
+        ),
+        ("parallel.py", 'if p not in tied and (hasattr(p, "tp_slice") or layout.tp.rank == 0)', "if p not in tied"),
+    ):
+        path = copy / "native" / name
+        text = path.read_text()
+        assert text.count(right) == 1
+        path.write_text(text.replace(right, wrong))
+    process = gate("zero2", "tensor", "pipeline", root=copy)
+    found, said = finish(process)
+    assert process.returncode == 1, said
+    assert {name: verdict for (name, _), verdict in found.items()} == {
+        "ddp": "PASS", "zero2": "FAIL", "tensor": "FAIL", "pipeline": "PASS",
+    }  # fmt: skip
+    assert said.count("iteration 1's loss agrees, its gradient norm does not") == 2
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_nothing_running(copy: Path, tmp_path: Path):
+    """The shell gets the signal alone, as from `kill`; a terminal gives it to the launcher too."""
+    mark = f"PARITY_TEST={tmp_path}"
+    process = gate("zero1", root=copy, RUNS_DIR=str(tmp_path / "runs"), PARITY_TEST=str(tmp_path))
+    log = tmp_path / "runs" / "native" / "1" / "ddp" / "node0.log"
+    wait_for(lambda: log.exists() and "iteration" in log.read_text(), 120)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT, errors
+    assert "INT received: stopped" in errors
+    assert not (tmp_path / "runs" / "native" / "1" / "zero1").exists()
+    assert processes_with(mark) == []
