@@ -310,7 +310,7 @@ def finish(process: subprocess.Popen) -> tuple[dict[tuple[str, str], str], str]:
 
 @pytest.mark.slow
 def test_the_native_engines_strategies_pass(copy: Path):
-    process = gate("pipeline", root=copy, RUNS_DIR="relative runs")
+    process = gate("pipeline", root=copy, RUNS_DIR="relative runs", TRAIN_ITERS="8")
     found, said = finish(process)
     assert process.returncode == 0, said
     assert found == {("ddp", "native"): "PASS", ("pipeline", "native"): "PASS"}
@@ -332,11 +332,11 @@ def test_wrong_gradients_of_some_strategies_fail(copy: Path):
         text = path.read_text()
         assert text.count(right) == 1
         path.write_text(text.replace(right, wrong))
-    process = gate("zero2", "tensor", "pipeline", root=copy)
+    process = gate("zero2", "tensor", root=copy, TRAIN_ITERS="8")
     found, said = finish(process)
     assert process.returncode == 1, said
     assert {name: verdict for (name, _), verdict in found.items()} == {
-        "ddp": "PASS", "zero2": "FAIL", "tensor": "FAIL", "pipeline": "PASS",
+        "ddp": "PASS", "zero2": "FAIL", "tensor": "FAIL",
     }  # fmt: skip
     assert said.count("iteration 1's loss agrees, its gradient norm does not") == 2
 
