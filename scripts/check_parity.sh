@@ -84,8 +84,10 @@ train() {
   ENGINE=$engine OUTPUT_DIR=$directory NNODES=1 HOSTS='' MASTER_PORT=$(free_port) \
     bash "$REPO_ROOT/scripts/run_megatron_t5_$strategy.sh" 127.0.0.1 0 >"$directory/launcher.log" 2>&1 &
   launcher=$!
+  wait "$launcher" || status=$?
+  # A signal ends wait before the launcher has ended what it started.
   while kill -0 "$launcher" 2>/dev/null; do
-    wait "$launcher" && status=0 || status=$?
+    wait "$launcher" || true
   done
   launcher=''
   if [[ -n $interrupted_by ]]; then
@@ -132,6 +134,8 @@ main() {
   esac
   choose_strategies "$@"
   require_one_of ENGINE megatron native
+  [[ $ENGINE == megatron ]] || ((${#STRATEGIES[@]} > 1)) ||
+    die "$BASELINE alone has nothing to be compared with" "Name another strategy, or none for all"
   require_integers 2 TRAIN_ITERS
   command -v "$PYTHON" >/dev/null || die "there is no '$PYTHON' on PATH" "Activate the environment that has torch, or set PYTHON"
   absolute_path "$RUNS_DIR" && RUNS_DIR=$REPLY

@@ -129,11 +129,8 @@ def compare(run: Run, baseline: Run) -> Verdict:
         return Verdict(run.name, run, reasons=(problem,))
     reasons = other_training(run, baseline)
     ours, theirs = ({line.iteration: line for line in curve.iterations} for curve in (run, baseline))
-    loss, norm = (
-        difference({n: getattr(line, name) for n, line in ours.items()},
-                   {n: getattr(line, name) for n, line in theirs.items()}, tolerance)
-        for name, tolerance in (("lm_loss", LOSS_TOLERANCE), ("grad_norm", NORM_TOLERANCE))
-    )  # fmt: skip
+    loss = difference(*({n: line.lm_loss for n, line in curve.items()} for curve in (ours, theirs)), LOSS_TOLERANCE)
+    norm = difference(*({n: line.grad_norm for n, line in curve.items()} for curve in (ours, theirs)), NORM_TOLERANCE)
     if loss is None or norm is None:
         return Verdict(run.name, run, reasons=(*reasons, "shares no iteration with the baseline"))
     if alone := sorted(ours.keys() ^ theirs.keys()):
@@ -147,10 +144,7 @@ def _beyond(loss: Difference, norm: Difference, first: int) -> list[str]:
     """What differs, and what that says about where to look."""
     found = [
         f"the {name} differs by {found.largest:.1e} at iteration {found.iteration} (allowed: {tolerance:.0e})"
-        for name, found, tolerance in (
-            ("loss", loss, LOSS_TOLERANCE),
-            ("gradient norm", norm, NORM_TOLERANCE),
-        )
+        for name, found, tolerance in (("loss", loss, LOSS_TOLERANCE), ("gradient norm", norm, NORM_TOLERANCE))
         if found.first_beyond is not None
     ]
     if not found:
@@ -158,9 +152,7 @@ def _beyond(loss: Difference, norm: Difference, first: int) -> list[str]:
     if loss.first_beyond == first:
         hint = f"iteration {first}'s loss differs already: other weights, other data or another forward pass"
     elif norm.first_beyond == first:
-        hint = (
-            f"iteration {first}'s loss agrees, its gradient norm does not: look at how gradients are made and added up"
-        )
+        hint = f"iteration {first}'s loss agrees, its gradient norm does not: the gradients, or how they are added up"
     else:
         begin = min(number for number in (loss.first_beyond, norm.first_beyond) if number is not None)
         hint = f"it begins at iteration {begin}: look at the clipping and the optimizer's step"
@@ -217,6 +209,8 @@ def judge(directories: Sequence[Path], baseline: Path) -> tuple[list[Verdict], l
     """The verdict over each run, and the blind spots of all. Raises UsageError, and RecordError for the baseline's."""
     standard = load(baseline)
     check_comparable(standard)
+    if all(directory.resolve() == baseline.resolve() for directory in directories):
+        raise UsageError(f"{baseline} is the baseline, and there is no other run", "Name the runs to compare with it")
     problem = defect(standard)
     verdicts = []
     for directory in directories:
@@ -226,10 +220,8 @@ def judge(directories: Sequence[Path], baseline: Path) -> tuple[list[Verdict], l
             verdicts.append(Verdict(directory.name, reasons=(str(error),)))
             continue
         if problem:
-            reason = (
-                problem if directory == baseline else f"there is nothing to compare with, for the baseline: {problem}"
-            )
-            verdicts.append(Verdict(run.name, run, reasons=(reason,)))
+            where = "" if directory == baseline else "there is nothing to compare with, for the baseline: "
+            verdicts.append(Verdict(run.name, run, reasons=(where + problem,)))
         else:
             verdicts.append(compare(run, standard))
     return verdicts, [] if problem else blind_spots(standard)

@@ -211,7 +211,7 @@ def test_clipping_that_hides_a_scale_fails_the_check(
 
 
 def test_one_micro_batch_hides_accumulation(tmp_path: Path, capsys: pytest.CaptureFixture):
-    answer = Answer(capsys, make_run(tmp_path / "ddp", micro_batches=1))
+    answer = Answer(capsys, *(make_run(tmp_path / name, micro_batches=1) for name in ("ddp", "zero1")))
     assert answer.status == 1
     assert "one micro-batch" in answer.output
 
@@ -239,6 +239,13 @@ def test_runs_that_the_gate_does_not_hold_for_are_refused(
     assert answer.status == 2
     assert answer.errors.startswith("error: ") and says in answer.errors
     assert len(answer.errors.splitlines()) == 2, "what to do is missing"
+
+
+def test_a_baseline_alone_is_refused(ddp: Path, capsys: pytest.CaptureFixture):
+    """Nothing was compared, and that is no pass."""
+    answer = Answer(capsys, ddp)
+    assert answer.status == 2
+    assert "there is no other run" in answer.errors
 
 
 def test_a_baseline_without_a_record_is_refused(ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -279,13 +286,14 @@ def test_help_names_all_strategies():
     ("strategies", "settings", "says"),
     [
         (["zero4"], {}, "there is no strategy 'zero4'"),
+        (["ddp"], {}, "ddp alone has nothing to be compared with"),
         (["--fast"], {}, "unknown option '--fast'"),
         ([], {"ENGINE": "jax"}, "ENGINE is 'jax'"),
         ([], {"TRAIN_ITERS": "1"}, "TRAIN_ITERS must be a whole number of at least 2"),
         ([], {"RUNS_DIR": "."}, "nothing is overwritten"),
         ([], {"PYTHON": "python9"}, "there is no 'python9' on PATH"),
     ],
-    ids=["strategy", "option", "engine", "iterations", "runs", "python"],
+    ids=["strategy", "alone", "option", "engine", "iterations", "runs", "python"],
 )
 def test_wrong_use(strategies: list[str], settings: dict[str, str], says: str):
     process = gate(*strategies, **settings)
