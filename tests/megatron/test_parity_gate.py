@@ -41,7 +41,7 @@ def gate(root: Path, engine: Path, *strategies: str, **settings: str) -> tuple[i
     """The gate's exit status, its verdicts and all that it said."""
     result = subprocess.run(
         ["bash", str(root / "scripts" / "check_parity.sh"), *strategies],
-        env=gate_environment() | {"ENGINE": "megatron", "MEGATRON_DIR": str(engine)} | settings,
+        env=gate_environment() | {"ENGINE": "megatron", "MEGATRON_DIR": str(engine), "TRAIN_ITERS": "8"} | settings,
         capture_output=True,
         text=True,
         timeout=500,
@@ -53,15 +53,14 @@ def gate(root: Path, engine: Path, *strategies: str, **settings: str) -> tuple[i
 def test_a_shard_left_out_of_the_gradient_norm(megatron_dir: Path, tmp_path: Path):
     """The output bias, whose shards of the ranks above 0 were not counted."""
     root, engine = put_back(BIAS_BUG, BIAS_FIX, megatron_dir, tmp_path / "an engine")
-    status, found, said = gate(root, engine, "tensor", "hybrid")
+    status, found, said = gate(root, engine, "tensor")
     assert status == 1, said
     assert found == {
         ("ddp", "megatron"): "PASS",
         ("tensor", "megatron"): "FAIL",
-        ("hybrid", "megatron"): "FAIL",
         ("ddp", "native"): "PASS",
     }, said
-    assert said.count("iteration 1's loss agrees, its gradient norm does not") == 2
+    assert said.count("iteration 1's loss agrees, its gradient norm does not") == 1
 
 
 def test_what_all_strategies_get_wrong_shows_in_the_other_engine(megatron_dir: Path, tmp_path: Path):
