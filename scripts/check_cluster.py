@@ -32,7 +32,7 @@ PASSED_ON = ("NCCL_", "GLOO_", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 # What ssh says, what it means in the table, and what to do about it on {host}.
 _NO_PYTHON = "Put the environment at the same path on {host}, or set PYTHON to one that is on all nodes"
 SSH_FAILURES = (
-    ("Permission denied", "refused", "Let this host's key in: ssh-copy-id {host}   (a node may want an allocation first)"),
+    ("Permission denied", "refused", "Let this host's key in: ssh-copy-id {host}   (a node may need an allocation)"),
     ("Host key verification failed", "unknown key", "Connect once by hand and compare the key: ssh {host}"),
     ("Could not resolve hostname", "unknown name", "Check the spelling; scontrol show hostnames prints SLURM's names"),
     ("Connection refused", "no sshd", "Start sshd on {host}, or run this check from a node that can log in there"),
@@ -181,8 +181,8 @@ def speed(measured: Mapping[str, float]) -> str:
 
 def network_failure(node: Node, master: Node, port: int, remote: Remote, ended: bool) -> Cell:
     remedy = (
-        f"Let the nodes reach each other on every TCP port (a firewall? {master.host}:{port} first), and on all nodes name"
-        " the interface between them: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+        f"Let the nodes reach each other on every TCP port (a firewall? {master.host}:{port} first), and name the"
+        " interface between them on all nodes: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
     )
     said = next((line[6:] for _, line in remote.lines if line.startswith("error ")), "")
     if not said and ended and remote.process.returncode:

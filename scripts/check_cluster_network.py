@@ -2,7 +2,7 @@
 
 It arrives on standard input. MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE are torch's own variables; argv is the
 backend (nccl or gloo) and a time limit in seconds. Rank 0 prints ``result JSON``: for each other rank, and for all
-together, bandwidth in Gbit/s and latency in microseconds; every rank prints ``version NCCL`` on CUDA, or ``error TEXT``.
+together, bandwidth in Gbit/s and latency in microseconds. Every rank prints ``version NCCL`` on CUDA or ``error TEXT``.
 
 Bandwidth is 2 (n-1)/n bytes / seconds, what each node's link carries, as nccl-tests defines its bus bandwidth.
 """

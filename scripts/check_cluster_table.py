@@ -131,32 +131,26 @@ def clocks(nodes: Nodes) -> Row:
 
 
 def repository(nodes: Nodes, paths: Paths) -> Row:
-    remedy = f"Bring {paths.repository} to the same commit on every node (git pull, git status), or copy it there"
-
-    def show(value: Any) -> str:
-        commit, changed, content = value
-        if content is None:
-            return "missing"
-        return f"{commit[:8]}{' changed' if changed else ''}" if commit else f"files {content[:8]}"
-
-    values = {}
-    for node in nodes:
-        if "repository" in node.facts:
-            fact = node.facts["repository"] or {"commit": None, "changed": None, "content": None}
-            values[node.host] = (fact["commit"], fact["changed"], fact["content"])
-    row = dict(per_node(nodes, "repository", lambda node, fact: Cell(""))) | dict(
-        filter(lambda item: item[1] is not UNKNOWN, same(nodes, values, show, "the repository", remedy).items())
+    remedy = (
+        f"Bring {paths.repository} to one state on all nodes (git status, git pull), or copy it from one to the others"
     )
-    for host, value in values.items():
-        if value[2] is None:
-            row[host] = Cell(
-                "missing", f"there is no {paths.repository}", f"Clone or copy the repository to the same path on {host}"
-            )
-        elif row[host].problem and show(value) == show(values[next(iter(values))]):
-            row[host] = Cell(
-                f"{show(value)} differs", "its files differ from the first node's at the same commit", remedy
-            )
-    return row
+    first = next((node for node in nodes if node.facts.get("repository")), None)
+
+    def show(fact: Any) -> str:
+        commit = fact["commit"][:8] if fact["commit"] else f"files {fact['content'][:8]}"
+        return f"{commit} changed" if fact["changed"] else commit
+
+    def judge(node: Node, fact: Any) -> Cell:
+        if not fact or not first:
+            return Cell("missing", f"there is no {paths.repository}", "Clone or copy the repository to that path")
+        reference = first.facts["repository"]
+        if fact["commit"] != reference["commit"]:
+            return Cell(show(fact), f"it is at {show(fact)}, {first.host} at {show(reference)}", remedy)
+        if fact["content"] != reference["content"]:
+            return Cell(f"{show(fact)}, differs", f"its files are not those of {first.host}", remedy)
+        return Cell(show(fact))
+
+    return per_node(nodes, "repository", judge)
 
 
 def engine(nodes: Nodes, paths: Paths) -> Row:
@@ -259,7 +253,7 @@ def ports(nodes: Nodes) -> Row:
         return Cell(
             f"{listed} taken",
             f"rendezvous ports are in use: {listed}{f' ({who})' if who else ''}",
-            "End what listens there (a run that was left behind?), or launch with another on every node: MASTER_PORT=29900",
+            "End what listens there (a run left behind?), or launch with another everywhere: MASTER_PORT=29900",
         )
 
     return per_node(nodes, "ports", judge)

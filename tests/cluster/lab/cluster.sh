@@ -86,8 +86,11 @@ in_network() {
 in_host() {
   local pid
   pid=$(pid_of "$1") || die "host $1 is not up"
-  # A shell keeps the HOSTNAME that it is given, and ours is the machine's.
-  env -u HOSTNAME nsenter -t "$pid" -n -u -i -m -p --wd="$PWD" -- "${@:2}"
+  # A shell keeps the HOSTNAME that it is given, and ours is the machine's. The directory is entered over there: it may
+  # be the host's own.
+  # shellcheck disable=SC2016 # the inner shell expands it
+  env -u HOSTNAME nsenter -t "$pid" -n -u -i -m -p --wd=/ -- \
+    /bin/bash -c 'cd -- "$1" && exec "${@:2}"' exec "$PWD" "${@:2}"
 }
 
 # ---- configuration -------------------------------------------------------------------------------------------------
