@@ -24,9 +24,10 @@ from check_cluster_table import UNKNOWN, Cell, Node, Paths, Row, failed, render,
 
 SCRIPTS = Path(__file__).resolve().parent
 # Seconds: the whole ends within a minute.
-PROBE_LIMIT, NETWORK_LIMIT = 18.0, 32.0
+LOOK_UP_LIMIT, PROBE_LIMIT, NETWORK_LIMIT = 4.0, 18.0, 32.0
 CONNECT_SECONDS = 5
-SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}")
+# A master that ssh leaves in the background would keep our pipes open.
+SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ControlMaster=no")
 PASSED_ON = ("NCCL_", "GLOO_", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 
 # What ssh says, what it means in the table, and what to do about it on {host}.
@@ -46,9 +47,20 @@ def is_here(host: str) -> bool:
     if host in (own, own.split(".")[0]):
         return True
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)
+        # In a process of its own, for Python's own look-up cannot be given up when a name server does not answer.
+        found = subprocess.run(
+            ["getent", "ahosts", host], capture_output=True, text=True, timeout=LOOK_UP_LIMIT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return any(can_bind(line.split()[0]) for line in found.stdout.splitlines() if line.strip())
+
+
+def can_bind(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as one:
+            one.bind((address, 0))
     except OSError:
         return False
     return True
@@ -118,6 +130,7 @@ def failure_of(node: Node, status: int | None, error: str) -> Cell:
 
 def probe(node: Node, python: str, question: Mapping[str, object]) -> None:
     """Fill in what the node answers."""
+    node.here = is_here(node.host)
     start = time.monotonic()
     program = SCRIPTS / "check_cluster_probe.py"
     remote = Remote(node, python, program, [json.dumps({**question, "seconds": PROBE_LIMIT - CONNECT_SECONDS - 1})], {})
@@ -222,7 +235,7 @@ def main() -> int:
     paths = Paths(
         SCRIPTS.parent, here / args.engine_dir, here / args.data_dir / "xsum_text_document", args.engine, args.device
     )
-    nodes = [Node(host, is_here(host)) for host in args.hosts]
+    nodes = [Node(host) for host in args.hosts]
     question = {
         "repository": str(paths.repository),
         "engine_dir": str(paths.engine_dir),

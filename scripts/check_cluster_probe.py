@@ -219,4 +219,5 @@ def main() -> None:
     os._exit(0)  # also with a thread that hangs
 
 
-main()
+if __name__ == "__main__":  # also on standard input
+    main()

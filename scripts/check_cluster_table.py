@@ -32,7 +32,7 @@ class Node:
     """A host as far as it answered. Times in seconds; clock is its clock less ours."""
 
     host: str
-    here: bool
+    here: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     clock: float | None = None
