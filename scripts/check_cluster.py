@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 from check_cluster_table import UNKNOWN, Cell, Node, Paths, Row, failed, render, table
 
@@ -66,6 +67,17 @@ def can_bind(address: str) -> bool:
     return True
 
 
+STARTED: list[subprocess.Popen[str]] = []
+
+
+def stop(signal_number: int, _: object) -> NoReturn:
+    """On Ctrl-C: what was started here ends now, what runs on the nodes by its own time limit."""
+    for process in STARTED:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    os._exit(128 + signal_number)
+
+
 class Remote:
     """A Python program on a node, with the time at which each line of its output came."""
 
@@ -81,6 +93,7 @@ class Remote:
             self.process = subprocess.Popen(
                 command, stdin=source, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
             )
+        STARTED.append(self.process)
         self.error = ""
         self._readers = [threading.Thread(target=self._read), threading.Thread(target=self._read_error)]
         for reader in self._readers:
@@ -224,6 +237,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
     if twice := sorted({host for host in args.hosts if args.hosts.count(host) > 1}):
         print(
             f"error: {', '.join(twice)} is named more than once\n       Name each node once, the master first",

@@ -129,6 +129,25 @@ def test_a_node_that_hangs(cluster: Cluster, project: Project):
     assert report.failed() == {("reachable", 1)}
 
 
+def test_ctrl_c(cluster: Cluster, project: Project):
+    """While a node does not answer."""
+    daemon = next(pid for pid, line in cluster.processes("node1").items() if "/usr/sbin/sshd" in line)
+
+    def running(text: str) -> list[int]:
+        return [pid for pid, line in cluster.processes("login").items() if text in line]
+
+    cluster.kill("node1", daemon, by="STOP")
+    try:
+        words = ("bash", "scripts/check_cluster.sh", "node0", "node1")
+        process = cluster.start("login", *words, env=project.environment, cwd=project.root)
+        wait_for(lambda: bool(running("ConnectTimeout=5 -o ControlMaster=no node1")))
+        cluster.kill("login", *running("scripts/check_cluster.py"), by="INT")
+        assert process.wait(timeout=3) == 130
+        assert not running("ConnectTimeout=5 -o ControlMaster=no")
+    finally:
+        cluster.kill("node1", daemon, by="CONT")
+
+
 def test_a_key_that_is_refused(cluster: Cluster, project: Project):
     keys = cluster.directory / "etc" / "ssh"
     cluster.private(keys)
