@@ -11,6 +11,8 @@ if ((BASH_VERSINFO[0] < 4 || (BASH_VERSINFO[0] == 4 && BASH_VERSINFO[1] < 4))); 
 fi
 
 unset CDPATH
+# srun hands on the login host's HOSTNAME where /etc/profile exports it, and a shell keeps what it is given.
+read -r HOSTNAME </proc/sys/kernel/hostname
 # shellcheck disable=SC2034 # read by the scripts that source this file
 REPO_ROOT=$(cd -- "${BASH_SOURCE[0]%/*}/.." && pwd -P)
 DRY_RUN=0

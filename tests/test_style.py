@@ -22,8 +22,8 @@ def tracked(*patterns: str) -> list[str]:
 @pytest.mark.parametrize(
     ("command", "patterns"),
     [
-        (["shellcheck", "-x"], ["*.sh", ".ci/run"]),
-        (["shfmt", "-d", "-i", "2", "-ci"], ["*.sh", ".ci/run"]),
+        (["shellcheck", "-x"], ["*.sh", "*.sbatch", ".ci/run"]),
+        (["shfmt", "-d", "-i", "2", "-ci"], ["*.sh", "*.sbatch", ".ci/run"]),
         (["ruff", "check"], ["*.py"]),
         (["ruff", "format", "--check"], ["*.py"]),
     ],
