@@ -62,7 +62,7 @@ main() {
     print_plan "${runs[@]}"
     return 0
   fi
-  run_all "${runs[@]}"
+  GOES_ON="The same command goes on from here." run_all "${runs[@]}"
   printf '\n'
   t5bench compare "${runs[@]}" --output "$RUNS_DIR/comparison"
 }

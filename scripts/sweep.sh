@@ -120,7 +120,7 @@ stop_launcher() {
   kill -TERM "$launcher" 2>/dev/null || true
   wait "$launcher" 2>/dev/null || true
   note ""
-  note "$interrupted_by received: stopped, nothing is left running. The same command goes on from here."
+  note "$interrupted_by received: stopped, nothing is left running${GOES_ON:+. $GOES_ON}"
   exit $((128 + $(kill -l "$interrupted_by")))
 }
 

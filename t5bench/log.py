@@ -5,8 +5,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 _ITERATION = re.compile(r"\biteration\s+(?P<iteration>\d+)/\s*(?P<total>\d+) \|(?P<fields>.*)")
+# An unbuffered Python writes a line's end apart from the line, and another rank's output may come in between.
+_LAST_FIELD = re.compile(r"\bTFLOPs:\s*[-+0-9.eE]+\s*\|")
 _FIELD = re.compile(r"\s*(?P<name>[^:|]+):\s*(?P<value>[-+0-9.eE]+|(?i:-?nan|-?inf))\s*\|")
-# Several ranks print theirs at once, and an unbuffered Python writes a line's end apart from the line.
+# Several ranks print theirs at once, perhaps into one line.
 _PEAK_MEMORY = re.compile(
     r"\bpeak memory \| rank (?P<rank>\d+) \|(?:(?!peak memory).)*?"
     r"\ballocated MiB (?P<device>[0-9.]+) \|(?:(?!peak memory).)*?\bhost rss MiB (?P<host>\d+\.\d)"
@@ -63,8 +65,10 @@ def iteration(line: str, time: float | None = None) -> Iteration | None:
     # After a line that was cut off another may begin in its middle: the last beginning counts.
     while later := _ITERATION.search(match["fields"]):
         match = later
+    if not (end := _LAST_FIELD.search(match["fields"])):
+        return None
     try:
-        fields = _fields(match["fields"])
+        fields = _fields(match["fields"][: end.end()])
         return Iteration(
             iteration=int(match["iteration"]),
             total=int(match["total"]),

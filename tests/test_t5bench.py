@@ -41,6 +41,13 @@ def test_the_seed_readmes_line_without_grad_norm():
     assert line.grad_norm is None
 
 
+def test_another_ranks_output_before_the_lines_end():
+    """As four ranks with unbuffered output left it."""
+    memory = "[Rank {}] (after 1 iterations) memory (MB) | allocated: 447.2 | max allocated: 447.2 | reserved: 447.2 |"
+    (line,) = iterations([memory.format(3) + LINE + memory.format(2) + memory.format(0)])
+    assert (line.iteration, line.lm_loss, line.grad_norm) == (10, 8.265567, 1.77459)
+
+
 @pytest.mark.parametrize("text", ["NAN", "nan"])
 def test_nan_is_read_as_nan(text: str):
     (line,) = iterations([LINE.replace("8.265567E+00", text)])
