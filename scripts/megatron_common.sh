@@ -370,7 +370,15 @@ build_engine_arguments() {
 }
 
 build_environment() {
-  RUN_ENVIRONMENT=(CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONFAULTHANDLER=1 "WANDB_MODE=$WANDB_MODE" "WANDB_RUN_GROUP=$WANDB_RUN_GROUP")
+  RUN_ENVIRONMENT=(CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONFAULTHANDLER=1 "WANDB_MODE=$WANDB_MODE" "WANDB_RUN_GROUP=$WANDB_RUN_GROUP"
+    "WANDB_JOB_TYPE=${WANDB_JOB_TYPE:-train}")
+  # W&B takes the run's configuration from this file as well, which the recorder fills while torch is being loaded; see
+  # t5bench/wandb_config.py. A sweep's agent has one of its own.
+  WANDB_CONFIG_FILE=''
+  if [[ $WANDB_MODE != disabled && -z ${WANDB_SWEEP_PARAM_PATH:-} ]]; then
+    WANDB_CONFIG_FILE=$OUTPUT_DIR/node$NODE_RANK.wandb.yaml
+    RUN_ENVIRONMENT+=("WANDB_SWEEP_PARAM_PATH=$WANDB_CONFIG_FILE")
+  fi
   [[ $ENGINE != megatron ]] || RUN_ENVIRONMENT+=("PYTHONPATH=$MEGATRON_DIR${PYTHONPATH:+:$PYTHONPATH}")
   if [[ $DEVICE == cpu ]]; then
     local threads=$(($(nproc) / NPROC_PER_NODE))
@@ -391,6 +399,7 @@ print_command() {
   printf 'mkdir -p %q\n' "$OUTPUT_DIR"
   [[ -z $STRATEGY_DS_CONFIG ]] ||
     printf "cat >%q <<'JSON'\n%sJSON\n" "$OUTPUT_DIR/ds_config.json" "$DS_CONFIG_TEXT"
+  [[ -z $WANDB_CONFIG_FILE ]] || printf "echo 'wandb_version: 1' >%q\n" "$WANDB_CONFIG_FILE"
   printf 'env'
   printf ' %q' "${RUN_ENVIRONMENT[@]}" "${COMMAND[@]}"
   printf '\n'
@@ -410,12 +419,14 @@ write_run_directory() {
   local node=$OUTPUT_DIR/node$NODE_RANK file
   mkdir -p -- "$OUTPUT_DIR" 2>/dev/null && [[ -w $OUTPUT_DIR ]] ||
     die "cannot write to the run directory $OUTPUT_DIR" "Choose another OUTPUT_DIR"
-  for file in "$node.log" "$node.json" "$node.samples.jsonl"; do
+  for file in "$node.log" "$node.json" "$node.samples.jsonl" "$node.wandb.yaml"; do
     keep_earlier "$file"
   done
   # The last node writes the metrics; a run that goes on adds to them.
   ((RESUME || NODE_RANK < NNODES - 1)) || keep_earlier "$OUTPUT_DIR/metrics.jsonl"
   print_command >"$node.command.sh"
+  # Without the file W&B does not start.
+  [[ -z $WANDB_CONFIG_FILE ]] || printf 'wandb_version: 1\n' >"$WANDB_CONFIG_FILE"
   if [[ -n $STRATEGY_DS_CONFIG ]]; then
     # Every node writes the same bytes, perhaps to the same shared file: a rename shows no half of it.
     printf '%s' "$DS_CONFIG_TEXT" >"$node.ds_config"

@@ -27,6 +27,8 @@ HELP
 export_run_settings() {
   export ENGINE TRAIN_ITERS LOG_INTERVAL=1
   export MODEL_PRESET="${MODEL_PRESET:-tiny}" DROPOUT="${DROPOUT:-0}" PRECISION_FLAG="${PRECISION_FLAG-}"
+  # The runs are too short for the launchers' own interval between samples.
+  export SAMPLE_INTERVAL="${SAMPLE_INTERVAL:-0.2}"
   export MICRO_BATCH_SIZE="${MICRO_BATCH_SIZE:-2}" WANDB_MODE="${WANDB_MODE:-disabled}" PYTHON
   export MEGATRON_DATA_DIR=$REPO_ROOT/outputs/quickstart/data
   export RUNS_DIR=${RUNS_DIR:-$REPO_ROOT/outputs/quickstart/$(date +%Y%m%d-%H%M%S)}

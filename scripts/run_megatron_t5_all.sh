@@ -45,7 +45,7 @@ print_plan() {
 }
 
 main() {
-  local repeat runs=() chosen=()
+  local repeat runs=() chosen=() answer=0
   declare_settings
   parse_arguments "$@"
   require_integers 1 REPEATS
@@ -64,7 +64,11 @@ main() {
   fi
   GOES_ON="The same command goes on from here." run_all "${runs[@]}"
   printf '\n'
-  t5bench compare "${runs[@]}" --output "$RUNS_DIR/comparison"
+  t5bench compare "${runs[@]}" --output "$RUNS_DIR/comparison" || answer=$?
+  # It answers as compare does, and says itself what it could not do.
+  [[ ${WANDB_MODE:-} == disabled || $answer == 2 ]] ||
+    t5bench wandb "${runs[@]}" --comparison "$RUNS_DIR/comparison" || true
+  return "$answer"
 }
 
 main "$@"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from t5bench import environment as machine
+from t5bench import wandb_config
 from t5bench.guard import Guard, Stacks
 from t5bench.log import Iteration, PeakMemory, iteration, peak_memory
 from t5bench.peers import Peers, peer_port
@@ -254,6 +255,7 @@ def first_part(args: argparse.Namespace, hidden: list[str]) -> dict[str, Any]:
         "layout": {name: int(value) for name, value in machine.pairs(args.layout).items()},
         "device": args.device,
         "command": machine.hide(args.argv, hidden),
+        "ds_config": machine.read_json(args.ds_config) if args.ds_config else None,
         "padded_vocab_size": None,
         "peak_memory": [],
     }
@@ -263,7 +265,6 @@ def look_around(args: argparse.Namespace, hidden: list[str]) -> dict[str, Any]:
     """What the machine is and has: up to a second, while torchrun loads torch."""
     return {
         "data": machine.data(args.data_prefix, args.tokenizer),
-        "ds_config": machine.read_json(args.ds_config) if args.ds_config else None,
         "versions": machine.versions(),
         "commits": machine.commits(REPOSITORY, args.engine_directory),
         "patches": machine.patches(REPOSITORY) if args.engine_directory else {},
@@ -295,9 +296,18 @@ class Part:
         self.looking.start()
 
     def _look_around(self, args: argparse.Namespace, hidden: list[str]) -> None:
+        # W&B reads it some seconds from now, and a machine may take as long to look at: what is known goes first.
+        self._write_wandb_config(args)
         self.content |= look_around(args, hidden)
+        self._write_wandb_config(args)
         with contextlib.suppress(OSError):
             write_json(self.path, self.content)
+
+    def _write_wandb_config(self, args: argparse.Namespace) -> None:
+        path = args.directory / f"node{args.node}.wandb.yaml"
+        with contextlib.suppress(OSError):
+            if path.exists():
+                wandb_config.write(path, self.content)
 
     def end(self, changes: Mapping[str, Any]) -> None:
         """Raises OSError."""

@@ -164,7 +164,9 @@ def terminal(comparison: Comparison) -> str:
         lines[1:1] = [f"({comparison.not_of_gpus}: not a measurement of Megatron-DeepSpeed on GPUs)"]
     for group in comparison.groups:
         cells = [[column.text(row) for column in shown] for row in group.rows]
-        titles, alignment = [column.title for column in shown], [column.alignment for column in shown]
+        # One word a line, so that the figures decide how wide a column is.
+        titles = [column.title.replace(" ", "\n") for column in shown]
+        alignment = [column.alignment for column in shown]
         lines += [tabulate(cells, titles, colalign=alignment, disable_numparse=True), ""]
     lines += [*comparison.verdicts, method(comparison)]
     lines += [f"gradients reduced: {reduction}: {', '.join(labels)}" for reduction, labels in _reductions(comparison)]
