@@ -88,6 +88,7 @@ main() {
   require_integers 2 TRAIN_ITERS
   command -v "$PYTHON" >/dev/null || die "there is no '$PYTHON' on PATH" "Activate the environment that has torch, or set PYTHON"
   absolute_path "$RUNS_DIR" && RUNS_DIR=$REPLY
+  LAUNCH=local # what is compared must differ in the strategy alone
   # Runs of an engine that was changed since would pass as runs of this one.
   [[ ! -e $RUNS_DIR ]] || die "$RUNS_DIR exists, and a check is made of new runs alone" "Choose another RUNS_DIR"
   if [[ -z $MEGATRON_DATA_DIR ]]; then

@@ -51,6 +51,7 @@ main() {
   require_integers 1 REPEATS
   require_integers 0 RETRIES
   absolute_path "$RUNS_DIR" && RUNS_DIR=$REPLY
+  check_launch
   read -r -d '' -a chosen <<<"$STRATEGIES" || true
   choose_strategies "${chosen[@]}"
   plan_rows

@@ -4,7 +4,15 @@
 
 sweep_settings() {
   setting RETRIES 1 "Times that a failed run is tried again once all others have run"
+  setting LAUNCH local "local (this machine's processes), or ssh (the nodes of HOSTS, else SLURM's, from this one terminal)"
   setting RUNS_DIR "$1" "Directory of the runs; what is complete there is not run again"
+}
+
+check_launch() {
+  require_one_of LAUNCH local ssh
+  [[ $LAUNCH == ssh ]] || return 0
+  SWEEP_HOSTS=${HOSTS:-$(slurm_hosts | tr '\n' ' ')}
+  [[ -n ${SWEEP_HOSTS// /} ]] || die "LAUNCH=ssh but no hosts are known" 'export HOSTS="node0 node1" in rank order'
 }
 
 # choose_strategies [NAME...]: sets CHOSEN; all when none is named.
@@ -17,8 +25,6 @@ choose_strategies() {
     [[ $'\n'$all$'\n' == *$'\n'$strategy$'\n'* ]] || die "there is no strategy '$strategy'" "There are: ${all//$'\n'/ }"
   done
 }
-
-launcher_of() { REPLY=$REPO_ROOT/scripts/run_megatron_t5_$1.sh; }
 
 # The rows of one repeat: ROW_NAMES and ROW_SIZES (processes in all), and by name ROW_STRATEGY and ROW_PROCESSES (what
 # the launcher is told; empty: the strategy's own number).
@@ -51,42 +57,46 @@ plan_baselines() {
 # add_row NAME STRATEGY PROCESSES: asks the launcher whether it would run.
 add_row() {
   local name=$1 strategy=$2 answer processes
-  launcher_of "$strategy"
-  answer=$(row_environment "$strategy" "$3" "$RUNS_DIR/plan" && bash "$REPLY" --dry-run 2>&1) || die "$strategy: $answer"
+  answer=$(launch_row "$strategy" "$3" "$RUNS_DIR/plan" --dry-run 2>&1) || die "$strategy: $answer"
   if [[ $answer == *'a real run would stop here: '* ]]; then
     answer=${answer#*a real run would stop here: }
     note "$name cannot run here: ${answer%%$'\n'*}"
     return 1
   fi
-  processes=${answer##*--nproc_per_node }
+  [[ $answer =~ --nnodes\ ([0-9]+)\ --nproc_per_node\ ([0-9]+) ]] || die "$strategy: $answer"
   ROW_NAMES+=("$name")
-  ROW_SIZES+=("${processes%% *}")
+  ROW_SIZES+=($((BASH_REMATCH[1] * BASH_REMATCH[2])))
   ROW_STRATEGY[$name]=$strategy
   ROW_PROCESSES[$name]=$3
 }
 
-# row_environment STRATEGY PROCESSES DIRECTORY: what a launcher is told beside the user's own settings.
-row_environment() {
-  export OUTPUT_DIR=$3 NNODES=1 HOSTS=''
-  export WANDB_RUN_GROUP=${WANDB_RUN_GROUP:-${RUNS_DIR##*/}}
+# launch_row STRATEGY PROCESSES DIRECTORY [--dry-run]: the launcher, here or on the hosts, told what differs by row.
+# To be called in a subshell: what it exports stays there.
+launch_row() {
+  local launcher=$REPO_ROOT/scripts/run_megatron_t5_$1.sh hosts
+  export OUTPUT_DIR=$3 WANDB_RUN_GROUP=${WANDB_RUN_GROUP:-${RUNS_DIR##*/}}
+  if [[ $LAUNCH == ssh ]]; then
+    read -r -d '' -a hosts <<<"$SWEEP_HOSTS" || true
+    [[ -z $2 ]] || export NPROC_PER_NODE=$(($2 / ${#hosts[@]}))
+    exec "$PYTHON" "$REPO_ROOT/scripts/launch_over_ssh.py" --hosts "$SWEEP_HOSTS" --launcher "$launcher" --directory "$3" "${@:4}"
+  fi
+  export NNODES=1 HOSTS=''
   [[ -z $2 ]] || export NPROC_PER_NODE=$2
   [[ -n ${MASTER_PORT:-} ]] || MASTER_PORT=$(free_port) || return
   export MASTER_PORT
+  exec bash "$launcher" "${@:4}"
 }
 
 free_port() { "$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
 
-is_complete() {
-  local status=''
-  [[ ! -s $1/node0.status ]] || read -r status _ <"$1/node0.status"
-  [[ $status == complete ]]
-}
+# Of all nodes, as the record says.
+is_complete() { grep -qs '^  "status": "complete",$' "$1/run.json"; }
 
 # Rewrites one line while a run goes on; where nobody watches, it says nothing in between.
 show_progress() {
-  local label=$1 log=$2 line
+  local label=$1 directory=$2 line
   [[ -t 2 ]] || return 0
-  line=$(grep -aoE 'iteration +[0-9]+/ *[0-9]+' "$log" 2>/dev/null | tail -n 1 | tr -s ' ') || true
+  line=$(cat -- "$directory"/node*.{log,terminal} 2>/dev/null | grep -aoE 'iteration +[0-9]+/ *[0-9]+' | tail -n 1 | tr -s ' ') || true
   printf '\r%s  %-28s' "$label" "${line:-starting}" >&2
 }
 
@@ -94,18 +104,17 @@ show_progress() {
 run_one() {
   local label=$1 name=$2 directory=$3 exit_status=0 status='' reason='' speed
   mkdir -p -- "$directory"
-  launcher_of "${ROW_STRATEGY[$name]}"
-  (row_environment "${ROW_STRATEGY[$name]}" "${ROW_PROCESSES[$name]}" "$directory" && exec bash "$REPLY") \
-    >"$directory/launcher.log" 2>&1 &
+  (launch_row "${ROW_STRATEGY[$name]}" "${ROW_PROCESSES[$name]}" "$directory") >"$directory/launcher.log" 2>&1 &
   launcher=$!
   while kill -0 "$launcher" 2>/dev/null && [[ -z $interrupted_by ]]; do
-    show_progress "$label" "$directory/node0.log"
+    show_progress "$label" "$directory"
     sleep 0.3
   done
   [[ -z $interrupted_by ]] || stop_launcher
   wait "$launcher" || exit_status=$?
   [[ ! -t 2 ]] || printf '\r' >&2
-  [[ ! -s $directory/node0.status ]] || read -r status reason <"$directory/node0.status" || true
+  status=$(sed -n 's/^  "status": "\(.*\)",$/\1/p' "$directory/run.json" 2>/dev/null) || true
+  reason=$(sed -n 's/^  "reason": "\(.*\)",$/\1/p' "$directory/run.json" 2>/dev/null) || true
   if ((exit_status == 0)); then
     speed=$(tail -n 1 "$directory/metrics.jsonl" 2>/dev/null | sed -n 's/.*"samples_per_second": \([0-9.]*\).*/, \1 samples\/s at the end/p')
     OUTCOME=complete$speed
