@@ -22,13 +22,13 @@ sys.path.insert(0, str(REPOSITORY))
 
 from t5bench import collect  # noqa: E402
 from t5bench.records import RecordError, write_run  # noqa: E402
-from t5bench.status import EXIT_CODES, RUNNING  # noqa: E402
+from t5bench.status import COMPLETE, CONFIGURATION, CRASHED, EXIT_CODES  # noqa: E402
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
 SSH_FAILED = 255
 # A launcher that is told to end needs up to 25 s; one whose peer failed ends by itself within 30 s, mostly in 3.
 GRACE_SECONDS = 45
-_ALSO_SENT = re.compile(r"^(PATH|PYTHON|NCCL_|GLOO_|CUDA_VISIBLE_DEVICES|OMP_|HF_|TORCH_|UCX_|FI_|WANDB_|STUB_)")
+_ALSO_SENT = re.compile(r"^(PATH|PYTHON|NCCL_|GLOO_|CUDA_VISIBLE_DEVICES|OMP_|HF_|TORCH_|UCX_|FI_|WANDB_)")
 _NOT_SENT = {"NODE_RANK", "MASTER_ADDR"}
 
 # {launcher} runs in the background, and what comes on standard input is read until it ends.
@@ -74,7 +74,7 @@ class Node:
     """A host, the ssh to it and the file that takes its output."""
 
     def __init__(self, host: str, script: str, output: Path | None) -> None:
-        self.host = host
+        self.host, self.output = host, output
         self.file = output.open("wb") if output else None
         self.process = subprocess.Popen(
             [*SSH, host, "bash", "-s"],
@@ -94,13 +94,25 @@ class Node:
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
 
+    def refusal(self) -> str | None:
+        """Why the launcher was never started, or started nothing; None when it did, or still may."""
+        code = self.process.poll()
+        if code not in (SSH_FAILED, EXIT_CODES[CONFIGURATION]) or not self.output:
+            return None
+        lines = self.output.read_text(errors="replace").strip().splitlines()
+        if code == SSH_FAILED:
+            return f"ssh to {self.host} failed: {lines[-1] if lines else 'it said nothing'}"
+        error = next((line for line in lines if line.startswith("error: ")), "error: exit status 2")
+        return f"{self.host}: {error.removeprefix('error: ')}"
+
 
 def watch(nodes: Sequence[Node]) -> None:
-    """Until all have ended. When one fails, the others get time to end by themselves."""
+    """Until all have ended. When one fails, the others get time to end by themselves; at once when one never began."""
     deadline = None
     while any(node.process.poll() is None for node in nodes):
         if deadline is None and any(node.process.poll() for node in nodes):
-            deadline = time.monotonic() + GRACE_SECONDS
+            begun = not any(node.refusal() for node in nodes)
+            deadline = time.monotonic() + (GRACE_SECONDS if begun else 0)
         if deadline is not None and time.monotonic() > deadline:
             for node in nodes:
                 node.end()
@@ -121,18 +133,17 @@ def bring_back(hosts: Sequence[str], directory: Path) -> None:
 
 
 def exit_status(nodes: Sequence[Node], directory: Path) -> int:
+    if refusals := [refusal for node in nodes if (refusal := node.refusal())]:
+        print("\n".join(f"error: {refusal}" for refusal in refusals), file=sys.stderr)
+        return EXIT_CODES[CONFIGURATION]
     try:
         record = write_run(directory)
-    except RecordError:
-        record = {"status": RUNNING, "reason": "", "remedy": ""}
-    for node in nodes:
-        if node.process.returncode == SSH_FAILED:
-            print(f"error: ssh to {node.host} failed, see {directory}", file=sys.stderr)
-    if record["status"] in EXIT_CODES:
-        text = f"{record['status']}: {record['reason']}\n       {record['remedy']}".rstrip(": \n")
-        print(text, file=sys.stderr)
-        return EXIT_CODES[record["status"]]
-    return next((node.process.returncode for node in nodes if node.process.returncode), 1)
+    except RecordError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CODES[CRASHED]
+    if record["status"] != COMPLETE:
+        print(f"{record['status']}: {record['reason']}\n       {record['remedy']}".rstrip(), file=sys.stderr)
+    return EXIT_CODES.get(record["status"], EXIT_CODES[CRASHED])
 
 
 def main() -> int:

@@ -119,8 +119,11 @@ run_one() {
     speed=$(tail -n 1 "$directory/metrics.jsonl" 2>/dev/null | sed -n 's/.*"samples_per_second": \([0-9.]*\).*/, \1 samples\/s at the end/p')
     OUTCOME=complete$speed
   else
-    [[ -n $reason ]] || reason=$(grep -m 1 '^error: ' "$directory/launcher.log") || reason="exit status $exit_status"
-    OUTCOME="FAILED (${status:-not started}): $reason; see $directory"
+    # A launcher that refuses leaves no record, or that of another node which waited for it in vain.
+    if ((exit_status == EXIT_CONFIGURATION)) || [[ -z $reason ]]; then
+      status=configuration reason=$(grep -m 1 '^error: ' "$directory/launcher.log") || reason="exit status $exit_status"
+    fi
+    OUTCOME="FAILED ($status): ${reason#error: }; see $directory"
   fi
   return "$exit_status"
 }

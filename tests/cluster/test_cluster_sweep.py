@@ -1,0 +1,94 @@
+"""LAUNCH=ssh: the sweep started from one terminal on the login host, the nodes by real ssh."""
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+from cluster_lab import Cluster
+from harness import Project, wait_for
+
+from t5bench.records import load
+
+TWO, FOUR = "node0 node1", "node0 node1 node2 node3"
+SWEEP = ("bash", "scripts/run_megatron_t5_all.sh")
+
+
+def settings(project: Project, **changes: str) -> dict[str, str]:
+    return project.environment | {"LAUNCH": "ssh", "HOSTS": TWO, "RETRIES": "0", "STRATEGIES": "ddp"} | changes
+
+
+def sweep(cluster: Cluster, project: Project, **changes: str) -> subprocess.CompletedProcess:
+    return cluster.login(*SWEEP, env=settings(project, **changes), cwd=project.root, timeout=150, check=False)
+
+
+def nothing_is_left(cluster: Cluster, project: Project) -> bool:
+    return not [
+        line for node in cluster.nodes for line in cluster.processes(node).values() if str(project.root) in line
+    ]
+
+
+def run_directory(project: Project, row: str) -> Path:
+    return project.root / "outputs" / "all" / "repeat1" / row
+
+
+def test_two_nodes_and_the_four_node_hybrid_on_a_shared_file_system(cluster: Cluster, project: Project):
+    result = sweep(cluster, project, HOSTS=FOUR, STRATEGIES="ddp hybrid", WANDB_API_KEY="0123456789abcdef")
+    assert result.returncode == 0, result.stdout + result.stderr
+    for row in ("ddp", "hybrid"):
+        run = load(run_directory(project, row))
+        assert (run.status, run.world_size, len(run.nodes)) == ("complete", 4, 4)
+        assert [node["host"] for node in run.nodes] == FOUR.split()
+        assert run.record["differences"] == []
+    assert "complete" in result.stderr
+    assert nothing_is_left(cluster, project)
+    assert sweep(cluster, project, HOSTS=FOUR, STRATEGIES="ddp hybrid").stderr.count("complete already") == 2
+
+
+def test_records_come_back_from_nodes_without_a_shared_file_system(cluster: Cluster, project: Project):
+    cluster.private(project.root.parent)
+    result = sweep(cluster, project)
+    assert result.returncode == 0, result.stdout + result.stderr
+    run = load(run_directory(project, "ddp"))
+    assert (run.status, len(run.nodes), run.iterations[-1].iteration) == ("complete", 2, 6)
+    assert (run_directory(project, "ddp") / "node1.log").is_file()
+
+
+def test_a_worker_that_dies_is_one_sentence_on_the_one_terminal(cluster: Cluster, project: Project):
+    process = cluster.start("login", *SWEEP, env=settings(project, TRAIN_ITERS="2000"), cwd=project.root)
+    log = run_directory(project, "ddp") / "node1.log"
+    wait_for(lambda: log.exists() and "iteration" in log.read_text(), 60)
+    workers = [pid for pid, line in cluster.processes("node1").items() if "pretrain_t5.py" in line and " -u " in line]
+    cluster.kill("node1", workers[-1])
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 1, output
+    assert "FAILED (crashed): node 1 (node1): rank 1: a process was killed (SIGKILL)" in output
+    assert nothing_is_left(cluster, project)
+
+
+def test_ctrl_c_ends_every_node(cluster: Cluster, project: Project):
+    process = cluster.start("login", *SWEEP, env=settings(project, TRAIN_ITERS="2000"), cwd=project.root)
+    log = run_directory(project, "ddp") / "node1.log"
+    wait_for(lambda: log.exists() and "iteration" in log.read_text(), 60)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=90)
+    assert "nothing is left running" in output
+    wait_for(lambda: nothing_is_left(cluster, project), 30)
+    assert json.loads((run_directory(project, "ddp") / "run.json").read_text())["status"] == "cancelled"
+
+
+def test_a_host_that_ssh_does_not_reach_is_named(cluster: Cluster, project: Project):
+    result = sweep(cluster, project, HOSTS="node0 nowhere")
+    assert result.returncode == 2  # nothing was trained
+    assert "FAILED (configuration): ssh to nowhere failed: ssh: Could not resolve hostname nowhere" in result.stderr
+    assert nothing_is_left(cluster, project)
+
+
+def test_a_launcher_that_refuses_on_one_node_ends_the_others_at_once(cluster: Cluster, project: Project):
+    cluster.private(project.root.parent)
+    cluster.run("node1", "rm", str(project.data_prefix) + ".idx")
+    result = sweep(cluster, project)
+    assert result.returncode == 2  # nothing was trained
+    assert "FAILED (configuration): node1: " in result.stderr and "xsum_text_document.idx" in result.stderr
+    assert nothing_is_left(cluster, project)
