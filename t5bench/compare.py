@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     parser.add_argument("--format", choices=FORMATS, default="terminal", help="what to print (default: %(default)s)")
     parser.add_argument(
-        "--output", type=Path, help="where the files go (default: the directory 'comparison' beside the runs)"
+        "--output", type=Path, help="where the files go (default: the directory 'comparison' where the runs are)"
     )
 
 
@@ -90,7 +90,10 @@ def find_runs(directory: Path, depth: int = DEEPEST) -> Iterator[Path]:
             yield from find_runs(child, depth - 1)
 
 
-def default_output(runs: Sequence[records.Run]) -> Path:
+def default_output(places: Sequence[str], runs: Sequence[records.Run]) -> Path:
+    """In the one directory that was named and holds the runs, else in what all their directories lie in."""
+    if len(places) <= 1 and next(find_runs(here := Path(*places or [DEFAULT_RUNS]))) != here:
+        return here / "comparison"
     return Path(os.path.commonpath([run.directory.resolve().parent for run in runs])) / "comparison"
 
 
@@ -118,7 +121,7 @@ def usage_error(error: Exception) -> int:
 def run(arguments: argparse.Namespace) -> int:
     try:
         comparison = compare(arguments)
-        directory = arguments.output or default_output(comparison.runs)
+        directory = arguments.output or default_output(arguments.runs, comparison.runs)
         page = write(comparison, directory)
     except UsageError as error:
         return usage_error(error)

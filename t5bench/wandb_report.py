@@ -72,7 +72,7 @@ class Place:
     online: bool
 
 
-def place_of(comparison: Comparison, project: str | None, directory: Path | None) -> Place:
+def place_of(comparison: Comparison, places: Sequence[str], project: str | None, directory: Path | None) -> Place:
     """Where the runs are. Raises UsageError."""
     found = _values(comparison, "WANDB_PROJECT")
     if not project and len(found) != 1:
@@ -82,7 +82,7 @@ def place_of(comparison: Comparison, project: str | None, directory: Path | None
     if directory is not None and not directory.is_dir():
         remedy = f"Make it: python -m t5bench compare --output {shlex.quote(str(directory))}"
         raise UsageError(f"there is no directory {directory}\n{remedy}")
-    directory = directory or default_output(comparison.runs)
+    directory = directory or default_output(places, comparison.runs)
     groups = _values(comparison, "WANDB_RUN_GROUP")
     # As the sweep calls its group: by the directory that holds the runs and the comparison.
     group = groups[0] if len(groups) == 1 else directory.resolve().parent.name
@@ -289,7 +289,7 @@ def run(arguments: argparse.Namespace) -> int:
         return usage_error(UsageError(f"W&B is not installed: {error}\nRun: pip install -r requirements.txt"))
     try:
         comparison = compare(arguments)
-        place = place_of(comparison, arguments.project, arguments.comparison)
+        place = place_of(comparison, arguments.runs, arguments.project, arguments.comparison)
         # Until it is uploaded W&B keeps the tables' content in the user's home, which another machine may lack.
         os.environ.setdefault("WANDB_DATA_DIR", str(place.directory / "wandb"))
     except UsageError as error:

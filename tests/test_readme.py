@@ -1,17 +1,23 @@
 """The README against the code: its tables, its file list, and every command in it."""
 
+import os
 import re
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from harness import REPO_ROOT, STRATEGIES, Project
+from made_runs import make_run
+
+from t5bench.status import EXIT_CODES
 
 README = (REPO_ROOT / "README.md").read_text()
 BASH_BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 # What a README's reader has and a test machine has not: they record their arguments and succeed.
-OUTSIDE_PROGRAMS = ("salloc", "srun", "scontrol", "conda", "pip", "scp", "ssh", "ds_report")
+OUTSIDE_PROGRAMS = ("salloc", "srun", "sbatch", "scontrol", "conda", "pip", "scp", "ssh", "ds_report")
 RECORDER = """#!/usr/bin/env bash
 printf '%s\\n' "${0##*/} $*" >>"$STUB_DIR/outside"
 """
@@ -62,7 +68,7 @@ def test_every_launcher_is_in_the_tests():
     found = {
         path.stem.removeprefix("run_megatron_t5_") for path in (REPO_ROOT / "scripts").glob("run_megatron_t5_*.sh")
     }
-    assert found == set(STRATEGIES)
+    assert found == {*STRATEGIES, "all"}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "hybrid"])
@@ -148,5 +154,41 @@ def test_every_command_runs(project: Project, tmp_path: Path, block: str):
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    if "run_megatron_t5" in block:
+    assert "--dry-run" not in block or "repeat3/hybrid" in result.stdout
+    if "run_megatron_t5" in block and "--dry-run" not in block:
         assert project.was_started() or "srun" in block
+
+
+def test_status_table_is_what_a_launcher_exits_with():
+    codes = {row[0]: row[1] for row in table_rows("Status")}
+    assert codes.pop("cancelled") == "128 + signal"
+    assert codes == {status: str(code) for status, code in EXIT_CODES.items()}
+
+
+def test_commands_that_read_runs(tmp_path: Path):
+    """The `python -m t5bench ...` of the text, on runs where the text says they are."""
+    commands = re.findall(r"^(python -m t5bench .*)$|`(python -m t5bench [^`]+)`", README, re.MULTILINE)
+    words = {
+        shlex.split((block or inline).replace("$PWD", str(tmp_path)))[3]: block or inline for block, inline in commands
+    }
+    assert set(words) == {"compare", "collect", "wandb"}
+    for strategy in ("ddp", "zero1"):
+        make_run(tmp_path / "outputs" / "all" / "repeat1" / strategy, strategy, elapsed_ms=[100.0] * 30)
+    make_run(tmp_path / "outputs" / "ddp", "ddp", elapsed_ms=[100.0] * 3)
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text('#!/bin/bash\nexec bash -c "${@: -1}"\n')
+    ssh.chmod(0o755)
+    environment = os.environ | {"PATH": f"{ssh.parent}:{os.environ['PATH']}", "WANDB_MODE": "offline"}
+    for command in ("compare", "wandb", "collect"):
+        result = subprocess.run(
+            ["bash", "-c", words[command].replace("python", shlex.quote(sys.executable), 1)],
+            cwd=tmp_path,
+            env=environment | {"PYTHONPATH": str(REPO_ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+    assert (tmp_path / "outputs" / "all" / "comparison" / "index.html").is_file()
