@@ -1,5 +1,6 @@
 """The quickstart: a newcomer's first command, with what may be wrong on a newcomer's machine."""
 
+import csv
 import os
 import shutil
 import signal
@@ -103,14 +104,21 @@ def test_help_needs_nothing(clone: Path):
 def test_all_strategies_train_and_equal_ddp(ready_clone: Path):
     result = quickstart(ready_clone)
     assert result.returncode == 0, result.stderr + result.stdout
-    rows = [line.split() for line in result.stdout.splitlines() if line.split() and line.split()[0] in STRATEGIES]
-    assert {row[0] for row in rows} == set(STRATEGIES)
+    (table,) = (ready_clone / "outputs" / "quickstart").glob("*/comparison/comparison.csv")
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    sizes = {(row["strategy"], row["world_size"]) for row in rows}
+    assert sizes == {(strategy, "2") for strategy in STRATEGIES if strategy != "hybrid"} | {
+        ("hybrid", "4"),
+        ("ddp", "4"),
+    }
     for row in rows:
-        assert row[4] == ("baseline" if row[0] == "ddp" else "yes")
-        assert row[-1] == "complete"
-    assert "which is fastest" in result.stdout
+        assert row["parity"] == ("baseline" if row["strategy"] == "ddp" else "yes")
+        assert row["status"] == "complete"
+        assert float(row["bytes_sent_per_iteration"]) > 0
+    assert "not a measurement of Megatron-DeepSpeed on GPUs" in result.stdout
+    assert table.with_name("index.html").is_file()
     progress = [line for line in result.stderr.splitlines() if line.startswith("[")]
-    assert len(progress) == len(STRATEGIES)
+    assert len(progress) == len(STRATEGIES) + 1
     made = {path.name for path in ready_clone.iterdir()} - {path.name for path in REPO_ROOT.iterdir()}
     assert made <= {"outputs", ".venv"}
 
@@ -128,7 +136,7 @@ def test_ctrl_c_leaves_nothing_running(ready_clone: Path):
         start_new_session=True,
     )
     outputs = ready_clone / "outputs" / "quickstart"
-    wait_for(lambda: any("iteration" in log.read_text() for log in outputs.glob("*/ddp/node0.log")), 120)
+    wait_for(lambda: any("iteration" in log.read_text() for log in outputs.glob("*/repeat1/ddp/node0.log")), 120)
     os.killpg(process.pid, signal.SIGINT)
     started = time.monotonic()
     _, errors = process.communicate(timeout=60)
