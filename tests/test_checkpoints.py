@@ -1,4 +1,4 @@
-"""Whole and broken checkpoints, what may go on from them, and how nodes agree: t5bench/checkpoints.py, the launchers."""
+"""Whole and broken checkpoints, what may go on from them, and how nodes agree on one."""
 
 import json
 import os

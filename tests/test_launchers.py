@@ -657,7 +657,10 @@ def test_a_failed_run_may_be_repeated_and_keeps_its_log(project: Project):
 def test_checkpoints_are_never_overwritten(project: Project, name: str):
     for iteration in (8, 40, 9):
         (project.root / "outputs" / "ddp" / "checkpoints" / name.format(iteration)).mkdir(parents=True)
-    assert "holds checkpoints of an earlier run (up to iteration 40)" in refused(project, "ddp")
+    result = project.launch("ddp")
+    assert result.returncode == 2
+    assert "holds checkpoints of an earlier run (up to iteration 40)" in result.stderr
+    assert not project.was_started()
 
 
 def test_refuses_a_run_directory_that_cannot_be_written(project: Project):
