@@ -13,10 +13,12 @@ from pathlib import Path
 
 from harness import REPO_ROOT, processes_with, wait_for
 
+from t5bench.checkpoints import DEEPSPEED_TRACKER, TRACKER
 from t5bench.log import Iteration
 from t5bench.records import read_metrics
 
 ITERATIONS, SAVE_INTERVAL, DIES_AFTER = 24, 8, 17
+LAST = 2 * SAVE_INTERVAL  # the newest checkpoint when a run dies
 SETTINGS = {
     "DEVICE": "cpu", "OMP_NUM_THREADS": "1", "MODEL_PRESET": "tiny", "LOG_INTERVAL": "1", "WANDB_MODE": "disabled",
     "TRAIN_ITERS": str(ITERATIONS), "SAVE_INTERVAL": str(SAVE_INTERVAL), "LR": "0.001", "MICRO_BATCH_SIZE": "2",
@@ -110,3 +112,21 @@ def assert_continues(runs: Runs, resumed: str, whole: str, begin: int) -> None:
     assert len(twice) > len(set(twice)), "the run that died had logged more than its last checkpoint"
     for entry in logged:
         assert (entry["lm_loss"], entry["grad_norm"]) == expected[entry["iteration"]]
+
+
+def assert_goes_on(runs: Runs, name: str, file: str = "", problem: str = "") -> None:
+    """Resumes a copy of the run "died", of whose newest checkpoint this file is "missing" or "cut off"; "": none is."""
+    checkpoints = runs.copy("died", name)
+    if problem == "missing":
+        (checkpoints / file).unlink()
+    elif problem:
+        size = (checkpoints / file).stat().st_size
+        os.truncate(checkpoints / file, size // 2)
+        # The engines' pointers do not survive a death in their writing, and without them training would start anew.
+        for pointer in (TRACKER, DEEPSPEED_TRACKER):
+            (checkpoints / pointer).unlink(missing_ok=True)
+    said = runs.finish(name, RESUME="1")
+    assert (f"iteration {LAST} is passed over: {file} is {problem}" in said) == bool(problem)
+    begin = SAVE_INTERVAL if problem else LAST
+    assert f"resuming from the checkpoint of iteration {begin}\n" in said
+    assert_continues(runs, name, "whole", begin)
