@@ -230,38 +230,58 @@ choose_wandb() {
   fi
 }
 
-# The newest checkpoint's iteration, or nothing.
+# The iteration of the newest checkpoint, whole or not, or nothing.
 last_checkpoint() {
+  local path number
   REPLY=''
-  [[ ! -s $OUTPUT_DIR/checkpoints/latest_checkpointed_iteration.txt ]] ||
-    read -r REPLY <"$OUTPUT_DIR/checkpoints/latest_checkpointed_iteration.txt" || true
+  for path in "$OUTPUT_DIR"/checkpoints/iter_[0-9]* "$OUTPUT_DIR"/checkpoints/global_step[0-9]*; do
+    number=${path##*[!0-9]}
+    [[ -z $number ]] || ((10#$number <= ${REPLY:-0})) || REPLY=$((10#$number))
+  done
 }
 
 check_output_dir() {
-  local status=none
-  [[ ! -s $OUTPUT_DIR/node$NODE_RANK.status ]] || read -r status _ <"$OUTPUT_DIR/node$NODE_RANK.status"
-  last_checkpoint
-  local iteration=$REPLY
+  local status=none host='' pid=''
+  [[ ! -s $OUTPUT_DIR/node$NODE_RANK.status ]] || read -r status host pid <"$OUTPUT_DIR/node$NODE_RANK.status" || true
+  if [[ $status == running && $host == "${HOSTNAME:-}" ]] && kill -0 "$pid" 2>/dev/null; then
+    missing "a run is going on in $OUTPUT_DIR (process $pid)" "Wait for it, end it, or choose another OUTPUT_DIR"
+  fi
   if ((RESUME)); then
-    [[ $iteration =~ ^[0-9]+$ ]] || missing "RESUME=1 but there is no checkpoint in $OUTPUT_DIR/checkpoints" \
-      "A run saves checkpoints with SAVE_INTERVAL=<iterations>; without RESUME a new run starts"
-    if [[ $iteration =~ ^[0-9]+$ ]] && ((iteration >= TRAIN_ITERS)); then
-      missing "the run in $OUTPUT_DIR is already at iteration $iteration of $TRAIN_ITERS" \
-        "Set TRAIN_ITERS higher to train on"
-    fi
+    look_at_checkpoints check && WHOLE_CHECKPOINT=$REPLY
     return 0
   fi
   local remedy="Choose another OUTPUT_DIR, continue it with RESUME=1, or delete it"
-  [[ $status != complete ]] || missing "$OUTPUT_DIR holds a finished run, and nothing is overwritten" "$remedy"
-  [[ -z $iteration ]] ||
-    missing "$OUTPUT_DIR holds checkpoints of an earlier run (up to iteration $iteration), and nothing is overwritten" "$remedy"
-  if [[ $status == running ]]; then
-    local pid host
-    read -r _ host pid <"$OUTPUT_DIR/node$NODE_RANK.status"
-    if [[ $host == "${HOSTNAME:-}" ]] && kill -0 "$pid" 2>/dev/null; then
-      missing "a run is going on in $OUTPUT_DIR (process $pid)" "Wait for it, end it, or choose another OUTPUT_DIR"
-    fi
-  fi
+  [[ $status != complete ]] || missing "$OUTPUT_DIR holds a finished run, and nothing is overwritten" \
+    "Choose another OUTPUT_DIR, or delete it"
+  last_checkpoint
+  [[ -z $REPLY ]] ||
+    missing "$OUTPUT_DIR holds checkpoints of an earlier run (up to iteration $REPLY), and nothing is overwritten" "$remedy"
+}
+
+# look_at_checkpoints TASK [OPTION...]: what t5bench/checkpoints.py finds, an iteration, in REPLY.
+look_at_checkpoints() {
+  local report problem status=0
+  require_python
+  describe_run
+  report=$(PYTHONPATH=$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" -m t5bench.checkpoints "$1" \
+    "${RUN_DESCRIPTION[@]}" ${STRATEGY_DS_CONFIG:+--ds-config "$REPO_ROOT/ds_configs/$STRATEGY_DS_CONFIG"} "${@:2}") || status=$?
+  REPLY=$report
+  ((status)) || return 0
+  [[ $report == problem=* ]] || die "the checkpoints in $OUTPUT_DIR could not be checked (exit status $status)"
+  REPLY=0 problem=${report%%$'\n'*}
+  missing "${problem#problem=}" "${report#*$'\n'remedy=}"
+}
+
+# All nodes take the same checkpoint, and the engines find no other.
+choose_checkpoint() {
+  ((RESUME)) || return 0
+  look_at_checkpoints choose --whole "$WHOLE_CHECKPOINT" --master-address "$MASTER_ADDR" --master-port "$MASTER_PORT" \
+    --seconds "$RENDEZVOUS_TIMEOUT"
+  note "resuming from the checkpoint of iteration $REPLY"
+}
+
+require_python() {
+  command -v "$PYTHON" >/dev/null || die "there is no '$PYTHON' on PATH" "Activate the environment that has torch, or set PYTHON"
 }
 
 # One Python process for what is easier there: the data's headers, library versions, the effective DeepSpeed JSON.
@@ -272,7 +292,7 @@ inspect_environment() {
     --global-batch-size "$GLOBAL_BATCH_SIZE" --clip-grad "$CLIP_GRAD" "--precision=$PRECISION_FLAG"
     --gradient-reduction "$GRADIENT_REDUCTION")
   [[ -z $STRATEGY_DS_CONFIG ]] || arguments+=(--ds-config "$REPO_ROOT/ds_configs/$STRATEGY_DS_CONFIG")
-  command -v "$PYTHON" >/dev/null || die "there is no '$PYTHON' on PATH" "Activate the environment that has torch, or set PYTHON"
+  require_python
   local report
   report=$("$PYTHON" "$REPO_ROOT/scripts/inspect_environment.py" "${arguments[@]}") || exit "$?"
   while IFS='=' read -r key value; do
@@ -435,30 +455,39 @@ write_run_directory() {
   printf '%s %s %s\n' running "${HOSTNAME:-unnamed}" "$$" >"$node.status"
 }
 
-# Reads the run's output from its standard input; see t5bench/recorder.py.
-record_run() {
-  local name arguments=(
-    --directory "$OUTPUT_DIR" --node "$NODE_RANK" --end-file "$OUTPUT_DIR/node$NODE_RANK.end" --launcher "$$" --mark "$1"
-    --strategy "$STRATEGY" --title "$STRATEGY_TITLE" --device "$DEVICE" --engine "$ENGINE" --engine-patches "$ENGINE_PATCHES"
-    --data-prefix "$DATA_PREFIX" --tokenizer "$TOKENIZER_MODEL" --sample-interval "$SAMPLE_INTERVAL"
-    --watchdog-seconds "$WATCHDOG_SECONDS" --master-address "$MASTER_ADDR" --master-port "$MASTER_PORT"
+# What t5bench's record and the check of checkpoints are both told, as RUN_DESCRIPTION.
+describe_run() {
+  local name
+  RUN_DESCRIPTION=(
+    --directory "$OUTPUT_DIR" --node "$NODE_RANK" --strategy "$STRATEGY" --engine "$ENGINE" --data-prefix "$DATA_PREFIX"
     --layout "nnodes=$NNODES" --layout "nproc_per_node=$NPROC_PER_NODE" --layout "world_size=$WORLD_SIZE"
     --layout "tp=$TENSOR_PARALLEL_SIZE" --layout "pp=$PIPELINE_PARALLEL_SIZE" --layout "dp=$DATA_PARALLEL_SIZE"
     --layout "micro_batches=$MICRO_BATCHES"
   )
-  [[ $ENGINE != megatron ]] || arguments+=(--engine-directory "$MEGATRON_DIR")
-  [[ -z $STRATEGY_DS_CONFIG ]] || arguments+=(--ds-config "$OUTPUT_DIR/ds_config.json")
   for name in "${SETTING_NAMES[@]}"; do
     # Other users of the machine can read a command line.
     [[ $name != WANDB_API_KEY ]] || continue
-    arguments+=("--setting=$name=${!name}")
+    RUN_DESCRIPTION+=("--setting=$name=${!name}")
   done
+}
+
+# Reads the run's output from its standard input; see t5bench/recorder.py.
+record_run() {
+  describe_run
+  local arguments=(
+    "${RUN_DESCRIPTION[@]}" --end-file "$OUTPUT_DIR/node$NODE_RANK.end" --launcher "$$" --mark "$1" --title "$STRATEGY_TITLE"
+    --device "$DEVICE" --engine-patches "$ENGINE_PATCHES" --tokenizer "$TOKENIZER_MODEL" --sample-interval "$SAMPLE_INTERVAL"
+    --watchdog-seconds "$WATCHDOG_SECONDS" --master-address "$MASTER_ADDR" --master-port "$MASTER_PORT"
+  )
+  [[ $ENGINE != megatron ]] || arguments+=(--engine-directory "$MEGATRON_DIR")
+  [[ -z $STRATEGY_DS_CONFIG ]] || arguments+=(--ds-config "$OUTPUT_DIR/ds_config.json")
   PYTHONPATH=$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH} exec "$PYTHON" -m t5bench record "${arguments[@]}" -- \
     env "${RUN_ENVIRONMENT[@]}" "${COMMAND[@]}"
 }
 
 start_run() {
   local exit_status=0 node=$OUTPUT_DIR/node$NODE_RANK status='' reason='' remedy=''
+  choose_checkpoint
   write_run_directory
   note "$STRATEGY_TITLE: node $NODE_RANK of $NNODES, master $MASTER_ADDR:$MASTER_PORT, $WORLD_SIZE processes" \
     "(TP=$TENSOR_PARALLEL_SIZE PP=$PIPELINE_PARALLEL_SIZE DP=$DATA_PARALLEL_SIZE, $MICRO_BATCHES micro-batches), $DEVICE, engine $ENGINE"

@@ -21,7 +21,8 @@ class Iteration:
 
     elapsed_ms is per iteration, lm_loss in nats per target token (None where every iteration was skipped),
     samples_per_second over all processes, tflops per GPU, grad_norm before clipping, skipped and nan the iterations
-    without an update or a finite loss since the line before, time when the line came in seconds since 1970.
+    without an update or a finite loss since the line before, time when the line came in seconds since 1970, begin the
+    iteration after which the processes that logged it began: not 0 in a run that was resumed.
     """
 
     iteration: int
@@ -36,6 +37,7 @@ class Iteration:
     skipped: int = 0
     nan: int = 0
     time: float | None = None
+    begin: int = 0
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
     node<R>.json           what node R knows: settings, command, devices, versions, start, end, status (see recorder.py)
     node<R>.log            its output, each line after the time (UTC) at which it came
     node<R>.samples.jsonl  GPUs and network counters every few seconds (see sampler.py)
-    metrics.jsonl          one line for each logged iteration, from the node that has the last rank
+    metrics.jsonl          one line for each logged iteration, from the node that has the last rank; {"resumed_from": N}
+                           where a run went on from its checkpoint of iteration N
     run.json               all parts as one, made anew whenever a node ends and by ``collect``
 
 Nodes without a shared file system keep their own directory each, with their own parts; run.json then speaks of those.
@@ -42,25 +43,35 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def metrics_line(line: Iteration) -> str:
     """One line of metrics.jsonl; a number that is none (nan, inf) is written as the text of it."""
-    values = {key: value for key, value in asdict(line).items() if value is not None}
+    values = {key: value for key, value in asdict(line).items() if value is not None and key != "begin"}
     return json.dumps({k: v if math.isfinite(v) else str(v) for k, v in values.items()})
 
 
-_ITERATION_FIELDS = {entry.name for entry in fields(Iteration)}
+def resume_mark(iteration: int) -> str:
+    """The line of metrics.jsonl that says: what follows was logged by a run that went on from this iteration."""
+    return json.dumps({"resumed_from": iteration})
+
+
+_ITERATION_FIELDS = {entry.name for entry in fields(Iteration)} - {"begin"}
 
 
 def read_metrics(path: Path) -> list[Iteration]:
-    """The iterations in order; of an iteration that a resumed run logged again, the later line."""
-    found = {}
+    """The iterations in order. What an attempt logged beyond the iteration from which the next went on is left out."""
+    found: dict[int, Iteration] = {}
+    begin = 0
     if path.exists():
         for text in path.read_text(errors="replace").splitlines():
             try:
                 values = json.loads(text)
+                if isinstance(values.get("resumed_from"), int):
+                    begin = values["resumed_from"]
+                    found = {number: line for number, line in found.items() if number <= begin}
+                    continue
                 for name in ("lm_loss", "grad_norm", "loss_scale"):
                     if isinstance(values.get(name), str):
                         values[name] = float(values[name])
                 values.setdefault("lm_loss", None)
-                line = Iteration(**{key: values[key] for key in values.keys() & _ITERATION_FIELDS})
+                line = Iteration(**{key: values[key] for key in values.keys() & _ITERATION_FIELDS}, begin=begin)
             except (ValueError, TypeError, AttributeError, KeyError):
                 continue  # cut off when the disk was full or the node died
             found[line.iteration] = line

@@ -3,6 +3,7 @@
 Every log line is the mean over the LOG_INTERVAL iterations before it, an interval. Left out are
 
 - intervals with an evaluation or a checkpoint in them, and intervals with iterations that fp16 skipped;
+- the first 20 iterations after a run was resumed from a checkpoint;
 - warm-up: the first 20 iterations, or more where MSER finds that the run had not settled: the truncation point that
   minimises the standard error of the mean of what remains, looked for in the first half (White, "An effective
   truncation heuristic for bias reduction in simulation output", Simulation 69(6), 1997).
@@ -26,6 +27,7 @@ FEWEST_INTERVALS = 5
 CONFIDENCE = 0.95
 
 EVENT, SKIPPED, NOT_FINITE, WARM_UP = "evaluation or checkpoint", "skipped by fp16", "no time", "warm-up"
+RESUMED = "warm-up after a resume"
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,15 @@ def timing(lines: Sequence[Iteration], settings: Mapping[str, str]) -> Timing | 
         clean = [line for line in clean if line.iteration not in events]
     if not clean:
         return None
-    warm_up, warning = _warm_up(clean, max(0, lines[0].iteration - length), length)
+    begin = max(lines[0].begin, lines[0].iteration - length, 0)
+    # Where the run itself began is the warm-up's matter, which knows what to do with short runs.
+    resumed = {line.iteration for line in clean if line.begin > begin and _early(line, line.begin, length)}
+    if len(resumed) == len(clean):
+        warnings.append("every interval is warm-up after a resume, so they stay in")
+    else:
+        dropped |= dict.fromkeys(resumed, RESUMED)
+        clean = [line for line in clean if line.iteration not in resumed]
+    warm_up, warning = _warm_up(clean, begin, length)
     warnings += [warning] if warning else []
     dropped |= dict.fromkeys((line.iteration for line in clean[:warm_up]), WARM_UP)
     used = clean[warm_up:]
@@ -131,14 +141,18 @@ def event_within(start: int, end: int, settings: Mapping[str, str]) -> bool:
     return any(period > 0 and (end - 1) // period * period >= max(start, 1) for period in periods)
 
 
+def _early(line: Iteration, begin: int, length: int) -> bool:
+    """Whether this interval begins earlier than 20 iterations after `begin`."""
+    return line.iteration - length < begin + WARM_UP_ITERATIONS
+
+
 def _warm_up(lines: Sequence[Iteration], begin: int, length: int) -> tuple[int, str]:
     """How many of the first intervals, each of `length` iterations, are warm-up; and a warning or ''.
 
     begin: the iteration after which this run began, not 0 for one that was resumed.
     """
     count = len(lines)
-    # An interval counts when it begins no earlier than 20 iterations into the run.
-    early = sum(line.iteration - length < begin + WARM_UP_ITERATIONS for line in lines)
+    early = sum(_early(line, begin, length) for line in lines)
     wanted = max(early, mser([line.elapsed_ms for line in lines]))
     if count - wanted >= FEWEST_INTERVALS:
         return wanted, ""

@@ -653,29 +653,14 @@ def test_a_failed_run_may_be_repeated_and_keeps_its_log(project: Project):
     assert json.loads((run / "run.json").read_text())["status"] == "complete"
 
 
-def test_checkpoints_are_never_overwritten_and_resumed_on_request_only(project: Project):
-    checkpoints = project.root / "outputs" / "ddp" / "checkpoints"
-    checkpoints.mkdir(parents=True)
-    (checkpoints / "latest_checkpointed_iteration.txt").write_text("40")
+@pytest.mark.parametrize("name", ["iter_{:07d}", "global_step{}"])
+def test_checkpoints_are_never_overwritten(project: Project, name: str):
+    for iteration in (8, 40, 9):
+        (project.root / "outputs" / "ddp" / "checkpoints" / name.format(iteration)).mkdir(parents=True)
     result = project.launch("ddp")
     assert result.returncode == 2
-    assert "up to iteration 40" in result.stderr
+    assert "holds checkpoints of an earlier run (up to iteration 40)" in result.stderr
     assert not project.was_started()
-    _, _, engine = launched(project, "ddp", RESUME="1", SAVE_INTERVAL="20")
-    assert engine["--load"] == engine["--save"] == str(checkpoints)
-
-
-def test_refuses_to_resume_what_is_not_there(project: Project):
-    assert "no checkpoint" in refused(project, "ddp", RESUME="1")
-
-
-def test_refuses_to_resume_what_is_finished(project: Project):
-    checkpoints = project.root / "outputs" / "ddp" / "checkpoints"
-    checkpoints.mkdir(parents=True)
-    (checkpoints / "latest_checkpointed_iteration.txt").write_text("1000\n")
-    result = project.launch("ddp", RESUME="1")
-    assert result.returncode == 2
-    assert "already at iteration 1000 of 1000" in result.stderr
 
 
 def test_refuses_a_run_directory_that_cannot_be_written(project: Project):
