@@ -44,7 +44,7 @@ declare_settings() {
   data_dir_setting
   setting TOKENIZER_MODEL "" "Hugging Face name or directory (unset: the tokenizer beside the data, else $DEFAULT_TOKENIZER)"
   setting OUTPUT_DIR "$REPO_ROOT/outputs/$STRATEGY" "Checkpoint and log directory"
-  setting RESUME 0 "1 continues the run in OUTPUT_DIR from its last checkpoint"
+  setting RESUME 0 "1 continues the run in OUTPUT_DIR from its newest whole checkpoint"
 
   # Model
   setting ENCODER_NUM_LAYERS "$enc" "Encoder depth"
