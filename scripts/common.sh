@@ -308,11 +308,16 @@ run_to_end() {
   [[ -n $interrupted_by ]] || end_marked "$mark" 10
   printf '%-40s\n' "$status $interrupted_by" 1<>"$end_file" || true
   exec {output_fd}>&-
-  while kill -0 "$recorder_pid" 2>/dev/null; do
+  while true; do
     # It may wait for other nodes to tell why they failed; whoever is asked to end does not.
     [[ -z $interrupted_by ]] || kill -s TERM "$recorder_pid" 2>/dev/null || true
     wait "$recorder_pid" && status=0 || status=$?
+    kill -0 "$recorder_pid" 2>/dev/null || break
   done
+  if ((status > 128)) && [[ -z $interrupted_by && -s $end_file ]]; then
+    note "error: what keeps the record of this run was killed (signal $((status - 128))); the run ended with it"
+    status=1
+  fi
   trap - INT TERM HUP
   return "$status"
 }

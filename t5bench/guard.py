@@ -23,7 +23,13 @@ STACK_SECONDS = 1.0
 # TERM, then KILL: what end_marked waits in between, and what it may take in all.
 TERM_SECONDS = 10
 END_SECONDS = 25
+START_SECONDS = 30
 SUSPENDED = "a stop by signal (SIGSTOP)"
+WENT_AWAY = Status(
+    NETWORK,
+    "it went away without a word",
+    "Look whether it was started anew, or its processes were killed by hand or for want of memory",
+)
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)')
 # A rank that waits here waits for the others.
 _WAITING = ("distributed_c10d.py", "torch/distributed/", "torch/autograd/graph.py")
@@ -83,21 +89,38 @@ class Stacks:
 class Guard:
     """Looks once a second, in a thread of its own. ``verdict`` and ``cause`` say why it ended the run, if it did."""
 
-    def __init__(self, launcher: int, mark: str, peers: Peers, stacks: Stacks, watchdog_seconds: float) -> None:
+    def __init__(
+        self,
+        launcher: int,
+        mark: str,
+        peers: Peers,
+        stacks: Stacks,
+        *,
+        watchdog_seconds: float,
+        rendezvous_seconds: float,
+    ) -> None:
         self.launcher, self.mark, self.peers, self.stacks = launcher, mark, peers, stacks
         self.watchdog_seconds = watchdog_seconds
+        # torchrun tries twice, and needs a moment before and after.
+        self.workers_due_at: float | None = time.monotonic() + 2 * rendezvous_seconds + START_SECONDS
         self.verdict: Status | None = None
         self.cause: Cause | None = None
         self.others_failed_at: float | None = None
         self.ended = threading.Event()
-        threading.Thread(target=self._watch, daemon=True).start()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread.start()
+
+    def finish(self) -> None:
+        """The run has ended: stop, but first tell why if this ended it."""
+        self.ended.set()
+        self.thread.join(END_SECONDS)
 
     def _watch(self) -> None:
         while not self.ended.wait(1):
             if os.getppid() != self.launcher:
                 self._end_processes()
                 return
-            if self._others_failed() or self._stands_still():
+            if self._others_failed() or self._never_starts() or self._stands_still():
                 self._end_processes()
                 return
 
@@ -128,7 +151,9 @@ class Guard:
             return False
         if not failed:
             node = min(self.peers.gone)
-            self._decide(went_away(node, self.peers.hosts.get(node, "?")), Strength.WAITED)
+            where = f"node {node} ({self.peers.hosts.get(node, '?')})"
+            reason = f"ended because {where} failed: {WENT_AWAY.reason}"
+            self._decide(Status(NETWORK, reason, WENT_AWAY.remedy), Strength.VICTIM)
             return True
         first = first_failure(failed)
         where = f"node {first['node']} ({first['host']})"
@@ -141,6 +166,21 @@ class Guard:
             became = "was cancelled" if first["status"] == CANCELLED else "failed"
             reason = f"ended because {where} {became}: {first['reason']}"
             self._decide(Status(first["status"], reason, first["remedy"]), Strength.VICTIM)
+        return True
+
+    def _never_starts(self) -> bool:
+        """torchrun waits without end for something that listens at the master's port and is no torchrun."""
+        if self.workers_due_at is None or time.monotonic() < self.workers_due_at:
+            return False
+        if workers(self.mark):
+            self.workers_due_at = None
+            return False
+        verdict = Status(
+            TIMEOUT,
+            f"torchrun found no other node at {self.peers.address}: what listens at the master's port does not answer",
+            "Look at rank 0: its launcher may have refused to start. Choose another MASTER_PORT on every node",
+        )
+        self._decide(verdict, Strength.CAUSE)
         return True
 
     def _stands_still(self) -> bool:
@@ -168,11 +208,3 @@ class Guard:
                 os.kill(pid, signal.SIGCONT)
             time.sleep(STACK_SECONDS)
         return self.stacks.sentence() if self.stacks.stopped() else None
-
-
-def went_away(node: int, host: str) -> Status:
-    return Status(
-        NETWORK,
-        f"node {node} ({host}) went away without a word",
-        "Look whether it was started anew, or its processes were killed by hand or for want of memory",
-    )

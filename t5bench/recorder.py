@@ -12,6 +12,7 @@ import re
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from t5bench import environment as machine
-from t5bench.guard import GRACE_SECONDS, Guard, Stacks, went_away
+from t5bench.guard import GRACE_SECONDS, WENT_AWAY, Guard, Stacks
 from t5bench.log import Iteration, PeakMemory, iteration, peak_memory
 from t5bench.peers import Peers, peer_port
 from t5bench.records import FORMAT, RecordError, merge, metrics_line, write_json, write_run
@@ -57,6 +58,8 @@ PADDED_VOCABULARY = re.compile(r"padded vocab \(size: \d+\).*\(new size: (\d+)\)
 OTHERS_SECONDS = GRACE_SECONDS + 20
 # Something that left the run behind may hold its output open.
 OPEN_SECONDS = 5
+# How long a node that trained to its end waits for the others to say so too.
+COMPLETE_SECONDS = 10
 LOOKING_SECONDS = 30
 MOST_DIFFERENCES = 3
 # SLURM ends a job somewhat after its time is over, and tells its processes so by TERM alone.
@@ -211,12 +214,27 @@ def end_of(
 
 
 def _cancelled(interrupted_by: str, cause: Cause | None) -> Status:
-    ends = os.environ.get("SLURM_JOB_END_TIME", "")
-    if interrupted_by == "TERM" and ends.isdigit() and abs(time.time() - int(ends)) < SLURM_MARGIN_SECONDS:
+    if interrupted_by == "TERM" and _slurm_time_is_up(os.environ):
         return Status(TIMEOUT, "SLURM's time limit ended the job", "Ask for more time (--time), or fewer TRAIN_ITERS")
     if cause and cause.strength == Strength.CAUSE:
         return Status(cause.status, cause.reason, cause.remedy)
     return Status(CANCELLED, f"{interrupted_by} received")
+
+
+def _slurm_time_is_up(environment: Mapping[str, str]) -> bool:
+    """Newer releases say when a job's time is over; an older one is asked, and knows whether it was cancelled before."""
+    ends = environment.get("SLURM_JOB_END_TIME", "")
+    if not ends.isdigit():
+        try:
+            command = ["scontrol", "show", "job", environment["SLURM_JOB_ID"]]
+            shown = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+            fields = dict(word.split("=", 1) for word in shown.split() if "=" in word)
+            if fields["JobState"] not in ("RUNNING", "COMPLETING", "TIMEOUT"):
+                return False
+            ends = str(int(datetime.fromisoformat(fields["EndTime"]).timestamp()))
+        except (OSError, subprocess.SubprocessError, KeyError, ValueError):
+            return False
+    return abs(time.time() - int(ends)) < SLURM_MARGIN_SECONDS
 
 
 def _completeness(part: Mapping[str, Any], output: Output) -> Status:
@@ -346,26 +364,31 @@ class Part:
         write_json(self.path, self.content)
 
 
-def known_status(part: Mapping[str, Any], peers: Peers) -> Status:
-    """The status of the run as far as this node knows: its own part's, or that of a node which failed first."""
-    if part["status"] == COMPLETE:
-        return Status(COMPLETE)
-    return _with_the_absent(of_run([part]), part, peers)
+def heard_from(peers: Peers) -> list[dict[str, Any]]:
+    """How the other nodes ended, as they said it, or went away without a word."""
+    gone = [
+        {
+            "node": node,
+            "host": peers.hosts.get(node, "?"),
+            "status": WENT_AWAY.name,
+            "reason": WENT_AWAY.reason,
+            "remedy": WENT_AWAY.remedy,
+            "signal": None,
+            "cause": asdict(
+                Cause(
+                    WENT_AWAY.name, Strength.WAITED, WENT_AWAY.reason, WENT_AWAY.remedy, time.time(), WENT_AWAY.reason
+                )
+            ),
+        }
+        for node in sorted(peers.gone)
+    ]
+    return [peers.ends[node] for node in sorted(peers.ends)] + gone
 
 
-def _with_the_absent(status: Status, part: Mapping[str, Any], peers: Peers) -> Status:
-    """Where no node knows more than that it waited or lost a connection, the nodes that say nothing tell the cause."""
-    failed = [end for end in (part, *part["heard"]) if end["status"] != COMPLETE]
-    if any(_explains(end) for end in failed):
-        return status
-    if peers.gone:
-        node = min(peers.gone)
-        return went_away(node, peers.hosts.get(node, "?"))
+def of_silence(peers: Peers) -> str:
+    """Whom nothing was heard of, for a node that waited in vain."""
     silent = [f"node {node} ({peers.hosts.get(node, '?')}) for {s:.0f} s" for node, s in sorted(peers.silent().items())]
-    if not silent:
-        return status
-    remedy = "Look whether it has power, and whether the network between the nodes is cut"
-    return Status(status.name, f"{status.reason}; nothing was heard of {', '.join(silent)}", remedy, status.origin)
+    return f"; nothing was heard of {', '.join(silent)}" if silent else ""
 
 
 def exit_code(status: Status, part: Mapping[str, Any]) -> int:
@@ -413,7 +436,14 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     peers.hurry = hurry
     part.look_around(args, hidden, peers.introduce)
     stacks = Stacks()
-    guard = Guard(args.launcher, args.mark, peers, stacks, args.watchdog_seconds)
+    guard = Guard(
+        args.launcher,
+        args.mark,
+        peers,
+        stacks,
+        watchdog_seconds=args.watchdog_seconds,
+        rendezvous_seconds=float(part.content["settings"].get("RENDEZVOUS_TIMEOUT", 0)),
+    )
 
     def is_over() -> bool:
         return read_end(args.end_file)[0] is not None or os.getppid() != args.launcher
@@ -436,7 +466,7 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
         ended = time.time()
         output.end(ended)
         sampler.end()
-    guard.ended.set()
+    guard.finish()
 
     exit_status, interrupted_by = read_end(args.end_file)
     args.end_file.unlink(missing_ok=True)
@@ -456,11 +486,15 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     }
     end = {key: part.content[key] for key in ("node", "host", "layout")} | changes
     peers.say("end", part=end)
-    if status.name != COMPLETE and weight_of(end) <= Strength.WAITED and not interrupted_by:
-        peers.wait_for_ends(OTHERS_SECONDS, lambda ends: any(_explains(other) for other in ends.values()))
-    heard = [peers.ends[other] for other in sorted(peers.ends)] if status.name != COMPLETE else []
-    changes |= {"heard": heard, "differences": peers.differences}
-    known = known_status(end | changes, peers)
+    if status.name == COMPLETE:
+        peers.wait_for_ends(COMPLETE_SECONDS, lambda ends: any(other["status"] != COMPLETE for other in ends.values()))
+    elif knows_little(end) and not interrupted_by:
+        peers.wait_for_ends(OTHERS_SECONDS, lambda ends: not all(map(knows_little, ends.values())))
+        changes["reason"] += of_silence(peers)
+    changes |= {"heard": heard_from(peers), "differences": peers.differences}
+    # A node that did all of its own need not have heard of the others.
+    all_is_well = all(other["status"] == COMPLETE for other in (end, *changes["heard"]))
+    known = Status(COMPLETE) if all_is_well else of_run([end | changes])
     peers.close()
     try:
         overwrite(node.with_name(f"{node.name}.status"), f"{known.name} {known.reason}\n{known.remedy}\n")
@@ -474,8 +508,9 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     return exit_code(known, end | changes)
 
 
-def _explains(end: Mapping[str, Any]) -> bool:
-    return end["status"] not in (COMPLETE, RUNNING) and weight_of(end) not in (Strength.VICTIM, Strength.WAITED)
+def knows_little(end: Mapping[str, Any]) -> bool:
+    """Whether this node ended well, or only lost a connection or waited in vain."""
+    return end["status"] == COMPLETE or weight_of(end) in (Strength.VICTIM, Strength.WAITED)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -110,7 +110,7 @@ RULES = (
           "the master ({1}) could not be reached within {0} ms",
           "Start rank 0 there; if it runs, a firewall is between the nodes or the ports differ"),
     _rule(r"wait timeout after (\d+)ms, keys: \S*role_info/(\d+)", TIMEOUT, Strength.CAUSE,
-          "no node came with rank {1}: two were started with the same rank, or with another NNODES",
+          "a node's rank was waited for in vain: two were started with the same one, or with another NNODES",
           "Give each node its own rank, 0 to NNODES-1"),
     _rule(r"[Tt]imed out waiting (?:for )?\d+ ?ms|Watchdog caught collective operation timeout"
           r"|wait timeout after \d+ms",
