@@ -261,7 +261,7 @@ class Peers:
         is_new = message["attempt"] is None
         if message["kind"] != "hello" or not (is_new or message["attempt"] == self.attempt):
             raise AnotherRunError("an earlier attempt")
-        if is_new and self._own_end:
+        if self.closed.is_set() or (is_new and self._own_end):
             raise AnotherRunError("this attempt is over")
         with self.lock:
             self.connections[message["node"]] = connection
@@ -345,4 +345,6 @@ class Peers:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
         if self.listener:
+            with contextlib.suppress(OSError):
+                self.listener.shutdown(socket.SHUT_RDWR)  # else the thread that accepts takes one more
             self.listener.close()

@@ -222,7 +222,7 @@ def _cancelled(interrupted_by: str, cause: Cause | None) -> Status:
 
 
 def _slurm_time_is_up(environment: Mapping[str, str]) -> bool:
-    """Newer releases say when a job's time is over; an older one is asked, and knows whether it was cancelled before."""
+    """Newer releases say when a job's time is over; an older one is asked, and knows too whether it was cancelled."""
     ends = environment.get("SLURM_JOB_END_TIME", "")
     if not ends.isdigit():
         try:

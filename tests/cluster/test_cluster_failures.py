@@ -305,7 +305,8 @@ def rank_1_twice(scene: Scene) -> None:
 
 @scenario("port-taken", at=0, times=SHORT_RENDEZVOUS)
 def port_taken(scene: Scene) -> None:
-    listen = f"import socket; s = socket.create_server(('', {scene.port})); print('ready', flush=True)\nc = []\nwhile True: c.append(s.accept())"
+    listen = f"import socket; s = socket.create_server(('', {scene.port})); print('ready', flush=True)\nc = []\n"
+    listen += "while True: c.append(s.accept())"
     listener = scene.cluster.start(scene.pair[0], scene.project.environment["PYTHON"], "-c", listen)
     scene.undo.append(listener.kill)
     assert listener.stdout.readline() == "ready\n"
