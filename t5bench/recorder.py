@@ -222,19 +222,21 @@ def _cancelled(interrupted_by: str, cause: Cause | None) -> Status:
 
 
 def _slurm_time_is_up(environment: Mapping[str, str]) -> bool:
-    """Newer releases say when a job's time is over; an older one is asked, and knows too whether it was cancelled."""
+    """Newer releases say in the environment when a job's time is over; an older one is asked."""
     ends = environment.get("SLURM_JOB_END_TIME", "")
-    if not ends.isdigit():
-        try:
-            command = ["scontrol", "show", "job", environment["SLURM_JOB_ID"]]
-            shown = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
-            fields = dict(word.split("=", 1) for word in shown.split() if "=" in word)
-            if fields["JobState"] not in ("RUNNING", "COMPLETING", "TIMEOUT"):
-                return False
-            ends = str(int(datetime.fromisoformat(fields["EndTime"]).timestamp()))
-        except (OSError, subprocess.SubprocessError, KeyError, ValueError):
-            return False
-    return abs(time.time() - int(ends)) < SLURM_MARGIN_SECONDS
+    if ends.isdigit():
+        return abs(time.time() - int(ends)) < SLURM_MARGIN_SECONDS
+    try:
+        command = ["scontrol", "show", "job", environment["SLURM_JOB_ID"]]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+        fields = dict(word.split("=", 1) for word in shown.split() if "=" in word)
+        days, _, clock = fields["TimeLimit"].rpartition("-")
+        hours, minutes, seconds = map(int, clock.split(":"))  # UNLIMITED has none
+        limit = int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
+        left = datetime.fromisoformat(fields["StartTime"]).timestamp() + limit - time.time()
+    except (OSError, subprocess.SubprocessError, KeyError, ValueError):
+        return False
+    return left < SLURM_MARGIN_SECONDS
 
 
 def _completeness(part: Mapping[str, Any], output: Output) -> Status:
