@@ -183,8 +183,13 @@ def end_of(
     def because(status: Status, strength: Strength = Strength.CAUSE) -> tuple[Status, Cause]:
         return status, Cause(status.name, strength, status.reason, status.remedy, now, status.reason)
 
+    if interrupted_by == "TERM" and _slurm_time_is_up(os.environ):
+        remedy = "Ask for more time (--time), or fewer TRAIN_ITERS"
+        return because(Status(TIMEOUT, "SLURM's time limit ended the job", remedy))
+    if interrupted_by and cause and cause.strength == Strength.CAUSE:
+        return Status(cause.status, cause.reason, cause.remedy), cause
     if interrupted_by:
-        return _cancelled(interrupted_by, cause), cause
+        return Status(CANCELLED, f"{interrupted_by} received"), None
     if exit_status is None and not output.unwritten:
         remedy = "By hand, or by the kernel for want of memory; its processes were ended"
         return because(Status(CRASHED, "the launcher was killed before its run ended", remedy))
@@ -211,14 +216,6 @@ def end_of(
         return Status(cause.status, who + cause.reason, cause.remedy), cause
     reason = f"torchrun ended with exit status {exit_status} and named no cause"
     return because(Status(CRASHED, reason, "Its output is all that there is"), Strength.VICTIM)
-
-
-def _cancelled(interrupted_by: str, cause: Cause | None) -> Status:
-    if interrupted_by == "TERM" and _slurm_time_is_up(os.environ):
-        return Status(TIMEOUT, "SLURM's time limit ended the job", "Ask for more time (--time), or fewer TRAIN_ITERS")
-    if cause and cause.strength == Strength.CAUSE:
-        return Status(cause.status, cause.reason, cause.remedy)
-    return Status(CANCELLED, f"{interrupted_by} received")
 
 
 def _slurm_time_is_up(environment: Mapping[str, str]) -> bool:

@@ -537,7 +537,7 @@ def test_what_happens(stage: Stage, name: str):
     everything = "\n".join(
         f"---- node {node}: {code}\n{outcome.texts[node]}" for node, code in outcome.exit_codes.items()
     )
-    print(f"\n{name}: {outcome.seconds:.1f} s\n{everything}\n{outcome.records}")
+    print(f"\n{name}: {outcome.seconds:.1f} s\n{everything}")
     for index, node in enumerate((planned.at, 1 - planned.at)):
         message, code = row.messages[index], row.exit_codes[index]
         if node not in outcome.texts:
