@@ -269,6 +269,8 @@ signal_marked() {
 end_marked() {
   local mark=$1 seconds=$2 tick
   signal_marked TERM "$mark" || return 0
+  # A process that was stopped takes no TERM before it goes on.
+  signal_marked CONT "$mark" || true
   for ((tick = 0; tick < seconds * 5; tick++)); do
     sleep 0.2
     [[ -n $(marked_processes "$mark") ]] || return 0
@@ -285,7 +287,10 @@ run_to_end() {
   trap 'interrupted_by=${interrupted_by:-INT}' INT
   trap 'interrupted_by=${interrupted_by:-TERM}' TERM
   trap 'interrupted_by=${interrupted_by:-HUP}' HUP
-  exec {output_fd}> >(trap '' INT TERM HUP && "$recorder" "$mark")
+  # Written over in its place at the end, which takes no space on a disk that has become full.
+  printf '%40s\n' '' >"$end_file" || true
+  # A Ctrl-Z stops this shell, and not what reads the run's output.
+  exec {output_fd}> >(trap '' INT TERM HUP TSTP && "$recorder" "$mark")
   local recorder_pid=$!
   # setsid: a Ctrl-C on the terminal reaches this shell alone, which then ends the others in order.
   setsid env T5_RUN_MARK="$mark" "${@:3}" >&"$output_fd" 2>&1 &
@@ -294,17 +299,25 @@ run_to_end() {
     wait "$child" && status=0 || status=$?
     if [[ -n $interrupted_by ]]; then
       note "$interrupted_by received: ending the processes of this run"
+      # SLURM kills after 30 s (KillWait), and the record takes some of them.
       end_marked "$mark" 15
       break
     fi
     kill -0 "$child" 2>/dev/null || break
   done
-  end_marked "$mark" 10
-  printf '%s %s\n' "$status" "$interrupted_by" >"$end_file" || true
+  [[ -n $interrupted_by ]] || end_marked "$mark" 10
+  printf '%-40s\n' "$status $interrupted_by" 1<>"$end_file" || true
   exec {output_fd}>&-
-  while kill -0 "$recorder_pid" 2>/dev/null; do
+  while true; do
+    # It may wait for other nodes to tell why they failed; whoever is asked to end does not.
+    [[ -z $interrupted_by ]] || kill -s TERM "$recorder_pid" 2>/dev/null || true
     wait "$recorder_pid" && status=0 || status=$?
+    kill -0 "$recorder_pid" 2>/dev/null || break
   done
+  if ((status > 128)) && [[ -z $interrupted_by && -s $end_file ]]; then
+    note "error: what keeps the record of this run was killed (signal $((status - 128))); the run ended with it"
+    status=1
+  fi
   trap - INT TERM HUP
   return "$status"
 }

@@ -444,7 +444,8 @@ write_run_directory() {
   done
   # The last node writes the metrics; a run that goes on adds to them.
   ((RESUME || NODE_RANK < NNODES - 1)) || keep_earlier "$OUTPUT_DIR/metrics.jsonl"
-  print_command >"$node.command.sh"
+  print_command >"$node.command.sh" && printf '%s %s %s\n' running "${HOSTNAME:-unnamed}" "$$" >"$node.status" ||
+    die "cannot write to the run directory $OUTPUT_DIR" "Free space there, or choose another OUTPUT_DIR"
   # Without the file W&B does not start.
   [[ -z $WANDB_CONFIG_FILE ]] || printf 'wandb_version: 1\n' >"$WANDB_CONFIG_FILE"
   if [[ -n $STRATEGY_DS_CONFIG ]]; then
@@ -452,7 +453,6 @@ write_run_directory() {
     printf '%s' "$DS_CONFIG_TEXT" >"$node.ds_config"
     mv -- "$node.ds_config" "$OUTPUT_DIR/ds_config.json"
   fi
-  printf '%s %s %s\n' running "${HOSTNAME:-unnamed}" "$$" >"$node.status"
 }
 
 # What t5bench's record and the check of checkpoints are both told, as RUN_DESCRIPTION.
@@ -493,6 +493,7 @@ start_run() {
     "(TP=$TENSOR_PARALLEL_SIZE PP=$PIPELINE_PARALLEL_SIZE DP=$DATA_PARALLEL_SIZE, $MICRO_BATCHES micro-batches), $DEVICE, engine $ENGINE"
   run_to_end record_run "$node.end" env "${RUN_ENVIRONMENT[@]}" "${COMMAND[@]}" || exit_status=$?
   { read -r status reason && read -r remedy; } <"$node.status" || true
+  [[ $status != running ]] || { status=crashed reason="what keeps the record was killed" remedy=''; }
   if ((exit_status == 0)); then
     note "$STRATEGY: $status; record in $OUTPUT_DIR"
   else

@@ -1,19 +1,22 @@
 """Stands where ``tee`` would: passes a node's output on, keeps it with its times, and writes the node's record.
 
 The launcher starts it beside torchrun and tells it, in a file that is read at the end of the output, how torchrun
-ended. So one process sees all of a run and outlives whatever dies in it; a launcher that is killed leaves no such file.
+ended. So one process sees all of a run and outlives whatever dies in it; a launcher that is killed leaves that file
+empty. Whatever it waits for at the end it waits for only so long.
 """
 
 import argparse
 import contextlib
 import os
 import re
+import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,10 +24,10 @@ from typing import Any, BinaryIO
 
 from t5bench import environment as machine
 from t5bench import wandb_config
-from t5bench.guard import Guard, Stacks
+from t5bench.guard import GRACE_SECONDS, WENT_AWAY, Guard, Stacks
 from t5bench.log import Iteration, PeakMemory, iteration, peak_memory
 from t5bench.peers import Peers, peer_port
-from t5bench.records import FORMAT, RecordError, metrics_line, write_json, write_run
+from t5bench.records import FORMAT, RecordError, merge, metrics_line, write_json, write_run
 from t5bench.sampler import Sampler, link_speeds
 from t5bench.status import (
     CANCELLED,
@@ -43,7 +46,7 @@ from t5bench.status import (
     Strength,
     iterations_expected,
     of_run,
-    strongest,
+    weight_of,
 )
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -51,8 +54,15 @@ BLOCK = 1 << 16
 KILLED = 128 + 9
 # Megatron-DeepSpeed's line, and the native engine's.
 PADDED_VOCABULARY = re.compile(r"padded vocab \(size: \d+\).*\(new size: (\d+)\)|vocabulary padded to (\d+)")
-# How long a node that only lost its connection waits to hear why: torchrun takes 2 s to report a worker's end.
-OTHERS_SECONDS = 10
+# How long a node that only lost its connection, or waited in vain, waits to hear why: the others' guards act after
+# GRACE_SECONDS, take the stacks of their workers and end them.
+OTHERS_SECONDS = GRACE_SECONDS + 20
+# Something that left the run behind may hold its output open.
+OPEN_SECONDS = 5
+# How long a node that trained to its end waits for the others to say so too.
+COMPLETE_SECONDS = 10
+LOOKING_SECONDS = 30
+MOST_DIFFERENCES = 3
 # SLURM ends a job somewhat after its time is over, and tells its processes so by TERM alone.
 SLURM_MARGIN_SECONDS = 90
 
@@ -134,9 +144,20 @@ class Output:
             self.padded_vocab_size = int(match[1] or match[2])
 
 
-def pass_on(output: Output, source: int, sink: int) -> None:
-    """Until the source ends: every block to the sink at once, and to the output. A sink that is gone stops nothing."""
-    while block := os.read(source, BLOCK):
+def pass_on(output: Output, source: int, sink: int, is_over: Callable[[], bool] = lambda: False) -> None:
+    """Every block to the sink at once, and to the output, until the source ends.
+
+    Or until nothing has come for OPEN_SECONDS after the run was over. A sink that is gone stops nothing.
+    """
+    over_since = None
+    while True:
+        if not select.select([source], [], [], 1)[0]:
+            over_since = over_since or (time.monotonic() if is_over() else None)
+            if over_since and time.monotonic() - over_since >= OPEN_SECONDS:
+                return
+            continue
+        if not (block := os.read(source, BLOCK)):
+            return
         shown = block
         for secret in output.hidden:
             shown = shown.replace(secret.encode(), machine.HIDDEN.encode())
@@ -149,48 +170,71 @@ def pass_on(output: Output, source: int, sink: int) -> None:
 def end_of(
     part: Mapping[str, Any],
     output: Output,
-    verdict: Status | None,
+    guard: Guard,
     exit_status: int | None,
     interrupted_by: str | None,
     killed_by_kernel: int,
-) -> Status:
-    """What became of this node's processes.
+) -> tuple[Status, Cause | None]:
+    """What became of this node's processes, and what explains it.
 
-    verdict is the guard's, when it ended them; exit_status None where the launcher was killed before it could tell.
+    exit_status is None where the launcher was killed before it could tell.
     """
+    cause, now = output.finder.cause(), time.time()
+
+    def because(status: Status, strength: Strength = Strength.CAUSE) -> tuple[Status, Cause]:
+        return status, Cause(status.name, strength, status.reason, status.remedy, now, status.reason)
+
+    if interrupted_by == "TERM" and _slurm_time_is_up(os.environ):
+        remedy = "Ask for more time (--time), or fewer TRAIN_ITERS"
+        return because(Status(TIMEOUT, "SLURM's time limit ended the job", remedy))
+    if interrupted_by and cause and cause.strength == Strength.CAUSE:
+        return Status(cause.status, cause.reason, cause.remedy), cause
     if interrupted_by:
-        return _cancelled(interrupted_by, output.finder.cause())
-    if exit_status is None:
-        return Status(CRASHED, "the launcher was killed before its run ended")
-    cause = output.finder.cause()
-    if verdict and (cause is None or cause.strength < Strength.CAUSE):
-        return verdict
+        return Status(CANCELLED, f"{interrupted_by} received"), None
+    if exit_status is None and not output.unwritten:
+        remedy = "By hand, or by the kernel for want of memory; its processes were ended"
+        return because(Status(CRASHED, "the launcher was killed before its run ended", remedy))
+    if guard.verdict and guard.cause:
+        own_was_first = cause and cause.strength >= Strength.EXCEPTION and cause.time < guard.cause.time
+        if not own_was_first:
+            return guard.verdict, guard.cause
     if output.diverged_at is not None and (exit_status == 0 or cause is None or cause.strength <= Strength.EXCEPTION):
         reason = f"the loss is not a number at iteration {output.diverged_at}"
-        return Status(DIVERGED, reason, "Lower LR, or add LR_WARMUP_ITERS")
+        return because(Status(DIVERGED, reason, "Lower LR, or add LR_WARMUP_ITERS"))
     if exit_status == 0:
-        return _completeness(part, output)
+        status = _completeness(part, output)
+        return (status, None) if status.name == COMPLETE else because(status, Strength.EXCEPTION)
     if killed_by_kernel and (cause is None or cause.status == CRASHED or cause.strength == Strength.VICTIM):
-        return Status(OUT_OF_MEMORY, "the kernel killed a process because the host's memory was full")
+        return because(Status(OUT_OF_MEMORY, "the kernel killed a process because the host's memory was full"))
     if output.unwritten and (cause is None or cause.strength < Strength.CAUSE):
-        return Status(CRASHED, f"the run directory cannot be written: {output.unwritten}")
+        remedy = "Free space there, or choose another OUTPUT_DIR"
+        return because(Status(CRASHED, f"the run directory cannot be written: {output.unwritten}", remedy))
+    if exit_status == KILLED and (cause is None or cause.strength < Strength.EXCEPTION):
+        remedy = "By the kernel when memory ran out, by SLURM, or by hand"
+        return because(Status(CRASHED, "torchrun was killed (SIGKILL)", remedy))
     if cause:
         who = f"rank {cause.rank}: " if cause.rank is not None else ""
-        return Status(cause.status, who + cause.reason, cause.remedy)
-    if exit_status == KILLED:
-        return Status(
-            CRASHED, "torchrun was killed (SIGKILL)", "By the kernel when memory ran out, by SLURM, or by hand"
-        )
-    return Status(CRASHED, f"torchrun ended with exit status {exit_status} and named no cause")
+        return Status(cause.status, who + cause.reason, cause.remedy), cause
+    reason = f"torchrun ended with exit status {exit_status} and named no cause"
+    return because(Status(CRASHED, reason, "Its output is all that there is"), Strength.VICTIM)
 
 
-def _cancelled(interrupted_by: str, cause: Cause | None) -> Status:
-    ends = os.environ.get("SLURM_JOB_END_TIME", "")
-    if interrupted_by == "TERM" and ends.isdigit() and abs(time.time() - int(ends)) < SLURM_MARGIN_SECONDS:
-        return Status(TIMEOUT, "SLURM's time limit ended the job", "Ask for more time (--time), or fewer TRAIN_ITERS")
-    if cause and cause.strength == Strength.CAUSE:
-        return Status(cause.status, cause.reason, cause.remedy)
-    return Status(CANCELLED, f"{interrupted_by} received")
+def _slurm_time_is_up(environment: Mapping[str, str]) -> bool:
+    """Newer releases say in the environment when a job's time is over; an older one is asked."""
+    ends = environment.get("SLURM_JOB_END_TIME", "")
+    if ends.isdigit():
+        return abs(time.time() - int(ends)) < SLURM_MARGIN_SECONDS
+    try:
+        command = ["scontrol", "show", "job", environment["SLURM_JOB_ID"]]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+        fields = dict(word.split("=", 1) for word in shown.split() if "=" in word)
+        days, _, clock = fields["TimeLimit"].rpartition("-")
+        hours, minutes, seconds = map(int, clock.split(":"))  # UNLIMITED has none
+        limit = int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
+        left = datetime.fromisoformat(fields["StartTime"]).timestamp() + limit - time.time()
+    except (OSError, subprocess.SubprocessError, KeyError, ValueError):
+        return False
+    return left < SLURM_MARGIN_SECONDS
 
 
 def _completeness(part: Mapping[str, Any], output: Output) -> Status:
@@ -277,13 +321,19 @@ def look_around(args: argparse.Namespace, hidden: list[str]) -> dict[str, Any]:
 
 
 def read_end(path: Path) -> tuple[int | None, str | None]:
-    """Exit status and signal as the launcher wrote them."""
+    """Exit status and signal as the launcher wrote them; None for both while it has not."""
     try:
         words = path.read_text().split()
-        path.unlink()
         return int(words[0]), words[1] if len(words) > 1 else None
     except (OSError, ValueError, IndexError):
         return None, None
+
+
+def overwrite(path: Path, text: str) -> None:
+    """In the file's own blocks, which a disk that became full still has. Raises OSError."""
+    with path.open("r+b" if path.exists() else "wb", buffering=0) as file:
+        file.write(text.encode())
+        file.truncate()
 
 
 class Part:
@@ -292,16 +342,22 @@ class Part:
     def __init__(self, args: argparse.Namespace, hidden: list[str]) -> None:
         self.path = args.directory / f"node{args.node}.json"
         self.content = first_part(args, hidden)
-        self.looking = threading.Thread(target=self._look_around, args=(args, hidden))
-        self.looking.start()
+        self.looking: threading.Thread | None = None
 
-    def _look_around(self, args: argparse.Namespace, hidden: list[str]) -> None:
-        # W&B reads it some seconds from now, and a machine may take as long to look at: what is known goes first.
-        self._write_wandb_config(args)
-        self.content |= look_around(args, hidden)
-        self._write_wandb_config(args)
-        with contextlib.suppress(OSError):
-            write_json(self.path, self.content)
+    def look_around(self, args: argparse.Namespace, hidden: list[str], on_seen: Callable[[dict], None]) -> None:
+        """In a thread of its own, for it takes a second; then on_seen gets the part."""
+
+        def look() -> None:
+            # W&B reads it some seconds from now, and a machine may take as long to look at: what is known goes first.
+            self._write_wandb_config(args)
+            self.content |= look_around(args, hidden)
+            self._write_wandb_config(args)
+            with contextlib.suppress(OSError):
+                write_json(self.path, self.content)
+            on_seen(dict(self.content))
+
+        self.looking = threading.Thread(target=look, daemon=True)
+        self.looking.start()
 
     def _write_wandb_config(self, args: argparse.Namespace) -> None:
         path = args.directory / f"node{args.node}.wandb.yaml"
@@ -311,28 +367,96 @@ class Part:
 
     def end(self, changes: Mapping[str, Any]) -> None:
         """Raises OSError."""
-        self.looking.join()
+        if self.looking:
+            self.looking.join(LOOKING_SECONDS)
         self.content |= changes
         write_json(self.path, self.content)
 
 
-def known_status(part: Mapping[str, Any], peers: Peers) -> Status:
-    """The status of the run as far as this node knows: its own part's, or that of a node which failed first."""
-    known = [part, *(end for end in peers.ends.values() if end["status"] != COMPLETE)]
-    return Status(COMPLETE) if part["status"] == COMPLETE else of_run(known)
+def heard_from(peers: Peers) -> list[dict[str, Any]]:
+    """How the other nodes ended, as they said it, or went away without a word."""
+    gone = [
+        {
+            "node": node,
+            "host": peers.hosts.get(node, "?"),
+            "status": WENT_AWAY.name,
+            "reason": WENT_AWAY.reason,
+            "remedy": WENT_AWAY.remedy,
+            "signal": None,
+            "cause": asdict(
+                Cause(
+                    WENT_AWAY.name, Strength.WAITED, WENT_AWAY.reason, WENT_AWAY.remedy, time.time(), WENT_AWAY.reason
+                )
+            ),
+        }
+        for node in sorted(peers.gone)
+    ]
+    return [peers.ends[node] for node in sorted(peers.ends)] + gone
 
 
-def record(args: argparse.Namespace) -> int:
-    """From the first block of output to the finished record; the exit code that the launcher passes on."""
+def of_silence(peers: Peers) -> str:
+    """Whom nothing was heard of, for a node that waited in vain."""
+    silent = [f"node {node} ({peers.hosts.get(node, '?')}) for {s:.0f} s" for node, s in sorted(peers.silent().items())]
+    return f"; nothing was heard of {', '.join(silent)}" if silent else ""
+
+
+def exit_code(status: Status, part: Mapping[str, Any]) -> int:
+    """A launcher's own signal stands for itself; one that another node got counts here too."""
+    numbers = {name: number for number, name in SIGNALS.items()}
+    if part["signal"] in numbers:
+        return 128 + numbers[part["signal"]]
+    if status.name == CANCELLED:
+        signals = (end["signal"] for end in part["heard"] if end["status"] == CANCELLED)
+        return 128 + next((numbers[name] for name in signals if name in numbers), signal.SIGTERM)
+    return EXIT_CODES.get(status.name, EXIT_CODES[CRASHED])
+
+
+def warn_of_differences(sentences: Sequence[str]) -> None:
+    shown = "; ".join(sentences[:MOST_DIFFERENCES])
+    more = f"; and {len(sentences) - MOST_DIFFERENCES} more" if len(sentences) > MOST_DIFFERENCES else ""
+    warn(f"the nodes of this run are not the same: {shown}{more}")
+
+
+def warn(sentence: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"warning: {sentence}", file=sys.stderr, flush=True)
+
+
+def record(args: argparse.Namespace, hurry: threading.Event) -> int:
+    """From the first block of output to the finished record; the exit code that the launcher passes on.
+
+    Once hurry is set, nothing more is waited for when the run has ended.
+    """
     hidden = machine.secrets(os.environ)
     node = args.directory / f"node{args.node}"
     killed_before = machine.oom_kills()
     part = Part(args, hidden)
     layout = part.content["layout"]
-    name = f"{args.strategy} {args.master_address}:{args.master_port} {layout}"
-    peers = Peers(args.node, layout["nnodes"], args.master_address, peer_port(args.master_port), name)
+    peers = Peers(
+        args.node,
+        layout["nnodes"],
+        args.master_address,
+        peer_port(args.master_port),
+        f"{args.strategy} {args.master_address}:{args.master_port} {layout}",
+        compare=lambda first, other: merge([first, other])["differences"],
+        on_differences=warn_of_differences,
+        on_problem=warn,
+    )
+    peers.hurry = hurry
+    part.look_around(args, hidden, peers.introduce)
     stacks = Stacks()
-    guard = Guard(args.launcher, args.mark, peers, stacks, args.watchdog_seconds)
+    guard = Guard(
+        args.launcher,
+        args.mark,
+        peers,
+        stacks,
+        watchdog_seconds=args.watchdog_seconds,
+        rendezvous_seconds=float(part.content["settings"].get("RENDEZVOUS_TIMEOUT", 0)),
+    )
+
+    def is_over() -> bool:
+        return read_end(args.end_file)[0] is not None or os.getppid() != args.launcher
+
     with node.with_name(f"{node.name}.log").open("ab") as log:
         output = Output(
             log,
@@ -347,16 +471,16 @@ def record(args: argparse.Namespace) -> int:
             has_gpus=args.device == "cuda",
             environment=os.environ,
         )
-        pass_on(output, sys.stdin.fileno(), sys.stdout.fileno())
+        pass_on(output, sys.stdin.fileno(), sys.stdout.fileno(), is_over)
         ended = time.time()
         output.end(ended)
         sampler.end()
-    guard.ended.set()
+    guard.finish()
 
     exit_status, interrupted_by = read_end(args.end_file)
+    args.end_file.unlink(missing_ok=True)
     kills = machine.oom_kills() - killed_before
-    status = end_of(part.content, output, guard.verdict, exit_status, interrupted_by, kills)
-    cause = strongest(output.finder.cause(), guard.cause) if status.name != COMPLETE else None
+    status, cause = end_of(part.content, output, guard, exit_status, interrupted_by, kills)
     changes = {
         "status": status.name,
         "reason": status.reason,
@@ -371,26 +495,36 @@ def record(args: argparse.Namespace) -> int:
     }
     end = {key: part.content[key] for key in ("node", "host", "layout")} | changes
     peers.say("end", part=end)
-    if status.name not in (COMPLETE, CANCELLED) and (cause is None or cause.strength < Strength.CAUSE):
-        peers.wait_for_ends(OTHERS_SECONDS, lambda ends: any(_explains(other) for other in ends.values()))
-    known = known_status(end, peers)
+    if status.name == COMPLETE:
+        peers.wait_for_ends(COMPLETE_SECONDS, lambda ends: any(other["status"] != COMPLETE for other in ends.values()))
+    elif knows_little(end) and not interrupted_by:
+        peers.wait_for_ends(OTHERS_SECONDS, lambda ends: not all(map(knows_little, ends.values())))
+        changes["reason"] += of_silence(peers)
+    changes |= {"heard": heard_from(peers), "differences": peers.differences}
+    # A node that did all of its own need not have heard of the others.
+    all_is_well = all(other["status"] == COMPLETE for other in (end, *changes["heard"]))
+    known = Status(COMPLETE) if all_is_well else of_run([end | changes])
     peers.close()
     try:
-        node.with_name(f"{node.name}.status").write_text(f"{known.name} {known.reason}\n{known.remedy}\n")
+        overwrite(node.with_name(f"{node.name}.status"), f"{known.name} {known.reason}\n{known.remedy}\n")
         part.end(changes)
         write_run(args.directory)
     except (OSError, RecordError) as error:
-        print(f"warning: the record of this run could not be written: {error}", file=sys.stderr)
-    numbers = {name: number for number, name in SIGNALS.items()}
-    return 128 + numbers[interrupted_by] if interrupted_by in numbers else EXIT_CODES.get(known.name, 1)
+        warn(f"the record of this run could not be written: {error}")
+    if exit_status is None and os.getppid() != args.launcher:
+        # Nobody else is left to say it.
+        print(f"error: {args.strategy} on node {args.node}: {known.name}: {known.reason}", file=sys.stderr)
+    return exit_code(known, end | changes)
 
 
-def _explains(end: Mapping[str, Any]) -> bool:
-    return bool(end["cause"]) and end["cause"]["strength"] >= Strength.EXCEPTION
+def knows_little(end: Mapping[str, Any]) -> bool:
+    """Whether this node ended well, or only lost a connection or waited in vain."""
+    return end["status"] == COMPLETE or weight_of(end) in (Strength.VICTIM, Strength.WAITED)
 
 
 def run(args: argparse.Namespace) -> int:
-    # A Ctrl-C, a lost terminal and SLURM's TERM end what is recorded; this ends with the output.
+    # A Ctrl-C, a lost terminal and SLURM's TERM end what is recorded; this ends with the output, and then at once.
+    hurry = threading.Event()
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    return record(args)
+        signal.signal(number, lambda *_: hurry.set())
+    return record(args, hurry)

@@ -165,6 +165,8 @@ def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         for key in SHARED_KEYS
         for difference in differences(first[key], part[key])
     ]
+    # What a node heard of the others while it ran, for the parts that are not here.
+    unequal += [text for part in parts for text in part.get("differences", []) if text not in unequal]
     status = of_run(parts)
     # The node of the first rank prints it.
     padded = next((part["padded_vocab_size"] for part in parts if part.get("padded_vocab_size")), None)
@@ -184,7 +186,15 @@ def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 # Settings that say where a node is or what it found there, and so may differ between the nodes of a run.
-_LOCAL_SETTINGS = {"MEGATRON_DIR", "MEGATRON_DATA_DIR", "OUTPUT_DIR", "TOKENIZER_MODEL", "WANDB_API_KEY", "WANDB_MODE"}
+_LOCAL_SETTINGS = {
+    "HOSTS",
+    "MEGATRON_DIR",
+    "MEGATRON_DATA_DIR",
+    "OUTPUT_DIR",
+    "TOKENIZER_MODEL",
+    "WANDB_API_KEY",
+    "WANDB_MODE",
+}
 
 
 def differences(first: Any, other: Any) -> Iterable[str]:

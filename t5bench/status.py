@@ -110,7 +110,7 @@ RULES = (
           "the master ({1}) could not be reached within {0} ms",
           "Start rank 0 there; if it runs, a firewall is between the nodes or the ports differ"),
     _rule(r"wait timeout after (\d+)ms, keys: \S*role_info/(\d+)", TIMEOUT, Strength.CAUSE,
-          "no node came with rank {1}: two were started with the same rank, or with another NNODES",
+          "a node's rank was waited for in vain: two were started with the same one, or with another NNODES",
           "Give each node its own rank, 0 to NNODES-1"),
     _rule(r"[Tt]imed out waiting (?:for )?\d+ ?ms|Watchdog caught collective operation timeout"
           r"|wait timeout after \d+ms",
@@ -179,11 +179,16 @@ class CauseFinder:
 
 
 def of_run(parts: Sequence[Mapping[str, Any]]) -> Status:
-    """The status of a run from its nodes' parts; the reason begins with the node that failed first."""
+    """The status of a run from its nodes' parts; the reason begins with the node that failed first.
+
+    What a node heard of how others ended counts where their own parts are not at hand.
+    """
     nodes = parts[0]["layout"]["nnodes"]
-    failed = [part for part in parts if part["status"] not in (COMPLETE, RUNNING)]
+    known = {part["node"] for part in parts}
+    heard = [end for part in parts for end in part.get("heard", []) if end["node"] not in known]
+    failed = [part for part in (*parts, *heard) if part["status"] not in (COMPLETE, RUNNING)]
     if failed:
-        first = min(failed, key=_first)
+        first = first_failure(failed)
         origin = {"node": first["node"], "host": first["host"], **(first["cause"] or {})}
         where = f"node {first['node']} ({first['host']}): " if nodes > 1 else ""
         return Status(first["status"], where + first["reason"], first["remedy"], origin)
@@ -198,18 +203,27 @@ def of_run(parts: Sequence[Mapping[str, Any]]) -> Status:
     return Status(COMPLETE)
 
 
-def _first(part: Mapping[str, Any]) -> tuple[int, int, float]:
-    """Sorts the node that failed first to the front: cancelled last, for a user cancels what has failed elsewhere."""
-    cause = part["cause"] or {"strength": Strength.VICTIM, "time": float("inf")}
-    return (part["status"] == CANCELLED, -cause["strength"], cause["time"])
+def first_failure(failed: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Of nodes that failed the one that failed first: whose cause says most, and of equals the earliest."""
+
+    def key(part: Mapping[str, Any]) -> tuple[float, bool, float]:
+        time = part["cause"]["time"] if part["cause"] else float("inf")
+        return (-weight_of(part), not part.get("signal"), time)
+
+    return min(failed, key=key)
+
+
+def weight_of(part: Mapping[str, Any]) -> float:
+    """How much a failed node's part says about the cause, on the scale of Strength.
+
+    Who cancels a run on one node makes victims of the others; but a user also cancels what has failed elsewhere.
+    """
+    if part["status"] == CANCELLED:
+        return (Strength.VICTIM + Strength.WAITED) / 2
+    return part["cause"]["strength"] if part["cause"] else Strength.EXCEPTION
 
 
 def iterations_expected(settings: Mapping[str, str]) -> int:
     """The last iteration that a complete run logs; 0 when it is too short to log any."""
     total, interval = int(settings["TRAIN_ITERS"]), int(settings["LOG_INTERVAL"])
     return total - total % interval
-
-
-def strongest(*causes: Cause | None) -> Cause | None:
-    """The strongest, and of equals the earliest."""
-    return min((c for c in causes if c), key=lambda cause: (-cause.strength, cause.time), default=None)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t5bench import environment
-from t5bench.recorder import Output
+from t5bench.recorder import OPEN_SECONDS, Output, overwrite, pass_on, read_end
 from t5bench.records import RecordError, load, read_metrics
 from t5bench.sampler import link_speeds, network_counters
 
@@ -165,6 +166,83 @@ def test_a_record_cut_short_is_named(tmp_path: Path):
     (tmp_path / "node0.json").write_text('{"format": 99}')
     with pytest.raises(RecordError, match="format 1"):
         load(tmp_path)
+
+
+def test_every_failure_has_a_cause(tmp_path: Path):
+    """What the recorder alone sees outweighs what victims on other nodes say."""
+    for name, text, end, strength in [
+        ("launcher", output(2), None, 3),
+        ("torchrun", output(2), "137 ", 3),
+        ("early", output(2), "0 ", 2),
+        ("diverged", output(3, loss="NAN"), "0 ", 3),
+        ("unknown", output(2), "9 ", 0),
+    ]:
+        record(tmp_path / name, text, end=end, TRAIN_ITERS="3")
+        cause = part_of(tmp_path / name)["cause"]
+        assert cause["strength"] == strength, name
+        assert cause["reason"] == part_of(tmp_path / name)["reason"]
+
+
+def test_output_that_something_holds_open_does_not_hold_the_recorder(tmp_path: Path):
+    """A process that left the run behind, its mark with it, and still has the pipe."""
+    end, start = tmp_path / "end", time.monotonic()
+    end.write_text("0 ")
+    reader, writer = os.pipe()
+    os.write(writer, output(3).encode())
+    with (tmp_path / "log").open("wb") as log:
+        taken = Output(log, tmp_path / "metrics.jsonl", [])
+        with (tmp_path / "shown").open("wb") as shown:
+            pass_on(taken, reader, shown.fileno(), lambda: read_end(end)[0] is not None)
+    assert OPEN_SECONDS <= time.monotonic() - start < OPEN_SECONDS + 5
+    assert (tmp_path / "shown").read_text() == output(3)
+    os.close(writer)
+    os.close(reader)
+
+
+def test_the_status_is_written_where_the_disk_is_full(tmp_path: Path):
+    """In the blocks that the file has: no new file is made, and a longer text leaves nothing behind."""
+    path = tmp_path / "status"
+    path.write_text("running and a long text\n")
+    inode = path.stat().st_ino
+    overwrite(path, "complete\n")
+    assert (path.read_text(), path.stat().st_ino) == ("complete\n", inode)
+
+
+@pytest.mark.parametrize(
+    ("limit", "started_before", "is_up"),
+    [("00:01:00", 50, True), ("04:00:00", 50, False), ("1-00:00:00", 86390, True), ("UNLIMITED", 50, False)],
+)
+def test_slurm_is_asked_where_its_environment_does_not_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, started_before: int, is_up: bool
+):
+    started = datetime.fromtimestamp(time.time() - started_before).isoformat(timespec="seconds")
+    stub = tmp_path / "scontrol"
+    stub.write_text(
+        f"#!/bin/sh\necho '   RunTime=00:00:50 TimeLimit={limit} TimeMin=N/A'\necho ' StartTime={started}'\n"
+    )
+    stub.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    record(tmp_path / "run", output(2), end="143 TERM")
+    assert load(tmp_path / "run").status == ("timeout" if is_up else "cancelled")
+
+
+def test_a_recorder_that_was_killed_is_named(project: Project):
+    launcher = subprocess.Popen(
+        ["bash", str(project.script("run_megatron_t5_ddp.sh"))],
+        env=project.environment_with({"STUB_SLEEP": "3"}),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for((project.stubs / "started").exists)
+    (recorder,) = subprocess.run(
+        ["pgrep", "-f", f"t5bench record --directory {project.root}/"], capture_output=True, text=True
+    ).stdout.split()
+    os.kill(int(recorder), signal.SIGKILL)
+    assert "what keeps the record of this run was killed (signal 9)" in launcher.communicate(timeout=30)[1]
+    assert launcher.returncode == 1
 
 
 # ---- through a launcher --------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ MESSAGES = [
     ("listen on any local network address. port: 29812, name: EADDRINUSE, message: address already in use",
      "configuration", "the rendezvous port is taken"),
     ("torch.distributed.DistStoreError: wait timeout after 15000ms, keys: /none/torchelastic/role_info/0",
-     "timeout", "no node came with rank 0"),
+     "timeout", "two were started with the same one"),
     ("(nodeX, 29801) cannot be retrieved (gai error: -2 - Name or service not known).",
      "configuration", "does not resolve (Name or service not known)"),
     ("RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.3]:1234",
@@ -144,3 +144,22 @@ def test_a_run_goes_on_while_a_node_does():
 
 def test_one_node_needs_no_name():
     assert of_run([part(0, "crashed", nodes=1)]).reason == "reason 0"
+
+
+def test_who_cancels_makes_victims_but_hides_no_failure():
+    """On the scale of Strength a cancellation stands between a lost connection and a wait in vain."""
+    cancelled = part(0, "cancelled") | {"signal": "INT"}
+    assert of_run([cancelled, part(1, "network", Strength.VICTIM)]).name == "cancelled"
+    assert of_run([cancelled, part(1, "timeout", Strength.WAITED)]).name == "timeout"
+    assert of_run([cancelled, part(1, "crashed", Strength.EXCEPTION)]).name == "crashed"
+    ended_for_it = part(1, "cancelled", Strength.VICTIM) | {"signal": None}
+    assert of_run([ended_for_it, cancelled]).reason == "node 0 (node0): reason 0"
+
+
+def test_what_a_node_heard_counts_where_the_others_parts_are_not_at_hand():
+    victim = part(0, "network", Strength.VICTIM) | {"heard": [part(1, "crashed", Strength.CAUSE)]}
+    assert of_run([victim]).reason == "node 1 (node1): reason 1"
+    own = part(1, "crashed", Strength.CAUSE) | {"reason": "its own part"}
+    assert of_run([victim, own]).reason == "node 1 (node1): its own part"
+    alone = part(0, "complete") | {"heard": [part(1, "complete")]}
+    assert of_run([alone]).name == "incomplete"  # the other's part is not here
