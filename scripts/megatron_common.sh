@@ -444,7 +444,7 @@ write_run_directory() {
   done
   # The last node writes the metrics; a run that goes on adds to them.
   ((RESUME || NODE_RANK < NNODES - 1)) || keep_earlier "$OUTPUT_DIR/metrics.jsonl"
-  print_command >"$node.command.sh" && printf '%s %s %s\n' running "${HOSTNAME:-unnamed}" "$$" >"$node.status" ||
+  { print_command >"$node.command.sh" && printf '%s %s %s\n' running "${HOSTNAME:-unnamed}" "$$" >"$node.status"; } ||
     die "cannot write to the run directory $OUTPUT_DIR" "Free space there, or choose another OUTPUT_DIR"
   # Without the file W&B does not start.
   [[ -z $WANDB_CONFIG_FILE ]] || printf 'wandb_version: 1\n' >"$WANDB_CONFIG_FILE"
