@@ -36,3 +36,12 @@ def megatron_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     setup = ["bash", str(REPO_ROOT / "scripts" / "setup_megatron.sh")]
     subprocess.run(setup, env=os.environ | environment, check=True, timeout=120)
     return clone
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For several test processes: a file's tests stay together, for their fixtures train; so does tests/cluster, which
+    waits more than it computes."""
+    cluster = REPO_ROOT / "tests" / "cluster"
+    for item in items:
+        group = "cluster" if cluster in item.path.parents else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))

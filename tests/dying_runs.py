@@ -4,14 +4,13 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from harness import REPO_ROOT, processes_with, wait_for
+from harness import REPO_ROOT, free_port, processes_with, wait_for
 
 from t5bench.checkpoints import DEEPSPEED_TRACKER, TRACKER
 from t5bench.log import Iteration
@@ -23,12 +22,6 @@ SETTINGS = {
     "DEVICE": "cpu", "OMP_NUM_THREADS": "1", "MODEL_PRESET": "tiny", "LOG_INTERVAL": "1", "WANDB_MODE": "disabled",
     "TRAIN_ITERS": str(ITERATIONS), "SAVE_INTERVAL": str(SAVE_INTERVAL), "LR": "0.001", "MICRO_BATCH_SIZE": "2",
 }  # fmt: skip
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 class Runs:
@@ -43,7 +36,7 @@ class Runs:
 
     def start(self, name: str, *arguments: str, **settings: str) -> subprocess.Popen[str]:
         """A launcher as a process; its OUTPUT_DIR is `name` in the folder."""
-        environment = {"OUTPUT_DIR": str(self.folder / name), "MASTER_PORT": free_port()} | settings
+        environment = {"OUTPUT_DIR": str(self.folder / name), "MASTER_PORT": str(free_port())} | settings
         return subprocess.Popen(
             ["bash", str(self.script), *arguments],
             env=self.environment | environment,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness import Project
+from harness import Project, free_port
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import SETTINGS, make_run
@@ -189,12 +189,6 @@ def test_every_fixed_setting_is_one_of_the_launchers(project: Project):
 
 
 # ---- all nodes ------------------------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def agreed(*views: list[int], seconds: float = 20, runs: tuple[str, ...] = ()) -> list[int | str]:

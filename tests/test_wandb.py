@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import REPO_ROOT
+from harness import REPO_ROOT, free_port
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import make_run
@@ -373,12 +373,9 @@ def sample_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def launch(strategy: str, directory: Path, data: Path, **chosen: str) -> records.Run:
     """A launcher's run of five iterations, as a sweep starts it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     base = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "WANDB_"))}
     given: Mapping[str, str] = {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHON": sys.executable, "MASTER_PORT": port,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHON": sys.executable, "MASTER_PORT": str(free_port()),
         "MEGATRON_DATA_DIR": str(data), "OUTPUT_DIR": str(directory), "DEVICE": "cpu", "OMP_NUM_THREADS": "1",
         "MODEL_PRESET": "tiny", "TRAIN_ITERS": "5", "LOG_INTERVAL": "1", "MICRO_BATCH_SIZE": "2", "PRECISION_FLAG": "",
         "WANDB_RUN_GROUP": "trial", "WANDB_MODE": "offline",

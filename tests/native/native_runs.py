@@ -2,13 +2,12 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import REPO_ROOT
+from harness import REPO_ROOT, free_port
 
 from native import arguments
 from t5bench.log import Iteration, PeakMemory, iterations, peak_memory
@@ -91,11 +90,17 @@ def command_line(layout: str, data: Path, directory: Path, iterations: int = 20,
 
 def torchrun(processes: int, script: Path, flags: list[str], **environment: str) -> subprocess.CompletedProcess:
     """Runs a script in `processes` processes on a free loopback port, one thread each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc_per_node", str(processes)]
-    command += ["--node_rank", "0", "--master_addr", "127.0.0.1", "--master_port", str(port), str(script), *flags]
+    command += [
+        "--node_rank",
+        "0",
+        "--master_addr",
+        "127.0.0.1",
+        "--master_port",
+        str(free_port()),
+        str(script),
+        *flags,
+    ]
     base = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB_", "PYTHONPATH"))}
     base |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(

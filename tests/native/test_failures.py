@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT
+from harness import REPO_ROOT, free_port
 from native_runs import TOKENIZER
 
 from t5bench.records import Run, load
@@ -16,9 +16,6 @@ pytestmark = pytest.mark.slow
 
 
 def launch(native_data: Path, directory: Path, *arguments: str, **settings: str) -> tuple[int, str, Run]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "WANDB_"))} | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHON": sys.executable,
@@ -28,7 +25,7 @@ def launch(native_data: Path, directory: Path, *arguments: str, **settings: str)
         "MEGATRON_DATA_DIR": str(native_data.parent),
         "TOKENIZER_MODEL": str(TOKENIZER),
         "OUTPUT_DIR": str(directory),
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(free_port()),
         "TRAIN_ITERS": "4",
         "LOG_INTERVAL": "1",
         "WANDB_MODE": "disabled",
