@@ -375,7 +375,8 @@ def launch(strategy: str, directory: Path, data: Path, **chosen: str) -> records
     """A launcher's run of five iterations, as a sweep starts it."""
     base = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "WANDB_"))}
     given: Mapping[str, str] = {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHON": sys.executable, "MASTER_PORT": str(free_port()),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHON": sys.executable,
+        "MASTER_PORT": str(free_port()),
         "MEGATRON_DATA_DIR": str(data), "OUTPUT_DIR": str(directory), "DEVICE": "cpu", "OMP_NUM_THREADS": "1",
         "MODEL_PRESET": "tiny", "TRAIN_ITERS": "5", "LOG_INTERVAL": "1", "MICRO_BATCH_SIZE": "2", "PRECISION_FLAG": "",
         "WANDB_RUN_GROUP": "trial", "WANDB_MODE": "offline",
