@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shlex
 import statistics
 import subprocess
 from pathlib import Path
@@ -20,7 +21,7 @@ def children_cpu() -> float:
 @pytest.mark.parametrize("strategy", ["ddp", "zero3_offload"])
 def test_cpu_time_before_torchrun(project: Project, strategy: str, capsys: pytest.CaptureFixture):
     """The stub torchrun ends at once, and the recorder, which starts beside it, is a cat here."""
-    python = project.environment["PYTHON"]
+    python = shlex.quote(project.environment["PYTHON"])
     project.add_stub("python", f'#!/bin/bash\n[[ $2 != t5bench ]] || exec cat\nexec {python} "$@"\n')
     project.environment["PYTHON"] = "python"
     engine = project.engine / "megatron"

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -54,7 +55,7 @@ def refusal(result: subprocess.CompletedProcess) -> str:
 
 def stub_python(tmp_path: Path, text: str) -> str:
     path = tmp_path / "python-stub"
-    path.write_text(f'#!/usr/bin/env bash\n{text}\nexec {sys.executable} "$@"\n')
+    path.write_text(f'#!/usr/bin/env bash\n{text}\nexec {shlex.quote(sys.executable)} "$@"\n')
     path.chmod(0o755)
     return str(path)
 

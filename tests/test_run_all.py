@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -17,7 +18,7 @@ COMPARE_STUB = "import json, sys; print(json.dumps(sys.argv[1:]))"
 @pytest.fixture
 def sweep(project: Project) -> Project:
     """A project whose torchrun can be told by a file which strategies fail, and whose comparison is a stub."""
-    python = project.environment["PYTHON"]
+    python = shlex.quote(project.environment["PYTHON"])
     (project.stubs / "compare.py").write_text(COMPARE_STUB)
     project.add_stub(
         "python-stub",

@@ -55,7 +55,7 @@ def python_of_ones_own(cluster: Cluster, folder: Path) -> Path:
     """A python3 in a directory that every node has its own copy of."""
     folder.mkdir()
     wrapper = folder / "python3"
-    wrapper.write_text(f'#!/bin/bash\nexec env PYTHONPATH="{folder}" {sys.executable} "$@"\n')
+    wrapper.write_text(f'#!/bin/bash\nexec env PYTHONPATH="{folder}" {shlex.quote(sys.executable)} "$@"\n')
     wrapper.chmod(0o755)
     cluster.private(folder)
     return wrapper
