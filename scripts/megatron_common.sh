@@ -39,6 +39,7 @@ declare_settings() {
   setting NPROC_PER_NODE "${GPUS_PER_NODE:-}" "Processes per node (unset: 2 processes in all, 4 for the hybrid); GPUS_PER_NODE is understood too"
   setting MASTER_PORT "$STRATEGY_PORT" "torchrun rendezvous port"
   setting DEVICE auto "auto, cuda or cpu; auto takes the GPUs where there are any"
+  setting SHARE_GPUS 0 "1 lets more processes than GPUs share them over gloo: for correctness, never for speed (not with ZeRO)"
   setting ENGINE megatron "megatron (patched Megatron-DeepSpeed) or native (the engine in native/)"
   engine_dir_setting
   data_dir_setting
@@ -99,6 +100,7 @@ check_settings() {
   require_one_of ENGINE megatron native
   require_one_of FLASH_ATTENTION auto on off
   require_one_of RESUME 0 1
+  require_one_of SHARE_GPUS 0 1
   require_one_of GRADIENT_REDUCTION default fp32
   require_one_of PRECISION_FLAG --bf16 --fp16 ''
   [[ -z $PEAK_TFLOPS ]] || require_numbers PEAK_TFLOPS
@@ -130,20 +132,29 @@ choose_device() {
   fi
 }
 
+# NCCL takes one process a GPU, and so does DeepSpeed whatever the backend.
+may_share_gpus() { ((SHARE_GPUS && GPU_COUNT > 0)) && [[ -z $STRATEGY_DS_CONFIG ]]; }
+
 # Two processes compare the strategies (four the hybrid) unless told otherwise; a data-parallel strategy runs on one GPU too.
 choose_process_count() {
   local model_parallel=$((TENSOR_PARALLEL_SIZE * PIPELINE_PARALLEL_SIZE)) wanted
   if [[ -z $NPROC_PER_NODE ]]; then
     wanted=$((model_parallel > 2 ? model_parallel : 2))
     NPROC_PER_NODE=$(((wanted + NNODES - 1) / NNODES))
-    if [[ $DEVICE == cuda ]] && ((model_parallel == 1 && GPU_COUNT > 0 && NPROC_PER_NODE > GPU_COUNT)); then
+    if [[ $DEVICE == cuda ]] && ((model_parallel == 1 && GPU_COUNT > 0 && NPROC_PER_NODE > GPU_COUNT)) && ! may_share_gpus; then
       NPROC_PER_NODE=$GPU_COUNT
     fi
   fi
   require_integers 1 NPROC_PER_NODE
+  GPUS_SHARED=0
   if [[ $DEVICE == cuda ]] && ((NPROC_PER_NODE > GPU_COUNT)); then
-    missing "NPROC_PER_NODE is $NPROC_PER_NODE but this node has $GPU_COUNT visible GPU(s)" \
-      "$STRATEGY needs $model_parallel GPU(s) in all: set NNODES and NPROC_PER_NODE to what you have, or DEVICE=cpu"
+    if may_share_gpus; then
+      GPUS_SHARED=1
+      warn "$NPROC_PER_NODE processes share $GPU_COUNT GPU(s) over gloo: what they compute can be trusted, how fast says nothing"
+    else
+      missing "NPROC_PER_NODE is $NPROC_PER_NODE but this node has $GPU_COUNT visible GPU(s)" \
+        "$STRATEGY needs $model_parallel GPU(s) in all: set NNODES and NPROC_PER_NODE to what you have, or DEVICE=cpu"
+    fi
   fi
   WORLD_SIZE=$((NNODES * NPROC_PER_NODE))
 }
@@ -366,7 +377,10 @@ build_engine_arguments() {
   if ((PIPELINE_PARALLEL_SIZE > 1)); then
     ENGINE_ARGUMENTS+=(--pipeline-model-parallel-split-rank "$SPLIT_RANK")
   fi
-  if [[ $DEVICE == cuda ]]; then
+  if ((GPUS_SHARED)); then
+    ENGINE_ARGUMENTS+=(--distributed-backend gloo)
+    [[ $ENGINE != native ]] || ENGINE_ARGUMENTS+=(--share-gpus)
+  elif [[ $DEVICE == cuda ]]; then
     ENGINE_ARGUMENTS+=(--distributed-backend nccl)
   else
     ENGINE_ARGUMENTS+=(--distributed-backend gloo --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion)

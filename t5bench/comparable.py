@@ -8,7 +8,7 @@ from t5bench.records import Run
 
 WORLD_SIZE = "world_size"
 # Later settings, for records from before there were any.
-SETTING_DEFAULTS = {"GRADIENT_REDUCTION": "default", "WANDB_RUN_GROUP": "", "PEAK_TFLOPS": ""}
+SETTING_DEFAULTS = {"GRADIENT_REDUCTION": "default", "WANDB_RUN_GROUP": "", "PEAK_TFLOPS": "", "SHARE_GPUS": "0"}
 
 
 class NotComparableError(ValueError):
@@ -34,6 +34,7 @@ def _setting(name: str) -> Callable[[Run], Any]:
 _SETTINGS = (
     "ENCODER_NUM_LAYERS", "DECODER_NUM_LAYERS", "HIDDEN_SIZE", "NUM_ATTENTION_HEADS", "FFN_HIDDEN_SIZE",
     "ENCODER_SEQ_LENGTH", "DECODER_SEQ_LENGTH", "GLOBAL_BATCH_SIZE", "MICRO_BATCH_SIZE", "PRECISION_FLAG", "DROPOUT",
+    "SHARE_GPUS",
 )  # fmt: skip
 MUST_AGREE: Mapping[str, Callable[[Run], Any]] = {name: _setting(name) for name in _SETTINGS} | {
     "padded_vocab_size": lambda run: run.layout.get("padded_vocab_size"),

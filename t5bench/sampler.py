@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import subprocess
 import threading
 import time
@@ -81,7 +82,9 @@ class Sampler:
         self.latest: dict[int, dict[str, Any]] = {}  # the last sample of each GPU
         self.smi: subprocess.Popen[str] | None = None
         if has_gpus:
-            command = ["nvidia-smi", *visible_gpus(environment), f"--query-gpu={','.join(_GPU_FIELDS)}"]
+            # Into a pipe it would keep back what it prints until 4 KiB are full.
+            line_buffered = ["stdbuf", "-oL"] if shutil.which("stdbuf") else []
+            command = [*line_buffered, "nvidia-smi", *visible_gpus(environment), f"--query-gpu={','.join(_GPU_FIELDS)}"]
             command += ["--format=csv,noheader,nounits", "-lms", str(max(1, int(seconds * 1000)))]
             with contextlib.suppress(OSError):
                 self.smi = subprocess.Popen(

@@ -577,6 +577,31 @@ def test_refuses_more_processes_than_gpus(project: Project):
     assert "NPROC_PER_NODE is 2 but this node has 1 visible GPU" in refused(project, "tensor")
 
 
+@pytest.mark.parametrize(("strategy", "processes"), [("tensor", "2"), ("pipeline", "2"), ("hybrid", "4"), ("ddp", "2")])
+@pytest.mark.parametrize("engine", ["megatron", "native"])
+def test_processes_share_a_gpu_over_gloo(project: Project, strategy: str, processes: str, engine: str):
+    project.set_gpus(1)
+    torchrun, _, flags = launched(project, strategy, SHARE_GPUS="1", ENGINE=engine)
+    assert torchrun["--nproc_per_node"] == processes
+    assert flags["--distributed-backend"] == "gloo"
+    assert ("--share-gpus" in flags) == (engine == "native")
+    # What is switched off on a CPU stays on: the GPU's own kernels are what such a run checks.
+    assert "--no-bias-gelu-fusion" not in flags
+
+
+def test_gpus_are_shared_only_where_there_are_too_few(project: Project):
+    project.set_gpus(2)
+    _, _, flags = launched(project, "tensor", SHARE_GPUS="1")
+    assert flags["--distributed-backend"] == "nccl"
+
+
+def test_zero_shares_no_gpu(project: Project):
+    project.set_gpus(1)
+    torchrun, _, flags = launched(project, "zero2", SHARE_GPUS="1")
+    assert (torchrun["--nproc_per_node"], flags["--distributed-backend"]) == ("1", "nccl")
+    assert "1 visible GPU" in refused(project, "zero2", SHARE_GPUS="1", NPROC_PER_NODE="2")
+
+
 def test_refuses_cuda_without_a_gpu(project: Project):
     assert "0 visible GPU" in refused(project, "ddp", DEVICE="cuda")
 

@@ -295,6 +295,23 @@ def test_gpus_are_recorded_and_sampled_with_one_nvidia_smi(project: Project):
     wait_for(lambda: not subprocess.run(["pgrep", "-f", f"{project.stubs}/nvidia-smi"], capture_output=True).stdout)
 
 
+def test_samples_come_through_a_program_that_buffers_its_output(project: Project):
+    """As C programs do into a pipe: without help nothing would come before 4 KiB are full."""
+    project.add_stub(
+        "nvidia-smi",
+        "#!/usr/bin/env bash\n"
+        'case "$*" in\n'
+        '  -L) echo "GPU 0: NVIDIA Stub (UUID: GPU-0)" ;;\n'
+        '  *memory.total*) echo "0, NVIDIA Stub, 81559, 570.1, GPU-0" ;;\n'
+        "  *) while true; do echo 0, 1000, 93, 300.50, 1980; sleep 0.1; done | cut -c1- ;;\n"
+        "esac\n",
+    )
+    result = project.launch("ddp", SAMPLE_INTERVAL="0.3", STUB_WAIT="1")
+    assert result.returncode == 0, result.stderr
+    lines = (project.root / "outputs" / "ddp" / "node0.samples.jsonl").read_text().splitlines()
+    assert any(json.loads(line)["gpus"] for line in lines)
+
+
 def test_the_terminal_may_go_away(project: Project):
     """Whoever watches through `head` loses nothing of the record."""
     launcher = subprocess.Popen(
