@@ -597,9 +597,9 @@ def test_gpus_are_shared_only_where_there_are_too_few(project: Project):
 
 def test_zero_shares_no_gpu(project: Project):
     project.set_gpus(1)
+    assert "1 visible GPU" in refused(project, "zero2", SHARE_GPUS="1", NPROC_PER_NODE="2")
     torchrun, _, flags = launched(project, "zero2", SHARE_GPUS="1")
     assert (torchrun["--nproc_per_node"], flags["--distributed-backend"]) == ("1", "nccl")
-    assert "1 visible GPU" in refused(project, "zero2", SHARE_GPUS="1", NPROC_PER_NODE="2")
 
 
 def test_refuses_cuda_without_a_gpu(project: Project):
