@@ -86,6 +86,7 @@ declare_settings() {
   setting RENDEZVOUS_TIMEOUT 600 "Seconds that a node waits for the others"
   setting WATCHDOG_SECONDS 3600 "Seconds without an iteration line after which a run is ended, with every worker's stacks; 0: never"
   setting SAMPLE_INTERVAL 2 "Seconds between samples of the GPUs and the network counters"
+  setting PROFILE_ITERATION 0 "An iteration to profile: profile.json says where its time went; 0 profiles none"
   setting PEAK_TFLOPS "" "The GPU's dense peak TFLOP/s, for the MFU (unset: by its name, where that is known)"
   setting DISTRIBUTED_TIMEOUT_MINUTES 10 "Minutes after which a stuck collective ends the run"
 }
@@ -94,7 +95,7 @@ check_settings() {
   require_integers 1 ENCODER_NUM_LAYERS DECODER_NUM_LAYERS HIDDEN_SIZE NUM_ATTENTION_HEADS FFN_HIDDEN_SIZE \
     ENCODER_SEQ_LENGTH DECODER_SEQ_LENGTH TRAIN_ITERS GLOBAL_BATCH_SIZE MICRO_BATCH_SIZE LOG_INTERVAL EVAL_INTERVAL \
     TENSOR_PARALLEL_SIZE PIPELINE_PARALLEL_SIZE MASTER_PORT RENDEZVOUS_TIMEOUT DISTRIBUTED_TIMEOUT_MINUTES
-  require_integers 0 SEED LR_WARMUP_ITERS EVAL_ITERS SAVE_INTERVAL WATCHDOG_SECONDS
+  require_integers 0 SEED LR_WARMUP_ITERS EVAL_ITERS SAVE_INTERVAL WATCHDOG_SECONDS PROFILE_ITERATION
   require_numbers LR MIN_LR WEIGHT_DECAY CLIP_GRAD DROPOUT SAMPLE_INTERVAL
   require_one_of DEVICE auto cuda cpu
   require_one_of ENGINE megatron native
@@ -105,6 +106,8 @@ check_settings() {
   require_one_of PRECISION_FLAG --bf16 --fp16 ''
   [[ -z $PEAK_TFLOPS ]] || require_numbers PEAK_TFLOPS
   [[ -z $WANDB_MODE ]] || require_one_of WANDB_MODE online offline disabled
+  ((PROFILE_ITERATION == 0 || (PROFILE_ITERATION >= 2 && PROFILE_ITERATION <= TRAIN_ITERS))) ||
+    die "PROFILE_ITERATION must be from 2 to TRAIN_ITERS=$TRAIN_ITERS, found $PROFILE_ITERATION" "The first iteration is all warm-up; 0 profiles none"
   ((MASTER_PORT <= 65535)) || die "MASTER_PORT must be at most 65535, found $MASTER_PORT"
   absolute_path "$MEGATRON_DIR" && MEGATRON_DIR=$REPLY
   absolute_path "$MEGATRON_DATA_DIR" && MEGATRON_DATA_DIR=$REPLY
@@ -422,10 +425,13 @@ build_environment() {
 }
 
 build_command() {
+  local profiler=()
+  ((PROFILE_ITERATION == 0)) ||
+    profiler=("$REPO_ROOT/scripts/profile_step.py" --iteration "$PROFILE_ITERATION" --output "$OUTPUT_DIR/profile.json")
   # The static rendezvous: with c10d torchrun ignores --node_rank, and the encoder would not be on node 0.
   COMMAND=(torchrun --nnodes "$NNODES" --nproc_per_node "$NPROC_PER_NODE" --node_rank "$NODE_RANK"
     --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" --rdzv_conf "timeout=$RENDEZVOUS_TIMEOUT"
-    "$ENGINE_SCRIPT" "${ENGINE_ARGUMENTS[@]}")
+    "${profiler[@]}" "$ENGINE_SCRIPT" "${ENGINE_ARGUMENTS[@]}")
 }
 
 # A script that does what the launcher does: paste it, or pipe it to bash.

@@ -353,7 +353,8 @@ def shape_of(run: Run) -> flops.Shape | None:
     )
 
 
-def _make_row(label: str, runs: Sequence[Run], peak: float | None) -> Row:
+def make_row(label: str, runs: Sequence[Run], peak: float | None = None) -> Row:
+    """A row over the repeats of one run. peak: dense TFLOP/s of the GPU, where its name does not tell."""
     measured = []
     if runs[0].status == COMPLETE:
         for run in runs:
@@ -454,7 +455,7 @@ def build(
     """Compares at least one run. Raises NotComparableError where runs must not stand side by side."""
     comparable.refuse(runs, baseline, allowed)
     parts = sorted(_group_runs(runs), key=lambda part: _rank(part[0].strategy, baseline))
-    rows = [_make_row(label, part, peak_tflops) for label, part in zip(_labels(parts), parts, strict=True)]
+    rows = [make_row(label, part, peak_tflops) for label, part in zip(_labels(parts), parts, strict=True)]
     candidates = [row for row in rows if row.strategy == baseline and row.complete]
     for row in rows:
         same_size = [base for base in candidates if base.run.world_size == row.run.world_size]

@@ -2,7 +2,7 @@
 
 Every log line is the mean over the LOG_INTERVAL iterations before it, an interval. Left out are
 
-- intervals with an evaluation or a checkpoint in them, and intervals with iterations that fp16 skipped;
+- intervals with an evaluation, a checkpoint or a profiled iteration in them, and intervals with iterations that fp16 skipped;
 - the first 20 iterations after a run was resumed from a checkpoint;
 - warm-up: the first 20 iterations, or more where MSER finds that the run had not settled: the truncation point that
   minimises the standard error of the mean of what remains, looked for in the first half (White, "An effective
@@ -26,7 +26,7 @@ WARM_UP_ITERATIONS = 20
 FEWEST_INTERVALS = 5
 CONFIDENCE = 0.95
 
-EVENT, SKIPPED, NOT_FINITE, WARM_UP = "evaluation or checkpoint", "skipped by fp16", "no time", "warm-up"
+EVENT, SKIPPED, NOT_FINITE, WARM_UP = "evaluation, checkpoint or profile", "skipped by fp16", "no time", "warm-up"
 RESUMED = "warm-up after a resume"
 
 
@@ -98,7 +98,7 @@ def timing(lines: Sequence[Iteration], settings: Mapping[str, str]) -> Timing | 
                 events.add(line.iteration)
     warnings = []
     if clean and len(events) == len(clean):
-        warnings.append("an evaluation or a checkpoint falls into every interval, so they stay in")
+        warnings.append("an evaluation, a checkpoint or a profile falls into every interval, so they stay in")
     else:
         dropped |= dict.fromkeys(events, EVENT)
         clean = [line for line in clean if line.iteration not in events]
@@ -129,11 +129,14 @@ def timing(lines: Sequence[Iteration], settings: Mapping[str, str]) -> Timing | 
 
 
 def event_within(start: int, end: int, settings: Mapping[str, str]) -> bool:
-    """Whether an evaluation or a checkpoint falls into the interval of the iterations start + 1 to end.
+    """Whether an evaluation, a checkpoint or a profile falls into the interval of the iterations start + 1 to end.
 
-    Both come after an iteration and after its log line: what comes after iteration `start` burdens this interval, what
-    comes after `end` the next one.
+    The first two come after an iteration and after its log line: what comes after iteration `start` burdens this
+    interval, what comes after `end` the next one. A profile of iteration N begins at the end of N - 1.
     """
+    profiled = int(settings.get("PROFILE_ITERATION") or 0)
+    if profiled and start < profiled <= end + 1:
+        return True
     periods = [int(settings.get("SAVE_INTERVAL", "0"))]
     if int(settings.get("EVAL_ITERS", "0")) > 0:
         periods.append(int(settings.get("EVAL_INTERVAL", "0")))

@@ -1,0 +1,233 @@
+"""Which steps there are, and in which order: each of them is what a user would type."""
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from acceptance.machine import REPOSITORY
+from acceptance.steps import Step
+from t5bench.status import COMPLETE, CONFIGURATION, EXIT_CODES, OUT_OF_MEMORY
+
+MEGATRON, NATIVE = "megatron", "native"
+ENGINES = (MEGATRON, NATIVE)
+DATA_PARALLEL = ("ddp", "zero1", "zero2", "zero3", "zero3_offload")
+# Processes that a strategy needs at least.
+MODEL_PARALLEL = {"tensor": 2, "pipeline": 2, "hybrid": 4}
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+# Samples of an iteration in every point of the throughput, so that all do the same work.
+THROUGHPUT_BATCH = 32
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run and where. ``gpus`` is 0 in a rehearsal, which runs everything else at tiny size on the CPU."""
+
+    work: Path
+    engine_directory: Path
+    gpus: int
+    engines: Sequence[str] = ENGINES
+    strategies: Sequence[str] = (*DATA_PARALLEL, *MODEL_PARALLEL)
+    micro_batch_sizes: Sequence[int] = MICRO_BATCH_SIZES
+    iterations: int = 12
+
+    @property
+    def rehearsal(self) -> bool:
+        return self.gpus == 0
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.rehearsal else "cuda"
+
+    @property
+    def preset(self) -> str:
+        return "tiny" if self.rehearsal else "large"
+
+    @property
+    def processes(self) -> int:
+        """As many as there are devices, down to a power of two, which divides the global batch of 16."""
+        return 1 if self.rehearsal else min(16, 1 << (self.gpus.bit_length() - 1))
+
+    @property
+    def runs(self) -> Path:
+        return self.work / "runs"
+
+    def large_runs(self) -> list[tuple[str, str]]:
+        """(engine, strategy) of every T5-Large run that the devices suffice for, engines in turn."""
+        fitting = [name for name in self.strategies if MODEL_PARALLEL.get(name, 1) <= self.processes]
+        return [(engine, strategy) for strategy in fitting for engine in self.engines]
+
+    def too_large(self) -> list[str]:
+        """The strategies whose T5-Large run needs more devices than there are."""
+        return [name for name in self.strategies if MODEL_PARALLEL.get(name, 1) > self.processes]
+
+
+def settings(plan: Plan, directory: Path, engine: str) -> dict[str, str]:
+    """What every run of a launcher here is told."""
+    return {
+        "OUTPUT_DIR": str(directory),
+        "ENGINE": engine,
+        "DEVICE": plan.device,
+        "MODEL_PRESET": plan.preset,
+        "NNODES": "1",
+        "HOSTS": "",
+        "MASTER_PORT": str(free_port()),
+        "MEGATRON_DIR": str(plan.engine_directory),
+        "MEGATRON_DATA_DIR": str(plan.work / "data"),
+        "TOKENIZER_MODEL": "",
+        "WANDB_MODE": "disabled",
+        "LOG_INTERVAL": "1",
+        "SAMPLE_INTERVAL": "0.5",
+        "RENDEZVOUS_TIMEOUT": "60",
+        "WATCHDOG_SECONDS": "300",
+        "DISTRIBUTED_TIMEOUT_MINUTES": "4",
+        "PYTHON": sys.executable,
+    }
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def launcher(strategy: str) -> list[str]:
+    return ["bash", str(REPOSITORY / "scripts" / f"run_megatron_t5_{strategy}.sh")]
+
+
+def module(name: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", name, *arguments]
+
+
+# ---- the parts -------------------------------------------------------------------------------------------------------
+
+
+def data(plan: Plan) -> Step:
+    return Step(
+        "data",
+        "the bundled sample",
+        ["bash", str(REPOSITORY / "scripts" / "prepare_xsum_megatron.sh")],
+        {"SAMPLE": "1", "TOKENIZER_MODEL": "", "MEGATRON_DATA_DIR": str(plan.work / "data"), "PYTHON": sys.executable},
+    )
+
+
+def floor(plan: Plan) -> Step:
+    output = str(plan.work / "floor.json")
+    return Step("floor", "the rates of matrix products and copies", module("acceptance.floor", "--json", output))
+
+
+def compilations(plan: Plan) -> list[Step]:
+    """Nothing is compiled for a rehearsal on the CPU; the native engine needs nothing compiled."""
+    if plan.rehearsal or MEGATRON not in plan.engines:
+        return []
+    path = os.pathsep.join([str(plan.engine_directory), os.environ.get("PYTHONPATH", "")])
+    return [
+        Step("compile-deepspeed", "DeepSpeed's optimizers compiled", module("acceptance.compile", "deepspeed"),
+             seconds=300),
+        Step("compile-megatron", "Megatron's fused softmax compiled", module("acceptance.compile", "megatron"),
+             {"PYTHONPATH": path}, seconds=300),
+    ]  # fmt: skip
+
+
+def refusals(plan: Plan) -> list[Step]:
+    """The launchers count the devices and say so before anything starts."""
+    directory, refused = plan.runs / "refused", (EXIT_CODES[CONFIGURATION],)
+    too_many = settings(plan, directory, NATIVE) | {
+        "DEVICE": "cuda", "MODEL_PRESET": "tiny", "NPROC_PER_NODE": str(plan.gpus + 1), "MICRO_BATCH_SIZE": "1",
+        "GLOBAL_BATCH_SIZE": str(plan.gpus + 1),
+    }  # fmt: skip
+    hidden = settings(plan, directory, NATIVE) | {
+        "DEVICE": "cuda", "MODEL_PRESET": "tiny", "NPROC_PER_NODE": "1", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    return [
+        Step("refuses-too-many", "more processes than GPUs are refused", launcher("ddp"), too_many, 30, 5,
+             refused),
+        Step("refuses-hidden", "GPUs that CUDA_VISIBLE_DEVICES hides do not count", launcher("ddp"), hidden, 30, 5,
+             refused),
+    ]  # fmt: skip
+
+
+def out_of_memory(plan: Plan) -> list[Step]:
+    """A micro-batch whose activations fit on no GPU: the run must end as out-of-memory, and say so."""
+    if plan.rehearsal:
+        return []
+    size, ends = "4096", (EXIT_CODES[OUT_OF_MEMORY],)
+    changes = {"MICRO_BATCH_SIZE": size, "GLOBAL_BATCH_SIZE": size, "TRAIN_ITERS": "1", "NPROC_PER_NODE": "1"}
+    found = []
+    for engine in plan.engines:
+        environment = settings(plan, plan.runs / "out-of-memory" / engine, engine) | changes
+        title = f"out of memory is recognised, {engine}"
+        found.append(Step(f"out-of-memory-{engine}", title, launcher("ddp"), environment, 150, 30, ends))
+    return found
+
+
+def parity(plan: Plan, engine: str) -> list[Step]:
+    """check_parity.sh over a part of the strategies each, so that they can go on at once."""
+    groups: Mapping[str, Sequence[str]] = {"zero": DATA_PARALLEL[1:], "model-parallel": tuple(MODEL_PARALLEL)}
+    found = []
+    for group, members in groups.items():
+        names = [name for name in members if name in plan.strategies]
+        if not names:
+            continue
+        name = f"parity-{engine}-{group}"
+        environment = settings(plan, Path(), engine) | {
+            "MODEL_PRESET": "tiny",
+            "RUNS_DIR": str(plan.work / "parity" / name / time.strftime("%H%M%S")),
+            "SHARE_GPUS": "1",
+        }
+        for chosen_by_the_check in ("OUTPUT_DIR", "MASTER_PORT"):
+            del environment[chosen_by_the_check]
+        command = ["bash", str(REPOSITORY / "scripts" / "check_parity.sh"), *names]
+        found.append(Step(name, f"parity, {engine}: {' '.join(names)}", command, environment, 400, 60))
+    return found
+
+
+def large(plan: Plan) -> list[Step]:
+    """T5-Large as README configures it, with every strategy that the devices suffice for."""
+    found = []
+    for engine, strategy in plan.large_runs():
+        environment = settings(plan, plan.runs / "large" / engine / strategy, engine)
+        environment |= {"TRAIN_ITERS": str(plan.iterations), "NPROC_PER_NODE": str(plan.processes)}
+        title = f"T5-{plan.preset.capitalize()}, {engine} {strategy}"
+        found.append(Step(f"large-{engine}-{strategy}", title, launcher(strategy), environment, 150, 30))
+    return found
+
+
+def points(plan: Plan) -> list[Step]:
+    """One process, more and more samples at a time until they do not fit; its last iteration is profiled."""
+    found, ends = [], (EXIT_CODES[COMPLETE], EXIT_CODES[OUT_OF_MEMORY])
+    for size in plan.micro_batch_sizes:
+        for engine in plan.engines:
+            environment = settings(plan, plan.runs / "throughput" / engine / f"micro-batch-{size}", engine)
+            environment |= {
+                "TRAIN_ITERS": str(plan.iterations),
+                "NPROC_PER_NODE": "1",
+                "MICRO_BATCH_SIZE": str(size),
+                "GLOBAL_BATCH_SIZE": str(THROUGHPUT_BATCH),
+                "PROFILE_ITERATION": str(plan.iterations),
+            }
+            title = f"throughput, {engine}, micro-batch {size}"
+            found.append(Step(f"throughput-{engine}-{size}", title, launcher("ddp"), environment, 150, 30, ends))
+    return found
+
+
+def baselines(plan: Plan, seconds: float) -> list[Step]:
+    """A plain PyTorch loop over Hugging Face's T5, as it is and compiled."""
+    found = []
+    sizes = ",".join(map(str, plan.micro_batch_sizes))
+    for mode in ("eager", "compiled"):
+        arguments = [
+            "--preset", plan.preset, "--device", plan.device, "--micro-batch-sizes", sizes,
+            "--global-batch-size", str(THROUGHPUT_BATCH), "--output", str(plan.work / f"baseline-{mode}.jsonl"),
+            "--seconds", f"{seconds:.0f}",
+        ]  # fmt: skip
+        arguments += ["--compile", "blocks"] if mode == "compiled" else []
+        found.append(
+            Step(f"baseline-{mode}", f"Hugging Face's T5 in a plain loop, {mode}",
+                 module("acceptance.baseline", *arguments), seconds=seconds + 60, least=40)
+        )  # fmt: skip
+    return found
