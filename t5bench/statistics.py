@@ -2,7 +2,8 @@
 
 Every log line is the mean over the LOG_INTERVAL iterations before it, an interval. Left out are
 
-- intervals with an evaluation, a checkpoint or a profiled iteration in them, and intervals with iterations that fp16 skipped;
+- intervals with an evaluation, a checkpoint or a profiled iteration in them, and those with iterations that fp16
+  skipped;
 - the first 20 iterations after a run was resumed from a checkpoint;
 - warm-up: the first 20 iterations, or more where MSER finds that the run had not settled: the truncation point that
   minimises the standard error of the mean of what remains, looked for in the first half (White, "An effective

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,16 @@ def megatron_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     setup = ["bash", str(REPO_ROOT / "scripts" / "setup_megatron.sh")]
     subprocess.run(setup, env=os.environ | environment, check=True, timeout=120)
     return clone
+
+
+@pytest.fixture(scope="session")
+def sample_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled articles as an indexed dataset."""
+    directory = tmp_path_factory.mktemp("sample data")
+    prepare = ["bash", str(REPO_ROOT / "scripts" / "prepare_xsum_megatron.sh")]
+    environment = {"SAMPLE": "1", "MEGATRON_DATA_DIR": str(directory), "PYTHON": sys.executable}
+    subprocess.run(prepare, env=os.environ | environment, check=True, timeout=120, capture_output=True)
+    return directory
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -362,15 +362,6 @@ def test_the_file_reaches_a_run_whose_program_does_not_know_it(tmp_path: Path):
 # ---- real training runs ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def sample_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("sample data")
-    prepare = ["bash", str(REPO_ROOT / "scripts" / "prepare_xsum_megatron.sh")]
-    environment = {"SAMPLE": "1", "MEGATRON_DATA_DIR": str(directory), "PYTHON": sys.executable}
-    subprocess.run(prepare, env=os.environ | environment, check=True, timeout=120, capture_output=True)
-    return directory
-
-
 def launch(strategy: str, directory: Path, data: Path, **chosen: str) -> records.Run:
     """A launcher's run of five iterations, as a sweep starts it."""
     base = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "WANDB_"))}

@@ -107,7 +107,7 @@ def figures(directory: Path, floor: Mapping[str, Any] | None) -> dict[str, Any] 
         "power_w": observed.power_w,
         "utilization": observed.utilization,
         "profile": profiled,
-        "limits": profile.limits(profiled, floor) if profiled else "",
+        "limits": profile.limits(profiled) if profiled else "",
     }
     return entry
 
@@ -117,7 +117,7 @@ def baseline_figures(point: Mapping[str, Any], floor: Mapping[str, Any] | None) 
     profiled = point.get("profile")
     return dict(point) | {
         "of_measured_rate": _share(point.get("tflops"), floor),
-        "limits": profile.limits(profiled, floor) if profiled else "",
+        "limits": profile.limits(profiled) if profiled else "",
     }
 
 

@@ -1,0 +1,135 @@
+"""Where the time of one iteration went: a profile as numbers by category, and what they say limits it.
+
+Kernels are told by their names, which CUDA's libraries and PyTorch choose: ``KINDS`` is the one table of rules. On a
+CPU the operators stand for them, each with its own time.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MATMUL, ATTENTION, NORM, OPTIMIZER = "matrix products", "attention", "softmax, norms, dropout", "optimizer and norms"
+ELEMENTWISE, EMBEDDING, COPY = "elementwise", "embeddings and losses", "memory copies"
+COMMUNICATION, OTHER = "communication", "other"
+CATEGORIES = (MATMUL, ATTENTION, NORM, ELEMENTWISE, EMBEDDING, OPTIMIZER, COPY, COMMUNICATION, OTHER)
+
+# The first rule that a name fits decides, so the special stand before the general.
+KINDS: tuple[tuple[str, str], ...] = (
+    (r"nccl|gloo|c10d::|all_?reduce|all_?gather|reduce_?scatter|deepspeed_comm", COMMUNICATION),
+    (r"flash|fmha|efficient_attention|cudnn.*(sdpa|attention)|mha_|scaled_dot_product", ATTENTION),
+    (r"multi_tensor|adam|foreach|lamb|clip_grad", OPTIMIZER),
+    (r"layer_?norm|rms_?norm|GammaBeta|softmax|dropout|triu|tril|bernoulli", NORM),
+    (r"embedding|nll_loss|cross_entropy|index_?select|gather_|scatter_|indexing_backward|index_put", EMBEDDING),
+    (r"nvjet|gemm|gemv|cutlass|xmma|cublas|splitK|aten::(addmm|mm|bmm|matmul|linear|addbmm|baddbmm)\b", MATMUL),
+    (r"memcpy|memset|copy_?kernel|direct_copy|CatArray|aten::(copy_|cat|clone|contiguous|_to_copy|fill_|zero_)", COPY),
+    (r"elementwise|reduce_kernel|triton_|fused_(add|mul|gelu|bias)|gelu|bias_|vectorized|aten::(add|mul|div|sub|sum|"
+     r"pow|sqrt|where|ne|lt|masked_fill|neg|norm|mean|tanh|exp|log)", ELEMENTWISE),
+)  # fmt: skip
+_RULES = tuple((re.compile(pattern, re.IGNORECASE), kind) for pattern, kind in KINDS)
+LONGEST = 10
+
+# Above this share of the time without a kernel, launching them is what the device waits for.
+_IDLE = 0.25
+# Below this share of the time in matrix products something else has the most to give.
+_MOSTLY = 0.5
+
+
+def category(name: str) -> str:
+    """The category of a kernel (or, on a CPU, of an operator) by its name."""
+    return next((kind for rule, kind in _RULES if rule.search(name)), OTHER)
+
+
+@dataclass(frozen=True)
+class Span:
+    """One kernel or operator on the device: its begin and its own duration, in microseconds."""
+
+    name: str
+    begin: float
+    duration: float
+
+
+def union(spans: Iterable[Span]) -> float:
+    """Microseconds in which at least one of them ran."""
+    busy = reached = 0.0
+    for span in sorted(spans, key=lambda span: span.begin):
+        end = span.begin + span.duration
+        busy += max(0.0, end - max(span.begin, reached))
+        reached = max(reached, end)
+    return busy
+
+
+def summary(spans: Sequence[Span], *, wall_ms: float, iteration: int, device: str) -> dict[str, Any]:
+    """The content of profile.json, in milliseconds. On a CPU ``busy_ms`` is the sum of the operators' own times.
+
+    Categories add up to more than ``busy_ms`` where kernels of several streams run at once.
+    """
+    by_category = dict.fromkeys(CATEGORIES, 0.0)
+    by_name: dict[str, list[float]] = {}
+    for span in spans:
+        by_category[category(span.name)] += span.duration / 1000
+        by_name.setdefault(span.name, []).append(span.duration / 1000)
+    longest = sorted(by_name.items(), key=lambda entry: -sum(entry[1]))[:LONGEST]
+    busy = union(spans) if device != "cpu" else sum(span.duration for span in spans)
+    return {
+        "device": device,
+        "iteration": iteration,
+        "wall_ms": round(wall_ms, 3),
+        "busy_ms": round(busy / 1000, 3),
+        "kernels": len(spans),
+        "by_category": {kind: round(ms, 3) for kind, ms in by_category.items() if ms},
+        "longest": [
+            {"name": name, "category": category(name), "count": len(times), "ms": round(sum(times), 3)}
+            for name, times in longest
+        ],
+    }
+
+
+def spans_of(events: Iterable[Any], device: str) -> list[Span]:
+    """The spans in a finished ``torch.profiler.profile``'s ``events()``: a GPU's kernels and copies, else operators."""
+    found = []
+    for event in events:
+        on_gpu = "CUDA" in str(event.device_type)
+        if on_gpu != (device != "cpu"):
+            continue
+        duration = event.time_range.elapsed_us()
+        if not on_gpu:
+            # A parent's time holds its children's.
+            duration = event.self_cpu_time_total
+        # Ranges that a program names are shown on the device too, over the kernels in them.
+        if duration > 0 and not getattr(event, "is_user_annotation", False):
+            found.append(Span(event.name, event.time_range.start, duration))
+    return found
+
+
+def summarise(profiler: Any, *, wall_ms: float, iteration: int, device: str) -> dict[str, Any]:
+    """``summary`` of a finished ``torch.profiler.profile``."""
+    return summary(spans_of(profiler.events(), device), wall_ms=wall_ms, iteration=iteration, device=device)
+
+
+def limits(profile: Mapping[str, Any]) -> str:
+    """One sentence about what an iteration with this profile waits for.
+
+    Profiling makes launches slower, so a device that waits a little may not wait without it.
+    """
+    wall, busy = profile["wall_ms"], profile["busy_ms"]
+    kinds = Counter(profile["by_category"])
+    if not wall or not kinds:
+        return "nothing was profiled"
+    (first, first_ms), *others = kinds.most_common(3)
+    total = sum(kinds.values())
+    shares = ", ".join(f"{kind} {ms / total:.0%}" for kind, ms in [(first, first_ms), *others])
+    if profile["device"] == "cpu":
+        return f"operators on the CPU: {shares}"
+    idle = max(0.0, 1 - busy / wall)
+    if idle > _IDLE:
+        return (
+            f"the GPU has nothing to do {idle:.0%} of the time: launching {profile['kernels']} kernels; then {shares}"
+        )
+    matmul = (kinds[MATMUL] + kinds[ATTENTION]) / total
+    if matmul > _MOSTLY:
+        return f"matrix products and attention, {matmul:.0%} of the GPU's time; {shares}; idle {idle:.0%}"
+    return (
+        f"what moves memory and does no matrix products, {1 - matmul:.0%} of the GPU's time; {shares}; idle {idle:.0%}"
+    )

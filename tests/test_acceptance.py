@@ -1,0 +1,191 @@
+"""What gpu_acceptance.sh does, as far as it can be seen without a GPU; the rehearsal goes through all of it."""
+
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+from harness import REPO_ROOT
+
+sys.path.append(str(REPO_ROOT / "scripts"))
+
+from acceptance import packages
+from acceptance.machine import name_of
+from acceptance.plan import Plan, large, out_of_memory, parity, points, refusals
+from acceptance.steps import FAILED, NOT_RUN, OUT_OF_TIME, PASSED, Outcome, Runner, Step
+
+SCRIPT = REPO_ROOT / "scripts" / "gpu_acceptance.sh"
+
+
+def shell(name: str, text: str, **options) -> Step:
+    return Step(name, f"step {name}", ["sh", "-c", text], **options)
+
+
+def run_steps(tmp_path: Path, *steps: Step, seconds: float = 60, **options) -> dict[str, Outcome]:
+    runner = Runner(tmp_path, time.monotonic() + seconds)
+    runner.run(steps, **options)
+    return runner.outcomes
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_passes_by_its_exit_status_and_leaves_a_log(tmp_path: Path):
+    outcomes = run_steps(
+        tmp_path,
+        shell("good", "echo $WORD", environment={"WORD": "spoken"}),
+        shell("bad", "exit 3"),
+        shell("wanted", "exit 5", expects=(0, 5)),
+    )
+    assert {name: outcome.result for name, outcome in outcomes.items()} == {
+        "good": PASSED, "bad": FAILED, "wanted": PASSED,
+    }  # fmt: skip
+    assert outcomes["bad"].exit_status == 3
+    assert Path(outcomes["good"].log).read_text() == "spoken\n"
+
+
+def test_a_step_that_takes_too_long_is_ended_in_order(tmp_path: Path):
+    text = "trap 'echo tidied; exit 0' TERM; echo begun; while true; do sleep 0.1; done"
+    outcome = run_steps(tmp_path, shell("long", text, seconds=2))["long"]
+    assert (outcome.result, outcome.exit_status) == (OUT_OF_TIME, None)
+    assert Path(outcome.log).read_text() == "begun\ntidied\n"
+
+
+def test_no_step_begins_without_the_time_for_it(tmp_path: Path):
+    outcome = run_steps(tmp_path, shell("late", "touch begun", least=5), seconds=3)["late"]
+    assert outcome.result == NOT_RUN
+    assert not outcome.log
+
+
+def test_the_next_call_goes_on_where_this_one_stopped(tmp_path: Path):
+    count = tmp_path / "count"
+    text = f"echo x >>{count}"
+    steps = (shell("first", text), shell("second", f"{text}; [ -e {tmp_path}/mended ]"))
+    assert run_steps(tmp_path, *steps)["second"].result == FAILED
+    (tmp_path / "mended").touch()
+    outcomes = run_steps(tmp_path, *steps)
+    assert [outcome.result for outcome in outcomes.values()] == [PASSED, PASSED]
+    assert count.read_text().count("x") == 3  # the first passed and did not run again
+
+
+def test_steps_together_take_the_time_of_the_longest(tmp_path: Path):
+    # Each waits for the other, so one after another they would not end.
+    begun = [tmp_path / "a", tmp_path / "b"]
+    steps = [
+        shell(mine.name, f"touch {mine}; while [ ! -e {other} ]; do sleep 0.05; done", seconds=30)
+        for mine, other in (begun, begun[::-1])
+    ]
+    outcomes = run_steps(tmp_path / "work", *steps, at_once=2)
+    assert [outcome.result for outcome in outcomes.values()] == [PASSED, PASSED]
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+def make_plan(tmp_path: Path, gpus: int, **options) -> Plan:
+    return Plan(work=tmp_path, engine_directory=tmp_path / "engine", gpus=gpus, **options)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "processes", "too_large"),
+    [(1, 1, ["tensor", "pipeline", "hybrid"]), (2, 2, ["hybrid"]), (3, 2, ["hybrid"]), (4, 4, []), (8, 8, [])],
+)
+def test_every_strategy_that_the_devices_suffice_for(tmp_path: Path, gpus: int, processes: int, too_large: list[str]):
+    plan = make_plan(tmp_path, gpus)
+    assert (plan.processes, plan.too_large()) == (processes, too_large)
+    names = [step.name for step in large(plan)]
+    assert len(names) == 2 * (8 - len(too_large))
+    assert "large-megatron-zero3_offload" in names
+    assert {step.environment["NPROC_PER_NODE"] for step in large(plan)} == {str(processes)}
+
+
+def test_large_runs_leave_the_benchmark_as_it_is(tmp_path: Path):
+    """Only what a launcher's defaults do not know of this machine is set: not batch, precision, dropout or sizes."""
+    environment = large(make_plan(tmp_path, 1))[0].environment
+    assert environment["MODEL_PRESET"] == "large"
+    assert not environment.keys() & {
+        "GLOBAL_BATCH_SIZE", "MICRO_BATCH_SIZE", "PRECISION_FLAG", "DROPOUT", "HIDDEN_SIZE", "LR", "CLIP_GRAD",
+    }  # fmt: skip
+
+
+def test_what_needs_a_gpu_is_not_rehearsed(tmp_path: Path):
+    assert out_of_memory(make_plan(tmp_path, 0)) == []
+    assert [step.expects for step in out_of_memory(make_plan(tmp_path, 1))] == [(5,), (5,)]
+
+
+def test_every_point_does_the_same_work_and_is_profiled_at_its_end(tmp_path: Path):
+    steps = points(make_plan(tmp_path, 1, engines=["native"]))
+    assert [step.environment["MICRO_BATCH_SIZE"] for step in steps] == ["1", "2", "4", "8", "16", "32"]
+    assert {step.environment["GLOBAL_BATCH_SIZE"] for step in steps} == {"32"}
+    assert all(step.environment["PROFILE_ITERATION"] == step.environment["TRAIN_ITERS"] for step in steps)
+    assert all(set(step.expects) == {0, 5} for step in steps)  # that memory is full is an answer
+
+
+def test_parity_covers_every_strategy(tmp_path: Path):
+    steps = parity(make_plan(tmp_path, 1), "native")
+    assert {word for step in steps for word in step.command[2:]} == {
+        "zero1", "zero2", "zero3", "zero3_offload", "tensor", "pipeline", "hybrid",
+    }  # fmt: skip
+    assert all(step.environment["SHARE_GPUS"] == "1" for step in steps)
+
+
+def test_refusals_are_refused(tmp_path: Path):
+    plan = make_plan(tmp_path, 0)
+    outcomes = run_steps(tmp_path, *refusals(plan))
+    assert {outcome.result for outcome in outcomes.values()} == {PASSED}
+    for outcome in outcomes.values():
+        assert "visible GPU" in Path(outcome.log).read_text()
+
+
+# ---- packages --------------------------------------------------------------------------------------------------------
+
+
+def make_wheel(directory: Path, name: str) -> Path:
+    path = directory / f"{name}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr(f"{name}.py", "here = True\n")
+        wheel.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        wheel.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{name}-1.0.dist-info/RECORD", "")
+    return path
+
+
+def test_only_what_is_lacking_is_installed_beside_the_python_that_is_there(tmp_path: Path):
+    make_wheel(tmp_path, "quite_unheard_of")
+    make_wheel(tmp_path, "numpy")  # of any version: what is there was made for this machine
+    site = tmp_path / "site"
+    assert packages.install(tmp_path, site) == ["quite-unheard-of"]
+    assert (site / "quite_unheard_of.py").exists()
+    assert not (site / "numpy.py").exists()
+    assert packages.install(tmp_path, site) == ["quite-unheard-of"]  # again, for it is on no path here
+
+
+def test_nothing_that_the_engines_need_is_left_to_chance(monkeypatch: pytest.MonkeyPatch):
+    """Of requirements.txt a machine with torch's usual companions gets the rest from the bundle."""
+    image = {"torch", "numpy", "transformers", "tokenizers", "tensorboard", "setuptools"}
+    monkeypatch.setattr(packages, "installed", lambda: image | {packages.normal(name) for name in packages.CARRIED})
+    assert packages.missing() == [packages.required()["deepspeed"]]
+    assert packages.required()["deepspeed"].startswith("deepspeed==")
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+MACHINE = {
+    "gpus": [{"index": 0, "name": "NVIDIA H100 80GB HBM3", "memory_mib": 81559.0, "driver": "580.1", "uuid": "GPU-0"}],
+    "cpu": {"model": "a CPU", "cores": 16, "memory_mib": 131072},
+    "kernel": "6.1",
+    "driver_cuda": "13.0",
+    "nvcc": "13.0",
+    "gxx": "13.3.0",
+    "ninja": None,
+    "nccl": "2.28.9",
+    "versions": dict.fromkeys(("apex", "flash_attn", "deepspeed", "transformers", "torch", "cuda"), None)
+    | {"python": "3.12.3"},
+    "commits": {"repository": None, "repository_changed": None, "engine": None},
+}  # fmt: skip
+
+
+def test_the_device_names_its_directory():
+    assert name_of(MACHINE) == "nvidia-h100-80gb-hbm3"
+    assert name_of(MACHINE | {"gpus": MACHINE["gpus"] * 2}) == "2x-nvidia-h100-80gb-hbm3"
