@@ -91,6 +91,7 @@ FLAGS: list[tuple[str, Any, Any, str]] = [
     ("--eval-interval", positive, 1000, "iterations between evaluations"),
     ("--eval-iters", int, 100, "batches of one evaluation; 0 turns it off"),
     ("--distributed-backend", ("nccl", "gloo"), "nccl", "nccl runs on GPUs, gloo on CPUs"),
+    ("--share-gpus", bool, False, "processes of a node share its GPUs; over gloo (this engine's own flag)"),
     ("--distributed-timeout-minutes", positive, 10, "a collective that takes longer ends the run"),
     ("--tensorboard-dir", str, None, "directory of TensorBoard events"),
     ("--tensorboard-log-interval", positive, 1, "no effect: every iteration is written, with the log line"),
@@ -136,13 +137,21 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     args.kv_channels = args.kv_channels or args.hidden_size // args.num_attention_heads
     args.dtype = torch.bfloat16 if args.bf16 else torch.float32
-    args.device = torch.device("cpu")
-    if args.distributed_backend == "nccl":
-        if args.local_rank >= torch.cuda.device_count():
-            stop(f"process {args.local_rank} of this node has no GPU: PyTorch sees {torch.cuda.device_count()}")
-        args.device = torch.device("cuda", args.local_rank)
+    args.device = choose_device(args)
     check(args)
     return args
+
+
+def choose_device(args: argparse.Namespace) -> torch.device:
+    """The GPU of this process alone over NCCL, one that it shares with --share-gpus, else the CPU."""
+    if args.share_gpus and (args.distributed_backend != "gloo" or args.deepspeed):
+        stop("--share-gpus goes with --distributed-backend gloo and without --deepspeed: NCCL wants a GPU per process")
+    if args.distributed_backend == "gloo" and not args.share_gpus:
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if gpus == 0 or (args.local_rank >= gpus and not args.share_gpus):
+        stop(f"process {args.local_rank} of this node has no GPU: PyTorch sees {gpus}")
+    return torch.device("cuda", args.local_rank % gpus)
 
 
 def check(args: argparse.Namespace) -> None:

@@ -72,7 +72,8 @@ class Vocabulary:
             raise ValueError(f"cannot load the tokenizer {name_or_directory}: {str(error).splitlines()[0]}") from None
         if tokenizer.bos_token is None:
             tokenizer.add_special_tokens({"bos_token": "<s>"})  # Megatron does: it counts, and is never used
-        sentinels = tuple(tokenizer.additional_special_tokens_ids)
+        newer = getattr(tokenizer, "extra_special_tokens_ids", None)  # transformers 5 has them under this name
+        sentinels = tuple(tokenizer.additional_special_tokens_ids if newer is None else newer)
         if not sentinels:
             raise ValueError(
                 f"the tokenizer {name_or_directory} has no sentinel tokens <extra_id_0>, <extra_id_1>, ..."
@@ -250,6 +251,6 @@ def batches(
         dataset,
         batch_sampler=list(step_indices(args, dp_rank, consumed, len(dataset))),
         num_workers=args.num_workers,
-        pin_memory=args.distributed_backend == "nccl",
+        pin_memory=args.device.type == "cuda",
         generator=torch.Generator(),  # its own, or starting the workers would take a number from dropout's
     )

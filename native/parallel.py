@@ -3,6 +3,7 @@
 Ranks are laid out as in Megatron: tensor parallel fastest (neighbours talk most), then data parallel, then pipeline.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +50,9 @@ class Layout:
     def build(pp: int, dp: int, tp: int, device: torch.device, seed: int) -> "Layout":
         """Makes the process groups, and seeds dropout: each process its own, but one stream for what TP ranks share."""
         names = ("pp", "dp", "tp")
-        mesh = init_device_mesh(device.type, (pp, dp, tp), mesh_dim_names=names)
+        # Over gloo the mesh is one of CPUs whatever the device: a mesh of GPUs would choose each process's own.
+        mesh_device = "cpu" if dist.get_backend() == "gloo" else device.type
+        mesh = init_device_mesh(mesh_device, (pp, dp, tp), mesh_dim_names=names)
         layout = Layout(*(Axis(mesh[name].size(), mesh.get_local_rank(name), mesh.get_group(name)) for name in names))
         torch.manual_seed(seed + dist.get_rank())
         layout.tp.rng = torch.Generator(device).manual_seed(seed + (1 << 32) + dist.get_rank() - layout.tp.rank)
@@ -216,6 +219,30 @@ def whole_shape(parameter: nn.Parameter, tp: Axis) -> list[int]:
     if hasattr(parameter, "tp_slice"):
         shape[parameter.tp_slice[0]] *= tp.size
     return shape
+
+
+def needs_host(device: torch.device) -> bool:
+    """Whether what pipeline stages exchange has to go through host memory: gloo sends and receives there alone."""
+    return device.type != "cpu" and dist.get_backend() == "gloo"
+
+
+class Stage(nn.Module):
+    """What a pipeline's schedule drives: activations come and go through it, and their gradients the other way.
+
+    Every stage has the tokens of its micro-batches itself: they wait in `tokens`, in the order of the forward passes
+    (PyTorch 2.4 hands no other arguments to a later stage). `exchange` is the device that activations are sent from
+    and received on; autograd goes through the copies.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, device: torch.device) -> None:
+        super().__init__()
+        self.model, self.sends, self.device, self.staged = model, not layout.last_stage, device, needs_host(device)
+        self.exchange = torch.device("cpu") if self.staged else device
+        self.tokens: Iterator[tuple[torch.Tensor, ...]] = iter(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.model(x.to(self.device, copy=self.staged), *next(self.tokens))
+        return output.to(self.exchange, copy=self.staged) if self.sends else output
 
 
 def sum_tied_gradients(model: nn.Module, layout: Layout) -> None:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from native import checkpoint
 from native.model import T5, Layer, initialise
-from native.parallel import Layout, clip_gradients, forget_copies, sum_tied_gradients
+from native.parallel import Layout, Stage, clip_gradients, forget_copies, sum_tied_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import Schedule1F1B
@@ -67,14 +67,17 @@ class TorchTrainer:
         initialise(self.model, args, layout)
         compile_layers(self.model, args)
         self.optimizer = make_optimizer(self.model, args)
-        self.replica: torch.nn.Module = self.model
+        self.stage = Stage(self.model, layout, args.device) if layout.pp.size > 1 else None
+        self.replica: torch.nn.Module = self.stage or self.model
         if layout.dp.size > 1:
+            # All have the same weights already; PyTorch 2.4 cannot be told.
+            same = {"init_sync": False} if "init_sync" in inspect.signature(DistributedDataParallel).parameters else {}
             self.replica = DistributedDataParallel(
-                self.model, process_group=layout.dp.group, gradient_as_bucket_view=True, init_sync=False
+                self.replica, process_group=layout.dp.group, gradient_as_bucket_view=True, **same
             )
-        self.schedule = self.make_schedule() if layout.pp.size > 1 else None
+        self.schedule = self.make_schedule(self.stage) if self.stage else None
 
-    def make_schedule(self) -> "Schedule1F1B":
+    def make_schedule(self, module: Stage) -> "Schedule1F1B":
         """One forward, one backward: the encoder stage runs at most two micro-batches ahead of the decoder stage.
 
         Per micro-batch the encoder's output [b, s_enc, hidden] travels forward and its gradient back.
@@ -87,9 +90,10 @@ class TorchTrainer:
         hidden = torch.empty(b, s, args.hidden_size, dtype=args.dtype, device="meta", requires_grad=True)
         losses = torch.empty(b, d, device="meta", requires_grad=True)
         inputs, outputs = (tokens, hidden) if layout.first_stage else (hidden, losses)
-        stage = PipelineStage(
-            self.replica, layout.pp.rank, layout.pp.size, args.device, (inputs,), (outputs,), group=layout.pp.group
-        )
+        # PyTorch 2.4 moves the module that it is given to the device of the exchange: it gets the real one afterwards.
+        place = layout.pp.rank, layout.pp.size, module.exchange
+        stage = PipelineStage(torch.nn.Identity(), *place, (inputs,), (outputs,), group=layout.pp.group)
+        stage.submod = self.replica
         # The loss is divided by the number of micro-batches here; older schedules cannot, newer ones would once more.
         unscaled = {"scale_grads": False} if "scale_grads" in inspect.signature(Schedule1F1B).parameters else {}
         return Schedule1F1B(
@@ -99,11 +103,13 @@ class TorchTrainer:
     def forward_backward(self, batch: Batch) -> torch.Tensor:
         """Accumulates the gradients of an iteration; the mean loss of its micro-batches, 0 on a stage without loss."""
         count, total = self.args.micro_batches, torch.zeros((), device=self.args.device)
-        if self.schedule:
+        if self.schedule and self.stage:
             losses: list[torch.Tensor] = []
-            arguments = dict(zip(("encoder_tokens", "decoder_tokens", "labels"), batch, strict=True))
-            inputs, target = ((batch[0],), None) if self.layout.first_stage else ((), batch[2])
-            self.schedule.step(*inputs, target=target, losses=losses, **arguments)
+            self.stage.tokens = micro_batches(batch, count)
+            if self.layout.first_stage:
+                self.schedule.step(batch[0])
+            else:
+                self.schedule.step(target=batch[2], losses=losses)
             return sum(losses, total).detach()
         for number, (x, y, z) in enumerate(micro_batches(batch, count), 1):
             # DDP all-reduces in the last backward alone, and while it runs.
@@ -129,16 +135,17 @@ class TorchTrainer:
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """The mean loss of an iteration's micro-batches, []; 0 on a stage without loss."""
         args, layout, total = self.args, self.layout, torch.zeros((), device=self.args.device)
+        exchange = self.stage.exchange if self.stage else args.device
         for x, y, z in micro_batches(batch, args.micro_batches):
             encoded = x
             if not layout.first_stage:
-                encoded = torch.empty(*x.shape, args.hidden_size, dtype=args.dtype, device=args.device)
+                encoded = torch.empty(*x.shape, args.hidden_size, dtype=args.dtype, device=exchange)
                 dist.recv(encoded, dist.get_global_rank(layout.pp.group, 0), layout.pp.group)
-            output = self.model(encoded, x, y, z)
+            output = self.model(encoded.to(args.device), x, y, z)
             if layout.last_stage:
                 total += mean_loss(output, z) / args.micro_batches
             else:
-                dist.send(output, dist.get_global_rank(layout.pp.group, 1), layout.pp.group)
+                dist.send(output.to(exchange), dist.get_global_rank(layout.pp.group, 1), layout.pp.group)
         forget_copies()
         return total
 

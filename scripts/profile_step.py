@@ -14,6 +14,7 @@ import json
 import os
 import runpy
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,16 +29,60 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from t5bench import profile
 
 
+class ProfiledStretch:
+    """What a device ("cuda" or "cpu") does from begin() to end()."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.begun = device, 0.0
+        self.profiler = self.make_profiler()
+
+    def make_profiler(self) -> torch.profiler.profile:
+        # Kernels alone on a GPU: the operators above them are ten times as many and slow down what they launch.
+        activity = torch.profiler.ProfilerActivity
+        return torch.profiler.profile(activities=[activity.CUDA if self.device == "cuda" else activity.CPU])
+
+    def synchronise(self) -> float:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def begin(self) -> None:
+        if self.device == "cuda":
+            # Loading CUDA's tracer takes a while, which is not the iteration's.
+            with self.make_profiler():
+                torch.zeros(1, device="cuda")
+                self.synchronise()
+        self.profiler.start()
+        self.begun = self.synchronise()
+
+    def end(self, iteration: int) -> dict[str, Any]:
+        """The content of profile.json."""
+        wall_ms = 1000 * (self.synchronise() - self.begun)
+        self.profiler.stop()
+        return profile.summary(self.spans(), wall_ms=wall_ms, iteration=iteration, device=self.device)
+
+    def spans(self) -> list[profile.Span]:
+        if self.device != "cuda":
+            return [
+                # A parent's time holds its children's.
+                profile.Span(event.name, event.time_range.start, event.self_cpu_time_total)
+                for event in self.profiler.events()
+                if event.self_cpu_time_total > 0
+            ]
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "trace.json"
+            self.profiler.export_chrome_trace(str(path))
+            return profile.device_spans(json.loads(path.read_text(errors="replace")))
+
+
 class OneIteration:
     """Counts iterations by fetched data and the optimizer step that follows, and profiles between two such steps."""
 
     def __init__(self, iteration: int, output: Path) -> None:
         self.iteration, self.output = iteration, output
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.fetched = False
         self.steps = 0
-        self.begun = 0.0
-        self.profiler: Any = None
+        self.stretch: ProfiledStretch | None = None
 
     def watch(self) -> None:
         """Has DataLoader and Optimizer tell from now on."""
@@ -57,29 +102,11 @@ class OneIteration:
         self.fetched = False
         self.steps += 1
         if self.steps == self.iteration - 1:
-            self.begin()
-        elif self.steps == self.iteration:
-            self.end()
-
-    def synchronise(self) -> float:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def begin(self) -> None:
-        # Kernels alone on a GPU: the operators above them are ten times as many and slow down what they launch.
-        activity = torch.profiler.ProfilerActivity
-        self.profiler = torch.profiler.profile(activities=[activity.CUDA if self.device == "cuda" else activity.CPU])
-        self.synchronise()
-        self.profiler.__enter__()
-        self.begun = time.perf_counter()
-
-    def end(self) -> None:
-        wall_ms = 1000 * (self.synchronise() - self.begun)
-        self.profiler.__exit__(None, None, None)
-        content = profile.summarise(self.profiler, wall_ms=wall_ms, iteration=self.iteration, device=self.device)
-        self.output.write_text(json.dumps(content, indent=2) + "\n")
-        self.profiler = None
+            self.stretch = ProfiledStretch("cuda" if torch.cuda.is_initialized() else "cpu")
+            self.stretch.begin()
+        elif self.stretch and self.steps == self.iteration:
+            self.output.write_text(json.dumps(self.stretch.end(self.iteration), indent=2) + "\n")
+            self.stretch = None
 
 
 def main() -> None:

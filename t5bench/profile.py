@@ -18,6 +18,8 @@ CATEGORIES = (MATMUL, ATTENTION, NORM, ELEMENTWISE, EMBEDDING, OPTIMIZER, COPY, 
 # The first rule that a name fits decides, so the special stand before the general.
 KINDS: tuple[tuple[str, str], ...] = (
     (r"nccl|gloo|c10d::|all_?reduce|all_?gather|reduce_?scatter|deepspeed_comm", COMMUNICATION),
+    # Compiled kernels are named after the operators that they prepare.
+    (r"^triton_(poi|per|red|for)_", ELEMENTWISE),
     (r"flash|fmha|efficient_attention|cudnn.*(sdpa|attention)|mha_|scaled_dot_product", ATTENTION),
     (r"multi_tensor|adam|foreach|lamb|clip_grad", OPTIMIZER),
     (r"layer_?norm|rms_?norm|GammaBeta|softmax|dropout|triu|tril|bernoulli", NORM),
@@ -86,26 +88,13 @@ def summary(spans: Sequence[Span], *, wall_ms: float, iteration: int, device: st
     }
 
 
-def spans_of(events: Iterable[Any], device: str) -> list[Span]:
-    """The spans in a finished ``torch.profiler.profile``'s ``events()``: a GPU's kernels and copies, else operators."""
-    found = []
-    for event in events:
-        on_gpu = "CUDA" in str(event.device_type)
-        if on_gpu != (device != "cpu"):
-            continue
-        duration = event.time_range.elapsed_us()
-        if not on_gpu:
-            # A parent's time holds its children's.
-            duration = event.self_cpu_time_total
-        # Ranges that a program names are shown on the device too, over the kernels in them.
-        if duration > 0 and not getattr(event, "is_user_annotation", False):
-            found.append(Span(event.name, event.time_range.start, duration))
-    return found
-
-
-def summarise(profiler: Any, *, wall_ms: float, iteration: int, device: str) -> dict[str, Any]:
-    """``summary`` of a finished ``torch.profiler.profile``."""
-    return summary(spans_of(profiler.events(), device), wall_ms=wall_ms, iteration=iteration, device=device)
+def device_spans(trace: Mapping[str, Any]) -> list[Span]:
+    """The kernels, copies and fills of a GPU in what ``torch.profiler.profile.export_chrome_trace`` wrote."""
+    return [
+        Span(event["name"], float(event["ts"]), float(event["dur"]))
+        for event in trace["traceEvents"]
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
 
 
 def limits(profile: Mapping[str, Any]) -> str:

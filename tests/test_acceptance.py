@@ -1,16 +1,21 @@
 """What gpu_acceptance.sh does, as far as it can be seen without a GPU; the rehearsal goes through all of it."""
 
+import json
+import os
+import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 from pathlib import Path
 
 import pytest
 from harness import REPO_ROOT
+from made_runs import LARGE, make_run
 
 sys.path.append(str(REPO_ROOT / "scripts"))
 
-from acceptance import packages
+from acceptance import packages, results, summary
 from acceptance.machine import name_of
 from acceptance.plan import Plan, large, out_of_memory, parity, points, refusals
 from acceptance.steps import FAILED, NOT_RUN, OUT_OF_TIME, PASSED, Outcome, Runner, Step
@@ -189,3 +194,138 @@ MACHINE = {
 def test_the_device_names_its_directory():
     assert name_of(MACHINE) == "nvidia-h100-80gb-hbm3"
     assert name_of(MACHINE | {"gpus": MACHINE["gpus"] * 2}) == "2x-nvidia-h100-80gb-hbm3"
+
+
+H100 = "NVIDIA H100 80GB HBM3"
+FLOOR = {"device": H100, "matmul_tflops": 800.0, "matmul_shapes": [], "copy_gb_per_s": 3000.0}
+# T5-Large at 512 and 128 tokens, 16 samples an iteration: 19.81 TFLOP (MEGATRON.md).
+ITERATION_TFLOP = 19.81
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> dict:
+    """What two T5-Large runs on a GPU, one of them failed, and a throughput's point would leave."""
+    plan = make_plan(tmp_path, 1, engines=["native"], micro_batch_sizes=[8, 16], strategies=["ddp", "zero1", "tensor"])
+    gpu = {"gpu": H100, "world_size": 1, "engine": "native", "sample_seconds": 0.1, "sent_per_iteration": 0.0}
+    gpu |= {"padded_vocab_size": 32128, "memory_mib": [20_000.0]}
+    settings = LARGE | {"MICRO_BATCH_SIZE": "1"}
+    make_run(plan.runs / "large" / "native" / "ddp", elapsed_ms=[1000.0] * 12, settings=settings, **gpu)
+    make_run(plan.runs / "large" / "native" / "zero1", "zero1", elapsed_ms=[1000.0] * 3, settings=settings,
+             status="out-of-memory", reason="rank 0 ran out of GPU memory", **gpu)  # fmt: skip
+    point = plan.runs / "throughput" / "native" / "micro-batch-8"
+    settings = LARGE | {"MICRO_BATCH_SIZE": "8", "GLOBAL_BATCH_SIZE": "32", "PROFILE_ITERATION": "12"}
+    make_run(point, elapsed_ms=[200.0] * 10 + [900.0, 5000.0], settings=settings, **gpu)
+    profile = {"device": "cuda", "iteration": 12, "wall_ms": 200.0, "busy_ms": 190.0, "kernels": 9, "longest": []}
+    (point / "profile.json").write_text(json.dumps(profile | {"by_category": {"matrix products": 150.0}}))
+    make_run(plan.runs / "throughput" / "native" / "micro-batch-16", elapsed_ms=[200.0], settings=settings, **gpu,
+             status="out-of-memory", reason="rank 0 ran out of GPU memory")  # fmt: skip
+    (tmp_path / "floor.json").write_text(json.dumps(FLOOR))
+    log = tmp_path / "parity.log"
+    log.write_text("run directories: here\nrun     engine   verdict\nddp     native   PASS\n\nPASS: all\n")
+    outcomes = {
+        "large-native-ddp": Outcome("large-native-ddp", "T5-Large, native ddp", PASSED, 0, 30.0),
+        "large-native-zero1": Outcome("large-native-zero1", "T5-Large, native zero1", FAILED, 5, 30.0),
+        "parity-native-zero": Outcome("parity-native-zero", "parity, native: zero1", PASSED, 0, 9.0, str(log)),
+        "late": Outcome("late", "what there was no time for", NOT_RUN),
+    }
+    return results.gather(plan, MACHINE, outcomes)
+
+
+def test_figures_are_the_runs_own(measured: dict):
+    ddp, zero1 = measured["large"]
+    assert ddp["samples_per_second"] == pytest.approx(16)
+    assert ddp["tflops"] == pytest.approx(ITERATION_TFLOP, rel=1e-3)
+    assert ddp["mfu"] == pytest.approx(ITERATION_TFLOP / 989.4, rel=1e-3)
+    assert ddp["of_measured_rate"] == pytest.approx(ITERATION_TFLOP / 800, rel=1e-3)
+    assert ddp["peak_mib"] == 20_000
+    assert (zero1["status"], zero1.get("milliseconds")) == ("out-of-memory", None)
+
+
+def test_a_profiled_iteration_is_in_no_median(measured: dict):
+    eight = measured["points"][0]
+    assert eight["milliseconds"]["median"] == 200
+    assert eight["iterations"][-1] == 10
+    assert eight["limits"].startswith("matrix products and attention, 100%")
+
+
+def test_what_failed_and_what_was_not_run_is_said(measured: dict):
+    assert measured["failed"] == ["T5-Large, native zero1"]
+    assert results.not_run(measured) == ["what there was no time for"]
+    sentence = summary.verdict(measured)
+    assert "failed: T5-Large, native zero1" in sentence
+    assert "not run to the end: what there was no time for" in sentence
+
+
+def test_the_summary_is_for_people(measured: dict, tmp_path: Path):
+    summary.write(measured, tmp_path / "results")
+    text = (tmp_path / "results" / "README.md").read_text()
+    assert text.startswith(f"# T5-Large on 1 x {H100}\n")
+    assert "rehearsal" not in text
+    assert "out-of-memory: rank 0 ran out of GPU memory" in text
+    assert "Too few devices for tensor" in text
+    assert "ninja, g++ " in text and "not found, 13.3.0" in text
+    assert "run directories" not in text and "ddp     native   PASS" in text
+    assert "Medians of iterations 4 to 12." in text
+    assert (tmp_path / "results" / "throughput.png").stat().st_size > 10_000
+    assert json.loads((tmp_path / "results" / "results.json").read_text())["machine"]["nccl"] == "2.28.9"
+
+
+# ---- the script ------------------------------------------------------------------------------------------------------
+
+
+def accept(*arguments: str, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(SCRIPT), *arguments],
+        env=os.environ | {"PYTHON": sys.executable} | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        ([], {}, "there is no GPU here"),
+        (["trough"], {}, "unknown argument 'trough'"),
+        (["--pack"], {}, "--pack needs a directory"),
+        (["--pack", "bundle"], {"MEGATRON_DIR": "/nonexistent"}, "there is no Megatron-DeepSpeed checkout"),
+        (["--rehearse"], {"MEGATRON_DIR": "/nonexistent"}, "or ENGINES=native"),
+        (["--rehearse"], {"MINUTES": "ten"}, "MINUTES must be a number"),
+    ],
+)
+def test_what_cannot_be_done_is_said_first(
+    tmp_path: Path, arguments: list[str], environment: dict[str, str], message: str
+):
+    result = accept(*arguments, CUDA_VISIBLE_DEVICES="", WORK_DIR=str(tmp_path / "work"), **environment)
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+@pytest.mark.slow
+def test_the_rehearsal_goes_through_everything(tmp_path: Path):
+    """Native engine, two strategies: what differs on a GPU are the device, the sizes and the compilers."""
+    work = tmp_path / "a path with spaces"
+    chosen = {"ENGINES": "native", "STRATEGIES": "ddp zero1", "MICRO_BATCH_SIZES": "4 8", "WORK_DIR": str(work)}
+    result = accept("--rehearse", timeout=590, MINUTES="8", **chosen)
+    assert result.returncode == 0, result.stderr
+    output = work / "rehearsal" / "results"
+    text = (output / "README.md").read_text()
+    assert "No figure here means anything" in text
+    found = json.loads((output / "results.json").read_text())
+    assert {row["strategy"] for row in found["large"]} == {"ddp", "zero1"}
+    assert {row["micro_batch"] for row in found["points"]} == {4, 8}
+    assert {(row["micro_batch"], bool(row["compile"])) for row in found["baseline"]} == {
+        (4, False), (8, False), (4, True), (8, True),
+    }  # fmt: skip
+    assert all(row["limits"] for row in [*found["points"], *found["baseline"]])
+    assert found["floor"]["matmul_tflops"] > 0
+    with tarfile.open(output / "records.tar.xz") as archive:
+        names = archive.getnames()
+    assert "records/runs/large/native/zero1/node0.log" in names
+    assert not any(name.endswith((".bin", ".pt")) for name in names)
+    # Nothing is left to do, so nothing is done again.
+    again = accept("--rehearse", timeout=120, MINUTES="8", **chosen)
+    assert again.returncode == 0
+    assert "passed already" in again.stderr and "passed, " not in again.stderr

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -9,10 +10,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from acceptance.bound import iteration_ms
 from acceptance.plan import Plan
 from acceptance.steps import FAILED, NOT_RUN, PASSED, Outcome
-from t5bench import profile, samples
-from t5bench.comparison import make_row
+from t5bench import flops, profile, samples
+from t5bench.comparison import make_row, shape_of
 from t5bench.records import RecordError, Run, load
 from t5bench.status import COMPLETE
 
@@ -33,6 +35,7 @@ def gather(plan: Plan, machine: Mapping[str, Any], outcomes: Mapping[str, Outcom
         "made": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "rehearsal": plan.rehearsal,
         "preset": plan.preset,
+        "vocabulary": plan.vocabulary,
         "processes": plan.processes,
         "machine": dict(machine),
         "floor": floor,
@@ -102,7 +105,8 @@ def figures(directory: Path, floor: Mapping[str, Any] | None) -> dict[str, Any] 
         "tflops": row.tflops,
         "mfu": row.mfu,
         "of_measured_rate": _share(row.tflops, floor),
-        "peak_mib": max(row.peak_memory.values(), default=None),
+        "floor_ms": _floor_ms(shape_of(run), entry, floor) if run.world_size == 1 else None,
+        "peak_mib": max(row.peak_memory.values(), default=None) if row.on_gpu else None,
         "peak_host_mib": max((peak.host_mib for peak in run.peak_memory), default=None),
         "power_w": observed.power_w,
         "utilization": observed.utilization,
@@ -117,6 +121,7 @@ def baseline_figures(point: Mapping[str, Any], floor: Mapping[str, Any] | None) 
     profiled = point.get("profile")
     return dict(point) | {
         "of_measured_rate": _share(point.get("tflops"), floor),
+        "floor_ms": _floor_ms(flops.Shape(**point["shape"]), point, floor),
         "limits": profile.limits(profiled) if profiled else "",
     }
 
@@ -124,6 +129,15 @@ def baseline_figures(point: Mapping[str, Any], floor: Mapping[str, Any] | None) 
 def _share(tflops: float | None, floor: Mapping[str, Any] | None) -> float | None:
     """Of the rate that a large product reached here, 0 to 1."""
     return tflops / floor["matmul_tflops"] if tflops and floor and floor.get("matmul_tflops") else None
+
+
+def _floor_ms(
+    shape: flops.Shape | None, entry: Mapping[str, Any], floor: Mapping[str, Any] | None
+) -> list[float] | None:
+    """The least milliseconds of an iteration: of matrix products, and of memory traffic; None where not known."""
+    if shape is None or not floor:
+        return None
+    return list(iteration_ms(shape, entry["global_batch"], entry["micro_batch"], floor))
 
 
 def _finite(value: float | None) -> float | None:
@@ -149,7 +163,7 @@ def parity_tables(outcomes: Mapping[str, Outcome]) -> list[dict[str, str]]:
             lines = Path(outcome.log).read_text(errors="replace").splitlines()
         except OSError:
             continue
-        begin = next((number for number, line in enumerate(lines) if line.startswith("run ")), None)
+        begin = next((number for number, line in enumerate(lines) if re.match(r"run +engine ", line)), None)
         text = lines[begin:] if begin is not None else lines[-5:]
         found.append({"title": outcome.title, "result": outcome.result, "text": "\n".join(text).strip()})
     return found

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 
 PASSED, FAILED, OUT_OF_TIME, NOT_RUN = "passed", "failed", "out of time", "not run"
+# What a program of ours exits with when its time was up and it goes on when called again.
+EXIT_TIME = 3
 # Seconds that a step gets to end in order once its time is up: a launcher ends its workers and writes its record.
 _GRACE = 20.0
 
@@ -24,7 +26,8 @@ _GRACE = 20.0
 class Step:
     """One command. ``seconds`` is the most that it may take; ``expects`` the exit statuses that pass.
 
-    ``least`` seconds must be left for it to begin at all.
+    ``least`` seconds must be left for it to begin at all; ``unfinished`` is the exit status by which it says that its
+    own time was up, and that it goes on when called again.
     """
 
     name: str
@@ -34,6 +37,7 @@ class Step:
     seconds: float = 180.0
     least: float = 20.0
     expects: Sequence[int] = (0,)
+    unfinished: int | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ class Runner:
             self.live.discard(process)
         if self.interrupted:
             status = None
-        result = OUT_OF_TIME if status is None else PASSED if status in step.expects else FAILED
+        result = OUT_OF_TIME if status in (None, step.unfinished) else PASSED if status in step.expects else FAILED
         return Outcome(step.name, step.title, result, status, time.monotonic() - begin, str(log))
 
     def _save(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from tabulate import tabulate
 
 from acceptance.machine import describe
-from acceptance.plan import THROUGHPUT_BATCH
+from acceptance.plan import THROUGHPUT_BATCH, VOCABULARY
 from acceptance.results import not_run
 from t5bench.status import COMPLETE
 
@@ -73,12 +73,13 @@ def strategies(found: Mapping[str, Any]) -> list[str]:
     count = found["processes"]
     said = [
         f"{count} process{'es' if count > 1 else ''}, one per device; micro-batch {first['micro_batch']}, global batch "
-        f"{first['global_batch']}, {first['precision']}, dropout on, the bundled sample as data. {window(rows)}"
+        f"{first['global_batch']}, {first['precision']}, dropout on, the bundled sample as data, its vocabulary "
+        f"padded to {found['vocabulary']} (google-t5/t5-large: {VOCABULARY}). {window(rows)}"
     ]
     if count == 1:
         said.append("On one device nothing is divided: a ZeRO row shows what its machinery costs, not what it saves.")
     if found["too_large"]:
-        said.append(f"{', '.join(found['too_large'])} need more devices; below is whether they train correctly.")
+        said.append(f"Too few devices for {', '.join(found['too_large'])}: below is whether they train correctly.")
     header = ["strategy", "engine", "ms an iteration [95 %]", "samples/s", "TFLOP/s", "MFU",
               "of the rate measured here", "GPU MiB", "host MiB", "W", "GPU busy %", "loss"]  # fmt: skip
     body = []
@@ -129,13 +130,14 @@ def throughput(found: Mapping[str, Any], picture: bool) -> list[str]:
     rows = [point_row(f"{row['engine']} engine", row) for row in points]
     rows += [point_row(baseline_name(row), row) for row in baseline]
     if rows:
-        header = ["what", "micro-batch", "ms an iteration [95 %]", "samples/s", "TFLOP/s", "MFU",
+        header = ["what", "micro-batch", "ms an iteration [95 %]", "floor ms", "samples/s", "TFLOP/s", "MFU",
                   "of the rate measured here", "GPU MiB", "what limits it"]  # fmt: skip
         parts += [
             f"{THROUGHPUT_BATCH} samples an iteration in every row, AdamW's update included; bf16, dropout on. "
             + window([row for row in points if "milliseconds" in row])
-            + " TFLOP/s and MFU count an encoder-decoder's matrix products, nothing twice.",
-            table(header, rows, range(1, 8)),
+            + " TFLOP/s and MFU count an encoder-decoder's matrix products, nothing twice. The floor is the larger of "
+            "two times: matrix products at the rate above, and what must be read and written at the bandwidth above.",
+            table(header, rows, range(1, 9)),
         ]
     return parts
 
@@ -143,9 +145,10 @@ def throughput(found: Mapping[str, Any], picture: bool) -> list[str]:
 def point_row(name: str, row: Mapping[str, Any]) -> list[str]:
     if row["status"] != COMPLETE or not row.get("milliseconds"):
         reason = row.get("reason") or ""
-        return [name, str(row["micro_batch"]), row["status"], "", "", "", "", "", reason]
+        return [name, str(row["micro_batch"]), row["status"], "", "", "", "", "", "", reason]
     return [
-        name, str(row["micro_batch"]), interval(row["milliseconds"]), number(row["samples_per_second"]),
+        name, str(row["micro_batch"]), interval(row["milliseconds"]),
+        number(max(row["floor_ms"]) if row["floor_ms"] else None, ".1f"), number(row["samples_per_second"]),
         number(row["tflops"]), percent(row.get("mfu")), percent(row["of_measured_rate"]),
         number(row.get("peak_mib") or row.get("peak_allocated_mib"), ".0f"), row["limits"],
     ]  # fmt: skip
