@@ -72,8 +72,8 @@ class Vocabulary:
             raise ValueError(f"cannot load the tokenizer {name_or_directory}: {str(error).splitlines()[0]}") from None
         if tokenizer.bos_token is None:
             tokenizer.add_special_tokens({"bos_token": "<s>"})  # Megatron does: it counts, and is never used
-        newer = getattr(tokenizer, "extra_special_tokens_ids", None)  # transformers 5 has them under this name
-        sentinels = tuple(tokenizer.additional_special_tokens_ids if newer is None else newer)
+        names = "additional_special_tokens_ids", "extra_special_tokens_ids"  # until transformers 4, and from 5 on
+        sentinels = tuple(next((ids for name in names if (ids := getattr(tokenizer, name, None))), ()))
         if not sentinels:
             raise ValueError(
                 f"the tokenizer {name_or_directory} has no sentinel tokens <extra_id_0>, <extra_id_1>, ..."

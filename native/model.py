@@ -41,8 +41,8 @@ class LayerNorm(nn.LayerNorm):
 def attend(*query_key_value: torch.Tensor, p: float, mask: torch.Tensor | None) -> torch.Tensor:
     """Attention over three [b, s, heads, d] tensors, to [b, s_query, heads * d]; causal where there is no mask.
 
-    `mask` [b, 1, 1, s_key] is False on padding. A causal decoder needs none: its padding comes last, where no real
-    token looks, and the padding's own outputs carry no loss.
+    `mask` [b, 1, 1, s_key] is added to the scores: 0, and -inf on padding. A causal decoder needs none: its padding
+    comes last, where no real token looks, and the padding's own outputs carry no loss.
     """
     heads_first = (x.transpose(1, 2) for x in query_key_value)
     context = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, dropout_p=p, is_causal=mask is None)
@@ -156,7 +156,7 @@ class T5(nn.Module):
 
     def __init__(self, args: Namespace, layout: Layout) -> None:
         super().__init__()
-        self.tp, self.pad = layout.tp, args.pad_token
+        self.tp, self.pad, self.dtype = layout.tp, args.pad_token, args.dtype
         parts: dict[str, nn.Module] = {"embedding": Embedding(args, self.tp)}
         if layout.first_stage:
             parts["encoder"] = Stack(args, self.tp, decoder=False)
@@ -173,7 +173,10 @@ class T5(nn.Module):
         A stage without the decoder returns the encoder's output [b, s_enc, hidden]; a stage without the encoder takes
         that as `x`. With an encoder, `x` is `encoder_tokens`. Token ids and labels are int64, [b, s_enc] or [b, s_dec].
         """
-        model, mask = self.language_model, (encoder_tokens != self.pad)[:, None, None, :]
+        model = self.language_model
+        # A mask of booleans would be made into this one again in every layer.
+        mask = torch.zeros_like(encoder_tokens, dtype=self.dtype).masked_fill_(encoder_tokens == self.pad, -math.inf)
+        mask = mask[:, None, None, :]
         encoded = model["encoder"](model["embedding"](x), mask) if "encoder" in model else x
         if "decoder" not in model:
             return encoded

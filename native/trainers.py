@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from native import checkpoint
+from native.arguments import stop
 from native.model import T5, Layer, initialise
 from native.parallel import Layout, Stage, clip_gradients, forget_copies, sum_tied_gradients
 
@@ -82,8 +83,14 @@ class TorchTrainer:
 
         Per micro-batch the encoder's output [b, s_enc, hidden] travels forward and its gradient back.
         """
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # a second of import, for pipelines alone
+        # A second of import, for pipelines alone.
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, schedules
 
+        # Before PyTorch had this, it waited for one of several messages alone, which is enough over NCCL.
+        if dist.get_backend() == "gloo" and not hasattr(schedules, "_wait_batch_p2p"):
+            stop(
+                f"pipelines of PyTorch {torch.__version__} hang over gloo: use NCCL, a newer PyTorch or ENGINE=megatron"
+            )
         args, layout = self.args, self.layout
         b, s, d = args.micro_batch_size, args.encoder_seq_length, args.decoder_seq_length
         tokens = torch.empty(b, s, dtype=torch.int64, device="meta")

@@ -20,8 +20,9 @@ KINDS: tuple[tuple[str, str], ...] = (
     (r"nccl|gloo|c10d::|all_?reduce|all_?gather|reduce_?scatter|deepspeed_comm", COMMUNICATION),
     # Compiled kernels are named after the operators that they prepare.
     (r"^triton_(poi|per|red|for)_", ELEMENTWISE),
+    (r"^triton_(tem|mm)_", MATMUL),
     (r"flash|fmha|efficient_attention|cudnn.*(sdpa|attention)|mha_|scaled_dot_product", ATTENTION),
-    (r"multi_tensor|adam|foreach|lamb|clip_grad", OPTIMIZER),
+    (r"multi_tensor|adam|foreach|lpnorm|clip_grad", OPTIMIZER),
     (r"layer_?norm|rms_?norm|GammaBeta|softmax|dropout|triu|tril|bernoulli", NORM),
     (r"embedding|nll_loss|cross_entropy|index_?select|gather_|scatter_|indexing_backward|index_put", EMBEDDING),
     (r"nvjet|gemm|gemv|cutlass|xmma|cublas|splitK|aten::(addmm|mm|bmm|matmul|linear|addbmm|baddbmm)\b", MATMUL),

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,11 @@ NAMES = {
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<4>, FusedAdamMathFunctor>()":
         profile.OPTIMIZER,
     "void multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctor<float>>(...)": profile.OPTIMIZER,
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_31_64x128x64_4x1x1": profile.ATTENTION,
+    "fmha_cutlassB_bf16_aligned_64x64_k64_dropout_sm80(AttentionBackwardKernel)": profile.ATTENTION,
+    "triton_poi_fused_add_mul_scaled_dot_product_attention_3": profile.ELEMENTWISE,
+    "triton_tem_fused_addmm_gelu_4": profile.MATMUL,
+    "void at::native::lpnorm_cleanup<float, (at::native::NormType)1, float, float, 1024>": profile.OPTIMIZER,
     "void at::native::(anonymous namespace)::indexSelectLargeIndex<c10::BFloat16>(...)": profile.EMBEDDING,
     "void at::native::embedding_backward_feature_kernel<c10::BFloat16, float, long>(...)": profile.EMBEDDING,
     "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float>(...)": profile.EMBEDDING,
@@ -82,6 +88,22 @@ def test_what_limits_an_iteration(spans: list[Span], sentence: str):
     assert sentence in profile.limits(profile.summary(spans, wall_ms=10, iteration=1, device="cuda"))
 
 
+def test_of_a_trace_only_what_ran_on_the_gpu_counts():
+    def event(category: str, name: str, start: float, length: float) -> dict:
+        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length}
+
+    events = [
+        event("kernel", "nvjet_a", 0, 1000),
+        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 3000, 500),
+        event("cuda_runtime", "cudaLaunchKernel", 0, 9000),
+        event("gpu_user_annotation", "nccl:all_reduce", 0, 9000),
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert profile.device_spans({"traceEvents": events}) == [
+        Span("nvjet_a", 0, 1000), Span("Memcpy DtoD (Device -> Device)", 3000, 500),
+    ]  # fmt: skip
+
+
 # ---- the launchers ---------------------------------------------------------------------------------------------------
 
 
@@ -101,6 +123,44 @@ def test_an_iteration_that_cannot_be_profiled_is_refused(project: Project, itera
     assert result.returncode == 2
     assert "PROFILE_ITERATION" in result.stderr
     assert not project.was_started()
+
+
+SCRIPT = """
+import sys, torch
+from pathlib import Path
+assert __name__ == "__main__" and sys.argv[1:] == ["--flag", "value"]
+assert sys.path[0] == str(Path(__file__).resolve().parent)
+model = torch.nn.Linear(64, 64)
+groups = [torch.optim.AdamW([p], lr=0.1) for p in model.parameters()]  # two inner steps each, as ZeRO's groups
+for optimizer in groups:  # once before training, as DeepSpeed does
+    optimizer.step()
+data = iter(torch.utils.data.DataLoader(list(range(8))))
+for iteration in range(6):
+    for _ in range(3 if iteration == 4 else 1):
+        next(data)
+        model(torch.ones(32, 64)).sum().backward()
+    for optimizer in groups:
+        optimizer.step()
+        optimizer.zero_grad()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_an_unchanged_script_is_profiled_on_the_first_rank(tmp_path: Path, rank: str):
+    """Iteration 5 alone makes three passes."""
+    script, output = tmp_path / "a script.py", tmp_path / "profile.json"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(REPO_ROOT / "scripts" / "profile_step.py"), "--iteration", "5"]
+    command += ["--output", str(output), str(script), "--flag", "value"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "RANK": rank}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
+    assert output.exists() == (rank == "0")
+    if rank == "0":
+        content = json.loads(output.read_text())
+        assert {entry["name"]: entry["count"] for entry in content["longest"]}["aten::addmm"] == 3
+        assert content["wall_ms"] >= content["busy_ms"] > 0
 
 
 @pytest.mark.slow

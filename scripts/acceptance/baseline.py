@@ -237,7 +237,7 @@ def main() -> int:
         print(
             json.dumps({key: point.get(key) for key in ("status", "samples_per_second", "tflops", "compile_seconds")})
         )
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

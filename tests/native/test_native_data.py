@@ -148,3 +148,23 @@ def test_megatron_draws_the_same_samples(ask_megatron: Callable[..., Path], nati
     for position, key in enumerate(("text_enc", "text_dec", "labels")):
         assert torch.equal(torch.tensor(np.array([sample[position] for sample in drawn])), answer[key])
     assert torch.equal(answer["labels"] >= 0, answer["loss_mask"].bool())
+
+
+def test_sentinels_under_the_name_that_newer_transformers_have(monkeypatch: pytest.MonkeyPatch):
+    """transformers 5 has no additional_special_tokens_ids any more; both names give the same tokens."""
+    from types import SimpleNamespace
+
+    def vocabulary(**sentinels: list[int]) -> Vocabulary:
+        tokens = {"a": 0, "##b": 1, "<extra_id_0>": 3, "<extra_id_1>": 2}
+
+        class Tokenizer(SimpleNamespace):
+            def __len__(self) -> int:
+                return len(tokens)
+
+        tokenizer = Tokenizer(bos_token="<s>", pad_token_id=0, eos_token_id=1, get_vocab=lambda: tokens, **sentinels)
+        monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: tokenizer)
+        return Vocabulary.load("any")
+
+    newer = vocabulary(extra_special_tokens_ids=[3, 2])
+    assert newer == vocabulary(additional_special_tokens_ids=[3, 2])
+    assert (newer.sentinels, newer.size, newer.continuations) == ((3, 2), 4, frozenset([1]))
