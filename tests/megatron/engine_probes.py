@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 
 GROUP, DIRECTORY, TOKENIZER = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 RANK = int(sys.argv[4]) if len(sys.argv) > 4 else 0
-WORLD_SIZE = {"alone": 1, "training": 1, "nodes": 2, "tensor": 2}[GROUP]
+WORLD_SIZE = {"alone": 1, "training": 1, "nodes": 2, "tensor": 2, "pipeline": 2}[GROUP]
 
 # Two "nodes" of one process each, on a machine that has room for two.
 LOCAL_RANK = 0 if GROUP == "nodes" else RANK
@@ -29,6 +29,8 @@ os.environ |= {
     "OMP_NUM_THREADS": "1",
 }
 
+PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-split-rank 1" if GROUP == "pipeline" else ""
+
 ENCODER_LENGTH, DECODER_LENGTH, VOCABULARY = 32, 16, 4224
 ARGUMENTS = f"""
     --tensor-model-parallel-size {2 if GROUP == "tensor" else 1} --encoder-num-layers 1 --decoder-num-layers 2
@@ -38,7 +40,7 @@ ARGUMENTS = f"""
     --lr 0.001 --min-lr 0 --lr-decay-style cosine --weight-decay 0.01 --clip-grad 1.0 --seed 1234
     --data-impl mmap --split 949,50,1 --num-workers 0 --tokenizer-type HFTokenizer
     --make-vocab-size-divisible-by {64 if GROUP == "tensor" else 128} --log-interval 1 --eval-iters 0
-    --distributed-timeout-minutes 7 --DDP-impl local --layout-independent-init
+    --distributed-timeout-minutes 7 --DDP-impl local --layout-independent-init {PIPELINE}
 """.split()
 
 ANSWERS: dict[str, dict] = {}
@@ -261,6 +263,13 @@ def ask_alone(_devices):
     @answer
     def async_allreduce_of_one_process():
         return args.async_tensor_model_parallel_allreduce
+
+    @answer
+    def gradient_node_in_a_hook():
+        """What DeepSpeed 0.18.3 asks of PyTorch where gradients are off."""
+        with torch.no_grad():
+            node = torch.autograd.graph._get_grad_fn_or_grad_acc(torch.nn.Parameter(torch.zeros(1)))
+        return type(node).__name__
 
     @answer
     def group_timeouts():
@@ -749,6 +758,48 @@ def ask_nodes(devices):
 def ask_tensor(_devices):
     """Two tensor parallel ranks."""
     ask_loss_and_norm()
+
+
+def ask_pipeline(_devices):
+    """Two stages whose tensors go through the host, as where processes share a GPU; here the GPU is the host too."""
+    import torch
+    from megatron import get_args
+    from megatron.arguments import core_transformer_config_from_args
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    p2p_communication._goes_through_host = lambda: True
+    shape, exchange, exchanged = (3, 2, 4), p2p_communication._batched_p2p_ops, []
+
+    def spy(**kwargs):
+        exchanged.append({key: value for key, value in kwargs.items() if isinstance(value, torch.Tensor)})
+        return exchange(**kwargs)
+
+    p2p_communication._batched_p2p_ops = spy
+
+    def send_and_receive(config):
+        mine = torch.full(shape, RANK + 1.0, requires_grad=True) * 2
+        if RANK == 0:
+            received = p2p_communication.send_forward_recv_backward(mine, shape, config)
+        else:
+            received = p2p_communication.send_backward_recv_forward(mine, shape, config)
+        copies = [value for values in exchanged for key, value in values.items() if key.startswith("tensor_recv")]
+        return {
+            "values": received.unique().tolist(),
+            "shape": list(received.shape),
+            "is_leaf": received.is_leaf and received.requires_grad,
+            "copied": [copy is not received and not copy.requires_grad for copy in copies],
+        }
+
+    @answer
+    def exchange_through_host():
+        return send_and_receive(core_transformer_config_from_args(get_args()))
+
+    @answer
+    def exchange_of_shapes_through_host():
+        config = core_transformer_config_from_args(get_args())
+        config.variable_seq_lengths = True
+        exchanged.clear()
+        return send_and_receive(config)
 
 
 # ---- a training run ------------------------------------------------------------------------------------------------

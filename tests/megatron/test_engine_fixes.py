@@ -69,6 +69,12 @@ def tensor(megatron_dir: Path, directory: Path) -> Group:
 
 
 @pytest.fixture(scope="module")
+def pipeline(megatron_dir: Path, directory: Path) -> Group:
+    """Two pipeline stages."""
+    return Group("pipeline", megatron_dir, directory, world_size=2)
+
+
+@pytest.fixture(scope="module")
 def nodes(megatron_dir: Path, directory: Path) -> Group:
     """Two data parallel processes that think they are on two nodes, each with room for two."""
     return Group("nodes", megatron_dir, directory, world_size=2)
@@ -148,6 +154,11 @@ def test_one_process_needs_no_cuda_connection_limit(alone: Group):
 
 def test_device_is_that_of_the_local_rank(nodes: Group):
     assert [nodes.ask("device", rank) for rank in range(2)] == [[0], [0]]
+
+
+def test_zero_finds_gradient_nodes_in_hooks(alone: Group):
+    """PyTorch 2.4's function needs gradients to be on, and ZeRO stopped in its first backward pass."""
+    assert alone.ask("gradient_node_in_a_hook") == "AccumulateGrad"
 
 
 def test_zero3_builds_the_model_partitioned(alone: Group):
@@ -364,6 +375,14 @@ def test_fusions_that_need_cuda_are_off(alone: Group):
 
 def test_every_group_has_the_time_limit(alone: Group):
     assert alone.ask("group_timeouts") == [7 * 60.0] * 3
+
+
+@pytest.mark.parametrize("question", ["exchange_through_host", "exchange_of_shapes_through_host"])
+def test_stages_exchange_through_the_host(pipeline: Group, question: str):
+    """Each gets what the other sent (2 (rank + 1)), in a tensor of its own that was filled from a copy."""
+    for rank in range(2):
+        found = pipeline.ask(question, rank)
+        assert found == {"values": [2.0 * (2 - rank)], "shape": [3, 2, 4], "is_leaf": True, "copied": [True]}
 
 
 def test_sentinels_of_transformers_5(alone: Group):
