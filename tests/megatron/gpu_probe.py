@@ -17,7 +17,7 @@ from types import ModuleType, SimpleNamespace
 DIRECTORY, TOKENIZER, EXTRA = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "PYTORCH_JIT": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 CALLS: Counter[str] = Counter()
-CHOSEN: dict[str, object] = {"devices": []}
+CHOSEN: dict[str, object] = {"devices": [], "architectures": []}
 KERNELS = ("scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda", "scaled_softmax_cuda")
 
 sys.argv = ["engine_probes.py", "alone", str(DIRECTORY), TOKENIZER]
@@ -163,7 +163,11 @@ def stand_in_for_kernels() -> None:
     from torch.utils import cpp_extension
 
     # As with pybind11 3, what is loaded is handed back and not put where it can be imported.
-    cpp_extension.load = lambda name, **_: softmax_kernel(name)
+    def load(name, extra_cuda_cflags, **_):
+        CHOSEN["architectures"].append([flag for flag in extra_cuda_cflags if "sm_" in flag])
+        return softmax_kernel(name)
+
+    cpp_extension.load = load
     cpp_extension.CUDA_HOME = "/nonexistent"
     for name in ("torch.optim.optimizer", "torch.optim.adam", "torch.optim.adamw", "torch.utils._foreach_utils"):
         module = importlib.import_module(name)

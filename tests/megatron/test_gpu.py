@@ -45,6 +45,7 @@ def test_trains_without_apex(megatron_dir: Path, tmp_path: Path, precision: str)
     """Everything is on the GPU, and the kernels are found by name although loading them does not import them."""
     found = train(megatron_dir, tmp_path, precision)
     assert not found["apex"]
+    assert found["architectures"] == [["arch=compute_90,code=sm_90"]] * 3
     calls = found["calls"]
     assert calls["scaled_masked_softmax_cuda"] == calls["scaled_masked_softmax_cuda backward"] == SOFTMAXES
     # What is read from the stand-in's overflow flag is an overflow, after which fp16 updates nothing.
