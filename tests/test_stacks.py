@@ -32,7 +32,7 @@ def articles() -> list[str]:
 
 
 def test_the_samples_articles(tokenizer: Any, pieces: Any):
-    """Transformers 4 has T5's slow tokenizer, which is SentencePiece; 5 has none, and reads the model in another way."""
+    """Transformers 4 has T5's slow tokenizer, which is SentencePiece; 5 reads the model in another way."""
     texts = articles()
     assert len(texts) > 100
     for text in texts:
