@@ -214,6 +214,7 @@ check_engine() {
       missing "the Megatron-DeepSpeed checkout at $MEGATRON_DIR has megatron_t5_fixes.patch alone, and CPU needs the whole series" "$setup"
     else
       ENGINE_PATCHES=megatron_t5_fixes
+      ((GPUS_SHARED == 0)) || missing "SHARE_GPUS=1 needs the whole series of patches, and the checkout at $MEGATRON_DIR has megatron_t5_fixes.patch alone" "$setup"
       warn "only megatron_t5_fixes.patch is applied: no W&B keys by the README's names, TFLOPs of the encoder alone. $setup"
     fi
   fi

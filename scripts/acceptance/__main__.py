@@ -2,13 +2,14 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from acceptance import plan as plans
-from acceptance import results, summary
+from acceptance import results, summary, toolkit
 from acceptance.machine import REPOSITORY, describe, name_of
 from acceptance.steps import EXIT_TIME, FAILED, PASSED, Runner, say
 
@@ -88,6 +89,11 @@ def main() -> int:
         say(f"error: MICRO_BATCH_SIZES must be whole numbers, found '{arguments.micro_batch_sizes}'")
         return EXIT_CONFIGURATION
     work.mkdir(parents=True, exist_ok=True)
+    if completed := toolkit.completions(work / "cuda-libraries"):
+        say("the CUDA toolkit here is a compiler alone: headers and libraries come from those beside torch")
+        os.environ.update(
+            {name: os.pathsep.join(filter(None, (v, os.environ.get(name)))) for name, v in completed.items()}
+        )
     runner = Runner(work, 0.0)
     runner.end_on_signals()
     for part in arguments.parts:
