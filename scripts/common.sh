@@ -249,6 +249,16 @@ port_is_taken() {
   grep -qsE "^ *[0-9]+: [0-9A-F]+:$port [0-9A-F]+:[0-9A-F]{4} 0A " /proc/net/tcp /proc/net/tcp6
 }
 
+# ---- torchrun ------------------------------------------------------------------------------------------------------
+
+# write_torchrun DIRECTORY: a torchrun of $PYTHON. The one on PATH may belong to another Python, whose packages its workers get.
+write_torchrun() {
+  mkdir -p -- "$1"
+  # shellcheck disable=SC2016 # "$@" is for the script that is written
+  printf '#!/usr/bin/env bash\nexec %q -m torch.distributed.run "$@"\n' "$PYTHON" >"$1/torchrun"
+  chmod +x -- "$1/torchrun"
+}
+
 # ---- processes -----------------------------------------------------------------------------------------------------
 
 # Workers leave torchrun's process group and outlive a torchrun that is killed; the mark in their environment finds them.

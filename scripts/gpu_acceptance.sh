@@ -98,15 +98,6 @@ find_engine() {
     INSTALL=0 MEGATRON_DIR=$MEGATRON_DIR bash "$REPO_ROOT/scripts/setup_megatron.sh" || exit "$EXIT_CONFIGURATION"
 }
 
-# Where torch is installed without its programs on PATH.
-provide_torchrun() {
-  command -v torchrun >/dev/null && return 0
-  mkdir -p -- "$WORK_DIR/bin"
-  printf '#!/usr/bin/env bash\nexec %q -m torch.distributed.run "$@"\n' "$PYTHON" >"$WORK_DIR/bin/torchrun"
-  chmod +x -- "$WORK_DIR/bin/torchrun"
-  export PATH=$WORK_DIR/bin:$PATH
-}
-
 main() {
   read_options "$@"
   require_python
@@ -125,7 +116,9 @@ main() {
   mkdir -p -- "$WORK_DIR"
   install_missing
   find_engine
-  provide_torchrun
+  PYTHON=$(command -v "$PYTHON")
+  write_torchrun "$WORK_DIR/bin"
+  export PATH=$WORK_DIR/bin:$PATH
   export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
   acceptance '' --work "$WORK_DIR" --results "$RESULTS_DIR" --engine-directory "$MEGATRON_DIR" --gpus "$GPU_COUNT" \
     --minutes "$MINUTES" --engines "$ENGINES" --strategies "${STRATEGIES:-$(list_strategies | tr '\n' ' ')}" \

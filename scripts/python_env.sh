@@ -17,6 +17,8 @@ ensure_venv() {
   fi
   export VIRTUAL_ENV=$VENV PATH=$VENV/bin:$PATH
   PYTHON=$VENV/bin/python
+  # With a torch of the base Python there is none of this environment's.
+  [[ -x $VENV/bin/torchrun ]] || write_torchrun "$VENV/bin"
 }
 
 check_base_python() {
@@ -36,6 +38,14 @@ make_venv() {
   note "making a virtual environment in ${VENV/#"$PWD/"/}"
   "$PYTHON" -m venv "${options[@]}" "$VENV" >"$REPO_ROOT/.venv.log" 2>&1 || explain_install_failure
   mv -- "$REPO_ROOT/.venv.log" "$VENV/install.log"
+  ((${#options[@]} == 0)) || "$VENV/bin/python" -c 'import torch' 2>/dev/null || add_base_packages
+}
+
+# A base Python that is a virtual environment itself hands on those of its own base alone.
+add_base_packages() {
+  local site
+  site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  "$PYTHON" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' >"$site/base.pth"
 }
 
 install_into_venv() {

@@ -15,7 +15,7 @@ from made_runs import LARGE, make_run
 
 sys.path.append(str(REPO_ROOT / "scripts"))
 
-from acceptance import packages, results, summary
+from acceptance import packages, results, summary, toolkit
 from acceptance.machine import name_of
 from acceptance.plan import Plan, large, out_of_memory, parity, points, refusals
 from acceptance.steps import FAILED, NOT_RUN, OUT_OF_TIME, PASSED, Outcome, Runner, Step
@@ -172,6 +172,37 @@ def test_nothing_that_the_engines_need_is_left_to_chance(monkeypatch: pytest.Mon
     monkeypatch.setattr(packages, "installed", lambda: image | {packages.normal(name) for name in packages.CARRIED})
     assert packages.missing() == [packages.required()["deepspeed"]]
     assert packages.required()["deepspeed"].startswith("deepspeed==")
+
+
+# ---- the CUDA toolkit ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda(tmp_path: Path) -> Path:
+    """A toolkit that is a compiler alone, reached through a link, and torch's nvidia packages."""
+    for name in ("toolkit/bin/nvcc", "nvidia/cu13/include/cusparse.h", "nvidia/cu13/lib/libcurand.so.10"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").symlink_to(tmp_path / "toolkit" / "bin" / "nvcc")
+    return tmp_path
+
+
+def test_a_bare_toolkit_is_completed(cuda: Path):
+    found = toolkit.completions(cuda / "links", str(cuda / "bin" / "nvcc"), [cuda / "nvidia"])
+    assert found == {
+        "CUDA_HOME": str(cuda / "toolkit"),
+        "CPATH": str(cuda / "nvidia" / "cu13" / "include"),
+        "LIBRARY_PATH": str(cuda / "links"),
+    }
+    assert (cuda / "links" / "libcurand.so").resolve() == cuda / "nvidia" / "cu13" / "lib" / "libcurand.so.10"
+
+
+def test_a_whole_toolkit_is_left_alone(cuda: Path):
+    (cuda / "toolkit" / "include").mkdir()
+    (cuda / "toolkit" / "include" / "cusparse.h").touch()
+    assert toolkit.completions(cuda / "links", str(cuda / "toolkit" / "bin" / "nvcc"), [cuda / "nvidia"]) == {}
+    assert toolkit.completions(cuda / "links", str(cuda / "bin" / "nvcc"), []).keys() == {"CUDA_HOME"}
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------

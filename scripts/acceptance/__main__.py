@@ -24,6 +24,16 @@ def look(engine: Path) -> dict:
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
 
 
+def complete_toolkit(links: Path) -> None:
+    """For all steps; what is set already wins, or stands behind."""
+    for name, value in toolkit.completions(links).items():
+        if name == "CUDA_HOME":
+            os.environ.setdefault(name, value)
+        else:
+            say(f"the CUDA toolkit here is a compiler alone: {name} adds what lies beside torch")
+            os.environ[name] = os.pathsep.join(filter(None, (value, os.environ.get(name))))
+
+
 def run_acceptance(plan: plans.Plan, runner: Runner) -> None:
     runner.run([plans.floor(plan), plans.data(plan)])
     checked_on_the_side = [*plans.compilations(plan), *plans.refusals(plan)]
@@ -89,11 +99,7 @@ def main() -> int:
         say(f"error: MICRO_BATCH_SIZES must be whole numbers, found '{arguments.micro_batch_sizes}'")
         return EXIT_CONFIGURATION
     work.mkdir(parents=True, exist_ok=True)
-    if completed := toolkit.completions(work / "cuda-libraries"):
-        say("the CUDA toolkit here is a compiler alone: headers and libraries come from those beside torch")
-        os.environ.update(
-            {name: os.pathsep.join(filter(None, (v, os.environ.get(name)))) for name, v in completed.items()}
-        )
+    complete_toolkit(work / "cuda-libraries")
     runner = Runner(work, 0.0)
     runner.end_on_signals()
     for part in arguments.parts:
