@@ -10,11 +10,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT
+from harness import REPO_ROOT, STRATEGIES
 from made_runs import LARGE, make_run
 
 sys.path.append(str(REPO_ROOT / "scripts"))
 
+from acceptance import __main__ as acceptance
 from acceptance import packages, results, summary, toolkit
 from acceptance.machine import name_of
 from acceptance.plan import Plan, large, out_of_memory, parity, points, refusals
@@ -301,6 +302,51 @@ def test_the_summary_is_for_people(measured: dict, tmp_path: Path):
     assert json.loads((tmp_path / "results" / "results.json").read_text())["machine"]["nccl"] == "2.28.9"
 
 
+# ---- the order of things on a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The steps of both parts on a machine with one GPU, none of them run, with how many went on at once."""
+    seen: list[tuple[str, int]] = []
+
+    def run(self: Runner, steps: list[Step], at_once: int = 1) -> None:
+        seen.extend((step.name, at_once) for step in steps if step.name not in self.outcomes)
+        self.outcomes |= {step.name: Outcome(step.name, step.title, PASSED, 0) for step in steps}
+
+    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(acceptance, "look", lambda engine: MACHINE | {"torch_sees": [{"name": H100}], "patches": {}})
+    monkeypatch.setattr(toolkit, "completions", lambda links: {})
+    monkeypatch.setattr(sys, "argv", [
+        "acceptance", "--work", str(tmp_path / "work"), "--results", str(tmp_path / "results"), "--gpus", "1",
+        "--engine-directory", "/engine", "--minutes", "10", "--engines", "megatron native",
+        "--strategies", " ".join(STRATEGIES), "--micro-batch-sizes", "1 32", "--", "acceptance", "throughput",
+    ])  # fmt: skip
+    assert acceptance.main() == 0
+    return seen
+
+
+def test_nothing_is_timed_while_something_else_goes_on(ran: list[tuple[str, int]]):
+    timed = [(name, at_once) for name, at_once in ran if name.startswith(("large", "throughput", "baseline", "floor"))]
+    assert {at_once for _, at_once in timed} == {1}
+    assert len(timed) == 2 * 5 + 2 * 2 + 2 + 1  # five strategies need one GPU
+
+
+def test_what_is_needed_comes_before_what_needs_it(ran: list[tuple[str, int]]):
+    names = [name for name, _ in ran]
+    assert names[:2] == ["floor", "data"]
+    first = names.index("large-megatron-ddp")
+    assert {"compile-deepspeed", "compile-megatron", "parity-native-zero"} <= set(names[:first])
+    assert names.index("parity-megatron-model-parallel") > first
+    assert {"out-of-memory-megatron", "out-of-memory-native", "refuses-too-many"} <= set(names)
+    assert len(names) == len(set(names))
+
+
+def test_results_are_where_they_were_asked_for(ran: list[tuple[str, int]], tmp_path: Path):
+    assert (tmp_path / "results" / "README.md").read_text().startswith(f"# T5-Large on 1 x {H100}")
+    assert (tmp_path / "work" / "nvidia-h100-80gb-hbm3").is_dir()
+
+
 # ---- the script ------------------------------------------------------------------------------------------------------
 
 
@@ -332,6 +378,31 @@ def test_what_cannot_be_done_is_said_first(
     result = accept(*arguments, CUDA_VISIBLE_DEVICES="", WORK_DIR=str(tmp_path / "work"), **environment)
     assert result.returncode == 2
     assert message in result.stderr
+
+
+def test_a_torch_that_sees_no_gpu_is_told_apart_from_a_machine_without_one(tmp_path: Path):
+    (tmp_path / "nvidia-smi").write_text(
+        "#!/bin/sh\n"
+        'case "$*" in\n'
+        '  -L) echo "GPU 0: NVIDIA Stub (UUID: GPU-0)" ;;\n'
+        '  *memory.total*) echo "0, NVIDIA Stub, 81559, 470.1, GPU-0" ;;\n'
+        '  *) echo "| NVIDIA-SMI 470.1  Driver Version: 470.1  CUDA Version: 11.4 |" ;;\n'
+        "esac\n"
+    )
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+    result = subprocess.run(
+        ["bash", str(SCRIPT)],
+        env=environment
+        | {"PYTHON": sys.executable, "PATH": f"{tmp_path}:{os.environ['PATH']}", "ENGINES": "native"}
+        | {"WORK_DIR": str(tmp_path / "work")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert "sees none" in result.stderr and "the driver serves up to 11.4" in result.stderr
 
 
 @pytest.mark.slow

@@ -170,7 +170,7 @@ def out_of_memory(plan: Plan) -> list[Step]:
     """A micro-batch whose activations fit on no GPU: the run must end as out-of-memory, and say so."""
     if plan.rehearsal:
         return []
-    size, ends = "4096", (EXIT_CODES[OUT_OF_MEMORY],)
+    size, ends = "1024", (EXIT_CODES[OUT_OF_MEMORY],)
     changes = {"MICRO_BATCH_SIZE": size, "GLOBAL_BATCH_SIZE": size, "TRAIN_ITERS": "1", "NPROC_PER_NODE": "1"}
     found = []
     for engine in plan.engines:
