@@ -206,6 +206,19 @@ def test_a_whole_toolkit_is_left_alone(cuda: Path):
     assert toolkit.completions(cuda / "links", str(cuda / "bin" / "nvcc"), []).keys() == {"CUDA_HOME"}
 
 
+@pytest.mark.parametrize(("nvcc", "completed"), [("13.1", True), ("12.4", False), (None, False)])
+def test_headers_of_another_cuda_are_not_mixed_in(
+    cuda: Path, monkeypatch: pytest.MonkeyPatch, nvcc: str | None, completed: bool
+):
+    monkeypatch.setenv("PATH", f"{cuda / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(toolkit, "_nvidia_packages", lambda: [cuda / "nvidia"])
+    for name in ("CPATH", "LIBRARY_PATH", "CUDA_HOME"):
+        monkeypatch.setenv(name, "")
+    machine = {"nvcc": nvcc, "versions": {"cuda": "13.0"}}
+    acceptance.complete_toolkit(machine, cuda / "links")
+    assert (str(cuda / "nvidia" / "cu13" / "include") in os.environ["CPATH"]) == completed
+
+
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 MACHINE = {

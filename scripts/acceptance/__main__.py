@@ -24,8 +24,11 @@ def look(engine: Path) -> dict:
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
 
 
-def complete_toolkit(links: Path) -> None:
-    """For all steps; what is set already wins, or stands behind."""
+def complete_toolkit(machine: dict, links: Path) -> None:
+    """For all steps; what is set already wins, or stands behind. The headers of another CUDA would not do."""
+    ours, theirs = ((version or "").split(".")[0] for version in (machine["nvcc"], machine["versions"]["cuda"]))
+    if ours != theirs:
+        return
     for name, value in toolkit.completions(links).items():
         if name == "CUDA_HOME":
             os.environ.setdefault(name, value)
@@ -99,7 +102,7 @@ def main() -> int:
         say(f"error: MICRO_BATCH_SIZES must be whole numbers, found '{arguments.micro_batch_sizes}'")
         return EXIT_CONFIGURATION
     work.mkdir(parents=True, exist_ok=True)
-    complete_toolkit(work / "cuda-libraries")
+    complete_toolkit(machine, work / "cuda-libraries")
     runner = Runner(work, 0.0)
     runner.end_on_signals()
     for part in arguments.parts:
