@@ -58,6 +58,14 @@ def test_a_step_that_takes_too_long_is_ended_in_order(tmp_path: Path):
     assert Path(outcome.log).read_text() == "begun\ntidied\n"
 
 
+def test_what_a_step_started_ends_with_it(tmp_path: Path):
+    begin = time.monotonic()
+    run_steps(tmp_path, shell("parent", "sleep 1000 & echo $!; wait", seconds=2))
+    assert time.monotonic() - begin < 20
+    child = int((tmp_path / "logs" / "parent.log").read_text())
+    assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().rpartition(")")[2]
+
+
 def test_no_step_begins_without_the_time_for_it(tmp_path: Path):
     outcome = run_steps(tmp_path, shell("late", "touch begun", least=5), seconds=3)["late"]
     assert outcome.result == NOT_RUN

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import STRATEGIES, Project, processes_with, wait_for
+from harness import STRATEGIES, Project, free_port, processes_with, wait_for
 
 PORTS = {
     "ddp": 29800,
@@ -593,6 +593,21 @@ def test_gpus_are_shared_only_where_there_are_too_few(project: Project):
     project.set_gpus(2)
     _, _, flags = launched(project, "tensor", SHARE_GPUS="1")
     assert flags["--distributed-backend"] == "nccl"
+
+
+def test_deepspeeds_buffers_do_not_stay_in_memory(project: Project):
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        pytest.skip("there is no /dev/shm")
+    name = f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{free_port()}"
+    own, other = shared / f"{name}_0", shared / f"{name}0_0"
+    try:
+        for path in (own, other):
+            path.touch()
+        launched(project, "zero1", MASTER_PORT=name.rpartition("_")[2])
+        assert not own.exists() and other.exists()
+    finally:
+        other.unlink()
 
 
 def test_zero_shares_no_gpu(project: Project):

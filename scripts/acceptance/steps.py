@@ -3,6 +3,7 @@
 What passed stays passed: the outcomes are kept in a file, and the same command goes on where an earlier one stopped.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -121,6 +122,7 @@ class Runner:
             self.live.discard(process)
         if self.interrupted:
             status = None
+            end(process)
         result = OUT_OF_TIME if status in (None, step.unfinished) else PASSED if status in step.expects else FAILED
         return Outcome(step.name, step.title, result, status, time.monotonic() - begin, str(log))
 
@@ -130,13 +132,13 @@ class Runner:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Asks a step to end, and ends what is left of its process group."""
+    """Asks a step to end, and then ends what is left of its process group, such as compilers."""
     process.send_signal(signal.SIGTERM)
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=_GRACE)
-    except subprocess.TimeoutExpired:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.wait()
 
 
 def say(line: str) -> None:
