@@ -70,6 +70,7 @@ pack() {
   rm -rf -- "$bundle/Megatron-DeepSpeed"
   mkdir -p -- "$bundle/Megatron-DeepSpeed"
   tar -C "$MEGATRON_DIR" --exclude=.git --exclude=__pycache__ --exclude=build -cf - . | tar -C "$bundle/Megatron-DeepSpeed" -xf -
+  git -C "$REPO_ROOT" describe --always --abbrev=40 --dirty >"$bundle/commit" 2>/dev/null || true
   note "packed $(du -sh -- "$bundle" | cut -f 1) in $bundle: take it along with this repository, and run there"
   note "  BUNDLE=<its place> bash scripts/gpu_acceptance.sh"
 }
@@ -99,6 +100,7 @@ find_engine() {
 }
 
 main() {
+  local packed_at=''
   read_options "$@"
   require_python
   if [[ -n $PACK ]]; then
@@ -120,9 +122,10 @@ main() {
   write_torchrun "$WORK_DIR/bin"
   export PATH=$WORK_DIR/bin:$PATH
   export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+  [[ -z $BUNDLE || ! -s $BUNDLE/commit ]] || packed_at=$(<"$BUNDLE/commit")
   acceptance '' --work "$WORK_DIR" --results "$RESULTS_DIR" --engine-directory "$MEGATRON_DIR" --gpus "$GPU_COUNT" \
     --minutes "$MINUTES" --engines "$ENGINES" --strategies "${STRATEGIES:-$(list_strategies | tr '\n' ' ')}" \
-    --micro-batch-sizes "$MICRO_BATCH_SIZES" -- "${PARTS[@]}"
+    --micro-batch-sizes "$MICRO_BATCH_SIZES" --packed-at "$packed_at" -- "${PARTS[@]}"
 }
 
 main "$@"

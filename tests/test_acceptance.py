@@ -17,7 +17,7 @@ sys.path.append(str(REPO_ROOT / "scripts"))
 
 from acceptance import __main__ as acceptance
 from acceptance import packages, results, summary, toolkit
-from acceptance.machine import name_of
+from acceptance.machine import describe, name_of
 from acceptance.plan import Plan, large, out_of_memory, parity, points, refusals
 from acceptance.steps import FAILED, NOT_RUN, OUT_OF_TIME, PASSED, Outcome, Runner, Step
 
@@ -242,6 +242,13 @@ MACHINE = {
     | {"python": "3.12.3"},
     "commits": {"repository": None, "repository_changed": None, "engine": None},
 }  # fmt: skip
+
+
+def test_files_without_their_history_are_told_by_their_bundle():
+    commit = dict(describe(MACHINE | {"packed_at": "abc-dirty"}))["commit"]
+    assert commit == "not known (no git checkout); the bundle was packed at abc-dirty"
+    known = {"commits": {"repository": "def", "repository_changed": True}}
+    assert dict(describe(MACHINE | known))["commit"] == "def, with changes"
 
 
 def test_the_device_names_its_directory():

@@ -71,10 +71,11 @@ def main() -> int:
     parser.add_argument("--engines", required=True)
     parser.add_argument("--strategies", required=True)
     parser.add_argument("--micro-batch-sizes", required=True)
+    parser.add_argument("--packed-at", default="", help="the commit that a bundle was packed at")
     parser.add_argument("parts", nargs="+", choices=PARTS)
     arguments = parser.parse_args()
 
-    machine = look(arguments.engine_directory)
+    machine = look(arguments.engine_directory) | {"packed_at": arguments.packed_at}
     for what, value in describe(machine):
         say(f"{what:>24}: {value}")
     if arguments.gpus and not machine["torch_sees"]:

@@ -98,10 +98,18 @@ def describe(machine: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("apex, flash-attn", f"{versions['apex'] or 'not installed'}, {versions['flash_attn'] or 'not installed'}"),
         ("ninja, g++", f"{machine['ninja'] or 'not found'}, {machine['gxx'] or 'not found'}"),
         ("CPU", f"{cpu['model']}, {cpu['cores']} cores, {memory}, kernel {machine['kernel']}"),
-        ("commit", str(machine["commits"]["repository"] or "not known (no git checkout)")
-                   + (", with changes" if machine["commits"]["repository_changed"] else "")),
+        ("commit", _commit(machine)),
     ]  # fmt: skip
     return rows
+
+
+def _commit(machine: Mapping[str, Any]) -> str:
+    """What the checkout says; where the files came without their history, what their bundle says."""
+    commit, changed = machine["commits"]["repository"], machine["commits"]["repository_changed"]
+    if commit:
+        return f"{commit}, with changes" if changed else commit
+    packed = machine.get("packed_at")
+    return "not known (no git checkout)" + (f"; the bundle was packed at {packed}" if packed else "")
 
 
 if __name__ == "__main__":
