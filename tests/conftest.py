@@ -49,6 +49,8 @@ def sample_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+# First: pytest-xdist reads the groups in the same hook, and later plugins' hooks would come before this one.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For several test processes: a file's tests stay together, for their fixtures train; so does tests/cluster, which
     waits more than it computes."""
