@@ -79,7 +79,9 @@ def test_python_without_venv(clone: Path, tmp_path: Path):
 def test_no_network(clone: Path):
     """A port where nobody listens stands for a network that is not there; going on later completes the same venv."""
     offline = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0"}
-    message = refusal(quickstart(clone, PYTHON=sys.executable, **offline))
+    # Not the environment of these tests, which would lend its packages.
+    base = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+    message = refusal(quickstart(clone, PYTHON=str(base), **offline))
     assert "the Python package index cannot be reached" in message
     assert not (clone / ".venv" / "complete").exists()
 
