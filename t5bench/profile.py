@@ -31,7 +31,6 @@ KINDS: tuple[tuple[str, str], ...] = (
      r"pow|sqrt|where|ne|lt|masked_fill|neg|norm|mean|tanh|exp|log)", ELEMENTWISE),
 )  # fmt: skip
 _RULES = tuple((re.compile(pattern, re.IGNORECASE), kind) for pattern, kind in KINDS)
-LONGEST = 10
 
 # Above this share of the time without a kernel, launching them is what the device waits for.
 _IDLE = 0.25
@@ -64,16 +63,16 @@ def union(spans: Iterable[Span]) -> float:
 
 
 def summary(spans: Sequence[Span], *, wall_ms: float, iteration: int, device: str) -> dict[str, Any]:
-    """The content of profile.json, in milliseconds. On a CPU ``busy_ms`` is the sum of the operators' own times.
+    """The content of profile.json, in milliseconds; ``by_name`` begins with the name that takes longest.
 
-    Categories add up to more than ``busy_ms`` where kernels of several streams run at once.
+    On a CPU ``busy_ms`` is the sum of the operators' own times. Categories add up to more than ``busy_ms`` where
+    kernels of several streams run at once.
     """
     by_category = dict.fromkeys(CATEGORIES, 0.0)
     by_name: dict[str, list[float]] = {}
     for span in spans:
         by_category[category(span.name)] += span.duration / 1000
         by_name.setdefault(span.name, []).append(span.duration / 1000)
-    longest = sorted(by_name.items(), key=lambda entry: -sum(entry[1]))[:LONGEST]
     busy = union(spans) if device != "cpu" else sum(span.duration for span in spans)
     return {
         "device": device,
@@ -82,9 +81,9 @@ def summary(spans: Sequence[Span], *, wall_ms: float, iteration: int, device: st
         "busy_ms": round(busy / 1000, 3),
         "kernels": len(spans),
         "by_category": {kind: round(ms, 3) for kind, ms in by_category.items() if ms},
-        "longest": [
+        "by_name": [
             {"name": name, "category": category(name), "count": len(times), "ms": round(sum(times), 3)}
-            for name, times in longest
+            for name, times in sorted(by_name.items(), key=lambda entry: -sum(entry[1]))
         ],
     }
 

@@ -527,4 +527,8 @@ def run(args: argparse.Namespace) -> int:
     hurry = threading.Event()
     for number in SIGNALS:
         signal.signal(number, lambda *_: hurry.set())
-    return record(args, hurry)
+    exit_status = record(args, hurry)
+    for number in SIGNALS:
+        # A Python that ends sets its handlers back to the default, and would die of a signal with its work done.
+        signal.signal(number, signal.SIG_IGN)
+    return exit_status

@@ -72,7 +72,7 @@ def test_a_profile_in_numbers():
     content = profile.summary(spans, wall_ms=10, iteration=7, device="cuda")
     assert (content["busy_ms"], content["kernels"], content["iteration"]) == (7, 3, 7)
     assert content["by_category"] == {profile.MATMUL: 6, profile.NORM: 1}
-    assert content["longest"][0] == {"name": "nvjet_x", "category": profile.MATMUL, "count": 2, "ms": 6}
+    assert content["by_name"][0] == {"name": "nvjet_x", "category": profile.MATMUL, "count": 2, "ms": 6}
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_an_unchanged_script_is_profiled_on_the_first_rank(tmp_path: Path, rank:
     assert output.exists() == (rank == "0")
     if rank == "0":
         content = json.loads(output.read_text())
-        assert {entry["name"]: entry["count"] for entry in content["longest"]}["aten::addmm"] == 3
+        assert {entry["name"]: entry["count"] for entry in content["by_name"]}["aten::addmm"] == 3
         assert content["wall_ms"] >= content["busy_ms"] > 0
 
 
@@ -184,5 +184,5 @@ def test_one_iteration_of_a_run(strategy: str, sample_data: Path, tmp_path: Path
     # Per layer 4 products forward in the encoder and 7 in the decoder (query and key-value are two in cross-attention),
     # and the head; backward has two for each. Two layers of each, two micro-batches.
     products = 3 * (2 * 4 + 2 * 7 + 1) * 2
-    counts = {entry["name"]: entry["count"] for entry in content["longest"]}
+    counts = {entry["name"]: entry["count"] for entry in content["by_name"]}
     assert counts["aten::mm"] + counts.get("aten::addmm", 0) == products

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from harness import Project, record, wait_for
+from harness import REPO_ROOT, Project, record, wait_for
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -338,6 +338,28 @@ def test_the_recorder_ends_with_the_output_whatever_signal_comes(tmp_path: Path,
     os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
     assert launcher.wait(timeout=30) == 128 + signal.SIGINT
     assert load(project.root / "outputs" / "ddp").status == "cancelled"
+
+
+def test_a_signal_in_the_recorders_last_moment_does_not_change_how_it_ended(tmp_path: Path):
+    """The launcher may ask it to hurry when its work is done and only its interpreter's end is left."""
+    ending = tmp_path / "ending"
+    script = f"""if True:
+        import pathlib, sys, time
+        from t5bench import recorder
+
+        class Slow:
+            def __del__(self, ending=pathlib.Path({str(ending)!r}), sleep=time.sleep):
+                ending.touch()
+                sleep(1)
+
+        recorder.record = lambda args, hurry: 7
+        slow = Slow()
+        sys.exit(recorder.run(None))
+    """
+    recorder = subprocess.Popen([sys.executable, "-c", script], cwd=REPO_ROOT)
+    wait_for(ending.exists)
+    recorder.terminate()
+    assert recorder.wait(timeout=30) == 7
 
 
 # ---- what the machine is -------------------------------------------------------------------------------------------
