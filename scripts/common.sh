@@ -113,6 +113,17 @@ list_strategies() {
   done | sort -n | cut -d' ' -f2
 }
 
+# choose_strategies [NAME...]: sets CHOSEN; all when none is named.
+choose_strategies() {
+  local all chosen
+  all=$(list_strategies)
+  CHOSEN=("$@")
+  (($#)) || mapfile -t CHOSEN <<<"$all"
+  for chosen in "${CHOSEN[@]}"; do
+    [[ $'\n'$all$'\n' == *$'\n'$chosen$'\n'* ]] || die "there is no strategy '$chosen'" "There are: ${all//$'\n'/ }"
+  done
+}
+
 # ---- hosts and ranks -----------------------------------------------------------------------------------------------
 
 addresses_of() {
@@ -286,6 +297,11 @@ end_marked() {
     [[ -n $(marked_processes "$mark") ]] || return 0
   done
   signal_marked KILL "$mark" || true
+  # What follows counts on their memory, also a GPU's, and on their ports.
+  for ((tick = 0; tick < 25; tick++)); do
+    [[ -n $(marked_processes "$mark") ]] || return 0
+    sleep 0.2
+  done
 }
 
 # run_to_end RECORDER END_FILE COMMAND...: runs the command, with its output going into `RECORDER mark`, ends

@@ -59,6 +59,17 @@ read_options() {
 
 acceptance() { PYTHONPATH=$REPO_ROOT:$REPO_ROOT/scripts${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" -m "acceptance$1" "${@:2}"; }
 
+check_settings() {
+  local chosen
+  require_numbers MINUTES
+  [[ " $ENGINES " =~ ^(\ +(megatron|native))+\ +$ ]] ||
+    die "ENGINES must be megatron, native or both, found '$ENGINES'"
+  [[ " $MICRO_BATCH_SIZES " =~ ^(\ +[1-9][0-9]*)+\ +$ ]] ||
+    die "MICRO_BATCH_SIZES must be whole numbers of at least 1, found '$MICRO_BATCH_SIZES'"
+  read -ra chosen <<<"$STRATEGIES"
+  choose_strategies "${chosen[@]}"
+}
+
 # The engine goes without its history: the launchers know it by the checksums of its files.
 pack() {
   absolute_path "$1"
@@ -107,7 +118,7 @@ main() {
     pack "$PACK"
     return 0
   fi
-  require_numbers MINUTES
+  check_settings
   "$PYTHON" -c 'import torch' 2>/dev/null || die "$PYTHON has no torch" "Install torch for your CUDA first (README, step 3)"
   ((REHEARSE == 0)) || export CUDA_VISIBLE_DEVICES='' DS_ACCELERATOR=cpu
   count_gpus
@@ -124,7 +135,7 @@ main() {
   export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
   [[ -z $BUNDLE || ! -s $BUNDLE/commit ]] || packed_at=$(<"$BUNDLE/commit")
   acceptance '' --work "$WORK_DIR" --results "$RESULTS_DIR" --engine-directory "$MEGATRON_DIR" --gpus "$GPU_COUNT" \
-    --minutes "$MINUTES" --engines "$ENGINES" --strategies "${STRATEGIES:-$(list_strategies | tr '\n' ' ')}" \
+    --minutes "$MINUTES" --engines "$ENGINES" --strategies "${CHOSEN[*]}" \
     --micro-batch-sizes "$MICRO_BATCH_SIZES" --packed-at "$packed_at" -- "${PARTS[@]}"
 }
 

@@ -15,17 +15,6 @@ check_launch() {
   [[ -n ${SWEEP_HOSTS// /} ]] || die "LAUNCH=ssh but no hosts are known" 'export HOSTS="node0 node1" in rank order'
 }
 
-# choose_strategies [NAME...]: sets CHOSEN; all when none is named.
-choose_strategies() {
-  local all strategy
-  all=$(list_strategies)
-  CHOSEN=("$@")
-  (($#)) || mapfile -t CHOSEN <<<"$all"
-  for strategy in "${CHOSEN[@]}"; do
-    [[ $'\n'$all$'\n' == *$'\n'$strategy$'\n'* ]] || die "there is no strategy '$strategy'" "There are: ${all//$'\n'/ }"
-  done
-}
-
 # The rows of one repeat: ROW_NAMES and ROW_SIZES (processes in all), and by name ROW_STRATEGY and ROW_PROCESSES (what
 # the launcher is told; empty: the strategy's own number).
 declare -A ROW_STRATEGY=() ROW_PROCESSES=()
