@@ -338,19 +338,7 @@ def _path_tail(directory: Path) -> str:
 def shape_of(run: Run) -> flops.Shape | None:
     """The model's shape; None where the padded vocabulary is not known."""
     vocabulary = run.layout.get("padded_vocab_size")
-    if not vocabulary:
-        return None
-    return flops.Shape(
-        encoder_layers=run.number("ENCODER_NUM_LAYERS"),
-        decoder_layers=run.number("DECODER_NUM_LAYERS"),
-        hidden=run.number("HIDDEN_SIZE"),
-        heads=run.number("NUM_ATTENTION_HEADS"),
-        kv_channels=run.number("HIDDEN_SIZE") // run.number("NUM_ATTENTION_HEADS"),
-        ffn=run.number("FFN_HIDDEN_SIZE"),
-        encoder_length=run.number("ENCODER_SEQ_LENGTH"),
-        decoder_length=run.number("DECODER_SEQ_LENGTH"),
-        padded_vocabulary=int(vocabulary),
-    )
+    return flops.Shape.of_settings(run.number, int(vocabulary)) if vocabulary else None
 
 
 def make_row(label: str, runs: Sequence[Run], peak: float | None = None) -> Row:

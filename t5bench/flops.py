@@ -1,5 +1,6 @@
 """What an iteration costs in floating-point operations. The formula stands here alone; the native engine uses it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -16,6 +17,21 @@ class Shape:
     encoder_length: int
     decoder_length: int
     padded_vocabulary: int
+
+    @classmethod
+    def of_settings(cls, number: Callable[[str], int], padded_vocabulary: int) -> "Shape":
+        """The launchers' settings, each by its name, make this model."""
+        return cls(
+            encoder_layers=number("ENCODER_NUM_LAYERS"),
+            decoder_layers=number("DECODER_NUM_LAYERS"),
+            hidden=number("HIDDEN_SIZE"),
+            heads=number("NUM_ATTENTION_HEADS"),
+            kv_channels=number("HIDDEN_SIZE") // number("NUM_ATTENTION_HEADS"),
+            ffn=number("FFN_HIDDEN_SIZE"),
+            encoder_length=number("ENCODER_SEQ_LENGTH"),
+            decoder_length=number("DECODER_SEQ_LENGTH"),
+            padded_vocabulary=padded_vocabulary,
+        )
 
 
 def multiply_adds_per_sample(shape: Shape) -> int:

@@ -7,10 +7,11 @@ import sys
 import tarfile
 import time
 import zipfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT, STRATEGIES
+from harness import REPO_ROOT, STRATEGIES, processes_with, wait_for
 from made_runs import LARGE, make_run
 
 sys.path.append(str(REPO_ROOT / "scripts"))
@@ -20,6 +21,8 @@ from acceptance import packages, results, summary, toolkit
 from acceptance.machine import describe, name_of
 from acceptance.plan import Plan, large, out_of_memory, parity, points, refusals
 from acceptance.steps import FAILED, NOT_RUN, OUT_OF_TIME, PASSED, Outcome, Runner, Step
+
+from t5bench import flops
 
 SCRIPT = REPO_ROOT / "scripts" / "gpu_acceptance.sh"
 
@@ -60,10 +63,12 @@ def test_a_step_that_takes_too_long_is_ended_in_order(tmp_path: Path):
 
 def test_what_a_step_started_ends_with_it(tmp_path: Path):
     begin = time.monotonic()
-    run_steps(tmp_path, shell("parent", "sleep 1000 & echo $!; wait", seconds=2))
+    mark = f"ACCEPTANCE_TEST={tmp_path}"
+    environment = {"ACCEPTANCE_TEST": str(tmp_path)}
+    run_steps(tmp_path, shell("parent", "sleep 1000 & echo begun; wait", environment=environment, seconds=2))
     assert time.monotonic() - begin < 20
-    child = int((tmp_path / "logs" / "parent.log").read_text())
-    assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().rpartition(")")[2]
+    assert (tmp_path / "logs" / "parent.log").read_text() == "begun\n"
+    wait_for(lambda: processes_with(mark) == [])
 
 
 def test_no_step_begins_without_the_time_for_it(tmp_path: Path):
@@ -98,7 +103,7 @@ def test_steps_together_take_the_time_of_the_longest(tmp_path: Path):
 
 
 def make_plan(tmp_path: Path, gpus: int, **options) -> Plan:
-    return Plan(work=tmp_path, engine_directory=tmp_path / "engine", gpus=gpus, **options)
+    return Plan(work=tmp_path, engine_directory=tmp_path / "engine", gpus=gpus, **{"strategies": STRATEGIES} | options)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +262,7 @@ def test_the_device_names_its_directory():
 
 
 H100 = "NVIDIA H100 80GB HBM3"
+SHAPE = flops.Shape(24, 24, 1024, 16, 64, 2816, 512, 128, 32128)
 FLOOR = {"device": H100, "matmul_tflops": 800.0, "matmul_shapes": [], "copy_gb_per_s": 3000.0}
 # T5-Large at 512 and 128 tokens, 16 samples an iteration: 19.81 TFLOP (MEGATRON.md).
 ITERATION_TFLOP = 19.81
@@ -275,7 +281,7 @@ def measured(tmp_path: Path) -> dict:
     point = plan.runs / "throughput" / "native" / "micro-batch-8"
     settings = LARGE | {"MICRO_BATCH_SIZE": "8", "GLOBAL_BATCH_SIZE": "32", "PROFILE_ITERATION": "12"}
     make_run(point, elapsed_ms=[200.0] * 10 + [900.0, 5000.0], settings=settings, **gpu)
-    profile = {"device": "cuda", "iteration": 12, "wall_ms": 200.0, "busy_ms": 190.0, "kernels": 9, "longest": []}
+    profile = {"device": "cuda", "iteration": 12, "wall_ms": 200.0, "busy_ms": 190.0, "kernels": 9, "by_name": []}
     (point / "profile.json").write_text(json.dumps(profile | {"by_category": {"matrix products": 150.0}}))
     make_run(plan.runs / "throughput" / "native" / "micro-batch-16", elapsed_ms=[200.0], settings=settings, **gpu,
              status="out-of-memory", reason="rank 0 ran out of GPU memory")  # fmt: skip
@@ -306,6 +312,13 @@ def test_a_profiled_iteration_is_in_no_median(measured: dict):
     assert eight["milliseconds"]["median"] == 200
     assert eight["iterations"][-1] == 10
     assert eight["limits"].startswith("matrix products and attention, 100%")
+
+
+def test_the_plain_loop_is_rated_as_the_engines_are():
+    point = {"micro_batch": 8, "global_batch": 32, "tflops": 400.0, "shape": asdict(SHAPE), "profile": None}
+    known = results.baseline_figures(point | {"peak_tflops": 989.4}, FLOOR)
+    assert (known["mfu"], known["of_measured_rate"]) == (pytest.approx(400 / 989.4), 0.5)
+    assert results.baseline_figures(point | {"peak_tflops": None}, FLOOR)["mfu"] is None
 
 
 def test_what_failed_and_what_was_not_run_is_said(measured: dict):
@@ -398,6 +411,9 @@ def accept(*arguments: str, timeout: float = 60, **environment: str) -> subproce
         (["--pack", "bundle"], {"MEGATRON_DIR": "/nonexistent"}, "there is no Megatron-DeepSpeed checkout"),
         (["--rehearse"], {"MEGATRON_DIR": "/nonexistent"}, "or ENGINES=native"),
         (["--rehearse"], {"MINUTES": "ten"}, "MINUTES must be a number"),
+        (["--rehearse"], {"ENGINES": "native megatron-lm"}, "found 'native megatron-lm'"),
+        (["--rehearse"], {"STRATEGIES": "ddp zero9"}, "there is no strategy 'zero9'"),
+        (["--rehearse"], {"MICRO_BATCH_SIZES": "1 2x"}, "MICRO_BATCH_SIZES must be whole numbers"),
     ],
 )
 def test_what_cannot_be_done_is_said_first(

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.append(str(REPO_ROOT / "scripts"))
 
-from acceptance import baseline, bound, floor
+from acceptance import baseline, bound, floor, launchers
 
 from t5bench import flops
 
@@ -45,12 +45,13 @@ def test_the_device_is_measured():
 
 
 def test_the_baseline_has_the_launchers_dimensions():
-    large = baseline.shape_of(baseline.launcher_settings("large"), 32128)
+    settings = launchers.settings("ddp", "large")
+    large = flops.Shape.of_settings(lambda name: int(settings[name]), 32128)
     assert large == flops.Shape(24, 24, 1024, 16, 64, 2816, 512, 128, 32128)
 
 
 def test_the_baselines_matrix_products_are_those_that_are_counted():
-    loop = baseline.Loop(TINY, baseline.launcher_settings("tiny"), torch.device("cpu"), 2)
+    loop = baseline.Loop(TINY, launchers.settings("ddp", "tiny"), torch.device("cpu"), 2)
     with FlopCounterMode(display=False) as counter:
         loop.iterate(loop.samples(2))
     assert counter.get_total_flops() == pytest.approx(flops.flops_per_iteration(TINY, 2), rel=0.02)
@@ -84,7 +85,7 @@ def test_points_of_the_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert point["peak_allocated_mib"] is None
         assert 7 < point["final_loss"] < 9.5  # ln 4352 is 8.4
     # Half the micro-batch size: twice the matrix products, on the same tokens.
-    products = [{e["name"]: e["count"] for e in point["profile"]["longest"]}["aten::mm"] for point in (small, large)]
+    products = [{e["name"]: e["count"] for e in point["profile"]["by_name"]}["aten::mm"] for point in (small, large)]
     assert products[0] == 2 * products[1]
 
 

@@ -12,8 +12,9 @@ from acceptance import plan as plans
 from acceptance import results, summary, toolkit
 from acceptance.machine import REPOSITORY, describe, name_of
 from acceptance.steps import EXIT_TIME, FAILED, PASSED, Runner, say
+from t5bench.status import CONFIGURATION, EXIT_CODES
 
-EXIT_FAILED, EXIT_CONFIGURATION = 1, 2
+EXIT_FAILED = 1
 # What the loop that is not compiled gets of its part's time; the compiled one has what the engines leave.
 EAGER_SECONDS = 60.0
 
@@ -84,24 +85,20 @@ def main() -> int:
             f"error: nvidia-smi lists a GPU, and torch {versions['torch']} sees none\n"
             f"       it is built for CUDA {versions['cuda']}, and the driver serves up to {machine['driver_cuda']}"
         )
-        return EXIT_CONFIGURATION
+        return EXIT_CODES[CONFIGURATION]
     name = name_of(machine) if arguments.gpus else "rehearsal"
     work = arguments.work / name
     output = Path(arguments.results) if arguments.results else REPOSITORY / "docs" / "results" / name
     if not arguments.gpus and not arguments.results:
         output = work / "results"
-    try:
-        plan = plans.Plan(
-            work=work,
-            engine_directory=arguments.engine_directory,
-            gpus=arguments.gpus,
-            engines=arguments.engines.split(),
-            strategies=arguments.strategies.split(),
-            micro_batch_sizes=[int(size) for size in arguments.micro_batch_sizes.split()],
-        )
-    except ValueError:
-        say(f"error: MICRO_BATCH_SIZES must be whole numbers, found '{arguments.micro_batch_sizes}'")
-        return EXIT_CONFIGURATION
+    plan = plans.Plan(
+        work=work,
+        engine_directory=arguments.engine_directory,
+        gpus=arguments.gpus,
+        engines=arguments.engines.split(),
+        strategies=arguments.strategies.split(),
+        micro_batch_sizes=[int(size) for size in arguments.micro_batch_sizes.split()],
+    )
     work.mkdir(parents=True, exist_ok=True)
     complete_toolkit(machine, work / "cuda-libraries")
     runner = Runner(work, 0.0)

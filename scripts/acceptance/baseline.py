@@ -8,9 +8,6 @@ Each micro-batch size is one line of the output file as soon as it is measured; 
 
 import argparse
 import json
-import os
-import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,43 +20,14 @@ from profile_step import ProfiledStretch
 from torch.nn.utils import clip_grad_norm_
 from transformers import T5Config, T5ForConditionalGeneration
 
-from acceptance.machine import REPOSITORY
+from acceptance import launchers
 from acceptance.plan import VOCABULARY
 from acceptance.steps import EXIT_TIME
-from t5bench import environment, flops
+from t5bench import environment, flops, peaks
 from t5bench.statistics import median_with_interval
-from t5bench.status import COMPLETE, CRASHED, OUT_OF_MEMORY
+from t5bench.status import COMPLETE, CONFIGURATION, CRASHED, EXIT_CODES, OUT_OF_MEMORY
 
 WARM_UPS, ITERATIONS = 3, 10
-EXIT_CONFIGURATION = 2
-
-
-def launcher_settings(preset: str) -> dict[str, str]:
-    """The launchers' settings with the defaults that a preset gives them, from the one place where they are written."""
-    launcher = REPOSITORY / "scripts" / "run_megatron_t5_ddp.sh"
-    text = subprocess.run(
-        ["bash", str(launcher), "--help"],
-        env={"PATH": os.environ["PATH"], "MODEL_PRESET": preset},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    return dict(re.findall(r"^  ([A-Z_]+) +(\S+)", text, re.MULTILINE))
-
-
-def shape_of(settings: dict[str, str], vocabulary: int) -> flops.Shape:
-    number = {name: int(value) for name, value in settings.items() if value.isdigit()}
-    return flops.Shape(
-        encoder_layers=number["ENCODER_NUM_LAYERS"],
-        decoder_layers=number["DECODER_NUM_LAYERS"],
-        hidden=number["HIDDEN_SIZE"],
-        heads=number["NUM_ATTENTION_HEADS"],
-        kv_channels=number["HIDDEN_SIZE"] // number["NUM_ATTENTION_HEADS"],
-        ffn=number["FFN_HIDDEN_SIZE"],
-        encoder_length=number["ENCODER_SEQ_LENGTH"],
-        decoder_length=number["DECODER_SEQ_LENGTH"],
-        padded_vocabulary=vocabulary,
-    )
 
 
 def make_model(shape: flops.Shape, dropout: float) -> T5ForConditionalGeneration:
@@ -204,15 +172,18 @@ def main() -> int:
     # In PyTorch 2.4 every block is compiled for itself, more of them than it takes by default.
     torch._dynamo.config.cache_size_limit = 256
     device = torch.device(arguments.device)
-    settings = launcher_settings(arguments.preset)
-    loop = Loop(shape_of(settings, arguments.vocabulary), settings, device, arguments.global_batch_size)
+    settings = launchers.settings("ddp", arguments.preset)
+    shape = flops.Shape.of_settings(lambda name: int(settings[name]), arguments.vocabulary)
+    loop = Loop(shape, settings, device, arguments.global_batch_size)
     loop.compile(arguments.compile, arguments.backend)
     known, failed = done(arguments.output), False
+    device_name = torch.cuda.get_device_name(device) if loop.on_gpu else "cpu"
     common = {
         "global_batch": arguments.global_batch_size,
         "compile": arguments.compile,
         "attention": loop.model.config._attn_implementation,
-        "device_name": torch.cuda.get_device_name(device) if loop.on_gpu else "cpu",
+        "device_name": device_name,
+        "peak_tflops": float(settings["PEAK_TFLOPS"] or 0) or peaks.peak_tflops(device_name, peaks.BF16),
         "shape": asdict(loop.shape),
         "versions": environment.versions(),
     }
@@ -221,7 +192,7 @@ def main() -> int:
             continue
         if arguments.global_batch_size % size:
             print(f"{arguments.global_batch_size} samples are no multiple of micro-batches of {size}", file=sys.stderr)
-            return EXIT_CONFIGURATION
+            return EXIT_CODES[CONFIGURATION]
         if time.monotonic() - begun > arguments.seconds:
             print(f"no time is left for micro-batches of {size} and what follows", file=sys.stderr)
             return EXIT_TIME

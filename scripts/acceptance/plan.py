@@ -3,19 +3,18 @@
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
+from acceptance import launchers
 from acceptance.machine import REPOSITORY
 from acceptance.steps import EXIT_TIME, Step
 from t5bench.status import COMPLETE, CONFIGURATION, EXIT_CODES, OUT_OF_MEMORY
 
 MEGATRON, NATIVE = "megatron", "native"
 ENGINES = (MEGATRON, NATIVE)
-DATA_PARALLEL = ("ddp", "zero1", "zero2", "zero3", "zero3_offload")
-# Processes that a strategy needs at least.
-MODEL_PARALLEL = {"tensor": 2, "pipeline": 2, "hybrid": 4}
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 VOCABULARY = 32128
 # Samples of an iteration in every point of the throughput, so that all do the same work.
@@ -29,8 +28,8 @@ class Plan:
     work: Path
     engine_directory: Path
     gpus: int
+    strategies: Sequence[str]
     engines: Sequence[str] = ENGINES
-    strategies: Sequence[str] = (*DATA_PARALLEL, *MODEL_PARALLEL)
     micro_batch_sizes: Sequence[int] = MICRO_BATCH_SIZES
 
     @property
@@ -65,12 +64,12 @@ class Plan:
 
     def large_runs(self) -> list[tuple[str, str]]:
         """(engine, strategy) of every T5-Large run that the devices suffice for, engines in turn."""
-        fitting = [name for name in self.strategies if MODEL_PARALLEL.get(name, 1) <= self.processes]
-        return [(engine, strategy) for strategy in fitting for engine in self.engines]
+        too_large = self.too_large()
+        return [(engine, name) for name in self.strategies if name not in too_large for engine in self.engines]
 
     def too_large(self) -> list[str]:
         """The strategies whose T5-Large run needs more devices than there are."""
-        return [name for name in self.strategies if MODEL_PARALLEL.get(name, 1) > self.processes]
+        return [name for name in self.strategies if prod(launchers.model_parallel_sizes(name)) > self.processes]
 
 
 def settings(plan: Plan, directory: Path, engine: str) -> dict[str, str]:
@@ -104,14 +103,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def launcher(strategy: str) -> list[str]:
-    return ["bash", str(REPOSITORY / "scripts" / f"run_megatron_t5_{strategy}.sh")]
-
-
 def full_size(plan: Plan, strategy: str) -> list[str]:
     """The launcher with a vocabulary of the benchmark's size. The engines pad to a multiple of this times TP."""
-    multiple = plan.vocabulary // (2 if strategy in ("tensor", "hybrid") else 1)
-    return [*launcher(strategy), "--", "--make-vocab-size-divisible-by", str(multiple)]
+    tensor_parallel, _ = launchers.model_parallel_sizes(strategy)
+    multiple = plan.vocabulary // tensor_parallel
+    return [*launchers.command(strategy), "--", "--make-vocab-size-divisible-by", str(multiple)]
 
 
 def module(name: str, *arguments: str) -> list[str]:
@@ -158,12 +154,11 @@ def refusals(plan: Plan) -> list[Step]:
     hidden = settings(plan, directory, NATIVE) | {
         "DEVICE": "cuda", "MODEL_PRESET": "tiny", "NPROC_PER_NODE": "1", "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
+    ddp = launchers.command("ddp")
     return [
-        Step("refuses-too-many", "more processes than GPUs are refused", launcher("ddp"), too_many, 30, 5,
-             refused),
-        Step("refuses-hidden", "GPUs that CUDA_VISIBLE_DEVICES hides do not count", launcher("ddp"), hidden, 30, 5,
-             refused),
-    ]  # fmt: skip
+        Step("refuses-too-many", "more processes than GPUs are refused", ddp, too_many, 30, 5, refused),
+        Step("refuses-hidden", "GPUs that CUDA_VISIBLE_DEVICES hides do not count", ddp, hidden, 30, 5, refused),
+    ]
 
 
 def out_of_memory(plan: Plan) -> list[Step]:
@@ -182,10 +177,14 @@ def out_of_memory(plan: Plan) -> list[Step]:
 
 def parity(plan: Plan, engine: str) -> list[Step]:
     """check_parity.sh over a part of the strategies each, so that they can go on at once."""
-    groups: Mapping[str, Sequence[str]] = {"zero": DATA_PARALLEL[1:], "model-parallel": tuple(MODEL_PARALLEL)}
+    groups: dict[str, list[str]] = {"zero": [], "model-parallel": []}
+    for strategy in plan.strategies:
+        divided = prod(launchers.model_parallel_sizes(strategy)) > 1
+        # DDP is what the check compares all others with.
+        if strategy != "ddp":
+            groups["model-parallel" if divided else "zero"].append(strategy)
     found = []
-    for group, members in groups.items():
-        names = [name for name in members if name in plan.strategies]
+    for group, names in groups.items():
         if not names:
             continue
         name = f"parity-{engine}-{group}"

@@ -118,8 +118,9 @@ def figures(directory: Path, floor: Mapping[str, Any] | None) -> dict[str, Any] 
 
 def baseline_figures(point: Mapping[str, Any], floor: Mapping[str, Any] | None) -> dict[str, Any]:
     """A point of the plain PyTorch loop, with what results of the engines have too."""
-    profiled = point.get("profile")
+    profiled, peak = point.get("profile"), point.get("peak_tflops")
     return dict(point) | {
+        "mfu": point["tflops"] / peak if peak and point.get("tflops") else None,
         "of_measured_rate": _share(point.get("tflops"), floor),
         "floor_ms": _floor_ms(flops.Shape(**point["shape"]), point, floor),
         "limits": profile.limits(profiled) if profiled else "",

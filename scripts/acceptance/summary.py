@@ -13,7 +13,6 @@ from acceptance.results import not_run
 from t5bench.status import COMPLETE
 
 PICTURE = "throughput.png"
-_MEBIBYTES_PER_GIBIBYTE = 1024
 
 
 def write(found: Mapping[str, Any], directory: Path) -> None:
