@@ -115,6 +115,19 @@ class Project:
             check=False,
         )
 
+    def start_sleeping(self, **environment: str) -> subprocess.Popen[str]:
+        """The DDP launcher, in a process group of its own, whose stub torchrun goes on sleeping when this returns."""
+        launcher = subprocess.Popen(
+            ["bash", str(self.script("run_megatron_t5_ddp.sh"))],
+            env=self.environment_with({"STUB_SLEEP": "300"} | environment),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        wait_for((self.stubs / "started").exists)
+        return launcher
+
     def recorded_arguments(self) -> list[str]:
         return (self.stubs / "arguments").read_text().split("\0")[:-1]
 

@@ -773,22 +773,9 @@ def test_help_lists_every_setting(project: Project, option: str):
 # ---- ending --------------------------------------------------------------------------------------------------------
 
 
-def start_sleeping(project: Project, **environment: str) -> subprocess.Popen:
-    """A launcher whose torchrun has started and stays."""
-    launcher = subprocess.Popen(
-        ["bash", str(project.script("run_megatron_t5_ddp.sh"))],
-        env=project.environment_with({"STUB_SLEEP": "300"} | environment),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    wait_for((project.stubs / "started").exists)
-    return launcher
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_every_process(project: Project, number: signal.Signals):
-    launcher = start_sleeping(project)
+    launcher = project.start_sleeping()
     launcher.send_signal(number)
     _, errors = launcher.communicate(timeout=30)
     assert launcher.returncode == 128 + number
@@ -798,7 +785,7 @@ def test_a_signal_ends_every_process(project: Project, number: signal.Signals):
 
 
 def test_a_worker_that_ignores_term_is_killed_before_slurm_would(project: Project):
-    launcher = start_sleeping(project, STUB_STUBBORN="1")
+    launcher = project.start_sleeping(STUB_STUBBORN="1")
     started = time.monotonic()
     launcher.terminate()
     launcher.communicate(timeout=30)
@@ -807,7 +794,7 @@ def test_a_worker_that_ignores_term_is_killed_before_slurm_would(project: Projec
 
 
 def test_workers_end_when_torchrun_is_killed(project: Project):
-    launcher = start_sleeping(project)
+    launcher = project.start_sleeping()
     os.kill(int((project.stubs / "pid").read_text()), signal.SIGKILL)
     launcher.communicate(timeout=30)
     assert launcher.returncode == 1
@@ -816,7 +803,7 @@ def test_workers_end_when_torchrun_is_killed(project: Project):
 
 
 def test_workers_end_and_the_record_says_why_when_the_launcher_is_killed(project: Project):
-    launcher = start_sleeping(project)
+    launcher = project.start_sleeping()
     launcher.kill()
     launcher.communicate(timeout=30)
     wait_for(lambda: processes_with(f"STUB_DIR={project.stubs}") == [])
@@ -825,7 +812,7 @@ def test_workers_end_and_the_record_says_why_when_the_launcher_is_killed(project
 
 
 def test_a_second_launcher_does_not_join_a_run_that_goes_on(project: Project):
-    launcher = start_sleeping(project)
+    launcher = project.start_sleeping()
     try:
         result = project.launch("ddp")
         assert result.returncode == 2

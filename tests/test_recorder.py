@@ -229,14 +229,7 @@ def test_slurm_is_asked_where_its_environment_does_not_tell(
 
 
 def test_a_recorder_that_was_killed_is_named(project: Project):
-    launcher = subprocess.Popen(
-        ["bash", str(project.script("run_megatron_t5_ddp.sh"))],
-        env=project.environment_with({"STUB_SLEEP": "3"}),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    wait_for((project.stubs / "started").exists)
+    launcher = project.start_sleeping(STUB_SLEEP="3")
     (recorder,) = subprocess.run(
         ["pgrep", "-f", f"t5bench record --directory {project.root}/"], capture_output=True, text=True
     ).stdout.split()
@@ -326,17 +319,11 @@ def test_the_terminal_may_go_away(project: Project):
     assert load(project.root / "outputs" / "ddp").status == "complete"
 
 
-def test_the_recorder_ends_with_the_output_whatever_signal_comes(tmp_path: Path, project: Project):
-    launcher = subprocess.Popen(
-        ["bash", str(project.script("run_megatron_t5_ddp.sh"))],
-        env=project.environment_with({"STUB_SLEEP": "300"}),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    wait_for((project.stubs / "started").exists)
+def test_the_recorder_ends_with_the_output_whatever_signal_comes(project: Project):
+    launcher = project.start_sleeping()
     os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
-    assert launcher.wait(timeout=30) == 128 + signal.SIGINT
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == 128 + signal.SIGINT
     assert load(project.root / "outputs" / "ddp").status == "cancelled"
 
 

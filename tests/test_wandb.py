@@ -428,9 +428,10 @@ def test_a_training_run_in_wandb_and_tensorboard(
 
 @pytest.mark.slow
 def test_without_a_group_and_with_wandb_off(sample_data: Path, tmp_path: Path):
-    launch("ddp", tmp_path / "alone", sample_data, ENGINE="native", WANDB_RUN_GROUP="")
+    chosen = {"ENGINE": "native", "NPROC_PER_NODE": "1"}
+    launch("ddp", tmp_path / "alone", sample_data, WANDB_RUN_GROUP="", **chosen)
     assert entries(tmp_path / "alone", "run")[0].get("run_group", "") == ""
-    launch("ddp", tmp_path / "off", sample_data, ENGINE="native", WANDB_MODE="disabled")
+    launch("ddp", tmp_path / "off", sample_data, WANDB_MODE="disabled", **chosen)
     assert not (tmp_path / "off" / "wandb").exists()
     assert not list((tmp_path / "off").glob("*.wandb.yaml"))
 

@@ -10,7 +10,7 @@ from t5bench.log import iterations
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "precision"), [("pipeline", ""), ("hybrid on 8", "--bf16")])
+@pytest.mark.parametrize(("layout", "precision"), [("pipeline", ""), ("hybrid", "--bf16")])
 def test_the_way_through_host_memory_changes_no_digit(
     train: Callable[..., Trained], native_data: Path, tmp_path: Path, layout: str, precision: str
 ):
