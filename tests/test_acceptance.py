@@ -281,7 +281,8 @@ def measured(tmp_path: Path) -> dict:
     point = plan.runs / "throughput" / "native" / "micro-batch-8"
     settings = LARGE | {"MICRO_BATCH_SIZE": "8", "GLOBAL_BATCH_SIZE": "32", "PROFILE_ITERATION": "12"}
     make_run(point, elapsed_ms=[200.0] * 10 + [900.0, 5000.0], settings=settings, **gpu)
-    profile = {"device": "cuda", "iteration": 12, "wall_ms": 200.0, "busy_ms": 190.0, "kernels": 9, "by_name": []}
+    profile = {"device": "cuda", "iteration": 12, "wall_ms": 200.0, "busy_ms": 190.0, "kernels": 9}
+    profile["by_name"] = [{"name": f"kernel {number}", "ms": 99.0 - number} for number in range(30)]
     (point / "profile.json").write_text(json.dumps(profile | {"by_category": {"matrix products": 150.0}}))
     make_run(plan.runs / "throughput" / "native" / "micro-batch-16", elapsed_ms=[200.0], settings=settings, **gpu,
              status="out-of-memory", reason="rank 0 ran out of GPU memory")  # fmt: skip
@@ -312,6 +313,7 @@ def test_a_profiled_iteration_is_in_no_median(measured: dict):
     assert eight["milliseconds"]["median"] == 200
     assert eight["iterations"][-1] == 10
     assert eight["limits"].startswith("matrix products and attention, 100%")
+    assert [entry["name"] for entry in eight["profile"]["by_name"]] == [f"kernel {number}" for number in range(10)]
 
 
 def test_the_plain_loop_is_rated_as_the_engines_are():

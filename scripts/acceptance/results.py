@@ -18,6 +18,8 @@ from t5bench.comparison import make_row, shape_of
 from t5bench.records import RecordError, Run, load
 from t5bench.status import COMPLETE
 
+# Names of kernels that results.json keeps of a profile, the longest: the records have them all.
+_KERNELS = 10
 # Archived: what the runs wrote as text. Checkpoints there are none, and TensorBoard's files say the same again.
 _ARCHIVED = (".json", ".jsonl", ".log", ".sh", ".txt", ".status")
 
@@ -96,7 +98,7 @@ def figures(directory: Path, floor: Mapping[str, Any] | None) -> dict[str, Any] 
     if not (row.milliseconds and row.samples_per_second and row.measured[0].timing):
         return entry
     timing, observed = row.measured[0].timing, row.measured[0].observed
-    profiled = _read(directory / "profile.json")
+    profiled = _longest(_read(directory / "profile.json"))
     entry |= {
         "milliseconds": asdict(row.milliseconds),
         "iterations": list(timing.used),
@@ -118,13 +120,18 @@ def figures(directory: Path, floor: Mapping[str, Any] | None) -> dict[str, Any] 
 
 def baseline_figures(point: Mapping[str, Any], floor: Mapping[str, Any] | None) -> dict[str, Any]:
     """A point of the plain PyTorch loop, with what results of the engines have too."""
-    profiled, peak = point.get("profile"), point.get("peak_tflops")
+    profiled, peak = _longest(point.get("profile")), point.get("peak_tflops")
     return dict(point) | {
+        "profile": profiled,
         "mfu": point["tflops"] / peak if peak and point.get("tflops") else None,
         "of_measured_rate": _share(point.get("tflops"), floor),
         "floor_ms": _floor_ms(flops.Shape(**point["shape"]), point, floor),
         "limits": profile.limits(profiled) if profiled else "",
     }
+
+
+def _longest(profiled: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    return {**profiled, "by_name": profiled["by_name"][:_KERNELS]} if profiled else None
 
 
 def _share(tflops: float | None, floor: Mapping[str, Any] | None) -> float | None:
