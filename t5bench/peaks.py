@@ -2,8 +2,9 @@
 
 Dense tensor-core TFLOP/s without sparsity, with accumulation in fp32, which is what PyTorch asks for. GPUs before
 Ampere have no bf16 tensor cores. A name that is not here, such as a MIG slice or a laptop's GPU, has no peak: better no
-MFU than that of another GPU. The figures were entered by hand and not compared with the vendors' files since: look one
-up before an MFU is published, or give PEAK_TFLOPS.
+MFU than that of another GPU. The figures were entered by hand. Those of V100, T4, Quadro RTX 5000, A100, A10, RTX
+A4000, L4, L40S and H100 agree with public lists of specifications; the others were compared with nothing since, so look
+one up before an MFU is published, or give PEAK_TFLOPS.
 """
 
 import re
