@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 from harness import REPO_ROOT, Project, make_project
 
+# Tests run beside one another, and a library's threads that wait for each other by spinning would slow all of them
+# down many times over. What a test itself says about threads stands.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:

@@ -70,5 +70,6 @@ def test_a_slower_network_slows_what_sends_more(cluster: Cluster, sample: Path, 
         assert bytes_sent is not None and took is not None
         on_the_wire = bytes_sent * MEGABIT_PER_BYTE / 100 * 1000
         assert took.median > on_the_wire, f"{strategy} sent {bytes_sent} bytes in less time than 100 Mbit/s allow"
-    slow_time, fast_time = slow["zero2"].milliseconds, fast["zero2"].milliseconds
-    assert slow_time is not None and fast_time is not None and slow_time.median > fast_time.median
+    # The fastest iterations: the machine may be busy with other things in some, and no network makes one faster.
+    slow_time, fast_time = (min(line.elapsed_ms for line in rows["zero2"].run.iterations) for rows in (slow, fast))
+    assert slow_time > fast_time

@@ -40,10 +40,10 @@ def test_slow_network(cluster: Cluster):
         cluster.run("node0", "bash", "-c", f"head -c {count * 2**20} /dev/zero | ssh node1 'cat >/dev/null'")
         return time.monotonic() - start
 
-    cluster.shape("node1", "50mbit")  # 12 MiB less the burst of 1 MB take 1.8 s
-    assert seconds_for_megabytes(12) > 1.5
+    cluster.shape("node1", "20mbit")  # 12 MiB less the burst of 1 MB take 4.6 s
+    assert seconds_for_megabytes(12) > 4
     cluster.shape("node1", "off")
-    assert seconds_for_megabytes(12) < 1.5
+    assert seconds_for_megabytes(12) < 4
 
 
 def test_directories_of_ones_own(cluster: Cluster, tmp_path: Path):
