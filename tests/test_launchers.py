@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import STRATEGIES, Project, free_port, processes_with, wait_for
+from harness import REPO_ROOT, STRATEGIES, Project, free_port, processes_with, wait_for
 
 PORTS = {
     "ddp": 29800,
@@ -791,6 +791,21 @@ def test_a_worker_that_ignores_term_is_killed_before_slurm_would(project: Projec
     launcher.communicate(timeout=30)
     assert time.monotonic() - started < 25, "SLURM's KillWait is 30 s"
     assert processes_with(f"STUB_DIR={project.stubs}") == []
+
+
+def test_what_had_to_be_killed_is_waited_for(tmp_path: Path):
+    """A process goes some time after its KILL; what follows counts on its memory and ports."""
+    script = """
+        source "$1"
+        signal_marked() { echo "$1" >>signals; }
+        marked_processes() { echo x >>looks && (($(wc -l <looks) > 8)) || echo 4711; }
+        end_marked a-mark 1
+    """
+    command = ["bash", "-euo", "pipefail", "-c", script, "bash", str(REPO_ROOT / "scripts" / "common.sh")]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=30)
+    assert (tmp_path / "signals").read_text().split() == ["TERM", "CONT", "KILL"]
+    # Five looks in the second that TERM has, and after KILL until nothing is found.
+    assert (tmp_path / "looks").read_text().count("x") == 9
 
 
 def test_workers_end_when_torchrun_is_killed(project: Project):
