@@ -59,7 +59,7 @@ read_options() {
 
 acceptance() { PYTHONPATH=$REPO_ROOT:$REPO_ROOT/scripts${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" -m "acceptance$1" "${@:2}"; }
 
-check_settings() {
+check_choices() {
   local chosen
   require_numbers MINUTES
   [[ " $ENGINES " =~ ^(\ +(megatron|native))+\ +$ ]] ||
@@ -118,7 +118,7 @@ main() {
     pack "$PACK"
     return 0
   fi
-  check_settings
+  check_choices
   "$PYTHON" -c 'import torch' 2>/dev/null || die "$PYTHON has no torch" "Install torch for your CUDA first (README, step 3)"
   ((REHEARSE == 0)) || export CUDA_VISIBLE_DEVICES='' DS_ACCELERATOR=cpu
   count_gpus

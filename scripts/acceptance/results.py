@@ -12,7 +12,7 @@ from typing import Any
 
 from acceptance.bound import iteration_ms
 from acceptance.plan import Plan
-from acceptance.steps import FAILED, NOT_RUN, PASSED, Outcome
+from acceptance.steps import FAILED, PASSED, Outcome
 from t5bench import flops, profile, samples
 from t5bench.comparison import make_row, shape_of
 from t5bench.records import RecordError, Run, load
@@ -211,9 +211,7 @@ def _of_runs(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, st
 
 def not_run(found: Mapping[str, Any]) -> list[str]:
     """What did not come to an end, by title."""
-    return [step["title"] for step in found["steps"] if step["result"] not in (PASSED, FAILED)] or (
-        [] if found["steps"] else [NOT_RUN]
-    )
+    return [step["title"] for step in found["steps"] if step["result"] not in (PASSED, FAILED)]
 
 
 # ---- raw records -----------------------------------------------------------------------------------------------------
