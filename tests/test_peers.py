@@ -136,8 +136,9 @@ def test_a_stranger_who_says_nothing_is_turned_away(nodes, port: int):
     assert stranger(port).recv(1) == b""
 
 
-def test_a_connection_that_is_lost_is_made_again_and_nobody_is_gone(nodes):
+def test_a_connection_that_is_lost_is_made_again_and_nobody_is_gone(nodes, monkeypatch: pytest.MonkeyPatch):
     first, second = nodes(2)
+    monkeypatch.setattr(channel, "RETRY_SECONDS", 1)  # long enough to be seen as silent before it comes back
     with second.lock:
         second.connections = {}  # nothing more is said on it, as when the cable is pulled
     wait_for(lambda: 1 in first.silent())
