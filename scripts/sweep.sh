@@ -81,6 +81,12 @@ free_port() { "$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0
 # Of all nodes, as the record says.
 is_complete() { grep -qs '^  "status": "complete",$' "$1/run.json"; }
 
+# Of any node.
+has_record() {
+  local records=("$1"/node*.json)
+  [[ -e ${records[0]} ]]
+}
+
 # Rewrites one line while a run goes on; where nobody watches, it says nothing in between.
 show_progress() {
   local label=$1 directory=$2 line
@@ -101,6 +107,7 @@ run_one() {
   done
   [[ -z $interrupted_by ]] || stop_launcher
   wait "$launcher" || exit_status=$?
+  ((exit_status == EXIT_CONFIGURATION)) || ANY_BEGAN=1
   [[ ! -t 2 ]] || printf '\r' >&2
   status=$(sed -n 's/^  "status": "\(.*\)",$/\1/p' "$directory/run.json" 2>/dev/null) || true
   reason=$(sed -n 's/^  "reason": "\(.*\)",$/\1/p' "$directory/run.json" 2>/dev/null) || true
@@ -141,6 +148,9 @@ duration() {
   fi
 }
 
+ANY_BEGAN=0
+any_began() { ((ANY_BEGAN)); }
+
 # run_each DIRECTORY...: one line a run, with an estimate of the time left; sets FAILED to those that failed.
 run_each() {
   local directory name label started number=0 number_of_runs=$# done_runs=0 seconds=0 left
@@ -151,6 +161,7 @@ run_each() {
     printf -v label '[%*d/%d] %-14s' "${#number_of_runs}" "$number" "$#" "${directory#"$RUNS_DIR/"}"
     if is_complete "$directory"; then
       note "$label  complete already"
+      ANY_BEGAN=1
       continue
     fi
     started=$SECONDS

@@ -18,8 +18,14 @@ HOST = "127.0.0.1"
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch):
-    for name, seconds in {"RETRY_SECONDS": 0.05, "BEAT_SECONDS": 0.05, "SILENT_SECONDS": 0.5}.items():
-        monkeypatch.setattr(channel, name, seconds)
+    for name in ("RETRY_SECONDS", "BEAT_SECONDS"):
+        monkeypatch.setattr(channel, name, 0.05)
+
+
+@pytest.fixture
+def soon_silent(monkeypatch: pytest.MonkeyPatch):
+    """Only where silence is the matter: on a busy machine, a node may get no processor for as long."""
+    monkeypatch.setattr(channel, "SILENT_SECONDS", 0.5)
 
 
 @pytest.fixture
@@ -131,12 +137,14 @@ def test_a_stranger_is_turned_away_and_changes_nothing(nodes, port: int, words: 
     wait_for(lambda: first.ends.get(1, {}).get("status") == "complete")
 
 
-def test_a_stranger_who_says_nothing_is_turned_away(nodes, port: int):
+def test_a_stranger_who_says_nothing_is_turned_away(soon_silent, nodes, port: int):
     nodes(2)
     assert stranger(port).recv(1) == b""
 
 
-def test_a_connection_that_is_lost_is_made_again_and_nobody_is_gone(nodes, monkeypatch: pytest.MonkeyPatch):
+def test_a_connection_that_is_lost_is_made_again_and_nobody_is_gone(
+    soon_silent, nodes, monkeypatch: pytest.MonkeyPatch
+):
     first, second = nodes(2)
     monkeypatch.setattr(channel, "RETRY_SECONDS", 1)  # long enough to be seen as silent before it comes back
     with second.lock:
@@ -248,11 +256,12 @@ def test_one_waits_for_an_explanation(nodes):
     third.say("end", part=end(2, "complete"))
     timer = threading.Timer(0.5, second.say, ("end",), {"part": end(1)})
     timer.start()
-    assert 0.3 < waited(first) < 5
-    assert waited(third) < 5
+    for each in (first, third):
+        assert waited(each) < 10
+        assert 1 in each.ends
 
 
-def test_one_waits_for_nobody_who_is_silent_gone_or_was_never_there(nodes, port: int):
+def test_one_waits_for_nobody_who_is_silent_gone_or_was_never_there(soon_silent, nodes, port: int):
     first, second = nodes(2)
     second.closed.set()  # it says nothing more, and does not connect again when node 0 gives up on it
     assert waited(first) < 5  # silent

@@ -15,6 +15,10 @@ from harness import STRATEGIES, Project, processes_with, wait_for
 COMPARE_STUB = "import json, sys; print(json.dumps(sys.argv[1:]))"
 
 
+def add_to_torchrun(project: Project, lines: str) -> None:
+    project.add_stub("torchrun", (project.stubs / "torchrun").read_text().replace("\n", f"\n{lines}\n", 1))
+
+
 @pytest.fixture
 def sweep(project: Project) -> Project:
     """A project whose torchrun can be told by a file which strategies fail, and whose comparison is a stub."""
@@ -27,17 +31,12 @@ def sweep(project: Project) -> Project:
         f'exec {python} "$@"\n',
     )
     project.environment["PYTHON"] = "python-stub"
-    torchrun = (project.stubs / "torchrun").read_text()
-    project.add_stub(
-        "torchrun",
-        torchrun.replace(
-            "\n",
-            '\nprintf "%s %s\\n" "$WANDB_RUN_GROUP" "$*" >>"$STUB_DIR/order"\n'
-            'for word in $(cat "$STUB_DIR/fails" 2>/dev/null); do\n'
-            '  if [[ $* == *"/$word/"* ]]; then echo "ValueError: broken"; exit 1; fi\n'
-            "done\n",
-            1,
-        ),
+    add_to_torchrun(
+        project,
+        'printf "%s %s\\n" "$WANDB_RUN_GROUP" "$*" >>"$STUB_DIR/order"\n'
+        'for word in $(cat "$STUB_DIR/fails" 2>/dev/null); do\n'
+        '  if [[ $* == *"/$word/"* ]]; then echo "ValueError: broken"; exit 1; fi\n'
+        "done",
     )
     return project
 
@@ -108,6 +107,23 @@ def test_complete_runs_are_skipped_and_failed_ones_tried_again(sweep: Project):
     assert [row for row, _ in order(sweep)] == ["repeat1/zero1"]
     listed = run_all(sweep, "--dry-run", STRATEGIES="ddp zero1").stdout
     assert listed.count("complete  ") == 2
+
+
+def test_a_run_that_was_refused_keeps_nothing_but_itself_out_of_the_comparison(sweep: Project):
+    (index,) = sweep.root.rglob("*_text_document.idx")
+    add_to_torchrun(sweep, f"[[ $* != */zero1/* ]] || rm {shlex.quote(str(index))}")
+    result = run_all(sweep, STRATEGIES="ddp zero1 zero2", RETRIES="0")
+    assert result.returncode == 1
+    assert "repeat1/zero2 left no record, and is not in the comparison" in result.stderr
+    compared = json.loads(result.stdout)[1:-2]
+    assert [Path(directory).name for directory in compared] == ["ddp", "zero1"]
+
+
+def test_a_sweep_that_could_start_nothing_says_so(sweep: Project):
+    add_to_torchrun(sweep, 'echo "EADDRINUSE, message: address already in use"; exit 1')
+    result = run_all(sweep, STRATEGIES="ddp zero1", RETRIES="0")
+    assert result.returncode == 2
+    assert result.stderr.count("configuration: the rendezvous port is taken") == 2
 
 
 def test_a_failed_run_is_tried_again_after_the_others(sweep: Project):

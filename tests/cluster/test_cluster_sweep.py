@@ -89,6 +89,6 @@ def test_a_launcher_that_refuses_on_one_node_ends_the_others_at_once(cluster: Cl
     cluster.private(project.root.parent)
     cluster.run("node1", "rm", str(project.data_prefix) + ".idx")
     result = sweep(cluster, project)
-    assert result.returncode == 1
+    assert result.returncode == 2  # whether or not node 0 got so far that it left a record
     assert "FAILED (configuration): node1: " in result.stderr and "xsum_text_document.idx" in result.stderr
     assert nothing_is_left(cluster, project)
