@@ -54,6 +54,10 @@ class Runs:
 
     def die(self, name: str) -> None:
         """Kills launcher, recorder, torchrun and workers at once (SIGKILL) after the second checkpoint is complete."""
+        while not self._died(name):
+            shutil.rmtree(self.folder / name)  # a busy machine let it end before it was killed
+
+    def _died(self, name: str) -> bool:
         mark = uuid.uuid4().hex
         launched = self.start(name, T5_TEST_MARK=mark)
         wait_for(lambda: self.reached(name) >= DIES_AFTER or launched.poll() is not None, 200)
@@ -63,9 +67,9 @@ class Runs:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     continue
-        launched.communicate(timeout=60)
-        assert launched.returncode == -signal.SIGKILL, "it ended before it was killed"
-        assert self.reached(name) < ITERATIONS
+        _, errors = launched.communicate(timeout=60)
+        assert launched.returncode in (0, -signal.SIGKILL), errors
+        return launched.returncode != 0 and self.reached(name) < ITERATIONS
 
     def reached(self, name: str) -> int:
         lines = self.lines(name)

@@ -251,7 +251,7 @@ def test_a_node_that_does_not_come_is_named():
         agree(Node(0, 3, "127.0.0.1", port, "ddp"), lambda limit: (10, ""), 0.5)
     with pytest.raises(CheckpointError, match="did not answer in time"):
         agree(Node(1, 2, "127.0.0.1", port, "ddp"), lambda limit: (10, ""), 0.5)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
 
 
 # ---- the record of a resumed run ------------------------------------------------------------------------------------

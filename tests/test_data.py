@@ -26,7 +26,7 @@ from urllib.parse import unquote
 
 import numpy as np
 import pytest
-from harness import REPO_ROOT, Project, write_indexed_dataset
+from harness import REPO_ROOT, Project, wait_for, write_indexed_dataset
 
 SCRIPTS = REPO_ROOT / "scripts"
 SAMPLE = REPO_ROOT / "megatron_data" / "sample"
@@ -817,7 +817,7 @@ def test_the_sample_is_prepared_offline_in_seconds(prepare, encoder: bid.Documen
     assert texts_of(prepare.data / "xsum_text.jsonl") == documents
     assert numpy_documents(prepare.data / "xsum_text_document") == encoder.encode_batch(documents)
     assert snapshot(prepare.data / "tokenizer") == snapshot(SAMPLE / "tokenizer")
-    assert seconds < 30
+    assert seconds < 60
 
     meta = json.loads((prepare.data / "xsum_text_document.meta.json").read_text())
     info = bid.read_index(prepare.data / "xsum_text_document")
@@ -924,21 +924,13 @@ def test_a_failed_run_leaves_everything_as_it_was(prepared) -> None:
     assert not list(prepared.data.glob(".*"))
 
 
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} never appeared"
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_interrupted_run_leaves_everything_as_it_was(prepared, number: signal.Signals) -> None:
     before = outputs(prepared.data)
-    # Tokenising takes a minute here.
+    # Tokenising takes ten minutes here.
     real = shlex.quote(sys.executable)
-    slow = f'[[ $* != *--tokenizer-copy* ]] || {{ touch "$STUB_DIR/tokenising"; exec sleep 60; }}\nexec {real} "$@"\n'
+    slow = f'[[ $* != *--tokenizer-copy* ]] || {{ touch "$STUB_DIR/tokenising"; exec sleep 600; }}\nexec {real} "$@"\n'
     prepared.project.add_stub("slow-python", f"#!/usr/bin/env bash\n{slow}")
-    begun = time.monotonic()
     process = subprocess.Popen(
         ["bash", str(prepared.project.script("prepare_xsum_megatron.sh"))],
         env=prepared.project.environment_with({"SAMPLE": "1", "FORCE": "1", "PYTHON": "slow-python"}),
@@ -948,11 +940,10 @@ def test_an_interrupted_run_leaves_everything_as_it_was(prepared, number: signal
         # A shell cannot trap what it was started with ignored, as background jobs are.
         preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )
-    wait_for(prepared.project.stubs / "tokenising")
+    wait_for((prepared.project.stubs / "tokenising").exists)
     process.send_signal(number)
-    _, stderr = process.communicate(timeout=40)
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode == 128 + number, stderr
-    assert time.monotonic() - begun < 50, "the step was waited for, not ended"
     assert "interrupted" in stderr
     assert outputs(prepared.data) == before
     assert not (prepared.data / ".prepare").exists()
@@ -967,7 +958,7 @@ def test_an_interrupted_export_leaves_no_temporary_file(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    wait_for(output.with_name(f".{output.name}.partial-{process.pid}"))
+    wait_for(output.with_name(f".{output.name}.partial-{process.pid}").exists)
     process.terminate()
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM, stderr

@@ -802,7 +802,7 @@ def test_what_had_to_be_killed_is_waited_for(tmp_path: Path):
         end_marked a-mark 1
     """
     command = ["bash", "-euo", "pipefail", "-c", script, "bash", str(REPO_ROOT / "scripts" / "common.sh")]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=30)
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
     assert (tmp_path / "signals").read_text().split() == ["TERM", "CONT", "KILL"]
     # Five looks in the second that TERM has, and after KILL until nothing is found.
     assert (tmp_path / "looks").read_text().count("x") == 9

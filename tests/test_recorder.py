@@ -193,7 +193,7 @@ def test_output_that_something_holds_open_does_not_hold_the_recorder(tmp_path: P
         taken = Output(log, tmp_path / "metrics.jsonl", [])
         with (tmp_path / "shown").open("wb") as shown:
             pass_on(taken, reader, shown.fileno(), lambda: read_end(end)[0] is not None)
-    assert OPEN_SECONDS <= time.monotonic() - start < OPEN_SECONDS + 5
+    assert OPEN_SECONDS <= time.monotonic() - start < OPEN_SECONDS + 20
     assert (tmp_path / "shown").read_text() == output(3)
     os.close(writer)
     os.close(reader)

