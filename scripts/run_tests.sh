@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # All tests, in the checkout's own virtual environment: bash scripts/run_tests.sh [pytest arguments]
-# TEST_PROCESSES of them run at once.
+# TEST_PROCESSES of them run at once. A test that fails beside others runs again alone: both reports are printed, and a
+# busy machine's fault is told from the project's.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
@@ -9,4 +10,14 @@ source "$REPO_ROOT/scripts/python_env.sh"
 
 ensure_venv "$REPO_ROOT/requirements.txt" "$REPO_ROOT/requirements-dev.txt"
 cd -- "$REPO_ROOT"
-exec "$PYTHON" -m pytest -n "${TEST_PROCESSES:-2}" --dist loadgroup "$@"
+readonly SOME_TESTS_FAILED=1 # pytest's exit status
+status=0
+run_pytest() { "$PYTHON" -m pytest --dist loadgroup "$@" || status=$?; }
+run_pytest -n "${TEST_PROCESSES:-2}" "$@"
+if ((status == SOME_TESTS_FAILED)); then
+  status=0
+  printf '\nWhat failed, once more and one at a time, until one fails again:\n'
+  # Tests have other names in this process than in a worker, which are the ones that were kept.
+  run_pytest "$@" -n 1 --last-failed --last-failed-no-failures none --exitfirst
+fi
+exit "$status"
