@@ -3,6 +3,7 @@
 Nothing is cached and nothing is compiled: every process derives the order of the samples from the seed by itself.
 """
 
+import os
 import struct
 from argparse import Namespace
 from collections.abc import Iterator
@@ -64,6 +65,9 @@ class Vocabulary:
     @staticmethod
     def load(name_or_directory: str) -> "Vocabulary":
         """Raises ValueError when there is no such tokenizer, or when it has no sentinel tokens."""
+        # Without its PyTorch models transformers loads more than a second faster; release 5 has no such choice.
+        os.environ.setdefault("USE_TORCH", "0")
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from transformers import AutoTokenizer
 
         try:

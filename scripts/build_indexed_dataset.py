@@ -179,6 +179,9 @@ def _load_pieces(directory: Path) -> Any:
 
 
 def _load_tokenizer(directory: Path) -> Any:
+    # Without its PyTorch models transformers loads in one second, not in four; release 5 has no such choice.
+    os.environ.setdefault("USE_TORCH", "0")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
