@@ -76,7 +76,7 @@ launch_row() {
   exec bash "$launcher" "${@:4}"
 }
 
-free_port() { "$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
+free_port() { with_t5bench -c 'from t5bench.ports import free_port; print(free_port())'; }
 
 # Of all nodes, as the record says.
 is_complete() { grep -qs '^  "status": "complete",$' "$1/run.json"; }
@@ -187,7 +187,9 @@ run_all() {
   done
 }
 
-t5bench() { PYTHONPATH=$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" -m t5bench "$@"; }
+with_t5bench() { PYTHONPATH=$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" "$@"; }
+
+t5bench() { with_t5bench -m t5bench "$@"; }
 
 # prepare_sample DIRECTORY: the bundled articles as an indexed dataset, unless they are there.
 prepare_sample() {

@@ -15,8 +15,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# Above the ports of all strategies, and of the ones that a user moves a run to.
-PORT_OFFSET = 1000
 RETRY_SECONDS = 1.0
 BEAT_SECONDS = 2.0
 # A node without power or cable says nothing. After so many seconds it counts as silent and its connection as lost.
@@ -27,11 +25,6 @@ LONGEST_LINE = 1 << 20
 Message = dict[str, Any]
 # What another node's part says differently from this one's: (first, other) -> sentences.
 Compare = Callable[[Mapping[str, Any], Mapping[str, Any]], Sequence[str]]
-
-
-def peer_port(master_port: int) -> int:
-    port = master_port + PORT_OFFSET
-    return port if port < 1 << 16 else master_port - PORT_OFFSET
 
 
 class AnotherRunError(ValueError):

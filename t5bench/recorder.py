@@ -26,7 +26,8 @@ from t5bench import environment as machine
 from t5bench import wandb_config
 from t5bench.guard import GRACE_SECONDS, WENT_AWAY, Guard, Stacks
 from t5bench.log import Iteration, PeakMemory, iteration, peak_memory
-from t5bench.peers import Peers, peer_port
+from t5bench.peers import Peers
+from t5bench.ports import peer_port
 from t5bench.records import FORMAT, RecordError, merge, metrics_line, write_json, write_run
 from t5bench.sampler import Sampler, link_speeds
 from t5bench.status import (

@@ -10,10 +10,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from harness import REPO_ROOT, free_port, processes_with, wait_for
+from harness import REPO_ROOT, processes_with, wait_for
 
 from t5bench.checkpoints import DEEPSPEED_TRACKER, TRACKER
 from t5bench.log import Iteration
+from t5bench.ports import free_port
 from t5bench.records import read_metrics
 
 ITERATIONS, SAVE_INTERVAL, DIES_AFTER = 24, 8, 17

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import shutil
-import socket
 import struct
 import subprocess
 import sys
@@ -67,13 +66,6 @@ def processes_with(text: str) -> list[int]:
         except OSError:
             continue
     return [pid for pid in found if pid != os.getpid()]
-
-
-def free_port() -> int:
-    """A loopback port on which nothing listens now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:

@@ -11,13 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness import Project, free_port
+from harness import Project
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import SETTINGS, make_run
 
 from t5bench import checkpoints
 from t5bench.checkpoints import FIXED_SETTINGS, CheckpointError, Checkpoints, Node, Shape, agree, damage, misfits
+from t5bench.ports import free_port
 from t5bench.records import load, read_metrics
 from t5bench.statistics import RESUMED, WARM_UP, timing
 

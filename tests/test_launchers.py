@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT, STRATEGIES, Project, free_port, processes_with, wait_for
+from harness import REPO_ROOT, STRATEGIES, Project, processes_with, wait_for
+
+from t5bench.ports import free_port
 
 PORTS = {
     "ddp": 29800,

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT, Project, free_port
+from harness import REPO_ROOT, Project
 from hypothesis import given
 from hypothesis import strategies as st
 
 from t5bench import profile
+from t5bench.ports import free_port
 from t5bench.profile import Span
 
 NAMES = {

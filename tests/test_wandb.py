@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import REPO_ROOT, free_port
+from harness import REPO_ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import make_run
@@ -20,6 +20,7 @@ from t5bench import records, wandb_config, wandb_report
 from t5bench.__main__ import main
 from t5bench.comparison import build
 from t5bench.log import iterations
+from t5bench.ports import free_port
 from t5bench.wandb_report import CHART_ROWS, curves, is_online, names
 
 KEY = "0123456789abcdef0123456789abcdef01234567"

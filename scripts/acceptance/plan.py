@@ -11,6 +11,7 @@ from pathlib import Path
 from acceptance import launchers
 from acceptance.machine import REPOSITORY
 from acceptance.steps import EXIT_TIME, Step
+from t5bench.ports import free_port
 from t5bench.status import COMPLETE, CONFIGURATION, EXIT_CODES, OUT_OF_MEMORY
 
 MEGATRON, NATIVE = "megatron", "native"
@@ -93,14 +94,6 @@ def settings(plan: Plan, directory: Path, engine: str) -> dict[str, str]:
         "DISTRIBUTED_TIMEOUT_MINUTES": "4",
         "PYTHON": sys.executable,
     }
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def full_size(plan: Plan, strategy: str) -> list[str]:

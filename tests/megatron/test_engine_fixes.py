@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import REPO_ROOT, free_port
+from harness import REPO_ROOT
+
+from t5bench.ports import free_port
 
 PROBES = Path(__file__).with_name("engine_probes.py")
 TOKENIZER = REPO_ROOT / "megatron_data" / "sample" / "tokenizer"

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT, STRATEGIES, free_port
+from harness import REPO_ROOT, STRATEGIES
 
 from t5bench.log import Iteration, PeakMemory, iterations, peak_memory
 from t5bench.parity import LOSS_TOLERANCE, NORM_TOLERANCE
+from t5bench.ports import free_port
 
 pytestmark = pytest.mark.slow
 

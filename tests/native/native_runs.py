@@ -7,10 +7,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import REPO_ROOT, free_port
+from harness import REPO_ROOT
 
 from native import arguments
 from t5bench.log import Iteration, PeakMemory, iterations, peak_memory
+from t5bench.ports import free_port
 
 TIME_LIMIT = 240
 TOKENIZER = REPO_ROOT / "megatron_data" / "sample" / "tokenizer"

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT, free_port
+from harness import REPO_ROOT
 from native_runs import TOKENIZER
 
+from t5bench.ports import free_port
 from t5bench.records import Run, load
 
 pytestmark = pytest.mark.slow

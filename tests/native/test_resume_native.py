@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 from dying_runs import ITERATIONS, LAST, SAVE_INTERVAL, Runs, assert_goes_on, curve
-from harness import free_port
 from native_runs import TOKENIZER
+
+from t5bench.ports import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,23 @@
+"""The ports of a run: MASTER_PORT, where its processes meet, and the one beside it, where its recorders do."""
+
+import contextlib
+import random
+import socket
+
+# Above the ports of all strategies, and of the ones that a user moves a run to.
+PORT_OFFSET = 1000
+# Below what Linux gives to connections (ip_local_port_range): one of those may be taken again before the run listens.
+FREE_PORTS = range(20000, 29000)
+
+
+def peer_port(master_port: int) -> int:
+    port = master_port + PORT_OFFSET
+    return port if port < 1 << 16 else master_port - PORT_OFFSET
+
+
+def free_port() -> int:
+    """A MASTER_PORT on which nothing listens now, for a run on this machine alone. Raises OSError if there is none."""
+    for port in random.sample(FREE_PORTS, len(FREE_PORTS)):
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
+    raise OSError(f"no port from {FREE_PORTS.start} to {FREE_PORTS.stop - 1} is free")
