@@ -19,7 +19,8 @@ Usage: bash scripts/run_megatron_t5_all.sh [--dry-run] [--help]
 Runs the strategies on this machine's processes and compares them. DDP is also run with as many processes as any strategy
 needs, so that every row has a baseline of its own world size. Run it again to go on after an interruption.
   --dry-run   print what would run, and what would not
-Exit status: 0 when every run is complete and trains as DDP does, 1 when one does not, 2 when none could be started.
+Exit status: 0 when every run is complete and trains as DDP does, 1 when one does not, 2 when none could be
+started or compared.
 
 Settings, from the environment (name, default, meaning); the launchers' settings work too:
 HELP
@@ -54,11 +55,12 @@ compare_runs() {
       note "${directory#"$RUNS_DIR/"} left no record, and is not in the comparison"
     fi
   done
-  ((${#recorded[@]})) || die "none of the runs could be started" "What stopped each is said above"
-  t5bench compare "${recorded[@]}" --output "$RUNS_DIR/comparison" || answer=$?
-  # It answers as compare does, and says itself what it could not do.
-  [[ ${WANDB_MODE:-} == disabled || $answer == 2 ]] ||
-    t5bench wandb "${recorded[@]}" --comparison "$RUNS_DIR/comparison" || true
+  if ((${#recorded[@]})); then
+    t5bench compare "${recorded[@]}" --output "$RUNS_DIR/comparison" || answer=$?
+    # It answers as compare does, and says itself what it could not do.
+    [[ ${WANDB_MODE:-} == disabled || $answer == 2 ]] ||
+      t5bench wandb "${recorded[@]}" --comparison "$RUNS_DIR/comparison" || true
+  fi
   ((answer || ${#recorded[@]} == $#)) || answer=1
   # What waited in vain for a node that refused may have a record; nothing was trained all the same.
   any_began || answer=$EXIT_CONFIGURATION

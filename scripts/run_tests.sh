@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All tests, in the checkout's own virtual environment: bash scripts/run_tests.sh [pytest arguments]
-# TEST_PROCESSES of them run at once. A test that fails beside others runs again alone: both reports are printed, and a
-# busy machine's fault is told from the project's.
+# TEST_PROCESSES of them run at once. What fails beside others runs once more alone, and both reports are printed: what
+# passes then has a race, in the test or in what it tests, and only what fails again fails the whole.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"

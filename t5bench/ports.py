@@ -6,7 +6,8 @@ import socket
 
 # Above the ports of all strategies, and of the ones that a user moves a run to.
 PORT_OFFSET = 1000
-# Below what Linux gives to connections (ip_local_port_range): one of those may be taken again before the run listens.
+# Below what Linux gives to connections by default (ip_local_port_range): a connection may get one of those before the
+# run listens there.
 FREE_PORTS = range(20000, 29000)
 
 

@@ -21,13 +21,13 @@ def run_tests(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]
     for file in ("conftest.py", "harness.py"):
         shutil.copy(REPO_ROOT / "tests" / file, tmp_path / "tests")
     (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = . tests\n")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
 
     def run(**tests: str) -> subprocess.CompletedProcess[str]:
         for name, text in tests.items():
             (tmp_path / "tests" / f"test_{name}.py").write_text(text)
         command = ["bash", str(tmp_path / "scripts" / "run_tests.sh"), "-q"]
-        environment["PYTHON"] = sys.executable
+        environment = inherited | {"PYTHON": sys.executable}
         return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False)
 
     return run

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,16 +10,18 @@ import pytest
 from cluster_lab import STUB_TRAINER
 
 from t5bench import log
+from t5bench.ports import free_port
 
 
 def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
     words = {
         "--train-iters": "6", "--log-interval": "2", "--global-batch-size": "16", "--encoder-seq-length": "128",
         "--distributed-timeout-minutes": "1", "--distributed-backend": "gloo", "--hidden-size": "64",
     }  # fmt: skip
-    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    alone = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1",
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
     return subprocess.Popen(
         [sys.executable, str(STUB_TRAINER), *(word for pair in words.items() for word in pair), *arguments],
         env=os.environ | alone | environment,
@@ -87,7 +88,9 @@ def test_faults_that_go_on():
 
 def test_a_hang():
     with start(STUB_FAULT="0:5:hang") as process:
-        assert any("iteration        4/       6" in line for line in process.stdout)
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(timeout=2)
-        process.kill()
+        try:
+            assert any("iteration        4/       6" in line for line in process.stdout)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(timeout=2)
+        finally:
+            process.kill()
