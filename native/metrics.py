@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from native.parallel import Layout
-from t5bench import flops
+from t5bench.model import flops
 
 MEBIBYTE = 1 << 20
 

@@ -41,7 +41,7 @@ main() {
   [[ -z $own_port ]] || require_integers 1 MASTER_PORT
   require_one_of ENGINE megatron native
   require_one_of DEVICE auto cuda cpu
-  exec "$python" "$REPO_ROOT/scripts/check_cluster.py" --python "$python" --engine "$ENGINE" --device "$DEVICE" \
+  exec "$python" -m t5bench.cluster.check --python "$python" --engine "$ENGINE" --device "$DEVICE" \
     --engine-dir "$MEGATRON_DIR" --data-dir "$MEGATRON_DATA_DIR" --output-dir "$OUTPUT_DIR" --port "$own_port" -- "${hosts[@]}"
 }
 

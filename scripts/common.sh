@@ -17,6 +17,8 @@ read -r HOSTNAME </proc/sys/kernel/hostname
 REPO_ROOT=$(cd -- "${BASH_SOURCE[0]%/*}/.." && pwd -P)
 DRY_RUN=0
 PYTHON=${PYTHON:-python3}
+# What every Python process here imports t5bench from, wherever it is started.
+[[ :${PYTHONPATH:-}: == *:"$REPO_ROOT":* ]] || export PYTHONPATH=$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}
 
 # ---- messages ------------------------------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ read_options() {
   ((${#PARTS[@]})) || PARTS=(acceptance throughput)
 }
 
-acceptance() { PYTHONPATH=$REPO_ROOT:$REPO_ROOT/scripts${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" -m "acceptance$1" "${@:2}"; }
+acceptance() { "$PYTHON" -m "t5bench.acceptance$1" "${@:2}"; }
 
 check_choices() {
   local chosen

@@ -273,12 +273,12 @@ check_output_dir() {
     missing "$OUTPUT_DIR holds checkpoints of an earlier run (up to iteration $REPLY), and nothing is overwritten" "$remedy"
 }
 
-# look_at_checkpoints TASK [OPTION...]: what t5bench/checkpoints.py finds, an iteration, in REPLY.
+# look_at_checkpoints TASK [OPTION...]: what t5bench/record/checkpoints.py finds, an iteration, in REPLY.
 look_at_checkpoints() {
   local report problem status=0
   require_python
   describe_run
-  report=$(PYTHONPATH=$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" -m t5bench.checkpoints "$1" \
+  report=$("$PYTHON" -m t5bench.record.checkpoints "$1" \
     "${RUN_DESCRIPTION[@]}" ${STRATEGY_DS_CONFIG:+--ds-config "$REPO_ROOT/ds_configs/$STRATEGY_DS_CONFIG"} "${@:2}") || status=$?
   REPLY=$report
   ((status)) || return 0
@@ -309,7 +309,7 @@ inspect_environment() {
   [[ -z $STRATEGY_DS_CONFIG ]] || arguments+=(--ds-config "$REPO_ROOT/ds_configs/$STRATEGY_DS_CONFIG")
   require_python
   local report
-  report=$("$PYTHON" "$REPO_ROOT/scripts/inspect_environment.py" "${arguments[@]}") || exit "$?"
+  report=$("$PYTHON" -m t5bench.plan.inspect_environment "${arguments[@]}") || exit "$?"
   while IFS='=' read -r key value; do
     case $key in
       data_problem) missing "$value" "Run: bash '$REPO_ROOT/scripts/prepare_xsum_megatron.sh'   (SAMPLE=1 for the bundled sample)" ;;
@@ -411,7 +411,7 @@ build_environment() {
   RUN_ENVIRONMENT=(CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONFAULTHANDLER=1 "WANDB_MODE=$WANDB_MODE" "WANDB_RUN_GROUP=$WANDB_RUN_GROUP"
     "WANDB_JOB_TYPE=${WANDB_JOB_TYPE:-train}")
   # W&B takes the run's configuration from this file as well, which the recorder fills while torch is being loaded; see
-  # t5bench/wandb_config.py. A sweep's agent has one of its own.
+  # t5bench/run/wandb_config.py. A sweep's agent has one of its own.
   WANDB_CONFIG_FILE=''
   if [[ $WANDB_MODE != disabled && -z ${WANDB_SWEEP_PARAM_PATH:-} ]]; then
     WANDB_CONFIG_FILE=$OUTPUT_DIR/node$NODE_RANK.wandb.yaml
@@ -428,7 +428,7 @@ build_environment() {
 build_command() {
   local profiler=()
   ((PROFILE_ITERATION == 0)) ||
-    profiler=("$REPO_ROOT/scripts/profile_step.py" --iteration "$PROFILE_ITERATION" --output "$OUTPUT_DIR/profile.json")
+    profiler=("$REPO_ROOT/t5bench/run/profile_step.py" --iteration "$PROFILE_ITERATION" --output "$OUTPUT_DIR/profile.json")
   # The static rendezvous: with c10d torchrun ignores --node_rank, and the encoder would not be on node 0.
   COMMAND=(torchrun --nnodes "$NNODES" --nproc_per_node "$NPROC_PER_NODE" --node_rank "$NODE_RANK"
     --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" --rdzv_conf "timeout=$RENDEZVOUS_TIMEOUT"
@@ -492,7 +492,7 @@ describe_run() {
   done
 }
 
-# Reads the run's output from its standard input; see t5bench/recorder.py.
+# Reads the run's output from its standard input; see t5bench/run/recorder.py.
 record_run() {
   describe_run
   local arguments=(
@@ -502,7 +502,7 @@ record_run() {
   )
   [[ $ENGINE != megatron ]] || arguments+=(--engine-directory "$MEGATRON_DIR")
   [[ -z $STRATEGY_DS_CONFIG ]] || arguments+=(--ds-config "$OUTPUT_DIR/ds_config.json")
-  PYTHONPATH=$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH} exec "$PYTHON" -m t5bench record "${arguments[@]}" -- \
+  exec "$PYTHON" -m t5bench record "${arguments[@]}" -- \
     env "${RUN_ENVIRONMENT[@]}" "${COMMAND[@]}"
 }
 

@@ -184,9 +184,9 @@ main() {
   check_settings
   check_python
   PREFIX=$DATA_DIR/xsum_text_document
-  EXPORT=("$PYTHON" "$REPO_ROOT/scripts/export_xsum_corpus.py" "--source=$XSUM_SOURCE" "--split=$XSUM_SPLIT")
+  EXPORT=("$PYTHON" -m t5bench.corpus.export "--source=$XSUM_SOURCE" "--split=$XSUM_SPLIT")
   [[ -z $XSUM_LIMIT ]] || EXPORT+=(--limit "$XSUM_LIMIT")
-  BUILD=("$PYTHON" "$REPO_ROOT/scripts/build_indexed_dataset.py")
+  BUILD=("$PYTHON" -m t5bench.corpus.build)
   SOURCE=$("${EXPORT[@]}" --print-source) || exit "$?"
   ((FORCE)) || "${BUILD[@]}" --only-replace "$SOURCE" --input "$DATA_DIR/xsum_text.jsonl" --output-prefix "$PREFIX" \
     --tokenizer "$TOKENIZER_MODEL" || exit "$?"

@@ -67,7 +67,7 @@ launch_row() {
   if [[ $LAUNCH == ssh ]]; then
     read -r -d '' -a hosts <<<"$SWEEP_HOSTS" || true
     [[ -z $2 ]] || export NPROC_PER_NODE=$(($2 / ${#hosts[@]}))
-    exec "$PYTHON" "$REPO_ROOT/scripts/launch_over_ssh.py" --hosts "$SWEEP_HOSTS" --launcher "$launcher" --directory "$3" "${@:4}"
+    exec "$PYTHON" -m t5bench.sweep.ssh --hosts "$SWEEP_HOSTS" --launcher "$launcher" --directory "$3" "${@:4}"
   fi
   export NNODES=1 HOSTS=''
   [[ -z $2 ]] || export NPROC_PER_NODE=$2
@@ -76,7 +76,7 @@ launch_row() {
   exec bash "$launcher" "${@:4}"
 }
 
-free_port() { with_t5bench -c 'from t5bench.ports import free_port; print(free_port())'; }
+free_port() { with_t5bench -c 'from t5bench.plan.ports import free_port; print(free_port())'; }
 
 # Of all nodes, as the record says.
 is_complete() { grep -qs '^  "status": "complete",$' "$1/run.json"; }
@@ -187,13 +187,13 @@ run_all() {
   done
 }
 
-with_t5bench() { PYTHONPATH=$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" "$@"; }
+with_t5bench() { "$PYTHON" "$@"; }
 
 t5bench() { with_t5bench -m t5bench "$@"; }
 
 # prepare_sample DIRECTORY: the bundled articles as an indexed dataset, unless they are there.
 prepare_sample() {
-  "$PYTHON" "$REPO_ROOT/scripts/build_indexed_dataset.py" --check "$1/xsum_text_document" >/dev/null 2>&1 || {
+  "$PYTHON" -m t5bench.corpus.build --check "$1/xsum_text_document" >/dev/null 2>&1 || {
     note "preparing the bundled sample"
     mkdir -p -- "$1"
     SAMPLE=1 TOKENIZER_MODEL='' MEGATRON_DATA_DIR=$1 bash "$REPO_ROOT/scripts/prepare_xsum_megatron.sh" >"$1/prepare.log" 2>&1 || {

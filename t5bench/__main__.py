@@ -8,11 +8,11 @@ from importlib import import_module
 # Command, its module, and the line that --help shows. A module is imported when its command is asked for: the recorder
 # starts with every launch, and must not wait for what draws pages.
 COMMANDS = {
-    "record": ("t5bench.recorder", "write a node's record of a run from its output (the launchers call this)"),
-    "collect": ("t5bench.collect", "bring together the parts that the nodes of one run keep"),
-    "compare": ("t5bench.compare", "the table and the page over a set of runs"),
-    "parity": ("t5bench.parity", "whether the strategies train the same model: pass or fail for each"),
-    "wandb": ("t5bench.wandb_report", "put a comparison into its W&B project"),
+    "record": ("t5bench.run.recorder", "write a node's record of a run from its output (the launchers call this)"),
+    "collect": ("t5bench.record.collect", "bring together the parts that the nodes of one run keep"),
+    "compare": ("t5bench.report.command", "the table and the page over a set of runs"),
+    "parity": ("t5bench.compare.parity", "whether the strategies train the same model: pass or fail for each"),
+    "wandb": ("t5bench.report.wandb_report", "put a comparison into its W&B project"),
 }
 
 

@@ -6,9 +6,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from t5bench import records
-from t5bench.log import Iteration
-from t5bench.status import COMPLETE, RUNNING
+from t5bench.record import records
+from t5bench.record.log import Iteration
+from t5bench.record.status import COMPLETE, RUNNING
 
 START = 1_763_700_000.0  # seconds since 1970
 # The tiny preset and the launchers' defaults, as the shell has them.

@@ -25,7 +25,7 @@ import pytest
 from cluster_lab import Cluster, make_cluster_project
 from harness import REPO_ROOT, Project, wait_for
 
-from t5bench import status
+from t5bench.record import status
 
 DOCUMENT = REPO_ROOT / "docs" / "failures.md"
 PAIRS = (("node0", "node1"), ("node2", "node3"))

@@ -11,9 +11,9 @@ import pytest
 from cluster_lab import SYSTEM_PATH, Cluster
 from harness import REPO_ROOT
 
-from t5bench import comparison
-from t5bench.comparison import Row
-from t5bench.records import load
+from t5bench.compare import comparison
+from t5bench.compare.comparison import Row
+from t5bench.record.records import load
 
 # The tiny T5 with the sample's vocabulary.
 PARAMETERS = 450_368

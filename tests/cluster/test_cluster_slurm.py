@@ -8,7 +8,7 @@ import pytest
 from cluster_lab import Cluster
 from harness import STRATEGIES, Project, wait_for
 
-from t5bench import log
+from t5bench.record import log
 
 
 class Job:

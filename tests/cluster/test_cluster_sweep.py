@@ -9,7 +9,7 @@ from pathlib import Path
 from cluster_lab import Cluster
 from harness import Project, wait_for
 
-from t5bench.records import load
+from t5bench.record.records import load
 
 TWO, FOUR = "node0 node1", "node0 node1 node2 node3"
 SWEEP = ("bash", "scripts/run_megatron_t5_all.sh")

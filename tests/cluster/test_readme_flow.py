@@ -11,7 +11,7 @@ import pytest
 from cluster_lab import Cluster, output_of
 from harness import STRATEGIES, Project
 
-from t5bench import log
+from t5bench.record import log
 
 # Steps 1 and 8 of the README with two terminals, as one script: each ssh is a terminal of its own.
 TWO_TERMINALS = """

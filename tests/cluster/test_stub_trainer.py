@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from cluster_lab import STUB_TRAINER
 
-from t5bench import log
-from t5bench.ports import free_port
+from t5bench.plan.ports import free_port
+from t5bench.record import log
 
 
 def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from harness import REPO_ROOT
 
-from t5bench.ports import free_port
+from t5bench.plan.ports import free_port
 
 PROBES = Path(__file__).with_name("engine_probes.py")
 TOKENIZER = REPO_ROOT / "megatron_data" / "sample" / "tokenizer"

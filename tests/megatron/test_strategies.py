@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from harness import REPO_ROOT, STRATEGIES
 
-from t5bench.log import Iteration, PeakMemory, iterations, peak_memory
-from t5bench.parity import LOSS_TOLERANCE, NORM_TOLERANCE
-from t5bench.ports import free_port
+from t5bench.compare.parity import LOSS_TOLERANCE, NORM_TOLERANCE
+from t5bench.plan.ports import free_port
+from t5bench.record.log import Iteration, PeakMemory, iterations, peak_memory
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from harness import REPO_ROOT
 
 from native import arguments
-from t5bench.log import Iteration, PeakMemory, iterations, peak_memory
-from t5bench.ports import free_port
+from t5bench.plan.ports import free_port
+from t5bench.record.log import Iteration, PeakMemory, iterations, peak_memory
 
 TIME_LIMIT = 240
 TOKENIZER = REPO_ROOT / "megatron_data" / "sample" / "tokenizer"

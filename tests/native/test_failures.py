@@ -10,8 +10,8 @@ import pytest
 from harness import REPO_ROOT
 from native_runs import TOKENIZER
 
-from t5bench.ports import free_port
-from t5bench.records import Run, load
+from t5bench.plan.ports import free_port
+from t5bench.record.records import Run, load
 
 pytestmark = pytest.mark.slow
 

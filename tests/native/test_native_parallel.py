@@ -14,7 +14,7 @@ from harness import REPO_ROOT, STRATEGIES
 from native_runs import CLIP, LAYOUTS, TIME_LIMIT, Trained, command_line, largest_difference, parsed, torchrun
 
 from native.checkpoint import TRACKER
-from t5bench.log import iterations
+from t5bench.record.log import iterations
 
 TOLERANCE = 1e-4
 Train = Callable[..., Trained]

@@ -7,7 +7,7 @@ import pytest
 from dying_runs import ITERATIONS, LAST, SAVE_INTERVAL, Runs, assert_goes_on, curve
 from native_runs import TOKENIZER
 
-from t5bench.ports import free_port
+from t5bench.plan.ports import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from native_runs import LAYOUTS, Trained, command_line, torchrun
 
-from t5bench.log import iterations
+from t5bench.record.log import iterations
 
 
 @pytest.mark.slow

@@ -1,0 +1,224 @@
+"""The time of an iteration from a run's log lines: what is left out and why, the median and how sure it is.
+
+Every log line is the mean over the LOG_INTERVAL iterations before it, an interval. Left out are
+
+- intervals with an evaluation, a checkpoint or a profiled iteration in them, and those with iterations that fp16
+  skipped;
+- the first 20 iterations after a run was resumed from a checkpoint;
+- warm-up: the first 20 iterations, or more where MSER finds that the run had not settled: the truncation point that
+  minimises the standard error of the mean of what remains, looked for in the first half (White, "An effective
+  truncation heuristic for bias reduction in simulation output", Simulation 69(6), 1997).
+
+Reported are the median, quartiles, the 95 % confidence interval of the median by order statistics, which supposes
+nothing of the distribution, and the count of outliers by Tukey's fences, which stay in (Hoefler and Belli, "Scientific
+benchmarking of parallel computing systems", SC'15). Repeated runs become one number by the median of their medians,
+with the hull of their intervals: wider than need be rather than narrower.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from statistics import median, quantiles
+
+from t5bench.record.log import Iteration
+
+WARM_UP_ITERATIONS = 20
+FEWEST_INTERVALS = 5
+CONFIDENCE = 0.95
+
+EVENT, SKIPPED, NOT_FINITE, WARM_UP = "evaluation, checkpoint or profile", "skipped by fp16", "no time", "warm-up"
+RESUMED = "warm-up after a resume"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A median with its interval, in its holder's unit; low and high are None where there are too few values."""
+
+    median: float
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.median:.6g}" + ("" if self.low is None else f" [{self.low:.6g}, {self.high:.6g}]")
+
+    def per(self, amount: float) -> "Estimate":
+        """amount / this: the fast end of a time is the high end of a rate."""
+        if self.low is None or self.high is None:
+            return Estimate(amount / self.median)
+        return Estimate(amount / self.median, amount / self.high, amount / self.low)
+
+    def times(self, factor: float) -> "Estimate":
+        return Estimate(*(None if value is None else value * factor for value in (self.median, self.low, self.high)))
+
+    def over(self, other: "Estimate") -> "Estimate":
+        """The ratio this / other, with the interval that holds whatever both intervals allow."""
+        ratio = self.median / other.median
+        if None in (self.low, self.high, other.low, other.high):
+            return Estimate(ratio)
+        return Estimate(ratio, self.low / other.high, self.high / other.low)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One run's milliseconds per iteration.
+
+    used: the iterations at which the intervals that count end; dropped: those of the others, with the reason.
+    spread is the interquartile range's ends (lower and upper quartile) in ms.
+    """
+
+    milliseconds: Estimate
+    spread: tuple[float, float]
+    outliers: int
+    used: Sequence[int]
+    dropped: Mapping[int, str]
+    warning: str = ""
+
+    def dropped_by_reason(self) -> dict[str, int]:
+        """How many intervals were left out, by reason."""
+        counts: dict[str, int] = {}
+        for reason in self.dropped.values():
+            counts[reason] = counts.get(reason, 0) + 1
+        return counts
+
+
+def timing(lines: Sequence[Iteration], settings: Mapping[str, str]) -> Timing | None:
+    """The timing of a run with these lines and launcher settings; None where no line has a time."""
+    length = int(settings["LOG_INTERVAL"])
+    dropped: dict[int, str] = {}
+    events: set[int] = set()
+    clean: list[Iteration] = []
+    for line in lines:
+        if not (math.isfinite(line.elapsed_ms) and line.elapsed_ms > 0):
+            dropped[line.iteration] = NOT_FINITE
+        elif line.skipped:
+            dropped[line.iteration] = SKIPPED
+        else:
+            clean.append(line)
+            if event_within(line.iteration - length, line.iteration, settings):
+                events.add(line.iteration)
+    warnings = []
+    if clean and len(events) == len(clean):
+        warnings.append("an evaluation, a checkpoint or a profile falls into every interval, so they stay in")
+    else:
+        dropped |= dict.fromkeys(events, EVENT)
+        clean = [line for line in clean if line.iteration not in events]
+    if not clean:
+        return None
+    begin = max(lines[0].begin, lines[0].iteration - length, 0)
+    # Where the run itself began is the warm-up's matter, which knows what to do with short runs.
+    resumed = {line.iteration for line in clean if line.begin > begin and _early(line, line.begin, length)}
+    if len(resumed) == len(clean):
+        warnings.append("every interval is warm-up after a resume, so they stay in")
+    else:
+        dropped |= dict.fromkeys(resumed, RESUMED)
+        clean = [line for line in clean if line.iteration not in resumed]
+    warm_up, warning = _warm_up(clean, begin, length)
+    warnings += [warning] if warning else []
+    dropped |= dict.fromkeys((line.iteration for line in clean[:warm_up]), WARM_UP)
+    used = clean[warm_up:]
+    values = [line.elapsed_ms for line in used]
+    quartiles = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return Timing(
+        milliseconds=median_with_interval(values),
+        spread=(quartiles[0], quartiles[2]),
+        outliers=outliers(values),
+        used=[line.iteration for line in used],
+        dropped=dict(sorted(dropped.items())),
+        warning="; ".join(warnings),
+    )
+
+
+def event_within(start: int, end: int, settings: Mapping[str, str]) -> bool:
+    """Whether an evaluation, a checkpoint or a profile falls into the interval of the iterations start + 1 to end.
+
+    The first two come after an iteration and after its log line: what comes after iteration `start` burdens this
+    interval, what comes after `end` the next one. A profile of iteration N begins at the end of N - 1.
+    """
+    profiled = int(settings.get("PROFILE_ITERATION") or 0)
+    if profiled and start < profiled <= end + 1:
+        return True
+    periods = [int(settings.get("SAVE_INTERVAL", "0"))]
+    if int(settings.get("EVAL_ITERS", "0")) > 0:
+        periods.append(int(settings.get("EVAL_INTERVAL", "0")))
+    # The last multiple before `end`; iteration 0 is none.
+    return any(period > 0 and (end - 1) // period * period >= max(start, 1) for period in periods)
+
+
+def _early(line: Iteration, begin: int, length: int) -> bool:
+    """Whether this interval begins earlier than 20 iterations after `begin`."""
+    return line.iteration - length < begin + WARM_UP_ITERATIONS
+
+
+def _warm_up(lines: Sequence[Iteration], begin: int, length: int) -> tuple[int, str]:
+    """How many of the first intervals, each of `length` iterations, are warm-up; and a warning or ''.
+
+    begin: the iteration after which this run began, not 0 for one that was resumed.
+    """
+    count = len(lines)
+    early = sum(_early(line, begin, length) for line in lines)
+    wanted = max(early, mser([line.elapsed_ms for line in lines]))
+    if count - wanted >= FEWEST_INTERVALS:
+        return wanted, ""
+    fewer = min(wanted, max(1, count // 4), count - 1)
+    if fewer == wanted:
+        return wanted, f"only {count - wanted} interval(s) count" if count - wanted < FEWEST_INTERVALS else ""
+    return fewer, f"a short run: {fewer} of {count} interval(s) left out as warm-up where {wanted} should be"
+
+
+def mser(values: Sequence[float]) -> int:
+    """How many values MSER cuts off: least squared deviation from the mean of the rest over its size squared.
+
+    Only cuts in the first half are looked at, as the tail's own noise misleads it; of equals the smallest cut.
+    """
+    best, best_score = 0, math.inf
+    mean = squares = 0.0
+    # Welford's recurrence from the end: the remainder of every cut in one pass.
+    for size, cut in enumerate(range(len(values) - 1, -1, -1), 1):
+        delta = values[cut] - mean
+        mean += delta / size
+        squares += delta * (values[cut] - mean)
+        if cut <= len(values) // 2 and (score := squares / size**2) <= best_score:
+            best, best_score = cut, score
+    return best
+
+
+@cache
+def _interval_rank(count: int) -> int | None:
+    """The rank r (from 1) whose order statistics r and count + 1 - r hold the median with at least CONFIDENCE.
+
+    Exact: a value lies below the median with probability 1/2, so ranks are binomial. None below 6 values.
+    """
+    allowed = (1 - CONFIDENCE) / 2
+    tail, term, rank = 0, 1, 0  # integers, times 2**count; term is C(count, rank)
+    while (tail := tail + term) / 2**count <= allowed:
+        term = term * (count - rank) // (rank + 1)
+        rank += 1
+    return rank or None
+
+
+def median_with_interval(values: Iterable[float]) -> Estimate:
+    """The median of at least one value and its confidence interval by order statistics."""
+    ordered = sorted(values)
+    rank = _interval_rank(len(ordered))
+    if rank is None:
+        return Estimate(median(ordered))
+    return Estimate(median(ordered), ordered[rank - 1], ordered[-rank])
+
+
+def outliers(values: Sequence[float]) -> int:
+    """How many values lie more than 1.5 interquartile ranges outside the quartiles (Tukey's fences)."""
+    if len(values) < 2:
+        return 0
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    reach = 1.5 * (high - low)
+    return sum(value < low - reach or value > high + reach for value in values)
+
+
+def of_repeats(runs: Sequence[Estimate]) -> Estimate:
+    """Several runs as one: the median of their medians and the hull of their intervals, None unless all have one."""
+    lows, highs = [run.low for run in runs], [run.high for run in runs]
+    middle = median(run.median for run in runs)
+    if None in lows or None in highs:
+        return Estimate(middle)
+    return Estimate(middle, min(lows), max(highs))

@@ -1,0 +1,100 @@
+"""``python -m t5bench collect RUN FROM...``: the parts of a run whose nodes share no file system, in one directory."""
+
+import argparse
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from t5bench.record.records import RecordError, differences, read_parts, write_run
+
+# Checkpoints stay where they are: they can be as large as the disk, and a comparison has no use for them.
+LEFT_OUT = ("checkpoints", "comparison")
+CONNECT_SECONDS = 10
+
+
+@contextmanager
+def local_copy(source: str) -> Iterator[Path]:
+    """The directory itself, or a temporary copy of HOST:DIRECTORY. Raises RecordError."""
+    if Path(source).is_dir() or ":" not in source:
+        yield Path(source)
+        return
+    host, _, directory = source.partition(":")
+    exclusions = " ".join(f"--exclude=./{name}" for name in LEFT_OUT)
+    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}"]
+    remote = f"tar -C {shlex.quote(directory)} {exclusions} -cf - ."
+    with tempfile.TemporaryDirectory() as temporary:
+        archive = Path(temporary) / "parts.tar"
+        with archive.open("wb") as file:
+            result = subprocess.run(["ssh", *options, host, remote], stdout=file, stderr=subprocess.PIPE, check=False)
+        if result.returncode:
+            raise RecordError(f"{source} could not be fetched: {result.stderr.decode(errors='replace').strip()}")
+        unpacked = Path(temporary) / "parts"
+        unpacked.mkdir()
+        subprocess.run(["tar", "-C", str(unpacked), "-xf", str(archive)], check=True)
+        yield unpacked
+
+
+def check_same_run(here: Mapping[str, Any], other: Mapping[str, Any], source: str) -> None:
+    """Raises RecordError for parts of different runs: another strategy or settings, or times that do not overlap."""
+    for key in ("strategy", "engine", "settings", "layout"):
+        if found := list(differences(here[key], other[key])):
+            raise RecordError(f"{source} is of another run: {key} {found[0]}")
+    if (here["ended"] and other["started"] > here["ended"]) or (other["ended"] and here["started"] > other["ended"]):
+        raise RecordError(
+            f"{source} is of another run: it ran from {other['started']} to {other['ended']},"
+            f" this one from {here['started']} to {here['ended']}"
+        )
+
+
+def bring(source: Path, name: str, directory: Path) -> None:
+    """Copy what a node left in source to the run directory. Raises RecordError."""
+    parts = read_parts(source)
+    present = {part["node"]: part for part in read_parts(directory)} if any(directory.glob("node*.json")) else {}
+    for part in parts:
+        for other in present.values():
+            check_same_run(other, part, name)
+        if part["node"] in present and present[part["node"]] != part:
+            raise RecordError(f"{name} has another node{part['node']}.json than {directory}")
+    nodes = {f"node{part['node']}" for part in parts}
+    for path in sorted(source.iterdir()):
+        target = directory / path.name
+        if path.name in LEFT_OUT or path.name == "run.json":
+            continue
+        if path.name.partition(".")[0] in nodes or not target.exists():
+            if path.is_dir():
+                shutil.copytree(path, target, dirs_exist_ok=True)
+            else:
+                shutil.copy2(path, target)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="the run directory to complete; made when it is not there"
+    )
+    parser.add_argument("sources", nargs="+", metavar="FROM", help="a directory, or host:directory to fetch over ssh")
+
+
+def run(args: argparse.Namespace) -> int:
+    args.run.mkdir(parents=True, exist_ok=True)
+    try:
+        for source in args.sources:
+            with local_copy(source) as directory:
+                bring(directory, source, args.run)
+        record = write_run(args.run)
+    except RecordError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    nodes = ", ".join(str(node["node"]) for node in record["nodes"])
+    print(
+        f"{args.run}: {record['strategy']}, nodes {nodes} of {record['layout']['nnodes']}, {record['status']}", end=""
+    )
+    print(f": {record['reason']}" if record["reason"] else "")
+    for difference in record["differences"]:
+        print(f"warning: {difference}", file=sys.stderr)
+    return 0

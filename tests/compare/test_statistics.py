@@ -1,0 +1,301 @@
+"""The statistics of a run, against numbers worked out by hand."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_runs import SETTINGS
+
+from t5bench.compare.statistics import (
+    EVENT,
+    FEWEST_INTERVALS,
+    NOT_FINITE,
+    SKIPPED,
+    WARM_UP,
+    Estimate,
+    Timing,
+    event_within,
+    median_with_interval,
+    mser,
+    of_repeats,
+    outliers,
+    timing,
+)
+from t5bench.model import flops, peaks
+from t5bench.record.log import Iteration
+from t5bench.record.samples import interpolate
+
+LINE = Iteration(1, 1000, 100.0, 8.0, 1e-4, 160.0, 0.01)
+
+
+def lines_of(times, log_interval=1, begin=0):
+    return [
+        replace(LINE, iteration=begin + number * log_interval, elapsed_ms=float(time))
+        for number, time in enumerate(times, 1)
+    ]
+
+
+def timing_of(times, log_interval=1, begin=0, **settings) -> Timing:
+    found = timing(lines_of(times, log_interval, begin), SETTINGS | {"LOG_INTERVAL": str(log_interval)} | settings)
+    assert found is not None
+    return found
+
+
+# ---- events ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "burdened"),
+    [
+        (0, 20, False),  # the checkpoint after iteration 100 is far away
+        (80, 100, False),  # it comes after this interval's line
+        (100, 120, True),  # its end delays iteration 101
+        (90, 110, True),
+        (120, 140, False),
+        (99, 100, False),
+        (100, 101, True),
+        (101, 102, False),
+        (150, 450, True),
+    ],
+)
+def test_an_interval_has_a_checkpoint_in_it(start, end, burdened):
+    assert event_within(start, end, {"SAVE_INTERVAL": "100"}) is burdened
+
+
+def test_the_start_of_a_run_is_no_event():
+    assert not event_within(0, 20, {"SAVE_INTERVAL": "20"})
+
+
+def test_evaluations_count_only_when_there_are_any():
+    settings = {"EVAL_INTERVAL": "50", "EVAL_ITERS": "0", "SAVE_INTERVAL": "0"}
+    assert not event_within(50, 60, settings)
+    assert event_within(50, 60, settings | {"EVAL_ITERS": "10"})
+
+
+@given(st.integers(0, 500), st.integers(1, 60), st.integers(0, 70), st.integers(0, 70), st.integers(0, 2))
+def test_events_as_they_are_defined(start, length, save, evaluate, eval_iters):
+    settings = {"SAVE_INTERVAL": str(save), "EVAL_INTERVAL": str(evaluate), "EVAL_ITERS": str(eval_iters)}
+    periods = [save] * (save > 0) + [evaluate] * (evaluate > 0 and eval_iters > 0)
+    events = {e for period in periods for e in range(period, start + length + 1, period)}
+    assert event_within(start, start + length, settings) == any(start <= e < start + length for e in events)
+
+
+def test_intervals_with_checkpoints_are_dropped():
+    # Lines at 10, 20 ... 100; checkpoints after 40 and 80 burden those that end at 50 and 90.
+    found = timing_of([100] * 10, 10, SAVE_INTERVAL="40")
+    assert found.dropped == {10: WARM_UP, 20: WARM_UP, 50: EVENT, 90: EVENT}
+    assert found.used == [30, 40, 60, 70, 80, 100]
+
+
+def test_a_checkpoint_in_every_interval_drops_none_for_it_and_says_so():
+    found = timing_of([100] * 10, 10, SAVE_INTERVAL="5")
+    assert EVENT not in found.dropped.values()
+    assert "every interval" in found.warning
+
+
+# ---- warm-up ----------------------------------------------------------------------------------------------------
+
+
+def test_twenty_iterations_are_warm_up():
+    found = timing_of([100] * 50)
+    assert list(found.dropped) == list(range(1, 21))
+    assert set(found.dropped.values()) == {WARM_UP}
+    assert found.used == list(range(21, 51))
+    assert not found.warning
+
+
+def test_twenty_iterations_are_one_interval_of_twenty():
+    assert list(timing_of([100] * 50, 20).dropped) == [20]
+    # (0, 15] and (15, 30] begin before iteration 20 is over.
+    assert list(timing_of([100] * 50, 15).dropped) == [15, 30]
+
+
+def test_warm_up_counts_from_where_a_resumed_run_began():
+    assert list(timing_of([100] * 50, 20, begin=500).dropped) == [520]
+
+
+def test_a_run_that_settles_late_loses_what_came_before():
+    # 30 slow intervals, then 70 that go up and down: the truncation with the least standard error is at 30.
+    found = timing_of([200.0] * 30 + [100.0, 101.0] * 35)
+    assert found.used[0] == 31
+    assert found.milliseconds.median == 100.5
+
+
+def test_mser_by_hand():
+    # Squared deviations of the rest over its size squared: 24.75/16, 0.667/9 and, at the last cut looked at, 0/4.
+    assert mser([7, 2, 1, 1]) == 2
+    # 6/36, 4.8/25, 4/16, 2.67/9: nothing to cut from what only alternates.
+    assert mser([1, 3, 1, 3, 1, 3]) == 0
+    assert mser([5.0] * 9) == 0
+
+
+def test_a_short_run_drops_fewer_and_says_so():
+    found = timing_of([300, 100, 101, 102, 103, 104, 105, 106])
+    # 20 iterations would be everything: a quarter of 8 is 2.
+    assert list(found.dropped) == [1, 2]
+    assert "2 of 8" in found.warning
+
+
+def test_the_shortest_runs():
+    assert timing_of([300]).used == [1]
+    assert timing_of([300, 100]).used == [2]
+    assert timing_of([300, 100, 100]).used == [2, 3]
+    assert timing([], SETTINGS | {"LOG_INTERVAL": "1"}) is None
+
+
+def test_skipped_iterations_and_lines_without_a_time_do_not_count():
+    lines = lines_of([100.0] * 40)
+    lines[30] = replace(lines[30], skipped=1, elapsed_ms=10.0)
+    lines[35] = replace(lines[35], elapsed_ms=math.inf)
+    found = timing(lines, SETTINGS | {"LOG_INTERVAL": "1"})
+    assert found.dropped[31] == SKIPPED and found.dropped[36] == NOT_FINITE
+    assert found.dropped_by_reason() == {WARM_UP: 20, SKIPPED: 1, NOT_FINITE: 1}
+    assert found.milliseconds.median == 100.0
+
+
+times = st.lists(st.floats(1, 1e5), min_size=1, max_size=120)
+
+
+@given(times, st.integers(1, 30), st.integers(0, 40), st.integers(0, 40))
+def test_something_always_counts_and_nothing_is_lost(values, log_interval, save, evaluate):
+    settings = {"SAVE_INTERVAL": str(save), "EVAL_INTERVAL": str(evaluate), "EVAL_ITERS": "1"}
+    found = timing_of(values, log_interval, **settings)
+    assert found.used
+    assert sorted([*found.used, *found.dropped]) == [number * log_interval for number in range(1, len(values) + 1)]
+    assert min(values) <= found.milliseconds.median <= max(values)
+    if len(found.used) < FEWEST_INTERVALS and len(values) > 1:
+        assert found.warning
+
+
+# ---- the median and how sure it is -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "low", "high"),
+    [
+        (5, None, None),  # P(all on one side) = 2/32: not even the whole range is sure enough
+        (6, 1, 6),  # 2/64
+        (8, 1, 8),  # the second from outside would be 2 * 9/256
+        (9, 2, 8),  # 2 * 10/512 = 0.039
+        (10, 2, 9),  # 2 * 11/1024 = 0.021, the next 2 * 56/1024
+        (20, 6, 15),  # tables of the sign test
+        (50, 18, 33),
+        (100, 40, 61),
+    ],
+)
+def test_interval_of_the_median_by_order_statistics(count, low, high):
+    found = median_with_interval(range(count, 0, -1))
+    assert (found.median, found.low, found.high) == ((count + 1) / 2, low, high)
+
+
+@given(st.lists(st.floats(1e-3, 1e9), min_size=1, max_size=200))
+def test_the_interval_holds_the_median(values):
+    found = median_with_interval(values)
+    assert (found.low is None) == (len(values) < 6)
+    if found.low is not None:
+        assert found.low <= found.median <= found.high
+
+
+def test_the_interval_covers_as_often_as_it_says():
+    # Every equally likely outcome of ten values that lie below or above the true median: exact, no random numbers.
+    covered = sum(2 <= bin(outcome).count("1") <= 8 for outcome in range(1 << 10))
+    assert covered / (1 << 10) >= 0.95
+    # [x(3), x(8)] would be too narrow.
+    assert sum(3 <= bin(outcome).count("1") <= 7 for outcome in range(1 << 10)) / (1 << 10) < 0.95
+
+
+def test_outliers_and_quartiles_by_hand():
+    # Quartiles 2 and 4, fences -1 and 7.
+    assert outliers([1, 2, 3, 4, 100]) == 1
+    assert outliers([1, 2, 3, 4, 7]) == 0
+    assert outliers([5]) == 0
+    assert timing_of([1] * 20 + [1, 2, 3, 4, 100]).spread == (2, 4)
+
+
+def test_rates_and_ratios():
+    time = Estimate(200.0, 160.0, 250.0)
+    assert time.per(16_000.0) == Estimate(80.0, 64.0, 100.0)
+    assert Estimate(200.0).per(16_000.0) == Estimate(80.0)
+    assert Estimate(10.0, 8.0, 12.0).over(Estimate(5.0, 4.0, 6.0)) == Estimate(2.0, 8 / 6, 3.0)
+    assert Estimate(10.0).over(Estimate(5.0, 4.0, 6.0)) == Estimate(2.0)
+
+
+positive = st.floats(1e-3, 1e6)
+estimates = st.tuples(positive, positive, positive).map(sorted).map(lambda t: Estimate(t[1], t[0], t[2]))
+
+
+@given(estimates, estimates)
+def test_the_interval_of_a_ratio_holds_it(first, second):
+    ratio = first.over(second)
+    assert ratio.low <= ratio.median <= ratio.high
+
+
+@given(st.lists(estimates, min_size=1, max_size=6))
+def test_repeats_are_the_hull_of_their_intervals(runs):
+    row = of_repeats(runs)
+    assert all(row.low <= run.low and run.high <= row.high for run in runs)
+    assert row.low <= row.median <= row.high
+
+
+def test_repeats_by_hand():
+    assert of_repeats([Estimate(10, 9, 11), Estimate(14, 13, 15), Estimate(12, 8, 13)]) == Estimate(12, 8, 15)
+    assert of_repeats([Estimate(10, 9, 11), Estimate(12)]) == Estimate(11)
+
+
+# ---- FLOPs and peaks ----------------------------------------------------------------------------------------------
+
+T5_LARGE = flops.Shape(24, 24, 1024, 16, 64, 2816, 512, 128, 32128)
+
+
+def test_flops_of_the_default_model_term_by_term():
+    h, f, s, d, layers = 1024, 2816, 512, 128, 24
+    encoder = layers * (4 * h * h * s + 2 * h * s * s + 2 * f * h * s)  # projections, scores and values, MLP
+    own = layers * (4 * h * h * d + 2 * h * d * d)
+    cross = layers * (2 * h * h * d + 2 * h * h * s + 2 * h * d * s)  # query and output; key and value of the encoder
+    mlp = layers * 2 * f * h * d
+    head = 32128 * h * d
+    assert flops.multiply_adds_per_sample(T5_LARGE) == encoder + own + cross + mlp + head
+    assert flops.multiply_adds_per_sample(T5_LARGE) / 1e9 == pytest.approx(206.3, abs=0.05)
+    assert flops.flops_per_iteration(T5_LARGE, 16) / 1e12 == pytest.approx(19.81, abs=0.005)
+
+
+def test_parameters_of_the_default_model():
+    assert flops.parameters(T5_LARGE) == 612_998_528
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "expected"),
+    [
+        ("NVIDIA RTX 5000 Ada Generation", "bf16", 261.1),
+        ("Quadro RTX 5000", "fp16", 89.2),
+        ("Quadro RTX 5000", "bf16", None),
+        ("Tesla V100-SXM2-32GB", "fp16", 125.0),
+        ("Tesla V100-SXM2-32GB", "bf16", None),
+        ("Tesla T4", "bf16", None),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
+        ("NVIDIA A100 80GB PCIe", "fp16", 312.0),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H100 PCIe", "bf16", 756.0),
+        ("NVIDIA H100 NVL", "bf16", 835.5),
+        ("NVIDIA L4", "bf16", 121.0),
+        ("NVIDIA L40", "bf16", 181.05),
+        ("NVIDIA L40S", "bf16", 362.05),
+        ("NVIDIA RTX A6000", "bf16", 154.8),
+        ("NVIDIA H100 80GB HBM3", "fp32", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
+        ("NVIDIA RTX 5000 Ada Generation Laptop GPU", "bf16", None),
+        ("NVIDIA A10G", "bf16", None),
+        ("", "bf16", None),
+    ],
+)
+def test_peaks(name, precision, expected):
+    assert peaks.peak_tflops(name, precision) == expected
+
+
+def test_interpolation():
+    assert interpolate([(0, 0), (10, 100), (20, 100)], 5) == 50
+    assert interpolate([(0, 0), (10, 100), (20, 100)], 15) == 100
+    with pytest.raises(ValueError, match="outside"):
+        interpolate([(0, 0), (1, 1)], 2)

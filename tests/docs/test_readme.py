@@ -1,0 +1,194 @@
+"""The README against the code: its tables, its file list, and every command in it."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import REPO_ROOT, STRATEGIES, Project
+from made_runs import make_run
+
+from t5bench.record.status import EXIT_CODES
+
+README = (REPO_ROOT / "README.md").read_text()
+BASH_BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+# What a README's reader has and a test machine has not: they record their arguments and succeed.
+OUTSIDE_PROGRAMS = ("salloc", "srun", "sbatch", "scontrol", "conda", "pip", "scp", "ssh", "ds_report")
+RECORDER = """#!/usr/bin/env bash
+printf '%s\\n' "${0##*/} $*" >>"$STUB_DIR/outside"
+"""
+
+# A clone makes its directory, as the reader's next command expects.
+GIT_STUB = (
+    RECORDER
+    + """[[ $1 != clone ]] || mkdir -p "${3:-$(basename "$2" .git)}"
+"""
+)
+
+
+def table_rows(first_header: str) -> list[list[str]]:
+    """Cells of the table whose first header cell is this one, code marks removed."""
+    lines = README.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first_header} |"))
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip().strip("`") for cell in line.strip("|").split("|")])
+    return rows
+
+
+def declaration(strategy: str) -> dict[str, str]:
+    text = (REPO_ROOT / "scripts" / f"run_megatron_t5_{strategy}.sh").read_text()
+    return dict(re.findall(r"^(STRATEGY\w*)=\"?(.*?)\"?$", text, re.MULTILINE))
+
+
+def test_strategy_table_is_what_the_launchers_declare():
+    rows = [row for row in table_rows("Strategy") if row[1].startswith("run_megatron")]
+    assert {row[1] for row in rows} == {f"run_megatron_t5_{strategy}.sh" for strategy in STRATEGIES}
+    for name, script, port, parallelism in rows:
+        declared = declaration(script.removeprefix("run_megatron_t5_").removesuffix(".sh"))
+        assert port == declared["STRATEGY_PORT"]
+        title, _, what = declared["STRATEGY_TITLE"].partition(": ")
+        assert title == name
+        assert what.lower() == parallelism.lower()
+
+
+def test_launchers_are_declarations():
+    for strategy in STRATEGIES:
+        lines = (REPO_ROOT / "scripts" / f"run_megatron_t5_{strategy}.sh").read_text().splitlines()
+        assert len([line for line in lines if line and not line.startswith("#")]) <= 10
+
+
+def test_every_launcher_is_in_the_tests():
+    found = {
+        path.stem.removeprefix("run_megatron_t5_") for path in (REPO_ROOT / "scripts").glob("run_megatron_t5_*.sh")
+    }
+    assert found == {*STRATEGIES, "all"}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "hybrid"])
+def test_settings_table_is_what_help_says(project: Project, strategy: str):
+    output = project.launch(strategy, "--help").stdout
+    settings = dict(re.findall(r"^  ([A-Z][A-Z_]+) +(\S.*)$", output, re.MULTILINE))
+    rows = {row[0]: row[1:] for row in table_rows("Variable")}
+    assert rows.keys() == settings.keys()
+    for name, (default, description) in rows.items():
+        shown, _, meaning = settings[name].partition(" ")
+        assert meaning.strip() == description
+        if default != "script-specific" and default != "strategy-specific":
+            assert shown == default.replace("<strategy>", strategy)
+
+
+def test_seed_settings_keep_their_names_and_defaults(project: Project):
+    """The original README's table; HOSTS alone differs, and the README says why."""
+    rows = {row[0]: row[1] for row in table_rows("Variable")}
+    original = {
+        "MEGATRON_DIR": "../Megatron-DeepSpeed",
+        "MEGATRON_DATA_DIR": "./megatron_data",
+        "WANDB_PROJECT": "ml710-t5-parallelism",
+        "TRAIN_ITERS": "1000",
+        "GLOBAL_BATCH_SIZE": "16",
+        "MICRO_BATCH_SIZE": "1",
+        "ENCODER_NUM_LAYERS": "24",
+        "DECODER_NUM_LAYERS": "24",
+        "HIDDEN_SIZE": "1024",
+        "NUM_ATTENTION_HEADS": "16",
+        "FFN_HIDDEN_SIZE": "2816",
+        "ENCODER_SEQ_LENGTH": "512",
+        "DECODER_SEQ_LENGTH": "128",
+        "LR": "0.0001",
+        "PRECISION_FLAG": "--bf16",
+        "LOG_INTERVAL": "20",
+    }
+    assert {name: rows[name] for name in original} == original
+    assert {"HOSTS", "WANDB_API_KEY", "WANDB_RUN_NAME", "MASTER_PORT", "OUTPUT_DIR"} <= rows.keys()
+
+
+def test_files_named_in_the_readme_exist():
+    tree = re.search(r"^```\nT5-Parallelism/\n(.*?)```", README, re.MULTILINE | re.DOTALL)
+    assert tree
+    for name in re.findall(r"── (\S+)", tree[1]):
+        assert (REPO_ROOT / name).exists(), name
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
+        assert (REPO_ROOT / target).exists(), target
+
+
+def launcher_command(text: str) -> list[str]:
+    return re.findall(r"`(bash scripts/run_megatron_t5_[^`]+)`", text)
+
+
+COMMANDS = [block for block in BASH_BLOCKS if "quickstart.sh" not in block]
+COMMANDS += [command for row in table_rows("Strategy") for cell in row for command in launcher_command(f"`{cell}`")]
+
+
+@pytest.mark.parametrize("block", COMMANDS, ids=lambda block: block.splitlines()[0][:60])
+def test_every_command_runs(project: Project, tmp_path: Path, block: str):
+    """Each block as it stands, where the reader would be, with only the cluster and the network replaced."""
+    for program in OUTSIDE_PROGRAMS:
+        project.add_stub(program, RECORDER)
+    project.add_stub("nvidia-smi", RECORDER)
+    project.add_stub("git", GIT_STUB)
+    project.add_stub(
+        "python", f'#!/usr/bin/env bash\nprintf "True 12.4\\n"\nprintf "%s" "$*" >"{project.stubs}/python"\n'
+    )
+    for name in ("prepare_xsum_megatron.sh", "setup_megatron.sh"):
+        project.script(name).write_text(RECORDER)
+    for name in ("README.md", "requirements.txt", "patches/series"):
+        (project.root / name).parent.mkdir(exist_ok=True)
+        (project.root / name).touch()
+    (project.root / "megatron_data" / "tokenizer").mkdir()
+    block = block.replace("<your-partition>", "gpu").replace("<this-repo-url>", "url").replace("<your-key>", "key")
+    hosts = {"NODE0": "127.0.0.1", "NODE1": "127.0.0.2", "HOSTS": "127.0.0.1 127.0.0.2"}
+    result = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block],
+        cwd=project.root,
+        env=project.environment | hosts,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "--dry-run" not in block or "repeat3/hybrid" in result.stdout
+    if "run_megatron_t5" in block and "--dry-run" not in block:
+        assert project.was_started() or "srun" in block
+
+
+def test_status_table_is_what_a_launcher_exits_with():
+    codes = {row[0]: row[1] for row in table_rows("Status")}
+    assert codes.pop("cancelled") == "128 + signal"
+    assert codes == {status: str(code) for status, code in EXIT_CODES.items()}
+
+
+def test_commands_that_read_runs(tmp_path: Path):
+    """The `python -m t5bench ...` of the text, on runs where the text says they are."""
+    commands = re.findall(r"^(python -m t5bench .*)$|`(python -m t5bench [^`]+)`", README, re.MULTILINE)
+    words = {
+        shlex.split((block or inline).replace("$PWD", str(tmp_path)))[3]: block or inline for block, inline in commands
+    }
+    assert set(words) == {"compare", "collect", "wandb"}
+    for strategy in ("ddp", "zero1"):
+        make_run(tmp_path / "outputs" / "all" / "repeat1" / strategy, strategy, elapsed_ms=[100.0] * 30)
+    make_run(tmp_path / "outputs" / "ddp", "ddp", elapsed_ms=[100.0] * 3)
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text('#!/bin/bash\nexec bash -c "${@: -1}"\n')
+    ssh.chmod(0o755)
+    environment = os.environ | {"PATH": f"{ssh.parent}:{os.environ['PATH']}", "WANDB_MODE": "offline"}
+    for command in ("compare", "wandb", "collect"):
+        result = subprocess.run(
+            ["bash", "-c", words[command].replace("python", shlex.quote(sys.executable), 1)],
+            cwd=tmp_path,
+            env=environment | {"PYTHONPATH": str(REPO_ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+    assert (tmp_path / "outputs" / "all" / "comparison" / "index.html").is_file()

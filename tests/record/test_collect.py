@@ -1,0 +1,111 @@
+"""Bringing together what nodes without a shared file system keep."""
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import record
+
+from t5bench.__main__ import main
+from t5bench.record.records import load
+
+TWO_NODES = {"nnodes": 2, "world_size": 2, "dp": 2}
+ITERATION = (
+    " iteration 1/ 1 | elapsed time per iteration (ms): 419.3 | learning rate: 0.0 | lm loss: 8.0 | grad norm: 1.7 |"
+    " samples per second: 38.161 | TFLOPs: 0.00 |\n"
+)
+MEMORY = " peak memory | rank {} | host vm | device cpu | allocated MiB 0.0 | reserved MiB 0.0 | host rss MiB 562.4\n"
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> tuple[Path, Path]:
+    """The run directories of two nodes of one run."""
+    first, second = tmp_path / "on node 0", tmp_path / "on node 1"
+    record(first, MEMORY.format(0), layout=TWO_NODES, TRAIN_ITERS="1", OUTPUT_DIR=str(first))
+    record(second, ITERATION + MEMORY.format(1), layout=TWO_NODES, node=1, TRAIN_ITERS="1", OUTPUT_DIR=str(second))
+    # They ran at the same time; the test ran them one after another.
+    part = json.loads((second / "node1.json").read_text())
+    part["started"] = json.loads((first / "node0.json").read_text())["started"]
+    (second / "node1.json").write_text(json.dumps(part))
+    (second / "checkpoints").mkdir()
+    (second / "checkpoints" / "huge").write_text("x")
+    return first, second
+
+
+def collect(*arguments: object) -> int:
+    return main(["collect", *map(str, arguments)])
+
+
+def test_two_directories_become_one_run(nodes: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture):
+    first, second = nodes
+    assert load(first).status == "incomplete"
+    assert collect(first, second) == 0
+    assert "nodes 0, 1 of 2, complete" in capsys.readouterr().out
+    run = load(first)
+    assert run.status == "complete"
+    assert [line.iteration for line in run.iterations] == [1]
+    assert [peak.rank for peak in run.peak_memory] == [0, 1]
+    assert (first / "node1.log").is_file()
+    assert not (first / "checkpoints").exists()
+    assert json.loads((first / "run.json").read_text())["differences"] == []
+    assert collect(first, second) == 0  # once more changes nothing
+    assert collect(tmp_path / "elsewhere", first, second) == 0
+    assert load(tmp_path / "elsewhere").status == "complete"
+
+
+def test_over_ssh(nodes: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The real tar on the other side of a stand-in for ssh, which runs the command here."""
+    first, second = nodes
+    stub = tmp_path / "bin" / "ssh"
+    stub.parent.mkdir()
+    stub.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@" >"$0.arguments"\nexec bash -c "${@: -1}"\n')
+    stub.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{stub.parent}:/usr/bin:/bin")
+    assert collect(first, f"node1:{second}") == 0
+    assert load(first).status == "complete"
+    assert not (first / "checkpoints").exists()
+    assert "BatchMode=yes" in Path(f"{stub}.arguments").read_text()
+
+
+def test_ssh_that_fails_is_named(nodes: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    stub = tmp_path / "bin" / "ssh"
+    stub.parent.mkdir()
+    stub.write_text("#!/usr/bin/env bash\necho 'Permission denied (publickey).' >&2\nexit 255\n")
+    stub.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{stub.parent}:/usr/bin:/bin")
+    assert collect(nodes[0], "node1:/somewhere") == 2
+    assert "node1:/somewhere could not be fetched: Permission denied (publickey)." in capsys.readouterr().err
+
+
+def test_parts_of_different_runs_do_not_mix(nodes: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture):
+    first, second = nodes
+    other = tmp_path / "other"
+    record(other, ITERATION + MEMORY.format(1), layout=TWO_NODES, node=1, TRAIN_ITERS="1", LR="0.5")
+    assert collect(first, other) == 2
+    assert "another run: settings has LR '0.5'" in capsys.readouterr().err
+    assert not (first / "node1.json").exists()
+
+    later = json.loads((second / "node1.json").read_text()) | {
+        "started": "2099-01-01T00:00:00.000Z",
+        "ended": "2099-01-01T01:00:00.000Z",
+    }
+    (second / "node1.json").write_text(json.dumps(later))
+    assert collect(first, second) == 2
+    assert "it ran from 2099" in capsys.readouterr().err
+
+
+def test_nodes_with_other_software_are_brought_together_and_named(
+    nodes: tuple[Path, Path], capsys: pytest.CaptureFixture
+):
+    first, second = nodes
+    part = json.loads((second / "node1.json").read_text())
+    part["versions"]["torch"] = "2.4.0"
+    (second / "node1.json").write_text(json.dumps(part))
+    assert collect(first, second) == 0
+    assert "versions of node 1" in capsys.readouterr().err
+    assert "torch '2.4.0'" in load(first).record["differences"][0]
+
+
+def test_nothing_to_collect(tmp_path: Path, capsys: pytest.CaptureFixture):
+    assert collect(tmp_path / "here", tmp_path / "nowhere") == 2
+    assert "nowhere" in capsys.readouterr().err

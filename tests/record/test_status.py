@@ -1,0 +1,165 @@
+"""Why a run ended: messages of torchrun, torch, NCCL and SLURM as they were printed, and which of several counts."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from t5bench.record.status import CauseFinder, Strength, of_run
+
+# As real runs printed them (torch 2.13, gloo, SLURM 22.05; the CUDA and NCCL lines as torch 2.x words them).
+MESSAGES = [
+    ("torch.distributed.DistStoreError: Timed out after 21 seconds waiting for clients. 1/2 clients joined.",
+     "timeout", "1 of 2 nodes came within 21 s"),
+    ("The client socket has timed out after 20000ms while trying to connect to (node0, 29805).",
+     "timeout", "the master (node0, 29805) could not be reached within 20000 ms"),
+    ("listen on any local network address. port: 29812, name: EADDRINUSE, message: address already in use",
+     "configuration", "the rendezvous port is taken"),
+    ("torch.distributed.DistStoreError: wait timeout after 15000ms, keys: /none/torchelastic/role_info/0",
+     "timeout", "two were started with the same one"),
+    ("(nodeX, 29801) cannot be retrieved (gai error: -2 - Name or service not known).",
+     "configuration", "does not resolve (Name or service not known)"),
+    ("RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.3]:1234",
+     "network", "the connection to another process was lost"),
+    ("[rank0]: RuntimeError: Timed out waiting 15000ms for recv operation to complete",
+     "timeout", "did not end in time"),
+    ("[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has",
+     "out-of-memory", "(Tried to allocate 2.00 GiB)"),
+    ("[rank0]:[E ProcessGroupNCCL.cpp:616] Watchdog caught collective operation timeout: WorkNCCL(",
+     "timeout", "did not end in time"),
+    ("slurmstepd: error: *** JOB 12 ON node0 CANCELLED AT 2026-11-20T10:00:00 DUE TO TIME LIMIT ***",
+     "timeout", "SLURM's time limit"),
+    ("slurmstepd: error: *** STEP 12.0 ON node0 CANCELLED AT 2026-11-20T10:00:00 ***",
+     "cancelled", "SLURM cancelled"),
+    ("OSError: [Errno 28] No space left on device",
+     "crashed", "the disk is full"),
+    ("  traceback : Signal 9 (SIGKILL) received by PID 4711",
+     "crashed", "was killed (SIGKILL)"),
+    ("RuntimeError: DataLoader worker (pid 28542) is killed by signal: Killed.",
+     "crashed", "was killed (SIGKILL)"),
+    ("pretrain_t5.py: error: unrecognized arguments: --no-such-flag",
+     "configuration", "--no-such-flag"),
+    ("[rank3]: ValueError: mmap length is greater than file size",
+     "crashed", "ValueError: mmap length"),
+    ("AssertionError",
+     "crashed", "AssertionError"),
+]  # fmt: skip
+
+
+def found(*lines: str) -> CauseFinder:
+    finder = CauseFinder()
+    for number, line in enumerate(lines):
+        finder.read(line, float(number))
+    return finder
+
+
+@pytest.mark.parametrize(("line", "status", "reason"), MESSAGES)
+def test_one_message(line: str, status: str, reason: str):
+    cause = found("something before", line, "something after").cause()
+    assert cause is not None
+    assert cause.status == status
+    assert reason in cause.reason
+    assert (cause.time, cause.line) == (1.0, line.strip())
+
+
+def test_the_rank_is_the_one_that_speaks_or_the_one_that_torchrun_saw_fail_first():
+    cause = found("[rank3]: ValueError: broken").cause()
+    assert cause is not None and cause.rank == 3
+    report = ["Failures:", "  rank      : 1 (local_rank: 1)", "Root Cause (first observed failure):"]
+    cause = found(
+        "ValueError: broken", *report, "  rank      : 2 (local_rank: 0)", "  rank      : 5 (local_rank: 1)"
+    ).cause()
+    assert cause is not None and cause.rank == 2
+
+
+def test_a_cause_outweighs_what_came_before_it():
+    lines = ["RuntimeError: Connection closed by peer", "RuntimeError: Timed out waiting 15000ms", "KeyError: 'text'"]
+    for number in range(1, 4):
+        cause = found(*lines[:number]).cause()
+        assert cause is not None and cause.time == number - 1
+    cause = found(*lines, "ValueError: later", "torch.OutOfMemoryError: CUDA out of memory. ").cause()
+    assert cause is not None and cause.status == "out-of-memory"
+
+
+def test_of_equals_the_first_counts():
+    cause = found("ValueError: first", "ValueError: second").cause()
+    assert cause is not None and cause.reason == "ValueError: first"
+
+
+def test_an_iteration_line_and_an_ordinary_warning_explain_nothing():
+    lines = [
+        " iteration 10/ 20 | lm loss: 8.0E+00 |",
+        "UserWarning: something about an Error: see below",
+        "loading errors.py",
+    ]
+    assert found(*lines).cause() is None
+
+
+@given(st.lists(st.text()))
+def test_any_output_is_survived(lines: list[str]):
+    found(*lines).cause()
+
+
+# ---- several nodes -------------------------------------------------------------------------------------------------
+
+
+def part(node: int, status: str, strength: Strength | None = None, time: float = 0.0, nodes: int = 2) -> dict[str, Any]:
+    cause = None
+    if strength is not None:
+        cause = {"strength": int(strength), "time": time, "status": status, "line": "a line", "rank": node}
+    return {
+        "node": node, "host": f"node{node}", "status": status, "reason": f"reason {node}", "remedy": "",
+        "cause": cause, "layout": {"nnodes": nodes},
+    }  # fmt: skip
+
+
+def test_a_run_is_complete_when_every_node_is():
+    assert of_run([part(0, "complete"), part(1, "complete")]).name == "complete"
+    alone = of_run([part(0, "complete")])
+    assert alone.name == "incomplete"
+    assert "node 1" in alone.reason
+
+
+def test_the_victim_is_not_the_cause_even_when_it_speaks_first():
+    victim, culprit = part(0, "network", Strength.VICTIM, time=1.0), part(1, "crashed", Strength.EXCEPTION, time=1.5)
+    status = of_run([victim, culprit])
+    assert (status.name, status.reason) == ("crashed", "node 1 (node1): reason 1")
+    assert status.origin is not None and status.origin["node"] == 1
+
+
+def test_of_two_equal_causes_the_earlier_is_the_first():
+    late, early = part(0, "out-of-memory", Strength.CAUSE, time=5.0), part(1, "crashed", Strength.CAUSE, time=2.0)
+    assert of_run([late, early]).name == "crashed"
+
+
+def test_cancelling_after_a_failure_does_not_hide_it():
+    assert of_run([part(0, "cancelled"), part(1, "crashed")]).name == "crashed"
+
+
+def test_a_run_goes_on_while_a_node_does():
+    assert of_run([part(0, "running"), part(1, "complete")]).name == "running"
+    assert of_run([part(0, "running"), part(1, "crashed")]).name == "crashed"
+
+
+def test_one_node_needs_no_name():
+    assert of_run([part(0, "crashed", nodes=1)]).reason == "reason 0"
+
+
+def test_who_cancels_makes_victims_but_hides_no_failure():
+    """On the scale of Strength a cancellation stands between a lost connection and a wait in vain."""
+    cancelled = part(0, "cancelled") | {"signal": "INT"}
+    assert of_run([cancelled, part(1, "network", Strength.VICTIM)]).name == "cancelled"
+    assert of_run([cancelled, part(1, "timeout", Strength.WAITED)]).name == "timeout"
+    assert of_run([cancelled, part(1, "crashed", Strength.EXCEPTION)]).name == "crashed"
+    ended_for_it = part(1, "cancelled", Strength.VICTIM) | {"signal": None}
+    assert of_run([ended_for_it, cancelled]).reason == "node 0 (node0): reason 0"
+
+
+def test_what_a_node_heard_counts_where_the_others_parts_are_not_at_hand():
+    victim = part(0, "network", Strength.VICTIM) | {"heard": [part(1, "crashed", Strength.CAUSE)]}
+    assert of_run([victim]).reason == "node 1 (node1): reason 1"
+    own = part(1, "crashed", Strength.CAUSE) | {"reason": "its own part"}
+    assert of_run([victim, own]).reason == "node 1 (node1): its own part"
+    alone = part(0, "complete") | {"heard": [part(1, "complete")]}
+    assert of_run([alone]).name == "incomplete"  # the other's part is not here

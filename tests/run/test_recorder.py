@@ -1,0 +1,380 @@
+"""A node's record from its output: the recorder as a process, as the launchers start it."""
+
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from harness import REPO_ROOT, Project, record, wait_for
+from hypothesis import given
+from hypothesis import strategies as st
+
+from t5bench.record import machine as environment
+from t5bench.record.records import RecordError, load, read_metrics
+from t5bench.run.recorder import OPEN_SECONDS, Output, overwrite, pass_on, read_end
+from t5bench.run.sampler import link_speeds, network_counters
+
+ITERATION = (
+    " iteration {:8d}/ {} | elapsed time per iteration (ms): 419.3 | learning rate: 5.000E-05 | lm loss: {} |"
+    " grad norm: 1.774590E+00 | samples per second: 38.161 | TFLOPs: 0.00 |\n"
+)
+MEMORY = " peak memory | rank {} | host vm | device cpu | allocated MiB 0.0 | reserved MiB 0.0 | host rss MiB 562.4\n"
+
+
+def output(iterations: int, total: int = 3, loss: str = "8.0E+00", ranks: int = 1) -> str:
+    lines = [ITERATION.format(number, total, loss) for number in range(1, iterations + 1)]
+    return "".join(lines + [MEMORY.format(rank) for rank in range(ranks)])
+
+
+def part_of(directory: Path, node: int = 0) -> dict:
+    return json.loads((directory / f"node{node}.json").read_text())
+
+
+def test_a_complete_run(tmp_path: Path):
+    result = record(tmp_path, "starting\n" + output(3) + "no newline at the end", TRAIN_ITERS="3")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.decode() == "starting\n" + output(3) + "no newline at the end"
+    log = (tmp_path / "node0.log").read_text().splitlines()
+    assert len(log) == 6
+    assert all(re.match(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ", line) for line in log)
+    run = load(tmp_path)
+    assert (run.status, run.reason, run.strategy, run.world_size) == ("complete", "", "ddp", 1)
+    assert [line.iteration for line in run.iterations] == [1, 2, 3]
+    assert run.iterations[0].lm_loss == 8.0
+    assert run.iterations[0].time is not None
+    assert run.peak_memory[0].host_mib == 562.4
+    assert json.loads((tmp_path / "run.json").read_text()) == run.record
+    assert (tmp_path / "node0.status").read_text().split() == ["complete"]
+    part = part_of(tmp_path)
+    assert part["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert part["cpu"]["cores"] >= 1
+    assert part["started"] < part["ended"]
+    samples = [json.loads(line) for line in (tmp_path / "node0.samples.jsonl").read_text().splitlines()]
+    assert len(samples) >= 2
+    assert samples[0]["network"]["lo"]["sent"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("text", "end", "status", "reason", "code"),
+    [
+        (output(2), "0 ", "incomplete", "it ended after iteration 2 of 3", 3),
+        (output(3, ranks=0), "0 ", "incomplete", "rank 0 ended before the run did", 3),
+        (output(3, loss="NAN"), "0 ", "diverged", "the loss is not a number at iteration 1", 4),
+        (output(3, loss="inf") + "AssertionError\n", "1 ", "diverged", "the loss is not a number at iteration 1", 4),
+        (output(2) + "[rank0]: KeyError: 'text'\n", "1 ", "crashed", "rank 0: KeyError: 'text'", 1),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB\n", "1 ", "out-of-memory", "the GPU's memory is full", 5),
+        ("Timed out after 21 seconds waiting for clients. 1/2 clients joined.\n", "1 ", "timeout", "1 of 2 nodes", 6),
+        ("RuntimeError: Connection closed by peer\n", "1 ", "network", "the connection to another process was lost", 7),
+        ("error: unrecognized arguments: --x\n", "2 ", "configuration", "unrecognized arguments: --x", 2),
+        (output(2), "143 TERM", "cancelled", "TERM received", 143),
+        (output(2), "130 INT", "cancelled", "INT received", 130),
+        (output(2), "137 ", "crashed", "torchrun was killed", 1),
+        (output(2), "9 ", "crashed", "exit status 9 and named no cause", 1),
+        (output(2), None, "crashed", "the launcher was killed", 1),
+    ],
+)
+def test_how_it_ended(tmp_path: Path, text: str, end: str | None, status: str, reason: str, code: int):
+    result = record(tmp_path, text, end=end, TRAIN_ITERS="3")
+    assert result.returncode == code, result.stderr
+    run = load(tmp_path)
+    assert run.status == status
+    assert reason in run.reason
+    first_line = (tmp_path / "node0.status").read_text().splitlines()[0]
+    assert first_line == f"{status} {run.reason}"
+
+
+def test_the_last_interval_may_be_shorter_than_the_log_interval(tmp_path: Path):
+    assert (
+        record(
+            tmp_path, ITERATION.format(20, 25, 8.0) + MEMORY.format(0), TRAIN_ITERS="25", LOG_INTERVAL="20"
+        ).returncode
+        == 0
+    )
+
+
+def test_a_node_without_the_last_rank_needs_no_iteration_lines(tmp_path: Path):
+    layout = {"nnodes": 2, "world_size": 2}
+    assert record(tmp_path, MEMORY.format(0), layout=layout).returncode == 0
+    assert load(tmp_path).status == "incomplete"  # node 1 left nothing yet
+    assert (
+        record(tmp_path, output(3).replace("rank 0", "rank 1"), layout=layout, node=1, TRAIN_ITERS="3").returncode == 0
+    )
+
+
+def test_slurms_time_limit_is_told_from_a_cancellation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) - 5))
+    record(tmp_path / "limit", output(2), end="143 TERM")
+    assert load(tmp_path / "limit").status == "timeout"
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
+    record(tmp_path / "scancel", output(2), end="143 TERM")
+    assert load(tmp_path / "scancel").status == "cancelled"
+
+
+def test_secrets_reach_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    monkeypatch.setenv("HF_TOKEN", "hf_secretsecret")
+    monkeypatch.setenv("NCCL_SECRET", "anothersecret")
+    result = record(
+        tmp_path, "login 0123456789abcdef\n" + output(3) + "hf_secretsecret", LR="anothersecret", TRAIN_ITERS="3"
+    )
+    assert result.returncode == 0, result.stderr
+    assert b"0123456789abcdef" not in result.stdout
+    for path in tmp_path.iterdir():
+        for secret in ("0123456789abcdef", "hf_secretsecret", "anothersecret"):
+            assert secret not in path.read_text(), path
+    assert part_of(tmp_path)["settings"]["WANDB_API_KEY"] == "given"
+
+
+def test_a_full_disk_costs_the_record_and_nothing_else(tmp_path: Path):
+    (tmp_path / "node0.log").symlink_to("/dev/full")
+    result = record(tmp_path, output(3), TRAIN_ITERS="3")
+    assert result.stdout.decode() == output(3)
+    assert b"No space left" in result.stderr
+    assert result.returncode == 0
+
+
+@given(st.lists(st.integers(min_value=0, max_value=400)))
+def test_wherever_the_pipe_cuts_the_lines_are_whole(cuts: list[int]):
+    text = output(2).encode()
+    with tempfile.TemporaryDirectory() as directory:
+        log, metrics = Path(directory) / "log", Path(directory) / "metrics.jsonl"
+        with log.open("wb") as file:
+            taken = Output(file, metrics, [])
+            for start, end in itertools.pairwise(sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})):
+                taken.take(text[start:end], now=1e9)
+            taken.end(1e9)
+        assert [entry.iteration for entry in read_metrics(metrics)] == [1, 2]
+        assert [line.partition(" ")[2] for line in log.read_text().splitlines()] == output(2).splitlines()
+
+
+def test_a_record_cut_short_is_named(tmp_path: Path):
+    with pytest.raises(RecordError, match="no record of a run"):
+        load(tmp_path)
+    with pytest.raises(RecordError, match="there is no run directory"):
+        load(tmp_path / "nowhere")
+    (tmp_path / "node0.json").write_text('{"format": 1, ')
+    with pytest.raises(RecordError, match="cannot be read"):
+        load(tmp_path)
+    (tmp_path / "node0.json").write_text('{"format": 99}')
+    with pytest.raises(RecordError, match="format 1"):
+        load(tmp_path)
+
+
+def test_every_failure_has_a_cause(tmp_path: Path):
+    """What the recorder alone sees outweighs what victims on other nodes say."""
+    for name, text, end, strength in [
+        ("launcher", output(2), None, 3),
+        ("torchrun", output(2), "137 ", 3),
+        ("early", output(2), "0 ", 2),
+        ("diverged", output(3, loss="NAN"), "0 ", 3),
+        ("unknown", output(2), "9 ", 0),
+    ]:
+        record(tmp_path / name, text, end=end, TRAIN_ITERS="3")
+        cause = part_of(tmp_path / name)["cause"]
+        assert cause["strength"] == strength, name
+        assert cause["reason"] == part_of(tmp_path / name)["reason"]
+
+
+def test_output_that_something_holds_open_does_not_hold_the_recorder(tmp_path: Path):
+    """A process that left the run behind, its mark with it, and still has the pipe."""
+    end, start = tmp_path / "end", time.monotonic()
+    end.write_text("0 ")
+    reader, writer = os.pipe()
+    os.write(writer, output(3).encode())
+    with (tmp_path / "log").open("wb") as log:
+        taken = Output(log, tmp_path / "metrics.jsonl", [])
+        with (tmp_path / "shown").open("wb") as shown:
+            pass_on(taken, reader, shown.fileno(), lambda: read_end(end)[0] is not None)
+    assert OPEN_SECONDS <= time.monotonic() - start < OPEN_SECONDS + 20
+    assert (tmp_path / "shown").read_text() == output(3)
+    os.close(writer)
+    os.close(reader)
+
+
+def test_the_status_is_written_where_the_disk_is_full(tmp_path: Path):
+    """In the blocks that the file has: no new file is made, and a longer text leaves nothing behind."""
+    path = tmp_path / "status"
+    path.write_text("running and a long text\n")
+    inode = path.stat().st_ino
+    overwrite(path, "complete\n")
+    assert (path.read_text(), path.stat().st_ino) == ("complete\n", inode)
+
+
+@pytest.mark.parametrize(
+    ("limit", "started_before", "is_up"),
+    [("00:01:00", 50, True), ("04:00:00", 50, False), ("1-00:00:00", 86390, True), ("UNLIMITED", 50, False)],
+)
+def test_slurm_is_asked_where_its_environment_does_not_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, started_before: int, is_up: bool
+):
+    started = datetime.fromtimestamp(time.time() - started_before).isoformat(timespec="seconds")
+    stub = tmp_path / "scontrol"
+    stub.write_text(
+        f"#!/bin/sh\necho '   RunTime=00:00:50 TimeLimit={limit} TimeMin=N/A'\necho ' StartTime={started}'\n"
+    )
+    stub.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    record(tmp_path / "run", output(2), end="143 TERM")
+    assert load(tmp_path / "run").status == ("timeout" if is_up else "cancelled")
+
+
+def test_a_recorder_that_was_killed_is_named(project: Project):
+    launcher = project.start_sleeping(STUB_SLEEP="3")
+    (recorder,) = subprocess.run(
+        ["pgrep", "-f", f"t5bench record --directory {project.root}/"], capture_output=True, text=True
+    ).stdout.split()
+    os.kill(int(recorder), signal.SIGKILL)
+    assert "what keeps the record of this run was killed (signal 9)" in launcher.communicate(timeout=30)[1]
+    assert launcher.returncode == 1
+
+
+# ---- through a launcher --------------------------------------------------------------------------------------------
+
+
+def test_a_launchers_record_has_every_effective_setting(project: Project):
+    result = project.launch(
+        "zero2", LR="0.0003", WANDB_API_KEY="0123456789abcdef", WANDB_RUN_GROUP="trial", NCCL_DEBUG="INFO"
+    )
+    assert result.returncode == 0, result.stderr
+    run = load(project.root / "outputs" / "zero2")
+    help_text = project.launch("zero2", "--help").stdout
+    names = set(re.findall(r"^  ([A-Z][A-Z0-9_]+) ", help_text, re.MULTILINE))
+    assert set(run.record["settings"]) == names
+    assert (run.setting("LR"), run.setting("WANDB_RUN_GROUP"), run.setting("NNODES")) == ("0.0003", "trial", "1")
+    assert run.record["ds_config"]["zero_optimization"]["stage"] == 2
+    assert run.nodes[0]["environment"]["NCCL_DEBUG"] == "INFO"
+    assert run.nodes[0]["command"][-3:] == ["--zero-stage", "2", "--no-pipeline-parallel"]
+    assert run.record["versions"]["torch"]
+    assert set(run.record["patches"]) == set((project.root / "patches" / "series").read_text().split())
+    assert run.record["data"]["bin_bytes"] == 14
+    for path in (project.root / "outputs" / "zero2").glob("node*"):
+        assert "0123456789abcdef" not in path.read_text()
+
+
+def test_gpus_are_recorded_and_sampled_with_one_nvidia_smi(project: Project):
+    project.add_stub(
+        "nvidia-smi",
+        "#!/usr/bin/env bash\n"
+        'echo "$*" >>"$STUB_DIR/smi"\n'
+        'case "$*" in\n'
+        '  -L) for gpu in 0 1; do echo "GPU $gpu: NVIDIA Stub (UUID: GPU-$gpu)"; done ;;\n'
+        '  *memory.total*) for gpu in 0 1; do echo "$gpu, NVIDIA Stub, 81559, 570.1, GPU-$gpu"; done ;;\n'
+        '  *) while true; do printf "0, 1000, 93, 300.50, 1980\\n1, 2000, [N/A], 310.00, 1980\\n"; sleep 0.1; done ;;\n'
+        "esac\n",
+    )
+    result = project.launch("ddp", SAMPLE_INTERVAL="0.3", STUB_WAIT="1")
+    assert result.returncode == 0, result.stderr
+    run = load(project.root / "outputs" / "ddp")
+    assert [gpu["name"] for gpu in run.nodes[0]["devices"]] == ["NVIDIA Stub"] * 2
+    assert run.nodes[0]["devices"][0]["driver"] == "570.1"
+    lines = (project.root / "outputs" / "ddp" / "node0.samples.jsonl").read_text().splitlines()
+    sampled = [sample for line in lines if (sample := json.loads(line))["gpus"]]
+    assert sampled[0]["gpus"] == [
+        {"index": 0, "memory_mib": 1000, "utilization": 93, "power_w": 300.5, "sm_mhz": 1980},
+        {"index": 1, "memory_mib": 2000, "utilization": None, "power_w": 310, "sm_mhz": 1980},
+    ]
+    loops = [line for line in (project.stubs / "smi").read_text().splitlines() if "-lms 300" in line]
+    assert len(loops) == 1
+    wait_for(lambda: not subprocess.run(["pgrep", "-f", f"{project.stubs}/nvidia-smi"], capture_output=True).stdout)
+
+
+def test_samples_come_through_a_program_that_buffers_its_output(project: Project):
+    """As C programs do into a pipe: without help nothing would come before 4 KiB are full."""
+    project.add_stub(
+        "nvidia-smi",
+        "#!/usr/bin/env bash\n"
+        'case "$*" in\n'
+        '  -L) echo "GPU 0: NVIDIA Stub (UUID: GPU-0)" ;;\n'
+        '  *memory.total*) echo "0, NVIDIA Stub, 81559, 570.1, GPU-0" ;;\n'
+        "  *) while true; do echo 0, 1000, 93, 300.50, 1980; sleep 0.1; done | cut -c1- ;;\n"
+        "esac\n",
+    )
+    result = project.launch("ddp", SAMPLE_INTERVAL="0.3", STUB_WAIT="1")
+    assert result.returncode == 0, result.stderr
+    lines = (project.root / "outputs" / "ddp" / "node0.samples.jsonl").read_text().splitlines()
+    assert any(json.loads(line)["gpus"] for line in lines)
+
+
+def test_the_terminal_may_go_away(project: Project):
+    """Whoever watches through `head` loses nothing of the record."""
+    launcher = subprocess.Popen(
+        ["bash", str(project.script("run_megatron_t5_ddp.sh"))],
+        env=project.environment_with({"STUB_WAIT": "1"}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert launcher.stdout
+    launcher.stdout.close()
+    assert launcher.wait(timeout=30) == 0
+    assert load(project.root / "outputs" / "ddp").status == "complete"
+
+
+def test_the_recorder_ends_with_the_output_whatever_signal_comes(project: Project):
+    launcher = project.start_sleeping()
+    os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == 128 + signal.SIGINT
+    assert load(project.root / "outputs" / "ddp").status == "cancelled"
+
+
+def test_a_signal_in_the_recorders_last_moment_does_not_change_how_it_ended(tmp_path: Path):
+    """The launcher may ask it to hurry when its work is done and only its interpreter's end is left."""
+    ending = tmp_path / "ending"
+    script = f"""if True:
+        import pathlib, sys, time
+        from t5bench.run import recorder
+
+        class Slow:
+            def __del__(self, ending=pathlib.Path({str(ending)!r}), sleep=time.sleep):
+                ending.touch()
+                sleep(1)
+
+        recorder.record = lambda args, hurry: 7
+        slow = Slow()
+        sys.exit(recorder.run(None))
+    """
+    recorder = subprocess.Popen([sys.executable, "-c", script], cwd=REPO_ROOT)
+    wait_for(ending.exists)
+    recorder.terminate()
+    assert recorder.wait(timeout=30) == 7
+
+
+# ---- what the machine is -------------------------------------------------------------------------------------------
+
+
+def test_network_counters_of_a_made_machine(tmp_path: Path):
+    (tmp_path / "proc/net").mkdir(parents=True)
+    header = "Inter-|   Receive |  Transmit\n face |bytes packets ...\n"
+    rows = "  eth0: 100 1 0 0 0 0 0 0 200 2 0 0 0 0 0 0\n bond0: 300 1 0 0 0 0 0 0 400 2 0 0 0 0 0 0\n"
+    (tmp_path / "proc/net/dev").write_text(header + rows)
+    (tmp_path / "sys/class/net/eth0/master").mkdir(parents=True)
+    (tmp_path / "sys/class/net/bond0").mkdir(parents=True)
+    (tmp_path / "sys/class/net/bond0/speed").write_text("10000\n")
+    port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1/counters"
+    port.mkdir(parents=True)
+    (port / "port_xmit_data").write_text("10\n")
+    (port / "port_rcv_data").write_text("20\n")
+    assert network_counters(tmp_path) == {
+        "bond0": {"sent": 400, "received": 300},
+        "ib:mlx5_0/1": {"sent": 40, "received": 80},
+    }
+    assert link_speeds(tmp_path) == {"bond0": {"speed_mbit": 10000}, "ib:mlx5_0/1": {"speed_mbit": None}}
+
+
+def test_secret_names():
+    given = {"WANDB_API_KEY": "x" * 8, "TOKENIZER_MODEL": "y" * 20, "HF_TOKEN": "z" * 9, "MY_PASSWORD": "short"}
+    assert environment.secrets(given) == ["z" * 9, "x" * 8]
+
+
+def test_commit_of_no_checkout_is_unknown(tmp_path: Path):
+    assert environment.commit(tmp_path) == (None, None)
