@@ -2,26 +2,69 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from t5bench.record import records
 from t5bench.record.log import Iteration
+from t5bench.record.plan import Arguments, Layout, Plan, Setting, Strategy
 from t5bench.record.status import COMPLETE, RUNNING
 
+PORTS = {"ddp": 29800, "zero1": 29801, "zero2": 29802, "zero3": 29803, "zero3_offload": 29804, "pipeline": 29810,
+         "tensor": 29811, "hybrid": 29812}  # fmt: skip
+COLOURS = {"ddp": "#4c72b0", "zero1": "#dd8452", "zero2": "#55a868", "zero3": "#c44e52", "zero3_offload": "#8172b3",
+           "pipeline": "#937860", "tensor": "#da8bc3", "hybrid": "#8c8c8c"}  # fmt: skip
 START = 1_763_700_000.0  # seconds since 1970
-# The tiny preset and the launchers' defaults, as the shell has them.
-SETTINGS = {
-    "MODEL_PRESET": "tiny", "ENCODER_NUM_LAYERS": "2", "DECODER_NUM_LAYERS": "2", "HIDDEN_SIZE": "64",
-    "NUM_ATTENTION_HEADS": "4", "FFN_HIDDEN_SIZE": "128", "ENCODER_SEQ_LENGTH": "128", "DECODER_SEQ_LENGTH": "64",
-    "DROPOUT": "0", "FLASH_ATTENTION": "auto", "GLOBAL_BATCH_SIZE": "16", "MICRO_BATCH_SIZE": "1",
-    "PRECISION_FLAG": "", "LR": "0.0001", "MIN_LR": "0", "LR_WARMUP_ITERS": "0", "WEIGHT_DECAY": "0.01",
-    "CLIP_GRAD": "1.0", "SEED": "1234", "EVAL_ITERS": "0", "EVAL_INTERVAL": "1000", "SAVE_INTERVAL": "0", "RESUME": "0",
-    "WANDB_PROJECT": "ml710-t5-parallelism", "WANDB_API_KEY": "", "WANDB_MODE": "offline", "HOSTS": "",
-    "RENDEZVOUS_TIMEOUT": "600", "DISTRIBUTED_TIMEOUT_MINUTES": "10", "GRADIENT_REDUCTION": "default",
-    "WANDB_RUN_GROUP": "", "PEAK_TFLOPS": "", "SAMPLE_INTERVAL": "5",
-}  # fmt: skip
+# The tiny preset and the launchers' defaults, as the shell has them: name, role, the engine's argument, value.
+_SETTINGS = """
+MODEL_PRESET layout - tiny
+ENCODER_NUM_LAYERS model --encoder-num-layers 2
+DECODER_NUM_LAYERS model --decoder-num-layers 2
+HIDDEN_SIZE model --hidden-size 64
+NUM_ATTENTION_HEADS model --num-attention-heads 4
+FFN_HIDDEN_SIZE model --ffn-hidden-size 128
+ENCODER_SEQ_LENGTH model --encoder-seq-length 128
+DECODER_SEQ_LENGTH model --decoder-seq-length 64
+DROPOUT model --attention-dropout,--hidden-dropout 0
+GLOBAL_BATCH_SIZE model --global-batch-size 16
+PRECISION_FLAG model =
+MICRO_BATCH_SIZE load --micro-batch-size 1
+SHARE_GPUS load - 0
+FLASH_ATTENTION method - auto
+GRADIENT_REDUCTION method - default
+TRAIN_ITERS recipe --train-iters 1000
+LR recipe --lr 0.0001
+MIN_LR recipe --min-lr 0
+LR_WARMUP_ITERS recipe --lr-warmup-iters 0
+WEIGHT_DECAY recipe --weight-decay 0.01
+CLIP_GRAD recipe --clip-grad 1.0
+SEED recipe --seed 1234
+LOG_INTERVAL recipe --log-interval 1
+EVAL_ITERS watch --eval-iters 0
+EVAL_INTERVAL watch --eval-interval 1000
+SAVE_INTERVAL watch - 0
+SAMPLE_INTERVAL watch - 5
+PROFILE_ITERATION watch - 0
+RENDEZVOUS_TIMEOUT watch - 600
+DISTRIBUTED_TIMEOUT_MINUTES watch - 10
+WATCHDOG_SECONDS watch - 3600
+PEAK_TFLOPS watch -
+RESUME watch - 0
+HOSTS place -
+NNODES layout - 1
+NPROC_PER_NODE layout - 2
+TENSOR_PARALLEL_SIZE layout --tensor-model-parallel-size 1
+PIPELINE_PARALLEL_SIZE layout --pipeline-model-parallel-size 1
+MASTER_PORT layout - 29800
+OUTPUT_DIR place -
+WANDB_PROJECT label - ml710-t5-parallelism
+WANDB_RUN_NAME label -
+WANDB_RUN_GROUP label -
+WANDB_API_KEY label -
+WANDB_MODE label - offline
+"""
 LARGE = {
     "MODEL_PRESET": "large", "ENCODER_NUM_LAYERS": "24", "DECODER_NUM_LAYERS": "24", "HIDDEN_SIZE": "1024",
     "NUM_ATTENTION_HEADS": "16", "FFN_HIDDEN_SIZE": "2816", "ENCODER_SEQ_LENGTH": "512", "DECODER_SEQ_LENGTH": "128",
@@ -30,6 +73,16 @@ LARGE = {
 LAYOUTS = {"tensor": (2, 1), "pipeline": (1, 2), "hybrid": (2, 2)}  # TP, PP; 1, 1 for the others
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
 RTX_5000_ADA = "NVIDIA RTX 5000 Ada Generation"
+
+
+def made_settings(values: Mapping[str, str]) -> dict[str, Setting]:
+    """The launchers' settings with these values where they are named."""
+    found = {}
+    for line in _SETTINGS.strip().splitlines():
+        name, role, argument, default = (line.split(" ") + [""])[:4]
+        found[name] = Setting("text?", role, argument, default, "a meaning", values.get(name, default))
+    assert not values.keys() - found.keys(), values.keys() - found.keys()
+    return found
 
 
 def stamp(seconds: float) -> str:
@@ -56,6 +109,7 @@ def make_run(
     padded_vocab_size: int | None = 4224,
     idx_sha256: str = "5a" * 32,
     ds_config: Mapping[str, Any] | None = None,
+    extra_arguments: Sequence[str] = (),
     skipped: Mapping[int, int] | None = None,
     memory_mib: Sequence[float] | None = None,
     sent_per_iteration: float | None = None,
@@ -79,39 +133,53 @@ def make_run(
     world_size = world_size or max(2, tp * pp)
     dp = world_size // (tp * pp)
     last = begin + len(elapsed_ms) * log_interval
-    chosen = SETTINGS | {"TRAIN_ITERS": str(max(1, last)), "LOG_INTERVAL": str(log_interval)}
-    chosen |= {"NNODES": str(nodes), "NPROC_PER_NODE": str(world_size // nodes), "OUTPUT_DIR": str(directory)}
+    chosen = {"TRAIN_ITERS": str(max(1, last)), "LOG_INTERVAL": str(log_interval), "OUTPUT_DIR": str(directory)}
+    chosen |= {"NNODES": str(nodes), "NPROC_PER_NODE": str(world_size // nodes), "MASTER_PORT": str(PORTS[strategy])}
     chosen |= {
         "TENSOR_PARALLEL_SIZE": str(tp),
         "PIPELINE_PARALLEL_SIZE": str(pp),
         "WANDB_RUN_NAME": f"megatron-{strategy}",
     }
-    chosen |= settings or {}
+    plan_settings = made_settings(chosen | dict(settings or {}))
+    chosen = {name: entry.value for name, entry in plan_settings.items()}
     lines = _lines(elapsed_ms, losses, log_interval, skipped or {}, begin, start, chosen)
     if strategy in ZERO_STAGES and ds_config is None:
         ds_config = {"zero_optimization": {"stage": ZERO_STAGES[strategy], "overlap_comm": False}}
     micro_batches = int(chosen["GLOBAL_BATCH_SIZE"]) // (int(chosen["MICRO_BATCH_SIZE"]) * dp)
-    layout = {"nnodes": nodes, "nproc_per_node": world_size // nodes, "world_size": world_size}
-    layout |= {"tp": tp, "pp": pp, "dp": dp, "micro_batches": micro_batches}
-    if padded_vocab_size:
-        layout["padded_vocab_size"] = padded_vocab_size
+    plan = Plan(
+        strategy=Strategy(
+            strategy, strategy, PORTS[strategy], tp, pp,
+            f"megatron_{strategy}.json" if strategy in ZERO_STAGES else "", COLOURS[strategy], [],
+        ),
+        settings=plan_settings,
+        obstacles=[],
+        master_address="node0",
+        engine=engine,
+        engine_directory="/engine" if engine == "megatron" else "",
+        engine_patches=engine_patches,
+        device="cuda" if gpu else "cpu",
+        data_prefix="/data/xsum",
+        tokenizer="t",
+        output_dir=str(directory),
+        layout=Layout(nodes, world_size // nodes, world_size, tp, pp, dp, micro_batches, 1 if pp > 1 else None),
+        ds_config=ds_config,
+        arguments=Arguments(extra=list(extra_arguments)),
+        command=["torchrun"],
+    )  # fmt: skip
     end = lines[-1].time if lines else start
     peaks = list(memory_mib) if memory_mib else [400.0 + rank for rank in range(world_size)]
     for node in range(nodes):
         part = {
-            "format": records.FORMAT, "node": node, "host": f"node{node}", "pid": 4242,
+            "format": records.FORMAT, "node": node, "nnodes": nodes, "host": f"node{node}", "pid": 4242,
             "status": status, "reason": reason, "remedy": remedy, "cause": None,
             "exit_status": 0 if status == COMPLETE else 1, "signal": None,
             "started": stamp(start), "ended": None if status == RUNNING else stamp(end),
-            "strategy": strategy, "title": strategy, "engine": engine, "engine_patches": engine_patches,
-            "settings": chosen, "layout": layout,
+            "plan": replace(plan, node=node).to_json(),
             "data": {"prefix": "/data/xsum", "bin_bytes": 123456, "idx_sha256": idx_sha256, "tokenizer": "t"},
-            "ds_config": ds_config,
             "versions": versions or {"python": "3.11.2", "torch": "2.13.0", "deepspeed": "0.18.3"},
             "commits": commits or {"repository": "1" * 40, "repository_changed": False, "engine": "2" * 40},
             "patches": {},
-            "command": ["torchrun"], "environment": {},
-            "device": "cuda" if gpu else "cpu",
+            "environment": {},
             "devices": [
                 {"index": i, "name": gpu, "memory_mib": 32000, "driver": "1", "uuid": f"{node}-{i}"}
                 for i in range(world_size // nodes)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from t5bench.record.records import RecordError, differences, read_parts, write_run
+from t5bench.record.records import SHARED_KEYS, RecordError, differences, read_parts, write_run
 
 # Checkpoints stay where they are: they can be as large as the disk, and a comparison has no use for them.
 LEFT_OUT = ("checkpoints", "comparison")
@@ -42,9 +42,9 @@ def local_copy(source: str) -> Iterator[Path]:
 
 def check_same_run(here: Mapping[str, Any], other: Mapping[str, Any], source: str) -> None:
     """Raises RecordError for parts of different runs: another strategy or settings, or times that do not overlap."""
-    for key in ("strategy", "engine", "settings", "layout"):
-        if found := list(differences(here[key], other[key])):
-            raise RecordError(f"{source} is of another run: {key} {found[0]}")
+    of_plan = next((text for text in differences(here, other) if not text.startswith(SHARED_KEYS)), None)
+    if of_plan:
+        raise RecordError(f"{source} is of another run: {of_plan}")
     if (here["ended"] and other["started"] > here["ended"]) or (other["ended"] and here["started"] > other["ended"]):
         raise RecordError(
             f"{source} is of another run: it ran from {other['started']} to {other['ended']},"
@@ -92,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
         return 2
     nodes = ", ".join(str(node["node"]) for node in record["nodes"])
     print(
-        f"{args.run}: {record['strategy']}, nodes {nodes} of {record['layout']['nnodes']}, {record['status']}", end=""
+        f"{args.run}: {record['plan']['strategy']['name']}, nodes {nodes} of {record['plan']['layout']['nnodes']}, {record['status']}",
+        end="",
     )
     print(f": {record['reason']}" if record["reason"] else "")
     for difference in record["differences"]:

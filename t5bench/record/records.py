@@ -13,21 +13,23 @@ Nodes without a shared file system keep their own directory each, with their own
 import json
 import math
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from t5bench.record.log import Iteration, PeakMemory
+from t5bench.record.plan import FORMAT, ROLES, Layout, Plan
 from t5bench.record.status import of_run
 
-FORMAT = 1
-# Of a node's part, what must be the same on all nodes of one run, and stands once in run.json.
-SHARED_KEYS = (
-    "strategy", "title", "engine", "engine_patches", "settings", "layout", "data", "ds_config", "versions", "commits",
-    "patches",
-)  # fmt: skip
+# Of a node's part, what must be the same on all nodes of one run besides the plan, and stands once in run.json.
+SHARED_KEYS = ("data", "versions", "commits", "patches")
+# Of a plan, what says where a node is or what it found there.
+_LOCAL_PLAN = {
+    "node", "hosts", "settings", "obstacles", "engine_directory", "data_prefix", "tokenizer", "output_dir", "arguments",
+    "environment", "command",
+}  # fmt: skip
 
 
 class RecordError(ValueError):
@@ -90,13 +92,18 @@ class Run:
     def name(self) -> str:
         return self.directory.name
 
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan of the first node that left its part."""
+        return Plan.read(self.record["plan"])
+
     @property
     def strategy(self) -> str:
-        return self.record["strategy"]
+        return self.plan.strategy.name
 
     @property
     def engine(self) -> str:
-        return self.record["engine"]
+        return self.plan.engine
 
     @property
     def status(self) -> str:
@@ -107,16 +114,18 @@ class Run:
         return self.record["reason"]
 
     @property
-    def layout(self) -> Mapping[str, int]:
-        """nnodes, nproc_per_node, world_size, tp, pp, dp, micro_batches and padded_vocab_size (None: not printed yet).
-
-        micro_batches are those of an iteration on one data-parallel rank.
-        """
-        return self.record["layout"]
+    def layout(self) -> Layout:
+        assert self.plan.layout, "a run that began has a layout"
+        return self.plan.layout
 
     @property
     def world_size(self) -> int:
-        return self.layout["world_size"]
+        return self.layout.world_size
+
+    @property
+    def padded_vocab_size(self) -> int | None:
+        """As the engine printed it; None where it has not yet."""
+        return self.record["padded_vocab_size"]
 
     @property
     def nodes(self) -> Sequence[Mapping[str, Any]]:
@@ -126,13 +135,6 @@ class Run:
     def peak_memory(self) -> list[PeakMemory]:
         found = [PeakMemory(**peak) for node in self.nodes for peak in node["peak_memory"]]
         return sorted(found, key=lambda peak: peak.rank)
-
-    def setting(self, name: str) -> str:
-        """A setting as the shell had it; KeyError for one that the launchers do not have."""
-        return self.record["settings"][name]
-
-    def number(self, name: str) -> int:
-        return int(self.setting(name))
 
 
 def read_part(path: Path) -> dict[str, Any]:
@@ -158,22 +160,16 @@ def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The content of run.json. ``differences`` names what should be the same on all nodes and is not."""
     parts = list(parts)
     first = parts[0]
-    nodes = [{key: value for key, value in part.items() if key not in {*SHARED_KEYS, "format"}} for part in parts]
-    unequal = [
-        f"{key} of node {part['node']} ({part['host']}) {difference}"
-        for part in parts[1:]
-        for key in SHARED_KEYS
-        for difference in differences(first[key], part[key])
-    ]
+    unequal = [text for part in parts[1:] for text in differences(first, part)]
     # What a node heard of the others while it ran, for the parts that are not here.
     unequal += [text for part in parts for text in part.get("differences", []) if text not in unequal]
     status = of_run(parts)
-    # The node of the first rank prints it.
-    padded = next((part["padded_vocab_size"] for part in parts if part.get("padded_vocab_size")), None)
     return {
         "format": FORMAT,
+        "plan": first["plan"],
         **{key: first[key] for key in SHARED_KEYS},
-        "layout": first["layout"] | {"padded_vocab_size": padded},
+        # The node of the first rank prints it.
+        "padded_vocab_size": next((p["padded_vocab_size"] for p in parts if p.get("padded_vocab_size")), None),
         "status": status.name,
         "reason": status.reason,
         "remedy": status.remedy,
@@ -181,27 +177,32 @@ def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         "started": min(part["started"] for part in parts),
         "ended": None if any(not part["ended"] for part in parts) else max(part["ended"] for part in parts),
         "differences": unequal,
-        "nodes": nodes,
+        "nodes": [
+            {key: value for key, value in part.items() if key not in {*SHARED_KEYS, "format", "plan"}} for part in parts
+        ],
     }
 
 
-# Settings that say where a node is or what it found there, and so may differ between the nodes of a run.
-_LOCAL_SETTINGS = {
-    "HOSTS",
-    "MEGATRON_DIR",
-    "MEGATRON_DATA_DIR",
-    "OUTPUT_DIR",
-    "TOKENIZER_MODEL",
-    "WANDB_API_KEY",
-    "WANDB_MODE",
-}
+def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    """What two nodes' parts of one run say differently, and should not: one sentence each."""
+    pairs = [(key, first[key], other[key]) for key in SHARED_KEYS]
+    plan, its_plan = first["plan"], other["plan"]
+    pairs += [(key, plan[key], its_plan[key]) for key in plan if key not in _LOCAL_PLAN]
+    pairs.append(("settings", _shared_settings(plan), _shared_settings(its_plan)))
+    pairs.append(("arguments", plan["arguments"]["extra"], its_plan["arguments"]["extra"]))
+    for key, one, another in pairs:
+        for difference in _differences(one, another):
+            yield f"{key} of node {other['node']} ({other['host']}) {difference}"
 
 
-def differences(first: Any, other: Any) -> Iterable[str]:
-    """What two nodes' parts of one run say differently, and should not."""
+def _shared_settings(plan: Mapping[str, Any]) -> dict[str, str]:
+    return {name: s["value"] for name, s in plan["settings"].items() if not ROLES[s["role"]].local}
+
+
+def _differences(first: Any, other: Any) -> Iterator[str]:
     if isinstance(first, dict) and isinstance(other, dict):
         for key in sorted(first.keys() | other.keys()):
-            if first.get(key) != other.get(key) and key not in _LOCAL_SETTINGS | {"prefix", "tokenizer"}:
+            if first.get(key) != other.get(key) and key not in {"prefix", "tokenizer"}:
                 yield f"has {key} {other.get(key)!r}, node 0 has {first.get(key)!r}"
     elif first != other:
         yield f"is {other!r}, node 0 has {first!r}"

@@ -183,7 +183,7 @@ def of_run(parts: Sequence[Mapping[str, Any]]) -> Status:
 
     What a node heard of how others ended counts where their own parts are not at hand.
     """
-    nodes = parts[0]["layout"]["nnodes"]
+    nodes = parts[0]["nnodes"]
     known = {part["node"] for part in parts}
     heard = [end for part in parts for end in part.get("heard", []) if end["node"] not in known]
     failed = [part for part in (*parts, *heard) if part["status"] not in (COMPLETE, RUNNING)]
@@ -223,7 +223,6 @@ def weight_of(part: Mapping[str, Any]) -> float:
     return part["cause"]["strength"] if part["cause"] else Strength.EXCEPTION
 
 
-def iterations_expected(settings: Mapping[str, str]) -> int:
+def iterations_expected(total: int, interval: int) -> int:
     """The last iteration that a complete run logs; 0 when it is too short to log any."""
-    total, interval = int(settings["TRAIN_ITERS"]), int(settings["LOG_INTERVAL"])
     return total - total % interval

@@ -1,0 +1,52 @@
+"""Asks the launchers: which strategies there are, and what one of them would run."""
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from t5bench import REPOSITORY
+from t5bench.record.plan import Plan, Strategy
+
+PATTERN = "run_megatron_t5_*.sh"
+EVERYTHING = "run_megatron_t5_all.sh"  # a sweep, not a strategy
+
+
+def launcher(strategy: str, repository: Path = REPOSITORY) -> Path:
+    return repository / "scripts" / f"run_megatron_t5_{strategy}.sh"
+
+
+def declarations(repository: Path = REPOSITORY) -> list[Strategy]:
+    """Every strategy, in the order of their ports: a launcher is found by being there."""
+    found = [path for path in (repository / "scripts").glob(PATTERN) if path.name != EVERYTHING]
+    processes = [subprocess.Popen(["bash", path, "--declaration"], stdout=subprocess.PIPE, text=True) for path in found]
+    strategies = []
+    for path, process in zip(found, processes, strict=True):
+        words = process.communicate()[0].split("\0")[:-1]
+        if process.returncode or len(words) < 7:
+            raise RuntimeError(f"{path} --declaration failed with exit status {process.returncode}")
+        name, title, port, tp, pp, ds_config, colour, *flags = words
+        strategies.append(Strategy(name, title, int(port), int(tp), int(pp), ds_config, colour, flags))
+    return sorted(strategies, key=lambda strategy: strategy.port)
+
+
+def ask(
+    strategy: str,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    *,
+    repository: Path = REPOSITORY,
+) -> Plan:
+    """What a launcher would run with these arguments, in this environment (by default this process's own)."""
+    command = ["bash", str(launcher(strategy, repository)), "--dry-run=json", *arguments]
+    result = subprocess.run(
+        command,
+        env=os.environ if environment is None else dict(environment),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if not result.stdout:
+        raise RuntimeError(f"{' '.join(command)} printed no plan: {result.stderr.strip()}")
+    return Plan.read(json.loads(result.stdout))

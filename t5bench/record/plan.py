@@ -1,0 +1,218 @@
+"""The plan of a run: everything that is decided before a process starts. ``t5bench.plan`` makes it, everybody reads it.
+
+It is what ``--dry-run=json`` prints and what a record contains. Its classes are plain dataclasses, so that a launcher
+can make a plan with nothing but Python; ``Plan.read`` checks every type of a plan that comes from elsewhere.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+FORMAT = 2
+SECRET_GIVEN = "given"  # all that a plan says of a secret's value
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a setting is for, by the questions that are asked about it.
+
+    compared: runs that differ in it never stand in one comparison unless that is allowed.
+    trains: another value gives another loss curve.
+    kept: a resumed run must keep it.
+    local: the nodes of one run may differ in it.
+    told: a comparison tells that runs differ in it.
+    """
+
+    compared: bool = False
+    trains: bool = False
+    kept: bool = False
+    local: bool = False
+    told: bool = False
+
+
+# The roles that scripts/common.sh gives headings for --help.
+ROLES: Mapping[str, Role] = {
+    "model": Role(compared=True, trains=True, kept=True),
+    "recipe": Role(trains=True, kept=True, told=True),
+    "load": Role(compared=True, kept=True),
+    "method": Role(kept=True, told=True),
+    "layout": Role(),
+    "place": Role(local=True),
+    "watch": Role(told=True),
+    "label": Role(local=True),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting as scripts/megatron_common.sh declares it, with the value in effect.
+
+    kind: ``whole:MINIMUM``, ``decimal``, ``one-of:A|B``, ``path``, ``text`` or ``secret``, with a ``?`` where it may be
+    empty. argument: the engine's argument for it, several separated by commas, ``=`` where the value is the argument
+    itself, ``-`` for a setting that the engine does not see. An engine argument after ``--`` that a setting owns
+    changes the setting's value here.
+    """
+
+    kind: str
+    role: str
+    argument: str
+    default: str
+    meaning: str
+    value: str
+
+    @property
+    def is_secret(self) -> bool:
+        return self.kind.rstrip("?") == "secret"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A launcher's declaration: ds_config names the file in ds_configs/ of a ZeRO strategy, else it is empty."""
+
+    name: str
+    title: str
+    port: int
+    tp: int
+    pp: int
+    ds_config: str
+    colour: str
+    flags: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of a run. micro_batches: per iteration on one data-parallel rank; split_rank: the decoder's first stage."""
+
+    nnodes: int
+    nproc_per_node: int
+    world_size: int
+    tp: int
+    pp: int
+    dp: int
+    micro_batches: int
+    split_rank: int | None = None
+
+    def ranks_of(self, node: int) -> range:
+        return range(node * self.nproc_per_node, (node + 1) * self.nproc_per_node)
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a run cannot start. fatal: the request itself is wrong; else this machine lacks something that it needs."""
+
+    code: str
+    found: str
+    remedy: str
+    fatal: bool
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The engine's argument list in the order in which it is passed, by where the words come from.
+
+    settings: from the settings. fixed: the same in every run of an engine. own: decided by the strategy, the machine
+    or the run's place. extra: what the user gave after ``--``. A later argument wins over an earlier one.
+    """
+
+    settings: Sequence[str] = ()
+    fixed: Sequence[str] = ()
+    own: Sequence[str] = ()
+    extra: Sequence[str] = ()
+
+    @property
+    def words(self) -> list[str]:
+        return [*self.settings, *self.fixed, *self.own, *self.extra]
+
+
+def by_name(words: Iterable[str]) -> dict[str, str]:
+    """The values of an argument list by argument; the last of several wins, a switch has the value ''.
+
+    ``--name value``, ``--name=value`` and several values of one argument are understood as argparse does.
+    """
+    found: dict[str, str] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word.partition("=")
+            found[name] = value
+        elif name:
+            found[name] = f"{found[name]} {word}".strip()
+    return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One planned run, as the node ``node`` sees it.
+
+    engine_patches: the state of the engine's checkout (``series``, ``megatron_t5_fixes``, ...), ``series`` for the
+    native engine. environment: what the launcher adds to the environment. ds_config: the effective DeepSpeed JSON.
+    resume_from: the iteration of the checkpoint from which the run goes on, 0 for a new run. A plan with a fatal
+    obstacle has no layout and no command.
+    """
+
+    strategy: Strategy
+    settings: Mapping[str, Setting]
+    obstacles: Sequence[Obstacle]
+    node: int = 0
+    hosts: Sequence[str] = ()
+    master_address: str = ""
+    engine: str = ""
+    engine_directory: str = ""
+    engine_patches: str = ""
+    device: str = ""
+    gpus_shared: bool = False
+    data_prefix: str = ""
+    tokenizer: str = ""
+    output_dir: str = ""
+    resume_from: int = 0
+    layout: Layout | None = None
+    ds_config: Mapping[str, Any] | None = None
+    arguments: Arguments = field(default_factory=Arguments)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    command: Sequence[str] = ()
+    format: int = FORMAT
+
+    def value(self, name: str) -> str:
+        """A setting's value as text. Raises KeyError for one that no launcher declares."""
+        return self.settings[name].value
+
+    def number(self, name: str) -> int:
+        return int(self.value(name))
+
+    def decimal(self, name: str) -> float:
+        return float(self.value(name))
+
+    def with_role(self, question: str) -> dict[str, str]:
+        """The settings whose role answers yes to a question (a field of Role): name to value."""
+        return {name: s.value for name, s in self.settings.items() if getattr(ROLES[s.role], question)}
+
+    @property
+    def zero_stage(self) -> int:
+        """0 without DeepSpeed."""
+        return self.ds_config["zero_optimization"]["stage"] if self.ds_config else 0
+
+    @property
+    def precision(self) -> str:
+        return self.value("PRECISION_FLAG").lstrip("-") or "fp32"
+
+    @cached_property
+    def engine_arguments(self) -> dict[str, str]:
+        """What runs that stand side by side must share besides their settings: arguments that no setting owns."""
+        owned = {name for s in self.settings.values() for name in s.argument.split(",")}
+        found = by_name([*self.arguments.fixed, *self.arguments.extra])
+        return {name: value for name, value in sorted(found.items()) if name not in owned and name not in PRECISIONS}
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def read(cls, content: Any) -> "Plan":
+        """A plan from JSON that was decoded. Raises msgspec.ValidationError, which says where and what is wrong."""
+        import msgspec  # only readers need it
+
+        return msgspec.convert(content, cls)
+
+
+# The values of PRECISION_FLAG, which are arguments themselves.
+PRECISIONS = ("--bf16", "--fp16")
