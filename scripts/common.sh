@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What every launcher needs and nothing that knows Megatron: messages, settings, hosts and ranks, ports, processes.
+# What every script needs and nothing that knows Megatron: messages, settings, hosts and ranks, ports, processes.
 # Sourced, never run. Functions that answer with a value set REPLY, so that no process is started to read it.
 
 [[ -z ${COMMON_SH_LOADED:-} ]] || return 0
@@ -13,11 +13,9 @@ fi
 unset CDPATH
 # srun hands on the login host's HOSTNAME where /etc/profile exports it, and a shell keeps what it is given.
 read -r HOSTNAME </proc/sys/kernel/hostname
-# shellcheck disable=SC2034 # read by the scripts that source this file
 REPO_ROOT=$(cd -- "${BASH_SOURCE[0]%/*}/.." && pwd -P)
-DRY_RUN=0
 PYTHON=${PYTHON:-python3}
-# What every Python process here imports t5bench from, wherever it is started.
+# Every Python process here imports t5bench, wherever it is started.
 [[ :${PYTHONPATH:-}: == *:"$REPO_ROOT":* ]] || export PYTHONPATH=$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}
 
 # ---- messages ------------------------------------------------------------------------------------------------------
@@ -26,7 +24,6 @@ PYTHON=${PYTHON:-python3}
 readonly EXIT_CONFIGURATION=2
 
 note() { printf '%s\n' "$*" >&2; }
-warn() { printf 'warning: %s\n' "$*" >&2; }
 
 # die WHAT-IS-WRONG [WHAT-TO-DO]
 die() {
@@ -35,67 +32,86 @@ die() {
   exit "$EXIT_CONFIGURATION"
 }
 
-# For what a machine lacks rather than what a setting gets wrong: a dry run names it and goes on.
-missing() {
-  ((DRY_RUN)) || die "$@"
-  printf 'a real run would stop here: %s\n' "$1" >&2
-  [[ -z ${2:-} ]] || printf '       %s\n' "$2" >&2
+# Why a run cannot start, for its plan: kind (fatal or lack), code, what was found and what to do, again and again.
+DRY_RUN=0 OBSTACLES=()
+
+# refuse CODE WHAT-IS-WRONG [WHAT-TO-DO]: the request is wrong, and nothing can be planned.
+refuse() {
+  OBSTACLES+=(fatal "$1" "$2" "${3:-}")
+  [[ $DRY_RUN != json ]] || make_plan # prints it for programs, and ends
+  die "$2" "${3:-}"
 }
+
+# lack CODE WHAT-IS-MISSING [WHAT-TO-DO]: this machine lacks something; a dry run names it and goes on.
+lack() { OBSTACLES+=(lack "$1" "$2" "${3:-}"); }
 
 # ---- settings ------------------------------------------------------------------------------------------------------
 
 SETTING_NAMES=()
-declare -A SETTING_DEFAULT=() SETTING_MEANING=()
+declare -A SETTING_KIND=() SETTING_ROLE=() SETTING_ARGUMENT=() SETTING_DEFAULT=() SETTING_MEANING=()
 
-# setting NAME DEFAULT MEANING: the environment wins over the default, even with an empty value.
+# setting NAME KIND ROLE ARGUMENT DEFAULT MEANING: the environment wins over the default, even with an empty value.
+# KIND is whole:MINIMUM[:MAXIMUM], decimal, one-of:A|B, path, text or secret, with a ? where it may be empty; ROLE is one
+# of those in t5bench/record/plan.py; ARGUMENT is the engine's (several separated by commas, = where the value is the
+# argument itself, - for none).
 setting() {
   SETTING_NAMES+=("$1")
-  SETTING_DEFAULT[$1]=$2
-  SETTING_MEANING[$1]=$3
-  [[ -n ${!1+given} ]] || printf -v "$1" '%s' "$2"
+  SETTING_KIND[$1]=$2 SETTING_ROLE[$1]=$3 SETTING_ARGUMENT[$1]=$4 SETTING_DEFAULT[$1]=$5 SETTING_MEANING[$1]=$6
+  [[ -n ${!1+given} ]] || printf -v "$1" '%s' "$5"
 }
 
-print_settings() {
-  local name default
+# group NAME WORD...: NUL-separated words for a Python process; t5bench/plan/request.py reads them.
+group() { printf '%s\0' "$1" "$(($# - 1))" "${@:2}"; }
+
+settings_group() {
+  local name words=()
   for name in "${SETTING_NAMES[@]}"; do
-    default=${SETTING_DEFAULT[$name]:-(unset)}
-    default=${default/#"$REPO_ROOT/../"/../}
-    printf '  %-28s %-22s %s\n' "$name" "${default/#"$REPO_ROOT/"/./}" "${SETTING_MEANING[$name]}"
+    words+=("$name" "${SETTING_KIND[$name]}" "${SETTING_ROLE[$name]}" "${SETTING_ARGUMENT[$name]}" "${SETTING_DEFAULT[$name]}"
+      "${SETTING_MEANING[$name]}" "${!name}")
   done
+  group settings "${words[@]}"
+}
+
+# The settings by role, for --help.
+print_settings() { require_python && settings_group | "$PYTHON" -m t5bench.plan settings; }
+
+# Every setting must be of its kind; paths become absolute.
+check_settings() {
+  local name
+  for name in "${SETTING_NAMES[@]}"; do
+    check_setting "$name"
+  done
+}
+
+check_setting() {
+  local name=$1 value=${!1} kind=${SETTING_KIND[$1]} least most
+  [[ -n $value || $kind != *\? ]] || return 0
+  kind=${kind%\?}
+  case $kind in
+    whole:*)
+      IFS=: read -r _ least most <<<"$kind"
+      if ! [[ $value =~ ^(0|[1-9][0-9]{0,17})$ ]] || ((value < least)); then
+        refuse setting-value "$name must be a whole number of at least $least, found '$value'"
+      fi
+      [[ -z $most ]] || ((value <= most)) || refuse setting-value "$name must be at most $most, found $value"
+      ;;
+    decimal) [[ $value =~ ^([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$ ]] ||
+      refuse setting-value "$name must be a number that is not negative, found '$value'" ;;
+    one-of:*)
+      kind=${kind#one-of:}
+      [[ $value != *'|'* && "|$kind|" == *"|$value|"* ]] || refuse setting-value "$name is '$value'" "It may be one of: ${kind//|/ }"
+      ;;
+    path)
+      [[ -n $value ]] || refuse setting-value "$name is empty" "Unset it, or name a path"
+      absolute_path "$value" && printf -v "$name" '%s' "$REPLY"
+      ;;
+  esac
 }
 
 # What the launchers and the preparation of data have in common.
 # shellcheck disable=SC2034 # read by the scripts that source this file
 readonly DEFAULT_TOKENIZER=google-t5/t5-large
-data_dir_setting() { setting MEGATRON_DATA_DIR "$REPO_ROOT/megatron_data" "Directory containing indexed dataset files"; }
-
-# require_integers MINIMUM NAME...
-require_integers() {
-  local minimum=$1 name
-  for name in "${@:2}"; do
-    if ! [[ ${!name} =~ ^(0|[1-9][0-9]{0,17})$ ]] || ((${!name} < minimum)); then
-      die "$name must be a whole number of at least $minimum, found '${!name}'"
-    fi
-  done
-}
-
-# require_numbers NAME...: non-negative decimals, 1e-4 style included.
-require_numbers() {
-  local name
-  for name in "$@"; do
-    [[ ${!name} =~ ^([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$ ]] ||
-      die "$name must be a number that is not negative, found '${!name}'"
-  done
-}
-
-# require_one_of NAME ALLOWED...
-require_one_of() {
-  local name=$1 allowed
-  for allowed in "${@:2}"; do
-    [[ ${!name} != "$allowed" ]] || return 0
-  done
-  die "$name is '${!name}'" "It may be one of: ${*:2}"
-}
+data_dir_setting() { setting MEGATRON_DATA_DIR path place - "$REPO_ROOT/megatron_data" "Directory containing indexed dataset files"; }
 
 absolute_path() {
   case $1 in
@@ -104,26 +120,8 @@ absolute_path() {
   esac
 }
 
-# ---- strategies ----------------------------------------------------------------------------------------------------
-
-# Names of all strategies, one a line, in the order of their ports: a launcher is found by being there.
-list_strategies() {
-  local launcher
-  for launcher in "$REPO_ROOT"/scripts/run_megatron_t5_*.sh; do
-    launcher=$(sed -n -e 's/^STRATEGY_PORT=//p' -e 's/^STRATEGY=//p' "$launcher")
-    [[ $launcher != *$'\n'* ]] || printf '%s %s\n' "${launcher#*$'\n'}" "${launcher%%$'\n'*}"
-  done | sort -n | cut -d' ' -f2
-}
-
-# choose_strategies [NAME...]: sets CHOSEN; all when none is named.
-choose_strategies() {
-  local all chosen
-  all=$(list_strategies)
-  CHOSEN=("$@")
-  (($#)) || mapfile -t CHOSEN <<<"$all"
-  for chosen in "${CHOSEN[@]}"; do
-    [[ $'\n'$all$'\n' == *$'\n'$chosen$'\n'* ]] || die "there is no strategy '$chosen'" "There are: ${all//$'\n'/ }"
-  done
+require_python() {
+  command -v "$PYTHON" >/dev/null || die "there is no '$PYTHON' on PATH" "Activate the environment that has torch, or set PYTHON"
 }
 
 # ---- hosts and ranks -----------------------------------------------------------------------------------------------
@@ -162,7 +160,7 @@ slurm_hosts() {
   local list=${SLURM_JOB_NODELIST:-${SLURM_NODELIST:-}}
   [[ -n $list ]] || return 0
   if [[ $list == *'['* ]]; then
-    command -v scontrol >/dev/null || die "SLURM gives the nodes as '$list' but scontrol is not on PATH" \
+    command -v scontrol >/dev/null || refuse no-scontrol "SLURM gives the nodes as '$list' but scontrol is not on PATH" \
       'Export the names yourself: export HOSTS="node0 node1"'
     scontrol show hostnames "$list"
   else
@@ -195,7 +193,7 @@ resolve_node_count() {
       note "Neither HOSTS nor NNODES says how many nodes there are: taking the README's 2, with $master as the master."
     fi
   fi
-  require_integers 1 NNODES
+  [[ $NNODES =~ ^[1-9][0-9]{0,8}$ ]] || refuse setting-value "NNODES must be a whole number of at least 1, found '$NNODES'"
 }
 
 resolve_master() {
@@ -206,7 +204,7 @@ resolve_master() {
     elif ((NNODES == 1)); then
       MASTER_ADDR=127.0.0.1
     else
-      die "NNODES is $NNODES but no master host is known" \
+      refuse no-master "NNODES is $NNODES but no master host is known" \
         'Name it as the first argument, or export HOSTS="node0 node1 ..." in rank order'
     fi
   fi
@@ -215,7 +213,7 @@ resolve_master() {
 resolve_rank() {
   NODE_RANK=$1
   if [[ -z $NODE_RANK && -n ${SLURM_NODEID:-} ]]; then
-    [[ ${SLURM_LOCALID:-0} == 0 ]] || die "srun started more than one launcher on this node (SLURM_LOCALID=$SLURM_LOCALID)" \
+    [[ ${SLURM_LOCALID:-0} == 0 ]] || refuse tasks-per-node "srun started more than one launcher on this node (SLURM_LOCALID=$SLURM_LOCALID)" \
       'One launcher starts all processes of its node: use srun --ntasks-per-node=1'
     NODE_RANK=$SLURM_NODEID
   fi
@@ -231,11 +229,11 @@ resolve_rank() {
       fi
     done
   fi
-  [[ -n $NODE_RANK ]] || die "Unable to infer NODE_RANK: this host is ${HOSTNAME:-unnamed}, HOSTS is '${HOST_LIST[*]}'" \
+  [[ -n $NODE_RANK ]] || refuse no-node-rank "Unable to infer NODE_RANK: this host is ${HOSTNAME:-unnamed}, HOSTS is '${HOST_LIST[*]}'" \
     "Pass it explicitly: bash scripts/${0##*/} $MASTER_ADDR 0 on node 0, ... 1 on node 1"
-  [[ $NODE_RANK =~ ^(0|[1-9][0-9]{0,8})$ ]] || die "the node rank must be a whole number, found '$NODE_RANK'" \
+  [[ $NODE_RANK =~ ^(0|[1-9][0-9]{0,8})$ ]] || refuse node-rank "the node rank must be a whole number, found '$NODE_RANK'" \
     "Usage: bash scripts/${0##*/} [master-host] [node-rank]"
-  ((NODE_RANK < NNODES)) || die "the node rank is $NODE_RANK but there are $NNODES nodes" \
+  ((NODE_RANK < NNODES)) || refuse node-rank "the node rank is $NODE_RANK but there are $NNODES nodes" \
     "Ranks run from 0 to $((NNODES - 1)); NNODES or HOSTS set the number of nodes"
 }
 
@@ -244,11 +242,11 @@ check_rank_against_hosts() {
   ((${#HOST_LIST[@]} >= NNODES)) ||
     note "HOSTS names ${#HOST_LIST[@]} of the $NNODES nodes: the others are not checked against their rank."
   if ! same_host "$MASTER_ADDR" "${HOST_LIST[0]}"; then
-    die "the master host is $MASTER_ADDR but HOSTS begins with ${HOST_LIST[0]}" \
+    refuse master-is-not-first "the master host is $MASTER_ADDR but HOSTS begins with ${HOST_LIST[0]}" \
       "Rank 0 runs on the master: name ${HOST_LIST[0]} as the master, or put $MASTER_ADDR first in HOSTS"
   fi
   local expected=${HOST_LIST[NODE_RANK]:-}
-  [[ -z $expected ]] || is_this_host "$expected" || missing \
+  [[ -z $expected ]] || is_this_host "$expected" || lack rank-of-another-host \
     "rank $NODE_RANK belongs to $expected in HOSTS, but this is ${HOSTNAME:-unnamed}" \
     "Start rank $NODE_RANK on $expected, or correct HOSTS ('${HOST_LIST[*]}')"
 }
@@ -262,49 +260,11 @@ port_is_taken() {
   grep -qsE "^ *[0-9]+: [0-9A-F]+:$port [0-9A-F]+:[0-9A-F]{4} 0A " /proc/net/tcp /proc/net/tcp6
 }
 
-# ---- torchrun ------------------------------------------------------------------------------------------------------
-
-# write_torchrun DIRECTORY: a torchrun of $PYTHON. The one on PATH may belong to another Python, whose packages its workers get.
-write_torchrun() {
-  mkdir -p -- "$1"
-  # shellcheck disable=SC2016 # "$@" is for the script that is written
-  printf '#!/usr/bin/env bash\nexec %q -m torch.distributed.run "$@"\n' "$PYTHON" >"$1/torchrun"
-  chmod +x -- "$1/torchrun"
-}
-
 # ---- processes -----------------------------------------------------------------------------------------------------
 
-# Workers leave torchrun's process group and outlive a torchrun that is killed; the mark in their environment finds them.
-marked_processes() {
-  grep -lsaF -- "T5_RUN_MARK=$1" /proc/[0-9]*/environ 2>/dev/null | while IFS=/ read -r _ _ pid _; do
-    printf '%s\n' "$pid"
-  done
-}
-
-signal_marked() {
-  local signal=$1 mark=$2 pids
-  mapfile -t pids < <(marked_processes "$mark")
-  ((${#pids[@]})) || return 1
-  kill -s "$signal" -- "${pids[@]}" 2>/dev/null || true
-}
-
-# Ends what carries the mark: TERM, then KILL after the given seconds. SLURM allows 30 s in all (KillWait).
-end_marked() {
-  local mark=$1 seconds=$2 tick
-  signal_marked TERM "$mark" || return 0
-  # A process that was stopped takes no TERM before it goes on.
-  signal_marked CONT "$mark" || true
-  for ((tick = 0; tick < seconds * 5; tick++)); do
-    sleep 0.2
-    [[ -n $(marked_processes "$mark") ]] || return 0
-  done
-  signal_marked KILL "$mark" || true
-  # What follows counts on their memory, also a GPU's, and on their ports.
-  for ((tick = 0; tick < 25; tick++)); do
-    [[ -n $(marked_processes "$mark") ]] || return 0
-    sleep 0.2
-  done
-}
+# Ends what the run started and carries its mark: TERM, then KILL after the given seconds.
+# setsid: a Ctrl-C must not end what ends the others.
+end_marked() { setsid "$PYTHON" -m t5bench.run.processes "$1" "$2" || true; }
 
 # run_to_end RECORDER END_FILE COMMAND...: runs the command, with its output going into `RECORDER mark`, ends
 # everything that it started when it ends or when this shell gets INT, TERM or HUP, tells RECORDER in END_FILE how it ended

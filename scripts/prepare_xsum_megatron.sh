@@ -7,15 +7,15 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 SAMPLE_DIR=$REPO_ROOT/megatron_data/sample
 
 declare_settings() {
-  setting SAMPLE 0 "1 takes the articles and the tokenizer in megatron_data/sample, without any network"
-  setting MEGATRON_DATA_DIR "$REPO_ROOT/megatron_data" "Directory to write to; a relative path counts from the current directory, the default from the repository"
-  setting XSUM_SOURCE "" "Local .jsonl or .parquet with the columns document and summary (unset: EdinburghNLP/xsum from the hub)"
-  setting XSUM_SPLIT train "Split of the hub's dataset: train, validation or test"
-  setting XSUM_LIMIT "" "Stop after this many documents (unset: all)"
-  setting TOKENIZER_MODEL "" "Hugging Face name or directory of a T5 tokenizer (unset: $DEFAULT_TOKENIZER)"
-  setting FORCE 0 "1 exports again, and replaces data that came from another source or tokenizer"
-  setting WORKERS "" "Threads that tokenise (unset: as many as there are processors, at most 8)"
-  setting PYTHON python3 "The Python that has the packages of requirements.txt"
+  setting SAMPLE 'one-of:0|1' place - 0 "1 takes the articles and the tokenizer in megatron_data/sample, without any network"
+  setting MEGATRON_DATA_DIR path place - "$REPO_ROOT/megatron_data" "Directory to write to; a relative path counts from the current directory, the default from the repository"
+  setting XSUM_SOURCE text? place - "" "Local .jsonl or .parquet with the columns document and summary (unset: EdinburghNLP/xsum from the hub)"
+  setting XSUM_SPLIT text place - train "Split of the hub's dataset: train, validation or test"
+  setting XSUM_LIMIT whole:1? place - "" "Stop after this many documents (unset: all)"
+  setting TOKENIZER_MODEL text? place - "" "Hugging Face name or directory of a T5 tokenizer (unset: $DEFAULT_TOKENIZER)"
+  setting FORCE 'one-of:0|1' place - 0 "1 exports again, and replaces data that came from another source or tokenizer"
+  setting WORKERS whole:1? place - "" "Threads that tokenise (unset: as many as there are processors, at most 8)"
+  setting PYTHON text place - python3 "The Python that has the packages of requirements.txt"
 }
 
 usage() {
@@ -36,13 +36,8 @@ HELP
   print_settings
 }
 
-check_settings() {
-  require_one_of SAMPLE 0 1
-  require_one_of FORCE 0 1
-  [[ -z $XSUM_LIMIT ]] || require_integers 1 XSUM_LIMIT
-  [[ -z $WORKERS ]] || require_integers 1 WORKERS
-  [[ -n $MEGATRON_DATA_DIR ]] || die "MEGATRON_DATA_DIR is empty" "Unset it, or name a directory"
-  absolute_path "$MEGATRON_DATA_DIR" && DATA_DIR=${REPLY%/}
+check_source() {
+  DATA_DIR=${MEGATRON_DATA_DIR%/}
   if ((SAMPLE)); then
     [[ -z $XSUM_SOURCE$TOKENIZER_MODEL ]] ||
       die "SAMPLE=1 takes the bundled articles and tokenizer, but ${XSUM_SOURCE:+XSUM_SOURCE}${TOKENIZER_MODEL:+ TOKENIZER_MODEL} is set as well" \
@@ -182,6 +177,7 @@ main() {
     *) die "unknown argument '$1'" "Settings come from the environment: see --help" ;;
   esac
   check_settings
+  check_source
   check_python
   PREFIX=$DATA_DIR/xsum_text_document
   EXPORT=("$PYTHON" -m t5bench.corpus.export "--source=$XSUM_SOURCE" "--split=$XSUM_SPLIT")

@@ -7,4 +7,5 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/megatron_common.sh"
 STRATEGY=ddp
 STRATEGY_TITLE="DDP (baseline): Megatron native DDP, no model sharding"
 STRATEGY_PORT=29800
+STRATEGY_COLOUR=ink
 run_strategy "$@"

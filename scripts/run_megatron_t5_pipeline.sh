@@ -7,5 +7,6 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/megatron_common.sh"
 STRATEGY=pipeline
 STRATEGY_TITLE="Pipeline Parallelism: encoder on GPU 0, decoder on GPU 1 (PP=2)"
 STRATEGY_PORT=29810
+STRATEGY_COLOUR="#d55e00"
 STRATEGY_PP=2
 run_strategy "$@"

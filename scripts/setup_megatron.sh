@@ -11,8 +11,8 @@ readonly PATCHES=$REPO_ROOT/patches
 readonly CHECKSUMS=$PATCHES/checksums
 
 engine_dir_setting
-setting MEGATRON_REPO https://github.com/deepspeedai/Megatron-DeepSpeed.git "What to clone: a URL, or a local path where there is no internet"
-setting INSTALL 1 "0 leaves the Python packages alone"
+setting MEGATRON_REPO text place - https://github.com/deepspeedai/Megatron-DeepSpeed.git "What to clone: a URL, or a local path where there is no internet"
+setting INSTALL 'one-of:0|1' place - 1 "0 leaves the Python packages alone"
 
 print_help() {
   cat <<'HELP'
@@ -39,34 +39,20 @@ engine_files() {
     'megatron/*.py' pretrain_t5.py tools/preprocess_data.py megatron/data/helpers.cpp megatron/data/Makefile
 }
 
-# unpatched, megatron_t5_fixes, series, or changed.
-engine_state() {
-  if engine_matches series; then
-    REPLY=series
-  elif engine_matches megatron_t5_fixes; then
-    REPLY=megatron_t5_fixes
-  elif engine_matches unpatched; then
-    REPLY=unpatched
-  else
-    REPLY=changed
-  fi
-}
+# unpatched, megatron_t5_fixes, series or changed, in REPLY; missing where there is no checkout.
+engine_state() { REPLY=$("$PYTHON" -m t5bench.plan.engine state "$MEGATRON_DIR"); }
 
 # The files that differ from the patched engine, one a line.
-differing_files() {
-  { (cd -- "$MEGATRON_DIR" && sha256sum --check -- "$CHECKSUMS/series.sha256" 2>/dev/null) || true; } |
-    sed -n -e 's/: FAILED open or read$/ is missing/p' -e 's/: FAILED$/ differs/p'
-}
+differing_files() { "$PYTHON" -m t5bench.plan.engine differences "$MEGATRON_DIR"; }
 
 check() {
   local commit
-  [[ -f $MEGATRON_DIR/pretrain_t5.py ]] ||
-    { note "missing: there is no Megatron-DeepSpeed checkout at $MEGATRON_DIR" && return 1; }
   engine_state
   commit=$(megatron_git rev-parse HEAD 2>/dev/null) || commit='unknown (not a git checkout)'
   case $REPLY in
     series) note "ok: $MEGATRON_DIR holds Megatron-DeepSpeed ${MEGATRON_COMMIT:0:8} with all ${#SERIES[@]} patches" && return 0 ;;
     megatron_t5_fixes) note "incomplete: only megatron_t5_fixes.patch is applied; missing: ${SERIES[*]:1}" ;;
+    missing) note "missing: there is no Megatron-DeepSpeed checkout at $MEGATRON_DIR" ;;
     unpatched) note "unpatched: none of these is applied: ${SERIES[*]}" ;;
     changed)
       note "differs: $MEGATRON_DIR is at commit $commit (wanted: $MEGATRON_COMMIT); against the patched engine:"
@@ -158,16 +144,17 @@ write_checksums() {
 
 main() {
   command -v git >/dev/null || die "git is not installed"
-  absolute_path "$MEGATRON_DIR" && MEGATRON_DIR=$REPLY
   read_series
+  require_python
   (($# <= 1)) || die "one option at most is expected, found: $*"
+  check_settings
   case ${1:-} in
     '') set_up 0 ;;
     --reset) set_up 1 ;;
     --check) check ;;
     --write-checksums) write_checksums ;;
     -h | --help) print_help ;;
-    *) die "unknown option '$1'" "bash scripts/setup_megatron.sh --help tells the rest" ;;
+    *) die "unknown option '$1'" "see bash scripts/setup_megatron.sh --help" ;;
   esac
 }
 

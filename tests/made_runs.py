@@ -14,8 +14,8 @@ from t5bench.record.status import COMPLETE, RUNNING
 
 PORTS = {"ddp": 29800, "zero1": 29801, "zero2": 29802, "zero3": 29803, "zero3_offload": 29804, "pipeline": 29810,
          "tensor": 29811, "hybrid": 29812}  # fmt: skip
-COLOURS = {"ddp": "#4c72b0", "zero1": "#dd8452", "zero2": "#55a868", "zero3": "#c44e52", "zero3_offload": "#8172b3",
-           "pipeline": "#937860", "tensor": "#da8bc3", "hybrid": "#8c8c8c"}  # fmt: skip
+COLOURS = {"ddp": "ink", "zero1": "#56b4e9", "zero2": "#0072b2", "zero3": "#009e73", "zero3_offload": "#b5a21e",
+    "pipeline": "#d55e00", "tensor": "#e69f00", "hybrid": "#cc79a7"}  # fmt: skip
 START = 1_763_700_000.0  # seconds since 1970
 # The tiny preset and the launchers' defaults, as the shell has them: name, role, the engine's argument, value.
 _SETTINGS = """

@@ -4,19 +4,17 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from t5bench.plan.request import groups
+
 
 def completed(words: Sequence[str]) -> dict[str, Any]:
     """The plan as JSON, from what ``plan_words`` in scripts/megatron_common.sh prints.
 
-    words: the plan as ``t5bench.plan`` answered it, then groups of a name, a count and as many words: the four groups of
-    Arguments, ``environment`` (NAME=VALUE) and ``command``.
+    words: the plan as the planning process answered it, then groups of a name, a count and as many words: the four
+    groups of Arguments, ``environment`` (NAME=VALUE) and ``command``.
     """
-    plan, rest = json.loads(words[0]), list(words[1:])
-    groups: dict[str, list[str]] = {}
-    while rest:
-        name, count = rest[0], int(rest[1])
-        groups[name], rest = rest[2 : 2 + count], rest[2 + count :]
-    plan["environment"] = dict(entry.partition("=")[::2] for entry in groups.pop("environment", []))
-    plan["command"] = groups.pop("command", [])
-    plan["arguments"] |= groups
+    plan, built = json.loads(words[0]), groups(words[1:])
+    plan["environment"] = dict(entry.partition("=")[::2] for entry in built.pop("environment", []))
+    plan["command"] = built.pop("command", [])
+    plan["arguments"] |= built
     return plan

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from t5bench import REPOSITORY
+from t5bench.plan.request import declaration
 from t5bench.record.plan import Plan, Strategy
 
 PATTERN = "run_megatron_t5_*.sh"
@@ -24,10 +25,9 @@ def declarations(repository: Path = REPOSITORY) -> list[Strategy]:
     strategies = []
     for path, process in zip(found, processes, strict=True):
         words = process.communicate()[0].split("\0")[:-1]
-        if process.returncode or len(words) < 7:
+        if process.returncode:
             raise RuntimeError(f"{path} --declaration failed with exit status {process.returncode}")
-        name, title, port, tp, pp, ds_config, colour, *flags = words
-        strategies.append(Strategy(name, title, int(port), int(tp), int(pp), ds_config, colour, flags))
+        strategies.append(declaration(words))
     return sorted(strategies, key=lambda strategy: strategy.port)
 
 

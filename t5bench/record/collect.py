@@ -90,11 +90,9 @@ def run(args: argparse.Namespace) -> int:
     except RecordError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    nodes = ", ".join(str(node["node"]) for node in record["nodes"])
-    print(
-        f"{args.run}: {record['plan']['strategy']['name']}, nodes {nodes} of {record['plan']['layout']['nnodes']}, {record['status']}",
-        end="",
-    )
+    nodes, plan = ", ".join(str(node["node"]) for node in record["nodes"]), record["plan"]
+    name, count = plan["strategy"]["name"], plan["layout"]["nnodes"]
+    print(f"{args.run}: {name}, nodes {nodes} of {count}, {record['status']}", end="")
     print(f": {record['reason']}" if record["reason"] else "")
     for difference in record["differences"]:
         print(f"warning: {difference}", file=sys.stderr)

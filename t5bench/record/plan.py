@@ -15,7 +15,7 @@ SECRET_GIVEN = "given"  # all that a plan says of a secret's value
 
 @dataclass(frozen=True)
 class Role:
-    """What a setting is for, by the questions that are asked about it.
+    """What a setting is for, by the questions that are asked about it. heading: what --help prints above its settings.
 
     compared: runs that differ in it never stand in one comparison unless that is allowed.
     trains: another value gives another loss curve.
@@ -24,6 +24,7 @@ class Role:
     told: a comparison tells that runs differ in it.
     """
 
+    heading: str
     compared: bool = False
     trains: bool = False
     kept: bool = False
@@ -31,16 +32,18 @@ class Role:
     told: bool = False
 
 
-# The roles that scripts/common.sh gives headings for --help.
+# In the order of --help.
 ROLES: Mapping[str, Role] = {
-    "model": Role(compared=True, trains=True, kept=True),
-    "recipe": Role(trains=True, kept=True, told=True),
-    "load": Role(compared=True, kept=True),
-    "method": Role(kept=True, told=True),
-    "layout": Role(),
-    "place": Role(local=True),
-    "watch": Role(told=True),
-    "label": Role(local=True),
+    "model": Role(
+        "The model and its data: only runs that agree in these are compared", compared=True, trains=True, kept=True
+    ),
+    "recipe": Role("The recipe: another value gives another loss curve", trains=True, kept=True, told=True),
+    "load": Role("The load of a process: only runs that agree in these are compared", compared=True, kept=True),
+    "method": Role("The method: another way to the same loss", kept=True, told=True),
+    "layout": Role("Processes and devices"),
+    "place": Role("Places, which may differ from node to node", local=True),
+    "watch": Role("Watching, saving, ending", told=True),
+    "label": Role("Names, and Weights & Biases", local=True),
 }
 
 

@@ -1,0 +1,76 @@
+"""DeepSpeed's part of a plan: the effective JSON, and releases that train wrongly."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from t5bench import REPOSITORY
+from t5bench.plan.request import Request
+from t5bench.record.plan import Layout
+
+# Releases in which each micro-batch of ZeRO-2 overwrites the gradients of the one before (DeepSpeed issue 7718).
+WRONG_ZERO2 = re.compile(r"(0\.17\.6|0\.18\.[0-2])([^0-9].*)?")
+
+
+def installed_version(distribution: str) -> str | None:
+    """Version of an installed distribution (underscored name), from the name of its metadata folder.
+
+    importlib.metadata alone would take a fifth of the time that a launcher has.
+    """
+    for folder in sys.path:
+        for metadata in Path(folder).glob(f"{distribution}-*.dist-info"):
+            return metadata.name.removesuffix(".dist-info").split("-", 1)[1]
+    return None
+
+
+def effective_config(request: Request) -> dict[str, Any] | None:
+    """A strategy's own JSON completed with the run's batch sizes (in samples), clipping norm and precision.
+
+    DeepSpeed takes these from the JSON and Megatron from its arguments, and neither notices when they differ: a
+    different micro-batch size changes the gradient scale, fp32 arguments with a bf16 JSON train in bf16. Here both come
+    from the same settings. None for a strategy without DeepSpeed, or with a JSON that cannot be used.
+    """
+    if not request.strategy.ds_config:
+        return None
+    path = REPOSITORY / "ds_configs" / request.strategy.ds_config
+    precision = request.value("PRECISION_FLAG")
+    run_config: dict[str, Any] = {
+        "train_batch_size": request.number("GLOBAL_BATCH_SIZE"),
+        "train_micro_batch_size_per_gpu": request.number("MICRO_BATCH_SIZE"),
+        "gradient_clipping": float(request.value("CLIP_GRAD")),
+        "bf16": {"enabled": precision == "--bf16"},
+        "fp16": {"enabled": precision == "--fp16"},
+        # DeepSpeed's own progress lines would stand between the engine's.
+        "steps_per_print": 10**9,
+    }
+    if request.value("GRADIENT_REDUCTION") == "fp32":
+        # As Megatron's DDP does whatever the precision. Not data_types.grad_accum_dtype beside it: with that ZeRO-1 in
+        # bf16 becomes another optimizer of DeepSpeed's.
+        run_config["communication_data_type"] = "fp32"
+    try:
+        stage_config = json.loads(path.read_text())
+        if stage_config["zero_optimization"]["stage"] not in (1, 2, 3):
+            raise ValueError(f"ZeRO stage {stage_config['zero_optimization']['stage']} is not 1, 2 or 3")
+        if twice := sorted(run_config.keys() & stage_config.keys()):
+            raise ValueError(f"{', '.join(twice)} come from the settings and cannot stand in the strategy's JSON")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        request.findings.refuse("ds-config", f"{path}: {error}")
+        return None
+    return run_config | stage_config
+
+
+def check_release(request: Request, stage: int, layout: Layout) -> None:
+    """DeepSpeed must be there, in a release that trains this stage right."""
+    version = installed_version("deepspeed")
+    install = f"pip install -r '{REPOSITORY}/requirements.txt'"
+    if not version:
+        request.findings.lack("no-deepspeed", f"DeepSpeed is not installed for {sys.executable}", f"Run: {install}")
+    elif stage == 2 and layout.micro_batches > 1 and WRONG_ZERO2.fullmatch(version):
+        request.findings.refuse(
+            "deepspeed-release",
+            f"DeepSpeed {version} trains ZeRO-2 on only the last of the {layout.micro_batches} micro-batches of an"
+            " iteration",
+            f"Install the pinned release: {install}",
+        )

@@ -1,0 +1,135 @@
+"""Which device and how many processes a run takes, and how they divide the work."""
+
+import os
+import subprocess
+from collections.abc import Mapping
+
+from t5bench.plan.request import Request
+from t5bench.record.plan import Layout
+
+# The vocabulary is padded to a multiple of this in every layout: the engine multiplies its divisor by the
+# tensor-parallel size, which would change the model.
+VOCABULARY_MULTIPLE = 128
+
+
+def count_gpus(environment: Mapping[str, str]) -> int:
+    """The GPUs that CUDA shows to this process."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        devices = visible.split(",") if visible else []
+        return 0 if not devices or devices[0] in ("", "-1") else len(devices)
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+class Processes:
+    """The device, the number of processes on each node, and whether they share GPUs."""
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.strategy = request, request.strategy
+        self.nnodes = int(request.facts["nnodes"])
+        self.gpus = count_gpus(os.environ)
+        self.device = request.value("DEVICE")
+        if self.device == "auto":
+            self.device = "cuda" if self.gpus else "cpu"
+        self.model_parallel = request.number("TENSOR_PARALLEL_SIZE") * request.number("PIPELINE_PARALLEL_SIZE")
+        # NCCL takes one process a GPU, and so does DeepSpeed whatever the backend.
+        self.may_share = request.value("SHARE_GPUS") == "1" and self.gpus > 0 and not self.strategy.ds_config
+        self.per_node = int(request.value("NPROC_PER_NODE") or self._default())
+        self.shared = False
+        if self.device == "cuda" and self.per_node > self.gpus:
+            self._too_few_gpus()
+
+    def _default(self) -> int:
+        """Two processes compare the strategies, or as many as the model is divided over; one GPU is enough for DDP."""
+        per_node = -(-max(2, self.model_parallel) // self.nnodes)
+        if self.device == "cuda" and self.model_parallel == 1 and 0 < self.gpus < per_node and not self.may_share:
+            return self.gpus
+        return per_node
+
+    def _too_few_gpus(self) -> None:
+        findings = self.request.findings
+        if self.may_share:
+            self.shared = True
+            findings.notes.append(
+                f"warning: {self.per_node} processes share {self.gpus} GPU(s) over gloo: results are valid, timings are"
+                " not"
+            )
+            return
+        findings.lack(
+            "too-few-gpus",
+            f"NPROC_PER_NODE is {self.per_node} but this node has {self.gpus} visible GPU(s)",
+            f"{self.strategy.name} needs {self.model_parallel} GPU(s) in all: set NNODES and NPROC_PER_NODE to what you"
+            " have, or DEVICE=cpu",
+        )
+
+
+def divide(request: Request, processes: Processes) -> Layout | None:
+    """The layout; None, with what is wrong among the findings, where the sizes do not divide."""
+    tp, pp = request.number("TENSOR_PARALLEL_SIZE"), request.number("PIPELINE_PARALLEL_SIZE")
+    world_size = processes.nnodes * processes.per_node
+    _check_model_parallel(request, tp, pp, world_size, processes)
+    _check_divisible(request, tp)
+    split_rank = pp // 2 if pp > 1 else None
+    if split_rank:
+        _check_pipeline(request, pp)
+    if request.findings.refused:
+        return None
+    dp = world_size // (tp * pp)
+    global_batch, micro_batch = request.number("GLOBAL_BATCH_SIZE"), request.number("MICRO_BATCH_SIZE")
+    if global_batch % (micro_batch * dp):
+        request.findings.refuse(
+            "batch-size",
+            f"GLOBAL_BATCH_SIZE={global_batch} is not divisible by {micro_batch * dp} (MICRO_BATCH_SIZE={micro_batch}"
+            f" x data-parallel size {dp})",
+            "Change GLOBAL_BATCH_SIZE or MICRO_BATCH_SIZE",
+        )
+        return None
+    micro_batches = global_batch // (micro_batch * dp)
+    return Layout(processes.nnodes, processes.per_node, world_size, tp, pp, dp, micro_batches, split_rank)
+
+
+def _check_model_parallel(request: Request, tp: int, pp: int, world_size: int, processes: Processes) -> None:
+    strategy, refuse = request.strategy, request.findings.refuse
+    for name, kind, size, own in (
+        ("TENSOR_PARALLEL_SIZE", "tensor", tp, strategy.tp),
+        ("PIPELINE_PARALLEL_SIZE", "pipeline", pp, strategy.pp),
+    ):
+        if size > 1 and own == 1:
+            remedy = f"Use run_megatron_t5_{kind}.sh or run_megatron_t5_hybrid.sh"
+            refuse(f"no-{kind}-parallelism", f"{name} is {size} but {strategy.name} has no {kind} parallelism", remedy)
+    if world_size % (tp * pp):
+        refuse(
+            "world-size",
+            f"{strategy.name} needs a multiple of {tp * pp} processes (TP={tp} x PP={pp}), found {world_size} "
+            f"({processes.nnodes} node(s) x {processes.per_node})",
+            f"Set NNODES and NPROC_PER_NODE so that their product is divisible by {tp * pp}",
+        )
+
+
+def _check_divisible(request: Request, tp: int) -> None:
+    refuse, hidden, heads = (
+        request.findings.refuse,
+        request.number("HIDDEN_SIZE"),
+        request.number("NUM_ATTENTION_HEADS"),
+    )
+    if hidden % heads:
+        refuse("model-size", f"HIDDEN_SIZE={hidden} is not divisible by NUM_ATTENTION_HEADS={heads}")
+    for name in ("NUM_ATTENTION_HEADS", "FFN_HIDDEN_SIZE"):
+        if request.number(name) % tp:
+            refuse("tensor-size", f"{name}={request.number(name)} is not divisible by the tensor-parallel size {tp}")
+    if VOCABULARY_MULTIPLE % tp:
+        refuse("tensor-size", f"the tensor-parallel size must divide 128, the padding of the vocabulary; found {tp}")
+
+
+def _check_pipeline(request: Request, pp: int) -> None:
+    refuse = request.findings.refuse
+    encoder, decoder = request.number("ENCODER_NUM_LAYERS"), request.number("DECODER_NUM_LAYERS")
+    if pp % 2:
+        refuse("pipeline-size", f"the pipeline-parallel size must be even (half encoder, half decoder), found {pp}")
+    elif encoder % (pp // 2) or decoder % (pp // 2):
+        found = f"{encoder} encoder and {decoder} decoder layers do not divide over {pp // 2} stages each"
+        refuse("pipeline-size", found)

@@ -1,0 +1,87 @@
+"""What a run finds where it is started: data, tokenizer, attention kernels and its own directory."""
+
+import os
+import re
+import socket
+from pathlib import Path
+
+from t5bench import REPOSITORY
+from t5bench.corpus.index import read_index
+from t5bench.plan.deepspeed import installed_version
+from t5bench.plan.request import Request
+
+CORPUS = "xsum_text_document"
+_CHECKPOINT = re.compile(r"(?:iter_|global_step)(\d+)")
+
+
+def check_data(request: Request) -> str:
+    """The prefix of the indexed dataset."""
+    prefix = str(Path(request.value("MEGATRON_DATA_DIR")) / CORPUS)
+    try:
+        read_index(prefix)
+    except ValueError as error:
+        prepare = f"Run: bash '{REPOSITORY}/scripts/prepare_xsum_megatron.sh'   (SAMPLE=1 for the bundled sample)"
+        request.findings.lack("data", str(error), prepare)
+    return prefix
+
+
+def choose_tokenizer(request: Request, default: str) -> str:
+    """The one that is named, else the copy beside the data, else the default from the hub."""
+    name, beside = request.value("TOKENIZER_MODEL"), Path(request.value("MEGATRON_DATA_DIR")) / "tokenizer"
+    if name:
+        return str(Path(name).absolute()) if Path(name).is_dir() else name
+    return str(beside) if beside.is_dir() else default
+
+
+def choose_attention(request: Request, device: str) -> bool:
+    """Whether the engine is told to use flash-attn, which serves the decoder's self-attention alone."""
+    findings, wanted = request.findings, request.value("FLASH_ATTENTION")
+    if request.value("ENGINE") == "native":
+        findings.notes.append("attention: PyTorch scaled_dot_product_attention")
+        return False
+    version = installed_version("flash_attn")
+    reasons = {
+        "FLASH_ATTENTION=off": wanted == "off",
+        "flash-attn is not installed": not version,
+        "fp32": not request.value("PRECISION_FLAG"),
+        "no CUDA": device != "cuda",
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), "")
+    if reason and wanted == "on":
+        found = f"FLASH_ATTENTION=on is not possible: {reason}"
+        findings.lack("flash-attention", found, "FLASH_ATTENTION=auto uses standard attention where it must")
+    elif reason:
+        findings.notes.append(f"attention: standard ({reason})")
+    else:
+        findings.notes.append(
+            f"attention: flash-attn {version} in the decoder's self-attention, standard in encoder and cross-attention"
+        )
+    return not reason
+
+
+def check_output_directory(request: Request) -> None:
+    """Nothing is overwritten, and no run is started where one goes on."""
+    directory, node, lack = Path(request.value("OUTPUT_DIR")), request.facts["node"], request.findings.lack
+    try:
+        status, host, pid = [*(directory / f"node{node}.status").read_text().split(), "", "", ""][:3]
+    except OSError:
+        status = host = pid = ""
+    if status == "running" and host == socket.gethostname() and pid.isdecimal() and Path("/proc", pid).exists():
+        found = f"a run is going on in {directory} (process {pid})"
+        lack("running", found, "Wait for it, end it, or choose another OUTPUT_DIR")
+    if request.value("RESUME") == "1":
+        return
+    if status == "complete":
+        found = f"{directory} holds a finished run, and nothing is overwritten"
+        lack("finished-run", found, "Choose another OUTPUT_DIR, or delete it")
+    checkpoints = [_CHECKPOINT.fullmatch(path.name) for path in (directory / "checkpoints").glob("*")]
+    if newest := max((int(match[1]) for match in checkpoints if match), default=0):
+        found = (
+            f"{directory} holds checkpoints of an earlier run (up to iteration {newest}), and nothing is overwritten"
+        )
+        lack("earlier-checkpoints", found, "Choose another OUTPUT_DIR, continue it with RESUME=1, or delete it")
+
+
+def threads_per_process(per_node: int) -> int:
+    """For OMP_NUM_THREADS of processes that compute on a CPU."""
+    return max(1, len(os.sched_getaffinity(0)) // per_node)

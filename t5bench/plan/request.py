@@ -1,0 +1,91 @@
+"""What a launcher tells the planning process, and what it hears back: NUL-separated words, for a shell has no JSON.
+
+A request is groups of a name, a count and as many words, as ``request`` in scripts/megatron_common.sh prints them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from t5bench.record.plan import Obstacle, Setting, Strategy
+
+FIELDS_OF_A_SETTING = 7  # name, kind, role, argument, default, meaning, value
+FIELDS_OF_AN_OBSTACLE = 4  # fatal or not, code, found, remedy
+
+
+def groups(words: Sequence[str]) -> dict[str, list[str]]:
+    """The words of each group by its name."""
+    found: dict[str, list[str]] = {}
+    position = 0
+    while position < len(words):
+        name, count = words[position], int(words[position + 1])
+        found[name] = list(words[position + 2 : position + 2 + count])
+        position += 2 + count
+    return found
+
+
+def in_parts(words: Sequence[str], size: int) -> list[tuple[str, ...]]:
+    return [tuple(words[index : index + size]) for index in range(0, len(words), size)]
+
+
+def declaration(words: Sequence[str]) -> Strategy:
+    """A strategy from what its launcher prints for ``--declaration``."""
+    name, title, port, tp, pp, ds_config, colour, *flags = words
+    return Strategy(name, title, int(port), int(tp), int(pp), ds_config, colour, flags)
+
+
+@dataclass
+class Findings:
+    """What stops the run, and what a person should know, in the order in which it was found."""
+
+    obstacles: list[Obstacle] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def refuse(self, code: str, found: str, remedy: str = "") -> None:
+        """The request is wrong."""
+        self.obstacles.append(Obstacle(code, found, remedy, fatal=True))
+
+    def lack(self, code: str, found: str, remedy: str = "") -> None:
+        """The machine lacks something: a dry run names it and goes on."""
+        self.obstacles.append(Obstacle(code, found, remedy, fatal=False))
+
+    @property
+    def refused(self) -> bool:
+        return any(obstacle.fatal for obstacle in self.obstacles)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a launcher was asked to run. facts: node, nnodes, master_address and dry_run, as text."""
+
+    strategy: Strategy
+    settings: Mapping[str, Setting]
+    extra: Sequence[str]
+    hosts: Sequence[str]
+    facts: Mapping[str, str]
+    findings: Findings
+
+    def value(self, name: str) -> str:
+        return self.settings[name].value
+
+    def number(self, name: str) -> int:
+        return int(self.settings[name].value)
+
+    @property
+    def dry_run(self) -> bool:
+        return self.facts["dry_run"] != "0"
+
+
+def read_settings(group: Mapping[str, Sequence[str]]) -> dict[str, Setting]:
+    return {name: Setting(*rest) for name, *rest in in_parts(group["settings"], FIELDS_OF_A_SETTING)}
+
+
+def read_request(words: Sequence[str]) -> Request:
+    """Raises KeyError, ValueError for words that no launcher prints."""
+    group = groups(words)
+    findings = Findings()
+    for fatal, code, found, remedy in in_parts(group["obstacles"], FIELDS_OF_AN_OBSTACLE):
+        findings.obstacles.append(Obstacle(code, found, remedy, fatal == "fatal"))
+    facts = dict(word.partition("=")[::2] for word in group["facts"])
+    return Request(
+        declaration(group["declaration"]), read_settings(group), group["extra"], group["hosts"], facts, findings
+    )

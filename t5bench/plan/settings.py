@@ -1,0 +1,79 @@
+"""Engine arguments that the user gives after ``--``, where they meet the settings."""
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import replace
+
+from t5bench import REPOSITORY
+from t5bench.plan.request import Findings, Request
+from t5bench.record.plan import ROLES, Setting, by_name
+
+# What a run's directory, data and processes are decided by; an argument that said otherwise would make the plan untrue.
+DECIDED_ELSEWHERE = {
+    "--data-path": "MEGATRON_DATA_DIR names the directory of the data",
+    "--deepspeed": "choose a ZeRO strategy",
+    "--deepspeed_config": "change the strategy's file in ds_configs/",
+    "--zero-stage": "choose another ZeRO strategy",
+    "--distributed-backend": "DEVICE and SHARE_GPUS decide it",
+    "--pipeline-model-parallel-split-rank": "PIPELINE_PARALLEL_SIZE decides it",
+    "--tensorboard-dir": "OUTPUT_DIR names the run's directory",
+    "--load": "RESUME=1 continues a run",
+    "--make-vocab-size-divisible-by": "every layout pads the vocabulary to the same size",
+}
+
+
+def effective_settings(request: Request) -> dict[str, Setting]:
+    """The settings with the values that engine arguments after ``--`` give them; argparse lets the last one win."""
+    given = by_name(request.extra)
+    for name in given:
+        if name in DECIDED_ELSEWHERE:
+            found = f"{name} cannot be given after --: the launcher passes it itself"
+            request.findings.refuse("launcher-argument", found, DECIDED_ELSEWHERE[name])
+    owned = {argument for setting in request.settings.values() for argument in setting.argument.split(",")}
+    for name in given.keys() - owned:
+        if meant := sorted(argument for argument in owned if argument.startswith(name)):
+            found = f"{name} could be short for {' or '.join(meant)}"
+            request.findings.refuse("abbreviated-argument", found, "Write engine arguments in full")
+    return {name: _effective(name, setting, given, request.findings) for name, setting in request.settings.items()}
+
+
+def _effective(name: str, setting: Setting, given: Mapping[str, str], findings: Findings) -> Setting:
+    if setting.argument == "=":
+        choices = setting.kind.partition(":")[2].rstrip("?").split("|")
+        chosen = [argument for argument in given if argument in choices]
+        return replace(setting, value=chosen[-1]) if chosen else setting
+    arguments = setting.argument.split(",")
+    if not any(argument in given for argument in arguments):
+        return setting
+    values = [given.get(argument, setting.value) for argument in arguments]
+    for argument, value in zip(arguments, values, strict=True):
+        if not _is_of_kind(setting.kind, value):
+            findings.refuse("engine-argument", f"{argument} must be a number as {name} is, found '{value}'")
+            return setting
+    return replace(setting, value=values[0] if len(values) == 1 else max(values, key=float))
+
+
+def _is_of_kind(kind: str, value: str) -> bool:
+    if kind.startswith("whole"):
+        return value.isdecimal() and int(value) >= int(kind.rstrip("?").split(":")[1])
+    if kind.startswith("decimal"):
+        try:
+            return 0 <= float(value) < float("inf")
+        except ValueError:
+            return False
+    return True
+
+
+def help_text(settings: Mapping[str, Setting]) -> str:
+    """The settings by role, at most 100 columns wide."""
+    lines = []
+    for role, questions in ROLES.items():
+        own = {name: setting for name, setting in settings.items() if setting.role == role}
+        lines += [f"\n{questions.heading}"] if own else []
+        for name, setting in own.items():
+            default = setting.default.replace(f"{REPOSITORY}/../", "../").replace(f"{REPOSITORY}/", "./") or "(unset)"
+            first, *rest = textwrap.wrap(setting.meaning, 47)
+            if len(default) > 22:
+                first, rest = "", [first, *rest]
+            lines += [f"  {name:<27} {default:<22} {first}".rstrip(), *(f"{'':<53}{line}" for line in rest)]
+    return "\n".join(lines)

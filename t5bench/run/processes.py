@@ -1,0 +1,56 @@
+"""The processes of a run: ``python -m t5bench.run.processes MARK SECONDS`` ends those that carry a mark.
+
+Workers leave torchrun's process group and outlive a torchrun that is killed; T5_RUN_MARK in their environment finds
+them.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+TICK_SECONDS = 0.2
+# What follows counts on a killed process's memory, also a GPU's, and on its ports.
+KILL_SECONDS = 5.0
+
+
+def marked(mark: str) -> list[int]:
+    """The process ids that carry the mark."""
+    wanted, found = f"T5_RUN_MARK={mark}".encode(), []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if wanted in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+def _signal(number: int, mark: str) -> None:
+    for pid in marked(mark):
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
+
+
+def _wait(mark: str, seconds: float) -> bool:
+    """Whether all have ended in time."""
+    deadline = time.monotonic() + seconds
+    while marked(mark):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(TICK_SECONDS)
+    return True
+
+
+def end(mark: str, seconds: float) -> None:
+    """TERM, then KILL after the given seconds. SLURM allows 30 s in all (KillWait)."""
+    _signal(signal.SIGTERM, mark)
+    # A process that was stopped takes no TERM before it goes on.
+    _signal(signal.SIGCONT, mark)
+    if not _wait(mark, seconds):
+        _signal(signal.SIGKILL, mark)
+        _wait(mark, KILL_SECONDS)
+
+
+if __name__ == "__main__":
+    end(sys.argv[1], float(sys.argv[2]))
