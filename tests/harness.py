@@ -1,6 +1,7 @@
 """A copy of the project with stubs around it, so that the launchers can be driven without torch, engine or GPU."""
 
 import hashlib
+import json
 import os
 import shutil
 import struct
@@ -8,8 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from made_runs import made_plan
+
+from t5bench.record.plan import Plan
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3_offload", "tensor", "pipeline", "hybrid")
@@ -187,33 +192,36 @@ def make_project(tmp_path: Path) -> Project:
     return result
 
 
+def write_plan_words(path: Path, plan: Plan) -> None:
+    """What the launchers hand over: a plan, the groups of its arguments, its environment and its command."""
+    words = [json.dumps(plan.to_json())]
+    for name, group in {"environment": ["A=B"], "command": ["torchrun", "pretrain_t5.py"]}.items():
+        words += [name, str(len(group)), *group]
+    path.write_text("".join(f"{word}\0" for word in words))
+
+
 def record(
     directory: Path,
     output: str,
     *,
     end: str | None = "0 ",
-    layout: dict[str, int] | None = None,
     node: int = 0,
+    nodes: int = 1,
     **settings: str,
 ) -> subprocess.CompletedProcess:
-    """What `python -m t5bench record` makes of this output; end is what the launcher says: exit status, signal."""
+    """What `python -m t5bench record` makes of this output, with one process on each node; end is what the launcher
+    says: exit status, signal."""
     directory.mkdir(parents=True, exist_ok=True)
+    end_file, words = directory / "end", directory.parent / f"{directory.name}.plan"
     if end is not None:
-        (directory / "end").write_text(end)
-    shape = {"nnodes": 1, "nproc_per_node": 1, "world_size": 1, "tp": 1, "pp": 1, "dp": 1, "micro_batches": 16}
-    arguments = {
-        "directory": directory, "node": node, "end-file": directory / "end", "launcher": os.getpid(), "mark": "none",
-        "strategy": "ddp", "title": "DDP", "device": "cpu", "engine": "native", "engine-patches": "series",
-        "data-prefix": directory / "data", "tokenizer": "none", "sample-interval": 1,
-        "watchdog-seconds": 0, "master-address": "127.0.0.1", "master-port": 1,
-    }  # fmt: skip
-    words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
-    for name, value in ({"TRAIN_ITERS": "1000", "LOG_INTERVAL": "1"} | settings).items():
-        words += ["--setting", f"{name}={value}"]
-    for name, value in (shape | (layout or {})).items():
-        words += ["--layout", f"{name}={value}"]
+        end_file.write_text(end)
+    fixed = {"LOG_INTERVAL": "1", "SAMPLE_INTERVAL": "1", "WATCHDOG_SECONDS": "0", "MASTER_PORT": "1"}
+    chosen = {"OUTPUT_DIR": str(directory)} | fixed | settings
+    plan = made_plan("ddp", chosen, node=node, nodes=nodes, world_size=nodes, engine="native")
+    write_plan_words(words, replace(plan, master_address="127.0.0.1", output_dir=str(directory)))
+    command = [sys.executable, "-m", "t5bench", "record", "--plan", str(words), "--end-file", str(end_file)]
     return subprocess.run(
-        [sys.executable, "-m", "t5bench", "record", *words, "--", "torchrun", "pretrain_t5.py"],
+        [*command, "--launcher", str(os.getpid()), "--mark", "none"],
         cwd=REPO_ROOT,
         input=output.encode(),
         capture_output=True,

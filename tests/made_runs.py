@@ -85,6 +85,56 @@ def made_settings(values: Mapping[str, str]) -> dict[str, Setting]:
     return found
 
 
+def made_plan(
+    strategy: str = "ddp",
+    settings: Mapping[str, str] | None = None,
+    *,
+    node: int = 0,
+    nodes: int = 1,
+    world_size: int | None = None,
+    engine: str = "megatron",
+    engine_patches: str = "series",
+    device: str = "cpu",
+    ds_config: Mapping[str, Any] | None = None,
+    extra_arguments: Sequence[str] = (),
+    layout: Layout | None = None,
+) -> Plan:
+    """A plan of one node; world_size: what the strategy needs, but at least 2."""
+    tp, pp = LAYOUTS.get(strategy, (1, 1))
+    world_size = world_size or max(2, tp * pp)
+    chosen = {"NNODES": str(nodes), "NPROC_PER_NODE": str(world_size // nodes), "MASTER_PORT": str(PORTS[strategy])}
+    chosen |= {"TENSOR_PARALLEL_SIZE": str(tp), "PIPELINE_PARALLEL_SIZE": str(pp)}
+    chosen |= {"WANDB_RUN_NAME": f"megatron-{strategy}", **(settings or {})}
+    plan_settings = made_settings(chosen)
+    dp = world_size // (tp * pp)
+    batch, micro_batch = (int(plan_settings[name].value) for name in ("GLOBAL_BATCH_SIZE", "MICRO_BATCH_SIZE"))
+    if strategy in ZERO_STAGES and ds_config is None:
+        ds_config = {"zero_optimization": {"stage": ZERO_STAGES[strategy], "overlap_comm": False}}
+    return Plan(
+        strategy=Strategy(
+            strategy, strategy, PORTS[strategy], tp, pp,
+            f"megatron_{strategy}.json" if strategy in ZERO_STAGES else "", COLOURS[strategy], [],
+        ),
+        settings=plan_settings,
+        obstacles=[],
+        node=node,
+        master_address="node0",
+        engine=engine,
+        engine_directory="/engine" if engine == "megatron" else "",
+        engine_patches=engine_patches,
+        device=device,
+        data_prefix="/data/xsum",
+        tokenizer="t",
+        output_dir=chosen.get("OUTPUT_DIR", "/run"),
+        layout=layout or Layout(
+            nodes, world_size // nodes, world_size, tp, pp, dp, batch // (micro_batch * dp), 1 if pp > 1 else None
+        ),
+        ds_config=ds_config,
+        arguments=Arguments(extra=list(extra_arguments)),
+        command=["torchrun"],
+    )  # fmt: skip
+
+
 def stamp(seconds: float) -> str:
     moment = datetime.fromtimestamp(seconds, timezone.utc)
     return moment.strftime("%Y-%m-%dT%H:%M:%S.") + f"{moment.microsecond // 1000:03d}Z"
@@ -129,43 +179,27 @@ def make_run(
     The directory, for convenience.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    tp, pp = LAYOUTS.get(strategy, (1, 1))
-    world_size = world_size or max(2, tp * pp)
-    dp = world_size // (tp * pp)
     last = begin + len(elapsed_ms) * log_interval
-    chosen = {"TRAIN_ITERS": str(max(1, last)), "LOG_INTERVAL": str(log_interval), "OUTPUT_DIR": str(directory)}
-    chosen |= {"NNODES": str(nodes), "NPROC_PER_NODE": str(world_size // nodes), "MASTER_PORT": str(PORTS[strategy])}
-    chosen |= {
-        "TENSOR_PARALLEL_SIZE": str(tp),
-        "PIPELINE_PARALLEL_SIZE": str(pp),
-        "WANDB_RUN_NAME": f"megatron-{strategy}",
-    }
-    plan_settings = made_settings(chosen | dict(settings or {}))
-    chosen = {name: entry.value for name, entry in plan_settings.items()}
-    lines = _lines(elapsed_ms, losses, log_interval, skipped or {}, begin, start, chosen)
-    if strategy in ZERO_STAGES and ds_config is None:
-        ds_config = {"zero_optimization": {"stage": ZERO_STAGES[strategy], "overlap_comm": False}}
-    micro_batches = int(chosen["GLOBAL_BATCH_SIZE"]) // (int(chosen["MICRO_BATCH_SIZE"]) * dp)
-    plan = Plan(
-        strategy=Strategy(
-            strategy, strategy, PORTS[strategy], tp, pp,
-            f"megatron_{strategy}.json" if strategy in ZERO_STAGES else "", COLOURS[strategy], [],
-        ),
-        settings=plan_settings,
-        obstacles=[],
-        master_address="node0",
+    plan = made_plan(
+        strategy,
+        {
+            "TRAIN_ITERS": str(max(1, last)),
+            "LOG_INTERVAL": str(log_interval),
+            "OUTPUT_DIR": str(directory),
+            **(settings or {}),
+        },
+        nodes=nodes,
+        world_size=world_size,
         engine=engine,
-        engine_directory="/engine" if engine == "megatron" else "",
         engine_patches=engine_patches,
         device="cuda" if gpu else "cpu",
-        data_prefix="/data/xsum",
-        tokenizer="t",
-        output_dir=str(directory),
-        layout=Layout(nodes, world_size // nodes, world_size, tp, pp, dp, micro_batches, 1 if pp > 1 else None),
         ds_config=ds_config,
-        arguments=Arguments(extra=list(extra_arguments)),
-        command=["torchrun"],
-    )  # fmt: skip
+        extra_arguments=extra_arguments,
+    )
+    assert plan.layout
+    world_size = plan.layout.world_size
+    chosen = {name: entry.value for name, entry in plan.settings.items()}
+    lines = _lines(elapsed_ms, losses, log_interval, skipped or {}, begin, start, chosen)
     end = lines[-1].time if lines else start
     peaks = list(memory_mib) if memory_mib else [400.0 + rank for rank in range(world_size)]
     for node in range(nodes):

@@ -9,23 +9,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "WANDB_SWEEP_PARAM_PATH"
-KEYS = (
-    "strategy", "title", "engine", "engine_patches", "device", "settings", "layout", "ds_config", "versions", "commits",
-    "data",
-)  # fmt: skip
+_OF_PLAN = ("engine", "engine_patches", "device", "layout", "ds_config")
+_OF_PART = ("versions", "commits", "data")
 
 
-def write(path: Path, part: Mapping[str, Any]) -> bool:
-    """Writes those of KEYS that a node's part has; whether it could, which is so wherever W&B is installed.
+def config(part: Mapping[str, Any]) -> dict[str, Any]:
+    """What W&B shows of a node's part, which has no secrets: the recorder hides them."""
+    plan = part["plan"]
+    found = {"strategy": plan["strategy"]["name"], "title": plan["strategy"]["title"]}
+    found |= {key: plan[key] for key in _OF_PLAN}
+    found["settings"] = {name: setting["value"] for name, setting in plan["settings"].items()}
+    return found | {key: part.get(key) for key in _OF_PART}
 
-    Raises OSError. The part has no secrets: the recorder hides them.
+
+def write(path: Path, values: Mapping[str, Any]) -> bool:
+    """Writes those of the values that are known; whether it could, which is so wherever W&B is installed.
+
+    Raises OSError.
     """
     try:
         import yaml
     except ImportError:
         return False
-    content = {"wandb_version": 1} | {key: {"value": part[key]} for key in KEYS if part.get(key) is not None}
+    content = {"wandb_version": 1} | {key: {"value": value} for key, value in values.items() if value is not None}
     beside = path.with_name(f".{path.name}.new")
     beside.write_text(yaml.safe_dump(content, sort_keys=False))
     beside.replace(path)

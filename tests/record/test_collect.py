@@ -9,7 +9,6 @@ from harness import record
 from t5bench.__main__ import main
 from t5bench.record.records import load
 
-TWO_NODES = {"nnodes": 2, "world_size": 2, "dp": 2}
 ITERATION = (
     " iteration 1/ 1 | elapsed time per iteration (ms): 419.3 | learning rate: 0.0 | lm loss: 8.0 | grad norm: 1.7 |"
     " samples per second: 38.161 | TFLOPs: 0.00 |\n"
@@ -21,8 +20,8 @@ MEMORY = " peak memory | rank {} | host vm | device cpu | allocated MiB 0.0 | re
 def nodes(tmp_path: Path) -> tuple[Path, Path]:
     """The run directories of two nodes of one run."""
     first, second = tmp_path / "on node 0", tmp_path / "on node 1"
-    record(first, MEMORY.format(0), layout=TWO_NODES, TRAIN_ITERS="1", OUTPUT_DIR=str(first))
-    record(second, ITERATION + MEMORY.format(1), layout=TWO_NODES, node=1, TRAIN_ITERS="1", OUTPUT_DIR=str(second))
+    record(first, MEMORY.format(0), nodes=2, TRAIN_ITERS="1", OUTPUT_DIR=str(first))
+    record(second, ITERATION + MEMORY.format(1), nodes=2, node=1, TRAIN_ITERS="1", OUTPUT_DIR=str(second))
     # They ran at the same time; the test ran them one after another.
     part = json.loads((second / "node1.json").read_text())
     part["started"] = json.loads((first / "node0.json").read_text())["started"]
@@ -80,9 +79,9 @@ def test_ssh_that_fails_is_named(nodes: tuple[Path, Path], tmp_path: Path, monke
 def test_parts_of_different_runs_do_not_mix(nodes: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture):
     first, second = nodes
     other = tmp_path / "other"
-    record(other, ITERATION + MEMORY.format(1), layout=TWO_NODES, node=1, TRAIN_ITERS="1", LR="0.5")
+    record(other, ITERATION + MEMORY.format(1), nodes=2, node=1, TRAIN_ITERS="1", LR="0.5")
     assert collect(first, other) == 2
-    assert "another run: settings has LR '0.5'" in capsys.readouterr().err
+    assert "has LR '0.5', node 0 has '0.0001'" in capsys.readouterr().err
     assert not (first / "node1.json").exists()
 
     later = json.loads((second / "node1.json").read_text()) | {

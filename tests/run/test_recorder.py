@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 
 from t5bench.record import machine as environment
 from t5bench.record.records import RecordError, load, read_metrics
-from t5bench.run.recorder import OPEN_SECONDS, Output, overwrite, pass_on, read_end
+from t5bench.run.ending import read_end
+from t5bench.run.output import OPEN_SECONDS, Output, pass_on
+from t5bench.run.recorder import overwrite
 from t5bench.run.sampler import link_speeds, network_counters
 
 ITERATION = (
@@ -101,12 +103,10 @@ def test_the_last_interval_may_be_shorter_than_the_log_interval(tmp_path: Path):
 
 
 def test_a_node_without_the_last_rank_needs_no_iteration_lines(tmp_path: Path):
-    layout = {"nnodes": 2, "world_size": 2}
-    assert record(tmp_path, MEMORY.format(0), layout=layout).returncode == 0
+    nodes = 2
+    assert record(tmp_path, MEMORY.format(0), nodes=nodes).returncode == 0
     assert load(tmp_path).status == "incomplete"  # node 1 left nothing yet
-    assert (
-        record(tmp_path, output(3).replace("rank 0", "rank 1"), layout=layout, node=1, TRAIN_ITERS="3").returncode == 0
-    )
+    assert record(tmp_path, output(3).replace("rank 0", "rank 1"), nodes=nodes, node=1, TRAIN_ITERS="3").returncode == 0
 
 
 def test_slurms_time_limit_is_told_from_a_cancellation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -130,7 +130,7 @@ def test_secrets_reach_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for path in tmp_path.iterdir():
         for secret in ("0123456789abcdef", "hf_secretsecret", "anothersecret"):
             assert secret not in path.read_text(), path
-    assert part_of(tmp_path)["settings"]["WANDB_API_KEY"] == "given"
+    assert part_of(tmp_path)["plan"]["settings"]["LR"]["value"] == "***"
 
 
 def test_a_full_disk_costs_the_record_and_nothing_else(tmp_path: Path):
@@ -163,8 +163,8 @@ def test_a_record_cut_short_is_named(tmp_path: Path):
     (tmp_path / "node0.json").write_text('{"format": 1, ')
     with pytest.raises(RecordError, match="cannot be read"):
         load(tmp_path)
-    (tmp_path / "node0.json").write_text('{"format": 99}')
-    with pytest.raises(RecordError, match="format 1"):
+    (tmp_path / "node0.json").write_text('{"format": 1}')
+    with pytest.raises(RecordError, match="is not a record of format 2"):
         load(tmp_path)
 
 
