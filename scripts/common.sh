@@ -15,7 +15,8 @@ unset CDPATH
 read -r HOSTNAME </proc/sys/kernel/hostname
 REPO_ROOT=$(cd -- "${BASH_SOURCE[0]%/*}/.." && pwd -P)
 PYTHON=${PYTHON:-python3}
-# Every Python process here imports t5bench, wherever it is started.
+[[ $PYTHON != */* || $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
+# What the engines and the programs in this repository import its packages from.
 [[ :${PYTHONPATH:-}: == *:"$REPO_ROOT":* ]] || export PYTHONPATH=$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}
 
 # ---- messages ------------------------------------------------------------------------------------------------------
@@ -73,7 +74,7 @@ settings_group() {
 }
 
 # The settings by role, for --help.
-print_settings() { require_python && settings_group | "$PYTHON" -m t5bench.plan settings; }
+print_settings() { require_python && settings_group | python_module t5bench.plan settings; }
 
 # Every setting must be of its kind; paths become absolute.
 check_settings() {
@@ -112,6 +113,10 @@ check_setting() {
 # shellcheck disable=SC2034 # read by the scripts that source this file
 readonly DEFAULT_TOKENIZER=google-t5/t5-large
 data_dir_setting() { setting MEGATRON_DATA_DIR path place - "$REPO_ROOT/megatron_data" "Directory containing indexed dataset files"; }
+
+# python_module NAME ARGUMENT...: paths among the arguments are absolute, for it runs in the repository: Python looks for
+# modules in the current directory first, and that may be another checkout.
+python_module() (cd -- "$REPO_ROOT" && exec "$PYTHON" -m "$@")
 
 absolute_path() {
   case $1 in
@@ -264,7 +269,7 @@ port_is_taken() {
 
 # Ends what the run started and carries its mark: TERM, then KILL after the given seconds.
 # setsid: a Ctrl-C must not end what ends the others.
-end_marked() { setsid "$PYTHON" -m t5bench.run.processes "$1" "$2" || true; }
+end_marked() (cd -- "$REPO_ROOT" && setsid -w "$PYTHON" -m t5bench.run.processes "$1" "$2" || true)
 
 # run_to_end RECORDER END_FILE COMMAND...: runs the command, with its output going into `RECORDER mark`, ends
 # everything that it started when it ends or when this shell gets INT, TERM or HUP, tells RECORDER in END_FILE how it ended

@@ -114,7 +114,7 @@ make_plan() {
   local answer word status=0
   declare -gA PLAN=()
   require_python
-  mapfile -d '' -t answer < <(request | "$PYTHON" -m t5bench.plan make)
+  mapfile -d '' -t answer < <(request | python_module t5bench.plan make)
   wait "$!" || status=$?
   for word in "${answer[@]}"; do
     printf -v "${word%%=*}" '%s' "${word#*=}"
@@ -206,8 +206,8 @@ build_environment() {
 
 build_command() {
   local program=("$MEGATRON_DIR/pretrain_t5.py")
-  [[ $ENGINE != native ]] || program=(-m native.pretrain_t5)
-  ((PROFILE_ITERATION == 0)) || program=(-m t5bench.run.profile_step --iteration "$PROFILE_ITERATION"
+  [[ $ENGINE != native ]] || program=("$REPO_ROOT/native/pretrain_t5.py")
+  ((PROFILE_ITERATION == 0)) || program=("$REPO_ROOT/t5bench/run/profile_step.py" --iteration "$PROFILE_ITERATION"
     --output "$OUTPUT_DIR/profile.json" "${program[@]}")
   # The static rendezvous: with c10d torchrun ignores --node_rank, and the encoder would not be on node 0.
   COMMAND=(torchrun --nnodes "${PLAN[nnodes]}" --nproc_per_node "${PLAN[nproc_per_node]}" --node_rank "$NODE_RANK"
@@ -259,6 +259,7 @@ write_run_directory() {
 # Reads the run's output from its standard input; see t5bench/run/recorder.py.
 record_run() {
   local node=$OUTPUT_DIR/node$NODE_RANK
+  cd -- "$REPO_ROOT"
   exec "$PYTHON" -m t5bench record --plan "$node.plan" --end-file "$node.end" --launcher "$$" --mark "$1"
 }
 
@@ -284,13 +285,13 @@ start_run() {
 
 print_help() {
   cat <<HELP
-Usage: bash scripts/${0##*/} [master-host] [node-rank] [--dry-run[=json]] [--help] [-- engine arguments]
+Usage: bash scripts/${0##*/} [master-host] [node-rank] [option] [-- engine arguments]
 
 $STRATEGY_TITLE
 
-Run it on every node, with the master's host name and the node's rank; on one machine it needs no argument.
-  --dry-run        print the command (and the DeepSpeed JSON) that would run, and what a real run would miss
-  --dry-run=json   print the whole plan for programs
+Run it on every node, with the master's host name and the node's rank; on one machine it needs neither.
+  --dry-run        print the command (and DeepSpeed JSON) to run, and what a real run would miss
+  --dry-run=json   print the whole plan, for programs
   --               everything after it goes to the engine as it stands
 
 Settings, from the environment (name, default, meaning):
@@ -349,7 +350,7 @@ run_strategy() {
   build_command
   case $DRY_RUN in
     1) print_command ;;
-    json) plan_words | "$PYTHON" -m t5bench.plan print ;;
+    json) plan_words | python_module t5bench.plan print ;;
     *) start_run ;;
   esac
 }

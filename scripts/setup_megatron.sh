@@ -40,10 +40,10 @@ engine_files() {
 }
 
 # unpatched, megatron_t5_fixes, series or changed, in REPLY; missing where there is no checkout.
-engine_state() { REPLY=$("$PYTHON" -m t5bench.plan.engine state "$MEGATRON_DIR"); }
+engine_state() { REPLY=$(python_module t5bench.plan.engine state "$MEGATRON_DIR"); }
 
 # The files that differ from the patched engine, one a line.
-differing_files() { "$PYTHON" -m t5bench.plan.engine differences "$MEGATRON_DIR"; }
+differing_files() { python_module t5bench.plan.engine differences "$MEGATRON_DIR"; }
 
 check() {
   local commit

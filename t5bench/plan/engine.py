@@ -17,9 +17,9 @@ SERIES, FIXES_ALONE, UNPATCHED, CHANGED, MISSING = "series", "megatron_t5_fixes"
 EXIT_CONFIGURATION = 2
 
 
-def recorded_checksums(state: str, checksums: Path = CHECKSUMS) -> dict[str, str]:
+def recorded_checksums(state: str) -> dict[str, str]:
     """The sha256 of each file of the engine in a state of the patches."""
-    lines = (checksums / f"{state}.sha256").read_text().splitlines()
+    lines = (CHECKSUMS / f"{state}.sha256").read_text().splitlines()
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
 
 
@@ -31,13 +31,13 @@ def _digest(path: Path) -> str:
         return ""
 
 
-def state_of(directory: Path, checksums: Path = CHECKSUMS) -> str:
+def state_of(directory: Path) -> str:
     """What a checkout holds: one of the constants above. Everything that decides how the engine trains is compared."""
     if not (directory / "pretrain_t5.py").is_file():
         return MISSING
     found: dict[str, str] = {}
     for state in (SERIES, FIXES_ALONE, UNPATCHED):
-        recorded = recorded_checksums(state, checksums)
+        recorded = recorded_checksums(state)
         for name, digest in recorded.items():
             if name not in found:
                 found[name] = _digest(directory / name)
@@ -48,10 +48,10 @@ def state_of(directory: Path, checksums: Path = CHECKSUMS) -> str:
     return CHANGED
 
 
-def differing_files(directory: Path, checksums: Path = CHECKSUMS) -> list[str]:
+def differing_files(directory: Path) -> list[str]:
     """One line for each file that is not as in the patched engine."""
     lines = []
-    for name, digest in recorded_checksums(SERIES, checksums).items():
+    for name, digest in recorded_checksums(SERIES).items():
         found = _digest(directory / name)
         if found != digest:
             lines.append(f"{name} {'differs' if found else 'is missing'}")

@@ -1,4 +1,4 @@
-"""The eight launchers: the exact command of each, every setting in effect, every refusal, every process ended."""
+"""The launchers as programs: hosts and ranks, what reaches torchrun, the run directory, and every process ended."""
 
 import json
 import os
@@ -10,343 +10,231 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT, STRATEGIES, Project, processes_with, wait_for
+from harness import Project, processes_with, wait_for
 
 from t5bench.plan.ports import free_port
+from t5bench.record.plan import by_name
 
-PORTS = {
-    "ddp": 29800,
-    "zero1": 29801,
-    "zero2": 29802,
-    "zero3": 29803,
-    "zero3_offload": 29804,
-    "pipeline": 29810,
-    "tensor": 29811,
-    "hybrid": 29812,
-}
-ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
-
-
-def split_command(arguments: list[str]) -> tuple[dict[str, str], str, dict[str, str | bool]]:
-    """torchrun's options, the script, and the engine's options; a flag's value is True, a repeated option an error."""
-    script = next(i for i, argument in enumerate(arguments) if argument.endswith("pretrain_t5.py"))
-    return options(arguments[:script]), arguments[script], options(arguments[script + 1 :])
+# 127.0.0.x are all this machine, so that several "nodes" can be named without any resolver.
+TWO_HOSTS = "127.0.0.1 127.0.0.2"
+# A name service that knows other-host, as a cluster's does.
+GETENT_STUB = """#!/usr/bin/env bash
+[[ $2 == other-host ]] && echo "192.0.2.7 STREAM other-host" && exit 0
+exec /usr/bin/getent "$@"
+"""
+SCONTROL_STUB = """#!/usr/bin/env bash
+[[ $* == "show hostnames 127.0.0.[1-2]" ]] && printf '127.0.0.1\\n127.0.0.2\\n'
+"""
 
 
-def options(arguments: list[str]) -> dict[str, str | bool]:
-    result: dict[str, str | bool] = {}
-    name = None
-    for argument in arguments:
-        if argument.startswith("--"):
-            name = argument
-            assert name not in result, f"{name} is given twice"
-            result[name] = True
-        else:
-            assert name, f"{argument} stands before any option"
-            assert result[name] is True, f"{name} has two values"
-            result[name] = argument
-    return result
+@pytest.fixture
+def other_host(project: Project) -> str:
+    project.add_stub("getent", GETENT_STUB)
+    return "other-host"
 
 
-def launched(project: Project, strategy: str, *arguments: str, **environment: str | None):
+def planned(project: Project, strategy: str, *arguments: str, **environment: str | None) -> dict:
+    """The plan as the launcher prints it, whatever it says of it."""
+    result = project.launch(strategy, "--dry-run=json", *arguments, **environment)
+    assert result.stdout, result.stderr
+    plan = json.loads(result.stdout)
+    assert result.returncode == (2 if any(o["fatal"] for o in plan["obstacles"]) else 0)
+    return plan
+
+
+def place(project: Project, strategy: str, *arguments: str, **environment: str | None) -> tuple[str, int, int]:
+    """The master, the number of nodes and the node's rank."""
+    plan = planned(project, strategy, *arguments, **environment)
+    assert plan["obstacles"] == []
+    torchrun = by_name(plan["command"][1 : plan["command"].index("--rdzv_conf")])
+    assert (torchrun["--master_addr"], int(torchrun["--node_rank"])) == (plan["master_address"], plan["node"])
+    return plan["master_address"], plan["layout"]["nnodes"], plan["node"]
+
+
+def obstacle(project: Project, *arguments: str, strategy: str = "ddp", **environment: str | None) -> tuple[str, str]:
+    """The code of the one obstacle, and what it says; a real run stops for it, with exit status 2, and starts nothing."""
+    (found,) = planned(project, strategy, *arguments, **environment)["obstacles"]
     result = project.launch(strategy, *arguments, **environment)
-    assert result.returncode == 0, result.stderr
-    return split_command(project.recorded_arguments())
-
-
-def refused(project: Project, strategy: str, *arguments: str, **environment: str | None) -> str:
-    """Standard error of a launch that must be refused: status 2, one error, nothing started."""
-    result = project.launch(strategy, *arguments, **environment)
-    assert result.returncode == 2, result.stderr
+    assert result.returncode == 2
     assert not project.was_started()
-    assert result.stderr.count("error: ") == 1, result.stderr
     assert not (project.root / "outputs").exists()
-    return result.stderr
+    assert f"error: {found['found']}" in result.stderr and result.stderr.count("error: ") == 1
+    return found["code"], f"{found['found']}. {found['remedy']}"
 
 
-def ds_config(project: Project, strategy: str) -> dict:
-    return json.loads((project.root / "outputs" / strategy / "ds_config.json").read_text())
+# ---- hosts, ranks, master --------------------------------------------------------------------------------------------
 
 
-# ---- the exact command of each strategy ----------------------------------------------------------------------------
+def test_who_wins_arguments_the_environment_or_slurm(project: Project):
+    slurm = {"SLURM_JOB_NODELIST": "127.0.0.8,127.0.0.9", "SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "2"}
+    ours = {"HOSTS": TWO_HOSTS, "NODE_RANK": "0"}
+    assert place(project, "ddp", "127.0.0.1", "1", **ours, **slurm) == ("127.0.0.1", 2, 1)
+    assert place(project, "ddp", **ours, **slurm) == ("127.0.0.1", 2, 0)
+    assert place(project, "ddp", **slurm) == ("127.0.0.8", 2, 1)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_exact_command(project: Project, strategy: str):
-    tensor = 2 if strategy in ("tensor", "hybrid") else 1
-    pipeline = 2 if strategy in ("pipeline", "hybrid") else 1
-    run = project.root / "outputs" / strategy
-    expected: dict[str, str | bool] = {
-        "--tensor-model-parallel-size": str(tensor),
-        "--pipeline-model-parallel-size": str(pipeline),
-        "--encoder-num-layers": "24",
-        "--decoder-num-layers": "24",
-        "--hidden-size": "1024",
-        "--num-attention-heads": "16",
-        "--kv-channels": "64",
-        "--ffn-hidden-size": "2816",
-        "--encoder-seq-length": "512",
-        "--decoder-seq-length": "128",
-        "--max-position-embeddings": "512",
-        "--attention-dropout": "0.1",
-        "--hidden-dropout": "0.1",
-        "--micro-batch-size": "1",
-        "--global-batch-size": "16",
-        "--train-iters": "1000",
-        "--lr": "0.0001",
-        "--min-lr": "0",
-        "--lr-decay-style": "cosine",
-        "--lr-warmup-iters": "0",
-        "--weight-decay": "0.01",
-        "--clip-grad": "1.0",
-        "--seed": "1234",
-        "--data-path": str(project.data_prefix),
-        "--data-impl": "mmap",
-        "--split": "949,50,1",
-        "--num-workers": "2",
-        "--tokenizer-type": "HFTokenizer",
-        "--tokenizer-model": "google-t5/t5-large",
-        "--make-vocab-size-divisible-by": str(128 // tensor),
-        "--log-interval": "20",
-        "--eval-interval": "1000",
-        "--eval-iters": "0",
-        "--distributed-backend": "gloo",
-        "--distributed-timeout-minutes": "10",
-        "--DDP-impl": "local",
-        "--no-gradient-accumulation-fusion": True,
-        "--no-masked-softmax-fusion": True,
-        "--no-bias-gelu-fusion": True,
-        "--no-bias-dropout-fusion": True,
-        "--tensorboard-dir": str(run / "tensorboard"),
-        "--tensorboard-log-interval": "20",
-        "--bf16": True,
-        "--layout-independent-init": True,
-        "--wandb-project": "ml710-t5-parallelism",
-        "--wandb-exp-name": f"megatron-{strategy}",
-        "--wandb-save-dir": str(run),
-    }
-    if pipeline == 2:
-        expected["--pipeline-model-parallel-split-rank"] = "1"
-    if strategy in ZERO_STAGES:
-        expected |= {
-            "--deepspeed": True,
-            "--deepspeed_config": str(run / "ds_config.json"),
-            "--zero-stage": str(ZERO_STAGES[strategy]),
-            "--no-pipeline-parallel": True,
-        }
-    if strategy == "zero3_offload":
-        expected["--cpu-optimizer"] = True
-
-    torchrun, script, engine = launched(project, strategy)
-    assert torchrun == {
-        "--nnodes": "1",
-        "--nproc_per_node": "4" if strategy == "hybrid" else "2",
-        "--node_rank": "0",
-        "--master_addr": "127.0.0.1",
-        "--master_port": str(PORTS[strategy]),
-        "--rdzv_conf": "timeout=600",
-    }
-    assert Path(script).resolve() == project.engine / "pretrain_t5.py"
-    assert engine == expected
+def test_where_the_nodes_come_from(project: Project, other_host: str):
+    project.add_stub("scontrol", SCONTROL_STUB)
+    brackets = {"SLURM_JOB_NODELIST": "127.0.0.[1-2]", "SLURM_NODEID": "1"}
+    assert place(project, "ddp", **brackets) == ("127.0.0.1", 2, 1)
+    own = f"{other_host} {socket.gethostname()}"
+    assert place(project, "ddp", HOSTS=own, MASTER_ADDR=other_host) == (other_host, 2, 1)
+    assert place(project, "ddp", "localhost", "0") == ("localhost", 1, 0)
+    # As the README has the hybrid: HOSTS still holds the two nodes that everything else runs on.
+    assert place(project, "hybrid", "127.0.0.1", "3", HOSTS=TWO_HOSTS, NNODES="4") == ("127.0.0.1", 4, 3)
 
 
-@pytest.mark.parametrize("strategy", ZERO_STAGES)
-def test_effective_ds_config(project: Project, strategy: str):
-    launched(project, strategy)
-    config = ds_config(project, strategy)
-    zero = config["zero_optimization"]
-    assert zero["stage"] == ZERO_STAGES[strategy]
-    assert zero["overlap_comm"] is False
-    assert ("offload_optimizer" in zero) == ("offload_param" in zero) == (strategy == "zero3_offload")
-    assert config["train_batch_size"] == 16
-    assert config["train_micro_batch_size_per_gpu"] == 1
-    assert config["gradient_clipping"] == 1.0
-    assert config["bf16"] == {"enabled": True}
-    assert config["fp16"] == {"enabled": False}
+def test_a_master_and_a_rank_alone_mean_the_readmes_two_nodes(project: Project, other_host: str):
+    result = project.launch("ddp", other_host, "1", "--dry-run=json")
+    assert json.loads(result.stdout)["layout"]["nnodes"] == 2
+    assert "Neither HOSTS nor NNODES" in result.stderr
 
 
-def test_environment_on_cpu(project: Project):
-    launched(project, "zero1", PYTHONPATH=project.environment["PYTHONPATH"])
+@pytest.mark.parametrize(
+    ("arguments", "environment", "code", "found"),
+    [
+        (["127.0.0.1", "one"], {"HOSTS": TWO_HOSTS}, "node-rank", "found 'one'"),
+        (["127.0.0.1", " 1"], {"HOSTS": TWO_HOSTS}, "node-rank", "found ' 1'"),
+        (["127.0.0.1", "2"], {"HOSTS": TWO_HOSTS}, "node-rank", "rank is 2 but there are 2 nodes"),
+        (["127.0.0.1", "1"], {"HOSTS": "127.0.0.1 other-host"}, "rank-of-another-host", "rank 1 belongs to other-host"),
+        (["127.0.0.2", "0"], {"HOSTS": TWO_HOSTS}, "master-is-not-first", "HOSTS begins with 127.0.0.1"),
+        (["no-such-host.invalid", "0"], {"NNODES": "2"}, "unknown-master", "no-such-host.invalid' does not resolve"),
+        ([], {"HOSTS": "other-host other-host"}, "no-node-rank", "Unable to infer NODE_RANK"),
+        ([], {"NNODES": "2"}, "no-master", "no master host is known"),
+        ([], {"SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2", "SLURM_NODEID": "0", "SLURM_LOCALID": "1"},
+         "tasks-per-node", "--ntasks-per-node=1"),
+    ],
+)  # fmt: skip
+def test_places_that_cannot_be(project: Project, other_host: str, arguments, environment, code, found):
+    answer = obstacle(project, *arguments, **environment)
+    assert answer[0] == code and found in answer[1]
+
+
+def test_a_port_in_use(project: Project):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        code, found = obstacle(project, MASTER_PORT=port)
+        assert code == "port-taken" and f"port {port} is already in use" in found
+        # It is the master's port, not this node's.
+        assert place(project, "ddp", "127.0.0.1", "1", HOSTS=TWO_HOSTS, MASTER_PORT=port)[2] == 1
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({"TRAIN_ITERS": "many"}, "TRAIN_ITERS must be a whole number of at least 1, found 'many'"),
+        ({"TRAIN_ITERS": "0"}, "TRAIN_ITERS must be a whole number of at least 1"),
+        ({"TRAIN_ITERS": ""}, "TRAIN_ITERS must be a whole number"),
+        ({"MICRO_BATCH_SIZE": "08"}, "MICRO_BATCH_SIZE must be a whole number"),
+        ({"HIDDEN_SIZE": "a[$(touch /tmp/never)]"}, "HIDDEN_SIZE must be a whole number"),
+        ({"LR": "-1"}, "LR must be a number that is not negative"),
+        ({"PRECISION_FLAG": "--bf8"}, "PRECISION_FLAG is '--bf8'"),
+        ({"MODEL_PRESET": "huge"}, "MODEL_PRESET is 'huge'"),
+        ({"ENGINE": "megatron|native"}, "ENGINE is 'megatron|native'"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT must be at most 65535"),
+        ({"OUTPUT_DIR": ""}, "OUTPUT_DIR is empty"),
+        ({"NNODES": "two"}, "NNODES must be a whole number"),
+    ],
+)
+def test_a_setting_must_be_of_its_kind(project: Project, environment: dict, found: str):
+    code, said = obstacle(project, **environment)
+    assert code == "setting-value" and found in said
+
+
+# Every setting that an engine or torchrun sees, with a value that is not its default.
+CHANGED = {
+    "TRAIN_ITERS": "50", "GLOBAL_BATCH_SIZE": "64", "MICRO_BATCH_SIZE": "4", "ENCODER_NUM_LAYERS": "6",
+    "DECODER_NUM_LAYERS": "3", "HIDDEN_SIZE": "512", "NUM_ATTENTION_HEADS": "8", "FFN_HIDDEN_SIZE": "1000",
+    "ENCODER_SEQ_LENGTH": "256", "DECODER_SEQ_LENGTH": "100", "LR": "3e-4", "MIN_LR": "1e-6", "LR_WARMUP_ITERS": "10",
+    "WEIGHT_DECAY": "0.1", "CLIP_GRAD": "3.5", "DROPOUT": "0.2", "SEED": "7", "LOG_INTERVAL": "5",
+    "EVAL_INTERVAL": "100", "EVAL_ITERS": "10", "DISTRIBUTED_TIMEOUT_MINUTES": "3", "PRECISION_FLAG": "--fp16",
+}  # fmt: skip
+
+
+def test_every_setting_reaches_the_engine_and_what_stands_after_the_dashes_comes_last(project: Project):
+    extra = ["--recompute-activations", "--some-name", "a b", "--seed", "8"]
+    others = {"WANDB_PROJECT": "my project", "WANDB_RUN_NAME": "it's $HOME; `id`", "TOKENIZER_MODEL": "a/model"}
+    others |= {"SAVE_INTERVAL": "25", "MASTER_PORT": "29900", "RENDEZVOUS_TIMEOUT": "30", "OUTPUT_DIR": "here"}
+    result = project.launch("zero1", "--", *extra, **CHANGED, **others)
+    assert result.returncode == 0, result.stderr
+    words = project.recorded_arguments()
+    given = by_name(words)
+    plan = json.loads((project.root / "here" / "run.json").read_text())["plan"]
+    for name, value in (CHANGED | {"SEED": "8"}).items():
+        assert plan["settings"][name]["value"] == value
+        for argument in plan["settings"][name]["argument"].split(","):
+            assert value in words if argument == "=" else given[argument] == value, name
+    assert words[-len(extra) :] == extra
+    assert plan["command"][1:] == words
+    wanted = {"--wandb-project": "my project", "--wandb-exp-name": "it's $HOME; `id`", "--tokenizer-model": "a/model"}
+    wanted |= {"--save-interval": "25", "--save": str(project.root / "here" / "checkpoints"), "--master_port": "29900"}
+    assert "timeout=30" in words
+    wanted |= {"--initial-loss-scale": "65536"}
+    assert {name: given.get(name) for name in wanted} == wanted
+
+
+def test_the_environment_of_the_engine(project: Project):
+    assert project.launch("zero1", PYTHONPATH="/elsewhere").returncode == 0
     environment = project.recorded_environment()
-    assert environment["DS_ACCELERATOR"] == "cpu"
-    assert environment["LOCAL_SIZE"] == "2"
-    assert environment["CUDA_VISIBLE_DEVICES"] == ""
-    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-    assert environment["PYTHONPATH"].split(":")[1] == project.environment["PYTHONPATH"]
-    assert Path(environment["PYTHONPATH"].split(":")[0]).resolve() == project.engine
-
-
-def test_cuda_is_chosen_where_there_are_gpus(project: Project):
+    expected = {
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_SIZE": "2",
+        "CUDA_VISIBLE_DEVICES": "",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    assert expected.items() <= environment.items()
+    engine, *rest = environment["PYTHONPATH"].split(":")
+    assert Path(engine).resolve() == project.engine
+    assert rest == [str(project.root), "/elsewhere"]
     project.set_gpus(2)
-    _, _, engine = launched(project, "ddp")
-    assert engine["--distributed-backend"] == "nccl"
-    assert "--no-masked-softmax-fusion" not in engine
+    assert project.launch("ddp").returncode == 0
     assert "DS_ACCELERATOR" not in project.recorded_environment()
+    assert by_name(project.recorded_arguments())["--distributed-backend"] == "nccl"
 
 
-def test_device_cpu_wins_over_gpus(project: Project):
-    project.set_gpus(2)
-    _, _, engine = launched(project, "ddp", DEVICE="cpu")
-    assert engine["--distributed-backend"] == "gloo"
-
-
-def test_data_parallel_uses_the_single_gpu_there_is(project: Project):
-    project.set_gpus(1)
-    torchrun, _, _ = launched(project, "zero1")
-    assert torchrun["--nproc_per_node"] == "1"
-
-
-@pytest.mark.parametrize(("visible", "processes"), [("3", "1"), ("0,5", "2")])
-def test_visible_devices_count_not_the_installed_ones(project: Project, visible: str, processes: str):
-    project.set_gpus(8)
-    torchrun, _, _ = launched(project, "ddp", CUDA_VISIBLE_DEVICES=visible)
-    assert torchrun["--nproc_per_node"] == processes
-
-
-@pytest.mark.parametrize("strategy", ["tensor", "pipeline", "hybrid"])
-def test_further_processes_are_data_parallel(project: Project, strategy: str):
-    torchrun, _, engine = launched(project, strategy, NPROC_PER_NODE="8", MICRO_BATCH_SIZE="2")
-    assert torchrun["--nproc_per_node"] == "8"
-    assert engine["--micro-batch-size"] == "2"
-
-
-def test_gpus_per_node_is_understood(project: Project):
-    torchrun, _, _ = launched(project, "ddp", GPUS_PER_NODE="4")
-    assert torchrun["--nproc_per_node"] == "4"
-
-
-def test_pipeline_of_four_stages_splits_in_the_middle(project: Project):
-    _, _, engine = launched(project, "pipeline", PIPELINE_PARALLEL_SIZE="4")
-    assert engine["--pipeline-model-parallel-size"] == "4"
-    assert engine["--pipeline-model-parallel-split-rank"] == "2"
-
-
-def test_native_engine_gets_the_same_command(project: Project):
-    _, _, megatron = launched(project, "tensor")
-    (project.root / "outputs" / "tensor" / "node0.status").unlink()
-    _, script, native = launched(project, "tensor", ENGINE="native", MEGATRON_DIR="/nowhere")
-    assert script == str(project.root / "native" / "pretrain_t5.py")
-    assert native == megatron
-
-
-# ---- settings ------------------------------------------------------------------------------------------------------
-
-OVERRIDES = [
-    ("TRAIN_ITERS", "50", "--train-iters"),
-    ("GLOBAL_BATCH_SIZE", "64", "--global-batch-size"),
-    ("MICRO_BATCH_SIZE", "4", "--micro-batch-size"),
-    ("ENCODER_NUM_LAYERS", "6", "--encoder-num-layers"),
-    ("DECODER_NUM_LAYERS", "3", "--decoder-num-layers"),
-    ("HIDDEN_SIZE", "512", "--hidden-size"),
-    ("NUM_ATTENTION_HEADS", "8", "--num-attention-heads"),
-    ("FFN_HIDDEN_SIZE", "1000", "--ffn-hidden-size"),
-    ("ENCODER_SEQ_LENGTH", "256", "--encoder-seq-length"),
-    ("DECODER_SEQ_LENGTH", "100", "--decoder-seq-length"),
-    ("LR", "3e-4", "--lr"),
-    ("MIN_LR", "1e-6", "--min-lr"),
-    ("LR_WARMUP_ITERS", "10", "--lr-warmup-iters"),
-    ("WEIGHT_DECAY", "0.1", "--weight-decay"),
-    ("CLIP_GRAD", "3.5", "--clip-grad"),
-    ("DROPOUT", "0", "--hidden-dropout"),
-    ("DROPOUT", "0.2", "--attention-dropout"),
-    ("SEED", "7", "--seed"),
-    ("LOG_INTERVAL", "5", "--log-interval"),
-    ("EVAL_INTERVAL", "100", "--eval-interval"),
-    ("EVAL_ITERS", "10", "--eval-iters"),
-    ("WANDB_PROJECT", "my project", "--wandb-project"),
-    ("WANDB_RUN_NAME", "smoke-ddp", "--wandb-exp-name"),
-    ("TOKENIZER_MODEL", "google-t5/t5-small", "--tokenizer-model"),
-    ("SAVE_INTERVAL", "25", "--save-interval"),
-    ("DISTRIBUTED_TIMEOUT_MINUTES", "3", "--distributed-timeout-minutes"),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "option"), OVERRIDES)
-def test_override_reaches_the_engine(project: Project, name: str, value: str, option: str):
-    _, _, engine = launched(project, "zero1", **{name: value})
-    assert engine[option] == value
-
-
-def test_overrides_reach_torchrun(project: Project):
-    torchrun, _, _ = launched(project, "ddp", MASTER_PORT="29900", RENDEZVOUS_TIMEOUT="30")
-    assert torchrun["--master_port"] == "29900"
-    assert torchrun["--rdzv_conf"] == "timeout=30"
-
-
-def test_overrides_reach_the_ds_config(project: Project):
-    launched(project, "zero2", GLOBAL_BATCH_SIZE="32", MICRO_BATCH_SIZE="4", CLIP_GRAD="3.5", PRECISION_FLAG="--fp16")
-    config = ds_config(project, "zero2")
-    assert config["train_batch_size"] == 32
-    assert config["train_micro_batch_size_per_gpu"] == 4
-    assert config["gradient_clipping"] == 3.5
-    assert config["bf16"] == {"enabled": False}
-    assert config["fp16"] == {"enabled": True}
-
-
-def test_empty_precision_is_fp32(project: Project):
-    _, _, engine = launched(project, "zero3", PRECISION_FLAG="")
-    assert not engine.keys() & {"--bf16", "--fp16"}
-    config = ds_config(project, "zero3")
-    assert config["bf16"] == config["fp16"] == {"enabled": False}
-
-
-def test_fp16_starts_from_one_loss_scale_everywhere(project: Project):
-    _, _, engine = launched(project, "ddp", PRECISION_FLAG="--fp16")
-    assert engine["--fp16"] is True
-    assert engine["--initial-loss-scale"] == "65536"
+def test_both_engines_get_the_same_arguments(project: Project):
+    megatron = planned(project, "tensor")
+    native = planned(project, "tensor", ENGINE="native", MEGATRON_DIR="/nowhere")
+    assert native["obstacles"] == [] and native["arguments"] == megatron["arguments"]
+    assert str(project.root / "native" / "pretrain_t5.py") in native["command"]
 
 
 @pytest.mark.parametrize(
     ("preset", "hidden", "layers"), [("tiny", "64", "2"), ("small", "512", "6"), ("base", "768", "12")]
 )
-def test_presets(project: Project, preset: str, hidden: str, layers: str):
-    _, _, engine = launched(project, "ddp", MODEL_PRESET=preset, DECODER_NUM_LAYERS="4")
-    assert engine["--hidden-size"] == hidden
-    assert engine["--encoder-num-layers"] == layers
-    assert engine["--decoder-num-layers"] == "4"
+def test_presets_are_defaults(project: Project, preset: str, hidden: str, layers: str):
+    settings = planned(project, "ddp", MODEL_PRESET=preset, DECODER_NUM_LAYERS="4")["settings"]
+    values = [settings[name]["value"] for name in ("HIDDEN_SIZE", "ENCODER_NUM_LAYERS", "DECODER_NUM_LAYERS")]
+    assert values == [hidden, layers, "4"]
 
 
-def test_tokenizer_beside_the_data_is_used(project: Project):
-    tokenizer = project.root / "megatron_data" / "tokenizer"
-    tokenizer.mkdir()
-    _, _, engine = launched(project, "ddp")
-    assert engine["--tokenizer-model"] == str(tokenizer)
+def test_gpus_per_node_is_understood(project: Project):
+    assert planned(project, "ddp", GPUS_PER_NODE="4")["layout"]["nproc_per_node"] == 4
 
 
-def test_data_directory_may_be_elsewhere(project: Project, tmp_path: Path):
-    elsewhere = tmp_path / "other data"
-    (project.root / "megatron_data").rename(elsewhere)
-    _, _, engine = launched(project, "ddp", MEGATRON_DATA_DIR=str(elsewhere))
-    assert engine["--data-path"] == str(elsewhere / "xsum_text_document")
+def test_wrong_use(project: Project):
+    for arguments, found in ((["a", "0", "1"], "at most two arguments"), (["--rank"], "unknown option '--rank'")):
+        result = project.launch("ddp", *arguments)
+        assert result.returncode == 2 and found in result.stderr and not project.was_started()
 
 
-def test_relative_output_directory_is_the_callers(project: Project, tmp_path: Path):
-    result = project.launch("ddp", cwd=tmp_path, OUTPUT_DIR="here")
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "here" / "node0.log").is_file()
+def test_help_has_every_setting_by_role_at_most_100_columns_wide(project: Project):
+    result = project.launch("zero2", "--help")
+    assert result.returncode == 0
+    lines = result.stdout.splitlines()
+    names = [
+        line.split()[0] for line in lines if line.startswith("  ") and line.strip()[:1].isupper() and line[2] != " "
+    ]
+    assert names and sorted(names) == sorted(planned(project, "zero2")["settings"])
+    assert max(map(len, lines)) <= 100
+    assert any(line.split()[:2] == ["MASTER_PORT", "29802"] for line in lines)
+    assert lines.index("Watching, saving, ending") < lines.index("Names, and Weights & Biases")
 
 
-def test_extra_arguments_go_to_the_engine_last(project: Project):
-    launched(project, "ddp", "--", "--recompute-activations", "--some-name", "a b")
-    assert project.recorded_arguments()[-3:] == ["--recompute-activations", "--some-name", "a b"]
-
-
-def test_works_from_inside_scripts_without_user_or_hostname(project: Project):
-    result = subprocess.run(
-        ["bash", "run_megatron_t5_ddp.sh"],
-        cwd=project.root / "scripts",
-        env=project.environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-
-
-def test_save_and_wandb_options(project: Project):
-    _, _, engine = launched(project, "ddp", SAVE_INTERVAL="5", WANDB_MODE="disabled")
-    assert engine["--save"] == str(project.root / "outputs" / "ddp" / "checkpoints")
-    assert not [option for option in engine if option.startswith("--wandb")]
+# ---- Weights & Biases ------------------------------------------------------------------------------------------------
 
 
 def test_without_a_key_wandb_is_offline_and_says_how_to_upload(project: Project):
@@ -363,323 +251,93 @@ def test_with_a_key_wandb_is_online_and_the_key_is_nowhere_on_disk(project: Proj
     assert not [path for path in files if b"s3cr3t" in path.read_bytes()]
 
 
-@pytest.mark.parametrize("mode", ["online", "offline", "disabled"])
-def test_wandb_mode_is_the_users(project: Project, mode: str):
-    project.launch("ddp", WANDB_MODE=mode)
-    assert project.recorded_environment()["WANDB_MODE"] == mode
-
-
-# ---- flash attention -----------------------------------------------------------------------------------------------
-
-
-def test_flash_attention_where_it_applies_and_said(project: Project):
-    project.set_gpus(2)
-    project.install("flash_attn", "2.7.4")
-    result = project.launch("ddp")
-    assert "--use-flash-attn-v2" in project.recorded_arguments()
-    assert "flash-attn 2.7.4" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("environment", "reason"),
-    [
-        ({"DEVICE": "cpu"}, "no CUDA"),
-        ({"PRECISION_FLAG": ""}, "fp32"),
-        ({"FLASH_ATTENTION": "off"}, "FLASH_ATTENTION=off"),
-    ],
-)
-def test_standard_attention_otherwise_and_said(project: Project, environment: dict, reason: str):
-    project.set_gpus(2)
-    project.install("flash_attn", "2.7.4")
-    result = project.launch("ddp", **environment)
-    assert "--use-flash-attn-v2" not in project.recorded_arguments()
-    assert f"attention: standard ({reason})" in result.stderr
-
-
-def test_flash_attention_that_cannot_be_is_refused(project: Project):
-    assert "not installed" in refused(project, "ddp", FLASH_ATTENTION="on")
-
-
-# ---- hosts, ranks, master ------------------------------------------------------------------------------------------
-
-# 127.0.0.x are all this machine, so that several "nodes" can be named without any resolver.
-TWO_HOSTS = "127.0.0.1 127.0.0.2"
-
-
-def test_master_and_rank_from_the_arguments(project: Project):
-    torchrun, _, _ = launched(project, "ddp", "127.0.0.1", "1", HOSTS=TWO_HOSTS)
-    assert torchrun["--nnodes"] == "2"
-    assert torchrun["--nproc_per_node"] == "1"
-    assert torchrun["--node_rank"] == "1"
-    assert torchrun["--master_addr"] == "127.0.0.1"
-
-
-def test_arguments_win_over_the_environment_and_that_over_slurm(project: Project):
-    slurm = {"SLURM_JOB_NODELIST": "127.0.0.8,127.0.0.9", "SLURM_NODEID": "0", "SLURM_JOB_NUM_NODES": "2"}
-    torchrun, _, _ = launched(project, "ddp", "127.0.0.1", "1", HOSTS=TWO_HOSTS, NODE_RANK="0", **slurm)
-    assert (torchrun["--node_rank"], torchrun["--master_addr"]) == ("1", "127.0.0.1")
-    torchrun, _, _ = launched(project, "zero1", HOSTS=TWO_HOSTS, NODE_RANK="1", **slurm)
-    assert (torchrun["--node_rank"], torchrun["--master_addr"]) == ("1", "127.0.0.1")
-    torchrun, _, _ = launched(project, "zero3", **(slurm | {"SLURM_NODEID": "1"}))
-    assert (torchrun["--node_rank"], torchrun["--master_addr"]) == ("1", "127.0.0.8")
-
-
-SCONTROL_STUB = """#!/usr/bin/env bash
-[[ $* == "show hostnames 127.0.0.[1-2]" ]] && printf '127.0.0.1\\n127.0.0.2\\n'
-"""
-
-# A name service that knows other-host, as a cluster's does.
-GETENT_STUB = """#!/usr/bin/env bash
-[[ $2 == other-host ]] && echo "192.0.2.7 STREAM other-host" && exit 0
-exec /usr/bin/getent "$@"
-"""
-
-
-@pytest.fixture
-def other_host(project: Project) -> str:
-    project.add_stub("getent", GETENT_STUB)
-    return "other-host"
-
-
-def test_slurm_bracket_lists_are_expanded_by_scontrol(project: Project):
-    project.add_stub("scontrol", SCONTROL_STUB)
-    torchrun, _, _ = launched(project, "ddp", SLURM_JOB_NODELIST="127.0.0.[1-2]", SLURM_NODEID="1")
-    assert torchrun["--nnodes"] == "2"
-    assert torchrun["--master_addr"] == "127.0.0.1"
-
-
-def test_rank_from_the_host_name(project: Project, other_host: str):
-    torchrun, _, _ = launched(project, "ddp", HOSTS=f"{other_host} {socket.gethostname()}", MASTER_ADDR=other_host)
-    assert torchrun["--node_rank"] == "1"
-
-
-def test_hybrid_on_four_nodes_as_the_readme_has_it(project: Project):
-    """HOSTS still holds the two nodes that everything else runs on."""
-    torchrun, _, _ = launched(project, "hybrid", "127.0.0.1", "3", HOSTS=TWO_HOSTS, NNODES="4")
-    assert torchrun["--nnodes"] == "4"
-    assert torchrun["--nproc_per_node"] == "1"
-    assert torchrun["--node_rank"] == "3"
-
-
-def test_hybrid_on_two_nodes_takes_two_processes_on_each(project: Project):
-    torchrun, _, _ = launched(project, "hybrid", "127.0.0.1", "0", HOSTS=TWO_HOSTS)
-    assert torchrun["--nproc_per_node"] == "2"
-
-
-@pytest.mark.parametrize("rank", ["one", "-1", "1.5", " 1", "01x"])
-def test_refuses_a_rank_that_is_no_number(project: Project, rank: str):
-    arguments = ["127.0.0.1", rank]
-    result = project.launch("ddp", *arguments, HOSTS=TWO_HOSTS)
-    assert result.returncode == 2
-    assert "rank" in result.stderr or "unknown option" in result.stderr
-
-
-def test_refuses_a_rank_out_of_range(project: Project):
-    message = refused(project, "ddp", "127.0.0.1", "2", HOSTS=TWO_HOSTS)
-    assert "rank is 2 but there are 2 nodes" in message
-
-
-def test_refuses_a_rank_that_is_another_hosts(project: Project, other_host: str):
-    message = refused(project, "ddp", "127.0.0.1", "1", HOSTS=f"127.0.0.1 {other_host}")
-    assert "rank 1 belongs to other-host" in message
-
-
-def test_refuses_a_master_that_is_not_the_first_host(project: Project):
-    message = refused(project, "ddp", "127.0.0.2", "0", HOSTS=TWO_HOSTS)
-    assert "HOSTS begins with 127.0.0.1" in message
-
-
-def test_refuses_a_master_that_does_not_resolve(project: Project):
-    message = refused(project, "ddp", "no-such-host.invalid", "0", NNODES="2")
-    assert "no-such-host.invalid" in message
-    assert "does not resolve" in message
-
-
-def test_a_master_and_a_rank_alone_mean_the_readmes_two_nodes(project: Project, other_host: str):
-    result = project.launch("ddp", other_host, "1")
-    assert result.returncode == 0, result.stderr
-    torchrun, _, _ = split_command(project.recorded_arguments())
-    assert (torchrun["--nnodes"], torchrun["--node_rank"], torchrun["--master_addr"]) == ("2", "1", other_host)
-    assert "Neither HOSTS nor NNODES" in result.stderr
-
-
-def test_a_loopback_master_means_this_machine_alone(project: Project):
-    torchrun, _, _ = launched(project, "ddp", "localhost", "0")
-    assert torchrun["--nnodes"] == "1"
-
-
-def test_refuses_when_the_rank_cannot_be_inferred(project: Project, other_host: str):
-    message = refused(project, "ddp", HOSTS=f"{other_host} {other_host}")
-    assert "Unable to infer NODE_RANK" in message
-    assert "other-host 0" in message
-
-
-def test_refuses_two_launchers_on_one_slurm_node(project: Project):
-    slurm = {"SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2", "SLURM_NODEID": "0", "SLURM_LOCALID": "1"}
-    assert "--ntasks-per-node=1" in refused(project, "ddp", **slurm)
-
-
-def test_refuses_a_third_argument(project: Project):
-    assert "at most two arguments" in refused(project, "ddp", "127.0.0.1", "0", "1")
-
-
-def test_refuses_an_unknown_option(project: Project):
-    assert "unknown option '--rank'" in refused(project, "ddp", "--rank")
-
-
-# ---- refusals ------------------------------------------------------------------------------------------------------
-
-
-def test_refuses_a_port_in_use(project: Project):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        message = refused(project, "ddp", MASTER_PORT=str(port))
-        assert f"port {port} is already in use" in message
-        assert project.launch("ddp", "127.0.0.1", "1", HOSTS=TWO_HOSTS, MASTER_PORT=str(port)).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("strategy", "environment", "message"),
-    [
-        ("ddp", {"GLOBAL_BATCH_SIZE": "15"}, "GLOBAL_BATCH_SIZE=15 is not divisible by 2"),
-        ("tensor", {"GLOBAL_BATCH_SIZE": "6", "MICRO_BATCH_SIZE": "4"}, "GLOBAL_BATCH_SIZE=6 is not divisible by 4"),
-        ("tensor", {"NUM_ATTENTION_HEADS": "1"}, "NUM_ATTENTION_HEADS=1 is not divisible"),
-        ("tensor", {"FFN_HIDDEN_SIZE": "2815"}, "FFN_HIDDEN_SIZE=2815 is not divisible"),
-        ("ddp", {"NUM_ATTENTION_HEADS": "15"}, "HIDDEN_SIZE=1024 is not divisible"),
-        ("pipeline", {"PIPELINE_PARALLEL_SIZE": "4", "ENCODER_NUM_LAYERS": "5"}, "do not divide over 2 stages"),
-        ("pipeline", {"PIPELINE_PARALLEL_SIZE": "4", "DECODER_NUM_LAYERS": "5"}, "do not divide over 2 stages"),
-        ("pipeline", {"PIPELINE_PARALLEL_SIZE": "3"}, "must be even"),
-        ("tensor", {"TENSOR_PARALLEL_SIZE": "3", "GLOBAL_BATCH_SIZE": "15"}, "by the tensor-parallel size 3"),
-        ("tensor", {"NPROC_PER_NODE": "1"}, "multiple of 2 processes"),
-        ("hybrid", {"NPROC_PER_NODE": "6"}, "multiple of 4 processes"),
-        ("ddp", {"TENSOR_PARALLEL_SIZE": "2"}, "ddp has no tensor parallelism"),
-        ("zero3", {"PIPELINE_PARALLEL_SIZE": "2"}, "zero3 has no pipeline parallelism"),
-        ("ddp", {"TRAIN_ITERS": "many"}, "TRAIN_ITERS must be a whole number of at least 1, found 'many'"),
-        ("ddp", {"TRAIN_ITERS": "0"}, "TRAIN_ITERS must be a whole number of at least 1"),
-        ("ddp", {"TRAIN_ITERS": ""}, "TRAIN_ITERS must be a whole number"),
-        ("ddp", {"MICRO_BATCH_SIZE": "08"}, "MICRO_BATCH_SIZE must be a whole number"),
-        ("ddp", {"LR": "fast"}, "LR must be a number"),
-        ("ddp", {"LR": "-1"}, "LR must be a number that is not negative"),
-        ("ddp", {"PRECISION_FLAG": "--bf8"}, "PRECISION_FLAG is '--bf8'"),
-        ("ddp", {"MODEL_PRESET": "huge"}, "MODEL_PRESET is 'huge'"),
-        ("ddp", {"ENGINE": "nanotron"}, "ENGINE is 'nanotron'"),
-        ("ddp", {"WANDB_MODE": "off"}, "WANDB_MODE is 'off'"),
-        ("ddp", {"MASTER_PORT": "70000"}, "MASTER_PORT must be at most 65535"),
-        ("ddp", {"NNODES": "two"}, "NNODES must be a whole number"),
-    ],
-)
-def test_refuses_settings_that_cannot_work(project: Project, strategy: str, environment: dict, message: str):
-    assert message in refused(project, strategy, **environment)
-
-
-def test_refuses_more_processes_than_gpus(project: Project):
-    project.set_gpus(1)
-    assert "NPROC_PER_NODE is 2 but this node has 1 visible GPU" in refused(project, "tensor")
-
-
-@pytest.mark.parametrize(("strategy", "processes"), [("tensor", "2"), ("pipeline", "2"), ("hybrid", "4"), ("ddp", "2")])
-@pytest.mark.parametrize("engine", ["megatron", "native"])
-def test_processes_share_a_gpu_over_gloo(project: Project, strategy: str, processes: str, engine: str):
-    project.set_gpus(1)
-    torchrun, _, flags = launched(project, strategy, SHARE_GPUS="1", ENGINE=engine)
-    assert torchrun["--nproc_per_node"] == processes
-    assert flags["--distributed-backend"] == "gloo"
-    assert ("--share-gpus" in flags) == (engine == "native")
-    # What is switched off on a CPU stays on: the GPU's own kernels are what such a run checks.
-    assert "--no-bias-gelu-fusion" not in flags
-
-
-def test_gpus_are_shared_only_where_there_are_too_few(project: Project):
-    project.set_gpus(2)
-    _, _, flags = launched(project, "tensor", SHARE_GPUS="1")
-    assert flags["--distributed-backend"] == "nccl"
-
-
-def test_deepspeeds_buffers_do_not_stay_in_memory(project: Project):
-    shared = Path("/dev/shm")
-    if not shared.is_dir():
-        pytest.skip("there is no /dev/shm")
-    name = f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{free_port()}"
-    own, other = shared / f"{name}_0", shared / f"{name}0_0"
-    try:
-        for path in (own, other):
-            path.touch()
-        launched(project, "zero1", MASTER_PORT=name.rpartition("_")[2])
-        assert not own.exists() and other.exists()
-    finally:
-        other.unlink()
-
-
-def test_zero_shares_no_gpu(project: Project):
-    project.set_gpus(1)
-    assert "1 visible GPU" in refused(project, "zero2", SHARE_GPUS="1", NPROC_PER_NODE="2")
-    torchrun, _, flags = launched(project, "zero2", SHARE_GPUS="1")
-    assert (torchrun["--nproc_per_node"], flags["--distributed-backend"]) == ("1", "nccl")
-
-
-def test_refuses_cuda_without_a_gpu(project: Project):
-    assert "0 visible GPU" in refused(project, "ddp", DEVICE="cuda")
+def test_wandb_disabled(project: Project):
+    project.launch("ddp", WANDB_MODE="disabled")
+    assert project.recorded_environment()["WANDB_MODE"] == "disabled"
+    assert not [word for word in project.recorded_arguments() if word.startswith("--wandb")]
+
+
+# ---- dry run ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3_offload", "hybrid"])
+def test_a_dry_run_prints_what_a_run_does(project: Project, tmp_path: Path, strategy: str):
+    printed = project.launch(strategy, "--dry-run", "--", "--some-name", "a b")
+    assert printed.returncode == 0, printed.stderr
+    assert not project.was_started() and not (project.root / "outputs").exists()
+    run = project.root / "outputs" / strategy
+
+    def left() -> tuple:
+        config = run / "ds_config.json"
+        environment = project.recorded_environment()
+        by_nature = {"T5_RUN_MARK", "PWD", "OLDPWD", "SHLVL", "_"}
+        return (
+            project.recorded_arguments(),
+            {name: value for name, value in environment.items() if name not in by_nature},
+            json.loads(config.read_text()) if config.exists() else None,
+        )
+
+    pasted = ["bash", "-euo", "pipefail", "-c", printed.stdout]
+    subprocess.run(pasted, env=project.environment, cwd=tmp_path, capture_output=True, check=True)
+    by_hand = left()
+    # The launcher's own path is in the environment of what it starts, as the printed command says.
+    assert project.launch(strategy, "--", "--some-name", "a b").returncode == 0
+    by_launcher = left()
+    assert by_launcher[0] == by_hand[0] and by_launcher[2] == by_hand[2]
+    assert by_launcher[1] == by_hand[1]
+
+
+def test_a_dry_run_needs_no_engine_data_or_gpu_and_says_what_is_missing(project: Project):
+    project.data_prefix.with_suffix(".bin").unlink()
+    result = project.launch("tensor", "--dry-run", MEGATRON_DIR="/nowhere", DEVICE="cuda")
+    assert result.returncode == 0
+    assert "--distributed-backend nccl" in result.stdout
+    missing = [line for line in result.stderr.splitlines() if line.startswith("a real run would stop here: ")]
+    assert len(missing) == 3, result.stderr
+
+
+def test_a_dry_run_refuses_what_cannot_work(project: Project):
+    result = project.launch("tensor", "--dry-run", GLOBAL_BATCH_SIZE="7", MICRO_BATCH_SIZE="2")
+    assert (result.returncode, result.stdout) == (2, "")
+
+
+# ---- the run directory -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 @pytest.mark.parametrize("damage", ["missing", "empty", "truncated"])
-def test_refuses_damaged_data(project: Project, suffix: str, damage: str):
+def test_damaged_data(project: Project, suffix: str, damage: str):
     path = project.data_prefix.with_suffix(suffix)
     if damage == "missing":
         path.unlink()
     else:
         path.write_bytes(b"" if damage == "empty" else path.read_bytes()[:-3])
-    message = refused(project, "ddp")
-    assert path.name in message
-    assert "prepare_xsum_megatron.sh" in message
+    code, found = obstacle(project)
+    assert code == "data" and path.name in found and "prepare_xsum_megatron.sh" in found
 
 
-def test_refuses_a_missing_checkout(project: Project):
-    message = refused(project, "ddp", MEGATRON_DIR="/nowhere/at all")
-    assert "no Megatron-DeepSpeed checkout at /nowhere/at all" in message
-    assert "setup_megatron.sh" in message
+def test_works_from_inside_scripts_without_user_or_hostname(project: Project):
+    command = ["bash", "run_megatron_t5_ddp.sh"]
+    result = subprocess.run(
+        command, cwd=project.root / "scripts", env=project.environment, capture_output=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
 
 
-def test_refuses_a_checkout_that_is_not_patched_as_declared(project: Project):
-    (project.engine / "megatron" / "training.py").write_text("patched = False\n")
-    message = refused(project, "ddp")
-    assert "not patched" in message
-    assert "setup_megatron.sh" in message
-
-
-def test_the_fixes_alone_are_enough_on_cuda_and_not_on_cpu(project: Project):
-    (project.engine / "megatron" / "training.py").write_text("patched = 'by hand'\n")
-    project.record_engine("megatron_t5_fixes")
-    assert "CPU needs the whole series" in refused(project, "ddp")
-    project.set_gpus(2)
-    _, _, engine = launched(project, "ddp")
-    assert "--layout-independent-init" not in engine
-
-
-@pytest.mark.parametrize("version", ["0.17.6", "0.18.0", "0.18.1", "0.18.2", "0.18.2+cu124"])
-def test_refuses_zero2_with_accumulation_on_an_affected_deepspeed(project: Project, version: str):
-    project.install("deepspeed", version)
-    assert "only the last of the 8 micro-batches" in refused(project, "zero2")
-    launched(project, "zero2", MICRO_BATCH_SIZE="8")
-    launched(project, "zero1")
-
-
-@pytest.mark.parametrize("version", ["0.17.5", "0.18.3", "0.18.20", "0.19.8"])
-def test_accepts_zero2_on_a_sound_deepspeed(project: Project, version: str):
-    project.install("deepspeed", version)
-    launched(project, "zero2")
-
-
-def test_refuses_to_overwrite_a_finished_run(project: Project):
+def test_a_finished_run_is_not_overwritten(project: Project):
     assert project.launch("ddp").returncode == 0
+    assert planned(project, "ddp")["obstacles"][0]["code"] == "finished-run"
     (project.stubs / "arguments").unlink()
-    result = project.launch("ddp")
-    assert result.returncode == 2
-    assert "finished run" in result.stderr
+    assert project.launch("ddp").returncode == 2
     assert not project.was_started()
-    assert project.launch("ddp", OUTPUT_DIR="another").returncode == 0
+
+
+@pytest.mark.parametrize("name", ["iter_{:07d}", "global_step{}"])
+def test_checkpoints_are_never_overwritten(project: Project, name: str):
+    for iteration in (8, 40, 9):
+        (project.root / "outputs" / "ddp" / "checkpoints" / name.format(iteration)).mkdir(parents=True)
+    (found,) = planned(project, "ddp")["obstacles"]
+    assert found["code"] == "earlier-checkpoints" and "up to iteration 40" in found["found"]
 
 
 def test_a_failed_run_may_be_repeated_and_keeps_its_log(project: Project):
@@ -695,84 +353,29 @@ def test_a_failed_run_may_be_repeated_and_keeps_its_log(project: Project):
     assert json.loads((run / "run.json").read_text())["status"] == "complete"
 
 
-@pytest.mark.parametrize("name", ["iter_{:07d}", "global_step{}"])
-def test_checkpoints_are_never_overwritten(project: Project, name: str):
-    for iteration in (8, 40, 9):
-        (project.root / "outputs" / "ddp" / "checkpoints" / name.format(iteration)).mkdir(parents=True)
-    result = project.launch("ddp")
-    assert result.returncode == 2
-    assert "holds checkpoints of an earlier run (up to iteration 40)" in result.stderr
-    assert not project.was_started()
-
-
-def test_refuses_a_run_directory_that_cannot_be_written(project: Project):
+def test_a_run_directory_that_cannot_be_written(project: Project):
     (project.root / "file").write_text("")
-    assert "cannot write to the run directory" in refused(project, "ddp", OUTPUT_DIR="file/run")
-
-
-# ---- dry run and help ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_dry_run_prints_what_a_run_does(project: Project, tmp_path: Path, strategy: str):
-    printed = project.launch(strategy, "--dry-run")
-    assert printed.returncode == 0, printed.stderr
+    result = project.launch("ddp", OUTPUT_DIR="file/run")
+    assert result.returncode == 2 and "cannot write to the run directory" in result.stderr
     assert not project.was_started()
-    assert not (project.root / "outputs").exists()
-
-    pasted = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", printed.stdout],
-        env=project.environment,
-        cwd=tmp_path,
-        capture_output=True,
-        check=False,
-    )
-    assert pasted.returncode == 0, pasted.stderr
-    by_hand = (project.recorded_arguments(), project.recorded_environment())
-    config = ds_config(project, strategy) if strategy in ZERO_STAGES else None
-
-    assert project.launch(strategy).returncode == 0
-    changes_by_nature = {"T5_RUN_MARK", "PWD", "OLDPWD", "SHLVL", "_"}
-    assert project.recorded_arguments() == by_hand[0]
-    environment = project.recorded_environment()
-    assert {k: v for k, v in environment.items() if k not in changes_by_nature} == {
-        k: v for k, v in by_hand[1].items() if k not in changes_by_nature
-    }
-    if config:
-        assert ds_config(project, strategy) == config
 
 
-def test_dry_run_needs_no_engine_data_or_gpu_and_says_what_is_missing(project: Project):
-    project.data_prefix.with_suffix(".bin").unlink()
-    result = project.launch("tensor", "--dry-run", MEGATRON_DIR="/nowhere", DEVICE="cuda")
-    assert result.returncode == 0
-    assert "--distributed-backend nccl" in result.stdout
-    missing = [line for line in result.stderr.splitlines() if line.startswith("a real run would stop here: ")]
-    assert len(missing) == 3, result.stderr
+def test_deepspeeds_buffers_do_not_stay_in_memory(project: Project):
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        pytest.skip("there is no /dev/shm")
+    name = f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{free_port()}"
+    own, other = shared / f"{name}_0", shared / f"{name}0_0"
+    try:
+        for path in (own, other):
+            path.touch()
+        assert project.launch("zero1", MASTER_PORT=name.rpartition("_")[2]).returncode == 0
+        assert not own.exists() and other.exists()
+    finally:
+        other.unlink()
 
 
-def test_dry_run_still_refuses_settings_that_cannot_work(project: Project):
-    result = project.launch("tensor", "--dry-run", GLOBAL_BATCH_SIZE="7", MICRO_BATCH_SIZE="2")
-    assert result.returncode == 2
-    assert result.stdout == ""
-
-
-def test_dry_run_output_is_quoted_for_the_shell(project: Project):
-    result = project.launch("ddp", "--dry-run", WANDB_RUN_NAME="it's $HOME; `id`")
-    command = result.stdout.splitlines()[-1]
-    assert "it's $HOME; `id`" in shlex.split(command)
-
-
-@pytest.mark.parametrize("option", ["--help", "-h"])
-def test_help_lists_every_setting(project: Project, option: str):
-    result = project.launch("zero2", option, MODEL_PRESET="large")
-    assert result.returncode == 0
-    for name, _, _ in OVERRIDES:
-        assert f"\n  {name} " in result.stdout
-    assert "29802" in result.stdout
-
-
-# ---- ending --------------------------------------------------------------------------------------------------------
+# ---- ending ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -786,6 +389,17 @@ def test_a_signal_ends_every_process(project: Project, number: signal.Signals):
     assert (project.root / "outputs" / "ddp" / "node0.status").read_text().startswith("cancelled ")
 
 
+def test_a_ctrl_c_on_the_terminal_ends_every_process(project: Project):
+    """It reaches the whole process group: the launcher, what ends the others, and whoever reads the output."""
+    launcher = project.start_sleeping()
+    os.killpg(launcher.pid, signal.SIGINT)
+    time.sleep(0.3)
+    os.killpg(launcher.pid, signal.SIGINT)
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == 130
+    assert processes_with(f"STUB_DIR={project.stubs}") == []
+
+
 def test_a_worker_that_ignores_term_is_killed_before_slurm_would(project: Project):
     launcher = project.start_sleeping(STUB_STUBBORN="1")
     started = time.monotonic()
@@ -793,21 +407,6 @@ def test_a_worker_that_ignores_term_is_killed_before_slurm_would(project: Projec
     launcher.communicate(timeout=30)
     assert time.monotonic() - started < 25, "SLURM's KillWait is 30 s"
     assert processes_with(f"STUB_DIR={project.stubs}") == []
-
-
-def test_what_had_to_be_killed_is_waited_for(tmp_path: Path):
-    """A process goes some time after its KILL; what follows counts on its memory and ports."""
-    script = """
-        source "$1"
-        signal_marked() { echo "$1" >>signals; }
-        marked_processes() { echo x >>looks && (($(wc -l <looks) > 8)) || echo 4711; }
-        end_marked a-mark 1
-    """
-    command = ["bash", "-euo", "pipefail", "-c", script, "bash", str(REPO_ROOT / "scripts" / "common.sh")]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
-    assert (tmp_path / "signals").read_text().split() == ["TERM", "CONT", "KILL"]
-    # Five looks in the second that TERM has, and after KILL until nothing is found.
-    assert (tmp_path / "looks").read_text().count("x") == 9
 
 
 def test_workers_end_when_torchrun_is_killed(project: Project):
@@ -831,9 +430,13 @@ def test_workers_end_and_the_record_says_why_when_the_launcher_is_killed(project
 def test_a_second_launcher_does_not_join_a_run_that_goes_on(project: Project):
     launcher = project.start_sleeping()
     try:
-        result = project.launch("ddp")
-        assert result.returncode == 2
-        assert "a run is going on" in result.stderr
+        assert planned(project, "ddp")["obstacles"][0]["code"] == "running"
+        assert project.launch("ddp").returncode == 2
     finally:
         launcher.terminate()
         launcher.communicate(timeout=30)
+
+
+def test_the_printed_command_is_quoted_for_the_shell(project: Project):
+    result = project.launch("ddp", "--dry-run", WANDB_RUN_NAME="it's $HOME; `id`")
+    assert "it's $HOME; `id`" in shlex.split(result.stdout.splitlines()[-1])

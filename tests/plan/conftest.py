@@ -1,0 +1,47 @@
+"""Plans that all tests of this folder share: what each launcher answers once, in a project with stubs."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from harness import STRATEGIES, Project, make_project
+
+from t5bench.plan.request import Findings, Request
+from t5bench.record.plan import Plan
+
+
+@pytest.fixture(scope="session")
+def planned_project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project in which everything that a run needs is there. Tests only read it."""
+    return make_project(tmp_path_factory.mktemp("planned"))
+
+
+@pytest.fixture(scope="session")
+def plans(planned_project: Project) -> dict[str, Plan]:
+    """The plan of each strategy, as its launcher prints it."""
+    found = {}
+    for strategy in STRATEGIES:
+        result = planned_project.launch(strategy, "--dry-run=json")
+        assert result.returncode == 0, result.stderr
+        found[strategy] = Plan.read(json.loads(result.stdout))
+    return found
+
+
+@pytest.fixture
+def request_for(planned_project: Project, plans: dict[str, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What a launcher asks of the planning process, with settings and engine arguments changed, on so many GPUs."""
+
+    monkeypatch.setattr("t5bench.plan.engine.CHECKSUMS", planned_project.root / "patches" / "checksums")
+
+    def build(strategy: str, *extra: str, gpus: int = 0, nnodes: int = 1, **settings: str) -> Request:
+        monkeypatch.setattr("t5bench.plan.layout.count_gpus", lambda environment: gpus)
+        plan = plans[strategy]
+        changed = {"OUTPUT_DIR": str(tmp_path / "run")} | settings
+        assert changed.keys() <= plan.settings.keys()
+        chosen = {name: replace(s, value=changed.get(name, s.value)) for name, s in plan.settings.items()}
+        facts = {"node": "0", "nnodes": str(nnodes), "master_address": "127.0.0.1", "dry_run": "1"}
+        facts["default_tokenizer"] = "google-t5/t5-large"
+        return Request(plan.strategy, chosen, extra, [], facts, Findings())
+
+    return build

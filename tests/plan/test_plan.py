@@ -1,0 +1,361 @@
+"""The plan: what each strategy runs, what the settings and the engine's own arguments change, and every obstacle."""
+
+import json
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from harness import STRATEGIES
+
+from t5bench.plan import engine
+from t5bench.plan.__main__ import answer, make
+from t5bench.plan.complete import completed
+from t5bench.plan.launchers import declarations
+from t5bench.plan.request import Request
+from t5bench.record.plan import ROLES, Plan, by_name
+
+ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
+PORTS = [29800, 29801, 29802, 29803, 29804, 29810, 29811, 29812]
+MODEL_PARALLEL = {"tensor": (2, 1), "pipeline": (1, 2), "hybrid": (2, 2)}
+Requests = Callable[..., Request]
+
+
+def codes(plan: Plan) -> list[str]:
+    return [obstacle.code for obstacle in plan.obstacles]
+
+
+# ---- the eight strategies --------------------------------------------------------------------------------------------
+
+
+def test_the_launchers_declare_the_strategies_in_the_order_of_their_ports():
+    found = declarations()
+    assert [strategy.port for strategy in found] == PORTS
+    assert {strategy.name for strategy in found} == set(STRATEGIES)
+    assert len({strategy.colour for strategy in found}) == len(found)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_makes_each_strategy_itself(plans: dict[str, Plan], strategy: str):
+    plan, (tp, pp) = plans[strategy], MODEL_PARALLEL.get(strategy, (1, 1))
+    processes = max(2, tp * pp)
+    dp = processes // (tp * pp)
+    assert plan.obstacles == []
+    assert plan.layout and (plan.layout.tp, plan.layout.pp, plan.layout.dp) == (tp, pp, dp)
+    assert (plan.layout.world_size, plan.layout.micro_batches) == (processes, 16 // dp)
+    assert plan.zero_stage == ZERO_STAGES.get(strategy, 0)
+    given = by_name(plan.arguments.words)
+    assert given["--tensor-model-parallel-size"] == str(tp)
+    assert given["--pipeline-model-parallel-size"] == str(pp)
+    assert given.get("--pipeline-model-parallel-split-rank") == ("1" if pp == 2 else None)
+    # The padding of the vocabulary is 128 in every layout.
+    assert int(given["--make-vocab-size-divisible-by"]) * tp == 128
+    assert ("--deepspeed" in given) == ("--no-pipeline-parallel" in given) == (strategy in ZERO_STAGES)
+    assert given.get("--zero-stage") == (str(ZERO_STAGES[strategy]) if strategy in ZERO_STAGES else None)
+    assert ("--cpu-optimizer" in given) == (strategy == "zero3_offload")
+    if plan.ds_config:
+        zero = plan.ds_config["zero_optimization"]
+        assert zero["overlap_comm"] is False
+        assert ("offload_optimizer" in zero) == ("offload_param" in zero) == (strategy == "zero3_offload")
+
+
+def test_what_all_strategies_share(plans: dict[str, Plan]):
+    """Their settings' and fixed arguments; and no argument is given twice."""
+    ddp = plans["ddp"]
+    ours = {"--encoder-num-layers": "24", "--hidden-size": "1024", "--ffn-hidden-size": "2816", "--lr": "0.0001"}
+    ours |= {"--global-batch-size": "16", "--micro-batch-size": "1", "--train-iters": "1000", "--seed": "1234"}
+    ours |= {"--lr-decay-style": "cosine", "--split": "949,50,1", "--attention-dropout": "0.1", "--bf16": ""}
+    ours |= {"--kv-channels": "64", "--max-position-embeddings": "512", "--distributed-backend": "gloo"}
+    ours |= {"--tokenizer-model": "google-t5/t5-large", "--layout-independent-init": "", "--DDP-impl": "local"}
+    assert ours.items() <= by_name(ddp.arguments.words).items()
+    for plan in plans.values():
+        words = [word for word in plan.arguments.words if word.startswith("--")]
+        assert len(words) == len(set(words))
+        assert plan.engine_arguments == ddp.engine_arguments
+        assert plan.with_role("trains") == ddp.with_role("trains")
+        assert plan.command[-len(plan.arguments.words) :] == plan.arguments.words
+
+
+def test_every_setting_has_a_role_and_a_kind_that_its_default_is_of(plans: dict[str, Plan]):
+    for plan in plans.values():
+        for name, setting in plan.settings.items():
+            assert setting.role in ROLES, name
+            assert setting.meaning, name
+            if setting.kind.startswith("whole"):
+                assert setting.default.isdecimal() or setting.kind.endswith("?"), name
+
+
+# ---- devices, processes, layouts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gpus", "nnodes", "settings", "device", "per_node"),
+    [
+        ("ddp", 0, 1, {}, "cpu", 2),
+        ("ddp", 2, 1, {}, "cuda", 2),
+        ("ddp", 2, 1, {"DEVICE": "cpu"}, "cpu", 2),
+        ("zero1", 1, 1, {}, "cuda", 1),  # one GPU is enough where the model is not divided
+        ("ddp", 8, 2, {}, "cuda", 1),
+        ("hybrid", 4, 2, {}, "cuda", 2),
+        ("hybrid", 1, 4, {}, "cuda", 1),
+        ("tensor", 8, 1, {"NPROC_PER_NODE": "8", "MICRO_BATCH_SIZE": "2"}, "cuda", 8),
+    ],
+)
+def test_processes_of_a_node(request_for: Requests, strategy, gpus, nnodes, settings, device, per_node):
+    plan, _ = make(request_for(strategy, gpus=gpus, nnodes=nnodes, **settings))
+    assert plan.layout
+    assert (plan.device, plan.layout.nproc_per_node, codes(plan)) == (device, per_node, [])
+
+
+@pytest.mark.parametrize(("visible", "count"), [("3", 1), ("0,5", 2), ("", 0), ("-1", 0), ("GPU-12,GPU-13,MIG-3", 3)])
+def test_visible_devices_count_not_the_installed_ones(visible: str, count: int):
+    from t5bench.plan.layout import count_gpus
+
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
+
+
+def test_processes_share_gpus_only_where_that_was_asked_for_and_never_with_zero(request_for: Requests):
+    for strategy, processes in (("tensor", 2), ("hybrid", 4), ("ddp", 2)):
+        plan, _ = make(request_for(strategy, gpus=1, SHARE_GPUS="1"))
+        assert (plan.gpus_shared, plan.layout.nproc_per_node, codes(plan)) == (True, processes, [])
+    assert not make(request_for("tensor", gpus=2, SHARE_GPUS="1"))[0].gpus_shared
+    assert codes(make(request_for("zero2", gpus=1, SHARE_GPUS="1", NPROC_PER_NODE="2"))[0]) == ["too-few-gpus"]
+    assert make(request_for("zero2", gpus=1, SHARE_GPUS="1"))[0].layout.nproc_per_node == 1
+
+
+def test_a_pipeline_of_four_stages_splits_in_the_middle(request_for: Requests):
+    plan, _ = make(request_for("pipeline", PIPELINE_PARALLEL_SIZE="4"))
+    assert plan.layout.split_rank == 2
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "code", "found"),
+    [
+        ("ddp", {"GLOBAL_BATCH_SIZE": "15"}, "batch-size", "GLOBAL_BATCH_SIZE=15 is not divisible by 2"),
+        ("tensor", {"GLOBAL_BATCH_SIZE": "6", "MICRO_BATCH_SIZE": "4"}, "batch-size", "=6 is not divisible by 4"),
+        ("tensor", {"NUM_ATTENTION_HEADS": "1"}, "tensor-size", "NUM_ATTENTION_HEADS=1 is not divisible"),
+        ("tensor", {"FFN_HIDDEN_SIZE": "2815"}, "tensor-size", "FFN_HIDDEN_SIZE=2815 is not divisible"),
+        ("ddp", {"NUM_ATTENTION_HEADS": "15"}, "model-size", "HIDDEN_SIZE=1024 is not divisible"),
+        ("pipeline", {"PIPELINE_PARALLEL_SIZE": "4", "ENCODER_NUM_LAYERS": "5"}, "pipeline-size", "over 2 stages"),
+        ("pipeline", {"PIPELINE_PARALLEL_SIZE": "4", "DECODER_NUM_LAYERS": "5"}, "pipeline-size", "over 2 stages"),
+        ("pipeline", {"PIPELINE_PARALLEL_SIZE": "3", "NPROC_PER_NODE": "3"}, "pipeline-size", "must be even"),
+        ("tensor", {"TENSOR_PARALLEL_SIZE": "3", "NPROC_PER_NODE": "3"}, "tensor-size", "parallel size 3"),
+        ("tensor", {"NPROC_PER_NODE": "1"}, "world-size", "multiple of 2 processes"),
+        ("hybrid", {"NPROC_PER_NODE": "6"}, "world-size", "multiple of 4 processes"),
+        ("ddp", {"TENSOR_PARALLEL_SIZE": "2"}, "no-tensor-parallelism", "ddp has no tensor parallelism"),
+        ("zero3", {"PIPELINE_PARALLEL_SIZE": "2"}, "no-pipeline-parallelism", "zero3 has no pipeline parallelism"),
+        ("ddp", {"PROFILE_ITERATION": "1"}, "profile-iteration", "must be from 2 to TRAIN_ITERS=1000, found 1"),
+    ],
+)
+def test_a_request_that_cannot_work_is_refused(request_for: Requests, strategy, settings, code, found):
+    plan, besides = make(request_for(strategy, **settings))
+    assert plan.layout is None and besides == {}
+    assert any(o.code == code and o.fatal and found in o.found for o in plan.obstacles), plan.obstacles
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gpus", "settings", "code", "found"),
+    [
+        ("tensor", 1, {}, "too-few-gpus", "NPROC_PER_NODE is 2 but this node has 1 visible GPU"),
+        ("ddp", 0, {"DEVICE": "cuda"}, "too-few-gpus", "0 visible GPU"),
+        ("ddp", 0, {"MEGATRON_DIR": "/nowhere/at all"}, "no-engine", "no Megatron-DeepSpeed checkout at /nowhere"),
+        ("ddp", 0, {"MEGATRON_DATA_DIR": "/nowhere"}, "data", "/nowhere/xsum_text_document.bin does not exist"),
+        ("ddp", 0, {"FLASH_ATTENTION": "on"}, "flash-attention", "FLASH_ATTENTION=on is not possible"),
+    ],
+)
+def test_what_the_machine_lacks_is_named_and_the_plan_is_whole(request_for, strategy, gpus, settings, code, found):
+    plan, _ = make(request_for(strategy, gpus=gpus, **settings))
+    assert plan.layout
+    (obstacle,) = (o for o in plan.obstacles if o.code == code)
+    assert found in obstacle.found and obstacle.remedy and not obstacle.fatal
+
+
+# ---- DeepSpeed -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "wrong"),
+    [("0.17.6", True), ("0.18.0", True), ("0.18.2+cu124", True), ("0.17.5", False), ("0.18.3", False),
+     ("0.18.20", False), ("0.19.8", False)],
+)  # fmt: skip
+def test_releases_that_train_zero2_wrongly(request_for: Requests, monkeypatch, version: str, wrong: bool):
+    monkeypatch.setattr("t5bench.plan.deepspeed.installed_version", lambda distribution: version)
+    found = ["deepspeed-release"] if wrong else []
+    assert codes(make(request_for("zero2"))[0]) == found
+    # One micro-batch an iteration has nothing to add up, and other stages add up right.
+    assert codes(make(request_for("zero2", MICRO_BATCH_SIZE="8"))[0]) == []
+    assert codes(make(request_for("zero1"))[0]) == []
+
+
+def test_without_deepspeed_zero_cannot_run_and_ddp_can(request_for: Requests, monkeypatch):
+    monkeypatch.setattr("t5bench.plan.deepspeed.installed_version", lambda distribution: None)
+    assert codes(make(request_for("zero1"))[0]) == ["no-deepspeed"]
+    assert codes(make(request_for("ddp"))[0]) == []
+
+
+def test_the_deepspeed_json_follows_the_settings(request_for: Requests):
+    changed = {"GLOBAL_BATCH_SIZE": "32", "MICRO_BATCH_SIZE": "4", "CLIP_GRAD": "3.5", "PRECISION_FLAG": "--fp16"}
+    plan, besides = make(request_for("zero2", **changed, GRADIENT_REDUCTION="fp32"))
+    config = plan.ds_config
+    assert config == json.loads(besides["ds_config"])
+    assert (config["train_batch_size"], config["train_micro_batch_size_per_gpu"]) == (32, 4)
+    assert (config["gradient_clipping"], config["communication_data_type"]) == (3.5, "fp32")
+    assert (config["bf16"], config["fp16"]) == ({"enabled": False}, {"enabled": True})
+    plain, _ = make(request_for("zero3", PRECISION_FLAG=""))
+    assert plain.ds_config["bf16"] == plain.ds_config["fp16"] == {"enabled": False}
+    assert "communication_data_type" not in plain.ds_config
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"zero_optimization": {"stage": 5}}',
+                                     '{"zero_optimization": {"stage": 1}, "train_batch_size": 3}'])  # fmt: skip
+def test_a_strategys_json_that_cannot_be_used(request_for: Requests, monkeypatch, tmp_path: Path, content: str):
+    (tmp_path / "ds_configs").mkdir()
+    (tmp_path / "ds_configs" / "megatron_zero1.json").write_text(content)
+    monkeypatch.setattr("t5bench.plan.deepspeed.REPOSITORY", tmp_path)
+    assert "ds-config" in codes(make(request_for("zero1"))[0])
+
+
+# ---- engine arguments after -- ---------------------------------------------------------------------------------------
+
+
+def test_an_engine_argument_that_a_setting_owns_changes_the_setting(request_for: Requests):
+    arguments = (
+        "--encoder-seq-length",
+        "64",
+        "--lr=0.5",
+        "--fp16",
+        "--micro-batch-size",
+        "2",
+        "--micro-batch-size",
+        "4",
+    )
+    asked = request_for("zero2", *arguments)
+    plan, besides = make(asked)
+    assert (plan.value("ENCODER_SEQ_LENGTH"), plan.value("LR"), plan.precision) == ("64", "0.5", "fp16")
+    assert plan.layout.micro_batches == 2 and plan.ds_config["train_micro_batch_size_per_gpu"] == 4
+    # The shell hears of it, so that the command line says the same.
+    words = answer(plan, besides, asked)
+    assert {"ENCODER_SEQ_LENGTH=64", "LR=0.5", "PRECISION_FLAG=--fp16", "MICRO_BATCH_SIZE=4"} <= set(words)
+
+
+def test_the_larger_of_two_dropouts_is_the_setting(request_for: Requests):
+    plan, _ = make(request_for("ddp", "--hidden-dropout", "0.3"))
+    assert plan.value("DROPOUT") == "0.3"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("--encoder-seq", "64"), "abbreviated-argument"),
+        (("--data-path", "/other"), "launcher-argument"),
+        (("--deepspeed_config=x.json",), "launcher-argument"),
+        (("--hidden-size", "many"), "engine-argument"),
+        (("--lr", "-1"), "engine-argument"),
+        (("--tensor-model-parallel-size", "2"), "no-tensor-parallelism"),
+    ],
+)
+def test_engine_arguments_that_would_make_the_plan_untrue(request_for: Requests, arguments, code):
+    assert code in codes(make(request_for("ddp", *arguments))[0])
+
+
+def test_other_engine_arguments_are_facts_of_the_plan(plans: dict[str, Plan]):
+    plan = plans["ddp"]
+    with_extra = replace(plan, arguments=replace(plan.arguments, extra=["--adam-beta2", "0.95", "--num-workers=0"]))
+    assert with_extra.engine_arguments == plan.engine_arguments | {"--adam-beta2": "0.95", "--num-workers": "0"}
+    # What a setting owns is compared as that setting.
+    owned = replace(plan, arguments=replace(plan.arguments, extra=["--hidden-size", "64", "--fp16"]))
+    assert owned.engine_arguments == plan.engine_arguments
+
+
+# ---- the engine's checkout -------------------------------------------------------------------------------------------
+
+
+def test_states_of_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    checkout, checksums = tmp_path / "engine", tmp_path / "checksums"
+    checkout.mkdir(), checksums.mkdir()
+    monkeypatch.setattr(engine, "CHECKSUMS", checksums)
+    assert engine.state_of(checkout) == engine.MISSING
+    for state, text in (("unpatched", "a"), ("megatron_t5_fixes", "b"), ("series", "c")):
+        (checkout / "pretrain_t5.py").write_text(text)
+        (checksums / f"{state}.sha256").write_text(f"{engine._digest(checkout / 'pretrain_t5.py')}  pretrain_t5.py\n")
+    for state, text in (("unpatched", "a"), ("megatron_t5_fixes", "b"), ("series", "c"), (engine.CHANGED, "d")):
+        (checkout / "pretrain_t5.py").write_text(text)
+        assert engine.state_of(checkout) == state
+    assert engine.differing_files(checkout) == ["pretrain_t5.py differs"]
+    (checkout / "pretrain_t5.py").unlink()
+    assert engine.differing_files(checkout) == ["pretrain_t5.py is missing"]
+
+
+@pytest.mark.parametrize(
+    ("state", "gpus", "settings", "expected"),
+    [
+        ("unpatched", 2, {}, ["engine-not-patched"]),
+        ("changed", 2, {}, ["engine-not-patched"]),
+        ("megatron_t5_fixes", 2, {}, []),
+        ("megatron_t5_fixes", 0, {}, ["engine-partly-patched"]),
+        ("megatron_t5_fixes", 1, {"SHARE_GPUS": "1"}, ["engine-partly-patched"]),
+        ("unpatched", 0, {"ENGINE": "native"}, []),
+    ],
+)
+def test_what_a_checkout_in_each_state_is_good_for(request_for, monkeypatch, state, gpus, settings, expected):
+    monkeypatch.setattr("t5bench.plan.engine.state_of", lambda directory: state)
+    plan, _ = make(request_for("ddp", gpus=gpus, **settings))
+    assert codes(plan) == expected
+    assert plan.engine_patches == ("series" if settings.get("ENGINE") == "native" else state)
+
+
+# ---- attention, tokenizer, data --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "installed", "note"),
+    [
+        ({}, "2.7.4", "flash-attn 2.7.4 in the decoder's self-attention"),
+        ({}, None, "standard (flash-attn is not installed)"),
+        ({"DEVICE": "cpu"}, "2.7.4", "standard (no CUDA)"),
+        ({"PRECISION_FLAG": ""}, "2.7.4", "standard (fp32)"),
+        ({"FLASH_ATTENTION": "off"}, "2.7.4", "standard (FLASH_ATTENTION=off)"),
+        ({"ENGINE": "native"}, None, "PyTorch scaled_dot_product_attention"),
+    ],
+)
+def test_attention_is_chosen_and_said(request_for: Requests, monkeypatch, settings, installed, note):
+    monkeypatch.setattr("t5bench.plan.place.installed_version", lambda distribution: installed)
+    asked = request_for("ddp", gpus=2, **settings)
+    _, besides = make(asked)
+    assert besides["flash_attention"] == str(int("flash-attn 2.7.4" in note))
+    assert any(note in said for said in asked.findings.notes)
+
+
+def test_the_tokenizer_beside_the_data_is_used(request_for: Requests, tmp_path: Path):
+    assert make(request_for("ddp"))[0].tokenizer == "google-t5/t5-large"
+    (tmp_path / "tokenizer").mkdir()
+    assert make(request_for("ddp", MEGATRON_DATA_DIR=str(tmp_path)))[0].tokenizer == str(tmp_path / "tokenizer")
+    named, _ = make(request_for("ddp", MEGATRON_DATA_DIR=str(tmp_path), TOKENIZER_MODEL="a/model"))
+    assert named.tokenizer == "a/model"
+
+
+# ---- the plan as a file ----------------------------------------------------------------------------------------------
+
+
+def test_a_secret_is_never_in_a_plan(request_for: Requests):
+    plan, besides = make(request_for("ddp", WANDB_API_KEY="s3cr3t"))
+    assert plan.value("WANDB_API_KEY") == "given"
+    assert besides["wandb_mode"] == "online"
+    assert not any("s3cr3t" in word for word in answer(plan, besides, request_for("ddp", WANDB_API_KEY="s3cr3t")))
+
+
+def test_what_the_shell_built_completes_the_plan(plans: dict[str, Plan]):
+    bare = replace(plans["ddp"], command=(), environment={})
+    words = [json.dumps(bare.to_json()), "extra", "2", "--a", "b c", "environment", "1", "X=1=2", "command", "1", "run"]
+    plan = Plan.read(completed(words))
+    assert (plan.arguments.extra, plan.environment, plan.command) == (["--a", "b c"], {"X": "1=2"}, ["run"])
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in fields(Plan)])
+def test_a_plan_of_the_wrong_types_is_not_read(plans: dict[str, Plan], name: str):
+    content = plans["zero1"].to_json()
+    assert Plan.read(content)
+    content[name] = "text" if isinstance(content[name], int) else 7
+    with pytest.raises(msgspec.ValidationError):
+        Plan.read(content)
