@@ -104,12 +104,12 @@ request() {
   group extra "${EXTRA_ARGUMENTS[@]}"
   group hosts "${HOST_LIST[@]}"
   group obstacles "${OBSTACLES[@]}"
-  group facts "node=${NODE_RANK:-0}" "nnodes=${NNODES:-1}" "master_address=${MASTER_ADDR:-}" "dry_run=$DRY_RUN" \
+  group facts "launcher=$$" "node=${NODE_RANK:-0}" "nnodes=${NNODES:-1}" "master_address=${MASTER_ADDR:-}" "dry_run=$DRY_RUN" \
     "default_tokenizer=$DEFAULT_TOKENIZER"
 }
 
-# One Python process checks everything, says what is wrong, and answers with what is derived from the settings: the
-# array PLAN, and the settings that engine arguments after -- change.
+# One Python process checks everything, says what is wrong, prepares the run directory, and answers with what is derived
+# from the settings: the array PLAN, and the settings that engine arguments after -- change.
 make_plan() {
   local answer word status=0
   declare -gA PLAN=()
@@ -193,11 +193,7 @@ build_environment() {
     "WANDB_RUN_GROUP=$WANDB_RUN_GROUP" "WANDB_JOB_TYPE=${WANDB_JOB_TYPE:-train}")
   # W&B takes the run's configuration from this file as well, which the recorder fills while torch is being loaded; see
   # t5bench/run/wandb_config.py. A sweep's agent has one of its own.
-  WANDB_CONFIG_FILE=''
-  if [[ ${PLAN[wandb_mode]} != disabled && -z ${WANDB_SWEEP_PARAM_PATH:-} ]]; then
-    WANDB_CONFIG_FILE=$OUTPUT_DIR/node$NODE_RANK.wandb.yaml
-    RUN_ENVIRONMENT+=("WANDB_SWEEP_PARAM_PATH=$WANDB_CONFIG_FILE")
-  fi
+  [[ -z ${PLAN[wandb_config]} ]] || RUN_ENVIRONMENT+=("WANDB_SWEEP_PARAM_PATH=${PLAN[wandb_config]}")
   if [[ ${PLAN[device]} == cpu ]]; then
     RUN_ENVIRONMENT+=(CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu "LOCAL_SIZE=${PLAN[nproc_per_node]}"
       "OMP_NUM_THREADS=${OMP_NUM_THREADS:-${PLAN[threads]}}")
@@ -219,42 +215,13 @@ build_command() {
 print_command() {
   printf 'mkdir -p %q\n' "$OUTPUT_DIR"
   [[ -z ${PLAN[ds_config]} ]] || printf "cat >%q <<'JSON'\n%sJSON\n" "$OUTPUT_DIR/ds_config.json" "${PLAN[ds_config]}"
-  [[ -z $WANDB_CONFIG_FILE ]] || printf "echo 'wandb_version: 1' >%q\n" "$WANDB_CONFIG_FILE"
+  [[ -z ${PLAN[wandb_config]} ]] || printf "echo 'wandb_version: 1' >%q\n" "${PLAN[wandb_config]}"
   printf 'env'
   printf ' %q' "${RUN_ENVIRONMENT[@]}" "${COMMAND[@]}"
   printf '\n'
 }
 
 # ---- the run -------------------------------------------------------------------------------------------------------
-
-# Earlier attempts keep their files: node0.log becomes node0.log.1 and so on.
-keep_earlier() {
-  local file=$1 number=1
-  [[ -e $file ]] || return 0
-  while [[ -e $file.$number ]]; do number=$((number + 1)); done
-  mv -- "$file" "$file.$number"
-}
-
-write_run_directory() {
-  local node=$OUTPUT_DIR/node$NODE_RANK file
-  mkdir -p -- "$OUTPUT_DIR" 2>/dev/null && [[ -w $OUTPUT_DIR ]] ||
-    die "cannot write to the run directory $OUTPUT_DIR" "Choose another OUTPUT_DIR"
-  for file in "$node.log" "$node.json" "$node.samples.jsonl" "$node.wandb.yaml"; do
-    keep_earlier "$file"
-  done
-  # The last node writes the metrics; a run that goes on adds to them.
-  ((RESUME || NODE_RANK < NNODES - 1)) || keep_earlier "$OUTPUT_DIR/metrics.jsonl"
-  { plan_words >"$node.plan" && print_command >"$node.command.sh" &&
-    printf '%s %s %s\n' running "${HOSTNAME:-unnamed}" "$$" >"$node.status"; } ||
-    die "cannot write to the run directory $OUTPUT_DIR" "Free space there, or choose another OUTPUT_DIR"
-  # Without the file W&B does not start.
-  [[ -z $WANDB_CONFIG_FILE ]] || printf 'wandb_version: 1\n' >"$WANDB_CONFIG_FILE"
-  if [[ -n ${PLAN[ds_config]} ]]; then
-    # Every node writes the same bytes, perhaps to the same shared file: a rename shows no half of it.
-    printf '%s' "${PLAN[ds_config]}" >"$node.ds_config"
-    mv -- "$node.ds_config" "$OUTPUT_DIR/ds_config.json"
-  fi
-}
 
 # Reads the run's output from its standard input; see t5bench/run/recorder.py.
 record_run() {
@@ -265,7 +232,8 @@ record_run() {
 
 start_run() {
   local exit_status=0 node=$OUTPUT_DIR/node$NODE_RANK status='' reason='' remedy=''
-  write_run_directory
+  { plan_words >"$node.plan" && print_command >"$node.command.sh"; } ||
+    die "cannot write to the run directory $OUTPUT_DIR" "Free space there, or choose another OUTPUT_DIR"
   note "$STRATEGY_TITLE: node $NODE_RANK of $NNODES, master $MASTER_ADDR:$MASTER_PORT, ${PLAN[world_size]} processes" \
     "(TP=${PLAN[tp]} PP=${PLAN[pp]} DP=${PLAN[dp]}, ${PLAN[micro_batches]} micro-batches), ${PLAN[device]}, engine $ENGINE"
   run_to_end record_run "$node.end" env "${RUN_ENVIRONMENT[@]}" "${COMMAND[@]}" || exit_status=$?

@@ -22,6 +22,7 @@ from t5bench.plan.place import (
     check_output_directory,
     choose_attention,
     choose_tokenizer,
+    prepare_directory,
     threads_per_process,
 )
 from t5bench.plan.request import Request, groups, read_request, read_settings
@@ -87,7 +88,10 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
         layout=layout,
         ds_config=ds_config,
     )
+    # A sweep's agent has a file of its own.
+    wandb_file = "" if mode == "disabled" or os.environ.get("WANDB_SWEEP_PARAM_PATH") else f"node{plan.node}.wandb.yaml"
     return plan, {
+        "wandb_config": str(Path(plan.output_dir) / wandb_file) if wandb_file else "",
         "zero_stage": str(zero_stage),
         "flash_attention": str(int(attention)),
         "wandb_mode": mode,
@@ -159,9 +163,16 @@ def main() -> int:
         plan, besides = make(request)
         if plan.layout:
             plan = resume(plan, request)
-    starts = tell(request)
+    starts = not request.findings.obstacles and not request.dry_run
+    if starts:
+        try:
+            prepare_directory(plan, besides, request.facts["launcher"])
+        except OSError as error:
+            found = f"cannot write to the run directory {plan.output_dir}: {error.strerror or error}"
+            request.findings.lack("output-directory", found, "Free space there, or choose another OUTPUT_DIR")
+    goes_on = tell(request)
     sys.stdout.write("".join(f"{word}\0" for word in answer(plan, besides, request)))
-    return 0 if starts else EXIT_CONFIGURATION
+    return 0 if goes_on else EXIT_CONFIGURATION
 
 
 if __name__ == "__main__":

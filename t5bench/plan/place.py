@@ -3,12 +3,14 @@
 import os
 import re
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 from t5bench import REPOSITORY
 from t5bench.corpus.index import read_index
 from t5bench.plan.deepspeed import installed_version
 from t5bench.plan.request import Request
+from t5bench.record.plan import Plan
 
 CORPUS = "xsum_text_document"
 _CHECKPOINT = re.compile(r"(?:iter_|global_step)(\d+)")
@@ -80,6 +82,36 @@ def check_output_directory(request: Request) -> None:
             f"{directory} holds checkpoints of an earlier run (up to iteration {newest}), and nothing is overwritten"
         )
         lack("earlier-checkpoints", found, "Choose another OUTPUT_DIR, continue it with RESUME=1, or delete it")
+
+
+def keep_earlier(file: Path) -> None:
+    """Earlier attempts keep their files: node0.log becomes node0.log.1 and so on."""
+    number = 1
+    while (kept := file.with_name(f"{file.name}.{number}")).exists():
+        number += 1
+    if file.exists():
+        file.rename(kept)
+
+
+def prepare_directory(plan: Plan, besides: Mapping[str, str], launcher: str) -> None:
+    """Makes the run directory, with what the engine reads from it. Raises OSError."""
+    directory, layout, name = Path(plan.output_dir), plan.layout, f"node{plan.node}"
+    assert layout
+    directory.mkdir(parents=True, exist_ok=True)
+    for suffix in ("log", "json", "samples.jsonl", "wandb.yaml"):
+        keep_earlier(directory / f"{name}.{suffix}")
+    # The last node writes the metrics; a run that goes on adds to them.
+    if plan.node == layout.nnodes - 1 and plan.value("RESUME") == "0":
+        keep_earlier(directory / "metrics.jsonl")
+    (directory / f"{name}.status").write_text(f"running {socket.gethostname()} {launcher}\n")
+    if besides["wandb_config"]:
+        # Without the file W&B does not start.
+        Path(besides["wandb_config"]).write_text("wandb_version: 1\n")
+    if besides["ds_config"]:
+        # Every node writes the same bytes, perhaps to the same shared file: a rename shows no half of it.
+        own = directory / f"{name}.ds_config"
+        own.write_text(besides["ds_config"])
+        own.replace(directory / "ds_config.json")
 
 
 def threads_per_process(per_node: int) -> int:

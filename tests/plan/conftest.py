@@ -40,7 +40,7 @@ def request_for(planned_project: Project, plans: dict[str, Plan], tmp_path: Path
         changed = {"OUTPUT_DIR": str(tmp_path / "run")} | settings
         assert changed.keys() <= plan.settings.keys()
         chosen = {name: replace(s, value=changed.get(name, s.value)) for name, s in plan.settings.items()}
-        facts = {"node": "0", "nnodes": str(nnodes), "master_address": "127.0.0.1", "dry_run": "1"}
+        facts = {"node": "0", "nnodes": str(nnodes), "master_address": "127.0.0.1", "dry_run": "1", "launcher": "1"}
         facts["default_tokenizer"] = "google-t5/t5-large"
         return Request(plan.strategy, chosen, extra, [], facts, Findings())
 

@@ -52,7 +52,7 @@ def place(project: Project, strategy: str, *arguments: str, **environment: str |
 
 
 def obstacle(project: Project, *arguments: str, strategy: str = "ddp", **environment: str | None) -> tuple[str, str]:
-    """The code of the one obstacle, and what it says; a real run stops for it, with exit status 2, and starts nothing."""
+    """The code of the one obstacle and what it says; a real run stops for it with exit status 2 and starts nothing."""
     (found,) = planned(project, strategy, *arguments, **environment)["obstacles"]
     result = project.launch(strategy, *arguments, **environment)
     assert result.returncode == 2
