@@ -253,11 +253,11 @@ start_run() {
 
 print_help() {
   cat <<HELP
-Usage: bash scripts/${0##*/} [master-host] [node-rank] [option] [-- engine arguments]
+Usage: bash scripts/${0##*/} [master-host] [node-rank] [option] [-- argument...]
 
 $STRATEGY_TITLE
 
-Run it on every node, with the master's host name and the node's rank; on one machine it needs neither.
+Run it on every node with the master's host name and the node's rank; one machine needs neither.
   --dry-run        print the command (and DeepSpeed JSON) to run, and what a real run would miss
   --dry-run=json   print the whole plan, for programs
   --               everything after it goes to the engine as it stands

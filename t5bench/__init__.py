@@ -1,4 +1,4 @@
-"""Plans runs, records them, compares them. docs/house.md says which room holds what, and which may import which."""
+"""Plans runs, records them and compares them. docs/house.md says what each room holds, and what it may import."""
 
 from pathlib import Path
 

@@ -1,0 +1,102 @@
+"""The house of docs/house.md: which room imports which, what exists once, and how long a function may be."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import REPO_ROOT
+
+LONGEST_MODULE, LONGEST_FUNCTION = 400, 60
+MOST_SETTINGS_IN_A_LIST = 2
+HOUSE = (REPO_ROOT / "docs" / "house.md").read_text()
+ROOMS = {
+    match[1]: set(re.split(r",\s*", match[2])) - {""}
+    for match in re.finditer(r"^\| `(?:t5bench/)?(\w+)` \|[^|]*\| ?([^|]*?) ?\|$", HOUSE, re.MULTILINE)
+}
+
+
+def modules() -> list[Path]:
+    return sorted(path for folder in ("t5bench", "native", "docs") for path in (REPO_ROOT / folder).rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(REPO_ROOT).parts
+    return parts[1] if parts[0] == "t5bench" and len(parts) > 2 else parts[0]
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """The rooms that a module imports from, and ``t5bench`` for the package itself."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            first, _, rest = name.partition(".")
+            if first == "t5bench":
+                room = rest.partition(".")[0]
+                yield room if room in ROOMS else "t5bench"
+            elif first == "native":
+                yield "native"
+
+
+def test_the_table_names_every_room():
+    found = {path.name for path in (REPO_ROOT / "t5bench").iterdir() if (path / "__init__.py").exists()}
+    assert ROOMS.keys() == found | {"native"}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(REPO_ROOT)))
+def test_imports_follow_the_arrows(path: Path):
+    room = room_of(path)
+    if room in ROOMS:
+        arrows = set(imported(ast.parse(path.read_text()))) - {room, "t5bench"}
+        assert arrows <= ROOMS[room], f"{room} must not import {', '.join(sorted(arrows - ROOMS[room]))}"
+
+
+def test_the_arrows_go_one_way():
+    """No room reaches itself through others."""
+
+    def reached(room: str) -> set[str]:
+        return ROOMS[room] | {far for near in ROOMS[room] for far in reached(near)}
+
+    for room in ROOMS:
+        assert room not in reached(room)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(REPO_ROOT)))
+def test_modules_and_functions_can_be_read_at_once(path: Path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= LONGEST_MODULE
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno - node.lineno < LONGEST_FUNCTION, node.name
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(REPO_ROOT)))
+def test_the_import_path_is_left_alone(path: Path):
+    """But for the profiler, which runs a script as Python would."""
+    changes = re.findall(r"sys\.path(?:\[.*\] *=|\.insert|\.append| *\+?=[^=])", path.read_text())
+    assert len(changes) <= (path.name == "profile_step.py")
+
+
+def declared_settings() -> set[str]:
+    text = (REPO_ROOT / "scripts" / "megatron_common.sh").read_text()
+    return set(re.findall(r"^ +setting ([A-Z][A-Z0-9_]+) ", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(REPO_ROOT)))
+def test_no_second_list_of_settings(path: Path):
+    """What a setting means for a comparison, a parity check or a resumed run is its role's to say."""
+    settings = declared_settings()
+    assert len(settings) > 30
+    for node in ast.walk(ast.parse(path.read_text())):
+        items = getattr(node, "elts", [])
+        # These rooms choose values for the runs that they start.
+        if isinstance(node, ast.Dict) and room_of(path) not in ("sweep", "acceptance"):
+            items = node.keys
+        named = [item.value for item in items if isinstance(item, ast.Constant) and item.value in settings]
+        assert len(named) <= MOST_SETTINGS_IN_A_LIST, named
