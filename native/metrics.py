@@ -6,6 +6,7 @@ import socket
 import sys
 import time
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,9 @@ MEBIBYTE = 1 << 20
 
 
 def flops_per_iteration(args: Namespace) -> float:
-    """Floating-point operations of one iteration, all processes together (t5bench/flops.py has the formula)."""
-    shape = flops.Shape(
-        encoder_layers=args.encoder_num_layers,
-        decoder_layers=args.decoder_num_layers,
-        hidden=args.hidden_size,
-        heads=args.num_attention_heads,
-        kv_channels=args.kv_channels,
-        ffn=args.ffn_hidden_size,
-        encoder_length=args.encoder_seq_length,
-        decoder_length=args.decoder_seq_length,
-        padded_vocabulary=args.padded_vocab_size,
-    )
-    return flops.flops_per_iteration(shape, args.global_batch_size)
+    """Floating-point operations of one iteration, all processes together."""
+    shape = flops.Shape.of_settings(lambda name: getattr(args, name.lower()), args.padded_vocab_size)
+    return flops.flops_per_iteration(replace(shape, kv_channels=args.kv_channels), args.global_batch_size)
 
 
 def start_wandb(args: Namespace) -> Any:

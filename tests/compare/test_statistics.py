@@ -23,7 +23,6 @@ from t5bench.compare.statistics import (
     outliers,
     timing,
 )
-from t5bench.model import flops, peaks
 from t5bench.record.log import Iteration
 from t5bench.record.samples import interpolate
 
@@ -242,56 +241,6 @@ def test_repeats_are_the_hull_of_their_intervals(runs):
 def test_repeats_by_hand():
     assert of_repeats([Estimate(10, 9, 11), Estimate(14, 13, 15), Estimate(12, 8, 13)]) == Estimate(12, 8, 15)
     assert of_repeats([Estimate(10, 9, 11), Estimate(12)]) == Estimate(11)
-
-
-# ---- FLOPs and peaks ----------------------------------------------------------------------------------------------
-
-T5_LARGE = flops.Shape(24, 24, 1024, 16, 64, 2816, 512, 128, 32128)
-
-
-def test_flops_of_the_default_model_term_by_term():
-    h, f, s, d, layers = 1024, 2816, 512, 128, 24
-    encoder = layers * (4 * h * h * s + 2 * h * s * s + 2 * f * h * s)  # projections, scores and values, MLP
-    own = layers * (4 * h * h * d + 2 * h * d * d)
-    cross = layers * (2 * h * h * d + 2 * h * h * s + 2 * h * d * s)  # query and output; key and value of the encoder
-    mlp = layers * 2 * f * h * d
-    head = 32128 * h * d
-    assert flops.multiply_adds_per_sample(T5_LARGE) == encoder + own + cross + mlp + head
-    assert flops.multiply_adds_per_sample(T5_LARGE) / 1e9 == pytest.approx(206.3, abs=0.05)
-    assert flops.flops_per_iteration(T5_LARGE, 16) / 1e12 == pytest.approx(19.81, abs=0.005)
-
-
-def test_parameters_of_the_default_model():
-    assert flops.parameters(T5_LARGE) == 612_998_528
-
-
-@pytest.mark.parametrize(
-    ("name", "precision", "expected"),
-    [
-        ("NVIDIA RTX 5000 Ada Generation", "bf16", 261.1),
-        ("Quadro RTX 5000", "fp16", 89.2),
-        ("Quadro RTX 5000", "bf16", None),
-        ("Tesla V100-SXM2-32GB", "fp16", 125.0),
-        ("Tesla V100-SXM2-32GB", "bf16", None),
-        ("Tesla T4", "bf16", None),
-        ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
-        ("NVIDIA A100 80GB PCIe", "fp16", 312.0),
-        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
-        ("NVIDIA H100 PCIe", "bf16", 756.0),
-        ("NVIDIA H100 NVL", "bf16", 835.5),
-        ("NVIDIA L4", "bf16", 121.0),
-        ("NVIDIA L40", "bf16", 181.05),
-        ("NVIDIA L40S", "bf16", 362.05),
-        ("NVIDIA RTX A6000", "bf16", 154.8),
-        ("NVIDIA H100 80GB HBM3", "fp32", None),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
-        ("NVIDIA RTX 5000 Ada Generation Laptop GPU", "bf16", None),
-        ("NVIDIA A10G", "bf16", None),
-        ("", "bf16", None),
-    ],
-)
-def test_peaks(name, precision, expected):
-    assert peaks.peak_tflops(name, precision) == expected
 
 
 def test_interpolation():

@@ -1,0 +1,59 @@
+"""docs/T5-Parallelism.pdf: it can be drawn, and each formula on it is what t5bench/model computes."""
+
+import re
+from pathlib import Path
+
+import pytest
+from harness import REPO_ROOT
+
+from docs import make_slides
+from t5bench.model import flops, parallel
+from t5bench.plan.launchers import declarations
+
+FORMULAS = dict(re.findall(r'^  "(\w+)": \((".*")\),$', (REPO_ROOT / "docs/slides.md").read_text(), re.MULTILINE))
+
+
+def test_the_slides_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.argv", ["make_slides", str(tmp_path / "slides.pdf")])
+    make_slides.main()
+    assert len(re.findall(rb"/Type /Page\b", (tmp_path / "slides.pdf").read_bytes())) == 13
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ("<!-- 10 68 140 -->\none\n<!-- 10 68 140 -->\ntwo", "texts overlap: 'one' and 'two'"),
+        ("<!-- 10 68 140 -->\n**" + "wide " * 40 + "** words", "a text leaves the page: 'wide"),
+    ],
+)
+def test_a_slide_with_a_text_out_of_place_is_refused(lines: str, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        make_slides.Slide(2, f"Title\nSubtitle\n\n{lines}")
+
+
+@pytest.mark.parametrize("strategy", [strategy.name for strategy in declarations()])
+def test_a_formula_is_the_models(strategy: str):
+    job, shape = make_slides.TRAININGS[strategy], make_slides.MODEL
+    memory = make_slides.most(strategy, parallel.Training.memory_bytes)
+    sent = make_slides.most(strategy, parallel.Training.sent_bytes)
+    s, d, t = shape.encoder_length, shape.decoder_length, job.tp
+    letters = {
+        "P": flops.parameters(shape),
+        "p": flops.parameters(shape, t, job.pp, job.pp - 1),  # the last stage is the fullest
+        "A": memory["activations"],
+        "W": memory.get("gathered"),
+        "N": job.dp,
+        "m": job.global_batch // job.dp,
+        "g": job.gathered_again,
+        "L": shape.encoder_layers,
+        "V": shape.padded_vocabulary,
+        "h": shape.hidden,
+        "t": t,
+        "r": 2 * (t - 1) / t,
+        "E": 2 * s * shape.hidden,
+        "D": 2 * d * shape.hidden,
+        "M": 16 * 8 * (s * s + d * d + s * d),
+    }
+    on_a_gpu, in_an_iteration = eval(FORMULAS[strategy])
+    assert eval(on_a_gpu, letters) == pytest.approx(sum(memory.values()))
+    assert eval(in_an_iteration, letters) == pytest.approx(sum(sent.values()))
