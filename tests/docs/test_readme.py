@@ -1,5 +1,6 @@
 """The README against the code: its tables, its file list, and every command in it."""
 
+import json
 import os
 import re
 import shlex
@@ -11,6 +12,8 @@ import pytest
 from harness import REPO_ROOT, STRATEGIES, Project
 from made_runs import make_run
 
+from t5bench.plan.launchers import declarations
+from t5bench.record.plan import ROLES
 from t5bench.record.status import EXIT_CODES
 
 README = (REPO_ROOT / "README.md").read_text()
@@ -42,18 +45,13 @@ def table_rows(first_header: str) -> list[list[str]]:
     return rows
 
 
-def declaration(strategy: str) -> dict[str, str]:
-    text = (REPO_ROOT / "scripts" / f"run_megatron_t5_{strategy}.sh").read_text()
-    return dict(re.findall(r"^(STRATEGY\w*)=\"?(.*?)\"?$", text, re.MULTILINE))
-
-
 def test_strategy_table_is_what_the_launchers_declare():
     rows = [row for row in table_rows("Strategy") if row[1].startswith("run_megatron")]
-    assert {row[1] for row in rows} == {f"run_megatron_t5_{strategy}.sh" for strategy in STRATEGIES}
+    declared = {f"run_megatron_t5_{strategy.name}.sh": strategy for strategy in declarations()}
+    assert {row[1] for row in rows} == declared.keys()
     for name, script, port, parallelism in rows:
-        declared = declaration(script.removeprefix("run_megatron_t5_").removesuffix(".sh"))
-        assert port == declared["STRATEGY_PORT"]
-        title, _, what = declared["STRATEGY_TITLE"].partition(": ")
+        assert port == str(declared[script].port)
+        title, _, what = declared[script].title.partition(": ")
         assert title == name
         assert what.lower() == parallelism.lower()
 
@@ -61,7 +59,7 @@ def test_strategy_table_is_what_the_launchers_declare():
 def test_launchers_are_declarations():
     for strategy in STRATEGIES:
         lines = (REPO_ROOT / "scripts" / f"run_megatron_t5_{strategy}.sh").read_text().splitlines()
-        assert len([line for line in lines if line and not line.startswith("#")]) <= 10
+        assert len([line for line in lines if line and not line.startswith("#")]) <= 11
 
 
 def test_every_launcher_is_in_the_tests():
@@ -71,22 +69,35 @@ def test_every_launcher_is_in_the_tests():
     assert found == {*STRATEGIES, "all"}
 
 
+def settings_rows() -> dict[str, list[str]]:
+    """Default, description and the heading above the table, by name."""
+    text = README.partition("\n## Settings\n")[2].partition("\n## ")[0]
+    rows, heading = {}, ""
+    for line in text.splitlines():
+        cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+        if line.startswith("| `"):
+            rows[cells[0]] = [*cells[1:], heading]
+        elif line.endswith(":"):
+            heading = line.rstrip(":")
+    return rows
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "hybrid"])
-def test_settings_table_is_what_help_says(project: Project, strategy: str):
-    output = project.launch(strategy, "--help").stdout
-    settings = dict(re.findall(r"^  ([A-Z][A-Z_]+) +(\S.*)$", output, re.MULTILINE))
-    rows = {row[0]: row[1:] for row in table_rows("Variable")}
+def test_settings_tables_are_what_the_launchers_declare(project: Project, strategy: str):
+    settings = json.loads(project.launch(strategy, "--dry-run=json").stdout)["settings"]
+    rows = settings_rows()
     assert rows.keys() == settings.keys()
-    for name, (default, description) in rows.items():
-        shown, _, meaning = settings[name].partition(" ")
-        assert meaning.strip() == description
-        if default != "script-specific" and default != "strategy-specific":
-            assert shown == default.replace("<strategy>", strategy)
+    for name, (default, description, heading) in rows.items():
+        shown = settings[name]["default"].replace(f"{project.root}/../", "../").replace(f"{project.root}/", "./")
+        assert description == settings[name]["meaning"]
+        assert heading == ROLES[settings[name]["role"]].heading
+        if default not in ("script-specific", "strategy-specific"):
+            assert (shown or "(unset)") == default.replace("<strategy>", strategy)
 
 
 def test_seed_settings_keep_their_names_and_defaults(project: Project):
     """The original README's table; HOSTS alone differs, and the README says why."""
-    rows = {row[0]: row[1] for row in table_rows("Variable")}
+    rows = {name: row[0] for name, row in settings_rows().items()}
     original = {
         "MEGATRON_DIR": "../Megatron-DeepSpeed",
         "MEGATRON_DATA_DIR": "./megatron_data",
