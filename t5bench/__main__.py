@@ -1,9 +1,14 @@
-"""``python -m t5bench COMMAND``: every command is a module with ``add_arguments(parser)`` and ``run(arguments)``."""
+"""``python -m t5bench COMMAND``: every command is a module with ``add_arguments(parser)`` and ``run(arguments)``.
+
+``run`` returns the exit status. A Problem that it raises is printed with its remedy, and the exit status is 2.
+"""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+
+from t5bench import Problem
 
 # Command, its module, and the line that --help shows. A module is imported when its command is asked for: the recorder
 # starts with every launch, and must not wait for what draws pages.
@@ -20,14 +25,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="python -m t5bench", description="Reads runs and compares them.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (module_name, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary)
-        if words[:1] == [name]:
-            module = import_module(module_name)
-            module.add_arguments(command)
-            command.set_defaults(execute=module.run)
-    chosen = parser.parse_args(words)
-    return chosen.execute(chosen)
+    try:
+        for name, (module_name, summary) in COMMANDS.items():
+            command = commands.add_parser(name, help=summary, description=summary)
+            if words[:1] == [name]:
+                module = import_module(module_name)
+                module.add_arguments(command)
+                command.set_defaults(execute=module.run)
+        chosen = parser.parse_args(words)
+        return chosen.execute(chosen)
+    except Problem as problem:
+        lines = [f"error: {problem}", *(f"       {line}" for line in problem.remedy.splitlines())]
+        print("\n".join(lines), file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -102,7 +102,8 @@ def made_plan(
     """A plan of one node; world_size: what the strategy needs, but at least 2."""
     tp, pp = LAYOUTS.get(strategy, (1, 1))
     world_size = world_size or max(2, tp * pp)
-    chosen = {"NNODES": str(nodes), "NPROC_PER_NODE": str(world_size // nodes), "MASTER_PORT": str(PORTS[strategy])}
+    port = PORTS.get(strategy, 29899)  # a ninth strategy's
+    chosen = {"NNODES": str(nodes), "NPROC_PER_NODE": str(world_size // nodes), "MASTER_PORT": str(port)}
     chosen |= {"TENSOR_PARALLEL_SIZE": str(tp), "PIPELINE_PARALLEL_SIZE": str(pp)}
     chosen |= {"WANDB_RUN_NAME": f"megatron-{strategy}", **(settings or {})}
     plan_settings = made_settings(chosen)
@@ -112,8 +113,8 @@ def made_plan(
         ds_config = {"zero_optimization": {"stage": ZERO_STAGES[strategy], "overlap_comm": False}}
     return Plan(
         strategy=Strategy(
-            strategy, strategy, PORTS[strategy], tp, pp,
-            f"megatron_{strategy}.json" if strategy in ZERO_STAGES else "", COLOURS[strategy], [],
+            strategy, strategy, port, tp, pp,
+            f"megatron_{strategy}.json" if strategy in ZERO_STAGES else "", COLOURS.get(strategy, "#123456"), [],
         ),
         settings=plan_settings,
         obstacles=[],
@@ -146,6 +147,7 @@ def make_run(
     *,
     elapsed_ms: Sequence[float] = (100.0,) * 30,
     losses: Sequence[float | None] | None = None,
+    norms: Sequence[float | None] | None = None,
     log_interval: int = 1,
     settings: Mapping[str, str] | None = None,
     nodes: int = 1,
@@ -172,7 +174,8 @@ def make_run(
     begin: int = 0,
     start: float = START,
 ) -> Path:
-    """Writes a run whose log lines have these times (ms per iteration) and losses (by default falling from 8).
+    """Writes a run whose log lines have these times (ms per iteration), losses (by default falling from 8) and gradient
+    norms (by default 1).
 
     skipped: skipped iterations by the line's iteration. gpu names the GPUs, None is a CPU. sent_per_iteration: bytes of
     each node, by eth0, or by lo on one node; None writes no samples. begin: the iteration after which the run began.
@@ -199,7 +202,7 @@ def make_run(
     assert plan.layout
     world_size = plan.layout.world_size
     chosen = {name: entry.value for name, entry in plan.settings.items()}
-    lines = _lines(elapsed_ms, losses, log_interval, skipped or {}, begin, start, chosen)
+    lines = _lines(elapsed_ms, losses, norms, log_interval, skipped or {}, begin, start, chosen)
     end = lines[-1].time if lines else start
     peaks = list(memory_mib) if memory_mib else [400.0 + rank for rank in range(world_size)]
     for node in range(nodes):
@@ -239,8 +242,8 @@ def make_run(
 
 
 def _lines(
-    elapsed_ms: Sequence[float], losses: Sequence[float | None] | None, log_interval: int, skipped: Mapping[int, int],
-    begin: int, start: float, settings: Mapping[str, str],
+    elapsed_ms: Sequence[float], losses: Sequence[float | None] | None, norms: Sequence[float | None] | None,
+    log_interval: int, skipped: Mapping[int, int], begin: int, start: float, settings: Mapping[str, str],
 ) -> list[Iteration]:  # fmt: skip
     lines, now = [], start
     for number, elapsed in enumerate(elapsed_ms, 1):
@@ -255,7 +258,7 @@ def _lines(
                 learning_rate=1e-4,
                 samples_per_second=int(settings["GLOBAL_BATCH_SIZE"]) * 1000 / elapsed,
                 tflops=0.01,
-                grad_norm=1.0,
+                grad_norm=norms[number - 1] if norms else 1.0,
                 loss_scale=1.0,
                 skipped=skipped.get(iteration, 0),
                 time=now,

@@ -13,7 +13,7 @@ from typing import Any
 from t5bench.acceptance.bound import iteration_ms
 from t5bench.acceptance.plan import Plan
 from t5bench.acceptance.steps import FAILED, PASSED, Outcome
-from t5bench.compare.comparison import make_row, shape_of
+from t5bench.compare.rows import make_row, shape_of
 from t5bench.model import flops
 from t5bench.record import profile, samples
 from t5bench.record.records import RecordError, Run, load

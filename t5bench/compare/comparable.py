@@ -1,61 +1,54 @@
-"""What runs must share to stand side by side, and what else about them differs."""
+"""What runs must share to stand side by side, and what else about them differs.
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+A setting's role (t5bench/record/plan.py) says what it means for this. Engine arguments that no setting owns count one
+by one: each may change anything.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from t5bench import Problem
 from t5bench.record.records import Run
 
-WORLD_SIZE = "world_size"
-# Later settings, for records from before there were any.
-SETTING_DEFAULTS = {"GRADIENT_REDUCTION": "default", "WANDB_RUN_GROUP": "", "PEAK_TFLOPS": "", "SHARE_GPUS": "0"}
-
-
-class NotComparableError(ValueError):
-    """Runs that must not stand side by side; the message names each difference, its values and who has which."""
-
-
-def setting(run: Run, name: str) -> str | None:
-    """A setting as the shell had it, or its default; None where the record has neither."""
-    return run.record["settings"].get(name, SETTING_DEFAULTS.get(name))
+WORLD_SIZE, ENGINE_ARGUMENTS = "world_size", "engine_arguments"
+NOT_GIVEN = "not given"  # an engine argument
 
 
 def gpu_names(run: Run) -> str | None:
     """The kinds of GPU of all nodes, None on a CPU."""
-    names = sorted({device["name"] for node in run.nodes for device in node.get("devices") or ()})
+    names = sorted({device["name"] for node in run.nodes for device in node["devices"]})
     return " + ".join(names) or None
 
 
-def _setting(name: str) -> Callable[[Run], Any]:
-    return lambda run: setting(run, name)
-
-
-# By the name that messages print and --allow takes. Model, batch, precision and dropout; then what is no setting.
-_SETTINGS = (
-    "ENCODER_NUM_LAYERS", "DECODER_NUM_LAYERS", "HIDDEN_SIZE", "NUM_ATTENTION_HEADS", "FFN_HIDDEN_SIZE",
-    "ENCODER_SEQ_LENGTH", "DECODER_SEQ_LENGTH", "GLOBAL_BATCH_SIZE", "MICRO_BATCH_SIZE", "PRECISION_FLAG", "DROPOUT",
-    "SHARE_GPUS",
-)  # fmt: skip
-MUST_AGREE: Mapping[str, Callable[[Run], Any]] = {name: _setting(name) for name in _SETTINGS} | {
-    "padded_vocab_size": lambda run: run.layout.get("padded_vocab_size"),
+# What must agree and is no setting, by the name that messages print and --allow takes: what makes it another model,
+# other data or other initial weights, and so another loss curve; and what changes the time alone.
+_TRAINING: Mapping[str, Callable[[Run], Any]] = {
+    "padded_vocab_size": lambda run: run.padded_vocab_size,
     "idx_sha256": lambda run: run.record["data"].get("idx_sha256"),
     "bin_bytes": lambda run: run.record["data"].get("bin_bytes"),
-    "engine": lambda run: run.engine,
-    "engine_patches": lambda run: run.record["engine_patches"],
-    "device": lambda run: run.nodes[0].get("device"),
-    "gpu": gpu_names,
+    "engine_patches": lambda run: run.plan.engine_patches,
 }
-ALLOWABLE = (*MUST_AGREE, WORLD_SIZE)
+_MACHINE: Mapping[str, Callable[[Run], Any]] = {
+    "engine": lambda run: run.engine,
+    "device": lambda run: run.plan.device,
+    "gpu": gpu_names,
+    WORLD_SIZE: lambda run: run.world_size,
+}
 
-# What a strategy or a place decides, or what stands in MUST_AGREE under another name.
-_NO_DIFFERENCE = {
-    *MUST_AGREE, "MODEL_PRESET", "MASTER_PORT", "OUTPUT_DIR", "WANDB_RUN_NAME", "WANDB_RUN_GROUP", "WANDB_PROJECT",
-    "WANDB_API_KEY", "WANDB_MODE", "TENSOR_PARALLEL_SIZE", "PIPELINE_PARALLEL_SIZE", "NPROC_PER_NODE", "NNODES",
-    "HOSTS", "DEVICE", "ENGINE", "MEGATRON_DIR", "MEGATRON_DATA_DIR", "TOKENIZER_MODEL", "RENDEZVOUS_TIMEOUT",
-    "DISTRIBUTED_TIMEOUT_MINUTES",
-}  # fmt: skip
-# Besides what must agree: settings that change the loss and not the time.
-LOSS_SETTINGS = ("SEED", "LR", "MIN_LR", "LR_WARMUP_ITERS", "WEIGHT_DECAY", "CLIP_GRAD", "TRAIN_ITERS")
+
+def _values(run: Run, role: str, facts: Mapping[str, Callable[[Run], Any]]) -> dict[str, Any]:
+    arguments = {name: value or "given" for name, value in run.plan.engine_arguments.items()}
+    return run.plan.with_role(role) | {name: of(run) for name, of in facts.items()} | arguments
+
+
+def compared(run: Run) -> dict[str, Any]:
+    """What runs must share to stand side by side, by name."""
+    return _values(run, "compared", _TRAINING | _MACHINE)
+
+
+def trains(run: Run) -> dict[str, Any]:
+    """What decides a run's loss curve up to rounding, by name."""
+    return _values(run, "trains", _TRAINING)
 
 
 def show(value: Any) -> str:
@@ -63,74 +56,67 @@ def show(value: Any) -> str:
     return "(empty)" if value in ("", None) else str(value)
 
 
-def differing(of: Callable[[Run], Any], runs: Iterable[Run]) -> dict[Any, list[Run]]:
-    """The runs by value, when there is more than one value; a value that a record does not have differs from none."""
-    by_value: dict[Any, list[Run]] = {}
-    for run in runs:
-        if (value := of(run)) is not None:
-            by_value.setdefault(value, []).append(run)
-    return by_value if len(by_value) > 1 else {}
+def differing(values: Callable[[Run], Mapping[str, Any]], runs: Iterable[Run]) -> dict[str, dict[Any, list[Run]]]:
+    """Of the names that `values` gives, those in which runs differ: the runs by value, in the order in which they came.
+
+    A value that a record lacks is no difference. An engine argument that was not given differs from one that was.
+    """
+    tables = [(run, values(run)) for run in runs]
+    found: dict[str, dict[Any, list[Run]]] = {}
+    for name in dict.fromkeys(name for _, table in tables for name in table):
+        absent = NOT_GIVEN if name.startswith("--") else None
+        by_value: dict[Any, list[Run]] = {}
+        for run, table in tables:
+            if (value := table.get(name, absent)) is not None:
+                by_value.setdefault(value, []).append(run)
+        if len(by_value) > 1:
+            found[name] = by_value
+    return found
 
 
-def _who(runs: Sequence[Run]) -> str:
-    names = list(dict.fromkeys(run.strategy for run in runs))
-    return ", ".join(names)
+def _who(runs: Iterable[Run]) -> str:
+    return ", ".join(dict.fromkeys(run.strategy for run in runs))
 
 
 def _line(name: str, by_value: Mapping[Any, Sequence[Run]]) -> str:
     return f"{name}: " + "; ".join(f"{show(value)} ({_who(runs)})" for value, runs in by_value.items())
 
 
-def refuse(runs: Sequence[Run], baseline: str, allowed: Iterable[str]) -> None:
-    """Raises NotComparableError unless all that must agree does or is allowed to differ."""
-    allowed = set(allowed)
-    lines = {
-        name: _line(name, by_value)
-        for name, of in MUST_AGREE.items()
-        if name not in allowed and (by_value := differing(of, runs))
-    }
-    sizes = differing(lambda run: run.world_size, runs)
-    without = [size for size, of_size in sizes.items() if not any(run.strategy == baseline for run in of_size)]
-    if without and WORLD_SIZE not in allowed:
-        lacking = ", ".join(map(str, sorted(without)))
-        lines[WORLD_SIZE] = _line(WORLD_SIZE, sizes) + f": there is no {baseline} run at {lacking} processes"
-    if lines:
-        raise NotComparableError(
-            "these runs cannot stand side by side, they differ in\n"
-            + "\n".join(f"  {line}" for line in lines.values())
-            + "\n       Name runs that agree, or mark the rows that differ: "
-            + " ".join(f"--allow {name}" for name in lines)
+def refuse(runs: Sequence[Run], baseline: str, allowed: Collection[str]) -> None:
+    """Raises Problem unless all that must agree does or is allowed to differ; for world_size a baseline is enough."""
+    settings = dict.fromkeys(name for run in runs for name in run.plan.with_role("compared"))
+    known = [*settings, *_TRAINING, *_MACHINE, ENGINE_ARGUMENTS]
+    if unknown := [name for name in allowed if name not in known]:
+        raise Problem(f"--allow {unknown[0]} is not known", f"It may be one of: {' '.join(known)}")
+    lines: dict[str, list[str]] = {}
+    for name, by_value in differing(compared, runs).items():
+        line = _line(name, by_value)
+        if name == WORLD_SIZE:
+            lacking = [size for size, those in by_value.items() if baseline not in {run.strategy for run in those}]
+            if not lacking:
+                continue
+            line += f": there is no {baseline} run at {', '.join(map(str, sorted(lacking)))} processes"
+        lines.setdefault(ENGINE_ARGUMENTS if name.startswith("--") else name, []).append(line)
+    if names := [name for name in lines if name not in allowed]:
+        raise Problem(
+            f"these runs cannot stand side by side: they differ in {', '.join(names)}",
+            "\n".join(line for name in names for line in lines[name])
+            + "\nName runs that agree, or mark the rows that differ: "
+            + " ".join(f"--allow {name}" for name in names),
         )
+
+
+def _told(run: Run) -> dict[str, Any]:
+    """What is worth a note where runs differ in it, by the name that the note has for it."""
+    told = run.plan.with_role("told") | {f"nodes of {run.world_size} processes": run.layout.nnodes}
+    for what, key in (("version of", "versions"), ("commit of", "commits"), ("patch", "patches")):
+        told |= {f"{what} {name}": value for name, value in run.record[key].items() if isinstance(value, str)}
+    return told
 
 
 def other_differences(runs: Sequence[Run]) -> list[str]:
     """What differs besides, one sentence each: further settings, versions, commits, patches, nodes."""
-    notes = []
-    names = dict.fromkeys(name for run in runs for name in run.record["settings"] if name not in _NO_DIFFERENCE)
-    for name in names:
-        if by_value := differing(_setting(name), runs):
-            notes.append(_line(name, by_value))
-    for what in ("versions", "commits"):
-        for name in dict.fromkeys(name for run in runs for name in run.record.get(what) or ()):
-
-            def of(run: Run, what: str = what, name: str = name) -> Any:
-                return (run.record.get(what) or {}).get(name)
-
-            if by_value := differing(of, runs):
-                notes.append(
-                    _line(f"{what.rstrip('s')} of {name}" if what == "versions" else f"commit ({name})", by_value)
-                )
-    if by_value := differing(lambda run: json.dumps(run.record.get("patches") or None, sort_keys=True), runs):
-        notes.append("the engine's patches differ between " + " and ".join(_who(of) for of in by_value.values()))
-    if by_value := differing(lambda run: (run.world_size, run.layout["nnodes"]), runs):
-        by_size: dict[int, set[int]] = {}
-        for size, nodes in by_value:
-            by_size.setdefault(size, set()).add(nodes)
-        for size, nodes in by_size.items():
-            if len(nodes) > 1:
-                notes.append(f"{size} processes ran on {' and '.join(map(str, sorted(nodes)))} node(s)")
-    if not_committed := _who([run for run in runs if (run.record.get("commits") or {}).get("repository_changed")]):
-        notes.append(f"the repository had changes that are not committed: {not_committed}")
-    for run in runs:
-        notes += [f"{run.strategy}: {difference}" for difference in run.record.get("differences") or ()]
-    return notes
+    notes = [_line(name, by_value) for name, by_value in differing(_told, runs).items()]
+    if uncommitted := [run for run in runs if run.record["commits"].get("repository_changed")]:
+        notes.append(f"the repository had changes that are not committed: {_who(uncommitted)}")
+    return notes + [f"{run.strategy}: {difference}" for run in runs for difference in run.record["differences"]]

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from t5bench.compare.comparable import setting
 from t5bench.record.records import Run
 
 # DeepSpeed's own defaults, where its JSON leaves them open (deepspeed/runtime/zero/config.py).
@@ -24,29 +23,23 @@ class Reduction:
         return f"{self.dtype}, {'during' if self.overlap else 'after'} backward, {self.bucket}"
 
 
-def precision(run: Run) -> str:
-    """bf16, fp16 or fp32."""
-    return (setting(run, "PRECISION_FLAG") or "").removeprefix("--") or "fp32"
-
-
 def reduction_of(run: Run) -> Reduction:
-    """From the run's strategy, precision, engine and effective DeepSpeed JSON."""
-    if run.layout["dp"] == 1:
+    """From the plan's layout, precision, engine and effective DeepSpeed JSON."""
+    plan, layout = run.plan, run.layout
+    if layout.dp == 1:
         # Its two copies, on the first and the decoder's first stage, are summed even so.
-        return Reduction(None, bucket="none but the tied embedding's (one replica)" if run.layout["pp"] > 1 else "")
-    config = run.record.get("ds_config")
-    if config:
-        zero = config["zero_optimization"]
-        dtype = _DEEPSPEED_NAMES.get(str(config.get("communication_data_type") or precision(run)), "unknown")
+        return Reduction(None, bucket="none but the tied embedding's (one replica)" if layout.pp > 1 else "")
+    if plan.ds_config:
+        zero = plan.ds_config["zero_optimization"]
+        dtype = _DEEPSPEED_NAMES.get(plan.ds_config.get("communication_data_type") or plan.precision, "unknown")
         overlap = zero.get("overlap_comm")
-        if overlap is None:
-            overlap = zero["stage"] == 3
-        elements = int(float(zero.get("reduce_bucket_size", _DEEPSPEED_BUCKET_ELEMENTS)))
-        return Reduction(dtype, bool(overlap), f"buckets of {elements / 1e6:g}M elements")
-    if run.engine == "native":
+        elements = float(zero.get("reduce_bucket_size", _DEEPSPEED_BUCKET_ELEMENTS))
+        return Reduction(
+            dtype, plan.zero_stage == 3 if overlap is None else overlap, f"buckets of {elements / 1e6:g}M elements"
+        )
+    if plan.engine == "native":
         # fp32 master weights have fp32 gradients; PyTorch's DDP fills buckets of 25 MiB unless told otherwise.
         return Reduction("fp32", True, "buckets of 25 MiB")
     # Megatron's local DDP accumulates bf16's gradients in fp32, fp16's in fp16 unless told otherwise.
-    told = any("--accumulate-allreduce-grads-in-fp32" in node.get("command", ()) for node in run.nodes)
-    kept = precision(run) if precision(run) == "fp16" and not told else "fp32"
-    return Reduction(kept, False, "one flat buffer")
+    told = "--accumulate-allreduce-grads-in-fp32" in plan.arguments.words
+    return Reduction("fp16" if plan.precision == "fp16" and not told else "fp32", False, "one flat buffer")

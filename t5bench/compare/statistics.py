@@ -16,12 +16,14 @@ with the hull of their intervals: wider than need be rather than narrower.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import median, quantiles
 
 from t5bench.record.log import Iteration
+from t5bench.record.plan import Plan
 
 WARM_UP_ITERATIONS = 20
 FEWEST_INTERVALS = 5
@@ -39,17 +41,11 @@ class Estimate:
     low: float | None = None
     high: float | None = None
 
-    def __str__(self) -> str:
-        return f"{self.median:.6g}" + ("" if self.low is None else f" [{self.low:.6g}, {self.high:.6g}]")
-
     def per(self, amount: float) -> "Estimate":
         """amount / this: the fast end of a time is the high end of a rate."""
         if self.low is None or self.high is None:
             return Estimate(amount / self.median)
         return Estimate(amount / self.median, amount / self.high, amount / self.low)
-
-    def times(self, factor: float) -> "Estimate":
-        return Estimate(*(None if value is None else value * factor for value in (self.median, self.low, self.high)))
 
     def over(self, other: "Estimate") -> "Estimate":
         """The ratio this / other, with the interval that holds whatever both intervals allow."""
@@ -57,6 +53,10 @@ class Estimate:
         if None in (self.low, self.high, other.low, other.high):
             return Estimate(ratio)
         return Estimate(ratio, self.low / other.high, self.high / other.low)
+
+    def overlaps(self, other: "Estimate") -> bool:
+        """Whether another's interval reaches into this; False where one of them has no interval."""
+        return None not in (self.low, other.low) and other.low <= self.high and self.low <= other.high
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,13 @@ class Timing:
 
     def dropped_by_reason(self) -> dict[str, int]:
         """How many intervals were left out, by reason."""
-        counts: dict[str, int] = {}
-        for reason in self.dropped.values():
-            counts[reason] = counts.get(reason, 0) + 1
-        return counts
+        return dict(Counter(self.dropped.values()))
 
 
-def timing(lines: Sequence[Iteration], settings: Mapping[str, str]) -> Timing | None:
-    """The timing of a run with these lines and launcher settings; None where no line has a time."""
-    length = int(settings["LOG_INTERVAL"])
+def timing(lines: Sequence[Iteration], plan: Plan) -> Timing | None:
+    """The timing of a run with these lines; None where no line has a time."""
+    length = plan.number("LOG_INTERVAL")
     dropped: dict[int, str] = {}
-    events: set[int] = set()
     clean: list[Iteration] = []
     for line in lines:
         if not (math.isfinite(line.elapsed_ms) and line.elapsed_ms > 0):
@@ -95,54 +91,47 @@ def timing(lines: Sequence[Iteration], settings: Mapping[str, str]) -> Timing | 
             dropped[line.iteration] = SKIPPED
         else:
             clean.append(line)
-            if event_within(line.iteration - length, line.iteration, settings):
-                events.add(line.iteration)
-    warnings = []
-    if clean and len(events) == len(clean):
-        warnings.append("an evaluation, a checkpoint or a profile falls into every interval, so they stay in")
-    else:
-        dropped |= dict.fromkeys(events, EVENT)
-        clean = [line for line in clean if line.iteration not in events]
     if not clean:
         return None
     begin = max(lines[0].begin, lines[0].iteration - length, 0)
+    events = [line for line in clean if event_within(line.iteration - length, line.iteration, plan)]
     # Where the run itself began is the warm-up's matter, which knows what to do with short runs.
-    resumed = {line.iteration for line in clean if line.begin > begin and _early(line, line.begin, length)}
-    if len(resumed) == len(clean):
-        warnings.append("every interval is warm-up after a resume, so they stay in")
-    else:
-        dropped |= dict.fromkeys(resumed, RESUMED)
-        clean = [line for line in clean if line.iteration not in resumed]
+    resumed = [line for line in clean if line.begin > begin and _early(line, line.begin, length)]
+    warnings = []
+    for reason, spoilt in ((EVENT, events), (RESUMED, resumed)):
+        found = {line.iteration for line in spoilt} - dropped.keys()
+        if len(found) == len(clean):
+            warnings.append(f"every interval would be left out ({reason}), so all count")
+        else:
+            dropped |= dict.fromkeys(found, reason)
+            clean = [line for line in clean if line.iteration not in found]
     warm_up, warning = _warm_up(clean, begin, length)
-    warnings += [warning] if warning else []
     dropped |= dict.fromkeys((line.iteration for line in clean[:warm_up]), WARM_UP)
     used = clean[warm_up:]
     values = [line.elapsed_ms for line in used]
-    quartiles = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    reach = 1.5 * (high - low)
     return Timing(
         milliseconds=median_with_interval(values),
-        spread=(quartiles[0], quartiles[2]),
-        outliers=outliers(values),
+        spread=(low, high),
+        outliers=sum(not low - reach <= value <= high + reach for value in values),
         used=[line.iteration for line in used],
         dropped=dict(sorted(dropped.items())),
-        warning="; ".join(warnings),
+        warning="; ".join(filter(None, [*warnings, warning])),
     )
 
 
-def event_within(start: int, end: int, settings: Mapping[str, str]) -> bool:
+def event_within(start: int, end: int, plan: Plan) -> bool:
     """Whether an evaluation, a checkpoint or a profile falls into the interval of the iterations start + 1 to end.
 
     The first two come after an iteration and after its log line: what comes after iteration `start` burdens this
     interval, what comes after `end` the next one. A profile of iteration N begins at the end of N - 1.
     """
-    profiled = int(settings.get("PROFILE_ITERATION") or 0)
-    if profiled and start < profiled <= end + 1:
+    if start < plan.number("PROFILE_ITERATION") <= end + 1:
         return True
-    periods = [int(settings.get("SAVE_INTERVAL", "0"))]
-    if int(settings.get("EVAL_ITERS", "0")) > 0:
-        periods.append(int(settings.get("EVAL_INTERVAL", "0")))
-    # The last multiple before `end`; iteration 0 is none.
-    return any(period > 0 and (end - 1) // period * period >= max(start, 1) for period in periods)
+    periods = [plan.number("SAVE_INTERVAL"), plan.number("EVAL_INTERVAL") if plan.number("EVAL_ITERS") else 0]
+    # The last multiple before `end`; nothing comes after iteration 0.
+    return any(period and (end - 1) // period * period >= max(start, 1) for period in periods)
 
 
 def _early(line: Iteration, begin: int, length: int) -> bool:
@@ -162,7 +151,7 @@ def _warm_up(lines: Sequence[Iteration], begin: int, length: int) -> tuple[int, 
         return wanted, ""
     fewer = min(wanted, max(1, count // 4), count - 1)
     if fewer == wanted:
-        return wanted, f"only {count - wanted} interval(s) count" if count - wanted < FEWEST_INTERVALS else ""
+        return wanted, f"only {count - wanted} interval(s) count"
     return fewer, f"a short run: {fewer} of {count} interval(s) left out as warm-up where {wanted} should be"
 
 
@@ -204,15 +193,6 @@ def median_with_interval(values: Iterable[float]) -> Estimate:
     if rank is None:
         return Estimate(median(ordered))
     return Estimate(median(ordered), ordered[rank - 1], ordered[-rank])
-
-
-def outliers(values: Sequence[float]) -> int:
-    """How many values lie more than 1.5 interquartile ranges outside the quartiles (Tukey's fences)."""
-    if len(values) < 2:
-        return 0
-    low, _, high = quantiles(values, n=4, method="inclusive")
-    reach = 1.5 * (high - low)
-    return sum(value < low - reach or value > high + reach for value in values)
 
 
 def of_repeats(runs: Sequence[Estimate]) -> Estimate:

@@ -201,10 +201,10 @@ class Plan:
 
     @cached_property
     def engine_arguments(self) -> dict[str, str]:
-        """What runs that stand side by side must share besides their settings: arguments that no setting owns."""
-        owned = {name for s in self.settings.values() for name in s.argument.split(",")}
+        """What runs that stand side by side must share besides settings: arguments whose values no setting has."""
+        settings = {name: s.value for s in self.settings.values() for name in s.argument.split(",")}
         found = by_name([*self.arguments.fixed, *self.arguments.extra])
-        return {name: value for name, value in sorted(found.items()) if name not in owned and name not in PRECISIONS}
+        return {n: value for n, value in sorted(found.items()) if value != settings.get(n) and n not in PRECISIONS}
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

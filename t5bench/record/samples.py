@@ -93,14 +93,14 @@ def observe(run: Run, used: Sequence[int]) -> Observations:
         utilizations += _gpu_medians(within, "utilization")
         if len(within) < FEWEST_SAMPLES:
             reasons.append(f"{len(within)} sample(s) of node {node['node']} in that time, {FEWEST_SAMPLES} are needed")
-        elif sent := _sent(node, samples, timed, one_node=run.layout["nnodes"] == 1):
+        elif sent := _sent(node, samples, timed, one_node=run.layout.nnodes == 1):
             traffic += sent
         else:
             reasons.append(f"node {node['node']} has no network counter that runs through")
     return Observations(
         traffic=() if reasons else traffic,
         why_not_sent="; ".join(reasons),
-        loopback=run.layout["nnodes"] == 1,
+        loopback=run.layout.nnodes == 1,
         power_w=max(powers, default=None),
         utilization=max(utilizations, default=None),
     )

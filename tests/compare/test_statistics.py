@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_runs import SETTINGS
+from made_runs import made_plan
 
 from t5bench.compare.statistics import (
     EVENT,
     FEWEST_INTERVALS,
     NOT_FINITE,
+    RESUMED,
     SKIPPED,
     WARM_UP,
     Estimate,
@@ -20,7 +21,6 @@ from t5bench.compare.statistics import (
     median_with_interval,
     mser,
     of_repeats,
-    outliers,
     timing,
 )
 from t5bench.record.log import Iteration
@@ -37,16 +37,21 @@ def lines_of(times, log_interval=1, begin=0):
 
 
 def timing_of(times, log_interval=1, begin=0, **settings) -> Timing:
-    found = timing(lines_of(times, log_interval, begin), SETTINGS | {"LOG_INTERVAL": str(log_interval)} | settings)
+    plan = made_plan(settings={"LOG_INTERVAL": str(log_interval)} | settings)
+    found = timing(lines_of(times, log_interval, begin), plan)
     assert found is not None
     return found
+
+
+def burdened(start: int, end: int, **settings: int) -> bool:
+    return event_within(start, end, made_plan(settings={name: str(value) for name, value in settings.items()}))
 
 
 # ---- events ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("start", "end", "burdened"),
+    ("start", "end", "expected"),
     [
         (0, 20, False),  # the checkpoint after iteration 100 is far away
         (80, 100, False),  # it comes after this interval's line
@@ -59,26 +64,21 @@ def timing_of(times, log_interval=1, begin=0, **settings) -> Timing:
         (150, 450, True),
     ],
 )
-def test_an_interval_has_a_checkpoint_in_it(start, end, burdened):
-    assert event_within(start, end, {"SAVE_INTERVAL": "100"}) is burdened
+def test_an_interval_has_a_checkpoint_in_it(start, end, expected):
+    assert burdened(start, end, SAVE_INTERVAL=100) is expected
 
 
-def test_the_start_of_a_run_is_no_event():
-    assert not event_within(0, 20, {"SAVE_INTERVAL": "20"})
-
-
-def test_evaluations_count_only_when_there_are_any():
-    settings = {"EVAL_INTERVAL": "50", "EVAL_ITERS": "0", "SAVE_INTERVAL": "0"}
-    assert not event_within(50, 60, settings)
-    assert event_within(50, 60, settings | {"EVAL_ITERS": "10"})
+def test_a_profile_burdens_its_iteration_and_the_one_before():
+    assert [end for end in range(1, 10) if burdened(end - 1, end, PROFILE_ITERATION=5)] == [4, 5]
 
 
 @given(st.integers(0, 500), st.integers(1, 60), st.integers(0, 70), st.integers(0, 70), st.integers(0, 2))
 def test_events_as_they_are_defined(start, length, save, evaluate, eval_iters):
-    settings = {"SAVE_INTERVAL": str(save), "EVAL_INTERVAL": str(evaluate), "EVAL_ITERS": str(eval_iters)}
+    """The start of a run is no event, and evaluations count only when there are any."""
     periods = [save] * (save > 0) + [evaluate] * (evaluate > 0 and eval_iters > 0)
     events = {e for period in periods for e in range(period, start + length + 1, period)}
-    assert event_within(start, start + length, settings) == any(start <= e < start + length for e in events)
+    found = burdened(start, start + length, SAVE_INTERVAL=save, EVAL_INTERVAL=evaluate, EVAL_ITERS=eval_iters)
+    assert found == any(start <= e < start + length for e in events)
 
 
 def test_intervals_with_checkpoints_are_dropped():
@@ -90,8 +90,7 @@ def test_intervals_with_checkpoints_are_dropped():
 
 def test_a_checkpoint_in_every_interval_drops_none_for_it_and_says_so():
     found = timing_of([100] * 10, 10, SAVE_INTERVAL="5")
-    assert EVENT not in found.dropped.values()
-    assert "every interval" in found.warning
+    assert EVENT not in found.dropped.values() and "every interval" in found.warning
 
 
 # ---- warm-up ----------------------------------------------------------------------------------------------------
@@ -99,20 +98,20 @@ def test_a_checkpoint_in_every_interval_drops_none_for_it_and_says_so():
 
 def test_twenty_iterations_are_warm_up():
     found = timing_of([100] * 50)
-    assert list(found.dropped) == list(range(1, 21))
-    assert set(found.dropped.values()) == {WARM_UP}
-    assert found.used == list(range(21, 51))
-    assert not found.warning
-
-
-def test_twenty_iterations_are_one_interval_of_twenty():
+    assert found.dropped == dict.fromkeys(range(1, 21), WARM_UP)
+    assert found.used == list(range(21, 51)) and not found.warning
     assert list(timing_of([100] * 50, 20).dropped) == [20]
     # (0, 15] and (15, 30] begin before iteration 20 is over.
     assert list(timing_of([100] * 50, 15).dropped) == [15, 30]
-
-
-def test_warm_up_counts_from_where_a_resumed_run_began():
+    # From where a resumed run began.
     assert list(timing_of([100] * 50, 20, begin=500).dropped) == [520]
+
+
+def test_twenty_iterations_after_a_resume_are_warm_up_too():
+    lines = [replace(line, begin=40 * (line.iteration > 40)) for line in lines_of([100] * 100)]
+    found = timing(lines, made_plan(settings={"LOG_INTERVAL": "1", "SAVE_INTERVAL": "50"}))
+    assert [number for number, reason in found.dropped.items() if reason == RESUMED] == [*range(41, 51), *range(52, 61)]
+    assert found.dropped[51] == EVENT and found.used == [*range(21, 41), *range(61, 101)]
 
 
 def test_a_run_that_settles_late_loses_what_came_before():
@@ -141,14 +140,14 @@ def test_the_shortest_runs():
     assert timing_of([300]).used == [1]
     assert timing_of([300, 100]).used == [2]
     assert timing_of([300, 100, 100]).used == [2, 3]
-    assert timing([], SETTINGS | {"LOG_INTERVAL": "1"}) is None
+    assert timing([], made_plan()) is None
 
 
 def test_skipped_iterations_and_lines_without_a_time_do_not_count():
     lines = lines_of([100.0] * 40)
     lines[30] = replace(lines[30], skipped=1, elapsed_ms=10.0)
     lines[35] = replace(lines[35], elapsed_ms=math.inf)
-    found = timing(lines, SETTINGS | {"LOG_INTERVAL": "1"})
+    found = timing(lines, made_plan())
     assert found.dropped[31] == SKIPPED and found.dropped[36] == NOT_FINITE
     assert found.dropped_by_reason() == {WARM_UP: 20, SKIPPED: 1, NOT_FINITE: 1}
     assert found.milliseconds.median == 100.0
@@ -197,20 +196,12 @@ def test_the_interval_holds_the_median(values):
         assert found.low <= found.median <= found.high
 
 
-def test_the_interval_covers_as_often_as_it_says():
-    # Every equally likely outcome of ten values that lie below or above the true median: exact, no random numbers.
-    covered = sum(2 <= bin(outcome).count("1") <= 8 for outcome in range(1 << 10))
-    assert covered / (1 << 10) >= 0.95
-    # [x(3), x(8)] would be too narrow.
-    assert sum(3 <= bin(outcome).count("1") <= 7 for outcome in range(1 << 10)) / (1 << 10) < 0.95
-
-
 def test_outliers_and_quartiles_by_hand():
-    # Quartiles 2 and 4, fences -1 and 7.
-    assert outliers([1, 2, 3, 4, 100]) == 1
-    assert outliers([1, 2, 3, 4, 7]) == 0
-    assert outliers([5]) == 0
-    assert timing_of([1] * 20 + [1, 2, 3, 4, 100]).spread == (2, 4)
+    # Of what counts, the values after the twentieth, the quartiles are 2 and 4, and the fences -1 and 7.
+    found = timing_of([1] * 20 + [1, 2, 3, 4, 100])
+    assert (found.spread, found.outliers) == ((2, 4), 1)
+    assert timing_of([1] * 20 + [1, 2, 3, 4, 7]).outliers == 0
+    assert (timing_of([5]).spread, timing_of([5]).outliers) == ((5, 5), 0)
 
 
 def test_rates_and_ratios():

@@ -1,0 +1,51 @@
+"""What the measurements say of what limits a row."""
+
+from t5bench.compare.rows import Row
+from t5bench.record.samples import Observations
+
+
+def limits(row: Row) -> str:
+    """Sentences; what was not measured and why. "" for a row without figures."""
+    if not row.milliseconds:
+        return ""
+    observed = row.measured[0].observed
+    parts = [_network(observed)]
+    if not row.on_gpu:
+        parts.append("GPU utilisation and power: not measured, there is no GPU")
+    else:
+        seen = []
+        if observed.utilization is not None:
+            seen.append(f"a kernel ran {observed.utilization:.0f} % of the time on the busiest GPU")
+        if observed.power_w is not None:
+            seen.append(f"it drew {observed.power_w:.0f} W")
+        parts.append(", ".join(seen) or "GPU utilisation and power: not measured, there are no samples")
+    if row.mfu is not None:
+        parts.append(f"the arithmetic takes {row.mfu:.1%} of the GPU's peak")
+    else:
+        parts.append(f"share of the GPU's peak: not known, {row.mfu_missing}")
+    return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
+
+
+def _network(observed: Observations) -> str:
+    sent = observed.sent_per_iteration
+    if sent is None:
+        return f"network: not measured, {observed.why_not_sent}"
+    if observed.loopback:
+        return f"network: one node, {bytes_text(sent)} per iteration over the loopback, other programs' included"
+    busiest = observed.busiest_link
+    if busiest is None or busiest.link_bits_per_second is None:
+        return f"network: {bytes_text(sent)} per iteration and node; the link's speed is not known"
+    return (
+        f"network: {bytes_text(busiest.bytes_per_iteration)} per iteration over {busiest.interface} of node "
+        f"{busiest.node}; at the link's {busiest.link_bits_per_second / 1e9:g} Gbit/s that alone takes "
+        f"{busiest.share:.0%} of the time"
+    )
+
+
+def bytes_text(count: float) -> str:
+    """In decimal units, as networks count."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

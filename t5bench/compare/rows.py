@@ -1,0 +1,186 @@
+"""A comparison's rows: complete runs of one strategy that compute the same in the same way are repeats of one row.
+
+A run that did not end well is a row of its own, with its status and without figures.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import median
+from typing import Any
+
+from t5bench.compare import statistics
+from t5bench.compare.comparable import NOT_GIVEN, compared, differing, gpu_names, show
+from t5bench.compare.parity import UNKNOWN, Parity, curve
+from t5bench.compare.reduction import Reduction, reduction_of
+from t5bench.compare.statistics import Estimate
+from t5bench.model import flops, peaks
+from t5bench.record import samples
+from t5bench.record.records import Run
+from t5bench.record.status import COMPLETE
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One complete run with what its lines and samples say; timing is None where it logged no interval."""
+
+    run: Run
+    timing: statistics.Timing | None
+    observed: samples.Observations
+
+
+@dataclass
+class Row:
+    """One row. Rates are for all processes together, tflops and mfu (0 to 1) per GPU; ratio is throughput / baseline's.
+
+    marks: what differs from the baseline because it was allowed to; mfu_missing: why there is no MFU; warnings: what
+    to know about the row's figures.
+    """
+
+    label: str
+    runs: Sequence[Run]
+    measured: Sequence[Measured]
+    reduction: Reduction
+    milliseconds: Estimate | None = None
+    samples_per_second: Estimate | None = None
+    tokens_per_second: Estimate | None = None
+    ratio: Estimate | None = None
+    tflops: float | None = None
+    mfu: float | None = None
+    mfu_missing: str = ""
+    parity: Parity = field(default_factory=lambda: Parity(UNKNOWN))
+    marks: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    is_baseline: bool = False
+
+    @property
+    def run(self) -> Run:
+        """The first of the repeats, which stands for what they share."""
+        return self.runs[0]
+
+    @property
+    def strategy(self) -> str:
+        return self.run.strategy
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.measured)
+
+    @property
+    def layout(self) -> str:
+        return f"{self.run.layout.tp}/{self.run.layout.pp}/{self.run.layout.dp}"
+
+    @property
+    def run_medians(self) -> list[float]:
+        """Each repeat's median milliseconds per iteration."""
+        return [entry.timing.milliseconds.median for entry in self.measured if entry.timing]
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.run.plan.device == "cuda"
+
+    @cached_property
+    def peak_memory(self) -> dict[int, float]:
+        """MiB by rank, the most over the repeats: on the GPU as PyTorch counts it, on a CPU the resident set."""
+        peak_of: dict[int, float] = {}
+        for peak in (peak for entry in self.measured for peak in entry.run.peak_memory):
+            mib = peak.device_mib if self.on_gpu else peak.host_mib
+            if mib is not None:
+                peak_of[peak.rank] = max(mib, peak_of.get(peak.rank, 0.0))
+        return dict(sorted(peak_of.items()))
+
+    @property
+    def sent_per_iteration(self) -> float | None:
+        """Bytes that the busiest node sent per iteration, the median over the repeats that have it."""
+        sent = [s for entry in self.measured if (s := entry.observed.sent_per_iteration) is not None]
+        return median(sent) if sent else None
+
+    @property
+    def final_loss(self) -> float | None:
+        """Nats per target token on the last line that has one, the median over the repeats; nan when one diverged."""
+        last = [losses[max(losses)] for entry in self.measured if (losses := curve(entry.run))]
+        if any(math.isnan(loss) for loss in last):
+            return math.nan
+        return median(last) if last else None
+
+
+def distinctions(run: Run) -> dict[str, Any]:
+    """What tells two rows of one strategy apart, by the name that a label has for it."""
+    settings = run.plan.settings
+    return {
+        **compared(run),
+        "TP": run.layout.tp,
+        "PP": run.layout.pp,
+        "nodes": run.layout.nnodes,
+        "gradients": reduction_of(run),
+        **{name: setting.value for name, setting in settings.items() if setting.role == "method"},
+        "ds_config": json.dumps(run.plan.ds_config, sort_keys=True),
+    }
+
+
+def group_runs(runs: Sequence[Run]) -> list[list[Run]]:
+    """Complete repeats together, every other run alone, in the order in which they came."""
+    rows: dict[Any, list[Run]] = {}
+    for number, run in enumerate(runs):
+        same = frozenset(distinctions(run).items())
+        key = (run.strategy, run.world_size, same) if run.status == COMPLETE else number
+        rows.setdefault(key, []).append(run)
+    return list(rows.values())
+
+
+def labels(rows: Sequence[Sequence[Run]]) -> list[str]:
+    """The strategy, and where several rows of a group have the same one, what tells this row apart."""
+    found = []
+    for run, *_ in rows:
+        alike = [other for other, *_ in rows if (other.strategy, other.world_size) == (run.strategy, run.world_size)]
+        own, apart = distinctions(run), differing(distinctions, alike)
+        details = [name if name == "ds_config" else f"{name} {show(own.get(name, NOT_GIVEN))}" for name in apart]
+        place = "run " + "/".join(run.directory.parts[-2:])
+        found.append(f"{run.strategy} ({', '.join(details) or place})" if len(alike) > 1 else run.strategy)
+    return found
+
+
+def shape_of(run: Run) -> flops.Shape | None:
+    """The model's shape; None where the padded vocabulary is not known."""
+    vocabulary = run.padded_vocab_size
+    return flops.Shape.of_settings(run.plan.number, vocabulary) if vocabulary else None
+
+
+def make_row(label: str, runs: Sequence[Run], peak: float | None = None) -> Row:
+    """A row over the repeats of one run. peak: dense TFLOP/s of the GPU, where its name does not tell."""
+    measured = []
+    for run in runs if runs[0].status == COMPLETE else ():
+        timing = statistics.timing(run.iterations, run.plan)
+        measured.append(Measured(run, timing, samples.observe(run, timing.used if timing else ())))
+    row = Row(label, runs, measured, reduction_of(runs[0]))
+    timings = [entry.timing for entry in measured if entry.timing]
+    if timings:
+        number = row.run.plan.number
+        samples_in_1000 = 1000.0 * number("GLOBAL_BATCH_SIZE")
+        lengths = number("ENCODER_SEQ_LENGTH") + number("DECODER_SEQ_LENGTH")
+        row.warnings = list(dict.fromkeys(timing.warning for timing in timings if timing.warning))
+        row.milliseconds = statistics.of_repeats([timing.milliseconds for timing in timings])
+        row.samples_per_second = row.milliseconds.per(samples_in_1000)
+        row.tokens_per_second = row.milliseconds.per(samples_in_1000 * lengths)
+        _add_rates(row, row.milliseconds.median / 1000, peak)
+    return row
+
+
+def _add_rates(row: Row, seconds: float, peak: float | None) -> None:
+    plan, shape = row.run.plan, shape_of(row.run)
+    if shape is None:
+        row.mfu_missing = "the record has no padded_vocab_size"
+        return
+    operations = flops.flops_per_iteration(shape, plan.number("GLOBAL_BATCH_SIZE"))
+    row.tflops = operations / seconds / row.run.world_size / 1e12
+    if not row.on_gpu:
+        row.mfu_missing = "it ran on a CPU"
+        return
+    name, given = gpu_names(row.run) or "", plan.value("PEAK_TFLOPS")
+    peak = peak or (float(given) if given else None) or peaks.peak_tflops(name, plan.precision)
+    if peak:
+        row.mfu = row.tflops / peak
+    else:
+        row.mfu_missing = f"no peak is known for {name or 'this GPU'} in {plan.precision}: --peak-tflops gives one"
