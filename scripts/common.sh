@@ -71,42 +71,27 @@ settings_group() {
       "${SETTING_MEANING[$name]}" "${!name}")
   done
   group settings "${words[@]}"
+  group directory "$PWD"
 }
 
 # The settings by role, for --help.
 print_settings() { require_python && settings_group | python_module t5bench.plan settings; }
 
-# Every setting must be of its kind; paths become absolute.
+# Every setting must be of its kind, and paths become absolute. The launchers' plan does this too.
 check_settings() {
-  local name
-  for name in "${SETTING_NAMES[@]}"; do
-    check_setting "$name"
-  done
+  require_python
+  hear check settings_group || exit "$?"
 }
 
-check_setting() {
-  local name=$1 value=${!1} kind=${SETTING_KIND[$1]} least most
-  [[ -n $value || $kind != *\? ]] || return 0
-  kind=${kind%\?}
-  case $kind in
-    whole:*)
-      IFS=: read -r _ least most <<<"$kind"
-      if ! [[ $value =~ ^(0|[1-9][0-9]{0,17})$ ]] || ((value < least)); then
-        refuse setting-value "$name must be a whole number of at least $least, found '$value'"
-      fi
-      [[ -z $most ]] || ((value <= most)) || refuse setting-value "$name must be at most $most, found $value"
-      ;;
-    decimal) [[ $value =~ ^([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$ ]] ||
-      refuse setting-value "$name must be a number that is not negative, found '$value'" ;;
-    one-of:*)
-      kind=${kind#one-of:}
-      [[ $value != *'|'* && "|$kind|" == *"|$value|"* ]] || refuse setting-value "$name is '$value'" "It may be one of: ${kind//|/ }"
-      ;;
-    path)
-      [[ -n $value ]] || refuse setting-value "$name is empty" "Unset it, or name a path"
-      absolute_path "$value" && printf -v "$name" '%s' "$REPLY"
-      ;;
-  esac
+# hear TASK REQUEST: sets the variables that the planning process answers to what the function REQUEST prints; its status.
+hear() {
+  local answer word status=0
+  mapfile -d '' -t answer < <("$2" | python_module t5bench.plan "$1")
+  wait "$!" || status=$?
+  for word in "${answer[@]}"; do
+    printf -v "${word%%=*}" '%s' "${word#*=}"
+  done
+  return "$status"
 }
 
 # What the launchers and the preparation of data have in common.
@@ -117,13 +102,6 @@ data_dir_setting() { setting MEGATRON_DATA_DIR path place - "$REPO_ROOT/megatron
 # python_module NAME ARGUMENT...: paths among the arguments are absolute, for it runs in the repository: Python looks for
 # modules in the current directory first, and that may be another checkout.
 python_module() (cd -- "$REPO_ROOT" && exec "$PYTHON" -m "$@")
-
-absolute_path() {
-  case $1 in
-    /*) REPLY=$1 ;;
-    *) REPLY=$PWD/${1#./} ;;
-  esac
-}
 
 require_python() {
   command -v "$PYTHON" >/dev/null || die "there is no '$PYTHON' on PATH" "Activate the environment that has torch, or set PYTHON"

@@ -31,8 +31,7 @@ engine_dir_setting() { setting MEGATRON_DIR path place - "$REPO_ROOT/../Megatron
 declare_settings() {
   local enc dec hidden heads ffn enc_length dec_length
   setting MODEL_PRESET 'one-of:tiny|small|base|large' layout - large "Model size: tiny, small, base or large"
-  check_setting MODEL_PRESET
-  read -r enc dec hidden heads ffn enc_length dec_length <<<"${MODEL_PRESETS[$MODEL_PRESET]}"
+  read -r enc dec hidden heads ffn enc_length dec_length <<<"${MODEL_PRESETS[${MODEL_PRESET:-large}]:-${MODEL_PRESETS[large]}}"
 
   setting HOSTS text? place - "" "Node host names in rank order, separated by spaces (unset: SLURM's nodes, else this host alone)"
   setting NNODES whole:1? layout - "" "Number of nodes (unset: as many as HOSTS or SLURM names, 2 for a lone master host)"
@@ -109,16 +108,12 @@ request() {
 }
 
 # One Python process checks everything, says what is wrong, prepares the run directory, and answers with what is derived
-# from the settings: the array PLAN, and the settings that engine arguments after -- change.
+# from the settings: the array PLAN, and the settings that become absolute paths or that engine arguments change.
 make_plan() {
-  local answer word status=0
+  local status=0
   declare -gA PLAN=()
   require_python
-  mapfile -d '' -t answer < <(request | python_module t5bench.plan make)
-  wait "$!" || status=$?
-  for word in "${answer[@]}"; do
-    printf -v "${word%%=*}" '%s' "${word#*=}"
-  done
+  hear make request || status=$?
   ((status)) || return 0
   [[ $DRY_RUN != json || -z ${PLAN[json]:-} ]] || printf '%s\n' "${PLAN[json]}"
   exit "$status"
@@ -299,11 +294,10 @@ run_strategy() {
     print_help
     return 0
   fi
-  check_settings
   resolve_topology "${POSITIONAL[@]}"
   host_resolves "$MASTER_ADDR" || lack unknown-master "the master host name '$MASTER_ADDR' does not resolve on ${HOSTNAME:-this host}" \
     "Check the spelling, or use the address that 'getent hosts' prints on the master"
-  if ((NODE_RANK == 0)) && port_is_taken "$MASTER_PORT"; then
+  if [[ $NODE_RANK == 0 && $MASTER_PORT =~ ^[1-9][0-9]{0,4}$ ]] && port_is_taken "$MASTER_PORT"; then
     lack port-taken "port $MASTER_PORT is already in use on this node" "Choose another on every node: MASTER_PORT=29900 bash scripts/${0##*/} ..."
   fi
   command -v torchrun >/dev/null || lack no-torchrun "torchrun is not on PATH" "Activate the environment that has torch"

@@ -1,6 +1,7 @@
 """The planning process that every launcher starts, before torchrun and anything else.
 
     python -m t5bench.plan make     reads a launcher's request from standard input, answers with NAME=VALUE words
+    python -m t5bench.plan check    reads the settings of a script, answers with paths made absolute
     python -m t5bench.plan settings reads the settings of a script, prints them for --help
     python -m t5bench.plan print    reads what ``plan_words`` of a launcher prints, prints the plan as JSON
 
@@ -10,6 +11,7 @@ It imports nothing beyond the standard library: a launcher may use 0.30 s of CPU
 import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,8 +27,8 @@ from t5bench.plan.place import (
     prepare_directory,
     threads_per_process,
 )
-from t5bench.plan.request import Request, groups, read_request, read_settings
-from t5bench.plan.settings import effective_settings, help_text
+from t5bench.plan.request import Findings, Request, groups, read_request, read_settings
+from t5bench.plan.settings import checked_settings, effective_settings, help_text
 from t5bench.record import wandb
 from t5bench.record.plan import SECRET_GIVEN, Plan, Setting
 
@@ -47,8 +49,11 @@ def refused(request: Request) -> Plan:
 
 def make(request: Request) -> tuple[Plan, dict[str, str]]:
     """The plan, and what the shell needs of it besides; no layout and nothing besides where the request is refused."""
-    request = replace(request, settings=effective_settings(request))
     findings = request.findings
+    request = replace(request, settings=checked_settings(request.settings, request.directory, findings))
+    request = replace(request, settings=effective_settings(request))
+    if findings.refused:
+        return refused(request), {}
     iteration, last = request.number("PROFILE_ITERATION"), request.number("TRAIN_ITERS")
     if iteration and not 2 <= iteration <= last:
         found = f"PROFILE_ITERATION must be from 2 to TRAIN_ITERS={last}, found {iteration}"
@@ -100,6 +105,19 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
     }
 
 
+def check(group: Mapping[str, Sequence[str]]) -> int:
+    given, findings = read_settings(group), Findings()
+    settings = checked_settings(given, group["directory"][0], findings)
+    tell(findings, is_dry_run=False)
+    say([f"{name}={setting.value}" for name, setting in settings.items() if setting != given[name]])
+    return EXIT_CONFIGURATION if findings.refused else 0
+
+
+def say(words: Sequence[str]) -> None:
+    """To the shell."""
+    sys.stdout.write("".join(f"{word}\0" for word in words))
+
+
 def resume(plan: Plan, request: Request) -> Plan:
     """With RESUME=1: the checkpoint from which the run goes on, which all nodes agree on unless this is a dry run."""
     if request.value("RESUME") != "1" or (request.findings.obstacles and not request.dry_run):
@@ -113,19 +131,18 @@ def resume(plan: Plan, request: Request) -> Plan:
         return plan
 
 
-def tell(request: Request) -> bool:
+def tell(findings: Findings, *, is_dry_run: bool) -> bool:
     """Says on standard error what was found; whether to go on, which a dry run does whatever the machine lacks."""
-    findings = request.findings
-    if not findings.obstacles or request.dry_run:
+    if not findings.obstacles or is_dry_run:
         print("\n".join(findings.notes), end="\n" if findings.notes else "", file=sys.stderr)
     for obstacle in findings.obstacles:
-        stops = obstacle.fatal or not request.dry_run
+        stops = obstacle.fatal or not is_dry_run
         print("error" if stops else "a real run would stop here", obstacle.found, sep=": ", file=sys.stderr)
         if obstacle.remedy:
             print(f"       {obstacle.remedy}", file=sys.stderr)
         if stops:
             break  # what follows often follows from it
-    return not findings.refused and (request.dry_run or not findings.obstacles)
+    return not findings.refused and (is_dry_run or not findings.obstacles)
 
 
 def answer(plan: Plan, besides: dict[str, str], request: Request) -> list[str]:
@@ -156,6 +173,8 @@ def main() -> int:
     if sys.argv[1] == "settings":
         print(help_text(read_settings(groups(words))))
         return 0
+    if sys.argv[1] == "check":
+        return check(groups(words))
     request = read_request(words)
     if request.findings.refused:
         plan, besides = refused(request), {}
@@ -170,8 +189,8 @@ def main() -> int:
         except OSError as error:
             found = f"cannot write to the run directory {plan.output_dir}: {error.strerror or error}"
             request.findings.lack("output-directory", found, "Free space there, or choose another OUTPUT_DIR")
-    goes_on = tell(request)
-    sys.stdout.write("".join(f"{word}\0" for word in answer(plan, besides, request)))
+    goes_on = tell(request.findings, is_dry_run=request.dry_run)
+    say(answer(plan, besides, request))
     return 0 if goes_on else EXIT_CONFIGURATION
 
 

@@ -55,12 +55,13 @@ class Findings:
 
 @dataclass(frozen=True)
 class Request:
-    """What a launcher was asked to run. facts: node, nnodes, master_address and dry_run, as text."""
+    """What a launcher was asked to run, from a directory. facts: node, nnodes, master_address and dry_run, as text."""
 
     strategy: Strategy
     settings: Mapping[str, Setting]
     extra: Sequence[str]
     hosts: Sequence[str]
+    directory: str
     facts: Mapping[str, str]
     findings: Findings
 
@@ -86,6 +87,5 @@ def read_request(words: Sequence[str]) -> Request:
     for fatal, code, found, remedy in in_parts(group["obstacles"], FIELDS_OF_AN_OBSTACLE):
         findings.obstacles.append(Obstacle(code, found, remedy, fatal == "fatal"))
     facts = dict(word.partition("=")[::2] for word in group["facts"])
-    return Request(
-        declaration(group["declaration"]), read_settings(group), group["extra"], group["hosts"], facts, findings
-    )
+    strategy, directory = declaration(group["declaration"]), group["directory"][0]
+    return Request(strategy, read_settings(group), group["extra"], group["hosts"], directory, facts, findings)

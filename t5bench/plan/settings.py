@@ -1,8 +1,10 @@
 """Engine arguments that the user gives after ``--``, where they meet the settings."""
 
+import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from t5bench import REPOSITORY
 from t5bench.plan.request import Findings, Request
@@ -47,21 +49,42 @@ def _effective(name: str, setting: Setting, given: Mapping[str, str], findings: 
         return setting
     values = [given.get(argument, setting.value) for argument in arguments]
     for argument, value in zip(arguments, values, strict=True):
-        if not _is_of_kind(setting.kind, value):
-            findings.refuse("engine-argument", f"{argument} must be a number as {name} is, found '{value}'")
+        if wrong := _fault(argument, setting.kind, value):
+            findings.refuse("engine-argument", *wrong)
             return setting
     return replace(setting, value=values[0] if len(values) == 1 else max(values, key=float))
 
 
-def _is_of_kind(kind: str, value: str) -> bool:
-    if kind.startswith("whole"):
-        return value.isdecimal() and int(value) >= int(kind.rstrip("?").split(":")[1])
-    if kind.startswith("decimal"):
-        try:
-            return 0 <= float(value) < float("inf")
-        except ValueError:
-            return False
-    return True
+def checked_settings(settings: Mapping[str, Setting], directory: str, findings: Findings) -> dict[str, Setting]:
+    """The settings with paths made absolute from the caller's directory; what is not of its kind is refused."""
+    found = {}
+    for name, setting in settings.items():
+        if wrong := _fault(name, setting.kind, setting.value):
+            findings.refuse("setting-value", *wrong)
+        is_path = setting.value and setting.kind.rstrip("?") == "path"
+        value = str(Path(directory, setting.value)) if is_path else setting.value
+        found[name] = replace(setting, value=value)
+    return found
+
+
+def _fault(name: str, kind: str, value: str) -> tuple[str, str] | None:
+    """What is wrong with a value, and what to do about it."""
+    if not value and kind.endswith("?"):
+        return None
+    what, _, bounds = kind.rstrip("?").partition(":")
+    if what == "whole":
+        least, _, most = bounds.partition(":")
+        if not re.fullmatch("0|[1-9][0-9]{0,17}", value) or int(value) < int(least):
+            return f"{name} must be a whole number of at least {least}, found '{value}'", ""
+        if most and int(value) > int(most):
+            return f"{name} must be at most {most}, found {value}", ""
+    elif what == "decimal" and not re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", value):
+        return f"{name} must be a number that is not negative, found '{value}'", ""
+    elif what == "one-of" and value not in bounds.split("|"):
+        return f"{name} is '{value}'", f"It may be one of: {bounds.replace('|', ' ')}"
+    elif not value:
+        return f"{name} is empty", "Unset it, or give it a value"
+    return None
 
 
 def help_text(settings: Mapping[str, Setting]) -> str:

@@ -42,6 +42,6 @@ def request_for(planned_project: Project, plans: dict[str, Plan], tmp_path: Path
         chosen = {name: replace(s, value=changed.get(name, s.value)) for name, s in plan.settings.items()}
         facts = {"node": "0", "nnodes": str(nnodes), "master_address": "127.0.0.1", "dry_run": "1", "launcher": "1"}
         facts["default_tokenizer"] = "google-t5/t5-large"
-        return Request(plan.strategy, chosen, extra, [], facts, Findings())
+        return Request(plan.strategy, chosen, extra, [], str(tmp_path), facts, Findings())
 
     return build

@@ -440,3 +440,10 @@ def test_a_second_launcher_does_not_join_a_run_that_goes_on(project: Project):
 def test_the_printed_command_is_quoted_for_the_shell(project: Project):
     result = project.launch("ddp", "--dry-run", WANDB_RUN_NAME="it's $HOME; `id`")
     assert "it's $HOME; `id`" in shlex.split(result.stdout.splitlines()[-1])
+
+
+def test_planning_imports_no_package(project: Project):
+    """The budget of tests/plan/benchmark_launch.py must not rest on a warm disk cache, nor a dry run on an installation."""
+    for name in ("torch", "numpy", "msgspec"):
+        (project.stubs / "site" / f"{name}.py").write_text(f"raise SystemExit('{name} was imported')\n")
+    assert project.launch("zero1", "--dry-run").returncode == 0

@@ -264,7 +264,7 @@ def test_other_engine_arguments_are_facts_of_the_plan(plans: dict[str, Plan]):
     with_extra = replace(plan, arguments=replace(plan.arguments, extra=["--adam-beta2", "0.95", "--num-workers=0"]))
     assert with_extra.engine_arguments == plan.engine_arguments | {"--adam-beta2": "0.95", "--num-workers": "0"}
     # What a setting owns is compared as that setting.
-    owned = replace(plan, arguments=replace(plan.arguments, extra=["--hidden-size", "64", "--fp16"]))
+    owned = replace(plan, arguments=replace(plan.arguments, extra=["--hidden-size", "1024", "--bf16"]))
     assert owned.engine_arguments == plan.engine_arguments
 
 

@@ -1,0 +1,56 @@
+"""What a launcher costs before torchrun starts, and its recorder: a benchmark, `python tests/plan/benchmark_launch.py`.
+
+A launcher may use 0.30 s of CPU before torchrun. pytest does not collect this: a busy machine says nothing about it.
+"""
+
+import resource
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
+
+from harness import make_project, record
+
+ENGINE_FILES = 140  # as many to check as the real engine has
+ATTEMPTS = 9
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    work()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def launches(folder: Path, strategy: str) -> list[float]:
+    """The stub torchrun ends at once, and the recorder, which starts beside it, is a cat here."""
+    project = make_project(folder)
+    python = shlex.quote(project.environment["PYTHON"])
+    project.add_stub("python", f'#!/bin/bash\n[[ $2 != t5bench ]] || exec cat\nexec {python} "$@"\n')
+    project.environment["PYTHON"] = "python"
+    for number in range(ENGINE_FILES):
+        (project.engine / "megatron" / f"module{number}.py").write_text(f"# {number}\n" * 400)
+    project.record_engine()
+    return [cpu_seconds(lambda n=n: project.launch(strategy, OUTPUT_DIR=f"run{n}")) for n in range(ATTEMPTS)]
+
+
+def main() -> None:
+    line = (
+        " iteration {:8d}/    1000 | elapsed time per iteration (ms): 419.3 | learning rate: 5.000E-05 |"
+        " lm loss: 8.265567E+00 | grad norm: 1.774590E+00 | samples per second: 38.161 | TFLOPs: 0.00 |\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for strategy in ("ddp", "zero3_offload"):
+            seconds = launches(Path(folder, strategy), strategy)
+            print(f"{strategy}: {statistics.median(seconds):.3f} s of CPU before torchrun (least {min(seconds):.3f})")
+        output = "".join(line.format(number) for number in range(1, 1001))
+        seconds = [cpu_seconds(lambda n=n: record(Path(folder, f"record{n}"), output)) for n in range(3)]
+        print(f"recorder: {statistics.median(seconds):.3f} s of CPU for 1,000 logged iterations")
+
+
+if __name__ == "__main__":
+    main()
