@@ -1,4 +1,6 @@
-"""What a launcher costs before torchrun starts, and its recorder: a benchmark, `python tests/plan/benchmark_launch.py`.
+"""What a launcher costs before torchrun starts, and its recorder: a benchmark.
+
+    PYTHONPATH=.:tests python tests/plan/benchmark_launch.py
 
 A launcher may use 0.30 s of CPU before torchrun. pytest does not collect this: a busy machine says nothing about it.
 """
@@ -6,12 +8,9 @@ A launcher may use 0.30 s of CPU before torchrun. pytest does not collect this: 
 import resource
 import shlex
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
 from harness import make_project, record
 

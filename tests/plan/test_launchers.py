@@ -443,7 +443,7 @@ def test_the_printed_command_is_quoted_for_the_shell(project: Project):
 
 
 def test_planning_imports_no_package(project: Project):
-    """The budget of tests/plan/benchmark_launch.py must not rest on a warm disk cache, nor a dry run on an installation."""
+    """A launch must not be slow where the disk's cache is cold, and a dry run needs no installation."""
     for name in ("torch", "numpy", "msgspec"):
         (project.stubs / "site" / f"{name}.py").write_text(f"raise SystemExit('{name} was imported')\n")
     assert project.launch("zero1", "--dry-run").returncode == 0
