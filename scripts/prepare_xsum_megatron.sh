@@ -7,15 +7,15 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 SAMPLE_DIR=$REPO_ROOT/megatron_data/sample
 
 declare_settings() {
-  setting SAMPLE 'one-of:0|1' place - 0 "1 takes the articles and the tokenizer in megatron_data/sample, without any network"
-  setting MEGATRON_DATA_DIR path place - "$REPO_ROOT/megatron_data" "Directory to write to; a relative path counts from the current directory, the default from the repository"
-  setting XSUM_SOURCE text? place - "" "Local .jsonl or .parquet with the columns document and summary (unset: EdinburghNLP/xsum from the hub)"
-  setting XSUM_SPLIT text place - train "Split of the hub's dataset: train, validation or test"
-  setting XSUM_LIMIT whole:1? place - "" "Stop after this many documents (unset: all)"
-  setting TOKENIZER_MODEL text? place - "" "Hugging Face name or directory of a T5 tokenizer (unset: $DEFAULT_TOKENIZER)"
-  setting FORCE 'one-of:0|1' place - 0 "1 exports again, and replaces data that came from another source or tokenizer"
-  setting WORKERS whole:1? place - "" "Threads that tokenise (unset: as many as there are processors, at most 8)"
-  setting PYTHON text place - python3 "The Python that has the packages of requirements.txt"
+  setting SAMPLE 'one-of:0|1' - - 0 "1 takes the articles and the tokenizer in megatron_data/sample, without any network"
+  setting MEGATRON_DATA_DIR path - - "$REPO_ROOT/megatron_data" "Directory to write to; a relative path counts from the current directory, the default from the repository"
+  setting XSUM_SOURCE text? - - "" "Local .jsonl or .parquet with the columns document and summary (unset: EdinburghNLP/xsum from the hub)"
+  setting XSUM_SPLIT text - - train "Split of the hub's dataset: train, validation or test"
+  setting XSUM_LIMIT whole:1? - - "" "Stop after this many documents (unset: all)"
+  setting TOKENIZER_MODEL text? - - "" "Hugging Face name or directory of a T5 tokenizer (unset: $DEFAULT_TOKENIZER)"
+  setting FORCE 'one-of:0|1' - - 0 "1 exports again, and replaces data that came from another source or tokenizer"
+  setting WORKERS whole:1? - - "" "Threads that tokenise (unset: as many as there are processors, at most 8)"
+  setting PYTHON text - - python3 "The Python that has the packages of requirements.txt"
 }
 
 usage() {

@@ -11,8 +11,8 @@ readonly PATCHES=$REPO_ROOT/patches
 readonly CHECKSUMS=$PATCHES/checksums
 
 engine_dir_setting
-setting MEGATRON_REPO text place - https://github.com/deepspeedai/Megatron-DeepSpeed.git "What to clone: a URL, or a local path where there is no internet"
-setting INSTALL 'one-of:0|1' place - 1 "0 leaves the Python packages alone"
+setting MEGATRON_REPO text - - https://github.com/deepspeedai/Megatron-DeepSpeed.git "What to clone: a URL, or a local path where there is no internet"
+setting INSTALL 'one-of:0|1' - - 1 "0 leaves the Python packages alone"
 
 print_help() {
   cat <<'HELP'

@@ -88,11 +88,11 @@ def _fault(name: str, kind: str, value: str) -> tuple[str, str] | None:
 
 
 def help_text(settings: Mapping[str, Setting]) -> str:
-    """The settings by role, at most 100 columns wide."""
+    """The settings by role, at most 100 columns wide; those of a script that has no roles come first."""
     lines = []
-    for role, questions in ROLES.items():
+    for role in ("-", *ROLES):
         own = {name: setting for name, setting in settings.items() if setting.role == role}
-        lines += [f"\n{questions.heading}"] if own else []
+        lines += [f"\n{ROLES[role].heading}"] if own and role in ROLES else []
         for name, setting in own.items():
             default = setting.default.replace(f"{REPOSITORY}/../", "../").replace(f"{REPOSITORY}/", "./") or "(unset)"
             first, *rest = textwrap.wrap(setting.meaning, 47)
