@@ -20,6 +20,8 @@ COMMANDS = {
     "wandb": ("t5bench.report.wandb_report", "put a comparison into its W&B project"),
 }
 
+EXIT_CONFIGURATION = 2
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -37,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Problem as problem:
         lines = [f"error: {problem}", *(f"       {line}" for line in problem.remedy.splitlines())]
         print("\n".join(lines), file=sys.stderr)
-        return 2
+        return EXIT_CONFIGURATION
 
 
 if __name__ == "__main__":

@@ -1,19 +1,35 @@
-"""Whether a run is logged to Weights & Biases online."""
+"""Whether a run is sent to W&B: the launchers and the reports decide it here, with the standard library alone."""
 
 import netrc
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from t5bench import Problem
+
+MODES = ("online", "offline", "disabled")
+SERVER = "https://api.wandb.ai"
+
 
 def mode(environment: Mapping[str, str], mode: str = "") -> str:
-    """online, offline or disabled: what is asked for, else online where there is a key, else offline."""
-    if mode or environment.get("WANDB_API_KEY"):
-        return mode or "online"
-    host = urlsplit(environment.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
-    file = environment.get("NETRC") or str(Path(environment.get("HOME", os.sep)) / ".netrc")
+    """One of MODES: the one that is given, else WANDB_MODE, else online with a key and offline without.
+
+    Raises Problem for another mode.
+    """
+    chosen = mode or environment.get("WANDB_MODE") or ("online" if _has_key(environment) else "offline")
+    if chosen not in MODES:
+        raise Problem(f"WANDB_MODE is '{chosen}'", f"Set it to one of: {' '.join(MODES)}")
+    return chosen
+
+
+def _has_key(environment: Mapping[str, str]) -> bool:
+    """In WANDB_API_KEY, or in the netrc file for the server (with its port) of WANDB_BASE_URL, where W&B looks too."""
+    if environment.get("WANDB_API_KEY"):
+        return True
+    file = environment.get("NETRC") or Path(environment.get("HOME") or "~", ".netrc")
+    server = urlsplit(environment.get("WANDB_BASE_URL") or SERVER).netloc
     try:
-        return "online" if netrc.netrc(file).authenticators(host) else "offline"
-    except (OSError, netrc.NetrcParseError):
-        return "offline"
+        account = netrc.netrc(Path(file).expanduser()).authenticators(server)
+    except (OSError, ValueError, RuntimeError, netrc.NetrcParseError):  # W&B cannot read it either
+        return False
+    return bool(account and account[2])

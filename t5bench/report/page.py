@@ -2,8 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,49 +10,49 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from t5bench.compare import statistics
-from t5bench.compare.comparable import setting, show
-from t5bench.compare.comparison import Comparison, Row, limits
+from t5bench.compare.comparable import differing, show
+from t5bench.compare.comparison import Comparison
+from t5bench.compare.limits import limits
+from t5bench.compare.parity import DIFFERENT, EQUAL
+from t5bench.compare.rows import Row
+from t5bench.record.records import Run
+from t5bench.record.status import COMPLETE
 from t5bench.report import tables
-from t5bench.report.figures import all_figures, page_colour
+from t5bench.report.figures import LONGEST_NAME, all_figures, page_colours
+
+MINOR = 15  # columns up to this importance stand in a line below their row
 
 
-@dataclass(frozen=True)
-class Fact:
-    """A named value of a run; by row where rows differ."""
-
-    name: str
-    values: Sequence[str]
-
-
-def _facts(rows: Sequence[Row]) -> tuple[list[Fact], list[Fact]]:
-    """All settings, versions and commits: those that are the same in all rows, and those that are not."""
-    named: dict[str, list[str]] = {}
-    for position, row in enumerate(rows):
-        for name, value in _of_run(row).items():
-            named.setdefault(name, ["(none)"] * len(rows))[position] = show(value)
-    same = [Fact(name, values[:1]) for name, values in named.items() if len(set(values)) == 1]
-    different = [Fact(name, values) for name, values in named.items() if len(set(values)) > 1]
-    return same, different
-
-
-def _of_run(row: Row) -> Mapping[str, Any]:
-    record = row.run.record
-    facts = {name: setting(row.run, name) for name in record["settings"]}
-    facts |= {f"version of {name}": value for name, value in (record.get("versions") or {}).items()}
-    facts |= {f"commit ({name})": value for name, value in (record.get("commits") or {}).items()}
-    facts |= {f"data: {name}": value for name, value in (record.get("data") or {}).items()}
-    facts |= {
-        name: row.run.layout.get(name) for name in ("tp", "pp", "dp", "nnodes", "micro_batches", "padded_vocab_size")
+def _facts(run: Run) -> dict[str, Any]:
+    """All that is known of a run before it begins, by name."""
+    plan, record = run.plan, run.record
+    facts: dict[str, Any] = {name: setting.value for name, setting in plan.settings.items()} | asdict(run.layout)
+    for part, of in (("version of", "versions"), ("commit of", "commits"), ("data:", "data")):
+        facts |= {f"{part} {name}": value for name, value in record[of].items()}
+    return facts | {
+        "padded_vocab_size": run.padded_vocab_size,
+        "engine": plan.engine,
+        "engine patches": plan.engine_patches,
+        "engine arguments": " ".join(f"{name} {value}".strip() for name, value in plan.engine_arguments.items()),
+        "device": plan.device,
+        "ds_config": json.dumps(plan.ds_config),
+        "hosts": " ".join(node["host"] for node in run.nodes),
+        "directory": str(run.directory),
     }
-    facts["ds_config"] = json.dumps(config) if (config := record.get("ds_config")) else None
-    facts["patches"] = record.get("engine_patches")
-    facts["hosts"] = " ".join(node["host"] for node in row.run.nodes)
-    facts["run directories"] = ", ".join(str(run.directory) for run in row.runs)
-    return facts
+
+
+def _cell(column: tables.Column, row: Row) -> tuple[str, str, str]:
+    """Its text, what stands small below that (an interval, or a remark in brackets), and its class."""
+    whole = column.text(row)
+    brackets = re.search(r" [\[(]", whole)
+    text = whole[: brackets.start()] if brackets else whole
+    if text in (EQUAL, COMPLETE):
+        return text, whole[len(text) :], "yes"
+    return text, whole[len(text) :], "no" if text == DIFFERENT or column.title == "status" else ""
 
 
 def _dates(comparison: Comparison) -> str:
-    days = sorted({str(run.record["started"])[:10] for run in comparison.runs})
+    days = sorted({run.record["started"][:10] for run in comparison.runs})
     return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
 
 
@@ -64,31 +63,29 @@ def _paragraphs(text: str) -> list[str]:
 
 def render(comparison: Comparison) -> str:
     """The page, complete."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    rows = comparison.rows
-    same, different = _facts(rows)
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    columns, colours = tables.columns(comparison), page_colours(comparison)
+    different = differing(_facts, comparison.runs)
+    short = [f"{name}: {label}" for label, name in tables.short_labels(comparison, LONGEST_NAME).items()]
     return environment.get_template("page.html.j2").render(
         comparison=comparison,
-        rows=rows,
-        columns=[
-            *(column for column in tables.columns(comparison) if column.title != tables.PROCESSES),  # in the headings
-            tables.gradients_column(),
-        ],
+        strategies=len(colours),
+        columns=[column for column in columns if column.importance > MINOR],
+        minor=[column for column in columns if column.importance <= MINOR],
+        cell=_cell,
+        nothing=tables.NOTHING,
+        colours=colours,
         caption=tables.caption(comparison),
-        remarks=tables.remarks(comparison),
+        warning=tables.warning(comparison),
+        remarks=short + tables.remarks(comparison),
         method=tables.method(comparison),
         paper=_paragraphs((statistics.__doc__ or "").split("\n\n", 1)[1]),
         # The only text that is not escaped: matplotlib escaped what it drew.
         figures=[(figure, Markup(figure.svg)) for figure in all_figures(comparison)],
-        limits=[(row, text) for row in rows if (text := limits(row))],
-        colour=page_colour,
+        limits=[(name, row, text) for name, row in tables.named_rows(comparison) if (text := limits(row))],
         dates=_dates(comparison),
-        same=same,
+        show=show,
         different=different,
+        same={name: value for name, value in _facts(comparison.runs[0]).items() if name not in different},
     )

@@ -1,21 +1,26 @@
-"""A comparison as a table: for the terminal, as Markdown and as CSV."""
+"""A comparison as a table: for the terminal, as Markdown and as CSV. The page and W&B show the same columns."""
 
 import csv
 import io
 import math
+import sys
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, is_dataclass, replace
+from typing import Any
 
 from tabulate import tabulate
 
-from t5bench.compare.comparable import gpu_names, setting
-from t5bench.compare.comparison import Comparison, Row, bytes_text, shape_of
-from t5bench.compare.reduction import precision
+from t5bench.compare.comparable import gpu_names
+from t5bench.compare.comparison import Comparison
+from t5bench.compare.limits import bytes_text
+from t5bench.compare.rows import Row, shape_of
 from t5bench.compare.statistics import Estimate
 from t5bench.model import flops
+from t5bench.record.records import Run
 
 NOTHING = "-"
-PROCESSES = "processes"
 
 
 def _significant(value: float, digits: int = 4) -> str:
@@ -25,102 +30,139 @@ def _significant(value: float, digits: int = 4) -> str:
     return f"{value:.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"
 
 
-def estimate_text(value: Estimate | None, digits: int = 4) -> str:
-    if value is None:
-        return NOTHING
+def _estimate_text(value: Estimate, digits: int = 4) -> str:
     if value.low is None or value.high is None:
         return _significant(value.median, digits)
     low, middle, high = (_significant(v, digits) for v in (value.low, value.median, value.high))
     return f"{middle} [{low}, {high}]"
 
 
-def _or_nothing(value: float | None, text: Callable[[float], str]) -> str:
-    return NOTHING if value is None else text(value)
-
-
-def _ratio(row: Row) -> str:
-    if row.is_baseline:
-        return "1"
-    return estimate_text(row.ratio, 3)
-
-
-def repeats_text(row: Row) -> str:
+def _repeats_text(repeats: tuple[int, float | None, float | None]) -> str:
     """How many repeats, and how far their medians lie apart."""
-    medians = row.run_medians
-    return f"{len(medians)}: {_significant(min(medians))} to {_significant(max(medians))}" if len(medians) > 1 else "1"
+    count, low, high = repeats
+    return (
+        NOTHING if count < 2 or low is None or high is None else f"{count}: {_significant(low)} to {_significant(high)}"
+    )
 
 
 @dataclass(frozen=True)
 class Column:
+    """One fact about a row, wherever it is shown.
+
+    title: its heading in a table; a fact without one is in files alone. fields: its names in CSV and in W&B's table,
+    one for each part of a value that has several. importance: a table that is too wide leaves out the lowest first.
+    metric: its name in W&B's summary, by which a training run has it too.
+    """
+
     title: str
-    text: Callable[[Row], str]
+    fields: str
+    value: Callable[[Row], Any]
+    importance: int = 0
+    show: Callable[[Any], str] = str
     alignment: str = "right"
+    metric: str = ""
+
+    def text(self, row: Row) -> str:
+        return NOTHING if (value := self.value(row)) is None else self.show(value)
+
+    def parts(self, row: Row) -> dict[str, Any]:
+        """By field, None for what was not measured."""
+        value, names = self.value(row), self.fields.split()
+        parts = astuple(value) if is_dataclass(value) else value if isinstance(value, tuple) else [value] * len(names)
+        return dict(zip(names, parts, strict=False))
 
 
-def gradients_column() -> Column:
-    """How each row reduces its gradients; wide, so the terminal has it in notes."""
-    return Column("gradients reduced", lambda row: str(row.reduction), "left")
+def mark(row: Row) -> str:
+    """What a label ends with when a remark says how the row differs from the baseline."""
+    return " *" if row.marks else ""
+
+
+def all_columns(comparison: Comparison) -> list[Column]:
+    """Every column, whether anything of it was measured or not. Why a row has no figures is a problem, no column."""
+    base, rows = comparison.baseline, comparison.rows
+    device, process = ("GPU", "GPU") if any(row.on_gpu for row in rows) else ("host", "process")
+    all_complete = all(row.complete for row in rows)
+    loopback = " (loopback)" if any(entry.observed.loopback for row in rows for entry in row.measured) else ""
+    return [
+        Column("strategy", "", lambda row: row.label + mark(row), 99, alignment="left"),
+        Column("", "strategy label", lambda row: (row.strategy, row.label)),
+        Column("TP/PP/DP", "", lambda row: row.layout, 60, alignment="center"),
+        Column("", "nnodes nproc_per_node world_size tp pp dp micro_batches", lambda row: row.run.layout),
+        Column("", "engine device", lambda row: (row.run.engine, row.run.plan.device)),
+        Column("", "gpu precision", lambda row: (gpu_names(row.run), row.run.plan.precision)),
+        Column("ms/iteration", "ms_per_iteration ms_low ms_high", lambda row: row.milliseconds, 40, _estimate_text,
+               metric="elapsed time per iteration"),
+        Column("samples/s", "samples_per_second samples_per_second_low samples_per_second_high",
+               lambda row: row.samples_per_second, 90, _estimate_text, metric="samples per second"),
+        Column("", "tokens_per_second", lambda row: row.tokens_per_second),
+        Column(f"x {base}", "throughput_ratio ratio_low ratio_high", lambda row: row.ratio, 85,
+               lambda value: _estimate_text(value, 3), metric="throughput relative to the baseline"),
+        Column("repeats (ms)", "runs ms_lowest_run ms_highest_run",
+               lambda row: (len(row.runs), *(end(row.run_medians, default=None) for end in (min, max))), 15,
+               _repeats_text),
+        Column(f"TFLOP/s per {process}", "tflops_per_gpu", lambda row: row.tflops, 30,
+               lambda value: _significant(value, 3), metric="TFLOPs"),
+        Column("MFU", "mfu", lambda row: row.mfu, 55, "{:.1%}".format, metric="MFU"),
+        Column(f"peak {device} MiB", "peak_memory_mib", lambda row: max(row.peak_memory.values(), default=None), 80,
+               "{:.0f}".format, metric="peak memory MiB"),
+        Column(f"sent/iteration{loopback}", "bytes_sent_per_iteration", lambda row: row.sent_per_iteration, 20,
+               bytes_text),
+        Column("final loss", "final_loss", lambda row: row.final_loss, 25, "{:.6f}".format, metric="lm loss"),
+        Column(f"equal to {base}", "parity largest_loss_difference", lambda row: row.parity, 50, alignment="left"),
+        Column("status", "status", lambda row: row.run.status, 16 if all_complete else 70,
+               alignment="left"),
+        Column("", "reason", lambda row: row.run.reason),
+        Column("gradients reduced", "gradient_dtype gradient_overlap", lambda row: row.reduction, 10, alignment="left"),
+        Column("", "differs_from_baseline", lambda row: "; ".join(row.marks)),
+    ]  # fmt: skip
 
 
 def columns(comparison: Comparison) -> list[Column]:
-    """Those that hold something for at least one row; the first six always. Why a row has no figures is a problem."""
-    rows = comparison.rows
-    on_gpu = any(row.on_gpu for row in rows)
-    loopback = any(entry.observed.loopback for row in rows for entry in row.measured)
-    always = [
-        Column("strategy", lambda row: row.label + (" *" if row.marks else ""), "left"),
-        Column(PROCESSES, lambda row: str(row.run.world_size)),
-        Column("TP/PP/DP", lambda row: row.layout, "center"),
-        Column("ms/iteration", lambda row: estimate_text(row.milliseconds)),
-        Column("samples/s", lambda row: estimate_text(row.samples_per_second)),
-        Column(f"x {comparison.baseline}", _ratio),
-    ]
-    where_known = [
-        Column("runs: ms", lambda row: repeats_text(row) if len(row.run_medians) > 1 else NOTHING),
-        Column(
-            f"TFLOP/s per {'GPU' if on_gpu else 'process'}",
-            lambda row: _or_nothing(row.tflops, lambda v: _significant(v, 3)),
-        ),
-        Column("MFU", lambda row: _or_nothing(row.mfu, "{:.1%}".format)),
-        Column(
-            f"peak {'GPU' if on_gpu else 'host'} MiB",
-            lambda row: _or_nothing(max(row.peak_memory.values(), default=None), "{:.0f}".format),
-        ),
-        Column(
-            "sent/iteration" + (" (loopback)" if loopback else ""),
-            lambda row: _or_nothing(row.sent_per_iteration, bytes_text),
-        ),
-        Column("final loss", lambda row: _or_nothing(row.final_loss, "{:.6f}".format)),
-        Column(f"equal to {comparison.baseline}", lambda row: str(row.parity), "left"),
-        Column("status", lambda row: row.run.status, "left"),
-    ]
-    known = [column for column in where_known if any(column.text(row) != NOTHING for row in rows)]
-    return [*always, *known]
+    """Those of a table: the ones that hold something for at least one row."""
+    titled = [column for column in all_columns(comparison) if column.title]
+    return [column for column in titled if any(column.text(row) != NOTHING for row in comparison.rows)]
+
+
+def short_labels(comparison: Comparison, longest: int) -> dict[str, str]:
+    """For each label that is longer than this: its strategy and a number."""
+    long = dict.fromkeys((row.label, row.strategy) for row in comparison.rows if len(row.label) > longest)
+    return {label: f"{strategy} [{number}]" for number, (label, strategy) in enumerate(long, 1)}
+
+
+def named_rows(comparison: Comparison, longest: int = sys.maxsize) -> list[tuple[str, Row]]:
+    """The rows, each by another name: its label, the number of processes where it needs that, or a number."""
+    short = short_labels(comparison, longest)
+    found: list[tuple[str, Row]] = []
+    for row in comparison.rows:
+        sizes = {other.run.world_size for other in comparison.rows if other.label == row.label}
+        name = short.get(row.label, row.label) + (f" ({row.run.world_size} processes)" if len(sizes) > 1 else "")
+        earlier = sum(other.split(" #")[0] == name for other, _ in found)
+        found.append((f"{name} #{earlier + 1}" if earlier else name, row))
+    return found
 
 
 def caption(comparison: Comparison) -> str:
     """What is the same in all rows, in one line; what differs is listed with all its values."""
-    runs = comparison.runs
 
-    def all_of(values: Sequence[str]) -> str:
-        return " / ".join(dict.fromkeys(value for value in values if value))
+    def all_of(of: Callable[[Run], str | None]) -> str:
+        return " / ".join(dict.fromkeys(value for run in comparison.runs if (value := of(run))))
 
-    engine = all_of([run.engine for run in runs])
+    def setting(name: str) -> str:
+        return all_of(lambda run: run.plan.value(name))
+
+    def size(run: Run) -> str | None:
+        return (shape := shape_of(run)) and f" ({flops.parameters(shape) / 1e6:.4g}M parameters)"
+
     kinds = {"cuda": "GPU of unknown name", "cpu": "CPU"}
-    device = all_of([gpu_names(run) or kinds.get(run.nodes[0].get("device"), "") for run in runs])
-    model = all_of([setting(run, "MODEL_PRESET") or "" for run in runs])
-    shapes = [shape for run in runs if (shape := shape_of(run))]
-    size = all_of([f"{flops.parameters(shape) / 1e6:.4g}M parameters" for shape in shapes])
-    batch = all_of([setting(run, "GLOBAL_BATCH_SIZE") or "" for run in runs])
-    micro = all_of([setting(run, "MICRO_BATCH_SIZE") or "" for run in runs])
-    lengths = all_of([f"{setting(run, 'ENCODER_SEQ_LENGTH')}/{setting(run, 'DECODER_SEQ_LENGTH')}" for run in runs])
     parts = [
-        f"T5 {model}" + (f" ({size})" if size else ""),
-        f"batch {batch} (micro-batch {micro})",
-        f"lengths {lengths}",
+        f"T5 {setting('MODEL_PRESET')}{all_of(size)}",
+        f"batch {setting('GLOBAL_BATCH_SIZE')} (micro-batch {setting('MICRO_BATCH_SIZE')})",
+        f"lengths {setting('ENCODER_SEQ_LENGTH')}/{setting('DECODER_SEQ_LENGTH')}",
+        all_of(lambda run: run.plan.precision),
+        f"engine {all_of(lambda run: run.engine)}",
+        all_of(lambda run: gpu_names(run) or kinds[run.plan.device]),
     ]
-    parts += [all_of([precision(run) for run in runs]), f"engine {engine}", device]
-    return ", ".join(part for part in parts if part)
+    return ", ".join(parts)
 
 
 def remarks(comparison: Comparison) -> list[str]:
@@ -131,129 +173,100 @@ def remarks(comparison: Comparison) -> list[str]:
 
 def method(comparison: Comparison) -> str:
     """What was left out and how the intervals are made, with this comparison's counts."""
-    dropped: dict[str, int] = {}
-    used = outliers = 0
-    for row in comparison.rows:
-        for entry in row.measured:
-            if entry.timing:
-                used += len(entry.timing.used)
-                outliers += entry.timing.outliers
-                for reason, count in entry.timing.dropped_by_reason().items():
-                    dropped[reason] = dropped.get(reason, 0) + count
+    timings = [entry.timing for row in comparison.rows for entry in row.measured if entry.timing]
+    dropped = Counter(reason for timing in timings for reason in timing.dropped.values())
     left_out = ", ".join(f"{count} for {reason}" for reason, count in dropped.items()) or "none"
     return (
-        f"Medians over {used} log intervals; left out: {left_out}. In brackets the 95 % confidence interval of the "
-        "median by order statistics; of repeats the hull of theirs, of ratios all that both intervals allow. "
-        f"{outliers} outlier(s) by Tukey's fences stay in."
+        f"Medians over {sum(len(timing.used) for timing in timings)} log intervals; left out: {left_out}. In brackets "
+        "the 95 % confidence interval of the median by order statistics; of repeats the hull of theirs, of ratios all "
+        f"that both intervals allow. {sum(timing.outliers for timing in timings)} outlier(s) by Tukey's fences stay in."
     )
 
 
-def _reductions(comparison: Comparison) -> list[tuple[str, list[str]]]:
-    rows: dict[str, list[str]] = {}
-    for row in comparison.rows:
-        labels = rows.setdefault(str(row.reduction), [])
-        labels += [row.label] if row.label not in labels else []
-    return list(rows.items())
+def warning(comparison: Comparison) -> str:
+    """What these figures do not say; "" where they are of the real engine on GPUs."""
+    reason = comparison.not_of_gpus
+    return reason and f"{reason}: not a measurement of Megatron-DeepSpeed on GPUs"
 
 
-def terminal(comparison: Comparison) -> str:
-    """One table for each number of processes, with what is to be said above and below."""
-    shown = columns(comparison)
-    lines = [caption(comparison), ""]
-    if comparison.not_of_gpus:
-        lines[1:1] = [f"({comparison.not_of_gpus}: not a measurement of Megatron-DeepSpeed on GPUs)"]
-    for group in comparison.groups:
-        cells = [[column.text(row) for column in shown] for row in group.rows]
-        # One word a line, so that the figures decide how wide a column is.
-        titles = [column.title.replace(" ", "\n") for column in shown]
-        alignment = [column.alignment for column in shown]
-        lines += [tabulate(cells, titles, colalign=alignment, disable_numparse=True), ""]
-    lines += [*comparison.verdicts, method(comparison)]
-    lines += [f"gradients reduced: {reduction}: {', '.join(labels)}" for reduction, labels in _reductions(comparison)]
-    lines += [f"note: {remark}" for remark in remarks(comparison)]
-    lines += [f"problem: {problem}" for problem in comparison.problems]
-    return "\n".join(lines) + "\n"
+def _sentences(comparison: Comparison) -> list[str]:
+    """What is to be said below a table."""
+    notes = [f"note: {remark}" for remark in remarks(comparison)]
+    problems = [f"problem: {problem}" for problem in comparison.problems]
+    return [*comparison.verdicts, method(comparison), *notes, *problems]
+
+
+def _table(shown: Sequence[Column], rows: Sequence[Row], form: str, write: Callable[[str], str] = str) -> str:
+    cells = [[write(column.text(row)) for column in shown] for row in rows]
+    # In a terminal one word a line, so that the figures decide how wide a column is.
+    titles = [write(column.title) if form == "pipe" else column.title.replace(" ", "\n") for column in shown]
+    alignment = [column.alignment for column in shown]
+    return tabulate(cells, titles, tablefmt=form, colalign=alignment, disable_numparse=True)
+
+
+def _fitting(shown: Sequence[Column], comparison: Comparison, width: int) -> list[Column]:
+    """The most important of these columns, as many as every group's table has room for."""
+    kept = list(shown)
+    while len(kept) > 1:
+        lines = [line for group in comparison.groups for line in _table(kept, group.rows, "simple").splitlines()]
+        if max(map(len, lines)) <= width:
+            break
+        kept.remove(min(kept, key=lambda column: column.importance))
+    return kept
+
+
+def terminal(comparison: Comparison, width: int | None = None) -> str:
+    """One table for each number of processes, with what is to be said above and below.
+
+    width: of the terminal, in characters. Columns that do not fit are left out, a long label stands below the table,
+    sentences are wrapped between words. None: every column, and one line for every sentence.
+    """
+    room = width or sys.maxsize
+    # A path stays whole.
+    lines = textwrap.TextWrapper(room, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    short = short_labels(comparison, room // 3)
+    first, *others = columns(comparison)
+    first = replace(first, value=lambda row: short.get(row.label, row.label) + mark(row))
+    shown = _fitting([first, *others], comparison, room)
+    absent = ", ".join(column.title for column in others if column not in shown)
+    tables = [f"\n{group.world_size} processes\n{_table(shown, group.rows, 'simple')}" for group in comparison.groups]
+    below = [f"{name}: {label}" for label, name in short.items()]
+    below += [f"left out for lack of room: {absent}; --wide prints every column"] if absent else []
+    above = [lines.fill(text) for text in (caption(comparison), warning(comparison)) if text]
+    return "\n".join([*above, *tables, "", *map(lines.fill, [*below, *_sentences(comparison)])]) + "\n"
 
 
 _MARKDOWN = str.maketrans({"|": r"\|", "<": "&lt;", ">": "&gt;", "\n": " ", "*": r"\*", "`": "'", "_": r"\_"})
 
 
-def _escape(text: str) -> str:
-    return text.translate(_MARKDOWN)
-
-
 def markdown(comparison: Comparison) -> str:
     """For GitHub."""
-    shown = [*columns(comparison), gradients_column()]
-    rule = {"left": ":--", "right": "--:", "center": ":-:"}
-    lines = ["# Comparison", "", _escape(caption(comparison)), ""]
-    if comparison.not_of_gpus:
-        lines += [f"**{comparison.not_of_gpus}: not a measurement of Megatron-DeepSpeed on GPUs**", ""]
-    lines += [*(f"- {_escape(verdict)}" for verdict in comparison.verdicts), ""]
+
+    def escape(text: str) -> str:
+        return text.translate(_MARKDOWN)
+
+    shown = columns(comparison)
+    parts = ["# Comparison", escape(caption(comparison)), f"**{reason}**" if (reason := warning(comparison)) else ""]
     for group in comparison.groups:
-        lines += ["| " + " | ".join(_escape(column.title) for column in shown) + " |"]
-        lines += ["|" + "|".join(rule[column.alignment] for column in shown) + "|"]
-        lines += ["| " + " | ".join(_escape(column.text(row)) for column in shown) + " |" for row in group.rows]
-        lines += [""]
-    lines += [_escape(method(comparison)), ""]
-    lines += [f"- {_escape(remark)}" for remark in remarks(comparison)]
-    lines += [f"- **problem**: {_escape(problem)}" for problem in comparison.problems]
-    return "\n".join(lines).rstrip() + "\n"
+        parts += [f"## {group.world_size} processes", _table(shown, group.rows, "pipe", escape)]
+    parts.append("\n".join(f"- {escape(sentence)}" for sentence in _sentences(comparison)))
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
-CSV_COLUMNS = (
-    "strategy", "label", "world_size", "nnodes", "tp", "pp", "dp", "micro_batches", "engine", "device", "gpu",
-    "precision", "status", "reason", "runs", "ms_per_iteration", "ms_low", "ms_high", "ms_lowest_run",
-    "ms_highest_run", "samples_per_second", "samples_per_second_low", "samples_per_second_high", "tokens_per_second",
-    "throughput_ratio", "ratio_low", "ratio_high", "tflops_per_gpu", "mfu", "peak_memory_mib",
-    "bytes_sent_per_iteration", "gradient_dtype", "gradient_overlap", "final_loss", "parity",
-    "largest_loss_difference", "differs_from_baseline",
-)  # fmt: skip
+def data(comparison: Comparison) -> list[dict[str, Any]]:
+    """Every field of every row, numbers in the units of the fields' names; None is what was not measured."""
+    every = all_columns(comparison)
+    return [
+        {"name": name} | {field: part for column in every for field, part in column.parts(row).items()}
+        for name, row in named_rows(comparison)
+    ]
 
 
 def as_csv(comparison: Comparison) -> str:
-    """One line a row, plain numbers in the units of the column names; an empty cell is what was not measured."""
+    """One line a row; an empty cell is what was not measured."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
+    rows = data(comparison)
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
-    for row in comparison.rows:
-        nothing = Estimate(math.nan)
-        time, rate, ratio = (row.milliseconds or nothing, row.samples_per_second or nothing, row.ratio or nothing)
-        medians = row.run_medians
-        layout = {key: row.run.layout[key] for key in ("nnodes", "world_size", "tp", "pp", "dp", "micro_batches")}
-        values = layout | {
-            "strategy": row.strategy,
-            "label": row.label,
-            "engine": row.run.engine,
-            "device": row.run.nodes[0].get("device"),
-            "gpu": gpu_names(row.run),
-            "precision": precision(row.run),
-            "status": row.run.status,
-            "reason": row.run.reason,
-            "runs": len(row.runs),
-            "ms_per_iteration": time.median,
-            "ms_low": time.low,
-            "ms_high": time.high,
-            "ms_lowest_run": min(medians, default=None),
-            "ms_highest_run": max(medians, default=None),
-            "samples_per_second": rate.median,
-            "samples_per_second_low": rate.low,
-            "samples_per_second_high": rate.high,
-            "tokens_per_second": row.tokens_per_second.median if row.tokens_per_second else None,
-            "throughput_ratio": ratio.median,
-            "ratio_low": ratio.low,
-            "ratio_high": ratio.high,
-            "tflops_per_gpu": row.tflops,
-            "mfu": row.mfu,
-            "peak_memory_mib": max(row.peak_memory.values(), default=None),
-            "bytes_sent_per_iteration": row.sent_per_iteration,
-            "gradient_dtype": row.reduction.dtype,
-            "gradient_overlap": row.reduction.overlap if row.reduction.dtype else None,
-            "final_loss": row.final_loss,
-            "parity": row.parity.verdict,
-            "largest_loss_difference": row.parity.difference,
-            "differs_from_baseline": "; ".join(row.marks),
-        }
-        absent = (None, "") if row.milliseconds else (None, "", time.median)
-        writer.writerow({key: "" if value in absent else value for key, value in values.items()})
+    writer.writerows(rows)
     return text.getvalue()

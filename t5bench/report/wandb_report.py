@@ -5,308 +5,179 @@ lose it.
 """
 
 import argparse
-import csv
-import io
-import math
-import netrc
 import os
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
 
-from t5bench.compare.comparable import setting
-from t5bench.compare.comparison import Comparison, Row
-from t5bench.record.log import Iteration
+from t5bench import Problem
+from t5bench.compare.comparison import Comparison
+from t5bench.record.wandb import mode
 from t5bench.report import tables
-from t5bench.report.command import UsageError, add_run_arguments, compare, default_output, usage_error
+from t5bench.report.command import add_run_arguments, compare, default_output
+from t5bench.report.figures import Points, series, thin
 
-if TYPE_CHECKING:
+try:
     import wandb
+except ImportError as error:
+    raise Problem(f"W&B is not installed: {error}", "Run: pip install -r requirements.txt") from error
 
 JOB_TYPE = "comparison"
 PAGE = "index.html"
 UPLOAD_SECONDS = 60
-# W&B draws at most 10,000 rows of a custom chart's table.
-CHART_ROWS = 10_000
-MODES = ("online", "offline")
+CHART_ROWS = 10_000  # W&B draws no more of a custom chart's table
+# By the names that training runs have for them: a field of Iteration, and one of the table.
+LINES = {"samples per second": "samples_per_second", "lm loss": "lm_loss"}
+BARS = {"samples per second": "samples_per_second", "peak memory MiB": "peak_memory_mib"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     parser.add_argument("--project", metavar="P", help="the W&B project (default: that of the runs)")
-    parser.add_argument(
-        "--comparison",
-        type=Path,
-        metavar="DIR",
-        help="where `compare` left its page, and where the W&B files go (default: 'comparison' beside the runs)",
-    )
-
-
-def names(comparison: Comparison) -> list[str]:
-    """What to call each row, each differently: its label, the number of processes where it needs that, or a number."""
-    found: list[str] = []
-    for row in comparison.rows:
-        places = {other.run.world_size for other in comparison.rows if other.label == row.label}
-        name = f"{row.label} ({row.run.world_size} processes)" if len(places) > 1 else row.label
-        earlier = sum(other.split(" #")[0] == name for other in found)
-        found.append(f"{name} #{earlier + 1}" if earlier else name)
-    return found
-
-
-# ---- where it goes -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Place:
-    """project and group in W&B, the directory of the local files, and whether it is uploaded."""
-
-    project: str
-    group: str
-    directory: Path
-    online: bool
-
-
-def place_of(comparison: Comparison, places: Sequence[str], project: str | None, directory: Path | None) -> Place:
-    """Where the runs are. Raises UsageError."""
-    found = _values(comparison, "WANDB_PROJECT")
-    if not project and len(found) != 1:
-        raise UsageError(
-            f"the runs name {len(found)} W&B projects: {', '.join(found) or 'none'}\nChoose one: --project P"
-        )
-    if directory is not None and not directory.is_dir():
-        remedy = f"Make it: python -m t5bench compare --output {shlex.quote(str(directory))}"
-        raise UsageError(f"there is no directory {directory}\n{remedy}")
-    directory = directory or default_output(places, comparison.runs)
-    groups = _values(comparison, "WANDB_RUN_GROUP")
-    # As the sweep calls its group: by the directory that holds the runs and the comparison.
-    group = groups[0] if len(groups) == 1 else directory.resolve().parent.name
-    return Place(project or found[0], group, directory, is_online(os.environ))
-
-
-def _values(comparison: Comparison, name: str) -> list[str]:
-    return sorted({value for run in comparison.runs if (value := setting(run, name))})
-
-
-def is_online(environment: Mapping[str, str]) -> bool:
-    """As the launchers decide it: WANDB_MODE, else whether there is a key. Raises UsageError."""
-    mode = environment.get("WANDB_MODE") or ("online" if _has_key(environment) else "offline")
-    if mode not in MODES:
-        raise UsageError(f"WANDB_MODE is '{mode}'\nTo put a comparison into W&B it may be one of: {' '.join(MODES)}")
-    return mode == "online"
-
-
-def _has_key(environment: Mapping[str, str]) -> bool:
-    if environment.get("WANDB_API_KEY"):
-        return True
-    host = urlsplit(environment.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
-    try:
-        return netrc.netrc(environment.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
-
-
-# ---- what it holds -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A number of a row, under the name that the runs themselves use where they log it."""
-
-    name: str
-    of: Callable[[Row], float | None]
-
-
-FIGURES = (
-    Figure("samples per second", lambda row: row.samples_per_second and row.samples_per_second.median),
-    Figure("elapsed time per iteration", lambda row: row.milliseconds and row.milliseconds.median),
-    Figure("throughput relative to the baseline", lambda row: row.ratio and row.ratio.median),
-    Figure("peak memory MiB", lambda row: max(row.peak_memory.values(), default=None)),
-    Figure("TFLOPs", lambda row: row.tflops),
-    Figure("MFU", lambda row: row.mfu),
-    Figure("lm loss", lambda row: row.final_loss),
-)
-SAMPLES_PER_SECOND, PEAK_MEMORY = FIGURES[0], FIGURES[3]
+    place = "where `compare` left its page, and where the W&B files go (default: 'comparison' beside the runs)"
+    parser.add_argument("--comparison", type=Path, metavar="DIR", help=place)
 
 
 def summary(comparison: Comparison) -> dict[str, Any]:
-    """`<strategy>/<figure>` for every figure that was measured, each row's status, and the answer."""
+    """`<strategy>/<metric>` for what was measured, each row's status, and the answer."""
     values: dict[str, Any] = {"sound": comparison.sound}
-    for name, row in zip(names(comparison), comparison.rows, strict=True):
+    for name, row in tables.named_rows(comparison):
         values[f"{name}/status"] = row.run.status
-        values |= {f"{name}/{figure.name}": value for figure in FIGURES if (value := figure.of(row)) is not None}
+        for column in tables.all_columns(comparison):
+            if column.metric and (value := next(iter(column.parts(row).values()))) is not None:
+                values[f"{name}/{column.metric}"] = value
     return values
 
 
 def configuration(comparison: Comparison) -> dict[str, Any]:
     """What is the same in all runs, and what is said about them."""
-    first, *others = (dict(run.record["settings"]) for run in comparison.runs)
-    return {
-        "baseline": comparison.baseline,
+    plans = [run.plan for run in comparison.runs]
+    same = [name for name in plans[0].settings if len({plan.value(name) for plan in plans}) == 1]
+    return {name: value for name, value in comparison.to_json().items() if name != "groups"} | {
         "caption": tables.caption(comparison),
         "not a measurement on GPUs": comparison.not_of_gpus,
-        "verdicts": list(comparison.verdicts),
-        "problems": list(comparison.problems),
-        "notes": list(comparison.notes),
         "runs": [str(run.directory) for run in comparison.runs],
-        "settings": {k: v for k, v in first.items() if all(other.get(k) == v for other in others)},
+        "settings": {name: plans[0].value(name) for name in same},
     }
 
 
-def table_columns(comparison: Comparison) -> tuple[list[str], list[list[Any]]]:
-    """The columns and rows of comparison.csv, numbers as numbers, None for what was not measured."""
-    header, *lines = csv.reader(io.StringIO(tables.as_csv(comparison)))
-    columns = [_typed(column) for column in zip(*lines, strict=True)]
-    return header, [list(row) for row in zip(*columns, strict=True)]
+def curves(comparison: Comparison, name: str) -> dict[str, Points]:
+    """By row the numbers of the first of its repeats, as many as a chart has room for."""
+    rows = tables.named_rows(comparison)
+    found = {title: thin(series(row.run, name), CHART_ROWS // len(rows) - 1) for title, row in rows}
+    return {title: points for title, points in found.items() if points}
 
 
-def _typed(column: Sequence[str]) -> list[Any]:
-    try:
-        return [float(text) if text else None for text in column]
-    except ValueError:
-        return [text or None for text in column]
-
-
-def curves(comparison: Comparison, of: Callable[[Iteration], float | None]) -> dict[str, list[tuple[int, float]]]:
-    """(iteration, value) of the first of each row's repeats; of long runs every second point, or every third, ..."""
-    # Each row may have one point more than its share.
-    most = max(1, CHART_ROWS - len(comparison.rows))
-    stride = max(1, math.ceil(sum(len(row.run.iterations) for row in comparison.rows) / most))
-    found = {}
-    for name, row in zip(names(comparison), comparison.rows, strict=True):
-        points = [(line.iteration, value) for line in row.run.iterations[::stride] if _is_number(value := of(line))]
-        if points:
-            found[name] = points
-    return found
-
-
-def _is_number(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
-
-
-def charts(comparison: Comparison) -> dict[str, Any]:
+def charts(comparison: Comparison, table: wandb.Table) -> dict[str, Any]:
     """Ready charts by the key that they are logged under; one without anything to draw is left out."""
-    import wandb
-
     remark = f" ({comparison.not_of_gpus})" if comparison.not_of_gpus else ""
     drawn: dict[str, Any] = {}
-    lines: dict[str, Callable[[Iteration], float | None]] = {
-        "samples per second": lambda line: line.samples_per_second,
-        "lm loss": lambda line: line.lm_loss,
-    }
-    for title, of in lines.items():
-        if series := curves(comparison, of):
+    for title, name in LINES.items():
+        if lines := curves(comparison, name):
             drawn[f"{title} against iteration"] = wandb.plot.line_series(
-                xs=[[x for x, _ in points] for points in series.values()],
-                ys=[[y for _, y in points] for points in series.values()],
-                keys=list(series),
+                xs=[[x for x, _ in points] for points in lines.values()],
+                ys=[[y for _, y in points] for points in lines.values()],
+                keys=list(lines),
                 title=title + remark,
                 xname="iteration",
             )
-    for figure in (SAMPLES_PER_SECOND, PEAK_MEMORY):
-        bars = [
-            [name, value]
-            for name, row in zip(names(comparison), comparison.rows, strict=True)
-            if _is_number(value := figure.of(row))
-        ]
-        if bars:
-            table = wandb.Table(columns=["strategy", figure.name], data=bars)
-            drawn[f"{figure.name} by strategy"] = wandb.plot.bar(table, "strategy", figure.name, figure.name + remark)
+    for title, field in BARS.items():
+        if any(value is not None for value in table.get_column(field)):
+            drawn[f"{title} by strategy"] = wandb.plot.bar(table, "name", field, title + remark)
     return drawn
 
 
-# ---- writing and uploading -----------------------------------------------------------------------------------------
-
-
-def write(comparison: Comparison, place: Place) -> Path:
-    """Writes the run offline; its directory. Raises OSError, and ValueError or wandb.Error where W&B cannot."""
-    import wandb
-
-    place.directory.mkdir(parents=True, exist_ok=True)
-    if not os.access(place.directory, os.W_OK):  # W&B would put it into the system's temporary directory
-        raise PermissionError(f"no permission to write in {place.directory}")
-    page = place.directory / PAGE
+def write(comparison: Comparison, project: str, group: str, directory: Path) -> Path:
+    """Writes the run offline, in the directory; its own directory there. Raises OSError, ValueError, wandb.Error."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if not os.access(directory, os.W_OK):  # W&B would put it into the system's temporary directory
+        raise PermissionError(f"no permission to write in {directory}")
+    # Until it is uploaded W&B keeps the tables' content in the user's home, which another machine may lack.
+    os.environ.setdefault("WANDB_DATA_DIR", str(directory / "wandb"))
+    # Without what belongs to training runs alone: system metrics, console output, code, the git remote.
+    settings = wandb.Settings(
+        silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True, x_save_requirements=False
+    )
     with wandb.init(
-        project=place.project,
-        group=place.group,
-        name=place.group,
+        project=project,
+        group=group,
+        name=group,
         job_type=JOB_TYPE,
-        dir=place.directory,
+        dir=directory,
         notes="\n".join(comparison.verdicts),
         config=configuration(comparison),
         mode="offline",
-        settings=_settings(),
+        settings=settings,
     ) as run:
-        columns, rows = table_columns(comparison)
-        logged = {"comparison": wandb.Table(columns=columns, data=rows)} | charts(comparison)
-        if page.is_file():
-            logged["page"] = wandb.Html(page, inject=False)
-        run.log(logged)
+        rows = tables.data(comparison)
+        table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        page = {"page": wandb.Html(directory / PAGE, inject=False)} if (directory / PAGE).is_file() else {}
+        run.log({"comparison": table} | charts(comparison, table) | page)
         run.summary.update(summary(comparison))
         return Path(run.settings.sync_dir)
 
 
-def _settings() -> "wandb.Settings":
-    """Without what belongs to training runs alone: system metrics, console output, code, the git remote."""
-    import wandb
-
-    return wandb.Settings(
-        silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True, x_save_requirements=False
-    )
-
-
 def upload(directory: Path) -> str:
     """Uploads a run that was written offline; why it could not be, or "" when it is there."""
-    sync = subprocess.Popen(
-        [sys.executable, "-m", "wandb", "sync", str(directory)],
+    # It ends the service too that W&B starts: they are one process group.
+    limit = ["timeout", "--signal=KILL", str(UPLOAD_SECONDS)]
+    sync = subprocess.run(
+        [*limit, sys.executable, "-m", "wandb", "sync", str(directory)],
         # With the run's own mode it would refuse.
         env={key: value for key, value in os.environ.items() if key != "WANDB_MODE"},
         stdin=subprocess.DEVNULL,  # it could ask for a key
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,  # with the service that it starts it is one group to end
+        check=False,
     )
-    try:
-        output, _ = sync.communicate(timeout=UPLOAD_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(sync.pid, signal.SIGKILL)
-        sync.communicate()
+    if sync.returncode == -signal.SIGKILL:
         return f"no answer within {UPLOAD_SECONDS} s"
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return "" if sync.returncode == 0 else (lines or [f"wandb sync ended with exit status {sync.returncode}"])[-1]
+    last = sync.stdout.strip().rpartition("\n")[2] or f"wandb sync ended with exit status {sync.returncode}"
+    return last if sync.returncode else ""
+
+
+def place_of(comparison: Comparison, arguments: argparse.Namespace) -> tuple[str, str, Path]:
+    """W&B's project and group, which are those of the runs, and the directory of the local files. Raises Problem."""
+    projects, groups = (
+        sorted({value for run in comparison.runs if (value := run.plan.value(name))})
+        for name in ("WANDB_PROJECT", "WANDB_RUN_GROUP")
+    )
+    if not arguments.project and len(projects) != 1:
+        found = ", ".join(projects) or "none"
+        raise Problem(f"the runs name {len(projects)} W&B projects: {found}", "Choose one: --project P")
+    place = arguments.comparison or default_output(arguments.runs, comparison.runs)
+    if arguments.comparison and not place.is_dir():
+        remedy = f"Make it: python -m t5bench compare --output {shlex.quote(str(place))}"
+        raise Problem(f"there is no directory {place}", remedy)
+    # As the sweep calls its group: by the directory that holds the runs and the comparison.
+    group = groups[0] if len(groups) == 1 else place.resolve().parent.name
+    return arguments.project or projects[0], group, place
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if (chosen := mode(os.environ)) == "disabled":
+        raise Problem("WANDB_MODE is 'disabled'", "Unset it, or set it to online or offline, to log a comparison")
+    comparison = compare(arguments)
+    project, group, place = place_of(comparison, arguments)
     try:
-        import wandb
-    except ImportError as error:
-        return usage_error(UsageError(f"W&B is not installed: {error}\nRun: pip install -r requirements.txt"))
-    try:
-        comparison = compare(arguments)
-        place = place_of(comparison, arguments.runs, arguments.project, arguments.comparison)
-        # Until it is uploaded W&B keeps the tables' content in the user's home, which another machine may lack.
-        os.environ.setdefault("WANDB_DATA_DIR", str(place.directory / "wandb"))
-    except UsageError as error:
-        return usage_error(error)
-    try:
-        directory = write(comparison, place)
+        directory = write(comparison, project, group, place)
     except (OSError, ValueError, wandb.Error) as error:  # ValueError: a WANDB_ variable that W&B does not take
-        return usage_error(
-            UsageError(f"the comparison cannot be written: {error}\nName another place: --comparison DIR")
-        )
-    print(f"W&B: run '{place.group}' ({JOB_TYPE}), group '{place.group}', project '{place.project}': {directory}")
-    if not (place.directory / PAGE).is_file():
-        print(f"without the page, for there is no {place.directory / PAGE}: python -m t5bench compare makes it")
+        remedy = "Name another place: --comparison DIR"
+        raise Problem(f"the comparison cannot be written: {error}", remedy) from error
+    print(f"W&B: run '{group}' ({JOB_TYPE}), group '{group}', project '{project}': {directory}")
+    if not (place / PAGE).is_file():
+        print(f"without the page, for there is no {place / PAGE}: python -m t5bench compare makes it")
     for problem in comparison.problems:
         print(f"problem: {problem}", file=sys.stderr)
-    uploaded = place.online and not (failure := upload(directory))
-    if place.online and not uploaded:
+    failure = upload(directory) if chosen == "online" else ""
+    if failure:
         print(f"warning: it could not be uploaded: {failure}", file=sys.stderr)
-    print("uploaded" if uploaded else f"upload it with: wandb sync {shlex.quote(str(directory))}")
-    return 0 if comparison.sound and uploaded == place.online else 1
+    if failure or chosen == "offline":
+        print(f"upload it with: wandb sync {shlex.quote(str(directory))}")
+    else:
+        print("uploaded")
+    return 0 if comparison.sound and not failure else 1

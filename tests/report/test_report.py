@@ -1,0 +1,300 @@
+"""What a comparison looks like: in the terminal, in files, as a page, and the command that makes them."""
+
+import csv
+import html
+import io
+import json
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from harness import REPO_ROOT, STRATEGIES
+from made_runs import COLOURS, LARGE, RTX_5000_ADA, make_run
+
+from t5bench.__main__ import main
+from t5bench.compare.comparison import Comparison, build
+from t5bench.record import records
+from t5bench.report import tables
+from t5bench.report.command import find_runs
+from t5bench.report.page import render
+
+GPU = {"gpu": RTX_5000_ADA, "nodes": 2, "padded_vocab_size": 32128, "sent_per_iteration": 1e6}
+STRANGE, NASTY = "a<b>$x^2$", "<script>alert('x')</script> & $x^2$ | `a_b`"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The eight strategies at two sizes, one failed, two that only a long label tells apart, and two that are new."""
+    place = tmp_path_factory.mktemp("runs")
+    times = [500.0 + (i * 7919 % 13) for i in range(60)]
+    made = []
+    for name in STRATEGIES:
+        failed = {"status": "crashed", "reason": NASTY} if name == "zero3" else {}
+        made.append(make_run(place / name, name, elapsed_ms=times, settings=LARGE, **GPU, **failed))
+    made.append(make_run(place / "ddp-4", elapsed_ms=times, world_size=4, settings=LARGE, **GPU))
+    made.append(
+        make_run(place / "flash", "zero1", elapsed_ms=times, settings=LARGE | {"FLASH_ATTENTION": "off"}, **GPU)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(COLOURS, STRANGE, "no colour")
+        made += [make_run(place / n, n, elapsed_ms=times, settings=LARGE, **GPU) for n in ("fsdp", STRANGE)]
+    return made
+
+
+@pytest.fixture(scope="module")
+def comparison(runs: list[Path]) -> Comparison:
+    return build([records.load(run) for run in runs])
+
+
+def compare(*runs: Path) -> Comparison:
+    return build([records.load(run) for run in runs])
+
+
+# ---- the terminal ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("width", "at_least"), [(80, 5), (100, 6), (120, 7), (200, 12)])
+def test_a_table_fits_the_terminal(comparison: Comparison, width: int, at_least: int):
+    """No line is wider, no row is wrapped or cut, and what is left out is less important than what is shown."""
+    text = tables.terminal(comparison, width)
+    assert max(map(len, text.splitlines())) <= width
+    every = tables.columns(comparison)
+    said = re.search(r"left out for lack of room: (.*); --wide prints", " ".join(text.split()))
+    left_out = [column for column in every if said and column.title in said[1].split(", ")]
+    shown = [column for column in every if column not in left_out]
+    assert len(left_out) == len(said[1].split(", ") if said else [])
+    assert not left_out or max(c.importance for c in left_out) < min(c.importance for c in shown)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    for row in comparison.rows:
+        first, *others = [column.text(row) for column in shown]
+        assert sum(line.endswith(" ".join(others)) for line in lines) >= 1, row.label
+        assert first in " ".join(text.split())
+    assert len(shown) >= at_least
+
+
+def test_a_wide_table_has_every_column_and_whole_labels(comparison: Comparison):
+    lines = tables.terminal(comparison).splitlines()
+    assert "--wide" not in "".join(lines)
+    for row in comparison.rows:
+        cells = [column.text(row) for column in tables.columns(comparison)]
+        assert any(re.split(r" {2,}", line.strip()) == cells for line in lines), cells
+
+
+def test_the_command_asks_how_wide_the_terminal_is(runs, tmp_path, monkeypatch, capsys):
+    def widest(*options: str) -> int:
+        main(["compare", *map(str, runs), "--output", str(tmp_path / "a"), *options])
+        return max(map(len, capsys.readouterr().out.partition("\npage: ")[0].splitlines()))
+
+    monkeypatch.setenv("COLUMNS", "90")
+    assert 60 < widest() <= 90
+    assert widest("--wide") > 200
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_csv_has_every_figure_and_leaves_out_what_was_not_measured(comparison: Comparison):
+    found = {row["name"]: row for row in csv.DictReader(io.StringIO(tables.as_csv(comparison)))}
+    (row,) = [row for row in comparison.rows if row.strategy == "zero2"]
+    own, layout = found["zero2"], row.run.layout
+    assert {name for name, value in own.items() if not value} == {"reason", "differs_from_baseline"}
+    expected = {
+        "ms_per_iteration": row.milliseconds.median, "ms_low": row.milliseconds.low, "ratio_high": row.ratio.high,
+        "samples_per_second_high": row.samples_per_second.high, "tokens_per_second": row.tokens_per_second.median,
+        "tflops_per_gpu": row.tflops, "mfu": row.mfu, "peak_memory_mib": row.peak_memory[1], "runs": 1,
+        "ms_lowest_run": row.run_medians[0], "bytes_sent_per_iteration": row.sent_per_iteration,
+        "final_loss": row.final_loss, "largest_loss_difference": row.parity.difference, "strategy": "zero2",
+        "device": "cuda", "gpu": RTX_5000_ADA, "precision": "bf16", "status": "complete",
+        "parity": row.parity.verdict, "gradient_dtype": "bf16", "gradient_overlap": False,
+        **{name: getattr(layout, name) for name in ("nnodes", "nproc_per_node", "world_size", "tp", "pp", "dp")},
+    }  # fmt: skip
+    assert {name: own[name] for name in expected} == {name: str(value) for name, value in expected.items()}
+    failed = found["zero3"]
+    assert NASTY in failed["reason"] and (failed["ms_per_iteration"], failed["ratio_low"]) == ("", "")
+
+
+def test_markdown_survives_what_a_reason_holds(comparison: Comparison):
+    text = tables.markdown(comparison)
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(lines) == len(comparison.rows) + 2 * len(comparison.groups)
+    assert len({line.replace(r"\|", "").count("|") for line in lines}) == 1
+    assert "<script" not in text and r"\| 'a\_b'" in text
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+class Balance(HTMLParser):
+    """Every tag is closed by its own; collects what a browser would fetch or jump to, and the text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.references: list[str] = []
+        self.ids: list[str] = []
+        self.text = ""
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.references += [v for k, v in attrs if k in ("src", "href", "srcset", "data", "action", "xlink:href")]
+        self.ids += [v for k, v in attrs if k == "id"]
+        if tag not in {"meta", "br", "use"}:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in {"meta", "br", "use"}:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert tag == "use" or self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def page(comparison: Comparison) -> str:
+    return render(comparison)
+
+
+def test_the_page_is_well_formed_and_asks_nothing_of_a_network(page: str):
+    parsed = Balance(page)
+    assert {reference[0] for reference in parsed.references} == {"#"}
+    assert not re.search(r"url\(\s*['\"]?(?!#)|@import|<script|<link|<iframe|<object|<embed|mathdefault", page)
+    assert len(parsed.ids) == len(set(parsed.ids)) and {r[1:] for r in parsed.references} <= set(parsed.ids)
+    for title in ("Throughput", "Memory", "Loss", "Time per iteration", "What limits each", "How it was measured"):
+        assert title in parsed.text
+    assert page.count("<svg") == 4
+    assert NASTY in parsed.text and STRANGE in parsed.text  # as text
+    assert "None" not in parsed.text and "nan" not in parsed.text
+
+
+def test_a_new_strategy_is_in_table_and_page_by_itself(comparison: Comparison, page: str):
+    assert [row.strategy for row in comparison.groups[0].rows][-2:] == ["fsdp", STRANGE], "by port, after the eight"
+    assert "\nfsdp " in tables.terminal(comparison, 80)
+    assert page.count("#123456") > 10, "its colour is in the table and in the figures"
+    assert "10 parallelisation strategies" in page and "no colour" not in page
+
+
+def test_the_page_and_the_table_say_what_is_no_measurement_of_gpus(tmp_path: Path, comparison: Comparison, page: str):
+    cpu = compare(make_run(tmp_path / "cpu", engine="native"))
+    for text in (render(cpu), tables.terminal(cpu, 80), tables.markdown(cpu)):
+        assert "CPU / native engine: not a measurement" in text
+    assert "not a measurement" not in page + tables.terminal(comparison, 80)
+
+
+@pytest.mark.parametrize(("status", "expected"), [("crashed", "no reason"), ("complete", "logged no interval")])
+def test_the_page_of_a_run_without_a_line(tmp_path: Path, status: str, expected: str):
+    parsed = Balance(render(compare(make_run(tmp_path / "ddp", elapsed_ms=[], status=status, reason="no reason"))))
+    assert expected in parsed.text
+
+
+def test_the_page_scrolls_down_alone(page: str, tmp_path: Path):
+    """At the width of a laptop and of a telephone: with all details open neither the page nor a part of it is wider."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if not browser:
+        pytest.skip("no chromium to measure the page with")
+    frame = '<iframe width={} height=900 srcdoc="{}"></iframe>'
+    (tmp_path / "frames.html").write_text(
+        f"<!doctype html><title>?</title>{frame.format(1280, html.escape(page))}{frame.format(390, html.escape(page))}"
+        """<script>onload = () => document.title = JSON.stringify([...document.querySelectorAll("iframe")].map(frame =>
+        {
+            const page = frame.contentDocument, style = node => frame.contentWindow.getComputedStyle(node)
+            page.querySelectorAll("details").forEach(node => node.open = true)
+            const scrolls = [...page.querySelectorAll("*")].filter(
+                node => style(node).overflowX != "visible" && node.scrollWidth > node.clientWidth)
+            return [page.documentElement.scrollWidth, scrolls.length, style(page.querySelector("td")).display]
+        }))</script>"""
+    )
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    options += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "frames.html").as_uri()]
+    shown = subprocess.run([browser, *options], capture_output=True, text=True, timeout=120, check=True).stdout
+    (laptop, *of_laptop), (telephone, *of_telephone) = json.loads(re.search("<title>(.*?)</title>", shown)[1])
+    assert laptop <= 1280 and of_laptop == [0, "table-cell"]
+    assert telephone <= 390 and of_telephone == [0, "block"], "the rows are cards"
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_all_files(tmp_path: Path, capsys: pytest.CaptureFixture):
+    place = tmp_path / "my outputs"
+    make_run(place / "0" / "ddp")
+    make_run(place / "0" / "zero1", "zero1", elapsed_ms=[50.0] * 30)
+    make_run(place / "1" / "ddp")
+    assert main(["compare", str(place)]) == 0
+    output = capsys.readouterr().out
+    written = place / "comparison"
+    assert str(written / "index.html") in output and "zero1 is the fastest" in output
+    names = {"comparison.md", "comparison.csv", "comparison.json", "index.html"}
+    assert {path.name for path in written.iterdir()} == names
+    for form, name in (("markdown", "md"), ("csv", "csv"), ("json", "json")):
+        # What it wrote lies among the runs and is not taken for one.
+        assert main(["compare", str(place), "--output", str(tmp_path / "elsewhere"), "--format", form]) == 0
+        assert capsys.readouterr().out == (written / f"comparison.{name}").read_text()
+    assert {path.name for path in (tmp_path / "elsewhere").iterdir()} == names
+    assert json.loads((written / "comparison.json").read_text())["sound"] is True
+    make_run(place / "0" / "zero2", "zero2", status="crashed", reason="r")
+    assert main(["compare", str(place), "--format", "csv"]) == 1
+    assert "problem: zero2 is not complete" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["nowhere"], "there is no directory nowhere"),
+        (["empty"], "holds no run"),
+        (["damaged"], "node0.json cannot be read"),
+        (["runs", "--allow", "COLOUR"], "--allow COLOUR is not known"),
+        (["runs", "--peak-tflops", "-3"], "--peak-tflops must be a positive number"),
+        (["runs", "--output", "damaged/node0.json"], "cannot be written"),
+        (["runs", "other"], "GLOBAL_BATCH_SIZE: 16 (ddp); 32 (zero1)"),
+    ],
+)
+def test_wrong_use_is_said_with_a_remedy(tmp_path: Path, monkeypatch, capsys, arguments: list[str], expected: str):
+    monkeypatch.chdir(tmp_path)
+    make_run(Path("runs/ddp"))
+    make_run(Path("other/zero1"), "zero1", settings={"GLOBAL_BATCH_SIZE": "32"})
+    Path("empty").mkdir()
+    Path("damaged").mkdir()
+    Path("damaged/node0.json").write_text("{")
+    assert main(["compare", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and expected in error and "\n       " in error
+    assert not list(tmp_path.rglob("comparison"))
+
+
+def test_runs_are_found_up_to_four_levels_down(tmp_path: Path):
+    near, far = make_run(tmp_path / "a/b/c/d"), make_run(tmp_path / "a/b/c/x/e")
+    make_run(near / "inside")
+    assert list(find_runs(tmp_path)) == [near]
+    assert list(find_runs(tmp_path / "a")) == [near, far]
+
+
+def test_a_hundred_runs_in_five_seconds(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture):
+    for number in range(100):
+        strategy = STRATEGIES[number % 8]
+        times = [100.0 + number % 8 + (i * 7919 % 13) / 13 for i in range(1000)]
+        make_run(tmp_path / str(number // 8) / strategy, strategy, elapsed_ms=times, world_size=4)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    command = [sys.executable, "-m", "t5bench", "compare", str(tmp_path)]
+    started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=False)
+    seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    with capsys.disabled():
+        print(f"\n100 runs of 1,000 log lines compared, page included, in {seconds:.1f} s ({busy:.1f} s of one core)")
+    assert result.returncode == 0, result.stderr
+    table = result.stdout.partition("\npage: ")[0].splitlines()
+    assert 100 < max(map(len, table)) <= 120, "the width of what is no terminal"
+    assert (tmp_path / "comparison" / "comparison.md").read_text().count("13: ") == 4  # four strategies have 13 runs
+    assert busy < 5  # its own work: what else the machine does is not its fault
