@@ -5,10 +5,10 @@
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
-# shellcheck source=scripts/python_env.sh
-source "$REPO_ROOT/scripts/python_env.sh"
 
-ensure_venv "$REPO_ROOT/requirements.txt" "$REPO_ROOT/requirements-dev.txt"
+require_python
+"$PYTHON" -m t5bench.sweep.venv "$REPO_ROOT/requirements.txt" "$REPO_ROOT/requirements-dev.txt"
+export PATH=$REPO_ROOT/.venv/bin:$PATH PYTHON=$REPO_ROOT/.venv/bin/python
 cd -- "$REPO_ROOT"
 readonly SOME_TESTS_FAILED=1 # pytest's exit status
 status=0

@@ -17,6 +17,9 @@ COMMANDS = {
     "collect": ("t5bench.record.collect", "bring together the parts that the nodes of one run keep"),
     "compare": ("t5bench.report.command", "the table and the page over a set of runs"),
     "parity": ("t5bench.compare.parity", "whether the strategies train the same model: pass or fail for each"),
+    "parity-check": ("t5bench.sweep.parity_check", "train the strategies alike, and ask parity of them"),
+    "strategies": ("t5bench.plan.launchers", "the names of the strategies, in the order of their ports"),
+    "sweep": ("t5bench.sweep.command", "run strategies one after another, and compare them"),
     "wandb": ("t5bench.report.wandb_report", "put a comparison into its W&B project"),
 }
 

@@ -1,5 +1,6 @@
 """Asks the launchers: which strategies there are, and what one of them would run."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -50,3 +51,12 @@ def ask(
     if not result.stdout:
         raise RuntimeError(f"{' '.join(command)} printed no plan: {result.stderr.strip()}")
     return Plan.read(json.loads(result.stdout))
+
+
+def add_arguments(_: argparse.ArgumentParser) -> None:
+    """None: it prints all names."""
+
+
+def run(_: argparse.Namespace) -> int:
+    print("\n".join(strategy.name for strategy in declarations()))
+    return 0

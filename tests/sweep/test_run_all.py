@@ -1,6 +1,5 @@
 """The sweep over the strategies: what it plans, in which order, what it skips and what it tries again."""
 
-import json
 import os
 import re
 import shlex
@@ -10,9 +9,25 @@ from pathlib import Path
 
 import pytest
 from harness import STRATEGIES, Project, processes_with, wait_for
+from made_runs import make_run
 
-# The comparison has tests of its own; here it says what it was given.
-COMPARE_STUB = "import json, sys; print(json.dumps(sys.argv[1:]))"
+from t5bench.plan.ports import free_port
+from t5bench.record.records import load
+from t5bench.sweep.runner import progress
+
+# The comparison and its upload have tests of their own; here they say what they were given.
+COMMAND_STUB = """
+import sys
+
+def add_arguments(parser):
+    parser.add_argument("runs", nargs="+")
+    parser.add_argument("--output")
+    parser.add_argument("--comparison")
+
+def run(args):
+    print(sys.argv[1], *args.runs, args.output or args.comparison, sep="|")
+    return 0
+"""
 
 
 def add_to_torchrun(project: Project, lines: str) -> None:
@@ -22,15 +37,8 @@ def add_to_torchrun(project: Project, lines: str) -> None:
 @pytest.fixture
 def sweep(project: Project) -> Project:
     """A project whose torchrun can be told by a file which strategies fail, and whose comparison is a stub."""
-    python = shlex.quote(project.environment["PYTHON"])
-    (project.stubs / "compare.py").write_text(COMPARE_STUB)
-    project.add_stub(
-        "python-stub",
-        "#!/usr/bin/env bash\n"
-        f'[[ "$2 $3" != "t5bench compare" ]] || exec {python} "$STUB_DIR/compare.py" "${{@:3}}"\n'
-        f'exec {python} "$@"\n',
-    )
-    project.environment["PYTHON"] = "python-stub"
+    for name in ("command.py", "wandb_report.py"):
+        (project.root / "t5bench" / "report" / name).write_text(COMMAND_STUB)
     add_to_torchrun(
         project,
         'printf "%s %s\\n" "$WANDB_RUN_GROUP" "$*" >>"$STUB_DIR/order"\n'
@@ -55,13 +63,9 @@ def run_all(project: Project, *arguments: str, **environment: str) -> subprocess
 
 def order(project: Project) -> list[tuple[str, int]]:
     """(repeat/row, processes) of each torchrun so far."""
-    found = []
-    for line in (project.stubs / "order").read_text().splitlines():
-        row = re.search(r"/(repeat\d+/[^/]+)/tensorboard", line)
-        processes = re.search(r"--nproc_per_node (\d+)", line)
-        assert row and processes
-        found.append((row[1], int(processes[1])))
-    return found
+    lines = (project.stubs / "order").read_text().splitlines()
+    found = [re.search(r"--nproc_per_node (\d+) .*/(repeat\d+/[^/]+)/tensorboard", line) for line in lines]
+    return [(match[2], int(match[1])) for match in found if match]
 
 
 def test_repeats_are_interleaved_and_every_world_size_has_its_baseline(sweep: Project):
@@ -72,39 +76,44 @@ def test_repeats_are_interleaved_and_every_world_size_has_its_baseline(sweep: Pr
     progress = [line for line in result.stderr.splitlines() if line.startswith("[")]
     assert len(progress) == 8
     assert all("complete, 1600.0 samples/s" in line for line in progress)
+    assert all("left" in line for line in progress[:-1]) and "left" not in progress[-1]
     runs = sweep.root / "outputs" / "all"
-    expected = [str(runs / f"repeat{repeat}" / row) for repeat in (1, 2) for row, _ in rows]
-    compared = json.loads(result.stdout)
-    assert compared == ["compare", *expected, "--output", str(runs / "comparison")]
+    given = [str(runs / f"repeat{repeat}" / row) for repeat in (1, 2) for row, _ in rows]
+    told = [line.split("|") for line in result.stdout.splitlines() if line]
+    assert told == [[command, *given, f"{runs}/comparison"] for command in ("compare", "wandb")]
 
 
-def test_all_strategies_are_planned_without_being_named(sweep: Project):
+def test_every_launcher_is_planned_without_being_named(sweep: Project):
+    """Also a ninth, which nothing else knows."""
+    text = sweep.script("run_megatron_t5_zero1.sh").read_text()
+    ninth = re.sub(r"^STRATEGY=.*", "STRATEGY=ninth", text, flags=re.MULTILINE).replace("29801", "29899")
+    sweep.script("run_megatron_t5_ninth.sh").write_text(ninth)
     result = run_all(sweep, "--dry-run")
     assert result.returncode == 0, result.stderr
     planned = [line.rpartition("/")[2] for line in result.stdout.splitlines()]
-    assert set(planned) == {*STRATEGIES, "ddp-4"}
+    assert planned[-2:] == ["ninth", "ddp-4"]
+    assert set(planned) == {*STRATEGIES, "ninth", "ddp-4"}
     assert not sweep.was_started()
 
 
-def test_without_ddp_there_is_no_baseline_to_add(sweep: Project):
-    assert run_all(sweep, STRATEGIES="zero1 hybrid").returncode == 0
-    assert [row for row, _ in order(sweep)] == ["repeat1/zero1", "repeat1/hybrid"]
-
-
-def test_one_number_of_processes_for_all_needs_one_baseline(sweep: Project):
-    assert run_all(sweep, STRATEGIES="ddp hybrid", NPROC_PER_NODE="4").returncode == 0
-    assert order(sweep) == [("repeat1/ddp", 4), ("repeat1/hybrid", 4)]
+@pytest.mark.parametrize(
+    "settings", [{"STRATEGIES": "zero1 hybrid"}, {"STRATEGIES": "ddp hybrid", "NPROC_PER_NODE": "4"}]
+)
+def test_no_baseline_is_added_without_ddp_or_need(sweep: Project, settings: dict[str, str]):
+    listed = run_all(sweep, "--dry-run", **settings).stdout
+    assert [line.rpartition("/")[2] for line in listed.splitlines()] == settings["STRATEGIES"].split()
 
 
 def test_complete_runs_are_skipped_and_failed_ones_tried_again(sweep: Project):
-    (sweep.stubs / "fails").write_text("zero1")
-    result = run_all(sweep, STRATEGIES="ddp zero1", RETRIES="0")
-    assert "FAILED (crashed): ValueError: broken" in result.stderr
+    (sweep.stubs / "fails").write_text("ddp")
+    result = run_all(sweep, STRATEGIES="ddp zero1")
+    assert [row for row, _ in order(sweep)] == ["repeat1/ddp", "repeat1/zero1", "repeat1/ddp"]
+    assert result.stderr.count("FAILED (crashed): ValueError: broken; see ") == 2
+    assert "trying again what failed" in result.stderr
     (sweep.stubs / "fails").unlink()
-    (sweep.stubs / "order").unlink()
     again = run_all(sweep, STRATEGIES="ddp zero1", RETRIES="0")
-    assert "ddp     complete already" in re.sub(" +complete", "     complete", again.stderr)
-    assert [row for row, _ in order(sweep)] == ["repeat1/zero1"]
+    assert re.search(r"repeat1/zero1 +complete already", again.stderr)
+    assert len(order(sweep)) == 4
     listed = run_all(sweep, "--dry-run", STRATEGIES="ddp zero1").stdout
     assert listed.count("complete  ") == 2
 
@@ -115,29 +124,23 @@ def test_a_run_that_was_refused_keeps_nothing_but_itself_out_of_the_comparison(s
     result = run_all(sweep, STRATEGIES="ddp zero1 zero2", RETRIES="0")
     assert result.returncode == 1
     assert "repeat1/zero2 left no record, and is not in the comparison" in result.stderr
-    compared = json.loads(result.stdout)[1:-2]
-    assert [Path(directory).name for directory in compared] == ["ddp", "zero1"]
+    compared = result.stdout.splitlines()[1].split("|")
+    assert [Path(directory).name for directory in compared] == ["compare", "ddp", "zero1", "comparison"]
 
 
 def test_a_sweep_that_could_start_nothing_says_so(sweep: Project):
     add_to_torchrun(sweep, 'echo "EADDRINUSE, message: address already in use"; exit 1')
     result = run_all(sweep, STRATEGIES="ddp zero1", RETRIES="0")
     assert result.returncode == 2
-    assert result.stderr.count("configuration: the rendezvous port is taken") == 2
-
-
-def test_a_failed_run_is_tried_again_after_the_others(sweep: Project):
-    (sweep.stubs / "fails").write_text("ddp")
-    result = run_all(sweep, STRATEGIES="ddp zero1")
-    assert [row for row, _ in order(sweep)] == ["repeat1/ddp", "repeat1/zero1", "repeat1/ddp"]
-    assert "trying again what failed" in result.stderr
+    assert result.stderr.count("FAILED (configuration): the rendezvous port is taken; see ") == 2
 
 
 def test_runs_of_one_sweep_share_a_group(sweep: Project, tmp_path: Path):
-    assert run_all(sweep, STRATEGIES="ddp", RUNS_DIR=str(tmp_path / "my trial")).returncode == 0
+    result = run_all(sweep, STRATEGIES="ddp", RUNS_DIR=str(tmp_path / "my trial"), WANDB_MODE="disabled")
+    assert result.returncode == 0
     assert (sweep.stubs / "order").read_text().startswith("my trial ")
-    record = json.loads((tmp_path / "my trial" / "repeat1" / "ddp" / "run.json").read_text())
-    assert record["settings"]["WANDB_RUN_GROUP"] == "my trial"
+    assert load(tmp_path / "my trial" / "repeat1" / "ddp").plan.value("WANDB_RUN_GROUP") == "my trial"
+    assert "wandb|" not in result.stdout
 
 
 def test_a_strategy_that_cannot_run_here_is_named_and_left_out(sweep: Project):
@@ -148,32 +151,113 @@ def test_a_strategy_that_cannot_run_here_is_named_and_left_out(sweep: Project):
     assert [line.rpartition("/")[2] for line in result.stdout.splitlines()] == ["ddp"]
 
 
-def test_wrong_use_is_refused_before_anything_runs(sweep: Project):
-    for arguments, settings, message in (
+@pytest.mark.parametrize(
+    ("arguments", "settings", "message"),
+    [
         (["--fast"], {}, "unknown argument '--fast'"),
         ([], {"STRATEGIES": "ddp zero9"}, "there is no strategy 'zero9'"),
         ([], {"REPEATS": "0"}, "REPEATS must be a whole number of at least 1"),
-        ([], {"STRATEGIES": "ddp", "MICRO_BATCH_SIZE": "3"}, "GLOBAL_BATCH_SIZE=16 is not divisible"),
-    ):
-        result = run_all(sweep, *arguments, **settings)
-        assert result.returncode == 2, result.stderr
-        assert message in result.stderr
+        ([], {"LAUNCH": "srun"}, "LAUNCH is 'srun'"),
+        ([], {"LAUNCH": "ssh"}, "LAUNCH=ssh but no hosts are known"),
+        ([], {"STRATEGIES": "ddp", "MICRO_BATCH_SIZE": "3"}, "ddp: GLOBAL_BATCH_SIZE=16 is not divisible"),
+        ([], {"STRATEGIES": "ddp", "MEGATRON_DATA_DIR": "/nowhere"}, "none of the strategies can run here"),
+        ([], {"PYTHON": "python9"}, "there is no 'python9' on PATH"),
+    ],
+)
+def test_wrong_use_is_refused_before_anything_runs(sweep: Project, arguments: list[str], settings: dict, message: str):
+    result = run_all(sweep, *arguments, **settings)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr and result.stderr.count("error: ") == 1
     assert not sweep.was_started()
 
 
-def test_ctrl_c_ends_the_run_and_the_sweep_and_the_same_command_goes_on(sweep: Project):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "kill"])
+def test_a_signal_ends_the_run_and_the_sweep_and_the_same_command_goes_on(sweep: Project, number: signal.Signals):
+    """A terminal gives Ctrl-C to the whole foreground group, `kill` a signal to the sweep alone."""
     process = subprocess.Popen(
         ["bash", str(sweep.script("run_megatron_t5_all.sh"))],
         env=sweep.environment_with({"STUB_SLEEP": "300", "STRATEGIES": "ddp zero1"}),
+        cwd=sweep.root,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     wait_for((sweep.stubs / "started").exists)
-    os.killpg(process.pid, signal.SIGINT)
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT
-    assert "nothing is left running" in errors
+    assert process.returncode == 128 + number
+    assert f"{number.name.removeprefix('SIG')} received: stopped, nothing is left running" in errors
     assert processes_with(f"STUB_DIR={sweep.stubs}") == []
     assert run_all(sweep, STRATEGIES="ddp zero1").returncode == 0
     assert [row for row, _ in order(sweep)] == ["repeat1/ddp", "repeat1/ddp", "repeat1/zero1"]
+
+
+# ---- LAUNCH=ssh: two "hosts" that are this machine -------------------------------------------------------------------
+
+
+@pytest.fixture
+def hosts(sweep: Project) -> Project:
+    """A project on hosts 127.0.0.1 and 127.0.0.2, where ssh runs what it is given here; "nowhere" is not reached."""
+    sweep.add_stub(
+        "ssh",
+        "#!/usr/bin/env bash\n"
+        'while [[ $1 == -o ]]; do shift 2; done\n[[ $1 != nowhere ]] || { echo "ssh: no such host" >&2; exit 255; }\n'
+        'exec env -u WANDB_API_KEY -u TRAIN_ITERS -u STRATEGIES bash -c "${*:2}"\n',
+    )
+    sweep.environment |= {"LAUNCH": "ssh", "HOSTS": "127.0.0.1 127.0.0.2", "STRATEGIES": "ddp", "RETRIES": "0"}
+    sweep.environment["MASTER_PORT"] = str(free_port())
+    return sweep
+
+
+def test_every_host_gets_the_settings_and_its_rank(hosts: Project):
+    result = run_all(hosts, STRATEGIES="ddp hybrid", TRAIN_ITERS="7", WANDB_API_KEY="0" * 40, WANDB_MODE="offline")
+    assert result.returncode == 0, result.stderr
+    rows = {row: load(hosts.root / "outputs" / "all" / "repeat1" / row) for row in ("ddp", "hybrid", "ddp-4")}
+    for row, size in {"ddp": 2, "hybrid": 4, "ddp-4": 4}.items():
+        assert (rows[row].status, rows[row].world_size, len(rows[row].nodes)) == ("complete", size, 2)
+        assert rows[row].iterations[-1].iteration == 7
+    assert hosts.recorded_environment()["WANDB_API_KEY"] == "0" * 40
+
+
+def test_a_host_that_cannot_be_reached_is_named(hosts: Project):
+    result = run_all(hosts, HOSTS="127.0.0.1 nowhere")
+    assert result.returncode == 2
+    assert "FAILED (configuration): ssh to nowhere failed: ssh: no such host" in result.stderr
+    first = run_all(hosts, HOSTS="nowhere 127.0.0.1")
+    assert first.returncode == 2
+    assert "error: nowhere gives no plan of ddp: ssh: no such host" in first.stderr
+    assert processes_with(f"STUB_DIR={hosts.stubs}") == []
+
+
+def test_a_second_attempt_without_a_shared_file_system(hosts: Project, tmp_path: Path):
+    """Its record comes back, and what the first attempt left here does not pass as it."""
+    outputs, nodes = hosts.root / "outputs", tmp_path / "nodes"
+    # Every host writes to, and is asked for, a directory of its own instead of the one that is named.
+    (tmp_path / "host.sh").write_text(
+        f'export() {{ builtin export "${{@/{str(outputs).replace("/", chr(92) + "/")}/$OWN}}"; }}\n'
+    )
+    hosts.add_stub(
+        "ssh",
+        "#!/usr/bin/env bash\nwhile [[ $1 == -o ]]; do shift 2; done\n"
+        f"command=${{*:2}} OWN={nodes}/$1\nexport OWN BASH_ENV={tmp_path}/host.sh\n"
+        f'exec bash -c "${{command/"{outputs}"/"$OWN"}}"\n',
+    )
+    (hosts.stubs / "fails").write_text("ddp")
+    hosts.environment["STUB_WAIT"] = "1"  # nodes of one run run at the same time
+    assert "FAILED (crashed): node " in run_all(hosts).stderr
+    (hosts.stubs / "fails").unlink()
+    result = run_all(hosts)
+    assert result.returncode == 0, result.stderr
+    run = load(outputs / "all" / "repeat1" / "ddp")
+    assert (run.status, len(run.nodes), len(run.iterations)) == ("complete", 2, 1)
+    assert {path.name for path in nodes.iterdir()} == {"127.0.0.1", "127.0.0.2"}
+
+
+def test_what_a_terminal_shows_of_a_run_that_goes_on(tmp_path: Path):
+    assert progress(tmp_path) == "starting"
+    line = (
+        "iteration 7/ 20 | elapsed time per iteration (ms): 1 | lm loss: 1 | learning rate: 1 | samples per second: 1 |"
+    )
+    (tmp_path / "node1.terminal").write_text(f"{line} TFLOPs: 1 |\n")
+    assert progress(tmp_path) == "iteration 7/20"
+    assert progress(make_run(tmp_path / "ddp", elapsed_ms=[100.0] * 30)) == "iteration 30/30"

@@ -10,16 +10,19 @@ from pathlib import Path
 import pytest
 from harness import REPO_ROOT
 
+RunTests = Callable[..., subprocess.CompletedProcess[str]]
+
 
 @pytest.fixture
-def run_tests(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def run_tests(tmp_path: Path) -> RunTests:
     """run_tests.sh over the tests that are given, by name of the file, with the environment that is there."""
     for folder in ("scripts", "t5bench"):
         shutil.copytree(REPO_ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "scripts" / "python_env.sh").write_text("ensure_venv() { :; }\n")
+    (tmp_path / "t5bench" / "sweep" / "venv.py").write_text("")
+    (tmp_path / ".venv").symlink_to(sys.prefix)
     (tmp_path / "tests").mkdir()
-    for file in ("conftest.py", "harness.py"):
-        shutil.copy(REPO_ROOT / "tests" / file, tmp_path / "tests")
+    for file in (REPO_ROOT / "tests").glob("*.py"):
+        shutil.copy(file, tmp_path / "tests")
     (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = . tests\n")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
 
@@ -33,7 +36,7 @@ def run_tests(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]
     return run
 
 
-def test_tests_of_a_file_stay_in_one_process(run_tests: Callable[..., subprocess.CompletedProcess], tmp_path: Path):
+def test_tests_of_a_file_stay_in_one_process(run_tests: RunTests, tmp_path: Path):
     """Fixtures that train or make hosts are made once."""
     text = (
         "import os\nimport pytest\n"
@@ -46,9 +49,7 @@ def test_tests_of_a_file_stay_in_one_process(run_tests: Callable[..., subprocess
 
 
 @pytest.mark.parametrize("second_time", ["passes", "fails"])
-def test_what_failed_runs_once_more_alone(
-    run_tests: Callable[..., subprocess.CompletedProcess], tmp_path: Path, second_time: str
-):
+def test_what_failed_runs_once_more_alone(run_tests: RunTests, tmp_path: Path, second_time: str):
     seen = tmp_path / "seen"
     last = 2 if second_time == "passes" else 3
     text = (

@@ -1,0 +1,64 @@
+"""``python -m t5bench sweep``: every strategy, one run after another, and the comparison of them all."""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from t5bench import Problem
+from t5bench.record.status import CONFIGURATION, EXIT_CODES
+from t5bench.sweep.launch import Launch
+from t5bench.sweep.rows import choose, note, plan_baselines, plan_rows
+from t5bench.sweep.runner import is_complete, raise_on_signals, record_in, run_all
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runs-dir", type=Path, required=True, help="what is complete there is not run again")
+    parser.add_argument("--strategies", default="", help="separated by spaces (default: all)")
+    parser.add_argument("--repeats", type=int, default=1, help="times that each is run, in turn")
+    parser.add_argument("--retries", type=int, default=0, help="times that what failed is tried again")
+    parser.add_argument("--launch", choices=["local", "ssh"], default="local", help="where the runs are made")
+    parser.add_argument("--dry-run", action="store_true", help="print what would run")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises Problem where nothing can run."""
+    raise_on_signals()
+    group = os.environ.get("WANDB_RUN_GROUP") or args.runs_dir.name
+    launch = Launch({"WANDB_RUN_GROUP": group}, over_ssh=args.launch == "ssh")
+    rows = plan_rows(launch, args.runs_dir, choose(args.strategies.split()))
+    rows += plan_baselines(launch, args.runs_dir, rows)
+    if not rows:
+        raise Problem("none of the strategies can run here", "What stops each is said above")
+    runs = {args.runs_dir / f"repeat{repeat}" / row.name: row for repeat in range(1, args.repeats + 1) for row in rows}
+    if args.dry_run:
+        for directory in runs:
+            print("complete " if is_complete(directory) else "run      ", directory)
+        return 0
+    began = run_all(launch, runs, args.runs_dir, args.retries, "The same command goes on from here.")
+    print(flush=True)
+    status = compare(list(runs), args.runs_dir)
+    # What waited for a node that refused may have left a record; nothing was trained all the same.
+    return status if began else EXIT_CODES[CONFIGURATION]
+
+
+def compare(runs: Sequence[Path], runs_dir: Path) -> int:
+    """A run that was refused may have left no record, and the others are compared all the same."""
+    recorded = [directory for directory in runs if record_in(directory)]
+    for directory in runs:
+        if directory not in recorded:
+            note(f"{directory.relative_to(runs_dir)} left no record, and is not in the comparison")
+    if not recorded:
+        return EXIT_CODES[CONFIGURATION]
+    status = t5bench("compare", *recorded, "--output", runs_dir / "comparison")
+    # It says itself what it could not do, and does not change the answer.
+    if os.environ.get("WANDB_MODE") != "disabled" and status != EXIT_CODES[CONFIGURATION]:
+        t5bench("wandb", *recorded, "--comparison", runs_dir / "comparison")
+    return status or int(len(recorded) < len(runs))
+
+
+def t5bench(*arguments: str | Path) -> int:
+    """The exit status of another command."""
+    return subprocess.run([sys.executable, "-m", "t5bench", *map(str, arguments)], check=False).returncode

@@ -1,0 +1,212 @@
+"""Starts one launcher on this machine, or one on every host over ssh, waits for all and brings their records back.
+
+Each is sent a script on the standard input of a bash: the settings (so that no key stands in a command line), the
+launcher, and a watch on that input. When this process ends, or the connection breaks, the input ends and the launcher
+is told to end what it started. The repository lies at the same path on every host.
+"""
+
+import contextlib
+import json
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from t5bench import REPOSITORY, Problem
+from t5bench.plan import launchers
+from t5bench.plan.ports import free_port
+from t5bench.record import collect
+from t5bench.record.plan import Plan
+from t5bench.record.records import RecordError, write_run
+from t5bench.record.status import CONFIGURATION, CRASHED, EXIT_CODES
+
+# What the other strategies are compared with.
+BASELINE = "ddp"
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
+SSH_FAILED = 255
+# A launcher that is told to end needs up to 25 s; one whose peer failed ends by itself within 30 s, mostly in 3.
+GRACE_SECONDS = 45
+# What a host gets of the environment besides the settings.
+ALSO_SENT = (
+    "PATH", "PYTHON", "NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "OMP_", "HF_", "TORCH_", "UCX_", "FI_", "WANDB_",
+)  # fmt: skip
+
+ASK = "launch --dry-run=json </dev/null\n"
+# The launcher runs in the background, and what comes on standard input is read until it ends.
+WATCH = """main() {
+  launch </dev/null &
+  launcher=$!
+  { cat >/dev/null; kill -TERM "$launcher" 2>/dev/null; } <&0 &
+  watch=$!
+  wait "$launcher"; status=$?
+  while kill -0 "$launcher" 2>/dev/null; do wait "$launcher"; status=$?; done
+  pkill -P "$watch" 2>/dev/null; kill "$watch" 2>/dev/null
+  exit "$status"
+}
+main
+"""
+
+
+def check(plan: Plan) -> None:
+    """Raises Problem where the request itself is wrong."""
+    for obstacle in plan.obstacles:
+        if obstacle.fatal:
+            raise Problem(f"{plan.strategy.name}: {obstacle.found}", obstacle.remedy)
+
+
+def shell(host: str) -> list[str]:
+    """A bash on a host, "" for this machine, that does what it is sent."""
+    return [*SSH, host, "bash", "-s"] if host else ["bash", "-s"]
+
+
+class Node:
+    """A host, the bash there, the file that takes its output, and its part of the record, once it is here."""
+
+    def __init__(self, host: str, environment: Mapping[str, str], directory: Path, rank: int) -> None:
+        self.host, self.rank, self.part = host, rank, directory / f"node{rank}.json"
+        self.output = directory / f"node{rank}.terminal"
+        with self.output.open("wb") as file:
+            self.process = subprocess.Popen(
+                shell(host),
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C is for this process, which then ends the nodes in order
+            )
+
+    def send(self, script: str) -> None:
+        assert self.process.stdin
+        with contextlib.suppress(BrokenPipeError):  # ssh has ended, and its exit status tells
+            self.process.stdin.write(script.encode())
+            self.process.stdin.flush()
+
+    def end(self) -> None:
+        """Let the launcher end what it started."""
+        assert self.process.stdin
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+    @property
+    def refused(self) -> bool:
+        """Whether the host was never reached, or its launcher did not begin."""
+        return self.process.poll() in (SSH_FAILED, EXIT_CODES[CONFIGURATION])
+
+
+class Started:
+    """One run on all its nodes, as a process. problems: what its record does not tell, once it has ended."""
+
+    def __init__(self, directory: Path, why_refused: Callable[[Node], str]) -> None:
+        self._directory, self._why_refused = directory, why_refused
+        parts = (*directory.glob("node*.json"), *directory.glob("metrics.jsonl"))
+        self._earlier = {path: path.stat().st_mtime_ns for path in parts}
+        self._deadline: float | None = None
+        self.nodes: list[Node] = []
+        self.problems: list[str] = []
+
+    def poll(self) -> int | None:
+        """None while any node runs. When one fails, the others get time to end; none if it never began."""
+        codes = [node.process.poll() for node in self.nodes]
+        if None not in codes:
+            return self._finish()
+        if self._deadline is None and any(codes):
+            self._deadline = time.monotonic() + (0 if any(node.refused for node in self.nodes) else GRACE_SECONDS)
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self.terminate()
+        return None
+
+    def terminate(self) -> None:
+        for node in self.nodes:
+            node.end()
+
+    def wait(self) -> int:
+        for node in self.nodes:
+            node.process.wait(timeout=GRACE_SECONDS)
+        return self._finish()
+
+    def _finish(self) -> int:
+        """Brings back the parts that are not here, as they are with a shared file system; the run's exit status."""
+        absent = [node for node in self.nodes if self._is_old(node.part)]
+        for path in self._earlier if absent else ():
+            # It would pass as this attempt's.
+            if path.exists() and self._is_old(path):
+                path.rename(f"{path}.earlier")
+        for node in absent:
+            source = f"{node.host}:{self._directory}" if node.host else str(self._directory)
+            try:
+                with collect.local_copy(source) as found:
+                    collect.bring(found, source, self._directory)
+            except RecordError as error:
+                self.problems.append(str(error))
+        if refusals := [self._why_refused(node) for node in absent if node.refused and not node.part.exists()]:
+            self.problems = refusals
+            return EXIT_CODES[CONFIGURATION]
+        try:
+            return EXIT_CODES.get(write_run(self._directory)["status"], EXIT_CODES[CRASHED])
+        except RecordError as error:
+            self.problems.append(str(error))
+            return EXIT_CODES[CRASHED]
+
+    def _is_old(self, path: Path) -> bool:
+        """Whether this attempt has not written it."""
+        return not path.exists() or path.stat().st_mtime_ns == self._earlier.get(path)
+
+
+class Launch:
+    """Plans and starts runs: on this machine alone, or on the nodes of HOSTS, else of SLURM."""
+
+    def __init__(self, changes: Mapping[str, str], over_ssh: bool = False) -> None:
+        """changes: of the environment. Raises Problem where there are no hosts."""
+        self._environment = {**os.environ, **changes}
+        self._hosts: Sequence[str] = ()
+        self._sent: Mapping[str, str] = {}
+        if over_ssh:
+            # This machine need not be one of them, so that its rank could not be inferred.
+            plan = launchers.ask(BASELINE, (), dict(self._environment, NODE_RANK="0"))
+            check(plan)
+            if not plan.hosts:
+                raise Problem("LAUNCH=ssh but no hosts are known", 'export HOSTS="node0 node1" in rank order')
+            self._hosts = plan.hosts
+            self._sent = {k: v for k, v in self._environment.items() if k in plan.settings or k.startswith(ALSO_SENT)}
+
+    def _script(self, strategy: str, processes: int | None, directory: Path, rank: int, end: str) -> str:
+        """What a bash is sent; in ``end`` the launcher is called ``launch``."""
+        exports = dict(self._sent, HOSTS=" ".join(self._hosts), OUTPUT_DIR=str(directory))
+        words, lines = ["bash", str(launchers.launcher(strategy))], []
+        if self._hosts:
+            words += [self._hosts[0], str(rank)]
+            here = shlex.quote(str(REPOSITORY))
+            lines.append(f'cd -- {here} || {{ echo "error: there is no {here} on $HOSTNAME" >&2; exit 2; }}')
+        else:
+            exports.update(NNODES="1", MASTER_PORT=self._environment.get("MASTER_PORT") or str(free_port()))
+        if processes:
+            exports["NPROC_PER_NODE"] = str(processes // max(1, len(self._hosts)))
+        lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(exports.items())]
+        return "\n".join([*lines, f'launch() {{ exec {shlex.join(words)} "$@"; }}', end])
+
+    def ask(self, strategy: str, processes: int | None, directory: Path, rank: int = 0) -> Plan:
+        """The plan of a host. Raises Problem where it gives none."""
+        host = self._hosts[rank] if self._hosts else ""
+        script = self._script(strategy, processes, directory, rank, ASK)
+        result = subprocess.run(
+            shell(host), env=self._environment, input=script, capture_output=True, text=True, check=False
+        )
+        if not result.stdout:
+            raise Problem(f"{host} gives no plan of {strategy}: {result.stderr}", f"Log in by hand: ssh {host}")
+        return Plan.read(json.loads(result.stdout))
+
+    def start(self, strategy: str, processes: int | None, directory: Path) -> Started:
+        def why_refused(node: Node) -> str:
+            if node.process.returncode == SSH_FAILED:
+                return f"ssh to {node.host} failed: {node.output.read_text(errors='replace').strip()}"
+            obstacles = self.ask(strategy, processes, directory, node.rank).obstacles
+            found = obstacles[0].found if obstacles else f"its launcher did not start a run; see {node.output}"
+            return f"{node.host}: {found}" if node.host else found
+
+        run = Started(directory, why_refused)
+        for rank, host in enumerate(self._hosts or [""]):
+            run.nodes.append(Node(host, self._environment, directory, rank))
+            run.nodes[-1].send(self._script(strategy, processes, directory, rank, WATCH))
+        return run

@@ -1,0 +1,119 @@
+"""Makes runs one after another: a line for each, an estimate of the time left, another try, an orderly end."""
+
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from t5bench.record import log
+from t5bench.record.records import RecordError, Run, load, read_metrics
+from t5bench.record.status import COMPLETE, CONFIGURATION, EXIT_CODES
+from t5bench.sweep.launch import Launch
+from t5bench.sweep.rows import Row, note
+
+# Between looks at a run, and between those that a person sees, which read all of its iterations.
+SECONDS, PROGRESS_SECONDS = 0.3, 2.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(SystemExit):
+    """INT, TERM or HUP came."""
+
+
+def raise_on_signals() -> None:
+    """From now on the first of them raises Interrupted, and the others do not disturb the end in order."""
+
+    def interrupt(number: int, frame: object) -> None:
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        raise Interrupted(128 + number)
+
+    for number in SIGNALS:
+        signal.signal(number, interrupt)
+
+
+def record_in(directory: Path) -> Run | None:
+    try:
+        return load(directory)
+    except RecordError:
+        return None
+
+
+def is_complete(directory: Path) -> bool:
+    run = record_in(directory)
+    return run is not None and run.status == COMPLETE
+
+
+def outcome(status: int, problems: Sequence[str], directory: Path) -> str:
+    """How a run ended, in one line."""
+    run = record_in(directory)
+    if status == 0:
+        speed = run.iterations[-1].samples_per_second if run and run.iterations else "?"
+        return f"complete, {speed} samples/s at the end"
+    # Where a launcher refused there is no record, or that of another node which waited for it.
+    if run is None or (status == EXIT_CODES[CONFIGURATION] and problems):
+        return f"FAILED ({CONFIGURATION}): {'; '.join(problems)}; see {directory}"
+    return f"FAILED ({run.status}): {'; '.join([run.reason, *problems])}; see {directory}"
+
+
+def progress(directory: Path) -> str:
+    """The newest iteration: from the record, else from the terminals of nodes whose files are elsewhere."""
+    done = read_metrics(directory / "metrics.jsonl")
+    for terminal in () if done else directory.glob("node*.terminal"):
+        done += log.iterations(terminal.read_text(errors="replace").splitlines())
+    return f"iteration {done[-1].iteration}/{done[-1].total}" if done else "starting"
+
+
+def run_all(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path, retries: int = 0, goes_on: str = "") -> bool:
+    """Makes the runs that are not complete, by directory, and then what failed again; whether any of them began.
+
+    goes_on: what to say of an interruption, which ends what is running and raises Interrupted.
+    """
+    try:
+        statuses = _run_each(launch, runs, runs_dir)
+        for _ in range(retries):
+            if failed := {directory: runs[directory] for directory, status in statuses.items() if status}:
+                note("trying again what failed")
+                statuses |= _run_each(launch, failed, runs_dir)
+    except Interrupted as stop:
+        name = signal.Signals(stop.code - 128).name.removeprefix("SIG")
+        note(f"\n{name} received: stopped, nothing is left running. {goes_on}".rstrip())
+        raise
+    return any(status != EXIT_CODES[CONFIGURATION] for status in statuses.values())
+
+
+def _run_each(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path) -> dict[Path, int]:
+    """The exit status of each; 0 for one that is complete already."""
+    statuses, took, width = {}, [], max(len(str(directory.relative_to(runs_dir))) for directory in runs)
+    for number, (directory, row) in enumerate(runs.items(), 1):
+        label = f"[{number:{len(str(len(runs)))}}/{len(runs)}] {directory.relative_to(runs_dir)!s:{width}}"
+        if is_complete(directory):
+            statuses[directory] = 0
+            note(f"{label}  complete already")
+            continue
+        start = time.monotonic()
+        statuses[directory], said = _run_one(launch, row, directory, label)
+        took.append(time.monotonic() - start)
+        left = round(sum(took) / len(took) * (len(runs) - number))
+        said = f"{label}  {said}, {timedelta(seconds=round(took[-1]))}"
+        note(f"{said}; about {timedelta(seconds=left)} left" if left else said)
+    return statuses
+
+
+def _run_one(launch: Launch, row: Row, directory: Path, label: str) -> tuple[int, str]:
+    """The exit status, and how it ended."""
+    directory.mkdir(parents=True, exist_ok=True)
+    run, told = launch.start(row.strategy, row.processes, directory), -PROGRESS_SECONDS
+    try:
+        while (status := run.poll()) is None:
+            if sys.stderr.isatty() and time.monotonic() - told >= PROGRESS_SECONDS:
+                print(f"\r{label}  {progress(directory):28}\r", end="", file=sys.stderr, flush=True)
+                told = time.monotonic()
+            time.sleep(SECONDS)
+    except Interrupted:
+        run.terminate()
+        run.wait()
+        raise
+    return status, outcome(status, run.problems, directory)

@@ -1,0 +1,120 @@
+"""The virtual environment in the checkout (.venv) that the quickstart and the tests use.
+
+    "$PYTHON" -m t5bench.sweep.venv REQUIREMENTS-FILE...
+
+makes or completes it, with nothing but the standard library. Done before: no work. An old Python, such as the 3.6 of
+some clusters, must be able to read this file to say that it is too old.
+"""
+
+import hashlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from t5bench import REPOSITORY, Problem
+
+OLDEST, NEWEST = (3, 10), (3, 14)
+# A CPU build is enough for everything but GPUs; a torch that the base Python already has is used instead.
+TORCH = "torch==2.13.0"
+VENV = REPOSITORY / ".venv"
+PYTHON, TORCHRUN = VENV / "bin" / "python", VENV / "bin" / "torchrun"
+COMPLETE, LOG = VENV / "complete", VENV / "install.log"
+# What a newcomer meets: what the log says, what that means, and what to do.
+CAUSES = (
+    (
+        "No space left on device",
+        f"the disk is full: about 4 GB are needed at {REPOSITORY}",
+        "Make room and run this again: it goes on where it stopped",
+    ),
+    (
+        "NewConnectionError|name resolution|Name or service not known|Connection refused|ConnectTimeout|unreachable"
+        "|ProxyError|from versions: none",
+        "the Python package index cannot be reached",
+        "Check the network (and pip's proxy or index settings), then run this again",
+    ),
+)
+
+
+def ensure(requirements: "list[Path]") -> None:
+    """Raises Problem where it cannot be made."""
+    check_base()
+    stamp = hashlib.sha256(b"".join(path.read_bytes() for path in requirements)).hexdigest() + f"-{sys.version}"
+    if not COMPLETE.exists() or stamp not in COMPLETE.read_text():
+        if not PYTHON.exists():
+            make()
+        install(requirements)
+        with COMPLETE.open("a") as file:
+            file.write(f"{stamp}\n")
+    if not TORCHRUN.exists():
+        # The torch is the base Python's, whose torchrun would give its workers other packages.
+        write_torchrun(TORCHRUN, PYTHON)
+
+
+def check_base() -> None:
+    found, another = ".".join(map(str, sys.version_info[:3])), "Name another: PYTHON=/path/to/python3"
+    if not OLDEST <= sys.version_info[:2] <= NEWEST:
+        raise Problem(f"{sys.executable} is Python {found}, and 3.{OLDEST[1]} to 3.{NEWEST[1]} is needed", another)
+    if not (find_spec("venv") and find_spec("ensurepip")):
+        raise Problem(f"{sys.executable} has no venv module", "On Debian and Ubuntu: apt install python3-venv")
+
+
+def make() -> None:
+    VENV.mkdir(exist_ok=True)
+    options = ["--system-site-packages"] if has_torch(sys.executable) else []
+    logged(f"making a virtual environment in {VENV}", sys.executable, "-m", "venv", *options, str(VENV))
+    if options and not has_torch(str(PYTHON)):
+        # A base Python that is a virtual environment itself hands on those of its own base alone.
+        site = VENV / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+        torch = find_spec("torch")
+        assert torch and torch.origin, "the base Python has it"
+        (site / "base.pth").write_text(f"{Path(torch.origin).parents[1]}\n")
+
+
+def has_torch(python: str) -> bool:
+    return subprocess.run([python, "-c", "import torch"], capture_output=True, check=False).returncode == 0
+
+
+def install(requirements: "list[Path]") -> None:
+    pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+    if not has_torch(str(PYTHON)):
+        logged(f"installing {TORCH}", *pip, TORCH)
+    # DeepSpeed is built from source, without isolation so that it sees torch; its operators are compiled when used.
+    logged("installing build tools", *pip, "setuptools", "wheel", "packaging")
+    for path in requirements:
+        logged(f"installing {path.name}", *pip, "--no-build-isolation", "--requirement", str(path))
+
+
+def logged(what: str, *command: str) -> None:
+    """Runs a command whose output goes to the log. Raises Problem where it fails."""
+    print(what, file=sys.stderr, flush=True)
+    environment = dict(os.environ, DS_BUILD_OPS="0", DS_ACCELERATOR="cpu")
+    with LOG.open("ab") as log:
+        if subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode:
+            raise explanation(LOG.read_text(errors="replace"))
+
+
+def explanation(said: str) -> Problem:
+    for pattern, found, remedy in CAUSES:
+        if re.search(pattern, said):
+            return Problem(found, remedy)
+    print(*said.splitlines()[-15:], sep="\n", file=sys.stderr)
+    return Problem(f"installing the Python packages failed; the end of {LOG} is above", "Mend what it says, try again")
+
+
+def write_torchrun(path: Path, python: Path) -> None:
+    """A torchrun of this Python."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'#!/usr/bin/env bash\nexec {shlex.quote(str(python))} -m torch.distributed.run "$@"\n')
+    path.chmod(0o755)
+
+
+if __name__ == "__main__":
+    try:
+        ensure([Path(word) for word in sys.argv[1:]])
+    except Problem as problem:
+        print(f"error: {problem}\n       {problem.remedy}", file=sys.stderr)
+        sys.exit(2)

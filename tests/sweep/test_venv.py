@@ -1,0 +1,104 @@
+"""The virtual environment of quickstart and tests: where its torch comes from, and what may be wrong."""
+
+import ast
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import REPO_ROOT, Project
+
+BASE = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+TORCHRUN = "import sys\nprint(sys.executable, sys.argv[1:])\n"
+
+
+def ensure(project: Project, python: Path, *requirements: str, before: str = "", **environment: str):
+    """t5bench.sweep.venv in the project's checkout, by this Python, which runs ``before`` first."""
+    program = f"import runpy, sys\n{before}\nrunpy.run_module('t5bench.sweep.venv', run_name='__main__')"
+    names = requirements or ("requirements.txt",)
+    for name in names:
+        (project.root / name).write_text("packaging\n")
+    return subprocess.run(
+        [str(python), "-c", program, *names],
+        cwd=project.root,
+        env={"PATH": "/usr/bin:/bin", "PIP_CONFIG_FILE": os.devnull, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def stub_venv(project: Project, pip: str) -> None:
+    """A virtual environment that is there already and whose `pip install` is this shell command."""
+    python = project.root / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/usr/bin/env bash\n[[ $* != *"-m pip"* ]] || {{ {pip}; exit; }}\nexec {BASE} "$@"\n')
+    python.chmod(0o755)
+
+
+def test_a_base_that_is_a_virtual_environment_lends_its_torch(project: Project, tmp_path: Path):
+    base = tmp_path / "base"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(base)], check=True)
+    torch = next(base.glob("lib/python*/site-packages")) / "torch"
+    (torch / "distributed").mkdir(parents=True)
+    (torch / "__init__.py").touch()
+    (torch / "distributed" / "run.py").write_text(TORCHRUN)
+    # Nothing is installed: what is looked at is which Python sees what.
+    skip = "import subprocess as s; run = s.run; s.run = lambda c, **k: run(['true'] if 'pip' in c else c, **k)"
+    result = ensure(project, base / "bin" / "python", before=skip)
+    assert result.returncode == 0, result.stderr
+    python = project.root / ".venv" / "bin" / "python"
+    where = subprocess.check_output([python, "-c", "import torch; print(torch.__file__)"], text=True)
+    assert where.startswith(str(base))
+    # The workers are of the environment that has the packages, not of the base.
+    torchrun = subprocess.check_output([python.with_name("torchrun"), "a.py", "--flag", "two words"], text=True)
+    assert torchrun == f"{python} ['a.py', '--flag', 'two words']\n"
+
+
+def test_what_is_complete_is_done_once_for_each_set_of_requirements(project: Project):
+    calls = project.root / "calls"
+    stub_venv(project, f'echo "${{@: -1}}" >>{shlex.quote(str(calls))}')
+    for names in (["one.txt"], ["one.txt"], ["one.txt", "two.txt"], ["one.txt"]):
+        assert ensure(project, BASE, *names).returncode == 0
+    said = calls.read_text().split()
+    assert said[0].startswith("torch==")
+    assert said.count("one.txt") == 2 and said.count("two.txt") == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "message"),
+    [
+        ("sys.version_info = (3, 8, 1)", "is Python 3.8.1, and 3.10 to 3.14 is needed"),
+        ("sys.modules['ensurepip'] = None", "has no venv module"),
+    ],
+    ids=["old", "without venv"],
+)
+def test_a_python_that_cannot_make_one(project: Project, before: str, message: str):
+    result = ensure(project, BASE, before=before)
+    assert result.returncode == 2 and message in result.stderr
+    assert not (project.root / ".venv").exists()
+    for name in ("sweep/venv.py", "__init__.py"):  # an old Python reads them before it can say so
+        ast.parse((REPO_ROOT / "t5bench" / name).read_text(), name, feature_version=(3, 6))
+
+
+def test_no_network(project: Project):
+    """A port where nobody listens stands for a network that is not there."""
+    result = ensure(project, BASE, PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_RETRIES="0")
+    assert result.returncode == 2 and "the Python package index cannot be reached" in result.stderr
+    assert not (project.root / ".venv" / "complete").exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("OSError: [Errno 28] No space left on device", "the disk is full: "),
+        ("no C compiler", "no C compiler\nerror: "),
+    ],
+)
+def test_why_pip_failed(project: Project, said: str, message: str):
+    stub_venv(project, f'echo "{said}"; exit 1')
+    result = ensure(project, BASE)
+    assert result.returncode == 2 and message in result.stderr
