@@ -100,6 +100,7 @@ request() {
   mapfile -d '' -t declared < <(declaration)
   group declaration "${declared[@]}"
   settings_group
+  group fixed "${FIXED_ARGUMENTS[@]}"
   group extra "${EXTRA_ARGUMENTS[@]}"
   group hosts "${HOST_LIST[@]}"
   group obstacles "${OBSTACLES[@]}"
@@ -198,7 +199,7 @@ build_environment() {
 build_command() {
   local program=("$MEGATRON_DIR/pretrain_t5.py")
   [[ $ENGINE != native ]] || program=("$REPO_ROOT/native/pretrain_t5.py")
-  ((PROFILE_ITERATION == 0)) || program=("$REPO_ROOT/t5bench/run/profile_step.py" --iteration "$PROFILE_ITERATION"
+  ((PROFILE_ITERATION == 0)) || program=(-m t5bench.run.profile_step --iteration "$PROFILE_ITERATION"
     --output "$OUTPUT_DIR/profile.json" "${program[@]}")
   # The static rendezvous: with c10d torchrun ignores --node_rank, and the encoder would not be on node 0.
   COMMAND=(torchrun --nnodes "${PLAN[nnodes]}" --nproc_per_node "${PLAN[nproc_per_node]}" --node_rank "$NODE_RANK"
@@ -288,6 +289,9 @@ run_strategy() {
     return 0
   fi
   HOST_LIST=()
+  # The same in every run of an engine; what the user gives after -- wins over it.
+  FIXED_ARGUMENTS=(--lr-decay-style cosine --data-impl mmap --split "949,50,1" --num-workers 2 --tokenizer-type HFTokenizer
+    --DDP-impl local --no-gradient-accumulation-fusion)
   parse_arguments "$@"
   declare_settings
   if ((HELP)); then
@@ -303,9 +307,6 @@ run_strategy() {
   command -v torchrun >/dev/null || lack no-torchrun "torchrun is not on PATH" "Activate the environment that has torch"
 
   make_plan
-  # The same in every run of an engine; what the user gives after -- wins over it.
-  FIXED_ARGUMENTS=(--lr-decay-style cosine --data-impl mmap --split "949,50,1" --num-workers 2 --tokenizer-type HFTokenizer
-    --DDP-impl local --no-gradient-accumulation-fusion)
   build_setting_arguments
   build_own_arguments
   build_environment

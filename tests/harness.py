@@ -8,7 +8,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -117,6 +117,7 @@ class Project:
         launcher = subprocess.Popen(
             ["bash", str(self.script("run_megatron_t5_ddp.sh"))],
             env=self.environment_with({"STUB_SLEEP": "300"} | environment),
+            cwd=self.root,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -190,6 +191,19 @@ def make_project(tmp_path: Path) -> Project:
         "STUB_DIR": str(stubs),
     }
     return result
+
+
+ITERATION = (
+    " iteration {:8d}/ {} | elapsed time per iteration (ms): 419.3 | learning rate: 5.000E-05 | lm loss: {} |"
+    " grad norm: 1.774590E+00 | samples per second: 38.161 | TFLOPs: 0.00 |\n"
+)
+MEMORY = " peak memory | rank {} | host vm | device cpu | allocated MiB 0.0 | reserved MiB 0.0 | host rss MiB 562.4\n"
+
+
+def engine_output(iterations: int, total: int = 3, loss: str = "8.0E+00", ranks: Sequence[int] = (0,)) -> str:
+    """What an engine prints of these iterations, and each rank's peak memory."""
+    lines = [ITERATION.format(number, total, loss) for number in range(1, iterations + 1)]
+    return "".join(lines + [MEMORY.format(rank) for rank in ranks])
 
 
 def write_plan_words(path: Path, plan: Plan) -> None:

@@ -1,6 +1,7 @@
 """Run directories made by hand, in the format of records.py: what a launcher would have left after a run like this."""
 
 import json
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from t5bench.record import records
+from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.log import Iteration
 from t5bench.record.plan import Arguments, Layout, Plan, Setting, Strategy
 from t5bench.record.status import COMPLETE, RUNNING
@@ -134,6 +136,45 @@ def made_plan(
         arguments=Arguments(extra=list(extra_arguments)),
         command=["torchrun"],
     )  # fmt: skip
+
+
+def made_checkpoints(
+    directory: Path = Path("/run"),
+    engine: str = "native",
+    stage: int = 0,
+    precision: str = "",
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 2,
+    nodes: int = 1,
+) -> Checkpoints:
+    """The checkpoints in a run directory, as node 0 sees them; stage: of ZeRO."""
+    world_size = tp * pp * dp
+    return Checkpoints(
+        made_plan(
+            "ddp",
+            {"OUTPUT_DIR": str(directory), "PRECISION_FLAG": precision},
+            engine=engine,
+            ds_config={"zero_optimization": {"stage": stage}} if stage else None,
+            layout=Layout(nodes, world_size // nodes, world_size, tp, pp, dp, 1),
+        )
+    )
+
+
+def write_checkpoint(checkpoints: Checkpoints, iteration: int) -> None:
+    """The files of all ranks, as torch.save makes them: zip archives with the tensors uncompressed."""
+    assert checkpoints.plan.layout
+    for name in checkpoints.files(range(checkpoints.plan.layout.world_size)):
+        path = checkpoints.folder(iteration) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("archive/data.pkl", b"pickle")
+            archive.writestr("archive/data/0", b"weights" * 100)
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-40])
 
 
 def stamp(seconds: float) -> str:

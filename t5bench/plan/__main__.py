@@ -30,7 +30,7 @@ from t5bench.plan.place import (
 from t5bench.plan.request import Findings, Request, groups, read_request, read_settings
 from t5bench.plan.settings import checked_settings, effective_settings, help_text
 from t5bench.record import wandb
-from t5bench.record.plan import SECRET_GIVEN, Plan, Setting
+from t5bench.record.plan import SECRET_GIVEN, Arguments, Plan, Setting
 
 EXIT_CONFIGURATION = 2
 
@@ -92,6 +92,7 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
         output_dir=request.value("OUTPUT_DIR"),
         layout=layout,
         ds_config=ds_config,
+        arguments=Arguments(fixed=request.fixed, extra=request.extra),
     )
     # A sweep's agent has a file of its own.
     wandb_file = "" if mode == "disabled" or os.environ.get("WANDB_SWEEP_PARAM_PATH") else f"node{plan.node}.wandb.yaml"
@@ -125,10 +126,12 @@ def resume(plan: Plan, request: Request) -> Plan:
     from t5bench.plan.resume import checkpoint
 
     try:
-        return replace(plan, resume_from=checkpoint(plan, agree=not request.dry_run))
+        iteration = checkpoint(plan, agree=not request.dry_run)
     except ValueError as error:
         request.findings.lack("resume", str(error), getattr(error, "remedy", ""))
         return plan
+    request.findings.notes.append(f"resuming from the checkpoint of iteration {iteration}")
+    return replace(plan, resume_from=iteration)
 
 
 def tell(findings: Findings, *, is_dry_run: bool) -> bool:

@@ -3,26 +3,15 @@
 import json
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 from t5bench import REPOSITORY
 from t5bench.plan.request import Request
+from t5bench.record.machine import installed_version
 from t5bench.record.plan import Layout
 
 # Releases in which each micro-batch of ZeRO-2 overwrites the gradients of the one before (DeepSpeed issue 7718).
 WRONG_ZERO2 = re.compile(r"(0\.17\.6|0\.18\.[0-2])([^0-9].*)?")
-
-
-def installed_version(distribution: str) -> str | None:
-    """Version of an installed distribution (underscored name), from the name of its metadata folder.
-
-    importlib.metadata alone would take a fifth of the time that a launcher has.
-    """
-    for folder in sys.path:
-        for metadata in Path(folder).glob(f"{distribution}-*.dist-info"):
-            return metadata.name.removesuffix(".dist-info").split("-", 1)[1]
-    return None
 
 
 def effective_config(request: Request) -> dict[str, Any] | None:

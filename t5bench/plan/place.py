@@ -8,8 +8,8 @@ from pathlib import Path
 
 from t5bench import REPOSITORY
 from t5bench.corpus.index import read_index
-from t5bench.plan.deepspeed import installed_version
 from t5bench.plan.request import Request
+from t5bench.record.machine import installed_version
 from t5bench.record.plan import Plan
 
 CORPUS = "xsum_text_document"

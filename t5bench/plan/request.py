@@ -64,6 +64,7 @@ class Request:
     directory: str
     facts: Mapping[str, str]
     findings: Findings
+    fixed: Sequence[str] = ()
 
     def value(self, name: str) -> str:
         return self.settings[name].value
@@ -88,4 +89,5 @@ def read_request(words: Sequence[str]) -> Request:
         findings.obstacles.append(Obstacle(code, found, remedy, fatal == "fatal"))
     facts = dict(word.partition("=")[::2] for word in group["facts"])
     strategy, directory = declaration(group["declaration"]), group["directory"][0]
-    return Request(strategy, read_settings(group), group["extra"], group["hosts"], directory, facts, findings)
+    extra, fixed, hosts = group["extra"], group["fixed"], group["hosts"]
+    return Request(strategy, read_settings(group), extra, hosts, directory, facts, findings, fixed)

@@ -1,13 +1,12 @@
 """What a node is and runs: devices, library versions, commits, data. It imports no torch and never fails."""
 
 import hashlib
-import json
 import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
-from importlib import metadata, util
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +40,48 @@ def hide(value: Any, hidden: Sequence[str]) -> Any:
     return value
 
 
-def _output(*command: str, seconds: float = 10) -> str | None:
-    """What a command printed; None when it is missing, failed or did not end in time."""
+def recorded_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that change how a run computes or communicates."""
+    return {
+        key: HIDDEN if _SECRET_NAME.search(key) else value
+        for key, value in sorted(environment.items())
+        if _RECORDED_VARIABLES.match(key)
+    }
+
+
+def _output(*command: str) -> str:
+    """What a command printed; '' when it is missing, failed or did not end in time."""
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.SubprocessError):
+        return ""
+    return result.stdout if result.returncode == 0 else ""
+
+
+def _found(pattern: str, path: Path) -> str | None:
+    """The first group where it fits a line of the file."""
+    try:
+        match = re.search(pattern, path.read_text(), re.MULTILINE)
+    except OSError:
         return None
-    return result.stdout if result.returncode == 0 else None
+    return match[1] if match else None
+
+
+# ---- software ------------------------------------------------------------------------------------------------------
+
+
+def _metadata(distribution: str) -> Path | None:
+    """The metadata of an installed distribution. Its name has underscores, and may have a ``*``.
+
+    By the folder's name: importlib.metadata would take a good part of the time that a launcher has.
+    """
+    found = (path for folder in sys.path for path in Path(folder).glob(f"{distribution}-*.dist-info"))
+    return next(found, None)
+
+
+def installed_version(distribution: str) -> str | None:
+    metadata = _metadata(distribution)
+    return metadata.name.removesuffix(".dist-info").split("-", 1)[1] if metadata else None
 
 
 def versions() -> dict[str, str | None]:
@@ -55,98 +89,28 @@ def versions() -> dict[str, str | None]:
 
     NVIDIA's Apex is told from the package of the same name by its amp.
     """
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in _LIBRARIES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    if found["apex"] and not (Path(str(metadata.distribution("apex").locate_file("apex"))) / "amp").is_dir():
+    found = {"python": platform.python_version()} | {name: installed_version(name) for name in _LIBRARIES}
+    if (apex := _metadata("apex")) and not (apex.parent / "apex" / "amp").is_dir():
         found["apex"] = None
-    found["nccl"] = next(
-        (d.version for d in metadata.distributions() if (d.name or "").startswith("nvidia-nccl-cu")), None
-    )
-    found["cuda"] = _torch_cuda()
+    found["nccl"], torch = installed_version("nvidia_nccl_cu*"), _metadata("torch")
+    pattern = r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)"
+    found["cuda"] = _found(pattern, torch.parent / "torch" / "version.py") if torch else None
     return found
-
-
-def _torch_cuda() -> str | None:
-    spec = util.find_spec("torch")
-    if spec and spec.origin:
-        try:
-            text = Path(spec.origin).with_name("version.py").read_text()
-        except OSError:
-            return None
-        if match := re.search(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)", text, re.MULTILINE):
-            return match[1]
-    return None
-
-
-def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """nvidia-smi's option for the GPUs that CUDA shows to this run; none when it shows all."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES", "")
-    return ["-i", visible] if visible else []
-
-
-def gpus(environment: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The visible GPUs; memory in MiB."""
-    text = _output(
-        "nvidia-smi",
-        *visible_gpus(environment),
-        "--query-gpu=index,name,memory.total,driver_version,uuid",
-        "--format=csv,noheader,nounits",
-    )
-    found = []
-    for line in (text or "").splitlines():
-        values = [value.strip() for value in line.split(",")]
-        if len(values) == 5 and values[0].isdigit():
-            index, name, memory, driver, uuid = values
-            memory_mib = float(memory) if memory.replace(".", "").isdigit() else None
-            found.append({"index": int(index), "name": name, "memory_mib": memory_mib, "driver": driver, "uuid": uuid})
-    return found
-
-
-def cpu() -> dict[str, Any]:
-    """Model, cores that this process may use, and memory in MiB."""
-    model, memory = None, None
-    try:
-        model = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        memory = re.search(r"^MemTotal:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        pass
-    return {
-        "model": model[1] if model else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_mib": int(memory[1]) // 1024 if memory else None,
-    }
-
-
-def oom_kills() -> int:
-    """Processes that this machine's kernel has killed for want of memory since it started."""
-    try:
-        match = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(match[1]) if match else 0
 
 
 def commit(directory: Path) -> tuple[str | None, bool | None]:
     """The commit of a git checkout and whether tracked files were changed; None where that is not known."""
     if not (directory / ".git").exists():
         return None, None
-    head = _output("git", "-C", str(directory), "rev-parse", "HEAD")
-    changed = _output("git", "-C", str(directory), "status", "--porcelain", "--untracked-files=no")
-    return head.strip() if head else None, bool(changed.strip()) if changed is not None else None
+    described = _output("git", "-C", str(directory), "describe", "--match=", "--always", "--abbrev=40", "--dirty")
+    head, _, dirty = described.strip().partition("-")
+    return (head, bool(dirty)) if head else (None, None)
 
 
 def commits(repository: Path, engine: Path | None) -> dict[str, Any]:
-    """The engine's own files are changed by the patches, so only its commit is told; the checksums tell the rest."""
+    """The patches change the engine's own files, so only its commit counts; the checksums say whether all else fits."""
     head, changed = commit(repository)
-    return {
-        "repository": head,
-        "repository_changed": changed,
-        "engine": commit(engine)[0] if engine else None,
-    }
+    return {"repository": head, "repository_changed": changed, "engine": commit(engine)[0] if engine else None}
 
 
 def checksum(path: Path) -> str | None:
@@ -173,33 +137,49 @@ def patches(repository: Path) -> dict[str, str | None]:
 def data(prefix: Path, tokenizer: str) -> dict[str, Any]:
     """The indexed dataset: the index has every document's length, and its checksum stands for the corpus."""
     try:
-        size = prefix.with_name(prefix.name + ".bin").stat().st_size
+        size = Path(f"{prefix}.bin").stat().st_size
     except OSError:
         size = None
     return {
         "prefix": str(prefix),
         "bin_bytes": size,
-        "idx_sha256": checksum(prefix.with_name(prefix.name + ".idx")),
+        "idx_sha256": checksum(Path(f"{prefix}.idx")),
         "tokenizer": tokenizer,
     }
 
 
-def recorded_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that change how a run computes or communicates."""
+# ---- hardware ------------------------------------------------------------------------------------------------------
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """nvidia-smi's option for the GPUs that CUDA shows to this run; empty when it shows all."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+    return ["-i", visible] if visible else []
+
+
+def gpus(environment: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The visible GPUs; memory in MiB."""
+    query = ["--query-gpu=index,name,memory.total,driver_version,uuid", "--format=csv,noheader,nounits"]
+    found = []
+    for line in _output("nvidia-smi", *visible_gpus(environment), *query).splitlines():
+        values = [value.strip() for value in line.split(",")]
+        if len(values) == 5 and values[0].isdigit():
+            index, name, memory, driver, uuid = values
+            memory_mib = float(memory) if memory.replace(".", "").isdigit() else None
+            found.append({"index": int(index), "name": name, "memory_mib": memory_mib, "driver": driver, "uuid": uuid})
+    return found
+
+
+def cpu() -> dict[str, Any]:
+    """Model, cores that this process may use, and memory in MiB."""
+    memory = _found(r"^MemTotal:\s*(\d+) kB", Path("/proc/meminfo"))
     return {
-        key: HIDDEN if _SECRET_NAME.search(key) else value
-        for key, value in sorted(environment.items())
-        if _RECORDED_VARIABLES.match(key)
+        "model": _found(r"^model name\s*: (.*)$", Path("/proc/cpuinfo")) or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_mib": int(memory) // 1024 if memory else None,
     }
 
 
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def pairs(words: Iterable[str]) -> dict[str, str]:
-    """NAME=VALUE words as a mapping."""
-    return dict(word.partition("=")[::2] for word in words)
+def oom_kills() -> int:
+    """Processes that this machine's kernel has killed for want of memory since it started."""
+    return int(_found(r"^oom_kill (\d+)", Path("/proc/vmstat")) or 0)

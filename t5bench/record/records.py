@@ -10,6 +10,7 @@
 Nodes without a shared file system keep their own directory each, with their own parts; run.json then speaks of those.
 """
 
+import contextlib
 import json
 import math
 import uuid
@@ -49,33 +50,41 @@ def metrics_line(line: Iteration) -> str:
     return json.dumps({k: v if math.isfinite(v) else str(v) for k, v in values.items()})
 
 
-def resume_mark(iteration: int) -> str:
-    """The line of metrics.jsonl that says: what follows was logged by a run that went on from this iteration."""
-    return json.dumps({"resumed_from": iteration})
+def mark_resume(metrics: Path, iteration: int) -> None:
+    """Says in metrics.jsonl that what follows was logged by a run that went on from `iteration`. Raises OSError."""
+    with metrics.open("a+b") as file:
+        if file.tell():
+            file.seek(-1, 2)
+            # A run that died can leave half a line.
+            file.write(b"" if file.read(1) == b"\n" else b"\n")
+        file.write(json.dumps({"resumed_from": iteration}).encode() + b"\n")
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects in a file of JSON lines; what was cut off, as a full disk or a death leaves it, is passed over."""
+    for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            if isinstance(content := json.loads(text), dict):
+                yield content
 
 
 _ITERATION_FIELDS = {entry.name for entry in fields(Iteration)} - {"begin"}
+_MAYBE_NOT_FINITE = ("lm_loss", "grad_norm", "loss_scale")
 
 
 def read_metrics(path: Path) -> list[Iteration]:
     """The iterations in order. What an attempt logged beyond the iteration from which the next went on is left out."""
     found: dict[int, Iteration] = {}
     begin = 0
-    if path.exists():
-        for text in path.read_text(errors="replace").splitlines():
-            try:
-                values = json.loads(text)
-                if isinstance(values.get("resumed_from"), int):
-                    begin = values["resumed_from"]
-                    found = {number: line for number, line in found.items() if number <= begin}
-                    continue
-                for name in ("lm_loss", "grad_norm", "loss_scale"):
-                    if isinstance(values.get(name), str):
-                        values[name] = float(values[name])
-                values.setdefault("lm_loss", None)
-                line = Iteration(**{key: values[key] for key in values.keys() & _ITERATION_FIELDS}, begin=begin)
-            except (ValueError, TypeError, AttributeError, KeyError):
-                continue  # cut off when the disk was full or the node died
+    for content in json_lines(path):
+        if isinstance(content.get("resumed_from"), int):
+            begin = content["resumed_from"]
+            found = {number: line for number, line in found.items() if number <= begin}
+            continue
+        values: dict[str, Any] = {"lm_loss": None} | {k: v for k, v in content.items() if k in _ITERATION_FIELDS}
+        with contextlib.suppress(ValueError, TypeError):
+            values |= {key: float(values[key]) for key in _MAYBE_NOT_FINITE if isinstance(values.get(key), str)}
+            line = Iteration(**values, begin=begin)
             found[line.iteration] = line
     return [found[number] for number in sorted(found)]
 

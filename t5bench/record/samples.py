@@ -1,17 +1,16 @@
 """What the samplers saw while the iterations that count ran: bytes sent by each node, power and utilisation of GPUs."""
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from t5bench.record.log import Iteration
-from t5bench.record.records import Run
+from t5bench.record.records import Run, json_lines
 
+Point = tuple[float, float]
 FEWEST_SAMPLES = 3
 LOOPBACK = "lo"
 # These carry nothing of their own: what they count is counted again by what they run over, or never leaves the node.
@@ -64,43 +63,34 @@ class Observations:
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """The samples of one node in the order of time; damaged lines are passed over."""
-    samples = []
-    if path.exists():
-        for text in path.read_text(errors="replace").splitlines():
-            try:
-                sample = json.loads(text)
-                sample["time"] = float(sample["time"])
-            except (ValueError, TypeError, KeyError):
-                continue  # cut off when the node died
-            samples.append(sample)
+    """The samples of one node in the order of time."""
+    samples = [sample for sample in json_lines(path) if isinstance(sample.get("time"), int | float)]
     return sorted(samples, key=lambda sample: sample["time"])
 
 
 def observe(run: Run, used: Sequence[int]) -> Observations:
     """What was sampled from the first to the last of the iterations `used`; supposes that the nodes' clocks agree."""
-    timed = [
-        line for line in run.iterations if line.time is not None and used and used[0] <= line.iteration <= used[-1]
-    ]
+    timed = [(i.time, i.iteration) for i in run.iterations if i.time and used and used[0] <= i.iteration <= used[-1]]
     if len(timed) < 2:
         return Observations(why_not_sent="fewer than two timed intervals")
     traffic: list[Traffic] = []
     powers, utilizations, reasons = [], [], []
+    one_node = run.layout.nnodes == 1
     for node in run.nodes:
         samples = read_samples(run.directory / f"node{node['node']}.samples.jsonl")
-        within = [sample for sample in samples if timed[0].time <= sample["time"] <= timed[-1].time]
+        within = [sample for sample in samples if timed[0][0] <= sample["time"] <= timed[-1][0]]
         powers += _gpu_medians(within, "power_w")
         utilizations += _gpu_medians(within, "utilization")
         if len(within) < FEWEST_SAMPLES:
             reasons.append(f"{len(within)} sample(s) of node {node['node']} in that time, {FEWEST_SAMPLES} are needed")
-        elif sent := _sent(node, samples, timed, one_node=run.layout.nnodes == 1):
+        elif sent := list(_sent(node, samples, timed, one_node)):
             traffic += sent
         else:
             reasons.append(f"node {node['node']} has no network counter that runs through")
     return Observations(
         traffic=() if reasons else traffic,
         why_not_sent="; ".join(reasons),
-        loopback=run.layout.nnodes == 1,
+        loopback=one_node,
         power_w=max(powers, default=None),
         utilization=max(utilizations, default=None),
     )
@@ -108,10 +98,8 @@ def observe(run: Run, used: Sequence[int]) -> Observations:
 
 def _gpu_medians(samples: Sequence[Mapping[str, Any]], what: str) -> list[float]:
     by_gpu: dict[int, list[float]] = {}
-    for sample in samples:
-        for gpu in sample.get("gpus") or ():
-            if gpu.get(what) is not None:
-                by_gpu.setdefault(gpu["index"], []).append(gpu[what])
+    for gpu in (gpu for sample in samples for gpu in sample.get("gpus") or () if gpu.get(what) is not None):
+        by_gpu.setdefault(gpu["index"], []).append(gpu[what])
     return [median(values) for values in by_gpu.values()]
 
 
@@ -125,40 +113,29 @@ def _counts(interface: str, interfaces: set[str], one_node: bool) -> bool:
 
 
 def _sent(
-    node: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], timed: Sequence[Iteration], one_node: bool
-) -> list[Traffic]:
-    found = []
+    node: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], timed: Sequence[Point], one_node: bool
+) -> Iterator[Traffic]:
+    """By each interface that counts; timed: when which iteration ended."""
     interfaces = {name for sample in samples for name in sample.get("network") or ()}
-    for interface in sorted(interfaces):
-        if not _counts(interface, interfaces, one_node):
-            continue
+    for interface in sorted(name for name in interfaces if _counts(name, interfaces, one_node)):
         counter = [
             (sample["time"], sample["network"][interface]["sent"])
             for sample in samples
-            if interface in (sample.get("network") or {})
+            if interface in (sample.get("network") or ())
         ]
         # The sampler may begin after the first of the lines or end before the last: no value is made up out there.
-        begin, end = max(timed[0].time, counter[0][0]), min(timed[-1].time, counter[-1][0])
+        begin, end = max(timed[0][0], counter[0][0]), min(timed[-1][0], counter[-1][0])
         if begin >= end or any(later < earlier for (_, earlier), (_, later) in pairwise(counter)):
             continue
         sent = interpolate(counter, end) - interpolate(counter, begin)
-        progress = [(line.time, line.iteration) for line in timed]
-        iterations = interpolate(progress, end) - interpolate(progress, begin)
+        iterations = interpolate(timed, end) - interpolate(timed, begin)
         speed = (node.get("network") or {}).get(interface, {}).get("speed_mbit")
         if iterations > 0:
-            found.append(
-                Traffic(
-                    node=node["node"],
-                    interface=interface,
-                    bytes_per_iteration=sent / iterations,
-                    bits_per_second=8 * sent / (end - begin),
-                    link_bits_per_second=speed * 1e6 if speed and speed > 0 else None,
-                )
-            )
-    return found
+            link = speed * 1e6 if speed and speed > 0 else None
+            yield Traffic(node["node"], interface, sent / iterations, 8 * sent / (end - begin), link)
 
 
-def interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
+def interpolate(points: Sequence[Point], at: float) -> float:
     """Linear between the points (x, y), which are in the order of x and reach around `at`."""
     for (x0, y0), (x1, y1) in pairwise(points):
         if x0 <= at <= x1:

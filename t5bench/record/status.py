@@ -5,10 +5,11 @@ counts, and of equals the earliest: "connection closed by peer" is what the vict
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 COMPLETE, INCOMPLETE, DIVERGED, OUT_OF_MEMORY = "complete", "incomplete", "diverged", "out-of-memory"
 TIMEOUT, NETWORK, CONFIGURATION, CRASHED, CANCELLED = "timeout", "network", "configuration", "crashed", "cancelled"
@@ -38,19 +39,6 @@ class Strength(IntEnum):
 
 
 @dataclass(frozen=True)
-class Cause:
-    """A message that explains an end: when it came (seconds since 1970), which rank said it where that is known."""
-
-    status: str
-    strength: Strength
-    reason: str
-    remedy: str
-    time: float
-    line: str
-    rank: int | None = None
-
-
-@dataclass(frozen=True)
 class Status:
     """origin: node, host, rank, time and line of the first failure; None for a run that did not fail."""
 
@@ -61,17 +49,35 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Rule:
-    pattern: re.Pattern[str]
+class Cause:
+    """What explains an end: a message, when it came (seconds since 1970), which rank said it where that is known."""
+
     status: str
     strength: Strength
-    reason: Callable[[re.Match[str]], str]
+    reason: str
+    remedy: str
+    time: float
+    line: str
+    rank: int | None = None
+
+    @classmethod
+    def now(cls, status: str, reason: str, remedy: str = "", strength: Strength = Strength.CAUSE) -> "Cause":
+        """What no message told, but was seen just now."""
+        return cls(status, strength, reason, remedy, time.time(), reason)
+
+    def ending(self) -> Status:
+        who = f"rank {self.rank}: " if self.rank is not None else ""
+        return Status(self.status, who + self.reason, self.remedy)
+
+
+class Rule(NamedTuple):
+    """What a line says that matches; reason has a place for each group of the pattern: {0} is the first."""
+
+    pattern: str
+    status: str
+    strength: Strength
+    reason: str
     remedy: str = ""
-
-
-def _rule(pattern: str, status: str, strength: Strength, reason: str, remedy: str = "") -> Rule:
-    """reason is a template for the pattern's groups: {0} is the first."""
-    return Rule(re.compile(pattern), status, strength, lambda match: reason.format(*match.groups("?")), remedy)
 
 
 _SHARD_MORE = "Lower MICRO_BATCH_SIZE, or take a strategy that shards more (zero2, zero3, zero3_offload, tensor)"
@@ -79,67 +85,67 @@ _LOOK_AT_OTHERS = "Look at the other nodes' logs for what happened there first, 
 
 # The first rule that matches a line speaks for it.
 RULES = (
-    _rule(r"CUDA out of memory\. (Tried to allocate [0-9.]+ [KMG]iB)", OUT_OF_MEMORY, Strength.CAUSE,
-          "the GPU's memory is full ({0})", _SHARD_MORE),
-    _rule(r"CUDA out of memory|OutOfMemoryError|CUDA_ERROR_OUT_OF_MEMORY", OUT_OF_MEMORY, Strength.CAUSE,
-          "the GPU's memory is full", _SHARD_MORE),
-    _rule(r"can't allocate memory: you tried to allocate (\d+) bytes", OUT_OF_MEMORY, Strength.CAUSE,
-          "the host's memory is full (tried to allocate {0} bytes)", "Use a node with more memory, or a smaller model"),
-    _rule(r"\bMemoryError\b|Cannot allocate memory|std::bad_alloc", OUT_OF_MEMORY, Strength.CAUSE,
-          "the host's memory is full", "Use a node with more memory, or a smaller model"),
-    _rule(r"No space left on device", CRASHED, Strength.CAUSE, "the disk is full",
-          "Free space, or put OUTPUT_DIR where there is more"),
-    _rule(r"EADDRINUSE|[Aa]ddress already in use", CONFIGURATION, Strength.CAUSE, "the rendezvous port is taken",
-          "Choose another on every node: MASTER_PORT=29900"),
-    _rule(r"gai error: -?\d+ - ([^)\n]*)", CONFIGURATION, Strength.CAUSE,
-          "the master host's name does not resolve ({0})",
-          "Check its spelling, or use the address that 'getent hosts' prints on the master"),
-    _rule(r"(unrecognized arguments: .*|the following arguments are required: .*"
-          r"|argument \S+: (?:invalid|expected) .*)",
-          CONFIGURATION, Strength.CAUSE, "the engine does not take the command line: {0}",
-          "What stands after -- goes to the engine as it is"),
-    _rule(r"found NaN in|NaN in local grad norm|loss scale already at minimum", DIVERGED, Strength.CAUSE,
-          "the loss is not a number", "Lower LR, or add LR_WARMUP_ITERS"),
-    _rule(r"slurmstepd: error: .*DUE TO TIME LIMIT", TIMEOUT, Strength.CAUSE, "SLURM's time limit ended the job",
-          "Ask for more time (--time), or fewer TRAIN_ITERS"),
-    _rule(r"slurmstepd: error: .*CANCELLED", CANCELLED, Strength.CAUSE, "SLURM cancelled the job"),
-    _rule(r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined", TIMEOUT, Strength.CAUSE,
-          "{1} of {2} nodes came within {0} s",
-          "Start the launcher on the others, with the same master and port; RENDEZVOUS_TIMEOUT is how long each waits"),
-    _rule(r"client socket has timed out after (\d+)ms while trying to connect to \(([^)]*)\)", TIMEOUT, Strength.CAUSE,
-          "the master ({1}) could not be reached within {0} ms",
-          "Start rank 0 there; if it runs, a firewall is between the nodes or the ports differ"),
-    _rule(r"wait timeout after (\d+)ms, keys: \S*role_info/(\d+)", TIMEOUT, Strength.CAUSE,
-          "a node's rank was waited for in vain: two were started with the same one, or with another NNODES",
-          "Give each node its own rank, 0 to NNODES-1"),
-    _rule(r"[Tt]imed out waiting (?:for )?\d+ ?ms|Watchdog caught collective operation timeout"
-          r"|wait timeout after \d+ms",
-          TIMEOUT, Strength.WAITED,
-          "a collective operation did not end in time: another process stopped, or the network is cut",
-          _LOOK_AT_OTHERS),
-    _rule(r"No route to host|Network is unreachable|Connection refused", NETWORK, Strength.WAITED,
-          "another node cannot be reached", _LOOK_AT_OTHERS),
-    _rule(r"Connection closed by peer|Connection reset by peer|[Bb]roken pipe|remote process exited|recvValue failed"
-          r"|ncclRemoteError|ncclSystemError|unhandled system error",
-          NETWORK, Strength.VICTIM, "the connection to another process was lost", _LOOK_AT_OTHERS),
-    _rule(r"Signal 9 \(SIGKILL\) received by PID|exitcode\s*: -9 \(pid|DataLoader worker .* killed by signal: Killed",
-          CRASHED, Strength.CAUSE,
-          "a process was killed (SIGKILL)", "By the kernel when memory ran out (dmesg tells), by SLURM, or by hand"),
-    _rule(r"Signal 11 \(SIGSEGV\) received by PID|exitcode\s*: -11 \(pid", CRASHED, Strength.CAUSE,
-          "a process crashed (segmentation fault)"),
-    # What torchrun says of its workers' ends explains none of them.
-    _rule(r"ChildFailedError|SignalException|KeyboardInterrupt", CRASHED, Strength.VICTIM, "a worker failed"),
-    _rule(r"^(?:\[rank\d+\]:\s*)?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b(?:: .*)?)$",
-          CRASHED, Strength.EXCEPTION, "{0}"),
-    _rule(r"^error: (.*)", CONFIGURATION, Strength.EXCEPTION, "{0}"),
+    Rule(r"CUDA out of memory\. (Tried to allocate [0-9.]+ [KMG]iB)", OUT_OF_MEMORY, Strength.CAUSE,
+         "the GPU's memory is full ({0})", _SHARD_MORE),
+    Rule(r"CUDA out of memory|OutOfMemoryError|CUDA_ERROR_OUT_OF_MEMORY", OUT_OF_MEMORY, Strength.CAUSE,
+         "the GPU's memory is full", _SHARD_MORE),
+    Rule(r"can't allocate memory: you tried to allocate (\d+) bytes", OUT_OF_MEMORY, Strength.CAUSE,
+         "the host's memory is full (tried to allocate {0} bytes)", "Use a node with more memory, or a smaller model"),
+    Rule(r"\bMemoryError\b|Cannot allocate memory|std::bad_alloc", OUT_OF_MEMORY, Strength.CAUSE,
+         "the host's memory is full", "Use a node with more memory, or a smaller model"),
+    Rule(r"No space left on device", CRASHED, Strength.CAUSE, "the disk is full",
+         "Free space, or put OUTPUT_DIR where there is more"),
+    Rule(r"EADDRINUSE|[Aa]ddress already in use", CONFIGURATION, Strength.CAUSE, "the rendezvous port is taken",
+         "Choose another on every node: MASTER_PORT=29900"),
+    Rule(r"gai error: -?\d+ - ([^)\n]*)", CONFIGURATION, Strength.CAUSE,
+         "the master host's name does not resolve ({0})",
+         "Check its spelling, or use the address that 'getent hosts' prints on the master"),
+    Rule(r"(unrecognized arguments: .*|the following arguments are required: .*"
+         r"|argument \S+: (?:invalid|expected) .*)",
+         CONFIGURATION, Strength.CAUSE, "the engine does not take the command line: {0}",
+         "What stands after -- goes to the engine as it is"),
+    Rule(r"found NaN in|NaN in local grad norm|loss scale already at minimum", DIVERGED, Strength.CAUSE,
+         "the loss is not a number", "Lower LR, or add LR_WARMUP_ITERS"),
+    Rule(r"slurmstepd: error: .*DUE TO TIME LIMIT", TIMEOUT, Strength.CAUSE, "SLURM's time limit ended the job",
+         "Ask for more time (--time), or fewer TRAIN_ITERS"),
+    Rule(r"slurmstepd: error: .*CANCELLED", CANCELLED, Strength.CAUSE, "SLURM cancelled the job"),
+    Rule(r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined", TIMEOUT, Strength.CAUSE,
+         "{1} of {2} nodes came within {0} s",
+         "Start the launcher on the others, with the same master and port; RENDEZVOUS_TIMEOUT is how long each waits"),
+    Rule(r"client socket has timed out after (\d+)ms while trying to connect to \(([^)]*)\)", TIMEOUT, Strength.CAUSE,
+         "the master ({1}) could not be reached within {0} ms",
+         "Start rank 0 there; if it runs, a firewall is between the nodes or the ports differ"),
+    Rule(r"wait timeout after (\d+)ms, keys: \S*role_info/(\d+)", TIMEOUT, Strength.CAUSE,
+         "a node's rank was waited for in vain: two were started with the same one, or with another NNODES",
+         "Give each node its own rank, 0 to NNODES-1"),
+    Rule(r"[Tt]imed out waiting (?:for )?\d+ ?ms|Watchdog caught collective operation timeout"
+         r"|wait timeout after \d+ms",
+         TIMEOUT, Strength.WAITED,
+         "a collective operation did not end in time: another process stopped, or the network is cut",
+         _LOOK_AT_OTHERS),
+    Rule(r"No route to host|Network is unreachable|Connection refused", NETWORK, Strength.WAITED,
+         "another node cannot be reached", _LOOK_AT_OTHERS),
+    Rule(r"Connection closed by peer|Connection reset by peer|[Bb]roken pipe|remote process exited|recvValue failed"
+         r"|ncclRemoteError|ncclSystemError|unhandled system error",
+         NETWORK, Strength.VICTIM, "the connection to another process was lost", _LOOK_AT_OTHERS),
+    Rule(r"Signal 9 \(SIGKILL\) received by PID|exitcode\s*: -9 \(pid|DataLoader worker .* killed by signal: Killed",
+         CRASHED, Strength.CAUSE,
+         "a process was killed (SIGKILL)", "By the kernel when memory ran out (dmesg tells), by SLURM, or by hand"),
+    Rule(r"Signal 11 \(SIGSEGV\) received by PID|exitcode\s*: -11 \(pid", CRASHED, Strength.CAUSE,
+         "a process crashed (segmentation fault)"),
+    # What torchrun says of its workers' ends explains nothing.
+    Rule(r"ChildFailedError|SignalException|KeyboardInterrupt", CRASHED, Strength.VICTIM, "a worker failed"),
+    Rule(r"^(?:\[rank\d+\]:\s*)?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b(?:: .*)?)$",
+         CRASHED, Strength.EXCEPTION, "{0}"),
+    Rule(r"^error: (.*)", CONFIGURATION, Strength.EXCEPTION, "{0}"),
 )  # fmt: skip
 
+# Most lines of a healthy run say nothing; this one look rules them out.
+_WORTH_A_LOOK = re.compile("|".join(f"(?:{rule.pattern})" for rule in RULES))
 _RANK = re.compile(r"^\[rank(\d+)\]:")
 # torchrun's report lists all failures, and then again the one that came first.
 _ROOT_CAUSE = "Root Cause (first observed failure)"
 _REPORTED_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
-# Most lines of a healthy run say nothing; this one look rules them out.
-_WORTH_A_LOOK = re.compile("|".join(f"(?:{rule.pattern.pattern})" for rule in RULES))
 LONGEST_REASON = 300
 
 
@@ -151,30 +157,24 @@ class CauseFinder:
         self.root_cause_follows = False
         self.reported_rank: int | None = None  # the one whose failure torchrun saw first
 
-    def read(self, line: str, time: float) -> None:
+    def read(self, line: str, now: float) -> None:
         self.root_cause_follows |= line.startswith(_ROOT_CAUSE)
         if self.root_cause_follows and (match := _REPORTED_RANK.match(line)):
             self.reported_rank, self.root_cause_follows = int(match[1]), False
         if not _WORTH_A_LOOK.search(line):
             return
-        for rule in RULES:
-            if match := rule.pattern.search(line):
-                if self.best is None or rule.strength > self.best.strength:
-                    rank = _RANK.match(line)
-                    self.best = Cause(
-                        rule.status,
-                        rule.strength,
-                        rule.reason(match)[:LONGEST_REASON],
-                        rule.remedy,
-                        time,
-                        line.strip()[: 2 * LONGEST_REASON],
-                        int(rank[1]) if rank else None,
-                    )
-                return
+        matches = ((rule, re.search(rule.pattern, line)) for rule in RULES)
+        rule, match = next((rule, match) for rule, match in matches if match)
+        if self.best is None or rule.strength > self.best.strength:
+            reason, rank = rule.reason.format(*match.groups("?"))[:LONGEST_REASON], _RANK.match(line)
+            shown = line.strip()[: 2 * LONGEST_REASON]
+            self.best = Cause(
+                rule.status, rule.strength, reason, rule.remedy, now, shown, int(rank[1]) if rank else None
+            )
 
     def cause(self) -> Cause | None:
         if self.best and self.best.rank is None and self.reported_rank is not None:
-            return Cause(**(vars(self.best) | {"rank": self.reported_rank}))
+            return replace(self.best, rank=self.reported_rank)
         return self.best
 
 
@@ -207,8 +207,8 @@ def first_failure(failed: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Of nodes that failed the one that failed first: whose cause says most, and of equals the earliest."""
 
     def key(part: Mapping[str, Any]) -> tuple[float, bool, float]:
-        time = part["cause"]["time"] if part["cause"] else float("inf")
-        return (-weight_of(part), not part.get("signal"), time)
+        when = part["cause"]["time"] if part["cause"] else float("inf")
+        return (-weight_of(part), not part.get("signal"), when)
 
     return min(failed, key=key)
 

@@ -51,6 +51,7 @@ class Output:
         self.unwritten: OSError | None = None
         self.padded_vocab_size: int | None = None
         self.rest = b""
+        self.ended = 0.0
 
     def take(self, block: bytes, now: float) -> None:
         """Bytes as they came; the last line may go on in the next block."""
@@ -61,6 +62,7 @@ class Output:
             self.log.flush()
 
     def end(self, now: float) -> None:
+        self.ended = now
         if self.rest:
             self._take_line(self.rest, now)
         for file in (self.log, self.metrics):

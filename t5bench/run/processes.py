@@ -16,18 +16,36 @@ TICK_SECONDS = 0.2
 KILL_SECONDS = 5.0
 
 
-def marked(mark: str) -> list[int]:
-    """The process ids that carry the mark."""
-    wanted, found = f"T5_RUN_MARK={mark}".encode(), []
+def environments(mark: str) -> dict[int, list[bytes]]:
+    """What the processes that carry the mark have in their environments, NAME=VALUE, by process id."""
+    wanted, found = f"T5_RUN_MARK={mark}".encode(), {}
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            if wanted in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
+            if wanted in (variables := path.read_bytes().split(b"\0")):
+                found[int(path.parent.name)] = variables
     return found
 
 
+def state(pid: int) -> tuple[str, int]:
+    """What a process does, as a letter of /proc, and its parent; an empty letter for one that has ended."""
+    try:
+        letter, parent = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[:2]
+    except (OSError, ValueError):
+        return "", 0
+    return letter, int(parent)
+
+
+def workers(mark: str) -> dict[int, int]:
+    """Process id of each rank of this node's run: the children of torchrun, not their data loaders."""
+    ranks: dict[int, int] = {}
+    for pid, variables in environments(mark).items():
+        for rank in (entry[5:] for entry in variables if entry.startswith(b"RANK=")):
+            ranks[pid] = int(rank)
+    return {rank: pid for pid, rank in ranks.items() if state(pid)[1] not in ranks}
+
+
 def _signal(number: int, mark: str) -> None:
-    for pid in marked(mark):
+    for pid in environments(mark):
         with contextlib.suppress(OSError):
             os.kill(pid, number)
 
@@ -35,7 +53,7 @@ def _signal(number: int, mark: str) -> None:
 def _wait(mark: str, seconds: float) -> bool:
     """Whether all have ended in time."""
     deadline = time.monotonic() + seconds
-    while marked(mark):
+    while environments(mark):
         if time.monotonic() > deadline:
             return False
         time.sleep(TICK_SECONDS)

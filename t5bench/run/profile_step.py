@@ -1,12 +1,12 @@
-"""Runs a training script unchanged and profiles one of its iterations (a launcher's PROFILE_ITERATION).
+"""Runs a training program unchanged and profiles one of its iterations (a launcher's PROFILE_ITERATION).
 
-    profile_step.py --iteration N --output FILE SCRIPT ARGUMENTS...
+    python -m t5bench.run.profile_step --iteration N --output FILE (-m MODULE | SCRIPT) ARGUMENTS...
 
 Optimizer steps tell the iterations: the profile goes from the end of iteration N - 1's step to the end of N's, so it
 holds that iteration's log line, its forward and backward passes and its update. DeepSpeed's and PyTorch's
 optimizers all are torch.optim.Optimizer. DeepSpeed steps once more before training, and ZeRO-3 for each group of
 parameters: a step counts only where data was fetched since the one before.
-Only the first rank writes; t5bench/profile.py says what.
+Only the first rank writes; t5bench/record/profile.py says what.
 """
 
 import argparse
@@ -111,15 +111,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iteration", type=int, required=True)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], metavar="MODULE")
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT")
     arguments = parser.parse_args()
     if os.environ.get("RANK", "0") == "0":
         OneIteration(arguments.iteration, arguments.output).watch()
-    sys.argv = [arguments.script, *arguments.arguments]
-    # As if Python had been given the script itself.
-    sys.path[0] = str(Path(arguments.script).resolve().parent)
-    runpy.run_path(arguments.script, run_name="__main__")
+    sys.argv = arguments.module or arguments.script
+    if arguments.module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

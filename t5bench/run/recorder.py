@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from t5bench import REPOSITORY
+from t5bench.plan.channel import Place
 from t5bench.plan.complete import completed
 from t5bench.plan.ports import peer_port
 from t5bench.record import machine
 from t5bench.record.plan import Plan
 from t5bench.record.records import FORMAT, RecordError, merge, write_json, write_run
-from t5bench.record.status import COMPLETE, RUNNING, SIGNALS, Status, of_run
+from t5bench.record.status import CANCELLED, COMPLETE, RUNNING, SIGNALS, Status, of_run
 from t5bench.run import wandb_config
-from t5bench.run.ending import end_of, exit_code, heard_from, knows_little, of_silence, read_end
+from t5bench.run.ending import cause_of, exit_code, knows_little, read_end
 from t5bench.run.guard import GRACE_SECONDS, Guard, Stacks
 from t5bench.run.output import Output, pass_on, timestamp
 from t5bench.run.peers import Peers
@@ -48,63 +49,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mark", required=True, help="what the run's processes carry as T5_RUN_MARK")
 
 
-def first_part(plan: Plan, content: Mapping[str, Any], launcher: int) -> dict[str, Any]:
-    """What is known when the run starts, without looking at the machine; content: the plan as it is recorded."""
-    assert plan.layout
-    return {
-        "format": FORMAT,
-        "node": plan.node,
-        "nnodes": plan.layout.nnodes,
-        "host": socket.gethostname(),
-        "pid": launcher,
-        "status": RUNNING,
-        "reason": "",
-        "remedy": "",
-        "cause": None,
-        "exit_status": None,
-        "signal": None,
-        "started": timestamp(time.time()),
-        "ended": None,
-        "plan": content,
-        "padded_vocab_size": None,
-        "peak_memory": [],
-    }
-
-
-def look_around(plan: Plan, hidden: Sequence[str]) -> dict[str, Any]:
-    """What the machine is and has: up to a second, while torchrun loads torch."""
-    engine = Path(plan.engine_directory) if plan.engine_directory else None
-    return {
-        "data": machine.data(Path(plan.data_prefix), plan.tokenizer),
-        "versions": machine.versions(),
-        "commits": machine.commits(REPOSITORY, engine),
-        "patches": machine.patches(REPOSITORY) if engine else {},
-        "environment": machine.hide(machine.recorded_variables(os.environ), hidden),
-        "devices": machine.gpus(os.environ) if plan.device == "cuda" else [],
-        "cpu": machine.cpu(),
-        "kernel": os.uname().release,
-        "network": link_speeds(),
-    }
-
-
 class Part:
-    """This node's part of the record, and the files that hold it."""
+    """This node's part of the record, and the files that hold it; recorded: the plan without secrets."""
 
-    def __init__(self, plan: Plan, content: Mapping[str, Any], launcher: int, hidden: Sequence[str]) -> None:
+    def __init__(self, plan: Plan, recorded: Mapping[str, Any], launcher: int, hidden: Sequence[str]) -> None:
+        assert plan.layout
         self.plan, self.hidden = plan, hidden
-        self.content = first_part(plan, content, launcher)
+        place = {"node": plan.node, "nnodes": plan.layout.nnodes, "host": socket.gethostname(), "pid": launcher}
+        unknown = dict.fromkeys(("cause", "exit_status", "signal", "ended", "padded_vocab_size"))
+        self.content: dict[str, Any] = {"format": FORMAT, **place, "started": timestamp(time.time()), "plan": recorded}
+        self.content |= {"status": RUNNING, "reason": "", "remedy": "", **unknown, "peak_memory": []}
         self.looking: threading.Thread | None = None
 
     def file(self, suffix: str) -> Path:
         return Path(self.plan.output_dir, f"node{self.plan.node}.{suffix}")
 
-    def look_around(self, on_seen: Callable[[dict], None]) -> None:
-        """In a thread of its own, for it takes a second; then on_seen gets the part."""
+    def look_around(self, on_seen: Callable[[dict[str, Any]], None]) -> None:
+        """In a thread, for it takes up to a second, in which torchrun loads torch; then on_seen gets the part."""
 
         def look() -> None:
             # W&B reads it some seconds from now, and a machine may take as long to look at: what is known goes first.
             self._write_wandb_config()
-            self.content |= look_around(self.plan, self.hidden)
+            self.content |= self._machine()
             self._write_wandb_config()
             with contextlib.suppress(OSError):
                 write_json(self.file("json"), self.content)
@@ -112,6 +78,20 @@ class Part:
 
         self.looking = threading.Thread(target=look, daemon=True)
         self.looking.start()
+
+    def _machine(self) -> dict[str, Any]:
+        engine = Path(self.plan.engine_directory) if self.plan.engine_directory else None
+        return {
+            "data": machine.data(Path(self.plan.data_prefix), self.plan.tokenizer),
+            "versions": machine.versions(),
+            "commits": machine.commits(REPOSITORY, engine),
+            "patches": machine.patches(REPOSITORY) if engine else {},
+            "environment": machine.hide(machine.recorded_variables(os.environ), self.hidden),
+            "devices": machine.gpus(os.environ) if self.plan.device == "cuda" else [],
+            "cpu": machine.cpu(),
+            "kernel": os.uname().release,
+            "network": link_speeds(),
+        }
 
     def _write_wandb_config(self) -> None:
         with contextlib.suppress(OSError):
@@ -150,56 +130,38 @@ def warn(sentence: str) -> None:
 
 
 def meet(plan: Plan, hurry: threading.Event) -> Peers:
-    assert plan.layout
-    port = plan.number("MASTER_PORT")
-    peers = Peers(
-        plan.node,
-        plan.layout.nnodes,
-        plan.master_address,
-        peer_port(port),
-        f"{plan.strategy.name} {plan.master_address}:{port} {asdict(plan.layout)}",
+    return Peers(
+        Place.of(plan, peer_port(plan.number("MASTER_PORT"))),
+        hurry=hurry,
         compare=lambda first, other: merge([first, other])["differences"],
         on_differences=warn_of_differences,
         on_problem=warn,
     )
-    peers.hurry = hurry
-    return peers
 
 
-def follow(part: Part, peers: Peers, stacks: Stacks, is_over: Callable[[], bool]) -> tuple[Output, float]:
-    """Passes the output on to its end, with samples of the machine beside it; the output, and when it ended."""
-    plan = part.plan
+def follow(part: Part, peers: Peers, stacks: Stacks, is_over: Callable[[], bool]) -> Output:
+    """Passes the output on to its end, with samples of the machine beside it."""
+    plan, metrics = part.plan, Path(part.plan.output_dir, "metrics.jsonl")
     with part.file("log").open("ab") as log:
-        output = Output(
-            log,
-            Path(plan.output_dir, "metrics.jsonl"),
-            part.hidden,
-            on_iteration=peers.progressed,
-            on_line=stacks.read,
-        )
-        sampler = Sampler(
-            part.file("samples.jsonl"),
-            plan.decimal("SAMPLE_INTERVAL"),
-            has_gpus=plan.device == "cuda",
-            environment=os.environ,
-        )
+        output = Output(log, metrics, part.hidden, on_iteration=peers.progressed, on_line=stacks.read)
+        interval, has_gpus = plan.decimal("SAMPLE_INTERVAL"), plan.device == "cuda"
+        sampler = Sampler(part.file("samples.jsonl"), interval, has_gpus=has_gpus, environment=os.environ)
         pass_on(output, sys.stdin.fileno(), sys.stdout.fileno(), is_over)
-        ended = time.time()
-        output.end(ended)
+        output.end(time.time())
         sampler.end()
-    return output, ended
+    return output
 
 
 def tell_and_hear(peers: Peers, end: Mapping[str, Any]) -> dict[str, Any]:
     """Tells the others how this node ended, and hears how they did: what the part says of that, with the reason."""
-    peers.say("end", part=end)
+    peers.ended(end)
     reason = end["reason"]
     if end["status"] == COMPLETE:
         peers.wait_for_ends(COMPLETE_SECONDS, lambda ends: any(other["status"] != COMPLETE for other in ends.values()))
     elif knows_little(end) and not end["signal"]:
         peers.wait_for_ends(OTHERS_SECONDS, lambda ends: not all(map(knows_little, ends.values())))
-        reason += of_silence(peers)
-    return {"reason": reason, "heard": heard_from(peers), "differences": peers.differences}
+        reason += peers.of_silence()
+    return {"reason": reason, "heard": peers.heard_from(), "differences": peers.differences}
 
 
 def record(args: argparse.Namespace, hurry: threading.Event) -> int:
@@ -213,23 +175,20 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     part = Part(plan, machine.hide(content, hidden), args.launcher, hidden)
     peers, stacks = meet(plan, hurry), Stacks()
     part.look_around(peers.introduce)
-    guard = Guard(
-        args.launcher,
-        args.mark,
-        peers,
-        stacks,
-        watchdog_seconds=plan.decimal("WATCHDOG_SECONDS"),
-        rendezvous_seconds=plan.decimal("RENDEZVOUS_TIMEOUT"),
-    )
-    output, ended = follow(
-        part, peers, stacks, lambda: read_end(args.end_file)[0] is not None or os.getppid() != args.launcher
-    )
+    guard = Guard(plan, args.launcher, args.mark, peers, stacks)
+
+    def is_over() -> bool:
+        return read_end(args.end_file)[0] is not None or os.getppid() != args.launcher
+
+    output = follow(part, peers, stacks, is_over)
     guard.finish()
 
     exit_status, interrupted_by = read_end(args.end_file)
     args.end_file.unlink(missing_ok=True)
     kills = machine.oom_kills() - killed_before
-    status, cause = end_of(plan, output, guard, exit_status, interrupted_by, kills)
+    cause = cause_of(plan, output, guard, exit_status, interrupted_by, kills)
+    cancelled = Status(CANCELLED, f"{interrupted_by} received") if interrupted_by else Status(COMPLETE)
+    status = cause.ending() if cause else cancelled
     end = {key: part.content[key] for key in ("node", "nnodes", "host")} | {
         "status": status.name,
         "reason": status.reason,
@@ -237,7 +196,7 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
         "cause": asdict(cause) if cause else None,
         "exit_status": exit_status,
         "signal": interrupted_by,
-        "ended": timestamp(ended),
+        "ended": timestamp(output.ended),
         "padded_vocab_size": output.padded_vocab_size,
         "peak_memory": [asdict(output.memory[rank]) for rank in sorted(output.memory)],
         "oom_kills": kills,

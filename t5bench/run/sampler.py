@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +62,13 @@ def _gpu_sample(line: str) -> dict[str, float | None] | None:
     values = [value.strip() for value in line.split(",")]
     if len(values) != len(_GPU_FIELDS) or not values[0].isdigit():
         return None
-
-    def number(text: str) -> float | None:
-        with contextlib.suppress(ValueError):
-            return float(text)
-        return None  # "[N/A]", for a GPU that does not measure this
-
-    return {key: number(value) for key, value in zip(_GPU_FIELDS.values(), values, strict=True)} | {
-        "index": int(values[0])
-    }
+    sample: dict[str, float | None] = {}
+    for key, value in zip(_GPU_FIELDS.values(), values, strict=True):
+        try:
+            sample[key] = float(value)
+        except ValueError:
+            sample[key] = None  # "[N/A]", for a GPU that does not measure this
+    return sample | {"index": int(values[0])}
 
 
 class Sampler:
@@ -79,7 +77,7 @@ class Sampler:
     def __init__(self, path: Path, seconds: float, *, has_gpus: bool, environment: Mapping[str, str]) -> None:
         self.path, self.seconds = path, seconds
         self.ended = threading.Event()
-        self.latest: dict[int, dict[str, Any]] = {}  # the last sample of each GPU
+        self.latest: dict[Any, dict[str, Any]] = {}  # the last sample of each GPU
         self.smi: subprocess.Popen[str] | None = None
         if has_gpus:
             # Into a pipe it would keep back what it prints until 4 KiB are full.
@@ -87,30 +85,24 @@ class Sampler:
             command = [*line_buffered, "nvidia-smi", *visible_gpus(environment), f"--query-gpu={','.join(_GPU_FIELDS)}"]
             command += ["--format=csv,noheader,nounits", "-lms", str(max(1, int(seconds * 1000)))]
             with contextlib.suppress(OSError):
-                self.smi = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-                )
-                threading.Thread(target=self._read_gpus, daemon=True).start()
+                pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+                self.smi = subprocess.Popen(command, text=True, **pipes)
+                threading.Thread(target=self._read_gpus, args=(self.smi.stdout,), daemon=True).start()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
-    def _read_gpus(self) -> None:
-        assert self.smi and self.smi.stdout
-        for line in self.smi.stdout:
+    def _read_gpus(self, lines: Iterable[str]) -> None:
+        for line in lines:
             if sample := _gpu_sample(line):
-                self.latest[int(sample["index"] or 0)] = sample
+                self.latest[sample["index"]] = sample
 
     def _run(self) -> None:
         with contextlib.suppress(OSError), self.path.open("a", buffering=1) as file:
             last = False
             while True:
                 gpus, self.latest = self.latest, {}
-                sample = {
-                    "time": round(time.time(), 3),
-                    "gpus": [gpus[index] for index in sorted(gpus)],
-                    "network": network_counters(),
-                }
-                file.write(json.dumps(sample) + "\n")
+                sample = {"time": round(time.time(), 3), "gpus": [gpus[index] for index in sorted(gpus)]}
+                file.write(json.dumps(sample | {"network": network_counters()}) + "\n")
                 if last:
                     return
                 last = self.ended.wait(self.seconds)

@@ -4,16 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import record
+from harness import MEMORY, engine_output, record
 
 from t5bench.__main__ import main
 from t5bench.record.records import load
-
-ITERATION = (
-    " iteration 1/ 1 | elapsed time per iteration (ms): 419.3 | learning rate: 0.0 | lm loss: 8.0 | grad norm: 1.7 |"
-    " samples per second: 38.161 | TFLOPs: 0.00 |\n"
-)
-MEMORY = " peak memory | rank {} | host vm | device cpu | allocated MiB 0.0 | reserved MiB 0.0 | host rss MiB 562.4\n"
 
 
 @pytest.fixture
@@ -21,7 +15,7 @@ def nodes(tmp_path: Path) -> tuple[Path, Path]:
     """The run directories of two nodes of one run."""
     first, second = tmp_path / "on node 0", tmp_path / "on node 1"
     record(first, MEMORY.format(0), nodes=2, TRAIN_ITERS="1", OUTPUT_DIR=str(first))
-    record(second, ITERATION + MEMORY.format(1), nodes=2, node=1, TRAIN_ITERS="1", OUTPUT_DIR=str(second))
+    record(second, engine_output(1, 1, ranks=[1]), nodes=2, node=1, TRAIN_ITERS="1", OUTPUT_DIR=str(second))
     # They ran at the same time; the test ran them one after another.
     part = json.loads((second / "node1.json").read_text())
     part["started"] = json.loads((first / "node0.json").read_text())["started"]
@@ -52,34 +46,32 @@ def test_two_directories_become_one_run(nodes: tuple[Path, Path], tmp_path: Path
     assert load(tmp_path / "elsewhere").status == "complete"
 
 
-def test_over_ssh(nodes: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("stub", "status", "said"),
+    [
+        ('printf "%s\\n" "$@" >"$0.arguments"; exec bash -c "${@: -1}"', 0, ""),
+        ("echo 'Permission denied.' >&2; exit 255", 2, "node1:/somewhere could not be fetched: Permission denied."),
+    ],
+)
+def test_over_ssh(nodes: tuple[Path, Path], tmp_path: Path, monkeypatch, capsys, stub: str, status: int, said: str):
     """The real tar on the other side of a stand-in for ssh, which runs the command here."""
     first, second = nodes
-    stub = tmp_path / "bin" / "ssh"
-    stub.parent.mkdir()
-    stub.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@" >"$0.arguments"\nexec bash -c "${@: -1}"\n')
-    stub.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{stub.parent}:/usr/bin:/bin")
-    assert collect(first, f"node1:{second}") == 0
-    assert load(first).status == "complete"
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(f"#!/usr/bin/env bash\n{stub}\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ssh.parent}:/usr/bin:/bin")
+    assert collect(first, f"node1:{'/somewhere' if status else second}") == status
+    assert said in capsys.readouterr().err
+    assert load(first).status == ("incomplete" if status else "complete")
     assert not (first / "checkpoints").exists()
-    assert "BatchMode=yes" in Path(f"{stub}.arguments").read_text()
-
-
-def test_ssh_that_fails_is_named(nodes: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    stub = tmp_path / "bin" / "ssh"
-    stub.parent.mkdir()
-    stub.write_text("#!/usr/bin/env bash\necho 'Permission denied (publickey).' >&2\nexit 255\n")
-    stub.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{stub.parent}:/usr/bin:/bin")
-    assert collect(nodes[0], "node1:/somewhere") == 2
-    assert "node1:/somewhere could not be fetched: Permission denied (publickey)." in capsys.readouterr().err
+    assert status or "BatchMode=yes" in Path(f"{ssh}.arguments").read_text()
 
 
 def test_parts_of_different_runs_do_not_mix(nodes: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture):
     first, second = nodes
     other = tmp_path / "other"
-    record(other, ITERATION + MEMORY.format(1), nodes=2, node=1, TRAIN_ITERS="1", LR="0.5")
+    record(other, engine_output(1, 1, ranks=[1]), nodes=2, node=1, TRAIN_ITERS="1", LR="0.5")
     assert collect(first, other) == 2
     assert "has LR '0.5', node 0 has '0.0001'" in capsys.readouterr().err
     assert not (first / "node1.json").exists()

@@ -2,15 +2,17 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT, Project
+from harness import REPO_ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
+from t5bench.plan.launchers import ask
 from t5bench.plan.ports import free_port
 from t5bench.record import profile
 from t5bench.record.profile import Span
@@ -57,11 +59,6 @@ def test_kernels_are_told_by_their_names(name: str, kind: str):
     assert profile.category(name) == kind
 
 
-def test_busy_time_counts_no_moment_twice():
-    spans = [Span("a", 0, 10), Span("b", 5, 10), Span("c", 6, 2), Span("d", 30, 5)]
-    assert profile.union(spans) == 20
-
-
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(1, 20)), max_size=30))
 def test_busy_time_is_the_number_of_moments_covered(intervals: list[tuple[int, int]]):
     covered = {moment for begin, length in intervals for moment in range(begin, begin + length)}
@@ -105,32 +102,12 @@ def test_of_a_trace_only_what_ran_on_the_gpu_counts():
     ]  # fmt: skip
 
 
-# ---- the launchers ---------------------------------------------------------------------------------------------------
-
-
-def test_the_profiler_stands_before_the_engine(project: Project):
-    result = project.launch("ddp", TRAIN_ITERS="9", PROFILE_ITERATION="9")
-    assert result.returncode == 0, result.stderr
-    arguments = project.recorded_arguments()
-    begin = arguments.index(str(project.root / "scripts" / "profile_step.py"))
-    output = str(project.root / "outputs" / "ddp" / "profile.json")
-    assert arguments[begin + 1 : begin + 5] == ["--iteration", "9", "--output", output]
-    assert arguments[begin + 5].endswith("pretrain_t5.py")
-
-
-@pytest.mark.parametrize("iteration", ["1", "10", "x"])
-def test_an_iteration_that_cannot_be_profiled_is_refused(project: Project, iteration: str):
-    result = project.launch("ddp", TRAIN_ITERS="9", PROFILE_ITERATION=iteration)
-    assert result.returncode == 2
-    assert "PROFILE_ITERATION" in result.stderr
-    assert not project.was_started()
+# ---- a profiled program ----------------------------------------------------------------------------------------------
 
 
 SCRIPT = """
 import sys, torch
-from pathlib import Path
 assert __name__ == "__main__" and sys.argv[1:] == ["--flag", "value"]
-assert sys.path[0] == str(Path(__file__).resolve().parent)
 model = torch.nn.Linear(64, 64)
 groups = [torch.optim.AdamW([p], lr=0.1) for p in model.parameters()]  # two inner steps each, as ZeRO's groups
 for optimizer in groups:  # once before training, as DeepSpeed does
@@ -147,21 +124,34 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_an_unchanged_script_is_profiled_on_the_first_rank(tmp_path: Path, rank: str):
+@pytest.mark.parametrize(
+    ("rank", "program"), [("0", ["-m", "a_module"]), ("1", ["a_module.py"]), ("0", ["a_module.py"])]
+)
+def test_an_unchanged_program_is_profiled_on_the_first_rank(tmp_path: Path, rank: str, program: list[str]):
     """Iteration 5 alone makes three passes."""
-    script, output = tmp_path / "a script.py", tmp_path / "profile.json"
-    script.write_text(SCRIPT)
-    command = [sys.executable, str(REPO_ROOT / "scripts" / "profile_step.py"), "--iteration", "5"]
-    command += ["--output", str(output), str(script), "--flag", "value"]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "RANK": rank}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    output = tmp_path / "profile.json"
+    (tmp_path / "a_module.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "t5bench.run.profile_step", "--iteration", "5", "--output", str(output)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "RANK": rank, "PYTHONPATH": str(REPO_ROOT)}
+    result = subprocess.run(
+        [*command, *program, "--flag", "value"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
     assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
     assert output.exists() == (rank == "0")
     if rank == "0":
         content = json.loads(output.read_text())
         assert {entry["name"]: entry["count"] for entry in content["by_name"]}["aten::addmm"] == 3
         assert content["wall_ms"] >= content["busy_ms"] > 0
+
+
+@pytest.mark.parametrize("engine", ["native", "megatron"])
+def test_the_profiler_stands_before_the_engine(engine: str):
+    environment = {"ENGINE": engine, "DEVICE": "cpu", "OUTPUT_DIR": "/run", "PYTHON": sys.executable}
+    environment |= {"PROFILE_ITERATION": "9", "TRAIN_ITERS": "9"}
+    command = " ".join(ask("ddp", environment=os.environ | environment).command)
+    program = r"(-m native\.pretrain_t5|\S+/pretrain_t5\.py)"
+    assert re.search(rf" -m t5bench\.run\.profile_step --iteration 9 --output /run/profile\.json {program} --", command)
 
 
 @pytest.mark.slow

@@ -110,56 +110,43 @@ def part(node: int, status: str, strength: Strength | None = None, time: float =
         cause = {"strength": int(strength), "time": time, "status": status, "line": "a line", "rank": node}
     return {
         "node": node, "host": f"node{node}", "status": status, "reason": f"reason {node}", "remedy": "",
-        "cause": cause, "layout": {"nnodes": nodes},
+        "cause": cause, "nnodes": nodes,
     }  # fmt: skip
 
 
-def test_a_run_is_complete_when_every_node_is():
-    assert of_run([part(0, "complete"), part(1, "complete")]).name == "complete"
-    alone = of_run([part(0, "complete")])
-    assert alone.name == "incomplete"
-    assert "node 1" in alone.reason
+CANCELLED = part(0, "cancelled") | {"signal": "INT"}
+ENDED_FOR_IT = part(1, "cancelled", Strength.VICTIM) | {"signal": None}
+VICTIM = part(0, "network", Strength.VICTIM, time=1.0)
+HEARD = part(1, "crashed", Strength.CAUSE)
 
 
-def test_the_victim_is_not_the_cause_even_when_it_speaks_first():
-    victim, culprit = part(0, "network", Strength.VICTIM, time=1.0), part(1, "crashed", Strength.EXCEPTION, time=1.5)
-    status = of_run([victim, culprit])
-    assert (status.name, status.reason) == ("crashed", "node 1 (node1): reason 1")
-    assert status.origin is not None and status.origin["node"] == 1
+@pytest.mark.parametrize(
+    ("parts", "name", "reason"),
+    [
+        ([part(0, "complete"), part(1, "complete")], "complete", ""),
+        ([part(0, "complete")], "incomplete", "there is no record of node 1 here"),
+        # Of the strongest causes the earliest: a victim may speak first.
+        ([VICTIM, part(1, "crashed", Strength.EXCEPTION, time=1.5)], "crashed", "node 1 (node1): reason 1"),
+        ([part(0, "timeout", Strength.CAUSE, time=5.0), HEARD], "crashed", "node 1 (node1): reason 1"),
+        ([part(0, "running"), part(1, "complete")], "running", ""),
+        ([part(0, "running"), part(1, "crashed")], "crashed", "node 1 (node1): reason 1"),
+        ([part(0, "crashed", nodes=1)], "crashed", "reason 0"),
+        # Who cancels makes victims but hides no failure, which lies between a lost connection and a wait in vain.
+        ([CANCELLED, part(1, "network", Strength.VICTIM)], "cancelled", "node 0 (node0): reason 0"),
+        ([CANCELLED, part(1, "timeout", Strength.WAITED)], "timeout", "node 1 (node1): reason 1"),
+        ([CANCELLED, part(1, "crashed")], "crashed", "node 1 (node1): reason 1"),
+        ([ENDED_FOR_IT, CANCELLED], "cancelled", "node 0 (node0): reason 0"),
+        # What a node heard of the others counts where their own parts are not at hand.
+        ([VICTIM | {"heard": [HEARD]}], "crashed", "node 1 (node1): reason 1"),
+        ([VICTIM | {"heard": [HEARD]}, HEARD | {"reason": "its own"}], "crashed", "node 1 (node1): its own"),
+        ([part(0, "complete") | {"heard": [part(1, "complete")]}], "incomplete", "there is no record of node 1 here"),
+    ],
+)
+def test_the_status_of_a_run(parts: list[dict[str, Any]], name: str, reason: str):
+    status = of_run(parts)
+    assert (status.name, status.reason) == (name, reason)
 
 
-def test_of_two_equal_causes_the_earlier_is_the_first():
-    late, early = part(0, "out-of-memory", Strength.CAUSE, time=5.0), part(1, "crashed", Strength.CAUSE, time=2.0)
-    assert of_run([late, early]).name == "crashed"
-
-
-def test_cancelling_after_a_failure_does_not_hide_it():
-    assert of_run([part(0, "cancelled"), part(1, "crashed")]).name == "crashed"
-
-
-def test_a_run_goes_on_while_a_node_does():
-    assert of_run([part(0, "running"), part(1, "complete")]).name == "running"
-    assert of_run([part(0, "running"), part(1, "crashed")]).name == "crashed"
-
-
-def test_one_node_needs_no_name():
-    assert of_run([part(0, "crashed", nodes=1)]).reason == "reason 0"
-
-
-def test_who_cancels_makes_victims_but_hides_no_failure():
-    """On the scale of Strength a cancellation stands between a lost connection and a wait in vain."""
-    cancelled = part(0, "cancelled") | {"signal": "INT"}
-    assert of_run([cancelled, part(1, "network", Strength.VICTIM)]).name == "cancelled"
-    assert of_run([cancelled, part(1, "timeout", Strength.WAITED)]).name == "timeout"
-    assert of_run([cancelled, part(1, "crashed", Strength.EXCEPTION)]).name == "crashed"
-    ended_for_it = part(1, "cancelled", Strength.VICTIM) | {"signal": None}
-    assert of_run([ended_for_it, cancelled]).reason == "node 0 (node0): reason 0"
-
-
-def test_what_a_node_heard_counts_where_the_others_parts_are_not_at_hand():
-    victim = part(0, "network", Strength.VICTIM) | {"heard": [part(1, "crashed", Strength.CAUSE)]}
-    assert of_run([victim]).reason == "node 1 (node1): reason 1"
-    own = part(1, "crashed", Strength.CAUSE) | {"reason": "its own part"}
-    assert of_run([victim, own]).reason == "node 1 (node1): its own part"
-    alone = part(0, "complete") | {"heard": [part(1, "complete")]}
-    assert of_run([alone]).name == "incomplete"  # the other's part is not here
+def test_a_failed_run_says_where_it_began():
+    origin = of_run([VICTIM, HEARD]).origin
+    assert origin and (origin["node"], origin["host"], origin["line"], origin["rank"]) == (1, "node1", "a line", 1)

@@ -24,9 +24,9 @@ def test_a_stored_run(name: str):
     assert (run.status, f"{run.engine}-{run.strategy}") == ("complete", name)
     assert [line.iteration for line in run.iterations] == [2, 4, 6, 8, 10, 12]
     assert all(8.0 < (line.lm_loss or 0) < 8.6 for line in run.iterations)
-    assert run.layout["padded_vocab_size"] % 128 == 0
+    assert run.padded_vocab_size == 4224
     assert [peak.rank for peak in run.peak_memory] == [0, 1]
-    assert run.number("EVAL_INTERVAL") == 4
+    assert run.plan.number("EVAL_INTERVAL") == 4
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -56,15 +56,14 @@ def test_lines_that_are_cut_or_run_into_each_other_give_true_values_or_none(rand
     for line in lines:
         cut = random.randrange(len(line) + 1)
         other = random.choice(lines)
-        damaged += random.choice(
-            [
-                [line],
-                [line[:cut]],
-                [line[:cut], line[cut:]],
-                [],
-                [line[:cut] + other],
-                [line[:cut] + other + line[cut:]],
-            ]
-        )
+        cases = [
+            [line],
+            [line[:cut]],
+            [line[:cut], line[cut:]],
+            [],
+            [line[:cut] + other],
+            [line[:cut] + other + line[cut:]],
+        ]
+        damaged += random.choice(cases)
     found = {(i.iteration, i.elapsed_ms, i.lm_loss) for i in iterations(damaged)}
     assert found <= true

@@ -6,14 +6,18 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 from harness import processes_with, wait_for
+from made_runs import made_plan
 
+from t5bench.plan.channel import Place
+from t5bench.record.status import Cause
 from t5bench.run import guard as guards
-from t5bench.run.guard import Guard, Stacks, workers
+from t5bench.run.guard import Guard, Stacks
 from t5bench.run.peers import Peers
+from t5bench.run.processes import workers
 
 # Starts a worker that stands still in a function of its own, and a data loader of that worker, and says so.
 TORCHRUN = """
@@ -26,16 +30,12 @@ subprocess.run([sys.executable, "-c", worker], env=os.environ | {"RANK": "3", "P
 """
 
 
-@pytest.fixture
-def mark() -> str:
-    return uuid.uuid4().hex
-
-
 class Run:
-    """torchrun's stand-in, what it prints going to the stacks."""
+    """torchrun's stand-in, what it prints going to the stacks, and a guard of it."""
 
     def __init__(self, mark: str, program: str = TORCHRUN) -> None:
-        self.stacks = Stacks()
+        self.mark, self.stacks = mark, Stacks()
+        self.peers = Peers(Place(0, 1, "127.0.0.1", 1, "a run"))
         self.process = subprocess.Popen(
             [sys.executable, "-c", program],
             env=os.environ | {"T5_RUN_MARK": mark},
@@ -44,80 +44,65 @@ class Run:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        assert self.process.stdout
-        assert self.process.stdout.readline() == "ready\n"
-        threading.Thread(target=self._read, daemon=True).start()
+        assert self.process.stdout and self.process.stdout.readline() == "ready\n"
+        threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True).start()
 
-    def _read(self) -> None:
-        assert self.process.stdout
-        for line in self.process.stdout:
+    def _read(self, lines: Iterable[str]) -> None:
+        for line in lines:
             self.stacks.read(line.rstrip("\n"))
+
+    def guard(self, launcher: int = 0, watchdog: int = 0, rendezvous: int = 60) -> Guard:
+        settings = {"WATCHDOG_SECONDS": str(watchdog), "RENDEZVOUS_TIMEOUT": str(rendezvous)}
+        return Guard(made_plan(settings=settings), launcher or os.getppid(), self.mark, self.peers, self.stacks)
+
+    def processes(self) -> list[int]:
+        return processes_with(f"T5_RUN_MARK={self.mark}")
+
+    def cause(self, **options: int) -> Cause | None:
+        """Why the guard ended the run, which it must."""
+        guard = self.guard(**options)
+        guard.thread.join(20)
+        assert not self.processes()
+        return guard.cause
 
 
 @pytest.fixture
-def run(mark: str) -> Iterator[Run]:
-    started = Run(mark)
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    monkeypatch.setattr(guards, "GRACE_SECONDS", 0)
+    started = Run(uuid.uuid4().hex)
     yield started
-    for pid in processes_with(f"T5_RUN_MARK={mark}"):
+    for pid in started.processes():
         os.kill(pid, signal.SIGKILL)
     started.process.wait()
 
 
-@pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
-    monkeypatch.setattr(guards, "GRACE_SECONDS", 0)
-    return Peers(0, 1, "127.0.0.1", 1, "a run")
-
-
-@pytest.fixture
-def guarded(mark: str, run: Run, peers: Peers) -> Iterator[Callable[..., Guard]]:
-    """A guard of that run; it has ended the run when this returns."""
-    started: list[Guard] = []
-
-    def start(launcher: int | None = None, watchdog_seconds: float = 0) -> Guard:
-        parent = os.getppid() if launcher is None else launcher
-        started.append(Guard(parent, mark, peers, run.stacks, watchdog_seconds=watchdog_seconds, rendezvous_seconds=60))
-        started[0].thread.join(20)
-        assert not processes_with(f"T5_RUN_MARK={mark}")
-        return started[0]
-
-    yield start
-    for each in started:
-        each.finish()
-
-
-def failed(status: str, strength: int | None, **more: object) -> dict:
-    cause = None if strength is None else {"strength": strength, "time": 1.0}
-    return {
-        "node": 1, "host": "node1", "status": status, "reason": "why", "remedy": "what to do", "cause": cause,
-        "signal": None,
-    } | more  # fmt: skip
-
-
-def test_workers_are_the_children_of_torchrun_and_not_their_loaders(run: Run, mark: str):
-    assert list(workers(mark)) == [3]
+def test_workers_are_the_children_of_torchrun_and_not_their_loaders(run: Run):
+    assert list(workers(run.mark)) == [3]
     # A process that becomes another program has no environment for a moment.
-    wait_for(lambda: len(processes_with(f"T5_RUN_MARK={mark}")) == 3)
+    wait_for(lambda: len(run.processes()) == 3)
     assert workers("another") == {}
 
 
-def test_without_its_launcher_a_run_is_ended(guarded: Callable[..., Guard]):
-    assert guarded(launcher=1).verdict is None  # the recorder says why
+def test_without_its_launcher_a_run_is_ended(run: Run):
+    assert run.cause(launcher=1) is None  # the recorder says why
 
 
-def test_a_run_that_stands_still_tells_where(guarded: Callable[..., Guard]):
-    guard = guarded(watchdog_seconds=1)
-    assert guard.verdict and guard.cause
-    assert guard.verdict.name == "timeout"
-    assert "before the first iteration: it stopped at rank 3 in stands_here (<string>:3)" in guard.verdict.reason
-    assert guard.cause.strength == 3
+def test_a_run_that_stands_still_tells_where(run: Run):
+    cause = run.cause(watchdog=1)
+    assert cause and (cause.status, cause.strength) == ("timeout", 3)
+    assert "before the first iteration: it stopped at rank 3 in stands_here (<string>:3)" in cause.reason
 
 
-def test_a_suspended_worker_is_named_and_ended(guarded: Callable[..., Guard], mark: str):
-    os.kill(workers(mark)[3], signal.SIGSTOP)
-    guard = guarded(watchdog_seconds=1)
-    assert guard.verdict
-    assert "rank 3 in a stop by signal (SIGSTOP)" in guard.verdict.reason
+def test_a_suspended_worker_is_named_and_ended(run: Run):
+    os.kill(workers(run.mark)[3], signal.SIGSTOP)
+    cause = run.cause(watchdog=1)
+    assert cause and "rank 3 in a stop by signal (SIGSTOP)" in cause.reason
+
+
+def failed(status: str, strength: int | None) -> dict:
+    cause = None if strength is None else {"strength": strength, "time": 1.0}
+    end = {"node": 1, "host": "node1", "status": status, "reason": "why", "remedy": "what to do", "cause": cause}
+    return end | {"signal": "INT" if status == "cancelled" else None}
 
 
 @pytest.mark.parametrize(
@@ -126,40 +111,31 @@ def test_a_suspended_worker_is_named_and_ended(guarded: Callable[..., Guard], ma
         (failed("crashed", 3), "crashed", "ended because node 1 (node1) failed: why"),
         (failed("network", 0), "network", "ended because node 1 (node1) failed: why"),
         (failed("timeout", 1), "timeout", "it stopped at rank 3 in stands_here (<string>:3)"),
-        (failed("cancelled", None, signal="INT"), "cancelled", "ended because node 1 (node1) was cancelled: why"),
+        (failed("cancelled", None), "cancelled", "ended because node 1 (node1) was cancelled: why"),
+        (None, "network", "ended because node 1 (?) failed: it went away without a word"),
     ],
-    ids=["crashed", "network", "timeout", "cancelled"],
+    ids=["crashed", "network", "timeout", "cancelled", "gone"],
 )
-def test_a_run_that_failed_elsewhere_is_ended_here(
-    guarded: Callable[..., Guard], peers: Peers, end: dict, status: str, reason: str
-):
-    peers.ends[1] = end
-    guard = guarded()
-    assert guard.verdict
-    assert (guard.verdict.name, guard.verdict.reason) == (status, reason)
+def test_a_run_that_failed_elsewhere_is_ended_here(run: Run, end: dict | None, status: str, reason: str):
+    if end:
+        run.peers.ends[1] = end
+    else:
+        run.peers.left(1)
+    cause = run.cause()
+    assert cause and (cause.status, cause.reason) == (status, reason)
 
 
-def test_a_run_whose_other_node_went_away_is_ended(guarded: Callable[..., Guard], peers: Peers):
-    peers.gone[1] = 0.0
-    guard = guarded()
-    assert guard.verdict
-    assert "node 1 (?) failed: it went away without a word" in guard.verdict.reason
-
-
-def test_a_healthy_run_is_left_alone(run: Run, mark: str, peers: Peers):
-    peers.ends[1] = failed("complete", None)
-    guard = Guard(os.getppid(), mark, peers, run.stacks, watchdog_seconds=60, rendezvous_seconds=0)
+def test_a_healthy_run_is_left_alone(run: Run):
+    run.peers.ends[1] = failed("complete", None)
+    guard = run.guard(watchdog=60, rendezvous=0)
     guard.thread.join(2.5)
     guard.finish()
-    assert not guard.thread.is_alive() and guard.verdict is None
-    assert len(processes_with(f"T5_RUN_MARK={mark}")) == 3
+    assert not guard.thread.is_alive() and guard.cause is None
+    assert len(run.processes()) == 3
 
 
-def test_a_run_without_workers_is_ended_after_the_rendezvous(mark: str, peers: Peers, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_without_workers_is_ended_after_the_rendezvous(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(guards, "START_SECONDS", 0)
-    waits = Run(mark, "import sys; print('ready', flush=True); sys.stdin.read()")
-    guard = Guard(os.getppid(), mark, peers, waits.stacks, watchdog_seconds=0, rendezvous_seconds=0)
-    wait_for(lambda: waits.process.poll() is not None)
-    guard.finish()
-    assert guard.verdict and guard.verdict.name == "timeout"
-    assert "found no other node at 127.0.0.1" in guard.verdict.reason
+    cause = Run(uuid.uuid4().hex, "import sys; print('ready', flush=True); sys.stdin.read()").cause(rendezvous=0)
+    assert cause and cause.status == "timeout"
+    assert "found no other node at 127.0.0.1" in cause.reason

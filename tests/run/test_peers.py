@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 import pytest
 from harness import wait_for
 
+from t5bench.plan import channel
+from t5bench.plan.channel import LONGEST_LINE, Place
 from t5bench.plan.ports import free_port
-from t5bench.run import peers as channel
-from t5bench.run.peers import LONGEST_LINE, Peers
+from t5bench.run.peers import Peers
 
 HOST = "127.0.0.1"
 
@@ -35,19 +36,28 @@ def port() -> int:
 
 
 @pytest.fixture
-def nodes(port: int) -> Iterator:
+def peer(port: int) -> Iterator:
+    """peer(1, 3): the recorder of node 1 of 3."""
+    with contextlib.ExitStack() as stack:
+
+        def start(node: int, nodes: int, **options) -> Peers:
+            place = Place(node, nodes, HOST, options.pop("port", port), "a run")
+            return stack.enter_context(contextlib.closing(Peers(place, **options)))
+
+        yield start
+
+
+@pytest.fixture
+def nodes(peer) -> Iterator:
     """nodes(3): the recorders of three nodes that have heard of node 0."""
-    started: list[Peers] = []
 
     def start(count: int, **options) -> list[Peers]:
-        started.extend(Peers(node, count, HOST, port, "a run", **options) for node in range(count))
+        started = [peer(node, count, **options) for node in range(count)]
         wait_for(lambda: len(started[0].connections) == count - 1)
         wait_for(lambda: all(0 in each.heard for each in started[1:]))
         return started
 
-    yield start
-    for each in started:
-        each.close()
+    return start
 
 
 def end(node: int, status: str = "crashed") -> dict:
@@ -55,30 +65,22 @@ def end(node: int, status: str = "crashed") -> dict:
 
 
 def stranger(port: int) -> socket.socket:
-    wait_for(lambda: can_connect(port))
+    def can_connect() -> bool:
+        with contextlib.suppress(OSError), socket.create_connection((HOST, port), timeout=1):
+            return True
+        return False
+
+    wait_for(can_connect)
     return socket.create_connection((HOST, port), timeout=5)
 
 
-def can_connect(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((HOST, port), timeout=1):
-        return True
-    return False
-
-
-def test_every_node_hears_of_every_end(nodes):
-    first, second, third = nodes(3)
-    second.say("end", part=end(1))
-    wait_for(lambda: 1 in first.ends and 1 in third.ends)
-    first.say("end", part=end(0, "complete"))
-    wait_for(lambda: 0 in second.ends and 0 in third.ends)
-    assert third.ends[1]["status"] == "crashed"
-
-
-def test_eight_nodes_at_once(nodes):
-    everyone = nodes(8)
+@pytest.mark.parametrize("count", [3, 8])
+def test_every_node_hears_of_every_end(nodes, count: int):
+    everyone = nodes(count)
     for node, each in enumerate(everyone):
-        each.say("end", part=end(node))
-    wait_for(lambda: all(len(each.ends) == 7 for each in everyone))
+        each.ended(end(node))
+    wait_for(lambda: all(len(each.ends) == count - 1 for each in everyone))
+    assert everyone[2].ends[1] == end(1)
 
 
 def test_progress_on_one_node_is_progress_on_all(nodes):
@@ -89,19 +91,14 @@ def test_progress_on_one_node_is_progress_on_all(nodes):
     assert first.progress > before
 
 
-def test_who_goes_without_a_word_is_gone_for_all(nodes):
-    first, second, third = nodes(3)
+def test_who_goes_without_a_word_is_gone_for_all_unless_it_has_said_its_end(nodes):
+    first, second, third, fourth = nodes(4)
+    fourth.ended(end(3, "complete"))
+    wait_for(lambda: 3 in second.ends)
     third.close()
-    wait_for(lambda: 2 in first.gone and 2 in second.gone)
-    assert not first.ends
-
-
-def test_who_has_said_its_end_may_go(nodes):
-    first, second, third = nodes(3)
-    third.say("end", part=end(2, "complete"))
-    third.close()
-    wait_for(lambda: 2 in second.ends and 2 not in first.connections)
-    assert not first.gone and not second.gone
+    fourth.close()
+    wait_for(lambda: list(first.gone) == list(second.gone) == [2] and list(first.connections) == [1])
+    assert list(first.ends) == list(second.ends) == [3]
 
 
 @pytest.mark.parametrize(
@@ -112,23 +109,24 @@ def test_who_has_said_its_end_may_go(nodes):
         b"[]\n",
         b'{"run": "another run", "kind": "hello", "node": 1, "attempt": null, "host": "x"}\n',
         b'{"run": "a run", "kind": "hello", "node": 99, "attempt": null, "host": "x"}\n',
+        b'{"run": "a run", "kind": "hello", "node": 1, "attempt": null, "host": "x"}\n',  # node 1 is there already
         b'{"run": "a run", "kind": "end", "node": 1, "attempt": null, "host": "x", "part": {"status": "crashed"}}\n',
         b'{"run": "a run", "kind": "hello", "node": 1, "attempt": "an earlier one", "host": "x"}\n',
         b"[" * 100_000 + b"\n",
         b"x" * (LONGEST_LINE + 1),
     ],
-    ids=lambda words: words[:40].decode(errors="replace"),
+    ids=range(10),
 )
 def test_a_stranger_is_turned_away_and_changes_nothing(nodes, port: int, words: bytes):
     first, second = nodes(2)
-    connection = stranger(port)
+    true, connection = first.connections[1], stranger(port)
     with contextlib.suppress(ConnectionError):
         connection.sendall(words)
     with contextlib.suppress(ConnectionError):
         while connection.recv(4096):
             pass  # until it is closed
-    assert not first.ends and not first.gone
-    second.say("end", part=end(1, "complete"))
+    assert not first.ends and not first.gone and first.connections[1] is true
+    second.ended(end(1, "complete"))
     wait_for(lambda: first.ends.get(1, {}).get("status") == "complete")
 
 
@@ -137,95 +135,68 @@ def test_a_stranger_who_says_nothing_is_turned_away(soon_silent, nodes, port: in
     assert stranger(port).recv(1) == b""
 
 
-def test_a_connection_that_is_lost_is_made_again_and_nobody_is_gone(
-    soon_silent, nodes, monkeypatch: pytest.MonkeyPatch
-):
-    first, second = nodes(2)
+def test_a_lost_connection_is_made_again_and_nobody_is_gone(soon_silent, nodes, monkeypatch: pytest.MonkeyPatch):
+    first, second, third = nodes(3)
     monkeypatch.setattr(channel, "RETRY_SECONDS", 1)  # long enough to be seen as silent before it comes back
     with second.lock:
         second.connections = {}  # nothing more is said on it, as when the cable is pulled
-    wait_for(lambda: 1 in first.silent())
+        second.ended(end(1))
+    wait_for(lambda: 1 in first.silent() and 1 in third.silent())
+    assert "nothing was heard of node 1 (" in third.of_silence()
     assert not first.gone
-    wait_for(lambda: 0 in second.connections and not first.silent() and not second.gone)
-    second.say("end", part=end(1))
-    wait_for(lambda: 1 in first.ends)
+    wait_for(lambda: 1 in first.ends and 1 in third.ends)
+    assert not first.silent() and not second.gone
 
 
-def test_an_end_that_was_said_during_an_outage_is_heard_after_it(nodes):
-    first, second = nodes(2)
-    with second.lock:
-        lost = second.connections.pop(0)
-        second.say("end", part=end(1))
-    lost.shutdown(socket.SHUT_RDWR)
-    wait_for(lambda: 1 in first.ends)
-
-
-def test_a_node_of_an_earlier_attempt_is_not_part_of_this_one(nodes, port: int):
+def test_a_node_of_an_earlier_attempt_is_not_part_of_this_one(nodes, peer):
     first, second = nodes(2)
     first.close()
     wait_for(lambda: 0 in second.gone)
-    again = Peers(0, 2, HOST, port, "a run")
-    try:
-        second.say("end", part=end(1))
-        time.sleep(0.5)
-        assert not again.ends and not again.connections
-        assert 0 in second.gone
-    finally:
-        again.close()
+    again = peer(0, 2)
+    second.ended(end(1))
+    time.sleep(0.5)
+    assert not again.ends and not again.connections
+    assert 0 in second.gone
 
 
-def test_when_an_attempt_is_over_nobody_new_joins_it(nodes, port: int):
-    first, _ = nodes(2)
-    first.say("end", part=end(0))
-    late = Peers(1, 2, HOST, port, "a run")
-    try:
-        time.sleep(0.5)
-        assert not late.ends and not late.gone
-    finally:
-        late.close()
+def test_when_an_attempt_is_over_nobody_new_joins_it(nodes, peer):
+    first, _, third = nodes(3)
+    third.close()
+    wait_for(lambda: 2 in first.gone)
+    first.ended(end(0))
+    late = peer(2, 3)
+    time.sleep(0.5)
+    assert not late.ends and not late.gone
 
 
-def test_a_difference_is_told_to_every_node_once(port: int):
+def test_a_difference_is_told_to_every_node_once(peer):
     told: dict[int, list[str]] = {0: [], 1: [], 2: []}
 
     def compare(first: dict, other: dict) -> Sequence[str]:
         return [f"{other['name']} is not {first['name']}"] if other["name"] != first["name"] else []
 
-    everyone = [
-        Peers(node, 3, HOST, port, "a run", compare=compare, on_differences=told[node].extend) for node in range(3)
-    ]
-    try:
-        everyone[1].introduce({"name": "a"})  # perhaps before it is connected
-        everyone[0].introduce({"name": "a"})
-        everyone[2].introduce({"name": "b"})
-        everyone[2].introduce({"name": "b"})
-        wait_for(lambda: all(told.values()))
-        time.sleep(0.2)
-        assert told == {node: ["b is not a"] for node in range(3)}
-    finally:
-        for each in everyone:
-            each.close()
+    everyone = [peer(node, 3, compare=compare, on_differences=told[node].extend) for node in range(3)]
+    everyone[1].introduce({"name": "a"})  # perhaps before it is connected
+    everyone[0].introduce({"name": "a"})
+    everyone[2].introduce({"name": "b"})
+    everyone[2].introduce({"name": "b"})
+    wait_for(lambda: all(told.values()))
+    everyone[1].introduce({"another": "form"})
+    wait_for(lambda: len(told[2]) == 2)
+    assert told == {node: ["b is not a", everyone[0].differences[1]] for node in range(3)}
+    assert "node 1 (" in told[0][1] and "runs another version of this repository" in told[0][1]
 
 
-def test_a_part_of_another_form_is_a_difference_too(nodes):
-    first, second = nodes(2, compare=lambda first, other: [first["name"]])
-    first.introduce({"other": 1})
-    second.introduce({"other": 1})
-    wait_for(lambda: bool(second.differences))
-    assert "another version of this repository" in second.differences[0]
-
-
-def test_a_port_that_is_taken_is_a_problem_to_tell(port: int):
+def test_a_port_that_is_taken_is_a_problem_to_tell(peer, port: int):
     problems: list[str] = []
     with socket.create_server(("", port)):
-        alone = Peers(0, 2, HOST, port, "a run", on_problem=problems.append)
+        peer(0, 2, on_problem=problems.append)
         wait_for(lambda: bool(problems))
-        alone.close()
     assert f"port {port} cannot be listened on" in problems[0]
 
 
-def test_a_peer_that_reads_nothing_holds_up_nobody(port: int):
-    first = Peers(0, 2, HOST, port, "a run")
+def test_a_peer_that_reads_nothing_holds_up_nobody(peer, port: int):
+    first = peer(0, 2)
     deaf = stranger(port)
     hello = {"run": "a run", "kind": "hello", "node": 1, "attempt": None, "host": "deaf"}
     deaf.sendall(json.dumps(hello).encode() + b"\n")
@@ -234,7 +205,6 @@ def test_a_peer_that_reads_nothing_holds_up_nobody(port: int):
     for _ in range(300):
         first.say("part", part="x" * 100_000)
     assert time.monotonic() - start < 10
-    first.close()
 
 
 # ---- waiting at the end ----------------------------------------------------------------------------------------
@@ -248,15 +218,14 @@ def waited(peers: Peers, seconds: float = 30) -> float:
 
 def test_one_waits_for_an_explanation(nodes):
     first, second, third = nodes(3)
-    third.say("end", part=end(2, "complete"))
-    timer = threading.Timer(0.5, second.say, ("end",), {"part": end(1)})
-    timer.start()
+    third.ended(end(2, "complete"))
+    threading.Timer(0.5, second.ended, (end(1),)).start()
     for each in (first, third):
         assert waited(each) < 15
         assert 1 in each.ends
 
 
-def test_one_waits_for_nobody_who_is_silent_gone_or_was_never_there(soon_silent, nodes, port: int):
+def test_one_waits_for_nobody_who_is_silent_gone_or_was_never_there(soon_silent, nodes, peer):
     first, second = nodes(2)
     second.closed.set()  # it says nothing more, and does not connect again when node 0 gives up on it
     assert waited(first) < 15  # silent
@@ -264,9 +233,7 @@ def test_one_waits_for_nobody_who_is_silent_gone_or_was_never_there(soon_silent,
     wait_for(lambda: not first.connections)
     assert waited(first) < 15
     with socket.create_server((HOST, 0)) as nobody:
-        alone = Peers(1, 2, HOST, nobody.getsockname()[1], "a run")
-        assert waited(alone) < 15
-        alone.close()
+        assert waited(peer(1, 2, port=nobody.getsockname()[1])) < 15
 
 
 def test_no_wait_is_longer_than_it_may_be(nodes):

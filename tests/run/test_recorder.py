@@ -13,27 +13,18 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT, Project, record, wait_for
+from harness import MEMORY, REPO_ROOT, Project, record, wait_for
+from harness import engine_output as output
 from hypothesis import given
 from hypothesis import strategies as st
 
 from t5bench.record import machine as environment
 from t5bench.record.records import RecordError, load, read_metrics
+from t5bench.record.samples import read_samples
 from t5bench.run.ending import read_end
 from t5bench.run.output import OPEN_SECONDS, Output, pass_on
 from t5bench.run.recorder import overwrite
 from t5bench.run.sampler import link_speeds, network_counters
-
-ITERATION = (
-    " iteration {:8d}/ {} | elapsed time per iteration (ms): 419.3 | learning rate: 5.000E-05 | lm loss: {} |"
-    " grad norm: 1.774590E+00 | samples per second: 38.161 | TFLOPs: 0.00 |\n"
-)
-MEMORY = " peak memory | rank {} | host vm | device cpu | allocated MiB 0.0 | reserved MiB 0.0 | host rss MiB 562.4\n"
-
-
-def output(iterations: int, total: int = 3, loss: str = "8.0E+00", ranks: int = 1) -> str:
-    lines = [ITERATION.format(number, total, loss) for number in range(1, iterations + 1)]
-    return "".join(lines + [MEMORY.format(rank) for rank in range(ranks)])
 
 
 def part_of(directory: Path, node: int = 0) -> dict:
@@ -59,54 +50,60 @@ def test_a_complete_run(tmp_path: Path):
     assert part["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert part["cpu"]["cores"] >= 1
     assert part["started"] < part["ended"]
-    samples = [json.loads(line) for line in (tmp_path / "node0.samples.jsonl").read_text().splitlines()]
+    samples = read_samples(tmp_path / "node0.samples.jsonl")
     assert len(samples) >= 2
     assert samples[0]["network"]["lo"]["sent"] >= 0
 
 
 @pytest.mark.parametrize(
-    ("text", "end", "status", "reason", "code"),
+    ("text", "end", "status", "reason", "code", "strength"),
     [
-        (output(2), "0 ", "incomplete", "it ended after iteration 2 of 3", 3),
-        (output(3, ranks=0), "0 ", "incomplete", "rank 0 ended before the run did", 3),
-        (output(3, loss="NAN"), "0 ", "diverged", "the loss is not a number at iteration 1", 4),
-        (output(3, loss="inf") + "AssertionError\n", "1 ", "diverged", "the loss is not a number at iteration 1", 4),
-        (output(2) + "[rank0]: KeyError: 'text'\n", "1 ", "crashed", "rank 0: KeyError: 'text'", 1),
-        ("CUDA out of memory. Tried to allocate 2.00 GiB\n", "1 ", "out-of-memory", "the GPU's memory is full", 5),
-        ("Timed out after 21 seconds waiting for clients. 1/2 clients joined.\n", "1 ", "timeout", "1 of 2 nodes", 6),
-        ("RuntimeError: Connection closed by peer\n", "1 ", "network", "the connection to another process was lost", 7),
-        ("error: unrecognized arguments: --x\n", "2 ", "configuration", "unrecognized arguments: --x", 2),
-        (output(2), "143 TERM", "cancelled", "TERM received", 143),
-        (output(2), "130 INT", "cancelled", "INT received", 130),
-        (output(2), "137 ", "crashed", "torchrun was killed", 1),
-        (output(2), "9 ", "crashed", "exit status 9 and named no cause", 1),
-        (output(2), None, "crashed", "the launcher was killed", 1),
+        (output(2), "0 ", "incomplete", "it ended after iteration 2 of 3", 3, 2),
+        (output(3, ranks=()), "0 ", "incomplete", "rank 0 ended before the run did", 3, 2),
+        (output(3, loss="NAN"), "0 ", "diverged", "the loss is not a number at iteration 1", 4, 3),
+        (output(3, loss="inf") + "AssertionError\n", "1 ", "diverged", "the loss is not a number at iteration 1", 4, 3),
+        (output(2) + "[rank0]: KeyError: 'text'\n", "1 ", "crashed", "rank 0: KeyError: 'text'", 1, 2),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB\n", "1 ", "out-of-memory", "the GPU's memory is full", 5, 3),
+        (
+            "Timed out after 21 seconds waiting for clients. 1/2 clients joined.\n",
+            "1 ",
+            "timeout",
+            "1 of 2 nodes",
+            6,
+            3,
+        ),
+        ("RuntimeError: Connection closed by peer\n", "1 ", "network", "connection to another process was lost", 7, 0),
+        ("error: unrecognized arguments: --x\n", "2 ", "configuration", "unrecognized arguments: --x", 2, 3),
+        (output(2), "143 TERM", "cancelled", "TERM received", 143, None),
+        (output(2), "130 INT", "cancelled", "INT received", 130, None),
+        (output(2), "137 ", "crashed", "torchrun was killed", 1, 3),
+        (output(2), "9 ", "crashed", "exit status 9 and named no cause", 1, 0),
+        (output(2), None, "crashed", "the launcher was killed", 1, 3),
     ],
 )
-def test_how_it_ended(tmp_path: Path, text: str, end: str | None, status: str, reason: str, code: int):
+def test_how_it_ended(
+    tmp_path: Path, text: str, end: str | None, status: str, reason: str, code: int, strength: int | None
+):
+    """strength: how much the cause explains; what the recorder alone sees outweighs what victims elsewhere say."""
     result = record(tmp_path, text, end=end, TRAIN_ITERS="3")
     assert result.returncode == code, result.stderr
     run = load(tmp_path)
     assert run.status == status
     assert reason in run.reason
-    first_line = (tmp_path / "node0.status").read_text().splitlines()[0]
-    assert first_line == f"{status} {run.reason}"
+    assert (tmp_path / "node0.status").read_text().splitlines()[0] == f"{status} {run.reason}"
+    assert (part_of(tmp_path)["cause"] or {"strength": None})["strength"] == strength
 
 
 def test_the_last_interval_may_be_shorter_than_the_log_interval(tmp_path: Path):
-    assert (
-        record(
-            tmp_path, ITERATION.format(20, 25, 8.0) + MEMORY.format(0), TRAIN_ITERS="25", LOG_INTERVAL="20"
-        ).returncode
-        == 0
-    )
+    lines = output(2, 25).replace(" 2/", "20/")
+    assert record(tmp_path, lines, TRAIN_ITERS="25", LOG_INTERVAL="20").returncode == 0
 
 
 def test_a_node_without_the_last_rank_needs_no_iteration_lines(tmp_path: Path):
-    nodes = 2
-    assert record(tmp_path, MEMORY.format(0), nodes=nodes).returncode == 0
+    assert record(tmp_path, MEMORY.format(0), nodes=2).returncode == 0
     assert load(tmp_path).status == "incomplete"  # node 1 left nothing yet
-    assert record(tmp_path, output(3).replace("rank 0", "rank 1"), nodes=nodes, node=1, TRAIN_ITERS="3").returncode == 0
+    assert record(tmp_path, output(3, ranks=[1]), nodes=2, node=1, TRAIN_ITERS="3").returncode == 0
+    assert load(tmp_path).status == "complete"
 
 
 def test_slurms_time_limit_is_told_from_a_cancellation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -155,32 +152,19 @@ def test_wherever_the_pipe_cuts_the_lines_are_whole(cuts: list[int]):
         assert [line.partition(" ")[2] for line in log.read_text().splitlines()] == output(2).splitlines()
 
 
-def test_a_record_cut_short_is_named(tmp_path: Path):
-    with pytest.raises(RecordError, match="no record of a run"):
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "no record of a run"),
+        ('{"format": 2, ', "cannot be read"),
+        ('{"format": 1}', "is not a record of format 2"),
+    ],
+)
+def test_what_is_no_record_is_named(tmp_path: Path, content: str | None, problem: str):
+    if content:
+        (tmp_path / "node0.json").write_text(content)
+    with pytest.raises(RecordError, match=problem):
         load(tmp_path)
-    with pytest.raises(RecordError, match="there is no run directory"):
-        load(tmp_path / "nowhere")
-    (tmp_path / "node0.json").write_text('{"format": 1, ')
-    with pytest.raises(RecordError, match="cannot be read"):
-        load(tmp_path)
-    (tmp_path / "node0.json").write_text('{"format": 1}')
-    with pytest.raises(RecordError, match="is not a record of format 2"):
-        load(tmp_path)
-
-
-def test_every_failure_has_a_cause(tmp_path: Path):
-    """What the recorder alone sees outweighs what victims on other nodes say."""
-    for name, text, end, strength in [
-        ("launcher", output(2), None, 3),
-        ("torchrun", output(2), "137 ", 3),
-        ("early", output(2), "0 ", 2),
-        ("diverged", output(3, loss="NAN"), "0 ", 3),
-        ("unknown", output(2), "9 ", 0),
-    ]:
-        record(tmp_path / name, text, end=end, TRAIN_ITERS="3")
-        cause = part_of(tmp_path / name)["cause"]
-        assert cause["strength"] == strength, name
-        assert cause["reason"] == part_of(tmp_path / name)["reason"]
 
 
 def test_output_that_something_holds_open_does_not_hold_the_recorder(tmp_path: Path):
@@ -231,7 +215,7 @@ def test_slurm_is_asked_where_its_environment_does_not_tell(
 def test_a_recorder_that_was_killed_is_named(project: Project):
     launcher = project.start_sleeping(STUB_SLEEP="3")
     (recorder,) = subprocess.run(
-        ["pgrep", "-f", f"t5bench record --directory {project.root}/"], capture_output=True, text=True
+        ["pgrep", "-f", f"t5bench record --plan {project.root}/"], capture_output=True, text=True
     ).stdout.split()
     os.kill(int(recorder), signal.SIGKILL)
     assert "what keeps the record of this run was killed (signal 9)" in launcher.communicate(timeout=30)[1]
@@ -249,11 +233,12 @@ def test_a_launchers_record_has_every_effective_setting(project: Project):
     run = load(project.root / "outputs" / "zero2")
     help_text = project.launch("zero2", "--help").stdout
     names = set(re.findall(r"^  ([A-Z][A-Z0-9_]+) ", help_text, re.MULTILINE))
-    assert set(run.record["settings"]) == names
-    assert (run.setting("LR"), run.setting("WANDB_RUN_GROUP"), run.setting("NNODES")) == ("0.0003", "trial", "1")
-    assert run.record["ds_config"]["zero_optimization"]["stage"] == 2
+    assert set(run.plan.settings) == names
+    values = [run.plan.value(name) for name in ("LR", "WANDB_RUN_GROUP", "NNODES", "WANDB_API_KEY")]
+    assert values == ["0.0003", "trial", "1", "given"]
+    assert run.plan.zero_stage == 2
     assert run.nodes[0]["environment"]["NCCL_DEBUG"] == "INFO"
-    assert run.nodes[0]["command"][-3:] == ["--zero-stage", "2", "--no-pipeline-parallel"]
+    assert run.plan.command[-3:] == ["--zero-stage", "2", "--no-pipeline-parallel"]
     assert run.record["versions"]["torch"]
     assert set(run.record["patches"]) == set((project.root / "patches" / "series").read_text().split())
     assert run.record["data"]["bin_bytes"] == 14
@@ -261,48 +246,30 @@ def test_a_launchers_record_has_every_effective_setting(project: Project):
         assert "0123456789abcdef" not in path.read_text()
 
 
+NVIDIA_SMI = """#!/usr/bin/env bash
+echo "$*" >>"$STUB_DIR/smi"
+case "$*" in
+  -L) for gpu in 0 1; do echo "GPU $gpu: NVIDIA Stub (UUID: GPU-$gpu)"; done ;;
+  *memory.total*) for gpu in 0 1; do echo "$gpu, NVIDIA Stub, 81559, 570.1, GPU-$gpu"; done ;;
+  *) while true; do printf "0, 1000, 93, 300.50, 1980\\n1, 2000, [N/A], 310.00, 1980\\n"; sleep 0.1; done | cut -c1- ;;
+esac
+"""
+
+
 def test_gpus_are_recorded_and_sampled_with_one_nvidia_smi(project: Project):
-    project.add_stub(
-        "nvidia-smi",
-        "#!/usr/bin/env bash\n"
-        'echo "$*" >>"$STUB_DIR/smi"\n'
-        'case "$*" in\n'
-        '  -L) for gpu in 0 1; do echo "GPU $gpu: NVIDIA Stub (UUID: GPU-$gpu)"; done ;;\n'
-        '  *memory.total*) for gpu in 0 1; do echo "$gpu, NVIDIA Stub, 81559, 570.1, GPU-$gpu"; done ;;\n'
-        '  *) while true; do printf "0, 1000, 93, 300.50, 1980\\n1, 2000, [N/A], 310.00, 1980\\n"; sleep 0.1; done ;;\n'
-        "esac\n",
-    )
+    """A C program (cut) keeps back what it prints into a pipe until 4 KiB are full, unless it is told otherwise."""
+    project.add_stub("nvidia-smi", NVIDIA_SMI)
     result = project.launch("ddp", SAMPLE_INTERVAL="0.3", STUB_WAIT="1")
     assert result.returncode == 0, result.stderr
     run = load(project.root / "outputs" / "ddp")
-    assert [gpu["name"] for gpu in run.nodes[0]["devices"]] == ["NVIDIA Stub"] * 2
-    assert run.nodes[0]["devices"][0]["driver"] == "570.1"
-    lines = (project.root / "outputs" / "ddp" / "node0.samples.jsonl").read_text().splitlines()
-    sampled = [sample for line in lines if (sample := json.loads(line))["gpus"]]
-    assert sampled[0]["gpus"] == [
+    assert [(gpu["name"], gpu["driver"]) for gpu in run.nodes[0]["devices"]] == [("NVIDIA Stub", "570.1")] * 2
+    sampled = [sample["gpus"] for sample in read_samples(run.directory / "node0.samples.jsonl") if sample["gpus"]]
+    assert sampled[0] == [
         {"index": 0, "memory_mib": 1000, "utilization": 93, "power_w": 300.5, "sm_mhz": 1980},
         {"index": 1, "memory_mib": 2000, "utilization": None, "power_w": 310, "sm_mhz": 1980},
     ]
-    loops = [line for line in (project.stubs / "smi").read_text().splitlines() if "-lms 300" in line]
-    assert len(loops) == 1
+    assert (project.stubs / "smi").read_text().count("-lms 300") == 1
     wait_for(lambda: not subprocess.run(["pgrep", "-f", f"{project.stubs}/nvidia-smi"], capture_output=True).stdout)
-
-
-def test_samples_come_through_a_program_that_buffers_its_output(project: Project):
-    """As C programs do into a pipe: without help nothing would come before 4 KiB are full."""
-    project.add_stub(
-        "nvidia-smi",
-        "#!/usr/bin/env bash\n"
-        'case "$*" in\n'
-        '  -L) echo "GPU 0: NVIDIA Stub (UUID: GPU-0)" ;;\n'
-        '  *memory.total*) echo "0, NVIDIA Stub, 81559, 570.1, GPU-0" ;;\n'
-        "  *) while true; do echo 0, 1000, 93, 300.50, 1980; sleep 0.1; done | cut -c1- ;;\n"
-        "esac\n",
-    )
-    result = project.launch("ddp", SAMPLE_INTERVAL="0.3", STUB_WAIT="1")
-    assert result.returncode == 0, result.stderr
-    lines = (project.root / "outputs" / "ddp" / "node0.samples.jsonl").read_text().splitlines()
-    assert any(json.loads(line)["gpus"] for line in lines)
 
 
 def test_the_terminal_may_go_away(project: Project):
@@ -310,6 +277,7 @@ def test_the_terminal_may_go_away(project: Project):
     launcher = subprocess.Popen(
         ["bash", str(project.script("run_megatron_t5_ddp.sh"))],
         env=project.environment_with({"STUB_WAIT": "1"}),
+        cwd=project.root,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )

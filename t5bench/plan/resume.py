@@ -1,0 +1,226 @@
+"""From which checkpoint a run goes on: the newest that is whole on every node, of a run that this one may continue."""
+
+import contextlib
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+from t5bench import Problem
+from t5bench.plan.channel import Channel, Message, Place
+from t5bench.record import machine
+from t5bench.record.checkpoints import Checkpoints
+from t5bench.record.plan import Plan
+from t5bench.record.records import RecordError, mark_resume, read_part
+
+HOW_TO_SAVE = "A run saves checkpoints with SAVE_INTERVAL=<iterations>; without RESUME a new run starts"
+HOW_TO_SHARE = (
+    "Every node needs the files that its processes read: put OUTPUT_DIR on a shared file system,"
+    " or copy the checkpoint's directory to this node from the one that has them"
+)
+LOOK_THERE = (
+    "Its launcher tells why. Start one on every node, each with RESUME=1, the same settings, master and port;"
+    " RENDEZVOUS_TIMEOUT is how long each waits"
+)
+LEAVE_SECONDS = 10.0
+
+
+def checkpoint(plan: Plan, *, agree: bool) -> int:
+    """The iteration of the checkpoint from which a planned run goes on. Raises Problem.
+
+    Without agree it looks at this node alone and changes nothing; on several nodes 0 is an answer too. With agree all
+    nodes take the same one, and the engines' pointers, the directory and metrics.jsonl are prepared for it. What is
+    passed over is said on stderr.
+    """
+    assert plan.layout
+    checkpoints = Checkpoints(plan)
+    if plan.layout.nnodes == 1 and not checkpoints.iterations():
+        raise Problem(f"RESUME=1 but there is no checkpoint in {checkpoints.directory}", HOW_TO_SAVE)
+    if wrong := list(misfits(plan)):
+        raise Problem(
+            f"the run in {plan.output_dir} cannot go on like this: {'; '.join(wrong)}",
+            "Resume with the settings that it had, or start a new run in another OUTPUT_DIR",
+        )
+    own = look(checkpoints, None)
+    if plan.layout.nnodes == 1:
+        _refuse_without({0: own})
+    if own.iteration >= (total := plan.number("TRAIN_ITERS")):
+        raise Problem(
+            f"the run in {plan.output_dir} is already at iteration {own.iteration} of {total}",
+            "A longer run is another run, with another decay of the learning rate: choose another OUTPUT_DIR",
+        )
+    if not agree:
+        return own.iteration
+    place = Place.of(plan, plan.number("MASTER_PORT"))
+    iteration = agreed(place, own, partial(look, checkpoints), plan.decimal("RENDEZVOUS_TIMEOUT"))
+    if own.iteration > iteration:
+        _passed_over(own.iteration, f"not every node has it whole, and all have that of iteration {iteration}")
+    try:
+        checkpoints.point_to(iteration)
+        if plan.node == plan.layout.nnodes - 1:  # it has the last rank, which logs
+            mark_resume(Path(plan.output_dir, "metrics.jsonl"), iteration)
+    except OSError as error:
+        raise Problem(f"{plan.output_dir} cannot be prepared for resuming: {error}") from error
+    return iteration
+
+
+class View(NamedTuple):
+    """A node's newest whole checkpoint that the others may have too, 0 for none, and what is wrong with newer ones."""
+
+    iteration: int
+    fault: str
+    host: str
+
+
+def look(checkpoints: Checkpoints, limit: int | None) -> View:
+    """At the checkpoints of at most so many iterations."""
+    iteration, faults = checkpoints.newest(limit)
+    for number, fault in faults.items():
+        _passed_over(number, fault)
+    return View(iteration, "; ".join(faults.values()), socket.gethostname())
+
+
+def _passed_over(iteration: int, reason: str) -> None:
+    print(f"The checkpoint of iteration {iteration} is passed over: {reason}", file=sys.stderr)
+
+
+# ---- the run that wrote it -----------------------------------------------------------------------------------------
+
+
+def misfits(plan: Plan) -> Iterator[str]:
+    """How a run differs from the one in its directory, and must not: "SEED is '5' here and was '1234'"."""
+    part = earlier_part(Path(plan.output_dir), plan.node)
+    if part is None:
+        print(f"There is no record of a run in {plan.output_dir}: its settings are not compared.", file=sys.stderr)
+        return
+    then = Plan.read(part["plan"])
+    was, arguments, earlier_arguments = _kept(then), plan.engine_arguments, then.engine_arguments
+    pairs = [(name, value, was[name]) for name, value in _kept(plan).items() if name in was]
+    pairs += [
+        (name, arguments.get(name, "not given"), earlier_arguments.get(name, "not given"))
+        for name in sorted(arguments.keys() | earlier_arguments.keys())
+    ]
+    for name, here, there in pairs:
+        if not _same(here, there):
+            yield f"{name} is '{here}' here and was '{there}'"
+    recorded, now = part.get("data") or {}, machine.data(Path(plan.data_prefix), "")
+    for key, suffix in (("bin_bytes", ".bin"), ("idx_sha256", ".idx")):
+        if recorded.get(key) and now[key] and recorded[key] != now[key]:
+            yield f"{plan.data_prefix}{suffix} is not what the run was trained on"
+
+
+def earlier_part(directory: Path, node: int) -> dict[str, Any] | None:
+    """What the last attempt recorded: this node's part, else any node's, else an older one; None: nothing."""
+    found = sorted(directory.glob("node*.json"), key=lambda path: path.name != f"node{node}.json")
+    older = sorted(directory.glob("node*.json.*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in (*found, *older):
+        with contextlib.suppress(RecordError):
+            return read_part(path)
+    return None
+
+
+def _kept(plan: Plan) -> dict[str, str]:
+    """What a run must keep for its curve to stay the same curve, besides the engine's further arguments."""
+    assert plan.layout
+    return {
+        "the strategy": plan.strategy.name,
+        "the engine": plan.engine,
+        "the layout": f"TP={plan.layout.tp} PP={plan.layout.pp} DP={plan.layout.dp}",
+        **plan.with_role("kept"),
+    }
+
+
+def _same(one: str, other: str) -> bool:
+    try:
+        return float(one) == float(other)
+    except ValueError:
+        return one == other
+
+
+# ---- all nodes -----------------------------------------------------------------------------------------------------
+
+
+class _Agreement(Channel):
+    """``inbox`` gets node 0's table of all views, on node 0 the others' views, or the Problem that ends it."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self.inbox: SimpleQueue[dict[int, View] | Problem] = SimpleQueue()
+        self.start()
+
+    def hear(self, message: Message) -> None:
+        if message["kind"] == "views":
+            self.inbox.put({int(node): View(*view) for node, view in message["views"].items()})
+
+    def left(self, node: int) -> None:
+        where = f"node {node} ({self.hosts[node]})"
+        self.inbox.put(Problem(f"{where} went away while the nodes agreed on a checkpoint", LOOK_THERE))
+
+    def unanswered(self, why: str) -> None:
+        master = f"node 0 ({self.place.address}:{self.place.port})"
+        self.inbox.put(Problem(f"{master} did not say which checkpoint to resume from: {why}", LOOK_THERE))
+
+    def cannot_listen(self, error: OSError) -> None:
+        self.inbox.put(Problem(f"port {self.place.port} cannot be listened on: {error.strerror}", "Choose another"))
+
+    def next(self, seconds: float) -> dict[int, View]:
+        """Waits so long for nodes that are not there, and without end for one that is: it reads. Raises Problem."""
+        deadline = time.monotonic() + seconds
+        expected = set(range(1, self.place.nodes)) if self.place.node == 0 else {0}
+        while True:
+            with contextlib.suppress(Empty):
+                entry = self.inbox.get(timeout=0.2)
+                if isinstance(entry, Problem):
+                    raise entry
+                return entry
+            if (absent := expected - self.connections.keys()) and time.monotonic() > deadline:
+                who = f"node {', '.join(map(str, sorted(absent)))}"
+                raise Problem(f"{who} did not say in time which checkpoint it has", LOOK_THERE)
+
+    def wait_until_left(self) -> None:
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while self.connections and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def agreed(place: Place, own: View, look_again: Callable[[int], View], seconds: float) -> int:
+    """The newest iteration whose checkpoint is whole on all nodes. Raises Problem.
+
+    Each node names its newest; where they differ, all look again below the least, so that no node reads older ones than
+    it must. Node 0 listens at the rendezvous port, which torchrun takes only later.
+    """
+    told: dict[int, View] = {}
+    table = {0: own} if place.node == 0 else {}
+    with contextlib.closing(_Agreement(place)) as others:
+        while True:
+            known = dict(table) if place.node == 0 else {place.node: own}
+            if known != told:
+                others.declare("views", views=known)
+                told = known
+            iterations = {view.iteration for view in table.values()}
+            if len(table) == place.nodes and (len(iterations) == 1 or 0 in iterations):
+                break
+            entry = others.next(seconds)
+            table = table | entry if place.node == 0 else entry
+            if own.iteration > (least := min(view.iteration for view in table.values())) > 0:
+                own = look_again(least)
+            if place.node == 0:
+                table[0] = own
+        if place.node == 0:
+            others.wait_until_left()  # the port is free for torchrun when the others close first
+    _refuse_without(table)
+    return own.iteration
+
+
+def _refuse_without(table: Mapping[int, View]) -> None:
+    """Raises Problem where a node has no checkpoint."""
+    for node, view in sorted(table.items()):
+        if not view.iteration:
+            where, remedy = "", HOW_TO_SAVE
+            if len(table) > 1:
+                where, remedy = f" on node {node} ({view.host})", HOW_TO_SHARE
+            raise Problem(f"there is no whole checkpoint to resume from{where}: {view.fault or 'none at all'}", remedy)

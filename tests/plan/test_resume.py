@@ -1,0 +1,201 @@
+"""RESUME=1: what may go on from a checkpoint, how nodes agree on one, and what the launchers make of it."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from harness import Project, write_indexed_dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_runs import cut_off, made_checkpoints, made_plan, make_run, write_checkpoint
+
+from t5bench import Problem
+from t5bench.plan import channel
+from t5bench.plan.channel import Place
+from t5bench.plan.ports import free_port
+from t5bench.plan.resume import View, agreed, checkpoint, misfits
+from t5bench.record import machine
+from t5bench.record.checkpoints import Checkpoints
+from t5bench.record.plan import Plan
+
+# ---- the run that wrote it ------------------------------------------------------------------------------------------
+
+EXTRA = ("--init-method-std", "0.02")
+
+
+@pytest.fixture
+def died(tmp_path: Path) -> Callable[..., Plan]:
+    """died(10, 20): a run directory with a record and these checkpoints; the plan of a run that would go on, and may
+    differ."""
+
+    def make(
+        *iterations: int, strategy: str = "ddp", extra: tuple = EXTRA, world_size: int = 2, **changes: str
+    ) -> Plan:
+        settings = {"TRAIN_ITERS": "30", "OUTPUT_DIR": str(tmp_path / "run"), **changes}
+        if not (tmp_path / "run").exists():
+            make_run(tmp_path / "run", settings=settings, engine="native", extra_arguments=EXTRA)
+            write_indexed_dataset(tmp_path / "data", [[5, 6, 1]])
+            part = tmp_path / "run" / "node0.json"
+            recorded = json.loads(part.read_text()) | {"data": machine.data(tmp_path / "data", "")}
+            part.write_text(json.dumps(recorded))
+        plan = made_plan(strategy, settings, world_size=world_size, engine="native", extra_arguments=extra)
+        for iteration in iterations:
+            write_checkpoint(Checkpoints(plan), iteration)
+        return replace(plan, data_prefix=str(tmp_path / "data"))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("changes", "differences"),
+    [
+        ({}, []),
+        ({"LR": "1e-4", "SAVE_INTERVAL": "7", "EVAL_ITERS": "3", "WANDB_MODE": "disabled"}, []),
+        ({"extra": ("--init-method-std", "0.5")}, ["--init-method-std is '0.5' here and was '0.02'"]),
+        ({"extra": ()}, ["--init-method-std is 'not given' here and was '0.02'"]),
+        ({"GLOBAL_BATCH_SIZE": "32", "PRECISION_FLAG": "--bf16"},
+         ["GLOBAL_BATCH_SIZE is '32' here and was '16'", "PRECISION_FLAG is '--bf16' here and was ''"]),
+        ({"strategy": "zero1", "world_size": 4},
+         ["the strategy is 'zero1' here and was 'ddp'",
+          "the layout is 'TP=1 PP=1 DP=4' here and was 'TP=1 PP=1 DP=2'"]),
+    ],
+)  # fmt: skip
+def test_what_differs_is_named(died: Callable[..., Plan], changes: dict, differences: list[str]):
+    died()
+    assert list(misfits(died(**changes))) == differences
+
+
+def refusal(plan: Plan) -> str:
+    with pytest.raises(Problem) as refused:
+        checkpoint(plan, agree=False)
+    return str(refused.value)
+
+
+def test_what_cannot_be_resumed_is_refused_and_nothing_is_changed(died: Callable[..., Plan]):
+    found = Checkpoints(plan := died())
+    assert refusal(plan) == f"RESUME=1 but there is no checkpoint in {found.directory}"
+    died(10)
+    assert refusal(died(SEED="5")).endswith(" cannot go on like this: SEED is '5' here and was '1234'")
+    (found.folder(10) / "random_00000.pt").unlink()
+    assert refusal(plan).endswith("no whole checkpoint to resume from: iter_0000010/random_00000.pt is missing")
+    assert refusal(died(30)).endswith("is already at iteration 30 of 30")
+    write_indexed_dataset(Path(plan.data_prefix), [[5, 6, 1], [4, 1]])
+    assert ".bin is not what the run was trained on" in refusal(plan)
+    assert sorted(path.name for path in found.directory.iterdir()) == ["iter_0000010", "iter_0000030"]
+
+
+# ---- all nodes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(channel, "RETRY_SECONDS", 0.05)
+
+
+def agreement(*views: list[int], seconds: float = 20, runs: tuple[str, ...] = ()) -> list[int | str]:
+    """What each node ends with, an iteration or a refusal, when these are the whole checkpoints that they have."""
+    port, results = free_port(), [None] * len(views)
+
+    def take_part(rank: int) -> None:
+        def look(limit: int | None) -> View:
+            newest = max((i for i in views[rank] if limit is None or i <= limit), default=0)
+            return View(newest, "something is missing", f"host{rank}")
+
+        place = Place(rank, len(views), "127.0.0.1", port, runs[rank] if runs else "ddp")
+        try:
+            results[rank] = agreed(place, look(None), look, seconds)
+        except Problem as problem:
+            results[rank] = str(problem)
+
+    threads = [threading.Thread(target=take_part, args=(rank,)) for rank in reversed(range(len(views)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_nodes_take_the_newest_that_all_have():
+    assert agreement([10, 20]) == [20]
+    assert agreement([10, 20], [10, 20]) == [20, 20]
+    assert agreement([10, 20, 30], [10, 20], [5, 10, 30]) == [10, 10, 10]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.sets(st.integers(1, 6), min_size=1).map(sorted), min_size=2, max_size=4))
+def test_nodes_agree_whatever_they_have(views: list[list[int]]):
+    common = set.intersection(*map(set, views))
+    results = agreement(*views)
+    if common:
+        assert results == [max(common)] * len(views)
+    else:
+        assert len(set(results)) == 1
+        assert "there is no whole checkpoint to resume from on node" in str(results[0])
+
+
+def test_a_node_without_any_is_named_to_all():
+    refusal = "there is no whole checkpoint to resume from on node 1 (host1): something is missing"
+    assert agreement([10, 20], [], [20]) == [refusal] * 3
+
+
+def test_a_node_of_another_run_is_refused():
+    results = agreement([10], [10], seconds=1, runs=("ddp", "zero1"))
+    assert results[0] == "node 1 did not say in time which checkpoint it has"
+    assert "did not say which checkpoint to resume from: it belongs to another run, 'ddp'" in str(results[1])
+
+
+@pytest.mark.parametrize(("node", "nodes", "absent"), [(0, 3, "1, 2"), (1, 2, "0")])
+def test_a_node_that_does_not_come_is_named(node: int, nodes: int, absent: str):
+    started, view = time.monotonic(), View(10, "", "here")
+    with pytest.raises(Problem, match=f"node {absent} did not say in time"):
+        agreed(Place(node, nodes, "127.0.0.1", free_port(), "ddp"), view, lambda limit: view, 0.5)
+    assert time.monotonic() - started < 20
+
+
+def test_what_listens_there_and_is_no_node_is_named():
+    view = View(10, "", "here")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
+        with pytest.raises(Problem, match="did not say which checkpoint to resume from: it does not answer"):
+            agreed(Place(1, 2, "127.0.0.1", port, "ddp"), view, lambda limit: view, 20)
+
+
+# ---- a launcher -----------------------------------------------------------------------------------------------------
+
+
+def test_the_launcher_resumes_from_the_newest_whole_one(project: Project):
+    project.environment |= {"ENGINE": "native", "TRAIN_ITERS": "100", "SAVE_INTERVAL": "10", "PRECISION_FLAG": ""}
+    assert project.launch("ddp", STUB_STATUS="1").returncode == 1
+    (project.stubs / "arguments").unlink()
+    run = project.root / "outputs" / "ddp"
+    found = made_checkpoints(run)
+    for iteration in (10, 20):
+        write_checkpoint(found, iteration)
+    cut_off(found.folder(20) / "random_00001.pt")
+    pointer = found.directory / "latest_checkpointed_iteration.txt"
+    pointer.write_text("")  # the run died while it wrote this
+    passed_over = "iteration 20 is passed over: iter_0000020/random_00001.pt is cut off"
+
+    refused = project.launch("ddp", "--", "--seed", "5", RESUME="1")
+    assert refused.returncode == 2 and not project.was_started()
+    assert "SEED is '5' here and was '1234'\n" in refused.stderr
+    planned = project.launch("ddp", "--dry-run", RESUME="1")
+    assert planned.returncode == 0 and passed_over in planned.stderr
+    assert pointer.read_text() == "" and found.folder(20).is_dir()
+
+    result = project.launch("ddp", RESUME="1")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count(passed_over) == 1
+    assert "resuming from the checkpoint of iteration 10\n" in result.stderr
+    assert pointer.read_text() == "10"
+    assert (found.directory / "iter_0000020.passed-over").is_dir()
+    arguments = project.recorded_arguments()
+    assert arguments[arguments.index("--load") + 1] == str(found.directory)
+    assert '{"resumed_from": 10}' in (run / "metrics.jsonl").read_text().splitlines()
+    assert (run / "node0.json.1").is_file()
