@@ -4,19 +4,16 @@ Nothing is cached and nothing is compiled: every process derives the order of th
 """
 
 import os
-import struct
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import torch
 
-DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # the codes of token files
-HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sentences, length of the document index
-MAGIC = b"MMIDIDX\x00\x00"
+from t5bench.corpus.index import read_index
+
 LONG_SENTENCE = 512  # documents of several sentences are left out when one of them has more tokens
 MAX_SPAN, SPAN_P = 10, 0.2  # span lengths in words: geometric, clipped (SpanBERT, https://arxiv.org/abs/1907.10529)
 
@@ -25,27 +22,10 @@ class TokenFile:
     """<prefix>.idx and <prefix>.bin: `self[i]` is sentence i, and documents[d]:documents[d + 1] are document d's."""
 
     def __init__(self, prefix: str) -> None:
-        """Raises ValueError, in one sentence, for files that are missing, damaged or in another format."""
-        index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-        if missing := [str(path) for path in (index, tokens) if not path.is_file()]:
-            raise ValueError(f"there is no data file {' and no '.join(missing)}")
-        with index.open("rb") as file:
-            header = file.read(HEADER.size)
-        if len(header) < HEADER.size or header[:9] != MAGIC:
-            raise ValueError(f"{index} is not a Megatron index file (it does not begin with MMIDIDX)")
-        _, version, code, sentences, boundaries = HEADER.unpack(header)
-        if version != 1 or code not in DTYPES:
-            raise ValueError(f"{index} has version {version} and token type {code}, which this engine cannot read")
-        if index.stat().st_size < HEADER.size + 12 * sentences + 8 * boundaries or boundaries < 2:
-            raise ValueError(
-                f"{index} is cut short: it should list {sentences} sentences and {boundaries - 1} documents"
-            )
-        self.sizes = np.memmap(index, np.int32, "r", HEADER.size, sentences)
-        self.offsets = np.memmap(index, np.int64, "r", HEADER.size + 4 * sentences, sentences)
-        self.documents = np.memmap(index, np.int64, "r", HEADER.size + 12 * sentences, boundaries)
-        if tokens.stat().st_size < (self.offsets[-1] + self.sizes[-1] * np.dtype(DTYPES[code]).itemsize):
-            raise ValueError(f"{tokens} is cut short: it ends before the last sentence that {index} lists")
-        self.tokens = np.memmap(tokens, DTYPES[code], "r")
+        """Raises ValueError, in one sentence, for files that are missing or damaged."""
+        index = read_index(prefix)
+        self.sizes, self.offsets, self.documents = map(np.asarray, (index.sizes, index.pointers, index.doc_idx))
+        self.tokens = np.memmap(f"{prefix}.bin", index.dtype, "r")
 
     def __getitem__(self, sentence: int) -> np.ndarray:
         start = int(self.offsets[sentence]) // self.tokens.itemsize

@@ -7,4 +7,5 @@ from pathlib import Path
 repository = str(Path(__file__).resolve().parent.parent)
 path = os.pathsep.join(filter(None, (repository, os.environ.get("PYTHONPATH"))))
 command = [sys.executable, "-m", "t5bench.corpus.export", *sys.argv[1:]]
-os.execve(sys.executable, command, os.environ | {"PYTHONPATH": path})
+# From Python 3.11 on, PYTHONSAFEPATH keeps another t5bench in the current directory out.
+os.execve(sys.executable, command, os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"})

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Train the bundled sample's tokenizer: how megatron_data/sample/tokenizer/ was made.
 
     python -m t5bench.corpus.sample_tokenizer            # writes megatron_data/sample/tokenizer/
@@ -10,47 +9,33 @@ T5 tokenizer with the sentinels `<extra_id_0>` (id 4099) to `<extra_id_99>` (id 
 The same release of SentencePiece (`SENTENCEPIECE_VERSION` made the bundled files) gives the same bytes every time.
 """
 
-from __future__ import annotations
-
 import argparse
-import io
 import string
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from t5bench.corpus.build import SAMPLE_DIR, one_line, read_jsonl, run_command, write_json
-from t5bench.corpus.index import DataError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from t5bench.corpus import common
 
 SENTENCEPIECE_VERSION = "0.2.3"
 PIECES = 4000
-SENTINELS = 100
-SENTINEL_NAMES = [f"<extra_id_{index}>" for index in range(SENTINELS)]
+SPECIAL_TOKENS = {
+    "additional_special_tokens": [f"<extra_id_{index}>" for index in range(100)],
+    "pad_token": "<pad>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+}
+CONFIG = {"tokenizer_class": "T5Tokenizer", "legacy": True, "extra_ids": 100, **SPECIAL_TOKENS, "model_max_length": 512}
 
 
-def articles_text(path: Path) -> Iterator[str]:
-    """Documents and summaries of the articles in order. Raises DataError that names a bad line."""
-    for number, article in read_jsonl(path):
-        for key in ("document", "summary"):
-            text = article.get(key)
-            if not isinstance(text, str):
-                raise DataError(f'line {number} of {path} has no string under "{key}"')
-            yield text
-
-
-def train(articles: Path) -> bytes:
-    """The serialised SentencePiece model. Raises DataError when the articles cannot be read or are too few."""
+def train(directory: Path) -> None:
+    """Train on the bundled articles, and write the tokenizer's files into `directory`."""
     import sentencepiece
 
-    texts = list(articles_text(articles))
-    model = io.BytesIO()
-    try:
+    articles = common.read_jsonl(common.SAMPLE / "articles.jsonl")
+    directory.mkdir(parents=True, exist_ok=True)
+    with common.replacing(directory / "spiece.model") as model:
         sentencepiece.SentencePieceTrainer.train(
             # An iterator and a writer rather than file names, which would become part of the model.
-            sentence_iterator=iter(texts),
+            sentence_iterator=(article[key] for _, article in articles for key in ("document", "summary")),
             model_writer=model,
             model_type="unigram",
             vocab_size=PIECES,
@@ -64,53 +49,17 @@ def train(articles: Path) -> bytes:
             num_threads=1,
             minloglevel=2,
         )
-    except RuntimeError as error:
-        raise DataError(f"{articles} does not make {PIECES} pieces ({one_line(error)})") from error
-    return model.getvalue()
+    common.write_json(directory / "tokenizer_config.json", CONFIG)
+    common.write_json(directory / "special_tokens_map.json", SPECIAL_TOKENS)
+    print(f"{directory}: {PIECES} pieces and 100 sentinels")
 
 
-def tokenizer_config() -> dict[str, Any]:
-    """Content of tokenizer_config.json."""
-    return {
-        "tokenizer_class": "T5Tokenizer",
-        "legacy": True,
-        "extra_ids": SENTINELS,
-        "additional_special_tokens": SENTINEL_NAMES,
-        "pad_token": "<pad>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "model_max_length": 512,
-    }
-
-
-def special_tokens_map() -> dict[str, Any]:
-    """Content of special_tokens_map.json."""
-    return {
-        "additional_special_tokens": SENTINEL_NAMES,
-        "pad_token": "<pad>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-    }
-
-
-def save(articles: Path, directory: Path) -> None:
-    """Train on `articles` and write the tokenizer's files into `directory`. Raises DataError or OSError."""
-    model = train(articles)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "spiece.model").write_bytes(model)
-    write_json(directory / "tokenizer_config.json", tokenizer_config())
-    write_json(directory / "special_tokens_map.json", special_tokens_map())
-    print(f"{directory}: {PIECES} pieces and {SENTINELS} sentinels, spiece.model {len(model):,} bytes")
-
-
-def main() -> int:
-    """Command line entry; returns the exit status."""
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--articles", type=Path, default=SAMPLE_DIR / "articles.jsonl", metavar="JSONL")
-    parser.add_argument("--output", type=Path, default=SAMPLE_DIR / "tokenizer", metavar="DIR")
+    parser.add_argument("--output", type=Path, default=common.SAMPLE / "tokenizer", metavar="DIR")
     args = parser.parse_args()
-    return run_command(lambda: save(args.articles, args.output))
+    common.run(lambda: train(args.output))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -21,8 +21,8 @@ def native_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = prefix.with_name("text.jsonl")
     articles = (REPO_ROOT / "megatron_data" / "sample" / "articles.jsonl").read_text().splitlines()
     text.write_text("".join(json.dumps({"text": json.loads(line)["document"]}) + "\n" for line in articles))
-    writer = [sys.executable, str(REPO_ROOT / "scripts" / "build_indexed_dataset.py"), "--input", str(text)]
-    subprocess.run([*writer, "--output-prefix", str(prefix), "--tokenizer", str(TOKENIZER)], check=True, timeout=120)
+    build = [sys.executable, "-m", "t5bench.corpus.build", "--input", str(text), "--output-prefix", str(prefix)]
+    subprocess.run([*build, "--tokenizer", str(TOKENIZER)], cwd=REPO_ROOT, check=True, timeout=120)
     return prefix
 
 

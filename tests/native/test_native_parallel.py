@@ -203,7 +203,7 @@ def test_wrong_data_ends_the_run_with_one_sentence(native_data: Path, tmp_path: 
     missing = torchrun(1, script, command_line("alone", tmp_path / "nothing", tmp_path))
     assert missing.returncode != 0
     assert [line for line in missing.stderr.splitlines() if line.startswith("error: ")] == [
-        f"error: there is no data file {tmp_path / 'nothing'}.idx and no {tmp_path / 'nothing'}.bin"
+        f"error: Missing or empty Megatron indexed dataset files: {tmp_path / 'nothing'}.bin does not exist"
     ]
     line = command_line("alone", native_data, tmp_path)
     foreign = torchrun(1, script, [*line, "--tokenizer-model", str(tmp_path)])

@@ -1,0 +1,151 @@
+"""T5 tokenizers: from a directory or the hub, and the ids that they give to documents."""
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from t5bench import Problem
+from t5bench.corpus import common
+
+TOKENIZER_FILES = ["spiece.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
+TOKENIZER_FILES += ["tokenizer.json", "config.json"]
+NAME_A_T5 = "Name a T5 tokenizer in TOKENIZER_MODEL (--tokenizer), for example google-t5/t5-large"
+# Compared once with the tokenizer before SentencePiece is trusted to speak for it.
+PROBES = (
+    "The price rose by 12.5% in Q3, to $1,234 (see page 7); nobody's happy.",
+    "  Two  spaces,\na line\tand a tab ",
+    "na\u00efve caf\u00e9, \ufb01ne, \u6771\u4eac, \U0001f600 \u2581 x",
+    "",
+)
+
+
+class DocumentEncoder:
+    """Token ids as transformers' slow T5 tokenizer gives them, mostly from SentencePiece itself.
+
+    SentencePiece alone takes about a seventh of the tokenizer's time. The tokenizer is left with what it treats
+    specially: documents that contain the text of a special token such as `</s>` or `<extra_id_0>`.
+
+    vocabulary: number of ids, sentinels included. exact: whether SentencePiece is used at all. pieces_file: its model.
+    """
+
+    def __init__(self, directory: Path, threads: int = 1) -> None:
+        """directory: of a T5 tokenizer with its spiece.model. Raises Problem when it is not one."""
+        self.pieces_file = directory / "spiece.model"
+        self._threads = threads
+        self._pieces, self._tokenizer = _load(directory)
+        self._eos: int = self._tokenizer.eos_token_id
+        specials = sorted(self._tokenizer.added_tokens_encoder)
+        self._special = re.compile("|".join(map(re.escape, specials)))
+        self.vocabulary = len(self._tokenizer)
+        # Without `legacy`, the tokenizer treats leading blanks and U+2581 in its own way.
+        self.exact = getattr(self._tokenizer, "legacy", True) is not False and all(
+            self._plain([probe]) == [self._tokenizer.encode(probe)] for probe in PROBES
+        )
+
+    def has_special_text(self, text: str) -> bool:
+        """Whether the text contains the text of a special token."""
+        return self._special.search(text) is not None
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, `</s>` at the end of each."""
+        if not self.exact:
+            return [self._special_case(text) for text in texts]
+        special = {index for index, text in enumerate(texts) if self.has_special_text(text)}
+        ids = self._plain(["" if index in special else text for index, text in enumerate(texts)])
+        for index in special:
+            ids[index] = self._special_case(texts[index])
+        return ids
+
+    def _special_case(self, text: str) -> list[int]:
+        # The slow tokenizer adds no second `</s>` to a text that ends in one; transformers 5 would.
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids if ids[-1:] == [self._eos] else [*ids, self._eos]
+
+    def _plain(self, texts: list[str]) -> list[list[int]]:
+        ids: list[list[int]] = self._pieces.encode(texts, num_threads=self._threads)
+        for document in ids:
+            document.append(self._eos)
+        return ids
+
+
+def _load(directory: Path) -> tuple[Any, Any]:
+    """SentencePiece's processor and transformers' tokenizer."""
+    # Without its PyTorch models transformers loads in one second, not in four; release 5 has no such choice.
+    os.environ.setdefault("USE_TORCH", "0")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import sentencepiece
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    try:
+        pieces = sentencepiece.SentencePieceProcessor(model_file=str(directory / "spiece.model"))
+        tokenizer = AutoTokenizer.from_pretrained(directory, use_fast=False, local_files_only=True)
+    except Exception as error:
+        # A broken directory shows in many ways.
+        raise Problem(f"{directory} cannot be loaded as a tokenizer ({common.one_line(error)})", NAME_A_T5) from error
+    if "<extra_id_0>" not in tokenizer.added_tokens_encoder or tokenizer.eos_token_id is None:
+        lacks = "it lacks <extra_id_0> or an end-of-sequence token"
+        raise Problem(f"{directory} is not a T5 tokenizer: {lacks}", NAME_A_T5)
+    return pieces, tokenizer
+
+
+def find_tokenizer(name: str) -> Path:
+    """The directory of a tokenizer: `name` itself, or where the hub's files of that name are now.
+
+    Raises Problem when there is no such tokenizer, or when the hub is needed and does not answer.
+    """
+    directory = Path(name)
+    if not directory.is_dir():
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise Problem(f"there is no tokenizer directory {name}", "Correct TOKENIZER_MODEL (--tokenizer)")
+        remedy = "Check the name and the network, or set TOKENIZER_MODEL to a directory that holds its files"
+        with hub(f"the tokenizer {name}", remedy) as client:
+            directory = Path(client.snapshot_download(name, allow_patterns=TOKENIZER_FILES))
+    if not (directory / "spiece.model").is_file():
+        raise Problem(f"{name} has no spiece.model, so it is not a SentencePiece T5 tokenizer", NAME_A_T5)
+    return directory
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy a tokenizer's files into the new directory `target`, complete enough to be loaded from there alone."""
+    target.mkdir()
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+    # Hub repositories leave these two to the model's config.json and the library's defaults.
+    config_path = target / "tokenizer_config.json"
+    config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}
+    if not {"tokenizer_class", "legacy"} <= config.keys():
+        common.write_json(config_path, {"tokenizer_class": "T5Tokenizer", "legacy": True} | config)
+
+
+@contextmanager
+def hub(what: str, remedy: str) -> Iterator[Any]:
+    """The huggingface_hub package; what goes wrong with it becomes a Problem that says why `what` did not come."""
+    import huggingface_hub
+    from huggingface_hub import constants, errors, utils
+
+    if not sys.stderr.isatty():
+        utils.disable_progress_bars()
+    try:
+        yield huggingface_hub
+    except Exception as error:
+        # Network, hub and cache errors have no common base class. Both HTTP libraries that huggingface_hub has used
+        # name these so, and neither is imported here.
+        unreachable = {"ConnectionError", "ConnectTimeout", "ReadTimeout", "ConnectError", "ProxyError", "SSLError"}
+        if isinstance(error, errors.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE:
+            why = "HF_HUB_OFFLINE is set"
+        elif isinstance(error, errors.LocalEntryNotFoundError) or type(error).__name__ in unreachable:
+            why = f"{constants.ENDPOINT} does not answer"
+        elif isinstance(error, errors.RepositoryNotFoundError):
+            why = "it does not exist, or it is not public"
+        else:
+            why = common.one_line(error)
+        raise Problem(f"{what} could not be fetched from the Hugging Face hub ({why})", remedy) from error

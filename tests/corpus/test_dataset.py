@@ -1,0 +1,219 @@
+"""The indexed dataset: its format, damage to it, the tokens in it, and Megatron's own tool as the judge of both."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpus_files import ARTICLES, SAMPLE, assert_refused, run_module, snapshot, write_jsonl
+from harness import REPO_ROOT, write_indexed_dataset
+
+from t5bench import Problem
+from t5bench.corpus import sample_tokenizer
+from t5bench.corpus.build import BATCH_DOCUMENTS, build_dataset, write_dataset
+from t5bench.corpus.index import read_index
+from t5bench.corpus.tokenizer import DocumentEncoder
+
+DOCUMENTS = [[5, 6, 7, 1], [8, 9, 1], [65535, 1], [1]]
+SPECIAL_TEXTS = ["a </s> b", "It ends here. </s>", "</s>", "</s></s>", "<extra_id_0>", "a<extra_id_3> b <extra_id_10>."]
+SPECIAL_TEXTS += ["<pad> and  <unk> ", "<s> is no special token of T5", "<extra_id_100> and </s", "", " ", "\n\n"]
+SPECIAL_TEXTS += ["\u2581 b\u2581", "na\u00efve \ufb01ne \u6771\u4eac \U0001f600 \u202f \x00 a\u2028b"]
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    write_dataset(tmp_path / "corpus_document", "uint16", DOCUMENTS)
+    return tmp_path / "corpus_document"
+
+
+@pytest.fixture(scope="session")
+def encoder() -> DocumentEncoder:
+    return DocumentEncoder(SAMPLE / "tokenizer")
+
+
+def documents_of(prefix: Path) -> list[list[int]]:
+    index = read_index(prefix)
+    tokens = np.fromfile(f"{prefix}.bin", index.dtype)
+    return [document.tolist() for document in np.split(tokens, np.cumsum(index.sizes)[:-1])]
+
+
+def test_writer_and_reader_follow_the_format(dataset: Path, tmp_path: Path) -> None:
+    write_indexed_dataset(tmp_path / "expected", DOCUMENTS)
+    for suffix in (".bin", ".idx"):
+        assert dataset.with_suffix(suffix).read_bytes() == (tmp_path / f"expected{suffix}").read_bytes()
+    index = read_index(dataset)
+    assert (index.tokens, index.dtype, list(index.sizes)) == (10, "uint16", [4, 3, 2, 1])
+    assert (list(index.pointers), list(index.doc_idx)) == ([0, 8, 14, 18], [0, 1, 2, 3, 4])
+    # Two documents of two sequences each.
+    path, header = dataset.with_suffix(".idx"), struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 4, 3)
+    path.write_bytes(header + path.read_bytes()[34:82] + struct.pack("<3q", 0, 2, 4))
+    assert list(read_index(dataset).doc_idx) == [0, 2, 4]
+
+
+def test_every_truncation_is_found(dataset: Path) -> None:
+    for suffix in (".idx", ".bin"):
+        path, whole = dataset.with_suffix(suffix), dataset.with_suffix(suffix).read_bytes()
+        for size in range(len(whole)):
+            path.write_bytes(whole[:size])
+            with pytest.raises(Problem, match="is truncated" if size else "is empty") as caught:
+                read_index(dataset)
+            assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+            assert "prepare_xsum_megatron.sh" in caught.value.remedy
+        path.write_bytes(whole)
+
+
+DAMAGE = [
+    (".idx", 0, b"TNTIDX\0\0", "does not begin with MMIDIDX"),
+    (".idx", 9, b"\x02", "format version 2"),
+    (".idx", 17, b"\x07", "7 is not the code"),
+    (".idx", 18, b"\x03", "is corrupt: its header announces 3 sequences"),
+    (".idx", 46, b"\0\0\0\0", "a sequence of 0 tokens"),
+    (".idx", 58, b"\x02", "offsets do not follow"),
+    (".idx", 82, b"\x01", "document boundaries"),
+    (".idx", 114, b"\x05", "document boundaries"),
+    (".idx", 122, b"more", "is corrupt"),
+    (".bin", 20, b"\0\0", "not the file that its index describes"),
+]
+
+
+def test_damage_is_named(dataset: Path) -> None:
+    for suffix, offset, replacement, message in DAMAGE:
+        path, whole = dataset.with_suffix(suffix), dataset.with_suffix(suffix).read_bytes()
+        path.write_bytes(whole[:offset] + replacement + whole[offset + len(replacement) :])
+        with pytest.raises(Problem, match=message):
+            read_index(dataset)
+        path.write_bytes(whole)
+
+
+def test_check_is_light_enough_for_a_launcher(dataset: Path) -> None:
+    heavy = "{'numpy', 'sentencepiece', 'transformers', 'torch', 'json', 'hashlib', 'dataclasses', 'inspect'}"
+    code = f"import sys, t5bench.corpus.index as i; i.read_index(sys.argv[1]); print(*{heavy} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code, dataset], cwd=REPO_ROOT) == b"\n"
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        result = run_module("build", "--check", dataset)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(seconds) < 0.15
+    assert (result.stdout, result.stderr) == ("documents=4 sequences=4 tokens=10 dtype=uint16\n", "")
+    dataset.with_suffix(".idx").unlink()
+    missing = run_module("build", "--check", dataset)
+    assert_refused(missing, "Missing or empty Megatron indexed dataset files", "does not exist", "SAMPLE=1")
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_ids_are_those_of_the_slow_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, legacy: bool) -> None:
+    """A tokenizer with `legacy` is SentencePiece but for special tokens, one without it departs from it."""
+    if not legacy:
+        pytest.importorskip("google.protobuf", reason="transformers needs protobuf for tokenizers without `legacy`")
+    from transformers import T5Tokenizer
+
+    directory = shutil.copytree(SAMPLE / "tokenizer", tmp_path / "tokenizer")
+    (directory / "tokenizer_config.json").write_text(json.dumps(sample_tokenizer.CONFIG | {"legacy": legacy}))
+    slow, encoder = T5Tokenizer.from_pretrained(directory), DocumentEncoder(directory)
+    assert encoder.exact == legacy and encoder.vocabulary == len(slow) == 4100
+    assert slow.convert_tokens_to_ids(["<pad>", "</s>", "<unk>", "<extra_id_0>"]) == [0, 1, 2, 4099]
+    draw, texts = random.Random(20), ARTICLES + SPECIAL_TEXTS
+    blocks = [(32, 127), (32, 127), (0, 0x300), (0x2000, 0x3000), (0x4E00, 0x5000), (0x1F300, 0x1F700)]
+    texts += ["".join(chr(draw.randrange(*draw.choice(blocks))) for _ in range(number % 60)) for number in range(1000)]
+    slowly, encode = [], encoder._tokenizer.encode
+    monkeypatch.setattr(encoder._tokenizer, "encode", lambda text, **kw: slowly.append(text) or encode(text, **kw))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # "This sequence already has </s>"
+        expected = [slow.encode(text) for text in texts]
+    for text, mine, theirs in zip(texts, encoder.encode_batch(texts), expected, strict=True):
+        assert mine == theirs, repr(text)
+    assert slowly == ([text for text in texts if encoder.has_special_text(text)] if legacy else texts)
+    assert not any(2 in ids or ids.index(1) < len(ids) - 1 for ids in expected[: len(ARTICLES)])
+
+
+def test_building_keeps_order_and_counts(encoder: DocumentEncoder, tmp_path: Path) -> None:
+    texts = ARTICLES * 4
+    texts[700:700] = ["", " \n", "one <extra_id_1> two", "word " * 600]
+    assert len(texts) > 2 * BATCH_DOCUMENTS
+    source = write_jsonl(tmp_path / "text.jsonl", [{"text": text, "other": 1} for text in texts])
+    source.write_text(source.read_text() + "\n\n")
+    counts, documents = build_dataset(source, tmp_path / "one", encoder), documents_of(tmp_path / "one")
+    assert documents == encoder.encode_batch([text for text in texts if text.strip()])
+    assert (counts["documents"], counts["tokens"]) == (len(documents), sum(map(len, documents)))
+    assert (counts["skipped_empty"], counts["special_text_documents"]) == (2, 1)
+    threaded = DocumentEncoder(SAMPLE / "tokenizer", threads=4)
+    for threaded.vocabulary, dtype in ((65499, "uint16"), (65500, "int32")):
+        build_dataset(source, tmp_path / dtype, threaded)
+        assert read_index(tmp_path / dtype).dtype == dtype and documents_of(tmp_path / dtype) == documents
+
+
+BAD_CORPORA = {
+    b'{"text": "fine"}\n{"text": \n': "line 2 of .* is not valid JSON",
+    b'{"text": "fine"}\n\n{"txt": "a"}\n': 'line 3 of .* has no string as "text", but nothing',
+    b'{"text": 5}\n': 'line 1 of .* has no string as "text", but int',
+    b'["text"]\n': "line 1 of .* is not a JSON object",
+    b"[" * 100_000: "line 1 of .* is not valid JSON",
+    b'{"text": "fine"}\n{"text": "\xff"}\n': "line 2 of .* is not UTF-8",
+    b'{"text": "fine \\ud83d\\ude00"}\n{"text": "half \\ud83d"}\n': "line 2 of .* half of a surrogate pair",
+    b'{"text": " "}\n': "no document with text",
+}
+
+
+def test_a_bad_corpus_is_refused_by_line(encoder: DocumentEncoder, dataset: Path, tmp_path: Path) -> None:
+    for content, message in BAD_CORPORA.items():
+        (tmp_path / "bad.jsonl").write_bytes(content)
+        before = snapshot(tmp_path)
+        with pytest.raises(Problem, match=message) as caught:
+            build_dataset(tmp_path / "bad.jsonl", dataset, encoder)
+        assert caught.value.remedy and snapshot(tmp_path) == before
+
+
+def test_build_command_refuses_what_is_not_a_tokenizer(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "text.jsonl", [{"text": "a"}])
+    base = ("build", "--input", source, "--output-prefix", tmp_path / "out", "--tokenizer", tmp_path / "broken")
+    assert_refused(run_module(*base), "there is no tokenizer directory")
+    (tmp_path / "broken").mkdir()
+    assert_refused(run_module(*base), "no spiece.model")
+    (tmp_path / "broken" / "spiece.model").write_bytes(b"not a model")
+    assert_refused(run_module(*base), "cannot be loaded as a tokenizer")
+    assert {path.name for path in tmp_path.iterdir()} == {"text.jsonl", "broken"}
+
+
+UPSTREAM = """
+import preprocess_data
+preprocess_data.main()
+from megatron.data.indexed_dataset import MMapIndexedDataset
+dataset = MMapIndexedDataset("ours", skip_warmup=True)
+print([dataset[i].tolist() for i in range(len(dataset))], file=open("ours.read", "w"))
+"""
+
+
+def test_files_are_those_of_megatrons_own_tool(encoder: DocumentEncoder, megatron_dir: Path, tmp_path: Path) -> None:
+    # No text with "<s>": the engine adds that token to the tokenizer, T5 itself does not have it.
+    texts = [text for text in ARTICLES + SPECIAL_TEXTS if text.strip() and "<s>" not in text]
+    build_dataset(write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in texts]), tmp_path / "ours", encoder)
+    # The tool needs this name when it is imported, and nothing of it for whole documents.
+    (tmp_path / "nltk.py").write_text("class tokenize:\n class punkt:\n  PunktLanguageVars = object\n")
+    options = ["--input", "text.jsonl", "--output-prefix", "theirs", "--workers", "1", "--seq-length", "512"]
+    options += ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", str(SAMPLE / "tokenizer")]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{megatron_dir}:{megatron_dir}/tools"}
+    subprocess.run([sys.executable, "-c", UPSTREAM, *options], env=environment, cwd=tmp_path, timeout=120, check=True)
+    for suffix in (".bin", ".idx"):
+        ours, theirs = tmp_path / f"ours{suffix}", tmp_path / f"theirs_text_document{suffix}"
+        assert ours.read_bytes() == theirs.read_bytes()
+    assert json.loads((tmp_path / "ours.read").read_text()) == encoder.encode_batch(texts)
+
+
+def test_sample_tokenizer_is_what_its_command_makes(tmp_path: Path) -> None:
+    import sentencepiece
+
+    if sentencepiece.__version__ != sample_tokenizer.SENTENCEPIECE_VERSION:
+        pytest.skip(f"made with sentencepiece {sample_tokenizer.SENTENCEPIECE_VERSION}, this is another release")
+    assert f"sentencepiece {sentencepiece.__version__}" in (SAMPLE / "README.md").read_text()
+    assert run_module("sample_tokenizer", "--output", tmp_path / "a tokenizer").returncode == 0
+    assert snapshot(tmp_path / "a tokenizer") == snapshot(SAMPLE / "tokenizer")
