@@ -20,6 +20,7 @@ COMMANDS = {
     "parity-check": ("t5bench.sweep.parity_check", "train the strategies alike, and ask parity of them"),
     "strategies": ("t5bench.plan.launchers", "the names of the strategies, in the order of their ports"),
     "sweep": ("t5bench.sweep.command", "run strategies one after another, and compare them"),
+    "cluster": ("t5bench.cluster.check", "whether the nodes can run together, before a run finds out"),
     "wandb": ("t5bench.report.wandb_report", "put a comparison into its W&B project"),
 }
 

@@ -1,276 +1,189 @@
-"""Looks at all nodes at once over ssh and prints one table (see check_cluster.sh, which finds the hosts and paths).
-
-Two steps, each with its own time limit: every node answers check_cluster_probe.py, then those that did measure the
-network between them with check_cluster_network.py. Both reach a node on ssh's standard input, so that a node without
-the repository can answer too.
+"""Looks at all nodes at once over ssh, for at most a minute, and prints one table: reachable, clocks, names, this
+repository and the engine at the same state, the same libraries and data, GPUs, free ports, disk, memory, and the
+network measured with all-reduces. What fails is explained below the table. Every node has the repository, the data and
+the Python of this shell (PYTHON, else python3) at the same path. Exit status: 0 all is well, 1 a check failed, 2 wrong
+use.
 """
 
 import argparse
+import io
 import json
 import os
-import re
 import shlex
+import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
+import zipfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
-from t5bench import REPOSITORY
-from t5bench.cluster.table import UNKNOWN, Cell, Node, Paths, Row, failed, render, table
+from t5bench import REPOSITORY, Problem
+from t5bench.cluster.probe import Cell, Question
+from t5bench.cluster.table import Node, render, table
+from t5bench.plan.launchers import ask, declarations
+from t5bench.record.plan import Plan
 
-HERE = Path(__file__).resolve().parent
 # Seconds: the whole ends within a minute.
-LOOK_UP_LIMIT, PROBE_LIMIT, NETWORK_LIMIT = 4.0, 18.0, 32.0
+PROBE_LIMIT, NETWORK_LIMIT = 18.0, 32.0
 CONNECT_SECONDS = 5
 # A master that ssh leaves in the background would keep our pipes open.
 SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ControlMaster=no")
 PASSED_ON = ("NCCL_", "GLOO_", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 
-# What ssh says, what it means in the table, and what to do about it on {host}.
-_NO_PYTHON = "Put the environment at the same path on {host}, or set PYTHON to one that is on all nodes"
+# What ssh says, what it means in the table, and what to do about it on {host}; the last one covers everything else.
 SSH_FAILURES = (
     ("Permission denied", "refused", "Let this host's key in: ssh-copy-id {host}   (a node may need an allocation)"),
     ("Host key verification failed", "unknown key", "Connect once by hand and compare the key: ssh {host}"),
     ("Could not resolve hostname", "unknown name", "Check the spelling; scontrol show hostnames prints SLURM's names"),
     ("Connection refused", "no sshd", "Start sshd on {host}, or run this check from a node that can log in there"),
-    ("No such file or directory", "no python", _NO_PYTHON),
+    ("No such file or directory", "no python",
+     "Put the environment at the same path on {host}, or set PYTHON to one that is on all nodes"),
+    ("", "unreachable", "Is {host} up and its network plugged in? Log in by hand: ssh {host}"),
 )  # fmt: skip
 
+# Runs the program that comes on standard input: Python reads it from a file that has no name.
+BOOT = (
+    "import os, runpy, sys; file = os.memfd_create('t5bench'); os.write(file, sys.stdin.buffer.read());"
+    " runpy.run_path(f'/proc/self/fd/{file}')"
+)
 
-def is_here(host: str) -> bool:
-    """Whether the name is this machine's: its own, or one of an address that can be bound."""
-    own = socket.gethostname()
-    if host in (own, own.split(".")[0]):
-        return True
+
+@dataclass(frozen=True)
+class Answer:
+    """What a program on a node printed, as JSON, and when it had ended (seconds since 1970)."""
+
+    said: Sequence[Mapping[str, Any]]
+    error: str
+    ended: float
+
+
+@cache
+def program(module: str) -> bytes:
+    """This package as a zip: a node runs the same code as this host, whether or not it has the repository."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in (REPOSITORY / "t5bench").rglob("*.py"):
+            archive.write(path, path.relative_to(REPOSITORY))
+        archive.writestr("__main__.py", f"from t5bench.cluster.{module} import main\n\nmain()\n")
+    return buffer.getvalue()
+
+
+def execute(node: Node, python: str, module: str, word: str, limit: float, **environment: str) -> Answer:
+    """Run a module of this package on a node, for at most so many seconds."""
+    if not node.here:
+        environment |= {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+    assignments = [f"{name}={value}" for name, value in environment.items()]
+    command = ["env", *assignments, python, "-c", BOOT, word]
+    if not node.here:
+        command = [*SSH, node.host, shlex.join(["exec", *command])]
     try:
-        # In a process of its own, for Python's own look-up cannot be given up when a name server does not answer.
-        found = subprocess.run(
-            ["getent", "ahosts", host], capture_output=True, text=True, timeout=LOOK_UP_LIMIT, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    return any(can_bind(line.split()[0]) for line in found.stdout.splitlines() if line.strip())
+        result = subprocess.run(command, input=program(module), capture_output=True, timeout=limit, check=False)
+        output, error = result.stdout, result.stderr.decode(errors="replace")
+    except subprocess.TimeoutExpired as late:
+        output, error = late.stdout or b"", f"no answer within {limit:.0f} s"
+    said = [json.loads(line) for line in output.decode(errors="replace").splitlines() if line.startswith("{")]
+    return Answer(said, error.strip(), time.time())
 
 
-def can_bind(address: str) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as one:
-            one.bind((address, 0))
-    except OSError:
-        return False
-    return True
-
-
-STARTED: list[subprocess.Popen[str]] = []
-
-
-def stop(signal_number: int, _: object) -> NoReturn:
-    """On Ctrl-C: what was started here ends now, what runs on the nodes by its own time limit."""
-    for process in STARTED:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    os._exit(128 + signal_number)
-
-
-class Remote:
-    """A Python program on a node, with the time at which each line of its output came."""
-
-    def __init__(
-        self, node: Node, python: str, program: Path, words: Sequence[str], environment: Mapping[str, str]
-    ) -> None:
-        command = ["env", *(f"{name}={value}" for name, value in environment.items()), python, "-u", "-", *words]
-        if not node.here:
-            passed = [f"{k}={v}" for k, v in os.environ.items() if k.startswith(PASSED_ON)]
-            command = [*SSH, node.host, shlex.join(["exec", "env", *passed, *command[1:]])]
-        self.lines: list[tuple[float, str]] = []
-        with program.open() as source:
-            self.process = subprocess.Popen(
-                command, stdin=source, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-            )
-        STARTED.append(self.process)
-        self.error = ""
-        self._readers = [threading.Thread(target=self._read), threading.Thread(target=self._read_error)]
-        for reader in self._readers:
-            reader.daemon = True
-            reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout
-        for line in self.process.stdout:
-            self.lines.append((time.time(), line.rstrip("\n")))
-
-    def _read_error(self) -> None:
-        assert self.process.stderr
-        self.error = self.process.stderr.read()
-
-    def finish(self, deadline: float) -> bool:
-        """Wait for its end, at most until the deadline (of the monotonic clock); whether it came."""
-        try:
-            self.process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            return False
-        finally:
-            for reader in self._readers:
-                reader.join(1)
-        return True
-
-
-def failure_of(node: Node, status: int | None, error: str) -> Cell:
-    """Why a node gave no answer at all."""
-    said = [line for line in error.strip().splitlines() if line.strip()]
-    for pattern, word, remedy in SSH_FAILURES:
-        if line := next((line for line in said if pattern in line), None):
-            return Cell(word, line.strip(), remedy.format(host=node.host))
-    if status == 127:
-        return Cell("no python", said[-1] if said else "python was not found", _NO_PYTHON.format(host=node.host))
-    if status is None:
-        return Cell(
-            "no answer", f"no answer within {PROBE_LIMIT:.0f} s", f"Is {node.host} up? Log in by hand: ssh {node.host}"
-        )
-    problem = said[-1].strip() if said else f"ended with status {status} and said nothing"
-    return Cell(
-        "unreachable", problem, f"Is {node.host} up and its network plugged in? Log in by hand: ssh {node.host}"
-    )
-
-
-def probe(node: Node, python: str, question: Mapping[str, object]) -> None:
-    """Fill in what the node answers."""
-    node.here = is_here(node.host)
+def look_at(node: Node, python: str, question: Question) -> None:
+    """Fill in what the node answers, or why it gave no answer at all."""
     start = time.monotonic()
-    program = HERE / "probe.py"
-    remote = Remote(node, python, program, [json.dumps({**question, "seconds": PROBE_LIMIT - CONNECT_SECONDS - 1})], {})
-    ended = remote.finish(start + PROBE_LIMIT)
+    answer = execute(node, python, "probe", json.dumps(asdict(question)), PROBE_LIMIT)
     node.seconds = time.monotonic() - start
-    offsets = []
-    for came, line in list(remote.lines):
-        if line.startswith("clock "):
-            offsets.append(float(line.split()[1]) - came)
-        elif match := re.fullmatch(r"fact (\w+) (.*)", line):
-            answer = json.loads(match[2])
-            if "error" in answer:
-                node.errors[match[1]] = answer["error"]
-            else:
-                node.facts[match[1]] = answer["value"]
-    # A line's way here only ever takes time: the largest is the nearest.
-    node.clock = max(offsets, default=None)
-    if not node.facts and not node.errors:
-        node.failure = failure_of(node, remote.process.returncode if ended else None, remote.error)
+    for name, value in (item for said in answer.said for item in said.items()):
+        if name == "clock":
+            node.clock = value - answer.ended
+        elif name == "free_port":
+            node.free_port = value
+        else:
+            node.cells[name] = {row: Cell(**cell) for row, cell in value.items()}
+    if not node.cells:
+        lines = answer.error.splitlines() or ["it ended and said nothing"]
+        found = ((line, word, remedy) for text, word, remedy in SSH_FAILURES for line in lines[::-1] if text in line)
+        line, word, remedy = next(found)
+        node.failure = Cell(word, line.strip(), remedy.format(host=node.host))
 
 
-def measure_network(nodes: Sequence[Node], python: str, ports: Sequence[int]) -> tuple[Row, str]:
-    """The row of the table, and a line on all nodes together where there are more than two."""
-    able = [node for node in nodes if node.facts.get("libraries", {}).get("torch")]
-    row: dict[str, Cell] = {node.host: UNKNOWN for node in nodes}
+def measure_network(nodes: Sequence[Node], python: str) -> tuple[dict[str, Cell], str]:
+    """The cells of the hosts that can be measured, and a line on what was measured."""
+    able = [node for node in nodes if node.cell("libraries", "torch").same]
     if len(able) < 2:
-        return row, ""
-    master, taken = able[0], able[0].facts.get("ports", {})
-    port = next((port for port in ports if str(port) not in taken), None)
-    if port is None:
-        row[master.host] = Cell("not measured", "no rendezvous port is free", "Free one of them first")
-        return row, ""
-    nccl = all(node.facts.get("gpus") and node.facts["libraries"].get("cuda") for node in able)
-    words = ["nccl" if nccl else "gloo", str(NETWORK_LIMIT - 3)]
-    deadline = time.monotonic() + NETWORK_LIMIT
-    common = {"MASTER_ADDR": master.host, "MASTER_PORT": str(port), "WORLD_SIZE": str(len(able))}
-    program = HERE / "network.py"
-    remotes = [Remote(n, python, program, words, common | {"RANK": str(rank)}) for rank, n in enumerate(able)]
-    ended = [remote.finish(deadline) for remote in remotes]
-    result = next((json.loads(line[7:]) for _, line in remotes[0].lines if line.startswith("result ")), None)
-    if result:
-        row[master.host] = Cell("master")
-        for rank, node in enumerate(able[1:], 1):
-            row[node.host] = Cell(speed(result["pairs"][str(rank)]))
-        versions = sorted({line[8:] for remote in remotes for _, line in remote.lines if line.startswith("version ")})
-        if len(versions) > 1:
-            found = f"NCCL is {' and '.join(versions)}"
-            row[master.host] = Cell("NCCL differs", found, "Use one environment on all nodes")
-        note = f"Network measured with {' '.join(words[:1] + versions)}, each node against {master.host}."
-        if result["together"]:
-            note += f" All {len(able)} together: {speed(result['together'])}."
-        return row, note
-    for node, remote, done in zip(able, remotes, ended, strict=True):
-        row[node.host] = network_failure(node, master, port, remote, done)
-    return row, ""
+        return {}, ""
+    master = able[0]
+    if master.free_port is None:
+        return {master.host: Cell("not measured", "no rendezvous port is free", "Free one of them first")}, ""
+    common = {"MASTER_ADDR": master.host, "MASTER_PORT": str(master.free_port), "WORLD_SIZE": str(len(able))}
+
+    def start(rank: int) -> Answer:
+        return execute(able[rank], python, "network", str(NETWORK_LIMIT - 3), NETWORK_LIMIT, **common, RANK=str(rank))
+
+    with ThreadPoolExecutor(len(able)) as pool:
+        answers = list(pool.map(start, range(len(able))))
+    result = next((said for said in answers[0].said if "pairs" in said), None)
+    if result is None:
+        return {n.host: network_failure(answer) for n, answer in zip(able, answers, strict=True)}, ""
+    note = f"Network measured with {result['backend']}, each node against {master.host}."
+    if result["together"]:
+        note += f" All {len(able)} together: {speed(result['together'])}."
+    others = {able[int(rank)].host: Cell(speed(measured)) for rank, measured in result["pairs"].items()}
+    return {master.host: Cell("master")} | others, note
 
 
 def speed(measured: Mapping[str, float]) -> str:
     return f"{measured['gbit']:.3g} Gbit/s, {measured['us']:.0f} us"
 
 
-def network_failure(node: Node, master: Node, port: int, remote: Remote, ended: bool) -> Cell:
-    remedy = (
-        f"Let the nodes reach each other on every TCP port (a firewall? {master.host}:{port} first), and name the"
-        " interface between them on all nodes: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
-    )
-    said = next((line[6:] for _, line in remote.lines if line.startswith("error ")), "")
-    if not said and ended and remote.process.returncode:
-        said = (remote.error.strip().splitlines() or [f"ended with status {remote.process.returncode}"])[-1]
-    return Cell("no all-reduce", said or f"the all-reduce did not end within {NETWORK_LIMIT:.0f} s", remedy)
+def network_failure(answer: Answer) -> Cell:
+    said = next((said["error"] for said in answer.said if "error" in said), "")
+    return Cell("no all-reduce", said or (answer.error.splitlines() or ["it ended before the all-reduce did"])[-1])
 
 
-def strategy_ports() -> list[int]:
-    """The rendezvous ports that the launchers declare."""
-    texts = (path.read_text() for path in (REPOSITORY / "scripts").glob("run_megatron_t5_*.sh"))
-    return sorted(int(port) for text in texts for port in re.findall(r"^STRATEGY_PORT=(\d+)$", text, re.MULTILINE))
+def settings_in_effect() -> Plan:
+    """A launcher's plan on this host alone; what this host lacks for a run does not matter. Raises Problem."""
+    plan = ask("ddp", ["127.0.0.1", "0"], os.environ | {"NNODES": "1", "HOSTS": ""})
+    for obstacle in plan.obstacles:
+        if obstacle.fatal:
+            raise Problem(obstacle.found, obstacle.remedy)
+    return plan
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--python", required=True, help="the interpreter, at the same path on every node")
-    parser.add_argument("--engine", choices=["megatron", "native"], required=True)
-    parser.add_argument("--device", choices=["auto", "cuda", "cpu"], required=True)
-    parser.add_argument("--engine-dir", type=Path, required=True)
-    parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--port", default="", help="the port of MASTER_PORT, instead of the strategies' own")
-    parser.add_argument("hosts", nargs="+", metavar="HOST")
-    return parser.parse_args()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
+    parser.add_argument("hosts", nargs="*", metavar="HOST", help="the nodes, the master first")
+    parser.add_argument("--here", help="the one of them that is this machine, which needs no ssh")
 
 
-def main() -> int:
-    args = parse_arguments()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, stop)
+def run(args: argparse.Namespace) -> int:
+    if not args.hosts:
+        remedy = "Name the nodes, the master first: bash scripts/check_cluster.sh node0 node1"
+        raise Problem("no host is named, HOSTS is not set, and this is no SLURM allocation", remedy)
     if twice := sorted({host for host in args.hosts if args.hosts.count(host) > 1}):
-        print(
-            f"error: {', '.join(twice)} is named more than once\n       Name each node once, the master first",
-            file=sys.stderr,
-        )
-        return 2
-    ports = [int(args.port)] if args.port else strategy_ports()
-    here = Path.cwd()
-    paths = Paths(
-        REPOSITORY, here / args.engine_dir, here / args.data_dir / "xsum_text_document", args.engine, args.device
-    )
-    nodes = [Node(host) for host in args.hosts]
-    question = {
-        "repository": str(paths.repository),
-        "engine_dir": str(paths.engine_dir),
-        "data_prefix": str(paths.data_prefix),
-        "output_dir": str(here / args.output_dir),
-        "ports": ports,
-        "master": args.hosts[0],
-    }
+        raise Problem(f"{', '.join(twice)} is named more than once", "Name each node once, the master first")
+    # A Ctrl-C ends this and every ssh at once; what runs on the nodes ends by its own time limit.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    python = shutil.which(os.environ.get("PYTHON") or "python3") or sys.executable
+    plan = settings_in_effect()
+    ports = [plan.number("MASTER_PORT")] if os.environ.get("MASTER_PORT") else [s.port for s in declarations()]
+    nodes = [Node(host, here=host == args.here) for host in args.hosts]
+
+    def look(node: Node) -> None:
+        place = str(REPOSITORY), plan.engine_directory, plan.data_prefix, plan.output_dir
+        seconds = PROBE_LIMIT - CONNECT_SECONDS - 1
+        look_at(node, python, Question(node.host, args.hosts, *place, plan.device, ports, seconds))
+
     with ThreadPoolExecutor(len(nodes)) as pool:
-        list(pool.map(lambda node: probe(node, args.python, question), nodes))
-    network, note = measure_network(nodes, args.python, ports)
-    rows = table(nodes, paths, network)
-    print(render(nodes, rows, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+        list(pool.map(look, nodes))
+    network, note = measure_network(nodes, python)
+    rows, colour = table(nodes, network), sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    print(render(nodes, rows, Path(plan.data_prefix), colour))
     if note:
         print(f"\n{note}")
-    count = failed(rows)
+    count = sum(bool(cell.problem) for row in rows.values() for cell in row.values())
     print(f"\n{count} checks failed." if count > 1 else "\n1 check failed." if count else "\nAll is well.")
     return 1 if count else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,8 @@
-"""The network between nodes, measured with all-reduces: one process on each node, started by check_cluster.py.
+"""The network between nodes, measured with all-reduces: check.py runs this module on every node at once.
 
-It arrives on standard input. MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE are torch's own variables; argv is the
-backend (nccl or gloo) and a time limit in seconds. Rank 0 prints ``result JSON``: for each other rank, and for all
-together, bandwidth in Gbit/s and latency in microseconds. Every rank prints ``version NCCL`` on CUDA or ``error TEXT``.
+MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE are torch's own variables, argv[1] is the time limit in seconds. Rank 0
+prints a JSON object: ``backend``, and for each other rank (``pairs``) and for all (``together``) the bandwidth in
+Gbit/s and the latency in microseconds. A rank that fails prints ``{"error": TEXT}``.
 
 Bandwidth is 2 (n-1)/n bytes / seconds, what each node's link carries, as nccl-tests defines its bus bandwidth.
 """
@@ -20,28 +20,27 @@ FIRST = 2**20
 REPETITIONS = 5
 
 
-def say(text: str) -> None:
-    print(text, flush=True)
-
-
-def main(backend: str, seconds: float) -> None:
+def all_reduces(seconds: float) -> None:
     # Nothing stays behind on the node, whatever hangs and whether or not anyone listens.
     signal.alarm(int(seconds) + 1)
     import torch
     import torch.distributed as dist
 
-    device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
-    if backend == "nccl":
-        torch.cuda.set_device(device)
-        say(f"version {'.'.join(map(str, torch.cuda.nccl.version()))}")
     deadline = time.monotonic() + seconds
-    dist.init_process_group(backend, timeout=timedelta(seconds=max(1.0, seconds - 2)))
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout = timedelta(seconds=max(1.0, seconds - 2))
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, rank == 0, timeout)
+    able = torch.cuda.is_available() and dist.is_nccl_available()
+    store.set(f"backend{rank}", f"nccl {'.'.join(map(str, torch.cuda.nccl.version()))}" if able else "gloo")
+    backends = sorted({store.get(f"backend{other}").decode() for other in range(size)})
+    on_gpus = "gloo" not in backends
+    device = torch.device("cuda", 0) if on_gpus else torch.device("cpu")
+    dist.init_process_group("nccl" if on_gpus else "gloo", store=store, rank=rank, world_size=size, timeout=timeout)
 
     def timed(tensor: torch.Tensor, group: dist.ProcessGroup) -> float:
         start = time.perf_counter()
         dist.all_reduce(tensor, group=group)
-        if backend == "nccl":
+        if on_gpus:
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
@@ -66,14 +65,19 @@ def main(backend: str, seconds: float) -> None:
     pairs = {other: measure(group, 2, allowance) for other, group in groups.items() if rank in (0, other)}
     together = measure(dist.group.WORLD, size, allowance) if size > 2 else None
     if rank == 0:
-        say(f"result {json.dumps({'pairs': pairs, 'together': together})}")
-    dist.barrier()
+        print(
+            json.dumps(
+                {"backend": " and ".join(backends) if on_gpus else "gloo", "pairs": pairs, "together": together}
+            ),
+            flush=True,
+        )
+    timed(torch.zeros(1, device=device), dist.group.WORLD)  # none leaves before the last has measured
     dist.destroy_process_group()
 
 
-try:
-    main(sys.argv[1], float(sys.argv[2]))
-except Exception as error:  # whatever it is belongs into the table
-    say(f"error {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-    sys.stdout.flush()
-    os._exit(1)
+def main() -> None:
+    try:
+        all_reduces(float(sys.argv[1]))
+    except Exception as error:  # whatever it is belongs into the table
+        print(json.dumps({"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}), flush=True)
+        os._exit(1)

@@ -1,223 +1,237 @@
-"""What check_cluster.py asks of a node. It arrives there on standard input and needs only the standard library.
+"""What a node says of itself. check.py runs this module there, whether or not the node has the repository.
 
-argv[1] is a JSON object: repository, engine_dir, data_prefix, output_dir (paths), ports (list), master (host name),
-seconds (time limit). Prints ``clock SECONDS`` lines and a ``fact NAME JSON`` line for each fact, as it becomes known:
-one that hangs, such as a file system that is gone, does not hold up the others.
+argv[1] is a Question as JSON. Prints one JSON object a line, as each becomes known, so that a fact that hangs (such as
+a file system that is gone) does not hold up the others: ``{FACT: {ROW: Cell}}``, ``{"free_port": PORT}`` and, at the
+end, ``{"clock": SECONDS}`` since 1970. Only the standard library is needed.
 """
 
+import contextlib
 import hashlib
-import importlib.metadata
+import ipaddress
 import json
 import os
-import platform
 import re
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-LIBRARIES = ("torch", "deepspeed", "transformers", "flash_attn", "apex")
+from t5bench.corpus.index import dataset_paths, read_index
+from t5bench.plan.engine import CHANGED, MISSING, UNPATCHED, state_of
+from t5bench.record import machine
+
+GIB = 2**30
+LEAST_DISK = 1 * GIB  # logs of many runs; checkpoints of the large model take several times more
+LEAST_MEMORY = 2 * GIB  # a process that has loaded torch and the engine
+REQUIRED = ("torch", "deepspeed", "transformers")
 SOURCES = ("scripts", "native", "t5bench", "ds_configs", "patches")
-WHOLE_BELOW = 64 * 2**20  # bytes; larger files are sampled
-SAMPLES, SAMPLE_BYTES = 64, 2**16
-
-Question = dict[str, Any]
+SAMPLES, SAMPLE_BYTES = 64, 2**20
 
 
-def run(*command: str) -> str:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True, stdin=subprocess.DEVNULL)
-    return result.stdout
+@dataclass(frozen=True)
+class Cell:
+    """A node's entry in a row of the table: a problem makes it red, and all nodes must have the ``same``."""
+
+    text: str
+    problem: str = ""
+    remedy: str = ""
+    same: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Question:
+    """hosts: all of them, the master first. engine_directory: empty for the native engine. seconds: the time limit."""
+
+    host: str
+    hosts: Sequence[str]
+    repository: str
+    engine_directory: str
+    data_prefix: str
+    output_directory: str
+    device: str
+    ports: Sequence[int]
+    seconds: float
+
+
+Cells = Mapping[str, Cell]
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file; of a large one, of its size and of samples evenly spread over it."""
+    """SHA-256 of a file's size and of samples evenly spread over it, which are all of it up to 64 MiB."""
     size = path.stat().st_size
     found = hashlib.sha256(str(size).encode())
+    starts = range(0, size, max(SAMPLE_BYTES, size // SAMPLES))
     with path.open("rb") as stream:
-        if size <= WHOLE_BELOW:
-            while block := stream.read(2**20):
-                found.update(block)
-        else:
-            for index in range(SAMPLES):
-                stream.seek(index * (size - SAMPLE_BYTES) // (SAMPLES - 1))
-                found.update(stream.read(SAMPLE_BYTES))
+        for start in (*starts, max(0, size - SAMPLE_BYTES)):
+            stream.seek(start)
+            found.update(stream.read(SAMPLE_BYTES))
     return found.hexdigest()
 
 
-def digest_of_files(root: Path, paths: list[Path]) -> str:
+def digest_of_files(root: Path, paths: Sequence[Path]) -> str:
     lines = [f"{digest(path)} {path.relative_to(root)}" for path in sorted(paths)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def names(question: Question) -> Any:
-    def addresses(name: str) -> list[str]:
-        try:
-            return sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
-        except OSError:
-            return []
-
-    own = socket.gethostname()
-    return {"own": own, "own_addresses": addresses(own), "master_addresses": addresses(question["master"])}
+def addresses_of(name: str) -> list[str]:
+    try:
+        return sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
+    except OSError:
+        return []
 
 
-def repository(question: Question) -> Any:
-    root = Path(question["repository"])
+def address(asked: Question) -> Cells:
+    own, master = socket.gethostname(), asked.hosts[0]
+    found = addresses_of(own)
+    outside = [one for one in found if not ipaddress.ip_address(one.partition("%")[0]).is_loopback]
+    if len(asked.hosts) > 1 and not outside:
+        problem = f"{own} resolves to {', '.join(found) or 'nothing'} there, where no other node can answer"
+        remedy = f"Give the line for {own} in /etc/hosts of {asked.host} its network address, or name the interface"
+        return {"address": Cell("own name", problem, f"{remedy}: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME")}
+    if asked.host != master and not addresses_of(master):
+        problem = f"the master's name {master} does not resolve there"
+        remedy = f"Add it to /etc/hosts of {asked.host}, or use the master's address in HOSTS"
+        return {"address": Cell("no master", problem, remedy)}
+    return {"address": Cell(outside[0] if outside else own)}
+
+
+def repository(asked: Question) -> Cells:
+    root = Path(asked.repository)
     if not root.is_dir():
-        return None
-    files = [
-        path
-        for folder in SOURCES
-        for path in (root / folder).rglob("*")
-        if path.is_file() and path.suffix in (".sh", ".py", ".json", ".patch", ".sha256", "")
-    ]
+        problem = f"there is no {root}"
+        return {"repository": Cell("missing", problem, "Clone or copy the repository to that path")}
+    found = [path for folder in SOURCES for path in (root / folder).rglob("*")]
+    files = [path for path in found if path.is_file() and "__pycache__" not in path.parts]
+    commit, changed = machine.commit(root)
+    content = digest_of_files(root, files)
+    text = commit[:8] if commit else f"files {content[:8]}"
+    same = {"commit": commit or "", "files": content}
+    return {"repository": Cell(f"{text} changed" if changed else text, same=same)}
+
+
+def engine(asked: Question) -> Cells:
+    if not asked.engine_directory:
+        return {"engine": Cell("native")}
+    directory = Path(asked.engine_directory)
+    state = state_of(directory, Path(asked.repository) / "patches" / "checksums")
+    wrong = {MISSING: "is missing", UNPATCHED: "is not patched", CHANGED: "is not as patches/ says"}.get(state)
+    if not wrong:
+        return {"engine": Cell(state, same={"patches": state})}
+    setup = f"Run on {asked.host}: MEGATRON_DIR={shlex.quote(str(directory))} bash scripts/setup_megatron.sh"
+    return {"engine": Cell(state, f"the Megatron-DeepSpeed checkout at {directory} {wrong}", setup)}
+
+
+def libraries(_: Question) -> Cells:
+    found = machine.versions()
+    cells = {name: Cell(version or "none", same={"version": version or "none"}) for name, version in found.items()}
+    lacking = [name for name in REQUIRED if not found[name]]
+    return cells | {n: Cell("none", f"{n} is not installed for the Python of this check") for n in lacking}
+
+
+def data(asked: Question) -> Cells:
+    prefix = Path(asked.data_prefix)
+    paths = dataset_paths(prefix)
     try:
-        commit = run("git", "-C", str(root), "rev-parse", "HEAD").strip()
-        changed = bool(run("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no").strip())
-    except (OSError, subprocess.SubprocessError):
-        commit, changed = None, None
-    return {"commit": commit, "changed": changed, "content": digest_of_files(root, files)}
-
-
-def engine(question: Question) -> Any:
-    """missing, the state of the patches that the files are in, or other."""
-    directory = Path(question["engine_dir"])
-    if not (directory / "pretrain_t5.py").is_file():
-        return "missing"
-    for state in ("series", "megatron_t5_fixes", "unpatched"):
-        listing = Path(question["repository"]) / "patches" / "checksums" / f"{state}.sha256"
-        if listing.is_file() and all(
-            (directory / name).is_file() and hashlib.sha256((directory / name).read_bytes()).hexdigest() == expected
-            for expected, name in (line.split("  ", 1) for line in listing.read_text().splitlines() if line)
-        ):
-            return state
-    return "other"
-
-
-def libraries(_: Question) -> Any:
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    found["cuda"] = None
-    if found["torch"]:
-        # Importing torch takes seconds; its file of versions says which CUDA it was built for.
-        text = Path(str(importlib.metadata.distribution("torch").locate_file("torch/version.py"))).read_text()
-        if match := re.search(r"^cuda\b[^=\n]*= '([0-9.]+)'", text, re.MULTILINE):
-            found["cuda"] = match[1]
-    return found
-
-
-def data(question: Question) -> Any:
-    prefix = Path(question["data_prefix"])
-    sys.path.insert(0, str(Path(question["repository"]) / "scripts"))
-    try:
-        from t5bench.corpus.index import read_index
-
         read_index(prefix)
-        problem = None
-    except ImportError:
-        problem = "the repository is not there to check it"
     except ValueError as error:
-        problem = str(error)
-    found: dict[str, Any] = {"problem": problem}
-    for kind in ("bin", "idx"):
-        path = prefix.with_name(f"{prefix.name}.{kind}")
-        found[kind] = {"bytes": path.stat().st_size, "digest": digest(path)} if path.is_file() else None
+        return {"data": Cell("damaged" if all(path.is_file() for path in paths) else "missing", str(error))}
     tokenizer = prefix.parent / "tokenizer"
     files = [path for path in tokenizer.rglob("*") if path.is_file()]
-    found["tokenizer"] = digest_of_files(tokenizer, files) if files else None
-    return found
+    same = {path.suffix: digest(path) for path in paths} | {"tokenizer": ""}
+    if files:
+        same["tokenizer"] = digest_of_files(tokenizer, files)
+    return {"data": Cell(f"{paths[0].stat().st_size / 1e6:.1f} MB {same['.idx'][:8]}", same=same)}
 
 
-def gpus(_: Question) -> Any:
-    if not shutil.which("nvidia-smi"):
-        return []
-    query = "--query-gpu=name,memory.total,driver_version"
-    lines = run("nvidia-smi", query, "--format=csv,noheader,nounits").splitlines()
-    rows = [line.split(", ") for line in lines if line.count(", ") == 2]
-    return [{"name": name, "memory_mib": memory, "driver": driver} for name, memory, driver in rows]
+def gpus(asked: Question) -> Cells:
+    found = machine.gpus(os.environ)
+    if not found and asked.device == "cuda":
+        return {"GPUs": Cell("no GPU", "nvidia-smi lists no GPU")}
+    if not found:
+        return {"GPUs": Cell("no GPU", same={"GPUs": ""})}
+    kinds = {f"{g['name'].removeprefix('NVIDIA ')} {round((g['memory_mib'] or 0) / 1024)} GiB" for g in found}
+    text = f"{len(found)} x {' + '.join(sorted(kinds))}"
+    driver = ", ".join(sorted({gpu["driver"] for gpu in found}))
+    return {"GPUs": Cell(text, same={"GPUs": text}), "driver": Cell(driver, same={"driver": driver})}
 
 
-def ports(question: Question) -> Any:
-    """The ports that cannot be listened on, each with the process that does, where that can be seen."""
+def ports(asked: Question) -> Cells:
+    """Those on which nothing can listen, each with the process that does. Only the master's are needed."""
     taken = {}
-    for port in question["ports"]:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                one.bind(("", port))
-                one.listen()
-            except OSError:
-                taken[port] = listener(port)
-    return taken
+    for port in asked.ports:
+        try:
+            socket.create_server(("", port)).close()
+        except OSError:
+            taken[port] = listener(port)
+    say({"free_port": next((port for port in asked.ports if port not in taken), None)})
+    listed = ", ".join(map(str, taken))
+    if not taken:
+        return {"ports": Cell("free")}
+    if asked.host != asked.hosts[0]:
+        return {"ports": Cell(f"{listed} taken*")}
+    by = "; ".join(f"{port} by {process}" for port, process in taken.items() if process)
+    problem = f"rendezvous ports are in use: {listed}{f' ({by})' if by else ''}"
+    remedy = "End what listens there (a run left behind?), or launch with another everywhere: MASTER_PORT=29900"
+    return {"ports": Cell(f"{listed} taken", problem, remedy)}
 
 
 def listener(port: int) -> str:
-    """The process that listens on a port, or nothing: other users' cannot be seen."""
-    row = re.compile(rf"^ *\d+: [0-9A-F]+:{port:04X} \S+ 0A (?:\S+ ){{5}} *(\d+)", re.MULTILINE)
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        text = re.sub(r" +", " ", Path(table).read_text())
-        for inode in row.findall(text):
-            for link in Path("/proc").glob("[0-9]*/fd/*"):
-                try:
-                    if str(link.readlink()) == f"socket:[{inode}]":
-                        pid = link.parts[2]
-                        return f"process {pid} ({Path(f'/proc/{pid}/comm').read_text().strip()})"
-                except OSError:
-                    continue
+    """The process that listens on a port, or nothing: another user's cannot be seen."""
+    with contextlib.suppress(OSError):  # not every system has ss
+        command = ["ss", "-Hltnp", f"sport = :{port}"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout
+        if match := re.search(r'"(.+?)",pid=(\d+)', said):
+            return f"process {match[2]} ({match[1]})"
     return ""
 
 
-def disk(question: Question) -> Any:
-    path = Path(question["output_dir"])
-    while not path.exists():
-        path = path.parent
-    return {"free": shutil.disk_usage(path).free, "writable": os.access(path, os.W_OK), "path": str(path)}
+def disk(asked: Question) -> Cells:
+    wanted = Path(asked.output_directory)
+    path = next(path for path in (wanted, *wanted.parents) if path.exists())
+    if not os.access(path, os.W_OK):
+        return {"disk": Cell("read-only", f"{path} cannot be written to", "Choose an OUTPUT_DIR that can")}
+    free = shutil.disk_usage(path).free
+    problem = f"{free / GIB:.1f} GiB are free at {path}" if free < LEAST_DISK else ""
+    return {"disk": Cell(f"{free / GIB:.0f} GiB free", problem, "Make room, or put OUTPUT_DIR where there is more")}
 
 
-def memory(_: Question) -> Any:
-    found = dict(re.findall(r"^(\w+): +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
-    return {"total": int(found["MemTotal"]) * 1024, "available": int(found["MemAvailable"]) * 1024}
+def memory(asked: Question) -> Cells:
+    said = dict(re.findall(r"^(\w+): +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
+    total, available = (int(said[name]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    problem = f"{available / GIB:.1f} GiB of memory are available" if available < LEAST_MEMORY else ""
+    text = f"{available / GIB:.0f} of {total / GIB:.0f} GiB"
+    return {"memory": Cell(text, problem, f"End what fills the memory of {asked.host}")}
 
 
-FACTS: tuple[Callable[[Question], Any], ...] = (
-    names, repository, engine, libraries, data, gpus, ports, disk, memory,
-)  # fmt: skip
+FACTS = (address, repository, engine, libraries, data, gpus, ports, disk, memory)
 
 
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")  # one write: lines of several threads do not mix
+def say(answer: object) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")  # one write: lines of several threads do not mix
     sys.stdout.flush()
 
 
-def find(fact: Callable[[Question], Any], question: Question) -> None:
+def find(fact: Callable[[Question], Cells], asked: Question) -> None:
     try:
-        answer = {"value": fact(question)}
+        cells = fact(asked)
     except Exception as error:  # whatever it is belongs into the table
-        answer = {"error": f"{type(error).__name__}: {error}"}
-    say(f"fact {fact.__name__} {json.dumps(answer)}")
+        cells = {fact.__name__: Cell("unknown", f"{type(error).__name__}: {error}", f"Look at it on {asked.host}")}
+    say({fact.__name__: {row: asdict(cell) for row, cell in cells.items()}})
 
 
 def main() -> None:
-    question = json.loads(sys.argv[1])
-    sys.dont_write_bytecode = True
-    say(f"clock {time.time()}")
-    threads = [threading.Thread(target=find, args=(fact, question), daemon=True) for fact in FACTS]
+    asked = Question(**json.loads(sys.argv[1]))
+    threads = [threading.Thread(target=find, args=(fact, asked), daemon=True) for fact in FACTS]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + question["seconds"]
+    deadline = time.monotonic() + asked.seconds
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    say(f"clock {time.time()}")
+    say({"clock": time.time()})
     os._exit(0)  # also with a thread that hangs
-
-
-if __name__ == "__main__":  # also on standard input
-    main()

@@ -17,9 +17,9 @@ SERIES, FIXES_ALONE, UNPATCHED, CHANGED, MISSING = "series", "megatron_t5_fixes"
 EXIT_CONFIGURATION = 2
 
 
-def recorded_checksums(state: str) -> dict[str, str]:
+def recorded_checksums(state: str, checksums: Path | None = None) -> dict[str, str]:
     """The sha256 of each file of the engine in a state of the patches."""
-    lines = (CHECKSUMS / f"{state}.sha256").read_text().splitlines()
+    lines = ((checksums or CHECKSUMS) / f"{state}.sha256").read_text().splitlines()
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
 
 
@@ -31,13 +31,16 @@ def _digest(path: Path) -> str:
         return ""
 
 
-def state_of(directory: Path) -> str:
-    """What a checkout holds: one of the constants above. Everything that decides how the engine trains is compared."""
+def state_of(directory: Path, checksums: Path | None = None) -> str:
+    """What a checkout holds: one of the constants above. Everything that decides how the engine trains is compared.
+
+    checksums: the directory with those of each state, where it is not this repository's.
+    """
     if not (directory / "pretrain_t5.py").is_file():
         return MISSING
     found: dict[str, str] = {}
     for state in (SERIES, FIXES_ALONE, UNPATCHED):
-        recorded = recorded_checksums(state)
+        recorded = recorded_checksums(state, checksums)
         for name, digest in recorded.items():
             if name not in found:
                 found[name] = _digest(directory / name)

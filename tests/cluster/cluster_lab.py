@@ -6,22 +6,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from harness import REPO_ROOT, Project, make_project, wait_for
+from harness import Project, make_project, wait_for
 
 LAB = Path(__file__).parent / "lab" / "cluster.sh"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 STUB_TRAINER = Path(__file__).parent / "stub_trainer.py"
 
 Environment = Mapping[str, str]
-
-
-def exports(environment: Environment | None) -> str:
-    """The environment as a shell command; over ssh nothing else reaches the other side."""
-    return "".join(f"export {name}={shlex.quote(value)}; " for name, value in (environment or {}).items())
 
 
 class Cluster:
@@ -32,61 +26,45 @@ class Cluster:
         self.nodes = [f"node{index}" for index in range(count)]
         self._own: dict[str, set[int]] = {}  # what a host runs when nothing runs on it
         self._started: list[subprocess.Popen] = []
-        self._off: set[str] = set()
-        self._pulled: set[str] = set()
-        self._shaped: set[str] = set()
-        self._private: list[tuple[str, Path]] = []
+        self._undo: list[tuple[str, ...]] = []  # calls of cluster.sh
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
     def up(self) -> None:
         self.lab("up", str(len(self.nodes)))
         # Should pytest be killed, this ends the cluster.
-        subprocess.Popen(
-            ["bash", str(LAB), "guard", str(os.getpid())],
-            env=self._environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self.guard(os.getpid())
         for node in self.nodes:
             self._own[node] = set(self.processes(node))
+
+    def guard(self, pid: int) -> subprocess.Popen:
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        words = ["bash", str(LAB), "guard", str(pid)]
+        return subprocess.Popen(words, env=self._environment(), start_new_session=True, **quiet)
 
     def down(self) -> None:
         self.lab("down")
 
     def reset(self) -> None:
-        """Nothing of the last test is left: no process, job, pulled cable, private directory, or node that is off."""
+        """Nothing of the last test is left: no process, job, pulled cable, slow network or private directory."""
         for process in self._started:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         self._started.clear()
-        for node in self._pulled - self._off:
-            self.lab("link", node, "up")
-        for node in self._shaped - self._off:
-            self.lab("shape", node, "off")
-        self._pulled.clear()
-        self._shaped.clear()
         if self.login("squeue", "-h").stdout.strip():
             self.login("scancel", "--user=root", "--signal=KILL", "--full", check=False)
             self.login("scancel", "--user=root", check=False)
-        for node in list(self._off):
-            self.boot(node)
         for node in self.nodes:
             self.kill(node, *(pid for pid in self.processes(node) if pid not in self._own[node]))
-        for node, directory in reversed(self._private):
-            self.lab("public", node, str(directory), check=False)  # gone already where the node was booted
-        self._private.clear()
-        self.wait_until_idle()
+        for words in reversed(self._undo):
+            self.lab(*words)
+        self._undo.clear()
+        wait_for(self._is_idle, 40)
 
-    def wait_until_idle(self) -> None:
-        def idle() -> bool:
-            found = self.login("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").stdout.split()
-            return not self.login("squeue", "-h").stdout.strip() and set(found) == set(self.nodes)
-
-        wait_for(idle, 40)
+    def _is_idle(self) -> bool:
+        found = self.login("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").stdout.split()
+        return not self.login("squeue", "-h").stdout.strip() and set(found) == set(self.nodes)
 
     # ---- hosts -----------------------------------------------------------------------------------------------------
 
@@ -94,24 +72,23 @@ class Cluster:
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
         return kept | {"LAB_DIR": str(self.directory)}
 
-    def lab(self, *arguments: str, check: bool = True, timeout: float = 60) -> subprocess.CompletedProcess:
+    def lab(self, *arguments: str) -> None:
         """cluster.sh with these arguments."""
         # Not captured by a pipe: the hosts' processes would hold it open.
         with (self.directory.parent / "lab.log").open("a+") as log:
             start = log.seek(0, os.SEEK_END)
+            words = ["bash", str(LAB), *arguments]
             result = subprocess.run(
-                ["bash", str(LAB), *arguments],
+                words,
                 env=self._environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                timeout=timeout,
+                timeout=60,
                 check=False,
             )
             log.seek(start)
-            output = log.read()
-        assert not check or result.returncode == 0, f"cluster.sh {shlex.join(arguments)}: {output}"
-        return subprocess.CompletedProcess(result.args, result.returncode, output)
+            assert result.returncode == 0, f"cluster.sh {shlex.join(arguments)}: {log.read()}"
 
     def on(self, host: str, *command: str, env: Environment | None = None, cwd: Path | None = None) -> list[str]:
         """The words that run a command on a host without ssh, as someone who sits there would."""
@@ -119,39 +96,19 @@ class Cluster:
         return ["env", "-i", "-C", str(cwd or "/"), *variables, "bash", str(LAB), "exec", host, *command]
 
     def run(
-        self,
-        host: str,
-        *command: str,
-        env: Environment | None = None,
-        cwd: Path | None = None,
-        timeout: float = 60,
-        check: bool = True,
+        self, host: str, *command: str, timeout: float = 60, check: bool = True, **place
     ) -> subprocess.CompletedProcess:
-        result = subprocess.run(
-            self.on(host, *command, env=env, cwd=cwd),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        """To its end. place: env and cwd."""
+        options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": timeout}
+        result = subprocess.run(self.on(host, *command, **place), check=False, **options)
         assert not check or result.returncode == 0, f"{shlex.join(command)} on {host}: {result}"
         return result
 
-    def start(
-        self, host: str, *command: str, env: Environment | None = None, cwd: Path | None = None
-    ) -> subprocess.Popen:
+    def start(self, host: str, *command: str, **place) -> subprocess.Popen:
         """Standard output and error come as one."""
-        process = subprocess.Popen(
-            self.on(host, *command, env=env, cwd=cwd),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        self._started.append(process)
-        return process
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self._started.append(subprocess.Popen(self.on(host, *command, **place), start_new_session=True, **pipes))
+        return self._started[-1]
 
     def login(self, *command: str, **options) -> subprocess.CompletedProcess:
         return self.run("login", *command, **options)
@@ -161,95 +118,46 @@ class Cluster:
         rows = (line.split(None, 1) for line in self.run(node, "ps", "-ww", "-eo", "pid=,args=").stdout.splitlines())
         return {int(pid): line for pid, line in rows if line != "ps -ww -eo pid=,args="}
 
+    def pids(self, node: str, *texts: str) -> list[int]:
+        """Of the processes on the node with all these texts in their command lines."""
+        return [pid for pid, line in self.processes(node).items() if all(text in line for text in texts)]
+
+    def left_of(self, project: Project) -> list[str]:
+        """What still runs on any node."""
+        lines = [line for node in self.nodes for line in self.processes(node).values()]
+        return [line for line in lines if str(project.root) in line]
+
     def kill(self, node: str, *pids: int, by: str = "KILL") -> None:
         if pids:
             self.run(node, "kill", "-s", by, *map(str, pids), check=False)
 
-    def link(self, node: str, state: str) -> None:
-        """Plug ("up") or pull ("down") the node's network cable."""
-        self._pulled.add(node)
-        self.lab("link", node, state)
+    def boot(self, node: str) -> None:
+        """Start a node again that is off."""
+        self.lab("boot", node)
+        wait_for((self.directory / node / "ready").exists)
+        self._own[node] = set(self.processes(node))
+
+    # ---- what `reset` undoes ---------------------------------------------------------------------------------------
+
+    def pull_cable(self, node: str) -> None:
+        self._undo.append(("link", node, "up"))
+        self.lab("link", node, "down")
 
     def shape(self, node: str, rate: str) -> None:
-        """Limit the node's network both ways, such as "100mbit"; "off" ends it."""
-        self._shaped.add(node)
+        """Limit the node's network both ways, such as "100mbit"."""
+        self._undo.append(("shape", node, "off"))
         self.lab("shape", node, rate)
-
-    def poweroff(self, node: str) -> None:
-        self._off.add(node)
-        self.lab("poweroff", node)
-
-    def boot(self, node: str) -> None:
-        self.lab("boot", node)
-        self._off.discard(node)
-        wait_for(lambda: (self.directory / node / "ready").exists())
-        self._own[node] = set(self.processes(node))
 
     def private(self, directory: Path) -> None:
         """From now on every node has its own copy of this directory, as without a shared file system."""
         for node in self.nodes:
+            self._undo.append(("public", node, str(directory)))
             self.lab("private", node, str(directory))
-            self._private.append((node, directory))
-
-    # ---- what people use -------------------------------------------------------------------------------------------
-
-    def ssh(
-        self, node: str, command: str, env: Environment | None = None, timeout: float = 60, check: bool = True
-    ) -> subprocess.CompletedProcess:
-        """A shell command on the node, by ssh from the login host."""
-        return self.login("ssh", "-n", node, exports(env) + command, timeout=timeout, check=check)
-
-    def start_ssh(self, node: str, command: str, env: Environment | None = None) -> subprocess.Popen:
-        return self.start("login", "ssh", "-n", node, exports(env) + command)
-
-    def start_launcher(
-        self, project: Project, node: str, strategy: str, *arguments: str, env: Environment | None = None
-    ) -> subprocess.Popen:
-        """A launcher in a terminal of its own on the node, by ssh."""
-        words = ["bash", f"scripts/run_megatron_t5_{strategy}.sh", *arguments]
-        command = ["env", "-C", str(project.root), *words]
-        return self.start_ssh(node, shlex.join(command), project.environment | dict(env or {}))
-
-    def srun(self, project: Project, *arguments: str, env: Environment | None = None, timeout: float = 90):
-        everything = project.environment | dict(env or {})
-        return self.login("srun", *arguments, env=everything, cwd=project.root, timeout=timeout, check=False)
-
-    def salloc(
-        self,
-        project: Project,
-        *options: str,
-        script: str,
-        env: Environment | None = None,
-        timeout: float = 90,
-    ) -> subprocess.CompletedProcess:
-        """What someone types into the shell that salloc opens on the login host."""
-        words = ["salloc", *options, "bash", "-c", f"set -e\n{script}"]
-        everything = project.environment | dict(env or {})
-        return self.login(*words, env=everything, cwd=project.root, timeout=timeout, check=False)
-
-    def finished_job(self, number: str, timeout: float = 90) -> dict[str, str]:
-        """What SLURM says of a job once it has ended: JobState, ExitCode, ..."""
-
-        def fields() -> dict[str, str]:
-            text = self.login("scontrol", "show", "job", number).stdout
-            return dict(word.split("=", 1) for word in text.split() if "=" in word)
-
-        wait_for(lambda: fields()["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"), timeout)
-        return fields()
-
-
-def output_of(processes: Sequence[subprocess.Popen], seconds: float) -> list[tuple[int, str]]:
-    """Exit status and output of each, when all have ended."""
-    deadline = time.monotonic() + seconds
-    texts = [process.communicate(timeout=max(0.1, deadline - time.monotonic()))[0] for process in processes]
-    return [(process.returncode, text) for process, text in zip(processes, texts, strict=True)]
 
 
 def make_cluster_project(directory: Path) -> Project:
     """A project whose engine is the stub trainer, started by the real torchrun, without a GPU."""
     project = make_project(directory)
-    if not (project.root / "t5bench").exists():
-        shutil.copytree(REPO_ROOT / "t5bench", project.root / "t5bench", ignore=shutil.ignore_patterns("__pycache__"))
     (project.stubs / "torchrun").unlink()
     shutil.copy(STUB_TRAINER, project.engine / "pretrain_t5.py")
     project.record_engine()

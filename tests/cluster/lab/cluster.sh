@@ -16,24 +16,14 @@
 #   cluster.sh poweroff HOST        the cable first, then everything on it is killed: the others see silence, no FIN
 #   cluster.sh boot HOST            start it again
 #   cluster.sh private HOST DIR     a copy of that directory of its own, in memory;  public HOST DIR undoes it
-#   cluster.sh status
 #
-# LAB_DIR (state; another directory is another cluster), LAB_NET (first three bytes of the addresses), LAB_GPUS and
-# LAB_CPUS (what a node claims to have), LAB_KILL_WAIT (SLURM's KillWait in seconds).
+# LAB_DIR holds the state: another directory is another cluster.
 set -euo pipefail
 
-LAB_DIR=${LAB_DIR:-/tmp/t5-lab}
-readonly LAB_DIR
-readonly NET=${LAB_NET:-10.77.0} GPUS=${LAB_GPUS:-1} CPUS=${LAB_CPUS:-4} KILL_WAIT=${LAB_KILL_WAIT:-5}
+export LAB_DIR=${LAB_DIR:-/tmp/t5-lab}
 SELF=$(readlink -f -- "${BASH_SOURCE[0]}")
-readonly SELF
+readonly SELF NET=10.77.0
 readonly PACKAGES=(slurmctld slurmd slurm-client munge openssh-server openssh-client iproute2)
-
-# The freezer of cgroup v1, where there is one, lets SLURM find (and `down` end) what has left its process tree.
-FREEZER=''
-! grep -qs ' cgroup .*freezer' /proc/mounts || FREEZER=/sys/fs/cgroup/freezer
-GROUP=$FREEZER/t5-lab-$(printf %s "$LAB_DIR" | md5sum | head -c 8)
-readonly FREEZER GROUP
 
 die() {
   printf 'error: %s\n' "$1" >&2
@@ -55,20 +45,12 @@ wait_until() {
 
 nodes() { seq -f 'node%g' 0 $(($(<"$LAB_DIR/count") - 1)); }
 
-address_of() {
-  case $1 in
-    login) printf '%s\n' "$NET.1" ;;
-    node[0-9]*) printf '%s\n' "$NET.$((10 + ${1#node}))" ;;
-    *) die "there is no host '$1'" ;;
-  esac
-}
+address_of() { if [[ $1 == login ]]; then printf '%s.1' "$NET"; else printf '%s.%s' "$NET" $((10 + ${1#node})); fi; }
 
 # The pid, on the machine, of a host's first process. Its command line is compared, for pids are given out again.
 pid_of() {
   local pid
-  pid=$(cat -- "$LAB_DIR/$1/pid" 2>/dev/null) || return 1
-  is_host "$pid" "$1" || return 1
-  printf '%s\n' "$pid"
+  pid=$(cat -- "$LAB_DIR/$1/pid" 2>/dev/null) && is_host "$pid" "$1" && printf '%s\n' "$pid"
 }
 
 is_host() {
@@ -117,66 +99,43 @@ has_packages() {
 }
 
 configure() {
-  local count=$1
-  mkdir -p -- "$LAB_DIR"/{etc/slurm,etc/ssh,state,dev,login}
+  local last=$(($1 - 1)) ssh=$LAB_DIR/etc/ssh index
+  mkdir -p -- "$LAB_DIR"/{etc/slurm,etc/ssh,state}
   chmod 755 -- "$LAB_DIR"
-  write_names "$count"
-  write_ssh
-  write_slurm "$count"
-  printf '%s\n' "$count" >"$LAB_DIR/count"
-}
-
-write_names() {
-  local index
   {
-    printf '127.0.0.1 localhost\n%s login\n' "$NET.1"
-    for ((index = 0; index < $1; index++)); do printf '%s node%s\n' "$NET.$((10 + index))" "$index"; done
+    printf '127.0.0.1 localhost\n%s.1 login\n' "$NET"
+    for ((index = 0; index <= last; index++)); do printf '%s node%s\n' "$NET.$((10 + index))" "$index"; done
   } >"$LAB_DIR/etc/hosts"
   # No DNS: an unknown name is unknown at once.
   sed 's/^hosts:.*/hosts: files/' /etc/nsswitch.conf >"$LAB_DIR/etc/nsswitch.conf"
-}
-
-write_ssh() {
-  local ssh=$LAB_DIR/etc/ssh key
-  for key in id hostkey; do
-    [[ -s $ssh/$key ]] || ssh-keygen -q -t ed25519 -N '' -C lab -f "$ssh/$key"
-  done
-  cp -- "$ssh/id.pub" "$ssh/authorized_keys"
-  printf '*,%s.* %s\n' "$NET" "$(cut -d' ' -f1,2 "$ssh/hostkey.pub")" >"$ssh/known_hosts"
+  # One key is everyone's, the hosts' too.
+  ssh-keygen -q -t ed25519 -N '' -C lab -f "$ssh/key"
+  cp -- "$ssh/key.pub" "$ssh/authorized_keys"
+  printf '* %s\n' "$(<"$ssh/key.pub")" >"$ssh/known_hosts"
+  (umask 077 && head -c 128 /dev/urandom >"$LAB_DIR/etc/munge.key")
   cat >"$ssh/ssh_config" <<CONFIG
 Host *
-  IdentityFile $ssh/id
+  IdentityFile $ssh/key
   UserKnownHostsFile $ssh/known_hosts
   StrictHostKeyChecking yes
   BatchMode yes
   ConnectTimeout 5
 CONFIG
   cat >"$ssh/sshd_config" <<CONFIG
-HostKey $ssh/hostkey
+HostKey $ssh/key
 AuthorizedKeysFile $ssh/authorized_keys
 StrictModes no
-PermitRootLogin prohibit-password
 PasswordAuthentication no
 UsePAM no
 UseDNS no
-AcceptEnv LANG LC_*
 MaxStartups 100
 Subsystem sftp internal-sftp
 CONFIG
-}
-
-write_slurm() {
-  local last=$(($1 - 1)) gpu tracking=linuxproc slurm=$LAB_DIR/etc/slurm
-  [[ -z $FREEZER ]] || tracking=cgroup
-  [[ -s $LAB_DIR/etc/munge.key ]] || (umask 077 && head -c 128 /dev/urandom >"$LAB_DIR/etc/munge.key")
-  # SLURM wants device files for GPUs; these are /dev/null by other names.
-  for ((gpu = 0; gpu < GPUS; gpu++)); do
-    [[ -c $LAB_DIR/dev/nvidia$gpu ]] || mknod "$LAB_DIR/dev/nvidia$gpu" c 1 3
-    printf 'NodeName=node[0-%s] Name=gpu File=%s\n' "$last" "$LAB_DIR/dev/nvidia$gpu"
-  done >"$slurm/gres.conf"
+  # SLURM wants a device file for a GPU.
+  printf 'NodeName=node[0-%s] Name=gpu File=/dev/null\n' "$last" >"$LAB_DIR/etc/slurm/gres.conf"
   # slurmd insists on one; v1 is not touched before it is needed.
-  printf 'CgroupPlugin=cgroup/v1\n' >"$slurm/cgroup.conf"
-  cat >"$slurm/slurm.conf" <<CONFIG
+  printf 'CgroupPlugin=cgroup/v1\n' >"$LAB_DIR/etc/slurm/cgroup.conf"
+  cat >"$LAB_DIR/etc/slurm/slurm.conf" <<CONFIG
 ClusterName=lab
 SlurmctldHost=login
 SlurmUser=root
@@ -190,40 +149,36 @@ SlurmdPidFile=/run/slurmd.pid
 SlurmctldLogFile=$LAB_DIR/login/slurmctld.log
 SlurmdLogFile=$LAB_DIR/%n/slurmd.log
 SlurmdParameters=config_overrides
-ProctrackType=proctrack/$tracking
+ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-JobCompType=jobcomp/none
-SwitchType=switch/none
-MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 ReturnToService=2
-SlurmctldTimeout=30
 SlurmdTimeout=10
-KillWait=$KILL_WAIT
-MinJobAge=600
-InactiveLimit=0
+KillWait=5
 PropagateResourceLimits=NONE
-$( ((GPUS == 0)) || printf 'GresTypes=gpu')
-NodeName=node[0-$last] CPUs=$CPUS RealMemory=4096 $( ((GPUS == 0)) || printf 'Gres=gpu:%s' "$GPUS") State=UNKNOWN
+GresTypes=gpu
+NodeName=node[0-$last] CPUs=4 RealMemory=4096 Gres=gpu:1 State=UNKNOWN
 PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 CONFIG
+  printf '%s\n' "$1" >"$LAB_DIR/count"
 }
 
 # ---- a host's life -------------------------------------------------------------------------------------------------
 
 # The first process of a host.
 init() {
-  local name=$1
+  local name=$1 path
   cd /
   hostname "$name"
-  mount_own_files
+  mount -t tmpfs -o mode=755 tmpfs /run
+  mount -t tmpfs tmpfs /dev/shm
+  mount -t sysfs sysfs /sys 2>/dev/null || true # else what is there shows the machine's network devices
+  for path in hosts nsswitch.conf slurm ssh; do mount --bind "$LAB_DIR/etc/$path" "/etc/$path"; done
+  mkdir -p /run/sshd /run/munge /run/slurmd
   ip link set lo up
-  wait_until 10 has_address "$(device_of "$name")" || die "$name got no address"
+  wait_until 10 has_address || die "$name got no address"
   munged --key-file="$LAB_DIR/etc/munge.key" --log-file=/run/munge/munged.log --seed-file=/run/munge/seed
   /usr/sbin/sshd -E "$LAB_DIR/$name/sshd.log"
   if [[ $name == login ]]; then slurmctld; else slurmd -N "$name"; fi
@@ -236,42 +191,15 @@ init() {
   done
 }
 
-mount_own_files() {
-  local path
-  mount -t tmpfs -o mode=755 tmpfs /run
-  mount -t tmpfs tmpfs /dev/shm
-  mount -t sysfs sysfs /sys 2>/dev/null || true # else what is there shows the machine's network devices
-  if [[ -n $FREEZER ]]; then
-    mount -t tmpfs cgroup /sys/fs/cgroup
-    mkdir "$FREEZER"
-    mount -t cgroup -o freezer cgroup "$FREEZER"
-  fi
-  for path in hosts nsswitch.conf slurm ssh; do mount --bind "$LAB_DIR/etc/$path" "/etc/$path"; done
-  mkdir -p /run/sshd /run/munge /run/slurmd
-}
-
-device_of() { if [[ $1 == login ]]; then printf 'switch\n'; else printf 'eth0\n'; fi; }
-
-has_address() { ip -4 -o address show dev "$1" 2>/dev/null | grep -q inet; }
+has_address() { ip -4 -o address show | grep -q "$NET"; }
 
 boot() {
-  local name=$1
+  local name=$1 outer pid device=eth0
   ! pid_of "$name" >/dev/null || return 0
   mkdir -p -- "$LAB_DIR/$name" /etc/slurm /etc/ssh
   rm -f -- "$LAB_DIR/$name/ready" "$LAB_DIR/$name/pid"
-  start_init "$name"
-  connect "$name"
-}
-
-start_init() {
-  local name=$1 outer pid
-  if [[ -n $FREEZER ]]; then # what starts from here lives in this host's group
-    mkdir -p -- "$GROUP/$name"
-    printf '%s\n' "$$" >"$GROUP/$name/cgroup.procs"
-  fi
   setsid unshare --cgroup --net --uts --ipc --mount --pid --fork --kill-child --mount-proc --propagation private \
-    env -u HOSTNAME LAB_DIR="$LAB_DIR" LAB_NET="$NET" /bin/bash "$SELF" init "$name" \
-    </dev/null >>"$LAB_DIR/$name/init.log" 2>&1 9>&- &
+    env -u HOSTNAME /bin/bash "$SELF" init "$name" </dev/null >>"$LAB_DIR/$name/init.log" 2>&1 9>&- &
   outer=$!
   until pid=$(cat "/proc/$outer/task/$outer/children" 2>/dev/null) && pid=${pid%% *} && is_host "$pid" "$name"; do
     kill -0 "$outer" 2>/dev/null || die "$name did not start" "Its output is in $LAB_DIR/$name/init.log"
@@ -279,49 +207,42 @@ start_init() {
   done
   printf '%s\n' "$pid" >"$LAB_DIR/$name/pid"
   disown "$outer"
-  [[ -z $FREEZER ]] || printf '%s\n' "$$" >"$FREEZER/cgroup.procs"
-}
-
-connect() {
-  local name=$1 device
-  device=$(device_of "$name")
   if [[ $name == login ]]; then
+    device=switch
     in_network login ip link add "$device" type bridge forward_delay 0
-    in_network login ip link set "$device" up
   else
     in_network login ip link del "to-$name" 2>/dev/null || true
-    in_network login ip link add "to-$name" type veth peer name "$device" netns "$(pid_of "$name")"
+    in_network login ip link add "to-$name" type veth peer name "$device" netns "$pid"
     in_network login ip link set "to-$name" master switch up
-    in_network "$name" ip link set "$device" up
   fi
+  in_network "$name" ip link set "$device" up
   in_network "$name" ip address add "$(address_of "$name")/24" dev "$device"
 }
 
+# halt PID: the kernel kills the rest of its process table with it.
 halt() {
-  local pid
-  pid=$(pid_of "$1") || return 0
-  kill -KILL "$pid" # the kernel kills the rest of the process table with it
-  while [[ -d /proc/$pid ]]; do sleep 0.02; done
-  rm -f -- "$LAB_DIR/$1/pid"
+  kill -KILL "$1" 2>/dev/null || true
+  while [[ -d /proc/$1 ]]; do sleep 0.02; done
 }
 
 poweroff() {
   in_network login ip link set "to-$1" down
-  halt "$1"
+  halt "$(pid_of "$1")"
 }
 
 # ---- the whole -----------------------------------------------------------------------------------------------------
 
 up() {
   local count=${1:-2} host
-  check_machine
+  ((EUID == 0)) || die "root is needed to make hosts of namespaces"
+  [[ $LAB_DIR =~ ^/[-./[:alnum:]_]+$ ]] || die "LAB_DIR must be an absolute path of plain characters, found '$LAB_DIR'" \
+    "SLURM's configuration cannot quote"
+  has_packages || die "SLURM, munge, sshd or iproute2 is missing" "On Debian and Ubuntu: bash '$SELF' packages"
   mkdir -p -- "$LAB_DIR"
   exec 9>"$LAB_DIR/lock"
   flock 9
-  if [[ -e $LAB_DIR/count && $(<"$LAB_DIR/count") != "$count" ]]; then
-    die "$LAB_DIR holds a cluster of $(<"$LAB_DIR/count") nodes" "End it first: LAB_DIR='$LAB_DIR' bash '$SELF' down"
-  fi
-  pid_of login >/dev/null || configure "$count"
+  [[ ! -e $LAB_DIR/count ]] || die "there is a cluster in $LAB_DIR already" "End it first: LAB_DIR='$LAB_DIR' bash '$SELF' down"
+  configure "$count"
   for host in login $(nodes); do boot "$host"; done
   for host in login $(nodes); do
     wait_until 10 test -e "$LAB_DIR/$host/ready" || die "$host is not ready" "Its output is in $LAB_DIR/$host/init.log"
@@ -329,49 +250,22 @@ up() {
   wait_until 20 all_idle "$count" || die "SLURM's nodes are not idle: $(in_host login sinfo -h -N 2>&1)"
 }
 
-check_machine() {
-  ((EUID == 0)) || die "root is needed to make hosts of namespaces"
-  [[ $LAB_DIR =~ ^/[-./[:alnum:]_]+$ ]] || die "LAB_DIR must be an absolute path of plain characters, found '$LAB_DIR'" \
-    "SLURM's configuration cannot quote"
-  has_packages || die "SLURM, munge, sshd or iproute2 is missing" "On Debian and Ubuntu: bash '$SELF' packages"
-  unshare --net --uts --ipc --mount --pid --fork true 2>/dev/null || die "this machine does not allow namespaces"
-}
+all_idle() { [[ $(in_host login sinfo -h -N -t idle -o %N 2>/dev/null | sort -u | wc -l) == "$1" ]]; }
 
-all_idle() {
-  [[ $(in_host login sinfo -h -N -t idle,alloc,mix -o %N 2>/dev/null | sort -u | wc -l) == "$1" ]]
-}
-
+# By the environment of the hosts' first processes, for an `up` that was killed half-way has written no pid.
 down() {
-  local directory
-  [[ -d $LAB_DIR ]] || return 0
-  for directory in "$LAB_DIR"/node*/ "$LAB_DIR"/login/; do
-    [[ ! -d $directory ]] || halt "$(basename -- "$directory")"
+  local environment pid words
+  for environment in $(grep -lsazFx -- "LAB_DIR=$LAB_DIR" /proc/[0-9]*/environ || true); do
+    pid=${environment//[!0-9]/}
+    mapfile -d '' -t words < <(cat -- "/proc/$pid/cmdline" 2>/dev/null)
+    [[ ${words[*]:1:2} != "$SELF init" ]] || halt "$pid"
   done
-  [[ -z $FREEZER || ! -d $GROUP ]] || end_group
   rm -rf -- "$LAB_DIR"
-}
-
-# Whatever lost its pid file, as when `up` was killed half-way.
-end_group() {
-  local pids
-  mapfile -t pids < <(find "$GROUP" -name cgroup.procs -exec cat {} +)
-  ((${#pids[@]} == 0)) || kill -KILL "${pids[@]}" 2>/dev/null || true
-  wait_until 5 remove_group || printf 'warning: %s is still in use\n' "$GROUP" >&2
-}
-
-remove_group() {
-  find "$GROUP" -depth -type d -exec rmdir {} + 2>/dev/null || true
-  [[ ! -d $GROUP ]]
 }
 
 guard() {
   tail --pid="$1" -f /dev/null
   down
-}
-
-shape() {
-  limit "$1" eth0 "$2"
-  limit login "to-$1" "$2"
 }
 
 # limit HOST DEVICE RATE|off: what leaves through this device.
@@ -388,22 +282,13 @@ private() {
     cp -a -- "$1/." "$copy/" && mount --move "$copy" "$1" && rmdir "$copy"' private "$2"
 }
 
-status() {
-  local host
-  [[ -e $LAB_DIR/count ]] || die "there is no cluster in $LAB_DIR"
-  for host in login $(nodes); do
-    printf '%s %s %s\n' "$host" "$(address_of "$host")" "$(pid_of "$host" || printf 'off')"
-  done
-  in_host login sinfo -N -l
-}
-
 main() {
-  local command=${1:-help}
-  case $command in
-    packages | up | down | guard | init | boot | poweroff | shape | private | status) "$@" ;;
+  case ${1:-help} in
+    packages | up | down | guard | init | boot | poweroff | private) "$@" ;;
     exec) in_host "${@:2}" ;;
     link) in_network login ip link set "to-$2" "$3" ;;
-    public) in_host "$2" umount -- "$3" ;;
+    shape) limit "$2" eth0 "$3" && limit login "to-$2" "$3" ;;
+    public) in_host "$2" umount -- "$3" 2>/dev/null || true ;; # a host that was booted has it no more
     *)
       sed -n '2,/^set -/{/^set -/!s/^# \{0,1\}//p}' "$SELF"
       return 2

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
 
 from cluster_lab import Cluster
 from harness import Project, wait_for
+from test_failures import PROCESSES
 
 from t5bench.record.records import load
 
@@ -20,13 +22,16 @@ def settings(project: Project, **changes: str) -> dict[str, str]:
 
 
 def sweep(cluster: Cluster, project: Project, **changes: str) -> subprocess.CompletedProcess:
-    return cluster.login(*SWEEP, env=settings(project, **changes), cwd=project.root, timeout=150, check=False)
+    result = cluster.login(*SWEEP, env=settings(project, **changes), cwd=project.root, timeout=150, check=False)
+    assert not cluster.left_of(project)
+    return result
 
 
-def nothing_is_left(cluster: Cluster, project: Project) -> bool:
-    return not [
-        line for node in cluster.nodes for line in cluster.processes(node).values() if str(project.root) in line
-    ]
+def start_training(cluster: Cluster, project: Project) -> subprocess.Popen:
+    process = cluster.start("login", *SWEEP, env=settings(project, TRAIN_ITERS="2000"), cwd=project.root)
+    log = run_directory(project, "ddp") / "node1.log"
+    wait_for(lambda: log.exists() and "iteration" in log.read_text(), 60)
+    return process
 
 
 def run_directory(project: Project, row: str) -> Path:
@@ -42,7 +47,6 @@ def test_two_nodes_and_the_four_node_hybrid_on_a_shared_file_system(cluster: Clu
         assert [node["host"] for node in run.nodes] == FOUR.split()
         assert run.record["differences"] == []
     assert "complete" in result.stderr
-    assert nothing_is_left(cluster, project)
     assert sweep(cluster, project, HOSTS=FOUR, STRATEGIES="ddp hybrid").stderr.count("complete already") == 2
 
 
@@ -56,25 +60,21 @@ def test_records_come_back_from_nodes_without_a_shared_file_system(cluster: Clus
 
 
 def test_a_worker_that_dies_is_one_sentence_on_the_one_terminal(cluster: Cluster, project: Project):
-    process = cluster.start("login", *SWEEP, env=settings(project, TRAIN_ITERS="2000"), cwd=project.root)
-    log = run_directory(project, "ddp") / "node1.log"
-    wait_for(lambda: log.exists() and "iteration" in log.read_text(), 60)
-    workers = [pid for pid, line in cluster.processes("node1").items() if "pretrain_t5.py" in line and " -u " in line]
-    cluster.kill("node1", workers[-1])
+    process = start_training(cluster, project)
+    lines = cluster.processes("node1").items()
+    cluster.kill("node1", *(pid for pid, line in lines if re.match(PROCESSES["worker"], line)))
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 1, output
     assert "FAILED (crashed): node 1 (node1): rank 1: a process was killed (SIGKILL)" in output
-    assert nothing_is_left(cluster, project)
+    assert not cluster.left_of(project)
 
 
 def test_ctrl_c_ends_every_node(cluster: Cluster, project: Project):
-    process = cluster.start("login", *SWEEP, env=settings(project, TRAIN_ITERS="2000"), cwd=project.root)
-    log = run_directory(project, "ddp") / "node1.log"
-    wait_for(lambda: log.exists() and "iteration" in log.read_text(), 60)
+    process = start_training(cluster, project)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=90)
     assert "nothing is left running" in output
-    wait_for(lambda: nothing_is_left(cluster, project), 30)
+    wait_for(lambda: not cluster.left_of(project), 30)
     assert json.loads((run_directory(project, "ddp") / "run.json").read_text())["status"] == "cancelled"
 
 
@@ -82,7 +82,6 @@ def test_a_host_that_ssh_does_not_reach_is_named(cluster: Cluster, project: Proj
     result = sweep(cluster, project, HOSTS="node0 nowhere")
     assert result.returncode == 2  # nothing was trained
     assert "FAILED (configuration): ssh to nowhere failed: ssh: Could not resolve hostname nowhere" in result.stderr
-    assert nothing_is_left(cluster, project)
 
 
 def test_a_launcher_that_refuses_on_one_node_ends_the_others_at_once(cluster: Cluster, project: Project):
@@ -91,4 +90,3 @@ def test_a_launcher_that_refuses_on_one_node_ends_the_others_at_once(cluster: Cl
     result = sweep(cluster, project)
     assert result.returncode == 2  # whether or not node 0 got so far that it left a record
     assert "FAILED (configuration): node1: " in result.stderr and "xsum_text_document.idx" in result.stderr
-    assert nothing_is_left(cluster, project)

@@ -1,0 +1,340 @@
+"""check_cluster.sh: wrong use, this host alone, the table from made answers, and real hosts with all that it finds."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from cluster_lab import SYSTEM_PATH, Cluster
+from harness import REPO_ROOT, Project, wait_for
+
+from t5bench.cluster import probe, table
+from t5bench.cluster.probe import Cell
+from t5bench.cluster.table import Node, Row
+
+HERE = socket.gethostname()
+CHECK = ("bash", "scripts/check_cluster.sh")
+
+
+@dataclass
+class Report:
+    status: int
+    text: str
+    rows: dict[str, list[str]]
+
+    def failed(self) -> set[tuple[str, int]]:
+        """(check, number of the column) of the red cells."""
+        return {(name, i) for name, row in self.rows.items() for i, cell in enumerate(row) if cell.startswith("FAIL")}
+
+    def remedy(self, heading: str) -> str:
+        """The line below a problem, that says what to do."""
+        lines = self.text.splitlines()
+        return lines[next(i for i, line in enumerate(lines) if line.startswith(heading)) + 1].strip()
+
+
+def read_report(result: subprocess.CompletedProcess) -> Report:
+    lines = result.stdout.splitlines()
+    body = lines[2 : lines.index("")] if "" in lines else []
+    rows = {cells[0]: cells[1:] for cells in (re.split(r"  +", line.rstrip()) for line in body)}
+    return Report(result.returncode, result.stdout + result.stderr, rows)
+
+
+# ---- one machine ---------------------------------------------------------------------------------------------------
+
+
+def check_here(project: Project, *arguments: str, **environment: str | None) -> Report:
+    words, settings = [*CHECK, *arguments], project.environment_with(environment)
+    return read_report(
+        subprocess.run(words, env=settings, cwd=project.root, capture_output=True, text=True, timeout=60, check=False)
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "said"),
+    [
+        ((), {"HOSTS": None}, "no host is named, HOSTS is not set, and this is no SLURM allocation"),
+        (("node0", "node1", "node0"), {}, "node0 is named more than once"),
+        (("node0",), {"PYTHON": "/nowhere/python3"}, "there is no '/nowhere/python3' on PATH"),
+        (("node0",), {"ENGINE": "other"}, "ENGINE is 'other'"),
+    ],
+    ids=["no host", "twice", "python", "engine"],
+)
+def test_wrong_use(project: Project, arguments: tuple[str, ...], environment: dict[str, str | None], said: str):
+    report = check_here(project, *arguments, **environment)
+    assert report.status == 2
+    assert f"error: {said}" in report.text
+    assert len(report.text.splitlines()) == 2, "what is wrong, and what to do"
+
+
+def test_this_host_alone(project: Project):
+    """With an engine that is not patched, no data, and a rendezvous port that is in use."""
+    (project.engine / "megatron" / "training.py").write_text("patched = False\n")
+    project.data_prefix.with_suffix(".idx").unlink()
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+        report = check_here(project, HOSTS=HERE, MASTER_PORT=port)
+    native = check_here(project, HERE, ENGINE="native", DEVICE="cuda", MASTER_PORT=port)
+    assert report.status == 1
+    assert report.rows["reachable"] == ["this host"]
+    assert report.rows["python"] == [".".join(map(str, sys.version_info[:3]))]
+    assert report.rows["engine"] == ["FAIL changed"]
+    assert report.rows["data"] == ["FAIL missing"]
+    assert "bash scripts/prepare_xsum_megatron.sh" in report.remedy("data on")
+    assert report.rows["GPUs"] == ["no GPU"]
+    assert report.rows["ports"] == [f"FAIL {port} taken"]
+    assert f"{port} by process" in report.text
+    assert report.rows["network"] == ["-"]
+    assert native.failed() == {("data", 0), ("GPUs", 0)}, native.text
+
+
+# ---- the table, from answers as nodes give them --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1000, 65 * 2**20], ids=["whole", "sampled"])
+def test_digest_of_data(tmp_path: Path, size: int):
+    """Large files are sampled, first and last byte included."""
+    changes = {"a": (None, size), "b": (None, size), "c": (0, size), "d": (size - 1, size), "e": (None, size + 1)}
+    digests = []
+    for name, (at, length) in changes.items():
+        with (tmp_path / name).open("wb") as stream:
+            stream.truncate(length)  # a hole: no space is taken
+            if at is not None:
+                stream.seek(at)
+                stream.write(b"x")
+        digests.append(probe.digest(tmp_path / name))
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 4
+
+
+def asked(*hosts: str) -> probe.Question:
+    return probe.Question(hosts[-1], hosts, "/r", "", "/d/x", output_directory="/", device="cpu", ports=[], seconds=1.0)
+
+
+GPU = {"index": 0, "name": "NVIDIA H100 80GB HBM3", "memory_mib": 81559.0, "driver": "550.54", "uuid": "GPU-0"}
+
+
+@pytest.mark.parametrize(
+    ("second", "texts", "red"),
+    [
+        ([GPU], ["1 x H100 80GB HBM3 80 GiB", "550.54"], set()),
+        ([GPU, GPU], ["2 x H100 80GB HBM3 80 GiB", "550.54"], {"GPUs"}),
+        ([GPU | {"name": "NVIDIA A100", "memory_mib": 40960.0}], ["1 x A100 40 GiB", "550.54"], {"GPUs"}),
+        ([GPU | {"driver": "535.1"}], ["1 x H100 80GB HBM3 80 GiB", "535.1"], {"driver"}),
+        ([], ["no GPU", "-"], {"GPUs"}),
+    ],
+    ids=["equal", "more", "other", "driver", "none"],
+)
+def test_gpus(second: list[dict], texts: list[str], red: set[str], monkeypatch: pytest.MonkeyPatch):
+    nodes = []
+    for name, found in (("node0", [GPU]), ("node1", second)):
+        monkeypatch.setattr(probe.machine, "gpus", lambda _, found=found: found)
+        nodes.append(Node(name, cells={"gpus": probe.gpus(asked(name))}))
+    rows = table.rows_of(nodes, "gpus")
+    assert [rows[name]["node1"].text for name in ("GPUs", "driver")] == texts
+    assert {name for name, row in rows.items() if row["node1"].problem} == red
+    assert not any(row["node0"].problem for row in rows.values())
+
+
+@pytest.mark.parametrize(("clock", "red"), [(0.9, False), (-0.9, False), (1.1, True), (-3600.0, True)])
+def test_clocks(clock: float, red: bool):
+    """The first node's clock is 5 s from this machine's: what counts is the difference between the nodes."""
+    nodes = [Node("node0", clock=5.0), Node("node1", clock=5.0 + clock)]
+    assert bool(table.clocks(nodes)["node1"].problem) is red
+
+
+def test_own_name_that_is_a_loopback_address(monkeypatch: pytest.MonkeyPatch):
+    """As Debian's installer writes it into /etc/hosts: gloo would listen where no other node can reach it."""
+    monkeypatch.setattr(probe, "addresses_of", lambda name: ["127.0.1.1"] if name == HERE else [])
+    cell = probe.address(asked("node0", "node1"))["address"]
+    assert (cell.text, "resolves to 127.0.1.1" in cell.problem) == ("own name", True)
+    monkeypatch.setattr(probe, "addresses_of", lambda name: ["10.0.0.2"] if name == HERE else [])
+    assert probe.address(asked("node0", "node1"))["address"].text == "no master"
+
+
+def test_little_disk_and_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(probe, "LEAST_DISK", 2**60)
+    monkeypatch.setattr(probe, "LEAST_MEMORY", 2**60)
+    assert re.fullmatch(r"[0-9.]+ GiB are free at /", probe.disk(asked("node0"))["disk"].problem)
+    assert re.fullmatch(r"[0-9.]+ GiB of memory are available", probe.memory(asked("node0"))["memory"].problem)
+
+
+def test_a_fact_that_did_not_come_is_red_and_one_of_a_node_that_is_gone_is_not():
+    nodes = [Node("node0", cells={"memory": {"memory": Cell("4 GiB")}}), Node("node1")]
+    nodes[1].failure = Cell("unreachable", "no route", "plug it in")
+    rows = table.table(nodes, {})
+    assert (rows["disk"]["node0"].text, bool(rows["disk"]["node0"].problem)) == ("no answer", True)
+    assert rows["disk"]["node1"] == table.UNKNOWN
+
+
+def test_what_to_do_and_colour():
+    rows: dict[str, Row] = {"engine": {"node0": Cell("none", "there is none", "get one")}, "data": {"node0": Cell("x")}}
+    rows["engine"]["node1"], rows["data"]["node1"] = rows["engine"]["node0"], Cell("missing", "it is gone")
+    nodes, prefix = [Node("node0", here=True), Node("node1")], Path("/d d/x")
+    rows["data"]["node0"] = Cell("x", same={".bin": "1", ".idx": "2", "tokenizer": ""})
+    plain = table.render(nodes, rows, prefix, colour=False)
+    assert "\nengine on node0, node1: there is none\n    get one\n" in plain
+    assert plain.splitlines()[-1].strip() == "Run here: scp -r '/d d/x.bin' '/d d/x.idx' 'node1:/d d/'"
+    assert "\033" not in plain
+    assert table.render(nodes, rows, prefix, colour=True).count("\033[31mFAIL none\033[0m") == 2
+
+
+# ---- real hosts ----------------------------------------------------------------------------------------------------
+
+
+def check(cluster: Cluster, project: Project, *words: str, at: str = "login", **environment: str) -> Report:
+    start, settings = time.monotonic(), project.environment | environment
+    result = cluster.run(at, *words, env=settings, cwd=project.root, timeout=70, check=False)
+    report = read_report(result)
+    assert time.monotonic() - start < 60, report.text
+    for node in cluster.nodes:
+        assert not cluster.pids(node, sys.executable), node
+    return report
+
+
+@pytest.fixture
+def checkout(project: Project) -> Project:
+    """The project is a git checkout, as after the README's clone."""
+    shutil.copy(REPO_ROOT / ".gitignore", project.root)
+    git = ["git", "-C", str(project.root), "-c", "user.name=Nobody", "-c", "user.email=nobody@localhost"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "A checkout"]):
+        subprocess.run([*git, *words], check=True)
+    return project
+
+
+@pytest.fixture
+def suspended(cluster: Cluster) -> Iterator[str]:
+    """A node whose sshd takes connections and does not answer."""
+    (daemon, *_) = cluster.pids("node3", "/usr/sbin/sshd")
+    cluster.kill("node3", daemon, by="STOP")
+    yield "node3"
+    cluster.kill("node3", daemon, by="CONT")
+
+
+def gigabits(cell: str) -> float:
+    match = re.fullmatch(r"([0-9.e+]+) Gbit/s, (\d+) us", cell)
+    assert match and int(match[2]) > 0, cell
+    return float(match[1])
+
+
+def test_all_is_well_and_the_network_is_measured(cluster: Cluster, checkout: Project):
+    """On the nodes of an allocation."""
+    cluster.shape("node1", "200mbit")
+    report = check(cluster, checkout, "salloc", "--quiet", "--nodes=3", *CHECK)
+    assert (report.status, report.failed()) == (0, set()), report.text
+    assert "All is well." in report.text
+    assert report.rows["reachable"][0].startswith("ssh ")
+    assert report.rows["address"] == ["10.77.0.10", "10.77.0.11", "10.77.0.12"]
+    assert report.rows["engine"] == ["series"] * 3
+    assert report.rows["ports"] == ["free"] * 3
+    assert report.rows["network"][0] == "master"
+    # A shaped link carries 200 Mbit/s each way, less headers; the other is not shaped.
+    # A busy machine may make either slower.
+    assert 0.05 < gigabits(report.rows["network"][1]) < 0.21 < gigabits(report.rows["network"][2]), report.text
+    assert "All 3 together" in report.text
+    assert "\033" not in report.text
+
+
+def test_nodes_that_ssh_does_not_reach(cluster: Cluster, checkout: Project, suspended: str):
+    keys = cluster.directory / "etc" / "ssh"
+    cluster.private(keys)
+    cluster.run("node1", "bash", "-c", f": >'{keys}/authorized_keys'")
+    cluster.pull_cable("node2")
+    report = check(cluster, checkout, *CHECK, "node0", "node1", "node2", suspended, "node4", at="node0")
+    assert report.status == 1
+    assert report.failed() == {("reachable", 1), ("reachable", 2), ("reachable", 3)}
+    assert report.rows["reachable"][:2] == ["this host", "FAIL refused"]
+    assert "ssh-copy-id node1" in report.remedy("reachable on node1")
+    assert "ssh node2" in report.remedy("reachable on node2")
+    assert report.rows["torch"][2] == "-"
+    assert gigabits(report.rows["network"][4]) > 0, "the others are measured all the same"
+
+
+def test_ctrl_c(cluster: Cluster, project: Project, suspended: str):
+    """While a node does not answer."""
+    ssh = "ConnectTimeout=5 -o ControlMaster=no"
+    process = cluster.start("login", *CHECK, suspended, env=project.environment, cwd=project.root)
+    wait_for(lambda: bool(cluster.pids("login", ssh)))
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait(timeout=30)
+    assert not cluster.pids("login", ssh)
+    assert not cluster.pids("login", "t5bench cluster")
+
+
+def test_a_network_that_ssh_gets_through_and_training_does_not(cluster: Cluster, project: Project):
+    """As a firewall between the nodes: what node1 sends to node0 goes to no one."""
+    neighbour = ("ip", "neighbour", "replace", "10.77.0.10", "lladdr", "02:00:00:00:00:99", "dev", "eth0")
+    cluster.run("node1", *neighbour, "nud", "permanent")
+    try:
+        report = check(cluster, project, *CHECK, "node0", "node1")
+    finally:
+        cluster.run("node1", "ip", "neighbour", "del", "10.77.0.10", "dev", "eth0")
+    assert report.status == 1
+    assert report.failed() == {("network", 0), ("network", 1)}, report.text
+    assert "GLOO_SOCKET_IFNAME" in report.text
+
+
+def test_nodes_that_are_not_the_same(cluster: Cluster, checkout: Project):
+    """Without a shared file system: another commit, changed files, an engine and data that are not as they were."""
+    cluster.private(checkout.root.parent)
+    for node, command in (
+        ("node1", "git -c user.name=N -c user.email=n@localhost commit -q --allow-empty -m Another"),
+        ("node1", "truncate -s -2 megatron_data/xsum_text_document.bin"),
+        ("node2", "echo '# changed' >>scripts/common.sh"),
+        ("node2", "echo '# changed' >>../Megatron-DeepSpeed/megatron/training.py"),
+        ("node2", "rm megatron_data/xsum_text_document.idx"),
+        ("node3", r"printf '\x09' | dd of=megatron_data/xsum_text_document.bin conv=notrunc status=none"),
+    ):
+        cluster.run(node, "bash", "-c", command, cwd=checkout.root)
+    hosts = ("node0", "node1", "node2", "node3")
+    report = check(cluster, checkout, *CHECK, *hosts)
+    wrong_data = {("data", 1), ("data", 2), ("data", 3)}
+    assert report.status == 1
+    assert report.failed() == {("repository", 1), ("repository", 2), ("engine", 2)} | wrong_data, report.text
+    assert report.rows["repository"][2].endswith(" changed")
+    assert "setup_megatron.sh" in report.remedy("engine on node2")
+    assert "data on node3: not the same .bin as on node0" in report.text
+    # What it says to run is run as it stands.
+    for node in hosts[1:]:
+        command = report.remedy(f"data on {node}").removeprefix("Run here: ")
+        assert shlex.split(command)[:3] == ["scp", "-r", "-3"]
+        cluster.login("bash", "-c", command)
+    again = check(cluster, checkout, *CHECK, *hosts)
+    assert again.failed() == report.failed() - wrong_data, again.text
+
+
+def test_nodes_without_environment_repository_port_or_time(cluster: Cluster, checkout: Project, tmp_path: Path):
+    """The hosts share the machine's clock, so on node3 Python itself is told another time."""
+    folder = tmp_path / "environment"
+    folder.mkdir()
+    python = folder / "python3"
+    python.write_text(f'#!/bin/bash\nexec env PYTHONPATH="{folder}" {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+    cluster.private(folder)
+    cluster.private(checkout.root)
+    cluster.run("node1", "rm", str(python))
+    cluster.run("node2", "bash", "-c", "rm -rf scripts native patches ds_configs megatron_data .git", cwd=checkout.root)
+    shift = "import time\n_real = time.time\ntime.time = lambda: _real() + 7.5\n"
+    cluster.run("node3", "bash", "-c", f"printf {shlex.quote(shift)} >sitecustomize.py", cwd=folder)
+    listen = "import socket, time; s = socket.create_server(('', 29803)); time.sleep(600)"
+    for node in ("node0", "node3"):
+        # -S tells these from the processes that the check would leave behind.
+        cluster.start(node, "/usr/bin/env", "-S", f"python3 -c {shlex.quote(listen)}", env={"PATH": SYSTEM_PATH})
+        wait_for(lambda node=node: "29803" in cluster.run(node, "ss", "-ltn").stdout)
+    report = check(cluster, checkout, *CHECK, "node0", "node1", "node2", "node3", PYTHON=str(python))
+    assert report.rows["reachable"][1] == "FAIL no python"
+    assert {("repository", 2), ("data", 2)} <= report.failed()
+    assert {where for where in report.failed() if where[1] in (0, 3)} == {("ports", 0), ("clock", 3)}, report.text
+    assert float(report.rows["clock"][3].removeprefix("FAIL ").removesuffix(" s")) == pytest.approx(7.5, abs=0.5)
+    # On the master it fails; elsewhere no one needs it.
+    assert report.rows["ports"][3] == "29803 taken*"
+    assert re.search(r"29803 by process \d+ \(python3\)", report.text)
+    assert "MASTER_PORT=29900" in report.remedy("ports on node0")
