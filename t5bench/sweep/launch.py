@@ -133,8 +133,8 @@ class Started:
             # It would pass as this attempt's.
             if path.exists() and self._is_old(path):
                 path.rename(f"{path}.earlier")
-        for node in absent:
-            source = f"{node.host}:{self._directory}" if node.host else str(self._directory)
+        for node in (node for node in absent if node.host):
+            source = f"{node.host}:{self._directory}"
             try:
                 with collect.local_copy(source) as found:
                     collect.bring(found, source, self._directory)
@@ -200,9 +200,13 @@ class Launch:
     def start(self, strategy: str, processes: int | None, directory: Path) -> Started:
         def why_refused(node: Node) -> str:
             if node.process.returncode == SSH_FAILED:
-                return f"ssh to {node.host} failed: {node.output.read_text(errors='replace').strip()}"
-            obstacles = self.ask(strategy, processes, directory, node.rank).obstacles
-            found = obstacles[0].found if obstacles else f"its launcher did not start a run; see {node.output}"
+                said = node.output.read_text(errors="replace").strip()
+                return f"ssh to {node.host} failed: {said.splitlines()[-1] if said else 'it said nothing'}"
+            try:
+                obstacles = self.ask(strategy, processes, directory, node.rank).obstacles
+                found = obstacles[0].found if obstacles else f"its launcher did not start a run; see {node.output}"
+            except Problem as problem:
+                return str(problem)
             return f"{node.host}: {found}" if node.host else found
 
         run = Started(directory, why_refused)

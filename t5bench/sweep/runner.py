@@ -23,7 +23,10 @@ class Interrupted(SystemExit):
 
 
 def raise_on_signals() -> None:
-    """From now on the first of them raises Interrupted, and the others do not disturb the end in order."""
+    """From now on the first of them raises Interrupted, and the others do not disturb the end in order.
+
+    What is ignored already, as HUP under nohup, stays so.
+    """
 
     def interrupt(number: int, frame: object) -> None:
         for each in SIGNALS:
@@ -31,7 +34,8 @@ def raise_on_signals() -> None:
         raise Interrupted(128 + number)
 
     for number in SIGNALS:
-        signal.signal(number, interrupt)
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, interrupt)
 
 
 def record_in(directory: Path) -> Run | None:

@@ -123,6 +123,7 @@ def test_a_run_that_was_refused_keeps_nothing_but_itself_out_of_the_comparison(s
     add_to_torchrun(sweep, f"[[ $* != */zero1/* ]] || rm {shlex.quote(str(index))}")
     result = run_all(sweep, STRATEGIES="ddp zero1 zero2", RETRIES="0")
     assert result.returncode == 1
+    assert "FAILED (configuration): Missing or empty Megatron indexed dataset files: " in result.stderr
     assert "repeat1/zero2 left no record, and is not in the comparison" in result.stderr
     compared = result.stdout.splitlines()[1].split("|")
     assert [Path(directory).name for directory in compared] == ["compare", "ddp", "zero1", "comparison"]
@@ -175,7 +176,7 @@ def test_wrong_use_is_refused_before_anything_runs(sweep: Project, arguments: li
 def test_a_signal_ends_the_run_and_the_sweep_and_the_same_command_goes_on(sweep: Project, number: signal.Signals):
     """A terminal gives Ctrl-C to the whole foreground group, `kill` a signal to the sweep alone."""
     process = subprocess.Popen(
-        ["bash", str(sweep.script("run_megatron_t5_all.sh"))],
+        ["nohup", "bash", str(sweep.script("run_megatron_t5_all.sh"))],
         env=sweep.environment_with({"STUB_SLEEP": "300", "STRATEGIES": "ddp zero1"}),
         cwd=sweep.root,
         stderr=subprocess.PIPE,
@@ -183,6 +184,7 @@ def test_a_signal_ends_the_run_and_the_sweep_and_the_same_command_goes_on(sweep:
         start_new_session=True,
     )
     wait_for((sweep.stubs / "started").exists)
+    process.send_signal(signal.SIGHUP)  # which nohup lets it ignore
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + number
