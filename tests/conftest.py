@@ -4,14 +4,20 @@ import os
 import shutil
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT, Project, make_project
+from filelock import FileLock
+from harness import REPO_ROOT, STRATEGIES, Project, make_project
+from real_runs import EXACT, WATCHED, Quickstart, train
 
 # Tests run beside one another, and a library's threads that wait for each other by spinning would slow all of them
 # down many times over. What a test itself says about threads stands.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+Once = Callable[[str, Callable[[Path], None]], Path]
 
 
 @pytest.fixture
@@ -19,38 +25,90 @@ def project(tmp_path: Path) -> Project:
     return make_project(tmp_path)
 
 
-def find_megatron() -> Path:
-    """A Megatron-DeepSpeed checkout: MEGATRON_DIR, the sibling of the repository, or the one in the user's cache."""
-    cache = Path.home() / ".cache" / "t5-parallelism" / "Megatron-DeepSpeed"
-    for candidate in (os.environ.get("MEGATRON_DIR"), REPO_ROOT.parent / "Megatron-DeepSpeed", cache):
-        if candidate and (Path(candidate) / "pretrain_t5.py").is_file():
-            return Path(candidate).resolve()
-    pytest.skip("no Megatron-DeepSpeed checkout: set MEGATRON_DIR, or run scripts/setup_megatron.sh")
+@pytest.fixture(scope="session")
+def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """once(name, make): a directory that make(directory) has filled, in one of the test processes for all of them."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+
+    def get(name: str, make: Callable[[Path], None]) -> Path:
+        directory, made = root / name, root / f"{name}.made"
+        with FileLock(root / f"{name}.lock"):
+            if not made.exists():
+                with capture.global_and_fixture_disabled():
+                    print(f"\nmaking the {name}, once for all tests", file=sys.stderr, flush=True)
+                shutil.rmtree(directory, ignore_errors=True)
+                directory.mkdir()
+                try:
+                    make(directory)
+                except Exception:
+                    made.write_text(traceback.format_exc())
+                    raise
+                made.touch()
+        if failure := made.read_text():
+            pytest.fail(f"the {name} could not be made:\n{failure}", pytrace=False)
+        return directory
+
+    return get
 
 
 @pytest.fixture(scope="session")
-def megatron_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def megatron_dir(once: Once) -> Path:
     """A clone of the checkout that is found, patched as this repository says, whatever state the found one is in."""
-    found = find_megatron()
-    if not (found / ".git").exists():
-        pytest.skip(f"{found} is not a git checkout to clone from")
+    cache = Path.home() / ".cache" / "t5-parallelism" / "Megatron-DeepSpeed"
+    candidates = [os.environ.get("MEGATRON_DIR"), REPO_ROOT.parent / "Megatron-DeepSpeed", cache]
+    found = next((Path(path).resolve() for path in candidates if path and (Path(path) / ".git").exists()), None)
+    if not found:
+        pytest.skip("no git checkout of Megatron-DeepSpeed: set MEGATRON_DIR, or run scripts/setup_megatron.sh")
     if not shutil.which("g++"):
         pytest.skip("Megatron-DeepSpeed compiles its index builder, and there is no g++")
-    clone = tmp_path_factory.mktemp("engine") / "Megatron-DeepSpeed"
-    environment = {"MEGATRON_DIR": str(clone), "MEGATRON_REPO": str(found), "INSTALL": "0"}
-    setup = ["bash", str(REPO_ROOT / "scripts" / "setup_megatron.sh")]
-    subprocess.run(setup, env=os.environ | environment, check=True, timeout=120)
-    return clone
+
+    def clone(directory: Path) -> None:
+        settings = {"MEGATRON_DIR": str(directory / "Megatron-DeepSpeed"), "MEGATRON_REPO": str(found), "INSTALL": "0"}
+        setup = ["bash", str(REPO_ROOT / "scripts" / "setup_megatron.sh")]
+        subprocess.run(setup, env=os.environ | settings, check=True, timeout=120)
+
+    return once("patched engine", clone) / "Megatron-DeepSpeed"
 
 
 @pytest.fixture(scope="session")
-def sample_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sample_data(once: Once) -> Path:
     """The bundled articles as an indexed dataset."""
-    directory = tmp_path_factory.mktemp("sample data")
-    prepare = ["bash", str(REPO_ROOT / "scripts" / "prepare_xsum_megatron.sh")]
-    environment = {"SAMPLE": "1", "MEGATRON_DATA_DIR": str(directory), "PYTHON": sys.executable}
-    subprocess.run(prepare, env=os.environ | environment, check=True, timeout=120, capture_output=True)
-    return directory
+
+    def prepare(directory: Path) -> None:
+        script = ["bash", str(REPO_ROOT / "scripts" / "prepare_xsum_megatron.sh")]
+        settings = {"SAMPLE": "1", "MEGATRON_DATA_DIR": str(directory), "PYTHON": sys.executable}
+        subprocess.run(script, env=os.environ | settings, check=True, timeout=120, capture_output=True)
+
+    return once("sample data", prepare)
+
+
+@pytest.fixture(scope="session")
+def quickstart(once: Once) -> Quickstart:
+    """The quickstart in a clone, with the native engine; the tests of that engine read its runs too."""
+    if sys.prefix == sys.base_prefix:
+        pytest.skip("the tests do not run in a virtual environment that a clone could use")
+    return Quickstart(once("quickstart", Quickstart.run))
+
+
+@pytest.fixture(scope="session")
+def native_runs(quickstart: Quickstart) -> Path:
+    """The native engine's run of every strategy, by the strategy's name."""
+    assert quickstart.status == 0, quickstart.errors + quickstart.output
+    return quickstart.runs / "repeat1"
+
+
+@pytest.fixture(scope="session")
+def megatron_runs(once: Once, megatron_dir: Path, sample_data: Path) -> Path:
+    """The real engine's run of every strategy with the same settings, by the strategy's name."""
+    engine = {"ENGINE": "megatron", "MEGATRON_DIR": str(megatron_dir), "MEGATRON_DATA_DIR": str(sample_data)}
+
+    def train_all(directory: Path) -> None:
+        for strategy in STRATEGIES:
+            train(strategy, directory / strategy, **EXACT, **WATCHED, **engine)
+
+    return once("runs of Megatron-DeepSpeed", train_all)
 
 
 # First: pytest-xdist reads the groups in the same hook, and later plugins' hooks would come before this one.

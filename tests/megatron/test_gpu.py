@@ -1,21 +1,16 @@
-"""The engine on a GPU without apex, as far as it can be seen without one: gpu_probe.py trains on a stand-in."""
+"""The engine on a GPU without apex, as far as it can be seen without one: inside/gpu.py trains on a stand-in."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import REPO_ROOT
+from inside_engine import INSIDE, run_inside
 
-PROBE = Path(__file__).with_name("gpu_probe.py")
-TOKENIZER = REPO_ROOT / "megatron_data" / "sample" / "tokenizer"
 pytestmark = pytest.mark.slow
 
-# Four iterations of two micro-batches through engine_probes.py's one encoder layer and the cross-attention of its two
-# decoder layers. The decoder's self-attention has 16 keys, for which the kernels are not used.
+# Four iterations of two micro-batches through one encoder layer and the cross-attention of two decoder layers. The
+# decoder's self-attention has 16 keys, for which the kernels are not used.
 SOFTMAXES = 4 * 2 * (1 + 2)
 # Parameters with and without weight decay.
 UPDATES = 4 * 2
@@ -23,19 +18,10 @@ UPDATES = 4 * 2
 
 def train(engine: Path, directory: Path, *arguments: str, local_rank: int = 0) -> dict[str, Any]:
     """What a training with these arguments called and chose."""
-    result = subprocess.run(
-        [sys.executable, str(PROBE), str(directory), str(TOKENIZER), *arguments],
-        env=os.environ | {"PYTHONPATH": str(engine), "PROBE_LOCAL_RANK": str(local_rank)},
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    said = result.stdout + result.stderr
-    assert result.returncode == 0, said[-6000:]
+    command = [str(INSIDE / "gpu.py"), str(directory), *arguments]
+    kept = {"PYTORCH_JIT": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    (said,) = run_inside(engine, directory, *command, DS_ACCELERATOR="cuda", LOCAL_RANK=str(local_rank), **kept)
     assert " iteration        4/       4 |" in said
-    assert " peak memory | rank 0 | host " in said
     assert "| device cuda:0 | allocated MiB 1.0 | reserved MiB 2.0 |" in said
     return json.loads((directory / "gpu.json").read_text())
 
@@ -54,15 +40,10 @@ def test_trains_without_apex(megatron_dir: Path, tmp_path: Path, precision: str)
     assert found["backend"] == "nccl"
 
 
-def test_fp32_uses_no_half_precision_kernel(megatron_dir: Path, tmp_path: Path):
-    calls = train(megatron_dir, tmp_path)["calls"]
-    assert "scaled_masked_softmax_cuda" not in calls
-    assert calls["fused AdamW"] == UPDATES
-
-
-def test_processes_that_share_a_gpu(megatron_dir: Path, tmp_path: Path):
-    """The second process of a node with one GPU takes the first device, tells DeepSpeed so, and speaks gloo."""
+def test_processes_that_share_a_gpu_in_fp32(megatron_dir: Path, tmp_path: Path):
+    """The second process of a node with one GPU takes the first device, tells DeepSpeed so, and speaks gloo; fp32 uses
+    no half-precision kernel."""
     found = train(megatron_dir, tmp_path, "--distributed-backend", "gloo", local_rank=1)
-    assert found["devices"] == [0]
-    assert found["local_rank"] == "0"
-    assert found["backend"] == "gloo"
+    assert (found["devices"], found["local_rank"], found["backend"]) == ([0], "0", "gloo")
+    assert found["calls"]["fused AdamW"] == UPDATES
+    assert "scaled_masked_softmax_cuda" not in found["calls"]

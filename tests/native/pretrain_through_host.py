@@ -1,11 +1,6 @@
 """The native engine whose pipeline stages exchange through host memory although they are on CPUs; run by torchrun."""
 
-import sys
-from pathlib import Path
-
-sys.path[0] = str(Path(__file__).resolve().parents[2])
-
-from native import parallel, train, trainers  # noqa: E402
+from native import parallel, train, trainers
 
 
 class SayingStage(parallel.Stage):

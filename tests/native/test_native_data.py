@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from command_lines import parsed
 from harness import write_indexed_dataset
-from native_runs import TOKENIZER, command_line, parsed
 
 from native.data import (
     SpanCorruption,
@@ -113,25 +112,6 @@ def test_ranks_share_an_iteration_as_megatrons_sampler_does():
     args = Namespace(micro_batch_size=2, global_batch_size=8, dp=2)
     assert list(step_indices(args, 0, 0, 17)) == [[0, 1, 4, 5], [8, 9, 12, 13]]
     assert list(step_indices(args, 1, 8, 17)) == [[10, 11, 14, 15]]
-
-
-@pytest.mark.slow
-def test_megatron_draws_the_same_samples(ask_megatron: Callable[..., Path], native_data: Path, tmp_path: Path):
-    """Two epochs, some documents longer than the encoder."""
-    flags = ["--encoder-seq-length", "192", "--max-position-embeddings", "192", "--decoder-seq-length", "64"]
-    flags += ["--train-iters", "40"]
-    answer = torch.load(ask_megatron("samples", *command_line("alone", native_data, tmp_path), *flags))
-
-    args, file, vocabulary = parsed(*flags), TokenFile(str(native_data)), Vocabulary.load(str(TOKENIZER))
-    train, validation, _ = split_documents(args.split, len(file.documents) - 1)
-    data = SpanCorruption(args, file, train, args.train_iters * args.global_batch_size, vocabulary)
-    assert torch.equal(torch.tensor(data.map), answer["train"].long())
-    other = SpanCorruption(args, file, validation, args.global_batch_size, vocabulary)
-    assert torch.equal(torch.tensor(other.map), answer["validation"].long())
-    drawn = [data[index] for index in range(len(answer["labels"]))]
-    for position, key in enumerate(("text_enc", "text_dec", "labels")):
-        assert torch.equal(torch.tensor(np.array([sample[position] for sample in drawn])), answer[key])
-    assert torch.equal(answer["labels"] >= 0, answer["loss_mask"].bool())
 
 
 def test_sentinels_under_the_name_that_newer_transformers_have(monkeypatch: pytest.MonkeyPatch):

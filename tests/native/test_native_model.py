@@ -2,29 +2,23 @@
 
 import hashlib
 import math
-from collections.abc import Callable
-from pathlib import Path
+from argparse import Namespace
 
 import pytest
 import torch
-from native_runs import command_line, parsed
+from command_lines import parsed
 
-from native.metrics import flops_per_iteration
+from native import metrics
 from native.model import T5, initial_value, initialise
 from native.parallel import Axis, Layout
 from native.train import learning_rate
-
-LARGE = (
-    *("--encoder-num-layers", "24", "--decoder-num-layers", "24", "--hidden-size", "1024", "--ffn-hidden-size", "2816"),
-    *("--num-attention-heads", "16", "--kv-channels", "64", "--max-position-embeddings", "512"),
-    *("--encoder-seq-length", "512", "--decoder-seq-length", "128", "--global-batch-size", "16"),
-)
+from native.trainers import TorchTrainer
 
 
-def model_arguments(*flags: str, vocabulary: int = 256):
-    args = parsed(*flags)
-    args.padded_vocab_size, args.pad_token = vocabulary, 0
-    return args
+def large() -> Namespace:
+    """The model of the benchmark."""
+    return parsed(vocabulary=32128, MODEL_PRESET="large", ENCODER_SEQ_LENGTH="512", DECODER_SEQ_LENGTH="128",
+                  GLOBAL_BATCH_SIZE="16")  # fmt: skip
 
 
 def build(args, layout: Layout | None = None) -> T5:
@@ -35,9 +29,8 @@ def build(args, layout: Layout | None = None) -> T5:
 
 def size_on_one_process(tp: int, pp_rank: int, pp: int = 1) -> dict[str, tuple[int, bool]]:
     """Parameters of the large model's share on one process: name -> (elements, sliced by tensor parallelism)."""
-    args = model_arguments(*LARGE, vocabulary=32128)
     with torch.device("meta"):
-        model = T5(args, Layout(pp=Axis(pp, pp_rank), tp=Axis(tp)))
+        model = T5(large(), Layout(pp=Axis(pp, pp_rank), tp=Axis(tp)))
     return {name: (p.numel(), hasattr(p, "tp_slice")) for name, p in model.named_parameters()}
 
 
@@ -55,11 +48,11 @@ def test_the_shares_of_a_layout_make_the_whole_model(tp: int, pp: int):
 
 
 def test_the_large_models_iteration_takes_19_81_teraflops():
-    assert flops_per_iteration(model_arguments(*LARGE, vocabulary=32128)) == pytest.approx(19.81e12, rel=5e-4)
+    assert metrics.flops_per_iteration(large()) == pytest.approx(19.81e12, rel=5e-4)
 
 
 def test_an_initial_weight_depends_on_the_seed_and_its_name_alone():
-    args = model_arguments("--seed", "77")
+    args = parsed("--seed", "77")
     name = "language_model.decoder.layers.1.inter_attention.dense.weight"
     seed = int.from_bytes(hashlib.sha256(f"77:{name}".encode()).digest()[:8], "big") >> 1
     whole = torch.empty(64, 64).normal_(0.0, 0.02 / math.sqrt(2 * 2), generator=torch.Generator().manual_seed(seed))
@@ -69,7 +62,7 @@ def test_an_initial_weight_depends_on_the_seed_and_its_name_alone():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_tensor_parallel_rank_holds_its_heads(rank: int):
-    args = model_arguments()
+    args = parsed()
     whole = dict(build(args).named_parameters())
     part = dict(build(args, Layout(tp=Axis(2, rank))).named_parameters())
     own = slice(32 * rank, 32 * (rank + 1))
@@ -94,7 +87,7 @@ def batch(generator: torch.Generator, encoder_padding: int = 20) -> tuple[torch.
 
 
 def test_padding_changes_no_loss_and_the_decoder_does_not_look_ahead():
-    model, (encoder, decoder, labels) = build(model_arguments()), batch(torch.Generator().manual_seed(1))
+    model, (encoder, decoder, labels) = build(parsed()), batch(torch.Generator().manual_seed(1))
     with torch.no_grad():
         losses = model(encoder, encoder, decoder, labels)
         shorter = model(encoder[1:, :44], encoder[1:, :44], decoder[1:], labels[1:])
@@ -114,30 +107,27 @@ def test_the_learning_rate_is_a_cosine_after_a_linear_warm_up():
     assert [learning_rate(args, n) for n in (0, 5, 20, 60, 100)] == pytest.approx([0.0, 0.25, 1.0, 0.5, 0.0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fusion", [["--no-bias-gelu-fusion"], []], ids=["exact GELU", "tanh GELU"])
-def test_megatron_has_the_same_loss_and_gradients(
-    ask_megatron: Callable[..., Path], native_data: Path, tmp_path: Path, fusion: list[str]
-):
-    """Random weights, biases and LayerNorms included, and a padded batch, given to both engines."""
-    generator = torch.Generator().manual_seed(5)
-    flags = [flag for flag in command_line("alone", native_data, tmp_path) if flag != "--no-bias-gelu-fusion"] + fusion
-    args = parsed(*fusion)
-    args.no_bias_gelu_fusion = bool(fusion)  # the tests' own command line has the flag
-    args.padded_vocab_size, args.pad_token = 4224, 0
-    model = T5(args, Layout()).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if name.endswith("layernorm.weight") else 0.0, 0.1, generator=generator)
-    encoder, decoder, labels = given = batch(generator)
-    torch.save({"weights": dict(model.state_dict()), "batch": given}, tmp_path / "given.pt")
-    answer = torch.load(ask_megatron("gradients", str(tmp_path / "given.pt"), *flags))
+def test_bf16_follows_fp32_with_masters_in_fp32():
+    def train(*flags: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        trainer = TorchTrainer(parsed("--global-batch-size", "2", *flags), Layout())
+        assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+        return [torch.stack(trainer.step(batch(torch.Generator().manual_seed(n)), 1e-3)) for n in range(5)]
 
-    losses = model(encoder, encoder, decoder, labels)
-    (losses.sum() / (labels >= 0).sum()).backward()
-    torch.testing.assert_close(losses, answer.pop("losses"), rtol=1e-5, atol=1e-5)
-    assert answer.keys() == dict(model.named_parameters()).keys()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad, answer[name], rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
-        )
+    exact, rounded = (torch.stack(train(*flags)) for flags in ([], ["--bf16"]))
+    differences = (rounded / exact - 1).abs().amax(0)
+    assert 0 < differences[0] < 2e-3
+    assert 0 < differences[1] < 2e-2
+
+
+def test_a_line_tells_the_mean_loss_of_its_interval(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
+    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
+    args = parsed("--log-interval", "2")
+    args.parameters, args.tensorboard_dir = 1, None
+    recorder = metrics.Metrics(args, Layout())
+    for iteration, loss in enumerate((1.0, 2.0, 4.0, 6.0), 1):
+        recorder.record(iteration, torch.tensor(loss), torch.tensor(loss / 2), 0.1)
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["2/", "4/"]
+    for line, loss, norm in zip(lines, (1.5, 5.0), (1.0, 3.0), strict=True):
+        assert f"| lm loss: {loss:.6E} |" in line
+        assert f"| grad norm: {norm:.6E} |" in line

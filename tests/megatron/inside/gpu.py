@@ -1,4 +1,4 @@
-"""pretrain_t5.py on a GPU that is not there: `gpu_probe.py DIRECTORY TOKENIZER [engine arguments]`.
+"""pretrain_t5.py on a GPU that is not there: `gpu.py DIRECTORY [engine arguments]`.
 
 The GPU is PyTorch's meta device: its tensors have shapes and types but no memory, and PyTorch refuses to mix them with
 the host's. Nothing is computed; what is seen is whether the engine's own code puts everything where it belongs, and
@@ -11,28 +11,23 @@ import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-DIRECTORY, TOKENIZER, EXTRA = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "PYTORCH_JIT": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+# DeepSpeed and transformers look at what torch has when they are imported, and it has no stand-ins yet.
+import deepspeed  # noqa: F401
+import torch
+import torch._dynamo
+from started_engine import set_arguments
+from torch import Tensor, distributed
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import cpp_extension
+from transformers import AutoTokenizer  # noqa: F401
+
 CALLS: Counter[str] = Counter()
 CHOSEN: dict[str, object] = {"devices": [], "architectures": []}
-KERNELS = ("scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda", "scaled_softmax_cuda")
-
-sys.argv = ["engine_probes.py", "alone", str(DIRECTORY), TOKENIZER]
-import engine_probes  # noqa: E402
-
-os.environ["DS_ACCELERATOR"] = "cuda"
-os.environ["LOCAL_RANK"] = os.environ["PROBE_LOCAL_RANK"]
-
-# DeepSpeed and transformers look at what torch has when they are imported, and it has no stand-ins yet.
-import deepspeed  # noqa: E402, F401
-import torch  # noqa: E402
-import torch._dynamo  # noqa: E402
-from torch import Tensor  # noqa: E402
-from torch.overrides import TorchFunctionMode  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402, F401
 
 
 def on_gpu(value) -> bool:
@@ -79,15 +74,13 @@ class Gpu(TorchFunctionMode):
                 return on_host(first)
             if function is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
                 return first.reshape(-1)
-        elif function is Tensor.copy_ and on_gpu(args[1]):
-            return first
-        if function is Tensor.pin_memory:
+        elif function is Tensor.pin_memory or (function is Tensor.copy_ and on_gpu(args[1])):
             return first
         return function(*map(placed, args), **{key: placed(value) for key, value in kwargs.items()})
 
 
-def collective(name: str):
-    """NCCL's: of one process, and of tensors on the GPU alone."""
+def gpu_only(name: str) -> Callable[..., None]:
+    """One of NCCL's collectives, of one process; it takes tensors on the GPU alone."""
 
     def call(*args, **kwargs):
         CALLS[name] += 1
@@ -99,107 +92,71 @@ def collective(name: str):
 
 def softmax_kernel(name: str) -> ModuleType:
     """What the compiled extension takes: half precision, three dimensions for the causal one, else a mask of bools."""
-    module = ModuleType(name)
 
-    def check(*tensors: Tensor) -> None:
+    def run(suffix: str, *tensors: Tensor) -> Tensor:
+        CALLS[name + suffix] += 1
         assert all(map(on_gpu, tensors))
         assert {tensor.dtype for tensor in tensors} <= {torch.half, torch.bfloat16}
+        return torch.empty_like(tensors[0])
 
     def forward(inputs, *rest):
-        CALLS[name] += 1
-        check(inputs)
         assert inputs.dim() == (3 if "upper_triang" in name else 4)
-        if name == "scaled_masked_softmax_cuda":
-            assert on_gpu(rest[0])
-            assert rest[0].dtype == torch.bool
-        return torch.empty_like(inputs)
+        assert name != "scaled_masked_softmax_cuda" or (on_gpu(rest[0]) and rest[0].dtype == torch.bool)
+        return run("", inputs)
 
-    def backward(gradients, results, _scale):
-        CALLS[f"{name} backward"] += 1
-        check(gradients, results)
-        return torch.empty_like(gradients)
-
-    module.forward, module.backward, module.get_batch_per_block = forward, backward, lambda *_: 4
+    module = ModuleType(name)
+    module.forward, module.get_batch_per_block = forward, lambda *_: 4
+    module.backward = lambda gradients, results, _scale: run(" backward", gradients, results)
     return module
 
 
 def stand_in_for_cuda() -> None:
     generator = SimpleNamespace(set_state=lambda _: None, get_state=lambda: torch.zeros(16, dtype=torch.uint8))
-
-    def nothing(*_args, **_kwargs):
-        return None
-
-    torch.cuda.default_generators = [generator]
-    for name, answer in {
-        "is_available": True,
-        "is_initialized": True,
-        "is_bf16_supported": True,
-        "is_current_stream_capturing": False,
-        "device_count": 1,
-        "current_device": 0,
-        "get_device_capability": (9, 0),
-        "memory_allocated": 0,
-        "max_memory_allocated": 1 << 20,
-        "memory_reserved": 0,
-        "max_memory_reserved": 2 << 20,
-    }.items():
+    answers = dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True)
+    answers |= {"is_current_stream_capturing": False, "device_count": 1, "current_device": 0}
+    answers |= {"get_device_capability": (9, 0), "get_rng_state": generator.get_state()}
+    answers |= {"memory_allocated": 0, "memory_reserved": 0}
+    answers |= {"max_memory_allocated": 2**20, "max_memory_reserved": 2 * 2**20}
+    answers |= dict.fromkeys(("synchronize", "empty_cache", "manual_seed", "manual_seed_all"))
+    answers |= dict.fromkeys(("reset_peak_memory_stats", "_lazy_init"))
+    for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_args, answer=answer, **_kwargs: answer)
-    for name in (
-        "synchronize",
-        "empty_cache",
-        "manual_seed",
-        "manual_seed_all",
-        "reset_peak_memory_stats",
-        "_lazy_init",
-    ):
-        setattr(torch.cuda, name, nothing)
-    torch.cuda.get_rng_state = lambda *_: generator.get_state()
+    torch.cuda.default_generators = [generator]
     torch.cuda._lazy_call = lambda callback, **_: callback()
-    torch.cuda.set_device = lambda device: CHOSEN["devices"].append(device)
-    torch._C._jit_set_nvfuser_enabled = nothing
+    torch.cuda.set_device = CHOSEN["devices"].append
+    torch._C._jit_set_nvfuser_enabled = lambda *_: None
 
 
 def stand_in_for_kernels() -> None:
-    from torch.utils import cpp_extension
-
     # As with pybind11 3, what is loaded is handed back and not put where it can be imported.
     def load(name, extra_cuda_cflags, **_):
         CHOSEN["architectures"].append([flag for flag in extra_cuda_cflags if "sm_" in flag])
         return softmax_kernel(name)
 
-    cpp_extension.load = load
-    cpp_extension.CUDA_HOME = "/nonexistent"
+    def fused_adamw(*lists, **_options):
+        gpu_only("fused AdamW")(*(tensor for tensors in lists for tensor in tensors))
+
+    cpp_extension.load, cpp_extension.CUDA_HOME, torch._fused_adamw_ = load, "/nonexistent", fused_adamw
     for name in ("torch.optim.optimizer", "torch.optim.adam", "torch.optim.adamw", "torch.utils._foreach_utils"):
         module = importlib.import_module(name)
-        for kind in ("fused", "foreach"):
-            if hasattr(module, f"_get_{kind}_kernels_supported_devices"):
-                setattr(module, f"_get_{kind}_kernels_supported_devices", lambda: ["meta"])
-
-    def fused_adamw(*lists, **_options):
-        CALLS["fused AdamW"] += 1
-        assert all(on_gpu(tensor) for tensors in lists for tensor in tensors)
-
-    torch._fused_adamw_ = fused_adamw
+        for function in ("_get_fused_kernels_supported_devices", "_get_foreach_kernels_supported_devices"):
+            if hasattr(module, function):
+                setattr(module, function, lambda: ["meta"])
 
 
 def stand_in_for_nccl() -> None:
-    from torch import distributed
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     join = distributed.init_process_group
 
     def join_alone(backend, **_):
         CHOSEN["backend"] = backend
         join(backend="fake", store=FakeStore(), rank=0, world_size=1)
 
-    distributed.init_process_group = join_alone
-    for name in ("all_reduce", "broadcast", "all_gather_into_tensor"):
-        setattr(distributed, name, collective(name))
-
     def all_gather_object(gathered, mine):
         gathered[:] = [mine]
 
-    distributed.all_gather_object = all_gather_object
+    distributed.init_process_group, distributed.all_gather_object = join_alone, all_gather_object
+    for name in ("all_reduce", "broadcast", "all_gather_into_tensor"):
+        setattr(distributed, name, gpu_only(name))
 
 
 def sizes_of(keys, data, **_):
@@ -208,7 +165,7 @@ def sizes_of(keys, data, **_):
     return {key: data[key].size() for key in keys}, numbers, sum(numbers.values())
 
 
-def main() -> None:
+def main(directory: Path, *arguments: str) -> None:
     stand_in_for_cuda()
     stand_in_for_kernels()
     stand_in_for_nccl()
@@ -216,26 +173,19 @@ def main() -> None:
     from megatron import fused_kernels, training
     from megatron.core.enums import ModelType
     from megatron.core.tensor_parallel import data
+    from pretrain_t5 import forward_step, model_provider, train_valid_test_datasets_provider
 
     fused_kernels._get_cuda_bare_metal_version = lambda _: ("", "13", "0")
     data._build_key_size_numel_dictionaries = sizes_of
-    import pretrain_t5
-
-    corpus = engine_probes.write_data(DIRECTORY / "gpu" / "text")
-    arguments = [*engine_probes.ARGUMENTS, "--tokenizer-model", TOKENIZER, "--data-path", corpus, *EXTRA]
-    sys.argv = ["pretrain_t5.py", *arguments, "--no-gradient-accumulation-fusion"]
+    set_arguments(directory / "data", *arguments, "--no-gradient-accumulation-fusion")
     with Gpu():
         training.pretrain(
-            pretrain_t5.train_valid_test_datasets_provider,
-            pretrain_t5.model_provider,
-            ModelType.encoder_and_decoder,
-            pretrain_t5.forward_step,
+            train_valid_test_datasets_provider, model_provider, ModelType.encoder_and_decoder, forward_step,
             args_defaults={},
-        )
+        )  # fmt: skip
         training.finish_training()
     found = {"calls": CALLS, "local_rank": os.environ["LOCAL_RANK"], "apex": "apex" in sys.modules} | CHOSEN
-    (DIRECTORY / "gpu.json").write_text(json.dumps(found))
+    (directory / "gpu.json").write_text(json.dumps(found))
 
 
-if __name__ == "__main__":
-    main()
+main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,163 @@
+"""What both engines must do, with real trainings: one run of each strategy, and what must give the same digits."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+from harness import STRATEGIES
+from real_runs import EXACT, finish, kill, start, train
+
+from t5bench.record.checkpoints import DEEPSPEED_TRACKER, TRACKER
+from t5bench.record.records import Run, load, read_metrics
+
+pytestmark = pytest.mark.slow
+Engine = dict[str, str]
+
+
+@pytest.fixture(scope="module", params=["native", "megatron"])
+def engine(request: pytest.FixtureRequest, sample_data: Path) -> Engine:
+    """The settings that choose the engine and its data."""
+    settings = {"ENGINE": request.param, "MEGATRON_DATA_DIR": str(sample_data)}
+    if request.param == "megatron":
+        settings["MEGATRON_DIR"] = str(request.getfixturevalue("megatron_dir"))
+    return settings
+
+
+@pytest.fixture
+def runs(engine: Engine, request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue(f"{engine['ENGINE']}_runs")
+
+
+def log_lines(run: Run) -> list[str]:
+    return [line for path in run.directory.glob("node*.log") for line in path.read_text(errors="replace").splitlines()]
+
+
+def curve(run: Run, begin: int = 0) -> list[tuple]:
+    """The figures of each iteration after the first `begin`, to the digit."""
+    return [(i.iteration, i.lm_loss, i.grad_norm, i.learning_rate) for i in run.iterations if i.iteration > begin]
+
+
+def parity(*runs: Path, baseline: Path) -> str:
+    """Asserts that they train as the baseline does, whose gradients are clipped in some iterations alone."""
+    command = [sys.executable, "-m", "t5bench", "parity", *map(str, runs), "--baseline", str(baseline)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_all_strategies_train_the_same_model(runs: Path):
+    parity(*(runs / strategy for strategy in STRATEGIES), baseline=runs / "ddp")
+    validated = {}
+    for strategy in STRATEGIES:
+        run = load(runs / strategy)
+        assert [line.iteration for line in run.iterations] == list(range(1, 21))
+        assert run.iterations[-1].lm_loss < run.iterations[0].lm_loss - 0.3
+        assert [peak.rank for peak in run.peak_memory] == list(range(4 if strategy == "hybrid" else 2))
+        assert all(peak.host_mib > 100 for peak in run.peak_memory)
+        found = re.findall(r"validation loss at iteration (\d+) \| lm loss value: (\S+)", "\n".join(log_lines(run)))
+        validated[strategy] = {int(iteration): float(loss) for iteration, loss in found}
+    for losses in validated.values():
+        assert losses == pytest.approx(validated["ddp"], rel=1e-5)
+    assert {10, 20} <= validated["ddp"].keys()
+
+
+def test_eight_processes_of_three_dimensions(engine: Engine, runs: Path, tmp_path: Path):
+    """TP 2 x PP 2 x DP 2: further processes of the hybrid are data parallel."""
+    train("hybrid", tmp_path / "run", NPROC_PER_NODE="8", **EXACT, **engine)
+    parity(tmp_path / "run", baseline=runs / "ddp")
+
+
+def test_both_engines_train_the_same_model(native_runs: Path, megatron_runs: Path):
+    """The same samples, schedule and optimizer too; a mistake that all strategies of one engine share shows here."""
+    parity(megatron_runs / "ddp", baseline=native_runs / "ddp")
+    native, megatron = (load(runs / "ddp") for runs in (native_runs, megatron_runs))
+    assert [i.learning_rate for i in native.iterations] == [i.learning_rate for i in megatron.iterations]
+
+    def forms(run: Run) -> set[str]:
+        """The lines that are read, without their figures; another process may write between a line and its end."""
+        pattern = r"(?: iteration +\d+/| peak memory)(?:(?! peak memory| iteration +\d+/).)*"
+        found = (match for line in log_lines(run) for match in re.findall(pattern, line))
+        return {re.sub(r"\S*\d\S*|localhost", "#", re.sub(" +", " ", line)).strip() for line in found}
+
+    assert forms(native) == forms(megatron)
+
+
+# ---- ending and going on -------------------------------------------------------------------------------------------
+
+RESUMED = {"native": "zero3", "megatron": "tensor"}
+
+
+def test_a_resumed_run_gives_the_uninterrupted_curve(engine: Engine, runs: Path, tmp_path: Path):
+    strategy, copy = RESUMED[engine["ENGINE"]], tmp_path / "run"
+    shutil.copytree(runs / strategy, copy)
+    for path in (copy / "checkpoints").glob("*20"):
+        shutil.rmtree(path)
+    (copy / "checkpoints" / TRACKER).write_text("10")
+    environment = load(copy).plan.with_role("kept") | engine
+    resumed = train(strategy, copy, RESUME="1", **environment)
+    assert [i.begin for i in resumed.iterations] == [0] * 10 + [10] * 10
+    assert curve(resumed) == curve(load(runs / strategy))
+
+
+ITERATIONS, SAVE_INTERVAL = 24, 6
+NEWEST = 2 * SAVE_INTERVAL  # the last checkpoint that a killed run has
+# The strategy, its nodes, and the file of the newest checkpoint that the last of them has not whole.
+DEATHS = {
+    "native": ("hybrid", ["node 0", "node 1"], f"iter_{NEWEST:07d}/random_00003.pt", "missing"),
+    "megatron": ("zero1", ["node"], f"global_step{NEWEST}/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "cut off"),
+}
+
+
+def spoil(checkpoints: Path, file: str, how: str) -> None:
+    if how == "missing":
+        (checkpoints / file).unlink()
+    else:
+        os.truncate(checkpoints / file, (checkpoints / file).stat().st_size // 2)
+    # The engines' pointers do not survive a death in their writing, and without them training would start anew.
+    for pointer in (TRACKER, DEEPSPEED_TRACKER):
+        (checkpoints / pointer).unlink(missing_ok=True)
+
+
+def test_a_killed_run_goes_on(engine: Engine, tmp_path: Path):
+    """In bf16 with dropout, on two nodes without a shared file system. All processes are killed after the second
+    checkpoint, of which one node lacks a part: all go on from the first, and what was logged before is logged again,
+    digit by digit."""
+    strategy, names, file, how = DEATHS[engine["ENGINE"]]
+    nodes, mark = [tmp_path / name for name in names], uuid.uuid4().hex
+    settings = engine | {"TRAIN_ITERS": str(ITERATIONS), "SAVE_INTERVAL": str(SAVE_INTERVAL), "KILLED_RUN": mark}
+    launchers, metrics = start(strategy, *nodes, **settings), nodes[-1] / "metrics.jsonl"
+    while len(read_metrics(metrics)) <= NEWEST and all(launcher.poll() is None for launcher in launchers):
+        time.sleep(0.05)
+    kill(launchers, f"KILLED_RUN={mark}")
+    killed = read_metrics(metrics)
+    assert NEWEST < len(killed) < ITERATIONS, "the run was not killed in time"
+    spoil(nodes[-1] / "checkpoints", file, how)
+
+    said = finish(start(strategy, *nodes, RESUME="1", **settings))
+    assert f"iteration {NEWEST} is passed over: {file} is {how}" in said[-1]
+    assert all(f"resuming from the checkpoint of iteration {SAVE_INTERVAL}\n" in text for text in said)
+    run = load(nodes[-1])
+    assert [i.iteration for i in run.iterations] == list(range(1, ITERATIONS + 1))
+    assert [i.begin for i in run.iterations] == [0] * SAVE_INTERVAL + [SAVE_INTERVAL] * (ITERATIONS - SAVE_INTERVAL)
+    before, after = ({i.iteration: (i.lm_loss, i.grad_norm) for i in lines} for lines in (killed, run.iterations))
+    assert before == {number: after[number] for number in before}
+    assert run.iterations[-1].lm_loss < run.iterations[0].lm_loss - 0.3
+    if engine["ENGINE"] == "native":
+        for stage, node in enumerate(nodes):
+            assert_shards_agree(node / "checkpoints" / f"iter_{ITERATIONS:07d}", stage)
+
+
+def assert_shards_agree(checkpoint: Path, stage: int) -> None:
+    """Each node has its stage; what both tensor parallel ranks hold was dropped alike and is the same on both."""
+    shards = [f"mp_rank_{rank:02d}_{stage:03d}" for rank in (0, 1)]
+    assert sorted(path.name for path in checkpoint.glob("mp_rank_*")) == shards
+    models = [torch.load(checkpoint / name / "model_optim_rng.pt", weights_only=True)["model"] for name in shards]
+    norms = [name for name in models[0] if "layernorm" in name]
+    assert len(norms) == 2 * (2 * 2 + 1) + 4 * stage
+    assert all(torch.equal(models[0][name], models[1][name]) for name in norms)

@@ -1,0 +1,521 @@
+"""Inside the engine, in one process: what the patches mend. Each test fails without its fix; patches/README.md names
+them in the same order."""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import deepspeed
+import megatron.utils
+import numpy as np
+import pytest
+import torch
+from megatron import checkpointing, get_tokenizer, global_vars, layout_independent_init, training
+from megatron.core import mpu
+from megatron.core.enums import ModelType
+from megatron.data import dataset_utils
+from megatron.data.data_samplers import build_pretraining_data_loader
+from megatron.model import LayerNorm
+from megatron.model.transformer import get_num_experts_per_layer
+from megatron.optimizer import get_megatron_optimizer, get_param_groups
+from megatron.optimizer.clip_grads import clip_grad_norm_fp32
+from models import make_model, run_model
+from started_engine import (
+    DECODER_LENGTH,
+    ENCODER_LENGTH,
+    HIDDEN,
+    LAYERS,
+    TIME_LIMIT,
+    VOCABULARY,
+    write_data,
+)
+
+Patch = pytest.MonkeyPatch
+
+
+# ---- megatron_t5_fixes.patch ---------------------------------------------------------------------------------------
+
+
+def test_vocabulary_counts_the_sentinels_and_special_tokens_fall_back(args):
+    tokenizer = get_tokenizer()
+    assert tokenizer.vocab_size == len(tokenizer.tokenizer)
+    assert max(tokenizer.additional_special_tokens_ids) < tokenizer.vocab_size <= args.padded_vocab_size == VOCABULARY
+    assert [tokenizer.cls, tokenizer.sep, tokenizer.mask] == [tokenizer.pad, tokenizer.eos, tokenizer.pad]
+    assert tokenizer.pad != tokenizer.eos
+
+
+def decoder_stage(**parts: bool):
+    model = make_model(add_encoder=False, **parts)
+    model.set_input_tensor([torch.zeros(ENCODER_LENGTH, 2, HIDDEN)])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("stage", "shape"),
+    [
+        (make_model, [2, DECODER_LENGTH]),
+        (lambda: make_model(add_decoder=False), [ENCODER_LENGTH, 2, HIDDEN]),
+        (lambda: decoder_stage(post_process=False), [DECODER_LENGTH, 2, HIDDEN]),
+        (decoder_stage, [2, DECODER_LENGTH]),
+    ],
+    ids=["whole model", "encoder", "decoder", "last stage"],
+)
+def test_every_stage_returns_one_tensor(stage: Callable, shape: list[int]):
+    """A tuple from the whole model or the encoder; encoder_moe_losses unbound in a decoder stage."""
+    assert list(run_model(stage()).shape) == shape
+
+
+def test_decoder_does_not_attend_to_padding():
+    model = make_model()
+    torch.testing.assert_close(run_model(model, padding_token=0), run_model(model, padding_token=77))
+
+
+def test_head_bias_is_marked_tensor_parallel():
+    bias = make_model().lm_head.bias
+    assert (bias.tensor_model_parallel, bias.partition_dim, bias.partition_stride) == (True, 0, 1)
+
+
+def test_error_in_self_attention_is_not_buried():
+    layer, calls = make_model().language_model.encoder.layers[0], []
+
+    class Broken(torch.nn.Module):
+        def forward(self, *inputs, **kwargs):
+            calls.append(inputs)
+            raise TypeError("a real error inside")
+
+    layer.self_attention = Broken()
+    with pytest.raises(TypeError, match="a real error inside") as error:
+        layer(torch.zeros(4, 2, HIDDEN))
+    assert error.value.__context__ is None
+    assert len(calls) == 1
+
+
+def test_decoder_deeper_than_encoder():
+    assert len(make_model().language_model.decoder.layers) == LAYERS + 1
+
+
+def test_no_evaluation(args):
+    found = dataset_utils.build_train_valid_test_datasets(
+        args.data_path, "mmap", "949,50,1", [16, 0, 0], ENCODER_LENGTH, 0.15, 0.1, 1234, True,
+        max_seq_length_dec=DECODER_LENGTH, dataset_type="t5",
+    )  # fmt: skip
+    assert [dataset is None for dataset in found] == [False, True, True]
+    assert {"text_enc", "text_dec", "labels", "enc_dec_mask"} <= found[0][0].keys()
+
+
+def test_one_process_needs_no_cuda_connection_limit(args):
+    assert args.async_tensor_model_parallel_allreduce is False
+
+
+def test_zero_finds_gradient_nodes_in_hooks():
+    """PyTorch 2.4's function needs gradients to be on, and ZeRO stopped in its first backward pass."""
+    with torch.no_grad():
+        node = torch.autograd.graph._get_grad_fn_or_grad_acc(torch.nn.Parameter(torch.zeros(1)))
+    assert type(node).__name__ == "AccumulateGrad"
+
+
+# ---- 0001: pipeline parallelism ------------------------------------------------------------------------------------
+
+
+def test_layers_of_later_stages_are_dense():
+    found = [get_num_experts_per_layer([1], layers, 2, offset) for layers, offset in ((1, 1), (2, 2), (3, 9))]
+    assert found == [[1], [1, 1], [1, 1, 1]]
+
+
+def test_decoder_stage_embeds_decoder_tokens_alone():
+    model, looked_up = decoder_stage(), []
+    model.language_model.embedding.register_forward_pre_hook(lambda _, inputs: looked_up.append(inputs[0].shape[1]))
+    run_model(model)
+    assert looked_up == [DECODER_LENGTH]
+
+
+# ---- 0002: metrics -------------------------------------------------------------------------------------------------
+
+LARGE = {
+    "micro_batch_size": 1, "data_parallel_size": 1, "world_size": 1, "hidden_size": 1024, "ffn_hidden_size": 2816,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "kv_channels": 64, "num_layers": 24,
+    "encoder_num_layers": 24, "decoder_num_layers": 24, "seq_length": 512, "decoder_seq_length": 128,
+    "padded_vocab_size": 32128, "swiglu": False, "topk": 1, "checkpoint_activations": False,
+    "recompute_granularity": None, "recompute_method": None, "recompute_num_layers": 1,
+    "pipeline_model_parallel_size": 1, "pipeline_model_parallel_split_rank": None,
+    "model_type": ModelType.encoder_and_decoder,
+}  # fmt: skip
+FULL, STAGES = (
+    {"recompute_granularity": "full"},
+    {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_split_rank": 2},
+)
+
+
+def test_flops_of_an_encoder_decoder(monkeypatch: Patch):
+    """Against T5-Large's multiply-accumulates of one sample, written out part by part."""
+    h, f, s, d, layers = 1024, 2816, 512, 128, 24
+    encoder = layers * (4 * h * h * s + 2 * h * s * s + 2 * f * h * s)
+    self_attention, cross_attention = 4 * h * h * d + 2 * h * d * d, 2 * h * h * d + 2 * h * h * s + 2 * h * d * s
+    decoder = layers * (self_attention + cross_attention + 2 * f * h * d)
+    core_attention = layers * 2 * h * (s * s + d * d + s * d)
+    plain = 3 * (encoder + decoder + 32128 * h * d)
+
+    def macs(**changes) -> float:
+        tflop = megatron.utils.throughput_calculator(None, SimpleNamespace(**LARGE | changes), 1.0, 1)[1]
+        return pytest.approx(tflop * 1e12 / 2 / 16, rel=1e-9)
+
+    monkeypatch.setattr(megatron.utils, "get_num_microbatches", lambda: 16)
+    assert plain == macs() == pytest.approx(19.81e12 / 2 / 16, rel=5e-4)
+    assert plain / 2 == macs(world_size=2)
+    assert plain + encoder + decoder == macs(**FULL, recompute_method="uniform")
+    assert plain + (encoder + decoder) / 2 == macs(**FULL, **STAGES, recompute_method="block", recompute_num_layers=6)
+    assert plain + core_attention == macs(recompute_granularity="selective")
+    assert macs(model_type=ModelType.encoder_or_decoder) == pytest.approx(14.61e12 / 2 / 16, rel=5e-4)
+
+
+def log_loss(loss: float) -> None:
+    """One call of training_log(), as after the first iteration."""
+    timer = training.get_timers()("interval-time", log_level=0)
+    timer.start()
+    try:
+        losses, norm = {"lm loss": torch.tensor(loss)}, torch.tensor(1.25)
+        training.training_log(losses, {}, 0.1, 1, None, False, 0, norm, None, None, None)
+    finally:
+        timer.reset()
+
+
+@pytest.fixture
+def trained_arguments(args, monkeypatch: Patch):
+    """What training sets before it logs."""
+    monkeypatch.setattr(args, "model_type", ModelType.encoder_and_decoder, raising=False)
+    monkeypatch.setattr(args, "actual_seq_length", ENCODER_LENGTH, raising=False)
+    return args
+
+
+def test_loss_that_is_not_a_number_shows(trained_arguments, capfd: pytest.CaptureFixture):
+    log_loss(math.nan)
+    line = capfd.readouterr().out
+    assert "| lm loss: NAN |" in line
+    assert "| grad norm: 1.250000E+00 |" in line
+
+
+class Wandb(ModuleType):
+    """Stands in for wandb: remembers what it is given, and has no key."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.calls, self.logged, self.finished = [], {}, 0
+
+    def init(self, **options):
+        assert len(json.loads(json.dumps(options.pop("config")))) > 100
+        self.calls.append(options)
+        if options.get("mode") != "offline":
+            raise RuntimeError("No API key configured")
+        return self
+
+    def log(self, values, step=None):
+        self.logged |= {key: float(value) for key, value in values.items() if value is not None}
+
+    def define_metric(self, *_args, **_options):
+        pass
+
+    def finish(self):
+        self.finished += 1
+
+
+def test_wandb_without_a_key_goes_on_offline(trained_arguments, monkeypatch: Patch, tmp_path: Path):
+    """Without a name it is for WANDB_NAME to say. Upstream's keys stay beside the shared ones."""
+    wandb, directory = Wandb(), tmp_path / "wandb"
+    for name, value in {"wandb_project": "project", "wandb_exp_name": "", "wandb_save_dir": str(directory)}.items():
+        monkeypatch.setattr(trained_arguments, name, value)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(training, "wandb", wandb)
+    monkeypatch.setattr(global_vars, "_GLOBAL_WANDB_WRITER", None)
+    global_vars._set_wandb_writer(trained_arguments)
+    log_loss(2.0)
+    global_vars.close_writers()
+    assert [call.get("mode") for call in wandb.calls] == [None, "offline"]
+    assert all(call["project"] == "project" and "name" not in call for call in wandb.calls)
+    assert directory.is_dir()
+    assert wandb.finished == 1
+    found = wandb.logged
+    assert {"lm-loss-training/lm loss", "grad-norm/grad-norm"} <= found.keys()
+    assert [found[key] for key in ("lm loss", "learning rate", "loss scale")] == [2.0, 0.1, 1.0]
+    assert found["samples per second"] == found["throughput/samples_per_sec"]
+    milliseconds = pytest.approx(1000 * found["throughput/iteration-time"])
+    assert found["elapsed time per iteration"] == found["throughput/elapsed_ms_per_iteration"] == milliseconds
+
+
+# ---- 0003: data ----------------------------------------------------------------------------------------------------
+
+
+def get_map(prefix: str, documents: slice = slice(None)) -> list[list[int]]:
+    """The sample map of these documents: from its file, or built."""
+    dataset = dataset_utils.get_indexed_dataset_(prefix, "mmap", True)
+    dataset.set_doc_idx(dataset.get_doc_idx()[documents])
+    options = (None, 16, ENCODER_LENGTH - 2, 0.1, 1234, "train", False)
+    return np.array(dataset_utils.get_samples_mapping(dataset, prefix, *options)).tolist()
+
+
+def map_file(directory: Path) -> Path:
+    (path,) = directory.glob("*_indexmap_*")
+    return path
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: b"",
+        lambda whole: whole[: len(whole) // 2],
+        lambda whole: b"x" * 300,
+        lambda whole: whole[:128] + bytes(len(whole) - 128),
+    ],
+    ids=["empty", "half", "no header", "zeroes"],
+)
+def test_a_damaged_index_map_is_built_again(tmp_path: Path, damage: Callable[[bytes], bytes]):
+    prefix = write_data(tmp_path)
+    good, path = get_map(prefix), map_file(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert get_map(prefix) == good
+    assert path.read_bytes() == whole
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_index_map_of_older_data_is_built_again(tmp_path: Path):
+    get_map(write_data(tmp_path))
+    prefix = write_data(tmp_path, documents=5)
+    os.utime(map_file(tmp_path), (time.time() - 150,) * 2)
+    assert max(end for _, end, _ in get_map(prefix)) == 5
+
+
+def test_index_map_of_a_larger_split_is_built_again(tmp_path: Path):
+    prefix = write_data(tmp_path)
+    get_map(prefix)
+    assert max(end for _, end, _ in get_map(prefix, slice(11))) == 10
+
+
+def test_index_map_is_written_at_once(tmp_path: Path, monkeypatch: Patch):
+    renamed, replace = [], os.replace
+
+    def spy(source, target):
+        renamed.append((Path(source).name, Path(target).name, np.load(source).shape[1]))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", spy)
+    get_map(write_data(tmp_path))
+    ((source, target, columns),) = renamed
+    assert source.startswith(target) and source != target
+    assert columns == 3, "the file was not complete when it got its name"
+
+
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+WRITES_OUTPUT = 'while [ "$1" != -o ]; do shift; done; echo module > "$2"\n'
+
+
+@pytest.fixture
+def builder(monkeypatch: Patch, tmp_path: Path) -> Callable[..., tuple[int, list[str]]]:
+    """compile_helper() on a copy of its sources, where a script is the compiler: its exit status, and the modules."""
+    for source in ("helpers.cpp", "Makefile"):
+        shutil.copy(Path(dataset_utils.__file__).parent / source, tmp_path)
+    monkeypatch.setattr(dataset_utils, "__file__", str(tmp_path / "dataset_utils.py"))
+
+    def script(name: str, text: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}")
+        (tmp_path / name).chmod(0o755)
+
+    def build(compiler: str, **environment: str) -> tuple[int, list[str]]:
+        script("compiler", f"echo \"$@\" > '{tmp_path}/arguments'\n{compiler}")
+        for name in ("python3", "python3-config"):  # another Python, which comes first on PATH
+            script(name, "exit 1\n")
+        for name, value in ({"CXX": "compiler", "PATH": f"{tmp_path}:{os.environ['PATH']}"} | environment).items():
+            monkeypatch.setenv(name, value)
+        status = 0
+        try:
+            dataset_utils.compile_helper()
+        except SystemExit as stop:
+            status = stop.code
+        return status, [path.name.removesuffix(SUFFIX) for path in tmp_path.glob(f"helpers*{SUFFIX}*")]
+
+    return build
+
+
+def test_index_builder_is_for_the_python_that_runs(builder: Callable, tmp_path: Path):
+    assert builder(WRITES_OUTPUT) == (0, ["helpers"])
+    arguments = (tmp_path / "arguments").read_text().split()
+    assert f"-I{sysconfig.get_path('include')}" in arguments
+    assert any(argument.endswith(".tmp") for argument in arguments)
+
+
+def test_index_builder_that_cannot_be_compiled(builder: Callable, capfd: pytest.CaptureFixture):
+    status, modules = builder(WRITES_OUTPUT + "exit 3\n")
+    assert (status, "helpers" in modules) == (1, False)
+    assert builder("", CXX="/nonexistent/c++")[0] == 1
+    assert "no C++ compiler: /nonexistent/c++ is not installed" in "".join(capfd.readouterr())
+
+
+def test_compiled_index_builder_needs_no_make(builder: Callable, tmp_path: Path):
+    (tmp_path / f"helpers{SUFFIX}").touch()
+    assert builder("exit 3", PATH="/nonexistent") == (0, ["helpers"])
+
+
+# ---- 0004: CPU and newer libraries ---------------------------------------------------------------------------------
+
+
+def test_what_nothing_needs_is_not_imported():
+    """torchvision, DeepSpeed's compression (gone from 0.19) and, on a CPU, apex."""
+    assert not {"megatron.model.vision.knn_monitor", "apex"} & sys.modules.keys()
+    assert not {"compute_feature_bank", "init_compression"} & vars(training).keys()
+
+
+def test_adam_decouples_weight_decay():
+    optimizer = get_megatron_optimizer([make_model()]).optimizer
+    assert (type(optimizer).__name__, optimizer.param_groups[0]["weight_decay"]) == ("AdamW", 0.01)
+
+
+def test_gradient_clipping():
+    parameters = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(3))]
+    for parameter, value in zip(parameters, (3.0, 4.0), strict=True):
+        parameter.grad = torch.tensor([value, *[0.0] * (len(parameter) - 1)])
+    norms = [clip_grad_norm_fp32(parameters, [p.grad for p in parameters], limit) for limit in (100.0, 1.0)]
+    assert norms == pytest.approx([5.0, 5.0])
+    assert [p.grad[0].item() for p in parameters] == pytest.approx([0.6, 0.8], rel=1e-5)
+
+
+def test_layer_norm_takes_the_fused_kernels_options():
+    values = torch.arange(8.0).view(2, 4)
+    plain = LayerNorm(4, eps=1e-5, no_persist_layer_norm=True, sequence_parallel=True, mem_efficient_ln=True)
+    centered = LayerNorm(4, eps=1e-5, apply_layernorm_1p=True)
+    assert torch.equal(plain(values), centered(values))
+    assert plain.weight.sequence_parallel and plain.bias.sequence_parallel
+    assert centered.weight.tolist() == [0.0] * 4
+
+
+def test_fusions_that_need_cuda_are_off(args):
+    assert (args.gradient_accumulation_fusion, args.masked_softmax_fusion) == (False, False)
+
+
+def test_every_group_has_the_time_limit():
+    for name in ("data_parallel", "model_parallel", "pipeline_model_parallel"):
+        backend = getattr(mpu, f"get_{name}_group")()._get_backend(torch.device("cpu"))
+        assert backend.options._timeout.total_seconds() == TIME_LIMIT * 60
+
+
+def test_sentinels_of_transformers_5():
+    newer = SimpleNamespace(tokenizer=SimpleNamespace(extra_special_tokens_ids=[5, 4, 3]))
+    assert type(get_tokenizer()).additional_special_tokens_ids.fget(newer) == [5, 4, 3]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """The file of a checkpoint that is to be loaded from tmp_path."""
+    path = Path(checkpointing.get_checkpoint_name(str(tmp_path), 7))
+    path.parent.mkdir(parents=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    return path
+
+
+def test_checkpoint_with_arguments_loads(args, checkpoint: Path, tmp_path: Path):
+    torch.save({"args": args, "iteration": 7}, checkpoint)
+    assert checkpointing._load_base_checkpoint(str(tmp_path))[0]["args"].hidden_size == HIDDEN
+
+
+def test_damaged_checkpoint_is_a_failure(checkpoint: Path, tmp_path: Path):
+    checkpoint.write_bytes(b"PK\x03\x04 half of a file")
+    with pytest.raises(SystemExit) as stop:
+        checkpointing._load_base_checkpoint(str(tmp_path))
+    assert stop.value.code == 1
+
+
+def test_data_loader_leaves_dropout_alone(args, monkeypatch: Patch):
+    monkeypatch.setattr(args, "consumed_train_samples", 0)
+    before = torch.get_rng_state()
+    iter(build_pretraining_data_loader(list(range(16)), 0))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# ---- 0005: initial weights -----------------------------------------------------------------------------------------
+
+MATRICES = {
+    "embedding.word_embeddings": 0.02,
+    "embedding.position_embeddings": 0.02,
+    "decoder.layers.1.self_attention.query_key_value": 0.02,
+    "decoder.layers.1.inter_attention.key_value": 0.02,
+    "decoder.layers.1.inter_attention.dense": 0.02 / math.sqrt(2 * LAYERS),
+    "decoder.layers.1.mlp.dense_4h_to_h": 0.02 / math.sqrt(2 * LAYERS),
+}
+
+
+def test_initial_weights_are_as_defined():
+    found = dict(make_model().named_parameters())
+    for short_name, std in MATRICES.items():
+        name = f"language_model.{short_name}.weight"
+        seed = int.from_bytes(hashlib.sha256(f"1234:{name}".encode()).digest()[:8], "big") >> 1
+        drawn = torch.empty(found[name].shape).normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(found[name], drawn)
+    biases = [parameter for name, parameter in found.items() if name.endswith("bias")]
+    assert len(biases) > 10
+    assert not any(bias.any() for bias in biases)
+    assert found["language_model.decoder.layers.1.input_layernorm.weight"].eq(1).all()
+
+
+def test_shards_keep_heads_together():
+    """[q|k|v] is cut within each part; key_value and the rest are cut in two."""
+    whole, shard = torch.arange(12.0), layout_independent_init.shard
+    for name, first in {
+        "query_key_value": [0, 1, 4, 5, 8, 9],
+        "key_value": [0, 1, 2, 3, 4, 5],
+        "dense_h_to_4h": [0, 1, 2, 3, 4, 5],
+    }.items():
+        halves = [shard(f"x.{name}.weight", whole, 0, rank, 2).tolist() for rank in range(2)]
+        assert halves == [first, sorted(set(range(12)) - set(first))]
+
+
+def test_heads_copy_of_the_embedding_is_the_embedding():
+    name = layout_independent_init.whole_model_name(None, "word_embeddings.weight")
+    assert name == "language_model.embedding.word_embeddings.weight"
+
+
+# ---- DeepSpeed, last: what it starts changes what the others rely on -------------------------------------------------
+
+
+def zero_config(stage: int, micro_batches: int) -> dict:
+    # Its compilation takes minutes where it is not cached, and one process needs none.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed()
+    return {
+        "train_batch_size": micro_batches,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "overlap_comm": False},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def test_installed_deepspeed_accumulates_all_micro_batches_in_zero2():
+    """Not a patch: DeepSpeed 0.17.6 and 0.18.0 to 0.18.2 keep the last micro-batch alone (6 / 4 instead of 12 / 4)."""
+    layer = torch.nn.Linear(1, 1, bias=False)
+    before = layer.weight.item()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    engine, *_ = deepspeed.initialize(model=layer, optimizer=optimizer, config=zero_config(2, 4))
+    for value in (1.0, 2.0, 3.0, 6.0):  # the gradient of a micro-batch is its input
+        engine.backward(engine(torch.full((1, 1), value)).sum())
+        engine.step()
+    assert before - engine.module.weight.item() == pytest.approx(3.0)
+
+
+def test_zero3_builds_the_model_partitioned(args):
+    from pretrain_t5 import model_provider
+
+    args.model_type = ModelType.encoder_and_decoder
+    args.deepspeed, args.zero_stage, args.deepspeed_config_dict = True, 3, zero_config(3, 1)
+    model = model_provider()
+    shapes = {name: tuple(getattr(parameter, "ds_shape", ())) for name, parameter in model.named_parameters()}
+    assert all(shapes.values())
+    assert shapes["lm_head.bias"] == (VOCABULARY,)
+    decayed = [group["params"] for group in get_param_groups([model], None, None, 1.0) if group["wd_mult"] == 1.0]
+    assert sum(map(len, decayed)) == sum(len(shape) == 2 for shape in shapes.values()) > 0

@@ -1,0 +1,28 @@
+"""The native engine's reading of the command line that a launcher makes for a tiny T5."""
+
+from argparse import Namespace
+from functools import cache
+
+from harness import REPO_ROOT
+from real_runs import EXACT, TINY, environment
+
+from native import arguments
+from t5bench.plan.launchers import ask
+from t5bench.record.plan import Plan
+
+TOKENIZER = REPO_ROOT / "megatron_data" / "sample" / "tokenizer"
+SIZES = {"ENCODER_SEQ_LENGTH": "64", "DECODER_SEQ_LENGTH": "32", "GLOBAL_BATCH_SIZE": "8"}
+
+
+@cache
+def plan(strategy: str = "ddp", **settings: str) -> Plan:
+    """Of one process, in fp32 without dropout."""
+    chosen = TINY | EXACT | SIZES | {"NPROC_PER_NODE": "1", "ENGINE": "native", "TOKENIZER_MODEL": str(TOKENIZER)}
+    return ask(strategy, environment=environment(**chosen | settings))
+
+
+def parsed(*flags: str, vocabulary: int = 256, **settings: str) -> Namespace:
+    """The arguments of the command line and these flags, completed as the engine does with its tokenizer."""
+    args = arguments.parse([*plan(**settings).arguments.words, *flags])
+    args.padded_vocab_size, args.pad_token = vocabulary, 0
+    return args

@@ -1,0 +1,87 @@
+"""Real trainings of the native engine beside those that both engines must do: other ways to the same digits, and runs
+that fail, whose status is on the terminal and in the record."""
+
+import re
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from command_lines import parsed
+from harness import REPO_ROOT
+from real_runs import EXACT, environment, start, train
+
+from native import train as native_train
+from t5bench.plan.ports import free_port
+from t5bench.record.log import iterations
+from t5bench.record.records import load
+
+pytestmark = pytest.mark.slow
+VALIDATION = re.compile(r"validation loss at iteration 10 .*")
+
+
+def test_the_way_through_host_memory_changes_no_digit(native_runs: Path, tmp_path: Path):
+    """As pipeline stages that share a GPU exchange; here real processes do so on CPUs, with real copies."""
+    direct, script = load(native_runs / "hybrid"), Path(__file__).with_name("pretrain_through_host.py")
+    command = [str(script) if word.endswith("/pretrain_t5.py") else word for word in direct.plan.command]
+    command[command.index("--master_port") + 1] = str(free_port())
+    command += ["--save", str(tmp_path), "--tensorboard-dir", str(tmp_path), "--exit-interval", "10"]
+    settings = environment(PYTHONPATH=str(REPO_ROOT), OMP_NUM_THREADS="1", WANDB_MODE="disabled")
+    result = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    assert result.stdout.count("copied through host memory") == 4
+    found = [(line.lm_loss, line.grad_norm) for line in iterations(result.stdout.splitlines())]
+    assert found == [(line.lm_loss, line.grad_norm) for line in direct.iterations[:10]]
+    (validation,) = VALIDATION.findall(result.stdout)
+    assert validation in (direct.directory / "node0.log").read_text()
+
+
+def test_zero_in_bf16_follows_fp32(native_runs: Path, sample_data: Path, tmp_path: Path):
+    exact, settings = load(native_runs / "ddp"), EXACT | {"PRECISION_FLAG": "--bf16", "ENGINE": "native"}
+    run = train("zero1", tmp_path / "run", MEGATRON_DATA_DIR=str(sample_data), **settings)
+    losses, norms = ([(getattr(ours, name), getattr(theirs, name)) for ours, theirs in zip(run.iterations, exact.iterations, strict=True)]
+                     for name in ("lm_loss", "grad_norm"))  # fmt: skip
+    assert 0 < max(abs(ours / theirs - 1) for ours, theirs in losses) < 2e-3
+    assert max(abs(ours / theirs - 1) for ours, theirs in norms) < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "code", "status", "reason"),
+    [
+        (["--", "--no-such-flag"], {}, 2, "configuration", "unrecognized arguments: --no-such-flag"),
+        ([], {"LR": "1e30", "CLIP_GRAD": "0", "DROPOUT": "0"}, 4, "diverged", "not a number at iteration 2"),
+        ([], {"HIDDEN_SIZE": "65536", "FFN_HIDDEN_SIZE": "4000000"}, 5, "out-of-memory", "the host's memory is full"),
+        ([], {"NNODES": "2", "RENDEZVOUS_TIMEOUT": "2"}, 6, "timeout", "1 of 2 nodes came within"),
+    ],
+)
+def test_a_run_that_fails(
+    sample_data: Path, tmp_path: Path, arguments: list, settings: dict, code: int, status: str, reason: str
+):
+    chosen = {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data), "TRAIN_ITERS": "4", "NPROC_PER_NODE": "1"}
+    (launcher,) = start("ddp", tmp_path / "run", arguments=arguments, **chosen | settings)
+    _, errors = launcher.communicate(timeout=200)
+    run = load(tmp_path / "run")
+    assert (launcher.returncode, run.status) == (code, status), errors
+    assert reason in run.reason
+    assert f"{status}: " in errors and reason in errors
+    assert run.record["first_failure"]["host"] == socket.gethostname()
+
+
+@pytest.mark.parametrize("wrong", ["--data-path", "--tokenizer-model"])
+def test_wrong_data_end_the_run_with_one_sentence(
+    sample_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, wrong: str
+):
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end:
+        native_train.run(
+            parsed("--data-path", str(sample_data / "xsum_text_document"), wrong, str(tmp_path / "nothing"))
+        )
+    assert end.value.code == 2
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("error: "))
+    assert str(tmp_path / "nothing") in line

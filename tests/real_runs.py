@@ -1,0 +1,131 @@
+"""Real trainings of a tiny T5 on the CPU, through the launchers as a user starts them."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness import REPO_ROOT, processes_with
+
+from t5bench.plan.ports import free_port
+from t5bench.record.records import Run, load
+
+TIME_LIMIT = 500
+TINY = {
+    "DEVICE": "cpu", "OMP_NUM_THREADS": "1", "MODEL_PRESET": "tiny", "TRAIN_ITERS": "20", "LOG_INTERVAL": "1",
+    "MICRO_BATCH_SIZE": "2", "LR": "0.001", "WANDB_MODE": "disabled",
+}  # fmt: skip
+# What differs between strategies is then rounding alone. The clipping norm is exceeded in some iterations and not in
+# others, so that a wrong gradient scale cannot hide behind it.
+EXACT = {"PRECISION_FLAG": "", "DROPOUT": "0", "CLIP_GRAD": "1.1"}
+# Evaluated, saved after half of the iterations, and logged to W&B.
+WATCHED = {
+    "EVAL_ITERS": "2", "EVAL_INTERVAL": "10", "SAVE_INTERVAL": "10",
+    "WANDB_MODE": "offline", "WANDB_RUN_GROUP": "trial", "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
+}  # fmt: skip
+
+
+def environment(**settings: str) -> dict[str, str]:
+    """The Python that runs the tests; nothing of a SLURM job, of a W&B account or of where packages come from."""
+    foreign = ("SLURM_", "WANDB_", "PIP_", "VIRTUAL_ENV")
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return inherited | {"PATH": path, "PYTHON": sys.executable} | settings
+
+
+def start(strategy: str, *nodes: Path, arguments: Sequence[str] = (), **settings: str) -> list[subprocess.Popen[str]]:
+    """The strategy's launcher on so many nodes, each with its output directory, which they may share."""
+    chosen = TINY | {"MASTER_PORT": str(free_port())} | settings
+    if len(nodes) > 1:
+        chosen |= {"NNODES": str(len(nodes)), "HOSTS": " ".join(f"127.0.0.{node + 1}" for node in range(len(nodes)))}
+    return [
+        subprocess.Popen(
+            ["bash", str(REPO_ROOT / "scripts" / f"run_megatron_t5_{strategy}.sh"), "127.0.0.1", str(rank), *arguments],
+            env=environment(**chosen, OUTPUT_DIR=str(directory)),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, directory in enumerate(nodes)
+    ]
+
+
+def finish(launchers: Sequence[subprocess.Popen[str]]) -> list[str]:
+    """Waits for the launchers' successful end; what each said on standard error."""
+    said = [launcher.communicate(timeout=TIME_LIMIT)[1] for launcher in launchers]
+    assert not any(launcher.returncode for launcher in launchers), "\n".join(said)
+    return said
+
+
+def train(strategy: str, *nodes: Path, arguments: Sequence[str] = (), **settings: str) -> Run:
+    """A run to its successful end, as the last node's directory has it."""
+    finish(start(strategy, *nodes, arguments=arguments, **settings))
+    return load(nodes[-1])
+
+
+def kill(launchers: Sequence[subprocess.Popen[str]], mark: str) -> None:
+    """Ends launchers, recorders, torchrun and workers, which have this text in their environment, like a power cut."""
+    while found := processes_with(mark):
+        for pid in found:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+    for launcher in launchers:
+        launcher.communicate(timeout=60)
+
+
+def make_clone(directory: Path) -> Path:
+    """The files of the repository, with the virtual environment that runs these tests: nothing has to be downloaded."""
+    target = directory / "a fresh clone" / "T5-Parallelism"
+    ignored = shutil.ignore_patterns(".git", ".venv", "outputs", "__pycache__", ".*_cache")
+    shutil.copytree(REPO_ROOT, target, ignore=ignored)
+    (target / ".venv").symlink_to(sys.prefix)
+    return target
+
+
+@dataclass(frozen=True)
+class Quickstart:
+    """One run of the quickstart in a clone, with what makes its trainings comparable to the digit and watches them."""
+
+    directory: Path
+
+    @classmethod
+    def run(cls, directory: Path) -> None:
+        clone = make_clone(directory)
+        result = subprocess.run(
+            ["bash", str(clone / "scripts" / "quickstart.sh")],
+            env=environment(DEVICE="cpu", LR=TINY["LR"], CLIP_GRAD=EXACT["CLIP_GRAD"], **WATCHED),
+            cwd=clone.parent,
+            capture_output=True,
+            text=True,
+            timeout=590,
+            check=False,
+        )
+        for name in ("stdout", "stderr", "returncode"):
+            (directory / name).write_text(str(getattr(result, name)))
+
+    @property
+    def clone(self) -> Path:
+        return self.directory / "a fresh clone" / "T5-Parallelism"
+
+    @property
+    def status(self) -> int:
+        return int((self.directory / "returncode").read_text())
+
+    @property
+    def output(self) -> str:
+        return (self.directory / "stdout").read_text()
+
+    @property
+    def errors(self) -> str:
+        return (self.directory / "stderr").read_text()
+
+    @property
+    def runs(self) -> Path:
+        (found,) = (path.parent for path in (self.clone / "outputs" / "quickstart").glob("*/repeat1"))
+        return found
