@@ -222,7 +222,7 @@ print_command() {
 # Reads the run's output from its standard input; see t5bench/run/recorder.py.
 record_run() {
   local node=$OUTPUT_DIR/node$NODE_RANK
-  cd -- "$REPO_ROOT"
+  cd -- "$REPO_ROOT" || exit
   exec "$PYTHON" -m t5bench record --plan "$node.plan" --end-file "$node.end" --launcher "$$" --mark "$1"
 }
 

@@ -81,7 +81,7 @@ def made_settings(values: Mapping[str, str]) -> dict[str, Setting]:
     """The launchers' settings with these values where they are named."""
     found = {}
     for line in _SETTINGS.strip().splitlines():
-        name, role, argument, default = (line.split(" ") + [""])[:4]
+        name, role, argument, default = [*line.split(" "), ""][:4]
         found[name] = Setting("text?", role, argument, default, "a meaning", values.get(name, default))
     assert not values.keys() - found.keys(), values.keys() - found.keys()
     return found

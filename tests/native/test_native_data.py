@@ -1,7 +1,6 @@
 """The native engine's data: damaged files, the random numbers, the samples, and Megatron-DeepSpeed's own samples."""
 
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
