@@ -22,7 +22,7 @@ case ${1:-} in
 Usage: bash scripts/${0##*/} [--help]
 
 Writes into MEGATRON_DATA_DIR, all of it or, when anything fails, nothing:
-  xsum_text.jsonl                  the articles, one {"text", "summary", "id"} per line; xsum_text.meta.json says whence
+  xsum_text.jsonl                  the articles, one {"text", "summary", "id"} per line; xsum_text.meta.json names the source
   xsum_text_document.bin, .idx     their token ids as Megatron's indexed dataset, one </s> at the end of each document
   xsum_text_document.meta.json     source, tokenizer, counts, checksums, versions and date
   tokenizer/                       a copy of the tokenizer, so that training needs no hub
@@ -48,5 +48,5 @@ fi
 TOKENIZER_MODEL=${TOKENIZER_MODEL:-$DEFAULT_TOKENIZER}
 [[ ! -d $TOKENIZER_MODEL ]] || TOKENIZER_MODEL=$(cd -- "$TOKENIZER_MODEL" && pwd)
 export CALLED_FROM=$PWD "${SETTING_NAMES[@]}"
-# Not python_module: who ends this script must end Python.
+# Not python_module: a signal to this script must reach Python.
 cd -- "$REPO_ROOT" && exec "$PYTHON" -m t5bench.corpus.prepare
