@@ -24,7 +24,7 @@ def stop(message: str) -> NoReturn:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        stop(f"{message} (native/pretrain_t5.py --help lists the flags)")
+        stop(f"{message} (python -m native.pretrain_t5 --help lists the flags)")
 
 
 def positive(text: str) -> int:

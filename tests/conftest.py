@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 from harness import REPO_ROOT, STRATEGIES, Project, make_project
-from real_runs import EXACT, WATCHED, Quickstart, train
+from real_runs import CLONE, EXACT, WATCHED, run_quickstart, train
 
 # Tests run beside one another, and a library's threads that wait for each other by spinning would slow all of them
 # down many times over. What a test itself says about threads stands.
@@ -85,18 +85,18 @@ def sample_data(once: Once) -> Path:
 
 
 @pytest.fixture(scope="session")
-def quickstart(once: Once) -> Quickstart:
-    """The quickstart in a clone, with the native engine; the tests of that engine read its runs too."""
+def quickstart(once: Once) -> Path:
+    """A clone in which the quickstart ran to its end; what it said is in outputs/stdout and outputs/stderr."""
     if sys.prefix == sys.base_prefix:
         pytest.skip("the tests do not run in a virtual environment that a clone could use")
-    return Quickstart(once("quickstart", Quickstart.run))
+    return once("quickstart", run_quickstart) / CLONE
 
 
 @pytest.fixture(scope="session")
-def native_runs(quickstart: Quickstart) -> Path:
-    """The native engine's run of every strategy, by the strategy's name."""
-    assert quickstart.status == 0, quickstart.errors + quickstart.output
-    return quickstart.runs / "repeat1"
+def native_runs(quickstart: Path) -> Path:
+    """The native engine's run of every strategy, by the strategy's name: the quickstart's."""
+    (directory,) = (quickstart / "outputs" / "quickstart").glob("*/repeat1")
+    return directory
 
 
 @pytest.fixture(scope="session")
@@ -114,9 +114,10 @@ def megatron_runs(once: Once, megatron_dir: Path, sample_data: Path) -> Path:
 # First: pytest-xdist reads the groups in the same hook, and later plugins' hooks would come before this one.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For several test processes: a file's tests stay together, for their fixtures train; so does tests/cluster, which
-    waits more than it computes."""
+    """For several test processes: a file's tests stay together, for their fixtures train, but for those that are done
+    once for each engine; so does tests/cluster, which waits more than it computes."""
     cluster = REPO_ROOT / "tests" / "cluster"
     for item in items:
-        group = "cluster" if cluster in item.path.parents else str(item.path)
+        engine = item.callspec.params.get("engine", "") if hasattr(item, "callspec") else ""
+        group = "cluster" if cluster in item.path.parents else f"{item.path} {engine}"
         item.add_marker(pytest.mark.xdist_group(group))

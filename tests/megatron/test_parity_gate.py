@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from parity_gate import copy_project, gate_environment, verdicts
+from real_runs import environment, make_clone, verdicts
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ def gate(root: Path, engine: Path, *strategies: str, **settings: str) -> tuple[d
     """The verdicts of the gate, which fails, and all that it said."""
     result = subprocess.run(
         ["bash", str(root / "scripts" / "check_parity.sh"), *strategies],
-        env=gate_environment() | {"ENGINE": "megatron", "MEGATRON_DIR": str(engine), "TRAIN_ITERS": "8"} | settings,
+        env=environment(DEVICE="cpu", ENGINE="megatron", MEGATRON_DIR=str(engine), TRAIN_ITERS="8", **settings),
         capture_output=True,
         text=True,
         timeout=500,
@@ -48,7 +48,7 @@ def gate(root: Path, engine: Path, *strategies: str, **settings: str) -> tuple[d
 
 def test_upstream_bugs_put_back_are_found(megatron_dir: Path, tmp_path: Path):
     """One that a strategy alone has shows beside DDP, one that all have beside the other engine."""
-    root, engine = copy_project(tmp_path / "a project"), tmp_path / "Megatron-DeepSpeed"
+    root, engine = make_clone(tmp_path), tmp_path / "Megatron-DeepSpeed"
     shutil.copytree(megatron_dir, engine, ignore=shutil.ignore_patterns(".git"))
     for fix, bug in BUGS.items():
         replace(engine / MODEL, fix, bug)
@@ -72,7 +72,7 @@ def test_deepspeed_that_trains_on_the_last_micro_batch(megatron_dir: Path, tmp_p
             "DEEPSPEED_0_17_6 names no folder with that release: "
             "pip install --no-deps --no-build-isolation --target FOLDER deepspeed==0.17.6"
         )
-    root = copy_project(tmp_path)
+    root = make_clone(tmp_path)
     replace(root / "t5bench" / "plan" / "deepspeed.py", r"(0\.17\.6|", "(")
     found, said = gate(root, megatron_dir, "zero1", "zero2", PYTHONPATH=folder)
     assert found.pop(("zero2", "megatron")) == "FAIL", said

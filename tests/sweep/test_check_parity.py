@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 from harness import REPO_ROOT, STRATEGIES
-from parity_gate import copy_project, gate_environment, verdicts
+from real_runs import environment, make_clone, verdicts
 
 
 def gate(*strategies: str, root: Path = REPO_ROOT, **settings: str) -> subprocess.CompletedProcess[str]:
     """scripts/check_parity.sh with the native engine, from a directory that is not the project's."""
     return subprocess.run(
         ["bash", str(root / "scripts" / "check_parity.sh"), *strategies],
-        env=gate_environment() | {"ENGINE": "native"} | settings,
+        env=environment(DEVICE="cpu", ENGINE="native") | settings,
         cwd=root.parent,
         capture_output=True,
         text=True,
@@ -25,7 +25,7 @@ def gate(*strategies: str, root: Path = REPO_ROOT, **settings: str) -> subproces
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A copy of the project whose engine a test may change, in a path with a space."""
-    return copy_project(tmp_path / "a copy")
+    return make_clone(tmp_path / "a copy")
 
 
 def test_help_names_all_strategies():

@@ -2,7 +2,6 @@
 
 import csv
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,26 +9,13 @@ from pathlib import Path
 
 import pytest
 from harness import REPO_ROOT, STRATEGIES, processes_with, wait_for
-
-# Nothing that tells pip where packages are, nor the runs where they are.
-CLEAN = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "VIRTUAL_ENV", "SLURM_", "WANDB_"))}
+from real_runs import environment, make_clone
 
 
-def make_clone(directory: Path) -> Path:
-    """The files of the repository, with the virtual environment that runs these tests: nothing has to be downloaded."""
-    if sys.prefix == sys.base_prefix:
-        pytest.skip("the tests do not run in a virtual environment that the clone could use")
-    target = directory / "a fresh clone" / "T5-Parallelism"
-    ignored = shutil.ignore_patterns(".git", ".venv", "outputs", "__pycache__", ".*_cache")
-    shutil.copytree(REPO_ROOT, target, ignore=ignored)
-    (target / ".venv").symlink_to(sys.prefix)
-    return target
-
-
-def start(clone: Path, *arguments: str, **environment: str) -> subprocess.Popen:
+def start(clone: Path, *arguments: str, **settings: str) -> subprocess.Popen:
     return subprocess.Popen(
         ["bash", str(clone / "scripts" / "quickstart.sh"), *arguments],
-        env=CLEAN | environment,
+        env=environment(**settings),
         cwd=clone.parent,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -38,33 +24,21 @@ def start(clone: Path, *arguments: str, **environment: str) -> subprocess.Popen:
     )
 
 
-@pytest.fixture(scope="session")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone in which the quickstart ran to its end; what it said is in files beside it."""
-    target = make_clone(tmp_path_factory.mktemp("quickstart"))
-    process = start(target)
-    output, errors = process.communicate(timeout=590)
-    assert process.returncode == 0, errors + output
-    (target / "outputs" / "stdout").write_text(output)
-    (target / "outputs" / "stderr").write_text(errors)
-    return target
-
-
 @pytest.fixture
-def comparison(clone: Path) -> Path:
-    (directory,) = (clone / "outputs" / "quickstart").glob("*/comparison")
+def comparison(quickstart: Path) -> Path:
+    (directory,) = (quickstart / "outputs" / "quickstart").glob("*/comparison")
     return directory
 
 
 def test_help_and_wrong_use():
     output, _ = start(REPO_ROOT, "--help", PYTHON=sys.executable).communicate(timeout=30)
     assert "outputs/quickstart/" in output and "ENGINE" in output
-    for argument, environment, message in (
+    for argument, settings, message in (
         ("--fast", {}, "unknown option '--fast'"),
         ("", {"PYTHON": "python9"}, "there is no 'python9' on PATH"),
         ("", {"TRAIN_ITERS": "0"}, "TRAIN_ITERS must be a whole number of at least 1"),
     ):
-        process = start(REPO_ROOT, argument, **environment)
+        process = start(REPO_ROOT, argument, **settings)
         _, errors = process.communicate(timeout=30)
         assert process.returncode == 2
         assert message in errors and errors.count("error: ") == 1
@@ -82,18 +56,18 @@ def test_all_strategies_train_and_equal_ddp(comparison: Path):
 
 
 @pytest.mark.slow
-def test_what_a_newcomer_sees(clone: Path, comparison: Path):
-    assert "not a measurement of Megatron-DeepSpeed on GPUs" in (clone / "outputs" / "stdout").read_text()
+def test_what_a_newcomer_sees(quickstart: Path, comparison: Path):
+    assert "not a measurement of Megatron-DeepSpeed on GPUs" in (quickstart / "outputs" / "stdout").read_text()
     assert (comparison / "index.html").is_file()
-    progress = [line for line in (clone / "outputs" / "stderr").read_text().splitlines() if line.startswith("[")]
+    progress = [line for line in (quickstart / "outputs" / "stderr").read_text().splitlines() if line.startswith("[")]
     assert len(progress) == len(STRATEGIES) + 1
 
 
 @pytest.mark.slow
-def test_everything_stays_in_the_checkout(clone: Path):
-    made = {path.name for path in clone.iterdir()} - {path.name for path in REPO_ROOT.iterdir()}
+def test_everything_stays_in_the_checkout(quickstart: Path):
+    made = {path.name for path in quickstart.iterdir()} - {path.name for path in REPO_ROOT.iterdir()}
     assert made <= {"outputs", ".venv"}
-    assert [path.name for path in clone.parent.iterdir()] == [clone.name]
+    assert [path.name for path in quickstart.parent.iterdir()] == [quickstart.name]
 
 
 @pytest.mark.slow
