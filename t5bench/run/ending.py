@@ -52,7 +52,7 @@ def cause_of(
     """
     said = output.finder.cause()
     strength = said.strength if said else Strength.VICTIM
-    if interrupted_by == "TERM" and _slurm_time_is_up(os.environ):
+    if interrupted_by == "TERM" and slurm_time_is_up(os.environ):
         remedy = "Ask for more time (--time), or fewer TRAIN_ITERS"
         return Cause.now(TIMEOUT, "SLURM's time limit ended the job", remedy)
     if interrupted_by:
@@ -80,7 +80,7 @@ def cause_of(
     return said or Cause.now(CRASHED, reason, "Its output is all that there is", Strength.VICTIM)
 
 
-def _slurm_time_is_up(environment: Mapping[str, str]) -> bool:
+def slurm_time_is_up(environment: Mapping[str, str]) -> bool:
     """Newer releases say in the environment when a job's time is over; an older one is asked."""
     ends = environment.get("SLURM_JOB_END_TIME", "")
     if ends.isdigit():

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from t5bench.record import machine as environment
 from t5bench.record.records import RecordError, load, read_metrics
 from t5bench.record.samples import read_samples
-from t5bench.run.ending import read_end
+from t5bench.run.ending import slurm_time_is_up
 from t5bench.run.output import OPEN_SECONDS, Output, pass_on
 from t5bench.run.recorder import overwrite
 from t5bench.run.sampler import link_speeds, network_counters
@@ -64,14 +64,7 @@ def test_a_complete_run(tmp_path: Path):
         (output(3, loss="inf") + "AssertionError\n", "1 ", "diverged", "the loss is not a number at iteration 1", 4, 3),
         (output(2) + "[rank0]: KeyError: 'text'\n", "1 ", "crashed", "rank 0: KeyError: 'text'", 1, 2),
         ("CUDA out of memory. Tried to allocate 2.00 GiB\n", "1 ", "out-of-memory", "the GPU's memory is full", 5, 3),
-        (
-            "Timed out after 21 seconds waiting for clients. 1/2 clients joined.\n",
-            "1 ",
-            "timeout",
-            "1 of 2 nodes",
-            6,
-            3,
-        ),
+        ("Timed out after 21 seconds waiting for clients. 1/2 clients joined.\n", "1 ", "timeout", "1 of 2", 6, 3),
         ("RuntimeError: Connection closed by peer\n", "1 ", "network", "connection to another process was lost", 7, 0),
         ("error: unrecognized arguments: --x\n", "2 ", "configuration", "unrecognized arguments: --x", 2, 3),
         (output(2), "143 TERM", "cancelled", "TERM received", 143, None),
@@ -106,27 +99,36 @@ def test_a_node_without_the_last_rank_needs_no_iteration_lines(tmp_path: Path):
     assert load(tmp_path).status == "complete"
 
 
-def test_slurms_time_limit_is_told_from_a_cancellation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) - 5))
-    record(tmp_path / "limit", output(2), end="143 TERM")
-    assert load(tmp_path / "limit").status == "timeout"
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
-    record(tmp_path / "scancel", output(2), end="143 TERM")
-    assert load(tmp_path / "scancel").status == "cancelled"
+@pytest.mark.parametrize(("seconds_left", "status"), [(-5, "timeout"), (3600, "cancelled")])
+def test_slurms_time_limit_is_told_from_a_cancellation(tmp_path: Path, monkeypatch, seconds_left: int, status: str):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + seconds_left))
+    record(tmp_path, output(2), end="143 TERM")
+    assert load(tmp_path).status == status
+
+
+@pytest.mark.parametrize(
+    ("limit", "started_before", "is_up"),
+    [("00:01:00", 50, True), ("04:00:00", 50, False), ("1-00:00:00", 86390, True), ("UNLIMITED", 50, False)],
+)
+def test_slurm_is_asked_where_its_environment_does_not_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, started_before: int, is_up: bool
+):
+    started = datetime.fromtimestamp(time.time() - started_before).isoformat(timespec="seconds")
+    stub = tmp_path / "scontrol"
+    stub.write_text(f"#!/bin/sh\necho '   RunTime=00:00:50 TimeLimit={limit} TimeMin=N/A\n StartTime={started}'\n")
+    stub.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert slurm_time_is_up({"SLURM_JOB_ID": "12"}) == is_up
 
 
 def test_secrets_reach_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
-    monkeypatch.setenv("HF_TOKEN", "hf_secretsecret")
-    monkeypatch.setenv("NCCL_SECRET", "anothersecret")
-    result = record(
-        tmp_path, "login 0123456789abcdef\n" + output(3) + "hf_secretsecret", LR="anothersecret", TRAIN_ITERS="3"
-    )
+    secrets = {"WANDB_API_KEY": "0123456789abcdef", "HF_TOKEN": "hf_secretsecret", "NCCL_SECRET": "anothersecret"}
+    for name, secret in secrets.items():
+        monkeypatch.setenv(name, secret)
+    result = record(tmp_path, f"login {secrets['HF_TOKEN']}\n" + output(3), LR="anothersecret", TRAIN_ITERS="3")
     assert result.returncode == 0, result.stderr
-    assert b"0123456789abcdef" not in result.stdout
-    for path in tmp_path.iterdir():
-        for secret in ("0123456789abcdef", "hf_secretsecret", "anothersecret"):
-            assert secret not in path.read_text(), path
+    written = {path: path.read_text() for path in tmp_path.iterdir()} | {"stdout": result.stdout.decode()}
+    assert not [place for place, text in written.items() if any(secret in text for secret in secrets.values())]
     assert part_of(tmp_path)["plan"]["settings"]["LR"]["value"] == "***"
 
 
@@ -141,26 +143,22 @@ def test_a_full_disk_costs_the_record_and_nothing_else(tmp_path: Path):
 @given(st.lists(st.integers(min_value=0, max_value=400)))
 def test_wherever_the_pipe_cuts_the_lines_are_whole(cuts: list[int]):
     text = output(2).encode()
+    places = sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})
     with tempfile.TemporaryDirectory() as directory:
         log, metrics = Path(directory) / "log", Path(directory) / "metrics.jsonl"
-        with log.open("wb") as file:
-            taken = Output(file, metrics, [])
-            for start, end in itertools.pairwise(sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})):
-                taken.take(text[start:end], now=1e9)
-            taken.end(1e9)
+        taken = Output(log.open("wb"), metrics, [])
+        for start, end in itertools.pairwise(places):
+            taken.take(text[start:end], now=1e9)
+        taken.end(1e9)
         assert [entry.iteration for entry in read_metrics(metrics)] == [1, 2]
         assert [line.partition(" ")[2] for line in log.read_text().splitlines()] == output(2).splitlines()
 
 
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (None, "no record of a run"),
-        ('{"format": 2, ', "cannot be read"),
-        ('{"format": 1}', "is not a record of format 2"),
-    ],
-)
-def test_what_is_no_record_is_named(tmp_path: Path, content: str | None, problem: str):
+NO_RECORDS = {"": "no record of a run", '{"format": 2, ': "cannot be read", '{"format": 1}': "not a record of format 2"}
+
+
+@pytest.mark.parametrize(("content", "problem"), NO_RECORDS.items())
+def test_what_is_no_record_is_named(tmp_path: Path, content: str, problem: str):
     if content:
         (tmp_path / "node0.json").write_text(content)
     with pytest.raises(RecordError, match=problem):
@@ -169,14 +167,10 @@ def test_what_is_no_record_is_named(tmp_path: Path, content: str | None, problem
 
 def test_output_that_something_holds_open_does_not_hold_the_recorder(tmp_path: Path):
     """A process that left the run behind, its mark with it, and still has the pipe."""
-    end, start = tmp_path / "end", time.monotonic()
-    end.write_text("0 ")
-    reader, writer = os.pipe()
+    start, (reader, writer) = time.monotonic(), os.pipe()
     os.write(writer, output(3).encode())
-    with (tmp_path / "log").open("wb") as log:
-        taken = Output(log, tmp_path / "metrics.jsonl", [])
-        with (tmp_path / "shown").open("wb") as shown:
-            pass_on(taken, reader, shown.fileno(), lambda: read_end(end)[0] is not None)
+    with (tmp_path / "log").open("wb") as log, (tmp_path / "shown").open("wb") as shown:
+        pass_on(Output(log, tmp_path / "metrics.jsonl", []), reader, shown.fileno(), lambda: True)
     assert OPEN_SECONDS <= time.monotonic() - start < OPEN_SECONDS + 20
     assert (tmp_path / "shown").read_text() == output(3)
     os.close(writer)
@@ -192,32 +186,9 @@ def test_the_status_is_written_where_the_disk_is_full(tmp_path: Path):
     assert (path.read_text(), path.stat().st_ino) == ("complete\n", inode)
 
 
-@pytest.mark.parametrize(
-    ("limit", "started_before", "is_up"),
-    [("00:01:00", 50, True), ("04:00:00", 50, False), ("1-00:00:00", 86390, True), ("UNLIMITED", 50, False)],
-)
-def test_slurm_is_asked_where_its_environment_does_not_tell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, started_before: int, is_up: bool
-):
-    started = datetime.fromtimestamp(time.time() - started_before).isoformat(timespec="seconds")
-    stub = tmp_path / "scontrol"
-    stub.write_text(
-        f"#!/bin/sh\necho '   RunTime=00:00:50 TimeLimit={limit} TimeMin=N/A'\necho ' StartTime={started}'\n"
-    )
-    stub.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
-    record(tmp_path / "run", output(2), end="143 TERM")
-    assert load(tmp_path / "run").status == ("timeout" if is_up else "cancelled")
-
-
 def test_a_recorder_that_was_killed_is_named(project: Project):
     launcher = project.start_sleeping(STUB_SLEEP="3")
-    (recorder,) = subprocess.run(
-        ["pgrep", "-f", f"t5bench record --plan {project.root}/"], capture_output=True, text=True
-    ).stdout.split()
-    os.kill(int(recorder), signal.SIGKILL)
+    os.kill(int(subprocess.check_output(["pgrep", "-f", f"t5bench record --plan {project.root}/"])), signal.SIGKILL)
     assert "what keeps the record of this run was killed (signal 9)" in launcher.communicate(timeout=30)[1]
     assert launcher.returncode == 1
 
@@ -321,21 +292,15 @@ def test_a_signal_in_the_recorders_last_moment_does_not_change_how_it_ended(tmp_
 
 
 def test_network_counters_of_a_made_machine(tmp_path: Path):
-    (tmp_path / "proc/net").mkdir(parents=True)
-    header = "Inter-|   Receive |  Transmit\n face |bytes packets ...\n"
     rows = "  eth0: 100 1 0 0 0 0 0 0 200 2 0 0 0 0 0 0\n bond0: 300 1 0 0 0 0 0 0 400 2 0 0 0 0 0 0\n"
-    (tmp_path / "proc/net/dev").write_text(header + rows)
-    (tmp_path / "sys/class/net/eth0/master").mkdir(parents=True)
-    (tmp_path / "sys/class/net/bond0").mkdir(parents=True)
-    (tmp_path / "sys/class/net/bond0/speed").write_text("10000\n")
-    port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1/counters"
-    port.mkdir(parents=True)
-    (port / "port_xmit_data").write_text("10\n")
-    (port / "port_rcv_data").write_text("20\n")
-    assert network_counters(tmp_path) == {
-        "bond0": {"sent": 400, "received": 300},
-        "ib:mlx5_0/1": {"sent": 40, "received": 80},
-    }
+    files = {"proc/net/dev": f"Inter-|   Receive |  Transmit\n face |bytes packets ...\n{rows}"}
+    files |= {"sys/class/net/eth0/master": "", "sys/class/net/bond0/speed": "10000\n"}
+    port = "sys/class/infiniband/mlx5_0/ports/1/counters/"
+    for name, text in (files | {port + "port_xmit_data": "10\n", port + "port_rcv_data": "20\n"}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    expected = {"bond0": {"sent": 400, "received": 300}, "ib:mlx5_0/1": {"sent": 40, "received": 80}}
+    assert network_counters(tmp_path) == expected
     assert link_speeds(tmp_path) == {"bond0": {"speed_mbit": 10000}, "ib:mlx5_0/1": {"speed_mbit": None}}
 
 
