@@ -9,23 +9,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from t5bench.record import status as ends
 from t5bench.record.plan import Plan
-from t5bench.record.status import (
-    CANCELLED,
-    COMPLETE,
-    CRASHED,
-    DIVERGED,
-    EXIT_CODES,
-    INCOMPLETE,
-    OUT_OF_MEMORY,
-    SIGNALS,
-    TIMEOUT,
-    Cause,
-    Status,
-    Strength,
-    iterations_expected,
-    weight_of,
-)
+from t5bench.record.status import SIGNALS, Cause, Status, Strength, iterations_expected, weight_of
 from t5bench.run.guard import Guard
 from t5bench.run.output import Output
 
@@ -54,30 +40,32 @@ def cause_of(
     strength = said.strength if said else Strength.VICTIM
     if interrupted_by == "TERM" and slurm_time_is_up(os.environ):
         remedy = "Ask for more time (--time), or fewer TRAIN_ITERS"
-        return Cause.now(TIMEOUT, "SLURM's time limit ended the job", remedy)
+        return Cause.now(ends.TIMEOUT, "SLURM's time limit ended the job", remedy)
     if interrupted_by:
         return said if strength == Strength.CAUSE else None
     if exit_status is None and not output.unwritten:
         remedy = "By hand, or by the kernel for want of memory; its processes were ended"
-        return Cause.now(CRASHED, "the launcher was killed before its run ended", remedy)
-    if guard.cause and not (said and strength >= Strength.EXCEPTION and said.time < guard.cause.time):
-        return guard.cause
+        return Cause.now(ends.CRASHED, "the launcher was killed before its run ended", remedy)
+    # What the guard ends does not end with 0: it may have come when all was over.
+    guarded = guard.cause if exit_status != 0 else None
+    if guarded and not (said and strength >= Strength.EXCEPTION and said.time < guarded.time):
+        return guarded
     if output.diverged_at is not None and (exit_status == 0 or strength <= Strength.EXCEPTION):
         reason = f"the loss is not a number at iteration {output.diverged_at}"
-        return Cause.now(DIVERGED, reason, "Lower LR, or add LR_WARMUP_ITERS")
+        return Cause.now(ends.DIVERGED, reason, "Lower LR, or add LR_WARMUP_ITERS")
     if exit_status == 0:
         reason = _incomplete(plan, output)
-        return Cause.now(INCOMPLETE, reason, strength=Strength.EXCEPTION) if reason else None
-    if kernel_kills and (strength == Strength.VICTIM or (said and said.status == CRASHED)):
-        return Cause.now(OUT_OF_MEMORY, "the kernel killed a process because the host's memory was full")
+        return Cause.now(ends.INCOMPLETE, reason, strength=Strength.EXCEPTION) if reason else None
+    if kernel_kills and (strength == Strength.VICTIM or (said and said.status == ends.CRASHED)):
+        return Cause.now(ends.OUT_OF_MEMORY, "the kernel killed a process because the host's memory was full")
     if output.unwritten and strength < Strength.CAUSE:
         remedy = "Free space there, or choose another OUTPUT_DIR"
-        return Cause.now(CRASHED, f"the run directory cannot be written: {output.unwritten}", remedy)
+        return Cause.now(ends.CRASHED, f"the run directory cannot be written: {output.unwritten}", remedy)
     if exit_status == KILLED and strength < Strength.EXCEPTION:
         remedy = "By the kernel when memory ran out, by SLURM, or by hand"
-        return Cause.now(CRASHED, "torchrun was killed (SIGKILL)", remedy)
+        return Cause.now(ends.CRASHED, "torchrun was killed (SIGKILL)", remedy)
     reason = f"torchrun ended with exit status {exit_status} and named no cause"
-    return said or Cause.now(CRASHED, reason, "Its output is all that there is", Strength.VICTIM)
+    return said or Cause.now(ends.CRASHED, reason, "Its output is all that there is", Strength.VICTIM)
 
 
 def slurm_time_is_up(environment: Mapping[str, str]) -> bool:
@@ -113,15 +101,13 @@ def _incomplete(plan: Plan, output: Output) -> str:
 
 def knows_little(end: Mapping[str, Any]) -> bool:
     """Whether this node ended well, or only lost a connection or waited in vain."""
-    return end["status"] == COMPLETE or weight_of(end) in (Strength.VICTIM, Strength.WAITED)
+    return end["status"] == ends.COMPLETE or weight_of(end) in (Strength.VICTIM, Strength.WAITED)
 
 
 def exit_code(status: Status, part: Mapping[str, Any]) -> int:
     """A launcher's own signal stands for itself; one that another node got counts here too."""
     numbers = {name: number for number, name in SIGNALS.items()}
-    if part["signal"] in numbers:
-        return 128 + numbers[part["signal"]]
-    if status.name == CANCELLED:
-        signals = (end["signal"] for end in part["heard"] if end["status"] == CANCELLED)
-        return 128 + next((numbers[name] for name in signals if name in numbers), signal.SIGTERM)
-    return EXIT_CODES.get(status.name, EXIT_CODES[CRASHED])
+    heard = [end["signal"] for end in part["heard"] if status.name == end["status"] == ends.CANCELLED]
+    if received := [numbers[name] for name in (part["signal"], *heard) if name in numbers]:
+        return 128 + received[0]
+    return 128 + signal.SIGTERM if status.name == ends.CANCELLED else ends.EXIT_CODES.get(status.name, 1)
