@@ -11,4 +11,4 @@ for host in "${hosts[@]}"; do
   ! is_this_host "$host" || here=(--here "$host")
 done
 require_python
-exec "$PYTHON" -m t5bench cluster "${here[@]}" "${hosts[@]}"
+exec "$PYTHON" "$REPO_ROOT/t5bench" cluster "${here[@]}" "${hosts[@]}"

@@ -23,7 +23,7 @@ initial weights on the same data, and compares each loss and gradient norm with 
 engine's DDP is trained too and compared: that shows a mistake that all strategies share.
 Exit status: 0 when all train the same model, 1 when one does not, 2 when the check could not be made.
 
-Strategies: $("$PYTHON" -m t5bench strategies | tr '\n' ' ')
+Strategies: $("$PYTHON" "$REPO_ROOT/t5bench" strategies | tr '\n' ' ')
 
 Settings, from the environment (name, default, meaning); the launchers' settings work too, except PRECISION_FLAG,
 DROPOUT, LOG_INTERVAL and what evaluates, saves and resumes:
@@ -42,4 +42,4 @@ fi
 export MODEL_PRESET TRAIN_ITERS MICRO_BATCH_SIZE LR CLIP_GRAD MEGATRON_DATA_DIR PYTHON
 # Rounding is then all that may differ, and every iteration shows.
 export PRECISION_FLAG='' DROPOUT=0 LOG_INTERVAL=1 EVAL_ITERS=0 SAVE_INTERVAL=0 RESUME=0 WANDB_MODE=disabled
-exec "$PYTHON" -m t5bench parity-check --engine "$ENGINE" --runs-dir "$RUNS_DIR" "$@"
+exec "$PYTHON" "$REPO_ROOT/t5bench" parity-check --engine "$ENGINE" --runs-dir "$RUNS_DIR" "$@"

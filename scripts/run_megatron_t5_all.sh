@@ -32,5 +32,6 @@ esac
 check_settings
 require_python
 export PYTHON
-exec "$PYTHON" -m t5bench sweep "$@" --strategies "$STRATEGIES" --repeats "$REPEATS" --retries "$RETRIES" \
+# Not -m, for which Python looks in the current directory first: that may be another checkout.
+exec "$PYTHON" "$REPO_ROOT/t5bench" sweep "$@" --strategies "$STRATEGIES" --repeats "$REPEATS" --retries "$RETRIES" \
   --launch "$LAUNCH" --runs-dir "$RUNS_DIR"
