@@ -166,27 +166,17 @@ class Channel:
 
     def _messages(self, connection: socket.socket) -> Iterator[Message]:
         """Until the other side closes. Raises StrangerError, and OSError where the network lost the connection."""
-        with connection.makefile("rb") as lines:
-            while True:
-                try:
-                    line = lines.readline(LONGEST_LINE)
-                except ConnectionResetError:
-                    return
-                if not line:
-                    return
+        with connection.makefile("rb") as lines, contextlib.suppress(ConnectionResetError):
+            while line := lines.readline(LONGEST_LINE):
                 yield self._decode(line)
 
     # ---- connections -------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
+        dual = socket.has_dualstack_ipv6()
+        family, port = socket.AF_INET6 if dual else socket.AF_INET, self.place.port
         try:
-            family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-            self.listener = socket.create_server(
-                ("", self.place.port),
-                family=family,
-                dualstack_ipv6=family == socket.AF_INET6,
-                backlog=max(16, self.place.nodes),
-            )
+            self.listener = socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=64)
         except OSError as error:
             self.cannot_listen(error)
             return

@@ -42,9 +42,9 @@ def local_copy(source: str) -> Iterator[Path]:
 
 def check_same_run(here: Mapping[str, Any], other: Mapping[str, Any], source: str) -> None:
     """Raises RecordError for parts of different runs: another strategy or settings, or times that do not overlap."""
-    of_plan = next((text for text in differences(here, other) if not text.startswith(SHARED_KEYS)), None)
-    if of_plan:
-        raise RecordError(f"{source} is of another run: {of_plan}")
+    for text in differences(here, other):
+        if not text.startswith(SHARED_KEYS):
+            raise RecordError(f"{source} is of another run: {text}")
     if (here["ended"] and other["started"] > here["ended"]) or (other["ended"] and here["started"] > other["ended"]):
         raise RecordError(
             f"{source} is of another run: it ran from {other['started']} to {other['ended']},"
@@ -62,21 +62,17 @@ def bring(source: Path, name: str, directory: Path) -> None:
         if part["node"] in present and present[part["node"]] != part:
             raise RecordError(f"{name} has another node{part['node']}.json than {directory}")
     nodes = {f"node{part['node']}" for part in parts}
-    for path in sorted(source.iterdir()):
-        target = directory / path.name
-        if path.name in LEFT_OUT or path.name == "run.json":
-            continue
-        if path.name.partition(".")[0] in nodes or not target.exists():
-            if path.is_dir():
-                shutil.copytree(path, target, dirs_exist_ok=True)
-            else:
-                shutil.copy2(path, target)
+
+    def skipped(folder: str, names: list[str]) -> set[str]:
+        """What is not this node's own is taken only where it is not there yet."""
+        here = {n for n in names if n.partition(".")[0] not in nodes and (directory / n).exists()}
+        return here | {*LEFT_OUT, "run.json"} if Path(folder) == source else set()
+
+    shutil.copytree(source, directory, ignore=skipped, dirs_exist_ok=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run", type=Path, metavar="RUN", help="the run directory to complete; made when it is not there"
-    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run directory, which is made when it is not there")
     parser.add_argument("sources", nargs="+", metavar="FROM", help="a directory, or host:directory to fetch over ssh")
 
 

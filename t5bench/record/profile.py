@@ -106,19 +106,15 @@ def limits(profile: Mapping[str, Any]) -> str:
     kinds = Counter(profile["by_category"])
     if not wall or not kinds:
         return "nothing was profiled"
-    (first, first_ms), *others = kinds.most_common(3)
     total = sum(kinds.values())
-    shares = ", ".join(f"{kind} {ms / total:.0%}" for kind, ms in [(first, first_ms), *others])
+    shares = ", ".join(f"{kind} {ms / total:.0%}" for kind, ms in kinds.most_common(3))
     if profile["device"] == "cpu":
         return f"operators on the CPU: {shares}"
-    idle = max(0.0, 1 - busy / wall)
+    idle, launches = max(0.0, 1 - busy / wall), profile["kernels"]
     if idle > _IDLE:
-        return (
-            f"the GPU has nothing to do {idle:.0%} of the time: launching {profile['kernels']} kernels; then {shares}"
-        )
+        return f"the GPU has nothing to do {idle:.0%} of the time: launching {launches} kernels; then {shares}"
     matmul = (kinds[MATMUL] + kinds[ATTENTION]) / total
-    if matmul > _MOSTLY:
-        return f"matrix products and attention, {matmul:.0%} of the GPU's time; {shares}; idle {idle:.0%}"
-    return (
-        f"what moves memory and does no matrix products, {1 - matmul:.0%} of the GPU's time; {shares}; idle {idle:.0%}"
-    )
+    what, share = "matrix products and attention", matmul
+    if matmul <= _MOSTLY:
+        what, share = "what moves memory and does no matrix products", 1 - matmul
+    return f"{what}, {share:.0%} of the GPU's time; {shares}; idle {idle:.0%}"

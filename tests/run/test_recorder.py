@@ -11,17 +11,20 @@ import tempfile
 import time
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness import MEMORY, REPO_ROOT, Project, record, wait_for
 from harness import engine_output as output
 from hypothesis import given
 from hypothesis import strategies as st
+from made_runs import made_plan
 
 from t5bench.record import machine as environment
 from t5bench.record.records import RecordError, load, read_metrics
 from t5bench.record.samples import read_samples
-from t5bench.run.ending import slurm_time_is_up
+from t5bench.record.status import Cause, Strength
+from t5bench.run.ending import cause_of, slurm_time_is_up
 from t5bench.run.output import OPEN_SECONDS, Output, pass_on
 from t5bench.run.recorder import overwrite
 from t5bench.run.sampler import link_speeds, network_counters
@@ -85,6 +88,15 @@ def test_how_it_ended(
     assert reason in run.reason
     assert (tmp_path / "node0.status").read_text().splitlines()[0] == f"{status} {run.reason}"
     assert (part_of(tmp_path)["cause"] or {"strength": None})["strength"] == strength
+
+
+def test_a_run_that_ended_by_itself_was_not_ended_by_the_guard(tmp_path: Path):
+    """The other node fails because of it, and the guard hears of that while the launcher is still cleaning up."""
+    heard = SimpleNamespace(cause=Cause.now("network", "ended because node 0 failed", strength=Strength.VICTIM))
+    said = Output((tmp_path / "log").open("wb"), tmp_path / "metrics.jsonl", [])
+    for exit_status, reason in ((0, "it ended after iteration 0 of 1000"), (1, "ended because node 0 failed")):
+        cause = cause_of(made_plan(), said, heard, exit_status, None, 0)
+        assert cause and cause.reason == reason
 
 
 def test_the_last_interval_may_be_shorter_than_the_log_interval(tmp_path: Path):
