@@ -1,6 +1,7 @@
 """The test cluster from Python: real hosts, sshd and SLURM (lab/cluster.sh), and a project to run there."""
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -14,6 +15,14 @@ from harness import Project, make_project, wait_for
 LAB = Path(__file__).parent / "lab" / "cluster.sh"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 STUB_TRAINER = Path(__file__).parent / "stub_trainer.py"
+
+# How the processes of a run are told on a node, by their command lines.
+PROCESSES = {
+    "launcher": r"^bash scripts/run_megatron_t5_",
+    "recorder": r" -m t5bench record ",
+    "torchrun": r"/torchrun --nnodes",
+    "worker": r"^(?!.*torchrun).* -u .*pretrain_t5\.py",
+}
 
 Environment = Mapping[str, str]
 
@@ -38,9 +47,8 @@ class Cluster:
             self._own[node] = set(self.processes(node))
 
     def guard(self, pid: int) -> subprocess.Popen:
-        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        words = ["bash", str(LAB), "guard", str(pid)]
-        return subprocess.Popen(words, env=self._environment(), start_new_session=True, **quiet)
+        options = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL) | {"start_new_session": True}
+        return subprocess.Popen(["bash", str(LAB), "guard", str(pid)], env=self._environment(), **options)
 
     def down(self) -> None:
         self.lab("down")
@@ -77,16 +85,8 @@ class Cluster:
         # Not captured by a pipe: the hosts' processes would hold it open.
         with (self.directory.parent / "lab.log").open("a+") as log:
             start = log.seek(0, os.SEEK_END)
-            words = ["bash", str(LAB), *arguments]
-            result = subprocess.run(
-                words,
-                env=self._environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                timeout=60,
-                check=False,
-            )
+            options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "timeout": 60}
+            result = subprocess.run(["bash", str(LAB), *arguments], env=self._environment(), check=False, **options)
             log.seek(start)
             assert result.returncode == 0, f"cluster.sh {shlex.join(arguments)}: {log.read()}"
 
@@ -118,9 +118,9 @@ class Cluster:
         rows = (line.split(None, 1) for line in self.run(node, "ps", "-ww", "-eo", "pid=,args=").stdout.splitlines())
         return {int(pid): line for pid, line in rows if line != "ps -ww -eo pid=,args="}
 
-    def pids(self, node: str, *texts: str) -> list[int]:
-        """Of the processes on the node with all these texts in their command lines."""
-        return [pid for pid, line in self.processes(node).items() if all(text in line for text in texts)]
+    def pids(self, node: str, pattern: str) -> list[int]:
+        """Of the processes on the node whose command lines have this."""
+        return sorted(pid for pid, line in self.processes(node).items() if re.search(pattern, line))
 
     def left_of(self, project: Project) -> list[str]:
         """What still runs on any node."""

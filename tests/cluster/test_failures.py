@@ -17,13 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
-from cluster_lab import Cluster, make_cluster_project
+from cluster_lab import PROCESSES, Cluster, make_cluster_project
 from harness import REPO_ROOT, Project, wait_for
 
 from t5bench.record import status
@@ -89,15 +89,6 @@ class Terminal:
         self.ended_at = time.monotonic()
 
 
-# How the processes of a run are told on a node, by their command lines.
-PROCESSES = {
-    "launcher": r"bash scripts/run_megatron_t5_",
-    "recorder": r".* -m t5bench record ",
-    "torchrun": r".*/torchrun --nnodes",
-    "worker": r"(?!.*torchrun).* -u .*pretrain_t5\.py",
-}
-
-
 @dataclass
 class Scene:
     """Two hosts and a project, while a scenario is played. at_end: what is undone when all launchers have ended."""
@@ -140,8 +131,7 @@ class Scene:
 
     def signal(self, name: str, *kinds: str) -> None:
         """To these processes of the run on node 1."""
-        lines = self.cluster.processes(self.pair[1])
-        pids = [min(pid for pid, line in lines.items() if re.match(PROCESSES[kind], line)) for kind in kinds]
+        pids = [self.cluster.pids(self.pair[1], PROCESSES[kind])[0] for kind in kinds]
         self.began = time.monotonic()
         self.cluster.kill(self.pair[1], *pids, by=name)
 
@@ -238,7 +228,7 @@ def power_off(scene: Scene) -> None:
 
 fault("rank-hangs", "1:5:hang", times=SHORT_GROUP)
 fault("rank-hangs-on-node-0", "0:5:hang", at=0, times=SHORT_GROUP)
-fault("no-progress", "1:5:hang", times={"WATCHDOG_SECONDS": 15})
+fault("no-progress", "1:5:hang", times={"WATCHDOG_SECONDS": 25})
 signalled("worker-suspended", "worker", "STOP", times=SHORT_GROUP)
 
 
@@ -385,16 +375,16 @@ class Stage:
         scene = Scene(self.cluster, pair, self.project, output, 27000 + number, times)
         before = {node: set(self.cluster.processes(node).values()) for node in pair}
 
-        def left() -> dict[str, list[tuple[int, str]]]:
-            found = {node: self.cluster.processes(node).items() for node in pair}
-            return {node: [item for item in items if item[1] not in before[node]] for node, items in found.items()}
+        def left() -> list[tuple[str, int, str]]:
+            found = [(node, pid, line) for node in pair for pid, line in self.cluster.processes(node).items()]
+            return [(node, pid, line) for node, pid, line in found if line not in before[node]]
 
         with ExitStack() as cleanup:
             if not planned.shared:
                 for node in pair:
                     cleanup.callback(self.cluster.lab, "public", node, str(self.project.root.parent))
                     self.cluster.lab("private", node, str(self.project.root.parent))
-            cleanup.callback(lambda: [self.cluster.kill(n, *(pid for pid, _ in items)) for n, items in left().items()])
+            cleanup.callback(lambda: [self.cluster.kill(node, pid) for node, pid, _ in left()])
             cleanup.callback(lambda: [scene.abandon(node) for node in list(scene.terminals)])
             with scene.at_end:
                 started = time.monotonic()
@@ -402,16 +392,13 @@ class Stage:
                 self._wait(name, scene)
             terminals = scene.terminals
             began = scene.began or max(terminal.iteration_at for terminal in terminals.values()) or started
-            # The kernel and SLURM need a moment to clear away what has ended.
-            for _ in range(10):
-                if not any(left().values()):
-                    break
-                time.sleep(0.2)
+            with suppress(AssertionError):  # the kernel and SLURM need a moment to clear away what has ended
+                wait_for(lambda: not left(), 2)
             return Outcome(
                 {node: terminal.process.returncode for node, terminal in terminals.items()},
                 {node: scene.named(terminal.text) for node, terminal in terminals.items()},
                 max(terminal.ended_at for terminal in terminals.values()) - began,
-                [line for items in left().values() for _, line in items],
+                [line for _, _, line in left()],
                 {node: scene.record(node) for node in terminals},
             )
 

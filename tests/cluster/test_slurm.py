@@ -5,7 +5,6 @@ train to the end and leave nothing behind, not that the model learns.
 """
 
 import json
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -153,12 +152,11 @@ def test_the_cluster_ends_with_its_owner(cluster: Cluster, tmp_path: Path):
         other.lab("up", "1")
         guard = other.guard(owner.pid)
         assert other.login("ssh", "-n", "node0", "hostname").stdout.strip() == "node0"
-        os.kill(owner.pid, 9)
+        owner.kill()
         owner.wait()
         assert guard.wait(timeout=20) == 0
         assert not other.directory.exists()
     finally:
         owner.kill()
-        owner.wait()
         other.down()
     assert cluster.login("ssh", "-n", "node0", "hostname").stdout.strip() == "node0"

@@ -2,14 +2,12 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 from pathlib import Path
 
-from cluster_lab import Cluster
+from cluster_lab import PROCESSES, Cluster
 from harness import Project, wait_for
-from test_failures import PROCESSES
 
 from t5bench.record.records import load
 
@@ -61,8 +59,7 @@ def test_records_come_back_from_nodes_without_a_shared_file_system(cluster: Clus
 
 def test_a_worker_that_dies_is_one_sentence_on_the_one_terminal(cluster: Cluster, project: Project):
     process = start_training(cluster, project)
-    lines = cluster.processes("node1").items()
-    cluster.kill("node1", *(pid for pid, line in lines if re.match(PROCESSES["worker"], line)))
+    cluster.kill("node1", *cluster.pids("node1", PROCESSES["worker"]))
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 1, output
     assert "FAILED (crashed): node 1 (node1): rank 1: a process was killed (SIGKILL)" in output
