@@ -156,6 +156,9 @@ class T5(nn.Module):
 
     def __init__(self, args: Namespace, layout: Layout) -> None:
         super().__init__()
+        # PyTorch 2.11 prefers cuDNN's attention on Hopper. Some of its kernels drop only multiples of 1/16 (PyTorch
+        # pull request 174245), and for some lengths its gradients with a mask are nan (issue 196678).
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.tp, self.pad, self.dtype = layout.tp, args.pad_token, args.dtype
         parts: dict[str, nn.Module] = {"embedding": Embedding(args, self.tp)}
         if layout.first_stage:

@@ -53,6 +53,7 @@ declare_settings() {
   setting FFN_HIDDEN_SIZE whole:1 model --ffn-hidden-size "$ffn" "FFN intermediate size"
   setting ENCODER_SEQ_LENGTH whole:1 model --encoder-seq-length "$enc_length" "Encoder input length"
   setting DECODER_SEQ_LENGTH whole:1 model --decoder-seq-length "$dec_length" "Decoder output length"
+  setting VOCABULARY_MULTIPLE whole:1 model - 128 "The vocabulary is padded to a multiple of this in every layout"
   setting DROPOUT decimal model --attention-dropout,--hidden-dropout 0.1 "Dropout of hidden states and attention weights"
   setting GLOBAL_BATCH_SIZE whole:1 model --global-batch-size 16 "Global batch size"
   setting MICRO_BATCH_SIZE whole:1 load --micro-batch-size 1 "Per-GPU micro-batch size"
@@ -154,8 +155,8 @@ build_own_arguments() {
   OWN_ARGUMENTS=(
     --kv-channels "$((HIDDEN_SIZE / NUM_ATTENTION_HEADS))"
     --max-position-embeddings "$((ENCODER_SEQ_LENGTH > DECODER_SEQ_LENGTH ? ENCODER_SEQ_LENGTH : DECODER_SEQ_LENGTH))"
-    # Padded to a multiple of 128 in every layout: the engine multiplies this by the tensor-parallel size.
-    --make-vocab-size-divisible-by "$((128 / PLAN[tp]))"
+    # The engine multiplies this by the tensor-parallel size.
+    --make-vocab-size-divisible-by "$((VOCABULARY_MULTIPLE / PLAN[tp]))"
     --data-path "${PLAN[data_prefix]}" --tokenizer-model "${PLAN[tokenizer]}"
     --tensorboard-dir "$OUTPUT_DIR/tensorboard" --tensorboard-log-interval "$LOG_INTERVAL"
   )
@@ -183,13 +184,16 @@ build_own_arguments() {
 }
 
 build_environment() {
-  local path=$PYTHONPATH
+  local path=$PYTHONPATH name
   [[ $ENGINE != megatron ]] || path=$MEGATRON_DIR:$PYTHONPATH
   RUN_ENVIRONMENT=(CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONFAULTHANDLER=1 "PYTHONPATH=$path" "WANDB_MODE=${PLAN[wandb_mode]}"
     "WANDB_RUN_GROUP=$WANDB_RUN_GROUP" "WANDB_JOB_TYPE=${WANDB_JOB_TYPE:-train}")
   # W&B takes the run's configuration from this file as well, which the recorder fills while torch is being loaded; see
   # t5bench/run/wandb_config.py. A sweep's agent has one of its own.
   [[ -z ${PLAN[wandb_config]} ]] || RUN_ENVIRONMENT+=("WANDB_SWEEP_PARAM_PATH=${PLAN[wandb_config]}")
+  for name in CUDA_HOME CPATH LIBRARY_PATH; do
+    [[ -z ${PLAN[$name]:-} ]] || RUN_ENVIRONMENT+=("$name=${PLAN[$name]}")
+  done
   if [[ ${PLAN[device]} == cpu ]]; then
     RUN_ENVIRONMENT+=(CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu "LOCAL_SIZE=${PLAN[nproc_per_node]}"
       "OMP_NUM_THREADS=${OMP_NUM_THREADS:-${PLAN[threads]}}")

@@ -29,6 +29,7 @@ NUM_ATTENTION_HEADS model --num-attention-heads 4
 FFN_HIDDEN_SIZE model --ffn-hidden-size 128
 ENCODER_SEQ_LENGTH model --encoder-seq-length 128
 DECODER_SEQ_LENGTH model --decoder-seq-length 64
+VOCABULARY_MULTIPLE model - 128
 DROPOUT model --attention-dropout,--hidden-dropout 0
 GLOBAL_BATCH_SIZE model --global-batch-size 16
 PRECISION_FLAG model =

@@ -1,60 +1,44 @@
-"""Compiles what the engines would compile in their first run: ``python -m acceptance.compile deepspeed|megatron``.
+"""Compiles what Megatron and DeepSpeed would compile in their first run: ``python -m t5bench.acceptance.compile``.
 
-By itself, so that no timed run waits for nvcc and a failure shows the compiler's own messages; and all at once, for
-each takes minutes.
+So no timed run waits for nvcc, a failure shows the compiler's own messages, and all are compiled at once, for each
+takes a minute or more. The engine has to be on PYTHONPATH.
 """
 
 import multiprocessing
-import sys
 from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
-from types import ModuleType
 from typing import Any
+from unittest import mock
 
 from torch.utils import cpp_extension
 
-# Megatron hands DeepSpeed PyTorch's AdamW, so FusedAdam is compiled to see that it can be; offloading needs CPUAdam.
-DEEPSPEED_BUILDERS = ("FusedAdamBuilder", "CPUAdamBuilder")
+
+def megatron_extensions() -> list[dict[str, Any]]:
+    """What the engine would give torch's compiler for this GPU."""
+    from megatron import fused_kernels
+
+    with mock.patch.object(cpp_extension, "load") as load:
+        fused_kernels.load(Namespace(rank=0, masked_softmax_fusion=True))
+    return [call.kwargs for call in load.call_args_list]
 
 
-def load_builder(name: str) -> None:
-    from deepspeed.ops import op_builder
-
-    getattr(op_builder, name)().load()
-
-
-def load_extension(arguments: dict[str, Any]) -> None:
+def compile_extension(arguments: dict[str, Any]) -> None:
     cpp_extension.load(**arguments)
 
 
-def megatron_extensions() -> list[dict[str, Any]]:
-    """What the engine, which has to be on PYTHONPATH, would give torch's compiler for this GPU."""
-    from megatron import fused_kernels
+def compile_optimizer() -> None:
+    """The Adam of the offloading strategy; the other optimizers are PyTorch's."""
+    from deepspeed.ops.op_builder import CPUAdamBuilder
 
-    asked: list[dict[str, Any]] = []
-    load = cpp_extension.load
-
-    def note(**arguments: Any) -> ModuleType:
-        asked.append(arguments)
-        return ModuleType(arguments["name"])
-
-    cpp_extension.load = note
-    try:
-        fused_kernels.load(Namespace(rank=0, masked_softmax_fusion=True))
-    finally:
-        cpp_extension.load = load
-    return asked
+    CPUAdamBuilder().load()
 
 
 def main() -> None:
-    work: list[tuple[Any, Any]]
-    if sys.argv[1] == "deepspeed":
-        work = [(load_builder, name) for name in DEEPSPEED_BUILDERS]
-    else:
-        work = [(load_extension, arguments) for arguments in megatron_extensions()]
     # Not forked: a process that has asked for the GPU must not be.
-    with ProcessPoolExecutor(len(work), multiprocessing.get_context("spawn")) as pool:
-        for future in [pool.submit(load, what) for load, what in work]:
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        begun = [pool.submit(compile_optimizer)]
+        begun += [pool.submit(compile_extension, arguments) for arguments in megatron_extensions()]
+        for future in begun:
             future.result()
 
 

@@ -1,228 +1,168 @@
-"""What the steps' records say, as one JSON-able whole: figures with what they were measured with, and checks."""
+"""What the steps left, as README.md for people, results.json with every figure, and the packed records."""
 
 import json
-import math
 import re
+import subprocess
+import sys
 import tarfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from t5bench.acceptance.bound import iteration_ms
-from t5bench.acceptance.plan import Plan
-from t5bench.acceptance.steps import FAILED, PASSED, Outcome
-from t5bench.compare.rows import make_row, shape_of
-from t5bench.model import flops
-from t5bench.record import profile, samples
-from t5bench.record.records import RecordError, Run, load
+from tabulate import tabulate
+
+from t5bench.acceptance.preset import Preset
+from t5bench.acceptance.steps import FAILED, PASSED
+from t5bench.record import profile
 from t5bench.record.status import COMPLETE
 
-# Names of kernels that results.json keeps of a profile, the longest: the records have them all.
-_KERNELS = 10
-# Archived: what the runs wrote as text. Checkpoints there are none, and TensorBoard's files say the same again.
-_ARCHIVED = (".json", ".jsonl", ".log", ".sh", ".txt", ".status")
+# What the steps wrote as text. TensorBoard's files say the same again.
+ARCHIVED = (".json", ".jsonl", ".log", ".out", ".sh", ".html")
 
 
-def gather(plan: Plan, machine: Mapping[str, Any], outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
-    """Everything that the summary tells. ``failed`` holds one sentence for each thing that is wrong."""
-    floor = _read(plan.work / "floor.json")
-    large = [figures(plan.runs / "large" / engine / strategy, floor) for engine, strategy in plan.large_runs()]
-    points = [
-        figures(plan.runs / "throughput" / engine / f"micro-batch-{size}", floor)
-        for size in plan.micro_batch_sizes
-        for engine in plan.engines
-    ]
-    found: dict[str, Any] = {
+def name_of(gpus: Sequence[str]) -> str:
+    """A directory's name for the machine's devices, for example nvidia-h100-80gb-hbm3 or 2x-nvidia-h200."""
+    slug = re.sub(r"[^a-z0-9]+", "-", gpus[0].lower()).strip("-")
+    return f"{len(gpus)}x-{slug}" if len(gpus) > 1 else slug
+
+
+def gather(preset: Preset, outcomes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Everything that the files of the steps tell."""
+    work = preset.work
+    large = compare(work / "runs" / "large", "engine")
+    points = compare(work / "runs" / "throughput", "engine", "MICRO_BATCH_SIZE")
+    plain = [line for path in work.glob("baseline-*.jsonl") for line in path.read_text().splitlines()]
+    devices = [work / f"{name}.json" for name in ("device", "device-after")]
+    return {
         "made": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "rehearsal": plan.rehearsal,
-        "preset": plan.preset,
-        "vocabulary": plan.vocabulary,
-        "processes": plan.processes,
-        "machine": dict(machine),
-        "floor": floor,
-        "steps": [asdict(outcome) for outcome in outcomes.values()],
-        "large": [row for row in large if row],
-        "points": [row for row in points if row],
-        "baseline": [
-            baseline_figures(point, floor)
-            for mode in ("eager", "compiled")
-            for point in _read_lines(plan.work / f"baseline-{mode}.jsonl")
-        ],
-        "parity": parity_tables(outcomes),
-        "too_large": plan.too_large(),
-    }
-    found["checks"] = [*_of_steps(outcomes), *_of_runs(plan, found["large"])]
-    found["failed"] = [check["title"] for check in found["checks"] if check["result"] == FAILED]
-    return found
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        return [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError):
-        return []
-
-
-# ---- figures ---------------------------------------------------------------------------------------------------------
-
-
-def figures(directory: Path, floor: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """One run of a launcher in figures; None where it left no record. Rates are per GPU, memory in MiB."""
-    try:
-        run = load(directory)
-    except RecordError:
-        return None
-    row = make_row(run.strategy, [run])
-    entry: dict[str, Any] = {
-        "engine": run.engine,
-        "strategy": run.strategy,
-        "world_size": run.world_size,
-        "micro_batch": run.number("MICRO_BATCH_SIZE"),
-        "global_batch": run.number("GLOBAL_BATCH_SIZE"),
-        "precision": run.setting("PRECISION_FLAG").lstrip("-") or "fp32",
-        "status": run.status,
-        "reason": run.reason,
-        "directory": run.directory.name,
-        "first_loss": _finite(run.iterations[0].lm_loss) if run.iterations else None,
-        "last_loss": _finite(run.iterations[-1].lm_loss) if run.iterations else None,
-        "sampled_gpus": _sampled(run),
-    }
-    if not (row.milliseconds and row.samples_per_second and row.measured[0].timing):
-        return entry
-    timing, observed = row.measured[0].timing, row.measured[0].observed
-    profiled = _longest(_read(directory / "profile.json"))
-    entry |= {
-        "milliseconds": asdict(row.milliseconds),
-        "iterations": list(timing.used),
-        "dropped": timing.dropped_by_reason(),
-        "samples_per_second": row.samples_per_second.median,
-        "tflops": row.tflops,
-        "mfu": row.mfu,
-        "of_measured_rate": _share(row.tflops, floor),
-        "floor_ms": _floor_ms(shape_of(run), entry, floor) if run.world_size == 1 else None,
-        "peak_mib": max(row.peak_memory.values(), default=None) if row.on_gpu else None,
-        "peak_host_mib": max((peak.host_mib for peak in run.peak_memory), default=None),
-        "power_w": observed.power_w,
-        "utilization": observed.utilization,
-        "profile": profiled,
-        "limits": profile.limits(profiled) if profiled else "",
-    }
-    return entry
-
-
-def baseline_figures(point: Mapping[str, Any], floor: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A point of the plain PyTorch loop, with what results of the engines have too."""
-    profiled, peak = _longest(point.get("profile")), point.get("peak_tflops")
-    return dict(point) | {
-        "profile": profiled,
-        "mfu": point["tflops"] / peak if peak and point.get("tflops") else None,
-        "of_measured_rate": _share(point.get("tflops"), floor),
-        "floor_ms": _floor_ms(flops.Shape(**point["shape"]), point, floor),
-        "limits": profile.limits(profiled) if profiled else "",
+        "rehearsal": not preset.gpus,
+        "too_large": preset.too_large,
+        "batch": preset.batch,
+        "devices": {path.stem: json.loads(path.read_text()) for path in devices if path.exists()},
+        "large": large,
+        "throughput": [*map(point, rows_of(points)), *map(json.loads, plain)],
+        "parity": {path.stem: path.read_text() for path in sorted(work.glob("logs/parity-*.out"))},
+        "checks": {**outcomes, **checks([*rows_of(large), *rows_of(points)])},
     }
 
 
-def _longest(profiled: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    return {**profiled, "by_name": profiled["by_name"][:_KERNELS]} if profiled else None
+def compare(runs: Path, *allowed: str) -> dict[str, Any]:
+    """``t5bench compare`` over the runs in a directory: its comparison.json, and comparison.md as ``markdown``."""
+    output = runs.with_name(f"{runs.name}-comparison")
+    if not runs.is_dir():
+        return {"groups": [], "markdown": ""}
+    options = [word for name in allowed for word in ("--allow", name)]
+    command = [sys.executable, "-m", "t5bench", "compare", str(runs), "--output", str(output), *options]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    if not (output / "comparison.json").exists():
+        return {"groups": [], "markdown": said}
+    return json.loads((output / "comparison.json").read_text()) | {"markdown": (output / "comparison.md").read_text()}
 
 
-def _share(tflops: float | None, floor: Mapping[str, Any] | None) -> float | None:
-    """Of the rate that a large product reached here, 0 to 1."""
-    return tflops / floor["matmul_tflops"] if tflops and floor and floor.get("matmul_tflops") else None
+def rows_of(comparison: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [row for group in comparison["groups"] for row in group["rows"]]
 
 
-def _floor_ms(
-    shape: flops.Shape | None, entry: Mapping[str, Any], floor: Mapping[str, Any] | None
-) -> list[float] | None:
-    """The least milliseconds of an iteration: of matrix products, and of memory traffic; None where not known."""
-    if shape is None or not floor:
-        return None
-    return list(iteration_ms(shape, entry["global_batch"], entry["micro_batch"], floor))
+def point(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the comparison, with what its profile says of it."""
+    run = row["runs"][0]
+    file = Path(run["directory"], "profile.json")
+    limits = profile.limits(json.loads(file.read_text())) if file.exists() else ""
+    return {**row, "engine": f"{row['engine']} engine", "micro_batch": int(run["settings"]["MICRO_BATCH_SIZE"]),
+            "limits": limits}  # fmt: skip
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _sampled(run: Run) -> int:
-    """How many samples have a GPU's power or utilisation."""
-    return sum(
-        any(gpu.get("power_w") is not None or gpu.get("utilization") is not None for gpu in sample.get("gpus") or ())
-        for node in run.nodes
-        for sample in samples.read_samples(run.directory / f"node{node['node']}.samples.jsonl")
-    )
-
-
-def parity_tables(outcomes: Mapping[str, Outcome]) -> list[dict[str, str]]:
-    """The tables that check_parity.sh printed, with what it said below them."""
-    found = []
-    for name, outcome in outcomes.items():
-        if not name.startswith("parity-") or not outcome.log:
-            continue
-        try:
-            lines = Path(outcome.log).read_text(errors="replace").splitlines()
-        except OSError:
-            continue
-        begin = next((number for number, line in enumerate(lines) if re.match(r"run +engine ", line)), None)
-        text = lines[begin:] if begin is not None else lines[-5:]
-        found.append({"title": outcome.title, "result": outcome.result, "text": "\n".join(text).strip()})
-    return found
-
-
-# ---- checks ----------------------------------------------------------------------------------------------------------
-
-
-def _of_steps(outcomes: Mapping[str, Outcome]) -> list[dict[str, str]]:
-    return [
-        {"title": outcome.title, "result": outcome.result, "detail": f"{outcome.seconds:.0f} s"}
-        for outcome in outcomes.values()
-    ]
-
-
-def _of_runs(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+def checks(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What the runs that are complete show of this machine."""
     complete = [row for row in rows if row["status"] == COMPLETE]
-    if not complete:
-        return []
-    learnt = [row for row in complete if row["last_loss"] is not None and row["last_loss"] < row["first_loss"]]
-    checks = [("the loss falls in every run", len(learnt) == len(complete), f"{len(learnt)} of {len(complete)}")]
-    if not plan.rehearsal:
-        sampled = [row for row in complete if row["sampled_gpus"]]
-        measured = [row for row in complete if row.get("peak_mib")]
-        rated = [row for row in complete if row.get("mfu")]
-        checks += [
-            ("GPUs are sampled in every run", len(sampled) == len(complete), f"{len(sampled)} of {len(complete)}"),
-            ("GPU memory is told by every run", len(measured) == len(complete), f"{len(measured)} of {len(complete)}"),
-        ]
-        if len(rated) < len(complete):
-            # No failure: the table of peaks does not know every GPU.
-            checks.append(("MFU needs PEAK_TFLOPS here", True, "the GPU's peak is not known by its name"))
-    return [
-        {"title": title, "result": PASSED if passed else FAILED, "detail": detail} for title, passed, detail in checks
-    ]
+    gpu = [row for row in complete if row["device"] == "cuda"]
+    found = {
+        "the loss falls": [last < first for first, last in map(losses, complete)],
+        "GPU memory is told": [bool(row["peak_memory_mib"]) for row in gpu],
+        "GPUs are sampled": [row["runs"][0]["gpu_power_w"] is not None for row in gpu],
+    }
+    return {
+        name: {"result": PASSED if all(good) else FAILED, "told": f"{sum(good)} of {len(good)}"}
+        for name, good in found.items()
+        if good
+    }
 
 
-def not_run(found: Mapping[str, Any]) -> list[str]:
-    """What did not come to an end, by title."""
-    return [step["title"] for step in found["steps"] if step["result"] not in (PASSED, FAILED)]
+def losses(row: Mapping[str, Any]) -> tuple[float, float]:
+    """Of the first and the last iteration."""
+    first, *_, last = Path(row["runs"][0]["directory"], "metrics.jsonl").read_text().splitlines()
+    return json.loads(first)["lm_loss"], json.loads(last)["lm_loss"]
 
 
-# ---- raw records -----------------------------------------------------------------------------------------------------
+# ---- what is written -------------------------------------------------------------------------------------------------
 
 
-def pack(plan: Plan, archive: Path) -> None:
-    """Everything that the steps wrote as text, compressed; a file made by an earlier call is replaced."""
-    archive.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(archive, "w:xz") as tar:
-        for path in sorted(plan.work.rglob("*")):
-            inner = path.relative_to(plan.work)
-            if path.is_file() and path.suffix in _ARCHIVED and inner.parts[0] not in ("data", "results"):
-                tar.add(path, arcname=str(Path(archive.name.removesuffix(".tar.xz")) / inner))
+def write(found: Mapping[str, Any], work: Path, directory: Path) -> None:
+    """Writes the files, the records of ``work`` among them; earlier ones are replaced."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "results.json").write_text(json.dumps(found, indent=2) + "\n")
+    (directory / "README.md").write_text("\n\n".join(filter(None, summary(found))) + "\n")
+    with tarfile.open(directory / "records.tar.xz", "w:xz") as tar:
+        for path in sorted(work.rglob("*")):
+            if path.suffix in ARCHIVED and path.is_file() and directory not in path.parents:
+                tar.add(path, arcname=str("records" / path.relative_to(work)))
+
+
+def verdict(found: Mapping[str, Any]) -> str:
+    """One sentence for the terminal and the top of the summary."""
+    names: dict[str, list[str]] = {}
+    for name, check in found["checks"].items():
+        names.setdefault(check["result"], []).append(name)
+    passed = len(names.pop(PASSED, []))
+    others = "".join(f"; {result}: {', '.join(of)}" for result, of in names.items())
+    return f"{passed} of {len(found['checks'])} checks passed{others}."
+
+
+def table(header: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
+    return tabulate(list(rows), header, tablefmt="github", floatfmt=".4g", missingval="")
+
+
+def summary(found: Mapping[str, Any]) -> Iterable[str]:
+    """The paragraphs of README.md."""
+    device = found["devices"]["device"]
+    yield "# A rehearsal on the CPU" if found["rehearsal"] else f"# T5-Large on {'; '.join(device['facts']['GPUs'])}"
+    yield f"Made by `bash scripts/gpu_acceptance.sh`, {found['made']}. {verdict(found)}"
+    if found["rehearsal"]:
+        yield "**At tiny size: it shows that the steps work, and no figure here means anything.**"
+    yield table(["what", "found"], device["facts"].items())
+    yield "## The device at its best"
+    rates = [measured["rates"] | measured["attention"] for measured in found["devices"].values()]
+    yield table(["", *found["devices"]], [[name, *(of.get(name) for of in rates)] for name in rates[0]])
+    yield "## Every strategy"
+    yield found["large"]["markdown"].removeprefix("# Comparison").strip().replace("\n#", "\n##")
+    if found["too_large"]:
+        yield f"Too few devices for {', '.join(found['too_large'])}: see below whether they train correctly."
+    if found["throughput"]:
+        yield "## Throughput of one device"
+        yield f"{found['batch']} samples an iteration in every row, AdamW's update included; bf16, dropout on."
+        header = ["what", "micro-batch", "ms/iteration", "95 %", "samples/s", "TFLOP/s", "MFU", "of the rate above",
+                  "GPU MiB", "what limits it"]  # fmt: skip
+        yield table(header, throughput(found["throughput"], rates[0]["matmul_tflops"]))
+    if found["parity"]:
+        yield "## Whether they train the same model"
+        yield ("`scripts/check_parity.sh` on this device, at tiny size. Where a strategy has more processes than there "
+               "are devices they share one, over gloo.")  # fmt: skip
+        yield from (f"```\n{text.strip()}\n```" for text in found["parity"].values())
+    yield "## Checks"
+    told = [(name, c["result"], c.get("told") or f"{c['seconds']:.0f} s") for name, c in found["checks"].items()]
+    yield table(["check", "result", ""], told)
+    yield "The records, outputs and profiles of all runs are in `records.tar.xz`, all figures in `results.json`."
+
+
+def throughput(points: Iterable[Mapping[str, Any]], rate: float) -> Iterable[list[Any]]:
+    """The engines and the plain loop, one micro-batch size after another; rate: TFLOP/s of a large product."""
+    for row in sorted(points, key=lambda row: -row["micro_batch"]):
+        start, time = [row["engine"], row["micro_batch"]], row.get("milliseconds_per_iteration")
+        if not time:
+            yield [*start, row["status"], *[None] * 6, row["reason"]]
+            continue
+        tflops, memory = row["tflops_per_gpu"], max(row["peak_memory_mib"].values(), default=None)
+        interval = "" if time["low"] is None else f"{time['low']:.1f} to {time['high']:.1f}"
+        yield [*start, time["median"], interval, row["samples_per_second"]["median"], tflops, row["mfu"],
+               tflops and tflops / rate, memory, row["limits"]]  # fmt: skip

@@ -29,6 +29,7 @@ from t5bench.plan.place import (
 )
 from t5bench.plan.request import Findings, Request, groups, read_request, read_settings
 from t5bench.plan.settings import checked_settings, effective_settings, help_text
+from t5bench.plan.toolkit import completions
 from t5bench.record import wandb
 from t5bench.record.plan import SECRET_GIVEN, Arguments, Plan, Setting
 
@@ -103,6 +104,7 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
         "wandb_mode": mode,
         "threads": str(threads_per_process(layout.nproc_per_node)),
         "ds_config": json.dumps(ds_config, indent=2) + "\n" if ds_config else "",
+        **(completions(os.environ) if processes.device == "cuda" else {}),
     }
 
 

@@ -7,10 +7,6 @@ from collections.abc import Mapping
 from t5bench.plan.request import Request
 from t5bench.record.plan import Layout
 
-# The vocabulary is padded to a multiple of this in every layout: the engine multiplies its divisor by the
-# tensor-parallel size, which would change the model.
-VOCABULARY_MULTIPLE = 128
-
 
 def count_gpus(environment: Mapping[str, str]) -> int:
     """The GPUs that CUDA shows to this process."""
@@ -121,8 +117,8 @@ def _check_divisible(request: Request, tp: int) -> None:
     for name in ("NUM_ATTENTION_HEADS", "FFN_HIDDEN_SIZE"):
         if request.number(name) % tp:
             refuse("tensor-size", f"{name}={request.number(name)} is not divisible by the tensor-parallel size {tp}")
-    if VOCABULARY_MULTIPLE % tp:
-        refuse("tensor-size", f"the tensor-parallel size must divide 128, the padding of the vocabulary; found {tp}")
+    if request.number("VOCABULARY_MULTIPLE") % tp:
+        refuse("tensor-size", f"the tensor-parallel size must divide VOCABULARY_MULTIPLE, found {tp}")
 
 
 def _check_pipeline(request: Request, pp: int) -> None:

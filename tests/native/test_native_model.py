@@ -34,6 +34,13 @@ def size_on_one_process(tp: int, pp_rank: int, pp: int = 1) -> dict[str, tuple[i
     return {name: (p.numel(), hasattr(p, "tp_slice")) for name, p in model.named_parameters()}
 
 
+def test_attention_drops_as_much_as_it_is_told_on_every_gpu():
+    """cuDNN's attention, which PyTorch would choose on some, drops multiples of 1/16."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    build(model_arguments())
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_the_large_model_has_612998528_parameters():
     assert sum(elements for elements, _ in size_on_one_process(1, 0).values()) == 612_998_528
 

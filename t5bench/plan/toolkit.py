@@ -1,0 +1,83 @@
+"""What a CUDA toolkit lacks for compiling the engines' kernels, from the libraries that PyTorch brings.
+
+Many images have nvcc and CUDA's runtime alone. PyTorch's headers ask for cuSPARSE's and DeepSpeed links cuRAND, both of
+which lie in the nvidia packages beside PyTorch, the libraries under names with a version that a linker does not try.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from importlib import util
+from pathlib import Path
+
+from t5bench.record.machine import versions
+
+LINKS = Path("~/.cache/t5-parallelism/cuda-libraries")
+# One that every complete toolkit has and no compiler alone.
+_TELLING_HEADER = "cusparse.h"
+
+
+def completions(
+    environment: Mapping[str, str], links: Path = LINKS, packages: Iterable[Path] | None = None
+) -> dict[str, str]:
+    """Variables with which torch's compiler finds all that it needs; none where nothing is lacking or without nvcc.
+
+    CUDA_HOME where nvcc on PATH is a link or a wrapper, whose place torch takes for the toolkit's; CPATH and
+    LIBRARY_PATH where the toolkit is a compiler alone, of the same CUDA as torch. What is set already stands before.
+    Links to the libraries go into ``links``. packages: folders of the nvidia packages (default: torch's own).
+    """
+    given = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    nvcc = f"{given}/bin/nvcc" if given else shutil.which("nvcc", path=environment.get("PATH"))
+    home = toolkit_of(nvcc) if nvcc else None
+    if not nvcc or not home:
+        return {}
+    found = {} if given or home == Path(nvcc).parent.parent else {"CUDA_HOME": str(home)}
+    folders = list(_nvidia_packages() if packages is None else packages)
+    headers = [path for folder in folders for path in sorted(folder.glob("*/include"))]
+    there = [(folder / _TELLING_HEADER).exists() for folder in (home / "include", *headers)]
+    if not there[0] and any(there) and release(nvcc) == _major(versions()["cuda"]):
+        link_libraries(folders, links := links.expanduser())
+        added = {"CPATH": os.pathsep.join(map(str, headers)), "LIBRARY_PATH": str(links)}
+        found |= {name: os.pathsep.join(filter(None, (environment.get(name), value))) for name, value in added.items()}
+    return found
+
+
+def toolkit_of(nvcc: str) -> Path | None:
+    """The toolkit that nvcc says it belongs to; None where it does not say."""
+    match = re.search(r"^#\$ TOP=(.+)$", _said(nvcc, "--dryrun", "-x", "cu", "-c", os.devnull), re.MULTILINE)
+    return Path(match[1].strip()).resolve() if match else None
+
+
+def release(nvcc: str) -> str:
+    """The major version of nvcc's CUDA."""
+    match = re.search(r"release ([0-9.]+)", _said(nvcc, "--version"))
+    return _major(match and match[1])
+
+
+def link_libraries(folders: Iterable[Path], directory: Path) -> None:
+    """Makes or corrects a link ``lib<name>.so`` for each library of the folders."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for library in (path for folder in folders for path in sorted(folder.glob("*/lib/lib*.so.*"))):
+        link = directory / re.sub(r"\.so\..*", ".so", library.name)
+        if link.resolve() != library.resolve():
+            link.unlink(missing_ok=True)
+            link.symlink_to(library)
+
+
+def _major(version: str | None) -> str:
+    return (version or "").partition(".")[0]
+
+
+def _said(*command: str) -> str:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return result.stdout + result.stderr
+
+
+def _nvidia_packages() -> Iterable[Path]:
+    spec = util.find_spec("nvidia")
+    return map(Path, spec.submodule_search_locations or ()) if spec else ()

@@ -1,0 +1,140 @@
+"""scripts/gpu_acceptance.sh: what it refuses, its rehearsal, its results, its bundle."""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from harness import REPO_ROOT
+
+from t5bench.acceptance import packages, results
+from t5bench.acceptance.steps import NOT_RUN
+
+
+def accept(*arguments: str, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(REPO_ROOT / "scripts" / "gpu_acceptance.sh"), *arguments],
+        env=os.environ | {"PYTHON": sys.executable} | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        ([], {"ENGINES": "native"}, "there is no GPU here"),
+        (["trough"], {}, "unknown argument 'trough'"),
+        (["--pack"], {}, "--pack needs a directory"),
+        (["--pack", "bundle"], {"MEGATRON_DIR": "/nonexistent"}, "there is no Megatron-DeepSpeed checkout"),
+        (["--rehearse"], {"MEGATRON_DIR": "/nonexistent"}, "or ENGINES=native"),
+        (["--rehearse"], {"MINUTES": "ten"}, "MINUTES must be a number"),
+        (["--rehearse"], {"ENGINES": "native", "STRATEGIES": "ddp zero9"}, "there is no strategy 'zero9'"),
+        (["--rehearse"], {"ENGINES": "native", "MICRO_BATCH_SIZES": "8 x"}, "whole numbers of at least 1, found '8 x'"),
+    ],
+)
+def test_what_cannot_be_done_is_said_first(tmp_path: Path, arguments: list, environment: dict, message: str):
+    result = accept(*arguments, CUDA_VISIBLE_DEVICES="", WORK_DIR=str(tmp_path / "work"), **environment)
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+def test_a_gpu_that_torch_does_not_see_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    stub = tmp_path / "nvidia-smi"
+    stub.write_text('#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0: Stub" || echo "0, NVIDIA Stub, 81559, 470.1, GPU-0"\n')
+    stub.chmod(0o755)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    result = accept(PATH=path, ENGINES="native", WORK_DIR=str(tmp_path / "work"), RESULTS_DIR=str(tmp_path / "results"))
+    assert result.returncode == 2
+    assert "NVIDIA Stub, 81559.0 MiB, driver 470.1" in result.stderr and "sees none" in result.stderr
+
+
+# One engine, strategy and size: what differs on a GPU are the device, the sizes and the compilers.
+CHOSEN = {"ENGINES": "native", "STRATEGIES": "zero1", "MICRO_BATCH_SIZES": "4", "GLOBAL_BATCH_SIZE": "4"}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("rehearsal") / "a path with spaces"
+    result = accept("--rehearse", timeout=590, MINUTES="8", WORK_DIR=str(directory), **CHOSEN)
+    assert result.returncode == 0, result.stderr
+    return directory
+
+
+@pytest.mark.slow
+def test_the_rehearsal_goes_through_everything(work: Path):
+    found = json.loads((work / "rehearsal" / "results" / "results.json").read_text())
+    assert {row["strategy"] for row in results.rows_of(found["large"])} == {"ddp", "zero1"}
+    points = found["throughput"]
+    assert [p["engine"] for p in points] == ["native engine", "Hugging Face, eager", "Hugging Face, compiled"]
+    # The same matrix products in each, and a profile of each.
+    products = [point["tflops_per_gpu"] * point["milliseconds_per_iteration"]["median"] for point in points]
+    assert products == pytest.approx(products[:1] * 3)
+    assert all(point["limits"].startswith("operators on the CPU: ") for point in points)
+    assert found["devices"].keys() == {"device", "device-after"}
+    assert "PASS: " in found["parity"]["parity-native-1"]
+    # Once more: nothing is done again.
+    result = accept("--rehearse", timeout=120, MINUTES="8", WORK_DIR=str(work), **CHOSEN)
+    assert result.returncode == 0
+    assert "passed already" in result.stderr and ": passed, " not in result.stderr
+
+
+@pytest.mark.slow
+def test_the_results_are_a_summary_and_the_records(work: Path):
+    text = (work / "rehearsal" / "results" / "README.md").read_text()
+    assert text.startswith("# A rehearsal on the CPU\n") and "no figure here means anything" in text
+    for heading in ("## The device at its best", "## Every strategy", "## Throughput of one device", "## Checks"):
+        assert f"\n{heading}\n" in text
+    assert "\n### " in text and "| zero1 " in text and "| Hugging Face, compiled " in text
+    with tarfile.open(work / "rehearsal" / "results" / "records.tar.xz") as archive:
+        names = archive.getnames()
+    assert "records/runs/large/native/zero1/node0.log" in names and "records/runs/large-comparison/index.html" in names
+    assert not any(name.endswith((".bin", ".pt", "results.json")) for name in names)
+
+
+def test_a_gpu_without_samples_fails(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text('{"lm_loss": 8.0}\n{"lm_loss": 7.0}\n')
+    run = {"directory": str(tmp_path), "gpu_power_w": None}
+    row = {"status": "complete", "device": "cuda", "peak_memory_mib": {"0": 9.0}, "runs": [run]}
+    found = results.checks([row, row | {"runs": [run | {"gpu_power_w": 300.0}]}, {"status": "out-of-memory"}])
+    assert [check["told"] for check in found.values()] == ["2 of 2", "2 of 2", "1 of 2"]
+    assert results.verdict({"checks": found | {"late": {"result": NOT_RUN}}}) == (
+        "2 of 4 checks passed; failed: GPUs are sampled; not run: late."
+    )
+
+
+def make_wheel(directory: Path, name: str) -> None:
+    files = {
+        f"{name}.py": "here = True\n",
+        f"{name}-1.0.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{name}-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{name}-1.0.dist-info/RECORD": "",
+    }
+    with zipfile.ZipFile(directory / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        for path, text in files.items():
+            wheel.writestr(path, text)
+
+
+def test_only_what_is_lacking_is_installed_beside_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    site = tmp_path / "site"
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setattr(packages, "required", lambda: {"quite-unheard_of": "quite-unheard_of==1.0", "lost": "lost>=2"})
+    assert packages.complete(site) == ["quite-unheard_of==1.0", "lost>=2"]
+    make_wheel(tmp_path, "quite_unheard_of")
+    make_wheel(tmp_path, "numpy")  # of any version: what is there was made for this machine
+    assert packages.complete(site, tmp_path) == ["lost>=2"]
+    assert (site / "quite_unheard_of.py").exists()
+    assert not (site / "numpy.py").exists()
+
+
+def test_nothing_that_the_engines_need_is_left_to_chance():
+    """Of requirements.txt a machine with torch's usual companions gets the rest from the bundle."""
+    image = {"numpy", "transformers", "tokenizers", "tensorboard", "setuptools"}
+    assert packages.required().keys() <= {*image, *packages.CARRIED, packages.BUILT, *packages.NOT_NEEDED}
