@@ -1,6 +1,6 @@
 """The checkpoints of a run: which files one has, whether they are whole, and how the engines find it. Imports no torch.
 
-A checkpoint needs no list beside it. Its files follow from engine, strategy and layout, and each is a zip archive, as
+A checkpoint needs no list of its files. They follow from engine, strategy and layout, and each is a zip archive, as
 torch.save writes them: its directory comes last, so a file that was cut off has none, and every tensor in it has its
 CRC-32. So a checkpoint counts as whole when every file that this node's processes will read is there and agrees with
 its own checksums, however the run that wrote it ended.
@@ -8,7 +8,6 @@ its own checksums, however the run that wrote it ended.
 
 import contextlib
 import re
-import uuid
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from t5bench.record.plan import Plan
+from t5bench.record.records import write_whole
 
 # Megatron's pointer, which the native engine has too, and DeepSpeed's.
 TRACKER, DEEPSPEED_TRACKER = "latest_checkpointed_iteration.txt", "latest"
@@ -106,9 +106,9 @@ class Checkpoints:
         for newer in self.iterations():
             if newer > iteration:
                 _set_aside(self.folder(newer))
-        _write(self.directory / TRACKER, str(iteration))
+        write_whole(self.directory / TRACKER, str(iteration))
         if (name := self.folder(iteration).name).startswith("global_step"):
-            _write(self.directory / DEEPSPEED_TRACKER, name)
+            write_whole(self.directory / DEEPSPEED_TRACKER, name)
 
 
 def _set_aside(folder: Path) -> None:
@@ -118,9 +118,3 @@ def _set_aside(folder: Path) -> None:
         number += 1
     with contextlib.suppress(FileNotFoundError):  # another node was faster
         folder.rename(target)
-
-
-def _write(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    beside.write_text(text)
-    beside.replace(path)

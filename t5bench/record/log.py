@@ -55,13 +55,13 @@ def _fields(text: str) -> dict[str, float]:
     for match in _FIELD.finditer(text):
         name = match["name"].strip()
         if name in fields:
-            raise ValueError(f"{name} stands there twice")
+            raise ValueError(f"{name} is there twice")
         fields[name] = float(match["value"])
     return fields
 
 
 def iteration(line: str, time: float | None = None) -> Iteration | None:
-    """The complete iteration line in this text; None where there is none, it was cut off or mixed with another's."""
+    """The complete iteration line in this text; None for one that was cut off or mixed with another."""
     if not (match := _ITERATION.search(line)):
         return None
     # After a line that was cut off another may begin in its middle: the last beginning counts.

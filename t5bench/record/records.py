@@ -24,7 +24,7 @@ from t5bench.record.log import Iteration, PeakMemory
 from t5bench.record.plan import FORMAT, ROLES, Layout, Plan
 from t5bench.record.status import of_run
 
-# Of a node's part, what must be the same on all nodes of one run besides the plan, and stands once in run.json.
+# What must be the same on all nodes of one run besides the plan; run.json has it once.
 SHARED_KEYS = ("data", "versions", "commits", "patches")
 # Of a plan, what says where a node is or what it found there.
 _LOCAL_PLAN = {
@@ -37,15 +37,19 @@ class RecordError(ValueError):
     """A directory that holds no record, or one that cannot be read; the message is for people."""
 
 
+def write_whole(path: Path, text: str) -> None:
+    """A reader sees the old text or the new one, never half of it. Raises OSError."""
+    new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    new.write_text(text)
+    new.replace(path)
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Written beside and renamed: a reader sees the old or the new, never half of one."""
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    beside.write_text(json.dumps(content, indent=2, sort_keys=False, allow_nan=False) + "\n")
-    beside.replace(path)
+    write_whole(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def metrics_line(line: Iteration) -> str:
-    """One line of metrics.jsonl; a number that is none (nan, inf) is written as the text of it."""
+    """One line of metrics.jsonl; nan and inf are written as text."""
     values = {key: value for key, value in asdict(line).items() if value is not None and key != "begin"}
     return json.dumps({k: v if math.isfinite(v) else str(v) for k, v in values.items()})
 
@@ -91,7 +95,7 @@ def read_metrics(path: Path) -> list[Iteration]:
 
 @dataclass(frozen=True)
 class Run:
-    """One run, from its directory. ``record`` is what stands in run.json."""
+    """One run, from its directory. ``record`` is the content of run.json."""
 
     directory: Path
     record: Mapping[str, Any]

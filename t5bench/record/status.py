@@ -103,7 +103,7 @@ RULES = (
     Rule(r"(unrecognized arguments: .*|the following arguments are required: .*"
          r"|argument \S+: (?:invalid|expected) .*)",
          CONFIGURATION, Strength.CAUSE, "the engine does not take the command line: {0}",
-         "What stands after -- goes to the engine as it is"),
+         "What follows -- goes to the engine as it is"),
     Rule(r"found NaN in|NaN in local grad norm|loss scale already at minimum", DIVERGED, Strength.CAUSE,
          "the loss is not a number", "Lower LR, or add LR_WARMUP_ITERS"),
     Rule(r"slurmstepd: error: .*DUE TO TIME LIMIT", TIMEOUT, Strength.CAUSE, "SLURM's time limit ended the job",
@@ -116,7 +116,7 @@ RULES = (
          "the master ({1}) could not be reached within {0} ms",
          "Start rank 0 there; if it runs, a firewall is between the nodes or the ports differ"),
     Rule(r"wait timeout after (\d+)ms, keys: \S*role_info/(\d+)", TIMEOUT, Strength.CAUSE,
-         "a node's rank was waited for in vain: two were started with the same one, or with another NNODES",
+         "a rank is missing: two nodes were started with the same one, or with another NNODES",
          "Give each node its own rank, 0 to NNODES-1"),
     Rule(r"[Tt]imed out waiting (?:for )?\d+ ?ms|Watchdog caught collective operation timeout"
          r"|wait timeout after \d+ms",

@@ -100,12 +100,12 @@ def _incomplete(plan: Plan, output: Output) -> str:
 
 
 def knows_little(end: Mapping[str, Any]) -> bool:
-    """Whether this node ended well, or only lost a connection or waited in vain."""
+    """Whether this node ended well, or only lost a connection or waited for others."""
     return end["status"] == ends.COMPLETE or weight_of(end) in (Strength.VICTIM, Strength.WAITED)
 
 
 def exit_code(status: Status, part: Mapping[str, Any]) -> int:
-    """A launcher's own signal stands for itself; one that another node got counts here too."""
+    """For a cancelled run 128 + the signal that this launcher got, or else another one."""
     numbers = {name: number for number, name in SIGNALS.items()}
     heard = [end["signal"] for end in part["heard"] if status.name == end["status"] == ends.CANCELLED]
     if received := [numbers[name] for name in (part["signal"], *heard) if name in numbers]:

@@ -99,10 +99,10 @@ class Guard:
             return None
         first = first_failure(failed or gone)
         where = f"node {first['node']} ({first['host']})"
-        # Who waited in vain may have waited for a worker here.
+        # Who waited may have waited for a worker here.
         stopped = self._where_workers_are() if failed and weight_of(first) == Strength.WAITED else None
         if stopped:
-            remedy = f"{where} waited for it in vain. The stacks of every worker here are in this node's log"
+            remedy = f"{where} waited for it. The stacks of every worker here are in this node's log"
             return Cause.now(TIMEOUT, stopped, remedy)
         became = "was cancelled" if first["status"] == CANCELLED else "failed"
         reason = f"ended because {where} {became}: {first['reason']}"

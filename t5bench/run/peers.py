@@ -1,8 +1,7 @@
 """The recorders of a run's nodes tell each other what no node sees alone: that training goes on, and how a node ended.
 
-They do so beside the rendezvous port. A node that cannot connect goes without: its own output, its process group's
-timeout and its own watchdog still end it. A lost connection ends nothing by itself: training survives an outage that is
-shorter than its process group's timeout.
+A node that cannot connect does without: its own output, its process group's timeout and its own watchdog still end it.
+A lost connection ends nothing: training survives an outage that is shorter than its process group's timeout.
 """
 
 import threading
@@ -160,7 +159,7 @@ class Peers(Channel):
         return {node: now - heard for node, heard in dict(self.heard).items()}
 
     def of_silence(self) -> str:
-        """Whom nothing was heard of, for a node that waited in vain."""
+        """Whom nothing was heard of, for a node that waited for others."""
         silent = [f"{self.named(node)} for {seconds:.0f} s" for node, seconds in sorted(self.silent().items())]
         return f"; nothing was heard of {', '.join(silent)}" if silent else ""
 

@@ -1,4 +1,4 @@
-"""Stands where ``tee`` would: passes a node's output on, keeps it with its times, and writes the node's record.
+"""A ``tee`` that understands: passes a node's output on, keeps it with its times, and writes the node's record.
 
 The launcher starts it beside torchrun and tells it, in a file that is read at the end of the output, how torchrun
 ended. So one process sees all of a run and outlives whatever dies in it; a launcher that is killed leaves that file
@@ -33,7 +33,7 @@ from t5bench.run.output import Output, pass_on, timestamp
 from t5bench.run.peers import Peers
 from t5bench.run.sampler import Sampler, link_speeds
 
-# How long a node that only lost its connection, or waited in vain, waits to hear why: the others' guards act after
+# How long a node that only lost its connection, or waited for others, waits to hear why: the others' guards act after
 # GRACE_SECONDS, take the stacks of their workers and end them.
 OTHERS_SECONDS = GRACE_SECONDS + 20
 # How long a node that trained to its end waits for the others to say so too.

@@ -1,6 +1,6 @@
 """A run's configuration in W&B, for either engine: all that its record says when it starts.
 
-W&B adds what stands in the file that WANDB_SWEEP_PARAM_PATH names to the configuration of the next run, whatever the
+W&B adds the content of the file that WANDB_SWEEP_PARAM_PATH names to the configuration of the next run, whatever the
 program gives it; its agent passes a sweep's parameters in this way. Without a sweep's id the run belongs to no sweep.
 WANDB_CONFIG_PATHS, which would be meant for this, stops W&B 0.31: it does not take its text for a list.
 """
@@ -8,6 +8,8 @@ WANDB_CONFIG_PATHS, which would be meant for this, stops W&B 0.31: it does not t
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from t5bench.record.records import write_whole
 
 _OF_PLAN = ("engine", "engine_patches", "device", "layout", "ds_config")
 _OF_PART = ("versions", "commits", "data")
@@ -32,7 +34,5 @@ def write(path: Path, values: Mapping[str, Any]) -> bool:
     except ImportError:
         return False
     content = {"wandb_version": 1} | {key: {"value": value} for key, value in values.items() if value is not None}
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(yaml.safe_dump(content, sort_keys=False))
-    beside.replace(path)
+    write_whole(path, yaml.safe_dump(content, sort_keys=False))
     return True
