@@ -11,13 +11,13 @@ from t5bench.plan.launchers import ask
 from t5bench.record.plan import Plan
 
 TOKENIZER = REPO_ROOT / "megatron_data" / "sample" / "tokenizer"
-SIZES = {"ENCODER_SEQ_LENGTH": "64", "DECODER_SEQ_LENGTH": "32", "GLOBAL_BATCH_SIZE": "8"}
+LENGTHS = {"ENCODER_SEQ_LENGTH": "64", "DECODER_SEQ_LENGTH": "32"}
 
 
 @cache
 def plan(strategy: str = "ddp", **settings: str) -> Plan:
     """Of one process, in fp32 without dropout."""
-    chosen = TINY | EXACT | SIZES | {"NPROC_PER_NODE": "1", "ENGINE": "native", "TOKENIZER_MODEL": str(TOKENIZER)}
+    chosen = TINY | EXACT | LENGTHS | {"NPROC_PER_NODE": "1", "ENGINE": "native", "TOKENIZER_MODEL": str(TOKENIZER)}
     return ask(strategy, environment=environment(**chosen | settings))
 
 
