@@ -47,7 +47,7 @@ read_options() {
       --rehearse) export DEVICE=cpu MODEL_PRESET=tiny VOCABULARY_MULTIPLE=4352 CUDA_VISIBLE_DEVICES='' DS_ACCELERATOR=cpu ;;
       --pack)
         [[ -n ${2:-} ]] || die "--pack needs a directory" "bash scripts/gpu_acceptance.sh --pack outputs/bundle"
-        absolute_path "$2" && PACK=$REPLY
+        PACK=$(realpath -m -- "$2")
         shift
         ;;
       acceptance | throughput) PARTS+=("$1") ;;
@@ -58,7 +58,7 @@ read_options() {
   ((${#PARTS[@]})) || PARTS=(acceptance throughput)
 }
 
-packages() { "$PYTHON" -m t5bench.acceptance.packages "$@"; }
+packages() { python_module t5bench.acceptance.packages "$@"; }
 
 # The engine goes without its history: the launchers know it by the checksums of its files.
 pack() {
@@ -88,13 +88,12 @@ complete_packages() {
 check_engine() {
   [[ -d $MEGATRON_DIR ]] || die "there is no Megatron-DeepSpeed checkout at $MEGATRON_DIR" \
     "Run: bash scripts/setup_megatron.sh; without internet name one: MEGATRON_DIR=..., or ENGINES=native"
-  [[ $("$PYTHON" -m t5bench.plan.engine state "$MEGATRON_DIR") == series ]] ||
+  [[ $(python_module t5bench.plan.engine state "$MEGATRON_DIR") == series ]] ||
     INSTALL=0 MEGATRON_DIR=$MEGATRON_DIR bash "$REPO_ROOT/scripts/setup_megatron.sh" || exit "$EXIT_CONFIGURATION"
 }
 
 main() {
   read_options "$@"
-  require_python
   check_settings
   if [[ -n $PACK ]]; then
     pack
@@ -106,6 +105,7 @@ main() {
   [[ $ENGINES == native ]] || check_engine
   export PYTHON MEGATRON_DATA_DIR=$WORK_DIR/data
   export ENGINES STRATEGIES MICRO_BATCH_SIZES MINUTES MEGATRON_DIR BUNDLE RESULTS_DIR WORK_DIR
+  cd -- "$REPO_ROOT"
   exec "$PYTHON" -m t5bench.acceptance "$SECONDS" "${PARTS[@]}"
 }
 

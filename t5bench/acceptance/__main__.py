@@ -1,7 +1,6 @@
 """See scripts/gpu_acceptance.sh, which finds Python, packages and the engine, and says what every run is told."""
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -10,10 +9,12 @@ from pathlib import Path
 from t5bench import REPOSITORY, Problem
 from t5bench.acceptance import results
 from t5bench.acceptance.preset import Preset
-from t5bench.acceptance.steps import FAILED, GRACE, PASSED, Runner, say
+from t5bench.acceptance.steps import FAILED, GRACE, PASSED, Runner
 from t5bench.plan.layout import count_gpus
 from t5bench.record import machine
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
+from t5bench.sweep.rows import note
+from t5bench.sweep.runner import raise_on_signals
 from t5bench.sweep.venv import write_torchrun
 
 PARTS = {"acceptance": Preset.acceptance, "throughput": Preset.throughput}
@@ -46,25 +47,24 @@ def main(elapsed: float, parts: Sequence[str]) -> int:
     runner = Runner(preset.work)
     for number, part in enumerate(parts, 1):
         runner.deadline = begun + 60 * float(os.environ["MINUTES"]) * number - RESERVE
-        say(f"\n{part}")
+        note(f"\n{part}")
         for at_once, steps in PARTS[part](preset):
             runner.run(steps, at_once)
             if not (preset.work / "device.json").exists():
-                say((runner.logs / "device.log").read_text())
+                note((runner.logs / "device.log").read_text())
                 return runner.outcomes["device"]["status"] or EXIT_TIME
         # After each part: what is known is kept whatever happens to the next.
         found = results.gather(preset, runner.outcomes)
         results.write(found, preset.work, output)
-    say(f"\n{output / 'README.md'}\n{results.verdict(found)}")
+    note(f"\n{output / 'README.md'}\n{results.verdict(found)}")
     ends = {check["result"] for check in found["checks"].values()}
     return EXIT_FAILED if FAILED in ends else 0 if ends == {PASSED} else EXIT_TIME
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    raise_on_signals()
     try:
         sys.exit(main(float(sys.argv[1]), sys.argv[2:]))
     except Problem as problem:
-        say(f"error: {problem}\n       {problem.remedy}".rstrip())
+        note(f"error: {problem}\n       {problem.remedy}".rstrip())
         sys.exit(EXIT_CODES[CONFIGURATION])

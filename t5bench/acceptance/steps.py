@@ -6,13 +6,14 @@ What passed stays passed: the outcomes are kept in a file, and the same command 
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from t5bench.sweep.rows import note
 
 PASSED, FAILED, OUT_OF_TIME, NOT_RUN = "passed", "failed", "out of time", "not run"
 # A step may take so many times the seconds that are expected of it.
@@ -64,18 +65,18 @@ class Runner:
     def _run(self, step: Step) -> dict[str, Any]:
         known = self.outcomes.get(step.name, {"result": NOT_RUN, "seconds": 0})
         if known["result"] == PASSED:
-            say(f"{step.name}: passed already")
+            note(f"{step.name}: passed already")
             return known
         left, needed = self.deadline - time.monotonic(), max(step.seconds, known["seconds"])
         if left < needed:
-            say(f"{step.name}: not run, it takes {needed:.0f} s or more and {max(0, left):.0f} s are left")
+            note(f"{step.name}: not run, it takes {needed:.0f} s or more and {max(0, left):.0f} s are left")
             return {"result": NOT_RUN, "status": None, "seconds": known["seconds"]}
-        say(f"{step.name} ...")
+        note(f"{step.name} ...")
         begun, limit = time.monotonic(), min(PATIENCE * step.seconds, left)
         status, seconds = self._execute(step, limit), time.monotonic() - begun
         result = PASSED if status in step.passes else OUT_OF_TIME if seconds >= limit else FAILED
         told = "" if result == PASSED else f"; see {self.logs / step.name}.log"
-        say(f"{step.name}: {result}, {seconds:.0f} s{told}")
+        note(f"{step.name}: {result}, {seconds:.0f} s{told}")
         return {"result": result, "status": status, "seconds": round(seconds, 1)}
 
     def _execute(self, step: Step, seconds: float) -> int:
@@ -88,7 +89,3 @@ class Runner:
         status = process.wait()
         self.live.discard(process)
         return status
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -32,7 +32,11 @@ def accept(*arguments: str, timeout: float = 60, **environment: str) -> subproce
         ([], {"ENGINES": "native"}, "there is no GPU here"),
         (["trough"], {}, "unknown argument 'trough'"),
         (["--pack"], {}, "--pack needs a directory"),
-        (["--pack", "bundle"], {"MEGATRON_DIR": "/nonexistent"}, "there is no Megatron-DeepSpeed checkout"),
+        (
+            ["--pack", "bundle"],
+            {"MEGATRON_DIR": "/nonexistent", "ENGINES": "native"},
+            "there is no Megatron-DeepSpeed checkout",
+        ),
         (["--rehearse"], {"MEGATRON_DIR": "/nonexistent"}, "or ENGINES=native"),
         (["--rehearse"], {"MINUTES": "ten"}, "MINUTES must be a number"),
         (["--rehearse"], {"ENGINES": "native", "STRATEGIES": "ddp zero9"}, "there is no strategy 'zero9'"),

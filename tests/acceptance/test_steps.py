@@ -69,8 +69,8 @@ def test_steps_together_take_the_time_of_the_longest(tmp_path: Path):
 
 def test_what_ends_the_acceptance_ends_its_step_in_order(tmp_path: Path):
     program = (
-        "import signal, sys, time\nfrom pathlib import Path\nfrom t5bench.acceptance import steps\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        "import sys, time\nfrom pathlib import Path\nfrom t5bench.acceptance import steps\n"
+        "from t5bench.sweep.runner import raise_on_signals\nraise_on_signals()\n"
         "runner = steps.Runner(Path(sys.argv[1]), time.monotonic() + 60)\n"
         "runner.run([steps.Step(name, ['sh', '-c', sys.argv[2]], 30) for name in ('one', 'two')])\n"
     )

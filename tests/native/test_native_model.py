@@ -37,7 +37,7 @@ def size_on_one_process(tp: int, pp_rank: int, pp: int = 1) -> dict[str, tuple[i
 def test_attention_drops_as_much_as_it_is_told_on_every_gpu():
     """cuDNN's attention, which PyTorch would choose on some, drops multiples of 1/16."""
     torch.backends.cuda.enable_cudnn_sdp(True)
-    build(parsed())
+    size_on_one_process(1, 0)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
