@@ -170,6 +170,8 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     Once hurry is set, nothing more is waited for when the run has ended.
     """
     content = completed(args.plan.read_bytes().decode().split("\0")[:-1])
+    with contextlib.suppress(OSError):
+        args.plan.unlink()  # its secrets are not hidden
     plan, hidden = Plan.read(content), machine.secrets(os.environ)
     killed_before = machine.oom_kills()
     part = Part(plan, machine.hide(content, hidden), args.launcher, hidden)
