@@ -101,12 +101,14 @@ def native_runs(quickstart: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def megatron_runs(once: Once, megatron_dir: Path, sample_data: Path) -> Path:
-    """The real engine's run of every strategy with the same settings, by the strategy's name."""
+    """The real engine's run of every strategy with the same settings, by the strategy's name; the pipeline's stages are
+    on two nodes that share a file system."""
     engine = {"ENGINE": "megatron", "MEGATRON_DIR": str(megatron_dir), "MEGATRON_DATA_DIR": str(sample_data)}
 
     def train_all(directory: Path) -> None:
         for strategy in STRATEGIES:
-            train(strategy, directory / strategy, **EXACT, **WATCHED, **engine)
+            nodes = [directory / strategy] * (2 if strategy == "pipeline" else 1)
+            train(strategy, *nodes, **EXACT, **WATCHED, **engine)
 
     return once("runs of Megatron-DeepSpeed", train_all)
 

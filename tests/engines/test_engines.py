@@ -15,6 +15,7 @@ from harness import STRATEGIES
 from real_runs import EXACT, finish, kill, start, train
 
 from t5bench.record.checkpoints import DEEPSPEED_TRACKER, TRACKER
+from t5bench.record.log import iterations
 from t5bench.record.records import Run, load, read_metrics
 
 pytestmark = pytest.mark.slow
@@ -86,6 +87,14 @@ def test_both_engines_train_the_same_model(native_runs: Path, megatron_runs: Pat
         return {re.sub(r"\S*\d\S*|localhost", "#", re.sub(" +", " ", line)).strip() for line in found}
 
     assert forms(native) == forms(megatron)
+
+
+def test_two_nodes_have_a_stage_each(megatron_runs: Path):
+    """The encoder is on node 0, the iterations are in the log of the last rank's node."""
+    logs = [(megatron_runs / "pipeline" / f"node{rank}.log").read_text().splitlines() for rank in (0, 1)]
+    stages = [{line[-2] for line in re.findall(r"model parallel rank \(0, \d\)", "\n".join(log))} for log in logs]
+    assert stages == [{"0"}, {"1"}]
+    assert [len(list(iterations(log))) for log in logs] == [0, 20]
 
 
 # ---- ending and going on -------------------------------------------------------------------------------------------

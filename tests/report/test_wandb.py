@@ -10,20 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import REPO_ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import make_run
+from real_runs import EXACT, WATCHED, train
 
 from t5bench.__main__ import main
 from t5bench.compare.comparison import build
-from t5bench.plan.ports import free_port
 from t5bench.record import records
 from t5bench.report import wandb_report
 from t5bench.report.tables import named_rows
 from t5bench.run import wandb_config
 
-KEY = "0123456789abcdef0123456789abcdef01234567"
+KEY = WATCHED["WANDB_API_KEY"]
 README_METRICS = {"lm loss", "samples per second", "elapsed time per iteration", "learning rate", "loss scale"}
 
 
@@ -267,34 +266,13 @@ def test_wandb_reads_the_file_as_it_was_meant(tmp_path_factory: pytest.TempPathF
 # ---- real training runs ----------------------------------------------------------------------------------------------
 
 
-def launch(strategy: str, directory: Path, data: Path, **chosen: str) -> records.Run:
-    """A launcher's run of five iterations, as a sweep starts it."""
-    base = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "WANDB_"))}
-    given = {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHON": sys.executable,
-        "MASTER_PORT": str(free_port()),
-        "MEGATRON_DATA_DIR": str(data), "OUTPUT_DIR": str(directory), "DEVICE": "cpu", "OMP_NUM_THREADS": "1",
-        "MODEL_PRESET": "tiny", "TRAIN_ITERS": "5", "LOG_INTERVAL": "1", "MICRO_BATCH_SIZE": "2", "PRECISION_FLAG": "",
-        "WANDB_RUN_GROUP": "trial", "WANDB_MODE": "offline",
-    }  # fmt: skip
-    command = ["bash", str(REPO_ROOT / "scripts" / f"run_megatron_t5_{strategy}.sh")]
-    result = subprocess.run(command, env=base | given | chosen, capture_output=True, text=True, timeout=400)
-    assert result.returncode == 0, result.stderr + result.stdout[-4000:]
-    return records.load(directory)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["native", "megatron"])
-def test_a_training_run_in_wandb_and_tensorboard(
-    engine: str, sample_data: Path, tmp_path: Path, request: pytest.FixtureRequest
-):
+def test_a_training_run_in_wandb_and_tensorboard(engine: str, request: pytest.FixtureRequest):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    chosen = {"ENGINE": engine, "WANDB_API_KEY": KEY}
-    if engine == "megatron":
-        chosen["MEGATRON_DIR"] = str(request.getfixturevalue("megatron_dir"))
-    place = tmp_path / "a run"
-    run = launch("zero1", place, sample_data, **chosen)
+    place = request.getfixturevalue(f"{engine}_runs") / "zero1"
+    run = records.load(place)
 
     (start,) = entries(place, "run")
     assert (start["run_group"], start["job_type"], start["display_name"]) == ("trial", "train", "megatron-zero1")
@@ -305,7 +283,7 @@ def test_a_training_run_in_wandb_and_tensorboard(
     assert config["settings"]["WANDB_API_KEY"] == "given"
     assert (config["strategy"], config["engine"], config["layout"]["dp"]) == ("zero1", engine, 2)
     assert config["ds_config"]["zero_optimization"]["stage"] == 1
-    assert config["train_iters"] == 5, "the engine's own arguments are there as well"
+    assert config["train_iters"] == 20, "the engine's own arguments are there as well"
 
     history = [entry["item"] for entry in entries(place, "history")]
     losses = [item["lm loss"] for item in history if "lm loss" in item]
@@ -316,7 +294,7 @@ def test_a_training_run_in_wandb_and_tensorboard(
     events = EventAccumulator(str(place / "tensorboard"))
     events.Reload()
     assert set(events.Tags()["scalars"]) >= README_METRICS
-    assert [event.step for event in events.Scalars("lm loss")] == [1, 2, 3, 4, 5]
+    assert [event.step for event in events.Scalars("lm loss")] == list(range(1, 21))
     assert [event.value for event in events.Scalars("lm loss")] == pytest.approx(losses, rel=1e-5)
     shown = [event.value for event in events.Scalars("samples per second")]
     assert shown == pytest.approx([line.samples_per_second for line in run.iterations], rel=1e-2)
@@ -325,10 +303,10 @@ def test_a_training_run_in_wandb_and_tensorboard(
 
 @pytest.mark.slow
 def test_without_a_group_with_wandb_off_and_compared(sample_data: Path, tmp_path: Path):
-    chosen = {"ENGINE": "native", "NPROC_PER_NODE": "1", "DROPOUT": "0"}
-    run = launch("ddp", tmp_path / "alone", sample_data, WANDB_RUN_GROUP="", **chosen)
+    chosen = EXACT | {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data), "NPROC_PER_NODE": "1"}
+    run = train("ddp", tmp_path / "alone", **chosen, WANDB_MODE="offline")
     assert entries(tmp_path / "alone", "run")[0].get("run_group", "") == ""
-    launch("zero1", tmp_path / "off", sample_data, WANDB_RUN_GROUP="", WANDB_MODE="disabled", **chosen)
+    train("zero1", tmp_path / "off", **chosen, WANDB_MODE="disabled")
     assert not (tmp_path / "off" / "wandb").exists() and not list((tmp_path / "off").glob("*.wandb.yaml"))
     assert main(["wandb", str(tmp_path / "alone"), str(tmp_path / "off")]) == 0
     lines = table(tmp_path / "comparison", "lm loss against iteration_table")
