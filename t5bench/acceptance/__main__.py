@@ -48,14 +48,16 @@ def main(elapsed: float, parts: Sequence[str]) -> int:
     for number, part in enumerate(parts, 1):
         runner.deadline = begun + 60 * float(os.environ["MINUTES"]) * number - RESERVE
         note(f"\n{part}")
-        for at_once, steps in PARTS[part](preset):
-            runner.run(steps, at_once)
-            if not (preset.work / "device.json").exists():
-                note((runner.logs / "device.log").read_text())
-                return runner.outcomes["device"]["status"] or EXIT_TIME
-        # After each part: what is known is kept whatever happens to the next.
-        found = results.gather(preset, runner.outcomes)
-        results.write(found, preset.work, output)
+        runner.run([preset.device()])
+        if not (preset.work / "device.json").exists():
+            note((runner.logs / "device.log").read_text())
+            return runner.outcomes["device"]["status"] or EXIT_TIME
+        try:
+            for at_once, steps in PARTS[part](preset):
+                runner.run(steps, at_once)
+        finally:  # what is known is kept, also where a signal ends this
+            found = results.gather(preset, runner.outcomes)
+            results.write(found, preset.work, output)
     note(f"\n{output / 'README.md'}\n{results.verdict(found)}")
     ends = {check["result"] for check in found["checks"].values()}
     return EXIT_FAILED if FAILED in ends else 0 if ends == {PASSED} else EXIT_TIME

@@ -64,13 +64,13 @@ class Preset:
 
     def acceptance(self) -> Iterator[Group]:
         # The native engine needs nothing compiled, so it computes while the compilers do.
-        yield 1, [self.device(), data(), self.refusal()]
+        yield 1, [data(), self.refusal()]
         yield 3, [*self.compilation(), *self.parity(NATIVE)]
         yield 2, self.parity(MEGATRON)
         yield 1, [*self.large(), *self.out_of_memory()]
 
     def throughput(self) -> Iterator[Group]:
-        yield 1, [self.device(), data(), *self.compilation()]
+        yield 1, [data(), *self.compilation()]
         for size in self.micro_batch_sizes:
             yield 1, self.points(size)
         yield 1, [self.device("-after")]

@@ -52,6 +52,7 @@ def compare(runs: Path, *allowed: str) -> dict[str, Any]:
     output = runs.with_name(f"{runs.name}-comparison")
     if not runs.is_dir():
         return {"groups": [], "markdown": ""}
+    (output / "comparison.json").unlink(missing_ok=True)  # of an earlier call
     options = [word for name in allowed for word in ("--allow", name)]
     command = [sys.executable, "-m", "t5bench", "compare", str(runs), "--output", str(output), *options]
     said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
@@ -120,7 +121,7 @@ def verdict(found: Mapping[str, Any]) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
-    return tabulate(list(rows), header, tablefmt="github", floatfmt=".4g", missingval="")
+    return tabulate(list(rows), header, tablefmt="github", floatfmt=".4g", missingval="-")
 
 
 def summary(found: Mapping[str, Any]) -> Iterable[str]:
@@ -164,5 +165,5 @@ def throughput(points: Iterable[Mapping[str, Any]], rate: float) -> Iterable[lis
             continue
         tflops, memory = row["tflops_per_gpu"], max(row["peak_memory_mib"].values(), default=None)
         interval = "" if time["low"] is None else f"{time['low']:.1f} to {time['high']:.1f}"
-        yield [*start, time["median"], interval, row["samples_per_second"]["median"], tflops, row["mfu"],
+        yield [*start, f"{time['median']:.1f}", interval, row["samples_per_second"]["median"], tflops, row["mfu"],
                tflops and tflops / rate, memory, row["limits"]]  # fmt: skip
