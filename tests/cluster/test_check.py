@@ -312,7 +312,7 @@ def test_nodes_without_environment_repository_port_time_or_network(cluster: Clus
     folder = tmp_path / "environment"
     folder.mkdir()
     python = folder / "python3"
-    python.write_text(f'#!/bin/bash\nexec env PYTHONPATH="{folder}" {shlex.quote(sys.executable)} "$@"\n')
+    python.write_text(f'#!/bin/bash\nexec env PYTHONPATH="{folder}:$PYTHONPATH" {shlex.quote(sys.executable)} "$@"\n')
     python.chmod(0o755)
     cluster.private(folder)
     cluster.private(checkout.root)
