@@ -4,6 +4,7 @@ import csv
 import html
 import io
 import json
+import os
 import re
 import resource
 import shutil
@@ -280,15 +281,16 @@ def test_runs_are_found_up_to_four_levels_down(tmp_path: Path):
     assert list(find_runs(tmp_path / "a")) == [near, far]
 
 
-def test_a_hundred_runs_in_five_seconds(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture):
+def test_a_hundred_runs_in_five_seconds(tmp_path: Path, capsys: pytest.CaptureFixture):
     for number in range(100):
         strategy = STRATEGIES[number % 8]
         times = [100.0 + number % 8 + (i * 7919 % 13) / 13 for i in range(1000)]
         make_run(tmp_path / str(number // 8) / strategy, strategy, elapsed_ms=times, world_size=4)
-    monkeypatch.delenv("COLUMNS", raising=False)
+    # Not the environment of the process itself, in which readline, which pytest loads, has set COLUMNS.
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     command = [sys.executable, "-m", "t5bench", "compare", str(tmp_path)]
     started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    result = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, cwd=REPO_ROOT, env=environment, capture_output=True, text=True, check=False)
     seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     with capsys.disabled():
