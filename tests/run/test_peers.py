@@ -182,7 +182,7 @@ def test_a_difference_is_told_to_every_node_once(peer):
     everyone[2].introduce({"name": "b"})
     wait_for(lambda: all(told.values()))
     everyone[1].introduce({"another": "form"})
-    wait_for(lambda: len(told[2]) == 2)
+    wait_for(lambda: all(len(sentences) == 2 for sentences in told.values()))
     assert told == {node: ["b is not a", everyone[0].differences[1]] for node in range(3)}
     assert "node 1 (" in told[0][1] and "runs another version of this repository" in told[0][1]
 
