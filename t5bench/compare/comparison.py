@@ -1,9 +1,12 @@
 """A comparison of runs: their rows, grouped by the number of processes, each held against the baseline's."""
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from msgspec import to_builtins
 
 from t5bench.compare import comparable, parity
 from t5bench.compare.comparable import compared, differing, gpu_names, show
@@ -50,55 +53,36 @@ class Comparison:
     @property
     def not_of_gpus(self) -> str:
         """Why these figures say nothing of Megatron-DeepSpeed on GPUs; "" when they do."""
-        kinds = []
-        if any(not row.on_gpu for row in self.rows):
-            kinds.append("CPU")
-        if any(row.run.engine == "native" for row in self.rows):
-            kinds.append("native engine")
-        return " / ".join(kinds)
+        on_cpu = any(not row.on_gpu for row in self.rows)
+        native = any(row.run.engine == "native" for row in self.rows)
+        return " / ".join(["CPU"] * on_cpu + ["native engine"] * native)
 
     def to_json(self) -> dict[str, Any]:
         """Everything, in units that the keys name; nan and inf are text."""
-        return {
-            "baseline": self.baseline,
-            "sound": self.sound,
-            "verdicts": list(self.verdicts),
-            "problems": list(self.problems),
-            "notes": list(self.notes),
-            "groups": [{"world_size": g.world_size, "rows": [_row_json(row) for row in g.rows]} for g in self.groups],
-        }
+        said = {name: getattr(self, name) for name in ("baseline", "sound", "verdicts", "problems", "notes")}
+        groups = [{"world_size": g.world_size, "rows": [_row_json(row) for row in g.rows]} for g in self.groups]
+        return to_builtins(said | {"groups": groups})
 
 
 def _finite(value: float | None) -> float | str | None:
     return value if value is None or math.isfinite(value) else str(value)
 
 
-def _estimate(value: Estimate | None) -> dict[str, float | None] | None:
-    return asdict(value) if value else None
-
-
 def _row_json(row: Row) -> dict[str, Any]:
     run, judged = row.run, row.parity
     return {
-        "label": row.label,
-        "strategy": row.strategy,
-        "world_size": run.world_size,
+        **{name: getattr(row, name) for name in ("label", "strategy", "is_baseline", "mfu", "mfu_missing", "warnings")},
+        **{name: getattr(run, name) for name in ("world_size", "engine", "status", "reason")},
         "layout": asdict(run.layout) | {"padded_vocab_size": run.padded_vocab_size},
-        "engine": run.engine,
         "device": run.plan.device,
         "gpu": gpu_names(run),
-        "status": run.status,
-        "reason": run.reason,
         "remedy": run.record["remedy"],
-        "is_baseline": row.is_baseline,
-        "milliseconds_per_iteration": _estimate(row.milliseconds),
+        "milliseconds_per_iteration": row.milliseconds,
         "milliseconds_of_runs": row.run_medians,
-        "samples_per_second": _estimate(row.samples_per_second),
-        "tokens_per_second": _estimate(row.tokens_per_second),
-        "throughput_ratio": _estimate(row.ratio),
+        "samples_per_second": row.samples_per_second,
+        "tokens_per_second": row.tokens_per_second,
+        "throughput_ratio": row.ratio,
         "tflops_per_gpu": row.tflops,
-        "mfu": row.mfu,
-        "mfu_missing": row.mfu_missing,
         "peak_memory_mib": {str(rank): mib for rank, mib in row.peak_memory.items()},
         "peak_memory_of": "gpu" if row.on_gpu else "host",
         "bytes_sent_per_iteration": row.sent_per_iteration,
@@ -108,9 +92,8 @@ def _row_json(row: Row) -> dict[str, Any]:
             "largest_relative_difference": _finite(judged.difference),
             "iteration": judged.iteration,
         },
-        "gradient_reduction": asdict(row.reduction),
+        "gradient_reduction": row.reduction,
         "differs_from_baseline": row.marks,
-        "warnings": row.warnings,
         "limits": limits(row),
         "runs": [_run_json(entry) for entry in row.measured or [Measured(run, None, Observations())]],
     }
@@ -121,12 +104,12 @@ def _run_json(entry: Measured) -> dict[str, Any]:
     return {
         "directory": str(run.directory),
         "started": run.record["started"],
-        "milliseconds_per_iteration": _estimate(timing.milliseconds) if timing else None,
-        "quartiles": timing.spread if timing else None,
-        "outliers": timing.outliers if timing else None,
+        "milliseconds_per_iteration": timing and timing.milliseconds,
+        "quartiles": timing and timing.spread,
+        "outliers": timing and timing.outliers,
         "intervals_used": len(timing.used) if timing else 0,
-        "intervals_dropped": timing.dropped_by_reason() if timing else {},
-        "traffic": [asdict(traffic) for traffic in observed.traffic],
+        "intervals_dropped": Counter(timing.dropped.values()) if timing else {},
+        "traffic": observed.traffic,
         "gpu_power_w": observed.power_w,
         "gpu_utilization_percent": observed.utilization,
         "settings": {name: setting.value for name, setting in run.plan.settings.items()},
@@ -166,8 +149,8 @@ def _distance(row: Row, baseline: Row) -> tuple[bool, int, int]:
 
 
 def _compare_with(row: Row, baseline: Row) -> None:
-    differences = differing(compared, [row.run, baseline.run])
-    row.marks = [f"{name} {show(own)} instead of {show(its)}" for name, (own, its) in differences.items()]
+    different = differing(compared, [row.run, baseline.run])
+    row.marks = [f"{name} {show(own)} instead of {show(its)}" for name, (own, its) in different.items()]
     if row.samples_per_second and baseline.samples_per_second:
         row.ratio = row.samples_per_second.over(baseline.samples_per_second)
     own, its = row.reduction.dtype, baseline.reduction.dtype

@@ -16,11 +16,12 @@ with the hull of their intervals: wider than need be rather than narrower.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import median, quantiles
+
+import numpy as np
 
 from t5bench.record.log import Iteration
 from t5bench.record.plan import Plan
@@ -73,10 +74,6 @@ class Timing:
     used: Sequence[int]
     dropped: Mapping[int, str]
     warning: str = ""
-
-    def dropped_by_reason(self) -> dict[str, int]:
-        """How many intervals were left out, by reason."""
-        return dict(Counter(self.dropped.values()))
 
 
 def timing(lines: Sequence[Iteration], plan: Plan) -> Timing | None:
@@ -160,16 +157,12 @@ def mser(values: Sequence[float]) -> int:
 
     Only cuts in the first half are looked at, as the tail's own noise misleads it; of equals the smallest cut.
     """
-    best, best_score = 0, math.inf
-    mean = squares = 0.0
-    # Welford's recurrence from the end: the remainder of every cut in one pass.
-    for size, cut in enumerate(range(len(values) - 1, -1, -1), 1):
-        delta = values[cut] - mean
-        mean += delta / size
-        squares += delta * (values[cut] - mean)
-        if cut <= len(values) // 2 and (score := squares / size**2) <= best_score:
-            best, best_score = cut, score
-    return best
+    tail = np.array(values)[::-1]
+    tail -= tail[0]  # against cancellation
+    size = np.arange(1, len(tail) + 1)
+    squares = np.cumsum(tail**2) - np.cumsum(tail) ** 2 / size
+    scores = (squares / size**2)[::-1]
+    return int(np.argmin(scores[: len(values) // 2 + 1]))
 
 
 @cache

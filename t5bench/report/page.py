@@ -51,40 +51,27 @@ def _cell(column: tables.Column, row: Row) -> tuple[str, str, str]:
     return text, whole[len(text) :], "no" if text == DIFFERENT or column.title == "status" else ""
 
 
-def _dates(comparison: Comparison) -> str:
-    days = sorted({run.record["started"][:10] for run in comparison.runs})
-    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-
-
-def _paragraphs(text: str) -> list[str]:
-    """Paragraphs and list items of a docstring, each without the line breaks that it was written with."""
-    return [" ".join(part.split()) for part in re.split(r"\n\n|\n(?=- )", text)]
-
-
 def render(comparison: Comparison) -> str:
     """The page, complete."""
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    columns, colours = tables.columns(comparison), page_colours(comparison)
-    different = differing(_facts, comparison.runs)
+    columns, different = tables.columns(comparison), differing(_facts, comparison.runs)
     short = [f"{name}: {label}" for label, name in tables.short_labels(comparison, LONGEST_NAME).items()]
+    days = sorted({run.record["started"][:10] for run in comparison.runs})
     return environment.get_template("page.html.j2").render(
         comparison=comparison,
-        strategies=len(colours),
+        tables=tables,
         columns=[column for column in columns if column.importance > MINOR],
         minor=[column for column in columns if column.importance <= MINOR],
         cell=_cell,
-        nothing=tables.NOTHING,
-        colours=colours,
-        caption=tables.caption(comparison),
-        warning=tables.warning(comparison),
+        colours=page_colours(comparison),
         remarks=short + tables.remarks(comparison),
-        method=tables.method(comparison),
-        paper=_paragraphs((statistics.__doc__ or "").split("\n\n", 1)[1]),
+        # Paragraphs and list items, without the line breaks that they were written with.
+        paper=re.split(r"\n\n|\n(?=- )", statistics.__doc__ or "")[1:],
         # The only text that is not escaped: matplotlib escaped what it drew.
         figures=[(figure, Markup(figure.svg)) for figure in all_figures(comparison)],
         limits=[(name, row, text) for name, row in tables.named_rows(comparison) if (text := limits(row))],
-        dates=_dates(comparison),
+        dates=" to ".join(dict.fromkeys([days[0], days[-1]])),
         show=show,
         different=different,
         same={name: value for name, value in _facts(comparison.runs[0]).items() if name not in different},
