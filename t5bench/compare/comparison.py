@@ -11,6 +11,7 @@ from msgspec import to_builtins
 from t5bench.compare import comparable, parity
 from t5bench.compare.comparable import compared, differing, gpu_names, show
 from t5bench.compare.limits import limits
+from t5bench.compare.repeats import FEWEST_REPEATS, against_the_fastest, excludes_one, ratio
 from t5bench.compare.rows import Measured, Row, distinctions, group_runs, labels, make_row
 from t5bench.compare.statistics import Estimate
 from t5bench.record.records import Run
@@ -71,7 +72,8 @@ def _finite(value: float | None) -> float | str | None:
 def _row_json(row: Row) -> dict[str, Any]:
     run, judged = row.run, row.parity
     return {
-        **{name: getattr(row, name) for name in ("label", "strategy", "is_baseline", "mfu", "mfu_missing", "warnings")},
+        **{name: getattr(row, name) for name in ("label", "strategy", "is_baseline", "mfu", "mfu_missing")},
+        **{name: getattr(row, name) for name in ("interval_of", "warnings")},
         **{name: getattr(run, name) for name in ("world_size", "engine", "status", "reason")},
         "layout": asdict(run.layout) | {"padded_vocab_size": run.padded_vocab_size},
         "device": run.plan.device,
@@ -152,7 +154,8 @@ def _compare_with(row: Row, baseline: Row) -> None:
     different = differing(compared, [row.run, baseline.run])
     row.marks = [f"{name} {show(own)} instead of {show(its)}" for name, (own, its) in different.items()]
     if row.samples_per_second and baseline.samples_per_second:
-        row.ratio = row.samples_per_second.over(baseline.samples_per_second)
+        of_pairs = ratio(row.repeats, baseline.repeats)
+        row.ratio = of_pairs if of_pairs.low else row.samples_per_second.over(baseline.samples_per_second)
     own, its = row.reduction.dtype, baseline.reduction.dtype
     if row.ratio and own and its and own != its:
         row.warnings.append(
@@ -188,7 +191,7 @@ def _problems(rows: Sequence[Row], baseline: str) -> list[str]:
 
 
 def _verdicts(groups: Sequence[Group], baseline: str) -> list[str]:
-    sentences = [_fastest(group, baseline) for group in groups if any(row.samples_per_second for row in group.rows)]
+    sentences = [_fastest(group) for group in groups if any(row.repeats for row in group.rows)]
     rows = [row for group in groups for row in group.rows if not row.is_baseline]
     equal = [row for row in rows if row.parity.verdict == parity.EQUAL]
     if equal and not any(row.parity.verdict == parity.DIFFERENT for row in rows):
@@ -204,21 +207,24 @@ def _verdicts(groups: Sequence[Group], baseline: str) -> list[str]:
     return sentences
 
 
-def _fastest(group: Group, baseline: str) -> str:
-    rates = [(row, row.samples_per_second) for row in group.rows if row.samples_per_second]
-    (first, rate), *rest = sorted(rates, key=lambda entry: -entry[1].median)
-    start, speed = f"With {group.world_size} processes", f"{rate.median:.4g} samples/s"
-    if not rest:
-        return f"{start} {first.label} alone was timed: {speed}."
-    sentence = f"{start} {first.label} is the fastest: {speed}"
-    if first.is_baseline:
-        sentence += f", ahead of {rest[0][0].label} with {rest[0][1].median:.4g}"
-    elif first.ratio:
-        low, high = first.ratio.low, first.ratio.high
-        interval = "" if low is None else f" [{low:.2f}, {high:.2f}]"
-        sentence += f", {first.ratio.median:.2f}x{interval} the throughput of {baseline}"
-    if tied := [row.label for row, its in rest if rate.overlaps(its)]:
-        sentence += f". Its 95 % interval overlaps with those of {', '.join(tied)}: their order is uncertain"
-    elif rate.low is None or rest[0][1].low is None:
-        sentence += ". Too few intervals for a confidence interval"
-    return sentence + "."
+def _fastest(group: Group) -> str:
+    """Which row is the fastest, where that is known: table, page and W&B say it in these words."""
+    number, ratios = against_the_fastest({number: row.repeats for number, row in enumerate(group.rows) if row.repeats})
+    first, start = group.rows[number].label, f"With {group.world_size} processes"
+    speed = f"{group.rows[number].samples_per_second.median:.4g} samples/s"
+    if not ratios:
+        return f"{start} {first} alone was timed: {speed}."
+    unclear = [group.rows[other].label for other, faster in ratios.items() if not excludes_one(faster)]
+    if not unclear:
+        after, faster = next(iter(ratios.items()))
+        by = f"{faster.median:.2f}x [{faster.low:.2f}, {faster.high:.2f}]"
+        return f"{start} {first} is the fastest: {speed}, {by} that of {group.rows[after].label}, the next."
+    if any(faster.low is None for faster in ratios.values()):
+        return (
+            f"{start} {first} had the highest throughput, {speed}. These runs do not rank the strategies: that takes "
+            f"at least {FEWEST_REPEATS} repeats of each in turn (REPEATS={FEWEST_REPEATS})."
+        )
+    return (
+        f"{start} there is no clear difference between {first} ({speed}) and {', '.join(unclear)}: the intervals of "
+        "their ratios over the repeats include 1."
+    )

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property
 from statistics import median
 from typing import Any
@@ -15,11 +16,18 @@ from t5bench.compare import statistics
 from t5bench.compare.comparable import NOT_GIVEN, compared, differing, gpu_names, show
 from t5bench.compare.parity import UNKNOWN, Parity, curve
 from t5bench.compare.reduction import Reduction, reduction_of
+from t5bench.compare.repeats import FEWEST_REPEATS, Repeat, of_repeats
 from t5bench.compare.statistics import Estimate
 from t5bench.model import flops, peaks
 from t5bench.record import samples
 from t5bench.record.records import Run
 from t5bench.record.status import COMPLETE
+
+ALONE, MARK_OF_ALONE = "this run alone", "\N{DAGGER}"
+_ALONE = (
+    f"fewer than {FEWEST_REPEATS} repeats: figures and intervals stand for these runs alone, and the next run may "
+    "differ by more"
+)
 
 
 @dataclass(frozen=True)
@@ -69,13 +77,23 @@ class Row:
         return bool(self.measured)
 
     @property
-    def layout(self) -> str:
-        return f"{self.run.layout.tp}/{self.run.layout.pp}/{self.run.layout.dp}"
-
-    @property
     def run_medians(self) -> list[float]:
         """Each repeat's median milliseconds per iteration."""
         return [entry.timing.milliseconds.median for entry in self.measured if entry.timing]
+
+    @cached_property
+    def repeats(self) -> list[Repeat]:
+        """The runs that have a time, with their samples/s."""
+        samples = 1000.0 * self.run.plan.number("GLOBAL_BATCH_SIZE")
+        timed = [(entry.run, entry.timing.milliseconds.median) for entry in self.measured if entry.timing]
+        return [Repeat(_started(run), str(run.directory), samples / milliseconds) for run, milliseconds in timed]
+
+    @property
+    def interval_of(self) -> str:
+        """What the intervals speak of; "" without figures."""
+        if not self.repeats:
+            return ""
+        return "repeats" if len(self.repeats) >= FEWEST_REPEATS else ALONE
 
     @property
     def on_gpu(self) -> bool:
@@ -104,6 +122,11 @@ class Row:
         if any(math.isnan(loss) for loss in last):
             return math.nan
         return median(last) if last else None
+
+
+def _started(run: Run) -> float:
+    """In seconds since 1970."""
+    return datetime.fromisoformat(run.record["started"].replace("Z", "+00:00")).timestamp()
 
 
 def distinctions(run: Run) -> dict[str, Any]:
@@ -161,7 +184,11 @@ def make_row(label: str, runs: Sequence[Run], peak: float | None = None) -> Row:
         samples_in_1000 = 1000.0 * number("GLOBAL_BATCH_SIZE")
         lengths = number("ENCODER_SEQ_LENGTH") + number("DECODER_SEQ_LENGTH")
         row.warnings = list(dict.fromkeys(timing.warning for timing in timings if timing.warning))
-        row.milliseconds = statistics.of_repeats([timing.milliseconds for timing in timings])
+        row.milliseconds = of_repeats([timing.milliseconds for timing in timings])
+        if row.milliseconds.low is None:
+            row.warnings.append("too few independent intervals for a confidence interval")
+        if row.interval_of == ALONE:
+            row.warnings.append(f"{MARK_OF_ALONE} {_ALONE}")
         row.samples_per_second = row.milliseconds.per(samples_in_1000)
         row.tokens_per_second = row.milliseconds.per(samples_in_1000 * lengths)
         _add_rates(row, row.milliseconds.median / 1000, peak)

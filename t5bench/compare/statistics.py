@@ -9,26 +9,23 @@ Every log line is the mean over the LOG_INTERVAL iterations before it, an interv
   minimises the standard error of the mean of what remains, looked for in the first half (White, "An effective
   truncation heuristic for bias reduction in simulation output", Simulation 69(6), 1997).
 
-Reported are the median, quartiles, the 95 % confidence interval of the median by order statistics, which supposes
-nothing of the distribution, and the count of outliers by Tukey's fences, which stay in (Hoefler and Belli, "Scientific
-benchmarking of parallel computing systems", SC'15). Repeated runs become one number by the median of their medians,
-with the hull of their intervals: wider than need be rather than narrower.
+Reported are the median, quartiles, the 95 % confidence interval of the median, which allows for the correlation of
+iterations that follow each other, and the count of outliers by Tukey's fences, which stay in.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from statistics import median, quantiles
 
 import numpy as np
 
+from t5bench.compare.interval import interval
 from t5bench.record.log import Iteration
 from t5bench.record.plan import Plan
 
 WARM_UP_ITERATIONS = 20
 FEWEST_INTERVALS = 5
-CONFIDENCE = 0.95
 
 EVENT, SKIPPED, NOT_FINITE, WARM_UP = "evaluation, checkpoint or profile", "skipped by fp16", "no time", "warm-up"
 RESUMED = "warm-up after a resume"
@@ -54,10 +51,6 @@ class Estimate:
         if None in (self.low, self.high, other.low, other.high):
             return Estimate(ratio)
         return Estimate(ratio, self.low / other.high, self.high / other.low)
-
-    def overlaps(self, other: "Estimate") -> bool:
-        """Whether another's interval reaches into this; False where one of them has no interval."""
-        return None not in (self.low, other.low) and other.low <= self.high and self.low <= other.high
 
 
 @dataclass(frozen=True)
@@ -165,33 +158,9 @@ def mser(values: Sequence[float]) -> int:
     return int(np.argmin(scores[: len(values) // 2 + 1]))
 
 
-@cache
-def _interval_rank(count: int) -> int | None:
-    """The rank r (from 1) whose order statistics r and count + 1 - r hold the median with at least CONFIDENCE.
-
-    Exact: a value lies below the median with probability 1/2, so ranks are binomial. None below 6 values.
-    """
-    allowed = (1 - CONFIDENCE) / 2
-    tail, term, rank = 0, 1, 0  # integers, times 2**count; term is C(count, rank)
-    while (tail := tail + term) / 2**count <= allowed:
-        term = term * (count - rank) // (rank + 1)
-        rank += 1
-    return rank or None
-
-
-def median_with_interval(values: Iterable[float]) -> Estimate:
-    """The median of at least one value and its confidence interval by order statistics."""
-    ordered = sorted(values)
-    rank = _interval_rank(len(ordered))
-    if rank is None:
-        return Estimate(median(ordered))
-    return Estimate(median(ordered), ordered[rank - 1], ordered[-rank])
-
-
-def of_repeats(runs: Sequence[Estimate]) -> Estimate:
-    """Several runs as one: the median of their medians and the hull of their intervals, None unless all have one."""
-    lows, highs = [run.low for run in runs], [run.high for run in runs]
-    middle = median(run.median for run in runs)
-    if None in lows or None in highs:
-        return Estimate(middle)
-    return Estimate(middle, min(lows), max(highs))
+def median_with_interval(values: Sequence[float]) -> Estimate:
+    """The median of at least one value, and its interval where the values, which are in the order of time, allow it."""
+    low, high = interval(np.array([values], dtype=np.float64))
+    if math.isnan(low[0]):
+        return Estimate(median(values))
+    return Estimate(median(values), float(low[0]), float(high[0]))

@@ -15,7 +15,7 @@ from tabulate import tabulate
 from t5bench.compare.comparable import gpu_names
 from t5bench.compare.comparison import Comparison
 from t5bench.compare.limits import bytes_text
-from t5bench.compare.rows import Row, shape_of
+from t5bench.compare.rows import ALONE, MARK_OF_ALONE, Row, shape_of
 from t5bench.compare.statistics import Estimate
 from t5bench.model import flops
 from t5bench.record.records import Run
@@ -73,8 +73,8 @@ class Column:
 
 
 def mark(row: Row) -> str:
-    """What a label ends with when a remark says how the row differs from the baseline."""
-    return " *" if row.marks else ""
+    """What a label ends with when a remark says how the row differs from the baseline, or what its intervals lack."""
+    return MARK_OF_ALONE * (row.interval_of == ALONE) + " *" * bool(row.marks)
 
 
 def all_columns(comparison: Comparison) -> list[Column]:
@@ -86,7 +86,7 @@ def all_columns(comparison: Comparison) -> list[Column]:
     return [
         Column("strategy", "", lambda row: row.label + mark(row), 99, alignment="left"),
         Column("", "strategy label", lambda row: (row.strategy, row.label)),
-        Column("TP/PP/DP", "", lambda row: row.layout, 60, alignment="center"),
+        Column("TP/PP/DP", "", lambda row: row.run.layout, 60, "{0.tp}/{0.pp}/{0.dp}".format, "center"),
         Column("", "nnodes nproc_per_node world_size tp pp dp micro_batches", lambda row: row.run.layout),
         Column("", "engine device", lambda row: (row.run.engine, row.run.plan.device)),
         Column("", "gpu precision", lambda row: (gpu_names(row.run), row.run.plan.precision)),
@@ -100,6 +100,7 @@ def all_columns(comparison: Comparison) -> list[Column]:
         Column("repeats (ms)", "runs ms_lowest_run ms_highest_run",
                lambda row: (len(row.runs), *(end(row.run_medians, default=None) for end in (min, max))), 15,
                _repeats_text),
+        Column("", "interval_of", lambda row: row.interval_of or None),
         Column(f"TFLOP/s per {process}", "tflops_per_gpu", lambda row: row.tflops, 30,
                lambda value: _significant(value, 3), metric="TFLOPs"),
         Column("MFU", "mfu", lambda row: row.mfu, 55, "{:.1%}".format, metric="MFU"),
@@ -178,8 +179,9 @@ def method(comparison: Comparison) -> str:
     left_out = ", ".join(f"{count} for {reason}" for reason, count in dropped.items()) or "none"
     return (
         f"Medians over {sum(len(timing.used) for timing in timings)} log intervals; left out: {left_out}. In brackets "
-        "the 95 % confidence interval of the median by order statistics; of repeats the hull of theirs, of ratios all "
-        f"that both intervals allow. {sum(timing.outliers for timing in timings)} outlier(s) by Tukey's fences stay in."
+        "the 95 % confidence interval: with three repeats or more that of the runs, of their ratio if they were run in "
+        "turn; otherwise that of this run's median, which allows for autocorrelation, and of ratios all that both "
+        f"intervals allow. {sum(timing.outliers for timing in timings)} outlier(s) by Tukey's fences stay in."
     )
 
 

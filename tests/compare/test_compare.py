@@ -89,10 +89,37 @@ def test_traffic_of_one_node_is_the_loopbacks_from_three_samples_on(tmp_path: Pa
 
 
 def test_repeats_are_one_row(tmp_path: Path):
+    """Their spread decides how wide the interval is, not that of the iterations within."""
     times = [[ms * (1 + 0.01 * (number % 3 - 1)) for number in range(40)] for ms in (100, 104, 102)]
     (row,) = compare(*(make_run(tmp_path / str(i), elapsed_ms=ms) for i, ms in enumerate(times))).rows
-    assert (row.milliseconds.median, row.milliseconds.low, row.milliseconds.high) == (102, 99, 105.04)
+    found = row.milliseconds
+    assert [found.low, found.median, found.high] == pytest.approx([97.14, 102, 107.08], abs=0.01)
+    assert row.interval_of == "repeats"
     assert sorted(row.run_medians) == [100, 102, 104]
+
+
+@pytest.mark.parametrize(
+    ("times", "verdict"),
+    [
+        ([(100, 80), (110, 87), (100, 80.5)], "zero1 is the fastest: 198.8 samples/s, 1.24x [1.22, 1.28] that of ddp"),
+        ([(100, 98), (100, 99), (98, 99)], "there is no clear difference between zero1 (161.6 samples/s) and ddp: "),
+        ([(100, 50), (100, 51)], "zero1 had the highest throughput, 316.8 samples/s. These runs do not rank"),
+    ],
+)
+@pytest.mark.parametrize("timed", [True, False])
+def test_the_fastest_is_named_where_repeats_in_turn_show_it(tmp_path: Path, times: list, verdict: str, timed: bool):
+    """Whether their records say when they ran, or their directories alone do."""
+    runs = []
+    for number, pair in enumerate(times):
+        for position, (strategy, ms) in enumerate(zip(("ddp", "zero1"), pair, strict=True)):
+            start = {"start": 1e9 + 100 * (2 * number + position)} if timed else {}
+            place = tmp_path / (f"{strategy}/{number}" if timed else f"repeat{number}/{strategy}")
+            runs.append(make_run(place, strategy, elapsed_ms=[ms] * 30, **start))
+    comparison = compare(*runs)
+    assert comparison.verdicts[0].startswith(f"With 2 processes {verdict}")
+    alone = len(times) < 3
+    assert any("stand for these runs alone" in note for note in comparison.notes) == alone
+    assert [row["interval_of"] == "this run alone" for row in comparison.to_json()["groups"][0]["rows"]] == [alone] * 2
 
 
 @pytest.mark.parametrize(
@@ -140,7 +167,7 @@ def test_groups_have_their_own_baselines(tmp_path: Path):
     assert [(group.world_size, len(group.rows)) for group in comparison.groups] == [(2, 2), (4, 2)]
     assert row_of(comparison, "zero1").ratio.median == row_of(comparison, "hybrid").ratio.median == 2
     assert comparison.sound
-    assert comparison.verdicts[0].startswith("With 2 processes zero1 is the fastest: 320 samples/s, 2.00x [2.00, 2.00]")
+    assert comparison.verdicts[0].startswith("With 2 processes zero1 had the highest throughput, 320 samples/s.")
 
 
 def test_rows_come_in_the_order_of_the_launchers_ports(tmp_path: Path):
@@ -262,14 +289,15 @@ def test_engine_arguments_that_all_runs_share_are_no_difference(tmp_path: Path):
     unknown = make_run(tmp_path / "zero1", "zero1", padded_vocab_size=None, **shared)
     comparison = compare(make_run(tmp_path / "ddp", **shared), tensor, unknown)
     assert comparison.sound
-    assert [note for note in comparison.notes if "gradients" not in note] == []
+    assert [note for note in comparison.notes if "gradients" not in note and "alone" not in note] == []
 
 
 def test_other_differences_are_notes(tmp_path: Path):
     ddp = make_run(tmp_path / "ddp", versions={"torch": "2.4.0"}, settings={"FLASH_ATTENTION": "off"})
     commits = {"repository": "3", "repository_changed": True}
     zero = make_run(tmp_path / "zero1", "zero1", versions={"torch": "2.13.0"}, commits=commits, settings={"LR": "0.1"})
-    assert compare(ddp, zero).notes == [
+    alone, *others = compare(ddp, zero).notes
+    assert "these runs alone" in alone and others == [
         "FLASH_ATTENTION: off (ddp); auto (zero1)",
         "LR: 0.0001 (ddp); 0.1 (zero1)",
         "version of torch: 2.4.0 (ddp); 2.13.0 (zero1)",

@@ -19,9 +19,7 @@ from t5bench.compare.statistics import (
     Estimate,
     Timing,
     event_within,
-    median_with_interval,
     mser,
-    of_repeats,
     timing,
 )
 from t5bench.record.log import Iteration
@@ -171,32 +169,6 @@ def test_something_always_counts_and_nothing_is_lost(values, log_interval, save,
 # ---- the median and how sure it is -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("count", "low", "high"),
-    [
-        (5, None, None),  # P(all on one side) = 2/32: not even the whole range is sure enough
-        (6, 1, 6),  # 2/64
-        (8, 1, 8),  # the second from outside would be 2 * 9/256
-        (9, 2, 8),  # 2 * 10/512 = 0.039
-        (10, 2, 9),  # 2 * 11/1024 = 0.021, the next 2 * 56/1024
-        (20, 6, 15),  # tables of the sign test
-        (50, 18, 33),
-        (100, 40, 61),
-    ],
-)
-def test_interval_of_the_median_by_order_statistics(count, low, high):
-    found = median_with_interval(range(count, 0, -1))
-    assert (found.median, found.low, found.high) == ((count + 1) / 2, low, high)
-
-
-@given(st.lists(st.floats(1e-3, 1e9), min_size=1, max_size=200))
-def test_the_interval_holds_the_median(values):
-    found = median_with_interval(values)
-    assert (found.low is None) == (len(values) < 6)
-    if found.low is not None:
-        assert found.low <= found.median <= found.high
-
-
 def test_outliers_and_quartiles_by_hand():
     # Of what counts, the values after the twentieth, the quartiles are 2 and 4, and the fences -1 and 7.
     found = timing_of([1] * 20 + [1, 2, 3, 4, 100])
@@ -221,18 +193,6 @@ estimates = st.tuples(positive, positive, positive).map(sorted).map(lambda t: Es
 def test_the_interval_of_a_ratio_holds_it(first, second):
     ratio = first.over(second)
     assert ratio.low <= ratio.median <= ratio.high
-
-
-@given(st.lists(estimates, min_size=1, max_size=6))
-def test_repeats_are_the_hull_of_their_intervals(runs):
-    row = of_repeats(runs)
-    assert all(row.low <= run.low and run.high <= row.high for run in runs)
-    assert row.low <= row.median <= row.high
-
-
-def test_repeats_by_hand():
-    assert of_repeats([Estimate(10, 9, 11), Estimate(14, 13, 15), Estimate(12, 8, 13)]) == Estimate(12, 8, 15)
-    assert of_repeats([Estimate(10, 9, 11), Estimate(12)]) == Estimate(11)
 
 
 def test_interpolation():

@@ -1,0 +1,108 @@
+"""The confidence interval of the median of values that follow each other in time.
+
+Iteration times are correlated: a busy machine stays busy for a while. What independent values would say of the median
+is then too narrow by far. The interval here is an autocorrelation-adjusted Student interval over batch means, as in
+N-Skart (Tafazzoli, Steiger and Wilson, IEEE Transactions on Automatic Control 56(2), 2011), made for a median:
+
+- Values become normal scores of their ranks, so that neither outliers nor a skewed distribution matter.
+- The scores' variance times (1 + phi) / (1 - phi), phi being their lag-1 autocorrelation, gives the variance of their
+  mean as an autoregressive process of first order has it. phi is corrected for its bias in short series (Marriott and
+  Pope, Biometrika 41, 1954) and taken one standard error higher. The median's variance exceeds the mean's by
+  (pi/2 - 1) / n. Student's quantile has as many degrees of freedom as the estimates of variance and phi leave.
+- The same is done with the means of batches of 2, 4, 8, ... values, as long as there are 16 batches, and the widest
+  counts: correlation over longer times than one autoregressive process has shows there.
+- The interval ends at order statistics, rounded outwards; beyond the smallest and the largest value it is extrapolated.
+
+Where phi reaches 0.98 there is hardly one independent value, and no interval. tests/compare/simulations.py measures the
+coverage; docs/statistics.md has the tables.
+"""
+
+from functools import cache
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+CONFIDENCE = 0.95
+FEWEST_VALUES, FEWEST_BATCHES = 10, 16
+HIGHEST_CORRELATION = 0.98
+
+Array = NDArray[np.float64]
+
+
+@cache
+def _student_table(confidence: float) -> tuple[Array, Array]:
+    """1 / degrees of freedom from 0.001 to 1, and the two-sided quantiles of Student's t there.
+
+    With t = sqrt(df) tan(angle) its density is cos(angle) ** (df - 1).
+    """
+    inverse, angle = np.linspace(0.001, 1, 100), np.linspace(0, np.pi / 2, 5_001)
+    area = np.cumsum(np.cos((angle[1:] + angle[:-1]) / 2) ** (1 / inverse[:, None] - 1), axis=1)
+    reached = [np.interp(confidence * row[-1], row, angle[1:]) for row in area]
+    return inverse, np.tan(reached) / np.sqrt(inverse)
+
+
+def student(degrees: float | Array, confidence: float = CONFIDENCE) -> Array:
+    """The t between which and -t Student's distribution has this share; degrees of freedom from 1 to 1,000."""
+    return np.interp(1 / np.maximum(degrees, 1), *_student_table(confidence))
+
+
+@cache
+def _normal_scores(count: int) -> Array:
+    return np.array([NormalDist().inv_cdf((rank + 0.5) / count) for rank in range(count)])
+
+
+def _scores_in_time(values: Array, ordered: Array) -> Array:
+    """The normal score of each value, equal values having the mean of theirs; of variance 1, or 0 where all are equal.
+
+    values: [series, n], ordered: the same, sorted.
+    """
+    series, count = values.shape
+    new = np.diff(ordered, axis=1, prepend=np.nan) != 0
+    group = (np.cumsum(new.ravel()) - 1).reshape(series, count)
+    total = np.bincount(group.ravel(), np.tile(_normal_scores(count), series))
+    mean = (total / np.bincount(group.ravel()))[group]
+    scores = np.empty_like(values)
+    np.put_along_axis(scores, np.argsort(values, axis=1, kind="stable"), mean, axis=1)
+    spread = scores.std(axis=1, keepdims=True)
+    return scores / np.where(spread > 1e-9, spread, np.inf)
+
+
+def _half_width(scores: Array, size: int) -> tuple[Array, Array]:
+    """By batches of this size, in units of the scores: half the interval; and the lag-1 autocorrelation of batches."""
+    series, count = scores.shape
+    batches = count // size
+    means = scores[:, count - batches * size :].reshape(series, batches, size).mean(axis=2)
+    means = means - means.mean(axis=1, keepdims=True)
+    squares = (means**2).sum(axis=1)
+    lagged = (means[:, 1:] * means[:, :-1]).sum(axis=1) / np.maximum(squares, 1e-300)
+    phi = np.clip((batches * lagged + 1) / (batches - 4), 0, 1)
+    phi = phi + (phi > 0) * np.sqrt((1 - phi**2) / batches)
+    used = np.minimum(phi, HIGHEST_CORRELATION)
+    inflation = (1 + used) / (1 - used) - 2 * used * (1 - used**batches) / batches / (1 - used) ** 2
+    # A correlated sample spreads less than what it is drawn from.
+    spread = squares / batches / np.maximum(1 - inflation / batches, 0.02)
+    degrees = batches * (1 - used**2) / (3 + used**2)
+    return student(degrees) * np.sqrt(spread * inflation / batches + (np.pi / 2 - 1) / count), phi
+
+
+def interval(values: Array) -> tuple[Array, Array]:
+    """The ends of the interval of each row's median, nan where a row does not support one. values: [series, n]."""
+    series, count = values.shape
+    nothing = np.full(series, np.nan)
+    if count < FEWEST_VALUES:
+        return nothing, nothing
+    ordered, z = np.sort(values, axis=1), _normal_scores(count)
+    scores = _scores_in_time(values, ordered)
+    size, half, highest = 1, np.zeros(series), np.zeros(series)
+    while size == 1 or count // size >= FEWEST_BATCHES:
+        own, phi = _half_width(scores, size)
+        half, highest = np.maximum(half, own), np.maximum(highest, phi)
+        size *= 2
+    middle, reach = np.median(values, axis=1), np.maximum(half / z[-1], 1)
+    rank = np.searchsorted(z, np.minimum(half, z[-1]))[:, None]
+    low, high = (np.take_along_axis(ordered, at, axis=1)[:, 0] for at in (count - 1 - rank, rank))
+    ends = middle - (middle - low) * reach, middle + (high - middle) * reach
+    times = low > 0  # what is positive stays so
+    ends[0][times] = middle[times] * (low[times] / middle[times]) ** reach[times]
+    return tuple(np.where(highest < HIGHEST_CORRELATION, end, np.nan) for end in ends)

@@ -1,0 +1,97 @@
+"""What repeated runs say: the run is the unit, for runs differ by more than the iterations of one.
+
+The logarithms of the runs' median times are taken as normal, so an interval is Student's with one degree of freedom
+fewer than there are repeats, and speeds are compared by ratios. In an interleaved sweep (A B C A B C) run k of one row
+is paired with run k of the other, which saw the machine in the same state (Hoefler and Belli, "Scientific benchmarking
+of parallel computing systems", SC'15). A machine that slows down all the time favours what runs first in every round,
+which pairs cannot show: the interval is wider by the trend over the runs, times the time between the two of a pair.
+
+A row is the fastest where the interval of its ratio to *every* other row excludes 1. Whichever row is said to be, it
+would have to beat an equal one, so the wrong answer is no likelier than in one test of two (the intersection-union
+principle, Berger, Technometrics 24, 1982) and the number of rows needs no further correction. These intervals have a
+level of 96 %, not 95 %, since runs are not quite normal. tests/compare/simulations.py counts wrong answers;
+docs/statistics.md has the tables.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
+from typing import NamedTuple
+
+import numpy as np
+
+from t5bench.compare.interval import CONFIDENCE, student
+from t5bench.compare.statistics import Estimate
+
+FEWEST_REPEATS = 3
+CONFIDENCE_OF_FASTEST = 0.96
+
+
+class Repeat(NamedTuple):
+    """One run: when it started, in seconds since 1970, its directory, its median throughput."""
+
+    start: float
+    place: str
+    speed: float
+
+
+def _student_interval(logs: Sequence[float], confidence: float, more: float = 0.0) -> tuple[float, float]:
+    """Of exp(mean), from at least two logarithms; more: by how much either half is wider."""
+    half = student(len(logs) - 1, confidence) * np.std(logs, ddof=1) / math.sqrt(len(logs)) + more
+    return math.exp(fmean(logs) - half), math.exp(fmean(logs) + half)
+
+
+def _around(middle: float, low: float, high: float) -> Estimate:
+    return Estimate(middle, min(low, middle), max(high, middle))
+
+
+def of_repeats(runs: Sequence[Estimate]) -> Estimate:
+    """The median of the runs' medians; its interval is that of repeats, or of fewer than three the hull of theirs."""
+    middle = median(run.median for run in runs)
+    if len(runs) >= FEWEST_REPEATS:
+        return _around(middle, *_student_interval([math.log(run.median) for run in runs], CONFIDENCE))
+    lows, highs = [run.low for run in runs], [run.high for run in runs]
+    return Estimate(middle) if None in lows or None in highs else Estimate(middle, min(lows), max(highs))
+
+
+def pairs(first: Sequence[Repeat], second: Sequence[Repeat]) -> list[tuple[Repeat, Repeat]]:
+    """Runs of the two that came after one another, each in one pair at most; of equal times the paths decide."""
+    order = sorted([*((run, 0) for run in first), *((run, 1) for run in second)])
+    found = []
+    while len(order) > 1:
+        (run, row), (after, its) = order[:2]
+        if row != its:
+            found.append((after, run) if row else (run, after))
+        order = order[1 + (row != its) :]
+    return found
+
+
+def _trend(rows: Sequence[Sequence[Repeat]]) -> float:
+    """By how much the logarithm of the speed grows in a second, by least squares within each row."""
+    products = squares = 0.0
+    for runs in rows:
+        middle = fmean(run.start for run in runs)
+        products += sum((run.start - middle) * math.log(run.speed) for run in runs)
+        squares += sum((run.start - middle) ** 2 for run in runs)
+    return products / squares if squares else 0.0
+
+
+def ratio(first: Sequence[Repeat], second: Sequence[Repeat], confidence: float = CONFIDENCE) -> Estimate:
+    """How many times as fast the first is; with an interval if both were repeated in turn, at least three times."""
+    middle = median(run.speed for run in first) / median(run.speed for run in second)
+    paired = pairs(first, second)
+    if len(paired) < FEWEST_REPEATS:
+        return Estimate(middle)
+    logs = [math.log(own.speed / its.speed) for own, its in paired]
+    apart = fmean(its.start - own.start for own, its in paired)
+    return _around(middle, *_student_interval(logs, confidence, abs(_trend([first, second]) * apart)))
+
+
+def against_the_fastest(rows: Mapping[int, Sequence[Repeat]]) -> tuple[int, dict[int, Estimate]]:
+    """The row of the highest median, and how many times as fast it is as each other, from the next to the last."""
+    first, *others = sorted(rows, key=lambda row: -median(run.speed for run in rows[row]))
+    return first, {row: ratio(rows[first], rows[row], CONFIDENCE_OF_FASTEST) for row in others}
+
+
+def excludes_one(faster: Estimate) -> bool:
+    return faster.low is not None and faster.low > 1

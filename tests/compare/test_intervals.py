@@ -1,0 +1,113 @@
+"""Whether intervals hold what they promise: of one run's median, of repeats, and of the word "fastest"."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulations import CORRELATIONS, MACHINES, SWEEPS, answers, autoregressive, coverage, ideal_width, structures
+
+from t5bench.compare.interval import student
+from t5bench.compare.repeats import Repeat, against_the_fastest, excludes_one, of_repeats, pairs, ratio
+from t5bench.compare.statistics import Estimate, median_with_interval
+
+# ---- of one run ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [20, 30, 50, 100, 300, 1000])
+def test_correlated_values_have_an_interval_that_holds_the_median(length: int):
+    """Nominally 95 %; and it is not much wider than one that knows the correlation."""
+    rng = np.random.default_rng(length)
+    for rho in CORRELATIONS:
+        held, there, width = coverage(autoregressive(rng, 1000, length, rho), 0.0)
+        assert held >= 0.94, rho
+        assert there >= (0.9 if rho < 0.7 or length > 50 else 0.7), rho
+        assert width / ideal_width(length, rho) < (3.2 if rho > 0.7 or length < 30 else 2.3), rho
+
+
+@pytest.mark.parametrize("length", [20, 50, 200])
+def test_other_structures_make_it_wider_and_not_wrong(length: int):
+    for name, (values, true) in structures(np.random.default_rng(length), 1000, length).items():
+        held, there, _ = coverage(values, true)
+        if name == "trend" and length == 200:
+            assert there < 0.05
+        elif length == 200 or "slow" not in name:  # a state that lasts as long as a run shows in longer ones alone
+            assert held >= 0.94 and there > 0.5, name
+
+
+def test_what_supports_no_interval_has_none():
+    assert median_with_interval(range(100)) == Estimate(49.5), "a trend alone"
+    assert median_with_interval([1.0, 2.0] * 4 + [1.0]).low is None, "nine values"
+    assert median_with_interval([5.0] * 10) == Estimate(5.0, 5.0, 5.0)
+    assert median_with_interval([5.0, 5.1] * 10) == Estimate(5.05, 5.0, 5.1)
+
+
+@given(st.lists(st.floats(1e-3, 1e9), min_size=1, max_size=200), st.floats(0.5, 2.0))
+def test_the_interval_holds_the_sample_s_median_in_every_unit(values: list[float], unit: float):
+    found, scaled = median_with_interval(values), median_with_interval([unit * value for value in values])
+    if found.low is not None and scaled.low is not None:
+        assert 0 < found.low <= found.median <= found.high
+        assert scaled.low == pytest.approx(unit * found.low)
+
+
+def test_student_s_quantiles_as_in_tables():
+    degrees = np.array([1, 2, 4, 10, 30, 1000])
+    assert student(degrees) == pytest.approx([12.706, 4.303, 2.776, 2.228, 2.042, 1.962], abs=2e-3)
+    assert student(2, 0.9) == pytest.approx(2.920, abs=1e-3)
+
+
+# ---- of repeats ------------------------------------------------------------------------------------------------------
+
+
+def test_repeats_by_hand():
+    two = [Estimate(10, 9, 11), Estimate(14, 13, 15)]
+    assert of_repeats(two) == Estimate(12, 9, 15), "too few for their own: the hull"
+    assert of_repeats([two[0], Estimate(12)]) == Estimate(11)
+    # Logarithms 0.9, 1 and 1.1: mean 1, standard deviation 0.1, t(2) = 4.303.
+    found = of_repeats([Estimate(math.exp(log)) for log in (1.1, 0.9, 1.0)])
+    assert found.median == pytest.approx(math.e)
+    assert [math.log(end) for end in (found.low, found.high)] == pytest.approx([1 - 0.2484, 1 + 0.2484], abs=1e-4)
+
+
+def runs(speeds: list[float], starts: list[float] | None = None, place: str = "") -> list[Repeat]:
+    return [Repeat((starts or range(len(speeds)))[i], f"{i}/{place}", speed) for i, speed in enumerate(speeds)]
+
+
+def test_runs_that_came_after_one_another_are_pairs():
+    first, second = runs([1, 2, 3], [0, 10, 20]), runs([4, 5, 6], [1, 11, 21])
+    assert pairs(first, second) == list(zip(first, second, strict=True))
+    assert pairs(first, runs([4, 5, 6], [1, 9, 21]))[1][1].speed == 5, "A B B A A B"
+    assert len(pairs(first, runs([4, 5, 6], [30, 31, 32]))) == 1, "A A A B B B"
+    assert len(pairs(first, second[::2])) == 2, "one of them failed"
+    same = [0, 0, 0]
+    assert len(pairs(runs([1, 2, 3], same, "a"), runs([4, 5, 6], same, "b"))) == 3, "by their directories"
+
+
+def test_a_ratio_is_that_of_pairs():
+    """The machine slows down by half in the second round, which both rows see."""
+    slow, fast = runs([100, 50, 101], [0, 10, 20]), runs([110, 55, 111], [1, 11, 21])
+    found = ratio(fast, slow)
+    assert found.median == pytest.approx(1.1) and 1.09 < found.low < 1.1 < found.high < 1.11
+    assert ratio(fast, runs([100, 50, 101], [30, 40, 50])).low is None
+    first, others = against_the_fastest({0: slow, 1: fast})
+    assert first == 1 and excludes_one(others[0])
+
+
+def test_a_trend_is_no_difference():
+    """Every run is 1 % slower than the one before: what comes first in each round is not faster."""
+    speeds = [1.01**-number for number in range(24)]
+    rows = {row: runs(speeds[row::8], [*range(24)][row::8]) for row in range(8)}
+    first, others = against_the_fastest(rows)
+    assert first == 0 and others[7].median > 1.07 and not any(map(excludes_one, others.values()))
+
+
+@pytest.mark.parametrize(("machine", "times"), zip(["quiet", *MACHINES], SWEEPS, strict=True))
+def test_at_most_one_in_twenty_is_wrongly_called_the_fastest(machine: str, times: str):
+    wrong, _ = answers(SWEEPS[times], 3, MACHINES[machine], 1000)
+    assert wrong <= 50
+
+
+def test_a_true_difference_is_seen():
+    assert answers((1, *[1.2] * 7), 3, MACHINES["quiet"], 200)[1] > 180
+    assert answers((1, *[1.2] * 7), 5, MACHINES["busy"], 200)[1] > 100
