@@ -73,7 +73,8 @@ def _row_json(row: Row) -> dict[str, Any]:
     run, judged = row.run, row.parity
     return {
         **{name: getattr(row, name) for name in ("label", "strategy", "is_baseline", "mfu", "mfu_missing")},
-        **{name: getattr(row, name) for name in ("interval_of", "warnings")},
+        "these_runs_alone": row.alone,
+        "warnings": row.warnings,
         **{name: getattr(run, name) for name in ("world_size", "engine", "status", "reason")},
         "layout": asdict(run.layout) | {"padded_vocab_size": run.padded_vocab_size},
         "device": run.plan.device,

@@ -9,8 +9,8 @@ N-Skart (Tafazzoli, Steiger and Wilson, IEEE Transactions on Automatic Control 5
   mean as an autoregressive process of first order has it. phi is corrected for its bias in short series (Marriott and
   Pope, Biometrika 41, 1954) and taken one standard error higher. The median's variance exceeds the mean's by
   (pi/2 - 1) / n. Student's quantile has as many degrees of freedom as the estimates of variance and phi leave.
-- The same is done with the means of batches of 2, 4, 8, ... values, as long as there are 16 batches, and the widest
-  counts: correlation over longer times than one autoregressive process has shows there.
+- The same is done with the means of batches of 2, 4, 8, ... values, as long as there are 12 batches and with half a
+  standard error, and the widest counts: correlation that lasts longer than such a process has it shows there.
 - The interval ends at order statistics, rounded outwards; beyond the smallest and the largest value it is extrapolated.
 
 Where phi reaches 0.98 there is hardly one independent value, and no interval. tests/compare/simulations.py measures the
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
-FEWEST_VALUES, FEWEST_BATCHES = 10, 16
+FEWEST_VALUES, FEWEST_BATCHES = 10, 12
 HIGHEST_CORRELATION = 0.98
 
 Array = NDArray[np.float64]
@@ -77,7 +77,7 @@ def _half_width(scores: Array, size: int) -> tuple[Array, Array]:
     squares = (means**2).sum(axis=1)
     lagged = (means[:, 1:] * means[:, :-1]).sum(axis=1) / np.maximum(squares, 1e-300)
     phi = np.clip((batches * lagged + 1) / (batches - 4), 0, 1)
-    phi = phi + (phi > 0) * np.sqrt((1 - phi**2) / batches)
+    phi = phi + (phi > 0) * np.sqrt((1 - phi**2) / batches) * (1 if size == 1 else 0.5)
     used = np.minimum(phi, HIGHEST_CORRELATION)
     inflation = (1 + used) / (1 - used) - 2 * used * (1 - used**batches) / batches / (1 - used) ** 2
     # A correlated sample spreads less than what it is drawn from.

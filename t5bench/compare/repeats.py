@@ -38,7 +38,8 @@ class Repeat(NamedTuple):
 def _student_interval(logs: Sequence[float], confidence: float, more: float = 0.0) -> tuple[float, float]:
     """Of exp(mean), from at least two logarithms; more: by how much either half is wider."""
     half = student(len(logs) - 1, confidence) * np.std(logs, ddof=1) / math.sqrt(len(logs)) + more
-    return math.exp(fmean(logs) - half), math.exp(fmean(logs) + half)
+    low, high = np.exp(np.clip([fmean(logs) - half, fmean(logs) + half], -700, 700))  # a float's reach
+    return float(low), float(high)
 
 
 def _around(middle: float, low: float, high: float) -> Estimate:

@@ -23,11 +23,8 @@ from t5bench.record import samples
 from t5bench.record.records import Run
 from t5bench.record.status import COMPLETE
 
-ALONE, MARK_OF_ALONE = "this run alone", "\N{DAGGER}"
-_ALONE = (
-    f"fewer than {FEWEST_REPEATS} repeats: figures and intervals stand for these runs alone, and the next run may "
-    "differ by more"
-)
+MARK_OF_ALONE = "\N{DAGGER}"
+_ALONE = f"{MARK_OF_ALONE} fewer than {FEWEST_REPEATS} repeats: these figures and intervals stand for these runs alone"
 
 
 @dataclass(frozen=True)
@@ -89,11 +86,9 @@ class Row:
         return [Repeat(_started(run), str(run.directory), samples / milliseconds) for run, milliseconds in timed]
 
     @property
-    def interval_of(self) -> str:
-        """What the intervals speak of; "" without figures."""
-        if not self.repeats:
-            return ""
-        return "repeats" if len(self.repeats) >= FEWEST_REPEATS else ALONE
+    def alone(self) -> bool:
+        """Whether the intervals are of these runs and not of repeats."""
+        return 0 < len(self.repeats) < FEWEST_REPEATS
 
     @property
     def on_gpu(self) -> bool:
@@ -187,8 +182,8 @@ def make_row(label: str, runs: Sequence[Run], peak: float | None = None) -> Row:
         row.milliseconds = of_repeats([timing.milliseconds for timing in timings])
         if row.milliseconds.low is None:
             row.warnings.append("too few independent intervals for a confidence interval")
-        if row.interval_of == ALONE:
-            row.warnings.append(f"{MARK_OF_ALONE} {_ALONE}")
+        if row.alone:
+            row.warnings.append(_ALONE)
         row.samples_per_second = row.milliseconds.per(samples_in_1000)
         row.tokens_per_second = row.milliseconds.per(samples_in_1000 * lengths)
         _add_rates(row, row.milliseconds.median / 1000, peak)

@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from t5bench.compare import statistics
+from t5bench.compare import interval, repeats, statistics
 from t5bench.compare.comparable import differing, show
 from t5bench.compare.comparison import Comparison
 from t5bench.compare.limits import limits
@@ -67,7 +67,7 @@ def render(comparison: Comparison) -> str:
         colours=page_colours(comparison),
         remarks=short + tables.remarks(comparison),
         # Paragraphs and list items, without the line breaks that they were written with.
-        paper=re.split(r"\n\n|\n(?=- )", statistics.__doc__ or "")[1:],
+        paper=[part for of in (statistics, interval, repeats) for part in re.split(r"\n\n|\n(?=- )", of.__doc__ or "")],
         # The only text that is not escaped: matplotlib escaped what it drew.
         figures=[(figure, Markup(figure.svg)) for figure in all_figures(comparison)],
         limits=[(name, row, text) for name, row in tables.named_rows(comparison) if (text := limits(row))],

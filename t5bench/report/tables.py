@@ -15,7 +15,7 @@ from tabulate import tabulate
 from t5bench.compare.comparable import gpu_names
 from t5bench.compare.comparison import Comparison
 from t5bench.compare.limits import bytes_text
-from t5bench.compare.rows import ALONE, MARK_OF_ALONE, Row, shape_of
+from t5bench.compare.rows import MARK_OF_ALONE, Row, shape_of
 from t5bench.compare.statistics import Estimate
 from t5bench.model import flops
 from t5bench.record.records import Run
@@ -74,7 +74,7 @@ class Column:
 
 def mark(row: Row) -> str:
     """What a label ends with when a remark says how the row differs from the baseline, or what its intervals lack."""
-    return MARK_OF_ALONE * (row.interval_of == ALONE) + " *" * bool(row.marks)
+    return MARK_OF_ALONE * row.alone + " *" * bool(row.marks)
 
 
 def all_columns(comparison: Comparison) -> list[Column]:
@@ -100,7 +100,7 @@ def all_columns(comparison: Comparison) -> list[Column]:
         Column("repeats (ms)", "runs ms_lowest_run ms_highest_run",
                lambda row: (len(row.runs), *(end(row.run_medians, default=None) for end in (min, max))), 15,
                _repeats_text),
-        Column("", "interval_of", lambda row: row.interval_of or None),
+        Column("", "interval_of", lambda row: ("this run alone" if row.alone else "repeats") if row.repeats else None),
         Column(f"TFLOP/s per {process}", "tflops_per_gpu", lambda row: row.tflops, 30,
                lambda value: _significant(value, 3), metric="TFLOPs"),
         Column("MFU", "mfu", lambda row: row.mfu, 55, "{:.1%}".format, metric="MFU"),

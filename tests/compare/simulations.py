@@ -55,6 +55,8 @@ def coverage(values: np.ndarray, true: float) -> tuple[float, float, float]:
     """Of the intervals that are given: the share that holds the true median, the share given, the median width."""
     low, high = interval(values)
     given = ~np.isnan(low)
+    if not given.any():
+        return np.nan, 0.0, np.nan
     held = (low <= true) & (true <= high)
     return held[given].mean(), given.mean(), float(np.median((high - low)[given]))
 
@@ -103,7 +105,7 @@ def table(title: str, names: Sequence[object], rows: dict[str, list[str]]) -> No
 
 def cell(values: np.ndarray, true: float, ideal: float | None = None) -> str:
     held, given, width = coverage(values, true)
-    return f"{held:.1%} ({given:.0%})" + (f" {width / ideal:.1f}" if ideal else "")
+    return (f"{held:.1%} ({given:.0%})" if given else "none") + (f" {width / ideal:.1f}" if ideal else "")
 
 
 def main(directories: Sequence[str], series: int = 4000, sweeps: int = 1000) -> None:

@@ -94,7 +94,7 @@ def test_repeats_are_one_row(tmp_path: Path):
     (row,) = compare(*(make_run(tmp_path / str(i), elapsed_ms=ms) for i, ms in enumerate(times))).rows
     found = row.milliseconds
     assert [found.low, found.median, found.high] == pytest.approx([97.14, 102, 107.08], abs=0.01)
-    assert row.interval_of == "repeats"
+    assert not row.alone
     assert sorted(row.run_medians) == [100, 102, 104]
 
 
@@ -119,7 +119,7 @@ def test_the_fastest_is_named_where_repeats_in_turn_show_it(tmp_path: Path, time
     assert comparison.verdicts[0].startswith(f"With 2 processes {verdict}")
     alone = len(times) < 3
     assert any("stand for these runs alone" in note for note in comparison.notes) == alone
-    assert [row["interval_of"] == "this run alone" for row in comparison.to_json()["groups"][0]["rows"]] == [alone] * 2
+    assert [row["these_runs_alone"] for row in comparison.to_json()["groups"][0]["rows"]] == [alone] * 2
 
 
 @pytest.mark.parametrize(

@@ -23,15 +23,15 @@ def test_correlated_values_have_an_interval_that_holds_the_median(length: int):
         held, there, width = coverage(autoregressive(rng, 1000, length, rho), 0.0)
         assert held >= 0.94, rho
         assert there >= (0.9 if rho < 0.7 or length > 50 else 0.7), rho
-        assert width / ideal_width(length, rho) < (3.2 if rho > 0.7 or length < 30 else 2.3), rho
+        assert width / ideal_width(length, rho) < (3.5 if rho > 0.7 or length < 30 else 2.6), rho
 
 
 @pytest.mark.parametrize("length", [20, 50, 200])
 def test_other_structures_make_it_wider_and_not_wrong(length: int):
     for name, (values, true) in structures(np.random.default_rng(length), 1000, length).items():
         held, there, _ = coverage(values, true)
-        if name == "trend" and length == 200:
-            assert there < 0.05
+        if name == "trend" and length > 20:
+            assert there < 0.3, "nothing repeats in it"
         elif length == 200 or "slow" not in name:  # a state that lasts as long as a run shows in longer ones alone
             assert held >= 0.94 and there > 0.5, name
 
