@@ -220,10 +220,11 @@ def _fastest(group: Group) -> str:
         after, faster = next(iter(ratios.items()))
         by = f"{faster.median:.2f}x [{faster.low:.2f}, {faster.high:.2f}]"
         return f"{start} {first} is the fastest: {speed}, {by} that of {group.rows[after].label}, the next."
-    if any(faster.low is None for faster in ratios.values()):
+    if unranked := [group.rows[other].label for other, faster in ratios.items() if faster.low is None]:
         return (
-            f"{start} {first} had the highest throughput, {speed}. These runs do not rank the strategies: that takes "
-            f"at least {FEWEST_REPEATS} repeats of each in turn (REPEATS={FEWEST_REPEATS})."
+            f"{start} {first} had the highest throughput, {speed}, but these runs do not rank it against "
+            f"{', '.join(unranked)}: that takes at least {FEWEST_REPEATS} repeats of each in turn "
+            f"(REPEATS={FEWEST_REPEATS})."
         )
     return (
         f"{start} there is no clear difference between {first} ({speed}) and {', '.join(unclear)}: the intervals of "
