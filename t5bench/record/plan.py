@@ -199,6 +199,11 @@ class Plan:
     def precision(self) -> str:
         return self.value("PRECISION_FLAG").lstrip("-") or "fp32"
 
+    @property
+    def named_arguments(self) -> dict[str, str]:
+        """The engine's arguments in effect, by name as Python has it (``hidden_size``); a switch has the value ''."""
+        return {name.lstrip("-").replace("-", "_"): value for name, value in by_name(self.arguments.words).items()}
+
     @cached_property
     def engine_arguments(self) -> dict[str, str]:
         """What runs that stand side by side must share besides settings: arguments whose values no setting has."""

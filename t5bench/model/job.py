@@ -1,0 +1,286 @@
+"""What is trained and how, as every part of the model reads it: an architecture, its layout on GPUs, and a job.
+
+Sizes are in tokens, layers and elements; names of arguments are those of Megatron without dashes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A transformer. Without an encoder it is a GPT, without a decoder a BERT.
+
+    head_size: of one attention head. kv_heads: key and value heads, as many as heads unless queries are grouped.
+    padded_vocabulary: rows of the embedding on all tensor-parallel ranks together. positions: "learned", "relative"
+    (one table of relative_buckets x heads in each stack, or in every layer), or "rotary". position_rows: rows of the
+    learned table. tied: the head shares the embedding. biases: of the linear layers. norm: "layer" (weight and bias)
+    or "rms". head_bias: the output has a bias for every word. final_norm: each stack ends with a norm.
+    """
+
+    encoder_layers: int
+    decoder_layers: int
+    hidden: int
+    heads: int
+    head_size: int
+    ffn: int
+    encoder_length: int
+    decoder_length: int
+    padded_vocabulary: int
+    family: str = "t5"
+    kv_heads: int = 0
+    gated: bool = False
+    tied: bool = True
+    positions: str = "learned"
+    position_rows: int = 0
+    relative_buckets: int = 32
+    relative_in_every_layer: bool = False
+    biases: bool = True
+    head_bias: bool = True
+    norm: str = "layer"
+    final_norm: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        longest = max(self.encoder_length, self.decoder_length)
+        object.__setattr__(self, "position_rows", self.position_rows or longest)
+
+    @property
+    def layers(self) -> int:
+        return self.encoder_layers + self.decoder_layers
+
+    @property
+    def cross_attention(self) -> bool:
+        """Whether the decoder looks at an encoder."""
+        return bool(self.encoder_layers and self.decoder_layers)
+
+    @property
+    def query(self) -> int:
+        """Columns of the query projection."""
+        return self.heads * self.head_size
+
+    @property
+    def key(self) -> int:
+        """Columns of the key projection, and of the value projection."""
+        return self.kv_heads * self.head_size
+
+    @classmethod
+    def of_arguments(cls, arguments: Mapping[str, Any], padded_vocabulary: int) -> "Architecture":
+        """The model of Megatron's arguments, by name without dashes (``encoder_num_layers``), as text or values."""
+
+        def number(name: str, otherwise: int = 0) -> int:
+            return int(arguments.get(name) or otherwise)
+
+        hidden, heads = number("hidden_size"), number("num_attention_heads")
+        t5 = number("encoder_num_layers") > 0 and "decoder_num_layers" in arguments
+        decoder_layers = number("decoder_num_layers") if t5 else number("num_layers")
+        longest = number("encoder_seq_length") if t5 else number("seq_length")
+        return cls(
+            encoder_layers=number("encoder_num_layers") if t5 else 0,
+            decoder_layers=decoder_layers,
+            hidden=hidden,
+            heads=heads,
+            head_size=number("kv_channels", hidden // heads),
+            ffn=number("ffn_hidden_size", 4 * hidden),
+            encoder_length=longest if t5 else 0,
+            decoder_length=number("decoder_seq_length") if t5 else longest,
+            padded_vocabulary=padded_vocabulary,
+            family="t5" if t5 else "gpt",
+            kv_heads=number("num_key_value_heads", heads),
+            gated=_given(arguments, "swiglu"),
+            tied=not _given(arguments, "untie_embeddings_and_output_weights"),
+            positions="rotary" if _given(arguments, "use_rotary_position_embeddings") else "learned",
+            position_rows=number("max_position_embeddings"),
+            biases=not _given(arguments, "disable_bias_linear"),
+            head_bias=t5,
+            norm="rms" if arguments.get("normalization") == "rmsnorm" else "layer",
+        )
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How many GPUs and in which groups. Ranks go through tensor first, then data, then pipeline, as Megatron's do.
+
+    split_rank: the pipeline stage at which the decoder begins, half of the stages unless given. virtual_stages: model
+    chunks on each GPU under the interleaved schedule.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    split_rank: int | None = None
+    sequence_parallel: bool = False
+    virtual_stages: int = 1
+    devices_per_node: int = 8
+
+    @property
+    def world(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def decoder_stage(self) -> int:
+        """The first stage with decoder layers of an encoder-decoder."""
+        return self.split_rank if self.split_rank is not None else self.pipeline // 2
+
+
+@dataclass(frozen=True)
+class Zero:
+    """DeepSpeed's ZeRO; stage 0 is the engine's own data parallelism. Sizes are in elements, defaults DeepSpeed's.
+
+    reduction: the dtype in which gradients are sent, "" for the training precision.
+    """
+
+    stage: int = 0
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    overlap: bool = False
+    reduction: str = ""
+    reduce_bucket: int = 500_000_000
+    gather_bucket: int = 500_000_000
+    prefetch_bucket: int = 50_000_000
+    live_parameters: int = 1_000_000_000
+    reuse_distance: int = 1_000_000_000
+    persistence_threshold: int = 100_000
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any] | None) -> "Zero":
+        """Of a DeepSpeed JSON; None is no DeepSpeed."""
+        zero = (config or {}).get("zero_optimization", {})
+        stage = int(zero.get("stage", 0))
+        names = {
+            "reduce_bucket_size": "reduce_bucket",
+            "allgather_bucket_size": "gather_bucket",
+            "stage3_prefetch_bucket_size": "prefetch_bucket",
+            "stage3_max_live_parameters": "live_parameters",
+            "stage3_max_reuse_distance": "reuse_distance",
+            "stage3_param_persistence_threshold": "persistence_threshold",
+        }
+        sizes = {field: int(float(zero[name])) for name, field in names.items() if name in zero}
+        return cls(
+            stage=stage,
+            offload_optimizer=_on_cpu(zero.get("offload_optimizer")),
+            offload_parameters=_on_cpu(zero.get("offload_param")),
+            overlap=bool(zero.get("overlap_comm", stage == 3)),
+            reduction=(config or {}).get("communication_data_type") or "",
+            **sizes,
+        )
+
+
+class Layout(Protocol):
+    """The sizes that a plan's layout has."""
+
+    tp: int
+    pp: int
+    dp: int
+    split_rank: int | None
+    nproc_per_node: int
+
+
+class Plan(Protocol):
+    """What a job needs of ``t5bench.record.plan.Plan``."""
+
+    engine: str
+    ds_config: Mapping[str, Any] | None
+
+    @property
+    def layout(self) -> Layout | None: ...
+
+    @property
+    def named_arguments(self) -> Mapping[str, str]: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training. Batches are in samples; micro_batch is one GPU's.
+
+    engine: "megatron" (Megatron-DeepSpeed) or "native" here; published measurements name others (see memory.py).
+    attention: "unfused", "fused" (one kernel, PyTorch's or Transformer Engine's) or "flash", in encoder self-attention
+    and cross-attention; causal_attention: in decoder self-attention, the same unless given. recompute: "none",
+    "selective" (attention's core) or "full" (each layer keeps its input). distributed_optimizer: Megatron's own.
+    """
+
+    architecture: Architecture
+    parallel: Parallel = Parallel()
+    micro_batch: int = 1
+    global_batch: int = 1
+    zero: Zero = Zero()
+    distributed_optimizer: bool = False
+    precision: str = "bf16"
+    recompute: str = "none"
+    attention: str = "unfused"
+    causal_attention: str = ""
+    dropout: float = 0.1
+    engine: str = "megatron"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "causal_attention", self.causal_attention or self.attention)
+
+    @property
+    def micro_batches(self) -> int:
+        """Per iteration on one data-parallel rank."""
+        return max(1, self.global_batch // (self.micro_batch * self.parallel.data))
+
+    @property
+    def element(self) -> int:
+        """Bytes of a parameter and of an activation."""
+        return BYTES[self.precision]
+
+    @property
+    def reduction_bytes(self) -> int:
+        """Bytes of a gradient as it is sent: fp32 in the engines' own data parallelism, ZeRO's in its own dtype."""
+        return BYTES[self.zero.reduction or self.precision] if self.zero.stage else 4
+
+    @classmethod
+    def of_plan(cls, plan: Plan, padded_vocabulary: int) -> "Job":
+        """The job of a launcher's plan or of a stored run's, which has a layout."""
+        assert plan.layout, "a plan without an obstacle has a layout"
+        arguments, layout = plan.named_arguments, plan.layout
+        parallel = Parallel(
+            tensor=layout.tp,
+            pipeline=layout.pp,
+            data=layout.dp,
+            split_rank=layout.split_rank,
+            sequence_parallel=_given(arguments, "sequence_parallel"),
+            devices_per_node=layout.nproc_per_node,
+        )
+        flash = plan.engine == "megatron" and _given(arguments, "use_flash_attn_v2")
+        return cls(
+            architecture=Architecture.of_arguments(arguments, padded_vocabulary),
+            parallel=parallel,
+            micro_batch=int(arguments["micro_batch_size"]),
+            global_batch=int(arguments["global_batch_size"]),
+            zero=Zero.of_config(plan.ds_config),
+            precision=next((name for name in ("bf16", "fp16") if _given(arguments, name)), "fp32"),
+            recompute=arguments.get("recompute_granularity") or "none",
+            attention="fused" if plan.engine == "native" else "unfused",
+            causal_attention="flash" if flash else "",
+            dropout=float(arguments.get("hidden_dropout") or 0),
+            engine=plan.engine,
+        )
+
+    def on(self, **sizes: Any) -> "Job":
+        """The same job in another layout: fields of Parallel."""
+        return replace(self, parallel=replace(self.parallel, **sizes))
+
+
+def padded(vocabulary: int, multiple: int, tensor: int = 1) -> int:
+    """Rows of the embedding as Megatron pads it: a multiple of `multiple` on every tensor-parallel rank."""
+    step = multiple * tensor
+    return -(-vocabulary // step) * step
+
+
+def shares(layers: int, stages: int) -> Sequence[int]:
+    """Layers on each of `stages`, as even as they can be, the first stages the larger ones."""
+    return [layers // stages + (stage < layers % stages) for stage in range(stages)]
+
+
+def _given(arguments: Mapping[str, Any], switch: str) -> bool:
+    """A switch has the value "" in a list of words and True in a namespace."""
+    return arguments.get(switch, False) not in (False, None)
+
+
+def _on_cpu(offload: Mapping[str, Any] | None) -> bool:
+    return bool(offload) and offload.get("device", "none") != "none"

@@ -1,0 +1,146 @@
+"""What a job runs on: a GPU's rates and memory, and the links inside a node and between nodes.
+
+A device is known by the name that nvidia-smi gives it, or by its name in the table. Figures are those of NVIDIA's data
+sheets and white papers, dense (a "sparse" figure is halved) and with accumulation in fp32, which is what PyTorch asks
+for. A name that is not here, such as a MIG slice or a laptop's GPU, has no figures: better none than another GPU's.
+Look up those that you rely on before you publish an MFU, or give PEAK_TFLOPS.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+GB = 10**9
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Link:
+    """bandwidth: bytes per second in one direction; latency: seconds of one message."""
+
+    bandwidth: float
+    latency: float = 0.0
+
+    @classmethod
+    def of_gigabits(cls, gigabits: float, latency: float = 40e-6) -> "Link":
+        return cls(gigabits * 1e9 / 8, latency)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU. tensor: dense TFLOP/s of 16-bit matrix products; vector: of fp32 outside tensor cores; memory: bytes.
+
+    bandwidth: of its memory, bytes per second. nvlink: bytes per second and direction to the GPUs of its node, 0 for
+    PCIe alone. pcie: to the CPU, what a copy from pinned memory reaches of 32, 64 or 16 GB/s. ampere: Ampere or later,
+    with bf16 and TF32 on tensor cores. fp8: with fp8 at twice the 16-bit rate. launch: seconds of an eager operator on
+    the host, forward or backward; about 10 us on any machine (measured, docs/prediction.md).
+    """
+
+    name: str
+    pattern: str
+    tensor: float
+    vector: float
+    memory: int
+    bandwidth: float
+    nvlink: float = 0.0
+    pcie: float = 24e9
+    ampere: bool = True
+    fp8: bool = False
+    launch: float = 10e-6
+
+    def peak(self, precision: str) -> float | None:
+        """Dense FLOP/s of matrix products; None where the device has no tensor cores for the precision."""
+        tensor = {"fp16": 1.0, "bf16": 1.0 * self.ampere, "tf32": 0.5 * self.ampere, "fp8": 2.0 * self.fp8}
+        found = self.vector if precision == "fp32" else self.tensor * tensor.get(precision, 0.0)
+        return found * 1e12 or None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Nodes of equal GPUs. inside: between two GPUs of a node; between: what one node sends over all its interfaces."""
+
+    device: Device
+    inside: Link
+    between: Link
+    devices_per_node: int = 8
+
+
+# Name, pattern of nvidia-smi's name without "NVIDIA", tensor and vector TFLOP/s, GiB, GB/s; NVLink's and PCIe's GB/s.
+_BEFORE_AMPERE = (
+    ("v100-16", r"(Tesla )?V100-SXM[23]-16GB(-LS)?", 125.0, 15.7, 16, 900, 150),
+    ("v100", r"(Tesla )?V100-SXM[23]-\d+GB(-LS)?", 125.0, 15.7, 32, 900, 150),
+    ("v100-pcie-16", r"(Tesla )?V100-PCIE-16GB", 112.0, 14.0, 16, 900),
+    ("v100-pcie", r"(Tesla )?V100-PCIE-\d+GB", 112.0, 14.0, 32, 900),
+    ("v100s", r"(Tesla )?V100S-PCIE-\d+GB", 130.0, 16.4, 32, 1134),
+    ("t4", r"(Tesla )?T4", 65.0, 8.1, 16, 320),
+    ("rtx4000", r"Quadro RTX 4000", 57.0, 7.1, 8, 416),
+    ("rtx5000", r"Quadro RTX 5000", 89.2, 11.2, 16, 448),
+    ("rtx6000", r"Quadro RTX 6000", 130.5, 16.3, 24, 672),
+    ("rtx8000", r"Quadro RTX [68]000", 130.5, 16.3, 48, 672),
+    ("titan-rtx", r"TITAN RTX", 130.5, 16.3, 24, 672),
+)
+_AMPERE = (
+    ("a100-40", r"A100-SXM4-40GB", 312.0, 19.5, 40, 1555, 300),
+    ("a100", r"A100-SXM4-80GB", 312.0, 19.5, 80, 2039, 300),
+    ("a100-pcie-40", r"A100-PCIE-40GB", 312.0, 19.5, 40, 1555),
+    ("a100-pcie", r"A100-PCIE-80GB|A100 80GB PCIe", 312.0, 19.5, 80, 1935),
+    ("a30", r"A30", 165.0, 10.3, 24, 933),
+    ("a10", r"A10", 125.0, 31.2, 24, 600),
+    ("a40", r"A40", 149.7, 37.4, 48, 696),
+    ("a6000", r"RTX A6000", 154.8, 38.7, 48, 768),  # with sparsity 309.7, A5000 222.2, A4000 153.4
+    ("a5000", r"RTX A5000", 111.1, 27.8, 24, 768),
+    ("a4000", r"RTX A4000", 76.7, 19.2, 16, 448),
+    ("rtx3090", r"GeForce RTX 3090", 71.0, 35.6, 24, 936),  # GA102, Ada and RTX Blackwell white papers
+)
+_SINCE_FP8 = (
+    ("rtx4090", r"GeForce RTX 4090", 165.2, 82.6, 24, 1008),
+    ("rtx5090", r"GeForce RTX 5090", 209.5, 104.8, 32, 1792, 0, 50),
+    ("rtx6000-ada", r"RTX 6000 Ada Generation", 364.25, 91.1, 48, 960),  # FP8 with sparsity 1457.0
+    ("rtx5000-ada", r"RTX 5000 Ada Generation", 261.1, 65.3, 32, 576),  # FP8 with sparsity 1044.4
+    ("rtx4000-ada", r"RTX 4000 Ada Generation", 81.9, 26.7, 20, 360),  # FP8 with sparsity 327.6
+    ("l4", r"L4", 121.0, 30.3, 24, 300),
+    ("l40", r"L40", 181.05, 90.5, 48, 864),
+    ("l40s", r"L40S", 362.05, 91.6, 48, 864),
+    ("h100", r"H100 80GB HBM3", 989.4, 66.9, 80, 3350, 450, 50),  # with sparsity: SXM 1979, PCIe 1513, NVL 1671
+    ("h100-pcie", r"H100 PCIe", 756.0, 51.2, 80, 2000, 0, 50),
+    ("h100-nvl", r"H100 NVL", 835.5, 60.0, 94, 3900, 300, 50),
+    ("h200", r"H200", 989.4, 66.9, 141, 4800, 450, 50),  # with sparsity 1979, NVL 1671
+    ("h200-nvl", r"H200 NVL", 835.5, 60.0, 141, 4800, 450, 50),
+    ("gh200", r"GH200 (120GB|480GB)", 989.4, 66.9, 96, 4000, 450, 200),  # CPU by NVLink-C2C
+    ("gh200-144", r"GH200 144G HBM3e", 989.4, 66.9, 144, 4900, 450, 200),
+    ("b200", r"B200", 2250.0, 80.0, 180, 8000, 900, 50),  # DGX B200, eight GPUs with sparsity 36 PFLOP/s
+)
+
+
+def _device(
+    row: Sequence[Any], ampere: bool = True, fp8: bool = False, usual: tuple[float, float] = (0.0, 24.0)
+) -> Device:
+    name, pattern, tensor, vector, memory, bandwidth, *links = row
+    nvlink, pcie = (*links, *usual[len(links) :])
+    return Device(name, pattern, tensor, vector, memory * GIB, bandwidth * GB, nvlink * GB, pcie * GB, ampere, fp8)
+
+
+_ALL = (
+    *(_device(row, ampere=False, usual=(0.0, 12.0)) for row in _BEFORE_AMPERE),
+    *(_device(row) for row in _AMPERE),
+    *(_device(row, fp8=True) for row in _SINCE_FP8),
+)
+DEVICES = {device.name: device for device in _ALL}
+
+
+def device_of(name: str) -> Device | None:
+    """The device that nvidia-smi or the table calls so; None for one that is not known."""
+    plain = name.strip().removeprefix("NVIDIA ").strip()
+    known = DEVICES.get(plain.lower().replace(" ", "-"))
+    return known or next((device for device in DEVICES.values() if re.fullmatch(device.pattern, plain)), None)
+
+
+def peak_tflops(name: str, precision: str) -> float | None:
+    """Dense peak TFLOP/s of a GPU as nvidia-smi names it, in "bf16" or "fp16"; None where it is not known.
+
+    fp32 has none: whether it runs on tensor cores, as TF32, is a setting that records do not hold.
+    """
+    device = device_of(name) if precision in ("bf16", "fp16") else None
+    peak = device and device.peak(precision)
+    return peak / 1e12 if peak else None
