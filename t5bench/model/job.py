@@ -3,7 +3,7 @@
 Sizes are in tokens, layers and elements; names of arguments are those of Megatron without dashes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -33,6 +33,7 @@ class Architecture:
     family: str = "t5"
     kv_heads: int = 0
     gated: bool = False
+    activation: str = "gelu"
     tied: bool = True
     positions: str = "learned"
     position_rows: int = 0
@@ -91,6 +92,7 @@ class Architecture:
             family="t5" if t5 else "gpt",
             kv_heads=number("num_key_value_heads", heads),
             gated=_given(arguments, "swiglu"),
+            activation="silu" if _given(arguments, "swiglu") else "gelu",
             tied=not _given(arguments, "untie_embeddings_and_output_weights"),
             positions="rotary" if _given(arguments, "use_rotary_position_embeddings") else "learned",
             position_rows=number("max_position_embeddings"),
@@ -196,7 +198,7 @@ class Plan(Protocol):
 class Job:
     """One training. Batches are in samples; micro_batch is one GPU's.
 
-    engine: "megatron" (Megatron-DeepSpeed) or "native" here; published measurements name others (see memory.py).
+    engine: "megatron" (Megatron-DeepSpeed) or "native" here; published measurements name others, see software.py.
     attention: "unfused", "fused" (one kernel, PyTorch's or Transformer Engine's) or "flash", in encoder self-attention
     and cross-attention; causal_attention: in decoder self-attention, the same unless given. recompute: "none",
     "selective" (attention's core) or "full" (each layer keeps its input). distributed_optimizer: Megatron's own.
@@ -270,11 +272,6 @@ def padded(vocabulary: int, multiple: int, tensor: int = 1) -> int:
     """Rows of the embedding as Megatron pads it: a multiple of `multiple` on every tensor-parallel rank."""
     step = multiple * tensor
     return -(-vocabulary // step) * step
-
-
-def shares(layers: int, stages: int) -> Sequence[int]:
-    """Layers on each of `stages`, as even as they can be, the first stages the larger ones."""
-    return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
 
 def _given(arguments: Mapping[str, Any], switch: str) -> bool:

@@ -1,0 +1,168 @@
+"""The memory of every rank by component, what is allocated between iterations, and the moment of the peak.
+
+States: ZeRO (https://arxiv.org/abs/1910.02054) as the engines implement it. What is counted is what torch counts as
+allocated; ``in_use`` adds what a device reports beyond it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from t5bench.model.activations import activation_bytes, lengths, logits_bytes
+from t5bench.model.allocator import slack
+from t5bench.model.job import BYTES, Job
+from t5bench.model.machine import Device
+from t5bench.model.parameters import layer_tensors, parameters, stage_of, tensors
+from t5bench.model.software import SOFTWARE
+
+MIB = 2**20
+ADAM = 8  # bytes of two fp32 moments
+
+# What nvidia-smi counts and torch does not: about 0.5 GB of CUDA context with its loaded kernels, and the part of the
+# memory that the driver keeps, 0.55 GB on data-centre GPUs (docs/prediction.md says where these were read).
+CONTEXT = 500 * 10**6
+DRIVER = 550 * 10**6
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank. states: between iterations; moments: by name, what is there besides; cpu: in host memory."""
+
+    states: Mapping[str, float]
+    moments: Mapping[str, Mapping[str, float]]
+    cpu: Mapping[str, float]
+
+    @property
+    def allocated(self) -> float:
+        return sum(self.states.values())
+
+    @property
+    def moment(self) -> str:
+        """The moment at which most is allocated."""
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+    @property
+    def components(self) -> dict[str, float]:
+        """Everything at the moment of the peak."""
+        found = dict(self.states)
+        for name, size in self.moments[self.moment].items():
+            found[name] = found.get(name, 0.0) + size
+        return {name: size for name, size in found.items() if size}
+
+    @property
+    def peak(self) -> float:
+        return self.allocated + sum(self.moments[self.moment].values())
+
+
+def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
+    """The memory of a rank on pipeline stage `stage`. device: whose workspaces, those of an H100 unless given."""
+    count = parameters(job.architecture, job.parallel, stage)
+    states, cpu = model_states(job, count)
+    states["workspace"] = workspace(job, stage, device)
+    states["allocator"] = _allocator_slack(job, stage)
+    kept = activation_bytes(job, stage)
+    loss, gradients = logits_bytes(job, stage)
+    buffers = transient_states(job, count, stage)
+    moments = {
+        "loss": kept | buffers["forward"] | {"logits and loss": loss},
+        "start of backward": kept | buffers["backward"] | {"logits and loss": gradients},
+        "step": buffers["step"],
+    }
+    return Memory(states, moments, cpu)
+
+
+def model_states(job: Job, count: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Weights, gradients and optimizer states of `count` parameters that stay: on the GPU, and in CPU memory."""
+    e, n, zero = job.element, job.parallel.data, job.zero
+    masters = 4 if e == 2 else 0
+    gradient = _gradient_bytes(job)
+    if job.engine == "galvatron":
+        gradient = e
+    if job.distributed_optimizer:
+        found = {"weights": e, "gradients": gradient, "optimizer": (masters + ADAM) / n}
+    elif zero.stage == 0:
+        found = {"weights": e, "gradients": gradient, "optimizer": masters + ADAM}
+    else:
+        found = {
+            "weights": e / (n if zero.stage == 3 else 1),
+            "gradients": e / (n if zero.stage > 1 else 1),
+            "optimizer": (4 + ADAM) / n,
+        }
+    if job.engine == "autocast":  # fp32 weights with 16-bit copies, which autograd keeps
+        found = {"weights": 4 + 2, "gradients": 4, "optimizer": ADAM}
+    sizes = {name: each * count for name, each in found.items()}
+    cpu = {}
+    if zero.offload_optimizer or zero.offload_parameters:
+        cpu["optimizer"] = sizes.pop("optimizer") + 4 * count / n  # fp32 gradients
+        if zero.offload_parameters:
+            cpu["weights"] = sizes.pop("weights")
+    return sizes, cpu
+
+
+def _gradient_bytes(job: Job) -> int:
+    """Megatron accumulates in fp32 under bf16 and in fp16 under fp16; native/ in fp32."""
+    return BYTES["fp16"] if job.precision == "fp16" and job.engine not in ("native",) else 4
+
+
+def transient_states(job: Job, count: int, stage: int) -> dict[str, dict[str, float]]:
+    """What a moment adds to the states: ZeRO's buckets and gathered window, copies, the optimizer's temporaries."""
+    e, n, zero = job.element, job.parallel.data, job.zero
+    found: dict[str, dict[str, float]] = {"forward": {}, "backward": {}, "step": {}}
+    if zero.stage:
+        bucket = zero.reduce_bucket * e * (2 if zero.overlap else 1)
+        found["backward"]["reduction bucket"] = bucket
+        found["step"] = {"reduction bucket": bucket, "fp32 gradients": 0 if zero.offload_optimizer else 4 * count / n}
+        if zero.stage < 3:
+            found["step"]["flattened gradients"] = e * count / n
+    if zero.stage == 3:
+        window = e * min(count, zero.live_parameters, zero.reuse_distance / 2)
+        found["forward"]["gathered parameters"] = found["backward"]["gathered parameters"] = window
+    return found
+
+
+def workspace(job: Job, stage: int = 0, device: Device | None = None) -> float:
+    """cuBLAS, Transformer Engine and the scores of unfused attention; it stays once a first iteration has run.
+
+    cuBLAS has a workspace for the forward thread and one for autograd's: 32 MiB each on Hopper and under
+    CUBLAS_WORKSPACE_CONFIG=:4096:8, which deterministic runs set, else 8.125 (aten/src/ATen/cuda/CublasHandlePool.cpp).
+    """
+    kept, hopper = SOFTWARE[job.engine], device is None or (device.fp8 and device.bandwidth > 1.5e12)
+    deterministic = job.engine in ("megatron-core", "transformer-engine")  # their published tests are
+    found = 2 * (32 if hopper or deterministic else 8.125) * MIB
+    if job.engine == "transformer-engine":
+        found += (32 if hopper else 4) * MIB
+    if kept.scores_buffer and "unfused" in (job.attention, job.causal_attention):
+        found += _scores_buffer(job, stage)
+    return found
+
+
+def _scores_buffer(job: Job, stage: int) -> float:
+    """As large as the largest scores of a layer that the stage has."""
+    a, size, part = job.architecture, lengths(job), stage_of(job.architecture, job.parallel, stage)
+    scores = [size.encoder**2] if part.encoder_layers and job.attention == "unfused" else []
+    if part.decoder_layers:
+        scores += [size.decoder**2] if job.causal_attention == "unfused" else []
+        scores += [size.decoder * size.encoder] if job.attention == "unfused" else []
+    return job.element * job.micro_batch * a.heads / job.parallel.tensor * max(scores, default=0)
+
+
+def _allocator_slack(job: Job, stage: int) -> float:
+    """Of states with a tensor for every parameter: weights, one gradient buffer, masters and Adam's two moments.
+
+    ZeRO and Megatron's distributed optimizer have a few flat tensors, of which next to nothing is lost.
+    """
+    if job.zero.stage or job.distributed_optimizer or job.element == 4:
+        return 0.0
+    sizes = [size for part in tensors(job.architecture, job.parallel, stage).values() for size in part]
+    moments = [4 * size for size in sizes for _ in range(2)]
+    return slack([*(2 * size for size in sizes), 4 * sum(sizes), *(4 * size for size in sizes), *moments])
+
+
+def in_use(memory: Memory, cached: float = 0.0) -> float:
+    """What the device reports at the peak. cached: blocks that the allocator keeps and cannot use then."""
+    return memory.peak + cached + CONTEXT + DRIVER
+
+
+def layer_states(job: Job, decoder: bool = False) -> float:
+    """Bytes of one layer's weights, gradients and optimizer states on a rank."""
+    count = sum(layer_tensors(job.architecture, job.parallel.tensor, decoder))
+    return sum(model_states(job, count)[0].values())
