@@ -14,13 +14,12 @@ from t5bench.model.machine import Device
 from t5bench.model.parameters import layer_tensors, parameters, stage_of, tensors
 from t5bench.model.software import SOFTWARE
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 ADAM = 8  # bytes of two fp32 moments
 
-# What nvidia-smi counts and torch does not: about 0.5 GB of CUDA context with its loaded kernels, and the part of the
-# memory that the driver keeps, 0.55 GB on data-centre GPUs (docs/prediction.md says where these were read).
-CONTEXT = 500 * 10**6
-DRIVER = 550 * 10**6
+# What a device reports in use and torch does not count: a CUDA context with its kernels, 400 to 612 MiB in public
+# reports, and what the driver reserves, 462 MiB in the median of twelve public ``nvidia-smi -q`` of H100, L40S and A40.
+CONTEXT, DRIVER = 500 * 10**6, 462 * MIB
 
 
 @dataclass(frozen=True)
@@ -160,6 +159,19 @@ def _allocator_slack(job: Job, stage: int) -> float:
 def in_use(memory: Memory, cached: float = 0.0) -> float:
     """What the device reports at the peak. cached: blocks that the allocator keeps and cannot use then."""
     return memory.peak + cached + CONTEXT + DRIVER
+
+
+def cached_scores(job: Job) -> float:
+    """Blocks that the allocator keeps while the loss is computed and that fit nothing then, of autocast's attention.
+
+    Of each score of the decoder: its bias with the mask for self-attention and for cross-attention, in fp32, the score
+    and the probability in 16 bits, and the score in fp32 (transformers, models/t5/modeling_t5.py, T5Attention.forward).
+    """
+    a, size = job.architecture, lengths(job)
+    if job.engine != "autocast" or job.attention != "unfused":
+        return 0.0
+    own, cross = size.decoder**2, size.decoder * size.encoder * a.cross_attention
+    return a.heads * job.micro_batch * (4 * own + 4 * cross + 8 * max(own, cross))
 
 
 def layer_states(job: Job, decoder: bool = False) -> float:

@@ -1,0 +1,253 @@
+"""``python -m t5bench predict --check FILE``: published measurements held against the model, point by point.
+
+Which class a pair of throughputs belongs to is decided from its inputs. Nothing is fitted to a point.
+"""
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import mean, median
+from typing import Any
+
+from tabulate import tabulate
+
+from t5bench.model import time
+from t5bench.model.activations import layer_bytes
+from t5bench.model.memory import GIB, MIB, cached_scores, in_use, layer_states, memory_of
+from t5bench.predict.published import (
+    Point,
+    Unpredictable,
+    device_of,
+    job_of,
+    machine_of,
+    memory_of_gpu,
+    read,
+    software,
+)
+
+HEADINGS = {
+    "memory": "Allocated memory",
+    "peak": "Peak memory",
+    "states": "States of a layer",
+    "activation": "Activations",
+    "bound": "Fits or not",
+    "ratio": "Ratios of throughput in one source, layouts alone",
+    "throughput": "Throughput, samples per second",
+}
+SIGNED = "throughput"  # whose ratio of measured to predicted is what is told
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One figure. use: a key of HEADINGS."""
+
+    use: str
+    point: str
+    source: str
+    what: str
+    measured: float
+    predicted: float
+    unit: str
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A point that cannot be predicted in a use, and why."""
+
+    use: str
+    point: str
+    reason: str
+
+
+Found = Iterator[Comparison | Missing]
+
+
+def compare_all(points: Sequence[Point]) -> list[Comparison | Missing]:
+    found = [entry for point in points for entry in _of_point(point)]
+    return [*found, *ratios(points)]
+
+
+def _of_point(point: Point) -> Found:
+    parts: dict[str, Callable[[Point], Found]] = {
+        "memory": _memory,
+        "activation": _activations,
+        "bound": _bound,
+        "throughput": _throughput,
+    }
+    for use in point.use:
+        if use not in parts:
+            continue
+        try:
+            if use != "throughput" and not software(point):
+                raise Unpredictable(f"what {point.source.repo} keeps in memory is not known")
+            found = list(parts[use](point))
+            yield from found or [Missing(use, point.id, "it has no figure of this kind that the model has")]
+        except (Unpredictable, ValueError) as reason:
+            yield Missing(use, point.id, str(reason))
+
+
+def _memory(point: Point) -> Found:
+    """Of the last rank, which is the one that Megatron logs."""
+    measured, job = point.measured, job_of(point)
+
+    def row(use: str, what: str, measured: float, predicted: float, unit: float, name: str) -> Comparison:
+        return Comparison(use, point.id, point.source.repo or "", what, measured / unit, predicted / unit, name)
+
+    found = memory_of(job, job.parallel.pipeline - 1, device_of(point))
+    if "memory_allocated_bytes" in measured:
+        yield row("memory", "allocated", measured["memory_allocated_bytes"], found.allocated, 1e9, "GB")
+    if "peak_memory_allocated_bytes" in measured:
+        yield row("peak", "peak allocated", measured["peak_memory_allocated_bytes"], found.peak, 1e9, "GB")
+    if "memory_in_use_mib" in measured:
+        used = in_use(found, cached_scores(job))
+        yield row("peak", "device memory in use", measured["memory_in_use_mib"] * MIB, used, 1e9, "GB")
+    for decoder, name in enumerate(("encoder", "decoder")):
+        if states := measured.get(f"{name}_layer_model_states_mib"):
+            yield row("states", f"{name} layer", states * MIB, layer_states(job, bool(decoder)), MIB, "MiB")
+
+
+def _activations(point: Point) -> Found:
+    measured = point.measured
+
+    def row(what: str, measured: float, predicted: float, unit: str = "MiB") -> Comparison:
+        size = {"MiB": MIB, "GB": 1e9}[unit]
+        return Comparison("activation", point.id, point.source.repo or "", what, measured, predicted / size, unit)
+
+    if "peak_minus_allocated_bytes" in measured:
+        job = job_of(point)
+        found = memory_of(job, job.parallel.pipeline - 1, device_of(point))
+        yield row("peak - allocated", measured["peak_minus_allocated_bytes"] / 1e9, found.peak - found.allocated, "GB")
+    for decoder, name in enumerate(("encoder", "decoder")):
+        if size := measured.get(f"{name}_layer_activation_mib"):
+            yield row(f"{name} layer", size, layer_bytes(job_of(point), bool(decoder)))
+        for tensor, size in measured.get(f"{name}_layer_activation_mb", {}).items():  # mebibytes, by their parameters
+            yield row(f"{name} layer, TP {tensor}", size, layer_bytes(job_of(point, int(tensor)), bool(decoder)))
+
+
+def _bound(point: Point) -> Found:
+    """1 where the micro-batch fits, as it did."""
+    memory = memory_of_gpu(point)
+    if not memory:
+        raise Unpredictable("the GPU's memory is not stated")
+    used = in_use(memory_of(job_of(point), 0, device_of(point)))
+    what = f"{used / GIB:.1f} of {memory / GIB:.0f} GiB"
+    yield Comparison("bound", point.id, point.source.repo or "", what, 1, float(used <= memory), "")
+
+
+def samples_per_second(point: Point) -> float:
+    """From whichever figure a source gives. Raises Unpredictable."""
+    measured, batch = point.measured, point.global_batch or point.global_batch_inferred
+    for name in ("samples_per_second", "samples_per_second_derived", "sequences_per_second_derived"):
+        if name in measured:
+            return measured[name]
+    if "tokens_per_second" in measured and point.lengths.encoder:
+        return measured["tokens_per_second"] / point.lengths.encoder
+    for name in ("seconds_per_iteration_median", "seconds_per_iteration", "seconds_per_iteration_derived"):
+        if name in measured and batch:
+            return batch / measured[name]
+    raise Unpredictable("it has no samples per second of training")
+
+
+def predicted_rate(point: Point) -> tuple[float, time.Time]:
+    """Samples per second and the iteration's parts. Raises Unpredictable."""
+    job = job_of(point)
+    if job.parallel.world != (point.hardware.count or job.parallel.world):
+        raise Unpredictable(f"its layout has {job.parallel.world} GPUs and its hardware {point.hardware.count}")
+    found = time.iteration(job, machine_of(point))
+    return job.global_batch / found.total, found
+
+
+def _throughput(point: Point) -> Found:
+    if not point.hardware.gpu:
+        raise Unpredictable("the GPU is not stated")
+    rate = samples_per_second(point)
+    yield Comparison("throughput", point.id, point.source.repo or "", "", rate, predicted_rate(point)[0], "1/s")
+
+
+def _kind(point: Point) -> str:
+    """What two points must share to differ in layout alone: everything that is stated but parallelism and batches."""
+    source, hardware = point.source, point.hardware
+    shared: list[Any] = [source.repo, source.commit, source.path, source.url, msgspec_text(point.model)]
+    shared += [msgspec_text(point.lengths), point.precision, point.optimizer, point.dropout, point.attention_kernel]
+    return json.dumps([*shared, point.activation_checkpointing, hardware.gpu, point.how_counted])
+
+
+def msgspec_text(struct: Any) -> str:
+    return repr(struct)
+
+
+def ratios(points: Iterable[Point]) -> Found:
+    """Of every two points of one kind whose layouts differ, the one with more GPUs over the one with fewer."""
+    kinds: dict[str, list[tuple[Point, float, float]]] = {}
+    for point in points:
+        if "ratio" not in point.use:
+            continue
+        try:
+            rate, (predicted, parts) = samples_per_second(point), predicted_rate(point)
+            if parts.limit == "host":
+                raise Unpredictable("launching its kernels takes longest, which depends on the host")
+        except (Unpredictable, ValueError) as reason:
+            yield Missing("ratio", point.id, str(reason))
+            continue
+        kinds.setdefault(_kind(point), []).append((point, rate, predicted))
+    for members in kinds.values():
+        members.sort(key=lambda member: (job_of(member[0]).parallel.world, member[0].id))
+        pairs = [pair for pair in itertools.combinations(members, 2) if pair[0][0].parallel != pair[1][0].parallel]
+        if not pairs:
+            for point, *_ in members:
+                yield Missing("ratio", point.id, "no other point differs from it in its layout alone")
+        for (base, base_rate, base_predicted), (point, rate, predicted) in pairs:
+            names = f"{point.id} / {base.id}"
+            measured, expected = rate / base_rate, predicted / base_predicted
+            yield Comparison("ratio", names, base.source.repo or base.source.url or "", "", measured, expected, "")
+
+
+def summary(rows: Sequence[Comparison]) -> str:
+    """Mean, median and worst of the errors; for throughput the distribution of measured / predicted."""
+    if rows[0].use == "bound":
+        return f"{sum(row.measured == row.predicted for row in rows)} of {len(rows)} as published"
+    if rows[0].use == SIGNED:
+        shares = sorted(row.measured / row.predicted for row in rows)
+        return (
+            f"{len(rows)} points: measured / predicted {shares[0]:.2f} to {shares[-1]:.2f}, median {median(shares):.2f}"
+        )
+    errors = [abs(row.error) for row in rows]
+    return f"{len(rows)} figures: mean {mean(errors):.1%}, median {median(errors):.1%}, worst {max(errors):.1%}"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises Problem. 1 where an entry is damaged."""
+    points, sentences = read(args.check)
+    found = compare_all(points)
+    rows = {use: [row for row in found if isinstance(row, Comparison) and row.use == use] for use in HEADINGS}
+    missing = [entry for entry in found if isinstance(entry, Missing)]
+    if args.json:
+        content = {"rows": [asdict(row) | {"error": row.error} for use in rows.values() for row in use]}
+        print(json.dumps(content | {"missing": [asdict(entry) for entry in missing], "notes": sentences}, indent=2))
+    else:
+        for use, entries in rows.items():
+            if entries:
+                show(use, entries)
+        print(f"\n{len(missing)} figures cannot be predicted")
+        print(tabulate([(entry.use, entry.point, entry.reason) for entry in missing], tablefmt="plain"))
+        for sentence in sentences:
+            print(f"note: {sentence}")
+    return int(any("damaged" in sentence for sentence in sentences))
+
+
+def show(use: str, rows: Sequence[Comparison]) -> None:
+    print(f"\n{HEADINGS[use]}: {summary(rows)}")
+    if use in ("ratio", "throughput"):
+        for source in dict.fromkeys(row.source for row in rows):
+            print(f"  {source}: {summary([row for row in rows if row.source == source])}")
+    cells = [
+        (row.point, row.what, f"{row.measured:.4g}", f"{row.predicted:.4g} {row.unit}", f"{row.error:+.1%}")
+        for row in rows
+    ]
+    print(tabulate(cells, headers=("point", "", "measured", "predicted", "error"), disable_numparse=True))

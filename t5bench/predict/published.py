@@ -1,0 +1,274 @@
+"""Measurements that others published, in the format of docs/published_training_measurements.json, as jobs and machines.
+
+What a source does not state is filled by a rule over what it does state; a rule never names a point.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from t5bench import Problem
+from t5bench.model.job import Architecture, Job, Parallel, Zero, padded
+from t5bench.model.machine import DEVICES, GB, Device, Link, Machine
+
+Text, Whole, Number = str | None, int | None, float | None
+
+
+class Source(msgspec.Struct):
+    repo: Text = None
+    commit: Text = None
+    path: Text = None
+    line: Whole = None
+    url: Text = None
+    config: Sequence[Mapping[str, Text]] = ()
+    date: Text = None
+
+
+class Model(msgspec.Struct):
+    architecture: str
+    name: Text = None
+    encoder_layers: Whole = None
+    decoder_layers: Whole = None
+    hidden: Whole = None
+    ffn: Whole = None
+    heads: Whole = None
+    kv_channels: Whole = None
+    gated: bool | None = None
+    activation: Text = None
+    vocab: Whole = None
+    tied: bool | None = None
+    position: Text = None
+    parameters_stated: Text = None
+    query_groups: Whole = None
+
+
+class Lengths(msgspec.Struct):
+    encoder: Whole = None
+    decoder: Whole = None
+
+
+class Layout(msgspec.Struct):
+    tp: int | str | None = None
+    pp: Whole = None
+    dp: Whole = None
+    sp: bool | None = None
+    zero_stage: Whole = None
+    offload: Text = None
+    layers_per_virtual_stage: Whole = None
+    encoder_pp: Whole = None
+    decoder_pp: Whole = None
+
+
+class Hardware(msgspec.Struct):
+    gpu: Text = None
+    count: Whole = None
+    nodes: Whole = None
+    interconnect: Text = None
+    note: Text = None
+
+
+class Point(msgspec.Struct):
+    """One published measurement. measured: by name, with its unit in the name. use: what it can be held against."""
+
+    id: str
+    source: Source
+    model: Model
+    lengths: Lengths
+    precision: str
+    parallel: Layout
+    hardware: Hardware
+    measured: Mapping[str, Any]
+    use: Sequence[str]
+    how_counted: Text = None
+    optimizer: Text = None
+    dropout: Number = None
+    attention_kernel: Text = None
+    activation_checkpointing: Text = None
+    micro_batch: Whole = None
+    global_batch: Whole = None
+    global_batch_inferred: Whole = None
+    caveats: Sequence[str] = ()
+    confidence: Text = None
+
+
+def read(path: Path) -> tuple[list[Point], list[str]]:
+    """The points of a file, and a sentence for each entry or field that cannot be understood. Raises Problem."""
+    try:
+        entries = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise Problem(f"{path} cannot be read: {error}", "Give a file of published measurements") from error
+    if not isinstance(entries, list):
+        raise Problem(f"{path} holds no list of measurements", "See docs/published_training_measurements.json")
+    points, sentences = [], []
+    for number, entry in enumerate(entries, 1):
+        name = entry.get("id", f"entry {number}") if isinstance(entry, dict) else f"entry {number}"
+        try:
+            points.append(msgspec.convert(entry, Point))
+        except msgspec.ValidationError as error:
+            sentences.append(f"{name} is damaged and left out: {error}")
+            continue
+        sentences += [f"{name}: the field {field} is not known and ignored" for field in _unknown(entry, Point)]
+    return points, sentences
+
+
+def _unknown(entry: Mapping[str, Any], form: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
+    known = {field.name: field.type for field in msgspec.structs.fields(form)}
+    for name, value in entry.items():
+        if name not in known:
+            yield prefix + name
+        elif isinstance(known[name], type) and issubclass(known[name], msgspec.Struct):
+            yield from _unknown(value, known[name], f"{prefix}{name}.")
+
+
+class Unpredictable(Exception):
+    """Why a point cannot be predicted."""
+
+
+# Vocabularies of tokenizers, where a source does not state its own: bert-base-uncased, GPT-2, T5; mT5 by name.
+VOCABULARIES = {"bert": 30522, "gpt": 50257, "t5": 32128, "bart": 50265}
+MT5_VOCABULARY = 250_112
+HEAD_SIZE, DROPOUT = 64, 0.1  # of all these models, and the default of Megatron and of Hugging Face's configurations
+MULTIPLE = 128  # of Megatron's padding
+
+
+def software(point: Point) -> str:
+    """The name that t5bench/model/software.py has for what made a measurement, "" for other software."""
+    repository, kernel = point.source.repo or "", point.attention_kernel or ""
+    if repository == "NVIDIA/Megatron-LM":
+        return "megatron-core" if kernel and "Transformer Engine" not in kernel else "transformer-engine"
+    if repository.startswith("PKU-DAIR/"):
+        return "galvatron" if repository.endswith("Galvatron") else "galvatron-1"
+    if re.search(r"\bHF\b|Hugging", kernel):
+        return "autocast" if re.search("autocast|AMP", point.precision) else "huggingface"
+    return ""
+
+
+def architecture_of(point: Point, tensor: int) -> Architecture:
+    """Raises Unpredictable."""
+    model, lengths, whose = point.model, point.lengths, software(point)
+    family = model.architecture
+    if family not in VOCABULARIES:
+        raise Unpredictable(f"the architecture {family} is not known")
+    if not model.hidden:
+        raise Unpredictable("the hidden size is not stated")
+    if not lengths.encoder and not lengths.decoder:
+        raise Unpredictable("the sequence length is not stated")
+    heads = model.heads or model.hidden // (model.kv_channels or HEAD_SIZE)
+    vocabulary = model.vocab or (MT5_VOCABULARY if "mt5" in (model.name or "").lower() else VOCABULARIES[family])
+    original = model.position == "relative"  # T5 as it was published: RMS norms and no biases
+    per_layer = whose.startswith("galvatron") and model.encoder_layers is None
+    return Architecture(
+        encoder_layers=1 if per_layer else model.encoder_layers or 0,
+        decoder_layers=1 if per_layer else model.decoder_layers or 0,
+        hidden=model.hidden,
+        heads=heads,
+        head_size=model.kv_channels or model.hidden // heads,
+        ffn=model.ffn or 4 * model.hidden,
+        encoder_length=lengths.encoder or 0,
+        decoder_length=lengths.decoder or 0,
+        padded_vocabulary=vocabulary if original else padded(vocabulary, MULTIPLE, tensor),
+        family=family,
+        kv_heads=model.query_groups or heads,
+        gated=bool(model.gated),
+        activation=model.activation or "gelu",
+        tied=model.tied is not False,
+        positions=model.position or "learned",
+        biases=not original,
+        head_bias=not original and family != "gpt",
+        norm="rms" if original or whose == "galvatron" else "layer",
+    )
+
+
+def job_of(point: Point, tensor: int | None = None) -> Job:
+    """What was trained. tensor: of a point that has figures for several tensor-parallel sizes. Raises Unpredictable."""
+    layout, optimizer = point.parallel, point.optimizer or ""
+    t = tensor or layout.tp or 1
+    if not isinstance(t, int):
+        raise Unpredictable(f"it has several tensor-parallel sizes, {t}")
+    if not point.micro_batch:
+        raise Unpredictable("the micro-batch size is not stated")
+    architecture = architecture_of(point, t)
+    pipeline, data, offload = layout.pp or 1, layout.dp or 1, layout.offload or ""
+    stage_layers = max(architecture.encoder_layers, architecture.decoder_layers) // pipeline
+    distributed = "distributed" in optimizer.replace("not distributed", "")
+    precision = re.match("bf16|fp16|fp32|tf32|fp8", point.precision)
+    if not precision:
+        raise Unpredictable(f"the precision {point.precision} is not known")
+    return Job(
+        architecture=architecture,
+        parallel=Parallel(
+            tensor=t,
+            pipeline=pipeline,
+            data=data,
+            split_rank=layout.encoder_pp,
+            sequence_parallel=bool(layout.sp),
+            virtual_stages=stage_layers // layout.layers_per_virtual_stage if layout.layers_per_virtual_stage else 1,
+            devices_per_node=max(1, (point.hardware.count or 8) // (point.hardware.nodes or 1)),
+        ),
+        micro_batch=point.micro_batch,
+        global_batch=point.global_batch or point.global_batch_inferred or point.micro_batch * data,
+        zero=Zero(0 if distributed else layout.zero_stage or 0, "optimizer" in offload, "parameters" in offload),
+        distributed_optimizer=distributed,
+        precision=precision[0],
+        recompute=next((way for way in ("full", "selective") if _starts(point.activation_checkpointing, way)), "none"),
+        attention=_attention(point),
+        dropout=DROPOUT if point.dropout is None else point.dropout,
+        engine=software(point) or "megatron-core",
+    )
+
+
+def _starts(text: Text, word: str) -> bool:
+    return (text or "").startswith(word)
+
+
+def _attention(point: Point) -> str:
+    """Where no kernel is stated, Transformer Engine's choice: cuDNN's on Hopper, flash-attn before; else unfused."""
+    kernel, engine = (point.attention_kernel or "").lower(), software(point)
+    for word, found in {"unfused": "unfused", "flash": "flash", "fused": "fused", "sdpa": "fused"}.items():
+        if word in kernel:
+            return found
+    if kernel or (engine != "transformer-engine" and "fp8" not in point.precision):
+        return "unfused"
+    return "fused" if "H100" in (point.hardware.gpu or "") else "flash"
+
+
+# GPUs as sources name them, most special first.
+GPUS = {
+    r"V100.*16\s?GB": "v100-16", "V100": "v100", r"A100.*40\s?GB": "a100-40", "A100": "a100", "H100": "h100",
+    "H200": "h200", "GH200": "gh200", "L40S": "l40s", "L40": "l40", "Titan RTX": "titan-rtx", "T4": "t4",
+}  # fmt: skip
+# What one node sends over all its interfaces: eight of 200 Gbit/s in a DGX A100, eight of 400 in a DGX H100, four of
+# 100 in a DGX-1 (data sheets); sources hardly ever say what their nodes have.
+BETWEEN = {"a100": 200, "a100-40": 200, "h100": 400, "h200": 400}
+OTHER_BETWEEN = 50
+
+
+def device_of(point: Point) -> Device | None:
+    """None where the GPU is not stated or not known."""
+    name = point.hardware.gpu or ""
+    return next((DEVICES[known] for pattern, known in GPUS.items() if re.search(pattern, name)), None)
+
+
+def memory_of_gpu(point: Point) -> int | None:
+    """Bytes, from what the source says of the GPU."""
+    stated = re.search(r"(\d+)\s?GB", point.hardware.gpu or "")
+    device = device_of(point)
+    return int(stated[1]) * 2**30 if stated else device and device.memory
+
+
+def machine_of(point: Point) -> Machine:
+    """A GPU that is not stated is taken for an A100, which a ratio within one source hardly depends on."""
+    device = device_of(point) or DEVICES["a100"]
+    hardware = point.hardware
+    if hardware.gpu and not device_of(point):
+        raise Unpredictable(f"the GPU {hardware.gpu} is not known")
+    if not hardware.gpu and not hardware.interconnect and (hardware.nodes or 1) > 1:
+        raise Unpredictable("neither the GPU nor what joins its nodes is stated")
+    usable = re.search(r"usable (\d+) Gb/s", hardware.interconnect or "")
+    between = float(usable[1]) / 8 if usable else BETWEEN.get(device.name, OTHER_BETWEEN)
+    count, nodes = hardware.count or 1, hardware.nodes or 1
+    inside = Link(device.nvlink or device.pcie, 5e-6)
+    return Machine(device, inside, Link(between * GB, 15e-6), max(1, count // nodes))
