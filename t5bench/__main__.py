@@ -21,6 +21,9 @@ COMMANDS = {
     "strategies": ("t5bench.plan.launchers", "the names of the strategies, in the order of their ports"),
     "sweep": ("t5bench.sweep.command", "run strategies one after another, and compare them"),
     "cluster": ("t5bench.cluster.check", "whether the nodes can run together, before a run finds out"),
+    "predict": ("t5bench.predict.command", "what each strategy will cost: memory, bytes, time; before anything runs"),
+    "plan": ("t5bench.predict.search", "every layout of a model on so many GPUs, ranked by predicted time"),
+    "layout": ("t5bench.predict.layout", "which rank is where, and every process group with its members"),
     "wandb": ("t5bench.report.wandb_report", "put a comparison into its W&B project"),
 }
 

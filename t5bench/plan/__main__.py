@@ -187,6 +187,10 @@ def main() -> int:
         plan, besides = make(request)
         if plan.layout:
             plan = resume(plan, request)
+    if plan.layout and (request.dry_run or plan.device == "cuda"):
+        from t5bench.plan.forecast import forecast
+
+        request.findings.notes += forecast(plan, is_dry_run=request.dry_run)
     starts = not request.findings.obstacles and not request.dry_run
     if starts:
         try:

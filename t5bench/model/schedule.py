@@ -1,0 +1,105 @@
+"""When each pipeline stage computes: one forward, one backward, simulated for any number of unequal stages.
+
+1F1B is of Narayanan et al. (https://arxiv.org/abs/2104.04473, section 2.2), its interleaved form included: a GPU has
+several chunks of the model, and micro-batches go round the GPUs once for each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A stage's work on one micro-batch: way is "F" or "B", chunk the model chunk of the stage, times in seconds."""
+
+    stage: int
+    way: str
+    micro_batch: int
+    chunk: int
+    start: float
+    end: float
+
+
+def order(stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[tuple[str, int, int]]:
+    """What a stage does, one after the other: (way, micro-batch, chunk)."""
+    if chunks > 1 and micro_batches % stages:
+        raise ValueError(f"the interleaved schedule takes a multiple of {stages} micro-batches, found {micro_batches}")
+    total, round_ = micro_batches * chunks, stages * chunks
+    ahead = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
+    ahead = min(total, ahead)
+
+    def forward(k: int) -> tuple[str, int, int]:
+        if chunks == 1:
+            return "F", k, 0
+        return "F", k // round_ * stages + k % stages, k % round_ // stages
+
+    def backward(k: int) -> tuple[str, int, int]:
+        _, micro_batch, chunk = forward(k)
+        return "B", micro_batch, chunks - 1 - chunk
+
+    steady = [step for k in range(total - ahead) for step in (forward(ahead + k), backward(k))]
+    return [*map(forward, range(ahead)), *steady, *map(backward, range(total - ahead, total))]
+
+
+def one_f_one_b(
+    forward: Sequence[float], backward: Sequence[float], micro_batches: int, transfer: float = 0.0, chunks: int = 1
+) -> list[Slot]:
+    """The slots of an iteration, in the order in which they start.
+
+    forward, backward: seconds of a micro-batch on each stage, all of its chunks together. transfer: seconds from one
+    stage to the next, in which neither of them waits.
+    """
+    stages = len(forward)
+    last = stages * chunks - 1
+    queues = [iter(order(stage, stages, micro_batches, chunks)) for stage in range(stages)]
+    heads = [next(queue, None) for queue in queues]
+    free, ends, slots = [0.0] * stages, {}, []
+    ready = list(range(stages))
+    while ready:
+        stage = ready.pop()
+        while head := heads[stage]:
+            way, micro_batch, chunk = head
+            place = chunk * stages + stage  # of the chunk among all of the model's
+            if way == "F":
+                needed = None if place == 0 else ("F", micro_batch, place - 1)
+            else:
+                needed = ("F", micro_batch, last) if place == last else ("B", micro_batch, place + 1)
+            if needed is not None and needed not in ends:
+                break
+            arrives = 0.0 if needed is None else ends[needed] + transfer * (needed[2] != place)
+            start = max(free[stage], arrives)
+            free[stage] = start + (forward if way == "F" else backward)[stage] / chunks
+            ends[way, micro_batch, place] = free[stage]
+            slots.append(Slot(stage, way, micro_batch, chunk, start, free[stage]))
+            heads[stage] = next(queues[stage], None)
+            ready.extend({(stage + 1) % stages, (stage - 1) % stages} - {stage})
+    return sorted(slots, key=lambda slot: (slot.start, slot.stage))
+
+
+def duration(
+    forward: Sequence[float], backward: Sequence[float], micro_batches: int, transfer: float = 0.0, chunks: int = 1
+) -> float:
+    """Seconds from the first forward to the last backward; long schedules are carried on from their steady state."""
+    stages = len(forward)
+    if stages == 1:
+        return micro_batches * (forward[0] + backward[0])
+    few = 4 * stages
+    if micro_batches <= few + stages:
+        return max(slot.end for slot in one_f_one_b(forward, backward, micro_batches, transfer, chunks))
+    few += (micro_batches - few) % stages
+    short, longer = (
+        max(slot.end for slot in one_f_one_b(forward, backward, count, transfer, chunks))
+        for count in (few, few + stages)
+    )
+    return longer + (longer - short) / stages * (micro_batches - few - stages)
+
+
+def draw(slots: Sequence[Slot], width: int = 100) -> str:
+    """The schedule as text, a line for each stage: digits are forwards, letters backwards, dots waiting."""
+    end = max(slot.end for slot in slots)
+    lines = [["."] * width for _ in range(1 + max(slot.stage for slot in slots))]
+    for slot in slots:
+        begin, stop = (round(time / end * width) for time in (slot.start, slot.end))
+        mark = str(slot.micro_batch % 10) if slot.way == "F" else chr(ord("a") + slot.micro_batch % 26)
+        lines[slot.stage][begin:stop] = mark * (stop - begin)
+    return "\n".join(f"stage {stage:<3} {''.join(line)}" for stage, line in enumerate(lines))

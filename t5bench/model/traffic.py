@@ -1,0 +1,303 @@
+"""Every collective of an iteration, and what a node's network interface counts of them.
+
+As the two engines do it, not as a textbook would: Megatron-DeepSpeed at commit 4efb479d (optimizer/optimizer.py,
+core/tensor_parallel, core/pipeline_parallel), DeepSpeed 0.18.3 (runtime/zero) and native/.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, log2
+
+from t5bench.model.groups import Groups, coordinates, groups, place_of
+from t5bench.model.job import Architecture, Job, Parallel
+from t5bench.model.parameters import parameters, stage_of
+
+# Measured with torch 2.13's gloo over TCP: a message costs its two ends this much together besides its data (two
+# headers of 48 bytes, and packets' of 66), and data one TCP/IP header for each packet of 64 KiB that the interface is
+# handed. Links whose cards count packets of 1,500 bytes add 5 % instead.
+MESSAGE = 350
+HEADERS = 0.001
+GLOO_SEGMENT = 2**20
+DDP_BUCKET = 25 * 2**20  # PyTorch's, whose first one has 1 MiB
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kind of collective: `count` of them an iteration in every `group` of these stages, of `bytes` each.
+
+    bytes: an all-reduce's buffer, the whole of what is gathered or scattered, a message. For "send" stages send to the
+    next one, for "send back" to the one before. overlap: what is computed at the same time, "" where all wait.
+    """
+
+    what: str
+    group: str
+    kind: str
+    stages: tuple[int, ...]
+    count: int
+    bytes: float
+    when: str
+    overlap: str = ""
+
+
+def rows(job: Job) -> list[Row]:
+    """All collectives of an iteration; those that an engine makes in a group of one are left out."""
+    found: dict[Row, list[int]] = {}
+    for stage in range(job.parallel.pipeline):
+        for row in (*_data_parallel(job, stage), *_tensor_parallel(job, stage), *_pipeline(job, stage)):
+            if row.count and row.bytes:
+                found.setdefault(row, []).append(stage)
+    return [Row(**{**vars(row), "stages": tuple(stages)}) for row, stages in found.items()]
+
+
+@lru_cache(maxsize=65536)
+def stage_size(a: Architecture, parallel: Parallel, stage: int) -> int:
+    """Parameters of a rank."""
+    return parameters(a, parallel, stage)
+
+
+def stage_layers(job: Job, stage: int) -> tuple[int, int]:
+    """Encoder and decoder layers on a stage."""
+    found = stage_of(job.architecture, job.parallel, stage)
+    return found.encoder_layers, found.decoder_layers
+
+
+def large_tensors(job: Job, stage: int) -> int:
+    """Elements of the weights, the embedding apart, that are larger than ZeRO-3's persistence threshold."""
+    a, t = job.architecture, job.parallel.tensor
+    encoder, decoder = stage_layers(job, stage)
+    h, q, k = a.hidden, a.query, a.key
+    own = [(q + 2 * k) * h // t, q * h // t, (2 if a.gated else 1) * h * a.ffn // t, a.ffn * h // t]
+    cross = [q * h // t, 2 * k * h // t, q * h // t] if a.cross_attention else []
+    weights = own * (encoder + decoder) + cross * decoder + ([a.position_rows * h] if a.positions == "learned" else [])
+    return sum(size for size in weights if size > job.zero.persistence_threshold)
+
+
+def _data_parallel(job: Job, stage: int) -> Iterator[Row]:
+    if job.parallel.data == 1:
+        return
+    zero, size, m = job.zero, stage_size(job.architecture, job.parallel, stage), job.micro_batches
+
+    def row(what: str, kind: str, count: int, each: float, when: str, overlap: str = "") -> Row:
+        return Row(what, "data", kind, (), count, each, when, overlap)
+
+    gradients = size * job.reduction_bytes
+    if zero.stage == 0 and job.engine == "native":
+        buckets = 1 + ceil(gradients / DDP_BUCKET)
+        yield row("gradients", "all-reduce", buckets, gradients / buckets, "last backward", "last backward")
+    elif zero.stage == 0 and job.distributed_optimizer:
+        yield row("gradients", "reduce-scatter", 1, gradients, "after backward")
+        yield row("parameters", "all-gather", 1, size * job.element, "after the optimizer")
+    elif zero.stage == 0:
+        yield row("gradients", "all-reduce", 1, gradients, "after backward")
+    else:
+        times = m if zero.stage > 1 else 1
+        buckets = ceil(size / zero.reduce_bucket)
+        kind = "reduce-scatter" if zero.stage == 3 else "all-reduce"
+        overlap = "each backward" if zero.overlap and zero.stage > 1 else ""
+        when = "each backward" if times > 1 else "after backward"
+        yield row("gradients", kind, times * buckets, gradients / buckets, when, overlap)
+        yield row("gradient norm", "all-reduce", 2, 4, "optimizer")
+    if zero.stage in (1, 2):
+        yield row("parameters", "all-gather", 2, size * job.element / 2, "after the optimizer")
+    if zero.stage == 3:
+        yield from _gathers(job, stage)
+    if job.engine == "megatron" and stage == job.parallel.pipeline - 1:
+        yield row("loss", "all-reduce", m, 4, "each forward")
+
+
+def _gathers(job: Job, stage: int) -> Iterator[Row]:
+    """ZeRO-3 (partitioned_param_coordinator.py): small tensors stay whole, and are gathered once they have changed.
+
+    The head's use of the embedding makes it "external", which DeepSpeed does not let go before the optimizer's step.
+    The others are gathered for every micro-batch, once for forward and backward together where the way back to them
+    is shorter than the reuse distance.
+    """
+    zero, m, whole = job.zero, job.micro_batches, stage_size(job.architecture, job.parallel, stage)
+    large = large_tensors(job, stage)
+    embedding = job.architecture.padded_vocabulary // job.parallel.tensor * job.architecture.hidden
+    external = embedding if embedding > zero.persistence_threshold else 0
+    fetches = max(1, ceil(large / zero.prefetch_bucket))
+    again = max(0.0, 1 - zero.reuse_distance / (2 * whole))
+    for share, when in ((1.0, "each forward"), (again, "each backward")):
+        each = share * large * job.element / fetches
+        yield Row("parameters", "data", "all-gather", (), m * fetches, each, when, when)
+    yield Row("embedding", "data", "all-gather", (), 1, external * job.element, "first forward")
+    small = (whole - large - external) * job.element
+    yield Row("small parameters", "data", "all-gather", (), 1, small, "after the optimizer")
+
+
+def _tensor_parallel(job: Job, stage: int) -> Iterator[Row]:
+    """Shoeybi et al. (https://arxiv.org/abs/1909.08053): an all-reduce after each block, and one before it in backward.
+
+    Under sequence parallelism it is a reduce-scatter and an all-gather of the same bytes, and backward gathers once
+    more (https://arxiv.org/abs/2205.05198).
+    """
+    if job.parallel.tensor == 1:
+        return
+    a, m, last = job.architecture, job.micro_batches, job.parallel.pipeline - 1
+    encoder, decoder = stage_layers(job, stage)
+    per_token = job.micro_batch * a.hidden * job.element
+    first_decoder = stage == (job.parallel.decoder_stage if a.cross_attention and last else 0) and decoder
+    blocks = 3 if a.cross_attention else 2
+
+    def row(what: str, count: int, length: float, when: str) -> Row:
+        return Row(what, "tensor", "all-reduce", (), m * count, length * per_token, when)
+
+    forwards = 2 if job.recompute == "full" else 1
+    backwards = 1.5 if job.parallel.sequence_parallel else 1
+    stacks = ("encoder", encoder, 2, a.encoder_length), ("decoder", decoder, blocks, a.decoder_length)
+    for name, layers, each, length in stacks:
+        yield row(f"{name} blocks", layers * each * forwards, length, "each forward")
+        yield row(f"{name} blocks", layers * each, length * backwards, "each backward")
+    if decoder and a.cross_attention:
+        # Every layer's keys and values come from the encoder's output; the native engine sums their gradients first.
+        yield row("encoder output", 1 if job.engine == "native" else decoder, a.encoder_length, "each backward")
+    yield row("embedding", 1 if stage == 0 and encoder else 0, a.encoder_length, "each forward")
+    yield row("embedding", 1 if first_decoder else 0, a.decoder_length, "each forward")
+    if stage == last:
+        length = a.decoder_length or a.encoder_length
+        yield row("head", 1, length, "each backward")
+        yield Row("cross entropy", "tensor", "all-reduce", (), 3 * m, 4 * length * job.micro_batch, "each forward")
+    if job.engine == "megatron":
+        s, d = a.encoder_length, a.decoder_length
+        numbers = s + 3 * d + s * s + d * d + s * d if a.cross_attention else d + 1
+        yield Row("batch", "tensor", "broadcast", (), m, 8 * job.micro_batch * numbers, "each forward")
+
+
+def _pipeline(job: Job, stage: int) -> Iterator[Row]:
+    a, parallel, last = job.architecture, job.parallel, job.parallel.pipeline - 1
+    if job.parallel.tensor * job.parallel.pipeline > 1:
+        # The native engine sums over tensor, then pipeline groups; what it costs is the same latency.
+        yield Row("gradient norm", "model", "all-reduce", (), 1, 4, "optimizer")
+    if not last:
+        return
+    m, token = job.micro_batches, job.micro_batch * job.element * a.hidden
+    if parallel.sequence_parallel:
+        token /= parallel.tensor
+    rounds = parallel.virtual_stages
+    for source, kind, when in ((stage, "send", "each forward"), (stage - 1, "send back", "each backward")):
+        if 0 <= source < last or rounds > 1:
+            yield Row(
+                "activations", "pipeline", kind, (), m * rounds, _boundary(job, source) * token, when, "computing"
+            )
+    if a.tied:
+        ends = {0, last} | ({parallel.decoder_stage} if a.cross_attention else set())
+        word = a.padded_vocabulary // parallel.tensor * a.hidden * 4
+        yield Row("tied embedding", "embedding", "all-reduce", (), int(stage in ends), word, "after backward")
+    if a.cross_attention and a.positions == "learned":
+        starts = {0, parallel.decoder_stage}
+        yield Row(
+            "positions",
+            "position",
+            "all-reduce",
+            (),
+            int(stage in starts),
+            a.position_rows * a.hidden * 4,
+            "after backward",
+        )
+
+
+def _boundary(job: Job, stage: int) -> int:
+    """Tokens of what a stage hands to the next: within the decoder the encoder's output travels along."""
+    a = job.architecture
+    if not a.cross_attention:
+        return a.decoder_length or a.encoder_length
+    return a.encoder_length + (a.decoder_length if stage >= job.parallel.decoder_stage else 0)
+
+
+# ---- what leaves a rank, and a node ----------------------------------------------------------------------------------
+
+
+def ring_bytes(row: Row, size: int, backend: str) -> float:
+    """Bytes that a rank sends to its neighbour in the ring for one collective of `size` ranks; of a message all.
+
+    gloo's reduce-scatter is an all-reduce of which each rank keeps its part (measured).
+    """
+    if size == 1:
+        return 0.0
+    kind = "all-reduce" if backend == "gloo" and row.kind == "reduce-scatter" else row.kind
+    share = {"all-reduce": 2 * (size - 1) / size, "all-gather": (size - 1) / size, "reduce-scatter": (size - 1) / size}
+    return share.get(kind, 1.0) * row.bytes
+
+
+def steps(row: Row, size: int, backend: str) -> int:
+    """Messages one after the other that a collective takes: rings, and NCCL's trees where they are shorter."""
+    if row.kind.startswith("send") or size == 1:
+        return int(size > 1)
+    if row.kind == "broadcast":
+        return ceil(log2(size))
+    ring = size - 1 if row.kind == "all-gather" or (row.kind, backend) == ("reduce-scatter", "nccl") else 2 * (size - 1)
+    return ring if backend == "gloo" else min(ring, 4 * ceil(log2(size)))
+
+
+def neighbours(row: Row, members: tuple[int, ...], backend: str) -> Iterator[tuple[int, int]]:
+    """Who sends to whom, (from, to), in one group; every pair carries ring_bytes."""
+    size = len(members)
+    if row.kind.startswith("send"):
+        step = 1 if row.kind == "send" else -1
+        return ((members[stage], members[(stage + step) % size]) for stage in row.stages)
+    if row.kind == "broadcast" and backend == "gloo":
+        # A binomial tree from the first rank.
+        return ((members[i - 2 ** int(log2(i))], members[i]) for i in range(1, size))
+    ends = size - 1 if row.kind == "broadcast" else size
+    return ((members[i], members[(i + 1) % size]) for i in range(ends if size > 1 else 0))
+
+
+def _messages(row: Row, size: int) -> float:
+    """gloo's messages between two neighbours for one collective."""
+    if row.kind.startswith("send") or row.kind == "broadcast":
+        return 1
+    phases = 1 if row.kind == "all-gather" else 2
+    return phases * (size - 1) * max(2, ceil(row.bytes / size / GLOO_SEGMENT))
+
+
+def taking_part(row: Row, parallel: Parallel, all_groups: Groups) -> Iterator[tuple[int, ...]]:
+    """The groups in which a row happens."""
+    for members in all_groups[row.group]:
+        if row.group not in ("tensor", "data") or coordinates(parallel, members[0])[0] in row.stages:
+            yield members
+
+
+def node_bytes(job: Job, found: list[Row], backend: str) -> list[float]:
+    """Bytes that each node sends to other nodes in an iteration, headers included where they are known."""
+    parallel = job.parallel
+    all_groups = groups(parallel, job.architecture.cross_attention)
+    nodes = [0.0] * -(-parallel.world // parallel.devices_per_node)
+    for row in found:
+        for members in taking_part(row, parallel, all_groups):
+            each = ring_bytes(row, len(members), backend) * row.count
+            extra = MESSAGE / 2 * _messages(row, len(members)) * row.count if backend == "gloo" else 0.0
+            for source, target in neighbours(row, members, backend):
+                sender, receiver = place_of(parallel, source)[0], place_of(parallel, target)[0]
+                if sender != receiver:
+                    nodes[sender] += each * (1 + HEADERS * (backend == "gloo")) + extra
+                    nodes[receiver] += extra
+    return nodes
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Of a kind of group: its size, whether neighbours share a node, and how many of its rings leave one node."""
+
+    size: int
+    inside: bool
+    leaving: int
+
+
+@lru_cache(maxsize=4096)
+def paths(parallel: Parallel, encoder_decoder: bool) -> Mapping[str, Paths]:
+    """For the layout's kinds of groups; the busiest node counts. What pipelines send goes one way at a time."""
+    found = {}
+    for kind, members_of in groups(parallel, encoder_decoder).items():
+        leaving: dict[int, int] = {}
+        inside = False
+        for members in members_of:
+            nodes = [place_of(parallel, rank)[0] for rank in members]
+            pairs = zip(nodes, nodes[1:] + (nodes[:1] if kind != "pipeline" else []), strict=False)
+            for one, other in pairs:
+                inside |= one == other
+                if one != other:
+                    leaving[one] = leaving.get(one, 0) + 1
+        found[kind] = Paths(len(members_of[0]), inside, max(leaving.values(), default=0))
+    return found

@@ -1,0 +1,90 @@
+"""What a run will take, in one line, before it starts. It imports the model alone: a launcher has 0.30 s of CPU."""
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+from t5bench.model import time, traffic
+from t5bench.model.job import Job, Parallel, padded
+from t5bench.model.machine import GIB, Device, Link, Machine, device_of
+from t5bench.model.memory import in_use, memory_of
+from t5bench.record.plan import Arguments, Plan
+
+T5_VOCABULARY = 32101  # of google-t5/t5-large's tokenizer, with its sentinels
+GIGABITS = 10.0
+
+
+def padded_vocabulary(plan: Plan) -> int:
+    """As the engine will pad it: of the data's own tokenizer where it is known, else T5's."""
+    assert plan.layout
+    try:
+        words = int(json.loads(Path(f"{plan.data_prefix}.meta.json").read_text())["vocabulary"])
+    except (OSError, ValueError, KeyError, TypeError):
+        words = T5_VOCABULARY
+    return padded(words, plan.number("VOCABULARY_MULTIPLE"))
+
+
+def job_of(plan: Plan, vocabulary: int = 0) -> Job:
+    """A plan's job, also of one whose argument list is not built yet. vocabulary: padded, 0 where it is not known."""
+    if not plan.arguments.settings:
+        words = [
+            word
+            for setting in plan.settings.values()
+            for name in setting.argument.split(",")
+            if name not in ("-", "") and setting.value
+            for word in ([setting.value] if name == "=" else [name, setting.value])
+        ]
+        plan = replace(plan, arguments=Arguments(words, plan.arguments.fixed, extra=plan.arguments.extra))
+    return Job.of_plan(plan, vocabulary or padded_vocabulary(plan))
+
+
+def backend_of(plan: Plan) -> str:
+    return "gloo" if plan.device == "cpu" or plan.gpus_shared else "nccl"
+
+
+def gpu_here() -> Device | None:
+    """This machine's first GPU, where its figures are known."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        names = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return device_of(names[0]) if names else None
+
+
+def forecast(plan: Plan, *, is_dry_run: bool) -> list[str]:
+    """Lines for a person: what is predicted, and a warning where it will not fit. No prediction stops a run."""
+    try:
+        return _forecast(plan, is_dry_run)
+    except (KeyError, ValueError) as error:
+        return [f"no prediction: the model does not know {error}"] if is_dry_run else []
+
+
+def _forecast(plan: Plan, is_dry_run: bool) -> list[str]:
+    assert plan.layout
+    job, device = job_of(plan), gpu_here() if plan.device == "cuda" else None
+    stages = range(plan.layout.pp)
+    fullest = max((memory_of(job, stage, device) for stage in stages), key=lambda found: found.peak)
+    memory = in_use(fullest) if plan.device == "cuda" else fullest.peak
+    lines = []
+    if device and memory > device.memory:
+        shortage = f"needs about {memory / GIB:.1f} GiB of a GPU that has {device.memory / GIB:.0f}"
+        lines.append(f"warning: {plan.strategy.name} {shortage}: it will probably run out of memory")
+    if is_dry_run:
+        lines.append("predicted: " + ", ".join(_figures(job, device, backend_of(plan), memory)))
+    return lines
+
+
+def _figures(job: Job, device: Device | None, backend: str, memory: float) -> list[str]:
+    count = traffic.stage_size(job.architecture, Parallel(), 0)
+    sent = max(traffic.node_bytes(job, traffic.rows(job), backend))
+    figures = [f"{count:,} parameters", f"{memory / GIB:.2f} GiB a process"]
+    figures += [f"{sent / 1e6:,.1f} MB sent by a node in an iteration"] if sent else []
+    if device:
+        inside = Link(device.nvlink or device.pcie, 10e-6)
+        machine = Machine(device, inside, Link.of_gigabits(GIGABITS), job.parallel.devices_per_node)
+        found = time.iteration(job, machine)
+        link = f"{device.name} and {GIGABITS:g} Gbit/s"
+        figures.append(f"{found.total:.3g} s an iteration with {link}, most of it {found.limit}")
+    return [*figures, "python -m t5bench predict says more"]

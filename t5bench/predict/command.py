@@ -1,0 +1,213 @@
+"""``python -m t5bench predict``: what each strategy will cost, or what runs cost beside what was predicted of them."""
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+from tabulate import tabulate
+
+from t5bench import Problem
+from t5bench.compare.rows import Row, make_row
+from t5bench.model import time
+from t5bench.model.job import Job, padded
+from t5bench.model.machine import DEVICES, GIB, Device, Link, Machine, device_of
+from t5bench.plan.forecast import backend_of, gpu_here, job_of, padded_vocabulary
+from t5bench.plan.launchers import ask, declarations
+from t5bench.predict.prediction import Prediction
+from t5bench.record.plan import Plan
+from t5bench.record.records import RecordError, Run, load
+
+# Only to be scaled by a measured run: a core, and the memory of a desktop.
+CPU = Device("cpu", "", tensor=0.05, vector=0.05, memory=0, bandwidth=10e9, pcie=10e9, ampere=False)
+CPU_NODE = Link(5e9, 20e-6)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="*", type=Path, help="run directories (default: what the settings would start)")
+    add_machine(parser)
+    parser.add_argument("--calibrate", type=Path, metavar="RUN", help="take the machine's speed from this run")
+    parser.add_argument("--calibrate-link", type=float, metavar="GBIT", help="the link of that run (default: --link)")
+    parser.add_argument("--vocabulary", type=int, help="tokens, before padding (default: the data's, else T5's)")
+    parser.add_argument("--check", type=Path, metavar="FILE", help="hold published measurements against the model")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="", help="a GPU's name, as nvidia-smi or this project has it")
+    parser.add_argument("--link", type=float, default=10.0, metavar="GBIT", help="Gbit/s of a node (default: 10)")
+    parser.add_argument("--latency", type=float, default=40.0, metavar="US", help="microseconds between nodes")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises Problem."""
+    if args.check:
+        from t5bench.predict import check
+
+        return check.run(args)
+    if args.link <= 0:
+        raise Problem(f"--link must be more than 0 Gbit/s, found {args.link:g}")
+    if args.runs:
+        measured = [measured_row(directory) for directory in args.runs]
+        plans = {row.label: (row.run.plan, row.run.padded_vocab_size or 0) for row in measured}
+    else:
+        measured = []
+        plans = {plan.strategy.name: (plan, 0) for plan in planned()}
+    rates = calibration(args) if args.calibrate else None
+    predictions, refused = [], {}
+    for name, (plan, vocabulary) in plans.items():
+        if plan.layout is None:
+            refused[name] = next(obstacle.found for obstacle in plan.obstacles if obstacle.fatal)
+            continue
+        predictions.append(predict(name, plan, vocabulary or vocabulary_of(plan, args.vocabulary), args, rates))
+    if not predictions:
+        raise Problem("none of the strategies can run with these settings", "\n".join(refused.values()))
+    beside = {row.label: row for row in measured}
+    if args.json:
+        content = [entry.to_json() | {"measured": compared(entry, beside.get(entry.name))} for entry in predictions]
+        print(json.dumps({"machine": asdict(predictions[0].machine), "rows": content, "refused": refused}, indent=2))
+    else:
+        show(predictions, beside, refused)
+    return 0
+
+
+def planned() -> list[Plan]:
+    """What every strategy's launcher would run with the settings in the environment; a GPU need not be here."""
+    environment = dict(os.environ)
+    environment.setdefault("DEVICE", "cuda")
+    place = () if {"HOSTS", "SLURM_JOB_NODELIST"} & environment.keys() else ("node0", "0")
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda strategy: ask(strategy.name, place, environment=environment), declarations()))
+
+
+def measured_row(directory: Path) -> Row:
+    try:
+        return make_row("/".join(directory.resolve().parts[-2:]), [load(directory)])
+    except RecordError as error:
+        raise Problem(str(error), "Give directories of runs, such as outputs/ddp") from error
+
+
+def vocabulary_of(plan: Plan, vocabulary: int | None) -> int:
+    """As the engine will pad it: what was asked for, else the data's tokenizer's, else T5's."""
+    return padded(vocabulary, plan.number("VOCABULARY_MULTIPLE")) if vocabulary else padded_vocabulary(plan)
+
+
+# ---- the machine -----------------------------------------------------------------------------------------------------
+
+
+def device_named(name: str) -> Device:
+    """Raises Problem for a GPU that is not known."""
+    if device := device_of(name):
+        return device
+    raise Problem(f"no figures are known of the device '{name}'", f"Known: {' '.join(DEVICES)}")
+
+
+def machine_of(args: argparse.Namespace, device: Device, per_node: int, gigabits: float | None = None) -> Machine:
+    inside = CPU_NODE if device is CPU else Link(device.nvlink or device.pcie, 10e-6)
+    between = Link.of_gigabits(gigabits or args.link, args.latency * 1e-6)
+    return Machine(device, inside, between, per_node)
+
+
+def calibration(args: argparse.Namespace) -> time.Rates:
+    """How fast a measured run's machine is. Raises Problem."""
+    row = measured_row(args.calibrate)
+    if not row.milliseconds:
+        raise Problem(f"{args.calibrate} has no measured iterations", "Calibrate on a run that is complete")
+    plan, job = row.run.plan, job_of(row.run.plan, row.run.padded_vocab_size or 0)
+    machine = machine_of(args, _device(plan, args), job.parallel.devices_per_node, args.calibrate_link)
+    try:
+        return time.calibrated(job, machine, row.milliseconds.median / 1000, time.Rates(), backend_of(plan))
+    except ValueError as error:
+        raise Problem(
+            f"{args.calibrate} was faster than its link allows: {error}", "Give its link: --calibrate-link GBIT"
+        ) from error
+
+
+def _device(plan: Plan, args: argparse.Namespace) -> Device:
+    if args.device:
+        return device_named(args.device)
+    if plan.device == "cpu":
+        return CPU
+    if device := gpu_here():
+        return device
+    raise Problem("there is no GPU here to predict for", f"Name one with --device: {' '.join(DEVICES)}")
+
+
+def predict(name: str, plan: Plan, vocabulary: int, args: argparse.Namespace, rates: time.Rates | None) -> Prediction:
+    job, device = job_of(plan, vocabulary), _device(plan, args)
+    if rates is None and device is not CPU:
+        rates = time.Rates()
+    return Prediction(name, job, machine_of(args, device, job.parallel.devices_per_node), backend_of(plan), rates)
+
+
+# ---- the tables ------------------------------------------------------------------------------------------------------
+
+
+def show(predictions: Sequence[Prediction], measured: Mapping[str, Row], refused: Mapping[str, str]) -> None:
+    first = predictions[0]
+    print(tabulate([_memory(entry) for entry in predictions], headers="keys", floatfmt=".2f"), end="\n\n")
+    costs = [_cost(entry) | _beside(entry, measured.get(entry.name)) for entry in predictions]
+    print(tabulate(costs, headers="keys", floatfmt=".4g"), end="\n\n")
+    for name, reason in refused.items():
+        print(f"{name} cannot run: {reason}")
+    link, slower = first.machine.between.bandwidth * 8 / 1e9, first.rates.slower if first.rates else 1.0
+    print(f"MB: what the busiest node sends to others in an iteration, over {link:g} Gbit/s with {first.backend}.")
+    if first.rates is None:
+        print("No times: nothing is known of how fast this CPU computes. --calibrate RUN takes it from a run.")
+    elif slower != 1:
+        print(
+            f"Calibrated: the machine takes {slower:.3g} times as long as the figures of '{first.machine.device.name}'."
+        )
+
+
+STATES = ("weights", "gradients", "optimizer", "logits and loss")
+ACTIVATIONS = ("encoder", "decoder", "ends of stacks")
+
+
+def _memory(entry: Prediction) -> dict[str, str | float]:
+    device, parts = entry.machine.device, dict(entry.memory.components)
+    cells: dict[str, str | float] = {"GiB of the fullest": entry.name, "TP/PP/DP": layout_text(entry.job)}
+    cells |= {name: parts.pop(name, 0.0) / GIB for name in STATES[:3]}
+    cells["activations"] = sum(parts.pop(name, 0.0) for name in ACTIVATIONS) / GIB
+    cells["logits, loss"] = parts.pop(STATES[3], 0.0) / GIB
+    cells |= {"buffers": sum(parts.values()) / GIB, "allocated": entry.memory.peak / GIB}
+    if device.memory:
+        cells |= {"in use": entry.memory_bytes / GIB, f"of {device.name}": f"{entry.memory_bytes / device.memory:.0%}"}
+    return cells | {"peak at": entry.memory.moment, "in CPU memory": sum(entry.memory.cpu.values()) / GIB}
+
+
+def _cost(entry: Prediction) -> dict[str, str | float]:
+    cells: dict[str, str | float] = {"seconds": entry.name, "MB": max(entry.node_bytes) / 1e6}
+    if found := entry.time:
+        cells |= found.parts | {"all": found.total, "samples/s": entry.job.global_batch / found.total}
+    return cells | {"limited by": entry.limit}
+
+
+def _beside(entry: Prediction, row: Row | None) -> dict[str, str | float]:
+    """What was measured, and how far the prediction lies from it."""
+    return {
+        title: cell
+        for what, (found, predicted) in compared(entry, row).items()
+        for title, cell in ((f"{what} measured", found), (f"{what} off", f"{predicted / found - 1:+.1%}"))
+    }
+
+
+def compared(entry: Prediction, row: Row | None) -> dict[str, tuple[float, float]]:
+    """(measured, predicted) by what: seconds of an iteration, MB of the mean node."""
+    found: dict[str, tuple[float, float]] = {}
+    if row and row.milliseconds and entry.time:
+        found["seconds"] = row.milliseconds.median / 1000, entry.time.total
+    traffic = row.measured[0].observed.traffic if row and row.measured else ()
+    if traffic and any(entry.node_bytes):
+        found["MB"] = (
+            sum(one.bytes_per_iteration for one in traffic) / len(entry.node_bytes) / 1e6,
+            sum(entry.node_bytes) / len(entry.node_bytes) / 1e6,
+        )
+    return found
+
+
+def layout_text(job: Job) -> str:
+    return f"{job.parallel.tensor}/{job.parallel.pipeline}/{job.parallel.data}"

@@ -1,0 +1,76 @@
+"""``python -m t5bench layout``: which rank is where, and every process group with its members."""
+
+import argparse
+import json
+
+from t5bench import Problem
+from t5bench.model.groups import coordinates, groups, place_of
+from t5bench.model.job import Parallel
+
+MEANINGS = {
+    "tensor": "a layer's slices: all-reduces in every layer",
+    "data": "copies of the same parameters: gradients",
+    "pipeline": "the stages, first to last: activations and their gradients",
+    "model": "one whole copy of the model: the gradient norm",
+    "embedding": "stages that hold the tied word embedding: its gradients",
+    "position": "stages that hold the positions' table: its gradients",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for name, kind in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
+        parser.add_argument(f"--{name}", type=int, default=1, help=f"{kind}-parallel size")
+    parser.add_argument("--per-node", type=int, default=0, help="GPUs of a node (default: all ranks on two nodes)")
+    parser.add_argument("--split-rank", type=int, help="the decoder's first stage (default: half of them)")
+    parser.add_argument("--decoder-only", action="store_true", help="a model without an encoder")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises Problem for sizes that give no layout."""
+    parallel = layout_of(args)
+    found = groups(parallel, not args.decoder_only)
+    members = [member(parallel, rank, not args.decoder_only) for rank in range(parallel.world)]
+    if args.json:
+        print(json.dumps({"ranks": members, "groups": found}, indent=2))
+        return 0
+    print(f"TP={args.tp} x PP={args.pp} x DP={args.dp}: {parallel.world} ranks on {members[-1]['node'] + 1} node(s)\n")
+    for data in range(parallel.data):
+        print(f"DP replica {data}:")
+        for stage in range(parallel.pipeline):
+            own = [entry for entry in members if (entry["DP"], entry["PP"]) == (data, stage)]
+            gpus = ", ".join("GPU {rank} (tp={TP}, node {node}, local rank {local rank})".format(**one) for one in own)
+            print(f"  {own[0]['holds']}: {gpus}")
+    print()
+    for kind, meaning in MEANINGS.items():
+        print(f"{kind.capitalize() + ' groups:':<18} {_listed(found[kind])}   <- {meaning}")
+    return 0
+
+
+def layout_of(args: argparse.Namespace) -> Parallel:
+    for name in ("tp", "pp", "dp"):
+        if getattr(args, name) < 1:
+            raise Problem(f"--{name} must be at least 1, found {getattr(args, name)}")
+    if args.split_rank is not None and not 0 < args.split_rank < args.pp:
+        raise Problem(f"--split-rank {args.split_rank} leaves no stage to the encoder or the decoder",
+                      f"Of --pp {args.pp} it may be 1 to {args.pp - 1}")  # fmt: skip
+    world = args.tp * args.pp * args.dp
+    per_node = args.per_node or -(-world // 2)
+    if per_node < 1 or world % per_node:
+        raise Problem(f"{world} ranks do not fill nodes of {per_node}", "Choose a --per-node that divides them")
+    return Parallel(args.tp, args.pp, args.dp, args.split_rank, devices_per_node=per_node)
+
+
+def member(parallel: Parallel, rank: int, encoder_decoder: bool) -> dict[str, int | str]:
+    """Where a rank is and what it holds."""
+    node, local = place_of(parallel, rank)
+    stage, data, tensor = coordinates(parallel, rank)
+    holds = f"Stage {stage}"
+    if encoder_decoder and parallel.pipeline > 1:
+        holds += " (encoder)" if stage < parallel.decoder_stage else " (decoder)"
+    return {"rank": rank, "node": node, "local rank": local, "TP": tensor, "PP": stage, "DP": data, "holds": holds}
+
+
+def _listed(members: list[tuple[int, ...]], most: int = 8) -> str:
+    shown = " ".join(f"[{', '.join(map(str, ranks))}]" for ranks in members[:most])
+    return shown + (f" and {len(members) - most} more" if len(members) > most else "")

@@ -1,0 +1,219 @@
+"""Groups, collectives, schedule and time of the model, against the engines and against arithmetic done by hand."""
+
+import importlib.util
+import os
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from command_lines import parsed
+from harness import REPO_ROOT
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from native.parallel import Layout
+from native.trainers import TorchTrainer
+from t5bench.model import schedule, time, traffic
+from t5bench.model.groups import groups
+from t5bench.model.job import Architecture, Job, Parallel, Zero
+from t5bench.model.machine import DEVICES, Link, Machine
+
+LARGE = Architecture(24, 24, 1024, 16, 64, 2816, 512, 128, 32128)
+PARAMETERS = 612_998_528
+TWO_NODES = Job(LARGE, Parallel(data=2, devices_per_node=1), 1, 16)
+SLOW = Machine(DEVICES["rtx5000-ada"], Link(24e9), Link.of_gigabits(10), 1)
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+
+def parallel_state() -> Path:
+    places = [os.environ.get("MEGATRON_DIR"), REPO_ROOT.parent / "Megatron-DeepSpeed",
+              Path.home() / ".cache" / "t5-parallelism" / "Megatron-DeepSpeed"]  # fmt: skip
+    for place in places:
+        if place and (path := Path(place, "megatron", "core", "parallel_state.py")).exists():
+            return path
+    pytest.skip("no checkout of Megatron-DeepSpeed: set MEGATRON_DIR, or run scripts/setup_megatron.sh")
+
+
+def megatrons_groups(path: Path, parallel: Parallel, monkeypatch: pytest.MonkeyPatch) -> dict[str, set]:
+    """What the engine's own module makes on every rank, with a torch.distributed that only notes it."""
+    package = ModuleType("engine_core")
+    package.__path__ = [str(path.parent)]
+    utils = ModuleType("engine_core.utils")
+    utils.GlobalMemoryBuffer = object
+    monkeypatch.setitem(sys.modules, "engine_core", package)
+    monkeypatch.setitem(sys.modules, "engine_core.utils", utils)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: parallel.world)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **_: tuple(ranks))
+    found = defaultdict(set)
+    for rank in range(parallel.world):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        spec = importlib.util.spec_from_file_location("engine_core.parallel_state", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        split = parallel.decoder_stage if parallel.pipeline > 1 else None
+        module.initialize_model_parallel(parallel.tensor, parallel.pipeline, pipeline_model_parallel_split_rank=split)
+        names = {"tensor": "TENSOR_MODEL_PARALLEL", "data": "DATA_PARALLEL", "pipeline": "PIPELINE_MODEL_PARALLEL",
+                 "model": "MODEL_PARALLEL", "embedding": "EMBEDDING", "position": "POSITION_EMBEDDING"}  # fmt: skip
+        for kind, name in names.items():
+            if group := getattr(module, f"_{name}_GROUP"):
+                found[kind].add(group)
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 1, 4), (4, 1, 2), (2, 4, 1), (1, 6, 2, 2), (2, 4, 8, 1)], ids=str)
+def test_groups_are_those_that_megatron_makes(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
+    parallel = Parallel(*sizes)
+    found = groups(parallel)
+    for kind, members in megatrons_groups(parallel_state(), parallel, monkeypatch).items():
+        assert set(found[kind]) == members, kind
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+class Collectives(TorchDispatchMode):
+    """Count and bytes of each kind of collective that goes through PyTorch's dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            entry = self.seen[function.__name__.partition(".")[0]]
+            entry[0] += 1
+            entry[1] += sum(tensor.nbytes for tensor in args[0])
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_native_engine_sends_these_collectives():
+    """One tensor-parallel rank of two, in one process: what the other would send is not waited for."""
+    args = parsed(TENSOR_PARALLEL_SIZE="1", MICRO_BATCH_SIZE="2", GLOBAL_BATCH_SIZE="8")
+    args.tp, args.world_size = 2, 2
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        trainer = TorchTrainer(args, Layout.build(1, 1, 2, args.device, args.seed))
+        shapes = args.encoder_seq_length, args.decoder_seq_length, args.decoder_seq_length
+        args.micro_batches = 4
+        batch = tuple(torch.ones(8, length, dtype=torch.int64) for length in shapes)
+        with Collectives() as counter:
+            trainer.step(batch, 1e-4)
+    finally:
+        dist.destroy_process_group()
+    architecture = Architecture(
+        args.encoder_num_layers, args.decoder_num_layers, args.hidden_size, args.num_attention_heads, args.kv_channels,
+        args.ffn_hidden_size, args.encoder_seq_length, args.decoder_seq_length, args.padded_vocab_size,
+    )  # fmt: skip
+    job = Job(architecture, Parallel(tensor=2), 2, 8, precision="fp32", engine="native")
+    found = traffic.rows(job)
+    # The norm is reduced over the tensor group; without a pipeline that is the model's.
+    assert {row.kind for row in found} == {"all-reduce"}
+    assert dict(counter.seen) == {"allreduce_": [sum(r.count for r in found), sum(r.count * r.bytes for r in found)]}
+
+
+def sent(job: Job, backend: str = "nccl") -> list[float]:
+    return traffic.node_bytes(job, traffic.rows(job), backend)
+
+
+def test_bytes_of_the_strategies_by_hand():
+    """P parameters, N = 2: what docs/prediction.md says, but for all-reduces of single numbers."""
+    gathered_again = 1 - 1e9 / (2 * PARAMETERS)
+    large = traffic.large_tensors(TWO_NODES, 0)
+    words = 32128 * 1024
+    token = 2 * 1024
+    expected = {
+        (): 4 * PARAMETERS,
+        (1,): (2 + 1) * PARAMETERS,
+        (2,): (8 * 2 + 1) * PARAMETERS,
+        (3,): 8 * PARAMETERS + 8 * large * (1 + gathered_again) + words + (PARAMETERS - large - words),
+    }
+    for zero, bytes_sent in expected.items():
+        for node in sent(replace(TWO_NODES, zero=Zero(*zero))):
+            assert node == pytest.approx(bytes_sent, rel=1e-6)
+    pipeline = sent(TWO_NODES.on(data=1, pipeline=2))
+    assert pipeline == pytest.approx([16 * 512 * token + 4 * (32128 + 512) * 1024] * 2, rel=1e-6)
+    tensor = replace(TWO_NODES.on(data=1, tensor=2), engine="native")
+    encoder, decoder = 24 * 4 * 512 + 512, 24 * 6 * 128 + 512 + 2 * 128
+    assert sent(tensor) == pytest.approx([16 * ((encoder + decoder) * token + 3 * 128 * 4)] * 2, rel=1e-6)
+    # Megatron reduces the encoder's gradient in every decoder layer, and its first rank hands out the batch.
+    extra = 16 * 23 * 512 * token
+    masks = 16 * 8 * (512 + 3 * 128 + 512 * 512 + 128 * 128 + 128 * 512)
+    first, second = sent(replace(tensor, engine="megatron"))
+    assert second == pytest.approx(sent(tensor)[1] + extra, rel=1e-6)
+    assert first == pytest.approx(second + masks, rel=1e-6)
+
+
+def test_a_node_sends_what_its_rings_carry_out_of_it():
+    """TP x PP on two nodes of two GPUs: slices talk inside, the stages across, once for each slice."""
+    hybrid = TWO_NODES.on(tensor=2, pipeline=2, data=1, devices_per_node=2)
+    token = 2 * 1024
+    assert sent(hybrid)[0] == pytest.approx(2 * (16 * 512 * token + 4 * (32128 // 2 + 512) * 1024), rel=1e-5)
+    four = TWO_NODES.on(data=4, devices_per_node=2)
+    assert sent(four) == pytest.approx([4 * 2 * 3 / 4 * PARAMETERS] * 2, rel=1e-6)
+    # gloo scatters by an all-reduce of everything.
+    zero3 = replace(TWO_NODES, zero=Zero(3))
+    assert sent(zero3, "gloo")[0] - sent(zero3)[0] == pytest.approx(8 * PARAMETERS, rel=0.01)
+
+
+# ---- schedule and time -----------------------------------------------------------------------------------------------
+
+
+def test_two_unequal_stages():
+    found = schedule.one_f_one_b((2, 1), (4, 2), 2)
+    assert [(s.stage, s.way, s.micro_batch, s.start, s.end) for s in found] == [
+        (0, "F", 0, 0, 2), (0, "F", 1, 2, 4), (1, "F", 0, 2, 3), (1, "B", 0, 3, 5),
+        (0, "B", 0, 5, 9), (1, "F", 1, 5, 6), (1, "B", 1, 6, 8), (0, "B", 1, 9, 13),
+    ]  # fmt: skip
+    assert schedule.draw(found, 13) == "stage 0   0011.aaaabbbb\nstage 1   ..0aa1bb....."
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (4, 1), (8, 1), (4, 2), (4, 3)])
+def test_equal_stages_have_the_known_bubble(stages: int, chunks: int):
+    """(p - 1) / v micro-batches' time (https://arxiv.org/abs/2104.04473)."""
+    found = schedule.duration([1.0] * stages, [2.0] * stages, 16, chunks=chunks)
+    assert found == pytest.approx(3 * (16 + (stages - 1) / chunks))
+
+
+@pytest.mark.parametrize("transfer", [0.0, 0.3, 2.0])
+@pytest.mark.parametrize("forward", [(1, 2, 1, 3), (1, 1, 1, 1), (5, 1, 1)], ids=str)
+def test_long_schedules_are_carried_on(forward: tuple[float, ...], transfer: float):
+    backward = [2 * seconds for seconds in forward]
+    whole = max(slot.end for slot in schedule.one_f_one_b(forward, backward, 96, transfer))
+    assert schedule.duration(forward, backward, 96, transfer) == pytest.approx(whole)
+
+
+def test_operations_with_recomputation():
+    assert time.model_flops(TWO_NODES) == pytest.approx(19.81e12, rel=1e-3)
+    full = time.hardware_flops(replace(TWO_NODES, recompute="full")) / time.model_flops(TWO_NODES)
+    head = 2 * 32128 * 1024 * 128 * 16
+    assert full == pytest.approx((4 * time.model_flops(TWO_NODES) / 3 - head) / time.model_flops(TWO_NODES))
+
+
+def test_a_run_calibrates_all_others():
+    """A machine that is three times slower at everything but its network is recognised from any strategy."""
+    truth = time.Rates(slower=3.0)
+    jobs = [TWO_NODES, replace(TWO_NODES, zero=Zero(3)), TWO_NODES.on(data=1, pipeline=2), TWO_NODES.on(data=1, tensor=2)]
+    for job in jobs:
+        seconds = time.iteration(job, SLOW, truth).total
+        assert time.calibrated(job, SLOW, seconds).slower == pytest.approx(3.0, rel=1e-6)
+    with pytest.raises(ValueError, match="sending alone takes"):
+        time.calibrated(TWO_NODES, SLOW, 0.1)
+
+
+def test_a_slow_link_decides_the_order():
+    """The reference model's order at 10 Gbit/s (pipeline first, ZeRO-2, ZeRO-3 and offload last)."""
+    jobs = {"pp": TWO_NODES.on(data=1, pipeline=2), "zero1": replace(TWO_NODES, zero=Zero(1)), "ddp": TWO_NODES,
+            "tp": TWO_NODES.on(data=1, tensor=2), "zero2": replace(TWO_NODES, zero=Zero(2))}  # fmt: skip
+    totals = [time.iteration(job, SLOW).total for job in jobs.values()]
+    assert totals == sorted(totals)
+    hidden = time.iteration(replace(TWO_NODES, engine="native"), SLOW)
+    assert hidden.hidden > 0
+    assert hidden.total < totals[2]

@@ -1,0 +1,137 @@
+"""The commands predict, plan and layout, and what a dry run says."""
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+from harness import Project
+from made_runs import LARGE, RTX_5000_ADA, make_run
+
+from t5bench import __main__ as program
+from t5bench.predict import search
+
+SETTINGS = ("MODEL_PRESET", "HOSTS", "NNODES", "NPROC_PER_NODE", "SLURM_JOB_NODELIST", "DEVICE")
+
+
+@pytest.fixture(autouse=True)
+def plain_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def t5bench(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = program.main([str(word) for word in arguments])
+    return (status, *capsys.readouterr())
+
+
+def test_the_groups_are_shown(capsys: pytest.CaptureFixture[str]):
+    _, shown, _ = t5bench(capsys, "layout", "--tp", 2, "--pp", 2, "--dp", 2)
+    assert "Tensor groups:     [0, 1] [2, 3] [4, 5] [6, 7]" in shown
+    assert "Pipeline groups:   [0, 4] [1, 5] [2, 6] [3, 7]" in shown
+    assert "  Stage 1 (decoder): GPU 6 (tp=0, node 1, local rank 2), GPU 7 (tp=1, node 1, local rank 3)" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("layout --tp 2 --per-node 3", "2 ranks do not fill nodes of 3"),
+        ("layout --pp 0", "--pp must be at least 1"),
+        ("plan --gpus 8 --device h101", "no figures are known of the device 'h101'"),
+        ("plan --gpus 3 --tp 2 --device h100", "no layout of 3 GPUs with TP=2"),
+        ("plan --gpus many --device h100", "--gpus must be numbers of GPUs, found 'many'"),
+        ("predict --device h100 --link 0", "--link must be more than 0"),
+        ("predict /nowhere", "/nowhere holds no record of a run"),
+    ],
+)
+def test_bad_input_gets_an_answer(capsys: pytest.CaptureFixture[str], words: str, found: str):
+    status, _, error = t5bench(capsys, *words.split())
+    assert status == 2
+    assert found in error
+
+
+def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HIDDEN_SIZE", "16384")
+    status, _, error = t5bench(capsys, "plan", "--gpus", 2, "--device", "rtx5000")
+    assert status == 2
+    assert "the model fits in no layout of 2 x rtx5000: the smallest, " in error
+
+
+def test_all_strategies_are_predicted(capsys: pytest.CaptureFixture[str]):
+    """The benchmark's model on its two nodes."""
+    status, shown, _ = t5bench(capsys, "predict", "--device", RTX_5000_ADA, "--json")
+    rows = {row["strategy"]: row for row in json.loads(shown)["rows"]}
+    assert status == 0
+    assert rows.keys() == {"ddp", "zero1", "zero2", "zero3", "zero3_offload", "pipeline", "tensor", "hybrid"}
+    assert rows["ddp"]["parameters"] == [612_998_528]
+    assert max(rows["ddp"]["bytes_sent_by_node"]) == pytest.approx(4 * 612_998_528, rel=1e-6)
+    assert rows["zero2"]["limit"] == "communication"
+    assert all(sum(row["seconds"][part] for part in ("computing", "host", "bubble", "communication", "optimizer",
+                   "offload")) == pytest.approx(row["seconds"]["total"]) for row in rows.values())  # fmt: skip
+    _, shown, _ = t5bench(capsys, "predict", "--device", "rtx5000-ada")
+    assert "zero3_offload  1/1/2" in shown
+
+
+def test_what_was_measured_stands_beside(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    """A run calibrates its own time, and the bytes of another are compared."""
+    slow = {"settings": LARGE, "nodes": 2, "padded_vocab_size": 32128}
+    ddp = make_run(tmp_path / "ddp", elapsed_ms=[9000.0] * 40, sent_per_iteration=2.452e9, **slow)
+    zero2 = make_run(tmp_path / "zero2", "zero2", elapsed_ms=[20000.0] * 40, sent_per_iteration=1.2e10, **slow)
+    _, shown, _ = t5bench(capsys, "predict", ddp, zero2, "--calibrate", ddp, "--json")
+    first, second = json.loads(shown)["rows"]
+    assert first["measured"]["seconds"] == pytest.approx([9.0, 9.0])
+    found, predicted = first["measured"]["MB"]
+    assert predicted == pytest.approx(found, rel=0.01)
+    found, predicted = second["measured"]["MB"]
+    assert predicted / found == pytest.approx(17 / 2 * 2.452e9 / 2 / 1.2e10 * 1.0, rel=0.2)
+    assert second["seconds"]["total"] > 9.0
+    status, _, error = t5bench(capsys, "predict", ddp, "--calibrate", ddp, "--link", 1)
+    assert status == 2
+    assert "was faster than its link allows" in error
+
+
+def test_four_thousand_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    picture = tmp_path / "front.svg"
+    words = ["plan", "--gpus", "8,4096", "--device", "h100", "--link", 3200]
+    status, shown, _ = t5bench(capsys, *words, "--picture", picture)
+    assert status == 0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < 10  # both sizes, with the picture
+    assert "<svg" in picture.read_text()
+    assert "Pareto front of memory and time:" in shown
+    assert "ZeRO with TP or PP is not in this harness" in shown
+    _, shown, _ = t5bench(capsys, *words, "--json")
+    for candidates in json.loads(shown).values():
+        seconds = [entry["seconds"] for entry in candidates if entry["seconds"] is not None]
+        assert seconds == sorted(seconds)
+        front = [entry for entry in candidates if entry["pareto"]]
+        assert front[0] is candidates[0]
+        for one in front:
+            faster = [entry["memory_bytes"] for entry in candidates if entry["seconds"] and entry["seconds"] < one["seconds"]]
+            assert all(size > one["memory_bytes"] for size in faster)
+
+
+def test_the_winners_line_starts_it(project: Project, capsys: pytest.CaptureFixture[str]):
+    _, shown, _ = t5bench(capsys, "plan", "--gpus", 16, "--device", "rtx5000", "--tp", 2, "--json")
+    best = next(entry for entry in json.loads(shown)["16"] if entry["zero"] == 0 and entry["pp"] == 2)
+    settings, _, rest = best["start"].partition(" bash scripts/run_megatron_t5_")
+    environment = dict(word.split("=") for word in settings.split())
+    assert rest.startswith("hybrid.sh")
+    result = project.launch("hybrid", "node0", "0", "--dry-run=json", DEVICE="cpu", **environment)
+    layout = json.loads(result.stdout)["layout"]
+    assert (layout["tp"], layout["pp"], layout["dp"]) == (best["tp"], best["pp"], best["dp"])
+
+
+def test_a_dry_run_predicts_and_a_run_warns(project: Project):
+    result = project.launch("ddp", "--dry-run", DEVICE="cpu", MODEL_PRESET="large")
+    assert "predicted: 612,998,528 parameters, " in result.stderr
+    project.add_stub("nvidia-smi", '#!/bin/bash\n[[ $1 == -L ]] && echo "GPU 0: x" || echo "Quadro RTX 4000"\n')
+    del project.environment["CUDA_VISIBLE_DEVICES"]
+    result = project.launch("ddp", DEVICE="cuda", MODEL_PRESET="large", NPROC_PER_NODE="1")
+    assert "warning: ddp needs about " in result.stderr
+    assert "predicted:" not in result.stderr
+
+
+def test_what_cannot_run_here_is_marked():
+    assert search.missing(search.Job(None, search.Parallel(2, 1, 4), zero=search.Zero(1)))
+    assert not search.missing(search.Job(None, search.Parallel(2, 2, 4)))
