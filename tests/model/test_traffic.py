@@ -6,18 +6,12 @@ import sys
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
-import torch
 import torch.distributed as dist
-from command_lines import parsed
 from harness import REPO_ROOT
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from native.parallel import Layout
-from native.trainers import TorchTrainer
 from t5bench.model import schedule, time, traffic
 from t5bench.model.groups import groups
 from t5bench.model.job import Architecture, Job, Parallel, Zero
@@ -77,46 +71,6 @@ def test_groups_are_those_that_megatron_makes(sizes: tuple[int, ...], monkeypatc
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
-
-
-class Collectives(TorchDispatchMode):
-    """Count and bytes of each kind of collective that goes through PyTorch's dispatcher."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
-            entry = self.seen[function.__name__.partition(".")[0]]
-            entry[0] += 1
-            entry[1] += sum(tensor.nbytes for tensor in args[0])
-        return function(*args, **(kwargs or {}))
-
-
-def test_the_native_engine_sends_these_collectives():
-    """One tensor-parallel rank of two, in one process: what the other would send is not waited for."""
-    args = parsed(TENSOR_PARALLEL_SIZE="1", MICRO_BATCH_SIZE="2", GLOBAL_BATCH_SIZE="8")
-    args.tp, args.world_size = 2, 2
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        trainer = TorchTrainer(args, Layout.build(1, 1, 2, args.device, args.seed))
-        shapes = args.encoder_seq_length, args.decoder_seq_length, args.decoder_seq_length
-        args.micro_batches = 4
-        batch = tuple(torch.ones(8, length, dtype=torch.int64) for length in shapes)
-        with Collectives() as counter:
-            trainer.step(batch, 1e-4)
-    finally:
-        dist.destroy_process_group()
-    architecture = Architecture(
-        args.encoder_num_layers, args.decoder_num_layers, args.hidden_size, args.num_attention_heads, args.kv_channels,
-        args.ffn_hidden_size, args.encoder_seq_length, args.decoder_seq_length, args.padded_vocab_size,
-    )  # fmt: skip
-    job = Job(architecture, Parallel(tensor=2), 2, 8, precision="fp32", engine="native")
-    found = traffic.rows(job)
-    # The norm is reduced over the tensor group; without a pipeline that is the model's.
-    assert {row.kind for row in found} == {"all-reduce"}
-    assert dict(counter.seen) == {"allreduce_": [sum(r.count for r in found), sum(r.count * r.bytes for r in found)]}
 
 
 def sent(job: Job, backend: str = "nccl") -> list[float]:
@@ -200,7 +154,12 @@ def test_operations_with_recomputation():
 def test_a_run_calibrates_all_others():
     """A machine that is three times slower at everything but its network is recognised from any strategy."""
     truth = time.Rates(slower=3.0)
-    jobs = [TWO_NODES, replace(TWO_NODES, zero=Zero(3)), TWO_NODES.on(data=1, pipeline=2), TWO_NODES.on(data=1, tensor=2)]
+    jobs = [
+        TWO_NODES,
+        replace(TWO_NODES, zero=Zero(3)),
+        TWO_NODES.on(data=1, pipeline=2),
+        TWO_NODES.on(data=1, tensor=2),
+    ]
     for job in jobs:
         seconds = time.iteration(job, SLOW, truth).total
         assert time.calibrated(job, SLOW, seconds).slower == pytest.approx(3.0, rel=1e-6)

@@ -9,7 +9,6 @@ from harness import Project
 from made_runs import LARGE, RTX_5000_ADA, make_run
 
 from t5bench import __main__ as program
-from t5bench.predict import search
 
 SETTINGS = ("MODEL_PRESET", "HOSTS", "NNODES", "NPROC_PER_NODE", "SLURM_JOB_NODELIST", "DEVICE")
 
@@ -41,7 +40,7 @@ def test_the_groups_are_shown(capsys: pytest.CaptureFixture[str]):
         ("plan --gpus 3 --tp 2 --device h100", "no layout of 3 GPUs with TP=2"),
         ("plan --gpus many --device h100", "--gpus must be numbers of GPUs, found 'many'"),
         ("predict --device h100 --link 0", "--link must be more than 0"),
-        ("predict /nowhere", "/nowhere holds no record of a run"),
+        ("predict /nowhere", "there is no run directory /nowhere"),
     ],
 )
 def test_bad_input_gets_an_answer(capsys: pytest.CaptureFixture[str], words: str, found: str):
@@ -68,8 +67,6 @@ def test_all_strategies_are_predicted(capsys: pytest.CaptureFixture[str]):
     assert rows["zero2"]["limit"] == "communication"
     assert all(sum(row["seconds"][part] for part in ("computing", "host", "bubble", "communication", "optimizer",
                    "offload")) == pytest.approx(row["seconds"]["total"]) for row in rows.values())  # fmt: skip
-    _, shown, _ = t5bench(capsys, "predict", "--device", "rtx5000-ada")
-    assert "zero3_offload  1/1/2" in shown
 
 
 def test_what_was_measured_stands_beside(capsys: pytest.CaptureFixture[str], tmp_path: Path):
@@ -83,7 +80,8 @@ def test_what_was_measured_stands_beside(capsys: pytest.CaptureFixture[str], tmp
     found, predicted = first["measured"]["MB"]
     assert predicted == pytest.approx(found, rel=0.01)
     found, predicted = second["measured"]["MB"]
-    assert predicted / found == pytest.approx(17 / 2 * 2.452e9 / 2 / 1.2e10 * 1.0, rel=0.2)
+    assert predicted == pytest.approx(17 * 612_998_528 / 1e6, rel=0.01)
+    assert found == pytest.approx(12_000, rel=0.01)
     assert second["seconds"]["total"] > 9.0
     status, _, error = t5bench(capsys, "predict", ddp, "--calibrate", ddp, "--link", 1)
     assert status == 2
@@ -99,7 +97,6 @@ def test_four_thousand_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < 10  # both sizes, with the picture
     assert "<svg" in picture.read_text()
     assert "Pareto front of memory and time:" in shown
-    assert "ZeRO with TP or PP is not in this harness" in shown
     _, shown, _ = t5bench(capsys, *words, "--json")
     for candidates in json.loads(shown).values():
         seconds = [entry["seconds"] for entry in candidates if entry["seconds"] is not None]
@@ -107,7 +104,9 @@ def test_four_thousand_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path):
         front = [entry for entry in candidates if entry["pareto"]]
         assert front[0] is candidates[0]
         for one in front:
-            faster = [entry["memory_bytes"] for entry in candidates if entry["seconds"] and entry["seconds"] < one["seconds"]]
+            faster = [
+                entry["memory_bytes"] for entry in candidates if entry["seconds"] and entry["seconds"] < one["seconds"]
+            ]
             assert all(size > one["memory_bytes"] for size in faster)
 
 
@@ -126,12 +125,6 @@ def test_a_dry_run_predicts_and_a_run_warns(project: Project):
     result = project.launch("ddp", "--dry-run", DEVICE="cpu", MODEL_PRESET="large")
     assert "predicted: 612,998,528 parameters, " in result.stderr
     project.add_stub("nvidia-smi", '#!/bin/bash\n[[ $1 == -L ]] && echo "GPU 0: x" || echo "Quadro RTX 4000"\n')
-    del project.environment["CUDA_VISIBLE_DEVICES"]
     result = project.launch("ddp", DEVICE="cuda", MODEL_PRESET="large", NPROC_PER_NODE="1")
     assert "warning: ddp needs about " in result.stderr
     assert "predicted:" not in result.stderr
-
-
-def test_what_cannot_run_here_is_marked():
-    assert search.missing(search.Job(None, search.Parallel(2, 1, 4), zero=search.Zero(1)))
-    assert not search.missing(search.Job(None, search.Parallel(2, 2, 4)))
