@@ -4,12 +4,12 @@ Absolute from a device's figures, or calibrated: one measured run says how much 
 these figures, and every other job is scaled alike.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from t5bench.model import schedule
-from t5bench.model.job import BYTES, Architecture, Job
+from t5bench.model.job import BYTES, Architecture, Job, Zero
 from t5bench.model.machine import Device, Machine
 from t5bench.model.traffic import Row, paths, ring_bytes, rows, stage_layers, stage_size, steps
 
@@ -22,9 +22,10 @@ ENCODER_OPERATORS, DECODER_OPERATORS, OTHER_OPERATORS = 74, 125, 60
 # Passes of element-wise operations over a layer's tensors in forward, read and written; backward has twice as many.
 # Norms, biases, dropout, residuals: of [tokens, hidden] in each block; of [tokens, ffn]; of attention's scores.
 BLOCK_PASSES, FFN_PASSES, SCORE_PASSES = 10, 4, 10
+LOGIT_PASSES = 6
 # Adam reads and writes fp32 master, two moments and gradient, and writes the 16-bit copy; norm and clipping read and
 # write the gradient once more.
-OPTIMIZER_BYTES, CLIP_BYTES = 32, 8
+OPTIMIZER_BYTES = 40
 CPU_ADAM = 1e9  # parameters per second of DeepSpeedCPUAdam on one socket
 # DeepSpeed's Python around every tensor of a micro-batch, in operators: ZeRO's gradient hooks, and stage 3's fetching
 # and letting go. Fitted to the native engine's runs over unlimited links (docs/prediction.md).
@@ -89,10 +90,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of an iteration by what they go to; communication is what no computing hides.
-
-    hidden: communication beside computing. collectives: each kind of row and its seconds, hidden or not.
-    """
+    """Seconds of an iteration by what they go to; communication is what no computing hides, hidden the rest of it."""
 
     computing: float
     host: float
@@ -101,16 +99,14 @@ class Time:
     optimizer: float
     offload: float
     hidden: float = 0.0
-    collectives: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def total(self) -> float:
-        return self.computing + self.host + self.bubble + self.communication + self.optimizer + self.offload
 
     @property
     def parts(self) -> dict[str, float]:
-        names = ("computing", "host", "bubble", "communication", "optimizer", "offload")
-        return {name: getattr(self, name) for name in names}
+        return {name: seconds for name, seconds in vars(self).items() if name != "hidden"}
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
 
     @property
     def limit(self) -> str:
@@ -118,76 +114,74 @@ class Time:
         return max(self.parts, key=lambda name: self.parts[name])
 
 
+@dataclass(frozen=True)
+class Pass:
+    """A micro-batch's forward or backward on a stage: the GPU's seconds, and the host's, which launches beside it."""
+
+    gpu: float
+    host: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.gpu, self.host)
+
+
 @lru_cache(maxsize=65536)
-def _layer_seconds(
-    a: Architecture, decoder: bool, job: Job, device: Device, rates: Rates
-) -> tuple[float, float, float]:
-    """One layer's forward of one micro-batch on one GPU: seconds, of them attention's core, and of the host."""
-    t, b, element = job.parallel.tensor, job.micro_batch, BYTES[job.precision]
-    peak = (device.peak(job.precision) or device.peak("fp16") or device.tensor * 1e12) * rates.products
+def _layer_seconds(job: Job, decoder: bool, device: Device, rates: Rates) -> tuple[float, float]:
+    """Of one layer: the forward of a micro-batch on one GPU, and attention's core of it."""
+    a, t, b = job.architecture, job.parallel.tensor, job.micro_batch
+    peak, in_memory = _rates_of(job, device, rates)
     operations = layer_operations(a, decoder)
     n = a.decoder_length if decoder else a.encoder_length
     cross = decoder and a.cross_attention
     whole = t if job.parallel.sequence_parallel else 1
     passes = (3 if cross else 2) * BLOCK_PASSES * n * a.hidden / whole
     passes += (FFN_PASSES * n * a.ffn * (1.5 if a.gated else 1) + 2 * n * (a.query + 2 * a.key)) / t
-    kernel = job.causal_attention if decoder else job.attention
-    scores = a.heads * n * n if kernel == "unfused" else 0
-    scores += a.heads * n * a.encoder_length if cross and job.attention == "unfused" else 0
-    in_memory = b * element / (device.bandwidth * rates.elements)
-    core = 2 * b * operations.core / t / peak + SCORE_PASSES * scores / t * in_memory
-    seconds = 2 * b * (operations.layers - operations.core) / t / peak + passes * in_memory + core
-    operators = DECODER_OPERATORS if cross else ENCODER_OPERATORS
-    return seconds, core, operators / 3 * device.launch
+    scores = a.heads * n * n * ((job.causal_attention if decoder else job.attention) == "unfused")
+    scores += a.heads * n * a.encoder_length * (cross and job.attention == "unfused")
+    core = 2 * b * operations.core / t / peak + SCORE_PASSES * b * scores / t * in_memory
+    return 2 * b * (operations.layers - operations.core) / t / peak + b * passes * in_memory + core, core
 
 
-def stage_seconds(job: Job, device: Device, rates: Rates, stage: int) -> tuple[float, float, float, float]:
-    """A micro-batch on a stage: forward and backward by its GPU, and the host's for each, which run side by side."""
-    a = job.architecture
-    plain = replace(
-        job,
-        zero=replace(job.zero, stage=0),
-        global_batch=1,
-        parallel=replace(job.parallel, data=1, pipeline=1, split_rank=None),
-    )
-    forward = core = host = 0.0
-    for count, decoder in zip(stage_layers(job, stage), (False, True), strict=True):
-        if count:
-            seconds, own_core, launches = _layer_seconds(a, decoder, plain, device, rates)
-            forward, core, host = forward + count * seconds, core + count * own_core, host + count * launches
-    again, again_host = {"none": (0.0, 0.0), "selective": (core, host / 6), "full": (forward, host)}[job.recompute]
-    backward = 2 * forward + again
-    if stage == job.parallel.pipeline - 1:
-        peak = (device.peak(job.precision) or device.tensor * 1e12) * rates.products
-        head = 2 * job.micro_batch * head_operations(a) / job.parallel.tensor / peak
-        length = a.decoder_length if a.decoder_layers else a.encoder_length
-        logits = job.micro_batch * length * a.padded_vocabulary / job.parallel.tensor
-        head += logits * 12 / (device.bandwidth * rates.elements)
-        forward, backward = forward + head, backward + 2 * head
-        host += OTHER_OPERATORS / 3 * device.launch
-    # Every micro-batch adds its gradients to those before, in fp32.
-    size = stage_size(job.architecture, job.parallel, stage)
-    backward += size * (job.element + 8) / (device.bandwidth * rates.elements)
-    hooks = HOOK_OPERATORS[job.zero.stage] * device.launch * _tensor_count(job, stage)
-    slower = rates.slower
-    return (
-        forward * slower,
-        backward * slower,
-        (host + hooks / 3) * slower,
-        (2 * host + again_host + hooks * 2 / 3) * slower,
-    )
+def _rates_of(job: Job, device: Device, rates: Rates) -> tuple[float, float]:
+    """FLOP/s of matrix products, and seconds that element-wise operations take for an element."""
+    peak = device.peak(job.precision) or device.peak("fp16") or device.tensor * 1e12
+    return peak * rates.products, BYTES[job.precision] / (device.bandwidth * rates.elements)
 
 
-def _tensor_count(job: Job, stage: int) -> int:
+def stage_seconds(job: Job, device: Device, rates: Rates, stage: int) -> tuple[Pass, Pass]:
+    """A micro-batch's forward and backward on a stage."""
+    a, t, (peak, in_memory) = job.architecture, job.parallel.tensor, _rates_of(job, device, rates)
+    alone = replace(job.parallel, data=1, pipeline=1, split_rank=None)
+    plain = replace(job, zero=Zero(), global_batch=1, recompute="none", parallel=alone)
     encoder, decoder = stage_layers(job, stage)
-    return 12 * encoder + 20 * decoder + 4
+    gpu = core = 0.0
+    for layers, is_decoder in ((encoder, False), (decoder, True)):
+        seconds, own = _layer_seconds(plain, is_decoder, device, rates) if layers else (0.0, 0.0)
+        gpu, core = gpu + layers * seconds, core + layers * own
+    operators = ENCODER_OPERATORS * encoder
+    operators += (DECODER_OPERATORS if a.cross_attention else ENCODER_OPERATORS) * decoder
+    again, operators_again = {"none": (0.0, 0.0), "selective": (core, operators / 18), "full": (gpu, operators / 3)}[
+        job.recompute
+    ]
+    head = 0.0
+    if stage == job.parallel.pipeline - 1:
+        logits = job.micro_batch * (a.decoder_length or a.encoder_length) * a.padded_vocabulary / t
+        head = 2 * job.micro_batch * head_operations(a) / t / peak + logits * LOGIT_PASSES * in_memory
+        operators += OTHER_OPERATORS
+    operators += HOOK_OPERATORS[job.zero.stage] * (12 * encoder + 20 * decoder + 4)
+    # Every micro-batch adds its gradients to those before.
+    adding = stage_size(a, job.parallel, stage) * 3 * in_memory
+    forward = Pass((gpu + head) * rates.slower, operators / 3 * device.launch * rates.slower)
+    backward = 2 * (gpu + head) + again + adding
+    host = (operators * 2 / 3 + operators_again) * device.launch
+    return forward, Pass(backward * rates.slower, host * rates.slower)
 
 
 def collective_seconds(row: Row, job: Job, machine: Machine, backend: str = "nccl", network: float = NETWORK) -> float:
     """One collective, with all groups of its kind busy at the same time."""
     path = paths(job.parallel, job.architecture.cross_attention)[row.group]
     each = ring_bytes(row, path.size, backend)
-    # A pipeline's neighbours may share a node or not: the slower of the two counts.
     inside = each / machine.inside.bandwidth if path.inside else 0.0
     between = path.leaving * each / machine.between.bandwidth
     latency = (machine.between if path.leaving else machine.inside).latency
@@ -195,63 +189,56 @@ def collective_seconds(row: Row, job: Job, machine: Machine, backend: str = "ncc
 
 
 def iteration(job: Job, machine: Machine, rates: Rates = Rates(), backend: str = "nccl") -> Time:
-    """The seconds of an iteration on the busiest rank of every stage together."""
-    device, parallel, m = machine.device, job.parallel, job.micro_batches
-    stages = range(parallel.pipeline)
-    by_stage = [stage_seconds(job, device, rates, stage) for stage in stages]
-    found = rows(job)
-    cost = {row: row.count * collective_seconds(row, job, machine, backend, rates.network) for row in found}
-    # What all stages wait for in every micro-batch makes their forwards and backwards longer.
-    waits = {way: [0.0] * len(stages) for way in ("each forward", "each backward")}
-    hidden, exposed = 0.0, 0.0
-    transfer = 0.0
-    busy = [max(f, fh) + max(b, bh) for f, b, fh, bh in by_stage]
-    for row, seconds in cost.items():
+    """The seconds of an iteration, those of the busiest stage by what they go to."""
+    m, stages = job.micro_batches, range(job.parallel.pipeline)
+    passes = [stage_seconds(job, machine.device, rates, stage) for stage in stages]
+    # What a stage waits for: in every forward, in every backward, and once.
+    waits = {when: [0.0] * len(stages) for when in ("each forward", "each backward", "once")}
+    hidden, transfer = [0.0] * len(stages), 0.0
+    for row in rows(job):
+        seconds = row.count * collective_seconds(row, job, machine, backend, rates.network)
         if row.group == "pipeline":
             transfer = max(transfer, seconds / row.count)
-        elif row.overlap:
-            window = {"last backward": max(max(b, bh) for _, b, _, bh in by_stage)}.get(
-                row.overlap, m * max(busy) * 0.5
-            )
-            hidden += min(seconds, window)
-            exposed += max(0.0, seconds - window)
-        elif row.when in waits:
-            for stage in row.stages if row.group in ("tensor", "data") else ():
+            continue
+        for stage in row.stages:
+            beside = 0.0
+            if row.overlap:
+                way = passes[stage][row.overlap != "each forward"].seconds
+                beside = min(seconds, way * (m if row.overlap.startswith("each") else 1))
+            hidden[stage] += beside
+            if row.when in waits and not row.overlap:
                 waits[row.when][stage] += seconds / m
-        else:
-            exposed += seconds
-    computes = [max(f, fh) + waits["each forward"][s] for s, (f, _, fh, _) in enumerate(by_stage)]
-    returns = [max(b, bh) + waits["each backward"][s] for s, (_, b, _, bh) in enumerate(by_stage)]
-    busiest = max(stages, key=lambda stage: computes[stage] + returns[stage])
-    f, b, fh, bh = by_stage[busiest]
-    whole = schedule.duration(computes, returns, m, transfer, parallel.virtual_stages)
+            else:
+                waits["once"][stage] += seconds - beside
+    forward = [each.seconds + wait for (each, _), wait in zip(passes, waits["each forward"], strict=True)]
+    backward = [each.seconds + wait for (_, each), wait in zip(passes, waits["each backward"], strict=True)]
+    whole = schedule.duration(forward, backward, m, transfer, job.parallel.virtual_stages)
+    busiest = max(stages, key=lambda stage: forward[stage] + backward[stage])
+    computing = m * sum(each.gpu for each in passes[busiest])
     waiting = m * (waits["each forward"][busiest] + waits["each backward"][busiest])
-    optimizer, offload = _update_seconds(job, device, rates)
+    optimizer, offload = _update_seconds(job, machine.device, rates)
     return Time(
-        computing=m * (f + b),
-        host=m * (max(f, fh) - f + max(b, bh) - b),
-        bubble=max(0.0, whole - m * (computes[busiest] + returns[busiest])),
-        communication=exposed + waiting,
+        computing=computing,
+        host=m * sum(each.seconds for each in passes[busiest]) - computing,
+        bubble=max(0.0, whole - m * (forward[busiest] + backward[busiest])),
+        communication=waiting + max(waits["once"]),
         optimizer=optimizer,
         offload=offload,
-        hidden=hidden,
-        collectives={f"{row.group}: {row.what}, {row.kind} {row.when}": seconds for row, seconds in cost.items()},
+        hidden=max(hidden),
     )
 
 
 def _update_seconds(job: Job, device: Device, rates: Rates) -> tuple[float, float]:
     """The optimizer's step on its GPU; with offload instead the copies over PCIe and Adam on the CPU."""
-    size = max(stage_size(job.architecture, job.parallel, stage) for stage in range(job.parallel.pipeline))
-    shared = job.zero.stage or job.distributed_optimizer
-    own = size / job.parallel.data if shared else size
-    at_bandwidth = device.bandwidth * rates.elements
+    own = float(max(stage_size(job.architecture, job.parallel, stage) for stage in range(job.parallel.pipeline)))
+    if job.zero.stage or job.distributed_optimizer:
+        own /= job.parallel.data
     offload = 0.0
-    if job.zero.offload_parameters:
-        # Each rank's part of parameters in, once or twice, and of gradients out, in every micro-batch.
+    if job.zero.offload_parameters:  # its part of the parameters in, and of the gradients out, for every micro-batch
         offload += job.micro_batches * 2 * own * job.element / device.pcie
     if job.zero.offload_optimizer:
         return 0.0, (offload + own * (job.element + 4) / device.pcie + own / CPU_ADAM) * rates.slower
-    return (own * (OPTIMIZER_BYTES + CLIP_BYTES)) / at_bandwidth * rates.slower, offload * rates.slower
+    return own * OPTIMIZER_BYTES / (device.bandwidth * rates.elements) * rates.slower, offload * rates.slower
 
 
 def calibrated(job: Job, machine: Machine, seconds: float, rates: Rates = Rates(), backend: str = "nccl") -> Rates:
@@ -262,9 +249,7 @@ def calibrated(job: Job, machine: Machine, seconds: float, rates: Rates = Rates(
 
     low, high = 0.0, 1.0
     if total(low) > seconds:
-        raise ValueError(
-            f"sending alone takes {total(low):.3g} s at this link's rate, the iteration took {seconds:.3g} s"
-        )
+        raise ValueError(f"sending alone takes {total(low):.3g} s at this link's rate, the iteration {seconds:.3g} s")
     while total(high) < seconds:
         high *= 2
     for _ in range(50):
@@ -275,6 +260,6 @@ def calibrated(job: Job, machine: Machine, seconds: float, rates: Rates = Rates(
 
 def pipeline_slots(job: Job, device: Device, rates: Rates = Rates()) -> Sequence[schedule.Slot]:
     """When each stage computes, for a picture."""
-    costs = [stage_seconds(job, device, rates, stage) for stage in range(job.parallel.pipeline)]
-    forward, backward = [max(f, h) for f, _, h, _ in costs], [max(b, h) for _, b, _, h in costs]
+    passes = [stage_seconds(job, device, rates, stage) for stage in range(job.parallel.pipeline)]
+    forward, backward = ([each.seconds for each in way] for way in zip(*passes, strict=True))
     return schedule.one_f_one_b(forward, backward, job.micro_batches, chunks=job.parallel.virtual_stages)

@@ -96,7 +96,7 @@ def test_no_second_list_of_settings(path: Path):
     for node in ast.walk(ast.parse(path.read_text())):
         items = getattr(node, "elts", [])
         # These rooms choose values for the runs that they start.
-        if isinstance(node, ast.Dict) and room_of(path) not in ("sweep", "acceptance"):
+        if isinstance(node, ast.Dict) and room_of(path) not in ("sweep", "acceptance", "predict"):
             items = node.keys
         named = [item.value for item in items if isinstance(item, ast.Constant) and item.value in settings]
         assert len(named) <= MOST_SETTINGS_IN_A_LIST, named
