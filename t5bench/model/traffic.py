@@ -4,12 +4,13 @@ As the two engines do it, not as a textbook would: Megatron-DeepSpeed at commit 
 core/tensor_parallel, core/pipeline_parallel), DeepSpeed 0.18.3 (runtime/zero) and native/.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log2
 
-from t5bench.model.groups import Groups, coordinates, groups, place_of
+from t5bench.model.groups import coordinates, groups, place_of
 from t5bench.model.job import Architecture, Job, Parallel
 from t5bench.model.parameters import parameters, stage_of
 
@@ -81,7 +82,9 @@ def _data_parallel(job: Job, stage: int) -> Iterator[Row]:
     def row(what: str, kind: str, count: int, each: float, when: str, overlap: str = "") -> Row:
         return Row(what, "data", kind, (), count, each, when, overlap)
 
-    gradients = size * job.reduction_bytes
+    # Megatron accumulates bf16's gradients in fp32, fp16's in fp16.
+    half = job.engine == "megatron" and job.precision == "fp16" and not zero.stage
+    gradients = size * (2 if half else job.reduction_bytes)
     if zero.stage == 0 and job.engine == "native":
         buckets = 1 + ceil(gradients / DDP_BUCKET)
         yield row("gradients", "all-reduce", buckets, gradients / buckets, "last backward", "last backward")
@@ -166,36 +169,24 @@ def _tensor_parallel(job: Job, stage: int) -> Iterator[Row]:
 
 
 def _pipeline(job: Job, stage: int) -> Iterator[Row]:
-    a, parallel, last = job.architecture, job.parallel, job.parallel.pipeline - 1
-    if job.parallel.tensor * job.parallel.pipeline > 1:
-        # The native engine sums over tensor, then pipeline groups; what it costs is the same latency.
+    a, parallel, last, m = job.architecture, job.parallel, job.parallel.pipeline - 1, job.micro_batches
+    if parallel.tensor * parallel.pipeline > 1:
         yield Row("gradient norm", "model", "all-reduce", (), 1, 4, "optimizer")
     if not last:
         return
-    m, token = job.micro_batches, job.micro_batch * job.element * a.hidden
-    if parallel.sequence_parallel:
-        token /= parallel.tensor
-    rounds = parallel.virtual_stages
+    whole = parallel.tensor if parallel.sequence_parallel else 1
+    token, rounds = job.micro_batch * job.element * a.hidden / whole, parallel.virtual_stages
     for source, kind, when in ((stage, "send", "each forward"), (stage - 1, "send back", "each backward")):
-        if 0 <= source < last or rounds > 1:
-            yield Row(
-                "activations", "pipeline", kind, (), m * rounds, _boundary(job, source) * token, when, "computing"
-            )
-    if a.tied:
-        ends = {0, last} | ({parallel.decoder_stage} if a.cross_attention else set())
+        if 0 <= source < last:  # interleaved chunks also go from the last stage to the first, which is not counted
+            size = _boundary(job, source) * token
+            yield Row("activations", "pipeline", kind, (), m * rounds, size, when, "computing")
+    begin = {parallel.decoder_stage} if a.cross_attention else set()
+    if a.tied and stage in {0, last} | begin:
         word = a.padded_vocabulary // parallel.tensor * a.hidden * 4
-        yield Row("tied embedding", "embedding", "all-reduce", (), int(stage in ends), word, "after backward")
-    if a.cross_attention and a.positions == "learned":
-        starts = {0, parallel.decoder_stage}
-        yield Row(
-            "positions",
-            "position",
-            "all-reduce",
-            (),
-            int(stage in starts),
-            a.position_rows * a.hidden * 4,
-            "after backward",
-        )
+        yield Row("tied embedding", "embedding", "all-reduce", (), 1, word, "after backward")
+    if a.cross_attention and a.positions == "learned" and stage in {0} | begin:
+        table = a.position_rows * a.hidden * 4
+        yield Row("positions", "position", "all-reduce", (), 1, table, "after backward")
 
 
 def _boundary(job: Job, stage: int) -> int:
@@ -214,66 +205,57 @@ def ring_bytes(row: Row, size: int, backend: str) -> float:
 
     gloo's reduce-scatter is an all-reduce of which each rank keeps its part (measured).
     """
-    if size == 1:
-        return 0.0
-    kind = "all-reduce" if backend == "gloo" and row.kind == "reduce-scatter" else row.kind
-    share = {"all-reduce": 2 * (size - 1) / size, "all-gather": (size - 1) / size, "reduce-scatter": (size - 1) / size}
-    return share.get(kind, 1.0) * row.bytes
+    phases = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 2 if backend == "gloo" else 1}.get(row.kind)
+    return row.bytes * (size > 1 if phases is None else phases * (size - 1) / size)
 
 
 def steps(row: Row, size: int, backend: str) -> int:
     """Messages one after the other that a collective takes: rings, and NCCL's trees where they are shorter."""
-    if row.kind.startswith("send") or size == 1:
-        return int(size > 1)
-    if row.kind == "broadcast":
-        return ceil(log2(size))
-    ring = size - 1 if row.kind == "all-gather" or (row.kind, backend) == ("reduce-scatter", "nccl") else 2 * (size - 1)
-    return ring if backend == "gloo" else min(ring, 4 * ceil(log2(size)))
+    tree = ceil(log2(size))
+    if row.kind in ("broadcast", "send", "send back"):
+        return tree if row.kind == "broadcast" else 1
+    ring = round(ring_bytes(row, size, backend) / row.bytes * size)
+    return ring if backend == "gloo" else min(ring, 4 * tree)
 
 
-def neighbours(row: Row, members: tuple[int, ...], backend: str) -> Iterator[tuple[int, int]]:
-    """Who sends to whom, (from, to), in one group; every pair carries ring_bytes."""
-    size = len(members)
-    if row.kind.startswith("send"):
-        step = 1 if row.kind == "send" else -1
-        return ((members[stage], members[(stage + step) % size]) for stage in row.stages)
-    if row.kind == "broadcast" and backend == "gloo":
-        # A binomial tree from the first rank.
-        return ((members[i - 2 ** int(log2(i))], members[i]) for i in range(1, size))
-    ends = size - 1 if row.kind == "broadcast" else size
-    return ((members[i], members[(i + 1) % size]) for i in range(ends if size > 1 else 0))
+def neighbours(kind: str, members: tuple[int, ...], backend: str = "nccl") -> Iterator[tuple[int, int]]:
+    """Who sends to whom, (from, to), in one group; every pair carries ring_bytes. The ends of a pipeline are none."""
+    if kind == "send back":
+        members = members[::-1]
+    if kind == "broadcast" and backend == "gloo":  # a binomial tree from the first rank
+        return ((members[i - 2 ** int(log2(i))], members[i]) for i in range(1, len(members)))
+    closes = len(members) > 1 and kind not in ("broadcast", "send", "send back")
+    return zip(members, members[1:] + members[:1] if closes else members[1:], strict=False)
 
 
 def _messages(row: Row, size: int) -> float:
     """gloo's messages between two neighbours for one collective."""
-    if row.kind.startswith("send") or row.kind == "broadcast":
+    if row.kind in ("broadcast", "send", "send back"):
         return 1
     phases = 1 if row.kind == "all-gather" else 2
     return phases * (size - 1) * max(2, ceil(row.bytes / size / GLOO_SEGMENT))
 
 
-def taking_part(row: Row, parallel: Parallel, all_groups: Groups) -> Iterator[tuple[int, ...]]:
-    """The groups in which a row happens."""
-    for members in all_groups[row.group]:
-        if row.group not in ("tensor", "data") or coordinates(parallel, members[0])[0] in row.stages:
-            yield members
-
-
 def node_bytes(job: Job, found: list[Row], backend: str) -> list[float]:
     """Bytes that each node sends to other nodes in an iteration, headers included where they are known."""
-    parallel = job.parallel
+    parallel, gloo = job.parallel, backend == "gloo"
     all_groups = groups(parallel, job.architecture.cross_attention)
     nodes = [0.0] * -(-parallel.world // parallel.devices_per_node)
     for row in found:
-        for members in taking_part(row, parallel, all_groups):
-            each = ring_bytes(row, len(members), backend) * row.count
-            extra = MESSAGE / 2 * _messages(row, len(members)) * row.count if backend == "gloo" else 0.0
-            for source, target in neighbours(row, members, backend):
+        for members in all_groups[row.group]:
+            each = ring_bytes(row, len(members), backend) * row.count * (1 + HEADERS * gloo)
+            extra = MESSAGE / 2 * _messages(row, len(members)) * row.count * gloo
+            for source, target in neighbours(row.kind, members, backend):
                 sender, receiver = place_of(parallel, source)[0], place_of(parallel, target)[0]
-                if sender != receiver:
-                    nodes[sender] += each * (1 + HEADERS * (backend == "gloo")) + extra
+                if sender != receiver and _takes_part(row, parallel, source):
+                    nodes[sender] += each + extra
                     nodes[receiver] += extra
     return nodes
+
+
+def _takes_part(row: Row, parallel: Parallel, rank: int) -> bool:
+    """Whether the row is one of this rank's stage."""
+    return row.group in ("model", "embedding", "position") or coordinates(parallel, rank)[0] in row.stages
 
 
 @dataclass(frozen=True)
@@ -290,14 +272,11 @@ def paths(parallel: Parallel, encoder_decoder: bool) -> Mapping[str, Paths]:
     """For the layout's kinds of groups; the busiest node counts. What pipelines send goes one way at a time."""
     found = {}
     for kind, members_of in groups(parallel, encoder_decoder).items():
-        leaving: dict[int, int] = {}
-        inside = False
+        leaving, inside, way = Counter[int](), False, "send" if kind == "pipeline" else ""
         for members in members_of:
-            nodes = [place_of(parallel, rank)[0] for rank in members]
-            pairs = zip(nodes, nodes[1:] + (nodes[:1] if kind != "pipeline" else []), strict=False)
-            for one, other in pairs:
-                inside |= one == other
-                if one != other:
-                    leaving[one] = leaving.get(one, 0) + 1
+            for source, target in neighbours(way, members):
+                node, other = place_of(parallel, source)[0], place_of(parallel, target)[0]
+                inside |= node == other
+                leaving[node] += node != other
         found[kind] = Paths(len(members_of[0]), inside, max(leaving.values(), default=0))
     return found

@@ -12,14 +12,14 @@ from tabulate import tabulate
 
 from t5bench import Problem
 from t5bench.compare.rows import Row, make_row
-from t5bench.model import time
+from t5bench.model import schedule, time
 from t5bench.model.job import Job, padded
 from t5bench.model.machine import DEVICES, GIB, Device, Link, Machine, device_of
 from t5bench.plan.forecast import backend_of, gpu_here, job_of, padded_vocabulary
 from t5bench.plan.launchers import ask, declarations
 from t5bench.predict.prediction import Prediction
 from t5bench.record.plan import Plan
-from t5bench.record.records import RecordError, Run, load
+from t5bench.record.records import RecordError, load
 
 # Only to be scaled by a measured run: a core, and the memory of a desktop.
 CPU = Device("cpu", "", tensor=0.05, vector=0.05, memory=0, bandwidth=10e9, pcie=10e9, ampere=False)
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibrate-link", type=float, metavar="GBIT", help="the link of that run (default: --link)")
     parser.add_argument("--vocabulary", type=int, help="tokens, before padding (default: the data's, else T5's)")
     parser.add_argument("--check", type=Path, metavar="FILE", help="hold published measurements against the model")
+    parser.add_argument("--schedule", action="store_true", help="draw when each stage of a pipeline computes")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -71,6 +72,10 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"machine": asdict(predictions[0].machine), "rows": content, "refused": refused}, indent=2))
     else:
         show(predictions, beside, refused)
+        for entry in predictions if args.schedule else ():
+            if entry.rates and entry.job.parallel.pipeline > 1:
+                slots = time.pipeline_slots(entry.job, entry.machine.device, entry.rates)
+                print(f"\n{entry.name}\n{schedule.draw(slots)}")
     return 0
 
 
