@@ -26,6 +26,8 @@ LOGIT_PASSES = 6
 # Adam reads and writes fp32 master, two moments and gradient, and writes the 16-bit copy; norm and clipping read and
 # write the gradient once more.
 OPTIMIZER_BYTES = 40
+# Only to be scaled by a measured run: a core, and the memory of a desktop.
+CPU = Device("cpu", "", tensor=0.05, vector=0.05, memory=0, bandwidth=10e9, pcie=10e9, ampere=False)
 CPU_ADAM = 1e9  # parameters per second of DeepSpeedCPUAdam on one socket
 # DeepSpeed's Python around every tensor of a micro-batch, in operators: ZeRO's gradient hooks, and stage 3's fetching
 # and letting go. Fitted to the native engine's runs over unlimited links (docs/prediction.md).
@@ -116,14 +118,18 @@ class Time:
 
 @dataclass(frozen=True)
 class Pass:
-    """A micro-batch's forward or backward on a stage: the GPU's seconds, and the host's, which launches beside it."""
+    """A micro-batch's forward or backward on a stage: the GPU's seconds, and the host's, which launches beside it.
+
+    On a CPU the host computes itself, and launches in between.
+    """
 
     gpu: float
     host: float
+    beside: bool = True
 
     @property
     def seconds(self) -> float:
-        return max(self.gpu, self.host)
+        return max(self.gpu, self.host) if self.beside else self.gpu + self.host
 
 
 @lru_cache(maxsize=65536)
@@ -172,10 +178,10 @@ def stage_seconds(job: Job, device: Device, rates: Rates, stage: int) -> tuple[P
     operators += HOOK_OPERATORS[job.zero.stage] * (12 * encoder + 20 * decoder + 4)
     # Every micro-batch adds its gradients to those before.
     adding = stage_size(a, job.parallel, stage) * 3 * in_memory
-    forward = Pass((gpu + head) * rates.slower, operators / 3 * device.launch * rates.slower)
     backward = 2 * (gpu + head) + again + adding
-    host = (operators * 2 / 3 + operators_again) * device.launch
-    return forward, Pass(backward * rates.slower, host * rates.slower)
+    launch, beside = device.launch * rates.slower, device.name != CPU.name
+    forward = Pass((gpu + head) * rates.slower, operators / 3 * launch, beside)
+    return forward, Pass(backward * rates.slower, (operators * 2 / 3 + operators_again) * launch, beside)
 
 
 def collective_seconds(row: Row, job: Job, machine: Machine, backend: str = "nccl", network: float = NETWORK) -> float:

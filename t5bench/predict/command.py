@@ -11,18 +11,18 @@ from pathlib import Path
 from tabulate import tabulate
 
 from t5bench import Problem
+from t5bench.compare.comparable import gpu_names
 from t5bench.compare.rows import Row, make_row
 from t5bench.model import schedule, time
 from t5bench.model.job import Job, padded
 from t5bench.model.machine import DEVICES, GIB, Device, Link, Machine, device_of
+from t5bench.model.time import CPU
 from t5bench.plan.forecast import backend_of, gpu_here, job_of, padded_vocabulary
 from t5bench.plan.launchers import ask, declarations
 from t5bench.predict.prediction import Prediction
 from t5bench.record.plan import Plan
 from t5bench.record.records import RecordError, load
 
-# Only to be scaled by a measured run: a core, and the memory of a desktop.
-CPU = Device("cpu", "", tensor=0.05, vector=0.05, memory=0, bandwidth=10e9, pcie=10e9, ampere=False)
 CPU_NODE = Link(5e9, 20e-6)
 
 
@@ -31,16 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_machine(parser)
     parser.add_argument("--calibrate", type=Path, metavar="RUN", help="take the machine's speed from this run")
     parser.add_argument("--calibrate-link", type=float, metavar="GBIT", help="the link of that run (default: --link)")
-    parser.add_argument("--vocabulary", type=int, help="tokens, before padding (default: the data's, else T5's)")
     parser.add_argument("--check", type=Path, metavar="FILE", help="hold published measurements against the model")
     parser.add_argument("--schedule", action="store_true", help="draw when each stage of a pipeline computes")
-    parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="", help="a GPU's name, as nvidia-smi or this project has it")
     parser.add_argument("--link", type=float, default=10.0, metavar="GBIT", help="Gbit/s of a node (default: 10)")
     parser.add_argument("--latency", type=float, default=40.0, metavar="US", help="microseconds between nodes")
+    parser.add_argument("--vocabulary", type=int, help="tokens, before padding (default: the data's, else T5's)")
+    parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,21 +49,19 @@ def run(args: argparse.Namespace) -> int:
         from t5bench.predict import check
 
         return check.run(args)
-    if args.link <= 0:
-        raise Problem(f"--link must be more than 0 Gbit/s, found {args.link:g}")
-    if args.runs:
-        measured = [measured_row(directory) for directory in args.runs]
-        plans = {row.label: (row.run.plan, row.run.padded_vocab_size or 0) for row in measured}
-    else:
-        measured = []
-        plans = {plan.strategy.name: (plan, 0) for plan in planned()}
+    measured = [measured_row(directory) for directory in args.runs]
+    found = [(row.label, row.run.plan, row.run.padded_vocab_size, gpu_names(row.run)) for row in measured]
     rates = calibration(args) if args.calibrate else None
     predictions, refused = [], {}
-    for name, (plan, vocabulary) in plans.items():
+    for name, plan, vocabulary, gpu in found or [(plan.strategy.name, plan, None, None) for plan in planned()]:
         if plan.layout is None:
             refused[name] = next(obstacle.found for obstacle in plan.obstacles if obstacle.fatal)
             continue
-        predictions.append(predict(name, plan, vocabulary or vocabulary_of(plan, args.vocabulary), args, rates))
+        device = _device(plan, args.device or gpu)
+        job = job_of(plan, vocabulary or vocabulary_of(plan, args.vocabulary))
+        machine = machine_of(args, device, job.parallel.devices_per_node)
+        own_rates = rates or (None if device is CPU else time.Rates())
+        predictions.append(Prediction(name, job, machine, backend_of(plan), own_rates))
     if not predictions:
         raise Problem("none of the strategies can run with these settings", "\n".join(refused.values()))
     beside = {row.label: row for row in measured}
@@ -111,6 +109,8 @@ def device_named(name: str) -> Device:
 
 
 def machine_of(args: argparse.Namespace, device: Device, per_node: int, gigabits: float | None = None) -> Machine:
+    if args.link <= 0 or args.latency < 0:
+        raise Problem(f"--link must be more than 0 Gbit/s, found {args.link:g}")
     inside = CPU_NODE if device is CPU else Link(device.nvlink or device.pcie, 10e-6)
     between = Link.of_gigabits(gigabits or args.link, args.latency * 1e-6)
     return Machine(device, inside, between, per_node)
@@ -122,30 +122,21 @@ def calibration(args: argparse.Namespace) -> time.Rates:
     if not row.milliseconds:
         raise Problem(f"{args.calibrate} has no measured iterations", "Calibrate on a run that is complete")
     plan, job = row.run.plan, job_of(row.run.plan, row.run.padded_vocab_size or 0)
-    machine = machine_of(args, _device(plan, args), job.parallel.devices_per_node, args.calibrate_link)
+    device = _device(plan, args.device or gpu_names(row.run))
+    machine = machine_of(args, device, job.parallel.devices_per_node, args.calibrate_link)
     try:
         return time.calibrated(job, machine, row.milliseconds.median / 1000, time.Rates(), backend_of(plan))
     except ValueError as error:
-        raise Problem(
-            f"{args.calibrate} was faster than its link allows: {error}", "Give its link: --calibrate-link GBIT"
-        ) from error
+        found = f"{args.calibrate} was faster than its link allows: {error}"
+        raise Problem(found, "Give its link: --calibrate-link GBIT") from error
 
 
-def _device(plan: Plan, args: argparse.Namespace) -> Device:
-    if args.device:
-        return device_named(args.device)
-    if plan.device == "cpu":
-        return CPU
-    if device := gpu_here():
+def _device(plan: Plan, name: str | None) -> Device:
+    if name:
+        return device_named(name)
+    if device := CPU if plan.device == "cpu" else gpu_here():
         return device
     raise Problem("there is no GPU here to predict for", f"Name one with --device: {' '.join(DEVICES)}")
-
-
-def predict(name: str, plan: Plan, vocabulary: int, args: argparse.Namespace, rates: time.Rates | None) -> Prediction:
-    job, device = job_of(plan, vocabulary), _device(plan, args)
-    if rates is None and device is not CPU:
-        rates = time.Rates()
-    return Prediction(name, job, machine_of(args, device, job.parallel.devices_per_node), backend_of(plan), rates)
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------------

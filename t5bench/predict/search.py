@@ -3,8 +3,9 @@
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 
 from tabulate import tabulate
@@ -18,31 +19,57 @@ from t5bench.plan.launchers import ask
 from t5bench.predict.command import add_machine, device_named, layout_text, machine_of, vocabulary_of
 from t5bench.predict.prediction import Prediction
 
+TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the all-reduces of every layer cross the network
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 RECOMPUTE = ("none", "selective", "full")
-MOST_TENSOR = 8  # beyond a node the all-reduces of every layer cross the network
 FULLEST = 0.95  # of the device's memory, for what fragments it
+MEMORY = "memory"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with what is predicted of it. missing: why this harness cannot start it, "" where it can."""
+    """A layout with what is predicted of it; seconds are infinite where it does not fit."""
 
     job: Job
     seconds: float
     memory: float
     limit: str
-    missing: str
 
     @property
     def kind(self) -> str:
-        return kind_of(self.job)
+        parallel, zero = self.job.parallel, self.job.zero
+        parts = ["TP"] * (parallel.tensor > 1) + ["PP"] * (parallel.pipeline > 1)
+        parts += [f"ZeRO-{zero.stage}" + " offload" * zero.offload_optimizer] * (zero.stage > 0)
+        return " x ".join(parts) or "DDP"
 
     @property
     def name(self) -> str:
-        job = self.job
-        again = "" if job.recompute == "none" else f", recompute {job.recompute}"
-        return f"{self.kind} {layout_text(job)}, micro-batch {job.micro_batch}{again}"
+        again = "" if self.job.recompute == "none" else f", recompute {self.job.recompute}"
+        return f"{self.kind} {layout_text(self.job)}, micro-batch {self.job.micro_batch}{again}"
+
+    @property
+    def missing(self) -> str:
+        """Why this harness cannot run it, or with which engine alone."""
+        parallel = self.job.parallel
+        if self.job.zero.stage and parallel.tensor * parallel.pipeline > 1:
+            return "no: ZeRO with TP or PP"
+        return "ENGINE=megatron alone" if parallel.pipeline > 2 else ""
+
+    @property
+    def start(self) -> str:
+        """The line that starts it on each node; "" where this harness cannot."""
+        p, job = self.job.parallel, self.job
+        strategies = {"TP": "tensor", "PP": "pipeline", "TP x PP": "hybrid", "DDP": "ddp"}
+        zeros = {f"ZeRO-{stage}": f"zero{stage}" for stage in (1, 2, 3)} | {"ZeRO-3 offload": "zero3_offload"}
+        if not (strategy := (strategies | zeros).get(self.kind)):
+            return ""
+        settings = {"NNODES": p.world // p.devices_per_node, "NPROC_PER_NODE": p.devices_per_node,
+                    "GLOBAL_BATCH_SIZE": job.global_batch, "MICRO_BATCH_SIZE": job.micro_batch}  # fmt: skip
+        settings |= {"TENSOR_PARALLEL_SIZE": p.tensor} if p.tensor > 1 else {}
+        settings |= {"PIPELINE_PARALLEL_SIZE": p.pipeline} if p.pipeline > 1 else {}
+        again = "" if job.recompute == "none" else f" -- --recompute-granularity {job.recompute}"
+        words = " ".join(f"{name}={value}" for name, value in settings.items())
+        return f"{words} bash scripts/run_megatron_t5_{strategy}.sh <master-host> <node-rank>{again}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,28 +78,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="tiny, small, base or large; the launchers' settings count too")
     parser.add_argument("--per-node", type=int, default=8, help="GPUs of a node")
     parser.add_argument("--global-batch", type=int, default=0, help="samples (default: 512, or as many as GPUs)")
-    parser.add_argument("--vocabulary", type=int, help="tokens, before padding (default: the data's, else T5's)")
     parser.add_argument("--tp", type=int, help="only this tensor-parallel size")
     parser.add_argument("--top", type=int, default=8, help="rows of each table")
     parser.add_argument("--picture", type=Path, help="memory against time, as .svg, .png or .pdf")
-    parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises Problem."""
-    try:
-        sizes = [int(size) for size in args.gpus.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 1:
+    sizes = [int(size) for size in args.gpus.split(",") if size.isdigit() and int(size)]
+    if len(sizes) < len(args.gpus.split(",")):
         raise Problem(f"--gpus must be numbers of GPUs, found '{args.gpus}'", "Such as --gpus 8,64,512")
-    if args.link <= 0 or args.per_node < 1:
-        raise Problem("--link and --per-node must be more than 0")
+    if args.per_node < 1 or args.global_batch < 0:
+        raise Problem("--per-node and --global-batch must be more than 0")
     if not args.device:
         raise Problem("--device is missing", f"Known: {' '.join(DEVICES)}")
     device, model = device_named(args.device), architecture(args)
     found = {}
     for size in sizes:
+        if size % min(args.per_node, size):
+            raise Problem(f"{size} GPUs do not fill nodes of {args.per_node}", "--per-node gives another number")
         machine = machine_of(args, device, min(args.per_node, size))
         found[size] = search(model, size, machine, args.global_batch or max(512, size), args.tp)
     if args.json:
@@ -87,10 +111,11 @@ def run(args: argparse.Namespace) -> int:
 
 def architecture(args: argparse.Namespace) -> Architecture:
     """The model of the launchers' settings, and of a preset by its name."""
-    environment = dict(os.environ) | ({"MODEL_PRESET": args.model} if args.model else {})
-    plan = ask("ddp", environment=environment | {"NPROC_PER_NODE": "1", "NNODES": "1", "HOSTS": ""})
-    if wrong := [obstacle for obstacle in plan.obstacles if obstacle.fatal]:
-        raise Problem(f"the model's settings are wrong: {wrong[0].found}", wrong[0].remedy)
+    one = {"NPROC_PER_NODE": "1", "NNODES": "1", "HOSTS": "", "GLOBAL_BATCH_SIZE": "1", "MICRO_BATCH_SIZE": "1"}
+    plan = ask("ddp", environment=os.environ | one | ({"MODEL_PRESET": args.model} if args.model else {}))
+    if plan.layout is None:
+        wrong = next(obstacle for obstacle in plan.obstacles if obstacle.fatal)
+        raise Problem(f"the model's settings are wrong: {wrong.found}", wrong.remedy)
     return job_of(plan, vocabulary_of(plan, args.vocabulary)).architecture
 
 
@@ -99,58 +124,51 @@ def architecture(args: argparse.Namespace) -> Architecture:
 
 def layouts(model: Architecture, gpus: int, per_node: int, tensor: int | None) -> Iterator[Parallel]:
     """Sizes that divide the GPUs, the heads, the FFN and the layers."""
-    powers = [2**k for k in range(1 + MOST_TENSOR.bit_length())]
-    for t in [tensor] if tensor else [t for t in powers if t <= min(MOST_TENSOR, per_node)]:
-        if gpus % t or model.heads % t or model.ffn % t:
-            continue
-        for p in range(1, min(model.layers, gpus // t) + 1):
-            whole = _divides(model, p)
-            if whole and not gpus // t % p:
-                yield Parallel(t, p, gpus // (t * p), devices_per_node=per_node)
+    for t in [tensor] if tensor else [size for size in TENSOR_SIZES if size <= per_node]:
+        if not (gpus % t or model.heads % t or model.ffn % t):
+            for p in range(1, min(model.layers, gpus // t) + 1):
+                if _divides(model, p) and not gpus // t % p:
+                    yield Parallel(t, p, gpus // (t * p), devices_per_node=per_node)
 
 
 def _divides(model: Architecture, stages: int) -> bool:
-    if stages == 1:
-        return True
-    if not model.cross_attention:
+    """Half of the stages are an encoder's, half the decoder's."""
+    if stages == 1 or not model.cross_attention:
         return model.layers % stages == 0
-    half = stages // 2
-    return stages % 2 == 0 and model.encoder_layers % half == 0 and model.decoder_layers % half == 0
+    return not (stages % 2 or model.encoder_layers % (stages // 2) or model.decoder_layers % (stages // 2))
 
 
 def jobs(model: Architecture, gpus: int, per_node: int, batch: int, tensor: int | None) -> Iterator[Job]:
     for parallel in layouts(model, gpus, per_node, tensor):
+        zeros = [Zero()]
+        if parallel.data > 1:  # DeepSpeed has no stage 2 or 3 in pipelines
+            zeros += [Zero(stage) for stage in ((1,) if parallel.pipeline > 1 else (1, 2, 3))]
+            zeros += [Zero(3, True, True)] * (parallel.tensor == parallel.pipeline == 1)
         for micro in MICRO_BATCHES:
-            if batch % (micro * parallel.data):
-                continue
-            zeros = [Zero()]
-            if parallel.data > 1:
-                zeros += [Zero(1)] if parallel.pipeline > 1 else [Zero(stage) for stage in (1, 2, 3)]
-                zeros += [Zero(3, True, True)] if parallel.tensor == parallel.pipeline == 1 else []
-            for zero in zeros:
-                for recompute in RECOMPUTE:
-                    yield Job(model, parallel, micro, batch, zero, recompute=recompute)
+            if batch % (micro * parallel.data) == 0:
+                for zero in zeros:
+                    for recompute in RECOMPUTE:
+                        yield Job(model, parallel, micro, batch, zero, recompute=recompute)
 
 
 def search(model: Architecture, gpus: int, machine: Machine, batch: int, tensor: int | None = None) -> list[Candidate]:
-    """Every layout, the fastest first; Problem where nothing fits or nothing divides."""
+    """Every layout, the fastest first; Problem where nothing divides or nothing fits."""
     candidates = []
     for job in jobs(model, gpus, machine.devices_per_node, batch, tensor):
-        entry = Prediction("", job, machine, "nccl", time.Rates())
-        fits = entry.memory_bytes <= FULLEST * machine.device.memory
-        seconds = time.iteration(job, machine) if fits else None
-        limit = seconds.limit if seconds else "memory"
-        candidates.append(
-            Candidate(job, seconds.total if seconds else float("inf"), entry.memory_bytes, limit, missing(job))
-        )
+        memory = Prediction("", job, machine, "nccl", None).memory_bytes
+        if memory <= FULLEST * machine.device.memory:
+            found = time.iteration(job, machine)
+            candidates.append(Candidate(job, found.total, memory, found.limit))
+        else:
+            candidates.append(Candidate(job, inf, memory, MEMORY))
     if not candidates:
         asked = f" with TP={tensor}" if tensor else ""
         raise Problem(
             f"no layout of {gpus} GPUs{asked} divides the model and a global batch of {batch}",
-            f"TP must divide the GPUs, {model.heads} heads and {model.ffn} FFN columns, and the data-parallel size the"
-            " batch: --global-batch gives another",
+            f"TP must divide the GPUs, {model.heads} heads and {model.ffn} FFN columns, the data-parallel size the"
+            " batch (--global-batch)",
         )
-    if all(entry.limit == "memory" for entry in candidates):
+    if all(entry.limit == MEMORY for entry in candidates):
         least = min(candidates, key=lambda entry: entry.memory)
         raise Problem(
             f"the model fits in no layout of {gpus} x {machine.device.name}: the smallest, {least.name}, takes"
@@ -160,25 +178,11 @@ def search(model: Architecture, gpus: int, machine: Machine, batch: int, tensor:
     return sorted(candidates, key=lambda entry: (entry.seconds, entry.memory))
 
 
-def missing(job: Job) -> str:
-    """Why this harness cannot run a layout."""
-    parallel = job.parallel
-    if job.zero.stage and parallel.tensor * parallel.pipeline > 1:
-        return "ZeRO with TP or PP is not in this harness"
-    if parallel.pipeline > 2:
-        return "more than two stages: Megatron engine alone"
-    return ""
-
-
-def runnable(entry: Candidate) -> bool:
-    return not (entry.job.zero.stage and entry.missing)
-
-
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Those than which none is both faster and smaller; candidates come fastest first."""
     front: list[Candidate] = []
     for entry in candidates:
-        if entry.limit != "memory" and (not front or entry.memory < front[-1].memory):
+        if entry.limit != MEMORY and (not front or entry.memory < front[-1].memory):
             front.append(entry)
     return front
 
@@ -186,92 +190,56 @@ def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
 # ---- what is shown ---------------------------------------------------------------------------------------------------
 
 
-def kind_of(job: Job) -> str:
-    parallel, zero = job.parallel, job.zero
-    parts = ["TP"] * (parallel.tensor > 1) + ["PP"] * (parallel.pipeline > 1)
-    if zero.stage:
-        parts.append(f"ZeRO-{zero.stage}" + (" offload" if zero.offload_optimizer else ""))
-    return " x ".join(parts) or "DDP"
-
-
-def command_of(job: Job) -> str:
-    """The line that starts a layout on its nodes."""
-    p, zero = job.parallel, job.zero
-    offload = "_offload" if zero.offload_optimizer else ""
-    sizes = {"tensor": p.tensor > 1, "pipeline": p.pipeline > 1}
-    plain = next((name for name, used in sizes.items() if used), "ddp")
-    strategy = "hybrid" if all(sizes.values()) else f"zero{zero.stage}{offload}" if zero.stage else plain
-    settings = {"NNODES": -(-p.world // p.devices_per_node), "NPROC_PER_NODE": min(p.world, p.devices_per_node)}
-    settings |= {"GLOBAL_BATCH_SIZE": job.global_batch} | {"MICRO_BATCH_SIZE": job.micro_batch}
-    settings |= {"TENSOR_PARALLEL_SIZE": p.tensor} if p.tensor > 1 else {}
-    settings |= {"PIPELINE_PARALLEL_SIZE": p.pipeline} if p.pipeline > 1 else {}
-    again = "" if job.recompute == "none" else f" -- --recompute-granularity {job.recompute}"
-    words = " ".join(f"{name}={value}" for name, value in settings.items())
-    return f"{words} bash scripts/run_megatron_t5_{strategy}.sh <master-host> <node-rank>{again}"
-
-
-def losers(candidates: Sequence[Candidate]) -> list[tuple[str, str, str]]:
+def losers(candidates: Sequence[Candidate]) -> Iterator[tuple[str, str, str]]:
     """The best of each other kind, and why it is not the winner: (kind, layout, reason)."""
-    winner, found, seen = candidates[0], [], set()
+    winner, seen = candidates[0], {candidates[0].kind}
     for entry in candidates:
-        if entry.kind in seen or entry.kind == winner.kind:
+        if entry.kind in seen:
             continue
         seen.add(entry.kind)
-        if entry.limit == "memory":
-            smallest = min((one for one in candidates if one.kind == entry.kind), key=lambda one: one.memory)
-            found.append((entry.kind, smallest.name, f"does not fit: at least {smallest.memory / GIB:.1f} GiB"))
+        if entry.limit == MEMORY:
+            entry = min((one for one in candidates if one.kind == entry.kind), key=lambda one: one.memory)
+            yield entry.kind, entry.name, f"does not fit: at least {entry.memory / GIB:.1f} GiB"
         else:
-            found.append(
-                (entry.kind, entry.name, f"{entry.seconds / winner.seconds:.2f}x the time, most of it {entry.limit}")
-            )
-    return found
+            reason = f"{entry.seconds / winner.seconds:.2f}x the time, most of it {entry.limit}"
+            yield entry.kind, entry.name, reason
 
 
 def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -> None:
-    fitting = [entry for entry in candidates if entry.limit != "memory"]
-    batch = fitting[0].job.global_batch
+    fitting = [entry for entry in candidates if entry.limit != MEMORY]
+    batch, front = fitting[0].job.global_batch, pareto(fitting)
     counts = f"{len(candidates)} layouts, {len(fitting)} fit"
     print(f"{gpus} x {args.device}, {args.link:g} Gbit/s a node, global batch {batch}: {counts}\n")
-    front = set(map(id, pareto(fitting)))
     table = [
-        {
-            "layout": entry.name,
-            "s/iteration": entry.seconds,
-            "samples/s": batch / entry.seconds,
-            "GiB": entry.memory / GIB,
-            "limited by": entry.limit,
-            "front": "*" if id(entry) in front else "",
-            "this harness": entry.missing or "runs",
-        }
+        (entry.name, entry.seconds, batch / entry.seconds, entry.memory / GIB, entry.limit,
+         "*" if entry in front else "", entry.missing or "yes")
         for entry in fitting[: args.top]
-    ]
-    print(tabulate(table, headers="keys", floatfmt=".4g"))
+    ]  # fmt: skip
+    headers = ("layout", "s/iteration", "samples/s", "GiB", "limited by", "front", "runs here")
+    print(tabulate(table, headers, floatfmt=".4g"))
     print("\nPareto front of memory and time:")
-    for entry in pareto(fitting):
+    for entry in front:
         print(f"  {entry.memory / GIB:6.2f} GiB  {entry.seconds:8.4g} s  {entry.name}")
     print("\nWhy not the others (the best of each):")
     for kind, name, reason in losers(candidates):
-        print(f"  {kind:<14} {reason}: {name}")
-    if starts := next((entry for entry in fitting if runnable(entry)), None):
-        print(f"\nThe fastest that this harness starts, {starts.name}:\n  {command_of(starts.job)}\n")
+        print(f"  {kind:<16} {reason}: {name}")
+    if starts := next((entry for entry in fitting if entry.start), None):
+        print(f"\nThe fastest that this harness starts, {starts.name}:\n  {starts.start}\n")
 
 
-def draw(found: dict[int, list[Candidate]], path: Path, memory: int) -> None:
+def draw(found: Mapping[int, Sequence[Candidate]], path: Path, memory: int) -> None:
     """A panel for each number of GPUs. Raises Problem for a file that cannot be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5 * len(found), 4), layout="constrained")
     for number, (gpus, candidates) in enumerate(found.items(), 1):
-        axes = figure.add_subplot(1, len(found), number)
-        axes.set(title=f"{gpus} GPUs", xlabel="GiB of the fullest GPU", ylabel="s/iteration", yscale="log")
-        fitting = [entry for entry in candidates if entry.limit != "memory"]
-        for kind in dict.fromkeys(entry.kind for entry in fitting):
-            own = [entry for entry in fitting if entry.kind == kind]
-            axes.scatter([e.memory / GIB for e in own], [e.seconds for e in own], s=9, label=kind)
-        front = pareto(fitting)
-        axes.plot(
-            [e.memory / GIB for e in front], [e.seconds for e in front], "k-", drawstyle="steps-post", label="front"
-        )
+        axes = figure.add_subplot(1, len(found), number, xlabel="GiB of the fullest GPU", ylabel="s/iteration")
+        axes.set(title=f"{gpus} GPUs", yscale="log")
+        for kind in dict.fromkeys(entry.kind for entry in candidates):
+            own = [entry for entry in candidates if entry.kind == kind and entry.limit != MEMORY]
+            axes.scatter([one.memory / GIB for one in own], [one.seconds for one in own], s=9, label=kind)
+        front = [(one.memory / GIB, one.seconds) for one in pareto(candidates)]
+        axes.step(*zip(*front, strict=True), "k-", where="post", label="front")
         axes.axvline(memory / GIB, color="grey", linestyle=":")
         axes.legend(fontsize="x-small")
     try:
@@ -283,15 +251,12 @@ def draw(found: dict[int, list[Candidate]], path: Path, memory: int) -> None:
 
 
 def _json(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
-    front = set(map(id, pareto(candidates)))
+    front = pareto(candidates)
+    own = ("name", "kind", "memory", "limit", "missing", "start")
     return [
-        {
-            "layout": entry.name, "kind": entry.kind, "tp": entry.job.parallel.tensor,
-            "pp": entry.job.parallel.pipeline, "dp": entry.job.parallel.data, "zero": entry.job.zero.stage,
-            "offload": entry.job.zero.offload_optimizer, "micro_batch": entry.job.micro_batch,
-            "recompute": entry.job.recompute, "memory_bytes": entry.memory, "limit": entry.limit,
-            "seconds": entry.seconds if entry.limit != "memory" else None,
-            "pareto": id(entry) in front, "not_in_this_harness": entry.missing, "start": command_of(entry.job),
-        }
+        {name: getattr(entry, name) for name in own}
+        | {"seconds": None if entry.limit == MEMORY else entry.seconds, "pareto": entry in front}
+        | {"parallel": asdict(entry.job.parallel), "zero": asdict(entry.job.zero)}
+        | {"micro_batch": entry.job.micro_batch, "recompute": entry.job.recompute}
         for entry in candidates
-    ]  # fmt: skip
+    ]

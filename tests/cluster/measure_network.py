@@ -1,8 +1,10 @@
-"""Trains the strategies over the lab's slowed links, for `python -m t5bench predict` to be held against.
+"""Trains the strategies over the lab's slowed links, and holds what the interfaces counted against the model.
 
-    python tests/cluster/measure_network.py OUTPUT --engine native --rates 100mbit,50mbit,20mbit --hosts 2
+    PYTHONPATH=.:tests:tests/cluster python tests/cluster/measure_network.py OUTPUT --data DIRECTORY \\
+        --engine native --rates 100mbit,50mbit,20mbit --hosts 2
 
-It needs root, as tests/cluster does. Settings of the launchers in the environment win over those below.
+It needs root, as tests/cluster does. Settings of the launchers in the environment win over those below. Without --data
+it reads the runs that OUTPUT has. pytest does not collect this: it takes minutes on a machine with nothing else to do.
 """
 
 import argparse
@@ -10,17 +12,63 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from statistics import mean
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-
+import numpy as np
 from cluster_lab import SYSTEM_PATH, Cluster
 from harness import REPO_ROOT
 
+from t5bench.model import traffic
+from t5bench.plan.forecast import job_of
+from t5bench.record.records import Run, load
+from t5bench.record.samples import read_samples
+from t5bench.record.status import COMPLETE
+
 SETTINGS = {
-    "PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}", "PYTHON": sys.executable, "LAUNCH": "ssh",
-    "DEVICE": "cpu", "MODEL_PRESET": "tiny", "PRECISION_FLAG": "", "MICRO_BATCH_SIZE": "2", "TRAIN_ITERS": "16",
-    "LOG_INTERVAL": "1", "SAMPLE_INTERVAL": "0.2", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "RETRIES": "0",
+    "PYTHON": sys.executable, "LAUNCH": "ssh", "DEVICE": "cpu", "MODEL_PRESET": "tiny", "PRECISION_FLAG": "",
+    "MICRO_BATCH_SIZE": "2", "TRAIN_ITERS": "16", "LOG_INTERVAL": "1", "SAMPLE_INTERVAL": "0.2",
+    "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "RETRIES": "0",
 }  # fmt: skip
+WARM_UP = 3
+
+
+def train(cluster: Cluster, output: Path, engine: str, rate: str, data: Path) -> None:
+    for node in cluster.nodes:
+        cluster.shape(node, rate)
+    settings = SETTINGS | {name: value for name, value in os.environ.items() if name.isupper()}
+    settings |= {"PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}", "RUNS_DIR": str(output.absolute() / rate)}
+    settings |= {"ENGINE": engine, "HOSTS": " ".join(cluster.nodes), "MEGATRON_DATA_DIR": str(data.absolute())}
+    script = str(REPO_ROOT / "scripts" / "run_megatron_t5_all.sh")
+    result = cluster.login("bash", script, env=settings, timeout=3600, check=False)
+    print(result.stdout[-3000:], result.stderr[-1500:], flush=True)
+
+
+def sent_by_node(run: Run) -> list[float]:
+    """Bytes an iteration, the slope of the counter against the iterations: no burst at an end of them decides it."""
+    timed = [(line.time, line.iteration) for line in run.iterations[WARM_UP:] if line.time]
+    times, numbers = zip(*timed, strict=True)
+    slopes = []
+    for node in run.nodes:
+        samples = read_samples(run.directory / f"node{node['node']}.samples.jsonl")
+        within = [sample for sample in samples if times[0] <= sample["time"] <= times[-1]]
+        done = np.interp([sample["time"] for sample in within], times, numbers)
+        slopes.append(np.polyfit(done, [sample["network"]["eth0"]["sent"] for sample in within], 1)[0])
+    return slopes
+
+
+def report(output: Path) -> None:
+    errors = []
+    for path in sorted(output.glob("*/repeat*/*/run.json")):
+        run = load(path.parent)
+        if run.status != COMPLETE:
+            continue
+        job = job_of(run.plan, run.padded_vocab_size or 0)
+        predicted, measured = mean(traffic.node_bytes(job, traffic.rows(job), "gloo")), mean(sent_by_node(run))
+        error = predicted / measured - 1
+        errors.append(abs(error))
+        name = "/".join(path.parent.relative_to(output).parts)
+        print(f"{name:32} predicted {predicted / 1e6:8.3f} MB, measured {measured / 1e6:8.3f}, {error:+.2%}")
+    print(f"{len(errors)} runs: mean error {mean(errors):.2%}, worst {max(errors):.2%}")
 
 
 def main() -> None:
@@ -29,24 +77,18 @@ def main() -> None:
     parser.add_argument("--engine", choices=["native", "megatron"], default="native")
     parser.add_argument("--rates", default="off", help="of the links, for tc; off leaves them as they are")
     parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--data", type=Path, required=True, help="an indexed dataset with its tokenizer")
+    parser.add_argument("--data", type=Path, help="an indexed dataset with its tokenizer")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        cluster = Cluster(Path(directory) / "lab", args.hosts)
-        try:
-            cluster.up()
-            for rate in args.rates.split(","):
-                for node in cluster.nodes:
-                    cluster.shape(node, rate)
-                asked = {name: value for name, value in os.environ.items() if name.isupper() and name not in SETTINGS}
-                asked |= {name: os.environ[name] for name in SETTINGS.keys() & os.environ.keys() - {"PATH"}}
-                runs = {"RUNS_DIR": str(args.output.absolute() / rate), "ENGINE": args.engine}
-                runs |= {"HOSTS": " ".join(cluster.nodes), "MEGATRON_DATA_DIR": str(args.data.absolute())}
-                script = str(REPO_ROOT / "scripts" / "run_megatron_t5_all.sh")
-                result = cluster.login("bash", script, env=SETTINGS | asked | runs, timeout=3600, check=False)
-                print(result.stdout[-3000:], result.stderr[-1500:], flush=True)
-        finally:
-            cluster.down()
+    if args.data:
+        with tempfile.TemporaryDirectory() as directory:
+            cluster = Cluster(Path(directory) / "lab", args.hosts)
+            try:
+                cluster.up()
+                for rate in args.rates.split(","):
+                    train(cluster, args.output, args.engine, rate, args.data)
+            finally:
+                cluster.down()
+    report(args.output)
 
 
 if __name__ == "__main__":

@@ -112,13 +112,15 @@ def test_four_thousand_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path):
 
 def test_the_winners_line_starts_it(project: Project, capsys: pytest.CaptureFixture[str]):
     _, shown, _ = t5bench(capsys, "plan", "--gpus", 16, "--device", "rtx5000", "--tp", 2, "--json")
-    best = next(entry for entry in json.loads(shown)["16"] if entry["zero"] == 0 and entry["pp"] == 2)
+    best = next(entry for entry in json.loads(shown)["16"] if entry["kind"] == "TP x PP")
     settings, _, rest = best["start"].partition(" bash scripts/run_megatron_t5_")
     environment = dict(word.split("=") for word in settings.split())
     assert rest.startswith("hybrid.sh")
     result = project.launch("hybrid", "node0", "0", "--dry-run=json", DEVICE="cpu", **environment)
     layout = json.loads(result.stdout)["layout"]
-    assert (layout["tp"], layout["pp"], layout["dp"]) == (best["tp"], best["pp"], best["dp"])
+    assert [layout[name] for name in ("tp", "pp", "dp")] == [
+        best["parallel"][name] for name in ("tensor", "pipeline", "data")
+    ]
 
 
 def test_a_dry_run_predicts_and_a_run_warns(project: Project):
