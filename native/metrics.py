@@ -6,7 +6,6 @@ import socket
 import sys
 import time
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,15 @@ import torch.distributed as dist
 
 from native.parallel import Layout
 from t5bench.model import flops
+from t5bench.model.job import Architecture
 
 MEBIBYTE = 1 << 20
 
 
 def flops_per_iteration(args: Namespace) -> float:
     """Floating-point operations of one iteration, all processes together."""
-    shape = flops.Shape.of_settings(lambda name: getattr(args, name.lower()), args.padded_vocab_size)
-    return flops.flops_per_iteration(replace(shape, kv_channels=args.kv_channels), args.global_batch_size)
+    architecture = Architecture.of_arguments(vars(args), args.padded_vocab_size)
+    return flops.flops_per_iteration(architecture, args.global_batch_size)
 
 
 def start_wandb(args: Namespace) -> Any:

@@ -21,7 +21,9 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import T5Config, T5ForConditionalGeneration
 
 from t5bench.compare.statistics import median_with_interval
-from t5bench.model import flops, peaks
+from t5bench.model import flops
+from t5bench.model.job import Architecture
+from t5bench.model.machine import peak_tflops
 from t5bench.plan.launchers import ask
 from t5bench.record import profile
 from t5bench.record.plan import Plan
@@ -42,9 +44,9 @@ class Loop:
         self.plan, self.device = plan, plan.device
         self.global_batch, micro_batch = plan.number("GLOBAL_BATCH_SIZE"), plan.number("MICRO_BATCH_SIZE")
         # The sample's own vocabulary is smaller.
-        self.shape = shape = flops.Shape.of_settings(plan.number, plan.number("VOCABULARY_MULTIPLE"))
+        self.shape = shape = Architecture.of_arguments(plan.named_arguments, plan.number("VOCABULARY_MULTIPLE"))
         config = T5Config(
-            vocab_size=shape.padded_vocabulary, d_model=shape.hidden, d_kv=shape.kv_channels, d_ff=shape.ffn,
+            vocab_size=shape.padded_vocabulary, d_model=shape.hidden, d_kv=shape.head_size, d_ff=shape.ffn,
             num_layers=shape.encoder_layers, num_decoder_layers=shape.decoder_layers, num_heads=shape.heads,
             dropout_rate=plan.decimal("DROPOUT"), feed_forward_proj="gelu_pytorch_tanh", tie_word_embeddings=True,
             use_cache=False, decoder_start_token_id=0,
@@ -124,7 +126,7 @@ def attempt(loop: Loop, peak: float | None) -> dict[str, Any]:
 def main(output: Path) -> int:
     plan = ask(BASELINE)
     gpu = torch.cuda.get_device_name() if plan.device == "cuda" else ""
-    peak = float(plan.value("PEAK_TFLOPS") or 0) or peaks.peak_tflops(gpu, peaks.BF16)
+    peak = float(plan.value("PEAK_TFLOPS") or 0) or peak_tflops(gpu, "bf16")
     common = {"gpu": gpu, "micro_batch": plan.number("MICRO_BATCH_SIZE")}
     loop = Loop(plan)
     points = [common | {"engine": "Hugging Face, eager"} | attempt(loop, peak)]

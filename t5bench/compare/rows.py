@@ -18,7 +18,9 @@ from t5bench.compare.parity import UNKNOWN, Parity, curve
 from t5bench.compare.reduction import Reduction, reduction_of
 from t5bench.compare.repeats import FEWEST_REPEATS, Repeat, of_repeats
 from t5bench.compare.statistics import Estimate
-from t5bench.model import flops, peaks
+from t5bench.model import flops
+from t5bench.model.job import Architecture
+from t5bench.model.machine import peak_tflops
 from t5bench.record import samples
 from t5bench.record.records import Run
 from t5bench.record.status import COMPLETE
@@ -160,10 +162,10 @@ def labels(rows: Sequence[Sequence[Run]]) -> list[str]:
     return found
 
 
-def shape_of(run: Run) -> flops.Shape | None:
+def shape_of(run: Run) -> Architecture | None:
     """The model's shape; None where the padded vocabulary is not known."""
     vocabulary = run.padded_vocab_size
-    return flops.Shape.of_settings(run.plan.number, vocabulary) if vocabulary else None
+    return Architecture.of_arguments(run.plan.named_arguments, vocabulary) if vocabulary else None
 
 
 def make_row(label: str, runs: Sequence[Run], peak: float | None = None) -> Row:
@@ -201,7 +203,7 @@ def _add_rates(row: Row, seconds: float, peak: float | None) -> None:
         row.mfu_missing = "it ran on a CPU"
         return
     name, given = gpu_names(row.run) or "", plan.value("PEAK_TFLOPS")
-    peak = peak or (float(given) if given else None) or peaks.peak_tflops(name, plan.precision)
+    peak = peak or (float(given) if given else None) or peak_tflops(name, plan.precision)
     if peak:
         row.mfu = row.tflops / peak
     else:

@@ -64,7 +64,8 @@ def _norm(job: Job, kept: Software, tokens: int, readers: int = 1) -> float:
 
 
 def _dropped(job: Job, kept: Software, elements: float) -> float:
-    return elements * kept.mask if job.dropout else 0.0
+    mask = kept.tensor_mask or kept.mask if job.parallel.tensor > 1 else kept.mask
+    return elements * mask if job.dropout else 0.0
 
 
 def _attention(
@@ -159,6 +160,17 @@ def logits_bytes(job: Job, stage: int = 0) -> tuple[float, float]:
     if not stage_of(a, job.parallel, stage).head:
         return 0.0, 0.0
     tokens = size.decoder_tokens if a.decoder_layers else size.encoder_tokens
-    words = a.padded_vocabulary / job.parallel.tensor
+    logits = tokens * a.padded_vocabulary / job.parallel.tensor
     hidden = 2 * tokens * a.hidden * job.element
-    return tokens * words * kept.logits, tokens * words * kept.logit_gradients + words * a.hidden * job.element + hidden
+    return logits * kept.logits, logits * kept.logit_gradients + word_gradient(job) + hidden
+
+
+def word_gradient(job: Job) -> float:
+    """The gradient of the words as autograd has it: in fp32 beside its 16 bits where parameters are cast."""
+    cast = SOFTWARE[job.engine].cast_parameters and job.element == 2 and not job.zero.stage
+    return (
+        job.architecture.padded_vocabulary
+        / job.parallel.tensor
+        * job.architecture.hidden
+        * (4 if cast else job.element)
+    )

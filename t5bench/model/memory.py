@@ -7,7 +7,7 @@ allocated; ``in_use`` adds what a device reports beyond it.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from t5bench.model.activations import activation_bytes, lengths, logits_bytes
+from t5bench.model.activations import activation_bytes, lengths, logits_bytes, word_gradient
 from t5bench.model.allocator import slack
 from t5bench.model.job import BYTES, Job
 from t5bench.model.machine import Device
@@ -64,6 +64,7 @@ def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
     moments = {
         "loss": kept | buffers["forward"] | {"logits and loss": loss},
         "start of backward": kept | buffers["backward"] | {"logits and loss": gradients},
+        "embedding": _at_embedding(job, stage, kept) | buffers["backward"],
         "step": buffers["step"],
     }
     return Memory(states, moments, cpu)
@@ -71,7 +72,7 @@ def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
 
 def model_states(job: Job, count: int) -> tuple[dict[str, float], dict[str, float]]:
     """Weights, gradients and optimizer states of `count` parameters that stay: on the GPU, and in CPU memory."""
-    e, n, zero = job.element, job.parallel.data, job.zero
+    e, n, zero, kept = job.element, job.parallel.data, job.zero, SOFTWARE[job.engine]
     masters = 4 if e == 2 else 0
     gradient = _gradient_bytes(job)
     if job.engine == "galvatron":
@@ -86,8 +87,10 @@ def model_states(job: Job, count: int) -> tuple[dict[str, float], dict[str, floa
             "gradients": e / (n if zero.stage > 1 else 1),
             "optimizer": (4 + ADAM) / n,
         }
-    if job.engine == "autocast":  # fp32 weights with 16-bit copies, which autograd keeps
+    if kept.casts:  # fp32 weights with 16-bit copies, which autograd keeps
         found = {"weights": 4 + 2, "gradients": 4, "optimizer": ADAM}
+    if kept.cast_parameters and not zero.stage:
+        found = {"weights": 4, "gradients": 4, "optimizer": ADAM}
     sizes = {name: each * count for name, each in found.items()}
     cpu = {}
     if zero.offload_optimizer or zero.offload_parameters:
@@ -106,6 +109,8 @@ def transient_states(job: Job, count: int, stage: int) -> dict[str, dict[str, fl
     """What a moment adds to the states: ZeRO's buckets and gathered window, copies, the optimizer's temporaries."""
     e, n, zero = job.element, job.parallel.data, job.zero
     found: dict[str, dict[str, float]] = {"forward": {}, "backward": {}, "step": {}}
+    if SOFTWARE[job.engine].cast_parameters and not zero.stage and e == 2:
+        found["forward"]["16-bit copies"] = found["backward"]["16-bit copies"] = e * count
     if zero.stage:
         bucket = zero.reduce_bucket * e * (2 if zero.overlap else 1)
         found["backward"]["reduction bucket"] = bucket
@@ -116,6 +121,17 @@ def transient_states(job: Job, count: int, stage: int) -> dict[str, dict[str, fl
         window = e * min(count, zero.live_parameters, zero.reuse_distance / 2)
         found["forward"]["gathered parameters"] = found["backward"]["gathered parameters"] = window
     return found
+
+
+def _at_embedding(job: Job, stage: int, kept: Mapping[str, float]) -> dict[str, float]:
+    """Backward has done the decoder: the gradient of tied words by the head, by the decoder's embedding, and their sum.
+
+    An encoder before it still has its activations.
+    """
+    a, part = job.architecture, stage_of(job.architecture, job.parallel, stage)
+    if not (part.embedding and part.head and a.tied):
+        return {}
+    return {"encoder": kept["encoder"] if a.cross_attention else 0.0, "gradients of words": 3 * word_gradient(job)}
 
 
 def workspace(job: Job, stage: int = 0, device: Device | None = None) -> float:

@@ -17,7 +17,8 @@ class Software:
     or with padding put back. mask: bytes of a dropout mask.
     mlp_dropout: dropout inside the MLP. fused_gate: a gated MLP keeps its product and two inputs alone.
     logits: bytes of a logit at the most, while the loss is computed; logit_gradients: while the head's gradients are.
-    scores_buffer: unfused attention has a buffer of scores for ever. masters: fp32 copies of 16-bit parameters.
+    scores_buffer: unfused attention has a buffer of scores for ever. cast_parameters: parameters are fp32, and cast to
+    16 bits in every iteration. tensor_mask: bytes of a dropout mask under tensor parallelism, 0 for those of mask.
     """
 
     name: str
@@ -34,7 +35,8 @@ class Software:
     logits: int = 6
     logit_gradients: int = 2
     scores_buffer: bool = False
-    masters: bool = True
+    cast_parameters: bool = False
+    tensor_mask: int = 0
 
 
 # vocab_parallel_cross_entropy computes in place on the fp32 copy of the logits and keeps it for backward: core/
@@ -47,7 +49,7 @@ TRANSFORMER_ENGINE = Software("Megatron-LM with Transformer Engine", keeps_masks
 # lm_logits.float() and its difference to the maximum are both there: core/tensor_parallel/cross_entropy.py:26.
 MEGATRON_DEEPSPEED = Software("Megatron-DeepSpeed", logits=10, scores_buffer=True, fused_gate=False)
 # FlashSelfOrCrossAttention's output is kept, and its rearranged copy: core/runtime/tensor_parallel/transformer.py:846.
-GALVATRON = Software("Galvatron", copies_flash=True, masters=False)
+GALVATRON = Software("Galvatron", copies_flash=True)
 # HF's T5LayerNorm keeps its input, the normalised input and the output; relu or gelu and dropout follow in the MLP.
 HUGGING_FACE = Software(
     "Hugging Face transformers", norm_tensors=3, mlp_dropout=True, fused_gate=False, logits=12, logit_gradients=12
@@ -57,12 +59,11 @@ HUGGING_FACE = Software(
 AUTOCAST = Software(
     "Hugging Face transformers with autocast",
     norm_tensors=2, stream=4, casts=True, softmax=4, mlp_dropout=True, fused_gate=False, logits=14, logit_gradients=8,
-    masters=False,
 )  # fmt: skip
 # Hetu's first Galvatron: HF's T5LayerNorm in fp32 around Megatron's attention, whose scores are masked out of place.
 GALVATRON_1 = Software("Galvatron in Hetu", norm_tensors=3, score_copies=1)
-# native/: F.cross_entropy on fp32 logits; SharedDropout's mask under tensor parallelism is a tensor of its own.
-NATIVE = Software("native", logits=10, logit_gradients=10)
+# native/: log_softmax's output and two gradients of the logits in fp32; SharedDropout's mask is a tensor of its own.
+NATIVE = Software("native", logits=12, cast_parameters=True, tensor_mask=2)
 
 SOFTWARE = {
     "megatron": MEGATRON_DEEPSPEED,

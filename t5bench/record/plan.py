@@ -202,7 +202,10 @@ class Plan:
     @property
     def named_arguments(self) -> dict[str, str]:
         """The engine's arguments in effect, by name as Python has it (``hidden_size``); a switch has the value ''."""
-        return {name.lstrip("-").replace("-", "_"): value for name, value in by_name(self.arguments.words).items()}
+        pairs = [(name, s.value) for s in self.settings.values() for name in s.argument.split(",") if name != "-"]
+        settings = [word for name, value in pairs for word in ([value] if name == "=" else [name, value])]
+        found = by_name([*settings, *self.arguments.words])
+        return {name.removeprefix("--").replace("-", "_"): value for name, value in found.items()}
 
     @cached_property
     def engine_arguments(self) -> dict[str, str]:

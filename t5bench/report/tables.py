@@ -17,7 +17,7 @@ from t5bench.compare.comparison import Comparison
 from t5bench.compare.limits import bytes_text
 from t5bench.compare.rows import MARK_OF_ALONE, Row, shape_of
 from t5bench.compare.statistics import Estimate
-from t5bench.model import flops
+from t5bench.model.parameters import parameters
 from t5bench.record.records import Run
 
 NOTHING = "-"
@@ -152,7 +152,7 @@ def caption(comparison: Comparison) -> str:
         return all_of(lambda run: run.plan.value(name))
 
     def size(run: Run) -> str | None:
-        return (shape := shape_of(run)) and f" ({flops.parameters(shape) / 1e6:.4g}M parameters)"
+        return (shape := shape_of(run)) and f" ({parameters(shape) / 1e6:.4g}M parameters)"
 
     kinds = {"cuda": "GPU of unknown name", "cpu": "CPU"}
     parts = [
