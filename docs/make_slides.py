@@ -21,7 +21,11 @@ from matplotlib.patches import Rectangle
 from matplotlib.transforms import Bbox
 
 from t5bench import REPOSITORY
-from t5bench.model import flops, parallel
+from t5bench.model import flops, schedule, traffic
+from t5bench.model.activations import activation_bytes, logits_bytes
+from t5bench.model.job import Architecture, Job, Parallel, Zero
+from t5bench.model.memory import FP32_GRADIENTS, model_states, states_of, transient_states
+from t5bench.model.parameters import components, parameters
 from t5bench.plan.launchers import declarations
 from t5bench.record.plan import Strategy
 
@@ -35,28 +39,66 @@ MEANINGS |= {"<.*>": INK, r"\*.*\*": "#e3ae3d", "\N{MULTIPLICATION SIGN}.*": PAP
 DARK = {INK, MUTED, WIRE, "#2f6db5", "#dd7440", "#2a8c82", "#76609f"}  # white text is on these
 mpl.rcParams.update({"font.family": "DejaVu Sans", "pdf.fonttype": 42, "hatch.linewidth": 0.5, "hatch.color": LINE})
 
-MODEL, BATCH = flops.Shape(24, 24, 1024, 16, 64, 2816, 512, 128, 32128), 16
-MACS, PART, P = flops.multiply_adds(MODEL), flops.components(MODEL), flops.parameters(MODEL)
+MODEL, BATCH = Architecture(24, 24, 1024, 16, 64, 2816, 512, 128, 32128), 16
+MACS, PART, P = flops.multiply_adds(MODEL), components(MODEL), parameters(MODEL)
 SHARES = MACS["encoder"] / sum(MACS.values()), 1 - MACS["encoder"] / sum(MACS.values())
 EMBEDDING = PART["encoder"] / P, (PART["encoder"] + PART["embedding"]) / P  # where it is in a model from 0 to 1
 
 
-def training(strategy: Strategy) -> parallel.Training:
+def training(strategy: Strategy) -> Job:
     """The benchmark's job under a strategy on two GPUs, under the hybrid on four."""
     file = REPOSITORY / "ds_configs" / strategy.ds_config
-    zero = json.loads(file.read_text())["zero_optimization"] if strategy.ds_config else {"stage": 0}
-    sizes = {"tp": strategy.tp, "pp": strategy.pp, "dp": max(1, 2 // (strategy.tp * strategy.pp))}
-    return parallel.Training(MODEL, BATCH, **sizes, zero=zero["stage"], offload="offload_param" in zero)
+    zero = Zero.of_config(json.loads(file.read_text()) if strategy.ds_config else None)
+    ranks = strategy.tp * strategy.pp
+    return Job(MODEL, Parallel(strategy.tp, strategy.pp, max(1, 2 // ranks)), global_batch=BATCH, zero=zero)
 
 
 TITLES = {strategy.name: strategy.title.partition(":")[0] for strategy in declarations()}
 TRAININGS = {strategy.name: training(strategy) for strategy in declarations()}
+GATHERED_AGAIN = max(0.0, 1 - TRAININGS["zero3"].zero.reuse_distance / (2 * P))
+ON_CPUS = sum(model_states(TRAININGS["zero3_offload"], P)[1].values())
+KEPT = activation_bytes(TRAININGS["ddp"]) | {"head": logits_bytes(TRAININGS["ddp"])[0]}
 
 
-def most(name: str, cost: Callable[[parallel.Training, int], dict[str, float]]) -> dict[str, float]:
+def states(job: Job) -> dict[str, tuple[float, float]]:
+    """By kind the bytes of a parameter on every data-parallel rank, and those divided among them, in the update."""
+    weights, (whole, divided), optimizer = states_of(job).values()
+    gradients = whole, divided + FP32_GRADIENTS * bool(job.zero.stage)
+    return {"parameters": weights, "gradients": gradients, "optimizer states": optimizer}
+
+
+def memory_bytes(job: Job, stage: int = 0) -> dict[str, float]:
+    """What a GPU holds by kind, without buckets, workspaces and what the allocator rounds up."""
+    count, n = parameters(MODEL, job.parallel, stage), job.parallel.data
+    sizes = {kind: count * (whole + divided / n) for kind, (whole, divided) in states(job).items()}
+    found = {} if job.zero.offload_parameters else sizes
+    if window := transient_states(job, count, stage)["forward"]:
+        found["gathered"] = window["gathered parameters"]
+    return found | {"activations": sum(activation_bytes(job, stage).values()) + logits_bytes(job, stage)[0]}
+
+
+def sent_bytes(job: Job, stage: int = 0) -> dict[str, float]:
+    """What a GPU sends in an iteration, by kind."""
+    kinds = {"tensor": "layers", "pipeline": "stages", "embedding": "tied embedding", "position": "tied embedding"}
+    found: dict[str, float] = {}
+    for row in traffic.rows(job):
+        kind = kinds.get(row.group, "gradients" if row.what == "gradients" else "gathered")
+        size = {"tensor": job.parallel.tensor, "data": job.parallel.data}.get(row.group, job.parallel.pipeline)
+        if stage in row.stages:
+            kind = "masks" if row.what == "batch" else kind
+            found[kind] = found.get(kind, 0.0) + row.count * traffic.ring_bytes(row, size, "nccl")
+    return found
+
+
+def most(name: str, cost: Callable[[Job, int], dict[str, float]]) -> dict[str, float]:
     """A cost by kind, in bytes, on the pipeline stage where it is highest."""
-    stages = (cost(TRAININGS[name], stage) for stage in range(TRAININGS[name].pp))
+    stages = (cost(TRAININGS[name], stage) for stage in range(TRAININGS[name].parallel.pipeline))
     return max(stages, key=lambda kinds: sum(kinds.values()))
+
+
+def slots(micro_batches: int) -> list[schedule.Slot]:
+    """1F1B on two stages to the share of their FLOPs; a backward takes two forwards."""
+    return schedule.one_f_one_b(SHARES, [2 * share for share in SHARES], micro_batches)
 
 
 def si(number: float, unit: str = "GB") -> str:
@@ -145,35 +187,36 @@ class Slide:
     def gpus(self, name: str, w: float, h: float, limit: float = 4) -> None:
         """What at most `limit` GPUs, or their nodes' CPUs, hold between iterations; large ones with what travels."""
         job, step = TRAININGS[name], 1.2 * w
-        count = min(int(limit), job.tp * job.pp * job.dp)
+        count = min(int(limit), job.parallel.world)
         for gpu in range(count):
             x, y = self.x + gpu % 2 * step, self.y - h - gpu // 2 * (h + 8)
             self.gpu(job, gpu, x, y, w, h)
             if w > 15:
-                self.text(x, y - 3, f"{'CPU of node' if job.offload else 'GPU'} {gpu}", 10, MUTED)
+                self.text(x, y - 3, f"{'CPU of node' if job.zero.offload_parameters else 'GPU'} {gpu}", 10, MUTED)
             if w > 15 and gpu % 2:
                 heights = {"gathered": 0.05, "gradients": 0.2, "layers": 0.5, "stages": 0.5}
-                for level in {y + heights[kind] * h for kind in heights if job.sent_bytes()[kind]}:
+                for level in {y + heights[kind] * h for kind in heights.keys() & sent_bytes(job)}:
                     self.arrow((x - 0.2 * w + 0.5, level), (x - 0.5, level))
             if w > 15 and gpu > 1:
                 self.arrow((x + w / 2, y + h + 0.5), (x + w / 2, y + h + 6.5))
         self.y -= (count + 1) // 2 * (h + 8)
 
-    def gpu(self, job: parallel.Training, gpu: int, x: float, y: float, w: float, h: float) -> None:
+    def gpu(self, job: Job, gpu: int, x: float, y: float, w: float, h: float) -> None:
         """From left to right the model's parameters, upwards the bytes of each: area is memory."""
-        stage, rank = divmod(gpu, job.dp * job.tp)
-        stretch = (0.0, 1.0) if job.pp == 1 else ((0.0, EMBEDDING[1]), (EMBEDDING[0], 1.0))[stage]
-        own = pieces(*stretch, 12 // job.pp if job.tp > 1 else 1, job.tp, rank % job.tp)
-        share = pieces(*stretch, 1, job.dp, rank // job.tp)
+        tp, pp, dp = job.parallel.tensor, job.parallel.pipeline, job.parallel.data
+        stage, rank = divmod(gpu, dp * tp)
+        stretch = (0.0, 1.0) if pp == 1 else ((0.0, EMBEDDING[1]), (EMBEDDING[0], 1.0))[stage]
+        own = pieces(*stretch, 12 // pp if tp > 1 else 1, tp, rank % tp)
+        share = pieces(*stretch, 1, dp, rank // tp)
         self.box(x, y, w, h, PAPER)
         self.box(x, y - 1.1, EMBEDDING[0] * w, 0.8, COLOURS["encoder"])
         self.box(x + EMBEDDING[1] * w, y - 1.1, (1 - EMBEDDING[1]) * w, 0.8, COLOURS["decoder"])
-        scale = h / sum(whole + divided for _, whole, divided in parallel.STATES[job.zero])
-        for kind, whole, divided in parallel.STATES[job.zero]:
+        scale = h / sum(whole + divided for whole, divided in states(job).values())
+        for kind, (whole, divided) in states(job).items():
             for height, spans in ((whole * scale, own), (divided * scale, share)):
                 label = f"{height / scale:.0f} B" if w > 15 and len(spans) == 1 and height > 1.9 else ""
                 for start, width in spans if height else ():
-                    alpha = 0.4 if job.offload else 1
+                    alpha = 0.4 if job.zero.offload_parameters else 1
                     self.cell(x + start * w, y, label, COLOURS[kind], width * w, height, alpha)
                 y += height
 
@@ -181,7 +224,7 @@ class Slide:
         """Bars by kind: memory of the fullest GPU, and what a GPU sends."""
         name, *formulas = words.split(" | ")
         self.text(self.x, self.y, TITLES[name], 12, weight="bold")
-        costs = most(name, parallel.Training.memory_bytes), most(name, parallel.Training.sent_bytes)
+        costs = most(name, memory_bytes), most(name, sent_bytes)
         for x, kinds, formula in zip((44, 104), costs, formulas, strict=True):
             self.text(x, self.y - 2.6, formula, 8.5, MUTED, family=MONO)
             for kind, size in kinds.items():
@@ -192,17 +235,17 @@ class Slide:
 
     def schedule(self, micro_batches: str) -> None:
         """1F1B on two stages to the share of their FLOPs; hatched where a GPU waits."""
-        jobs = parallel.one_f_one_b(SHARES, int(micro_batches))
-        left, unit = self.x + 10, (self.width - 10) / jobs[-1][-1]
+        jobs = slots(int(micro_batches))
+        left, unit = self.x + 10, (self.width - 10) / max(slot.end for slot in jobs)
         for gpu in (0, 1):
             self.text(self.x, self.y - 3 - 9 * gpu, f"GPU {gpu}", 10, MUTED)
             self.box(left, self.y - 6 - 9 * gpu, self.width - 10, 6, "white", hatch="////", edgecolor=LINE)
-        for stage, way, k, start, end in jobs:
-            x, y, width = left + start * unit, self.y - 6 - 9 * stage, (end - start) * unit
-            self.cell(x, y, f"{way}{k + 1}", PAPER, width - 0.2, 6)
-            if way == "FB"[stage]:
+        for slot in jobs:
+            x, y, width = left + slot.start * unit, self.y - 6 - 9 * slot.stage, (slot.end - slot.start) * unit
+            self.cell(x, y, f"{slot.way}{slot.micro_batch + 1}", PAPER, width - 0.2, 6)
+            if slot.way == "FB"[slot.stage]:
                 ends = (x + width, self.y - 6.2), (x + width, self.y - 8.8)
-                self.arrow(ends[stage], ends[1 - stage], "-|>")
+                self.arrow(ends[slot.stage], ends[1 - slot.stage], "-|>")
         self.y -= 19
 
     def check(self) -> None:

@@ -162,7 +162,8 @@ def logits_bytes(job: Job, stage: int = 0) -> tuple[float, float]:
     tokens = size.decoder_tokens if a.decoder_layers else size.encoder_tokens
     logits = tokens * a.padded_vocabulary / job.parallel.tensor
     hidden = 2 * tokens * a.hidden * job.element
-    return logits * kept.logits, logits * kept.logit_gradients + word_gradient(job) + hidden
+    each = kept.tensor_logits or kept.logits if job.parallel.tensor > 1 else kept.logits
+    return logits * each, logits * kept.logit_gradients + word_gradient(job) + hidden
 
 
 def word_gradient(job: Job) -> float:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from t5bench.model.activations import activation_bytes, lengths, logits_bytes, word_gradient
 from t5bench.model.allocator import slack
-from t5bench.model.job import BYTES, Job
+from t5bench.model.job import Job
 from t5bench.model.machine import Device
 from t5bench.model.parameters import layer_tensors, parameters, stage_of, tensors
 from t5bench.model.software import SOFTWARE
 
 MIB, GIB = 2**20, 2**30
-ADAM = 8  # bytes of two fp32 moments
+ADAM, FP32_GRADIENTS = 8, 4  # bytes of a parameter: two fp32 moments; what ZeRO's update makes of gradients
 
 # What a device reports in use and torch does not count: a CUDA context with its kernels, 400 to 612 MiB in public
 # reports, and what the driver reserves, 462 MiB in the median of twelve public ``nvidia-smi -q`` of H100, L40S and A40.
@@ -70,39 +70,33 @@ def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
     return Memory(states, moments, cpu)
 
 
+def states_of(job: Job) -> dict[str, tuple[float, float]]:
+    """Bytes of a parameter's states that every data-parallel rank has, and those divided among the ranks."""
+    e, kept, zero = job.element, SOFTWARE[job.engine], job.zero.stage
+    masters = 4 if e == 2 or zero else 0
+    optimizer = (0, masters + ADAM) if zero or job.distributed_optimizer else (masters + ADAM, 0)
+    if zero or job.engine == "galvatron":
+        weights, gradients = ((0, e) if zero == 3 else (e, 0)), ((0, e) if zero > 1 else (e, 0))
+    else:
+        # Megatron accumulates in fp32 under bf16 and in fp16 under fp16.
+        weights, gradients = (e, 0), (2 if job.precision == "fp16" else 4, 0)
+        if kept.cast_parameters:
+            weights, gradients, optimizer = (4, 0), (4, 0), (ADAM, 0)
+        if kept.casts:  # fp32 weights with 16-bit copies, which autograd keeps
+            weights, gradients, optimizer = (4 + 2, 0), (4, 0), (ADAM, 0)
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+
+
 def model_states(job: Job, count: int) -> tuple[dict[str, float], dict[str, float]]:
     """Weights, gradients and optimizer states of `count` parameters that stay: on the GPU, and in CPU memory."""
-    e, n, zero, kept = job.element, job.parallel.data, job.zero, SOFTWARE[job.engine]
-    masters = 4 if e == 2 else 0
-    gradient = _gradient_bytes(job)
-    if job.engine == "galvatron":
-        gradient = e
-    if job.distributed_optimizer:
-        found = {"weights": e, "gradients": gradient, "optimizer": (masters + ADAM) / n}
-    elif zero.stage == 0:
-        found = {"weights": e, "gradients": gradient, "optimizer": masters + ADAM}
-    else:
-        found = {
-            "weights": e / (n if zero.stage == 3 else 1),
-            "gradients": e / (n if zero.stage > 1 else 1),
-            "optimizer": (4 + ADAM) / n,
-        }
-    if kept.casts:  # fp32 weights with 16-bit copies, which autograd keeps
-        found = {"weights": 4 + 2, "gradients": 4, "optimizer": ADAM}
-    if kept.cast_parameters and not zero.stage:
-        found = {"weights": 4, "gradients": 4, "optimizer": ADAM}
-    sizes = {name: each * count for name, each in found.items()}
+    n, zero = job.parallel.data, job.zero
+    sizes = {name: (whole + divided / n) * count for name, (whole, divided) in states_of(job).items()}
     cpu = {}
     if zero.offload_optimizer or zero.offload_parameters:
-        cpu["optimizer"] = sizes.pop("optimizer") + 4 * count / n  # fp32 gradients
+        cpu["optimizer"] = sizes.pop("optimizer") + FP32_GRADIENTS * count / n
         if zero.offload_parameters:
-            cpu["weights"] = sizes.pop("weights")
+            cpu |= {name: sizes.pop(name) for name in ("weights", "gradients")}
     return sizes, cpu
-
-
-def _gradient_bytes(job: Job) -> int:
-    """Megatron accumulates in fp32 under bf16 and in fp16 under fp16; native/ in fp32."""
-    return BYTES["fp16"] if job.precision == "fp16" and job.engine not in ("native",) else 4
 
 
 def transient_states(job: Job, count: int, stage: int) -> dict[str, dict[str, float]]:
@@ -114,7 +108,10 @@ def transient_states(job: Job, count: int, stage: int) -> dict[str, dict[str, fl
     if zero.stage:
         bucket = zero.reduce_bucket * e * (2 if zero.overlap else 1)
         found["backward"]["reduction bucket"] = bucket
-        found["step"] = {"reduction bucket": bucket, "fp32 gradients": 0 if zero.offload_optimizer else 4 * count / n}
+        found["step"] = {
+            "reduction bucket": bucket,
+            "fp32 gradients": 0 if zero.offload_optimizer else FP32_GRADIENTS * count / n,
+        }
         if zero.stage < 3:
             found["step"]["flattened gradients"] = e * count / n
     if zero.stage == 3:

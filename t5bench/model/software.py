@@ -18,7 +18,8 @@ class Software:
     mlp_dropout: dropout inside the MLP. fused_gate: a gated MLP keeps its product and two inputs alone.
     logits: bytes of a logit at the most, while the loss is computed; logit_gradients: while the head's gradients are.
     scores_buffer: unfused attention has a buffer of scores for ever. cast_parameters: parameters are fp32, and cast to
-    16 bits in every iteration. tensor_mask: bytes of a dropout mask under tensor parallelism, 0 for those of mask.
+    16 bits in every iteration. tensor_mask, tensor_logits: those of mask and logits under tensor
+    parallelism, 0 where they are the same.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Software:
     scores_buffer: bool = False
     cast_parameters: bool = False
     tensor_mask: int = 0
+    tensor_logits: int = 0
 
 
 # vocab_parallel_cross_entropy computes in place on the fp32 copy of the logits and keeps it for backward: core/
@@ -62,8 +64,9 @@ AUTOCAST = Software(
 )  # fmt: skip
 # Hetu's first Galvatron: HF's T5LayerNorm in fp32 around Megatron's attention, whose scores are masked out of place.
 GALVATRON_1 = Software("Galvatron in Hetu", norm_tensors=3, score_copies=1)
-# native/: log_softmax's output and two gradients of the logits in fp32; SharedDropout's mask is a tensor of its own.
-NATIVE = Software("native", logits=12, cast_parameters=True, tensor_mask=2)
+# native/: log_softmax's output and two gradients of the logits in fp32. Under tensor parallelism the exponentials and
+# three gradients (of the label's logit, of the exponentials, and their sum); SharedDropout's mask is a 16-bit tensor.
+NATIVE = Software("native", logits=12, cast_parameters=True, tensor_mask=2, tensor_logits=16)
 
 SOFTWARE = {
     "megatron": MEGATRON_DEEPSPEED,

@@ -7,7 +7,9 @@ import pytest
 from harness import REPO_ROOT
 
 from docs import make_slides
-from t5bench.model import flops, parallel
+from t5bench.model import traffic
+from t5bench.model.job import Parallel
+from t5bench.model.parameters import parameters
 from t5bench.plan.launchers import declarations
 
 FORMULAS = dict(re.findall(r'^  "(\w+)": \((".*")\),$', (REPO_ROOT / "docs/slides.md").read_text(), re.MULTILINE))
@@ -34,17 +36,18 @@ def test_a_slide_with_a_text_out_of_place_is_refused(lines: str, problem: str):
 @pytest.mark.parametrize("strategy", [strategy.name for strategy in declarations()])
 def test_a_formula_is_the_models(strategy: str):
     job, shape = make_slides.TRAININGS[strategy], make_slides.MODEL
-    memory = make_slides.most(strategy, parallel.Training.memory_bytes)
-    sent = make_slides.most(strategy, parallel.Training.sent_bytes)
-    s, d, t = shape.encoder_length, shape.decoder_length, job.tp
+    memory = make_slides.most(strategy, make_slides.memory_bytes)
+    sent = make_slides.most(strategy, make_slides.sent_bytes)
+    s, d, t, pp = shape.encoder_length, shape.decoder_length, job.parallel.tensor, job.parallel.pipeline
     letters = {
-        "P": flops.parameters(shape),
-        "p": flops.parameters(shape, t, job.pp, job.pp - 1),  # the last stage is the fullest
+        "P": parameters(shape),
+        "p": parameters(shape, Parallel(t, pp), pp - 1),  # the last stage is the fullest
+        "w": traffic.large_tensors(job, 0),
         "A": memory["activations"],
         "W": memory.get("gathered"),
-        "N": job.dp,
-        "m": job.global_batch // job.dp,
-        "g": job.gathered_again,
+        "N": job.parallel.data,
+        "m": job.micro_batches,
+        "g": make_slides.GATHERED_AGAIN,
         "L": shape.encoder_layers,
         "V": shape.padded_vocabulary,
         "h": shape.hidden,
@@ -52,7 +55,8 @@ def test_a_formula_is_the_models(strategy: str):
         "r": 2 * (t - 1) / t,
         "E": 2 * s * shape.hidden,
         "D": 2 * d * shape.hidden,
-        "M": 16 * 8 * (s * s + d * d + s * d),
+        "M": 16 * 8 * (s + 3 * d + s * s + d * d + s * d),
+        "C": 3 * 4 * d,
     }
     on_a_gpu, in_an_iteration = eval(FORMULAS[strategy])
     assert eval(on_a_gpu, letters) == pytest.approx(sum(memory.values()))
