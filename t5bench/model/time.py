@@ -15,7 +15,7 @@ from t5bench.model.traffic import Row, paths, ring_bytes, rows, stage_layers, st
 
 # What matrix products reach of a GPU's peak and element-wise operations of its memory's bandwidth, where they are large
 # (facts of Megatron-LM's, NVIDIA's and Galvatron's published runs); of a link's data rate NCCL and TCP reach this much.
-PRODUCTS, ELEMENTS, NETWORK = 0.70, 0.80, 0.92
+PRODUCTS, ELEMENTS, NETWORK = 0.70, 0.80, {"nccl": 0.92, "gloo": 0.97}
 # Operators that a layer dispatches for one micro-batch, forward and backward with the gradients' accumulation (counted
 # with TorchDispatchMode); a third of them forward.
 ENCODER_OPERATORS, DECODER_OPERATORS, OTHER_OPERATORS = 74, 125, 60
@@ -81,16 +81,6 @@ def _forward_flops(job: Job) -> tuple[float, float, float]:
 
 
 @dataclass(frozen=True)
-class Rates:
-    """What the machine is scaled by: slower multiplies everything that a GPU or its host does."""
-
-    slower: float = 1.0
-    products: float = PRODUCTS
-    elements: float = ELEMENTS
-    network: float = NETWORK
-
-
-@dataclass(frozen=True)
 class Time:
     """Seconds of an iteration by what they go to; communication is what no computing hides, hidden the rest of it."""
 
@@ -133,10 +123,10 @@ class Pass:
 
 
 @lru_cache(maxsize=65536)
-def _layer_seconds(job: Job, decoder: bool, device: Device, rates: Rates) -> tuple[float, float]:
+def _layer_seconds(job: Job, decoder: bool, device: Device) -> tuple[float, float]:
     """Of one layer: the forward of a micro-batch on one GPU, and attention's core of it."""
     a, t, b = job.architecture, job.parallel.tensor, job.micro_batch
-    peak, in_memory = _rates_of(job, device, rates)
+    peak, in_memory = _rates_of(job, device)
     operations = layer_operations(a, decoder)
     n = a.decoder_length if decoder else a.encoder_length
     cross = decoder and a.cross_attention
@@ -149,21 +139,21 @@ def _layer_seconds(job: Job, decoder: bool, device: Device, rates: Rates) -> tup
     return 2 * b * (operations.layers - operations.core) / t / peak + b * passes * in_memory + core, core
 
 
-def _rates_of(job: Job, device: Device, rates: Rates) -> tuple[float, float]:
+def _rates_of(job: Job, device: Device) -> tuple[float, float]:
     """FLOP/s of matrix products, and seconds that element-wise operations take for an element."""
     peak = device.peak(job.precision) or device.peak("fp16") or device.tensor * 1e12
-    return peak * rates.products, BYTES[job.precision] / (device.bandwidth * rates.elements)
+    return peak * PRODUCTS, BYTES[job.precision] / (device.bandwidth * ELEMENTS)
 
 
-def stage_seconds(job: Job, device: Device, rates: Rates, stage: int) -> tuple[Pass, Pass]:
+def stage_seconds(job: Job, device: Device, stage: int, slower: float = 1.0) -> tuple[Pass, Pass]:
     """A micro-batch's forward and backward on a stage."""
-    a, t, (peak, in_memory) = job.architecture, job.parallel.tensor, _rates_of(job, device, rates)
+    a, t, (peak, in_memory) = job.architecture, job.parallel.tensor, _rates_of(job, device)
     alone = replace(job.parallel, data=1, pipeline=1, split_rank=None)
     plain = replace(job, zero=Zero(), global_batch=1, recompute="none", parallel=alone)
     encoder, decoder = stage_layers(job, stage)
     gpu = core = 0.0
     for layers, is_decoder in ((encoder, False), (decoder, True)):
-        seconds, own = _layer_seconds(plain, is_decoder, device, rates) if layers else (0.0, 0.0)
+        seconds, own = _layer_seconds(plain, is_decoder, device) if layers else (0.0, 0.0)
         gpu, core = gpu + layers * seconds, core + layers * own
     operators = ENCODER_OPERATORS * encoder
     operators += (DECODER_OPERATORS if a.cross_attention else ENCODER_OPERATORS) * decoder
@@ -179,30 +169,33 @@ def stage_seconds(job: Job, device: Device, rates: Rates, stage: int) -> tuple[P
     # Every micro-batch adds its gradients to those before.
     adding = stage_size(a, job.parallel, stage) * 3 * in_memory
     backward = 2 * (gpu + head) + again + adding
-    launch, beside = device.launch * rates.slower, device.name != CPU.name
-    forward = Pass((gpu + head) * rates.slower, operators / 3 * launch, beside)
-    return forward, Pass(backward * rates.slower, (operators * 2 / 3 + operators_again) * launch, beside)
+    launch, beside = device.launch * slower, device.name != CPU.name
+    forward = Pass((gpu + head) * slower, operators / 3 * launch, beside)
+    return forward, Pass(backward * slower, (operators * 2 / 3 + operators_again) * launch, beside)
 
 
-def collective_seconds(row: Row, job: Job, machine: Machine, backend: str = "nccl", network: float = NETWORK) -> float:
+def collective_seconds(row: Row, job: Job, machine: Machine, backend: str = "nccl") -> float:
     """One collective, with all groups of its kind busy at the same time."""
     path = paths(job.parallel, job.architecture.cross_attention)[row.group]
     each = ring_bytes(row, path.size, backend)
     inside = each / machine.inside.bandwidth if path.inside else 0.0
     between = path.leaving * each / machine.between.bandwidth
     latency = (machine.between if path.leaving else machine.inside).latency
-    return max(inside, between) / network + steps(row, path.size, backend) * latency
+    return max(inside, between) / NETWORK[backend] + steps(row, path.size, backend) * latency
 
 
-def iteration(job: Job, machine: Machine, rates: Rates = Rates(), backend: str = "nccl") -> Time:
-    """The seconds of an iteration, those of the busiest stage by what they go to."""
+def iteration(job: Job, machine: Machine, backend: str = "nccl", slower: float = 1.0) -> Time:
+    """The seconds of an iteration, those of the busiest stage by what they go to.
+
+    slower: how many times longer than their figures say GPUs and hosts take.
+    """
     m, stages = job.micro_batches, range(job.parallel.pipeline)
-    passes = [stage_seconds(job, machine.device, rates, stage) for stage in stages]
+    passes = [stage_seconds(job, machine.device, stage, slower) for stage in stages]
     # What a stage waits for: in every forward, in every backward, and once.
     waits = {when: [0.0] * len(stages) for when in ("each forward", "each backward", "once")}
     hidden, transfer = [0.0] * len(stages), 0.0
     for row in rows(job):
-        seconds = row.count * collective_seconds(row, job, machine, backend, rates.network)
+        seconds = row.count * collective_seconds(row, job, machine, backend)
         if row.group == "pipeline":
             transfer = max(transfer, seconds / row.count)
             continue
@@ -222,7 +215,7 @@ def iteration(job: Job, machine: Machine, rates: Rates = Rates(), backend: str =
     busiest = max(stages, key=lambda stage: forward[stage] + backward[stage])
     computing = m * sum(each.gpu for each in passes[busiest])
     waiting = m * (waits["each forward"][busiest] + waits["each backward"][busiest])
-    optimizer, offload = _update_seconds(job, machine.device, rates)
+    optimizer, offload = _update_seconds(job, machine.device, slower)
     return Time(
         computing=computing,
         host=m * sum(each.seconds for each in passes[busiest]) - computing,
@@ -234,7 +227,7 @@ def iteration(job: Job, machine: Machine, rates: Rates = Rates(), backend: str =
     )
 
 
-def _update_seconds(job: Job, device: Device, rates: Rates) -> tuple[float, float]:
+def _update_seconds(job: Job, device: Device, slower: float) -> tuple[float, float]:
     """The optimizer's step on its GPU; with offload instead the copies over PCIe and Adam on the CPU."""
     own = float(max(stage_size(job.architecture, job.parallel, stage) for stage in range(job.parallel.pipeline)))
     if job.zero.stage or job.distributed_optimizer:
@@ -243,15 +236,18 @@ def _update_seconds(job: Job, device: Device, rates: Rates) -> tuple[float, floa
     if job.zero.offload_parameters:  # its part of the parameters in, and of the gradients out, for every micro-batch
         offload += job.micro_batches * 2 * own * job.element / device.pcie
     if job.zero.offload_optimizer:
-        return 0.0, (offload + own * (job.element + 4) / device.pcie + own / CPU_ADAM) * rates.slower
-    return own * OPTIMIZER_BYTES / (device.bandwidth * rates.elements) * rates.slower, offload * rates.slower
+        return 0.0, (offload + own * (job.element + 4) / device.pcie + own / CPU_ADAM) * slower
+    return own * OPTIMIZER_BYTES / (device.bandwidth * ELEMENTS) * slower, offload * slower
 
 
-def calibrated(job: Job, machine: Machine, seconds: float, rates: Rates = Rates(), backend: str = "nccl") -> Rates:
-    """The rates with which this job takes the measured seconds; ValueError where its network alone takes longer."""
+def calibrated(job: Job, machine: Machine, seconds: float, backend: str = "nccl") -> float:
+    """How much slower than its figures the machine is on which this job took the measured seconds.
+
+    Raises ValueError where its network alone takes longer.
+    """
 
     def total(slower: float) -> float:
-        return iteration(job, machine, replace(rates, slower=slower), backend).total
+        return iteration(job, machine, backend, slower).total
 
     low, high = 0.0, 1.0
     if total(low) > seconds:
@@ -261,11 +257,11 @@ def calibrated(job: Job, machine: Machine, seconds: float, rates: Rates = Rates(
     for _ in range(50):
         middle = (low + high) / 2
         low, high = (middle, high) if total(middle) < seconds else (low, middle)
-    return replace(rates, slower=high)
+    return high
 
 
-def pipeline_slots(job: Job, device: Device, rates: Rates = Rates()) -> Sequence[schedule.Slot]:
+def pipeline_slots(job: Job, device: Device) -> Sequence[schedule.Slot]:
     """When each stage computes, for a picture."""
-    passes = [stage_seconds(job, device, rates, stage) for stage in range(job.parallel.pipeline)]
+    passes = [stage_seconds(job, device, stage) for stage in range(job.parallel.pipeline)]
     forward, backward = ([each.seconds for each in way] for way in zip(*passes, strict=True))
     return schedule.one_f_one_b(forward, backward, job.micro_batches, chunks=job.parallel.virtual_stages)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from t5bench.model import time, traffic
 from t5bench.model.job import Job, Parallel, padded
-from t5bench.model.machine import GIB, Device, Link, Machine, device_of
-from t5bench.model.memory import in_use, memory_of
+from t5bench.model.machine import GIB, Device, device_of
+from t5bench.model.prediction import Prediction, machine_of
 from t5bench.record.plan import Arguments, Plan
 
 T5_VOCABULARY = 32101  # of google-t5/t5-large's tokenizer, with its sentinels
@@ -62,29 +62,18 @@ def forecast(plan: Plan, *, is_dry_run: bool) -> list[str]:
 
 
 def _forecast(plan: Plan, is_dry_run: bool) -> list[str]:
-    assert plan.layout
     job, device = job_of(plan), gpu_here() if plan.device == "cuda" else None
-    stages = range(plan.layout.pp)
-    fullest = max((memory_of(job, stage, device) for stage in stages), key=lambda found: found.peak)
-    memory = in_use(fullest) if plan.device == "cuda" else fullest.peak
+    machine = machine_of(device or time.CPU, GIGABITS, job.parallel.devices_per_node)
+    found = Prediction(job, machine, backend_of(plan))
     lines = []
-    if device and memory > device.memory:
-        shortage = f"needs about {memory / GIB:.1f} GiB of a GPU that has {device.memory / GIB:.0f}"
-        lines.append(f"warning: {plan.strategy.name} {shortage}: it will probably run out of memory")
+    if found.shortage:
+        lines.append(f"warning: {plan.strategy.name} needs {found.shortage}: it will probably run out of memory")
     if is_dry_run:
-        lines.append("predicted: " + ", ".join(_figures(job, device, backend_of(plan), memory)))
+        figures = [f"{traffic.stage_size(job.architecture, Parallel(), 0):,} parameters"]
+        figures.append(f"{found.memory_bytes / GIB:.2f} GiB a process")
+        if sent := max(found.node_bytes):
+            figures.append(f"{sent / 1e6:,.1f} MB sent by a node in an iteration")
+        if device and found.time:
+            figures.append(f"{found.time.total:.3g} s an iteration on {device.name} at {GIGABITS:g} Gbit/s")
+        lines.append(f"predicted: {', '.join(figures)}; python -m t5bench predict says more")
     return lines
-
-
-def _figures(job: Job, device: Device | None, backend: str, memory: float) -> list[str]:
-    count = traffic.stage_size(job.architecture, Parallel(), 0)
-    sent = max(traffic.node_bytes(job, traffic.rows(job), backend))
-    figures = [f"{count:,} parameters", f"{memory / GIB:.2f} GiB a process"]
-    figures += [f"{sent / 1e6:,.1f} MB sent by a node in an iteration"] if sent else []
-    if device:
-        inside = Link(device.nvlink or device.pcie, 10e-6)
-        machine = Machine(device, inside, Link.of_gigabits(GIGABITS), job.parallel.devices_per_node)
-        found = time.iteration(job, machine)
-        link = f"{device.name} and {GIGABITS:g} Gbit/s"
-        figures.append(f"{found.total:.3g} s an iteration with {link}, most of it {found.limit}")
-    return [*figures, "python -m t5bench predict says more"]

@@ -15,15 +15,13 @@ from t5bench.compare.comparable import gpu_names
 from t5bench.compare.rows import Row, make_row
 from t5bench.model import schedule, time
 from t5bench.model.job import Job, padded
-from t5bench.model.machine import DEVICES, GIB, Device, Link, Machine, device_of
+from t5bench.model.machine import DEVICES, GIB, Device, Machine, device_of
+from t5bench.model.prediction import Prediction, machine_of
 from t5bench.model.time import CPU
 from t5bench.plan.forecast import backend_of, gpu_here, job_of, padded_vocabulary
 from t5bench.plan.launchers import ask, declarations
-from t5bench.predict.prediction import Prediction
 from t5bench.record.plan import Plan
 from t5bench.record.records import RecordError, load
-
-CPU_NODE = Link(5e9, 20e-6)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         return check.run(args)
     measured = [measured_row(directory) for directory in args.runs]
     found = [(row.label, row.run.plan, row.run.padded_vocab_size, gpu_names(row.run)) for row in measured]
-    rates = calibration(args) if args.calibrate else None
+    slower = calibration(args) if args.calibrate else None
     predictions, refused = [], {}
     for name, plan, vocabulary, gpu in found or [(plan.strategy.name, plan, None, None) for plan in planned()]:
         if plan.layout is None:
@@ -59,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
             continue
         device = _device(plan, args.device or gpu)
         job = job_of(plan, vocabulary or vocabulary_of(plan, args.vocabulary))
-        machine = machine_of(args, device, job.parallel.devices_per_node)
-        own_rates = rates or (None if device is CPU else time.Rates())
-        predictions.append(Prediction(name, job, machine, backend_of(plan), own_rates))
+        on = machine(args, device, job.parallel.devices_per_node)
+        known = slower or (None if device is CPU else 1.0)
+        predictions.append(Prediction(job, on, backend_of(plan), known, name))
     if not predictions:
         raise Problem("none of the strategies can run with these settings", "\n".join(refused.values()))
     beside = {row.label: row for row in measured}
@@ -71,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(predictions, beside, refused)
         for entry in predictions if args.schedule else ():
-            if entry.rates and entry.job.parallel.pipeline > 1:
-                slots = time.pipeline_slots(entry.job, entry.machine.device, entry.rates)
+            if entry.slower and entry.job.parallel.pipeline > 1:
+                slots = time.pipeline_slots(entry.job, entry.machine.device)
                 print(f"\n{entry.name}\n{schedule.draw(slots)}")
     return 0
 
@@ -108,24 +106,23 @@ def device_named(name: str) -> Device:
     raise Problem(f"no figures are known of the device '{name}'", f"Known: {' '.join(DEVICES)}")
 
 
-def machine_of(args: argparse.Namespace, device: Device, per_node: int, gigabits: float | None = None) -> Machine:
+def machine(args: argparse.Namespace, device: Device, per_node: int, gigabits: float | None = None) -> Machine:
+    """As the command line describes it. Raises Problem."""
     if args.link <= 0 or args.latency < 0:
         raise Problem(f"--link must be more than 0 Gbit/s, found {args.link:g}")
-    inside = CPU_NODE if device is CPU else Link(device.nvlink or device.pcie, 10e-6)
-    between = Link.of_gigabits(gigabits or args.link, args.latency * 1e-6)
-    return Machine(device, inside, between, per_node)
+    return machine_of(device, gigabits or args.link, per_node, args.latency * 1e-6)
 
 
-def calibration(args: argparse.Namespace) -> time.Rates:
-    """How fast a measured run's machine is. Raises Problem."""
+def calibration(args: argparse.Namespace) -> float:
+    """How much slower than its figures a measured run's machine is. Raises Problem."""
     row = measured_row(args.calibrate)
     if not row.milliseconds:
         raise Problem(f"{args.calibrate} has no measured iterations", "Calibrate on a run that is complete")
     plan, job = row.run.plan, job_of(row.run.plan, row.run.padded_vocab_size or 0)
     device = _device(plan, args.device or gpu_names(row.run))
-    machine = machine_of(args, device, job.parallel.devices_per_node, args.calibrate_link)
+    on = machine(args, device, job.parallel.devices_per_node, args.calibrate_link)
     try:
-        return time.calibrated(job, machine, row.milliseconds.median / 1000, time.Rates(), backend_of(plan))
+        return time.calibrated(job, on, row.milliseconds.median / 1000, backend_of(plan))
     except ValueError as error:
         found = f"{args.calibrate} was faster than its link allows: {error}"
         raise Problem(found, "Give its link: --calibrate-link GBIT") from error
@@ -149,13 +146,13 @@ def show(predictions: Sequence[Prediction], measured: Mapping[str, Row], refused
     print(tabulate(costs, headers="keys", floatfmt=".4g"), end="\n\n")
     for name, reason in refused.items():
         print(f"{name} cannot run: {reason}")
-    link, slower = first.machine.between.bandwidth * 8 / 1e9, first.rates.slower if first.rates else 1.0
+    link = first.machine.between.bandwidth * 8 / 1e9
     print(f"MB: what the busiest node sends to others in an iteration, over {link:g} Gbit/s with {first.backend}.")
-    if first.rates is None:
+    if first.slower is None:
         print("No times: nothing is known of how fast this CPU computes. --calibrate RUN takes it from a run.")
-    elif slower != 1:
+    elif first.slower != 1:
         print(
-            f"Calibrated: the machine takes {slower:.3g} times as long as the figures of '{first.machine.device.name}'."
+            f"Calibrated: the machine takes {first.slower:.3g} times as long as {first.machine.device.name}'s figures say."
         )
 
 
@@ -192,16 +189,15 @@ def _beside(entry: Prediction, row: Row | None) -> dict[str, str | float]:
 
 
 def compared(entry: Prediction, row: Row | None) -> dict[str, tuple[float, float]]:
-    """(measured, predicted) by what: seconds of an iteration, MB of the mean node."""
+    """(measured, predicted) by what: seconds of an iteration, MB of the mean node, memory of the fullest GPU."""
     found: dict[str, tuple[float, float]] = {}
     if row and row.milliseconds and entry.time:
         found["seconds"] = row.milliseconds.median / 1000, entry.time.total
-    traffic = row.measured[0].observed.traffic if row and row.measured else ()
-    if traffic and any(entry.node_bytes):
-        found["MB"] = (
-            sum(one.bytes_per_iteration for one in traffic) / len(entry.node_bytes) / 1e6,
-            sum(entry.node_bytes) / len(entry.node_bytes) / 1e6,
-        )
+    nodes, seen = len(entry.node_bytes), row.measured[0].observed.traffic if row and row.measured else ()
+    if seen and any(entry.node_bytes):
+        found["MB"] = sum(one.bytes_per_iteration for one in seen) / nodes / 1e6, sum(entry.node_bytes) / nodes / 1e6
+    if row and row.on_gpu and row.peak_memory:
+        found["allocated GiB"] = max(row.peak_memory.values()) / 1024, entry.memory.peak / GIB
     return found
 
 

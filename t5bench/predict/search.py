@@ -11,13 +11,12 @@ from pathlib import Path
 from tabulate import tabulate
 
 from t5bench import Problem
-from t5bench.model import time
 from t5bench.model.job import Architecture, Job, Parallel, Zero
 from t5bench.model.machine import DEVICES, GIB, Machine
+from t5bench.model.prediction import Prediction
 from t5bench.plan.forecast import job_of
 from t5bench.plan.launchers import ask
-from t5bench.predict.command import add_machine, device_named, layout_text, machine_of, vocabulary_of
-from t5bench.predict.prediction import Prediction
+from t5bench.predict.command import add_machine, device_named, layout_text, machine, vocabulary_of
 
 TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the all-reduces of every layer cross the network
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -97,8 +96,8 @@ def run(args: argparse.Namespace) -> int:
     for size in sizes:
         if size % min(args.per_node, size):
             raise Problem(f"{size} GPUs do not fill nodes of {args.per_node}", "--per-node gives another number")
-        machine = machine_of(args, device, min(args.per_node, size))
-        found[size] = search(model, size, machine, args.global_batch or max(512, size), args.tp)
+        on = machine(args, device, min(args.per_node, size))
+        found[size] = search(model, size, on, args.global_batch or max(512, size), args.tp)
     if args.json:
         print(json.dumps({size: _json(candidates) for size, candidates in found.items()}, indent=2))
     else:
@@ -151,16 +150,15 @@ def jobs(model: Architecture, gpus: int, per_node: int, batch: int, tensor: int 
                         yield Job(model, parallel, micro, batch, zero, recompute=recompute)
 
 
-def search(model: Architecture, gpus: int, machine: Machine, batch: int, tensor: int | None = None) -> list[Candidate]:
+def search(model: Architecture, gpus: int, on: Machine, batch: int, tensor: int | None = None) -> list[Candidate]:
     """Every layout, the fastest first; Problem where nothing divides or nothing fits."""
     candidates = []
-    for job in jobs(model, gpus, machine.devices_per_node, batch, tensor):
-        memory = Prediction("", job, machine, "nccl", None).memory_bytes
-        if memory <= FULLEST * machine.device.memory:
-            found = time.iteration(job, machine)
-            candidates.append(Candidate(job, found.total, memory, found.limit))
+    for job in jobs(model, gpus, on.devices_per_node, batch, tensor):
+        entry = Prediction(job, on)
+        if entry.memory_bytes <= FULLEST * on.device.memory and entry.time:
+            candidates.append(Candidate(job, entry.time.total, entry.memory_bytes, entry.time.limit))
         else:
-            candidates.append(Candidate(job, inf, memory, MEMORY))
+            candidates.append(Candidate(job, inf, entry.memory_bytes, MEMORY))
     if not candidates:
         asked = f" with TP={tensor}" if tensor else ""
         raise Problem(
@@ -171,8 +169,8 @@ def search(model: Architecture, gpus: int, machine: Machine, batch: int, tensor:
     if all(entry.limit == MEMORY for entry in candidates):
         least = min(candidates, key=lambda entry: entry.memory)
         raise Problem(
-            f"the model fits in no layout of {gpus} x {machine.device.name}: the smallest, {least.name}, takes"
-            f" {least.memory / GIB:.1f} GiB of {machine.device.memory / GIB:.0f}",
+            f"the model fits in no layout of {gpus} x {on.device.name}: the smallest, {least.name}, takes"
+            f" {least.memory / GIB:.1f} GiB of {on.device.memory / GIB:.0f}",
             "Use more GPUs, or ones with more memory",
         )
     return sorted(candidates, key=lambda entry: (entry.seconds, entry.memory))

@@ -11,14 +11,17 @@ import argparse
 import os
 import sys
 import tempfile
+from itertools import combinations
 from pathlib import Path
-from statistics import mean
+from statistics import mean, quantiles
 
 import numpy as np
 from cluster_lab import SYSTEM_PATH, Cluster
 from harness import REPO_ROOT
 
-from t5bench.model import traffic
+from t5bench.compare.rows import Row, make_row
+from t5bench.model import time, traffic
+from t5bench.model.machine import Link, Machine
 from t5bench.plan.forecast import job_of
 from t5bench.record.records import Run, load
 from t5bench.record.samples import read_samples
@@ -71,12 +74,50 @@ def report(output: Path) -> None:
     print(f"{len(errors)} runs: mean error {mean(errors):.2%}, worst {max(errors):.2%}")
 
 
+def report_times(output: Path, calibrating: Path) -> None:
+    """Medians beside what follows from one run, by the rates that the directories are named after."""
+    machines = {}
+    for rate in sorted(path.name for path in output.iterdir() if path.name.endswith("mbit")):
+        link = Link.of_gigabits(float(rate.removesuffix("mbit")) / 1000)
+        machines[rate] = Machine(time.CPU, Link(5e9, 20e-6), link, 1)
+    first = make_row("", [load(calibrating)])
+    job = job_of(first.run.plan, first.run.padded_vocab_size or 0)
+    slower = time.calibrated(job, machines[calibrating.parts[-3]], seconds_of(first), "gloo")
+    errors = []
+    for rate, machine in machines.items():
+        measured, predicted = {}, {}
+        for path in sorted(output.glob(f"{rate}/repeat*/*/run.json")):
+            row = make_row("", [load(path.parent)])
+            if not row.milliseconds:
+                continue
+            name, job = path.parent.name, job_of(row.run.plan, row.run.padded_vocab_size or 0)
+            found = time.iteration(job, machine, "gloo", slower)
+            measured[name], predicted[name] = seconds_of(row), found.total
+            error, waits = predicted[name] / measured[name] - 1, (found.communication + found.bubble) / found.total
+            if waits >= 1 / 3 and path.parent != calibrating:
+                errors.append(abs(error))
+            print(
+                f"{rate:8} {name:14} measured {measured[name]:7.3f} s, predicted {predicted[name]:7.3f}, {error:+.1%}"
+            )
+        pairs = [(measured[a] - measured[b]) * (predicted[a] - predicted[b]) for a, b in combinations(measured, 2)]
+        tau = sum(1 if pair > 0 else -1 for pair in pairs) / len(pairs)
+        winners = min(measured, key=measured.__getitem__), min(predicted, key=predicted.__getitem__)
+        print(f"{rate:8} Kendall's tau {tau:.2f}; fastest: {winners[0]}, predicted {winners[1]}")
+    print(f"{len(errors)} runs that wait for a third or more: mean error {mean(errors):.1%}, worst {max(errors):.1%}")
+
+
+def seconds_of(row: Row) -> float:
+    """The lower quartile of the iterations: what else runs on the machine makes others longer, and none shorter."""
+    return quantiles([line.elapsed_ms for line in row.run.iterations[WARM_UP:]], n=4)[0] / 1000
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--engine", choices=["native", "megatron"], default="native")
     parser.add_argument("--rates", default="off", help="of the links, for tc; off leaves them as they are")
     parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--calibrate", type=Path, help="a run in OUTPUT from which to predict the others' times")
     parser.add_argument("--data", type=Path, help="an indexed dataset with its tokenizer")
     args = parser.parse_args()
     if args.data:
@@ -89,6 +130,8 @@ def main() -> None:
             finally:
                 cluster.down()
     report(args.output)
+    if args.calibrate:
+        report_times(args.output, args.calibrate)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,86 @@
+"""What a job costs on a machine: everything that the parts of the model say of it."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from t5bench.model import time, traffic
+from t5bench.model.job import Job
+from t5bench.model.machine import GIB, Device, Link, Machine
+from t5bench.model.memory import Memory, in_use, memory_of
+
+INSIDE_LATENCY = 10e-6
+CPU_LINK = Link(5e9, 20e-6)  # between processes of one machine
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A job on a machine. backend: "gloo" for CPUs. slower: see time.py; None where nothing is known."""
+
+    job: Job
+    machine: Machine
+    backend: str = "nccl"
+    slower: float | None = 1.0
+    name: str = ""
+
+    @cached_property
+    def parameters(self) -> list[int]:
+        """On a rank of each pipeline stage."""
+        job = self.job
+        return [traffic.stage_size(job.architecture, job.parallel, stage) for stage in range(job.parallel.pipeline)]
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Of the fullest GPU."""
+        device = self.machine.device if self.machine.device.memory else None
+        stages = range(self.job.parallel.pipeline)
+        return max((memory_of(self.job, stage, device) for stage in stages), key=lambda found: found.peak)
+
+    @property
+    def memory_bytes(self) -> float:
+        """What the device has in use at the peak; on a CPU what is allocated."""
+        return in_use(self.memory) if self.machine.device.memory else self.memory.peak
+
+    @cached_property
+    def collectives(self) -> list[traffic.Row]:
+        return traffic.rows(self.job)
+
+    @cached_property
+    def node_bytes(self) -> Sequence[float]:
+        return traffic.node_bytes(self.job, self.collectives, self.backend)
+
+    @cached_property
+    def time(self) -> time.Time | None:
+        return time.iteration(self.job, self.machine, self.backend, self.slower) if self.slower else None
+
+    @property
+    def shortage(self) -> str:
+        """What it takes of memory where the device has less."""
+        size, memory = self.memory_bytes, self.machine.device.memory
+        return f"about {size / GIB:.1f} GiB of a GPU that has {memory / GIB:.0f}" if 0 < memory < size else ""
+
+    @property
+    def limit(self) -> str:
+        return f"memory: {self.shortage}" if self.shortage else self.time.limit if self.time else "-"
+
+    def to_json(self) -> dict[str, Any]:
+        found = self.time
+        return {
+            "strategy": self.name,
+            "job": asdict(self.job),
+            "micro_batches": self.job.micro_batches,
+            "parameters": self.parameters,
+            "memory": asdict(self.memory) | {"peak": self.memory.peak, "in_use": self.memory_bytes},
+            "flops": {"model": time.model_flops(self.job), "hardware": time.hardware_flops(self.job)},
+            "bytes_sent_by_node": self.node_bytes,
+            "collectives": [asdict(row) for row in self.collectives],
+            "seconds": found and asdict(found) | {"total": found.total},
+            "limit": self.limit,
+        }
+
+
+def machine_of(device: Device, gigabits: float, per_node: int, latency: float = 40e-6) -> Machine:
+    """Nodes with these GPUs and, between them, a link of so many Gbit/s."""
+    inside = Link(device.nvlink or device.pcie, INSIDE_LATENCY) if device.memory else CPU_LINK
+    return Machine(device, inside, Link.of_gigabits(gigabits, latency), per_node)
