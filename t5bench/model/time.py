@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from t5bench.model import schedule
-from t5bench.model.job import BYTES, Architecture, Job, Zero
+from t5bench.model.flops import flops_per_iteration, layer_multiply_adds, multiply_adds
+from t5bench.model.job import BYTES, Job, Zero
 from t5bench.model.machine import Device, Machine
 from t5bench.model.traffic import Row, paths, ring_bytes, rows, stage_layers, stage_size, steps
 
@@ -34,50 +35,21 @@ CPU_ADAM = 1e9  # parameters per second of DeepSpeedCPUAdam on one socket
 HOOK_OPERATORS = {0: 0, 1: 4, 2: 8, 3: 40}
 
 
-@dataclass(frozen=True)
-class Operations:
-    """Multiply-adds of one sample's forward pass in matrix products; core: of attention's scores and context."""
-
-    layers: float
-    core: float
-    head: float
-
-
-def layer_operations(a: Architecture, decoder: bool) -> Operations:
-    """Of one layer. Narayanan et al. (https://arxiv.org/abs/2104.04473, section 5.1), for grouped queries, gated FFNs
-    and cross-attention, whose keys and values are made at the encoder's length."""
-    s, d = a.encoder_length, a.decoder_length
-    n, h = (d if decoder else s), a.hidden
-    linear = n * (2 * h * a.query + 2 * h * a.key + (3 if a.gated else 2) * h * a.ffn)
-    core = 2 * a.query * n * n
-    if decoder and a.cross_attention:
-        linear += 2 * h * a.query * d + 2 * h * a.key * s
-        core += 2 * a.query * d * s
-    return Operations(linear + core, core, 0)
-
-
-def head_operations(a: Architecture) -> float:
-    return a.padded_vocabulary * a.hidden * (a.decoder_length if a.decoder_layers else a.encoder_length)
-
-
 def model_flops(job: Job) -> float:
-    """Of an iteration, without recomputation: 2 a multiply-add, and backward twice the forward."""
-    return 3 * _forward_flops(job)[0] * job.global_batch
+    """Of an iteration, without recomputation."""
+    return flops_per_iteration(job.architecture, job.global_batch)
 
 
 def hardware_flops(job: Job) -> float:
     """Of an iteration with what recomputation does a second time: all of the layers, or attention's core."""
-    whole, layers, core = _forward_flops(job)
-    again = {"none": 0.0, "selective": core, "full": layers}[job.recompute]
-    return (3 * whole + again) * job.global_batch
-
-
-def _forward_flops(job: Job) -> tuple[float, float, float]:
     a = job.architecture
-    encoder, decoder = layer_operations(a, decoder=False), layer_operations(a, decoder=True)
-    layers = a.encoder_layers * encoder.layers + a.decoder_layers * decoder.layers
-    core = a.encoder_layers * encoder.core + a.decoder_layers * decoder.core
-    return 2 * (layers + head_operations(a)), 2 * layers, 2 * core
+    counts = a.encoder_layers, a.decoder_layers
+    weights, core = (
+        sum(count * own for count, own in zip(counts, each, strict=True))
+        for each in zip(layer_multiply_adds(a), layer_multiply_adds(a, decoder=True), strict=True)
+    )
+    again = {"none": 0, "selective": core, "full": weights + core}[job.recompute]
+    return model_flops(job) + 2 * again * job.global_batch
 
 
 @dataclass(frozen=True)
@@ -127,7 +99,7 @@ def _layer_seconds(job: Job, decoder: bool, device: Device) -> tuple[float, floa
     """Of one layer: the forward of a micro-batch on one GPU, and attention's core of it."""
     a, t, b = job.architecture, job.parallel.tensor, job.micro_batch
     peak, in_memory = _rates_of(job, device)
-    operations = layer_operations(a, decoder)
+    weights, own_core = layer_multiply_adds(a, decoder)
     n = a.decoder_length if decoder else a.encoder_length
     cross = decoder and a.cross_attention
     whole = t if job.parallel.sequence_parallel else 1
@@ -135,8 +107,8 @@ def _layer_seconds(job: Job, decoder: bool, device: Device) -> tuple[float, floa
     passes += (FFN_PASSES * n * a.ffn * (1.5 if a.gated else 1) + 2 * n * (a.query + 2 * a.key)) / t
     scores = a.heads * n * n * ((job.causal_attention if decoder else job.attention) == "unfused")
     scores += a.heads * n * a.encoder_length * (cross and job.attention == "unfused")
-    core = 2 * b * operations.core / t / peak + SCORE_PASSES * b * scores / t * in_memory
-    return 2 * b * (operations.layers - operations.core) / t / peak + b * passes * in_memory + core, core
+    core = 2 * b * own_core / t / peak + SCORE_PASSES * b * scores / t * in_memory
+    return 2 * b * weights / t / peak + b * passes * in_memory + core, core
 
 
 def _rates_of(job: Job, device: Device) -> tuple[float, float]:
@@ -163,7 +135,7 @@ def stage_seconds(job: Job, device: Device, stage: int, slower: float = 1.0) -> 
     head = 0.0
     if stage == job.parallel.pipeline - 1:
         logits = job.micro_batch * (a.decoder_length or a.encoder_length) * a.padded_vocabulary / t
-        head = 2 * job.micro_batch * head_operations(a) / t / peak + logits * LOGIT_PASSES * in_memory
+        head = 2 * job.micro_batch * multiply_adds(a)["head"] / t / peak + logits * LOGIT_PASSES * in_memory
         operators += OTHER_OPERATORS
     operators += HOOK_OPERATORS[job.zero.stage] * (12 * encoder + 20 * decoder + 4)
     # Every micro-batch adds its gradients to those before.

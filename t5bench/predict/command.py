@@ -151,9 +151,7 @@ def show(predictions: Sequence[Prediction], measured: Mapping[str, Row], refused
     if first.slower is None:
         print("No times: nothing is known of how fast this CPU computes. --calibrate RUN takes it from a run.")
     elif first.slower != 1:
-        print(
-            f"Calibrated: the machine takes {first.slower:.3g} times as long as {first.machine.device.name}'s figures say."
-        )
+        print(f"Calibrated: everything takes {first.slower:.3g} times as long as by the device's figures.")
 
 
 STATES = ("weights", "gradients", "optimizer", "logits and loss")

@@ -271,7 +271,7 @@ guard() {
 # limit HOST DEVICE RATE|off: what leaves through this device.
 limit() {
   in_network "$1" tc qdisc del dev "$2" root 2>/dev/null || true
-  [[ $3 == off ]] || in_network "$1" tc qdisc add dev "$2" root tbf rate "$3" burst 1mb latency 20ms
+  [[ $3 == off ]] || in_network "$1" tc qdisc add dev "$2" root tbf rate "$3" burst 96kb latency 20ms
 }
 
 # The quoted script runs on the host.
