@@ -202,6 +202,7 @@ class Job:
     attention: "unfused", "fused" (one kernel, PyTorch's or Transformer Engine's) or "flash", in encoder self-attention
     and cross-attention; causal_attention: in decoder self-attention, the same unless given. recompute: "none",
     "selective" (attention's core) or "full" (each layer keeps its input). distributed_optimizer: Megatron's own.
+    dummy_gradients: a 16-bit gradient of each shape of weight stays (Megatron-LM's fused gradient accumulation).
     """
 
     architecture: Architecture
@@ -216,6 +217,7 @@ class Job:
     causal_attention: str = ""
     dropout: float = 0.1
     engine: str = "megatron"
+    dummy_gradients: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "causal_attention", self.causal_attention or self.attention)

@@ -11,7 +11,7 @@ from t5bench.model.activations import activation_bytes, lengths, logits_bytes, w
 from t5bench.model.allocator import slack
 from t5bench.model.job import Job
 from t5bench.model.machine import Device
-from t5bench.model.parameters import layer_tensors, parameters, stage_of, tensors
+from t5bench.model.parameters import layer_tensors, parameters, stage_of, tensors, weight_shapes
 from t5bench.model.software import SOFTWARE
 
 MIB, GIB = 2**20, 2**30
@@ -58,6 +58,9 @@ def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
     states, cpu = model_states(job, count)
     states["workspace"] = workspace(job, stage, device)
     states["allocator"] = _allocator_slack(job, stage)
+    if job.dummy_gradients:
+        shapes = weight_shapes(job.architecture, job.parallel.tensor)
+        states["dummy gradients"] = float(sum(job.element * rows * columns for rows, columns in shapes))
     kept = activation_bytes(job, stage)
     loss, gradients = logits_bytes(job, stage)
     buffers = transient_states(job, count, stage)

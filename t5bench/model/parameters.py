@@ -74,6 +74,13 @@ def layer_tensors(a: Architecture, tensor: int = 1, decoder: bool = False) -> li
     return [*found, *_linear(a, h, inputs, tensor, True), *_linear(a, a.ffn, h, tensor, False)]
 
 
+def weight_shapes(a: Architecture, tensor: int = 1) -> set[tuple[int, int]]:
+    """The different shapes of the weights that are multiplied by, the head's included."""
+    h, q, kv, inputs = a.hidden, a.query // tensor, 2 * a.key // tensor, a.ffn * (2 if a.gated else 1)
+    found = {(q + kv, h), (h, q), (inputs // tensor, h), (h, a.ffn // tensor), (a.padded_vocabulary // tensor, h)}
+    return found | ({(q, h), (kv, h)} if a.cross_attention else set())
+
+
 def _embedding_tensors(a: Architecture, tensor: int) -> list[int]:
     """Words, learned positions, BERT's two segments; BART has two tables with two rows more, and a norm after each."""
     found = [a.padded_vocabulary * a.hidden // tensor]
