@@ -50,7 +50,7 @@ def test_bad_input_gets_an_answer(capsys: pytest.CaptureFixture[str], words: str
 
 
 def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HIDDEN_SIZE", "16384")
+    monkeypatch.setenv("HIDDEN_SIZE", "131072")
     status, _, error = t5bench(capsys, "plan", "--gpus", 2, "--device", "rtx5000")
     assert status == 2
     assert "the model fits in no layout of 2 x rtx5000: the smallest, " in error
