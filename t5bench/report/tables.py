@@ -17,7 +17,10 @@ from t5bench.compare.comparison import Comparison
 from t5bench.compare.limits import bytes_text
 from t5bench.compare.rows import MARK_OF_ALONE, Row, shape_of
 from t5bench.compare.statistics import Estimate
+from t5bench.model.job import Job
 from t5bench.model.parameters import parameters
+from t5bench.model.prediction import Prediction, machine_of
+from t5bench.model.time import CPU
 from t5bench.record.records import Run
 
 NOTHING = "-"
@@ -72,6 +75,41 @@ class Column:
         return dict(zip(names, parts, strict=False))
 
 
+def prediction(row: Row) -> Prediction | None:
+    """What the cost model says of a row; None where the vocabulary is not known."""
+    run = row.run
+    if not run.padded_vocab_size:
+        return None
+    job = Job.of_plan(run.plan, run.padded_vocab_size)
+    gloo = run.plan.device == "cpu" or run.plan.gpus_shared
+    # Neither bytes nor allocated memory depend on the machine's speed.
+    return Prediction(job, machine_of(CPU, 1.0, run.layout.nproc_per_node), "gloo" if gloo else "nccl")
+
+
+def predicted_bytes(row: Row) -> tuple[float, float | None] | None:
+    """Bytes that the busiest node sends to others in an iteration, and how far that is from what was measured."""
+    found = prediction(row) if row.run.layout.nnodes > 1 else None
+    return _beside(max(found.node_bytes), row.sent_per_iteration) if found else None
+
+
+def predicted_memory(row: Row) -> tuple[float, float | None] | None:
+    """MiB allocated on the fullest GPU at its peak, and how far that is from what was measured."""
+    found = prediction(row) if row.on_gpu else None
+    return _beside(found.memory.peak / 2**20, max(row.peak_memory.values(), default=None)) if found else None
+
+
+def _beside(predicted: float, measured: float | None) -> tuple[float, float | None]:
+    return predicted, predicted / measured - 1 if measured else None
+
+
+def _predicted_text(value: tuple[float, float | None], show: Callable[[float], str] = bytes_text) -> str:
+    return show(value[0]) + ("" if value[1] is None else f" ({value[1]:+.1%})")
+
+
+def _predicted_mib_text(value: tuple[float, float | None]) -> str:
+    return _predicted_text(value, "{:.0f}".format)
+
+
 def mark(row: Row) -> str:
     """What a label ends with when a remark says how the row differs from the baseline, or what its intervals lack."""
     return MARK_OF_ALONE * row.alone + " *" * bool(row.marks)
@@ -108,6 +146,9 @@ def all_columns(comparison: Comparison) -> list[Column]:
                "{:.0f}".format, metric="peak memory MiB"),
         Column(f"sent/iteration{loopback}", "bytes_sent_per_iteration", lambda row: row.sent_per_iteration, 20,
                bytes_text),
+        Column("predicted (off)", "bytes_predicted bytes_predicted_off", predicted_bytes, 18, _predicted_text),
+        Column(f"{device} MiB predicted (off)", "memory_mib_predicted memory_mib_predicted_off", predicted_memory, 17,
+               _predicted_mib_text),
         Column("final loss", "final_loss", lambda row: row.final_loss, 25, "{:.6f}".format, metric="lm loss"),
         Column(f"equal to {base}", "parity largest_loss_difference", lambda row: row.parity, 50, alignment="left"),
         Column("status", "status", lambda row: row.run.status, 16 if all_complete else 70,
