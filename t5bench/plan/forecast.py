@@ -2,14 +2,13 @@
 
 import json
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 from t5bench.model import time, traffic
 from t5bench.model.job import Job, Parallel, padded
 from t5bench.model.machine import GIB, Device, device_of
 from t5bench.model.prediction import Prediction, machine_of
-from t5bench.record.plan import Arguments, Plan
+from t5bench.record.plan import Plan
 
 T5_VOCABULARY = 32101  # of google-t5/t5-large's tokenizer, with its sentinels
 GIGABITS = 10.0
@@ -26,16 +25,7 @@ def padded_vocabulary(plan: Plan) -> int:
 
 
 def job_of(plan: Plan, vocabulary: int = 0) -> Job:
-    """A plan's job, also of one whose argument list is not built yet. vocabulary: padded, 0 where it is not known."""
-    if not plan.arguments.settings:
-        words = [
-            word
-            for setting in plan.settings.values()
-            for name in setting.argument.split(",")
-            if name not in ("-", "") and setting.value
-            for word in ([setting.value] if name == "=" else [name, setting.value])
-        ]
-        plan = replace(plan, arguments=Arguments(words, plan.arguments.fixed, extra=plan.arguments.extra))
+    """A plan's job. vocabulary: padded, 0 where it is not known."""
     return Job.of_plan(plan, vocabulary or padded_vocabulary(plan))
 
 
