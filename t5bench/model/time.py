@@ -14,8 +14,8 @@ from t5bench.model.job import BYTES, Job, Zero
 from t5bench.model.machine import Device, Machine
 from t5bench.model.traffic import Row, paths, ring_bytes, rows, stage_layers, stage_size, steps
 
-# What matrix products reach of a GPU's peak and element-wise operations of its memory's bandwidth, where they are large
-# (facts of Megatron-LM's, NVIDIA's and Galvatron's published runs); of a link's data rate NCCL and TCP reach this much.
+# What large matrix products reach of a GPU's peak, element-wise operations of its memory's bandwidth, and collectives of
+# a link's data rate: round figures of published benchmarks, fitted to nothing.
 PRODUCTS, ELEMENTS, NETWORK = 0.70, 0.80, {"nccl": 0.92, "gloo": 0.97}
 # Operators that a layer dispatches for one micro-batch, forward and backward with the gradients' accumulation (counted
 # with TorchDispatchMode); a third of them forward.
@@ -30,8 +30,8 @@ OPTIMIZER_BYTES = 40
 # Only to be scaled by a measured run: a core, and the memory of a desktop.
 CPU = Device("cpu", "", tensor=0.05, vector=0.05, memory=0, bandwidth=10e9, pcie=10e9, ampere=False)
 CPU_ADAM = 1e9  # parameters per second of DeepSpeedCPUAdam on one socket
-# DeepSpeed's Python around every tensor of a micro-batch, in operators: ZeRO's gradient hooks, and stage 3's fetching
-# and letting go. Fitted to the native engine's runs over unlimited links (docs/prediction.md).
+# DeepSpeed's Python around every tensor of a micro-batch, in operators: gradient hooks, stage 3's fetching and letting
+# go. Estimated from runs on CPUs over unlimited links, where ZeRO-2 is 10 % and ZeRO-3 8 to 24 % longer even so.
 HOOK_OPERATORS = {0: 0, 1: 4, 2: 8, 3: 40}
 
 

@@ -100,7 +100,7 @@ def report_times(output: Path, calibrating: Path) -> None:
                 f"{rate:8} {name:14} measured {measured[name]:7.3f} s, predicted {predicted[name]:7.3f}, {error:+.1%}"
             )
         pairs = [(measured[a] - measured[b]) * (predicted[a] - predicted[b]) for a, b in combinations(measured, 2)]
-        tau = sum(1 if pair > 0 else -1 for pair in pairs) / len(pairs)
+        tau = sum(1 if pair > 0 else -1 for pair in pairs) / max(1, len(pairs))
         winners = min(measured, key=measured.__getitem__), min(predicted, key=predicted.__getitem__)
         print(f"{rate:8} Kendall's tau {tau:.2f}; fastest: {winners[0]}, predicted {winners[1]}")
     print(f"{len(errors)} runs that wait for a third or more: mean error {mean(errors):.1%}, worst {max(errors):.1%}")
