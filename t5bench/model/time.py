@@ -14,8 +14,8 @@ from t5bench.model.job import BYTES, Job, Zero
 from t5bench.model.machine import Device, Machine
 from t5bench.model.traffic import Row, paths, ring_bytes, rows, stage_layers, stage_size, steps
 
-# What large matrix products reach of a GPU's peak, element-wise operations of its memory's bandwidth, and collectives of
-# a link's data rate: round figures of published benchmarks, fitted to nothing.
+# What large matrix products reach of a GPU's peak, element-wise operations of its memory's bandwidth, and collectives
+# of a link's data rate: round figures of published benchmarks, fitted to nothing.
 PRODUCTS, ELEMENTS, NETWORK = 0.70, 0.80, {"nccl": 0.92, "gloo": 0.97}
 # Operators that a layer dispatches for one micro-batch, forward and backward with the gradients' accumulation (counted
 # with TorchDispatchMode); a third of them forward.
