@@ -25,16 +25,14 @@ RESERVE = GRACE + 20
 
 def places() -> tuple[Preset, Path]:
     """What to do, and where the results go. Raises Problem."""
-    gpus = count_gpus(os.environ)
+    work, results_dir = Path(os.environ["WORK_DIR"]), os.environ["RESULTS_DIR"]
     if os.environ["DEVICE"] == "cpu":
-        work = Path(os.environ["WORK_DIR"], "rehearsal")
-        return Preset.asked(work, 0), Path(os.environ["RESULTS_DIR"] or work / "results")
-    if not gpus:
-        raise Problem("there is no GPU here (nvidia-smi -L lists none that CUDA_VISIBLE_DEVICES shows)",
-                      "--rehearse goes through all of it on the CPU")  # fmt: skip
+        return Preset.asked(work / "rehearsal", True), Path(results_dir or work / "rehearsal" / "results")
+    if not count_gpus(os.environ):
+        found = "there is no GPU here (nvidia-smi -L lists none that CUDA_VISIBLE_DEVICES shows)"
+        raise Problem(found, "--rehearse goes through all of it on the CPU")
     name = results.name_of([gpu["name"] for gpu in machine.gpus(os.environ)])
-    output = Path(os.environ["RESULTS_DIR"] or REPOSITORY / "docs" / "results" / name)
-    return Preset.asked(Path(os.environ["WORK_DIR"], name), gpus), output
+    return Preset.asked(work / name, False), Path(results_dir or REPOSITORY / "docs" / "results" / name)
 
 
 def main(elapsed: float, parts: Sequence[str]) -> int:
@@ -48,18 +46,18 @@ def main(elapsed: float, parts: Sequence[str]) -> int:
     for number, part in enumerate(parts, 1):
         runner.deadline = begun + 60 * float(os.environ["MINUTES"]) * number - RESERVE
         note(f"\n{part}")
-        runner.run([preset.device()])
+        runner.run(preset.device())
         if not (preset.work / "device.json").exists():
             note((runner.logs / "device.log").read_text())
             return runner.outcomes["device"]["status"] or EXIT_TIME
         try:
-            for at_once, steps in PARTS[part](preset):
-                runner.run(steps, at_once)
+            for step in PARTS[part](preset):
+                runner.run(step)
         finally:  # what is known is kept, also where a signal ends this
             found = results.gather(preset, runner.outcomes)
             results.write(found, preset.work, output)
     note(f"\n{output / 'README.md'}\n{results.verdict(found)}")
-    ends = {check["result"] for check in found["checks"].values()}
+    ends = {step["result"] for step in found["steps"].values()}
     return EXIT_FAILED if FAILED in ends else 0 if ends == {PASSED} else EXIT_TIME
 
 

@@ -3,7 +3,6 @@
 It is a process of its own, since asking PyTorch for a GPU takes memory there.
 """
 
-import contextlib
 import json
 import os
 import shutil
@@ -12,16 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import benchmark, collect_env
 
 from t5bench import REPOSITORY
 from t5bench.record import machine
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
-
-DROPOUT = 0.1
-KERNELS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH")
 
 
 def facts() -> dict[str, Any]:
@@ -77,33 +71,6 @@ def rates(device: str) -> dict[str, float]:
     return found
 
 
-def attend(kernel: str, dtype: torch.dtype, dropout: float, device: str) -> torch.Tensor | None:
-    """Attention with the model's padding mask, over values of 1 if it drops any; None where the kernel refuses."""
-    torch.manual_seed(0)
-    query, key, value = torch.randn(3, 8, 16, 512, 64, dtype=dtype, device=device)
-    mask = torch.zeros(8, 1, 1, 512, dtype=dtype, device=device)
-    mask[..., 400:] = -torch.inf
-    value = torch.ones_like(value) if dropout else value
-    with sdpa_kernel(getattr(SDPBackend, kernel)), contextlib.suppress(RuntimeError):
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout).float()
-    return None
-
-
-def attention(device: str) -> dict[str, float]:
-    """By kernel: the mean of ones after a dropout of 0.1, and how far fp32 is from the math kernel's, relative.
-
-    The mean is 1.00, and 0.97 or 1.04 where the kernel really drops 1/8 or 1/16.
-    """
-    exact = attend("MATH", torch.float32, 0.0, device)
-    found = {}
-    for kernel in KERNELS:
-        if (dropped := attend(kernel, torch.bfloat16, DROPOUT, device)) is not None:
-            found[f"{kernel}_mean_with_dropout"] = dropped.mean().item()
-        if (fp32 := attend(kernel, torch.float32, 0.0, device)) is not None:
-            found[f"{kernel}_fp32_differs_by"] = ((fp32 - exact).abs().max() / exact.abs().max()).item()
-    return found
-
-
 def main(output: Path) -> int:
     found, device = facts(), "cuda" if torch.cuda.is_available() else "cpu"
     for what, value in found.items():
@@ -113,7 +80,7 @@ def main(output: Path) -> int:
         print(f"error: there is a GPU, and {built}, sees none\n"
               "       Install a PyTorch for a CUDA that the driver serves", file=sys.stderr)  # fmt: skip
         return EXIT_CODES[CONFIGURATION]
-    measured = {"facts": found, "rates": rates(device), "attention": attention(device)}
+    measured = {"facts": found, "rates": rates(device)}
     output.write_text(json.dumps(measured, indent=2) + "\n")
     return 0
 

@@ -13,9 +13,8 @@ from typing import Any
 from tabulate import tabulate
 
 from t5bench.acceptance.preset import Preset
-from t5bench.acceptance.steps import FAILED, PASSED
+from t5bench.acceptance.steps import PASSED
 from t5bench.record import profile
-from t5bench.record.status import COMPLETE
 
 # What the steps wrote as text. TensorBoard's files say the same again.
 ARCHIVED = (".json", ".jsonl", ".log", ".out", ".sh", ".html")
@@ -30,35 +29,32 @@ def name_of(gpus: Sequence[str]) -> str:
 def gather(preset: Preset, outcomes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Everything that the files of the steps tell."""
     work = preset.work
-    large = compare(work / "runs" / "large", "engine")
     points = compare(work / "runs" / "throughput", "engine", "MICRO_BATCH_SIZE")
     plain = [line for path in work.glob("baseline-*.jsonl") for line in path.read_text().splitlines()]
     devices = [work / f"{name}.json" for name in ("device", "device-after")]
     return {
         "made": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "rehearsal": not preset.gpus,
-        "too_large": preset.too_large,
+        "rehearsal": preset.rehearsal,
         "batch": preset.batch,
         "devices": {path.stem: json.loads(path.read_text()) for path in devices if path.exists()},
-        "large": large,
+        "large": compare(work / "runs" / "large", "engine"),
         "throughput": [*map(point, rows_of(points)), *map(json.loads, plain)],
         "parity": {path.stem: path.read_text() for path in sorted(work.glob("logs/parity-*.out"))},
-        "checks": {**outcomes, **checks([*rows_of(large), *rows_of(points)])},
+        "steps": dict(outcomes),
     }
 
 
 def compare(runs: Path, *allowed: str) -> dict[str, Any]:
     """``t5bench compare`` over the runs in a directory: its comparison.json, and comparison.md as ``markdown``."""
     output = runs.with_name(f"{runs.name}-comparison")
-    if not runs.is_dir():
-        return {"groups": [], "markdown": ""}
-    (output / "comparison.json").unlink(missing_ok=True)  # of an earlier call
+    file = output / "comparison.json"
+    file.unlink(missing_ok=True)  # of an earlier call
     options = [word for name in allowed for word in ("--allow", name)]
     command = [sys.executable, "-m", "t5bench", "compare", str(runs), "--output", str(output), *options]
     said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
-    if not (output / "comparison.json").exists():
+    if not file.exists():
         return {"groups": [], "markdown": said}
-    return json.loads((output / "comparison.json").read_text()) | {"markdown": (output / "comparison.md").read_text()}
+    return json.loads(file.read_text()) | {"markdown": (output / "comparison.md").read_text()}
 
 
 def rows_of(comparison: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -70,33 +66,8 @@ def point(row: Mapping[str, Any]) -> dict[str, Any]:
     run = row["runs"][0]
     file = Path(run["directory"], "profile.json")
     limits = profile.limits(json.loads(file.read_text())) if file.exists() else ""
-    return {**row, "engine": f"{row['engine']} engine", "micro_batch": int(run["settings"]["MICRO_BATCH_SIZE"]),
-            "limits": limits}  # fmt: skip
-
-
-def checks(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What the runs that are complete show of this machine."""
-    complete = [row for row in rows if row["status"] == COMPLETE]
-    gpu = [row for row in complete if row["device"] == "cuda"]
-    found = {
-        "the loss falls": [last < first for first, last in map(losses, complete)],
-        "GPU memory is told": [bool(row["peak_memory_mib"]) for row in gpu],
-        "GPUs are sampled": [row["runs"][0]["gpu_power_w"] is not None for row in gpu],
-    }
-    return {
-        name: {"result": PASSED if all(good) else FAILED, "told": f"{sum(good)} of {len(good)}"}
-        for name, good in found.items()
-        if good
-    }
-
-
-def losses(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Of the first and the last iteration."""
-    first, *_, last = Path(row["runs"][0]["directory"], "metrics.jsonl").read_text().splitlines()
-    return json.loads(first)["lm_loss"], json.loads(last)["lm_loss"]
-
-
-# ---- what is written -------------------------------------------------------------------------------------------------
+    micro_batch = int(run["settings"]["MICRO_BATCH_SIZE"])
+    return {**row, "engine": f"{row['engine']} engine", "micro_batch": micro_batch, "limits": limits}
 
 
 def write(found: Mapping[str, Any], work: Path, directory: Path) -> None:
@@ -112,12 +83,9 @@ def write(found: Mapping[str, Any], work: Path, directory: Path) -> None:
 
 def verdict(found: Mapping[str, Any]) -> str:
     """One sentence for the terminal and the top of the summary."""
-    names: dict[str, list[str]] = {}
-    for name, check in found["checks"].items():
-        names.setdefault(check["result"], []).append(name)
-    passed = len(names.pop(PASSED, []))
-    others = "".join(f"; {result}: {', '.join(of)}" for result, of in names.items())
-    return f"{passed} of {len(found['checks'])} checks passed{others}."
+    passed = [name for name, step in found["steps"].items() if step["result"] == PASSED]
+    others = [f"{name}: {step['result']}" for name, step in found["steps"].items() if name not in passed]
+    return "; ".join([f"{len(passed)} of {len(found['steps'])} steps passed", *others]) + "."
 
 
 def table(header: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -133,12 +101,10 @@ def summary(found: Mapping[str, Any]) -> Iterable[str]:
         yield "**At tiny size: it shows that the steps work, and no figure here means anything.**"
     yield table(["what", "found"], device["facts"].items())
     yield "## The device at its best"
-    rates = [measured["rates"] | measured["attention"] for measured in found["devices"].values()]
+    rates = [measured["rates"] for measured in found["devices"].values()]
     yield table(["", *found["devices"]], [[name, *(of.get(name) for of in rates)] for name in rates[0]])
     yield "## Every strategy"
     yield found["large"]["markdown"].removeprefix("# Comparison").strip().replace("\n#", "\n##")
-    if found["too_large"]:
-        yield f"Too few devices for {', '.join(found['too_large'])}: see below whether they train correctly."
     if found["throughput"]:
         yield "## Throughput of one device"
         yield f"{found['batch']} samples an iteration in every row, AdamW's update included; bf16, dropout on."
@@ -150,9 +116,8 @@ def summary(found: Mapping[str, Any]) -> Iterable[str]:
         yield ("`scripts/check_parity.sh` on this device, at tiny size. Where a strategy has more processes than there "
                "are devices they share one, over gloo.")  # fmt: skip
         yield from (f"```\n{text.strip()}\n```" for text in found["parity"].values())
-    yield "## Checks"
-    told = [(name, c["result"], c.get("told") or f"{c['seconds']:.0f} s") for name, c in found["checks"].items()]
-    yield table(["check", "result", ""], told)
+    yield "## Steps"
+    yield table(["step", "result", "seconds"], [(n, s["result"], s["seconds"]) for n, s in found["steps"].items()])
     yield "The records, outputs and profiles of all runs are in `records.tar.xz`, all figures in `results.json`."
 
 

@@ -12,7 +12,6 @@ import pytest
 from harness import REPO_ROOT
 
 from t5bench.acceptance import packages, results
-from t5bench.acceptance.steps import NOT_RUN
 
 
 def accept(*arguments: str, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -32,11 +31,7 @@ def accept(*arguments: str, timeout: float = 60, **environment: str) -> subproce
         ([], {"ENGINES": "native"}, "there is no GPU here"),
         (["trough"], {}, "unknown argument 'trough'"),
         (["--pack"], {}, "--pack needs a directory"),
-        (
-            ["--pack", "bundle"],
-            {"MEGATRON_DIR": "/nonexistent", "ENGINES": "native"},
-            "there is no Megatron-DeepSpeed checkout",
-        ),
+        (["--pack", "bundle"], {"MEGATRON_DIR": "/nonexistent"}, "there is no Megatron-DeepSpeed checkout"),
         (["--rehearse"], {"MEGATRON_DIR": "/nonexistent"}, "or ENGINES=native"),
         (["--rehearse"], {"MINUTES": "ten"}, "MINUTES must be a number"),
         (["--rehearse"], {"ENGINES": "native", "STRATEGIES": "ddp zero9"}, "there is no strategy 'zero9'"),
@@ -75,7 +70,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_rehearsal_goes_through_everything(work: Path):
     found = json.loads((work / "rehearsal" / "results" / "results.json").read_text())
-    assert {row["strategy"] for row in results.rows_of(found["large"])} == {"ddp", "zero1"}
+    large = results.rows_of(found["large"])
+    assert [(row["strategy"], row["status"]) for row in large] == [("ddp", "complete"), ("zero1", "complete")]
     points = found["throughput"]
     assert [p["engine"] for p in points] == ["native engine", "Hugging Face, eager", "Hugging Face, compiled"]
     # The same matrix products in each, and a profile of each.
@@ -83,7 +79,7 @@ def test_the_rehearsal_goes_through_everything(work: Path):
     assert products == pytest.approx(products[:1] * 3)
     assert all(point["limits"].startswith("operators on the CPU: ") for point in points)
     assert found["devices"].keys() == {"device", "device-after"}
-    assert "PASS: " in found["parity"]["parity-native-1"]
+    assert "PASS: " in found["parity"]["parity-native"]
     # Once more: nothing is done again.
     result = accept("--rehearse", timeout=120, MINUTES="8", WORK_DIR=str(work), **CHOSEN)
     assert result.returncode == 0
@@ -94,24 +90,16 @@ def test_the_rehearsal_goes_through_everything(work: Path):
 def test_the_results_are_a_summary_and_the_records(work: Path):
     text = (work / "rehearsal" / "results" / "README.md").read_text()
     assert text.startswith("# A rehearsal on the CPU\n") and "no figure here means anything" in text
-    for heading in ("## The device at its best", "## Every strategy", "## Throughput of one device", "## Checks"):
+    for heading in ("## The device at its best", "## Every strategy", "## Throughput of one device", "## Steps"):
         assert f"\n{heading}\n" in text
     assert "\n### " in text and "| zero1 " in text and "| Hugging Face, compiled " in text
     with tarfile.open(work / "rehearsal" / "results" / "records.tar.xz") as archive:
         names = archive.getnames()
-    assert "records/runs/large/native/zero1/node0.log" in names and "records/runs/large-comparison/index.html" in names
-    assert not any(name.endswith((".bin", ".pt", "results.json")) for name in names)
-
-
-def test_a_gpu_without_samples_fails(tmp_path: Path):
-    (tmp_path / "metrics.jsonl").write_text('{"lm_loss": 8.0}\n{"lm_loss": 7.0}\n')
-    run = {"directory": str(tmp_path), "gpu_power_w": None}
-    row = {"status": "complete", "device": "cuda", "peak_memory_mib": {"0": 9.0}, "runs": [run]}
-    found = results.checks([row, row | {"runs": [run | {"gpu_power_w": 300.0}]}, {"status": "out-of-memory"}])
-    assert [check["told"] for check in found.values()] == ["2 of 2", "2 of 2", "1 of 2"]
-    assert results.verdict({"checks": found | {"late": {"result": NOT_RUN}}}) == (
-        "2 of 4 checks passed; failed: GPUs are sampled; not run: late."
+    assert (
+        "records/runs/large/native/repeat1/zero1/node0.log" in names
+        and "records/runs/large-comparison/index.html" in names
     )
+    assert not any(name.endswith((".bin", ".pt", "results.json")) for name in names)
 
 
 def make_wheel(directory: Path, name: str) -> None:

@@ -1,14 +1,10 @@
 """What is measured besides the engines: the device, and the plain loop over Hugging Face's T5."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from harness import REPO_ROOT
 from made_runs import made_plan
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,12 +16,7 @@ PLAN = made_plan(settings=SIZES | {"VOCABULARY_MULTIPLE": "4352"})
 
 
 def test_the_device_is_measured():
-    rates = device.rates("cpu")
-    assert all(0 < rate < 1e5 for rate in rates.values())
-    # On a CPU the math kernel alone drops anything, and exactly as much as it is told.
-    attention = device.attention("cpu")
-    assert attention["MATH_mean_with_dropout"] == pytest.approx(1, abs=2e-3)
-    assert attention["FLASH_ATTENTION_fp32_differs_by"] < 1e-5
+    assert all(0 < rate < 1e5 for rate in device.rates("cpu").values())
 
 
 def test_the_plain_loops_matrix_products_are_those_that_are_counted():
@@ -35,21 +26,6 @@ def test_the_plain_loops_matrix_products_are_those_that_are_counted():
     with FlopCounterMode(display=False) as counter:
         loop.iterate()
     assert counter.get_total_flops() == pytest.approx(flops.flops_per_iteration(loop.shape, 4), rel=0.02)
-
-
-def test_megatrons_kernels_are_compiled_as_it_would_compile_them(megatron_dir: Path):
-    program = (
-        "import torch\nfrom torch.utils import cpp_extension\nfrom megatron import fused_kernels\n"
-        "from t5bench.acceptance.compile import megatron_extensions\n"
-        "torch.cuda.get_device_capability = lambda: (9, 0)\n"
-        "cpp_extension.CUDA_HOME = '/usr/local/cuda'\n"
-        "fused_kernels._get_cuda_bare_metal_version = lambda home: ('', '13', '0')\n"
-        "print('kernels:', *[arguments['name'] for arguments in megatron_extensions()])\n"
-    )
-    path = f"{megatron_dir}:{REPO_ROOT}"
-    result = subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}, capture_output=True)
-    kernels = b"scaled_upper_triang_masked_softmax_cuda scaled_masked_softmax_cuda scaled_softmax_cuda"
-    assert b"kernels: " + kernels in result.stdout, result.stderr
 
 
 def test_memory_that_is_full_is_a_result_and_a_failure_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

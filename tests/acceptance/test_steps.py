@@ -1,4 +1,4 @@
-"""Steps: what passes, what is ended, what goes on at the next call."""
+"""Steps: which there are, what passes, what is ended, and what the next call does."""
 
 import signal
 import subprocess
@@ -6,65 +6,70 @@ import sys
 import time
 from pathlib import Path
 
-from harness import processes_with, wait_for
+import pytest
+from harness import STRATEGIES, processes_with, wait_for
 
+from t5bench.acceptance.preset import Preset
 from t5bench.acceptance.steps import FAILED, NOT_RUN, OUT_OF_TIME, PASSED, Runner, Step
 
 LONG = "trap 'echo tidied; exit 0' TERM; sleep 1000 & echo begun; while :; do sleep 0.1; done"
+SETTINGS = {"ENGINES": "both", "STRATEGIES": "", "MICRO_BATCH_SIZES": "32 8"}
 
 
-def shell(name: str, text: str, seconds: float = 5.0, **options) -> Step:
-    return Step(name, ["sh", "-c", text], seconds, **options)
+@pytest.fixture
+def preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Preset:
+    for name, value in SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    return Preset.asked(tmp_path, rehearsal=False)
 
 
-def results(work: Path, *steps: Step, seconds: float = 60, **options) -> dict[str, str]:
+def test_the_parts_are_parity_the_sweep_and_points_that_do_the_same_work(preset: Preset):
+    steps = {step.name: step for step in preset.acceptance()}
+    names = ["data", "parity-native", "parity-megatron", "large-megatron", "large-native"]
+    assert [*steps] == names
+    for name in names[1:3]:
+        assert set(steps[name].command[2:]) == set(STRATEGIES) and steps[name].environment["SHARE_GPUS"] == "1"
+    for name in names[3:]:
+        # The benchmark stays as it is: its batch, precision, dropout and sizes are the launchers' defaults.
+        assert steps[name].environment == {"ENGINE": name.partition("-")[2], "TRAIN_ITERS": "12"}
+    points = [step for step in preset.throughput() if "MICRO_BATCH_SIZE" in step.environment]
+    assert [step.environment["MICRO_BATCH_SIZE"] for step in points] == ["32"] * 3 + ["8"] * 3
+    assert {step.environment["GLOBAL_BATCH_SIZE"] for step in points} == {"32"}
+    runs = [step for step in points if not step.name.startswith("baseline")]
+    assert all(step.environment["PROFILE_ITERATION"] == "30" and set(step.passes) == {0, 5} for step in runs)
+
+
+def shell(name: str, text: str, **options) -> Step:
+    return Step(name, ["sh", "-c", text], **options)
+
+
+def results(work: Path, *steps: Step, seconds: float = 60) -> dict[str, str]:
     runner = Runner(work, time.monotonic() + seconds)
-    runner.run(steps, **options)
+    for step in steps:
+        runner.run(step)
     return {name: outcome["result"] for name, outcome in runner.outcomes.items()}
 
 
-def test_a_step_passes_by_its_exit_status_and_leaves_what_it_wrote(tmp_path: Path):
+def test_a_step_passes_by_its_exit_status_once_and_leaves_what_it_wrote(tmp_path: Path):
+    count, mended = tmp_path / "count", tmp_path / "mended"
     steps = [
-        shell("good", "echo $WORD; echo error >&2", environment={"WORD": "spoken"}),
-        shell("bad", "exit 3"),
+        shell("good", f"echo $WORD; echo error >&2; echo x >>{count}", environment={"WORD": "spoken"}),
+        shell("bad", f"[ -e {mended} ]"),
         shell("wanted", "exit 5", passes=(0, 5)),
     ]
     assert results(tmp_path, *steps) == {"good": PASSED, "bad": FAILED, "wanted": PASSED}
     assert (tmp_path / "logs" / "good.out").read_text() == "spoken\n"
     assert (tmp_path / "logs" / "good.log").read_text() == "error\n"
+    mended.touch()
+    assert results(tmp_path, *steps) == {"good": PASSED, "bad": PASSED, "wanted": PASSED}
+    assert count.read_text() == "x\n"
 
 
 def test_a_step_that_takes_too_long_is_ended_in_order_with_all_that_it_started(tmp_path: Path):
-    step = shell("long", LONG, seconds=0.5, environment={"ACCEPTANCE_TEST": str(tmp_path)})
-    assert results(tmp_path, step) == {"long": OUT_OF_TIME}
+    step = shell("long", LONG, environment={"ACCEPTANCE_TEST": str(tmp_path)})
+    assert results(tmp_path, step, shell("late", "true"), seconds=0.5) == {"long": OUT_OF_TIME, "late": NOT_RUN}
     assert (tmp_path / "logs" / "long.out").read_text() == "begun\ntidied\n"
     wait_for(lambda: processes_with(f"ACCEPTANCE_TEST={tmp_path}") == [])
-
-
-def test_no_step_begins_without_the_time_that_it_takes_or_has_taken(tmp_path: Path):
-    late = shell("late", "sleep 30", seconds=2)
-    assert results(tmp_path, late, seconds=1) == {"late": NOT_RUN}
-    assert not (tmp_path / "logs" / "late.log").exists()
-    assert results(tmp_path, late, seconds=4) == {"late": OUT_OF_TIME}
-    assert results(tmp_path, late, seconds=3.5) == {"late": NOT_RUN}
-
-
-def test_the_next_call_goes_on_where_this_one_stopped(tmp_path: Path):
-    count, mended = tmp_path / "count", tmp_path / "mended"
-    text = f"echo x >>{count}"
-    steps = (shell("first", text), shell("second", f"{text}; [ -e {mended} ]"))
-    assert results(tmp_path, *steps) == {"first": PASSED, "second": FAILED}
-    mended.touch()
-    assert results(tmp_path, *steps) == {"first": PASSED, "second": PASSED}
-    assert count.read_text().count("x") == 3  # the first passed and did not run again
-
-
-def test_steps_together_take_the_time_of_the_longest(tmp_path: Path):
-    # Each waits for the other, so one after another they would not end.
-    begun = [tmp_path / "a", tmp_path / "b"]
-    text = "touch {0}; while [ ! -e {1} ]; do sleep 0.05; done"
-    steps = [shell(mine.name, text.format(mine, other)) for mine, other in (begun, begun[::-1])]
-    assert results(tmp_path / "work", *steps, at_once=2) == {"a": PASSED, "b": PASSED}
 
 
 def test_what_ends_the_acceptance_ends_its_step_in_order(tmp_path: Path):
@@ -72,7 +77,7 @@ def test_what_ends_the_acceptance_ends_its_step_in_order(tmp_path: Path):
         "import sys, time\nfrom pathlib import Path\nfrom t5bench.acceptance import steps\n"
         "from t5bench.sweep.runner import raise_on_signals\nraise_on_signals()\n"
         "runner = steps.Runner(Path(sys.argv[1]), time.monotonic() + 60)\n"
-        "runner.run([steps.Step(name, ['sh', '-c', sys.argv[2]], 30) for name in ('one', 'two')])\n"
+        "runner.run(steps.Step('one', ['sh', '-c', sys.argv[2]]))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path), LONG])
     output = tmp_path / "logs" / "one.out"
@@ -80,4 +85,3 @@ def test_what_ends_the_acceptance_ends_its_step_in_order(tmp_path: Path):
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == 143
     assert output.read_text() == "begun\ntidied\n"
-    assert not (tmp_path / "logs" / "two.out").exists()
