@@ -1,18 +1,10 @@
-"""Tokenise a JSONL corpus into Megatron's memory-mapped indexed dataset, or check one that exists.
-
-    python -m t5bench.corpus.build --input megatron_data/xsum_text.jsonl \\
-        --output-prefix megatron_data/xsum_text_document --tokenizer google-t5/t5-large
-    python -m t5bench.corpus.build --check megatron_data/xsum_text_document
+"""Tokenise a JSONL corpus into Megatron's memory-mapped indexed dataset.
 
 `<prefix>.bin` holds the token ids of all documents one after the other, `<prefix>.idx` where each begins and
 `<prefix>.meta.json` where they came from. Every document is one sequence, and its ids are exactly those of the `encode`
 of transformers' slow T5Tokenizer, which ends each document with one `</s>`.
-
-Exit status: 0, or 2 with one sentence on standard error; then nothing was written and older files are as they were.
 """
 
-import argparse
-import os
 import sys
 import time
 from array import array
@@ -22,15 +14,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from t5bench import Problem
 from t5bench.corpus import common
-from t5bench.corpus.index import HEADER, MAGIC, TYPES, VERSION, dataset_paths, read_index, sequence_offsets
-from t5bench.corpus.tokenizer import DocumentEncoder, find_tokenizer
+from t5bench.corpus.index import HEADER, MAGIC, TYPES, VERSION, dataset_paths, sequence_offsets
+from t5bench.corpus.tokenizer import DocumentEncoder
 
 BATCH_DOCUMENTS = 512
 # Megatron's own limit for 16-bit token ids; it leaves some room below 65536.
 UINT16_VOCABULARY_LIMIT = 65500
-DEFAULT_WORKERS = min(8, len(os.sched_getaffinity(0)))
 
 
 def write_dataset(prefix: Path, dtype: str, documents: Iterable[Sequence[int]]) -> None:
@@ -62,7 +55,7 @@ def build_dataset(source: Path, prefix: Path, encoder: DocumentEncoder) -> dict[
     dtype = "uint16" if encoder.vocabulary < UINT16_VOCABULARY_LIMIT else "int32"
     with source.open("rb") as stream:
         lines = sum(1 for _ in stream)
-    records = common.with_progress(common.read_jsonl(source), "tokenising", lines)
+    records = tqdm(common.read_jsonl(source), "tokenising", lines, unit=" documents", disable=None)
     texts = (common.string_in(record, "text", f"line {number} of {source}") for number, record in records)
 
     def encoded() -> Iterator[list[int]]:
@@ -114,35 +107,3 @@ def _report(record: dict[str, Any]) -> None:
         print(f"{empty:,} empty documents were left out.")
     if special := record["special_text_documents"]:
         print(f"{special:,} documents contain a special token's text, which became that token.")
-
-
-def check(prefix: Path) -> None:
-    """Print the counts of a dataset; raises Problem."""
-    index = read_index(prefix)
-    documents, sequences = len(index.doc_idx) - 1, len(index.sizes)
-    print(f"documents={documents} sequences={sequences} tokens={index.tokens} dtype={index.dtype}")
-
-
-def _run(args: argparse.Namespace) -> None:
-    prefix = args.output_prefix.absolute()
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    build(args.input.absolute(), prefix, DocumentEncoder(find_tokenizer(args.tokenizer), args.workers), args.tokenizer)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--input", type=Path, metavar="JSONL", help='corpus to tokenise, one {"text": "..."} per line')
-    what.add_argument("--check", type=Path, metavar="PREFIX", help="check PREFIX.bin and .idx and print their counts")
-    parser.add_argument("--output-prefix", type=Path, metavar="PREFIX", help="write PREFIX.bin, .idx and .meta.json")
-    parser.add_argument("--tokenizer", default="google-t5/t5-large", metavar="NAME", help="hub name or directory")
-    threads = {"type": common.positive_int, "default": DEFAULT_WORKERS, "metavar": "N"}
-    parser.add_argument("--workers", **threads, help="threads (%(default)s)")
-    args = parser.parse_args()
-    if args.input and not args.output_prefix:
-        parser.error("--input needs --output-prefix")
-    common.run(lambda: check(args.check) if args.check else _run(args))
-
-
-if __name__ == "__main__":
-    main()

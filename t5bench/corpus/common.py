@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -13,7 +13,6 @@ from t5bench import REPOSITORY, Problem
 
 EXIT_ERROR = 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PROGRESS_EVERY = 20_000
 SAMPLE = REPOSITORY / "megatron_data" / "sample"
 
 
@@ -109,22 +108,6 @@ def recorded_name(name: str, kind: str = "") -> str:
 
 def note(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
-
-
-def with_progress(items: Iterable[Any], action: str, total: int | None = None) -> Iterator[Any]:
-    """The same items; after every `PROGRESS_EVERY` a line says how many documents that was."""
-    for number, item in enumerate(items, start=1):
-        yield item
-        if number % PROGRESS_EVERY == 0:
-            note(f"{action}: {number}{f' of {total}' if total else ''} documents")
-
-
-def positive_int(text: str) -> int:
-    """A whole number of at least 1, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
 
 
 def run(command: Callable[[], None]) -> NoReturn:

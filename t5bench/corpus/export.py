@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tqdm import tqdm
+
 from t5bench import REPOSITORY, Problem
 from t5bench.corpus import common
 from t5bench.corpus.tokenizer import hub
@@ -60,6 +62,8 @@ class Source(NamedTuple):
 def make_source(path: str, split: str, limit: int | None) -> Source:
     """The source that the settings name; an empty path is the hub. Raises Problem for a file that cannot be one."""
     remedy = "XSUM_SOURCE (--source) names a .jsonl or .parquet file with the columns document and summary"
+    if limit is not None and limit < 1:
+        raise Problem(f"the limit must be at least 1 document, found {limit}", "Leave it out to take all")
     if path and not Path(path).is_file():
         raise Problem(f"there is no file {path}", remedy)
     if path and Path(path).suffix not in (".jsonl", ".parquet"):
@@ -75,7 +79,7 @@ def export(source: Source, output: Path) -> dict[str, Any]:
     output.parent.mkdir(parents=True, exist_ok=True)
     documents = empty = 0
     with common.replacing(output) as stream:
-        for article in common.with_progress(source.articles(), "exporting", source.limit):
+        for article in tqdm(source.articles(), "exporting", source.limit, unit=" documents", disable=None):
             if not article["text"].strip():
                 empty += 1
                 continue
@@ -159,7 +163,7 @@ def main() -> None:
     parser.add_argument("--source", **source, help="local .jsonl or .parquet, not the hub (default: XSUM_SOURCE)")
     split = os.environ.get("XSUM_SPLIT") or "train"
     parser.add_argument("--split", default=split, help="train, validation or test (default: XSUM_SPLIT, else train)")
-    parser.add_argument("--limit", type=common.positive_int, metavar="N", help="stop after N documents")
+    parser.add_argument("--limit", type=int, metavar="N", help="stop after N documents")
     args = parser.parse_args()
     common.run(lambda: _run(args))
 

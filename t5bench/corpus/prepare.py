@@ -13,11 +13,12 @@ from pathlib import Path
 
 from t5bench import REPOSITORY, Problem
 from t5bench.corpus import common
-from t5bench.corpus.build import DEFAULT_WORKERS, build
+from t5bench.corpus.build import build
 from t5bench.corpus.export import Source, export, is_current, make_source
 from t5bench.corpus.tokenizer import DocumentEncoder, copy_tokenizer, find_tokenizer
 
 TEXT, DATASET = "xsum_text", "xsum_text_document"
+DEFAULT_WORKERS = min(8, len(os.sched_getaffinity(0)))
 BINARIES = [f"{DATASET}.bin", f"{DATASET}.idx"]
 OUTPUTS = ["tokenizer", f"{TEXT}.jsonl", f"{TEXT}.meta.json", *BINARIES, f"{DATASET}.meta.json"]
 

@@ -1,6 +1,6 @@
 """Train the bundled sample's tokenizer: how megatron_data/sample/tokenizer/ was made.
 
-    python -m t5bench.corpus.sample_tokenizer            # writes megatron_data/sample/tokenizer/
+    python -m t5bench.corpus.sample_tokenizer [DIRECTORY]     # default: megatron_data/sample/tokenizer/
 
 A SentencePiece unigram model of 4000 pieces with T5's special ids (0 `<pad>`, 1 `</s>`, 2 `<unk>`, no beginning of
 sequence), trained on the articles' documents and summaries, and the two JSON files that make transformers load it as a
@@ -9,8 +9,8 @@ T5 tokenizer with the sentinels `<extra_id_0>` (id 4099) to `<extra_id_99>` (id 
 The same release of SentencePiece (`SENTENCEPIECE_VERSION` made the bundled files) gives the same bytes every time.
 """
 
-import argparse
 import string
+import sys
 from pathlib import Path
 
 from t5bench.corpus import common
@@ -54,12 +54,5 @@ def train(directory: Path) -> None:
     print(f"{directory}: {PIECES} pieces and 100 sentinels")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=common.SAMPLE / "tokenizer", metavar="DIR")
-    args = parser.parse_args()
-    common.run(lambda: train(args.output))
-
-
 if __name__ == "__main__":
-    main()
+    common.run(lambda: train(Path((sys.argv[1:] or [common.SAMPLE / "tokenizer"])[0])))
