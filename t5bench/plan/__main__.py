@@ -59,8 +59,6 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
     if iteration and not 2 <= iteration <= last:
         found = f"PROFILE_ITERATION must be from 2 to TRAIN_ITERS={last}, found {iteration}"
         findings.refuse("profile-iteration", found, "The first iteration is all warm-up; 0 profiles none")
-    if findings.refused:
-        return refused(request), {}
     processes = Processes(request)
     layout, ds_config = divide(request, processes), effective_config(request)
     if layout is None or findings.refused:
@@ -172,21 +170,19 @@ def answer(plan: Plan, besides: dict[str, str], request: Request) -> list[str]:
 
 def main() -> int:
     words = sys.stdin.buffer.read().decode(errors="surrogateescape").split("\0")[:-1]
-    if sys.argv[1] == "print":
-        print(json.dumps(completed(words), indent=2))
-        return 0
-    if sys.argv[1] == "settings":
-        print(help_text(read_settings(groups(words))))
-        return 0
-    if sys.argv[1] == "check":
-        return check(groups(words))
+    match sys.argv[1]:
+        case "print":
+            print(json.dumps(completed(words), indent=2))
+            return 0
+        case "settings":
+            print(help_text(read_settings(groups(words))))
+            return 0
+        case "check":
+            return check(groups(words))
     request = read_request(words)
-    if request.findings.refused:
-        plan, besides = refused(request), {}
-    else:
-        plan, besides = make(request)
-        if plan.layout:
-            plan = resume(plan, request)
+    plan, besides = (refused(request), {}) if request.findings.refused else make(request)
+    if plan.layout:
+        plan = resume(plan, request)
     if plan.layout and (request.dry_run or plan.device == "cuda"):
         from t5bench.plan.forecast import forecast
 

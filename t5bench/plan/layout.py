@@ -50,10 +50,8 @@ class Processes:
         findings = self.request.findings
         if self.may_share:
             self.shared = True
-            findings.notes.append(
-                f"warning: {self.per_node} processes share {self.gpus} GPU(s) over gloo: results are valid, timings are"
-                " not"
-            )
+            shared = f"warning: {self.per_node} processes share {self.gpus} GPU(s) over gloo"
+            findings.notes.append(f"{shared}: results are valid, timings are not")
             return
         findings.lack(
             "too-few-gpus",
@@ -107,11 +105,8 @@ def _check_model_parallel(request: Request, tp: int, pp: int, world_size: int, p
 
 
 def _check_divisible(request: Request, tp: int) -> None:
-    refuse, hidden, heads = (
-        request.findings.refuse,
-        request.number("HIDDEN_SIZE"),
-        request.number("NUM_ATTENTION_HEADS"),
-    )
+    refuse = request.findings.refuse
+    hidden, heads = request.number("HIDDEN_SIZE"), request.number("NUM_ATTENTION_HEADS")
     if hidden % heads:
         refuse("model-size", f"HIDDEN_SIZE={hidden} is not divisible by NUM_ATTENTION_HEADS={heads}")
     for name in ("NUM_ATTENTION_HEADS", "FFN_HIDDEN_SIZE"):

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from t5bench import REPOSITORY
+from t5bench import Problem
 from t5bench.corpus.index import read_index
 from t5bench.plan.request import Request
 from t5bench.record.machine import installed_version
@@ -21,9 +21,8 @@ def check_data(request: Request) -> str:
     prefix = str(Path(request.value("MEGATRON_DATA_DIR")) / CORPUS)
     try:
         read_index(prefix)
-    except ValueError as error:
-        prepare = f"Run: bash '{REPOSITORY}/scripts/prepare_xsum_megatron.sh'   (SAMPLE=1 for the bundled sample)"
-        request.findings.lack("data", str(error), prepare)
+    except Problem as problem:
+        request.findings.lack("data", str(problem), problem.remedy)
     return prefix
 
 
@@ -78,10 +77,12 @@ def check_output_directory(request: Request) -> None:
         lack("finished-run", found, "Choose another OUTPUT_DIR, or delete it")
     checkpoints = [_CHECKPOINT.fullmatch(path.name) for path in (directory / "checkpoints").glob("*")]
     if newest := max((int(match[1]) for match in checkpoints if match), default=0):
-        found = (
-            f"{directory} holds checkpoints of an earlier run (up to iteration {newest}), and nothing is overwritten"
+        found = f"{directory} holds checkpoints of an earlier run (up to iteration {newest})"
+        lack(
+            "earlier-checkpoints",
+            found,
+            "Nothing is overwritten: choose another OUTPUT_DIR, continue it with RESUME=1, or delete it",
         )
-        lack("earlier-checkpoints", found, "Choose another OUTPUT_DIR, continue it with RESUME=1, or delete it")
 
 
 def keep_earlier(file: Path) -> None:

@@ -109,7 +109,8 @@ def test_ids_are_those_of_the_slow_tokenizer(tmp_path: Path, monkeypatch: pytest
     (directory / "tokenizer_config.json").write_text(json.dumps(sample_tokenizer.CONFIG | {"legacy": legacy}))
     slow, encoder = T5Tokenizer.from_pretrained(directory), DocumentEncoder(directory)
     assert encoder.exact == legacy and encoder.vocabulary == len(slow) == 4100
-    assert slow.convert_tokens_to_ids(["<pad>", "</s>", "<unk>", "<extra_id_0>"]) == [0, 1, 2, 4099]
+    assert slow.convert_tokens_to_ids(["<pad>", "</s>", "<unk>"]) == [0, 1, 2]
+    assert slow.convert_tokens_to_ids([f"<extra_id_{n}>" for n in range(100)]) == [*range(4099, 3999, -1)]
     draw, texts = random.Random(20), ARTICLES + SPECIAL_TEXTS
     blocks = [(32, 127), (32, 127), (0, 0x300), (0x2000, 0x3000), (0x4E00, 0x5000), (0x1F300, 0x1F700)]
     texts += ["".join(chr(draw.randrange(*draw.choice(blocks))) for _ in range(number % 60)) for number in range(1000)]
