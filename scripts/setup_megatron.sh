@@ -33,10 +33,11 @@ megatron_git() { git -C "$MEGATRON_DIR" "$@"; }
 
 read_series() { mapfile -t SERIES <"$PATCHES/series"; }
 
-# Everything that decides how the engine trains: its Python, and the index builder that it compiles.
+# Everything that decides how the engine trains: what it imports or compiles, and what could be imported from its folder,
+# which goes on PYTHONPATH.
 engine_files() {
-  git -C "$1" ls-files --cached --others --exclude-standard -- \
-    'megatron/*.py' pretrain_t5.py tools/preprocess_data.py megatron/data/helpers.cpp megatron/data/Makefile
+  git -C "$1" ls-files --cached --others --exclude-standard -- megatron/data/Makefile tools/preprocess_data.py \
+    'megatron/*.py' 'megatron/*.cpp' 'megatron/*.cu' 'megatron/*.h' ':(glob)*.py' ':(glob)*/__init__.py'
 }
 
 # unpatched, megatron_t5_fixes, series or changed, in REPLY; missing where there is no checkout.
@@ -117,7 +118,11 @@ set_up() {
   case $REPLY in
     unpatched) apply_patches "${SERIES[@]}" ;;
     megatron_t5_fixes) apply_patches "${SERIES[@]:1}" ;;
-    changed) die "commit $MEGATRON_COMMIT in $MEGATRON_DIR is not what patches/checksums describe" "Use a clone of $MEGATRON_REPO" ;;
+    changed)
+      # What git ignores, or was told to overlook, is not stashed.
+      differing_files >&2
+      die "$MEGATRON_DIR holds what is not of commit $MEGATRON_COMMIT (above)" "Remove it yourself, or name another MEGATRON_DIR"
+      ;;
   esac
   ((INSTALL == 0)) || install_requirements
   check

@@ -1,12 +1,17 @@
-"""The engine: the state of a Megatron-DeepSpeed checkout, by checksum, and what it can do on this machine.
+"""The engine: whether a Megatron-DeepSpeed checkout is the one that the patches make, and what it can do here.
 
 python -m t5bench.plan.engine state DIRECTORY         prints series, megatron_t5_fixes, unpatched, changed or missing
-python -m t5bench.plan.engine differences DIRECTORY   prints the files that differ from the patched engine
+python -m t5bench.plan.engine differences DIRECTORY   prints what differs from the patched engine
+
+The files themselves are judged, not git, which can be told to overlook some and is not there in a bundle.
 """
 
 import hashlib
+import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import util
 from pathlib import Path
 
 from t5bench import REPOSITORY
@@ -14,7 +19,14 @@ from t5bench.plan.request import Request
 
 CHECKSUMS = REPOSITORY / "patches" / "checksums"
 SERIES, FIXES_ALONE, UNPATCHED, CHANGED, MISSING = "series", "megatron_t5_fixes", "unpatched", "changed", "missing"
-EXIT_CONFIGURATION = 2
+# What Python imports, a compiler reads, or make takes for its Makefile.
+CODE = re.compile(r".+\.(py|pyc|so|c|cc|cpp|cu|cuh|h|hpp)|(GNU)?[Mm]akefile")
+IMPORTABLE = (".py", ".pyc", ".so")
+# What the engine compiles from these sources; it compiles them again where they are older.
+BUILT = re.compile(r"megatron/(fused_kernels/build/.*|data/helpers\.cpython-[\w-]+\.so)")
+# Upstream's other folders, of which training imports nothing.
+OTHER_FOLDERS = {"__pycache__", "dataset", "docs", "examples", "examples_deepspeed", "images", "megatron", "tasks"}
+MOST_NAMED = 3
 
 
 def recorded_checksums(state: str, checksums: Path | None = None) -> dict[str, str]:
@@ -32,7 +44,7 @@ def _digest(path: Path) -> str:
 
 
 def state_of(directory: Path, checksums: Path | None = None) -> str:
-    """What a checkout holds: one of the constants above. Everything that decides how the engine trains is compared.
+    """What a checkout holds: one of the constants above. Everything that decides how the engine trains is judged.
 
     checksums: the directory with those of each state, where it is not this repository's.
     """
@@ -47,18 +59,62 @@ def state_of(directory: Path, checksums: Path | None = None) -> str:
             if found[name] != digest:
                 break
         else:
-            return state
+            return CHANGED if any(_intruders(directory, recorded)) else state
     return CHANGED
 
 
-def differing_files(directory: Path) -> list[str]:
-    """One line for each file that is not as in the patched engine."""
-    lines = []
-    for name, digest in recorded_checksums(SERIES).items():
+def differences(directory: Path, checksums: Path | None = None) -> list[str]:
+    """One line for each file that is not as in the patched engine, and for each that does not belong to it."""
+    lines, recorded = [], recorded_checksums(SERIES, checksums)
+    for name, digest in recorded.items():
         found = _digest(directory / name)
         if found != digest:
             lines.append(f"{name} {'differs' if found else 'is missing'}")
-    return lines
+    return [*lines, *_intruders(directory, recorded)]
+
+
+def _intruders(directory: Path, own: Mapping[str, str]) -> Iterator[str]:
+    """What Python or a compiler would use although it is not the engine's: one line each."""
+    for path in sorted(directory.iterdir()):
+        if path.is_dir() and _is_imported(path, own):
+            yield f"{path.name}/ would be imported in place of any other package of that name"
+        elif path.suffix in IMPORTABLE and path.name not in own and not path.is_dir():
+            yield f"{path.name} would be imported in place of any other module of that name"
+    for folder, folders, names in os.walk(directory / "megatron"):
+        place = Path(folder).relative_to(directory)
+        for name in sorted(names):
+            if place.name == "__pycache__":
+                if _is_unchecked(Path(folder, name)):
+                    yield f"{place / name} would be used whatever its source says"
+            elif CODE.fullmatch(name) and (file := str(place / name)) not in own and not BUILT.fullmatch(file):
+                yield f"{file} does not belong to the engine"
+        links = [str(place / name) for name in folders if Path(folder, name).is_symlink()]
+        yield from (f"{link} is a link, and the engine has none" for link in links if not BUILT.fullmatch(f"{link}/"))
+
+
+def _is_imported(folder: Path, own: Mapping[str, str]) -> bool:
+    """Whether Python would take another package than the engine's own from a folder of the checkout.
+
+    One without __init__.py serves only where no other package of its name has one, and is of no matter without code.
+    """
+    name = folder.name
+    inits = [f"{name}/{init.name}" for init in folder.glob("__init__.*") if init.suffix in IMPORTABLE]
+    if inits or name in OTHER_FOLDERS or not name.isidentifier():
+        return any(init not in own for init in inits)
+    files = (path for pattern in ("*", "*/*") for path in folder.glob(pattern))
+    if not any(path.suffix in IMPORTABLE for path in files):
+        return False
+    installed = util.find_spec(name)
+    return installed is None or installed.origin is None
+
+
+def _is_unchecked(path: Path) -> bool:
+    """Whether compiled Python is of the kind that is never compared with its source (PEP 552)."""
+    try:
+        with path.open("rb") as file:
+            return file.read(8)[4:] == b"\x01\0\0\0"
+    except OSError:
+        return False
 
 
 def check_engine(request: Request, directory: Path, device: str, gpus_shared: bool) -> str:
@@ -70,14 +126,17 @@ def check_engine(request: Request, directory: Path, device: str, gpus_shared: bo
     setup = f"Run: MEGATRON_DIR='{directory}' bash '{REPOSITORY}/scripts/setup_megatron.sh'"
     if state == MISSING:
         lack("no-engine", f"there is no Megatron-DeepSpeed checkout at {directory}", setup)
-    elif state in (UNPATCHED, CHANGED):
-        lack("engine-not-patched", f"{checkout} is not patched as patches/ says (--check tells how it differs)", setup)
+    elif state == UNPATCHED:
+        lack("engine-not-patched", f"{checkout} is not patched", setup)
+    elif state == CHANGED:
+        first = differences(directory)
+        named = "; ".join(first[:MOST_NAMED]) + (f"; and {len(first) - MOST_NAMED} more" * (len(first) > MOST_NAMED))
+        lack("engine-not-patched", f"{checkout} is not as patches/ says: {named}", f"{setup} --check")
     elif state == FIXES_ALONE:
         alone = f"{checkout} has megatron_t5_fixes.patch alone"
-        if device == "cpu":
-            lack("engine-partly-patched", f"{alone}, and CPU needs the whole series", setup)
-        elif gpus_shared:
-            lack("engine-partly-patched", f"{alone}, and SHARE_GPUS=1 needs the whole series", setup)
+        if device == "cpu" or gpus_shared:
+            why = "CPU" if device == "cpu" else "SHARE_GPUS=1"
+            lack("engine-partly-patched", f"{alone}, and {why} needs the whole series", setup)
         request.findings.notes.append(
             "warning: only megatron_t5_fixes.patch is applied: no W&B keys by the README's names, TFLOPs of the encoder"
             f" alone. {setup}"
@@ -87,7 +146,7 @@ def check_engine(request: Request, directory: Path, device: str, gpus_shared: bo
 
 def main(arguments: Sequence[str]) -> int:
     task, directory = arguments
-    print("\n".join([state_of(Path(directory))] if task == "state" else differing_files(Path(directory))))
+    print("\n".join([state_of(Path(directory))] if task == "state" else differences(Path(directory))))
     return 0
 
 
