@@ -14,10 +14,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from t5bench import Problem
 from t5bench.corpus import common
+from t5bench.corpus.checksum import tokenizer_checksum
 from t5bench.corpus.index import HEADER, MAGIC, TYPES, VERSION, dataset_paths, sequence_offsets
 from t5bench.corpus.tokenizer import DocumentEncoder
 
@@ -51,6 +50,8 @@ def build_dataset(source: Path, prefix: Path, encoder: DocumentEncoder) -> dict[
 
     Returns the counts that the record holds. Raises Problem, which names a bad line.
     """
+    from tqdm import tqdm
+
     counts = Counter(documents=0, tokens=0, skipped_empty=0, special_text_documents=0)
     dtype = "uint16" if encoder.vocabulary < UINT16_VOCABULARY_LIMIT else "int32"
     with source.open("rb") as stream:
@@ -85,7 +86,7 @@ def build(jsonl: Path, prefix: Path, encoder: DocumentEncoder, tokenizer: str) -
     record = {
         "source": common.read_record(jsonl.with_suffix("")).get("source", f"file {jsonl}"),
         "tokenizer": common.recorded_name(tokenizer),
-        "tokenizer_sha256": common.file_facts(encoder.pieces_file)["sha256"],
+        "tokenizer_checksum": tokenizer_checksum(encoder.directory),
         **build_dataset(jsonl, prefix, encoder),
         "files": {path.name: common.file_facts(path) for path in (jsonl, *dataset_paths(prefix))},
         "versions": {

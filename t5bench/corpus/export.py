@@ -18,8 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 from t5bench import REPOSITORY, Problem
 from t5bench.corpus import common
 from t5bench.corpus.tokenizer import hub
@@ -76,6 +74,8 @@ def export(source: Source, output: Path) -> dict[str, Any]:
 
     Raises Problem for a bad row or a source without text.
     """
+    from tqdm import tqdm
+
     output.parent.mkdir(parents=True, exist_ok=True)
     documents = empty = 0
     with common.replacing(output) as stream:

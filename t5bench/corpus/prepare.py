@@ -14,6 +14,7 @@ from pathlib import Path
 from t5bench import REPOSITORY, Problem
 from t5bench.corpus import common
 from t5bench.corpus.build import build
+from t5bench.corpus.checksum import tokenizer_checksum
 from t5bench.corpus.export import Source, export, is_current, make_source
 from t5bench.corpus.tokenizer import DocumentEncoder, copy_tokenizer, find_tokenizer
 
@@ -54,13 +55,12 @@ def check_replacement(directory: Path, source: Source, tokenizer: str) -> None:
         return
     built = existing[0].name in BINARIES
     record, name = common.read_record(directory / (DATASET if built else TEXT)), common.recorded_name(tokenizer)
-    pieces = Path(tokenizer) / "spiece.model"
-    same_pieces = pieces.is_file() and record.get("tokenizer_sha256") == common.file_facts(pieces)["sha256"]
+    is_copy = Path(tokenizer).is_dir() and record.get("tokenizer_checksum") == tokenizer_checksum(Path(tokenizer))
     if not record:
         problem = "exists and nothing beside it says where it came from"
     elif record["source"] != source.describe():
         problem = f"was made from {record['source']}, and this run would replace it by {source.describe()}"
-    elif built and record.get("tokenizer") != name and not same_pieces:
+    elif built and record.get("tokenizer") != name and not is_copy:
         problem = f"was made with the tokenizer {record.get('tokenizer')}, and this run would use {name}"
     else:
         return

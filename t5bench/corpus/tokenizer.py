@@ -12,9 +12,11 @@ from typing import Any
 
 from t5bench import Problem
 from t5bench.corpus import common
+from t5bench.corpus.checksum import CONFIG, DEFAULTS, PIECES
 
-TOKENIZER_FILES = ["spiece.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
-TOKENIZER_FILES += ["tokenizer.json", "config.json"]
+TOKENIZER_FILES = [PIECES, CONFIG, "special_tokens_map.json", "added_tokens.json", "tokenizer.json", "config.json"]
+# Upstream's tool gives a tokenizer what it lacks of these; T5's lacks a beginning of sequence.
+UPSTREAM_SPECIALS = {"pad_token": "[PAD]", "eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
 NAME_A_T5 = "Name a T5 tokenizer in TOKENIZER_MODEL (--tokenizer), for example google-t5/t5-large"
 # Compared once with the tokenizer before SentencePiece is trusted to speak for it.
 PROBES = (
@@ -26,18 +28,17 @@ PROBES = (
 
 
 class DocumentEncoder:
-    """Token ids as transformers' slow T5 tokenizer gives them, mostly from SentencePiece itself.
+    """Token ids as Megatron's own tool gets them from transformers' slow tokenizer, mostly from SentencePiece itself.
 
     SentencePiece alone takes about a seventh of the tokenizer's time. The tokenizer is left with what it treats
-    specially: documents that contain the text of a special token such as `</s>` or `<extra_id_0>`.
+    specially: documents that contain the text of a special token such as `</s>`, `<s>` or `<extra_id_0>`.
 
-    vocabulary: number of ids, sentinels included. exact: whether SentencePiece is used at all. pieces_file: its model.
+    vocabulary: number of ids, sentinels and `<s>` included. exact: whether SentencePiece is used at all.
     """
 
     def __init__(self, directory: Path, threads: int = 1) -> None:
         """directory: of a T5 tokenizer with its spiece.model. Raises Problem when it is not one."""
-        self.pieces_file = directory / "spiece.model"
-        self._threads = threads
+        self.directory, self._threads = directory, threads
         self._pieces, self._tokenizer = _load(directory)
         self._eos: int = self._tokenizer.eos_token_id
         specials = sorted(self._tokenizer.added_tokens_encoder)
@@ -85,7 +86,7 @@ def _load(directory: Path) -> tuple[Any, Any]:
 
     logging.set_verbosity_error()
     try:
-        pieces = sentencepiece.SentencePieceProcessor(model_file=str(directory / "spiece.model"))
+        pieces = sentencepiece.SentencePieceProcessor(model_file=str(directory / PIECES))
         tokenizer = AutoTokenizer.from_pretrained(directory, use_fast=False, local_files_only=True)
     except Exception as error:
         # A broken directory shows in many ways.
@@ -93,6 +94,8 @@ def _load(directory: Path) -> tuple[Any, Any]:
     if "<extra_id_0>" not in tokenizer.added_tokens_encoder or tokenizer.eos_token_id is None:
         lacks = "it lacks <extra_id_0> or an end-of-sequence token"
         raise Problem(f"{directory} is not a T5 tokenizer: {lacks}", NAME_A_T5)
+    lacking = {name: token for name, token in UPSTREAM_SPECIALS.items() if getattr(tokenizer, name) is None}
+    tokenizer.add_special_tokens(lacking)
     return pieces, tokenizer
 
 
@@ -108,7 +111,7 @@ def find_tokenizer(name: str) -> Path:
         remedy = "Check the name and the network, or set TOKENIZER_MODEL to a directory that holds its files"
         with hub(f"the tokenizer {name}", remedy) as client:
             directory = Path(client.snapshot_download(name, allow_patterns=TOKENIZER_FILES))
-    if not (directory / "spiece.model").is_file():
+    if not (directory / PIECES).is_file():
         raise Problem(f"{name} has no spiece.model, so it is not a SentencePiece T5 tokenizer", NAME_A_T5)
     return directory
 
@@ -119,11 +122,10 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-    # Hub repositories leave these two to the model's config.json and the library's defaults.
-    config_path = target / "tokenizer_config.json"
-    config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}
-    if not {"tokenizer_class", "legacy"} <= config.keys():
-        common.write_json(config_path, {"tokenizer_class": "T5Tokenizer", "legacy": True} | config)
+    path = target / CONFIG
+    config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not DEFAULTS.keys() <= config.keys():
+        common.write_json(path, DEFAULTS | config)
 
 
 @contextmanager

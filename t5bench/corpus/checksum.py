@@ -1,0 +1,71 @@
+"""The checksum of a T5 tokenizer, wherever its files lie: over all that decides the ids that it gives to a text.
+
+Launchers compute it before every run, so nothing heavy is imported.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from t5bench import Problem
+from t5bench.corpus.index import dataset_paths
+
+PIECES, CONFIG = "spiece.model", "tokenizer_config.json"
+# What hub repositories leave to the model's config.json and the library's defaults.
+DEFAULTS = {"tokenizer_class": "T5Tokenizer", "legacy": True}
+# These decide nothing of a document's ids: names and places, a length that nothing is cut to, decoding, chats.
+_NOT_OF_THE_IDS = {
+    "model_max_length", "name_or_path", "tokenizer_file", "vocab_file", "special_tokens_map_file", "chat_template",
+    "clean_up_tokenization_spaces", "transformers_version", "padding_side", "truncation_side", "model_input_names",
+}  # fmt: skip
+
+
+def tokenizer_checksum(directory: Path) -> str:
+    """sha256 in hexadecimal. Raises Problem for a directory that is not a SentencePiece tokenizer's."""
+    digest = hashlib.sha256()
+    try:
+        digest.update(hashlib.sha256((directory / PIECES).read_bytes()).digest())
+        # The library of release 5 reads the last one.
+        for name in (CONFIG, "special_tokens_map.json", "added_tokens.json", "tokenizer.json"):
+            content = _content(directory / name)
+            if name == CONFIG:
+                content = {key: value for key, value in (DEFAULTS | content).items() if key not in _NOT_OF_THE_IDS}
+            if content:
+                digest.update(json.dumps([name, content], sort_keys=True).encode())
+    except FileNotFoundError:
+        raise Problem(
+            f"{directory} has no {PIECES}, so it is not a SentencePiece T5 tokenizer", "Name another"
+        ) from None
+    except (OSError, ValueError, TypeError) as error:
+        raise Problem(f"the tokenizer in {directory} cannot be read: {error}", "Copy or download it again") from None
+    return digest.hexdigest()
+
+
+def _content(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_bytes()) if path.exists() else {}
+
+
+def cached_tokenizer(name: str) -> Path | None:
+    """Where the hub's files of that name lie on this machine, for the engines' library; None where they do not."""
+    variables = ("TRANSFORMERS_CACHE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    cache = next(filter(None, map(os.environ.get, variables)), None) or Path(home, "hub")
+    repository = Path(os.path.expandvars(cache)).expanduser() / f"models--{name.replace('/', '--')}"
+    try:
+        found = repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
+    except OSError:
+        return None
+    return found if (found / PIECES).exists() else None
+
+
+def describes(record: Mapping[str, Any], prefix: str) -> bool:
+    """Whether a dataset's record is that of the files `<prefix>.bin` and `.idx` as they are: .bin by its size alone."""
+    try:
+        tokens, index = dataset_paths(prefix)
+        recorded = record["files"][tokens.name]["bytes"], record["files"][index.name]["sha256"]
+        return recorded == (tokens.stat().st_size, hashlib.sha256(index.read_bytes()).hexdigest())
+    except (OSError, LookupError, TypeError):
+        return False
