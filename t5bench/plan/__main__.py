@@ -22,6 +22,7 @@ from t5bench.plan.layout import Processes, divide
 from t5bench.plan.place import (
     check_data,
     check_output_directory,
+    check_packages,
     choose_attention,
     choose_tokenizer,
     prepare_directory,
@@ -69,7 +70,9 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
     zero_stage = ds_config["zero_optimization"]["stage"] if ds_config else 0
     if ds_config:
         check_release(request, zero_stage, layout)
+    check_packages(request)
     attention = choose_attention(request, processes.device)
+    tokenizer = choose_tokenizer(request, request.facts["default_tokenizer"])
     mode = wandb.mode(os.environ | {"WANDB_API_KEY": request.value("WANDB_API_KEY")}, request.value("WANDB_MODE"))
     if mode == "offline" and not request.value("WANDB_MODE"):
         runs = f"'{request.value('OUTPUT_DIR')}'/wandb/offline-run-*"
@@ -86,8 +89,8 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
         engine_patches=patches,
         device=processes.device,
         gpus_shared=processes.shared,
-        data_prefix=check_data(request),
-        tokenizer=choose_tokenizer(request, request.facts["default_tokenizer"]),
+        data_prefix=check_data(request, tokenizer),
+        tokenizer=tokenizer,
         output_dir=request.value("OUTPUT_DIR"),
         layout=layout,
         ds_config=ds_config,

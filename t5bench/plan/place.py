@@ -3,10 +3,14 @@
 import os
 import re
 import socket
+import sys
 from collections.abc import Mapping
+from importlib import util
 from pathlib import Path
 
-from t5bench import Problem
+from t5bench import REPOSITORY, Problem
+from t5bench.corpus.checksum import cached_tokenizer, describes, tokenizer_checksum
+from t5bench.corpus.common import read_record, record_path
 from t5bench.corpus.index import read_index
 from t5bench.plan.request import Request
 from t5bench.record.machine import installed_version
@@ -16,22 +20,61 @@ CORPUS = "xsum_text_document"
 _CHECKPOINT = re.compile(r"(?:iter_|global_step)(\d+)")
 
 
-def check_data(request: Request) -> str:
-    """The prefix of the indexed dataset."""
+def check_data(request: Request, tokenizer: str) -> str:
+    """The prefix of the indexed dataset, which must be whole and made with the run's tokenizer."""
     prefix = str(Path(request.value("MEGATRON_DATA_DIR")) / CORPUS)
     try:
         read_index(prefix)
+        _check_tokenizer(request, prefix, tokenizer)
     except Problem as problem:
         request.findings.lack("data", str(problem), problem.remedy)
     return prefix
+
+
+def _check_tokenizer(request: Request, prefix: str, tokenizer: str) -> None:
+    """With another tokenizer the data's ids are other words, and the run would train all the same.
+
+    Raises Problem where the tokenizer cannot be read.
+    """
+    record, findings, file = read_record(Path(prefix)), request.findings, record_path(Path(prefix))
+    again = f"prepare the data again: FORCE=1 bash '{REPOSITORY}/scripts/prepare_xsum_megatron.sh'"
+    own = f"Unset TOKENIZER_MODEL to use the copy beside the data, or {again}"
+    recorded, name = record.get("tokenizer_checksum"), record.get("tokenizer")
+    if not recorded:
+        unknown = f"warning: {file} records no checksum of the tokenizer that made the data"
+        findings.notes.append(f"{unknown}, so that {tokenizer} is not checked against it. To have it checked, {again}")
+        return
+    if not describes(record, prefix):
+        found = f"{file} is the record of other files than the {CORPUS}.bin and .idx beside it"
+        findings.lack("data-record", found, f"Copy all files of the data together, or {again}")
+        return
+    made = f"the data in {file.parent} were made with the tokenizer {name}, checksum {recorded}"
+    directory = Path(tokenizer) if Path(tokenizer).exists() else cached_tokenizer(tokenizer)
+    if directory:
+        if (found := tokenizer_checksum(directory)) != recorded:
+            findings.lack("tokenizer", f"{made}, and {tokenizer} is another one, checksum {found}", own)
+    elif tokenizer == name:
+        absent = f"warning: the tokenizer {name}, with which the data were made, is not on this machine yet"
+        findings.notes.append(f"{absent}: what the hub has by that name now is not checked. {own}")
+    else:
+        found = f"{made}, and {tokenizer} is not on this machine, so that its checksum is not known"
+        findings.lack("tokenizer", found, own)
 
 
 def choose_tokenizer(request: Request, default: str) -> str:
     """The one that is named, else the copy beside the data, else the default from the hub."""
     name, beside = request.value("TOKENIZER_MODEL"), Path(request.value("MEGATRON_DATA_DIR")) / "tokenizer"
     if name:
-        return str(Path(name).absolute()) if Path(name).is_dir() else name
+        named = Path(request.directory, name).expanduser()
+        return str(named) if named.exists() else name
     return str(beside) if beside.is_dir() else default
+
+
+def check_packages(request: Request) -> None:
+    """What the record's keeper imports besides Python's own."""
+    if not util.find_spec("msgspec"):
+        found = f"{sys.executable} has no msgspec, which reads plans and records"
+        request.findings.lack("no-msgspec", found, f"Run: pip install -r '{REPOSITORY}/requirements.txt'")
 
 
 def choose_attention(request: Request, device: str) -> bool:
@@ -78,11 +121,8 @@ def check_output_directory(request: Request) -> None:
     checkpoints = [_CHECKPOINT.fullmatch(path.name) for path in (directory / "checkpoints").glob("*")]
     if newest := max((int(match[1]) for match in checkpoints if match), default=0):
         found = f"{directory} holds checkpoints of an earlier run (up to iteration {newest})"
-        lack(
-            "earlier-checkpoints",
-            found,
-            "Nothing is overwritten: choose another OUTPUT_DIR, continue it with RESUME=1, or delete it",
-        )
+        remedy = "Choose another OUTPUT_DIR, continue it with RESUME=1, or delete it"
+        lack("earlier-checkpoints", f"{found}, and nothing is overwritten", remedy)
 
 
 def keep_earlier(file: Path) -> None:

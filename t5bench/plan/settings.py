@@ -13,6 +13,8 @@ from t5bench.record.plan import ROLES, Setting, by_name
 # What a run's directory, data and processes are decided by; an argument that said otherwise would make the plan untrue.
 DECIDED_ELSEWHERE = {
     "--data-path": "MEGATRON_DATA_DIR names the directory of the data",
+    "--tokenizer-model": "TOKENIZER_MODEL names the tokenizer",
+    "--tokenizer-type": "the data decide it",
     "--deepspeed": "choose a ZeRO strategy",
     "--deepspeed_config": "change the strategy's file in ds_configs/",
     "--zero-stage": "choose another ZeRO strategy",
@@ -32,6 +34,7 @@ def effective_settings(request: Request) -> dict[str, Setting]:
             found = f"{name} cannot be given after --: the launcher passes it itself"
             request.findings.refuse("launcher-argument", found, DECIDED_ELSEWHERE[name])
     owned = {argument for setting in request.settings.values() for argument in setting.argument.split(",")}
+    owned |= DECIDED_ELSEWHERE.keys()
     for name in given.keys() - owned:
         if meant := sorted(argument for argument in owned if argument.startswith(name)):
             found = f"{name} could be short for {' or '.join(meant)}"
