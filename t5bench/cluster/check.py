@@ -26,7 +26,7 @@ from typing import Any
 from t5bench import REPOSITORY, Problem
 from t5bench.cluster.probe import Cell, Question
 from t5bench.cluster.table import Node, render, table
-from t5bench.plan.launchers import ask, declarations
+from t5bench.plan.launchers import accepted, ask, declarations
 from t5bench.record.plan import Plan
 
 # Seconds: the whole ends within a minute.
@@ -146,11 +146,7 @@ def network_failure(answer: Answer) -> Cell:
 
 def settings_in_effect() -> Plan:
     """A launcher's plan on this host alone; what this host lacks for a run does not matter. Raises Problem."""
-    plan = ask("ddp", ["127.0.0.1", "0"], os.environ | {"NNODES": "1", "HOSTS": ""})
-    for obstacle in plan.obstacles:
-        if obstacle.fatal:
-            raise Problem(obstacle.found, obstacle.remedy)
-    return plan
+    return accepted(ask("ddp", ["127.0.0.1", "0"], os.environ | {"NNODES": "1", "HOSTS": ""}))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from t5bench import REPOSITORY
+from t5bench import REPOSITORY, Problem
 from t5bench.plan.request import declaration
 from t5bench.record.plan import Plan, Strategy
 
@@ -51,6 +51,14 @@ def ask(
     if not result.stdout:
         raise RuntimeError(f"{' '.join(command)} printed no plan: {result.stderr.strip()}")
     return Plan.read(json.loads(result.stdout))
+
+
+def accepted(plan: Plan) -> Plan:
+    """The plan. Raises Problem where the request itself is wrong; what this machine lacks does not matter."""
+    for obstacle in plan.obstacles:
+        if obstacle.fatal:
+            raise Problem(f"{plan.strategy.name}: {obstacle.found}", obstacle.remedy)
+    return plan
 
 
 def add_arguments(_: argparse.ArgumentParser) -> None:

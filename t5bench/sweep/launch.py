@@ -49,13 +49,6 @@ main
 """
 
 
-def check(plan: Plan) -> None:
-    """Raises Problem where the request itself is wrong."""
-    for obstacle in plan.obstacles:
-        if obstacle.fatal:
-            raise Problem(f"{plan.strategy.name}: {obstacle.found}", obstacle.remedy)
-
-
 def shell(host: str) -> list[str]:
     """A bash on a host, "" for this machine, that does what it is sent."""
     return [*SSH, host, "bash", "-s"] if host else ["bash", "-s"]
@@ -164,8 +157,7 @@ class Launch:
         self._sent: Mapping[str, str] = {}
         if over_ssh:
             # This machine need not be one of them, so that its rank could not be inferred.
-            plan = launchers.ask(BASELINE, (), dict(self._environment, NODE_RANK="0"))
-            check(plan)
+            plan = launchers.accepted(launchers.ask(BASELINE, (), dict(self._environment, NODE_RANK="0")))
             if not plan.hosts:
                 raise Problem("LAUNCH=ssh but no hosts are known", 'export HOSTS="node0 node1" in rank order')
             self._hosts = plan.hosts

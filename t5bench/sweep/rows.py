@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from t5bench import Problem
-from t5bench.plan.launchers import declarations
-from t5bench.sweep.launch import BASELINE, Launch, check
+from t5bench.plan.launchers import accepted, declarations
+from t5bench.sweep.launch import BASELINE, Launch
 
 
 def note(text: str) -> None:
@@ -38,8 +38,7 @@ def plan_rows(launch: Launch, runs_dir: Path, strategies: Iterable[str], process
     rows = []
     for strategy in strategies:
         name = f"{strategy}-{processes}" if processes else strategy
-        plan = launch.ask(strategy, processes, runs_dir / "plan")
-        check(plan)
+        plan = accepted(launch.ask(strategy, processes, runs_dir / "plan"))
         if plan.obstacles:
             note(f"{name} cannot run here: {plan.obstacles[0].found}")
         elif plan.layout:
