@@ -23,7 +23,16 @@ from t5bench.corpus.tokenizer import DocumentEncoder, find_tokenizer
 
 DOCUMENTS = [[5, 6, 7, 1], [8, 9, 1], [65535, 1], [1]]
 SPECIAL_TEXTS = ["a </s> b", "It ends here. </s>", "</s>", "</s></s>", "<extra_id_0>", "a<extra_id_3> b <extra_id_10>."]
-SPECIAL_TEXTS += ["<pad> and  <unk> ", "<s> is no special token of T5", "<extra_id_100> and </s", "", " ", "\n\n"]
+SPECIAL_TEXTS += [
+    "<pad> and  <unk> ",
+    "<s> begins a sequence",
+    "a<s>b",
+    "<s>",
+    " <s> </s> ",
+    "<s></s><s>",
+    "< s > <S> </ s>",
+]
+SPECIAL_TEXTS += ["<extra_id_0><extra_id_0>\n<extra_id_99>", "[PAD] <mask>", "<extra_id_100> and </s", "", " ", "\n\n"]
 SPECIAL_TEXTS += ["\u2581 b\u2581", "na\u00efve \ufb01ne \u6771\u4eac \U0001f600 \u202f \x00 a\u2028b"]
 
 
@@ -108,7 +117,8 @@ def test_ids_are_those_of_the_slow_tokenizer(tmp_path: Path, monkeypatch: pytest
     directory = shutil.copytree(SAMPLE / "tokenizer", tmp_path / "tokenizer")
     (directory / "tokenizer_config.json").write_text(json.dumps(sample_tokenizer.CONFIG | {"legacy": legacy}))
     slow, encoder = T5Tokenizer.from_pretrained(directory), DocumentEncoder(directory)
-    assert encoder.exact == legacy and encoder.vocabulary == len(slow) == 4100
+    assert slow.add_special_tokens({"bos_token": "<s>"}) == 1  # as upstream's tool does
+    assert encoder.exact == legacy and encoder.vocabulary == len(slow) == 4101
     assert slow.convert_tokens_to_ids(["<pad>", "</s>", "<unk>"]) == [0, 1, 2]
     assert slow.convert_tokens_to_ids([f"<extra_id_{n}>" for n in range(100)]) == [*range(4099, 3999, -1)]
     draw, texts = random.Random(20), ARTICLES + SPECIAL_TEXTS
@@ -127,14 +137,14 @@ def test_ids_are_those_of_the_slow_tokenizer(tmp_path: Path, monkeypatch: pytest
 
 def test_building_keeps_order_and_counts(encoder: DocumentEncoder, tmp_path: Path) -> None:
     texts = ARTICLES * 4
-    texts[700:700] = ["", " \n", "one <extra_id_1> two", "word " * 600]
+    texts[700:700] = ["", " \n", "one <extra_id_1> two", "word " * 600, "a <s>tag</s>", "< s >"]
     assert len(texts) > 2 * BATCH_DOCUMENTS
     source = write_jsonl(tmp_path / "text.jsonl", [{"text": text, "other": 1} for text in texts])
     source.write_text(source.read_text() + "\n\n")
     counts, documents = build_dataset(source, tmp_path / "one", encoder), documents_of(tmp_path / "one")
     assert documents == encoder.encode_batch([text for text in texts if text.strip()])
     assert (counts["documents"], counts["tokens"]) == (len(documents), sum(map(len, documents)))
-    assert (counts["skipped_empty"], counts["special_text_documents"]) == (2, 1)
+    assert (counts["skipped_empty"], counts["special_text_documents"]) == (2, 2)
     threaded = DocumentEncoder(SAMPLE / "tokenizer", threads=4)
     for threaded.vocabulary, dtype in ((65499, "uint16"), (65500, "int32")):
         build_dataset(source, tmp_path / dtype, threaded)
@@ -184,8 +194,8 @@ print([dataset[i].tolist() for i in range(len(dataset))], file=open("ours.read",
 
 
 def test_files_are_those_of_megatrons_own_tool(encoder: DocumentEncoder, megatron_dir: Path, tmp_path: Path) -> None:
-    # No text with "<s>": the engine adds that token to the tokenizer, T5 itself does not have it.
-    texts = [text for text in ARTICLES + SPECIAL_TEXTS if text.strip() and "<s>" not in text]
+    # For an empty document the tool writes a lone </s>.
+    texts = [text for text in ARTICLES + SPECIAL_TEXTS if text.strip()]
     build_dataset(write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in texts]), tmp_path / "ours", encoder)
     # The tool needs this name when it is imported, and nothing of it for whole documents.
     (tmp_path / "nltk.py").write_text("class tokenize:\n class punkt:\n  PunktLanguageVars = object\n")

@@ -16,6 +16,8 @@ import pytest
 from corpus_files import ROWS, SAMPLE, TEXTS, assert_refused, run_module, snapshot, texts_of
 from harness import REPO_ROOT, Project, wait_for
 
+from t5bench.corpus.checksum import tokenizer_checksum
+
 DATASET = "xsum_text_document"
 BUILT = ["xsum_text.jsonl", f"{DATASET}.bin", f"{DATASET}.idx"]
 OUTPUTS = {"tokenizer", "xsum_text.meta.json", *BUILT, f"{DATASET}.meta.json"}
@@ -125,8 +127,9 @@ def test_the_sample_is_prepared_offline(prepare: Prepare) -> None:
     assert snapshot(prepare.data / "tokenizer") == snapshot(SAMPLE / "tokenizer")
     meta = json.loads((prepare.data / f"{DATASET}.meta.json").read_text())
     expected = {"source": "bundled sample", "tokenizer": "bundled sample", "documents": 320, "tokens": 62452}
-    assert meta == meta | expected | {"dtype": "uint16", "vocabulary": 4100, "skipped_empty": 0}
+    assert meta == meta | expected | {"dtype": "uint16", "vocabulary": 4101, "skipped_empty": 0}
     assert "320 documents, 62,452 tokens" in said
+    assert meta["tokenizer_checksum"] == tokenizer_checksum(SAMPLE / "tokenizer")
     for name in BUILT:
         content = (prepare.data / name).read_bytes()
         assert meta["files"][name] == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}

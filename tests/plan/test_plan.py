@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from harness import STRATEGIES
 
-from t5bench.plan import engine
 from t5bench.plan.__main__ import answer, make
 from t5bench.plan.complete import completed
 from t5bench.plan.launchers import declarations
@@ -250,22 +249,6 @@ def test_other_engine_arguments_are_facts_of_the_plan(plans: dict[str, Plan]):
 
 
 # ---- the engine's checkout -------------------------------------------------------------------------------------------
-
-
-def test_states_of_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    checkout, checksums = tmp_path / "engine", tmp_path / "checksums"
-    checkout.mkdir(), checksums.mkdir()
-    monkeypatch.setattr(engine, "CHECKSUMS", checksums)
-    assert engine.state_of(checkout) == engine.MISSING
-    for state, text in (("unpatched", "a"), ("megatron_t5_fixes", "b"), ("series", "c")):
-        (checkout / "pretrain_t5.py").write_text(text)
-        (checksums / f"{state}.sha256").write_text(f"{engine._digest(checkout / 'pretrain_t5.py')}  pretrain_t5.py\n")
-    for state, text in (("unpatched", "a"), ("megatron_t5_fixes", "b"), ("series", "c"), (engine.CHANGED, "d")):
-        (checkout / "pretrain_t5.py").write_text(text)
-        assert engine.state_of(checkout) == state
-    assert engine.differing_files(checkout) == ["pretrain_t5.py differs"]
-    (checkout / "pretrain_t5.py").unlink()
-    assert engine.differing_files(checkout) == ["pretrain_t5.py is missing"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,126 @@
+"""The state of an engine's checkout: what is the engine's, and what only lies in its folder."""
+
+import hashlib
+import py_compile
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from t5bench.plan import engine
+
+OWN = ("pretrain_t5.py", "tools/__init__.py", "megatron/__init__.py", "megatron/model/t5.py", "megatron/fused/soft.cu")
+
+
+def record(checkout: Path, checksums: Path, state: str) -> None:
+    """Declare what the checkout holds to be that state."""
+    lines = [f"{hashlib.sha256((checkout / name).read_bytes()).hexdigest()}  {name}\n" for name in OWN]
+    (checksums / f"{state}.sha256").write_text("".join(lines))
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A patched engine in a git checkout, with what training and working there leave in it."""
+    root, checksums = tmp_path / "an engine", tmp_path / "checksums"
+    checksums.mkdir()
+    monkeypatch.setattr(engine, "CHECKSUMS", checksums)
+    built = ("megatron/data/helpers.cpython-311-x86_64-linux-gnu.so", "megatron/fused/__pycache__/x.cpython-311.pyc")
+    built += ("megatron/fused_kernels/build/soft.so", "logs/train.log", "pytest/run.py", "my-env/__init__.txt", "x.pth")
+    for name in (*OWN, *built):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("one = 1\n")
+    for state in ("unpatched", "megatron_t5_fixes", "series"):
+        (root / "pretrain_t5.py").write_text(f"state = '{state}'\n")
+        record(root, checksums, state)
+    git(root, "init", "--quiet")
+    git(root, "add", *OWN)
+    git(root, "-c", "user.name=x", "-c", "user.email=x", "commit", "--quiet", "--message=x")
+    return root
+
+
+def git(root: Path, *arguments: str) -> None:
+    subprocess.run(["git", "-C", str(root), *arguments], check=True)
+
+
+def test_states_of_a_checkout(checkout: Path, tmp_path: Path):
+    assert engine.state_of(tmp_path) == engine.MISSING
+    for state in ("unpatched", "megatron_t5_fixes", "series"):
+        (checkout / "pretrain_t5.py").write_text(f"state = '{state}'\n")
+        assert engine.state_of(checkout) == state
+    assert engine.differences(checkout) == []
+    for change in ((lambda path: path.write_text("mine\n")), Path.unlink):
+        change(checkout / "pretrain_t5.py")
+        assert engine.state_of(checkout) in (engine.CHANGED, engine.MISSING)
+    assert engine.differences(checkout) == ["pretrain_t5.py is missing"]
+
+
+def write(name: str) -> Callable[[Path], None]:
+    def plant(root: Path) -> None:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        with (root / name).open("a") as file:
+            file.write("# mine\n")
+
+    return plant
+
+
+def overlooked(root: Path) -> None:
+    git(root, "update-index", "--skip-worktree", "megatron/model/t5.py")
+    write("megatron/model/t5.py")(root)
+
+
+def ignored(root: Path) -> None:
+    (root / ".git" / "info" / "exclude").write_text("deepspeed\n")
+    write("deepspeed/__init__.py")(root)
+
+
+def linked(root: Path) -> None:
+    (root / "not-a-name").mkdir()
+    write("not-a-name/inner/__init__.py")(root)
+    (root / "apex").symlink_to("not-a-name/inner")
+
+
+def compiled(root: Path) -> None:
+    unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    py_compile.compile(str(root / "megatron/model/t5.py"), invalidation_mode=unchecked)
+
+
+@pytest.mark.parametrize(
+    ("plant", "named"),
+    [
+        (write("megatron/fused/soft.cu"), "megatron/fused/soft.cu differs"),
+        (write("tools/__init__.py"), "tools/__init__.py differs"),
+        (overlooked, "megatron/model/t5.py differs"),
+        (ignored, "deepspeed/ would be imported"),
+        (linked, "apex/ would be imported"),
+        (write("torch/__init__.cpython-311-x86_64-linux-gnu.so"), "torch/ would be imported"),
+        (
+            write("apex/setup.py"),
+            "apex/ would be imported",
+        ),  # a clone of its repository
+        (write("mpl_toolkits/mplot3d/__init__.py"), "mpl_toolkits/ would be imported"),  # installed without __init__.py
+        (write("tasks/__init__.py"), "tasks/ would be imported"),
+        (write("wandb.py"), "wandb.py would be imported"),
+        (write("sitecustomize.py"), "sitecustomize.py would be imported"),
+        (write("numpy.pyc"), "numpy.pyc would be imported"),
+        (write("megatron/model/t5/__init__.py"), "megatron/model/t5/__init__.py does not belong"),
+        (write("megatron/model/t5.abi3.so"), "megatron/model/t5.abi3.so does not belong"),
+        (write("megatron/data/GNUmakefile"), "megatron/data/GNUmakefile does not belong"),
+        (write("megatron/fused/cuda.h"), "megatron/fused/cuda.h does not belong"),
+        (lambda root: (root / "megatron/more").symlink_to("/"), "megatron/more is a link"),
+        (compiled, "megatron/model/__pycache__/t5.cpython"),
+    ],
+)
+def test_what_would_train_otherwise_is_named(checkout: Path, plant: Callable[[Path], None], named: str):
+    plant(checkout)
+    assert engine.state_of(checkout) == engine.CHANGED
+    assert [line[: len(named)] for line in engine.differences(checkout)] == [named]
+
+
+def test_the_launchers_name_the_first_difference(checkout: Path, request_for: Callable):
+    from t5bench.plan.__main__ import make
+
+    write("deepspeed/__init__.py")(checkout)
+    (found,) = make(request_for("ddp", MEGATRON_DIR=str(checkout)))[0].obstacles
+    assert found.code == "engine-not-patched" and "deepspeed/ would be imported" in found.found
+    assert "setup_megatron.sh' --check" in found.remedy

@@ -1,0 +1,115 @@
+"""The tokenizer of a run against the one that made its data: nothing is trained, the plan says it."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import REPO_ROOT, write_indexed_dataset
+
+from t5bench.corpus.checksum import tokenizer_checksum
+from t5bench.plan.__main__ import make
+
+SAMPLE = REPO_ROOT / "megatron_data" / "sample" / "tokenizer"
+HUB = "google-t5/t5-large"
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Data made with the hub's tokenizer, with the copy of it beside them and its files in the hub's cache."""
+    directory, cache = tmp_path / "data", tmp_path / "cache" / "models--google-t5--t5-large"
+    directory.mkdir()
+    prefix = directory / "xsum_text_document"
+    write_indexed_dataset(prefix, [[5, 6, 7, 1], [8, 9, 1]])
+    shutil.copytree(SAMPLE, directory / "tokenizer")
+    shutil.copytree(SAMPLE, cache / "snapshots" / "abc")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    facts = {
+        path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in (prefix.with_suffix(".bin"), prefix.with_suffix(".idx"))
+    }
+    write_record(directory, source="s", tokenizer=HUB, tokenizer_checksum=tokenizer_checksum(SAMPLE), files=facts)
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache.parent))
+    monkeypatch.delenv("TRANSFORMERS_CACHE", raising=False)
+    return directory
+
+
+def write_record(directory: Path, **content: object) -> None:
+    (directory / "xsum_text_document.meta.json").write_text(json.dumps(content))
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def findings(request_for: Callable, data: Path, **settings: str) -> tuple[list[str], str]:
+    """The plan's obstacles by code, and all that it says."""
+    asked = request_for("ddp", MEGATRON_DATA_DIR=str(data), **settings)
+    obstacles = make(asked)[0].obstacles
+    said = [text for obstacle in obstacles for text in (obstacle.found, obstacle.remedy)]
+    return [obstacle.code for obstacle in obstacles], "\n".join([*asked.findings.notes, *said])
+
+
+@pytest.mark.parametrize("named", ["", HUB, "data/tokenizer", "./elsewhere/", "linked"])
+@pytest.mark.parametrize("engine", ["megatron", "native"])
+def test_the_same_tokenizer_wherever_it_lies(request_for, data: Path, named: str, engine: str):
+    shutil.copytree(SAMPLE, elsewhere := data.parent / "elsewhere")
+    edit(elsewhere / "tokenizer_config.json", model_max_length=1024, name_or_path="/once/here")
+    (elsewhere / "README.md").write_text("decides nothing")
+    (data.parent / "linked").symlink_to(elsewhere)
+    codes, said = findings(request_for, data, TOKENIZER_MODEL=named, ENGINE=engine)
+    assert codes == [] and "checksum" not in said
+
+
+@pytest.mark.parametrize("engine", ["megatron", "native"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: (t / "spiece.model").write_bytes((t / "spiece.model").read_bytes()[:-1] + b"x"),
+        lambda t: edit(t / "tokenizer_config.json", legacy=False),
+        lambda t: edit(t / "tokenizer_config.json", extra_ids=50),
+        lambda t: edit(t / "special_tokens_map.json", eos_token="<extra_id_9>"),
+        lambda t: (t / "added_tokens.json").write_text('{"<new>": 4100}'),
+        lambda t: (t / "tokenizer.json").write_text('{"model": {}}'),
+    ],
+)
+def test_another_tokenizer_is_refused_with_both_checksums(request_for, data: Path, change: Callable, engine: str):
+    tokenizers = {"": data / "tokenizer", HUB: data.parent / "cache/models--google-t5--t5-large/snapshots/abc"}
+    for named, tokenizer in tokenizers.items():
+        change(tokenizer)
+        codes, said = findings(request_for, data, TOKENIZER_MODEL=named, ENGINE=engine)
+        assert codes == ["tokenizer"]
+        assert tokenizer_checksum(SAMPLE) in said and tokenizer_checksum(tokenizer) in said and "FORCE=1" in said
+
+
+def test_what_cannot_be_compared_is_never_passed_in_silence(request_for, data: Path):
+    assert findings(request_for, data, TOKENIZER_MODEL="a/model")[0] == ["tokenizer"]
+    (data.parent / "file").touch()
+    assert findings(request_for, data, TOKENIZER_MODEL="file")[0] == ["data"]
+    (data / "tokenizer" / "tokenizer_config.json").write_text("{")
+    assert findings(request_for, data)[0] == ["data"]
+    shutil.rmtree(data.parent / "cache")
+    codes, said = findings(request_for, data, TOKENIZER_MODEL=HUB)
+    assert codes == [] and "is not on this machine yet" in said
+    # The record of other files; and older data.
+    write_indexed_dataset(data / "xsum_text_document", [[5, 6, 8, 9, 1], [8, 1]])
+    assert findings(request_for, data)[0] == ["data-record"]
+    for content in ({"source": "s"}, {}):
+        write_record(data, **content)
+        codes, said = findings(request_for, data)
+        assert codes == [] and "warning: " in said and "records no checksum" in said and "FORCE=1" in said
+
+
+def test_the_engines_own_arguments_do_not_choose_another(request_for, data: Path):
+    for arguments in (("--tokenizer-model", "x"), ("--tokenizer-m=x",), ("--tokenizer-type", "GPT2BPETokenizer")):
+        obstacles = make(request_for("ddp", *arguments, MEGATRON_DATA_DIR=str(data)))[0].obstacles
+        assert obstacles[0].fatal and obstacles[0].code in ("launcher-argument", "abbreviated-argument")
+
+
+def test_without_msgspec_nothing_is_started(request_for, data: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("t5bench.plan.place.util.find_spec", lambda name: None)
+    codes, said = findings(request_for, data)
+    assert codes == ["no-msgspec"] and "pip install" in said
