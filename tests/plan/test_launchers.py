@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -247,7 +246,9 @@ def test_without_a_key_wandb_is_offline_and_with_one_the_key_is_nowhere_on_disk(
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3_offload", "hybrid"])
 def test_a_dry_run_prints_what_a_run_does(project: Project, tmp_path: Path, strategy: str):
-    printed = project.launch(strategy, "--dry-run", "--", "--some-name", "a b")
+    project.environment["WANDB_RUN_NAME"] = "it's $HOME; `id`"
+    inside = {"cwd": project.root / "scripts"}
+    printed = project.launch(strategy, "--dry-run", "--", "--some-name", "a b", **inside)
     assert printed.returncode == 0, printed.stderr
     assert not project.was_started() and not (project.root / "outputs").exists()
     run = project.root / "outputs" / strategy
@@ -266,7 +267,7 @@ def test_a_dry_run_prints_what_a_run_does(project: Project, tmp_path: Path, stra
     subprocess.run(pasted, env=project.environment, cwd=tmp_path, capture_output=True, check=True)
     by_hand = left()
     # The launcher's own path is in the environment of what it starts, as the printed command says.
-    assert project.launch(strategy, "--", "--some-name", "a b").returncode == 0
+    assert project.launch(strategy, "--", "--some-name", "a b", **inside).returncode == 0
     by_launcher = left()
     assert by_launcher[0] == by_hand[0] and by_launcher[2] == by_hand[2]
     assert by_launcher[1] == by_hand[1]
@@ -293,14 +294,6 @@ def test_damaged_data(project: Project):
     assert code == "data" and path.name in found and "prepare_xsum_megatron.sh" in found
 
 
-def test_works_from_inside_scripts_without_user_or_hostname(project: Project):
-    command = ["bash", "run_megatron_t5_ddp.sh"]
-    result = subprocess.run(
-        command, cwd=project.root / "scripts", env=project.environment, capture_output=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-
-
 @pytest.mark.parametrize("name", ["iter_{:07d}", "global_step{}"])
 def test_nothing_is_overwritten(project: Project, name: str):
     assert project.launch("ddp").returncode == 0
@@ -308,7 +301,7 @@ def test_nothing_is_overwritten(project: Project, name: str):
     for iteration in (8, 40, 9):
         (checkpoints / name.format(iteration)).mkdir(parents=True)
     (project.stubs / "arguments").unlink()
-    assert planned(project, "ddp")["obstacles"][0]["code"] == "finished-run"
+    assert "finished-run" in {found["code"] for found in planned(project, "ddp")["obstacles"]}
     (found,) = planned(project, "zero1")["obstacles"]
     assert found["code"] == "earlier-checkpoints" and "up to iteration 40" in found["found"]
     assert project.launch("ddp").returncode == 2
@@ -367,9 +360,9 @@ def test_a_signal_ends_every_process(project: Project, number: signal.Signals):
 def test_a_ctrl_c_on_the_terminal_ends_every_process(project: Project):
     """It reaches the whole process group: the launcher, what ends the others, and whoever reads the output."""
     launcher = project.start_sleeping()
-    os.killpg(launcher.pid, signal.SIGINT)
-    time.sleep(0.3)
-    os.killpg(launcher.pid, signal.SIGINT)
+    for _ in range(2):
+        os.killpg(launcher.pid, signal.SIGINT)
+        time.sleep(0.3)
     launcher.communicate(timeout=30)
     assert launcher.returncode == 130
     assert processes_with(f"STUB_DIR={project.stubs}") == []
@@ -410,11 +403,6 @@ def test_a_second_launcher_does_not_join_a_run_that_goes_on(project: Project):
     finally:
         launcher.terminate()
         launcher.communicate(timeout=30)
-
-
-def test_the_printed_command_is_quoted_for_the_shell(project: Project):
-    result = project.launch("ddp", "--dry-run", WANDB_RUN_NAME="it's $HOME; `id`")
-    assert "it's $HOME; `id`" in shlex.split(result.stdout.splitlines()[-1])
 
 
 def test_planning_imports_no_package(project: Project):
