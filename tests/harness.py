@@ -61,6 +61,15 @@ def write_indexed_dataset(prefix: Path, documents: list[list[int]]) -> None:
     )
 
 
+def write_data_record(prefix: Path, **content: object) -> None:
+    """The record of prepared data as the preparation writes it, with what else it is to say."""
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in (prefix.with_suffix(".bin"), prefix.with_suffix(".idx"))
+    }
+    Path(f"{prefix}.meta.json").write_text(json.dumps({"source": "stub", "files": files} | content))
+
+
 def processes_with(text: str) -> list[int]:
     """Other processes that have this text in the environment they were started with."""
     found = []

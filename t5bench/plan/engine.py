@@ -64,13 +64,14 @@ def state_of(directory: Path, checksums: Path | None = None) -> str:
 
 
 def differences(directory: Path, checksums: Path | None = None) -> list[str]:
-    """One line for each file that is not as in the patched engine, and for each that does not belong to it."""
-    lines, recorded = [], recorded_checksums(SERIES, checksums)
+    """One line for each file that does not belong to the patched engine, and for each that is not as there."""
+    recorded = recorded_checksums(SERIES, checksums)
+    lines = list(_intruders(directory, recorded))
     for name, digest in recorded.items():
         found = _digest(directory / name)
         if found != digest:
             lines.append(f"{name} {'differs' if found else 'is missing'}")
-    return [*lines, *_intruders(directory, recorded)]
+    return lines
 
 
 def _intruders(directory: Path, own: Mapping[str, str]) -> Iterator[str]:

@@ -155,6 +155,8 @@ def test_hub_data_with_the_default_tokenizer(prepare: Prepare, tmp_path: Path) -
     config = json.loads((directory / "tokenizer" / "tokenizer_config.json").read_text())
     assert config == {"tokenizer_class": "T5Tokenizer", "legacy": True, "model_max_length": 512}
     meta = json.loads((directory / f"{DATASET}.meta.json").read_text())
+    bare = hub / "google-t5" / "t5-large" / "resolve" / corpus.COMMIT
+    assert meta["tokenizer_checksum"] == tokenizer_checksum(directory / "tokenizer") == tokenizer_checksum(bare)
     hub_source = {"source": "EdinburghNLP/xsum train from the Hugging Face hub", "tokenizer": "google-t5/t5-large"}
     assert meta == meta | hub_source | {"documents": 1501}
     # The local cache, or the tokenizer's copy, serves instead of the hub, which is gone, and so does the export.

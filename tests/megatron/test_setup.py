@@ -108,6 +108,20 @@ def test_names_what_was_changed_and_keeps_it(upstream: Path):
     assert "# mine" in git(upstream, "stash", "show", "-p")
 
 
+def test_what_git_overlooks_is_found_and_never_removed(upstream: Path):
+    assert setup(upstream)[0] == 0
+    git(upstream, "update-index", "--skip-worktree", kernel := "megatron/fused_kernels/scaled_softmax_cuda.cu")
+    (upstream / kernel).write_text("// mine")
+    (upstream / ".git" / "info" / "exclude").write_text("deepspeed/\n")
+    (upstream / "deepspeed").mkdir()
+    (upstream / "deepspeed" / "__init__.py").touch()
+    for option, status in (("--check", 1), ("--reset", 2)):
+        found, said = setup(upstream, option)
+        assert found == status
+        assert f"{kernel} differs" in said and "deepspeed/ would be imported in place of any other" in said
+    assert (upstream / kernel).read_text() == "// mine" and (upstream / "deepspeed" / "__init__.py").exists()
+
+
 def test_checksums_are_those_of_the_patches(upstream: Path, tmp_path: Path):
     """Made anew from the patches, they are the ones in the repository."""
     root = tmp_path / "project"

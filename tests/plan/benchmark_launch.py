@@ -7,13 +7,17 @@ A launcher may use 0.30 s of CPU before torchrun. pytest does not collect this: 
 
 import resource
 import shlex
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from harness import make_project, record
+from harness import REPO_ROOT, make_project, record, write_data_record
 
+from t5bench.corpus.checksum import tokenizer_checksum
+
+TOKENIZER = REPO_ROOT / "megatron_data" / "sample" / "tokenizer"
 ENGINE_FILES = 140  # as many to check as the real engine has
 ATTEMPTS = 9
 
@@ -34,6 +38,8 @@ def launches(folder: Path, strategy: str) -> list[float]:
     for number in range(ENGINE_FILES):
         (project.engine / "megatron" / f"module{number}.py").write_text(f"# {number}\n" * 400)
     project.record_engine()
+    shutil.copytree(TOKENIZER, tokenizer := project.data_prefix.parent / "tokenizer")
+    write_data_record(project.data_prefix, tokenizer_checksum=tokenizer_checksum(tokenizer))
     return [cpu_seconds(lambda n=n: project.launch(strategy, OUTPUT_DIR=f"run{n}")) for n in range(ATTEMPTS)]
 
 

@@ -1,13 +1,12 @@
 """The tokenizer of a run against the one that made its data: nothing is trained, the plan says it."""
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT, write_indexed_dataset
+from harness import REPO_ROOT, write_data_record, write_indexed_dataset
 
 from t5bench.corpus.checksum import tokenizer_checksum
 from t5bench.plan.__main__ import make
@@ -27,18 +26,10 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(SAMPLE, cache / "snapshots" / "abc")
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text("abc")
-    facts = {
-        path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-        for path in (prefix.with_suffix(".bin"), prefix.with_suffix(".idx"))
-    }
-    write_record(directory, source="s", tokenizer=HUB, tokenizer_checksum=tokenizer_checksum(SAMPLE), files=facts)
+    write_data_record(prefix, tokenizer=HUB, tokenizer_checksum=tokenizer_checksum(SAMPLE))
     monkeypatch.setenv("HF_HUB_CACHE", str(cache.parent))
     monkeypatch.delenv("TRANSFORMERS_CACHE", raising=False)
     return directory
-
-
-def write_record(directory: Path, **content: object) -> None:
-    (directory / "xsum_text_document.meta.json").write_text(json.dumps(content))
 
 
 def edit(path: Path, **changes: object) -> None:
@@ -97,8 +88,8 @@ def test_what_cannot_be_compared_is_never_passed_in_silence(request_for, data: P
     # The record of other files; and older data.
     write_indexed_dataset(data / "xsum_text_document", [[5, 6, 8, 9, 1], [8, 1]])
     assert findings(request_for, data)[0] == ["data-record"]
-    for content in ({"source": "s"}, {}):
-        write_record(data, **content)
+    for content in ('{"source": "s"}', "{"):
+        (data / "xsum_text_document.meta.json").write_text(content)
         codes, said = findings(request_for, data)
         assert codes == [] and "warning: " in said and "records no checksum" in said and "FORCE=1" in said
 
