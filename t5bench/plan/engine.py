@@ -22,6 +22,7 @@ SERIES, FIXES_ALONE, UNPATCHED, CHANGED, MISSING = "series", "megatron_t5_fixes"
 # What Python imports, a compiler reads, or make takes for its Makefile.
 CODE = re.compile(r".+\.(py|pyc|so|c|cc|cpp|cu|cuh|h|hpp)|(GNU)?[Mm]akefile")
 IMPORTABLE = (".py", ".pyc", ".so")
+METADATA = (".dist-info", ".egg-info")
 # What the engine compiles from these sources; it compiles them again where they are older.
 BUILT = re.compile(r"megatron/(fused_kernels/build/.*|data/helpers\.cpython-[\w-]+\.so)")
 # Upstream's other folders, of which training imports nothing.
@@ -79,13 +80,18 @@ def _intruders(directory: Path, own: Mapping[str, str]) -> Iterator[str]:
     for path in sorted(directory.iterdir()):
         if path.is_dir() and _is_imported(path, own):
             yield f"{path.name}/ would be imported in place of any other package of that name"
+        elif path.suffix in METADATA and not path.name.startswith("megatron_core"):  # of pip install -e
+            yield f"{path.name}/ would pass for an installed package"
+        elif path.suffix == ".pth" and b"\0" not in _start(path, 1024):  # not PyTorch's
+            yield f"{path.name} does not belong to the engine"
         elif path.suffix in IMPORTABLE and path.name not in own and not path.is_dir():
             yield f"{path.name} would be imported in place of any other module of that name"
     for folder, folders, names in os.walk(directory / "megatron"):
         place = Path(folder).relative_to(directory)
         for name in sorted(names):
             if place.name == "__pycache__":
-                if _is_unchecked(Path(folder, name)):
+                # Compiled Python of the kind that is never compared with its source (PEP 552).
+                if _start(Path(folder, name), 8)[4:] == b"\1\0\0\0":
                     yield f"{place / name} would be used whatever its source says"
             elif CODE.fullmatch(name) and (file := str(place / name)) not in own and not BUILT.fullmatch(file):
                 yield f"{file} does not belong to the engine"
@@ -109,13 +115,13 @@ def _is_imported(folder: Path, own: Mapping[str, str]) -> bool:
     return installed is None or installed.origin is None
 
 
-def _is_unchecked(path: Path) -> bool:
-    """Whether compiled Python is of the kind that is never compared with its source (PEP 552)."""
+def _start(path: Path, size: int) -> bytes:
+    """A file's first bytes; none of one that cannot be read."""
     try:
         with path.open("rb") as file:
-            return file.read(8)[4:] == b"\x01\0\0\0"
+            return file.read(size)
     except OSError:
-        return False
+        return b""
 
 
 def check_engine(request: Request, directory: Path, device: str, gpus_shared: bool) -> str:

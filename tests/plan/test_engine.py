@@ -26,10 +26,12 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     checksums.mkdir()
     monkeypatch.setattr(engine, "CHECKSUMS", checksums)
     built = ("megatron/data/helpers.cpython-311-x86_64-linux-gnu.so", "megatron/fused/__pycache__/x.cpython-311.pyc")
-    built += ("megatron/fused_kernels/build/soft.so", "logs/train.log", "pytest/run.py", "my-env/__init__.txt", "x.pth")
+    built += ("megatron/fused_kernels/build/soft.so", "logs/train.log", "pytest/run.py", "my-env/__init__.txt")
+    built += ("megatron_core.egg-info/PKG-INFO",)
     for name in (*OWN, *built):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("one = 1\n")
+    (root / "weights.pth").write_bytes(b"PK\3\4\0\0")
     for state in ("unpatched", "megatron_t5_fixes", "series"):
         (root / "pretrain_t5.py").write_text(f"state = '{state}'\n")
         record(root, checksums, state)
@@ -103,6 +105,8 @@ def compiled(root: Path) -> None:
         (write("wandb.py"), "wandb.py would be imported"),
         (write("sitecustomize.py"), "sitecustomize.py would be imported"),
         (write("numpy.pyc"), "numpy.pyc would be imported"),
+        (write("paths.pth"), "paths.pth does not belong"),
+        (write("deepspeed-0.17.6.dist-info/METADATA"), "deepspeed-0.17.6.dist-info/ would pass for an installed"),
         (write("megatron/model/t5/__init__.py"), "megatron/model/t5/__init__.py does not belong"),
         (write("megatron/model/t5.abi3.so"), "megatron/model/t5.abi3.so does not belong"),
         (write("megatron/data/GNUmakefile"), "megatron/data/GNUmakefile does not belong"),
