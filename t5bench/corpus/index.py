@@ -4,7 +4,7 @@ An index is little-endian: 9 bytes `MMIDIDX\\0\\0`, the version 1 (uint64), the 
 numbers of sequences S and of document boundaries D (uint64 each), then sizes (int32, S), pointers (int64, S) and
 doc_idx (int64, D), as Megatron-LM's MMapIndexedDataset reads them.
 
-Launchers import this module and have 0.15 s of CPU in all, hence nothing heavier than `array` and `struct`.
+Launchers read the whole index before every run, hence nothing heavier than `array` and `struct`.
 """
 
 from __future__ import annotations

@@ -407,6 +407,6 @@ def test_a_second_launcher_does_not_join_a_run_that_goes_on(project: Project):
 
 def test_planning_imports_no_package(project: Project):
     """A launch must not be slow where the disk's cache is cold, and a dry run needs no installation."""
-    for name in ("torch", "numpy", "msgspec"):
+    for name in ("torch", "numpy", "msgspec", "transformers", "sentencepiece"):
         (project.stubs / "site" / f"{name}.py").write_text(f"raise SystemExit('{name} was imported')\n")
     assert project.launch("zero1", "--dry-run").returncode == 0
