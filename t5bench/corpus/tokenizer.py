@@ -17,7 +17,7 @@ from t5bench.corpus.checksum import CONFIG, DEFAULTS, PIECES
 TOKENIZER_FILES = [PIECES, CONFIG, "special_tokens_map.json", "added_tokens.json", "tokenizer.json", "config.json"]
 # Upstream's tool gives a tokenizer what it lacks of these; T5's lacks a beginning of sequence.
 UPSTREAM_SPECIALS = {"pad_token": "[PAD]", "eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
-NAME_A_T5 = "Name a T5 tokenizer in TOKENIZER_MODEL (--tokenizer), for example google-t5/t5-large"
+NAME_A_T5 = "Name a T5 tokenizer in TOKENIZER_MODEL, for example google-t5/t5-large"
 # Compared once with the tokenizer before SentencePiece is trusted to speak for it.
 PROBES = (
     "The price rose by 12.5% in Q3, to $1,234 (see page 7); nobody's happy.",
@@ -107,7 +107,7 @@ def find_tokenizer(name: str) -> Path:
     directory = Path(name)
     if not directory.is_dir():
         if name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise Problem(f"there is no tokenizer directory {name}", "Correct TOKENIZER_MODEL (--tokenizer)")
+            raise Problem(f"there is no tokenizer directory {name}", "Correct TOKENIZER_MODEL")
         remedy = "Check the name and the network, or set TOKENIZER_MODEL to a directory that holds its files"
         with hub(f"the tokenizer {name}", remedy) as client:
             directory = Path(client.snapshot_download(name, allow_patterns=TOKENIZER_FILES))
