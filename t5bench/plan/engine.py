@@ -138,7 +138,8 @@ def check_engine(request: Request, directory: Path, device: str, gpus_shared: bo
     elif state == CHANGED:
         first = differences(directory)
         named = "; ".join(first[:MOST_NAMED]) + (f"; and {len(first) - MOST_NAMED} more" * (len(first) > MOST_NAMED))
-        lack("engine-not-patched", f"{checkout} is not as patches/ says: {named}", f"{setup} --check")
+        remedy = f"{setup} --check lists all; --reset puts changes aside, what git ignores is yours to remove"
+        lack("engine-not-patched", f"{checkout} is not as patches/ says: {named}", remedy)
     elif state == FIXES_ALONE:
         alone = f"{checkout} has megatron_t5_fixes.patch alone"
         if device == "cpu" or gpus_shared:

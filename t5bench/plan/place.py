@@ -37,8 +37,9 @@ def _check_tokenizer(request: Request, prefix: str, tokenizer: str) -> None:
     Raises Problem where the tokenizer cannot be read.
     """
     record, findings, file = read_record(Path(prefix)), request.findings, record_path(Path(prefix))
-    again = f"prepare the data again: FORCE=1 bash '{REPOSITORY}/scripts/prepare_xsum_megatron.sh'"
-    own = f"Unset TOKENIZER_MODEL to use the copy beside the data, or {again}"
+    named = request.value("TOKENIZER_MODEL") and f"TOKENIZER_MODEL='{tokenizer}' "
+    again = f"prepare the data again: FORCE=1 {named}bash '{REPOSITORY}/scripts/prepare_xsum_megatron.sh'"
+    own = f"Unset TOKENIZER_MODEL to use the copy beside the data, or {again}" if named else f"To go on, {again}"
     recorded, name = record.get("tokenizer_checksum"), record.get("tokenizer")
     if not recorded:
         unknown = f"warning: {file} records no checksum of the tokenizer that made the data"
