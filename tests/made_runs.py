@@ -1,14 +1,18 @@
 """Run directories made by hand, in the format of records.py: what a launcher would have left after a run like this."""
 
 import json
+import re
+import shlex
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from t5bench.record import records
+from t5bench import REPOSITORY
+from t5bench.record import files, records
 from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.log import Iteration
 from t5bench.record.plan import Arguments, Layout, Plan, Setting, Strategy
@@ -19,55 +23,13 @@ PORTS = {"ddp": 29800, "zero1": 29801, "zero2": 29802, "zero3": 29803, "zero3_of
 COLOURS = {"ddp": "ink", "zero1": "#56b4e9", "zero2": "#0072b2", "zero3": "#009e73", "zero3_offload": "#b5a21e",
     "pipeline": "#d55e00", "tensor": "#e69f00", "hybrid": "#cc79a7"}  # fmt: skip
 START = 1_763_700_000.0  # seconds since 1970
-# The tiny preset and the launchers' defaults, as the shell has them: name, role, the engine's argument, value.
-_SETTINGS = """
-MODEL_PRESET layout - tiny
-ENCODER_NUM_LAYERS model --encoder-num-layers 2
-DECODER_NUM_LAYERS model --decoder-num-layers 2
-HIDDEN_SIZE model --hidden-size 64
-NUM_ATTENTION_HEADS model --num-attention-heads 4
-FFN_HIDDEN_SIZE model --ffn-hidden-size 128
-ENCODER_SEQ_LENGTH model --encoder-seq-length 128
-DECODER_SEQ_LENGTH model --decoder-seq-length 64
-VOCABULARY_MULTIPLE model - 128
-DROPOUT model --attention-dropout,--hidden-dropout 0
-GLOBAL_BATCH_SIZE model --global-batch-size 16
-PRECISION_FLAG model =
-MICRO_BATCH_SIZE load --micro-batch-size 1
-SHARE_GPUS load - 0
-FLASH_ATTENTION method - auto
-GRADIENT_REDUCTION method - default
-TRAIN_ITERS recipe --train-iters 1000
-LR recipe --lr 0.0001
-MIN_LR recipe --min-lr 0
-LR_WARMUP_ITERS recipe --lr-warmup-iters 0
-WEIGHT_DECAY recipe --weight-decay 0.01
-CLIP_GRAD recipe --clip-grad 1.0
-SEED recipe --seed 1234
-LOG_INTERVAL recipe --log-interval 1
-EVAL_ITERS watch --eval-iters 0
-EVAL_INTERVAL watch --eval-interval 1000
-SAVE_INTERVAL watch - 0
-SAMPLE_INTERVAL watch - 5
-PROFILE_ITERATION watch - 0
-RENDEZVOUS_TIMEOUT watch - 600
-DISTRIBUTED_TIMEOUT_MINUTES watch - 10
-WATCHDOG_SECONDS watch - 3600
-PEAK_TFLOPS watch -
-RESUME watch - 0
-HOSTS place -
-NNODES layout - 1
-NPROC_PER_NODE layout - 2
-TENSOR_PARALLEL_SIZE layout --tensor-model-parallel-size 1
-PIPELINE_PARALLEL_SIZE layout --pipeline-model-parallel-size 1
-MASTER_PORT layout - 29800
-OUTPUT_DIR place -
-WANDB_PROJECT label - ml710-t5-parallelism
-WANDB_RUN_NAME label -
-WANDB_RUN_GROUP label -
-WANDB_API_KEY label -
-WANDB_MODE label - offline
-"""
+# The tiny preset, and what else made runs have that is not the launchers' default.
+_TINY = {
+    "MODEL_PRESET": "tiny", "ENCODER_NUM_LAYERS": "2", "DECODER_NUM_LAYERS": "2", "HIDDEN_SIZE": "64",
+    "NUM_ATTENTION_HEADS": "4", "FFN_HIDDEN_SIZE": "128", "ENCODER_SEQ_LENGTH": "128", "DECODER_SEQ_LENGTH": "64",
+    "DROPOUT": "0", "PRECISION_FLAG": "", "LOG_INTERVAL": "1", "NNODES": "1", "NPROC_PER_NODE": "2",
+    "OUTPUT_DIR": "/run", "WANDB_MODE": "offline",
+}  # fmt: skip
 LARGE = {
     "MODEL_PRESET": "large", "ENCODER_NUM_LAYERS": "24", "DECODER_NUM_LAYERS": "24", "HIDDEN_SIZE": "1024",
     "NUM_ATTENTION_HEADS": "16", "FFN_HIDDEN_SIZE": "2816", "ENCODER_SEQ_LENGTH": "512", "DECODER_SEQ_LENGTH": "128",
@@ -78,14 +40,21 @@ ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
 RTX_5000_ADA = "NVIDIA RTX 5000 Ada Generation"
 
 
+@cache
+def declared_settings() -> Mapping[str, Setting]:
+    """The launchers' settings as scripts/megatron_common.sh declares them, with the values of a tiny run."""
+    text = (REPOSITORY / "scripts" / "megatron_common.sh").read_text()
+    found = {}
+    for declaration in re.findall(r"^ +setting (.*)", text, re.MULTILINE):
+        name, kind, role, argument, default, meaning = shlex.split(declaration)
+        found[name] = Setting(kind, role, argument, default, meaning, _TINY.get(name, default))
+    return found
+
+
 def made_settings(values: Mapping[str, str]) -> dict[str, Setting]:
     """The launchers' settings with these values where they are named."""
-    found = {}
-    for line in _SETTINGS.strip().splitlines():
-        name, role, argument, default = [*line.split(" "), ""][:4]
-        found[name] = Setting("text?", role, argument, default, "a meaning", values.get(name, default))
-    assert not values.keys() - found.keys(), values.keys() - found.keys()
-    return found
+    assert not values.keys() - declared_settings().keys(), values.keys() - declared_settings().keys()
+    return {name: replace(entry, value=values.get(name, entry.value)) for name, entry in declared_settings().items()}
 
 
 def made_plan(
@@ -112,6 +81,13 @@ def made_plan(
     plan_settings = made_settings(chosen)
     dp = world_size // (tp * pp)
     batch, micro_batch = (int(plan_settings[name].value) for name in ("GLOBAL_BATCH_SIZE", "MICRO_BATCH_SIZE"))
+    words = [
+        word
+        for entry in plan_settings.values()
+        for argument in entry.argument.split(",")
+        for word in ([entry.value] * bool(entry.value) if argument == "=" else [argument, entry.value])
+        if argument != "-"
+    ]
     if strategy in ZERO_STAGES and ds_config is None:
         ds_config = {"zero_optimization": {"stage": ZERO_STAGES[strategy], "overlap_comm": False}}
     return Plan(
@@ -134,8 +110,8 @@ def made_plan(
             nodes, world_size // nodes, world_size, tp, pp, dp, batch // (micro_batch * dp), 1 if pp > 1 else None
         ),
         ds_config=ds_config,
-        arguments=Arguments(extra=list(extra_arguments)),
-        command=["torchrun"],
+        arguments=Arguments(settings=words, extra=list(extra_arguments)),
+        command=["torchrun", *words, *extra_arguments],
     )  # fmt: skip
 
 
@@ -213,23 +189,20 @@ def make_run(
     sample_seconds: float = 5.0,
     versions: Mapping[str, str] | None = None,
     commits: Mapping[str, Any] | None = None,
-    begin: int = 0,
     start: float = START,
 ) -> Path:
     """Writes a run whose log lines have these times (ms per iteration), losses (by default falling from 8) and gradient
     norms (by default 1).
 
     skipped: skipped iterations by the line's iteration. gpu names the GPUs, None is a CPU. sent_per_iteration: bytes of
-    each node, by eth0, or by lo on one node; None writes no samples. begin: the iteration after which the run began.
-    The directory, for convenience.
+    each node, by eth0, or by lo on one node; None writes no samples. The directory, for convenience.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    last = begin + len(elapsed_ms) * log_interval
     plan = made_plan(
         strategy,
         {
-            "TRAIN_ITERS": str(max(1, last)),
-            "LOG_INTERVAL": str(log_interval),
+            "TRAIN_ITERS": str(max(1, len(elapsed_ms) * log_interval)),
+            "LOG_INTERVAL": str(log_interval if elapsed_ms else 1000),
             "OUTPUT_DIR": str(directory),
             **(settings or {}),
         },
@@ -244,7 +217,7 @@ def make_run(
     assert plan.layout
     world_size = plan.layout.world_size
     chosen = {name: entry.value for name, entry in plan.settings.items()}
-    lines = _lines(elapsed_ms, losses, norms, log_interval, skipped or {}, begin, start, chosen)
+    lines = _lines(elapsed_ms, losses, norms, log_interval, skipped or {}, start, chosen)
     end = lines[-1].time if lines else start
     peaks = list(memory_mib) if memory_mib else [400.0 + rank for rank in range(world_size)]
     for node in range(nodes):
@@ -270,26 +243,73 @@ def make_run(
             ],
             "network": {"eth0": {"speed_mbit": link_mbit}}, "oom_kills": 0, "padded_vocab_size": padded_vocab_size,
         }  # fmt: skip
-        records.write_json(directory / f"node{node}.json", part)
-        (directory / f"node{node}.log").write_text(f"{stamp(start)} starting\n")
+        files.write_json(directory / f"node{node}.json", part)
+        printed = [(line.time or start, engine_line(line, int(chosen["GLOBAL_BATCH_SIZE"]))) for line in lines]
+        told = [(start, f"vocabulary padded to {padded_vocab_size}")] if padded_vocab_size else []
+        told += printed if node == nodes - 1 else []
+        told += [(end, memory_line(**peak)) for peak in part["peak_memory"]]
+        (directory / f"node{node}.log").write_text("".join(f"{stamp(time)} {text}\n" for time, text in told))
         if sent_per_iteration is not None:
             interface = "eth0" if nodes > 1 else "lo"
             gpus = world_size // nodes if gpu else 0
             gpu_values = {"utilization": utilization, "power_w": power_w}
-            samples = _samples(lines, begin, start, interface, sent_per_iteration, sample_seconds, gpus, gpu_values)
+            samples = _samples(lines, start, interface, sent_per_iteration, sample_seconds, gpus, gpu_values)
             (directory / f"node{node}.samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
     (directory / "metrics.jsonl").write_text("".join(records.metrics_line(line) + "\n" for line in lines))
-    records.write_run(directory)
+    seal(directory)
     return directory
+
+
+def seal(directory: Path) -> None:
+    """What the recorder does when a run has ended; a test that changes a file of a run does it again."""
+    for path in directory.glob("node*.json"):
+        part = json.loads(path.read_text())
+        if part["status"] != RUNNING:
+            files.seal(directory, part["node"], part["nnodes"])
+    records.write_run(directory)
+
+
+def change(directory: Path, node: int = 0, **values: Any) -> None:
+    """Another node part, as if the recorder had written it so."""
+    path = directory / f"node{node}.json"
+    files.write_json(path, json.loads(path.read_text()) | values)
+    seal(directory)
+
+
+def engine_line(line: Iteration, batch: int) -> str:
+    """As both engines print an iteration."""
+    fields = {
+        "consumed samples": line.iteration * batch,
+        "elapsed time per iteration (ms)": line.elapsed_ms,
+        "learning rate": line.learning_rate,
+        "global batch size": batch,
+        "lm loss": line.lm_loss,
+        "loss scale": line.loss_scale,
+        "grad norm": line.grad_norm,
+        "number of skipped iterations": line.skipped,
+        "number of nan iterations": line.nan,
+        "samples per second": line.samples_per_second,
+        "TFLOPs": line.tflops,
+    }
+    shown = "".join(f" {name}: {value} |" for name, value in fields.items() if value is not None)
+    return f" iteration {line.iteration:8d}/{line.total:8d} |{shown}"
+
+
+def memory_line(rank: int, device_mib: float | None, host_mib: float) -> str:
+    """As both engines print a rank's peak memory."""
+    return (
+        f" peak memory | rank {rank} | host vm | device {'cuda' if device_mib else 'cpu'} |"
+        f" allocated MiB {device_mib or 0.0} | reserved MiB 0.0 | host rss MiB {float(host_mib)}"
+    )
 
 
 def _lines(
     elapsed_ms: Sequence[float], losses: Sequence[float | None] | None, norms: Sequence[float | None] | None,
-    log_interval: int, skipped: Mapping[int, int], begin: int, start: float, settings: Mapping[str, str],
+    log_interval: int, skipped: Mapping[int, int], start: float, settings: Mapping[str, str],
 ) -> list[Iteration]:  # fmt: skip
     lines, now = [], start
     for number, elapsed in enumerate(elapsed_ms, 1):
-        iteration = begin + number * log_interval
+        iteration = number * log_interval
         now += elapsed * log_interval / 1000
         lines.append(
             Iteration(
@@ -302,7 +322,7 @@ def _lines(
                 tflops=0.01,
                 grad_norm=norms[number - 1] if norms else 1.0,
                 loss_scale=1.0,
-                skipped=skipped.get(iteration, 0),
+                skipped=skipped.get(iteration, log_interval if losses and losses[number - 1] is None else 0),
                 time=now,
             )
         )
@@ -310,17 +330,17 @@ def _lines(
 
 
 def _samples(
-    lines: Sequence[Iteration], begin: int, start: float, interface: str, per_iteration: float, seconds: float,
+    lines: Sequence[Iteration], start: float, interface: str, per_iteration: float, seconds: float,
     gpus: int, gpu_values: Mapping[str, float],
 ) -> list[dict[str, Any]]:  # fmt: skip
     """One sample every few seconds; the counter begins at a million, as one of a machine that was up before."""
-    points = [(start, begin), *((line.time, line.iteration) for line in lines)]
+    points = [(start, 0), *((line.time, line.iteration) for line in lines)]
     samples, now, position = [], start, 0
     while now <= points[-1][0]:
         while points[position + 1][0] < now:
             position += 1
         (t0, i0), (t1, i1) = points[position], points[position + 1]
-        done = i0 + (i1 - i0) * (now - t0) / (t1 - t0) - begin
+        done = i0 + (i1 - i0) * (now - t0) / (t1 - t0)
         gpu = {"memory_mib": 1000.0, "sm_mhz": 2000.0, **gpu_values}
         samples.append(
             {

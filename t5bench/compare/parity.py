@@ -15,7 +15,8 @@ from tabulate import tabulate
 
 from t5bench import Problem
 from t5bench.compare.comparable import differing, show, trains
-from t5bench.record.records import RecordError, Run, load
+from t5bench.record.files import RecordError
+from t5bench.record.records import Run, load
 from t5bench.record.status import COMPLETE, RUNNING
 
 BASELINE_STRATEGY = "ddp"

@@ -140,7 +140,7 @@ def prepare_directory(plan: Plan, besides: Mapping[str, str], launcher: str) -> 
     directory, layout, name = Path(plan.output_dir), plan.layout, f"node{plan.node}"
     assert layout
     directory.mkdir(parents=True, exist_ok=True)
-    for suffix in ("log", "json", "samples.jsonl", "wandb.yaml"):
+    for suffix in ("log", "json", "samples.jsonl", "sha256", "wandb.yaml"):
         keep_earlier(directory / f"{name}.{suffix}")
     # The last node writes the metrics; a run that goes on adds to them.
     if plan.node == layout.nnodes - 1 and plan.value("RESUME") == "0":

@@ -14,8 +14,10 @@ from t5bench import Problem
 from t5bench.plan.channel import Channel, Message, Place
 from t5bench.record import machine
 from t5bench.record.checkpoints import Checkpoints
+from t5bench.record.files import RecordError
 from t5bench.record.plan import Plan
-from t5bench.record.records import RecordError, mark_resume, read_part
+from t5bench.record.reader import read_part
+from t5bench.record.records import mark_resume
 
 HOW_TO_SAVE = "A run saves checkpoints with SAVE_INTERVAL=<iterations>; without RESUME a new run starts"
 HOW_TO_SHARE = (

@@ -1,6 +1,5 @@
 """Engine arguments that the user gives after ``--``, where they meet the settings."""
 
-import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
@@ -52,7 +51,7 @@ def _effective(name: str, setting: Setting, given: Mapping[str, str], findings: 
         return setting
     values = [given.get(argument, setting.value) for argument in arguments]
     for argument, value in zip(arguments, values, strict=True):
-        if wrong := _fault(argument, setting.kind, value):
+        if wrong := setting.fault(argument, value):
             findings.refuse("engine-argument", *wrong)
             return setting
     return replace(setting, value=values[0] if len(values) == 1 else max(values, key=float))
@@ -62,32 +61,12 @@ def checked_settings(settings: Mapping[str, Setting], directory: str, findings: 
     """The settings with paths made absolute from the caller's directory; what is not of its kind is refused."""
     found = {}
     for name, setting in settings.items():
-        if wrong := _fault(name, setting.kind, setting.value):
+        if wrong := setting.fault(name, setting.value):
             findings.refuse("setting-value", *wrong)
         is_path = setting.value and setting.kind.rstrip("?") == "path"
         value = str(Path(directory, setting.value)) if is_path else setting.value
         found[name] = replace(setting, value=value)
     return found
-
-
-def _fault(name: str, kind: str, value: str) -> tuple[str, str] | None:
-    """What is wrong with a value, and what to do about it."""
-    if not value and kind.endswith("?"):
-        return None
-    what, _, bounds = kind.rstrip("?").partition(":")
-    if what == "whole":
-        least, _, most = bounds.partition(":")
-        if not re.fullmatch("0|[1-9][0-9]{0,17}", value) or int(value) < int(least):
-            return f"{name} must be a whole number of at least {least}, found '{value}'", ""
-        if most and int(value) > int(most):
-            return f"{name} must be at most {most}, found {value}", ""
-    elif what == "decimal" and not re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", value):
-        return f"{name} must be a number that is not negative, found '{value}'", ""
-    elif what == "one-of" and value not in bounds.split("|"):
-        return f"{name} is '{value}'", f"It may be one of: {bounds.replace('|', ' ')}"
-    elif not value:
-        return f"{name} is empty", "Unset it, or give it a value"
-    return None
 
 
 def help_text(settings: Mapping[str, Setting]) -> str:

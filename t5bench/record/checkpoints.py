@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from t5bench.record.files import write_whole
 from t5bench.record.plan import Plan
-from t5bench.record.records import write_whole
 
 # Megatron's pointer, which the native engine has too, and DeepSpeed's.
 TRACKER, DEEPSPEED_TRACKER = "latest_checkpointed_iteration.txt", "latest"

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from t5bench.record.records import SHARED_KEYS, RecordError, differences, read_parts, write_run
+from t5bench.record.files import RecordError
+from t5bench.record.records import SHARED_KEYS, differences, read_parts, write_run
 
 # Checkpoints stay where they are: they can be as large as the disk, and a comparison has no use for them.
 LEFT_OUT = ("checkpoints", "comparison")

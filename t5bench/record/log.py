@@ -13,6 +13,8 @@ _PEAK_MEMORY = re.compile(
     r"\bpeak memory \| rank (?P<rank>\d+) \|(?:(?!peak memory).)*?"
     r"\ballocated MiB (?P<device>[0-9.]+) \|(?:(?!peak memory).)*?\bhost rss MiB (?P<host>\d+\.\d)"
 )
+# Megatron-DeepSpeed's line, and the native engine's.
+_PADDED_VOCABULARY = re.compile(r"padded vocab \(size: \d+\).*\(new size: (\d+)\)|vocabulary padded to (\d+)")
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,12 @@ def iteration(line: str, time: float | None = None) -> Iteration | None:
 def iterations(lines: Iterable[str]) -> Iterator[Iteration]:
     """The complete iteration lines of a log."""
     return (found for line in lines if (found := iteration(line)))
+
+
+def padded_vocabulary(line: str) -> int | None:
+    """The size of the vocabulary with its padding, where the line tells it."""
+    match = _PADDED_VOCABULARY.search(line)
+    return int(match[1] or match[2]) if match else None
 
 
 def peak_memory(lines: Iterable[str]) -> list[PeakMemory]:

@@ -4,6 +4,7 @@ It is what ``--dry-run=json`` prints and what a record contains. Its classes are
 can make a plan with nothing but Python; ``Plan.read`` checks every type of a plan that comes from elsewhere.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -67,6 +68,25 @@ class Setting:
     @property
     def is_secret(self) -> bool:
         return self.kind.rstrip("?") == "secret"
+
+    def fault(self, name: str, value: str) -> tuple[str, str] | None:
+        """What is wrong with a value for this kind of setting, and what to do about it."""
+        if not value and self.kind.endswith("?"):
+            return None
+        what, _, bounds = self.kind.rstrip("?").partition(":")
+        if what == "whole":
+            least, _, most = bounds.partition(":")
+            if not re.fullmatch("0|[1-9][0-9]{0,17}", value) or int(value) < int(least):
+                return f"{name} must be a whole number of at least {least}, found '{value}'", ""
+            if most and int(value) > int(most):
+                return f"{name} must be at most {most}, found {value}", ""
+        elif what == "decimal" and not re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", value):
+            return f"{name} must be a number that is not negative, found '{value}'", ""
+        elif what == "one-of" and value not in bounds.split("|"):
+            return f"{name} is '{value}'", f"It may be one of: {bounds.replace('|', ' ')}"
+        elif not value:
+            return f"{name} is empty", "Unset it, or give it a value"
+        return None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
     node<R>.json           what node R knows: settings, command, devices, versions, start, end, status (see recorder.py)
     node<R>.log            its output, each line after the time (UTC) at which it came
     node<R>.samples.jsonl  GPUs and network counters every few seconds (see sampler.py)
+    node<R>.sha256         checksums of these files, and of metrics.jsonl on the last node, once the node has ended
     metrics.jsonl          one line for each logged iteration, from the node that has the last rank; {"resumed_from": N}
                            where a run went on from its checkpoint of iteration N
     run.json               all parts as one, made anew whenever a node ends and by ``collect``
@@ -10,19 +11,23 @@
 Nodes without a shared file system keep their own directory each, with their own parts; run.json then speaks of those.
 """
 
-import contextlib
 import json
 import math
-import uuid
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from t5bench.record import reader
+from t5bench.record.files import METRICS, RecordError, check_seal, read, write_json
 from t5bench.record.log import Iteration, PeakMemory
 from t5bench.record.plan import FORMAT, ROLES, Layout, Plan
-from t5bench.record.status import of_run
+from t5bench.record.status import COMPLETE, RUNNING, of_run
+
+_OF_A_RUN = re.compile(r"node[0-9]+\.(json|log|samples\.jsonl|sha256)|run\.json|metrics\.jsonl")
 
 # What must be the same on all nodes of one run besides the plan; run.json has it once.
 SHARED_KEYS = ("data", "versions", "commits", "patches")
@@ -33,21 +38,6 @@ _LOCAL_PLAN = {
 }  # fmt: skip
 
 
-class RecordError(ValueError):
-    """A directory that holds no record, or one that cannot be read; the message is for people."""
-
-
-def write_whole(path: Path, text: str) -> None:
-    """A reader sees the old text or the new one, never half of it. Raises OSError."""
-    new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    new.write_text(text)
-    new.replace(path)
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    write_whole(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
-
-
 def metrics_line(line: Iteration) -> str:
     """One line of metrics.jsonl; nan and inf are written as text."""
     values = {key: value for key, value in asdict(line).items() if value is not None and key != "begin"}
@@ -55,7 +45,13 @@ def metrics_line(line: Iteration) -> str:
 
 
 def mark_resume(metrics: Path, iteration: int) -> None:
-    """Says in metrics.jsonl that what follows was logged by a run that went on from `iteration`. Raises OSError."""
+    """Says in metrics.jsonl that what follows was logged by a run that went on from `iteration`. Raises OSError.
+
+    What the earlier attempt left is no longer as it was when that ended, so its checksums go.
+    """
+    for manifest in metrics.parent.glob("node*.sha256"):
+        if metrics.name in manifest.read_text():
+            manifest.unlink()
     with metrics.open("a+b") as file:
         if file.tell():
             file.seek(-1, 2)
@@ -64,51 +60,31 @@ def mark_resume(metrics: Path, iteration: int) -> None:
         file.write(json.dumps({"resumed_from": iteration}).encode() + b"\n")
 
 
-def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects in a file of JSON lines; what was cut off, as a full disk or a death leaves it, is passed over."""
-    for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            if isinstance(content := json.loads(text), dict):
-                yield content
-
-
-_ITERATION_FIELDS = {entry.name for entry in fields(Iteration)} - {"begin"}
-_MAYBE_NOT_FINITE = ("lm_loss", "grad_norm", "loss_scale")
-
-
 def read_metrics(path: Path) -> list[Iteration]:
-    """The iterations in order. What an attempt logged beyond the iteration from which the next went on is left out."""
-    found: dict[int, Iteration] = {}
-    begin = 0
-    for content in json_lines(path):
-        if isinstance(content.get("resumed_from"), int):
-            begin = content["resumed_from"]
-            found = {number: line for number, line in found.items() if number <= begin}
-            continue
-        values: dict[str, Any] = {"lm_loss": None} | {k: v for k, v in content.items() if k in _ITERATION_FIELDS}
-        with contextlib.suppress(ValueError, TypeError):
-            values |= {key: float(values[key]) for key in _MAYBE_NOT_FINITE if isinstance(values.get(key), str)}
-            line = Iteration(**values, begin=begin)
-            found[line.iteration] = line
-    return [found[number] for number in sorted(found)]
+    """The iterations in order. What an attempt logged beyond the iteration from which the next went on is left out.
+
+    Raises RecordError.
+    """
+    return reader.that_count(line for _, line in reader.metric_lines(path))
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run, from its directory. ``record`` is the content of run.json."""
+    """One run, from its directory. ``record`` is the content of run.json, ``plan`` that of the first node's part.
+
+    samples: by node. remarks: what to know about the record before its figures are believed, a sentence each.
+    """
 
     directory: Path
-    record: Mapping[str, Any]
+    record: Mapping[str, Any] = field(repr=False)
+    plan: Plan = field(repr=False)
     iterations: Sequence[Iteration] = field(repr=False)
+    samples: Mapping[int, Sequence[Mapping[str, Any]]] = field(repr=False)
+    remarks: Sequence[str] = ()
 
     @property
     def name(self) -> str:
         return self.directory.name
-
-    @cached_property
-    def plan(self) -> Plan:
-        """The plan of the first node that left its part."""
-        return Plan.read(self.record["plan"])
 
     @property
     def strategy(self) -> str:
@@ -150,22 +126,21 @@ class Run:
         return sorted(found, key=lambda peak: peak.rank)
 
 
-def read_part(path: Path) -> dict[str, Any]:
-    """Raises RecordError."""
-    try:
-        part = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise RecordError(f"{path} cannot be read: {error}") from error
-    if not isinstance(part, dict) or part.get("format") != FORMAT:
-        raise RecordError(f"{path} is not a record of format {FORMAT}")
-    return part
+def looks_like_run(directory: Path) -> bool:
+    """Whether something of a run is here, readable or not. Raises OSError."""
+    return any(_OF_A_RUN.fullmatch(path.name) for path in directory.iterdir())
 
 
 def read_parts(directory: Path) -> list[dict[str, Any]]:
-    """The parts of the nodes that left theirs here, by rank. Raises RecordError when there is none."""
-    parts = [read_part(path) for path in directory.glob("node*.json") if path.stem.removeprefix("node").isdigit()]
+    """The parts of the nodes that left theirs here, by rank, unless a file of theirs was changed since.
+
+    Raises RecordError, also when there is none.
+    """
+    parts = [reader.read_part(path) for path in sorted(directory.glob("node*.json")) if path.stem[4:].isdecimal()]
     if not parts:
         raise RecordError(f"{directory} holds no record of a run (no node0.json)")
+    for part in parts:
+        check_seal(directory, part["node"], part["nnodes"])
     return sorted(parts, key=lambda part: part["node"])
 
 
@@ -221,11 +196,39 @@ def _differences(first: Any, other: Any) -> Iterator[str]:
         yield f"is {other!r}, node 0 has {first!r}"
 
 
-def load(directory: Path) -> Run:
-    """Read a run directory from its nodes' parts. Raises RecordError."""
+def load(directory: Path, *, from_log: bool = False) -> Run:
+    """A run from what its nodes left in its directory, checked as reader.py says. Raises RecordError.
+
+    from_log: its log is read again even where checksums show that nothing was changed.
+    """
     if not directory.is_dir():
         raise RecordError(f"there is no run directory {directory}")
-    return Run(directory, merge(read_parts(directory)), read_metrics(directory / "metrics.jsonl"))
+    parts = read_parts(directory)
+    record, last, path = merge(parts), parts[-1], directory / METRICS
+    plan, lines = Plan.read(record["plan"]), reader.metric_lines(path)
+    samples = {p["node"]: reader.read_samples(directory / f"node{p['node']}.samples.jsonl") for p in parts}
+    remarks = list(_remarks(directory, parts, record))
+    if record["status"] == COMPLETE:
+        reader.check_complete(directory, plan, lines, last)
+        for part in parts:
+            reader.check_samples(directory, samples[part["node"]], part)
+            if from_log or remarks:
+                reader.check_log(directory, part, lines if part is last else None)
+    return Run(directory, record, plan, reader.that_count(line for _, line in lines), samples, remarks)
+
+
+def _remarks(directory: Path, parts: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> Iterator[str]:
+    open_ended = [str(p["node"]) for p in parts if not os.path.lexists(directory / f"node{p['node']}.sha256")]
+    if open_ended and record["status"] != RUNNING:
+        yield f"{directory}: node {', '.join(open_ended)} left no checksums: what was changed since is not known"
+    try:
+        told = reader.decoded(directory / "run.json", read(directory / "run.json"))
+    except RecordError as error:
+        told = {}
+        if (directory / "run.json").exists():
+            yield str(error)
+    if told and any(told.get(key) != record[key] for key in ("status", "reason", "started", "ended")):
+        yield f"{directory / 'run.json'} says another end than the nodes' parts: `collect` makes it anew"
 
 
 def write_run(directory: Path) -> dict[str, Any]:

@@ -4,11 +4,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from t5bench.record.records import Run, json_lines
+from t5bench.record.records import Run
 
 Point = tuple[float, float]
 FEWEST_SAMPLES = 3
@@ -62,12 +61,6 @@ class Observations:
         return max(known, key=lambda entry: entry.share or 0.0, default=None)
 
 
-def read_samples(path: Path) -> list[dict[str, Any]]:
-    """The samples of one node in the order of time."""
-    samples = [sample for sample in json_lines(path) if isinstance(sample.get("time"), int | float)]
-    return sorted(samples, key=lambda sample: sample["time"])
-
-
 def observe(run: Run, used: Sequence[int]) -> Observations:
     """What was sampled from the first to the last of the iterations `used`; supposes that the nodes' clocks agree."""
     timed = [(i.time, i.iteration) for i in run.iterations if i.time and used and used[0] <= i.iteration <= used[-1]]
@@ -77,7 +70,7 @@ def observe(run: Run, used: Sequence[int]) -> Observations:
     powers, utilizations, reasons = [], [], []
     one_node = run.layout.nnodes == 1
     for node in run.nodes:
-        samples = read_samples(run.directory / f"node{node['node']}.samples.jsonl")
+        samples = run.samples[node["node"]]
         within = [sample for sample in samples if timed[0][0] <= sample["time"] <= timed[-1][0]]
         powers += _gpu_medians(within, "power_w")
         utilizations += _gpu_medians(within, "utilization")

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import select
 import sys
 import time
@@ -12,13 +11,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from t5bench.record import machine
-from t5bench.record.log import Iteration, PeakMemory, iteration, peak_memory
+from t5bench.record.log import Iteration, PeakMemory, iteration, padded_vocabulary, peak_memory
 from t5bench.record.records import metrics_line
 from t5bench.record.status import CauseFinder
 
 BLOCK = 1 << 16
-# Megatron-DeepSpeed's line, and the native engine's.
-PADDED_VOCABULARY = re.compile(r"padded vocab \(size: \d+\).*\(new size: (\d+)\)|vocabulary padded to (\d+)")
 # Something that left the run behind may hold its output open.
 OPEN_SECONDS = 5
 
@@ -90,8 +87,8 @@ class Output:
             self._take_iteration(found)
         elif "peak memory" in text:
             self.memory |= {peak.rank: peak for peak in peak_memory([text])}
-        elif match := PADDED_VOCABULARY.search(text):
-            self.padded_vocab_size = int(match[1] or match[2])
+        elif size := padded_vocabulary(text):
+            self.padded_vocab_size = size
 
     def _take_iteration(self, found: Iteration) -> None:
         self.last = found

@@ -23,8 +23,9 @@ from t5bench.plan.channel import Place
 from t5bench.plan.complete import completed
 from t5bench.plan.ports import peer_port
 from t5bench.record import machine
+from t5bench.record.files import RecordError, seal, write_json
 from t5bench.record.plan import Plan
-from t5bench.record.records import FORMAT, RecordError, merge, write_json, write_run
+from t5bench.record.records import FORMAT, merge, write_run
 from t5bench.record.status import CANCELLED, COMPLETE, RUNNING, SIGNALS, Status, of_run
 from t5bench.run import wandb_config
 from t5bench.run.ending import cause_of, exit_code, knows_little, read_end
@@ -106,6 +107,7 @@ class Part:
                 self.looking.join(LOOKING_SECONDS)
             self.content |= changes
             write_json(self.file("json"), self.content)
+            seal(Path(self.plan.output_dir), self.plan.node, self.content["nnodes"])
             write_run(Path(self.plan.output_dir))
         except (OSError, RecordError) as error:
             warn(f"the record of this run could not be written: {error}")

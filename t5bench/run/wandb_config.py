@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from t5bench.record.records import write_whole
+from t5bench.record.files import write_whole
 
 _OF_PLAN = ("engine", "engine_patches", "device", "layout", "ds_config")
 _OF_PART = ("versions", "commits", "data")

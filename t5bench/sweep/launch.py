@@ -18,8 +18,9 @@ from t5bench import REPOSITORY, Problem
 from t5bench.plan import launchers
 from t5bench.plan.ports import free_port
 from t5bench.record import collect
+from t5bench.record.files import RecordError
 from t5bench.record.plan import Plan
-from t5bench.record.records import RecordError, write_run
+from t5bench.record.records import write_run
 from t5bench.record.status import CONFIGURATION, CRASHED, EXIT_CODES
 
 # What the other strategies are compared with.

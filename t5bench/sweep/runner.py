@@ -8,7 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from t5bench.record import log
-from t5bench.record.records import RecordError, Run, load, read_metrics
+from t5bench.record.files import RecordError
+from t5bench.record.records import Run, load, read_metrics
 from t5bench.record.status import COMPLETE, CONFIGURATION, EXIT_CODES
 from t5bench.sweep.launch import Launch
 from t5bench.sweep.rows import Row, note

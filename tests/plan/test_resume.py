@@ -1,6 +1,5 @@
 """RESUME=1: what may go on from a checkpoint, how nodes agree on one, and what the launchers make of it."""
 
-import json
 import socket
 import threading
 import time
@@ -12,7 +11,7 @@ import pytest
 from harness import Project, write_indexed_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_runs import cut_off, made_checkpoints, made_plan, make_run, write_checkpoint
+from made_runs import change, cut_off, made_checkpoints, made_plan, make_run, write_checkpoint
 
 from t5bench import Problem
 from t5bench.plan import channel
@@ -40,9 +39,7 @@ def died(tmp_path: Path) -> Callable[..., Plan]:
         if not (tmp_path / "run").exists():
             make_run(tmp_path / "run", settings=settings, engine="native", extra_arguments=EXTRA)
             write_indexed_dataset(tmp_path / "data", [[5, 6, 1]])
-            part = tmp_path / "run" / "node0.json"
-            recorded = json.loads(part.read_text()) | {"data": machine.data(tmp_path / "data", "")}
-            part.write_text(json.dumps(recorded))
+            change(tmp_path / "run", data=machine.data(tmp_path / "data", ""))
         plan = made_plan(strategy, settings, world_size=world_size, engine="native", extra_arguments=extra)
         for iteration in iterations:
             write_checkpoint(Checkpoints(plan), iteration)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from harness import MEMORY, engine_output, record
+from made_runs import change
 
 from t5bench.__main__ import main
 from t5bench.record.records import load
@@ -17,9 +18,7 @@ def nodes(tmp_path: Path) -> tuple[Path, Path]:
     record(first, MEMORY.format(0), nodes=2, TRAIN_ITERS="1", OUTPUT_DIR=str(first))
     record(second, engine_output(1, 1, ranks=[1]), nodes=2, node=1, TRAIN_ITERS="1", OUTPUT_DIR=str(second))
     # They ran at the same time; the test ran them one after another.
-    part = json.loads((second / "node1.json").read_text())
-    part["started"] = json.loads((first / "node0.json").read_text())["started"]
-    (second / "node1.json").write_text(json.dumps(part))
+    change(second, 1, started=json.loads((first / "node0.json").read_text())["started"])
     (second / "checkpoints").mkdir()
     (second / "checkpoints" / "huge").write_text("x")
     return first, second
@@ -76,11 +75,7 @@ def test_parts_of_different_runs_do_not_mix(nodes: tuple[Path, Path], tmp_path: 
     assert "has LR '0.5', node 0 has '0.0001'" in capsys.readouterr().err
     assert not (first / "node1.json").exists()
 
-    later = json.loads((second / "node1.json").read_text()) | {
-        "started": "2099-01-01T00:00:00.000Z",
-        "ended": "2099-01-01T01:00:00.000Z",
-    }
-    (second / "node1.json").write_text(json.dumps(later))
+    change(second, 1, started="2099-01-01T00:00:00.000Z", ended="2099-01-01T01:00:00.000Z")
     assert collect(first, second) == 2
     assert "it ran from 2099" in capsys.readouterr().err
 
@@ -89,9 +84,8 @@ def test_nodes_with_other_software_are_brought_together_and_named(
     nodes: tuple[Path, Path], capsys: pytest.CaptureFixture
 ):
     first, second = nodes
-    part = json.loads((second / "node1.json").read_text())
-    part["versions"]["torch"] = "2.4.0"
-    (second / "node1.json").write_text(json.dumps(part))
+    versions = json.loads((second / "node1.json").read_text())["versions"]
+    change(second, 1, versions=versions | {"torch": "2.4.0"})
     assert collect(first, second) == 0
     assert "versions of node 1" in capsys.readouterr().err
     assert "torch '2.4.0'" in load(first).record["differences"][0]

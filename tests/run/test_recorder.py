@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from made_runs import made_plan
 
 from t5bench.record import machine as environment
-from t5bench.record.records import RecordError, load, read_metrics
-from t5bench.record.samples import read_samples
+from t5bench.record.files import RecordError
+from t5bench.record.reader import read_samples
+from t5bench.record.records import load, read_metrics
 from t5bench.record.status import Cause, Strength
 from t5bench.run.ending import cause_of, slurm_time_is_up
 from t5bench.run.output import OPEN_SECONDS, Output, pass_on

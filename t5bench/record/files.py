@@ -1,0 +1,106 @@
+"""The files of a record: written whole, sealed with checksums when a node ends, and read without trust.
+
+``node<R>.sha256`` is what ``sha256sum --check`` reads: the checksums of what node R wrote, as it was when the node
+ended. A node that still runs, or whose recorder was killed, has none.
+"""
+
+import hashlib
+import json
+import os
+import re
+import stat
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from t5bench import Problem
+
+# No file of a record comes near to it; what is larger is not read into memory.
+MOST_BYTES = 1 << 30
+METRICS, PROFILE = "metrics.jsonl", "profile.json"
+_SEALED = re.compile(r"([0-9a-f]{64})  ([\w.-]+)", re.ASCII)
+
+
+class RecordError(Problem):
+    """A directory that holds no record, or one that is damaged: which file, which line, and why."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem, "Move that directory away, name the other runs, or bring its files back as they were")
+
+
+# ---- writing -------------------------------------------------------------------------------------------------------
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A reader sees the old text or the new one, never half of it. Raises OSError."""
+    new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    new.write_text(text)
+    new.replace(path)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_whole(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def _own_files(directory: Path, node: int, nodes: int) -> list[Path]:
+    """What is sealed of a node: its own files, and on the first and the last node what it alone writes."""
+    names = [f"node{node}.{suffix}" for suffix in ("json", "log", "samples.jsonl")]
+    names += [PROFILE] * (node == 0) + [METRICS] * (node == nodes - 1)
+    return [path for name in names if os.path.lexists(path := directory / name)]
+
+
+def seal(directory: Path, node: int, nodes: int) -> None:
+    """Writes node<R>.sha256. Raises OSError, RecordError."""
+    lines = [f"{sha256(path)}  {path.name}\n" for path in _own_files(directory, node, nodes)]
+    write_whole(directory / f"node{node}.sha256", "".join(lines))
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+def open_file(path: Path) -> BinaryIO:
+    """A regular file of no absurd size, for reading; a pipe or a device is not waited for. Raises RecordError."""
+    try:
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+        status = os.fstat(file.fileno())
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}") from error
+    if stat.S_ISREG(status.st_mode) and status.st_size <= MOST_BYTES:
+        return file
+    file.close()
+    what = "is too large for a record" if stat.S_ISREG(status.st_mode) else "is not a file"
+    raise RecordError(f"{path} cannot be read: it {what}")
+
+
+def read(path: Path) -> bytes:
+    """Raises RecordError."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def sha256(path: Path) -> str:
+    """In hexadecimal. Raises RecordError."""
+    digest = hashlib.sha256()
+    with open_file(path) as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def check_seal(directory: Path, node: int, nodes: int) -> bool:
+    """False for a node without checksums. Raises RecordError where a file is not as it was when the node ended."""
+    manifest = directory / f"node{node}.sha256"
+    if not os.path.lexists(manifest):
+        return False
+    lines = read(manifest).decode(errors="replace").removesuffix("\n").split("\n")
+    entries = [_SEALED.fullmatch(line) for line in lines]
+    sealed = {entry[2]: entry[1] for entry in entries if entry}
+    if None in entries:
+        raise RecordError(f"{manifest} line {entries.index(None) + 1} is not a checksum and a file's name")
+    for path in dict.fromkeys([*_own_files(directory, node, nodes), *(directory / name for name in sealed)]):
+        if path.name not in sealed:
+            raise RecordError(f"{path} has no checksum in {manifest.name}: it was not there when the run ended")
+        if sha256(path) != sealed[path.name]:
+            raise RecordError(f"{path} was changed after the run ended: it does not have its checksum")
+    return True
