@@ -119,4 +119,5 @@ def other_differences(runs: Sequence[Run]) -> list[str]:
     notes = [_line(name, by_value) for name, by_value in differing(_told, runs).items()]
     if uncommitted := [run for run in runs if run.record["commits"].get("repository_changed")]:
         notes.append(f"the repository had changes that are not committed: {_who(uncommitted)}")
-    return notes + [f"{run.strategy}: {difference}" for run in runs for difference in run.record["differences"]]
+    said = [(run, text) for run in runs for text in (*run.record["differences"], *run.remarks)]
+    return notes + [f"{run.strategy}: {text}" for run, text in said]

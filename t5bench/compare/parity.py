@@ -298,6 +298,7 @@ def report(verdicts: Sequence[Verdict], blind: Sequence[str]) -> str:
         for entry in verdicts
         if entry.passed and entry.run and entry.run.world_size == 1 and entry.run.strategy != BASELINE_STRATEGY
     ]
+    lines += [f"note: {remark}" for entry in verdicts if entry.run for remark in entry.run.remarks]
     if not blind and all(entry.passed for entry in verdicts):
         lines.append(
             f"PASS: all train the same model (allowed: loss {LOSS_TOLERANCE:.0e}, norm {NORM_TOLERANCE:.0e}, relative)"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from t5bench.record.files import RecordError
-from t5bench.record.records import SHARED_KEYS, differences, read_parts, write_run
+from t5bench.record.records import SHARED_KEYS, differences, load, read_parts, write_run
 
 # Checkpoints stay where they are: they can be as large as the disk, and a comparison has no use for them.
 LEFT_OUT = ("checkpoints", "comparison")
@@ -66,10 +66,19 @@ def bring(source: Path, name: str, directory: Path) -> None:
 
     def skipped(folder: str, names: list[str]) -> set[str]:
         """What is not this node's own is taken only where it is not there yet."""
+        special = {name for name in names if not _is_plain(Path(folder, name))}
         here = {n for n in names if n.partition(".")[0] not in nodes and (directory / n).exists()}
-        return here | {*LEFT_OUT, "run.json"} if Path(folder) == source else set()
+        return special | here | {*LEFT_OUT, "run.json"} if Path(folder) == source else special
 
-    shutil.copytree(source, directory, ignore=skipped, dirs_exist_ok=True)
+    try:
+        shutil.copytree(source, directory, ignore=skipped, dirs_exist_ok=True)
+    except OSError as error:  # shutil.Error is one
+        raise RecordError(f"{name} could not be copied: {error}") from error
+
+
+def _is_plain(path: Path) -> bool:
+    """A file or a directory of its own, and no link to a directory, pipe or device, which a copy would follow."""
+    return path.is_file() or (path.is_dir() and not path.is_symlink())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,19 +87,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    args.run.mkdir(parents=True, exist_ok=True)
     try:
+        args.run.mkdir(parents=True, exist_ok=True)
         for source in args.sources:
             with local_copy(source) as directory:
                 bring(directory, source, args.run)
         record = write_run(args.run)
-    except RecordError as error:
+        remarks = load(args.run).remarks
+    except (RecordError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     nodes, plan = ", ".join(str(node["node"]) for node in record["nodes"]), record["plan"]
     name, count = plan["strategy"]["name"], plan["layout"]["nnodes"]
     print(f"{args.run}: {name}, nodes {nodes} of {count}, {record['status']}", end="")
     print(f": {record['reason']}" if record["reason"] else "")
-    for difference in record["differences"]:
-        print(f"warning: {difference}", file=sys.stderr)
+    for sentence in (*record["differences"], *remarks):
+        print(f"warning: {sentence}", file=sys.stderr)
     return 0

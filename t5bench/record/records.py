@@ -231,6 +231,24 @@ def _remarks(directory: Path, parts: Sequence[Mapping[str, Any]], record: Mappin
         yield f"{directory / 'run.json'} says another end than the nodes' parts: `collect` makes it anew"
 
 
+SWEEP = "sweep.json"
+
+
+def write_list(runs_dir: Path, names: Sequence[str]) -> None:
+    """The runs that a sweep is to make, in a list that shows later if one is missing. Raises OSError.
+
+    A sweep that goes on with other strategies adds its runs.
+    """
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    write_json(runs_dir / SWEEP, {"runs": list(dict.fromkeys([*read_list(runs_dir), *names]))})
+
+
+def read_list(runs_dir: Path) -> list[str]:
+    """The runs that a sweep was to make here, by their directories; none where no sweep was. Raises RecordError."""
+    path = runs_dir / SWEEP
+    return reader.decoded(path, read(path), dict[str, list[str]]).get("runs", []) if os.path.lexists(path) else []
+
+
 def write_run(directory: Path) -> dict[str, Any]:
     """Merge what the nodes left here into run.json; the content. Raises RecordError."""
     record = merge(read_parts(directory))

@@ -6,11 +6,14 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from t5bench import Problem
 from t5bench.compare.comparison import Comparison, build
 from t5bench.record import records
+from t5bench.record.files import RecordError
+from t5bench.record.status import RUNNING
 from t5bench.report import tables
 
 DEEPEST = 4
@@ -49,11 +52,16 @@ def compare(arguments: argparse.Namespace) -> Comparison:
     peak = arguments.peak_tflops
     if peak is not None and not 0 < peak < float("inf"):
         raise Problem(f"--peak-tflops must be a positive number, found {peak}", "Give a GPU's dense TFLOP/s")
-    return build(load_runs(arguments.runs), arguments.baseline, arguments.allow, peak)
+    runs, damaged = load_runs(arguments.runs)
+    comparison = build(runs, arguments.baseline, arguments.allow, peak)
+    return replace(comparison, problems=[*damaged, *comparison.problems])
 
 
-def load_runs(places: Sequence[str]) -> list[records.Run]:
-    """The runs in these directories, or in outputs/ when there is none, each once. Raises Problem."""
+def load_runs(places: Sequence[str]) -> tuple[list[records.Run], list[str]]:
+    """The runs in these directories, or in outputs/ when there is none, each once, and why damaged ones are left out.
+
+    Raises Problem where there is no run that can be read.
+    """
     directories: dict[Path, Path] = {}
     for place in places or [DEFAULT_RUNS]:
         if not Path(place).is_dir():
@@ -65,19 +73,42 @@ def load_runs(places: Sequence[str]) -> list[records.Run]:
                 "A launcher leaves its run in OUTPUT_DIR, outputs/<strategy> when unset",
             )
         directories |= {directory.resolve(): directory for directory in found}
-    try:
-        return [records.load(directory) for directory in directories.values()]
-    except records.RecordError as error:
-        raise Problem(str(error), "Move that directory away, or name the runs to compare") from error
+    runs, damaged = [], []
+    for directory in directories.values():
+        try:
+            runs.append(whole(records.load(directory)))
+        except RecordError as error:
+            damaged.append(f"the run in {directory} is damaged and left out: {error}")
+            problem = error
+    if not runs:
+        raise problem
+    return runs, damaged
+
+
+def whole(run: records.Run) -> records.Run:
+    """The run, if it can be compared with itself. Raises RecordError.
+
+    A record whose checksums are missing may lack anything that a comparison asks for, in a way that no reader foresees.
+    """
+    if run.remarks or run.status == RUNNING:
+        try:
+            build([run], run.strategy).to_json()
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise RecordError(f"{run.directory} lacks what a comparison needs: {error!r}") from error
+    return run
 
 
 def find_runs(directory: Path, depth: int = DEEPEST) -> Iterator[Path]:
     """The run directories in here, in the order of their paths; what lies within a run is not looked at."""
-    if any(path.stem.removeprefix("node").isdigit() for path in directory.glob("node*.json")):
+    try:
+        is_run, paths = records.looks_like_run(directory), sorted(directory.iterdir())
+    except OSError:  # what it holds is not known, and is not to be missed in silence
+        is_run, paths = True, []
+    if is_run:
         yield directory
-    elif depth:
-        for child in sorted(path for path in directory.iterdir() if path.is_dir() and not path.name.startswith(".")):
-            yield from find_runs(child, depth - 1)
+    for path in paths if depth and not is_run else ():
+        if path.is_dir() and not path.name.startswith("."):
+            yield from find_runs(path, depth - 1)
 
 
 def default_output(places: Sequence[str], runs: Sequence[records.Run]) -> Path:

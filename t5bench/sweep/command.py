@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from t5bench import Problem
+from t5bench.record.records import write_list
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
 from t5bench.sweep.launch import Launch
 from t5bench.sweep.rows import choose, note, plan_baselines, plan_rows
-from t5bench.sweep.runner import is_complete, raise_on_signals, record_in, run_all
+from t5bench.sweep.runner import has_record, is_complete, raise_on_signals, run_all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
     if not rows:
         raise Problem("none of the strategies can run here", "What stops each is said above")
     runs = {args.runs_dir / f"repeat{repeat}" / row.name: row for repeat in range(1, args.repeats + 1) for row in rows}
+    if not args.dry_run:
+        write_list(args.runs_dir, [str(directory.relative_to(args.runs_dir)) for directory in runs])
     if args.dry_run:
         for directory in runs:
             print("complete " if is_complete(directory) else "run      ", directory)
@@ -46,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 def compare(runs: Sequence[Path], runs_dir: Path) -> int:
     """A run that was refused may have left no record, and the others are compared all the same."""
-    recorded = [directory for directory in runs if record_in(directory)]
+    recorded = [directory for directory in runs if has_record(directory)]
     for directory in runs:
         if directory not in recorded:
             note(f"{directory.relative_to(runs_dir)} left no record, and is not in the comparison")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from t5bench.record import log
 from t5bench.record.files import RecordError
-from t5bench.record.records import Run, load, read_metrics
+from t5bench.record.records import Run, load, looks_like_run, read_metrics
 from t5bench.record.status import COMPLETE, CONFIGURATION, EXIT_CODES
 from t5bench.sweep.launch import Launch
 from t5bench.sweep.rows import Row, note
@@ -47,8 +47,17 @@ def record_in(directory: Path) -> Run | None:
 
 
 def is_complete(directory: Path) -> bool:
-    run = record_in(directory)
-    return run is not None and run.status == COMPLETE
+    """Says so where a record is damaged, which then is not complete."""
+    try:
+        return has_record(directory) and load(directory).status == COMPLETE
+    except RecordError as error:
+        note(f"damaged: {error}")
+        return False
+
+
+def has_record(directory: Path) -> bool:
+    """Whether a run left something here, readable or not."""
+    return directory.is_dir() and looks_like_run(directory)
 
 
 def outcome(status: int, problems: Sequence[str], directory: Path) -> str:
@@ -65,7 +74,10 @@ def outcome(status: int, problems: Sequence[str], directory: Path) -> str:
 
 def progress(directory: Path) -> str:
     """The newest iteration: from the record, else from the terminals of nodes whose files are elsewhere."""
-    done = read_metrics(directory / "metrics.jsonl")
+    try:
+        done = read_metrics(directory / "metrics.jsonl")
+    except RecordError as error:
+        return str(error)
     for terminal in () if done else directory.glob("node*.terminal"):
         done += log.iterations(terminal.read_text(errors="replace").splitlines())
     return f"iteration {done[-1].iteration}/{done[-1].total}" if done else "starting"
