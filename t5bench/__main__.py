@@ -24,6 +24,11 @@ COMMANDS = {
     "predict": ("t5bench.predict.command", "what each strategy will cost: memory, bytes, time; before anything runs"),
     "plan": ("t5bench.predict.search", "every layout of a model on so many GPUs, ranked by predicted time"),
     "layout": ("t5bench.predict.layout", "which rank is where, and every process group with its members"),
+    "pack": (
+        "t5bench.report.package",
+        "put a comparison and what it follows from into one file, for others to verify",
+    ),
+    "verify": ("t5bench.report.verify_command", "compute every figure of such a file again from its logs"),
     "wandb": ("t5bench.report.wandb_report", "put a comparison into its W&B project"),
 }
 

@@ -264,8 +264,9 @@ def gate(directories: Sequence[Path], baseline: Path | None) -> tuple[list[Verdi
     except RecordError as error:
         raise Problem(str(error), "Train the baseline first: bash scripts/check_parity.sh") from error
     if standard is None:
+        damaged = "".join(f"; {run}" for run in runs.values() if isinstance(run, RecordError))
         raise Problem(
-            f"none of these directories holds a run of {BASELINE_STRATEGY}, with which the others are compared",
+            f"none of these directories holds a run of {BASELINE_STRATEGY}, to compare the others with{damaged}",
             "Name its directory too, or another run with --baseline",
         )
     check_controlled(standard)

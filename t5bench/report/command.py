@@ -13,12 +13,12 @@ from t5bench import Problem
 from t5bench.compare.comparison import Comparison, build
 from t5bench.record import records
 from t5bench.record.files import RecordError
-from t5bench.record.status import RUNNING
 from t5bench.report import tables
 
 DEEPEST = 4
 DEFAULT_RUNS = "outputs"
 WIDTH_ELSEWHERE = 120  # characters of a line, for a file or a pipe when COLUMNS is unset
+UNFORESEEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 FORMATS = {
     "terminal": tables.terminal,
     "markdown": tables.markdown,
@@ -53,8 +53,27 @@ def compare(arguments: argparse.Namespace) -> Comparison:
     if peak is not None and not 0 < peak < float("inf"):
         raise Problem(f"--peak-tflops must be a positive number, found {peak}", "Give a GPU's dense TFLOP/s")
     runs, damaged = load_runs(arguments.runs)
-    comparison = build(runs, arguments.baseline, arguments.allow, peak)
+    try:
+        comparison = build(runs, arguments.baseline, arguments.allow, peak)
+    except Problem:
+        raise
+    except UNFORESEEN:
+        found = [(run, unfit(run)) for run in runs]
+        damaged += [why for _, why in found if why]
+        comparison = build([run for run, why in found if not why], arguments.baseline, arguments.allow, peak)
     return replace(comparison, problems=[*damaged, *comparison.problems])
+
+
+def unfit(run: records.Run) -> str:
+    """Why a run cannot even be compared with itself; "" for one that can.
+
+    A record that nobody wrote may lack what a comparison asks for in a way that no reader foresees.
+    """
+    try:
+        build([run], run.strategy).to_json()
+    except UNFORESEEN as error:
+        return f"the run in {run.directory} is damaged and left out: {error!r}"
+    return ""
 
 
 def load_runs(places: Sequence[str]) -> tuple[list[records.Run], list[str]]:
@@ -62,6 +81,20 @@ def load_runs(places: Sequence[str]) -> tuple[list[records.Run], list[str]]:
 
     Raises Problem where there is no run that can be read.
     """
+    runs, damaged = [], []
+    for directory in run_directories(places):
+        try:
+            runs.append(records.load(directory))
+        except RecordError as error:
+            damaged.append(f"the run in {directory} is damaged and left out: {error}")
+            problem = error
+    if not runs:
+        raise problem
+    return runs, damaged
+
+
+def run_directories(places: Sequence[str]) -> list[Path]:
+    """The directories of runs in these, or in outputs/, each once. Raises Problem."""
     directories: dict[Path, Path] = {}
     for place in places or [DEFAULT_RUNS]:
         if not Path(place).is_dir():
@@ -73,29 +106,7 @@ def load_runs(places: Sequence[str]) -> tuple[list[records.Run], list[str]]:
                 "A launcher leaves its run in OUTPUT_DIR, outputs/<strategy> when unset",
             )
         directories |= {directory.resolve(): directory for directory in found}
-    runs, damaged = [], []
-    for directory in directories.values():
-        try:
-            runs.append(whole(records.load(directory)))
-        except RecordError as error:
-            damaged.append(f"the run in {directory} is damaged and left out: {error}")
-            problem = error
-    if not runs:
-        raise problem
-    return runs, damaged
-
-
-def whole(run: records.Run) -> records.Run:
-    """The run, if it can be compared with itself. Raises RecordError.
-
-    A record whose checksums are missing may lack anything that a comparison asks for, in a way that no reader foresees.
-    """
-    if run.remarks or run.status == RUNNING:
-        try:
-            build([run], run.strategy).to_json()
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise RecordError(f"{run.directory} lacks what a comparison needs: {error!r}") from error
-    return run
+    return list(directories.values())
 
 
 def find_runs(directory: Path, depth: int = DEEPEST) -> Iterator[Path]:

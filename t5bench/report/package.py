@@ -1,0 +1,333 @@
+"""``python -m t5bench pack`` and ``verify``: a comparison with all that it follows from, and whether it does.
+
+A package is a tar archive: ``runs/`` has the records and logs, ``comparison/`` what is published of them, and
+``package.json`` the checksum of every file. The same runs give the same bytes. ``verify`` reads the logs again, computes
+every figure anew and compares it to the digit.
+"""
+
+import argparse
+import gzip
+import hashlib
+import io
+import json
+import os
+import re
+import sys
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+import matplotlib
+import msgspec
+
+from t5bench import Problem
+from t5bench.compare.comparison import Comparison, build
+from t5bench.record.files import MOST_BYTES, RecordError, open_file, read, sha256
+from t5bench.record.plan import Plan
+from t5bench.record.reader import decoded, log_lines
+from t5bench.record.records import SWEEP, Run, load, looks_like_run, read_list
+from t5bench.report.command import FORMATS, UNFORESEEN, add_run_arguments, find_runs, run_directories
+from t5bench.report.page import render
+
+CONTENTS, RUNS, PUBLISHED, PAGE, FIGURES = "package.json", "runs", "comparison", "index.html", "comparison.json"
+DEEPEST = 8  # levels of directories from the root of a package to a run
+# Of a run directory: the record and the logs of every attempt. Checkpoints and what W&B keeps are not needed.
+_PACKED = re.compile(
+    r"(node\d+\.(json|log|samples\.jsonl|sha256)|metrics\.jsonl)(\.\d+)?|node\d+\.command\.sh|(run|profile|ds_config)\.json"
+)
+_DRAWING = re.compile(r"<svg.*?</svg>", re.DOTALL)
+
+
+class Contents(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """package.json. absent: runs of a sweep's list that left no record; files: sha256 by name."""
+
+    format: Literal[1]
+    baseline: str
+    allow: list[str]
+    peak_tflops: float | None
+    absent: list[str]
+    drawn_by: str
+    files: dict[str, str]
+
+
+# ---- what is published ---------------------------------------------------------------------------------------------
+
+
+def publish(root: Path, contents: Contents) -> tuple[Comparison, list[str]]:
+    """The comparison of the runs in an unpacked package, and what is wrong with them. Raises Problem."""
+
+    def relative(text: str) -> str:
+        return text.replace(f"{root}{os.sep}", "")
+
+    runs, damaged, faults = [], [], []
+    for directory in find_runs(root / RUNS, DEEPEST):
+        try:
+            run = load(directory, from_log=True)
+        except RecordError as error:
+            damaged.append(relative(f"the run in {directory} is damaged and left out: {error}"))
+            continue
+        faults += [relative(f"{directory}: {fault}") for fault in contradictions(run)]
+        remarks = [relative(remark) for remark in run.remarks]
+        runs.append(replace(run, directory=directory.relative_to(root), remarks=remarks))
+    absent = [f"{name} is on the sweep's list of runs and left no record" for name in contents.absent]
+    if not runs:
+        raise Problem(f"no run can be compared: {'; '.join(damaged)}")
+    comparison = build(runs, contents.baseline, contents.allow, contents.peak_tflops)
+    return replace(comparison, problems=[*damaged, *absent, *comparison.problems]), [*damaged, *faults]
+
+
+TEXTS: Mapping[str, Callable[[Comparison], str]] = {
+    FIGURES: FORMATS["json"],
+    "comparison.md": FORMATS["markdown"],
+    "comparison.csv": FORMATS["csv"],
+}
+
+
+def contradictions(run: Run) -> Iterator[str]:
+    """Where a log says something else than the plan: what the engine printed of its arguments and of its work."""
+    batch, layout = run.plan.number("GLOBAL_BATCH_SIZE"), run.layout
+    sizes = (str(layout.tp), str(layout.pp), str(layout.dp), str(layout.micro_batches))
+    for node in run.nodes:
+        for place, _, text in log_lines(run.directory / f"node{node['node']}.log"):
+            where = PurePosixPath(place).name
+            header = re.search(r"native engine: .*TP=(\d+) PP=(\d+) DP=(\d+), (\d+) micro-batches", text)
+            if header and header.groups() != sizes:
+                yield f"{where} tells of another layout than the plan: {' '.join(header[0].split()[4:])}"
+            if printed := re.fullmatch(r"\s+(\w+) \.{3,} (\S+)\s*", text):
+                yield from _other_argument(run.plan, where, *printed.groups())
+            yield from _other_work(where, text, batch)
+
+
+def _other_argument(plan: Plan, where: str, name: str, value: str) -> Iterator[str]:
+    """Megatron prints its arguments: ``seed ......... 1234``."""
+    argument = f"--{name.replace('_', '-')}"
+    for setting_name, setting in plan.settings.items():
+        if argument in setting.argument.split(",") and not _equal(value, setting.value):
+            yield f"{where} has {argument} {value}, and the plan {setting_name} '{setting.value}'"
+
+
+def _equal(one: str, other: str) -> bool:
+    try:
+        return float(one) == float(other)
+    except ValueError:
+        return one == other
+
+
+def _other_work(where: str, text: str, batch: int) -> Iterator[str]:
+    """An iteration's samples, and its time and throughput, which are rounded, belong to the batch."""
+    fields = dict(re.findall(r"([\w ()]+?): +([-+.\deE]+) \|", text))
+    numbers = re.search(r"\biteration +(\d+)/", text)
+    if numbers and int(fields.get("consumed samples", batch * int(numbers[1]))) != batch * int(numbers[1]):
+        yield f"{where} tells of {fields['consumed samples']} samples after {numbers[1]} iterations of {batch}"
+    try:
+        speed = float(fields[" samples per second"])
+        seconds = float(fields[" elapsed time per iteration (ms)"]) / 1000
+    except (KeyError, ValueError):
+        return
+    if abs(speed * seconds - batch) > 0.00006 * speed + 0.0006 * seconds + 1e-9 * batch:
+        yield f"{where} tells of {speed} samples/s in iterations of {seconds} s: those are not {batch} samples"
+
+
+# ---- pack ----------------------------------------------------------------------------------------------------------
+
+
+def common_root(directories: Sequence[Path]) -> Path:
+    """What all runs lie in: the sweep's directory, where there was one."""
+    root = Path(os.path.commonpath([directory.resolve().parent for directory in directories]))
+    return root.parent if not (root / SWEEP).exists() and (root.parent / SWEEP).exists() else root
+
+
+def pack(arguments: argparse.Namespace) -> tuple[bytes, Comparison]:
+    """Raises Problem."""
+    directories = run_directories(arguments.runs)
+    root = common_root(directories)
+    files = {}
+    for directory in directories:
+        for path in sorted(path for path in directory.iterdir() if _PACKED.fullmatch(path.name)):
+            files[f"{RUNS}/{path.resolve().parent.relative_to(root)}/{path.name}"] = read(path)
+    known = {directory.resolve() for directory in directories}
+    absent = [name for name in read_list(root) if (root / name).resolve() not in known]
+    if (root / SWEEP).exists():
+        files[f"{RUNS}/{SWEEP}"] = read(root / SWEEP)
+    peak, version = arguments.peak_tflops, matplotlib.__version__
+    contents = Contents(1, arguments.baseline, sorted(arguments.allow), peak, absent, version, {})
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary).resolve()
+        for name, content in files.items():
+            write_file(place / name, content)
+        comparison, _ = publish(place, contents)
+    files |= {f"{PUBLISHED}/{name}": text(comparison).encode() for name, text in TEXTS.items()}
+    files[f"{PUBLISHED}/{PAGE}"] = render(comparison).encode()
+    checksums = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
+    files[CONTENTS] = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(contents, files=checksums)))
+    return archive(files), comparison
+
+
+def write_file(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def archive(files: Mapping[str, bytes]) -> bytes:
+    """The same files give the same bytes: no times, no owners, in the order of their names."""
+    packed = io.BytesIO()
+    with (
+        gzip.GzipFile("", "wb", 6, packed, mtime=0) as compressed,
+        tarfile.open(fileobj=compressed, mode="w", format=tarfile.PAX_FORMAT) as tar,
+    ):
+        for name, content in sorted(files.items()):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return packed.getvalue()
+
+
+# ---- verify --------------------------------------------------------------------------------------------------------
+
+
+def unpack(package: Path, root: Path) -> Iterator[str]:
+    """The files of a package below root; yields what should not be in it. Raises RecordError."""
+    seen: set[str] = set()
+    try:
+        with open_file(package) as file, tarfile.open(fileobj=file, mode="r:gz") as tar:
+            for entry in tar:
+                name = PurePosixPath(entry.name)
+                if not entry.isreg() or name.is_absolute() or ".." in name.parts or entry.size > MOST_BYTES:
+                    yield f"{entry.name} is not a plain file of a package"
+                elif entry.name in seen:
+                    yield f"{entry.name} is in the package twice"
+                elif content := tar.extractfile(entry):
+                    seen.add(entry.name)
+                    write_file(root / name, content.read())
+    except (tarfile.TarError, OSError, EOFError, ValueError, zlib.error) as error:
+        raise RecordError(f"{package} cannot be read: {error}") from error
+
+
+def findings(root: Path) -> Iterator[str]:
+    """What is wrong with an unpacked package, a sentence each. Raises Problem."""
+    contents = decoded(CONTENTS, read(root / CONTENTS), Contents)
+    present = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()} - {CONTENTS}
+    for name in sorted(present | contents.files.keys()):
+        if name not in present:
+            yield f"{name} is missing"
+        elif name not in contents.files:
+            yield f"{name} was added: {CONTENTS} does not list it"
+        elif sha256(root / name) != contents.files[name]:
+            yield f"{name} was changed: it does not have its checksum"
+    for name in read_list(root / RUNS):
+        recorded = (root / RUNS / name).is_dir() and looks_like_run(root / RUNS / name)
+        if not recorded and name not in contents.absent:
+            yield f"{RUNS}/{name} is on the sweep's list of runs and is not in the package"
+        elif recorded and name in contents.absent:
+            yield f"{RUNS}/{name} is in the package, though it is said to have left no record"
+    for name in contents.absent:
+        if name not in read_list(root / RUNS):
+            yield f"{RUNS}/{name} is said to be absent, and is not on the sweep's list of runs"
+    comparison, faults = publish(root, contents)
+    yield from faults
+    yield from _other_texts(root / PUBLISHED, comparison, contents)
+
+
+def _other_texts(place: Path, comparison: Comparison, contents: Contents) -> Iterator[str]:
+    """Where what is published is not what the logs give; the page is drawn anew when all else is right."""
+    different = False
+    for name, text in TEXTS.items():
+        found, anew = read(place / name).decode(errors="replace"), text(comparison)
+        if found != anew:
+            different = True
+            yield from _figures(found, anew) if name == FIGURES else _lines(f"{PUBLISHED}/{name}", found, anew)
+    if different:
+        return
+    found, anew = read(place / PAGE).decode(errors="replace"), render(comparison)
+    if contents.drawn_by != matplotlib.__version__:
+        found, anew = _DRAWING.sub("", found), _DRAWING.sub("", anew)
+    yield from _lines(f"{PUBLISHED}/{PAGE}", found, anew)
+
+
+def _lines(name: str, found: str, anew: str) -> Iterator[str]:
+    if found != anew:
+        pairs = zip(found.split("\n"), anew.split("\n"), strict=False)
+        number = next((number for number, (one, other) in enumerate(pairs, 1) if one != other), anew.count("\n") + 1)
+        yield f"{name} line {number} does not follow from the logs"
+
+
+def _figures(found: str, anew: str) -> Iterator[str]:
+    try:
+        published = dict(_leaves(decoded(FIGURES, found.encode())))
+    except RecordError as error:
+        yield str(error)
+        return
+    computed = dict(_leaves(json.loads(anew)))
+    for name in dict.fromkeys([*computed, *published]):
+        one, other = published.get(name, "nothing"), computed.get(name, "nothing")
+        if one != other:
+            yield f"{PUBLISHED}/{FIGURES}: {name} is {one}, and from the logs it is {other}"
+
+
+def _leaves(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value by its place; a row's by the row's label."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            yield from _leaves(value, f"{name}.{key}" if name else key)
+    elif isinstance(content, list):
+        for number, value in enumerate(content):
+            label = value.get("label") if isinstance(value, dict) else None
+            yield from _leaves(value, f"{name}[{label or number}]")
+    else:
+        yield name, content
+
+
+def verify(package: Path, published: str = "") -> tuple[list[str], int]:
+    """What is wrong with a package, and how many numbers were computed anew; published: its checksum, if that is known."""
+    found: list[str] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary).resolve()
+        try:
+            if published and sha256(package) != published:
+                found.append(f"{package} is not the package that was published: its checksum is {sha256(package)}")
+            found += unpack(package, root)
+            found += _collected(root)
+        except Problem as problem:
+            found.append(str(problem).replace(f"{root}{os.sep}", ""))
+        figures = root / PUBLISHED / FIGURES
+        text = figures.read_text(errors="replace") if figures.is_file() and not found else ""
+    return found, len(re.findall(r"(?<![\w\"])-?\d[\d.e+-]*", text))
+
+
+def _collected(root: Path) -> list[str]:
+    found: list[str] = []
+    try:
+        for finding in findings(root):
+            found.append(finding)
+    except Problem as problem:
+        found.append(str(problem).replace(f"{root}{os.sep}", ""))
+    except UNFORESEEN as error:
+        found.append(f"its records lack what a comparison needs: {error!r}")
+    return found
+
+
+# ---- the commands --------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_arguments(parser)
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="PACKAGE", help="for example runs.tar.gz")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    content, comparison = pack(arguments)
+    try:
+        arguments.output.write_bytes(content)
+    except OSError as error:
+        raise Problem(
+            f"{arguments.output} cannot be written: {error.strerror}", "Name another file: -o FILE"
+        ) from error
+    for problem in comparison.problems:
+        print(f"problem: {problem}", file=sys.stderr)
+    print(f"{arguments.output}: {len(comparison.runs)} runs, {len(content):,} bytes. Publish its checksum beside it:")
+    print(hashlib.sha256(content).hexdigest())
+    return 0

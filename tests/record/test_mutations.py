@@ -1,0 +1,246 @@
+"""Random damage to every file of a run: no traceback, no hang, no changed figure without a sentence that names the run.
+
+MUTATIONS=10000 makes that many; a failure prints its seed, which SEED repeats.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_runs import make_run, seal
+
+from t5bench.__main__ import main
+from t5bench.record import collect
+from t5bench.report import command, tables, wandb_report
+
+COUNT, SEED = int(os.environ.get("MUTATIONS", "400")), int(os.environ.get("SEED", "1"))
+HANGS_AFTER = 20  # seconds
+
+
+INSERTED = (b"\0", b"\xff\xfe", "٣".encode(), b"-", b"9" * 400)
+LINES = (b"\n", b"null\n", b"[]\n", b'{"resumed_from": 3}\n', b'{"resumed_from": -1}\n')
+
+
+# ---- mutations -------------------------------------------------------------------------------------------------------
+
+
+def bytes_changed(rng: random.Random, path: Path) -> None:
+    content = bytearray(path.read_bytes()) or bytearray(b"x")
+    place = rng.randrange(len(content))
+    digits = [index for index, byte in enumerate(content) if 48 <= byte <= 57]
+    rng.choice([
+        lambda: content.__setitem__(place, content[place] ^ 1 << rng.randrange(8)),
+        lambda: content.__setitem__(rng.choice(digits or [place]), rng.choice(b"0123456789")),
+        lambda: content.__setitem__(slice(place, place), rng.choice(INSERTED)),
+        lambda: content.__delitem__(slice(place, None)),
+        lambda: content.__delitem__(slice(place, place + rng.randrange(1, 200))),
+        lambda: content.clear(),
+    ])()  # fmt: skip
+    path.write_bytes(content)
+
+
+def lines_changed(rng: random.Random, path: Path) -> None:
+    lines = path.read_bytes().splitlines(keepends=True) or [b""]
+    one, other = rng.randrange(len(lines)), rng.randrange(len(lines))
+    rng.choice([
+        lambda: lines.__delitem__(one),
+        lambda: lines.insert(other, lines[one]),
+        lambda: lines.__setitem__(slice(None), lines[::-1]),
+        lambda: lines.__setitem__(slice(None), lines[:one]),
+        lambda: lines.__setitem__(slice(one, other), []),
+        lambda: rng.shuffle(lines),
+        lambda: lines.insert(one, b"[" * 100_000 + b"\n"),
+        lambda: lines.insert(one, rng.choice(LINES)),
+    ])()  # fmt: skip
+    path.write_bytes(b"".join(lines))
+
+
+def places(content: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container in here with each of its keys."""
+    entries = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in list(entries):
+        yield content, key
+        yield from places(value)
+
+
+OTHER_VALUES = (
+    None, True, -1, -0.0, 0, 1e300, 10**400, float("nan"), float("inf"), "", "x", "nan", "٣", "-1", [], {}, [[]],
+    {"a": 1}, "\ud800", "\0", "2099-13-01T00:00:00.000Z", "9" * 5000,
+)  # fmt: skip
+
+
+def values_changed(rng: random.Random, path: Path) -> None:
+    """Of a file of JSON or JSON lines: a field without a value, with another, under another name; a clock that jumps."""
+    lines = [path.read_text()] if path.suffix == ".json" else path.read_text().splitlines()
+    number = rng.randrange(len(lines))
+    content = json.loads(lines[number])
+    container, key = rng.choice(list(places(content)))
+    value, what = container[key], rng.randrange(5)
+    if what == 0:
+        container.pop(key)
+    elif what == 1 and isinstance(container, dict):
+        container[f"{key}x"] = container.pop(key)
+    elif what == 2 and isinstance(value, int | float):
+        container[key] = value + rng.choice([7200, -7200, 1, -1, value, -value])
+    elif what == 3 and isinstance(value, int | float | str):
+        container[key] = [value] if isinstance(value, str) else str(value)
+    else:
+        container[key] = rng.choice(OTHER_VALUES)
+    lines[number] = json.dumps(content)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def file_replaced(rng: random.Random, path: Path) -> None:
+    content = path.read_bytes()
+    path.unlink()
+    other = rng.choice(list(path.parent.iterdir()))
+    rng.choice([
+        lambda: None,
+        path.mkdir,
+        lambda: os.mkfifo(path),
+        lambda: path.symlink_to(path),
+        lambda: path.symlink_to(rng.choice(["/dev/zero", "/dev/null", "nowhere", "..", str(other)])),
+        lambda: path.with_name(path.name + ".bak").write_bytes(content),
+        lambda: path.with_name("node7.json").write_bytes(content),
+        lambda: (path.write_bytes(content), os.truncate(path, 1 << 41)),
+        lambda: (path.write_bytes(content), path.chmod(0)),
+    ])()  # fmt: skip
+
+
+KINDS = (bytes_changed, lines_changed, values_changed, file_replaced)
+
+
+def mutate(rng: random.Random, run: Path, reseal: bool) -> str:
+    """Once or twice; a run that is sealed again has checksums that fit. What was done."""
+    done = []
+    for _ in range(rng.choice([1, 1, 1, 2])):
+        path = rng.choice(sorted(path for path in run.iterdir() if path.is_file() and os.access(path, os.R_OK)))
+        mutation = rng.choice(KINDS)
+        with contextlib.suppress(ValueError, IndexError, UnicodeError, RecursionError, FileExistsError):
+            mutation(rng, path)  # some damage cannot be done to what is damaged
+        done.append(f"{mutation.__name__} {path.name}")
+    if reseal:
+        with contextlib.suppress(Exception):
+            seal(run)
+    return ", ".join(done)
+
+
+# ---- the commands ----------------------------------------------------------------------------------------------------
+
+
+def compare(runs: Path, _: Path) -> int:
+    arguments = argparse.Namespace(runs=[str(runs)], baseline="ddp", allow=[], peak_tflops=None)
+    comparison = command.compare(arguments)
+    print(tables.terminal(comparison), json.dumps(comparison.to_json(), allow_nan=False))
+    return 0
+
+
+def wandb(runs: Path, _: Path) -> int:
+    """Without the client, which takes a second: what it would be given."""
+    arguments = argparse.Namespace(
+        runs=[str(runs)], baseline="ddp", allow=[], peak_tflops=None, project="p", comparison=None
+    )
+    comparison = wandb_report.compare(arguments)
+    wandb_report.place_of(comparison, arguments)
+    lines = [wandb_report.curves(comparison, name) for name in wandb_report.LINES.values()]
+    print(wandb_report.summary(comparison), wandb_report.configuration(comparison), tables.data(comparison), lines)
+    return 0
+
+
+def parity(runs: Path, _: Path) -> int:
+    return main(["parity", *map(str, sorted(runs.iterdir()))])
+
+
+def collected(runs: Path, target: Path) -> int:
+    statuses = [
+        collect.run(argparse.Namespace(run=target / run.name, sources=[str(run)])) for run in sorted(runs.iterdir())
+    ]
+    made = sorted(path.relative_to(target) for path in target.rglob("*") if path.is_file())
+    print(statuses, [(path, len((target / path).read_bytes())) for path in made if path.name != "run.json"])
+    return 0
+
+
+COMMANDS: tuple[Callable[[Path, Path], int], ...] = (compare, wandb, parity, collected)
+
+
+def outcome(execute: Callable[[Path, Path], int], runs: Path, target: Path) -> str:
+    """All that a command says, with its exit status; raises what it raises and should not."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            status: object = execute(runs, target)
+        except ValueError as problem:
+            if type(problem).__module__.partition(".")[0] != "t5bench":
+                raise
+            status = problem
+    shutil.rmtree(target, ignore_errors=True)
+    return f"{said.getvalue()}{status}"
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Four complete runs, of which one has no checksums, one that was killed and one that crashed."""
+    runs, times = tmp_path / "runs", [100.0 + number % 7 for number in range(30)]
+    norms = [1.5 - number / 30 for number in range(30)]
+    make_run(runs / "ddp", elapsed_ms=times, norms=norms)
+    make_run(runs / "zero1", "zero1", elapsed_ms=times, norms=norms, sent_per_iteration=1e6, sample_seconds=0.5)
+    make_run(
+        runs / "zero2", "zero2", elapsed_ms=times, norms=norms, nodes=2, sent_per_iteration=1e6, sample_seconds=0.5
+    )
+    make_run(runs / "tensor", "tensor", elapsed_ms=times, norms=norms)
+    (runs / "tensor" / "node0.sha256").unlink()
+    make_run(runs / "pipeline", "pipeline", elapsed_ms=times, status="running")
+    make_run(
+        runs / "zero3", "zero3", elapsed_ms=times[:9], settings={"TRAIN_ITERS": "30"}, status="crashed", reason="r"
+    )
+    return runs
+
+
+def hung(*_: object) -> None:
+    raise TimeoutError("it hangs")
+
+
+def test_no_damage_goes_unnoticed(runs: Path, tmp_path: Path):
+    pristine, target, counts = tmp_path / "pristine", tmp_path / "target", Counter()
+    shutil.copytree(runs, pristine)
+    clean = {execute: outcome(execute, runs, target) for execute in COMMANDS}
+    signal.signal(signal.SIGALRM, hung)
+    for number in range(SEED, SEED + COUNT):
+        rng = random.Random(number)
+        run, execute, reseal = rng.choice(sorted(runs.iterdir())), rng.choice(COMMANDS), rng.random() < 0.3
+        what = f"SEED={number} MUTATIONS=1: {execute.__name__} after {mutate(rng, run, reseal)} of {run.name}"
+        signal.alarm(HANGS_AFTER)
+        try:
+            found = outcome(execute, runs, target)
+        except BaseException as error:
+            raise AssertionError(what) from error
+        finally:
+            signal.alarm(0)
+        if found == clean[execute]:
+            counts[execute.__name__, "no difference"] += 1
+        elif reseal:
+            counts[execute.__name__, "sealed again"] += 1  # what nobody can notice here, tests of packages do
+        else:
+            assert str(run) in found.replace(clean[execute], ""), f"{what}:\n{found}"
+            counts[execute.__name__, "named"] += 1
+        shutil.rmtree(run)
+        shutil.copytree(pristine / run.name, run)
+    print(f"{COUNT} mutations: {dict(counts)}", file=sys.stderr)
+
+
+def test_a_note_of_the_users_is_no_damage(runs: Path, tmp_path: Path):
+    clean = [outcome(execute, runs, tmp_path / "target") for execute in COMMANDS[:3]]
+    (runs / "ddp" / "notes.txt").write_text("the first run after the upgrade")
+    (runs / "ddp" / "more").mkdir()
+    assert [outcome(execute, runs, tmp_path / "target") for execute in COMMANDS[:3]] == clean
