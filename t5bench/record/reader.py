@@ -250,8 +250,11 @@ def that_count(lines: Iterable[Iteration]) -> list[Iteration]:
 
 def check_complete(
     directory: Path, plan: Plan, lines: Sequence[tuple[str, Iteration]], part: Mapping[str, Any]
-) -> None:
-    """Whether these can be all lines of a complete run; part: of the last node. Raises RecordError."""
+) -> bool:
+    """Whether every line of a complete run is there, but for those that its log has in pieces. Raises RecordError.
+
+    part: of the last node.
+    """
     total, interval = plan.number("TRAIN_ITERS"), plan.number("LOG_INTERVAL")
     for place, line in lines:
         if line.total != total or line.iteration % interval:
@@ -261,13 +264,15 @@ def check_complete(
             )
     reached = {line.iteration for line in that_count(line for _, line in lines)}
     expected = set(range(interval, iterations_expected(total, interval) + 1, interval))
-    if (missing := expected - reached) and (missing := missing - _mentioned(directory / f"node{part['node']}.log")):
+    missing = expected - reached
+    if missing and (missing := missing - _mentioned(directory / f"node{part['node']}.log")):
         last = f" after line {len(lines)}" if min(missing) > max(reached, default=0) else ""
         raise RecordError(
             f"{directory / METRICS}{last} lacks iteration {min(missing)} of {total},"
             f" and {len(missing)} in all, though the run is complete"
         )
     _check_clocks(plan, lines, part)
+    return reached >= expected
 
 
 def _mentioned(path: Path) -> set[int]:

@@ -209,18 +209,19 @@ def load(directory: Path, *, from_log: bool = False) -> Run:
     samples = {p["node"]: reader.read_samples(directory / f"node{p['node']}.samples.jsonl") for p in parts}
     remarks = list(_remarks(directory, parts, record))
     if record["status"] == COMPLETE:
-        reader.check_complete(directory, plan, lines, last)
+        is_whole = reader.check_complete(directory, plan, lines, last)
         for part in parts:
             reader.check_samples(directory, samples[part["node"]], part)
-            if from_log or remarks:
+            if from_log or remarks or not is_whole:
                 reader.check_log(directory, part, lines if part is last else None)
     return Run(directory, record, plan, reader.that_count(line for _, line in lines), samples, remarks)
 
 
 def _remarks(directory: Path, parts: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> Iterator[str]:
     open_ended = [str(p["node"]) for p in parts if not os.path.lexists(directory / f"node{p['node']}.sha256")]
-    if open_ended and record["status"] != RUNNING:
-        yield f"{directory}: node {', '.join(open_ended)} left no checksums: what was changed since is not known"
+    if open_ended:
+        why = "has not ended, or was killed, and" if record["status"] == RUNNING else "of"
+        yield f"{directory} {why} node {', '.join(open_ended)} has no checksums: changes of its files are not noticed"
     try:
         told = reader.decoded(directory / "run.json", read(directory / "run.json"))
     except RecordError as error:

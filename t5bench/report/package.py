@@ -1,8 +1,8 @@
 """``python -m t5bench pack`` and ``verify``: a comparison with all that it follows from, and whether it does.
 
 A package is a tar archive: ``runs/`` has the records and logs, ``comparison/`` what is published of them, and
-``package.json`` the checksum of every file. The same runs give the same bytes. ``verify`` reads the logs again, computes
-every figure anew and compares it to the digit.
+``package.json`` the checksum of every file. The same runs give the same bytes. ``verify`` reads the logs again,
+computes every figure anew and compares it to the digit.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -35,6 +36,7 @@ from t5bench.report.page import render
 
 CONTENTS, RUNS, PUBLISHED, PAGE, FIGURES = "package.json", "runs", "comparison", "index.html", "comparison.json"
 DEEPEST = 8  # levels of directories from the root of a package to a run
+MOST_FAULTS = 5  # that are told of one log
 # Of a run directory: the record and the logs of every attempt. Checkpoints and what W&B keeps are not needed.
 _PACKED = re.compile(
     r"(node\d+\.(json|log|samples\.jsonl|sha256)|metrics\.jsonl)(\.\d+)?|node\d+\.command\.sh|(run|profile|ds_config)\.json"
@@ -70,13 +72,16 @@ def publish(root: Path, contents: Contents) -> tuple[Comparison, list[str]]:
         except RecordError as error:
             damaged.append(relative(f"the run in {directory} is damaged and left out: {error}"))
             continue
-        faults += [relative(f"{directory}: {fault}") for fault in contradictions(run)]
+        faults += [relative(f"{directory}: {fault}") for fault in islice(contradictions(run), MOST_FAULTS)]
         remarks = [relative(remark) for remark in run.remarks]
         runs.append(replace(run, directory=directory.relative_to(root), remarks=remarks))
     absent = [f"{name} is on the sweep's list of runs and left no record" for name in contents.absent]
     if not runs:
         raise Problem(f"no run can be compared: {'; '.join(damaged)}")
-    comparison = build(runs, contents.baseline, contents.allow, contents.peak_tflops)
+    try:
+        comparison = build(runs, contents.baseline, contents.allow, contents.peak_tflops)
+    except Problem as problem:
+        raise Problem("; ".join([*damaged, *faults, str(problem)]), problem.remedy) from problem
     return replace(comparison, problems=[*damaged, *absent, *comparison.problems]), [*damaged, *faults]
 
 
@@ -119,13 +124,13 @@ def _equal(one: str, other: str) -> bool:
 
 def _other_work(where: str, text: str, batch: int) -> Iterator[str]:
     """An iteration's samples, and its time and throughput, which are rounded, belong to the batch."""
-    fields = dict(re.findall(r"([\w ()]+?): +([-+.\deE]+) \|", text))
+    fields = dict(re.findall(r" ([\w ()]+?): +([-+.\deE]+) \|", text))
     numbers = re.search(r"\biteration +(\d+)/", text)
     if numbers and int(fields.get("consumed samples", batch * int(numbers[1]))) != batch * int(numbers[1]):
         yield f"{where} tells of {fields['consumed samples']} samples after {numbers[1]} iterations of {batch}"
     try:
-        speed = float(fields[" samples per second"])
-        seconds = float(fields[" elapsed time per iteration (ms)"]) / 1000
+        speed = float(fields["samples per second"])
+        seconds = float(fields["elapsed time per iteration (ms)"]) / 1000
     except (KeyError, ValueError):
         return
     if abs(speed * seconds - batch) > 0.00006 * speed + 0.0006 * seconds + 1e-9 * batch:
@@ -193,7 +198,9 @@ def unpack(package: Path, root: Path) -> Iterator[str]:
     """The files of a package below root; yields what should not be in it. Raises RecordError."""
     seen: set[str] = set()
     try:
-        with open_file(package) as file, tarfile.open(fileobj=file, mode="r:gz") as tar:
+        with open_file(package) as file, gzip.GzipFile(fileobj=file) as compressed:
+            content = compressed.read(MOST_BYTES)
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             for entry in tar:
                 name = PurePosixPath(entry.name)
                 if not entry.isreg() or name.is_absolute() or ".." in name.parts or entry.size > MOST_BYTES:
@@ -282,7 +289,7 @@ def _leaves(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def verify(package: Path, published: str = "") -> tuple[list[str], int]:
-    """What is wrong with a package, and how many numbers were computed anew; published: its checksum, if that is known."""
+    """What is wrong with a package, and how many numbers were computed anew; published: its checksum, if known."""
     found: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary).resolve()

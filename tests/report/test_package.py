@@ -1,0 +1,265 @@
+"""Packing a comparison, and what `verify` says of packages that were tampered with."""
+
+import hashlib
+import json
+import re
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import STRATEGIES
+from made_runs import make_run
+
+from t5bench.__main__ import main
+from t5bench.record.records import write_list
+from t5bench.report.package import archive
+
+Files = dict[str, bytes]
+Change = Callable[[Files], object]
+DDP, ZERO1, FAILED = "runs/repeat1/ddp", "runs/repeat1/zero1", "runs/repeat1/zero3"
+LOG, METRICS, PART, SEAL = (f"{ZERO1}/{name}" for name in ("node0.log", "metrics.jsonl", "node0.json", "node0.sha256"))
+SAMPLES = f"{ZERO1}/node0.samples.jsonl"
+FIGURES, PAGE, CONTENTS, LIST = "comparison/comparison.json", "comparison/index.html", "package.json", "runs/sweep.json"
+
+
+def unpacked(package: Path) -> Files:
+    with tarfile.open(package) as tar:
+        return {entry.name: tar.extractfile(entry).read() for entry in tar}
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a sweep of four runs, of which one failed and one left no record."""
+    runs = tmp_path_factory.mktemp("sweep") / "all"
+    times = [100.0 + number % 7 for number in range(40)]
+    make_run(runs / "repeat1" / "ddp", elapsed_ms=times)
+    make_run(runs / "repeat1" / "zero1", "zero1", elapsed_ms=times[::-1], sent_per_iteration=1e6, sample_seconds=0.5)
+    longer = {"TRAIN_ITERS": "40"}
+    make_run(runs / "repeat1" / "zero3", "zero3", elapsed_ms=times[:9], settings=longer, status="crashed")
+    write_list(runs, ["repeat1/ddp", "repeat1/zero1", "repeat1/zero3", "repeat1/hybrid"])
+    output = runs.parent / "package.tar.gz"
+    assert main(["pack", str(runs), "-o", str(output)]) == 0
+    return output
+
+
+# ---- ways of tampering: a file's text, a value in it, whole files ----------------------------------------------------
+
+
+def text(name: str, pattern: str, to: str, count: int = 1) -> Change:
+    def change(files: Files) -> None:
+        found, done = re.subn(pattern, to, files[name].decode(), count=count, flags=re.DOTALL)
+        assert done and found.encode() != files[name]
+        files[name] = found.encode()
+
+    return change
+
+
+def value(name: str, *path: str | int, to: object) -> Change:
+    def change(files: Files) -> None:
+        content = place = json.loads(files[name])
+        for key in path[:-1]:
+            place = place[key]
+        assert place[path[-1]] != to
+        place[path[-1]] = to
+        files[name] = json.dumps(content, indent=2).encode() + b"\n"
+
+    return change
+
+
+def without(prefix: str) -> Change:
+    return lambda files: [files.pop(name) for name in list(files) if name.startswith(prefix)]
+
+
+def copied(name: str, to: str) -> Change:
+    return lambda files: files.update(
+        {to + key[len(name) :]: files[key] for key in list(files) if key.startswith(name)}
+    )
+
+
+def swapped(files: Files) -> None:
+    one, other = ({key[len(run) :]: files[key] for key in files if key.startswith(run)} for run in (DDP, ZERO1))
+    without(DDP)(files), without(ZERO1)(files)
+    files.update({DDP + key: content for key, content in other.items()})
+    files.update({ZERO1 + key: content for key, content in one.items()})
+
+
+def both(*changes: Change) -> Change:
+    return lambda files: [change(files) for change in changes]
+
+
+def settings(name: str, to: str) -> Change:
+    return value(PART, "plan", "settings", name, "value", to=to)
+
+
+def row(*path: str | int, to: object) -> Change:
+    return value(FIGURES, "groups", 0, "rows", 1, *path, to=to)
+
+
+ELAPSED = r"(iteration +20/.*?\(ms\): )10(\d)"  # in the log; in metrics.jsonl:
+THE_SAME = r'("iteration": 20,.*?"elapsed_ms": )10(\d)'
+
+# Without new checksums: whatever is changed is seen, and which file.
+PLAIN: dict[str, tuple[Change, str]] = {
+    "a digit in a log": (text(LOG, ELAPSED, r"\g<1>11\2"), f"{LOG} was changed"),
+    "a digit in the metrics": (text(METRICS, THE_SAME, r"\g<1>11\2"), f"{METRICS} was changed"),
+    "a digit in a sample": (text(SAMPLES, "1000000", "1000001"), f"{SAMPLES} was changed"),
+    "a figure": (row("milliseconds_per_iteration", "median", to=90.0), f"{FIGURES} was changed"),
+    "a figure of the table": (text("comparison/comparison.md", "103", "93"), "comparison.md was changed"),
+    "a figure of the CSV": (text("comparison/comparison.csv", "103", "93"), "comparison.csv was changed"),
+    "the page": (text(PAGE, "zero1", "zero9"), f"{PAGE} was changed"),
+    "a setting": (settings("LR", "0.1"), f"{PART} was changed"),
+    "a status": (value(f"{FAILED}/node0.json", "status", to="complete"), f"{FAILED}/node0.json was changed"),
+    "a clock": (value(PART, "started", to="2025-11-21T03:00:00.000Z"), f"{PART} was changed"),
+    "a version": (value(PART, "versions", "torch", to="2.4.0"), f"{PART} was changed"),
+    "a host": (value(PART, "host", to="elsewhere"), f"{PART} was changed"),
+    "the checksums of a run": (text(SEAL, "[0-9a-f]{8}", "00000000"), f"{SEAL} was changed"),
+    "the merged record": (value(f"{ZERO1}/run.json", "status", to="crashed"), "run.json was changed"),
+    "the list of runs": (value(LIST, "runs", to=["repeat1/ddp"]), f"{LIST} was changed"),
+    "a failed run taken out": (without(FAILED), f"{FAILED}/node0.json is missing"),
+    "a run added": (copied(ZERO1, "runs/repeat2/zero1"), "runs/repeat2/zero1/metrics.jsonl was added"),
+    "two runs swapped": (swapped, f"{DDP}/metrics.jsonl was changed"),
+    "a log taken out": (without(LOG), f"{LOG} is missing"),
+    "the page taken out": (without(PAGE), f"{PAGE} is missing"),
+    "a file added": (lambda files: files.update({f"{ZERO1}/notes.txt": b"better"}), "notes.txt was added"),
+    "the contents taken out": (without(CONTENTS), f"{CONTENTS} cannot be read"),
+    "the contents cut off": (text(CONTENTS, ".{40}$", ""), f"{CONTENTS} cannot be read"),
+    "another baseline": (value(CONTENTS, "baseline", to="zero1"), f"{FIGURES}: baseline is ddp"),
+    "a peak given": (value(CONTENTS, "allow", to=["COLOUR"]), "--allow COLOUR is not known"),
+    "a path out of the package": (lambda files: files.update({"../evil": b"x"}), "../evil is not a plain file"),
+}  # fmt: skip
+
+# With new checksums of the package, and of the run where that says so: what is left is that nothing follows any more.
+SEALED: dict[str, tuple[Change, str]] = {
+    "a digit in a log": (text(LOG, ELAPSED, r"\g<1>11\2"), r"has elapsed_ms 10\d.*, node0.log line \d+ has 11\d"),
+    "a digit in the metrics": (text(METRICS, THE_SAME, r"\g<1>11\2"), "metrics.jsonl line 20 has elapsed_ms"),
+    "a loss in the metrics": (text(METRICS, r'(_loss": )7', r"\g<1>6"), "metrics.jsonl line 1 has lm_loss 6"),
+    "a clock in the metrics": (text(METRICS, r'("time": 176370000)1', r"\g<1>2"), "line .* came at 176370000"),
+    "a time in log and metrics": (
+        both(text(LOG, ELAPSED, r"\g<1>11\2"), text(METRICS, THE_SAME, r"\g<1>11\2")), "those are not 16 samples"),
+    "a throughput in log and metrics": (
+        both(text(LOG, r"second: 1\d", "second: 19"), text(METRICS, r'second": 1\d', 'second": 19')), "not 16 samples"),
+    "the last lines of the metrics": (text(METRICS, r'\{"iteration": 31,.*', ""), "has 30 .*of its last attempt"),
+    "the last lines of both": (
+        both(text(METRICS, r'\{"iteration": 31,.*', ""), text(LOG, r"\S+  iteration +31/.*?(?=\S+  peak)", "")),
+        "lacks iteration 31 of 40"),
+    "a line in the middle of both": (
+        both(text(METRICS, r'\{"iteration": 9,[^\n]*\n', ""), text(LOG, r"\S+  iteration +9/[^\n]*\n", "")),
+        "lacks iteration 9 of 40"),
+    "lines in another order": (text(METRICS, r"^([^\n]*\n)([^\n]*\n)", r"\2\1"), "cannot follow: iteration 1 comes"),
+    "a setting": (settings("LR", "0.1"), "LR is '0.1', but the engine was given --lr 0.0001"),
+    "a setting with its argument": (
+        both(settings("GLOBAL_BATCH_SIZE", "32"), text(PART, '(--global-batch-size",\\s+)"16"', r'\1"32"', 2)),
+        "tells of 16 samples after 1 iterations of 32"),
+    "a setting that is no number": (settings("SAMPLE_INTERVAL", "often"), "SAMPLE_INTERVAL must be a number"),
+    "fewer iterations": (settings("TRAIN_ITERS", "30"), "TRAIN_ITERS is '30', but the engine was given"),
+    "another layout": (value(PART, "plan", "layout", "dp", to=4), "a layout of"),
+    "a word of the command": (text(PART, '"--seed",\\s+"1234"', '"--seed", "1235"'), "was given --seed 1235"),
+    "a failed run made complete": (
+        value(f"{FAILED}/node0.json", "status", to="complete"), "zero3/metrics.jsonl after line 9 lacks iteration 10"),
+    "a complete run made failed": (value(PART, "status", to="crashed"), r"rows\[zero1\].status is complete, and from"),
+    "a reason": (value(f"{FAILED}/node0.json", "reason", to="the network"), r"rows\[zero3\].reason is , and from"),
+    "an end before the beginning": (value(PART, "ended", to="2025-11-20T00:00:00.000Z"), "it began 2025-11-21T"),
+    "another year": (text(PART, r'"(started|ended)": "2025', r'"\1": "2024', 2), "is not of the time of the run"),
+    "the peak memory": (value(PART, "peak_memory", 0, "host_mib", to=4.0), "tell of different peak memory"),
+    "the vocabulary": (value(PART, "padded_vocab_size", to=8448), "tells of a vocabulary of 4224"),
+    "the data": (value(PART, "data", "idx_sha256", to="beef"), "they differ in idx_sha256"),
+    "a version": (value(PART, "versions", "torch", to="2.4.0"), r"rows\[zero1\].runs\[0\].versions.torch is 2.13.0"),
+    "the engine": (value(PART, "plan", "engine", to="native"), "they differ in engine"),
+    "the network's counters": (
+        text(SAMPLES, r'"sent": \d(?=[^\n]*\n$)', '"sent": 9'), "bytes_sent_per_iteration is"),
+    "a negative figure": (text(METRICS, r'"grad_norm": ', '"grad_norm": -'), "metrics.jsonl line 1 cannot be right"),
+    "a figure": (row("milliseconds_per_iteration", "median", to=90.0), r"milliseconds_per_iteration.median is 90"),
+    "a ratio": (row("throughput_ratio", "median", to=2.0), r"rows\[zero1\].throughput_ratio.median is 2.0, and from"),
+    "a verdict": (value(FIGURES, "verdicts", 0, to="zero1 wins"), r"verdicts\[0\] is zero1 wins, and from"),
+    "a problem taken out": (value(FIGURES, "problems", to=[]), r"problems\[0\] is nothing, and from"),
+    "a figure of the table": (text("comparison/comparison.md", "103", "93"), "comparison.md line .* does not follow"),
+    "the page": (text(PAGE, "zero1", "zero9"), "index.html line .* does not follow"),
+    "a curve of the page": (text(PAGE, r'(<path d="M \d+)', r"\g<1>9"), "index.html line .* does not follow"),
+    "a failed run taken out": (without(FAILED), f"{FAILED} is on the sweep's list of runs and is not in the package"),
+    "a failed run taken off the list": (
+        both(without(FAILED), value(LIST, "runs", to=["repeat1/ddp", "repeat1/zero1", "repeat1/hybrid"])),
+        r"rows\[zero3\].status is crashed, and from the logs it is nothing"),
+    "a failed run that is said to have left nothing": (
+        both(without(FAILED), value(CONTENTS, "absent", to=["repeat1/hybrid", "repeat1/zero3"])), r"rows\[zero3\]"),
+    "an absent run forgotten": (value(CONTENTS, "absent", to=[]), "runs/repeat1/hybrid is on the sweep's list"),
+    "a run added": (copied(ZERO1, "runs/repeat2/zero1"), r"rows\[zero1\].milliseconds_of_runs\[1\] is nothing"),
+    "a run in another's place": (copied(DDP, ZERO1), r"rows\[zero1\]"),
+    "two runs swapped": (swapped, "comparison.json: .*directory is runs/repeat1/ddp, and from the logs"),
+    "the log of another run": (copied(f"{DDP}/node0.log", LOG), "metrics.jsonl line 1 has elapsed_ms"),
+}  # fmt: skip
+
+
+def resealed(files: Files) -> None:
+    """New checksums in every run, as its recorder writes them, and of the package."""
+    for name in [name for name in files if name.endswith(".sha256")]:
+        run, own = name.rpartition("/")[0], re.findall(r"  (\S+)", files[name].decode())
+        sums = ((hashlib.sha256(files[f"{run}/{file}"]).hexdigest(), file) for file in own if f"{run}/{file}" in files)
+        files[name] = "".join(f"{checksum}  {file}\n" for checksum, file in sums).encode()
+    sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items() if name != CONTENTS}
+    files[CONTENTS] = json.dumps(json.loads(files[CONTENTS]) | {"files": sums}).encode()
+
+
+@pytest.mark.parametrize(
+    ("change", "reseal", "expected"),
+    [(change, False, re.escape(said)) for change, said in PLAIN.values()]
+    + [(change, True, said) for change, said in SEALED.values()],
+    ids=[*PLAIN, *(f"{name}, with new checksums" for name in SEALED)],
+)
+def test_tampering_is_named(package: Path, tmp_path: Path, capsys, change: Change, reseal: bool, expected: str):
+    files = unpacked(package)
+    change(files)
+    if reseal:
+        resealed(files)
+    (tmp_path / "package.tar.gz").write_bytes(archive(files))
+    assert main(["verify", str(tmp_path / "package.tar.gz")]) == 1
+    findings = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("finding: ") for line in findings)
+    assert any(re.search(expected, line) for line in findings), findings
+
+
+def test_there_are_fifty_ways():
+    assert len(PLAIN) + len(SEALED) >= 50
+
+
+def test_an_honest_package_is_verified_wherever_it_lies(package: Path, tmp_path: Path, monkeypatch, capsys):
+    """And what it is packed from again is the same to the byte."""
+    (tmp_path / "here").write_bytes(package.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    assert main(["verify", "here"]) == 0
+    assert re.search(r"all \d{3,} numbers of the comparison follow", capsys.readouterr().out)
+    assert main(["pack", str(package.parent / "all"), "-o", "again"]) == 0
+    said = capsys.readouterr()
+    assert Path("again").read_bytes() == package.read_bytes()
+    assert "problem: repeat1/hybrid is on the sweep's list of runs and left no record" in said.err
+    checksum = said.out.split()[-1]
+    assert checksum == hashlib.sha256(package.read_bytes()).hexdigest()
+    assert main(["verify", "here", "--sha256", checksum]) == 0
+    assert main(["verify", "here", "--sha256", "0" * 64]) == 1
+    assert "is not the package that was published" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", [0, 100, 5000, -5])
+def test_damage_of_the_archive_itself_is_named(package: Path, tmp_path: Path, capsys, place: int):
+    content = bytearray(package.read_bytes())
+    content[place] ^= 0x55
+    for damaged in (content, content[:5000], b""):
+        (tmp_path / "damaged").write_bytes(damaged)
+        assert main(["verify", str(tmp_path / "damaged")]) == 1
+        assert capsys.readouterr().out.startswith("finding: ")
+
+
+def test_a_package_of_a_hundred_runs_in_ten_seconds(tmp_path: Path, capsys: pytest.CaptureFixture):
+    import time
+
+    for number in range(100):
+        times = [100.0 + number % 8 + (i * 7919 % 13) / 13 for i in range(50)]
+        run = tmp_path / f"repeat{number // 8}" / STRATEGIES[number % 8]
+        make_run(run, run.name, elapsed_ms=times, log_interval=20, world_size=4, sent_per_iteration=1e6)
+    assert main(["pack", str(tmp_path), "-o", str(tmp_path / "package")]) == 0
+    before = time.process_time()
+    assert main(["verify", str(tmp_path / "package")]) == 0, capsys.readouterr().out
+    busy = time.process_time() - before
+    with capsys.disabled():
+        print(f"\na package of 100 runs verified in {busy:.1f} s of one core")
+    assert busy < 10
