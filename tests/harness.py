@@ -28,10 +28,13 @@ env -0 >"$STUB_DIR/environment"
 echo "stub torchrun output"
 while (($# > 1)); do
   [[ $1 != --train-iters ]] || iterations=$2
+  [[ $1 != --log-interval ]] || interval=$2
   shift
 done
-echo " iteration $iterations/$iterations | elapsed time per iteration (ms): 10.0 | learning rate: 0.0 |" \\
-  "lm loss: 8.5E+00 | grad norm: 1.5 | samples per second: 1600 | TFLOPs: 0.1 |"
+for ((done = interval; done <= iterations; done += interval)); do
+  echo " iteration $done/$iterations | elapsed time per iteration (ms): 10.0 | learning rate: 0.0 |" \\
+    "lm loss: 8.5E+00 | grad norm: 1.5 | samples per second: 1600 | TFLOPs: 0.1 |"
+done
 for rank in 0 1 2 3 4 5 6 7; do
   echo " peak memory | rank $rank | host stub | device cpu | allocated MiB 0.0 | reserved MiB 0.0 | host rss MiB 123.4"
 done
