@@ -29,9 +29,11 @@ echo "stub torchrun output"
 while (($# > 1)); do
   [[ $1 != --train-iters ]] || iterations=$2
   [[ $1 != --log-interval ]] || interval=$2
+  [[ $1 != --nnodes ]] || nodes=$2
+  [[ $1 != --node_rank ]] || node=$2
   shift
 done
-for ((done = interval; done <= iterations; done += interval)); do
+for ((done = interval; done <= iterations && node == nodes - 1; done += interval)); do
   echo " iteration $done/$iterations | elapsed time per iteration (ms): 10.0 | learning rate: 0.0 |" \\
     "lm loss: 8.5E+00 | grad norm: 1.5 | samples per second: 1600 | TFLOPs: 0.1 |"
 done
