@@ -263,7 +263,7 @@ def make_run(
 def seal(directory: Path) -> None:
     """What the recorder does when a run has ended; a test that changes a file of a run does it again."""
     for path in directory.glob("node*.json"):
-        part = json.loads(path.read_text())
+        part = json.loads(files.read(path))
         if part["status"] != RUNNING:
             files.seal(directory, part["node"], part["nnodes"])
     records.write_run(directory)

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
+from t5bench.record.files import RecordError
+
 FORMAT = 2
 SECRET_GIVEN = "given"  # all that a plan says of a secret's value
 
@@ -197,7 +199,9 @@ class Plan:
     format: int = FORMAT
 
     def value(self, name: str) -> str:
-        """A setting's value as text. Raises KeyError for one that no launcher declares."""
+        """A setting's value as text. Raises RecordError where there is no such setting."""
+        if name not in self.settings:
+            raise RecordError(f"the plan of the run in {self.output_dir} has no setting {name}")
         return self.settings[name].value
 
     def number(self, name: str) -> int:

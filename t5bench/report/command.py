@@ -55,9 +55,10 @@ def compare(arguments: argparse.Namespace) -> Comparison:
     runs, damaged = load_runs(arguments.runs)
     try:
         comparison = build(runs, arguments.baseline, arguments.allow, peak)
-    except Problem:
-        raise
-    except UNFORESEEN:
+        tables.caption(comparison)
+    except UNFORESEEN as error:
+        if isinstance(error, Problem) and not isinstance(error, RecordError):
+            raise
         found = [(run, unfit(run)) for run in runs]
         damaged += [why for _, why in found if why]
         comparison = build([run for run, why in found if not why], arguments.baseline, arguments.allow, peak)
@@ -70,7 +71,7 @@ def unfit(run: records.Run) -> str:
     A record that nobody wrote may lack what a comparison asks for in a way that no reader foresees.
     """
     try:
-        build([run], run.strategy).to_json()
+        tables.caption(build([run], run.strategy))
     except UNFORESEEN as error:
         return f"the run in {run.directory} is damaged and left out: {error!r}"
     return ""

@@ -55,7 +55,8 @@ def summary(comparison: Comparison) -> dict[str, Any]:
 def configuration(comparison: Comparison) -> dict[str, Any]:
     """What is the same in all runs, and what is said about them."""
     plans = [run.plan for run in comparison.runs]
-    same = [name for name in plans[0].settings if len({plan.value(name) for plan in plans}) == 1]
+    shared = set(plans[0].settings).intersection(*(plan.settings for plan in plans))
+    same = [name for name in plans[0].settings if name in shared and len({plan.value(name) for plan in plans}) == 1]
     return {name: value for name, value in comparison.to_json().items() if name != "groups"} | {
         "caption": tables.caption(comparison),
         "not a measurement on GPUs": comparison.not_of_gpus,
