@@ -70,6 +70,8 @@ def bring(source: Path, name: str, directory: Path) -> None:
         here = {n for n in names if n.partition(".")[0] not in nodes and (directory / n).exists()}
         return special | here | {*LEFT_OUT, "run.json"} if Path(folder) == source else special
 
+    for node in nodes:  # checksums that an earlier attempt left here
+        (directory / f"{node}.sha256").unlink(missing_ok=True)
     try:
         shutil.copytree(source, directory, ignore=skipped, dirs_exist_ok=True)
     except OSError as error:  # shutil.Error is one

@@ -13,7 +13,7 @@ from dataclasses import asdict, fields
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import msgspec
 from msgspec import Meta
@@ -30,6 +30,8 @@ _Count = Annotated[int, Meta(ge=0, le=2**53)]
 _Amount = Annotated[float, Meta(ge=0, le=MOST)]
 _Clock = Annotated[float, Meta(ge=1e9, le=4.2e9)]
 _Moment = Annotated[str, Meta(pattern=r"^20[0-9]{2}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\.[0-9]{3}Z$")]
+
+_KIND = re.compile(r"(path|text|secret|decimal|whole:[0-9]{1,18}(:[0-9]{1,18})?|one-of:.+)\??")
 
 # Clocks are set while a run goes on, in small steps; samples are taken before and after what is logged.
 STEP_SECONDS, SAMPLES_SECONDS = 5, 60
@@ -189,8 +191,8 @@ def _fault_of_plan(content: Mapping[str, Any], plan: Plan) -> str:
     if min(asdict(layout).values(), key=lambda size: size or 0) == 0 or set(sizes) != {layout.world_size}:
         return f"a layout of {asdict(layout)}"
     for name, setting in plan.settings.items():
-        if setting.role not in ROLES:
-            return f"{name} has the role {setting.role}"
+        if setting.role not in ROLES or not _KIND.fullmatch(setting.kind):
+            return f"{name} has the role {setting.role} and the kind {setting.kind}"
         if wrong := setting.fault(name, setting.value):
             return wrong[0]
         passed = [given[argument] for argument in setting.argument.split(",") if argument in given]
@@ -207,20 +209,31 @@ def _fault_of_plan(content: Mapping[str, Any], plan: Plan) -> str:
 _ITERATION_FIELDS = {entry.name for entry in fields(Iteration)} - {"begin"}
 
 
-def metric_lines(path: Path) -> list[tuple[str, Iteration]]:
-    """All that was logged, in order, and where each line stands; none without the file. Raises RecordError."""
-    found, begin = [], 0
+_Lines = Sequence[tuple[str, Iteration]]
+
+
+class Attempt(NamedTuple):
+    """What one attempt at a run logged after iteration `begin`, in order, and where each line stands."""
+
+    begin: int
+    lines: list[tuple[str, Iteration]]
+
+
+def read_attempts(path: Path) -> list[Attempt]:
+    """All that was logged, by attempt: at least one, without lines where there is no file. Raises RecordError."""
+    found = [Attempt(0, [])]
     for place, content in json_lines(path) if path.exists() or path.is_symlink() else ():
         if "resumed_from" in content:
-            begin = _checked(place, content, dict[Literal["resumed_from"], _Count])["resumed_from"]
+            mark = _checked(place, content, dict[Literal["resumed_from"], _Count])
+            found.append(Attempt(mark["resumed_from"], []))
             continue
         if unknown := content.keys() - _ITERATION_FIELDS:
             raise RecordError(f"{place} cannot be right: there is no {min(unknown)}")
         # Numbers that are not finite are written as text.
-        line = _checked(place, {"lm_loss": None} | content | {"begin": begin}, Iteration, strict=False)
+        line = _checked(place, {"lm_loss": None} | content | {"begin": found[-1].begin}, Iteration, strict=False)
         if wrong := _fault_of_line(line):
             raise RecordError(f"{place} cannot be right: {wrong}")
-        found.append((place, line))
+        found[-1].lines.append((place, line))
     return found
 
 
@@ -236,42 +249,39 @@ def _fault_of_line(line: Iteration) -> str:
     return "" if line.lm_loss is not None or line.skipped else "it has no lm_loss"
 
 
-def that_count(lines: Iterable[Iteration]) -> list[Iteration]:
+def that_count(attempts: Iterable[Attempt]) -> list[Iteration]:
     """The iterations in order, without what an attempt logged beyond the iteration from which the next went on."""
     found: dict[int, Iteration] = {}
-    begin = 0
-    for line in lines:
-        if line.begin != begin:
-            begin = line.begin
-            found = {number: earlier for number, earlier in found.items() if number <= begin}
-        found[line.iteration] = line
+    for begin, lines in attempts:
+        found = {number: line for number, line in found.items() if number <= begin}
+        found |= {line.iteration: line for _, line in lines}
     return [found[number] for number in sorted(found)]
 
 
-def check_complete(
-    directory: Path, plan: Plan, lines: Sequence[tuple[str, Iteration]], part: Mapping[str, Any]
-) -> bool:
+def check_complete(directory: Path, plan: Plan, attempts: Sequence[Attempt], part: Mapping[str, Any]) -> bool:
     """Whether every line of a complete run is there, but for those that its log has in pieces. Raises RecordError.
 
     part: of the last node.
     """
     total, interval = plan.number("TRAIN_ITERS"), plan.number("LOG_INTERVAL")
-    for place, line in lines:
+    for place, line in (entry for attempt in attempts for entry in attempt.lines):
         if line.total != total or line.iteration % interval:
             raise RecordError(
                 f"{place} is of iteration {line.iteration} of {line.total},"
                 f" where every {interval} of {total} are logged"
             )
-    reached = {line.iteration for line in that_count(line for _, line in lines)}
+    reached = {line.iteration for line in that_count(attempts)}
     expected = set(range(interval, iterations_expected(total, interval) + 1, interval))
     missing = expected - reached
     if missing and (missing := missing - _mentioned(directory / f"node{part['node']}.log")):
-        last = f" after line {len(lines)}" if min(missing) > max(reached, default=0) else ""
+        last = " after its last line" if min(missing) > max(reached, default=0) else ""
         raise RecordError(
             f"{directory / METRICS}{last} lacks iteration {min(missing)} of {total},"
             f" and {len(missing)} in all, though the run is complete"
         )
-    _check_clocks(plan, lines, part)
+    for attempt in attempts:
+        _check_clocks(plan, attempt.lines)
+    _check_span(attempts[-1].lines, plan, part)
     return reached >= expected
 
 
@@ -280,36 +290,37 @@ def _mentioned(path: Path) -> set[int]:
     return {int(number) for number in re.findall(rb"\biteration\s+([0-9]{1,15})/", read(path))}
 
 
-def _check_clocks(plan: Plan, lines: Sequence[tuple[str, Iteration]], part: Mapping[str, Any]) -> None:
+def _seconds_of(line: Iteration, plan: Plan) -> float:
+    """What a line is the mean of: fewer iterations where a resumed run logs its first."""
+    return line.elapsed_ms * min(plan.number("LOG_INTERVAL"), line.iteration - line.begin) / 1000
+
+
+def _check_clocks(plan: Plan, lines: _Lines) -> None:
     events = plan.number("SAVE_INTERVAL") or plan.number("EVAL_ITERS")
     pause = PAUSE_WITH_EVENTS_SECONDS if events else PAUSE_SECONDS
-    interval = plan.number("LOG_INTERVAL")
-    timed = [(place, line) for place, line in lines if line.time is not None]
-    for (_, earlier), (place, later) in pairwise(timed):
-        took = later.elapsed_ms * min(interval, later.iteration - later.begin) / 1000
-        passed = later.time - earlier.time
-        if earlier.begin == later.begin and (
-            later.iteration <= earlier.iteration or passed < -STEP_SECONDS or passed - took > pause
-        ):
+    for (_, earlier), (place, later) in pairwise(lines):
+        passed = (later.time or 0) - (earlier.time or 0) if later.time and earlier.time else 0
+        too_late = passed - _seconds_of(later, plan) > pause
+        if later.iteration <= earlier.iteration or passed < -STEP_SECONDS or too_late:
             raise RecordError(
                 f"{place} cannot follow: iteration {later.iteration} comes {passed:.0f} s after"
                 f" iteration {earlier.iteration}"
             )
-    if not timed:
-        return
-    last_attempt = [(place, line) for place, line in timed if line.begin == timed[-1][1].begin]
+
+
+def _check_span(lines: _Lines, plan: Plan, part: Mapping[str, Any]) -> None:
+    """Whether the lines of the last attempt lie within its time, and their iterations fit into it."""
     begin, end = seconds(part["started"]) - STEP_SECONDS, seconds(part["ended"]) + STEP_SECONDS
-    for place, line in last_attempt:
-        if not begin <= line.time <= end:
+    for place, line in lines:
+        if line.time is not None and not begin <= line.time <= end:
             raise RecordError(f"{place} is not of the time of the run, {part['started']} to {part['ended']}")
-    computed = sum(line.elapsed_ms for _, line in last_attempt) * interval / 1000
+    computed = sum(_seconds_of(line, plan) for _, line in lines)
     if computed > end - begin + STEP_SECONDS:
-        raise RecordError(
-            f"{timed[-1][0]} and before: the iterations took {computed:.0f} s, the run {end - begin:.0f} s"
-        )
+        place = lines[-1][0]
+        raise RecordError(f"{place} and those above it took {computed:.0f} s, the whole run {end - begin:.0f} s")
 
 
-def check_log(directory: Path, part: Mapping[str, Any], lines: Sequence[tuple[str, Iteration]] | None) -> None:
+def check_log(directory: Path, part: Mapping[str, Any], lines: _Lines | None) -> None:
     """Whether a node's log says what its part says, and the lines of its last attempt. Raises RecordError.
 
     lines: None for a node that does not log iterations.
@@ -327,11 +338,7 @@ def check_log(directory: Path, part: Mapping[str, Any], lines: Sequence[tuple[st
     if vocabulary and vocabulary[-1] != part["padded_vocab_size"]:
         raise RecordError(f"{path} tells of a vocabulary of {vocabulary[-1]}, node{part['node']}.json of another")
     if lines is not None:
-        begin = lines[-1][1].begin if lines else 0
-        _check_same(directory / METRICS, [entry for entry in lines if entry[1].begin == begin], path, printed)
-
-
-_Lines = Sequence[tuple[str, Iteration]]
+        _check_same(directory / METRICS, lines, path, printed)
 
 
 def _check_same(path: Path, lines: _Lines, log_path: Path, printed: _Lines) -> None:

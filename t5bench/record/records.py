@@ -65,7 +65,7 @@ def read_metrics(path: Path) -> list[Iteration]:
 
     Raises RecordError.
     """
-    return reader.that_count(line for _, line in reader.metric_lines(path))
+    return reader.that_count(reader.read_attempts(path))
 
 
 @dataclass(frozen=True)
@@ -205,16 +205,16 @@ def load(directory: Path, *, from_log: bool = False) -> Run:
         raise RecordError(f"there is no run directory {directory}")
     parts = read_parts(directory)
     record, last, path = merge(parts), parts[-1], directory / METRICS
-    plan, lines = Plan.read(record["plan"]), reader.metric_lines(path)
+    plan, attempts = Plan.read(record["plan"]), reader.read_attempts(path)
     samples = {p["node"]: reader.read_samples(directory / f"node{p['node']}.samples.jsonl") for p in parts}
     remarks = list(_remarks(directory, parts, record))
     if record["status"] == COMPLETE:
-        is_whole = reader.check_complete(directory, plan, lines, last)
+        is_whole = reader.check_complete(directory, plan, attempts, last)
         for part in parts:
             reader.check_samples(directory, samples[part["node"]], part)
             if from_log or remarks or not is_whole:
-                reader.check_log(directory, part, lines if part is last else None)
-    return Run(directory, record, plan, reader.that_count(line for _, line in lines), samples, remarks)
+                reader.check_log(directory, part, attempts[-1].lines if part is last else None)
+    return Run(directory, record, plan, reader.that_count(attempts), samples, remarks)
 
 
 def _remarks(directory: Path, parts: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> Iterator[str]:

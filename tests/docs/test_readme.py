@@ -165,7 +165,7 @@ def test_commands_that_read_runs(tmp_path: Path):
     words = {
         shlex.split((block or inline).replace("$PWD", str(tmp_path)))[3]: block or inline for block, inline in commands
     }
-    assert set(words) == {"compare", "collect", "wandb"}
+    assert set(words) == {"compare", "collect", "wandb", "pack", "verify"}
     for strategy in ("ddp", "zero1"):
         make_run(tmp_path / "outputs" / "all" / "repeat1" / strategy, strategy, elapsed_ms=[100.0] * 30)
     make_run(tmp_path / "outputs" / "ddp", "ddp", elapsed_ms=[100.0] * 3)
@@ -174,7 +174,7 @@ def test_commands_that_read_runs(tmp_path: Path):
     ssh.write_text('#!/bin/bash\nexec bash -c "${@: -1}"\n')
     ssh.chmod(0o755)
     environment = os.environ | {"PATH": f"{ssh.parent}:{os.environ['PATH']}", "WANDB_MODE": "offline"}
-    for command in ("compare", "wandb", "collect"):
+    for command in ("compare", "wandb", "collect", "pack", "verify"):
         result = subprocess.run(
             ["bash", "-c", words[command].replace("python", shlex.quote(sys.executable), 1)],
             cwd=tmp_path,

@@ -6,7 +6,7 @@ from harness import REPO_ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t5bench.record.log import iterations, peak_memory
+from t5bench.record.log import iterations
 from t5bench.record.records import load
 from t5bench.record.status import CauseFinder
 
@@ -27,15 +27,8 @@ def test_a_stored_run(name: str):
     assert run.padded_vocab_size == 4224
     assert [peak.rank for peak in run.peak_memory] == [0, 1]
     assert run.plan.number("EVAL_INTERVAL") == 4
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_the_log_says_what_the_metrics_say(name: str):
-    run, lines = load(STORED / name), log_lines(name)
-    assert [(i.iteration, i.elapsed_ms, i.lm_loss, i.grad_norm) for i in iterations(lines)] == [
-        (i.iteration, i.elapsed_ms, i.lm_loss, i.grad_norm) for i in run.iterations
-    ]
-    assert peak_memory(lines) == run.peak_memory
+    # It was made before there were checksums, so its log was held against its metrics.
+    assert ["no checksums" in remark for remark in run.remarks] == [True]
 
 
 @pytest.mark.parametrize("name", RUNS)

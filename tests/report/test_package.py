@@ -156,7 +156,7 @@ SEALED: dict[str, tuple[Change, str]] = {
     "another layout": (value(PART, "plan", "layout", "dp", to=4), "a layout of"),
     "a word of the command": (text(PART, '"--seed",\\s+"1234"', '"--seed", "1235"'), "was given --seed 1235"),
     "a failed run made complete": (
-        value(f"{FAILED}/node0.json", "status", to="complete"), "zero3/metrics.jsonl after line 9 lacks iteration 10"),
+        value(f"{FAILED}/node0.json", "status", to="complete"), "after its last line lacks iteration 10"),
     "a complete run made failed": (value(PART, "status", to="crashed"), r"rows\[zero1\].status is complete, and from"),
     "a reason": (value(f"{FAILED}/node0.json", "reason", to="the network"), r"rows\[zero3\].reason is , and from"),
     "an end before the beginning": (value(PART, "ended", to="2025-11-20T00:00:00.000Z"), "it began 2025-11-21T"),
