@@ -183,7 +183,7 @@ def outcome(execute: Callable[[Path, Path], int], runs: Path, target: Path) -> s
         except ValueError as problem:
             if type(problem).__module__.partition(".")[0] != "t5bench":
                 raise
-            status = problem
+            status = f"{problem}\n{getattr(problem, 'remedy', '')}"
     shutil.rmtree(target, ignore_errors=True)
     return f"{said.getvalue()}{status}"
 
@@ -235,7 +235,9 @@ def test_no_damage_goes_unnoticed(runs: Path, tmp_path: Path):
             # A run without checksums has a sentence that says so, whether anything was changed or not.
             known = set(clean[execute].splitlines()) if (pristine / run.name / "node0.sha256").exists() else set()
             new = set(found.splitlines()) - known
-            assert any(str(place) in line for line in new for place in (run, target / run.name)), f"{what}:\n{found}"
+            assert any(str(place) in line for line in new for place in (run, target / run.name, f"({run.name})")), (
+                f"{what}:\n{found}"
+            )
             counts[execute.__name__, "named"] += 1
         shutil.rmtree(run)
         shutil.copytree(pristine / run.name, run)
