@@ -109,110 +109,82 @@ require_python() {
 
 # ---- hosts and ranks -----------------------------------------------------------------------------------------------
 
-addresses_of() {
-  getent ahosts "$1" 2>/dev/null | while read -r address _; do printf '%s\n' "$address"; done
-}
-
-host_resolves() { getent hosts "$1" >/dev/null 2>&1 || getent ahosts "$1" >/dev/null 2>&1; }
+addresses_of() { getent ahosts "$1" 2>/dev/null | while read -r address _; do printf '%s\n' "$address"; done; }
 
 is_loopback() { [[ $1 == localhost || $1 == 127.* || $1 == ::1 ]]; }
 
 # The names are compared before any resolver is asked: a cluster's short and long names differ only after the first dot.
-is_this_host() {
-  local name=$1 own=${HOSTNAME:-$(uname -n)} address
-  [[ $name == "$own" || $name == "${own%%.*}" ]] && return 0
-  is_loopback "$name" && return 0
-  [[ ! $name =~ ^[0-9.:]+$ && ${name%%.*} == "${own%%.*}" ]] && return 0
-  local own_addresses
-  own_addresses=" $(hostname -I 2>/dev/null || true) "
-  for address in $(addresses_of "$name"); do
-    [[ $address != 127.* && $address != ::1 && $own_addresses == *" $address "* ]] && return 0
-  done
-  return 1
-}
+same_name() { [[ $1 == "$2" || (! $1$2 =~ ^[0-9.:]+$ && ${1%%.*} == "${2%%.*}") ]]; }
 
 same_host() {
-  [[ $1 == "$2" || (! $1$2 =~ ^[0-9.:]+$ && ${1%%.*} == "${2%%.*}") ]] && return 0
+  same_name "$1" "$2" && return 0
   local first
   first=$(addresses_of "$1")
   [[ -n $first && " ${first//$'\n'/ } " == *" $(addresses_of "$2" | head -n 1) "* ]]
 }
 
+is_this_host() {
+  same_name "$1" "$HOSTNAME" || is_loopback "$1" && return 0
+  local address own
+  own=" $(hostname -I 2>/dev/null || true) "
+  for address in $(addresses_of "$1"); do
+    is_loopback "$address" || [[ $own != *" $address "* ]] || return 0
+  done
+  return 1
+}
+
 # Host names of the SLURM allocation, one a line; nothing outside one.
 slurm_hosts() {
   local list=${SLURM_JOB_NODELIST:-${SLURM_NODELIST:-}}
-  [[ -n $list ]] || return 0
-  if [[ $list == *'['* ]]; then
-    command -v scontrol >/dev/null || refuse no-scontrol "SLURM gives the nodes as '$list' but scontrol is not on PATH" \
-      'Export the names yourself: export HOSTS="node0 node1"'
-    scontrol show hostnames "$list"
-  else
+  [[ $list == *'['* ]] || {
     printf '%s\n' "${list//,/$'\n'}"
-  fi
+    return 0
+  }
+  command -v scontrol >/dev/null || refuse no-scontrol "SLURM gives the nodes as '$list' but scontrol is not on PATH" \
+    'Export the names yourself: export HOSTS="node0 node1"'
+  scontrol show hostnames "$list"
 }
 
 # resolve_topology [MASTER] [RANK]: sets HOST_LIST, NNODES, MASTER_ADDR and NODE_RANK.
 # Each comes from the argument, else the environment, else SLURM, else this host's name.
 resolve_topology() {
-  local master=${1:-${MASTER_ADDR:-}} rank=${2:-${NODE_RANK:-}}
+  MASTER_ADDR=${1:-${MASTER_ADDR:-}} NODE_RANK=${2:-${NODE_RANK:-}}
   read -r -d '' -a HOST_LIST <<<"${HOSTS:-$(slurm_hosts)}" || true
-  resolve_node_count "$master"
-  resolve_master "$master"
-  resolve_rank "$rank"
+  resolve_node_count
+  resolve_master
+  resolve_rank
   check_rank_against_hosts
 }
 
 resolve_node_count() {
-  local master=$1
-  if [[ -z ${NNODES:-} ]]; then
-    if ((${#HOST_LIST[@]})); then
-      NNODES=${#HOST_LIST[@]}
-    elif [[ -n ${SLURM_JOB_NUM_NODES:-} ]]; then
-      NNODES=$SLURM_JOB_NUM_NODES
-    elif [[ -z $master ]] || is_loopback "$master"; then
-      NNODES=1
-    else
-      NNODES=2
-      note "Neither HOSTS nor NNODES says how many nodes there are: taking the README's 2, with $master as the master."
-    fi
+  if [[ -z ${NNODES:-} && -n $MASTER_ADDR && -z ${HOST_LIST[*]}${SLURM_JOB_NUM_NODES:-} ]] && ! is_loopback "$MASTER_ADDR"; then
+    NNODES=2
+    note "Neither HOSTS nor NNODES says how many nodes there are: taking the README's 2, with $MASTER_ADDR as the master."
   fi
+  ((${#HOST_LIST[@]} == 0)) || NNODES=${NNODES:-${#HOST_LIST[@]}}
+  NNODES=${NNODES:-${SLURM_JOB_NUM_NODES:-1}}
   [[ $NNODES =~ ^[1-9][0-9]{0,8}$ ]] || refuse setting-value "NNODES must be a whole number of at least 1, found '$NNODES'"
 }
 
 resolve_master() {
-  MASTER_ADDR=$1
-  if [[ -z $MASTER_ADDR ]]; then
-    if ((${#HOST_LIST[@]})); then
-      MASTER_ADDR=${HOST_LIST[0]}
-    elif ((NNODES == 1)); then
-      MASTER_ADDR=127.0.0.1
-    else
-      refuse no-master "NNODES is $NNODES but no master host is known" \
-        'Name it as the first argument, or export HOSTS="node0 node1 ..." in rank order'
-    fi
-  fi
+  MASTER_ADDR=${MASTER_ADDR:-${HOST_LIST[0]:-}}
+  [[ -n $MASTER_ADDR ]] || ((NNODES == 1)) || refuse no-master "NNODES is $NNODES but no master host is known" \
+    'Name it as the first argument, or export HOSTS="node0 node1 ..." in rank order'
+  MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}
 }
 
 resolve_rank() {
-  NODE_RANK=$1
+  local index
   if [[ -z $NODE_RANK && -n ${SLURM_NODEID:-} ]]; then
     [[ ${SLURM_LOCALID:-0} == 0 ]] || refuse tasks-per-node "srun started more than one launcher on this node (SLURM_LOCALID=$SLURM_LOCALID)" \
       'One launcher starts all processes of its node: use srun --ntasks-per-node=1'
     NODE_RANK=$SLURM_NODEID
   fi
-  if [[ -z $NODE_RANK ]] && ((NNODES == 1)); then
-    NODE_RANK=0
-  fi
-  if [[ -z $NODE_RANK ]]; then
-    local index
-    for index in "${!HOST_LIST[@]}"; do
-      if is_this_host "${HOST_LIST[index]}"; then
-        NODE_RANK=$index
-        break
-      fi
-    done
-  fi
-  [[ -n $NODE_RANK ]] || refuse no-node-rank "Unable to infer NODE_RANK: this host is ${HOSTNAME:-unnamed}, HOSTS is '${HOST_LIST[*]}'" \
+  [[ -n $NODE_RANK ]] || ((NNODES > 1)) || NODE_RANK=0
+  for index in "${!HOST_LIST[@]}"; do
+    [[ -n $NODE_RANK ]] || ! is_this_host "${HOST_LIST[index]}" || NODE_RANK=$index
+  done
+  [[ -n $NODE_RANK ]] || refuse no-node-rank "Unable to infer NODE_RANK: this host is $HOSTNAME, HOSTS is '${HOST_LIST[*]}'" \
     "Pass it explicitly: bash scripts/${0##*/} $MASTER_ADDR 0 on node 0, ... 1 on node 1"
   [[ $NODE_RANK =~ ^(0|[1-9][0-9]{0,8})$ ]] || refuse node-rank "the node rank must be a whole number, found '$NODE_RANK'" \
     "Usage: bash scripts/${0##*/} [master-host] [node-rank]"
@@ -224,13 +196,11 @@ check_rank_against_hosts() {
   ((${#HOST_LIST[@]} && NNODES > 1)) || return 0
   ((${#HOST_LIST[@]} >= NNODES)) ||
     note "HOSTS names ${#HOST_LIST[@]} of the $NNODES nodes: the others are not checked against their rank."
-  if ! same_host "$MASTER_ADDR" "${HOST_LIST[0]}"; then
-    refuse master-is-not-first "the master host is $MASTER_ADDR but HOSTS begins with ${HOST_LIST[0]}" \
-      "Rank 0 runs on the master: name ${HOST_LIST[0]} as the master, or put $MASTER_ADDR first in HOSTS"
-  fi
+  same_host "$MASTER_ADDR" "${HOST_LIST[0]}" || refuse master-is-not-first "the master host is $MASTER_ADDR but HOSTS begins with ${HOST_LIST[0]}" \
+    "Rank 0 runs on the master: name ${HOST_LIST[0]} as the master, or put $MASTER_ADDR first in HOSTS"
   local expected=${HOST_LIST[NODE_RANK]:-}
   [[ -z $expected ]] || is_this_host "$expected" || lack rank-of-another-host \
-    "rank $NODE_RANK belongs to $expected in HOSTS, but this is ${HOSTNAME:-unnamed}" \
+    "rank $NODE_RANK belongs to $expected in HOSTS, but this is $HOSTNAME" \
     "Start rank $NODE_RANK on $expected, or correct HOSTS ('${HOST_LIST[*]}')"
 }
 

@@ -13,7 +13,7 @@
 # shellcheck source=scripts/common.sh
 source "${BASH_SOURCE[0]%/*}/common.sh"
 
-STRATEGY_COLOUR='' STRATEGY_TP=1 STRATEGY_PP=1 STRATEGY_DS_CONFIG='' STRATEGY_FLAGS=()
+STRATEGY_COLOUR='' STRATEGY_TP=1 STRATEGY_PP=1 STRATEGY_DS_CONFIG='' STRATEGY_FLAGS=() HOST_LIST=()
 
 # ---- settings: every one of them can be overridden from the environment --------------------------------------------
 
@@ -91,15 +91,8 @@ declare_settings() {
 
 # ---- the plan ------------------------------------------------------------------------------------------------------
 
-declaration() {
-  printf '%s\0' "$STRATEGY" "$STRATEGY_TITLE" "$STRATEGY_PORT" "$STRATEGY_TP" "$STRATEGY_PP" "$STRATEGY_DS_CONFIG" \
-    "$STRATEGY_COLOUR" "${STRATEGY_FLAGS[@]}"
-}
-
 request() {
-  local declared
-  mapfile -d '' -t declared < <(declaration)
-  group declaration "${declared[@]}"
+  group declaration "${DECLARATION[@]}"
   settings_group
   group fixed "${FIXED_ARGUMENTS[@]}"
   group extra "${EXTRA_ARGUMENTS[@]}"
@@ -112,11 +105,10 @@ request() {
 # One Python process checks everything, says what is wrong, prepares the run directory, and answers with what is derived
 # from the settings: the array PLAN, and the settings that become absolute paths or that engine arguments change.
 make_plan() {
-  local status=0
+  local status
   declare -gA PLAN=()
   require_python
-  hear make request || status=$?
-  ((status)) || return 0
+  hear make request && return 0 || status=$?
   [[ $DRY_RUN != json || -z ${PLAN[json]:-} ]] || printf '%s\n' "${PLAN[json]}"
   exit "$status"
 }
@@ -136,17 +128,16 @@ plan_words() {
 
 # What the settings say, as their declarations tell.
 build_setting_arguments() {
-  local name argument arguments
+  local name argument
   SETTING_ARGUMENTS=()
   for name in "${SETTING_NAMES[@]}"; do
-    case ${SETTING_ARGUMENT[$name]} in
-      -) ;;
-      =) [[ -z ${!name} ]] || SETTING_ARGUMENTS+=("${!name}") ;;
-      *)
-        IFS=, read -r -a arguments <<<"${SETTING_ARGUMENT[$name]}"
-        for argument in "${arguments[@]}"; do SETTING_ARGUMENTS+=("$argument" "${!name}"); done
-        ;;
-    esac
+    for argument in ${SETTING_ARGUMENT[$name]//,/ }; do
+      case $argument in
+        -) ;;
+        =) [[ -z ${!name} ]] || SETTING_ARGUMENTS+=("${!name}") ;;
+        *) SETTING_ARGUMENTS+=("$argument" "${!name}") ;;
+      esac
+    done
   done
 }
 
@@ -288,11 +279,12 @@ parse_arguments() {
 }
 
 run_strategy() {
+  DECLARATION=("$STRATEGY" "$STRATEGY_TITLE" "$STRATEGY_PORT" "$STRATEGY_TP" "$STRATEGY_PP" "$STRATEGY_DS_CONFIG"
+    "$STRATEGY_COLOUR" "${STRATEGY_FLAGS[@]}")
   if [[ ${1:-} == --declaration ]]; then
-    declaration
+    printf '%s\0' "${DECLARATION[@]}"
     return 0
   fi
-  HOST_LIST=()
   # The same in every run of an engine; what the user gives after -- wins over it.
   FIXED_ARGUMENTS=(--lr-decay-style cosine --data-impl mmap --split "949,50,1" --num-workers 2 --tokenizer-type HFTokenizer
     --DDP-impl local --no-gradient-accumulation-fusion)
@@ -303,7 +295,7 @@ run_strategy() {
     return 0
   fi
   resolve_topology "${POSITIONAL[@]}"
-  host_resolves "$MASTER_ADDR" || lack unknown-master "the master host name '$MASTER_ADDR' does not resolve on ${HOSTNAME:-this host}" \
+  [[ -n $(addresses_of "$MASTER_ADDR") ]] || lack unknown-master "the master host name '$MASTER_ADDR' does not resolve on $HOSTNAME" \
     "Check the spelling, or use the address that 'getent hosts' prints on the master"
   if [[ $NODE_RANK == 0 && $MASTER_PORT =~ ^[1-9][0-9]{0,4}$ ]] && port_is_taken "$MASTER_PORT"; then
     lack port-taken "port $MASTER_PORT is already in use on this node" "Choose another on every node: MASTER_PORT=29900 bash scripts/${0##*/} ..."
