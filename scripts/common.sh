@@ -219,42 +219,68 @@ port_is_taken() {
 # setsid: a Ctrl-C must not end what ends the others.
 end_marked() (cd -- "$REPO_ROOT" && setsid -w "$PYTHON" -m t5bench.run.processes "$1" "$2" || true)
 
+# Waits so many seconds, or for a signal, and starts no process.
+pause() { read -rt "$1" -u "$NEVER" || true; }
+
+# Whether the recorder is there. One that somebody stopped goes on after 5 s: the run's output stands still without it.
+recorder_lives() {
+  local state
+  { kill -0 "$recorder_pid" && read -r _ _ state _ <"/proc/$recorder_pid/stat"; } 2>/dev/null || return 1
+  [[ $state == T ]] || stopped=0
+  if ((++stopped > 25)); then
+    note "what keeps the record of this run was stopped; it goes on"
+    kill -s CONT "$recorder_pid"
+  fi
+}
+
 # run_to_end RECORDER END_FILE COMMAND...: runs the command, with its output going into `RECORDER mark`, ends
 # everything that it started when it ends or when this shell gets INT, TERM or HUP, tells RECORDER in END_FILE how it ended
-# (exit status, signal), and returns RECORDER's status.
+# (exit status, signal), and returns RECORDER's status. What the command leaves in TMPDIR is removed.
 run_to_end() {
-  local recorder=$1 end_file=$2 mark=$$-$RANDOM$RANDOM child status=0
+  local recorder=$1 end_file=$2 mark=$$-$RANDOM$RANDOM child recorder_pid stopped=0 patience=50 status=0 NEVER
+  local scratch=${TMPDIR:-/tmp}/t5-$mark
   interrupted_by=''
   trap 'interrupted_by=${interrupted_by:-INT}' INT
   trap 'interrupted_by=${interrupted_by:-TERM}' TERM
   trap 'interrupted_by=${interrupted_by:-HUP}' HUP
-  # Written over in its place at the end, which takes no space on a disk that has become full.
-  printf '%40s\n' '' >"$end_file" || true
+  exec {NEVER}<> <(:)
+  # The name of a socket, which multiprocessing makes there, may have 107 characters.
+  { ((${#scratch} < 70)) && mkdir -m 700 -- "$scratch" 2>/dev/null; } || scratch=''
   # A Ctrl-Z stops this shell, and not what reads the run's output.
   exec {output_fd}> >(trap '' INT TERM HUP TSTP && "$recorder" "$mark")
-  local recorder_pid=$!
+  recorder_pid=$!
   # setsid: a Ctrl-C on the terminal reaches this shell alone, which then ends the others in order.
-  setsid env T5_RUN_MARK="$mark" "${@:3}" >&"$output_fd" 2>&1 &
+  setsid env T5_RUN_MARK="$mark" ${scratch:+TMPDIR="$scratch"} "${@:3}" >&"$output_fd" 2>&1 &
   child=$!
-  while true; do
-    wait "$child" && status=0 || status=$?
-    if [[ -n $interrupted_by ]]; then
-      note "$interrupted_by received: ending the processes of this run"
-      # SLURM kills after 30 s (KillWait), and the record takes some of them.
-      end_marked "$mark" 15
-      break
-    fi
-    kill -0 "$child" 2>/dev/null || break
-  done
-  [[ -n $interrupted_by ]] || end_marked "$mark" 10
+  while [[ -z $interrupted_by ]] && kill -0 "$child" 2>/dev/null && recorder_lives; do pause 0.2; done
+  if [[ -n $interrupted_by ]]; then
+    note "$interrupted_by received: ending the processes of this run"
+    # SLURM kills after 30 s (KillWait), and the record takes some of them.
+    end_marked "$mark" 15
+  else
+    end_marked "$mark" 10
+  fi
+  wait "$child" && status=0 || status=$?
+  [[ -z $scratch ]] || rm -rf -- "$scratch"
+  # In the place of what is there, which takes no space on a disk that has become full.
   printf '%-40s\n' "$status $interrupted_by" 1<>"$end_file" || true
   exec {output_fd}>&-
-  while true; do
-    # It may wait for other nodes to tell why they failed; whoever is asked to end does not.
-    [[ -z $interrupted_by ]] || kill -s TERM "$recorder_pid" 2>/dev/null || true
-    wait "$recorder_pid" && status=0 || status=$?
-    kill -0 "$recorder_pid" 2>/dev/null || break
+  while recorder_lives && ((patience > 0)); do
+    # It may wait for other nodes to tell why they failed; whoever is asked to end does not, and has 5 s for it.
+    if [[ -n $interrupted_by ]]; then
+      { kill -s TERM "$recorder_pid" && kill -s CONT "$recorder_pid"; } 2>/dev/null || true
+      patience=$((patience - 1))
+    fi
+    pause 0.1
   done
+  if ((patience == 0)); then
+    # One that a file system holds takes no signal.
+    kill -s KILL "$recorder_pid" 2>/dev/null || true
+    status=$((128 + $(kill -l "$interrupted_by")))
+  else
+    wait "$recorder_pid" && status=0 || status=$?
+  fi
+  exec {NEVER}>&-
   if ((status > 128)) && [[ -z $interrupted_by && -s $end_file ]]; then
     note "error: what keeps the record of this run was killed (signal $((status - 128))); the run ended with it"
     status=1

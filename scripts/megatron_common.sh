@@ -223,15 +223,22 @@ record_run() {
 
 start_run() {
   local exit_status=0 node=$OUTPUT_DIR/node$NODE_RANK status='' reason='' remedy=''
-  { plan_words >"$node.plan" && print_command >"$node.command.sh"; } ||
-    die "cannot write to the run directory $OUTPUT_DIR" "Free space there, or choose another OUTPUT_DIR"
+  { plan_words >"$node.plan" && print_command >"$node.command.sh"; } || {
+    printf 'configuration  ' 1<>"$node.status" || true
+    die "cannot write to the run directory $OUTPUT_DIR" "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"
+  }
   note "$STRATEGY_TITLE: node $NODE_RANK of $NNODES, master $MASTER_ADDR:$MASTER_PORT, ${PLAN[world_size]} processes" \
     "(TP=${PLAN[tp]} PP=${PLAN[pp]} DP=${PLAN[dp]}, ${PLAN[micro_batches]} micro-batches), ${PLAN[device]}, engine $ENGINE"
   run_to_end record_run "$node.end" env "${RUN_ENVIRONMENT[@]}" "${COMMAND[@]}" || exit_status=$?
   # DeepSpeed leaves these in the memory of a machine without GPUs, 66 MiB for each process.
   [[ ${PLAN[device]} != cpu ]] || rm -f -- "/dev/shm/deepspeed_allreduce_buffer_${UID}_${MASTER_ADDR}_${MASTER_PORT}_"*
-  { read -r status reason && read -r remedy; } <"$node.status" || true
-  [[ $status != running ]] || { status=crashed reason="what keeps the record was killed" remedy=''; }
+  { read -r status reason && read -r remedy; } 2>/dev/null <"$node.status" || true
+  if [[ $status == running ]]; then
+    status=crashed reason="what keeps the record was killed" remedy=''
+    [[ -z $interrupted_by ]] || status=cancelled reason="$interrupted_by received, and what keeps the record did not end"
+    printf '%s %s\n\n' "$status" "$reason" >"$node.status" || true
+  fi
+  [[ -n $status ]] || { status=crashed reason="its record cannot be read: $OUTPUT_DIR is gone, or cannot be written" remedy=''; }
   if ((exit_status == 0)); then
     note "$STRATEGY: $status; record in $OUTPUT_DIR"
   else

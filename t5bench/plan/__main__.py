@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from t5bench import Problem
+from t5bench.plan import claim
 from t5bench.plan.complete import completed
 from t5bench.plan.deepspeed import check_release, effective_config
 from t5bench.plan.engine import check_engine
@@ -137,6 +139,26 @@ def resume(plan: Plan, request: Request) -> Plan:
     return replace(plan, resume_from=iteration)
 
 
+def begin(plan: Plan, besides: Mapping[str, str], request: Request) -> Plan:
+    """Claims the run directory and prepares it, unless this is a dry run or something stops the run."""
+    findings, layout = request.findings, plan.layout
+    assert layout
+    try:
+        if not findings.obstacles and not request.dry_run:
+            run = f"{plan.strategy.name} on {layout.nnodes} nodes at port {plan.value('MASTER_PORT')}"
+            claim.take(Path(plan.output_dir), f"node{plan.node}", run, int(request.facts["launcher"]))
+        plan = resume(plan, request)
+        if not findings.obstacles and not request.dry_run:
+            prepare_directory(plan, besides, request.facts["launcher"])
+    except Problem as problem:
+        findings.lack("running", str(problem), problem.remedy)
+    except OSError as error:
+        found = f"cannot write to the run directory {plan.output_dir}: {error.strerror or error}"
+        remedy = "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"
+        findings.lack("output-directory", found, remedy)
+    return plan
+
+
 def tell(findings: Findings, *, is_dry_run: bool) -> bool:
     """Says on standard error what was found; whether to go on, which a dry run does whatever the machine lacks."""
     if not findings.obstacles or is_dry_run:
@@ -185,18 +207,11 @@ def main() -> int:
     request = read_request(words)
     plan, besides = (refused(request), {}) if request.findings.refused else make(request)
     if plan.layout:
-        plan = resume(plan, request)
+        plan = begin(plan, besides, request)
     if plan.layout and (request.dry_run or plan.device == "cuda"):
         from t5bench.plan.forecast import forecast
 
         request.findings.notes += forecast(plan, is_dry_run=request.dry_run)
-    starts = not request.findings.obstacles and not request.dry_run
-    if starts:
-        try:
-            prepare_directory(plan, besides, request.facts["launcher"])
-        except OSError as error:
-            found = f"cannot write to the run directory {plan.output_dir}: {error.strerror or error}"
-            request.findings.lack("output-directory", found, "Free space there, or choose another OUTPUT_DIR")
     goes_on = tell(request.findings, is_dry_run=request.dry_run)
     say(answer(plan, besides, request))
     return 0 if goes_on else EXIT_CONFIGURATION

@@ -12,6 +12,7 @@ from t5bench import REPOSITORY, Problem
 from t5bench.corpus.checksum import cached_tokenizer, describes, tokenizer_checksum
 from t5bench.corpus.common import read_record, record_path
 from t5bench.corpus.index import read_index
+from t5bench.plan import claim
 from t5bench.plan.request import Request
 from t5bench.record.machine import installed_version
 from t5bench.record.plan import Plan
@@ -108,15 +109,16 @@ def check_output_directory(request: Request) -> None:
     """Nothing is overwritten, and no run is started where one goes on."""
     directory, node, lack = Path(request.value("OUTPUT_DIR")), request.facts["node"], request.findings.lack
     try:
-        status, host, pid = [*(directory / f"node{node}.status").read_text().split(), "", "", ""][:3]
-    except OSError:
-        status = host = pid = ""
-    if status == "running" and host == socket.gethostname() and pid.isdecimal() and Path("/proc", pid).exists():
-        found = f"a run is going on in {directory} (process {pid})"
-        lack("running", found, "Wait for it, end it, or choose another OUTPUT_DIR")
+        claim.check(directory, f"node{node}")
+        status = (directory / f"node{node}.status").read_text().split()[0]
+    except Problem as problem:
+        lack("running", str(problem), problem.remedy)
+        return
+    except (OSError, IndexError):
+        status = ""
     if request.value("RESUME") == "1":
         return
-    if status == "complete":
+    if status == "complete" and (directory / f"node{node}.json").exists():
         found = f"{directory} holds a finished run, and nothing is overwritten"
         lack("finished-run", found, "Choose another OUTPUT_DIR, or delete it")
     checkpoints = [_CHECKPOINT.fullmatch(path.name) for path in (directory / "checkpoints").glob("*")]
@@ -136,7 +138,7 @@ def keep_earlier(file: Path) -> None:
 
 
 def prepare_directory(plan: Plan, besides: Mapping[str, str], launcher: str) -> None:
-    """Makes the run directory, with what the engine reads from it. Raises OSError."""
+    """Makes the run directory, with what the engine reads from it and every file that the run needs. Raises OSError."""
     directory, layout, name = Path(plan.output_dir), plan.layout, f"node{plan.node}"
     assert layout
     directory.mkdir(parents=True, exist_ok=True)
@@ -145,7 +147,9 @@ def prepare_directory(plan: Plan, besides: Mapping[str, str], launcher: str) -> 
     # The last node writes the metrics; a run that goes on adds to them.
     if plan.node == layout.nnodes - 1 and plan.value("RESUME") == "0":
         keep_earlier(directory / "metrics.jsonl")
-    (directory / f"{name}.status").write_text(f"running {socket.gethostname()} {launcher}\n")
+    # Before anything starts: an inode or a block that is lacking now would be lacking later.
+    for suffix in ("log", "samples.jsonl", "plan", "command.sh", "end"):
+        (directory / f"{name}.{suffix}").write_text(f"{'':80}\n" if suffix == "end" else "")
     if besides["wandb_config"]:
         # Without the file W&B does not start.
         Path(besides["wandb_config"]).write_text("wandb_version: 1\n")
@@ -154,6 +158,7 @@ def prepare_directory(plan: Plan, besides: Mapping[str, str], launcher: str) -> 
         own = directory / f"{name}.ds_config"
         own.write_text(besides["ds_config"])
         own.replace(directory / "ds_config.json")
+    (directory / f"{name}.status").write_text(f"running {socket.gethostname()} {launcher}\n")
 
 
 def threads_per_process(per_node: int) -> int:

@@ -35,8 +35,12 @@ class RecordError(Problem):
 def write_whole(path: Path, text: str) -> None:
     """A reader sees the old text or the new one, never half of it. Raises OSError."""
     new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    new.write_text(text)
-    new.replace(path)
+    try:
+        new.write_text(text)
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from t5bench.run.guard import Guard
 from t5bench.run.output import Output
 
 KILLED = 128 + 9
+SPACE_REMEDY = "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"
 # SLURM ends a job somewhat after its time is over, and tells its processes so by TERM alone.
 SLURM_MARGIN_SECONDS = 90
 
@@ -53,14 +54,14 @@ def cause_of(
     if output.diverged_at is not None and (exit_status == 0 or strength <= Strength.EXCEPTION):
         reason = f"the loss is not a number at iteration {output.diverged_at}"
         return Cause.now(ends.DIVERGED, reason, "Lower LR, or add LR_WARMUP_ITERS")
-    if exit_status == 0:
-        reason = _incomplete(plan, output)
-        return Cause.now(ends.INCOMPLETE, reason, strength=Strength.EXCEPTION) if reason else None
+    if exit_status == 0 and (reason := _incomplete(plan, output)):
+        return Cause.now(ends.INCOMPLETE, reason, strength=Strength.EXCEPTION)
+    if exit_status == 0 and not output.unwritten:
+        return None
     if kernel_kills and (strength == Strength.VICTIM or (said and said.status == ends.CRASHED)):
         return Cause.now(ends.OUT_OF_MEMORY, "the kernel killed a process because the host's memory was full")
     if output.unwritten and strength < Strength.CAUSE:
-        remedy = "Free space there, or choose another OUTPUT_DIR"
-        return Cause.now(ends.CRASHED, f"the run directory cannot be written: {output.unwritten}", remedy)
+        return Cause.now(ends.CRASHED, f"the run directory cannot be written: {output.unwritten}", SPACE_REMEDY)
     if exit_status == KILLED and strength < Strength.EXCEPTION:
         remedy = "By the kernel when memory ran out, by SLURM, or by hand"
         return Cause.now(ends.CRASHED, "torchrun was killed (SIGKILL)", remedy)

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import re
 import select
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -10,20 +12,84 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from t5bench.record import machine
 from t5bench.record.log import Iteration, PeakMemory, iteration, padded_vocabulary, peak_memory
+from t5bench.record.machine import HIDDEN
 from t5bench.record.records import metrics_line
 from t5bench.record.status import CauseFinder
 
 BLOCK = 1 << 16
+# What is kept of a line, half of it from the beginning and half from the end.
+LONGEST_LINE = 1 << 14
 # Something that left the run behind may hold its output open.
 OPEN_SECONDS = 5
+_LINE_ENDS = re.compile(rb"[\r\n]")
 
 
 def timestamp(seconds: float) -> str:
     """UTC to the millisecond, as the log's lines begin: 2026-11-21T04:43:36.123Z."""
     moment = datetime.fromtimestamp(seconds, timezone.utc)
     return f"{moment:%Y-%m-%dT%H:%M:%S}.{moment.microsecond // 1000:03d}Z"
+
+
+class Veil:
+    """Takes secrets out of a stream, wherever its blocks or its lines cut them."""
+
+    def __init__(self, hidden: Sequence[str]) -> None:
+        self.secrets = [secret.encode() for secret in hidden]
+        # A line may end between any two bytes of a secret.
+        either = b"|".join(rb"[\r\n]*".join(re.escape(bytes([byte])) for byte in secret) for secret in self.secrets)
+        self.pattern = re.compile(either)
+        self.kept = b""
+
+    def clear(self, block: bytes) -> bytes:
+        """What may be shown: without the end that may be the beginning of a secret, until more has come."""
+        if not self.secrets:
+            return block
+        text = self.kept + block
+        joined = text.translate(None, b"\r\n")
+        if any(secret in joined for secret in self.secrets):
+            text = self.pattern.sub(HIDDEN.encode(), text)
+        keep = self._beginning_of_a_secret(text)
+        self.kept = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def rest(self) -> bytes:
+        """What was kept back, at the end of the stream."""
+        rest, self.kept = self.kept, b""
+        return rest
+
+    def _beginning_of_a_secret(self, text: bytes) -> int:
+        """How many bytes at the end are one, line ends not counted as parts of it."""
+        longest = max(map(len, self.secrets))
+        places = [place for place in range(max(0, len(text) - 2 * longest), len(text)) if text[place] not in b"\r\n"]
+        tail = bytes(text[place] for place in places)
+        for start, place in enumerate(places):
+            if any(len(secret) > len(tail) - start and secret.startswith(tail[start:]) for secret in self.secrets):
+                return len(text) - place
+        return 0
+
+
+class Line:
+    """A line as its pieces come, with a bound on what is kept of it."""
+
+    def __init__(self) -> None:
+        self.head, self.tail, self.left_out = bytearray(), bytearray(), 0
+        self.returned = False  # a carriage return came: what follows writes over this, as progress bars do
+
+    def add(self, piece: bytes) -> None:
+        room = LONGEST_LINE // 2 - len(self.head)
+        self.head += piece[:room]
+        self.tail += piece[room:]
+        if (surplus := len(self.tail) - LONGEST_LINE // 2) > 0:
+            self.left_out += surplus
+            del self.tail[:surplus]
+
+    def take(self) -> str:
+        """The text so far; another begins."""
+        between = f" ... ({self.left_out} bytes left out) ... ".encode() if self.left_out else b""
+        text = bytes(self.head + between + self.tail).decode(errors="replace")
+        self.__init__()
+        return text
 
 
 class Output:
@@ -38,7 +104,7 @@ class Output:
         on_iteration: Callable[[int], None] = lambda iteration: None,
         on_line: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.log, self.metrics_path, self.hidden = log, metrics, hidden
+        self.log, self.metrics_path, self.veil = log, metrics, Veil(hidden)
         self.on_iteration, self.on_line = on_iteration, on_line
         self.metrics: Any = None
         self.finder = CauseFinder()
@@ -47,29 +113,52 @@ class Output:
         self.memory: dict[int, PeakMemory] = {}
         self.unwritten: OSError | None = None
         self.padded_vocab_size: int | None = None
-        self.rest = b""
+        self.line = Line()
         self.ended = 0.0
 
-    def take(self, block: bytes, now: float) -> None:
-        """Bytes as they came; the last line may go on in the next block."""
-        *lines, self.rest = (self.rest + block).split(b"\n")
-        for line in lines:
-            self._take_line(line, now)
+    def take(self, block: bytes, now: float) -> bytes:
+        """Bytes as they came; what may be shown of them, and of what was kept back before."""
+        shown = self.veil.clear(block)
+        self._read(shown, now)
         with self._noting_errors():
             self.log.flush()
+        return shown
 
-    def end(self, now: float) -> None:
-        self.ended = now
-        if self.rest:
-            self._take_line(self.rest, now)
+    def end(self, now: float) -> bytes:
+        """What may be shown at the end."""
+        self.ended, shown = now, self.veil.rest()
+        self._read(shown, now)
+        if self.line.head:
+            self._take_line(now)
         for file in (self.log, self.metrics):
-            with contextlib.suppress(OSError):
+            with self._noting_errors():
                 if file:
                     file.close()
+        return shown
+
+    def is_removed(self) -> bool:
+        """Whether the log is no longer where it was."""
+        try:
+            found = Path(self.log.name).stat()
+        except FileNotFoundError:
+            return True
+        except OSError:  # a file system that does not answer may do so again
+            return False
+        return not os.path.samestat(found, os.fstat(self.log.fileno()))
+
+    def restore(self) -> None:
+        """Writes the log and the metrics anew where they were, with what they held: they are still open."""
+        with self._noting_errors():
+            Path(self.log.name).parent.mkdir(parents=True, exist_ok=True)
+            for file in filter(None, (self.log, self.metrics)):
+                file.flush()
+                shutil.copyfile(f"/proc/self/fd/{file.fileno()}", file.name)
+            self.log = Path(self.log.name).open("ab")  # noqa: SIM115
+            self.metrics = None
 
     @contextlib.contextmanager
     def _noting_errors(self) -> Any:
-        """A record that cannot be written costs the record, never the run."""
+        """A record that cannot be written does not stop the run."""
         try:
             yield
         except OSError as error:
@@ -77,17 +166,37 @@ class Output:
                 self.unwritten = error
                 print(f"warning: the record of this run is not complete: {error}", file=sys.stderr)
 
-    def _take_line(self, line: bytes, now: float) -> None:
-        text = machine.hide(line.decode(errors="replace"), self.hidden)
+    def _read(self, text: bytes, now: float) -> None:
+        start = 0
+        for end in _LINE_ENDS.finditer(text):
+            self._add(text[start : end.start()], now)
+            start = end.end()
+            if end[0] == b"\n":
+                self._take_line(now)
+            else:
+                self.line.returned = True
+        self._add(text[start:], now)
+
+    def _add(self, piece: bytes, now: float) -> None:
+        """What was written over is kept only where it counts."""
+        if piece and self.line.returned:
+            if b"iteration" in self.line.head or b"peak memory" in self.line.head:
+                self._take_line(now)
+            self.line.__init__()
+        self.line.add(piece)
+
+    def _take_line(self, now: float) -> None:
+        text = self.line.take()
         with self._noting_errors():
             self.log.write(f"{timestamp(now)} {text}\n".encode())
         self.finder.read(text, now)
         self.on_line(text)
+        # Several ranks' lines may have come as one.
         if found := iteration(text, time=round(now, 3)):
             self._take_iteration(found)
-        elif "peak memory" in text:
+        if "peak memory" in text:
             self.memory |= {peak.rank: peak for peak in peak_memory([text])}
-        elif size := padded_vocabulary(text):
+        if size := padded_vocabulary(text):
             self.padded_vocab_size = size
 
     def _take_iteration(self, found: Iteration) -> None:
@@ -101,24 +210,35 @@ class Output:
             self.metrics.write(metrics_line(found) + "\n")
 
 
-def pass_on(output: Output, source: int, sink: int, is_over: Callable[[], bool] = lambda: False) -> None:
+def pass_on(
+    output: Output,
+    source: int,
+    sink: int,
+    is_over: Callable[[], bool] = lambda: False,
+    look: Callable[[], None] = lambda: None,
+) -> None:
     """Every block to the sink at once, and to the output, until the source ends.
 
-    Or until nothing has come for OPEN_SECONDS after the run was over. A sink that is gone stops nothing.
+    Or until nothing has come for OPEN_SECONDS after the run was over. A sink that is gone stops nothing. look is called
+    about once a second.
     """
-    over_since = None
+    over_since, looked = None, time.monotonic()
     while True:
+        if time.monotonic() - looked >= 1:
+            look()
+            looked = time.monotonic()
         if not select.select([source], [], [], 1)[0]:
             over_since = over_since or (time.monotonic() if is_over() else None)
             if over_since and time.monotonic() - over_since >= OPEN_SECONDS:
-                return
+                break
             continue
         if not (block := os.read(source, BLOCK)):
-            return
-        shown = block
-        for secret in output.hidden:
-            shown = shown.replace(secret.encode(), machine.HIDDEN.encode())
-        with contextlib.suppress(OSError):
-            while shown:
-                shown = shown[os.write(sink, shown) :]
-        output.take(block, time.time())
+            break
+        show(output.take(block, time.time()), sink)
+    show(output.end(time.time()), sink)
+
+
+def show(text: bytes, sink: int) -> None:
+    with contextlib.suppress(OSError):
+        while text:
+            text = text[os.write(sink, text) :]

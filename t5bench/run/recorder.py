@@ -8,9 +8,11 @@ empty. Whatever it waits for at the end it waits for only so long.
 import argparse
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from t5bench import REPOSITORY
+from t5bench.plan import claim
 from t5bench.plan.channel import Place
 from t5bench.plan.complete import completed
 from t5bench.plan.ports import peer_port
@@ -26,10 +29,10 @@ from t5bench.record import machine
 from t5bench.record.files import RecordError, seal, write_json
 from t5bench.record.plan import Plan
 from t5bench.record.records import FORMAT, merge, write_run
-from t5bench.record.status import CANCELLED, COMPLETE, RUNNING, SIGNALS, Status, of_run
-from t5bench.run import wandb_config
-from t5bench.run.ending import cause_of, exit_code, knows_little, read_end
-from t5bench.run.guard import GRACE_SECONDS, Guard, Stacks
+from t5bench.record.status import CANCELLED, COMPLETE, CRASHED, EXIT_CODES, RUNNING, SIGNALS, Status, of_run
+from t5bench.run import processes, wandb_config
+from t5bench.run.ending import SPACE_REMEDY, cause_of, exit_code, knows_little, read_end
+from t5bench.run.guard import GRACE_SECONDS, TERM_SECONDS, Guard, Stacks
 from t5bench.run.output import Output, pass_on, timestamp
 from t5bench.run.peers import Peers
 from t5bench.run.sampler import Sampler, link_speeds
@@ -99,18 +102,44 @@ class Part:
             if self.file("wandb.yaml").exists():
                 wandb_config.write(self.file("wandb.yaml"), wandb_config.config(self.content))
 
-    def end(self, changes: Mapping[str, Any], known: Status) -> None:
-        """known: how the run ended, as far as this node knows."""
+    def end(self, changes: Mapping[str, Any], known: Status) -> Status:
+        """known: how the run ended, as far as this node knows. A run is complete only when its record is."""
+        if self.looking:
+            self.looking.join(LOOKING_SECONDS)
+        self.content |= changes
         try:
-            overwrite(self.file("status"), f"{known.name} {known.reason}\n{known.remedy}\n")
-            if self.looking:
-                self.looking.join(LOOKING_SECONDS)
-            self.content |= changes
-            write_json(self.file("json"), self.content)
-            seal(Path(self.plan.output_dir), self.plan.node, self.content["nnodes"])
-            write_run(Path(self.plan.output_dir))
+            self._write()
         except (OSError, RecordError) as error:
-            warn(f"the record of this run could not be written: {error}")
+            unwritten = Status(CRASHED, f"the record of this run could not be written: {error}", SPACE_REMEDY)
+            if known.name == COMPLETE:
+                known = unwritten
+                self.content |= {"status": known.name, "reason": known.reason, "remedy": known.remedy}
+            warn(unwritten.reason)
+            with contextlib.suppress(OSError, RecordError):
+                # What is there says that the run goes on, and has the space that this needs.
+                self.file("json").unlink(missing_ok=True)
+                self._write()
+        self.say(f"{known.name} {known.reason}\n{known.remedy}\n")
+        return known
+
+    def _write(self) -> None:
+        write_json(self.file("json"), self.content)
+        seal(Path(self.plan.output_dir), self.plan.node, self.content["nnodes"])
+        write_run(Path(self.plan.output_dir))
+
+    def say(self, text: str) -> None:
+        """In the file that the launcher reads at the end, and the next one before it starts."""
+        with contextlib.suppress(OSError):
+            overwrite(self.file("status"), text)
+
+    def look(self, output: Output) -> None:
+        """Keeps what can be kept where somebody has removed the run directory."""
+        if output.is_removed():
+            warn(f"{self.plan.output_dir} was removed while the run goes on; its log and its metrics are written anew")
+            output.restore()
+            self.say(f"{RUNNING} {self.content['host']} {self.content['pid']}\n")
+            with contextlib.suppress(OSError):
+                write_json(self.file("json"), self.content)
 
 
 def overwrite(path: Path, text: str) -> None:
@@ -148,8 +177,7 @@ def follow(part: Part, peers: Peers, stacks: Stacks, is_over: Callable[[], bool]
         output = Output(log, metrics, part.hidden, on_iteration=peers.progressed, on_line=stacks.read)
         interval, has_gpus = plan.decimal("SAMPLE_INTERVAL"), plan.device == "cuda"
         sampler = Sampler(part.file("samples.jsonl"), interval, has_gpus=has_gpus, environment=os.environ)
-        pass_on(output, sys.stdin.fileno(), sys.stdout.fileno(), is_over)
-        output.end(time.time())
+        pass_on(output, sys.stdin.fileno(), sys.stdout.fileno(), is_over, lambda: part.look(output))
         sampler.end()
     return output
 
@@ -176,6 +204,7 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
         args.plan.unlink()  # its secrets are not hidden
     plan, hidden = Plan.read(content), machine.secrets(os.environ)
     killed_before = machine.oom_kills()
+    claim.keep(Path(plan.output_dir), f"node{plan.node}", args.launcher)
     part = Part(plan, machine.hide(content, hidden), args.launcher, hidden)
     peers, stacks = meet(plan, hurry), Stacks()
     part.look_around(peers.introduce)
@@ -188,7 +217,8 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     guard.finish()
 
     exit_status, interrupted_by = read_end(args.end_file)
-    args.end_file.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        args.end_file.unlink()
     kills = machine.oom_kills() - killed_before
     cause = cause_of(plan, output, guard, exit_status, interrupted_by, kills)
     cancelled = Status(CANCELLED, f"{interrupted_by} received") if interrupted_by else Status(COMPLETE)
@@ -210,11 +240,22 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     all_is_well = all(other["status"] == COMPLETE for other in (end, *end["heard"]))
     known = Status(COMPLETE) if all_is_well else of_run([end])
     peers.close()
-    part.end(end, known)
+    known = part.end(end, known)
+    if os.getppid() != args.launcher:
+        shutil.rmtree(Path(tempfile.gettempdir(), f"t5-{args.mark}"), ignore_errors=True)
     if exit_status is None and os.getppid() != args.launcher:
         # Nobody else is left to say it.
         print(f"error: {plan.strategy.name} on node {plan.node}: {known.name}: {known.reason}", file=sys.stderr)
     return exit_code(known, end)
+
+
+def cannot_record(args: argparse.Namespace, error: OSError) -> int:
+    """The run directory cannot be written at all: the run ends."""
+    processes.end(args.mark, TERM_SECONDS)
+    with contextlib.suppress(OSError):
+        sentence = f"{CRASHED} the run directory cannot be written: {error}\n{SPACE_REMEDY}\n"
+        overwrite(args.end_file.with_suffix(".status"), sentence)
+    return EXIT_CODES[CRASHED]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -222,7 +263,10 @@ def run(args: argparse.Namespace) -> int:
     hurry = threading.Event()
     for number in SIGNALS:
         signal.signal(number, lambda *_: hurry.set())
-    exit_status = record(args, hurry)
+    try:
+        exit_status = record(args, hurry)
+    except OSError as error:
+        exit_status = cannot_record(args, error)
     for number in SIGNALS:
         # A Python that ends sets its handlers back to the default, and would die of a signal with its work done.
         signal.signal(number, signal.SIG_IGN)

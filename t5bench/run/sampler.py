@@ -97,15 +97,16 @@ class Sampler:
                 self.latest[sample["index"]] = sample
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError), self.path.open("a", buffering=1) as file:
-            last = False
-            while True:
-                gpus, self.latest = self.latest, {}
-                sample = {"time": round(time.time(), 3), "gpus": [gpus[index] for index in sorted(gpus)]}
+        last = False
+        while True:
+            gpus, self.latest = self.latest, {}
+            sample = {"time": round(time.time(), 3), "gpus": [gpus[index] for index in sorted(gpus)]}
+            # Opened each time: a directory that was removed may have come back.
+            with contextlib.suppress(OSError), self.path.open("a") as file:
                 file.write(json.dumps(sample | {"network": network_counters()}) + "\n")
-                if last:
-                    return
-                last = self.ended.wait(self.seconds)
+            if last:
+                return
+            last = self.ended.wait(self.seconds)
 
     def end(self) -> None:
         """Take a last sample and stop."""

@@ -1,0 +1,67 @@
+"""Faults of one node that docs/failures.md lists: each is played on a real launcher, whose torchrun is a stub."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from harness import Project, processes_with, wait_for
+
+from t5bench.record.records import load
+
+
+def recorder_of(project: Project) -> int:
+    return int(subprocess.check_output(["pgrep", "-f", f"t5bench record --plan {project.root}/"]))
+
+
+def status_of(project: Project) -> str:
+    return (project.root / "outputs" / "ddp" / "node0.status").read_text()
+
+
+# ---- the recorder ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, None], ids=["term", "end"])
+def test_recorder_stopped(project: Project, by: signal.Signals | None):
+    launcher = project.start_sleeping(STUB_SLEEP="300" if by else "1")
+    os.kill(recorder_of(project), signal.SIGSTOP)
+    started = time.monotonic()
+    if by:
+        launcher.send_signal(by)
+    errors = launcher.communicate(timeout=40)[1]
+    assert time.monotonic() - started < 25
+    assert launcher.returncode == (128 + by if by else 0), errors
+    assert status_of(project).startswith("cancelled" if by else "complete")
+    assert processes_with(f"STUB_DIR={project.stubs}") == []
+
+
+def test_two_launchers_at_the_same_moment(project: Project):
+    """One of them trains, and the other says who does."""
+    command = ["bash", str(project.script("run_megatron_t5_ddp.sh"))]
+    environment = project.environment_with({"STUB_WAIT": "4"})
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    launchers = [subprocess.Popen(command, env=environment, cwd=project.root, **pipes) for _ in range(3)]
+    said = [launcher.communicate(timeout=60)[1] for launcher in launchers]
+    assert sorted(launcher.returncode for launcher in launchers) == [0, 2, 2], "\n".join(said)
+    assert sum("error: a run is going on in " in text for text in said) == 2
+    assert len(load(project.root / "outputs" / "ddp").iterations) == 1
+
+
+def test_run_directory_removed(project: Project):
+    launcher = project.start_sleeping(STUB_SLEEP="6")
+    directory = project.root / "outputs" / "ddp"
+    wait_for((directory / "metrics.jsonl").exists)
+    shutil.rmtree(directory)
+    started = time.monotonic()
+    wait_for((directory / "node0.log").exists, 10)
+    assert time.monotonic() - started < 5
+    errors = launcher.communicate(timeout=60)[1]
+    assert launcher.returncode == 0, errors
+    assert "was removed while the run goes on" in errors
+    run = load(directory)
+    assert (run.status, len(run.iterations)) == ("complete", 1)
+    assert "stub torchrun output" in (directory / "node0.log").read_text()
