@@ -8,6 +8,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 hosts=("$@") here=()
 (($#)) || read -r -d '' -a hosts <<<"${HOSTS:-$(slurm_hosts)}" || true
 for host in "${hosts[@]}"; do
+  check_hosts "${host##*@}"
   ! is_this_host "$host" || here=(--here "$host")
 done
 require_python

@@ -133,6 +133,16 @@ is_this_host() {
   return 1
 }
 
+# As in t5bench/record/hosts.py: a name, an IPv4 address, or an IPv6 address, perhaps with its zone.
+readonly HOST_PATTERN='^([A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?|[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(%[A-Za-z0-9_.-]+)?)$'
+
+check_hosts() {
+  local host
+  for host in "$@"; do
+    [[ $host =~ $HOST_PATTERN ]] || refuse host-name "'$host' is not the name or the address of a host" "Correct it where the hosts are named"
+  done
+}
+
 # Host names of the SLURM allocation, one a line; nothing outside one.
 slurm_hosts() {
   local list=${SLURM_JOB_NODELIST:-${SLURM_NODELIST:-}}
@@ -150,6 +160,7 @@ slurm_hosts() {
 resolve_topology() {
   MASTER_ADDR=${1:-${MASTER_ADDR:-}} NODE_RANK=${2:-${NODE_RANK:-}}
   read -r -d '' -a HOST_LIST <<<"${HOSTS:-$(slurm_hosts)}" || true
+  check_hosts "${HOST_LIST[@]}" ${MASTER_ADDR:+"$MASTER_ADDR"}
   resolve_node_count
   resolve_master
   resolve_rank

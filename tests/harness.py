@@ -203,6 +203,7 @@ def make_project(tmp_path: Path) -> Project:
         "PYTHON": sys.executable,
         "PYTHONPATH": str(stubs / "site"),
         "STUB_DIR": str(stubs),
+        "GLOO_SOCKET_IFNAME": "lo",  # this machine's own name may lead to a loopback address
     }
     return result
 

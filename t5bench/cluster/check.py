@@ -27,13 +27,14 @@ from t5bench import REPOSITORY, Problem
 from t5bench.cluster.probe import Cell, Question
 from t5bench.cluster.table import Node, render, table
 from t5bench.plan.launchers import accepted, ask, declarations
+from t5bench.record.hosts import checked, ssh
 from t5bench.record.plan import Plan
 
 # Seconds: the whole ends within a minute.
 PROBE_LIMIT, NETWORK_LIMIT = 18.0, 32.0
 CONNECT_SECONDS = 5
 # A master that ssh leaves in the background would keep our pipes open.
-SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ControlMaster=no")
+SSH_OPTIONS = ("-T", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ControlMaster=no")
 PASSED_ON = ("NCCL_", "GLOO_", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 
 # What ssh says, what it means in the table, and what to do about it on {host}; the last one covers everything else.
@@ -81,7 +82,7 @@ def execute(node: Node, python: str, module: str, word: str, limit: float, **env
     assignments = [f"{name}={value}" for name, value in environment.items()]
     command = ["env", *assignments, python, "-c", BOOT, word]
     if not node.here:
-        command = [*SSH, node.host, shlex.join(["exec", *command])]
+        command = ssh(node.host, shlex.join(["exec", *command]), options=SSH_OPTIONS)
     try:
         result = subprocess.run(command, input=program(module), capture_output=True, timeout=limit, check=False)
         output, error = result.stdout, result.stderr.decode(errors="replace")
@@ -159,6 +160,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.hosts:
         remedy = "Name the nodes, the master first: bash scripts/check_cluster.sh node0 node1"
         raise Problem("no host is named, HOSTS is not set, and this is no SLURM allocation", remedy)
+    for host in args.hosts:
+        checked(host)
     if twice := sorted({host for host in args.hosts if args.hosts.count(host) > 1}):
         raise Problem(f"{', '.join(twice)} is named more than once", "Name each node once, the master first")
     # A Ctrl-C ends this and every ssh at once; what runs on the nodes ends by its own time limit.

@@ -7,7 +7,6 @@ end, ``{"clock": SECONDS}`` since 1970. Only the standard library is needed.
 
 import contextlib
 import hashlib
-import ipaddress
 import json
 import os
 import re
@@ -25,6 +24,7 @@ from pathlib import Path
 from t5bench.corpus.index import dataset_paths, read_index
 from t5bench.plan.engine import CHANGED, MISSING, UNPATCHED, state_of
 from t5bench.record import machine
+from t5bench.record.hosts import addresses_of, is_loopback, own_name_fault
 
 GIB = 2**30
 LEAST_DISK = 1 * GIB  # logs of many runs; checkpoints of the large model take several times more
@@ -79,21 +79,13 @@ def digest_of_files(root: Path, paths: Sequence[Path]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def addresses_of(name: str) -> list[str]:
-    try:
-        return sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
-    except OSError:
-        return []
-
-
 def address(asked: Question) -> Cells:
     own, master = socket.gethostname(), asked.hosts[0]
     found = addresses_of(own)
-    outside = [one for one in found if not ipaddress.ip_address(one.partition("%")[0]).is_loopback]
-    if len(asked.hosts) > 1 and not outside:
-        problem = f"{own} resolves to {', '.join(found) or 'nothing'} there, where no other node can answer"
-        remedy = f"Give the line for {own} in /etc/hosts of {asked.host} its network address, or name the interface"
-        return {"address": Cell("own name", problem, f"{remedy}: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME")}
+    outside = [address for address in found if not is_loopback(address)]
+    problem, remedy = own_name_fault(own, found)
+    if len(asked.hosts) > 1 and problem:
+        return {"address": Cell("own name", problem, remedy)}
     if asked.host != master and not addresses_of(master):
         problem = f"the master's name {master} does not resolve there"
         remedy = f"Add it to /etc/hosts of {asked.host}, or use the master's address in HOSTS"

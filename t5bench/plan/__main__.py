@@ -20,7 +20,7 @@ from t5bench.plan import claim
 from t5bench.plan.complete import completed
 from t5bench.plan.deepspeed import check_release, effective_config
 from t5bench.plan.engine import check_engine
-from t5bench.plan.layout import Processes, divide
+from t5bench.plan.layout import Processes, check_own_name, divide
 from t5bench.plan.place import (
     check_data,
     check_output_directory,
@@ -68,6 +68,7 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
         return refused(request), {}
     check_output_directory(request)
     engine_directory = Path(request.value("MEGATRON_DIR"))
+    check_own_name(request, processes)
     patches = check_engine(request, engine_directory, processes.device, processes.shared)
     zero_stage = ds_config["zero_optimization"]["stage"] if ds_config else 0
     if ds_config:

@@ -1,10 +1,12 @@
 """Which device and how many processes a run takes, and how they divide the work."""
 
 import os
+import socket
 import subprocess
 from collections.abc import Mapping
 
 from t5bench.plan.request import Request
+from t5bench.record.hosts import addresses_of, is_loopback, own_name_fault
 from t5bench.record.plan import Layout
 
 
@@ -59,6 +61,16 @@ class Processes:
             f"{self.strategy.name} needs {self.model_parallel} GPU(s) in all: set NNODES and NPROC_PER_NODE to what you"
             " have, or DEVICE=cpu",
         )
+
+
+def check_own_name(request: Request, processes: Processes) -> None:
+    """gloo tells the other nodes the address of this one's own name; NCCL finds an interface by itself."""
+    if processes.nnodes == 1 or is_loopback(request.facts["master_address"]):
+        return
+    own = socket.gethostname()
+    found, remedy = own_name_fault(own, addresses_of(own))
+    if found and (processes.device == "cpu" or processes.shared):
+        request.findings.lack("own-name", found.replace(" there,", " here,"), remedy)
 
 
 def divide(request: Request, processes: Processes) -> Layout | None:

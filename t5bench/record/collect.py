@@ -1,6 +1,7 @@
 """``python -m t5bench collect RUN FROM...``: the parts of a run whose nodes share no file system, in one directory."""
 
 import argparse
+import re
 import shlex
 import shutil
 import subprocess
@@ -12,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from t5bench.record.files import RecordError
+from t5bench.record.hosts import ssh
 from t5bench.record.records import SHARED_KEYS, differences, load, read_parts, write_run
 
 # Checkpoints stay where they are: they can be as large as the disk, and a comparison has no use for them.
 LEFT_OUT = ("checkpoints", "comparison")
-CONNECT_SECONDS = 10
 
 
 @contextmanager
@@ -25,14 +26,14 @@ def local_copy(source: str) -> Iterator[Path]:
     if Path(source).is_dir() or ":" not in source:
         yield Path(source)
         return
-    host, _, directory = source.partition(":")
+    match = re.fullmatch(r"((?:[^@:]*@)?\[[^]]*\]|[^:]*):(.*)", source, re.DOTALL)
+    host, directory = match[1].replace("[", "").replace("]", ""), match[2]
     exclusions = " ".join(f"--exclude=./{name}" for name in LEFT_OUT)
-    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}"]
     remote = f"tar -C {shlex.quote(directory)} {exclusions} -cf - ."
     with tempfile.TemporaryDirectory() as temporary:
         archive = Path(temporary) / "parts.tar"
         with archive.open("wb") as file:
-            result = subprocess.run(["ssh", *options, host, remote], stdout=file, stderr=subprocess.PIPE, check=False)
+            result = subprocess.run(ssh(host, remote), stdout=file, stderr=subprocess.PIPE, check=False)
         if result.returncode:
             raise RecordError(f"{source} could not be fetched: {result.stderr.decode(errors='replace').strip()}")
         unpacked = Path(temporary) / "parts"

@@ -8,6 +8,7 @@ is told to end what it started. The repository lies at the same path on every ho
 import contextlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import time
@@ -19,14 +20,16 @@ from t5bench.plan import launchers
 from t5bench.plan.ports import free_port
 from t5bench.record import collect
 from t5bench.record.files import RecordError
+from t5bench.record.hosts import ssh
 from t5bench.record.plan import Plan
 from t5bench.record.records import write_run
 from t5bench.record.status import CONFIGURATION, CRASHED, EXIT_CODES
 
 # What the other strategies are compared with.
 BASELINE = "ddp"
-SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
+SSH_OPTIONS = ("-o", "ServerAliveInterval=15")
 SSH_FAILED = 255
+SSH_SAID = re.compile(r"ssh|kex_exchange|Host key|Permission|Connection|.*: Permission denied")
 # A launcher that is told to end needs up to 25 s; one whose peer failed ends by itself within 30 s, mostly in 3.
 GRACE_SECONDS = 45
 # What a host gets of the environment besides the settings.
@@ -52,7 +55,7 @@ main
 
 def shell(host: str) -> list[str]:
     """A bash on a host, "" for this machine, that does what it is sent."""
-    return [*SSH, host, "bash", "-s"] if host else ["bash", "-s"]
+    return ssh(host, "bash", "-s", options=SSH_OPTIONS) if host else ["bash", "-s"]
 
 
 class Node:
@@ -194,7 +197,9 @@ class Launch:
         def why_refused(node: Node) -> str:
             if node.process.returncode == SSH_FAILED:
                 said = node.output.read_text(errors="replace").strip()
-                return f"ssh to {node.host} failed: {said.splitlines()[-1] if said else 'it said nothing'}"
+                # What a shell there prints when it begins stands among it.
+                lines = said.splitlines() or ["it said nothing"]
+                return f"ssh to {node.host} failed: {next(filter(SSH_SAID.match, lines[::-1]), lines[-1])}"
             try:
                 obstacles = self.ask(strategy, processes, directory, node.rank).obstacles
                 found = obstacles[0].found if obstacles else f"its launcher did not start a run; see {node.output}"

@@ -1,12 +1,10 @@
 """Faults of one node that docs/failures.md lists: each is played on a real launcher, whose torchrun is a stub."""
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 from harness import Project, processes_with, wait_for

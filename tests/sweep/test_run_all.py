@@ -198,7 +198,8 @@ def hosts(sweep: Project) -> Project:
     sweep.add_stub(
         "ssh",
         "#!/usr/bin/env bash\n"
-        'while [[ $1 == -o ]]; do shift 2; done\n[[ $1 != nowhere ]] || { echo "ssh: no such host" >&2; exit 255; }\n'
+        "while [[ $1 != -- ]]; do shift; done; shift\n"
+        '[[ $1 != nowhere ]] || { echo "ssh: no such host" >&2; exit 255; }\n'
         'exec env -u WANDB_API_KEY -u TRAIN_ITERS -u STRATEGIES bash -c "${*:2}"\n',
     )
     sweep.environment |= {"LAUNCH": "ssh", "HOSTS": "127.0.0.1 127.0.0.2", "STRATEGIES": "ddp", "RETRIES": "0"}
@@ -237,7 +238,7 @@ def test_a_second_attempt_without_a_shared_file_system(hosts: Project, tmp_path:
     )
     hosts.add_stub(
         "ssh",
-        "#!/usr/bin/env bash\nwhile [[ $1 == -o ]]; do shift 2; done\n"
+        "#!/usr/bin/env bash\nwhile [[ $1 != -- ]]; do shift; done; shift\n"
         f"command=${{*:2}} OWN={nodes}/$1\nexport OWN BASH_ENV={tmp_path}/host.sh\n"
         f'exec bash -c "${{command/"{outputs}"/"$OWN"}}"\n',
     )

@@ -1,0 +1,49 @@
+"""Hosts: what may be the name of one, what this one's own name leads to, and how a command reaches another."""
+
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+
+from t5bench import Problem
+
+# As in scripts/common.sh: a name, an IPv4 address, or an IPv6 address, perhaps with its zone.
+_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?|[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(%[A-Za-z0-9_.-]+)?")
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*@|")
+OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+
+
+def checked(host: str) -> str:
+    """The host, perhaps with a user before it. Raises Problem for what is none, such as an option of ssh."""
+    user, at, name = host.rpartition("@")
+    if not (_HOST.fullmatch(name) and _USER.fullmatch(user + at)):
+        raise Problem(f"'{host}' is not the name or the address of a host", "Correct it where the hosts are named")
+    return host
+
+
+def ssh(host: str, *command: str, options: Sequence[str] = ()) -> list[str]:
+    """The words that run a command on a host without asking for anything. Raises Problem."""
+    return ["ssh", *options, *OPTIONS, "--", checked(host), *command]
+
+
+def addresses_of(name: str) -> list[str]:
+    try:
+        return sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
+    except OSError:
+        return []
+
+
+def is_loopback(address: str) -> bool:
+    return address.removeprefix("::ffff:").startswith("127.") or address == "::1"
+
+
+def own_name_fault(own: str, addresses: Sequence[str], environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """Why gloo, which tells the other nodes what this one's own name leads to, will not be found by them, and what to
+    do; empty where it will be."""
+    if environment.get("GLOO_SOCKET_IFNAME") or not all(map(is_loopback, addresses)):
+        return "", ""
+    return (
+        f"{own} resolves to {', '.join(addresses) or 'nothing'} there, where no other node can answer",
+        f"Give the line for {own} in /etc/hosts of {own} its network address, or name the interface:"
+        " GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
+    )

@@ -1,0 +1,71 @@
+"""What may be a host, in Python and in the shell, and what is refused before any program sees it."""
+
+import subprocess
+
+import pytest
+from harness import REPO_ROOT, Project
+
+from t5bench import Problem
+from t5bench.__main__ import main
+from t5bench.record.hosts import checked, own_name_fault, ssh
+
+HOSTS = ("node0", "ws-l4-007.cluster.example.", "n_1", "10.0.0.7", "fd00::7", "::1", "fe80::1%eth0", "::ffff:10.0.0.7")
+NOT_HOSTS = ("-oProxyCommand=touch${IFS}x", "--", "a b", "a;b", "$(id)", "a/b", "", "node\n0", "no:colon:x", "-a::1")
+
+
+@pytest.mark.parametrize("name", [*HOSTS, *NOT_HOSTS])
+def test_one_judgement(name: str):
+    script = f'source "{REPO_ROOT}/scripts/common.sh"; check_hosts "$1"'
+    result = subprocess.run(["bash", "-c", script, "bash", name], capture_output=True, text=True, check=False)
+    assert result.returncode == (0 if name in HOSTS else 2), result.stderr
+    if name in HOSTS:
+        assert ssh(name, "id")[-3:] == ["--", name, "id"]
+    else:
+        with pytest.raises(Problem, match="is not the name or the address of a host"):
+            checked(name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        ([], {"HOSTS": "127.0.0.1 -oProxyCommand=id"}),
+        (["-oProxyCommand=id;", "0"], {}),
+        ([], {"MASTER_ADDR": "-oProxyCommand=id"}),
+        ([], {"SLURM_JOB_NODELIST": "127.0.0.1,-oProxyCommand=id"}),
+    ],
+)
+def test_a_launcher_refuses_what_is_no_host(project: Project, arguments: list[str], environment: dict[str, str]):
+    result = project.launch("ddp", *arguments, **environment)
+    assert result.returncode == 2 and not project.was_started()
+    assert ("unknown option" if arguments else "is not the name or the address of a host") in result.stderr
+
+
+@pytest.mark.parametrize("command", [["collect", "x", "-oProxyCommand=id:/x"], ["cluster", "--", "-oProxyCommand=id"]])
+def test_commands_refuse_what_is_no_host(tmp_path, monkeypatch, capsys, command: list[str]):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(REPO_ROOT))
+    words = [word.replace("-oP", "me@-oP") if command[0] == "collect" else word for word in command]
+    assert main(words) == 2
+    assert "is not the name or the address of a host" in capsys.readouterr().err
+
+
+def test_an_own_name_that_leads_nowhere():
+    for addresses, environment, is_wrong in (
+        (["127.0.1.1"], {}, True),
+        ([], {}, True),
+        (["127.0.1.1", "10.0.0.2"], {}, False),
+        (["127.0.1.1"], {"GLOO_SOCKET_IFNAME": "eth0"}, False),
+    ):
+        assert bool(own_name_fault("me", addresses, environment)[0]) == is_wrong
+
+
+def test_the_launcher_sees_an_own_name_that_leads_nowhere(project: Project):
+    """gloo would give the other nodes this address."""
+    fault = "import socket\nsocket.getaddrinfo = lambda *_, **__: [(0, 0, 0, '', ('127.0.1.1', 0))]\n"
+    (project.stubs / "site" / "sitecustomize.py").write_text(fault)
+    settings = {"NNODES": "2", "GLOO_SOCKET_IFNAME": None}
+    result = project.launch("ddp", "192.0.2.7", "1", **settings)
+    assert result.returncode == 2 and not project.was_started()
+    assert "resolves to 127.0.1.1 here, where no other node can answer" in result.stderr
+    assert "GLOO_SOCKET_IFNAME" in result.stderr
+    assert project.launch("ddp", "192.0.2.7", "1", "--dry-run", **settings | {"DEVICE": "cuda"}).returncode == 0
