@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from t5bench import Problem
+from t5bench.plan import claim
 from t5bench.record.records import write_list
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
 from t5bench.sweep.launch import Launch
@@ -40,6 +41,11 @@ def run(args: argparse.Namespace) -> int:
         for directory in runs:
             print("complete " if is_complete(directory) else "run      ", directory)
         return 0
+    try:
+        claim.take(args.runs_dir, "sweep", "a sweep", os.getpid())
+    except OSError as error:
+        raise Problem(f"cannot write to {args.runs_dir}: {error.strerror}", "Choose another RUNS_DIR") from error
+    claim.keep(args.runs_dir, "sweep", os.getpid())
     began = run_all(launch, runs, args.runs_dir, args.retries, "The same command goes on from here.")
     print(flush=True)
     status = compare(list(runs), args.runs_dir)

@@ -118,10 +118,17 @@ class Started:
         for node in self.nodes:
             node.end()
 
-    def wait(self) -> int:
+    def end(self) -> list[str]:
+        """Ends what runs, and brings back its record; what did not end in time."""
+        self.terminate()
+        deadline = time.monotonic() + GRACE_SECONDS
         for node in self.nodes:
-            node.process.wait(timeout=GRACE_SECONDS)
-        return self._finish()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                node.process.wait(timeout=max(0.1, deadline - time.monotonic()))
+        if left := [node for node in self.nodes if node.process.poll() is None]:
+            return [f"what process {node.process.pid} started on {node.host or 'this machine'}" for node in left]
+        self._finish()
+        return []
 
     def _finish(self) -> int:
         """Brings back the parts that are not here, as they are with a shared file system; the run's exit status."""
@@ -157,6 +164,7 @@ class Launch:
     def __init__(self, changes: Mapping[str, str], over_ssh: bool = False) -> None:
         """changes: of the environment. Raises Problem where there are no hosts."""
         self._environment = {**os.environ, **changes}
+        self._running: Started | None = None
         self._hosts: Sequence[str] = ()
         self._sent: Mapping[str, str] = {}
         if over_ssh:
@@ -181,6 +189,10 @@ class Launch:
             exports["NPROC_PER_NODE"] = str(processes // max(1, len(self._hosts)))
         lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(exports.items())]
         return "\n".join([*lines, f'launch() {{ exec {shlex.join(words)} "$@"; }}', end])
+
+    def end(self) -> list[str]:
+        """Ends the run that goes on; what did not end in time."""
+        return self._running.end() if self._running else []
 
     def ask(self, strategy: str, processes: int | None, directory: Path, rank: int = 0) -> Plan:
         """The plan of a host. Raises Problem where it gives none."""
@@ -207,7 +219,7 @@ class Launch:
                 return str(problem)
             return f"{node.host}: {found}" if node.host else found
 
-        run = Started(directory, why_refused)
+        run = self._running = Started(directory, why_refused)
         for rank, host in enumerate(self._hosts or [""]):
             run.nodes.append(Node(host, self._environment, directory, rank))
             run.nodes[-1].send(self._script(strategy, processes, directory, rank, WATCH))

@@ -1,9 +1,10 @@
 """Makes runs one after another: a line for each, an estimate of the time left, another try, an orderly end."""
 
+import contextlib
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,20 +24,40 @@ class Interrupted(SystemExit):
     """INT, TERM or HUP came."""
 
 
-def raise_on_signals() -> None:
-    """From now on the first of them raises Interrupted, and the others do not disturb the end in order.
+class Signals:
+    """The first that comes raises Interrupted, and the others do not disturb the end in order."""
 
-    What is ignored already, as HUP under nohup, stays so.
-    """
+    def __init__(self) -> None:
+        self.received, self.deferring = 0, False
 
-    def interrupt(number: int, frame: object) -> None:
+    def take(self, number: int, frame: object) -> None:
         for each in SIGNALS:
             signal.signal(each, signal.SIG_IGN)
-        raise Interrupted(128 + number)
+        self.received = number
+        self.check()
 
+    def check(self) -> None:
+        if self.received and not self.deferring:
+            raise Interrupted(128 + self.received)
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Until the end of what must not be cut in two, such as starting a process and knowing it."""
+        self.deferring = True
+        try:
+            yield
+        finally:
+            self.deferring = False
+
+
+_signals = Signals()
+
+
+def raise_on_signals() -> None:
+    """From now on, but for what is ignored already, as HUP is under nohup."""
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, interrupt)
+            signal.signal(number, _signals.take)
 
 
 def record_in(directory: Path) -> Run | None:
@@ -68,7 +89,8 @@ def outcome(status: int, problems: Sequence[str], directory: Path) -> str:
         return f"complete, {speed} samples/s at the end"
     # Where a launcher refused there is no record, or that of another node which waited for it.
     if run is None or (status == EXIT_CODES[CONFIGURATION] and problems):
-        return f"FAILED ({CONFIGURATION}): {'; '.join(problems)}; see {directory}"
+        word = next(name for name, code in EXIT_CODES.items() if code == status)
+        return f"FAILED ({word}): {'; '.join(problems)}; see {directory}"
     return f"FAILED ({run.status}): {'; '.join([run.reason, *problems])}; see {directory}"
 
 
@@ -96,7 +118,8 @@ def run_all(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path, retries: i
                 statuses |= _run_each(launch, failed, runs_dir)
     except Interrupted as stop:
         name = signal.Signals(stop.code - 128).name.removeprefix("SIG")
-        note(f"\n{name} received: stopped, nothing is left running. {goes_on}".rstrip())
+        left = "; ".join(launch.end()) or "nothing"
+        note(f"\n{name} received: stopped, {left} is left running. {goes_on}".rstrip())
         raise
     return any(status != EXIT_CODES[CONFIGURATION] for status in statuses.values())
 
@@ -122,15 +145,12 @@ def _run_each(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path) -> dict[
 def _run_one(launch: Launch, row: Row, directory: Path, label: str) -> tuple[int, str]:
     """The exit status, and how it ended."""
     directory.mkdir(parents=True, exist_ok=True)
-    run, told = launch.start(row.strategy, row.processes, directory), -PROGRESS_SECONDS
-    try:
-        while (status := run.poll()) is None:
-            if sys.stderr.isatty() and time.monotonic() - told >= PROGRESS_SECONDS:
-                print(f"\r{label}  {progress(directory):28}\r", end="", file=sys.stderr, flush=True)
-                told = time.monotonic()
-            time.sleep(SECONDS)
-    except Interrupted:
-        run.terminate()
-        run.wait()
-        raise
+    with _signals.deferred():
+        run, told = launch.start(row.strategy, row.processes, directory), -PROGRESS_SECONDS
+    while (status := run.poll()) is None:
+        _signals.check()
+        if sys.stderr.isatty() and time.monotonic() - told >= PROGRESS_SECONDS:
+            print(f"\r{label}  {progress(directory):28}\r", end="", file=sys.stderr, flush=True)
+            told = time.monotonic()
+        time.sleep(SECONDS)
     return status, outcome(status, run.problems, directory)

@@ -63,3 +63,54 @@ def test_run_directory_removed(project: Project):
     run = load(directory)
     assert (run.status, len(run.iterations)) == ("complete", 1)
     assert "stub torchrun output" in (directory / "node0.log").read_text()
+
+
+# ---- sweeps ----------------------------------------------------------------------------------------------------------
+
+
+def sweep(project: Project, **environment: str) -> subprocess.Popen[str]:
+    settings = {"STRATEGIES": "ddp", "RETRIES": "0", "WANDB_MODE": "disabled"} | environment
+    return subprocess.Popen(
+        ["bash", str(project.script("run_megatron_t5_all.sh"))],
+        env=project.environment_with(settings),
+        cwd=project.root,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+SLOW_START = """
+import time
+from t5bench.sweep import launch
+
+class SlowNode(launch.Node):
+    def send(self, script):
+        super().send(script)
+        time.sleep(5)
+
+launch.Node = SlowNode
+"""
+
+
+def test_second_ctrl_c_in_a_sweep(project: Project):
+    """Both come while the run is being started, and nobody knows its processes yet."""
+    with (project.root / "t5bench" / "sweep" / "rows.py").open("a") as module:
+        module.write(SLOW_START)
+    process = sweep(project, STUB_SLEEP="300")
+    wait_for((project.stubs / "started").exists)
+    for _ in range(2):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.2)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + signal.SIGINT
+    assert "INT received: stopped, nothing is left running" in errors
+    assert processes_with(f"STUB_DIR={project.stubs}") == []
+
+
+def test_two_sweeps_at_the_same_moment(project: Project):
+    sweeps = [sweep(project, STUB_WAIT="4") for _ in range(2)]
+    said = [process.communicate(timeout=90)[1] for process in sweeps]
+    assert sorted(process.returncode for process in sweeps) == [0, 2], "\n".join(said)
+    assert sum("error: a run is going on in " in text for text in said) == 1
