@@ -256,7 +256,7 @@ run_to_end() {
   trap 'interrupted_by=${interrupted_by:-HUP}' HUP
   exec {NEVER}<> <(:)
   # The name of a socket, which multiprocessing makes there, may have 107 characters.
-  { ((${#scratch} < 70)) && mkdir -m 700 -- "$scratch" 2>/dev/null; } || scratch=''
+  { ((${#scratch} < 75)) && mkdir -m 700 -- "$scratch" 2>/dev/null; } || scratch=''
   # A Ctrl-Z stops this shell, and not what reads the run's output.
   exec {output_fd}> >(trap '' INT TERM HUP TSTP && "$recorder" "$mark")
   recorder_pid=$!

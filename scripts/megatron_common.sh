@@ -223,6 +223,7 @@ record_run() {
 
 start_run() {
   local exit_status=0 node=$OUTPUT_DIR/node$NODE_RANK status='' reason='' remedy=''
+  trap '' XFSZ # beyond a limit of files' sizes (ulimit -f) a write fails, and this shell goes on
   { plan_words >"$node.plan" && print_command >"$node.command.sh"; } || {
     printf 'configuration  ' 1<>"$node.status" || true
     die "cannot write to the run directory $OUTPUT_DIR" "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"

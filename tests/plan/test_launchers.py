@@ -256,7 +256,7 @@ def test_a_dry_run_prints_what_a_run_does(project: Project, tmp_path: Path, stra
     def left() -> tuple:
         config = run / "ds_config.json"
         environment = project.recorded_environment()
-        by_nature = {"T5_RUN_MARK", "PWD", "OLDPWD", "SHLVL", "_"}
+        by_nature = {"T5_RUN_MARK", "TMPDIR", "PWD", "OLDPWD", "SHLVL", "_"}
         return (
             project.recorded_arguments(),
             {name: value for name, value in environment.items() if name not in by_nature},

@@ -1,15 +1,29 @@
 """Faults of one node that docs/failures.md lists: each is played on a real launcher, whose torchrun is a stub."""
 
+import contextlib
+import json
 import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
-from harness import Project, processes_with, wait_for
+from harness import ITERATION, MEMORY, Project, engine_output, processes_with, record, wait_for
 
 from t5bench.record.records import load
+from t5bench.run.output import LONGEST_LINE, Output
+
+# The native engine's, where ITERATION is as Megatron's.
+NATIVE_ITERATION = (
+    " iteration        3/       3 | consumed samples:           48 | consumed tokens:         9216 |"
+    " elapsed time per iteration (ms): 12.3 | learning rate: 0.000E+00 | global batch size:    16 | lm loss: 8.0E+00 |"
+    " loss scale: 1.0 | grad norm: 1.0E+00 | actual seqlen:   128 | number of skipped iterations:   0 |"
+    " number of nan iterations:   0 | samples per second: 42.667 | TFLOPs: 0.01 |\n"
+)
 
 
 def recorder_of(project: Project) -> int:
@@ -114,3 +128,206 @@ def test_two_sweeps_at_the_same_moment(project: Project):
     said = [process.communicate(timeout=90)[1] for process in sweeps]
     assert sorted(process.returncode for process in sweeps) == [0, 2], "\n".join(said)
     assert sum("error: a run is going on in " in text for text in said) == 1
+
+
+# ---- what the engine prints ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last", [ITERATION.format(3, 3, "8.0E+00"), NATIVE_ITERATION])
+@pytest.mark.parametrize("memory_first", [True, False])
+def test_two_ranks_lines_as_one(tmp_path: Path, last: str, memory_first: bool):
+    memory = MEMORY.format(0)
+    lines = (memory, last) if memory_first else (last, memory)
+    result = record(tmp_path, engine_output(2, ranks=()) + lines[0].rstrip("\n") + lines[1], TRAIN_ITERS="3")
+    assert result.returncode == 0, result.stderr
+    run = load(tmp_path)
+    assert [line.iteration for line in run.iterations] == [1, 2, 3]
+    assert run.peak_memory[0].host_mib == 562.4
+
+
+@pytest.mark.parametrize("size", [1, 7, 1 << 16])
+def test_secret_cut_in_two(tmp_path: Path, size: int):
+    """By the blocks that are read, and by the ends of lines."""
+    secret = "0123456789abcdef"
+    begun, rest = secret[:7], secret[7:]
+    text = f"a {secret} b\n{begun}\n{rest}\n {begun}\r\n{rest} {begun}!\n{begun}".encode()
+    output = Output((tmp_path / "log").open("wb"), tmp_path / "metrics", [secret])
+    shown = [output.take(text[at : at + size], 1e9) for at in range(0, len(text), size)]
+    shown.append(output.end(1e9))
+    assert b"".join(shown) == f"a *** b\n***\n *** {begun}!\n{begun}".encode()
+    log = [line.partition(" ")[2] for line in (tmp_path / "log").read_text().splitlines()]
+    assert log == ["a *** b", "***", f" *** {begun}!", begun]
+
+
+@pytest.mark.parametrize("piece", [b"x", b" 45%|####    | 45/100 [00:10<00:12, 4.5it/s]\r"], ids=["line", "bar"])
+def test_line_without_end(tmp_path: Path, piece: bytes):
+    """60 MiB, and then a line that counts, which comes on the same line."""
+    block, last = piece * ((1 << 16) // len(piece)), engine_output(1, 1).encode()
+    output = Output((tmp_path / "log").open("wb"), tmp_path / "metrics", ["0123456789abcdef"])
+    began = time.process_time()
+    for _ in range((60 << 20) // len(block)):
+        output.take(block, 1e9)
+    output.take(last, 1e9)
+    output.end(1e9)
+    assert time.process_time() - began < 15  # it took 0.3 s and 1.7 s
+    assert (tmp_path / "log").stat().st_size < 2 * LONGEST_LINE
+    assert output.last and output.last.iteration == 1 and 0 in output.memory
+
+
+def test_what_a_progress_bar_wrote_over_counts(tmp_path: Path):
+    output = Output((tmp_path / "log").open("wb"), tmp_path / "metrics", [])
+    lines = engine_output(1, 2).splitlines()
+    output.take(f"{lines[0]}\r 1%\r 2%\r\nplain\r\n".encode(), 1e9)
+    output.end(1e9)
+    log = [line.partition(" ")[2] for line in (tmp_path / "log").read_text().splitlines()]
+    assert output.last and log == [lines[0], " 2%", "plain"]
+
+
+# ---- what torchrun leaves --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL, None], ids=["term", "kill", "end"])
+def test_nothing_stays_in_tmpdir(project: Project, by: signal.Signals | None):
+    scratch = Path(tempfile.mkdtemp(dir="/tmp"))  # a short name, for sockets
+    project.add_stub(
+        "torchrun",
+        (project.stubs / "torchrun")
+        .read_text()
+        .replace("\n", '\nmkdir "$TMPDIR/torchelastic_1" "$TMPDIR/pymp-1"\n', 1),
+    )
+    launcher = project.start_sleeping(TMPDIR=str(scratch), STUB_SLEEP="300" if by else "1")
+    assert list(scratch.rglob("torchelastic_1"))
+    if by:
+        launcher.send_signal(by)
+    launcher.communicate(timeout=60)
+    wait_for(lambda: not list(scratch.iterdir()))
+    scratch.rmdir()
+
+
+# ---- the file system -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(project: Project) -> Iterator[Callable[[str], Path]]:
+    """small_disk(OPTIONS): mounts a tmpfs for the run's directory."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a file system")
+    directory = project.root / "outputs"
+
+    def mount(options: str) -> Path:
+        directory.mkdir(exist_ok=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)], check=True)
+        return directory
+
+    yield mount
+    subprocess.run(["umount", "--lazy", str(directory)], check=False)
+
+
+FILL = 'head -c 100M /dev/zero >"$FILL/filler" 2>/dev/null\n'
+MUCH = 'for i in {1..300}; do echo "line $i of what fills what is left of a page, and of the next one"; done\n'
+
+
+@pytest.mark.parametrize("when", ["while it logs", "at the end"])
+def test_disk_full_while_logging(project: Project, small_disk: Callable[[str], Path], when: str):
+    directory = small_disk("size=256k")
+    stub = (project.stubs / "torchrun").read_text()
+    fill = FILL + (MUCH if when == "while it logs" else "")
+    project.add_stub("torchrun", stub.replace('exit "${STUB', fill + 'exit "${STUB'))
+    result = project.launch("ddp", FILL=str(directory), STUB_WAIT="2")
+    assert result.returncode == 1, result.stderr
+    assert "No space left on device" in result.stderr and "record in" not in result.stderr
+    assert status_of(project).startswith("crashed ")
+    left = [path for path in (directory / "ddp").iterdir() if path.suffix == ".json"]
+    assert all(json.loads(path.read_text()) for path in left)
+    assert not list((directory / "ddp").glob(".*"))
+    # The same command goes on when there is space again.
+    (directory / "filler").unlink()
+    project.add_stub("torchrun", stub)
+    assert project.launch("ddp").returncode == 0
+
+
+@pytest.mark.parametrize("inodes", [3, 6, 9])
+def test_no_inode_at_the_start(project: Project, small_disk: Callable[[str], Path], inodes: int):
+    """Or at the end, where there were just enough to begin."""
+    directory = small_disk(f"size=1m,nr_inodes={inodes}")
+    result = project.launch("ddp")
+    assert "Traceback" not in result.stderr
+    status = directory / "ddp" / "node0.status"
+    if result.returncode == 2:
+        assert "error: cannot write to the run directory" in result.stderr and "df -i" in result.stderr
+        assert not project.was_started()
+    else:
+        assert result.returncode == 1 and "error: ddp on node 0: crashed: " in result.stderr
+    assert not status.exists() or not status.read_text().startswith("running")
+
+
+@pytest.fixture
+def ext4(project: Project) -> Iterator[Path]:
+    """A file system for the run's directory that the kernel makes read-only when it finds an error."""
+    if os.geteuid() != 0 or not Path("/dev/loop-control").exists():
+        pytest.skip("only root may mount a file system, and it needs a loop device")
+    image, directory = project.stubs / "image", project.root / "outputs"
+    directory.mkdir()
+    with image.open("wb") as file:
+        file.truncate(16 << 20)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    subprocess.run(["mount", "-o", "loop,errors=remount-ro", str(image), str(directory)], check=True)
+    # STUB_LINES lines, ten a second, after all else.
+    lines = "for ((i = 0; i < ${STUB_LINES:-0}; i++)); do echo line $i; sleep 0.1; done\nexit"
+    project.add_stub("torchrun", (project.stubs / "torchrun").read_text().replace("\nexit", f"\n{lines}"))
+    yield directory
+    subprocess.run(["umount", "--lazy", str(directory)], check=False)
+
+
+def test_file_system_becomes_read_only(project: Project, ext4: Path):
+    launcher = project.start_sleeping(STUB_SLEEP="2", STUB_LINES="30")
+    device = Path(subprocess.check_output(["findmnt", "-no", "SOURCE", str(ext4)], text=True).strip()).name
+    with contextlib.suppress(OSError):  # the kernel answers so
+        Path("/sys/fs/ext4", device, "trigger_fs_error").write_text("played by a test")
+    errors = launcher.communicate(timeout=60)[1]
+    assert launcher.returncode == 1, errors
+    assert "error: ddp on node 0: crashed: " in errors and "Read-only file system" in errors
+    assert "complete; record" not in errors
+
+
+def test_file_system_stalls_for_30_s(project: Project, ext4: Path):
+    """The run waits, and goes on."""
+    launcher = project.start_sleeping(STUB_SLEEP="1", STUB_LINES="50")
+    subprocess.run(["fsfreeze", "--freeze", str(ext4)], check=True)
+    try:
+        time.sleep(30)
+        assert launcher.poll() is None
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", str(ext4)], check=True)
+    errors = launcher.communicate(timeout=60)[1]
+    assert launcher.returncode == 0, errors
+    assert "line 49" in (ext4 / "ddp" / "node0.log").read_text()
+
+
+# ---- the clock, and what a process may have --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hours", [-5, 5])
+def test_clock_jumps(project: Project, hours: int):
+    """The recorder's clock, every two seconds there and back, while the run goes on."""
+    jump = f"real() + {hours * 3600} * (time.perf_counter() % 4 > 2)"
+    (project.stubs / "site" / "sitecustomize.py").write_text(
+        f"import time\nreal = time.time\ntime.time = lambda: {jump}\n"
+    )
+    began = time.monotonic()
+    launcher = project.start_sleeping(STUB_SLEEP="6", WATCHDOG_SECONDS="60")
+    errors = launcher.communicate(timeout=60)[1]
+    assert (launcher.returncode, time.monotonic() - began < 30) == (0, True), errors
+    assert load(project.root / "outputs" / "ddp").status == "complete"
+
+
+@pytest.mark.parametrize("limit", ["-n 12", "-f 4", "-v 200000"], ids=["open files", "file size", "memory"])
+def test_process_limits(project: Project, limit: str):
+    """Whatever is too little for a run ends it with a sentence, or is enough."""
+    command = f'ulimit {limit}; exec bash "{project.script("run_megatron_t5_ddp.sh")}"'
+    options = {"env": project.environment, "cwd": project.root, "capture_output": True, "text": True, "timeout": 60}
+    result = subprocess.run(["bash", "-c", command], check=False, **options)
+    assert result.returncode == 0 or "error: " in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr
+    path = project.root / "outputs" / "ddp" / "node0.status"
+    assert not path.exists() or not path.read_text().startswith("running")

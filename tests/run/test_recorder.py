@@ -145,12 +145,13 @@ def test_secrets_reach_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert part_of(tmp_path)["plan"]["settings"]["LR"]["value"] == "***"
 
 
-def test_a_full_disk_costs_the_record_and_nothing_else(tmp_path: Path):
+def test_a_full_disk_costs_the_record_and_says_so(tmp_path: Path):
     (tmp_path / "node0.log").symlink_to("/dev/full")
     result = record(tmp_path, output(3), TRAIN_ITERS="3")
     assert result.stdout.decode() == output(3)
     assert b"No space left" in result.stderr
-    assert result.returncode == 0
+    assert result.returncode == 1
+    assert load(tmp_path).reason.startswith("the run directory cannot be written: ")
 
 
 @given(st.lists(st.integers(min_value=0, max_value=400)))
