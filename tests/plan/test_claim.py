@@ -1,0 +1,73 @@
+"""Who holds a directory: one of many that ask at once, and for how long."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness import REPO_ROOT
+
+from t5bench import Problem
+from t5bench.plan import claim
+
+TAKE = """
+import os, sys, time
+from pathlib import Path
+from t5bench import Problem
+from t5bench.plan import claim
+
+while time.time() < float(sys.argv[2]):
+    pass
+try:
+    claim.take(Path(sys.argv[1]), "node0", "run", os.getpid())
+    print("mine", flush=True)
+except Problem:
+    print("refused", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_one_of_many_gets_it_and_the_next_when_it_has_ended(tmp_path: Path):
+    for _ in range(3):
+        command = [sys.executable, "-c", TAKE, str(tmp_path), str(time.time() + 1.5)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        processes = [subprocess.Popen(command, cwd=REPO_ROOT, **pipes) for _ in range(8)]
+        assert sorted(process.stdout.readline() for process in processes) == ["mine\n", *["refused\n"] * 7]
+        for process in processes:
+            process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("changes", "age", "is_held"),
+    [
+        ({}, 1e6, True),
+        ({"boot": "another"}, 0, False),
+        ({"processes": [[os.getpid(), "1"]]}, 0, False),
+        ({"processes": []}, 0, False),
+        ({"host": "elsewhere"}, 60, True),
+        ({"host": "elsewhere"}, 600, False),
+        ({"host": "elsewhere", "processes": []}, 0, False),
+    ],
+    ids=["here", "rebooted", "id came again", "ended", "elsewhere", "elsewhere and gone", "elsewhere and ended"],
+)
+def test_how_long(tmp_path: Path, changes: dict, age: float, is_held: bool):
+    claim.take(tmp_path, "node0", "run", os.getpid())
+    path = tmp_path / "node0.claim.1"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    os.utime(path, times=(time.time() - age,) * 2)
+    if is_held:
+        with pytest.raises(Problem, match="a run is going on in "):
+            claim.take(tmp_path, "node0", "run", os.getppid())
+    else:
+        claim.take(tmp_path, "node0", "run", os.getppid())
+
+
+def test_the_nodes_of_one_run_share_a_directory_and_two_runs_do_not(tmp_path: Path):
+    claim.take(tmp_path, "node0", "run", os.getpid())
+    claim.take(tmp_path, "node1", "run", os.getpid())
+    with pytest.raises(Problem):
+        claim.take(tmp_path, "node2", "another run", os.getpid())
+    claim.take(tmp_path, "node2", "run", os.getpid())
