@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import ITERATION, MEMORY, Project, engine_output, processes_with, record, wait_for
+from harness import ITERATION, MEMORY, REPO_ROOT, Project, engine_output, processes_with, record, wait_for
 
 from t5bench.record.records import load
 from t5bench.run.output import LONGEST_LINE, Output
@@ -331,3 +332,20 @@ def test_process_limits(project: Project, limit: str):
     assert "Traceback" not in result.stderr
     path = project.root / "outputs" / "ddp" / "node0.status"
     assert not path.exists() or not path.read_text().startswith("running")
+
+
+# ---- the document ----------------------------------------------------------------------------------------------------
+
+
+def test_the_document_lists_what_is_played_and_counts_it():
+    text = (REPO_ROOT / "docs" / "failures.md").read_text()
+    on_cluster = re.findall(r"^\| `[a-z0-9-]+` \|", text, re.MULTILINE)
+    here = re.findall(r"^\| .*\| `(\S+)::(test_\w+)`(?: \(mount\))? \|$", text, re.MULTILINE)
+    for file, name in here:
+        assert f"def {name}(" in (REPO_ROOT / "tests" / file).read_text(), name
+    own = re.findall(r"^def (test_\w+)", Path(__file__).read_text(), re.MULTILINE)[:-1]
+    assert set(own) <= {name for _, name in here}
+    count = (
+        f"{len(on_cluster) + len(here)} faults are played in all: {len(on_cluster)} on the test cluster and {len(here)}"
+    )
+    assert count in text
