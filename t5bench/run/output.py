@@ -42,31 +42,30 @@ class Veil:
         self.kept = b""
 
     def clear(self, block: bytes) -> bytes:
-        """What may be shown: without the end that may be the beginning of a secret, until more has come."""
-        if not self.secrets:
-            return block
+        """What may be shown: without the end that may be the beginning of a secret, until more has come.
+
+        An empty block ends the stream.
+        """
         text = self.kept + block
+        end = self._beginning_of_a_secret(text) if block else len(text)
         joined = text.translate(None, b"\r\n")
         if any(secret in joined for secret in self.secrets):
-            text = self.pattern.sub(HIDDEN.encode(), text)
-        keep = self._beginning_of_a_secret(text)
-        self.kept = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def rest(self) -> bytes:
-        """What was kept back, at the end of the stream."""
-        rest, self.kept = self.kept, b""
-        return rest
+            for match in self.pattern.finditer(text):
+                end = match.start() if match.start() < end < match.end() else end
+            self.kept = text[end:]
+            return self.pattern.sub(HIDDEN.encode(), text[:end])
+        self.kept = text[end:]
+        return text[:end]
 
     def _beginning_of_a_secret(self, text: bytes) -> int:
-        """How many bytes at the end are one, line ends not counted as parts of it."""
-        longest = max(map(len, self.secrets))
+        """Where one begins that the text ends in, line ends not counted as parts of it; the text's length for none."""
+        longest = max(map(len, self.secrets), default=0)
         places = [place for place in range(max(0, len(text) - 2 * longest), len(text)) if text[place] not in b"\r\n"]
         tail = bytes(text[place] for place in places)
         for start, place in enumerate(places):
             if any(len(secret) > len(tail) - start and secret.startswith(tail[start:]) for secret in self.secrets):
-                return len(text) - place
-        return 0
+                return place
+        return len(text)
 
 
 class Line:
@@ -126,7 +125,7 @@ class Output:
 
     def end(self, now: float) -> bytes:
         """What may be shown at the end."""
-        self.ended, shown = now, self.veil.rest()
+        self.ended, shown = now, self.veil.clear(b"")
         self._read(shown, now)
         if self.line.head:
             self._take_line(now)

@@ -152,12 +152,14 @@ def test_secret_cut_in_two(tmp_path: Path, size: int):
     secret = "0123456789abcdef"
     begun, rest = secret[:7], secret[7:]
     text = f"a {secret} b\n{begun}\n{rest}\n {begun}\r\n{rest} {begun}!\n{begun}".encode()
-    output = Output((tmp_path / "log").open("wb"), tmp_path / "metrics", [secret])
+    longer = f"{secret}0123"  # its beginning is a secret of its own, and its end begins one
+    text += f" {longer} {longer}{secret}".encode()
+    output = Output((tmp_path / "log").open("wb"), tmp_path / "metrics", [longer, secret])
     shown = [output.take(text[at : at + size], 1e9) for at in range(0, len(text), size)]
     shown.append(output.end(1e9))
-    assert b"".join(shown) == f"a *** b\n***\n *** {begun}!\n{begun}".encode()
+    assert b"".join(shown) == f"a *** b\n***\n *** {begun}!\n{begun} *** ******".encode()
     log = [line.partition(" ")[2] for line in (tmp_path / "log").read_text().splitlines()]
-    assert log == ["a *** b", "***", f" *** {begun}!", begun]
+    assert log == ["a *** b", "***", f" *** {begun}!", f"{begun} *** ******"]
 
 
 @pytest.mark.parametrize("piece", [b"x", b" 45%|####    | 45/100 [00:10<00:12, 4.5it/s]\r"], ids=["line", "bar"])
