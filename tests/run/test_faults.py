@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from harness import ITERATION, MEMORY, REPO_ROOT, Project, engine_output, processes_with, record, wait_for
 
+from t5bench.plan.ports import free_port
 from t5bench.record.records import load
 from t5bench.run.output import LONGEST_LINE, Output
 
@@ -55,7 +56,7 @@ def test_recorder_stopped(project: Project, by: signal.Signals | None):
 def test_two_launchers_at_the_same_moment(project: Project):
     """One of them trains, and the other says who does."""
     command = ["bash", str(project.script("run_megatron_t5_ddp.sh"))]
-    environment = project.environment_with({"STUB_WAIT": "4"})
+    environment = project.environment_with({"STUB_WAIT": "4", "MASTER_PORT": str(free_port())})
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     launchers = [subprocess.Popen(command, env=environment, cwd=project.root, **pipes) for _ in range(3)]
     said = [launcher.communicate(timeout=60)[1] for launcher in launchers]
