@@ -35,14 +35,13 @@ def run(args: argparse.Namespace) -> int:
     if not rows:
         raise Problem("none of the strategies can run here", "What stops each is said above")
     runs = {args.runs_dir / f"repeat{repeat}" / row.name: row for repeat in range(1, args.repeats + 1) for row in rows}
-    if not args.dry_run:
-        write_list(args.runs_dir, [str(directory.relative_to(args.runs_dir)) for directory in runs])
     if args.dry_run:
         for directory in runs:
             print("complete " if is_complete(directory) else "run      ", directory)
         return 0
     try:
         claim.take(args.runs_dir, "sweep", "a sweep", os.getpid())
+        write_list(args.runs_dir, [str(directory.relative_to(args.runs_dir)) for directory in runs])
     except OSError as error:
         raise Problem(f"cannot write to {args.runs_dir}: {error.strerror}", "Choose another RUNS_DIR") from error
     claim.keep(args.runs_dir, "sweep", os.getpid())
