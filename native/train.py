@@ -48,6 +48,11 @@ def share_vocabulary(args: Namespace, file: TokenFile) -> Vocabulary:
     return answer[0]
 
 
+def pad_vocabulary(args: Namespace, vocabulary: Vocabulary) -> None:
+    multiple = args.make_vocab_size_divisible_by * args.tp
+    args.padded_vocab_size, args.pad_token = -(-vocabulary.size // multiple) * multiple, vocabulary.pad
+
+
 class Data:
     """The batches of this process's data-parallel rank, from wherever the run continues."""
 
@@ -102,8 +107,7 @@ def run(args: Namespace) -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
     dist.init_process_group(args.distributed_backend, timeout=timedelta(minutes=args.distributed_timeout_minutes))
     vocabulary = share_vocabulary(args, file)
-    multiple = args.make_vocab_size_divisible_by * args.tp
-    args.padded_vocab_size, args.pad_token = -(-vocabulary.size // multiple) * multiple, vocabulary.pad
+    pad_vocabulary(args, vocabulary)
     layout = Layout.build(args.pp, args.dp, args.tp, args.device, args.seed)
     trainer = ZeroTrainer(args, layout) if args.deepspeed else TorchTrainer(args, layout)
     try:

@@ -1,0 +1,146 @@
+"""How far each number of a recipe moves the curves: python -m native.sensitivity FLAGS, those of a run of one process.
+
+It trains the recipe, and again with each number changed by a hundredth, or by the smallest step that it has. One line
+of JSON for each training: what was changed, how, and the losses and gradient norms of all iterations.
+"""
+
+import itertools
+import json
+import re
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from native.arguments import parse
+from native.data import TokenFile, Vocabulary
+from native.parallel import Layout
+from native.train import Data, learning_rate, pad_vocabulary
+from native.trainers import Batch, TorchTrainer
+
+PERCENT = 0.01
+# Parameters by their names.
+GROUPS = {
+    "word embeddings": r"\.word_embeddings\.",
+    "position embeddings": r"\.position_embeddings\.",
+    "encoder": r"\.encoder\.",
+    "decoder": r"\.decoder\.",
+    "self-attention": r"\.self_attention\.",
+    "cross-attention": r"\.inter_attention\.",
+    "feed-forward": r"\.mlp\.",
+    "layer norms": r"layernorm\.",
+    "biases": r"(?<!layernorm)\.bias$",
+    "output bias": r"^lm_head\.",
+}
+
+
+class Change(NamedTuple):
+    """One number that differs from the recipe's; the defaults differ in nothing.
+
+    what: is changed by PERCENT, of the parameters whose names match `of`; or how the data are changed. late:
+    iterations by which the schedule of the learning rate comes late.
+    """
+
+    number: str
+    change: str = "1 %"
+    arguments: Mapping[str, Any] = MappingProxyType({})
+    what: str = ""
+    of: str = ""
+    late: int = 0
+
+
+def changes(args: Namespace) -> Iterator[Change]:
+    """One for each number of the recipe."""
+    yield Change("the recipe", "nothing")
+    for number, name in (
+        ("learning rate", "lr"),
+        ("final learning rate", "min_lr"),
+        ("weight decay", "weight_decay"),
+        ("Adam's epsilon", "adam_eps"),
+        ("clipping", "clip_grad"),
+    ):
+        yield Change(number, arguments={name: getattr(args, name) * (1 + PERCENT)})
+    for number, name in (("Adam's beta 1", "adam_beta1"), ("Adam's beta 2", "adam_beta2")):
+        yield Change(number, "1 % of 1 - beta", {name: 1 - (1 - getattr(args, name)) * (1 + PERCENT)})
+    yield Change("warm-up", "1 iteration", {"lr_warmup_iters": args.lr_warmup_iters + 1})
+    yield Change("length of the decay", "1 iteration", {"train_iters": args.train_iters + 1})
+    yield Change("schedule", "1 iteration late", late=1)
+    yield Change("seed of the weights", "+1", {"seed": args.seed + 1})
+    yield Change("initial weights", what="initial")
+    yield Change("loss scale", what="gradient")
+    yield Change("accumulation", "1 % of one micro-batch", what="micro-batch")
+    yield Change("order of the data", "two samples", what="order")
+    yield Change("encoder's length", "1 token", what="encoder")
+    yield Change("decoder's length", "1 token", what="decoder")
+    for group, pattern in GROUPS.items():
+        for number in ("learning rate", "weight decay", "gradient"):
+            yield Change(f"{number} of {group}", what=number, of=pattern)
+
+
+def changed_data(batches: list[Batch], what: str, pad: int) -> list[Batch]:
+    """Two samples of neighbouring iterations in each other's place, or one sample that is a token shorter."""
+    changed = [tuple(tensor.clone() for tensor in batch) for batch in batches]
+    (encoder, decoder, labels), other = changed[0], changed[1]
+    if what == "order":
+        for tensor, its in zip(changed[0], other, strict=True):
+            tensor[0], its[0] = its[0].clone(), tensor[0].clone()
+    elif what == "encoder":
+        encoder[0, int((encoder[0] != pad).sum()) - 1] = pad
+    elif what == "decoder":
+        last = int((labels[0] >= 0).sum()) - 1
+        decoder[0, last], labels[0, last] = pad, -1
+    return changed
+
+
+def prepare(trainer: TorchTrainer, change: Change, args: Namespace) -> None:
+    """Changes weights, gradients, weight decay or learning rate of the chosen parameters by PERCENT."""
+    factor, optimizer = 1 + PERCENT, trainer.optimizer
+    chosen = {p for name, p in trainer.model.named_parameters() if re.search(change.of, name)}
+    for parameter in chosen:
+        if change.what == "initial":
+            parameter.data.mul_(factor)
+        elif change.what in ("gradient", "micro-batch"):
+            every = args.micro_batches if change.what == "micro-batch" else 1
+            factors = itertools.cycle([factor, *[1.0] * (every - 1)])
+            parameter.register_hook(lambda gradient, factors=factors: gradient * next(factors))
+    for group in list(optimizer.param_groups):
+        own = [p for p in group["params"] if p in chosen]
+        group["params"] = [p for p in group["params"] if p not in chosen]
+        # What is not decayed gets a hundredth of the others' decay.
+        decay = group["weight_decay"] + PERCENT * args.weight_decay * (change.what == "weight decay")
+        optimizer.add_param_group({**group, "params": own, "weight_decay": decay, "chosen": True})
+
+    def set_rates(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= factor if "chosen" in group else 1.0
+
+    if change.what == "learning rate":
+        optimizer.register_step_pre_hook(set_rates)
+
+
+def train(args: Namespace, batches: list[Batch], change: Change) -> dict[str, Any]:
+    """The curves of the recipe with this change."""
+    args = Namespace(**vars(args) | dict(change.arguments))
+    trainer = TorchTrainer(args, Layout())
+    prepare(trainer, change, args)
+    steps = enumerate(changed_data(batches, change.what, args.pad_token))
+    curves = [trainer.step(batch, learning_rate(args, max(0, number - change.late))) for number, batch in steps]
+    losses, norms = ([float(value) for value in curve] for curve in zip(*curves, strict=True))
+    return {"number": change.number, "change": change.change, "losses": losses, "norms": norms}
+
+
+def main() -> None:
+    args = parse()
+    file, vocabulary = TokenFile(args.data_path), Vocabulary.load(args.tokenizer_model)
+    pad_vocabulary(args, vocabulary)
+    args.num_workers = 0
+    data = Data(args, Layout(), file, vocabulary, 0)
+    batches = [data.next(data.train) for _ in range(args.train_iters)]
+    for change in changes(args):
+        print(json.dumps(train(args, batches, change)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
