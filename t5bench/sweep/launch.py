@@ -161,10 +161,11 @@ class Started:
 class Launch:
     """Plans and starts runs: on this machine alone, or on the nodes of HOSTS, else of SLURM."""
 
-    def __init__(self, changes: Mapping[str, str], over_ssh: bool = False) -> None:
-        """changes: of the environment. Raises Problem where there are no hosts."""
+    def __init__(self, changes: Mapping[str, str], over_ssh: bool = False, arguments: Sequence[str] = ()) -> None:
+        """changes: of the environment. arguments: the engine's. Raises Problem where there are no hosts."""
         self._environment = {**os.environ, **changes}
         self._running: Started | None = None
+        self._arguments = ["--", *arguments] if arguments else []
         self._hosts: Sequence[str] = ()
         self._sent: Mapping[str, str] = {}
         if over_ssh:
@@ -188,7 +189,7 @@ class Launch:
         if processes:
             exports["NPROC_PER_NODE"] = str(processes // max(1, len(self._hosts)))
         lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(exports.items())]
-        return "\n".join([*lines, f'launch() {{ exec {shlex.join(words)} "$@"; }}', end])
+        return "\n".join([*lines, f'launch() {{ exec {shlex.join(words)} "$@" {shlex.join(self._arguments)}; }}', end])
 
     def end(self) -> list[str]:
         """Ends the run that goes on; what did not end in time."""

@@ -1,45 +1,90 @@
 """``python -m t5bench parity-check``: trains strategies alike on this machine, and compares their curves with DDP's."""
 
 import argparse
+import os
+import subprocess
+import sys
 from pathlib import Path
 
-from t5bench import Problem
+from t5bench import REPOSITORY, Problem
+from t5bench.plan.launchers import declarations
 from t5bench.sweep.command import t5bench
-from t5bench.sweep.launch import BASELINE, Launch
+from t5bench.sweep.launch import BASELINE, Launch, check
 from t5bench.sweep.rows import choose, note, plan_rows
 from t5bench.sweep.runner import raise_on_signals, run_all
 
 MEGATRON, NATIVE = "megatron", "native"
+# What has no setting. An epsilon among the gradients' sizes and a short memory of their squares show in a few updates.
+ARGUMENTS = ("--adam-beta1", "0.85", "--adam-beta2", "0.9", "--adam-eps", "0.01")
+SEEDS = 8  # of both in the sign test
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("strategies", nargs="*", help="compared with DDP (default: all)")
     parser.add_argument("--engine", choices=[MEGATRON, NATIVE], required=True)
     parser.add_argument("--runs-dir", type=Path, required=True, help="where the runs go; must not exist")
+    parser.add_argument("--sensitivity", action="store_true", help="measure what the check can see, and nothing else")
+    parser.add_argument("--blind-spots", action="store_true", help="measure it first")
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises Problem where the check cannot be made."""
     raise_on_signals()
     strategies = list(dict.fromkeys([BASELINE, *choose(args.strategies)]))
-    if args.engine == NATIVE and strategies == [BASELINE]:
+    if args.engine == NATIVE and strategies == [BASELINE] and not args.sensitivity:
         raise Problem(f"{BASELINE} alone has nothing to be compared with", "Name another strategy, or none for all")
     # Runs of an engine that was changed since would pass as runs of this one.
     if args.runs_dir.exists():
         raise Problem(f"{args.runs_dir} exists, and a check is made of new runs alone", "Choose another RUNS_DIR")
+    measured = []
+    if args.sensitivity or args.blind_spots:
+        measured = ["--sensitivity", measure(args.runs_dir)]
+    if args.sensitivity:
+        return t5bench("parity", *measured)
     train(args.engine, strategies, args.runs_dir)
-    reference = []
-    if args.engine == MEGATRON:
+    reference, drops = [], float(os.environ["DROPOUT"]) > 0
+    if args.engine == MEGATRON and not drops:  # the engines draw other masks
         train(NATIVE, [BASELINE], args.runs_dir)
         reference = ["--reference", args.runs_dir / NATIVE / BASELINE]
+    further = train_seeds(args.engine, strategies, args.runs_dir) if drops else []
     note(f"run directories: {args.runs_dir}")
     # A strategy that could not run has no run directory, and fails by that.
     runs = args.runs_dir / args.engine
-    return t5bench("parity", *(runs / name for name in strategies), "--baseline", runs / BASELINE, *reference)
+    named = [*(runs / name for name in strategies), *further]
+    return t5bench("parity", *named, "--baseline", runs / BASELINE, *reference, *measured)
 
 
-def train(engine: str, strategies: list[str], runs_dir: Path) -> None:
-    launch = Launch({"ENGINE": engine})
+def measure(runs_dir: Path) -> Path:
+    """The file of what each number of the recipe moves, by the native engine in one process."""
+    changes = {"ENGINE": NATIVE, "NNODES": "1", "NPROC_PER_NODE": "1", "PRECISION_FLAG": "", "DROPOUT": "0"}
+    plan = Launch(changes, arguments=ARGUMENTS).ask(BASELINE, None, runs_dir / "plan")
+    check(plan)
+    if plan.obstacles:
+        raise Problem(f"the native engine cannot run here: {plan.obstacles[0].found}", plan.obstacles[0].remedy)
+    note("measuring what each number of the recipe moves, about a minute on a CPU; CHECK_BLIND_SPOTS=0 leaves it out")
+    path = runs_dir / "sensitivity.jsonl"
+    path.parent.mkdir(parents=True)
+    command = [sys.executable, "-m", "native.sensitivity", *plan.arguments.words]
+    with path.open("wb") as output:
+        result = subprocess.run(command, env=os.environ | plan.environment, cwd=REPOSITORY, stdout=output, check=False)
+    if result.returncode:
+        raise Problem(f"the measurement ended with exit status {result.returncode}", "What stopped it is said above")
+    return path
+
+
+def train_seeds(engine: str, strategies: list[str], runs_dir: Path) -> list[Path]:
+    """Further seeds of what draws other dropout masks than the baseline, and of the baseline; their directories."""
+    others = [s.name for s in declarations() if s.name in strategies and s.tp * s.pp > 1]
+    first, made = int(os.environ["SEED"]), []
+    for seed in range(first + 1, first + SEEDS) if others else ():
+        note(f"seed {seed - first + 1} of {SEEDS}")
+        train(engine, [BASELINE, *others], runs_dir / f"seed{seed}", seed)
+        made += [runs_dir / f"seed{seed}" / engine / name for name in (BASELINE, *others)]
+    return made
+
+
+def train(engine: str, strategies: list[str], runs_dir: Path, seed: int | None = None) -> None:
+    launch = Launch({"ENGINE": engine} | ({} if seed is None else {"SEED": str(seed)}), arguments=ARGUMENTS)
     rows = plan_rows(launch, runs_dir, strategies)
     if not rows or rows[0].strategy != BASELINE:
         raise Problem(

@@ -1,6 +1,8 @@
 """Makes runs one after another: a line for each, an estimate of the time left, another try, an orderly end."""
 
 import contextlib
+import math
+import os
 import signal
 import sys
 import time
@@ -15,8 +17,9 @@ from t5bench.record.status import COMPLETE, CONFIGURATION, EXIT_CODES
 from t5bench.sweep.launch import Launch
 from t5bench.sweep.rows import Row, note
 
-# Between looks at a run, and between those that a person sees, which read all of its iterations.
-SECONDS, PROGRESS_SECONDS = 0.3, 2.0
+# Between looks at a run, and between those that a person sees, which read all of its iterations: on a terminal, and in
+# a file, where each is a line.
+SECONDS, PROGRESS_SECONDS, LINE_SECONDS = 0.3, 2.0, 30.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -94,7 +97,15 @@ def outcome(status: int, problems: Sequence[str], directory: Path) -> str:
     return f"FAILED ({run.status}): {'; '.join([run.reason, *problems])}; see {directory}"
 
 
-def progress(directory: Path) -> str:
+def compiling(since: float) -> list[str]:
+    """The extensions that are being compiled: PyTorch locks their directories. since: in seconds since 1970."""
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    with contextlib.suppress(OSError):  # a lock goes as soon as it is compiled
+        return sorted(lock.parent.name for lock in root.glob("**/lock") if lock.stat().st_mtime >= since)
+    return []
+
+
+def progress(directory: Path, since: float = math.inf) -> str:
     """The newest iteration: from the record, else from the terminals of nodes whose files are elsewhere."""
     try:
         done = read_metrics(directory / "metrics.jsonl")
@@ -102,7 +113,10 @@ def progress(directory: Path) -> str:
         return str(error)
     for terminal in () if done else directory.glob("node*.terminal"):
         done += log.iterations(terminal.read_text(errors="replace").splitlines())
-    return f"iteration {done[-1].iteration}/{done[-1].total}" if done else "starting"
+    if done:
+        return f"iteration {done[-1].iteration}/{done[-1].total}"
+    names = compiling(since)
+    return f"compiling {', '.join(names)}, once in some minutes" if names else "starting"
 
 
 def run_all(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path, retries: int = 0, goes_on: str = "") -> bool:
@@ -134,7 +148,8 @@ def _run_each(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path) -> dict[
             note(f"{label}  complete already")
             continue
         start = time.monotonic()
-        statuses[directory], said = _run_one(launch, row, directory, label)
+        expected = sum(took) / len(took) * (len(runs) - number + 1) if took else 0
+        statuses[directory], said = _run_one(launch, row, directory, label, expected)
         took.append(time.monotonic() - start)
         left = round(sum(took) / len(took) * (len(runs) - number))
         said = f"{label}  {said}, {timedelta(seconds=round(took[-1]))}"
@@ -142,15 +157,18 @@ def _run_each(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path) -> dict[
     return statuses
 
 
-def _run_one(launch: Launch, row: Row, directory: Path, label: str) -> tuple[int, str]:
-    """The exit status, and how it ended."""
+def _run_one(launch: Launch, row: Row, directory: Path, label: str, expected: float) -> tuple[int, str]:
+    """The exit status, and how it ended. expected: seconds for this run and those after it; 0 is not known."""
     directory.mkdir(parents=True, exist_ok=True)
+    terminal, started = sys.stderr.isatty(), time.time()
     with _signals.deferred():
-        run, told = launch.start(row.strategy, row.processes, directory), -PROGRESS_SECONDS
+        run, told = launch.start(row.strategy, row.processes, directory), started - PROGRESS_SECONDS * terminal
     while (status := run.poll()) is None:
         _signals.check()
-        if sys.stderr.isatty() and time.monotonic() - told >= PROGRESS_SECONDS:
-            print(f"\r{label}  {progress(directory):28}\r", end="", file=sys.stderr, flush=True)
-            told = time.monotonic()
+        if (now := time.time()) - told >= (PROGRESS_SECONDS if terminal else LINE_SECONDS):
+            left = timedelta(seconds=round(max(0, expected - now + started)))
+            said = f"{label}  {progress(directory, started)}" + (f"; about {left} left" if expected else "")
+            print(f"\r{said}\033[K", end="\r", file=sys.stderr, flush=True) if terminal else note(said)
+            told = now
         time.sleep(SECONDS)
     return status, outcome(status, run.problems, directory)

@@ -1,5 +1,6 @@
 """Verdicts over made curves: the gate's, as `t5bench parity` prints them."""
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t5bench.__main__ import main
-from t5bench.compare.parity import LOSS_TOLERANCE, difference, relative_difference
+from t5bench.compare.parity import TOLERANCE, difference, relative_difference
+from t5bench.compare.sensitivity import Sensitivity
 
 LOSSES = (8.0, 7.9, 7.6, 7.5)
 NORMS = (2.0, 1.5, 1.0, 0.8)
@@ -74,12 +76,12 @@ curves = st.dictionaries(st.integers(1, 50), st.floats(0.01, 100), min_size=1)
 
 @given(curves, curves)
 def test_no_shared_iteration_differs_more_than_the_largest(curve: dict[int, float], reference: dict[int, float]):
-    found = difference(curve, reference, LOSS_TOLERANCE)
+    found = difference(curve, reference, TOLERANCE["fp32"].loss)
     shared = curve.keys() & reference.keys()
     assert (found is None) == (not shared)
     if found:
         assert all(abs(curve[n] - reference[n]) <= found.largest * abs(reference[n]) * (1 + 1e-9) for n in shared)
-        assert (found.first_beyond is None) == (found.largest <= LOSS_TOLERANCE)
+        assert (found.first_beyond is None) == (found.largest <= TOLERANCE["fp32"].loss)
     assert difference(curve, dict(curve), 0.0).largest == 0
 
 
@@ -181,13 +183,12 @@ def test_what_a_mistake_could_hide_behind_fails_the_check(
 @pytest.mark.parametrize(
     ("made", "says"),
     [
-        ({"settings": {"PRECISION_FLAG": "--bf16"}}, "the runs are in bf16"),
-        ({"settings": {"DROPOUT": "0.1"}}, "DROPOUT=0.1"),
+        ({"settings": {"PRECISION_FLAG": "--fp16"}}, "the runs are in fp16"),
         ({"engine_patches": "megatron_t5_fixes"}, "only megatron_t5_fixes.patch is applied"),
         ({"strategy": "zero1"}, "none of these directories holds a run of ddp"),
         ({}, "there is no other run"),  # nothing was compared, and that is no pass
     ],
-    ids=["precision", "dropout", "patches", "baseline", "alone"],
+    ids=["precision", "patches", "baseline", "alone"],
 )
 def test_runs_that_the_gate_does_not_hold_for_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture, made: dict, says: str
@@ -199,3 +200,63 @@ def test_runs_that_the_gate_does_not_hold_for_are_refused(
         assert answer.errors.startswith("error: ") and says in answer.errors
         assert len(answer.errors.splitlines()) == 2, "what to do is missing"
         says = "there is no run directory"
+
+
+def measured(path: Path, **norms: Sequence[float]) -> Path:
+    """A file of sensitivities in which these numbers moved the gradient norm, and none the loss."""
+    curves = {"recipe": NORMS} | norms
+    lines = [{"number": name, "change": "1 %", "losses": LOSSES, "norms": norm} for name, norm in curves.items()]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def test_what_the_recipe_cannot_show_fails_the_check(ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    seen, hidden = scaled(NORMS, 3, 1 + 2e-4), scaled(NORMS, 3, 1 + 2e-5)
+    path = measured(tmp_path / "sensitivity.jsonl", clipping=seen)
+    runs = [ddp, make_run(tmp_path / "zero1")]
+    assert Answer(capsys, *runs, "--sensitivity", path).status == Answer(capsys, "--sensitivity", path).status == 0
+    measured(path, clipping=seen, epsilon=hidden)
+    answer = Answer(capsys, *runs, "--sensitivity", path)
+    assert answer.status == 1 and answer.passed("zero1")
+    assert "a mistake of 1 % in the epsilon moves" in answer.output and "clipping" not in answer.output
+    answer = Answer(capsys, "--sensitivity", path)
+    assert answer.status == 1 and "FAIL: not seen: epsilon" in answer.output
+    assert answer.row("epsilon").split()[-4:] == ["0.0e+00", "2.0e-05", "4", "NO"]
+    path.write_text("not json")
+    assert "holds no measured sensitivities" in Answer(capsys, *runs, "--sensitivity", path).errors
+    assert not Sensitivity("a", "b", math.nan, 0.0).is_seen(TOLERANCE["fp32"])
+
+
+DROPS = {"PRECISION_FLAG": "--bf16", "DROPOUT": "0.1"}
+
+
+def runs_with_dropout(directory: Path, above: int, seeds: int = 8) -> list[Path]:
+    """DDP's, a ZeRO run of the first seed, and a tensor-parallel run of each seed: in so many with a larger loss."""
+    made = [make_run(directory / "zero1", scaled(LOSSES, 2, 1 + 2e-4), settings=DROPS)]
+    for seed in range(1234, 1234 + seeds):
+        settings = DROPS | {"SEED": str(seed)}
+        factor = 1.01 if seed < 1234 + above else 0.99
+        losses, norms = [[value * factor for value in values] for values in (LOSSES, NORMS[::-1])]
+        norms = [norm * (2 - factor) / factor if seed % 2 else norm for norm in norms]
+        made.append(make_run(directory / f"seed{seed}" / "ddp", norms=NORMS[::-1], settings=settings))
+        made.append(make_run(directory / f"seed{seed}" / "tensor", losses, norms, settings=settings))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("above", "seeds", "says"),
+    [
+        (5, 8, None),
+        (8, 8, "the loss is larger in 8 of 8 seeds, by 1.0e-02 on average: by chance once in 128 checks"),
+        (0, 8, "the loss is larger in 0 of 8 seeds, by -1.0e-02"),
+        (3, 7, "8 seeds of both are needed, and there are 7"),
+    ],
+)
+def test_layouts_that_drop_other_masks_are_judged_over_seeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture, above: int, seeds: int, says: str | None
+):
+    runs = runs_with_dropout(tmp_path, above, seeds)
+    answer = Answer(capsys, *runs, "--baseline", runs[1])
+    assert "2.0e-04" in answer.row("zero1")
+    assert answer.passed("tensor") == (says is None)
+    assert says is None or says in answer.reason("tensor")

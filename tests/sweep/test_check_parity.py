@@ -1,5 +1,6 @@
 """The parity gate itself, scripts/check_parity.sh, over real trainings of the native engine."""
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -7,6 +8,11 @@ from pathlib import Path
 import pytest
 from harness import REPO_ROOT, STRATEGIES
 from real_runs import environment, make_clone, verdicts
+
+from t5bench.compare.sensitivity import read
+from t5bench.record.records import load
+from t5bench.sweep import runner
+from t5bench.sweep.rows import Row
 
 
 def gate(*strategies: str, root: Path = REPO_ROOT, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -20,6 +26,12 @@ def gate(*strategies: str, root: Path = REPO_ROOT, **settings: str) -> subproces
         timeout=300,
         check=False,
     )
+
+
+@pytest.fixture(autouse=True)
+def data(sample_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check prepares its data itself where none is given."""
+    monkeypatch.setenv("MEGATRON_DATA_DIR", str(sample_data))
 
 
 @pytest.fixture
@@ -56,30 +68,66 @@ def test_what_cannot_be_checked(copy: Path, strategies: list[str], settings: dic
 
 
 @pytest.mark.slow
-def test_the_native_engines_strategies_pass(copy: Path):
-    result = gate("pipeline", root=copy, RUNS_DIR="relative runs", TRAIN_ITERS="8")
+def test_the_native_engines_strategies_pass_and_nothing_can_hide(copy: Path):
+    """The recipe shows a hundredth of each of its numbers, or the gate would fail."""
+    result = gate("pipeline", root=copy, RUNS_DIR="relative runs", MEGATRON_DATA_DIR="")
     assert result.returncode == 0, result.stdout + result.stderr
     assert verdicts(result.stdout) == {("ddp", "native"): "PASS", ("pipeline", "native"): "PASS"}
-    assert (copy.parent / "relative runs" / "native" / "pipeline" / "metrics.jsonl").exists()
+    runs = copy.parent / "relative runs"
+    assert (runs / "native" / "pipeline" / "metrics.jsonl").exists()
+    assert {"weight decay", "Adam's epsilon", "clipping"} <= {one.number for one in read(runs / "sensitivity.jsonl")}
 
 
 @pytest.mark.slow
-def test_wrong_gradients_of_some_strategies_fail(copy: Path):
-    """ZeRO that forgets all micro-batches but the last, and a tensor-parallel norm that counts replicas twice."""
-    for name, right, wrong in (
-        (
-            "trainers.py",
-            "self.model.backward(loss)",
-            "self.model.backward(loss * (x.data_ptr() == batch[0][-len(x) :].data_ptr()))",
-        ),
-        ("parallel.py", 'if p not in tied and (hasattr(p, "tp_slice") or layout.tp.rank == 0)', "if p not in tied"),
-    ):
-        path = copy / "native" / name
-        text = path.read_text()
-        assert text.count(right) == 1
-        path.write_text(text.replace(right, wrong))
-    result = gate("zero2", "tensor", root=copy, TRAIN_ITERS="8")
+def test_a_number_that_a_recipe_hides_is_named():
+    """The gate's settings before its recipe was derived."""
+    before = {"LR": "0.001", "WEIGHT_DECAY": "0.01", "MIN_LR": "0", "LR_WARMUP_ITERS": "0", "CLIP_GRAD": "1.1"}
+    result = gate("--sensitivity", TRAIN_ITERS="8", **before)
     assert result.returncode == 1, result.stdout + result.stderr
-    found = {name: verdict for (name, _), verdict in verdicts(result.stdout).items()}
-    assert found == {"ddp": "PASS", "zero2": "FAIL", "tensor": "FAIL"}
-    assert result.stdout.count("iteration 1's loss agrees, its gradient norm does not") == 2
+    rows = {row[0]: row[-1] for line in result.stdout.splitlines() if len(row := re.split("  +", line.strip())) == 6}
+    assert (rows["weight decay"], rows["learning rate"], rows["clipping"]) == ("NO", "yes", "yes")
+    assert "FAIL: not seen: " in result.stdout
+
+
+@pytest.mark.slow
+def test_the_benchmarks_own_mode(copy: Path):
+    """ZeRO drops what DDP drops."""
+    result = gate("--benchmark-mode", "zero1", "zero3", root=copy, TRAIN_ITERS="6", RUNS_DIR="runs")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert verdicts(result.stdout) == {(name, "native"): "PASS" for name in ("ddp", "zero1", "zero3")}
+    plan = load(copy.parent / "runs" / "native" / "zero3").plan
+    assert (plan.precision, plan.value("DROPOUT")) == ("bf16", "0.1")
+
+
+class Waiting:
+    """A run that goes on for some looks at it."""
+
+    problems = ()
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def start(self, *_: object) -> "Waiting":
+        return self
+
+    def poll(self) -> int | None:
+        self.looks -= 1
+        return None if self.looks > 0 else 0
+
+
+def test_a_long_run_says_what_it_does_and_how_long_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    monkeypatch.setattr("t5bench.sweep.runner.SECONDS", 0.01)
+    monkeypatch.setattr("t5bench.sweep.runner.LINE_SECONDS", 0.02)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    os.utime(lock, (2**32, 2**32))
+    row = Row("zero1", "zero1", 2)
+    runner._run_one(Waiting(6), row, tmp_path / "run", "[2/3] zero1", 75)
+    assert "[2/3] zero1  compiling cpu_adam" in capsys.readouterr().err
+    os.utime(lock, (1, 1))  # left behind by a process that was killed
+    runner._run_one(Waiting(6), row, tmp_path / "run", "[2/3] zero1", 75)
+    assert capsys.readouterr().err.splitlines()[0] == "[2/3] zero1  starting; about 0:01:15 left"
