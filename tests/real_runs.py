@@ -24,10 +24,10 @@ EXACT = {"PRECISION_FLAG": "", "DROPOUT": "0"}
 # The recipe of scripts/check_parity.sh, in which every number shows.
 GATE = {
     "DEVICE": "cpu", "MODEL_PRESET": "tiny", "TRAIN_ITERS": "12", "LOG_INTERVAL": "1", "GLOBAL_BATCH_SIZE": "8",
-    "MICRO_BATCH_SIZE": "2", "SEED": "4321", "LR": "0.04", "MIN_LR": "0.01", "LR_WARMUP_ITERS": "3",
+    "MICRO_BATCH_SIZE": "2", "LR": "0.04", "MIN_LR": "0.01", "LR_WARMUP_ITERS": "3",
     "WEIGHT_DECAY": "5", "CLIP_GRAD": "1.3", "PRECISION_FLAG": "", "DROPOUT": "0", "WANDB_MODE": "disabled",
 }  # fmt: skip
-GATE_ARGUMENTS = ("--adam-beta1", "0.85", "--adam-beta2", "0.9", "--adam-eps", "0.01")
+GATE_ARGUMENTS = ("--adam-beta1", "0.9", "--adam-beta2", "0.9", "--adam-eps", "0.01")
 # Evaluated, saved after half of the iterations, and logged to W&B.
 WATCHED = {
     "EVAL_ITERS": "2", "EVAL_INTERVAL": "10", "SAVE_INTERVAL": "10",

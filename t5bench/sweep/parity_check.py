@@ -15,7 +15,7 @@ from t5bench.sweep.runner import raise_on_signals, run_all
 
 MEGATRON, NATIVE = "megatron", "native"
 # What has no setting. An epsilon among the gradients' sizes and a short memory of their squares show in a few updates.
-ARGUMENTS = ("--adam-beta1", "0.85", "--adam-beta2", "0.9", "--adam-eps", "0.01")
+ARGUMENTS = ("--adam-beta1", "0.9", "--adam-beta2", "0.9", "--adam-eps", "0.01")
 SEEDS = 8  # of both in the sign test
 
 
