@@ -30,8 +30,8 @@ Environment = Mapping[str, str]
 class Cluster:
     """A login host and node0, node1, ... at 10.77.0.10, .11, ...; it lives no longer than this process."""
 
-    def __init__(self, directory: Path, count: int) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, count: int, net: str = "10.77.0.") -> None:
+        self.directory, self.net = directory, net
         self.nodes = [f"node{index}" for index in range(count)]
         self._own: dict[str, set[int]] = {}  # what a host runs when nothing runs on it
         self._started: list[subprocess.Popen] = []
@@ -78,7 +78,7 @@ class Cluster:
 
     def _environment(self) -> dict[str, str]:
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-        return kept | {"LAB_DIR": str(self.directory)}
+        return kept | {"LAB_DIR": str(self.directory), "LAB_NET": self.net}
 
     def lab(self, *arguments: str) -> None:
         """cluster.sh with these arguments."""
@@ -164,6 +164,7 @@ def make_cluster_project(directory: Path) -> Project:
     project.environment = {
         "PATH": f"{project.stubs}:{Path(sys.executable).parent}:{SYSTEM_PATH}",
         "PYTHON": sys.executable,
+        "HOME": str(directory),
         "LANG": "C.UTF-8",
         "MODEL_PRESET": "tiny",
         "TRAIN_ITERS": "6",

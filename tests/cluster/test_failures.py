@@ -228,6 +228,13 @@ def power_off(scene: Scene) -> None:
 
 fault("rank-hangs", "1:5:hang", times=SHORT_GROUP)
 fault("rank-hangs-on-node-0", "0:5:hang", at=0, times=SHORT_GROUP)
+
+
+@scenario(times=SHORT_GROUP)
+def rank_hangs_of_two(scene: Scene) -> None:
+    scene.start_both(STUB_FAULT="2:5:hang", NPROC_PER_NODE="2")
+
+
 fault("no-progress", "1:5:hang", times={"WATCHDOG_SECONDS": 25})
 signalled("worker-suspended", "worker", "STOP", times=SHORT_GROUP)
 
@@ -280,6 +287,14 @@ fault("loss-not-a-number", "1:5:nan", iterations="8")
 signalled("torchrun-killed", "torchrun", "KILL")
 signalled("launcher-killed", "launcher", "KILL")
 signalled("recorder-killed", "recorder", "KILL")
+
+
+@scenario()
+def other_secret(scene: Scene) -> None:
+    for node in (0, 1):
+        scene.start(node, T5_RUN_SECRET=f"secret of node {node}")
+    scene.until_it_trains()
+    scene.signal("KILL", "worker")
 
 
 @scenario()

@@ -14,6 +14,7 @@ from cluster_lab import Cluster
 from harness import STRATEGIES, Project, wait_for
 
 from t5bench.record import log
+from t5bench.record.records import load
 
 # Steps 1 and 8 of the README with two terminals, as one script: each ssh is a terminal of its own.
 TWO_TERMINALS = """
@@ -144,14 +145,71 @@ def test_wrong_names(cluster: Cluster, project: Project, words: tuple[str, ...])
     assert "It may be one of: ddp zero1" in job.text()
 
 
-def test_the_cluster_ends_with_its_owner(cluster: Cluster, tmp_path: Path):
-    """Of the test cluster itself: a second one, whose owner is killed."""
+def losses(directory: Path) -> dict[int, float | None]:
+    """By iteration, the last time that it was trained."""
+    return {line.iteration: line.lm_loss for line in load(directory).iterations}
+
+
+NATIVE = {
+    "ENGINE": "native", "TRAIN_ITERS": "60", "LOG_INTERVAL": "1", "SAVE_INTERVAL": "10", "PRECISION_FLAG": "",
+    "RENDEZVOUS_TIMEOUT": "60", "GLOBAL_BATCH_SIZE": "2", "ENCODER_SEQ_LENGTH": "32", "DECODER_SEQ_LENGTH": "16",
+}  # fmt: skip
+
+
+def test_a_preempted_job_is_queued_again_and_goes_on_by_itself(
+    cluster: Cluster, project: Project, tmp_path: Path, sample_data: Path
+):
+    project.environment |= NATIVE | {"MEGATRON_DATA_DIR": str(sample_data)}
+    undisturbed = Job(cluster, project, "ddp", OUTPUT_DIR=str(tmp_path / "undisturbed"))
+    assert undisturbed.end() == "COMPLETED 0:0", undisturbed.text()
+    job = Job(cluster, project, "ddp", OUTPUT_DIR=str(tmp_path / "preempted"))
+    wait_for(lambda: bool(re.search(r"iteration +[2-5]\d/", job.text())))
+    cluster.login("srun", "--partition=urgent", f"--nodes={len(cluster.nodes)}", "--exclusive", "true", timeout=60)
+    wait_for(lambda: "resuming from the checkpoint of iteration" in job.text(), 200)
+    assert job.end() == "COMPLETED 0:0", job.text()
+    assert losses(tmp_path / "preempted") == losses(tmp_path / "undisturbed")
+
+
+def test_a_node_that_is_rebooted_rejoins(cluster: Cluster, project: Project, tmp_path: Path, sample_data: Path):
+    project.environment |= NATIVE | {"MEGATRON_DATA_DIR": str(sample_data)}
+    settings = project.environment | {"OUTPUT_DIR": str(tmp_path / "run"), "HOSTS": "node0 node1"}
+    settings |= {"MASTER_PORT": "29950", "DISTRIBUTED_TIMEOUT_MINUTES": "1", "TRAIN_ITERS": "200"}
+
+    def start(**changes: str) -> list[subprocess.Popen]:
+        words = ("bash", "scripts/run_megatron_t5_ddp.sh")
+        return [cluster.start(node, *words, env=settings | changes, cwd=project.root) for node in ("node0", "node1")]
+
+    first, _ = start()
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and '"iteration": 22,' in metrics.read_text(), 90)
+    cluster.lab("poweroff", "node1")
+    cluster.boot("node1")
+    output, _ = first.communicate(timeout=120)
+    assert first.returncode in (6, 7), output
+    assert "node 1 (node1)" in output
+    again = start(RESUME="1")
+    said = [process.communicate(timeout=150)[0] for process in again]
+    assert [process.returncode for process in again] == [0, 0], said
+    assert "resuming from the checkpoint of iteration" in said[0]
+    assert sorted(losses(tmp_path / "run")) == list(range(1, 201))
+
+
+def test_without_ipv4_and_the_cluster_ends_with_its_owner(cluster: Cluster, project: Project, tmp_path: Path):
+    """A second cluster: a sweep and the check of its hosts by address, and its owner is killed."""
     owner = subprocess.Popen(["sleep", "600"])
-    other = Cluster(tmp_path / "lab", 1)
+    other = Cluster(tmp_path / "lab", 2, net="fd00:77::")
     try:
-        other.lab("up", "1")
+        other.lab("up", "2")
         guard = other.guard(owner.pid)
-        assert other.login("ssh", "-n", "node0", "hostname").stdout.strip() == "node0"
+        hosts = {"HOSTS": "fd00:77::10 fd00:77::11"}
+        settings = project.environment | hosts | {"LAUNCH": "ssh", "STRATEGIES": "ddp", "RETRIES": "0"}
+        other.private(project.root.parent)
+        options = {"env": settings, "cwd": project.root, "timeout": 150, "check": False}
+        sweep = other.login("bash", "scripts/run_megatron_t5_all.sh", **options)
+        assert sweep.returncode == 0, sweep.stdout + sweep.stderr
+        assert [node["host"] for node in load(project.root / "outputs/all/repeat1/ddp").nodes] == ["node0", "node1"]
+        check = other.login("bash", "scripts/check_cluster.sh", **options)
+        assert check.returncode == 0, check.stdout + check.stderr
         owner.kill()
         owner.wait()
         assert guard.wait(timeout=20) == 0

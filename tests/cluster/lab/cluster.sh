@@ -17,12 +17,12 @@
 #   cluster.sh boot HOST            start it again
 #   cluster.sh private HOST DIR     a copy of that directory of its own, in memory;  public HOST DIR undoes it
 #
-# LAB_DIR holds the state: another directory is another cluster.
+# LAB_DIR holds the state: another directory is another cluster. LAB_NET=fd00:77:: makes one without IPv4.
 set -euo pipefail
 
 export LAB_DIR=${LAB_DIR:-/tmp/t5-lab}
 SELF=$(readlink -f -- "${BASH_SOURCE[0]}")
-readonly SELF NET=10.77.0
+readonly SELF NET=${LAB_NET:-10.77.0.}
 readonly PACKAGES=(slurmctld slurmd slurm-client munge openssh-server openssh-client iproute2)
 
 die() {
@@ -45,7 +45,7 @@ wait_until() {
 
 nodes() { seq -f 'node%g' 0 $(($(<"$LAB_DIR/count") - 1)); }
 
-address_of() { if [[ $1 == login ]]; then printf '%s.1' "$NET"; else printf '%s.%s' "$NET" $((10 + ${1#node})); fi; }
+address_of() { if [[ $1 == login ]]; then printf '%s1' "$NET"; else printf '%s%s' "$NET" $((10 + ${1#node})); fi; }
 
 # The pid, on the machine, of a host's first process. Its command line is compared, for pids are given out again.
 pid_of() {
@@ -103,8 +103,8 @@ configure() {
   mkdir -p -- "$LAB_DIR"/{etc/slurm,etc/ssh,state}
   chmod 755 -- "$LAB_DIR"
   {
-    printf '127.0.0.1 localhost\n%s.1 login\n' "$NET"
-    for ((index = 0; index <= last; index++)); do printf '%s node%s\n' "$NET.$((10 + index))" "$index"; done
+    printf '127.0.0.1 localhost\n%s1 login\n' "$NET"
+    for ((index = 0; index <= last; index++)); do printf '%s node%s\n' "$NET$((10 + index))" "$index"; done
   } >"$LAB_DIR/etc/hosts"
   # No DNS: an unknown name is unknown at once.
   sed 's/^hosts:.*/hosts: files/' /etc/nsswitch.conf >"$LAB_DIR/etc/nsswitch.conf"
@@ -138,9 +138,11 @@ CONFIG
   cat >"$LAB_DIR/etc/slurm/slurm.conf" <<CONFIG
 ClusterName=lab
 SlurmctldHost=login
+$([[ $NET != *:* ]] || printf 'CommunicationParameters=EnableIPv6')
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
+AuthInfo=cred_expire=5
 CredType=cred/munge
 StateSaveLocation=$LAB_DIR/state
 SlurmdSpoolDir=/run/slurmd
@@ -159,8 +161,11 @@ SlurmdTimeout=10
 KillWait=5
 PropagateResourceLimits=NONE
 GresTypes=gpu
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 NodeName=node[0-$last] CPUs=4 RealMemory=4096 Gres=gpu:1 State=UNKNOWN
-PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=1
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=2
 CONFIG
   printf '%s\n' "$1" >"$LAB_DIR/count"
 }
@@ -191,7 +196,7 @@ init() {
   done
 }
 
-has_address() { ip -4 -o address show | grep -q "$NET"; }
+has_address() { ip -o address show | grep -qF "$NET"; }
 
 boot() {
   local name=$1 outer pid device=eth0
@@ -216,7 +221,11 @@ boot() {
     in_network login ip link set "to-$name" master switch up
   fi
   in_network "$name" ip link set "$device" up
-  in_network "$name" ip address add "$(address_of "$name")/24" dev "$device"
+  if [[ $NET == *:* ]]; then
+    in_network "$name" ip address add "$(address_of "$name")/64" dev "$device" nodad
+  else
+    in_network "$name" ip address add "$(address_of "$name")/24" dev "$device"
+  fi
 }
 
 # halt PID: the kernel kills the rest of its process table with it.

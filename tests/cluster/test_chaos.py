@@ -1,0 +1,195 @@
+"""Random faults at random moments against runs on two hosts that are started again until they are complete.
+
+    CHAOS_FAULTS=100 CHAOS_SEED=7 python -m pytest -s -n0 tests/cluster/test_chaos.py
+
+as root, for as long as the faults take. The native engine trains a tiny model and saves checkpoints on a shared disk of
+80 MB. Every attempt must end by itself, leave no process and no torn file, and say how it ended; a run that is complete
+must have the losses of an undisturbed one, digit by digit. The same seed plays the same faults, as far as the machine's
+own timing allows.
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_lab import PROCESSES, Cluster, make_cluster_project
+from harness import Project, wait_for
+
+from t5bench.record import status
+from t5bench.record.records import load
+
+FAULTS, SEED = int(os.environ.get("CHAOS_FAULTS", "4")), int(os.environ.get("CHAOS_SEED", "1"))
+NODES = ("node0", "node1")
+MOST_ATTEMPTS, LONGEST_SECONDS = 12, 240
+SETTINGS = {
+    "ENGINE": "native", "TRAIN_ITERS": "100", "LOG_INTERVAL": "1", "SAVE_INTERVAL": "20", "PRECISION_FLAG": "",
+    "HOSTS": " ".join(NODES), "RENDEZVOUS_TIMEOUT": "60", "DISTRIBUTED_TIMEOUT_MINUTES": "1", "WATCHDOG_SECONDS": "90",
+    "GLOBAL_BATCH_SIZE": "2", "ENCODER_SEQ_LENGTH": "32", "DECODER_SEQ_LENGTH": "16",
+}  # fmt: skip
+# Every Python of a host believes the time that is written in the host's own /run.
+CLOCK = """
+import time
+real = time.time
+def skewed():
+    try:
+        with open("/run/skew") as file: return real() + float(file.read())
+    except (OSError, ValueError): return real()
+time.time = skewed
+"""
+
+
+class Chaos:
+    """Two hosts, and what is played on them."""
+
+    def __init__(self, cluster: Cluster, project: Project, disk: Path) -> None:
+        self.cluster, self.project, self.disk, self.random = cluster, project, disk, random.Random(SEED)
+        self.played: Counter[str] = Counter()
+        self.ends: Counter[str] = Counter()
+
+    # ---- faults --------------------------------------------------------------------------------------------------
+
+    def kill(self, node: str) -> None:
+        self._signal(node, "KILL")
+
+    def stop(self, node: str) -> None:
+        pids = self._signal(node, "STOP")
+        time.sleep(self.random.uniform(0.3, 3))
+        self.cluster.kill(node, *pids, by="CONT")
+
+    def cut(self, node: str) -> None:
+        self.cluster.lab("link", node, "down")
+        time.sleep(self.random.uniform(0.3, 4))
+        self.cluster.lab("link", node, "up")
+
+    def slow(self, node: str) -> None:
+        self.cluster.lab("shape", node, self.random.choice(["2mbit", "20mbit"]))
+        time.sleep(self.random.uniform(0.5, 2))
+        self.cluster.lab("shape", node, "off")
+
+    def fill(self, node: str) -> None:
+        ballast = self.disk / "ballast"
+        self.cluster.run(node, "dd", "if=/dev/zero", f"of={ballast}", "bs=1M", check=False)
+        time.sleep(self.random.uniform(0.3, 2))
+        ballast.unlink()
+
+    def skew(self, node: str) -> None:
+        seconds = self.random.choice([-86400, -3600, -5, 0, 5, 3600, 86400])
+        self.cluster.run(node, "bash", "-c", f"echo {seconds} >/run/skew.new && mv /run/skew.new /run/skew")
+
+    def _signal(self, node: str, name: str) -> list[int]:
+        kind = self.random.choice(list(PROCESSES))
+        pids = self.cluster.pids(node, PROCESSES[kind])[:1]
+        self.cluster.kill(node, *pids, by=name)
+        return pids
+
+    def play(self) -> None:
+        weights = {"slow": 4, "skew": 4, "stop": 4, "cut": 4, "kill": 2, "fill": 1}
+        (name,) = self.random.choices(list(weights), list(weights.values()))
+        getattr(self, name)(self.random.choice(NODES))
+        self.played[name] += 1
+
+    # ---- runs ----------------------------------------------------------------------------------------------------
+
+    def attempt(self, directory: Path, resume: bool, faults: int = 0) -> int:
+        """From the start to the end of both launchers, with at most so many faults; the larger exit status."""
+        place = {"OUTPUT_DIR": str(directory), "MASTER_PORT": str(self.random.randrange(21000, 25000))}
+        environment = self.project.environment | SETTINGS | place | {"RESUME": str(int(resume))}
+        words, terminals = ("bash", "scripts/run_megatron_t5_ddp.sh"), []
+        for node in NODES:
+            path = self.disk.parent / f"{directory.name}.{node}"
+            with path.open("wb") as file:
+                command = self.cluster.on(node, *words, env=environment, cwd=self.project.root)
+                options = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+                terminals.append((subprocess.Popen(command, start_new_session=True, **options), path))
+        deadline, last = time.monotonic() + LONGEST_SECONDS, sum(self.played.values()) + faults
+        while any(process.poll() is None for process, _ in terminals):
+            assert time.monotonic() < deadline, [path.read_text() for _, path in terminals]
+            time.sleep(min(self.random.expovariate(1 / 1.5), 6) if faults else 0.1)
+            if sum(self.played.values()) < last and None in [process.poll() for process, _ in terminals]:
+                self.play()
+        for process, path in terminals:
+            self._said_how_it_ended(process.returncode, path.read_text(errors="replace"))
+        wait_for(lambda: not self.cluster.left_of(self.project), 20)
+        return max(abs(process.returncode) for process, _ in terminals)
+
+    def _said_how_it_ended(self, code: int, text: str) -> None:
+        names = "|".join([*status.EXIT_CODES, status.CANCELLED])
+        said = re.findall(rf"^error: ddp on node \d+: ({names}): \S|^(error): \S|^ddp: (complete);", text, re.MULTILINE)
+        words = [word for found in said for word in found if word]
+        self.ends[words[-1] if words else f"signal {-code}"] += 1
+        # A launcher that was killed says nothing, and its recorder says it.
+        assert words or code in (-9, 137), f"exit status {code}, and not a word: {text}"
+        assert (words[-1:] == ["complete"]) == (code == 0), f"exit status {code}: {text}"
+        assert not re.search(r"Traceback.*t5bench", text, re.DOTALL) or "pretrain_t5.py" in text, text
+
+    def is_complete(self, directory: Path) -> bool:
+        return (directory / "run.json").exists() and load(directory).status == status.COMPLETE
+
+    def check_files(self, directory: Path) -> None:
+        """Every file of the record can be read to its end."""
+        for path in directory.glob("*.json"):
+            json.loads(path.read_text())
+        for path in directory.glob("*.jsonl"):
+            for line in path.read_text().splitlines():
+                json.loads(line)
+
+    def run(self, directory: Path) -> str:
+        """Attempts until one is complete, or none can be."""
+        for _ in range(MOST_ATTEMPTS):
+            resume = any((directory / "checkpoints").glob("iter_*/")) and not self.refused
+            self.refused = self.attempt(directory, resume, FAULTS - sum(self.played.values())) == 2 and resume
+            self.check_files(directory)
+            if self.is_complete(directory):
+                return "complete"
+        return "ended"
+
+    refused = False
+
+
+def losses(directory: Path) -> dict[int, float | None]:
+    return {line.iteration: line.lm_loss for line in load(directory).iterations}
+
+
+@pytest.fixture
+def chaos(tmp_path: Path, sample_data: Path) -> Iterator[Chaos]:
+    if os.geteuid() != 0:
+        pytest.skip("hosts are made of namespaces, and only root may make those")
+    project, disk, cluster = make_cluster_project(tmp_path), tmp_path / "disk", Cluster(tmp_path / "lab", len(NODES))
+    project.environment |= {"PYTHONPATH": str(tmp_path / "clock"), "MEGATRON_DATA_DIR": str(sample_data)}
+    (tmp_path / "clock").mkdir()
+    (tmp_path / "clock" / "sitecustomize.py").write_text(CLOCK)
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(disk)], check=True)
+    try:
+        cluster.up()
+        yield Chaos(cluster, project, disk)
+    finally:
+        cluster.down()
+        subprocess.run(["umount", "-l", str(disk)], check=False)
+
+
+def test_chaos(chaos: Chaos):
+    undisturbed = chaos.disk / "undisturbed"
+    status_of_first = chaos.attempt(undisturbed, resume=False)
+    assert status_of_first == 0, [path.read_text() for path in chaos.disk.parent.glob("undisturbed.*")]
+    digits, runs = losses(undisturbed), Counter[str]()
+    assert len(digits) == int(SETTINGS["TRAIN_ITERS"])
+    shutil.rmtree(undisturbed)
+    started = time.monotonic()
+    while sum(chaos.played.values()) < FAULTS:
+        directory = chaos.disk / f"run{sum(runs.values())}"
+        ended = chaos.run(directory)
+        assert ended != "complete" or losses(directory) == digits
+        runs[ended] += 1
+        shutil.rmtree(directory)
+        print(f"\nseed {SEED}, {time.monotonic() - started:.0f} s: faults {dict(chaos.played)}, runs {dict(runs)},"
+              f" ends of launchers {dict(chaos.ends)}", flush=True)  # fmt: skip
+    assert runs["complete"]
