@@ -82,6 +82,7 @@ declare_settings() {
   setting RENDEZVOUS_TIMEOUT whole:1 watch - 600 "Seconds that a node waits for the others"
   setting DISTRIBUTED_TIMEOUT_MINUTES whole:1 watch --distributed-timeout-minutes 10 "Minutes after which a stuck collective ends the run"
 
+  setting T5_RUN_SECRET secret? label - "" "What nodes prove with that they belong to one run (unset: your home's)"
   setting WANDB_PROJECT text label - ml710-t5-parallelism "W&B project name"
   setting WANDB_RUN_NAME text label - "megatron-$STRATEGY" "W&B run name"
   setting WANDB_RUN_GROUP text? label - "" "W&B group of the runs that are compared with each other"
@@ -196,6 +197,7 @@ build_command() {
   [[ $ENGINE != native ]] || program=("$REPO_ROOT/native/pretrain_t5.py")
   ((PROFILE_ITERATION == 0)) || program=(-m t5bench.run.profile_step --iteration "$PROFILE_ITERATION"
     --output "$OUTPUT_DIR/profile.json" "${program[@]}")
+  program=("$REPO_ROOT/t5bench/run/worker.py" "$OUTPUT_DIR/node$NODE_RANK.stack" "${program[@]}")
   # The static rendezvous: with c10d torchrun ignores --node_rank, and the encoder would not be on node 0.
   COMMAND=(torchrun --nnodes "${PLAN[nnodes]}" --nproc_per_node "${PLAN[nproc_per_node]}" --node_rank "$NODE_RANK"
     --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" --rdzv_conf "timeout=$RENDEZVOUS_TIMEOUT"
@@ -230,7 +232,7 @@ start_run() {
   }
   note "$STRATEGY_TITLE: node $NODE_RANK of $NNODES, master $MASTER_ADDR:$MASTER_PORT, ${PLAN[world_size]} processes" \
     "(TP=${PLAN[tp]} PP=${PLAN[pp]} DP=${PLAN[dp]}, ${PLAN[micro_batches]} micro-batches), ${PLAN[device]}, engine $ENGINE"
-  run_to_end record_run "$node.end" env "${RUN_ENVIRONMENT[@]}" "${COMMAND[@]}" || exit_status=$?
+  run_to_end record_run "$node.end" env -u T5_RUN_SECRET "${RUN_ENVIRONMENT[@]}" "${COMMAND[@]}" || exit_status=$?
   # DeepSpeed leaves these in the memory of a machine without GPUs, 66 MiB for each process.
   [[ ${PLAN[device]} != cpu ]] || rm -f -- "/dev/shm/deepspeed_allreduce_buffer_${UID}_${MASTER_ADDR}_${MASTER_PORT}_"*
   { read -r status reason && read -r remedy; } 2>/dev/null <"$node.status" || true

@@ -16,6 +16,8 @@ from real_runs import CLONE, EXACT, WATCHED, run_quickstart, train
 # Tests run beside one another, and a library's threads that wait for each other by spinning would slow all of them
 # down many times over. What a test itself says about threads stands.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Else a run on two nodes would make one in the home directory of whoever tests.
+os.environ.setdefault("T5_RUN_SECRET", "what the nodes of the tests' runs share")
 
 Once = Callable[[str, Callable[[Path], None]], Path]
 

@@ -29,6 +29,7 @@ from t5bench.cluster.table import Node, render, table
 from t5bench.plan.launchers import accepted, ask, declarations
 from t5bench.record.hosts import checked, ssh
 from t5bench.record.plan import Plan
+from t5bench.record.text import visible, visible_in
 
 # Seconds: the whole ends within a minute.
 PROBE_LIMIT, NETWORK_LIMIT = 18.0, 32.0
@@ -88,8 +89,9 @@ def execute(node: Node, python: str, module: str, word: str, limit: float, **env
         output, error = result.stdout, result.stderr.decode(errors="replace")
     except subprocess.TimeoutExpired as late:
         output, error = late.stdout or b"", f"no answer within {limit:.0f} s"
-    said = [json.loads(line) for line in output.decode(errors="replace").splitlines() if line.startswith("{")]
-    return Answer(said, error.strip(), time.time())
+    lines = output.decode(errors="replace").splitlines()
+    said = [visible_in(json.loads(line)) for line in lines if line.startswith("{")]
+    return Answer(said, visible(error.strip(), "\n"), time.time())
 
 
 def look_at(node: Node, python: str, question: Question) -> None:

@@ -1,38 +1,75 @@
-"""The channel between the nodes of a run: node 0 listens, the others connect to it, and each message is a line of JSON.
+"""The channel between the nodes of a run: node 0 listens, the others connect to it, and each message is a line.
 
-A lost connection is made again, and ends nothing by itself. ``_encode`` and ``_decode`` alone know what a message looks
-like on the wire and who may send one.
+Both sides first say in clear which run they belong to, with a random number. From the run's secret and both numbers
+comes the key of this connection, and every further line begins with an HMAC-SHA256 of its sender's side, its number and
+its text: nobody without the secret is a node, and a line that is repeated, left out or from another connection is
+refused. A place without a secret uses an empty one, so that anybody can speak; then what is said is advice, and a
+subclass must not act on it. A lost connection is made again, and ends nothing by itself.
 """
 
 import contextlib
-import json
+import hmac
 import os
+import secrets
 import socket
 import threading
 import time
-import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
 
+import msgspec
+
+from t5bench.plan.secret import secret
 from t5bench.record.plan import Plan
+from t5bench.record.text import visible_in
 
 RETRY_SECONDS = 1.0
 BEAT_SECONDS = 2.0
 # A node without power or cable says nothing. After so many seconds it counts as silent and its connection as lost.
 SILENT_SECONDS = 10.0
-# Far more than any record needs: a stranger on the port shall not fill the memory.
-LONGEST_LINE = 1 << 20
-
-Message = dict[str, Any]
+# Who connects has so long to prove that it is a node. Real nodes take milliseconds, so that of too many who have not
+# yet, the oldest is turned away.
+PROOF_SECONDS = 10.0
+MOST_WAITING, MOST_OF_ADDRESS = 64, 16
+LONGEST_HELLO, LONGEST_LINE = 1 << 12, 1 << 20
+LONGEST_NAME = 300
 
 
 class StrangerError(ValueError):
     """The other side is not a node of this attempt at this run."""
 
 
-class AnotherRunError(StrangerError):
-    """The other side is a node of another run."""
+class ProofError(StrangerError):
+    """The other side names this run, and has not its secret."""
+
+
+class Message(msgspec.Struct, tag_field="kind", tag=str.lower, kw_only=True):
+    """What nodes say. node, host: of the sender."""
+
+    node: Annotated[int, msgspec.Meta(ge=0)] = 0
+    host: Annotated[str, msgspec.Meta(max_length=253)] = ""
+
+
+class Hello(Message):
+    """The first message of each side; attempt: node 0's random word, None for a node that has not heard it yet."""
+
+    attempt: str | None
+
+
+class Refused(Message):
+    why: str
+
+
+class Alive(Message):
+    """A sign of life; node 0 says how many seconds ago it heard of each node."""
+
+    ages: dict[int, float] = {}
+
+
+class _Greeting(msgspec.Struct):
+    run: str
+    nonce: Annotated[str, msgspec.Meta(min_length=32, max_length=32)]
 
 
 @dataclass(frozen=True)
@@ -44,32 +81,91 @@ class Place:
     address: str
     port: int
     run: str
+    secret: bytes = field(default=b"", repr=False)
 
     @classmethod
     def of(cls, plan: Plan, port: int) -> "Place":
         assert plan.layout
         run = f"{plan.strategy.name} with {plan.engine} at {plan.master_address}:{port}, {plan.layout}"
-        return cls(plan.node, plan.layout.nnodes, plan.master_address, port, run)
+        word = secret(os.environ) if plan.layout.nnodes > 1 else b""
+        return cls(plan.node, plan.layout.nnodes, plan.master_address, port, run, word)
+
+
+class Connection:
+    """Lines to and from one other place. Who has not proved anything yet may send little, and only for a while."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self.stream, self.nonce, self.key = stream, secrets.token_hex(16), b""
+        self.address = str(stream.getpeername()[0]).removeprefix("::ffff:")
+        self.deadline, self.longest = time.monotonic() + PROOF_SECONDS, LONGEST_HELLO
+        self.sent = self.received = 0
+
+    def prove(self, place: Place, greeting: _Greeting) -> None:
+        nonces = (self.nonce, greeting.nonce) if place.node == 0 else (greeting.nonce, self.nonce)
+        self.key = hmac.digest(place.secret, "\n".join((place.run, *nonces)).encode(), "sha256")
+
+    def proof(self, is_from_node_0: bool, number: int, body: bytes) -> bytes:
+        return hmac.digest(self.key, b"%d %d " % (is_from_node_0, number) + body, "sha256").hex().encode()
+
+    def trust(self) -> None:
+        self.deadline, self.longest = float("inf"), LONGEST_LINE
+
+    def send(self, line: bytes) -> None:
+        """Never waits, for the training's output waits meanwhile: a connection that takes no more counts as lost."""
+        sent = 0
+        with contextlib.suppress(OSError):
+            sent = os.write(self.stream.fileno(), line + b"\n")  # a socket with a timeout does not block by itself
+        if sent <= len(line):
+            self.shut()
+
+    def shut(self) -> None:
+        with contextlib.suppress(OSError):
+            self.stream.shutdown(socket.SHUT_RDWR)
+
+    def lines(self) -> Iterator[bytes]:
+        """Until the other side closes. Raises StrangerError, and OSError where the network lost the connection."""
+        rest = bytearray()
+        while True:
+            left = self.deadline - time.monotonic()
+            if left <= 0:
+                raise StrangerError("it did not say in time who it is")
+            self.stream.settimeout(min(left, SILENT_SECONDS))
+            try:
+                block = self.stream.recv(1 << 16)
+            except ConnectionResetError:
+                return
+            if not block:
+                return
+            for index, part in enumerate(block.split(b"\n")):
+                if index:
+                    yield bytes(rest)
+                    rest.clear()
+                rest += part
+                if len(rest) > self.longest:
+                    raise StrangerError("it sends a line that is too long")
 
 
 class Channel:
     """The other nodes of a run. A subclass says what it does with their messages: see the methods under "hearing".
 
-    A random word of node 0, ``attempt``, tells one attempt at a run from the next.
+    A random word of node 0, ``attempt``, tells one attempt at a run from the next. kinds: the subclass's messages.
     """
+
+    kinds: ClassVar[Any] = Alive
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self.attempt = uuid.uuid4().hex if place.node == 0 else None
+        self.attempt = secrets.token_hex(16) if place.node == 0 else None
         self.hosts: dict[int, str] = {}
         self.heard: dict[int, float] = {}  # when a node last said something (monotonic seconds)
         self.lock = threading.RLock()
-        self.connections: dict[int, socket.socket] = {}
+        self.connections: dict[int, Connection] = {}
         self.closed = threading.Event()
         # Set: node 0 takes no node that is new, the others do not connect again.
         self.over = threading.Event()
         self.listener: socket.socket | None = None
-        self._declared: dict[str, Message] = {}
+        self._waiting: list[Connection] = []  # who has not proved anything yet, the oldest first
+        self._declared: dict[type, Message] = {}
 
     def start(self) -> None:
         if self.place.nodes > 1:
@@ -79,9 +175,8 @@ class Channel:
     def close(self) -> None:
         self.closed.set()
         with self.lock:
-            for connection in self.connections.values():
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+            for connection in (*self.connections.values(), *self._waiting):
+                connection.shut()
         if self.listener:
             with contextlib.suppress(OSError):
                 self.listener.shutdown(socket.SHUT_RDWR)  # else the thread that accepts takes one more
@@ -89,8 +184,8 @@ class Channel:
 
     # ---- hearing: what a subclass overrides, called from threads -----------------------------------------------------
 
-    def hear(self, message: Message) -> None:
-        """A message of this run: kind, node, host and what the sender gave to ``say``."""
+    def hear(self, message: Any) -> None:
+        """A message of this run."""
 
     def joined(self, node: int) -> None:
         """A connection to this node is there, perhaps again."""
@@ -98,77 +193,85 @@ class Channel:
     def left(self, node: int) -> None:
         """The process of this node closed its connection, as all do that end."""
 
-    def unanswered(self, why: str) -> None:
+    def unanswered(self, error: StrangerError) -> None:
         """What node 0's port belongs to is not node 0 of this run."""
+
+    def unproven(self, address: str) -> None:
+        """On node 0: someone there names this run, and has not its secret."""
 
     def cannot_listen(self, error: OSError) -> None:
         """Node 0's port is taken, for example."""
 
     def beat(self) -> Message:
-        """What is said with every sign of life."""
-        return {}
+        """What is said again and again."""
+        return Alive()
 
     # ---- saying ------------------------------------------------------------------------------------------------------
 
-    def say(self, kind: str, **content: Any) -> None:
+    def say(self, message: Message) -> None:
         """To all nodes that are connected to this one: on node 0 all others, on the others node 0."""
-        self.pass_on(self._message(kind, content))
+        self.pass_on(self._own(message))
 
-    def declare(self, kind: str, **content: Any) -> None:
+    def declare(self, message: Message) -> None:
         """Said now, and to whoever connects later."""
         with self.lock:
-            self._declared[kind] = content
-            self.say(kind, **content)
+            self._declared[type(message)] = self._own(message)
+            self.say(message)
 
     def pass_on(self, message: Message) -> None:
         """To all but its sender."""
-        line = self._encode(message)
         with self.lock:
             for node, connection in self.connections.items():
-                if node != message["node"]:
-                    self._send(connection, line)
+                if node != message.node:
+                    self._send(connection, message)
 
-    def _message(self, kind: str, content: Message) -> Message:
-        own = {"node": self.place.node, "run": self.place.run, "attempt": self.attempt, "host": socket.gethostname()}
-        return {"kind": kind, **own, **content}
-
-    def _send(self, connection: socket.socket, line: bytes) -> None:
-        """Never waits, for the training's output waits meanwhile: a connection that takes no more counts as lost."""
-        sent = 0
-        with contextlib.suppress(OSError):
-            sent = os.write(connection.fileno(), line)  # a socket with a timeout does not block by itself
-        if sent < len(line):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+    def _own(self, message: Message) -> Message:
+        message.node, message.host = self.place.node, socket.gethostname()
+        return message
 
     def _beat(self) -> None:
         while not self.closed.wait(BEAT_SECONDS):
-            self.say("alive", **self.beat())
+            self.say(self.beat())
 
     # ---- the wire ----------------------------------------------------------------------------------------------------
 
-    def _encode(self, message: Message) -> bytes:
-        return json.dumps(message).encode() + b"\n"
+    def _send(self, connection: Connection, message: Message) -> None:
+        body = msgspec.json.encode(message)
+        connection.send(connection.proof(self.place.node == 0, connection.sent, body) + b" " + body)
+        connection.sent += 1
 
-    def _decode(self, line: bytes) -> Message:
+    def _decode(self, connection: Connection, line: bytes) -> Any:
         """Raises StrangerError."""
-        try:
-            message = json.loads(line)
-            node, run = message["node"], message["run"]
-            message["kind"], message["attempt"], message["host"]
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise StrangerError("it is no node of a run") from error
-        if run != self.place.run:
-            raise AnotherRunError(f"it belongs to another run, '{run}'")
-        if not isinstance(node, int) or not 0 <= node < self.place.nodes or node == self.place.node:
-            raise StrangerError(f"node {node} is not one of the other {self.place.nodes - 1}")
+        proof, _, body = line.partition(b" ")
+        if not hmac.compare_digest(proof, connection.proof(self.place.node != 0, connection.received, body)):
+            raise ProofError("it did not prove that it belongs to this run")
+        connection.received += 1
+        message = self._read(body, Hello | Refused | self.kinds)
+        if message.node >= self.place.nodes or message.node == self.place.node:
+            raise StrangerError(f"node {message.node} is not one of the other {self.place.nodes - 1}")
         return message
 
-    def _messages(self, connection: socket.socket) -> Iterator[Message]:
+    @staticmethod
+    def _read(text: bytes, kind: Any) -> Any:
+        try:
+            return msgspec.convert(visible_in(msgspec.json.decode(text)), kind, str_keys=True)
+        except (ValueError, RecursionError) as error:
+            raise StrangerError(f"it says what no node does: {error}") from error
+
+    def _messages(self, connection: Connection) -> Iterator[Any]:
         """Until the other side closes. Raises StrangerError, and OSError where the network lost the connection."""
-        with connection.makefile("rb") as lines, contextlib.suppress(ConnectionResetError):
-            while line := lines.readline(LONGEST_LINE):
-                yield self._decode(line)
+        connection.send(msgspec.json.encode(_Greeting(self.place.run, connection.nonce)))
+        lines = connection.lines()
+        for line in lines:
+            greeting = self._read(line, _Greeting)
+            if greeting.run != self.place.run:
+                raise StrangerError(f"it belongs to another run, '{greeting.run[:LONGEST_NAME]}'")
+            connection.prove(self.place, greeting)
+            break
+        if self.place.node != 0:
+            self._send(connection, self._own(Hello(attempt=self.attempt)))
+        for line in lines:
+            yield self._decode(connection, line)
 
     # ---- connections -------------------------------------------------------------------------------------------------
 
@@ -176,28 +279,37 @@ class Channel:
         dual = socket.has_dualstack_ipv6()
         family, port = socket.AF_INET6 if dual else socket.AF_INET, self.place.port
         try:
-            self.listener = socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=64)
+            self.listener = socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=128)
         except OSError as error:
             self.cannot_listen(error)
             return
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self.listener.accept()
+        while not self.closed.is_set():
+            try:
+                connection = Connection(self.listener.accept()[0])
+                self._make_room_for(connection)
                 threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
+            except (OSError, RuntimeError):  # no file descriptor or thread is left, or the other side has gone already
+                self.closed.wait(0.1)
 
     def _connect(self) -> None:
         while not self.closed.is_set() and not self.over.is_set():
             with contextlib.suppress(OSError):
-                connection = socket.create_connection((self.place.address, self.place.port), timeout=5)
-                self._converse(connection)
+                self._converse(Connection(socket.create_connection((self.place.address, self.place.port), timeout=5)))
             self.closed.wait(RETRY_SECONDS)
 
-    def _converse(self, connection: socket.socket) -> None:
+    def _make_room_for(self, new: Connection) -> None:
+        """Turns the oldest away where too many wait, and goes on when their threads have let go of them."""
+        with self.lock:
+            self._waiting.append(new)
+            of_address = [each for each in self._waiting if each.address == new.address]
+            for old in {*of_address[:-MOST_OF_ADDRESS], *self._waiting[:-MOST_WAITING]}:
+                old.shut()
+        while len(self._waiting) > 2 * MOST_WAITING and not self.closed.is_set():
+            time.sleep(0.01)
+
+    def _converse(self, connection: Connection) -> None:
         """To the end of a connection."""
-        connection.settimeout(SILENT_SECONDS)
-        other, closed, why = None, False, "it does not answer"
-        if self.place.node != 0:
-            self._send(connection, self._encode(self._message("hello", {})))
+        other, closed, why = None, False, StrangerError("it does not answer")
         try:
             for message in self._messages(connection):
                 if other is None:
@@ -206,56 +318,63 @@ class Channel:
                     self._take(message, other)
             closed = True
         except StrangerError as error:
-            why = str(error)
-            if isinstance(error, AnotherRunError) and self.place.node == 0:
-                self._send(connection, self._encode(self._message("refused", {"attempt": None})))
+            why = error
+            if self.place.node == 0 and connection.key:
+                with self.lock:
+                    self._send(connection, self._own(Refused(why=str(error))))
+                if isinstance(error, ProofError) and other is None:
+                    self.unproven(connection.address)
         except OSError:
             pass
         with self.lock:
             is_current = other is not None and self.connections.get(other) is connection
             if is_current:
                 del self.connections[other]
-            connection.close()
+            if connection in self._waiting:
+                self._waiting.remove(connection)
+            connection.stream.close()
         if is_current and closed and not self.closed.is_set():
             self.left(other)
         if other is None and self.place.node != 0:
             self.unanswered(why)
 
-    def _greet(self, message: Message, connection: socket.socket) -> int:
+    def _greet(self, message: Message, connection: Connection) -> int:
         """The node that said hello. Raises StrangerError for who belongs to another attempt."""
-        node, attempt = message["node"], message["attempt"]
-        if message["kind"] != "hello" or (self.place.node != 0 and node != 0):
+        node = message.node
+        if isinstance(message, Refused):
+            raise StrangerError(message.why)
+        if not isinstance(message, Hello) or (self.place.node != 0 and node != 0):
             raise StrangerError("it does not say hello")
         with self.lock:
             if self.place.node == 0:
-                is_new = attempt is None
-                if not is_new and attempt != self.attempt:
+                is_new = message.attempt is None
+                if not is_new and message.attempt != self.attempt:
                     raise StrangerError("it belongs to an earlier attempt")
                 if self.closed.is_set() or (is_new and (self.over.is_set() or node in self.connections)):
                     raise StrangerError("this attempt is over, or has this node already")
-                self._send(connection, self._encode(self._message("hello", {})))
+                self._send(connection, self._own(Hello(attempt=self.attempt)))
             elif self.attempt is None:
-                self.attempt = attempt
-            elif attempt != self.attempt:
+                self.attempt = message.attempt
+            elif message.attempt != self.attempt:
                 self.left(0)
                 raise StrangerError("node 0 has begun anew")
+            connection.trust()
+            if connection in self._waiting:
+                self._waiting.remove(connection)
             self.connections[node] = connection
             self._note(message)
-            for kind, content in self._declared.items():
-                self._send(connection, self._encode(self._message(kind, content)))
+            for declared in self._declared.values():
+                self._send(connection, declared)
         self.joined(node)
         return node
 
     def _note(self, message: Message) -> None:
-        self.hosts[message["node"]] = str(message["host"])
-        self.heard[message["node"]] = time.monotonic()
+        self.hosts[message.node] = message.host
+        self.heard[message.node] = time.monotonic()
 
     def _take(self, message: Message, other: int) -> None:
         """Raises StrangerError."""
-        if message["attempt"] != self.attempt or (self.place.node == 0 and message["node"] != other):
-            raise StrangerError("it speaks for another attempt, or for another node than before")
+        if self.place.node == 0 and message.node != other:
+            raise StrangerError("it speaks for another node than before")
         self._note(message)
-        try:
-            self.hear(message)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise StrangerError(f"it says what no node does: {error}") from error
+        self.hear(message)

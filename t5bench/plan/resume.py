@@ -11,7 +11,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from t5bench import Problem
-from t5bench.plan.channel import Channel, Message, Place
+from t5bench.plan import secret
+from t5bench.plan.channel import Alive, Channel, Message, Place, ProofError, StrangerError
 from t5bench.record import machine
 from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.files import RecordError
@@ -58,6 +59,10 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
     if not agree:
         return own.iteration
     place = Place.of(plan, plan.number("MASTER_PORT"))
+    if place.nodes > 1 and not place.secret:
+        raise Problem(
+            "the nodes cannot prove to each other that they belong to one run, and so not agree", secret.REMEDY
+        )
     iteration = agreed(place, own, partial(look, checkpoints), plan.decimal("RENDEZVOUS_TIMEOUT"))
     if own.iteration > iteration:
         _passed_over(own.iteration, f"not every node has it whole, and all have that of iteration {iteration}")
@@ -146,25 +151,37 @@ def _same(one: str, other: str) -> bool:
 # ---- all nodes -----------------------------------------------------------------------------------------------------
 
 
+class Views(Message):
+    views: dict[int, View]
+
+
 class _Agreement(Channel):
     """``inbox`` gets node 0's table of all views, on node 0 the others' views, or the Problem that ends it."""
+
+    kinds = Alive | Views
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
         self.inbox: SimpleQueue[dict[int, View] | Problem] = SimpleQueue()
+        self.strangers: list[str] = []
         self.start()
 
-    def hear(self, message: Message) -> None:
-        if message["kind"] == "views":
-            self.inbox.put({int(node): View(*view) for node, view in message["views"].items()})
+    def hear(self, message: Any) -> None:
+        if isinstance(message, Views):
+            self.inbox.put({node: view for node, view in message.views.items() if node < self.place.nodes})
 
     def left(self, node: int) -> None:
         where = f"node {node} ({self.hosts[node]})"
         self.inbox.put(Problem(f"{where} went away while the nodes agreed on a checkpoint", LOOK_THERE))
 
-    def unanswered(self, why: str) -> None:
+    def unanswered(self, error: StrangerError) -> None:
         master = f"node 0 ({self.place.address}:{self.place.port})"
-        self.inbox.put(Problem(f"{master} did not say which checkpoint to resume from: {why}", LOOK_THERE))
+        remedy = secret.REMEDY if isinstance(error, ProofError) else LOOK_THERE
+        self.inbox.put(Problem(f"{master} did not say which checkpoint to resume from: {error}", remedy))
+
+    def unproven(self, address: str) -> None:
+        if address not in self.strangers:
+            self.strangers.append(address)
 
     def cannot_listen(self, error: OSError) -> None:
         self.inbox.put(Problem(f"port {self.place.port} cannot be listened on: {error.strerror}", "Choose another"))
@@ -180,8 +197,10 @@ class _Agreement(Channel):
                     raise entry
                 return entry
             if (absent := expected - self.connections.keys()) and time.monotonic() > deadline:
-                who = f"node {', '.join(map(str, sorted(absent)))}"
-                raise Problem(f"{who} did not say in time which checkpoint it has", LOOK_THERE)
+                found = f"node {', '.join(map(str, sorted(absent)))} did not say in time which checkpoint it has"
+                if self.strangers:
+                    found += f"; {', '.join(self.strangers[:3])} has another secret and was not listened to"
+                raise Problem(found, secret.REMEDY if self.strangers else LOOK_THERE)
 
     def wait_until_left(self) -> None:
         deadline = time.monotonic() + LEAVE_SECONDS
@@ -201,7 +220,7 @@ def agreed(place: Place, own: View, look_again: Callable[[int], View], seconds: 
         while True:
             known = dict(table) if place.node == 0 else {place.node: own}
             if known != told:
-                others.declare("views", views=known)
+                others.declare(Views(views=known))
                 told = known
             iterations = {view.iteration for view in table.values()}
             if len(table) == place.nodes and (len(iterations) == 1 or 0 in iterations):

@@ -15,6 +15,7 @@ from typing import Any
 from t5bench.record.files import RecordError
 from t5bench.record.hosts import ssh
 from t5bench.record.records import SHARED_KEYS, differences, load, read_parts, write_run
+from t5bench.record.text import visible
 
 # Checkpoints stay where they are: they can be as large as the disk, and a comparison has no use for them.
 LEFT_OUT = ("checkpoints", "comparison")
@@ -35,7 +36,8 @@ def local_copy(source: str) -> Iterator[Path]:
         with archive.open("wb") as file:
             result = subprocess.run(ssh(host, remote), stdout=file, stderr=subprocess.PIPE, check=False)
         if result.returncode:
-            raise RecordError(f"{source} could not be fetched: {result.stderr.decode(errors='replace').strip()}")
+            said = visible(result.stderr.decode(errors="replace").strip())
+            raise RecordError(f"{source} could not be fetched: {said}")
         unpacked = Path(temporary) / "parts"
         unpacked.mkdir()
         subprocess.run(["tar", "-C", str(unpacked), "-xf", str(archive)], check=True)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+from t5bench.record.text import visible
+
 COMPLETE, INCOMPLETE, DIVERGED, OUT_OF_MEMORY = "complete", "incomplete", "diverged", "out-of-memory"
 TIMEOUT, NETWORK, CONFIGURATION, CRASHED, CANCELLED = "timeout", "network", "configuration", "crashed", "cancelled"
 RUNNING = "running"  # not an end
@@ -191,7 +193,8 @@ def of_run(parts: Sequence[Mapping[str, Any]]) -> Status:
         first = first_failure(failed)
         origin = {"node": first["node"], "host": first["host"], **(first["cause"] or {})}
         where = f"node {first['node']} ({first['host']}): " if nodes > 1 else ""
-        return Status(first["status"], where + first["reason"], first["remedy"], origin)
+        # A part may have come from another host as a file.
+        return Status(first["status"], visible(where + first["reason"]), visible(first["remedy"]), origin)
     if any(part["status"] == RUNNING for part in parts):
         return Status(RUNNING)
     if absent := sorted(set(range(nodes)) - {part["node"] for part in parts}):

@@ -38,6 +38,9 @@ def cause_of(
     exit_status is None where the launcher was killed before it could tell.
     """
     said = output.finder.cause()
+    if said and said.status == ends.TIMEOUT and said.strength == Strength.WAITED and guard.stacks.stopped():
+        # torchrun ended the others when one had waited too long.
+        said = Cause.now(ends.TIMEOUT, guard.stacks.sentence(), "The stacks of every worker are in the node's log")
     strength = said.strength if said else Strength.VICTIM
     if interrupted_by == "TERM" and slurm_time_is_up(os.environ):
         remedy = "Ask for more time (--time), or fewer TRAIN_ITERS"

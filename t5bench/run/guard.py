@@ -1,61 +1,84 @@
 """Ends a run that nothing else would end: its launcher was killed, another node failed or went, or it stands still.
 
-Before it ends a run for want of progress it asks every worker where it is: SIGABRT makes Python print its stacks
-(PYTHONFAULTHANDLER, which the launchers set), one worker after another, so that the log tells whose stacks they are.
+A worker that is ended leaves its stacks in a file (see worker.py), so that the place where it stood is known.
 """
 
 import contextlib
 import os
 import re
-import signal
 import threading
 import time
+from pathlib import Path
 
 from t5bench.record.plan import Plan
 from t5bench.record.status import CANCELLED, COMPLETE, TIMEOUT, Cause, Strength, first_failure, weight_of
+from t5bench.record.text import visible
 from t5bench.run import processes
 from t5bench.run.peers import Peers
 
 # How long a node is given to notice by itself that another failed: torchrun takes 2 to 3 s to report a worker's end.
 GRACE_SECONDS = 10
-STACK_SECONDS = 1.0
 # TERM, then KILL: what is waited in between, and what ending a run may take in all.
 TERM_SECONDS = 10
 END_SECONDS = 25
 START_SECONDS = 30
 SUSPENDED = "a stop by signal (SIGSTOP)"
-_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)')
-# A rank that waits here waits for the others.
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)', re.MULTILINE)
+_THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
+# A rank that waits here waits for the others, or has given that up.
 _WAITING = ("distributed_c10d.py", "torch/distributed/", "torch/autograd/graph.py")
 
 
 class Stacks:
-    """The innermost frame of each rank, from what faulthandler prints when a worker is aborted."""
+    """Where each rank of this node stood when it was ended, from the files <prefix>.<rank> that faulthandler wrote."""
 
-    def __init__(self) -> None:
-        self.rank: int | None = None  # whose stacks come now
-        self.frames: dict[int, str] = {}
-        self.in_current_thread = False
+    def __init__(self, prefix: Path) -> None:
+        self.prefix = prefix
+        self.suspended: set[int] = set()
+        self.remove()
 
-    def read(self, line: str) -> None:
-        if self.rank is None or self.rank in self.frames:
-            return
-        if line.startswith(("Current thread", "Thread 0x")):
-            self.in_current_thread = line.startswith("Current thread")
-        elif self.in_current_thread and (match := _FRAME.match(line)):
-            self.frames[self.rank] = f"{match['function']} ({match['file']}:{match['line']})"
+    def texts(self) -> dict[int, str]:
+        """All threads' stacks by rank, for those that left any."""
+        found = {}
+        for path in self.prefix.parent.glob(f"{self.prefix.name}.*"):
+            with contextlib.suppress(OSError, ValueError):
+                found[int(path.suffix[1:])] = visible(path.read_text(errors="replace"), "\n")
+        return {rank: text for rank, text in sorted(found.items()) if text}
+
+    def remove(self) -> None:
+        for path in self.prefix.parent.glob(f"{self.prefix.name}.*"):
+            path.unlink(missing_ok=True)
+
+    def frames(self) -> dict[int, re.Match[str]]:
+        """The innermost frame of each rank's current thread that waits for others, else its innermost one."""
+        found = {}
+        for rank, text in self.texts().items():
+            for thread in _THREAD.split(text):
+                if thread.startswith("Current thread") and (frames := list(_FRAME.finditer(thread))):
+                    found[rank] = next(filter(_waits, frames), frames[0])
+        return found
 
     def stopped(self) -> dict[int, str]:
         """The ranks that stand elsewhere than in a collective operation, and where."""
-        return {rank: frame for rank, frame in self.frames.items() if not any(part in frame for part in _WAITING)}
+        standing = {rank: _where(frame) for rank, frame in self.frames().items() if not _waits(frame)}
+        return dict(sorted((standing | dict.fromkeys(self.suspended, SUSPENDED)).items()))
 
     def sentence(self) -> str:
         """Which ranks stopped, and where; else where all of them wait."""
         stopped = self.stopped()
-        where = "; ".join(f"rank {rank} in {frame}" for rank, frame in sorted((stopped or self.frames).items()))
-        if not where:
+        places = stopped or {rank: _where(frame) for rank, frame in self.frames().items()}
+        if not places:
             return "no worker told where it is"
+        where = "; ".join(f"rank {rank} in {place}" for rank, place in places.items())
         return f"it stopped at {where}" if stopped else f"all ranks here wait for others: {where}"
+
+
+def _waits(frame: re.Match[str]) -> bool:
+    return frame["function"] != "<module>" and any(part in frame["file"] for part in _WAITING)
+
+
+def _where(frame: re.Match[str]) -> str:
+    return f"{frame['function']} ({frame['file']}:{frame['line']})"
 
 
 class Guard:
@@ -124,7 +147,7 @@ class Guard:
 
     def _stands_still(self) -> Cause | None:
         waited = time.monotonic() - self.peers.progress
-        if not self.watchdog_seconds or waited < self.watchdog_seconds:
+        if not self.watchdog_seconds or waited < self.watchdog_seconds or not self.peers.sees_progress:
             return None
         after = f"after iteration {self.peers.iteration}" if self.peers.iteration else "before the first iteration"
         stopped = self._where_workers_are()
@@ -136,13 +159,8 @@ class Guard:
         )
 
     def _where_workers_are(self) -> str | None:
-        """Ends the workers, each with its stacks; which of them stopped other than to wait for others, if one did."""
-        for rank, pid in sorted(processes.workers(self.mark).items()):
-            if processes.state(pid)[0] in ("T", "t"):
-                self.stacks.frames[rank] = SUSPENDED
-            self.stacks.rank = rank
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGABRT)
-                os.kill(pid, signal.SIGCONT)
-            time.sleep(STACK_SECONDS)
+        """Ends the workers, each of which leaves stacks; which stopped, other than to wait for others, if one did."""
+        ranks = processes.workers(self.mark)
+        self.stacks.suspended = {rank for rank, pid in ranks.items() if processes.state(pid)[0] in ("T", "t")}
+        processes.end(self.mark, TERM_SECONDS)
         return self.stacks.sentence() if self.stacks.stopped() else None

@@ -7,7 +7,7 @@ import select
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,6 +16,7 @@ from t5bench.record.log import Iteration, PeakMemory, iteration, padded_vocabula
 from t5bench.record.machine import HIDDEN
 from t5bench.record.records import metrics_line
 from t5bench.record.status import CauseFinder
+from t5bench.record.text import Screen, visible
 
 BLOCK = 1 << 16
 # What is kept of a line, half of it from the beginning and half from the end.
@@ -86,7 +87,7 @@ class Line:
     def take(self) -> str:
         """The text so far; another begins."""
         between = f" ... ({self.left_out} bytes left out) ... ".encode() if self.left_out else b""
-        text = bytes(self.head + between + self.tail).decode(errors="replace")
+        text = bytes(self.head + between + self.tail).decode(errors="backslashreplace")
         self.__init__()
         return text
 
@@ -101,10 +102,11 @@ class Output:
         hidden: Sequence[str],
         *,
         on_iteration: Callable[[int], None] = lambda iteration: None,
-        on_line: Callable[[str], None] = lambda line: None,
+        stacks: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
+        """stacks: where the workers stood that were ended, by rank; asked for at the end."""
         self.log, self.metrics_path, self.veil = log, metrics, Veil(hidden)
-        self.on_iteration, self.on_line = on_iteration, on_line
+        self.on_iteration, self.stacks = on_iteration, stacks
         self.metrics: Any = None
         self.finder = CauseFinder()
         self.last: Iteration | None = None
@@ -129,6 +131,10 @@ class Output:
         self._read(shown, now)
         if self.line.head:
             self._take_line(now)
+        for rank, text in self.stacks().items():
+            with self._noting_errors():
+                for line in (f"rank {rank} was ended here:", *text.splitlines()):
+                    self.log.write(f"{timestamp(now)} {line}\n".encode())
         for file in (self.log, self.metrics):
             with self._noting_errors():
                 if file:
@@ -185,11 +191,10 @@ class Output:
         self.line.add(piece)
 
     def _take_line(self, now: float) -> None:
-        text = self.line.take()
+        text = visible(self.line.take())
         with self._noting_errors():
             self.log.write(f"{timestamp(now)} {text}\n".encode())
         self.finder.read(text, now)
-        self.on_line(text)
         # Several ranks' lines may have come as one.
         if found := iteration(text, time=round(now, 3)):
             self._take_iteration(found)
@@ -221,7 +226,7 @@ def pass_on(
     Or until nothing has come for OPEN_SECONDS after the run was over. A sink that is gone stops nothing. look is called
     about once a second.
     """
-    over_since, looked = None, time.monotonic()
+    over_since, looked, screen = None, time.monotonic(), Screen()
     while True:
         if time.monotonic() - looked >= 1:
             look()
@@ -233,8 +238,8 @@ def pass_on(
             continue
         if not (block := os.read(source, BLOCK)):
             break
-        show(output.take(block, time.time()), sink)
-    show(output.end(time.time()), sink)
+        show(screen.show(output.take(block, time.time()), is_last=False), sink)
+    show(screen.show(output.end(time.time()), is_last=True), sink)
 
 
 def show(text: bytes, sink: int) -> None:

@@ -8,22 +8,61 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from t5bench.plan import channel
-from t5bench.plan.channel import Channel, Message, Place
-from t5bench.record.status import NETWORK, Cause, Strength
+from t5bench.plan.channel import Alive, Channel, Message, Place, ProofError, StrangerError
+from t5bench.plan.secret import REMEDY
+from t5bench.record.status import CANCELLED, EXIT_CODES, NETWORK, SIGNALS, Cause, Strength
 
 # What another node's part says differently from this one's: (first, other) -> sentences.
 Compare = Callable[[Mapping[str, Any], Mapping[str, Any]], Sequence[str]]
+# What is shown of hosts that are not proven to be part of the run.
+MOST_STRANGERS, LONGEST_ADVICE = 3, 300
+
+
+class End(TypedDict):
+    """How a node ended: what the others need of its part."""
+
+    node: int
+    host: str
+    status: Literal[(*EXIT_CODES, CANCELLED)]
+    reason: str
+    remedy: str
+    cause: Cause | None
+    signal: Literal[(*SIGNALS.values(),)] | None
+
+
+class Progress(Message):
+    iteration: int
+
+
+class Ended(Message):
+    part: End
+
+
+class Gone(Message):
+    """Of a node that went away without a word."""
+
+    lost: int
+
+
+class Introduced(Message):
+    part: dict[str, Any]
+
+
+class Differences(Message):
+    sentences: list[str]
 
 
 class Peers(Channel):
     """What this node knows of the others.
 
     ``compare`` is asked on node 0, and ``on_differences`` gets the new sentences on every node. Once ``hurry`` is set
-    nothing is waited for any more.
+    nothing is waited for any more. Without a secret nothing but progress is believed: the rest is shown as advice.
     """
+
+    kinds = Alive | Progress | Ended | Gone | Introduced | Differences
 
     def __init__(
         self,
@@ -37,17 +76,19 @@ class Peers(Channel):
         super().__init__(place)
         self.compare, self.on_differences, self.on_problem = compare, on_differences, on_problem
         self.hurry = hurry or threading.Event()
-        self.ends: dict[int, Message] = {}  # how other nodes ended, by rank
-        self.gone: dict[int, Message] = {}  # the same of nodes that went away without a word
+        self.ends: dict[int, Mapping[str, Any]] = {}  # how other nodes ended, by rank
+        self.gone: dict[int, Mapping[str, Any]] = {}  # the same of nodes that went away without a word
         self.differences: list[str] = []
         self.iteration, self.progress, self._progress_said = 0, time.monotonic(), 0.0
-        self._parts: dict[int, Message] = {}
+        self._parts: dict[int, Mapping[str, Any]] = {}
+        self._advised: set[int] = set()  # who ended, as somebody said
+        self._strangers = 0
         self.start()
 
     def named(self, node: int) -> str:
         return f"node {node} ({self.hosts.get(node, '?')})"
 
-    def heard_from(self) -> list[Message]:
+    def heard_from(self) -> list[Mapping[str, Any]]:
         """How the other nodes ended, as they said it, or that they went away without a word."""
         return [ends[node] for ends in (self.ends, self.gone) for node in sorted(ends)]
 
@@ -59,59 +100,69 @@ class Peers(Channel):
         self.progress, self.iteration = now, iteration
         if now - self._progress_said >= 1:
             self._progress_said = now
-            self.say("progress", iteration=iteration)
+            self.say(Progress(iteration=iteration))
 
-    def introduce(self, part: Message) -> None:
+    def introduce(self, part: Mapping[str, Any]) -> None:
         """This node's part of the record, once it knows what it is; node 0 compares the others' with its own."""
         if self.place.node != 0:
-            self.declare("part", part=part)
+            self.declare(Introduced(part=dict(part)))
             return
         with self.lock:
             self._parts[0] = part
             for node in self._parts:
                 self._compare(node)
 
-    def ended(self, part: Message) -> None:
+    def ended(self, part: Mapping[str, Any]) -> None:
         """How this node ended."""
         if self.place.node == 0:
             self.over.set()
-        self.declare("end", part=part)
+        self.declare(Ended(part=dict(part)))
 
     # ---- hearing -----------------------------------------------------------------------------------------------------
 
-    def hear(self, message: Message) -> None:
-        node, kind = message["node"], message["kind"]
+    def hear(self, message: Any) -> None:
+        node = message.node
+        if self.place.node == 0 and isinstance(message, Progress | Ended):
+            self.pass_on(message)
+        if isinstance(message, Progress):
+            self.progress, self.iteration = time.monotonic(), message.iteration
+        if not self.place.secret:
+            self._be_advised(message)
+            return
         self.gone.pop(node, None)
-        if kind == "progress":
-            self.progress, self.iteration = time.monotonic(), message["iteration"]
-        elif kind == "end":
-            self.ends[node] = message["part"]
+        if isinstance(message, Ended):
+            cause = message.part["cause"]
+            self.ends[node] = {**message.part, "node": node, "cause": asdict(cause) if cause else None}
             if node == 0:
                 self.over.set()
-        elif kind == "gone":
-            self.left(message["lost"])
-        elif kind == "alive":
+        elif isinstance(message, Gone):
+            self.left(message.lost)
+        elif isinstance(message, Alive):
             now = time.monotonic()
-            self.heard |= {int(n): now - age for n, age in message["ages"].items() if int(n) != self.place.node}
-        elif kind == "part":
+            self.heard |= {n: now - age for n, age in message.ages.items() if n != self.place.node}
+        elif isinstance(message, Introduced):
             with self.lock:
-                self._parts[node] = message["part"]
+                self._parts[node] = message.part
                 self._compare(node)
-        elif kind == "differences":
-            self._differ(message["sentences"])
-        if self.place.node == 0 and kind in ("progress", "end"):
-            self.pass_on(message)
+        elif isinstance(message, Differences):
+            self._differ(message.sentences)
+
+    def _be_advised(self, message: Any) -> None:
+        if isinstance(message, Ended) and message.node not in self._advised:
+            self._advised.add(message.node)
+            said = f"{message.part['status']}: {message.part['reason']}"[:LONGEST_ADVICE]
+            self.on_problem(f"a host that did not prove that it is {self.named(message.node)} says: {said}. {REMEDY}")
 
     def joined(self, node: int) -> None:
         self.gone.pop(node, None)
 
     def left(self, node: int) -> None:
-        if node not in self.ends and node != self.place.node:
+        if node not in self.ends and node != self.place.node and self.place.secret:
             self.gone.setdefault(node, self._went_away(node))
             if self.place.node == 0:
-                self.say("gone", lost=node)
+                self.say(Gone(lost=node))
 
-    def _went_away(self, node: int) -> Message:
+    def _went_away(self, node: int) -> Mapping[str, Any]:
         remedy = "Look whether it was started anew, or its processes were killed by hand or for want of memory"
         cause = Cause.now(NETWORK, "it went away without a word", remedy, Strength.WAITED)
         end = {"node": node, "host": self.hosts.get(node, "?"), "signal": None, "cause": asdict(cause)}
@@ -123,9 +174,18 @@ class Peers(Channel):
             " tell why. The port is MASTER_PORT's and follows it"
         )
 
+    def unanswered(self, error: StrangerError) -> None:
+        if isinstance(error, ProofError):
+            self.unproven(self.place.address)
+
+    def unproven(self, address: str) -> None:
+        self._strangers += 1
+        if self._strangers <= MOST_STRANGERS:
+            last = "; more of this is not shown" if self._strangers == MOST_STRANGERS else ""
+            self.on_problem(f"{address} names this run but has another secret, and is not listened to{last}. {REMEDY}")
+
     def beat(self) -> Message:
-        """Node 0 says how long ago each node was heard of."""
-        return {"ages": self._ages() if self.place.node == 0 else {}}
+        return Alive(ages=self._ages() if self.place.node == 0 else {})
 
     def _compare(self, node: int) -> None:
         if node == 0 or not {0, node} <= self._parts.keys():
@@ -141,11 +201,19 @@ class Peers(Channel):
             new = [sentence for sentence in sentences if sentence not in self.differences]
             self.differences += new
             if new and self.place.node == 0:
-                self.declare("differences", sentences=list(self.differences))
+                self.declare(Differences(sentences=list(self.differences)))
         if new:
             self.on_differences(new)
 
     # ---- waiting -----------------------------------------------------------------------------------------------------
+
+    @property
+    def sees_progress(self) -> bool:
+        """Whether the lack of it means something: the last node has the iteration lines, and node 0 passes them on."""
+        last = self.place.nodes - 1
+        source = last if self.place.node == 0 else 0
+        age = self._ages().get(source, float("inf"))
+        return self.place.node == last or (bool(self.place.secret) and age < channel.SILENT_SECONDS)
 
     def silent(self) -> dict[int, float]:
         """Nodes that neither ended nor went, and were not heard of for so many seconds: no power, no network."""
@@ -163,7 +231,7 @@ class Peers(Channel):
         silent = [f"{self.named(node)} for {seconds:.0f} s" for node, seconds in sorted(self.silent().items())]
         return f"; nothing was heard of {', '.join(silent)}" if silent else ""
 
-    def wait_for_ends(self, seconds: float, enough: Callable[[Mapping[int, Message]], bool]) -> None:
+    def wait_for_ends(self, seconds: float, enough: Callable[[Mapping[int, Mapping[str, Any]]], bool]) -> None:
         """Until what the others said is enough, nobody is left who could say more, or the time is over."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not enough(self.ends) and not self.hurry.is_set():
@@ -173,7 +241,7 @@ class Peers(Channel):
 
     def _may_say_more(self) -> bool:
         """Whether there is a node to wait for: one never heard of is not, and without node 0 nothing is passed on."""
-        over = self.ends.keys() | self.gone.keys()
+        over = self.ends.keys() | self.gone.keys() | self._advised
         silent = self.silent().keys()
         if self.place.node == 0:
             return not self.heard.keys() <= over | silent

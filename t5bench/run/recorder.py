@@ -29,7 +29,18 @@ from t5bench.record import machine
 from t5bench.record.files import RecordError, seal, write_json
 from t5bench.record.plan import Plan
 from t5bench.record.records import FORMAT, merge, write_run
-from t5bench.record.status import CANCELLED, COMPLETE, CRASHED, EXIT_CODES, RUNNING, SIGNALS, Status, of_run
+from t5bench.record.status import (
+    CANCELLED,
+    COMPLETE,
+    CRASHED,
+    EXIT_CODES,
+    RUNNING,
+    SIGNALS,
+    TIMEOUT,
+    Cause,
+    Status,
+    of_run,
+)
 from t5bench.run import processes, wandb_config
 from t5bench.run.ending import SPACE_REMEDY, cause_of, exit_code, knows_little, read_end
 from t5bench.run.guard import GRACE_SECONDS, TERM_SECONDS, Guard, Stacks
@@ -174,7 +185,7 @@ def follow(part: Part, peers: Peers, stacks: Stacks, is_over: Callable[[], bool]
     """Passes the output on to its end, with samples of the machine beside it."""
     plan, metrics = part.plan, Path(part.plan.output_dir, "metrics.jsonl")
     with part.file("log").open("ab") as log:
-        output = Output(log, metrics, part.hidden, on_iteration=peers.progressed, on_line=stacks.read)
+        output = Output(log, metrics, part.hidden, on_iteration=peers.progressed, stacks=stacks.texts)
         interval, has_gpus = plan.decimal("SAMPLE_INTERVAL"), plan.device == "cuda"
         sampler = Sampler(part.file("samples.jsonl"), interval, has_gpus=has_gpus, environment=os.environ)
         pass_on(output, sys.stdin.fileno(), sys.stdout.fileno(), is_over, lambda: part.look(output))
@@ -182,16 +193,28 @@ def follow(part: Part, peers: Peers, stacks: Stacks, is_over: Callable[[], bool]
     return output
 
 
-def tell_and_hear(peers: Peers, end: Mapping[str, Any]) -> dict[str, Any]:
-    """Tells the others how this node ended, and hears how they did: what the part says of that, with the reason."""
+def tell_and_hear(peers: Peers, end: dict[str, Any], stopped: str) -> None:
+    """Tells the others how this node ended, and hears how they did: what end says of that, and the better reason.
+
+    stopped: which worker here stood still when it was ended, if one did. Where others waited, that is why.
+    """
     peers.ended(end)
-    reason = end["reason"]
+
+    def enough(ends: Mapping[int, Mapping[str, Any]]) -> bool:
+        waited = any(other["status"] == TIMEOUT for other in ends.values())
+        return not all(map(knows_little, ends.values())) or bool(stopped and waited)
+
     if end["status"] == COMPLETE:
         peers.wait_for_ends(COMPLETE_SECONDS, lambda ends: any(other["status"] != COMPLETE for other in ends.values()))
     elif knows_little(end) and not end["signal"]:
-        peers.wait_for_ends(OTHERS_SECONDS, lambda ends: not all(map(knows_little, ends.values())))
-        reason += peers.of_silence()
-    return {"reason": reason, "heard": peers.heard_from(), "differences": peers.differences}
+        peers.wait_for_ends(OTHERS_SECONDS, enough)
+        if all(map(knows_little, peers.ends.values())) and enough(peers.ends):
+            cause = Cause.now(TIMEOUT, stopped, "The stacks of every worker here are in this node's log")
+            end |= {"status": cause.status, "reason": stopped, "remedy": cause.remedy, "cause": asdict(cause)}
+            peers.ended(end)
+        else:
+            end["reason"] += peers.of_silence()
+    end |= {"heard": peers.heard_from(), "differences": peers.differences}
 
 
 def record(args: argparse.Namespace, hurry: threading.Event) -> int:
@@ -206,7 +229,7 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     killed_before = machine.oom_kills()
     claim.keep(Path(plan.output_dir), f"node{plan.node}", args.launcher)
     part = Part(plan, machine.hide(content, hidden), args.launcher, hidden)
-    peers, stacks = meet(plan, hurry), Stacks()
+    peers, stacks = meet(plan, hurry), Stacks(part.file("stack"))
     part.look_around(peers.introduce)
     guard = Guard(plan, args.launcher, args.mark, peers, stacks)
 
@@ -221,6 +244,8 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
         args.end_file.unlink()
     kills = machine.oom_kills() - killed_before
     cause = cause_of(plan, output, guard, exit_status, interrupted_by, kills)
+    stopped = stacks.sentence() if stacks.stopped() else ""
+    stacks.remove()
     cancelled = Status(CANCELLED, f"{interrupted_by} received") if interrupted_by else Status(COMPLETE)
     status = cause.ending() if cause else cancelled
     end = {key: part.content[key] for key in ("node", "nnodes", "host")} | {
@@ -235,7 +260,7 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
         "peak_memory": [asdict(output.memory[rank]) for rank in sorted(output.memory)],
         "oom_kills": kills,
     }
-    end |= tell_and_hear(peers, end)
+    tell_and_hear(peers, end, stopped)
     # A node that did all of its own need not have heard of the others.
     all_is_well = all(other["status"] == COMPLETE for other in (end, *end["heard"]))
     known = Status(COMPLETE) if all_is_well else of_run([end])

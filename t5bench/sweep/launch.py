@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shlex
 import subprocess
 import time
@@ -18,12 +19,14 @@ from pathlib import Path
 from t5bench import REPOSITORY, Problem
 from t5bench.plan import launchers
 from t5bench.plan.ports import free_port
+from t5bench.plan.secret import VARIABLE
 from t5bench.record import collect
 from t5bench.record.files import RecordError
 from t5bench.record.hosts import ssh
 from t5bench.record.plan import Plan
 from t5bench.record.records import write_run
 from t5bench.record.status import CONFIGURATION, CRASHED, EXIT_CODES
+from t5bench.record.text import visible
 
 # What the other strategies are compared with.
 BASELINE = "ddp"
@@ -174,6 +177,7 @@ class Launch:
             if not plan.hosts:
                 raise Problem("LAUNCH=ssh but no hosts are known", 'export HOSTS="node0 node1" in rank order')
             self._hosts = plan.hosts
+            self._environment.setdefault(VARIABLE, secrets.token_hex(32))
             self._sent = {k: v for k, v in self._environment.items() if k in plan.settings or k.startswith(ALSO_SENT)}
 
     def _script(self, strategy: str, processes: int | None, directory: Path, rank: int, end: str) -> str:
@@ -203,7 +207,8 @@ class Launch:
             shell(host), env=self._environment, input=script, capture_output=True, text=True, check=False
         )
         if not result.stdout:
-            raise Problem(f"{host} gives no plan of {strategy}: {result.stderr}", f"Log in by hand: ssh {host}")
+            said = visible(result.stderr, "\n")
+            raise Problem(f"{host} gives no plan of {strategy}: {said}", f"Log in by hand: ssh {host}")
         return Plan.read(json.loads(result.stdout))
 
     def start(self, strategy: str, processes: int | None, directory: Path) -> Started:
@@ -212,7 +217,8 @@ class Launch:
                 said = node.output.read_text(errors="replace").strip()
                 # What a shell there prints when it begins stands among it.
                 lines = said.splitlines() or ["it said nothing"]
-                return f"ssh to {node.host} failed: {next(filter(SSH_SAID.match, lines[::-1]), lines[-1])}"
+                line = next(filter(SSH_SAID.match, lines[::-1]), lines[-1])
+                return f"ssh to {node.host} failed: {visible(line)}"
             try:
                 obstacles = self.ask(strategy, processes, directory, node.rank).obstacles
                 found = obstacles[0].found if obstacles else f"its launcher did not start a run; see {node.output}"

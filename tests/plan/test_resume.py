@@ -103,7 +103,7 @@ def agreement(*views: list[int], seconds: float = 20, runs: tuple[str, ...] = ()
             newest = max((i for i in views[rank] if limit is None or i <= limit), default=0)
             return View(newest, "something is missing", f"host{rank}")
 
-        place = Place(rank, len(views), "127.0.0.1", port, runs[rank] if runs else "ddp")
+        place = Place(rank, len(views), "127.0.0.1", port, runs[rank] if runs else "ddp", b"secret")
         try:
             results[rank] = agreed(place, look(None), look, seconds)
         except Problem as problem:
@@ -150,7 +150,7 @@ def test_a_node_of_another_run_is_refused():
 def test_a_node_that_does_not_come_is_named(node: int, nodes: int, absent: str):
     started, view = time.monotonic(), View(10, "", "here")
     with pytest.raises(Problem, match=f"node {absent} did not say in time"):
-        agreed(Place(node, nodes, "127.0.0.1", free_port(), "ddp"), view, lambda limit: view, 0.5)
+        agreed(Place(node, nodes, "127.0.0.1", free_port(), "ddp", b"secret"), view, lambda limit: view, 0.5)
     assert time.monotonic() - started < 20
 
 
@@ -160,7 +160,7 @@ def test_what_listens_there_and_is_no_node_is_named():
         port = other.getsockname()[1]
         threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
         with pytest.raises(Problem, match="did not say which checkpoint to resume from: it does not answer"):
-            agreed(Place(1, 2, "127.0.0.1", port, "ddp"), view, lambda limit: view, 20)
+            agreed(Place(1, 2, "127.0.0.1", port, "ddp", b"secret"), view, lambda limit: view, 20)
 
 
 # ---- a launcher -----------------------------------------------------------------------------------------------------

@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from harness import processes_with, wait_for
+from harness import REPO_ROOT, processes_with, wait_for
 from made_runs import made_plan
 
 from t5bench.plan.channel import Place
@@ -19,37 +19,36 @@ from t5bench.run.guard import Guard, Stacks
 from t5bench.run.peers import Peers
 from t5bench.run.processes import workers
 
-# Starts a worker that stands still in a function of its own, and a data loader of that worker, and says so.
+# A worker that stands still in a function, with a process of its own, and says so.
+WORKER = """
+import subprocess, sys
+loader = subprocess.Popen(["sleep", "600"])
+def stands_here(): print("ready", flush=True); sys.stdin.read()
+stands_here()
+"""
 TORCHRUN = """
 import os, subprocess, sys
-worker = "import os, subprocess, sys\\n" \\
-    "loader = subprocess.Popen(['sleep', '600'])\\n" \\
-    "def stands_here(): print('ready', flush=True); sys.stdin.read()\\n" \\
-    "stands_here()"
-subprocess.run([sys.executable, "-c", worker], env=os.environ | {"RANK": "3", "PYTHONFAULTHANDLER": "1"})
+subprocess.run([sys.executable, *sys.argv[1:]], env=os.environ | {"RANK": "3"})
 """
 
 
 class Run:
-    """torchrun's stand-in, what it prints going to the stacks, and a guard of it."""
+    """torchrun's stand-in, and a guard of it."""
 
-    def __init__(self, mark: str, program: str = TORCHRUN) -> None:
-        self.mark, self.stacks = mark, Stacks()
-        self.peers = Peers(Place(0, 1, "127.0.0.1", 1, "a run"))
+    def __init__(self, directory: Path, program: str = TORCHRUN) -> None:
+        self.mark, self.stacks = uuid.uuid4().hex, Stacks(directory / "stack")
+        script = directory / "worker.py"
+        script.write_text(WORKER)
+        self.peers = Peers(Place(0, 1, "127.0.0.1", 1, "a run", b"secret"))
         self.process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            env=os.environ | {"T5_RUN_MARK": mark},
+            [sys.executable, "-c", program, REPO_ROOT / "t5bench/run/worker.py", self.stacks.prefix, script],
+            env=os.environ | {"T5_RUN_MARK": self.mark},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         assert self.process.stdout and self.process.stdout.readline() == "ready\n"
-        threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True).start()
-
-    def _read(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.stacks.read(line.rstrip("\n"))
 
     def guard(self, launcher: int = 0, watchdog: int = 0, rendezvous: int = 60) -> Guard:
         settings = {"WATCHDOG_SECONDS": str(watchdog), "RENDEZVOUS_TIMEOUT": str(rendezvous)}
@@ -67,9 +66,9 @@ class Run:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Run]:
     monkeypatch.setattr(guards, "GRACE_SECONDS", 0)
-    started = Run(uuid.uuid4().hex)
+    started = Run(tmp_path)
     yield started
     for pid in started.processes():
         os.kill(pid, signal.SIGKILL)
@@ -90,7 +89,7 @@ def test_without_its_launcher_a_run_is_ended(run: Run):
 def test_a_run_that_stands_still_tells_where(run: Run):
     cause = run.cause(watchdog=1)
     assert cause and (cause.status, cause.strength) == ("timeout", 3)
-    assert "before the first iteration: it stopped at rank 3 in stands_here (<string>:3)" in cause.reason
+    assert "before the first iteration: it stopped at rank 3 in stands_here (" in cause.reason
 
 
 def test_a_suspended_worker_is_named_and_ended(run: Run):
@@ -110,7 +109,7 @@ def failed(status: str, strength: int | None) -> dict:
     [
         (failed("crashed", 3), "crashed", "ended because node 1 (node1) failed: why"),
         (failed("network", 0), "network", "ended because node 1 (node1) failed: why"),
-        (failed("timeout", 1), "timeout", "it stopped at rank 3 in stands_here (<string>:3)"),
+        (failed("timeout", 1), "timeout", "it stopped at rank 3 in stands_here (@/worker.py:4)"),
         (failed("cancelled", None), "cancelled", "ended because node 1 (node1) was cancelled: why"),
         (None, "network", "ended because node 1 (?) failed: it went away without a word"),
     ],
@@ -122,7 +121,7 @@ def test_a_run_that_failed_elsewhere_is_ended_here(run: Run, end: dict | None, s
     else:
         run.peers.left(1)
     cause = run.cause()
-    assert cause and (cause.status, cause.reason) == (status, reason)
+    assert cause and (cause.status, cause.reason) == (status, reason.replace("@", str(run.stacks.prefix.parent)))
 
 
 def test_a_healthy_run_is_left_alone(run: Run):
@@ -134,8 +133,8 @@ def test_a_healthy_run_is_left_alone(run: Run):
     assert len(run.processes()) == 3
 
 
-def test_a_run_without_workers_is_ended_after_the_rendezvous(monkeypatch: pytest.MonkeyPatch):
+def test_a_run_without_workers_is_ended_after_the_rendezvous(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(guards, "START_SECONDS", 0)
-    cause = Run(uuid.uuid4().hex, "import sys; print('ready', flush=True); sys.stdin.read()").cause(rendezvous=0)
+    cause = Run(tmp_path, "import sys; print('ready', flush=True); sys.stdin.read()").cause(rendezvous=0)
     assert cause and cause.status == "timeout"
     assert "found no other node at 127.0.0.1" in cause.reason

@@ -1,0 +1,52 @@
+"""What nodes prove to each other that they belong to one run with; docs/security.md says who knows it."""
+
+import contextlib
+import os
+import secrets
+import stat
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+VARIABLE = "T5_RUN_SECRET"
+REMEDY = (
+    f"Give all nodes one secret: export {VARIABLE}=$(openssl rand -hex 32) on the first, and the same value on the"
+    " others; nodes that share a home directory need none"
+)
+
+
+def secret(environment: Mapping[str, str]) -> bytes:
+    """T5_RUN_SECRET, else the one in the user's home directory, which is made where it is missing; else nothing."""
+    if given := environment.get(VARIABLE):
+        return given.encode()
+    home = environment.get("HOME")
+    if not (folder := environment.get("XDG_CONFIG_HOME") or (f"{home}/.config" if home else "")):
+        return b""
+    path = Path(folder, "t5-parallelism", "secret")
+    try:
+        return _read(path) if path.exists() else _make(path)
+    except OSError:
+        return b""
+
+
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        found = os.fstat(file.fileno())
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            print(f"warning: {path} is not used, for others may read or write it: chmod 600 {path}", file=sys.stderr)
+            return b""
+        return file.read(1024).strip()
+
+
+def _make(path: Path) -> bytes:
+    """Several nodes may do so at once, over a shared file system: one of them wins, and all read its secret."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    own = path.with_name(f"secret.{secrets.token_hex(8)}")
+    try:
+        with os.fdopen(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+        with contextlib.suppress(FileExistsError):
+            os.link(own, path)
+    finally:
+        own.unlink(missing_ok=True)
+    return _read(path)

@@ -1,0 +1,38 @@
+"""Runs a training program unchanged, and has it write where its threads are when it gets TERM, before it ends.
+
+    python t5bench/run/worker.py STACKS (-m MODULE | SCRIPT) ARGUMENTS...
+
+The stacks go to STACKS.<rank>. torchrun sends TERM to all workers when one has failed, and so does the guard: whoever
+ends a worker, it is known where it stood. It is a script, so that no other module is found in its place.
+"""
+
+import contextlib
+import faulthandler
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+
+def keep_stacks(path: str) -> None:
+    with contextlib.suppress(OSError):  # a run goes on without
+        file = Path(path).open("wb", buffering=0)  # noqa: SIM115 - until the worker ends
+        faulthandler.register(signal.SIGTERM, file, all_threads=True, chain=True)
+        # What a worker starts is no worker.
+        os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
+
+
+def main() -> None:
+    stacks, program, *arguments = sys.argv[1:]
+    keep_stacks(f"{stacks}.{os.environ.get('RANK', '0')}")
+    if program == "-m":
+        sys.path[0], sys.argv = str(Path.cwd()), arguments
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0], sys.argv = str(Path(program).resolve().parent), [program, *arguments]
+        runpy.run_path(program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The secret of a run: given, or the one in the user's home directory."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from t5bench.plan.secret import secret
+
+
+def test_what_is_given_wins_and_the_home_directory_has_one_for_all(tmp_path: Path):
+    home = {"HOME": str(tmp_path)}
+    path = tmp_path / ".config" / "t5-parallelism" / "secret"
+    assert secret(home | {"T5_RUN_SECRET": "given"}) == b"given"
+    assert not path.exists()
+    found: list[bytes] = []
+    threads = [threading.Thread(target=lambda: found.append(secret(home))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(found) == {path.read_bytes().strip()} and len(found[0]) == 64
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [entry.name for entry in path.parent.iterdir()] == ["secret"]
+    assert secret(home | {"T5_RUN_SECRET": ""}) == found[0]
+
+
+def test_one_that_others_may_read_is_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert secret({"HOME": str(tmp_path)})
+    (tmp_path / ".config" / "t5-parallelism" / "secret").chmod(0o644)
+    assert secret({"HOME": str(tmp_path)}) == b""
+    assert "chmod 600" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("home", [{}, {"HOME": "/dev/null"}])
+def test_without_a_home_directory_there_is_none(home: dict[str, str]):
+    assert secret(home) == b""

@@ -1,0 +1,49 @@
+"""Text of hosts, logs and engines, on its way to a terminal, a file or a page."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from t5bench.record.text import Screen, on_terminal, visible, visible_in
+
+COLOURED = "\x1b[1;31mred\x1b[0m \x1b[38:2::1:2:3mexact\x1b[m"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("Größe ½, 中文 🙂\t|", "Größe ½, 中文 🙂\t|"),
+        ("\x1b[2J\x1b]0;t\x07\x9b1m\x7f\r\n", r"\x1b[2J\x1b]0;t\x07\x9b1m\x7f\r\n"),
+        ("a\u202eb\u2028c\u200bd\udc9be", r"a\u202eb\u2028c\u200bd\udc9be"),
+        (COLOURED, COLOURED.replace("\x1b", r"\x1b")),
+    ],
+)
+def test_visible(text: str, shown: str):
+    assert visible(text) == shown
+    assert visible_in({text: [text, 1, None]}) == {shown: [shown, 1, None]}
+
+
+@pytest.mark.parametrize(
+    "sequence",
+    ["\x1b[2J", "\x1b[1A", "\x1b]0;title\x07", "\x1b]52;c;AAAA\x07", "\x1bP+q\x1b\\", "\x1b[6n", "\x1bc", "\x1b[>4;2m",
+     "\x1b[?25l", "\x9b31m", "\x0e", "\b", "\x1b[" + "1" * 99 + "m", "\x1b[31"],
+)  # fmt: skip
+def test_a_terminal_gets_colours_and_lines_and_nothing_else_to_obey(sequence: str):
+    shown = on_terminal(f"{COLOURED}\r\n 50 %\r{sequence}")
+    assert shown.startswith(f"{COLOURED}\r\n 50 %\r\\x")
+    assert not any(c in shown.removeprefix(COLOURED) for c in "\x1b\x9b\x07\x0e\b")
+
+
+@given(st.text(alphabet="aé🙂\x1b[]31;mJ\r\n\x07\x9b"), st.lists(st.integers(0, 60)))
+def test_a_screen_shows_the_same_however_the_output_is_cut(text: str, cuts: list[int]):
+    data, screen, shown = text.encode(), Screen(), b""
+    edges = [0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]
+    for start, stop in pairwise(edges):
+        shown += screen.show(data[start:stop])
+    assert shown + screen.show(b"", is_last=True) == on_terminal(text).encode()
+
+
+def test_bytes_that_are_no_utf_8():
+    assert Screen().show(b"a\x9b31m\xff\n") == rb"a\x9b31m\xff" + b"\n"

@@ -1,0 +1,71 @@
+"""Which of a node's workers stands still, and where: real torchrun, 2 and 4 workers, each of them in turn.
+
+Either the watchdog ends the run, or a worker that has waited too long for the others does, by way of torchrun.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from harness import REPO_ROOT, Project, make_project
+
+# An engine's worker hangs after an optimizer step: Python imports this before anything else.
+HANG = """
+import os, signal
+rank, _, after = os.environ.get("HANG", "").partition(":")
+if rank and os.environ.get("RANK") == rank:
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+    steps = []
+    def hangs_here(*_):
+        steps.append(1)
+        while len(steps) >= int(after):
+            signal.pause()
+    register_optimizer_step_post_hook(hangs_here)
+"""
+SETTINGS = {
+    "MODEL_PRESET": "tiny", "DEVICE": "cpu", "PRECISION_FLAG": "", "TRAIN_ITERS": "100000", "LOG_INTERVAL": "1",
+    "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1", "SAMPLE_INTERVAL": "5",
+}  # fmt: skip
+ENDS_OF_WAITING = {"watchdog": {"WATCHDOG_SECONDS": "15"}, "timeout": {"STUB_TIMEOUT": "6"}}
+
+
+def launch(project: Project, workers: int, **settings: str) -> tuple[str, str]:
+    """What the terminal and the node's log say."""
+    project.environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    result = project.launch("ddp", **SETTINGS | {"NPROC_PER_NODE": str(workers)} | settings)
+    assert result.returncode == 6, result.stdout + result.stderr
+    output = project.root / "outputs" / "ddp"
+    assert not list(output.glob("*.stack*"))
+    return result.stderr, (output / "node0.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workers", "rank", "end"),
+    [(2, 0, "watchdog"), (2, 1, "watchdog"), *((4, rank, "watchdog") for rank in range(4)), (2, 0, "timeout"),
+     (2, 1, "timeout"), (4, 2, "timeout")],
+)  # fmt: skip
+def test_the_one_that_hangs_is_named_and_all_have_left_their_stacks(tmp_path: Path, workers: int, rank: int, end: str):
+    project = make_project(tmp_path)
+    (project.engine / "pretrain_t5.py").write_text((REPO_ROOT / "tests/cluster/stub_trainer.py").read_text())
+    project.record_engine()
+    said, log = launch(project, workers, STUB_FAULT=f"{rank}:3:hang", **ENDS_OF_WAITING[end])
+    assert f"it stopped at rank {rank} in begin (" in said and said.count("rank ") == 1, said
+    if end == "watchdog":
+        assert all(f"rank {each} was ended here:" in log for each in range(workers))
+        assert log.count("all_reduce") >= workers - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["native", "megatron"])
+def test_the_engines(project: Project, engine: str, request: pytest.FixtureRequest, sample_data: Path, tmp_path: Path):
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "sitecustomize.py").write_text(HANG)
+    place = {"ENGINE": engine, "MEGATRON_DATA_DIR": str(sample_data), "PYTHONPATH": str(tmp_path / "hook")}
+    if engine == "megatron":
+        place["MEGATRON_DIR"] = str(request.getfixturevalue("megatron_dir"))
+        place["HOME"] = str(Path.home())
+    said, log = launch(project, 2, HANG="1:3", WATCHDOG_SECONDS="20", **place)
+    assert "it stopped at rank 1 in hangs_here (" in said and "rank 0" not in said, said
+    assert "rank 0 was ended here:" in log and "rank 1 was ended here:" in log
