@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from t5bench import Problem
-from t5bench.record.records import write_whole
+from t5bench.record.files import write_whole
 
 TOUCH_SECONDS = 10.0
 # A holder on another host is taken for gone when it has not touched its claim for so long, by the file server's clock.
