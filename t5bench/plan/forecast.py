@@ -1,13 +1,13 @@
 """What a run will take, in one line, before it starts. It imports the model alone: a launcher has 0.30 s of CPU."""
 
 import json
-import subprocess
 from pathlib import Path
 
 from t5bench.model import time, traffic
 from t5bench.model.job import Job, Parallel, padded
 from t5bench.model.machine import GIB, Device, device_of
 from t5bench.model.prediction import Prediction, machine_of
+from t5bench.plan.layout import gpu_names
 from t5bench.record.plan import Plan
 
 T5_VOCABULARY = 32101  # of google-t5/t5-large's tokenizer, with its sentinels
@@ -35,11 +35,7 @@ def backend_of(plan: Plan) -> str:
 
 def gpu_here() -> Device | None:
     """This machine's first GPU, where its figures are known."""
-    try:
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        names = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60).stdout.splitlines()
-    except (OSError, subprocess.TimeoutExpired):
-        return None
+    names = gpu_names()
     return device_of(names[0]) if names else None
 
 

@@ -1,9 +1,11 @@
 """Which device and how many processes a run takes, and how they divide the work."""
 
 import os
+import re
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 
 from t5bench.plan.request import Request
 from t5bench.record.hosts import addresses_of, is_loopback, own_name_fault
@@ -16,11 +18,17 @@ def count_gpus(environment: Mapping[str, str]) -> int:
     if visible is not None:
         devices = visible.split(",") if visible else []
         return 0 if not devices or devices[0] in ("", "-1") else len(devices)
+    return len(gpu_names())
+
+
+@cache
+def gpu_names() -> Sequence[str]:
+    """Of this machine's GPUs. Asked once: without a daemon that keeps the driver loaded, an answer takes seconds."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.splitlines())
+        return ()
+    return [match[1] for match in re.finditer(r"^GPU \d+: (.*?)(?: \(UUID: .*)?$", listed, re.MULTILINE)]
 
 
 class Processes:

@@ -5,12 +5,12 @@ counts, and of equals the earliest: "connection closed by peer" is what the vict
 """
 
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+from t5bench.record import clock
 from t5bench.record.text import visible
 
 COMPLETE, INCOMPLETE, DIVERGED, OUT_OF_MEMORY = "complete", "incomplete", "diverged", "out-of-memory"
@@ -65,7 +65,7 @@ class Cause:
     @classmethod
     def now(cls, status: str, reason: str, remedy: str = "", strength: Strength = Strength.CAUSE) -> "Cause":
         """What no message told, but was seen just now."""
-        return cls(status, strength, reason, remedy, time.time(), reason)
+        return cls(status, strength, reason, remedy, clock.now(), reason)
 
     def ending(self) -> Status:
         who = f"rank {self.rank}: " if self.rank is not None else ""

@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from t5bench.record import clock
 from t5bench.record.log import Iteration, PeakMemory, iteration, padded_vocabulary, peak_memory
 from t5bench.record.machine import HIDDEN
 from t5bench.record.records import metrics_line
@@ -238,8 +239,8 @@ def pass_on(
             continue
         if not (block := os.read(source, BLOCK)):
             break
-        show(screen.show(output.take(block, time.time()), is_last=False), sink)
-    show(screen.show(output.end(time.time()), is_last=True), sink)
+        show(screen.show(output.take(block, clock.now()), is_last=False), sink)
+    show(screen.show(output.end(clock.now()), is_last=True), sink)
 
 
 def show(text: bytes, sink: int) -> None:

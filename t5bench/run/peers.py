@@ -25,12 +25,14 @@ class End(TypedDict):
     """How a node ended: what the others need of its part."""
 
     node: int
+    nnodes: int
     host: str
     status: Literal[(*EXIT_CODES, CANCELLED)]
     reason: str
     remedy: str
     cause: Cause | None
     signal: Literal[(*SIGNALS.values(),)] | None
+    ended: str | None
 
 
 class Progress(Message):

@@ -14,7 +14,6 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +25,7 @@ from t5bench.plan.channel import Place
 from t5bench.plan.complete import completed
 from t5bench.plan.ports import peer_port
 from t5bench.record import machine
+from t5bench.record.clock import now
 from t5bench.record.files import RecordError, seal, write_json
 from t5bench.record.plan import Plan
 from t5bench.record.records import FORMAT, merge, write_run
@@ -72,7 +72,7 @@ class Part:
         self.plan, self.hidden = plan, hidden
         place = {"node": plan.node, "nnodes": plan.layout.nnodes, "host": socket.gethostname(), "pid": launcher}
         unknown = dict.fromkeys(("cause", "exit_status", "signal", "ended", "padded_vocab_size"))
-        self.content: dict[str, Any] = {"format": FORMAT, **place, "started": timestamp(time.time()), "plan": recorded}
+        self.content: dict[str, Any] = {"format": FORMAT, **place, "started": timestamp(now()), "plan": recorded}
         self.content |= {"status": RUNNING, "reason": "", "remedy": "", **unknown, "peak_memory": []}
         self.looking: threading.Thread | None = None
 
@@ -121,7 +121,8 @@ class Part:
         try:
             self._write()
         except (OSError, RecordError) as error:
-            unwritten = Status(CRASHED, f"the record of this run could not be written: {error}", SPACE_REMEDY)
+            remedy = SPACE_REMEDY if isinstance(error, OSError) else error.remedy
+            unwritten = Status(CRASHED, f"the record of this run could not be written: {error}", remedy)
             if known.name == COMPLETE:
                 known = unwritten
                 self.content |= {"status": known.name, "reason": known.reason, "remedy": known.remedy}

@@ -5,11 +5,11 @@ import json
 import shutil
 import subprocess
 import threading
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from t5bench.record.clock import now
 from t5bench.record.machine import visible_gpus
 
 _GPU_FIELDS = {
@@ -100,7 +100,7 @@ class Sampler:
         last = False
         while True:
             gpus, self.latest = self.latest, {}
-            sample = {"time": round(time.time(), 3), "gpus": [gpus[index] for index in sorted(gpus)]}
+            sample = {"time": round(now(), 3), "gpus": [gpus[index] for index in sorted(gpus)]}
             # Opened each time: a directory that was removed may have come back.
             with contextlib.suppress(OSError), self.path.open("a") as file:
                 file.write(json.dumps(sample | {"network": network_counters()}) + "\n")

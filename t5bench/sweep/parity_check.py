@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from t5bench import REPOSITORY, Problem
-from t5bench.plan.launchers import declarations
+from t5bench.plan.launchers import accepted, declarations
 from t5bench.sweep.command import t5bench
-from t5bench.sweep.launch import BASELINE, Launch, check
+from t5bench.sweep.launch import BASELINE, Launch
 from t5bench.sweep.rows import choose, note, plan_rows
 from t5bench.sweep.runner import raise_on_signals, run_all
 
@@ -57,8 +57,7 @@ def run(args: argparse.Namespace) -> int:
 def measure(runs_dir: Path) -> Path:
     """The file of what each number of the recipe moves, by the native engine in one process."""
     changes = {"ENGINE": NATIVE, "NNODES": "1", "NPROC_PER_NODE": "1", "PRECISION_FLAG": "", "DROPOUT": "0"}
-    plan = Launch(changes, arguments=ARGUMENTS).ask(BASELINE, None, runs_dir / "plan")
-    check(plan)
+    plan = accepted(Launch(changes, arguments=ARGUMENTS).ask(BASELINE, None, runs_dir / "plan"))
     if plan.obstacles:
         raise Problem(f"the native engine cannot run here: {plan.obstacles[0].found}", plan.obstacles[0].remedy)
     note("measuring what each number of the recipe moves, about a minute on a CPU; CHECK_BLIND_SPOTS=0 leaves it out")

@@ -62,7 +62,7 @@ def check_here(project: Project, *arguments: str, **environment: str | None) -> 
         ((), {"HOSTS": None}, "no host is named, HOSTS is not set, and this is no SLURM allocation"),
         (("node0", "node1", "node0"), {}, "node0 is named more than once"),
         (("node0",), {"PYTHON": "/nowhere/python3"}, "there is no '/nowhere/python3' on PATH"),
-        (("node0",), {"ENGINE": "other"}, "ENGINE is 'other'"),
+        (("node0",), {"ENGINE": "other"}, "ddp: ENGINE is 'other'"),
     ],
     ids=["no host", "twice", "python", "engine"],
 )

@@ -56,7 +56,7 @@ def nodes(peer) -> Iterator:
 
 
 def end(node: int, status: str = "crashed") -> dict:
-    said = {"reason": "", "remedy": "", "cause": None, "signal": None}
+    said = {"reason": "", "remedy": "", "cause": None, "signal": None, "nnodes": 3, "ended": None}
     return {"node": node, "host": f"node{node}", "status": status, **said}
 
 

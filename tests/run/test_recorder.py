@@ -138,11 +138,13 @@ def test_secrets_reach_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     secrets = {"WANDB_API_KEY": "0123456789abcdef", "HF_TOKEN": "hf_secretsecret", "NCCL_SECRET": "anothersecret"}
     for name, secret in secrets.items():
         monkeypatch.setenv(name, secret)
-    result = record(tmp_path, f"login {secrets['HF_TOKEN']}\n" + output(3), LR="anothersecret", TRAIN_ITERS="3")
+    result = record(
+        tmp_path, f"login {secrets['HF_TOKEN']}\n" + output(3), WANDB_PROJECT="anothersecret", TRAIN_ITERS="3"
+    )
     assert result.returncode == 0, result.stderr
     written = {path: path.read_text() for path in tmp_path.iterdir()} | {"stdout": result.stdout.decode()}
     assert not [place for place, text in written.items() if any(secret in text for secret in secrets.values())]
-    assert part_of(tmp_path)["plan"]["settings"]["LR"]["value"] == "***"
+    assert part_of(tmp_path)["plan"]["settings"]["WANDB_PROJECT"]["value"] == "***"
 
 
 def test_a_full_disk_costs_the_record_and_says_so(tmp_path: Path):

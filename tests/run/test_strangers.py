@@ -33,7 +33,8 @@ from t5bench.run.peers import MOST_STRANGERS, Peers
 HOST, RUN, SECRET = "127.0.0.1", "a run", b"the secret of the run"
 CONTROL = "\x1b[2J\x1b]0;title\x07\x9b31m\rddp: complete\u202e"
 CAUSE = {"status": "crashed", "strength": 3, "reason": "it broke", "remedy": "", "time": 1.0, "line": "", "rank": None}
-END = {"node": 1, "host": "x", "status": "crashed", "reason": "it broke", "remedy": "", "cause": CAUSE, "signal": None}
+END = {"node": 1, "nnodes": 2, "host": "x", "status": "crashed", "reason": "it broke", "remedy": "", "cause": CAUSE}
+END |= {"signal": None, "ended": "2026-01-01T00:00:00.000Z"}
 
 
 class Speaker:
