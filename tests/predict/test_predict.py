@@ -124,7 +124,7 @@ def test_the_winners_line_starts_it(project: Project, capsys: pytest.CaptureFixt
 def test_a_dry_run_predicts_and_a_run_warns(project: Project):
     result = project.launch("ddp", "--dry-run", DEVICE="cpu", MODEL_PRESET="large")
     assert "predicted: 612,998,528 parameters, " in result.stderr
-    project.add_stub("nvidia-smi", '#!/bin/bash\n[[ $1 == -L ]] && echo "GPU 0: x" || echo "Quadro RTX 4000"\n')
+    project.add_stub("nvidia-smi", '#!/bin/bash\necho "GPU 0: Quadro RTX 4000 (UUID: GPU-0)"\n')
     result = project.launch("ddp", DEVICE="cuda", MODEL_PRESET="large", NPROC_PER_NODE="1")
     assert "warning: ddp needs about " in result.stderr
     assert "predicted:" not in result.stderr
