@@ -24,8 +24,8 @@ from t5bench.record.log import Iteration
 from t5bench.record.plan import FORMAT, ROLES, Plan, by_name
 from t5bench.record.status import CANCELLED, EXIT_CODES, RUNNING, iterations_expected
 
-# Numbers that a record can hold. Clocks: 2001 to 2103, in seconds since 1970.
-MOST = 2.0**64
+# Numbers that a record can hold, as large as those of fp32. Clocks: 2001 to 2103, in seconds since 1970.
+MOST = 2.0**128
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 _Amount = Annotated[float, Meta(ge=0, le=MOST)]
 _Clock = Annotated[float, Meta(ge=1e9, le=4.2e9)]

@@ -68,7 +68,7 @@ def test_every_launcher_infers_its_place_under_srun(cluster: Cluster, project: P
     assert len(by_node["1"]) == len(STRATEGIES)
     for first, second in zip(by_node["0"], by_node["1"], strict=True):
         assert "--master_addr node0 " in first
-        assert re.sub("--node_rank 0 ", "--node_rank 1 ", first).replace("node0.wandb", "node1.wandb") == second
+        assert re.sub(r"--node_rank 0 |node0\.(?=wandb|stack)", lambda m: m[0].replace("0", "1"), first) == second
 
 
 class Job:
