@@ -167,7 +167,13 @@ class Peers(Channel):
     def _went_away(self, node: int) -> Mapping[str, Any]:
         remedy = "Look whether it was started anew, or its processes were killed by hand or for want of memory"
         cause = Cause.now(NETWORK, "it went away without a word", remedy, Strength.WAITED)
-        end = {"node": node, "nnodes": self.place.nodes, "host": self.hosts.get(node, "?"), "ended": None, "signal": None}
+        end = {
+            "node": node,
+            "nnodes": self.place.nodes,
+            "host": self.hosts.get(node, "?"),
+            "ended": None,
+            "signal": None,
+        }
         return end | {"status": cause.status, "reason": cause.reason, "remedy": remedy, "cause": asdict(cause)}
 
     def cannot_listen(self, error: OSError) -> None:
