@@ -17,6 +17,9 @@ from t5bench.record.hosts import ssh
 from t5bench.record.records import SHARED_KEYS, differences, load, read_parts, write_run
 from t5bench.record.text import visible
 
+# [user@]host:directory; an IPv6 address stands in brackets, or its directory begins with a slash.
+_IPV6 = r"\[[^]]*\]|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[\w.-]+)?(?=:/)"
+_SOURCE = re.compile(rf"((?:[^@:]*@)?(?:{_IPV6}|[^:]*)):(.*)", re.DOTALL)
 # Checkpoints stay where they are: they can be as large as the disk, and a comparison has no use for them.
 LEFT_OUT = ("checkpoints", "comparison")
 
@@ -27,7 +30,7 @@ def local_copy(source: str) -> Iterator[Path]:
     if Path(source).is_dir() or ":" not in source:
         yield Path(source)
         return
-    match = re.fullmatch(r"((?:[^@:]*@)?\[[^]]*\]|[^:]*):(.*)", source, re.DOTALL)
+    match = _SOURCE.fullmatch(source)
     host, directory = match[1].replace("[", "").replace("]", ""), match[2]
     exclusions = " ".join(f"--exclude=./{name}" for name in LEFT_OUT)
     remote = f"tar -C {shlex.quote(directory)} {exclusions} -cf - ."
