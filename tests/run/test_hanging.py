@@ -4,11 +4,14 @@ Either the watchdog ends the run, or a worker that has waited too long for the o
 """
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from harness import REPO_ROOT, Project, make_project
+
+from t5bench.plan.ports import free_port
 
 # An engine's worker hangs after an optimizer step: Python imports this before anything else.
 HANG = """
@@ -33,7 +36,8 @@ ENDS_OF_WAITING = {"watchdog": {"WATCHDOG_SECONDS": "15"}, "timeout": {"STUB_TIM
 def launch(project: Project, workers: int, **settings: str) -> tuple[str, str]:
     """What the terminal and the node's log say."""
     project.environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    result = project.launch("ddp", **SETTINGS | {"NPROC_PER_NODE": str(workers)} | settings)
+    own = {"NPROC_PER_NODE": str(workers), "MASTER_PORT": str(free_port())}
+    result = project.launch("ddp", **SETTINGS | own | settings)
     assert result.returncode == 6, result.stdout + result.stderr
     output = project.root / "outputs" / "ddp"
     assert not list(output.glob("*.stack*"))
@@ -65,6 +69,8 @@ def test_the_engines(project: Project, engine: str, request: pytest.FixtureReque
     place = {"ENGINE": engine, "MEGATRON_DATA_DIR": str(sample_data), "PYTHONPATH": str(tmp_path / "hook")}
     if engine == "megatron":
         place["MEGATRON_DIR"] = str(request.getfixturevalue("megatron_dir"))
+        # In place of those of the stand-in for an engine.
+        shutil.copytree(REPO_ROOT / "patches", project.root / "patches", dirs_exist_ok=True)
         place["HOME"] = str(Path.home())
     said, log = launch(project, 2, HANG="1:3", WATCHDOG_SECONDS="20", **place)
     assert "it stopped at rank 1 in hangs_here (" in said and "rank 0" not in said, said
