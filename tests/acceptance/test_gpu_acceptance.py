@@ -92,7 +92,7 @@ def test_the_results_are_a_summary_and_the_records(work: Path):
     assert text.startswith("# A rehearsal on the CPU\n") and "no figure here means anything" in text
     for heading in ("## The device at its best", "## Every strategy", "## Throughput of one device", "## Steps"):
         assert f"\n{heading}\n" in text
-    assert "\n### " in text and "| zero1 " in text and "| Hugging Face, compiled " in text
+    assert "\n### " in text and "| zero1† " in text and "| Hugging Face, compiled " in text
     with tarfile.open(work / "rehearsal" / "results" / "records.tar.xz") as archive:
         names = archive.getnames()
     assert (
