@@ -6,6 +6,7 @@ A worker that is ended leaves its stacks in a file (see worker.py), so that the 
 import contextlib
 import os
 import re
+import signal
 import threading
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ GRACE_SECONDS = 10
 TERM_SECONDS = 10
 END_SECONDS = 25
 START_SECONDS = 30
+STACK_SECONDS = 3
 SUSPENDED = "a stop by signal (SIGSTOP)"
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)', re.MULTILINE)
 _THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
@@ -55,7 +57,7 @@ class Stacks:
         for rank, text in self.texts().items():
             for thread in _THREAD.split(text):
                 if thread.startswith("Current thread") and (frames := list(_FRAME.finditer(thread))):
-                    found[rank] = next(filter(_waits, frames), frames[0])
+                    found.setdefault(rank, next(filter(_waits, frames), frames[0]))
         return found
 
     def stopped(self) -> dict[int, str]:
@@ -162,5 +164,14 @@ class Guard:
         """Ends the workers, each of which leaves stacks; which stopped, other than to wait for others, if one did."""
         ranks = processes.workers(self.mark)
         self.stacks.suspended = {rank for rank, pid in ranks.items() if processes.state(pid)[0] in ("T", "t")}
+        for rank in ranks.keys() - self.stacks.suspended:
+            with contextlib.suppress(OSError):
+                os.kill(ranks[rank], signal.SIGUSR2)
+        asked = time.monotonic()
+        while (
+            time.monotonic() - asked < STACK_SECONDS
+            and ranks.keys() - self.stacks.suspended - self.stacks.frames().keys()
+        ):
+            time.sleep(processes.TICK_SECONDS)
         processes.end(self.mark, TERM_SECONDS)
         return self.stacks.sentence() if self.stacks.stopped() else None

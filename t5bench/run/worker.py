@@ -19,8 +19,11 @@ def keep_stacks(path: str) -> None:
     with contextlib.suppress(OSError):  # a run goes on without
         file = Path(path).open("wb", buffering=0)  # noqa: SIM115 - until the worker ends
         faulthandler.register(signal.SIGTERM, file, all_threads=True, chain=True)
+        # The guard asks all workers before it ends any: a second TERM, torchrun's, may come in the middle of a stack.
+        faulthandler.register(signal.SIGUSR2, file, all_threads=True)
         # What a worker starts is no worker.
-        os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            os.register_at_fork(after_in_child=lambda number=number: faulthandler.unregister(number))
 
 
 def main() -> None:
