@@ -31,7 +31,7 @@ initial weights on the same data, and compares each loss and gradient norm with 
 engine's DDP is trained too and compared: that shows a mistake that all strategies share.
   --sensitivity      trains no strategy: measures how far a change of 1 % in each number of the recipe moves the curves, in
                      units of the bound, and fails where a number is not seen
-  --bf16             trains in bf16, with a bound of its own
+  --bf16             trains in bf16 and applies the bound measured for it
   --benchmark-mode   trains as the benchmark does, in bf16 with dropout 0.1. Layouts that drop as DDP does are compared
                      with the bound of bf16; the others, over eight seeds, by a sign test (docs/parity.md)
 Exit status: 0 when all train the same model, 1 when one does not, 2 when the check could not be made.
