@@ -5,11 +5,7 @@ set -euo pipefail
 # shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-hosts=("$@") here=()
+hosts=("$@")
 (($#)) || read -r -d '' -a hosts <<<"${HOSTS:-$(slurm_hosts)}" || true
-for host in "${hosts[@]}"; do
-  check_hosts "${host##*@}"
-  ! is_this_host "$host" || here=(--here "$host")
-done
 require_python
-exec "$PYTHON" "$REPO_ROOT/t5bench" cluster "${here[@]}" "${hosts[@]}"
+exec "$PYTHON" "$REPO_ROOT/t5bench" cluster "${hosts[@]}"

@@ -1,5 +1,19 @@
 #!/usr/bin/env bash
 # Whether the strategies train the same model: each trains from the same weights, and its curves are compared with DDP's.
+#
+# Usage: bash scripts/check_parity.sh [--sensitivity | --bf16 | --benchmark-mode] [strategy...]
+#
+# Trains DDP and the named strategies (all when none is named) on this machine, in fp32, without dropout, from the same
+# initial weights on the same data, and compares each loss and gradient norm with DDP's. With ENGINE=megatron the native
+# engine's DDP is trained too and compared: that shows a mistake that all strategies share.
+#   --sensitivity      trains no strategy: measures how far a change of 1 % in each number of the recipe moves the curves, in
+#                      units of the bound, and fails where a number is not seen
+#   --bf16             trains in bf16 and applies the bound measured for it
+#   --benchmark-mode   trains as the benchmark does, in bf16 with dropout 0.1. Layouts that drop as DDP does are compared
+#                      with the bound of bf16; the others, over eight seeds, by a sign test (docs/parity.md)
+# Exit status: 0 when all train the same model, 1 when one does not, 2 when the check could not be made.
+#
+# The launchers' settings work too, except PRECISION_FLAG, DROPOUT, LOG_INTERVAL and what evaluates, saves and resumes.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
@@ -20,37 +34,9 @@ setting CHECK_BLIND_SPOTS 'one-of:0|1' - - 1 "1 measures first which mistakes th
 setting MEGATRON_DATA_DIR 'path?' - - "" "Directory containing indexed dataset files (unset: the bundled sample, prepared in outputs/parity/data)"
 setting RUNS_DIR path - - "$REPO_ROOT/outputs/parity/$(date +%Y%m%d-%H%M%S)" "Where the run directories go"
 
-mode=check
-case ${1:-} in
-  -h | --help)
-    cat <<HELP
-Usage: bash scripts/check_parity.sh [--sensitivity | --bf16 | --benchmark-mode] [strategy...]
-
-Trains DDP and the named strategies (all when none is named) on this machine, in fp32, without dropout, from the same
-initial weights on the same data, and compares each loss and gradient norm with DDP's. With ENGINE=megatron the native
-engine's DDP is trained too and compared: that shows a mistake that all strategies share.
-  --sensitivity      trains no strategy: measures how far a change of 1 % in each number of the recipe moves the curves, in
-                     units of the bound, and fails where a number is not seen
-  --bf16             trains in bf16 and applies the bound measured for it
-  --benchmark-mode   trains as the benchmark does, in bf16 with dropout 0.1. Layouts that drop as DDP does are compared
-                     with the bound of bf16; the others, over eight seeds, by a sign test (docs/parity.md)
-Exit status: 0 when all train the same model, 1 when one does not, 2 when the check could not be made.
-
-Strategies: $("$PYTHON" "$REPO_ROOT/t5bench" strategies | tr '\n' ' ')
-
-Settings, from the environment (name, default, meaning); the launchers' settings work too, except PRECISION_FLAG,
-DROPOUT, LOG_INTERVAL and what evaluates, saves and resumes:
-HELP
-    print_settings
-    exit
-    ;;
-  --sensitivity) mode=sensitivity && shift ;;
-  --bf16) mode=bf16 && shift ;;
-  --benchmark-mode) mode=benchmark && shift ;;
-  -*) die "unknown option '$1'" "bash scripts/check_parity.sh --help lists what there is" ;;
-esac
-check_settings
-require_python
+begin '--sensitivity --bf16 --benchmark-mode NAME' "$@"
+mode=''
+[[ ${1:-} != --* ]] || { mode=$1 && shift; }
 if [[ -z $MEGATRON_DATA_DIR ]]; then
   MEGATRON_DATA_DIR=$REPO_ROOT/outputs/parity/data
   SAMPLE=1 TOKENIZER_MODEL='' MEGATRON_DATA_DIR=$MEGATRON_DATA_DIR bash "$REPO_ROOT/scripts/prepare_xsum_megatron.sh" >/dev/null
@@ -61,9 +47,9 @@ export MEGATRON_DATA_DIR PYTHON
 export PRECISION_FLAG='' DROPOUT=0 LOG_INTERVAL=1 EVAL_ITERS=0 SAVE_INTERVAL=0 RESUME=0 WANDB_MODE=disabled
 options=()
 case $mode in
-  sensitivity) options=(--sensitivity) ;;
-  bf16) export PRECISION_FLAG=--bf16 ;;
-  benchmark) export PRECISION_FLAG=--bf16 DROPOUT=0.1 ;;
-  check) ((CHECK_BLIND_SPOTS == 0)) || options=(--blind-spots) ;;
+  --sensitivity) options=(--sensitivity) ;;
+  --bf16) export PRECISION_FLAG=--bf16 ;;
+  --benchmark-mode) export PRECISION_FLAG=--bf16 DROPOUT=0.1 ;;
+  *) ((CHECK_BLIND_SPOTS == 0)) || options=(--blind-spots) ;;
 esac
 exec "$PYTHON" "$REPO_ROOT/t5bench" parity-check --engine "$ENGINE" --runs-dir "$RUNS_DIR" "${options[@]}" "$@"

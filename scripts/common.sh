@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # What every script needs and nothing that knows Megatron: messages, settings, hosts and ranks, ports, processes.
-# Sourced, never run. Functions that answer with a value set REPLY, so that no process is started to read it.
+# Sourced, never run.
 
 [[ -z ${COMMON_SH_LOADED:-} ]] || return 0
 COMMON_SH_LOADED=1
@@ -33,19 +33,6 @@ die() {
   exit "$EXIT_CONFIGURATION"
 }
 
-# Why a run cannot start, for its plan: kind (fatal or lack), code, what was found and what to do, again and again.
-DRY_RUN=0 OBSTACLES=()
-
-# refuse CODE WHAT-IS-WRONG [WHAT-TO-DO]: the request is wrong, and nothing can be planned.
-refuse() {
-  OBSTACLES+=(fatal "$1" "$2" "${3:-}")
-  [[ $DRY_RUN != json ]] || make_plan # prints it for programs, and ends
-  die "$2" "${3:-}"
-}
-
-# lack CODE WHAT-IS-MISSING [WHAT-TO-DO]: this machine lacks something; a dry run names it and goes on.
-lack() { OBSTACLES+=(lack "$1" "$2" "${3:-}"); }
-
 # ---- settings ------------------------------------------------------------------------------------------------------
 
 SETTING_NAMES=()
@@ -74,11 +61,27 @@ settings_group() {
   group directory "$PWD"
 }
 
-# The settings by role, for --help.
-print_settings() { require_python && settings_group | python_module t5bench.plan settings; }
+# What the comment at the head of the script says, and the settings by role.
+print_help() {
+  local line
+  while read -r line && [[ $line == '#'* ]]; do
+    [[ $line == '#!'* ]] || printf '%s\n' "${line#\#}"
+  done <"$0" | sed 's/^ //'
+  printf '\nSettings, from the environment (name, default, meaning):\n'
+  require_python && settings_group | python_module t5bench.plan settings
+}
 
-# Every setting must be of its kind, and paths become absolute. The launchers' plan does this too.
-check_settings() {
+# begin OPTIONS ARGUMENT...: answers --help, refuses what is not among OPTIONS, where NAME stands for any name, and checks
+# the settings: each must be of its kind, and paths become absolute. The launchers' plan does this too.
+begin() {
+  local argument
+  for argument in "${@:2}"; do
+    case $argument in
+      -h | --help) print_help && exit ;;
+      -*) [[ " $1 " == *" $argument "* ]] || die "unknown option '$argument'" "bash scripts/${0##*/} --help lists what there is" ;;
+      *) [[ " $1 " == *" NAME "* ]] || die "unknown argument '$argument'" "Settings come from the environment: see --help" ;;
+    esac
+  done
   require_python
   hear check settings_group || exit "$?"
 }
@@ -94,9 +97,10 @@ hear() {
   return "$status"
 }
 
-# What the launchers and the preparation of data have in common.
+# What several scripts have in common.
 # shellcheck disable=SC2034 # read by the scripts that source this file
 readonly DEFAULT_TOKENIZER=google-t5/t5-large
+engine_dir_setting() { setting MEGATRON_DIR path place - "$REPO_ROOT/../Megatron-DeepSpeed" "Path to your Megatron-DeepSpeed checkout"; }
 data_dir_setting() { setting MEGATRON_DATA_DIR path place - "$REPO_ROOT/megatron_data" "Directory containing indexed dataset files"; }
 
 # python_module NAME ARGUMENT...: paths among the arguments are absolute, for it runs in the repository: Python looks for
@@ -109,119 +113,30 @@ require_python() {
 
 # ---- hosts and ranks -----------------------------------------------------------------------------------------------
 
-addresses_of() { getent ahosts "$1" 2>/dev/null | while read -r address _; do printf '%s\n' "$address"; done; }
-
-is_loopback() { [[ $1 == localhost || $1 == 127.* || $1 == ::1 ]]; }
-
-# The names are compared before any resolver is asked: a cluster's short and long names differ only after the first dot.
-same_name() { [[ $1 == "$2" || (! $1$2 =~ ^[0-9.:]+$ && ${1%%.*} == "${2%%.*}") ]]; }
-
-same_host() {
-  same_name "$1" "$2" && return 0
-  local first
-  first=$(addresses_of "$1")
-  [[ -n $first && " ${first//$'\n'/ } " == *" $(addresses_of "$2" | head -n 1) "* ]]
-}
-
-is_this_host() {
-  same_name "$1" "$HOSTNAME" || is_loopback "$1" && return 0
-  local address own
-  own=" $(hostname -I 2>/dev/null || true) "
-  for address in $(addresses_of "$1"); do
-    is_loopback "$address" || [[ $own != *" $address "* ]] || return 0
-  done
-  return 1
-}
-
-# As in t5bench/record/hosts.py: a name, an IPv4 address, or an IPv6 address, perhaps with its zone.
-readonly HOST_PATTERN='^([A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?|[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(%[A-Za-z0-9_.-]+)?)$'
-
-check_hosts() {
-  local host
-  for host in "$@"; do
-    [[ $host =~ $HOST_PATTERN ]] || refuse host-name "'$host' is not the name or the address of a host" "Correct it where the hosts are named"
-  done
-}
-
-# Host names of the SLURM allocation, one a line; nothing outside one.
+# Host names of the SLURM allocation; nothing outside one.
 slurm_hosts() {
   local list=${SLURM_JOB_NODELIST:-${SLURM_NODELIST:-}}
-  [[ $list == *'['* ]] || {
-    printf '%s\n' "${list//,/$'\n'}"
-    return 0
-  }
-  command -v scontrol >/dev/null || refuse no-scontrol "SLURM gives the nodes as '$list' but scontrol is not on PATH" \
-    'Export the names yourself: export HOSTS="node0 node1"'
-  scontrol show hostnames "$list"
+  if [[ $list != *'['* ]]; then
+    printf '%s\n' "${list//,/ }"
+  elif command -v scontrol >/dev/null; then
+    scontrol show hostnames "$list"
+  else
+    note "SLURM gives the nodes as '$list' but scontrol is not on PATH: export HOSTS=\"node0 node1\" yourself"
+  fi
 }
 
-# resolve_topology [MASTER] [RANK]: sets HOST_LIST, NNODES, MASTER_ADDR and NODE_RANK.
-# Each comes from the argument, else the environment, else SLURM, else this host's name.
+# resolve_topology [MASTER] [RANK]: sets HOST_LIST, NNODES, MASTER_ADDR and NODE_RANK, each from the argument, else the
+# environment, else SLURM. t5bench/plan/topology.py finds this host among the others, and says what is wrong.
 resolve_topology() {
-  MASTER_ADDR=${1:-${MASTER_ADDR:-}} NODE_RANK=${2:-${NODE_RANK:-}}
+  MASTER_ADDR=${1:-${MASTER_ADDR:-}} NODE_RANK=${2:-${NODE_RANK:-${SLURM_NODEID:-}}}
   read -r -d '' -a HOST_LIST <<<"${HOSTS:-$(slurm_hosts)}" || true
-  check_hosts "${HOST_LIST[@]}" ${MASTER_ADDR:+"$MASTER_ADDR"}
-  resolve_node_count
-  resolve_master
-  resolve_rank
-  check_rank_against_hosts
-}
-
-resolve_node_count() {
-  if [[ -z ${NNODES:-} && -n $MASTER_ADDR && -z ${HOST_LIST[*]}${SLURM_JOB_NUM_NODES:-} ]] && ! is_loopback "$MASTER_ADDR"; then
+  if [[ -n $MASTER_ADDR && -z ${NNODES:-}${HOST_LIST[*]}${SLURM_JOB_NUM_NODES:-} && ! $MASTER_ADDR =~ ^(localhost|127\..*|::1)$ ]]; then
     NNODES=2
     note "Neither HOSTS nor NNODES says how many nodes there are: taking the README's 2, with $MASTER_ADDR as the master."
   fi
   ((${#HOST_LIST[@]} == 0)) || NNODES=${NNODES:-${#HOST_LIST[@]}}
-  NNODES=${NNODES:-${SLURM_JOB_NUM_NODES:-1}}
-  [[ $NNODES =~ ^[1-9][0-9]{0,8}$ ]] || refuse setting-value "NNODES must be a whole number of at least 1, found '$NNODES'"
-}
-
-resolve_master() {
-  MASTER_ADDR=${MASTER_ADDR:-${HOST_LIST[0]:-}}
-  [[ -n $MASTER_ADDR ]] || ((NNODES == 1)) || refuse no-master "NNODES is $NNODES but no master host is known" \
-    'Name it as the first argument, or export HOSTS="node0 node1 ..." in rank order'
-  MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}
-}
-
-resolve_rank() {
-  local index
-  if [[ -z $NODE_RANK && -n ${SLURM_NODEID:-} ]]; then
-    [[ ${SLURM_LOCALID:-0} == 0 ]] || refuse tasks-per-node "srun started more than one launcher on this node (SLURM_LOCALID=$SLURM_LOCALID)" \
-      'One launcher starts all processes of its node: use srun --ntasks-per-node=1'
-    NODE_RANK=$SLURM_NODEID
-  fi
-  [[ -n $NODE_RANK ]] || ((NNODES > 1)) || NODE_RANK=0
-  for index in "${!HOST_LIST[@]}"; do
-    [[ -n $NODE_RANK ]] || ! is_this_host "${HOST_LIST[index]}" || NODE_RANK=$index
-  done
-  [[ -n $NODE_RANK ]] || refuse no-node-rank "Unable to infer NODE_RANK: this host is $HOSTNAME, HOSTS is '${HOST_LIST[*]}'" \
-    "Pass it explicitly: bash scripts/${0##*/} $MASTER_ADDR 0 on node 0, ... 1 on node 1"
-  [[ $NODE_RANK =~ ^(0|[1-9][0-9]{0,8})$ ]] || refuse node-rank "the node rank must be a whole number, found '$NODE_RANK'" \
-    "Usage: bash scripts/${0##*/} [master-host] [node-rank]"
-  ((NODE_RANK < NNODES)) || refuse node-rank "the node rank is $NODE_RANK but there are $NNODES nodes" \
-    "Ranks run from 0 to $((NNODES - 1)); NNODES or HOSTS set the number of nodes"
-}
-
-check_rank_against_hosts() {
-  ((${#HOST_LIST[@]} && NNODES > 1)) || return 0
-  ((${#HOST_LIST[@]} >= NNODES)) ||
-    note "HOSTS names ${#HOST_LIST[@]} of the $NNODES nodes: the others are not checked against their rank."
-  same_host "$MASTER_ADDR" "${HOST_LIST[0]}" || refuse master-is-not-first "the master host is $MASTER_ADDR but HOSTS begins with ${HOST_LIST[0]}" \
-    "Rank 0 runs on the master: name ${HOST_LIST[0]} as the master, or put $MASTER_ADDR first in HOSTS"
-  local expected=${HOST_LIST[NODE_RANK]:-}
-  [[ -z $expected ]] || is_this_host "$expected" || lack rank-of-another-host \
-    "rank $NODE_RANK belongs to $expected in HOSTS, but this is $HOSTNAME" \
-    "Start rank $NODE_RANK on $expected, or correct HOSTS ('${HOST_LIST[*]}')"
-}
-
-# ---- ports ---------------------------------------------------------------------------------------------------------
-
-# Listening sockets in /proc/net/tcp*: the local port in hexadecimal, state 0A. By grep, for a busy node has thousands.
-port_is_taken() {
-  local port
-  printf -v port '%04X' "$1"
-  grep -qsE "^ *[0-9]+: [0-9A-F]+:$port [0-9A-F]+:[0-9A-F]{4} 0A " /proc/net/tcp /proc/net/tcp6
+  NNODES=${NNODES:-${SLURM_JOB_NUM_NODES:-1}} MASTER_ADDR=${MASTER_ADDR:-${HOST_LIST[0]:-}}
+  [[ $NNODES != 1 ]] || MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} NODE_RANK=${NODE_RANK:-0}
 }
 
 # ---- processes -----------------------------------------------------------------------------------------------------

@@ -1,8 +1,21 @@
 #!/usr/bin/env bash
 # Shows that T5-Large trains here under every strategy that the GPUs suffice for, and how fast, in one command.
+#
+# Usage: bash scripts/gpu_acceptance.sh [acceptance] [throughput] [--rehearse]
+#        bash scripts/gpu_acceptance.sh --pack DIRECTORY
+#
+# For a machine with one or more CUDA GPUs; it needs no internet. Both parts when none is named:
+#   acceptance   what the machine has and does at best; whether the strategies train the same model on CUDA, also where
+#                several processes share one GPU; T5-Large under every strategy that the devices suffice for, with both
+#                engines
+#   throughput   T5-Large on one GPU, with both engines and with a plain PyTorch loop over Hugging Face's T5
+#   --rehearse   all of it at tiny size on the CPU, to see that it works; its figures mean nothing
+#   --pack       where there is internet: what a machine without lacks, to be given there as BUNDLE
+#
+# Exit status: 0 all passed, 1 something failed, 2 it cannot be done here, 3 time ran out (the same command goes on).
 set -euo pipefail
-# shellcheck source=scripts/megatron_common.sh
-source "$(dirname -- "${BASH_SOURCE[0]}")/megatron_common.sh"
+# shellcheck source=scripts/common.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 setting ENGINES 'one-of:both|megatron|native' layout - both "Which engines"
 setting STRATEGIES text? layout - "" "Which strategies (unset: all); DDP is always among them"
@@ -14,64 +27,27 @@ setting RESULTS_DIR path? place - "" "Where the summary, the figures and the pac
 setting WORK_DIR path place - "$REPO_ROOT/outputs/acceptance" "Where the runs are made"
 setting TARGET_PYTHON text place - 3.12 "With --pack: the Python of the machine that the wheels are for"
 
-print_help() {
-  cat <<'HELP'
-Usage: bash scripts/gpu_acceptance.sh [acceptance] [throughput] [--rehearse]
-       bash scripts/gpu_acceptance.sh --pack DIRECTORY
-
-For a machine with one or more CUDA GPUs; it needs no internet. Both parts when none is named:
-  acceptance   what the machine has and does at best; whether the strategies train the same model on CUDA, also where
-               several processes share one GPU; T5-Large under every strategy that the devices suffice for, with both
-               engines
-  throughput   T5-Large on one GPU, with both engines and with a plain PyTorch loop over Hugging Face's T5
-  --rehearse   all of it at tiny size on the CPU, to see that it works; its figures mean nothing
-  --pack       where there is internet: what a machine without lacks, to be given there as BUNDLE
-
-Exit status: 0 all passed, 1 something failed, 2 it cannot be done here, 3 time ran out (the same command goes on).
-
-Settings, from the environment (name, default, meaning):
-HELP
-  print_settings
-}
-
-read_options() {
-  PACK='' PARTS=()
-  # What every run here is told; the network of one machine is its own.
-  # The vocabulary is google-t5/t5-large's, padded, for the bundled sample has a smaller one.
-  export DEVICE=cuda MODEL_PRESET=large VOCABULARY_MULTIPLE=32128 NNODES=1 HOSTS='' TOKENIZER_MODEL='' WANDB_MODE=disabled LOG_INTERVAL=1
-  # The first run of an engine waits for its compilers.
-  export SAMPLE_INTERVAL=0.5 RENDEZVOUS_TIMEOUT=60 WATCHDOG_SECONDS=900 DISTRIBUTED_TIMEOUT_MINUTES=10
-  export NCCL_SOCKET_IFNAME=lo HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-  while (($#)); do
-    case $1 in
-      -h | --help) print_help && exit 0 ;;
-      --rehearse) export DEVICE=cpu MODEL_PRESET=tiny VOCABULARY_MULTIPLE=4352 CUDA_VISIBLE_DEVICES='' DS_ACCELERATOR=cpu ;;
-      --pack)
-        [[ -n ${2:-} ]] || die "--pack needs a directory" "bash scripts/gpu_acceptance.sh --pack outputs/bundle"
-        PACK=$(realpath -m -- "$2")
-        shift
-        ;;
-      acceptance | throughput) PARTS+=("$1") ;;
-      *) die "unknown argument '$1'" "See bash scripts/gpu_acceptance.sh --help" ;;
-    esac
-    shift
-  done
-  ((${#PARTS[@]})) || PARTS=(acceptance throughput)
-}
+# What every run here is told; the network of one machine is its own.
+# The vocabulary is google-t5/t5-large's, padded, for the bundled sample has a smaller one.
+export DEVICE=cuda MODEL_PRESET=large VOCABULARY_MULTIPLE=32128 NNODES=1 HOSTS='' TOKENIZER_MODEL='' WANDB_MODE=disabled LOG_INTERVAL=1
+# The first run of an engine waits for its compilers.
+export SAMPLE_INTERVAL=0.5 RENDEZVOUS_TIMEOUT=60 WATCHDOG_SECONDS=900 DISTRIBUTED_TIMEOUT_MINUTES=10
+export NCCL_SOCKET_IFNAME=lo HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 packages() { python_module t5bench.acceptance.packages "$@"; }
 
 # The engine goes without its history: the launchers know it by the checksums of its files.
 pack() {
+  local target=$1
   check_engine
   note "packing wheels for Python $TARGET_PYTHON"
-  DS_BUILD_OPS=0 packages pack "$PACK/wheels" "$TARGET_PYTHON" ||
+  DS_BUILD_OPS=0 packages pack "$target/wheels" "$TARGET_PYTHON" ||
     die "the wheels could not be packed" "pip's own message is above; DeepSpeed is built with the torch of $PYTHON"
-  rm -rf -- "$PACK/Megatron-DeepSpeed"
-  mkdir -p -- "$PACK/Megatron-DeepSpeed"
-  tar -C "$MEGATRON_DIR" --exclude=.git --exclude=__pycache__ --exclude=build -cf - . | tar -C "$PACK/Megatron-DeepSpeed" -xf -
-  git -C "$REPO_ROOT" describe --always --abbrev=40 --dirty >"$PACK/commit" 2>/dev/null || true
-  note "packed $(du -sh -- "$PACK" | cut -f 1) in $PACK: take it along with this repository, and run there"
+  rm -rf -- "$target/Megatron-DeepSpeed"
+  mkdir -p -- "$target/Megatron-DeepSpeed"
+  tar -C "$MEGATRON_DIR" --exclude=.git --exclude=__pycache__ --exclude=build -cf - . | tar -C "$target/Megatron-DeepSpeed" -xf -
+  git -C "$REPO_ROOT" describe --always --abbrev=40 --dirty >"$target/commit" 2>/dev/null || true
+  note "packed $(du -sh -- "$target" | cut -f 1) in $target: take it along with this repository, and run there"
   note "  BUNDLE=<its place> bash scripts/gpu_acceptance.sh"
 }
 
@@ -91,21 +67,27 @@ check_engine() {
     die "the engine is not ready" "Run: INSTALL=0 bash scripts/setup_megatron.sh; or ENGINES=native"
 }
 
-main() {
-  read_options "$@"
-  check_settings
-  if [[ -n $PACK ]]; then
-    pack
-    return 0
-  fi
-  "$PYTHON" -c 'import torch' 2>/dev/null || die "$PYTHON has no torch" "Install torch for your CUDA first (README, step 3)"
-  mkdir -p -- "$WORK_DIR"
-  complete_packages
-  [[ $ENGINES == native ]] || check_engine
-  export PYTHON MEGATRON_DATA_DIR=$WORK_DIR/data
-  export ENGINES STRATEGIES MICRO_BATCH_SIZES MINUTES MEGATRON_DIR BUNDLE RESULTS_DIR WORK_DIR
-  cd -- "$REPO_ROOT"
-  exec "$PYTHON" -m t5bench.acceptance "$SECONDS" "${PARTS[@]}"
-}
-
-main "$@"
+begin '--rehearse --pack NAME' "$@"
+parts=()
+while (($#)); do
+  case $1 in
+    --rehearse) export DEVICE=cpu MODEL_PRESET=tiny VOCABULARY_MULTIPLE=4352 CUDA_VISIBLE_DEVICES='' DS_ACCELERATOR=cpu ;;
+    --pack)
+      [[ -n ${2:-} ]] || die "--pack needs a directory" "bash scripts/gpu_acceptance.sh --pack outputs/bundle"
+      pack "$(realpath -m -- "$2")"
+      exit
+      ;;
+    acceptance | throughput) parts+=("$1") ;;
+    *) die "unknown argument '$1'" "See bash scripts/gpu_acceptance.sh --help" ;;
+  esac
+  shift
+done
+"$PYTHON" -c 'import torch' 2>/dev/null || die "$PYTHON has no torch" "Install torch for your CUDA first (README, step 3)"
+mkdir -p -- "$WORK_DIR"
+complete_packages
+[[ $ENGINES == native ]] || check_engine
+export PYTHON MEGATRON_DATA_DIR=$WORK_DIR/data
+export ENGINES STRATEGIES MICRO_BATCH_SIZES MINUTES MEGATRON_DIR BUNDLE RESULTS_DIR WORK_DIR
+cd -- "$REPO_ROOT"
+((${#parts[@]})) || parts=(acceptance throughput)
+exec "$PYTHON" -m t5bench.acceptance "$SECONDS" "${parts[@]}"

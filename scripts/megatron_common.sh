@@ -26,8 +26,6 @@ declare -rA MODEL_PRESETS=(
   [large]="       24  24           1024     16    2816   512 128"
 )
 
-engine_dir_setting() { setting MEGATRON_DIR path place - "$REPO_ROOT/../Megatron-DeepSpeed" "Path to your Megatron-DeepSpeed checkout"; }
-
 declare_settings() {
   local enc dec hidden heads ffn enc_length dec_length
   setting MODEL_PRESET 'one-of:tiny|small|base|large' layout - large "Model size: tiny, small, base or large"
@@ -98,9 +96,7 @@ request() {
   group fixed "${FIXED_ARGUMENTS[@]}"
   group extra "${EXTRA_ARGUMENTS[@]}"
   group hosts "${HOST_LIST[@]}"
-  group obstacles "${OBSTACLES[@]}"
-  group facts "launcher=$$" "node=${NODE_RANK:-0}" "nnodes=${NNODES:-1}" "master_address=${MASTER_ADDR:-}" "dry_run=$DRY_RUN" \
-    "default_tokenizer=$DEFAULT_TOKENIZER"
+  group facts "launcher=$$" "node=$NODE_RANK" "master_address=$MASTER_ADDR" "dry_run=$DRY_RUN" "default_tokenizer=$DEFAULT_TOKENIZER"
 }
 
 # One Python process checks everything, says what is wrong, prepares the run directory, and answers with what is derived
@@ -252,7 +248,7 @@ start_run() {
   return "$exit_status"
 }
 
-print_help() {
+print_usage() {
   cat <<HELP
 Usage: bash scripts/${0##*/} [master-host] [node-rank] [option] [-- argument...]
 
@@ -263,13 +259,12 @@ Run it on every node with the master's host name and the node's rank; one machin
   --dry-run=json   print the whole plan, for programs
   --               everything after it goes to the engine as it stands
 
-Settings, from the environment (name, default, meaning):
 HELP
-  print_settings
+  print_help
 }
 
 parse_arguments() {
-  POSITIONAL=() EXTRA_ARGUMENTS=() HELP=0
+  POSITIONAL=() EXTRA_ARGUMENTS=() HELP=0 DRY_RUN=0
   while (($#)); do
     case $1 in
       --dry-run) DRY_RUN=1 ;;
@@ -301,17 +296,10 @@ run_strategy() {
   parse_arguments "$@"
   declare_settings
   if ((HELP)); then
-    print_help
+    print_usage
     return 0
   fi
   resolve_topology "${POSITIONAL[@]}"
-  [[ -n $(addresses_of "$MASTER_ADDR") ]] || lack unknown-master "the master host name '$MASTER_ADDR' does not resolve on $HOSTNAME" \
-    "Check the spelling, or use the address that 'getent hosts' prints on the master"
-  if [[ $NODE_RANK == 0 && $MASTER_PORT =~ ^[1-9][0-9]{0,4}$ ]] && port_is_taken "$MASTER_PORT"; then
-    lack port-taken "port $MASTER_PORT is already in use on this node" "Choose another on every node: MASTER_PORT=29900 bash scripts/${0##*/} ..."
-  fi
-  command -v torchrun >/dev/null || lack no-torchrun "torchrun is not on PATH" "Activate the environment that has torch"
-
   make_plan
   build_setting_arguments
   build_own_arguments

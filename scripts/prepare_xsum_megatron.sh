@@ -1,5 +1,16 @@
 #!/usr/bin/env bash
 # XSum, or the bundled sample, as the indexed dataset that every strategy trains on.
+#
+# Usage: bash scripts/prepare_xsum_megatron.sh [--help]
+#
+# Writes into MEGATRON_DATA_DIR, all of it or, when anything fails, nothing:
+#   xsum_text.jsonl                  the articles, one {"text", "summary", "id"} per line; xsum_text.meta.json names the source
+#   xsum_text_document.bin, .idx     their token ids as Megatron's indexed dataset, one </s> at the end of each document
+#   xsum_text_document.meta.json     source, tokenizer, counts, checksums, versions and date
+#   tokenizer/                       a copy of the tokenizer, so that training needs no hub
+#
+# An xsum_text.jsonl that was exported from the same source, and whose local source has not changed since, is used again.
+# Data from another source or tokenizer are not replaced unless FORCE=1.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
@@ -15,29 +26,7 @@ setting WORKERS whole:1? - - "" "Threads that tokenise (unset: as many as there 
 setting PYTHON text - - python3 "The Python that has the packages of requirements.txt"
 
 command -v "$PYTHON" >/dev/null || [[ $PYTHON != python3 ]] || PYTHON=python
-case ${1:-} in
-  '') ;;
-  -h | --help)
-    cat <<HELP
-Usage: bash scripts/${0##*/} [--help]
-
-Writes into MEGATRON_DATA_DIR, all of it or, when anything fails, nothing:
-  xsum_text.jsonl                  the articles, one {"text", "summary", "id"} per line; xsum_text.meta.json names the source
-  xsum_text_document.bin, .idx     their token ids as Megatron's indexed dataset, one </s> at the end of each document
-  xsum_text_document.meta.json     source, tokenizer, counts, checksums, versions and date
-  tokenizer/                       a copy of the tokenizer, so that training needs no hub
-
-An xsum_text.jsonl that was exported from the same source, and whose local source has not changed since, is used again.
-Data from another source or tokenizer are not replaced unless FORCE=1.
-
-Settings, from the environment (name, default, meaning):
-HELP
-    print_settings
-    exit
-    ;;
-  *) die "unknown argument '$1'" "Settings come from the environment: see --help" ;;
-esac
-check_settings
+begin "" "$@"
 if ((SAMPLE)); then
   [[ -z $XSUM_SOURCE$TOKENIZER_MODEL ]] ||
     die "SAMPLE=1 takes the bundled articles and tokenizer, but found${XSUM_SOURCE:+ XSUM_SOURCE=$XSUM_SOURCE}${TOKENIZER_MODEL:+ TOKENIZER_MODEL=$TOKENIZER_MODEL}" \

@@ -1,5 +1,11 @@
 #!/usr/bin/env bash
 # From a fresh clone to all eight strategies trained and compared, on any machine with Python: no GPU, no compiler.
+#
+# Usage: bash scripts/quickstart.sh [--help]
+#
+# Makes a virtual environment in the checkout, prepares the bundled sample, trains a tiny T5 with each of the eight
+# strategies and compares them. Everything it makes stays in the checkout: .venv/ and outputs/quickstart/.
+# The settings of run_megatron_t5_all.sh and of the launchers work too.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
@@ -7,24 +13,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 setting ENGINE 'one-of:native|megatron' - - native "native (the engine in native/, from Python packages alone) or megatron (scripts/setup_megatron.sh first)"
 setting TRAIN_ITERS whole:1 - - 20 "Iterations of each strategy"
 
-case ${1:-} in
-  '') ;;
-  -h | --help)
-    cat <<'HELP'
-Usage: bash scripts/quickstart.sh [--help]
-
-Makes a virtual environment in the checkout, prepares the bundled sample, trains a tiny T5 with each of the eight
-strategies and compares them. Everything it makes stays in the checkout: .venv/ and outputs/quickstart/.
-
-Settings, from the environment (name, default, meaning); those of run_megatron_t5_all.sh and of the launchers work too:
-HELP
-    print_settings
-    exit
-    ;;
-  *) die "unknown option '$1'" "bash scripts/quickstart.sh --help lists what there is" ;;
-esac
-check_settings
-require_python
+begin "" "$@"
 python_module t5bench.sweep.venv "$REPO_ROOT/requirements.txt"
 export PATH=$REPO_ROOT/.venv/bin:$PATH PYTHON=$REPO_ROOT/.venv/bin/python
 export MEGATRON_DATA_DIR=$REPO_ROOT/outputs/quickstart/data

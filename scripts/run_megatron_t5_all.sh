@@ -1,5 +1,13 @@
 #!/usr/bin/env bash
 # Every strategy, one run after another, REPEATS times in turn, and the comparison of them all.
+#
+# Usage: bash scripts/run_megatron_t5_all.sh [--dry-run] [--help]
+#
+# Runs the strategies on this machine's processes and compares them. DDP is also run with as many processes as any strategy
+# needs, so that every row has a baseline of its own world size. Run it again to go on after an interruption.
+#   --dry-run   print what would run, and what would not
+# Exit status: 0 when every run is complete and trains as DDP does, 1 when one does not, 2 when none could be
+# started or compared. The launchers' settings work too.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
@@ -10,27 +18,7 @@ setting RETRIES whole:0 - - 1 "Times that a failed run is tried again once all o
 setting LAUNCH 'one-of:local|ssh' - - local "local (this machine's processes), or ssh (the nodes of HOSTS, else SLURM's, from this one terminal)"
 setting RUNS_DIR path - - "$REPO_ROOT/outputs/all" "Directory of the runs; what is complete there is not run again"
 
-case ${1:-} in
-  '' | --dry-run) ;;
-  -h | --help)
-    cat <<'HELP'
-Usage: bash scripts/run_megatron_t5_all.sh [--dry-run] [--help]
-
-Runs the strategies on this machine's processes and compares them. DDP is also run with as many processes as any strategy
-needs, so that every row has a baseline of its own world size. Run it again to go on after an interruption.
-  --dry-run   print what would run, and what would not
-Exit status: 0 when every run is complete and trains as DDP does, 1 when one does not, 2 when none could be
-started or compared.
-
-Settings, from the environment (name, default, meaning); the launchers' settings work too:
-HELP
-    print_settings
-    exit
-    ;;
-  *) die "unknown argument '$1'" 'Name strategies in STRATEGIES="ddp zero1"; --help lists all settings' ;;
-esac
-check_settings
-require_python
+begin --dry-run "$@"
 export PYTHON
 # Not -m, for which Python looks in the current directory first: that may be another checkout.
 exec "$PYTHON" "$REPO_ROOT/t5bench" sweep "$@" --strategies "$STRATEGIES" --repeats "$REPEATS" --retries "$RETRIES" \

@@ -1,50 +1,37 @@
 #!/usr/bin/env bash
 # Megatron-DeepSpeed at the commit that the patches are made for, patched, with the Python packages that it needs.
+#
+# Usage: bash scripts/setup_megatron.sh [--check | --reset | --write-checksums | --help]
+#
+# Clones Megatron-DeepSpeed at the pinned commit, applies patches/series and installs requirements.txt. Run it again at any
+# time: what is done already stays as it is.
+#   --check            change nothing; say what is missing or differs, exit 1 if anything does
+#   --reset            put changes of your own in the checkout aside with `git stash`, then set it up
+#   --write-checksums  for maintainers: patches/checksums anew, after a change of the patches
 set -euo pipefail
-# shellcheck source=scripts/megatron_common.sh
-source "$(dirname -- "${BASH_SOURCE[0]}")/megatron_common.sh"
+# shellcheck source=scripts/common.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 # The newest commit when the patches were written; the checksums in patches/checksums are of this one.
 readonly MEGATRON_COMMIT=4efb479d5317ce9b86096b9d8e3e8030b0b5263b
 
 readonly PATCHES=$REPO_ROOT/patches
-readonly CHECKSUMS=$PATCHES/checksums
+mapfile -t SERIES <"$PATCHES/series"
 
 engine_dir_setting
 setting MEGATRON_REPO text - - https://github.com/deepspeedai/Megatron-DeepSpeed.git "What to clone: a URL, or a local path where there is no internet"
 setting INSTALL 'one-of:0|1' - - 1 "0 leaves the Python packages alone"
 
-print_help() {
-  cat <<'HELP'
-Usage: bash scripts/setup_megatron.sh [--check | --reset | --write-checksums | --help]
-
-Clones Megatron-DeepSpeed at the pinned commit, applies patches/series and installs requirements.txt. Run it again at any
-time: what is done already stays as it is.
-  --check            change nothing; say what is missing or differs, exit 1 if anything does
-  --reset            put changes of your own in the checkout aside with `git stash`, then set it up
-  --write-checksums  for maintainers: patches/checksums anew, after a change of the patches
-
-Settings, from the environment (name, default, meaning):
-HELP
-  print_settings
-}
+SCRATCH=''
+trap '[[ -z $SCRATCH ]] || rm -rf -- "$SCRATCH"' EXIT
 
 megatron_git() { git -C "$MEGATRON_DIR" "$@"; }
-
-read_series() { mapfile -t SERIES <"$PATCHES/series"; }
-
-# Everything that decides how the engine trains: what it imports or compiles, and what could be imported from its folder,
-# which goes on PYTHONPATH.
-engine_files() {
-  git -C "$1" ls-files --cached --others --exclude-standard -- megatron/data/Makefile tools/preprocess_data.py \
-    'megatron/*.py' 'megatron/*.cpp' 'megatron/*.cu' 'megatron/*.h' ':(glob)*.py' ':(glob)*/__init__.py'
-}
 
 # unpatched, megatron_t5_fixes, series or changed, in REPLY; missing where there is no checkout.
 engine_state() { REPLY=$(python_module t5bench.plan.engine state "$MEGATRON_DIR"); }
 
-# The files that differ from the patched engine, one a line.
-differing_files() { python_module t5bench.plan.engine differences "$MEGATRON_DIR"; }
+# To stderr, one a line.
+name_differences() { python_module t5bench.plan.engine differences "$MEGATRON_DIR" >&2; }
 
 check() {
   local commit
@@ -57,23 +44,20 @@ check() {
     unpatched) note "unpatched: none of these is applied: ${SERIES[*]}" ;;
     changed)
       note "differs: $MEGATRON_DIR is at commit $commit (wanted: $MEGATRON_COMMIT); against the patched engine:"
-      differing_files >&2
+      name_differences
       ;;
   esac
   return 1
 }
 
 clone() {
-  local partial=$MEGATRON_DIR.partial.$$
   note "cloning $MEGATRON_REPO to $MEGATRON_DIR"
-  # shellcheck disable=SC2064 # the name is known now, and the variable gone when the trap runs
-  trap "rm -rf -- $(printf '%q' "$partial")" EXIT
-  git clone --quiet --no-checkout -- "$MEGATRON_REPO" "$partial" ||
+  SCRATCH=$MEGATRON_DIR.partial.$$
+  git clone --quiet --no-checkout -- "$MEGATRON_REPO" "$SCRATCH" ||
     die "cannot clone $MEGATRON_REPO" "Without internet: MEGATRON_REPO=/path/to/a/clone bash scripts/setup_megatron.sh"
-  git -C "$partial" checkout --quiet "$MEGATRON_COMMIT" ||
+  git -C "$SCRATCH" checkout --quiet "$MEGATRON_COMMIT" ||
     die "$MEGATRON_REPO does not hold commit $MEGATRON_COMMIT" "Update that clone (git fetch), or name another MEGATRON_REPO"
-  mv -- "$partial" "$MEGATRON_DIR"
-  trap - EXIT
+  mv -- "$SCRATCH" "$MEGATRON_DIR"
 }
 
 # A checkout of another commit, or with changes: never thrown away, put aside on request.
@@ -82,7 +66,7 @@ make_pristine() {
   megatron_git rev-parse --git-dir >/dev/null 2>&1 || die "$MEGATRON_DIR is not a git checkout" "Name another MEGATRON_DIR"
   if [[ -n $(megatron_git status --porcelain) ]]; then
     ((reset)) || {
-      differing_files >&2
+      name_differences
       die "$MEGATRON_DIR holds changes that are not these patches (above: against the patched engine)" \
         "bash scripts/setup_megatron.sh --reset puts them aside with git stash, or name another MEGATRON_DIR"
     }
@@ -120,7 +104,7 @@ set_up() {
     megatron_t5_fixes) apply_patches "${SERIES[@]:1}" ;;
     changed)
       # What git ignores, or was told to overlook, is not stashed.
-      differing_files >&2
+      name_differences
       die "$MEGATRON_DIR holds what is not of commit $MEGATRON_COMMIT (above)" "Remove it yourself, or name another MEGATRON_DIR"
       ;;
   esac
@@ -129,38 +113,31 @@ set_up() {
 }
 
 write_checksums() {
-  local work state
-  work=$(mktemp -d)
-  # shellcheck disable=SC2064 # the name is known now, and the variable gone when the trap runs
-  trap "rm -rf -- $(printf '%q' "$work")" EXIT
-  git clone --quiet --shared --no-checkout -- "$MEGATRON_DIR" "$work/engine"
-  git -C "$work/engine" checkout --quiet "$MEGATRON_COMMIT"
-  mkdir -p -- "$CHECKSUMS"
+  local state rest=("${SERIES[@]:1}")
+  SCRATCH=$(mktemp -d)
+  git clone --quiet --shared --no-checkout -- "$MEGATRON_DIR" "$SCRATCH"
+  cd -- "$SCRATCH"
+  git checkout --quiet "$MEGATRON_COMMIT"
+  mkdir -p -- "$PATCHES/checksums"
   for state in unpatched megatron_t5_fixes series; do
     case $state in
-      megatron_t5_fixes) git -C "$work/engine" apply -- "$PATCHES/${SERIES[0]}" ;;
-      series) git -C "$work/engine" apply -- "${SERIES[@]/#/$PATCHES/}" ;;
+      megatron_t5_fixes) git apply -- "$PATCHES/${SERIES[0]}" ;;
+      series) git apply -- "${rest[@]/#/$PATCHES/}" ;;
     esac
-    mapfile -t files < <(engine_files "$work/engine")
-    (cd -- "$work/engine" && sha256sum -- "${files[@]}") >"$CHECKSUMS/$state.sha256"
-    git -C "$work/engine" checkout --quiet -- . && git -C "$work/engine" clean --quiet --force
+    # Everything that decides how the engine trains: what it imports or compiles, and what could be imported from its
+    # folder, which goes on PYTHONPATH.
+    git ls-files -z --cached --others --exclude-standard -- megatron/data/Makefile tools/preprocess_data.py \
+      'megatron/*.py' 'megatron/*.cpp' 'megatron/*.cu' 'megatron/*.h' ':(glob)*.py' ':(glob)*/__init__.py' |
+      xargs -0 sha256sum -- >"$PATCHES/checksums/$state.sha256"
   done
 }
 
-main() {
-  command -v git >/dev/null || die "git is not installed"
-  read_series
-  require_python
-  (($# <= 1)) || die "one option at most is expected, found: $*"
-  check_settings
-  case ${1:-} in
-    '') set_up 0 ;;
-    --reset) set_up 1 ;;
-    --check) check ;;
-    --write-checksums) write_checksums ;;
-    -h | --help) print_help ;;
-    *) die "unknown option '$1'" "see bash scripts/setup_megatron.sh --help" ;;
-  esac
-}
-
-main "$@"
+begin '--check --reset --write-checksums' "$@"
+command -v git >/dev/null || die "git is not installed"
+case $* in
+  '') set_up 0 ;;
+  --reset) set_up 1 ;;
+  --check) check ;;
+  --write-checksums) write_checksums ;;
+  *) die "one option at most is expected, found: $*" ;;
+esac

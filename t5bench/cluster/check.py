@@ -27,6 +27,7 @@ from t5bench import REPOSITORY, Problem
 from t5bench.cluster.probe import Cell, Question
 from t5bench.cluster.table import Node, render, table
 from t5bench.plan.launchers import accepted, ask, declarations
+from t5bench.plan.topology import is_this_host
 from t5bench.record.hosts import checked, ssh
 from t5bench.record.plan import Plan
 from t5bench.record.text import visible, visible_in
@@ -155,7 +156,6 @@ def settings_in_effect() -> Plan:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     parser.add_argument("hosts", nargs="*", metavar="HOST", help="the nodes, the master first")
-    parser.add_argument("--here", help="the one of them that is this machine, which needs no ssh")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -171,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
     python = shutil.which(os.environ.get("PYTHON") or "python3") or sys.executable
     plan = settings_in_effect()
     ports = [plan.number("MASTER_PORT")] if os.environ.get("MASTER_PORT") else [s.port for s in declarations()]
-    nodes = [Node(host, here=host == args.here) for host in args.hosts]
+    nodes = [Node(host, here=is_this_host(host)) for host in args.hosts]
 
     def look(node: Node) -> None:
         place = str(REPOSITORY), plan.engine_directory, plan.data_prefix, plan.output_dir

@@ -11,16 +11,15 @@ It imports nothing beyond the standard library: a launcher may use 0.30 s of CPU
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from t5bench import Problem
 from t5bench.plan import claim
-from t5bench.plan.complete import completed
 from t5bench.plan.deepspeed import check_release, effective_config
 from t5bench.plan.engine import check_engine
-from t5bench.plan.layout import Processes, check_own_name, divide
+from t5bench.plan.layout import Processes, divide
 from t5bench.plan.place import (
     check_data,
     check_output_directory,
@@ -30,25 +29,19 @@ from t5bench.plan.place import (
     prepare_directory,
     threads_per_process,
 )
-from t5bench.plan.request import Findings, Request, groups, read_request, read_settings
+from t5bench.plan.request import Findings, Request, completed, groups, read_request, read_settings
 from t5bench.plan.settings import checked_settings, effective_settings, help_text
 from t5bench.plan.toolkit import completions
+from t5bench.plan.topology import check_own_name, placed
 from t5bench.record import wandb
 from t5bench.record.plan import SECRET_GIVEN, Arguments, Plan, Setting
 
 EXIT_CONFIGURATION = 2
 
 
-def public(settings: dict[str, Setting]) -> dict[str, Setting]:
-    """The settings as they may be printed and recorded."""
-    return {
-        name: replace(setting, value=SECRET_GIVEN if setting.value else "") if setting.is_secret else setting
-        for name, setting in settings.items()
-    }
-
-
-def refused(request: Request) -> Plan:
-    return Plan(request.strategy, public(dict(request.settings)), request.findings.obstacles)
+def hidden(setting: Setting) -> Setting:
+    """A setting as it may be printed and recorded."""
+    return replace(setting, value=SECRET_GIVEN) if setting.is_secret and setting.value else setting
 
 
 def make(request: Request) -> tuple[Plan, dict[str, str]]:
@@ -56,39 +49,34 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
     findings = request.findings
     request = replace(request, settings=checked_settings(request.settings, request.directory, findings))
     request = replace(request, settings=effective_settings(request))
-    if findings.refused:
-        return refused(request), {}
-    iteration, last = request.number("PROFILE_ITERATION"), request.number("TRAIN_ITERS")
-    if iteration and not 2 <= iteration <= last:
-        found = f"PROFILE_ITERATION must be from 2 to TRAIN_ITERS={last}, found {iteration}"
-        findings.refuse("profile-iteration", found, "The first iteration is all warm-up; 0 profiles none")
-    processes = Processes(request)
-    layout, ds_config = divide(request, processes), effective_config(request)
-    if layout is None or findings.refused:
-        return refused(request), {}
+    layout = ds_config = processes = None
+    if not findings.refused:
+        request = placed(request)
+    if not findings.refused:
+        check_profile(request)
+        processes = Processes(request)
+        layout, ds_config = divide(request, processes), effective_config(request)
+    settings = {name: hidden(setting) for name, setting in request.settings.items()}
+    if findings.refused or not layout or not processes:
+        return Plan(request.strategy, settings, findings.obstacles), {}
+    engine, directory = request.value("ENGINE"), Path(request.value("MEGATRON_DIR"))
     check_output_directory(request)
-    engine_directory = Path(request.value("MEGATRON_DIR"))
-    check_own_name(request, processes)
-    patches = check_engine(request, engine_directory, processes.device, processes.shared)
-    zero_stage = ds_config["zero_optimization"]["stage"] if ds_config else 0
-    if ds_config:
-        check_release(request, zero_stage, layout)
+    if processes.device == "cpu" or processes.shared:
+        check_own_name(request)
+    patches = check_engine(request, directory, processes.device, processes.shared)
+    check_release(request, ds_config, layout)
     check_packages(request)
     attention = choose_attention(request, processes.device)
     tokenizer = choose_tokenizer(request, request.facts["default_tokenizer"])
-    mode = wandb.mode(os.environ | {"WANDB_API_KEY": request.value("WANDB_API_KEY")}, request.value("WANDB_MODE"))
-    if mode == "offline" and not request.value("WANDB_MODE"):
-        runs = f"'{request.value('OUTPUT_DIR')}'/wandb/offline-run-*"
-        findings.notes.append(f"W&B: no WANDB_API_KEY, logging offline; upload later with: wandb sync {runs}")
     plan = Plan(
         strategy=request.strategy,
-        settings=public(dict(request.settings)),
+        settings=settings,
         obstacles=findings.obstacles,
         node=int(request.facts["node"]),
         hosts=request.hosts,
         master_address=request.facts["master_address"],
-        engine=request.value("ENGINE"),
-        engine_directory=str(engine_directory) if request.value("ENGINE") == "megatron" else "",
+        engine=engine,
+        engine_directory=str(directory) if engine == "megatron" else "",
         engine_patches=patches,
         device=processes.device,
         gpus_shared=processes.shared,
@@ -99,28 +87,43 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
         ds_config=ds_config,
         arguments=Arguments(fixed=request.fixed, extra=request.extra),
     )
-    # A sweep's agent has a file of its own.
-    wandb_file = "" if mode == "disabled" or os.environ.get("WANDB_SWEEP_PARAM_PATH") else f"node{plan.node}.wandb.yaml"
     return plan, {
-        "wandb_config": str(Path(plan.output_dir) / wandb_file) if wandb_file else "",
-        "zero_stage": str(zero_stage),
+        **choose_wandb(request, plan),
+        "zero_stage": str(plan.zero_stage),
         "flash_attention": str(int(attention)),
-        "wandb_mode": mode,
         "threads": str(threads_per_process(layout.nproc_per_node)),
         "ds_config": json.dumps(ds_config, indent=2) + "\n" if ds_config else "",
         **(completions(os.environ) if processes.device == "cuda" else {}),
     }
 
 
+def check_profile(request: Request) -> None:
+    iteration, last = request.number("PROFILE_ITERATION"), request.number("TRAIN_ITERS")
+    if iteration and not 2 <= iteration <= last:
+        found = f"PROFILE_ITERATION must be from 2 to TRAIN_ITERS={last}, found {iteration}"
+        request.findings.refuse("profile-iteration", found, "The first iteration is all warm-up; 0 profiles none")
+
+
+def choose_wandb(request: Request, plan: Plan) -> dict[str, str]:
+    """W&B's mode, and the file with which it gets the run's configuration, but for a sweep's agent, which has one."""
+    mode = wandb.mode(os.environ | {"WANDB_API_KEY": request.value("WANDB_API_KEY")}, request.value("WANDB_MODE"))
+    if mode == "offline" and not request.value("WANDB_MODE"):
+        runs = f"'{plan.output_dir}'/wandb/offline-run-*"
+        request.findings.notes.append(f"W&B: no WANDB_API_KEY, logging offline; upload later with: wandb sync {runs}")
+    has_file = mode != "disabled" and not os.environ.get("WANDB_SWEEP_PARAM_PATH")
+    file = str(Path(plan.output_dir) / f"node{plan.node}.wandb.yaml") if has_file else ""
+    return {"wandb_mode": mode, "wandb_config": file}
+
+
 def check(group: Mapping[str, Sequence[str]]) -> int:
     given, findings = read_settings(group), Findings()
     settings = checked_settings(given, group["directory"][0], findings)
     tell(findings, is_dry_run=False)
-    say([f"{name}={setting.value}" for name, setting in settings.items() if setting != given[name]])
+    say(f"{name}={setting.value}" for name, setting in settings.items() if setting != given[name])
     return EXIT_CONFIGURATION if findings.refused else 0
 
 
-def say(words: Sequence[str]) -> None:
+def say(words: Iterable[str]) -> None:
     """To the shell."""
     sys.stdout.write("".join(f"{word}\0" for word in words))
 
@@ -180,7 +183,7 @@ def answer(plan: Plan, besides: dict[str, str], request: Request) -> list[str]:
     if plan.layout is None:
         return words
     changed = {name for name, s in plan.settings.items() if not s.is_secret and s.value != request.settings[name].value}
-    words += [f"{name}={plan.settings[name].value}" for name in sorted(changed)]
+    words += [f"NODE_RANK={plan.node}", *(f"{name}={plan.settings[name].value}" for name in sorted(changed))]
     named = {
         "device": plan.device,
         "gpus_shared": str(int(plan.gpus_shared)),
@@ -206,7 +209,7 @@ def main() -> int:
         case "check":
             return check(groups(words))
     request = read_request(words)
-    plan, besides = (refused(request), {}) if request.findings.refused else make(request)
+    plan, besides = make(request)
     if plan.layout:
         plan = begin(plan, besides, request)
     if plan.layout and (request.dry_run or plan.device == "cuda"):

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from t5bench import REPOSITORY
@@ -50,9 +51,11 @@ def effective_config(request: Request) -> dict[str, Any] | None:
     return run_config | stage_config
 
 
-def check_release(request: Request, stage: int, layout: Layout) -> None:
+def check_release(request: Request, config: Mapping[str, Any] | None, layout: Layout) -> None:
     """DeepSpeed must be there, in a release that trains this stage right."""
-    version = installed_version("deepspeed")
+    if not config:
+        return
+    version, stage = installed_version("deepspeed"), config["zero_optimization"]["stage"]
     install = f"pip install -r '{REPOSITORY}/requirements.txt'"
     if not version:
         request.findings.lack("no-deepspeed", f"DeepSpeed is not installed for {sys.executable}", f"Run: {install}")

@@ -10,7 +10,8 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib import util
 from pathlib import Path
 
@@ -36,14 +37,6 @@ def recorded_checksums(state: str, checksums: Path | None = None) -> dict[str, s
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
 
 
-def _digest(path: Path) -> str:
-    """'' for a file that cannot be read."""
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return ""
-
-
 def state_of(directory: Path, checksums: Path | None = None) -> str:
     """What a checkout holds: one of the constants above. Everything that decides how the engine trains is judged.
 
@@ -51,15 +44,10 @@ def state_of(directory: Path, checksums: Path | None = None) -> str:
     """
     if not (directory / "pretrain_t5.py").is_file():
         return MISSING
-    found: dict[str, str] = {}
+    digest = cache(lambda name: _digest(directory / name))
     for state in (SERIES, FIXES_ALONE, UNPATCHED):
         recorded = recorded_checksums(state, checksums)
-        for name, digest in recorded.items():
-            if name not in found:
-                found[name] = _digest(directory / name)
-            if found[name] != digest:
-                break
-        else:
+        if all(digest(name) == wanted for name, wanted in recorded.items()):
             return CHANGED if any(_intruders(directory, recorded)) else state
     return CHANGED
 
@@ -67,12 +55,18 @@ def state_of(directory: Path, checksums: Path | None = None) -> str:
 def differences(directory: Path, checksums: Path | None = None) -> list[str]:
     """One line for each file that does not belong to the patched engine, and for each that is not as there."""
     recorded = recorded_checksums(SERIES, checksums)
-    lines = list(_intruders(directory, recorded))
-    for name, digest in recorded.items():
-        found = _digest(directory / name)
-        if found != digest:
-            lines.append(f"{name} {'differs' if found else 'is missing'}")
-    return lines
+    found = {name: _digest(directory / name) for name in recorded}
+    changed = [name for name, digest in recorded.items() if found[name] != digest]
+    lines = [f"{name} {'differs' if found[name] else 'is missing'}" for name in changed]
+    return [*_intruders(directory, recorded), *lines]
+
+
+def _digest(path: Path) -> str:
+    """'' for a file that cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 def _intruders(directory: Path, own: Mapping[str, str]) -> Iterator[str]:
@@ -140,23 +134,16 @@ def check_engine(request: Request, directory: Path, device: str, gpus_shared: bo
         named = "; ".join(first[:MOST_NAMED]) + (f"; and {len(first) - MOST_NAMED} more" * (len(first) > MOST_NAMED))
         remedy = f"{setup} --check lists all; --reset puts changes aside, what git ignores is yours to remove"
         lack("engine-not-patched", f"{checkout} is not as patches/ says: {named}", remedy)
-    elif state == FIXES_ALONE:
+    elif state == FIXES_ALONE and (device == "cpu" or gpus_shared):
+        why = "CPU" if device == "cpu" else "SHARE_GPUS=1"
         alone = f"{checkout} has megatron_t5_fixes.patch alone"
-        if device == "cpu" or gpus_shared:
-            why = "CPU" if device == "cpu" else "SHARE_GPUS=1"
-            lack("engine-partly-patched", f"{alone}, and {why} needs the whole series", setup)
-        request.findings.notes.append(
-            "warning: only megatron_t5_fixes.patch is applied: no W&B keys by the README's names, TFLOPs of the encoder"
-            f" alone. {setup}"
-        )
+        lack("engine-partly-patched", f"{alone}, and {why} needs the whole series", setup)
+    elif state == FIXES_ALONE:
+        without = "no W&B keys by the README's names, TFLOPs of the encoder alone"
+        request.findings.notes.append(f"warning: only megatron_t5_fixes.patch is applied: {without}. {setup}")
     return state
 
 
-def main(arguments: Sequence[str]) -> int:
-    task, directory = arguments
-    print("\n".join([state_of(Path(directory))] if task == "state" else differences(Path(directory))))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    task, place = sys.argv[1], Path(sys.argv[2])
+    print("\n".join([state_of(place)] if task == "state" else differences(place)))

@@ -2,13 +2,11 @@
 
 import os
 import re
-import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
 
 from t5bench.plan.request import Request
-from t5bench.record.hosts import addresses_of, is_loopback, own_name_fault
 from t5bench.record.plan import Layout
 
 
@@ -36,7 +34,7 @@ class Processes:
 
     def __init__(self, request: Request) -> None:
         self.request, self.strategy = request, request.strategy
-        self.nnodes = int(request.facts["nnodes"])
+        self.nnodes = request.number("NNODES")
         self.gpus = count_gpus(os.environ)
         self.device = request.value("DEVICE")
         if self.device == "auto":
@@ -69,16 +67,6 @@ class Processes:
             f"{self.strategy.name} needs {self.model_parallel} GPU(s) in all: set NNODES and NPROC_PER_NODE to what you"
             " have, or DEVICE=cpu",
         )
-
-
-def check_own_name(request: Request, processes: Processes) -> None:
-    """gloo tells the other nodes the address of this one's own name; NCCL finds an interface by itself."""
-    if processes.nnodes == 1 or is_loopback(request.facts["master_address"]):
-        return
-    own = socket.gethostname()
-    found, remedy = own_name_fault(own, addresses_of(own))
-    if found and (processes.device == "cpu" or processes.shared):
-        request.findings.lack("own-name", found.replace(" there,", " here,"), remedy)
 
 
 def divide(request: Request, processes: Processes) -> Layout | None:

@@ -3,13 +3,14 @@
 A request is groups of a name, a count and as many words, as ``request`` in scripts/megatron_common.sh prints them.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from t5bench.record.plan import Obstacle, Setting, Strategy
 
 FIELDS_OF_A_SETTING = 7  # name, kind, role, argument, default, meaning, value
-FIELDS_OF_AN_OBSTACLE = 4  # fatal or not, code, found, remedy
 
 
 def groups(words: Sequence[str]) -> dict[str, list[str]]:
@@ -55,7 +56,10 @@ class Findings:
 
 @dataclass(frozen=True)
 class Request:
-    """What a launcher was asked to run, from a directory. facts: node, nnodes, master_address and dry_run, as text."""
+    """What a launcher was asked to run, from a directory.
+
+    facts, as text: launcher (its process id), node, master_address, dry_run and default_tokenizer.
+    """
 
     strategy: Strategy
     settings: Mapping[str, Setting]
@@ -63,7 +67,7 @@ class Request:
     hosts: Sequence[str]
     directory: str
     facts: Mapping[str, str]
-    findings: Findings
+    findings: Findings = field(default_factory=Findings)
     fixed: Sequence[str] = ()
 
     def value(self, name: str) -> str:
@@ -84,10 +88,20 @@ def read_settings(group: Mapping[str, Sequence[str]]) -> dict[str, Setting]:
 def read_request(words: Sequence[str]) -> Request:
     """Raises KeyError, ValueError for words that no launcher prints."""
     group = groups(words)
-    findings = Findings()
-    for fatal, code, found, remedy in in_parts(group["obstacles"], FIELDS_OF_AN_OBSTACLE):
-        findings.obstacles.append(Obstacle(code, found, remedy, fatal == "fatal"))
     facts = dict(word.partition("=")[::2] for word in group["facts"])
     strategy, directory = declaration(group["declaration"]), group["directory"][0]
     extra, fixed, hosts = group["extra"], group["fixed"], group["hosts"]
-    return Request(strategy, read_settings(group), extra, hosts, directory, facts, findings, fixed)
+    return Request(strategy, read_settings(group), extra, hosts, directory, facts, fixed=fixed)
+
+
+def completed(words: Sequence[str]) -> dict[str, Any]:
+    """The plan as JSON, with what the shell built from it: what ``plan_words`` in scripts/megatron_common.sh prints.
+
+    words: the plan as the planning process answered it, then the four groups of Arguments, ``environment`` (NAME=VALUE)
+    and ``command``.
+    """
+    plan, built = json.loads(words[0]), groups(words[1:])
+    plan["environment"] = dict(entry.partition("=")[::2] for entry in built.pop("environment", []))
+    plan["command"] = built.pop("command", [])
+    plan["arguments"] |= built
+    return plan

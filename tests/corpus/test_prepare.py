@@ -241,6 +241,6 @@ def test_settings_that_make_no_sense_are_refused(prepare: Prepare) -> None:
     prepare.refuses("there is no file", "no/such.jsonl", XSUM_SOURCE="no/such.jsonl")
     prepare.refuses("/proc/nowhere: ", SAMPLE="1", MEGATRON_DATA_DIR="/proc/nowhere")
     prepare.refuses("named 'sentencepiece'", "pip install", SAMPLE="1", PYTHON="bare", PYTHONPATH=None)
-    assert_refused(prepare("--helpme", status=2), "unknown argument '--helpme'")
+    assert_refused(prepare("--helpme", status=2), "unknown option '--helpme'")
     assert {path.name for path in prepare.data.iterdir()} == {"sample"}
     assert "\n  SAMPLE  " in prepare("--help").stdout

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from harness import STRATEGIES, Project, make_project
 
-from t5bench.plan.request import Findings, Request
+from t5bench.plan.request import Request
 from t5bench.record.plan import Plan
 
 
@@ -34,14 +34,16 @@ def request_for(planned_project: Project, plans: dict[str, Plan], tmp_path: Path
 
     monkeypatch.setattr("t5bench.plan.engine.CHECKSUMS", planned_project.root / "patches" / "checksums")
 
+    monkeypatch.setenv("PATH", planned_project.environment["PATH"])
+
     def build(strategy: str, *extra: str, gpus: int = 0, nnodes: int = 1, **settings: str) -> Request:
         monkeypatch.setattr("t5bench.plan.layout.count_gpus", lambda environment: gpus)
         plan = plans[strategy]
-        changed = {"OUTPUT_DIR": str(tmp_path / "run")} | settings
+        changed = {"OUTPUT_DIR": str(tmp_path / "run"), "NNODES": str(nnodes)} | settings
         assert changed.keys() <= plan.settings.keys()
         chosen = {name: replace(s, value=changed.get(name, s.value)) for name, s in plan.settings.items()}
-        facts = {"node": "0", "nnodes": str(nnodes), "master_address": "127.0.0.1", "dry_run": "1", "launcher": "1"}
+        facts = {"node": "0", "master_address": "127.0.0.1", "dry_run": "1", "launcher": "1"}
         facts["default_tokenizer"] = "google-t5/t5-large"
-        return Request(plan.strategy, chosen, extra, [], str(tmp_path), facts, Findings())
+        return Request(plan.strategy, chosen, extra, [], str(tmp_path), facts)
 
     return build

@@ -91,26 +91,19 @@ def compiled(root: Path) -> None:
     ("plant", "named"),
     [
         (write("megatron/fused/soft.cu"), "megatron/fused/soft.cu differs"),
-        (write("tools/__init__.py"), "tools/__init__.py differs"),
         (overlooked, "megatron/model/t5.py differs"),
         (ignored, "deepspeed/ would be imported"),
         (linked, "apex/ would be imported"),
         (write("torch/__init__.cpython-311-x86_64-linux-gnu.so"), "torch/ would be imported"),
-        (
-            write("apex/setup.py"),
-            "apex/ would be imported",
-        ),  # a clone of its repository
+        (write("apex/setup.py"), "apex/ would be imported"),  # a clone of its repository
         (write("mpl_toolkits/mplot3d/__init__.py"), "mpl_toolkits/ would be imported"),  # installed without __init__.py
-        (write("tasks/__init__.py"), "tasks/ would be imported"),
         (write("wandb.py"), "wandb.py would be imported"),
-        (write("sitecustomize.py"), "sitecustomize.py would be imported"),
         (write("numpy.pyc"), "numpy.pyc would be imported"),
         (write("paths.pth"), "paths.pth does not belong"),
         (write("deepspeed-0.17.6.dist-info/METADATA"), "deepspeed-0.17.6.dist-info/ would pass for an installed"),
         (write("megatron/model/t5/__init__.py"), "megatron/model/t5/__init__.py does not belong"),
         (write("megatron/model/t5.abi3.so"), "megatron/model/t5.abi3.so does not belong"),
         (write("megatron/data/GNUmakefile"), "megatron/data/GNUmakefile does not belong"),
-        (write("megatron/fused/cuda.h"), "megatron/fused/cuda.h does not belong"),
         (lambda root: (root / "megatron/more").symlink_to("/"), "megatron/more is a link"),
         (compiled, "megatron/model/__pycache__/t5.cpython"),
     ],
@@ -119,12 +112,3 @@ def test_what_would_train_otherwise_is_named(checkout: Path, plant: Callable[[Pa
     plant(checkout)
     assert engine.state_of(checkout) == engine.CHANGED
     assert [line[: len(named)] for line in engine.differences(checkout)] == [named]
-
-
-def test_the_launchers_name_the_first_difference(checkout: Path, request_for: Callable):
-    from t5bench.plan.__main__ import make
-
-    write("deepspeed/__init__.py")(checkout)
-    (found,) = make(request_for("ddp", MEGATRON_DIR=str(checkout)))[0].obstacles
-    assert found.code == "engine-not-patched" and "deepspeed/ would be imported" in found.found
-    assert "setup_megatron.sh' --check" in found.remedy

@@ -16,20 +16,10 @@ from t5bench.record.plan import by_name
 
 # 127.0.0.x are all this machine, so that several "nodes" can be named without any resolver.
 TWO_HOSTS = "127.0.0.1 127.0.0.2"
-# A name service that knows other-host, as a cluster's does.
-GETENT_STUB = """#!/usr/bin/env bash
-[[ $2 == other-host ]] && echo "192.0.2.7 STREAM other-host" && exit 0
-exec /usr/bin/getent "$@"
-"""
+ELSEWHERE = "192.0.2.7"  # an address that is nobody's (RFC 5737)
 SCONTROL_STUB = """#!/usr/bin/env bash
 [[ $* == "show hostnames 127.0.0.[1-2]" ]] && printf '127.0.0.1\\n127.0.0.2\\n'
 """
-
-
-@pytest.fixture
-def other_host(project: Project) -> str:
-    project.add_stub("getent", GETENT_STUB)
-    return "other-host"
 
 
 def planned(project: Project, strategy: str, *arguments: str, **environment: str | None) -> dict:
@@ -72,19 +62,19 @@ def test_who_wins_arguments_the_environment_or_slurm(project: Project):
     assert place(project, "ddp", **slurm) == ("127.0.0.8", 2, 1)
 
 
-def test_where_the_nodes_come_from(project: Project, other_host: str):
+def test_where_the_nodes_come_from(project: Project):
     project.add_stub("scontrol", SCONTROL_STUB)
     brackets = {"SLURM_JOB_NODELIST": "127.0.0.[1-2]", "SLURM_NODEID": "1"}
     assert place(project, "ddp", **brackets) == ("127.0.0.1", 2, 1)
-    own = f"{other_host} {socket.gethostname()}"
-    assert place(project, "ddp", HOSTS=own, MASTER_ADDR=other_host) == (other_host, 2, 1)
+    own = f"{ELSEWHERE} {socket.gethostname()}"
+    assert place(project, "ddp", HOSTS=own, MASTER_ADDR=ELSEWHERE) == (ELSEWHERE, 2, 1)
     assert place(project, "ddp", "localhost", "0") == ("localhost", 1, 0)
     # As the README has the hybrid: HOSTS still holds the two nodes that everything else runs on.
     assert place(project, "hybrid", "127.0.0.1", "3", HOSTS=TWO_HOSTS, NNODES="4") == ("127.0.0.1", 4, 3)
 
 
-def test_a_master_and_a_rank_alone_mean_the_readmes_two_nodes(project: Project, other_host: str):
-    result = project.launch("ddp", other_host, "1", "--dry-run=json")
+def test_a_master_and_a_rank_alone_mean_the_readmes_two_nodes(project: Project):
+    result = project.launch("ddp", ELSEWHERE, "1", "--dry-run=json")
     assert json.loads(result.stdout)["layout"]["nnodes"] == 2
     assert "Neither HOSTS nor NNODES" in result.stderr
 
@@ -95,16 +85,16 @@ def test_a_master_and_a_rank_alone_mean_the_readmes_two_nodes(project: Project, 
         (["127.0.0.1", "one"], {"HOSTS": TWO_HOSTS}, "node-rank", "found 'one'"),
         (["127.0.0.1", " 1"], {"HOSTS": TWO_HOSTS}, "node-rank", "found ' 1'"),
         (["127.0.0.1", "2"], {"HOSTS": TWO_HOSTS}, "node-rank", "rank is 2 but there are 2 nodes"),
-        (["127.0.0.1", "1"], {"HOSTS": "127.0.0.1 other-host"}, "rank-of-another-host", "rank 1 belongs to other-host"),
+        (["127.0.0.1", "1"], {"HOSTS": f"127.0.0.1 {ELSEWHERE}"}, "rank-of-another-host", "rank 1 belongs to 192"),
         (["127.0.0.2", "0"], {"HOSTS": TWO_HOSTS}, "master-is-not-first", "HOSTS begins with 127.0.0.1"),
         (["no-such-host.invalid", "0"], {"NNODES": "2"}, "unknown-master", "no-such-host.invalid' does not resolve"),
-        ([], {"HOSTS": "other-host other-host"}, "no-node-rank", "Unable to infer NODE_RANK"),
+        ([], {"HOSTS": f"{ELSEWHERE} {ELSEWHERE}"}, "no-node-rank", "Unable to infer NODE_RANK"),
         ([], {"NNODES": "2"}, "no-master", "no master host is known"),
         ([], {"SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2", "SLURM_NODEID": "0", "SLURM_LOCALID": "1"},
          "tasks-per-node", "--ntasks-per-node=1"),
     ],
 )  # fmt: skip
-def test_places_that_cannot_be(project: Project, other_host: str, arguments, environment, code, found):
+def test_places_that_cannot_be(project: Project, arguments, environment, code, found):
     answer = obstacle(project, *arguments, **environment)
     assert answer[0] == code and found in answer[1]
 
@@ -193,18 +183,15 @@ def test_the_environment_of_the_engine(project: Project):
     assert by_name(project.recorded_arguments())["--distributed-backend"] == "nccl"
 
 
-def test_both_engines_get_the_same_arguments(project: Project):
-    megatron = planned(project, "tensor")
-    native = planned(project, "tensor", ENGINE="native", MEGATRON_DIR="/nowhere")
+def test_both_engines_get_the_same_arguments_and_presets_are_defaults(project: Project):
+    changes = {"MODEL_PRESET": "small", "DECODER_NUM_LAYERS": "4", "GPUS_PER_NODE": "4"}
+    megatron = planned(project, "tensor", **changes)
+    native = planned(project, "tensor", ENGINE="native", MEGATRON_DIR="/nowhere", **changes)
     assert native["obstacles"] == [] and native["arguments"] == megatron["arguments"]
     assert str(project.root / "native" / "pretrain_t5.py") in native["command"]
-
-
-def test_presets_are_defaults_and_gpus_per_node_is_understood(project: Project):
-    plan = planned(project, "ddp", MODEL_PRESET="small", DECODER_NUM_LAYERS="4", GPUS_PER_NODE="4")
     names = ("HIDDEN_SIZE", "ENCODER_NUM_LAYERS", "DECODER_NUM_LAYERS")
-    assert [plan["settings"][name]["value"] for name in names] == ["512", "6", "4"]
-    assert plan["layout"]["nproc_per_node"] == 4
+    assert [native["settings"][name]["value"] for name in names] == ["512", "6", "4"]
+    assert native["layout"]["nproc_per_node"] == 4
 
 
 def test_wrong_use(project: Project):
@@ -377,22 +364,16 @@ def test_a_worker_that_ignores_term_is_killed_before_slurm_would(project: Projec
     assert processes_with(f"STUB_DIR={project.stubs}") == []
 
 
-def test_workers_end_when_torchrun_is_killed(project: Project):
+@pytest.mark.parametrize("killed", ["torchrun", "the launcher"])
+def test_workers_end_and_the_record_says_why_when_one_is_killed(project: Project, killed: str):
     launcher = project.start_sleeping()
-    os.kill(int((project.stubs / "pid").read_text()), signal.SIGKILL)
-    launcher.communicate(timeout=30)
-    assert launcher.returncode == 1
-    assert processes_with(f"STUB_DIR={project.stubs}") == []
-    assert "crashed torchrun was killed" in (project.root / "outputs" / "ddp" / "node0.status").read_text()
-
-
-def test_workers_end_and_the_record_says_why_when_the_launcher_is_killed(project: Project):
-    launcher = project.start_sleeping()
-    launcher.kill()
+    pid = launcher.pid if killed == "the launcher" else int((project.stubs / "pid").read_text())
+    os.kill(pid, signal.SIGKILL)
     launcher.communicate(timeout=30)
     wait_for(lambda: processes_with(f"STUB_DIR={project.stubs}") == [])
     record = json.loads((project.root / "outputs" / "ddp" / "run.json").read_text())
-    assert (record["status"], record["reason"]) == ("crashed", "the launcher was killed before its run ended")
+    before = " before its run ended" * (killed == "the launcher")
+    assert (record["status"], record["reason"]) == ("crashed", f"{killed} was killed{before}")
 
 
 def test_a_second_launcher_does_not_join_a_run_that_goes_on(project: Project):

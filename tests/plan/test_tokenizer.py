@@ -44,18 +44,16 @@ def findings(request_for: Callable, data: Path, **settings: str) -> tuple[list[s
     return [obstacle.code for obstacle in obstacles], "\n".join([*asked.findings.notes, *said])
 
 
-@pytest.mark.parametrize("named", ["", HUB, "data/tokenizer", "./elsewhere/", "linked"])
-@pytest.mark.parametrize("engine", ["megatron", "native"])
-def test_the_same_tokenizer_wherever_it_lies(request_for, data: Path, named: str, engine: str):
+def test_the_same_tokenizer_wherever_it_lies(request_for, data: Path):
     shutil.copytree(SAMPLE, elsewhere := data.parent / "elsewhere")
     edit(elsewhere / "tokenizer_config.json", model_max_length=1024, name_or_path="/once/here")
     (elsewhere / "README.md").write_text("decides nothing")
     (data.parent / "linked").symlink_to(elsewhere)
-    codes, said = findings(request_for, data, TOKENIZER_MODEL=named, ENGINE=engine)
-    assert codes == [] and "checksum" not in said
+    for named in ("", HUB, "data/tokenizer", "./elsewhere/", "linked"):
+        codes, said = findings(request_for, data, TOKENIZER_MODEL=named)
+        assert codes == [] and "checksum" not in said
 
 
-@pytest.mark.parametrize("engine", ["megatron", "native"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -67,13 +65,22 @@ def test_the_same_tokenizer_wherever_it_lies(request_for, data: Path, named: str
         lambda t: (t / "tokenizer.json").write_text('{"model": {}}'),
     ],
 )
-def test_another_tokenizer_is_refused_with_both_checksums(request_for, data: Path, change: Callable, engine: str):
+def test_another_tokenizer_is_refused_with_both_checksums(request_for, data: Path, change: Callable):
     tokenizers = {"": data / "tokenizer", HUB: data.parent / "cache/models--google-t5--t5-large/snapshots/abc"}
     for named, tokenizer in tokenizers.items():
         change(tokenizer)
-        codes, said = findings(request_for, data, TOKENIZER_MODEL=named, ENGINE=engine)
+        codes, said = findings(request_for, data, TOKENIZER_MODEL=named)
         assert codes == ["tokenizer"]
         assert tokenizer_checksum(SAMPLE) in said and tokenizer_checksum(tokenizer) in said and "FORCE=1" in said
+
+
+def test_the_tokenizer_beside_the_data_is_used(request_for, data: Path, tmp_path: Path):
+    for settings, expected in (
+        ({}, "google-t5/t5-large"),
+        ({"MEGATRON_DATA_DIR": str(data)}, str(data / "tokenizer")),
+        ({"MEGATRON_DATA_DIR": str(data), "TOKENIZER_MODEL": "a/model"}, "a/model"),
+    ):
+        assert make(request_for("ddp", **settings))[0].tokenizer == expected
 
 
 def test_what_cannot_be_compared_is_never_passed_in_silence(request_for, data: Path):
@@ -92,12 +99,6 @@ def test_what_cannot_be_compared_is_never_passed_in_silence(request_for, data: P
         (data / "xsum_text_document.meta.json").write_text(content)
         codes, said = findings(request_for, data)
         assert codes == [] and "warning: " in said and "records no checksum" in said and "FORCE=1" in said
-
-
-def test_the_engines_own_arguments_do_not_choose_another(request_for, data: Path):
-    for arguments in (("--tokenizer-model", "x"), ("--tokenizer-m=x",), ("--tokenizer-type", "GPT2BPETokenizer")):
-        obstacles = make(request_for("ddp", *arguments, MEGATRON_DATA_DIR=str(data)))[0].obstacles
-        assert obstacles[0].fatal and obstacles[0].code in ("launcher-argument", "abbreviated-argument")
 
 
 def test_without_msgspec_nothing_is_started(request_for, data: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,4 @@
-"""What may be a host, in Python and in the shell, and what is refused before any program sees it."""
-
-import subprocess
+"""What may be a host, and what is refused before any program sees it."""
 
 import pytest
 from harness import REPO_ROOT, Project
@@ -14,10 +12,7 @@ NOT_HOSTS = ("-oProxyCommand=touch${IFS}x", "--", "a b", "a;b", "$(id)", "a/b", 
 
 
 @pytest.mark.parametrize("name", [*HOSTS, *NOT_HOSTS])
-def test_one_judgement(name: str):
-    script = f'source "{REPO_ROOT}/scripts/common.sh"; check_hosts "$1"'
-    result = subprocess.run(["bash", "-c", script, "bash", name], capture_output=True, text=True, check=False)
-    assert result.returncode == (0 if name in HOSTS else 2), result.stderr
+def test_what_may_be_a_host(name: str):
     if name in HOSTS:
         assert ssh(name, "id")[-3:] == ["--", name, "id"]
     else:

@@ -1,0 +1,128 @@
+"""Which nodes a run has, and which of them this one is: what the launcher took from its arguments, the environment and
+SLURM is completed and checked."""
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+
+from t5bench import Problem
+from t5bench.plan.request import Request
+from t5bench.record.hosts import addresses_of, checked, is_loopback, own_name_fault
+
+Fault = tuple[str, str, str]  # code, what was found, what to do
+
+
+def same_name(one: str, other: str) -> bool:
+    """A cluster's short and long names differ only after the first dot."""
+    is_address = re.fullmatch("[0-9.:]+", one + other)
+    return one == other or (not is_address and one.partition(".")[0] == other.partition(".")[0])
+
+
+def is_this_host(host: str) -> bool:
+    """The names are compared before any resolver is asked."""
+    if same_name(host, socket.gethostname()) or host == "localhost" or is_loopback(host):
+        return True
+    return any(_is_own(address) for address in addresses_of(host) if not is_loopback(address))
+
+
+def _is_own(address: str) -> bool:
+    """Whether this machine would reach the address from that address itself. Nothing is sent."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
+        return str(probe.getsockname()[0]) == address.partition("%")[0]
+    return False
+
+
+def placed(request: Request) -> Request:
+    """The request with this node's rank, where the launcher was not told it; what is wrong goes to the findings."""
+    hosts, findings = request.hosts, request.findings
+    try:
+        for host in (*hosts, request.facts["master_address"] or "none"):
+            checked(host)
+    except Problem as problem:
+        findings.refuse("host-name", str(problem), problem.remedy)
+        return request
+    rank = request.facts["node"] or next((str(n) for n, host in enumerate(hosts) if is_this_host(host)), "")
+    request = replace(request, facts={**request.facts, "node": rank})
+    if fault := next(_mistakes(request), None):
+        findings.refuse(*fault)
+        return request
+    for fault in _lacks(request):
+        findings.lack(*fault)
+    if request.number("NNODES") > len(hosts) > 0:
+        known = f"HOSTS names {len(hosts)} of the {request.value('NNODES')} nodes"
+        findings.notes.append(f"{known}: the others are not checked against their rank.")
+    return request
+
+
+def _launcher(request: Request) -> str:
+    return f"bash scripts/run_megatron_t5_{request.strategy.name}.sh"
+
+
+def _mistakes(request: Request) -> Iterator[Fault]:
+    """Why nodes cannot be as they were asked for; what follows the first often follows from it."""
+    hosts, master, rank = request.hosts, request.facts["master_address"], request.facts["node"]
+    nodes, task = request.number("NNODES"), os.environ.get("SLURM_LOCALID", "0")
+    if not master:
+        remedy = 'Name it as the first argument, or export HOSTS="node0 node1 ..." in rank order'
+        yield "no-master", f"NNODES is {nodes} but no master host is known", remedy
+    if task != "0" and rank == os.environ.get("SLURM_NODEID"):
+        remedy = "One launcher starts all processes of its node: use srun --ntasks-per-node=1"
+        yield "tasks-per-node", f"srun started more than one launcher on this node (SLURM_LOCALID={task})", remedy
+    if not rank:
+        found = f"Unable to infer NODE_RANK: this host is {socket.gethostname()}, HOSTS is '{' '.join(hosts)}'"
+        remedy = f"Pass it explicitly: {_launcher(request)} {master} 0 on node 0, ... 1 on node 1"
+        yield "no-node-rank", found, remedy
+    if not re.fullmatch("0|[1-9][0-9]{0,8}", rank):
+        usage = f"Usage: {_launcher(request)} [master-host] [node-rank]"
+        yield "node-rank", f"the node rank must be a whole number, found '{rank}'", usage
+    if int(rank) >= nodes:
+        remedy = f"Ranks run from 0 to {nodes - 1}; NNODES or HOSTS set the number of nodes"
+        yield "node-rank", f"the node rank is {rank} but there are {nodes} nodes", remedy
+    first = hosts[0] if hosts and nodes > 1 else master
+    if not same_name(master, first) and not {*addresses_of(master)} & {*addresses_of(first)}:
+        remedy = f"Rank 0 runs on the master: name {first} as the master, or put {master} first in HOSTS"
+        yield "master-is-not-first", f"the master host is {master} but HOSTS begins with {first}", remedy
+
+
+def _lacks(request: Request) -> Iterator[Fault]:
+    """Why this node cannot meet the others."""
+    hosts, master, rank = request.hosts, request.facts["master_address"], int(request.facts["node"])
+    here, port = socket.gethostname(), request.number("MASTER_PORT")
+    if request.number("NNODES") > 1 and rank < len(hosts) and not is_this_host(hosts[rank]):
+        remedy = f"Start rank {rank} on {hosts[rank]}, or correct HOSTS ('{' '.join(hosts)}')"
+        yield "rank-of-another-host", f"rank {rank} belongs to {hosts[rank]} in HOSTS, but this is {here}", remedy
+    if not addresses_of(master):
+        remedy = "Check the spelling, or use the address that 'getent hosts' prints on the master"
+        yield "unknown-master", f"the master host name '{master}' does not resolve on {here}", remedy
+    if rank == 0 and _is_taken(port):
+        remedy = f"Choose another on every node: MASTER_PORT=29900 {_launcher(request)} ..."
+        yield "port-taken", f"port {port} is already in use on this node", remedy
+    if not shutil.which("torchrun"):
+        yield "no-torchrun", "torchrun is not on PATH", "Activate the environment that has torch"
+
+
+def _is_taken(port: int) -> bool:
+    """Whether something listens at the port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
+def check_own_name(request: Request) -> None:
+    """gloo tells the other nodes the address of this one's own name; NCCL finds an interface by itself."""
+    if request.number("NNODES") > 1 and not is_loopback(request.facts["master_address"]):
+        own = socket.gethostname()
+        found, remedy = own_name_fault(own, addresses_of(own))
+        if found:
+            request.findings.lack("own-name", found.replace(" there,", " here,"), remedy)
