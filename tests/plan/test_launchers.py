@@ -372,8 +372,8 @@ def test_workers_end_and_the_record_says_why_when_one_is_killed(project: Project
     launcher.communicate(timeout=30)
     wait_for(lambda: processes_with(f"STUB_DIR={project.stubs}") == [])
     record = json.loads((project.root / "outputs" / "ddp" / "run.json").read_text())
-    before = " before its run ended" * (killed == "the launcher")
-    assert (record["status"], record["reason"]) == ("crashed", f"{killed} was killed{before}")
+    how = " before its run ended" if killed == "the launcher" else " (SIGKILL)"
+    assert (record["status"], record["reason"]) == ("crashed", f"{killed} was killed{how}")
 
 
 def test_a_second_launcher_does_not_join_a_run_that_goes_on(project: Project):
