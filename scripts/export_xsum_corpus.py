@@ -1,11 +1,24 @@
-"""The articles of XSum as one JSON line each: see t5bench/corpus/export.py, which this runs."""
+"""Export XSum's articles to megatron_data/xsum_text.jsonl, one {"text": ..., "summary": ..., "id": ...} per line.
 
+    python scripts/export_xsum_corpus.py                                   # the train split, from the Hugging Face hub
+    XSUM_SOURCE=/data/xsum.parquet python scripts/export_xsum_corpus.py    # from a local file
+
+`text` is the article (XSum's `document`), which is what the model is pretrained on; `summary` is carried along unused.
+Articles without text are left out and counted. Settings: XSUM_SOURCE, XSUM_SPLIT, XSUM_LIMIT, MEGATRON_DATA_DIR and
+WORKERS, as for prepare_xsum_megatron.sh, which does this itself, and takes an export from the same source if there is.
+
+Exit status: 0, or 2 with one sentence on standard error; then nothing was written and an older file is as it was.
+"""
+
+import argparse
 import os
 import sys
 from pathlib import Path
 
-repository = str(Path(__file__).resolve().parent.parent)
-path = os.pathsep.join(filter(None, (repository, os.environ.get("PYTHONPATH"))))
-command = [sys.executable, "-m", "t5bench.corpus.export", *sys.argv[1:]]
+argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+repository = Path(__file__).resolve().parent.parent
+settings = {"MEGATRON_DATA_DIR": str(repository / "megatron_data")} | os.environ
+settings |= {"PYTHONPATH": os.pathsep.join(filter(None, (str(repository), os.environ.get("PYTHONPATH"))))}
 # From Python 3.11 on, PYTHONSAFEPATH keeps another t5bench in the current directory out.
-os.execve(sys.executable, command, os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"})
+settings |= {"TOKENIZER_MODEL": "", "PYTHONSAFEPATH": "1"}
+os.execve(sys.executable, [sys.executable, "-m", "t5bench.corpus"], settings)

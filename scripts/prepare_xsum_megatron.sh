@@ -22,7 +22,7 @@ setting XSUM_SPLIT text - - train "Split of the hub's dataset: train, validation
 setting XSUM_LIMIT whole:1? - - "" "Stop after this many documents (unset: all)"
 setting TOKENIZER_MODEL text? - - "" "Hugging Face name or directory of a T5 tokenizer (unset: $DEFAULT_TOKENIZER)"
 setting FORCE 'one-of:0|1' - - 0 "1 exports again, and replaces data that came from another source or tokenizer"
-setting WORKERS whole:1? - - "" "Threads that tokenise (unset: as many as there are processors, at most 8)"
+setting WORKERS whole:1? - - "" "Processes that tokenise (unset: as many as there are processors)"
 setting PYTHON text - - python3 "The Python that has the packages of requirements.txt"
 
 command -v "$PYTHON" >/dev/null || [[ $PYTHON != python3 ]] || PYTHON=python
@@ -36,6 +36,6 @@ if ((SAMPLE)); then
 fi
 TOKENIZER_MODEL=${TOKENIZER_MODEL:-$DEFAULT_TOKENIZER}
 [[ ! -d $TOKENIZER_MODEL ]] || TOKENIZER_MODEL=$(cd -- "$TOKENIZER_MODEL" && pwd)
-export CALLED_FROM=$PWD "${SETTING_NAMES[@]}"
+export "${SETTING_NAMES[@]}"
 # Not python_module: a signal to this script must reach Python.
-cd -- "$REPO_ROOT" && exec "$PYTHON" -m t5bench.corpus.prepare
+cd -- "$REPO_ROOT" && exec "$PYTHON" -m t5bench.corpus

@@ -1,70 +1,16 @@
-"""What the commands that prepare data share: files that appear whole, records of where they came from, and an end."""
+"""Records of where data came from, and the facts in them."""
 
+import hashlib
 import json
-import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any
 
-from t5bench import REPOSITORY, Problem
+from t5bench import REPOSITORY
 
-EXIT_ERROR = 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAMPLE = REPOSITORY / "megatron_data" / "sample"
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A stream whose content is the file `path` once the block ends; if the block raises, an older file stays."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        with partial.open("wb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    with replacing(path) as stream:
-        stream.write(json.dumps(content, indent=2).encode() + b"\n")
-
-
-def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers from 1 and objects of a JSONL file, blank lines left out; raises Problem that names a bad line."""
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line.decode())
-                if b"\\u" in line:
-                    json.dumps(record, ensure_ascii=False).encode()
-                problem = "" if isinstance(record, dict) else "is not a JSON object"
-            except UnicodeDecodeError:
-                problem = "is not UTF-8 text"
-            except UnicodeEncodeError:
-                problem = "holds half of a surrogate pair, which is not text"
-            except (ValueError, RecursionError) as error:
-                problem = f"is not valid JSON ({one_line(error)})"
-            if problem:
-                remedy = "Correct or remove that line; each line must be one JSON object in UTF-8"
-                raise Problem(f"line {number} of {path} {problem}", remedy)
-            yield number, record
-
-
-def string_in(record: dict[str, Any], key: str, place: str) -> str:
-    """What a record holds under a key; raises Problem that names the place of a record without such a string."""
-    value = record.get(key)
-    if not isinstance(value, str):
-        found = "nothing" if value is None else type(value).__name__
-        raise Problem(f'{place} has no string as "{key}", but {found}', "Correct or remove it")
-    return value
 
 
 def one_line(error: BaseException) -> str:
@@ -75,8 +21,6 @@ def one_line(error: BaseException) -> str:
 
 def file_facts(path: Path) -> dict[str, Any]:
     """Size in bytes and SHA-256 of a file."""
-    import hashlib  # a twentieth of the time that --check takes
-
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while chunk := stream.read(1 << 20):
@@ -108,30 +52,3 @@ def recorded_name(name: str, kind: str = "") -> str:
 
 def note(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
-
-
-def run(command: Callable[[], None]) -> NoReturn:
-    """Run a command and end the process: with status 0, 2 after a problem, or 128 + the signal that interrupted it."""
-    for number in SIGNALS:
-        # Under nohup, or in the background of a script, some are ignored and stay so.
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _interrupt)
-    try:
-        command()
-        sys.exit()
-    except Problem as error:
-        problem = error
-    except ImportError as error:
-        remedy = f"Run: pip install -r '{REPOSITORY / 'requirements.txt'}'"
-        problem = Problem(f"{sys.executable} lacks a package: {error}", remedy)
-    except OSError as error:
-        remedy = "Check the path, its permissions and the free space"
-        problem = Problem(f"{error.filename or 'writing'}: {error.strerror or error}", remedy)
-    except KeyboardInterrupt as interrupt:
-        sys.exit(128 + interrupt.args[0])
-    note(f"error: {problem}\n       {problem.remedy}".rstrip())
-    sys.exit(EXIT_ERROR)
-
-
-def _interrupt(number: int, _frame: object) -> NoReturn:
-    raise KeyboardInterrupt(number)

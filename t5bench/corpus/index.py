@@ -2,7 +2,7 @@
 
 An index is little-endian: 9 bytes `MMIDIDX\\0\\0`, the version 1 (uint64), the code of the token ids' type (uint8), the
 numbers of sequences S and of document boundaries D (uint64 each), then sizes (int32, S), pointers (int64, S) and
-doc_idx (int64, D), as Megatron-LM's MMapIndexedDataset reads them.
+doc_idx (int64, D), as Megatron-LM's MMapIndexedDataset reads them. A document is one sequence or more.
 
 Launchers read the whole index before every run, hence nothing heavier than `array` and `struct`.
 """
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections.abc import Callable, Iterable
 from itertools import accumulate, repeat
 from operator import le, mul
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from t5bench import REPOSITORY, Problem
 
@@ -30,7 +31,7 @@ REMEDY = f"Run: bash '{REPOSITORY}/scripts/prepare_xsum_megatron.sh'   (SAMPLE=1
 
 
 class Index(NamedTuple):
-    """What the index of `<prefix>.bin` says; a document is one sequence or more.
+    """What the index of `<prefix>.bin` says.
 
     dtype: numpy's name of a token id's type. tokens: their number. sizes: tokens of each sequence, int32, (sequences,).
     pointers: offset of each sequence in the .bin in bytes, int64, (sequences,). doc_idx: first sequence of each
@@ -54,13 +55,16 @@ def read_index(prefix: str | Path) -> Index:
     Raises Problem, which names the file that is missing, truncated or inconsistent.
     """
     bin_path, idx_path = dataset_paths(prefix)
+    sizes, pointers, doc_idx = array("i"), array("q"), array("q")
     try:
         bin_bytes, idx_bytes = bin_path.stat().st_size, idx_path.stat().st_size
         if not bin_bytes or not idx_bytes:
             raise Problem(f"{MISSING}: {idx_path if bin_bytes else bin_path} is empty", REMEDY)
         with idx_path.open("rb") as stream:
-            code, sequences, boundaries = _read_header(stream, idx_path, idx_bytes)
-            sizes, pointers, doc_idx = array("i"), array("q"), array("q")
+            header = stream.read(HEADER.size)
+            if wrong := _wrong_header(header, idx_bytes):
+                raise Problem(f"{idx_path} {wrong}", REMEDY)
+            _, _, code, sequences, boundaries = HEADER.unpack(header)
             sizes.fromfile(stream, sequences)
             pointers.fromfile(stream, sequences)
             doc_idx.fromfile(stream, boundaries)
@@ -80,32 +84,42 @@ def read_index(prefix: str | Path) -> Index:
     return Index(dtype, expected // itemsize, sizes, pointers, doc_idx)
 
 
-def sequence_offsets(sizes: array[int], itemsize: int) -> array[int]:
-    """Offset in bytes of each sequence in the .bin: (sequences,)."""
-    offsets = array("q", accumulate(map(mul, sizes, repeat(itemsize)), initial=0))
-    offsets.pop()
-    return offsets
+def write_index(
+    prefix: Path, dtype: str, sizes: Callable[[], Iterable[array[int]]], doc_idx: Callable[[], Iterable[array[int]]]
+) -> None:
+    """Write `<prefix>.idx` without ever holding all of it. sizes and doc_idx: give the arrays of an Index in pieces."""
+    code, typecode = next((code, letter) for code, (name, letter) in TYPES.items() if name == dtype)
+    offset, itemsize = 0, array(typecode).itemsize
+    with dataset_paths(prefix)[1].open("wb") as stream:
+        stream.write(HEADER.pack(MAGIC, VERSION, code, sum(map(len, sizes())), sum(map(len, doc_idx()))))
+        stream.writelines(sizes())
+        for piece in sizes():
+            pointers = _pointers(piece, itemsize, offset)
+            offset = pointers.pop()
+            stream.write(pointers)
+        stream.writelines(doc_idx())
 
 
-def _read_header(stream: BinaryIO, path: Path, size: int) -> tuple[int, int, int]:
-    """Type code, number of sequences and number of document boundaries."""
-    header = stream.read(HEADER.size)
+def _pointers(sizes: array[int], itemsize: int, first: int = 0) -> array[int]:
+    """Offset in bytes of each sequence in the .bin, and of the end of the last one: (sequences + 1,)."""
+    return array("q", accumulate(map(mul, sizes, repeat(itemsize)), initial=first))
+
+
+def _wrong_header(header: bytes, size: int) -> str:
+    """What is wrong with an index of that many bytes, or nothing."""
     if not header.startswith(MAGIC[: len(header)]):
-        what = "is not the index of a memory-mapped Megatron dataset: it does not begin with MMIDIDX"
-        raise Problem(f"{path} {what}", REMEDY)
+        return "is not the index of a memory-mapped Megatron dataset: it does not begin with MMIDIDX"
     if len(header) < HEADER.size:
-        raise Problem(f"{path} is truncated: {size} bytes do not even hold its header", REMEDY)
+        return f"is truncated: {size} bytes do not even hold its header"
     _, version, code, sequences, boundaries = HEADER.unpack(header)
     if version != VERSION:
-        raise Problem(f"{path} has format version {version}; only version {VERSION} is known", REMEDY)
+        return f"has format version {version}; only version {VERSION} is known"
     if code not in TYPES:
-        raise Problem(f"{path} is corrupt: {code} is not the code of an integer token type", REMEDY)
+        return f"is corrupt: {code} is not the code of an integer token type"
     expected = HEADER.size + 12 * sequences + 8 * boundaries
-    if size != expected:
-        word = "truncated" if size < expected else "corrupt"
-        announced = f"its header announces {sequences} sequences, which take {expected} bytes"
-        raise Problem(f"{path} is {word}: {announced}, but it has {size}", REMEDY)
-    return code, sequences, boundaries
+    word = "truncated" if size < expected else "corrupt"
+    announced = f"its header announces {sequences} sequences, which take {expected} bytes, but it has {size}"
+    return "" if size == expected else f"is {word}: {announced}"
 
 
 def _inconsistency(itemsize: int, sizes: array[int], pointers: array[int], doc_idx: array[int]) -> str:
@@ -113,7 +127,7 @@ def _inconsistency(itemsize: int, sizes: array[int], pointers: array[int], doc_i
     count = len(sizes)
     if min(sizes, default=0) < 1:
         return f"it lists a sequence of {min(sizes)} tokens" if sizes else "it lists no document"
-    if pointers != sequence_offsets(sizes, itemsize):
+    if pointers != _pointers(sizes, itemsize)[:-1]:
         return "its offsets do not follow from its sequence lengths"
     # One sequence per document is what the project writes, and comparing with that is the fastest.
     if doc_idx == array("q", range(count + 1)):

@@ -1,51 +1,74 @@
-"""XSum or the bundled sample as an indexed dataset: what scripts/prepare_xsum_megatron.sh runs, with its settings."""
+"""XSum or the bundled sample as an indexed dataset.
 
+`xsum_text_document.bin` holds the token ids of all documents one after the other, `.idx` where each begins and
+`.meta.json` where they came from. Every document is one sequence, and its ids are exactly those of the `encode` of
+transformers' slow T5Tokenizer, which ends each document with one `</s>`.
+"""
+
+import fcntl
 import filecmp
+import json
 import os
 import shlex
 import shutil
 import signal
 import socket
-import tempfile
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from t5bench import REPOSITORY, Problem
 from t5bench.corpus import common
-from t5bench.corpus.build import build
 from t5bench.corpus.checksum import tokenizer_checksum
-from t5bench.corpus.export import Source, export, is_current, make_source
+from t5bench.corpus.convert import convert_source
+from t5bench.corpus.source import Source, make_source
 from t5bench.corpus.tokenizer import DocumentEncoder, copy_tokenizer, find_tokenizer
 
 TEXT, DATASET = "xsum_text", "xsum_text_document"
-DEFAULT_WORKERS = min(8, len(os.sched_getaffinity(0)))
 BINARIES = [f"{DATASET}.bin", f"{DATASET}.idx"]
-OUTPUTS = ["tokenizer", f"{TEXT}.jsonl", f"{TEXT}.meta.json", *BINARIES, f"{DATASET}.meta.json"]
+FILES = [f"{TEXT}.jsonl", *BINARIES]
+OUTPUTS = ["tokenizer", *FILES, f"{TEXT}.meta.json", f"{DATASET}.meta.json"]
 
 
 def prepare(settings: Mapping[str, str]) -> None:
-    """Export, tokenise and publish, as the script's settings say. Raises Problem."""
-    directory, tokenizer = Path(settings["MEGATRON_DATA_DIR"]), settings["TOKENIZER_MODEL"]
-    source = make_source(settings["XSUM_SOURCE"], settings["XSUM_SPLIT"], int(settings["XSUM_LIMIT"] or 0) or None)
-    force = settings["FORCE"] == "1"
-    if not force:
+    """Export, tokenise and publish, as the script's settings say; without a tokenizer export alone. Raises Problem."""
+    directory, tokenizer = Path(settings["MEGATRON_DATA_DIR"]), settings.get("TOKENIZER_MODEL")
+    limit, force = int(settings.get("XSUM_LIMIT") or 0) or None, settings.get("FORCE") == "1"
+    source = make_source(settings.get("XSUM_SOURCE", ""), settings.get("XSUM_SPLIT") or "train", limit)
+    workers = int(settings.get("WORKERS") or len(os.sched_getaffinity(0)))
+    if tokenizer and not force:
         check_replacement(directory, source, tokenizer)
     with staging(directory) as staged:
-        # The copy itself tokenises, so that it is known to be complete; before the export, which may take long.
-        copy_tokenizer(find_tokenizer(tokenizer), staged / "tokenizer")
-        encoder = DocumentEncoder(staged / "tokenizer", int(settings["WORKERS"] or DEFAULT_WORKERS))
-        articles = directory / f"{TEXT}.jsonl"
-        if not force and is_current(source, articles):
-            common.note(f"Using {articles}, exported earlier from the same source (FORCE=1 exports again)")
-        else:
-            common.note(f"Exporting: {source.describe()}")
-            articles = staged / f"{TEXT}.jsonl"
-            export(source, articles)
-        common.note(f"Tokenising with {tokenizer}")
-        build(articles, staged / DATASET, encoder, tokenizer)
+        encoder, rows, made_with = None, source, {}
+        if tokenizer:
+            # The copy itself tokenises, so that it is known to be complete; before the export, which may take long.
+            copy_tokenizer(find_tokenizer(tokenizer), staged / "tokenizer")
+            encoder = DocumentEncoder(staged / "tokenizer")
+            made_with = {
+                "tokenizer": common.recorded_name(tokenizer),
+                "tokenizer_checksum": tokenizer_checksum(staged / "tokenizer"),
+                "dtype": encoder.dtype,
+                "vocabulary": encoder.vocabulary,
+            }
+            if not force and is_current(source, directory):
+                common.note(f"Using {TEXT}.jsonl, exported earlier from the same source (FORCE=1 exports again)")
+                rows = Source(directory / f"{TEXT}.jsonl")
+        common.note(f"{'Tokenising' if tokenizer else 'Exporting'}: {source.describe()}")
+        counts = convert_source(rows, staged / TEXT, encoder, workers)
+        write_records(source, staged, counts, made_with)
         publish(staged, directory)
-    tell_next_command(directory, Path(settings["CALLED_FROM"]), sample=settings["SAMPLE"] == "1")
+    report(counts, directory, tokenizer)
+
+
+def is_current(source: Source, directory: Path) -> bool:
+    """Whether the directory has a complete export of this source as it is now."""
+    record, export = common.read_record(directory / TEXT), directory / f"{TEXT}.jsonl"
+    same = (source.describe(), source.state()) == (record.get("source"), record.get("source_state"))
+    return same and export.exists() and record["files"][export.name]["bytes"] == export.stat().st_size
 
 
 def check_replacement(directory: Path, source: Source, tokenizer: str) -> None:
@@ -67,44 +90,45 @@ def check_replacement(directory: Path, source: Source, tokenizer: str) -> None:
     raise Problem(f"{existing[0]} {problem}", "Set FORCE=1 to replace it, or MEGATRON_DATA_DIR to keep both")
 
 
+def write_records(source: Source, staged: Path, counts: Counter[str], tokenizer: dict[str, Any]) -> None:
+    """Beside the export and, where there is one, the dataset. tokenizer: what the dataset's record says of it."""
+    record = {
+        "source": source.describe(),
+        "source_state": source.state(),
+        **tokenizer,
+        **counts,
+        "files": {name: common.file_facts(staged / name) for name in FILES if (staged / name).exists()},
+        "versions": {name: version(name) for name in ("sentencepiece", "tokenizers", "transformers")},
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
+    }
+    for name in (TEXT, DATASET) if tokenizer else (TEXT,):
+        common.record_path(staged / name).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
 @contextmanager
 def staging(directory: Path) -> Iterator[Path]:
-    """A directory inside `directory` for this run alone, gone afterwards. Raises Problem while another run has it.
-
-    It is the lock as well: it gets its name by renaming, with its owner inside, which only one run at a time can do.
-    """
-    created = not directory.is_dir()
-    directory.mkdir(parents=True, exist_ok=True)
-    mine, staged = Path(tempfile.mkdtemp(prefix=".prepare-", dir=directory)), directory / ".prepare"
-    try:
-        (mine / "owner").write_text(f"{os.getpid()} {socket.gethostname()}\n")
+    """A directory inside `directory` for this run alone, gone afterwards. Raises Problem while another run has it."""
+    created, staged = not directory.is_dir(), directory / ".prepare"
+    staged.mkdir(parents=True, exist_ok=True)
+    with (staged / "owner").open("a+") as owner:
         try:
-            mine.rename(staged)
-        except OSError:
-            refuse_living_owner(staged)
-            shutil.rmtree(staged)
-            mine.rename(staged)
-        mine = staged
-        yield staged
-    except KeyboardInterrupt:
-        common.note(f"interrupted: nothing in {directory} was changed")
-        raise
-    finally:
-        shutil.rmtree(mine, ignore_errors=True)
-        if created:
-            with suppress(OSError):
-                directory.rmdir()
-
-
-def refuse_living_owner(staged: Path) -> None:
-    """Raise Problem unless a staging directory is what remains of a run that was killed on this host."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        pid, host = (staged / "owner").read_text().split()
-        if host == socket.gethostname():
-            with suppress(PermissionError):  # it runs for another user
-                os.kill(int(pid), 0)
-        remedy = f"Wait for it, or end it; if it no longer runs, remove {staged}"
-        raise Problem(f"process {pid} on {host} is preparing data in {staged.parent}", remedy)
+            # The system lets go of it when this process ends, however it does.
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner.seek(0)
+            raise Problem(f"{owner.read()} is preparing data in {directory}", "Wait for it, or end it") from None
+        owner.truncate(0)
+        print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=owner, flush=True)
+        try:
+            yield staged
+        except KeyboardInterrupt:
+            common.note(f"interrupted: nothing in {directory} was changed")
+            raise
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+            if created:
+                with suppress(OSError):
+                    directory.rmdir()
 
 
 def publish(staged: Path, directory: Path) -> None:
@@ -115,25 +139,22 @@ def publish(staged: Path, directory: Path) -> None:
     if filecmp.cmpfiles(staged, directory, BINARIES, shallow=False)[0] != BINARIES:
         for outdated in directory.glob(f"{DATASET}_*indexmap*.npy"):
             outdated.unlink()
-    with suppress(FileNotFoundError):
-        (directory / "tokenizer").rename(staged / "tokenizer.replaced")
+    os.sync()
     for name in OUTPUTS:
+        if (staged / name).is_dir() and (directory / name).exists():
+            (directory / name).rename(staged / "replaced")
         with suppress(FileNotFoundError):
             (staged / name).rename(directory / name)
 
 
-def tell_next_command(directory: Path, called_from: Path, *, sample: bool) -> None:
-    launcher = "scripts/run_megatron_t5_ddp.sh"
-    if not called_from.samefile(REPOSITORY):
-        launcher = shlex.quote(f"{REPOSITORY}/{launcher}")
-    quoted = shlex.quote(str(directory))
-    words = "" if directory == REPOSITORY / "megatron_data" else f"MEGATRON_DATA_DIR={quoted} "
-    words += "MODEL_PRESET=tiny " if sample else ""
-    print(f"Written to {directory}. Next:\n  {words}bash {launcher}")
-    if not sample:
-        print("Nodes that do not share this file system need a copy in the same place, for example:")
-        print(f'  scp -r {quoted}/{{{DATASET}.{{bin,idx,meta.json}},tokenizer}} "${{NODE1}}":{quoted}/')
-
-
-if __name__ == "__main__":
-    common.run(lambda: prepare(os.environ))
+def report(counts: Counter[str], directory: Path, tokenizer: str | None) -> None:
+    """Say what is in the data, and what comes next."""
+    print(f"{directory}: {counts['documents']:,} documents, {counts['tokens']:,} tokens")
+    if empty := counts["skipped_empty"]:
+        print(f"{empty:,} empty documents were left out.")
+    if special := counts["special_text_documents"]:
+        print(f"{special:,} documents contain a special token's text, which became that token.")
+    if tokenizer:
+        words = "" if directory == REPOSITORY / "megatron_data" else f"MEGATRON_DATA_DIR={shlex.quote(str(directory))} "
+        words += "MODEL_PRESET=tiny " if common.SAMPLE in Path(tokenizer).parents else ""
+        print(f"Next:\n  {words}bash {shlex.quote(f'{REPOSITORY}/scripts/run_megatron_t5_ddp.sh')}")

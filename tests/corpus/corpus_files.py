@@ -43,10 +43,11 @@ def snapshot(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
-def run_module(name: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", f"t5bench.corpus.{name}", *map(str, arguments)]
+def export(**environment: str) -> subprocess.CompletedProcess[str]:
+    """scripts/export_xsum_corpus.py."""
     environment |= {"PATH": os.environ["PATH"], "HOME": "/nonexistent"}
-    return subprocess.run(command, cwd=REPO_ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, REPO_ROOT / "scripts" / "export_xsum_corpus.py"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
 
 def assert_refused(result: subprocess.CompletedProcess[str], *parts: str) -> None:

@@ -8,37 +8,36 @@ import struct
 import subprocess
 import sys
 import warnings
+from array import array
 from pathlib import Path
 
 import numpy as np
 import pytest
-from corpus_files import ARTICLES, SAMPLE, run_module, snapshot, write_jsonl
+from corpus_files import ARTICLES, SAMPLE, snapshot, texts_of, write_jsonl
 from harness import write_indexed_dataset
 
 from t5bench import Problem
-from t5bench.corpus import sample_tokenizer
-from t5bench.corpus.build import BATCH_DOCUMENTS, build_dataset, write_dataset
-from t5bench.corpus.index import read_index
+from t5bench.corpus import sample_tokenizer, source
+from t5bench.corpus.convert import convert_source
+from t5bench.corpus.index import read_index, write_index
+from t5bench.corpus.source import Source
 from t5bench.corpus.tokenizer import DocumentEncoder, find_tokenizer
 
 DOCUMENTS = [[5, 6, 7, 1], [8, 9, 1], [65535, 1], [1]]
 SPECIAL_TEXTS = ["a </s> b", "It ends here. </s>", "</s>", "</s></s>", "<extra_id_0>", "a<extra_id_3> b <extra_id_10>."]
+SPECIAL_TEXTS += ["<pad> and  <unk> ", "<s> begins a sequence", "a<s>b", "<s>", " <s> </s> ", "<s></s><s>"]
 SPECIAL_TEXTS += [
-    "<pad> and  <unk> ",
-    "<s> begins a sequence",
-    "a<s>b",
-    "<s>",
-    " <s> </s> ",
-    "<s></s><s>",
+    "<extra_id_0><extra_id_0>\n<extra_id_99>",
+    "[PAD] <mask>",
+    "<extra_id_100> and </s",
     "< s > <S> </ s>",
 ]
-SPECIAL_TEXTS += ["<extra_id_0><extra_id_0>\n<extra_id_99>", "[PAD] <mask>", "<extra_id_100> and </s", "", " ", "\n\n"]
-SPECIAL_TEXTS += ["\u2581 b\u2581", "na\u00efve \ufb01ne \u6771\u4eac \U0001f600 \u202f \x00 a\u2028b"]
+SPECIAL_TEXTS += ["\u2581 b\u2581", "na\u00efve \ufb01ne \u6771\u4eac \U0001f600 \u202f \x00 a\u2028b", "", " ", "\n\n"]
 
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
-    write_dataset(tmp_path / "corpus_document", "uint16", DOCUMENTS)
+    write_indexed_dataset(tmp_path / "corpus_document", DOCUMENTS)
     return tmp_path / "corpus_document"
 
 
@@ -53,16 +52,20 @@ def documents_of(prefix: Path) -> list[list[int]]:
     return [document.tolist() for document in np.split(tokens, np.cumsum(index.sizes)[:-1])]
 
 
+def ids_of(encoder: DocumentEncoder, texts: list[str]) -> list[list[int]]:
+    return [ids.tolist() for ids in encoder.encode_batch(texts)]
+
+
 def test_writer_and_reader_follow_the_format(dataset: Path, tmp_path: Path) -> None:
-    write_indexed_dataset(tmp_path / "expected", DOCUMENTS)
-    for suffix in (".bin", ".idx"):
-        assert dataset.with_suffix(suffix).read_bytes() == (tmp_path / f"expected{suffix}").read_bytes()
-    index = read_index(dataset)
+    index, path = read_index(dataset), dataset.with_suffix(".idx")
     assert (index.tokens, index.dtype, list(index.sizes)) == (10, "uint16", [4, 3, 2, 1])
     assert (list(index.pointers), list(index.doc_idx)) == ([0, 8, 14, 18], [0, 1, 2, 3, 4])
+    pieces = [array("i", [4, 3]), array("i", [2, 1])]
+    write_index(tmp_path / "pieces", "uint16", lambda: pieces, lambda: [array("q", [0, 1, 2]), array("q", [3, 4])])
+    assert (tmp_path / "pieces.idx").read_bytes() == path.read_bytes()
     # Two documents of two sequences each.
-    path, header = dataset.with_suffix(".idx"), struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 4, 3)
-    path.write_bytes(header + path.read_bytes()[34:82] + struct.pack("<3q", 0, 2, 4))
+    path.write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 4, 3) + path.read_bytes()[34:82])
+    path.write_bytes(path.read_bytes() + struct.pack("<3q", 0, 2, 4))
     assert list(read_index(dataset).doc_idx) == [0, 2, 4]
 
 
@@ -109,7 +112,8 @@ def test_ids_are_those_of_the_slow_tokenizer(tmp_path: Path, monkeypatch: pytest
     from transformers import T5Tokenizer
 
     directory = shutil.copytree(SAMPLE / "tokenizer", tmp_path / "tokenizer")
-    (directory / "tokenizer_config.json").write_text(json.dumps(sample_tokenizer.CONFIG | {"legacy": legacy}))
+    config = json.loads((directory / "tokenizer_config.json").read_text()) | {"legacy": legacy}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
     slow, encoder = T5Tokenizer.from_pretrained(directory), DocumentEncoder(directory)
     assert slow.add_special_tokens({"bos_token": "<s>"}) == 1  # as upstream's tool does
     assert encoder.exact == legacy and encoder.vocabulary == len(slow) == 4101
@@ -123,47 +127,50 @@ def test_ids_are_those_of_the_slow_tokenizer(tmp_path: Path, monkeypatch: pytest
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # "This sequence already has </s>"
         expected = [slow.encode(text) for text in texts]
-    for text, mine, theirs in zip(texts, encoder.encode_batch(texts), expected, strict=True):
+    for text, mine, theirs in zip(texts, ids_of(encoder, texts), expected, strict=True):
         assert mine == theirs, repr(text)
     assert slowly == ([text for text in texts if encoder.has_special_text(text)] if legacy else texts)
     assert not any(2 in ids or ids.index(1) < len(ids) - 1 for ids in expected[: len(ARTICLES)])
 
 
-def test_building_keeps_order_and_counts(encoder: DocumentEncoder, tmp_path: Path) -> None:
-    texts = ARTICLES * 4
-    texts[700:700] = ["", " \n", "one <extra_id_1> two", "word " * 600, "a <s>tag</s>", "< s >"]
-    assert len(texts) > 2 * BATCH_DOCUMENTS
-    source = write_jsonl(tmp_path / "text.jsonl", [{"text": text, "other": 1} for text in texts])
-    source.write_text(source.read_text() + "\n\n")
-    counts, documents = build_dataset(source, tmp_path / "one", encoder), documents_of(tmp_path / "one")
-    assert documents == encoder.encode_batch([text for text in texts if text.strip()])
-    assert (counts["documents"], counts["tokens"]) == (len(documents), sum(map(len, documents)))
-    assert (counts["skipped_empty"], counts["special_text_documents"]) == (2, 2)
-    threaded = DocumentEncoder(SAMPLE / "tokenizer", threads=4)
-    for threaded.vocabulary, dtype in ((65499, "uint16"), (65500, "int32")):
-        build_dataset(source, tmp_path / dtype, threaded)
-        assert read_index(tmp_path / dtype).dtype == dtype and documents_of(tmp_path / dtype) == documents
+def test_building_keeps_order_and_counts(
+    encoder: DocumentEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one process or several, whatever the blocks are."""
+    texts = ARTICLES * 2
+    texts[400:400] = ["", " \n", "one <extra_id_1> two", "word " * 600, "a <s>tag</s>", "< s >"]
+    path = write_jsonl(tmp_path / "text.jsonl", [{"text": text, "other": 1} for text in texts])
+    path.write_text(path.read_text() + "\n\n")
+    monkeypatch.setattr(source, "BLOCK_BYTES", 20_000)
+    expected = ids_of(encoder, [text for text in texts if text.strip()])
+    for workers, encoder.dtype, limit, skipped in ((1, "int32", None, 2), (3, "uint16", 401, 2), (1, "uint16", 9, 0)):
+        counts, made = convert_source(Source(path, limit=limit), tmp_path / "m", encoder, workers), expected[:limit]
+        assert documents_of(tmp_path / "m_document") == made
+        assert read_index(tmp_path / "m_document").dtype == encoder.dtype
+        special = {None: 2, 401: 1, 9: 0}[limit]
+        numbers = {"documents": len(made), "tokens": sum(map(len, made)), "skipped_empty": skipped}
+        assert counts == numbers | {"special_text_documents": special}
+        assert texts_of(tmp_path / "m.jsonl") == [text for text in texts if text.strip()][:limit]
 
 
 BAD_CORPORA = {
     b'{"text": "fine"}\n{"text": \n': "line 2 of .* is not valid JSON",
-    b'{"text": "fine"}\n\n{"txt": "a"}\n': 'line 3 of .* has no string as "text", but nothing',
+    b'{"text": "fine"}\n\n{"txt": "a"}\n': 'line 3 of .* has no "document"; it has txt',
     b'{"text": 5}\n': 'line 1 of .* has no string as "text", but int',
     b'["text"]\n': "line 1 of .* is not a JSON object",
     b"[" * 100_000: "line 1 of .* is not valid JSON",
-    b'{"text": "fine"}\n{"text": "\xff"}\n': "line 2 of .* is not UTF-8",
-    b'{"text": "fine \\ud83d\\ude00"}\n{"text": "half \\ud83d"}\n': "line 2 of .* half of a surrogate pair",
-    b'{"text": " "}\n': "no document with text",
+    b'{"text": "fine", "n": NaN}\n{"text": "\xff"}\n': "line 2 of .* is not valid JSON .*decode byte 0xff",
+    b'{"text": "fine \\ud83d\\ude00"}\n{"text": "half \\ud83d"}\n': "line 2 of .* surrogates not allowed",
+    b'{"text": " "}\n': "not a single document with text",
 }
 
 
-def test_a_bad_corpus_is_refused_by_line(encoder: DocumentEncoder, dataset: Path, tmp_path: Path) -> None:
+def test_a_bad_corpus_is_refused_by_line(encoder: DocumentEncoder, tmp_path: Path) -> None:
     for content, message in BAD_CORPORA.items():
-        (tmp_path / "bad.jsonl").write_bytes(content)
-        before = snapshot(tmp_path)
+        (tmp_path / "{bad}.jsonl").write_bytes(content)
         with pytest.raises(Problem, match=message) as caught:
-            build_dataset(tmp_path / "bad.jsonl", dataset, encoder)
-        assert caught.value.remedy and snapshot(tmp_path) == before
+            convert_source(Source(tmp_path / "{bad}.jsonl"), tmp_path / "out", encoder, 1)
+        assert caught.value.remedy
 
 
 def test_what_is_not_a_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -182,7 +189,7 @@ UPSTREAM = """
 import preprocess_data
 preprocess_data.main()
 from megatron.data.indexed_dataset import MMapIndexedDataset
-dataset = MMapIndexedDataset("ours", skip_warmup=True)
+dataset = MMapIndexedDataset("ours_document", skip_warmup=True)
 print([dataset[i].tolist() for i in range(len(dataset))], file=open("ours.read", "w"))
 """
 
@@ -190,7 +197,9 @@ print([dataset[i].tolist() for i in range(len(dataset))], file=open("ours.read",
 def test_files_are_those_of_megatrons_own_tool(encoder: DocumentEncoder, megatron_dir: Path, tmp_path: Path) -> None:
     # For an empty document the tool writes a lone </s>.
     texts = [text for text in ARTICLES + SPECIAL_TEXTS if text.strip()]
-    build_dataset(write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in texts]), tmp_path / "ours", encoder)
+    convert_source(
+        Source(write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in texts])), tmp_path / "ours", encoder, 1
+    )
     # The tool needs this name when it is imported, and nothing of it for whole documents.
     (tmp_path / "nltk.py").write_text("class tokenize:\n class punkt:\n  PunktLanguageVars = object\n")
     options = ["--input", "text.jsonl", "--output-prefix", "theirs", "--workers", "1", "--seq-length", "512"]
@@ -198,9 +207,9 @@ def test_files_are_those_of_megatrons_own_tool(encoder: DocumentEncoder, megatro
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{megatron_dir}:{megatron_dir}/tools"}
     subprocess.run([sys.executable, "-c", UPSTREAM, *options], env=environment, cwd=tmp_path, timeout=120, check=True)
     for suffix in (".bin", ".idx"):
-        ours, theirs = tmp_path / f"ours{suffix}", tmp_path / f"theirs_text_document{suffix}"
+        ours, theirs = tmp_path / f"ours_document{suffix}", tmp_path / f"theirs_text_document{suffix}"
         assert ours.read_bytes() == theirs.read_bytes()
-    assert json.loads((tmp_path / "ours.read").read_text()) == encoder.encode_batch(texts)
+    assert json.loads((tmp_path / "ours.read").read_text()) == ids_of(encoder, texts)
 
 
 def test_sample_tokenizer_is_what_its_command_makes(tmp_path: Path) -> None:
@@ -209,5 +218,5 @@ def test_sample_tokenizer_is_what_its_command_makes(tmp_path: Path) -> None:
     if sentencepiece.__version__ != sample_tokenizer.SENTENCEPIECE_VERSION:
         pytest.skip(f"made with sentencepiece {sample_tokenizer.SENTENCEPIECE_VERSION}, this is another release")
     assert f"sentencepiece {sentencepiece.__version__}" in (SAMPLE / "README.md").read_text()
-    assert run_module("sample_tokenizer", tmp_path / "a tokenizer").returncode == 0
-    assert snapshot(tmp_path / "a tokenizer") == snapshot(SAMPLE / "tokenizer")
+    sample_tokenizer.train(tmp_path)
+    assert snapshot(tmp_path)["spiece.model"] == snapshot(SAMPLE / "tokenizer")["spiece.model"]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import corpus_files as corpus
 import pytest
-from corpus_files import ROWS, SAMPLE, TEXTS, assert_refused, run_module, snapshot, texts_of
-from harness import REPO_ROOT, Project, wait_for
+from corpus_files import ROWS, SAMPLE, TEXTS, assert_refused, snapshot, texts_of
+from harness import Project, wait_for
 
 from t5bench.corpus.checksum import tokenizer_checksum
 
@@ -34,12 +34,12 @@ XSUM_FILES = {
 def test_export_takes_local_files(tmp_path: Path, suffix: str) -> None:
     source, output = tmp_path / f"my xsum{suffix}", tmp_path / "out dir" / "xsum_text.jsonl"
     corpus.write_jsonl(source, ROWS) if suffix == ".jsonl" else source.write_bytes(corpus.in_parquet(ROWS))
-    script = [sys.executable, REPO_ROOT / "scripts" / "export_xsum_corpus.py", "--output", output]
-    said = subprocess.check_output(script, env={"XSUM_SOURCE": str(source)}, cwd=tmp_path, text=True)
-    assert "3 documents (3 without text left out)" in said
+    settings = {"XSUM_SOURCE": str(source), "MEGATRON_DATA_DIR": str(output.parent)}
+    said = corpus.export(**settings).stdout
+    assert "3 documents" in said and "3 empty documents were left out" in said
     assert json.loads(output.read_text().splitlines()[1]) == {"text": "Third.", "summary": "S.", "id": "4"}
     assert texts_of(output) == TEXTS
-    run_module("export", "--source", source, "--output", output, "--limit", 2)
+    corpus.export(**settings, XSUM_LIMIT="2")
     assert texts_of(output) == TEXTS[:2]
     assert {path.name for path in output.parent.iterdir()} == {"xsum_text.jsonl", "xsum_text.meta.json"}
 
@@ -48,34 +48,35 @@ BAD_SOURCES = {
     "articles.csv": (b"document,summary\n", "neither .jsonl nor .parquet"),
     "column.jsonl": (b'{"article": "a", "summary": "b"}\n', 'has no "document"; it has article, summary'),
     "number.jsonl": (b'{"document": 7, "summary": "b"}\n', 'no string as "document", but int'),
-    "empty.jsonl": (b'{"document": " ", "summary": "b"}\n', "not a single article with text"),
+    "empty.jsonl": (b'{"document": " ", "summary": "b"}\n', "not a single document with text"),
     "broken.parquet": (b"PAR1 but not really PAR1", "is damaged or not a Parquet file"),
     "column.parquet": (corpus.in_parquet([{"document": "a"}]), "row 1 of"),
 }
 
 
 def test_export_refuses_bad_sources(tmp_path: Path) -> None:
-    (tmp_path / "out.jsonl").write_text("what was there before")
+    (tmp_path / "xsum_text.jsonl").write_text("what was there before")
     for name, (content, message) in BAD_SOURCES.items():
         (tmp_path / name).write_bytes(content)
         before = snapshot(tmp_path)
-        assert_refused(run_module("export", "--source", tmp_path / name, "--output", tmp_path / "out.jsonl"), message)
+        said = corpus.export(XSUM_SOURCE=str(tmp_path / name), MEGATRON_DATA_DIR=str(tmp_path))
+        assert_refused(said, message)
         assert snapshot(tmp_path) == before
 
 
 def test_export_says_what_the_hub_lacks(tmp_path: Path) -> None:
     def export(hub: str, split: str = "validation") -> subprocess.CompletedProcess[str]:
-        return run_module("export", "--output", output, "--split", split, HF_ENDPOINT=hub, HF_HOME=str(tmp_path))
+        settings = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path), "MEGATRON_DATA_DIR": str(tmp_path / "data")}
+        return corpus.export(XSUM_SPLIT=split, **settings)
 
-    output = tmp_path / "xsum_text.jsonl"
     assert_refused(export(corpus.NO_HUB), "EdinburghNLP/xsum could not be fetched", f"{corpus.NO_HUB} does not answer")
     address, _ = corpus.serve_hub(tmp_path / "hub")
     assert_refused(export(address), "it does not exist, or it is not public", "XSUM_SOURCE=")
     # Without a conversion to Parquet, the main branch is taken.
     corpus.add_repository(tmp_path / "hub", "datasets/EdinburghNLP/xsum", "index.html", XSUM_FILES)
     assert_refused(export(address, "dev"), "EdinburghNLP/xsum has no split 'dev'", "train, validation or test")
-    assert not output.exists() and export(address).returncode == 0
-    assert texts_of(output) == TEXTS
+    assert not (tmp_path / "data").exists() and export(address).returncode == 0
+    assert texts_of(tmp_path / "data" / "xsum_text.jsonl") == TEXTS
 
 
 class Prepare:
@@ -133,7 +134,7 @@ def test_the_sample_is_prepared_offline(prepare: Prepare) -> None:
     for name in BUILT:
         content = (prepare.data / name).read_bytes()
         assert meta["files"][name] == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    assert said.endswith("\n  MODEL_PRESET=tiny bash scripts/run_megatron_t5_ddp.sh\n")
+    assert said.endswith("/scripts/run_megatron_t5_ddp.sh'\n") and "\n  MODEL_PRESET=tiny bash '" in said
 
 
 def test_hub_data_with_the_default_tokenizer(prepare: Prepare, tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_hub_data_with_the_default_tokenizer(prepare: Prepare, tmp_path: Path) -
     corpus.add_repository(hub, "datasets/EdinburghNLP/xsum", "revision/refs/convert/parquet", XSUM_FILES)
     address, downloads = corpus.serve_hub(hub)
     said = prepare(HF_ENDPOINT=address, MEGATRON_DATA_DIR="data here").stdout
-    assert f"MEGATRON_DATA_DIR='{directory}' bash scripts/" in said and "scp -r " in said
+    assert f"MEGATRON_DATA_DIR='{directory}' bash '" in said
     assert {path.name for path in directory.iterdir()} == OUTPUTS
     assert texts_of(directory / "xsum_text.jsonl") == TEXTS * 500 + ["End."]
     assert set(downloads) == {*t5, "default/train/0000.parquet", "default/train/0001.parquet"}
@@ -171,8 +172,8 @@ def test_an_earlier_export_is_used_while_its_source_is_the_same(prepare: Prepare
 
     # As on a cluster whose login node has the network and whose compute nodes do not.
     source, output = prepare.data / "sample" / "articles.jsonl", prepare.data / "xsum_text.jsonl"
-    script = [sys.executable, prepare.project.script("export_xsum_corpus.py"), "--source", source]
-    subprocess.run(script, env=prepare.project.environment, check=True)
+    script = [sys.executable, prepare.project.script("export_xsum_corpus.py")]
+    subprocess.run(script, env=prepare.project.environment_with({"XSUM_SOURCE": str(source)}), check=True)
     assert is_used()
     first = prepare.outputs()
     output.write_text(output.read_text()[:-1])
@@ -191,23 +192,19 @@ def test_a_failed_run_leaves_nothing_and_a_killed_one_nothing_that_matters(prepa
     assert prepared.outputs() == before
     prepared.refuses("line 7 of", XSUM_SOURCE=str(source), MEGATRON_DATA_DIR="not yet", **TOKENIZER)
     assert not (prepared.root / "not yet").exists()
-    staging, ended = prepared.data / ".prepare", subprocess.Popen(["true"])
-    staging.mkdir()
-    (staging / "xsum_text.jsonl").write_text("half")
-    (staging / "owner").write_text("77 another-node\n")
-    prepared.refuses("process 77 on another-node is preparing", f"remove {staging}", SAMPLE="1")
-    ended.wait()
-    (staging / "owner").write_text(f"{ended.pid} {socket.gethostname()}\n")
+    (prepared.data / ".prepare").mkdir()
+    (prepared.data / ".prepare" / "xsum_text.jsonl").write_text("half")
+    (prepared.data / ".prepare" / "owner").write_text("process 77 on another-node")
     prepared(SAMPLE="1")
     assert prepared.outputs()["xsum_text.jsonl"] == before["xsum_text.jsonl"]
 
 
-@pytest.mark.parametrize("number, step", [(signal.SIGINT, "xsum_text.jsonl"), (signal.SIGTERM, f"{DATASET}.bin")])
+@pytest.mark.parametrize("number, step", [(signal.SIGINT, "tokenizer"), (signal.SIGTERM, f"{DATASET}.bin")])
 def test_one_run_at_a_time_and_an_interrupted_one_changes_nothing(prepared: Prepare, number: int, step: str) -> None:
     before, source = prepared.outputs(), prepared.root / "many.jsonl"
     source.write_text('{"document": "It rained.", "summary": "Rain."}\n' * 300_000)
     process = prepared.start(XSUM_SOURCE=str(source), FORCE="1", **TOKENIZER)
-    wait_for(lambda: list((prepared.data / ".prepare").glob(f".{step}.partial-*")))
+    wait_for((prepared.data / ".prepare" / step).exists)
     prepared.refuses(f"process {process.pid} on {socket.gethostname()} is preparing data", SAMPLE="1", FORCE="1")
     process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
@@ -240,7 +237,7 @@ def test_settings_that_make_no_sense_are_refused(prepare: Prepare) -> None:
     prepare.refuses("but found XSUM_SOURCE=", " TOKENIZER_MODEL=", SAMPLE="1", XSUM_SOURCE="x.jsonl", **TOKENIZER)
     prepare.refuses("there is no file", "no/such.jsonl", XSUM_SOURCE="no/such.jsonl")
     prepare.refuses("/proc/nowhere: ", SAMPLE="1", MEGATRON_DATA_DIR="/proc/nowhere")
-    prepare.refuses("named 'sentencepiece'", "pip install", SAMPLE="1", PYTHON="bare", PYTHONPATH=None)
+    prepare.refuses("named 'msgspec'", "pip install", SAMPLE="1", PYTHON="bare", PYTHONPATH=None)
     assert_refused(prepare("--helpme", status=2), "unknown option '--helpme'")
     assert {path.name for path in prepare.data.iterdir()} == {"sample"}
     assert "\n  SAMPLE  " in prepare("--help").stdout

@@ -1,0 +1,131 @@
+"""Turn a source's documents into JSONL and token ids: one pass, in several processes, in memory that does not grow."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import signal
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from t5bench import Problem
+from t5bench.corpus import common
+from t5bench.corpus.index import write_index
+from t5bench.corpus.source import Block, Source
+from t5bench.corpus.tokenizer import DocumentEncoder
+
+PR_SET_PDEATHSIG = 1
+CHUNK = 1 << 20
+
+
+class Piece(NamedTuple):
+    """What the documents of a block become: lines of JSON, token ids, and the number of ids of each as int32."""
+
+    counts: Counter[str]
+    contents: tuple[bytes, bytes, bytes]
+
+
+def convert(block: Block, encoder: DocumentEncoder | None, limit: int | None = None) -> Piece:
+    """The block's first `limit` documents that have text, without ids where there is no encoder. Raises Problem."""
+    counts, articles = Counter(skipped_empty=0), []
+    for article in block.articles():
+        if article["text"].strip():
+            articles.append(article)
+        else:
+            counts["skipped_empty"] += 1
+        if len(articles) == limit:
+            break
+    lines = b"".join(msgspec.json.encode(article) + b"\n" for article in articles)
+    counts["documents"], texts = len(articles), [article["text"] for article in articles]
+    if not encoder or not texts:
+        return Piece(counts, (lines, b"", b""))
+    ids = encoder.encode_batch(texts)
+    sizes = array("i", map(len, ids))
+    counts.update(tokens=sum(sizes), special_text_documents=sum(map(encoder.has_special_text, texts)))
+    return Piece(counts, (lines, np.concatenate(ids).astype(encoder.dtype).tobytes(), sizes.tobytes()))
+
+
+def convert_source(source: Source, output: Path, encoder: DocumentEncoder | None, workers: int) -> Counter[str]:
+    """Write a source's documents in their order to `<output>.jsonl` and, with an encoder, `<output>_document.bin/.idx`.
+
+    Returns how many documents and tokens there are. Raises Problem for a bad row or a source without text.
+    """
+    from tqdm import tqdm
+
+    prefix, counts = Path(f"{output}_document"), Counter()
+    paths = [Path(f"{output}.jsonl"), *(Path(f"{prefix}.{suffix}") for suffix in (("bin", "sizes") if encoder else ()))]
+    with ExitStack() as stack:
+        streams = [stack.enter_context(path.open("wb")) for path in paths]
+        bar = stack.enter_context(tqdm(total=1, bar_format="{l_bar}{bar}| {elapsed}, {remaining} left", disable=None))
+        for block, piece in _pieces(source.blocks(), encoder, workers):
+            left = source.limit and source.limit - counts["documents"]
+            if left and piece.counts["documents"] >= left:
+                piece = convert(block, encoder, left)
+            for stream, content in zip(streams, piece.contents, strict=False):
+                stream.write(content)
+            counts.update(piece.counts)
+            bar.update(block.done - bar.n)
+            if counts["documents"] == source.limit:
+                break
+    if not counts["documents"]:
+        raise Problem(f"{source.describe()}: not a single document with text was found", "Check the source")
+    if encoder:
+        write_index(prefix, encoder.dtype, lambda: _read_sizes(paths[2]), lambda: _boundaries(counts["documents"]))
+    return counts
+
+
+def _read_sizes(path: Path) -> Iterator[array[int]]:
+    with path.open("rb") as stream:
+        while content := stream.read(CHUNK):
+            yield array("i", content)
+
+
+def _boundaries(documents: int) -> Iterator[array[int]]:
+    for first in range(0, documents + 1, CHUNK):
+        yield array("q", range(first, min(first + CHUNK, documents + 1)))
+
+
+def _pieces(blocks: Iterator[Block], encoder: DocumentEncoder | None, workers: int) -> Iterator[tuple[Block, Piece]]:
+    """All blocks and what becomes of them, in order; a source of few blocks is not worth other processes."""
+    first = blocks if workers == 1 else list(islice(blocks, 3))
+    yield from ((block, convert(block, encoder)) for block in first)
+    context, waiting = multiprocessing.get_context("fork"), deque()
+    with ProcessPoolExecutor(workers, context, _start_worker, (encoder,)) as pool:
+        try:
+            for block in blocks:
+                waiting.append((block, pool.submit(_convert, block)))
+                if len(waiting) > 2 * workers:
+                    block, piece = waiting.popleft()
+                    yield block, piece.result()
+            yield from ((block, piece.result()) for block, piece in waiting)
+        except BrokenProcessPool:
+            found = "a process that tokenises was killed, perhaps because the memory did not suffice"
+            raise Problem(found, "Free memory, or set WORKERS to a smaller number") from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+_encoder: DocumentEncoder | None = None
+
+
+def _start_worker(encoder: DocumentEncoder | None) -> None:
+    global _encoder
+    _encoder = encoder
+    # What interrupts the process that started this one is for that one to deal with; and it may be killed.
+    for number in common.SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _convert(block: Block) -> Piece:
+    return convert(block, _encoder)
