@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from t5bench import Problem
 from t5bench.compare.comparison import Comparison, build
@@ -16,7 +17,7 @@ from t5bench.record.files import RecordError
 from t5bench.report import tables
 
 DEEPEST = 4
-DEFAULT_RUNS = "outputs"
+DEFAULT_RUNS, PAGE = "outputs", "index.html"
 WIDTH_ELSEWHERE = 120  # characters of a line, for a file or a pipe when COLUMNS is unset
 UNFORESEEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 FORMATS = {
@@ -52,46 +53,45 @@ def compare(arguments: argparse.Namespace) -> Comparison:
     peak = arguments.peak_tflops
     if peak is not None and not 0 < peak < float("inf"):
         raise Problem(f"--peak-tflops must be a positive number, found {peak}", "Give a GPU's dense TFLOP/s")
-    runs, damaged = load_runs(arguments.runs)
-    try:
-        comparison = build(runs, arguments.baseline, arguments.allow, peak)
-        tables.caption(comparison)
-    except UNFORESEEN as error:
-        if isinstance(error, Problem) and not isinstance(error, RecordError):
-            raise
-        found = [(run, unfit(run)) for run in runs]
-        damaged += [why for _, why in found if why]
-        comparison = build([run for run, why in found if not why], arguments.baseline, arguments.allow, peak)
-    return replace(comparison, problems=[*damaged, *comparison.problems])
+    runs, damaged = load_runs(run_directories(arguments.runs))
+    return comparison_of(runs, damaged, arguments.baseline, arguments.allow, peak)
 
 
-def unfit(run: records.Run) -> str:
-    """Why a run cannot even be compared with itself; "" for one that can.
-
-    A record that nobody wrote may lack what a comparison asks for in a way that no reader foresees.
-    """
-    try:
-        tables.caption(build([run], run.strategy))
-    except UNFORESEEN as error:
-        return f"the run in {run.directory} is damaged and left out: {error!r}"
-    return ""
-
-
-def load_runs(places: Sequence[str]) -> tuple[list[records.Run], list[str]]:
-    """The runs in these directories, or in outputs/ when there is none, each once, and why damaged ones are left out.
-
-    Raises Problem where there is no run that can be read.
-    """
+def load_runs(directories: Sequence[Path], from_log: bool = False) -> tuple[list[records.Run], list[str]]:
+    """The runs, and why damaged ones are left out. Raises Problem where there is no run that can be read."""
     runs, damaged = [], []
-    for directory in run_directories(places):
+    for directory in directories:
         try:
-            runs.append(records.load(directory))
+            runs.append(records.load(directory, from_log=from_log))
         except RecordError as error:
             damaged.append(f"the run in {directory} is damaged and left out: {error}")
             problem = error
     if not runs:
         raise problem
     return runs, damaged
+
+
+def comparison_of(runs: Sequence[records.Run], damaged: Sequence[str], *how: Any) -> Comparison:
+    """how: what `build` takes besides runs. A record that nobody wrote may lack what no reader foresees: without it."""
+    try:
+        comparison = build(runs, *how)
+        tables.caption(comparison)
+    except UNFORESEEN as error:
+        if isinstance(error, Problem) and not isinstance(error, RecordError):
+            raise
+        found = [(run, unfit(run)) for run in runs]
+        damaged = [*damaged, *(why for _, why in found if why)]
+        comparison = build([run for run, why in found if not why], *how)
+    return replace(comparison, problems=[*damaged, *comparison.problems])
+
+
+def unfit(run: records.Run) -> str:
+    """Why a run cannot even be compared with itself; "" for one that can."""
+    try:
+        tables.caption(build([run], run.strategy))
+    except UNFORESEEN as error:
+        return f"the run in {run.directory} is damaged and left out: {error!r}"
+    return ""
 
 
 def run_directories(places: Sequence[str]) -> list[Path]:
@@ -135,7 +135,7 @@ def write(comparison: Comparison, directory: Path) -> Path:
     # matplotlib takes a second to import: not before the arguments are known to be right.
     from t5bench.report.page import render
 
-    page = directory / "index.html"
+    page = directory / PAGE
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, suffix in (("markdown", "md"), ("csv", "csv"), ("json", "json")):

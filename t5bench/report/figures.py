@@ -1,53 +1,16 @@
-"""The page's figures, as SVG within the page: text is text, ink takes the page's colour, light or dark."""
+"""What the page's figures show, by row, as data that any library can draw."""
 
-import io
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.colors import is_color_like, to_hex
-from matplotlib.figure import Figure as Canvas
-from matplotlib.ticker import MaxNLocator, NullFormatter
-
 from t5bench.compare.comparison import Comparison
-from t5bench.compare.rows import Measured, Row
+from t5bench.compare.rows import Row
 from t5bench.record.records import Run
-from t5bench.report.tables import mark, named_rows, short_labels
+from t5bench.report.tables import mark, named_rows
 
-# Stand-ins that become the page's own colours; matplotlib wants numbers.
-_INK, _GRID, _FAINT = "#010203", "#040506", "#070809"
-_PAGE_COLOURS = {_INK: "currentColor", _GRID: "var(--grid)", _FAINT: "var(--faint)"}
-
-_METADATA = ("Creator", "Date", "Format", "Type")
-_LEFT_OUT = "#888888"
-# A line tells the strategy by its dashes too.
-_DASHES = (
-    "-", (0, (6, 1.5)), (0, (4, 1.5)), (0, (2.5, 1.5)), (0, (1, 1.2)), (0, (4, 1.2, 1, 1.2, 1, 1.2)),
-    (0, (6, 1.5, 1, 1.5)), (0, (2, 1.2, 1, 1.2)),
-)  # fmt: skip
-_STYLE = {
-    "svg.fonttype": "none",
-    "text.parse_math": False,
-    "font.size": 11,
-    "text.color": _INK,
-    "axes.edgecolor": _INK,
-    "axes.labelcolor": _INK,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "grid.color": _GRID,
-    "legend.frameon": False,
-}
-WIDTH = 7.0  # inches
+INK, GRID, LEFT_OUT = "currentColor", "var(--grid)", "#888888"
 LONGEST_NAME = 24  # characters; the page's table tells what a short name stands for
 MOST_POINTS = 400  # of one line; more cannot be seen and make the page heavy
 MOST_PANELS = 16
@@ -56,124 +19,101 @@ Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
+class Series:
+    """Something of one row, as a "bar", a thin bar ("interval"), "dots" or a "line".
+
+    points: (x, y); of a bar ((start, end), the row's name). text: the figure to take away. colour: if not the row's.
+    """
+
+    row: str
+    look: str
+    points: Sequence[tuple[Any, Any]]
+    text: str = ""
+    colour: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """height: in inches, where that does not follow from the names."""
+
+    series: Sequence[Series]
+    title: str = ""
+    y: str = ""
+    height: float = 0.0
+    logarithmic: bool = False
+    from_zero: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """The rows, where each has a line to itself."""
+        return list(dict.fromkeys(y for series in self.series for _, y in series.points if isinstance(y, str)))
+
+
+@dataclass(frozen=True)
 class Figure:
-    """svg: safe to put into the page; description: what a reader who does not see it hears; caption under it."""
+    """Panels below each other share the x axis; in two columns each has its own."""
 
     title: str
-    description: str
-    svg: str
+    x: str
     caption: str
+    panels: Sequence[Panel]
+    columns: int = 1
+
+    @property
+    def description(self) -> str:
+        """What a reader who does not see it hears."""
+        texts = [f"{series.row} {series.text}" for panel in self.panels for series in panel.series if series.text]
+        return f"{self.title}, {self.x}: {'; '.join(texts)}."
 
 
-def styles(comparison: Comparison) -> dict[str, dict[str, Any]]:
-    """How matplotlib draws each strategy, by its name; one that declares no colour has matplotlib's next."""
-    strategies = {row.strategy: row.run.plan.strategy for row in comparison.rows}
-    in_order = sorted(strategies.values(), key=lambda strategy: (strategy.name != comparison.baseline, strategy.port))
-    found = {}
-    for number, strategy in enumerate(in_order):
-        colour = _INK if strategy.colour == "ink" else strategy.colour
-        colour = to_hex(colour if is_color_like(colour) else f"C{number % 10}")
-        found[strategy.name] = {"color": colour, "linestyle": _DASHES[number % len(_DASHES)]}
-    return found
-
-
-def page_colours(comparison: Comparison) -> dict[str, str]:
-    """The same colours in CSS."""
-    return {name: _PAGE_COLOURS.get(style["color"], style["color"]) for name, style in styles(comparison).items()}
+def rows_of(comparison: Comparison) -> dict[str, Row]:
+    """By the names that the figures have for them."""
+    return dict(named_rows(comparison, LONGEST_NAME))
 
 
 def all_figures(comparison: Comparison) -> list[Figure]:
     """Those for which there is something measured."""
-    with matplotlib.rc_context(_STYLE):
-        on_gpu = dict.fromkeys(
-            "GPU, allocated by PyTorch" if row.on_gpu else "host, resident set" for row in comparison.rows
-        )
-        found = [
-            _by_row(
-                comparison, "Throughput", "samples/s (more is better)", lambda row: row.samples_per_second, _draw_rate,
-                "The medians with their 95 % confidence intervals; beside them the ratio to the baseline.",
-            ),
-            _by_row(
-                comparison, "Memory", f"peak memory in MiB ({' / '.join(on_gpu)}; less is better)",
-                lambda row: row.peak_memory, _draw_peaks,
-                "The highest use of each rank, a dot for each. The fullest decides what fits.",
-            ),
-            _loss(comparison),
-            _times(comparison),
-        ]  # fmt: skip
-    return [figure for figure in found if figure]
-
-
-def _panels(height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Canvas, Sequence[Axes]]:
-    """height in inches."""
-    canvas = Canvas(figsize=(WIDTH, height), layout="constrained")
-    return canvas, canvas.subplots(rows, columns, squeeze=False, **options).ravel()
-
-
-def _svg(canvas: Canvas, name: str) -> str:
-    """Without prolog and metadata, in the page's colours, with ids that no other figure has."""
-    buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": name}):
-        canvas.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(_METADATA))
-    text = buffer.getvalue()
-    text = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", text[text.index("<svg") :])
-    text = re.sub(r"font-family: [^;\"]*;? ?", "", text)  # matplotlib's face would differ from the page's
-    for stand_in, colour in _PAGE_COLOURS.items():
-        text = text.replace(stand_in, colour)
-    return text
+    rows = rows_of(comparison)
+    found = [_throughput(rows), _memory(rows), _loss(rows, comparison.baseline), _times(rows)]
+    return [figure for figure in found if figure.panels]
 
 
 # ---- one line for each row -------------------------------------------------------------------------------------------
 
 
-def _by_row(
-    comparison: Comparison, title: str, unit: str, measured: Callable[[Row], Any],
-    draw: Callable[[Axes, int, Row, str], tuple[str, float]], caption: str,
-) -> Figure | None:  # fmt: skip
-    """A panel for each number of processes. draw: gives the text that stands beside a row, and where it begins."""
-    groups = [(group.world_size, [row for row in group.rows if measured(row)]) for group in comparison.groups]
-    groups = [(size, rows) for size, rows in groups if rows]
-    if not groups:
-        return None
-    style, short = styles(comparison), short_labels(comparison, LONGEST_NAME)
-    sizes = [len(rows) for _, rows in groups]
-    canvas, panels = _panels(
-        0.6 + 0.42 * sum(sizes) + 0.5 * len(sizes), len(sizes), sharex=True, height_ratios=[s + 0.2 for s in sizes]
-    )
-    texts, ends = [], []
-    for ax, (size, rows) in zip(panels, groups, strict=True):
-        for position, row in enumerate(rows):
-            text, end = draw(ax, position, row, style[row.strategy]["color"])
-            ax.annotate(text, (end, position), xytext=(8, 0), textcoords="offset points", va="center")
-            texts.append(f"{row.label} {text}")
-            ends.append(end)
-        ax.set_title(f"{size} processes")
-        ax.set_yticks(range(len(rows)), [short.get(row.label, row.label) + mark(row) for row in rows])
-        ax.set_ylim(len(rows) - 0.5, -0.5)
-        ax.tick_params(axis="y", length=0)
-        ax.grid(axis="x")
-    panels[-1].set_xlim(0, 1.25 * max(ends))  # room for the texts
-    panels[-1].set_xlabel(unit)
-    return Figure(title, f"{unit}: {'; '.join(texts)}.", _svg(canvas, title.lower()), caption)
+def _by_size(rows: Mapping[str, Row], series: Sequence[Series]) -> list[Panel]:
+    """A panel for each number of processes."""
+    sizes: dict[int, list[Series]] = {}
+    for entry in series:
+        sizes.setdefault(rows[entry.row].run.world_size, []).append(entry)
+    counts = {size: len({entry.row for entry in found}) for size, found in sizes.items()}
+    return [Panel(found, f"{size} processes", height=0.5 + 0.42 * counts[size]) for size, found in sizes.items()]
 
 
-def _draw_rate(ax: Axes, position: int, row: Row, colour: str) -> tuple[str, float]:
-    rate = row.samples_per_second
-    ax.barh(position, rate.median, height=0.68, color=colour)
-    if rate.low is not None:
-        error = [[rate.median - rate.low], [rate.high - rate.median]]
-        for ink, width, cap in ((_FAINT, 4, 0), (_INK, 1.4, 4)):
-            ax.errorbar(rate.median, position, xerr=error, fmt="none", ecolor=ink, elinewidth=width, capsize=cap)
-    ratio = f" ({row.ratio.median:.2f}x)" if row.ratio and not row.is_baseline else ""
-    return f"{rate.median:.4g}{ratio}", rate.high or rate.median
+def _throughput(rows: Mapping[str, Row]) -> Figure:
+    found = []
+    for name, row in rows.items():
+        if rate := row.samples_per_second:
+            ratio = f" ({row.ratio.median:.2f}x)" if row.ratio and not row.is_baseline else ""
+            interval = rate.low or rate.median, rate.high or rate.median
+            found.append(Series(name, "bar", [((0, rate.median), name)]))
+            found.append(Series(name, "interval", [(interval, name)], f"{rate.median:.4g}{ratio}{mark(row)}", INK))
+    caption = "The medians with their 95 % confidence intervals; beside them the ratio to the baseline."
+    return Figure("Throughput", "samples/s (more is better)", caption, _by_size(rows, found))
 
 
-def _draw_peaks(ax: Axes, position: int, row: Row, colour: str) -> tuple[str, float]:
-    peaks = list(row.peak_memory.values())
-    low, high = min(peaks), max(peaks)
-    ax.hlines(position, 0, high, color=_GRID, linewidth=1.5)
-    ax.plot(peaks, [position] * len(peaks), "o", color=colour, markersize=8, alpha=0.75, mew=0)
-    return f"{high:,.0f}" if high - low < 0.5 else f"{low:,.0f} to {high:,.0f}", high
+def _memory(rows: Mapping[str, Row]) -> Figure:
+    found, kinds = [], {}
+    for name, row in rows.items():
+        kinds[row.on_gpu] = "GPU, allocated by PyTorch" if row.on_gpu else "host, resident set"
+        if peaks := list(row.peak_memory.values()):
+            low, high = min(peaks), max(peaks)
+            text = f"{high:,.0f}" if high - low < 0.5 else f"{low:,.0f} to {high:,.0f}"
+            found.append(Series(name, "interval", [((0, high), name)], colour=GRID))
+            found.append(Series(name, "dots", [(peak, name) for peak in peaks], text))
+    caption = "The highest use of each rank, a dot for each. The fullest decides what fits."
+    unit = f"peak memory in MiB ({' / '.join(kinds.values())}; less is better)"
+    return Figure("Memory", unit, caption, _by_size(rows, found))
 
 
 # ---- over the iterations ---------------------------------------------------------------------------------------------
@@ -201,80 +141,48 @@ def _apart(points: Points, reference: Points) -> Points:
     return [point for point in shared if point[1] > 0]
 
 
-def _loss(comparison: Comparison) -> Figure | None:
-    complete = [(name, row) for name, row in named_rows(comparison, LONGEST_NAME) if row.complete]
-    rows = [(name, row, points) for name, row in complete if (points := series(row.run, "lm_loss"))]
-    if not rows:
-        return None
-    base, style = comparison.baseline, styles(comparison)
-    bases = {row.run.world_size: points for _, row, points in rows if row.is_baseline}
+def _loss(rows: Mapping[str, Row], base: str) -> Figure:
+    curves = {name: series(row.run, "lm_loss") for name, row in rows.items() if row.complete}
+    curves = {name: points for name, points in curves.items() if points}
+    bases = {rows[name].run.world_size: points for name, points in curves.items() if rows[name].is_baseline}
     apart = {
-        name: _apart(points, bases.get(row.run.world_size) or next(iter(bases.values())))
-        for name, row, points in rows
-        if bases and not row.is_baseline
+        name: _apart(points, bases.get(rows[name].run.world_size) or next(iter(bases.values())))
+        for name, points in curves.items()
+        if bases and not rows[name].is_baseline
     }
-    second = any(apart.values())
-    height = (5.6 if second else 3.4) + 0.22 * math.ceil(len(rows) / 3)
-    canvas, panels = _panels(height, 1 + second, sharex=True, height_ratios=[3, 2][: 1 + second])
-    for name, row, points in rows:
-        for ax, drawn in zip(panels, (points, apart.get(name)), strict=False):
-            if drawn:
-                ax.plot(*zip(*thin(drawn), strict=True), **style[row.strategy], linewidth=1.8, label=name)
-    for ax in panels:
-        ax.grid()
-    panels[0].set_ylabel("loss (nats per token)")
-    canvas.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=3, handlelength=3.2)
-    panels[-1].set_xlabel("iteration")
-    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    lines = [Series(name, "line", thin(its), f"ends at {rows[name].final_loss:.4f}") for name, its in curves.items()]
+    panels = [Panel(lines, y="loss (nats per token)", height=3.4)] if lines else []
     caption = "The loss of each strategy, one line each (of repeats the first run)."
-    if second:
-        panels[1].set_yscale("log")
-        # Without mathematical text, which the page has no fonts for.
-        panels[1].yaxis.set_major_formatter(lambda value, _position: f"{value:.0e}")
-        panels[1].yaxis.set_minor_formatter(NullFormatter())
-        panels[1].set_ylabel(f"|loss - {base}'s| /\n{base}'s")
+    if any(apart.values()):
+        differences = [Series(name, "line", thin(points)) for name, points in apart.items() if points]
+        panels.append(Panel(differences, y=f"|loss - {base}'s| /\n{base}'s", height=2.2, logarithmic=True))
         caption += f" Below, how far each lies from {base}, relative, on a logarithmic axis."
     if same := [name for name, points in apart.items() if not points]:
         caption += f" To the last digit that is logged, {', '.join(same)} cannot be told from {base}."
-    ends = "; ".join(f"{name} ends at {row.final_loss:.4f}" for name, row, _ in rows)
-    return Figure("Loss", f"Lines over the iterations: {ends}.", _svg(canvas, "loss"), caption)
+    return Figure("Loss", "iteration", caption, panels)
 
 
-def _times(comparison: Comparison) -> Figure | None:
-    rows = [(name, row) for name, row in named_rows(comparison, LONGEST_NAME) if row.milliseconds]
-    if not rows:
-        return None
-    shown, style = rows[:MOST_PANELS], styles(comparison)
-    columns = min(2, len(shown))
-    lines = math.ceil(len(shown) / columns)
-    canvas, panels = _panels(0.6 + 1.55 * lines, lines, columns)
-    for ax, (name, row) in zip(panels, shown, strict=False):
-        for entry in row.measured:
-            _draw_times(ax, entry, style[row.strategy]["color"], max(MOST_POINTS // len(row.measured), 20))
-        time = row.milliseconds.median
-        ax.axhline(time, color=_INK, linewidth=0.8, alpha=0.6, zorder=0.5)
-        ax.set_title(f"{name}: {time:.4g} ms")
-        ax.margins(y=0.12)
-        ax.set_ylim(bottom=0)
-        ax.grid(axis="y")
-        ax.locator_params(axis="y", nbins=4)
-        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    for ax in panels[len(shown) :]:
-        ax.remove()
-    canvas.supxlabel("iteration", fontsize=11)
-    canvas.supylabel("ms per iteration", fontsize=11)
+def _times(rows: Mapping[str, Row]) -> Figure:
+    timed = {name: row for name, row in rows.items() if row.milliseconds}
+    panels = []
+    for name, row in list(timed.items())[:MOST_PANELS]:
+        title = f"{name}: {row.milliseconds.median:.4g} ms"
+        panels.append(Panel(_run_times(name, row), title, "ms", height=1.7, from_zero=True))
     caption = "As it ran, one dot a log interval; grey: left out. The line is the median."
-    if len(shown) < len(rows):
-        caption += f" The first {len(shown)} of {len(rows)} rows."
-    texts = "; ".join(f"{name} {row.milliseconds.median:.4g} ms" for name, row in shown)
-    return Figure("Time per iteration", f"Dots over the iterations: {texts}.", _svg(canvas, "times"), caption)
+    if len(panels) < len(timed):
+        caption += f" The first {len(panels)} of {len(timed)} rows."
+    return Figure("Time per iteration", "iteration", caption, panels, columns=2)
 
 
-def _draw_times(ax: Axes, entry: Measured, colour: str, most: int) -> None:
-    """One run's dots, at most about this many, each of which the page has to draw."""
-    dropped = entry.timing.dropped if entry.timing else {}
-    dots = series(entry.run, "elapsed_ms")
-    left_out, kept = ([dot for dot in dots if (dot[0] in dropped) == answer] for answer in (True, False))
-    for points, own in ((left_out, _LEFT_OUT), (kept, colour)):
-        if points:
-            ax.plot(*zip(*thin(points, most), strict=True), "o", color=own, markersize=3.6, alpha=0.8, mew=0)
+def _run_times(name: str, row: Row) -> list[Series]:
+    """Of each run at most as many dots as the page can draw."""
+    found, most = [], max(MOST_POINTS // len(row.measured), 20)
+    for entry in row.measured:
+        dropped = entry.timing.dropped if entry.timing else {}
+        dots = series(entry.run, "elapsed_ms")
+        found.append(Series(name, "dots", thin([dot for dot in dots if dot[0] in dropped], most), colour=LEFT_OUT))
+        found.append(Series(name, "dots", thin([dot for dot in dots if dot[0] not in dropped], most)))
+    iterations = [x for entry in found for x, _ in entry.points]
+    ends = min(iterations), max(iterations)
+    median = row.milliseconds.median
+    return [Series(name, "line", [(x, median) for x in ends], f"{median:.4g} ms", INK), *found]

@@ -16,9 +16,9 @@ import sys
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -26,15 +26,22 @@ import matplotlib
 import msgspec
 
 from t5bench import Problem
-from t5bench.compare.comparison import Comparison, build
+from t5bench.compare.comparison import Comparison
 from t5bench.record.files import MOST_BYTES, RecordError, open_file, read, sha256
-from t5bench.record.plan import Plan
 from t5bench.record.reader import decoded, log_lines
-from t5bench.record.records import SWEEP, Run, load, looks_like_run, read_list
-from t5bench.report.command import FORMATS, UNFORESEEN, add_run_arguments, find_runs, run_directories
-from t5bench.report.page import render
+from t5bench.record.records import SWEEP, Run, looks_like_run, read_list
+from t5bench.report.command import (
+    PAGE,
+    UNFORESEEN,
+    add_run_arguments,
+    comparison_of,
+    find_runs,
+    load_runs,
+    run_directories,
+    write,
+)
 
-CONTENTS, RUNS, PUBLISHED, PAGE, FIGURES = "package.json", "runs", "comparison", "index.html", "comparison.json"
+CONTENTS, RUNS, PUBLISHED, FIGURES = "package.json", "runs", "comparison", "comparison.json"
 DEEPEST = 8  # levels of directories from the root of a package to a run
 MOST_FAULTS = 5  # that are told of one log
 # Of a run directory: the record and the logs of every attempt. Checkpoints and what W&B keeps are not needed.
@@ -61,58 +68,44 @@ class Contents(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 def publish(root: Path, contents: Contents) -> tuple[Comparison, list[str]]:
     """The comparison of the runs in an unpacked package, and what is wrong with them. Raises Problem."""
-
-    def relative(text: str) -> str:
-        return text.replace(f"{root}{os.sep}", "")
-
-    runs, damaged, faults = [], [], []
-    for directory in find_runs(root / RUNS, DEEPEST):
-        try:
-            run = load(directory, from_log=True)
-        except RecordError as error:
-            damaged.append(relative(f"the run in {directory} is damaged and left out: {error}"))
-            continue
-        faults += [relative(f"{directory}: {fault}") for fault in islice(contradictions(run), MOST_FAULTS)]
-        remarks = [relative(remark) for remark in run.remarks]
-        runs.append(replace(run, directory=directory.relative_to(root), remarks=remarks))
+    runs, damaged = load_runs(list(find_runs(root / RUNS, DEEPEST)), from_log=True)
+    faults = [f"{run.directory}: {fault}" for run in runs for fault in islice(contradictions(run), MOST_FAULTS)]
+    damaged, faults = ([_inside(root, text) for text in texts] for texts in (damaged, faults))
     absent = [f"{name} is on the sweep's list of runs and left no record" for name in contents.absent]
-    if not runs:
-        raise Problem(f"no run can be compared: {'; '.join(damaged)}")
+    relative = [
+        replace(run, directory=run.directory.relative_to(root), remarks=[_inside(root, text) for text in run.remarks])
+        for run in runs
+    ]
     try:
-        comparison = build(runs, contents.baseline, contents.allow, contents.peak_tflops)
+        how = contents.baseline, contents.allow, contents.peak_tflops
+        return comparison_of(relative, [*damaged, *absent], *how), [*damaged, *faults]
     except Problem as problem:
         raise Problem("; ".join([*damaged, *faults, str(problem)]), problem.remedy) from problem
-    return replace(comparison, problems=[*damaged, *absent, *comparison.problems]), [*damaged, *faults]
 
 
-TEXTS: Mapping[str, Callable[[Comparison], str]] = {
-    FIGURES: FORMATS["json"],
-    "comparison.md": FORMATS["markdown"],
-    "comparison.csv": FORMATS["csv"],
-}
+def _inside(root: Path, text: str) -> str:
+    """A sentence without the place where the package was unpacked."""
+    return text.replace(f"{root}{os.sep}", "")
 
 
 def contradictions(run: Run) -> Iterator[str]:
     """Where a log says something else than the plan: what the engine printed of its arguments and of its work."""
     batch, layout = run.plan.number("GLOBAL_BATCH_SIZE"), run.layout
     sizes = (str(layout.tp), str(layout.pp), str(layout.dp), str(layout.micro_batches))
+    given = {word: (name, s.value) for name, s in run.plan.settings.items() for word in s.argument.split(",")}
     for node in run.nodes:
         for place, _, text in log_lines(run.directory / f"node{node['node']}.log"):
             where = PurePosixPath(place).name
             header = re.search(r"native engine: .*TP=(\d+) PP=(\d+) DP=(\d+), (\d+) micro-batches", text)
             if header and header.groups() != sizes:
                 yield f"{where} tells of another layout than the plan: {' '.join(header[0].split()[4:])}"
+            # Megatron prints its arguments: ``seed ......... 1234``.
             if printed := re.fullmatch(r"\s+(\w+) \.{3,} (\S+)\s*", text):
-                yield from _other_argument(run.plan, where, *printed.groups())
+                argument = f"--{printed[1].replace('_', '-')}"
+                name, value = given.get(argument, ("", printed[2]))
+                if not _equal(value, printed[2]):
+                    yield f"{where} has {argument} {printed[2]}, and the plan {name} '{value}'"
             yield from _other_work(where, text, batch)
-
-
-def _other_argument(plan: Plan, where: str, name: str, value: str) -> Iterator[str]:
-    """Megatron prints its arguments: ``seed ......... 1234``."""
-    argument = f"--{name.replace('_', '-')}"
-    for setting_name, setting in plan.settings.items():
-        if argument in setting.argument.split(",") and not _equal(value, setting.value):
-            yield f"{where} has {argument} {value}, and the plan {setting_name} '{setting.value}'"
 
 
 def _equal(one: str, other: str) -> bool:
@@ -150,25 +143,22 @@ def pack(arguments: argparse.Namespace) -> tuple[bytes, Comparison]:
     """Raises Problem."""
     directories = run_directories(arguments.runs)
     root = common_root(directories)
-    files = {}
-    for directory in directories:
-        for path in sorted(path for path in directory.iterdir() if _PACKED.fullmatch(path.name)):
-            files[f"{RUNS}/{path.resolve().parent.relative_to(root)}/{path.name}"] = read(path)
     known = {directory.resolve() for directory in directories}
     absent = [name for name in read_list(root) if (root / name).resolve() not in known]
-    if (root / SWEEP).exists():
-        files[f"{RUNS}/{SWEEP}"] = read(root / SWEEP)
-    peak, version = arguments.peak_tflops, matplotlib.__version__
-    contents = Contents(1, arguments.baseline, sorted(arguments.allow), peak, absent, version, {})
+    how = arguments.baseline, sorted(arguments.allow), arguments.peak_tflops
+    contents = Contents(1, *how, absent, matplotlib.__version__, {})
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary).resolve()
-        for name, content in files.items():
-            write_file(place / name, content)
+        for directory in directories:
+            for path in filter(lambda path: _PACKED.fullmatch(path.name), directory.iterdir()):
+                write_file(place / RUNS / directory.resolve().relative_to(root) / path.name, read(path))
+        if (root / SWEEP).exists():
+            write_file(place / RUNS / SWEEP, read(root / SWEEP))
         comparison, _ = publish(place, contents)
-    files |= {f"{PUBLISHED}/{name}": text(comparison).encode() for name, text in TEXTS.items()}
-    files[f"{PUBLISHED}/{PAGE}"] = render(comparison).encode()
-    checksums = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
-    files[CONTENTS] = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(contents, files=checksums)))
+        write(comparison, place / PUBLISHED)
+        files = {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    contents.files.update((name, hashlib.sha256(content).hexdigest()) for name, content in sorted(files.items()))
+    files[CONTENTS] = msgspec.json.format(msgspec.json.encode(contents))
     return archive(files), comparison
 
 
@@ -225,41 +215,40 @@ def findings(root: Path) -> Iterator[str]:
             yield f"{name} was added: {CONTENTS} does not list it"
         elif sha256(root / name) != contents.files[name]:
             yield f"{name} was changed: it does not have its checksum"
-    for name in read_list(root / RUNS):
+    listed = read_list(root / RUNS)
+    for name in dict.fromkeys([*listed, *contents.absent]):
         recorded = (root / RUNS / name).is_dir() and looks_like_run(root / RUNS / name)
-        if not recorded and name not in contents.absent:
-            yield f"{RUNS}/{name} is on the sweep's list of runs and is not in the package"
+        if name not in listed:
+            yield f"{RUNS}/{name} is said to be absent, and is not on the sweep's list of runs"
         elif recorded and name in contents.absent:
             yield f"{RUNS}/{name} is in the package, though it is said to have left no record"
-    for name in contents.absent:
-        if name not in read_list(root / RUNS):
-            yield f"{RUNS}/{name} is said to be absent, and is not on the sweep's list of runs"
+        elif not recorded and name not in contents.absent:
+            yield f"{RUNS}/{name} is on the sweep's list of runs and is not in the package"
     comparison, faults = publish(root, contents)
     yield from faults
-    yield from _other_texts(root / PUBLISHED, comparison, contents)
+    with tempfile.TemporaryDirectory() as anew:
+        write(comparison, Path(anew))
+        yield from _different(root / PUBLISHED, Path(anew), contents.drawn_by == matplotlib.__version__)
 
 
-def _other_texts(place: Path, comparison: Comparison, contents: Contents) -> Iterator[str]:
-    """Where what is published is not what the logs give; the page is drawn anew when all else is right."""
-    different = False
-    for name, text in TEXTS.items():
-        found, anew = read(place / name).decode(errors="replace"), text(comparison)
-        if found != anew:
-            different = True
-            yield from _figures(found, anew) if name == FIGURES else _lines(f"{PUBLISHED}/{name}", found, anew)
-    if different:
-        return
-    found, anew = read(place / PAGE).decode(errors="replace"), render(comparison)
-    if contents.drawn_by != matplotlib.__version__:
-        found, anew = _DRAWING.sub("", found), _DRAWING.sub("", anew)
-    yield from _lines(f"{PUBLISHED}/{PAGE}", found, anew)
+def _different(place: Path, anew: Path, same_drawings: bool) -> Iterator[str]:
+    """Where what is published is not what the logs give; the page, which has all of it, where all else is right."""
+    found = []
+    for path in sorted(anew.iterdir(), key=lambda path: path.name == PAGE):
+        if path.name == PAGE and found:
+            break
+        pair = [read(of / path.name).decode(errors="replace") for of in (place, anew)]
+        if path.name == PAGE and not same_drawings:
+            pair = [_DRAWING.sub("", text) for text in pair]
+        if pair[0] != pair[1]:
+            found += _figures(*pair) if path.name == FIGURES else _lines(f"{PUBLISHED}/{path.name}", *pair)
+    yield from found
 
 
 def _lines(name: str, found: str, anew: str) -> Iterator[str]:
-    if found != anew:
-        pairs = zip(found.split("\n"), anew.split("\n"), strict=False)
-        number = next((number for number, (one, other) in enumerate(pairs, 1) if one != other), anew.count("\n") + 1)
-        yield f"{name} line {number} does not follow from the logs"
+    pairs = zip(found.split("\n"), anew.split("\n"), strict=False)
+    number = next((number for number, (one, other) in enumerate(pairs, 1) if one != other), anew.count("\n") + 1)
+    yield f"{name} line {number} does not follow from the logs"
 
 
 def _figures(found: str, anew: str) -> Iterator[str]:
@@ -296,25 +285,14 @@ def verify(package: Path, published: str = "") -> tuple[list[str], int]:
         try:
             if published and sha256(package) != published:
                 found.append(f"{package} is not the package that was published: its checksum is {sha256(package)}")
-            found += unpack(package, root)
-            found += _collected(root)
-        except Problem as problem:
-            found.append(str(problem).replace(f"{root}{os.sep}", ""))
+            for finding in chain(unpack(package, root), findings(root)):
+                found.append(finding)
+        except UNFORESEEN as error:
+            why = error if isinstance(error, Problem) else f"its records lack what a comparison needs: {error!r}"
+            found.append(_inside(root, str(why)))
         figures = root / PUBLISHED / FIGURES
         text = figures.read_text(errors="replace") if figures.is_file() and not found else ""
     return found, len(re.findall(r"(?<![\w\"])-?\d[\d.e+-]*", text))
-
-
-def _collected(root: Path) -> list[str]:
-    found: list[str] = []
-    try:
-        for finding in findings(root):
-            found.append(finding)
-    except Problem as problem:
-        found.append(str(problem).replace(f"{root}{os.sep}", ""))
-    except UNFORESEEN as error:
-        found.append(f"its records lack what a comparison needs: {error!r}")
-    return found
 
 
 # ---- the commands --------------------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from t5bench.compare.rows import Row
 from t5bench.record.records import Run
 from t5bench.record.status import COMPLETE
 from t5bench.report import tables
-from t5bench.report.figures import LONGEST_NAME, all_figures, page_colours
+from t5bench.report.drawing import colours, drawings
+from t5bench.report.figures import LONGEST_NAME, all_figures
 
 MINOR = 15  # columns up to this importance stand in a line below their row
 
@@ -57,6 +58,7 @@ def render(comparison: Comparison) -> str:
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     columns, different = tables.columns(comparison), differing(_facts, comparison.runs)
     short = [f"{name}: {label}" for label, name in tables.short_labels(comparison, LONGEST_NAME).items()]
+    figures = all_figures(comparison)
     days = sorted({run.record["started"][:10] for run in comparison.runs})
     return environment.get_template("page.html.j2").render(
         comparison=comparison,
@@ -64,12 +66,12 @@ def render(comparison: Comparison) -> str:
         columns=[column for column in columns if column.importance > MINOR],
         minor=[column for column in columns if column.importance <= MINOR],
         cell=_cell,
-        colours=page_colours(comparison),
+        colours=colours(comparison),
         remarks=short + tables.remarks(comparison),
         # Paragraphs and list items, without the line breaks that they were written with.
         paper=[part for of in (statistics, interval, repeats) for part in re.split(r"\n\n|\n(?=- )", of.__doc__ or "")],
         # The only text that is not escaped: matplotlib escaped what it drew.
-        figures=[(figure, Markup(figure.svg)) for figure in all_figures(comparison)],
+        figures=list(zip(figures, map(Markup, drawings(comparison, figures)), strict=True)),
         limits=[(name, row, text) for name, row in tables.named_rows(comparison) if (text := limits(row))],
         dates=" to ".join(dict.fromkeys([days[0], days[-1]])),
         show=show,
