@@ -42,10 +42,8 @@ def _estimate_text(value: Estimate, digits: int = 4) -> str:
 
 def _repeats_text(repeats: tuple[int, float | None, float | None]) -> str:
     """How many repeats, and how far their medians lie apart."""
-    count, low, high = repeats
-    return (
-        NOTHING if count < 2 or low is None or high is None else f"{count}: {_significant(low)} to {_significant(high)}"
-    )
+    count, *ends = repeats
+    return f"{count}: {' to '.join(map(_significant, ends))}" if count > 1 and None not in ends else NOTHING
 
 
 @dataclass(frozen=True)
@@ -102,12 +100,8 @@ def _beside(predicted: float, measured: float | None) -> tuple[float, float | No
     return predicted, predicted / measured - 1 if measured else None
 
 
-def _predicted_text(value: tuple[float, float | None], show: Callable[[float], str] = bytes_text) -> str:
-    return show(value[0]) + ("" if value[1] is None else f" ({value[1]:+.1%})")
-
-
-def _predicted_mib_text(value: tuple[float, float | None]) -> str:
-    return _predicted_text(value, "{:.0f}".format)
+def _predicted_text(show: Callable[[float], str]) -> Callable[[tuple[float, float | None]], str]:
+    return lambda value: show(value[0]) + ("" if value[1] is None else f" ({value[1]:+.1%})")
 
 
 def mark(row: Row) -> str:
@@ -146,9 +140,10 @@ def all_columns(comparison: Comparison) -> list[Column]:
                "{:.0f}".format, metric="peak memory MiB"),
         Column(f"sent/iteration{loopback}", "bytes_sent_per_iteration", lambda row: row.sent_per_iteration, 20,
                bytes_text),
-        Column("predicted (off)", "bytes_predicted bytes_predicted_off", predicted_bytes, 14, _predicted_text),
+        Column("predicted (off)", "bytes_predicted bytes_predicted_off", predicted_bytes, 14,
+               _predicted_text(bytes_text)),
         Column(f"{device} MiB predicted (off)", "memory_mib_predicted memory_mib_predicted_off", predicted_memory, 13,
-               _predicted_mib_text),
+               _predicted_text("{:.0f}".format)),
         Column("final loss", "final_loss", lambda row: row.final_loss, 25, "{:.6f}".format, metric="lm loss"),
         Column(f"equal to {base}", "parity largest_loss_difference", lambda row: row.parity, 50, alignment="left"),
         Column("status", "status", lambda row: row.run.status, 16 if all_complete else 70,
@@ -196,15 +191,13 @@ def caption(comparison: Comparison) -> str:
         return (shape := shape_of(run)) and f" ({parameters(shape) / 1e6:.4g}M parameters)"
 
     kinds = {"cuda": "GPU of unknown name", "cpu": "CPU"}
-    parts = [
-        f"T5 {setting('MODEL_PRESET')}{all_of(size)}",
-        f"batch {setting('GLOBAL_BATCH_SIZE')} (micro-batch {setting('MICRO_BATCH_SIZE')})",
-        f"lengths {setting('ENCODER_SEQ_LENGTH')}/{setting('DECODER_SEQ_LENGTH')}",
-        all_of(lambda run: run.plan.precision),
-        f"engine {all_of(lambda run: run.engine)}",
-        all_of(lambda run: gpu_names(run) or kinds[run.plan.device]),
-    ]
-    return ", ".join(parts)
+    return (
+        f"T5 {setting('MODEL_PRESET')}{all_of(size)}, "
+        f"batch {setting('GLOBAL_BATCH_SIZE')} (micro-batch {setting('MICRO_BATCH_SIZE')}), "
+        f"lengths {setting('ENCODER_SEQ_LENGTH')}/{setting('DECODER_SEQ_LENGTH')}, "
+        f"{all_of(lambda run: run.plan.precision)}, engine {all_of(lambda run: run.engine)}, "
+        f"{all_of(lambda run: gpu_names(run) or kinds[run.plan.device])}"
+    )
 
 
 def remarks(comparison: Comparison) -> list[str]:
@@ -307,8 +300,7 @@ def data(comparison: Comparison) -> list[dict[str, Any]]:
 
 def as_csv(comparison: Comparison) -> str:
     """One line a row; an empty cell is what was not measured."""
-    text = io.StringIO()
-    rows = data(comparison)
+    text, rows = io.StringIO(), data(comparison)
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from t5bench import Problem
+from t5bench.compare.comparable import differing
 from t5bench.compare.comparison import Comparison
+from t5bench.record.records import Run
 from t5bench.record.wandb import mode
 from t5bench.report import tables
-from t5bench.report.command import add_run_arguments, compare, default_output
+from t5bench.report.command import PAGE, add_run_arguments, compare, default_output
 from t5bench.report.figures import Points, series, thin
 
 try:
@@ -26,7 +28,6 @@ except ImportError as error:
     raise Problem(f"W&B is not installed: {error}", "Run: pip install -r requirements.txt") from error
 
 JOB_TYPE = "comparison"
-PAGE = "index.html"
 UPLOAD_SECONDS = 60
 CHART_ROWS = 10_000  # W&B draws no more of a custom chart's table
 # By the names that training runs have for them: a field of Iteration, and one of the table.
@@ -54,14 +55,16 @@ def summary(comparison: Comparison) -> dict[str, Any]:
 
 def configuration(comparison: Comparison) -> dict[str, Any]:
     """What is the same in all runs, and what is said about them."""
-    plans = [run.plan for run in comparison.runs]
-    shared = set(plans[0].settings).intersection(*(plan.settings for plan in plans))
-    same = [name for name in plans[0].settings if name in shared and len({plan.value(name) for plan in plans}) == 1]
+
+    def settings(run: Run) -> dict[str, str]:
+        return {name: setting.value for name, setting in run.plan.settings.items()}
+
+    different, first = differing(settings, comparison.runs), settings(comparison.runs[0])
     return {name: value for name, value in comparison.to_json().items() if name != "groups"} | {
         "caption": tables.caption(comparison),
         "not a measurement on GPUs": comparison.not_of_gpus,
         "runs": [str(run.directory) for run in comparison.runs],
-        "settings": {name: plans[0].value(name) for name in same},
+        "settings": {name: value for name, value in first.items() if name not in different},
     }
 
 
@@ -78,13 +81,9 @@ def charts(comparison: Comparison, table: wandb.Table) -> dict[str, Any]:
     drawn: dict[str, Any] = {}
     for title, name in LINES.items():
         if lines := curves(comparison, name):
-            drawn[f"{title} against iteration"] = wandb.plot.line_series(
-                xs=[[x for x, _ in points] for points in lines.values()],
-                ys=[[y for _, y in points] for points in lines.values()],
-                keys=list(lines),
-                title=title + remark,
-                xname="iteration",
-            )
+            xs, ys = ([[point[axis] for point in points] for points in lines.values()] for axis in (0, 1))
+            line = wandb.plot.line_series(xs, ys, list(lines), title + remark, "iteration")
+            drawn[f"{title} against iteration"] = line
     for title, field in BARS.items():
         if any(value is not None for value in table.get_column(field)):
             drawn[f"{title} by strategy"] = wandb.plot.bar(table, "name", field, title + remark)
@@ -102,17 +101,9 @@ def write(comparison: Comparison, project: str, group: str, directory: Path) -> 
     settings = wandb.Settings(
         silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True, x_save_requirements=False
     )
-    with wandb.init(
-        project=project,
-        group=group,
-        name=group,
-        job_type=JOB_TYPE,
-        dir=directory,
-        notes="\n".join(comparison.verdicts),
-        config=configuration(comparison),
-        mode="offline",
-        settings=settings,
-    ) as run:
+    notes, config = "\n".join(comparison.verdicts), configuration(comparison)
+    names = {"project": project, "group": group, "name": group, "job_type": JOB_TYPE}
+    with wandb.init(**names, dir=directory, notes=notes, config=config, mode="offline", settings=settings) as run:
         rows = tables.data(comparison)
         table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         page = {"page": wandb.Html(directory / PAGE, inject=False)} if (directory / PAGE).is_file() else {}
@@ -125,16 +116,10 @@ def upload(directory: Path) -> str:
     """Uploads a run that was written offline; why it could not be, or "" when it is there."""
     # It ends the service too that W&B starts: they are one process group.
     limit = ["timeout", "--signal=KILL", str(UPLOAD_SECONDS)]
-    sync = subprocess.run(
-        [*limit, sys.executable, "-m", "wandb", "sync", str(directory)],
-        # With the run's own mode it would refuse.
-        env={key: value for key, value in os.environ.items() if key != "WANDB_MODE"},
-        stdin=subprocess.DEVNULL,  # it could ask for a key
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    command = [*limit, sys.executable, "-m", "wandb", "sync", str(directory)]
+    environment = {key: value for key, value in os.environ.items() if key != "WANDB_MODE"}  # in which it would refuse
+    to = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}  # it could ask for a key
+    sync = subprocess.run(command, env=environment, text=True, check=False, **to)
     if sync.returncode == -signal.SIGKILL:
         return f"no answer within {UPLOAD_SECONDS} s"
     last = sync.stdout.strip().rpartition("\n")[2] or f"wandb sync ended with exit status {sync.returncode}"
