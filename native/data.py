@@ -67,31 +67,19 @@ class Vocabulary:
         return Vocabulary(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, sentinels, continuations)
 
 
-def mt19937_64(seed: int, count: int) -> np.ndarray:
-    """The first `count` numbers of C++'s std::mt19937_64(seed), uint64 (Nishimura, ACM TOMACS 10(4), 2000)."""
-    mask, state = (1 << 64) - 1, [seed & ((1 << 64) - 1)]
+def mt19937_64(seed: int) -> Iterator[int]:
+    """The numbers of C++'s std::mt19937_64(seed) (Nishimura, ACM TOMACS 10(4), 2000)."""
+    state = [seed & ((1 << 64) - 1)]
     for i in range(1, 312):
-        state.append((6364136223846793005 * (state[-1] ^ (state[-1] >> 62)) + i) & mask)
-    old, blocks = np.array(state, np.uint64), []
-    upper, lower, matrix = np.uint64(0xFFFFFFFF80000000), np.uint64(0x7FFFFFFF), np.uint64(0xB5026F5AA96619E9)
-
-    def twist(high: np.ndarray, low: np.ndarray, far: np.ndarray) -> np.ndarray:
-        word = (high & upper) | (low & lower)
-        return far ^ (word >> np.uint64(1)) ^ np.where(word & np.uint64(1), matrix, np.uint64(0))
-
-    for _ in range(-(-count // 312)):
-        new = np.empty_like(old)
-        # The second half depends on the first, and the last word on the first word.
-        new[:156] = twist(old[:156], old[1:157], old[156:])
-        new[156:311] = twist(old[156:311], old[157:], new[:155])
-        new[311:] = twist(old[311:], new[:1], new[155:156])
-        old = new
-        blocks.append(new)
-    out = np.concatenate(blocks)[:count] if blocks else np.empty(0, np.uint64)
-    out = out ^ ((out >> np.uint64(29)) & np.uint64(0x5555555555555555))
-    out ^= (out << np.uint64(17)) & np.uint64(0x71D67FFFEDA60000)
-    out ^= (out << np.uint64(37)) & np.uint64(0xFFF7EEE000000000)
-    return out ^ (out >> np.uint64(43))
+        state.append((6364136223846793005 * (state[-1] ^ (state[-1] >> 62)) + i) & ((1 << 64) - 1))
+    while True:
+        for i in range(312):
+            word = (state[i] & 0xFFFFFFFF80000000) | (state[(i + 1) % 312] & 0x7FFFFFFF)
+            number = state[i] = state[(i + 156) % 312] ^ (word >> 1) ^ (0xB5026F5AA96619E9 if word & 1 else 0)
+            number ^= (number >> 29) & 0x5555555555555555
+            number ^= (number << 17) & 0x71D67FFFEDA60000
+            number ^= (number << 37) & 0xFFF7EEE000000000
+            yield number ^ (number >> 43)
 
 
 def build_sample_map(
@@ -127,11 +115,11 @@ def build_sample_map(
                 if left == 0 or (length >= target and left > 1):
                     rows.append((start, sentence + 1, target))
                     target, start, length = next(targets), sentence + 1, 0
-    order = list(range(len(rows)))
-    swaps = mt19937_64(seed + 1, len(rows) - 1) % np.arange(len(rows), 1, -1).astype(np.uint64)
-    for i, j in zip(range(len(rows) - 1, 0, -1), swaps.tolist(), strict=True):
-        order[i], order[j] = order[j], order[i]
-    return np.array(rows, np.int64)[order]
+    random = mt19937_64(seed + 1)
+    for i in range(len(rows) - 1, 0, -1):
+        j = next(random) % (i + 1)
+        rows[i], rows[j] = rows[j], rows[i]
+    return np.array(rows, np.int64)
 
 
 def split_documents(shares: list[float], documents: int) -> list[tuple[int, int]]:

@@ -19,21 +19,14 @@ from t5bench.model.job import Architecture
 MEBIBYTE = 1 << 20
 
 
-def flops_per_iteration(args: Namespace) -> float:
-    """Floating-point operations of one iteration, all processes together."""
-    architecture = Architecture.of_arguments(vars(args), args.padded_vocab_size)
-    return flops.flops_per_iteration(architecture, args.global_batch_size)
-
-
 def start_wandb(args: Namespace) -> Any:
     """The wandb module with a run begun, or None: neither a missing key nor a network stops a training run."""
     import wandb
 
-    options: dict[str, Any] = {"project": args.wandb_project, "name": args.wandb_exp_name or None}
+    options = {"project": args.wandb_project, "name": args.wandb_exp_name or None, "dir": args.wandb_save_dir or None}
+    options["config"] = {key: value for key, value in vars(args).items() if isinstance(value, bool | int | float | str)}
     if args.wandb_save_dir:
         Path(args.wandb_save_dir).mkdir(parents=True, exist_ok=True)
-        options["dir"] = args.wandb_save_dir
-    options["config"] = {key: value for key, value in vars(args).items() if isinstance(value, bool | int | float | str)}
     for mode in (None, "offline"):
         try:
             return wandb if wandb.init(**options, mode=mode) is not None else None
@@ -55,13 +48,14 @@ class Metrics:
     """
 
     def __init__(self, args: Namespace, layout: Layout) -> None:
-        self.args, self.layout, self.flops = args, layout, flops_per_iteration(args)
+        self.args, self.layout = args, layout
+        architecture = Architecture.of_arguments(vars(args), args.padded_vocab_size)
+        self.flops = flops.flops_per_iteration(architecture, args.global_batch_size)
         self.speaks = args.rank == args.world_size - 1
         self.tokens_per_sample = args.encoder_seq_length + args.decoder_seq_length
         self.losses: list[torch.Tensor] = []
         self.norms: list[torch.Tensor] = []
         self.rates: list[float] = []
-        self.defined: set[str] = set()  # W&B metrics with an axis of their own
         self.tensorboard = self.wandb = None
         if self.speaks and args.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
@@ -116,55 +110,39 @@ class Metrics:
             f" samples per second: {samples_per_second:.3f} |"
             f" tokens per gpu per second (tgs): {tokens_per_second / args.world_size:.3f} | TFLOPs: {tflops:.2f} |"
         )
-        steps = range(iteration - len(losses) + 1, iteration + 1)
-        for step, loss, norm, rate in zip(steps, losses, norms, self.rates, strict=True):
-            values = {"lm loss": loss, "learning rate": rate, "loss scale": 1.0}
-            if step == iteration:
-                throughput = {
-                    "samples_per_sec": samples_per_second,
-                    "tokens_per_sec": tokens_per_second,
-                    "tokens_per_gpu_per_sec": tokens_per_second / args.world_size,
-                }
-                throughput |= {f"{key}_per_replica": value / args.dp for key, value in throughput.items()}
-                throughput |= {
-                    "iteration-time": seconds,
-                    "elapsed_ms_per_iteration": seconds * 1000,
-                    "tflops": tflops,
-                    "approx_params_in_billions": args.parameters / 1e9,
-                }
-                values |= {"samples per second": samples_per_second, "elapsed time per iteration": seconds * 1000}
-                values |= {"loss/lm loss": loss} | {f"throughput/{key}": value for key, value in throughput.items()}
-            curves = {
+        throughput = {
+            "samples_per_sec": samples_per_second,
+            "tokens_per_sec": tokens_per_second,
+            "tokens_per_gpu_per_sec": tokens_per_second / args.world_size,
+        }
+        throughput |= {f"{key}_per_replica": value / args.dp for key, value in throughput.items()}
+        throughput |= {"iteration-time": seconds, "elapsed_ms_per_iteration": seconds * 1000, "tflops": tflops}
+        throughput["approx_params_in_billions"] = args.parameters / 1e9
+        for step, (loss, norm, rate) in enumerate(
+            zip(losses, norms, self.rates, strict=True), iteration - len(losses) + 1
+        ):
+            values = {
+                "lm loss": loss,
+                "learning rate": rate,
+                "loss scale": 1.0,
                 "lm-loss-training/lm loss": loss,
                 "grad-norm/grad-norm": norm,
                 "learning-rate/learning-rate": rate,
             }
-            self.plot(step, values, curves)
+            if step == iteration:
+                values |= {"samples per second": samples_per_second, "elapsed time per iteration": seconds * 1000}
+                values |= {"loss/lm loss": loss} | {f"throughput/{key}": value for key, value in throughput.items()}
+            self.plot(step, values)
 
-    def plot(self, step: int, values: dict[str, float], curves: dict[str, float]) -> None:
-        """Sends values of iteration `step` to TensorBoard and W&B; `curves` also against samples and tokens."""
-        samples = step * self.args.global_batch_size
-        axes = {"samples": samples, "tokens": samples * self.tokens_per_sample}
-        against: dict[str, dict[str, float]] = {}
-        for axis, position in axes.items():
-            values[f"steps-vs-{axis}/y={axis},x=steps"] = position
-            against[axis] = {f"{key} vs {axis}": value for key, value in curves.items()}
-            against[axis][f"steps-vs-{axis}/y=steps,x={axis}"] = step
-        values |= curves
+    def plot(self, step: int, values: dict[str, float]) -> None:
+        """Sends values of iteration `step` to TensorBoard and W&B, there with the samples and tokens for other axes."""
         if self.tensorboard:
             for key, value in values.items():
                 self.tensorboard.add_scalar(key, value, step)
-            for axis, entries in against.items():
-                for key, value in entries.items():
-                    self.tensorboard.add_scalar(key, value, axes[axis])
         if self.wandb:
-            row = values | {axis.capitalize(): position for axis, position in axes.items()}
-            for axis, entries in against.items():
-                for key in entries.keys() - self.defined:
-                    self.wandb.define_metric(key, step_metric=axis.capitalize())
-                self.defined |= entries.keys()
-                row |= entries
-            self.wandb.log(row, step=step)
+            samples = step * self.args.global_batch_size
+            axes = {"Samples": samples, "Tokens": samples * self.tokens_per_sample}
+            self.wandb.log(values | axes, step=step)
 
     def validation(self, iteration: int, loss: float) -> None:
         """Prints and plots a validation loss."""
@@ -172,7 +150,7 @@ class Metrics:
             text = f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} |"
             text += f" lm loss PPL: {math.exp(min(20, loss)):.6E} | "
             say("\n".join(("-" * len(text), text, "-" * len(text))))
-            self.plot(iteration, {}, {"lm-loss-validation/lm loss validation": loss})
+            self.plot(iteration, {"lm-loss-validation/lm loss validation": loss})
 
     def end(self) -> None:
         """Each rank's line on its peak memory in MiB, on the GPU as PyTorch counts it; then lets go of the curves."""
@@ -180,7 +158,7 @@ class Metrics:
         if device.type == "cuda":
             allocated = torch.cuda.max_memory_allocated() / MEBIBYTE
             reserved = torch.cuda.max_memory_reserved() / MEBIBYTE
-        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / MEBIBYTE
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # Linux counts in KiB
         say(
             f" peak memory | rank {self.args.rank} | host {socket.gethostname()} | device {device} |"
             f" allocated MiB {allocated:.1f} | reserved MiB {reserved:.1f} | host rss MiB {host:.1f}"

@@ -38,46 +38,49 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, cast(self.weight, x.dtype), cast(self.bias, x.dtype), self.eps)
 
 
-def attend(*query_key_value: torch.Tensor, p: float, mask: torch.Tensor | None) -> torch.Tensor:
-    """Attention over three [b, s, heads, d] tensors, to [b, s_query, heads * d]; causal where there is no mask.
+class Attention(nn.Module):
+    """What self- and cross-attention share: each tensor-parallel rank has a share of the heads."""
 
-    `mask` [b, 1, 1, s_key] is added to the scores: 0, and -inf on padding. A causal decoder needs none: its padding
-    comes last, where no real token looks, and the padding's own outputs carry no loss.
-    """
-    heads_first = (x.transpose(1, 2) for x in query_key_value)
-    context = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, dropout_p=p, is_causal=mask is None)
-    return context.transpose(1, 2).flatten(2)
-
-
-class SelfAttention(nn.Module):
     def __init__(self, args: Namespace, tp: Axis) -> None:
         super().__init__()
-        self.head, self.p, self.tp = args.kv_channels, args.attention_dropout, tp
-        width = args.kv_channels * args.num_attention_heads
-        self.query_key_value = ColumnLinear(args.hidden_size, 3 * width, tp, blocks=3)
-        self.dense = RowLinear(width, args.hidden_size, tp)
+        self.head, self.width, self.tp = args.kv_channels, args.kv_channels * args.num_attention_heads, tp
+        self.p = args.attention_dropout
+
+    def attend(self, *query_key_value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Of three [b, s, heads, d] tensors, to [b, s_query, heads * d]; causal where there is no mask.
+
+        `mask` [b, 1, 1, s_key] is added to the scores: 0, and -inf on padding. A causal decoder needs none: its padding
+        comes last, where no real token looks, and the padding's own outputs carry no loss.
+        """
+        by_head = (x.transpose(1, 2) for x in query_key_value)
+        p = self.p if self.training else 0.0
+        context = F.scaled_dot_product_attention(*by_head, attn_mask=mask, dropout_p=p, is_causal=mask is None)
+        return context.transpose(1, 2).flatten(2)
+
+
+class SelfAttention(Attention):
+    def __init__(self, args: Namespace, tp: Axis) -> None:
+        super().__init__(args, tp)
+        self.query_key_value = ColumnLinear(args.hidden_size, 3 * self.width, tp, blocks=3)
+        self.dense = RowLinear(self.width, args.hidden_size, tp)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        query, key, value = (
-            part.unflatten(-1, (-1, self.head)) for part in self.query_key_value(enter_tp(x, self.tp)).chunk(3, -1)
-        )
-        return self.dense(attend(query, key, value, p=self.p if self.training else 0.0, mask=mask))
+        query_key_value = self.query_key_value(enter_tp(x, self.tp)).unflatten(-1, (3, -1, self.head))
+        return self.dense(self.attend(*query_key_value.unbind(2), mask=mask))
 
 
-class CrossAttention(nn.Module):
+class CrossAttention(Attention):
     def __init__(self, args: Namespace, tp: Axis) -> None:
-        super().__init__()
-        self.head, self.p, self.tp = args.kv_channels, args.attention_dropout, tp
-        width = args.kv_channels * args.num_attention_heads
-        self.query = ColumnLinear(args.hidden_size, width, tp)
-        self.key_value = ColumnLinear(args.hidden_size, 2 * width, tp)  # per head [k|v], unlike query_key_value
-        self.dense = RowLinear(width, args.hidden_size, tp)
+        super().__init__(args, tp)
+        self.query = ColumnLinear(args.hidden_size, self.width, tp)
+        self.key_value = ColumnLinear(args.hidden_size, 2 * self.width, tp)  # per head [k|v], unlike query_key_value
+        self.dense = RowLinear(self.width, args.hidden_size, tp)
 
     def forward(self, x: torch.Tensor, encoded: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """`encoded` has gone through enter_tp already."""
         query = self.query(enter_tp(x, self.tp)).unflatten(-1, (-1, self.head))
-        key, value = self.key_value(encoded).unflatten(-1, (-1, 2 * self.head)).chunk(2, -1)
-        return self.dense(attend(query, key, value, p=self.p if self.training else 0.0, mask=mask))
+        key, value = self.key_value(encoded).unflatten(-1, (-1, 2, self.head)).unbind(3)
+        return self.dense(self.attend(query, key, value, mask=mask))
 
 
 class FeedForward(nn.Module):
@@ -145,7 +148,7 @@ class Embedding(nn.Module):
 class LMHead(nn.Module):
     def __init__(self, args: Namespace, tp: Axis) -> None:
         super().__init__()
-        self.bias = sliced(nn.Parameter(torch.empty(args.padded_vocab_size // tp.size)), dim=0)
+        self.bias = sliced(args.padded_vocab_size, dim=0, tp=tp)
 
     def forward(self, x: torch.Tensor, embeddings: nn.Parameter) -> torch.Tensor:
         return F.linear(x, cast(embeddings, x.dtype), cast(self.bias, x.dtype))

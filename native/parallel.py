@@ -3,7 +3,6 @@
 Ranks are laid out as in Megatron: tensor parallel fastest (neighbours talk most), then data parallel, then pipeline.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,6 +118,14 @@ def leave_tp(partial: torch.Tensor, tp: Axis) -> torch.Tensor:
     return partial if tp.size == 1 else _Leave.apply(partial.contiguous(), tp)
 
 
+def sliced(*shape: int, dim: int, tp: Axis, blocks: int = 1) -> nn.Parameter:
+    """One TP rank's slice of a parameter of this whole shape, cut along `dim` from each of `blocks` equal blocks."""
+    own = [size // tp.size if axis == dim else size for axis, size in enumerate(shape)]
+    parameter = nn.Parameter(torch.empty(own))
+    parameter.tp_slice = dim, blocks
+    return parameter
+
+
 class ColumnLinear(nn.Module):
     """y = x W^T + b with a slice of W's rows (output features) on each TP rank; the output stays sliced.
 
@@ -128,8 +135,8 @@ class ColumnLinear(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, tp: Axis, blocks: int = 1) -> None:
         super().__init__()
-        self.weight = sliced(nn.Parameter(torch.empty(outputs // tp.size, inputs)), dim=0, blocks=blocks)
-        self.bias = sliced(nn.Parameter(torch.empty(outputs // tp.size)), dim=0, blocks=blocks)
+        self.weight = sliced(outputs, inputs, dim=0, tp=tp, blocks=blocks)
+        self.bias = sliced(outputs, dim=0, tp=tp, blocks=blocks)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, cast(self.weight, x.dtype), cast(self.bias, x.dtype))
@@ -141,7 +148,7 @@ class RowLinear(nn.Module):
     def __init__(self, inputs: int, outputs: int, tp: Axis) -> None:
         super().__init__()
         self.tp = tp
-        self.weight = sliced(nn.Parameter(torch.empty(outputs, inputs // tp.size)), dim=1)
+        self.weight = sliced(outputs, inputs, dim=1, tp=tp)
         self.bias = nn.Parameter(torch.empty(outputs))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -157,7 +164,7 @@ class VocabEmbedding(nn.Module):
     def __init__(self, vocabulary: int, hidden: int, tp: Axis) -> None:
         super().__init__()
         self.tp = tp
-        self.weight = sliced(nn.Parameter(torch.empty(vocabulary // tp.size, hidden)), dim=0)
+        self.weight = sliced(vocabulary, hidden, dim=0, tp=tp)
 
     def forward(self, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[b, s] ids to [b, s, hidden]: each rank looks up its own tokens, the others are 0, and the sum has all."""
@@ -199,12 +206,6 @@ class SharedDropout(nn.Module):
         return x * torch.empty_like(x).bernoulli_(1 - self.p, generator=self.tp.rng).div_(1 - self.p)
 
 
-def sliced(parameter: nn.Parameter, dim: int, blocks: int = 1) -> nn.Parameter:
-    """Marks a parameter as one TP rank's slice of dimension `dim`, taken from each of `blocks` equal blocks."""
-    parameter.tp_slice = dim, blocks
-    return parameter
-
-
 def slice_of(whole: torch.Tensor, parameter: nn.Parameter, tp: Axis) -> torch.Tensor:
     """The part of a whole tensor that belongs in `parameter` on this rank."""
     if tp.size == 1 or not hasattr(parameter, "tp_slice"):
@@ -221,30 +222,6 @@ def whole_shape(parameter: nn.Parameter, tp: Axis) -> list[int]:
     return shape
 
 
-def needs_host(device: torch.device) -> bool:
-    """Whether what pipeline stages exchange has to go through host memory: gloo sends and receives there alone."""
-    return device.type != "cpu" and dist.get_backend() == "gloo"
-
-
-class Stage(nn.Module):
-    """What a pipeline's schedule drives: activations come and go through it, and their gradients the other way.
-
-    Every stage has the tokens of its micro-batches itself: they wait in `tokens`, in the order of the forward passes
-    (PyTorch 2.4 hands no other arguments to a later stage). `exchange` is the device that activations are sent from
-    and received on; autograd goes through the copies.
-    """
-
-    def __init__(self, model: nn.Module, layout: Layout, device: torch.device) -> None:
-        super().__init__()
-        self.model, self.sends, self.device, self.staged = model, not layout.last_stage, device, needs_host(device)
-        self.exchange = torch.device("cpu") if self.staged else device
-        self.tokens: Iterator[tuple[torch.Tensor, ...]] = iter(())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output = self.model(x.to(self.device, copy=self.staged), *next(self.tokens))
-        return output.to(self.exchange, copy=self.staged) if self.sends else output
-
-
 def sum_tied_gradients(model: nn.Module, layout: Layout) -> None:
     """The two pipeline stages each hold a copy of the embeddings: sums their gradients, so that both step alike.
 
@@ -256,15 +233,9 @@ def sum_tied_gradients(model: nn.Module, layout: Layout) -> None:
 
 
 def l2_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The L2 norm of all elements, fp32 [].
-
-    In float64 on a CPU: there PyTorch adds up a large fp32 vector one by one, 1e-3 off for 3e7 elements.
-    """
-    if tensors[0].device.type == "cpu":
-        norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
-    else:
-        norms = list(torch._foreach_norm(tensors))
-    return torch.linalg.vector_norm(torch.stack(norms)).float()
+    """The L2 norm of all elements, fp32 []. A CPU's fp32 sum of 3e7 squares is 1e-3 off: there it is one of float64."""
+    precise = torch.float64 if tensors[0].device.type == "cpu" else None
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, precise))).float()
 
 
 def clip_gradients(model: nn.Module, layout: Layout, max_norm: float) -> torch.Tensor:

@@ -15,7 +15,7 @@ from native.data import SpanCorruption, TokenFile, Vocabulary, batches, split_do
 from native.metrics import Metrics, say
 from native.model import T5
 from native.parallel import Layout
-from native.trainers import Batch, TorchTrainer, ZeroTrainer
+from native.trainers import Batch, PipelineTrainer, TorchTrainer, ZeroTrainer
 
 
 def learning_rate(args: Namespace, iteration: int) -> float:
@@ -109,7 +109,7 @@ def run(args: Namespace) -> None:
     vocabulary = share_vocabulary(args, file)
     pad_vocabulary(args, vocabulary)
     layout = Layout.build(args.pp, args.dp, args.tp, args.device, args.seed)
-    trainer = ZeroTrainer(args, layout) if args.deepspeed else TorchTrainer(args, layout)
+    trainer = (ZeroTrainer if args.deepspeed else PipelineTrainer if args.pp > 1 else TorchTrainer)(args, layout)
     try:
         data = Data(args, layout, file, vocabulary, start)
         if start:

@@ -1,25 +1,22 @@
-"""One training step under each parallelism: TorchTrainer for data, tensor and pipeline, ZeroTrainer for ZeRO."""
+"""One training step under each parallelism: TorchTrainer for data and tensor, PipelineTrainer with two pipeline stages
+as well, ZeroTrainer for ZeRO."""
 
 import contextlib
 import inspect
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from native import checkpoint
-from native.arguments import stop
 from native.model import T5, Layer, initialise
-from native.parallel import Layout, Stage, clip_gradients, forget_copies, sum_tied_gradients
-
-if TYPE_CHECKING:
-    from torch.distributed.pipelining import Schedule1F1B
+from native.parallel import Layout, clip_gradients, forget_copies, sum_tied_gradients
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # encoder input, decoder input, labels
+# All replicas start from the same weights; PyTorch 2.4 cannot be told.
+SAME_WEIGHTS = {"init_sync": False} if "init_sync" in inspect.signature(DistributedDataParallel).parameters else {}
 
 
 def make_optimizer(model: T5, args: Namespace) -> torch.optim.AdamW:
@@ -44,8 +41,8 @@ def compile_layers(model: T5, args: Namespace) -> None:
             module.compile()
 
 
-def micro_batches(batch: Batch, count: int) -> Iterator[Batch]:
-    return zip(*(tensor.chunk(count) for tensor in batch), strict=True)
+def micro_batches(batch: Batch, args: Namespace) -> list[Batch]:
+    return list(zip(*(tensor.chunk(args.micro_batches) for tensor in batch), strict=True))
 
 
 def mean_loss(losses: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -54,7 +51,7 @@ def mean_loss(losses: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 class TorchTrainer:
-    """Data, tensor and pipeline parallelism in any combination.
+    """Data and tensor parallelism.
 
     With --bf16 the parameters are the fp32 master weights: each iteration computes with one bf16 copy of them, and
     gradients are accumulated and reduced in fp32. Per parameter that is Megatron's 18 bytes: 4 master + 2 copy +
@@ -68,62 +65,30 @@ class TorchTrainer:
         initialise(self.model, args, layout)
         compile_layers(self.model, args)
         self.optimizer = make_optimizer(self.model, args)
-        self.stage = Stage(self.model, layout, args.device) if layout.pp.size > 1 else None
-        self.replica: torch.nn.Module = self.stage or self.model
+        self.replica: DistributedDataParallel | None = None
         if layout.dp.size > 1:
-            # All have the same weights already; PyTorch 2.4 cannot be told.
-            same = {"init_sync": False} if "init_sync" in inspect.signature(DistributedDataParallel).parameters else {}
-            self.replica = DistributedDataParallel(
-                self.replica, process_group=layout.dp.group, gradient_as_bucket_view=True, **same
-            )
-        self.schedule = self.make_schedule(self.stage) if self.stage else None
+            options = {"process_group": layout.dp.group, "gradient_as_bucket_view": True, **SAME_WEIGHTS}
+            self.replica = DistributedDataParallel(self.model, **options)
 
-    def make_schedule(self, module: Stage) -> "Schedule1F1B":
-        """One forward, one backward: the encoder stage runs at most two micro-batches ahead of the decoder stage.
+    def forward(self, x: torch.Tensor, part: Batch) -> torch.Tensor:
+        """What the model makes of a micro-batch. No gradient is all-reduced yet: see backward()."""
+        if self.replica is None:
+            return self.model(x, *part)
+        with self.replica.no_sync():
+            return self.replica(x, *part)
 
-        Per micro-batch the encoder's output [b, s_enc, hidden] travels forward and its gradient back.
-        """
-        # A second of import, for pipelines alone.
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, schedules
+    def backward(self, output: torch.Tensor, gradient: torch.Tensor | None = None, *, is_last: bool) -> None:
+        """Adds to the gradients. DDP all-reduces them in an iteration's last backward pass alone, and while it runs."""
+        if is_last and self.replica is not None:
+            self.replica.reducer.prepare_for_backward([])  # what DDP's forward pass does outside no_sync()
+        output.backward(gradient)
 
-        # Before PyTorch had this, it waited for one of several messages alone, which is enough over NCCL.
-        if dist.get_backend() == "gloo" and not hasattr(schedules, "_wait_batch_p2p"):
-            stop(
-                f"pipelines of PyTorch {torch.__version__} hang over gloo: use NCCL, a newer PyTorch or ENGINE=megatron"
-            )
-        args, layout = self.args, self.layout
-        b, s, d = args.micro_batch_size, args.encoder_seq_length, args.decoder_seq_length
-        tokens = torch.empty(b, s, dtype=torch.int64, device="meta")
-        hidden = torch.empty(b, s, args.hidden_size, dtype=args.dtype, device="meta", requires_grad=True)
-        losses = torch.empty(b, d, device="meta", requires_grad=True)
-        inputs, outputs = (tokens, hidden) if layout.first_stage else (hidden, losses)
-        # PyTorch 2.4 moves the module that it is given to the device of the exchange: it gets the real one afterwards.
-        place = layout.pp.rank, layout.pp.size, module.exchange
-        stage = PipelineStage(torch.nn.Identity(), *place, (inputs,), (outputs,), group=layout.pp.group)
-        stage.submod = self.replica
-        # The loss is divided by the number of micro-batches here; older schedules cannot, newer ones would once more.
-        unscaled = {"scale_grads": False} if "scale_grads" in inspect.signature(Schedule1F1B).parameters else {}
-        return Schedule1F1B(
-            stage, args.micro_batches, lambda losses, labels: mean_loss(losses, labels) / args.micro_batches, **unscaled
-        )
-
-    def forward_backward(self, batch: Batch) -> torch.Tensor:
+    def forward_backward(self, parts: list[Batch]) -> torch.Tensor:
         """Accumulates the gradients of an iteration; the mean loss of its micro-batches, 0 on a stage without loss."""
-        count, total = self.args.micro_batches, torch.zeros((), device=self.args.device)
-        if self.schedule and self.stage:
-            losses: list[torch.Tensor] = []
-            self.stage.tokens = micro_batches(batch, count)
-            if self.layout.first_stage:
-                self.schedule.step(batch[0])
-            else:
-                self.schedule.step(target=batch[2], losses=losses)
-            return sum(losses, total).detach()
-        for number, (x, y, z) in enumerate(micro_batches(batch, count), 1):
-            # DDP all-reduces in the last backward alone, and while it runs.
-            wait = self.replica.no_sync() if number < count and self.layout.dp.size > 1 else contextlib.nullcontext()
-            with wait:
-                loss = mean_loss(self.replica(x, x, y, z), z) / count
-                loss.backward()
+        total = torch.zeros((), device=self.args.device)
+        for number, part in enumerate(parts, 1):
+            loss = mean_loss(self.forward(part[0], part), part[2]) / len(parts)
+            self.backward(loss, is_last=number == len(parts))
             total += loss.detach()
         return total
 
@@ -131,7 +96,7 @@ class TorchTrainer:
         """One iteration; (loss, gradient norm), both [] on the device. Nothing here waits for the device."""
         set_rate(self.optimizer, rate)
         self.optimizer.zero_grad(set_to_none=False)
-        loss = self.forward_backward(batch)
+        loss = self.forward_backward(micro_batches(batch, self.args))
         forget_copies()
         sum_tied_gradients(self.model, self.layout)
         norm = clip_gradients(self.model, self.layout, self.args.clip_grad)
@@ -141,20 +106,13 @@ class TorchTrainer:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """The mean loss of an iteration's micro-batches, []; 0 on a stage without loss."""
-        args, layout, total = self.args, self.layout, torch.zeros((), device=self.args.device)
-        exchange = self.stage.exchange if self.stage else args.device
-        for x, y, z in micro_batches(batch, args.micro_batches):
-            encoded = x
-            if not layout.first_stage:
-                encoded = torch.empty(*x.shape, args.hidden_size, dtype=args.dtype, device=exchange)
-                dist.recv(encoded, dist.get_global_rank(layout.pp.group, 0), layout.pp.group)
-            output = self.model(encoded.to(args.device), x, y, z)
-            if layout.last_stage:
-                total += mean_loss(output, z) / args.micro_batches
-            else:
-                dist.send(output.to(exchange), dist.get_global_rank(layout.pp.group, 1), layout.pp.group)
+        losses = [self.loss(part) / self.args.micro_batches for part in micro_batches(batch, self.args)]
         forget_copies()
-        return total
+        return sum(losses, torch.zeros((), device=self.args.device))
+
+    def loss(self, part: Batch) -> torch.Tensor:
+        """A micro-batch's mean loss, [], without gradients."""
+        return mean_loss(self.model(part[0], *part), part[2])
 
     def save(self, directory: str, iteration: int) -> None:
         if self.layout.dp.rank == 0:
@@ -168,6 +126,57 @@ class TorchTrainer:
         state = torch.load(path, map_location=self.args.device, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+
+
+class PipelineTrainer(TorchTrainer):
+    """Encoder and decoder on processes of their own, and data and tensor parallelism for each.
+
+    One forward, one backward (1F1B): the encoder is at most two micro-batches ahead of the decoder. Per micro-batch the
+    encoder's output [b, s_enc, hidden] travels forward and its gradient back; every stage has the tokens itself.
+    """
+
+    def exchange(self, sent: torch.Tensor | None = None, *, receives: bool = False) -> torch.Tensor | None:
+        """Sends to the other stage and receives from it, both at once: each would wait for the other's message else."""
+        args, pp = self.args, self.layout.pp
+        other = dist.get_global_rank(pp.group, 1 - pp.rank)
+        place = "cpu" if dist.get_backend() == "gloo" else args.device  # gloo sends from host memory alone
+        shape = args.micro_batch_size, args.encoder_seq_length, args.hidden_size
+        received = torch.empty(shape, dtype=args.dtype, device=place) if receives else None
+        operations = [dist.P2POp(dist.irecv, received, other, pp.group)] if received is not None else []
+        if sent is not None:
+            operations.append(dist.P2POp(dist.isend, sent.detach().to(place), other, pp.group))
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return received.to(args.device) if received is not None else None
+
+    def forward_backward(self, parts: list[Batch]) -> torch.Tensor:
+        return self.decode(parts) if self.layout.last_stage else self.encode(parts)
+
+    def encode(self, parts: list[Batch]) -> torch.Tensor:
+        outputs: list[torch.Tensor] = []
+        for number, part in enumerate(parts, 1):
+            outputs.append(self.forward(part[0], part))
+            gradient = self.exchange(outputs[-1], receives=number > 1)
+            if gradient is not None:
+                self.backward(outputs.pop(0), gradient, is_last=False)
+        self.backward(outputs.pop(), self.exchange(receives=True), is_last=True)
+        return torch.zeros((), device=self.args.device)
+
+    def decode(self, parts: list[Batch]) -> torch.Tensor:
+        total, encoded = torch.zeros((), device=self.args.device), self.exchange(receives=True)
+        for number, part in enumerate(parts, 1):
+            encoded.requires_grad_()
+            loss = mean_loss(self.forward(encoded, part), part[2]) / len(parts)
+            self.backward(loss, is_last=number == len(parts))
+            encoded = self.exchange(encoded.grad, receives=number < len(parts))
+            total += loss.detach()
+        return total
+
+    def loss(self, part: Batch) -> torch.Tensor:
+        if self.layout.last_stage:
+            return mean_loss(self.model(self.exchange(receives=True), *part), part[2])
+        self.exchange(self.model(part[0], *part))
+        return torch.zeros((), device=self.args.device)
 
 
 class ZeroTrainer:
@@ -207,7 +216,7 @@ class ZeroTrainer:
         """One iteration; (loss, gradient norm), both [] on the device."""
         set_rate(self.optimizer, rate)
         total = torch.zeros((), device=self.args.device)
-        for x, y, z in micro_batches(batch, self.args.micro_batches):
+        for x, y, z in micro_batches(batch, self.args):
             loss = mean_loss(self.model(x, x, y, z), z)
             self.model.backward(loss)  # divides by the number of micro-batches
             self.model.step()  # updates after the last one
@@ -218,7 +227,7 @@ class ZeroTrainer:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """The mean loss of an iteration's micro-batches, []."""
-        losses = [mean_loss(self.model(x, x, y, z), z) for x, y, z in micro_batches(batch, self.args.micro_batches)]
+        losses = [mean_loss(self.model(x, x, y, z), z) for x, y, z in micro_batches(batch, self.args)]
         return torch.stack(losses).mean()
 
     def save(self, directory: str, iteration: int) -> None:
