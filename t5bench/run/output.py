@@ -24,7 +24,6 @@ BLOCK = 1 << 16
 LONGEST_LINE = 1 << 14
 # Something that left the run behind may hold its output open.
 OPEN_SECONDS = 5
-_LINE_ENDS = re.compile(rb"[\r\n]")
 
 
 def timestamp(seconds: float) -> str:
@@ -40,7 +39,7 @@ class Veil:
         self.secrets = [secret.encode() for secret in hidden]
         # A line may end between any two bytes of a secret.
         either = b"|".join(rb"[\r\n]*".join(re.escape(bytes([byte])) for byte in secret) for secret in self.secrets)
-        self.pattern = re.compile(either)
+        self.pattern = re.compile(either or rb"(?!)")
         self.kept = b""
 
     def clear(self, block: bytes) -> bytes:
@@ -50,23 +49,18 @@ class Veil:
         """
         text = self.kept + block
         end = self._beginning_of_a_secret(text) if block else len(text)
-        joined = text.translate(None, b"\r\n")
-        if any(secret in joined for secret in self.secrets):
-            for match in self.pattern.finditer(text):
-                end = match.start() if match.start() < end < match.end() else end
-            self.kept = text[end:]
-            return self.pattern.sub(HIDDEN.encode(), text[:end])
+        for match in self.pattern.finditer(text):
+            end = match.start() if match.start() < end < match.end() else end
         self.kept = text[end:]
-        return text[:end]
+        return self.pattern.sub(HIDDEN.encode(), text[:end])
 
     def _beginning_of_a_secret(self, text: bytes) -> int:
         """Where one begins that the text ends in, line ends not counted as parts of it; the text's length for none."""
         longest = max(map(len, self.secrets), default=0)
-        places = [place for place in range(max(0, len(text) - 2 * longest), len(text)) if text[place] not in b"\r\n"]
-        tail = bytes(text[place] for place in places)
-        for start, place in enumerate(places):
-            if any(len(secret) > len(tail) - start and secret.startswith(tail[start:]) for secret in self.secrets):
-                return place
+        for start in range(max(0, len(text) - 2 * longest), len(text)):
+            tail = text[start:].translate(None, b"\r\n")
+            if text[start] not in b"\r\n" and any(s.startswith(tail) and s != tail for s in self.secrets):
+                return start
         return len(text)
 
 
@@ -81,16 +75,13 @@ class Line:
         room = LONGEST_LINE // 2 - len(self.head)
         self.head += piece[:room]
         self.tail += piece[room:]
-        if (surplus := len(self.tail) - LONGEST_LINE // 2) > 0:
-            self.left_out += surplus
-            del self.tail[:surplus]
+        surplus = max(0, len(self.tail) - LONGEST_LINE // 2)
+        self.left_out += surplus
+        del self.tail[:surplus]
 
-    def take(self) -> str:
-        """The text so far; another begins."""
+    def text(self) -> str:
         between = f" ... ({self.left_out} bytes left out) ... ".encode() if self.left_out else b""
-        text = bytes(self.head + between + self.tail).decode(errors="backslashreplace")
-        self.__init__()
-        return text
+        return visible(bytes(self.head + between + self.tail).decode(errors="backslashreplace"))
 
 
 class Output:
@@ -128,14 +119,12 @@ class Output:
 
     def end(self, now: float) -> bytes:
         """What may be shown at the end."""
-        self.ended, shown = now, self.veil.clear(b"")
-        self._read(shown, now)
+        self.ended, shown = now, self.take(b"", now)
         if self.line.head:
             self._take_line(now)
         for rank, text in self.stacks().items():
-            with self._noting_errors():
-                for line in (f"rank {rank} was ended here:", *text.splitlines()):
-                    self.log.write(f"{timestamp(now)} {line}\n".encode())
+            for line in (f"rank {rank} was ended here:", *text.splitlines()):
+                self._log(line, now)
         for file in (self.log, self.metrics):
             with self._noting_errors():
                 if file:
@@ -145,12 +134,9 @@ class Output:
     def is_removed(self) -> bool:
         """Whether the log is no longer where it was."""
         try:
-            found = Path(self.log.name).stat()
-        except FileNotFoundError:
-            return True
-        except OSError:  # a file system that does not answer may do so again
-            return False
-        return not os.path.samestat(found, os.fstat(self.log.fileno()))
+            return not os.path.samestat(Path(self.log.name).stat(), os.fstat(self.log.fileno()))
+        except OSError as error:  # a file system that does not answer may do so again
+            return isinstance(error, FileNotFoundError)
 
     def restore(self) -> None:
         """Writes the log and the metrics anew where they were, with what they held: they are still open."""
@@ -159,8 +145,7 @@ class Output:
             for file in filter(None, (self.log, self.metrics)):
                 file.flush()
                 shutil.copyfile(f"/proc/self/fd/{file.fileno()}", file.name)
-            self.log = Path(self.log.name).open("ab")  # noqa: SIM115
-            self.metrics = None
+            self.log, self.metrics = Path(self.log.name).open("ab"), None  # noqa: SIM115
 
     @contextlib.contextmanager
     def _noting_errors(self) -> Any:
@@ -172,37 +157,36 @@ class Output:
                 self.unwritten = error
                 print(f"warning: the record of this run is not complete: {error}", file=sys.stderr)
 
-    def _read(self, text: bytes, now: float) -> None:
-        start = 0
-        for end in _LINE_ENDS.finditer(text):
-            self._add(text[start : end.start()], now)
-            start = end.end()
-            if end[0] == b"\n":
-                self._take_line(now)
-            else:
-                self.line.returned = True
-        self._add(text[start:], now)
+    def _log(self, line: str, now: float) -> None:
+        with self._noting_errors():
+            self.log.write(f"{timestamp(now)} {line}\n".encode())
 
-    def _add(self, piece: bytes, now: float) -> None:
-        """What was written over is kept only where it counts."""
-        if piece and self.line.returned:
-            if b"iteration" in self.line.head or b"peak memory" in self.line.head:
-                self._take_line(now)
-            self.line.__init__()
-        self.line.add(piece)
+    def _read(self, text: bytes, now: float) -> None:
+        *lines, rest = text.split(b"\n")
+        for line in lines:
+            self._add(line, now)
+            self._take_line(now)
+        self._add(rest, now)
+
+    def _add(self, text: bytes, now: float) -> None:
+        """A part of a line. What a carriage return lets others write over is kept only where it counts."""
+        for number, piece in enumerate(text.split(b"\r")):
+            self.line.returned |= number > 0
+            if piece and self.line.returned:
+                if b"iteration" in self.line.head or b"peak memory" in self.line.head:
+                    self._take_line(now)
+                self.line = Line()
+            self.line.add(piece)
 
     def _take_line(self, now: float) -> None:
-        text = visible(self.line.take())
-        with self._noting_errors():
-            self.log.write(f"{timestamp(now)} {text}\n".encode())
+        text, self.line = self.line.text(), Line()
+        self._log(text, now)
         self.finder.read(text, now)
         # Several ranks' lines may have come as one.
         if found := iteration(text, time=round(now, 3)):
             self._take_iteration(found)
-        if "peak memory" in text:
-            self.memory |= {peak.rank: peak for peak in peak_memory([text])}
-        if size := padded_vocabulary(text):
-            self.padded_vocab_size = size
+        self.memory |= {peak.rank: peak for peak in peak_memory([text])}
+        self.padded_vocab_size = padded_vocabulary(text) or self.padded_vocab_size
 
     def _take_iteration(self, found: Iteration) -> None:
         self.last = found

@@ -74,7 +74,6 @@ class Part:
         unknown = dict.fromkeys(("cause", "exit_status", "signal", "ended", "padded_vocab_size"))
         self.content: dict[str, Any] = {"format": FORMAT, **place, "started": timestamp(now()), "plan": recorded}
         self.content |= {"status": RUNNING, "reason": "", "remedy": "", **unknown, "peak_memory": []}
-        self.looking: threading.Thread | None = None
 
     def file(self, suffix: str) -> Path:
         return Path(self.plan.output_dir, f"node{self.plan.node}.{suffix}")
@@ -87,8 +86,7 @@ class Part:
             self._write_wandb_config()
             self.content |= self._machine()
             self._write_wandb_config()
-            with contextlib.suppress(OSError):
-                write_json(self.file("json"), self.content)
+            self.write()
             on_seen(dict(self.content))
 
         self.looking = threading.Thread(target=look, daemon=True)
@@ -113,13 +111,21 @@ class Part:
             if self.file("wandb.yaml").exists():
                 wandb_config.write(self.file("wandb.yaml"), wandb_config.config(self.content))
 
+    def write(self) -> None:
+        with contextlib.suppress(OSError):
+            write_json(self.file("json"), self.content)
+
+    def say(self, text: str) -> None:
+        """In the file that the launcher reads at the end, and the next one before it starts."""
+        with contextlib.suppress(OSError):
+            overwrite(self.file("status"), text)
+
     def end(self, changes: Mapping[str, Any], known: Status) -> Status:
         """known: how the run ended, as far as this node knows. A run is complete only when its record is."""
-        if self.looking:
-            self.looking.join(LOOKING_SECONDS)
+        self.looking.join(LOOKING_SECONDS)
         self.content |= changes
         try:
-            self._write()
+            self._finish()
         except (OSError, RecordError) as error:
             remedy = SPACE_REMEDY if isinstance(error, OSError) else error.remedy
             unwritten = Status(CRASHED, f"the record of this run could not be written: {error}", remedy)
@@ -130,19 +136,14 @@ class Part:
             with contextlib.suppress(OSError, RecordError):
                 # What is there says that the run goes on, and has the space that this needs.
                 self.file("json").unlink(missing_ok=True)
-                self._write()
+                self._finish()
         self.say(f"{known.name} {known.reason}\n{known.remedy}\n")
         return known
 
-    def _write(self) -> None:
+    def _finish(self) -> None:
         write_json(self.file("json"), self.content)
         seal(Path(self.plan.output_dir), self.plan.node, self.content["nnodes"])
         write_run(Path(self.plan.output_dir))
-
-    def say(self, text: str) -> None:
-        """In the file that the launcher reads at the end, and the next one before it starts."""
-        with contextlib.suppress(OSError):
-            overwrite(self.file("status"), text)
 
     def look(self, output: Output) -> None:
         """Keeps what can be kept where somebody has removed the run directory."""
@@ -150,8 +151,7 @@ class Part:
             warn(f"{self.plan.output_dir} was removed while the run goes on; its log and its metrics are written anew")
             output.restore()
             self.say(f"{RUNNING} {self.content['host']} {self.content['pid']}\n")
-            with contextlib.suppress(OSError):
-                write_json(self.file("json"), self.content)
+            self.write()
 
 
 def overwrite(path: Path, text: str) -> None:
@@ -162,9 +162,8 @@ def overwrite(path: Path, text: str) -> None:
 
 
 def warn_of_differences(sentences: Sequence[str]) -> None:
-    shown = "; ".join(sentences[:MOST_DIFFERENCES])
     more = f"; and {len(sentences) - MOST_DIFFERENCES} more" if len(sentences) > MOST_DIFFERENCES else ""
-    warn(f"the nodes of this run are not the same: {shown}{more}")
+    warn(f"the nodes of this run are not the same: {'; '.join(sentences[:MOST_DIFFERENCES])}{more}")
 
 
 def warn(sentence: str) -> None:

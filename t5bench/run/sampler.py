@@ -5,13 +5,13 @@ import json
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from t5bench.record.clock import now
 from t5bench.record.machine import visible_gpus
 
+# What nvidia-smi calls it, and what a sample does.
 _GPU_FIELDS = {
     "index": "index",
     "memory.used": "memory_mib",
@@ -31,18 +31,14 @@ def network_counters(root: Path = Path("/")) -> dict[str, dict[str, int]]:
     found = {}
     with contextlib.suppress(OSError):
         for line in (root / "proc/net/dev").read_text().splitlines()[2:]:
-            name, _, counters = line.partition(":")
-            name, values = name.strip(), counters.split()
-            if len(values) >= 9 and not (root / "sys/class/net" / name / "master").exists():
-                found[name] = {"sent": int(values[8]), "received": int(values[0])}
+            name, *counters = line.replace(":", " ", 1).split()
+            if not (root / "sys/class/net" / name / "master").exists():
+                found[name] = {"sent": int(counters[8]), "received": int(counters[0])}
     for port in (root / "sys/class/infiniband").glob("*/ports/*"):
         with contextlib.suppress(OSError, ValueError):
-            sent = int((port / "counters/port_xmit_data").read_text())
-            received = int((port / "counters/port_rcv_data").read_text())
-            found[f"ib:{port.parent.parent.name}/{port.name}"] = {
-                "sent": sent * _INFINIBAND_WORD,
-                "received": received * _INFINIBAND_WORD,
-            }
+            sent, received = (int((port / f"counters/port_{name}_data").read_text()) for name in ("xmit", "rcv"))
+            name = f"ib:{port.parent.parent.name}/{port.name}"
+            found[name] = {"sent": sent * _INFINIBAND_WORD, "received": received * _INFINIBAND_WORD}
     return found
 
 
@@ -50,34 +46,27 @@ def link_speeds(root: Path = Path("/")) -> dict[str, dict[str, int | None]]:
     """Each interface's speed in Mbit/s as its driver states it; None where it states none."""
     found: dict[str, dict[str, int | None]] = {}
     for name in network_counters(root):
-        speed = None
-        if not name.startswith("ib:"):
-            with contextlib.suppress(OSError, ValueError):
-                speed = int((root / "sys/class/net" / name / "speed").read_text())
-        found[name] = {"speed_mbit": speed if speed and speed > 0 else None}
+        found[name] = {"speed_mbit": None}
+        with contextlib.suppress(OSError, ValueError):
+            found[name]["speed_mbit"] = max(0, int((root / "sys/class/net" / name / "speed").read_text())) or None
     return found
 
 
-def _gpu_sample(line: str) -> dict[str, float | None] | None:
-    values = [value.strip() for value in line.split(",")]
-    if len(values) != len(_GPU_FIELDS) or not values[0].isdigit():
-        return None
-    sample: dict[str, float | None] = {}
-    for key, value in zip(_GPU_FIELDS.values(), values, strict=True):
+def _numbers(words: Iterable[str]) -> Iterator[float | None]:
+    """None for "[N/A]", of a GPU that does not measure this."""
+    for word in words:
         try:
-            sample[key] = float(value)
+            yield float(word)
         except ValueError:
-            sample[key] = None  # "[N/A]", for a GPU that does not measure this
-    return sample | {"index": int(values[0])}
+            yield None
 
 
 class Sampler:
     """Writes a line to ``path`` every ``seconds``; one nvidia-smi runs along where there are GPUs."""
 
     def __init__(self, path: Path, seconds: float, *, has_gpus: bool, environment: Mapping[str, str]) -> None:
-        self.path, self.seconds = path, seconds
-        self.ended = threading.Event()
-        self.latest: dict[Any, dict[str, Any]] = {}  # the last sample of each GPU
+        self.path, self.seconds, self.ended = path, seconds, threading.Event()
+        self.latest: dict[int, dict[str, float | None]] = {}  # the last sample of each GPU
         self.smi: subprocess.Popen[str] | None = None
         if has_gpus:
             # Into a pipe it would keep back what it prints until 4 KiB are full.
@@ -93,20 +82,22 @@ class Sampler:
 
     def _read_gpus(self, lines: Iterable[str]) -> None:
         for line in lines:
-            if sample := _gpu_sample(line):
-                self.latest[sample["index"]] = sample
+            index, *values = _numbers(line.split(","))
+            if index is not None and len(values) == len(_GPU_FIELDS) - 1:
+                values_by_name = zip(_GPU_FIELDS.values(), (int(index), *values), strict=True)
+                self.latest[int(index)] = dict(values_by_name)
 
     def _run(self) -> None:
-        last = False
+        is_last = False
         while True:
             gpus, self.latest = self.latest, {}
             sample = {"time": round(now(), 3), "gpus": [gpus[index] for index in sorted(gpus)]}
             # Opened each time: a directory that was removed may have come back.
             with contextlib.suppress(OSError), self.path.open("a") as file:
                 file.write(json.dumps(sample | {"network": network_counters()}) + "\n")
-            if last:
+            if is_last:
                 return
-            last = self.ended.wait(self.seconds)
+            is_last = self.ended.wait(self.seconds)
 
     def end(self) -> None:
         """Take a last sample and stop."""

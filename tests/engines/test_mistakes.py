@@ -41,7 +41,7 @@ def mistakes() -> list[Mistake]:
 
 
 # Those that a gate with a small learning rate did not see, and one of each other kind.
-FEW = ("0.0 * matrix", "parameter.shape)) > 0", "losses.sum() / losses.numel()", "batch[:self.micro")
+FEW = ("0.0 * matrix", "parameter.shape)) > 0", "self.forward(encoded, part).mean()", "batch[:self.micro")
 
 
 class Planter:

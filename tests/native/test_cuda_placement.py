@@ -10,8 +10,7 @@ from command_lines import parsed
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from native import checkpoint, data, metrics, train, trainers
-from native.model import T5
-from native.parallel import Layout, SharedDropout, Stage
+from native.parallel import Layout, SharedDropout
 
 GPU, ADAMW, Patch = torch.device("meta"), torch.optim.AdamW, pytest.MonkeyPatch
 
@@ -49,28 +48,24 @@ def test_tensor_parallel_dropout_draws_on_the_device(args: Namespace):
     assert SharedDropout(0.5, layout.tp)(torch.ones(4, 8, device=GPU, requires_grad=True)).device == GPU
 
 
-def test_a_stage_on_a_gpu_exchanges_on_the_host_over_gloo(args: Namespace, monkeypatch: Patch):
-    monkeypatch.setattr("torch.distributed.get_backend", lambda: "gloo")
-    tokens, layout, stages = batch(args), Layout(), []
+@pytest.mark.parametrize(("backend", "place"), [("gloo", "cpu"), ("nccl", "meta")])
+def test_pipeline_stages_exchange_where_the_backend_can(args: Namespace, monkeypatch: Patch, backend: str, place: str):
+    """Over gloo through host memory. What one stage sends has the form that the other receives."""
+    messages = []
+    monkeypatch.setattr("torch.distributed.get_backend", lambda: backend)
+    monkeypatch.setattr("torch.distributed.get_global_rank", lambda group, rank: rank)
+    monkeypatch.setattr("torch.distributed.P2POp", lambda way, tensor, *other: (way.__name__, tensor, other))
+    monkeypatch.setattr("torch.distributed.batch_isend_irecv", lambda batch: messages.extend(batch) or [])
+    layout = Layout()
     layout.pp.size = 2
     for layout.pp.rank in (0, 1):
-        with GPU:
-            stages.append(Stage(T5(args, layout), layout, GPU))
-        stages[-1].tokens = iter([tokens])
-        assert stages[-1].exchange.type == "cpu"
-        if layout.pp.rank == 0:
-            sent = stages[0](tokens[0])
-    assert (sent.device.type, sent.dtype) == ("cpu", torch.bfloat16)
-    received = torch.empty_like(sent, requires_grad=True)
-    losses = stages[1](received)
-    assert losses.device == GPU
-    trainers.mean_loss(losses, tokens[2]).backward()
-    assert received.grad.device.type == "cpu"
-    sent.backward(received.grad)
-    assert {p.grad.device for p in stages[0].parameters()} == {GPU}
-
-    monkeypatch.setattr("torch.distributed.get_backend", lambda: "nccl")
-    assert Stage(stages[0], layout, GPU).exchange == GPU
+        trainer = trainers.PipelineTrainer(args, layout)
+        assert trainer.forward_backward(trainers.micro_batches(batch(args), args)).device == GPU
+        assert trainer.evaluate(batch(args)).device == GPU
+    count = args.micro_batches
+    assert [way for way, *_ in messages].count("isend") == [way for way, *_ in messages].count("irecv") == 3 * count
+    forms = {(tensor.device.type, tensor.dtype, tuple(tensor.shape)) for _, tensor, _ in messages}
+    assert forms == {(place, torch.bfloat16, (args.micro_batch_size, 64, 64))}
 
 
 def test_metrics_take_numbers_off_the_device_once_per_interval(args: Namespace, monkeypatch: Patch):

@@ -1,6 +1,7 @@
 """The native engine's data: damaged files, the random numbers, the samples, and Megatron-DeepSpeed's own samples."""
 
 from argparse import Namespace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -30,24 +31,9 @@ def dataset(
     return SpanCorruption(parsed(*flags), file, (0, len(documents)), 20, vocabulary)
 
 
-def test_reads_what_was_written(tmp_path: Path):
-    documents = [[5, 6, 7, 1], [8, 1], [9, 10, 1]]
-    write_indexed_dataset(tmp_path / "data", documents)
-    file = TokenFile(str(tmp_path / "data"))
-    assert [file[i].tolist() for i in range(3)] == documents
-    assert file.documents.tolist() == [0, 1, 2, 3]
-
-
-def test_a_damaged_file_is_one_sentence(tmp_path: Path):
-    write_indexed_dataset(tmp_path / "data", [[5, 6, 7, 1], [8, 1]])
-    (tmp_path / "data.bin").write_bytes((tmp_path / "data.bin").read_bytes()[:-2])
-    with pytest.raises(ValueError, match=r"data.bin is truncated: 6 uint16 tokens take 12 bytes, but it has 10"):
-        TokenFile(str(tmp_path / "data"))
-
-
 def test_the_random_numbers_are_those_of_the_standard():
     """ISO C++ [rand.predef]: the 10000th value of a default-seeded mt19937_64, and of mt19937."""
-    assert mt19937_64(5489, 10000)[-1] == 9981545732273789042
+    assert next(islice(mt19937_64(5489), 9999, None)) == 9981545732273789042
     assert np.random.RandomState(5489).randint(0, 1 << 32, 10000, np.uint32)[-1] == 4123659995
 
 

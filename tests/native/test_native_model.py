@@ -41,21 +41,13 @@ def test_attention_drops_as_much_as_it_is_told_on_every_gpu():
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def test_the_large_model_has_612998528_parameters():
-    assert sum(elements for elements, _ in size_on_one_process(1, 0).values()) == 612_998_528
-
-
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
 def test_the_shares_of_a_layout_make_the_whole_model(tp: int, pp: int):
     whole: dict[str, int] = {}
     for stage in range(pp):
         for name, (elements, sliced) in size_on_one_process(tp, stage, pp).items():
             assert whole.setdefault(name, elements * (tp if sliced else 1)) == elements * (tp if sliced else 1)
     assert sum(whole.values()) == 612_998_528
-
-
-def test_the_large_models_iteration_takes_19_81_teraflops():
-    assert metrics.flops_per_iteration(large()) == pytest.approx(19.81e12, rel=5e-4)
 
 
 def test_an_initial_weight_depends_on_the_seed_and_its_name_alone():

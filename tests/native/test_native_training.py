@@ -1,41 +1,20 @@
-"""Real trainings of the native engine beside those that both engines must do: other ways to the same digits, and runs
-that fail, whose status is on the terminal and in the record."""
+"""Real trainings of the native engine beside those that both engines must do: ZeRO in bf16, and runs that fail, whose
+status is on the terminal and in the record."""
 
-import re
 import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from command_lines import parsed
-from harness import REPO_ROOT
-from real_runs import EXACT, environment, start, train
+from real_runs import EXACT, start, train
 
 from native import train as native_train
 from t5bench.plan.ports import free_port
-from t5bench.record.log import iterations
 from t5bench.record.records import load
 
 pytestmark = pytest.mark.slow
-VALIDATION = re.compile(r"validation loss at iteration 10 .*")
-
-
-def test_the_way_through_host_memory_changes_no_digit(native_runs: Path, tmp_path: Path):
-    """As pipeline stages that share a GPU exchange; here real processes do so on CPUs, with real copies."""
-    direct, script = load(native_runs / "hybrid"), Path(__file__).with_name("pretrain_through_host.py")
-    command = [str(script) if word.endswith("/pretrain_t5.py") else word for word in direct.plan.command]
-    command[command.index("--master_port") + 1] = str(free_port())
-    command += ["--save", str(tmp_path), "--tensorboard-dir", str(tmp_path), "--exit-interval", "10"]
-    settings = environment(PYTHONPATH=str(REPO_ROOT), OMP_NUM_THREADS="1", WANDB_MODE="disabled")
-    result = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=240, check=False)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
-    assert result.stdout.count("copied through host memory") == 4
-    found = [(line.lm_loss, line.grad_norm) for line in iterations(result.stdout.splitlines())]
-    assert found == [(line.lm_loss, line.grad_norm) for line in direct.iterations[:10]]
-    (validation,) = VALIDATION.findall(result.stdout)
-    assert validation in (direct.directory / "node0.log").read_text()
 
 
 def test_zero_in_bf16_follows_fp32(native_runs: Path, sample_data: Path, tmp_path: Path):
