@@ -94,8 +94,6 @@ class Peers(Channel):
         """How the other nodes ended, as they said it, or that they went away without a word."""
         return [ends[node] for ends in (self.ends, self.gone) for node in sorted(ends)]
 
-    # ---- saying ------------------------------------------------------------------------------------------------------
-
     def progressed(self, iteration: int) -> None:
         """An iteration line came on this node; said at most once a second."""
         now = time.monotonic()
@@ -119,8 +117,6 @@ class Peers(Channel):
         if self.place.node == 0:
             self.over.set()
         self.declare(Ended(part=dict(part)))
-
-    # ---- hearing -----------------------------------------------------------------------------------------------------
 
     def hear(self, message: Any) -> None:
         node = message.node
@@ -212,8 +208,6 @@ class Peers(Channel):
                 self.declare(Differences(sentences=list(self.differences)))
         if new:
             self.on_differences(new)
-
-    # ---- waiting -----------------------------------------------------------------------------------------------------
 
     @property
     def sees_progress(self) -> bool:

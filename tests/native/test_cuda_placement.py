@@ -9,7 +9,7 @@ import torch
 from command_lines import parsed
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from native import checkpoint, data, metrics, train, trainers
+from native import checkpoint, metrics, trainers
 from native.parallel import Layout, SharedDropout
 
 GPU, ADAMW, Patch = torch.device("meta"), torch.optim.AdamW, pytest.MonkeyPatch
@@ -81,22 +81,6 @@ def test_metrics_take_numbers_off_the_device_once_per_interval(args: Namespace, 
     ((_, iteration, _, losses, norms),) = told
     assert (iteration, losses, norms) == (2, [GPU] * 2, [GPU] * 2)
     assert len(waits) == 2  # at the start, and at the end of the interval
-
-
-@pytest.mark.parametrize(("flags", "pinned"), [([], False), (["--share-gpus"], True)])
-def test_batches_are_pinned_for_a_gpu_alone(monkeypatch: Patch, flags: list[str], pinned: bool):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    asked = {}
-    monkeypatch.setattr("torch.utils.data.DataLoader", lambda *_, **options: asked.update(options) or [])
-    list(data.batches([], parsed(*flags), 0))
-    assert asked["pin_memory"] is pinned
-
-
-def test_a_batch_moves_to_the_device(args: Namespace):
-    loader = train.Data.__new__(train.Data)
-    loader.device = GPU
-    moved = loader.next(iter([batch(args, torch.device("cpu"))]))
-    assert {tensor.device for tensor in moved} == {GPU}
 
 
 def test_dropout_states_are_the_gpus_too(monkeypatch: Patch, tmp_path: Path):

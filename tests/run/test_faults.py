@@ -36,9 +36,6 @@ def status_of(project: Project) -> str:
     return (project.root / "outputs" / "ddp" / "node0.status").read_text()
 
 
-# ---- the recorder ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("by", [signal.SIGTERM, None], ids=["term", "end"])
 def test_recorder_stopped(project: Project, by: signal.Signals | None):
     launcher = project.start_sleeping(STUB_SLEEP="300" if by else "1")
@@ -80,9 +77,6 @@ def test_run_directory_removed(project: Project):
     run = load(directory)
     assert (run.status, len(run.iterations)) == ("complete", 50)
     assert "stub torchrun output" in (directory / "node0.log").read_text()
-
-
-# ---- sweeps ----------------------------------------------------------------------------------------------------------
 
 
 def sweep(project: Project, **environment: str) -> subprocess.Popen[str]:
@@ -131,9 +125,6 @@ def test_two_sweeps_at_the_same_moment(project: Project):
     said = [process.communicate(timeout=90)[1] for process in sweeps]
     assert sorted(process.returncode for process in sweeps) == [0, 2], "\n".join(said)
     assert sum("error: a run is going on in " in text for text in said) == 1
-
-
-# ---- what the engine prints ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("last", [ITERATION.format(3, 3, "8.0E+00"), NATIVE_ITERATION])
@@ -188,9 +179,6 @@ def test_what_a_progress_bar_wrote_over_counts(tmp_path: Path):
     assert output.last and log == [lines[0], " 2%", "plain"]
 
 
-# ---- what torchrun leaves --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL, None], ids=["term", "kill", "end"])
 def test_nothing_stays_in_tmpdir(project: Project, by: signal.Signals | None):
     scratch = Path(tempfile.mkdtemp(dir="/tmp"))  # a short name, for sockets
@@ -207,9 +195,6 @@ def test_nothing_stays_in_tmpdir(project: Project, by: signal.Signals | None):
     launcher.communicate(timeout=60)
     wait_for(lambda: not list(scratch.iterdir()))
     scratch.rmdir()
-
-
-# ---- the file system -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -309,9 +294,6 @@ def test_file_system_stalls_for_30_s(project: Project, ext4: Path):
     assert "line 49" in (ext4 / "ddp" / "node0.log").read_text()
 
 
-# ---- the clock, and what a process may have --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("hours", [-5, 5])
 def test_clock_jumps(project: Project, hours: int):
     """The recorder's clock, every two seconds there and back, while the run goes on."""
@@ -336,9 +318,6 @@ def test_process_limits(project: Project, limit: str):
     assert "Traceback" not in result.stderr
     path = project.root / "outputs" / "ddp" / "node0.status"
     assert not path.exists() or not path.read_text().startswith("running")
-
-
-# ---- the document ----------------------------------------------------------------------------------------------------
 
 
 def test_the_document_lists_what_is_played_and_counts_it():

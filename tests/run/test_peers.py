@@ -61,21 +61,17 @@ def end(node: int, status: str = "crashed") -> dict:
 
 
 @pytest.mark.parametrize(("count", "host"), [(3, HOST), (8, HOST), (2, "::1")])
-def test_every_node_hears_of_every_end(nodes, count: int, host: str):
+def test_every_node_hears_of_every_iteration_and_end(nodes, count: int, host: str):
     everyone = nodes(count, host=host)
+    before = everyone[0].progress
+    everyone[-1].progressed(7)
+    wait_for(lambda: all(each.iteration == 7 for each in everyone))
+    assert everyone[0].progress > before
     for node, each in enumerate(everyone):
         each.ended(end(node))
     wait_for(lambda: all(len(each.ends) == count - 1 for each in everyone))
     assert everyone[-1].ends[0] == end(0)
     assert everyone[0].ends[1] == end(1)
-
-
-def test_progress_on_one_node_is_progress_on_all(nodes):
-    first, second, third = nodes(3)
-    before = first.progress
-    third.progressed(7)
-    wait_for(lambda: first.iteration == 7 and second.iteration == 7)
-    assert first.progress > before
 
 
 def test_who_hears_of_no_progress_knows_whether_that_means_something(soon_silent, nodes, peer):
@@ -163,9 +159,6 @@ def test_a_peer_that_reads_nothing_holds_up_nobody(nodes):
         for _ in range(300):
             first.say(Introduced(part={"text": "x" * 100_000}))
         assert time.monotonic() - start < 10
-
-
-# ---- waiting at the end ----------------------------------------------------------------------------------------
 
 
 def waited(peers: Peers, seconds: float = 30) -> float:

@@ -209,9 +209,6 @@ def test_a_recorder_that_was_killed_is_named(project: Project):
     assert launcher.returncode == 1
 
 
-# ---- through a launcher --------------------------------------------------------------------------------------------
-
-
 def test_a_launchers_record_has_every_effective_setting(project: Project):
     result = project.launch(
         "zero2", LR="0.0003", WANDB_API_KEY="0123456789abcdef", WANDB_RUN_GROUP="trial", NCCL_DEBUG="INFO"
@@ -274,14 +271,6 @@ def test_the_terminal_may_go_away(project: Project):
     assert load(project.root / "outputs" / "ddp").status == "complete"
 
 
-def test_the_recorder_ends_with_the_output_whatever_signal_comes(project: Project):
-    launcher = project.start_sleeping()
-    os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
-    launcher.communicate(timeout=30)
-    assert launcher.returncode == 128 + signal.SIGINT
-    assert load(project.root / "outputs" / "ddp").status == "cancelled"
-
-
 def test_a_signal_in_the_recorders_last_moment_does_not_change_how_it_ended(tmp_path: Path):
     """The launcher may ask it to hurry when its work is done and only its interpreter's end is left."""
     ending = tmp_path / "ending"
@@ -304,9 +293,6 @@ def test_a_signal_in_the_recorders_last_moment_does_not_change_how_it_ended(tmp_
     assert recorder.wait(timeout=30) == 7
 
 
-# ---- what the machine is -------------------------------------------------------------------------------------------
-
-
 def test_network_counters_of_a_made_machine(tmp_path: Path):
     rows = "  eth0: 100 1 0 0 0 0 0 0 200 2 0 0 0 0 0 0\n bond0: 300 1 0 0 0 0 0 0 400 2 0 0 0 0 0 0\n"
     files = {"proc/net/dev": f"Inter-|   Receive |  Transmit\n face |bytes packets ...\n{rows}"}
@@ -323,7 +309,3 @@ def test_network_counters_of_a_made_machine(tmp_path: Path):
 def test_secret_names():
     given = {"WANDB_API_KEY": "x" * 8, "TOKENIZER_MODEL": "y" * 20, "HF_TOKEN": "z" * 9, "MY_PASSWORD": "short"}
     assert environment.secrets(given) == ["z" * 9, "x" * 8]
-
-
-def test_commit_of_no_checkout_is_unknown(tmp_path: Path):
-    assert environment.commit(tmp_path) == (None, None)

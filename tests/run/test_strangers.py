@@ -215,9 +215,6 @@ def test_an_error_in_accept_does_not_end_the_listener(listen, monkeypatch: pytes
     assert listen().hears_node_1() and not left
 
 
-# ---- resume ----------------------------------------------------------------------------------------------------------
-
-
 def trickle(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while True:
@@ -225,21 +222,30 @@ def trickle(connection: socket.socket) -> None:
             time.sleep(0.2)
 
 
-def test_who_is_slow_does_not_hold_up_a_resume(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(channel, "RETRY_SECONDS", 0.05)
-    port, results, view = free_port(), {}, View(10, "", "here")
+def start_agreeing(found: dict[int, object], node: int, port: int, secret: bytes, seconds: float) -> threading.Thread:
+    """A node that resumes; found[node] becomes the iteration, or the problem."""
 
-    def take_part(node: int) -> None:
-        results[node] = agreed(Place(node, 2, HOST, port, RUN, SECRET), view, lambda _: view, 30)
+    def take_part() -> None:
+        try:
+            found[node] = agreed(Place(node, 2, HOST, port, RUN, secret), VIEW, lambda _: VIEW, seconds)
+        except Problem as problem:
+            found[node] = problem
 
-    threads = [threading.Thread(target=take_part, args=(node,)) for node in (0, 1)]
-    threads[0].start()
+    thread = threading.Thread(target=take_part)
+    thread.start()
+    return thread
+
+
+VIEW = View(10, "", "here")
+
+
+def test_who_is_slow_does_not_hold_up_a_resume(listen):
+    port, results = free_port(), {}
+    first = start_agreeing(results, 0, port, SECRET, 30)
     for _ in range(40):
-        stranger = Speaker(port, b"guess")
-        threading.Thread(target=trickle, args=(stranger.socket,), daemon=True).start()
+        threading.Thread(target=trickle, args=(Speaker(port, b"guess").socket,), daemon=True).start()
     start = time.monotonic()
-    threads[1].start()
-    for thread in threads:
+    for thread in (first, start_agreeing(results, 1, port, SECRET, 30)):
         thread.join(25)
     assert results == {0: 10, 1: 10} and time.monotonic() - start < 20
 
@@ -248,33 +254,19 @@ def test_who_is_slow_does_not_hold_up_a_resume(monkeypatch: pytest.MonkeyPatch):
 def test_a_false_node_0_does_not_hold_up_a_resume(monkeypatch: pytest.MonkeyPatch, greeting: bytes):
     """Somebody on the master has taken its port, and sends a byte now and then."""
     monkeypatch.setattr(channel, "PROOF_SECONDS", 1)
-    view = View(10, "", "here")
     with socket.create_server((HOST, 0)) as server:
-
-        def serve() -> None:
-            connection, _ = server.accept()
-            connection.send(greeting)
-            trickle(connection)
-
-        threading.Thread(target=serve, daemon=True).start()
-        with pytest.raises(Problem, match="did not say which checkpoint to resume from: it d"):
-            agreed(Place(1, 2, HOST, server.getsockname()[1], RUN, SECRET), view, lambda _: view, 20)
+        found: dict[int, object] = {}
+        node = start_agreeing(found, 1, server.getsockname()[1], SECRET, 20)
+        connection, _ = server.accept()
+        connection.send(greeting)
+        threading.Thread(target=trickle, args=(connection,), daemon=True).start()
+        node.join(30)
+    assert "did not say which checkpoint to resume from: it d" in str(found[1])
 
 
-def test_a_node_with_another_secret_is_told_so_and_node_0_names_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(channel, "RETRY_SECONDS", 0.05)
-    port, view, found = free_port(), View(10, "", "here"), {}
-
-    def take_part(node: int, secret: bytes) -> None:
-        try:
-            agreed(Place(node, 2, HOST, port, RUN, secret), view, lambda _: view, 2)
-        except Problem as problem:
-            found[node] = problem
-
-    threads = [threading.Thread(target=take_part, args=args) for args in ((0, SECRET), (1, b"another"))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
+def test_a_node_with_another_secret_is_told_so_and_node_0_names_it(listen):
+    port, found = free_port(), {}
+    for thread in [start_agreeing(found, node, port, secret, 2) for node, secret in enumerate((SECRET, b"another"))]:
         thread.join(20)
     assert str(found[1]).endswith("it did not prove that it belongs to this run")
     assert str(found[0]).endswith("; 127.0.0.1 has another secret and was not listened to")
