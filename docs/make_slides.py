@@ -72,7 +72,7 @@ def memory_bytes(job: Job, stage: int = 0) -> dict[str, float]:
     count, n = parameters(MODEL, job.parallel, stage), job.parallel.data
     sizes = {kind: count * (whole + divided / n) for kind, (whole, divided) in states(job).items()}
     found = {} if job.zero.offload_parameters else sizes
-    if window := transient_states(job, count, stage)["forward"]:
+    if window := transient_states(job, count)["forward"]:
         found["gathered"] = window["gathered parameters"]
     return found | {"activations": sum(activation_bytes(job, stage).values()) + logits_bytes(job, stage)[0]}
 

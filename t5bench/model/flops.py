@@ -4,18 +4,17 @@ Narayanan et al. (https://arxiv.org/abs/2104.04473, section 5.1) for grouped que
 the decoder and the head at the decoder's length, cross-attention's keys and values at the encoder's.
 """
 
-from t5bench.model.job import Architecture
+from t5bench.model.job import Architecture, Job
 
 
 def layer_multiply_adds(a: Architecture, decoder: bool = False) -> tuple[int, int]:
     """Multiply-adds of one layer's forward pass of one sample: in its weights, and in attention's core."""
-    s, d = a.encoder_length, a.decoder_length
-    n, h = (d if decoder else s), a.hidden
+    s, n, h = a.encoder_length, a.length(decoder), a.hidden
     weights = n * h * (2 * a.query + 2 * a.key + (3 if a.gated else 2) * a.ffn)
     core = 2 * a.query * n * n
     if decoder and a.cross_attention:
-        weights += 2 * h * (a.query * d + a.key * s)
-        core += 2 * a.query * d * s
+        weights += 2 * h * (a.query * n + a.key * s)
+        core += 2 * a.query * n * s
     return weights, core
 
 
@@ -24,10 +23,19 @@ def multiply_adds(a: Architecture) -> dict[str, int]:
     return {
         "encoder": a.encoder_layers * sum(layer_multiply_adds(a)),
         "decoder": a.decoder_layers * sum(layer_multiply_adds(a, decoder=True)),
-        "head": a.padded_vocabulary * a.hidden * (a.decoder_length if a.decoder_layers else a.encoder_length),
+        "head": a.padded_vocabulary * a.hidden * a.output_length,
     }
 
 
 def flops_per_iteration(architecture: Architecture, global_batch_size: int) -> float:
     """Of an iteration: 2 per multiply-add, backward twice the forward, no recomputation."""
     return 6.0 * global_batch_size * sum(multiply_adds(architecture).values())
+
+
+def hardware_flops(job: Job) -> float:
+    """Of an iteration with what recomputation does a second time: all of the layers, or attention's core."""
+    a = job.architecture
+    layers = (a.encoder_layers, layer_multiply_adds(a)), (a.decoder_layers, layer_multiply_adds(a, decoder=True))
+    again = {"none": 0, "selective": 1, "full": 2}[job.recompute]  # of a layer's two, the core first
+    repeated = sum(count * sum((core, weights)[:again]) for count, (weights, core) in layers)
+    return flops_per_iteration(a, job.global_batch) + 2 * repeated * job.global_batch

@@ -4,13 +4,9 @@ pipeline. The native engine's mesh (pipeline, data, tensor) is the same.
 
 from itertools import product
 
-from t5bench.model.job import Job, Parallel
+from t5bench.model.job import Parallel
 
 Groups = dict[str, list[tuple[int, ...]]]
-
-
-def rank_of(parallel: Parallel, stage: int, data: int, tensor: int) -> int:
-    return (stage * parallel.data + data) * parallel.tensor + tensor
 
 
 def place_of(parallel: Parallel, rank: int) -> tuple[int, int]:
@@ -30,25 +26,16 @@ def groups(parallel: Parallel, encoder_decoder: bool = True) -> Groups:
     "embedding": the stages that hold the tied word embedding; "position": those that hold the positions' table, in an
     encoder-decoder the first of each stack (Megatron-DeepSpeed, megatron/core/parallel_state.py).
     """
-    stages, replicas, slices = range(parallel.pipeline), range(parallel.data), range(parallel.tensor)
-    pipelines = [tuple(rank_of(parallel, stage, d, t) for stage in stages) for d, t in product(replicas, slices)]
-    split = parallel.decoder_stage if encoder_decoder and parallel.pipeline > 1 else None
-    ends = _distinct([0, split, parallel.pipeline - 1])
-    starts = _distinct([0, split])
+    t, d, world = parallel.tensor, parallel.data, parallel.world
+    stage, last = t * d, parallel.pipeline - 1  # how many ranks a stage has, and the last one's number
+    pipelines = [tuple(range(first, world, stage)) for first in range(stage)]
+    starts = {0, parallel.decoder_stage} if encoder_decoder and last else {0}
     return {
-        "tensor": [tuple(rank_of(parallel, s, d, t) for t in slices) for s, d in product(stages, replicas)],
-        "data": [tuple(rank_of(parallel, s, d, t) for d in replicas) for s, t in product(stages, slices)],
+        "tensor": [tuple(range(first, first + t)) for first in range(0, world, t)],
+        "data": [tuple(range(at + i, at + stage, t)) for at, i in product(range(0, world, stage), range(t))],
         "pipeline": pipelines,
-        "model": [tuple(rank_of(parallel, s, d, t) for s, t in product(stages, slices)) for d in replicas],
-        "embedding": [tuple(ranks[stage] for stage in ends) for ranks in pipelines],
-        "position": [tuple(ranks[stage] for stage in starts) for ranks in pipelines],
-        "world": [tuple(range(parallel.world))],
+        "model": [tuple(at + i for at in range(j * t, world, stage) for i in range(t)) for j in range(d)],
+        "embedding": [tuple(ranks[at] for at in sorted(starts | {last})) for ranks in pipelines],
+        "position": [tuple(ranks[at] for at in sorted(starts)) for ranks in pipelines],
+        "world": [tuple(range(world))],
     }
-
-
-def groups_of(job: Job) -> Groups:
-    return groups(job.parallel, job.architecture.cross_attention)
-
-
-def _distinct(stages: list[int | None]) -> list[int]:
-    return sorted({stage for stage in stages if stage is not None})

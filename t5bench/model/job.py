@@ -5,7 +5,9 @@ Sizes are in tokens, layers and elements; names of arguments are those of Megatr
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
+
+from t5bench.model.software import SOFTWARE, Software
 
 BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "tf32": 4}
 
@@ -58,6 +60,14 @@ class Architecture:
         """Whether the decoder looks at an encoder."""
         return bool(self.encoder_layers and self.decoder_layers)
 
+    def length(self, decoder: bool) -> int:
+        return self.decoder_length if decoder else self.encoder_length
+
+    @property
+    def output_length(self) -> int:
+        """Tokens of a sample that have logits."""
+        return self.length(bool(self.decoder_layers))
+
     @property
     def query(self) -> int:
         """Columns of the query projection."""
@@ -76,23 +86,21 @@ class Architecture:
             return int(arguments.get(name) or otherwise)
 
         hidden, heads = number("hidden_size"), number("num_attention_heads")
-        t5 = number("encoder_num_layers") > 0 and "decoder_num_layers" in arguments
-        decoder_layers = number("decoder_num_layers") if t5 else number("num_layers")
-        longest = number("encoder_seq_length") if t5 else number("seq_length")
+        t5, gated = number("decoder_num_layers") > 0, _given(arguments, "swiglu")
         return cls(
             encoder_layers=number("encoder_num_layers") if t5 else 0,
-            decoder_layers=decoder_layers,
+            decoder_layers=number("decoder_num_layers" if t5 else "num_layers"),
             hidden=hidden,
             heads=heads,
             head_size=number("kv_channels", hidden // heads),
             ffn=number("ffn_hidden_size", 4 * hidden),
-            encoder_length=longest if t5 else 0,
-            decoder_length=number("decoder_seq_length") if t5 else longest,
+            encoder_length=number("encoder_seq_length") if t5 else 0,
+            decoder_length=number("decoder_seq_length" if t5 else "seq_length"),
             padded_vocabulary=padded_vocabulary,
             family="t5" if t5 else "gpt",
             kv_heads=number("num_key_value_heads", heads),
-            gated=_given(arguments, "swiglu"),
-            activation="silu" if _given(arguments, "swiglu") else "gelu",
+            gated=gated,
+            activation="silu" if gated else "gelu",
             tied=not _given(arguments, "untie_embeddings_and_output_weights"),
             positions="rotary" if _given(arguments, "use_rotary_position_embeddings") else "learned",
             position_rows=number("max_position_embeddings"),
@@ -127,6 +135,11 @@ class Parallel:
         """The first stage with decoder layers of an encoder-decoder."""
         return self.split_rank if self.split_rank is not None else self.pipeline // 2
 
+    @property
+    def sequence(self) -> int:
+        """Among how many GPUs sequence parallelism divides what tensor parallelism repeats."""
+        return self.tensor if self.sequence_parallel else 1
+
 
 @dataclass(frozen=True)
 class Zero:
@@ -151,47 +164,25 @@ class Zero:
     def of_config(cls, config: Mapping[str, Any] | None) -> "Zero":
         """Of a DeepSpeed JSON; None is no DeepSpeed."""
         zero = (config or {}).get("zero_optimization", {})
-        stage = int(zero.get("stage", 0))
-        names = {
-            "reduce_bucket_size": "reduce_bucket",
-            "allgather_bucket_size": "gather_bucket",
-            "stage3_prefetch_bucket_size": "prefetch_bucket",
-            "stage3_max_live_parameters": "live_parameters",
-            "stage3_max_reuse_distance": "reuse_distance",
-            "stage3_param_persistence_threshold": "persistence_threshold",
+        sizes = {
+            "reduce_bucket": "reduce_bucket_size",
+            "gather_bucket": "allgather_bucket_size",
+            "prefetch_bucket": "stage3_prefetch_bucket_size",
+            "live_parameters": "stage3_max_live_parameters",
+            "reuse_distance": "stage3_max_reuse_distance",
+            "persistence_threshold": "stage3_param_persistence_threshold",
         }
-        sizes = {field: int(float(zero[name])) for name, field in names.items() if name in zero}
+        stage = int(zero.get("stage", 0))
         return cls(
-            stage=stage,
-            offload_optimizer=_on_cpu(zero.get("offload_optimizer")),
-            offload_parameters=_on_cpu(zero.get("offload_param")),
+            stage,
+            *(
+                (zero.get(name) or {}).get("device", "none") != "none"
+                for name in ("offload_optimizer", "offload_param")
+            ),
             overlap=bool(zero.get("overlap_comm", stage == 3)),
             reduction=(config or {}).get("communication_data_type") or "",
-            **sizes,
+            **{field: int(float(zero[name])) for field, name in sizes.items() if name in zero},
         )
-
-
-class Layout(Protocol):
-    """The sizes that a plan's layout has."""
-
-    tp: int
-    pp: int
-    dp: int
-    split_rank: int | None
-    nproc_per_node: int
-
-
-class Plan(Protocol):
-    """What a job needs of ``t5bench.record.plan.Plan``."""
-
-    engine: str
-    ds_config: Mapping[str, Any] | None
-
-    @property
-    def layout(self) -> Layout | None: ...
-
-    @property
-    def named_arguments(self) -> Mapping[str, str]: ...
 
 
 @dataclass(frozen=True)
@@ -233,27 +224,28 @@ class Job:
         return BYTES[self.precision]
 
     @property
-    def reduction_bytes(self) -> int:
-        """Bytes of a gradient as it is sent: fp32 in the engines' own data parallelism, ZeRO's in its own dtype."""
-        return BYTES[self.zero.reduction or self.precision] if self.zero.stage else 4
+    def software(self) -> Software:
+        return SOFTWARE[self.engine]
+
+    def tokens(self, decoder: bool) -> int:
+        """Of a micro-batch in the encoder or the decoder."""
+        return self.micro_batch * self.architecture.length(decoder)
 
     @classmethod
-    def of_plan(cls, plan: Plan, padded_vocabulary: int) -> "Job":
-        """The job of a launcher's plan or of a stored run's, which has a layout."""
-        assert plan.layout, "a plan without an obstacle has a layout"
+    def of_plan(cls, plan: Any, padded_vocabulary: int) -> "Job":
+        """The job of a launcher's plan or of a stored run's: a ``t5bench.record.plan.Plan`` that has a layout."""
         arguments, layout = plan.named_arguments, plan.layout
-        parallel = Parallel(
-            tensor=layout.tp,
-            pipeline=layout.pp,
-            data=layout.dp,
-            split_rank=layout.split_rank,
-            sequence_parallel=_given(arguments, "sequence_parallel"),
-            devices_per_node=layout.nproc_per_node,
-        )
         flash = plan.engine == "megatron" and _given(arguments, "use_flash_attn_v2")
         return cls(
             architecture=Architecture.of_arguments(arguments, padded_vocabulary),
-            parallel=parallel,
+            parallel=Parallel(
+                tensor=layout.tp,
+                pipeline=layout.pp,
+                data=layout.dp,
+                split_rank=layout.split_rank,
+                sequence_parallel=_given(arguments, "sequence_parallel"),
+                devices_per_node=layout.nproc_per_node,
+            ),
             micro_batch=int(arguments["micro_batch_size"]),
             global_batch=int(arguments["global_batch_size"]),
             zero=Zero.of_config(plan.ds_config),
@@ -279,7 +271,3 @@ def padded(vocabulary: int, multiple: int, tensor: int = 1) -> int:
 def _given(arguments: Mapping[str, Any], switch: str) -> bool:
     """A switch has the value "" in a list of words and True in a namespace."""
     return arguments.get(switch, False) not in (False, None)
-
-
-def _on_cpu(offload: Mapping[str, Any] | None) -> bool:
-    return bool(offload) and offload.get("device", "none") != "none"

@@ -7,12 +7,10 @@ Look up those that you rely on before you publish an MFU, or give PEAK_TFLOPS.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-GB = 10**9
-GIB = 2**30
+GB, MIB, GIB = 10**9, 2**20, 2**30
 
 
 @dataclass(frozen=True)
@@ -113,20 +111,16 @@ _SINCE_FP8 = (
 )
 
 
-def _device(
-    row: Sequence[Any], ampere: bool = True, fp8: bool = False, usual: tuple[float, float] = (0.0, 24.0)
-) -> Device:
-    name, pattern, tensor, vector, memory, bandwidth, *links = row
-    nvlink, pcie = (*links, *usual[len(links) :])
-    return Device(name, pattern, tensor, vector, memory * GIB, bandwidth * GB, nvlink * GB, pcie * GB, ampere, fp8)
+def _devices() -> Iterator[Device]:
+    for rows, pcie, ampere, fp8 in ((_BEFORE_AMPERE, 12, False, False), (_AMPERE, 24, True, False),
+                                    (_SINCE_FP8, 24, True, True)):  # fmt: skip
+        for name, pattern, tensor, vector, memory, bandwidth, *links in rows:
+            nvlink, own = (*links, *(0, pcie)[len(links) :])
+            rates = bandwidth * GB, float(nvlink * GB), float(own * GB)
+            yield Device(name, pattern, tensor, vector, memory * GIB, *rates, ampere, fp8)
 
 
-_ALL = (
-    *(_device(row, ampere=False, usual=(0.0, 12.0)) for row in _BEFORE_AMPERE),
-    *(_device(row) for row in _AMPERE),
-    *(_device(row, fp8=True) for row in _SINCE_FP8),
-)
-DEVICES = {device.name: device for device in _ALL}
+DEVICES = {device.name: device for device in _devices()}
 
 
 def device_of(name: str) -> Device | None:

@@ -4,17 +4,16 @@ States: ZeRO (https://arxiv.org/abs/1910.02054) as the engines implement it. Wha
 allocated; ``in_use`` adds what a device reports beyond it.
 """
 
-from collections.abc import Mapping
+import bisect
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from t5bench.model.activations import activation_bytes, lengths, logits_bytes, word_gradient
-from t5bench.model.allocator import slack
+from t5bench.model.activations import activation_bytes, logits_bytes, word_gradient
 from t5bench.model.job import Job
-from t5bench.model.machine import Device
+from t5bench.model.machine import MIB, Device
 from t5bench.model.parameters import layer_tensors, parameters, stage_of, tensors, weight_shapes
-from t5bench.model.software import SOFTWARE
 
-MIB, GIB = 2**20, 2**30
 ADAM, FP32_GRADIENTS = 8, 4  # bytes of a parameter: two fp32 moments; what ZeRO's update makes of gradients
 
 # What a device reports in use and torch does not count: a CUDA context with its kernels, 400 to 612 MiB in public
@@ -42,10 +41,7 @@ class Memory:
     @property
     def components(self) -> dict[str, float]:
         """Everything at the moment of the peak."""
-        found = dict(self.states)
-        for name, size in self.moments[self.moment].items():
-            found[name] = found.get(name, 0.0) + size
-        return {name: size for name, size in found.items() if size}
+        return dict(Counter(self.states) + Counter(self.moments[self.moment]))
 
     @property
     def peak(self) -> float:
@@ -54,20 +50,25 @@ class Memory:
 
 def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
     """The memory of a rank on pipeline stage `stage`. device: whose workspaces, those of an H100 unless given."""
-    count = parameters(job.architecture, job.parallel, stage)
+    a, part = job.architecture, stage_of(job.architecture, job.parallel, stage)
+    count = parameters(a, job.parallel, stage)
     states, cpu = model_states(job, count)
     states["workspace"] = workspace(job, stage, device)
     states["allocator"] = _allocator_slack(job, stage)
     if job.dummy_gradients:
-        shapes = weight_shapes(job.architecture, job.parallel.tensor)
+        shapes = weight_shapes(a, job.parallel.tensor)
         states["dummy gradients"] = float(sum(job.element * rows * columns for rows, columns in shapes))
     kept = activation_bytes(job, stage)
     loss, gradients = logits_bytes(job, stage)
-    buffers = transient_states(job, count, stage)
+    buffers, words = transient_states(job, count), {}
+    if part.embedding and part.head and a.tied:
+        # The gradient of tied words by the head, by the decoder's embedding, and their sum. Backward has done the
+        # decoder; an encoder before it still has its activations.
+        words = {"encoder": kept["encoder"] * a.cross_attention, "gradients of words": 3 * word_gradient(job)}
     moments = {
         "loss": kept | buffers["forward"] | {"logits and loss": loss},
         "start of backward": kept | buffers["backward"] | {"logits and loss": gradients},
-        "embedding": _at_embedding(job, stage, kept) | buffers["backward"],
+        "embedding": words | buffers["backward"],
         "step": buffers["step"],
     }
     return Memory(states, moments, cpu)
@@ -75,7 +76,7 @@ def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
 
 def states_of(job: Job) -> dict[str, tuple[float, float]]:
     """Bytes of a parameter's states that every data-parallel rank has, and those divided among the ranks."""
-    e, kept, zero = job.element, SOFTWARE[job.engine], job.zero.stage
+    e, kept, zero = job.element, job.software, job.zero.stage
     masters = 4 if e == 2 or zero else 0
     optimizer = (0, masters + ADAM) if zero or job.distributed_optimizer else (masters + ADAM, 0)
     if zero or job.engine == "galvatron":
@@ -102,11 +103,11 @@ def model_states(job: Job, count: int) -> tuple[dict[str, float], dict[str, floa
     return sizes, cpu
 
 
-def transient_states(job: Job, count: int, stage: int) -> dict[str, dict[str, float]]:
+def transient_states(job: Job, count: int) -> dict[str, dict[str, float]]:
     """What a moment adds to the states: ZeRO's buckets and gathered window, copies, the optimizer's temporaries."""
     e, n, zero = job.element, job.parallel.data, job.zero
     found: dict[str, dict[str, float]] = {"forward": {}, "backward": {}, "step": {}}
-    if SOFTWARE[job.engine].cast_parameters and not zero.stage and e == 2:
+    if job.software.cast_parameters and not zero.stage and e == 2:
         found["forward"]["16-bit copies"] = found["backward"]["16-bit copies"] = e * count
     if zero.stage:
         bucket = zero.reduce_bucket * e * (2 if zero.overlap else 1)
@@ -123,41 +124,27 @@ def transient_states(job: Job, count: int, stage: int) -> dict[str, dict[str, fl
     return found
 
 
-def _at_embedding(job: Job, stage: int, kept: Mapping[str, float]) -> dict[str, float]:
-    """Backward has done the decoder: the gradient of tied words by the head, by the decoder's embedding, and their sum.
-
-    An encoder before it still has its activations.
-    """
-    a, part = job.architecture, stage_of(job.architecture, job.parallel, stage)
-    if not (part.embedding and part.head and a.tied):
-        return {}
-    return {"encoder": kept["encoder"] if a.cross_attention else 0.0, "gradients of words": 3 * word_gradient(job)}
-
-
 def workspace(job: Job, stage: int = 0, device: Device | None = None) -> float:
     """cuBLAS, Transformer Engine and the scores of unfused attention; it stays once a first iteration has run.
 
     cuBLAS has a workspace for the forward thread and one for autograd's: 32 MiB each on Hopper and under
     CUBLAS_WORKSPACE_CONFIG=:4096:8, which deterministic runs set, else 8.125 (aten/src/ATen/cuda/CublasHandlePool.cpp).
     """
-    kept, hopper = SOFTWARE[job.engine], device is None or (device.fp8 and device.bandwidth > 1.5e12)
+    hopper = device is None or (device.fp8 and device.bandwidth > 1.5e12)
     deterministic = job.engine in ("megatron-core", "transformer-engine")  # their published tests are
     found = 2 * (32 if hopper or deterministic else 8.125) * MIB
     if job.engine == "transformer-engine":
         found += (32 if hopper else 4) * MIB
-    if kept.scores_buffer and "unfused" in (job.attention, job.causal_attention):
-        found += _scores_buffer(job, stage)
+    if job.software.scores_buffer:  # as large as the largest scores of a layer that the stage has
+        a, part = job.architecture, stage_of(job.architecture, job.parallel, stage)
+        scores = (
+            (a.encoder_length**2, part.encoder_layers, job.attention),
+            (a.decoder_length**2, part.decoder_layers, job.causal_attention),
+            (a.decoder_length * a.encoder_length, part.decoder_layers, job.attention),
+        )
+        largest = max(size * (layers > 0 and kernel == "unfused") for size, layers, kernel in scores)
+        found += job.element * job.micro_batch * a.heads / job.parallel.tensor * largest
     return found
-
-
-def _scores_buffer(job: Job, stage: int) -> float:
-    """As large as the largest scores of a layer that the stage has."""
-    a, size, part = job.architecture, lengths(job), stage_of(job.architecture, job.parallel, stage)
-    scores = [size.encoder**2] if part.encoder_layers and job.attention == "unfused" else []
-    if part.decoder_layers:
-        scores += [size.decoder**2] if job.causal_attention == "unfused" else []
-        scores += [size.decoder * size.encoder] if job.attention == "unfused" else []
-    return job.element * job.micro_batch * a.heads / job.parallel.tensor * max(scores, default=0)
 
 
 def _allocator_slack(job: Job, stage: int) -> float:
@@ -172,6 +159,29 @@ def _allocator_slack(job: Job, stage: int) -> float:
     return slack([*(2 * size for size in sizes), 4 * sum(sizes), *(4 * size for size in sizes), *moments])
 
 
+def slack(sizes: Iterable[int]) -> int:
+    """Bytes that PyTorch's allocator counts beyond those of tensors that are made one after another.
+
+    c10/cuda/CUDACachingAllocator.cpp, constants of 2.x: it rounds to 512 bytes, takes blocks of up to 1 MiB from
+    segments of 2 MiB and large ones from segments of 20 MiB or, from 10 MiB on, of their own in steps of 2 MiB. It
+    splits a large block only if more than 1 MiB is left over: the rest counts as allocated.
+    """
+    free: dict[bool, list[int]] = {True: [], False: []}  # sorted sizes of blocks, small and large
+    found = 0
+    for size in sizes:
+        rounded = max(512, -(-size // 512) * 512)
+        pool = free[small := rounded <= MIB]
+        place = bisect.bisect_left(pool, rounded)
+        segment = 2 * MIB if small else 20 * MIB if rounded < 10 * MIB else -(-rounded // (2 * MIB)) * 2 * MIB
+        block = pool.pop(place) if place < len(pool) else segment
+        left = block - rounded
+        if left >= 512 if small else left > MIB:
+            bisect.insort(pool, left)
+            block = rounded
+        found += block - size
+    return found
+
+
 def in_use(memory: Memory, cached: float = 0.0) -> float:
     """What the device reports at the peak. cached: blocks that the allocator keeps and cannot use then."""
     return memory.peak + cached + CONTEXT + DRIVER
@@ -183,10 +193,10 @@ def cached_scores(job: Job) -> float:
     Of each score of the decoder: its bias with the mask for self-attention and for cross-attention, in fp32, the score
     and the probability in 16 bits, and the score in fp32 (transformers, models/t5/modeling_t5.py, T5Attention.forward).
     """
-    a, size = job.architecture, lengths(job)
+    a = job.architecture
     if job.engine != "autocast" or job.attention != "unfused":
         return 0.0
-    own, cross = size.decoder**2, size.decoder * size.encoder * a.cross_attention
+    own, cross = a.decoder_length**2, a.decoder_length * a.encoder_length * a.cross_attention
     return a.heads * job.micro_batch * (4 * own + 4 * cross + 8 * max(own, cross))
 
 

@@ -4,10 +4,10 @@ Every tensor-parallel rank has all of the norms, the positions, and the biases t
 Checked against both engines' own models (tests/model).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
-from t5bench.model.job import Architecture, Job, Parallel
+from t5bench.model.job import Architecture, Parallel
 
 
 @dataclass(frozen=True)
@@ -18,34 +18,30 @@ class Stage:
     decoder_layers: int
     embedding: bool
     head: bool
-    output_copy: bool = False
+    output_copy: bool
 
     @property
     def layers(self) -> int:
         return self.encoder_layers + self.decoder_layers
 
 
+@lru_cache(maxsize=65536)
 def stage_of(architecture: Architecture, parallel: Parallel, stage: int = 0) -> Stage:
     """Layers are spread evenly: an encoder's over the stages before decoder_stage, a decoder's over the rest.
 
     The first stage has an embedding, the decoder's first too, and the last has the head with its own copy of the words.
     """
     a, stages = architecture, parallel.pipeline
-    first, last = stage == 0, stage == stages - 1
-    if not a.cross_attention or stages == 1:
-        encoder, decoder = _share(a.encoder_layers, stages, stage), _share(a.decoder_layers, stages, stage)
-        return Stage(encoder, decoder, first, last, last and not first)
-    begin = parallel.decoder_stage
-    if not 0 < begin < stages:
+    begin = parallel.decoder_stage if a.cross_attention and stages > 1 else 0
+    if a.cross_attention and stages > 1 and not 0 < begin < stages:
         raise ValueError(f"a pipeline of {stages} stages cannot begin its decoder at stage {begin}")
-    if stage < begin:
-        return Stage(_share(a.encoder_layers, begin, stage), 0, first, head=False)
-    decoder = _share(a.decoder_layers, stages - begin, stage - begin)
-    return Stage(0, decoder, stage == begin, last, last and stage > begin)
+    encoder, decoder = _share(a.encoder_layers, range(begin or stages)), _share(a.decoder_layers, range(begin, stages))
+    embedding, head = stage in (0, begin), stage == stages - 1
+    return Stage(encoder.get(stage, 0), decoder.get(stage, 0), embedding, head, head and not embedding)
 
 
-def _share(layers: int, stages: int, stage: int) -> int:
-    return layers // stages + (stage < layers % stages)
+def _share(layers: int, stages: range) -> dict[int, int]:
+    return {stage: len(range(place, layers, len(stages))) for place, stage in enumerate(stages)}
 
 
 def _norm(a: Architecture) -> list[int]:
@@ -103,15 +99,14 @@ def _head_tensors(a: Architecture, tensor: int, output_copy: bool) -> list[int]:
 def tensors(architecture: Architecture, parallel: Parallel | None = None, stage: int = 0) -> dict[str, list[int]]:
     """Elements of every parameter of a rank on pipeline stage `stage`, by component."""
     a, parallel = architecture, parallel or Parallel()
-    part, t = stage_of(a, parallel, stage), parallel.tensor
+    part, t, last = stage_of(a, parallel, stage), parallel.tensor, parallel.pipeline - 1
     found = {"embedding": _embedding_tensors(a, t) if part.embedding else []}
-    last = parallel.pipeline - 1
-    ends = {"encoder": parallel.decoder_stage - 1 if a.cross_attention and last else last, "decoder": last}
-    for name, layers in (("encoder", part.encoder_layers), ("decoder", part.decoder_layers)):
+    encoder_end = parallel.decoder_stage - 1 if a.cross_attention and last else last
+    for name, layers, end in (("encoder", part.encoder_layers, encoder_end), ("decoder", part.decoder_layers, last)):
         found[name] = layers * layer_tensors(a, t, name == "decoder")
         if layers and a.positions == "relative" and not a.relative_in_every_layer:
             found[name].append(a.relative_buckets * a.heads)
-        if layers and a.final_norm and stage == ends[name]:
+        if layers and a.final_norm and stage == end:
             found[name] += _norm(a)
     found["head"] = _head_tensors(a, t, part.output_copy) if part.head else []
     return found
@@ -122,12 +117,6 @@ def components(architecture: Architecture, parallel: Parallel | None = None, sta
     return {name: sum(sizes) for name, sizes in tensors(architecture, parallel, stage).items()}
 
 
+@lru_cache(maxsize=65536)
 def parameters(architecture: Architecture, parallel: Parallel | None = None, stage: int = 0) -> int:
     return sum(components(architecture, parallel, stage).values())
-
-
-def of_ranks(job: Job) -> Iterator[int]:
-    """The parameters of every rank, as Megatron numbers them."""
-    for stage in range(job.parallel.pipeline):
-        count = parameters(job.architecture, job.parallel, stage)
-        yield from (job.parallel.world // job.parallel.pipeline) * [count]

@@ -5,10 +5,11 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from t5bench.model import time, traffic
+from t5bench.model import flops, time, traffic
 from t5bench.model.job import Job
 from t5bench.model.machine import GIB, Device, Link, Machine
 from t5bench.model.memory import Memory, in_use, memory_of
+from t5bench.model.parameters import parameters
 
 INSIDE_LATENCY = 10e-6
 CPU_LINK = Link(5e9, 20e-6)  # between processes of one machine
@@ -28,7 +29,7 @@ class Prediction:
     def parameters(self) -> list[int]:
         """On a rank of each pipeline stage."""
         job = self.job
-        return [traffic.stage_size(job.architecture, job.parallel, stage) for stage in range(job.parallel.pipeline)]
+        return [parameters(job.architecture, job.parallel, stage) for stage in range(job.parallel.pipeline)]
 
     @cached_property
     def memory(self) -> Memory:
@@ -65,14 +66,14 @@ class Prediction:
         return f"memory: {self.shortage}" if self.shortage else self.time.limit if self.time else "-"
 
     def to_json(self) -> dict[str, Any]:
-        found = self.time
+        found, model_flops = self.time, flops.flops_per_iteration(self.job.architecture, self.job.global_batch)
         return {
             "strategy": self.name,
             "job": asdict(self.job),
             "micro_batches": self.job.micro_batches,
             "parameters": self.parameters,
             "memory": asdict(self.memory) | {"peak": self.memory.peak, "in_use": self.memory_bytes},
-            "flops": {"model": time.model_flops(self.job), "hardware": time.hardware_flops(self.job)},
+            "flops": {"model": model_flops, "hardware": flops.hardware_flops(self.job)},
             "bytes_sent_by_node": self.node_bytes,
             "collectives": [asdict(row) for row in self.collectives],
             "seconds": found and asdict(found) | {"total": found.total},

@@ -24,21 +24,16 @@ def order(stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[
     """What a stage does, one after the other: (way, micro-batch, chunk)."""
     if chunks > 1 and micro_batches % stages:
         raise ValueError(f"the interleaved schedule takes a multiple of {stages} micro-batches, found {micro_batches}")
-    total, round_ = micro_batches * chunks, stages * chunks
-    ahead = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
-    ahead = min(total, ahead)
+    total, rest = micro_batches * chunks, stages - stage - 1
+    ahead = min(total, rest if chunks == 1 else 2 * rest + (chunks - 1) * stages)
 
-    def forward(k: int) -> tuple[str, int, int]:
-        if chunks == 1:
-            return "F", k, 0
-        return "F", k // round_ * stages + k % stages, k % round_ // stages
+    def step(way: str, k: int) -> tuple[str, int, int]:
+        rounds, place = divmod(k, stages * chunks)
+        chunk = place // stages
+        return way, rounds * stages + place % stages, chunk if way == "F" else chunks - 1 - chunk
 
-    def backward(k: int) -> tuple[str, int, int]:
-        _, micro_batch, chunk = forward(k)
-        return "B", micro_batch, chunks - 1 - chunk
-
-    steady = [step for k in range(total - ahead) for step in (forward(ahead + k), backward(k))]
-    return [*map(forward, range(ahead)), *steady, *map(backward, range(total - ahead, total))]
+    steady = [one for k in range(total - ahead) for one in (step("F", ahead + k), step("B", k))]
+    return [*(step("F", k) for k in range(ahead)), *steady, *(step("B", k) for k in range(total - ahead, total))]
 
 
 def one_f_one_b(
@@ -81,16 +76,16 @@ def duration(
 ) -> float:
     """Seconds from the first forward to the last backward; long schedules are carried on from their steady state."""
     stages = len(forward)
+    few = 4 * stages + micro_batches % stages
+
+    def end(count: int) -> float:
+        return max(slot.end for slot in one_f_one_b(forward, backward, count, transfer, chunks))
+
     if stages == 1:
         return micro_batches * (forward[0] + backward[0])
-    few = 4 * stages
     if micro_batches <= few + stages:
-        return max(slot.end for slot in one_f_one_b(forward, backward, micro_batches, transfer, chunks))
-    few += (micro_batches - few) % stages
-    short, longer = (
-        max(slot.end for slot in one_f_one_b(forward, backward, count, transfer, chunks))
-        for count in (few, few + stages)
-    )
+        return end(micro_batches)
+    short, longer = end(few), end(few + stages)
     return longer + (longer - short) / stages * (micro_batches - few - stages)
 
 

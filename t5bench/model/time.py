@@ -7,12 +7,14 @@ these figures, and every other job is scaled alike.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from t5bench.model import schedule
-from t5bench.model.flops import flops_per_iteration, layer_multiply_adds, multiply_adds
+from t5bench.model.flops import layer_multiply_adds, multiply_adds
 from t5bench.model.job import BYTES, Job, Zero
 from t5bench.model.machine import Device, Machine
-from t5bench.model.traffic import Row, paths, ring_bytes, rows, stage_layers, stage_size, steps
+from t5bench.model.parameters import parameters, stage_of
+from t5bench.model.traffic import Row, paths, ring_bytes, rows, steps
 
 # What large matrix products reach of a GPU's peak, element-wise operations of its memory's bandwidth, and collectives
 # of a link's data rate: round figures of published benchmarks, fitted to nothing.
@@ -33,23 +35,6 @@ CPU_ADAM = 1e9  # parameters per second of DeepSpeedCPUAdam on one socket
 # DeepSpeed's Python around every tensor of a micro-batch, in operators: gradient hooks, stage 3's fetching and letting
 # go. Estimated from runs on CPUs over unlimited links, where ZeRO-2 is 10 % and ZeRO-3 8 to 24 % longer even so.
 HOOK_OPERATORS = {0: 0, 1: 4, 2: 8, 3: 40}
-
-
-def model_flops(job: Job) -> float:
-    """Of an iteration, without recomputation."""
-    return flops_per_iteration(job.architecture, job.global_batch)
-
-
-def hardware_flops(job: Job) -> float:
-    """Of an iteration with what recomputation does a second time: all of the layers, or attention's core."""
-    a = job.architecture
-    counts = a.encoder_layers, a.decoder_layers
-    weights, core = (
-        sum(count * own for count, own in zip(counts, each, strict=True))
-        for each in zip(layer_multiply_adds(a), layer_multiply_adds(a, decoder=True), strict=True)
-    )
-    again = {"none": 0, "selective": core, "full": weights + core}[job.recompute]
-    return model_flops(job) + 2 * again * job.global_batch
 
 
 @dataclass(frozen=True)
@@ -78,20 +63,11 @@ class Time:
         return max(self.parts, key=lambda name: self.parts[name])
 
 
-@dataclass(frozen=True)
-class Pass:
-    """A micro-batch's forward or backward on a stage: the GPU's seconds, and the host's, which launches beside it.
-
-    On a CPU the host computes itself, and launches in between.
-    """
+class Pass(NamedTuple):
+    """A micro-batch's forward or backward on a stage: the GPU's seconds, and those with the host's."""
 
     gpu: float
-    host: float
-    beside: bool = True
-
-    @property
-    def seconds(self) -> float:
-        return max(self.gpu, self.host) if self.beside else self.gpu + self.host
+    seconds: float
 
 
 @lru_cache(maxsize=65536)
@@ -100,10 +76,8 @@ def _layer_seconds(job: Job, decoder: bool, device: Device) -> tuple[float, floa
     a, t, b = job.architecture, job.parallel.tensor, job.micro_batch
     peak, in_memory = _rates_of(job, device)
     weights, own_core = layer_multiply_adds(a, decoder)
-    n = a.decoder_length if decoder else a.encoder_length
-    cross = decoder and a.cross_attention
-    whole = t if job.parallel.sequence_parallel else 1
-    passes = (3 if cross else 2) * BLOCK_PASSES * n * a.hidden / whole
+    n, cross = a.length(decoder), decoder and a.cross_attention
+    passes = (3 if cross else 2) * BLOCK_PASSES * n * a.hidden / job.parallel.sequence
     passes += (FFN_PASSES * n * a.ffn * (1.5 if a.gated else 1) + 2 * n * (a.query + 2 * a.key)) / t
     scores = a.heads * n * n * ((job.causal_attention if decoder else job.attention) == "unfused")
     scores += a.heads * n * a.encoder_length * (cross and job.attention == "unfused")
@@ -122,38 +96,41 @@ def stage_seconds(job: Job, device: Device, stage: int, slower: float = 1.0) -> 
     a, t, (peak, in_memory) = job.architecture, job.parallel.tensor, _rates_of(job, device)
     alone = replace(job.parallel, data=1, pipeline=1, split_rank=None)
     plain = replace(job, zero=Zero(), global_batch=1, recompute="none", parallel=alone)
-    encoder, decoder = stage_layers(job, stage)
-    gpu = core = 0.0
+    part = stage_of(a, job.parallel, stage)
+    encoder, decoder = part.encoder_layers, part.decoder_layers
+    gpu = core = head = 0.0
     for layers, is_decoder in ((encoder, False), (decoder, True)):
         seconds, own = _layer_seconds(plain, is_decoder, device) if layers else (0.0, 0.0)
         gpu, core = gpu + layers * seconds, core + layers * own
     operators = ENCODER_OPERATORS * encoder
     operators += (DECODER_OPERATORS if a.cross_attention else ENCODER_OPERATORS) * decoder
-    again, operators_again = {"none": (0.0, 0.0), "selective": (core, operators / 18), "full": (gpu, operators / 3)}[
-        job.recompute
-    ]
-    head = 0.0
-    if stage == job.parallel.pipeline - 1:
-        logits = job.micro_batch * (a.decoder_length or a.encoder_length) * a.padded_vocabulary / t
+    repeated = {"none": (0.0, 0.0), "selective": (core, operators / 18), "full": (gpu, operators / 3)}
+    again, operators_again = repeated[job.recompute]
+    if part.head:
+        logits = job.micro_batch * a.output_length * a.padded_vocabulary / t
         head = 2 * job.micro_batch * multiply_adds(a)["head"] / t / peak + logits * LOGIT_PASSES * in_memory
         operators += OTHER_OPERATORS
     operators += HOOK_OPERATORS[job.zero.stage] * (12 * encoder + 20 * decoder + 4)
+
+    def way(gpu: float, operators: float) -> Pass:
+        """A GPU computes while the host launches; on a CPU they come in turn."""
+        gpu, host = gpu * slower, operators * device.launch * slower
+        return Pass(gpu, gpu + host if device.name == CPU.name else max(gpu, host))
+
     # Every micro-batch adds its gradients to those before.
-    adding = stage_size(a, job.parallel, stage) * 3 * in_memory
+    adding = parameters(a, job.parallel, stage) * 3 * in_memory
     backward = 2 * (gpu + head) + again + adding
-    launch, beside = device.launch * slower, device.name != CPU.name
-    forward = Pass((gpu + head) * slower, operators / 3 * launch, beside)
-    return forward, Pass(backward * slower, (operators * 2 / 3 + operators_again) * launch, beside)
+    return way(gpu + head, operators / 3), way(backward, operators * 2 / 3 + operators_again)
 
 
 def collective_seconds(row: Row, job: Job, machine: Machine, backend: str = "nccl") -> float:
     """One collective, with all groups of its kind busy at the same time."""
-    path = paths(job.parallel, job.architecture.cross_attention)[row.group]
-    each = ring_bytes(row, path.size, backend)
-    inside = each / machine.inside.bandwidth if path.inside else 0.0
-    between = path.leaving * each / machine.between.bandwidth
-    latency = (machine.between if path.leaving else machine.inside).latency
-    return max(inside, between) / NETWORK[backend] + steps(row, path.size, backend) * latency
+    size, has_inside, leaving = paths(job.parallel, job.architecture.cross_attention)[row.group]
+    each = ring_bytes(row, size, backend)
+    inside = each / machine.inside.bandwidth if has_inside else 0.0
+    between = leaving * each / machine.between.bandwidth
+    latency = (machine.between if leaving else machine.inside).latency
+    return max(inside, between) / NETWORK[backend] + steps(row, size, backend) * latency
 
 
 def iteration(job: Job, machine: Machine, backend: str = "nccl", slower: float = 1.0) -> Time:
@@ -201,7 +178,7 @@ def iteration(job: Job, machine: Machine, backend: str = "nccl", slower: float =
 
 def _update_seconds(job: Job, device: Device, slower: float) -> tuple[float, float]:
     """The optimizer's step on its GPU; with offload instead the copies over PCIe and Adam on the CPU."""
-    own = float(max(stage_size(job.architecture, job.parallel, stage) for stage in range(job.parallel.pipeline)))
+    own = float(max(parameters(job.architecture, job.parallel, stage) for stage in range(job.parallel.pipeline)))
     if job.zero.stage or job.distributed_optimizer:
         own /= job.parallel.data
     offload = 0.0

@@ -6,13 +6,13 @@ core/tensor_parallel, core/pipeline_parallel), DeepSpeed 0.18.3 (runtime/zero) a
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, log2
 
 from t5bench.model.groups import coordinates, groups, place_of
-from t5bench.model.job import Architecture, Job, Parallel
-from t5bench.model.parameters import parameters, stage_of
+from t5bench.model.job import BYTES, Job, Parallel
+from t5bench.model.parameters import parameters, stage_of, tensors
 
 # Measured with torch 2.13's gloo over TCP: a message costs its two ends this much together besides its data (two
 # headers of 48 bytes, and packets' of 66), and data one TCP/IP header for each packet of 64 KiB that the interface is
@@ -48,43 +48,27 @@ def rows(job: Job) -> list[Row]:
         for row in (*_data_parallel(job, stage), *_tensor_parallel(job, stage), *_pipeline(job, stage)):
             if row.count and row.bytes:
                 found.setdefault(row, []).append(stage)
-    return [Row(**{**vars(row), "stages": tuple(stages)}) for row, stages in found.items()]
-
-
-@lru_cache(maxsize=65536)
-def stage_size(a: Architecture, parallel: Parallel, stage: int) -> int:
-    """Parameters of a rank."""
-    return parameters(a, parallel, stage)
-
-
-def stage_layers(job: Job, stage: int) -> tuple[int, int]:
-    """Encoder and decoder layers on a stage."""
-    found = stage_of(job.architecture, job.parallel, stage)
-    return found.encoder_layers, found.decoder_layers
+    return [replace(row, stages=tuple(stages)) for row, stages in found.items()]
 
 
 def large_tensors(job: Job, stage: int) -> int:
-    """Elements of the weights, the embedding apart, that are larger than ZeRO-3's persistence threshold."""
-    a, t = job.architecture, job.parallel.tensor
-    encoder, decoder = stage_layers(job, stage)
-    h, q, k = a.hidden, a.query, a.key
-    own = [(q + 2 * k) * h // t, q * h // t, (2 if a.gated else 1) * h * a.ffn // t, a.ffn * h // t]
-    cross = [q * h // t, 2 * k * h // t, q * h // t] if a.cross_attention else []
-    weights = own * (encoder + decoder) + cross * decoder + ([a.position_rows * h] if a.positions == "learned" else [])
-    return sum(size for size in weights if size > job.zero.persistence_threshold)
+    """Elements of the tensors, the words and the head apart, that are larger than ZeRO-3's persistence threshold."""
+    found = tensors(job.architecture, job.parallel, stage)
+    sizes = (*found["encoder"], *found["decoder"], *found["embedding"][1:])
+    return sum(size for size in sizes if size > job.zero.persistence_threshold)
 
 
 def _data_parallel(job: Job, stage: int) -> Iterator[Row]:
     if job.parallel.data == 1:
         return
-    zero, size, m = job.zero, stage_size(job.architecture, job.parallel, stage), job.micro_batches
+    zero, size, m = job.zero, parameters(job.architecture, job.parallel, stage), job.micro_batches
 
     def row(what: str, kind: str, count: int, each: float, when: str, overlap: str = "") -> Row:
         return Row(what, "data", kind, (), count, each, when, overlap)
 
-    # Megatron accumulates bf16's gradients in fp32, fp16's in fp16.
-    half = job.engine == "megatron" and job.precision == "fp16" and not zero.stage
-    gradients = size * (2 if half else job.reduction_bytes)
+    # ZeRO sends gradients in a dtype of its own; Megatron accumulates bf16's in fp32, fp16's in fp16.
+    engines = 2 if job.engine == "megatron" and job.precision == "fp16" else 4
+    gradients = size * (BYTES[zero.reduction or job.precision] if zero.stage else engines)
     if zero.stage == 0 and job.engine == "native":
         buckets = 1 + ceil(gradients / DDP_BUCKET)
         yield row("gradients", "all-reduce", buckets, gradients / buckets, "last backward", "last backward")
@@ -116,7 +100,7 @@ def _gathers(job: Job, stage: int) -> Iterator[Row]:
     The others are gathered for every micro-batch, once for forward and backward together where the way back to them
     is shorter than the reuse distance.
     """
-    zero, m, whole = job.zero, job.micro_batches, stage_size(job.architecture, job.parallel, stage)
+    zero, m, whole = job.zero, job.micro_batches, parameters(job.architecture, job.parallel, stage)
     large = large_tensors(job, stage)
     embedding = job.architecture.padded_vocabulary // job.parallel.tensor * job.architecture.hidden
     external = embedding if embedding > zero.persistence_threshold else 0
@@ -139,7 +123,8 @@ def _tensor_parallel(job: Job, stage: int) -> Iterator[Row]:
     if job.parallel.tensor == 1:
         return
     a, m, last = job.architecture, job.micro_batches, job.parallel.pipeline - 1
-    encoder, decoder = stage_layers(job, stage)
+    part = stage_of(a, job.parallel, stage)
+    encoder, decoder = part.encoder_layers, part.decoder_layers
     per_token = job.micro_batch * a.hidden * job.element
     first_decoder = stage == (job.parallel.decoder_stage if a.cross_attention and last else 0) and decoder
     blocks = 3 if a.cross_attention else 2
@@ -159,9 +144,9 @@ def _tensor_parallel(job: Job, stage: int) -> Iterator[Row]:
     yield row("embedding", 1 if stage == 0 and encoder else 0, a.encoder_length, "each forward")
     yield row("embedding", 1 if first_decoder else 0, a.decoder_length, "each forward")
     if stage == last:
-        length = a.decoder_length or a.encoder_length
-        yield row("head", 1, length, "each backward")
-        yield Row("cross entropy", "tensor", "all-reduce", (), 3 * m, 4 * length * job.micro_batch, "each forward")
+        yield row("head", 1, a.output_length, "each backward")
+        loss = 4 * a.output_length * job.micro_batch
+        yield Row("cross entropy", "tensor", "all-reduce", (), 3 * m, loss, "each forward")
     if job.engine == "megatron":
         s, d = a.encoder_length, a.decoder_length
         numbers = s + 3 * d + s * s + d * d + s * d if a.cross_attention else d + 1
@@ -174,12 +159,14 @@ def _pipeline(job: Job, stage: int) -> Iterator[Row]:
         yield Row("gradient norm", "model", "all-reduce", (), 1, 4, "optimizer")
     if not last:
         return
-    whole = parallel.tensor if parallel.sequence_parallel else 1
-    token, rounds = job.micro_batch * job.element * a.hidden / whole, parallel.virtual_stages
+    token = job.micro_batch * job.element * a.hidden / parallel.sequence
     for source, kind, when in ((stage, "send", "each forward"), (stage - 1, "send back", "each backward")):
         if 0 <= source < last:  # interleaved chunks also go from the last stage to the first, which is not counted
-            size = _boundary(job, source) * token
-            yield Row("activations", "pipeline", kind, (), m * rounds, size, when, "computing")
+            # Within the decoder the encoder's output travels along.
+            both = a.cross_attention and source >= parallel.decoder_stage
+            length = a.encoder_length + a.decoder_length if both else a.encoder_length or a.decoder_length
+            count = m * parallel.virtual_stages
+            yield Row("activations", "pipeline", kind, (), count, length * token, when, "computing")
     begin = {parallel.decoder_stage} if a.cross_attention else set()
     if a.tied and stage in {0, last} | begin:
         word = a.padded_vocabulary // parallel.tensor * a.hidden * 4
@@ -189,32 +176,27 @@ def _pipeline(job: Job, stage: int) -> Iterator[Row]:
         yield Row("positions", "position", "all-reduce", (), 1, table, "after backward")
 
 
-def _boundary(job: Job, stage: int) -> int:
-    """Tokens of what a stage hands to the next: within the decoder the encoder's output travels along."""
-    a = job.architecture
-    if not a.cross_attention:
-        return a.decoder_length or a.encoder_length
-    return a.encoder_length + (a.decoder_length if stage >= job.parallel.decoder_stage else 0)
-
-
 # ---- what leaves a rank, and a node ----------------------------------------------------------------------------------
 
 
-def ring_bytes(row: Row, size: int, backend: str) -> float:
-    """Bytes that a rank sends to its neighbour in the ring for one collective of `size` ranks; of a message all.
+ONE_WAY = ("broadcast", "send", "send back")
 
-    gloo's reduce-scatter is an all-reduce of which each rank keeps its part (measured).
-    """
-    phases = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 2 if backend == "gloo" else 1}.get(row.kind)
-    return row.bytes * (size > 1 if phases is None else phases * (size - 1) / size)
+
+def _phases(kind: str, backend: str) -> int:
+    """How often a ring goes round. gloo's reduce-scatter is an all-reduce of which each rank keeps its part."""
+    return 2 if kind == "all-reduce" or (kind == "reduce-scatter" and backend == "gloo") else 1
+
+
+def ring_bytes(row: Row, size: int, backend: str) -> float:
+    """Bytes that a rank sends to its neighbour in the ring for one collective of `size` ranks; of a message all."""
+    return row.bytes * (size > 1 if row.kind in ONE_WAY else _phases(row.kind, backend) * (size - 1) / size)
 
 
 def steps(row: Row, size: int, backend: str) -> int:
     """Messages one after the other that a collective takes: rings, and NCCL's trees where they are shorter."""
-    tree = ceil(log2(size))
-    if row.kind in ("broadcast", "send", "send back"):
+    tree, ring = ceil(log2(size)), _phases(row.kind, backend) * (size - 1)
+    if row.kind in ONE_WAY:
         return tree if row.kind == "broadcast" else 1
-    ring = round(ring_bytes(row, size, backend) / row.bytes * size)
     return ring if backend == "gloo" else min(ring, 4 * tree)
 
 
@@ -224,16 +206,8 @@ def neighbours(kind: str, members: tuple[int, ...], backend: str = "nccl") -> It
         members = members[::-1]
     if kind == "broadcast" and backend == "gloo":  # a binomial tree from the first rank
         return ((members[i - 2 ** int(log2(i))], members[i]) for i in range(1, len(members)))
-    closes = len(members) > 1 and kind not in ("broadcast", "send", "send back")
+    closes = len(members) > 1 and kind not in ONE_WAY
     return zip(members, members[1:] + members[:1] if closes else members[1:], strict=False)
-
-
-def _messages(row: Row, size: int) -> float:
-    """gloo's messages between two neighbours for one collective."""
-    if row.kind in ("broadcast", "send", "send back"):
-        return 1
-    phases = 1 if row.kind == "all-gather" else 2
-    return phases * (size - 1) * max(2, ceil(row.bytes / size / GLOO_SEGMENT))
 
 
 def node_bytes(job: Job, found: list[Row], backend: str) -> list[float]:
@@ -242,41 +216,33 @@ def node_bytes(job: Job, found: list[Row], backend: str) -> list[float]:
     all_groups = groups(parallel, job.architecture.cross_attention)
     nodes = [0.0] * -(-parallel.world // parallel.devices_per_node)
     for row in found:
+        size = len(all_groups[row.group][0])
+        messages = 1 if row.kind in ONE_WAY else max(2, ceil(row.bytes / size / GLOO_SEGMENT))
+        messages *= 1 if row.kind in ONE_WAY else _phases(row.kind, "gloo") * (size - 1)
+        each = ring_bytes(row, size, backend) * row.count * (1 + HEADERS * gloo)
+        extra = MESSAGE / 2 * messages * row.count * gloo
+        every_stage = row.group in ("model", "embedding", "position")
         for members in all_groups[row.group]:
-            each = ring_bytes(row, len(members), backend) * row.count * (1 + HEADERS * gloo)
-            extra = MESSAGE / 2 * _messages(row, len(members)) * row.count * gloo
             for source, target in neighbours(row.kind, members, backend):
                 sender, receiver = place_of(parallel, source)[0], place_of(parallel, target)[0]
-                if sender != receiver and _takes_part(row, parallel, source):
+                if sender != receiver and (every_stage or coordinates(parallel, source)[0] in row.stages):
                     nodes[sender] += each + extra
                     nodes[receiver] += extra
     return nodes
 
 
-def _takes_part(row: Row, parallel: Parallel, rank: int) -> bool:
-    """Whether the row is one of this rank's stage."""
-    return row.group in ("model", "embedding", "position") or coordinates(parallel, rank)[0] in row.stages
-
-
-@dataclass(frozen=True)
-class Paths:
-    """Of a kind of group: its size, whether neighbours share a node, and how many of its rings leave one node."""
-
-    size: int
-    inside: bool
-    leaving: int
-
-
 @lru_cache(maxsize=4096)
-def paths(parallel: Parallel, encoder_decoder: bool) -> Mapping[str, Paths]:
-    """For the layout's kinds of groups; the busiest node counts. What pipelines send goes one way at a time."""
+def paths(parallel: Parallel, encoder_decoder: bool) -> Mapping[str, tuple[int, bool, int]]:
+    """Of a kind of group: its size, whether neighbours share a node, and how many of its rings leave the busiest node.
+
+    What pipelines send goes one way at a time.
+    """
     found = {}
     for kind, members_of in groups(parallel, encoder_decoder).items():
-        leaving, inside, way = Counter[int](), False, "send" if kind == "pipeline" else ""
-        for members in members_of:
-            for source, target in neighbours(way, members):
-                node, other = place_of(parallel, source)[0], place_of(parallel, target)[0]
-                inside |= node == other
-                leaving[node] += node != other
-        found[kind] = Paths(len(members_of[0]), inside, max(leaving.values(), default=0))
+        way = "send" if kind == "pipeline" else ""
+        ends = [pair for members in members_of for pair in neighbours(way, members)]
+        nodes = [(place_of(parallel, source)[0], place_of(parallel, target)[0]) for source, target in ends]
+        leaving = Counter(node for node, other in nodes if node != other)
+        inside = any(node == other for node, other in nodes)
+        found[kind] = len(members_of[0]), inside, max(leaving.values(), default=0)
     return found

@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
-from t5bench.model import time, traffic
-from t5bench.model.job import Job, Parallel, padded
+from t5bench.model import time
+from t5bench.model.job import Job, padded
 from t5bench.model.machine import GIB, Device, device_of
+from t5bench.model.parameters import parameters
 from t5bench.model.prediction import Prediction, machine_of
 from t5bench.plan.layout import gpu_names
 from t5bench.record.plan import Plan
@@ -55,7 +56,7 @@ def _forecast(plan: Plan, is_dry_run: bool) -> list[str]:
     if found.shortage:
         lines.append(f"warning: {plan.strategy.name} needs {found.shortage}: it will probably run out of memory")
     if is_dry_run:
-        figures = [f"{traffic.stage_size(job.architecture, Parallel(), 0):,} parameters"]
+        figures = [f"{parameters(job.architecture):,} parameters"]
         figures.append(f"{found.memory_bytes / GIB:.2f} GiB a process")
         if sent := max(found.node_bytes):
             figures.append(f"{sent / 1e6:,.1f} MB sent by a node in an iteration")

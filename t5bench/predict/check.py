@@ -6,16 +6,16 @@ Which class a pair of throughputs belongs to is decided from its inputs. Nothing
 import argparse
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean, median
-from typing import Any
 
 from tabulate import tabulate
 
 from t5bench.model import time
 from t5bench.model.activations import layer_bytes
-from t5bench.model.memory import GIB, MIB, cached_scores, in_use, layer_states, memory_of
+from t5bench.model.machine import GIB, MIB
+from t5bench.model.memory import cached_scores, in_use, layer_states, memory_of
 from t5bench.predict.published import (
     Point,
     Unpredictable,
@@ -36,7 +36,6 @@ HEADINGS = {
     "ratio": "Ratios of throughput in one source, layouts alone",
     "throughput": "Throughput, samples per second",
 }
-SIGNED = "throughput"  # whose ratio of measured to predicted is what is told
 
 
 @dataclass(frozen=True)
@@ -65,79 +64,69 @@ class Missing:
     reason: str
 
 
-Found = Iterator[Comparison | Missing]
+Figures = Iterator[tuple[str, str, float, float, str]]  # use, what, measured, predicted, unit
+GB = 1e9
 
 
 def compare_all(points: Sequence[Point]) -> list[Comparison | Missing]:
-    found = [entry for point in points for entry in _of_point(point)]
+    found = [entry for point in points for use in point.use if use in PARTS for entry in _of_point(point, use)]
     return [*found, *ratios(points)]
 
 
-def _of_point(point: Point) -> Found:
-    parts: dict[str, Callable[[Point], Found]] = {
-        "memory": _memory,
-        "activation": _activations,
-        "bound": _bound,
-        "throughput": _throughput,
-    }
-    for use in point.use:
-        if use not in parts:
-            continue
-        try:
-            if use != "throughput" and not software(point):
-                raise Unpredictable(f"what {point.source.repo} keeps in memory is not known")
-            found = list(parts[use](point))
-            yield from found or [Missing(use, point.id, "it has no figure of this kind that the model has")]
-        except (Unpredictable, ValueError) as reason:
-            yield Missing(use, point.id, str(reason))
+def _of_point(point: Point, use: str) -> Sequence[Comparison | Missing]:
+    try:
+        if use != "throughput" and not software(point):
+            raise Unpredictable(f"what {point.source.repo} keeps in memory is not known")
+        rows = [Comparison(kind, point.id, point.source.repo or "", *rest) for kind, *rest in PARTS[use](point)]
+        return rows or [Missing(use, point.id, "it has no figure of this kind that the model has")]
+    except (Unpredictable, ValueError) as reason:
+        return [Missing(use, point.id, str(reason))]
 
 
-def _memory(point: Point) -> Found:
+def _memory(point: Point) -> Figures:
     """Of the last rank, which is the one that Megatron logs."""
     measured, job = point.measured, job_of(point)
-
-    def row(use: str, what: str, measured: float, predicted: float, unit: float, name: str) -> Comparison:
-        return Comparison(use, point.id, point.source.repo or "", what, measured / unit, predicted / unit, name)
-
     found = memory_of(job, job.parallel.pipeline - 1, device_of(point))
-    if "memory_allocated_bytes" in measured:
-        yield row("memory", "allocated", measured["memory_allocated_bytes"], found.allocated, 1e9, "GB")
-    if "peak_memory_allocated_bytes" in measured:
-        yield row("peak", "peak allocated", measured["peak_memory_allocated_bytes"], found.peak, 1e9, "GB")
-    if "memory_in_use_mib" in measured:
-        used = in_use(found, cached_scores(job))
-        yield row("peak", "device memory in use", measured["memory_in_use_mib"] * MIB, used, 1e9, "GB")
+    if size := measured.get("memory_allocated_bytes"):
+        yield "memory", "allocated", size / GB, found.allocated / GB, "GB"
+    if size := measured.get("peak_memory_allocated_bytes"):
+        yield "peak", "peak allocated", size / GB, found.peak / GB, "GB"
+    if size := measured.get("memory_in_use_mib"):
+        yield "peak", "device memory in use", size * MIB / GB, in_use(found, cached_scores(job)) / GB, "GB"
     for decoder, name in enumerate(("encoder", "decoder")):
-        if states := measured.get(f"{name}_layer_model_states_mib"):
-            yield row("states", f"{name} layer", states * MIB, layer_states(job, bool(decoder)), MIB, "MiB")
+        if size := measured.get(f"{name}_layer_model_states_mib"):
+            yield "states", f"{name} layer", size, layer_states(job, bool(decoder)) / MIB, "MiB"
 
 
-def _activations(point: Point) -> Found:
+def _activations(point: Point) -> Figures:
     measured = point.measured
-
-    def row(what: str, measured: float, predicted: float, unit: str = "MiB") -> Comparison:
-        size = {"MiB": MIB, "GB": 1e9}[unit]
-        return Comparison("activation", point.id, point.source.repo or "", what, measured, predicted / size, unit)
-
-    if "peak_minus_allocated_bytes" in measured:
+    if size := measured.get("peak_minus_allocated_bytes"):
         job = job_of(point)
         found = memory_of(job, job.parallel.pipeline - 1, device_of(point))
-        yield row("peak - allocated", measured["peak_minus_allocated_bytes"] / 1e9, found.peak - found.allocated, "GB")
+        yield "activation", "peak - allocated", size / GB, (found.peak - found.allocated) / GB, "GB"
     for decoder, name in enumerate(("encoder", "decoder")):
         if size := measured.get(f"{name}_layer_activation_mib"):
-            yield row(f"{name} layer", size, layer_bytes(job_of(point), bool(decoder)))
+            yield "activation", f"{name} layer", size, layer_bytes(job_of(point), bool(decoder)) / MIB, "MiB"
         for tensor, size in measured.get(f"{name}_layer_activation_mb", {}).items():  # mebibytes, by their parameters
-            yield row(f"{name} layer, TP {tensor}", size, layer_bytes(job_of(point, int(tensor)), bool(decoder)))
+            predicted = layer_bytes(job_of(point, int(tensor)), bool(decoder))
+            yield "activation", f"{name} layer, TP {tensor}", size, predicted / MIB, "MiB"
 
 
-def _bound(point: Point) -> Found:
+def _bound(point: Point) -> Figures:
     """1 where the micro-batch fits, as it did."""
-    memory = memory_of_gpu(point)
-    if not memory:
+    if not (memory := memory_of_gpu(point)):
         raise Unpredictable("the GPU's memory is not stated")
     used = in_use(memory_of(job_of(point), 0, device_of(point)))
-    what = f"{used / GIB:.1f} of {memory / GIB:.0f} GiB"
-    yield Comparison("bound", point.id, point.source.repo or "", what, 1, float(used <= memory), "")
+    yield "bound", f"{used / GIB:.1f} of {memory / GIB:.0f} GiB", 1, float(used <= memory), ""
+
+
+def _throughput(point: Point) -> Figures:
+    if not point.hardware.gpu:
+        raise Unpredictable("the GPU is not stated")
+    yield "throughput", "", samples_per_second(point), predicted_rate(point)[0], "1/s"
+
+
+PARTS = {"memory": _memory, "activation": _activations, "bound": _bound, "throughput": _throughput}
 
 
 def samples_per_second(point: Point) -> float:
@@ -163,26 +152,15 @@ def predicted_rate(point: Point) -> tuple[float, time.Time]:
     return job.global_batch / found.total, found
 
 
-def _throughput(point: Point) -> Found:
-    if not point.hardware.gpu:
-        raise Unpredictable("the GPU is not stated")
-    rate = samples_per_second(point)
-    yield Comparison("throughput", point.id, point.source.repo or "", "", rate, predicted_rate(point)[0], "1/s")
-
-
 def _kind(point: Point) -> str:
     """What two points must share to differ in layout alone: everything that is stated but parallelism and batches."""
-    source, hardware = point.source, point.hardware
-    shared: list[Any] = [source.repo, source.commit, source.path, source.url, msgspec_text(point.model)]
-    shared += [msgspec_text(point.lengths), point.precision, point.optimizer, point.dropout, point.attention_kernel]
-    return json.dumps([*shared, point.activation_checkpointing, hardware.gpu, point.how_counted])
+    source, recomputation = point.source, point.activation_checkpointing
+    trained = point.model, point.lengths, point.precision, point.optimizer, point.dropout, recomputation
+    origin = source.repo, source.commit, source.path, source.url, point.how_counted
+    return repr((origin, trained, point.attention_kernel, point.hardware.gpu))
 
 
-def msgspec_text(struct: Any) -> str:
-    return repr(struct)
-
-
-def ratios(points: Iterable[Point]) -> Found:
+def ratios(points: Iterable[Point]) -> Iterator[Comparison | Missing]:
     """Of every two points of one kind whose layouts differ, the one with more GPUs over the one with fewer."""
     kinds: dict[str, list[tuple[Point, float, float]]] = {}
     for point in points:
@@ -212,11 +190,10 @@ def summary(rows: Sequence[Comparison]) -> str:
     """Mean, median and worst of the errors; for throughput the distribution of measured / predicted."""
     if rows[0].use == "bound":
         return f"{sum(row.measured == row.predicted for row in rows)} of {len(rows)} as published"
-    if rows[0].use == SIGNED:
+    if rows[0].use == "throughput":
         shares = sorted(row.measured / row.predicted for row in rows)
-        return (
-            f"{len(rows)} points: measured / predicted {shares[0]:.2f} to {shares[-1]:.2f}, median {median(shares):.2f}"
-        )
+        spread = f"{shares[0]:.2f} to {shares[-1]:.2f}, median {median(shares):.2f}"
+        return f"{len(rows)} points: measured / predicted {spread}"
     errors = [abs(row.error) for row in rows]
     return f"{len(rows)} figures: mean {mean(errors):.1%}, median {median(errors):.1%}, worst {max(errors):.1%}"
 
@@ -230,14 +207,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         content = {"rows": [asdict(row) | {"error": row.error} for use in rows.values() for row in use]}
         print(json.dumps(content | {"missing": [asdict(entry) for entry in missing], "notes": sentences}, indent=2))
-    else:
-        for use, entries in rows.items():
-            if entries:
-                show(use, entries)
-        print(f"\n{len(missing)} figures cannot be predicted")
-        print(tabulate([(entry.use, entry.point, entry.reason) for entry in missing], tablefmt="plain"))
-        for sentence in sentences:
-            print(f"note: {sentence}")
+        return int(any("damaged" in sentence for sentence in sentences))
+    for use, entries in rows.items():
+        if entries:
+            show(use, entries)
+    print(f"\n{len(missing)} figures cannot be predicted")
+    print(tabulate([(entry.use, entry.point, entry.reason) for entry in missing], tablefmt="plain"))
+    for sentence in sentences:
+        print(f"note: {sentence}")
     return int(any("damaged" in sentence for sentence in sentences))
 
 
@@ -246,8 +223,8 @@ def show(use: str, rows: Sequence[Comparison]) -> None:
     if use in ("ratio", "throughput"):
         for source in dict.fromkeys(row.source for row in rows):
             print(f"  {source}: {summary([row for row in rows if row.source == source])}")
-    cells = [
-        (row.point, row.what, f"{row.measured:.4g}", f"{row.predicted:.4g} {row.unit}", f"{row.error:+.1%}")
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        figures = f"{row.measured:.4g}", f"{row.predicted:.4g} {row.unit}", f"{row.error:+.1%}"
+        cells.append((row.point, row.what, *figures))
     print(tabulate(cells, headers=("point", "", "measured", "predicted", "error"), disable_numparse=True))

@@ -15,15 +15,15 @@ from t5bench.model.job import Architecture, Job, Parallel, Zero, padded
 from t5bench.model.machine import DEVICES, GB, Device, Link, Machine
 
 Text, Whole, Number = str | None, int | None, float | None
+# Of the format and for people alone.
+NOTES = {"line", "config", "note", "caveats", "confidence", "parameters_stated", "decoder_pp"}
 
 
 class Source(msgspec.Struct):
     repo: Text = None
     commit: Text = None
     path: Text = None
-    line: Whole = None
     url: Text = None
-    config: Sequence[Mapping[str, Text]] = ()
     date: Text = None
 
 
@@ -41,7 +41,6 @@ class Model(msgspec.Struct):
     vocab: Whole = None
     tied: bool | None = None
     position: Text = None
-    parameters_stated: Text = None
     query_groups: Whole = None
 
 
@@ -59,7 +58,6 @@ class Layout(msgspec.Struct):
     offload: Text = None
     layers_per_virtual_stage: Whole = None
     encoder_pp: Whole = None
-    decoder_pp: Whole = None
 
 
 class Hardware(msgspec.Struct):
@@ -67,7 +65,6 @@ class Hardware(msgspec.Struct):
     count: Whole = None
     nodes: Whole = None
     interconnect: Text = None
-    note: Text = None
 
 
 class Point(msgspec.Struct):
@@ -90,8 +87,6 @@ class Point(msgspec.Struct):
     micro_batch: Whole = None
     global_batch: Whole = None
     global_batch_inferred: Whole = None
-    caveats: Sequence[str] = ()
-    confidence: Text = None
 
 
 def read(path: Path) -> tuple[list[Point], list[str]]:
@@ -107,20 +102,19 @@ def read(path: Path) -> tuple[list[Point], list[str]]:
         name = entry.get("id", f"entry {number}") if isinstance(entry, dict) else f"entry {number}"
         try:
             points.append(msgspec.convert(entry, Point))
+            sentences += [f"{name}: the field {field} is not known and ignored" for field in _unknown(entry, Point)]
         except msgspec.ValidationError as error:
             sentences.append(f"{name} is damaged and left out: {error}")
-            continue
-        sentences += [f"{name}: the field {field} is not known and ignored" for field in _unknown(entry, Point)]
     return points, sentences
 
 
 def _unknown(entry: Mapping[str, Any], form: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
     known = {field.name: field.type for field in msgspec.structs.fields(form)}
     for name, value in entry.items():
-        if name not in known:
+        if name not in known.keys() | NOTES:
             yield prefix + name
-        elif isinstance(known[name], type) and issubclass(known[name], msgspec.Struct):
-            yield from _unknown(value, known[name], f"{prefix}{name}.")
+        elif isinstance(own := known.get(name), type) and issubclass(own, msgspec.Struct):
+            yield from _unknown(value, own, f"{prefix}{name}.")
 
 
 class Unpredictable(Exception):
@@ -184,19 +178,23 @@ def architecture_of(point: Point, tensor: int) -> Architecture:
 
 def job_of(point: Point, tensor: int | None = None) -> Job:
     """What was trained. tensor: of a point that has figures for several tensor-parallel sizes. Raises Unpredictable."""
-    layout, optimizer = point.parallel, point.optimizer or ""
+    layout, source = point.parallel, point.source
     t = tensor or layout.tp or 1
     if not isinstance(t, int):
         raise Unpredictable(f"it has several tensor-parallel sizes, {t}")
     if not point.micro_batch:
         raise Unpredictable("the micro-batch size is not stated")
-    architecture = architecture_of(point, t)
-    pipeline, data, offload = layout.pp or 1, layout.dp or 1, layout.offload or ""
-    stage_layers = max(architecture.encoder_layers, architecture.decoder_layers) // pipeline
-    distributed = "distributed" in optimizer.replace("not distributed", "")
     precision = re.match("bf16|fp16|fp32|tf32|fp8", point.precision)
     if not precision:
         raise Unpredictable(f"the precision {point.precision} is not known")
+    architecture, chunk = architecture_of(point, t), layout.layers_per_virtual_stage
+    pipeline, data, offload = layout.pp or 1, layout.dp or 1, layout.offload or ""
+    stage_layers = max(architecture.encoder_layers, architecture.decoder_layers) // pipeline
+    distributed = "distributed" in (point.optimizer or "").replace("not distributed", "")
+    again = re.match("full|selective", point.activation_checkpointing or "")
+    # Megatron-LM's tests of T5 add up gradients in the kernel, those of GPT and BERT do not (model_config.yaml). Since
+    # the second half of 2025 get_dummy_wgrad (core/tensor_parallel/layers.py) keeps what stands for a gradient.
+    fused = source.repo == "NVIDIA/Megatron-LM" and architecture.family == "t5"
     return Job(
         architecture=architecture,
         parallel=Parallel(
@@ -205,7 +203,7 @@ def job_of(point: Point, tensor: int | None = None) -> Job:
             data=data,
             split_rank=layout.encoder_pp,
             sequence_parallel=bool(layout.sp),
-            virtual_stages=stage_layers // layout.layers_per_virtual_stage if layout.layers_per_virtual_stage else 1,
+            virtual_stages=stage_layers // chunk if chunk else 1,
             devices_per_node=max(1, (point.hardware.count or 8) // (point.hardware.nodes or 1)),
         ),
         micro_batch=point.micro_batch,
@@ -213,26 +211,12 @@ def job_of(point: Point, tensor: int | None = None) -> Job:
         zero=Zero(0 if distributed else layout.zero_stage or 0, "optimizer" in offload, "parameters" in offload),
         distributed_optimizer=distributed,
         precision=precision[0],
-        recompute=next((way for way in ("full", "selective") if _starts(point.activation_checkpointing, way)), "none"),
+        recompute=again[0] if again else "none",
         attention=_attention(point),
         dropout=DROPOUT if point.dropout is None else point.dropout,
         engine=software(point) or "megatron-core",
-        dummy_gradients=_dummy_gradients(point),
+        dummy_gradients=fused and (source.date or "") >= "2025-08",
     )
-
-
-def _dummy_gradients(point: Point) -> bool:
-    """Megatron-LM's tests of T5 add up gradients in the kernel, those of GPT and BERT do not (model_config.yaml).
-
-    Since the second half of 2025 its get_dummy_wgrad (core/tensor_parallel/layers.py) keeps what stands for a gradient.
-    """
-    source = point.source
-    fused = source.repo == "NVIDIA/Megatron-LM" and point.model.architecture == "t5"
-    return fused and (source.date or "") >= "2025-08"
-
-
-def _starts(text: Text, word: str) -> bool:
-    return (text or "").startswith(word)
 
 
 def _attention(point: Point) -> str:
@@ -265,21 +249,19 @@ def device_of(point: Point) -> Device | None:
 
 def memory_of_gpu(point: Point) -> int | None:
     """Bytes, from what the source says of the GPU."""
-    stated = re.search(r"(\d+)\s?GB", point.hardware.gpu or "")
-    device = device_of(point)
+    stated, device = re.search(r"(\d+)\s?GB", point.hardware.gpu or ""), device_of(point)
     return int(stated[1]) * 2**30 if stated else device and device.memory
 
 
 def machine_of(point: Point) -> Machine:
     """A GPU that is not stated is taken for an A100, which a ratio within one source hardly depends on."""
-    device = device_of(point) or DEVICES["a100"]
-    hardware = point.hardware
-    if hardware.gpu and not device_of(point):
+    hardware, found = point.hardware, device_of(point)
+    if hardware.gpu and not found:
         raise Unpredictable(f"the GPU {hardware.gpu} is not known")
-    if not hardware.gpu and not hardware.interconnect and (hardware.nodes or 1) > 1:
+    count, nodes, device = hardware.count or 1, hardware.nodes or 1, found or DEVICES["a100"]
+    if not hardware.gpu and not hardware.interconnect and nodes > 1:
         raise Unpredictable("neither the GPU nor what joins its nodes is stated")
     usable = re.search(r"usable (\d+) Gb/s", hardware.interconnect or "")
     between = float(usable[1]) / 8 if usable else BETWEEN.get(device.name, OTHER_BETWEEN)
-    count, nodes = hardware.count or 1, hardware.nodes or 1
     inside = Link(device.nvlink or device.pcie, 5e-6)
     return Machine(device, inside, Link(between * GB, 15e-6), max(1, count // nodes))
