@@ -17,9 +17,8 @@ def layer_bytes(job: Job, decoder: bool = False) -> float:
     a = job.architecture
     if job.recompute == "full":
         return job.tokens(decoder) * a.hidden * (job.software.stream or job.element) / job.parallel.sequence
-    kernel = job.causal_attention if decoder else job.attention
-    found = _attention(job, decoder, decoder, kernel) + _mlp(job, job.tokens(decoder))
-    return found + (_attention(job, decoder, False, job.attention) if decoder and a.cross_attention else 0)
+    attentions = sum(_attention(job, decoder, bool(place), *each) for place, each in enumerate(job.attentions(decoder)))
+    return attentions + _mlp(job, job.tokens(decoder))
 
 
 def _norm(job: Job, tokens: int, readers: int = 1) -> float:
@@ -37,22 +36,21 @@ def _dropped(job: Job, elements: float) -> float:
     return elements * mask / job.parallel.sequence if job.dropout else 0.0
 
 
-def _attention(job: Job, decoder: bool, decoder_keys: bool, kernel: str) -> float:
-    """Norm, projections, core and dropout. decoder, decoder_keys: which stack has the queries, which keys and values.
+def _attention(job: Job, decoder: bool, cross: bool, length: int, kernel: str) -> float:
+    """Norm, projections, core and dropout. length: of a sample's keys and values, the encoder's under `cross`.
 
     Unfused attention keeps of every score the probability, and with dropout its mask and what is left of it.
     """
     a, kept, e = job.architecture, job.software, job.element
-    tokens, keys, cross = job.tokens(decoder), job.tokens(decoder_keys), decoder != decoder_keys
+    tokens, keys = job.tokens(decoder), job.micro_batch * length
     norm = _norm(job, tokens, readers=1 if cross else 3)
     projections = e * (2 * tokens * a.query + 2 * keys * a.key)
     copied = 2 * 2 * keys * a.hidden if cross and kept.casts else 0
     core, masks = 0.0, 0
     if job.recompute != "selective" and kernel == "unfused":
-        scores = tokens * a.length(decoder_keys)
         probability = kept.softmax or e
         each = probability + (kept.mask + e if job.dropout else e * (probability != e)) + kept.score_copies * e
-        core, masks = a.heads * scores * each, scores * kept.keeps_masks
+        core, masks = a.heads * tokens * length * each, tokens * length * kept.keeps_masks
     elif job.recompute != "selective":
         again = kernel == "flash" and kept.copies_flash and job.micro_batch > 1 and a.family != "gpt"
         core = 4 * a.heads * tokens + again * e * tokens * a.query
@@ -64,9 +62,8 @@ def _mlp(job: Job, tokens: int) -> float:
     tensors = 1 if a.activation == "relu" else 2
     if a.gated:
         tensors = 3 if kept.fused_gate else 4
-    inside = e * tensors * tokens * a.ffn
-    if kept.mlp_dropout and job.dropout:
-        inside += (e + kept.mask) * tokens * a.ffn
+    dropped = e + kept.mask if kept.mlp_dropout and job.dropout else 0
+    inside = (e * tensors + dropped) * tokens * a.ffn
     norm = _norm(job, tokens, readers=2 if a.gated else 1)
     return norm + inside / job.parallel.tensor + _dropped(job, tokens * a.hidden)
 

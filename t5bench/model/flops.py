@@ -9,13 +9,9 @@ from t5bench.model.job import Architecture, Job
 
 def layer_multiply_adds(a: Architecture, decoder: bool = False) -> tuple[int, int]:
     """Multiply-adds of one layer's forward pass of one sample: in its weights, and in attention's core."""
-    s, n, h = a.encoder_length, a.length(decoder), a.hidden
-    weights = n * h * (2 * a.query + 2 * a.key + (3 if a.gated else 2) * a.ffn)
-    core = 2 * a.query * n * n
-    if decoder and a.cross_attention:
-        weights += 2 * h * (a.query * n + a.key * s)
-        core += 2 * a.query * n * s
-    return weights, core
+    n, h, keys = a.length(decoder), a.hidden, a.attended(decoder)
+    weights = n * h * (3 if a.gated else 2) * a.ffn + sum(2 * h * (a.query * n + a.key * length) for length in keys)
+    return weights, 2 * a.query * n * sum(keys)
 
 
 def multiply_adds(a: Architecture) -> dict[str, int]:

@@ -18,7 +18,7 @@ class Architecture:
 
     head_size: of one attention head. kv_heads: key and value heads, as many as heads unless queries are grouped.
     padded_vocabulary: rows of the embedding on all tensor-parallel ranks together. positions: "learned", "relative"
-    (one table of relative_buckets x heads in each stack, or in every layer), or "rotary". position_rows: rows of the
+    (one table of relative_buckets x heads in each stack), or "rotary". position_rows: rows of the
     learned table. tied: the head shares the embedding. biases: of the linear layers. norm: "layer" (weight and bias)
     or "rms". head_bias: the output has a bias for every word. final_norm: each stack ends with a norm.
     """
@@ -40,7 +40,6 @@ class Architecture:
     positions: str = "learned"
     position_rows: int = 0
     relative_buckets: int = 32
-    relative_in_every_layer: bool = False
     biases: bool = True
     head_bias: bool = True
     norm: str = "layer"
@@ -62,6 +61,11 @@ class Architecture:
 
     def length(self, decoder: bool) -> int:
         return self.decoder_length if decoder else self.encoder_length
+
+    def attended(self, decoder: bool) -> tuple[int, ...]:
+        """Tokens of a sample that each attention of a layer looks at: those of its own stack, then of the encoder."""
+        own = self.length(decoder)
+        return (own, self.encoder_length) if decoder and self.cross_attention else (own,)
 
     @property
     def output_length(self) -> int:
@@ -126,6 +130,9 @@ class Parallel:
     virtual_stages: int = 1
     devices_per_node: int = 8
 
+    def __str__(self) -> str:
+        return f"{self.tensor}/{self.pipeline}/{self.data}"
+
     @property
     def world(self) -> int:
         return self.tensor * self.pipeline * self.data
@@ -154,7 +161,6 @@ class Zero:
     overlap: bool = False
     reduction: str = ""
     reduce_bucket: int = 500_000_000
-    gather_bucket: int = 500_000_000
     prefetch_bucket: int = 50_000_000
     live_parameters: int = 1_000_000_000
     reuse_distance: int = 1_000_000_000
@@ -166,7 +172,6 @@ class Zero:
         zero = (config or {}).get("zero_optimization", {})
         sizes = {
             "reduce_bucket": "reduce_bucket_size",
-            "gather_bucket": "allgather_bucket_size",
             "prefetch_bucket": "stage3_prefetch_bucket_size",
             "live_parameters": "stage3_max_live_parameters",
             "reuse_distance": "stage3_max_reuse_distance",
@@ -230,6 +235,11 @@ class Job:
     def tokens(self, decoder: bool) -> int:
         """Of a micro-batch in the encoder or the decoder."""
         return self.micro_batch * self.architecture.length(decoder)
+
+    def attentions(self, decoder: bool) -> list[tuple[int, str]]:
+        """Of each attention of a layer the tokens of a sample that it looks at, and its kernel."""
+        kernels = self.causal_attention if decoder else self.attention, self.attention
+        return list(zip(self.architecture.attended(decoder), kernels, strict=False))
 
     @classmethod
     def of_plan(cls, plan: Any, padded_vocabulary: int) -> "Job":

@@ -8,11 +8,12 @@ import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from t5bench.model.activations import activation_bytes, logits_bytes, word_gradient
 from t5bench.model.job import Job
 from t5bench.model.machine import MIB, Device
-from t5bench.model.parameters import layer_tensors, parameters, stage_of, tensors, weight_shapes
+from t5bench.model.parameters import layer_shapes, parameters, stage_of, tensors
 
 ADAM, FP32_GRADIENTS = 8, 4  # bytes of a parameter: two fp32 moments; what ZeRO's update makes of gradients
 
@@ -51,13 +52,14 @@ class Memory:
 def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
     """The memory of a rank on pipeline stage `stage`. device: whose workspaces, those of an H100 unless given."""
     a, part = job.architecture, stage_of(job.architecture, job.parallel, stage)
-    count = parameters(a, job.parallel, stage)
+    count, t = parameters(a, job.parallel, stage), job.parallel.tensor
     states, cpu = model_states(job, count)
     states["workspace"] = workspace(job, stage, device)
     states["allocator"] = _allocator_slack(job, stage)
     if job.dummy_gradients:
-        shapes = weight_shapes(a, job.parallel.tensor)
-        states["dummy gradients"] = float(sum(job.element * rows * columns for rows, columns in shapes))
+        shapes = {shape for decoder in (False, True) for shape in layer_shapes(a, t, decoder) if len(shape) == 2}
+        shapes.add((a.padded_vocabulary // t, a.hidden))
+        states["dummy gradients"] = float(job.element * sum(map(prod, shapes)))
     kept = activation_bytes(job, stage)
     loss, gradients = logits_bytes(job, stage)
     buffers, words = transient_states(job, count), {}
@@ -137,13 +139,11 @@ def workspace(job: Job, stage: int = 0, device: Device | None = None) -> float:
         found += (32 if hopper else 4) * MIB
     if job.software.scores_buffer:  # as large as the largest scores of a layer that the stage has
         a, part = job.architecture, stage_of(job.architecture, job.parallel, stage)
-        scores = (
-            (a.encoder_length**2, part.encoder_layers, job.attention),
-            (a.decoder_length**2, part.decoder_layers, job.causal_attention),
-            (a.decoder_length * a.encoder_length, part.decoder_layers, job.attention),
-        )
-        largest = max(size * (layers > 0 and kernel == "unfused") for size, layers, kernel in scores)
-        found += job.element * job.micro_batch * a.heads / job.parallel.tensor * largest
+        scores = [0]
+        for decoder, layers in enumerate((part.encoder_layers, part.decoder_layers)):
+            for length, kernel in job.attentions(bool(decoder)) if layers else ():
+                scores.append(a.length(bool(decoder)) * length * (kernel == "unfused"))
+        found += job.element * job.micro_batch * a.heads / job.parallel.tensor * max(scores)
     return found
 
 
@@ -196,11 +196,11 @@ def cached_scores(job: Job) -> float:
     a = job.architecture
     if job.engine != "autocast" or job.attention != "unfused":
         return 0.0
-    own, cross = a.decoder_length**2, a.decoder_length * a.encoder_length * a.cross_attention
-    return a.heads * job.micro_batch * (4 * own + 4 * cross + 8 * max(own, cross))
+    own, *cross = (a.decoder_length * length for length in a.attended(True))
+    return a.heads * job.micro_batch * (4 * own + 4 * sum(cross) + 8 * max(own, *cross))
 
 
 def layer_states(job: Job, decoder: bool = False) -> float:
     """Bytes of one layer's weights, gradients and optimizer states on a rank."""
-    count = sum(layer_tensors(job.architecture, job.parallel.tensor, decoder))
+    count = sum(map(prod, layer_shapes(job.architecture, job.parallel.tensor, decoder)))
     return sum(model_states(job, count)[0].values())

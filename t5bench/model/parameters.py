@@ -6,6 +6,7 @@ Checked against both engines' own models (tests/model).
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 from t5bench.model.job import Architecture, Parallel
 
@@ -35,81 +36,61 @@ def stage_of(architecture: Architecture, parallel: Parallel, stage: int = 0) -> 
     begin = parallel.decoder_stage if a.cross_attention and stages > 1 else 0
     if a.cross_attention and stages > 1 and not 0 < begin < stages:
         raise ValueError(f"a pipeline of {stages} stages cannot begin its decoder at stage {begin}")
-    encoder, decoder = _share(a.encoder_layers, range(begin or stages)), _share(a.decoder_layers, range(begin, stages))
+
+    def share(layers: int, stages: range) -> int:
+        return layers // len(stages) + (stage - stages.start < layers % len(stages)) if stage in stages else 0
+
+    encoder, decoder = share(a.encoder_layers, range(begin or stages)), share(a.decoder_layers, range(begin, stages))
     embedding, head = stage in (0, begin), stage == stages - 1
-    return Stage(encoder.get(stage, 0), decoder.get(stage, 0), embedding, head, head and not embedding)
+    return Stage(encoder, decoder, embedding, head, head and not embedding)
 
 
-def _share(layers: int, stages: range) -> dict[int, int]:
-    return {stage: len(range(place, layers, len(stages))) for place, stage in enumerate(stages)}
+def layer_shapes(a: Architecture, tensor: int = 1, decoder: bool = False) -> list[tuple[int, ...]]:
+    """Of each parameter of a layer on a tensor-parallel rank, in Megatron's order.
 
-
-def _norm(a: Architecture) -> list[int]:
-    return [a.hidden] * (2 if a.norm == "layer" else 1)
-
-
-def _linear(a: Architecture, inputs: int, outputs: int, tensor: int, column: bool) -> list[int]:
-    """A weight and, where there are biases, a bias, which only a division by columns of outputs divides."""
-    bias = [outputs // tensor if column else outputs] if a.biases else []
-    return [inputs * outputs // tensor, *bias]
-
-
-def layer_tensors(a: Architecture, tensor: int = 1, decoder: bool = False) -> list[int]:
-    """Elements of each parameter of a layer on a tensor-parallel rank, in Megatron's order.
-
-    A decoder's layer has cross-attention where there is an encoder.
+    A decoder's layer has cross-attention where there is an encoder. Of a weight, (outputs, inputs), a division by
+    columns divides the outputs, and the bias with them.
     """
-    h, q, kv = a.hidden, a.query, 2 * a.key
-    found = [*_norm(a), *_linear(a, h, q + kv, tensor, True), *_linear(a, q, h, tensor, False), *_norm(a)]
-    if a.positions == "relative" and a.relative_in_every_layer:
-        found.append(a.relative_buckets * a.heads)
+    h, q, kv, inputs = a.hidden, a.query // tensor, 2 * a.key // tensor, a.ffn * (2 if a.gated else 1) // tensor
+    blocks = [[(q + kv, h), (h, q)], [(inputs, h), (h, a.ffn // tensor)]]
     if decoder and a.cross_attention:
-        cross = [*_linear(a, h, q, tensor, True), *_linear(a, h, kv, tensor, True), *_linear(a, q, h, tensor, False)]
-        found += [*cross, *_norm(a)]
-    inputs = a.ffn * (2 if a.gated else 1)
-    return [*found, *_linear(a, h, inputs, tensor, True), *_linear(a, a.ffn, h, tensor, False)]
+        blocks.insert(1, [(q, h), (kv, h), (h, q)])
+    found: list[tuple[int, ...]] = []
+    for block in blocks:
+        found += _norm(a)
+        for weight in block:
+            found += [weight, weight[:1]] if a.biases else [weight]
+    return found
 
 
-def weight_shapes(a: Architecture, tensor: int = 1) -> set[tuple[int, int]]:
-    """The different shapes of the weights that are multiplied by, the head's included."""
-    h, q, kv, inputs = a.hidden, a.query // tensor, 2 * a.key // tensor, a.ffn * (2 if a.gated else 1)
-    found = {(q + kv, h), (h, q), (inputs // tensor, h), (h, a.ffn // tensor), (a.padded_vocabulary // tensor, h)}
-    return found | ({(q, h), (kv, h)} if a.cross_attention else set())
-
-
-def _embedding_tensors(a: Architecture, tensor: int) -> list[int]:
-    """Words, learned positions, BERT's two segments; BART has two tables with two rows more, and a norm after each."""
-    found = [a.padded_vocabulary * a.hidden // tensor]
-    if a.family == "bart":
-        found += 2 * [(a.position_rows + 2) * a.hidden, *_norm(a)]
-    elif a.positions == "learned":
-        found.append(a.position_rows * a.hidden)
-    return [*found, 2 * a.hidden] if a.family == "bert" else found
-
-
-def _head_tensors(a: Architecture, tensor: int, output_copy: bool) -> list[int]:
-    """The words again where they are not shared, a bias for each; BERT: a transform, a pooler and two classes too."""
-    h, words = a.hidden, a.padded_vocabulary // tensor
-    found = [words * h] if output_copy or not a.tied else []
-    if a.head_bias:
-        found.append(words)
-    return [*found, h * h, h, *_norm(a), h * h, h, 2 * h, 2] if a.family == "bert" else found
+def _norm(a: Architecture) -> list[tuple[int, ...]]:
+    return [(a.hidden,)] * (2 if a.norm == "layer" else 1)
 
 
 def tensors(architecture: Architecture, parallel: Parallel | None = None, stage: int = 0) -> dict[str, list[int]]:
-    """Elements of every parameter of a rank on pipeline stage `stage`, by component."""
+    """Elements of every parameter of a rank on pipeline stage `stage`, by component.
+
+    BART has two tables of positions with two rows more, and a norm after each; BERT two segments, and behind its last
+    layer a transform, a pooler and two classes.
+    """
     a, parallel = architecture, parallel or Parallel()
-    part, t, last = stage_of(a, parallel, stage), parallel.tensor, parallel.pipeline - 1
-    found = {"embedding": _embedding_tensors(a, t) if part.embedding else []}
+    part, t, h, last = stage_of(a, parallel, stage), parallel.tensor, a.hidden, parallel.pipeline - 1
+    words, bert = (a.padded_vocabulary // t, h), a.family == "bert"
+    shapes: dict[str, list[tuple[int, ...]]] = {"embedding": [], "encoder": [], "decoder": [], "head": []}
+    if part.embedding:
+        bart, learned = 2 * [(a.position_rows + 2, h), *_norm(a)], [(a.position_rows, h)] * (a.positions == "learned")
+        shapes["embedding"] = [words, *(bart if a.family == "bart" else learned), *([(2, h)] * bert)]
     encoder_end = parallel.decoder_stage - 1 if a.cross_attention and last else last
     for name, layers, end in (("encoder", part.encoder_layers, encoder_end), ("decoder", part.decoder_layers, last)):
-        found[name] = layers * layer_tensors(a, t, name == "decoder")
-        if layers and a.positions == "relative" and not a.relative_in_every_layer:
-            found[name].append(a.relative_buckets * a.heads)
+        shapes[name] = layers * layer_shapes(a, t, name == "decoder")
+        if layers and a.positions == "relative":
+            shapes[name].append((a.relative_buckets, a.heads))
         if layers and a.final_norm and stage == end:
-            found[name] += _norm(a)
-    found["head"] = _head_tensors(a, t, part.output_copy) if part.head else []
-    return found
+            shapes[name] += _norm(a)
+    if part.head:
+        shapes["head"] = [words] * (part.output_copy or not a.tied) + [words[:1]] * a.head_bias
+        shapes["head"] += [(h, h), (h,), *_norm(a), (h, h), (h,), (2, h), (2,)] if bert else []
+    return {name: [prod(shape) for shape in each] for name, each in shapes.items()}
 
 
 def components(architecture: Architecture, parallel: Parallel | None = None, stage: int = 0) -> dict[str, int]:

@@ -76,11 +76,10 @@ def _layer_seconds(job: Job, decoder: bool, device: Device) -> tuple[float, floa
     a, t, b = job.architecture, job.parallel.tensor, job.micro_batch
     peak, in_memory = _rates_of(job, device)
     weights, own_core = layer_multiply_adds(a, decoder)
-    n, cross = a.length(decoder), decoder and a.cross_attention
-    passes = (3 if cross else 2) * BLOCK_PASSES * n * a.hidden / job.parallel.sequence
+    n, attentions = a.length(decoder), job.attentions(decoder)
+    passes = (1 + len(attentions)) * BLOCK_PASSES * n * a.hidden / job.parallel.sequence
     passes += (FFN_PASSES * n * a.ffn * (1.5 if a.gated else 1) + 2 * n * (a.query + 2 * a.key)) / t
-    scores = a.heads * n * n * ((job.causal_attention if decoder else job.attention) == "unfused")
-    scores += a.heads * n * a.encoder_length * (cross and job.attention == "unfused")
+    scores = sum(a.heads * n * length for length, kernel in attentions if kernel == "unfused")
     core = 2 * b * own_core / t / peak + SCORE_PASSES * b * scores / t * in_memory
     return 2 * b * weights / t / peak + b * passes * in_memory + core, core
 

@@ -14,7 +14,7 @@ from t5bench import Problem
 from t5bench.compare.comparable import gpu_names
 from t5bench.compare.rows import Row, make_row
 from t5bench.model import schedule, time
-from t5bench.model.job import Job, padded
+from t5bench.model.job import padded
 from t5bench.model.machine import DEVICES, GIB, Device, Machine, device_of
 from t5bench.model.prediction import Prediction, machine_of
 from t5bench.model.time import CPU
@@ -47,38 +47,36 @@ def run(args: argparse.Namespace) -> int:
         from t5bench.predict import check
 
         return check.run(args)
-    measured = [measured_row(directory) for directory in args.runs]
-    found = [(row.label, row.run.plan, row.run.padded_vocab_size, gpu_names(row.run)) for row in measured]
+    rows = [measured_row(directory) for directory in args.runs]
+    found = [(row.label, row.run.plan, row.run.padded_vocab_size, gpu_names(row.run)) for row in rows]
     slower = calibration(args) if args.calibrate else None
     predictions, refused = [], {}
     for name, plan, vocabulary, gpu in found or [(plan.strategy.name, plan, None, None) for plan in planned()]:
         if plan.layout is None:
             refused[name] = next(obstacle.found for obstacle in plan.obstacles if obstacle.fatal)
             continue
-        device = _device(plan, args.device or gpu)
+        on = machine(args, plan, gpu)
+        known = slower or (None if on.device is CPU else 1.0)
         job = job_of(plan, vocabulary or vocabulary_of(plan, args.vocabulary))
-        on = machine(args, device, job.parallel.devices_per_node)
-        known = slower or (None if device is CPU else 1.0)
         predictions.append(Prediction(job, on, backend_of(plan), known, name))
     if not predictions:
         raise Problem("none of the strategies can run with these settings", "\n".join(refused.values()))
-    beside = {row.label: row for row in measured}
+    measured = {row.label: row for row in rows}
     if args.json:
-        content = [entry.to_json() | {"measured": compared(entry, beside.get(entry.name))} for entry in predictions]
+        content = [entry.to_json() | {"measured": compared(entry, measured.get(entry.name))} for entry in predictions]
         print(json.dumps({"machine": asdict(predictions[0].machine), "rows": content, "refused": refused}, indent=2))
-    else:
-        show(predictions, beside, refused)
-        for entry in predictions if args.schedule else ():
-            if entry.slower and entry.job.parallel.pipeline > 1:
-                slots = time.pipeline_slots(entry.job, entry.machine.device)
-                print(f"\n{entry.name}\n{schedule.draw(slots)}")
+        return 0
+    show(predictions, measured, refused)
+    for entry in predictions if args.schedule else ():
+        if entry.slower and entry.job.parallel.pipeline > 1:
+            slots = time.pipeline_slots(entry.job, entry.machine.device)
+            print(f"\n{entry.name}\n{schedule.draw(slots)}")
     return 0
 
 
 def planned() -> list[Plan]:
     """What every strategy's launcher would run with the settings in the environment; a GPU need not be here."""
-    environment = dict(os.environ)
-    environment.setdefault("DEVICE", "cuda")
+    environment = {"DEVICE": "cuda", **os.environ}
     place = () if {"HOSTS", "SLURM_JOB_NODELIST"} & environment.keys() else ("node0", "0")
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda strategy: ask(strategy.name, place, environment=environment), declarations()))
@@ -96,7 +94,20 @@ def vocabulary_of(plan: Plan, vocabulary: int | None) -> int:
     return padded(vocabulary, plan.number("VOCABULARY_MULTIPLE")) if vocabulary else padded_vocabulary(plan)
 
 
-# ---- the machine -----------------------------------------------------------------------------------------------------
+def machine(args: argparse.Namespace, plan: Plan, gpu: str | None, gigabits: float | None = None) -> Machine:
+    """A plan's nodes, with the GPUs that the command line names, else those of a run or of this machine."""
+    name, layout = args.device or gpu, plan.layout
+    device = device_named(name) if name else CPU if plan.device == "cpu" else gpu_here()
+    if not device:
+        raise Problem("there is no GPU here to predict for", f"Name one with --device: {' '.join(DEVICES)}")
+    return machine_on(args, device, layout.nproc_per_node if layout else 1, gigabits)
+
+
+def machine_on(args: argparse.Namespace, device: Device, per_node: int, gigabits: float | None = None) -> Machine:
+    """Nodes with the links of the command line. Raises Problem."""
+    if args.link <= 0 or args.latency < 0:
+        raise Problem(f"--link must be more than 0 Gbit/s, found {args.link:g}")
+    return machine_of(device, gigabits or args.link, per_node, args.latency * 1e-6)
 
 
 def device_named(name: str) -> Device:
@@ -106,21 +117,13 @@ def device_named(name: str) -> Device:
     raise Problem(f"no figures are known of the device '{name}'", f"Known: {' '.join(DEVICES)}")
 
 
-def machine(args: argparse.Namespace, device: Device, per_node: int, gigabits: float | None = None) -> Machine:
-    """As the command line describes it. Raises Problem."""
-    if args.link <= 0 or args.latency < 0:
-        raise Problem(f"--link must be more than 0 Gbit/s, found {args.link:g}")
-    return machine_of(device, gigabits or args.link, per_node, args.latency * 1e-6)
-
-
 def calibration(args: argparse.Namespace) -> float:
     """How much slower than its figures a measured run's machine is. Raises Problem."""
     row = measured_row(args.calibrate)
     if not row.milliseconds:
         raise Problem(f"{args.calibrate} has no measured iterations", "Calibrate on a run that is complete")
     plan, job = row.run.plan, job_of(row.run.plan, row.run.padded_vocab_size or 0)
-    device = _device(plan, args.device or gpu_names(row.run))
-    on = machine(args, device, job.parallel.devices_per_node, args.calibrate_link)
+    on = machine(args, plan, gpu_names(row.run), args.calibrate_link)
     try:
         return time.calibrated(job, on, row.milliseconds.median / 1000, backend_of(plan))
     except ValueError as error:
@@ -128,21 +131,10 @@ def calibration(args: argparse.Namespace) -> float:
         raise Problem(found, "Give its link: --calibrate-link GBIT") from error
 
 
-def _device(plan: Plan, name: str | None) -> Device:
-    if name:
-        return device_named(name)
-    if device := CPU if plan.device == "cpu" else gpu_here():
-        return device
-    raise Problem("there is no GPU here to predict for", f"Name one with --device: {' '.join(DEVICES)}")
-
-
-# ---- the tables ------------------------------------------------------------------------------------------------------
-
-
 def show(predictions: Sequence[Prediction], measured: Mapping[str, Row], refused: Mapping[str, str]) -> None:
     first = predictions[0]
     print(tabulate([_memory(entry) for entry in predictions], headers="keys", floatfmt=".2f"), end="\n\n")
-    costs = [_cost(entry) | _beside(entry, measured.get(entry.name)) for entry in predictions]
+    costs = [_cost(entry, measured.get(entry.name)) for entry in predictions]
     print(tabulate(costs, headers="keys", floatfmt=".4g"), end="\n\n")
     for name, reason in refused.items():
         print(f"{name} cannot run: {reason}")
@@ -154,36 +146,30 @@ def show(predictions: Sequence[Prediction], measured: Mapping[str, Row], refused
         print(f"Calibrated: everything takes {first.slower:.3g} times as long as by the device's figures.")
 
 
-STATES = ("weights", "gradients", "optimizer", "logits and loss")
-ACTIVATIONS = ("encoder", "decoder", "ends of stacks")
-
-
 def _memory(entry: Prediction) -> dict[str, str | float]:
     device, parts = entry.machine.device, dict(entry.memory.components)
-    cells: dict[str, str | float] = {"GiB of the fullest": entry.name, "TP/PP/DP": layout_text(entry.job)}
-    cells |= {name: parts.pop(name, 0.0) / GIB for name in STATES[:3]}
-    cells["activations"] = sum(parts.pop(name, 0.0) for name in ACTIVATIONS) / GIB
-    cells["logits, loss"] = parts.pop(STATES[3], 0.0) / GIB
-    cells |= {"buffers": sum(parts.values()) / GIB, "allocated": entry.memory.peak / GIB}
+
+    def gib(*names: str) -> float:
+        return sum(parts.pop(name, 0.0) for name in names) / GIB
+
+    cells: dict[str, str | float] = {"GiB of the fullest": entry.name, "TP/PP/DP": str(entry.job.parallel)}
+    cells |= {name: gib(name) for name in ("weights", "gradients", "optimizer")}
+    cells |= {"activations": gib("encoder", "decoder", "ends of stacks"), "logits, loss": gib("logits and loss")}
+    cells |= {"buffers": gib(*parts), "allocated": entry.memory.peak / GIB}
     if device.memory:
         cells |= {"in use": entry.memory_bytes / GIB, f"of {device.name}": f"{entry.memory_bytes / device.memory:.0%}"}
     return cells | {"peak at": entry.memory.moment, "in CPU memory": sum(entry.memory.cpu.values()) / GIB}
 
 
-def _cost(entry: Prediction) -> dict[str, str | float]:
+def _cost(entry: Prediction, row: Row | None) -> dict[str, str | float]:
+    """Bytes and time, what was measured of them, and how far the prediction is from that."""
     cells: dict[str, str | float] = {"seconds": entry.name, "MB": max(entry.node_bytes) / 1e6}
     if found := entry.time:
         cells |= found.parts | {"all": found.total, "samples/s": entry.job.global_batch / found.total}
-    return cells | {"limited by": entry.limit}
-
-
-def _beside(entry: Prediction, row: Row | None) -> dict[str, str | float]:
-    """What was measured, and how far the prediction lies from it."""
-    return {
-        title: cell
-        for what, (found, predicted) in compared(entry, row).items()
-        for title, cell in ((f"{what} measured", found), (f"{what} off", f"{predicted / found - 1:+.1%}"))
-    }
+    cells["limited by"] = entry.limit
+    for what, (measured, predicted) in compared(entry, row).items():
+        cells |= {f"{what} measured": measured, f"{what} off": f"{predicted / measured - 1:+.1%}"}
+    return cells
 
 
 def compared(entry: Prediction, row: Row | None) -> dict[str, tuple[float, float]]:
@@ -197,7 +183,3 @@ def compared(entry: Prediction, row: Row | None) -> dict[str, tuple[float, float
     if row and row.on_gpu and row.peak_memory:
         found["allocated GiB"] = max(row.peak_memory.values()) / 1024, entry.memory.peak / GIB
     return found
-
-
-def layout_text(job: Job) -> str:
-    return f"{job.parallel.tensor}/{job.parallel.pipeline}/{job.parallel.data}"

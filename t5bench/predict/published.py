@@ -14,79 +14,40 @@ from t5bench import Problem
 from t5bench.model.job import Architecture, Job, Parallel, Zero, padded
 from t5bench.model.machine import DEVICES, GB, Device, Link, Machine
 
-Text, Whole, Number = str | None, int | None, float | None
+Text, Whole = str | None, int | None
 # Of the format and for people alone.
 NOTES = {"line", "config", "note", "caveats", "confidence", "parameters_stated", "decoder_pp"}
 
 
-class Source(msgspec.Struct):
-    repo: Text = None
-    commit: Text = None
-    path: Text = None
-    url: Text = None
-    date: Text = None
+def _form(name: str, *required: tuple[str, type], **optional: Any) -> type[msgspec.Struct]:
+    """A form with required fields, and with optional ones: their names, separated by blanks, by their kind."""
+    kinds = {"text": Text, "whole": Whole, "switch": bool | None, "size": int | str | None, "number": float | None}
+    fields = [(field, kinds[kind], None) for kind, names in optional.items() for field in names.split()]
+    return msgspec.defstruct(name, [*required, *fields])
 
 
-class Model(msgspec.Struct):
-    architecture: str
-    name: Text = None
-    encoder_layers: Whole = None
-    decoder_layers: Whole = None
-    hidden: Whole = None
-    ffn: Whole = None
-    heads: Whole = None
-    kv_channels: Whole = None
-    gated: bool | None = None
-    activation: Text = None
-    vocab: Whole = None
-    tied: bool | None = None
-    position: Text = None
-    query_groups: Whole = None
-
-
-class Lengths(msgspec.Struct):
-    encoder: Whole = None
-    decoder: Whole = None
-
-
-class Layout(msgspec.Struct):
-    tp: int | str | None = None
-    pp: Whole = None
-    dp: Whole = None
-    sp: bool | None = None
-    zero_stage: Whole = None
-    offload: Text = None
-    layers_per_virtual_stage: Whole = None
-    encoder_pp: Whole = None
-
-
-class Hardware(msgspec.Struct):
-    gpu: Text = None
-    count: Whole = None
-    nodes: Whole = None
-    interconnect: Text = None
-
-
-class Point(msgspec.Struct):
-    """One published measurement. measured: by name, with its unit in the name. use: what it can be held against."""
-
-    id: str
-    source: Source
-    model: Model
-    lengths: Lengths
-    precision: str
-    parallel: Layout
-    hardware: Hardware
-    measured: Mapping[str, Any]
-    use: Sequence[str]
-    how_counted: Text = None
-    optimizer: Text = None
-    dropout: Number = None
-    attention_kernel: Text = None
-    activation_checkpointing: Text = None
-    micro_batch: Whole = None
-    global_batch: Whole = None
-    global_batch_inferred: Whole = None
+Source = _form("Source", text="repo commit path url date")
+Model = _form(
+    "Model",
+    ("architecture", str),
+    text="name activation position",
+    whole="encoder_layers decoder_layers hidden ffn heads kv_channels vocab query_groups",
+    switch="gated tied",
+)
+Lengths = _form("Lengths", whole="encoder decoder")
+Layout = _form(
+    "Layout", size="tp", whole="pp dp zero_stage layers_per_virtual_stage encoder_pp", switch="sp", text="offload"
+)
+Hardware = _form("Hardware", text="gpu interconnect", whole="count nodes")
+# One published measurement. measured: by name, with its unit in the name. use: what it can be held against.
+Point = _form(
+    "Point",
+    *{"id": str, "source": Source, "model": Model, "lengths": Lengths, "precision": str, "parallel": Layout}.items(),
+    *{"hardware": Hardware, "measured": Mapping[str, Any], "use": Sequence[str]}.items(),
+    text="how_counted optimizer attention_kernel activation_checkpointing",
+    whole="micro_batch global_batch global_batch_inferred",
+    number="dropout",
+)
 
 
 def read(path: Path) -> tuple[list[Point], list[str]]:

@@ -4,7 +4,9 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import cached_property
+from itertools import product
 from math import inf
 from pathlib import Path
 
@@ -16,25 +18,32 @@ from t5bench.model.machine import DEVICES, GIB, Machine
 from t5bench.model.prediction import Prediction
 from t5bench.plan.forecast import job_of
 from t5bench.plan.launchers import ask
-from t5bench.predict.command import add_machine, device_named, layout_text, machine, vocabulary_of
+from t5bench.predict.command import add_machine, device_named, machine_on, vocabulary_of
 
 TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the all-reduces of every layer cross the network
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 RECOMPUTE = ("none", "selective", "full")
 FULLEST = 0.95  # of the device's memory, for what fragments it
-MEMORY = "memory"
+STRATEGIES = {"DDP": "ddp", "TP": "tensor", "PP": "pipeline", "TP x PP": "hybrid", "ZeRO-3 offload": "zero3_offload"}
+STRATEGIES |= {f"ZeRO-{stage}": f"zero{stage}" for stage in (1, 2, 3)}
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(Prediction):
     """A layout with what is predicted of it; seconds are infinite where it does not fit."""
 
-    job: Job
-    seconds: float
-    memory: float
-    limit: str
+    @cached_property
+    def fits(self) -> bool:
+        return self.memory_bytes <= FULLEST * self.machine.device.memory
+
+    @cached_property
+    def seconds(self) -> float:
+        return self.time.total if self.fits and self.time else inf
 
     @property
+    def limited_by(self) -> str:
+        return self.time.limit if self.fits and self.time else "memory"
+
+    @cached_property
     def kind(self) -> str:
         parallel, zero = self.job.parallel, self.job.zero
         parts = ["TP"] * (parallel.tensor > 1) + ["PP"] * (parallel.pipeline > 1)
@@ -42,33 +51,30 @@ class Candidate:
         return " x ".join(parts) or "DDP"
 
     @property
-    def name(self) -> str:
+    def title(self) -> str:
         again = "" if self.job.recompute == "none" else f", recompute {self.job.recompute}"
-        return f"{self.kind} {layout_text(self.job)}, micro-batch {self.job.micro_batch}{again}"
+        return f"{self.kind} {self.job.parallel}, micro-batch {self.job.micro_batch}{again}"
 
     @property
     def missing(self) -> str:
         """Why this harness cannot run it, or with which engine alone."""
-        parallel = self.job.parallel
-        if self.job.zero.stage and parallel.tensor * parallel.pipeline > 1:
+        if self.kind not in STRATEGIES:
             return "no: ZeRO with TP or PP"
-        return "ENGINE=megatron alone" if parallel.pipeline > 2 else ""
+        return "ENGINE=megatron alone" if self.job.parallel.pipeline > 2 else ""
 
     @property
     def start(self) -> str:
         """The line that starts it on each node; "" where this harness cannot."""
-        p, job = self.job.parallel, self.job
-        strategies = {"TP": "tensor", "PP": "pipeline", "TP x PP": "hybrid", "DDP": "ddp"}
-        zeros = {f"ZeRO-{stage}": f"zero{stage}" for stage in (1, 2, 3)} | {"ZeRO-3 offload": "zero3_offload"}
-        if not (strategy := (strategies | zeros).get(self.kind)):
+        if self.kind not in STRATEGIES:
             return ""
+        p, job = self.job.parallel, self.job
         settings = {"NNODES": p.world // p.devices_per_node, "NPROC_PER_NODE": p.devices_per_node,
                     "GLOBAL_BATCH_SIZE": job.global_batch, "MICRO_BATCH_SIZE": job.micro_batch}  # fmt: skip
         settings |= {"TENSOR_PARALLEL_SIZE": p.tensor} if p.tensor > 1 else {}
         settings |= {"PIPELINE_PARALLEL_SIZE": p.pipeline} if p.pipeline > 1 else {}
         again = "" if job.recompute == "none" else f" -- --recompute-granularity {job.recompute}"
         words = " ".join(f"{name}={value}" for name, value in settings.items())
-        return f"{words} bash scripts/run_megatron_t5_{strategy}.sh <master-host> <node-rank>{again}"
+        return f"{words} bash scripts/run_megatron_t5_{STRATEGIES[self.kind]}.sh <master-host> <node-rank>{again}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,13 +102,12 @@ def run(args: argparse.Namespace) -> int:
     for size in sizes:
         if size % min(args.per_node, size):
             raise Problem(f"{size} GPUs do not fill nodes of {args.per_node}", "--per-node gives another number")
-        on = machine(args, device, min(args.per_node, size))
+        on = machine_on(args, device, min(args.per_node, size))
         found[size] = search(model, size, on, args.global_batch or max(512, size), args.tp)
     if args.json:
         print(json.dumps({size: _json(candidates) for size, candidates in found.items()}, indent=2))
-    else:
-        for size, candidates in found.items():
-            show(size, candidates, args)
+    for size, candidates in found.items() if not args.json else ():
+        show(size, candidates, args)
     if args.picture:
         draw(found, args.picture, device.memory)
     return 0
@@ -118,23 +123,15 @@ def architecture(args: argparse.Namespace) -> Architecture:
     return job_of(plan, vocabulary_of(plan, args.vocabulary)).architecture
 
 
-# ---- the search ------------------------------------------------------------------------------------------------------
-
-
 def layouts(model: Architecture, gpus: int, per_node: int, tensor: int | None) -> Iterator[Parallel]:
-    """Sizes that divide the GPUs, the heads, the FFN and the layers."""
+    """Sizes that divide the GPUs, the heads, the FFN and the layers; half of the stages are an encoder's."""
     for t in [tensor] if tensor else [size for size in TENSOR_SIZES if size <= per_node]:
-        if not (gpus % t or model.heads % t or model.ffn % t):
-            for p in range(1, min(model.layers, gpus // t) + 1):
-                if _divides(model, p) and not gpus // t % p:
-                    yield Parallel(t, p, gpus // (t * p), devices_per_node=per_node)
-
-
-def _divides(model: Architecture, stages: int) -> bool:
-    """Half of the stages are an encoder's, half the decoder's."""
-    if stages == 1 or not model.cross_attention:
-        return model.layers % stages == 0
-    return not (stages % 2 or model.encoder_layers % (stages // 2) or model.decoder_layers % (stages // 2))
+        for p in range(1, min(model.layers, gpus // t) + 1):
+            halves = 2 if model.cross_attention and p > 1 else 1
+            stacks = (model.encoder_layers, model.decoder_layers) if halves == 2 else (model.layers,)
+            uneven = p % halves or any(layers % (p // halves) for layers in stacks)
+            if not (uneven or gpus % (t * p) or model.heads % t or model.ffn % t):
+                yield Parallel(t, p, gpus // (t * p), devices_per_node=per_node)
 
 
 def jobs(model: Architecture, gpus: int, per_node: int, batch: int, tensor: int | None) -> Iterator[Job]:
@@ -143,22 +140,14 @@ def jobs(model: Architecture, gpus: int, per_node: int, batch: int, tensor: int 
         if parallel.data > 1:  # DeepSpeed has no stage 2 or 3 in pipelines
             zeros += [Zero(stage) for stage in ((1,) if parallel.pipeline > 1 else (1, 2, 3))]
             zeros += [Zero(3, True, True)] * (parallel.tensor == parallel.pipeline == 1)
-        for micro in MICRO_BATCHES:
-            if batch % (micro * parallel.data) == 0:
-                for zero in zeros:
-                    for recompute in RECOMPUTE:
-                        yield Job(model, parallel, micro, batch, zero, recompute=recompute)
+        for micro in (size for size in MICRO_BATCHES if batch % (size * parallel.data) == 0):
+            for zero, recompute in product(zeros, RECOMPUTE):
+                yield Job(model, parallel, micro, batch, zero, recompute=recompute)
 
 
 def search(model: Architecture, gpus: int, on: Machine, batch: int, tensor: int | None = None) -> list[Candidate]:
     """Every layout, the fastest first; Problem where nothing divides or nothing fits."""
-    candidates = []
-    for job in jobs(model, gpus, on.devices_per_node, batch, tensor):
-        entry = Prediction(job, on)
-        if entry.memory_bytes <= FULLEST * on.device.memory and entry.time:
-            candidates.append(Candidate(job, entry.time.total, entry.memory_bytes, entry.time.limit))
-        else:
-            candidates.append(Candidate(job, inf, entry.memory_bytes, MEMORY))
+    candidates = [Candidate(job, on) for job in jobs(model, gpus, on.devices_per_node, batch, tensor)]
     if not candidates:
         asked = f" with TP={tensor}" if tensor else ""
         raise Problem(
@@ -166,50 +155,45 @@ def search(model: Architecture, gpus: int, on: Machine, batch: int, tensor: int 
             f"TP must divide the GPUs, {model.heads} heads and {model.ffn} FFN columns, the data-parallel size the"
             " batch (--global-batch)",
         )
-    if all(entry.limit == MEMORY for entry in candidates):
-        least = min(candidates, key=lambda entry: entry.memory)
+    if not any(entry.fits for entry in candidates):
+        least = min(candidates, key=lambda entry: entry.memory_bytes)
         raise Problem(
-            f"the model fits in no layout of {gpus} x {on.device.name}: the smallest, {least.name}, takes"
-            f" {least.memory / GIB:.1f} GiB of {on.device.memory / GIB:.0f}",
+            f"the model fits in no layout of {gpus} x {on.device.name}: the smallest, {least.title}, takes"
+            f" {least.memory_bytes / GIB:.1f} GiB of {on.device.memory / GIB:.0f}",
             "Use more GPUs, or ones with more memory",
         )
-    return sorted(candidates, key=lambda entry: (entry.seconds, entry.memory))
+    return sorted(candidates, key=lambda entry: (entry.seconds, entry.memory_bytes))
 
 
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Those than which none is both faster and smaller; candidates come fastest first."""
     front: list[Candidate] = []
     for entry in candidates:
-        if entry.limit != MEMORY and (not front or entry.memory < front[-1].memory):
+        if entry.fits and (not front or entry.memory_bytes < front[-1].memory_bytes):
             front.append(entry)
     return front
 
 
-# ---- what is shown ---------------------------------------------------------------------------------------------------
-
-
-def losers(candidates: Sequence[Candidate]) -> Iterator[tuple[str, str, str]]:
-    """The best of each other kind, and why it is not the winner: (kind, layout, reason)."""
-    winner, seen = candidates[0], {candidates[0].kind}
-    for entry in candidates:
-        if entry.kind in seen:
-            continue
-        seen.add(entry.kind)
-        if entry.limit == MEMORY:
-            entry = min((one for one in candidates if one.kind == entry.kind), key=lambda one: one.memory)
-            yield entry.kind, entry.name, f"does not fit: at least {entry.memory / GIB:.1f} GiB"
+def losers(candidates: Sequence[Candidate]) -> Iterator[tuple[str, str]]:
+    """The best of each other kind: (kind, why it is not the winner, and its layout)."""
+    winner = candidates[0]
+    for kind in dict.fromkeys(entry.kind for entry in candidates if entry.kind != winner.kind):
+        own = [entry for entry in candidates if entry.kind == kind]
+        if own[0].fits:
+            reason = f"{own[0].seconds / winner.seconds:.2f}x the time, most of it {own[0].limited_by}"
+            yield kind, f"{reason}: {own[0].title}"
         else:
-            reason = f"{entry.seconds / winner.seconds:.2f}x the time, most of it {entry.limit}"
-            yield entry.kind, entry.name, reason
+            least = min(own, key=lambda entry: entry.memory_bytes)
+            yield kind, f"does not fit: at least {least.memory_bytes / GIB:.1f} GiB: {least.title}"
 
 
 def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -> None:
-    fitting = [entry for entry in candidates if entry.limit != MEMORY]
-    batch, front = fitting[0].job.global_batch, pareto(fitting)
+    fitting, front = [entry for entry in candidates if entry.fits], pareto(candidates)
+    batch = fitting[0].job.global_batch
     counts = f"{len(candidates)} layouts, {len(fitting)} fit"
     print(f"{gpus} x {args.device}, {args.link:g} Gbit/s a node, global batch {batch}: {counts}\n")
     table = [
-        (entry.name, entry.seconds, batch / entry.seconds, entry.memory / GIB, entry.limit,
+        (entry.title, entry.seconds, batch / entry.seconds, entry.memory_bytes / GIB, entry.limited_by,
          "*" if entry in front else "", entry.missing or "yes")
         for entry in fitting[: args.top]
     ]  # fmt: skip
@@ -217,12 +201,12 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
     print(tabulate(table, headers, floatfmt=".4g"))
     print("\nPareto front of memory and time:")
     for entry in front:
-        print(f"  {entry.memory / GIB:6.2f} GiB  {entry.seconds:8.4g} s  {entry.name}")
+        print(f"  {entry.memory_bytes / GIB:6.2f} GiB  {entry.seconds:8.4g} s  {entry.title}")
     print("\nWhy not the others (the best of each):")
-    for kind, name, reason in losers(candidates):
-        print(f"  {kind:<16} {reason}: {name}")
+    for kind, reason in losers(candidates):
+        print(f"  {kind:<16} {reason}")
     if starts := next((entry for entry in fitting if entry.start), None):
-        print(f"\nThe fastest that this harness starts, {starts.name}:\n  {starts.start}\n")
+        print(f"\nThe fastest that this harness starts, {starts.title}:\n  {starts.start}\n")
 
 
 def draw(found: Mapping[int, Sequence[Candidate]], path: Path, memory: int) -> None:
@@ -234,27 +218,25 @@ def draw(found: Mapping[int, Sequence[Candidate]], path: Path, memory: int) -> N
         axes = figure.add_subplot(1, len(found), number, xlabel="GiB of the fullest GPU", ylabel="s/iteration")
         axes.set(title=f"{gpus} GPUs", yscale="log")
         for kind in dict.fromkeys(entry.kind for entry in candidates):
-            own = [entry for entry in candidates if entry.kind == kind and entry.limit != MEMORY]
-            axes.scatter([one.memory / GIB for one in own], [one.seconds for one in own], s=9, label=kind)
-        front = [(one.memory / GIB, one.seconds) for one in pareto(candidates)]
+            own = [entry for entry in candidates if entry.kind == kind and entry.fits]
+            axes.scatter([one.memory_bytes / GIB for one in own], [one.seconds for one in own], s=9, label=kind)
+        front = [(one.memory_bytes / GIB, one.seconds) for one in pareto(candidates)]
         axes.step(*zip(*front, strict=True), "k-", where="post", label="front")
         axes.axvline(memory / GIB, color="grey", linestyle=":")
         axes.legend(fontsize="x-small")
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise Problem(
-            f"cannot write the picture {path}: {error}", "Give a .svg, .png or .pdf in a directory"
-        ) from error
+        remedy = "Give a .svg, .png or .pdf in a directory"
+        raise Problem(f"cannot write the picture {path}: {error}", remedy) from error
 
 
 def _json(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
-    front = pareto(candidates)
-    own = ("name", "kind", "memory", "limit", "missing", "start")
+    front = {id(entry) for entry in pareto(candidates)}
     return [
-        {name: getattr(entry, name) for name in own}
-        | {"seconds": None if entry.limit == MEMORY else entry.seconds, "pareto": entry in front}
-        | {"parallel": asdict(entry.job.parallel), "zero": asdict(entry.job.zero)}
-        | {"micro_batch": entry.job.micro_batch, "recompute": entry.job.recompute}
+        {"name": entry.title, "kind": entry.kind, "memory": entry.memory_bytes, "limit": entry.limited_by,
+         "missing": entry.missing, "start": entry.start, "seconds": entry.seconds if entry.fits else None,
+         "pareto": id(entry) in front, "parallel": asdict(entry.job.parallel), "zero": asdict(entry.job.zero),
+         "micro_batch": entry.job.micro_batch, "recompute": entry.job.recompute}
         for entry in candidates
-    ]
+    ]  # fmt: skip

@@ -16,11 +16,10 @@ from native.parallel import Axis, Layout
 from native.trainers import TorchTrainer
 from t5bench.model import flops
 from t5bench.model.activations import activation_bytes, in_flight, layer_bytes, logits_bytes
-from t5bench.model.allocator import slack
 from t5bench.model.job import Architecture, Job, Parallel, Zero, padded
 from t5bench.model.machine import device_of, peak_tflops
-from t5bench.model.memory import MIB, memory_of, model_states
-from t5bench.model.parameters import components, of_ranks, parameters, stage_of
+from t5bench.model.memory import MIB, memory_of, model_states, slack
+from t5bench.model.parameters import components, parameters, stage_of
 
 LARGE = Architecture(24, 24, 1024, 16, 64, 2816, 512, 128, 32128)
 UPSTREAM = replace(LARGE, padded_vocabulary=32256)  # how the unpatched engine pads at TP=2
@@ -47,8 +46,8 @@ def test_parameters_of_the_default_model():
     ],
 )
 def test_parameters_of_a_rank(tensor, pipeline, architecture, by_stage):
-    job = Job(architecture, Parallel(tensor, pipeline, data=3))
-    assert list(of_ranks(job)) == [count for count in by_stage for _ in range(3 * tensor)]
+    parallel = Parallel(tensor, pipeline, data=3)
+    assert [parameters(architecture, parallel, stage) for stage in range(pipeline)] == by_stage
 
 
 def native_arguments(a: Architecture, **more: object) -> SimpleNamespace:

@@ -7,6 +7,7 @@ length, so that it sees an encoder-decoder as that many decoder layers at the en
 
 import logging
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from statistics import mean
 
@@ -15,7 +16,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem
 from tabulate import tabulate
 
 from t5bench.model.job import Job
-from t5bench.model.parameters import layer_tensors, parameters
+from t5bench.model.parameters import layer_shapes, parameters
 from t5bench.predict import check, published
 
 FILE = Path(__file__).parents[2] / "docs" / "published_training_measurements.json"
@@ -26,7 +27,7 @@ def deepspeed(job: Job, what: str) -> float | None:
     """Bytes of states: of a layer under ZeRO-3, else of a rank as under ZeRO-2, on one GPU where nothing is divided."""
     a, data = job.architecture, job.parallel.data
     if what.endswith(" layer"):
-        size = sum(layer_tensors(a, job.parallel.tensor, what.startswith("decoder")))
+        size = sum(map(prod, layer_shapes(a, job.parallel.tensor, what.startswith("decoder"))))
         return estimate_zero3_model_states_mem_needs(size, 0, data, 1, cpu_offload=False)[1]
     if what == "allocated":
         size, gpus = parameters(a, job.parallel, job.parallel.pipeline - 1), data if job.distributed_optimizer else 1
