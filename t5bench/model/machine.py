@@ -20,10 +20,6 @@ class Link:
     bandwidth: float
     latency: float = 0.0
 
-    @classmethod
-    def of_gigabits(cls, gigabits: float, latency: float = 40e-6) -> "Link":
-        return cls(gigabits * 1e9 / 8, latency)
-
 
 @dataclass(frozen=True)
 class Device:

@@ -24,11 +24,15 @@ CONTEXT, DRIVER = 500 * 10**6, 462 * MIB
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. states: between iterations; moments: by name, what is there besides; cpu: in host memory."""
+    """Bytes of one rank. states: between iterations; moments: by name, what is there besides; cpu: in host memory.
+
+    cached: blocks that the allocator keeps and cannot use at the peak.
+    """
 
     states: Mapping[str, float]
     moments: Mapping[str, Mapping[str, float]]
     cpu: Mapping[str, float]
+    cached: float = 0.0
 
     @property
     def allocated(self) -> float:
@@ -48,6 +52,11 @@ class Memory:
     def peak(self) -> float:
         return self.allocated + sum(self.moments[self.moment].values())
 
+    @property
+    def in_use(self) -> float:
+        """What the device reports at the peak."""
+        return self.peak + self.cached + CONTEXT + DRIVER
+
 
 def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
     """The memory of a rank on pipeline stage `stage`. device: whose workspaces, those of an H100 unless given."""
@@ -55,7 +64,12 @@ def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
     count, t = parameters(a, job.parallel, stage), job.parallel.tensor
     states, cpu = model_states(job, count)
     states["workspace"] = workspace(job, stage, device)
-    states["allocator"] = _allocator_slack(job, stage)
+    if not (job.zero.stage or job.distributed_optimizer or job.element == 4):
+        # Every parameter has a tensor of weights, one of masters and two of moments; gradients are one buffer. ZeRO and
+        # Megatron's distributed optimizer have a few flat tensors, of which next to nothing is lost.
+        sizes = [size for each in tensors(a, job.parallel, stage).values() for size in each]
+        kinds = [2 * size for size in sizes], [4 * size for size in sizes], [4 * size for size in sizes for _ in (1, 2)]
+        states["allocator"] = slack([*kinds[0], 4 * sum(sizes), *kinds[1], *kinds[2]])
     if job.dummy_gradients:
         shapes = {shape for decoder in (False, True) for shape in layer_shapes(a, t, decoder) if len(shape) == 2}
         shapes.add((a.padded_vocabulary // t, a.hidden))
@@ -73,7 +87,7 @@ def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
         "embedding": words | buffers["backward"],
         "step": buffers["step"],
     }
-    return Memory(states, moments, cpu)
+    return Memory(states, moments, cpu, _cached_scores(job))
 
 
 def states_of(job: Job) -> dict[str, tuple[float, float]]:
@@ -112,14 +126,11 @@ def transient_states(job: Job, count: int) -> dict[str, dict[str, float]]:
     if job.software.cast_parameters and not zero.stage and e == 2:
         found["forward"]["16-bit copies"] = found["backward"]["16-bit copies"] = e * count
     if zero.stage:
-        bucket = zero.reduce_bucket * e * (2 if zero.overlap else 1)
-        found["backward"]["reduction bucket"] = bucket
-        found["step"] = {
-            "reduction bucket": bucket,
-            "fp32 gradients": 0 if zero.offload_optimizer else FP32_GRADIENTS * count / n,
-        }
-        if zero.stage < 3:
-            found["step"]["flattened gradients"] = e * count / n
+        bucket = {"reduction bucket": zero.reduce_bucket * e * (2 if zero.overlap else 1)}
+        found["backward"] |= bucket
+        found["step"] = bucket | {"fp32 gradients": 0 if zero.offload_optimizer else FP32_GRADIENTS * count / n}
+    if zero.stage in (1, 2):
+        found["step"]["flattened gradients"] = e * count / n
     if zero.stage == 3:
         window = e * min(count, zero.live_parameters, zero.reuse_distance / 2)
         found["forward"]["gathered parameters"] = found["backward"]["gathered parameters"] = window
@@ -147,18 +158,6 @@ def workspace(job: Job, stage: int = 0, device: Device | None = None) -> float:
     return found
 
 
-def _allocator_slack(job: Job, stage: int) -> float:
-    """Of states with a tensor for every parameter: weights, one gradient buffer, masters and Adam's two moments.
-
-    ZeRO and Megatron's distributed optimizer have a few flat tensors, of which next to nothing is lost.
-    """
-    if job.zero.stage or job.distributed_optimizer or job.element == 4:
-        return 0.0
-    sizes = [size for part in tensors(job.architecture, job.parallel, stage).values() for size in part]
-    moments = [4 * size for size in sizes for _ in range(2)]
-    return slack([*(2 * size for size in sizes), 4 * sum(sizes), *(4 * size for size in sizes), *moments])
-
-
 def slack(sizes: Iterable[int]) -> int:
     """Bytes that PyTorch's allocator counts beyond those of tensors that are made one after another.
 
@@ -182,13 +181,8 @@ def slack(sizes: Iterable[int]) -> int:
     return found
 
 
-def in_use(memory: Memory, cached: float = 0.0) -> float:
-    """What the device reports at the peak. cached: blocks that the allocator keeps and cannot use then."""
-    return memory.peak + cached + CONTEXT + DRIVER
-
-
-def cached_scores(job: Job) -> float:
-    """Blocks that the allocator keeps while the loss is computed and that fit nothing then, of autocast's attention.
+def _cached_scores(job: Job) -> float:
+    """Blocks of autocast's attention that stay while the loss is computed and fit nothing then.
 
     Of each score of the decoder: its bias with the mask for self-attention and for cross-attention, in fp32, the score
     and the probability in 16 bits, and the score in fp32 (transformers, models/t5/modeling_t5.py, T5Attention.forward).
@@ -198,9 +192,3 @@ def cached_scores(job: Job) -> float:
         return 0.0
     own, *cross = (a.decoder_length * length for length in a.attended(True))
     return a.heads * job.micro_batch * (4 * own + 4 * sum(cross) + 8 * max(own, *cross))
-
-
-def layer_states(job: Job, decoder: bool = False) -> float:
-    """Bytes of one layer's weights, gradients and optimizer states on a rank."""
-    count = sum(map(prod, layer_shapes(job.architecture, job.parallel.tensor, decoder)))
-    return sum(model_states(job, count)[0].values())

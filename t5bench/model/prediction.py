@@ -8,11 +8,8 @@ from typing import Any
 from t5bench.model import flops, time, traffic
 from t5bench.model.job import Job
 from t5bench.model.machine import GIB, Device, Link, Machine
-from t5bench.model.memory import Memory, in_use, memory_of
+from t5bench.model.memory import Memory, memory_of
 from t5bench.model.parameters import parameters
-
-INSIDE_LATENCY = 10e-6
-CPU_LINK = Link(5e9, 20e-6)  # between processes of one machine
 
 
 @dataclass(frozen=True)
@@ -26,12 +23,6 @@ class Prediction:
     name: str = ""
 
     @cached_property
-    def parameters(self) -> list[int]:
-        """On a rank of each pipeline stage."""
-        job = self.job
-        return [parameters(job.architecture, job.parallel, stage) for stage in range(job.parallel.pipeline)]
-
-    @cached_property
     def memory(self) -> Memory:
         """Of the fullest GPU."""
         device = self.machine.device if self.machine.device.memory else None
@@ -41,15 +32,11 @@ class Prediction:
     @property
     def memory_bytes(self) -> float:
         """What the device has in use at the peak; on a CPU what is allocated."""
-        return in_use(self.memory) if self.machine.device.memory else self.memory.peak
-
-    @cached_property
-    def collectives(self) -> list[traffic.Row]:
-        return traffic.rows(self.job)
+        return self.memory.in_use if self.machine.device.memory else self.memory.peak
 
     @cached_property
     def node_bytes(self) -> Sequence[float]:
-        return traffic.node_bytes(self.job, self.collectives, self.backend)
+        return traffic.node_bytes(self.job, traffic.rows(self.job), self.backend)
 
     @cached_property
     def time(self) -> time.Time | None:
@@ -66,16 +53,18 @@ class Prediction:
         return f"memory: {self.shortage}" if self.shortage else self.time.limit if self.time else "-"
 
     def to_json(self) -> dict[str, Any]:
-        found, model_flops = self.time, flops.flops_per_iteration(self.job.architecture, self.job.global_batch)
+        job, found = self.job, self.time
+        stages = range(job.parallel.pipeline)
+        model_flops = flops.flops_per_iteration(job.architecture, job.global_batch)
         return {
             "strategy": self.name,
-            "job": asdict(self.job),
-            "micro_batches": self.job.micro_batches,
-            "parameters": self.parameters,
+            "job": asdict(job),
+            "micro_batches": job.micro_batches,
+            "parameters": [parameters(job.architecture, job.parallel, stage) for stage in stages],
             "memory": asdict(self.memory) | {"peak": self.memory.peak, "in_use": self.memory_bytes},
-            "flops": {"model": model_flops, "hardware": flops.hardware_flops(self.job)},
+            "flops": {"model": model_flops, "hardware": flops.hardware_flops(job)},
             "bytes_sent_by_node": self.node_bytes,
-            "collectives": [asdict(row) for row in self.collectives],
+            "collectives": [asdict(row) for row in traffic.rows(job)],
             "seconds": found and asdict(found) | {"total": found.total},
             "limit": self.limit,
         }
@@ -83,5 +72,5 @@ class Prediction:
 
 def machine_of(device: Device, gigabits: float, per_node: int, latency: float = 40e-6) -> Machine:
     """Nodes with these GPUs and, between them, a link of so many Gbit/s."""
-    inside = Link(device.nvlink or device.pcie, INSIDE_LATENCY) if device.memory else CPU_LINK
-    return Machine(device, inside, Link.of_gigabits(gigabits, latency), per_node)
+    inside = Link(device.nvlink or device.pcie, 10e-6) if device.memory else Link(5e9, 20e-6)  # between CPUs' processes
+    return Machine(device, inside, Link(gigabits * 1e9 / 8, latency), per_node)

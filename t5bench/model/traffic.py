@@ -34,11 +34,11 @@ class Row:
     what: str
     group: str
     kind: str
-    stages: tuple[int, ...]
     count: int
     bytes: float
     when: str
     overlap: str = ""
+    stages: tuple[int, ...] = ()
 
 
 def rows(job: Job) -> list[Row]:
@@ -62,35 +62,31 @@ def _data_parallel(job: Job, stage: int) -> Iterator[Row]:
     if job.parallel.data == 1:
         return
     zero, size, m = job.zero, parameters(job.architecture, job.parallel, stage), job.micro_batches
-
-    def row(what: str, kind: str, count: int, each: float, when: str, overlap: str = "") -> Row:
-        return Row(what, "data", kind, (), count, each, when, overlap)
-
     # ZeRO sends gradients in a dtype of its own; Megatron accumulates bf16's in fp32, fp16's in fp16.
     engines = 2 if job.engine == "megatron" and job.precision == "fp16" else 4
     gradients = size * (BYTES[zero.reduction or job.precision] if zero.stage else engines)
     if zero.stage == 0 and job.engine == "native":
         buckets = 1 + ceil(gradients / DDP_BUCKET)
-        yield row("gradients", "all-reduce", buckets, gradients / buckets, "last backward", "last backward")
+        yield Row("gradients", "data", "all-reduce", buckets, gradients / buckets, "last backward", "last backward")
     elif zero.stage == 0 and job.distributed_optimizer:
-        yield row("gradients", "reduce-scatter", 1, gradients, "after backward")
-        yield row("parameters", "all-gather", 1, size * job.element, "after the optimizer")
+        yield Row("gradients", "data", "reduce-scatter", 1, gradients, "after backward")
+        yield Row("parameters", "data", "all-gather", 1, size * job.element, "after the optimizer")
     elif zero.stage == 0:
-        yield row("gradients", "all-reduce", 1, gradients, "after backward")
+        yield Row("gradients", "data", "all-reduce", 1, gradients, "after backward")
     else:
         times = m if zero.stage > 1 else 1
         buckets = ceil(size / zero.reduce_bucket)
         kind = "reduce-scatter" if zero.stage == 3 else "all-reduce"
         overlap = "each backward" if zero.overlap and zero.stage > 1 else ""
         when = "each backward" if times > 1 else "after backward"
-        yield row("gradients", kind, times * buckets, gradients / buckets, when, overlap)
-        yield row("gradient norm", "all-reduce", 2, 4, "optimizer")
+        yield Row("gradients", "data", kind, times * buckets, gradients / buckets, when, overlap)
+        yield Row("gradient norm", "data", "all-reduce", 2, 4, "optimizer")
     if zero.stage in (1, 2):
-        yield row("parameters", "all-gather", 2, size * job.element / 2, "after the optimizer")
+        yield Row("parameters", "data", "all-gather", 2, size * job.element / 2, "after the optimizer")
     if zero.stage == 3:
         yield from _gathers(job, stage)
     if job.engine == "megatron" and stage == job.parallel.pipeline - 1:
-        yield row("loss", "all-reduce", m, 4, "each forward")
+        yield Row("loss", "data", "all-reduce", m, 4, "each forward")
 
 
 def _gathers(job: Job, stage: int) -> Iterator[Row]:
@@ -108,10 +104,10 @@ def _gathers(job: Job, stage: int) -> Iterator[Row]:
     again = max(0.0, 1 - zero.reuse_distance / (2 * whole))
     for share, when in ((1.0, "each forward"), (again, "each backward")):
         each = share * large * job.element / fetches
-        yield Row("parameters", "data", "all-gather", (), m * fetches, each, when, when)
-    yield Row("embedding", "data", "all-gather", (), 1, external * job.element, "first forward")
+        yield Row("parameters", "data", "all-gather", m * fetches, each, when, when)
+    yield Row("embedding", "data", "all-gather", 1, external * job.element, "first forward")
     small = (whole - large - external) * job.element
-    yield Row("small parameters", "data", "all-gather", (), 1, small, "after the optimizer")
+    yield Row("small parameters", "data", "all-gather", 1, small, "after the optimizer")
 
 
 def _tensor_parallel(job: Job, stage: int) -> Iterator[Row]:
@@ -130,7 +126,7 @@ def _tensor_parallel(job: Job, stage: int) -> Iterator[Row]:
     blocks = 3 if a.cross_attention else 2
 
     def row(what: str, count: int, length: float, when: str) -> Row:
-        return Row(what, "tensor", "all-reduce", (), m * count, length * per_token, when)
+        return Row(what, "tensor", "all-reduce", m * count, length * per_token, when)
 
     forwards = 2 if job.recompute == "full" else 1
     backwards = 1.5 if job.parallel.sequence_parallel else 1
@@ -146,17 +142,17 @@ def _tensor_parallel(job: Job, stage: int) -> Iterator[Row]:
     if stage == last:
         yield row("head", 1, a.output_length, "each backward")
         loss = 4 * a.output_length * job.micro_batch
-        yield Row("cross entropy", "tensor", "all-reduce", (), 3 * m, loss, "each forward")
+        yield Row("cross entropy", "tensor", "all-reduce", 3 * m, loss, "each forward")
     if job.engine == "megatron":
         s, d = a.encoder_length, a.decoder_length
         numbers = s + 3 * d + s * s + d * d + s * d if a.cross_attention else d + 1
-        yield Row("batch", "tensor", "broadcast", (), m, 8 * job.micro_batch * numbers, "each forward")
+        yield Row("batch", "tensor", "broadcast", m, 8 * job.micro_batch * numbers, "each forward")
 
 
 def _pipeline(job: Job, stage: int) -> Iterator[Row]:
     a, parallel, last, m = job.architecture, job.parallel, job.parallel.pipeline - 1, job.micro_batches
     if parallel.tensor * parallel.pipeline > 1:
-        yield Row("gradient norm", "model", "all-reduce", (), 1, 4, "optimizer")
+        yield Row("gradient norm", "model", "all-reduce", 1, 4, "optimizer")
     if not last:
         return
     token = job.micro_batch * job.element * a.hidden / parallel.sequence
@@ -166,17 +162,14 @@ def _pipeline(job: Job, stage: int) -> Iterator[Row]:
             both = a.cross_attention and source >= parallel.decoder_stage
             length = a.encoder_length + a.decoder_length if both else a.encoder_length or a.decoder_length
             count = m * parallel.virtual_stages
-            yield Row("activations", "pipeline", kind, (), count, length * token, when, "computing")
+            yield Row("activations", "pipeline", kind, count, length * token, when, "computing")
     begin = {parallel.decoder_stage} if a.cross_attention else set()
     if a.tied and stage in {0, last} | begin:
         word = a.padded_vocabulary // parallel.tensor * a.hidden * 4
-        yield Row("tied embedding", "embedding", "all-reduce", (), 1, word, "after backward")
+        yield Row("tied embedding", "embedding", "all-reduce", 1, word, "after backward")
     if a.cross_attention and a.positions == "learned" and stage in {0} | begin:
         table = a.position_rows * a.hidden * 4
-        yield Row("positions", "position", "all-reduce", (), 1, table, "after backward")
-
-
-# ---- what leaves a rank, and a node ----------------------------------------------------------------------------------
+        yield Row("positions", "position", "all-reduce", 1, table, "after backward")
 
 
 ONE_WAY = ("broadcast", "send", "send back")

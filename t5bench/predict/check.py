@@ -8,6 +8,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 from statistics import mean, median
 
 from tabulate import tabulate
@@ -15,7 +16,8 @@ from tabulate import tabulate
 from t5bench.model import time
 from t5bench.model.activations import layer_bytes
 from t5bench.model.machine import GIB, MIB
-from t5bench.model.memory import cached_scores, in_use, layer_states, memory_of
+from t5bench.model.memory import memory_of, model_states
+from t5bench.model.parameters import layer_shapes
 from t5bench.predict.published import (
     Point,
     Unpredictable,
@@ -92,10 +94,11 @@ def _memory(point: Point) -> Figures:
     if size := measured.get("peak_memory_allocated_bytes"):
         yield "peak", "peak allocated", size / GB, found.peak / GB, "GB"
     if size := measured.get("memory_in_use_mib"):
-        yield "peak", "device memory in use", size * MIB / GB, in_use(found, cached_scores(job)) / GB, "GB"
+        yield "peak", "device memory in use", size * MIB / GB, found.in_use / GB, "GB"
     for decoder, name in enumerate(("encoder", "decoder")):
         if size := measured.get(f"{name}_layer_model_states_mib"):
-            yield "states", f"{name} layer", size, layer_states(job, bool(decoder)) / MIB, "MiB"
+            count = sum(map(prod, layer_shapes(job.architecture, job.parallel.tensor, bool(decoder))))
+            yield "states", f"{name} layer", size, sum(model_states(job, count)[0].values()) / MIB, "MiB"
 
 
 def _activations(point: Point) -> Figures:
@@ -116,7 +119,7 @@ def _bound(point: Point) -> Figures:
     """1 where the micro-batch fits, as it did."""
     if not (memory := memory_of_gpu(point)):
         raise Unpredictable("the GPU's memory is not stated")
-    used = in_use(memory_of(job_of(point), 0, device_of(point)))
+    used = memory_of(job_of(point), 0, device_of(point)).in_use
     yield "bound", f"{used / GIB:.1f} of {memory / GIB:.0f} GiB", 1, float(used <= memory), ""
 
 

@@ -78,7 +78,7 @@ def report_times(output: Path, calibrating: Path) -> None:
     """Medians beside what follows from one run, by the rates that the directories are named after."""
     machines = {}
     for rate in sorted(path.name for path in output.iterdir() if path.name.endswith("mbit")):
-        link = Link.of_gigabits(float(rate.removesuffix("mbit")) / 1000)
+        link = Link(float(rate.removesuffix("mbit")) * 1e6 / 8, 40e-6)
         machines[rate] = Machine(time.CPU, Link(5e9, 20e-6), link, 1)
     first = make_row("", [load(calibrating)])
     job = job_of(first.run.plan, first.run.padded_vocab_size or 0)
