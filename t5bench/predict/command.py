@@ -55,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
         if plan.layout is None:
             refused[name] = next(obstacle.found for obstacle in plan.obstacles if obstacle.fatal)
             continue
-        on = machine(args, plan, gpu)
-        known = slower or (None if on.device is CPU else 1.0)
         job = job_of(plan, vocabulary or vocabulary_of(plan, args.vocabulary))
+        on = machine(args, device_for(plan, args.device or gpu), job.parallel.devices_per_node)
+        known = slower or (None if on.device is CPU else 1.0)
         predictions.append(Prediction(job, on, backend_of(plan), known, name))
     if not predictions:
         raise Problem("none of the strategies can run with these settings", "\n".join(refused.values()))
@@ -94,27 +94,21 @@ def vocabulary_of(plan: Plan, vocabulary: int | None) -> int:
     return padded(vocabulary, plan.number("VOCABULARY_MULTIPLE")) if vocabulary else padded_vocabulary(plan)
 
 
-def machine(args: argparse.Namespace, plan: Plan, gpu: str | None, gigabits: float | None = None) -> Machine:
-    """A plan's nodes, with the GPUs that the command line names, else those of a run or of this machine."""
-    name, layout = args.device or gpu, plan.layout
-    device = device_named(name) if name else CPU if plan.device == "cpu" else gpu_here()
-    if not device:
-        raise Problem("there is no GPU here to predict for", f"Name one with --device: {' '.join(DEVICES)}")
-    return machine_on(args, device, layout.nproc_per_node if layout else 1, gigabits)
-
-
-def machine_on(args: argparse.Namespace, device: Device, per_node: int, gigabits: float | None = None) -> Machine:
-    """Nodes with the links of the command line. Raises Problem."""
+def machine(args: argparse.Namespace, device: Device, per_node: int, gigabits: float | None = None) -> Machine:
+    """As the command line describes it. Raises Problem."""
     if args.link <= 0 or args.latency < 0:
         raise Problem(f"--link must be more than 0 Gbit/s, found {args.link:g}")
     return machine_of(device, gigabits or args.link, per_node, args.latency * 1e-6)
 
 
-def device_named(name: str) -> Device:
-    """Raises Problem for a GPU that is not known."""
-    if device := device_of(name):
-        return device
-    raise Problem(f"no figures are known of the device '{name}'", f"Known: {' '.join(DEVICES)}")
+def device_for(plan: Plan | None, name: str | None) -> Device:
+    """The device of this name, else that of a plan on this machine. Raises Problem."""
+    device = device_of(name) if name else CPU if plan and plan.device == "cpu" else gpu_here()
+    if not device and name:
+        raise Problem(f"no figures are known of the device '{name}'", f"Known: {' '.join(DEVICES)}")
+    if not device:
+        raise Problem("there is no GPU here to predict for", f"Name one with --device: {' '.join(DEVICES)}")
+    return device
 
 
 def calibration(args: argparse.Namespace) -> float:
@@ -123,7 +117,8 @@ def calibration(args: argparse.Namespace) -> float:
     if not row.milliseconds:
         raise Problem(f"{args.calibrate} has no measured iterations", "Calibrate on a run that is complete")
     plan, job = row.run.plan, job_of(row.run.plan, row.run.padded_vocab_size or 0)
-    on = machine(args, plan, gpu_names(row.run), args.calibrate_link)
+    device = device_for(plan, args.device or gpu_names(row.run))
+    on = machine(args, device, job.parallel.devices_per_node, args.calibrate_link)
     try:
         return time.calibrated(job, on, row.milliseconds.median / 1000, backend_of(plan))
     except ValueError as error:

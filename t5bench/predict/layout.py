@@ -1,6 +1,7 @@
 """``python -m t5bench layout``: which rank is where, and every process group with its members."""
 
 import argparse
+import itertools
 import json
 
 from t5bench import Problem
@@ -15,6 +16,7 @@ MEANINGS = {
     "embedding": "stages that hold the tied word embedding: its gradients",
     "position": "stages that hold the positions' table: its gradients",
 }
+MOST = 8  # groups of a kind that are listed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,22 +30,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises Problem for sizes that give no layout."""
-    parallel = layout_of(args)
-    found = groups(parallel, not args.decoder_only)
-    members = [member(parallel, rank, not args.decoder_only) for rank in range(parallel.world)]
+    parallel, stacks = layout_of(args), not args.decoder_only
+    found = groups(parallel, stacks)
+    members = [member(parallel, rank, stacks) for rank in range(parallel.world)]
     if args.json:
         print(json.dumps({"ranks": members, "groups": found}, indent=2))
         return 0
     print(f"TP={args.tp} x PP={args.pp} x DP={args.dp}: {parallel.world} ranks on {members[-1]['node'] + 1} node(s)\n")
-    for data in range(parallel.data):
+    for data, pipelines in itertools.groupby(sorted(members, key=lambda one: one["DP"]), lambda one: one["DP"]):
         print(f"DP replica {data}:")
-        for stage in range(parallel.pipeline):
-            own = [entry for entry in members if (entry["DP"], entry["PP"]) == (data, stage)]
-            gpus = ", ".join("GPU {rank} (tp={TP}, node {node}, local rank {local rank})".format(**one) for one in own)
-            print(f"  {own[0]['holds']}: {gpus}")
+        for holds, own in itertools.groupby(pipelines, lambda one: one["holds"]):
+            gpus = ("GPU {rank} (tp={TP}, node {node}, local rank {local rank})".format(**one) for one in own)
+            print(f"  {holds}: {', '.join(gpus)}")
     print()
     for kind, meaning in MEANINGS.items():
-        print(f"{kind.capitalize() + ' groups:':<18} {_listed(found[kind])}   <- {meaning}")
+        shown = " ".join(f"[{', '.join(map(str, ranks))}]" for ranks in found[kind][:MOST])
+        shown += f" and {len(found[kind]) - MOST} more" if len(found[kind]) > MOST else ""
+        print(f"{kind.capitalize() + ' groups:':<18} {shown}   <- {meaning}")
     return 0
 
 
@@ -63,14 +66,7 @@ def layout_of(args: argparse.Namespace) -> Parallel:
 
 def member(parallel: Parallel, rank: int, encoder_decoder: bool) -> dict[str, int | str]:
     """Where a rank is and what it holds."""
-    node, local = place_of(parallel, rank)
-    stage, data, tensor = coordinates(parallel, rank)
-    holds = f"Stage {stage}"
-    if encoder_decoder and parallel.pipeline > 1:
-        holds += " (encoder)" if stage < parallel.decoder_stage else " (decoder)"
+    (node, local), (stage, data, tensor) = place_of(parallel, rank), coordinates(parallel, rank)
+    stack = " (encoder)" if stage < parallel.decoder_stage else " (decoder)"
+    holds = f"Stage {stage}" + stack * (encoder_decoder and parallel.pipeline > 1)
     return {"rank": rank, "node": node, "local rank": local, "TP": tensor, "PP": stage, "DP": data, "holds": holds}
-
-
-def _listed(members: list[tuple[int, ...]], most: int = 8) -> str:
-    shown = " ".join(f"[{', '.join(map(str, ranks))}]" for ranks in members[:most])
-    return shown + (f" and {len(members) - most} more" if len(members) > most else "")

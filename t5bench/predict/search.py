@@ -18,7 +18,7 @@ from t5bench.model.machine import DEVICES, GIB, Machine
 from t5bench.model.prediction import Prediction
 from t5bench.plan.forecast import job_of
 from t5bench.plan.launchers import ask
-from t5bench.predict.command import add_machine, device_named, machine_on, vocabulary_of
+from t5bench.predict.command import add_machine, device_for, machine, vocabulary_of
 
 TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the all-reduces of every layer cross the network
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -97,12 +97,12 @@ def run(args: argparse.Namespace) -> int:
         raise Problem("--per-node and --global-batch must be more than 0")
     if not args.device:
         raise Problem("--device is missing", f"Known: {' '.join(DEVICES)}")
-    device, model = device_named(args.device), architecture(args)
+    device, model = device_for(None, args.device), architecture(args)
     found = {}
     for size in sizes:
         if size % min(args.per_node, size):
             raise Problem(f"{size} GPUs do not fill nodes of {args.per_node}", "--per-node gives another number")
-        on = machine_on(args, device, min(args.per_node, size))
+        on = machine(args, device, min(args.per_node, size))
         found[size] = search(model, size, on, args.global_batch or max(512, size), args.tp)
     if args.json:
         print(json.dumps({size: _json(candidates) for size, candidates in found.items()}, indent=2))

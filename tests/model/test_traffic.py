@@ -24,26 +24,19 @@ TWO_NODES = Job(LARGE, Parallel(data=2, devices_per_node=1), 1, 16)
 SLOW = Machine(DEVICES["rtx5000-ada"], Link(24e9), Link(10e9 / 8, 40e-6), 1)
 
 
-# ---- groups ----------------------------------------------------------------------------------------------------------
-
-
-def parallel_state() -> Path:
-    places = [os.environ.get("MEGATRON_DIR"), REPO_ROOT.parent / "Megatron-DeepSpeed",
-              Path.home() / ".cache" / "t5-parallelism" / "Megatron-DeepSpeed"]  # fmt: skip
-    for place in places:
-        if place and (path := Path(place, "megatron", "core", "parallel_state.py")).exists():
-            return path
-    pytest.skip("no checkout of Megatron-DeepSpeed: set MEGATRON_DIR, or run scripts/setup_megatron.sh")
-
-
-def megatrons_groups(path: Path, parallel: Parallel, monkeypatch: pytest.MonkeyPatch) -> dict[str, set]:
+def megatrons_groups(parallel: Parallel, monkeypatch: pytest.MonkeyPatch) -> dict[str, set]:
     """What the engine's own module makes on every rank, with a torch.distributed that only notes it."""
-    package = ModuleType("engine_core")
-    package.__path__ = [str(path.parent)]
-    utils = ModuleType("engine_core.utils")
-    utils.GlobalMemoryBuffer = object
-    monkeypatch.setitem(sys.modules, "engine_core", package)
-    monkeypatch.setitem(sys.modules, "engine_core.utils", utils)
+    places = (os.environ.get("MEGATRON_DIR", ""), REPO_ROOT.parent / "Megatron-DeepSpeed",
+              Path.home() / ".cache" / "t5-parallelism" / "Megatron-DeepSpeed")  # fmt: skip
+    files = [Path(place, "megatron", "core", "parallel_state.py") for place in places]
+    if not (path := next(filter(Path.exists, files), None)):
+        pytest.skip("no checkout of Megatron-DeepSpeed: set MEGATRON_DIR, or run scripts/setup_megatron.sh")
+    for name, contents in {
+        "engine_core": {"__path__": []},
+        "engine_core.utils": {"GlobalMemoryBuffer": object},
+    }.items():
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[name]).update(contents)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: parallel.world)
     monkeypatch.setattr(dist, "new_group", lambda ranks, **_: tuple(ranks))
@@ -58,8 +51,7 @@ def megatrons_groups(path: Path, parallel: Parallel, monkeypatch: pytest.MonkeyP
         names = {"tensor": "TENSOR_MODEL_PARALLEL", "data": "DATA_PARALLEL", "pipeline": "PIPELINE_MODEL_PARALLEL",
                  "model": "MODEL_PARALLEL", "embedding": "EMBEDDING", "position": "POSITION_EMBEDDING"}  # fmt: skip
         for kind, name in names.items():
-            if group := getattr(module, f"_{name}_GROUP"):
-                found[kind].add(group)
+            found[kind] |= {group for group in [getattr(module, f"_{name}_GROUP")] if group}
     return found
 
 
@@ -67,11 +59,8 @@ def megatrons_groups(path: Path, parallel: Parallel, monkeypatch: pytest.MonkeyP
 def test_groups_are_those_that_megatron_makes(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
     parallel = Parallel(*sizes)
     found = groups(parallel)
-    for kind, members in megatrons_groups(parallel_state(), parallel, monkeypatch).items():
+    for kind, members in megatrons_groups(parallel, monkeypatch).items():
         assert set(found[kind]) == members, kind
-
-
-# ---- collectives -----------------------------------------------------------------------------------------------------
 
 
 def sent(job: Job, backend: str = "nccl") -> list[float]:
@@ -118,9 +107,6 @@ def test_a_node_sends_what_its_rings_carry_out_of_it():
     assert sent(zero3, "gloo")[0] - sent(zero3)[0] == pytest.approx(8 * PARAMETERS, rel=0.01)
 
 
-# ---- schedule and time -----------------------------------------------------------------------------------------------
-
-
 def test_two_unequal_stages():
     found = schedule.one_f_one_b((2, 1), (4, 2), 2)
     assert [(s.stage, s.way, s.micro_batch, s.start, s.end) for s in found] == [
@@ -138,7 +124,7 @@ def test_equal_stages_have_the_known_bubble(stages: int, chunks: int):
 
 
 @pytest.mark.parametrize("transfer", [0.0, 0.3, 2.0])
-@pytest.mark.parametrize("forward", [(1, 2, 1, 3), (1, 1, 1, 1), (5, 1, 1)], ids=str)
+@pytest.mark.parametrize("forward", [(1, 2, 1, 3), (5, 1, 1)], ids=str)
 def test_long_schedules_are_carried_on(forward: tuple[float, ...], transfer: float):
     backward = [2 * seconds for seconds in forward]
     whole = max(slot.end for slot in schedule.one_f_one_b(forward, backward, 96, transfer))
@@ -154,13 +140,8 @@ def test_operations_with_recomputation():
 
 def test_a_run_calibrates_all_others():
     """A machine that is three times slower at everything but its network is recognised from any strategy."""
-    jobs = [
-        TWO_NODES,
-        replace(TWO_NODES, zero=Zero(3)),
-        TWO_NODES.on(data=1, pipeline=2),
-        TWO_NODES.on(data=1, tensor=2),
-    ]
-    for job in jobs:
+    layouts = TWO_NODES.on(data=1, pipeline=2), TWO_NODES.on(data=1, tensor=2)
+    for job in (TWO_NODES, replace(TWO_NODES, zero=Zero(3)), *layouts):
         seconds = time.iteration(job, SLOW, slower=3.0).total
         assert time.calibrated(job, SLOW, seconds) == pytest.approx(3.0, rel=1e-6)
     with pytest.raises(ValueError, match="sending alone takes"):

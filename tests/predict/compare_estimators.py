@@ -37,16 +37,9 @@ def deepspeed(job: Job, what: str) -> float | None:
 
 def llm_analysis(job: Job, what: str) -> float | None:
     try:
-        from llm_analysis.analysis import DSZeRO, LLMAnalysis
-        from llm_analysis.config import (
-            ModelConfig,
-            ParallelismConfig,
-            get_dtype_config_by_name,
-            get_gpu_config_by_name,
-        )
+        from llm_analysis import analysis, config
     except ImportError:
         return None
-    logging.getLogger("llm_analysis.logger").setLevel(logging.CRITICAL)
     logging.disable(logging.CRITICAL)
     keys = {"allocated": "(weight+op_state+grad)_memory_per_gpu", "peak - allocated": "activation_memory_per_gpu"}
     keys["peak allocated"] = "(weight+op_state+grad+act)_memory_per_gpu"
@@ -54,15 +47,15 @@ def llm_analysis(job: Job, what: str) -> float | None:
         return None
     a, p = job.architecture, job.parallel
     length = a.encoder_length or a.decoder_length
-    model = ModelConfig(
+    model = config.ModelConfig(
         "", a.layers, a.heads, a.hidden, a.padded_vocabulary, length,
         num_key_value_heads=a.kv_heads, ffn_embed_dim=a.ffn, expansion_ratio=a.ffn / a.hidden,
     )  # fmt: skip
-    layout = ParallelismConfig(p.tensor, p.pipeline, p.data, sp_size=p.tensor if p.sequence_parallel else 1)
-    gpu, dtype = get_gpu_config_by_name("a100-sxm-80gb"), get_dtype_config_by_name("w16a16e16")
-    found = LLMAnalysis(model, gpu, dtype, layout).training(
+    layout = config.ParallelismConfig(p.tensor, p.pipeline, p.data, sp_size=p.sequence)
+    gpu, dtype = config.get_gpu_config_by_name("a100-sxm-80gb"), config.get_dtype_config_by_name("w16a16e16")
+    found = analysis.LLMAnalysis(model, gpu, dtype, layout).training(
         batch_size_per_gpu=job.micro_batch, global_batch_size=job.global_batch, seq_len=length, total_num_tokens=1e9,
-        ds_zero=DSZeRO.STAGE_1 if job.distributed_optimizer else DSZeRO.NONE,
+        ds_zero=analysis.DSZeRO.STAGE_1 if job.distributed_optimizer else analysis.DSZeRO.NONE,
         flash_attn=job.attention != "unfused", softmax_dropout=bool(job.dropout),
     )  # fmt: skip
     return found[keys[what]]

@@ -34,6 +34,7 @@ def test_the_groups_are_shown(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("words", "found"),
     [
+        ("plan --gpus 2 --device rtx5000", "the model fits in no layout of 2 x rtx5000: the smallest, "),
         ("layout --tp 2 --per-node 3", "2 ranks do not fill nodes of 3"),
         ("layout --pp 0", "--pp must be at least 1"),
         ("plan --gpus 8 --device h101", "no figures are known of the device 'h101'"),
@@ -43,17 +44,11 @@ def test_the_groups_are_shown(capsys: pytest.CaptureFixture[str]):
         ("predict /nowhere", "there is no run directory /nowhere"),
     ],
 )
-def test_bad_input_gets_an_answer(capsys: pytest.CaptureFixture[str], words: str, found: str):
+def test_bad_input_gets_an_answer(capsys: pytest.CaptureFixture[str], monkeypatch, words: str, found: str):
+    monkeypatch.setenv("HIDDEN_SIZE", "131072")
     status, _, error = t5bench(capsys, *words.split())
     assert status == 2
     assert found in error
-
-
-def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HIDDEN_SIZE", "131072")
-    status, _, error = t5bench(capsys, "plan", "--gpus", 2, "--device", "rtx5000")
-    assert status == 2
-    assert "the model fits in no layout of 2 x rtx5000: the smallest, " in error
 
 
 def test_all_strategies_are_predicted(capsys: pytest.CaptureFixture[str]):
