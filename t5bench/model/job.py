@@ -94,24 +94,17 @@ class Architecture:
         return cls(
             encoder_layers=number("encoder_num_layers") if t5 else 0,
             decoder_layers=number("decoder_num_layers" if t5 else "num_layers"),
-            hidden=hidden,
-            heads=heads,
-            head_size=number("kv_channels", hidden // heads),
-            ffn=number("ffn_hidden_size", 4 * hidden),
+            hidden=hidden, heads=heads, head_size=number("kv_channels", hidden // heads),
+            ffn=number("ffn_hidden_size", 4 * hidden), kv_heads=number("num_key_value_heads", heads),
             encoder_length=number("encoder_seq_length") if t5 else 0,
             decoder_length=number("decoder_seq_length" if t5 else "seq_length"),
-            padded_vocabulary=padded_vocabulary,
-            family="t5" if t5 else "gpt",
-            kv_heads=number("num_key_value_heads", heads),
-            gated=gated,
-            activation="silu" if gated else "gelu",
+            padded_vocabulary=padded_vocabulary, head_bias=t5, family="t5" if t5 else "gpt",
+            gated=gated, activation="silu" if gated else "gelu", biases=not _given(arguments, "disable_bias_linear"),
             tied=not _given(arguments, "untie_embeddings_and_output_weights"),
             positions="rotary" if _given(arguments, "use_rotary_position_embeddings") else "learned",
             position_rows=number("max_position_embeddings"),
-            biases=not _given(arguments, "disable_bias_linear"),
-            head_bias=t5,
             norm="rms" if arguments.get("normalization") == "rmsnorm" else "layer",
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -170,6 +163,8 @@ class Zero:
     def of_config(cls, config: Mapping[str, Any] | None) -> "Zero":
         """Of a DeepSpeed JSON; None is no DeepSpeed."""
         zero = (config or {}).get("zero_optimization", {})
+        stage = int(zero.get("stage", 0))
+        offloads = (zero.get(name) or {} for name in ("offload_optimizer", "offload_param"))
         sizes = {
             "reduce_bucket": "reduce_bucket_size",
             "prefetch_bucket": "stage3_prefetch_bucket_size",
@@ -177,13 +172,9 @@ class Zero:
             "reuse_distance": "stage3_max_reuse_distance",
             "persistence_threshold": "stage3_param_persistence_threshold",
         }
-        stage = int(zero.get("stage", 0))
         return cls(
             stage,
-            *(
-                (zero.get(name) or {}).get("device", "none") != "none"
-                for name in ("offload_optimizer", "offload_param")
-            ),
+            *(offload.get("device", "none") != "none" for offload in offloads),
             overlap=bool(zero.get("overlap_comm", stage == 3)),
             reduction=(config or {}).get("communication_data_type") or "",
             **{field: int(float(zero[name])) for field, name in sizes.items() if name in zero},
@@ -249,11 +240,7 @@ class Job:
         return cls(
             architecture=Architecture.of_arguments(arguments, padded_vocabulary),
             parallel=Parallel(
-                tensor=layout.tp,
-                pipeline=layout.pp,
-                data=layout.dp,
-                split_rank=layout.split_rank,
-                sequence_parallel=_given(arguments, "sequence_parallel"),
+                layout.tp, layout.pp, layout.dp, layout.split_rank, _given(arguments, "sequence_parallel"),
                 devices_per_node=layout.nproc_per_node,
             ),
             micro_batch=int(arguments["micro_batch_size"]),
@@ -265,7 +252,7 @@ class Job:
             causal_attention="flash" if flash else "",
             dropout=float(arguments.get("hidden_dropout") or 0),
             engine=plan.engine,
-        )
+        )  # fmt: skip
 
     def on(self, **sizes: Any) -> "Job":
         """The same job in another layout: fields of Parallel."""

@@ -27,8 +27,7 @@ class Device:
 
     bandwidth: of its memory, bytes per second. nvlink: bytes per second and direction to the GPUs of its node, 0 for
     PCIe alone. pcie: to the CPU, what a copy from pinned memory reaches of 32, 64 or 16 GB/s. ampere: Ampere or later,
-    with bf16 and TF32 on tensor cores. fp8: with fp8 at twice the 16-bit rate. launch: seconds of an eager operator on
-    the host, forward or backward; about 10 us on any machine (measured, docs/prediction.md).
+    with bf16 and TF32 on tensor cores. fp8: with fp8 at twice the 16-bit rate.
     """
 
     name: str
@@ -41,7 +40,6 @@ class Device:
     pcie: float = 24e9
     ampere: bool = True
     fp8: bool = False
-    launch: float = 10e-6
 
     def peak(self, precision: str) -> float | None:
         """Dense FLOP/s of matrix products; None where the device has no tensor cores for the precision."""

@@ -4,6 +4,7 @@
 several chunks of the model, and micro-batches go round the GPUs once for each.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,27 +47,23 @@ def one_f_one_b(
     """
     stages = len(forward)
     last = stages * chunks - 1
-    queues = [iter(order(stage, stages, micro_batches, chunks)) for stage in range(stages)]
-    heads = [next(queue, None) for queue in queues]
-    free, ends, slots = [0.0] * stages, {}, []
-    ready = list(range(stages))
+    queues = [deque(order(stage, stages, micro_batches, chunks)) for stage in range(stages)]
+    free, slots, ready = [0.0] * stages, [], list(range(stages))
+    ends: dict[tuple[int, int], float] = {}
     while ready:
         stage = ready.pop()
-        while head := heads[stage]:
-            way, micro_batch, chunk = head
+        while queues[stage]:
+            way, micro_batch, chunk = queues[stage][0]
             place = chunk * stages + stage  # of the chunk among all of the model's
-            if way == "F":
-                needed = None if place == 0 else ("F", micro_batch, place - 1)
-            else:
-                needed = ("F", micro_batch, last) if place == last else ("B", micro_batch, place + 1)
-            if needed is not None and needed not in ends:
+            step = place if way == "F" else 2 * last + 1 - place  # on the micro-batch's way through them and back
+            if step and (micro_batch, step - 1) not in ends:
                 break
-            arrives = 0.0 if needed is None else ends[needed] + transfer * (needed[2] != place)
+            arrives = ends[micro_batch, step - 1] + transfer * (step != last + 1) if step else 0.0
             start = max(free[stage], arrives)
             free[stage] = start + (forward if way == "F" else backward)[stage] / chunks
-            ends[way, micro_batch, place] = free[stage]
+            ends[micro_batch, step] = free[stage]
             slots.append(Slot(stage, way, micro_batch, chunk, start, free[stage]))
-            heads[stage] = next(queues[stage], None)
+            queues[stage].popleft()
             ready.extend({(stage + 1) % stages, (stage - 1) % stages} - {stage})
     return sorted(slots, key=lambda slot: (slot.start, slot.stage))
 

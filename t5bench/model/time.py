@@ -26,6 +26,7 @@ ENCODER_OPERATORS, DECODER_OPERATORS, OTHER_OPERATORS = 74, 125, 60
 # Norms, biases, dropout, residuals: of [tokens, hidden] in each block; of [tokens, ffn]; of attention's scores.
 BLOCK_PASSES, FFN_PASSES, SCORE_PASSES = 10, 4, 10
 LOGIT_PASSES = 6
+LAUNCH = 10e-6  # seconds of an eager operator on the host, on any machine (measured, docs/prediction.md)
 # Adam reads and writes fp32 master, two moments and gradient, and writes the 16-bit copy; norm and clipping read and
 # write the gradient once more.
 OPTIMIZER_BYTES = 40
@@ -113,7 +114,7 @@ def stage_seconds(job: Job, device: Device, stage: int, slower: float = 1.0) -> 
 
     def way(gpu: float, operators: float) -> Pass:
         """A GPU computes while the host launches; on a CPU they come in turn."""
-        gpu, host = gpu * slower, operators * device.launch * slower
+        gpu, host = gpu * slower, operators * LAUNCH * slower
         return Pass(gpu, gpu + host if device.name == CPU.name else max(gpu, host))
 
     # Every micro-batch adds its gradients to those before.

@@ -18,16 +18,8 @@ from t5bench.model.activations import layer_bytes
 from t5bench.model.machine import GIB, MIB
 from t5bench.model.memory import memory_of, model_states
 from t5bench.model.parameters import layer_shapes
-from t5bench.predict.published import (
-    Point,
-    Unpredictable,
-    device_of,
-    job_of,
-    machine_of,
-    memory_of_gpu,
-    read,
-    software,
-)
+from t5bench.predict import published
+from t5bench.predict.published import Point, Unpredictable, device_of, job_of
 
 HEADINGS = {
     "memory": "Allocated memory",
@@ -77,7 +69,7 @@ def compare_all(points: Sequence[Point]) -> list[Comparison | Missing]:
 
 def _of_point(point: Point, use: str) -> Sequence[Comparison | Missing]:
     try:
-        if use != "throughput" and not software(point):
+        if use != "throughput" and not published.software(point):
             raise Unpredictable(f"what {point.source.repo} keeps in memory is not known")
         rows = [Comparison(kind, point.id, point.source.repo or "", *rest) for kind, *rest in PARTS[use](point)]
         return rows or [Missing(use, point.id, "it has no figure of this kind that the model has")]
@@ -117,7 +109,7 @@ def _activations(point: Point) -> Figures:
 
 def _bound(point: Point) -> Figures:
     """1 where the micro-batch fits, as it did."""
-    if not (memory := memory_of_gpu(point)):
+    if not (memory := published.memory_of_gpu(point)):
         raise Unpredictable("the GPU's memory is not stated")
     used = memory_of(job_of(point), 0, device_of(point)).in_use
     yield "bound", f"{used / GIB:.1f} of {memory / GIB:.0f} GiB", 1, float(used <= memory), ""
@@ -151,7 +143,7 @@ def predicted_rate(point: Point) -> tuple[float, time.Time]:
     job = job_of(point)
     if job.parallel.world != (point.hardware.count or job.parallel.world):
         raise Unpredictable(f"its layout has {job.parallel.world} GPUs and its hardware {point.hardware.count}")
-    found = time.iteration(job, machine_of(point))
+    found = time.iteration(job, published.machine_of(point))
     return job.global_batch / found.total, found
 
 
@@ -203,7 +195,7 @@ def summary(rows: Sequence[Comparison]) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Raises Problem. 1 where an entry is damaged."""
-    points, sentences = read(args.check)
+    points, sentences = published.read(args.check)
     found = compare_all(points)
     rows = {use: [row for row in found if isinstance(row, Comparison) and row.use == use] for use in HEADINGS}
     missing = [entry for entry in found if isinstance(entry, Missing)]

@@ -118,23 +118,14 @@ def architecture_of(point: Point, tensor: int) -> Architecture:
     return Architecture(
         encoder_layers=1 if per_layer else model.encoder_layers or 0,
         decoder_layers=1 if per_layer else model.decoder_layers or 0,
-        hidden=model.hidden,
-        heads=heads,
-        head_size=model.kv_channels or model.hidden // heads,
-        ffn=model.ffn or 4 * model.hidden,
-        encoder_length=lengths.encoder or 0,
-        decoder_length=lengths.decoder or 0,
+        hidden=model.hidden, heads=heads, head_size=model.kv_channels or model.hidden // heads,
+        ffn=model.ffn or 4 * model.hidden, kv_heads=model.query_groups or heads,
+        encoder_length=lengths.encoder or 0, decoder_length=lengths.decoder or 0,
         padded_vocabulary=vocabulary if original else padded(vocabulary, MULTIPLE, tensor),
-        family=family,
-        kv_heads=model.query_groups or heads,
-        gated=bool(model.gated),
-        activation=model.activation or "gelu",
-        tied=model.tied is not False,
-        positions=model.position or "learned",
-        biases=not original,
-        head_bias=not original and family != "gpt",
+        family=family, gated=bool(model.gated), activation=model.activation or "gelu", tied=model.tied is not False,
+        positions=model.position or "learned", biases=not original, head_bias=not original and family != "gpt",
         norm="rms" if original or whose == "galvatron" else "layer",
-    )
+    )  # fmt: skip
 
 
 def job_of(point: Point, tensor: int | None = None) -> Job:
@@ -159,12 +150,7 @@ def job_of(point: Point, tensor: int | None = None) -> Job:
     return Job(
         architecture=architecture,
         parallel=Parallel(
-            tensor=t,
-            pipeline=pipeline,
-            data=data,
-            split_rank=layout.encoder_pp,
-            sequence_parallel=bool(layout.sp),
-            virtual_stages=stage_layers // chunk if chunk else 1,
+            t, pipeline, data, layout.encoder_pp, bool(layout.sp), stage_layers // chunk if chunk else 1,
             devices_per_node=max(1, (point.hardware.count or 8) // (point.hardware.nodes or 1)),
         ),
         micro_batch=point.micro_batch,
@@ -177,7 +163,7 @@ def job_of(point: Point, tensor: int | None = None) -> Job:
         dropout=DROPOUT if point.dropout is None else point.dropout,
         engine=software(point) or "megatron-core",
         dummy_gradients=fused and (source.date or "") >= "2025-08",
-    )
+    )  # fmt: skip
 
 
 def _attention(point: Point) -> str:
