@@ -94,9 +94,8 @@ def test_other_families_have_the_parameters_of_hugging_faces_models(name):
 
 
 def test_layers_of_a_stage():
-    deep = Parallel(pipeline=4, split_rank=1)
-    assert [stage_of(LARGE, deep, stage).layers for stage in range(4)] == [24, 8, 8, 8]
-    assert [stage_of(LARGE, deep, stage).embedding for stage in range(4)] == [True, True, False, False]
+    stages = [stage_of(LARGE, Parallel(pipeline=4, split_rank=1), stage) for stage in range(4)]
+    assert [(part.layers, part.embedding) for part in stages] == [(24, True), (8, True), (8, False), (8, False)]
     with pytest.raises(ValueError, match="cannot begin its decoder at stage 4"):
         parameters(LARGE, Parallel(pipeline=4, split_rank=4))
 

@@ -67,34 +67,6 @@ def sent(job: Job, backend: str = "nccl") -> list[float]:
     return traffic.node_bytes(job, traffic.rows(job), backend)
 
 
-def test_bytes_of_the_strategies_by_hand():
-    """P parameters, N = 2: what docs/prediction.md says, but for all-reduces of single numbers."""
-    gathered_again = 1 - 1e9 / (2 * PARAMETERS)
-    large = traffic.large_tensors(TWO_NODES, 0)
-    words = 32128 * 1024
-    token = 2 * 1024
-    expected = {
-        (): 4 * PARAMETERS,
-        (1,): (2 + 1) * PARAMETERS,
-        (2,): (8 * 2 + 1) * PARAMETERS,
-        (3,): 8 * PARAMETERS + 8 * large * (1 + gathered_again) + words + (PARAMETERS - large - words),
-    }
-    for zero, bytes_sent in expected.items():
-        for node in sent(replace(TWO_NODES, zero=Zero(*zero))):
-            assert node == pytest.approx(bytes_sent, rel=1e-6)
-    pipeline = sent(TWO_NODES.on(data=1, pipeline=2))
-    assert pipeline == pytest.approx([16 * 512 * token + 4 * (32128 + 512) * 1024] * 2, rel=1e-6)
-    tensor = replace(TWO_NODES.on(data=1, tensor=2), engine="native")
-    encoder, decoder = 24 * 4 * 512 + 512, 24 * 6 * 128 + 512 + 2 * 128
-    assert sent(tensor) == pytest.approx([16 * ((encoder + decoder) * token + 3 * 128 * 4)] * 2, rel=1e-6)
-    # Megatron reduces the encoder's gradient in every decoder layer, and its first rank hands out the batch.
-    extra = 16 * 23 * 512 * token
-    masks = 16 * 8 * (512 + 3 * 128 + 512 * 512 + 128 * 128 + 128 * 512)
-    first, second = sent(replace(tensor, engine="megatron"))
-    assert second == pytest.approx(sent(tensor)[1] + extra, rel=1e-6)
-    assert first == pytest.approx(second + masks, rel=1e-6)
-
-
 def test_a_node_sends_what_its_rings_carry_out_of_it():
     """TP x PP on two nodes of two GPUs: slices talk inside, the stages across, once for each slice."""
     hybrid = TWO_NODES.on(tensor=2, pipeline=2, data=1, devices_per_node=2)
@@ -102,9 +74,11 @@ def test_a_node_sends_what_its_rings_carry_out_of_it():
     assert sent(hybrid)[0] == pytest.approx(2 * (16 * 512 * token + 4 * (32128 // 2 + 512) * 1024), rel=1e-5)
     four = TWO_NODES.on(data=4, devices_per_node=2)
     assert sent(four) == pytest.approx([4 * 2 * 3 / 4 * PARAMETERS] * 2, rel=1e-6)
-    # gloo scatters by an all-reduce of everything.
-    zero3 = replace(TWO_NODES, zero=Zero(3))
+    # gloo scatters by an all-reduce of everything. The first tensor-parallel rank hands out the batch with its masks.
+    zero3, tensor = replace(TWO_NODES, zero=Zero(3)), TWO_NODES.on(data=1, tensor=2)
     assert sent(zero3, "gloo")[0] - sent(zero3)[0] == pytest.approx(8 * PARAMETERS, rel=0.01)
+    masks = 16 * 8 * (512 + 3 * 128 + 512 * 512 + 128 * 128 + 128 * 512)
+    assert sent(tensor)[0] == pytest.approx(sent(tensor)[1] + masks)
 
 
 def test_two_unequal_stages():
