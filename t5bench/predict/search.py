@@ -40,7 +40,7 @@ class Candidate(Prediction):
         return self.time.total if self.fits and self.time else inf
 
     @property
-    def limited_by(self) -> str:
+    def limit(self) -> str:
         return self.time.limit if self.fits and self.time else "memory"
 
     @cached_property
@@ -70,8 +70,8 @@ class Candidate(Prediction):
         p, job = self.job.parallel, self.job
         settings = {"NNODES": p.world // p.devices_per_node, "NPROC_PER_NODE": p.devices_per_node,
                     "GLOBAL_BATCH_SIZE": job.global_batch, "MICRO_BATCH_SIZE": job.micro_batch}  # fmt: skip
-        settings |= {"TENSOR_PARALLEL_SIZE": p.tensor} if p.tensor > 1 else {}
-        settings |= {"PIPELINE_PARALLEL_SIZE": p.pipeline} if p.pipeline > 1 else {}
+        sizes = {"TENSOR_PARALLEL_SIZE": p.tensor, "PIPELINE_PARALLEL_SIZE": p.pipeline}
+        settings |= {name: size for name, size in sizes.items() if size > 1}
         again = "" if job.recompute == "none" else f" -- --recompute-granularity {job.recompute}"
         words = " ".join(f"{name}={value}" for name, value in settings.items())
         return f"{words} bash scripts/run_megatron_t5_{STRATEGIES[self.kind]}.sh <master-host> <node-rank>{again}"
@@ -106,8 +106,9 @@ def run(args: argparse.Namespace) -> int:
         found[size] = search(model, size, on, args.global_batch or max(512, size), args.tp)
     if args.json:
         print(json.dumps({size: _json(candidates) for size, candidates in found.items()}, indent=2))
-    for size, candidates in found.items() if not args.json else ():
-        show(size, candidates, args)
+    else:
+        for size, candidates in found.items():
+            show(size, candidates, args)
     if args.picture:
         draw(found, args.picture, device.memory)
     return 0
@@ -180,7 +181,7 @@ def losers(candidates: Sequence[Candidate]) -> Iterator[tuple[str, str]]:
     for kind in dict.fromkeys(entry.kind for entry in candidates if entry.kind != winner.kind):
         own = [entry for entry in candidates if entry.kind == kind]
         if own[0].fits:
-            reason = f"{own[0].seconds / winner.seconds:.2f}x the time, most of it {own[0].limited_by}"
+            reason = f"{own[0].seconds / winner.seconds:.2f}x the time, most of it {own[0].limit}"
             yield kind, f"{reason}: {own[0].title}"
         else:
             least = min(own, key=lambda entry: entry.memory_bytes)
@@ -193,7 +194,7 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
     counts = f"{len(candidates)} layouts, {len(fitting)} fit"
     print(f"{gpus} x {args.device}, {args.link:g} Gbit/s a node, global batch {batch}: {counts}\n")
     table = [
-        (entry.title, entry.seconds, batch / entry.seconds, entry.memory_bytes / GIB, entry.limited_by,
+        (entry.title, entry.seconds, batch / entry.seconds, entry.memory_bytes / GIB, entry.limit,
          "*" if entry in front else "", entry.missing or "yes")
         for entry in fitting[: args.top]
     ]  # fmt: skip
@@ -234,7 +235,7 @@ def draw(found: Mapping[int, Sequence[Candidate]], path: Path, memory: int) -> N
 def _json(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
     front = {id(entry) for entry in pareto(candidates)}
     return [
-        {"name": entry.title, "kind": entry.kind, "memory": entry.memory_bytes, "limit": entry.limited_by,
+        {"name": entry.title, "kind": entry.kind, "memory": entry.memory_bytes, "limit": entry.limit,
          "missing": entry.missing, "start": entry.start, "seconds": entry.seconds if entry.fits else None,
          "pareto": id(entry) in front, "parallel": asdict(entry.job.parallel), "zero": asdict(entry.job.zero),
          "micro_batch": entry.job.micro_batch, "recompute": entry.job.recompute}
