@@ -30,7 +30,7 @@ setting LR_WARMUP_ITERS whole:0 - - 3 "Iterations of warm-up"
 setting WEIGHT_DECAY decimal - - 5 "Weight decay"
 setting CLIP_GRAD decimal - - 1.3 "Must lie among DDP's gradient norms: clipping in some iterations alone"
 setting SEED whole:0 - - 1234 "Seed; --benchmark-mode takes the seven after it too"
-setting CHECK_BLIND_SPOTS 'one-of:0|1' - - 1 "1 measures first which mistakes these settings cannot see"
+setting CHECK_BLIND_SPOTS 'one-of:0|1' - - 1 "1 measures too which mistakes these settings cannot see"
 setting MEGATRON_DATA_DIR 'path?' - - "" "Directory containing indexed dataset files (unset: the bundled sample, prepared in outputs/parity/data)"
 setting RUNS_DIR path - - "$REPO_ROOT/outputs/parity/$(date +%Y%m%d-%H%M%S)" "Where the run directories go"
 

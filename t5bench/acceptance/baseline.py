@@ -128,12 +128,12 @@ def main(output: Path) -> int:
     gpu = torch.cuda.get_device_name() if plan.device == "cuda" else ""
     peak = float(plan.value("PEAK_TFLOPS") or 0) or peak_tflops(gpu, "bf16")
     common = {"gpu": gpu, "micro_batch": plan.number("MICRO_BATCH_SIZE")}
-    loop = Loop(plan)
-    points = [common | {"engine": "Hugging Face, eager"} | attempt(loop, peak)]
-    output.write_text(json.dumps(points[0]) + "\n")
-    loop.compile()
-    points += [common | {"engine": "Hugging Face, compiled"} | attempt(loop, peak)]
-    output.write_text("".join(json.dumps(point) + "\n" for point in points))
+    loop, points = Loop(plan), []
+    for how in ("eager", "compiled"):
+        if how == "compiled":
+            loop.compile()
+        points.append(common | {"engine": f"Hugging Face, {how}"} | attempt(loop, peak))
+        output.write_text("".join(json.dumps(point) + "\n" for point in points))
     return int(CRASHED in [point["status"] for point in points])
 
 

@@ -38,11 +38,7 @@ def required() -> dict[str, str]:
 
 def lacks(name: str) -> bool:
     """In any version: what is there was made for this machine."""
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return True
-    return False
+    return not any(metadata.distributions(name=name))
 
 
 def pip(*arguments: str | Path) -> None:

@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 import tarfile
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
@@ -12,8 +11,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from t5bench.acceptance.preset import Preset
-from t5bench.acceptance.steps import PASSED
+from t5bench.acceptance.steps import PASSED, module
 from t5bench.record import profile
 
 # What the steps wrote as text. TensorBoard's files say the same again.
@@ -26,19 +24,16 @@ def name_of(gpus: Sequence[str]) -> str:
     return f"{len(gpus)}x-{slug}" if len(gpus) > 1 else slug
 
 
-def gather(preset: Preset, outcomes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Everything that the files of the steps tell."""
-    work = preset.work
-    points = compare(work / "runs" / "throughput", "engine", "MICRO_BATCH_SIZE")
+def gather(work: Path, outcomes: Mapping[str, Mapping[str, Any]], **asked: Any) -> dict[str, Any]:
+    """Everything that the files of the steps tell. asked: whether it is a ``rehearsal``, and the ``batch``."""
+    points = [point(row) for row in rows_of(compare(work / "runs" / "throughput", "engine", "MICRO_BATCH_SIZE"))]
+    devices = sorted(work.glob("device*.json"), key=lambda path: path.stem)
     plain = [line for path in work.glob("baseline-*.jsonl") for line in path.read_text().splitlines()]
-    devices = [work / f"{name}.json" for name in ("device", "device-after")]
-    return {
+    return asked | {
         "made": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "rehearsal": preset.rehearsal,
-        "batch": preset.batch,
-        "devices": {path.stem: json.loads(path.read_text()) for path in devices if path.exists()},
+        "devices": {path.stem: json.loads(path.read_text()) for path in devices},
         "large": compare(work / "runs" / "large", "engine"),
-        "throughput": [*map(point, rows_of(points)), *map(json.loads, plain)],
+        "throughput": [*points, *map(json.loads, plain)],
         "parity": {path.stem: path.read_text() for path in sorted(work.glob("logs/parity-*.out"))},
         "steps": dict(outcomes),
     }
@@ -50,7 +45,7 @@ def compare(runs: Path, *allowed: str) -> dict[str, Any]:
     file = output / "comparison.json"
     file.unlink(missing_ok=True)  # of an earlier call
     options = [word for name in allowed for word in ("--allow", name)]
-    command = [sys.executable, "-m", "t5bench", "compare", str(runs), "--output", str(output), *options]
+    command = module("t5bench", "compare", runs, "--output", output, *options)
     said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
     if not file.exists():
         return {"groups": [], "markdown": said}
@@ -64,9 +59,8 @@ def rows_of(comparison: Mapping[str, Any]) -> list[dict[str, Any]]:
 def point(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the comparison, with what its profile says of it."""
     run = row["runs"][0]
-    file = Path(run["directory"], "profile.json")
+    file, micro_batch = Path(run["directory"], "profile.json"), int(run["settings"]["MICRO_BATCH_SIZE"])
     limits = profile.limits(json.loads(file.read_text())) if file.exists() else ""
-    micro_batch = int(run["settings"]["MICRO_BATCH_SIZE"])
     return {**row, "engine": f"{row['engine']} engine", "micro_batch": micro_batch, "limits": limits}
 
 
@@ -83,9 +77,9 @@ def write(found: Mapping[str, Any], work: Path, directory: Path) -> None:
 
 def verdict(found: Mapping[str, Any]) -> str:
     """One sentence for the terminal and the top of the summary."""
-    passed = [name for name, step in found["steps"].items() if step["result"] == PASSED]
-    others = [f"{name}: {step['result']}" for name, step in found["steps"].items() if name not in passed]
-    return "; ".join([f"{len(passed)} of {len(found['steps'])} steps passed", *others]) + "."
+    others = [f"{name}: {step['result']}" for name, step in found["steps"].items() if step["result"] != PASSED]
+    count = len(found["steps"])
+    return "; ".join([f"{count - len(others)} of {count} steps passed", *others]) + "."
 
 
 def table(header: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:

@@ -6,6 +6,7 @@ What passed stays passed: the outcomes are kept in a file, and the same command 
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,11 @@ class Step:
     passes: Sequence[int] = (0,)
 
 
+def module(name: str, *arguments: object) -> list[str]:
+    """The command that runs a module of this package."""
+    return [sys.executable, "-m", name, *map(str, arguments)]
+
+
 class Runner:
     """Runs steps until ``deadline`` (time.monotonic() seconds).
 
@@ -43,24 +49,23 @@ class Runner:
 
     def run(self, step: Step) -> None:
         """Runs a step unless it has passed before; what ends this process ends the step too."""
-        begun, left = time.monotonic(), self.deadline - time.monotonic()
         if self.outcomes.get(step.name, {}).get("result") == PASSED:
             note(f"{step.name}: passed already")
             return
+        note(f"{step.name} ...")
+        begun, log = time.monotonic(), self.logs / f"{step.name}.log"
         result, status = NOT_RUN, None
-        if left > 0:
-            note(f"{step.name} ...")
-            status = self._execute(step, left)
+        if begun < self.deadline:
+            status = self._execute(step, self.deadline - begun, log)
             late = time.monotonic() >= self.deadline
             result = PASSED if status in step.passes else OUT_OF_TIME if late else FAILED
         seconds = time.monotonic() - begun
         self.outcomes[step.name] = {"result": result, "status": status, "seconds": round(seconds, 1)}
         self.file.write_text(json.dumps(self.outcomes, indent=2) + "\n")
-        told = "" if result == PASSED else f"; see {self.logs / step.name}.log"
-        note(f"{step.name}: {result}, {seconds:.0f} s{told}")
+        note(f"{step.name}: {result}, {seconds:.0f} s" + ("" if result == PASSED else f"; see {log}"))
 
-    def _execute(self, step: Step, seconds: float) -> int:
-        log = self.logs / f"{step.name}.log"
+    @staticmethod
+    def _execute(step: Step, seconds: float, log: Path) -> int:
         limited = ["timeout", f"--kill-after={GRACE}", str(seconds), *step.command]
         with log.with_suffix(".out").open("wb") as output, log.open("wb") as errors:
             environment = os.environ | dict(step.environment)

@@ -18,7 +18,7 @@ import time
 import zipfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,13 +57,7 @@ BOOT = (
 )
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a program on a node printed, as JSON, and when it had ended (seconds since 1970)."""
-
-    said: Sequence[Mapping[str, Any]]
-    error: str
-    ended: float
+Said = dict[str, Any]
 
 
 @cache
@@ -77,8 +71,8 @@ def program(module: str) -> bytes:
     return buffer.getvalue()
 
 
-def execute(node: Node, python: str, module: str, word: str, limit: float, **environment: str) -> Answer:
-    """Run a module of this package on a node, for at most so many seconds."""
+def execute(node: Node, python: str, module: str, word: str, limit: float, **environment: str) -> tuple[Said, str]:
+    """What a module of this package prints on a node, as JSON, within so many seconds; and its errors."""
     if not node.here:
         environment |= {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
     assignments = [f"{name}={value}" for name, value in environment.items()]
@@ -87,36 +81,32 @@ def execute(node: Node, python: str, module: str, word: str, limit: float, **env
         command = ssh(node.host, shlex.join(["exec", *command]), options=SSH_OPTIONS)
     try:
         result = subprocess.run(command, input=program(module), capture_output=True, timeout=limit, check=False)
-        output, error = result.stdout, result.stderr.decode(errors="replace")
+        output, error = result.stdout, result.stderr.decode(errors="replace").strip()
     except subprocess.TimeoutExpired as late:
         output, error = late.stdout or b"", f"no answer within {limit:.0f} s"
-    lines = output.decode(errors="replace").splitlines()
-    said = [visible_in(json.loads(line)) for line in lines if line.startswith("{")]
-    return Answer(said, visible(error.strip(), "\n"), time.time())
+    # What a shell there prints when it begins comes first.
+    said = next((line for line in output.decode(errors="replace").splitlines() if line.startswith("{")), "{}")
+    return visible_in(json.loads(said)), visible(error, "\n") or "it ended and said nothing"
 
 
 def look_at(node: Node, python: str, question: Question) -> None:
     """Fill in what the node answers, or why it gave no answer at all."""
     start = time.monotonic()
-    answer = execute(node, python, "probe", json.dumps(asdict(question)), PROBE_LIMIT)
-    node.seconds = time.monotonic() - start
-    for name, value in (item for said in answer.said for item in said.items()):
-        if name == "clock":
-            node.clock = value - answer.ended
-        elif name == "free_port":
-            node.free_port = value
-        else:
-            node.cells[name] = {row: Cell(**cell) for row, cell in value.items()}
-    if not node.cells:
-        lines = answer.error.splitlines() or ["it ended and said nothing"]
-        found = ((line, word, remedy) for text, word, remedy in SSH_FAILURES for line in lines[::-1] if text in line)
+    said, error = execute(node, python, "probe", json.dumps(asdict(question)), PROBE_LIMIT)
+    if said:
+        node.clock, node.free_port = said.pop("clock") - time.time(), said.pop("free_port", None)
+        node.cells = {row: Cell(**cell) for row, cell in said.items()}
+        node.reached = Cell("this host" if node.here else f"ssh {time.monotonic() - start:.1f} s")
+    else:
+        lines = error.splitlines()[::-1]
+        found = ((line, word, remedy) for text, word, remedy in SSH_FAILURES for line in lines if text in line)
         line, word, remedy = next(found)
-        node.failure = Cell(word, line.strip(), remedy.format(host=node.host))
+        node.reached = Cell(word, line.strip(), remedy)
 
 
 def measure_network(nodes: Sequence[Node], python: str) -> tuple[dict[str, Cell], str]:
     """The cells of the hosts that can be measured, and a line on what was measured."""
-    able = [node for node in nodes if node.cell("libraries", "torch").same]
+    able = [node for node in nodes if node.cell("torch").same]
     if len(able) < 2:
         return {}, ""
     master = able[0]
@@ -124,14 +114,15 @@ def measure_network(nodes: Sequence[Node], python: str) -> tuple[dict[str, Cell]
         return {master.host: Cell("not measured", "no rendezvous port is free", "Free one of them first")}, ""
     common = {"MASTER_ADDR": master.host, "MASTER_PORT": str(master.free_port), "WORLD_SIZE": str(len(able))}
 
-    def start(rank: int) -> Answer:
+    def start(rank: int) -> tuple[Said, str]:
         return execute(able[rank], python, "network", str(NETWORK_LIMIT - 3), NETWORK_LIMIT, **common, RANK=str(rank))
 
     with ThreadPoolExecutor(len(able)) as pool:
         answers = list(pool.map(start, range(len(able))))
-    result = next((said for said in answers[0].said if "pairs" in said), None)
-    if result is None:
-        return {n.host: network_failure(answer) for n, answer in zip(able, answers, strict=True)}, ""
+    result = answers[0][0]
+    if "pairs" not in result:
+        problems = [said.get("error") or error.splitlines()[-1] for said, error in answers]
+        return {n.host: Cell("no all-reduce", problem) for n, problem in zip(able, problems, strict=True)}, ""
     note = f"Network measured with {result['backend']}, each node against {master.host}."
     if result["together"]:
         note += f" All {len(able)} together: {speed(result['together'])}."
@@ -141,11 +132,6 @@ def measure_network(nodes: Sequence[Node], python: str) -> tuple[dict[str, Cell]
 
 def speed(measured: Mapping[str, float]) -> str:
     return f"{measured['gbit']:.3g} Gbit/s, {measured['us']:.0f} us"
-
-
-def network_failure(answer: Answer) -> Cell:
-    said = next((said["error"] for said in answer.said if "error" in said), "")
-    return Cell("no all-reduce", said or (answer.error.splitlines() or ["it ended before the all-reduce did"])[-1])
 
 
 def settings_in_effect() -> Plan:
@@ -181,8 +167,8 @@ def run(args: argparse.Namespace) -> int:
     with ThreadPoolExecutor(len(nodes)) as pool:
         list(pool.map(look, nodes))
     network, note = measure_network(nodes, python)
-    rows, colour = table(nodes, network), sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    print(render(nodes, rows, Path(plan.data_prefix), colour))
+    rows = table(nodes, network, Path(plan.data_prefix))
+    print(render(nodes, rows, sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     if note:
         print(f"\n{note}")
     count = sum(bool(cell.problem) for row in rows.values() for cell in row.values())

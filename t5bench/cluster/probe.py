@@ -1,8 +1,7 @@
 """What a node says of itself. check.py runs this module there, whether or not the node has the repository.
 
-argv[1] is a Question as JSON. Prints one JSON object a line, as each becomes known, so that a fact that hangs (such as
-a file system that is gone) does not hold up the others: ``{FACT: {ROW: Cell}}``, ``{"free_port": PORT}`` and, at the
-end, ``{"clock": SECONDS}`` since 1970. Only the standard library is needed.
+argv[1] is a Question as JSON. Prints a JSON object: a Cell for each row of the table, and a number for what is no row
+(``free_port``, and ``clock`` in seconds since 1970). Only the standard library is needed.
 """
 
 import contextlib
@@ -59,7 +58,7 @@ class Question:
     seconds: float
 
 
-Cells = Mapping[str, Cell]
+Cells = Mapping[str, Cell | int | None]
 
 
 def digest(path: Path) -> str:
@@ -74,15 +73,17 @@ def digest(path: Path) -> str:
     return found.hexdigest()
 
 
-def digest_of_files(root: Path, paths: Sequence[Path]) -> str:
-    lines = [f"{digest(path)} {path.relative_to(root)}" for path in sorted(paths)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+def digest_of_files(root: Path, *folders: Path) -> str:
+    """Empty where there are none."""
+    paths = sorted(path for folder in folders for path in folder.rglob("*"))
+    files = [path for path in paths if path.is_file() and "__pycache__" not in path.parts]
+    lines = [f"{digest(path)} {path.relative_to(root)}" for path in files]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else ""
 
 
 def address(asked: Question) -> Cells:
     own, master = socket.gethostname(), asked.hosts[0]
     found = addresses_of(own)
-    outside = [address for address in found if not is_loopback(address)]
     problem, remedy = own_name_fault(own, found)
     if len(asked.hosts) > 1 and problem:
         return {"address": Cell("own name", problem, remedy)}
@@ -90,18 +91,15 @@ def address(asked: Question) -> Cells:
         problem = f"the master's name {master} does not resolve there"
         remedy = f"Add it to /etc/hosts of {asked.host}, or use the master's address in HOSTS"
         return {"address": Cell("no master", problem, remedy)}
-    return {"address": Cell(outside[0] if outside else own)}
+    return {"address": Cell(next((address for address in found if not is_loopback(address)), own))}
 
 
 def repository(asked: Question) -> Cells:
     root = Path(asked.repository)
     if not root.is_dir():
-        problem = f"there is no {root}"
-        return {"repository": Cell("missing", problem, "Clone or copy the repository to that path")}
-    found = [path for folder in SOURCES for path in (root / folder).rglob("*")]
-    files = [path for path in found if path.is_file() and "__pycache__" not in path.parts]
+        return {"repository": Cell("missing", f"there is no {root}", "Clone or copy the repository to that path")}
     commit, changed = machine.commit(root)
-    content = digest_of_files(root, files)
+    content = digest_of_files(root, *(root / folder for folder in SOURCES))
     text = commit[:8] if commit else f"files {content[:8]}"
     same = {"commit": commit or "", "files": content}
     return {"repository": Cell(f"{text} changed" if changed else text, same=same)}
@@ -120,24 +118,21 @@ def engine(asked: Question) -> Cells:
 
 
 def libraries(_: Question) -> Cells:
-    found = machine.versions()
-    cells = {name: Cell(version or "none", same={"version": version or "none"}) for name, version in found.items()}
-    lacking = [name for name in REQUIRED if not found[name]]
-    return cells | {n: Cell("none", f"{n} is not installed for the Python of this check") for n in lacking}
+    found = {name: version or "none" for name, version in machine.versions().items()}
+    lacking = {name for name in REQUIRED if found[name] == "none"}
+    problem = "{} is not installed for the Python of this check"
+    return {n: Cell(v, problem.format(n)) if n in lacking else Cell(v, same={"version": v}) for n, v in found.items()}
 
 
 def data(asked: Question) -> Cells:
     prefix = Path(asked.data_prefix)
-    paths = dataset_paths(prefix)
+    paths, folder = dataset_paths(prefix), prefix.parent
     try:
         read_index(prefix)
     except ValueError as error:
         return {"data": Cell("damaged" if all(path.is_file() for path in paths) else "missing", str(error))}
-    tokenizer = prefix.parent / "tokenizer"
-    files = [path for path in tokenizer.rglob("*") if path.is_file()]
-    same = {path.suffix: digest(path) for path in paths} | {"tokenizer": ""}
-    if files:
-        same["tokenizer"] = digest_of_files(tokenizer, files)
+    same = {path.suffix: digest(path) for path in paths}
+    same["tokenizer"] = digest_of_files(folder, folder / "tokenizer")
     return {"data": Cell(f"{paths[0].stat().st_size / 1e6:.1f} MB {same['.idx'][:8]}", same=same)}
 
 
@@ -161,16 +156,16 @@ def ports(asked: Question) -> Cells:
             socket.create_server(("", port)).close()
         except OSError:
             taken[port] = listener(port)
-    say({"free_port": next((port for port in asked.ports if port not in taken), None)})
+    free = {"free_port": next((port for port in asked.ports if port not in taken), None)}
     listed = ", ".join(map(str, taken))
     if not taken:
-        return {"ports": Cell("free")}
+        return free | {"ports": Cell("free")}
     if asked.host != asked.hosts[0]:
-        return {"ports": Cell(f"{listed} taken*")}
+        return free | {"ports": Cell(f"{listed} taken*")}
     by = "; ".join(f"{port} by {process}" for port, process in taken.items() if process)
     problem = f"rendezvous ports are in use: {listed}{f' ({by})' if by else ''}"
     remedy = "End what listens there (a run left behind?), or launch with another everywhere: MASTER_PORT=29900"
-    return {"ports": Cell(f"{listed} taken", problem, remedy)}
+    return free | {"ports": Cell(f"{listed} taken", problem, remedy)}
 
 
 def listener(port: int) -> str:
@@ -204,26 +199,28 @@ def memory(asked: Question) -> Cells:
 FACTS = (address, repository, engine, libraries, data, gpus, ports, disk, memory)
 
 
-def say(answer: object) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")  # one write: lines of several threads do not mix
-    sys.stdout.flush()
+def look(asked: Question) -> Cells:
+    """All facts, in their order. One that hangs, such as a file system that is gone, does not hold up the others."""
+    remedy = f"Something hangs on {asked.host}, for instance a file system: df tells"
+    found: dict[str, Cells] = {f.__name__: {f.__name__: Cell("no answer", "no answer in time", remedy)} for f in FACTS}
 
+    def find(name: str, fact: Callable[[Question], Cells]) -> None:
+        try:
+            found[name] = fact(asked)
+        except Exception as error:  # whatever it is belongs into the table
+            found[name] = {name: Cell("unknown", f"{type(error).__name__}: {error}", f"Look at it on {asked.host}")}
 
-def find(fact: Callable[[Question], Cells], asked: Question) -> None:
-    try:
-        cells = fact(asked)
-    except Exception as error:  # whatever it is belongs into the table
-        cells = {fact.__name__: Cell("unknown", f"{type(error).__name__}: {error}", f"Look at it on {asked.host}")}
-    say({fact.__name__: {row: asdict(cell) for row, cell in cells.items()}})
-
-
-def main() -> None:
-    asked = Question(**json.loads(sys.argv[1]))
-    threads = [threading.Thread(target=find, args=(fact, asked), daemon=True) for fact in FACTS]
+    threads = [threading.Thread(target=find, args=(fact.__name__, fact), daemon=True) for fact in FACTS]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + asked.seconds
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    say({"clock": time.time()})
+    return {name: cell for cells in found.values() for name, cell in cells.items()}
+
+
+def main() -> None:
+    found = look(Question(**json.loads(sys.argv[1])))
+    said = {name: asdict(cell) if isinstance(cell, Cell) else cell for name, cell in found.items()}
+    print(json.dumps(said | {"clock": time.time()}), flush=True)
     os._exit(0)  # also with a thread that hangs

@@ -2,12 +2,12 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tabulate import tabulate
 
-from t5bench.cluster.probe import FACTS, Cell
+from t5bench.cluster.probe import Cell
 
 LARGEST_CLOCK_DIFFERENCE = 1.0  # seconds
 RED, PLAIN = "\033[31m", "\033[0m"
@@ -30,23 +30,20 @@ ENVIRONMENT = "Use one environment on all nodes: conda activate it, then pip ins
 
 @dataclass
 class Node:
-    """A host as far as it answered: cells by fact and row; its answer took so many seconds; its clock less ours."""
+    """A host as far as it answered: its cells by row; ``reached`` is the row that says whether it did, and how fast.
+
+    clock: its clock less ours, in seconds.
+    """
 
     host: str
     here: bool = False
-    cells: dict[str, Mapping[str, Cell]] = field(default_factory=dict)
+    cells: dict[str, Cell] = field(default_factory=dict)
     free_port: int | None = None
     clock: float | None = None
-    seconds: float = 0.0
-    failure: Cell | None = None
+    reached: Cell = UNKNOWN
 
-    def cell(self, fact: str, row: str) -> Cell:
-        if fact in self.cells:
-            return self.cells[fact].get(row, UNKNOWN)
-        if self.failure:
-            return UNKNOWN
-        remedy = f"Something hangs on {self.host}, for instance a file system: df tells"
-        return Cell("no answer", "no answer in time", remedy)
+    def cell(self, row: str) -> Cell:
+        return self.cells.get(row, UNKNOWN)
 
 
 Nodes = Sequence[Node]
@@ -65,27 +62,13 @@ def clocks(nodes: Nodes) -> Row:
     return row
 
 
-def rows_of(nodes: Nodes, fact: str) -> dict[str, Row]:
-    """The rows of one fact, without those in which no node has anything."""
-    names = dict.fromkeys(name for node in nodes for name in node.cells.get(fact, ()))
-    rows = {name: compared({node.host: node.cell(fact, name) for node in nodes}) for name in names or (fact,)}
-    return {
-        name: row
-        for name, row in rows.items()
-        if any(cell.problem or cell.text not in ("none", UNKNOWN.text) for cell in row.values())
-    }
-
-
 def compared(row: Row) -> Row:
     """What is not as on the first node that is well becomes a problem."""
-    compared_with = next(((host, cell) for host, cell in row.items() if cell.same), None)
-    if compared_with is None:
-        return row
-    first, reference = compared_with
+    first, reference = next(((host, cell) for host, cell in row.items() if cell.same), ("", UNKNOWN))
 
     def judge(cell: Cell) -> Cell:
-        differs = [what for what, value in cell.same.items() if value != reference.same[what]]
-        problem = f"not the same {' and '.join(differs)} as on {first}: {cell.text} here, {reference.text} there"
+        differs = " and ".join(what for what, value in cell.same.items() if value != reference.same[what])
+        problem = f"not the same {differs} as on {first}: {cell.text} here, {reference.text} there"
         return Cell(cell.text, problem) if differs else cell
 
     return {host: judge(cell) for host, cell in row.items()}
@@ -103,33 +86,42 @@ def copy_command(nodes: Nodes, row: Row, prefix: Path) -> str:
     return "Run here: " + shlex.join(["scp", "-r", *words, f"{{host}}:{prefix.parent}/"])
 
 
-def table(nodes: Nodes, network: Row) -> dict[str, Row]:
-    """Every check by name. network: of the hosts that were measured."""
-    reached = {n.host: n.failure or Cell("this host" if n.here else f"ssh {n.seconds:.1f} s") for n in nodes}
-    rows = {"reachable": reached, "clock": clocks(nodes)}
-    for fact in FACTS:
-        rows |= rows_of(nodes, fact.__name__)
-    return rows | {"network": {node.host: network.get(node.host, UNKNOWN) for node in nodes}}
+def table(nodes: Nodes, network: Row, prefix: Path) -> dict[str, Row]:
+    """Every check by name, without those for which no node has anything; what is red says what to do.
+
+    network: of the hosts that were measured. prefix: of the data.
+    """
+    names = dict.fromkeys(name for node in nodes for name in node.cells)
+    rows = {"reachable": {node.host: node.reached for node in nodes}, "clock": clocks(nodes)}
+    rows |= {name: compared({node.host: node.cell(name) for node in nodes}) for name in names}
+    rows["network"] = {node.host: network.get(node.host, UNKNOWN) for node in nodes}
+    remedies = REMEDIES | ({"data": copy_command(nodes, rows["data"], prefix)} if "data" in rows else {})
+
+    def advised(name: str, host: str, cell: Cell) -> Cell:
+        return replace(cell, remedy=(cell.remedy or remedies.get(name, ENVIRONMENT)).replace("{host}", host))
+
+    return {
+        name: {host: advised(name, host, cell) for host, cell in row.items()}
+        for name, row in rows.items()
+        if name == "network" or any(cell.problem or cell.text not in ("none", UNKNOWN.text) for cell in row.values())
+    }
 
 
-def render(nodes: Nodes, rows: Mapping[str, Row], data_prefix: Path, colour: bool) -> str:
+def render(nodes: Nodes, rows: Mapping[str, Row], colour: bool) -> str:
     """The table, and below it each problem with what to do about it."""
 
     def text(cell: Cell) -> str:
-        if not cell.problem:
-            return cell.text
-        return f"{RED}FAIL {cell.text}{PLAIN}" if colour else f"FAIL {cell.text}"
+        failed = f"{RED}FAIL {cell.text}{PLAIN}" if colour else f"FAIL {cell.text}"
+        return failed if cell.problem else cell.text
 
     hosts = [node.host if node.host.replace(".", "").isdigit() else node.host.split(".")[0] for node in nodes]
     body = [[name, *map(text, row.values())] for name, row in rows.items()]
     lines = [tabulate(body, ["check", *hosts], disable_numparse=True)]
-    remedies = REMEDIES | ({"data": copy_command(nodes, rows["data"], data_prefix)} if "data" in rows else {})
     explained: dict[tuple[str, str, str], list[str]] = {}
     for name, row in rows.items():
         for host, cell in row.items():
             if cell.problem:
-                remedy = (cell.remedy or remedies.get(name, ENVIRONMENT)).replace("{host}", host)
-                explained.setdefault((name, cell.problem, remedy), []).append(host)
+                explained.setdefault((name, cell.problem, cell.remedy), []).append(host)
     for (name, problem, remedy), where in explained.items():
         lines += ["", f"{name} on {', '.join(where)}: {problem}", f"    {remedy}"]
     return "\n".join(lines)

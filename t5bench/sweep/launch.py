@@ -8,12 +8,11 @@ is told to end what it started. The repository lies at the same path on every ho
 import contextlib
 import json
 import os
-import re
 import secrets
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from t5bench import REPOSITORY, Problem
@@ -32,7 +31,6 @@ from t5bench.record.text import visible
 BASELINE = "ddp"
 SSH_OPTIONS = ("-o", "ServerAliveInterval=15")
 SSH_FAILED = 255
-SSH_SAID = re.compile(r"ssh|kex_exchange|Host key|Permission|Connection|.*: Permission denied")
 # A launcher that is told to end needs up to 25 s; one whose peer failed ends by itself within 30 s, mostly in 3.
 GRACE_SECONDS = 45
 # What a host gets of the environment besides the settings.
@@ -76,18 +74,18 @@ class Node:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C is for this process, which then ends the nodes in order
             )
+        assert self.process.stdin
+        self.input = self.process.stdin
 
     def send(self, script: str) -> None:
-        assert self.process.stdin
         with contextlib.suppress(BrokenPipeError):  # ssh has ended, and its exit status tells
-            self.process.stdin.write(script.encode())
-            self.process.stdin.flush()
+            self.input.write(script.encode())
+            self.input.flush()
 
     def end(self) -> None:
         """Let the launcher end what it started."""
-        assert self.process.stdin
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
+            self.input.close()
 
     @property
     def refused(self) -> bool:
@@ -98,8 +96,8 @@ class Node:
 class Started:
     """One run on all its nodes, as a process. problems: what its record does not tell, once it has ended."""
 
-    def __init__(self, directory: Path, why_refused: Callable[[Node], str]) -> None:
-        self._directory, self._why_refused = directory, why_refused
+    def __init__(self, launch: "Launch", strategy: str, processes: int | None, directory: Path) -> None:
+        self._launch, self._strategy, self._processes, self._directory = launch, strategy, processes, directory
         parts = (*directory.glob("node*.json"), *directory.glob("metrics.jsonl"))
         self._earlier = {path: path.stat().st_mtime_ns for path in parts}
         self._deadline: float | None = None
@@ -114,47 +112,60 @@ class Started:
         if self._deadline is None and any(codes):
             self._deadline = time.monotonic() + (0 if any(node.refused for node in self.nodes) else GRACE_SECONDS)
         if self._deadline is not None and time.monotonic() > self._deadline:
-            self.terminate()
+            self._tell_to_end()
         return None
 
-    def terminate(self) -> None:
+    def _tell_to_end(self) -> None:
         for node in self.nodes:
             node.end()
 
     def end(self) -> list[str]:
         """Ends what runs, and brings back its record; what did not end in time."""
-        self.terminate()
+        self._tell_to_end()
         deadline = time.monotonic() + GRACE_SECONDS
         for node in self.nodes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 node.process.wait(timeout=max(0.1, deadline - time.monotonic()))
-        if left := [node for node in self.nodes if node.process.poll() is None]:
-            return [f"what process {node.process.pid} started on {node.host or 'this machine'}" for node in left]
-        self._finish()
-        return []
+        left = [node for node in self.nodes if node.process.poll() is None]
+        if not left:
+            self._finish()
+        return [f"what process {node.process.pid} started on {node.host or 'this machine'}" for node in left]
 
     def _finish(self) -> int:
         """Brings back the parts that are not here, as they are with a shared file system; the run's exit status."""
         absent = [node for node in self.nodes if self._is_old(node.part)]
-        for path in self._earlier if absent else ():
-            # It would pass as this attempt's.
-            if path.exists() and self._is_old(path):
+        for path in filter(Path.exists, self._earlier if absent else ()):
+            if self._is_old(path):  # it would pass as this attempt's
                 path.rename(f"{path}.earlier")
-        for node in (node for node in absent if node.host):
-            source = f"{node.host}:{self._directory}"
-            try:
-                with collect.local_copy(source) as found:
-                    collect.bring(found, source, self._directory)
-            except RecordError as error:
-                self.problems.append(str(error))
-        if refusals := [self._why_refused(node) for node in absent if node.refused and not node.part.exists()]:
-            self.problems = refusals
-            return EXIT_CODES[CONFIGURATION]
         try:
+            for node in absent:
+                if node.host:
+                    self._fetch(f"{node.host}:{self._directory}")
+            if refused := [node for node in absent if node.refused and not node.part.exists()]:
+                self.problems = [self._why_refused(node) for node in refused]
+                return EXIT_CODES[CONFIGURATION]
             return EXIT_CODES.get(write_run(self._directory)["status"], EXIT_CODES[CRASHED])
         except RecordError as error:
             self.problems.append(str(error))
             return EXIT_CODES[CRASHED]
+
+    def _fetch(self, source: str) -> None:
+        try:
+            with collect.local_copy(source) as found:
+                collect.bring(found, source, self._directory)
+        except RecordError as error:
+            self.problems.append(str(error))
+
+    def _why_refused(self, node: Node) -> str:
+        if node.process.returncode == SSH_FAILED:
+            said = node.output.read_text(errors="replace").strip() or "it said nothing"
+            return f"ssh to {node.host} failed: {visible(said.splitlines()[-1])}"
+        try:
+            obstacles = self._launch.ask(self._strategy, self._processes, self._directory, node.rank).obstacles
+        except Problem as problem:
+            return str(problem)
+        found = obstacles[0].found if obstacles else f"its launcher did not start a run; see {node.output}"
+        return f"{node.host}: {found}" if node.host else found
 
     def _is_old(self, path: Path) -> bool:
         """Whether this attempt has not written it."""
@@ -162,14 +173,14 @@ class Started:
 
 
 class Launch:
-    """Plans and starts runs: on this machine alone, or on the nodes of HOSTS, else of SLURM."""
+    """Plans and starts runs: on this machine alone, or on the nodes of HOSTS, else of SLURM. running: the newest."""
 
     def __init__(self, changes: Mapping[str, str], over_ssh: bool = False, arguments: Sequence[str] = ()) -> None:
         """changes: of the environment. arguments: the engine's. Raises Problem where there are no hosts."""
         self._environment = {**os.environ, **changes}
-        self._running: Started | None = None
+        self.running: Started | None = None
         self._arguments = ["--", *arguments] if arguments else []
-        self._hosts: Sequence[str] = ()
+        self._hosts: Sequence[str] = [""]
         self._sent: Mapping[str, str] = {}
         if over_ssh:
             # This machine need not be one of them, so that its rank could not be inferred.
@@ -184,50 +195,31 @@ class Launch:
         """What a bash is sent; in ``end`` the launcher is called ``launch``."""
         exports = dict(self._sent, HOSTS=" ".join(self._hosts), OUTPUT_DIR=str(directory))
         words, lines = ["bash", str(launchers.launcher(strategy))], []
-        if self._hosts:
-            words += [self._hosts[0], str(rank)]
+        if master := self._hosts[0]:
+            words += [master, str(rank)]
             here = shlex.quote(str(REPOSITORY))
             lines.append(f'cd -- {here} || {{ echo "error: there is no {here} on $HOSTNAME" >&2; exit 2; }}')
         else:
             exports.update(NNODES="1", MASTER_PORT=self._environment.get("MASTER_PORT") or str(free_port()))
         if processes:
-            exports["NPROC_PER_NODE"] = str(processes // max(1, len(self._hosts)))
+            exports["NPROC_PER_NODE"] = str(processes // len(self._hosts))
         lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(exports.items())]
         return "\n".join([*lines, f'launch() {{ exec {shlex.join(words)} "$@" {shlex.join(self._arguments)}; }}', end])
 
-    def end(self) -> list[str]:
-        """Ends the run that goes on; what did not end in time."""
-        return self._running.end() if self._running else []
-
     def ask(self, strategy: str, processes: int | None, directory: Path, rank: int = 0) -> Plan:
         """The plan of a host. Raises Problem where it gives none."""
-        host = self._hosts[rank] if self._hosts else ""
-        script = self._script(strategy, processes, directory, rank, ASK)
-        result = subprocess.run(
-            shell(host), env=self._environment, input=script, capture_output=True, text=True, check=False
-        )
+        host, script = self._hosts[rank], self._script(strategy, processes, directory, rank, ASK)
+        options = {"capture_output": True, "text": True, "check": False}
+        result = subprocess.run(shell(host), env=self._environment, input=script, **options)
         if not result.stdout:
             said = visible(result.stderr, "\n")
             raise Problem(f"{host} gives no plan of {strategy}: {said}", f"Log in by hand: ssh {host}")
         return Plan.read(json.loads(result.stdout))
 
     def start(self, strategy: str, processes: int | None, directory: Path) -> Started:
-        def why_refused(node: Node) -> str:
-            if node.process.returncode == SSH_FAILED:
-                said = node.output.read_text(errors="replace").strip()
-                # What a shell there prints when it begins stands among it.
-                lines = said.splitlines() or ["it said nothing"]
-                line = next(filter(SSH_SAID.match, lines[::-1]), lines[-1])
-                return f"ssh to {node.host} failed: {visible(line)}"
-            try:
-                obstacles = self.ask(strategy, processes, directory, node.rank).obstacles
-                found = obstacles[0].found if obstacles else f"its launcher did not start a run; see {node.output}"
-            except Problem as problem:
-                return str(problem)
-            return f"{node.host}: {found}" if node.host else found
-
-        run = self._running = Started(directory, why_refused)
-        for rank, host in enumerate(self._hosts or [""]):
+        """A node is known before it is sent anything: what interrupts this leaves no launcher that nobody ends."""
+        self.running = run = Started(self, strategy, processes, directory)
+        for rank, host in enumerate(self._hosts):
             run.nodes.append(Node(host, self._environment, directory, rank))
             run.nodes[-1].send(self._script(strategy, processes, directory, rank, WATCH))
         return run

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", choices=[MEGATRON, NATIVE], required=True)
     parser.add_argument("--runs-dir", type=Path, required=True, help="where the runs go; must not exist")
     parser.add_argument("--sensitivity", action="store_true", help="measure what the check can see, and nothing else")
-    parser.add_argument("--blind-spots", action="store_true", help="measure it first")
+    parser.add_argument("--blind-spots", action="store_true", help="measure it too")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,17 +36,15 @@ def run(args: argparse.Namespace) -> int:
     # Runs of an engine that was changed since would pass as runs of this one.
     if args.runs_dir.exists():
         raise Problem(f"{args.runs_dir} exists, and a check is made of new runs alone", "Choose another RUNS_DIR")
-    measured = []
-    if args.sensitivity or args.blind_spots:
-        measured = ["--sensitivity", measure(args.runs_dir)]
     if args.sensitivity:
-        return t5bench("parity", *measured)
+        return t5bench("parity", "--sensitivity", measure(args.runs_dir))
     train(args.engine, strategies, args.runs_dir)
     reference, drops = [], float(os.environ["DROPOUT"]) > 0
     if args.engine == MEGATRON and not drops:  # the engines draw other masks
         train(NATIVE, [BASELINE], args.runs_dir)
         reference = ["--reference", args.runs_dir / NATIVE / BASELINE]
     further = train_seeds(args.engine, strategies, args.runs_dir) if drops else []
+    measured = ["--sensitivity", measure(args.runs_dir)] if args.blind_spots else []
     note(f"run directories: {args.runs_dir}")
     # A strategy that could not run has no run directory, and fails by that.
     runs = args.runs_dir / args.engine
@@ -62,7 +60,7 @@ def measure(runs_dir: Path) -> Path:
         raise Problem(f"the native engine cannot run here: {plan.obstacles[0].found}", plan.obstacles[0].remedy)
     note("measuring what each number of the recipe moves, about a minute on a CPU; CHECK_BLIND_SPOTS=0 leaves it out")
     path = runs_dir / "sensitivity.jsonl"
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "native.sensitivity", *plan.arguments.words]
     with path.open("wb") as output:
         result = subprocess.run(command, env=os.environ | plan.environment, cwd=REPOSITORY, stdout=output, check=False)
@@ -86,8 +84,6 @@ def train(engine: str, strategies: list[str], runs_dir: Path, seed: int | None =
     launch = Launch({"ENGINE": engine} | ({} if seed is None else {"SEED": str(seed)}), arguments=ARGUMENTS)
     rows = plan_rows(launch, runs_dir, strategies)
     if not rows or rows[0].strategy != BASELINE:
-        raise Problem(
-            f"the {engine} engine's DDP cannot run here, and the others have nothing to be compared with",
-            "What stops it is said above",
-        )
+        found = f"the {engine} engine's DDP cannot run here, and the others have nothing to be compared with"
+        raise Problem(found, "What stops it is said above")
     run_all(launch, {runs_dir / engine / row.name: row for row in rows}, runs_dir)

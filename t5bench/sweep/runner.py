@@ -6,13 +6,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 
 from t5bench.record import log
 from t5bench.record.files import RecordError
-from t5bench.record.records import Run, load, looks_like_run, read_metrics
+from t5bench.record.records import load, looks_like_run, read_metrics
 from t5bench.record.status import COMPLETE, CONFIGURATION, EXIT_CODES
 from t5bench.sweep.launch import Launch
 from t5bench.sweep.rows import Row, note
@@ -27,47 +28,20 @@ class Interrupted(SystemExit):
     """INT, TERM or HUP came."""
 
 
-class Signals:
-    """The first that comes raises Interrupted, and the others do not disturb the end in order."""
+def raise_on_signals() -> None:
+    """From now on the first signal raises Interrupted, and later ones do not disturb the end in order.
 
-    def __init__(self) -> None:
-        self.received, self.deferring = 0, False
+    What is ignored already stays so, as HUP is under nohup.
+    """
 
-    def take(self, number: int, frame: object) -> None:
+    def interrupt(number: int, _: object) -> None:
         for each in SIGNALS:
             signal.signal(each, signal.SIG_IGN)
-        self.received = number
-        self.check()
+        raise Interrupted(128 + number)
 
-    def check(self) -> None:
-        if self.received and not self.deferring:
-            raise Interrupted(128 + self.received)
-
-    @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Until the end of what must not be cut in two, such as starting a process and knowing it."""
-        self.deferring = True
-        try:
-            yield
-        finally:
-            self.deferring = False
-
-
-_signals = Signals()
-
-
-def raise_on_signals() -> None:
-    """From now on, but for what is ignored already, as HUP is under nohup."""
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _signals.take)
-
-
-def record_in(directory: Path) -> Run | None:
-    try:
-        return load(directory)
-    except RecordError:
-        return None
+            signal.signal(number, interrupt)
 
 
 def is_complete(directory: Path) -> bool:
@@ -86,27 +60,27 @@ def has_record(directory: Path) -> bool:
 
 def outcome(status: int, problems: Sequence[str], directory: Path) -> str:
     """How a run ended, in one line."""
-    run = record_in(directory)
+    try:
+        run = load(directory)
+    except RecordError:
+        run = None
     if status == 0:
         speed = run.iterations[-1].samples_per_second if run and run.iterations else "?"
         return f"complete, {speed} samples/s at the end"
     # Where a launcher refused there is no record, or that of another node which waited for it.
     if run is None or (status == EXIT_CODES[CONFIGURATION] and problems):
-        word = next(name for name, code in EXIT_CODES.items() if code == status)
-        return f"FAILED ({word}): {'; '.join(problems)}; see {directory}"
-    return f"FAILED ({run.status}): {'; '.join([run.reason, *problems])}; see {directory}"
-
-
-def compiling(since: float) -> list[str]:
-    """The extensions that are being compiled: PyTorch locks their directories. since: in seconds since 1970."""
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    with contextlib.suppress(OSError):  # a lock goes as soon as it is compiled
-        return sorted(lock.parent.name for lock in root.glob("**/lock") if lock.stat().st_mtime >= since)
-    return []
+        word, reasons = next(name for name, code in EXIT_CODES.items() if code == status), problems
+    else:
+        word, reasons = run.status, [run.reason, *problems]
+    return f"FAILED ({word}): {'; '.join(reasons)}; see {directory}"
 
 
 def progress(directory: Path, since: float = math.inf) -> str:
-    """The newest iteration: from the record, else from the terminals of nodes whose files are elsewhere."""
+    """The newest iteration: from the record, else from the terminals of nodes whose files are elsewhere.
+
+    since: seconds since 1970. Before the first iteration it names the extensions that are being compiled, whose
+    directories PyTorch locks.
+    """
     try:
         done = read_metrics(directory / "metrics.jsonl")
     except RecordError as error:
@@ -115,8 +89,11 @@ def progress(directory: Path, since: float = math.inf) -> str:
         done += log.iterations(terminal.read_text(errors="replace").splitlines())
     if done:
         return f"iteration {done[-1].iteration}/{done[-1].total}"
-    names = compiling(since)
-    return f"compiling {', '.join(names)}, once in some minutes" if names else "starting"
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    with contextlib.suppress(OSError):  # a lock goes as soon as it is compiled
+        if names := sorted(lock.parent.name for lock in root.glob("**/lock") if lock.stat().st_mtime >= since):
+            return f"compiling {', '.join(names)}, once in some minutes"
+    return "starting"
 
 
 def run_all(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path, retries: int = 0, goes_on: str = "") -> bool:
@@ -132,7 +109,7 @@ def run_all(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path, retries: i
                 statuses |= _run_each(launch, failed, runs_dir)
     except Interrupted as stop:
         name = signal.Signals(stop.code - 128).name.removeprefix("SIG")
-        left = "; ".join(launch.end()) or "nothing"
+        left = "; ".join(launch.running.end() if launch.running else ()) or "nothing"
         note(f"\n{name} received: stopped, {left} is left running. {goes_on}".rstrip())
         raise
     return any(status != EXIT_CODES[CONFIGURATION] for status in statuses.values())
@@ -147,13 +124,11 @@ def _run_each(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path) -> dict[
             statuses[directory] = 0
             note(f"{label}  complete already")
             continue
-        start = time.monotonic()
-        expected = sum(took) / len(took) * (len(runs) - number + 1) if took else 0
-        statuses[directory], said = _run_one(launch, row, directory, label, expected)
+        start, after = time.monotonic(), len(runs) - number
+        statuses[directory], said = _run_one(launch, row, directory, label, fmean(took or [0]) * (after + 1))
         took.append(time.monotonic() - start)
-        left = round(sum(took) / len(took) * (len(runs) - number))
-        said = f"{label}  {said}, {timedelta(seconds=round(took[-1]))}"
-        note(f"{said}; about {timedelta(seconds=left)} left" if left else said)
+        said = f"{label}  {said}, {_duration(took[-1])}"
+        note(f"{said}; about {_duration(fmean(took) * after)} left" if round(fmean(took) * after) else said)
     return statuses
 
 
@@ -161,14 +136,16 @@ def _run_one(launch: Launch, row: Row, directory: Path, label: str, expected: fl
     """The exit status, and how it ended. expected: seconds for this run and those after it; 0 is not known."""
     directory.mkdir(parents=True, exist_ok=True)
     terminal, started = sys.stderr.isatty(), time.time()
-    with _signals.deferred():
-        run, told = launch.start(row.strategy, row.processes, directory), started - PROGRESS_SECONDS * terminal
+    run, told = launch.start(row.strategy, row.processes, directory), started - PROGRESS_SECONDS * terminal
     while (status := run.poll()) is None:
-        _signals.check()
         if (now := time.time()) - told >= (PROGRESS_SECONDS if terminal else LINE_SECONDS):
-            left = timedelta(seconds=round(max(0, expected - now + started)))
-            said = f"{label}  {progress(directory, started)}" + (f"; about {left} left" if expected else "")
+            left = f"; about {_duration(max(0, expected - now + started))} left" if expected else ""
+            said = f"{label}  {progress(directory, started)}{left}"
             print(f"\r{said}\033[K", end="\r", file=sys.stderr, flush=True) if terminal else note(said)
             told = now
         time.sleep(SECONDS)
     return status, outcome(status, run.problems, directory)
+
+
+def _duration(seconds: float) -> timedelta:
+    return timedelta(seconds=round(seconds))

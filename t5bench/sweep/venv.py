@@ -23,20 +23,18 @@ TORCH = "torch==2.13.0"
 VENV = REPOSITORY / ".venv"
 PYTHON, TORCHRUN = VENV / "bin" / "python", VENV / "bin" / "torchrun"
 COMPLETE, LOG = VENV / "complete", VENV / "install.log"
-# What a newcomer meets: what the log says, what that means, and what to do.
-CAUSES = (
-    (
-        "No space left on device",
+# What a newcomer meets: what the log says, and what that means with what to do.
+CAUSES = {
+    "No space left on device": Problem(
         f"the disk is full: about 4 GB are needed at {REPOSITORY}",
         "Make room and run this again: it goes on where it stopped",
     ),
-    (
-        "NewConnectionError|name resolution|Name or service not known|Connection refused|ConnectTimeout|unreachable"
-        "|ProxyError|from versions: none",
+    "NewConnectionError|name resolution|Name or service not known|Connection refused|ConnectTimeout|unreachable"
+    "|ProxyError|from versions: none": Problem(
         "the Python package index cannot be reached",
         "Check the network (and pip's proxy or index settings), then run this again",
     ),
-)
+}
 
 
 def ensure(requirements: "list[Path]") -> None:
@@ -64,14 +62,11 @@ def check_base() -> None:
 
 def make() -> None:
     VENV.mkdir(exist_ok=True)
-    options = ["--system-site-packages"] if has_torch(sys.executable) else []
-    logged(f"making a virtual environment in {VENV}", sys.executable, "-m", "venv", *options, str(VENV))
-    if options and not has_torch(str(PYTHON)):
-        # A base Python that is a virtual environment itself hands on those of its own base alone.
-        site = VENV / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-        torch = find_spec("torch")
-        assert torch and torch.origin, "the base Python has it"
-        (site / "base.pth").write_text(f"{Path(torch.origin).parents[1]}\n")
+    logged(f"making a virtual environment in {VENV}", sys.executable, "-m", "venv", str(VENV))
+    if has_torch(sys.executable):
+        # Behind what is installed here: what the base Python sees, which may be a virtual environment itself.
+        (site,) = VENV.glob("lib/python*/site-packages")
+        (site / "base.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("-packages")))
 
 
 def has_torch(python: str) -> bool:
@@ -94,15 +89,12 @@ def logged(what: str, *command: str) -> None:
     environment = dict(os.environ, DS_BUILD_OPS="0", DS_ACCELERATOR="cpu")
     with LOG.open("ab") as log:
         if subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode:
-            raise explanation(LOG.read_text(errors="replace"))
-
-
-def explanation(said: str) -> Problem:
-    for pattern, found, remedy in CAUSES:
-        if re.search(pattern, said):
-            return Problem(found, remedy)
-    print(*said.splitlines()[-15:], sep="\n", file=sys.stderr)
-    return Problem(f"installing the Python packages failed; the end of {LOG} is above", "Mend what it says, try again")
+            said = LOG.read_text(errors="replace")
+            for pattern, problem in CAUSES.items():
+                if re.search(pattern, said):
+                    raise problem
+            print(*said.splitlines()[-15:], sep="\n", file=sys.stderr)
+            raise Problem(f"installing the Python packages failed; the end of {LOG} is above", "Mend what it says")
 
 
 def write_torchrun(path: Path, python: Path) -> None:

@@ -9,27 +9,28 @@ from pathlib import Path
 import pytest
 from harness import STRATEGIES, processes_with, wait_for
 
-from t5bench.acceptance.preset import Preset
+from t5bench.acceptance.__main__ import Preset
 from t5bench.acceptance.steps import FAILED, NOT_RUN, OUT_OF_TIME, PASSED, Runner, Step
 
 LONG = "trap 'echo tidied; exit 0' TERM; sleep 1000 & echo begun; while :; do sleep 0.1; done"
-SETTINGS = {"ENGINES": "both", "STRATEGIES": "", "MICRO_BATCH_SIZES": "32 8"}
+SETTINGS = {"ENGINES": "both", "STRATEGIES": "", "MICRO_BATCH_SIZES": "32 8", "DEVICE": "cuda", "RESULTS_DIR": ""}
 
 
-@pytest.fixture
-def preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Preset:
-    for name, value in SETTINGS.items():
+def test_the_parts_are_parity_the_sweep_and_points_that_do_the_same_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in (SETTINGS | {"WORK_DIR": str(tmp_path)}).items():
         monkeypatch.setenv(name, value)
-    return Preset.asked(tmp_path, rehearsal=False)
-
-
-def test_the_parts_are_parity_the_sweep_and_points_that_do_the_same_work(preset: Preset):
+    monkeypatch.setattr("t5bench.acceptance.__main__.count_gpus", lambda _: 2)
+    monkeypatch.setattr("t5bench.record.machine.gpus", lambda _: [{"name": "NVIDIA H200"}] * 2)
+    preset = Preset()
+    assert preset.work.name == preset.output.name == "2x-nvidia-h200"
     steps = {step.name: step for step in preset.acceptance()}
-    names = ["data", "parity-native", "parity-megatron", "large-megatron", "large-native"]
+    names = ["parity-native", "parity-megatron", "large-megatron", "large-native"]
     assert [*steps] == names
-    for name in names[1:3]:
+    for name in names[:2]:
         assert set(steps[name].command[2:]) == set(STRATEGIES) and steps[name].environment["SHARE_GPUS"] == "1"
-    for name in names[3:]:
+    for name in names[2:]:
         # The benchmark stays as it is: its batch, precision, dropout and sizes are the launchers' defaults.
         assert steps[name].environment == {"ENGINE": name.partition("-")[2], "TRAIN_ITERS": "12"}
     points = [step for step in preset.throughput() if "MICRO_BATCH_SIZE" in step.environment]

@@ -113,76 +113,92 @@ def test_digest_of_data(tmp_path: Path, size: int):
     assert len(set(digests)) == 4
 
 
-def asked(*hosts: str) -> probe.Question:
-    return probe.Question(hosts[-1], hosts, "/r", "", "/d/x", output_directory="/", device="cpu", ports=[], seconds=1.0)
+def asked(*hosts: str, seconds: float = 1.0) -> probe.Question:
+    return probe.Question(hosts[-1], hosts, "/r", "", "/d/x", "/", device="cpu", ports=[], seconds=seconds)
+
+
+def red(rows: dict[str, Row]) -> dict[str, list[str]]:
+    """The checks that failed, each with its hosts."""
+    found = {name: [host for host, cell in row.items() if cell.problem] for name, row in rows.items()}
+    return {name: hosts for name, hosts in found.items() if hosts}
 
 
 GPU = {"index": 0, "name": "NVIDIA H100 80GB HBM3", "memory_mib": 81559.0, "driver": "550.54", "uuid": "GPU-0"}
 
 
 @pytest.mark.parametrize(
-    ("second", "texts", "red"),
+    ("second", "texts", "fails"),
     [
-        ([GPU], ["1 x H100 80GB HBM3 80 GiB", "550.54"], set()),
-        ([GPU, GPU], ["2 x H100 80GB HBM3 80 GiB", "550.54"], {"GPUs"}),
-        ([GPU | {"name": "NVIDIA A100", "memory_mib": 40960.0}], ["1 x A100 40 GiB", "550.54"], {"GPUs"}),
-        ([GPU | {"driver": "535.1"}], ["1 x H100 80GB HBM3 80 GiB", "535.1"], {"driver"}),
-        ([], ["no GPU", "-"], {"GPUs"}),
+        ([GPU], ["1 x H100 80GB HBM3 80 GiB", "550.54"], []),
+        ([GPU, GPU], ["2 x H100 80GB HBM3 80 GiB", "550.54"], ["GPUs"]),
+        ([GPU | {"name": "NVIDIA A100", "memory_mib": 40960.0}], ["1 x A100 40 GiB", "550.54"], ["GPUs"]),
+        ([GPU | {"driver": "535.1"}], ["1 x H100 80GB HBM3 80 GiB", "535.1"], ["driver"]),
+        ([], ["no GPU", "-"], ["GPUs"]),
     ],
     ids=["equal", "more", "other", "driver", "none"],
 )
-def test_gpus(second: list[dict], texts: list[str], red: set[str], monkeypatch: pytest.MonkeyPatch):
+def test_gpus(second: list[dict], texts: list[str], fails: list[str], monkeypatch: pytest.MonkeyPatch):
     nodes = []
     for name, found in (("node0", [GPU]), ("node1", second)):
         monkeypatch.setattr(probe.machine, "gpus", lambda _, found=found: found)
-        nodes.append(Node(name, cells={"gpus": probe.gpus(asked(name))}))
-    rows = table.rows_of(nodes, "gpus")
+        nodes.append(Node(name, cells=probe.gpus(asked(name))))
+    rows = table.table(nodes, {}, Path("/d/x"))
     assert [rows[name]["node1"].text for name in ("GPUs", "driver")] == texts
-    assert {name for name, row in rows.items() if row["node1"].problem} == red
-    assert not any(row["node0"].problem for row in rows.values())
+    assert red(rows) == {name: ["node1"] for name in fails}
 
 
-@pytest.mark.parametrize(("clock", "red"), [(0.9, False), (-0.9, False), (1.1, True), (-3600.0, True)])
-def test_clocks(clock: float, red: bool):
+@pytest.mark.parametrize(("clock", "fails"), [(0.9, []), (-0.9, []), (1.1, ["node1"]), (-3600.0, ["node1"])])
+def test_clocks(clock: float, fails: list[str]):
     """The first node's clock is 5 s from this machine's: what counts is the difference between the nodes."""
     nodes = [Node("node0", clock=5.0), Node("node1", clock=5.0 + clock)]
-    assert bool(table.clocks(nodes)["node1"].problem) is red
+    assert red({"clock": table.clocks(nodes)}).get("clock", []) == fails
 
 
-def test_own_name_that_is_a_loopback_address(monkeypatch: pytest.MonkeyPatch):
-    """As Debian's installer writes it into /etc/hosts: gloo would listen where no other node can reach it."""
-    monkeypatch.setattr(probe, "addresses_of", lambda name: ["127.0.1.1"] if name == HERE else [])
-    cell = probe.address(asked("node0", "node1"))["address"]
-    assert (cell.text, "resolves to 127.0.1.1" in cell.problem) == ("own name", True)
-    monkeypatch.setattr(probe, "addresses_of", lambda name: ["10.0.0.2"] if name == HERE else [])
-    assert probe.address(asked("node0", "node1"))["address"].text == "no master"
-
-
-def test_little_disk_and_memory(monkeypatch: pytest.MonkeyPatch):
+def test_what_a_node_says_of_its_names_disk_and_memory(monkeypatch: pytest.MonkeyPatch):
+    """An own name that is a loopback address, as Debian's installer writes it into /etc/hosts: gloo would listen where
+    no other node can reach it."""
+    for resolves, text, problem in (("127.0.1.1", "own name", "resolves to 127.0.1.1"), ("10.0.0.2", "no master", "")):
+        monkeypatch.setattr(probe, "addresses_of", lambda name, at=resolves: [at] if name == HERE else [])
+        cell = probe.address(asked("node0", "node1"))["address"]
+        assert cell.text == text and problem in cell.problem
     monkeypatch.setattr(probe, "LEAST_DISK", 2**60)
     monkeypatch.setattr(probe, "LEAST_MEMORY", 2**60)
     assert re.fullmatch(r"[0-9.]+ GiB are free at /", probe.disk(asked("node0"))["disk"].problem)
     assert re.fullmatch(r"[0-9.]+ GiB of memory are available", probe.memory(asked("node0"))["memory"].problem)
 
 
-def test_a_fact_that_did_not_come_is_red_and_one_of_a_node_that_is_gone_is_not():
-    nodes = [Node("node0", cells={"memory": {"memory": Cell("4 GiB")}}), Node("node1")]
-    nodes[1].failure = Cell("unreachable", "no route", "plug it in")
-    rows = table.table(nodes, {})
-    assert (rows["disk"]["node0"].text, bool(rows["disk"]["node0"].problem)) == ("no answer", True)
-    assert rows["disk"]["node1"] == table.UNKNOWN
+def test_a_fact_that_hangs_or_breaks_holds_up_no_other(monkeypatch: pytest.MonkeyPatch):
+    def data(_: probe.Question) -> dict:
+        time.sleep(60)
+
+    def engine(_: probe.Question) -> dict:
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(probe, "FACTS", (data, engine, probe.memory))
+    found = probe.look(asked("node0", seconds=0.2))
+    assert {name: cell.text for name, cell in found.items() if name != "memory"} == {
+        "data": "no answer",
+        "engine": "unknown",
+    }
+    assert found["engine"].problem == "OSError: stale file handle" and "GiB" in found["memory"].text
+    nodes = [Node("node0", cells=found), Node("node1", reached=Cell("unreachable", "no route", "plug it in"))]
+    assert red(table.table(nodes, {}, Path("/d/x"))) == {
+        "reachable": ["node1"],
+        "data": ["node0"],
+        "engine": ["node0"],
+    }
 
 
 def test_what_to_do_and_colour():
-    rows: dict[str, Row] = {"engine": {"node0": Cell("none", "there is none", "get one")}, "data": {"node0": Cell("x")}}
-    rows["engine"]["node1"], rows["data"]["node1"] = rows["engine"]["node0"], Cell("missing", "it is gone")
-    nodes, prefix = [Node("node0", here=True), Node("node1")], Path("/d d/x")
-    rows["data"]["node0"] = Cell("x", same={".bin": "1", ".idx": "2", "tokenizer": ""})
-    plain = table.render(nodes, rows, prefix, colour=False)
+    none = Cell("none", "there is none", "get one")
+    nodes = [Node("node0", here=True, cells={"engine": none, "data": Cell("x", same={".bin": "1", "tokenizer": ""})})]
+    nodes.append(Node("node1", cells={"engine": none, "data": Cell("missing", "it is gone")}))
+    rows = table.table(nodes, {}, Path("/d d/x"))
+    plain = table.render(nodes, rows, colour=False)
     assert "\nengine on node0, node1: there is none\n    get one\n" in plain
     assert plain.splitlines()[-1].strip() == "Run here: scp -r '/d d/x.bin' '/d d/x.idx' 'node1:/d d/'"
     assert "\033" not in plain
-    assert table.render(nodes, rows, prefix, colour=True).count("\033[31mFAIL none\033[0m") == 2
+    assert table.render(nodes, rows, colour=True).count("\033[31mFAIL none\033[0m") == 2
 
 
 # ---- real hosts ----------------------------------------------------------------------------------------------------
