@@ -17,7 +17,7 @@ from t5bench.plan.layout import count_gpus
 from t5bench.plan.ports import free_port
 from t5bench.record import machine
 from t5bench.record.status import CONFIGURATION, EXIT_CODES, OUT_OF_MEMORY
-from t5bench.sweep.rows import BASELINE, choose, note
+from t5bench.sweep.launch import BASELINE, choose, note
 from t5bench.sweep.runner import raise_on_signals
 from t5bench.sweep.venv import write_torchrun
 

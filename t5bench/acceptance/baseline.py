@@ -29,7 +29,7 @@ from t5bench.record import profile
 from t5bench.record.plan import Plan
 from t5bench.record.status import COMPLETE, CRASHED, OUT_OF_MEMORY
 from t5bench.run.profile_step import ProfiledStretch
-from t5bench.sweep.rows import BASELINE
+from t5bench.sweep.launch import BASELINE
 
 # Of TRAIN_ITERS; one more is profiled.
 WARM_UPS = 3

@@ -11,8 +11,7 @@ from t5bench import Problem
 from t5bench.plan import claim
 from t5bench.record.records import write_list
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
-from t5bench.sweep.launch import Launch
-from t5bench.sweep.rows import choose, note, plan_baselines, plan_rows
+from t5bench.sweep.launch import Launch, choose, note, plan_baselines, plan_rows
 from t5bench.sweep.runner import has_record, is_complete, raise_on_signals, run_all
 
 

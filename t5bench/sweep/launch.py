@@ -1,4 +1,4 @@
-"""Starts one launcher on this machine, or one on every host over ssh, waits for all and brings their records back.
+"""Which runs a sweep makes; starts one launcher here, or one on every host over ssh, and brings their records back.
 
 Each is sent a script on the standard input of a bash: the settings (so that no key stands in a command line), the
 launcher, and a watch on that input. When this process ends, or the connection breaks, the input ends and the launcher
@@ -11,8 +11,10 @@ import os
 import secrets
 import shlex
 import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from t5bench import REPOSITORY, Problem
@@ -52,6 +54,10 @@ WATCH = """main() {
 }
 main
 """
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def shell(host: str) -> list[str]:
@@ -223,3 +229,45 @@ class Launch:
             run.nodes.append(Node(host, self._environment, directory, rank))
             run.nodes[-1].send(self._script(strategy, processes, directory, rank, WATCH))
         return run
+
+
+# ---- the runs of a sweep ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run to make. processes: what the launcher is told, in all; None leaves it the strategy's own number."""
+
+    name: str
+    strategy: str
+    world_size: int
+    processes: int | None = None
+
+
+def choose(names: Sequence[str]) -> list[str]:
+    """These strategies, each once; all of them when none is named. Raises Problem."""
+    known = [strategy.name for strategy in launchers.declarations()]
+    for name in names:
+        if name not in known:
+            raise Problem(f"there is no strategy '{name}'", f"There are: {' '.join(known)}")
+    return list(dict.fromkeys(names)) or known
+
+
+def plan_rows(launch: Launch, runs_dir: Path, strategies: Iterable[str], processes: int | None = None) -> list[Row]:
+    """A row for each strategy that can run; says of the others what stops them."""
+    rows = []
+    for strategy in strategies:
+        name = f"{strategy}-{processes}" if processes else strategy
+        plan = launchers.accepted(launch.ask(strategy, processes, runs_dir / "plan"))
+        if plan.obstacles:
+            note(f"{name} cannot run here: {plan.obstacles[0].found}")
+        elif plan.layout:
+            rows.append(Row(name, strategy, plan.layout.world_size, processes))
+    return rows
+
+
+def plan_baselines(launch: Launch, runs_dir: Path, rows: Sequence[Row]) -> list[Row]:
+    """The baseline, where it is among the rows, once more for each further number of processes."""
+    known = {row.world_size for row in rows if row.strategy == BASELINE}
+    missing = dict.fromkeys(row.world_size for row in rows if known and row.world_size not in known)
+    return [row for size in missing for row in plan_rows(launch, runs_dir, [BASELINE], size)]

@@ -9,8 +9,7 @@ from pathlib import Path
 from t5bench import REPOSITORY, Problem
 from t5bench.plan.launchers import accepted, declarations
 from t5bench.sweep.command import t5bench
-from t5bench.sweep.launch import BASELINE, Launch
-from t5bench.sweep.rows import choose, note, plan_rows
+from t5bench.sweep.launch import BASELINE, Launch, choose, note, plan_rows
 from t5bench.sweep.runner import raise_on_signals, run_all
 
 MEGATRON, NATIVE = "megatron", "native"

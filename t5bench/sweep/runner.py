@@ -15,8 +15,7 @@ from t5bench.record import log
 from t5bench.record.files import RecordError
 from t5bench.record.records import load, looks_like_run, read_metrics
 from t5bench.record.status import COMPLETE, CONFIGURATION, EXIT_CODES
-from t5bench.sweep.launch import Launch
-from t5bench.sweep.rows import Row, note
+from t5bench.sweep.launch import Launch, Row, note
 
 # Between looks at a run, and between those that a person sees, which read all of its iterations: on a terminal, and in
 # a file, where each is a line.

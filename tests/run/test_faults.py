@@ -107,7 +107,7 @@ launch.Node = SlowNode
 
 def test_second_ctrl_c_in_a_sweep(project: Project):
     """Both come while the run is being started, and nobody knows its processes yet."""
-    with (project.root / "t5bench" / "sweep" / "rows.py").open("a") as module:
+    with (project.root / "t5bench" / "sweep" / "launch.py").open("a") as module:
         module.write(SLOW_START)
     process = sweep(project, STUB_SLEEP="300")
     wait_for((project.stubs / "started").exists)
