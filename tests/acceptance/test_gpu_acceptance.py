@@ -55,21 +55,15 @@ def test_a_gpu_that_torch_does_not_see_is_told(tmp_path: Path, monkeypatch: pyte
     assert "NVIDIA Stub, 81559.0 MiB, driver 470.1" in result.stderr and "sees none" in result.stderr
 
 
-# One engine, strategy and size: what differs on a GPU are the device, the sizes and the compilers.
-CHOSEN = {"ENGINES": "native", "STRATEGIES": "zero1", "MICRO_BATCH_SIZES": "4", "GLOBAL_BATCH_SIZE": "4"}
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("rehearsal") / "a path with spaces"
-    result = accept("--rehearse", timeout=590, MINUTES="8", WORK_DIR=str(directory), **CHOSEN)
-    assert result.returncode == 0, result.stderr
-    return directory
-
-
 @pytest.mark.slow
-def test_the_rehearsal_goes_through_everything(work: Path):
-    found = json.loads((work / "rehearsal" / "results" / "results.json").read_text())
+def test_the_rehearsal_goes_through_everything_once(tmp_path: Path):
+    """One engine, strategy and size: what differs on a GPU are the device, the sizes and the compilers."""
+    chosen = {"ENGINES": "native", "STRATEGIES": "zero1", "MICRO_BATCH_SIZES": "4", "GLOBAL_BATCH_SIZE": "4"}
+    chosen |= {"MINUTES": "8", "WORK_DIR": str(tmp_path / "a path with spaces")}
+    left = tmp_path / "a path with spaces" / "rehearsal" / "results"
+    result = accept("--rehearse", timeout=590, **chosen)
+    assert result.returncode == 0, result.stderr
+    found = json.loads((left / "results.json").read_text())
     large = results.rows_of(found["large"])
     assert [(row["strategy"], row["status"]) for row in large] == [("ddp", "complete"), ("zero1", "complete")]
     points = found["throughput"]
@@ -78,28 +72,21 @@ def test_the_rehearsal_goes_through_everything(work: Path):
     products = [point["tflops_per_gpu"] * point["milliseconds_per_iteration"]["median"] for point in points]
     assert products == pytest.approx(products[:1] * 3)
     assert all(point["limits"].startswith("operators on the CPU: ") for point in points)
-    assert found["devices"].keys() == {"device", "device-after"}
+    assert list(found["devices"]) == ["device", "device-after"]
     assert "PASS: " in found["parity"]["parity-native"]
-    # Once more: nothing is done again.
-    result = accept("--rehearse", timeout=120, MINUTES="8", WORK_DIR=str(work), **CHOSEN)
-    assert result.returncode == 0
-    assert "passed already" in result.stderr and ": passed, " not in result.stderr
-
-
-@pytest.mark.slow
-def test_the_results_are_a_summary_and_the_records(work: Path):
-    text = (work / "rehearsal" / "results" / "README.md").read_text()
+    text = (left / "README.md").read_text()
     assert text.startswith("# A rehearsal on the CPU\n") and "no figure here means anything" in text
     for heading in ("## The device at its best", "## Every strategy", "## Throughput of one device", "## Steps"):
         assert f"\n{heading}\n" in text
     assert "\n### " in text and "| zero1† " in text and "| Hugging Face, compiled " in text
-    with tarfile.open(work / "rehearsal" / "results" / "records.tar.xz") as archive:
-        names = archive.getnames()
-    assert (
-        "records/runs/large/native/repeat1/zero1/node0.log" in names
-        and "records/runs/large-comparison/index.html" in names
-    )
+    with tarfile.open(left / "records.tar.xz") as archive:
+        names = set(archive.getnames())
+    assert names > {"records/runs/large/native/repeat1/zero1/node0.log", "records/runs/large-comparison/index.html"}
     assert not any(name.endswith((".bin", ".pt", "results.json")) for name in names)
+    # Once more: nothing is done again.
+    again = accept("--rehearse", timeout=120, **chosen)
+    assert again.returncode == 0
+    assert "passed already" in again.stderr and ": passed, " not in again.stderr
 
 
 def make_wheel(directory: Path, name: str) -> None:

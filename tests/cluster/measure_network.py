@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from statistics import mean, quantiles
@@ -35,12 +36,13 @@ SETTINGS = {
 WARM_UP = 3
 
 
-def train(cluster: Cluster, output: Path, engine: str, rate: str, data: Path) -> None:
-    for node in cluster.nodes:
+def train(cluster: Cluster, nodes: Sequence[str], output: Path, engine: str, rate: str, data: Path) -> None:
+    """A sweep over links of this rate, into OUTPUT/RATE."""
+    for node in nodes:
         cluster.shape(node, rate)
     settings = SETTINGS | {name: value for name, value in os.environ.items() if name.isupper()}
     settings |= {"PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}", "RUNS_DIR": str(output.absolute() / rate)}
-    settings |= {"ENGINE": engine, "HOSTS": " ".join(cluster.nodes), "MEGATRON_DATA_DIR": str(data.absolute())}
+    settings |= {"ENGINE": engine, "HOSTS": " ".join(nodes), "MEGATRON_DATA_DIR": str(data.absolute())}
     script = str(REPO_ROOT / "scripts" / "run_megatron_t5_all.sh")
     result = cluster.login("bash", script, env=settings, timeout=3600, check=False)
     print(result.stdout[-3000:], result.stderr[-1500:], flush=True)
@@ -126,7 +128,7 @@ def main() -> None:
             try:
                 cluster.up()
                 for rate in args.rates.split(","):
-                    train(cluster, args.output, args.engine, rate, args.data)
+                    train(cluster, cluster.nodes, args.output, args.engine, rate, args.data)
             finally:
                 cluster.down()
     report(args.output)

@@ -3,12 +3,11 @@
 On CPUs, with a tiny model: it shows what the strategies send and what that costs them, not a GPU's speed.
 """
 
-import sys
 from pathlib import Path
 
 import pytest
-from cluster_lab import SYSTEM_PATH, Cluster
-from harness import REPO_ROOT
+from cluster_lab import Cluster
+from measure_network import train
 
 from t5bench.compare.comparison import build
 from t5bench.model import traffic
@@ -16,25 +15,17 @@ from t5bench.plan.forecast import job_of
 from t5bench.record.records import load
 
 MEGABITS = 100
-SETTINGS = {
-    "PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}", "PYTHON": sys.executable, "LAUNCH": "ssh",
-    "STRATEGIES": "ddp zero2", "ENGINE": "native", "DEVICE": "cpu", "MODEL_PRESET": "tiny", "PRECISION_FLAG": "",
-    "DROPOUT": "0", "MICRO_BATCH_SIZE": "2", "TRAIN_ITERS": "15", "LOG_INTERVAL": "1", "SAMPLE_INTERVAL": "0.2",
-    "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled",
-}  # fmt: skip
 
 
-def test_a_slow_network_slows_what_sends_more(cluster: Cluster, sample_data: Path, tmp_path: Path):
-    hosts = ["node0", "node1"]
-    for host in hosts:
-        cluster.shape(host, f"{MEGABITS}mbit")
-    settings = SETTINGS | {"HOSTS": " ".join(hosts), "RUNS_DIR": str(tmp_path), "MEGATRON_DATA_DIR": str(sample_data)}
-    script = str(REPO_ROOT / "scripts" / "run_megatron_t5_all.sh")
-    result = cluster.login("bash", script, env=settings, timeout=300, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    runs = [load(tmp_path / "repeat1" / strategy) for strategy in ("ddp", "zero2")]
+def test_a_slow_network_slows_what_sends_more(
+    cluster: Cluster, sample_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("STRATEGIES", "ddp zero2")
+    monkeypatch.setenv("DROPOUT", "0")
+    train(cluster, ["node0", "node1"], tmp_path, "native", f"{MEGABITS}mbit", sample_data)
+    runs = [load(tmp_path / f"{MEGABITS}mbit" / "repeat1" / strategy) for strategy in ("ddp", "zero2")]
     ddp, zero2 = build(runs, "ddp", [], None).rows
-    # The counters are read every 0.2 s, and fifteen iterations take a second or two.
+    # The counters are read every 0.2 s, and sixteen iterations take a second or two.
     for run, row in zip(runs, (ddp, zero2), strict=True):
         job = job_of(run.plan, run.padded_vocab_size)
         predicted = max(traffic.node_bytes(job, traffic.rows(job), "gloo"))

@@ -24,12 +24,6 @@ def start(clone: Path, *arguments: str, **settings: str) -> subprocess.Popen:
     )
 
 
-@pytest.fixture
-def comparison(quickstart: Path) -> Path:
-    (directory,) = (quickstart / "outputs" / "quickstart").glob("*/comparison")
-    return directory
-
-
 def test_help_and_wrong_use():
     output, _ = start(REPO_ROOT, "--help", PYTHON=sys.executable).communicate(timeout=30)
     assert "outputs/quickstart/" in output and "ENGINE" in output
@@ -45,7 +39,8 @@ def test_help_and_wrong_use():
 
 
 @pytest.mark.slow
-def test_all_strategies_train_and_equal_ddp(comparison: Path):
+def test_all_strategies_train_and_equal_ddp_and_everything_stays_in_the_checkout(quickstart: Path):
+    (comparison,) = (quickstart / "outputs" / "quickstart").glob("*/comparison")
     rows = list(csv.DictReader((comparison / "comparison.csv").read_text().splitlines()))
     sizes = {(row["strategy"], row["world_size"]) for row in rows}
     assert sizes == {(s, "2") for s in STRATEGIES if s != "hybrid"} | {("hybrid", "4"), ("ddp", "4")}
@@ -53,19 +48,10 @@ def test_all_strategies_train_and_equal_ddp(comparison: Path):
         assert row["parity"] == ("baseline" if row["strategy"] == "ddp" else "yes")
         assert row["status"] == "complete"
         assert float(row["bytes_sent_per_iteration"]) > 0
-
-
-@pytest.mark.slow
-def test_what_a_newcomer_sees(quickstart: Path, comparison: Path):
     assert "not a measurement of Megatron-DeepSpeed on GPUs" in (quickstart / "outputs" / "stdout").read_text()
     assert (comparison / "index.html").is_file()
     progress = (quickstart / "outputs" / "stderr").read_text().splitlines()
-    ends = [line for line in progress if line.startswith("[") and "  complete, " in line]
-    assert len(ends) == len(STRATEGIES) + 1
-
-
-@pytest.mark.slow
-def test_everything_stays_in_the_checkout(quickstart: Path):
+    assert len([line for line in progress if line.startswith("[") and "  complete, " in line]) == len(STRATEGIES) + 1
     made = {path.name for path in quickstart.iterdir()} - {path.name for path in REPO_ROOT.iterdir()}
     assert made <= {"outputs", ".venv"}
     assert [path.name for path in quickstart.parent.iterdir()] == [quickstart.name]

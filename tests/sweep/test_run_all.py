@@ -11,7 +11,6 @@ import pytest
 from harness import STRATEGIES, Project, processes_with, wait_for
 from made_runs import make_run
 
-from t5bench.plan.ports import free_port
 from t5bench.record.records import load
 from t5bench.sweep.runner import progress
 
@@ -179,70 +178,6 @@ def test_a_signal_ends_the_run_and_the_sweep_and_the_same_command_goes_on(sweep:
     assert processes_with(f"STUB_DIR={sweep.stubs}") == []
     assert run_all(sweep, STRATEGIES="ddp zero1").returncode == 0
     assert [row for row, _ in order(sweep)] == ["repeat1/ddp", "repeat1/ddp", "repeat1/zero1"]
-
-
-# ---- LAUNCH=ssh: two "hosts" that are this machine -------------------------------------------------------------------
-
-
-@pytest.fixture
-def hosts(sweep: Project) -> Project:
-    """A project on hosts 127.0.0.1 and 127.0.0.2, where ssh runs what it is given here; "nowhere" is not reached."""
-    sweep.add_stub(
-        "ssh",
-        "#!/usr/bin/env bash\n"
-        "while [[ $1 != -- ]]; do shift; done; shift\n"
-        '[[ $1 != nowhere ]] || { echo "ssh: no such host" >&2; exit 255; }\n'
-        'exec env -u WANDB_API_KEY -u TRAIN_ITERS -u STRATEGIES bash -c "${*:2}"\n',
-    )
-    sweep.environment |= {"LAUNCH": "ssh", "HOSTS": "127.0.0.1 127.0.0.2", "STRATEGIES": "ddp", "RETRIES": "0"}
-    sweep.environment["MASTER_PORT"] = str(free_port())
-    return sweep
-
-
-def test_every_host_gets_the_settings_and_its_rank(hosts: Project):
-    result = run_all(
-        hosts, STRATEGIES="ddp hybrid", TRAIN_ITERS="7", LOG_INTERVAL="7", WANDB_API_KEY="0" * 40, WANDB_MODE="offline"
-    )
-    assert result.returncode == 0, result.stderr
-    rows = {row: load(hosts.root / "outputs" / "all" / "repeat1" / row) for row in ("ddp", "hybrid", "ddp-4")}
-    for row, size in {"ddp": 2, "hybrid": 4, "ddp-4": 4}.items():
-        assert (rows[row].status, rows[row].world_size, len(rows[row].nodes)) == ("complete", size, 2)
-        assert rows[row].iterations[-1].iteration == 7
-    assert hosts.recorded_environment()["WANDB_API_KEY"] == "0" * 40
-
-
-def test_a_host_that_cannot_be_reached_is_named(hosts: Project):
-    result = run_all(hosts, HOSTS="127.0.0.1 nowhere")
-    assert result.returncode == 2
-    assert "FAILED (configuration): ssh to nowhere failed: ssh: no such host" in result.stderr
-    first = run_all(hosts, HOSTS="nowhere 127.0.0.1")
-    assert first.returncode == 2
-    assert "error: nowhere gives no plan of ddp: ssh: no such host" in first.stderr
-    assert processes_with(f"STUB_DIR={hosts.stubs}") == []
-
-
-def test_a_second_attempt_without_a_shared_file_system(hosts: Project, tmp_path: Path):
-    """Its record comes back, and what the first attempt left here does not pass as it."""
-    outputs, nodes = hosts.root / "outputs", tmp_path / "nodes"
-    # Every host writes to, and is asked for, a directory of its own instead of the one that is named.
-    (tmp_path / "host.sh").write_text(
-        f'export() {{ builtin export "${{@/{str(outputs).replace("/", chr(92) + "/")}/$OWN}}"; }}\n'
-    )
-    hosts.add_stub(
-        "ssh",
-        "#!/usr/bin/env bash\nwhile [[ $1 != -- ]]; do shift; done; shift\n"
-        f"command=${{*:2}} OWN={nodes}/$1\nexport OWN BASH_ENV={tmp_path}/host.sh\n"
-        f'exec bash -c "${{command/"{outputs}"/"$OWN"}}"\n',
-    )
-    (hosts.stubs / "fails").write_text("ddp")
-    hosts.environment["STUB_WAIT"] = "1"  # nodes of one run run at the same time
-    assert "FAILED (crashed): node " in run_all(hosts).stderr
-    (hosts.stubs / "fails").unlink()
-    result = run_all(hosts)
-    assert result.returncode == 0, result.stderr
-    run = load(outputs / "all" / "repeat1" / "ddp")
-    assert (run.status, len(run.nodes), len(run.iterations)) == ("complete", 2, 50)
-    assert {path.name for path in nodes.iterdir()} == {"127.0.0.1", "127.0.0.2"}
 
 
 def test_what_a_terminal_shows_of_a_run_that_goes_on(tmp_path: Path):
