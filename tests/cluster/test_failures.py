@@ -11,11 +11,12 @@ and a scenario is played on each of them at once.
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ LONGEST_SECONDS = 150
 # What the scenarios set, in seconds; the table's longest times are sums of these and of a number of seconds.
 TIMES = {"RENDEZVOUS_TIMEOUT": 60, "DISTRIBUTED_TIMEOUT_MINUTES * 60": 60, "WATCHDOG_SECONDS": 3600}
 NOTHING_SAID = "none"
+Times = Mapping[str, int]
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------
@@ -47,7 +49,7 @@ class Row:
     exit_codes: tuple[str, str]
     longest: str
 
-    def seconds(self, times: dict[str, int]) -> float:
+    def seconds(self, times: Times) -> float:
         """The longest time to the end, from a sum of settings and seconds."""
         terms = [term.strip() for term in self.longest.split("+")]
         return sum(times[term] if term in times else float(term.removesuffix(" s")) for term in terms)
@@ -160,22 +162,21 @@ class Scenario:
     play: Callable[[Scene], object]
     at: int = 1
     shared: bool = False
-    times: dict[str, int] = field(default_factory=dict)
+    times: Times = field(default_factory=dict)
 
 
 SCENARIOS: dict[str, Scenario] = {}
 
 
-def scenario(**options) -> Callable[[Callable[[Scene], None]], Callable[[Scene], None]]:
-    def add(play: Callable[[Scene], None]) -> Callable[[Scene], None]:
+def scenario(**options) -> Callable[[Callable[[Scene], None]], None]:
+    def add(play: Callable[[Scene], None]) -> None:
         SCENARIOS[play.__name__.replace("_", "-")] = Scenario(play, **options)
-        return play
 
     return add
 
 
-def fault(name: str, what: str, iterations: str = "100000", **options) -> None:
-    SCENARIOS[name] = Scenario(lambda scene: scene.start_both(STUB_FAULT=what, TRAIN_ITERS=iterations), **options)
+def fault(name: str, what: str, at: int = 1, shared: bool = False, times: Times | None = None, **settings: str) -> None:
+    SCENARIOS[name] = Scenario(lambda scene: scene.start_both(STUB_FAULT=what, **settings), at, shared, times or {})
 
 
 def started(name: str, *launchers: dict, **options) -> None:
@@ -228,13 +229,7 @@ def power_off(scene: Scene) -> None:
 
 fault("rank-hangs", "1:5:hang", times=SHORT_GROUP)
 fault("rank-hangs-on-node-0", "0:5:hang", at=0, times=SHORT_GROUP)
-
-
-@scenario(times=SHORT_GROUP)
-def rank_hangs_of_two(scene: Scene) -> None:
-    scene.start_both(STUB_FAULT="2:5:hang", NPROC_PER_NODE="2")
-
-
+fault("rank-hangs-of-two", "2:5:hang", times=SHORT_GROUP, NPROC_PER_NODE="2")
 fault("no-progress", "1:5:hang", times={"WATCHDOG_SECONDS": 25})
 signalled("worker-suspended", "worker", "STOP", times=SHORT_GROUP)
 
@@ -283,7 +278,7 @@ fault(
     "gpu-memory-full",
     "1:4:print:[rank1]:_torch.OutOfMemoryError:_CUDA_out_of_memory._Tried_to_allocate_2.00_GiB 1:5:exit:1",
 )
-fault("loss-not-a-number", "1:5:nan", iterations="8")
+fault("loss-not-a-number", "1:5:nan", TRAIN_ITERS="8")
 signalled("torchrun-killed", "torchrun", "KILL")
 signalled("launcher-killed", "launcher", "KILL")
 signalled("recorder-killed", "recorder", "KILL")
@@ -306,13 +301,11 @@ def interrupted(scene: Scene) -> None:
 @scenario()
 def disk_full(scene: Scene) -> None:
     # STUB_FAULT knows no spaces.
-    for command, undo in (
-        (["mkdir", "-p", str(scene.output)], ["true"]),
-        (["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(scene.output)], ["umount", str(scene.output)]),
-        (["ln", "-s", str(scene.output), "/run/output"], ["rm", "/run/output"]),
-    ):
-        scene.on(1, *command)
-        scene.at_end.callback(scene.on, 1, *undo)
+    disk = shlex.quote(str(scene.output))
+    scene.on(
+        1, "bash", "-c", f"mkdir -p {disk} && mount -t tmpfs -o size=256k tmpfs {disk} && ln -s {disk} /run/output"
+    )
+    scene.at_end.callback(scene.on, 1, "bash", "-c", f"rm /run/output; umount {disk}")
     scene.start_both(STUB_FAULT="1:20:disk:/run/output/checkpoint")
 
 
@@ -359,11 +352,13 @@ def slurm_time_limit(scene: Scene) -> None:
 
 @dataclass
 class Outcome:
+    """By node: its terminal's exit status and text, and its run.json. left: what still ran."""
+
     exit_codes: dict[int, int]
     texts: dict[int, str]
+    records: dict[int, dict]
     seconds: float
     left: list[str]
-    records: dict[int, dict]
 
 
 class Stage:
@@ -412,9 +407,9 @@ class Stage:
             return Outcome(
                 {node: terminal.process.returncode for node, terminal in terminals.items()},
                 {node: scene.named(terminal.text) for node, terminal in terminals.items()},
+                {node: scene.record(node) for node in terminals},
                 max(terminal.ended_at for terminal in terminals.values()) - began,
                 [line for _, _, line in left()],
-                {node: scene.record(node) for node in terminals},
             )
 
     @staticmethod
