@@ -42,7 +42,8 @@ def sweep(project: Project) -> Project:
         project,
         'printf "%s %s\\n" "$WANDB_RUN_GROUP" "$*" >>"$STUB_DIR/order"\n'
         'for word in $(cat "$STUB_DIR/fails" 2>/dev/null); do\n'
-        '  if [[ $* == *"/$word/"* ]]; then echo "ValueError: broken"; exit 1; fi\n'
+        # A NUL makes a log a binary file for grep, and the rest no text of UTF-8.
+        "  if [[ $* == *\"/$word/\"* ]]; then printf 'a\\0b\\377\\n'; echo 'ValueError: broken'; exit 1; fi\n"
         "done",
     )
     return project
@@ -109,12 +110,14 @@ def test_what_is_planned(sweep: Project, settings: dict[str, str], gpus: int, pl
     assert stopped == bool(gpus)
 
 
-def test_complete_runs_are_skipped_and_failed_ones_tried_again(sweep: Project):
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_complete_runs_are_skipped_and_failed_ones_tried_again(sweep: Project, locale: str):
     (sweep.stubs / "fails").write_text("ddp")
-    result = run_all(sweep, STRATEGIES="ddp zero1", WANDB_MODE="disabled")
+    result = run_all(sweep, STRATEGIES="ddp zero1", WANDB_MODE="disabled", LC_ALL=locale)
     assert [row for row, _ in order(sweep)] == ["repeat1/ddp", "repeat1/zero1", "repeat1/ddp"]
     assert result.stderr.count("FAILED (crashed): ValueError: broken; see ") == 2
     assert "trying again what failed" in result.stderr and "wandb|" not in result.stdout
+    assert "binary" not in result.stderr
     (sweep.stubs / "fails").unlink()
     again = run_all(sweep, STRATEGIES="ddp zero1", RETRIES="0")
     assert re.search(r"repeat1/zero1 +complete already", again.stderr)
