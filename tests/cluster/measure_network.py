@@ -25,7 +25,6 @@ from t5bench.model import time, traffic
 from t5bench.model.machine import Link, Machine
 from t5bench.plan.forecast import job_of
 from t5bench.record.records import Run, load
-from t5bench.record.samples import read_samples
 from t5bench.record.status import COMPLETE
 
 SETTINGS = {
@@ -53,8 +52,7 @@ def sent_by_node(run: Run) -> list[float]:
     timed = [(line.time, line.iteration) for line in run.iterations[WARM_UP:] if line.time]
     times, numbers = zip(*timed, strict=True)
     slopes = []
-    for node in run.nodes:
-        samples = read_samples(run.directory / f"node{node['node']}.samples.jsonl")
+    for samples in run.samples.values():
         within = [sample for sample in samples if times[0] <= sample["time"] <= times[-1]]
         done = np.interp([sample["time"] for sample in within], times, numbers)
         slopes.append(np.polyfit(done, [sample["network"]["eth0"]["sent"] for sample in within], 1)[0])
