@@ -7,6 +7,7 @@ empty. Whatever it waits for at the end it waits for only so long.
 
 import argparse
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -55,6 +56,7 @@ OTHERS_SECONDS = GRACE_SECONDS + 20
 COMPLETE_SECONDS = 10
 LOOKING_SECONDS = 30
 MOST_DIFFERENCES = 3
+PROCESSES_REMEDY = "End what else runs there, or raise the limit (ulimit -u; a container's or a SLURM job's own)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -274,12 +276,14 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     return exit_code(known, end)
 
 
-def cannot_record(args: argparse.Namespace, error: OSError) -> int:
-    """The run directory cannot be written at all: the run ends."""
+def cannot_record(args: argparse.Namespace, error: OSError | RuntimeError) -> int:
+    """The run directory cannot be written at all, or this process cannot start what it needs: the run ends."""
     processes.end(args.mark, TERM_SECONDS)
+    reason, remedy = f"the run directory cannot be written: {error}", SPACE_REMEDY
+    if isinstance(error, RuntimeError) or error.errno == errno.EAGAIN:
+        reason, remedy = f"no more processes or threads may be started here: {error}", PROCESSES_REMEDY
     with contextlib.suppress(OSError):
-        sentence = f"{CRASHED} the run directory cannot be written: {error}\n{SPACE_REMEDY}\n"
-        overwrite(args.end_file.with_suffix(".status"), sentence)
+        overwrite(args.end_file.with_suffix(".status"), f"{CRASHED} {reason}\n{remedy}\n")
     return EXIT_CODES[CRASHED]
 
 
@@ -291,6 +295,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         exit_status = record(args, hurry)
     except OSError as error:
+        exit_status = cannot_record(args, error)
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
         exit_status = cannot_record(args, error)
     for number in SIGNALS:
         # A Python that ends sets its handlers back to the default, and would die of a signal with its work done.

@@ -4,16 +4,18 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import ITERATION, MEMORY, REPO_ROOT, Project, engine_output, processes_with, record, wait_for
+from harness import ITERATION, MEMORY, REPO_ROOT, Project, engine_output, make_project, processes_with, record, wait_for
 
 from t5bench.plan.ports import free_port
 from t5bench.record.records import load
@@ -318,6 +320,26 @@ def test_process_limits(project: Project, limit: str):
     assert "Traceback" not in result.stderr
     path = project.root / "outputs" / "ddp" / "node0.status"
     assert not path.exists() or not path.read_text().startswith("running")
+
+
+def test_no_more_processes():
+    """Root has no such limit: another account, which may read and write what root may."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another account")
+    capabilities = "-all,+dac_override,+dac_read_search"
+    account = ["setpriv", "--reuid=54321", f"--inh-caps={capabilities}", f"--ambient-caps={capabilities}"]
+    with tempfile.TemporaryDirectory() as directory:
+        project = make_project(Path(directory))
+        # A shell finds no program in another account's private directory, whatever it may read.
+        project.add_stub("python", f'#!/bin/bash\nexec {shlex.quote(sys.executable)} "$@"\n')
+        subprocess.run(["chown", "-R", "54321", directory], check=True)
+        command = f'ulimit -u 6; exec bash "{project.script("run_megatron_t5_ddp.sh")}"'
+        environment = project.environment | {"PYTHON": str(project.stubs / "python"), "STUB_WAIT": "2"}
+        options = {"env": environment, "cwd": project.root, "capture_output": True, "text": True, "timeout": 60}
+        result = subprocess.run([*account, "bash", "-c", command], check=False, **options)
+        assert result.returncode == 1
+        assert "crashed: no more processes or threads may be started here: can't start new thread" in result.stderr
+        assert "Traceback" not in result.stderr and not processes_with(f"STUB_DIR={project.stubs}")
 
 
 def test_the_document_lists_what_is_played_and_counts_it():
