@@ -146,7 +146,7 @@ def test_a_sweep_that_could_start_nothing_says_so(sweep: Project):
 @pytest.mark.parametrize(
     ("arguments", "settings", "message"),
     [
-        (["--fast"], {}, "unknown argument '--fast'"),
+        (["--fast"], {}, "unknown option '--fast'"),
         ([], {"STRATEGIES": "ddp zero9"}, "there is no strategy 'zero9'"),
         ([], {"REPEATS": "0"}, "REPEATS must be a whole number of at least 1"),
         ([], {"LAUNCH": "ssh"}, "LAUNCH=ssh but no hosts are known"),
