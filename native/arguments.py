@@ -62,6 +62,7 @@ FLAGS: list[tuple[str, Any, Any, str]] = [
     ("--attention-dropout", float, 0.1, "dropout of attention weights"),
     ("--hidden-dropout", float, 0.1, "dropout of hidden states"),
     ("--no-bias-gelu-fusion", bool, False, "exact GELU; without it the tanh form, as in Megatron's fused kernel"),
+    ("--init-method-std", float, 0.02, "standard deviation of initial weights"),
     ("--micro-batch-size", positive, REQUIRED, "samples of one forward pass on one data-parallel rank"),
     ("--global-batch-size", positive, REQUIRED, "samples of one iteration"),
     ("--train-iters", positive, REQUIRED, "iterations in all"),

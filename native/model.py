@@ -30,8 +30,6 @@ from native.parallel import (
     whole_shape,
 )
 
-INIT_STD = 0.02
-
 
 class LayerNorm(nn.LayerNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -199,7 +197,7 @@ def initial_value(name: str, shape: list[int], args: Namespace) -> torch.Tensor:
         return torch.ones(shape) if name.endswith("layernorm.weight") else torch.zeros(shape)
     seed = int.from_bytes(hashlib.sha256(f"{args.seed}:{name}".encode()).digest()[:8], "big") >> 1
     output = name.endswith((".dense.weight", ".dense_4h_to_h.weight"))
-    std = INIT_STD / math.sqrt(2 * args.encoder_num_layers) if output else INIT_STD
+    std = args.init_method_std / (math.sqrt(2 * args.encoder_num_layers) if output else 1)
     return torch.empty(shape).normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
 
 

@@ -69,6 +69,7 @@ def changes(args: Namespace) -> Iterator[Change]:
     yield Change("schedule", "1 iteration late", late=1)
     yield Change("seed of the weights", "+1", {"seed": args.seed + 1})
     yield Change("initial weights", what="initial")
+    yield Change("GELU", "its other form", {"no_bias_gelu_fusion": not args.no_bias_gelu_fusion})
     yield Change("loss scale", what="gradient")
     yield Change("accumulation", "1 % of one micro-batch", what="micro-batch")
     yield Change("order of the data", "two samples", what="order")

@@ -27,7 +27,6 @@ GATE = {
     "MICRO_BATCH_SIZE": "2", "LR": "0.04", "MIN_LR": "0.01", "LR_WARMUP_ITERS": "3",
     "WEIGHT_DECAY": "5", "CLIP_GRAD": "1.3", "PRECISION_FLAG": "", "DROPOUT": "0", "WANDB_MODE": "disabled",
 }  # fmt: skip
-GATE_ARGUMENTS = ("--adam-beta1", "0.9", "--adam-beta2", "0.9", "--adam-eps", "0.01")
 # Evaluated, saved after half of the iterations, and logged to W&B.
 WATCHED = {
     "EVAL_ITERS": "2", "EVAL_INTERVAL": "10", "SAVE_INTERVAL": "10",

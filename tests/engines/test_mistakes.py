@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 import pytest
 from harness import REPO_ROOT
-from real_runs import GATE, GATE_ARGUMENTS, environment, make_clone, verdicts
+from real_runs import GATE, environment, make_clone, verdicts
 
 from t5bench.compare.parity import gate
 from t5bench.plan.ports import free_port
 from t5bench.record.records import load
+from t5bench.sweep.parity_check import ARGUMENTS
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +93,7 @@ class Planter:
         launcher = self.project / "scripts" / f"run_megatron_t5_{strategy}.sh"
         own = {"ENGINE": engine, "OUTPUT_DIR": str(directory), "MASTER_PORT": str(free_port())}
         subprocess.run(
-            ["bash", str(launcher), "--", *GATE_ARGUMENTS],
+            ["bash", str(launcher), "--", *ARGUMENTS],
             env=environment(**self.settings | own),
             stdout=subprocess.DEVNULL,
             timeout=300,

@@ -13,11 +13,12 @@ from functools import cache
 from pathlib import Path
 
 sys.path.extend(str(Path(__file__).resolve().parents[level]) for level in (1, 2))
-from real_runs import GATE, GATE_ARGUMENTS, train
+from real_runs import GATE, train
 from tabulate import tabulate
 
 from t5bench.compare.parity import TOLERANCE, difference
 from t5bench.compare.parity import curve as curve_of
+from t5bench.sweep.parity_check import ARGUMENTS
 
 ZERO = ("zero1", "zero2", "zero3", "zero3_offload")
 FIELDS = ("lm_loss", "grad_norm")
@@ -39,7 +40,7 @@ def curves(strategy: str, tp: int, processes: int, batch: int, precision: str, d
     settings = GATE | {"ENGINE": "native", "MEGATRON_DATA_DIR": data, "TENSOR_PARALLEL_SIZE": str(tp)}
     settings |= {"NPROC_PER_NODE": str(processes), "GLOBAL_BATCH_SIZE": str(batch), "OMP_NUM_THREADS": "1"}
     settings |= {"PRECISION_FLAG": "" if precision == "fp32" else f"--{precision}"}
-    arguments = ("--", *GATE_ARGUMENTS, "--num-workers", "0", "--seed", str(seed))
+    arguments = ("--", *ARGUMENTS, "--num-workers", "0", "--seed", str(seed))
     with tempfile.TemporaryDirectory() as directory:
         run = train(strategy, Path(directory), arguments=arguments, **settings)
     return [curve_of(run, field) for field in FIELDS]
