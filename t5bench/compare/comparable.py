@@ -106,17 +106,16 @@ def refuse(runs: Sequence[Run], baseline: str, allowed: Collection[str]) -> None
         )
 
 
-def _told(run: Run) -> dict[str, Any]:
-    """What is worth a note where runs differ in it, by the name that the note has for it."""
-    told = run.plan.with_role("told") | {f"nodes of {run.world_size} processes": run.layout.nnodes}
-    for what, key in (("version of", "versions"), ("commit of", "commits"), ("patch", "patches")):
-        told |= {f"{what} {name}": value for name, value in run.record[key].items() if isinstance(value, str)}
-    return told
-
-
 def other_differences(runs: Sequence[Run]) -> list[str]:
     """What differs besides, one sentence each: further settings, versions, commits, patches, nodes."""
-    notes = [_line(name, by_value) for name, by_value in differing(_told, runs).items()]
+
+    def told(run: Run) -> dict[str, Any]:
+        found = run.plan.with_role("told") | {f"nodes of {run.world_size} processes": run.layout.nnodes}
+        for what, key in (("version of", "versions"), ("commit of", "commits"), ("patch", "patches")):
+            found |= {f"{what} {name}": value for name, value in run.record[key].items() if isinstance(value, str)}
+        return found
+
+    notes = [_line(name, by_value) for name, by_value in differing(told, runs).items()]
     if uncommitted := [run for run in runs if run.record["commits"].get("repository_changed")]:
         notes.append(f"the repository had changes that are not committed: {_who(uncommitted)}")
     said = [(run, text) for run in runs for text in (*run.record["differences"], *run.remarks)]

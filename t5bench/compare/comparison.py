@@ -69,32 +69,30 @@ def _finite(value: float | None) -> float | str | None:
     return value if value is None or math.isfinite(value) else str(value)
 
 
+_PARITY = ("verdict", "largest_relative_difference", "iteration")
+
+
 def _row_json(row: Row) -> dict[str, Any]:
     run, judged = row.run, row.parity
+    of_row = ("label", "strategy", "is_baseline", "mfu", "mfu_missing", "warnings", "samples_per_second",
+              "tokens_per_second")  # fmt: skip
     return {
-        **{name: getattr(row, name) for name in ("label", "strategy", "is_baseline", "mfu", "mfu_missing")},
-        "these_runs_alone": row.alone,
-        "warnings": row.warnings,
+        **{name: getattr(row, name) for name in of_row},
         **{name: getattr(run, name) for name in ("world_size", "engine", "status", "reason")},
+        "these_runs_alone": row.alone,
         "layout": asdict(run.layout) | {"padded_vocab_size": run.padded_vocab_size},
         "device": run.plan.device,
         "gpu": gpu_names(run),
         "remedy": run.record["remedy"],
         "milliseconds_per_iteration": row.milliseconds,
         "milliseconds_of_runs": row.run_medians,
-        "samples_per_second": row.samples_per_second,
-        "tokens_per_second": row.tokens_per_second,
         "throughput_ratio": row.ratio,
         "tflops_per_gpu": row.tflops,
         "peak_memory_mib": {str(rank): mib for rank, mib in row.peak_memory.items()},
         "peak_memory_of": "gpu" if row.on_gpu else "host",
         "bytes_sent_per_iteration": row.sent_per_iteration,
         "final_loss": _finite(row.final_loss),
-        "parity": {
-            "verdict": judged.verdict,
-            "largest_relative_difference": _finite(judged.difference),
-            "iteration": judged.iteration,
-        },
+        "parity": dict(zip(_PARITY, (judged.verdict, _finite(judged.difference), judged.iteration), strict=True)),
         "gradient_reduction": row.reduction,
         "differs_from_baseline": row.marks,
         "limits": limits(row),
@@ -141,7 +139,8 @@ def build(
             _compare_with(row, base)
     sizes = sorted({row.run.world_size for row in rows})
     groups = [Group(size, [row for row in rows if row.run.world_size == size]) for size in sizes]
-    notes = [*_warnings(rows), *comparable.other_differences(runs)]
+    labels_of = {text: dict.fromkeys(r.label for r in rows if text in r.warnings) for r in rows for text in r.warnings}
+    notes = [f"{text} ({', '.join(those)})" for text, those in labels_of.items()] + comparable.other_differences(runs)
     return Comparison(groups, baseline, _verdicts(groups, baseline), _problems(rows, baseline), notes)
 
 
@@ -165,14 +164,6 @@ def _compare_with(row: Row, baseline: Row) -> None:
         )
     if row.complete:
         row.parity = parity.judge(row.runs, baseline.runs)
-
-
-def _warnings(rows: Sequence[Row]) -> list[str]:
-    labels: dict[str, dict[str, None]] = {}
-    for row in rows:
-        for warning in row.warnings:
-            labels.setdefault(warning, {})[row.label] = None
-    return [f"{warning} ({', '.join(those)})" for warning, those in labels.items()]
 
 
 def _problems(rows: Sequence[Row], baseline: str) -> list[str]:
@@ -211,22 +202,23 @@ def _verdicts(groups: Sequence[Group], baseline: str) -> list[str]:
 def _fastest(group: Group) -> str:
     """Which row is the fastest, where that is known: table, page and W&B say it in these words."""
     number, ratios = against_the_fastest({number: row.repeats for number, row in enumerate(group.rows) if row.repeats})
-    first, start = group.rows[number].label, f"With {group.world_size} processes"
+    labels = [row.label for row in group.rows]
+    first, start = labels[number], f"With {group.world_size} processes"
     speed = f"{group.rows[number].samples_per_second.median:.4g} samples/s"
     if not ratios:
         return f"{start} {first} alone was timed: {speed}."
-    unclear = [group.rows[other].label for other, faster in ratios.items() if not excludes_one(faster)]
-    if not unclear:
+    if all(map(excludes_one, ratios.values())):
         after, faster = next(iter(ratios.items()))
         by = f"{faster.median:.2f}x [{faster.low:.2f}, {faster.high:.2f}]"
-        return f"{start} {first} is the fastest: {speed}, {by} that of {group.rows[after].label}, the next."
-    if unranked := [group.rows[other].label for other, faster in ratios.items() if faster.low is None]:
+        return f"{start} {first} is the fastest: {speed}, {by} that of {labels[after]}, the next."
+    if unranked := [labels[other] for other, faster in ratios.items() if faster.low is None]:
         return (
             f"{start} {first} had the highest throughput, {speed}, but these runs do not rank it against "
             f"{', '.join(unranked)}: that takes at least {FEWEST_REPEATS} repeats of each in turn "
             f"(REPEATS={FEWEST_REPEATS})."
         )
+    unclear = ", ".join(labels[other] for other, faster in ratios.items() if not excludes_one(faster))
     return (
-        f"{start} there is no clear difference between {first} ({speed}) and {', '.join(unclear)}: the intervals of "
+        f"{start} there is no clear difference between {first} ({speed}) and {unclear}: the intervals of "
         "their ratios over the repeats include 1."
     )

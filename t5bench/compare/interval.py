@@ -1,20 +1,7 @@
 """The confidence interval of the median of values that follow each other in time.
 
-Iteration times are correlated: a busy machine stays busy for a while. What independent values would say of the median
-is then too narrow by far. The interval here is an autocorrelation-adjusted Student interval over batch means, as in
-N-Skart (Tafazzoli, Steiger and Wilson, IEEE Transactions on Automatic Control 56(2), 2011), made for a median:
-
-- Values become normal scores of their ranks, so that neither outliers nor a skewed distribution matter.
-- The scores' variance times (1 + phi) / (1 - phi), phi being their lag-1 autocorrelation, gives the variance of their
-  mean as an autoregressive process of first order has it. phi is corrected for its bias in short series (Marriott and
-  Pope, Biometrika 41, 1954) and taken one standard error higher. The median's variance exceeds the mean's by
-  (pi/2 - 1) / n. Student's quantile has as many degrees of freedom as the estimates of variance and phi leave.
-- The same is done with the means of batches of 2, 4, 8, ... values, as long as there are 12 batches and with half a
-  standard error, and the widest counts: correlation that lasts longer than such a process has it shows there.
-- The interval ends at order statistics, rounded outwards; beyond the smallest and the largest value it is extrapolated.
-
-Where phi reaches 0.98 there is hardly one independent value, and no interval. tests/compare/simulations.py measures the
-coverage; docs/statistics.md has the tables.
+An autocorrelation-adjusted Student interval over batch means, as in N-Skart (Tafazzoli, Steiger and Wilson, IEEE
+Transactions on Automatic Control 56(2), 2011), made for a median. docs/statistics.md has every step and its sources.
 """
 
 from functools import cache

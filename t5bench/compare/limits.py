@@ -9,31 +9,26 @@ def limits(row: Row) -> str:
     if not row.milliseconds:
         return ""
     observed = row.measured[0].observed
-    parts = [_network(observed)]
-    if not row.on_gpu:
-        parts.append("GPU utilisation and power: not measured, there is no GPU")
-    else:
-        seen = []
-        if observed.utilization is not None:
-            seen.append(f"a kernel ran {observed.utilization:.0f} % of the time on the busiest GPU")
-        if observed.power_w is not None:
-            seen.append(f"it drew {observed.power_w:.0f} W")
-        parts.append(", ".join(seen) or "GPU utilisation and power: not measured, there are no samples")
+    seen = []
+    if row.on_gpu and observed.utilization is not None:
+        seen.append(f"a kernel ran {observed.utilization:.0f} % of the time on the busiest GPU")
+    if row.on_gpu and observed.power_w is not None:
+        seen.append(f"it drew {observed.power_w:.0f} W")
+    why = "there are no samples" if row.on_gpu else "there is no GPU"
+    peak = f"share of the GPU's peak: not known, {row.mfu_missing}"
     if row.mfu is not None:
-        parts.append(f"the arithmetic takes {row.mfu:.1%} of the GPU's peak")
-    else:
-        parts.append(f"share of the GPU's peak: not known, {row.mfu_missing}")
+        peak = f"the arithmetic takes {row.mfu:.1%} of the GPU's peak"
+    parts = [_network(observed), ", ".join(seen) or f"GPU utilisation and power: not measured, {why}", peak]
     return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
 
 
 def _network(observed: Observations) -> str:
-    sent = observed.sent_per_iteration
+    sent, busiest = observed.sent_per_iteration, observed.busiest_link
     if sent is None:
         return f"network: not measured, {observed.why_not_sent}"
     if observed.loopback:
         return f"network: one node, {bytes_text(sent)} per iteration over the loopback, other programs' included"
-    busiest = observed.busiest_link
-    if busiest is None or busiest.link_bits_per_second is None:
+    if not busiest:
         return f"network: {bytes_text(sent)} per iteration and node; the link's speed is not known"
     return (
         f"network: {bytes_text(busiest.bytes_per_iteration)} per iteration over {busiest.interface} of node "

@@ -6,7 +6,7 @@ judges the runs that it is given, by the loss alone, and says where it cannot.
 
 import argparse
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -98,11 +98,8 @@ class Parity:
     def __str__(self) -> str:
         if self.difference is None:
             return self.verdict
-        if math.isnan(self.difference):
-            return f"{self.verdict} (not a number at {self.iteration})"
-        if self.difference == 0:
-            return f"{self.verdict} (0)"
-        return f"{self.verdict} ({self.difference:.0e} at {self.iteration})"
+        largest = "not a number" if math.isnan(self.difference) else f"{self.difference:.0e}"
+        return f"{self.verdict} ({f'{largest} at {self.iteration}' if self.difference else 0})"
 
 
 def judge(repeats: Sequence[Run], references: Sequence[Run]) -> Parity:
@@ -165,24 +162,22 @@ def defect(run: Run) -> str | None:
     if not run.iterations:
         return "logged no iteration"
     for line in run.iterations:
-        where = f"at iteration {line.iteration}"
-        if line.lm_loss is None or line.skipped:
-            return f"updates were skipped {where}"
-        if line.grad_norm is None:
-            return f"no gradient norm was logged {where}"
-        if not math.isfinite(line.lm_loss) or line.nan:
-            return f"the loss is not a number {where}"
-        if not math.isfinite(line.grad_norm):
-            return f"the gradient norm is not a number {where}"
+        faults = {
+            "updates were skipped": line.lm_loss is None or line.skipped,
+            "no gradient norm was logged": line.grad_norm is None,
+            "the loss is not a number": not math.isfinite(line.lm_loss or 0) or line.nan,
+            "the gradient norm is not a number": not math.isfinite(line.grad_norm or 0),
+        }
+        if found := next((what for what, is_so in faults.items() if is_so), None):
+            return f"{found} at iteration {line.iteration}"
     return None
 
 
 def verdict(run: Run, baseline: Run) -> Verdict:
     """The gate's verdict over a run."""
-    if problem := defect(run):
-        return Verdict(run.name, run, reasons=[problem])
-    if problem := defect(baseline):
-        return Verdict(run.name, run, reasons=[f"the baseline cannot be used: {problem}"])
+    for whose, curves in (("", run), ("the baseline cannot be used: ", baseline)):
+        if problem := defect(curves):
+            return Verdict(run.name, run, reasons=[whose + problem])
     reasons = [
         f"{name} is {show(own)}, and {show(its)} in the baseline"
         for name, (own, its) in other_training(run, baseline).items()
@@ -286,50 +281,40 @@ def sign_test(runs: Sequence[Run], baselines: Sequence[Run]) -> Verdict:
     return Verdict(name, runs[0], *said, reasons)
 
 
-def load_all(directories: Iterable[Path]) -> dict[Path, Run | RecordError]:
-    """A run, or why there is none, by directory."""
-    runs: dict[Path, Run | RecordError] = {}
-    for directory in directories:
-        try:
-            runs[directory] = load(directory)
-        except RecordError as error:
-            runs[directory] = error
-    return runs
-
-
 def gate(
     directories: Sequence[Path], baseline: Path | None, measured: Sequence[Sensitivity] = ()
 ) -> tuple[list[Verdict], list[str]]:
     """The verdict over each run, and the blind spots of all; baseline: None is the first run of DDP. Raises Problem."""
-    runs = load_all(directories)
-    found = [run for run in runs.values() if isinstance(run, Run) and run.strategy == BASELINE_STRATEGY]
+    runs, damaged = {}, {}
+    for directory in dict.fromkeys(directories):
+        try:
+            runs[directory] = load(directory)
+        except RecordError as error:
+            damaged[directory] = error
+    found = [run for run in runs.values() if run.strategy == BASELINE_STRATEGY]
     try:
         standard = load(baseline) if baseline else next(iter(found), None)
     except RecordError as error:
         raise Problem(str(error), "Train the baseline first: bash scripts/check_parity.sh") from error
     if standard is None:
-        damaged = "".join(f"; {run}" for run in runs.values() if isinstance(run, RecordError))
-        raise Problem(
-            f"none of these directories holds a run of {BASELINE_STRATEGY}, to compare the others with{damaged}",
-            "Name its directory too, or another run with --baseline",
-        )
+        why = "".join(f"; {error}" for error in damaged.values())
+        problem = f"none of these directories holds a run of {BASELINE_STRATEGY}, to compare the others with{why}"
+        raise Problem(problem, "Name its directory too, or another run with --baseline")
     check_controlled(standard)
     if all(directory.resolve() == standard.directory.resolve() for directory in directories):
         problem = f"{standard.directory} is the baseline, and there is no other run"
         raise Problem(problem, "Name the runs to compare with it")
-    verdicts, tested = [], {}
+    others = [standard, *(run for run in found if run.directory != standard.directory)]
+    verdicts, tested = {directory: Verdict(directory.name, reasons=[str(e)]) for directory, e in damaged.items()}, {}
     for directory, run in runs.items():
-        if isinstance(run, RecordError):
-            verdicts.append(Verdict(directory.name, reasons=[str(run)]))
-        elif draws_alike(run, standard):
-            # Further seeds of the baseline are there for the sign test.
-            if run.strategy != BASELINE_STRATEGY or run.plan.value("SEED") == standard.plan.value("SEED"):
-                verdicts.append(verdict(run, standard))
-        else:
+        if not draws_alike(run, standard):
             tested.setdefault((run.strategy, run.engine), []).append(run)
-    verdicts += [sign_test(those, [standard, *(run for run in found if run.directory != standard.directory)])
-                 for those in tested.values()]  # fmt: skip
-    return verdicts, [] if defect(standard) else blind_spots(standard, measured)
+        # Further seeds of the baseline are there for the sign test.
+        elif run.strategy != BASELINE_STRATEGY or run.plan.value("SEED") == standard.plan.value("SEED"):
+            verdicts[directory] = verdict(run, standard)
+    in_order = [verdicts[directory] for directory in dict.fromkeys(directories) if directory in verdicts]
+    in_order += [sign_test(those, others) for those in tested.values()]
+    return in_order, [] if defect(standard) else blind_spots(standard, measured)
 
 
 def report(verdicts: Sequence[Verdict], blind: Sequence[str]) -> str:
@@ -371,20 +356,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Raises Problem."""
     measured = sensitivity.read(arguments.sensitivity) if arguments.sensitivity else []
     if measured and not arguments.runs:
-        return show_sensitivity(measured)
+        print(sensitivity.table(measured, TOLERANCE["fp32"]))
+        return int(any(not one.is_seen(TOLERANCE["fp32"]) for one in measured))
     directories = [*arguments.runs, *([arguments.reference] if arguments.reference else [])]
     if not directories:
         raise Problem("no run is named", "Name run directories, or --sensitivity FILE")
     verdicts, blind = gate(directories, arguments.baseline, measured)
     print(report(verdicts, blind))
     return 0 if not blind and all(entry.passed for entry in verdicts) else 1
-
-
-def show_sensitivity(measured: Sequence[Sensitivity]) -> int:
-    """Prints the table; 1 where something is not seen."""
-    tolerance = TOLERANCE["fp32"]
-    hidden = [one.number for one in measured if not one.is_seen(tolerance)]
-    print(sensitivity.table(measured, tolerance))
-    print(f"\nThe bound is {tolerance}, relative; seen is what moves one of them by at least {MARGIN} times as much.")
-    print(f"FAIL: not seen: {', '.join(hidden)}" if hidden else "PASS: every number of the recipe is seen")
-    return int(bool(hidden))

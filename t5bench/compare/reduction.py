@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
+from t5bench.model.job import Zero
 from t5bench.record.records import Run
 
-# DeepSpeed's own defaults, where its JSON leaves them open (deepspeed/runtime/zero/config.py).
-_DEEPSPEED_BUCKET_ELEMENTS = 500_000_000
-_DEEPSPEED_NAMES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}
+_DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}  # DeepSpeed's names
 
 
 @dataclass(frozen=True)
@@ -18,9 +17,8 @@ class Reduction:
     bucket: str = ""
 
     def __str__(self) -> str:
-        if self.dtype is None:
-            return self.bucket or "none (one replica)"
-        return f"{self.dtype}, {'during' if self.overlap else 'after'} backward, {self.bucket}"
+        when = "during" if self.overlap else "after"
+        return f"{self.dtype}, {when} backward, {self.bucket}" if self.dtype else self.bucket or "none (one replica)"
 
 
 def reduction_of(run: Run) -> Reduction:
@@ -30,13 +28,9 @@ def reduction_of(run: Run) -> Reduction:
         # Its two copies, on the first and the decoder's first stage, are summed even so.
         return Reduction(None, bucket="none but the tied embedding's (one replica)" if layout.pp > 1 else "")
     if plan.ds_config:
-        zero = plan.ds_config["zero_optimization"]
-        dtype = _DEEPSPEED_NAMES.get(plan.ds_config.get("communication_data_type") or plan.precision, "unknown")
-        overlap = zero.get("overlap_comm")
-        elements = float(zero.get("reduce_bucket_size", _DEEPSPEED_BUCKET_ELEMENTS))
-        return Reduction(
-            dtype, plan.zero_stage == 3 if overlap is None else overlap, f"buckets of {elements / 1e6:g}M elements"
-        )
+        zero = Zero.of_config(plan.ds_config)
+        dtype = _DTYPES.get(zero.reduction or plan.precision, "unknown")
+        return Reduction(dtype, zero.overlap, f"buckets of {zero.reduce_bucket / 1e6:g}M elements")
     if plan.engine == "native":
         # fp32 master weights have fp32 gradients; PyTorch's DDP fills buckets of 25 MiB unless told otherwise.
         return Reduction("fp32", True, "buckets of 25 MiB")

@@ -1,16 +1,7 @@
 """What repeated runs say: the run is the unit, for runs differ by more than the iterations of one.
 
-The logarithms of the runs' median times are taken as normal, so an interval is Student's with one degree of freedom
-fewer than there are repeats, and speeds are compared by ratios. In an interleaved sweep (A B C A B C) run k of one row
-is paired with run k of the other, which saw the machine in the same state (Hoefler and Belli, "Scientific benchmarking
-of parallel computing systems", SC'15). A machine that slows down all the time favours what runs first in every round,
-which pairs cannot show: the interval is wider by the trend over the runs, times the time between the two of a pair.
-
-A row is the fastest where the interval of its ratio to *every* other row excludes 1. Whichever row is said to be, it
-would have to beat an equal one, so the wrong answer is no likelier than in one test of two (the intersection-union
-principle, Berger, Technometrics 24, 1982) and the number of rows needs no further correction. These intervals have a
-level of 96 %, not 95 %, since runs are not quite normal. tests/compare/simulations.py counts wrong answers;
-docs/statistics.md has the tables.
+The logarithms of the runs' median times are taken as normal, and speeds are compared by the ratios of pairs of runs
+that came after one another. docs/statistics.md has the method, its sources and how often it is wrong.
 """
 
 import math
@@ -51,8 +42,9 @@ def of_repeats(runs: Sequence[Estimate]) -> Estimate:
     middle = median(run.median for run in runs)
     if len(runs) >= FEWEST_REPEATS:
         return _around(middle, *_student_interval([math.log(run.median) for run in runs], CONFIDENCE))
-    lows, highs = [run.low for run in runs], [run.high for run in runs]
-    return Estimate(middle) if None in lows or None in highs else Estimate(middle, min(lows), max(highs))
+    if any(run.low is None for run in runs):
+        return Estimate(middle)
+    return Estimate(middle, min(run.low for run in runs), max(run.high for run in runs))
 
 
 def pairs(first: Sequence[Repeat], second: Sequence[Repeat]) -> list[tuple[Repeat, Repeat]]:
@@ -69,12 +61,9 @@ def pairs(first: Sequence[Repeat], second: Sequence[Repeat]) -> list[tuple[Repea
 
 def _trend(rows: Sequence[Sequence[Repeat]]) -> float:
     """By how much the logarithm of the speed grows in a second, by least squares within each row."""
-    products = squares = 0.0
-    for runs in rows:
-        middle = fmean(run.start for run in runs)
-        products += sum((run.start - middle) * math.log(run.speed) for run in runs)
-        squares += sum((run.start - middle) ** 2 for run in runs)
-    return products / squares if squares else 0.0
+    apart = [(run.start - fmean(other.start for other in runs), math.log(run.speed)) for runs in rows for run in runs]
+    squares = sum(time**2 for time, _ in apart)
+    return sum(time * speed for time, speed in apart) / squares if squares else 0.0
 
 
 def ratio(first: Sequence[Repeat], second: Sequence[Repeat], confidence: float = CONFIDENCE) -> Estimate:

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import cached_property
 from statistics import median
 from typing import Any
@@ -22,6 +21,7 @@ from t5bench.model import flops
 from t5bench.model.job import Architecture
 from t5bench.model.machine import peak_tflops
 from t5bench.record import samples
+from t5bench.record.reader import seconds
 from t5bench.record.records import Run
 from t5bench.record.status import COMPLETE
 
@@ -76,6 +76,11 @@ class Row:
         return bool(self.measured)
 
     @property
+    def batch(self) -> int:
+        """Samples of an iteration."""
+        return self.run.plan.number("GLOBAL_BATCH_SIZE")
+
+    @property
     def run_medians(self) -> list[float]:
         """Each repeat's median milliseconds per iteration."""
         return [entry.timing.milliseconds.median for entry in self.measured if entry.timing]
@@ -83,9 +88,10 @@ class Row:
     @cached_property
     def repeats(self) -> list[Repeat]:
         """The runs that have a time, with their samples/s."""
-        samples = 1000.0 * self.run.plan.number("GLOBAL_BATCH_SIZE")
-        timed = [(entry.run, entry.timing.milliseconds.median) for entry in self.measured if entry.timing]
-        return [Repeat(_started(run), str(run.directory), samples / milliseconds) for run, milliseconds in timed]
+        samples, timed = 1000.0 * self.batch, [entry for entry in self.measured if entry.timing]
+        starts = [seconds(entry.run.record["started"]) for entry in timed]
+        return [Repeat(start, str(entry.run.directory), samples / entry.timing.milliseconds.median)
+                for start, entry in zip(starts, timed, strict=True)]  # fmt: skip
 
     @property
     def alone(self) -> bool:
@@ -121,11 +127,6 @@ class Row:
         return median(last) if last else None
 
 
-def _started(run: Run) -> float:
-    """In seconds since 1970."""
-    return datetime.fromisoformat(run.record["started"].replace("Z", "+00:00")).timestamp()
-
-
 def distinctions(run: Run) -> dict[str, Any]:
     """What tells two rows of one strategy apart, by the name that a label has for it."""
     settings = run.plan.settings
@@ -144,9 +145,8 @@ def group_runs(runs: Sequence[Run]) -> list[list[Run]]:
     """Complete repeats together, every other run alone, in the order in which they came."""
     rows: dict[Any, list[Run]] = {}
     for number, run in enumerate(runs):
-        same = frozenset(distinctions(run).items())
-        key = (run.strategy, run.world_size, same) if run.status == COMPLETE else number
-        rows.setdefault(key, []).append(run)
+        same = run.strategy, run.world_size, frozenset(distinctions(run).items())
+        rows.setdefault(same if run.status == COMPLETE else number, []).append(run)
     return list(rows.values())
 
 
@@ -170,41 +170,33 @@ def shape_of(run: Run) -> Architecture | None:
 
 def make_row(label: str, runs: Sequence[Run], peak: float | None = None) -> Row:
     """A row over the repeats of one run. peak: dense TFLOP/s of the GPU, where its name does not tell."""
-    measured = []
-    for run in runs if runs[0].status == COMPLETE else ():
-        timing = statistics.timing(run.iterations, run.plan)
-        measured.append(Measured(run, timing, samples.observe(run, timing.used if timing else ())))
+    complete = runs if runs[0].status == COMPLETE else ()
+    timings = [statistics.timing(run.iterations, run.plan) for run in complete]
+    measured = [Measured(run, timing, samples.observe(run, timing.used if timing else ()))
+                for run, timing in zip(complete, timings, strict=True)]  # fmt: skip
     row = Row(label, runs, measured, reduction_of(runs[0]))
-    timings = [entry.timing for entry in measured if entry.timing]
-    if timings:
-        number = row.run.plan.number
-        samples_in_1000 = 1000.0 * number("GLOBAL_BATCH_SIZE")
-        lengths = number("ENCODER_SEQ_LENGTH") + number("DECODER_SEQ_LENGTH")
-        row.warnings = list(dict.fromkeys(timing.warning for timing in timings if timing.warning))
+    if timings := [timing for timing in timings if timing]:
         row.milliseconds = of_repeats([timing.milliseconds for timing in timings])
-        if row.milliseconds.low is None:
-            row.warnings.append("too few independent intervals for a confidence interval")
-        if row.alone:
-            row.warnings.append(_ALONE)
-        row.samples_per_second = row.milliseconds.per(samples_in_1000)
-        row.tokens_per_second = row.milliseconds.per(samples_in_1000 * lengths)
+        too_few = "too few independent intervals for a confidence interval" if row.milliseconds.low is None else ""
+        row.warnings = list(dict.fromkeys(filter(None, [*(t.warning for t in timings), too_few, _ALONE * row.alone])))
+        row.samples_per_second = row.milliseconds.per(1000.0 * row.batch)
+        shape = Architecture.of_arguments(row.run.plan.named_arguments, row.run.padded_vocab_size or 0)
+        tokens = shape.encoder_length + shape.decoder_length
+        row.tokens_per_second = row.milliseconds.per(1000.0 * row.batch * tokens)
         _add_rates(row, row.milliseconds.median / 1000, peak)
     return row
 
 
 def _add_rates(row: Row, seconds: float, peak: float | None) -> None:
-    plan, shape = row.run.plan, shape_of(row.run)
+    plan, shape, name = row.run.plan, shape_of(row.run), gpu_names(row.run)
     if shape is None:
         row.mfu_missing = "the record has no padded_vocab_size"
         return
-    operations = flops.flops_per_iteration(shape, plan.number("GLOBAL_BATCH_SIZE"))
-    row.tflops = operations / seconds / row.run.world_size / 1e12
-    if not row.on_gpu:
-        row.mfu_missing = "it ran on a CPU"
-        return
-    name, given = gpu_names(row.run) or "", plan.value("PEAK_TFLOPS")
-    peak = peak or (float(given) if given else None) or peak_tflops(name, plan.precision)
-    if peak:
+    row.tflops = flops.flops_per_iteration(shape, row.batch) / seconds / row.run.world_size / 1e12
+    peak = peak or float(plan.value("PEAK_TFLOPS") or 0) or peak_tflops(name or "", plan.precision)
+    if row.on_gpu and peak:
         row.mfu = row.tflops / peak
-    else:
+    elif row.on_gpu:
         row.mfu_missing = f"no peak is known for {name or 'this GPU'} in {plan.precision}: --peak-tflops gives one"
+    else:
+        row.mfu_missing = "it ran on a CPU"

@@ -4,11 +4,11 @@ native/sensitivity.py measures it. A mistake in a number that moves neither curv
 can hide.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 from tabulate import tabulate
 
 from t5bench import Problem
@@ -16,8 +16,7 @@ from t5bench import Problem
 MARGIN = 10
 
 
-@dataclass(frozen=True)
-class Tolerance:
+class Tolerance(NamedTuple):
     """What honest runs stay far below: relative differences of loss and gradient norm."""
 
     loss: float
@@ -27,8 +26,7 @@ class Tolerance:
         return f"loss {self.loss:.0e}, norm {self.norm:.0e}"
 
 
-@dataclass(frozen=True)
-class Sensitivity:
+class Sensitivity(NamedTuple):
     """How far a change of one number moves the curves: the largest relative differences of loss and gradient norm."""
 
     number: str
@@ -44,6 +42,13 @@ class Sensitivity:
         return self.times(tolerance) >= MARGIN
 
 
+class _Line(msgspec.Struct):
+    number: str
+    change: str
+    losses: list[float]
+    norms: list[float]
+
+
 def _largest_difference(curve: Sequence[float], reference: Sequence[float]) -> float:
     return max(abs(value - its) / its for value, its in zip(curve, reference, strict=True))
 
@@ -51,28 +56,25 @@ def _largest_difference(curve: Sequence[float], reference: Sequence[float]) -> f
 def read(path: Path) -> list[Sensitivity]:
     """The measurements in a file whose first line is the recipe as it is. Raises Problem."""
     try:
-        recipe, *changed = map(json.loads, path.read_text().splitlines())
-        return [
-            Sensitivity(
-                line["number"],
-                line["change"],
-                _largest_difference(line["losses"], recipe["losses"]),
-                _largest_difference(line["norms"], recipe["norms"]),
-            )
-            for line in changed
-        ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Problem(
-            f"{path} holds no measured sensitivities: {error}",
-            "Measure them again: bash scripts/check_parity.sh --sensitivity",
-        ) from error
+        recipe, *changed = msgspec.json.Decoder(_Line).decode_lines(path.read_bytes())
+        differences = [[_largest_difference(line.losses, recipe.losses), _largest_difference(line.norms, recipe.norms)]
+                       for line in changed]  # fmt: skip
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        remedy = "Measure them again: bash scripts/check_parity.sh --sensitivity"
+        raise Problem(f"{path} holds no measured sensitivities: {error}", remedy) from error
+    return [Sensitivity(line.number, line.change, *found) for line, found in zip(changed, differences, strict=True)]
 
 
 def table(measured: Sequence[Sensitivity], tolerance: Tolerance) -> str:
+    """The numbers, the least visible first, and below whether all are seen."""
     header = ["number of the recipe", "changed by", "loss moves by", "norm moves by", "times the bound", "seen"]
+    hidden = [one.number for one in measured if not one.is_seen(tolerance)]
     rows = [
         [s.number, s.change, f"{s.loss:.1e}", f"{s.norm:.1e}", f"{s.times(tolerance):.0f}",
-         "yes" if s.is_seen(tolerance) else "NO"]
+         "NO" if s.number in hidden else "yes"]
         for s in sorted(measured, key=lambda s: s.times(tolerance))
     ]  # fmt: skip
-    return tabulate(rows, header, colalign=("left", "left", *["right"] * 3, "left"), disable_numparse=True)
+    shown = tabulate(rows, header, colalign=("left", "left", *["right"] * 3, "left"), disable_numparse=True)
+    bound = f"The bound is {tolerance}, relative; seen is what moves one of them by at least {MARGIN} times as much."
+    verdict = f"FAIL: not seen: {', '.join(hidden)}" if hidden else "PASS: every number of the recipe is seen"
+    return f"{shown}\n\n{bound}\n{verdict}"

@@ -14,7 +14,7 @@ iterations that follow each other, and the count of outliers by Tukey's fences, 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 
@@ -72,40 +72,33 @@ class Timing:
 def timing(lines: Sequence[Iteration], plan: Plan) -> Timing | None:
     """The timing of a run with these lines; None where no line has a time."""
     length = plan.number("LOG_INTERVAL")
-    dropped: dict[int, str] = {}
-    clean: list[Iteration] = []
-    for line in lines:
-        if not (math.isfinite(line.elapsed_ms) and line.elapsed_ms > 0):
-            dropped[line.iteration] = NOT_FINITE
-        elif line.skipped:
-            dropped[line.iteration] = SKIPPED
-        else:
-            clean.append(line)
+    untimed = {line.iteration: NOT_FINITE for line in lines if not 0 < line.elapsed_ms < math.inf}
+    dropped = {line.iteration: SKIPPED for line in lines if line.skipped} | untimed
+    clean = [line for line in lines if line.iteration not in dropped]
     if not clean:
         return None
-    begin = max(lines[0].begin, lines[0].iteration - length, 0)
-    events = [line for line in clean if event_within(line.iteration - length, line.iteration, plan)]
-    # Where the run itself began is the warm-up's matter, which knows what to do with short runs.
-    resumed = [line for line in clean if line.begin > begin and _early(line, line.begin, length)]
-    warnings = []
-    for reason, spoilt in ((EVENT, events), (RESUMED, resumed)):
-        found = {line.iteration for line in spoilt} - dropped.keys()
+    begin, warnings = max(lines[0].begin, lines[0].iteration - length, 0), []
+    rules: dict[str, Callable[[Iteration], bool]] = {
+        EVENT: lambda line: event_within(line.iteration - length, line.iteration, plan),
+        # Where the run itself began is the warm-up's matter, which knows what to do with short runs.
+        RESUMED: lambda line: line.begin > begin and _early(line, line.begin, length),
+    }
+    for reason, applies in rules.items():
+        found = {line.iteration: reason for line in clean if applies(line)}
         if len(found) == len(clean):
             warnings.append(f"every interval would be left out ({reason}), so all count")
         else:
-            dropped |= dict.fromkeys(found, reason)
-            clean = [line for line in clean if line.iteration not in found]
+            dropped, clean = dropped | found, [line for line in clean if line.iteration not in found]
     warm_up, warning = _warm_up(clean, begin, length)
     dropped |= dict.fromkeys((line.iteration for line in clean[:warm_up]), WARM_UP)
-    used = clean[warm_up:]
-    values = [line.elapsed_ms for line in used]
+    values = [line.elapsed_ms for line in clean[warm_up:]]
     low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     reach = 1.5 * (high - low)
     return Timing(
         milliseconds=median_with_interval(values),
         spread=(low, high),
         outliers=sum(not low - reach <= value <= high + reach for value in values),
-        used=[line.iteration for line in used],
+        used=[line.iteration for line in clean[warm_up:]],
         dropped=dict(sorted(dropped.items())),
         warning="; ".join(filter(None, [*warnings, warning])),
     )
@@ -130,16 +123,12 @@ def _early(line: Iteration, begin: int, length: int) -> bool:
 
 
 def _warm_up(lines: Sequence[Iteration], begin: int, length: int) -> tuple[int, str]:
-    """How many of the first intervals, each of `length` iterations, are warm-up; and a warning or ''.
-
-    begin: the iteration after which this run began, not 0 for one that was resumed.
-    """
+    """How many of the first intervals are warm-up, and a warning or ''; begin: the iteration before the run's first."""
     count = len(lines)
-    early = sum(_early(line, begin, length) for line in lines)
-    wanted = max(early, mser([line.elapsed_ms for line in lines]))
+    wanted = max(sum(_early(line, begin, length) for line in lines), mser([line.elapsed_ms for line in lines]))
+    fewer = min(wanted, max(1, count // 4), count - 1)
     if count - wanted >= FEWEST_INTERVALS:
         return wanted, ""
-    fewer = min(wanted, max(1, count // 4), count - 1)
     if fewer == wanted:
         return wanted, f"only {count - wanted} interval(s) count"
     return fewer, f"a short run: {fewer} of {count} interval(s) left out as warm-up where {wanted} should be"

@@ -88,8 +88,8 @@ class Checkpoints:
         if absent := [name for name in names if not (folder / name).is_file()]:
             return f"{folder.name}/{absent[0]} is missing"
         with ThreadPoolExecutor(READERS) as pool:
-            damages = pool.map(damage, [folder / name for name in names])
-            return next((f"{folder.name}/{name} {what}" for name, what in zip(names, damages, strict=True) if what), "")
+            found = zip(names, pool.map(damage, [folder / name for name in names]), strict=True)
+            return next((f"{folder.name}/{name} {what}" for name, what in found if what), "")
 
     def newest(self, limit: int | None = None) -> tuple[int, dict[int, str]]:
         """The newest whole checkpoint of at most `limit` iterations, 0 for none, and what is wrong with newer ones."""

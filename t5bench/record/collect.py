@@ -52,11 +52,9 @@ def check_same_run(here: Mapping[str, Any], other: Mapping[str, Any], source: st
     for text in differences(here, other):
         if not text.startswith(SHARED_KEYS):
             raise RecordError(f"{source} is of another run: {text}")
-    if (here["ended"] and other["started"] > here["ended"]) or (other["ended"] and here["started"] > other["ended"]):
-        raise RecordError(
-            f"{source} is of another run: it ran from {other['started']} to {other['ended']},"
-            f" this one from {here['started']} to {here['ended']}"
-        )
+    if max(here["started"], other["started"]) > min(part["ended"] or "9" for part in (here, other)):
+        its, own = (f"from {part['started']} to {part['ended']}" for part in (other, here))
+        raise RecordError(f"{source} is of another run: it ran {its}, this one {own}")
 
 
 def bring(source: Path, name: str, directory: Path) -> None:
@@ -66,13 +64,14 @@ def bring(source: Path, name: str, directory: Path) -> None:
     for part in parts:
         for other in present.values():
             check_same_run(other, part, name)
-        if part["node"] in present and present[part["node"]] != part:
+        if present.get(part["node"], part) != part:
             raise RecordError(f"{name} has another node{part['node']}.json than {directory}")
     nodes = {f"node{part['node']}" for part in parts}
 
     def skipped(folder: str, names: list[str]) -> set[str]:
-        """What is not this node's own is taken only where it is not there yet."""
-        special = {name for name in names if not _is_plain(Path(folder, name))}
+        """Links to directories, pipes and devices, and what is not this node's own where it is there already."""
+        paths = [Path(folder, name) for name in names]
+        special = {path.name for path in paths if not path.is_file() and (path.is_symlink() or not path.is_dir())}
         here = {n for n in names if n.partition(".")[0] not in nodes and (directory / n).exists()}
         return special | here | {*LEFT_OUT, "run.json"} if Path(folder) == source else special
 
@@ -82,11 +81,6 @@ def bring(source: Path, name: str, directory: Path) -> None:
         shutil.copytree(source, directory, ignore=skipped, dirs_exist_ok=True)
     except OSError as error:  # shutil.Error is one
         raise RecordError(f"{name} could not be copied: {error}") from error
-
-
-def _is_plain(path: Path) -> bool:
-    """A file or a directory of its own, and no link to a directory, pipe or device, which a copy would follow."""
-    return path.is_file() or (path.is_dir() and not path.is_symlink())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,9 +100,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     nodes, plan = ", ".join(str(node["node"]) for node in record["nodes"]), record["plan"]
-    name, count = plan["strategy"]["name"], plan["layout"]["nnodes"]
-    print(f"{args.run}: {name}, nodes {nodes} of {count}, {record['status']}", end="")
-    print(f": {record['reason']}" if record["reason"] else "")
+    which = f"{plan['strategy']['name']}, nodes {nodes} of {plan['layout']['nnodes']}"
+    print(f"{args.run}: {which}, {record['status']}" + (f": {record['reason']}" if record["reason"] else ""))
     for sentence in (*record["differences"], *remarks):
         print(f"warning: {sentence}", file=sys.stderr)
     return 0

@@ -29,9 +29,6 @@ class RecordError(Problem):
         super().__init__(problem, "Move that directory away, name the other runs, or bring its files back as they were")
 
 
-# ---- writing -------------------------------------------------------------------------------------------------------
-
-
 def write_whole(path: Path, text: str) -> None:
     """A reader sees the old text or the new one, never half of it. Raises OSError."""
     new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -47,6 +44,40 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_whole(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
+def open_file(path: Path) -> BinaryIO:
+    """A regular file of no absurd size, for reading; a pipe or a device is not waited for. Raises RecordError."""
+    try:
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+        status = os.fstat(file.fileno())
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}") from error
+    what = "is not a file" if not stat.S_ISREG(status.st_mode) else "is too large for a record"
+    if what == "is not a file" or status.st_size > MOST_BYTES:
+        file.close()
+        raise RecordError(f"{path} cannot be read: it {what}")
+    return file
+
+
+def read(path: Path) -> bytes:
+    """Raises RecordError."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def digest(file: BinaryIO) -> str:
+    """The sha256 of what is left of it, in hexadecimal."""
+    found = hashlib.sha256()
+    while block := file.read(1 << 20):
+        found.update(block)
+    return found.hexdigest()
+
+
+def sha256(path: Path) -> str:
+    """In hexadecimal. Raises RecordError."""
+    with open_file(path) as file:
+        return digest(file)
+
+
 def _own_files(directory: Path, node: int, nodes: int) -> list[Path]:
     """What is sealed of a node: its own files, and on the first and the last node what it alone writes."""
     names = [f"node{node}.{suffix}" for suffix in ("json", "log", "samples.jsonl")]
@@ -60,51 +91,18 @@ def seal(directory: Path, node: int, nodes: int) -> None:
     write_whole(directory / f"node{node}.sha256", "".join(lines))
 
 
-# ---- reading -------------------------------------------------------------------------------------------------------
-
-
-def open_file(path: Path) -> BinaryIO:
-    """A regular file of no absurd size, for reading; a pipe or a device is not waited for. Raises RecordError."""
-    try:
-        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
-        status = os.fstat(file.fileno())
-    except OSError as error:
-        raise RecordError(f"{path} cannot be read: {error.strerror}") from error
-    if stat.S_ISREG(status.st_mode) and status.st_size <= MOST_BYTES:
-        return file
-    file.close()
-    what = "is too large for a record" if stat.S_ISREG(status.st_mode) else "is not a file"
-    raise RecordError(f"{path} cannot be read: it {what}")
-
-
-def read(path: Path) -> bytes:
-    """Raises RecordError."""
-    with open_file(path) as file:
-        return file.read()
-
-
-def sha256(path: Path) -> str:
-    """In hexadecimal. Raises RecordError."""
-    digest = hashlib.sha256()
-    with open_file(path) as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def check_seal(directory: Path, node: int, nodes: int) -> bool:
-    """False for a node without checksums. Raises RecordError where a file is not as it was when the node ended."""
+def check_seal(directory: Path, node: int, nodes: int) -> None:
+    """Raises RecordError where a file is not as it was when the node ended; a node may have no checksums."""
     manifest = directory / f"node{node}.sha256"
     if not os.path.lexists(manifest):
-        return False
-    lines = read(manifest).decode(errors="replace").removesuffix("\n").split("\n")
-    entries = [_SEALED.fullmatch(line) for line in lines]
-    sealed = {entry[2]: entry[1] for entry in entries if entry}
-    if None in entries:
-        raise RecordError(f"{manifest} line {entries.index(None) + 1} is not a checksum and a file's name")
+        return
+    sealed = {}
+    for number, line in enumerate(read(manifest).decode(errors="replace").removesuffix("\n").split("\n"), 1):
+        if not (entry := _SEALED.fullmatch(line)):
+            raise RecordError(f"{manifest} line {number} is not a checksum and a file's name")
+        sealed[entry[2]] = entry[1]
     for path in dict.fromkeys([*_own_files(directory, node, nodes), *(directory / name for name in sealed)]):
         if path.name not in sealed:
             raise RecordError(f"{path} has no checksum in {manifest.name}: it was not there when the run ended")
         if sha256(path) != sealed[path.name]:
             raise RecordError(f"{path} was changed after the run ended: it does not have its checksum")
-    return True

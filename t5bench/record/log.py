@@ -1,8 +1,12 @@
 """The engines' log lines. Both engines print Megatron's iteration line, on the last rank."""
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 _ITERATION = re.compile(r"\biteration\s+(?P<iteration>\d+)/\s*(?P<total>\d+) \|(?P<fields>.*)")
 # An unbuffered Python writes a line's end apart from the line, and another rank's output may come in between.
@@ -16,6 +20,12 @@ _PEAK_MEMORY = re.compile(
 # Megatron-DeepSpeed's line, and the native engine's.
 _PADDED_VOCABULARY = re.compile(r"padded vocab \(size: \d+\).*\(new size: (\d+)\)|vocabulary padded to (\d+)")
 
+# What a record can hold: numbers as large as those of fp32, and clocks from 2001 to 2103 in seconds since 1970.
+MOST = 2.0**128
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Amount = Annotated[float, Meta(ge=0, le=MOST)]
+Clock = Annotated[float, Meta(ge=1e9, le=4.2e9)]
+
 
 @dataclass(frozen=True)
 class Iteration:
@@ -23,8 +33,8 @@ class Iteration:
 
     elapsed_ms is per iteration, lm_loss in nats per target token (None where every iteration was skipped),
     samples_per_second over all processes, tflops per GPU, grad_norm before clipping, skipped and nan the iterations
-    without an update or a finite loss since the line before, time when the line came in seconds since 1970, begin the
-    iteration after which the processes that logged it began: not 0 in a run that was resumed.
+    without an update or a finite loss since the line before, time when the line came, begin the iteration after which
+    the processes that logged it began: not 0 in a run that was resumed. Raises ValueError for what no engine logs.
     """
 
     iteration: int
@@ -38,28 +48,27 @@ class Iteration:
     loss_scale: float | None = None
     skipped: int = 0
     nan: int = 0
-    time: float | None = None
+    time: Clock | None = None
     begin: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            # A run can diverge to nan and inf, but nothing that is logged can be negative.
+            if value is not None and (value < 0 or MOST < value < math.inf):
+                raise ValueError(f"{name} is {value}")
+        if not 1 <= self.iteration <= self.total:
+            raise ValueError(f"it is iteration {self.iteration} of {self.total}")
+        if self.lm_loss is None and not self.skipped:
+            raise ValueError("it has no lm_loss")
 
 
 @dataclass(frozen=True)
 class PeakMemory:
     """Peak memory of one rank in MiB; device_mib is None on a CPU."""
 
-    rank: int
-    device_mib: float | None
-    host_mib: float
-
-
-def _fields(text: str) -> dict[str, float]:
-    """Raises ValueError for what only two lines in one can give: a field twice, a number such as 1.2.3."""
-    fields: dict[str, float] = {}
-    for match in _FIELD.finditer(text):
-        name = match["name"].strip()
-        if name in fields:
-            raise ValueError(f"{name} is there twice")
-        fields[name] = float(match["value"])
-    return fields
+    rank: Count
+    device_mib: Amount | None
+    host_mib: Amount
 
 
 def iteration(line: str, time: float | None = None) -> Iteration | None:
@@ -72,13 +81,16 @@ def iteration(line: str, time: float | None = None) -> Iteration | None:
     if not (end := _LAST_FIELD.search(match["fields"])):
         return None
     try:
-        fields = _fields(match["fields"][: end.end()])
+        found = _FIELD.findall(match["fields"][: end.end()])
+        fields = {name.strip(): float(value) for name, value in found}
+        if len(fields) < len(found):  # only two lines in one can give a field twice, or a number such as 1.2.3
+            return None
         return Iteration(
             iteration=int(match["iteration"]),
             total=int(match["total"]),
             elapsed_ms=fields["elapsed time per iteration (ms)"],
             # Megatron leaves the loss out of a line whose iterations were all skipped.
-            lm_loss=fields.get("lm loss") if fields.get("number of skipped iterations") else fields["lm loss"],
+            lm_loss=fields.get("lm loss"),
             learning_rate=fields["learning rate"],
             samples_per_second=fields["samples per second"],
             tflops=fields["TFLOPs"],
@@ -105,9 +117,6 @@ def padded_vocabulary(line: str) -> int | None:
 
 def peak_memory(lines: Iterable[str]) -> list[PeakMemory]:
     """Peak memory by rank, in rank order."""
-    found = {}
-    for line in lines:
-        for match in _PEAK_MEMORY.finditer(line):
-            rank = int(match["rank"])
-            found[rank] = PeakMemory(rank, float(match["device"]) or None, float(match["host"]))
-    return [found[rank] for rank in sorted(found)]
+    matches = [match for line in lines for match in _PEAK_MEMORY.finditer(line)]
+    found = {int(m["rank"]): (float(m["device"]) or None, float(m["host"])) for m in matches}
+    return [PeakMemory(rank, *found[rank]) for rank in sorted(found)]

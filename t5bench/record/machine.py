@@ -1,6 +1,5 @@
 """What a node is and runs: devices, library versions, commits, data. It imports no torch and never fails."""
 
-import hashlib
 import os
 import platform
 import re
@@ -10,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from t5bench.record.files import digest
+
 _LIBRARIES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "wandb", "flash_attn", "apex", "triton")
 _RECORDED_VARIABLES = re.compile(
     r"^(NCCL|CUDA|TORCH|PYTORCH|GLOO|OMP|MKL|DS|UCX|FI|SLURM_JOB|SLURM_NODE|HF_HOME|WANDB_(MODE|RUN_GROUP|ENTITY))"
 )
-_SECRET_NAME = re.compile(
-    r"(^|_)(API_?KEY|ACCESS_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE
-)
+_SECRET_NAME = re.compile(r"(^|_)((API_?|ACCESS_?)?KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
 _SHORTEST_SECRET = 8
 HIDDEN = "***"
 
@@ -42,11 +41,8 @@ def hide(value: Any, hidden: Sequence[str]) -> Any:
 
 def recorded_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that change how a run computes or communicates."""
-    return {
-        key: HIDDEN if _SECRET_NAME.search(key) else value
-        for key, value in sorted(environment.items())
-        if _RECORDED_VARIABLES.match(key)
-    }
+    found = {key: value for key, value in sorted(environment.items()) if _RECORDED_VARIABLES.match(key)}
+    return {key: HIDDEN if _SECRET_NAME.search(key) else value for key, value in found.items()}
 
 
 def _output(*command: str) -> str:
@@ -75,8 +71,7 @@ def _metadata(distribution: str) -> Path | None:
 
     By the folder's name: importlib.metadata would take a good part of the time that a launcher has.
     """
-    found = (path for folder in sys.path for path in Path(folder).glob(f"{distribution}-*.dist-info"))
-    return next(found, None)
+    return next((path for folder in sys.path for path in Path(folder).glob(f"{distribution}-*.dist-info")), None)
 
 
 def installed_version(distribution: str) -> str | None:
@@ -115,14 +110,11 @@ def commits(repository: Path, engine: Path | None) -> dict[str, Any]:
 
 def checksum(path: Path) -> str | None:
     """sha256 in hexadecimal."""
-    digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+            return digest(file)
     except OSError:
         return None
-    return digest.hexdigest()
 
 
 def patches(repository: Path) -> dict[str, str | None]:
@@ -140,12 +132,8 @@ def data(prefix: Path, tokenizer: str) -> dict[str, Any]:
         size = Path(f"{prefix}.bin").stat().st_size
     except OSError:
         size = None
-    return {
-        "prefix": str(prefix),
-        "bin_bytes": size,
-        "idx_sha256": checksum(Path(f"{prefix}.idx")),
-        "tokenizer": tokenizer,
-    }
+    index = checksum(Path(f"{prefix}.idx"))
+    return {"prefix": str(prefix), "bin_bytes": size, "idx_sha256": index, "tokenizer": tokenizer}
 
 
 # ---- hardware ------------------------------------------------------------------------------------------------------
@@ -160,14 +148,12 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
 def gpus(environment: Mapping[str, str]) -> list[dict[str, Any]]:
     """The visible GPUs; memory in MiB."""
     query = ["--query-gpu=index,name,memory.total,driver_version,uuid", "--format=csv,noheader,nounits"]
-    found = []
-    for line in _output("nvidia-smi", *visible_gpus(environment), *query).splitlines():
-        values = [value.strip() for value in line.split(",")]
-        if len(values) == 5 and values[0].isdigit():
-            index, name, memory, driver, uuid = values
-            memory_mib = float(memory) if memory.replace(".", "").isdigit() else None
-            found.append({"index": int(index), "name": name, "memory_mib": memory_mib, "driver": driver, "uuid": uuid})
-    return found
+    lines = _output("nvidia-smi", *visible_gpus(environment), *query).splitlines()
+    rows = [values for line in lines if len(values := line.split(", ")) == 5 and values[0].isdigit()]
+    return [
+        {"index": int(index), "name": name, "memory_mib": float(memory) if memory.replace(".", "").isdigit() else None,
+         "driver": driver, "uuid": uuid} for index, name, memory, driver, uuid in rows
+    ]  # fmt: skip
 
 
 def cpu() -> dict[str, Any]:

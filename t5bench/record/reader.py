@@ -5,7 +5,7 @@ its clocks can be true, and that metrics.jsonl says what the last node's log say
 (files.py) show whether a file was changed since, and spare that last check. RecordError names file, line and reason.
 """
 
-import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,24 +13,21 @@ from dataclasses import asdict, fields
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from t5bench.record import log
 from t5bench.record.files import METRICS, RecordError, read
-from t5bench.record.log import Iteration
+from t5bench.record.log import Amount, Clock, Count, Iteration, PeakMemory
 from t5bench.record.plan import FORMAT, ROLES, Plan, by_name
-from t5bench.record.status import CANCELLED, EXIT_CODES, RUNNING, iterations_expected
+from t5bench.record.status import CANCELLED, EXIT_CODES, RUNNING, Cause, iterations_expected
 
-# Numbers that a record can hold, as large as those of fp32. Clocks: 2001 to 2103, in seconds since 1970.
-MOST = 2.0**128
-_Count = Annotated[int, Meta(ge=0, le=2**53)]
-_Amount = Annotated[float, Meta(ge=0, le=MOST)]
-_Clock = Annotated[float, Meta(ge=1e9, le=4.2e9)]
+if TYPE_CHECKING:
+    from t5bench.record.records import Run
+
 _Moment = Annotated[str, Meta(pattern=r"^20[0-9]{2}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\.[0-9]{3}Z$")]
-
 _KIND = re.compile(r"(path|text|secret|decimal|whole:[0-9]{1,18}(:[0-9]{1,18})?|one-of:.+)\??")
 
 # Clocks are set while a run goes on, in small steps; samples are taken before and after what is logged.
@@ -39,83 +36,73 @@ STEP_SECONDS, SAMPLES_SECONDS = 5, 60
 PAUSE_SECONDS, PAUSE_WITH_EVENTS_SECONDS = 3600, 86400
 
 
-class _Cause(TypedDict):
-    status: str
-    strength: _Count
-    reason: str
-    remedy: str
-    time: _Clock
-    line: str
-    rank: _Count | None
-
-
-class _Ending(TypedDict):
+class _Ending(Struct):
     """How a node ended, as it tells the others."""
 
-    node: _Count
-    nnodes: _Count
+    node: Count
+    nnodes: Count
     host: str
     status: Literal[(*EXIT_CODES, CANCELLED, RUNNING)]
     reason: str
     remedy: str
-    cause: _Cause | None
+    cause: Cause | None
     signal: str | None
     ended: _Moment | None
 
 
-class _Device(TypedDict):
+class _Device(Struct):
     name: str
 
 
-class _Gpu(TypedDict):
-    index: _Count
-    utilization: _Amount | None
-    power_w: _Amount | None
+class _Part(_Ending):
+    """The content of node<R>.json, as far as it is read."""
 
-
-class _Counter(TypedDict):
-    sent: _Amount
-
-
-class _Peak(TypedDict):
-    rank: _Count
-    device_mib: _Amount | None
-    host_mib: _Amount
-
-
-class _Required(_Ending):
-    format: Literal[FORMAT]
     exit_status: int | None
     started: _Moment
-    plan: dict[str, Any]
+    plan: Plan
     data: dict[str, str | int | None]
     versions: dict[str, str | None]
     commits: dict[str, str | bool | None]
     patches: dict[str, str | None]
     devices: list[_Device]
-    network: dict[str, dict[str, _Count | None]]
-    peak_memory: list[_Peak]
+    network: dict[str, dict[str, Count | None]]
+    peak_memory: list[PeakMemory]
     padded_vocab_size: Annotated[int, Meta(ge=1, le=2**31)] | None
+    heard: list[_Ending] = []
+    differences: list[str] = []
+
+    def __post_init__(self) -> None:
+        for wrong in _faults(self, self.plan):
+            raise ValueError(wrong)
 
 
-class Part(_Required, total=False):
-    """The content of node<R>.json, as far as it is read."""
+class _Gpu(Struct):
+    index: Count
+    utilization: Amount | None
+    power_w: Amount | None
 
-    heard: list[_Ending]
-    differences: list[str]
+
+class _Counter(Struct):
+    sent: Amount
 
 
-class Sample(TypedDict):
-    time: _Clock
+class _Sample(Struct):
+    time: Clock
     gpus: list[_Gpu]
     network: dict[str, _Counter]
 
 
 def _checked(place: object, content: Any, kind: Any, *, strict: bool = True) -> Any:
+    """What msgspec makes of this; a ValueError of the kind's own __post_init__ counts too. Raises RecordError."""
     try:
         return msgspec.convert(content, kind, strict=strict)
     except msgspec.ValidationError as error:
         raise RecordError(f"{place} cannot be right: {error}") from error
+
+
+def _check_names(place: object, content: Mapping[str, Any], kind: type) -> None:
+    if unknown := content.keys() - {entry.name for entry in fields(kind)}:
+        raise RecordError(f"{place} cannot be right: there is no {min(unknown)}")
 
 
 def decoded(place: object, text: bytes, kind: Any = dict[str, Any]) -> Any:
@@ -127,11 +114,11 @@ def decoded(place: object, text: bytes, kind: Any = dict[str, Any]) -> Any:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects in a file of JSON lines, and where each stands. Raises RecordError.
+    """The objects in a file of JSON lines, and where each stands; none without the file. Raises RecordError.
 
     A line that was cut off at the end of an attempt, as a full disk or a death leaves it, is passed over.
     """
-    lines = read(path).split(b"\n")
+    lines = read(path).split(b"\n") if os.path.lexists(path) else []
     for number, text in enumerate(lines, 1):
         place = f"{path} line {number}"
         try:
@@ -156,58 +143,44 @@ def read_part(path: Path) -> dict[str, Any]:
     content = decoded(path, read(path))
     if content.get("format") != FORMAT:
         raise RecordError(f"{path} is not a record of format {FORMAT}")
-    _checked(path, content, Part)
-    plan = _checked(path, content["plan"], Plan)
-    if wrong := _fault_of_plan(content["plan"], plan) or _fault_of_part(path, content, plan):
-        raise RecordError(f"{path} cannot be right: {wrong}")
+    part = _checked(path, content, _Part)
+    _check_names(f"{path}: plan", content["plan"], Plan)
+    if path.name != f"node{part.node}.json":
+        raise RecordError(f"{path} cannot be right: it is of node {part.node}")
     return content
 
 
-def _fault_of_part(path: Path, part: Mapping[str, Any], plan: Plan) -> str:
-    assert plan.layout
-    node, nodes, planned = part["node"], part["nnodes"], plan.layout.nnodes
-    if path.name.split(".")[0] != f"node{node}" or node != plan.node or not node < nodes == planned:
-        return f"it is of node {node} of {nodes}, planned as node {plan.node} of {planned}"
-    if (part["ended"] is None) != (part["status"] == RUNNING):
-        return f"it is {part['status']} and ended {part['ended'] or 'not yet'}"
-    try:
-        if seconds(part["started"]) > seconds(part["ended"] or part["started"]) + STEP_SECONDS:
-            return f"it began {part['started']} and ended {part['ended']}"
-    except ValueError as error:
-        return str(error)
-    ranks = [peak["rank"] for peak in part["peak_memory"]]
-    if len(set(ranks)) < len(ranks):
-        return f"it has the peak memory of ranks {ranks}"
-    return ""
-
-
-def _fault_of_plan(content: Mapping[str, Any], plan: Plan) -> str:
+def _faults(part: _Part, plan: Plan) -> Iterator[str]:
+    """How a part and its plan contradict themselves or each other."""
     layout, given = plan.layout, by_name(plan.arguments.words)
     if not layout:
-        return "there is no layout"
-    if unknown := content.keys() - {entry.name for entry in fields(Plan)}:
-        return f"a plan has no {min(unknown)}"
+        yield "there is no layout"
+        return
     sizes = layout.nnodes * layout.nproc_per_node, layout.tp * layout.pp * layout.dp
-    if min(asdict(layout).values(), key=lambda size: size or 0) == 0 or set(sizes) != {layout.world_size}:
-        return f"a layout of {asdict(layout)}"
+    if 0 in asdict(layout).values() or set(sizes) != {layout.world_size}:
+        yield f"a layout of {asdict(layout)}"
+    if not part.node == plan.node < part.nnodes == layout.nnodes:
+        yield f"it is of node {part.node} of {part.nnodes}, planned as node {plan.node} of {layout.nnodes}"
+    if (part.ended is None) != (part.status == RUNNING):
+        yield f"it is {part.status} and ended {part.ended or 'not yet'}"
+    if seconds(part.started) > seconds(part.ended or part.started) + STEP_SECONDS:
+        yield f"it began {part.started} and ended {part.ended}"
+    ranks = [peak.rank for peak in part.peak_memory]
+    if len(set(ranks)) < len(ranks):
+        yield f"it has the peak memory of ranks {ranks}"
     for name, setting in plan.settings.items():
         if setting.role not in ROLES or not _KIND.fullmatch(setting.kind):
-            return f"{name} has the role {setting.role} and the kind {setting.kind}"
+            yield f"{name} has the role {setting.role} and the kind {setting.kind}"
         if wrong := setting.fault(name, setting.value):
-            return wrong[0]
+            yield wrong[0]
         passed = [given[argument] for argument in setting.argument.split(",") if argument in given]
         if passed and setting.value not in passed:
-            return f"{name} is '{setting.value}', but the engine was given {setting.argument} {' '.join(passed)}"
+            yield f"{name} is '{setting.value}', but the engine was given {setting.argument} {' '.join(passed)}"
     if missing := Counter(plan.arguments.words) - Counter(plan.command):
-        return f"the command lacks {next(iter(missing))}"
-    return ""
+        yield f"the command lacks {next(iter(missing))}"
 
 
-# ---- metrics.jsonl ---------------------------------------------------------------------------------------------------
-
-
-_ITERATION_FIELDS = {entry.name for entry in fields(Iteration)} - {"begin"}
-
+# ---- files of lines --------------------------------------------------------------------------------------------------
 
 _Lines = Sequence[tuple[str, Iteration]]
 
@@ -222,139 +195,27 @@ class Attempt(NamedTuple):
 def read_attempts(path: Path) -> list[Attempt]:
     """All that was logged, by attempt: at least one, without lines where there is no file. Raises RecordError."""
     found = [Attempt(0, [])]
-    for place, content in json_lines(path) if path.exists() or path.is_symlink() else ():
+    for place, content in json_lines(path):
         if "resumed_from" in content:
-            mark = _checked(place, content, dict[Literal["resumed_from"], _Count])
+            mark = _checked(place, content, dict[Literal["resumed_from"], Count])
             found.append(Attempt(mark["resumed_from"], []))
             continue
-        if unknown := content.keys() - _ITERATION_FIELDS:
-            raise RecordError(f"{place} cannot be right: there is no {min(unknown)}")
+        _check_names(place, content, Iteration)
         # Numbers that are not finite are written as text.
-        line = _checked(place, {"lm_loss": None} | content | {"begin": found[-1].begin}, Iteration, strict=False)
-        if wrong := _fault_of_line(line):
-            raise RecordError(f"{place} cannot be right: {wrong}")
-        found[-1].lines.append((place, line))
+        values = {"lm_loss": None} | content | {"begin": found[-1].begin}
+        found[-1].lines.append((place, _checked(place, values, Iteration, strict=False)))
     return found
 
 
-def _fault_of_line(line: Iteration) -> str:
-    for name, value in vars(line).items():
-        # A run can diverge to nan and inf, but nothing that is logged can be negative.
-        if value is not None and (value < 0 or MOST < value < math.inf):
-            return f"{name} is {value}"
-    if line.time is not None and not 1e9 <= line.time <= 4.2e9:
-        return f"time is {line.time}"
-    if not 1 <= line.iteration <= line.total:
-        return f"it is iteration {line.iteration} of {line.total}"
-    return "" if line.lm_loss is not None or line.skipped else "it has no lm_loss"
-
-
-def that_count(attempts: Iterable[Attempt]) -> list[Iteration]:
-    """The iterations in order, without what an attempt logged beyond the iteration from which the next went on."""
-    found: dict[int, Iteration] = {}
-    for begin, lines in attempts:
-        found = {number: line for number, line in found.items() if number <= begin}
-        found |= {line.iteration: line for _, line in lines}
-    return [found[number] for number in sorted(found)]
-
-
-def check_complete(directory: Path, plan: Plan, attempts: Sequence[Attempt], part: Mapping[str, Any]) -> bool:
-    """Whether every line of a complete run is there, but for those that its log has in pieces. Raises RecordError.
-
-    part: of the last node.
-    """
-    total, interval = plan.number("TRAIN_ITERS"), plan.number("LOG_INTERVAL")
-    for place, line in (entry for attempt in attempts for entry in attempt.lines):
-        if line.total != total or line.iteration % interval:
-            raise RecordError(
-                f"{place} is of iteration {line.iteration} of {line.total},"
-                f" where every {interval} of {total} are logged"
-            )
-    reached = {line.iteration for line in that_count(attempts)}
-    expected = set(range(interval, iterations_expected(total, interval) + 1, interval))
-    missing = expected - reached
-    if missing and (missing := missing - _mentioned(directory / f"node{part['node']}.log")):
-        last = " after its last line" if min(missing) > max(reached, default=0) else ""
-        raise RecordError(
-            f"{directory / METRICS}{last} lacks iteration {min(missing)} of {total},"
-            f" and {len(missing)} in all, though the run is complete"
-        )
-    for attempt in attempts:
-        _check_clocks(plan, attempt.lines)
-    _check_span(attempts[-1].lines, plan, part)
-    return reached >= expected
-
-
-def _mentioned(path: Path) -> set[int]:
-    """Iterations of which the log has a line, even one that other output runs into."""
-    return {int(number) for number in re.findall(rb"\biteration\s+([0-9]{1,15})/", read(path))}
-
-
-def _seconds_of(line: Iteration, plan: Plan) -> float:
-    """What a line is the mean of: fewer iterations where a resumed run logs its first."""
-    return line.elapsed_ms * min(plan.number("LOG_INTERVAL"), line.iteration - line.begin) / 1000
-
-
-def _check_clocks(plan: Plan, lines: _Lines) -> None:
-    events = plan.number("SAVE_INTERVAL") or plan.number("EVAL_ITERS")
-    pause = PAUSE_WITH_EVENTS_SECONDS if events else PAUSE_SECONDS
-    for (_, earlier), (place, later) in pairwise(lines):
-        passed = (later.time or 0) - (earlier.time or 0) if later.time and earlier.time else 0
-        too_late = passed - _seconds_of(later, plan) > pause
-        if later.iteration <= earlier.iteration or passed < -STEP_SECONDS or too_late:
-            raise RecordError(
-                f"{place} cannot follow: iteration {later.iteration} comes {passed:.0f} s after"
-                f" iteration {earlier.iteration}"
-            )
-
-
-def _check_span(lines: _Lines, plan: Plan, part: Mapping[str, Any]) -> None:
-    """Whether the lines of the last attempt lie within its time, and their iterations fit into it."""
-    begin, end = seconds(part["started"]) - STEP_SECONDS, seconds(part["ended"]) + STEP_SECONDS
-    for place, line in lines:
-        if line.time is not None and not begin <= line.time <= end:
-            raise RecordError(f"{place} is not of the time of the run, {part['started']} to {part['ended']}")
-    computed = sum(_seconds_of(line, plan) for _, line in lines)
-    if computed > end - begin + STEP_SECONDS:
-        place = lines[-1][0]
-        raise RecordError(f"{place} and those above it took {computed:.0f} s, the whole run {end - begin:.0f} s")
-
-
-def check_log(directory: Path, part: Mapping[str, Any], lines: _Lines | None) -> None:
-    """Whether a node's log says what its part says, and the lines of its last attempt. Raises RecordError.
-
-    lines: None for a node that does not log iterations.
-    """
-    path = directory / f"node{part['node']}.log"
-    printed, others = [], []
-    for place, time, text in log_lines(path):
-        found = log.iteration(text, time)
-        printed += [(place, found)] if found else []
-        others += [] if found else [text]
-    told = [asdict(peak) for peak in log.peak_memory(text for text in others if "peak memory" in text)]
-    if told != sorted(part["peak_memory"], key=lambda peak: peak["rank"]):
-        raise RecordError(f"{path} and node{part['node']}.json tell of different peak memory")
-    vocabulary = [size for text in others if (size := log.padded_vocabulary(text))]
-    if vocabulary and vocabulary[-1] != part["padded_vocab_size"]:
-        raise RecordError(f"{path} tells of a vocabulary of {vocabulary[-1]}, node{part['node']}.json of another")
-    if lines is not None:
-        _check_same(directory / METRICS, lines, path, printed)
-
-
-def _check_same(path: Path, lines: _Lines, log_path: Path, printed: _Lines) -> None:
-    for (place, line), (its_place, its) in zip(lines, printed, strict=False):
-        there = its_place.rpartition("/")[2]
-        for name in sorted(_ITERATION_FIELDS - {"time"}):
-            value, logged = getattr(line, name), getattr(its, name)
-            if value != logged and not (value != value and logged != logged):
-                raise RecordError(f"{place} has {name} {value}, {there} has {logged}")
-        # One is rounded to milliseconds, the other cut off.
-        if line.time is not None and its.time is not None and abs(line.time - its.time) > 0.002:
-            raise RecordError(f"{place} came at {line.time}, {there} at {its.time}")
-    if len(lines) != len(printed):
-        raise RecordError(
-            f"{path} has {len(lines)} iteration lines of its last attempt, {log_path.name} {len(printed)}"
-        )
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """The samples of one node in the order of time; none without the file. Raises RecordError."""
+    found: list[dict[str, Any]] = []
+    for place, content in json_lines(path):
+        _checked(place, content, _Sample)
+        if found and content["time"] < found[-1]["time"] - STEP_SECONDS:
+            raise RecordError(f"{place} comes before the line above it")
+        found.append(content)
+    return sorted(found, key=lambda sample: sample["time"])
 
 
 def log_lines(path: Path) -> Iterator[tuple[str, float, str]]:
@@ -368,23 +229,99 @@ def log_lines(path: Path) -> Iterator[tuple[str, float, str]]:
         yield place, time, said
 
 
-# ---- node<R>.samples.jsonl -------------------------------------------------------------------------------------------
+def that_count(attempts: Iterable[Attempt]) -> list[Iteration]:
+    """The iterations in order, without what an attempt logged beyond the iteration from which the next went on."""
+    found: dict[int, Iteration] = {}
+    for begin, lines in attempts:
+        found = {number: line for number, line in found.items() if number <= begin}
+        found |= {line.iteration: line for _, line in lines}
+    return [found[number] for number in sorted(found)]
 
 
-def read_samples(path: Path) -> list[Sample]:
-    """The samples of one node in the order of time; none without the file. Raises RecordError."""
-    found = []
-    for place, content in json_lines(path) if path.exists() or path.is_symlink() else ():
-        _checked(place, content, Sample)
-        if found and content["time"] < found[-1]["time"] - STEP_SECONDS:
-            raise RecordError(f"{place} comes before the line above it")
-        found.append(content)
-    return sorted(found, key=lambda sample: sample["time"])
+# ---- a complete run --------------------------------------------------------------------------------------------------
 
 
-def check_samples(directory: Path, samples: Sequence[Sample], part: Mapping[str, Any]) -> None:
-    """Whether they are of the run's time. Raises RecordError."""
-    begin, end = seconds(part["started"]) - SAMPLES_SECONDS, seconds(part["ended"]) + SAMPLES_SECONDS
-    if samples and not begin <= samples[0]["time"] <= samples[-1]["time"] <= end:
-        path = directory / f"node{part['node']}.samples.jsonl"
-        raise RecordError(f"{path} is not of the time of the run, {part['started']} to {part['ended']}")
+def faults_of_complete(run: "Run", attempts: Sequence[Attempt], with_logs: bool) -> Iterator[str]:
+    """What cannot be true of a complete run: all that it logged, its clocks, and where asked its logs.
+
+    The logs are read too where they alone have some lines, in pieces.
+    """
+    lines, last_node = [entry for attempt in attempts for entry in attempt.lines], run.nodes[-1]
+    total, interval = run.plan.number("TRAIN_ITERS"), run.plan.number("LOG_INTERVAL")
+    for place, line in lines:
+        if line.total != total or line.iteration % interval:
+            here = f"{place} is of iteration {line.iteration} of {line.total}"
+            yield f"{here}, where every {interval} of {total} are logged"
+    reached = {line.iteration for line in run.iterations}
+    missing = set(range(interval, iterations_expected(total, interval) + 1, interval)) - reached
+    in_pieces = read(run.directory / f"node{last_node['node']}.log") if missing else b""
+    mentioned = {int(number) for number in re.findall(rb"\biteration\s+([0-9]{1,15})/", in_pieces)}
+    if lacking := missing - mentioned:
+        last = " after its last line" if min(lacking) > max(reached, default=0) else ""
+        count = f"{min(lacking)} of {total}, and {len(lacking)} in all, though the run is complete"
+        yield f"{run.directory / METRICS}{last} lacks iteration {count}"
+    for attempt in attempts:
+        yield from _faults_of_order(attempt.lines, run.plan)
+    final = attempts[-1].lines
+    yield from _outside([(place, line.time) for place, line in final], last_node, STEP_SECONDS)
+    took = sum(_seconds(line, run.plan) for _, line in final)
+    ran = seconds(last_node["ended"]) - seconds(last_node["started"])
+    if took > ran + 3 * STEP_SECONDS:
+        yield f"{final[-1][0]} and those above it took {took:.0f} s, the whole run {ran:.0f} s"
+    for node in run.nodes:
+        path = run.directory / f"node{node['node']}.samples.jsonl"
+        sampled = [(path, sample["time"]) for sample in run.samples[node["node"]]]
+        yield from _outside(sampled, node, SAMPLES_SECONDS)
+        if with_logs or missing:
+            yield from _faults_of_log(run.directory, node, attempts[-1].lines if node is last_node else None)
+
+
+def _outside(times: Iterable[tuple[object, float | None]], part: Mapping[str, Any], margin: float) -> Iterator[str]:
+    begin, end = seconds(part["started"]) - margin, seconds(part["ended"]) + margin
+    for place, time in times:
+        if time is not None and not begin <= time <= end:
+            yield f"{place} is not of the time of the run, {part['started']} to {part['ended']}"
+
+
+def _seconds(line: Iteration, plan: Plan) -> float:
+    """How long what a line is the mean of took: fewer iterations where a resumed run logs its first."""
+    return line.elapsed_ms * min(plan.number("LOG_INTERVAL"), line.iteration - line.begin) / 1000
+
+
+def _faults_of_order(lines: _Lines, plan: Plan) -> Iterator[str]:
+    events = plan.number("SAVE_INTERVAL") or plan.number("EVAL_ITERS")
+    pause = PAUSE_WITH_EVENTS_SECONDS if events else PAUSE_SECONDS
+    for (_, earlier), (place, later) in pairwise(lines):
+        passed = later.time - earlier.time if later.time and earlier.time else 0
+        if later.iteration <= earlier.iteration or not -STEP_SECONDS <= passed <= _seconds(later, plan) + pause:
+            what = f"iteration {later.iteration} comes {passed:.0f} s after iteration {earlier.iteration}"
+            yield f"{place} cannot follow: {what}"
+
+
+def _faults_of_log(directory: Path, part: Mapping[str, Any], lines: _Lines | None) -> Iterator[str]:
+    """What a node's log says otherwise than its part, and than the lines of its last attempt.
+
+    lines: None for a node that does not log iterations.
+    """
+    path = directory / f"node{part['node']}.log"
+    printed, others = [], []
+    for place, time, text in log_lines(path):
+        found = log.iteration(text, time)
+        printed += [(place.rpartition("/")[2], found)] if found else []
+        others += [] if found else [text]
+    told = [asdict(peak) for peak in log.peak_memory(text for text in others if "peak memory" in text)]
+    if told != sorted(part["peak_memory"], key=lambda peak: peak["rank"]):
+        yield f"{path} and node{part['node']}.json tell of different peak memory"
+    vocabulary = [size for text in others if (size := log.padded_vocabulary(text))]
+    if vocabulary and vocabulary[-1] != part["padded_vocab_size"]:
+        yield f"{path} tells of a vocabulary of {vocabulary[-1]}, node{part['node']}.json of another"
+    for (place, line), (there, its) in zip(lines or (), printed, strict=False):
+        values, logged = asdict(line), asdict(its)
+        # nan is itself; of the times one is rounded to milliseconds, the other cut off.
+        for name in sorted(n for n in values.keys() - {"time", "begin"} if str(values[n]) != str(logged[n])):
+            yield f"{place} has {name} {values[name]}, {there} has {logged[name]}"
+        if line.time is not None and its.time is not None and abs(line.time - its.time) > 0.002:
+            yield f"{place} came at {line.time}, {there} at {its.time}"
+    if lines is not None and len(lines) != len(printed):
+        numbers = f"{len(lines)} iteration lines of its last attempt, {path.name} {len(printed)}"
+        yield f"{directory / METRICS} has {numbers}"

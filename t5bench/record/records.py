@@ -147,15 +147,12 @@ def read_parts(directory: Path) -> list[dict[str, Any]]:
 def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The content of run.json. ``differences`` names what should be the same on all nodes and is not."""
     parts = list(parts)
-    first = parts[0]
-    unequal = [text for part in parts[1:] for text in differences(first, part)]
-    # What a node heard of the others while it ran, for the parts that are not here.
-    unequal += [text for part in parts for text in part.get("differences", []) if text not in unequal]
-    status = of_run(parts)
+    first, status = parts[0], of_run(parts)
+    # What a node heard of the others while it ran counts too, for the parts that are not here.
+    heard = [text for part in parts for text in part.get("differences", [])]
     return {
         "format": FORMAT,
-        "plan": first["plan"],
-        **{key: first[key] for key in SHARED_KEYS},
+        **{key: first[key] for key in ("plan", *SHARED_KEYS)},
         # The node of the first rank prints it.
         "padded_vocab_size": next((p["padded_vocab_size"] for p in parts if p.get("padded_vocab_size")), None),
         "status": status.name,
@@ -164,27 +161,25 @@ def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         "first_failure": status.origin,
         "started": min(part["started"] for part in parts),
         "ended": None if any(not part["ended"] for part in parts) else max(part["ended"] for part in parts),
-        "differences": unequal,
-        "nodes": [
-            {key: value for key, value in part.items() if key not in {*SHARED_KEYS, "format", "plan"}} for part in parts
-        ],
+        "differences": list(dict.fromkeys([*(t for part in parts[1:] for t in differences(first, part)), *heard])),
+        "nodes": [{k: v for k, v in part.items() if k not in {*SHARED_KEYS, "format", "plan"}} for part in parts],
     }
 
 
 def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
     """What two nodes' parts of one run say differently, and should not: one sentence each."""
-    pairs = [(key, first[key], other[key]) for key in SHARED_KEYS]
-    plan, its_plan = first["plan"], other["plan"]
-    pairs += [(key, plan[key], its_plan[key]) for key in plan if key not in _LOCAL_PLAN]
-    pairs.append(("settings", _shared_settings(plan), _shared_settings(its_plan)))
-    pairs.append(("arguments", plan["arguments"]["extra"], its_plan["arguments"]["extra"]))
-    for key, one, another in pairs:
-        for difference in _differences(one, another):
-            yield f"{key} of node {other['node']} ({other['host']}) {difference}"
+    ours, theirs = _shared(first), _shared(other)
+    for key in ours:
+        for what in _differences(ours[key], theirs.get(key)):
+            yield f"{key} of node {other['node']} ({other['host']}) {what}"
 
 
-def _shared_settings(plan: Mapping[str, Any]) -> dict[str, str]:
-    return {name: s["value"] for name, s in plan["settings"].items() if not ROLES[s["role"]].local}
+def _shared(part: Mapping[str, Any]) -> dict[str, Any]:
+    """What the nodes of one run should agree in."""
+    plan = part["plan"]
+    settings = {name: s["value"] for name, s in plan["settings"].items() if not ROLES[s["role"]].local}
+    shared = {key: part[key] for key in SHARED_KEYS} | {key: plan[key] for key in plan if key not in _LOCAL_PLAN}
+    return shared | {"settings": settings, "arguments": plan["arguments"]["extra"]}
 
 
 def _differences(first: Any, other: Any) -> Iterator[str]:
@@ -204,17 +199,14 @@ def load(directory: Path, *, from_log: bool = False) -> Run:
     if not directory.is_dir():
         raise RecordError(f"there is no run directory {directory}")
     parts = read_parts(directory)
-    record, last, path = merge(parts), parts[-1], directory / METRICS
-    plan, attempts = Plan.read(record["plan"]), reader.read_attempts(path)
+    record, attempts = merge(parts), reader.read_attempts(directory / METRICS)
     samples = {p["node"]: reader.read_samples(directory / f"node{p['node']}.samples.jsonl") for p in parts}
-    remarks = list(_remarks(directory, parts, record))
-    if record["status"] == COMPLETE:
-        is_whole = reader.check_complete(directory, plan, attempts, last)
-        for part in parts:
-            reader.check_samples(directory, samples[part["node"]], part)
-            if from_log or remarks or not is_whole:
-                reader.check_log(directory, part, attempts[-1].lines if part is last else None)
-    return Run(directory, record, plan, reader.that_count(attempts), samples, remarks)
+    remarks, lines = list(_remarks(directory, parts, record)), reader.that_count(attempts)
+    run = Run(directory, record, Plan.read(record["plan"]), lines, samples, remarks)
+    if run.status == COMPLETE:
+        for wrong in reader.faults_of_complete(run, attempts, from_log or bool(remarks)):
+            raise RecordError(wrong)
+    return run
 
 
 def _remarks(directory: Path, parts: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> Iterator[str]:

@@ -3,13 +3,13 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from t5bench.record.records import Run
 
-Point = tuple[float, float]
 FEWEST_SAMPLES = 3
 LOOPBACK = "lo"
 # These carry nothing of their own: what they count is counted again by what they run over, or never leaves the node.
@@ -50,10 +50,8 @@ class Observations:
     @property
     def sent_per_iteration(self) -> float | None:
         """Bytes that the busiest node sent per iteration, over all its interfaces."""
-        by_node: dict[int, float] = {}
-        for entry in self.traffic:
-            by_node[entry.node] = by_node.get(entry.node, 0.0) + entry.bytes_per_iteration
-        return max(by_node.values(), default=None)
+        nodes = {entry.node for entry in self.traffic}
+        return max((sum(e.bytes_per_iteration for e in self.traffic if e.node == node) for node in nodes), default=None)
 
     @property
     def busiest_link(self) -> Traffic | None:
@@ -63,74 +61,48 @@ class Observations:
 
 def observe(run: Run, used: Sequence[int]) -> Observations:
     """What was sampled from the first to the last of the iterations `used`; supposes that the nodes' clocks agree."""
-    timed = [(i.time, i.iteration) for i in run.iterations if i.time and used and used[0] <= i.iteration <= used[-1]]
-    if len(timed) < 2:
+    lines = [line for line in run.iterations if line.time and used and used[0] <= line.iteration <= used[-1]]
+    if len(lines) < 2:
         return Observations(why_not_sent="fewer than two timed intervals")
-    traffic: list[Traffic] = []
-    powers, utilizations, reasons = [], [], []
-    one_node = run.layout.nnodes == 1
+    ends, numbers = np.array([line.time for line in lines]), np.array([line.iteration for line in lines])
+    traffic, reasons, one_node = [], [], run.layout.nnodes == 1
+    medians: dict[str, list[float]] = {"power_w": [], "utilization": []}
     for node in run.nodes:
         samples = run.samples[node["node"]]
-        within = [sample for sample in samples if timed[0][0] <= sample["time"] <= timed[-1][0]]
-        powers += _gpu_medians(within, "power_w")
-        utilizations += _gpu_medians(within, "utilization")
+        within = [sample for sample in samples if ends[0] <= sample["time"] <= ends[-1]]
+        for what, found in medians.items():
+            known = [(gpu["index"], gpu[what]) for s in within for gpu in s["gpus"] if gpu[what] is not None]
+            found += [median(value for i, value in known if i == index) for index in {index for index, _ in known}]
+        sent = list(_sent(node, samples, ends, numbers, one_node))
         if len(within) < FEWEST_SAMPLES:
             reasons.append(f"{len(within)} sample(s) of node {node['node']} in that time, {FEWEST_SAMPLES} are needed")
-        elif sent := list(_sent(node, samples, timed, one_node)):
-            traffic += sent
-        else:
+        elif not sent:
             reasons.append(f"node {node['node']} has no network counter that runs through")
-    return Observations(
-        traffic=() if reasons else traffic,
-        why_not_sent="; ".join(reasons),
-        loopback=one_node,
-        power_w=max(powers, default=None),
-        utilization=max(utilizations, default=None),
-    )
-
-
-def _gpu_medians(samples: Sequence[Mapping[str, Any]], what: str) -> list[float]:
-    by_gpu: dict[int, list[float]] = {}
-    for gpu in (gpu for sample in samples for gpu in sample.get("gpus") or () if gpu.get(what) is not None):
-        by_gpu.setdefault(gpu["index"], []).append(gpu[what])
-    return [median(values) for values in by_gpu.values()]
+        traffic += sent
+    most = {what: max(found, default=None) for what, found in medians.items()}
+    return Observations(() if reasons else traffic, "; ".join(reasons), one_node, **most)
 
 
 def _counts(interface: str, interfaces: set[str], one_node: bool) -> bool:
     if one_node or interface == LOOPBACK:
         return one_node and interface == LOOPBACK
-    if interface.startswith("ib:"):
-        return True
-    has_ports = any(name.startswith("ib:") for name in interfaces)
-    return not _VIRTUAL.fullmatch(interface) and not (has_ports and _IP_OVER_INFINIBAND.fullmatch(interface))
+    is_over_ports = any(name.startswith("ib:") for name in interfaces) and _IP_OVER_INFINIBAND.fullmatch(interface)
+    return interface.startswith("ib:") or not (_VIRTUAL.fullmatch(interface) or is_over_ports)
 
 
 def _sent(
-    node: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], timed: Sequence[Point], one_node: bool
+    node: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], ends: np.ndarray, numbers: np.ndarray, one_node: bool
 ) -> Iterator[Traffic]:
-    """By each interface that counts; timed: when which iteration ended."""
-    interfaces = {name for sample in samples for name in sample.get("network") or ()}
-    for interface in sorted(name for name in interfaces if _counts(name, interfaces, one_node)):
-        counter = [
-            (sample["time"], sample["network"][interface]["sent"])
-            for sample in samples
-            if interface in (sample.get("network") or ())
-        ]
+    """By each interface that counts; ends: when the iterations `numbers` ended."""
+    interfaces = {name for sample in samples for name in sample["network"]}
+    for name in sorted(name for name in interfaces if _counts(name, interfaces, one_node)):
+        counter = np.array([(s["time"], s["network"][name]["sent"]) for s in samples if name in s["network"]]).T
         # The sampler may begin after the first of the lines or end before the last: no value is made up out there.
-        begin, end = max(timed[0][0], counter[0][0]), min(timed[-1][0], counter[-1][0])
-        if begin >= end or any(later < earlier for (_, earlier), (_, later) in pairwise(counter)):
+        begin, end = max(ends[0], counter[0, 0]), min(ends[-1], counter[0, -1])
+        if begin >= end or (np.diff(counter[1]) < 0).any():
             continue
-        sent = interpolate(counter, end) - interpolate(counter, begin)
-        iterations = interpolate(timed, end) - interpolate(timed, begin)
-        speed = (node.get("network") or {}).get(interface, {}).get("speed_mbit")
+        sent, iterations = (float(np.diff(np.interp([begin, end], *of))[0]) for of in (counter, (ends, numbers)))
         if iterations > 0:
-            link = speed * 1e6 if speed and speed > 0 else None
-            yield Traffic(node["node"], interface, sent / iterations, 8 * sent / (end - begin), link)
-
-
-def interpolate(points: Sequence[Point], at: float) -> float:
-    """Linear between the points (x, y), which are in the order of x and reach around `at`."""
-    for (x0, y0), (x1, y1) in pairwise(points):
-        if x0 <= at <= x1:
-            return y0 if x1 == x0 else y0 + (y1 - y0) * (at - x0) / (x1 - x0)
-    raise ValueError(f"{at} lies outside of {points[0][0]} to {points[-1][0]}")
+            speed = node["network"].get(name, {}).get("speed_mbit")
+            link = speed * 1e6 if speed else None
+            yield Traffic(node["node"], name, sent / iterations, float(8 * sent / (end - begin)), link)

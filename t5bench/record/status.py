@@ -18,16 +18,8 @@ TIMEOUT, NETWORK, CONFIGURATION, CRASHED, CANCELLED = "timeout", "network", "con
 RUNNING = "running"  # not an end
 
 # What a launcher exits with; cancelled is 128 + the signal, as in every shell.
-EXIT_CODES = {
-    COMPLETE: 0,
-    CRASHED: 1,
-    CONFIGURATION: 2,
-    INCOMPLETE: 3,
-    DIVERGED: 4,
-    OUT_OF_MEMORY: 5,
-    TIMEOUT: 6,
-    NETWORK: 7,
-}
+_BY_EXIT_CODE = (COMPLETE, CRASHED, CONFIGURATION, INCOMPLETE, DIVERGED, OUT_OF_MEMORY, TIMEOUT, NETWORK)
+EXIT_CODES = {name: code for code, name in enumerate(_BY_EXIT_CODE)}
 SIGNALS = {1: "HUP", 2: "INT", 15: "TERM"}
 
 
@@ -77,69 +69,65 @@ class Rule(NamedTuple):
 
     pattern: str
     status: str
-    strength: Strength
     reason: str
     remedy: str = ""
+    strength: Strength = Strength.CAUSE
 
 
 _SHARD_MORE = "Lower MICRO_BATCH_SIZE, or take a strategy that shards more (zero2, zero3, zero3_offload, tensor)"
+_MORE_MEMORY = "Use a node with more memory, or a smaller model"
 _LOOK_AT_OTHERS = "Look at the other nodes' logs for what happened there first, and at the network between them"
 
 # The first rule that matches a line speaks for it.
 RULES = (
-    Rule(r"CUDA out of memory\. (Tried to allocate [0-9.]+ [KMG]iB)", OUT_OF_MEMORY, Strength.CAUSE,
+    Rule(r"CUDA out of memory\. (Tried to allocate [0-9.]+ [KMG]iB)", OUT_OF_MEMORY,
          "the GPU's memory is full ({0})", _SHARD_MORE),
-    Rule(r"CUDA out of memory|OutOfMemoryError|CUDA_ERROR_OUT_OF_MEMORY", OUT_OF_MEMORY, Strength.CAUSE,
+    Rule(r"CUDA out of memory|OutOfMemoryError|CUDA_ERROR_OUT_OF_MEMORY", OUT_OF_MEMORY,
          "the GPU's memory is full", _SHARD_MORE),
-    Rule(r"can't allocate memory: you tried to allocate (\d+) bytes", OUT_OF_MEMORY, Strength.CAUSE,
-         "the host's memory is full (tried to allocate {0} bytes)", "Use a node with more memory, or a smaller model"),
-    Rule(r"\bMemoryError\b|Cannot allocate memory|std::bad_alloc", OUT_OF_MEMORY, Strength.CAUSE,
-         "the host's memory is full", "Use a node with more memory, or a smaller model"),
-    Rule(r"No space left on device", CRASHED, Strength.CAUSE, "the disk is full",
-         "Free space, or put OUTPUT_DIR where there is more"),
-    Rule(r"EADDRINUSE|[Aa]ddress already in use", CONFIGURATION, Strength.CAUSE, "the rendezvous port is taken",
-         "Choose another on every node: MASTER_PORT=29900"),
-    Rule(r"gai error: -?\d+ - ([^)\n]*)", CONFIGURATION, Strength.CAUSE,
-         "the master host's name does not resolve ({0})",
+    Rule(r"can't allocate memory: you tried to allocate (\d+) bytes", OUT_OF_MEMORY,
+         "the host's memory is full (tried to allocate {0} bytes)", _MORE_MEMORY),
+    Rule(r"\bMemoryError\b|Cannot allocate memory|std::bad_alloc", OUT_OF_MEMORY,
+         "the host's memory is full", _MORE_MEMORY),
+    Rule(r"No space left on device", CRASHED, "the disk is full", "Free space, or put OUTPUT_DIR where there is more"),
+    Rule(r"EADDRINUSE|[Aa]ddress already in use", CONFIGURATION,
+         "the rendezvous port is taken", "Choose another on every node: MASTER_PORT=29900"),
+    Rule(r"gai error: -?\d+ - ([^)\n]*)", CONFIGURATION, "the master host's name does not resolve ({0})",
          "Check its spelling, or use the address that 'getent hosts' prints on the master"),
     Rule(r"(unrecognized arguments: .*|the following arguments are required: .*"
-         r"|argument \S+: (?:invalid|expected) .*)",
-         CONFIGURATION, Strength.CAUSE, "the engine does not take the command line: {0}",
-         "What follows -- goes to the engine as it is"),
-    Rule(r"found NaN in|NaN in local grad norm|loss scale already at minimum", DIVERGED, Strength.CAUSE,
+         r"|argument \S+: (?:invalid|expected) .*)", CONFIGURATION,
+         "the engine does not take the command line: {0}", "What follows -- goes to the engine as it is"),
+    Rule(r"found NaN in|NaN in local grad norm|loss scale already at minimum", DIVERGED,
          "the loss is not a number", "Lower LR, or add LR_WARMUP_ITERS"),
-    Rule(r"slurmstepd: error: .*DUE TO TIME LIMIT", TIMEOUT, Strength.CAUSE, "SLURM's time limit ended the job",
-         "Ask for more time (--time), or fewer TRAIN_ITERS"),
-    Rule(r"slurmstepd: error: .*CANCELLED", CANCELLED, Strength.CAUSE, "SLURM cancelled the job"),
-    Rule(r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined", TIMEOUT, Strength.CAUSE,
+    Rule(r"slurmstepd: error: .*DUE TO TIME LIMIT", TIMEOUT,
+         "SLURM's time limit ended the job", "Ask for more time (--time), or fewer TRAIN_ITERS"),
+    Rule(r"slurmstepd: error: .*CANCELLED", CANCELLED, "SLURM cancelled the job"),
+    Rule(r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined", TIMEOUT,
          "{1} of {2} nodes came within {0} s",
          "Start the launcher on the others, with the same master and port; RENDEZVOUS_TIMEOUT is how long each waits"),
-    Rule(r"client socket has timed out after (\d+)ms while trying to connect to \(([^)]*)\)", TIMEOUT, Strength.CAUSE,
+    Rule(r"client socket has timed out after (\d+)ms while trying to connect to \(([^)]*)\)", TIMEOUT,
          "the master ({1}) could not be reached within {0} ms",
          "Start rank 0 there; if it runs, a firewall is between the nodes or the ports differ"),
-    Rule(r"wait timeout after (\d+)ms, keys: \S*role_info/(\d+)", TIMEOUT, Strength.CAUSE,
+    Rule(r"wait timeout after (\d+)ms, keys: \S*role_info/(\d+)", TIMEOUT,
          "a rank is missing: two nodes were started with the same one, or with another NNODES",
          "Give each node its own rank, 0 to NNODES-1"),
-    Rule(r"[Tt]imed out waiting (?:for )?\d+ ?ms|Watchdog caught collective operation timeout"
-         r"|wait timeout after \d+ms",
-         TIMEOUT, Strength.WAITED,
-         "a collective operation did not end in time: another process stopped, or the network is cut",
-         _LOOK_AT_OTHERS),
-    Rule(r"No route to host|Network is unreachable|Connection refused", NETWORK, Strength.WAITED,
-         "another node cannot be reached", _LOOK_AT_OTHERS),
+    Rule(r"[Tt]imed out waiting (?:for )?\d+ ?ms|Watchdog caught collective operation timeout|wait timeout after \d+ms",
+         TIMEOUT, "a collective operation did not end in time: another process stopped, or the network is cut",
+         _LOOK_AT_OTHERS, Strength.WAITED),
+    Rule(r"No route to host|Network is unreachable|Connection refused", NETWORK,
+         "another node cannot be reached", _LOOK_AT_OTHERS, Strength.WAITED),
     Rule(r"Connection closed by peer|Connection reset by peer|[Bb]roken pipe|remote process exited|recvValue failed"
-         r"|ncclRemoteError|ncclSystemError|unhandled system error",
-         NETWORK, Strength.VICTIM, "the connection to another process was lost", _LOOK_AT_OTHERS),
+         r"|ncclRemoteError|ncclSystemError|unhandled system error", NETWORK,
+         "the connection to another process was lost", _LOOK_AT_OTHERS, Strength.VICTIM),
     Rule(r"Signal 9 \(SIGKILL\) received by PID|exitcode\s*: -9 \(pid|DataLoader worker .* killed by signal: Killed",
-         CRASHED, Strength.CAUSE,
-         "a process was killed (SIGKILL)", "By the kernel when memory ran out (dmesg tells), by SLURM, or by hand"),
-    Rule(r"Signal 11 \(SIGSEGV\) received by PID|exitcode\s*: -11 \(pid", CRASHED, Strength.CAUSE,
+         CRASHED, "a process was killed (SIGKILL)",
+         "By the kernel when memory ran out (dmesg tells), by SLURM, or by hand"),
+    Rule(r"Signal 11 \(SIGSEGV\) received by PID|exitcode\s*: -11 \(pid", CRASHED,
          "a process crashed (segmentation fault)"),
     # What torchrun says of its workers' ends explains nothing.
-    Rule(r"ChildFailedError|SignalException|KeyboardInterrupt", CRASHED, Strength.VICTIM, "a worker failed"),
-    Rule(r"^(?:\[rank\d+\]:\s*)?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b(?:: .*)?)$",
-         CRASHED, Strength.EXCEPTION, "{0}"),
-    Rule(r"^error: (.*)", CONFIGURATION, Strength.EXCEPTION, "{0}"),
+    Rule(r"ChildFailedError|SignalException|KeyboardInterrupt", CRASHED, "a worker failed", "", Strength.VICTIM),
+    Rule(r"^(?:\[rank\d+\]:\s*)?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b(?:: .*)?)$", CRASHED,
+         "{0}", "", Strength.EXCEPTION),
+    Rule(r"^error: (.*)", CONFIGURATION, "{0}", "", Strength.EXCEPTION),
 )  # fmt: skip
 
 # Most lines of a healthy run say nothing; this one look rules them out.
@@ -168,11 +156,9 @@ class CauseFinder:
         matches = ((rule, re.search(rule.pattern, line)) for rule in RULES)
         rule, match = next((rule, match) for rule, match in matches if match)
         if self.best is None or rule.strength > self.best.strength:
-            reason, rank = rule.reason.format(*match.groups("?"))[:LONGEST_REASON], _RANK.match(line)
-            shown = line.strip()[: 2 * LONGEST_REASON]
-            self.best = Cause(
-                rule.status, rule.strength, reason, rule.remedy, now, shown, int(rank[1]) if rank else None
-            )
+            reason, shown = rule.reason.format(*match.groups("?"))[:LONGEST_REASON], line.strip()[: 2 * LONGEST_REASON]
+            rank = int(said[1]) if (said := _RANK.match(line)) else None
+            self.best = Cause(rule.status, rule.strength, reason, rule.remedy, now, shown, rank)
 
     def cause(self) -> Cause | None:
         if self.best and self.best.rank is None and self.reported_rank is not None:
@@ -197,12 +183,9 @@ def of_run(parts: Sequence[Mapping[str, Any]]) -> Status:
         return Status(first["status"], visible(where + first["reason"]), visible(first["remedy"]), origin)
     if any(part["status"] == RUNNING for part in parts):
         return Status(RUNNING)
-    if absent := sorted(set(range(nodes)) - {part["node"] for part in parts}):
-        return Status(
-            INCOMPLETE,
-            f"there is no record of node {', '.join(map(str, absent))} here",
-            "Bring the nodes' parts together: python -m t5bench collect --help",
-        )
+    if absent := sorted(set(range(nodes)) - known):
+        lacking = f"there is no record of node {', '.join(map(str, absent))} here"
+        return Status(INCOMPLETE, lacking, "Bring the nodes' parts together: python -m t5bench collect --help")
     return Status(COMPLETE)
 
 

@@ -14,22 +14,16 @@ SERVER = "https://api.wandb.ai"
 def mode(environment: Mapping[str, str], mode: str = "") -> str:
     """One of MODES: the one that is given, else WANDB_MODE, else online with a key and offline without.
 
-    Raises Problem for another mode.
+    A key is in WANDB_API_KEY, or in the netrc file for the server (with its port) of WANDB_BASE_URL, where W&B looks
+    too. Raises Problem for another mode.
     """
-    chosen = mode or environment.get("WANDB_MODE") or ("online" if _has_key(environment) else "offline")
-    if chosen not in MODES:
+    chosen = mode or environment.get("WANDB_MODE") or ("online" if environment.get("WANDB_API_KEY") else "")
+    if chosen and chosen not in MODES:
         raise Problem(f"WANDB_MODE is '{chosen}'", f"Set it to one of: {' '.join(MODES)}")
-    return chosen
-
-
-def _has_key(environment: Mapping[str, str]) -> bool:
-    """In WANDB_API_KEY, or in the netrc file for the server (with its port) of WANDB_BASE_URL, where W&B looks too."""
-    if environment.get("WANDB_API_KEY"):
-        return True
     file = environment.get("NETRC") or Path(environment.get("HOME") or "~", ".netrc")
     server = urlsplit(environment.get("WANDB_BASE_URL") or SERVER).netloc
     try:
-        account = netrc.netrc(Path(file).expanduser()).authenticators(server)
+        account = None if chosen else netrc.netrc(Path(file).expanduser()).authenticators(server)
     except (OSError, ValueError, RuntimeError, netrc.NetrcParseError):  # W&B cannot read it either
-        return False
-    return bool(account and account[2])
+        account = None
+    return chosen or ("online" if account and account[2] else "offline")

@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import made_plan
@@ -23,9 +22,8 @@ from t5bench.compare.statistics import (
     timing,
 )
 from t5bench.record.log import Iteration
-from t5bench.record.samples import interpolate
 
-LINE = Iteration(1, 1000, 100.0, 8.0, 1e-4, 160.0, 0.01)
+LINE = Iteration(1, 10_000, 100.0, 8.0, 1e-4, 160.0, 0.01)
 
 
 def lines_of(times, log_interval=1, begin=0):
@@ -49,10 +47,6 @@ def burdened(start: int, end: int, **settings: int) -> bool:
 # ---- events ------------------------------------------------------------------------------------------------------
 
 
-def test_a_profile_burdens_its_iteration_and_the_one_before():
-    assert [end for end in range(1, 10) if burdened(end - 1, end, PROFILE_ITERATION=5)] == [4, 5]
-
-
 @given(st.integers(0, 500), st.integers(1, 60), st.integers(0, 70), st.integers(0, 70), st.integers(0, 2))
 def test_events_as_they_are_defined(start, length, save, evaluate, eval_iters):
     """The start of a run is no event, and evaluations count only when there are any."""
@@ -60,6 +54,8 @@ def test_events_as_they_are_defined(start, length, save, evaluate, eval_iters):
     events = {e for period in periods for e in range(period, start + length + 1, period)}
     found = burdened(start, start + length, SAVE_INTERVAL=save, EVAL_INTERVAL=evaluate, EVAL_ITERS=eval_iters)
     assert found == any(start <= e < start + length for e in events)
+    # A profile burdens its iteration and the one before.
+    assert [end for end in range(1, 10) if burdened(end - 1, end, PROFILE_ITERATION=5)] == [4, 5]
 
 
 def test_intervals_with_checkpoints_are_dropped():
@@ -115,9 +111,6 @@ def test_a_short_run_drops_fewer_and_says_so():
     # 20 iterations would be everything: a quarter of 8 is 2.
     assert list(found.dropped) == [1, 2]
     assert "2 of 8" in found.warning
-
-
-def test_the_shortest_runs():
     assert timing_of([300]).used == [1]
     assert timing_of([300, 100]).used == [2]
     assert timing_of([300, 100, 100]).used == [2, 3]
@@ -165,10 +158,3 @@ def test_rates_and_ratios():
     assert Estimate(200.0).per(16_000.0) == Estimate(80.0)
     assert Estimate(10.0, 8.0, 12.0).over(Estimate(5.0, 4.0, 6.0)) == Estimate(2.0, 8 / 6, 3.0)
     assert Estimate(10.0).over(Estimate(5.0, 4.0, 6.0)) == Estimate(2.0)
-
-
-def test_interpolation():
-    assert interpolate([(0, 0), (10, 100), (20, 100)], 5) == 50
-    assert interpolate([(0, 0), (10, 100), (20, 100)], 15) == 100
-    with pytest.raises(ValueError, match="outside"):
-        interpolate([(0, 0), (1, 1)], 2)
