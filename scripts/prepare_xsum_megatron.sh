@@ -5,7 +5,7 @@
 #
 # Writes into MEGATRON_DATA_DIR, all of it or, when anything fails, nothing:
 #   xsum_text.jsonl                  the articles, one {"text", "summary", "id"} per line; xsum_text.meta.json names the source
-#   xsum_text_document.bin, .idx     their token ids as Megatron's indexed dataset, one </s> at the end of each document
+#   xsum_text_document.bin, .idx     their token ids as Megatron's indexed dataset, one </s> (gpt: <|endoftext|>) at the end of each document
 #   xsum_text_document.meta.json     source, tokenizer, counts, checksums, versions and date
 #   tokenizer/                       a copy of the tokenizer, so that training needs no hub
 #
@@ -15,12 +15,16 @@ set -euo pipefail
 # shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
+setting MODEL_FAMILY 'one-of:t5|gpt' - - t5 "Model family that the data are for: their tokenizers differ"
 setting SAMPLE 'one-of:0|1' - - 0 "1 takes the articles and the tokenizer in megatron_data/sample, without any network"
-setting MEGATRON_DATA_DIR path - - "$REPO_ROOT/megatron_data" "Directory to write to; a relative path counts from the current directory, the default from the repository"
-setting XSUM_SOURCE path? - - "" "Local .jsonl or .parquet with the columns document and summary (unset: EdinburghNLP/xsum from the hub)"
+data=$REPO_ROOT/megatron_data
+[[ $MODEL_FAMILY == t5 ]] || data+=/$MODEL_FAMILY
+setting MEGATRON_DATA_DIR path - - "$data" "Directory to write to; a relative path counts from the current directory, the default from the repository"
+setting XSUM_SOURCE path? - - "" "Local .jsonl, .jsonl.gz, .jsonl.zst or .parquet with the columns document and summary, or text (unset: EdinburghNLP/xsum from the hub)"
 setting XSUM_SPLIT text - - train "Split of the hub's dataset: train, validation or test"
 setting XSUM_LIMIT whole:1? - - "" "Stop after this many documents (unset: all)"
-setting TOKENIZER_MODEL text? - - "" "Hugging Face name or directory of a T5 tokenizer (unset: $DEFAULT_TOKENIZER)"
+setting TOKENIZER_MODEL text? - - "" "Hugging Face name or directory of a tokenizer (unset: $DEFAULT_TOKENIZER; for gpt, GPT-2's from the engine's checkout)"
+setting MEGATRON_DIR path - - "$REPO_ROOT/../Megatron-DeepSpeed" "Path to your Megatron-DeepSpeed checkout, for GPT-2's tokenizer"
 setting FORCE 'one-of:0|1' - - 0 "1 exports again, and replaces data that came from another source or tokenizer"
 setting WORKERS whole:1? - - "" "Processes that tokenise (unset: as many as there are processors)"
 setting PYTHON text - - python3 "The Python that has the packages of requirements.txt"
@@ -31,8 +35,14 @@ if ((SAMPLE)); then
   [[ -z $XSUM_SOURCE$TOKENIZER_MODEL ]] ||
     die "SAMPLE=1 takes the bundled articles and tokenizer, but found${XSUM_SOURCE:+ XSUM_SOURCE=$XSUM_SOURCE}${TOKENIZER_MODEL:+ TOKENIZER_MODEL=$TOKENIZER_MODEL}" \
       "Unset one or the other; XSUM_SOURCE='$REPO_ROOT/megatron_data/sample/articles.jsonl' is the sample with another tokenizer"
-  XSUM_SOURCE=$REPO_ROOT/megatron_data/sample/articles.jsonl TOKENIZER_MODEL=$REPO_ROOT/megatron_data/sample/tokenizer
+  XSUM_SOURCE=$REPO_ROOT/megatron_data/sample/articles.jsonl
+  [[ $MODEL_FAMILY != t5 ]] || TOKENIZER_MODEL=$REPO_ROOT/megatron_data/sample/tokenizer
   export HF_HUB_OFFLINE=1
+fi
+if [[ -z $TOKENIZER_MODEL && $MODEL_FAMILY == gpt ]]; then
+  TOKENIZER_MODEL=$MEGATRON_DIR/examples_deepspeed/rebase
+  [[ -f $TOKENIZER_MODEL/gpt2-vocab.json ]] ||
+    die "there is no GPT-2 tokenizer in the engine's checkout $MEGATRON_DIR" "Run: bash '$REPO_ROOT/scripts/setup_megatron.sh', or name a tokenizer in TOKENIZER_MODEL"
 fi
 TOKENIZER_MODEL=${TOKENIZER_MODEL:-$DEFAULT_TOKENIZER}
 [[ ! -d $TOKENIZER_MODEL ]] || TOKENIZER_MODEL=$(cd -- "$TOKENIZER_MODEL" && pwd)

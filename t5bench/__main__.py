@@ -29,6 +29,7 @@ COMMANDS = {
         "put a comparison and what it follows from into one file, for others to verify",
     ),
     "verify": ("t5bench.report.verify_command", "compute every figure of such a file again from its logs"),
+    "merge-data": ("t5bench.corpus.merge", "several indexed datasets into one"),
     "wandb": ("t5bench.report.wandb_report", "put a comparison into its W&B project"),
 }
 

@@ -1,4 +1,4 @@
-"""The checksum of a T5 tokenizer, wherever its files lie: over all that decides the ids that it gives to a text.
+"""The checksum of a tokenizer, wherever its files lie: over all that decides the ids that it gives to a text.
 
 Launchers compute it before every run, so nothing heavy is imported.
 """
@@ -14,6 +14,7 @@ from t5bench import Problem
 from t5bench.corpus.index import dataset_paths
 
 PIECES, CONFIG = "spiece.model", "tokenizer_config.json"
+VOCABULARIES = [PIECES, "tokenizer.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt"]
 # What hub repositories leave to the model's config.json and the library's defaults.
 DEFAULTS = {"tokenizer_class": "T5Tokenizer", "legacy": True}
 # These decide nothing of a document's ids: names and places, a length that nothing is cut to, decoding, chats.
@@ -24,23 +25,26 @@ _NOT_OF_THE_IDS = {
 
 
 def tokenizer_checksum(directory: Path) -> str:
-    """sha256 in hexadecimal. Raises Problem for a directory that is not a SentencePiece tokenizer's."""
+    """sha256 in hexadecimal. Raises Problem for a directory that is not a tokenizer's."""
     digest = hashlib.sha256()
+    files = [directory / name for name in VOCABULARIES if (directory / name).exists()]
     try:
-        digest.update(hashlib.sha256((directory / PIECES).read_bytes()).digest())
+        for path in files:
+            digest.update(
+                (b"" if path.name == PIECES else path.name.encode()) + hashlib.sha256(path.read_bytes()).digest()
+            )
         # The library of release 5 reads the last one.
         for name in (CONFIG, "special_tokens_map.json", "added_tokens.json", "tokenizer.json"):
             content = _content(directory / name)
             if name == CONFIG:
-                content = {key: value for key, value in (DEFAULTS | content).items() if key not in _NOT_OF_THE_IDS}
+                content = content if files and files[0].name != PIECES else DEFAULTS | content
+                content = {key: value for key, value in content.items() if key not in _NOT_OF_THE_IDS}
             if content:
                 digest.update(json.dumps([name, content], sort_keys=True).encode())
-    except FileNotFoundError:
-        raise Problem(
-            f"{directory} has no {PIECES}, so it is not a SentencePiece T5 tokenizer", "Name another"
-        ) from None
     except (OSError, ValueError, TypeError) as error:
         raise Problem(f"the tokenizer in {directory} cannot be read: {error}", "Copy or download it again") from None
+    if not files and not (directory / "tokenizer.json").exists():
+        raise Problem(f"{directory} has no {PIECES} and no other tokenizer's file either", "Name another")
     return digest.hexdigest()
 
 
@@ -58,7 +62,7 @@ def cached_tokenizer(name: str) -> Path | None:
         found = repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
     except OSError:
         return None
-    return found if (found / PIECES).exists() else None
+    return found if any((found / name).exists() for name in (*VOCABULARIES, "tokenizer.json")) else None
 
 
 def describes(record: Mapping[str, Any], prefix: str) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import signal
+import sys
+import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ from t5bench.corpus.tokenizer import DocumentEncoder
 
 PR_SET_PDEATHSIG = 1
 CHUNK = 1 << 20
+JOURNAL_SECONDS = 1
 
 
 class Piece(NamedTuple):
@@ -45,43 +48,77 @@ def convert(block: Block, encoder: DocumentEncoder | None, limit: int | None = N
             counts["skipped_empty"] += 1
         if len(articles) == limit:
             break
+    texts = [article["text"] for article in articles]
+    # Some tokenizers see nothing in a text that is not white space.
+    ids = [found for found in encoder.encode_batch(texts) if len(found)] if encoder else []
+    sizes, tokens = array("i", map(len, ids)), b""
+    counts["documents"] = len(sizes if encoder else texts)
+    counts["skipped_empty"] += len(texts) - counts["documents"]
+    if encoder:
+        counts.update(tokens=sum(sizes), special_text_documents=sum(map(encoder.has_special_text, texts)))
+        tokens = np.concatenate([np.array([], np.int32), *ids]).astype(encoder.dtype).tobytes()
     lines = b"".join(msgspec.json.encode(article) + b"\n" for article in articles)
-    counts["documents"], texts = len(articles), [article["text"] for article in articles]
-    if not encoder or not texts:
-        return Piece(counts, (lines, b"", b""))
-    ids = encoder.encode_batch(texts)
-    sizes = array("i", map(len, ids))
-    counts.update(tokens=sum(sizes), special_text_documents=sum(map(encoder.has_special_text, texts)))
-    return Piece(counts, (lines, np.concatenate(ids).astype(encoder.dtype).tobytes(), sizes.tobytes()))
+    return Piece(counts, (lines, tokens, sizes.tobytes()))
 
 
-def convert_source(source: Source, output: Path, encoder: DocumentEncoder | None, workers: int) -> Counter[str]:
+def convert_source(
+    source: Source, output: Path, encoder: DocumentEncoder | None, workers: int, job: object = None
+) -> Counter[str]:
     """Write a source's documents in their order to `<output>.jsonl` and, with an encoder, `<output>_document.bin/.idx`.
 
-    Returns how many documents and tokens there are. Raises Problem for a bad row or a source without text.
+    Goes on where an interrupted conversion stopped, if it was the same job. Returns how many documents and tokens there
+    are. Raises Problem for a bad row or a source without text.
     """
     from tqdm import tqdm
 
-    prefix, counts = Path(f"{output}_document"), Counter()
+    prefix, journal = Path(f"{output}_document"), Path(f"{output}.journal")
     paths = [Path(f"{output}.jsonl"), *(Path(f"{prefix}.{suffix}") for suffix in (("bin", "sizes") if encoder else ()))]
+    done, counts, lengths = _read_journal(journal, job, paths)
+    # Where nobody looks on, a line now and then.
+    seconds = 0 if sys.stderr.isatty() else 60
+    style = "{percentage:3.0f}% of the source, {elapsed} gone, {remaining} left{postfix}"
     with ExitStack() as stack:
-        streams = [stack.enter_context(path.open("wb")) for path in paths]
-        bar = stack.enter_context(tqdm(total=1, bar_format="{l_bar}{bar}| {elapsed}, {remaining} left", disable=None))
-        for block, piece in _pieces(source.blocks(), encoder, workers):
+        streams = [stack.enter_context(path.open("ab")) for path in paths]
+        for stream, length in zip(streams, lengths, strict=True):
+            stream.truncate(length)
+        bar = stack.enter_context(tqdm(total=1, bar_format=style, mininterval=seconds or 0.1, delay=seconds))
+        saved = time.monotonic()
+        blocks = (block for block in source.blocks() if block.first > done)
+        for block, piece in _pieces(blocks, encoder, workers):
             left = source.limit and source.limit - counts["documents"]
             if left and piece.counts["documents"] >= left:
                 piece = convert(block, encoder, left)
             for stream, content in zip(streams, piece.contents, strict=False):
                 stream.write(content)
             counts.update(piece.counts)
+            bar.set_postfix(documents=counts["documents"], refresh=False)
             bar.update(block.done - bar.n)
             if counts["documents"] == source.limit:
                 break
+            if time.monotonic() > saved + JOURNAL_SECONDS:
+                lengths, saved = [stream.tell() for stream in streams], time.monotonic()
+                for stream in streams:
+                    stream.flush()
+                entry = msgspec.json.encode([job, block.first, counts, lengths])
+                journal.with_suffix(".new").write_bytes(entry)
+                journal.with_suffix(".new").replace(journal)
     if not counts["documents"]:
         raise Problem(f"{source.describe()}: not a single document with text was found", "Check the source")
     if encoder:
         write_index(prefix, encoder.dtype, lambda: _read_sizes(paths[2]), lambda: _boundaries(counts["documents"]))
     return counts
+
+
+def _read_journal(journal: Path, job: object, paths: list[Path]) -> tuple[int, Counter[str], list[int]]:
+    """The first row of the last block that was done, what was counted until then, and the lengths of the files."""
+    try:
+        known, done, counts, lengths = msgspec.json.decode(journal.read_bytes())
+        if known == job and all(path.stat().st_size >= length for path, length in zip(paths, lengths, strict=True)):
+            common.note(f"Going on after {counts['documents']:,} documents, where the run before stopped")
+            return done, Counter(counts), lengths
+    except (OSError, ValueError):
+        pass
+    return 0, Counter(), [0] * len(paths)
 
 
 def _read_sizes(path: Path) -> Iterator[array[int]]:

@@ -1,8 +1,9 @@
 """XSum or the bundled sample as an indexed dataset.
 
 `xsum_text_document.bin` holds the token ids of all documents one after the other, `.idx` where each begins and
-`.meta.json` where they came from. Every document is one sequence, and its ids are exactly those of the `encode` of
-transformers' slow T5Tokenizer, which ends each document with one `</s>`.
+`.meta.json` where they came from. Every document is one sequence, and its ids are exactly those of
+the engine's own tool: for T5 those of transformers' slow T5Tokenizer, which ends each document with one `</s>`, for GPT
+those of the tokenizer and one `<|endoftext|>`.
 """
 
 import fcntl
@@ -15,7 +16,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -29,27 +30,33 @@ from t5bench.corpus.source import Source, make_source
 from t5bench.corpus.tokenizer import DocumentEncoder, copy_tokenizer, find_tokenizer
 
 TEXT, DATASET = "xsum_text", "xsum_text_document"
+FEW = 1000  # documents that make a sample
 BINARIES = [f"{DATASET}.bin", f"{DATASET}.idx"]
 FILES = [f"{TEXT}.jsonl", *BINARIES]
-OUTPUTS = ["tokenizer", *FILES, f"{TEXT}.meta.json", f"{DATASET}.meta.json"]
+EXPORTS = [f"{TEXT}.jsonl", f"{TEXT}.meta.json"]
+OUTPUTS = ["tokenizer", *EXPORTS, *BINARIES, f"{DATASET}.meta.json"]
 
 
 def prepare(settings: Mapping[str, str]) -> None:
     """Export, tokenise and publish, as the script's settings say; without a tokenizer export alone. Raises Problem."""
-    directory, tokenizer = Path(settings["MEGATRON_DATA_DIR"]), settings.get("TOKENIZER_MODEL")
+    directory, family = Path(settings["MEGATRON_DATA_DIR"]), settings.get("MODEL_FAMILY", "t5")
     limit, force = int(settings.get("XSUM_LIMIT") or 0) or None, settings.get("FORCE") == "1"
     source = make_source(settings.get("XSUM_SOURCE", ""), settings.get("XSUM_SPLIT") or "train", limit)
     workers = int(settings.get("WORKERS") or len(os.sched_getaffinity(0)))
+    tokenizer = settings.get("TOKENIZER_MODEL")
     if tokenizer and not force:
         check_replacement(directory, source, tokenizer)
     with staging(directory) as staged:
         encoder, rows, made_with = None, source, {}
         if tokenizer:
             # The copy itself tokenises, so that it is known to be complete; before the export, which may take long.
-            copy_tokenizer(find_tokenizer(tokenizer), staged / "tokenizer")
-            encoder = DocumentEncoder(staged / "tokenizer")
+            copy_tokenizer(find_tokenizer(tokenizer, family), staged / "tokenizer")
+            encoder = DocumentEncoder(staged / "tokenizer", family)
+            if not encoder.exact:
+                common.note("note: this tokenizer gives other ids than the fast ways, so it takes its own time")
             made_with = {
-                "tokenizer": common.recorded_name(tokenizer),
+                "tokenizer": name_of(tokenizer),
+                "tokenizer_type": encoder.kind,
                 "tokenizer_checksum": tokenizer_checksum(staged / "tokenizer"),
                 "dtype": encoder.dtype,
                 "vocabulary": encoder.vocabulary,
@@ -58,10 +65,16 @@ def prepare(settings: Mapping[str, str]) -> None:
                 common.note(f"Using {TEXT}.jsonl, exported earlier from the same source (FORCE=1 exports again)")
                 rows = Source(directory / f"{TEXT}.jsonl")
         common.note(f"{'Tokenising' if tokenizer else 'Exporting'}: {source.describe()}")
-        counts = convert_source(rows, staged / TEXT, encoder, workers)
+        job = [family, source.describe(), rows.describe(), rows.state(), made_with]
+        counts = convert_source(rows, staged / TEXT, encoder, workers, job)
         write_records(source, staged, counts, made_with)
-        publish(staged, directory)
-    report(counts, directory, tokenizer)
+        publish(staged, directory, OUTPUTS if tokenizer else EXPORTS)
+    report(counts, directory, tokenizer, family)
+
+
+def name_of(tokenizer: str) -> str:
+    """What records call a tokenizer: GPT-2's is the same in every checkout of the engine."""
+    return "GPT-2" if (Path(tokenizer) / "gpt2-vocab.json").exists() else common.recorded_name(tokenizer)
 
 
 def is_current(source: Source, directory: Path) -> bool:
@@ -77,7 +90,7 @@ def check_replacement(directory: Path, source: Source, tokenizer: str) -> None:
     if not existing:
         return
     built = existing[0].name in BINARIES
-    record, name = common.read_record(directory / (DATASET if built else TEXT)), common.recorded_name(tokenizer)
+    record, name = common.read_record(directory / (DATASET if built else TEXT)), name_of(tokenizer)
     is_copy = Path(tokenizer).is_dir() and record.get("tokenizer_checksum") == tokenizer_checksum(Path(tokenizer))
     if not record:
         problem = "exists and nothing beside it says where it came from"
@@ -97,7 +110,7 @@ def write_records(source: Source, staged: Path, counts: Counter[str], tokenizer:
         "source_state": source.state(),
         **tokenizer,
         **counts,
-        "files": {name: common.file_facts(staged / name) for name in FILES if (staged / name).exists()},
+        "files": {name: common.file_facts(staged / name) for name in (FILES if tokenizer else FILES[:1])},
         "versions": {name: version(name) for name in ("sentencepiece", "tokenizers", "transformers")},
         "date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
     }
@@ -107,7 +120,10 @@ def write_records(source: Source, staged: Path, counts: Counter[str], tokenizer:
 
 @contextmanager
 def staging(directory: Path) -> Iterator[Path]:
-    """A directory inside `directory` for this run alone, gone afterwards. Raises Problem while another run has it."""
+    """A directory inside `directory` for this run alone, gone afterwards unless the run was interrupted.
+
+    Raises Problem while another run has it.
+    """
     created, staged = not directory.is_dir(), directory / ".prepare"
     staged.mkdir(parents=True, exist_ok=True)
     with (staged / "owner").open("a+") as owner:
@@ -122,32 +138,34 @@ def staging(directory: Path) -> Iterator[Path]:
         try:
             yield staged
         except KeyboardInterrupt:
-            common.note(f"interrupted: nothing in {directory} was changed")
+            common.note(f"interrupted: nothing in {directory} was changed; the same command goes on where it stopped")
             raise
-        finally:
+        except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
             if created:
                 with suppress(OSError):
                     directory.rmdir()
+            raise
+        shutil.rmtree(staged)
 
 
-def publish(staged: Path, directory: Path) -> None:
+def publish(staged: Path, directory: Path, names: Sequence[str]) -> None:
     """Give the staged files their places; what they replace goes with the staging directory."""
     for number in common.SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # The engine names its index maps after the run's settings, not after the data, and would use them with other data.
-    if filecmp.cmpfiles(staged, directory, BINARIES, shallow=False)[0] != BINARIES:
+    if BINARIES[0] in names and filecmp.cmpfiles(staged, directory, BINARIES, shallow=False)[0] != BINARIES:
         for outdated in directory.glob(f"{DATASET}_*indexmap*.npy"):
             outdated.unlink()
     os.sync()
-    for name in OUTPUTS:
+    for name in names:
         if (staged / name).is_dir() and (directory / name).exists():
             (directory / name).rename(staged / "replaced")
         with suppress(FileNotFoundError):
             (staged / name).rename(directory / name)
 
 
-def report(counts: Counter[str], directory: Path, tokenizer: str | None) -> None:
+def report(counts: Counter[str], directory: Path, tokenizer: str | None, family: str) -> None:
     """Say what is in the data, and what comes next."""
     print(f"{directory}: {counts['documents']:,} documents, {counts['tokens']:,} tokens")
     if empty := counts["skipped_empty"]:
@@ -155,6 +173,8 @@ def report(counts: Counter[str], directory: Path, tokenizer: str | None) -> None
     if special := counts["special_text_documents"]:
         print(f"{special:,} documents contain a special token's text, which became that token.")
     if tokenizer:
-        words = "" if directory == REPOSITORY / "megatron_data" else f"MEGATRON_DATA_DIR={shlex.quote(str(directory))} "
-        words += "MODEL_PRESET=tiny " if common.SAMPLE in Path(tokenizer).parents else ""
+        default = REPOSITORY / "megatron_data" / ("" if family == "t5" else family)
+        words = "" if family == "t5" else f"MODEL_FAMILY={family} "
+        words += "" if directory == default else f"MEGATRON_DATA_DIR={shlex.quote(str(directory))} "
+        words += "MODEL_PRESET=tiny " if counts["documents"] < FEW else ""
         print(f"Next:\n  {words}bash {shlex.quote(f'{REPOSITORY}/scripts/run_megatron_t5_ddp.sh')}")

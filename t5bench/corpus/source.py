@@ -1,5 +1,6 @@
 """Where documents come from: a local JSONL or Parquet file, or XSum on the Hugging Face hub, block by block."""
 
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ XSUM = "EdinburghNLP/xsum"
 PARQUET_REVISION = "refs/convert/parquet"
 COLUMNS = ("document", "summary", "id", "text")
 BLOCK_BYTES, BLOCK_ROWS = 1 << 20, 512
-REMEDY = "XSUM_SOURCE names a .jsonl or .parquet file with the columns document and summary, or text"
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+REMEDY = "XSUM_SOURCE names a .jsonl, .jsonl.gz, .jsonl.zst or .parquet file with document and summary, or with text"
 
 
 class Block(NamedTuple):
@@ -75,18 +77,25 @@ def make_source(path: str, split: str, limit: int | None) -> Source:
     """The source that the settings name; an empty path is the hub. Raises Problem for a file that cannot be one."""
     if path and not Path(path).is_file():
         raise Problem(f"there is no file {path}", REMEDY)
-    if path and Path(path).suffix not in (".jsonl", ".parquet"):
-        raise Problem(f"{path} is neither .jsonl nor .parquet", REMEDY)
+    if path and not re.search(r"\.(parquet|jsonl(\.gz|\.zst)?)$", path):
+        raise Problem(f"{path} is neither JSONL nor Parquet by its name", REMEDY)
     return Source(Path(path) if path else None, split, limit)
 
 
 def _jsonl_blocks(path: Path, place: str) -> Iterator[Block]:
-    first, size = 1, path.stat().st_size
-    with path.open("rb") as stream:
-        while content := stream.read(BLOCK_BYTES):
-            content += stream.readline()
-            yield Block(content, place, first, stream.tell() / size)
-            first += content.count(b"\n")
+    first, size, stream = 1, path.stat().st_size, path.open("rb")
+    with stream as file:
+        if path.suffix in COMPRESSED:
+            import pyarrow
+
+            stream = io.BufferedReader(pyarrow.CompressedInputStream(file, COMPRESSED[path.suffix]), BLOCK_BYTES)
+        try:
+            while content := stream.read(BLOCK_BYTES):
+                content += stream.readline()
+                yield Block(content, place, first, file.tell() / size)
+                first += content.count(b"\n")
+        except OSError as error:
+            raise Problem(f"{path} is damaged ({common.one_line(error)})", "Copy or download it again") from error
 
 
 def _parquet_blocks(paths: list[Path], place: str) -> Iterator[Block]:

@@ -14,14 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpus_files import ARTICLES, SAMPLE, snapshot, texts_of, write_jsonl
-from harness import write_indexed_dataset
+from harness import write_data_record, write_indexed_dataset
 
 from t5bench import Problem
+from t5bench.__main__ import main
 from t5bench.corpus import sample_tokenizer, source
+from t5bench.corpus.checksum import describes
 from t5bench.corpus.convert import convert_source
 from t5bench.corpus.index import read_index, write_index
 from t5bench.corpus.source import Source
-from t5bench.corpus.tokenizer import DocumentEncoder, find_tokenizer
+from t5bench.corpus.tokenizer import DocumentEncoder, copy_tokenizer, find_tokenizer
 
 DOCUMENTS = [[5, 6, 7, 1], [8, 9, 1], [65535, 1], [1]]
 SPECIAL_TEXTS = ["a </s> b", "It ends here. </s>", "</s>", "</s></s>", "<extra_id_0>", "a<extra_id_3> b <extra_id_10>."]
@@ -186,30 +188,116 @@ def test_what_is_not_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 UPSTREAM = """
-import preprocess_data
-preprocess_data.main()
+import json, sys
+import merge_datasets, preprocess_data
+from argparse import Namespace
 from megatron.data.indexed_dataset import MMapIndexedDataset
-dataset = MMapIndexedDataset("ours_document", skip_warmup=True)
-print([dataset[i].tolist() for i in range(len(dataset))], file=open("ours.read", "w"))
+
+def encode(self, line, original=preprocess_data.Encoder.encode):
+    ids, sizes, length = original(self, line)
+    if self.args.append_eod:
+        sizes["text"][-1] += 1  # the tool appends the end of text and does not count it
+    return ids, sizes, length
+
+preprocess_data.Encoder.encode = encode
+for name, options in json.loads(sys.argv[1]).items():
+    sys.argv[1:] = ["--input", "text.jsonl", "--output-prefix", name, "--workers", "1", "--seq-length", "512", *options]
+    preprocess_data.main()
+    dataset = MMapIndexedDataset(f"ours_{name}_document", skip_warmup=True)
+    print([dataset[i].tolist() for i in range(len(dataset))], file=open(f"{name}.read", "w"))
+merge_datasets.main(Namespace(input="parts", output_prefix="merged_theirs"))
 """
 
 
-def test_files_are_those_of_megatrons_own_tool(encoder: DocumentEncoder, megatron_dir: Path, tmp_path: Path) -> None:
+def tokenizers(directory: Path, megatron_dir: Path) -> dict[str, tuple[str, Path, list[str]]]:
+    """By name: the family, the directory and what the tool is told of T5's, GPT-2's and two of transformers'."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    gpt2 = megatron_dir / "examples_deepspeed" / "rebase"
+    copy_tokenizer(gpt2, directory / "gpt2")
+    copy_tokenizer(gpt2, directory / "hf_gpt2")
+    (directory / "hf_gpt2" / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    words = sorted({word for text in ARTICLES for word in text.split()})
+    vocabulary = dict(zip(["<end>", "<unk>", *words], [69_999, 0, *range(69_998, 0, -1)], strict=False))
+    vocabulary |= {f"w{number}": number for number in set(range(70_000)) - set(vocabulary.values())}
+    many = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    many.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=many, eos_token="<end>", unk_token="<unk>").save_pretrained(
+        directory / "many"
+    )
+    bpe = ["--vocab-file", "gpt2/vocab.json", "--merge-file", "gpt2/merges.txt"]
+    return {
+        "t5": ("t5", SAMPLE / "tokenizer", []),
+        "gpt2": ("gpt", directory / "gpt2", ["--tokenizer-type", "GPT2BPETokenizer", *bpe]),
+        "hf_gpt2": ("gpt", directory / "hf_gpt2", []),
+        "many": ("gpt", directory / "many", []),
+    }
+
+
+def test_files_are_those_of_megatrons_own_tools(
+    megatron_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     # For an empty document the tool writes a lone </s>.
     texts = [text for text in ARTICLES + SPECIAL_TEXTS if text.strip()]
-    convert_source(
-        Source(write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in texts])), tmp_path / "ours", encoder, 1
-    )
+    text, options = Source(write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in texts])), {}
+    kinds = tokenizers(tmp_path, megatron_dir)
+    for name, (family, directory, arguments) in kinds.items():
+        encoder = DocumentEncoder(directory, family)
+        convert_source(text, tmp_path / f"ours_{name}", encoder, 1)
+        assert (encoder.exact, encoder.dtype) == ((True, "uint16") if name != "many" else (False, "int32"))
+        options[name] = arguments or ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", str(directory)]
+        options[name] += ["--append-eod"] if family == "gpt" else []
+    (tmp_path / "parts").mkdir()
+    for number in range(20):
+        documents = [[number, 5 + i] * (1 + i % 3) for i in range(number + 1)]
+        write_indexed_dataset(tmp_path / "parts" / f"part{number}", documents)
+    pairs = tmp_path / "parts" / "part11.idx"  # documents of two sequences each
+    sizes_and_pointers, boundaries = pairs.read_bytes()[34 : 34 + 12 * 12], struct.pack("<7q", *range(0, 13, 2))
+    pairs.write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 12, 7) + sizes_and_pointers + boundaries)
+    assert main(["merge-data", str(tmp_path / "merged_ours"), str(tmp_path / "parts")]) == 0
     # The tool needs this name when it is imported, and nothing of it for whole documents.
     (tmp_path / "nltk.py").write_text("class tokenize:\n class punkt:\n  PunktLanguageVars = object\n")
-    options = ["--input", "text.jsonl", "--output-prefix", "theirs", "--workers", "1", "--seq-length", "512"]
-    options += ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", str(SAMPLE / "tokenizer")]
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{megatron_dir}:{megatron_dir}/tools"}
-    subprocess.run([sys.executable, "-c", UPSTREAM, *options], env=environment, cwd=tmp_path, timeout=120, check=True)
-    for suffix in (".bin", ".idx"):
-        ours, theirs = tmp_path / f"ours_document{suffix}", tmp_path / f"theirs_text_document{suffix}"
-        assert ours.read_bytes() == theirs.read_bytes()
-    assert json.loads((tmp_path / "ours.read").read_text()) == ids_of(encoder, texts)
+    command = [sys.executable, "-c", UPSTREAM, json.dumps(options)]
+    subprocess.run(command, env=environment, cwd=tmp_path, timeout=200, check=True)
+    pairs = [(f"ours_{name}_document", f"{name}_text_document") for name in kinds] + [("merged_ours", "merged_theirs")]
+    for ours, theirs in pairs:
+        for suffix in (".bin", ".idx"):
+            assert (tmp_path / f"{ours}{suffix}").read_bytes() == (tmp_path / f"{theirs}{suffix}").read_bytes(), ours
+    for name in kinds:
+        assert json.loads((tmp_path / f"{name}.read").read_text()) == documents_of(tmp_path / f"ours_{name}_document")
+
+
+def test_parts_that_do_not_go_together_are_not_merged(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    def merge(*parts: str) -> str:
+        status = main(["merge-data", *(str(tmp_path / part) for part in ("new/all", *parts))])
+        return f"{status} {capsys.readouterr().err}"
+
+    for name, checksum in (("a", "1"), ("b", "1"), ("c", "2"), ("d", None)):
+        write_indexed_dataset(tmp_path / name, DOCUMENTS)
+        if checksum:
+            write_data_record(tmp_path / name, tokenizer="t", tokenizer_checksum=checksum)
+    write_index(tmp_path / "e", "int32", lambda: [array("i", [2])], lambda: [array("q", [0, 1])])
+    (tmp_path / "e.bin").write_bytes(bytes(8))
+    (tmp_path / "f.idx").write_bytes((tmp_path / "a.idx").read_bytes()[:-1])
+    (tmp_path / "f.bin").write_bytes(b"x")
+    for part, message in (
+        ("c", "c has the tokenizer_checksum 2, and "),
+        ("d", "tokenizer_checksum None"),
+        ("e", "dtype int32"),
+        ("f", "f.idx is truncated"),
+        ("g", "does not exist"),
+    ):
+        said = merge("a", part)
+        assert said.startswith("2 error: ") and message in said and not list((tmp_path).glob("new/*"))
+    assert "no part has a record of its tokenizer" in merge("d", "d")
+    shutil.rmtree(tmp_path / "new")
+    assert merge("a.idx", "b.bin").startswith("0")
+    record = json.loads((tmp_path / "new" / "all.meta.json").read_text())
+    assert record == record | {"tokenizer_checksum": "1", "documents": 8, "dtype": "uint16"}
+    assert describes(record, str(tmp_path / "new" / "all")) and documents_of(tmp_path / "new" / "all") == DOCUMENTS * 2
+    assert "all.bin exists, and nothing is overwritten" in merge("a", "b")
 
 
 def test_sample_tokenizer_is_what_its_command_makes(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Preparing data from end to end: exporting XSum from files and the hub, and prepare_xsum_megatron.sh."""
 
+import gzip
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 import corpus_files as corpus
+import pyarrow
 import pytest
 from corpus_files import ROWS, SAMPLE, TEXTS, assert_refused, snapshot, texts_of
 from harness import Project, wait_for
@@ -30,10 +32,13 @@ XSUM_FILES = {
 }
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
 def test_export_takes_local_files(tmp_path: Path, suffix: str) -> None:
     source, output = tmp_path / f"my xsum{suffix}", tmp_path / "out dir" / "xsum_text.jsonl"
-    corpus.write_jsonl(source, ROWS) if suffix == ".jsonl" else source.write_bytes(corpus.in_parquet(ROWS))
+    lines = corpus.write_jsonl(tmp_path / "lines", ROWS).read_bytes()
+    contents = {".jsonl": lines, ".jsonl.gz": gzip.compress(lines[:90]) + gzip.compress(lines[90:])}
+    contents |= {".jsonl.zst": pyarrow.compress(lines, codec="zstd", asbytes=True), ".parquet": corpus.in_parquet(ROWS)}
+    source.write_bytes(contents[suffix])
     settings = {"XSUM_SOURCE": str(source), "MEGATRON_DATA_DIR": str(output.parent)}
     said = corpus.export(**settings).stdout
     assert "3 documents" in said and "3 empty documents were left out" in said
@@ -45,11 +50,12 @@ def test_export_takes_local_files(tmp_path: Path, suffix: str) -> None:
 
 
 BAD_SOURCES = {
-    "articles.csv": (b"document,summary\n", "neither .jsonl nor .parquet"),
+    "articles.csv": (b"document,summary\n", "neither JSONL nor Parquet"),
     "column.jsonl": (b'{"article": "a", "summary": "b"}\n', 'has no "document"; it has article, summary'),
     "number.jsonl": (b'{"document": 7, "summary": "b"}\n', 'no string as "document", but int'),
     "empty.jsonl": (b'{"document": " ", "summary": "b"}\n', "not a single document with text"),
     "broken.parquet": (b"PAR1 but not really PAR1", "is damaged or not a Parquet file"),
+    "cut.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 99)[:-9], "is damaged (Truncated compressed stream)"),
     "column.parquet": (corpus.in_parquet([{"document": "a"}]), "row 1 of"),
 }
 
@@ -137,6 +143,23 @@ def test_the_sample_is_prepared_offline(prepare: Prepare) -> None:
     assert said.endswith("/scripts/run_megatron_t5_ddp.sh'\n") and "\n  MODEL_PRESET=tiny bash '" in said
 
 
+def test_the_sample_for_gpt(prepare: Prepare, megatron_dir: Path) -> None:
+    gpt = {"MODEL_FAMILY": "gpt", "SAMPLE": "1"}
+    prepare.refuses("there is no GPT-2 tokenizer", "setup_megatron.sh", MEGATRON_DIR="nowhere", **gpt)
+    said = prepare(MEGATRON_DIR=str(megatron_dir), **gpt).stdout
+    assert "\n  MODEL_FAMILY=gpt MODEL_PRESET=tiny bash " in said
+    assert {path.name for path in (prepare.data / "gpt").iterdir()} == OUTPUTS
+    assert {path.name for path in (prepare.data / "gpt" / "tokenizer").iterdir()} == {"vocab.json", "merges.txt"}
+    meta = json.loads((prepare.data / "gpt" / f"{DATASET}.meta.json").read_text())
+    expected = {"tokenizer": "GPT-2", "tokenizer_type": "GPT2BPETokenizer", "documents": 320, "vocabulary": 50257}
+    assert meta == meta | expected
+    assert meta["tokenizer_checksum"] == tokenizer_checksum(prepare.data / "gpt" / "tokenizer")
+    # The copy is the same tokenizer, and data for T5 do not get in the way.
+    copy, source = prepare.data / "gpt" / "tokenizer", prepare.data / "sample" / "articles.jsonl"
+    prepare(MODEL_FAMILY="gpt", TOKENIZER_MODEL=str(copy), XSUM_SOURCE=str(source))
+    prepare(SAMPLE="1")
+
+
 def test_hub_data_with_the_default_tokenizer(prepare: Prepare, tmp_path: Path) -> None:
     # A T5 repository as google-t5's are: a bare tokenizer_config.json, the model type in config.json, weights.
     t5 = {
@@ -184,7 +207,7 @@ def test_an_earlier_export_is_used_while_its_source_is_the_same(prepare: Prepare
     assert all(after[name] == first[name] for name in first if not name.endswith("meta.json"))
 
 
-def test_a_failed_run_leaves_nothing_and_a_killed_one_nothing_that_matters(prepared: Prepare) -> None:
+def test_a_failed_run_leaves_nothing(prepared: Prepare) -> None:
     before, source = prepared.outputs(), corpus.write_jsonl(prepared.root / "other.jsonl", ROWS)
     prepared.refuses("the tokenizer google-t5/t5-large could not be fetched", XSUM_SOURCE=str(source), FORCE="1")
     source.write_text(source.read_text() + "{broken\n")
@@ -192,25 +215,29 @@ def test_a_failed_run_leaves_nothing_and_a_killed_one_nothing_that_matters(prepa
     assert prepared.outputs() == before
     prepared.refuses("line 7 of", XSUM_SOURCE=str(source), MEGATRON_DATA_DIR="not yet", **TOKENIZER)
     assert not (prepared.root / "not yet").exists()
-    (prepared.data / ".prepare").mkdir()
-    (prepared.data / ".prepare" / "xsum_text.jsonl").write_text("half")
-    (prepared.data / ".prepare" / "owner").write_text("process 77 on another-node")
-    prepared(SAMPLE="1")
-    assert prepared.outputs()["xsum_text.jsonl"] == before["xsum_text.jsonl"]
 
 
-@pytest.mark.parametrize("number, step", [(signal.SIGINT, "tokenizer"), (signal.SIGTERM, f"{DATASET}.bin")])
-def test_one_run_at_a_time_and_an_interrupted_one_changes_nothing(prepared: Prepare, number: int, step: str) -> None:
-    before, source = prepared.outputs(), prepared.root / "many.jsonl"
-    source.write_text('{"document": "It rained.", "summary": "Rain."}\n' * 300_000)
-    process = prepared.start(XSUM_SOURCE=str(source), FORCE="1", **TOKENIZER)
-    wait_for((prepared.data / ".prepare" / step).exists)
-    prepared.refuses(f"process {process.pid} on {socket.gethostname()} is preparing data", SAMPLE="1", FORCE="1")
-    process.send_signal(number)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, stderr
-    assert "interrupted: nothing in" in stderr and "Traceback" not in stderr
-    assert prepared.outputs() == before
+def test_one_run_at_a_time_and_an_interrupted_one_goes_on(prepared: Prepare) -> None:
+    before, journal = prepared.outputs(), prepared.data / ".prepare" / "xsum_text.journal"
+    source = prepared.root / "many.jsonl"
+    source.write_text('{"document": "It rained, and <s> the price rose.", "summary": "Rain."}\n' * 400_000)
+    settings = {"XSUM_SOURCE": str(source), "FORCE": "1", "WORKERS": "2", **TOKENIZER}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        earlier = journal.read_bytes() if journal.exists() else b""
+        process = prepared.start(**settings)
+        wait_for(lambda earlier=earlier: journal.exists() and journal.read_bytes() != earlier)
+        prepared.refuses(f"process {process.pid} on {socket.gethostname()} is preparing data", SAMPLE="1", FORCE="1")
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number), stderr
+        assert "Traceback" not in stderr and ("Going on after" in stderr) == bool(earlier)
+        assert number == signal.SIGKILL or "interrupted: nothing in" in stderr
+        assert {name: content for name, content in snapshot(prepared.data).items() if name in before} == before
+    assert "Going on after" in prepared(**settings).stderr
+    resumed = prepared.outputs()
+    assert texts_of(prepared.data / "xsum_text.jsonl") == ["It rained, and <s> the price rose."] * 400_000
+    assert "Going on" not in prepared(**settings).stderr
+    assert all(prepared.outputs()[name] == resumed[name] for name in BUILT)
 
 
 def test_data_from_another_source_are_not_replaced_unasked(prepared: Prepare) -> None:

@@ -1,0 +1,81 @@
+"""Merge indexed datasets into one: the bytes of the engine's tools/merge_datasets.py, one part in memory at a time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+from t5bench import Problem
+from t5bench.corpus import common
+from t5bench.corpus.index import dataset_paths, read_index, write_index
+
+# What a record says of the tokens, and all parts have in common.
+COMMON = ("tokenizer_checksum", "tokenizer_type", "tokenizer", "vocabulary")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", metavar="OUT", type=Path, help="the new dataset, a path without .bin and .idx")
+    parser.add_argument("parts", metavar="IN", nargs="+", type=Path, help="a dataset alike, or a directory of them")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    out, parts = arguments.out, [part for named in arguments.parts for part in _datasets(named)]
+    for path in (*dataset_paths(out), common.record_path(out)):
+        if path.exists():
+            raise Problem(f"{path} exists, and nothing is overwritten", "Name another dataset to write, or delete it")
+    dtype, record = _check(parts)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    new = out.with_name(f".{out.name}.partial")
+    try:
+        write_index(new, dtype, lambda: (read_index(part).sizes for part in parts), lambda: _boundaries(parts))
+        with dataset_paths(new)[0].open("wb") as stream:
+            for part in parts:
+                with dataset_paths(part)[0].open("rb") as tokens:
+                    shutil.copyfileobj(tokens, stream, 1 << 20)
+        for written, path in zip(dataset_paths(new), dataset_paths(out), strict=True):
+            written.replace(path)
+    finally:
+        for path in dataset_paths(new):
+            path.unlink(missing_ok=True)
+    record["files"] = {path.name: common.file_facts(path) for path in dataset_paths(out)}
+    common.record_path(out).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    print(f"{out}: {record['documents']:,} documents of {len(parts):,} datasets")
+    return 0
+
+
+def _datasets(named: Path) -> list[Path]:
+    """Those of a directory in the order of their names, or the one that is named."""
+    found = sorted(path.with_suffix("") for path in named.glob("*.idx"))
+    return found or [named.with_suffix("") if named.suffix in (".bin", ".idx") else named]
+
+
+def _check(parts: list[Path]) -> tuple[str, dict[str, object]]:
+    """The type of the token ids and the record of the whole. Raises Problem for parts that do not go together."""
+    documents = 0
+    for part in parts:
+        index, record = read_index(part), common.read_record(part)
+        says = {"dtype": index.dtype} | {name: record.get(name) for name in COMMON}
+        if part is parts[0]:
+            first = says
+        for name in ("dtype", "tokenizer_checksum"):
+            if says[name] != first[name]:
+                found = f"{part} has the {name} {says[name]}, and {parts[0]} has {first[name]}"
+                raise Problem(found, "Prepare all parts with the same tokenizer")
+        documents += len(index.doc_idx) - 1
+    if not first["tokenizer_checksum"]:
+        common.note("warning: no part has a record of its tokenizer, so whether they agree is not known")
+    known = {name: value for name, value in first.items() if value is not None}
+    return index.dtype, {"source": f"merged from {len(parts)} datasets", "documents": documents, **known}
+
+
+def _boundaries(parts: list[Path]) -> Iterator[array[int]]:
+    offset = 0
+    yield array("q", [0])
+    for part in parts:
+        index = read_index(part)
+        yield array("q", (offset + end for end in index.doc_idx[1:]))
+        offset += len(index.sizes)
