@@ -10,7 +10,8 @@
 #   tokenizer/                       a copy of the tokenizer, so that training needs no hub
 #
 # An xsum_text.jsonl that was exported from the same source, and whose local source has not changed since, is used again.
-# Data from another source or tokenizer are not replaced unless FORCE=1.
+# Data from another source or tokenizer are not replaced unless FORCE=1. After an interruption, the same command continues
+# where it stopped.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
