@@ -86,6 +86,28 @@ begin() {
   hear check settings_group || exit "$?"
 }
 
+# The arguments of a launcher: POSITIONAL (master and rank), DRY_RUN and EXTRA_ARGUMENTS, which go to the engine.
+# shellcheck disable=SC2034 # read by the script that sources this file
+parse_arguments() {
+  POSITIONAL=() EXTRA_ARGUMENTS=() DRY_RUN=0
+  while (($#)); do
+    case $1 in
+      --dry-run) DRY_RUN=1 ;;
+      --dry-run=json) DRY_RUN=json ;;
+      -h | --help) print_usage && exit ;;
+      --)
+        EXTRA_ARGUMENTS=("${@:2}")
+        break
+        ;;
+      -*) die "unknown option '$1'" "Engine arguments go after --; see --help" ;;
+      *) POSITIONAL+=("$1") ;;
+    esac
+    shift
+  done
+  ((${#POSITIONAL[@]} <= 2)) || die "at most two arguments are expected, found ${#POSITIONAL[@]}: ${POSITIONAL[*]}" \
+    "Usage: bash scripts/${0##*/} [master-host] [node-rank]"
+}
+
 # hear TASK REQUEST: sets the variables that the planning process answers to what the function REQUEST prints; its status.
 hear() {
   local answer word status=0
@@ -101,7 +123,6 @@ hear() {
 # shellcheck disable=SC2034 # read by the scripts that source this file
 readonly DEFAULT_TOKENIZER=google-t5/t5-large
 engine_dir_setting() { setting MEGATRON_DIR path place - "$REPO_ROOT/../Megatron-DeepSpeed" "Path to your Megatron-DeepSpeed checkout"; }
-data_dir_setting() { setting MEGATRON_DATA_DIR path place - "$REPO_ROOT/megatron_data" "Directory containing indexed dataset files"; }
 
 # python_module NAME ARGUMENT...: paths among the arguments are absolute, for it runs in the repository: Python looks for
 # modules in the current directory first, and that may be another checkout.

@@ -9,27 +9,28 @@
 #   STRATEGY_TP, _PP    tensor- and pipeline-parallel sizes (1 when not declared); every further process is data parallel
 #   STRATEGY_DS_CONFIG  the file in ds_configs/ that makes a ZeRO strategy
 #   STRATEGY_FLAGS      array of further engine arguments
+#   STRATEGY_FAMILIES   the model families that it serves (all when not declared)
+#
+# What is a model family's own is in families/<name>.sh:
+#   MODEL_PRESETS       sizes by the name of the preset, in the order in which declare_model takes them
+#   FAMILY_PREFIX       before the strategy in names of directories and W&B runs; FAMILY_DATA: its data's directory
+#   FAMILY_PROGRAM      of the engine; FAMILY_FIXED: array of engine arguments that are the same in every run
+#   declare_model SIZES, longest_sequence, tokenizer_arguments: its settings; what the engine is told, in REPLY
 
 # shellcheck source=scripts/common.sh
 source "${BASH_SOURCE[0]%/*}/common.sh"
 
-STRATEGY_COLOUR='' STRATEGY_TP=1 STRATEGY_PP=1 STRATEGY_DS_CONFIG='' STRATEGY_FLAGS=() HOST_LIST=()
+STRATEGY_COLOUR='' STRATEGY_TP=1 STRATEGY_PP=1 STRATEGY_DS_CONFIG='' STRATEGY_FLAGS=() STRATEGY_FAMILIES='t5 gpt' HOST_LIST=()
 
 # ---- settings: every one of them can be overridden from the environment --------------------------------------------
 
-# The large preset is the benchmark; the others are the same architecture, smaller.
-#                 layers (enc dec)  hidden  heads  FFN   lengths (enc dec)
-declare -rA MODEL_PRESETS=(
-  [tiny]="         2   2             64      4     128   128 64"
-  [small]="        6   6            512      8    1024   512 128"
-  [base]="        12  12            768     12    2048   512 128"
-  [large]="       24  24           1024     16    2816   512 128"
-)
-
 declare_settings() {
-  local enc dec hidden heads ffn enc_length dec_length
+  setting MODEL_FAMILY 'one-of:t5|gpt' model - t5 "Model family: t5 or gpt (docs/gpt.md has its settings of the model)"
+  local family=${BASH_SOURCE[0]%/*}/families/${MODEL_FAMILY//[^a-z0-9]/}.sh
+  [[ -f $family ]] || family=${BASH_SOURCE[0]%/*}/families/t5.sh # the plan refuses the name
+  # shellcheck source=scripts/families/t5.sh
+  source "$family"
   setting MODEL_PRESET 'one-of:tiny|small|base|large' layout - large "Model size: tiny, small, base or large"
-  read -r enc dec hidden heads ffn enc_length dec_length <<<"${MODEL_PRESETS[${MODEL_PRESET:-large}]:-${MODEL_PRESETS[large]}}"
 
   setting HOSTS text? place - "" "Node host names in rank order, separated by spaces (unset: SLURM's nodes, else this host alone)"
   setting NNODES whole:1? layout - "" "Number of nodes (unset: as many as HOSTS or SLURM names, 2 for a lone master host)"
@@ -39,18 +40,12 @@ declare_settings() {
   setting SHARE_GPUS 'one-of:0|1' load - 0 "1 lets more processes than GPUs share them over gloo: for correctness, never for speed (not with ZeRO)"
   setting ENGINE 'one-of:megatron|native' layout - megatron "megatron (patched Megatron-DeepSpeed) or native (the engine in native/)"
   engine_dir_setting
-  data_dir_setting
+  setting MEGATRON_DATA_DIR path place - "$REPO_ROOT/$FAMILY_DATA" "Directory containing indexed dataset files"
   setting TOKENIZER_MODEL text? place - "" "Hugging Face name or directory (unset: the tokenizer beside the data, else $DEFAULT_TOKENIZER)"
-  setting OUTPUT_DIR path place - "$REPO_ROOT/outputs/$STRATEGY" "Checkpoint and log directory"
+  setting OUTPUT_DIR path place - "$REPO_ROOT/outputs/$FAMILY_PREFIX$STRATEGY" "Checkpoint and log directory"
   setting RESUME 'one-of:0|1' watch - 0 "1 continues the run in OUTPUT_DIR from its newest whole checkpoint"
 
-  setting ENCODER_NUM_LAYERS whole:1 model --encoder-num-layers "$enc" "Encoder depth"
-  setting DECODER_NUM_LAYERS whole:1 model --decoder-num-layers "$dec" "Decoder depth"
-  setting HIDDEN_SIZE whole:1 model --hidden-size "$hidden" "Hidden dimension"
-  setting NUM_ATTENTION_HEADS whole:1 model --num-attention-heads "$heads" "Attention heads"
-  setting FFN_HIDDEN_SIZE whole:1 model --ffn-hidden-size "$ffn" "FFN intermediate size"
-  setting ENCODER_SEQ_LENGTH whole:1 model --encoder-seq-length "$enc_length" "Encoder input length"
-  setting DECODER_SEQ_LENGTH whole:1 model --decoder-seq-length "$dec_length" "Decoder output length"
+  declare_model "${MODEL_PRESETS[${MODEL_PRESET:-large}]:-${MODEL_PRESETS[large]}}"
   setting VOCABULARY_MULTIPLE whole:1 model - 128 "The vocabulary is padded to a multiple of this in every layout"
   setting DROPOUT decimal model --attention-dropout,--hidden-dropout 0.1 "Dropout of hidden states and attention weights"
   setting GLOBAL_BATCH_SIZE whole:1 model --global-batch-size 16 "Global batch size"
@@ -58,10 +53,12 @@ declare_settings() {
   setting PRECISION_FLAG 'one-of:--bf16|--fp16?' model = --bf16 "--bf16, --fp16, or empty for fp32"
   setting FLASH_ATTENTION 'one-of:auto|on|off' method - auto "auto, on or off; it serves the decoder's self-attention on CUDA in bf16 or fp16"
   setting GRADIENT_REDUCTION 'one-of:default|fp32' method - default "default, or fp32: ZeRO too reduces gradients in fp32, as DDP does, and not in the training precision"
+  setting RECOMPUTE 'one-of:none|selective|full' method - none "none, selective (attention) or full (layers): activations are computed again in the backward pass"
   setting TENSOR_PARALLEL_SIZE whole:1 layout --tensor-model-parallel-size "$STRATEGY_TP" "Tensor-parallel size, for the strategies that have one"
   setting PIPELINE_PARALLEL_SIZE whole:1 layout --pipeline-model-parallel-size "$STRATEGY_PP" "Pipeline-parallel size, for the strategies that have one"
 
   setting TRAIN_ITERS whole:1 recipe --train-iters 1000 "Total training iterations"
+  setting RAMPUP_BATCH_SIZE text? recipe - "" "start step samples: the batch grows over so many samples, and the run has TRAIN_ITERS x GLOBAL_BATCH_SIZE samples"
   setting LR decimal recipe --lr 0.0001 "Peak learning rate"
   setting MIN_LR decimal recipe --min-lr 0 "Learning rate at the end of the cosine"
   setting LR_WARMUP_ITERS whole:0 recipe --lr-warmup-iters 0 "Iterations of linear warm-up"
@@ -70,6 +67,7 @@ declare_settings() {
   setting SEED whole:0 recipe --seed 1234 "Seed of weights, data order and dropout"
   setting LOG_INTERVAL whole:1 recipe --log-interval 20 "Iterations between log lines, which hold the mean loss since the line before"
 
+  setting EVAL_ONLY 'one-of:0|1' watch - 0 "1 evaluates the newest whole checkpoint in OUTPUT_DIR and trains nothing; the record goes to OUTPUT_DIR/evaluation"
   setting EVAL_ITERS whole:0 watch --eval-iters 0 "Validation batches per evaluation; 0 turns evaluation off, as a benchmark wants"
   setting EVAL_INTERVAL whole:1 watch --eval-interval 1000 "Iterations between evaluations"
   setting SAVE_INTERVAL whole:0 watch - 0 "Iterations between checkpoints; 0 saves none"
@@ -82,7 +80,7 @@ declare_settings() {
 
   setting T5_RUN_SECRET secret? label - "" "What nodes prove with that they belong to one run (unset: your home's)"
   setting WANDB_PROJECT text label - ml710-t5-parallelism "W&B project name"
-  setting WANDB_RUN_NAME text label - "megatron-$STRATEGY" "W&B run name"
+  setting WANDB_RUN_NAME text label - "megatron-$FAMILY_PREFIX$STRATEGY" "W&B run name"
   setting WANDB_RUN_GROUP text? label - "" "W&B group of the runs that are compared with each other"
   setting WANDB_API_KEY secret? label - "" "Your W&B API key; without one the run is logged offline"
   setting WANDB_MODE 'one-of:online|offline|disabled?' label - "" "online, offline or disabled (unset: online with a key, else offline)"
@@ -123,15 +121,18 @@ plan_words() {
 
 # ---- the command line ----------------------------------------------------------------------------------------------
 
-# What the settings say, as their declarations tell.
+# What the settings say, as their declarations tell. A run whose batch grows is counted in samples.
 build_setting_arguments() {
   local name argument
   SETTING_ARGUMENTS=()
   for name in "${SETTING_NAMES[@]}"; do
     for argument in ${SETTING_ARGUMENT[$name]//,/ }; do
-      case $argument in
-        -) ;;
-        =) [[ -z ${!name} ]] || SETTING_ARGUMENTS+=("${!name}") ;;
+      case ${RAMPUP_BATCH_SIZE:+ramp}$argument in
+        - | ramp-) ;;
+        ramp--train-iters | ramp--lr-warmup-iters)
+          SETTING_ARGUMENTS+=("${argument/iters/samples}" "$((${!name} * GLOBAL_BATCH_SIZE))")
+          ;;
+        = | ramp=) [[ -z ${!name} ]] || SETTING_ARGUMENTS+=("${!name}") ;;
         *) SETTING_ARGUMENTS+=("$argument" "${!name}") ;;
       esac
     done
@@ -140,14 +141,14 @@ build_setting_arguments() {
 
 # What the strategy, the machine and the run's place decide.
 build_own_arguments() {
-  OWN_ARGUMENTS=(
-    --kv-channels "$((HIDDEN_SIZE / NUM_ATTENTION_HEADS))"
-    --max-position-embeddings "$((ENCODER_SEQ_LENGTH > DECODER_SEQ_LENGTH ? ENCODER_SEQ_LENGTH : DECODER_SEQ_LENGTH))"
-    # The engine multiplies this by the tensor-parallel size.
-    --make-vocab-size-divisible-by "$((VOCABULARY_MULTIPLE / PLAN[tp]))"
-    --data-path "${PLAN[data_prefix]}" --tokenizer-model "${PLAN[tokenizer]}"
-    --tensorboard-dir "$OUTPUT_DIR/tensorboard" --tensorboard-log-interval "$LOG_INTERVAL"
-  )
+  local REPLY
+  longest_sequence
+  # The engine multiplies the vocabulary's multiple by the tensor-parallel size.
+  OWN_ARGUMENTS=(--kv-channels "$((HIDDEN_SIZE / NUM_ATTENTION_HEADS))" --max-position-embeddings "$REPLY"
+    --make-vocab-size-divisible-by "$((VOCABULARY_MULTIPLE / PLAN[tp]))")
+  tokenizer_arguments
+  OWN_ARGUMENTS+=(--data-path "${PLAN[data_prefix]}" "${REPLY[@]}"
+    --tensorboard-dir "$OUTPUT_DIR/tensorboard" --tensorboard-log-interval "$LOG_INTERVAL")
   [[ -z ${PLAN[split_rank]} ]] || OWN_ARGUMENTS+=(--pipeline-model-parallel-split-rank "${PLAN[split_rank]}")
   if ((PLAN[gpus_shared])); then
     OWN_ARGUMENTS+=(--distributed-backend gloo)
@@ -163,11 +164,19 @@ build_own_arguments() {
   [[ ${PLAN[patches]} != series ]] || OWN_ARGUMENTS+=(--layout-independent-init)
   [[ ${PLAN[wandb_mode]} == disabled ]] ||
     OWN_ARGUMENTS+=(--wandb-project "$WANDB_PROJECT" --wandb-exp-name "$WANDB_RUN_NAME" --wandb-save-dir "$OUTPUT_DIR")
-  ((SAVE_INTERVAL == 0)) || OWN_ARGUMENTS+=(--save "$OUTPUT_DIR/checkpoints" --save-interval "$SAVE_INTERVAL")
-  ((RESUME == 0)) || OWN_ARGUMENTS+=(--load "$OUTPUT_DIR/checkpoints")
-  # The pipeline engine of DeepSpeed is not Megatron's: ZeRO runs without it.
-  [[ -z $STRATEGY_DS_CONFIG ]] || OWN_ARGUMENTS+=(--deepspeed --deepspeed_config "$OUTPUT_DIR/ds_config.json"
-    --zero-stage "${PLAN[zero_stage]}" --no-pipeline-parallel)
+  ((SAVE_INTERVAL == 0 || EVAL_ONLY)) || OWN_ARGUMENTS+=(--save "$OUTPUT_DIR/checkpoints" --save-interval "$SAVE_INTERVAL")
+  [[ -z ${PLAN[load]} ]] || OWN_ARGUMENTS+=(--load "${PLAN[load]}")
+  ((EVAL_ONLY == 0)) || OWN_ARGUMENTS+=(--skip-train)
+  [[ $RECOMPUTE == none ]] || OWN_ARGUMENTS+=(--recompute-granularity "$RECOMPUTE")
+  [[ $RECOMPUTE != full ]] || OWN_ARGUMENTS+=(--recompute-method uniform --recompute-num-layers 1)
+  # shellcheck disable=SC2206 # three numbers, as the plan has checked
+  [[ -z $RAMPUP_BATCH_SIZE ]] || OWN_ARGUMENTS+=(--rampup-batch-size $RAMPUP_BATCH_SIZE)
+  if [[ -n $STRATEGY_DS_CONFIG ]]; then
+    OWN_ARGUMENTS+=(--deepspeed --deepspeed_config "$OUTPUT_DIR/ds_config.json" --zero-stage "${PLAN[zero_stage]}")
+    # The pipeline engine of DeepSpeed is not Megatron's: without pipeline stages ZeRO runs without it.
+    ((PLAN[pp] > 1)) || OWN_ARGUMENTS+=(--no-pipeline-parallel)
+    ((PLAN[cpu_optimizer] == 0)) || OWN_ARGUMENTS+=(--cpu-optimizer)
+  fi
   OWN_ARGUMENTS+=("${STRATEGY_FLAGS[@]}")
 }
 
@@ -189,8 +198,8 @@ build_environment() {
 }
 
 build_command() {
-  local program=("$MEGATRON_DIR/pretrain_t5.py")
-  [[ $ENGINE != native ]] || program=("$REPO_ROOT/native/pretrain_t5.py")
+  local program=("$MEGATRON_DIR/$FAMILY_PROGRAM")
+  [[ $ENGINE != native ]] || program=("$REPO_ROOT/native/$FAMILY_PROGRAM")
   ((PROFILE_ITERATION == 0)) || program=(-m t5bench.run.profile_step --iteration "$PROFILE_ITERATION"
     --output "$OUTPUT_DIR/profile.json" "${program[@]}")
   program=("$REPO_ROOT/t5bench/run/worker.py" "$OUTPUT_DIR/node$NODE_RANK.stack" "${program[@]}")
@@ -263,42 +272,18 @@ HELP
   print_help
 }
 
-parse_arguments() {
-  POSITIONAL=() EXTRA_ARGUMENTS=() HELP=0 DRY_RUN=0
-  while (($#)); do
-    case $1 in
-      --dry-run) DRY_RUN=1 ;;
-      --dry-run=json) DRY_RUN=json ;;
-      -h | --help) HELP=1 ;;
-      --)
-        EXTRA_ARGUMENTS=("${@:2}")
-        break
-        ;;
-      -*) die "unknown option '$1'" "Engine arguments go after --; see --help" ;;
-      *) POSITIONAL+=("$1") ;;
-    esac
-    shift
-  done
-  ((${#POSITIONAL[@]} <= 2)) || die "at most two arguments are expected, found ${#POSITIONAL[@]}: ${POSITIONAL[*]}" \
-    "Usage: bash scripts/${0##*/} [master-host] [node-rank]"
-}
-
 run_strategy() {
   DECLARATION=("$STRATEGY" "$STRATEGY_TITLE" "$STRATEGY_PORT" "$STRATEGY_TP" "$STRATEGY_PP" "$STRATEGY_DS_CONFIG"
-    "$STRATEGY_COLOUR" "${STRATEGY_FLAGS[@]}")
+    "$STRATEGY_COLOUR" "$STRATEGY_FAMILIES" "${STRATEGY_FLAGS[@]}")
   if [[ ${1:-} == --declaration ]]; then
     printf '%s\0' "${DECLARATION[@]}"
     return 0
   fi
-  # The same in every run of an engine; what the user gives after -- wins over it.
-  FIXED_ARGUMENTS=(--lr-decay-style cosine --data-impl mmap --split "949,50,1" --num-workers 2 --tokenizer-type HFTokenizer
-    --DDP-impl local --no-gradient-accumulation-fusion)
-  parse_arguments "$@"
   declare_settings
-  if ((HELP)); then
-    print_usage
-    return 0
-  fi
+  parse_arguments "$@"
+  # The same in every run of an engine; what the user gives after -- wins over it.
+  FIXED_ARGUMENTS=(--lr-decay-style cosine --data-impl mmap --split "949,50,1" --num-workers 2 "${FAMILY_FIXED[@]}"
+    --DDP-impl local --no-gradient-accumulation-fusion)
   resolve_topology "${POSITIONAL[@]}"
   make_plan
   build_setting_arguments

@@ -9,5 +9,4 @@ STRATEGY_TITLE="ZeRO-3 + CPU Offload: + optimizer & param offload to CPU"
 STRATEGY_PORT=29804
 STRATEGY_COLOUR="#b5a21e"
 STRATEGY_DS_CONFIG=megatron_zero3_offload.json
-STRATEGY_FLAGS=(--cpu-optimizer)
 run_strategy "$@"

@@ -43,7 +43,7 @@ RTX_5000_ADA = "NVIDIA RTX 5000 Ada Generation"
 @cache
 def declared_settings() -> Mapping[str, Setting]:
     """The launchers' settings as scripts/megatron_common.sh declares them, with the values of a tiny run."""
-    text = (REPOSITORY / "scripts" / "megatron_common.sh").read_text()
+    text = "".join((REPOSITORY / "scripts" / name).read_text() for name in ("megatron_common.sh", "families/t5.sh"))
     found = {}
     for declaration in re.findall(r"^ +setting (.*)", text, re.MULTILINE):
         name, kind, role, argument, default, meaning = shlex.split(declaration)

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from t5bench import Problem
 from t5bench.plan import claim
-from t5bench.plan.deepspeed import check_release, effective_config
+from t5bench.plan.deepspeed import check_release, effective_config, offloads_optimizer
 from t5bench.plan.engine import check_engine
+from t5bench.plan.families import check_family, needs_megatron
 from t5bench.plan.layout import Processes, divide
 from t5bench.plan.place import (
     check_data,
@@ -28,6 +29,7 @@ from t5bench.plan.place import (
     choose_tokenizer,
     prepare_directory,
     threads_per_process,
+    tokenizer_type,
 )
 from t5bench.plan.request import Findings, Request, completed, groups, read_request, read_settings
 from t5bench.plan.settings import checked_settings, effective_settings, help_text
@@ -53,7 +55,9 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
     if not findings.refused:
         request = placed(request)
     if not findings.refused:
+        check_family(request)
         check_profile(request)
+        request = evaluating(request)
         processes = Processes(request)
         layout, ds_config = divide(request, processes), effective_config(request)
     settings = {name: hidden(setting) for name, setting in request.settings.items()}
@@ -67,7 +71,7 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
     check_release(request, ds_config, layout)
     check_packages(request)
     attention = choose_attention(request, processes.device)
-    tokenizer = choose_tokenizer(request, request.facts["default_tokenizer"])
+    tokenizer = choose_tokenizer(request)
     plan = Plan(
         strategy=request.strategy,
         settings=settings,
@@ -89,7 +93,10 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
     )
     return plan, {
         **choose_wandb(request, plan),
+        "load": str(checkpoint_home(plan) / "checkpoints") if loads(plan) else "",
+        "tokenizer_type": tokenizer_type(request, plan.data_prefix),
         "zero_stage": str(plan.zero_stage),
+        "cpu_optimizer": str(int(offloads_optimizer(ds_config))),
         "flash_attention": str(int(attention)),
         "threads": str(threads_per_process(layout.nproc_per_node)),
         "ds_config": json.dumps(ds_config, indent=2) + "\n" if ds_config else "",
@@ -102,6 +109,28 @@ def check_profile(request: Request) -> None:
     if iteration and not 2 <= iteration <= last:
         found = f"PROFILE_ITERATION must be from 2 to TRAIN_ITERS={last}, found {iteration}"
         request.findings.refuse("profile-iteration", found, "The first iteration is all warm-up; 0 profiles none")
+
+
+def evaluating(request: Request) -> Request:
+    """With EVAL_ONLY=1 the record goes into a directory of its own: the one of the training stays as it is."""
+    if request.value("EVAL_ONLY") != "1":
+        return request
+    needs_megatron(request, "EVAL_ONLY")
+    if request.value("EVAL_ITERS") == "0":
+        found = "EVAL_ONLY=1 evaluates EVAL_ITERS batches, and EVAL_ITERS is 0"
+        request.findings.refuse("eval-iters", found, "Set EVAL_ITERS=10, for example")
+    directory = request.settings["OUTPUT_DIR"]
+    moved = replace(directory, value=str(Path(directory.value) / "evaluation"))
+    return replace(request, settings={**request.settings, "OUTPUT_DIR": moved})
+
+
+def loads(plan: Plan) -> bool:
+    return "1" in (plan.value("RESUME"), plan.value("EVAL_ONLY"))
+
+
+def checkpoint_home(plan: Plan) -> Path:
+    """The run directory whose checkpoint is loaded."""
+    return Path(plan.output_dir).parent if plan.value("EVAL_ONLY") == "1" else Path(plan.output_dir)
 
 
 def choose_wandb(request: Request, plan: Plan) -> dict[str, str]:
@@ -129,17 +158,18 @@ def say(words: Iterable[str]) -> None:
 
 
 def resume(plan: Plan, request: Request) -> Plan:
-    """With RESUME=1: the checkpoint from which the run goes on, which all nodes agree on unless this is a dry run."""
-    if request.value("RESUME") != "1" or (request.findings.obstacles and not request.dry_run):
+    """The checkpoint from which the run goes on or is evaluated, which all nodes agree on unless this is a dry run."""
+    if not loads(plan) or (request.findings.obstacles and not request.dry_run):
         return plan
     from t5bench.plan.resume import checkpoint
 
     try:
-        iteration = checkpoint(plan, agree=not request.dry_run)
+        iteration = checkpoint(replace(plan, output_dir=str(checkpoint_home(plan))), agree=not request.dry_run)
     except ValueError as error:
         request.findings.lack("resume", str(error), getattr(error, "remedy", ""))
         return plan
-    request.findings.notes.append(f"resuming from the checkpoint of iteration {iteration}")
+    doing = "evaluating" if plan.value("EVAL_ONLY") == "1" else "resuming from"
+    request.findings.notes.append(f"{doing} the checkpoint of iteration {iteration}")
     return replace(plan, resume_from=iteration)
 
 

@@ -13,6 +13,16 @@ from t5bench.record.plan import Layout
 
 # Releases in which each micro-batch of ZeRO-2 overwrites the gradients of the one before (DeepSpeed issue 7718).
 WRONG_ZERO2 = re.compile(r"(0\.17\.6|0\.18\.[0-2])([^0-9].*)?")
+# What a strategy's JSON may have. DeepSpeed honours these as they stand; the launchers give --cpu-optimizer for
+# offload_optimizer. All else is refused: it comes from the settings, changes what is trained, or has no effect here.
+OPTIONS = {"zero_optimization", "communication_data_type", "comms_logger", "wall_clock_breakdown"}
+ZERO_OPTIONS = {
+    *("stage", "overlap_comm", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "allgather_partitions"),
+    *("allgather_bucket_size", "use_multi_rank_bucket_allreduce", "round_robin_gradients", "sub_group_size"),
+    *("offload_optimizer", "offload_param", "memory_efficient_linear", "log_trace_cache_warnings"),
+    *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
+    *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_module_granularity_threshold"),
+}
 
 
 def effective_config(request: Request) -> dict[str, Any] | None:
@@ -41,14 +51,41 @@ def effective_config(request: Request) -> dict[str, Any] | None:
         run_config["communication_data_type"] = "fp32"
     try:
         stage_config = json.loads(path.read_text())
-        if stage_config["zero_optimization"]["stage"] not in (1, 2, 3):
-            raise ValueError(f"ZeRO stage {stage_config['zero_optimization']['stage']} is not 1, 2 or 3")
-        if twice := sorted(run_config.keys() & stage_config.keys()):
-            raise ValueError(f"{', '.join(twice)} come from the settings and cannot stand in the strategy's JSON")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        _check_options(stage_config, run_config, request)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         request.findings.refuse("ds-config", f"{path}: {error}")
         return None
+    zero = stage_config["zero_optimization"]
+    if zero.get("overlap_comm", zero["stage"] == 3) and zero["stage"] > 1:
+        warning = f"warning: overlap_comm is true in {path}, with which ZeRO-2 and ZeRO-3 hang on GPUs"
+        request.findings.notes.append(f"{warning}: set it to false (DeepSpeed's default for ZeRO-3 is true)")
     return run_config | stage_config
+
+
+def _check_options(config: Mapping[str, Any], run_config: Mapping[str, Any], request: Request) -> None:
+    """Raises ValueError for what the run would not honour."""
+    zero = config["zero_optimization"]
+    stage = zero["stage"]
+    if stage not in (1, 2, 3):
+        raise ValueError(f"ZeRO stage {stage} is not 1, 2 or 3")
+    if stage > 1 and request.number("PIPELINE_PARALLEL_SIZE") > 1:
+        raise ValueError(f"DeepSpeed's pipeline engine takes ZeRO stage 1 alone, found {stage}")
+    if twice := sorted(run_config.keys() & config.keys()):
+        raise ValueError(f"{', '.join(twice)} come from the settings and cannot stand in the strategy's JSON")
+    if unknown := sorted((config.keys() - OPTIONS) | (zero.keys() - ZERO_OPTIONS)):
+        known = ", ".join(sorted(OPTIONS | ZERO_OPTIONS))
+        raise ValueError(f"{', '.join(unknown)} would not be honoured here. A strategy's JSON may have: {known}")
+    for name in ("offload_optimizer", "offload_param"):
+        device = (zero.get(name) or {}).get("device", "none")
+        if device not in ("cpu", "none"):
+            raise ValueError(f"{name} goes to the CPU here, found the device '{device}'")
+        if name == "offload_param" and device == "cpu" and stage < 3:
+            raise ValueError(f"offload_param needs ZeRO stage 3, found {stage}")
+
+
+def offloads_optimizer(config: Mapping[str, Any] | None) -> bool:
+    offload = ((config or {}).get("zero_optimization") or {}).get("offload_optimizer") or {}
+    return offload.get("device", "none") == "cpu"
 
 
 def check_release(request: Request, config: Mapping[str, Any] | None, layout: Layout) -> None:

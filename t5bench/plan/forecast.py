@@ -8,20 +8,20 @@ from t5bench.model.job import Job, padded
 from t5bench.model.machine import GIB, Device, device_of
 from t5bench.model.parameters import parameters
 from t5bench.model.prediction import Prediction, machine_of
+from t5bench.plan.families import FAMILIES
 from t5bench.plan.layout import gpu_names
 from t5bench.record.plan import Plan
 
-T5_VOCABULARY = 32101  # of google-t5/t5-large's tokenizer, with its sentinels
 GIGABITS = 10.0
 
 
 def padded_vocabulary(plan: Plan) -> int:
-    """As the engine will pad it: of the data's own tokenizer where it is known, else T5's."""
+    """As the engine will pad it: of the data's own tokenizer where it is known, else the family's usual."""
     assert plan.layout
     try:
         words = int(json.loads(Path(f"{plan.data_prefix}.meta.json").read_text())["vocabulary"])
     except (OSError, ValueError, KeyError, TypeError):
-        words = T5_VOCABULARY
+        words = FAMILIES[plan.value("MODEL_FAMILY")].vocabulary
     return padded(words, plan.number("VOCABULARY_MULTIPLE"))
 
 

@@ -19,8 +19,12 @@ def launcher(strategy: str, repository: Path = REPOSITORY) -> Path:
     return repository / "scripts" / f"run_megatron_t5_{strategy}.sh"
 
 
-def declarations(repository: Path = REPOSITORY) -> list[Strategy]:
-    """Every strategy, in the order of their ports: a launcher is found by being there."""
+def declarations(repository: Path = REPOSITORY, family: str = "") -> list[Strategy]:
+    """The strategies that serve a model family, in the order of their ports: a launcher is found by being there.
+
+    family: the environment's MODEL_FAMILY unless it is given.
+    """
+    family = family or os.environ.get("MODEL_FAMILY") or "t5"
     found = [path for path in (repository / "scripts").glob(PATTERN) if path.name != EVERYTHING]
     processes = [subprocess.Popen(["bash", path, "--declaration"], stdout=subprocess.PIPE, text=True) for path in found]
     strategies = []
@@ -29,7 +33,9 @@ def declarations(repository: Path = REPOSITORY) -> list[Strategy]:
         if process.returncode:
             raise RuntimeError(f"{path} --declaration failed with exit status {process.returncode}")
         strategies.append(declaration(words))
-    return sorted(strategies, key=lambda strategy: strategy.port)
+    return sorted(
+        (strategy for strategy in strategies if family in strategy.families), key=lambda strategy: strategy.port
+    )
 
 
 def ask(

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
 
+from t5bench.plan.families import check_rampup, family_of
 from t5bench.plan.request import Request
 from t5bench.record.plan import Layout
 
@@ -75,9 +76,9 @@ def divide(request: Request, processes: Processes) -> Layout | None:
     world_size = processes.nnodes * processes.per_node
     _check_model_parallel(request, tp, pp, world_size, processes)
     _check_divisible(request, tp)
-    split_rank = pp // 2 if pp > 1 else None
-    if split_rank:
-        _check_pipeline(request, pp)
+    family = family_of(request)
+    if pp > 1:
+        family.check_pipeline(request, pp)
     if request.findings.refused:
         return None
     dp = world_size // (tp * pp)
@@ -90,7 +91,8 @@ def divide(request: Request, processes: Processes) -> Layout | None:
             "Change GLOBAL_BATCH_SIZE or MICRO_BATCH_SIZE",
         )
         return None
-    micro_batches = global_batch // (micro_batch * dp)
+    check_rampup(request, dp)
+    micro_batches, split_rank = global_batch // (micro_batch * dp), pp // 2 if pp > 1 and family.has_encoder else None
     return Layout(processes.nnodes, processes.per_node, world_size, tp, pp, dp, micro_batches, split_rank)
 
 
@@ -100,7 +102,7 @@ def _check_model_parallel(request: Request, tp: int, pp: int, world_size: int, p
         ("TENSOR_PARALLEL_SIZE", "tensor", tp, strategy.tp),
         ("PIPELINE_PARALLEL_SIZE", "pipeline", pp, strategy.pp),
     ):
-        if size > 1 and own == 1:
+        if size > 1 and own == 1 and not (kind == "tensor" and strategy.ds_config):  # ZeRO goes with any tensor size
             remedy = f"Use run_megatron_t5_{kind}.sh or run_megatron_t5_hybrid.sh"
             refuse(f"no-{kind}-parallelism", f"{name} is {size} but {strategy.name} has no {kind} parallelism", remedy)
     if world_size % (tp * pp):
@@ -122,13 +124,3 @@ def _check_divisible(request: Request, tp: int) -> None:
             refuse("tensor-size", f"{name}={request.number(name)} is not divisible by the tensor-parallel size {tp}")
     if request.number("VOCABULARY_MULTIPLE") % tp:
         refuse("tensor-size", f"the tensor-parallel size must divide VOCABULARY_MULTIPLE, found {tp}")
-
-
-def _check_pipeline(request: Request, pp: int) -> None:
-    refuse = request.findings.refuse
-    encoder, decoder = request.number("ENCODER_NUM_LAYERS"), request.number("DECODER_NUM_LAYERS")
-    if pp % 2:
-        refuse("pipeline-size", f"the pipeline-parallel size must be even (half encoder, half decoder), found {pp}")
-    elif encoder % (pp // 2) or decoder % (pp // 2):
-        found = f"{encoder} encoder and {decoder} decoder layers do not divide over {pp // 2} stages each"
-        refuse("pipeline-size", found)

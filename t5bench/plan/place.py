@@ -13,6 +13,7 @@ from t5bench.corpus.checksum import cached_tokenizer, describes, tokenizer_check
 from t5bench.corpus.common import read_record, record_path
 from t5bench.corpus.index import read_index
 from t5bench.plan import claim
+from t5bench.plan.families import family_of
 from t5bench.plan.request import Request
 from t5bench.record.machine import installed_version
 from t5bench.record.plan import Plan
@@ -39,7 +40,8 @@ def _check_tokenizer(request: Request, prefix: str, tokenizer: str) -> None:
     """
     record, findings, file = read_record(Path(prefix)), request.findings, record_path(Path(prefix))
     named = request.value("TOKENIZER_MODEL") and f"TOKENIZER_MODEL='{tokenizer}' "
-    again = f"prepare the data again: FORCE=1 {named}bash '{REPOSITORY}/scripts/prepare_xsum_megatron.sh'"
+    settings = f"FORCE=1 MODEL_FAMILY={request.value('MODEL_FAMILY')} {named}"
+    again = f"prepare the data again: {settings}bash '{REPOSITORY}/scripts/prepare_xsum_megatron.sh'"
     own = f"Unset TOKENIZER_MODEL to use the copy beside the data, or {again}" if named else f"To go on, {again}"
     recorded, name = record.get("tokenizer_checksum"), record.get("tokenizer")
     if not recorded:
@@ -63,13 +65,19 @@ def _check_tokenizer(request: Request, prefix: str, tokenizer: str) -> None:
         findings.lack("tokenizer", found, own)
 
 
-def choose_tokenizer(request: Request, default: str) -> str:
-    """The one that is named, else the copy beside the data, else the default from the hub."""
+def choose_tokenizer(request: Request) -> str:
+    """The one that is named, else the copy beside the data, else T5's from the hub."""
     name, beside = request.value("TOKENIZER_MODEL"), Path(request.value("MEGATRON_DATA_DIR")) / "tokenizer"
     if name:
         named = Path(request.directory, name).expanduser()
         return str(named) if named.exists() else name
-    return str(beside) if beside.is_dir() else default
+    has_own = beside.is_dir() or request.value("MODEL_FAMILY") != "t5"
+    return str(beside) if has_own else request.facts["default_tokenizer"]
+
+
+def tokenizer_type(request: Request, prefix: str) -> str:
+    """The engine's name for the kind of the tokenizer that made the data."""
+    return read_record(Path(prefix)).get("tokenizer_type") or family_of(request).tokenizer_type
 
 
 def check_packages(request: Request) -> None:
@@ -99,9 +107,7 @@ def choose_attention(request: Request, device: str) -> bool:
     elif reason:
         findings.notes.append(f"attention: standard ({reason})")
     else:
-        findings.notes.append(
-            f"attention: flash-attn {version} in the decoder's self-attention, standard in encoder and cross-attention"
-        )
+        findings.notes.append(f"attention: flash-attn {version} in {family_of(request).flash}")
     return not reason
 
 

@@ -30,8 +30,8 @@ def in_parts(words: Sequence[str], size: int) -> list[tuple[str, ...]]:
 
 def declaration(words: Sequence[str]) -> Strategy:
     """A strategy from what its launcher prints for ``--declaration``."""
-    name, title, port, tp, pp, ds_config, colour, *flags = words
-    return Strategy(name, title, int(port), int(tp), int(pp), ds_config, colour, flags)
+    name, title, port, tp, pp, ds_config, colour, families, *flags = words
+    return Strategy(name, title, int(port), int(tp), int(pp), ds_config, colour, flags, families.split())
 
 
 @dataclass

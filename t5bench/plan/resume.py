@@ -30,10 +30,12 @@ LOOK_THERE = (
     " RENDEZVOUS_TIMEOUT is how long each waits"
 )
 LEAVE_SECONDS = 10.0
+# Engine arguments that decide how far an attempt goes, and nothing of what it trains.
+ENDS_A_RUN = {"--exit-interval", "--exit-duration-in-mins"}
 
 
 def checkpoint(plan: Plan, *, agree: bool) -> int:
-    """The iteration of the checkpoint from which a planned run goes on. Raises Problem.
+    """The iteration of the checkpoint from which a planned run goes on, or which it evaluates. Raises Problem.
 
     Without agree it looks at this node alone and changes nothing; on several nodes 0 is an answer too. With agree all
     nodes take the same one, and the engines' pointers, the directory and metrics.jsonl are prepared for it. What is
@@ -51,7 +53,8 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
     own = look(checkpoints, None)
     if plan.layout.nnodes == 1:
         _refuse_without({0: own})
-    if own.iteration >= (total := plan.number("TRAIN_ITERS")):
+    is_evaluated = plan.value("EVAL_ONLY") == "1"
+    if own.iteration >= (total := plan.iterations) and not is_evaluated:
         raise Problem(
             f"the run in {plan.output_dir} is already at iteration {own.iteration} of {total}",
             "A longer run is another run, with another decay of the learning rate: choose another OUTPUT_DIR",
@@ -68,7 +71,7 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
         _passed_over(own.iteration, f"not every node has it whole, and all have that of iteration {iteration}")
     try:
         checkpoints.point_to(iteration)
-        if plan.node == plan.layout.nnodes - 1:  # it has the last rank, which logs
+        if plan.node == plan.layout.nnodes - 1 and not is_evaluated:  # it has the last rank, which logs
             mark_resume(Path(plan.output_dir, "metrics.jsonl"), iteration)
     except OSError as error:
         raise Problem(f"{plan.output_dir} cannot be prepared for resuming: {error}") from error
@@ -109,7 +112,7 @@ def misfits(plan: Plan) -> Iterator[str]:
     pairs = [(name, value, was[name]) for name, value in _kept(plan).items() if name in was]
     pairs += [
         (name, arguments.get(name, "not given"), earlier_arguments.get(name, "not given"))
-        for name in sorted(arguments.keys() | earlier_arguments.keys())
+        for name in sorted((arguments.keys() | earlier_arguments.keys()) - ENDS_A_RUN)
     ]
     for name, here, there in pairs:
         if not _same(here, there):

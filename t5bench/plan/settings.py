@@ -21,6 +21,14 @@ DECIDED_ELSEWHERE = {
     "--pipeline-model-parallel-split-rank": "PIPELINE_PARALLEL_SIZE decides it",
     "--tensorboard-dir": "OUTPUT_DIR names the run's directory",
     "--load": "RESUME=1 continues a run",
+    "--skip-train": "EVAL_ONLY=1 evaluates a checkpoint",
+    "--recompute-granularity": "RECOMPUTE=selective and RECOMPUTE=full do it",
+    "--recompute-activations": "RECOMPUTE=selective does it",
+    "--checkpoint-activations": "the engine breaks with it; RECOMPUTE=full does it",
+    "--rampup-batch-size": "RAMPUP_BATCH_SIZE does it",
+    "--train-samples": "a run has TRAIN_ITERS x GLOBAL_BATCH_SIZE samples",
+    "--vocab-file": "TOKENIZER_MODEL names the tokenizer",
+    "--merge-file": "TOKENIZER_MODEL names the tokenizer",
     "--make-vocab-size-divisible-by": "every layout pads the vocabulary to the same size",
 }
 

@@ -93,7 +93,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A launcher's declaration: ds_config names the file in ds_configs/ of a ZeRO strategy, else it is empty."""
+    """A launcher's declaration: ds_config names the file in ds_configs/ of a ZeRO strategy, else it is empty.
+
+    families: the model families that it serves.
+    """
 
     name: str
     title: str
@@ -103,6 +106,7 @@ class Strategy:
     ds_config: str
     colour: str
     flags: Sequence[str]
+    families: Sequence[str] = ("t5", "gpt")
 
 
 @dataclass(frozen=True)
@@ -218,6 +222,21 @@ class Plan:
     def zero_stage(self) -> int:
         """0 without DeepSpeed."""
         return self.ds_config["zero_optimization"]["stage"] if self.ds_config else 0
+
+    @property
+    def iterations(self) -> int:
+        """How many a whole run has: with a ramp-up more than TRAIN_ITERS, for the first ones are smaller."""
+        full, total = self.number("GLOBAL_BATCH_SIZE"), self.number("TRAIN_ITERS")
+        ramp = self.settings.get("RAMPUP_BATCH_SIZE")
+        if not ramp or not ramp.value:
+            return total
+        start, step, samples = map(int, ramp.value.split())
+        increments = max(1, (full - start) // step)
+        done = count = 0
+        while done <= samples:  # as the engine counts
+            done += min(full, start + int(done / (samples / increments)) * step)
+            count += 1
+        return count + (total * full - done) // full
 
     @property
     def precision(self) -> str:

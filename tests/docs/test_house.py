@@ -84,7 +84,8 @@ def test_the_import_path_is_left_alone(path: Path):
 
 
 def declared_settings() -> set[str]:
-    text = (REPO_ROOT / "scripts" / "megatron_common.sh").read_text()
+    files = [REPO_ROOT / "scripts" / "megatron_common.sh", *(REPO_ROOT / "scripts" / "families").iterdir()]
+    text = "".join(path.read_text() for path in files)
     return set(re.findall(r"^ +setting ([A-Z][A-Z0-9_]+) ", text, re.MULTILINE))
 
 

@@ -17,19 +17,29 @@ def planned_project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return make_project(tmp_path_factory.mktemp("planned"))
 
 
-@pytest.fixture(scope="session")
-def plans(planned_project: Project) -> dict[str, Plan]:
-    """The plan of each strategy, as its launcher prints it."""
+def planned(project: Project, *strategies: str, **environment: str) -> dict[str, Plan]:
     found = {}
-    for strategy in STRATEGIES:
-        result = planned_project.launch(strategy, "--dry-run=json")
+    for strategy in strategies:
+        result = project.launch(strategy, "--dry-run=json", **environment)
         assert result.returncode == 0, result.stderr
         found[strategy] = Plan.read(json.loads(result.stdout))
     return found
 
 
+@pytest.fixture(scope="session")
+def plans(planned_project: Project) -> dict[str, Plan]:
+    """The plan of each strategy, as its launcher prints it."""
+    return planned(planned_project, *STRATEGIES)
+
+
+@pytest.fixture(scope="session")
+def gpt_plans(planned_project: Project) -> dict[str, Plan]:
+    data = str(planned_project.data_prefix.parent)
+    return planned(planned_project, *STRATEGIES, "3d", MODEL_FAMILY="gpt", MEGATRON_DATA_DIR=data)
+
+
 @pytest.fixture
-def request_for(planned_project: Project, plans: dict[str, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def request_for(planned_project: Project, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch):
     """What a launcher asks of the planning process, with settings and engine arguments changed, on so many GPUs."""
 
     monkeypatch.setattr("t5bench.plan.engine.CHECKSUMS", planned_project.root / "patches" / "checksums")
@@ -38,7 +48,8 @@ def request_for(planned_project: Project, plans: dict[str, Plan], tmp_path: Path
 
     def build(strategy: str, *extra: str, gpus: int = 0, nnodes: int = 1, **settings: str) -> Request:
         monkeypatch.setattr("t5bench.plan.layout.count_gpus", lambda environment: gpus)
-        plan = plans[strategy]
+        family = settings.get("MODEL_FAMILY", "t5")
+        plan = request.getfixturevalue("plans" if family == "t5" else "gpt_plans")[strategy]
         changed = {"OUTPUT_DIR": str(tmp_path / "run"), "NNODES": str(nnodes)} | settings
         assert changed.keys() <= plan.settings.keys()
         chosen = {name: replace(s, value=changed.get(name, s.value)) for name, s in plan.settings.items()}

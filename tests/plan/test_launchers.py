@@ -143,7 +143,7 @@ CHANGED = {
 
 
 def test_every_setting_reaches_the_engine_and_what_stands_after_the_dashes_comes_last(project: Project):
-    extra = ["--recompute-activations", "--some-name", "a b", "--seed", "8"]
+    extra = ["--some-switch", "--some-name", "a b", "--seed", "8"]
     others = {"WANDB_PROJECT": "my project", "WANDB_RUN_NAME": "it's $HOME; `id`", "TOKENIZER_MODEL": "a/model"}
     others |= {"SAVE_INTERVAL": "25", "MASTER_PORT": "29900", "RENDEZVOUS_TIMEOUT": "30", "OUTPUT_DIR": "here"}
     result = project.launch("zero1", "--", *extra, **CHANGED, **others)

@@ -1,0 +1,103 @@
+"""What is a model family's own in planning; scripts/families/ has what is its own in the shell. A third family is one
+more entry here and one more file there."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from t5bench.plan.request import Request
+
+
+@dataclass(frozen=True)
+class Family:
+    """title: its name in a sentence. vocabulary: words of its usual tokenizer, with special ones.
+
+    tokenizer_type: the engine's name for it, where the data's record names none. flash: which attention flash-attn
+    serves. check_pipeline: refuses a number of stages that its layers do not divide over.
+    """
+
+    title: str
+    vocabulary: int
+    tokenizer_type: str
+    flash: str
+    has_encoder: bool
+    check_pipeline: Callable[[Request, int], None]
+
+
+def _check_t5(request: Request, stages: int) -> None:
+    refuse = request.findings.refuse
+    encoder, decoder = request.number("ENCODER_NUM_LAYERS"), request.number("DECODER_NUM_LAYERS")
+    if stages % 2:
+        found = f"the pipeline-parallel size must be even (half encoder, half decoder), found {stages}"
+        refuse("pipeline-size", found)
+    elif encoder % (stages // 2) or decoder % (stages // 2):
+        found = f"{encoder} encoder and {decoder} decoder layers do not divide over {stages // 2} stages each"
+        refuse("pipeline-size", found)
+
+
+def _check_gpt(request: Request, stages: int) -> None:
+    layers = request.number("NUM_LAYERS")
+    if layers % stages:
+        request.findings.refuse("pipeline-size", f"{layers} layers do not divide over {stages} stages")
+
+
+# T5's vocabulary is that of google-t5/t5-large's tokenizer with its sentinels.
+FAMILIES: Mapping[str, Family] = {
+    "t5": Family(
+        title="T5",
+        vocabulary=32101,
+        tokenizer_type="HFTokenizer",
+        flash="the decoder's self-attention, standard in encoder and cross-attention",
+        has_encoder=True,
+        check_pipeline=_check_t5,
+    ),
+    "gpt": Family(
+        title="GPT",
+        vocabulary=50257,
+        tokenizer_type="GPT2BPETokenizer",
+        flash="all attention",
+        has_encoder=False,
+        check_pipeline=_check_gpt,
+    ),
+}
+
+
+def family_of(request: Request) -> Family:
+    return FAMILIES[request.value("MODEL_FAMILY")]
+
+
+def check_family(request: Request) -> None:
+    """That the strategy and the engine serve the family, and the engine what else is asked of it."""
+    strategy, name, refuse = request.strategy, request.value("MODEL_FAMILY"), request.findings.refuse
+    if name not in strategy.families:
+        served = " and ".join(FAMILIES[each].title for each in strategy.families)
+        found = f"{strategy.name} serves {served}, and MODEL_FAMILY is {name}"
+        refuse("strategy-family", found, f"Set MODEL_FAMILY={strategy.families[0]}, or use run_megatron_t5_hybrid.sh")
+    if name != "t5":
+        needs_megatron(request, "MODEL_FAMILY")
+    if request.value("RECOMPUTE") != "none":
+        needs_megatron(request, "RECOMPUTE")
+
+
+def needs_megatron(request: Request, setting: str) -> None:
+    """Of a setting that asks for what the native engine, a readable T5, does not have."""
+    if request.value("ENGINE") == "native":
+        found = f"the native engine is a readable T5 and does not know {setting}='{request.value(setting)}'"
+        request.findings.refuse("native-engine", found, "ENGINE=megatron does")
+
+
+def check_rampup(request: Request, data_parallel: int) -> None:
+    """RAMPUP_BATCH_SIZE: where the batch begins, by how much it grows, and in how many samples it gets there."""
+    given, full = request.value("RAMPUP_BATCH_SIZE"), request.number("GLOBAL_BATCH_SIZE")
+    words = given.split()
+    if not given:
+        return
+    needs_megatron(request, "RAMPUP_BATCH_SIZE")
+    if len(words) != 3 or not all(word.isascii() and word.isdigit() and int(word) for word in words):
+        found = f"RAMPUP_BATCH_SIZE must be three whole numbers (start, step, samples), found '{given}'"
+        request.findings.refuse("rampup", found)
+        return
+    start, step, together = int(words[0]), int(words[1]), request.number("MICRO_BATCH_SIZE") * data_parallel
+    if start > full or (full - start) % step or start % together or step % together:
+        found = f"RAMPUP_BATCH_SIZE='{given}' does not lead to GLOBAL_BATCH_SIZE={full} in steps of {together} samples"
+        remedy = f"Start and step must be multiples of {together} (micro-batch x data-parallel size), and meet {full}"
+        request.findings.refuse("rampup", found, remedy)

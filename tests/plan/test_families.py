@@ -1,0 +1,143 @@
+"""Both model families in every strategy, and what the engine can do besides: plans alone, nothing is trained."""
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import STRATEGIES, Project
+from test_plan import ZERO_STAGES, Requests, codes
+
+from t5bench.plan.__main__ import make
+from t5bench.record.plan import Plan, by_name
+
+T5_ALONE = ("encoder", "decoder")
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "3d"])
+def test_a_gpt_in_every_strategy(plans: dict[str, Plan], gpt_plans: dict[str, Plan], strategy: str):
+    plan, zero = gpt_plans[strategy], ZERO_STAGES.get(strategy, 1 if strategy == "3d" else 0)
+    given = by_name(plan.arguments.words)
+    large = {"--num-layers": "24", "--hidden-size": "1024", "--num-attention-heads": "16", "--seq-length": "1024"}
+    large |= {"--ffn-hidden-size": "4096", "--max-position-embeddings": "1024", "--kv-channels": "64"}
+    assert large.items() <= given.items()
+    assert not [name for name in given if any(word in name for word in T5_ALONE) or "split-rank" in name]
+    assert plan.obstacles == [] and plan.command[-len(plan.arguments.words) :] == plan.arguments.words
+    assert any(word.endswith("/pretrain_gpt.py") for word in plan.command)
+    assert (
+        Path(plan.output_dir).name == f"gpt-{strategy}" and plan.value("WANDB_RUN_NAME") == f"megatron-gpt-{strategy}"
+    )
+    assert plan.zero_stage == zero and ("--no-pipeline-parallel" in given) == (zero > 0 and strategy != "3d")
+    assert given["--tokenizer-type"] == "GPT2BPETokenizer" and given["--vocab-file"].endswith("/tokenizer/vocab.json")
+    assert int(given["--make-vocab-size-divisible-by"]) * plan.layout.tp == 128 and plan.layout.split_rank is None
+    if strategy in plans:  # the strategy's own arguments are those of T5
+        t5 = by_name(plans[strategy].arguments.words)
+        same = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--zero-stage", "--cpu-optimizer")
+        assert {name: given.get(name) for name in same} == {name: t5.get(name) for name in same}
+
+
+def test_the_data_lie_apart_and_say_which_tokenizer_they_have(project: Project):
+    for kind, argument in (("HFTokenizer", "--tokenizer-model"), ("GPT2BPETokenizer", "--merge-file")):
+        record = project.root / "megatron_data" / "gpt" / "xsum_text_document.meta.json"
+        record.parent.mkdir(exist_ok=True)
+        record.write_text(json.dumps({"tokenizer_type": kind}))
+        printed = project.launch("ddp", "--dry-run=json", MODEL_FAMILY="gpt").stdout
+        given = by_name(json.loads(printed)["arguments"]["own"])
+        assert given["--tokenizer-type"] == kind and argument in given
+        assert given["--data-path"] == str(record.parent / "xsum_text_document")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "code", "found"),
+    [
+        ("pipeline", {"MODEL_FAMILY": "gpt", "NUM_LAYERS": "5"}, "pipeline-size", "5 layers do not divide over 2"),
+        ("ddp", {"MODEL_FAMILY": "gpt", "ENGINE": "native"}, "native-engine", "MODEL_FAMILY='gpt'"),
+        ("ddp", {"RECOMPUTE": "full", "ENGINE": "native"}, "native-engine", "RECOMPUTE='full'"),
+        ("ddp", {"EVAL_ONLY": "1"}, "eval-iters", "EVAL_ITERS is 0"),
+        ("ddp", {"RAMPUP_BATCH_SIZE": "4 4"}, "rampup", "three whole numbers"),
+        ("ddp", {"RAMPUP_BATCH_SIZE": "4 5 100"}, "rampup", "does not lead to GLOBAL_BATCH_SIZE=16 in steps of 2"),
+    ],
+)
+def test_what_cannot_be_is_refused(request_for: Requests, strategy, settings, code, found):
+    plan, _ = make(request_for(strategy, **settings))
+    assert any(o.code == code and o.fatal and found in o.found for o in plan.obstacles), plan.obstacles
+
+
+def test_a_strategy_that_does_not_serve_a_family_says_so(project: Project):
+    result = project.launch("3d")
+    assert result.returncode == 2 and "error: 3d serves GPT, and MODEL_FAMILY is t5" in result.stderr
+
+
+@pytest.mark.parametrize("argument", ["--checkpoint-activations", "--recompute-granularity", "--rampup-batch-size"])
+def test_arguments_that_became_settings_name_them(request_for: Requests, argument: str):
+    (obstacle,) = make(request_for("ddp", argument))[0].obstacles
+    assert obstacle.code == "launcher-argument" and ("RECOMPUTE" in obstacle.remedy or "RAMPUP" in obstacle.remedy)
+
+
+@pytest.mark.parametrize("family", ["t5", "gpt"])
+def test_zero_goes_with_tensor_parallelism(request_for: Requests, family: str):
+    plan, _ = make(request_for("zero2", MODEL_FAMILY=family, TENSOR_PARALLEL_SIZE="2", NPROC_PER_NODE="4"))
+    assert plan.obstacles == [] and (plan.layout.tp, plan.layout.dp, plan.layout.micro_batches) == (2, 2, 8)
+
+
+def test_recomputing_and_a_growing_batch_reach_the_engine(project: Project):
+    settings = {"RECOMPUTE": "full", "RAMPUP_BATCH_SIZE": "4 4 64", "TRAIN_ITERS": "20", "LR_WARMUP_ITERS": "2"}
+    plan = Plan.read(json.loads(project.launch("ddp", "--dry-run=json", **settings).stdout))
+    given = by_name(plan.arguments.words)
+    wanted = {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": "1"}
+    wanted |= {"--rampup-batch-size": "4 4 64", "--train-samples": "320", "--lr-warmup-samples": "32"}
+    assert wanted.items() <= given.items() and "--train-iters" not in given and "--lr-warmup-iters" not in given
+    # 6 of 4 samples, 3 of 8 and 2 of 12 are 72, and 248 left make 15 of 16.
+    assert plan.iterations == 26
+
+
+# ---- evaluation, DeepSpeed's JSON ------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_evaluated_and_the_training_is_left_as_it_was(project: Project):
+    run = project.root / "outputs" / "ddp"
+    planned = json.loads(
+        project.launch("ddp", "--dry-run=json", EVAL_ONLY="1", EVAL_ITERS="4", SAVE_INTERVAL="2").stdout
+    )
+    given = by_name(planned["arguments"]["own"])
+    assert (given["--load"], given["--skip-train"], planned["output_dir"]) == (
+        f"{run}/checkpoints", "", f"{run}/evaluation",
+    )  # fmt: skip
+    assert "--save" not in given
+    assert [o["code"] for o in planned["obstacles"]] == ["resume"] and not run.exists()
+
+
+ZERO = {"stage": 2, "overlap_comm": False}
+JSONS = {
+    "too many": ({"zero_optimization": ZERO, "optimizer": {"type": "Adam"}}, "optimizer would not be honoured"),
+    "other numbers": ({"zero_optimization": ZERO | {"zero_quantized_weights": True}}, "zero_quantized_weights would"),
+    "a wrong stage": ({"zero_optimization": ZERO | {"offload_param": {"device": "cpu"}}}, "offload_param needs ZeRO"),
+    "a disk": ({"zero_optimization": ZERO | {"offload_optimizer": {"device": "nvme"}}}, "the device 'nvme'"),
+    "from settings": ({"zero_optimization": ZERO, "train_batch_size": 3}, "come from the settings"),
+    "a bucket": ({"zero_optimization": ZERO | {"reduce_bucket_size": 1000}}, ""),
+    "offloaded": ({"zero_optimization": ZERO | {"offload_optimizer": {"device": "cpu"}}}, ""),
+    "hangs": ({"zero_optimization": ZERO | {"overlap_comm": True}}, ""),
+    "hangs by default": ({"zero_optimization": {"stage": 3}}, ""),
+}
+
+
+@pytest.mark.parametrize("name", JSONS)
+def test_every_option_of_a_strategys_json_is_honoured_or_refused(request_for: Requests, monkeypatch, tmp_path, name):
+    content, found = JSONS[name]
+    (tmp_path / "ds_configs").mkdir()
+    (tmp_path / "ds_configs" / "megatron_zero2.json").write_text(json.dumps(content))
+    monkeypatch.setattr("t5bench.plan.deepspeed.REPOSITORY", tmp_path)
+    asked = request_for("zero2")
+    plan, besides = make(asked)
+    assert [found in o.found for o in plan.obstacles if o.code == "ds-config"] == [True] * bool(found)
+    if not found:
+        assert codes(plan) == [] and plan.ds_config["zero_optimization"] == content["zero_optimization"]
+        assert besides["cpu_optimizer"] == str(int(name == "offloaded"))
+        warned = any("overlap_comm is true" in note for note in asked.findings.notes)
+        assert warned == name.startswith("hangs")
+
+
+def test_the_options_are_deepspeeds():
+    config = pytest.importorskip("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
+    from t5bench.plan.deepspeed import ZERO_OPTIONS
+
+    assert {name for key, field in config.model_fields.items() for name in (key, field.alias)} >= ZERO_OPTIONS
