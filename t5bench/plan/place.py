@@ -77,7 +77,8 @@ def choose_tokenizer(request: Request) -> str:
 
 def tokenizer_type(request: Request, prefix: str) -> str:
     """The engine's name for the kind of the tokenizer that made the data."""
-    return read_record(Path(prefix)).get("tokenizer_type") or family_of(request).tokenizer_type
+    record = read_record(Path(prefix))
+    return record.get("tokenizer_type", "HFTokenizer") if record else family_of(request).tokenizer_type
 
 
 def check_packages(request: Request) -> None:

@@ -208,6 +208,10 @@ class Plan:
             raise RecordError(f"the plan of the run in {self.output_dir} has no setting {name}")
         return self.settings[name].value
 
+    def _asked(self, name: str) -> str:
+        """Of a setting that plans of earlier versions do not have."""
+        return self.settings[name].value if name in self.settings else ""
+
     def number(self, name: str) -> int:
         return int(self.value(name))
 
@@ -227,16 +231,23 @@ class Plan:
     def iterations(self) -> int:
         """How many a whole run has: with a ramp-up more than TRAIN_ITERS, for the first ones are smaller."""
         full, total = self.number("GLOBAL_BATCH_SIZE"), self.number("TRAIN_ITERS")
-        ramp = self.settings.get("RAMPUP_BATCH_SIZE")
-        if not ramp or not ramp.value:
+        if not (ramp := self._asked("RAMPUP_BATCH_SIZE")):
             return total
-        start, step, samples = map(int, ramp.value.split())
+        start, step, samples = map(int, ramp.split())
         increments = max(1, (full - start) // step)
         done = count = 0
         while done <= samples:  # as the engine counts
             done += min(full, start + int(done / (samples / increments)) * step)
             count += 1
         return count + (total * full - done) // full
+
+    @property
+    def last_iteration(self) -> int:
+        """The one that this attempt is to reach: --exit-interval may end it before, and an evaluation trains nothing."""
+        if self._asked("EVAL_ONLY") == "1":
+            return 0
+        every = int(self.engine_arguments.get("--exit-interval") or self.iterations)
+        return min(self.iterations, (self.resume_from // every + 1) * every)
 
     @property
     def precision(self) -> str:

@@ -247,13 +247,13 @@ def faults_of_complete(run: "Run", attempts: Sequence[Attempt], with_logs: bool)
     The logs are read too where they alone have some lines, in pieces.
     """
     lines, last_node = [entry for attempt in attempts for entry in attempt.lines], run.nodes[-1]
-    total, interval = run.plan.number("TRAIN_ITERS"), run.plan.number("LOG_INTERVAL")
+    planned, total, interval = run.plan.last_iteration, run.plan.iterations, run.plan.number("LOG_INTERVAL")
     for place, line in lines:
         if line.total != total or line.iteration % interval:
             here = f"{place} is of iteration {line.iteration} of {line.total}"
             yield f"{here}, where every {interval} of {total} are logged"
     reached = {line.iteration for line in run.iterations}
-    missing = set(range(interval, iterations_expected(total, interval) + 1, interval)) - reached
+    missing = set(range(interval, iterations_expected(planned, interval) + 1, interval)) - reached
     in_pieces = read(run.directory / f"node{last_node['node']}.log") if missing else b""
     mentioned = {int(number) for number in re.findall(rb"\biteration\s+([0-9]{1,15})/", in_pieces)}
     if lacking := missing - mentioned:

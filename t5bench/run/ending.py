@@ -93,7 +93,7 @@ def slurm_time_is_up(environment: Mapping[str, str]) -> bool:
 def _incomplete(plan: Plan, output: Output) -> str:
     """What is missing of a whole training: iteration lines on the last rank's node, every rank's peak memory."""
     assert plan.layout
-    total = plan.number("TRAIN_ITERS")
+    total = plan.last_iteration
     reached = output.last.iteration if output.last else 0
     if plan.node == plan.layout.nnodes - 1 and reached < iterations_expected(total, plan.number("LOG_INTERVAL")):
         return f"it ended after iteration {reached} of {total}"

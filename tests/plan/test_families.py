@@ -39,7 +39,7 @@ def test_the_data_lie_apart_and_say_which_tokenizer_they_have(project: Project):
     for kind, argument in (("HFTokenizer", "--tokenizer-model"), ("GPT2BPETokenizer", "--merge-file")):
         record = project.root / "megatron_data" / "gpt" / "xsum_text_document.meta.json"
         record.parent.mkdir(exist_ok=True)
-        record.write_text(json.dumps({"tokenizer_type": kind}))
+        record.write_text(json.dumps({"source": "s", "tokenizer_type": kind}))
         printed = project.launch("ddp", "--dry-run=json", MODEL_FAMILY="gpt").stdout
         given = by_name(json.loads(printed)["arguments"]["own"])
         assert given["--tokenizer-type"] == kind and argument in given
