@@ -243,7 +243,7 @@ class Plan:
 
     @property
     def last_iteration(self) -> int:
-        """The one that this attempt is to reach: --exit-interval may end it before, and an evaluation trains nothing."""
+        """The one that this attempt is to reach: --exit-interval may end it sooner, an evaluation trains nothing."""
         if self._asked("EVAL_ONLY") == "1":
             return 0
         every = int(self.engine_arguments.get("--exit-interval") or self.iterations)
