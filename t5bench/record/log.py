@@ -19,6 +19,20 @@ _PEAK_MEMORY = re.compile(
 )
 # Megatron-DeepSpeed's line, and the native engine's.
 _PADDED_VOCABULARY = re.compile(r"padded vocab \(size: \d+\).*\(new size: (\d+)\)|vocabulary padded to (\d+)")
+_EVALUATION = re.compile(
+    r"\bvalidation loss at iteration (?P<iteration>\d+)(?: on \d+-sample draw from (?P<samples>\w+) set)? \|"
+    r" lm loss value: (?P<loss>[-+.\dE]+) \| lm loss PPL: (?P<perplexity>[-+.\dE]+) \|"
+)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation: lm_loss in nats per target token, over samples of the validation or the test set."""
+
+    iteration: int
+    samples: str
+    lm_loss: float
+    perplexity: float
 
 # What a record can hold: numbers as large as those of fp32, and clocks from 2001 to 2103 in seconds since 1970.
 MOST = 2.0**128
@@ -107,6 +121,14 @@ def iteration(line: str, time: float | None = None) -> Iteration | None:
 def iterations(lines: Iterable[str]) -> Iterator[Iteration]:
     """The complete iteration lines of a log."""
     return (found for line in lines if (found := iteration(line)))
+
+
+def evaluation(line: str) -> Evaluation | None:
+    if not (match := _EVALUATION.search(line)):
+        return None
+    return Evaluation(
+        int(match["iteration"]), match["samples"] or "validation", float(match["loss"]), float(match["perplexity"])
+    )
 
 
 def padded_vocabulary(line: str) -> int | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from t5bench.record import clock
-from t5bench.record.log import Iteration, PeakMemory, iteration, padded_vocabulary, peak_memory
+from t5bench.record.log import Evaluation, Iteration, PeakMemory, evaluation, iteration, padded_vocabulary, peak_memory
 from t5bench.record.machine import HIDDEN
 from t5bench.record.records import metrics_line
 from t5bench.record.status import CauseFinder
@@ -104,6 +104,7 @@ class Output:
         self.last: Iteration | None = None
         self.diverged_at: int | None = None
         self.memory: dict[int, PeakMemory] = {}
+        self.evaluations: list[Evaluation] = []
         self.unwritten: OSError | None = None
         self.padded_vocab_size: int | None = None
         self.line = Line()
@@ -185,6 +186,8 @@ class Output:
         # Several ranks' lines may have come as one.
         if found := iteration(text, time=round(now, 3)):
             self._take_iteration(found)
+        if evaluated := evaluation(text):
+            self.evaluations.append(evaluated)
         self.memory |= {peak.rank: peak for peak in peak_memory([text])}
         self.padded_vocab_size = padded_vocabulary(text) or self.padded_vocab_size
 

@@ -260,6 +260,7 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
         "ended": timestamp(output.ended),
         "padded_vocab_size": output.padded_vocab_size,
         "peak_memory": [asdict(output.memory[rank]) for rank in sorted(output.memory)],
+        "evaluations": [asdict(found) for found in output.evaluations],
         "oom_kills": kills,
     }
     tell_and_hear(peers, end, stopped)

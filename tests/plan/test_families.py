@@ -1,14 +1,15 @@
 """Both model families in every strategy, and what the engine can do besides: plans alone, nothing is trained."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness import STRATEGIES, Project
+from harness import STRATEGIES, Project, engine_output, record
 from test_plan import ZERO_STAGES, Requests, codes
 
 from t5bench.plan.__main__ import make
-from t5bench.record.plan import Plan, by_name
+from t5bench.record.plan import Arguments, Plan, by_name
 
 T5_ALONE = ("encoder", "decoder")
 
@@ -104,6 +105,23 @@ def test_a_checkpoint_is_evaluated_and_the_training_is_left_as_it_was(project: P
     )  # fmt: skip
     assert "--save" not in given
     assert [o["code"] for o in planned["obstacles"]] == ["resume"] and not run.exists()
+
+
+def test_an_evaluation_is_complete_and_its_loss_is_in_the_record(tmp_path: Path):
+    line = " validation loss at iteration 7 on 16-sample draw from {} set | lm loss value: 8.348061E+00 | lm loss PPL: {} |"
+    output = "".join(f"{line.format(*each)}\n" for each in (("validation", "4.222E+03"), ("test", "4.1E+03")))
+    assert record(tmp_path / "run", output + engine_output(0), EVAL_ONLY="1").returncode == 0
+    part = json.loads((tmp_path / "run" / "node0.json").read_text())
+    common = {"iteration": 7, "lm_loss": 8.348061}
+    assert part["evaluations"] == [
+        common | {"samples": "validation", "perplexity": 4222.0}, common | {"samples": "test", "perplexity": 4100.0},
+    ]  # fmt: skip
+    assert part["status"] == "complete"
+
+
+def test_exit_interval_is_a_planned_end(gpt_plans: dict[str, Plan]):
+    plan = replace(gpt_plans["ddp"], arguments=Arguments(extra=["--exit-interval", "30"]), resume_from=60)
+    assert (plan.iterations, plan.last_iteration, replace(plan, resume_from=990).last_iteration) == (1000, 90, 1000)
 
 
 ZERO = {"stage": 2, "overlap_comm": False}
