@@ -34,7 +34,7 @@ def test_a_gpt_is_the_same_model_in_every_strategy_and_its_checkpoint_is_evaluat
     curves = {}
     for strategy in ("ddp", "zero3", "3d"):
         train(strategy, tmp_path / strategy, **gpt, EVAL_ITERS="2", SAVE_INTERVAL="3")
-        lines = read_metrics(tmp_path / strategy)
+        lines = read_metrics(tmp_path / strategy / "metrics.jsonl")
         curves[strategy] = [number for line in lines for number in (line.lm_loss, line.grad_norm)]
         assert len(curves[strategy]) == 6 and curves[strategy] == pytest.approx(curves["ddp"], rel=1e-5), strategy
     trained = (tmp_path / "3d" / "node0.json").read_bytes()

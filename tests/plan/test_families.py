@@ -108,11 +108,13 @@ def test_a_checkpoint_is_evaluated_and_the_training_is_left_as_it_was(project: P
 
 
 def test_an_evaluation_is_complete_and_its_loss_is_in_the_record(tmp_path: Path):
-    line = " validation loss at iteration 7 on 16-sample draw from {} set | lm loss value: 8.348061E+00 | lm loss PPL: {} |"
+    line = (
+        " validation loss at iteration 7 on 16-sample draw from {} set | lm loss value: 8.348E+00 | lm loss PPL: {} |"
+    )
     output = "".join(f"{line.format(*each)}\n" for each in (("validation", "4.222E+03"), ("test", "4.1E+03")))
     assert record(tmp_path / "run", output + engine_output(0), EVAL_ONLY="1").returncode == 0
     part = json.loads((tmp_path / "run" / "node0.json").read_text())
-    common = {"iteration": 7, "lm_loss": 8.348061}
+    common = {"iteration": 7, "lm_loss": 8.348}
     assert part["evaluations"] == [
         common | {"samples": "validation", "perplexity": 4222.0}, common | {"samples": "test", "perplexity": 4100.0},
     ]  # fmt: skip
