@@ -16,7 +16,7 @@ setting TRAIN_ITERS whole:1 - - 20 "Iterations of each strategy"
 begin "" "$@"
 python_module t5bench.sweep.venv "$REPO_ROOT/requirements.txt"
 export PATH=$REPO_ROOT/.venv/bin:$PATH PYTHON=$REPO_ROOT/.venv/bin/python
-export MEGATRON_DATA_DIR=$REPO_ROOT/outputs/quickstart/data
+export MEGATRON_DATA_DIR=$REPO_ROOT/outputs/quickstart/data${MODEL_FAMILY:+-$MODEL_FAMILY}
 SAMPLE=1 TOKENIZER_MODEL='' bash "$REPO_ROOT/scripts/prepare_xsum_megatron.sh" >/dev/null
 # fp32 without dropout, so that a strategy that trains another model shows.
 export ENGINE TRAIN_ITERS LOG_INTERVAL=1 PRECISION_FLAG="${PRECISION_FLAG-}" DROPOUT="${DROPOUT:-0}"
