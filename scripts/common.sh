@@ -77,6 +77,7 @@ begin() {
   local argument
   for argument in "${@:2}"; do
     case $argument in
+      '') ;;
       -h | --help) print_help && exit ;;
       -*) [[ " $1 " == *" $argument "* ]] || die "unknown option '$argument'" "bash scripts/${0##*/} --help lists what there is" ;;
       *) [[ " $1 " == *" NAME "* ]] || die "unknown argument '$argument'" "Settings come from the environment: see --help" ;;
