@@ -1,4 +1,5 @@
 # shellcheck shell=bash
+# shellcheck disable=SC2034 # megatron_common.sh reads what is set here
 # GPT-2: a decoder alone. megatron_common.sh says what a family's file has.
 
 #                 layers  hidden  heads  FFN   length

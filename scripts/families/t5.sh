@@ -1,4 +1,5 @@
 # shellcheck shell=bash
+# shellcheck disable=SC2034 # megatron_common.sh reads what is set here
 # T5: an encoder that reads and a decoder that writes. megatron_common.sh says what a family's file has.
 
 #                 layers (enc dec)  hidden  heads  FFN   lengths (enc dec)
