@@ -34,6 +34,7 @@ class Evaluation:
     lm_loss: float
     perplexity: float
 
+
 # What a record can hold: numbers as large as those of fp32, and clocks from 2001 to 2103 in seconds since 1970.
 MOST = 2.0**128
 Count = Annotated[int, Meta(ge=0, le=2**53)]
