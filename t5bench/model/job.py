@@ -112,7 +112,8 @@ class Parallel:
     """How many GPUs and in which groups. Ranks go through tensor first, then data, then pipeline, as Megatron's do.
 
     split_rank: the pipeline stage at which the decoder begins, half of the stages unless given. virtual_stages: model
-    chunks on each GPU under the interleaved schedule.
+    chunks on each GPU under the interleaved schedule. deepspeed: DeepSpeed's pipeline engine, whose last stage has a
+    copy of the whole tied embedding, positions included.
     """
 
     tensor: int = 1
@@ -122,6 +123,7 @@ class Parallel:
     sequence_parallel: bool = False
     virtual_stages: int = 1
     devices_per_node: int = 8
+    deepspeed: bool = False
 
     def __str__(self) -> str:
         return f"{self.tensor}/{self.pipeline}/{self.data}"
@@ -235,17 +237,17 @@ class Job:
     @classmethod
     def of_plan(cls, plan: Any, padded_vocabulary: int) -> "Job":
         """The job of a launcher's plan or of a stored run's: a ``t5bench.record.plan.Plan`` that has a layout."""
-        arguments, layout = plan.named_arguments, plan.layout
+        arguments, layout, zero = plan.named_arguments, plan.layout, Zero.of_config(plan.ds_config)
         flash = plan.engine == "megatron" and _given(arguments, "use_flash_attn_v2")
         return cls(
             architecture=Architecture.of_arguments(arguments, padded_vocabulary),
             parallel=Parallel(
                 layout.tp, layout.pp, layout.dp, layout.split_rank, _given(arguments, "sequence_parallel"),
-                devices_per_node=layout.nproc_per_node,
+                devices_per_node=layout.nproc_per_node, deepspeed=layout.pp > 1 and zero.stage > 0,
             ),
             micro_batch=int(arguments["micro_batch_size"]),
             global_batch=int(arguments["global_batch_size"]),
-            zero=Zero.of_config(plan.ds_config),
+            zero=zero,
             precision=next((name for name in ("bf16", "fp16") if _given(arguments, name)), "fp32"),
             recompute=arguments.get("recompute_granularity") or "none",
             attention="fused" if plan.engine == "native" else "unfused",

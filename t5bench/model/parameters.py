@@ -89,6 +89,9 @@ def tensors(architecture: Architecture, parallel: Parallel | None = None, stage:
             shapes[name] += _norm(a)
     if part.head:
         shapes["head"] = [words] * (part.output_copy or not a.tied) + [words[:1]] * a.head_bias
+        shapes["head"] += [(a.position_rows, h)] * (
+            parallel.deepspeed and part.output_copy and a.positions == "learned"
+        )
         shapes["head"] += [(h, h), (h,), *_norm(a), (h, h), (h,), (2, h), (2,)] if bert else []
     return {name: [prod(shape) for shape in each] for name, each in shapes.items()}
 

@@ -165,7 +165,8 @@ def _pipeline(job: Job, stage: int) -> Iterator[Row]:
             yield Row("activations", "pipeline", kind, count, length * token, when, "computing")
     begin = {parallel.decoder_stage} if a.cross_attention else set()
     if a.tied and stage in {0, last} | begin:
-        word = a.padded_vocabulary // parallel.tensor * a.hidden * 4
+        # In fp32; DeepSpeed's pipeline engine reduces the parameter's own gradient (runtime/pipe/engine.py).
+        word = a.padded_vocabulary // parallel.tensor * a.hidden * (job.element if parallel.deepspeed else 4)
         yield Row("tied embedding", "embedding", "all-reduce", 1, word, "after backward")
     if a.cross_attention and a.positions == "learned" and stage in {0} | begin:
         table = a.position_rows * a.hidden * 4

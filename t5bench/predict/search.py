@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from itertools import product
 from math import inf
@@ -25,7 +25,8 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 RECOMPUTE = ("none", "selective", "full")
 FULLEST = 0.95  # of the device's memory, for what fragments it
 STRATEGIES = {"DDP": "ddp", "TP": "tensor", "PP": "pipeline", "TP x PP": "hybrid", "ZeRO-3 offload": "zero3_offload"}
-STRATEGIES |= {f"ZeRO-{stage}": f"zero{stage}" for stage in (1, 2, 3)}
+STRATEGIES |= {f"{tp}ZeRO-{stage}": f"zero{stage}" for stage in (1, 2, 3) for tp in ("", "TP x ")}
+IN_DEEPSPEEDS_PIPELINE = {"PP x ZeRO-1": "3d", "TP x PP x ZeRO-1": "3d"}  # which has no encoder-decoder
 
 
 class Candidate(Prediction):
@@ -56,25 +57,33 @@ class Candidate(Prediction):
         return f"{self.kind} {self.job.parallel}, micro-batch {self.job.micro_batch}{again}"
 
     @property
+    def strategy(self) -> str:
+        """The one that runs it in this harness, "" where none does."""
+        own = {} if self.job.architecture.cross_attention else IN_DEEPSPEEDS_PIPELINE
+        return (STRATEGIES | own).get(self.kind, "")
+
+    @property
     def missing(self) -> str:
         """Why this harness cannot run it, or with which engine alone."""
-        if self.kind not in STRATEGIES:
-            return "no: ZeRO with TP or PP"
-        return "ENGINE=megatron alone" if self.job.parallel.pipeline > 2 else ""
+        if not self.strategy:
+            return "no: ZeRO with PP"
+        needed = self.job.parallel.pipeline > 2 or self.job.architecture.family == "gpt" or self.job.recompute != "none"
+        return "ENGINE=megatron alone" if needed else ""
 
     @property
     def start(self) -> str:
         """The line that starts it on each node; "" where this harness cannot."""
-        if self.kind not in STRATEGIES:
+        if not self.strategy:
             return ""
         p, job = self.job.parallel, self.job
-        settings = {"NNODES": p.world // p.devices_per_node, "NPROC_PER_NODE": p.devices_per_node,
-                    "GLOBAL_BATCH_SIZE": job.global_batch, "MICRO_BATCH_SIZE": job.micro_batch}  # fmt: skip
+        settings = {"MODEL_FAMILY": "gpt"} if job.architecture.family == "gpt" else {}
+        settings |= {"NNODES": p.world // p.devices_per_node, "NPROC_PER_NODE": p.devices_per_node,
+                     "GLOBAL_BATCH_SIZE": job.global_batch, "MICRO_BATCH_SIZE": job.micro_batch}  # fmt: skip
         sizes = {"TENSOR_PARALLEL_SIZE": p.tensor, "PIPELINE_PARALLEL_SIZE": p.pipeline}
-        settings |= {name: size for name, size in sizes.items() if size > 1}
-        again = "" if job.recompute == "none" else f" -- --recompute-granularity {job.recompute}"
+        settings |= {name: size for name, size in sizes.items() if size > 1 or self.strategy == "3d"}
+        settings |= {} if job.recompute == "none" else {"RECOMPUTE": job.recompute}
         words = " ".join(f"{name}={value}" for name, value in settings.items())
-        return f"{words} bash scripts/run_megatron_t5_{STRATEGIES[self.kind]}.sh <master-host> <node-rank>{again}"
+        return f"{words} bash scripts/run_megatron_t5_{self.strategy}.sh <master-host> <node-rank>"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,7 +152,8 @@ def jobs(model: Architecture, gpus: int, per_node: int, batch: int, tensor: int 
             zeros += [Zero(3, True, True)] * (parallel.tensor == parallel.pipeline == 1)
         for micro in (size for size in MICRO_BATCHES if batch % (size * parallel.data) == 0):
             for zero, recompute in product(zeros, RECOMPUTE):
-                yield Job(model, parallel, micro, batch, zero, recompute=recompute)
+                own = replace(parallel, deepspeed=parallel.pipeline > 1 and zero.stage > 0)
+                yield Job(model, own, micro, batch, zero, recompute=recompute)
 
 
 def search(model: Architecture, gpus: int, on: Machine, batch: int, tensor: int | None = None) -> list[Candidate]:
