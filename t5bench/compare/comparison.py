@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from t5bench.compare import comparable, parity
+from t5bench.compare import comparable, parity, predicted
 from t5bench.compare.comparable import compared, differing, gpu_names, show
 from t5bench.compare.limits import limits
 from t5bench.compare.repeats import FEWEST_REPEATS, against_the_fastest, excludes_one, ratio
@@ -85,6 +85,7 @@ def _row_json(row: Row) -> dict[str, Any]:
         "gpu": gpu_names(run),
         "remedy": run.record["remedy"],
         "milliseconds_per_iteration": row.milliseconds,
+        "milliseconds_predicted": row.predicted and 1000 * row.predicted.total,
         "milliseconds_of_runs": row.run_medians,
         "throughput_ratio": row.ratio,
         "tflops_per_gpu": row.tflops,

@@ -20,6 +20,7 @@ from t5bench.compare.statistics import Estimate
 from t5bench.model import flops
 from t5bench.model.job import Architecture
 from t5bench.model.machine import peak_tflops
+from t5bench.model.time import Time
 from t5bench.record import samples
 from t5bench.record.reader import seconds
 from t5bench.record.records import Run
@@ -42,8 +43,8 @@ class Measured:
 class Row:
     """One row. Rates are for all processes together, tflops and mfu (0 to 1) per GPU; ratio is throughput / baseline's.
 
-    marks: what differs from the baseline because it was allowed to; mfu_missing: why there is no MFU; warnings: what
-    to know about the row's figures.
+    predicted: where an iteration's time should go; marks: what differs from the baseline because it was allowed to;
+    mfu_missing: why there is no MFU; warnings: what to know about the row's figures.
     """
 
     label: str
@@ -51,6 +52,7 @@ class Row:
     measured: Sequence[Measured]
     reduction: Reduction
     milliseconds: Estimate | None = None
+    predicted: Time | None = None
     samples_per_second: Estimate | None = None
     tokens_per_second: Estimate | None = None
     ratio: Estimate | None = None

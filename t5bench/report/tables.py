@@ -15,12 +15,10 @@ from tabulate import tabulate
 from t5bench.compare.comparable import gpu_names
 from t5bench.compare.comparison import Comparison
 from t5bench.compare.limits import bytes_text
+from t5bench.compare.predicted import prediction
 from t5bench.compare.rows import MARK_OF_ALONE, Row, shape_of
 from t5bench.compare.statistics import Estimate
-from t5bench.model.job import Job
 from t5bench.model.parameters import parameters
-from t5bench.model.prediction import Prediction, machine_of
-from t5bench.model.time import CPU
 from t5bench.record.records import Run
 
 NOTHING = "-"
@@ -73,17 +71,6 @@ class Column:
         return dict(zip(names, parts, strict=False))
 
 
-def prediction(row: Row) -> Prediction | None:
-    """What the cost model says of a row; None where the vocabulary is not known."""
-    run = row.run
-    if not run.padded_vocab_size:
-        return None
-    job = Job.of_plan(run.plan, run.padded_vocab_size)
-    gloo = run.plan.device == "cpu" or run.plan.gpus_shared
-    # Neither bytes nor allocated memory depend on the machine's speed.
-    return Prediction(job, machine_of(CPU, 1.0, run.layout.nproc_per_node), "gloo" if gloo else "nccl")
-
-
 def predicted_bytes(row: Row) -> tuple[float, float | None] | None:
     """Bytes that the busiest node sends to others in an iteration, and how far that is from what was measured."""
     found = prediction(row) if row.run.layout.nnodes > 1 else None
@@ -94,6 +81,11 @@ def predicted_memory(row: Row) -> tuple[float, float | None] | None:
     """MiB allocated on the fullest GPU at its peak, and how far that is from what was measured."""
     found = prediction(row) if row.on_gpu else None
     return _beside(found.memory.peak / 2**20, max(row.peak_memory.values(), default=None)) if found else None
+
+
+def predicted_time(row: Row) -> tuple[float, float | None] | None:
+    """Milliseconds of an iteration, and how far that is from what was measured."""
+    return _beside(1000 * row.predicted.total, row.milliseconds.median) if row.predicted and row.milliseconds else None
 
 
 def _beside(predicted: float, measured: float | None) -> tuple[float, float | None]:
@@ -144,6 +136,8 @@ def all_columns(comparison: Comparison) -> list[Column]:
                _predicted_text(bytes_text)),
         Column(f"{device} MiB predicted (off)", "memory_mib_predicted memory_mib_predicted_off", predicted_memory, 13,
                _predicted_text("{:.0f}".format)),
+        Column("ms predicted (off)", "ms_predicted ms_predicted_off", predicted_time, 12,
+               _predicted_text(_significant)),
         Column("final loss", "final_loss", lambda row: row.final_loss, 25, "{:.6f}".format, metric="lm loss"),
         Column(f"equal to {base}", "parity largest_loss_difference", lambda row: row.parity, 50, alignment="left"),
         Column("status", "status", lambda row: row.run.status, 16 if all_complete else 70,

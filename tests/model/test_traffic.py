@@ -106,10 +106,13 @@ def test_long_schedules_are_carried_on(forward: tuple[float, ...], transfer: flo
 
 
 def test_operations_with_recomputation():
+    """Full recomputation does the layers a second time, selective recomputation attention's core."""
+    extra = {
+        way: flops.hardware_flops(replace(TWO_NODES, recompute=way)) - MODEL_FLOPS for way in ("selective", "full")
+    }
     assert pytest.approx(19.81e12, rel=1e-3) == MODEL_FLOPS
-    full = flops.hardware_flops(replace(TWO_NODES, recompute="full")) / MODEL_FLOPS
-    head = 2 * 32128 * 1024 * 128 * 16
-    assert full == pytest.approx((4 * MODEL_FLOPS / 3 - head) / MODEL_FLOPS)
+    assert extra["full"] == pytest.approx(MODEL_FLOPS / 3 - 2 * 32128 * 1024 * 128 * 16)
+    assert extra["selective"] == 16 * 24 * 4 * 1024 * (512**2 + 128**2 + 128 * 512)
 
 
 def test_a_run_calibrates_all_others():

@@ -2,6 +2,7 @@
 
 import json
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,12 @@ from harness import Project
 from made_runs import LARGE, RTX_5000_ADA, make_run
 
 from t5bench import __main__ as program
+from t5bench.compare.comparison import build
+from t5bench.model import traffic
+from t5bench.model.job import Architecture, Job, Parallel, Zero
+from t5bench.model.machine import DEVICES, Link, Machine
+from t5bench.predict.search import Candidate
+from t5bench.record.records import load
 
 SETTINGS = ("MODEL_PRESET", "HOSTS", "NNODES", "NPROC_PER_NODE", "SLURM_JOB_NODELIST", "DEVICE")
 
@@ -74,13 +81,40 @@ def test_what_was_measured_stands_beside(capsys: pytest.CaptureFixture[str], tmp
     assert first["measured"]["seconds"] == pytest.approx([9.0, 9.0])
     found, predicted = first["measured"]["MB"]
     assert predicted == pytest.approx(found, rel=0.01)
-    found, predicted = second["measured"]["MB"]
-    assert predicted == pytest.approx(17 * 612_998_528 / 1e6, rel=0.01)
-    assert found == pytest.approx(12_000, rel=0.01)
-    assert second["seconds"]["total"] > 9.0
+    assert second["measured"]["MB"] == pytest.approx([12_000, 17 * 612_998_528 / 1e6], rel=0.01)
+    # The comparison takes the machine's speed from its baseline; the link's is in the record.
+    comparison = build([load(ddp), load(zero2)])
+    assert "predicted times rest on how fast ddp ran" in comparison.notes
+    assert comparison.rows[0].predicted is None
+    assert comparison.rows[1].predicted.total == pytest.approx(second["seconds"]["total"])
     status, _, error = t5bench(capsys, "predict", ddp, "--calibrate", ddp, "--link", 1)
     assert status == 2
     assert "was faster than its link allows" in error
+
+
+def test_a_comparison_on_known_gpus_needs_no_run_to_predict_times(tmp_path: Path):
+    own = {"settings": LARGE, "gpu": "NVIDIA H100 80GB HBM3", "padded_vocab_size": 32128}
+    comparison = build(
+        [load(make_run(tmp_path / name, name, elapsed_ms=[900.0] * 40, **own)) for name in ("ddp", "zero1")]
+    )
+    assert "predicted times rest on the devices' data sheets" in comparison.notes
+    assert all(row.predicted.limit == "host" for row in comparison.rows)  # micro-batches of one sample
+
+
+def test_a_gpt_is_started_in_deepspeeds_pipeline():
+    model = Architecture(0, 24, 1024, 16, 64, 4096, 0, 1024, 50304, family="gpt", head_bias=False)
+    job = Job(model, Parallel(2, 2, 2, deepspeed=True), 1, 16, Zero(1), recompute="full")
+    on = Machine(DEVICES["h100"], Link(1e11), Link(1e10))
+    assert Candidate(job, on).start == (
+        "MODEL_FAMILY=gpt NNODES=1 NPROC_PER_NODE=8 GLOBAL_BATCH_SIZE=16 MICRO_BATCH_SIZE=1 TENSOR_PARALLEL_SIZE=2"
+        " PIPELINE_PARALLEL_SIZE=2 RECOMPUTE=full bash scripts/run_megatron_t5_3d.sh <master-host> <node-rank>"
+    )
+    bytes_of = {row.what: row.bytes for row in traffic.rows(job)}
+    assert bytes_of["tied embedding"] == 2 * 50304 // 2 * 1024
+    kept = {way: Candidate(replace(job, recompute=way), on) for way in ("none", "selective", "full")}
+    assert kept["none"].memory.peak > kept["selective"].memory.peak > kept["full"].memory.peak
+    assert kept["none"].time.total < kept["selective"].time.total < kept["full"].time.total
+    assert len({kept[way].to_json()["flops"]["model"] for way in kept}) == 1
 
 
 def test_four_thousand_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path):

@@ -1,0 +1,49 @@
+"""What the cost model says of a comparison's rows."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from t5bench.compare.comparable import gpu_names
+from t5bench.compare.rows import Row
+from t5bench.model import time
+from t5bench.model.job import Job
+from t5bench.model.machine import device_of
+from t5bench.model.prediction import Prediction, machine_of
+
+
+def prediction(row: Row) -> Prediction | None:
+    """None where the vocabulary is not known. Its time means nothing on a CPU, nor over a link of unknown speed."""
+    run = row.run
+    if not run.padded_vocab_size:
+        return None
+    gloo = run.plan.device == "cpu" or run.plan.gpus_shared
+    device = None if gloo else device_of(gpu_names(run) or "")
+    link = row.measured[0].observed.busiest_link if row.measured else None
+    gigabits = link.link_bits_per_second / 1e9 if link and link.link_bits_per_second else 1.0
+    machine = machine_of(device or time.CPU, gigabits, run.layout.nproc_per_node)
+    return Prediction(Job.of_plan(run.plan, run.padded_vocab_size), machine, "gloo" if gloo else "nccl")
+
+
+def add_times(rows: Sequence[Row]) -> list[str]:
+    """Gives rows their predicted times, and says what these rest on; nothing where none can be predicted.
+
+    They rest on data sheets where every row's device has one, else on how fast one row ran: the baseline, or the first.
+    """
+    timed = [row for row in rows if row.milliseconds and (row.run.layout.nnodes == 1 or _has_link(row))]
+    known = [(row, found) for row in timed if (found := prediction(row))]
+    calibrating, slower = None, 1.0
+    if any(found.machine.device is time.CPU for _, found in known):
+        calibrating, found = min(known, key=lambda one: not one[0].is_baseline)
+        try:
+            slower = time.calibrated(found.job, found.machine, calibrating.milliseconds.median / 1000, found.backend)
+        except ValueError as error:
+            return [f"no times are predicted: {error}"]
+    others = [(row, found) for row, found in known if row is not calibrating]
+    for row, found in others:
+        row.predicted = replace(found, slower=slower).time
+    source = f"how fast {calibrating.label} ran" if calibrating else "the devices' data sheets"
+    return [f"predicted times rest on {source}"] * bool(others)
+
+
+def _has_link(row: Row) -> bool:
+    return bool(row.measured[0].observed.busiest_link)
