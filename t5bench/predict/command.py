@@ -37,7 +37,7 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="", help="a GPU's name, as nvidia-smi or this project has it")
     parser.add_argument("--link", type=float, default=10.0, metavar="GBIT", help="Gbit/s of a node (default: 10)")
     parser.add_argument("--latency", type=float, default=40.0, metavar="US", help="microseconds between nodes")
-    parser.add_argument("--vocabulary", type=int, help="tokens, before padding (default: the data's, else T5's)")
+    parser.add_argument("--vocabulary", type=int, help="tokens, before padding (default: the data's, else the model family's)")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -90,7 +90,7 @@ def measured_row(directory: Path) -> Row:
 
 
 def vocabulary_of(plan: Plan, vocabulary: int | None) -> int:
-    """As the engine will pad it: what was asked for, else the data's tokenizer's, else T5's."""
+    """As the engine will pad it: what was asked for, else the data's tokenizer's, else the family's."""
     return padded(vocabulary, plan.number("VOCABULARY_MULTIPLE")) if vocabulary else padded_vocabulary(plan)
 
 
