@@ -29,7 +29,8 @@ def add_times(rows: Sequence[Row]) -> list[str]:
 
     They rest on data sheets where every row's device has one, else on how fast one row ran: the baseline, or the first.
     """
-    timed = [row for row in rows if row.milliseconds and (row.run.layout.nnodes == 1 or _has_link(row))]
+    timed = [row for row in rows if row.milliseconds]
+    timed = [row for row in timed if row.run.layout.nnodes == 1 or row.measured[0].observed.busiest_link]
     known = [(row, found) for row in timed if (found := prediction(row))]
     calibrating, slower = None, 1.0
     if any(found.machine.device is time.CPU for _, found in known):
@@ -43,7 +44,3 @@ def add_times(rows: Sequence[Row]) -> list[str]:
         row.predicted = replace(found, slower=slower).time
     source = f"how fast {calibrating.label} ran" if calibrating else "the devices' data sheets"
     return [f"predicted times rest on {source}"] * bool(others)
-
-
-def _has_link(row: Row) -> bool:
-    return bool(row.measured[0].observed.busiest_link)

@@ -77,9 +77,10 @@ def tensors(architecture: Architecture, parallel: Parallel | None = None, stage:
     part, t, h, last = stage_of(a, parallel, stage), parallel.tensor, a.hidden, parallel.pipeline - 1
     words, bert = (a.padded_vocabulary // t, h), a.family == "bert"
     shapes: dict[str, list[tuple[int, ...]]] = {"embedding": [], "encoder": [], "decoder": [], "head": []}
+    positions = [(a.position_rows, h)] * (a.positions == "learned")
     if part.embedding:
-        bart, learned = 2 * [(a.position_rows + 2, h), *_norm(a)], [(a.position_rows, h)] * (a.positions == "learned")
-        shapes["embedding"] = [words, *(bart if a.family == "bart" else learned), *([(2, h)] * bert)]
+        bart = 2 * [(a.position_rows + 2, h), *_norm(a)]
+        shapes["embedding"] = [words, *(bart if a.family == "bart" else positions), *([(2, h)] * bert)]
     encoder_end = parallel.decoder_stage - 1 if a.cross_attention and last else last
     for name, layers, end in (("encoder", part.encoder_layers, encoder_end), ("decoder", part.decoder_layers, last)):
         shapes[name] = layers * layer_shapes(a, t, name == "decoder")
@@ -89,9 +90,7 @@ def tensors(architecture: Architecture, parallel: Parallel | None = None, stage:
             shapes[name] += _norm(a)
     if part.head:
         shapes["head"] = [words] * (part.output_copy or not a.tied) + [words[:1]] * a.head_bias
-        shapes["head"] += [(a.position_rows, h)] * (
-            parallel.deepspeed and part.output_copy and a.positions == "learned"
-        )
+        shapes["head"] += positions * (parallel.deepspeed and part.output_copy)
         shapes["head"] += [(h, h), (h,), *_norm(a), (h, h), (h,), (2, h), (2,)] if bert else []
     return {name: [prod(shape) for shape in each] for name, each in shapes.items()}
 

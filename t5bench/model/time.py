@@ -4,7 +4,6 @@ Absolute from a device's figures, or calibrated: one measured run says how much 
 these figures, and every other job is scaled alike.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -207,10 +206,3 @@ def calibrated(job: Job, machine: Machine, seconds: float, backend: str = "nccl"
         middle = (low + high) / 2
         low, high = (middle, high) if total(middle) < seconds else (low, middle)
     return high
-
-
-def pipeline_slots(job: Job, device: Device) -> Sequence[schedule.Slot]:
-    """When each stage computes, for a picture."""
-    passes = [stage_seconds(job, device, stage) for stage in range(job.parallel.pipeline)]
-    forward, backward = ([each.seconds for each in way] for way in zip(*passes, strict=True))
-    return schedule.one_f_one_b(forward, backward, job.micro_batches, chunks=job.parallel.virtual_stages)

@@ -6,6 +6,7 @@ Which class a pair of throughputs belongs to is decided from its inputs. Nothing
 import argparse
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
@@ -63,18 +64,16 @@ GB = 1e9
 
 
 def compare_all(points: Sequence[Point]) -> list[Comparison | Missing]:
-    found = [entry for point in points for use in point.use if use in PARTS for entry in _of_point(point, use)]
+    found: list[Comparison | Missing] = []
+    for point, use in ((one, use) for one in points for use in one.use if use in PARTS):
+        try:
+            if use != "throughput" and not published.software(point):
+                raise Unpredictable(f"what {point.source.repo} keeps in memory is not known")
+            rows = [Comparison(kind, point.id, point.source.repo or "", *rest) for kind, *rest in PARTS[use](point)]
+            found += rows or [Missing(use, point.id, "it has no figure of this kind that the model has")]
+        except (Unpredictable, ValueError) as reason:
+            found.append(Missing(use, point.id, str(reason)))
     return [*found, *ratios(points)]
-
-
-def _of_point(point: Point, use: str) -> Sequence[Comparison | Missing]:
-    try:
-        if use != "throughput" and not published.software(point):
-            raise Unpredictable(f"what {point.source.repo} keeps in memory is not known")
-        rows = [Comparison(kind, point.id, point.source.repo or "", *rest) for kind, *rest in PARTS[use](point)]
-        return rows or [Missing(use, point.id, "it has no figure of this kind that the model has")]
-    except (Unpredictable, ValueError) as reason:
-        return [Missing(use, point.id, str(reason))]
 
 
 def _memory(point: Point) -> Figures:
@@ -108,10 +107,12 @@ def _activations(point: Point) -> Figures:
 
 
 def _bound(point: Point) -> Figures:
-    """1 where the micro-batch fits, as it did."""
-    if not (memory := published.memory_of_gpu(point)):
+    """1 where the micro-batch fits, as it did. A source may say itself how large its GPU is."""
+    stated, device = re.search(r"(\d+)\s?GB", point.hardware.gpu or ""), device_of(point)
+    memory = int(stated[1]) * GIB if stated else device and device.memory
+    if not memory:
         raise Unpredictable("the GPU's memory is not stated")
-    used = memory_of(job_of(point), 0, device_of(point)).in_use
+    used = memory_of(job_of(point), 0, device).in_use
     yield "bound", f"{used / GIB:.1f} of {memory / GIB:.0f} GiB", 1, float(used <= memory), ""
 
 

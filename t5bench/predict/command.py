@@ -37,7 +37,9 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="", help="a GPU's name, as nvidia-smi or this project has it")
     parser.add_argument("--link", type=float, default=10.0, metavar="GBIT", help="Gbit/s of a node (default: 10)")
     parser.add_argument("--latency", type=float, default=40.0, metavar="US", help="microseconds between nodes")
-    parser.add_argument("--vocabulary", type=int, help="tokens, before padding (default: the data's, else the model family's)")
+    parser.add_argument(
+        "--vocabulary", type=int, help="tokens, before padding (default: the data's, else the model family's)"
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -69,8 +71,10 @@ def run(args: argparse.Namespace) -> int:
     show(predictions, measured, refused)
     for entry in predictions if args.schedule else ():
         if entry.slower and entry.job.parallel.pipeline > 1:
-            slots = time.pipeline_slots(entry.job, entry.machine.device)
-            print(f"\n{entry.name}\n{schedule.draw(slots)}")
+            job = entry.job
+            stages = (time.stage_seconds(job, entry.machine.device, stage) for stage in range(job.parallel.pipeline))
+            forward, backward = ([each.seconds for each in way] for way in zip(*stages, strict=True))
+            print(f"\n{entry.name}\n{schedule.draw(schedule.one_f_one_b(forward, backward, job.micro_batches))}")
     return 0
 
 

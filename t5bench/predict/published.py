@@ -194,12 +194,6 @@ def device_of(point: Point) -> Device | None:
     return next((DEVICES[known] for pattern, known in GPUS.items() if re.search(pattern, name)), None)
 
 
-def memory_of_gpu(point: Point) -> int | None:
-    """Bytes, from what the source says of the GPU."""
-    stated, device = re.search(r"(\d+)\s?GB", point.hardware.gpu or ""), device_of(point)
-    return int(stated[1]) * 2**30 if stated else device and device.memory
-
-
 def machine_of(point: Point) -> Machine:
     """A GPU that is not stated is taken for an A100, which a ratio within one source hardly depends on."""
     hardware, found = point.hardware, device_of(point)
