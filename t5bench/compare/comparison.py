@@ -31,6 +31,7 @@ class Comparison:
     """All groups, and what is to be said about them.
 
     verdicts come first on the page; problems are why the answer is no (a run that is not complete, another loss).
+    predicted_by: what the rows' predicted times rest on.
     """
 
     groups: Sequence[Group]
@@ -38,6 +39,7 @@ class Comparison:
     verdicts: Sequence[str]
     problems: Sequence[str]
     notes: Sequence[str]
+    predicted_by: Sequence[str] = ()
 
     @property
     def rows(self) -> list[Row]:
@@ -142,7 +144,8 @@ def build(
     groups = [Group(size, [row for row in rows if row.run.world_size == size]) for size in sizes]
     labels_of = {text: dict.fromkeys(r.label for r in rows if text in r.warnings) for r in rows for text in r.warnings}
     notes = [f"{text} ({', '.join(those)})" for text, those in labels_of.items()] + comparable.other_differences(runs)
-    return Comparison(groups, baseline, _verdicts(groups, baseline), _problems(rows, baseline), notes)
+    said = _verdicts(groups, baseline), _problems(rows, baseline), notes, predicted.add_times(rows)
+    return Comparison(groups, baseline, *said)
 
 
 def _distance(row: Row, baseline: Row) -> tuple[bool, int, int]:

@@ -197,7 +197,7 @@ def caption(comparison: Comparison) -> str:
 def remarks(comparison: Comparison) -> list[str]:
     """What stands under the table: marks, footnotes, notes."""
     marked = [f"* {row.label}: {', '.join(row.marks)}" for row in comparison.rows if row.marks]
-    return [*marked, *comparison.notes]
+    return [*marked, *comparison.notes, *comparison.predicted_by]
 
 
 def method(comparison: Comparison) -> str:
