@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from t5bench.compare.comparable import gpu_names
 from t5bench.compare.rows import Row
-from t5bench.model import time
+from t5bench.model import flops, time
 from t5bench.model.job import Job
 from t5bench.model.machine import device_of
 from t5bench.model.prediction import Prediction, machine_of
@@ -44,3 +44,11 @@ def add_times(rows: Sequence[Row]) -> list[str]:
         row.predicted = replace(found, slower=slower).time
     source = f"how fast {calibrating.label} ran" if calibrating else "the devices' data sheets"
     return [f"predicted times rest on {source}"] * bool(others)
+
+
+def hardware_tflops(row: Row) -> float | None:
+    """TFLOP/s of a process, with what recomputation does a second time; None where there is none."""
+    found = prediction(row) if row.milliseconds else None
+    if not found or found.job.recompute == "none":
+        return None
+    return flops.hardware_flops(found.job) * 1000 / row.milliseconds.median / row.run.world_size / 1e12

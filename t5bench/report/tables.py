@@ -15,7 +15,7 @@ from tabulate import tabulate
 from t5bench.compare.comparable import gpu_names
 from t5bench.compare.comparison import Comparison
 from t5bench.compare.limits import bytes_text
-from t5bench.compare.predicted import prediction
+from t5bench.compare.predicted import hardware_tflops, prediction
 from t5bench.compare.rows import MARK_OF_ALONE, Row, shape_of
 from t5bench.compare.statistics import Estimate
 from t5bench.model.parameters import parameters
@@ -127,6 +127,8 @@ def all_columns(comparison: Comparison) -> list[Column]:
         Column("", "interval_of", lambda row: ("this run alone" if row.alone else "repeats") if row.repeats else None),
         Column(f"TFLOP/s per {process}", "tflops_per_gpu", lambda row: row.tflops, 30,
                lambda value: _significant(value, 3), metric="TFLOPs"),
+        Column("TFLOP/s with recomputation", "hardware_tflops_per_gpu", hardware_tflops, 11,
+               lambda value: _significant(value, 3)),
         Column("MFU", "mfu", lambda row: row.mfu, 55, "{:.1%}".format, metric="MFU"),
         Column(f"peak {device} MiB", "peak_memory_mib", lambda row: max(row.peak_memory.values(), default=None), 80,
                "{:.0f}".format, metric="peak memory MiB"),

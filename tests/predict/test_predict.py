@@ -11,6 +11,7 @@ from made_runs import LARGE, RTX_5000_ADA, make_run
 
 from t5bench import __main__ as program
 from t5bench.compare.comparison import build
+from t5bench.compare.predicted import hardware_tflops
 from t5bench.model import traffic
 from t5bench.model.job import Architecture, Job, Parallel, Zero
 from t5bench.model.machine import DEVICES, Link, Machine
@@ -93,12 +94,14 @@ def test_what_was_measured_stands_beside(capsys: pytest.CaptureFixture[str], tmp
 
 
 def test_a_comparison_on_known_gpus_needs_no_run_to_predict_times(tmp_path: Path):
-    own = {"settings": LARGE, "gpu": "NVIDIA H100 80GB HBM3", "padded_vocab_size": 32128}
+    again = ["--recompute-granularity", "full"]
+    own = {"settings": LARGE, "gpu": "NVIDIA H100 80GB HBM3", "padded_vocab_size": 32128, "extra_arguments": again}
     comparison = build(
         [load(make_run(tmp_path / name, name, elapsed_ms=[900.0] * 40, **own)) for name in ("ddp", "zero1")]
     )
     assert "predicted times rest on the devices' data sheets" in comparison.predicted_by
     assert all(row.predicted.limit == "host" for row in comparison.rows)  # micro-batches of one sample
+    assert all(4 / 3 > hardware_tflops(row) / row.tflops > 1.3 for row in comparison.rows)  # the head is done once
 
 
 def test_a_gpt_is_started_in_deepspeeds_pipeline():
