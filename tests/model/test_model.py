@@ -41,7 +41,7 @@ def native_arguments(a: Architecture, **more: object) -> SimpleNamespace:
         encoder_num_layers=a.encoder_layers, decoder_num_layers=a.decoder_layers, hidden_size=a.hidden,
         num_attention_heads=a.heads, kv_channels=a.head_size, ffn_hidden_size=a.ffn, seed=1, pad_token=0,
         padded_vocab_size=a.padded_vocabulary, max_position_embeddings=a.position_rows, no_bias_gelu_fusion=False,
-        **{"attention_dropout": 0.0, "hidden_dropout": 0.0, "dtype": torch.bfloat16} | more,
+        init_method_std=0.02, **{"attention_dropout": 0.0, "hidden_dropout": 0.0, "dtype": torch.bfloat16} | more,
     )  # fmt: skip
 
 
