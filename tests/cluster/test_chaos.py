@@ -8,11 +8,13 @@ must have the losses of an undisturbed one, digit by digit. The same seed plays 
 own timing allows.
 """
 
+import contextlib
 import json
 import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import time
 from collections import Counter
@@ -115,6 +117,10 @@ class Chaos:
             time.sleep(min(self.random.expovariate(1 / 1.5), 6) if faults else 0.1)
             if sum(self.played.values()) < last and None in [process.poll() for process, _ in terminals]:
                 self.play()
+                for process, _ in terminals:
+                    # What stops a launcher stops nsenter too, which is not on the node and not continued there.
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGCONT)
         for process, path in terminals:
             self._said_how_it_ended(process.returncode, path.read_text(errors="replace"))
         wait_for(lambda: not self.cluster.left_of(self.project), 20)
