@@ -16,7 +16,8 @@ setting STRATEGIES 'text?' - - "" "Strategies to run, separated by spaces (unset
 setting REPEATS whole:1 - - 1 "Times that each is run, in turn (A B C A B C), so that drift of the machine hits all alike"
 setting RETRIES whole:0 - - 1 "Times that a failed run is tried again once all others have run"
 setting LAUNCH 'one-of:local|ssh' - - local "local (this machine's processes), or ssh (the nodes of HOSTS, else SLURM's, from this one terminal)"
-setting RUNS_DIR path - - "$REPO_ROOT/outputs/all" "Directory of the runs; what is complete there is not run again"
+family=${MODEL_FAMILY:-t5}-
+setting RUNS_DIR path - - "$REPO_ROOT/outputs/${family#t5-}all" "Directory of the runs; what is complete there is not run again"
 
 begin --dry-run "$@"
 export PYTHON

@@ -249,7 +249,7 @@ def choose(names: Sequence[str]) -> list[str]:
     known = [strategy.name for strategy in launchers.declarations()]
     for name in names:
         if name not in known:
-            raise Problem(f"there is no strategy '{name}'", f"There are: {' '.join(known)}")
+            raise Problem(f"there is no strategy '{name}'", f"For this model family there are: {' '.join(known)}")
     return list(dict.fromkeys(names)) or known
 
 
