@@ -206,6 +206,14 @@ def cable_pulled_briefly(scene: Scene) -> None:
     scene.cluster.lab("link", scene.pair[1], "up")
 
 
+@scenario()
+def cable_bad(scene: Scene) -> None:
+    scene.train(TRAIN_ITERS="40")
+    scene.began = time.monotonic()
+    scene.at_end.callback(scene.cluster.lab, "cable", scene.pair[1], "mend")
+    scene.cluster.lab("cable", scene.pair[1], "50", "5")
+
+
 @scenario(times=SHORT_GROUP)
 def cable_pulled(scene: Scene) -> None:
     scene.train()

@@ -13,6 +13,7 @@
 #   cluster.sh exec HOST COMMAND... run it there; directory and environment are kept (ssh works from any host to any)
 #   cluster.sh link HOST up|down    plug or pull the network cable
 #   cluster.sh shape HOST RATE|off  limit its network both ways, for instance 1gbit
+#   cluster.sh cable HOST MS PERCENT  a cable that delays what goes either way, and loses so much of it;  cable HOST mend
 #   cluster.sh poweroff HOST        the cable first, then everything on it is killed: the others see silence, no FIN
 #   cluster.sh boot HOST            start it again
 #   cluster.sh private HOST DIR     a copy of that directory of its own, in memory;  public HOST DIR undoes it
@@ -283,6 +284,26 @@ limit() {
   [[ $3 == off ]] || in_network "$1" tc qdisc add dev "$2" root tbf rate "$3" burst 96kb latency 20ms
 }
 
+# A program carries the frames between the host's cable, on a bridge with a device of its own, and the switch.
+cable() {
+  local pid=$LAB_DIR/$1/cable
+  if [[ $2 == mend ]]; then
+    [[ ! -e $pid ]] || kill "$(<"$pid")" 2>/dev/null || true
+    rm -f -- "$pid"
+    in_network login ip link set "to-$1" master switch
+    in_network login ip link del "own-$1" 2>/dev/null || true
+    return
+  fi
+  in_network login setsid python3 "${SELF%/*}/bad_cable.py" "$@" </dev/null >/dev/null 2>>"$LAB_DIR/$1/cable.log" 9>&- &
+  printf '%s\n' "$!" >"$pid"
+  disown
+  wait_until 5 in_network login ip link set "out-$1" master switch up 2>/dev/null || die "no cable: $(<"$LAB_DIR/$1/cable.log")"
+  in_network login ip link add "own-$1" type bridge forward_delay 0
+  in_network login ip link set "own-$1" up
+  in_network login ip link set "in-$1" master "own-$1" up
+  in_network login ip link set "to-$1" master "own-$1"
+}
+
 # The quoted script runs on the host.
 private() {
   # shellcheck disable=SC2016 # $1 is that script's own
@@ -293,7 +314,7 @@ private() {
 
 main() {
   case ${1:-help} in
-    packages | up | down | guard | init | boot | poweroff | private) "$@" ;;
+    packages | up | down | guard | init | boot | cable | poweroff | private) "$@" ;;
     exec) in_host "${@:2}" ;;
     link) in_network login ip link set "to-$2" "$3" ;;
     shape) limit "$2" eth0 "$3" && limit login "to-$2" "$3" ;;

@@ -1,0 +1,40 @@
+"""A cable that delays and loses frames, where the kernel has no netem: python bad_cable.py HOST MILLISECONDS PERCENT
+
+Carries frames between two TAP devices that it makes, in-HOST and out-HOST, both ways, until it is ended.
+"""
+
+import fcntl
+import heapq
+import os
+import random
+import select
+import struct
+import sys
+import time
+
+TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x2, 0x1000
+LONGEST_FRAME = 1 << 16
+
+
+def tap(name: str) -> int:
+    device = os.open("/dev/net/tun", os.O_RDWR)
+    fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI))
+    return device
+
+
+def main(host: str, milliseconds: float, percent: float) -> None:
+    ends = tap(f"in-{host}"), tap(f"out-{host}")
+    under_way: list[tuple[float, int, bytes]] = []
+    while True:
+        wait = max(0.0, under_way[0][0] - time.monotonic()) if under_way else None
+        for end in select.select(ends, [], [], wait)[0]:
+            frame = os.read(end, LONGEST_FRAME)
+            if random.random() * 100 >= percent:
+                heapq.heappush(under_way, (time.monotonic() + milliseconds / 1000, ends[end == ends[0]], frame))
+        while under_way and under_way[0][0] <= time.monotonic():
+            _, end, frame = heapq.heappop(under_way)
+            os.write(end, frame)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]), float(sys.argv[3]))
