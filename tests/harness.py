@@ -114,7 +114,9 @@ class Project:
         merged = self.environment | {k: v for k, v in changes.items() if v is not None}
         return {k: v for k, v in merged.items() if changes.get(k, "") is not None}
 
-    def launch(self, strategy: str, *arguments: str, cwd: Path | None = None, **environment: str | None):
+    def launch(
+        self, strategy: str, *arguments: str, cwd: Path | None = None, timeout: float = 60, **environment: str | None
+    ):
         """Run a launcher to its end; an environment value of None removes the variable."""
         return subprocess.run(
             ["bash", str(self.script(f"run_megatron_t5_{strategy}.sh")), *arguments],
@@ -122,7 +124,7 @@ class Project:
             cwd=cwd or self.root,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=timeout,
             check=False,
         )
 

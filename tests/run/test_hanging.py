@@ -4,6 +4,7 @@ Either the watchdog ends the run, or a worker that has waited too long for the o
 """
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,17 +13,16 @@ from harness import REPO_ROOT, Project, make_project
 
 from t5bench.plan.ports import free_port
 
-# An engine's worker hangs after an optimizer step: Python imports this before anything else.
+# An engine's worker of rank 1 hangs after its third step: Python imports this before anything else.
 HANG = """
 import os, signal
-rank, _, after = os.environ.get("HANG", "").partition(":")
-if rank and os.environ.get("RANK") == rank:
+if os.environ.get("RANK") == "1":
     from torch.optim.optimizer import register_optimizer_step_post_hook
     steps = []
     def hangs_here(*_):
         steps.append(1)
-        while len(steps) >= int(after):
-            signal.pause()
+        while len(steps) >= 3:
+            os.kill(os.getpid(), signal.SIGSTOP) if os.environ["HANG"] == "stop" else signal.pause()
     register_optimizer_step_post_hook(hangs_here)
 """
 SETTINGS = {
@@ -32,11 +32,11 @@ SETTINGS = {
 ENDS_OF_WAITING = {"watchdog": {"WATCHDOG_SECONDS": "15"}, "timeout": {"STUB_TIMEOUT": "6"}}
 
 
-def launch(project: Project, workers: int, **settings: str) -> tuple[str, str]:
+def launch(project: Project, workers: int, timeout: float = 60, **settings: str) -> tuple[str, str]:
     """What the terminal and the node's log say."""
     project.environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     own = {"NPROC_PER_NODE": str(workers), "MASTER_PORT": str(free_port())}
-    result = project.launch("ddp", **SETTINGS | own | settings)
+    result = project.launch("ddp", timeout=timeout, **SETTINGS | own | settings)
     assert result.returncode == 6, result.stdout + result.stderr
     output = project.root / "outputs" / "ddp"
     assert not list(output.glob("*.stack*"))
@@ -61,10 +61,27 @@ def test_the_one_that_hangs_is_named_and_all_have_left_their_stacks(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_the_native_engine(project: Project, sample_data: Path, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("engine", "how", "where"),
+    [("native", "wait", "hangs_here ("), ("megatron", "stop", "a stop by signal (SIGSTOP)")],
+    ids=["native", "megatron"],
+)
+def test_a_real_engine(
+    project: Project,
+    request: pytest.FixtureRequest,
+    sample_data: Path,
+    tmp_path: Path,
+    engine: str,
+    how: str,
+    where: str,
+):
+    """The watchdog is given more time than the engine takes to start on a busy machine."""
     (tmp_path / "hook").mkdir()
     (tmp_path / "hook" / "sitecustomize.py").write_text(HANG)
-    place = {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data), "PYTHONPATH": str(tmp_path / "hook")}
-    said, log = launch(project, 2, HANG="1:3", WATCHDOG_SECONDS="20", **place)
-    assert "it stopped at rank 1 in hangs_here (" in said and "rank 0" not in said, said
+    place = {"ENGINE": engine, "MEGATRON_DATA_DIR": str(sample_data), "PYTHONPATH": str(tmp_path / "hook")}
+    if engine == "megatron":
+        place["MEGATRON_DIR"] = str(request.getfixturevalue("megatron_dir"))
+        shutil.copy(REPO_ROOT / "patches" / "checksums" / "series.sha256", project.root / "patches" / "checksums")
+    said, log = launch(project, 2, timeout=300, HANG=how, WATCHDOG_SECONDS="60", **place)
+    assert f"it stopped at rank 1 in {where}" in said and "rank 0" not in said, said
     assert "rank 0 was ended here:" in log and "rank 1 was ended here:" in log

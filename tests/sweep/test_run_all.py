@@ -98,12 +98,15 @@ def test_repeats_are_interleaved_and_every_world_size_has_its_baseline(sweep: Pr
         ({"STRATEGIES": "zero1 hybrid"}, 0, ["zero1", "hybrid"]),
         ({"STRATEGIES": "ddp hybrid", "NPROC_PER_NODE": "4"}, 0, ["ddp", "hybrid"]),
         ({"STRATEGIES": "ddp hybrid"}, 2, ["ddp"]),
+        ({"MODEL_FAMILY": "gpt"}, 0, [*STRATEGIES, "3d", "ddp-4"]),
     ],
-    ids=["all", "no ddp", "one world size", "too few GPUs"],
+    ids=["all", "no ddp", "one world size", "too few GPUs", "another family"],
 )
 def test_what_is_planned(sweep: Project, settings: dict[str, str], gpus: int, planned: list[str]):
     sweep.set_gpus(gpus)
-    result = run_all(sweep, "--dry-run", **settings)
+    data = {"MEGATRON_DATA_DIR": str(sweep.data_prefix.parent)}  # each family has a directory of its own
+    result = run_all(sweep, "--dry-run", **data, **settings)
+    assert all(("/outputs/gpt-all/" in line) == ("MODEL_FAMILY" in settings) for line in result.stdout.splitlines())
     assert result.returncode == 0 and sorted(rows_of(result)) == sorted(planned), result.stderr
     assert not sweep.was_started()
     stopped = "hybrid cannot run here: NPROC_PER_NODE is 4 but this node has 2 visible GPU(s)" in result.stderr
