@@ -3,6 +3,7 @@
 Carries frames between two TAP devices that it makes, in-HOST and out-HOST, both ways, until it is ended.
 """
 
+import contextlib
 import fcntl
 import heapq
 import os
@@ -33,7 +34,8 @@ def main(host: str, milliseconds: float, percent: float) -> None:
                 heapq.heappush(under_way, (time.monotonic() + milliseconds / 1000, ends[end == ends[0]], frame))
         while under_way and under_way[0][0] <= time.monotonic():
             _, end, frame = heapq.heappop(under_way)
-            os.write(end, frame)
+            with contextlib.suppress(OSError):  # that end is not up yet
+                os.write(end, frame)
 
 
 if __name__ == "__main__":
