@@ -270,6 +270,7 @@ down() {
     mapfile -d '' -t words < <(cat -- "/proc/$pid/cmdline" 2>/dev/null)
     [[ ${words[*]:1:2} != "$SELF init" ]] || halt "$pid"
   done
+  cat -- "$LAB_DIR"/node*/cable 2>/dev/null | xargs -r kill 2>/dev/null || true
   rm -rf -- "$LAB_DIR"
 }
 
@@ -294,7 +295,7 @@ cable() {
     in_network login ip link del "own-$1" 2>/dev/null || true
     return
   fi
-  in_network login setsid python3 "${SELF%/*}/bad_cable.py" "$@" </dev/null >/dev/null 2>>"$LAB_DIR/$1/cable.log" 9>&- &
+  nsenter -t "$(pid_of login)" -n -- python3 "${SELF%/*}/bad_cable.py" "$@" </dev/null >/dev/null 2>>"$LAB_DIR/$1/cable.log" 9>&- &
   printf '%s\n' "$!" >"$pid"
   disown
   wait_until 5 in_network login ip link set "out-$1" master switch up 2>/dev/null || die "no cable: $(<"$LAB_DIR/$1/cable.log")"
