@@ -128,7 +128,8 @@ class Chaos:
 
     def _said_how_it_ended(self, code: int, text: str) -> None:
         names = "|".join([*status.EXIT_CODES, status.CANCELLED])
-        said = re.findall(rf"^error: ddp on node \d+: ({names}): \S|^(error): \S|^ddp: (complete);", text, re.MULTILINE)
+        run, refused = rf"^error: ddp on node \d+: ({names}): \S", r"^error: (?!ddp on node)(.{1,100})"
+        said = re.findall(rf"{run}|{refused}|^ddp: (complete);", text, re.MULTILINE)
         words = [word for found in said for word in found if word]
         self.ends[words[-1] if words else f"signal {-code}"] += 1
         # A launcher that was killed says nothing, and its recorder says it.
