@@ -14,12 +14,12 @@ from t5bench.record.plan import Layout
 # Releases in which each micro-batch of ZeRO-2 overwrites the gradients of the one before (DeepSpeed issue 7718).
 WRONG_ZERO2 = re.compile(r"(0\.17\.6|0\.18\.[0-2])([^0-9].*)?")
 # What a strategy's JSON may have. DeepSpeed honours these as they stand; the launchers give --cpu-optimizer for
-# offload_optimizer. All else is refused: it comes from the settings, changes what is trained, or has no effect here.
+# offload_optimizer. All else is refused: it comes from the settings, has no effect here, or changes what is trained, as
+# contiguous_gradients, reduce_scatter, allgather_partitions and round_robin_gradients together did with ZeRO-2.
 OPTIONS = {"zero_optimization", "communication_data_type", "comms_logger", "wall_clock_breakdown"}
 ZERO_OPTIONS = {
-    *("stage", "overlap_comm", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "allgather_partitions"),
-    *("allgather_bucket_size", "use_multi_rank_bucket_allreduce", "round_robin_gradients", "sub_group_size"),
-    *("offload_optimizer", "offload_param", "memory_efficient_linear", "log_trace_cache_warnings"),
+    *("stage", "overlap_comm", "reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "offload_optimizer"),
+    *("offload_param", "memory_efficient_linear"),
     *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
     *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_module_granularity_threshold"),
 }
