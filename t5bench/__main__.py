@@ -20,6 +20,7 @@ COMMANDS = {
     "parity-check": ("t5bench.sweep.parity_check", "train the strategies alike, and ask parity of them"),
     "strategies": ("t5bench.plan.launchers", "the names of the strategies, in the order of their ports"),
     "sweep": ("t5bench.sweep.command", "run strategies one after another, and compare them"),
+    "merge": ("t5bench.run.merge", "the weights of a run's checkpoint for another tensor or pipeline parallel size"),
     "cluster": ("t5bench.cluster.check", "whether the nodes can run together, before a run finds out"),
     "predict": ("t5bench.predict.command", "what each strategy will cost: memory, bytes, time; before anything runs"),
     "plan": ("t5bench.predict.search", "every layout of a model on so many GPUs, ranked by predicted time"),

@@ -1,0 +1,215 @@
+"""The weights of a checkpoint of Megatron-DeepSpeed, of any strategy, cut for another layout.
+
+Every shard is read under the names that its parameters have in the model of one process. The whole parameters are then
+cut for the wanted tensor and pipeline parallel ranks, and written as Megatron writes a checkpoint. Optimizer states are
+left out: such a checkpoint is for evaluation, zero-shot tasks and --finetune.
+"""
+
+import argparse
+import math
+import os
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from t5bench import Problem
+from t5bench.record.checkpoints import TRACKER, Checkpoints, damage
+from t5bench.record.files import write_whole
+from t5bench.record.records import load
+
+COLUMNS = re.compile(r".*(query_key_value|query|key_value|dense_h_to_4h|word_embeddings\w*|lm_head)\.(weight|bias)")
+ROWS = re.compile(r".*\.(dense|dense_4h_to_h)\.weight")
+LAYER = re.compile(r"(language_model\.(encoder|decoder)\.layers)\.(\d+)\.(.*)")
+EMBEDDING, HEAD = "language_model.embedding.", "word_embeddings_for_head.weight"
+Weights = dict[str, Any]  # tensors by name
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="a run directory with checkpoints; of several nodes, all their files")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size to cut for")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size to cut for")
+    parser.add_argument("--output", type=Path, help="the new directory; default: RUN-tpN-ppM")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    plan, tp, pp = load(arguments.run).plan, arguments.tp, arguments.pp
+    if plan.engine != "megatron":
+        raise Problem(f"{arguments.run} is a run of the {plan.engine} engine", "Only Megatron-DeepSpeed's are merged")
+    # What a checkpoint holds besides tensors are objects of the engine's classes.
+    sys.path.insert(0, os.environ.get("MEGATRON_DIR") or plan.engine_directory)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    output = arguments.output or arguments.run.with_name(f"{arguments.run.name}-tp{tp}-pp{pp}")
+    if output.exists():
+        raise Problem(f"{output} exists", "Remove it, or name another --output")
+    iteration, _ = Checkpoints(plan).newest()
+    if not iteration:
+        raise Problem(f"{arguments.run} has no whole checkpoint", "Train with SAVE_INTERVAL=100, for example")
+    folder = arguments.run / "checkpoints" / Checkpoints(plan).folder(iteration).name
+    head = read(min([*folder.glob("mp_rank_00*/*.pt"), *folder.glob("*mp_rank_00_model_states.pt")]))
+    write(head, whole_weights(folder, head["args"]), output / "checkpoints", Cut.of(head["args"], tp, pp))
+    print(f"{output}: the weights of iteration {iteration} for TP {tp} and PP {pp}")
+    return 0
+
+
+def read(path: Path) -> Any:
+    import torch
+
+    if fault := damage(path):
+        raise Problem(f"{path} {fault}", "Every node's files must be here: copy them from where they were written")
+    return torch.load(path, map_location="cpu", weights_only=False)
+
+
+class Cut(NamedTuple):
+    """A layout. split: the decoder's first stage, 0 where stages have layers of one kind; layers: of each kind."""
+
+    tp: int
+    pp: int
+    split: int
+    layers: Mapping[str, int]
+
+    @classmethod
+    def of(cls, args: Namespace, tp: int, pp: int) -> "Cut":
+        """args: the engine's arguments. Raises Problem where the model cannot be cut like that."""
+        is_t5 = args.model_type.name == "encoder_and_decoder"
+        layers = {"encoder": args.encoder_num_layers} | ({"decoder": args.decoder_num_layers} if is_t5 else {})
+        cut = cls(tp, pp, pp // 2 if is_t5 else 0, layers)
+        parts = (count % len(cut.stages(kind)) for kind, count in layers.items())
+        if args.num_attention_heads % tp or args.padded_vocab_size % tp or any(parts):
+            raise Problem(f"the model cannot be cut for TP {tp} and PP {pp}", "Heads and layers must divide by them")
+        return cut
+
+    def stages(self, kind: str) -> range:
+        both = {"encoder": range(self.split), "decoder": range(self.split, self.pp)}
+        return both[kind] if self.split else range(self.pp)
+
+    def place(self, name: str) -> tuple[range, str]:
+        """The stages that have a parameter of the whole model, and its name there: stages count layers from 0."""
+        if name.startswith(EMBEDDING):
+            return range(0, self.split + 1, self.split or 1), name
+        if name == HEAD:  # the last stage's copy of the embedding, where it has none
+            return range(max(1, self.split + 1, self.pp - 1), self.pp), name
+        stages = self.stages("encoder" if ".encoder." in name else "decoder")
+        if not (match := LAYER.fullmatch(name)):
+            return stages[-1:], name
+        stage, layer = divmod(int(match[3]), self.layers[match[2]] // len(stages))
+        return stages[stage : stage + 1], f"{match[1]}.{layer}.{match[4]}"
+
+    def whole_name(self, name: str, stage: int) -> str:
+        """The name in the whole model of a stage's parameter."""
+        if not (match := LAYER.fullmatch(name)):
+            return name
+        stages = self.stages(match[2])
+        before = (stage - stages.start) * (self.layers[match[2]] // len(stages))
+        return f"{match[1]}.{before + int(match[3])}.{match[4]}"
+
+    def pieces(self, name: str, whole: Any) -> list[Any]:
+        """Each tensor parallel rank's part of a parameter; self-attention's query, key and value are cut each alone."""
+        import torch
+
+        dim, blocks = cut_along(name)
+        if dim is None:
+            return [whole] * self.tp
+        cut = [block.chunk(self.tp, dim) for block in whole.chunk(blocks, dim)]
+        return [torch.cat(parts, dim) for parts in zip(*cut, strict=True)]
+
+
+def cut_along(name: str) -> tuple[int | None, int]:
+    """The dimension along which tensor parallelism cuts a parameter, and how many matrices it holds one below another.
+
+    Cross-attention's key_value goes head by head, and is one.
+    """
+    dim = 0 if COLUMNS.fullmatch(name) else 1 if ROWS.fullmatch(name) else None
+    return dim, 3 if "query_key_value" in name else 1
+
+
+def whole_weights(folder: Path, args: Namespace) -> Weights:
+    """All parameters of a checkpoint, each in one piece. args: the engine's arguments, as the checkpoint has them."""
+    import torch
+
+    cut = Cut.of(args, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    ranks: list[Weights] = [{} for _ in range(cut.tp)]
+    for rank, weights in enumerate(ranks):
+        for stage in range(1 if args.deepspeed else cut.pp):
+            for name, value in shard(folder, args, rank, stage).items():
+                weights[cut.whole_name(name, stage)] = value
+    joined = {}
+    for name in ranks[0]:
+        dim, blocks = cut_along(name)
+        parts = [weights[name] for weights in ranks]
+        rows = zip(*(part.chunk(blocks, dim or 0) for part in parts), strict=True)
+        joined[name] = parts[0] if dim is None else torch.cat([part for row in rows for part in row], dim)
+    return joined | {HEAD: joined[f"{EMBEDDING}word_embeddings.weight"]}
+
+
+def shard(folder: Path, args: Namespace, rank: int, stage: int) -> Weights:
+    """A tensor parallel rank's parameters: of one stage in Megatron's own checkpoints, of all in DeepSpeed's."""
+    if not args.deepspeed:
+        suffix = f"_{stage:03d}" if args.pipeline_model_parallel_size > 1 else ""
+        return flat(read(folder / f"mp_rank_{rank:02d}{suffix}" / "model_optim_rng.pt")["model"])
+    if args.ds_pipeline_enabled:
+        return pipeline_module(folder, rank, args.num_layers + 2)
+    if args.zero_stage == 3:
+        return gathered(folder, f"_mp_rank_{rank:02d}_", args.params_dtype)
+    return flat(read(folder / f"mp_rank_{rank:02d}_model_states.pt")["module"])
+
+
+def pipeline_module(folder: Path, rank: int, last: int) -> Weights:
+    """DeepSpeed's PipelineModule has a file for the embedding (1), for each layer and for the last layer norm."""
+    found: Weights = {}
+    for number in range(1, last + 1):
+        layer = f"language_model.encoder.layers.{number - 2}."
+        prefix = {1: EMBEDDING, last: "language_model.encoder.final_layernorm."}.get(number, layer)
+        found |= flat(read(folder / f"layer_{number:02d}-model_{rank:02d}-model_states.pt"), prefix)
+    return found
+
+
+def gathered(folder: Path, rank: str, dtype: Any) -> Weights:
+    """ZeRO-3's fp32 parameters, of which every data-parallel rank has an equal part of each, the last one padded."""
+    import torch
+
+    shapes = read(folder / f"zero_pp_rank_0{rank}model_states.pt")["param_shapes"]
+    first = next(folder.glob(f"*zero_pp_rank_0{rank}optim_states.pt"))
+    count = read(first)["optimizer_state_dict"]["partition_count"]
+    files = [first.with_name(first.name.replace("pp_rank_0", f"pp_rank_{number}")) for number in range(count)]
+    parts = [torch.cat(read(file)["optimizer_state_dict"]["fp32_flat_groups"]) for file in files]
+    found, begin = {}, 0
+    for name, shape in (item for group in shapes for item in group.items()):
+        size = math.ceil(shape.numel() / count)
+        value = torch.cat([part[begin : begin + size] for part in parts])[: shape.numel()]
+        found[name], begin = value.view(shape).to(dtype), begin + size
+    return found
+
+
+def flat(state: Mapping[str, Any], prefix: str = "") -> Weights:
+    found: Weights = {}
+    for name, value in state.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return found
+
+
+def write(head: Mapping[str, Any], whole: Weights, directory: Path, cut: Cut) -> None:
+    import torch
+
+    args = Namespace(**vars(head["args"]))
+    args.make_vocab_size_divisible_by = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size // cut.tp
+    args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.deepspeed = cut.tp, cut.pp, False
+    kept = {name: head[name] for name in ("checkpoint_version", "iteration", "tokens")} | {"args": args}
+    models: dict[tuple[int, int], dict[str, Any]] = {(r, s): {} for r in range(cut.tp) for s in range(cut.pp)}
+    for name, value in whole.items():
+        stages, local = cut.place(name)
+        # As Megatron's modules nest them: below encoder and decoder the names stay whole.
+        words = local.split(".", 2 if re.match(r"language_model.(en|de)coder", local) else -1)
+        for stage in stages:
+            for rank, piece in enumerate(cut.pieces(name, value)):
+                place = models[rank, stage]
+                for word in words[:-1]:
+                    place = place.setdefault(word, {})
+                place[words[-1]] = piece
+    for (rank, stage), model in models.items():
+        folder = directory / f"iter_{kept['iteration']:07d}" / f"mp_rank_{rank:02d}{f'_{stage:03d}' * (cut.pp > 1)}"
+        folder.mkdir(parents=True)
+        torch.save({**kept, "model": model}, folder / "model_optim_rng.pt")
+    write_whole(directory / TRACKER, str(kept["iteration"]))
