@@ -22,7 +22,7 @@ import torch
 from megatron import checkpointing, get_tokenizer, global_vars, layout_independent_init, training
 from megatron.core import mpu
 from megatron.core.enums import ModelType
-from megatron.data import dataset_utils
+from megatron.data import dataset_utils, gpt_dataset
 from megatron.data.data_samplers import build_pretraining_data_loader
 from megatron.model import LayerNorm
 from megatron.model.transformer import get_num_experts_per_layer
@@ -236,6 +236,15 @@ def map_file(directory: Path) -> Path:
     return path
 
 
+def get_gpt_samples(prefix: str) -> list[list[int]]:
+    dataset, *unasked = gpt_dataset.build_train_valid_test_datasets(
+        [prefix], "mmap", "949,50,1", [16, 0, 0], 16, 1234, True
+    )
+    assert unasked == [None, None] and len(dataset) >= 16
+    return [dataset[number]["text"].tolist() for number in range(16)]
+
+
+@pytest.mark.parametrize("get", [get_map, get_gpt_samples])
 @pytest.mark.parametrize(
     "damage",
     [
@@ -246,14 +255,33 @@ def map_file(directory: Path) -> Path:
     ],
     ids=["empty", "half", "no header", "zeroes"],
 )
-def test_a_damaged_index_map_is_built_again(tmp_path: Path, damage: Callable[[bytes], bytes]):
+def test_a_damaged_index_map_is_built_again(tmp_path: Path, get: Callable, damage: Callable[[bytes], bytes]):
     prefix = write_data(tmp_path)
-    good, path = get_map(prefix), map_file(tmp_path)
-    whole = path.read_bytes()
-    path.write_bytes(damage(whole))
-    assert get_map(prefix) == good
-    assert path.read_bytes() == whole
-    assert len(list(tmp_path.iterdir())) == 3
+    good, paths = get(prefix), sorted(tmp_path.rglob("*.npy"))
+    assert len(paths) == (1 if get is get_map else 3)
+    for path in paths:
+        whole = path.read_bytes()
+        path.write_bytes(damage(whole))
+        assert get(prefix) == good
+        assert path.read_bytes() == whole
+    assert not [*tmp_path.rglob("*.tmp")]
+
+
+@pytest.mark.parametrize("family", [dataset_utils, gpt_dataset])
+def test_corpora_are_blended_and_one_that_is_too_small_is_named(tmp_path: Path, family):
+    prefixes = [write_data(tmp_path / name, documents) for name, documents in (("a", 30), ("b", 40), ("c", 3))]
+
+    def blend(second: int, samples: list[int]) -> list:
+        lengths = {"max_seq_length_dec": DECODER_LENGTH, "dataset_type": "t5"} if family is dataset_utils else {}
+        options = (ENCODER_LENGTH, 0.15, 0.1, 1234, True) if lengths else (16, 1234, True)
+        paths = ["0.3", prefixes[0], "0.7", prefixes[second]]
+        return family.build_train_valid_test_datasets(paths, "mmap", "900,100,0", samples, *options, **lengths)
+
+    dataset, *unasked = blend(1, [20, 0, 0])
+    assert unasked == [None, None]
+    assert sorted(sample["dataset_idx"] for sample in dataset).count(0) == pytest.approx(0.3 * len(dataset), abs=2)
+    with pytest.raises(ValueError, match="1 of the 2 datasets of --data-path are too small for --split"):
+        blend(2, [20, 4, 0])
 
 
 def test_index_map_of_older_data_is_built_again(tmp_path: Path):

@@ -12,6 +12,7 @@ from megatron import get_args
 from megatron.arguments import core_transformer_config_from_args, parse_args, validate_args
 from megatron.core import mpu
 from megatron.core.pipeline_parallel import p2p_communication
+from megatron.data import gpt_dataset
 from megatron.data.dataset_utils import build_train_valid_test_datasets
 from models import loss_and_squared_norm
 from started_engine import DECODER_LENGTH, ENCODER_LENGTH, write_data
@@ -50,9 +51,13 @@ def test_every_node_has_its_index_maps(args: Namespace, shared: bool):
         [str(directory / "text")], "mmap", "949,50,1", [16, 0, 0], ENCODER_LENGTH, 0.15, 0.1, 1234, True,
         max_seq_length_dec=DECODER_LENGTH, dataset_type="t5",
     )  # fmt: skip
+    gpt, *_ = gpt_dataset.build_train_valid_test_datasets(
+        [str(directory / "text")], "mmap", "949,50,1", [16, 0, 0], 16, 1234, True
+    )
     torch.distributed.barrier()
-    assert len(dataset) >= 16
+    assert len(dataset) >= 16 and len(gpt) >= 16
     assert len(list(directory.glob("*indexmap*"))) == 1, "a temporary file was left behind"
+    assert len(list(directory.glob("index-cache/*"))) == 4, "so was one of GPT's"
 
 
 def test_a_split_without_an_encoder_is_refused(monkeypatch: Patch):
