@@ -7,12 +7,12 @@ left out: such a checkpoint is for evaluation, zero-shot tasks and --finetune.
 
 import argparse
 import math
-import os
+import pickle
 import re
-import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from t5bench import Problem
@@ -38,9 +38,6 @@ def run(arguments: argparse.Namespace) -> int:
     plan, tp, pp = load(arguments.run).plan, arguments.tp, arguments.pp
     if plan.engine != "megatron":
         raise Problem(f"{arguments.run} is a run of the {plan.engine} engine", "Only Megatron-DeepSpeed's are merged")
-    # What a checkpoint holds besides tensors are objects of the engine's classes.
-    sys.path.insert(0, os.environ.get("MEGATRON_DIR") or plan.engine_directory)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     output = arguments.output or arguments.run.with_name(f"{arguments.run.name}-tp{tp}-pp{pp}")
     if output.exists():
         raise Problem(f"{output} exists", "Remove it, or name another --output")
@@ -59,7 +56,27 @@ def read(path: Path) -> Any:
 
     if fault := damage(path):
         raise Problem(f"{path} {fault}", "Every node's files must be here: copy them from where they were written")
-    return torch.load(path, map_location="cpu", weights_only=False)
+    reader = ModuleType("reader of known classes")
+    reader.Unpickler = Known  # type: ignore[attr-defined]
+    return torch.load(path, map_location="cpu", weights_only=False, pickle_module=reader)
+
+
+class Absent:
+    """What a checkpoint holds besides tensors and plain values: an object of the engine or of DeepSpeed."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+
+class Known(pickle.Unpickler):
+    """Reads a checkpoint where the engine is not installed."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = module.split(".")[0] in ("argparse", "_codecs", "collections", "numpy", "torch")
+        return super().find_class(module, name) if known else Absent
 
 
 class Cut(NamedTuple):
@@ -73,7 +90,7 @@ class Cut(NamedTuple):
     @classmethod
     def of(cls, args: Namespace, tp: int, pp: int) -> "Cut":
         """args: the engine's arguments. Raises Problem where the model cannot be cut like that."""
-        is_t5 = args.model_type.name == "encoder_and_decoder"
+        is_t5 = args.decoder_num_layers is not None
         layers = {"encoder": args.encoder_num_layers} | ({"decoder": args.decoder_num_layers} if is_t5 else {})
         cut = cls(tp, pp, pp // 2 if is_t5 else 0, layers)
         parts = (count % len(cut.stages(kind)) for kind, count in layers.items())
@@ -193,7 +210,8 @@ def flat(state: Mapping[str, Any], prefix: str = "") -> Weights:
 def write(head: Mapping[str, Any], whole: Weights, directory: Path, cut: Cut) -> None:
     import torch
 
-    args = Namespace(**vars(head["args"]))
+    left_out = (torch.Tensor, Absent)  # a mask, and objects of the engine's
+    args = Namespace(**{name: value for name, value in vars(head["args"]).items() if not isinstance(value, left_out)})
     args.make_vocab_size_divisible_by = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size // cut.tp
     args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.deepspeed = cut.tp, cut.pp, False
     kept = {name: head[name] for name in ("checkpoint_version", "iteration", "tokens")} | {"args": args}
