@@ -51,10 +51,16 @@ def declared_settings() -> Mapping[str, Setting]:
     return found
 
 
-def made_settings(values: Mapping[str, str]) -> dict[str, Setting]:
+def made_settings(values: Mapping[str, str], family: str = "t5") -> dict[str, Setting]:
     """The launchers' settings with these values where they are named."""
     assert not values.keys() - declared_settings().keys(), values.keys() - declared_settings().keys()
-    return {name: replace(entry, value=values.get(name, entry.value)) for name, entry in declared_settings().items()}
+    found = {name: replace(entry, value=values.get(name, entry.value)) for name, entry in declared_settings().items()}
+    if family == "t5":
+        return found
+    gpt = (("NUM_LAYERS", "--num-layers", "ENCODER_NUM_LAYERS"), ("SEQ_LENGTH", "--seq-length", "ENCODER_SEQ_LENGTH"))
+    found |= {name: replace(found[like], argument=argument) for name, argument, like in gpt}
+    found["MODEL_FAMILY"] = replace(found["MODEL_FAMILY"], value=family)
+    return {name: entry for name, entry in found.items() if not name.startswith(("ENCODER_", "DECODER_"))}
 
 
 def made_plan(
@@ -70,6 +76,7 @@ def made_plan(
     ds_config: Mapping[str, Any] | None = None,
     extra_arguments: Sequence[str] = (),
     layout: Layout | None = None,
+    family: str = "t5",
 ) -> Plan:
     """A plan of one node; world_size: what the strategy needs, but at least 2."""
     tp, pp = LAYOUTS.get(strategy, (1, 1))
@@ -78,7 +85,7 @@ def made_plan(
     chosen = {"NNODES": str(nodes), "NPROC_PER_NODE": str(world_size // nodes), "MASTER_PORT": str(port)}
     chosen |= {"TENSOR_PARALLEL_SIZE": str(tp), "PIPELINE_PARALLEL_SIZE": str(pp)}
     chosen |= {"WANDB_RUN_NAME": f"megatron-{strategy}", **(settings or {})}
-    plan_settings = made_settings(chosen)
+    plan_settings = made_settings(chosen, family)
     dp = world_size // (tp * pp)
     batch, micro_batch = (int(plan_settings[name].value) for name in ("GLOBAL_BATCH_SIZE", "MICRO_BATCH_SIZE"))
     words = [
@@ -125,16 +132,19 @@ def made_checkpoints(
     pp: int = 1,
     dp: int = 2,
     nodes: int = 1,
+    family: str = "t5",
+    layers: int = 2,
 ) -> Checkpoints:
     """The checkpoints in a run directory, as node 0 sees them; stage: of ZeRO."""
     world_size = tp * pp * dp
     return Checkpoints(
         made_plan(
             "ddp",
-            {"OUTPUT_DIR": str(directory), "PRECISION_FLAG": precision},
+            {"OUTPUT_DIR": str(directory), "PRECISION_FLAG": precision, "ENCODER_NUM_LAYERS": str(layers)},
             engine=engine,
             ds_config={"zero_optimization": {"stage": stage}} if stage else None,
             layout=Layout(nodes, world_size // nodes, world_size, tp, pp, dp, 1),
+            family=family,
         )
     )
 
@@ -180,6 +190,7 @@ def make_run(
     idx_sha256: str = "5a" * 32,
     ds_config: Mapping[str, Any] | None = None,
     extra_arguments: Sequence[str] = (),
+    family: str = "t5",
     skipped: Mapping[int, int] | None = None,
     memory_mib: Sequence[float] | None = None,
     sent_per_iteration: float | None = None,
@@ -213,6 +224,7 @@ def make_run(
         device="cuda" if gpu else "cpu",
         ds_config=ds_config,
         extra_arguments=extra_arguments,
+        family=family,
     )
     assert plan.layout
     world_size = plan.layout.world_size

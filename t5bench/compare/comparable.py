@@ -23,6 +23,7 @@ def gpu_names(run: Run) -> str | None:
 # What must agree and is no setting, by the name that messages print and --allow takes: what makes it another model,
 # other data or other initial weights, and so another loss curve; and what changes the time alone.
 _TRAINING: Mapping[str, Callable[[Run], Any]] = {
+    "MODEL_FAMILY": lambda run: run.architecture.family,  # records of earlier versions lack the setting
     "padded_vocab_size": lambda run: run.padded_vocab_size,
     "idx_sha256": lambda run: run.record["data"].get("idx_sha256"),
     "bin_bytes": lambda run: run.record["data"].get("bin_bytes"),

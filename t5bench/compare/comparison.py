@@ -11,6 +11,7 @@ from msgspec import to_builtins
 from t5bench.compare import comparable, parity, predicted
 from t5bench.compare.comparable import compared, differing, gpu_names, show
 from t5bench.compare.limits import limits
+from t5bench.compare.predicted import hardware_tflops
 from t5bench.compare.repeats import FEWEST_REPEATS, against_the_fastest, excludes_one, ratio
 from t5bench.compare.rows import Measured, Row, distinctions, group_runs, labels, make_row
 from t5bench.compare.statistics import Estimate
@@ -86,6 +87,7 @@ def _row_json(row: Row) -> dict[str, Any]:
         "device": run.plan.device,
         "gpu": gpu_names(run),
         "remedy": run.record["remedy"],
+        **({"hardware_tflops_per_gpu": again} if (again := hardware_tflops(row)) else {}),
         "milliseconds_per_iteration": row.milliseconds,
         "milliseconds_predicted": row.predicted and 1000 * row.predicted.total,
         "milliseconds_of_runs": row.run_medians,
@@ -113,6 +115,7 @@ def _run_json(entry: Measured) -> dict[str, Any]:
         "outliers": timing and timing.outliers,
         "intervals_used": len(timing.used) if timing else 0,
         "intervals_dropped": Counter(timing.dropped.values()) if timing else {},
+        **({"evaluations": run.evaluations} if run.evaluations else {}),
         "traffic": observed.traffic,
         "gpu_power_w": observed.power_w,
         "gpu_utilization_percent": observed.utilization,
@@ -179,7 +182,7 @@ def _problems(rows: Sequence[Row], baseline: str) -> list[str]:
         elif row.parity.verdict == parity.DIFFERENT:
             what = "has a loss that is not a number" if row.is_baseline else f"does not train as {baseline} does"
             problems.append(f"{row.label} {what}: {row.parity}")
-        elif row.milliseconds is None:
+        elif row.milliseconds is None and not row.run.is_evaluation:
             problems.append(f"{row.label} logged no interval (TRAIN_ITERS below LOG_INTERVAL?)")
     if not any(row.is_baseline for row in rows):
         problems.append(f"there is no complete {baseline} run to compare with")

@@ -1,5 +1,6 @@
 """What the measurements say of what limits a row."""
 
+from t5bench.compare.predicted import hardware_tflops
 from t5bench.compare.rows import Row
 from t5bench.record.samples import Observations
 
@@ -18,6 +19,8 @@ def limits(row: Row) -> str:
     peak = f"share of the GPU's peak: not known, {row.mfu_missing}"
     if row.mfu is not None:
         peak = f"the arithmetic takes {row.mfu:.1%} of the GPU's peak"
+    if row.mfu is not None and (again := hardware_tflops(row)):
+        peak += f", {row.mfu * again / row.tflops:.1%} with what is computed again"
     parts = [_network(observed), ", ".join(seen) or f"GPU utilisation and power: not measured, {why}", peak]
     return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
 

@@ -51,4 +51,5 @@ def hardware_tflops(row: Row) -> float | None:
     found = prediction(row) if row.milliseconds else None
     if not found or found.job.recompute == "none":
         return None
-    return flops.hardware_flops(found.job) * 1000 / row.milliseconds.median / row.run.world_size / 1e12
+    done = flops.hardware_flops(replace(found.job, global_batch=row.batch))
+    return done * 1000 / row.milliseconds.median / row.run.world_size / 1e12

@@ -78,9 +78,10 @@ class Row:
         return bool(self.measured)
 
     @property
-    def batch(self) -> int:
-        """Samples of an iteration."""
-        return self.run.plan.number("GLOBAL_BATCH_SIZE")
+    def batch(self) -> float:
+        """Samples of an iteration that counts."""
+        timings = [entry.timing for entry in self.measured if entry.timing]
+        return timings[0].batch if timings else self.run.plan.number("GLOBAL_BATCH_SIZE")
 
     @property
     def run_medians(self) -> list[float]:
@@ -122,8 +123,12 @@ class Row:
 
     @property
     def final_loss(self) -> float | None:
-        """Nats per target token on the last line that has one, the median over the repeats; nan when one diverged."""
-        last = [losses[max(losses)] for entry in self.measured if (losses := curve(entry.run))]
+        """Nats per target token on the last line that has one, the median over the repeats; nan when one diverged.
+
+        Of an evaluation alone it is the evaluated loss.
+        """
+        evaluated = [entry.run.evaluations[-1].lm_loss for entry in self.measured if entry.run.is_evaluation]
+        last = evaluated + [losses[max(losses)] for entry in self.measured if (losses := curve(entry.run))]
         if any(math.isnan(loss) for loss in last):
             return math.nan
         return median(last) if last else None
@@ -166,8 +171,7 @@ def labels(rows: Sequence[Sequence[Run]]) -> list[str]:
 
 def shape_of(run: Run) -> Architecture | None:
     """The model's shape; None where the padded vocabulary is not known."""
-    vocabulary = run.padded_vocab_size
-    return Architecture.of_arguments(run.plan.named_arguments, vocabulary) if vocabulary else None
+    return run.architecture if run.padded_vocab_size else None
 
 
 def make_row(label: str, runs: Sequence[Run], peak: float | None = None) -> Row:
@@ -182,8 +186,7 @@ def make_row(label: str, runs: Sequence[Run], peak: float | None = None) -> Row:
         too_few = "too few independent intervals for a confidence interval" if row.milliseconds.low is None else ""
         row.warnings = list(dict.fromkeys(filter(None, [*(t.warning for t in timings), too_few, _ALONE * row.alone])))
         row.samples_per_second = row.milliseconds.per(1000.0 * row.batch)
-        shape = Architecture.of_arguments(row.run.plan.named_arguments, row.run.padded_vocab_size or 0)
-        tokens = shape.encoder_length + shape.decoder_length
+        tokens = row.run.architecture.encoder_length + row.run.architecture.decoder_length
         row.tokens_per_second = row.milliseconds.per(1000.0 * row.batch * tokens)
         _add_rates(row, row.milliseconds.median / 1000, peak)
     return row

@@ -2,6 +2,7 @@
 
 Every log line is the mean over the LOG_INTERVAL iterations before it, an interval. Left out are
 
+- intervals in which the batch was still growing;
 - intervals with an evaluation, a checkpoint or a profiled iteration in them, and those with iterations that fp16
   skipped;
 - the first 20 iterations after a run was resumed from a checkpoint;
@@ -28,7 +29,7 @@ WARM_UP_ITERATIONS = 20
 FEWEST_INTERVALS = 5
 
 EVENT, SKIPPED, NOT_FINITE, WARM_UP = "evaluation, checkpoint or profile", "skipped by fp16", "no time", "warm-up"
-RESUMED = "warm-up after a resume"
+RESUMED, RAMP_UP = "warm-up after a resume", "growing batch"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Timing:
     """One run's milliseconds per iteration.
 
     used: the iterations at which the intervals that count end; dropped: those of the others, with the reason.
-    spread is the interquartile range's ends (lower and upper quartile) in ms.
+    spread is the interquartile range's ends (lower and upper quartile) in ms. batch: the samples of an iteration that
+    counts.
     """
 
     milliseconds: Estimate
@@ -66,6 +68,7 @@ class Timing:
     outliers: int
     used: Sequence[int]
     dropped: Mapping[int, str]
+    batch: float
     warning: str = ""
 
 
@@ -77,8 +80,12 @@ def timing(lines: Sequence[Iteration], plan: Plan) -> Timing | None:
     clean = [line for line in lines if line.iteration not in dropped]
     if not clean:
         return None
-    begin, warnings = max(lines[0].begin, lines[0].iteration - length, 0), []
+    begin, warnings, full = max(lines[0].begin, lines[0].iteration - length, 0), [], plan.number("GLOBAL_BATCH_SIZE")
+    batches = {n: plan.samples(max(0, n - length), n) / length for n in (line.iteration for line in clean)}
+    if (batch := max(batches.values())) < full:
+        warnings.append(f"the batch grew to the end: these figures are of {batch:g} samples, not of {full}")
     rules: dict[str, Callable[[Iteration], bool]] = {
+        RAMP_UP: lambda line: batches[line.iteration] < batch,
         EVENT: lambda line: event_within(line.iteration - length, line.iteration, plan),
         # Where the run itself began is the warm-up's matter, which knows what to do with short runs.
         RESUMED: lambda line: line.begin > begin and _early(line, line.begin, length),
@@ -100,6 +107,7 @@ def timing(lines: Sequence[Iteration], plan: Plan) -> Timing | None:
         outliers=sum(not low - reach <= value <= high + reach for value in values),
         used=[line.iteration for line in clean[warm_up:]],
         dropped=dict(sorted(dropped.items())),
+        batch=batch,
         warning="; ".join(filter(None, [*warnings, warning])),
     )
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from t5bench.model.job import Architecture
 from t5bench.record.files import write_whole
 from t5bench.record.plan import Plan
 
@@ -66,14 +67,25 @@ class Checkpoints:
         assert layout
         tp, dp, pp = rank % layout.tp, rank // layout.tp % layout.dp, rank // (layout.tp * layout.dp)
         if stage:
-            bf16 = "bf16_" if self.plan.precision == "bf16" else ""
-            yield f"{bf16}zero_pp_rank_{dp}_mp_rank_{tp:02d}_optim_states.pt"
+            bf16, model_rank = "bf16_" if self.plan.precision == "bf16" else "", pp * layout.tp + tp
+            yield f"{bf16}zero_pp_rank_{dp}_mp_rank_{model_rank:02d}_optim_states.pt"
             own = f"zero_pp_rank_{dp}_" if stage == 3 else ""
-            yield f"{own}mp_rank_{tp:02d}_model_states.pt"
+            yield f"{own}mp_rank_{model_rank:02d}_model_states.pt"
+            if layout.pp > 1:
+                yield from (f"layer_{layer:02d}-model_{tp:02d}-model_states.pt" for layer in self._layers_of(pp))
         else:
             yield f"mp_rank_{tp:02d}{f'_{pp:03d}' if layout.pp > 1 else ''}/model_optim_rng.pt"
         if self.plan.engine == "native":
             yield f"random_{rank:05d}.pt"
+
+    def _layers_of(self, stage: int) -> range:
+        """A stage's layers as DeepSpeed's pipeline counts them: 1 is the embedding, after the last comes the norm, and
+        the head where it has weights of its own."""
+        assert self.plan.layout
+        model = Architecture.of_arguments(self.plan.named_arguments, 0)
+        each, stages = model.layers // self.plan.layout.pp, self.plan.layout.pp
+        first, after = 2 + stage * each, 2 + (stage + 1) * each
+        return range(first if stage else 1, after if stage < stages - 1 else after + (1 if model.tied else 2))
 
     def iterations(self) -> list[int]:
         """The iterations of which there is something, the newest first."""

@@ -21,18 +21,8 @@ _PEAK_MEMORY = re.compile(
 _PADDED_VOCABULARY = re.compile(r"padded vocab \(size: \d+\).*\(new size: (\d+)\)|vocabulary padded to (\d+)")
 _EVALUATION = re.compile(
     r"\bvalidation loss at iteration (?P<iteration>\d+)(?: on \d+-sample draw from (?P<samples>\w+) set)? \|"
-    r" lm loss value: (?P<loss>[-+.\dE]+) \| lm loss PPL: (?P<perplexity>[-+.\dE]+) \|"
+    r" lm loss value: (?P<loss>\d+\.\d+(?:E[-+]\d+)?) \| lm loss PPL: (?P<perplexity>\d+\.\d+(?:E[-+]\d+)?) \|"
 )
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """One evaluation: lm_loss in nats per target token, over samples of the validation or the test set."""
-
-    iteration: int
-    samples: str
-    lm_loss: float
-    perplexity: float
 
 
 # What a record can hold: numbers as large as those of fp32, and clocks from 2001 to 2103 in seconds since 1970.
@@ -40,6 +30,16 @@ MOST = 2.0**128
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Amount = Annotated[float, Meta(ge=0, le=MOST)]
 Clock = Annotated[float, Meta(ge=1e9, le=4.2e9)]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation: lm_loss in nats per target token, over samples of the validation or the test set."""
+
+    iteration: Count
+    samples: str
+    lm_loss: Amount
+    perplexity: Amount
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,11 @@ def iterations(lines: Iterable[str]) -> Iterator[Iteration]:
 
 
 def evaluation(line: str) -> Evaluation | None:
+    """The evaluation that this text tells of; None for one that was cut off, or whose loss is not a number."""
     if not (match := _EVALUATION.search(line)):
         return None
-    return Evaluation(
-        int(match["iteration"]), match["samples"] or "validation", float(match["loss"]), float(match["perplexity"])
-    )
+    loss, perplexity = float(match["loss"]), float(match["perplexity"])
+    return Evaluation(int(match["iteration"]), match["samples"] or "validation", loss, perplexity)
 
 
 def padded_vocabulary(line: str) -> int | None:

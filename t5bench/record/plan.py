@@ -14,6 +14,7 @@ from t5bench.record.files import RecordError
 
 FORMAT = 2
 SECRET_GIVEN = "given"  # all that a plan says of a secret's value
+MOST_RAMP_ITERATIONS = 100_000
 
 
 @dataclass(frozen=True)
@@ -227,27 +228,42 @@ class Plan:
         """0 without DeepSpeed."""
         return self.ds_config["zero_optimization"]["stage"] if self.ds_config else 0
 
+    @cached_property
+    def ramp(self) -> list[int]:
+        """The batches of the first iterations, while RAMPUP_BATCH_SIZE lets them grow, as the engine counts them.
+
+        Raises RecordError for what no plan asks for.
+        """
+        if not (asked := self._asked("RAMPUP_BATCH_SIZE")):
+            return []
+        full, sizes = self.number("GLOBAL_BATCH_SIZE"), [int(word) if word.isdigit() else 0 for word in asked.split()]
+        if len(sizes) != 3 or min(sizes) < 1 or sizes[2] > sizes[0] * MOST_RAMP_ITERATIONS:
+            raise RecordError(f"RAMPUP_BATCH_SIZE is '{asked}'")
+        start, step, samples = sizes
+        share, batches, done = samples / max(1, (full - start) // step), [], 0
+        while done <= samples:
+            batches.append(min(full, start + int(done / share) * step))
+            done += batches[-1]
+        return batches
+
     @property
     def iterations(self) -> int:
         """How many a whole run has: with a ramp-up more than TRAIN_ITERS, for the first ones are smaller."""
-        full, total = self.number("GLOBAL_BATCH_SIZE"), self.number("TRAIN_ITERS")
-        if not (ramp := self._asked("RAMPUP_BATCH_SIZE")):
-            return total
-        start, step, samples = map(int, ramp.split())
-        increments = max(1, (full - start) // step)
-        done = count = 0
-        while done <= samples:  # as the engine counts
-            done += min(full, start + int(done / (samples / increments)) * step)
-            count += 1
-        return count + (total * full - done) // full
+        full = self.number("GLOBAL_BATCH_SIZE")
+        return len(self.ramp) + (self.number("TRAIN_ITERS") * full - sum(self.ramp)) // full
+
+    def samples(self, begin: int, end: int) -> int:
+        """Of the iterations after `begin`, up to `end`."""
+        growing = self.ramp[begin:end]
+        return sum(growing) + (end - begin - len(growing)) * self.number("GLOBAL_BATCH_SIZE")
 
     @property
     def last_iteration(self) -> int:
         """The one that this attempt is to reach: --exit-interval may end it sooner, an evaluation trains nothing."""
         if self._asked("EVAL_ONLY") == "1":
             return 0
-        every = int(self.engine_arguments.get("--exit-interval") or self.iterations)
-        return min(self.iterations, (self.resume_from // every + 1) * every)
+        every = int(self.engine_arguments.get("--exit-interval") or 0) or self.iterations
+        return min(self.iterations, (self.resume_from // max(every, 1) + 1) * every)
 
     @property
     def precision(self) -> str:

@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 
 from t5bench.record import log
 from t5bench.record.files import METRICS, RecordError, read
-from t5bench.record.log import Amount, Clock, Count, Iteration, PeakMemory
+from t5bench.record.log import Amount, Clock, Count, Evaluation, Iteration, PeakMemory
 from t5bench.record.plan import FORMAT, ROLES, Plan, by_name
 from t5bench.record.status import CANCELLED, EXIT_CODES, RUNNING, Cause, iterations_expected
 
@@ -68,6 +68,7 @@ class _Part(_Ending):
     network: dict[str, dict[str, Count | None]]
     peak_memory: list[PeakMemory]
     padded_vocab_size: Annotated[int, Meta(ge=1, le=2**31)] | None
+    evaluations: list[Evaluation] = []
     heard: list[_Ending] = []
     differences: list[str] = []
 
@@ -176,6 +177,8 @@ def _faults(part: _Part, plan: Plan) -> Iterator[str]:
         passed = [given[argument] for argument in setting.argument.split(",") if argument in given]
         if passed and setting.value not in passed:
             yield f"{name} is '{setting.value}', but the engine was given {setting.argument} {' '.join(passed)}"
+    if min(plan.iterations, plan.last_iteration) < 0:
+        yield f"it has {plan.iterations} iterations, the last {plan.last_iteration}"
     if missing := Counter(plan.arguments.words) - Counter(plan.command):
         yield f"the command lacks {next(iter(missing))}"
 
@@ -247,13 +250,13 @@ def faults_of_complete(run: "Run", attempts: Sequence[Attempt], with_logs: bool)
     The logs are read too where they alone have some lines, in pieces.
     """
     lines, last_node = [entry for attempt in attempts for entry in attempt.lines], run.nodes[-1]
-    planned, total, interval = run.plan.last_iteration, run.plan.iterations, run.plan.number("LOG_INTERVAL")
+    total, interval = run.plan.iterations, run.plan.number("LOG_INTERVAL")
     for place, line in lines:
         if line.total != total or line.iteration % interval:
             here = f"{place} is of iteration {line.iteration} of {line.total}"
             yield f"{here}, where every {interval} of {total} are logged"
     reached = {line.iteration for line in run.iterations}
-    missing = set(range(interval, iterations_expected(planned, interval) + 1, interval)) - reached
+    missing = set(range(interval, iterations_expected(run.plan.last_iteration, interval) + 1, interval)) - reached
     in_pieces = read(run.directory / f"node{last_node['node']}.log") if missing else b""
     mentioned = {int(number) for number in re.findall(rb"\biteration\s+([0-9]{1,15})/", in_pieces)}
     if lacking := missing - mentioned:
@@ -312,6 +315,9 @@ def _faults_of_log(directory: Path, part: Mapping[str, Any], lines: _Lines | Non
     told = [asdict(peak) for peak in log.peak_memory(text for text in others if "peak memory" in text)]
     if told != sorted(part["peak_memory"], key=lambda peak: peak["rank"]):
         yield f"{path} and node{part['node']}.json tell of different peak memory"
+    evaluated = [asdict(found) for text in others if (found := log.evaluation(text))]
+    if evaluated != part.get("evaluations", evaluated):
+        yield f"{path} and node{part['node']}.json tell of different evaluations"
     vocabulary = [size for text in others if (size := log.padded_vocabulary(text))]
     if vocabulary and vocabulary[-1] != part["padded_vocab_size"]:
         yield f"{path} tells of a vocabulary of {vocabulary[-1]}, node{part['node']}.json of another"

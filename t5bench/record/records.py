@@ -21,9 +21,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from t5bench.model.job import Architecture
 from t5bench.record import reader
 from t5bench.record.files import METRICS, RecordError, check_seal, read, write_json
-from t5bench.record.log import Iteration, PeakMemory
+from t5bench.record.log import Evaluation, Iteration, PeakMemory
 from t5bench.record.plan import FORMAT, ROLES, Layout, Plan
 from t5bench.record.status import COMPLETE, RUNNING, of_run
 
@@ -106,6 +107,21 @@ class Run:
     def layout(self) -> Layout:
         assert self.plan.layout, "a run that began has a layout"
         return self.plan.layout
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """Of the model, by the engine's arguments; without a vocabulary where the engine has not printed it yet."""
+        return Architecture.of_arguments(self.plan.named_arguments, self.padded_vocab_size or 0)
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        """What the last rank's node logged of evaluations, in order."""
+        return [Evaluation(**entry) for entry in self.nodes[-1].get("evaluations", [])]
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether it evaluated a checkpoint and trained nothing."""
+        return bool(self.evaluations) and not self.plan.last_iteration
 
     @property
     def world_size(self) -> int:

@@ -10,6 +10,7 @@ from made_runs import LARGE, RTX_5000_ADA, make_run, seal
 from t5bench import Problem
 from t5bench.compare.comparison import build
 from t5bench.compare.limits import limits
+from t5bench.compare.predicted import hardware_tflops
 from t5bench.compare.reduction import reduction_of
 from t5bench.record import records
 
@@ -40,6 +41,18 @@ def test_figures_by_hand(tmp_path: Path):
     assert row.tflops == pytest.approx(19.809 / 0.080 / 2, rel=1e-4)
     assert row.mfu == pytest.approx(row.tflops / 261.1)
     assert row.peak_memory == {0: 900, 1: 1000.5}
+
+
+def test_a_gpt_has_its_own_length_and_never_stands_beside_a_t5_unasked(tmp_path: Path):
+    full = ["--recompute-granularity", "full"]
+    made = {"family": "gpt", "extra_arguments": full}
+    gpt = make_run(tmp_path / "gpt", elapsed_ms=[80.0] * 40, **ON_GPU | made)
+    row = row_of(compare(gpt), "ddp")
+    assert row.tokens_per_second.median == 200.0 * 512
+    assert hardware_tflops(row) / row.tflops == pytest.approx(4 / 3, rel=0.05)  # but for the head
+    assert "with what is computed again" in limits(row)
+    with pytest.raises(Problem, match="MODEL_FAMILY"):
+        compare(make_run(tmp_path / "ddp", **ON_GPU), gpt, allowed=["engine_arguments"])
 
 
 def test_what_was_not_measured_has_no_figure(tmp_path: Path):

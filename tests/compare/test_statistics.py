@@ -12,6 +12,7 @@ from t5bench.compare.statistics import (
     EVENT,
     FEWEST_INTERVALS,
     NOT_FINITE,
+    RAMP_UP,
     RESUMED,
     SKIPPED,
     WARM_UP,
@@ -68,6 +69,17 @@ def test_intervals_with_checkpoints_are_dropped():
 def test_a_checkpoint_in_every_interval_drops_none_for_it_and_says_so():
     found = timing_of([100] * 10, 10, SAVE_INTERVAL="5")
     assert EVENT not in found.dropped.values() and "every interval" in found.warning
+
+
+def test_of_a_growing_batch_only_the_whole_one_counts():
+    plan = made_plan(settings={"LOG_INTERVAL": "1", "TRAIN_ITERS": "60", "RAMPUP_BATCH_SIZE": "4 4 48"})
+    # 16 samples at 4 and at 8 and, after 44, once more at 12.
+    assert plan.ramp == [4] * 4 + [8] * 2 + [12] * 2 and plan.iterations == 8 + (60 * 16 - 56) // 16
+    assert (plan.samples(0, 5), plan.samples(8, 10)) == (24, 32)
+    found = timing(lines_of([50] * 8 + [100] * 52), plan)
+    assert found.batch == 16 and list(found.dropped.values()).count(RAMP_UP) == 8
+    short = timing(lines_of([50] * 6), plan)
+    assert short.batch == 8 and "of 8 samples, not of 16" in short.warning
 
 
 # ---- warm-up ----------------------------------------------------------------------------------------------------

@@ -39,6 +39,24 @@ def test_the_files_of_a_checkpoint(shape: tuple):
     assert made.folder(20).name == name
 
 
+def test_the_layers_of_deepspeed_s_pipeline(tmp_path: Path):
+    """As a GPT of four layers left them: the embedding is layer 1, the last norm layer 6."""
+    shape = {"engine": "megatron", "stage": 1, "precision": "--bf16", "tp": 2, "pp": 2, "dp": 1}
+    made = made_checkpoints(tmp_path, **shape, family="gpt", layers=4)
+    layers = {f"layer_0{layer}-model_0{tp}-model_states.pt" for layer in range(1, 7) for tp in (0, 1)}
+    rest = {name for rank in range(4) for name in (
+        f"bf16_zero_pp_rank_0_mp_rank_0{rank}_optim_states.pt", f"mp_rank_0{rank}_model_states.pt",
+    )}  # fmt: skip
+    assert set(made.files(range(4))) == layers | rest
+    assert [name for name in made.files([2]) if name.startswith("layer")] == [
+        f"layer_0{layer}-model_00-model_states.pt" for layer in (4, 5, 6)
+    ]
+    write_checkpoint(made, 5)
+    assert made.newest() == (5, {})
+    cut_off(made.folder(5) / "layer_04-model_01-model_states.pt")
+    assert made.newest()[1][5].startswith("global_step5/layer_04-model_01-model_states.pt is cut off")
+
+
 def test_a_node_reads_the_files_of_its_ranks():
     # Two nodes with two ranks each: TP within a node, the second stage on the second node.
     hybrid = made_checkpoints(tp=2, pp=2, dp=1)
