@@ -16,6 +16,7 @@ COMMANDS = {
     "record": ("t5bench.run.recorder", "write a node's record of a run from its output (the launchers call this)"),
     "collect": ("t5bench.record.collect", "bring together the parts that the nodes of one run keep"),
     "compare": ("t5bench.report.command", "the table and the page over a set of runs"),
+    "explain": ("t5bench.compare.explain", "where a profiled iteration's time went, and what slows the run down"),
     "parity": ("t5bench.compare.parity", "whether the strategies train the same model: pass or fail for each"),
     "parity-check": ("t5bench.sweep.parity_check", "train the strategies alike, and ask parity of them"),
     "strategies": ("t5bench.plan.launchers", "the names of the strategies, in the order of their ports"),

@@ -13,6 +13,14 @@ from typing import Any
 MATMUL, ATTENTION, NORM, OPTIMIZER = "matrix products", "attention", "softmax, norms, dropout", "optimizer and norms"
 ELEMENTWISE, EMBEDDING, COPY = "elementwise", "embeddings and losses", "memory copies"
 COMMUNICATION, OTHER = "communication", "other"
+# The parts of a rank's iteration, which add up to it (t5bench/run/timeline.py).
+HOST, FORWARD, BACKWARD, RECOMPUTATION = "host gaps", "forward", "backward", "recomputation"
+STEP, DATA, LOGGING = "optimizer and clipping", "data loading", "logging"
+TRANSFER, BUBBLE, WAITING = "transfers between host and device", "pipeline bubble", "waiting for slower ranks"
+AXES = ("data parallel", "tensor parallel", "pipeline parallel", "ZeRO's gathers", "all ranks")
+SENDING = {axis: f"communication: {axis}" for axis in AXES}
+PARTS = (HOST, FORWARD, BACKWARD, RECOMPUTATION, STEP, DATA, LOGGING, TRANSFER, BUBBLE, WAITING,
+         *SENDING.values())  # fmt: skip
 CATEGORIES = (MATMUL, ATTENTION, NORM, ELEMENTWISE, EMBEDDING, OPTIMIZER, COPY, COMMUNICATION, OTHER)
 
 # The first rule that a name fits decides, so the special stand before the general.

@@ -3,12 +3,10 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from real_runs import train
@@ -98,46 +96,6 @@ def test_of_a_trace_only_what_ran_on_the_gpu_counts():
 
 
 # ---- a profiled program ----------------------------------------------------------------------------------------------
-
-
-SCRIPT = """
-import sys, torch
-assert __name__ == "__main__" and sys.argv[1:] == ["--flag", "value"]
-model = torch.nn.Linear(64, 64)
-groups = [torch.optim.AdamW([p], lr=0.1) for p in model.parameters()]  # two inner steps each, as ZeRO's groups
-for optimizer in groups:  # once before training, as DeepSpeed does
-    optimizer.step()
-data = iter(torch.utils.data.DataLoader(list(range(8))))
-for iteration in range(6):
-    for _ in range(3 if iteration == 4 else 1):
-        next(data)
-        model(torch.ones(32, 64)).sum().backward()
-    for optimizer in groups:
-        optimizer.step()
-        optimizer.zero_grad()
-print("done")
-"""
-
-
-@pytest.mark.parametrize(
-    ("rank", "program"), [("0", ["-m", "a_module"]), ("1", ["a_module.py"]), ("0", ["a_module.py"])]
-)
-def test_an_unchanged_program_is_profiled_on_the_first_rank(tmp_path: Path, rank: str, program: list[str]):
-    """Iteration 5 alone makes three passes."""
-    output = tmp_path / "profile.json"
-    (tmp_path / "a_module.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "t5bench.run.profile_step", "--iteration", "5", "--output", str(output)]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "RANK": rank, "PYTHONPATH": str(REPO_ROOT)}
-    result = subprocess.run(
-        [*command, *program, "--flag", "value"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
-    assert output.exists() == (rank == "0")
-    if rank == "0":
-        content = json.loads(output.read_text())
-        assert {entry["name"]: entry["count"] for entry in content["by_name"]}["aten::addmm"] == 3
-        assert content["wall_ms"] >= content["busy_ms"] > 0
 
 
 @pytest.mark.parametrize("engine", ["native", "megatron"])

@@ -1,0 +1,235 @@
+"""The parts of a profiled iteration, from made traces and from real runs, and the causes that they name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_runs import make_run
+from real_runs import train
+
+from t5bench.compare.explain import Explanation
+from t5bench.record import profile
+from t5bench.record.profile import AXES, SENDING
+from t5bench.record.records import load
+from t5bench.run import timeline
+
+# ---- made traces, in milliseconds ------------------------------------------------------------------------------------
+
+
+def span(name: str, start: float, end: float, kind: str = "cpu_op", thread: int = 1, **args: Any) -> dict:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": kind,
+        "tid": thread,
+        "ts": 1e3 * start,
+        "dur": 1e3 * (end - start),
+        "args": args,
+    }
+
+
+def collective(axis: int, number: int, start: float, end: float, ranks: str = "0,1", size: int = 1 << 20) -> dict:
+    return span(f"t5|{AXES[axis]}|all_reduce|{size}|{ranks}|{number}", start, end, "user_annotation")
+
+
+def explained(
+    *ranks: list[dict], begins: tuple[float, ...] = (0, 0), hosts: str = "aa", gradients: int = 0
+) -> list[dict]:
+    """What profile.json says of ranks whose iterations take 100 ms; a rank's clock is late by its host's begin."""
+    traces = []
+    for rank, events in enumerate(ranks):
+        whole = [span(timeline.ITERATION, 0, 100, "user_annotation"), *events]
+        made = {"baseTimeNanoseconds": int(1e6 * begins[rank]), "traceEvents": whole}
+        traces.append(timeline.RankTrace.read(made, rank, hosts[rank], gradients))
+    everyone = [trace.introduction() for trace in traces]
+    return [timeline.explained(trace, trace.meet(everyone)) for trace in traces]
+
+
+NODE = "autograd::engine::evaluate_function: "
+COMPUTED = [
+    span(profile.LOGGING, 0, 5, "user_annotation"),
+    span("aten::item", 1, 2),
+    span("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 5, 10, "user_annotation"),
+    span("aten::linear", 10, 30),
+    span("aten::mm", 12, 28),
+    span(f"{NODE}CheckpointFunctionBackward", 40, 70),
+    span("aten::linear", 42, 50),
+    span(f"{NODE}AddmmBackward0", 55, 68),
+    span("aten::_foreach_norm", 80, 82),
+    span("Optimizer.step#AdamW.step", 90, 95, "user_annotation"),
+]
+PARTS = {
+    "logging": 5, "data loading": 5, "forward": 20, "recomputation": 17, "backward": 13, "optimizer and clipping": 7,
+    "host gaps": 33,
+}  # fmt: skip
+
+
+def test_the_parts_of_a_rank_are_its_iteration():
+    (found,) = explained(COMPUTED)
+    assert found["parts"] == pytest.approx(PARTS)
+    assert sum(found["parts"].values()) == pytest.approx(found["wall_ms"]) == 100
+
+
+@pytest.mark.parametrize(("hosts", "begins"), [("aa", (0, 0)), ("ab", (0, 7000))], ids=["one clock", "two clocks"])
+def test_who_comes_first_waits_for_the_last(hosts: str, begins: tuple[float, float]):
+    first, second = explained(
+        [collective(0, 1, 10, 50), collective(2, 1, 60, 80)], [collective(0, 1, 40, 50), collective(2, 1, 60, 80)],
+        hosts=hosts, begins=begins,
+    )  # fmt: skip
+    assert first["parts"] == pytest.approx(
+        {profile.WAITING: 30, SENDING[AXES[0]]: 10, SENDING[AXES[2]]: 20, "host gaps": 40}, abs=0.01
+    )
+    assert (first["waited_for"], second["waited_for"]) == ({"1": 30.0}, {})
+    assert second["links"][AXES[0]] == {"bytes": 1 << 20, "ms": 10.0}
+
+
+def test_the_gradients_of_ddp_travel_beside_the_backward_pass():
+    """What is not covered by computing is exposed."""
+    ranks = [
+        [span("aten::mm", 0, 10), span(f"{NODE}MmBackward0", 10, 40), span("c10d::allreduce_", at, at + 1),
+         span("gloo:all_reduce", at + 1, 60, "user_annotation", thread=2)] for at in (20, 30)
+    ]  # fmt: skip
+    first, second = explained(*ranks, gradients=1 << 20)
+    for found in (first, second):
+        assert found["parts"][SENDING[AXES[0]]] == pytest.approx(20 + (found is second), abs=0.1)
+        assert found["links"][AXES[0]]["bytes"] == 1 << 20
+
+
+def test_a_bubble_is_waiting_along_the_pipeline():
+    first, _ = explained([collective(2, 1, 10, 50)], [collective(2, 1, 40, 50)])
+    assert first["parts"][profile.BUBBLE] == pytest.approx(30) and first["waited_for"] == {}
+
+
+def test_on_a_gpu_the_kernels_decide():
+    events = [
+        span("aten::linear", 0, 2), span("cudaLaunchKernel", 1, 1.5, "cuda_runtime", correlation=1),
+        span("gemm", 10, 40, "kernel", thread=7, correlation=1),
+        collective(1, 1, 2, 3), span("cudaLaunchKernel", 2.1, 2.2, "cuda_runtime", correlation=2),
+        span("ncclDevKernel_AllReduce", 30, 60, "kernel", thread=8, correlation=2),
+        span("cudaMemcpyAsync", 4, 5, "cuda_runtime", correlation=3),
+        span("Memcpy HtoD", 55, 70, "gpu_memcpy", thread=7, correlation=3),
+        span(f"{NODE}MmBackward0", 5, 6, thread=2),
+        span("cudaLaunchKernel", 5.1, 5.2, "cuda_runtime", thread=2, correlation=4),
+        span("gemm", 75, 80, "kernel", thread=7, correlation=4),
+        span(profile.DATA, 80, 90, "user_annotation"),
+    ]  # fmt: skip
+    (found,) = explained(events)
+    assert found["parts"] == pytest.approx(
+        {"forward": 30, SENDING[AXES[1]]: 20, profile.TRANSFER: 10, "backward": 5, "data loading": 10, "host gaps": 25},
+        abs=0.01,
+    )
+
+
+# ---- causes ----------------------------------------------------------------------------------------------------------
+
+HEALTHY = {"forward": 30.0, "backward": 60.0, "host gaps": 5.0, SENDING[AXES[0]]: 5.0}
+
+
+def made_profile(directory: Path, strategy: str, changes: list[dict], log_interval: int = 1) -> Explanation:
+    """Of two ranks, with parts in percent; changes: to a healthy rank's entry, the last for all further ranks."""
+    run = load(make_run(directory, strategy, log_interval=log_interval))
+    ranks = []
+    for rank, change in enumerate(changes):
+        entry = {
+            "rank": rank,
+            "host": f"node{rank}",
+            "wall_ms": 100.0,
+            "waited_for": {},
+            "links": {},
+            "operators": 1000,
+        }
+        entry |= {"parts": HEALTHY, "processor": {"queued_ms": 0.0, "throttled_ms": 0.0}}
+        ranks.append(entry | change)
+    (directory / "profile.json").write_text(json.dumps({"overhead": 0.1, "ranks": ranks}))
+    return Explanation(run)
+
+
+MADE: dict[str, tuple[str, list[dict]]] = {
+    "": ("ddp", [{}, {}]),
+    "data loading": ("ddp", [{"parts": HEALTHY | {"data loading": 20.0}}, {"waited_for": {"0": 20.0}}]),
+    "logging": ("ddp", [{}, {"parts": HEALTHY | {"logging": 20.0}}]),
+    "slow rank": ("zero2", [{"waited_for": {"1": 30.0}}, {}]),
+    "throttled CPU": ("zero2", [{"waited_for": {"1": 30.0}}, {"processor": {"queued_ms": 0.0, "throttled_ms": 30.0}}]),
+    "another program on the core": (
+        "zero2", [{"waited_for": {"1": 30.0}}, {"processor": {"queued_ms": 40.0, "throttled_ms": 0.0}}],
+    ),
+    "unequal pipeline stages": (
+        "pipeline", [{"parts": {"forward": 20.0, "backward": 20.0, "pipeline bubble": 60.0}}, {}],
+    ),
+    "slow link": (
+        "ddp",
+        [{"parts": {"forward": 50.0, SENDING[AXES[0]]: 50.0}, "links": {AXES[0]: {"bytes": 10**6, "ms": 50.0}}}] * 2,
+    ),
+    "tiny micro-batches": (
+        "ddp", [{"parts": {"forward": 3.0, "backward": 6.0, "host gaps": 91.0}}] * 2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "made"), MADE.items())
+def test_a_cause_is_named_where_it_shows_and_alone(tmp_path: Path, name: str, made: tuple[str, list[dict]]):
+    found = made_profile(tmp_path / "run", *made)
+    assert {cause.name for cause in found.causes()} == ({name} if name else set())
+    assert found.sentence().startswith(f"{made[0]} spends of each iteration ") and "by +10%" in found.sentence()
+
+
+def test_a_log_line_counts_for_the_iterations_that_it_serves(tmp_path: Path):
+    made = MADE["logging"]
+    assert made_profile(tmp_path / "run", *made, log_interval=10).causes() == []
+
+
+# ---- planted in real runs --------------------------------------------------------------------------------------------
+
+# Python imports this before anything else; PLANT=<what>:<rank>.
+HOOK = """
+import os, time
+what, _, rank = os.environ.get("PLANT", "").partition(":")
+def late(function, seconds):
+    return lambda *a, **b: (time.sleep(seconds), function(*a, **b))[1]
+if "RANK" in os.environ and rank in ("", os.environ["RANK"]):
+    if what == "step":
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+        register_optimizer_step_pre_hook(lambda *_: time.sleep(1))
+    if what == "data":
+        from torch.utils.data.dataloader import _BaseDataLoaderIter as Loader
+        Loader.__next__ = late(Loader.__next__, 1)
+    if what == "log":
+        from torch.utils.tensorboard import SummaryWriter
+        SummaryWriter.add_scalar = late(SummaryWriter.add_scalar, 0.1)
+"""
+ONE_MICRO_BATCH = {"MICRO_BATCH_SIZE": "8", "GLOBAL_BATCH_SIZE": "16"}
+PLANTED: dict[str, tuple[str, dict[str, str]]] = {
+    "": ("zero2", ONE_MICRO_BATCH),
+    "slow rank": ("ddp", ONE_MICRO_BATCH | {"PLANT": "step:1"}),
+    "data loading": ("ddp", ONE_MICRO_BATCH | {"PLANT": "data"}),
+    "logging": ("ddp", ONE_MICRO_BATCH | {"PLANT": "log:1", "LOG_INTERVAL": "1"}),
+    "tiny micro-batches": ("zero1", {"MICRO_BATCH_SIZE": "1", "GLOBAL_BATCH_SIZE": "32", "ENCODER_SEQ_LENGTH": "32"}),
+    "unequal pipeline stages": ("pipeline", {"ENCODER_NUM_LAYERS": "1", "DECODER_NUM_LAYERS": "8"}),
+}
+# What a busy machine does to any run.
+BUSY = {"another program on the core", "fewer cores than processes", "throttled CPU"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "planted"), PLANTED.items())
+def test_what_is_planted_is_named_first(sample_data: Path, tmp_path: Path, name: str, planted: tuple[str, dict]):
+    strategy, settings = planted
+    (tmp_path / "sitecustomize.py").write_text(HOOK)
+    fixed = {
+        "ENGINE": "native",
+        "MEGATRON_DATA_DIR": str(sample_data),
+        "PYTHONPATH": str(tmp_path),
+        "PRECISION_FLAG": "",
+    }
+    fixed |= {"TRAIN_ITERS": "7", "LOG_INTERVAL": "7", "PROFILE_ITERATION": "6", "OMP_NUM_THREADS": "1"}
+    run = train(strategy, tmp_path / "run", **fixed | {"NPROC_PER_NODE": "2"} | settings)
+    found = Explanation(run)
+    assert [cause.name for cause in found.causes() if cause.name not in BUSY][:1] == [name][: bool(name)], (
+        found.causes()
+    )
+    assert len(found.ranks) == 2
+    for rank in found.ranks:
+        assert sum(rank.entry["parts"].values()) == pytest.approx(found.content["wall_ms"], rel=0.05)
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1} and len(events) <= timeline.MOST_EVENTS + 2
