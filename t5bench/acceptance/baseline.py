@@ -101,7 +101,7 @@ class Loop:
         stretch = ProfiledStretch(self.device)
         stretch.begin()
         loss = self.iterate()
-        profiled = stretch.end(iterations)
+        profiled, _ = stretch.end(iterations)
         return {
             "milliseconds_per_iteration": asdict(found),
             "samples_per_second": asdict(found.per(1000.0 * self.global_batch)),

@@ -23,10 +23,6 @@ SLOW_LINK, UNEQUAL_STAGES = 1e9, 1.5
 # Python launches an operator in about this time: one that computes no longer gains from larger micro-batches.
 SMALL_OPERATOR_MS = 0.015
 COMPUTING = (FORWARD, BACKWARD, RECOMPUTATION)
-DOING = {HOST: "between operators, in Python", FORWARD: "in the forward pass", BACKWARD: "in the backward pass",
-         RECOMPUTATION: "computing activations again", profile.STEP: "in the optimizer and clipping",
-         DATA: "waiting for data", LOGGING: "logging", profile.TRANSFER: "copying between host and device",
-         BUBBLE: "in the pipeline bubble", profile.WAITING: "waiting for slower ranks"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,8 @@ class Rank:
         self.entry, self.wall = entry, entry["wall_ms"]
         self.number, self.host = entry["rank"], entry["host"]
         self.name = f"rank {self.number} ({self.host})"
-        self.queued, self.throttled = (entry["processor"][key] / self.wall for key in ("queued_ms", "throttled_ms"))
+        lost = (entry["processor"][key] / self.wall for key in ("queued_ms", "throttled_ms"))
+        self.queued, self.throttled = (min(1.0, share) for share in lost)  # a quota's time is all processors' together
         self.computing = self.share(*COMPUTING) * self.wall
 
     def share(self, *parts: str) -> float:
@@ -69,26 +66,24 @@ class Explanation:
         self.cores = {node["host"]: node["cpu"]["cores"] for node in run.nodes if node.get("cpu")}
 
     def sentence(self) -> str:
-        """The three largest parts, as the mean of all ranks, and what profiling cost."""
-        means = {part: sum(rank.share(part) for rank in self.ranks) / len(self.ranks) for part in profile.PARTS}
-        largest = sorted(means, key=means.__getitem__, reverse=True)[:3]
-        texts = ", ".join(f"{means[part]:.0%} {DOING.get(part, f'in {part}')}" for part in largest if means[part] > 0)
+        """The largest parts, and what profiling cost."""
         cost = self.content["overhead"]
         more = "" if cost is None else f". Profiling changed its time by {cost:+.0%} of the others' median"
-        return f"{self.plan.strategy.name} spends of each iteration {texts}{more}"
+        return f"{self.plan.strategy.name} spends of each iteration {profile.limits(self.content)}{more}"
 
     def causes(self) -> list[Cause]:
-        """Those that are worth naming, what costs most first."""
+        """Those that are worth naming, what costs most first, each for the rank where it costs most."""
         rules = (self._own_work, self._processor, self._slow_rank, self._stages, self._link, self._micro_batches)
         found = [cause for rule in rules for cause in rule() if cause.share >= WORTH_NAMING]
-        return sorted(found, key=lambda cause: -cause.share)
+        most = {cause.name: cause for cause in sorted(found, key=lambda cause: cause.share)}
+        return sorted(most.values(), key=lambda cause: -cause.share)
 
     def _own_work(self) -> Iterator[Cause]:
         every = self.plan.number("LOG_INTERVAL")
         for name, part, times in (("data loading", DATA, 1), ("logging", LOGGING, every)):
             worst = max(self.ranks, key=lambda rank: rank.share(part))
             share = worst.share(part) / times
-            yield Cause(name, share, f"{worst.name} is {DOING[part]} {share:.0%} of the time")
+            yield Cause(name, share, f"{worst.name} is {profile.DOING[part]} {share:.0%} of the time")
 
     def _processor(self) -> Iterator[Cause]:
         for rank in self.ranks:

@@ -2,9 +2,9 @@
 
     python -m t5bench.run.profile_step --iteration N --output FILE SCRIPT ARGUMENTS...
 
-The profile goes from the end of iteration N - 1's step to the end of N's, so it holds that iteration's log line, its
-data, its forward and backward passes and its update. The first rank writes for all of them, whichever node they are on:
-FILE, of which t5bench/run/timeline.py says what it has beside the kinds of kernels, and trace.json beside it.
+The profile goes from the end of iteration N - 1's step to the end of N's, so it holds a log line, the data, the forward
+and backward passes and the update. The first rank writes for all of them, whichever node they are on: FILE with the
+kinds of its own kernels and all ranks' parts (t5bench/run/timeline.py), and trace.json beside it.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -27,39 +27,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, record_function
 
 from t5bench.record import profile
 from t5bench.record.files import write_json, write_whole
 from t5bench.run import timeline
 
-# Where an engine does one iteration, and what of it PyTorch does not name: module, class or "", function.
+# Where an engine does an iteration, and what of it PyTorch does not name: module, class or "", function.
 STEPS = {
     "native": [("native.trainers", "TorchTrainer", "step"), ("native.trainers", "ZeroTrainer", "step")],
     "megatron": [("megatron.training", "", "train_step")],
 }
-RANGES = {
+PHASES = {
     "native": {
         profile.LOGGING: ("native.metrics", "Metrics", "record"),
         profile.DATA: ("native.train", "Data", "next"),
     },
     "megatron": {profile.LOGGING: ("megatron.training", "", "training_log")},
 }
+PAIRWISE = ("send", "recv", "batch_isend_irecv")
 COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "_all_gather_base",
                "reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base", "all_to_all_single", "barrier",
-               "send", "recv", "batch_isend_irecv")  # fmt: skip
+               *PAIRWISE)  # fmt: skip
 
 
 class ProfiledStretch:
-    """What a device ("cuda" or "cpu") does from begin() to end()."""
+    """What the ranks and their devices ("cuda" or "cpu") do from begin() to end()."""
 
-    def __init__(self, device: str, *, with_host: bool = False) -> None:
-        """with_host: the host's operators too on a GPU, which are ten times as many as the kernels and slow it down."""
-        activity = torch.profiler.ProfilerActivity
-        self.activities = [activity.CUDA] if device == "cuda" else [activity.CPU]
-        self.activities += [activity.CPU] if device == "cuda" and with_host else []
+    def __init__(self, device: str) -> None:
         self.device, self.begun, self.wall_ms = device, 0.0, 0.0
-        self.profiler = torch.profiler.profile(activities=self.activities)
-        self.mark = torch.profiler.record_function(timeline.ITERATION)
+        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device == "cuda")]
+        self.make = functools.partial(torch.profiler.profile, activities=activities)
+        self.profiler, self.mark = self.make(), record_function(timeline.ITERATION)
 
     def synchronise(self) -> float:
         if self.device == "cuda":
@@ -69,43 +68,43 @@ class ProfiledStretch:
     def begin(self) -> None:
         if self.device == "cuda":
             # Loading CUDA's tracer takes a while, which is not the iteration's.
-            with torch.profiler.profile(activities=self.activities):
+            with self.make():
                 torch.zeros(1, device="cuda")
                 self.synchronise()
         self.profiler.start()
         self.synchronise()
         if dist.is_initialized():
             dist.barrier()
-        self.begun = self.synchronise()
+        self.begun, self.before = self.synchronise(), processor()
         self.mark.__enter__()
 
-    def stop(self) -> dict[str, Any]:
-        """The trace, as export_chrome_trace writes it."""
-        self.wall_ms = 1000 * (self.synchronise() - self.begun)
+    def end(self, iteration: int, gradient_bytes: int = 0) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """On the first rank what profile.json says of all ranks, and the events of trace.json."""
+        self.wall_ms, used = 1000 * (self.synchronise() - self.begun), processor()
         self.mark.__exit__(None, None, None)
         self.profiler.stop()
-        with tempfile.TemporaryDirectory() as directory:
-            path = Path(directory) / "trace.json"
-            self.profiler.export_chrome_trace(str(path))
-            return json.loads(path.read_text(errors="replace"))
+        used.subtract(self.before)
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            self.profiler.export_chrome_trace(file.name)
+            trace = json.loads(Path(file.name).read_text(errors="replace"))
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        mine = timeline.RankTrace(trace, rank, socket.gethostname(), gradient_bytes)
+        everyone: list[Any] = [mine.introduction()] * ranks
+        if ranks > 1:
+            dist.all_gather_object(everyone, mine.introduction())
+        told = mine.explained(mine.meet(everyone)) | {"processor": used}, mine.longest_events(ranks)
+        everyone = [told] * ranks
+        if ranks > 1:
+            dist.gather_object(told, everyone if rank == 0 else None)
+        content = {"device": self.device, "iteration": iteration, "wall_ms": self.wall_ms}
+        content["ranks"] = [entry for entry, _ in everyone]
+        return content, [event for _, events in everyone for event in events]
 
-    def summary(self, trace: dict[str, Any], iteration: int) -> dict[str, Any]:
-        """What profile.json says of the kinds of kernels on this device."""
-        spans = (
-            profile.device_spans(trace)
-            if self.device == "cuda"
-            else [
-                # A parent's time holds its children's.
-                profile.Span(event.name, event.time_range.start, event.self_cpu_time_total)
-                for event in self.profiler.events()
-                if event.self_cpu_time_total > 0
-                and not event.name.startswith((timeline.ITERATION, timeline.COLLECTIVE))
-            ]
-        )
-        return profile.summary(spans, wall_ms=self.wall_ms, iteration=iteration, device=self.device)
 
-    def end(self, iteration: int) -> dict[str, Any]:
-        return self.summary(self.stop(), iteration)
+def replace(place: tuple[str, str, str], wrap: Callable[[Callable], Callable]) -> None:
+    module = importlib.import_module(place[0])
+    owner = getattr(module, place[1]) if place[1] else module
+    setattr(owner, place[2], wrap(getattr(owner, place[2])))
 
 
 class Marks:
@@ -115,109 +114,88 @@ class Marks:
         """words: the engine's command line, which tells the layout."""
         sizes = (f"--{axis}-model-parallel-size" for axis in ("tensor", "pipeline"))
         self.tp, self.pp = (int(words[words.index(flag) + 1]) if flag in words else 1 for flag in sizes)
-        self.is_zero, self.active = "--deepspeed" in words, False
+        self.is_zero, self.active, self.gradient_bytes = "--deepspeed" in words, False, 0
         self.numbers: Counter[str] = Counter()
         self.works: dict[int, tuple[str, Any]] = {}  # what an operation that goes on was called, by its handle
-        self.replicas: list[DistributedDataParallel] = []
 
-    def axis(self, ranks: list[int], operation: str) -> str:
-        """What these ranks share: ranks are laid out tensor parallel fastest, then data, then pipeline parallel."""
-        dp = dist.get_world_size() // (self.tp * self.pp)
-        places = [(rank // self.tp % dp, rank % self.tp, rank // (self.tp * dp)) for rank in ranks]
-        differ = [axis for axis, along in zip(profile.AXES, zip(*places, strict=True), strict=False)
-                  if len(set(along)) > 1]  # fmt: skip
-        if differ == [profile.AXES[0]] and self.is_zero and "gather" in operation:
-            return profile.AXES[3]
-        return differ[0] if len(differ) == 1 else profile.AXES[4]
+    def place(self, engine: str) -> None:
+        for operation in COLLECTIVES:
+            label = functools.partial(self._label, operation)
+            replace(("torch.distributed", "", operation), functools.partial(self._marked, label))
+        for part, place in PHASES[engine].items():
+            replace(place, functools.partial(self._marked, lambda _, part=part: part))
+        goes_on = functools.partial(self._marked, lambda arguments: self.works.get(id(arguments[0]), ("",))[0])
+        replace(("torch.distributed", "Work", "wait"), goes_on)
+        replace(("torch.nn.parallel", "DistributedDataParallel", "__init__"), self._sized)
 
-    def label(self, operation: str, arguments: list[Any]) -> str:
-        ranks, sizes = list(range(dist.get_world_size())), [0]
-        for argument in arguments:
-            many = argument if isinstance(argument, list | tuple) else [argument]
-            sizes.append(sum(each.nbytes for each in many if isinstance(each, torch.Tensor)))
-            if isinstance(argument, dist.ProcessGroup):
-                ranks = dist.get_process_group_ranks(argument)
-            elif many and isinstance(many[0], dist.P2POp):
-                ranks = sorted({dist.get_rank(), *(each.peer for each in many)})
-                sizes.append(sum(each.tensor.nbytes for each in many if "send" in each.op.__name__))
-            elif isinstance(argument, int) and operation in ("send", "recv"):
-                ranks = sorted({dist.get_rank(), argument})
-        if operation not in ("send", "recv", "batch_isend_irecv"):
-            sizes = [size * (1 + (operation == "all_reduce")) * (len(ranks) - 1) // len(ranks) for size in sizes]
-        key = f"{self.axis(ranks, operation)}|{','.join(map(str, ranks))}"
-        self.numbers[key] += 1
-        axis, group = key.split("|")
-        return f"{timeline.COLLECTIVE}{axis}|{operation}|{max(sizes)}|{group}|{self.numbers[key]}"
+    def _marked(self, name_of: Callable[[list[Any]], str], function: Callable) -> Callable:
+        """The function in a range of the profile, whose name depends on its arguments."""
 
-    def collective(self, name: str, function: Callable) -> Callable:
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
-            if not self.active:
-                return function(*args, **options)
-            label = self.label(name, [*args, *options.values()])
-            with torch.profiler.record_function(label):
+            name = name_of([*args, *options.values()]) if self.active else ""
+            with record_function(name) if name else nullcontext():
                 result = function(*args, **options)
-            for work in result if isinstance(result, list) else [result]:
-                self.works[id(work)] = label, work
+            if name.startswith(timeline.COLLECTIVE):
+                for work in result if isinstance(result, list) else [result]:
+                    self.works[id(work)] = name, work
             return result
 
         return call
 
-    def ranged(self, name: str, function: Callable) -> Callable:
-        @functools.wraps(function)
-        def call(*args: Any, **options: Any) -> Any:
-            with torch.profiler.record_function(name) if self.active else nullcontext():
-                return function(*args, **options)
+    def _sized(self, make: Callable) -> Callable:
+        @functools.wraps(make)
+        def call(replica: DistributedDataParallel, *args: Any, **options: Any) -> None:
+            make(replica, *args, **options)
+            ranks = dist.get_world_size(replica.process_group)
+            self.gradient_bytes += 2 * (ranks - 1) * sum(p.nbytes for p in replica.parameters()) // ranks
 
         return call
 
-    def place(self, engine: str) -> None:
-        for name in COLLECTIVES:
-            setattr(dist, name, self.collective(name, getattr(dist, name)))
-        for part, place in RANGES[engine].items():
-            replace(place, functools.partial(self.ranged, part))
-        wait, make = dist.Work.wait, DistributedDataParallel.__init__
+    def _label(self, operation: str, arguments: list[Any]) -> str:
+        """The mark of a collective operation, with the bytes that a rank sends in a ring."""
+        ranks, sizes = range(dist.get_world_size()), [0]
+        for argument in arguments:
+            several = argument if isinstance(argument, list | tuple) else [argument]
+            sizes.append(sum(each.nbytes for each in several if isinstance(each, torch.Tensor)))
+            exchanged = [each for each in several if isinstance(each, dist.P2POp)]
+            if isinstance(argument, dist.ProcessGroup):
+                ranks = dist.get_process_group_ranks(argument)
+            elif exchanged:
+                ranks = sorted({dist.get_rank(), *(each.peer for each in exchanged)})
+                sizes.append(sum(each.tensor.nbytes for each in exchanged if each.op is dist.isend))
+            elif operation in PAIRWISE and isinstance(argument, int):
+                ranks = sorted({dist.get_rank(), argument})
+        size = max(sizes)
+        if operation not in PAIRWISE:
+            size = size * (2 if operation == "all_reduce" else 1) * (len(ranks) - 1) // len(ranks)
+        group = f"{self._axis(ranks, operation)}|{','.join(map(str, ranks))}"
+        self.numbers[group] += 1
+        return timeline.COLLECTIVE + f"|{operation}|{size}|".join(group.split("|")) + f"|{self.numbers[group]}"
 
-        def wait_marked(work: Any, *args: Any, **options: Any) -> Any:
-            label, _ = self.works.get(id(work), ("", None))
-            with torch.profiler.record_function(label) if self.active and label else nullcontext():
-                return wait(work, *args, **options)
-
-        def make_noted(replica: DistributedDataParallel, *args: Any, **options: Any) -> None:
-            self.replicas.append(replica)
-            make(replica, *args, **options)
-
-        dist.Work.wait, DistributedDataParallel.__init__ = wait_marked, make_noted
-
-    def gradient_bytes(self) -> int:
-        """What this rank sends of its gradients in PyTorch's DDP, by a ring."""
-        found = 0
-        for replica in self.replicas:
-            size = sum(p.nbytes for p in replica.parameters() if p.requires_grad)
-            ranks = dist.get_world_size(replica.process_group)
-            found += 2 * size * (ranks - 1) // ranks
-        return found
-
-
-def replace(place: tuple[str, str, str], wrap: Callable[[Callable], Callable]) -> None:
-    module = importlib.import_module(place[0])
-    owner = getattr(module, place[1]) if place[1] else module
-    setattr(owner, place[2], wrap(getattr(owner, place[2])))
+    def _axis(self, ranks: Sequence[int], operation: str) -> str:
+        """What these ranks share: ranks are laid out tensor parallel fastest, then data, then pipeline parallel."""
+        dp = dist.get_world_size() // (self.tp * self.pp)
+        places = zip(*((rank // self.tp % dp, rank % self.tp, rank // (self.tp * dp)) for rank in ranks), strict=True)
+        differ = [axis for axis, along in zip(profile.AXES, places, strict=False) if len(set(along)) > 1]
+        if self.is_zero and "gather" in operation:
+            return profile.AXES[3]
+        return differ[0] if len(differ) == 1 else profile.AXES[4]
 
 
-def processor() -> dict[str, float]:
-    """Seconds that this process computed, waited for a core that others had, and was held back by a quota (cgroup)."""
-    found = {"computed": time.process_time(), "queued": 0.0, "throttled": 0.0}
-    with suppress(OSError):
-        found["queued"] = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+def processor() -> Counter[str]:
+    """Milliseconds that this process computed, waited for a core that others had, and was held back by a quota."""
+    found = Counter(computed_ms=1000 * time.process_time())
+    with suppress(OSError, ValueError):
+        found["queued_ms"] = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e6
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             folder = "cpu" if "cpu" in controllers.split(",") else ""
-            with suppress(OSError):
-                text = Path("/sys/fs/cgroup", folder, path.lstrip("/"), "cpu.stat").read_text()
-                words = dict(line.split() for line in text.splitlines())
-                seconds = int(words.get("throttled_time", 0)) / 1e9 + int(words.get("throttled_usec", 0)) / 1e6
-                found["throttled"] = max(found["throttled"], seconds)
+            quota = Path("/sys/fs/cgroup", folder, path.lstrip("/"), "cpu.stat")
+            words = dict(line.split() for line in quota.read_text().splitlines()) if quota.is_file() else {}
+            # cgroup 1 counts nanoseconds, cgroup 2 microseconds.
+            found["throttled_ms"] += int(words.get("throttled_time", 0)) / 1e6
+            found["throttled_ms"] += int(words.get("throttled_usec", 0)) / 1e3
     return found
 
 
@@ -227,58 +205,43 @@ class OneIteration:
     def __init__(self, iteration: int, output: Path, words: list[str]) -> None:
         self.iteration, self.output, self.marks = iteration, output, Marks(words)
         self.ends: list[float] = []
-        self.stretch: ProfiledStretch | None = None
 
     def watch(self, engine: str) -> None:
         self.marks.place(engine)
         for place in STEPS[engine]:
-            replace(place, self.counted)
+            replace(place, self._counted)
 
-    def counted(self, step: Callable) -> Callable:
+    def _counted(self, step: Callable) -> Callable:
         @functools.wraps(step)
         def call(*args: Any, **options: Any) -> Any:
             result = step(*args, **options)
-            self.after_step()
+            self.ends.append(time.perf_counter())
+            if len(self.ends) == self.iteration - 1:
+                self._begin()
+            elif len(self.ends) == self.iteration:
+                self._end()
             return result
 
         return call
 
-    def after_step(self) -> None:
-        self.ends.append(time.perf_counter())
-        if len(self.ends) == self.iteration - 1:
-            self.stretch = ProfiledStretch("cuda" if torch.cuda.is_initialized() else "cpu", with_host=True)
-            self.stretch.begin()
-            self.before, self.marks.active = processor(), True
-        elif len(self.ends) == self.iteration and self.stretch:
-            used = {f"{name}_ms": round(1000 * (s - self.before[name]), 3) for name, s in processor().items()}
-            trace, self.marks.active = self.stretch.stop(), False
-            self.tell(trace, used)
-            self.stretch = None
+    def _begin(self) -> None:
+        self.stretch = ProfiledStretch("cuda" if torch.cuda.is_initialized() else "cpu")
+        self.stretch.begin()
+        self.marks.active = True
 
-    def tell(self, trace: dict[str, Any], used: dict[str, float]) -> None:
-        """Brings all ranks' parts and traces to the first, which writes them."""
-        assert self.stretch
-        mine = timeline.RankTrace.read(trace, dist.get_rank(), socket.gethostname(), self.marks.gradient_bytes())
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine.introduction())
-        last = mine.meet(everyone)
-        entry = timeline.explained(mine, last) | {"processor": used}
-        told = everyone if mine.rank == 0 else None
-        dist.gather_object((entry, timeline.longest_events(mine, len(everyone))), told)
-        if told:
-            content = self.stretch.summary(trace, self.iteration) | self.overhead()
-            content["ranks"] = [entry for entry, _ in told]
-            write_json(self.output, content)
-            events = [event for _, events in told for event in events]
+    def _end(self) -> None:
+        dist.barrier()  # who waits here waits for a slower rank
+        self.marks.active = False
+        content, events = self.stretch.end(self.iteration, self.marks.gradient_bytes)
+        if dist.get_rank() == 0:
+            write_json(self.output, content | self._overhead())
             write_whole(self.output.with_name("trace.json"), json.dumps({"traceEvents": events}))
 
-    def overhead(self) -> dict[str, float | None]:
-        """How much longer the profiled iteration took than the median of those before; the first is none of them."""
+    def _overhead(self) -> dict[str, float | None]:
+        """The median of the iterations before, but for the first, and how much longer the profiled one took."""
         others = [1000 * (after - before) for before, after in itertools.pairwise(self.ends[:-1])]
-        if not others:
-            return {"other_iterations_ms": None, "overhead": None}
-        median = statistics.median(others)
-        return {"other_iterations_ms": round(median, 3), "overhead": round(self.stretch.wall_ms / median - 1, 4)}
+        median = statistics.median(others) if others else None
+        return {"other_iterations_ms": median, "overhead": median and self.stretch.wall_ms / median - 1}
 
 
 def main() -> None:

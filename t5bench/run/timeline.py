@@ -5,17 +5,15 @@ computes, else one that communicates, else a copy; and where no kernel runs, or 
 thread does. A rank that has come to a collective operation before the last of its group waits until that has come:
 only what follows is communication. Between pipeline stages that waiting is the bubble.
 
-Times are microseconds since the barrier before the iteration; ranks of one host share its clock, and the first rank of
-each host that leaves the barrier tells how far the hosts' clocks are apart.
+Times are microseconds on the rank's own clock. The ranks of a host begin together, when the first of them leaves the
+barrier before the iteration; all hosts' first ranks leave it at one moment.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from t5bench.record import profile
 from t5bench.record.profile import (
     AXES,
     BACKWARD,
@@ -39,12 +37,12 @@ MOST_CELLS, MOST_EVENTS = 4_000_000, 40_000
 _BACKWARD_NODE = "autograd::engine::evaluate_function"
 # A smaller message tells the latency of a link, not its bandwidth.
 LARGE_BYTES = 1 << 16
-Key = tuple[str, int]  # a collective operation: its group, and the how manieth of that group
-Last = Mapping[Key, tuple[float, int]]  # when the last rank came to it, on this rank's clock, and which rank
+
+Key = tuple[str, int]  # a collective operation: its group, and its number among that group's
+Last = Mapping[Key, tuple[float, int]]  # when the last rank came to it, and which rank that was
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """Something in a rank's trace; kind as PyTorch's profiler calls it: cpu_op, user_annotation, kernel, ..."""
 
     name: str
@@ -52,59 +50,45 @@ class Event:
     thread: Any
     start: float
     end: float
-    correlation: Any = None
+    correlation: Any
 
 
-@dataclass(frozen=True)
-class Collective:
-    """A stretch of one collective operation on one rank; key tells the operation on all of its group's ranks."""
+class Collective(NamedTuple):
+    """A stretch of a collective operation on one rank, which sends so many bytes."""
 
     key: Key
     axis: str
-    operation: str
     sent: int
     event: Event
 
 
-@dataclass
 class RankTrace:
-    """What a rank's profiler saw of the iteration. gradient_bytes: what PyTorch's DDP sends of its gradients."""
+    """What a rank's profiler saw of the iteration."""
 
-    rank: int
-    host: str
-    events: list[Event]
-    main: Any = None
-    begin: float = 0.0
-    end: float = 0.0
-    gradient_bytes: int = 0
-    collectives: list[Collective] = field(default_factory=list)
-
-    @classmethod
-    def read(cls, trace: Mapping[str, Any], rank: int, host: str, gradient_bytes: int) -> "RankTrace":
-        """From what torch.profiler's export_chrome_trace wrote."""
+    def __init__(self, trace: Mapping[str, Any], rank: int, host: str, gradient_bytes: int) -> None:
+        """trace: of torch.profiler's export_chrome_trace; gradient_bytes: what PyTorch's DDP sends in the iteration."""
         base = trace.get("baseTimeNanoseconds", 0) / 1000
         events = [
             Event(e["name"], e.get("cat", ""), e["tid"], base + e["ts"], base + e["ts"] + e["dur"],
                   e.get("args", {}).get("correlation"))
             for e in trace["traceEvents"] if e.get("ph") == "X"
         ]  # fmt: skip
-        whole = next(event for event in events if event.name == ITERATION)
-        inside = [e for e in events if e.start >= whole.start and e.end <= whole.end and e is not whole]
-        found = cls(rank, host, inside, whole.thread, whole.start, whole.end, gradient_bytes)
-        found.collectives = list(found._collectives())
-        return found
+        _, _, self.main, self.begin, self.end, _ = whole = next(e for e in events if e.name == ITERATION)
+        self.rank, self.host, self.late = rank, host, dict[int, float]()
+        self.events = [e for e in events if e.start >= self.begin and e.end <= self.end and e is not whole]
+        self.collectives = list(self._collectives(gradient_bytes))
+        self.cell = max(1.0, (self.end - self.begin) / MOST_CELLS)
 
-    def _collectives(self) -> Iterable[Collective]:
+    def _collectives(self, gradient_bytes: int) -> Iterator[Collective]:
         """Those with a mark, and what PyTorch's DDP sends without: it all-reduces the gradients."""
-        marked = sorted((e for e in self.events if e.name.startswith(COLLECTIVE)), key=lambda e: e.start)
+        marked = [event for event in self.events if event.name.startswith(COLLECTIVE)]
         for event in marked:
-            _, axis, operation, size, ranks, number = event.name.split("|")
-            yield Collective((f"{axis} {ranks}", int(number)), axis, operation, int(size), event)
+            _, axis, _, size, ranks, number = event.name.split("|")
+            yield Collective((f"{axis} {ranks}", int(number)), axis, int(size), event)
         for names in (("c10d::allreduce_",), ("gloo:all_reduce", "nccl:all_reduce")):
             own = [e for e in self.events if e.name in names and not any(m.start <= e.start <= m.end for m in marked)]
-            for number, event in enumerate(sorted(own, key=lambda e: e.start)):
-                size = self.gradient_bytes // max(1, len(own))
-                yield Collective(("DDP", number), AXES[0], "all_reduce", size, event)
+            for number, event in enumerate(sorted(own, key=lambda event: event.start)):
+                yield Collective(("DDP", number), AXES[0], gradient_bytes // len(own), event)
 
     def introduction(self) -> tuple[str, int, float, dict[Key, float]]:
         """What the other ranks need to know: host, rank, begin, and when this rank came to each collective."""
@@ -113,38 +97,48 @@ class RankTrace:
             came[each.key] = min(each.event.start, came.get(each.key, each.event.start))
         return self.host, self.rank, self.begin, came
 
-    def meet(self, everyone: Iterable[tuple[str, int, float, dict[Key, float]]]) -> "Last":
-        """Begins with the other ranks of its host, and tells when the last rank came to each collective operation."""
-        everyone, last = list(everyone), {}
-        begins: dict[str, float] = {}
-        for host, _, begin, _ in everyone:
-            begins[host] = min(begin, begins.get(host, begin))
-        self.begin = begins[self.host]
+    def meet(self, everyone: Sequence[tuple[str, int, float, dict[Key, float]]]) -> Last:
+        """Begins with the other ranks of its host; when the last rank came to each collective, on this rank's clock."""
+        begins = {host: min(begin for other, _, begin, _ in everyone if other == host) for host, *_ in everyone}
+        self.begin, last = begins[self.host], dict[Key, tuple[float, int]]()
         for host, rank, _, came in everyone:
             for key, moment in came.items():
-                here = moment - begins[host] + self.begin
-                last[key] = max(last.get(key, (here, rank)), (here, rank))
+                here = (moment - begins[host] + self.begin, rank)
+                last[key] = max(last.get(key, here), here)
         return last
 
-
-class Painting:
-    """A rank's iteration in cells of time, each of which has the code of a part; what comes later paints over."""
-
-    def __init__(self, trace: RankTrace) -> None:
-        self.trace = trace
-        self.cell = max(1.0, (trace.end - trace.begin) / MOST_CELLS)
-        self.cells = np.zeros(round((trace.end - trace.begin) / self.cell), np.int8)
-        self.late: dict[int, float] = {}  # how long this rank waited for each other, in microseconds
+    def explained(self, last: Last) -> dict[str, Any]:
+        """What profile.json says of this rank: its parts, and for how long it waited for which other, in ms."""
+        cells = self.phases(self.main)
+        for each in self.collectives:
+            self.communicate(cells, each, last, over=each.event.thread == self.main)
+        if kernels := [e for e in self.events if e.kind in ("kernel", "gpu_memcpy", "gpu_memset")]:
+            device = self.device(kernels, last)
+            # With NCCL the host only launches what communicates.
+            sends = not any("nccl" in event.name for event in kernels)
+            explained = [STEP, DATA, LOGGING] + sends * [WAITING, BUBBLE, *SENDING.values()]
+            idle = np.where(np.isin(cells, [_CODE[part] for part in explained]), cells, _CODE[HOST])
+            cells = np.where(device >= 0, device, idle)
+        counts = np.bincount(cells, minlength=len(PARTS)) * self.cell / 1000
+        return {
+            "rank": self.rank,
+            "host": self.host,
+            "wall_ms": round((self.end - self.begin) / 1000, 3),
+            "parts": {part: round(float(ms), 3) for part, ms in zip(PARTS, counts, strict=True) if ms},
+            "waited_for": {str(rank): round(us / 1000, 3) for rank, us in sorted(self.late.items()) if us},
+            "links": self.links(last),
+            "operators": sum(event.kind in ("cpu_op", "kernel") for event in self.events),
+        }
 
     def span(self, start: float, end: float) -> slice:
-        return slice(round((start - self.trace.begin) / self.cell), round((end - self.trace.begin) / self.cell))
+        return slice(round((start - self.begin) / self.cell), round((end - self.begin) / self.cell))
 
     def phases(self, thread: Any) -> np.ndarray:
-        """What a thread does, but for communication."""
-        cells = np.zeros_like(self.cells)
-        events = sorted((e for e in self.trace.events if e.thread == thread), key=lambda e: (e.start, -e.end))
-        nodes = (e.end for e in self.trace.events if e.name.startswith(_BACKWARD_NODE))
-        backward_ends = max(nodes, default=self.trace.end)
+        """What a thread does in each cell of time, but for communication; what is painted later covers the earlier."""
+        cells = np.full(round((self.end - self.begin) / self.cell), _CODE[HOST], np.int8)
+        events = sorted((e for e in self.events if e.thread == thread), key=lambda e: (e.start, -e.end))
+        nodes = (e.end for e in self.events if e.name.startswith(_BACKWARD_NODE))
+        backward_ends = max(nodes, default=self.end)
         for event in events:
             if event.kind == "cpu_op":
                 phase = FORWARD if event.start < backward_ends else STEP
@@ -157,106 +151,57 @@ class Painting:
                     cells[self.span(event.start, event.end)] = _CODE[RECOMPUTATION if again else part]
         return cells
 
-    def communicate(self, cells: np.ndarray, found: Collective, last: tuple[float, int], *, over: bool) -> None:
-        """Paints a collective, over all or into host gaps alone. last: when the last of its ranks came, and which."""
-        arrival = min(max(last[0], found.event.start), found.event.end)
-        waiting = _CODE[BUBBLE if found.axis == AXES[2] else WAITING]
-        for start, end, code in (
-            (found.event.start, arrival, waiting), (arrival, found.event.end, _CODE[SENDING[found.axis]]),
-        ):  # fmt: skip
-            stretch = cells[self.span(start, end)]
-            free = (stretch != _CODE[LOGGING]) | (code == waiting) if over else stretch == _CODE[HOST]
-            stretch[free] = code
-            if code == _CODE[WAITING]:
-                self.late[last[1]] = self.late.get(last[1], 0.0) + float(free.sum()) * self.cell
+    def communicate(self, cells: np.ndarray, found: Collective, last: Last, *, over: bool) -> None:
+        """Paints a collective over what is there, but for logging, or into host gaps alone."""
+        _, _, _, start, end, _ = found.event
+        arrival, latest = last.get(found.key, (start, self.rank))
+        arrival, waiting = min(max(arrival, start), end), BUBBLE if found.axis == AXES[2] else WAITING
+        for stretch, part in ((self.span(start, arrival), waiting), (self.span(arrival, end), SENDING[found.axis])):
+            free = cells[stretch] == _CODE[HOST]
+            if over:
+                free = (cells[stretch] != _CODE[LOGGING]) | (part == waiting)
+            cells[stretch][free] = _CODE[part]
+            if part == WAITING:
+                self.late[latest] = self.late.get(latest, 0.0) + float(free.sum()) * self.cell
 
-    def paint(self, last: Last) -> None:
-        trace, self.cells = self.trace, self.phases(self.trace.main)
-        for each in trace.collectives:
-            self.communicate(self.cells, each, last[each.key], over=each.event.thread == trace.main)
-        kernels = [e for e in trace.events if e.kind in ("kernel", "gpu_memcpy", "gpu_memset")]
-        if kernels:
-            device = self.device_cells(kernels, last)
-            # With NCCL the host only launches what communicates.
-            sends = not any("nccl" in event.name for event in kernels)
-            explained = [STEP, DATA, LOGGING] + sends * [WAITING, BUBBLE, *SENDING.values()]
-            codes = [_CODE[part] for part in explained]
-            self.cells = np.where(device >= 0, device, np.where(np.isin(self.cells, codes), self.cells, 0))
-
-    def device_cells(self, kernels: Sequence[Event], last: Last) -> np.ndarray:
+    def device(self, kernels: Iterable[Event], last: Last) -> np.ndarray:
         """What the device does, -1 for nothing: a kernel belongs to the phase in which the host launched it."""
-        trace, cells = self.trace, np.full_like(self.cells, -1)
-        launches = {e.correlation: e for e in trace.events if e.kind in ("cuda_runtime", "cuda_driver")}
+        launches = {e.correlation: e for e in self.events if e.kind in ("cuda_runtime", "cuda_driver")}
         phases = {thread: self.phases(thread) for thread in {launch.thread for launch in launches.values()}}
-        for event in kernels:
-            if event.kind != "kernel":
-                cells[self.span(event.start, event.end)] = _CODE[TRANSFER]
-        unmarked = iter(sorted({key for key in last if key[0] == "DDP"}))
-        computing = []
-        for event in sorted(kernels, key=lambda e: e.start):
-            launch = launches.get(event.correlation, event)
+        cells = np.full(round((self.end - self.begin) / self.cell), -1, np.int8)
+        unmarked = iter(sorted(key for key in last if key[0] == "DDP"))
+        # Copies first, then what communicates, then what computes: each paints over the ones before.
+        for event in sorted(kernels, key=lambda e: (e.kind == "kernel", "nccl" not in e.name, e.start)):
+            launch, stretch = launches.get(event.correlation, event), self.span(event.start, event.end)
+            cells[stretch] = _CODE[HOST if "nccl" in event.name else FORWARD if event.kind == "kernel" else TRANSFER]
             if "nccl" in event.name:
-                enclosing = (c for c in trace.collectives if c.event.start <= launch.start <= c.event.end)
-                found = next(enclosing, None) or Collective(next(unmarked, ("DDP", -1)), AXES[0], "", 0, event)
-                found = Collective(found.key, found.axis, found.operation, found.sent, event)
-                stretch = cells[self.span(event.start, event.end)]
-                stretch[stretch < 0] = _CODE[HOST]
-                self.communicate(cells, found, last.get(found.key, (event.start, trace.rank)), over=True)
-            elif event.kind == "kernel":
-                computing.append((event, launch))
-        for event, launch in computing:
-            begun = min(self.span(launch.start, launch.start).start, len(cells) - 1)
-            phase = phases[launch.thread][begun] if launch.thread in phases else _CODE[FORWARD]
-            cells[self.span(event.start, event.end)] = phase or _CODE[FORWARD]
+                marks = (c for c in self.collectives if c.event.start <= launch.start <= c.event.end)
+                mark = next(marks, None) or Collective(next(unmarked, ("DDP", -1)), AXES[0], 0, event)
+                self.communicate(cells, mark._replace(event=event), last, over=True)
+            elif event.kind == "kernel" and launch.thread in phases:
+                launched = self.span(launch.start, launch.start).start
+                cells[stretch] = phases[launch.thread][launched] or _CODE[FORWARD]
         return cells
 
-    def parts(self) -> dict[str, float]:
-        """Milliseconds of each part."""
-        counts = np.bincount(self.cells, minlength=len(PARTS)) * self.cell / 1000
-        return {part: round(float(ms), 3) for part, ms in zip(PARTS, counts, strict=True) if ms}
+    def links(self, last: Last) -> dict[str, dict[str, float]]:
+        """Bytes that this rank sends in large messages along each axis, and the time in which one of them travels."""
+        found: dict[str, dict[str, float]] = {}
+        reached = 0.0  # a moment in which two travel counts once
+        ends = {each.key: max(e.event.end for e in self.collectives if e.key == each.key) for each in self.collectives}
+        for each in sorted(self.collectives, key=lambda each: last[each.key]):
+            if each.sent >= LARGE_BYTES and (end := ends.pop(each.key, 0.0)) > last[each.key][0]:
+                link = found.setdefault(each.axis, {"bytes": 0, "ms": 0.0})
+                link["bytes"] += each.sent
+                link["ms"] += max(0.0, end - max(last[each.key][0], reached)) / 1000
+                reached = max(reached, end)
+        return found
 
-
-def links(trace: RankTrace, last: Last) -> dict[str, dict[str, float]]:
-    """Bytes that this rank sends in large messages along each axis, and the milliseconds in which one of them does."""
-    sent: dict[str, int] = {}
-    stretches: dict[str, list[profile.Span]] = {}
-    for key in {each.key for each in trace.collectives}:
-        pieces = [each for each in trace.collectives if each.key == key]
-        arrival, end = last[key][0], max(each.event.end for each in pieces)
-        if pieces[0].sent >= LARGE_BYTES and end > arrival:
-            axis = pieces[0].axis
-            sent[axis] = sent.get(axis, 0) + pieces[0].sent
-            stretches.setdefault(axis, []).append(profile.Span(axis, arrival, end - arrival))
-    return {axis: {"bytes": sent[axis], "ms": round(profile.union(stretches[axis]) / 1000, 3)} for axis in sent}
-
-
-def longest_events(trace: RankTrace, ranks: int) -> list[dict[str, Any]]:
-    """This rank's part of a timeline of all for Perfetto and chrome://tracing: its events that take longest."""
-    title = {
-        "ph": "M",
-        "name": "process_name",
-        "pid": trace.rank,
-        "args": {"name": f"rank {trace.rank} ({trace.host})"},
-    }
-    threads = {thread: number for number, thread in enumerate(dict.fromkeys(e.thread for e in trace.events))}
-    longest = sorted(trace.events, key=lambda event: event.start - event.end)[: MOST_EVENTS // ranks]
-    return [title] + [
-        {"ph": "X", "name": e.name, "cat": e.kind, "pid": trace.rank, "tid": threads[e.thread],
-         "ts": round(e.start - trace.begin, 1), "dur": round(e.end - e.start, 1)}
-        for e in longest
-    ]  # fmt: skip
-
-
-def explained(trace: RankTrace, last: Last) -> dict[str, Any]:
-    """What profile.json says of a rank: its parts, and for how long it waited for which other, in milliseconds."""
-    painting = Painting(trace)
-    painting.paint(last)
-    return {
-        "rank": trace.rank,
-        "host": trace.host,
-        "wall_ms": round((trace.end - trace.begin) / 1000, 3),
-        "parts": painting.parts(),
-        "waited_for": {str(rank): round(us / 1000, 3) for rank, us in sorted(painting.late.items()) if us},
-        "links": links(trace, last),
-        "operators": sum(event.kind in ("cpu_op", "kernel") for event in trace.events),
-    }
+    def longest_events(self, ranks: int) -> list[dict[str, Any]]:
+        """For Perfetto and chrome://tracing: what takes longest on this rank, so that all ranks' are not too many."""
+        name = {"name": f"rank {self.rank} ({self.host})"}
+        longest = sorted(self.events, key=lambda event: event.start - event.end)[: MOST_EVENTS // ranks]
+        return [{"ph": "M", "name": "process_name", "pid": self.rank, "args": name}] + [
+            {"ph": "X", "name": e.name, "cat": e.kind, "pid": self.rank, "tid": e.thread,
+             "ts": round(e.start - self.begin, 1), "dur": round(e.end - e.start, 1)}
+            for e in longest
+        ]  # fmt: skip

@@ -1,14 +1,20 @@
 """The parts of a profiled iteration, from made traces and from real runs, and the causes that they name."""
 
 import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import wait_for
 from made_runs import make_run
-from real_runs import train
+from real_runs import environment, train
 
 from t5bench.compare.explain import Explanation
+from t5bench.plan.launchers import ask
 from t5bench.record import profile
 from t5bench.record.profile import AXES, SENDING
 from t5bench.record.records import load
@@ -41,9 +47,9 @@ def explained(
     for rank, events in enumerate(ranks):
         whole = [span(timeline.ITERATION, 0, 100, "user_annotation"), *events]
         made = {"baseTimeNanoseconds": int(1e6 * begins[rank]), "traceEvents": whole}
-        traces.append(timeline.RankTrace.read(made, rank, hosts[rank], gradients))
+        traces.append(timeline.RankTrace(made, rank, hosts[rank], gradients))
     everyone = [trace.introduction() for trace in traces]
-    return [timeline.explained(trace, trace.meet(everyone)) for trace in traces]
+    return [trace.explained(trace.meet(everyone)) for trace in traces]
 
 
 NODE = "autograd::engine::evaluate_function: "
@@ -200,7 +206,7 @@ if "RANK" in os.environ and rank in ("", os.environ["RANK"]):
 """
 ONE_MICRO_BATCH = {"MICRO_BATCH_SIZE": "8", "GLOBAL_BATCH_SIZE": "16"}
 PLANTED: dict[str, tuple[str, dict[str, str]]] = {
-    "": ("zero2", ONE_MICRO_BATCH),
+    "": ("zero2", {"MICRO_BATCH_SIZE": "32", "GLOBAL_BATCH_SIZE": "64"}),
     "slow rank": ("ddp", ONE_MICRO_BATCH | {"PLANT": "step:1"}),
     "data loading": ("ddp", ONE_MICRO_BATCH | {"PLANT": "data"}),
     "logging": ("ddp", ONE_MICRO_BATCH | {"PLANT": "log:1", "LOG_INTERVAL": "1"}),
@@ -211,25 +217,77 @@ PLANTED: dict[str, tuple[str, dict[str, str]]] = {
 BUSY = {"another program on the core", "fewer cores than processes", "throttled CPU"}
 
 
+def trained(data: Path, directory: Path, strategy: str, **settings: str) -> Explanation:
+    (directory / "sitecustomize.py").write_text(HOOK)
+    fixed = {"ENGINE": "native", "MEGATRON_DATA_DIR": str(data), "PYTHONPATH": str(directory), "PRECISION_FLAG": ""}
+    fixed |= {"TRAIN_ITERS": "7", "LOG_INTERVAL": "7", "PROFILE_ITERATION": "6", "OMP_NUM_THREADS": "1"}
+    return Explanation(train(strategy, directory / "run", **fixed | {"NPROC_PER_NODE": "2"} | settings))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "planted"), PLANTED.items())
 def test_what_is_planted_is_named_first(sample_data: Path, tmp_path: Path, name: str, planted: tuple[str, dict]):
-    strategy, settings = planted
-    (tmp_path / "sitecustomize.py").write_text(HOOK)
-    fixed = {
-        "ENGINE": "native",
-        "MEGATRON_DATA_DIR": str(sample_data),
-        "PYTHONPATH": str(tmp_path),
-        "PRECISION_FLAG": "",
-    }
-    fixed |= {"TRAIN_ITERS": "7", "LOG_INTERVAL": "7", "PROFILE_ITERATION": "6", "OMP_NUM_THREADS": "1"}
-    run = train(strategy, tmp_path / "run", **fixed | {"NPROC_PER_NODE": "2"} | settings)
-    found = Explanation(run)
-    assert [cause.name for cause in found.causes() if cause.name not in BUSY][:1] == [name][: bool(name)], (
-        found.causes()
-    )
+    found = trained(sample_data, tmp_path, planted[0], **planted[1])
+    names = [cause.name for cause in found.causes() if cause.name not in BUSY]
+    assert names[:1] == [name][: bool(name)], (found.sentence(), found.causes())
     assert len(found.ranks) == 2
     for rank in found.ranks:
         assert sum(rank.entry["parts"].values()) == pytest.approx(found.content["wall_ms"], rel=0.05)
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1} and len(events) <= timeline.MOST_EVENTS + 2
+
+
+# What the launcher's shell does to itself before anything else, and the engine's processes inherit.
+AROUND = {
+    "slow link": "exec unshare -n bash -c 'ip link set lo up; tc qdisc add dev lo root tbf rate 50mbit burst 64kb"
+    ' latency 500ms; exec bash "$@"\' - "$0" "$@"',
+    "throttled CPU": "echo $$ >$QUOTA/cgroup.procs",
+    "another program on the core": "taskset -cp 0 $$ >/dev/null; (exec >/dev/null 2>&1; exec timeout 90 yes) &",
+}
+
+
+@pytest.fixture
+def quota(tmp_path: Path) -> Iterator[Path]:
+    """A cgroup of which all processes together get half a core."""
+    folder = Path("/sys/fs/cgroup/cpu", f"t5-{tmp_path.name}")
+    if os.geteuid() != 0 or not folder.parent.is_dir():
+        pytest.skip("only root may plant this, and a quota needs the cpu controller of cgroup 1")
+    folder.mkdir()
+    (folder / "cpu.cfs_quota_us").write_text("50000")
+    yield folder
+    wait_for(lambda: not (folder / "cgroup.procs").read_text())
+    folder.rmdir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AROUND)
+def test_what_is_planted_around_the_run_is_named_first(sample_data: Path, tmp_path: Path, quota: Path, name: str):
+    shell = tmp_path / "shell"
+    shell.write_text(f"if [[ -z ${{PLANTED:-}} ]]; then\nexport PLANTED=1\n{AROUND[name]}\nfi\n")
+    settings = ONE_MICRO_BATCH | {"BASH_ENV": str(shell), "QUOTA": str(quota)}
+    settings |= {"NPROC_PER_NODE": "1"} if name.startswith("another") else {}
+    found = trained(sample_data, tmp_path, "ddp", **settings)
+    names = [cause.name for cause in found.causes()]
+    assert name in names if name == "slow link" else names[:1] == [name], (found.sentence(), found.causes())
+
+
+@pytest.mark.parametrize("engine", ["native", "megatron"])
+def test_the_profiler_stands_before_the_engine(engine: str):
+    settings = {"ENGINE": engine, "DEVICE": "cpu", "OUTPUT_DIR": "/run", "PROFILE_ITERATION": "9", "TRAIN_ITERS": "9"}
+    command = " ".join(ask("ddp", environment=environment(**settings)).command)
+    program = r"\S+/pretrain_t5\.py"
+    assert re.search(rf" -m t5bench\.run\.profile_step --iteration 9 --output /run/profile\.json {program} --", command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_one_iteration_of_a_run(strategy: str, sample_data: Path, tmp_path: Path):
+    """The matrix products tell that it is one iteration whole: DeepSpeed steps its optimizer at other times too."""
+    settings = {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data), "TRAIN_ITERS": "4", "PRECISION_FLAG": ""}
+    settings |= {"NPROC_PER_NODE": "1", "GLOBAL_BATCH_SIZE": "4", "MICRO_BATCH_SIZE": "2", "PROFILE_ITERATION": "3"}
+    train(strategy, tmp_path / "run", **settings)
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    counts = Counter(event["name"] for event in events)
+    # Per layer 4 products forward in the encoder and 7 in the decoder (query and key-value are two in cross-attention),
+    # and the head; backward has two for each. Two layers of each, two micro-batches.
+    assert counts["aten::mm"] + counts["aten::addmm"] == 3 * (2 * 4 + 2 * 7 + 1) * 2
