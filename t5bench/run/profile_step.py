@@ -232,6 +232,7 @@ class OneIteration:
     def _end(self) -> None:
         dist.barrier()  # who waits here waits for a slower rank
         self.marks.active = False
+        self.marks.works.clear()
         content, events = self.stretch.end(self.iteration, self.marks.gradient_bytes)
         if dist.get_rank() == 0:
             write_json(self.output, content | self._overhead())
