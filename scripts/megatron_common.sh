@@ -188,6 +188,7 @@ build_environment() {
   # W&B takes the run's configuration from this file as well, which the recorder fills while torch is being loaded; see
   # t5bench/run/wandb_config.py. A sweep's agent has one of its own.
   [[ -z ${PLAN[wandb_config]} ]] || RUN_ENVIRONMENT+=("WANDB_SWEEP_PARAM_PATH=${PLAN[wandb_config]}")
+  ((PROFILE_ITERATION == 0)) || RUN_ENVIRONMENT+=("T5_PROFILE=$PROFILE_ITERATION:$OUTPUT_DIR/profile.json")
   for name in CUDA_HOME CPATH LIBRARY_PATH; do
     [[ -z ${PLAN[$name]:-} ]] || RUN_ENVIRONMENT+=("$name=${PLAN[$name]}")
   done
@@ -200,8 +201,6 @@ build_environment() {
 build_command() {
   local program=("$MEGATRON_DIR/$FAMILY_PROGRAM")
   [[ $ENGINE != native ]] || program=("$REPO_ROOT/native/$FAMILY_PROGRAM")
-  ((PROFILE_ITERATION == 0)) || program=(-m t5bench.run.profile_step --iteration "$PROFILE_ITERATION"
-    --output "$OUTPUT_DIR/profile.json" "${program[@]}")
   program=("$REPO_ROOT/t5bench/run/worker.py" "$OUTPUT_DIR/node$NODE_RANK.stack" "${program[@]}")
   # The static rendezvous: with c10d torchrun ignores --node_rank, and the encoder would not be on node 0.
   COMMAND=(torchrun --nnodes "${PLAN[nnodes]}" --nproc_per_node "${PLAN[nproc_per_node]}" --node_rank "$NODE_RANK"

@@ -1,21 +1,16 @@
-"""Runs an engine unchanged and profiles one of its iterations on every rank (a launcher's PROFILE_ITERATION).
-
-    python -m t5bench.run.profile_step --iteration N --output FILE SCRIPT ARGUMENTS...
+"""Profiles one iteration of an engine on every rank (a launcher's PROFILE_ITERATION; worker.py starts it).
 
 The profile goes from the end of iteration N - 1's step to the end of N's, so it holds a log line, the data, the forward
 and backward passes and the update. The first rank writes for all of them, whichever node they are on: FILE with the
 kinds of its own kernels and all ranks' parts (t5bench/run/timeline.py), and trace.json beside it.
 """
 
-import argparse
 import functools
 import importlib
 import itertools
 import json
-import runpy
 import socket
 import statistics
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -203,10 +198,12 @@ class OneIteration:
     """Counts an engine's iterations and profiles one of them."""
 
     def __init__(self, iteration: int, output: Path, words: list[str]) -> None:
-        self.iteration, self.output, self.marks = iteration, output, Marks(words)
+        """words: the engine's command line, its program first."""
+        self.iteration, self.output, self.marks, self.program = iteration, output, Marks(words), Path(words[0])
         self.ends: list[float] = []
 
-    def watch(self, engine: str) -> None:
+    def watch(self) -> None:
+        engine = "native" if self.program.parent.name == "native" else "megatron"
         self.marks.place(engine)
         for place in STEPS[engine]:
             replace(place, self._counted)
@@ -243,19 +240,3 @@ class OneIteration:
         others = [1000 * (after - before) for before, after in itertools.pairwise(self.ends[:-1])]
         median = statistics.median(others) if others else None
         return {"other_iterations_ms": median, "overhead": median and self.stretch.wall_ms / median - 1}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iteration", type=int, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT")
-    arguments = parser.parse_args()
-    sys.argv = arguments.script
-    engine = "native" if Path(sys.argv[0]).parent.name == "native" else "megatron"
-    OneIteration(arguments.iteration, arguments.output, sys.argv).watch(engine)
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-if __name__ == "__main__":
-    main()

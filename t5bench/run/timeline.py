@@ -9,6 +9,7 @@ Times are microseconds on the rank's own clock. The ranks of a host begin togeth
 barrier before the iteration; all hosts' first ranks leave it at one moment.
 """
 
+import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -76,19 +77,25 @@ class RankTrace:
         _, _, self.main, self.begin, self.end, _ = whole = next(e for e in events if e.name == ITERATION)
         self.rank, self.host, self.late = rank, host, dict[int, float]()
         self.events = [e for e in events if e.start >= self.begin and e.end <= self.end and e is not whole]
+        self.marks: list[Collective] = []  # by their start
         self.collectives = list(self._collectives(gradient_bytes))
         self.cell = max(1.0, (self.end - self.begin) / MOST_CELLS)
 
     def _collectives(self, gradient_bytes: int) -> Iterator[Collective]:
         """Those with a mark, and what PyTorch's DDP sends without: it all-reduces the gradients."""
-        marked = [event for event in self.events if event.name.startswith(COLLECTIVE)]
-        for event in marked:
+        ordered = sorted(self.events, key=lambda event: event.start)
+        for event in (event for event in ordered if event.name.startswith(COLLECTIVE)):
             _, axis, _, size, ranks, number = event.name.split("|")
-            yield Collective((f"{axis} {ranks}", int(number)), axis, int(size), event)
+            self.marks.append(Collective((f"{axis} {ranks}", int(number)), axis, int(size), event))
+        yield from self.marks
         for names in (("c10d::allreduce_",), ("gloo:all_reduce", "nccl:all_reduce")):
-            own = [e for e in self.events if e.name in names and not any(m.start <= e.start <= m.end for m in marked)]
-            for number, event in enumerate(sorted(own, key=lambda event: event.start)):
+            own = [event for event in ordered if event.name in names and not self.mark_around(event.start)]
+            for number, event in enumerate(own):
                 yield Collective(("DDP", number), AXES[0], gradient_bytes // len(own), event)
+
+    def mark_around(self, moment: float) -> Collective | None:
+        before = bisect.bisect(self.marks, moment, key=lambda mark: mark.event.start) - 1
+        return self.marks[before] if before >= 0 and moment <= self.marks[before].event.end else None
 
     def introduction(self) -> tuple[str, int, float, dict[Key, float]]:
         """What the other ranks need to know: host, rank, begin, and when this rank came to each collective."""
@@ -175,8 +182,7 @@ class RankTrace:
             launch, stretch = launches.get(event.correlation, event), self.span(event.start, event.end)
             cells[stretch] = _CODE[HOST if "nccl" in event.name else FORWARD if event.kind == "kernel" else TRANSFER]
             if "nccl" in event.name:
-                marks = (c for c in self.collectives if c.event.start <= launch.start <= c.event.end)
-                mark = next(marks, None) or Collective(next(unmarked, ("DDP", -1)), AXES[0], 0, event)
+                mark = self.mark_around(launch.start) or Collective(next(unmarked, ("DDP", -1)), AXES[0], 0, event)
                 self.communicate(cells, mark._replace(event=event), last, over=True)
             elif event.kind == "kernel" and launch.thread in phases:
                 launched = self.span(launch.start, launch.start).start
@@ -187,7 +193,9 @@ class RankTrace:
         """Bytes that this rank sends in large messages along each axis, and the time in which one of them travels."""
         found: dict[str, dict[str, float]] = {}
         reached = 0.0  # a moment in which two travel counts once
-        ends = {each.key: max(e.event.end for e in self.collectives if e.key == each.key) for each in self.collectives}
+        ends: dict[Key, float] = {}
+        for each in self.collectives:
+            ends[each.key] = max(each.event.end, ends.get(each.key, 0.0))
         for each in sorted(self.collectives, key=lambda each: last[each.key]):
             if each.sent >= LARGE_BYTES and (end := ends.pop(each.key, 0.0)) > last[each.key][0]:
                 link = found.setdefault(each.axis, {"bytes": 0, "ms": 0.0})

@@ -1,9 +1,9 @@
 """Runs a training program unchanged, and has it write where its threads are when it gets TERM, before it ends.
 
-    python t5bench/run/worker.py STACKS (-m MODULE | SCRIPT) ARGUMENTS...
+    python t5bench/run/worker.py STACKS SCRIPT ARGUMENTS...
 
 The stacks go to STACKS.<rank>. torchrun sends TERM to all workers when one has failed, and so does the guard: whoever
-ends a worker, it is known where it stood. It is a script, so that no other module is found in its place.
+ends a worker, it is known where it stood. With T5_PROFILE (ITERATION:FILE) an iteration is profiled.
 """
 
 import contextlib
@@ -29,12 +29,13 @@ def keep_stacks(path: str) -> None:
 def main() -> None:
     stacks, program, *arguments = sys.argv[1:]
     keep_stacks(f"{stacks}.{os.environ.get('RANK', '0')}")
-    if program == "-m":
-        sys.path[0], sys.argv = str(Path.cwd()), arguments
-        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0], sys.argv = str(Path(program).resolve().parent), [program, *arguments]
-        runpy.run_path(program, run_name="__main__")
+    sys.path[0], sys.argv = str(Path(program).resolve().parent), [program, *arguments]
+    if place := os.environ.get("T5_PROFILE"):
+        from t5bench.run.profile_step import OneIteration
+
+        iteration, _, output = place.partition(":")
+        OneIteration(int(iteration), Path(output), sys.argv).watch()
+    runpy.run_path(program, run_name="__main__")
 
 
 if __name__ == "__main__":
