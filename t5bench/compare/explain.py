@@ -111,12 +111,14 @@ class Explanation:
             yield Cause("unequal pipeline stages", share, f"stage {slowest} computes {ratio:.1f} times as long")
 
     def _link(self) -> Iterator[Cause]:
+        """What waiting for a core may have cost does not count as the link's."""
+        lost = max(rank.queued + rank.throttled for rank in self.ranks)
         for rank in self.ranks:
             for axis, link in rank.entry["links"].items():
-                speed = 8000 * link["bytes"] / max(link["ms"], 1e-3)
-                if speed < SLOW_LINK:
+                milliseconds = link["ms"] - lost * rank.wall
+                if milliseconds > 0 and (speed := 8000 * link["bytes"] / milliseconds) < SLOW_LINK:
                     text = f"{axis} messages of {rank.name} pass at {speed / 1e9:.2g} Gbit/s"
-                    yield Cause("slow link", rank.share(SENDING[axis]), text)
+                    yield Cause("slow link", rank.share(SENDING[axis]) - lost, text)
 
     def _micro_batches(self) -> Iterator[Cause]:
         worst, count = max(self.ranks, key=lambda rank: rank.share(HOST)), self.layout.micro_batches

@@ -200,7 +200,8 @@ class RankTrace:
             if each.sent >= LARGE_BYTES and (end := ends.pop(each.key, 0.0)) > last[each.key][0]:
                 link = found.setdefault(each.axis, {"bytes": 0, "ms": 0.0})
                 link["bytes"] += each.sent
-                link["ms"] += max(0.0, end - max(last[each.key][0], reached)) / 1000
+                travelled = max(0.0, end - max(last[each.key][0], reached)) / 1000
+                link["ms"] = round(link["ms"] + travelled, 3)
                 reached = max(reached, end)
         return found
 
