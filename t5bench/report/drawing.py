@@ -12,7 +12,7 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from t5bench.compare.comparison import Comparison
-from t5bench.report.figures import GRID, INK, Figure, Panel, rows_of
+from t5bench.report.figures import GRID, INK, Figure, Panel, Series, rows_of
 
 _STAND_INS = {INK: "#010203", GRID: "#040506", "var(--paper)": "#070809"}  # matplotlib wants numbers
 _INK, _GRID, _PAPER = _STAND_INS.values()
@@ -38,7 +38,9 @@ _STYLE = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtic
 _BARS = {"bar": {"height": 0.68}, "interval": {"height": 0.14, "edgecolor": _PAPER, "linewidth": 0.8}}
 _LINES = {
     "line": {"linewidth": 1.8},
-    "dots": {"linestyle": "", "marker": "o", "markersize": 4, "alpha": 0.8, "markeredgewidth": 0},
+    "dots": {"linestyle": "", "marker": "o", "markersize": 4, "markeredgewidth": 0},
+    "point": {"linestyle": "", "marker": "o", "markersize": 8},
+    "limit": {"linestyle": "", "marker": "|", "markersize": 16, "markeredgewidth": 3},
 }
 WIDTH = 7.0  # inches
 
@@ -65,13 +67,14 @@ def drawings(comparison: Comparison, figures: list[Figure]) -> list[str]:
         for name, row in rows_of(comparison).items()
     }
     found = []
-    for figure in figures:
-        name, buffer = figure.title.lower().replace(" ", "-"), io.StringIO()
+    for number, figure in enumerate(figures):
+        name, buffer = f"f{number}", io.StringIO()
         with matplotlib.rc_context(_STYLE | {"svg.hashsalt": name}):
             metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
             _canvas(figure, looks).savefig(buffer, format="svg", transparent=True, metadata=metadata)
         text = buffer.getvalue()
         text = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", text[text.index("<svg") :])
+        text = re.sub(r"(\d\.\d)\d{2,}", r"\1", text)  # a tenth of a point cannot be seen
         text = re.sub(r"font-family: [^;\"]*;? ?", "", text)  # matplotlib's face would differ from the page's
         for page_colour, stand_in in _STAND_INS.items():
             text = text.replace(stand_in, page_colour)
@@ -81,35 +84,47 @@ def drawings(comparison: Comparison, figures: list[Figure]) -> list[str]:
 
 def _canvas(figure: Figure, looks: Looks) -> Canvas:
     panels, columns = figure.panels, min(figure.columns, len(figure.panels))
-    legend = 0 if panels[0].names or figure.columns > 1 else len(panels[0].series)
     heights = [panel.height for panel in panels[::columns]]
-    canvas = Canvas(figsize=(WIDTH, 0.6 + sum(heights) + 0.08 * legend), layout="constrained")
+    labels = len({_label(panel, series) for panel in panels for series in panel.series} - {None}) * (columns == 1)
+    canvas = Canvas(figsize=(WIDTH, 0.6 + sum(heights) + 0.08 * labels), layout="constrained")
     axes = canvas.subplots(len(heights), columns, squeeze=False, sharex=figure.columns == 1, height_ratios=heights)
+    named = {}
     for ax, panel in zip(axes.flat, panels, strict=False):
         _draw(ax, panel, looks)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=figure.x == "iteration"))
+        named |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
     for ax in axes.flat[len(panels) :]:
         ax.remove()
     if panels[0].names:
         axes.flat[-1].set_xlim(0, 1.25 * max(ax.dataLim.x1 for ax in axes.flat))  # room for the texts
-    if legend:
-        canvas.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside upper left", ncols=3, handlelength=3.2)
+    if labels:
+        canvas.legend(named.values(), named, loc="outside upper left", ncols=3, handlelength=3.2)
     canvas.supxlabel(figure.x, fontsize=11)
     return canvas
 
 
+def _label(panel: Panel, series: Series) -> str | None:
+    """In the legend."""
+    return series.label or (None if panel.names or series.look == "point" else series.row)
+
+
 def _draw(ax: Axes, panel: Panel, looks: Looks) -> None:
     for series in panel.series:
-        look = dict(looks[series.row])
+        look = dict(looks.get(series.row, {})) | {"label": _label(panel, series)}
         look |= {"color": _STAND_INS.get(series.colour, series.colour)} if series.colour else {}
         if series.look in _BARS:
             for (start, end), name in series.points:
-                ax.barh(name, end - start, left=start, color=look["color"], **_BARS[series.look])
+                bar = {key: look[key] for key in ("color", "label")} | _BARS[series.look]
+                ax.barh(name, end - start, left=start, **bar)
         elif series.points:
-            ax.plot(*zip(*series.points, strict=True), **look | _LINES[series.look], label=series.row)
+            ax.plot(*zip(*series.points, strict=True), **look | _LINES[series.look])
         if panel.names and series.text:
-            end = max(x[1] if series.look in _BARS else x for x, _ in series.points)
+            end = max(
+                x[1] if isinstance(x, tuple) else x for s in panel.series if s.row == series.row for x, _ in s.points
+            )
             ax.annotate(series.text, (end, series.row), (8, 0), textcoords="offset points", va="center")
+        elif series.look == "point":
+            ax.annotate(series.row, series.points[0], (8, 4), textcoords="offset points", fontsize=9)
     ax.set_title(panel.title)
     ax.set_ylabel(panel.y)
     if panel.names:

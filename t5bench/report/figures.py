@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from t5bench.compare.comparison import Comparison
 from t5bench.compare.rows import Row
@@ -13,16 +14,16 @@ from t5bench.report.tables import mark, named_rows
 INK, GRID, LEFT_OUT = "currentColor", "var(--grid)", "#888888"
 LONGEST_NAME = 24  # characters; the page's table tells what a short name stands for
 MOST_POINTS = 400  # of one line; more cannot be seen and make the page heavy
-MOST_PANELS = 16
+MOST_DOTS, MOST_PANELS = 160, 16
 
 Points = Sequence[tuple[float, float]]
 
 
-@dataclass(frozen=True)
-class Series:
-    """Something of one row, as a "bar", a thin bar ("interval"), "dots" or a "line".
+class Series(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Something of one row, as a "bar", a thin bar ("interval"), "dots", a "line", a "point" with a name or a "limit".
 
     points: (x, y); of a bar ((start, end), the row's name). text: the figure to take away. colour: if not the row's.
+    label: what it is of a row that has several.
     """
 
     row: str
@@ -30,10 +31,10 @@ class Series:
     points: Sequence[tuple[Any, Any]]
     text: str = ""
     colour: str = ""
+    label: str = ""
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(msgspec.Struct, frozen=True, omit_defaults=True):
     """height: in inches, where that does not follow from the names."""
 
     series: Sequence[Series]
@@ -49,8 +50,7 @@ class Panel:
         return list(dict.fromkeys(y for series in self.series for _, y in series.points if isinstance(y, str)))
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(msgspec.Struct, frozen=True, omit_defaults=True):
     """Panels below each other share the x axis; in two columns each has its own."""
 
     title: str
@@ -71,17 +71,10 @@ def rows_of(comparison: Comparison) -> dict[str, Row]:
     return dict(named_rows(comparison, LONGEST_NAME))
 
 
-def all_figures(comparison: Comparison) -> list[Figure]:
-    """Those for which there is something measured."""
-    rows = rows_of(comparison)
-    found = [_throughput(rows), _memory(rows), _loss(rows, comparison.baseline), _times(rows)]
-    return [figure for figure in found if figure.panels]
-
-
 # ---- one line for each row -------------------------------------------------------------------------------------------
 
 
-def _by_size(rows: Mapping[str, Row], series: Sequence[Series]) -> list[Panel]:
+def by_size(rows: Mapping[str, Row], series: Sequence[Series]) -> list[Panel]:
     """A panel for each number of processes."""
     sizes: dict[int, list[Series]] = {}
     for entry in series:
@@ -90,7 +83,7 @@ def _by_size(rows: Mapping[str, Row], series: Sequence[Series]) -> list[Panel]:
     return [Panel(found, f"{size} processes", height=0.5 + 0.42 * counts[size]) for size, found in sizes.items()]
 
 
-def _throughput(rows: Mapping[str, Row]) -> Figure:
+def throughput(rows: Mapping[str, Row]) -> Figure:
     found = []
     for name, row in rows.items():
         if rate := row.samples_per_second:
@@ -99,10 +92,10 @@ def _throughput(rows: Mapping[str, Row]) -> Figure:
             found.append(Series(name, "bar", [((0, rate.median), name)]))
             found.append(Series(name, "interval", [(interval, name)], f"{rate.median:.4g}{ratio}{mark(row)}", INK))
     caption = "The medians with their 95 % confidence intervals; beside them the ratio to the baseline."
-    return Figure("Throughput", "samples/s (more is better)", caption, _by_size(rows, found))
+    return Figure("Throughput", "samples/s (more is better)", caption, by_size(rows, found))
 
 
-def _memory(rows: Mapping[str, Row]) -> Figure:
+def memory(rows: Mapping[str, Row]) -> Figure:
     found, kinds = [], {}
     for name, row in rows.items():
         kinds[row.on_gpu] = "GPU, allocated by PyTorch" if row.on_gpu else "host, resident set"
@@ -113,7 +106,7 @@ def _memory(rows: Mapping[str, Row]) -> Figure:
             found.append(Series(name, "dots", [(peak, name) for peak in peaks], text))
     caption = "The highest use of each rank, a dot for each. The fullest decides what fits."
     unit = f"peak memory in MiB ({' / '.join(kinds.values())}; less is better)"
-    return Figure("Memory", unit, caption, _by_size(rows, found))
+    return Figure("Memory", unit, caption, by_size(rows, found))
 
 
 # ---- over the iterations ---------------------------------------------------------------------------------------------
@@ -141,7 +134,7 @@ def _apart(points: Points, reference: Points) -> Points:
     return [point for point in shared if point[1] > 0]
 
 
-def _loss(rows: Mapping[str, Row], base: str) -> Figure:
+def loss(rows: Mapping[str, Row], base: str) -> Figure:
     curves = {name: series(row.run, "lm_loss") for name, row in rows.items() if row.complete}
     curves = {name: points for name, points in curves.items() if points}
     bases = {rows[name].run.world_size: points for name, points in curves.items() if rows[name].is_baseline}
@@ -162,7 +155,7 @@ def _loss(rows: Mapping[str, Row], base: str) -> Figure:
     return Figure("Loss", "iteration", caption, panels)
 
 
-def _times(rows: Mapping[str, Row]) -> Figure:
+def times(rows: Mapping[str, Row]) -> Figure:
     timed = {name: row for name, row in rows.items() if row.milliseconds}
     panels = []
     for name, row in list(timed.items())[:MOST_PANELS]:
@@ -176,11 +169,13 @@ def _times(rows: Mapping[str, Row]) -> Figure:
 
 def _run_times(name: str, row: Row) -> list[Series]:
     """Of each run at most as many dots as the page can draw."""
-    found, most = [], max(MOST_POINTS // len(row.measured), 20)
+    found, most = [], max(MOST_DOTS // len(row.measured), 10)
     for entry in row.measured:
         dropped = entry.timing.dropped if entry.timing else {}
         dots = series(entry.run, "elapsed_ms")
-        found.append(Series(name, "dots", thin([dot for dot in dots if dot[0] in dropped], most), colour=LEFT_OUT))
+        for reason in dict.fromkeys(dropped.values()):
+            own = [dot for dot in dots if dropped.get(dot[0]) == reason]
+            found.append(Series(name, "dots", thin(own, most), "", LEFT_OUT, f"left out for {reason}"))
         found.append(Series(name, "dots", thin([dot for dot in dots if dot[0] not in dropped], most)))
     iterations = [x for entry in found for x, _ in entry.points]
     ends = min(iterations), max(iterations)

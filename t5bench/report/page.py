@@ -2,10 +2,12 @@
 
 import json
 import re
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -18,9 +20,12 @@ from t5bench.compare.rows import Row
 from t5bench.record.records import Run
 from t5bench.record.status import COMPLETE
 from t5bench.report import tables
+from t5bench.report.costs import all_figures
 from t5bench.report.drawing import colours, drawings
-from t5bench.report.figures import LONGEST_NAME, all_figures
+from t5bench.report.figures import LONGEST_NAME, rows_of
 
+HERE = Path(__file__).parent
+SCRIPTS = ("vendor/chart-4.5.1.umd.min.js", "page.js")
 MINOR = 15  # columns up to this importance stand in a line below their row
 
 
@@ -52,27 +57,59 @@ def _cell(column: tables.Column, row: Row) -> tuple[str, str, str]:
     return text, whole[len(text) :], "no" if text == DIFFERENT or column.title == "status" else ""
 
 
-def render(comparison: Comparison) -> str:
-    """The page, complete."""
-    loader = FileSystemLoader(Path(__file__).parent)
+def command(run: Run) -> str:
+    """What starts the run again: every setting that is not at its default, but for where this run was put."""
+    plan = run.plan
+    changed = {name: one.value for name, one in plan.settings.items() if one.value != one.default}
+    chosen = {
+        name: value
+        for name, value in changed.items()
+        if plan.settings[name].role != "label" and value != plan.output_dir
+    }
+    words = [f"{name}={shlex.quote(value)}" for name, value in chosen.items()]
+    words += ["bash", f"scripts/run_megatron_t5_{plan.strategy.name}.sh"]
+    words += [shlex.quote(plan.master_address), "0"] if run.layout.nnodes > 1 else []
+    return " ".join([*words, *(["--", *map(shlex.quote, plan.arguments.extra)] if plan.arguments.extra else [])])
+
+
+def render(comparison: Comparison, root: Path = Path()) -> str:
+    """The page, complete. root: what the runs' directories are relative to."""
+    loader = FileSystemLoader(HERE)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     columns, different = tables.columns(comparison), differing(_facts, comparison.runs)
     short = [f"{name}: {label}" for label, name in tables.short_labels(comparison, LONGEST_NAME).items()]
-    figures = all_figures(comparison)
+    figures, rows, colour = all_figures(comparison, root), rows_of(comparison), colours(comparison)
+    about = {
+        name: {
+            "strategy": row.strategy,
+            "processes": row.run.world_size,
+            "engine": row.run.engine,
+            "colour": colour[row.strategy],
+        }
+        for name, row in rows.items()
+    }
+    data = msgspec.json.encode({"rows": about, "figures": figures}).decode()
     days = sorted({run.record["started"][:10] for run in comparison.runs})
     return environment.get_template("page.html.j2").render(
         comparison=comparison,
         tables=tables,
+        names={(row.label, row.run.directory): name for name, row in rows.items()},
+        choices={
+            key: list(dict.fromkeys(its[key] for its in about.values())) for key in ("strategy", "processes", "engine")
+        },
         columns=[column for column in columns if column.importance > MINOR],
         minor=[column for column in columns if column.importance <= MINOR],
         cell=_cell,
-        colours=colours(comparison),
+        command=command,
+        colours=colour,
         remarks=short + tables.remarks(comparison),
         # Paragraphs and list items, without the line breaks that they were written with.
         paper=[part for of in (statistics, interval, repeats) for part in re.split(r"\n\n|\n(?=- )", of.__doc__ or "")],
-        # The only text that is not escaped: matplotlib escaped what it drew.
+        # The only texts that are not escaped: matplotlib escaped what it drew, and these are scripts and their data.
         figures=list(zip(figures, map(Markup, drawings(comparison, figures)), strict=True)),
-        limits=[(name, row, text) for name, row in tables.named_rows(comparison) if (text := limits(row))],
+        data=Markup(data.replace("<", "\\u003c")),
+        scripts=[Markup((HERE / name).read_text()) for name in SCRIPTS],
+        limits=[(name, row, text) for name, row in rows.items() if (text := limits(row))],
         dates=" to ".join(dict.fromkeys([days[0], days[-1]])),
         show=show,
         different=different,

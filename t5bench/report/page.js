@@ -1,0 +1,142 @@
+// What the page can do besides being read: choose, hover, sort, find, copy. Chart.js draws, from the figures' own data.
+const { rows, figures } = JSON.parse(document.getElementById("data").textContent);
+const choices = document.getElementById("choices"), said = document.getElementById("said");
+
+function resolved(colour) {
+  said.style.color = colour;
+  const found = getComputedStyle(said).color;
+  said.style.color = "";
+  return found;
+}
+
+function isChosen(name) {
+  const unchecked = [...choices.querySelectorAll("[type=checkbox]:not(:checked)")];
+  return !rows[name] || !unchecked.some((box) => String(rows[name][box.name]) === box.value);
+}
+
+// ---- the figures
+
+const LOOKS = {
+  bar: { type: "bar", grouped: false, barPercentage: 0.9, categoryPercentage: 0.8, order: 2 },
+  interval: { type: "bar", grouped: false, barThickness: 5, order: 1 },
+  line: { type: "line", pointRadius: 0, borderWidth: 2 },
+  dots: { type: "scatter", pointRadius: 3 },
+  point: { type: "scatter", pointRadius: 7 },
+  limit: { type: "scatter", pointStyle: "line", rotation: 90, pointRadius: 12, borderWidth: 3 },
+};
+
+function dataset(series) {
+  const colour = resolved(series.colour || rows[series.row].colour);
+  const look = { ...LOOKS[series.look], backgroundColor: colour, borderColor: colour };
+  return { ...look, label: series.label || series.row, series, data: series.points.map(([x, y]) => ({ x, y })) };
+}
+
+function valueText({ dataset: { series }, raw: { x, y } }) {
+  const text = (value) => (value.toLocaleString ? value.toLocaleString("en", { maximumSignificantDigits: 5 }) : value);
+  const [start, end] = Array.isArray(x) ? x : [0, x];
+  const range = start ? `${text(end - start)} (${text(start)} to ${text(end)})` : text(end);
+  const value = series.text || (typeof y === "string" ? range : `${text(y)} at ${text(x)}`);
+  return [...new Set([series.row, series.label, value])].filter(Boolean).join(": ");
+}
+
+function configuration(figure, panel) {
+  const shown = panel.series.filter((series) => series.points.length && isChosen(series.row));
+  const names = [...new Set(shown.flatMap((series) => series.points.map((point) => point[1])))];
+  const byRow = typeof names[0] === "string";
+  const color = resolved("var(--ink)"), grid = { color: resolved("var(--grid)") };
+  const axis = (text, own) => ({ title: { display: Boolean(text), text, color }, ticks: { color }, grid, ...own });
+  const vertical = { type: panel.logarithmic ? "logarithmic" : "linear", beginAtZero: panel.from_zero };
+  const onceEach = (item, { datasets }) => datasets.findIndex(({ label }) => label === item.text) === item.datasetIndex;
+  return {
+    type: "bar",
+    data: { datasets: shown.map(dataset) },
+    options: {
+      indexAxis: byRow ? "y" : "x", animation: false, maintainAspectRatio: false,
+      interaction: { mode: byRow ? "y" : "nearest", axis: byRow ? "y" : "xy", intersect: false },
+      scales: {
+        x: axis(figure.x, { type: "linear", beginAtZero: byRow }),
+        y: byRow ? axis("", { type: "category", labels: names, offset: true }) : axis(panel.y, vertical),
+      },
+      plugins: {
+        title: { display: Boolean(panel.title), text: panel.title, color },
+        legend: { display: figure.columns !== 2 && (!byRow || shown.some((series) => series.label)),
+          labels: { color, filter: onceEach, boxWidth: 14 } },
+        tooltip: { callbacks: { title: () => "", label: valueText } },
+      },
+    },
+  };
+}
+
+function draw() {
+  figures.forEach((figure, number) => {
+    const place = document.querySelectorAll(".live")[number];
+    place.querySelectorAll("canvas").forEach((canvas) => Chart.getChart(canvas).destroy());
+    place.replaceChildren(...figure.panels.map((panel) => {
+      const frame = document.createElement("div"), canvas = document.createElement("canvas");
+      frame.style.height = `${96 * panel.height + 70}px`;
+      canvas.tabIndex = 0;
+      canvas.setAttribute("role", "img");
+      canvas.setAttribute("aria-label", `${figure.title}, ${panel.title || panel.y}: arrow keys read the values`);
+      canvas.addEventListener("keydown", step);
+      frame.append(canvas);
+      return frame;
+    }));
+    place.hidden = false;
+    place.querySelectorAll("canvas").forEach((canvas, at) => new Chart(canvas, configuration(figure, figure.panels[at])));
+  });
+}
+
+// Arrow keys go from value to value, and each is said.
+function step(event) {
+  const way = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key], chart = Chart.getChart(event.target);
+  if (!way) return;
+  event.preventDefault();
+  const all = chart.data.datasets.flatMap(({ data }, datasetIndex) => data.map((_, index) => ({ datasetIndex, index })));
+  chart.at = ((chart.at ?? (way > 0 ? -1 : 0)) + way + all.length) % all.length;
+  chart.tooltip.setActiveElements([all[chart.at]], { x: 0, y: 0 });
+  chart.update();
+  const { datasetIndex, index } = all[chart.at], own = chart.data.datasets[datasetIndex];
+  said.textContent = valueText({ dataset: own, raw: own.data[index] });
+}
+
+// ---- the table
+
+function filter() {
+  const text = choices.elements.text.value.toLowerCase();
+  for (const body of document.querySelectorAll("tbody[data-row]")) {
+    body.hidden = !isChosen(body.dataset.row) || !body.textContent.toLowerCase().includes(text);
+  }
+}
+
+function sort(event) {
+  const head = event.currentTarget.closest("th"), table = head.closest("table"), ascending = head.ariaSort !== "ascending";
+  table.querySelectorAll("thead th").forEach((other) => other.removeAttribute("aria-sort"));
+  head.setAttribute("aria-sort", ascending ? "ascending" : "descending");
+  const value = (body) => body.rows[0].cells[head.cellIndex].dataset.value;
+  const compare = (one, other) => (one - other) || value.collator.compare(one, other);
+  value.collator = new Intl.Collator("en", { numeric: true });
+  const sorted = [...table.tBodies].sort((one, other) => compare(value(one), value(other)));
+  table.append(...(ascending ? sorted : sorted.reverse()));
+}
+
+for (const head of document.querySelectorAll(".rows thead th")) {
+  const button = document.createElement("button");
+  button.append(...head.childNodes);
+  button.addEventListener("click", sort);
+  head.append(button);
+}
+for (const code of document.querySelectorAll(".more code")) {
+  const button = document.createElement("button");
+  button.textContent = "copy";
+  button.addEventListener("click", async () => {
+    getSelection().selectAllChildren(code);
+    await navigator.clipboard.writeText(code.textContent).catch(() => document.execCommand("copy"));
+    said.textContent = "The command is copied.";
+  });
+  code.after(" ", button);
+}
+choices.hidden = false;
+choices.addEventListener("submit", (event) => event.preventDefault());
+choices.addEventListener("input", (event) => (event.target.type === "checkbox" && draw(), filter()));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+draw();
