@@ -1,19 +1,25 @@
 """``python -m t5bench compare``: the table over a set of runs, and the page."""
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from t5bench import Problem
 from t5bench.compare.comparison import Comparison, build
 from t5bench.record import records
 from t5bench.record.files import RecordError
+from t5bench.record.reader import seconds
+from t5bench.record.status import RUNNING
 from t5bench.report import tables
 
 DEEPEST = 4
@@ -31,6 +37,8 @@ FORMATS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     parser.add_argument("--format", choices=FORMATS, default="terminal", help="what to print (default: %(default)s)")
+    watch = "draw the table anew until every run of the sweep has ended (every 5 seconds unless you say)"
+    parser.add_argument("--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help=watch)
     parser.add_argument("--wide", action="store_true", help="print every column, however wide the terminal is")
     parser.add_argument(
         "--output", type=Path, help="where the files go (default: the directory 'comparison' where the runs are)"
@@ -123,6 +131,13 @@ def find_runs(directory: Path, depth: int = DEEPEST) -> Iterator[Path]:
             yield from find_runs(path, depth - 1)
 
 
+def sweep_root(directories: Sequence[Path]) -> Path:
+    """What all runs lie in: the sweep's directory, where there was one."""
+    root = Path(os.path.commonpath([directory.resolve().parent for directory in directories]))
+    with_list = (place for place in (root, root.parent) if (place / records.SWEEP).exists())
+    return next(with_list, root)
+
+
 def default_output(places: Sequence[str], runs: Sequence[records.Run]) -> Path:
     """In the one directory that was named and holds the runs, else in what all their directories lie in."""
     if len(places) <= 1 and next(find_runs(here := Path(*places or [DEFAULT_RUNS]))) != here:
@@ -130,8 +145,11 @@ def default_output(places: Sequence[str], runs: Sequence[records.Run]) -> Path:
     return Path(os.path.commonpath([run.directory.resolve().parent for run in runs])) / "comparison"
 
 
-def write(comparison: Comparison, directory: Path) -> Path:
-    """Writes comparison.md, .csv and .json and the page into the directory; the page. Raises Problem."""
+def write(comparison: Comparison, directory: Path, root: Path = Path()) -> Path:
+    """Writes comparison.md, .csv and .json and the page into the directory; the page. Raises Problem.
+
+    root: what the runs' directories are relative to.
+    """
     # matplotlib takes a second to import: not before the arguments are known to be right.
     from t5bench.report.page import render
 
@@ -140,18 +158,58 @@ def write(comparison: Comparison, directory: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         for name, suffix in (("markdown", "md"), ("csv", "csv"), ("json", "json")):
             (directory / f"comparison.{suffix}").write_text(FORMATS[name](comparison))
-        page.write_text(render(comparison))
+        page.write_text(render(comparison, root))
     except OSError as error:
         raise Problem(f"the comparison cannot be written: {error}", "Name another place: --output DIR") from error
     return page
 
 
+def table(comparison: Comparison, arguments: argparse.Namespace) -> str:
+    """As wide as the terminal."""
+    width = shutil.get_terminal_size((WIDTH_ELSEWHERE, 24)).columns
+    return tables.terminal(comparison, None if arguments.wide else width)
+
+
+def progress(runs: Sequence[records.Run], now: float) -> tuple[str, bool]:
+    """How far a sweep, or these runs, are; and whether all have ended. now: seconds since 1970."""
+    root, found = sweep_root([run.directory for run in runs]), {run.directory.resolve(): run for run in runs}
+    places = [(root / name).resolve() for name in records.read_list(root)] or list(found)
+    to_come = [place for place in places if not (place.is_dir() and records.looks_like_run(place))]
+    begun = [found[place] for place in places if place in found]
+    going = [run for run in begun if run.status == RUNNING]
+    left = len(to_come) + len(going)
+    text = f"{len(places) - left} of {len(places)} runs have ended"
+    for run in going:
+        last = run.iterations[-1].iteration if run.iterations else 0
+        text += f"; {run.name} is at iteration {last} of {run.plan.value('TRAIN_ITERS')}"
+    spans = [(seconds(run.record["started"]), seconds(run.record["ended"])) for run in begun if run.record["ended"]]
+    if spans and left:
+        of_one = mean(end - start for start, end in spans)
+        spent = sum(now - seconds(run.record["started"]) for run in going)
+        text += f"; about {timedelta(seconds=round(max(0.0, of_one * left - spent)))} left"
+    return text, not left
+
+
+def watch(arguments: argparse.Namespace) -> None:
+    """Draws the table again and again until every run has ended, or someone interrupts."""
+    while True:
+        comparison = compare(arguments)
+        text, over = progress(comparison.runs, time.time())
+        clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
+        print(f"{clear}{table(comparison, arguments)}{text}", flush=True)
+        if over:
+            return
+        time.sleep(arguments.watch)
+
+
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.watch:
+        with contextlib.suppress(KeyboardInterrupt):
+            watch(arguments)
     comparison = compare(arguments)
     page = write(comparison, arguments.output or default_output(arguments.runs, comparison.runs))
     if arguments.format == "terminal":
-        width = shutil.get_terminal_size((WIDTH_ELSEWHERE, 24)).columns
-        print(tables.terminal(comparison, None if arguments.wide else width) + f"page: {page}")
+        print(f"{table(comparison, arguments)}page: {page}")
     else:
         print(FORMATS[arguments.format](comparison), end="")
         print("\n".join([f"page: {page}", *(f"problem: {text}" for text in comparison.problems)]), file=sys.stderr)

@@ -15,8 +15,8 @@ from t5bench.report.figures import INK, LEFT_OUT, Figure, Panel, Series, by_size
 from t5bench.report.tables import prediction
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b9a400", LEFT_OUT)
-KINDS = dict.fromkeys(("encoder", "decoder", "ends of stacks"), "activations")
-KINDS |= {name: name for name in ("weights", "gradients", "optimizer", "logits and loss")}
+KINDS = {name: name for name in ("weights", "gradients", "optimizer")}
+KINDS |= dict.fromkeys(("encoder", "decoder", "ends of stacks"), "activations") | {"logits and loss": "logits and loss"}
 
 
 def all_figures(comparison: Comparison, root: Path) -> list[Figure]:
@@ -32,13 +32,13 @@ def _costs(rows: Mapping[str, Row], root: Path) -> list[Figure]:
     for name, row in rows.items():
         known = prediction(row) if row.measured else None
         if known and row.on_gpu and row.peak_memory:
-            memory += _beside(name, _predicted_memory(known), max(row.peak_memory.values()), "MiB")
+            memory += _beside(name, _predicted_memory(known), max(row.peak_memory.values()))
             limit = min(device["memory_mib"] for node in row.run.nodes for device in node["devices"])
             memory.append(Series(name, "limit", [(limit, name)], colour=INK, label="the device's memory"))
         if known and row.run.layout.nnodes > 1 and row.sent_per_iteration:
-            sent += _beside(name, {"predicted": max(known.node_bytes) / 1e6}, row.sent_per_iteration / 1e6, "MB")
+            sent += _beside(name, {"predicted": max(known.node_bytes) / 1e6}, row.sent_per_iteration / 1e6)
         if known and row.milliseconds:
-            time += _beside(name, _predicted_time(row, known), row.milliseconds.median, "ms")
+            time += _beside(name, _predicted_time(row, known), row.milliseconds.median)
         parts += _stacked(name, _measured_parts(root / row.run.directory))
     thick = "Thick is what the cost model predicts, thin what was measured."
     mean = "The mean of all ranks, whose parts add up to the profiled iteration; profiling makes it slower."
@@ -60,11 +60,12 @@ def _stacked(name: str, parts: Mapping[str, float]) -> Iterator[Series]:
         start += size
 
 
-def _beside(name: str, parts: Mapping[str, float], measured: float, unit: str) -> list[Series]:
+def _beside(name: str, parts: Mapping[str, float], measured: float) -> list[Series]:
     """Nothing where nothing is predicted."""
     if not (predicted := sum(parts.values())):
         return []
-    text = f"{predicted:,.4g} predicted, {measured:,.4g} {unit} measured ({predicted / measured - 1:+.1%})"
+    number = f"{measured:,.0f}" if measured >= 100 else f"{measured:.3g}"
+    text = f"{number} (predicted {predicted / measured - 1:+.0%})"
     return [*_stacked(name, parts), Series(name, "interval", [((0, measured), name)], text, INK, "measured")]
 
 

@@ -1,8 +1,9 @@
 """A figure of the page as SVG, by matplotlib: text is text, ink takes the page's colour, light or dark."""
 
 import io
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -17,12 +18,10 @@ from t5bench.report.figures import GRID, INK, Figure, Panel, Series, rows_of
 _STAND_INS = {INK: "#010203", GRID: "#040506", "var(--paper)": "#070809"}  # matplotlib wants numbers
 _INK, _GRID, _PAPER = _STAND_INS.values()
 # A line tells the strategy by its dashes too.
-_DASHES = (
-    "-", (0, (6, 1.5)), (0, (4, 1.5)), (0, (2.5, 1.5)), (0, (1, 1.2)), (0, (4, 1.2, 1, 1.2, 1, 1.2)),
-    (0, (6, 1.5, 1, 1.5)), (0, (2, 1.2, 1, 1.2)),
-)  # fmt: skip
+_DASHES = ((), (6, 1.5), (4, 1.5), (2.5, 1.5), (1, 1.2), (4, 1.2, 1, 1.2, 1, 1.2), (6, 1.5, 1, 1.5), (2, 1.2, 1, 1.2))
 _STYLE = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK) | {
     "svg.fonttype": "none",
+    "path.simplify": False,
     "text.parse_math": False,
     "font.size": 11,
     "axes.titlesize": 11,
@@ -38,7 +37,7 @@ _STYLE = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtic
 _BARS = {"bar": {"height": 0.68}, "interval": {"height": 0.14, "edgecolor": _PAPER, "linewidth": 0.8}}
 _LINES = {
     "line": {"linewidth": 1.8},
-    "dots": {"linestyle": "", "marker": "o", "markersize": 4, "markeredgewidth": 0},
+    "dots": {"linestyle": "-", "solid_capstyle": "round", "linewidth": 4},
     "point": {"linestyle": "", "marker": "o", "markersize": 8},
     "limit": {"linestyle": "", "marker": "|", "markersize": 16, "markeredgewidth": 3},
 }
@@ -47,25 +46,23 @@ WIDTH = 7.0  # inches
 Looks = Mapping[str, Mapping[str, Any]]
 
 
-def colours(comparison: Comparison) -> dict[str, str]:
-    """In CSS, by strategy, the baseline first; one that declares no colour has matplotlib's next."""
+def styles(comparison: Comparison) -> dict[str, tuple[str, Sequence[float]]]:
+    """By strategy a colour in CSS, where none is declared matplotlib's next, and dashes; the baseline first."""
     strategies = {row.strategy: row.run.plan.strategy for row in comparison.rows}
     in_order = sorted(strategies.values(), key=lambda strategy: (strategy.name != comparison.baseline, strategy.port))
     found = {}
     for number, strategy in enumerate(in_order):
         colour = strategy.colour if is_color_like(strategy.colour) else f"C{number % 10}"
-        found[strategy.name] = INK if strategy.colour == "ink" else to_hex(colour)
+        found[strategy.name] = INK if strategy.colour == "ink" else to_hex(colour), _DASHES[number % len(_DASHES)]
     return found
 
 
-def drawings(comparison: Comparison, figures: list[Figure]) -> list[str]:
+def drawings(comparison: Comparison, figures: Sequence[Figure]) -> list[str]:
     """Safe to put into a page: without prolog and metadata, with ids that no other figure has."""
-    colour = colours(comparison)
-    dashes = dict(zip(colour, _DASHES * len(colour), strict=False))
-    looks = {
-        name: {"color": _STAND_INS.get(colour[row.strategy], colour[row.strategy]), "linestyle": dashes[row.strategy]}
-        for name, row in rows_of(comparison).items()
-    }
+    looks = {}
+    for name, row in rows_of(comparison).items():
+        colour, dashes = styles(comparison)[row.strategy]
+        looks[name] = {"color": _STAND_INS.get(colour, colour), "linestyle": (0, dashes) if dashes else "-"}
     found = []
     for number, figure in enumerate(figures):
         name, buffer = f"f{number}", io.StringIO()
@@ -117,11 +114,15 @@ def _draw(ax: Axes, panel: Panel, looks: Looks) -> None:
                 bar = {key: look[key] for key in ("color", "label")} | _BARS[series.look]
                 ax.barh(name, end - start, left=start, **bar)
         elif series.points:
-            ax.plot(*zip(*series.points, strict=True), **look | _LINES[series.look])
+            # A dot is a line without length, which takes a quarter of what SVG takes for a marker.
+            gaps = [(end, y) for x, y in series.points for end in (x, x, math.nan)]
+            points = gaps if series.look == "dots" else series.points
+            ax.plot(*zip(*points, strict=True), **look | _LINES[series.look])
         if panel.names and series.text:
-            end = max(
-                x[1] if isinstance(x, tuple) else x for s in panel.series if s.row == series.row for x, _ in s.points
-            )
+            own = [
+                x for each in panel.series if each.row == series.row and each.look != "limit" for x, _ in each.points
+            ]
+            end = max(x[1] if isinstance(x, tuple) else x for x in own)
             ax.annotate(series.text, (end, series.row), (8, 0), textcoords="offset points", va="center")
         elif series.look == "point":
             ax.annotate(series.row, series.points[0], (8, 4), textcoords="offset points", fontsize=9)

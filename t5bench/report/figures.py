@@ -172,7 +172,7 @@ def _run_times(name: str, row: Row) -> list[Series]:
     found, most = [], max(MOST_DOTS // len(row.measured), 10)
     for entry in row.measured:
         dropped = entry.timing.dropped if entry.timing else {}
-        dots = series(entry.run, "elapsed_ms")
+        dots = [(x, round(y, 3)) for x, y in series(entry.run, "elapsed_ms")]
         for reason in dict.fromkeys(dropped.values()):
             own = [dot for dot in dots if dropped.get(dot[0]) == reason]
             found.append(Series(name, "dots", thin(own, most), "", LEFT_OUT, f"left out for {reason}"))

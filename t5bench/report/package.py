@@ -16,7 +16,7 @@ import sys
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
@@ -38,6 +38,7 @@ from t5bench.report.command import (
     find_runs,
     load_runs,
     run_directories,
+    sweep_root,
     write,
 )
 
@@ -133,16 +134,10 @@ def _other_work(where: str, text: str, batch: int) -> Iterator[str]:
 # ---- pack ----------------------------------------------------------------------------------------------------------
 
 
-def common_root(directories: Sequence[Path]) -> Path:
-    """What all runs lie in: the sweep's directory, where there was one."""
-    root = Path(os.path.commonpath([directory.resolve().parent for directory in directories]))
-    return root.parent if not (root / SWEEP).exists() and (root.parent / SWEEP).exists() else root
-
-
 def pack(arguments: argparse.Namespace) -> tuple[bytes, Comparison]:
     """Raises Problem."""
     directories = run_directories(arguments.runs)
-    root = common_root(directories)
+    root = sweep_root(directories)
     known = {directory.resolve() for directory in directories}
     absent = [name for name in read_list(root) if (root / name).resolve() not in known]
     how = arguments.baseline, sorted(arguments.allow), arguments.peak_tflops
@@ -155,7 +150,7 @@ def pack(arguments: argparse.Namespace) -> tuple[bytes, Comparison]:
         if (root / SWEEP).exists():
             write_file(place / RUNS / SWEEP, read(root / SWEEP))
         comparison, _ = publish(place, contents)
-        write(comparison, place / PUBLISHED)
+        write(comparison, place / PUBLISHED, place)
         files = {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
     contents.files.update((name, hashlib.sha256(content).hexdigest()) for name, content in sorted(files.items()))
     files[CONTENTS] = msgspec.json.format(msgspec.json.encode(contents))
@@ -227,7 +222,7 @@ def findings(root: Path) -> Iterator[str]:
     comparison, faults = publish(root, contents)
     yield from faults
     with tempfile.TemporaryDirectory() as anew:
-        write(comparison, Path(anew))
+        write(comparison, Path(anew), root)
         yield from _different(root / PUBLISHED, Path(anew), contents.drawn_by == matplotlib.__version__)
 
 

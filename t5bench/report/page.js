@@ -18,7 +18,7 @@ function isChosen(name) {
 
 const LOOKS = {
   bar: { type: "bar", grouped: false, barPercentage: 0.9, categoryPercentage: 0.8, order: 2 },
-  interval: { type: "bar", grouped: false, barThickness: 5, order: 1 },
+  interval: { type: "bar", grouped: false, barThickness: 7, order: 1, borderWidth: 1, borderSkipped: false },
   line: { type: "line", pointRadius: 0, borderWidth: 2 },
   dots: { type: "scatter", pointRadius: 3 },
   point: { type: "scatter", pointRadius: 7 },
@@ -27,15 +27,17 @@ const LOOKS = {
 
 function dataset(series) {
   const colour = resolved(series.colour || rows[series.row].colour);
-  const look = { ...LOOKS[series.look], backgroundColor: colour, borderColor: colour };
+  const borderColor = series.look === "interval" ? resolved("var(--paper)") : colour;
+  const look = { ...LOOKS[series.look], backgroundColor: colour, borderColor, borderDash: rows[series.row]?.dashes };
   return { ...look, label: series.label || series.row, series, data: series.points.map(([x, y]) => ({ x, y })) };
 }
 
 function valueText({ dataset: { series }, raw: { x, y } }) {
   const text = (value) => (value.toLocaleString ? value.toLocaleString("en", { maximumSignificantDigits: 5 }) : value);
   const [start, end] = Array.isArray(x) ? x : [0, x];
-  const range = start ? `${text(end - start)} (${text(start)} to ${text(end)})` : text(end);
-  const value = series.text || (typeof y === "string" ? range : `${text(y)} at ${text(x)}`);
+  const number = text(series.look === "bar" ? end - start : end), interval = start && series.look === "interval";
+  const own = series.points.length === 1 && series.text || (typeof y === "string" ? number : `${text(y)} at ${text(x)}`);
+  const value = interval ? `${own}, between ${text(start)} and ${text(end)}` : own;
   return [...new Set([series.row, series.label, value])].filter(Boolean).join(": ");
 }
 
@@ -45,7 +47,10 @@ function configuration(figure, panel) {
   const byRow = typeof names[0] === "string";
   const color = resolved("var(--ink)"), grid = { color: resolved("var(--grid)") };
   const axis = (text, own) => ({ title: { display: Boolean(text), text, color }, ticks: { color }, grid, ...own });
-  const vertical = { type: panel.logarithmic ? "logarithmic" : "linear", beginAtZero: panel.from_zero };
+  const power = (value) => (value.toExponential().startsWith("1e") ? value.toExponential() : "");
+  const powers = panel.logarithmic && { type: "logarithmic", ticks: { color, callback: power } };
+  const short = Object.fromEntries(shown.filter(({ text }) => text?.length < 24).map(({ row, text }) => [row, text]));
+  const lines = { callback: (_, number) => [names[number], short[names[number]]].filter(Boolean), color };
   const onceEach = (item, { datasets }) => datasets.findIndex(({ label }) => label === item.text) === item.datasetIndex;
   return {
     type: "bar",
@@ -55,7 +60,8 @@ function configuration(figure, panel) {
       interaction: { mode: byRow ? "y" : "nearest", axis: byRow ? "y" : "xy", intersect: false },
       scales: {
         x: axis(figure.x, { type: "linear", beginAtZero: byRow }),
-        y: byRow ? axis("", { type: "category", labels: names, offset: true }) : axis(panel.y, vertical),
+        y: byRow ? axis("", { type: "category", labels: names, offset: true, ticks: lines })
+          : axis(panel.y, { type: "linear", beginAtZero: panel.from_zero, ...powers }),
       },
       plugins: {
         title: { display: Boolean(panel.title), text: panel.title, color },
@@ -70,7 +76,7 @@ function configuration(figure, panel) {
 function draw() {
   figures.forEach((figure, number) => {
     const place = document.querySelectorAll(".live")[number];
-    place.querySelectorAll("canvas").forEach((canvas) => Chart.getChart(canvas).destroy());
+    place.querySelectorAll("canvas").forEach((canvas) => Chart.getChart(canvas)?.destroy());
     place.replaceChildren(...figure.panels.map((panel) => {
       const frame = document.createElement("div"), canvas = document.createElement("canvas");
       frame.style.height = `${96 * panel.height + 70}px`;
@@ -82,7 +88,9 @@ function draw() {
       return frame;
     }));
     place.hidden = false;
-    place.querySelectorAll("canvas").forEach((canvas, at) => new Chart(canvas, configuration(figure, figure.panels[at])));
+    // One after another, so that the page answers meanwhile.
+    place.querySelectorAll("canvas").forEach((canvas, at) =>
+      setTimeout(() => canvas.isConnected && new Chart(canvas, configuration(figure, figure.panels[at]))));
   });
 }
 

@@ -21,7 +21,7 @@ from t5bench.record.records import Run
 from t5bench.record.status import COMPLETE
 from t5bench.report import tables
 from t5bench.report.costs import all_figures
-from t5bench.report.drawing import colours, drawings
+from t5bench.report.drawing import drawings, styles
 from t5bench.report.figures import LONGEST_NAME, rows_of
 
 HERE = Path(__file__).parent
@@ -78,16 +78,12 @@ def render(comparison: Comparison, root: Path = Path()) -> str:
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     columns, different = tables.columns(comparison), differing(_facts, comparison.runs)
     short = [f"{name}: {label}" for label, name in tables.short_labels(comparison, LONGEST_NAME).items()]
-    figures, rows, colour = all_figures(comparison, root), rows_of(comparison), colours(comparison)
-    about = {
-        name: {
-            "strategy": row.strategy,
-            "processes": row.run.world_size,
-            "engine": row.run.engine,
-            "colour": colour[row.strategy],
-        }
-        for name, row in rows.items()
-    }
+    figures, rows, style = all_figures(comparison, root), rows_of(comparison), styles(comparison)
+    about = {}
+    for name, row in rows.items():
+        colour, dashes = style[row.strategy]
+        about[name] = {"strategy": row.strategy, "processes": row.run.world_size, "engine": row.run.engine}
+        about[name] |= {"colour": colour, "dashes": [3 * length for length in dashes]}
     data = msgspec.json.encode({"rows": about, "figures": figures}).decode()
     days = sorted({run.record["started"][:10] for run in comparison.runs})
     return environment.get_template("page.html.j2").render(
@@ -101,7 +97,7 @@ def render(comparison: Comparison, root: Path = Path()) -> str:
         minor=[column for column in columns if column.importance <= MINOR],
         cell=_cell,
         command=command,
-        colours=colour,
+        colours={strategy: colour for strategy, (colour, _) in style.items()},
         remarks=short + tables.remarks(comparison),
         # Paragraphs and list items, without the line breaks that they were written with.
         paper=[part for of in (statistics, interval, repeats) for part in re.split(r"\n\n|\n(?=- )", of.__doc__ or "")],
