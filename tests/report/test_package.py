@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from harness import STRATEGIES
-from made_runs import make_run
+from made_runs import make_run, seal
 
 from t5bench.__main__ import main
+from t5bench.record.files import write_json
 from t5bench.record.records import write_list
 from t5bench.report.package import archive
 
@@ -38,6 +39,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_run(runs / "repeat1" / "zero1", "zero1", elapsed_ms=times[::-1], sent_per_iteration=1e6, sample_seconds=0.5)
     longer = {"TRAIN_ITERS": "40"}
     make_run(runs / "repeat1" / "zero3", "zero3", elapsed_ms=times[:9], settings=longer, status="crashed")
+    write_json(runs / "repeat1" / "ddp" / "profile.json", {"ranks": [{"rank": 0, "parts": {"forward": 9.0}}]})
+    seal(runs / "repeat1" / "ddp")
     write_list(runs, ["repeat1/ddp", "repeat1/zero1", "repeat1/zero3", "repeat1/hybrid"])
     output = runs.parent / "package.tar.gz"
     assert main(["pack", str(runs), "-o", str(output)]) == 0
@@ -217,6 +220,7 @@ def test_an_honest_package_is_verified_wherever_it_lies(package: Path, tmp_path:
     assert main(["pack", str(package.parent / "all"), "-o", "again"]) == 0
     said = capsys.readouterr()
     assert Path("again").read_bytes() == package.read_bytes()
+    assert b"Where the time went" in unpacked(package)[PAGE], "what the profile says is packed with it"
     assert "problem: repeat1/hybrid is on the sweep's list of runs and left no record" in said.err
     checksum = said.out.split()[-1]
     assert checksum == hashlib.sha256(package.read_bytes()).hexdigest()

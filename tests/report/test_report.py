@@ -8,16 +8,19 @@ import os
 import re
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from harness import REPO_ROOT, STRATEGIES
-from made_runs import COLOURS, LARGE, RTX_5000_ADA, make_run
+from made_runs import COLOURS, LARGE, RTX_5000_ADA, START, make_run
 
 from t5bench.__main__ import main
 from t5bench.compare.comparison import Comparison, build
 from t5bench.record import records
+from t5bench.record.records import write_list
+from t5bench.record.status import RUNNING
 from t5bench.report import tables
 from t5bench.report.command import find_runs
 from t5bench.report.page import render
@@ -231,6 +234,23 @@ def test_wrong_use_is_said_with_a_remedy(tmp_path: Path, monkeypatch, capsys, ar
     assert not list(tmp_path.rglob("comparison"))
 
 
+def test_watch_draws_the_table_until_the_sweep_has_ended(tmp_path: Path, monkeypatch, capsys):
+    make_run(tmp_path / "ddp")  # takes 3 seconds
+    make_run(tmp_path / "zero1", "zero1", status=RUNNING, elapsed_ms=[100.0] * 7, settings={"TRAIN_ITERS": "30"})
+    write_list(tmp_path, ["ddp", "zero1", "zero2"])
+
+    def later(seconds: float) -> None:
+        for name in ("zero1", "zero2") if seconds == 2.5 else ():
+            make_run(tmp_path / name, name)
+
+    monkeypatch.setattr(time, "sleep", later)
+    monkeypatch.setattr(time, "time", lambda: START + 1)
+    assert main(["compare", str(tmp_path), "--watch", "2.5"]) == 0
+    first, second, last = re.split(r"(?m)^T5 ", capsys.readouterr().out)[1:]
+    assert first.endswith("1 of 3 runs have ended; zero1 is at iteration 7 of 30; about 0:00:05 left\n")
+    assert second.endswith("3 of 3 runs have ended\n") and "page: " in last
+
+
 def test_runs_are_found_up_to_four_levels_down(tmp_path: Path):
     near, far = make_run(tmp_path / "a/b/c/d"), make_run(tmp_path / "a/b/c/x/e")
     make_run(near / "inside")
@@ -256,3 +276,4 @@ def test_a_hundred_runs_in_five_seconds(tmp_path: Path, capsys: pytest.CaptureFi
     assert 100 < max(map(len, table)) <= 120, "the width of what is no terminal"
     assert (tmp_path / "comparison" / "comparison.md").read_text().count("13: ") == 4  # four strategies have 13 runs
     assert busy < 5
+    assert page.stat().st_size < 900_000
