@@ -199,7 +199,7 @@ def watch(arguments: argparse.Namespace) -> None:
         print(f"{clear}{table(comparison, arguments)}{text}", flush=True)
         if over:
             return
-        time.sleep(arguments.watch)
+        time.sleep(max(arguments.watch, 0.1))
 
 
 def run(arguments: argparse.Namespace) -> int:

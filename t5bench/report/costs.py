@@ -15,6 +15,7 @@ from t5bench.report.figures import INK, LEFT_OUT, Figure, Panel, Series, by_size
 from t5bench.report.tables import prediction
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b9a400", LEFT_OUT)
+MOST_MS = 1e9  # eleven days
 KINDS = {name: name for name in ("weights", "gradients", "optimizer")}
 KINDS |= dict.fromkeys(("encoder", "decoder", "ends of stacks"), "activations") | {"logits and loss": "logits and loss"}
 
@@ -39,7 +40,7 @@ def _costs(rows: Mapping[str, Row], root: Path) -> list[Figure]:
             sent += _beside(name, {"predicted": max(known.node_bytes) / 1e6}, row.sent_per_iteration / 1e6)
         if known and row.milliseconds:
             time += _beside(name, _predicted_time(row, known), row.milliseconds.median)
-        parts += _stacked(name, _measured_parts(root / row.run.directory))
+        parts += _stacked(name, measured_parts(root / row.run.directory))
     thick = "Thick is what the cost model predicts, thin what was measured."
     mean = "The mean of all ranks, whose parts add up to the profiled iteration; profiling makes it slower."
     of_memory, of_bytes = "MiB on the fullest GPU at its peak", "MB that the busiest node sends in an iteration"
@@ -87,12 +88,13 @@ def _predicted_time(row: Row, known: Prediction) -> dict[str, float]:
     return {part: 1000 * seconds for part, seconds in time.parts.items()} if time else {}
 
 
-def _measured_parts(directory: Path) -> dict[str, float]:
+def measured_parts(directory: Path) -> dict[str, float]:
     """Milliseconds by part, the mean of all ranks; nothing where the run was not profiled by part."""
     try:
         ranks = json.loads(read(directory / PROFILE)).get("ranks") or []
         names = dict.fromkeys(part for rank in ranks for part in rank["parts"])
-        return {name: sum(float(rank["parts"].get(name, 0)) for rank in ranks) / len(ranks) for name in names}
+        parts = {name: sum(float(rank["parts"].get(name, 0)) for rank in ranks) / len(ranks) for name in names}
+        return parts if all(0 <= ms < MOST_MS for ms in parts.values()) else {}
     except (RecordError, AttributeError, KeyError, TypeError, ValueError):
         return {}
 

@@ -61,7 +61,7 @@ function configuration(figure, panel) {
       scales: {
         x: axis(figure.x, { type: "linear", beginAtZero: byRow }),
         y: byRow ? axis("", { type: "category", labels: names, offset: true, ticks: lines })
-          : axis(panel.y, { type: "linear", beginAtZero: panel.from_zero, ...powers }),
+          : axis(panel.y, { type: "linear", beginAtZero: panel.from_zero, grace: "5%", ...powers }),
       },
       plugins: {
         title: { display: Boolean(panel.title), text: panel.title, color },
@@ -121,8 +121,7 @@ function sort(event) {
   table.querySelectorAll("thead th").forEach((other) => other.removeAttribute("aria-sort"));
   head.setAttribute("aria-sort", ascending ? "ascending" : "descending");
   const value = (body) => body.rows[0].cells[head.cellIndex].dataset.value;
-  const compare = (one, other) => (one - other) || value.collator.compare(one, other);
-  value.collator = new Intl.Collator("en", { numeric: true });
+  const compare = (one, other) => one - other || one.localeCompare(other, "en", { numeric: true });
   const sorted = [...table.tBodies].sort((one, other) => compare(value(one), value(other)));
   table.append(...(ascending ? sorted : sorted.reverse()));
 }

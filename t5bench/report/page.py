@@ -60,11 +60,10 @@ def _cell(column: tables.Column, row: Row) -> tuple[str, str, str]:
 def command(run: Run) -> str:
     """What starts the run again: every setting that is not at its default, but for where this run was put."""
     plan = run.plan
-    changed = {name: one.value for name, one in plan.settings.items() if one.value != one.default}
     chosen = {
-        name: value
-        for name, value in changed.items()
-        if plan.settings[name].role != "label" and value != plan.output_dir
+        name: one.value
+        for name, one in plan.settings.items()
+        if one.value not in (one.default, plan.output_dir) and one.role != "label" and not one.is_secret
     }
     words = [f"{name}={shlex.quote(value)}" for name, value in chosen.items()]
     words += ["bash", f"scripts/run_megatron_t5_{plan.strategy.name}.sh"]

@@ -16,12 +16,20 @@ from made_runs import LARGE, RTX_5000_ADA, make_run, seal
 
 from t5bench.__main__ import main
 from t5bench.record.files import write_json
+from t5bench.report.costs import measured_parts
 from t5bench.report.page import SCRIPTS
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium to open the page with")
 DARK = "--blink-settings=preferredColorScheme=0"
 PARTS = [{"rank": rank, "parts": {"forward": 100.0, "backward": 200.0 + 100 * rank}} for rank in range(2)]
+
+NO_PARTS = "", "[]", "{}", '{"ranks": 7}', '{"ranks": [{}]}', '{"ranks": [{"parts": {"forward": NaN}}]}'
+
+
+def write(directory: Path, profile: str) -> Path:
+    (directory / "profile.json").write_text(profile)
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +148,7 @@ def test_the_page_scrolls_down_alone(page: str, tmp_path: Path):
         assert display == ("block" if width < 1180 else "table-cell"), "where there is no room rows are cards"
 
 
-def test_figures_are_of_what_is_known(page: str):
+def test_figures_are_of_what_is_known(page: str, tmp_path: Path):
     """Costs that are predicted are drawn in parts beside what was measured, and a profile in parts if it has some."""
     data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
     series = {figure["title"]: [s for panel in figure["panels"] for s in panel["series"]] for figure in data["figures"]}
@@ -152,6 +160,7 @@ def test_figures_are_of_what_is_known(page: str):
     assert {(s["row"], s["label"], *s["points"][0][0]) for s in series["Where the time went"]} == {
         ("zero1", "forward", 0, 100), ("zero1", "backward", 100, 350),
     }  # fmt: skip
+    assert all(measured_parts(write(tmp_path, content)) == {} for content in NO_PARTS)
     front = next(s for s in series["Memory against throughput"] if s["look"] == "line")
     assert front["points"] == sorted(front["points"]) and "zero3" not in data["rows"].get("", {})
 
