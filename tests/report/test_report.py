@@ -126,7 +126,7 @@ class Balance(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.handle_startendtag(tag, attrs)
-        self.open += [tag] * (tag not in {"meta", "br", "use"})
+        self.open += [tag] * (tag not in {"meta", "br", "use", "input"})
 
     def handle_startendtag(self, tag, attrs):
         self.references += [v for k, v in attrs if k in ("src", "href", "srcset", "data", "action", "xlink:href")]
