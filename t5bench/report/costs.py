@@ -14,7 +14,8 @@ from t5bench.report import figures
 from t5bench.report.figures import INK, LEFT_OUT, Figure, Panel, Series, by_size
 from t5bench.report.tables import prediction
 
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b9a400", LEFT_OUT)
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b9a400", LEFT_OUT,
+           "#7766cc", "#44aa99", "#aa4466", "#a0783c", "#99bb55", "#dd8899", "#5599aa")  # fmt: skip
 MOST_MS = 1e9  # eleven days
 KINDS = {name: name for name in ("weights", "gradients", "optimizer")}
 KINDS |= dict.fromkeys(("encoder", "decoder", "ends of stacks"), "activations") | {"logits and loss": "logits and loss"}
@@ -29,18 +30,23 @@ def all_figures(comparison: Comparison, root: Path) -> list[Figure]:
 
 
 def _costs(rows: Mapping[str, Row], root: Path) -> list[Figure]:
-    memory, sent, time, parts = [], [], [], []
+    memory, sent, time = [], [], []
+    profiles = {name: measured_parts(root / row.run.directory) for name, row in rows.items()}
+    every = dict.fromkeys(part for parts in profiles.values() for part in parts)
+    parts = [
+        one for name, own in profiles.items() for one in _stacked(name, {part: own.get(part, 0) for part in every})
+    ]
     for name, row in rows.items():
         known = prediction(row) if row.measured else None
         if known and row.on_gpu and row.peak_memory:
             memory += _beside(name, _predicted_memory(known), max(row.peak_memory.values()))
-            limit = min(device["memory_mib"] for node in row.run.nodes for device in node["devices"])
-            memory.append(Series(name, "limit", [(limit, name)], colour=INK, label="the device's memory"))
+            limits = [device.get("memory_mib") for node in row.run.nodes for device in node["devices"]]
+            limit = [(min(limits), name)] if limits and all(limits) else []
+            memory.append(Series(name, "limit", limit, "", INK, "the device's memory"))
         if known and row.run.layout.nnodes > 1 and row.sent_per_iteration:
             sent += _beside(name, {"predicted": max(known.node_bytes) / 1e6}, row.sent_per_iteration / 1e6)
         if known and row.milliseconds:
             time += _beside(name, _predicted_time(row, known), row.milliseconds.median)
-        parts += _stacked(name, measured_parts(root / row.run.directory))
     thick = "Thick is what the cost model predicts, thin what was measured."
     mean = "The mean of all ranks, whose parts add up to the profiled iteration; profiling makes it slower."
     of_memory, of_bytes = "MiB on the fullest GPU at its peak", "MB that the busiest node sends in an iteration"

@@ -22,7 +22,10 @@ from t5bench.report.page import SCRIPTS
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium to open the page with")
 DARK = "--blink-settings=preferredColorScheme=0"
-PARTS = [{"rank": rank, "parts": {"forward": 100.0, "backward": 200.0 + 100 * rank}} for rank in range(2)]
+PARTS = {
+    "zero1": [{"rank": rank, "parts": {"forward": 100.0, "backward": 200.0 + 100 * rank}} for rank in range(2)],
+    "zero2": [{"rank": 0, "parts": {"backward": 300.0, "logging": 1.0}}],
+}
 
 NO_PARTS = "", "[]", "{}", '{"ranks": 7}', '{"ranks": [{}]}', '{"ranks": [{"parts": {"forward": NaN}}]}'
 
@@ -34,15 +37,16 @@ def write(directory: Path, profile: str) -> Path:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Eight strategies on two nodes with a GPU each, one failed, one profiled."""
+    """Eight strategies on two nodes with a GPU each, one failed, two profiled."""
     place, times = tmp_path_factory.mktemp("runs"), [500.0 + (i * 7919 % 13) for i in range(60)]
     settings = LARGE | {"LR": "0.0002", "WANDB_PROJECT": "physics"}
     for name in STRATEGIES:
         ended = {"status": "crashed", "reason": "node1 was lost", "remedy": "Look at it"} if name == "zero3" else {}
         on = {"gpu": RTX_5000_ADA, "nodes": 2, "world_size": 4, "padded_vocab_size": 32128, "sent_per_iteration": 3e9}
         make_run(place / name, name, elapsed_ms=times, settings=settings, **on, **ended)
-    write_json(place / "zero1" / "profile.json", {"wall_ms": 400.0, "ranks": PARTS})
-    seal(place / "zero1")
+    for name, ranks in PARTS.items():
+        write_json(place / name / "profile.json", {"wall_ms": 400.0, "ranks": ranks})
+        seal(place / name)
     assert main(["compare", str(place)]) == 1
     return (place / "comparison" / "index.html").read_text()
 
@@ -157,9 +161,12 @@ def test_figures_are_of_what_is_known(page: str, tmp_path: Path):
     assert parts["weights"][0] == 0 and parts["gradients"][0] == parts["weights"][1]
     assert [s["points"][0][0] for s in of_ddp if s["look"] != "bar"] == [[0, 403], 32000]
     assert {s["label"] for s in series["Time, predicted and measured"]} >= {"computing", "communication", "measured"}
-    assert {(s["row"], s["label"], *s["points"][0][0]) for s in series["Where the time went"]} == {
-        ("zero1", "forward", 0, 100), ("zero1", "backward", 100, 350),
+    profiled = {(s["row"], s["label"]): (*s["points"][0][0], s["colour"]) for s in series["Where the time went"]}
+    assert {key: value[:2] for key, value in profiled.items()} == {
+        ("zero1", "forward"): (0, 100), ("zero1", "backward"): (100, 350),
+        ("zero2", "backward"): (0, 300), ("zero2", "logging"): (300, 301),
     }  # fmt: skip
+    assert profiled["zero1", "backward"][2] == profiled["zero2", "backward"][2], "a part has one colour"
     assert all(measured_parts(write(tmp_path, content)) == {} for content in NO_PARTS)
     front = next(s for s in series["Memory against throughput"] if s["look"] == "line")
     assert front["points"] == sorted(front["points"]) and "zero3" not in data["rows"].get("", {})
