@@ -24,34 +24,48 @@ KINDS |= dict.fromkeys(("encoder", "decoder", "ends of stacks"), "activations") 
 def all_figures(comparison: Comparison, root: Path) -> list[Figure]:
     """Those for which there is something measured. root: what the runs' directories are relative to."""
     rows = figures.rows_of(comparison)
-    found = [figures.throughput(rows), _pareto(rows), figures.memory(rows), *_costs(rows, root)]
+    found = [figures.throughput(rows), _pareto(rows), _memory(rows), *_costs(rows, root)]
     found += [figures.loss(rows, comparison.baseline), figures.times(rows)]
     return [figure for figure in found if figure.panels]
 
 
-def _costs(rows: Mapping[str, Row], root: Path) -> list[Figure]:
-    memory, sent, time = [], [], []
-    profiles = {name: measured_parts(root / row.run.directory) for name, row in rows.items()}
-    every = dict.fromkeys(part for parts in profiles.values() for part in parts)
-    parts = [
-        one for name, own in profiles.items() for one in _stacked(name, {part: own.get(part, 0) for part in every})
-    ]
+def _memory(rows: Mapping[str, Row]) -> Figure:
+    found, kinds, thick = [], {}, ""
     for name, row in rows.items():
-        known = prediction(row) if row.measured else None
-        if known and row.on_gpu and row.peak_memory:
-            memory += _beside(name, _predicted_memory(known), max(row.peak_memory.values()))
+        kinds[row.on_gpu] = "GPU, allocated by PyTorch" if row.on_gpu else "host, resident set"
+        if not (peaks := list(row.peak_memory.values())):
+            continue
+        if row.on_gpu and (known := prediction(row)):
+            thick = " The thick bars are what the cost model predicts for it."
+            found += _stacked(name, _predicted_memory(known))
             limits = [device.get("memory_mib") for node in row.run.nodes for device in node["devices"]]
             limit = [(min(limits), name)] if limits and all(limits) else []
-            memory.append(Series(name, "limit", limit, "", INK, "the device's memory"))
+            found.append(Series(name, "limit", limit, "", INK, "the device's memory"))
+        low, high = min(peaks), max(peaks)
+        text = f"{high:,.0f}" if high - low < 0.5 else f"{low:,.0f} to {high:,.0f}"
+        found.append(Series(name, "interval", [((0, high), name)], "", INK, "measured"))
+        found.append(Series(name, "dots", [(peak, name) for peak in peaks], text, "", "each rank"))
+    caption = "The highest use of each rank, a dot for each. The fullest decides what fits." + thick
+    unit = f"peak memory in MiB ({' / '.join(kinds.values())}; less is better)"
+    return Figure("Memory", unit, caption, by_size(rows, found))
+
+
+def _costs(rows: Mapping[str, Row], root: Path) -> list[Figure]:
+    sent, time = [], []
+    profiles = {name: measured_parts(root / row.run.directory) for name, row in rows.items()}
+    every = dict.fromkeys(part for parts in profiles.values() for part in parts)
+    aligned = {name: {part: own.get(part, 0.0) for part in every} for name, own in profiles.items()}
+    parts = [one for name, own in aligned.items() for one in _stacked(name, own)]
+    for name, row in rows.items():
+        known = prediction(row) if row.measured else None
         if known and row.run.layout.nnodes > 1 and row.sent_per_iteration:
             sent += _beside(name, {"predicted": max(known.node_bytes) / 1e6}, row.sent_per_iteration / 1e6)
         if known and row.milliseconds:
             time += _beside(name, _predicted_time(row, known), row.milliseconds.median)
     thick = "Thick is what the cost model predicts, thin what was measured."
     mean = "The mean of all ranks, whose parts add up to the profiled iteration; profiling makes it slower."
-    of_memory, of_bytes = "MiB on the fullest GPU at its peak", "MB that the busiest node sends in an iteration"
+    of_bytes = "MB that the busiest node sends in an iteration"
     return [
-        Figure("Memory, predicted and measured", of_memory, thick, by_size(rows, memory)),
         Figure("Bytes, predicted and measured", of_bytes, thick, by_size(rows, sent)),
         Figure("Time, predicted and measured", "ms of an iteration", f"{thick} By data sheets.", by_size(rows, time)),
         Figure("Where the time went", "ms of the profiled iteration", mean, by_size(rows, parts)),

@@ -95,20 +95,6 @@ def throughput(rows: Mapping[str, Row]) -> Figure:
     return Figure("Throughput", "samples/s (more is better)", caption, by_size(rows, found))
 
 
-def memory(rows: Mapping[str, Row]) -> Figure:
-    found, kinds = [], {}
-    for name, row in rows.items():
-        kinds[row.on_gpu] = "GPU, allocated by PyTorch" if row.on_gpu else "host, resident set"
-        if peaks := list(row.peak_memory.values()):
-            low, high = min(peaks), max(peaks)
-            text = f"{high:,.0f}" if high - low < 0.5 else f"{low:,.0f} to {high:,.0f}"
-            found.append(Series(name, "interval", [((0, high), name)], colour=GRID))
-            found.append(Series(name, "dots", [(peak, name) for peak in peaks], text))
-    caption = "The highest use of each rank, a dot for each. The fullest decides what fits."
-    unit = f"peak memory in MiB ({' / '.join(kinds.values())}; less is better)"
-    return Figure("Memory", unit, caption, by_size(rows, found))
-
-
 # ---- over the iterations ---------------------------------------------------------------------------------------------
 
 

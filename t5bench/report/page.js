@@ -17,9 +17,9 @@ function isChosen(name) {
 // ---- the figures
 
 const LOOKS = {
-  bar: { type: "bar", grouped: false, barPercentage: 0.9, categoryPercentage: 0.8, order: 2 },
-  interval: { type: "bar", grouped: false, barThickness: 7, order: 1, borderWidth: 1, borderSkipped: false },
-  line: { type: "line", pointRadius: 0, borderWidth: 2 },
+  bar: { type: "bar", grouped: false, barPercentage: 0.9, categoryPercentage: 0.8, order: 2, pointStyle: "rect" },
+  interval: { type: "bar", grouped: false, barThickness: 7, order: 1, borderWidth: 1, borderSkipped: false, pointStyle: "rect" },
+  line: { type: "line", pointRadius: 0, borderWidth: 2, pointStyle: "line" },
   dots: { type: "scatter", pointRadius: 3 },
   point: { type: "scatter", pointRadius: 7 },
   limit: { type: "scatter", pointStyle: "line", rotation: 90, pointRadius: 12, borderWidth: 3 },
@@ -50,7 +50,7 @@ function configuration(figure, panel) {
   const power = (value) => (value.toExponential().startsWith("1e") ? value.toExponential() : "");
   const powers = panel.logarithmic && { type: "logarithmic", ticks: { color, callback: power } };
   const short = Object.fromEntries(shown.filter(({ text }) => text?.length < 24).map(({ row, text }) => [row, text]));
-  const lines = { callback: (_, number) => [names[number], short[names[number]]].filter(Boolean), color };
+  const lines = { callback: (_, number) => [names[number], short[names[number]]].filter(Boolean), color, autoSkip: false };
   const onceEach = (item, { datasets }) => datasets.findIndex(({ label }) => label === item.text) === item.datasetIndex;
   return {
     type: "bar",
@@ -66,7 +66,7 @@ function configuration(figure, panel) {
       plugins: {
         title: { display: Boolean(panel.title), text: panel.title, color },
         legend: { display: figure.columns !== 2 && (!byRow || shown.some((series) => series.label)),
-          labels: { color, filter: onceEach, boxWidth: 14 } },
+          labels: { color, filter: onceEach, usePointStyle: true } },
         tooltip: { callbacks: { title: () => "", label: valueText } },
       },
     },
@@ -79,7 +79,7 @@ function draw() {
     place.querySelectorAll("canvas").forEach((canvas) => Chart.getChart(canvas)?.destroy());
     place.replaceChildren(...figure.panels.map((panel) => {
       const frame = document.createElement("div"), canvas = document.createElement("canvas");
-      frame.style.height = `${96 * panel.height + 70}px`;
+      frame.style.height = `${96 * panel.height + (panel.series.some((series) => series.label) ? 130 : 70)}px`;
       canvas.tabIndex = 0;
       canvas.setAttribute("role", "img");
       canvas.setAttribute("aria-label", `${figure.title}, ${panel.title || panel.y}: arrow keys read the values`);

@@ -151,7 +151,7 @@ def test_the_page_is_well_formed_and_asks_nothing_of_a_network(page: str):
     assert len(parsed.ids) == len(set(parsed.ids)) and {r[1:] for r in parsed.references} <= set(parsed.ids)
     for title in ("Throughput", "Memory", "Loss", "Time per iteration", "What limits each", "How it was measured"):
         assert title in parsed.text
-    assert page.count("<svg") == 8
+    assert page.count("<svg") == 7
     assert NASTY in parsed.text and STRANGE in parsed.text  # as text
     said = "".join(page.split("<script")[0])
     assert "None" not in Balance(said + "</main></body></html>").text and " nan" not in parsed.text
