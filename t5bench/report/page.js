@@ -42,7 +42,8 @@ function valueText({ dataset: { series }, raw: { x, y } }) {
 }
 
 function configuration(figure, panel) {
-  const shown = panel.series.filter((series) => series.points.length && isChosen(series.row));
+  const all = panel.series.every(({ row }) => isChosen(row));  // what belongs to no row is about all of them
+  const shown = panel.series.filter(({ row, points }) => points.length && (row ? isChosen(row) : all));
   const names = [...new Set(shown.flatMap((series) => series.points.map((point) => point[1])))];
   const byRow = typeof names[0] === "string";
   const color = resolved("var(--ink)"), grid = { color: resolved("var(--grid)") };
@@ -80,6 +81,7 @@ function draw() {
     place.replaceChildren(...figure.panels.map((panel) => {
       const frame = document.createElement("div"), canvas = document.createElement("canvas");
       frame.style.height = `${96 * panel.height + (panel.series.some((series) => series.label) ? 130 : 70)}px`;
+      frame.hidden = !panel.series.some(({ row }) => row && isChosen(row));
       canvas.tabIndex = 0;
       canvas.setAttribute("role", "img");
       canvas.setAttribute("aria-label", `${figure.title}, ${panel.title || panel.y}: arrow keys read the values`);

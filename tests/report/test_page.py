@@ -73,7 +73,8 @@ def test_choosing_sorting_finding_and_copying(page: str, tmp_path: Path):
         const wait = () => new Promise(resolve => setTimeout(resolve, 200)), said = document.getElementById("said")
         const box = document.querySelector("[value=zero1]"), search = document.querySelector("[type=search]")
         box.click(); await wait()
-        const chosen = [shown(), categories()]
+        const pareto = () => Chart.getChart(document.querySelectorAll("canvas")[1]).data.datasets.map(d => d.label)
+        const chosen = [shown(), categories(), pareto()]
         box.click(); await wait()
         const rate = [...document.querySelectorAll(".rows button")].find(b => b.textContent == "peak GPU MiB")
         const orders = [0, 1].map(() => (rate.click(), [shown(), rate.closest("th").ariaSort]))
@@ -90,6 +91,7 @@ def test_choosing_sorting_finding_and_copying(page: str, tmp_path: Path):
     )  # fmt: skip
     complete = [name for name in STRATEGIES if name != "zero3"]
     assert "zero1" not in found["chosen"][0] + found["chosen"][1] and len(found["chosen"][1]) == len(complete) - 1
+    assert "zero1" not in found["chosen"][2] and "not beaten in both" not in found["chosen"][2]
     (ascending, up), (descending, down) = found["orders"]
     assert (up, down) == ("ascending", "descending") and set(ascending) == set(descending) == set(STRATEGIES)
     assert found["searched"] == ["zero3"]
