@@ -71,7 +71,8 @@ def drawings(comparison: Comparison, figures: Sequence[Figure]) -> list[str]:
             _canvas(figure, looks).savefig(buffer, format="svg", transparent=True, metadata=metadata)
         text = buffer.getvalue()
         text = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", text[text.index("<svg") :])
-        text = re.sub(r"(\d\.\d)\d{2,}", r"\1", text)  # a tenth of a point cannot be seen
+        # Less than a tenth of a point cannot be seen.
+        text = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\d\.\d)\d+", r"\1", tag[0]), text)
         text = re.sub(r"font-family: [^;\"]*;? ?", "", text)  # matplotlib's face would differ from the page's
         for page_colour, stand_in in _STAND_INS.items():
             text = text.replace(stand_in, page_colour)

@@ -23,6 +23,8 @@ from t5bench.record.records import write_list
 from t5bench.record.status import RUNNING
 from t5bench.report import tables
 from t5bench.report.command import find_runs
+from t5bench.report.drawing import drawings
+from t5bench.report.figures import Figure, Panel, Series
 from t5bench.report.page import render
 
 GPU = {"gpu": RTX_5000_ADA, "nodes": 2, "padded_vocab_size": 32128, "sent_per_iteration": 1e6}
@@ -154,7 +156,13 @@ def test_the_page_is_well_formed_and_asks_nothing_of_a_network(page: str):
     assert page.count("<svg") == 7
     assert NASTY in parsed.text and STRANGE in parsed.text  # as text
     said = "".join(page.split("<script")[0])
-    assert "None" not in Balance(said + "</main></body></html>").text and " nan" not in parsed.text
+    assert "None" not in Balance(said + "</body></html>").text and " nan" not in parsed.text
+
+
+def test_a_drawing_leaves_the_digits_of_its_texts(comparison: Comparison):
+    bar = Series("ddp", "bar", [((0, 1), "ddp")], "0.123456", "#123456")
+    (svg,) = drawings(comparison, [Figure("title", "x", "", [Panel([bar], height=1.0)])])
+    assert ">0.123456<" in svg and not re.search(r'="[^"]*\d\.\d\d', svg)
 
 
 def test_a_new_strategy_is_in_table_and_page_by_itself(comparison: Comparison, page: str):
