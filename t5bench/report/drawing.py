@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.colors import is_color_like, to_hex
 from matplotlib.figure import Figure as Canvas
-from matplotlib.ticker import MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from t5bench.compare.comparison import Comparison
 from t5bench.report.figures import GRID, INK, Figure, Panel, Series, rows_of
@@ -94,7 +94,8 @@ def _canvas(figure: Figure, looks: Looks) -> Canvas:
     for ax in axes.flat[len(panels) :]:
         ax.remove()
     if panels[0].names:
-        axes.flat[-1].set_xlim(0, 1.25 * max(ax.dataLim.x1 for ax in axes.flat))  # room for the texts
+        end = max(ax.dataLim.x1 for ax in axes.flat)
+        axes.flat[-1].set_xlim(0, 1.25 * min(end, panels[0].most or end))  # room for the texts
     if labels:
         canvas.legend(named.values(), named, loc="outside upper left", ncols=3, handlelength=3.2)
     canvas.supxlabel(figure.x, fontsize=11)
@@ -109,11 +110,12 @@ def _label(panel: Panel, series: Series) -> str | None:
 def _draw(ax: Axes, panel: Panel, looks: Looks) -> None:
     for series in panel.series:
         look = dict(looks.get(series.row, {})) | {"label": _label(panel, series)}
-        look |= {"color": _STAND_INS.get(series.colour, series.colour)} if series.colour else {}
+        if series.colour:
+            look |= {"color": _STAND_INS.get(series.colour, series.colour), "linestyle": "-"}
         if series.look in _BARS:
             for (start, end), name in series.points:
                 bar = {key: look[key] for key in ("color", "label")} | _BARS[series.look]
-                ax.barh(name, end - start, left=start, **bar)
+                ax.barh(name, min(end, panel.most or end) - start, left=start, **bar)
         elif series.points:
             # A dot is a line without length, which takes a quarter of what SVG takes for a marker.
             gaps = [(end, y) for x, y in series.points for end in (x, x, math.nan)]
@@ -123,7 +125,7 @@ def _draw(ax: Axes, panel: Panel, looks: Looks) -> None:
             own = [
                 x for each in panel.series if each.row == series.row and each.look != "limit" for x, _ in each.points
             ]
-            end = max(x[1] if isinstance(x, tuple) else x for x in own)
+            end = min(panel.most or math.inf, max(x[1] if isinstance(x, tuple) else x for x in own))
             ax.annotate(series.text, (end, series.row), (8, 0), textcoords="offset points", va="center")
         elif series.look == "point":
             ax.annotate(series.row, series.points[0], (8, 4), textcoords="offset points", fontsize=9)
@@ -137,6 +139,7 @@ def _draw(ax: Axes, panel: Panel, looks: Looks) -> None:
         ax.set_ylim(bottom=0)
     if panel.logarithmic:
         ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=6))
         # Without mathematical text, which the page has no fonts for.
-        ax.yaxis.set_major_formatter(lambda value, _position: f"{value:.0e}")
+        ax.yaxis.set_major_formatter(lambda value, _position: f"{value:.3g}")
         ax.yaxis.set_minor_formatter(NullFormatter())

@@ -35,7 +35,7 @@ class Series(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Panel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """height: in inches, where that does not follow from the names."""
+    """height: in inches. most: where the x axis ends, whatever goes beyond."""
 
     series: Sequence[Series]
     title: str = ""
@@ -43,6 +43,7 @@ class Panel(msgspec.Struct, frozen=True, omit_defaults=True):
     height: float = 0.0
     logarithmic: bool = False
     from_zero: bool = False
+    most: float = 0.0
 
     @property
     def names(self) -> list[str]:
@@ -74,25 +75,28 @@ def rows_of(comparison: Comparison) -> dict[str, Row]:
 # ---- one line for each row -------------------------------------------------------------------------------------------
 
 
-def by_size(rows: Mapping[str, Row], series: Sequence[Series]) -> list[Panel]:
+def by_size(rows: Mapping[str, Row], series: Sequence[Series], most: float = 0.0) -> list[Panel]:
     """A panel for each number of processes."""
     sizes: dict[int, list[Series]] = {}
     for entry in series:
         sizes.setdefault(rows[entry.row].run.world_size, []).append(entry)
     counts = {size: len({entry.row for entry in found}) for size, found in sizes.items()}
-    return [Panel(found, f"{size} processes", height=0.5 + 0.42 * counts[size]) for size, found in sizes.items()]
+    return [
+        Panel(found, f"{size} processes", height=0.5 + 0.42 * counts[size], most=most) for size, found in sizes.items()
+    ]
 
 
 def throughput(rows: Mapping[str, Row]) -> Figure:
-    found = []
+    found, most = [], 0.0
     for name, row in rows.items():
         if rate := row.samples_per_second:
             ratio = f" ({row.ratio.median:.2f}x)" if row.ratio and not row.is_baseline else ""
+            most = max(most, 2 * rate.median)  # an interval may have no end to speak of
             interval = rate.low or rate.median, rate.high or rate.median
             found.append(Series(name, "bar", [((0, rate.median), name)]))
             found.append(Series(name, "interval", [(interval, name)], f"{rate.median:.4g}{ratio}{mark(row)}", INK))
     caption = "The medians with their 95 % confidence intervals; beside them the ratio to the baseline."
-    return Figure("Throughput", "samples/s (more is better)", caption, by_size(rows, found))
+    return Figure("Throughput", "samples/s (more is better)", caption, by_size(rows, found, most))
 
 
 # ---- over the iterations ---------------------------------------------------------------------------------------------

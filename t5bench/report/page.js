@@ -28,7 +28,8 @@ const LOOKS = {
 function dataset(series) {
   const colour = resolved(series.colour || rows[series.row].colour);
   const borderColor = series.look === "interval" ? resolved("var(--paper)") : colour;
-  const look = { ...LOOKS[series.look], backgroundColor: colour, borderColor, borderDash: rows[series.row]?.dashes };
+  const borderDash = series.colour ? [] : rows[series.row].dashes;
+  const look = { ...LOOKS[series.look], backgroundColor: colour, borderColor, borderDash };
   return { ...look, label: series.label || series.row, series, data: series.points.map(([x, y]) => ({ x, y })) };
 }
 
@@ -48,8 +49,8 @@ function configuration(figure, panel) {
   const byRow = typeof names[0] === "string";
   const color = resolved("var(--ink)"), grid = { color: resolved("var(--grid)") };
   const axis = (text, own) => ({ title: { display: Boolean(text), text, color }, ticks: { color }, grid, ...own });
-  const power = (value) => (value.toExponential().startsWith("1e") ? value.toExponential() : "");
-  const powers = panel.logarithmic && { type: "logarithmic", ticks: { color, callback: power } };
+  const format = { notation: "scientific", maximumSignificantDigits: 3 };
+  const powers = panel.logarithmic && { type: "logarithmic", ticks: { color, format } };
   const short = Object.fromEntries(shown.filter(({ text }) => text?.length < 24).map(({ row, text }) => [row, text]));
   const lines = { callback: (_, number) => [names[number], short[names[number]]].filter(Boolean), color, autoSkip: false };
   const onceEach = (item, { datasets }) => datasets.findIndex(({ label }) => label === item.text) === item.datasetIndex;
@@ -60,7 +61,7 @@ function configuration(figure, panel) {
       indexAxis: byRow ? "y" : "x", animation: false, maintainAspectRatio: false,
       interaction: { mode: byRow ? "y" : "nearest", axis: byRow ? "y" : "xy", intersect: false },
       scales: {
-        x: axis(figure.x, { type: "linear", beginAtZero: byRow }),
+        x: axis(figure.x, { type: "linear", beginAtZero: byRow, max: panel.most }),
         y: byRow ? axis("", { type: "category", labels: names, offset: true, ticks: lines })
           : axis(panel.y, { type: "linear", beginAtZero: panel.from_zero, grace: "5%", ...powers }),
       },
