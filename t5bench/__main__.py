@@ -7,8 +7,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 
-from t5bench import Problem
+from t5bench import REPOSITORY, Problem
 
 # Command, its module, and the line that --help shows. A module is imported when its command is asked for: the recorder
 # starts with every launch, and must not wait for what draws pages.
@@ -20,6 +21,7 @@ COMMANDS = {
     "parity": ("t5bench.compare.parity", "whether the strategies train the same model: pass or fail for each"),
     "parity-check": ("t5bench.sweep.parity_check", "train the strategies alike, and ask parity of them"),
     "strategies": ("t5bench.plan.launchers", "the names of the strategies, in the order of their ports"),
+    "settings": ("t5bench.plan.settings_page", "all settings as docs/settings.md has them"),
     "sweep": ("t5bench.sweep.command", "run strategies one after another, and compare them"),
     "merge": ("t5bench.run.merge", "the weights of a run's checkpoint for another tensor or pipeline parallel size"),
     "cluster": ("t5bench.cluster.check", "whether the nodes can run together, before a run finds out"),
@@ -38,6 +40,15 @@ COMMANDS = {
 EXIT_CONFIGURATION = 2
 
 
+def imported(name: str) -> ModuleType:
+    """The module. Raises Problem where a package is missing."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        remedy = f"Run: pip install -r '{REPOSITORY}/requirements.txt', or activate the environment that has it"
+        raise Problem(f"{sys.executable} lacks a package: {error}", remedy) from error
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="python -m t5bench", description="Reads runs and compares them.")
@@ -46,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, (module_name, summary) in COMMANDS.items():
             command = commands.add_parser(name, help=summary, description=summary)
             if words[:1] == [name]:
-                module = import_module(module_name)
+                module = imported(module_name)
                 module.add_arguments(command)
                 command.set_defaults(execute=module.run)
         chosen = parser.parse_args(words)
