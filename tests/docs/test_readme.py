@@ -1,6 +1,5 @@
 """The README against the code: its tables, its file list, and every command in it."""
 
-import json
 import os
 import re
 import shlex
@@ -13,7 +12,6 @@ from harness import REPO_ROOT, Project
 from made_runs import make_run
 
 from t5bench.plan.launchers import declarations
-from t5bench.record.plan import ROLES
 from t5bench.record.status import EXIT_CODES
 
 README = (REPO_ROOT / "README.md").read_text()
@@ -58,43 +56,29 @@ def test_strategy_table_is_what_the_launchers_declare():
         assert len([line for line in lines if line and not line.startswith("#")]) <= 11, "a launcher is a declaration"
 
 
-def settings_rows() -> dict[str, list[str]]:
-    """Default, description and the heading above the table, by name."""
-    text = README.partition("\n## Settings\n")[2].partition("\n## ")[0]
-    rows, heading = {}, ""
-    for line in text.splitlines():
-        cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
-        if line.startswith("| `"):
-            rows[cells[0]] = [*cells[1:], heading]
-        elif line.endswith(":"):
-            heading = line.rstrip(":")
-    return rows
+def test_the_page_of_settings_is_what_the_launchers_declare():
+    result = subprocess.run(
+        [sys.executable, "-m", "t5bench", "settings"], cwd=REPO_ROOT, capture_output=True, text=True, check=True
+    )
+    assert result.stdout == (REPO_ROOT / "docs" / "settings.md").read_text()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "hybrid"])
-def test_settings_tables_are_what_the_launchers_declare(project: Project, strategy: str):
-    settings = json.loads(project.launch(strategy, "--dry-run=json").stdout)["settings"]
-    rows = settings_rows()
-    assert rows.keys() == settings.keys()
-    for name, (default, description, heading) in rows.items():
-        shown = settings[name]["default"].replace(f"{project.root}/../", "../").replace(f"{project.root}/", "./")
-        assert description == settings[name]["meaning"]
-        assert heading == ROLES[settings[name]["role"]].heading
-        if default not in ("script-specific", "strategy-specific"):
-            assert (shown or "(unset)") == default.replace("<strategy>", strategy)
-
-
-def test_seed_settings_keep_their_names_and_defaults(project: Project):
-    """The original README's table; HOSTS alone differs, and the README says why."""
-    rows = {name: row[0] for name, row in settings_rows().items()}
+def test_seed_settings_keep_their_names_and_defaults():
+    """The original README's table; HOSTS alone differs, and the README says why. docs/settings.md has the same rows."""
+    rows = {name: default for name, default, _ in table_rows("Variable")}
     original = """
         MEGATRON_DIR=../Megatron-DeepSpeed MEGATRON_DATA_DIR=./megatron_data WANDB_PROJECT=ml710-t5-parallelism
         TRAIN_ITERS=1000 GLOBAL_BATCH_SIZE=16 MICRO_BATCH_SIZE=1 ENCODER_NUM_LAYERS=24 DECODER_NUM_LAYERS=24
         HIDDEN_SIZE=1024 NUM_ATTENTION_HEADS=16 FFN_HIDDEN_SIZE=2816 ENCODER_SEQ_LENGTH=512 DECODER_SEQ_LENGTH=128
-        LR=0.0001 PRECISION_FLAG=--bf16 LOG_INTERVAL=20
+        LR=0.0001 PRECISION_FLAG=--bf16
     """
     assert dict(word.split("=") for word in original.split()).items() <= rows.items()
     assert {"HOSTS", "WANDB_API_KEY", "WANDB_RUN_NAME", "MASTER_PORT", "OUTPUT_DIR"} <= rows.keys()
+    page = (REPO_ROOT / "docs" / "settings.md").read_text()
+    for name, default, meaning in table_rows("Variable"):
+        if default not in ("script-specific", "(unset)"):
+            default = f"`{default}`"
+        assert name == "MASTER_PORT" or f"| `{name}` | {default} | {meaning} |" in page
 
 
 def test_files_named_in_the_readme_exist():
@@ -153,7 +137,7 @@ def test_commands_that_read_runs(tmp_path: Path):
     words = {
         shlex.split((block or inline).replace("$PWD", str(tmp_path)))[3]: block or inline for block, inline in commands
     }
-    assert set(words) == {"compare", "collect", "wandb", "pack", "verify"}
+    assert set(words) == {"compare", "collect", "wandb", "pack", "verify", "plan", "explain"}
     for strategy in ("ddp", "zero1"):
         make_run(tmp_path / "outputs" / "all" / "repeat1" / strategy, strategy, elapsed_ms=[100.0] * 30)
     make_run(tmp_path / "outputs" / "ddp", "ddp", elapsed_ms=[100.0] * 3)
@@ -162,7 +146,7 @@ def test_commands_that_read_runs(tmp_path: Path):
     ssh.chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "WANDB_MODE": "offline"}
     environment["PYTHONPATH"] = str(REPO_ROOT)
-    for command in ("compare", "wandb", "collect", "pack", "verify"):
+    for command in ("compare", "wandb", "collect", "pack", "verify", "plan"):
         words_of = ["bash", "-c", words[command].replace("python", shlex.quote(sys.executable), 1)]
         result = subprocess.run(words_of, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stdout + result.stderr
