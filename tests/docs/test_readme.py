@@ -151,3 +151,11 @@ def test_commands_that_read_runs(tmp_path: Path):
         result = subprocess.run(words_of, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stdout + result.stderr
     assert (tmp_path / "outputs" / "all" / "comparison" / "index.html").is_file()
+
+
+def test_links_between_documents_lead_somewhere():
+    for page in [*REPO_ROOT.glob("*.md"), *REPO_ROOT.glob("docs/**/*.md"), REPO_ROOT / "native" / "README.md"]:
+        if page.name == "slides.md":  # a template, in which brackets draw charts
+            continue
+        for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page}: {target}"

@@ -26,8 +26,9 @@ def tracked(*patterns: str) -> list[str]:
         (["shfmt", "-d", "-i", "2", "-ci"], ["*.sh", "*.sbatch", ".ci/run"]),
         (["ruff", "check"], ["*.py"]),
         (["ruff", "format", "--check"], ["*.py"]),
+        (["codespell"], ["*.md", "*.py", "*.sh", "*.sbatch", "*.j2", "*.cff", "*.yml", "requirements*.txt"]),
     ],
-    ids=["shellcheck", "shfmt", "ruff", "ruff-format"],
+    ids=["shellcheck", "shfmt", "ruff", "ruff-format", "codespell"],
 )
 def test_clean(command: list[str], patterns: list[str]):
     files = tracked(*patterns)
