@@ -9,7 +9,7 @@ from t5bench.record.plan import ROLES
 
 INTRODUCTION = """# Settings
 
-`python -m t5bench settings` writes this page. Set them in the environment; `--help` of a launcher shows its defaults."""
+`python -m t5bench settings` writes this page. Set them in the environment; `--help` of a launcher has its defaults."""
 PER_STRATEGY = {"MASTER_PORT", "TENSOR_PARALLEL_SIZE", "PIPELINE_PARALLEL_SIZE"}
 
 
