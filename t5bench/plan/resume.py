@@ -54,11 +54,8 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
     if plan.layout.nnodes == 1:
         _refuse_without({0: own})
     is_evaluated = plan.value("EVAL_ONLY") == "1"
-    if own.iteration >= (total := plan.iterations) and not is_evaluated:
-        raise Problem(
-            f"the run in {plan.output_dir} is already at iteration {own.iteration} of {total}",
-            "A longer run is another run, with another decay of the learning rate: choose another OUTPUT_DIR",
-        )
+    if own.iteration >= plan.iterations and not is_evaluated:
+        own = before_the_end(plan, checkpoints, own.iteration)
     if not agree:
         return own.iteration
     place = Place.of(plan, plan.number("MASTER_PORT"))
@@ -92,6 +89,21 @@ def look(checkpoints: Checkpoints, limit: int | None) -> View:
     for number, fault in faults.items():
         _passed_over(number, fault)
     return View(iteration, "; ".join(faults.values()), socket.gethostname())
+
+
+def before_the_end(plan: Plan, checkpoints: Checkpoints, newest: int) -> View:
+    """An earlier checkpoint of a run that died between its last checkpoint and its record. Raises Problem."""
+    found = f"the run in {plan.output_dir} is already at iteration {newest} of {plan.iterations}"
+    with contextlib.suppress(OSError):
+        is_complete = Path(plan.output_dir, f"node{plan.node}.status").read_text().startswith("complete")
+        if not is_complete and (earlier := look(checkpoints, plan.iterations - 1)).iteration:
+            _passed_over(newest, "the end of the run was not recorded, so its last iterations are trained again")
+            return earlier
+    raise Problem(
+        found,
+        "A longer run is another run, with another decay of the learning rate: choose another OUTPUT_DIR. If the end of"
+        " this one was not recorded, delete its directory to train it again",
+    )
 
 
 def _passed_over(iteration: int, reason: str) -> None:
