@@ -91,7 +91,8 @@ class Explanation:
             if rank.throttled >= WORTH_NAMING:
                 yield Cause("throttled CPU", rank.throttled, f"a quota holds {rank.name} back {rank.throttled:.0%}")
             elif rank.queued >= CONTENDED:
-                is_own = len(neighbours) > cores > 0
+                # n processes on c cores wait 1 - c/n of the time for each other.
+                is_own = len(neighbours) > cores > 0 and rank.queued < 1 - cores / len(neighbours) + WORTH_NAMING
                 name = "fewer cores than processes" if is_own else "another program on the core"
                 yield Cause(name, rank.queued, f"{rank.name} waits for a core {rank.queued:.0%} of the time")
 

@@ -248,10 +248,11 @@ def test_gpus_are_recorded_and_sampled_with_one_nvidia_smi(project: Project):
     run = load(project.root / "outputs" / "ddp")
     assert [(gpu["name"], gpu["driver"]) for gpu in run.nodes[0]["devices"]] == [("NVIDIA Stub", "570.1")] * 2
     sampled = [sample["gpus"] for sample in read_samples(run.directory / "node0.samples.jsonl") if sample["gpus"]]
-    assert sampled[0] == [
+    both = [
         {"index": 0, "memory_mib": 1000, "utilization": 93, "power_w": 300.5, "sm_mhz": 1980},
         {"index": 1, "memory_mib": 2000, "utilization": None, "power_w": 310, "sm_mhz": 1980},
     ]
+    assert both in sampled, "a sample may fall between two lines, but not every one"
     assert (project.stubs / "smi").read_text().count("-lms 300") == 1
     wait_for(lambda: not subprocess.run(["pgrep", "-f", f"{project.stubs}/nvidia-smi"], capture_output=True).stdout)
 
