@@ -61,6 +61,11 @@ def curve(run: Run, name: str = "lm_loss") -> dict[int, float]:
     return {line.iteration: value for line in run.iterations if (value := getattr(line, name)) is not None}
 
 
+def last_loss(run: Run) -> float | None:
+    """Of the last line that has one."""
+    return next((line.lm_loss for line in reversed(run.iterations) if line.lm_loss is not None), None)
+
+
 def relative_difference(value: float, reference: float) -> float:
     """|value - reference| / |reference|; 0 when they are equal, nan when one is not a finite number."""
     if not (math.isfinite(value) and math.isfinite(reference)):

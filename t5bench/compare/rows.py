@@ -13,7 +13,7 @@ from typing import Any
 
 from t5bench.compare import statistics
 from t5bench.compare.comparable import NOT_GIVEN, compared, differing, gpu_names, show
-from t5bench.compare.parity import UNKNOWN, Parity, curve
+from t5bench.compare.parity import UNKNOWN, Parity, last_loss
 from t5bench.compare.reduction import Reduction, reduction_of
 from t5bench.compare.repeats import FEWEST_REPEATS, Repeat, of_repeats
 from t5bench.compare.statistics import Estimate
@@ -128,7 +128,7 @@ class Row:
         Of an evaluation alone it is the evaluated loss.
         """
         evaluated = [entry.run.evaluations[-1].lm_loss for entry in self.measured if entry.run.is_evaluation]
-        last = evaluated + [losses[max(losses)] for entry in self.measured if (losses := curve(entry.run))]
+        last = evaluated + [loss for entry in self.measured if (loss := last_loss(entry.run)) is not None]
         if any(math.isnan(loss) for loss in last):
             return math.nan
         return median(last) if last else None

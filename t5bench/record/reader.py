@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from datetime import datetime
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -101,8 +102,13 @@ def _checked(place: object, content: Any, kind: Any, *, strict: bool = True) -> 
         raise RecordError(f"{place} cannot be right: {error}") from error
 
 
+@cache
+def _names(kind: type) -> frozenset[str]:
+    return frozenset(entry.name for entry in fields(kind))
+
+
 def _check_names(place: object, content: Mapping[str, Any], kind: type) -> None:
-    if unknown := content.keys() - {entry.name for entry in fields(kind)}:
+    if unknown := content.keys() - _names(kind):
         raise RecordError(f"{place} cannot be right: there is no {min(unknown)}")
 
 
