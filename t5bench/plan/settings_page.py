@@ -10,7 +10,13 @@ from t5bench.record.plan import ROLES
 INTRODUCTION = """# Settings
 
 `python -m t5bench settings` writes this page. Set them in the environment; `--help` of a launcher has its defaults."""
-PER_STRATEGY = {"MASTER_PORT", "TENSOR_PARALLEL_SIZE", "PIPELINE_PARALLEL_SIZE"}
+
+
+def defaults(strategy: str) -> dict[str, str]:
+    """By setting, with ``<strategy>`` for its name and paths from the repository."""
+    settings = ask(strategy, environment={"PATH": os.environ["PATH"]}).settings
+    shown = {name: setting.default.replace(f"{REPOSITORY}/../", "../") for name, setting in settings.items()}
+    return {name: text.replace(f"{REPOSITORY}/", "./").replace(strategy, "<strategy>") for name, text in shown.items()}
 
 
 def add_arguments(_: argparse.ArgumentParser) -> None:
@@ -18,16 +24,15 @@ def add_arguments(_: argparse.ArgumentParser) -> None:
 
 
 def run(_: argparse.Namespace) -> int:
-    baseline = declarations()[0].name
-    settings = ask(baseline, environment={"PATH": os.environ["PATH"]}).settings
+    first, *_between, last = (strategy.name for strategy in declarations())
+    settings = ask(first, environment={"PATH": os.environ["PATH"]}).settings
+    own, others = defaults(first), defaults(last)
     lines = [INTRODUCTION]
-    for name, role in ROLES.items():
+    for role_name, role in ROLES.items():
         lines += [f"\n## {role.heading}\n", "| Setting | Default | Meaning |", "|---|---|---|"]
-        for setting_name, setting in settings.items():
-            if setting.role == name:
-                shown = setting.default.replace(f"{REPOSITORY}/../", "../").replace(f"{REPOSITORY}/", "./")
-                default = f"`{shown.replace(baseline, '<strategy>')}`" if shown else "(unset)"
-                default = "strategy-specific" if setting_name in PER_STRATEGY else default
-                lines.append(f"| `{setting_name}` | {default} | {setting.meaning} |")
+        for name, setting in settings.items():
+            default = f"`{own[name]}`" if own[name] else "(unset)"
+            default = default if own[name] == others[name] else "strategy-specific"
+            lines += [f"| `{name}` | {default} | {setting.meaning} |"] if setting.role == role_name else []
     print("\n".join(lines))
     return 0
