@@ -1,4 +1,4 @@
-"""Weights of a checkpoint for another layout, without the engine; tests/engines/test_gpt.py evaluates merged ones."""
+"""Weights of a checkpoint for another layout, without the engine."""
 
 from argparse import Namespace
 from pathlib import Path
