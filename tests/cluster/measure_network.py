@@ -11,8 +11,8 @@ import argparse
 import os
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
-from itertools import combinations
 from pathlib import Path
 from statistics import mean, quantiles
 
@@ -85,25 +85,29 @@ def report_times(output: Path, calibrating: Path) -> None:
     slower = time.calibrated(job, machines[calibrating.parts[-3]], seconds_of(first), "gloo")
     errors = []
     for rate, machine in machines.items():
-        measured, predicted = {}, {}
+        times, predicted = defaultdict(list), {}
         for path in sorted(output.glob(f"{rate}/repeat*/*/run.json")):
             row = make_row("", [load(path.parent)])
             if not row.milliseconds:
                 continue
             name, job = path.parent.name, job_of(row.run.plan, row.run.padded_vocab_size or 0)
-            found = time.iteration(job, machine, "gloo", slower)
-            measured[name], predicted[name] = seconds_of(row), found.total
-            error, waits = predicted[name] / measured[name] - 1, (found.communication + found.bubble) / found.total
-            if waits >= 1 / 3 and path.parent != calibrating:
+            times[name].append(seconds_of(row))
+            predicted[name] = time.iteration(job, machine, "gloo", slower)
+        measured = {name: mean(repeats) for name, repeats in times.items()}
+        for name, found in predicted.items():
+            error, waits = found.total / measured[name] - 1, (found.communication + found.bubble) / found.total
+            if waits >= 1 / 3 and (rate, name) != (calibrating.parts[-3], calibrating.name):
                 errors.append(abs(error))
-            print(
-                f"{rate:8} {name:14} measured {measured[name]:7.3f} s, predicted {predicted[name]:7.3f}, {error:+.1%}"
-            )
-        pairs = [(measured[a] - measured[b]) * (predicted[a] - predicted[b]) for a, b in combinations(measured, 2)]
-        tau = sum(1 if pair > 0 else -1 for pair in pairs) / max(1, len(pairs))
-        winners = min(measured, key=measured.__getitem__), min(predicted, key=predicted.__getitem__)
-        print(f"{rate:8} Kendall's tau {tau:.2f}; fastest: {winners[0]}, predicted {winners[1]}")
-    print(f"{len(errors)} runs that wait for a third or more: mean error {mean(errors):.1%}, worst {max(errors):.1%}")
+            repeats = ", ".join(f"{seconds:.3f}" for seconds in times[name])
+            print(f"{rate:8} {name:14} measured {repeats} s, predicted {found.total:.3f}, {error:+.1%}")
+        orders = [
+            np.sign(np.subtract.outer(of, of))
+            for of in (list(measured.values()), [p.total for p in predicted.values()])
+        ]
+        fastest = min(measured, key=measured.__getitem__), min(predicted, key=lambda name: predicted[name].total)
+        tau = (orders[0] * orders[1]).sum() / np.sqrt((orders[0] ** 2).sum() * (orders[1] ** 2).sum())  # with ties: b
+        print(f"{rate:8} Kendall's tau {tau:.2f}; fastest: {fastest[0]}, predicted {fastest[1]}")
+    print(f"{len(errors)} means that wait for a third or more: mean error {mean(errors):.1%}, worst {max(errors):.1%}")
 
 
 def seconds_of(row: Row) -> float:

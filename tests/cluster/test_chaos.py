@@ -76,6 +76,11 @@ class Chaos:
         time.sleep(self.random.uniform(0.5, 2))
         self.cluster.lab("shape", node, "off")
 
+    def damage(self, node: str) -> None:
+        self.cluster.lab("cable", node, "2", "1", "5")
+        time.sleep(self.random.uniform(0.5, 3))
+        self.cluster.lab("cable", node, "mend")
+
     def fill(self, node: str) -> None:
         ballast = self.disk / "ballast"
         self.cluster.run(node, "dd", "if=/dev/zero", f"of={ballast}", "bs=1M", check=False)
@@ -93,7 +98,7 @@ class Chaos:
         return pids
 
     def play(self) -> None:
-        weights = {"slow": 4, "skew": 4, "stop": 4, "cut": 4, "kill": 2, "fill": 1}
+        weights = {"slow": 4, "skew": 4, "stop": 4, "cut": 4, "damage": 4, "kill": 2, "fill": 1}
         (name,) = self.random.choices(list(weights), list(weights.values()))
         getattr(self, name)(self.random.choice(NODES))
         self.played[name] += 1

@@ -211,7 +211,7 @@ def cable_bad(scene: Scene) -> None:
     scene.train(TRAIN_ITERS="40")
     scene.began = time.monotonic()
     scene.at_end.callback(scene.cluster.lab, "cable", scene.pair[1], "mend")
-    scene.cluster.lab("cable", scene.pair[1], "50", "5")
+    scene.cluster.lab("cable", scene.pair[1], "50", "5", "2")
 
 
 @scenario(times=SHORT_GROUP)

@@ -1,6 +1,7 @@
-"""A cable that delays and loses frames, where the kernel has no netem: python bad_cable.py HOST MILLISECONDS PERCENT
+"""A bad cable, where the kernel has no netem: python bad_cable.py HOST MILLISECONDS LOST DAMAGED
 
-Carries frames between two TAP devices that it makes, in-HOST and out-HOST, both ways, until it is ended.
+Carries frames between two TAP devices that it makes, in-HOST and out-HOST, both ways, until it is ended. Delays each,
+loses so many per cent of them, changes a byte in so many per cent, and writes a line for each of those to stderr.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import sys
 import time
 
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x2, 0x1000
-LONGEST_FRAME = 1 << 16
+LONGEST_FRAME, ETHERNET_HEADER = 1 << 16, 14
 
 
 def tap(name: str) -> int:
@@ -23,14 +24,23 @@ def tap(name: str) -> int:
     return device
 
 
-def main(host: str, milliseconds: float, percent: float) -> None:
+def damaged(frame: bytes) -> bytes:
+    """With another byte in its payload. The kernel writes checksums before a frame reaches a TAP device."""
+    place = random.randrange(ETHERNET_HEADER, len(frame))
+    print("damaged a frame", file=sys.stderr, flush=True)
+    return frame[:place] + bytes([frame[place] ^ random.randrange(1, 256)]) + frame[place + 1 :]
+
+
+def main(host: str, milliseconds: float, lost: float, spoiled: float) -> None:
     ends = tap(f"in-{host}"), tap(f"out-{host}")
     under_way: list[tuple[float, int, bytes]] = []
     while True:
         wait = max(0.0, under_way[0][0] - time.monotonic()) if under_way else None
         for end in select.select(ends, [], [], wait)[0]:
             frame = os.read(end, LONGEST_FRAME)
-            if random.random() * 100 >= percent:
+            if random.random() * 100 < spoiled:
+                frame = damaged(frame)
+            if random.random() * 100 >= lost:
                 heapq.heappush(under_way, (time.monotonic() + milliseconds / 1000, ends[end == ends[0]], frame))
         while under_way and under_way[0][0] <= time.monotonic():
             _, end, frame = heapq.heappop(under_way)
@@ -39,4 +49,4 @@ def main(host: str, milliseconds: float, percent: float) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), float(sys.argv[3]))
+    main(sys.argv[1], *map(float, sys.argv[2:]))

@@ -13,7 +13,7 @@
 #   cluster.sh exec HOST COMMAND... run it there; directory and environment are kept (ssh works from any host to any)
 #   cluster.sh link HOST up|down    plug or pull the network cable
 #   cluster.sh shape HOST RATE|off  limit its network both ways, for instance 1gbit
-#   cluster.sh cable HOST MS PERCENT  a cable that delays what goes either way, and loses so much of it;  cable HOST mend
+#   cluster.sh cable HOST MS LOST DAMAGED  a cable that delays, loses and damages per cent of what goes either way;  cable HOST mend
 #   cluster.sh poweroff HOST        the cable first, then everything on it is killed: the others see silence, no FIN
 #   cluster.sh boot HOST            start it again
 #   cluster.sh private HOST DIR     a copy of that directory of its own, in memory;  public HOST DIR undoes it
@@ -279,10 +279,15 @@ guard() {
   down
 }
 
-# limit HOST DEVICE RATE|off: what leaves through this device.
+# limit HOST DEVICE RATE|off: what leaves through this device. After a pause a burst passes at once, and it has to hold a
+# packet; so packets are small, or a pipeline's messages would cost nothing.
 limit() {
   in_network "$1" tc qdisc del dev "$2" root 2>/dev/null || true
-  [[ $3 == off ]] || in_network "$1" tc qdisc add dev "$2" root tbf rate "$3" burst 96kb latency 20ms
+  in_network "$1" ip link set dev "$2" gso_max_size 65536
+  if [[ $3 != off ]]; then
+    in_network "$1" ip link set dev "$2" gso_max_size 5792
+    in_network "$1" tc qdisc add dev "$2" root tbf rate "$3" burst 6kb latency 20ms
+  fi
 }
 
 # A program carries the frames between the host's cable, on a bridge with a device of its own, and the switch.
