@@ -17,6 +17,8 @@ from t5bench.model import flops
 from t5bench.model.job import Architecture
 
 MEBIBYTE = 1 << 20
+# By these TensorBoard compares runs; their values are those of the curves.
+COMPARED = ("lm loss", "samples per second", "elapsed time per iteration")
 
 
 def start_wandb(args: Namespace) -> Any:
@@ -24,7 +26,7 @@ def start_wandb(args: Namespace) -> Any:
     import wandb
 
     options = {"project": args.wandb_project, "name": args.wandb_exp_name or None, "dir": args.wandb_save_dir or None}
-    options["config"] = {key: value for key, value in vars(args).items() if isinstance(value, bool | int | float | str)}
+    options["config"] = settings(args)
     if args.wandb_save_dir:
         Path(args.wandb_save_dir).mkdir(parents=True, exist_ok=True)
     for mode in (None, "offline"):
@@ -33,6 +35,11 @@ def start_wandb(args: Namespace) -> Any:
         except Exception as error:  # wandb and its transports raise without a common base
             say(f"WARNING: W&B could not start{' offline' if mode else ''} ({error})")
     return None
+
+
+def settings(args: Namespace) -> dict[str, Any]:
+    """What TensorBoard and W&B show as the settings of the run."""
+    return {key: value for key, value in vars(args).items() if isinstance(value, bool | int | float | str)}
 
 
 def say(line: str) -> None:
@@ -59,8 +66,12 @@ class Metrics:
         self.tensorboard = self.wandb = None
         if self.speaks and args.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard.summary import hparams
 
             self.tensorboard = SummaryWriter(args.tensorboard_dir)
+            *begun, self.ended = hparams(settings(args), dict.fromkeys(COMPARED, 0.0))
+            for part in begun:
+                self.tensorboard.file_writer.add_summary(part)
         if self.speaks and args.wandb_project:
             self.wandb = start_wandb(args)
         self.started = self.paused = self.synchronise()
@@ -165,9 +176,12 @@ class Metrics:
         )
         peaks: list[Any] = [None] * self.args.world_size
         dist.all_gather_object(peaks, {"allocated": allocated, "reserved": reserved, "host rss": host})
+        told = {f"peak memory/rank {rank} {what} MiB": v for rank, peak in enumerate(peaks) for what, v in peak.items()}
         if self.tensorboard:
+            for key, value in told.items():
+                self.tensorboard.add_scalar(key, value, self.args.train_iters)
+            self.tensorboard.file_writer.add_summary(self.ended)
             self.tensorboard.close()
         if self.wandb:
-            for rank, peak in enumerate(peaks):
-                self.wandb.run.summary.update({f"peak memory/rank {rank} {what} MiB": v for what, v in peak.items()})
+            self.wandb.run.summary.update(told)
             self.wandb.finish()

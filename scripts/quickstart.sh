@@ -23,5 +23,7 @@ export ENGINE TRAIN_ITERS LOG_INTERVAL=1 PRECISION_FLAG="${PRECISION_FLAG-}" DRO
 export MODEL_PRESET="${MODEL_PRESET:-tiny}" MICRO_BATCH_SIZE="${MICRO_BATCH_SIZE:-2}" WANDB_MODE="${WANDB_MODE:-disabled}"
 # The runs are too short for the launchers' own interval between samples.
 export SAMPLE_INTERVAL="${SAMPLE_INTERVAL:-0.2}"
+# One iteration of each is profiled, so that the page shows where the time went.
+export PROFILE_ITERATION="${PROFILE_ITERATION:-$((TRAIN_ITERS > 3 ? TRAIN_ITERS / 2 : 0))}"
 export RUNS_DIR=${RUNS_DIR:-$REPO_ROOT/outputs/quickstart/$(date +%Y%m%d-%H%M%S)}
 exec bash "$REPO_ROOT/scripts/run_megatron_t5_all.sh"

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from t5bench.compare.comparison import Comparison
-from t5bench.report.figures import GRID, INK, Figure, Panel, Series, rows_of
+from t5bench.report.figures import GRID, INK, Figure, Panel, Series
 
 _STAND_INS = {INK: "#010203", GRID: "#040506", "var(--paper)": "#070809"}  # matplotlib wants numbers
 _INK, _GRID, _PAPER = _STAND_INS.values()
@@ -37,16 +37,18 @@ _STYLE = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtic
 _BARS = {"bar": {"height": 0.68}, "interval": {"height": 0.14, "edgecolor": _PAPER, "linewidth": 0.8}}
 _LINES = {
     "line": {"linewidth": 1.8},
+    "stretch": {"linestyle": "-", "solid_capstyle": "butt", "linewidth": 10},
     "dots": {"linestyle": "-", "solid_capstyle": "round", "linewidth": 4},
     "point": {"linestyle": "", "marker": "o", "markersize": 8},
     "limit": {"linestyle": "", "marker": "|", "markersize": 16, "markeredgewidth": 3},
 }
 WIDTH = 7.0  # inches
 
+Look = tuple[str, Sequence[float]]  # a colour in CSS and dashes
 Looks = Mapping[str, Mapping[str, Any]]
 
 
-def styles(comparison: Comparison) -> dict[str, tuple[str, Sequence[float]]]:
+def styles(comparison: Comparison) -> dict[str, Look]:
     """By strategy a colour in CSS, where none is declared matplotlib's next, and dashes; the baseline first."""
     strategies = {row.strategy: row.run.plan.strategy for row in comparison.rows}
     in_order = sorted(strategies.values(), key=lambda strategy: (strategy.name != comparison.baseline, strategy.port))
@@ -57,11 +59,10 @@ def styles(comparison: Comparison) -> dict[str, tuple[str, Sequence[float]]]:
     return found
 
 
-def drawings(comparison: Comparison, figures: Sequence[Figure]) -> list[str]:
-    """Safe to put into a page: without prolog and metadata, with ids that no other figure has."""
+def drawings(looks_of: Mapping[str, Look], figures: Sequence[Figure]) -> list[str]:
+    """Safe to put into a page: without prolog and metadata, with ids that no other figure has. looks_of: by row."""
     looks = {}
-    for name, row in rows_of(comparison).items():
-        colour, dashes = styles(comparison)[row.strategy]
+    for name, (colour, dashes) in looks_of.items():
         looks[name] = {"color": _STAND_INS.get(colour, colour), "linestyle": (0, dashes) if dashes else "-"}
     found = []
     for number, figure in enumerate(figures):
@@ -117,15 +118,17 @@ def _draw(ax: Axes, panel: Panel, looks: Looks) -> None:
                 bar = {key: look[key] for key in ("color", "label")} | _BARS[series.look]
                 ax.barh(name, min(end, panel.most or end) - start, left=start, **bar)
         elif series.points:
-            # A dot is a line without length, which takes a quarter of what SVG takes for a marker.
-            gaps = [(end, y) for x, y in series.points for end in (x, x, math.nan)]
-            points = gaps if series.look == "dots" else series.points
+            points = series.points
+            if series.look in ("dots", "stretch"):
+                # Lines with gaps: of a dot without length, which takes a quarter of what SVG takes for a marker.
+                spans = [(*(x if series.look == "stretch" else (x, x)), y) for x, y in points]
+                points = [(at, y) for start, end, y in spans for at in (start, end, math.nan)]
             ax.plot(*zip(*points, strict=True), **look | _LINES[series.look])
         if panel.names and series.text:
             own = [
                 x for each in panel.series if each.row == series.row and each.look != "limit" for x, _ in each.points
             ]
-            end = min(panel.most or math.inf, max(x[1] if isinstance(x, tuple) else x for x in own))
+            end = min(panel.most or math.inf, max(x[1] if isinstance(x, Sequence) else x for x in own))
             ax.annotate(series.text, (end, series.row), (8, 0), textcoords="offset points", va="center")
         elif series.look == "point":
             ax.annotate(series.row, series.points[0], (8, 4), textcoords="offset points", fontsize=9)

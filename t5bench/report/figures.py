@@ -1,10 +1,11 @@
 """What the page's figures show, by row, as data that any library can draw."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from t5bench.compare.comparison import Comparison
 from t5bench.compare.rows import Row
@@ -12,6 +13,9 @@ from t5bench.record.records import Run
 from t5bench.report.tables import mark, named_rows
 
 INK, GRID, LEFT_OUT = "currentColor", "var(--grid)", "#888888"
+# Of parts, which have the same in every row.
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b9a400", LEFT_OUT,
+           "#7766cc", "#44aa99", "#aa4466", "#a0783c", "#99bb55", "#dd8899", "#5599aa")  # fmt: skip
 LONGEST_NAME = 24  # characters; the page's table tells what a short name stands for
 MOST_POINTS = 400  # of one line; more cannot be seen and make the page heavy
 MOST_DOTS, MOST_PANELS = 160, 16
@@ -20,10 +24,10 @@ Points = Sequence[tuple[float, float]]
 
 
 class Series(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Something of one row, as a "bar", a thin bar ("interval"), "dots", a "line", a "point" with a name or a "limit".
+    """Something of a row: a "bar", a thin "interval", "stretch"es, "dots", a "line", a named "point" or a "limit".
 
-    points: (x, y); of a bar ((start, end), the row's name). text: the figure to take away. colour: if not the row's.
-    label: what it is of a row that has several.
+    points: (x, y); of bars and stretches ((start, end), the name of their line). text: the figure to take away.
+    colour: if not the row's. label: what it is of a row that has several.
     """
 
     row: str
@@ -47,7 +51,7 @@ class Panel(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def names(self) -> list[str]:
-        """The rows, where each has a line to itself."""
+        """Of lines, where a row has one or some to itself."""
         return list(dict.fromkeys(y for series in self.series for _, y in series.points if isinstance(y, str)))
 
 
@@ -75,15 +79,22 @@ def rows_of(comparison: Comparison) -> dict[str, Row]:
 # ---- one line for each row -------------------------------------------------------------------------------------------
 
 
-def by_size(rows: Mapping[str, Row], series: Sequence[Series], most: float = 0.0) -> list[Panel]:
-    """A panel for each number of processes."""
+def by_size(rows: Mapping[str, Row], series: Sequence[Series], most: float = 0.0, each: float = 0.42) -> list[Panel]:
+    """A panel for each number of processes; each: the height of a line."""
     sizes: dict[int, list[Series]] = {}
     for entry in series:
         sizes.setdefault(rows[entry.row].run.world_size, []).append(entry)
-    counts = {size: len({entry.row for entry in found}) for size, found in sizes.items()}
-    return [
-        Panel(found, f"{size} processes", height=0.5 + 0.42 * counts[size], most=most) for size, found in sizes.items()
-    ]
+    panels = [Panel(found, f"{size} processes", most=most) for size, found in sizes.items()]
+    return [replace(panel, height=0.5 + each * len(panel.names)) for panel in panels]
+
+
+def stacked(name: str, parts: Mapping[str, float]) -> Iterator[Series]:
+    """Bars end to end; a part has its colour by its place among the parts."""
+    start = 0.0
+    for number, (part, size) in enumerate(parts.items()):
+        if size:
+            yield Series(name, "bar", [((start, start + size), name)], "", COLOURS[number % len(COLOURS)], part)
+        start += size
 
 
 def throughput(rows: Mapping[str, Row]) -> Figure:

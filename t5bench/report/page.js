@@ -16,8 +16,10 @@ function isChosen(name) {
 
 // ---- the figures
 
+const REPLAY_MS = 8000;
 const LOOKS = {
   bar: { type: "bar", grouped: false, barPercentage: 0.9, categoryPercentage: 0.8, order: 2, pointStyle: "rect" },
+  stretch: { type: "bar", grouped: false, barPercentage: 1, categoryPercentage: 0.75, pointStyle: "rect" },
   interval: { type: "bar", grouped: false, barThickness: 7, order: 1, borderWidth: 1, borderSkipped: false, pointStyle: "rect" },
   line: { type: "line", pointRadius: 0, borderWidth: 2, pointStyle: "line" },
   dots: { type: "scatter", pointRadius: 3 },
@@ -35,6 +37,7 @@ function dataset(series) {
 
 function valueText({ dataset: { series }, raw: { x, y } }) {
   const text = (value) => (value.toLocaleString ? value.toLocaleString("en", { maximumSignificantDigits: 5 }) : value);
+  if (series.look === "stretch") return `${y}: ${series.label}, ${text(x[0])} to ${text(x[1])} ms`;
   const [start, end] = Array.isArray(x) ? x : [0, x];
   const number = text(series.look === "bar" ? end - start : end), interval = start && series.look === "interval";
   const own = series.points.length === 1 && series.text || (typeof y === "string" ? number : `${text(y)} at ${text(x)}`);
@@ -42,11 +45,15 @@ function valueText({ dataset: { series }, raw: { x, y } }) {
   return [...new Set([series.row, series.label, value])].filter(Boolean).join(": ");
 }
 
+function isTimeline(panel) {
+  return panel.series.some(({ look }) => look === "stretch");
+}
+
 function configuration(figure, panel) {
   const all = panel.series.every(({ row }) => isChosen(row));  // what belongs to no row is about all of them
   const shown = panel.series.filter(({ row, points }) => points.length && (row ? isChosen(row) : all));
   const names = [...new Set(shown.flatMap((series) => series.points.map((point) => point[1])))];
-  const byRow = typeof names[0] === "string";
+  const byRow = typeof names[0] === "string", moments = isTimeline(panel);
   const color = resolved("var(--ink)"), grid = { color: resolved("var(--grid)") };
   const axis = (text, own) => ({ title: { display: Boolean(text), text, color }, ticks: { color }, grid, ...own });
   const format = { notation: "scientific", maximumSignificantDigits: 3 };
@@ -59,7 +66,7 @@ function configuration(figure, panel) {
     data: { datasets: shown.map(dataset) },
     options: {
       indexAxis: byRow ? "y" : "x", animation: false, maintainAspectRatio: false,
-      interaction: { mode: byRow ? "y" : "nearest", axis: byRow ? "y" : "xy", intersect: false },
+      interaction: { mode: byRow && !moments ? "y" : "nearest", axis: byRow ? "y" : "xy", intersect: moments },
       scales: {
         x: axis(figure.x, { type: "linear", beginAtZero: byRow, max: panel.most }),
         y: byRow ? axis("", { type: "category", labels: names, offset: true, ticks: lines })
@@ -90,11 +97,49 @@ function draw() {
       frame.append(canvas);
       return frame;
     }));
+    if (figure.panels.some(isTimeline)) place.prepend(player(place, figure));
     place.hidden = false;
     // One after another, so that the page answers meanwhile.
     place.querySelectorAll("canvas").forEach((canvas, at) =>
       setTimeout(() => canvas.isConnected && new Chart(canvas, configuration(figure, figure.panels[at]))));
   });
+}
+
+// Replays the iteration: of the timelines, what comes after the moment is cut off.
+function player(place, figure) {
+  const end = Math.max(...figure.panels.flatMap(({ series }) => series.flatMap(({ points }) => points.map(([x]) => x[1]))));
+  const [controls, button, moment, label] = ["p", "button", "input", "span"].map((name) => document.createElement(name));
+  let plays = false;
+  function show() {
+    label.textContent = `${moment.valueAsNumber.toFixed()} of ${end.toFixed()} ms`;
+    button.textContent = plays ? "pause" : "play";
+    for (const chart of [...place.querySelectorAll("canvas")].map((canvas) => Chart.getChart(canvas)).filter(Boolean)) {
+      const { x } = chart.scales;
+      chart.options.clip = { left: 0, top: 0, bottom: 0, right: x.getPixelForValue(moment.value) - x.right };
+      chart.update("none");
+    }
+  }
+  function play(before) {
+    setTimeout(() => {
+      if (!plays || !moment.isConnected) return;
+      const now = performance.now();
+      moment.value = moment.valueAsNumber + end * (now - before) / REPLAY_MS;
+      plays = moment.valueAsNumber < end;
+      show();
+      play(now);
+    }, 30);
+  }
+  Object.assign(moment, { type: "range", max: end, step: "any", value: end, ariaLabel: "moment of the iteration" });
+  moment.addEventListener("input", show);
+  button.addEventListener("click", () => {
+    plays = !plays;
+    if (moment.valueAsNumber >= end) moment.value = 0;
+    show();
+    play(performance.now());
+  });
+  button.textContent = "play";
+  controls.append(button, " ", moment, " ", label);
+  return controls;
 }
 
 // Arrow keys go from value to value, and each is said.

@@ -23,6 +23,7 @@ from t5bench.report import tables
 from t5bench.report.costs import all_figures
 from t5bench.report.drawing import drawings, styles
 from t5bench.report.figures import LONGEST_NAME, rows_of
+from t5bench.report.profiles import why
 
 HERE = Path(__file__).parent
 SCRIPTS = ("vendor/chart-4.5.1.umd.min.js", "page.js")
@@ -78,9 +79,10 @@ def render(comparison: Comparison, root: Path = Path()) -> str:
     columns, different = tables.columns(comparison), differing(_facts, comparison.runs)
     short = [f"{name}: {label}" for label, name in tables.short_labels(comparison, LONGEST_NAME).items()]
     figures, rows, style = all_figures(comparison, root), rows_of(comparison), styles(comparison)
+    looks = {name: style[row.strategy] for name, row in rows.items()}
     about = {}
     for name, row in rows.items():
-        colour, dashes = style[row.strategy]
+        colour, dashes = looks[name]
         about[name] = {"strategy": row.strategy, "processes": row.run.world_size, "engine": row.run.engine}
         about[name] |= {"colour": colour, "dashes": [3 * length for length in dashes]}
     data = msgspec.json.encode({"rows": about, "figures": figures}).decode()
@@ -101,10 +103,10 @@ def render(comparison: Comparison, root: Path = Path()) -> str:
         # Paragraphs and list items, without the line breaks that they were written with.
         paper=[part for of in (statistics, interval, repeats) for part in re.split(r"\n\n|\n(?=- )", of.__doc__ or "")],
         # The only texts that are not escaped: matplotlib escaped what it drew, and these are scripts and their data.
-        figures=list(zip(figures, map(Markup, drawings(comparison, figures)), strict=True)),
+        figures=list(zip(figures, map(Markup, drawings(looks, figures)), strict=True)),
         data=Markup(data.replace("<", "\\u003c")),
         scripts=[Markup((HERE / name).read_text()) for name in SCRIPTS],
-        limits=[(name, row, text) for name, row in rows.items() if (text := limits(row))],
+        limits=[(name, row, text, why(row.run, root)) for name, row in rows.items() if (text := limits(row))],
         dates=" to ".join(dict.fromkeys([days[0], days[-1]])),
         show=show,
         different=different,

@@ -72,9 +72,16 @@ class Column:
 
 
 def predicted_bytes(row: Row) -> tuple[float, float | None] | None:
-    """Bytes that the busiest node sends to others in an iteration, and how far that is from what was measured."""
-    found = prediction(row) if row.run.layout.nnodes > 1 else None
-    return _beside(max(found.node_bytes), row.sent_per_iteration) if found else None
+    """Bytes that the busiest node sends to others in an iteration, and how far that is from what was measured.
+
+    On one node with gloo: what its processes send each other over the loopback, as if each were a node.
+    """
+    if not (found := prediction(row)) or (row.run.layout.nnodes == 1 and found.backend != "gloo"):
+        return None
+    if row.run.layout.nnodes > 1:
+        return _beside(max(found.node_bytes), row.sent_per_iteration)
+    alone = replace(found.job, parallel=replace(found.job.parallel, devices_per_node=1))
+    return _beside(sum(replace(found, job=alone).node_bytes), row.sent_per_iteration)
 
 
 def predicted_memory(row: Row) -> tuple[float, float | None] | None:

@@ -30,9 +30,15 @@ except ImportError as error:
 JOB_TYPE = "comparison"
 UPLOAD_SECONDS = 60
 CHART_ROWS = 10_000  # W&B draws no more of a custom chart's table
-# By the names that training runs have for them: a field of Iteration, and one of the table.
+# By the names that training runs have for them: a field of Iteration.
 LINES = {"samples per second": "samples_per_second", "lm loss": "lm_loss"}
-BARS = {"samples per second": "samples_per_second", "peak memory MiB": "peak_memory_mib"}
+# Of the table: what was measured, and what the cost model says.
+BARS = {
+    "samples per second": ("samples_per_second",),
+    "peak memory MiB": ("peak_memory_mib", "memory_mib_predicted"),
+    "bytes sent per iteration": ("bytes_sent_per_iteration", "bytes_predicted"),
+    "elapsed time per iteration": ("ms_per_iteration", "ms_predicted"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,9 +90,15 @@ def charts(comparison: Comparison, table: wandb.Table) -> dict[str, Any]:
             xs, ys = ([[point[axis] for point in points] for points in lines.values()] for axis in (0, 1))
             line = wandb.plot.line_series(xs, ys, list(lines), title + remark, "iteration")
             drawn[f"{title} against iteration"] = line
-    for title, field in BARS.items():
-        if any(value is not None for value in table.get_column(field)):
-            drawn[f"{title} by strategy"] = wandb.plot.bar(table, "name", field, title + remark)
+    for title, fields in BARS.items():
+        bars = wandb.Table(columns=["name", title])
+        for name, measured, *predicted in zip(*map(table.get_column, ("name", *fields)), strict=True):
+            found = [(name, measured), *((f"{name}, predicted", value) for value in predicted)]
+            for pair in found if measured is not None else ():
+                if pair[1] is not None:
+                    bars.add_data(*pair)
+        if bars.data:
+            drawn[f"{title} by strategy"] = wandb.plot.bar(bars, "name", title, title + remark)
     return drawn
 
 

@@ -34,7 +34,7 @@ from t5bench.record.profile import (
 _CODE = {part: code for code, part in enumerate(PARTS)}
 # Marks of profile_step.py: the iteration, and a collective operation "t5|axis|operation|bytes sent|ranks|number".
 ITERATION, COLLECTIVE = "t5 iteration", "t5|"
-MOST_CELLS, MOST_EVENTS = 4_000_000, 40_000
+MOST_CELLS, MOST_EVENTS, MOST_STRETCHES = 4_000_000, 40_000, 400
 _BACKWARD_NODE = "autograd::engine::evaluate_function"
 # A smaller message tells the latency of a link, not its bandwidth.
 LARGE_BYTES = 1 << 16
@@ -132,10 +132,19 @@ class RankTrace:
             "host": self.host,
             "wall_ms": round((self.end - self.begin) / 1000, 3),
             "parts": {part: round(float(ms), 3) for part, ms in zip(PARTS, counts, strict=True) if ms},
+            "timeline": self.stretches(cells),
             "waited_for": {str(rank): round(us / 1000, 3) for rank, us in sorted(self.late.items()) if us},
             "links": self.links(last),
             "operators": sum(event.kind in ("cpu_op", "kernel") for event in self.events),
         }
+
+    def stretches(self, cells: np.ndarray) -> list[tuple[str, float]]:
+        """The iteration in coarse steps: what takes most of each, and at how many ms the last step of it ends."""
+        steps = np.array_split(cells, min(len(cells), MOST_STRETCHES))
+        codes = [int(np.bincount(step).argmax()) for step in steps]
+        ends = np.cumsum([len(step) for step in steps]) * self.cell / 1000
+        following = zip(codes, ends, [*codes[1:], None], strict=True)
+        return [(PARTS[code], round(float(end), 3)) for code, end, after in following if code != after]
 
     def span(self, start: float, end: float) -> slice:
         return slice(round((start - self.begin) / self.cell), round((end - self.begin) / self.cell))

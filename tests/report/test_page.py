@@ -8,31 +8,40 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import matplotlib.image
+import msgspec
+import numpy as np
 import pytest
 from harness import REPO_ROOT, STRATEGIES
 from made_runs import LARGE, RTX_5000_ADA, make_run, seal
+from real_runs import environment
 
 from t5bench.__main__ import main
+from t5bench.plan.launchers import ask
 from t5bench.record.files import write_json
-from t5bench.report.costs import measured_parts
-from t5bench.report.page import SCRIPTS
+from t5bench.record.plan import Plan
+from t5bench.report.drawing import drawings
+from t5bench.report.figures import Figure
+from t5bench.report.page import SCRIPTS, command
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium to open the page with")
 DARK = "--blink-settings=preferredColorScheme=0"
+RANK = {"host": "node0", "wall_ms": 400.0, "waited_for": {}, "links": {}, "operators": 1000}
+RANK |= {"processor": {"queued_ms": 0.0, "throttled_ms": 0.0}}
 PARTS = {
-    "zero1": [{"rank": rank, "parts": {"forward": 100.0, "backward": 200.0 + 100 * rank}} for rank in range(2)],
+    "zero1": [
+        RANK | {"rank": 0, "parts": {"forward": 100.0, "backward": 200.0, "data loading": 100.0},
+                "timeline": [("forward", 100.0), ("backward", 300.0), ("data loading", 400.0)]},
+        RANK | {"rank": 1, "parts": {"forward": 100.0, "backward": 300.0},
+                "timeline": [("forward", 100.0), ("backward", 400.0)]},
+    ],
     "zero2": [{"rank": 0, "parts": {"backward": 300.0, "logging": 1.0}}],
-}
-
+}  # fmt: skip
 NO_PARTS = "", "[]", "{}", '{"ranks": 7}', '{"ranks": [{}]}', '{"ranks": [{"parts": {"forward": NaN}}]}'
-
-
-def write(directory: Path, profile: str) -> Path:
-    (directory / "profile.json").write_text(profile)
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +49,28 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Eight strategies on two nodes with a GPU each, one failed, two profiled."""
     place, times = tmp_path_factory.mktemp("runs"), [500.0 + (i * 7919 % 13) for i in range(60)]
     settings = LARGE | {"LR": "0.0002", "WANDB_PROJECT": "physics"}
-    for name in STRATEGIES:
+    for number, name in enumerate(STRATEGIES):
         ended = {"status": "crashed", "reason": "node1 was lost", "remedy": "Look at it"} if name == "zero3" else {}
         on = {"gpu": RTX_5000_ADA, "nodes": 2, "world_size": 4, "padded_vocab_size": 32128, "sent_per_iteration": 3e9}
-        make_run(place / name, name, elapsed_ms=times, settings=settings, **on, **ended)
+        on["memory_mib"] = [400.0 + rank - 20 * number for rank in range(4)]
+        own = [time + 10 * number for time in times]
+        make_run(place / name, name, elapsed_ms=own, settings=settings, **on, **ended)
     for name, ranks in PARTS.items():
-        write_json(place / name / "profile.json", {"wall_ms": 400.0, "ranks": ranks})
+        write_json(place / name / "profile.json", {"overhead": 0.1, "ranks": ranks})
+    for name, text in zip((name for name in STRATEGIES if name not in PARTS), NO_PARTS, strict=True):
+        (place / name / "profile.json").write_text(text)
+    for name in STRATEGIES:
         seal(place / name)
     assert main(["compare", str(place)]) == 1
     return (place / "comparison" / "index.html").read_text()
+
+
+def chromium(place: Path, *options: str) -> str:
+    """What it prints about page.html in this place."""
+    fixed = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    fixed += [f"--user-data-dir={place / 'profile'}", "--virtual-time-budget=20000"]
+    words = [BROWSER, *fixed, *options, (place / "page.html").as_uri()]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
 def browse(page: str, tmp_path: Path, script: str, *options: str) -> Any:
@@ -56,10 +78,7 @@ def browse(page: str, tmp_path: Path, script: str, *options: str) -> Any:
     script = f"document.title = JSON.stringify(await (async () => {{{script}}})())"
     ready = f"<script>onload = () => setTimeout(async () => {{{script}}}, 500)</script></body>"
     (tmp_path / "page.html").write_text(page.replace("</body>", ready))
-    fixed = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-    fixed += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=20000", "--dump-dom"]
-    command = [BROWSER, *fixed, *options, (tmp_path / "page.html").as_uri()]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    shown = chromium(tmp_path, "--dump-dom", *options)
     return json.loads(html.unescape(re.search("<title>(.*?)</title>", shown, re.DOTALL)[1]))
 
 
@@ -97,11 +116,30 @@ def test_choosing_sorting_finding_and_copying(page: str, tmp_path: Path):
     assert found["searched"] == ["zero3"]
     assert re.fullmatch(r"ddp: [\d.]+", found["read"][0]) and ", between 3" in found["read"][1]
     assert found["said"] == "The command is copied."
-    assert "LR=0.0002" in found["copied"] and found["copied"].endswith(
-        " bash scripts/run_megatron_t5_hybrid.sh node0 0"
-    )
+    assert "LR=0.0002" in found["copied"] and found["copied"].endswith(" bash scripts/run_megatron_t5_ddp.sh node0 0")
     assert "physics" not in found["copied"], "which W&B project it was in is not the run"
-    assert found["charts"] >= found["figures"] == 8
+    assert found["charts"] >= found["figures"] == 9
+
+
+@needs_browser
+def test_the_timeline_is_replayed(page: str, tmp_path: Path):
+    """What comes after the moment is not drawn yet; playing goes on from it to the end."""
+    found = browse(
+        page, tmp_path,
+        """const canvas = [...document.querySelectorAll("canvas")].find(c => c.ariaLabel.startsWith("Timeline"))
+        const chart = Chart.getChart(canvas), context = canvas.getContext("2d"), scale = chart.currentDevicePixelRatio
+        const place = ms => [chart.scales.x.getPixelForValue(ms), chart.scales.y.getPixelForValue(0)]
+        const drawn = ms => context.getImageData(...place(ms).map(pixel => pixel * scale), 1, 1).data[3] > 0
+        const moment = document.querySelector("[type=range]"), button = moment.previousElementSibling, said = []
+        const wait = (ms) => new Promise(resolve => setTimeout(resolve, ms))
+        const half = () => Math.sign(moment.value - 200)
+        const say = () => { chart.draw(); said.push([[30, 130, 330].map(drawn), half(), button.textContent]) }
+        say(); moment.value = 200; moment.dispatchEvent(new Event("input")); say()
+        button.click(); await wait(1000); button.click(); say(); button.click(); await wait(9000); say()
+        return said""",
+    )  # fmt: skip
+    everything, half = [True] * 3, [True, True, False]
+    assert found == [[everything, 1, "play"], [half, 0, "play"], [half, 1, "play"], [everything, 1, "play"]]
 
 
 @needs_browser
@@ -129,7 +167,7 @@ def test_without_javascript_the_drawn_figures_and_every_text_are_there(page: str
         const empty = height("canvas, .live, #choices, button").every(h => h == 0)
         return [empty, height(".drawn svg"), page.body.innerText]""",
     )  # fmt: skip
-    assert found[0] and len(found[1]) == 8 and min(found[1]) > 50
+    assert found[0] and len(found[1]) == 9 and min(found[1]) > 50
     for text in ("node1 was lost. Look at it", "scripts/run_megatron_t5_ddp.sh node0 0", "Where the time went"):
         assert text in found[2]
 
@@ -154,7 +192,7 @@ def test_the_page_scrolls_down_alone(page: str, tmp_path: Path):
         assert display == ("block" if width < 1180 else "table-cell"), "where there is no room rows are cards"
 
 
-def test_figures_are_of_what_is_known(page: str, tmp_path: Path):
+def test_figures_are_of_what_is_known(page: str):
     """Costs that are predicted are drawn in parts beside what was measured, and a profile in parts if it has some."""
     data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
     series = {figure["title"]: [s for panel in figure["panels"] for s in panel["series"]] for figure in data["figures"]}
@@ -166,16 +204,82 @@ def test_figures_are_of_what_is_known(page: str, tmp_path: Path):
     assert {s["label"] for s in series["Time, predicted and measured"]} >= {"computing", "communication", "measured"}
     profiled = {(s["row"], s["label"]): (*s["points"][0][0], s["colour"]) for s in series["Where the time went"]}
     assert {key: value[:2] for key, value in profiled.items()} == {
-        ("zero1", "forward"): (0, 100), ("zero1", "backward"): (100, 350),
+        ("zero1", "forward"): (0, 100), ("zero1", "backward"): (100, 350), ("zero1", "data loading"): (350, 400),
         ("zero2", "backward"): (0, 300), ("zero2", "logging"): (300, 301),
     }  # fmt: skip
     assert profiled["zero1", "backward"][2] == profiled["zero2", "backward"][2], "a part has one colour"
-    assert all(measured_parts(write(tmp_path, content)) == {} for content in NO_PARTS)
+    moments = {(s["label"], y): tuple(x) for s in series["Timeline"] for x, y in s["points"]}
+    assert moments == {
+        ("forward", "zero1: rank 0"): (0, 100), ("backward", "zero1: rank 0"): (100, 300),
+        ("data loading", "zero1: rank 0"): (300, 400),
+        ("forward", "zero1: rank 1"): (0, 100), ("backward", "zero1: rank 1"): (100, 400),
+    }  # fmt: skip
+    assert "zero1 spends of each iteration" in page and "data loading: rank 0 (node0)" in page
     front = next(s for s in series["Memory against throughput"] if s["look"] == "line")
     assert front["points"] == sorted(front["points"]) and "zero3" not in data["rows"].get("", {})
+
+
+def test_the_command_of_a_row_starts_the_same_run(tmp_path: Path):
+    """As the launcher understands it, which only plans here."""
+    data, output = tmp_path / "my data", {"OUTPUT_DIR": str(tmp_path / "run")}
+    chosen = {"ENGINE": "native", "DEVICE": "cpu", "NNODES": "2", "NPROC_PER_NODE": "2", "MODEL_PRESET": "tiny"}
+    chosen |= {"PRECISION_FLAG": "", "LR": "0.0002", "MEGATRON_DATA_DIR": str(data)}
+    arguments = ["node0", "0", "--", "--init-method-std", "0.01"]
+    first = ask("hybrid", arguments, environment(**chosen, **output))
+    again = command(SimpleNamespace(plan=first, layout=first.layout)).replace(".sh", ".sh --dry-run=json", 1)
+    shell = subprocess.run(
+        ["bash", "-c", again], env=environment(**output), cwd=REPO_ROOT, capture_output=True, check=True
+    )
+    second = Plan.read(json.loads(shell.stdout))
+    assert first.settings["LR"].value == "0.0002" and first.arguments.extra == arguments[3:]
+    assert second == first
 
 
 def test_the_embedded_library_is_as_it_was_published():
     content = (REPO_ROOT / "t5bench" / "report" / SCRIPTS[0]).read_bytes()
     assert hashlib.sha256(content).hexdigest() == "48444a82d4edcb5bec0f1965faacdde18d9c17db3063d042abada2f705c9f54a"
     assert b"MIT" in (REPO_ROOT / "t5bench" / "report" / "vendor" / "chart-LICENSE.md").read_bytes()
+
+
+# ---- as it looks -----------------------------------------------------------------------------------------------------
+
+EXAMPLE = (REPO_ROOT / "docs" / "example" / "index.html").read_text()
+WIDTHS = (390, 1280, 2560)
+
+
+def of_today(page: str) -> str:
+    """The page with the content that it has, and today's style, drawings and scripts."""
+    rooms = REPO_ROOT / "t5bench" / "report"
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
+    looks = {name: (row["colour"], [length / 3 for length in row["dashes"]]) for name, row in data["rows"].items()}
+    style = re.search("<style>.*?</style>", (rooms / "page.html.j2").read_text(), re.DOTALL)[0]
+    scripts = [f"<script>{(rooms / name).read_text()}</script>" for name in SCRIPTS]
+    parts = iter([style, *drawings(looks, msgspec.convert(data["figures"], list[Figure])), *scripts])
+    return re.sub("<style>.*?</style>|<svg.*?</svg>|<script>.*?</script>", lambda _: next(parts), page, flags=re.DOTALL)
+
+
+def picture(page: str, place: Path, *options: str) -> np.ndarray:
+    """From a telephone to a large screen, and as a sheet of paper: [height, width, 4], 0 to 1."""
+    printed = page.replace("@media print", "@media all").replace("@media screen", "@media not all")
+    frames = [(width, html.escape(page)) for width in WIDTHS] + [(794, html.escape(printed))]
+    content = "".join(f'<iframe width={width} height=8000 srcdoc="{text}"></iframe>' for width, text in frames)
+    place.mkdir()
+    (place / "page.html").write_text(f"<!doctype html><body style='display: flex'>{content}</body>")
+    size = ["--window-size=5200,8000", "--force-device-scale-factor=0.5", "--hide-scrollbars"]
+    chromium(place, *size, f"--screenshot={place / 'page.png'}", *options)
+    return matplotlib.image.imread(place / "page.png")
+
+
+@needs_browser
+@pytest.mark.parametrize("options", [(), (DARK,)], ids=["light", "dark"])
+def test_the_page_looks_as_the_example_does(tmp_path: Path, options: tuple[str, ...]):
+    """Pictures differ from machine to machine, by their fonts. So the same browser draws the reference too: the example
+    as it was committed. Its content stays, so that this is about style, drawings and scripts alone."""
+    shown, expected = (
+        picture(of_today(EXAMPLE), tmp_path / "today", *options),
+        picture(EXAMPLE, tmp_path / "then", *options),
+    )
+    differ = (np.abs(shown - expected) > 0.1).any(axis=-1).mean()
+    remedy = f"compare the pictures in {tmp_path}; if it is meant, make the example anew (docs/make_example.sh)"
+    assert differ < 0.001, f"{differ:.1%} of the page looks different: {remedy}"
+    assert expected.std() > 0.05

@@ -124,13 +124,18 @@ def test_a_comparison_is_a_run_of_its_own_in_its_runs_group(sweep: Path, capsys:
     for change in entries(place, "config"):
         panels |= {k.removeprefix("_wandb.visualize."): v["panel_config"] for k, v in change["update"].items()}
     curves = {f"{title} against iteration": title for title in ("samples per second", "lm loss")}
-    bars = {f"{title} by strategy": title for title in ("samples per second", "peak memory MiB")}
+    bars = {f"{title} by strategy": title for title in wandb_report.BARS}
+    del bars["bytes sent per iteration by strategy"]  # there are no samples
     assert {
         key: panel["stringSettings"]["title"].removesuffix(" (CPU)") for key, panel in panels.items()
     } == curves | bars
     assert {panels[key]["panelDefId"] for key in bars} == {"wandb/bar/v0"}
-    assert panels["peak memory MiB by strategy"]["fieldSettings"] == {"label": "name", "value": "peak_memory_mib"}
-    assert table(place, "peak memory MiB by strategy_table") == rows
+    times = {
+        row["name"]: row["elapsed time per iteration"]
+        for row in table(place, "elapsed time per iteration by strategy_table")
+    }
+    assert times["zero1"] == 80.0 and times["zero1, predicted"] == rows[1]["ms_predicted"] > 0
+    assert "ddp (2 processes), predicted" not in times, "the others' predictions rest on it"
     lines = table(place, "samples per second against iteration_table")
     assert list(dict.fromkeys(row["lineKey"] for row in lines)) == labels
     own = [(row["step"], row["lineVal"]) for row in lines if row["lineKey"] == "zero1"]
