@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from t5bench.record.records import Run
 from t5bench.record.wandb import mode
 from t5bench.report import tables
 from t5bench.report.command import PAGE, add_run_arguments, compare, default_output
-from t5bench.report.figures import Points, series, thin
+from t5bench.report.drawing import styles
+from t5bench.report.figures import INK, Points, series, thin
 
 try:
     import wandb
@@ -32,6 +34,7 @@ UPLOAD_SECONDS = 60
 CHART_ROWS = 10_000  # W&B draws no more of a custom chart's table
 # By the names that training runs have for them: a field of Iteration.
 LINES = {"samples per second": "samples_per_second", "lm loss": "lm_loss"}
+INK_THERE = "#1a1c20"
 # Of the table: what was measured, and what the cost model says.
 BARS = {
     "samples per second": ("samples_per_second",),
@@ -124,6 +127,40 @@ def write(comparison: Comparison, project: str, group: str, directory: Path) -> 
         return Path(run.settings.sync_dir)
 
 
+def workspace(comparison: Comparison, entity: str, project: str, group: str) -> Any:
+    """A view of the project on the runs of this group: the comparison's table and charts, and the runs' curves, by
+    strategy in the colours and the order of the page."""
+    import wandb_workspaces.reports.v2 as wr
+    import wandb_workspaces.workspaces as ws
+
+    def bars(title: str) -> wr.CustomChart:
+        table = {"summaryTable": {"tableKey": f"{title} by strategy_table"}}
+        return wr.CustomChart(table, "wandb/bar/v0", {"label": "name", "value": title}, {"title": title})
+
+    shown = [wr.WeavePanelSummaryTable(table_name="comparison"), *map(bars, BARS)]
+    curves = [wr.LinePlot(title=title, x="Step", y=[title]) for title in LINES]
+    colours = {name: INK_THERE if colour == INK else colour for name, (colour, _) in styles(comparison).items()}
+    runs = ws.RunsetSettings(
+        filters=[ws.Metric("Group") == group],
+        groupby=[ws.Config("strategy")],
+        order=[ws.Ordering(ws.Config("settings.MASTER_PORT"))],
+        group_colors=colours,
+    )
+    sections = [ws.Section("Comparison", shown, is_open=True), ws.Section("Curves", curves, is_open=True)]
+    return ws.Workspace(entity, project, group, sections, runset_settings=runs)
+
+
+def save_workspace(comparison: Comparison, project: str, group: str) -> str:
+    """Makes that view; what is to be said of it."""
+    if not find_spec("wandb_workspaces"):
+        return "without a workspace of the group, which needs: pip install wandb-workspaces"
+    try:
+        entity = os.environ.get("WANDB_ENTITY") or wandb.Api().default_entity
+        return f"workspace: {workspace(comparison, entity, project, group).save().url}"
+    except Exception as error:  # wandb and its transports raise without a common base; the comparison is there
+        return f"the workspace of the group could not be made: {error}"
+
+
 def upload(directory: Path) -> str:
     """Uploads a run that was written offline; why it could not be, or "" when it is there."""
     # It ends the service too that W&B starts: they are one process group.
@@ -177,5 +214,5 @@ def run(arguments: argparse.Namespace) -> int:
     if failure or chosen == "offline":
         print(f"upload it with: wandb sync {shlex.quote(str(directory))}")
     else:
-        print("uploaded")
+        print("uploaded", save_workspace(comparison, project, group), sep="\n")
     return 0 if comparison.sound and not failure else 1

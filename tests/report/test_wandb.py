@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
+from urllib.parse import unquote
 
 import pytest
 from hypothesis import given, settings
@@ -144,6 +146,25 @@ def test_a_comparison_is_a_run_of_its_own_in_its_runs_group(sweep: Path, capsys:
     assert next(row["lineVal"] for row in losses if row["lineKey"] == "hybrid") == pytest.approx(6 + 2 / 1.01)
 
 
+def test_the_workspace_of_a_group_is_as_the_page(sweep: Path):
+    """As the library would send it; what it looks like, a real server alone can show."""
+    runs = [records.load(path) for path in sorted((sweep / "repeat1").iterdir())]
+    made = wandb_report.workspace(build(runs), "me", "physics", "trial")
+    section = json.loads(made._to_model().model_dump_json(by_alias=True))["spec"]["section"]
+    (shown,) = section["runSets"]
+    (only,) = shown["filters"]["filters"]
+    assert (only["key"]["name"], only["op"], only["value"]) == ("group", "=", "trial")
+    assert [key["name"] for key in shown["grouping"]] == ["strategy.value"]
+    assert shown["sort"]["keys"][0]["key"]["name"] == "settings.MASTER_PORT", "as the launchers' table has them"
+    colours = {unquote(group).split('"')[-2]: colour for group, colour in section["customRunColors"].items()}
+    assert colours == {"ddp": "#1a1c20", "zero1": "#56b4e9", "hybrid": "#cc79a7"}
+    table, *panels = [panel for part in section["panelBankConfig"]["sections"] for panel in part["panels"]]
+    assert table["viewType"] == "Weave" and '"val": "comparison"' in json.dumps(table)
+    said = json.dumps(panels)
+    assert all(f'"{title} by strategy_table"' in said for title in wandb_report.BARS)
+    assert [panel["config"]["metrics"] for panel in panels[-2:]] == [[title] for title in wandb_report.LINES]
+
+
 def test_a_failed_run_is_there_with_its_status_and_the_answer_is_no(tmp_path: Path, capsys: pytest.CaptureFixture):
     make_run(tmp_path / "runs" / "ddp")
     make_run(
@@ -189,10 +210,12 @@ def test_with_a_key_it_is_uploaded(sweep: Path, tmp_path: Path, monkeypatch, cap
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setattr(wandb_report.sys, "executable", str(stub))
+    monkeypatch.setattr(wandb_report.wandb, "Api", Mock(side_effect=wandb_report.wandb.Error("there is no server")))
     assert main(["wandb", str(sweep), "--comparison", str(sweep / "comparison")]) == 0
     (directory,) = (sweep / "comparison").glob("wandb/offline-run-*")
     assert seen.read_text() == f"-m wandb sync {directory} mode= key={KEY}\n"
-    assert "uploaded" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "uploaded" in said and "the workspace of the group could not be made: there is no server" in said
     stub.write_text("#!/bin/sh\necho starting\necho permission denied >&2\nexit 1\n")
     assert main(["wandb", str(sweep), "--comparison", str(sweep / "comparison")]) == 1
     assert "could not be uploaded: permission denied" in capsys.readouterr().err
