@@ -16,9 +16,9 @@ KINDS |= dict.fromkeys(("encoder", "decoder", "ends of stacks"), "activations") 
 THICK = "Thick is what the cost model predicts, thin what was measured."
 
 
-def all_figures(comparison: Comparison, root: Path) -> list[Figure]:
-    """Those for which there is something measured. root: what the runs' directories are relative to."""
-    rows = figures.rows_of(comparison)
+def all_figures(comparison: Comparison, root: Path, most: int) -> list[Figure]:
+    """Those for which something is measured, of the first rows. root: what the runs' directories are relative to."""
+    rows = dict(list(figures.rows_of(comparison).items())[:most])
     profiled = profiles.profiles_of(rows, root)
     found = [figures.throughput(rows), _pareto(rows), _memory(rows), _bytes(rows), _time(rows, comparison.predicted_by)]
     found += [profiles.parts(rows, profiled), profiles.timeline(rows, profiled)]

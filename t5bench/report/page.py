@@ -22,11 +22,14 @@ from t5bench.record.status import COMPLETE
 from t5bench.report import tables
 from t5bench.report.costs import all_figures
 from t5bench.report.drawing import drawings, styles
-from t5bench.report.figures import LONGEST_NAME, rows_of
+from t5bench.report.figures import LONGEST_NAME, Figure, rows_of
 from t5bench.report.profiles import why
 
 HERE = Path(__file__).parent
 SCRIPTS = ("vendor/chart-4.5.1.umd.min.js", "page.js")
+MOST_BYTES, BYTES_OF_ROW, BYTES_OF_REST = 880_000, 3_000, 320_000
+DRAWN = 2.2  # the bytes of a figure as data and drawn, for one as data
+MOST_ROWS = (64, 32, 16, 8, 4, 2)  # in the figures
 MINOR = 15  # columns up to this importance stand in a line below their row
 
 
@@ -72,13 +75,24 @@ def command(run: Run) -> str:
     return " ".join([*words, *(["--", *map(shlex.quote, plan.arguments.extra)] if plan.arguments.extra else [])])
 
 
+def _figures(comparison: Comparison, root: Path, rows: int) -> tuple[list[Figure], int]:
+    """Of as many rows as a page of MOST_BYTES has room for, and of how many."""
+    room = MOST_BYTES - BYTES_OF_REST - BYTES_OF_ROW * rows
+    for most in MOST_ROWS:
+        figures = all_figures(comparison, root, most)
+        if DRAWN * len(msgspec.json.encode(figures)) < room:
+            break
+    return figures, min(most, rows)
+
+
 def render(comparison: Comparison, root: Path = Path()) -> str:
     """The page, complete. root: what the runs' directories are relative to."""
     loader = FileSystemLoader(HERE)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     columns, different = tables.columns(comparison), differing(_facts, comparison.runs)
     short = [f"{name}: {label}" for label, name in tables.short_labels(comparison, LONGEST_NAME).items()]
-    figures, rows, style = all_figures(comparison, root), rows_of(comparison), styles(comparison)
+    rows, style = rows_of(comparison), styles(comparison)
+    figures, drawn = _figures(comparison, root, len(rows))
     looks = {name: style[row.strategy] for name, row in rows.items()}
     about = {}
     for name, row in rows.items():
@@ -106,6 +120,7 @@ def render(comparison: Comparison, root: Path = Path()) -> str:
         figures=list(zip(figures, map(Markup, drawings(looks, figures)), strict=True)),
         data=Markup(data.replace("<", "\\u003c")),
         scripts=[Markup((HERE / name).read_text()) for name in SCRIPTS],
+        drawn=drawn,
         limits=[(name, row, text, why(row.run, root)) for name, row in rows.items() if (text := limits(row))],
         dates=" to ".join(dict.fromkeys([days[0], days[-1]])),
         show=show,

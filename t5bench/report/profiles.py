@@ -19,7 +19,7 @@ from t5bench.report.command import UNFORESEEN
 from t5bench.report.figures import COLOURS, LEFT_OUT, Figure, Series, by_size, stacked
 
 MOST_RANKS, MOST_STEPS = 64, 200  # of the timeline
-MOST_STRETCHES = 5000  # of the page: one takes about 50 bytes, drawn and as data
+MOST_STRETCHES = 3000  # of the page: one takes about 100 bytes, drawn and as data
 COLOUR_OF = dict(zip(PARTS, COLOURS, strict=True))
 
 Milliseconds = Annotated[float, Meta(ge=0, lt=1e9)]  # eleven days

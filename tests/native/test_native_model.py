@@ -3,10 +3,14 @@
 import hashlib
 import math
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
 from command_lines import parsed
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from native import metrics
 from native.model import T5, initial_value, initialise
@@ -118,10 +122,11 @@ def test_bf16_follows_fp32_with_masters_in_fp32():
     assert 0 < differences[1] < 2e-2
 
 
-def test_a_line_tells_the_mean_loss_of_its_interval(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
+def test_a_line_tells_the_mean_loss_of_its_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
+    """And TensorBoard has the settings."""
     monkeypatch.setattr("torch.distributed.barrier", lambda: None)
     args = parsed("--log-interval", "2")
-    args.parameters, args.tensorboard_dir = 1, None
+    args.parameters, args.tensorboard_dir = 1, str(tmp_path)
     recorder = metrics.Metrics(args, Layout())
     for iteration, loss in enumerate((1.0, 2.0, 4.0, 6.0), 1):
         recorder.record(iteration, torch.tensor(loss), torch.tensor(loss / 2), 0.1)
@@ -130,3 +135,7 @@ def test_a_line_tells_the_mean_loss_of_its_interval(monkeypatch: pytest.MonkeyPa
     for line, loss, norm in zip(lines, (1.5, 5.0), (1.0, 3.0), strict=True):
         assert f"| lm loss: {loss:.6E} |" in line
         assert f"| grad norm: {norm:.6E} |" in line
+    recorder.tensorboard.close()
+    content = EventAccumulator(str(tmp_path)).Reload().SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content
+    told = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert told["log_interval"].number_value == 2

@@ -314,7 +314,11 @@ def test_a_training_run_in_wandb_and_tensorboard(engine: str, request: pytest.Fi
 
     events = EventAccumulator(str(place / "tensorboard"))
     events.Reload()
-    assert set(events.Tags()["scalars"]) >= README_METRICS
+    scalars = set(events.Tags()["scalars"])
+    assert scalars >= README_METRICS
+    if engine == "native":
+        in_wandb = {key for item in history for key in item} | overview(place)["summary"].keys()
+        assert scalars >= {key for key in in_wandb - {"Samples", "Tokens"} if not key.startswith("_")}
     assert [event.step for event in events.Scalars("lm loss")] == list(range(1, 21))
     assert [event.value for event in events.Scalars("lm loss")] == pytest.approx(losses, rel=1e-5)
     shown = [event.value for event in events.Scalars("samples per second")]
