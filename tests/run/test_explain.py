@@ -74,6 +74,11 @@ def test_the_parts_of_a_rank_are_its_iteration():
     (found,) = explained(COMPUTED)
     assert found["parts"] == pytest.approx(PARTS)
     assert sum(found["parts"].values()) == pytest.approx(found["wall_ms"]) == 100
+    starts = [0.0, *(end for _, end in found["timeline"])]
+    coarse = Counter()
+    for (part, end), start in zip(found["timeline"], starts, strict=False):
+        coarse[part] += end - start
+    assert coarse == pytest.approx(PARTS) and starts[-1] == 100
 
 
 @pytest.mark.parametrize(("hosts", "begins"), [("aa", (0, 0)), ("ab", (0, 7000))], ids=["one clock", "two clocks"])
