@@ -281,5 +281,5 @@ def test_the_page_looks_as_the_example_does(tmp_path: Path, options: tuple[str, 
     )
     differ = (np.abs(shown - expected) > 0.1).any(axis=-1).mean()
     remedy = f"compare the pictures in {tmp_path}; if it is meant, make the example anew (docs/make_example.sh)"
-    assert differ < 0.001, f"{differ:.1%} of the page looks different: {remedy}"
+    assert differ < 0.0002, f"{differ:.1%} of the page looks different: {remedy}"
     assert expected.std() > 0.05
