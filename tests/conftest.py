@@ -6,6 +6,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -74,16 +75,24 @@ def megatron_dir(once: Once) -> Path:
     return once("patched engine", clone) / "Megatron-DeepSpeed"
 
 
+def prepare_sample(directory: Path, **settings: str) -> None:
+    script = ["bash", str(REPO_ROOT / "scripts" / "prepare_xsum_megatron.sh")]
+    settings |= {"SAMPLE": "1", "MEGATRON_DATA_DIR": str(directory), "PYTHON": sys.executable}
+    subprocess.run(script, env=os.environ | settings, check=True, timeout=120, capture_output=True)
+
+
 @pytest.fixture(scope="session")
 def sample_data(once: Once) -> Path:
     """The bundled articles as an indexed dataset."""
+    return once("sample data", prepare_sample)
 
-    def prepare(directory: Path) -> None:
-        script = ["bash", str(REPO_ROOT / "scripts" / "prepare_xsum_megatron.sh")]
-        settings = {"SAMPLE": "1", "MEGATRON_DATA_DIR": str(directory), "PYTHON": sys.executable}
-        subprocess.run(script, env=os.environ | settings, check=True, timeout=120, capture_output=True)
 
-    return once("sample data", prepare)
+@pytest.fixture(scope="session")
+def gpt(once: Once, megatron_dir: Path) -> dict[str, str]:
+    """The settings that make a launcher train a GPT on the bundled articles."""
+    settings = {"MODEL_FAMILY": "gpt", "MEGATRON_DIR": str(megatron_dir)}
+    data = once("GPT's sample data", partial(prepare_sample, **settings))
+    return settings | {"ENGINE": "megatron", "MEGATRON_DATA_DIR": str(data)}
 
 
 @pytest.fixture(scope="session")

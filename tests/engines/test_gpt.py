@@ -1,44 +1,38 @@
-"""GPT on the real engine: the same model in strategies that divide it differently, and a checkpoint evaluated."""
+"""GPT on the real engine with a growing batch: one model in every strategy, resumed, and evaluated."""
 
 import json
-import os
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT
 from real_runs import EXACT, train
 
-from t5bench.record.records import read_metrics
+from t5bench.record.checkpoints import TRACKER
+from t5bench.report.package import contradictions
 
 pytestmark = pytest.mark.slow
+# 4, 4, 8 and 8 samples: the batch grows after the checkpoint of iteration 2.
+GROWING = {"TRAIN_ITERS": "3", "RAMPUP_BATCH_SIZE": "4 4 8", "EVAL_ITERS": "2", "SAVE_INTERVAL": "2"}
 
 
-@pytest.fixture(scope="module")
-def gpt(megatron_dir: Path, once) -> dict[str, str]:
-    """The settings of a tiny GPT's trainings, with the bundled articles as its data."""
-    if not (megatron_dir / "examples_deepspeed" / "rebase" / "gpt2-vocab.json").is_file():
-        pytest.skip("this checkout of Megatron-DeepSpeed has no vocabulary of GPT-2's")
-    settings = {"MODEL_FAMILY": "gpt", "MEGATRON_DIR": str(megatron_dir)}
-
-    def prepare(directory: Path) -> None:
-        script = ["bash", str(REPO_ROOT / "scripts" / "prepare_xsum_megatron.sh")]
-        changes = settings | {"SAMPLE": "1", "MEGATRON_DATA_DIR": str(directory), "PYTHON": sys.executable}
-        subprocess.run(script, env=os.environ | changes, check=True, timeout=120, capture_output=True)
-
-    return settings | EXACT | {"MEGATRON_DATA_DIR": str(once("GPT's sample data", prepare)), "TRAIN_ITERS": "3"}
-
-
-def test_a_gpt_is_the_same_model_in_every_strategy_and_its_checkpoint_is_evaluated(gpt: dict[str, str], tmp_path: Path):
-    curves = {}
+def test_a_gpt_is_the_same_model_in_every_strategy_resumed_and_evaluated(gpt: dict[str, str], tmp_path: Path):
+    settings, curves = gpt | EXACT | GROWING, {}
     for strategy in ("ddp", "zero3", "3d"):
-        train(strategy, tmp_path / strategy, **gpt, EVAL_ITERS="2", SAVE_INTERVAL="3")
-        lines = read_metrics(tmp_path / strategy / "metrics.jsonl")
-        curves[strategy] = [number for line in lines for number in (line.lm_loss, line.grad_norm)]
-        assert len(curves[strategy]) == 6 and curves[strategy] == pytest.approx(curves["ddp"], rel=1e-5), strategy
+        run = train(strategy, tmp_path / strategy, **settings)
+        curves[strategy] = [number for line in run.iterations for number in (line.lm_loss, line.grad_norm)]
+        assert len(curves[strategy]) == 8 and curves[strategy] == pytest.approx(curves["ddp"], rel=1e-5), strategy
+        assert not list(contradictions(run)), "every iteration has the samples that its plan says"
+
+    resumed = tmp_path / "resumed"
+    shutil.copytree(tmp_path / "3d", resumed)
+    shutil.rmtree(resumed / "checkpoints" / "global_step4")
+    (resumed / "checkpoints" / TRACKER).write_text("2")
+    lines = train("3d", resumed, RESUME="1", **settings).iterations
+    assert [line.begin for line in lines] == [0, 0, 2, 2]
+    assert [number for line in lines for number in (line.lm_loss, line.grad_norm)] == curves["3d"]
+
     trained = (tmp_path / "3d" / "node0.json").read_bytes()
-    train("3d", tmp_path / "3d", **gpt, EVAL_ITERS="2", EVAL_ONLY="1")
+    train("3d", tmp_path / "3d", **settings, EVAL_ONLY="1")
     assert (tmp_path / "3d" / "node0.json").read_bytes() == trained
     evaluated = json.loads((tmp_path / "3d" / "evaluation" / "node0.json").read_text())
     found = {each["samples"]: each["lm_loss"] for each in evaluated["evaluations"]}

@@ -41,20 +41,19 @@ def mistakes() -> list[Mistake]:
     return found
 
 
-# Those that a gate with a small learning rate did not see, and one of each other kind.
-FEW = ("0.0 * matrix", "parameter.shape)) > 0", "self.forward(encoded, part).mean()", "batch[:self.micro")
+# Those that a gate with a small learning rate did not see, one of each other kind, and GPT's 3D without its mend.
+FEW = ("0.0 * matrix", "parameter.shape)) > 0", "self.forward(encoded, part).mean()", "batch[:self.micro", "if False:")
 
 
 class Planter:
     """Copies of the project and of the real engine in which one mistake at a time stands, and DDP's runs without."""
 
-    def __init__(self, directory: Path, engine: Path | None, data: Path) -> None:
-        self.directory, self.project = directory, make_clone(directory)
-        self.settings = GATE | {"MEGATRON_DATA_DIR": str(data)}
-        if engine:
-            self.engine = directory / "Megatron-DeepSpeed"
-            self.settings["MEGATRON_DIR"] = str(self.engine)
-            shutil.copytree(engine, self.engine, ignore=shutil.ignore_patterns(".git"))
+    def __init__(self, directory: Path, data: Path, gpt: dict[str, str]) -> None:
+        self.directory, self.project, self.engine = directory, make_clone(directory), directory / "Megatron-DeepSpeed"
+        shutil.copytree(gpt["MEGATRON_DIR"], self.engine, ignore=shutil.ignore_patterns(".git"))
+        self.settings = GATE | {"MEGATRON_DATA_DIR": str(data), "MEGATRON_DIR": str(self.engine)}
+        self.of_engine = {name: {"ENGINE": name} for name in ("native", "megatron")}
+        self.of_engine["gpt"] = gpt | {"MEGATRON_DIR": str(self.engine)}
 
     def path(self, file: str) -> Path:
         return (self.project if file.startswith(("native/", "ds_configs/")) else self.engine) / file
@@ -91,7 +90,7 @@ class Planter:
 
     def train(self, engine: str, strategy: str, directory: Path) -> Path:
         launcher = self.project / "scripts" / f"run_megatron_t5_{strategy}.sh"
-        own = {"ENGINE": engine, "OUTPUT_DIR": str(directory), "MASTER_PORT": str(free_port())}
+        own = self.of_engine[engine] | {"OUTPUT_DIR": str(directory), "MASTER_PORT": str(free_port())}
         subprocess.run(
             ["bash", str(launcher), "--", *ARGUMENTS],
             env=environment(**self.settings | own),
@@ -107,14 +106,14 @@ class Planter:
 
 
 @pytest.fixture(scope="module")
-def planter(request: pytest.FixtureRequest, sample_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Planter:
-    return Planter(tmp_path_factory.mktemp("mistakes"), request.getfixturevalue("megatron_dir"), sample_data)
+def planter(gpt: dict[str, str], sample_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Planter:
+    return Planter(tmp_path_factory.mktemp("mistakes"), sample_data, gpt)
 
 
 def test_the_list_is_long_enough():
     engines = [mistake.engine for mistake in mistakes()]
     assert len(engines) == len(set(mistakes())) >= 40
-    assert set(engines) == {"native", "megatron"}
+    assert set(engines) == {"native", "megatron", "gpt"}
     assert all((REPO_ROOT / "scripts" / f"run_megatron_t5_{m.strategy}.sh").exists() for m in mistakes())
 
 
@@ -131,7 +130,8 @@ def test_a_planted_mistake_is_named(planter: Planter, mistake: Mistake, tmp_path
     (found, honest), blind = gate([directory, baseline], baseline)
     assert honest.passed and not blind
     print(mistake, found.loss, found.norm)
-    assert not found.passed and str(found) == f"{mistake.strategy} ({mistake.engine})"
+    engine = planter.of_engine[mistake.engine]["ENGINE"]
+    assert not found.passed and str(found) == f"{mistake.strategy} ({engine})"
 
 
 def test_upstream_bugs_put_back_are_found(planter: Planter):
