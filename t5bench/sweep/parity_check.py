@@ -4,13 +4,17 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import msgspec
 
 from t5bench import REPOSITORY, Problem
 from t5bench.plan.launchers import accepted, declarations
 from t5bench.record.plan import Plan
+from t5bench.record.records import load
 from t5bench.sweep.command import t5bench
-from t5bench.sweep.launch import BASELINE, Launch, choose, note, plan_rows
+from t5bench.sweep.launch import BASELINE, Launch, Row, choose, note, plan_rows
 from t5bench.sweep.runner import raise_on_signals, run_all
 
 MEGATRON, NATIVE = "megatron", "native"
@@ -18,6 +22,11 @@ MEGATRON, NATIVE = "megatron", "native"
 # with larger initial weights GELU's exact form and its tanh form differ by more than rounding.
 ARGUMENTS = ("--adam-beta1", "0.9", "--adam-beta2", "0.9", "--adam-eps", "0.01", "--init-method-std", "0.1")
 SEEDS = 8  # of both in the sign test
+PERCENT = 0.01
+# Of the recipe's numbers, those of settings.
+NUMBERS = {
+    "learning rate": "LR", "final learning rate": "MIN_LR", "weight decay": "WEIGHT_DECAY", "clipping": "CLIP_GRAD",
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,11 +46,11 @@ def run(args: argparse.Namespace) -> int:
     # Runs of an engine that was changed since would pass as runs of this one.
     if args.runs_dir.exists():
         raise Problem(f"{args.runs_dir} exists, and a check is made of new runs alone", "Choose another RUNS_DIR")
+    unknown = next((o.found for o in native_plan(args.runs_dir).obstacles if o.code == "native-engine"), "")
     if args.sensitivity:
-        return t5bench("parity", "--sensitivity", measure(args.runs_dir))
+        return t5bench("parity", "--sensitivity", (measure_launched if unknown else measure)(args.runs_dir))
     train(args.engine, strategies, args.runs_dir)
     reference, drops = [], float(os.environ["DROPOUT"]) > 0
-    unknown = next((o.found for o in native_plan(args.runs_dir).obstacles if o.code == "native-engine"), "")
     if unknown:
         note(f"{unknown}: a mistake that all strategies share, and what these settings cannot see, are not looked for")
     elif args.engine == MEGATRON and not drops:  # the engines draw other masks
@@ -75,6 +84,40 @@ def measure(runs_dir: Path) -> Path:
         result = subprocess.run(command, env=os.environ | plan.environment, cwd=REPOSITORY, stdout=output, check=False)
     if result.returncode:
         raise Problem(f"the measurement ended with exit status {result.returncode}", "What stopped it is said above")
+    return path
+
+
+def changes() -> Iterator[tuple[str, str, dict[str, str], Sequence[str]]]:
+    """What a launcher can change of the recipe: the number, by how much, settings, engine arguments."""
+    given = dict(zip(ARGUMENTS[::2], map(float, ARGUMENTS[1::2]), strict=True))
+
+    def one_more(name: str) -> str:
+        return str(int(os.environ[name]) + 1)
+
+    yield "the recipe", "nothing", {}, ()
+    for number, name in NUMBERS.items():
+        yield number, "1 %", {name: f"{float(os.environ[name]) * (1 + PERCENT):.9g}"}, ()
+    for number, name in (("Adam's epsilon", "--adam-eps"), ("standard deviation of the weights", "--init-method-std")):
+        yield number, "1 %", {}, (name, f"{given[name] * (1 + PERCENT):.9g}")
+    for number, name in (("Adam's beta 1", "--adam-beta1"), ("Adam's beta 2", "--adam-beta2")):
+        yield number, "1 % of 1 - beta", {}, (name, f"{1 - (1 - given[name]) * (1 + PERCENT):.9g}")
+    yield "warm-up", "1 iteration", {"LR_WARMUP_ITERS": one_more("LR_WARMUP_ITERS")}, ()
+    yield "length of the decay", "1 iteration", {}, ("--lr-decay-iters", one_more("TRAIN_ITERS"))
+    yield "seed", "+1", {"SEED": one_more("SEED")}, ()
+
+
+def measure_launched(runs_dir: Path) -> Path:
+    """The same of a model family that the native engine does not know, by runs of the other in one process."""
+    note("measuring what each number of the recipe moves, with a run of Megatron-DeepSpeed for each of them")
+    curves, path = [], runs_dir / "sensitivity.jsonl"
+    for number, change, settings, arguments in changes():
+        directory = runs_dir / number.replace(" ", "-")
+        launch = Launch({"ENGINE": MEGATRON} | settings, arguments=(*ARGUMENTS, *arguments))
+        run_all(launch, {directory: Row(BASELINE, BASELINE, 1, 1)}, runs_dir)
+        lines = load(directory).iterations
+        curves.append({"number": number, "change": change} | {"losses": [line.lm_loss for line in lines],
+                                                              "norms": [line.grad_norm for line in lines]})  # fmt: skip
+    path.write_bytes(msgspec.json.Encoder().encode_lines(curves))
     return path
 
 
