@@ -21,7 +21,9 @@ def prediction(row: Row) -> Prediction | None:
     link = row.measured[0].observed.busiest_link if row.measured else None
     gigabits = link.link_bits_per_second / 1e9 if link and link.link_bits_per_second else 1.0
     machine = machine_of(device or time.CPU, gigabits, run.layout.nproc_per_node)
-    return Prediction(Job.of_plan(run.plan, run.padded_vocab_size), machine, "gloo" if gloo else "nccl")
+    # A batch that grew to the end never was the one that was asked for.
+    job = replace(Job.of_plan(run.plan, run.padded_vocab_size), global_batch=round(row.batch))
+    return Prediction(job, machine, "gloo" if gloo else "nccl")
 
 
 def add_times(rows: Sequence[Row]) -> list[str]:

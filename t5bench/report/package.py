@@ -28,6 +28,7 @@ import msgspec
 from t5bench import Problem
 from t5bench.compare.comparison import Comparison
 from t5bench.record.files import MOST_BYTES, RecordError, open_file, read, sha256
+from t5bench.record.plan import Plan
 from t5bench.record.reader import decoded, log_lines
 from t5bench.record.records import SWEEP, Run, looks_like_run, read_list
 from t5bench.report.command import (
@@ -91,7 +92,7 @@ def _inside(root: Path, text: str) -> str:
 
 def contradictions(run: Run) -> Iterator[str]:
     """Where a log says something else than the plan: what the engine printed of its arguments and of its work."""
-    batch, layout = run.plan.number("GLOBAL_BATCH_SIZE"), run.layout
+    layout = run.layout
     sizes = (str(layout.tp), str(layout.pp), str(layout.dp), str(layout.micro_batches))
     given = {word: (name, s.value) for name, s in run.plan.settings.items() for word in s.argument.split(",")}
     for node in run.nodes:
@@ -106,7 +107,7 @@ def contradictions(run: Run) -> Iterator[str]:
                 name, value = given.get(argument, ("", printed[2]))
                 if not _equal(value, printed[2]):
                     yield f"{where} has {argument} {printed[2]}, and the plan {name} '{value}'"
-            yield from _other_work(where, text, batch)
+            yield from _other_work(where, text, run.plan)
 
 
 def _equal(one: str, other: str) -> bool:
@@ -116,12 +117,14 @@ def _equal(one: str, other: str) -> bool:
         return one == other
 
 
-def _other_work(where: str, text: str, batch: int) -> Iterator[str]:
+def _other_work(where: str, text: str, plan: Plan) -> Iterator[str]:
     """An iteration's samples, and its time and throughput, which are rounded, belong to the batch."""
     fields = dict(re.findall(r" ([\w ()]+?): +([-+.\deE]+) \|", text))
     numbers = re.search(r"\biteration +(\d+)/", text)
-    if numbers and int(fields.get("consumed samples", batch * int(numbers[1]))) != batch * int(numbers[1]):
-        yield f"{where} tells of {fields['consumed samples']} samples after {numbers[1]} iterations of {batch}"
+    done = int(numbers[1]) if numbers else plan.iterations
+    samples, batch = plan.samples(0, done), plan.samples(max(0, done - 1), done)
+    if int(fields.get("consumed samples", samples)) != samples:
+        yield f"{where} tells of {fields['consumed samples']} samples after {done} iterations, which have {samples}"
     try:
         speed = float(fields["samples per second"])
         seconds = float(fields["elapsed time per iteration (ms)"]) / 1000
