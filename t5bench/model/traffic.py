@@ -143,7 +143,11 @@ def _tensor_parallel(job: Job, stage: int) -> Iterator[Row]:
         yield row("head", 1, a.output_length, "each backward")
         loss = 4 * a.output_length * job.micro_batch
         yield Row("cross entropy", "tensor", "all-reduce", 3 * m, loss, "each forward")
-    if job.engine == "megatron":
+    if job.parallel.deepspeed:
+        # Stages send each other a slice of each rank's, which are put together again (pipe_partitioned).
+        for when, times in (("each forward", int(stage > 0)), ("each backward", 2 * (stage < last))):
+            yield Row("activations", "tensor", "all-gather", m * times, a.decoder_length * per_token, when)
+    if job.engine == "megatron" and (stage in (0, last) or not job.parallel.deepspeed):
         s, d = a.encoder_length, a.decoder_length
         numbers = s + 3 * d + s * s + d * d + s * d if a.cross_attention else d + 1
         yield Row("batch", "tensor", "broadcast", m, 8 * job.micro_batch * numbers, "each forward")
@@ -155,7 +159,7 @@ def _pipeline(job: Job, stage: int) -> Iterator[Row]:
         yield Row("gradient norm", "model", "all-reduce", 1, 4, "optimizer")
     if not last:
         return
-    token = job.micro_batch * job.element * a.hidden / parallel.sequence
+    token = job.micro_batch * job.element * a.hidden / (parallel.tensor if parallel.deepspeed else parallel.sequence)
     for source, kind, when in ((stage, "send", "each forward"), (stage - 1, "send back", "each backward")):
         if 0 <= source < last:  # interleaved chunks also go from the last stage to the first, which is not counted
             # Within the decoder the encoder's output travels along.
