@@ -14,6 +14,7 @@ import torch
 from harness import STRATEGIES
 from real_runs import EXACT, finish, kill, start, train
 
+from t5bench.__main__ import main
 from t5bench.record.checkpoints import DEEPSPEED_TRACKER, TRACKER
 from t5bench.record.log import iterations
 from t5bench.record.records import Run, load, read_metrics
@@ -95,6 +96,18 @@ def test_two_nodes_have_a_stage_each(megatron_runs: Path):
     stages = [{line[-2] for line in re.findall(r"model parallel rank \(0, \d\)", "\n".join(log))} for log in logs]
     assert stages == [{"0"}, {"1"}]
     assert [len(list(iterations(log))) for log in logs] == [0, 20]
+
+
+@pytest.mark.parametrize(("trained", "tp", "evaluates"), [("hybrid", "1", "ddp"), ("zero3", "2", "tensor")])
+def test_merged_weights_have_the_evaluated_loss(
+    megatron_runs: Path, megatron_dir: Path, sample_data: Path, tmp_path: Path, trained: str, tp: str, evaluates: str
+):
+    """A checkpoint's weights, cut for TP 1 and PP 1 or for TP 2, with which the engine evaluates to the same loss."""
+    merged, settings = tmp_path / "merged", {"MEGATRON_DIR": str(megatron_dir), "MEGATRON_DATA_DIR": str(sample_data)}
+    assert main(["merge", str(megatron_runs / trained), "--tp", tp, "--output", str(merged)]) == 0
+    train(evaluates, merged, **EXACT, **settings, NPROC_PER_NODE=tp, EVAL_ITERS="2", EVAL_ONLY="1")
+    before, after = (load(run).evaluations for run in (megatron_runs / trained, merged / "evaluation"))
+    assert [each.lm_loss for each in after] == [each.lm_loss for each in before[-len(after) :]]
 
 
 # ---- ending and going on -------------------------------------------------------------------------------------------
