@@ -1,11 +1,13 @@
-"""Honest runs of the native engine, whose largest differences from one process docs/parity.md tells:
+"""Honest runs, whose largest differences from one process docs/parity.md tells:
 
-    python tests/native/honest_runs.py DATA [fp32|bf16] [number of runs]
+    [MODEL_FAMILY=gpt] python tests/native/honest_runs.py DATA [fp32|bf16] [number of runs]
 
-Layouts of 1 to 8 processes, each with seeds and a batch of its own. A run takes some seconds for each process.
+Layouts of 1 to 8 processes, each with seeds and a batch of its own. A run of the native engine takes some seconds for
+each process. A GPT is trained by Megatron-DeepSpeed in MEGATRON_DIR, by 1, 2 and 4 processes.
 """
 
 import itertools
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,22 +24,25 @@ from t5bench.sweep.parity_check import ARGUMENTS
 
 ZERO = ("zero1", "zero2", "zero3", "zero3_offload")
 FIELDS = ("lm_loss", "grad_norm")
+IS_GPT = os.environ.get("MODEL_FAMILY") == "gpt"
 
 
 def layouts() -> Iterator[tuple[str, int, int]]:
     """Strategy, tensor-parallel size and processes."""
-    for processes in range(1, 9):
+    for processes in (1, 2, 4) if IS_GPT else range(1, 9):
         yield "ddp", 1, processes
         yield from ((strategy, 1, processes) for strategy in ZERO if processes > 1)
         yield from (("tensor", tp, processes) for tp in (2, 4) if processes % tp == 0)
         yield from (("pipeline", 1, processes) for _ in range(processes % 2 == 0))
         yield from (("hybrid", tp, processes) for tp in (2, 4) if processes % (2 * tp) == 0)
+        yield from (("3d", tp, processes) for tp in (1, 2) if IS_GPT and processes % (2 * tp) == 0)
 
 
 @cache
 def curves(strategy: str, tp: int, processes: int, batch: int, precision: str, data: str, seed: int) -> list[dict]:
     """The loss and the gradient norm by iteration."""
-    settings = GATE | {"ENGINE": "native", "MEGATRON_DATA_DIR": data, "TENSOR_PARALLEL_SIZE": str(tp)}
+    settings = GATE | {"MEGATRON_DATA_DIR": data, "TENSOR_PARALLEL_SIZE": str(tp)}
+    settings |= {"ENGINE": "megatron" if IS_GPT else "native"}
     settings |= {"NPROC_PER_NODE": str(processes), "GLOBAL_BATCH_SIZE": str(batch), "OMP_NUM_THREADS": "1"}
     settings |= {"PRECISION_FLAG": "" if precision == "fp32" else f"--{precision}"}
     arguments = ("--", *ARGUMENTS, "--num-workers", "0", "--seed", str(seed))
@@ -49,7 +54,7 @@ def curves(strategy: str, tp: int, processes: int, batch: int, precision: str, d
 def main(data: str, precision: str = "fp32", runs: str = "100") -> int:
     largest, alarms, allowed = {}, 0, TOLERANCE[precision]
     for number, (strategy, tp, processes) in enumerate(itertools.islice(itertools.cycle(layouts()), int(runs))):
-        pp = 2 if strategy in ("pipeline", "hybrid") else 1
+        pp = 2 if strategy in ("pipeline", "hybrid", "3d") else 1
         size = (4 * processes // (tp * pp), precision, data, 1000 + number // 4)
         pairs = zip(curves(strategy, tp, processes, *size), curves("ddp", 1, 1, *size), strict=True)
         loss, norm = (difference(ours, theirs, 0.0).largest for ours, theirs in pairs)
