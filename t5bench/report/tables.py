@@ -193,11 +193,14 @@ def caption(comparison: Comparison) -> str:
     def size(run: Run) -> str | None:
         return (shape := shape_of(run)) and f" ({parameters(shape) / 1e6:.4g}M parameters)"
 
+    def lengths(run: Run) -> str:
+        return "/".join(str(n) for n in (run.architecture.encoder_length, run.architecture.decoder_length) if n)
+
     kinds = {"cuda": "GPU of unknown name", "cpu": "CPU"}
     return (
-        f"T5 {setting('MODEL_PRESET')}{all_of(size)}, "
+        f"{all_of(lambda run: run.architecture.family.upper())} {setting('MODEL_PRESET')}{all_of(size)}, "
         f"batch {setting('GLOBAL_BATCH_SIZE')} (micro-batch {setting('MICRO_BATCH_SIZE')}), "
-        f"lengths {setting('ENCODER_SEQ_LENGTH')}/{setting('DECODER_SEQ_LENGTH')}, "
+        f"lengths {all_of(lengths)}, "
         f"{all_of(lambda run: run.plan.precision)}, engine {all_of(lambda run: run.engine)}, "
         f"{all_of(lambda run: gpu_names(run) or kinds[run.plan.device])}"
     )

@@ -89,6 +89,14 @@ def test_the_command_asks_how_wide_the_terminal_is(runs, tmp_path, monkeypatch, 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("family", "model", "lengths"), [("t5", "T5 tiny (", "lengths 128/64,"), ("gpt", "GPT tiny (", "lengths 128,")]
+)
+def test_the_caption_tells_of_the_model(tmp_path: Path, family: str, model: str, lengths: str):
+    caption = tables.caption(build([records.load(make_run(tmp_path / "ddp", family=family))]))
+    assert caption.startswith(model) and lengths in caption
+
+
 def test_csv_has_every_figure_and_leaves_out_what_was_not_measured(comparison: Comparison):
     found = {row["name"]: row for row in csv.DictReader(io.StringIO(tables.as_csv(comparison)))}
     (row,) = [row for row in comparison.rows if row.strategy == "zero2"]
