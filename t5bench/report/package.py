@@ -94,7 +94,9 @@ def contradictions(run: Run) -> Iterator[str]:
     """Where a log says something else than the plan: what the engine printed of its arguments and of its work."""
     layout = run.layout
     sizes = (str(layout.tp), str(layout.pp), str(layout.dp), str(layout.micro_batches))
-    given = {word: (name, s.value) for name, s in run.plan.settings.items() for word in s.argument.split(",")}
+    # A run whose batch grows is told samples in place of iterations.
+    asked = {word: (name, s.value) for name, s in run.plan.settings.items() for word in s.argument.split(",")}
+    given = {word: asked[word] for word in run.plan.arguments.words if word in asked}
     for node in run.nodes:
         for place, _, text in log_lines(run.directory / f"node{node['node']}.log"):
             where = PurePosixPath(place).name
