@@ -5,33 +5,45 @@ The sentence tells the largest parts. A cause is named only where a measurement 
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from t5bench import Problem
+from t5bench.compare.stragglers import WORTH_NAMING, Cause, of_record
+from t5bench.compare.whatif import Gain, WhatIf, equal_stages
+from t5bench.model import time
+from t5bench.model.job import Job
 from t5bench.record import profile
 from t5bench.record.files import PROFILE
-from t5bench.record.profile import BACKWARD, BUBBLE, DATA, FORWARD, HOST, LOGGING, RECOMPUTATION, SENDING
+from t5bench.record.profile import (
+    AXES,
+    BACKWARD,
+    BUBBLE,
+    DATA,
+    FORWARD,
+    HOST,
+    LOGGING,
+    RECOMPUTATION,
+    SAVING,
+    SENDING,
+    WAITING,
+)  # fmt: skip
 from t5bench.record.records import Run, load
 
-# Shares of the iteration from which on a cause is named.
-WORTH_NAMING, CONTENDED = 0.1, 0.25
+# Share of the iteration from which on waiting for a core is named.
+CONTENDED = 0.25
 # Bits per second that are few for any cluster; and by how much the computing of stages may differ.
 SLOW_LINK, UNEQUAL_STAGES = 1e9, 1.5
 # Python launches an operator in about this time: one that computes no longer gains from larger micro-batches.
 SMALL_OPERATOR_MS = 0.015
 COMPUTING = (FORWARD, BACKWARD, RECOMPUTATION)
-
-
-@dataclass(frozen=True)
-class Cause:
-    """What slows a run down; share: of the iteration, what would be gained without it at most."""
-
-    name: str
-    share: float
-    evidence: str
+OWN_WORK = (DATA, LOGGING, SAVING)
+# What data-parallel ranks send, in words; for every micro-batch under these stages of ZeRO.
+SENT = {AXES[0]: ("sending gradients", 2), AXES[3]: ("gathering parameters", 3)}
+# How much longer than another a stage has to take for its layers, by the cost model, before it counts as slow.
+BEYOND_MODEL = 2
 
 
 class Rank:
@@ -43,13 +55,17 @@ class Rank:
         self.name = f"rank {self.number} ({self.host})"
         lost = (entry["processor"][key] / self.wall for key in ("queued_ms", "throttled_ms"))
         self.queued, self.throttled = (min(1.0, share) for share in lost)  # a quota's time is all processors' together
-        self.computing = self.share(*COMPUTING) * self.wall
+        self.computing, self.exposed = self.share(*COMPUTING) * self.wall, self.share(BUBBLE, *SENDING.values())
+        self.kept = self.share(*OWN_WORK) + self.queued + self.throttled  # by what has a name already
 
     def share(self, *parts: str) -> float:
         return sum(self.entry["parts"].get(part, 0.0) for part in parts) / self.wall
 
     def waited_for(self, other: "Rank") -> float:
         return self.entry["waited_for"].get(str(other.number), 0.0) / self.wall
+
+    def waited_for_any(self, others: Sequence["Rank"]) -> float:
+        return sum(map(self.waited_for, others))
 
 
 class Explanation:
@@ -62,21 +78,73 @@ class Explanation:
         except (OSError, ValueError, LookupError) as error:
             remedy = "Train it with PROFILE_ITERATION, an iteration after the first few"
             raise Problem(f"{run.directory} has no profile of all ranks", remedy) from error
-        self.plan, self.layout = run.plan, run.plan.layout
+        self.run, self.plan, self.layout = run, run.plan, run.layout
         self.cores = {node["host"]: node["cpu"]["cores"] for node in run.nodes if node.get("cpu")}
 
     def sentence(self) -> str:
-        """The largest parts, and what profiling cost."""
+        """The largest parts, what would make it faster, and what profiling cost."""
         cost = self.content["overhead"]
         more = "" if cost is None else f". Profiling changed its time by {cost:+.0%} of the others' median"
-        return f"{self.plan.strategy.name} spends of each iteration {profile.limits(self.content)}{more}"
+        name, _, _ = self.plan.strategy.title.partition(":")[0].partition(" (")
+        of_gpt = " of a GPT" * (self.plan.value("MODEL_FAMILY") == "gpt")
+        parts = profile.limits(self.content, self._doing()).replace("% ", "% of each iteration ", 1)
+        gain, change = self.what_if or (1.0, "")
+        faster = f"; {change} would make it {gain:.1f} times as fast" if change else ""
+        return f"{name}{of_gpt} spends {parts}{faster}{more}"
+
+    def _doing(self) -> dict[str, str]:
+        stage, several = self.plan.zero_stage, self.layout.micro_batches > 1
+        sent = {axis: f"{words}{' of every micro-batch' * (several and stage >= since)}"
+                for axis, (words, since) in SENT.items()}  # fmt: skip
+        return profile.DOING | {SENDING[axis]: words for axis, words in sent.items()}
 
     def causes(self) -> list[Cause]:
         """Those that are worth naming, what costs most first, each for the rank where it costs most."""
-        rules = (self._own_work, self._processor, self._slow_rank, self._stages, self._link, self._micro_batches)
+        rules = (self._own_work, self._processor, self._slow_node, self._slow_rank, self._stages, self._link,
+                 self._micro_batches)  # fmt: skip
         found = [cause for rule in rules for cause in rule() if cause.share >= WORTH_NAMING]
-        most = {cause.name: cause for cause in sorted(found, key=lambda cause: cause.share)}
+        most = {cause.name: cause for cause in sorted([*found, *of_record(self.run)], key=lambda cause: cause.share)}
+        if "slow node" in most:
+            most.pop("slow rank", None)
         return sorted(most.values(), key=lambda cause: -cause.share)
+
+    @cached_property
+    def calibrated(self) -> WhatIf | None:
+        """The cost model on a machine like this; None where it does not describe the run."""
+        walls = [rank.wall for rank in self.ranks]
+        wall, most = sum(walls) / len(walls), min(self.ranks, key=lambda rank: rank.exposed)
+        rest = sum(rank.share(WAITING, *OWN_WORK) for rank in self.ranks) / len(self.ranks)
+        seconds, exposed = (self.content.get("other_iterations_ms") or wall) / 1000, most.exposed * wall / 1000
+        seconds = seconds if exposed < (1 - rest) * seconds else wall / 1000
+        return WhatIf.of(self.run, seconds, exposed, rest * seconds)
+
+    @cached_property
+    def what_if(self) -> Gain | None:
+        """What the cost model says of the largest of the limits that it knows; None where that is nothing."""
+        shares, named = profile.shares(self.content), {cause.name for cause in self.causes()}
+        sending = sum(shares[part] for part in SENDING.values())
+        limits = {"link": sending, "bubble": shares[BUBBLE], "host": shares[HOST]}
+        limit = "host" if "tiny micro-batches" in named else max(limits, key=limits.__getitem__)
+        others = (shares[part] for part in (WAITING, *OWN_WORK))
+        if limits[limit] < max(WORTH_NAMING, *others) or not self.calibrated:
+            return None
+        found = [self.calibrated.other_micro_batch()]
+        if limit == "link" and (self.layout.nnodes > 1 or "slow link" in named):
+            found = [self.calibrated.faster_link()]
+        elif limit == "bubble":
+            found.append(self._equal_stages())
+        return max((gain for gain in found if gain[0] >= 1 + WORTH_NAMING), default=None)
+
+    def _equal_stages(self) -> Gain:
+        backward = (BACKWARD, RECOMPUTATION)
+        ways = [[self._of_stage(stage, *way) for stage in range(self.layout.pp)] for way in ((FORWARD,), backward)]
+        return equal_stages(1.0, *ways, self.layout.micro_batches)
+
+    def _of_stage(self, stage: int, *parts: str) -> float:
+        """The share of an iteration that these parts of a micro-batch take on a stage's busiest rank."""
+        size = len(self.ranks) // self.layout.pp
+        ranks = self.ranks[stage * size : (stage + 1) * size]
+        return max(rank.share(*parts) for rank in ranks) / self.layout.micro_batches
 
     def _own_work(self) -> Iterator[Cause]:
         every = self.plan.number("LOG_INTERVAL")
@@ -96,20 +164,40 @@ class Explanation:
                 name = "fewer cores than processes" if is_own else "another program on the core"
                 yield Cause(name, rank.queued, f"{rank.name} waits for a core {rank.queued:.0%} of the time")
 
+    def _slow_node(self) -> Iterator[Cause]:
+        """Others wait for all of its ranks, which do not wait for each other, and nothing else keeps them."""
+        size = self.layout.nproc_per_node
+        nodes = [self.ranks[first : first + size] for first in range(0, len(self.ranks), size)]
+        for number, ranks in enumerate(nodes if len(nodes) > 1 else ()):
+            longest = max(other.waited_for_any(ranks) for other in self.ranks if other not in ranks)
+            kept = max(rank.kept + rank.waited_for_any(ranks) for rank in ranks)
+            text = f"the others wait for node {number} ({ranks[0].host}) {longest:.0%} of the time"
+            yield Cause("slow node", longest - kept, text)
+
     def _slow_rank(self) -> Iterator[Cause]:
-        """Others wait for it, and neither data, its log nor a busy core keeps it."""
+        """Others wait for it, and neither data, its log, a checkpoint nor a busy core keeps it."""
         for rank in self.ranks:
             longest = max((other.waited_for(rank) for other in self.ranks), default=0.0)
-            share = longest - rank.share(DATA, LOGGING) - rank.queued - rank.throttled
-            yield Cause("slow rank", share, f"the others wait for {rank.name} {longest:.0%} of the time")
+            text = f"the others wait for {rank.name} {longest:.0%} of the time"
+            yield Cause("slow rank", longest - rank.kept, text)
 
     def _stages(self) -> Iterator[Cause]:
-        size = len(self.ranks) // self.layout.pp
-        times = [max(rank.computing for rank in self.ranks[at : at + size]) for at in range(0, len(self.ranks), size)]
-        ratio = max(times) / max(min(times), 1e-3)
-        if ratio >= UNEQUAL_STAGES and len(times) > 1:
-            share, slowest = max(rank.share(BUBBLE) for rank in self.ranks), times.index(max(times))
-            yield Cause("unequal pipeline stages", share, f"stage {slowest} computes {ratio:.1f} times as long")
+        """One that takes longer has more to compute, or is slower than the cost model says of its layers."""
+        if self.layout.pp == 1 or not self.run.padded_vocab_size:
+            return
+        job, stages = Job.of_plan(self.plan, self.run.padded_vocab_size), range(self.layout.pp)
+        share = max(rank.share(BUBBLE) for rank in self.ranks)
+        times = [self._of_stage(stage, *COMPUTING) for stage in stages]
+        model = [sum(way.seconds for way in time.stage_seconds(job, time.CPU, stage)) for stage in stages]
+        beyond = [self._of_stage(stage, *COMPUTING, HOST) / model[stage] for stage in stages]
+        slowest, slower = beyond.index(max(beyond)), max(beyond) / max(min(beyond), 1e-9)
+        ratio = max(times) / max(min(times), 1e-9)
+        if slower >= BEYOND_MODEL:
+            text = f"stage {slowest} takes {slower:.1f} times as long as its layers should, next to the others'"
+            yield Cause("slow rank", share - max(rank.kept for rank in self.ranks), text)
+        elif ratio >= UNEQUAL_STAGES:
+            text = f"stage {times.index(max(times))} computes {ratio:.1f} times as long"
+            yield Cause("unequal pipeline stages", share, text)
 
     def _link(self) -> Iterator[Cause]:
         """What waiting for a core may have cost does not count as the link's."""
@@ -135,8 +223,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     for directory in arguments.runs:
-        explanation = Explanation(load(directory))
-        print(explanation.sentence())
-        for cause in explanation.causes():
+        found = load(directory)
+        causes = of_record(found)
+        if causes and not (directory / PROFILE).exists():
+            print(f"{directory} has no profile; its record shows")
+        else:
+            explanation = Explanation(found)
+            causes = explanation.causes()
+            print(explanation.sentence())
+        for cause in causes:
             print(f"  {cause.name}: {cause.evidence}")
     return 0

@@ -9,17 +9,21 @@ from t5bench.model import flops, time
 from t5bench.model.job import Job
 from t5bench.model.machine import device_of
 from t5bench.model.prediction import Prediction, machine_of
+from t5bench.record.records import Run
 
 
 def prediction(row: Row) -> Prediction | None:
     """None where the vocabulary is not known. Its time means nothing on a CPU, nor over a link of unknown speed."""
-    run = row.run
+    link = row.measured[0].observed.busiest_link if row.measured else None
+    return prediction_of(row.run, link.link_bits_per_second / 1e9 if link and link.link_bits_per_second else 1.0)
+
+
+def prediction_of(run: Run, gigabits: float = 1.0) -> Prediction | None:
+    """With a link of so many Gbit/s between the nodes; None where the vocabulary is not known."""
     if not run.padded_vocab_size:
         return None
     gloo = run.plan.device == "cpu" or run.plan.gpus_shared
     device = None if gloo else device_of(gpu_names(run) or "")
-    link = row.measured[0].observed.busiest_link if row.measured else None
-    gigabits = link.link_bits_per_second / 1e9 if link and link.link_bits_per_second else 1.0
     machine = machine_of(device or time.CPU, gigabits, run.layout.nproc_per_node)
     # A batch that grew to the end never was the one that was asked for.
     job = replace(Job.of_plan(run.plan, run.padded_vocab_size), global_batch=round(row.batch))

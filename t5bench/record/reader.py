@@ -82,6 +82,7 @@ class _Gpu(Struct):
     index: Count
     utilization: Amount | None
     power_w: Amount | None
+    sm_mhz: Amount | None = None
 
 
 class _Counter(Struct):

@@ -33,12 +33,18 @@ STEPS = {
     "native": [("native.trainers", "TorchTrainer", "step"), ("native.trainers", "ZeroTrainer", "step")],
     "megatron": [("megatron.training", "", "train_step")],
 }
+LOADER = ("torch.utils.data.dataloader", "_BaseDataLoaderIter", "__next__")
 PHASES = {
     "native": {
         profile.LOGGING: ("native.metrics", "Metrics", "record"),
-        profile.DATA: ("native.train", "Data", "next"),
+        profile.SAVING: ("native.checkpoint", "", "save"),
+        profile.DATA: LOADER,
     },
-    "megatron": {profile.LOGGING: ("megatron.training", "", "training_log")},
+    "megatron": {
+        profile.LOGGING: ("megatron.training", "", "training_log"),
+        profile.SAVING: ("megatron.training", "", "save_checkpoint_and_time"),
+        profile.DATA: LOADER,
+    },
 }
 PAIRWISE = ("send", "recv", "batch_isend_irecv")
 COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "_all_gather_base",
@@ -173,7 +179,7 @@ class Marks:
         dp = dist.get_world_size() // (self.tp * self.pp)
         places = zip(*((rank // self.tp % dp, rank % self.tp, rank // (self.tp * dp)) for rank in ranks), strict=True)
         differ = [axis for axis, along in zip(profile.AXES, places, strict=False) if len(set(along)) > 1]
-        if self.is_zero and "gather" in operation:
+        if self.is_zero and "gather" in operation and differ == [profile.AXES[0]]:
             return profile.AXES[3]
         return differ[0] if len(differ) == 1 else profile.AXES[4]
 
@@ -186,11 +192,13 @@ def processor() -> Counter[str]:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             folder = "cpu" if "cpu" in controllers.split(",") else ""
-            quota = Path("/sys/fs/cgroup", folder, path.lstrip("/"), "cpu.stat")
-            words = dict(line.split() for line in quota.read_text().splitlines()) if quota.is_file() else {}
-            # cgroup 1 counts nanoseconds, cgroup 2 microseconds.
-            found["throttled_ms"] += int(words.get("throttled_time", 0)) / 1e6
-            found["throttled_ms"] += int(words.get("throttled_usec", 0)) / 1e3
+            own = Path("/sys/fs/cgroup", folder, path.lstrip("/"))
+            # A quota of a group above holds back too; in a container the path may begin above its root.
+            for quota in {group / "cpu.stat" for group in (own, *own.parents)}:
+                words = dict(line.split() for line in quota.read_text().splitlines()) if quota.is_file() else {}
+                # cgroup 1 counts nanoseconds, cgroup 2 microseconds.
+                found["throttled_ms"] += int(words.get("throttled_time", 0)) / 1e6
+                found["throttled_ms"] += int(words.get("throttled_usec", 0)) / 1e3
     return found
 
 

@@ -25,13 +25,16 @@ from t5bench.record.profile import (
     LOGGING,
     PARTS,
     RECOMPUTATION,
+    SAVING,
     SENDING,
     STEP,
     TRANSFER,
     WAITING,
 )  # fmt: skip
 
-_CODE = {part: code for code, part in enumerate(PARTS)}
+_CODE, _IDLE = {part: code for code, part in enumerate(PARTS)}, -1
+# What sending on the host's main thread covers.
+_UNDER_SENDING = tuple(_CODE[part] for part in PARTS if part not in (LOGGING, SAVING))
 # Marks of profile_step.py: the iteration, and a collective operation "t5|axis|operation|bytes sent|ranks|number".
 ITERATION, COLLECTIVE = "t5 iteration", "t5|"
 MOST_CELLS, MOST_EVENTS, MOST_STRETCHES = 4_000_000, 40_000, 400
@@ -72,26 +75,41 @@ class RankTrace:
         events = [
             Event(e["name"], e.get("cat", ""), e["tid"], base + e["ts"], base + e["ts"] + e["dur"],
                   e.get("args", {}).get("correlation"))
-            for e in trace["traceEvents"] if e.get("ph") == "X"
+            for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") != "gpu_user_annotation"
         ]  # fmt: skip
         _, _, self.main, self.begin, self.end, _ = whole = next(e for e in events if e.name == ITERATION)
         self.rank, self.host, self.late = rank, host, dict[int, float]()
         self.events = [e for e in events if e.start >= self.begin and e.end <= self.end and e is not whole]
+        self.launches = {e.correlation: e for e in self.events if e.kind in ("cuda_runtime", "cuda_driver")}
         self.marks: list[Collective] = []  # by their start
         self.collectives = list(self._collectives(gradient_bytes))
         self.cell = max(1.0, (self.end - self.begin) / MOST_CELLS)
 
     def _collectives(self, gradient_bytes: int) -> Iterator[Collective]:
-        """Those with a mark, and what PyTorch's DDP sends without: it all-reduces the gradients."""
+        """Those with a mark, and what PyTorch's DDP sends without: it all-reduces the gradients.
+
+        With NCCL they are its kernels: a rank comes to a collective when its device does.
+        """
         ordered = sorted(self.events, key=lambda event: event.start)
         for event in (event for event in ordered if event.name.startswith(COLLECTIVE)):
             _, axis, _, size, ranks, number = event.name.split("|")
             self.marks.append(Collective((f"{axis} {ranks}", int(number)), axis, int(size), event))
+        if kernels := [event for event in ordered if event.kind == "kernel" and "nccl" in event.name]:
+            marked = [(self.mark_around(self.launch(kernel).start), kernel) for kernel in kernels]
+            own = [kernel for mark, kernel in marked if not mark]
+            yield from (mark._replace(event=kernel) for mark, kernel in marked if mark)
+            for number, kernel in enumerate(own):
+                yield Collective(("DDP", number), AXES[0], gradient_bytes // len(own), kernel)
+            return
         yield from self.marks
         for names in (("c10d::allreduce_",), ("gloo:all_reduce", "nccl:all_reduce")):
             own = [event for event in ordered if event.name in names and not self.mark_around(event.start)]
             for number, event in enumerate(own):
                 yield Collective(("DDP", number), AXES[0], gradient_bytes // len(own), event)
+
+    def launch(self, kernel: Event) -> Event:
+        """What the host did to start it; itself where that was not seen."""
+        return self.launches.get(kernel.correlation, kernel)
 
     def mark_around(self, moment: float) -> Collective | None:
         before = bisect.bisect(self.marks, moment, key=lambda mark: mark.event.start) - 1
@@ -117,15 +135,17 @@ class RankTrace:
     def explained(self, last: Last) -> dict[str, Any]:
         """What profile.json says of this rank: its parts, and for how long it waited for which other, in ms."""
         cells = self.phases(self.main)
-        for each in self.collectives:
-            self.communicate(cells, each, last, over=each.event.thread == self.main)
+        of_device = [each for each in self.collectives if each.event.kind == "kernel"]
+        for each in self.collectives if not of_device else ():
+            is_main = each.event.thread == self.main
+            self.communicate(cells, each, last, _UNDER_SENDING if is_main else (_CODE[HOST],))
         if kernels := [e for e in self.events if e.kind in ("kernel", "gpu_memcpy", "gpu_memset")]:
-            device = self.device(kernels, last)
-            # With NCCL the host only launches what communicates.
-            sends = not any("nccl" in event.name for event in kernels)
-            explained = [STEP, DATA, LOGGING] + sends * [WAITING, BUBBLE, *SENDING.values()]
+            device = self.device(kernels)
+            for each in of_device:
+                self.communicate(device, each, last, (_IDLE, _CODE[TRANSFER]))
+            explained = [STEP, DATA, LOGGING, SAVING, WAITING, BUBBLE, *SENDING.values()]
             idle = np.where(np.isin(cells, [_CODE[part] for part in explained]), cells, _CODE[HOST])
-            cells = np.where(device >= 0, device, idle)
+            cells = np.where(device == _IDLE, idle, device)
         counts = np.bincount(cells, minlength=len(PARTS)) * self.cell / 1000
         return {
             "rank": self.rank,
@@ -160,42 +180,37 @@ class RankTrace:
                 phase = FORWARD if event.start < backward_ends else STEP
                 cells[self.span(event.start, event.end)] = _CODE[phase]
         for prefix, part in ((_BACKWARD_NODE, BACKWARD), ("Optimizer.", STEP), ("enumerate(DataLoader", DATA),
-                             (DATA, DATA), (LOGGING, LOGGING)):  # fmt: skip
+                             (DATA, DATA), (LOGGING, LOGGING), (SAVING, SAVING)):  # fmt: skip
             for event in events:
                 if event.name.startswith(prefix):
                     again = part == BACKWARD and "CheckpointFunction" in event.name
                     cells[self.span(event.start, event.end)] = _CODE[RECOMPUTATION if again else part]
         return cells
 
-    def communicate(self, cells: np.ndarray, found: Collective, last: Last, *, over: bool) -> None:
-        """Paints a collective over what is there, but for logging, or into host gaps alone."""
+    def communicate(self, cells: np.ndarray, found: Collective, last: Last, under: Sequence[int]) -> None:
+        """Paints a collective over the parts that it covers. On the host's main thread waiting covers all of them."""
         _, _, _, start, end, _ = found.event
         arrival, latest = last.get(found.key, (start, self.rank))
         arrival, waiting = min(max(arrival, start), end), BUBBLE if found.axis == AXES[2] else WAITING
         for stretch, part in ((self.span(start, arrival), waiting), (self.span(arrival, end), SENDING[found.axis])):
-            free = cells[stretch] == _CODE[HOST]
-            if over:
-                free = (cells[stretch] != _CODE[LOGGING]) | (part == waiting)
+            free = np.isin(cells[stretch], under) | (part == waiting and under is _UNDER_SENDING)
             cells[stretch][free] = _CODE[part]
             if part == WAITING:
                 self.late[latest] = self.late.get(latest, 0.0) + float(free.sum()) * self.cell
 
-    def device(self, kernels: Iterable[Event], last: Last) -> np.ndarray:
-        """What the device does, -1 for nothing: a kernel belongs to the phase in which the host launched it."""
-        launches = {e.correlation: e for e in self.events if e.kind in ("cuda_runtime", "cuda_driver")}
-        phases = {thread: self.phases(thread) for thread in {launch.thread for launch in launches.values()}}
-        cells = np.full(round((self.end - self.begin) / self.cell), -1, np.int8)
-        unmarked = iter(sorted(key for key in last if key[0] == "DDP"))
-        # Copies first, then what communicates, then what computes: each paints over the ones before.
-        for event in sorted(kernels, key=lambda e: (e.kind == "kernel", "nccl" not in e.name, e.start)):
-            launch, stretch = launches.get(event.correlation, event), self.span(event.start, event.end)
-            cells[stretch] = _CODE[HOST if "nccl" in event.name else FORWARD if event.kind == "kernel" else TRANSFER]
-            if "nccl" in event.name:
-                mark = self.mark_around(launch.start) or Collective(next(unmarked, ("DDP", -1)), AXES[0], 0, event)
-                self.communicate(cells, mark._replace(event=event), last, over=True)
-            elif event.kind == "kernel" and launch.thread in phases:
+    def device(self, kernels: Iterable[Event]) -> np.ndarray:
+        """What the device does but for communication: a kernel belongs to the phase in which the host launched it."""
+        phases = {thread: self.phases(thread) for thread in {launch.thread for launch in self.launches.values()}}
+        cells = np.full(round((self.end - self.begin) / self.cell), _IDLE, np.int8)
+        # Copies from and to the host first: what computes paints over them.
+        for event in sorted(kernels, key=lambda e: ("HtoD" not in e.name and "DtoH" not in e.name, e.start)):
+            launch, stretch = self.launch(event), self.span(event.start, event.end)
+            if "HtoD" in event.name or "DtoH" in event.name:
+                cells[stretch] = _CODE[TRANSFER]
+            elif "nccl" not in event.name:
                 launched = self.span(launch.start, launch.start).start
-                cells[stretch] = phases[launch.thread][launched] or _CODE[FORWARD]
+                phase = phases[launch.thread][launched] if launch is not event else _CODE[HOST]
+                cells[stretch] = phase or _CODE[FORWARD]
         return cells
 
     def links(self, last: Last) -> dict[str, dict[str, float]]:

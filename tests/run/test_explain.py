@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 
 import pytest
 from harness import wait_for
-from made_runs import make_run
+from made_runs import RTX_5000_ADA, make_run, seal
 from real_runs import environment, train
 
 from t5bench.compare.explain import Explanation
+from t5bench.compare.stragglers import of_record
 from t5bench.plan.launchers import ask
 from t5bench.record import profile
 from t5bench.record.profile import AXES, SENDING
@@ -94,6 +96,31 @@ def test_who_comes_first_waits_for_the_last(hosts: str, begins: tuple[float, flo
     assert second["links"][AXES[0]] == {"bytes": 1 << 20, "ms": 10.0}
 
 
+def launched(kernel: str, at: float, start: float, end: float, number: int, kind: str = "kernel") -> list[dict]:
+    """What a host launches, and when it runs on a stream of its device."""
+    name = "cudaLaunchKernel" if kind == "kernel" else "cudaMemcpyAsync"
+    return [
+        span(name, at, at + 0.1, "cuda_runtime", correlation=number),
+        span(kernel, start, end, kind, thread=7 + ("nccl" in kernel), correlation=number),
+    ]
+
+
+def test_with_nccl_a_rank_waits_on_its_device_and_computing_hides_what_is_sent():
+    """The host launches at once on both ranks; the second one's device comes to the collective later."""
+    kernel, annotation = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "gpu_user_annotation"
+    first, second = explained(*(
+        [span("aten::linear", 0, 2), *launched("gemm", 1, 10, 30, 1), collective(0, 1, 3, 4),
+         *launched(kernel, 3.1, at, 60, 2), {**collective(0, 1, at, 60), "cat": annotation, "tid": 8},
+         *launched("Memcpy DtoH (Device -> Pinned)", 3.5, 50, 70, 3, "gpu_memcpy"),
+         *launched("Memset (Device)", 3.6, 70, 72, 4, "gpu_memset")] for at in (20, 45)
+    ))  # fmt: skip
+    parts = {"forward": 22, profile.WAITING: 15, SENDING[AXES[0]]: 15, profile.TRANSFER: 10, "host gaps": 38}
+    assert first["parts"] == pytest.approx(parts, abs=0.1)
+    assert (first["waited_for"], second["waited_for"]) == ({"1": 15.0}, {})
+    assert second["parts"][SENDING[AXES[0]]] == pytest.approx(15, abs=0.1)
+    assert first["links"][AXES[0]] == {"bytes": 1 << 20, "ms": 15.0}
+
+
 def test_the_gradients_of_ddp_travel_beside_the_backward_pass():
     """What is not covered by computing is exposed."""
     ranks = [
@@ -136,14 +163,14 @@ def test_on_a_gpu_the_kernels_decide():
 HEALTHY = {"forward": 30.0, "backward": 60.0, "host gaps": 5.0, SENDING[AXES[0]]: 5.0}
 
 
-def made_profile(directory: Path, strategy: str, changes: list[dict], log_interval: int = 1) -> Explanation:
-    """Of two ranks, with parts in percent; changes: to a healthy rank's entry, the last for all further ranks."""
-    run = load(make_run(directory, strategy, log_interval=log_interval))
+def made_profile(directory: Path, strategy: str, changes: list[dict], log_interval: int = 1, nodes: int = 1, **run: Any) -> Explanation:
+    """Of a few ranks, with parts in percent; changes: to a healthy rank's entry."""
+    made = load(make_run(directory, strategy, log_interval=log_interval, nodes=nodes, world_size=len(changes), **run))
     ranks = []
     for rank, change in enumerate(changes):
         entry = {
             "rank": rank,
-            "host": f"node{rank}",
+            "host": "node0",
             "wall_ms": 100.0,
             "waited_for": {},
             "links": {},
@@ -152,7 +179,7 @@ def made_profile(directory: Path, strategy: str, changes: list[dict], log_interv
         entry |= {"parts": HEALTHY, "processor": {"queued_ms": 0.0, "throttled_ms": 0.0}}
         ranks.append(entry | change)
     (directory / "profile.json").write_text(json.dumps({"overhead": 0.1, "ranks": ranks}))
-    return Explanation(run)
+    return Explanation(made)
 
 
 MADE: dict[str, tuple[str, list[dict]]] = {
@@ -160,6 +187,9 @@ MADE: dict[str, tuple[str, list[dict]]] = {
     "data loading": ("ddp", [{"parts": HEALTHY | {"data loading": 20.0}}, {"waited_for": {"0": 20.0}}]),
     "logging": ("ddp", [{}, {"parts": HEALTHY | {"logging": 20.0}}]),
     "slow rank": ("zero2", [{"waited_for": {"1": 30.0}}, {}]),
+    "slow node": (
+        "zero1", [{"waited_for": {"2": 20.0, "3": 15.0}}] * 2 + [{"waited_for": {"3": 2.0}}, {"waited_for": {"2": 3.0}}],
+    ),
     "throttled CPU": ("zero2", [{"waited_for": {"1": 30.0}}, {"processor": {"queued_ms": 0.0, "throttled_ms": 30.0}}]),
     "another program on the core": (
         "zero2", [{"waited_for": {"1": 30.0}}, {"processor": {"queued_ms": 40.0, "throttled_ms": 0.0}}],
@@ -179,9 +209,9 @@ MADE: dict[str, tuple[str, list[dict]]] = {
 
 @pytest.mark.parametrize(("name", "made"), MADE.items())
 def test_a_cause_is_named_where_it_shows_and_alone(tmp_path: Path, name: str, made: tuple[str, list[dict]]):
-    found = made_profile(tmp_path / "run", *made)
+    found = made_profile(tmp_path / "run", *made, nodes=len(made[1]) // 2)
     assert {cause.name for cause in found.causes()} == ({name} if name else set())
-    assert found.sentence().startswith(f"{made[0]} spends of each iteration ") and "by +10%" in found.sentence()
+    assert re.match(rf"{made[0]} spends \d+% of each iteration \w+", found.sentence()) and "by +10%" in found.sentence()
 
 
 def test_a_log_line_counts_for_the_iterations_that_it_serves(tmp_path: Path):
@@ -189,15 +219,45 @@ def test_a_log_line_counts_for_the_iterations_that_it_serves(tmp_path: Path):
     assert made_profile(tmp_path / "run", *made, log_interval=10).causes() == []
 
 
+def test_the_sentence_says_what_is_sent_and_of_which_family(tmp_path: Path):
+    """Of eight micro-batches ZeRO-2 sends the gradients of each, DDP those of all at once."""
+    sent = {"parts": {"forward": 40.0, SENDING[AXES[0]]: 60.0}}
+    gpt, t5 = (
+        made_profile(tmp_path / strategy, strategy, [sent] * 2, family=family).sentence()
+        for strategy, family in (("zero2", "gpt"), ("ddp", "t5"))
+    )
+    assert gpt.startswith("zero2 of a GPT spends 60% of each iteration sending gradients of every micro-batch, 40% ")
+    assert t5.startswith("ddp spends 60% of each iteration sending gradients, 40% ")
+
+
+@pytest.mark.parametrize(("clock", "named"), [(1900.0, []), (1500.0, ["slow node"])])
+def test_a_node_with_slow_gpus_shows_without_a_profile(tmp_path: Path, clock: float, named: list[str]):
+    made = make_run(tmp_path, "ddp", nodes=2, gpu=RTX_5000_ADA, sent_per_iteration=1e6, sample_seconds=0.5)
+    samples = tmp_path / "node1.samples.jsonl"
+    samples.write_text(samples.read_text().replace('"sm_mhz": 2000.0', f'"sm_mhz": {clock}'))
+    seal(made)
+    assert [cause.name for cause in of_record(load(made))] == named
+
+
+@pytest.mark.parametrize(("seconds", "named"), [(0.05, []), (1.5, ["frequent checkpoints"]), (30, ["slow disk"])])
+def test_what_saving_costs_shows_without_a_profile(tmp_path: Path, seconds: float, named: list[str]):
+    """Every ten iterations of 0.1 s; the time of a line tells, for the native engine's own time stops meanwhile."""
+    lines = [100.0 + 1000 * seconds * (number % 10 == 1 and number > 10) for number in range(1, 41)]
+    made = make_run(tmp_path, "ddp", elapsed_ms=lines, settings={"SAVE_INTERVAL": "10"})
+    (tmp_path / "checkpoints" / "iter_0000030").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "iter_0000030" / "model.pt").write_bytes(bytes(10**6))
+    assert [cause.name for cause in of_record(load(made))] == named
+
+
 # ---- planted in real runs --------------------------------------------------------------------------------------------
 
-# Python imports this before anything else; PLANT=<what>:<rank>.
+# Python imports this before anything else; PLANT=<what>:<ranks>.
 HOOK = """
 import os, time
-what, _, rank = os.environ.get("PLANT", "").partition(":")
+what, _, ranks = os.environ.get("PLANT", "").partition(":")
 def late(function, seconds):
     return lambda *a, **b: (time.sleep(seconds), function(*a, **b))[1]
-if "RANK" in os.environ and rank in ("", os.environ["RANK"]):
+if "RANK" in os.environ and (not ranks or os.environ["RANK"] in ranks.split(",")):
     if what == "step":
         from torch.optim.optimizer import register_optimizer_step_pre_hook
         register_optimizer_step_pre_hook(lambda *_: time.sleep(1))
@@ -213,6 +273,9 @@ if "RANK" in os.environ and rank in ("", os.environ["RANK"]):
     if what == "log":
         from torch.utils.tensorboard import SummaryWriter
         SummaryWriter.add_scalar = late(SummaryWriter.add_scalar, 0.1)
+    if what == "disk":
+        import torch
+        torch.save = late(torch.save, 5)
 """
 ONE_MICRO_BATCH = {"MICRO_BATCH_SIZE": "8", "GLOBAL_BATCH_SIZE": "16"}
 PLANTED: dict[str, tuple[str, dict[str, str]]] = {
@@ -222,6 +285,8 @@ PLANTED: dict[str, tuple[str, dict[str, str]]] = {
     "logging": ("ddp", ONE_MICRO_BATCH | {"PLANT": "log:1", "LOG_INTERVAL": "1"}),
     "tiny micro-batches": ("zero1", {"MICRO_BATCH_SIZE": "1", "GLOBAL_BATCH_SIZE": "32", "ENCODER_SEQ_LENGTH": "32"}),
     "unequal pipeline stages": ("pipeline", {"ENCODER_NUM_LAYERS": "1", "DECODER_NUM_LAYERS": "8"}),
+    "slow node": ("zero1", ONE_MICRO_BATCH | {"PLANT": "step:2,3", "NNODES": "2"}),
+    "slow disk": ("ddp", ONE_MICRO_BATCH | {"PLANT": "disk", "SAVE_INTERVAL": "4", "LOG_INTERVAL": "1"}),
 }
 # What a busy machine does to any run.
 BUSY = {"another program on the core", "fewer cores than processes", "throttled CPU"}
@@ -229,28 +294,43 @@ BUSY = {"another program on the core", "fewer cores than processes", "throttled 
 
 def trained(data: Path, directory: Path, strategy: str, **settings: str) -> Explanation:
     (directory / "sitecustomize.py").write_text(HOOK)
+    nodes = [directory / "run"] * int(settings.pop("NNODES", "1"))
     fixed = {"ENGINE": "native", "MEGATRON_DATA_DIR": str(data), "PYTHONPATH": str(directory), "PRECISION_FLAG": ""}
     fixed |= {"TRAIN_ITERS": "7", "LOG_INTERVAL": "7", "PROFILE_ITERATION": "6", "OMP_NUM_THREADS": "1"}
-    return Explanation(train(strategy, directory / "run", **fixed | {"NPROC_PER_NODE": "2"} | settings))
+    return Explanation(train(strategy, *nodes, **fixed | {"NPROC_PER_NODE": "2"} | settings))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "planted"), PLANTED.items())
 def test_what_is_planted_is_named_first(sample_data: Path, tmp_path: Path, name: str, planted: tuple[str, dict]):
-    found = trained(sample_data, tmp_path, planted[0], **planted[1])
+    check(trained(sample_data, tmp_path, planted[0], **planted[1]), name)
+
+
+@pytest.mark.slow
+def test_the_real_engine_is_explained(megatron_dir: Path, sample_data: Path, tmp_path: Path):
+    real = {"ENGINE": "megatron", "MEGATRON_DIR": str(megatron_dir)}
+    check(trained(sample_data, tmp_path, "zero2", **ONE_MICRO_BATCH, **real, PLANT="data:1"), "data loading")
+
+
+def check(found: Explanation, name: str) -> None:
+    """The parts of every rank are the iteration, all are in the timeline, and this cause comes first."""
     names = [cause.name for cause in found.causes() if cause.name not in BUSY]
     assert names[:1] == [name][: bool(name)], (found.sentence(), found.causes())
-    assert len(found.ranks) == 2
     for rank in found.ranks:
         assert sum(rank.entry["parts"].values()) == pytest.approx(found.content["wall_ms"], rel=0.05)
-    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
-    assert {event["pid"] for event in events} == {0, 1} and len(events) <= timeline.MOST_EVENTS + 2
+    events = json.loads((found.run.directory / "trace.json").read_text())["traceEvents"]
+    ranks = set(range(found.layout.world_size))
+    assert {event["pid"] for event in events} == ranks and len(events) <= timeline.MOST_EVENTS + len(ranks)
+    assert {event["args"]["name"][:6] for event in events if event["ph"] == "M"} == {f"rank {rank}" for rank in ranks}
 
 
 # What the launcher's shell does to itself before anything else, and the engine's processes inherit.
+LINK = (
+    "exec unshare -n bash -c 'ip link set lo mtu 1500 up; tc qdisc add dev lo root tbf rate $RATE"
+    ' burst 128kb latency 500ms; exec bash "$@"\' - "$0" "$@"'
+)
 AROUND = {
-    "slow link": "exec unshare -n bash -c 'ip link set lo mtu 1500 up; tc qdisc add dev lo root tbf rate 10mbit"
-    ' burst 128kb latency 500ms; exec bash "$@"\' - "$0" "$@"',
+    "slow link": LINK,
     "throttled CPU": "echo $$ >$QUOTA/cgroup.procs",
     "another program on the core": "taskset -cp 0 $$ >/dev/null; (exec >/dev/null 2>&1; exec timeout 90 yes) &",
 }
@@ -268,12 +348,35 @@ def quota(tmp_path: Path) -> Iterator[Path]:
     folder.rmdir()
 
 
+def around(directory: Path, commands: str) -> dict[str, str]:
+    """Settings with which a launcher's shell begins with these commands."""
+    shell = directory / "shell"
+    shell.write_text(f"if [[ -z ${{PLANTED:-}} ]]; then\nexport PLANTED=1\n{commands}\nfi\n")
+    return {"BASH_ENV": str(shell)}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may slow a link down")
+def test_the_what_if_is_what_a_faster_link_shows(sample_data: Path, tmp_path: Path):
+    """Two processes share the loopback, so each has half of its rate. On a busy machine a third is what can be told."""
+    settings = {"MICRO_BATCH_SIZE": "8", "GLOBAL_BATCH_SIZE": "64"}
+    runs = []
+    for rate in ("40mbit", "2gbit"):
+        (tmp_path / rate).mkdir()
+        own = around(tmp_path / rate, LINK) | {"RATE": rate}
+        runs.append(trained(sample_data, tmp_path / rate, "zero2", **settings, **own))
+    slow, fast = runs
+    assert slow.calibrated and slow.calibrated.gigabits == pytest.approx(0.02, rel=0.3)
+    gain, link = slow.what_if
+    assert link == "a link of 1 Gbit/s" and f"; {link} would make it {gain:.1f} times as fast. " in slow.sentence()
+    measured = slow.content["other_iterations_ms"] / fast.content["other_iterations_ms"]
+    assert measured > 1.5 and gain == pytest.approx(measured, rel=0.33)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AROUND)
 def test_what_is_planted_around_the_run_is_named_first(sample_data: Path, tmp_path: Path, quota: Path, name: str):
-    shell = tmp_path / "shell"
-    shell.write_text(f"if [[ -z ${{PLANTED:-}} ]]; then\nexport PLANTED=1\n{AROUND[name]}\nfi\n")
-    settings = ONE_MICRO_BATCH | {"BASH_ENV": str(shell), "QUOTA": str(quota)}
+    settings = ONE_MICRO_BATCH | around(tmp_path, AROUND[name]) | {"QUOTA": str(quota), "RATE": "10mbit"}
     settings |= {"PLANT": "quota"} if name == "throttled CPU" else {}
     found = trained(sample_data, tmp_path, "ddp", **settings)
     names = [cause.name for cause in found.causes() if cause.name == name or cause.name not in BUSY]

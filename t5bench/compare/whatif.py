@@ -1,0 +1,109 @@
+"""What would make a profiled run faster: the cost model's answer, calibrated on that run's own iteration.
+
+Two figures of the iteration decide: how long it takes, and how much of that is communication that nothing hides. From
+them follow how much slower than its figures the machine computes, and how many bytes per second its link carries.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from t5bench.compare.predicted import prediction_of
+from t5bench.model import schedule, time
+from t5bench.model.machine import Machine
+from t5bench.model.prediction import Prediction
+from t5bench.record.records import Run
+
+# Gbit/s of links that one can buy. Bytes per second between which a run's link is looked for, and in how many halvings.
+GIGABITS = (1, 10, 25, 100, 400, 800)
+RATES, HALVINGS = (1e4, 1e12), 30
+# By which share of the iteration the model may miss the exposed communication.
+MISSED = 0.1
+
+Gain = tuple[float, str]  # how many times as fast an iteration is, and with what
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A run's job on the machine on which it takes as long; rest: seconds of the iteration that the model lacks."""
+
+    found: Prediction
+    rest: float
+
+    @classmethod
+    def of(cls, run: Run, seconds: float, exposed: float, rest: float = 0.0) -> "WhatIf | None":
+        """None where the model does not describe the run. exposed: seconds of communication and pipeline bubble."""
+        if not (found := prediction_of(run)):
+            return None
+        (low, high), best = RATES, None
+        for _ in range(HALVINGS):
+            rate = math.sqrt(low * high)
+            machine = _linked(found, rate)
+            try:
+                slower = time.calibrated(found.job, machine, seconds - rest, found.backend)
+            except ValueError:  # sending alone takes longer
+                low = rate
+                continue
+            best = replace(found, machine=machine, slower=slower)
+            low, high = (rate, high) if _exposed(best) > exposed else (low, rate)
+        described = best and abs(_exposed(best) - exposed) <= MISSED * seconds
+        return cls(best, rest) if best and described else None
+
+    @property
+    def gigabits(self) -> float:
+        """What the run's link carries."""
+        return 8e-9 * getattr(self.found.machine, _side(self.found)).bandwidth
+
+    def gain(self, *, gigabits: float = 0.0, micro_batch: int = 0) -> float:
+        """How many times as fast an iteration is with another link or another micro-batch."""
+        found, before = self.found, self.found.time
+        if gigabits:
+            found = replace(found, machine=_linked(found, gigabits * 1e9 / 8))
+        if micro_batch:
+            found = replace(found, job=replace(found.job, micro_batch=micro_batch))
+        assert before and found.time
+        return (before.total + self.rest) / (found.time.total + self.rest)
+
+    def faster_link(self) -> Gain:
+        """The next one that is clearly faster."""
+        gigabits = next((speed for speed in GIGABITS if speed >= 2 * self.gigabits), GIGABITS[-1])
+        return self.gain(gigabits=gigabits), f"a link of {gigabits} Gbit/s"
+
+    def other_micro_batch(self) -> Gain:
+        """The fastest one that fits into the device."""
+        gains = {size: self.gain(micro_batch=size) for size in self._micro_batches()}
+        size = max(gains, key=gains.__getitem__)
+        return gains[size], f"micro-batches of {size} instead of {self.found.job.micro_batch}"
+
+    def _micro_batches(self) -> Iterator[int]:
+        """Powers of two times the run's that divide the batch, and leave every pipeline stage one at least."""
+        job = self.found.job
+        local = job.global_batch // job.parallel.data
+        for size in (job.micro_batch, *(2**power for power in range(local.bit_length()))):
+            fits = not replace(self.found, job=replace(job, micro_batch=size)).shortage
+            if local % size == 0 and local // size >= job.parallel.pipeline and fits:
+                yield size
+
+
+def equal_stages(seconds: float, forward: Sequence[float], backward: Sequence[float], micro_batches: int) -> Gain:
+    """With all stages alike, of an iteration that takes so long; forward, backward: a micro-batch's on each stage."""
+    count = len(forward)
+    alike = [[sum(times) / count] * count for times in (forward, backward)]
+    gained = schedule.duration(forward, backward, micro_batches) - schedule.duration(*alike, micro_batches)
+    return seconds / (seconds - gained), "equal pipeline stages"
+
+
+def _exposed(found: Prediction) -> float:
+    assert found.time
+    return found.time.communication + found.time.bubble
+
+
+def _side(found: Prediction) -> str:
+    """Which link decides: the one between nodes, or inside the only one."""
+    return "between" if found.job.parallel.world > found.job.parallel.devices_per_node else "inside"
+
+
+def _linked(found: Prediction, rate: float) -> Machine:
+    """The machine with so many bytes per second over that link."""
+    side = _side(found)
+    return replace(found.machine, **{side: replace(getattr(found.machine, side), bandwidth=rate)})
