@@ -43,7 +43,8 @@ OWN_WORK = (DATA, LOGGING, SAVING)
 # What data-parallel ranks send, in words; for every micro-batch under these stages of ZeRO.
 SENT = {AXES[0]: ("sending gradients", 2), AXES[3]: ("gathering parameters", 3)}
 # How much longer than another a stage has to take for its layers, by the cost model, before it counts as slow.
-BEYOND_MODEL = 2
+BEYOND_MODEL = 2.5
+NOT_MODELLED = {"slow rank", "slow node", "data loading", "logging", "slow disk", "frequent checkpoints"}
 
 
 class Rank:
@@ -86,7 +87,7 @@ class Explanation:
         cost = self.content["overhead"]
         more = "" if cost is None else f". Profiling changed its time by {cost:+.0%} of the others' median"
         name, _, _ = self.plan.strategy.title.partition(":")[0].partition(" (")
-        of_gpt = " of a GPT" * (self.plan.value("MODEL_FAMILY") == "gpt")
+        of_gpt = " of a GPT" * (self.run.architecture.family == "gpt")
         parts = profile.limits(self.content, self._doing()).replace("% ", "% of each iteration ", 1)
         gain, change = self.what_if or (1.0, "")
         faster = f"; {change} would make it {gain:.1f} times as fast" if change else ""
@@ -116,20 +117,22 @@ class Explanation:
         rest = sum(rank.share(WAITING, *OWN_WORK) for rank in self.ranks) / len(self.ranks)
         seconds, exposed = (self.content.get("other_iterations_ms") or wall) / 1000, most.exposed * wall / 1000
         seconds = seconds if exposed < (1 - rest) * seconds else wall / 1000
-        return WhatIf.of(self.run, seconds, exposed, rest * seconds)
+        links = [link for rank in self.ranks for link in rank.entry["links"].values() if link["ms"]]
+        rate = 1000 * sum(link["bytes"] for link in links) / sum(link["ms"] for link in links) if links else 0.0
+        return WhatIf.of(self.run, seconds, exposed, rest * seconds, rate)
 
     @cached_property
     def what_if(self) -> Gain | None:
         """What the cost model says of the largest of the limits that it knows; None where that is nothing."""
-        shares, named = profile.shares(self.content), {cause.name for cause in self.causes()}
+        shares, causes = profile.shares(self.content), {cause.name: cause.share for cause in self.causes()}
         sending = sum(shares[part] for part in SENDING.values())
         limits = {"link": sending, "bubble": shares[BUBBLE], "host": shares[HOST]}
-        limit = "host" if "tiny micro-batches" in named else max(limits, key=limits.__getitem__)
-        others = (shares[part] for part in (WAITING, *OWN_WORK))
-        if limits[limit] < max(WORTH_NAMING, *others) or not self.calibrated:
+        limit = max(limits, key=limits.__getitem__)
+        others = max(causes.get(name, WORTH_NAMING) for name in NOT_MODELLED)
+        if limits[limit] < others or not self.calibrated:
             return None
         found = [self.calibrated.other_micro_batch()]
-        if limit == "link" and (self.layout.nnodes > 1 or "slow link" in named):
+        if limit == "link" and (self.layout.nnodes > 1 or "slow link" in causes):
             found = [self.calibrated.faster_link()]
         elif limit == "bubble":
             found.append(self._equal_stages())
@@ -140,11 +143,15 @@ class Explanation:
         ways = [[self._of_stage(stage, *way) for stage in range(self.layout.pp)] for way in ((FORWARD,), backward)]
         return equal_stages(1.0, *ways, self.layout.micro_batches)
 
-    def _of_stage(self, stage: int, *parts: str) -> float:
-        """The share of an iteration that these parts of a micro-batch take on a stage's busiest rank."""
+    def _of_stage(self, stage: int, *parts: str, undisturbed: bool = False) -> float:
+        """The share of an iteration that these parts of a micro-batch take on a stage's busiest rank.
+
+        undisturbed: without waiting for a core.
+        """
         size = len(self.ranks) // self.layout.pp
         ranks = self.ranks[stage * size : (stage + 1) * size]
-        return max(rank.share(*parts) for rank in ranks) / self.layout.micro_batches
+        times = (rank.share(*parts) - undisturbed * (rank.queued + rank.throttled) for rank in ranks)
+        return max(1e-3, *times) / self.layout.micro_batches
 
     def _own_work(self) -> Iterator[Cause]:
         every = self.plan.number("LOG_INTERVAL")
@@ -189,7 +196,7 @@ class Explanation:
         share = max(rank.share(BUBBLE) for rank in self.ranks)
         times = [self._of_stage(stage, *COMPUTING) for stage in stages]
         model = [sum(way.seconds for way in time.stage_seconds(job, time.CPU, stage)) for stage in stages]
-        beyond = [self._of_stage(stage, *COMPUTING, HOST) / model[stage] for stage in stages]
+        beyond = [self._of_stage(stage, *COMPUTING, HOST, undisturbed=True) / model[stage] for stage in stages]
         slowest, slower = beyond.index(max(beyond)), max(beyond) / max(min(beyond), 1e-9)
         ratio = max(times) / max(min(times), 1e-9)
         if slower >= BEYOND_MODEL:

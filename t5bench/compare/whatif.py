@@ -1,7 +1,8 @@
 """What would make a profiled run faster: the cost model's answer, calibrated on that run's own iteration.
 
-Two figures of the iteration decide: how long it takes, and how much of that is communication that nothing hides. From
-them follow how much slower than its figures the machine computes, and how many bytes per second its link carries.
+Three figures of the iteration decide: how long it takes, how much of that is communication that nothing hides, and how
+fast large messages pass. From them follow how much slower than its figures the machine computes, how many bytes per
+second its link carries, and how long a message takes besides.
 """
 
 import math
@@ -14,9 +15,10 @@ from t5bench.model.machine import Machine
 from t5bench.model.prediction import Prediction
 from t5bench.record.records import Run
 
-# Gbit/s of links that one can buy. Bytes per second between which a run's link is looked for, and in how many halvings.
+# Gbit/s of links that one can buy.
 GIGABITS = (1, 10, 25, 100, 400, 800)
-RATES, HALVINGS = (1e4, 1e12), 30
+# Bytes per second, and seconds of latency, between which a run's link is looked for, the worst first.
+RATES, LATENCIES, HALVINGS = (1e4, 1e12), (1.0, 1e-7), 30
 # By which share of the iteration the model may miss the exposed communication.
 MISSED = 0.1
 
@@ -31,23 +33,19 @@ class WhatIf:
     rest: float
 
     @classmethod
-    def of(cls, run: Run, seconds: float, exposed: float, rest: float = 0.0) -> "WhatIf | None":
-        """None where the model does not describe the run. exposed: seconds of communication and pipeline bubble."""
-        if not (found := prediction_of(run)):
-            return None
-        (low, high), best = RATES, None
-        for _ in range(HALVINGS):
-            rate = math.sqrt(low * high)
-            machine = _linked(found, rate)
-            try:
-                slower = time.calibrated(found.job, machine, seconds - rest, found.backend)
-            except ValueError:  # sending alone takes longer
-                low = rate
-                continue
-            best = replace(found, machine=machine, slower=slower)
-            low, high = (rate, high) if _exposed(best) > exposed else (low, rate)
-        described = best and abs(_exposed(best) - exposed) <= MISSED * seconds
-        return cls(best, rest) if best and described else None
+    def of(cls, run: Run, seconds: float, exposed: float, rest: float, rate: float) -> "WhatIf | None":
+        """None where the model does not describe the run.
+
+        exposed: seconds of communication and pipeline bubble. rate: bytes per second of large messages, 0 for none.
+        """
+        found = prediction_of(run)
+        at_rate = found and _calibrated(found, seconds - rest, {"bandwidth": rate or RATES[1]})
+        if found and at_rate and _exposed(at_rate) < exposed:
+            found = replace(found, machine=_linked(found, bandwidth=rate or RATES[1]))
+            best = _matching(found, seconds - rest, exposed, "latency", LATENCIES)
+        else:
+            best = found and _matching(found, seconds - rest, exposed, "bandwidth", RATES)
+        return cls(best, rest) if best and abs(_exposed(best) - exposed) <= MISSED * seconds else None
 
     @property
     def gigabits(self) -> float:
@@ -58,7 +56,7 @@ class WhatIf:
         """How many times as fast an iteration is with another link or another micro-batch."""
         found, before = self.found, self.found.time
         if gigabits:
-            found = replace(found, machine=_linked(found, gigabits * 1e9 / 8))
+            found = replace(found, machine=_linked(found, bandwidth=gigabits * 1e9 / 8))
         if micro_batch:
             found = replace(found, job=replace(found.job, micro_batch=micro_batch))
         assert before and found.time
@@ -103,7 +101,31 @@ def _side(found: Prediction) -> str:
     return "between" if found.job.parallel.world > found.job.parallel.devices_per_node else "inside"
 
 
-def _linked(found: Prediction, rate: float) -> Machine:
-    """The machine with so many bytes per second over that link."""
+def _linked(found: Prediction, **changes: float) -> Machine:
+    """The machine with another bandwidth or latency of that link."""
     side = _side(found)
-    return replace(found.machine, **{side: replace(getattr(found.machine, side), bandwidth=rate)})
+    return replace(found.machine, **{side: replace(getattr(found.machine, side), **changes)})
+
+
+def _calibrated(found: Prediction, seconds: float, link: dict[str, float]) -> Prediction | None:
+    """On a machine with this link that takes as long; None where sending alone takes longer."""
+    machine = _linked(found, **link)
+    try:
+        slower = time.calibrated(found.job, machine, seconds, found.backend)
+    except ValueError:
+        return None
+    return replace(found, machine=machine, slower=slower)
+
+
+def _matching(
+    found: Prediction, seconds: float, exposed: float, name: str, bounds: tuple[float, float]
+) -> Prediction | None:
+    """With the link whose bandwidth or latency gives the exposed communication."""
+    (worse, better), best = bounds, None
+    for _ in range(HALVINGS):
+        middle = math.sqrt(worse * better)
+        tried = _calibrated(found, seconds, {name: middle})
+        best = tried or best
+        is_worse = tried is None or _exposed(tried) > exposed
+        worse, better = (middle, better) if is_worse else (worse, middle)
+    return best

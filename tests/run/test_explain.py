@@ -107,10 +107,10 @@ def launched(kernel: str, at: float, start: float, end: float, number: int, kind
 
 def test_with_nccl_a_rank_waits_on_its_device_and_computing_hides_what_is_sent():
     """The host launches at once on both ranks; the second one's device comes to the collective later."""
-    kernel, annotation = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "gpu_user_annotation"
+    kernel = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
     first, second = explained(*(
         [span("aten::linear", 0, 2), *launched("gemm", 1, 10, 30, 1), collective(0, 1, 3, 4),
-         *launched(kernel, 3.1, at, 60, 2), {**collective(0, 1, at, 60), "cat": annotation, "tid": 8},
+         *launched(kernel, 3.1, at, 60, 2), {**collective(0, 1, at, 60), "cat": "gpu_user_annotation"},
          *launched("Memcpy DtoH (Device -> Pinned)", 3.5, 50, 70, 3, "gpu_memcpy"),
          *launched("Memset (Device)", 3.6, 70, 72, 4, "gpu_memset")] for at in (20, 45)
     ))  # fmt: skip
@@ -163,7 +163,9 @@ def test_on_a_gpu_the_kernels_decide():
 HEALTHY = {"forward": 30.0, "backward": 60.0, "host gaps": 5.0, SENDING[AXES[0]]: 5.0}
 
 
-def made_profile(directory: Path, strategy: str, changes: list[dict], log_interval: int = 1, nodes: int = 1, **run: Any) -> Explanation:
+def made_profile(
+    directory: Path, strategy: str, changes: list[dict], log_interval: int = 1, nodes: int = 1, **run: Any
+) -> Explanation:
     """Of a few ranks, with parts in percent; changes: to a healthy rank's entry."""
     made = load(make_run(directory, strategy, log_interval=log_interval, nodes=nodes, world_size=len(changes), **run))
     ranks = []
@@ -188,7 +190,8 @@ MADE: dict[str, tuple[str, list[dict]]] = {
     "logging": ("ddp", [{}, {"parts": HEALTHY | {"logging": 20.0}}]),
     "slow rank": ("zero2", [{"waited_for": {"1": 30.0}}, {}]),
     "slow node": (
-        "zero1", [{"waited_for": {"2": 20.0, "3": 15.0}}] * 2 + [{"waited_for": {"3": 2.0}}, {"waited_for": {"2": 3.0}}],
+        "zero1",
+        [{"waited_for": {"2": 20.0, "3": 15.0}}] * 2 + [{"waited_for": {"3": 2.0}}, {"waited_for": {"2": 3.0}}],
     ),
     "throttled CPU": ("zero2", [{"waited_for": {"1": 30.0}}, {"processor": {"queued_ms": 0.0, "throttled_ms": 30.0}}]),
     "another program on the core": (
