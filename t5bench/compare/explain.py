@@ -158,7 +158,9 @@ class Explanation:
         for name, part, times in (("data loading", DATA, 1), ("logging", LOGGING, every)):
             worst = max(self.ranks, key=lambda rank: rank.share(part))
             share = worst.share(part) / times
-            yield Cause(name, share, f"{worst.name} is {profile.DOING[part]} {share:.0%} of the time")
+            # On a busy core this takes longer too.
+            own = share * (1 - worst.queued)
+            yield Cause(name, own, f"{worst.name} is {profile.DOING[part]} {share:.0%} of the time")
 
     def _processor(self) -> Iterator[Cause]:
         for rank in self.ranks:
