@@ -113,9 +113,13 @@ class Explanation:
     def calibrated(self) -> WhatIf | None:
         """The cost model on a machine like this; None where it does not describe the run."""
         walls = [rank.wall for rank in self.ranks]
-        wall, most = sum(walls) / len(walls), min(self.ranks, key=lambda rank: rank.exposed)
+        wall, share = sum(walls) / len(walls), min(rank.exposed for rank in self.ranks)
         rest = sum(rank.share(WAITING, *OWN_WORK) for rank in self.ranks) / len(self.ranks)
-        seconds, exposed = (self.content.get("other_iterations_ms") or wall) / 1000, most.exposed * wall / 1000
+        if any(self._link()):
+            # Who waits for the other in turn waits for what the link delivers late.
+            mutual = min(rank.share(WAITING) for rank in self.ranks)
+            share, rest = share + mutual, rest - mutual
+        seconds, exposed = (self.content.get("other_iterations_ms") or wall) / 1000, share * wall / 1000
         seconds = seconds if exposed < (1 - rest) * seconds else wall / 1000
         links = [link for rank in self.ranks for link in rank.entry["links"].values() if link["ms"]]
         rate = 1000 * sum(link["bytes"] for link in links) / sum(link["ms"] for link in links) if links else 0.0
