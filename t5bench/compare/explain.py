@@ -44,6 +44,7 @@ OWN_WORK = (DATA, LOGGING, SAVING)
 SENT = {AXES[0]: ("sending gradients", 2), AXES[3]: ("gathering parameters", 3)}
 # How much longer than another a stage has to take for its layers, by the cost model, before it counts as slow.
 BEYOND_MODEL = 2.5
+LARGER_STAGE = 1.25  # and how much more a stage has to compute, by the model, before stages count as unequal
 NOT_MODELLED = {"slow rank", "slow node", "data loading", "logging", "slow disk", "frequent checkpoints"}
 
 
@@ -147,15 +148,11 @@ class Explanation:
         ways = [[self._of_stage(stage, *way) for stage in range(self.layout.pp)] for way in ((FORWARD,), backward)]
         return equal_stages(1.0, *ways, self.layout.micro_batches)
 
-    def _of_stage(self, stage: int, *parts: str, undisturbed: bool = False) -> float:
-        """The share of an iteration that these parts of a micro-batch take on a stage's busiest rank.
-
-        undisturbed: without waiting for a core.
-        """
+    def _of_stage(self, stage: int, *parts: str) -> float:
+        """The share of an iteration that these parts of a micro-batch take on a stage's busiest rank."""
         size = len(self.ranks) // self.layout.pp
         ranks = self.ranks[stage * size : (stage + 1) * size]
-        times = (rank.share(*parts) - undisturbed * (rank.queued + rank.throttled) for rank in ranks)
-        return max(1e-3, *times) / self.layout.micro_batches
+        return max(1e-3, *(rank.share(*parts) for rank in ranks)) / self.layout.micro_batches
 
     def _own_work(self) -> Iterator[Cause]:
         every = self.plan.number("LOG_INTERVAL")
@@ -202,15 +199,14 @@ class Explanation:
         share = max(rank.share(BUBBLE) for rank in self.ranks)
         times = [self._of_stage(stage, *COMPUTING) for stage in stages]
         model = [sum(way.seconds for way in time.stage_seconds(job, time.CPU, stage)) for stage in stages]
-        beyond = [self._of_stage(stage, *COMPUTING, HOST, undisturbed=True) / model[stage] for stage in stages]
-        slowest, slower = beyond.index(max(beyond)), max(beyond) / max(min(beyond), 1e-9)
-        ratio = max(times) / max(min(times), 1e-9)
-        if slower >= BEYOND_MODEL:
-            text = f"stage {slowest} takes {slower:.1f} times as long as its layers should, next to the others'"
+        beyond = [self._of_stage(stage, *COMPUTING, HOST) / model[stage] for stage in stages]
+        slower, largest = max(beyond) / min(beyond), times.index(max(times))
+        ratio, disturbed = max(times) / min(times), max(rank.queued + rank.throttled for rank in self.ranks)
+        if slower >= BEYOND_MODEL and disturbed < CONTENDED:
+            text = f"stage {beyond.index(max(beyond))} takes {slower:.1f} times as long for its layers as another"
             yield Cause("slow rank", share - max(rank.kept for rank in self.ranks), text)
-        elif ratio >= UNEQUAL_STAGES:
-            text = f"stage {times.index(max(times))} computes {ratio:.1f} times as long"
-            yield Cause("unequal pipeline stages", share, text)
+        elif ratio >= UNEQUAL_STAGES and model[largest] >= LARGER_STAGE * min(model):
+            yield Cause("unequal pipeline stages", share, f"stage {largest} computes {ratio:.1f} times as long")
 
     def _link(self) -> Iterator[Cause]:
         """What waiting for a core may have cost does not count as the link's."""
@@ -224,7 +220,8 @@ class Explanation:
 
     def _micro_batches(self) -> Iterator[Cause]:
         worst, count = max(self.ranks, key=lambda rank: rank.share(HOST)), self.layout.micro_batches
-        mean = worst.computing / max(1, worst.entry["operators"])
+        # Without what it waits for a core meanwhile.
+        mean = worst.computing * (1 - worst.queued) / max(1, worst.entry["operators"])
         if count > self.layout.pp and mean < SMALL_OPERATOR_MS:
             text = f"{count} micro-batches of {self.plan.value('MICRO_BATCH_SIZE')}, {1000 * mean:.0f} us an operator"
             yield Cause("tiny micro-batches", worst.share(HOST), text)
