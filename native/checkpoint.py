@@ -27,7 +27,7 @@ def shard_path(directory: str, iteration: int, layout: Layout) -> Path:
 
 
 def latest(directory: str | None) -> int:
-    """The iteration of the newest whole checkpoint; 0 where there is none.
+    """The iteration of the newest intact checkpoint; 0 where there is none.
 
     Raises ValueError when the tracker file holds something else.
     """
@@ -36,7 +36,7 @@ def latest(directory: str | None) -> int:
         return 0
     text = tracker.read_text().strip()
     if not text.isdecimal():
-        raise ValueError(f"{tracker} holds '{text}' where an iteration should be")
+        raise ValueError(f"{tracker} holds '{text}' instead of an iteration")
     return int(text)
 
 

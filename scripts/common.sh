@@ -79,8 +79,8 @@ begin() {
     case $argument in
       '') ;;
       -h | --help) print_help && exit ;;
-      -*) [[ " $1 " == *" $argument "* ]] || die "unknown option '$argument'" "bash scripts/${0##*/} --help lists what there is" ;;
-      *) [[ " $1 " == *" NAME "* ]] || die "unknown argument '$argument'" "Settings come from the environment: see --help" ;;
+      -*) [[ " $1 " == *" $argument "* ]] || die "unknown option '$argument'" "Run bash scripts/${0##*/} --help to see the options" ;;
+      *) [[ " $1 " == *" NAME "* ]] || die "unknown argument '$argument'" "Give settings as environment variables; --help lists them" ;;
     esac
   done
   require_python
@@ -105,7 +105,7 @@ parse_arguments() {
     esac
     shift
   done
-  ((${#POSITIONAL[@]} <= 2)) || die "at most two arguments are expected, found ${#POSITIONAL[@]}: ${POSITIONAL[*]}" \
+  ((${#POSITIONAL[@]} <= 2)) || die "expected at most two arguments, found ${#POSITIONAL[@]}: ${POSITIONAL[*]}" \
     "Usage: bash scripts/${0##*/} [master-host] [node-rank]"
 }
 
@@ -130,7 +130,7 @@ engine_dir_setting() { setting MEGATRON_DIR path place - "$REPO_ROOT/../Megatron
 python_module() (cd -- "$REPO_ROOT" && exec "$PYTHON" -m "$@")
 
 require_python() {
-  command -v "$PYTHON" >/dev/null || die "there is no '$PYTHON' on PATH" "Activate the environment that has torch, or set PYTHON"
+  command -v "$PYTHON" >/dev/null || die "'$PYTHON' is not on PATH" "Activate the Python environment that has torch, or set PYTHON to its interpreter"
 }
 
 # ---- hosts and ranks -----------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ slurm_hosts() {
   elif command -v scontrol >/dev/null; then
     scontrol show hostnames "$list"
   else
-    note "SLURM gives the nodes as '$list' but scontrol is not on PATH: export HOSTS=\"node0 node1\" yourself"
+    note "SLURM lists the nodes as '$list', but scontrol is not on PATH to expand this: export HOSTS=\"node0 node1\""
   fi
 }
 
@@ -154,7 +154,7 @@ resolve_topology() {
   read -r -d '' -a HOST_LIST <<<"${HOSTS:-$(slurm_hosts)}" || true
   if [[ -n $MASTER_ADDR && -z ${NNODES:-}${HOST_LIST[*]}${SLURM_JOB_NUM_NODES:-} && ! $MASTER_ADDR =~ ^(localhost|127\..*|::1)$ ]]; then
     NNODES=2
-    note "Neither HOSTS nor NNODES says how many nodes there are: taking the README's 2, with $MASTER_ADDR as the master."
+    note "Neither HOSTS nor NNODES gives the number of nodes: assuming 2, with $MASTER_ADDR as the master."
   fi
   ((${#HOST_LIST[@]} == 0)) || NNODES=${NNODES:-${#HOST_LIST[@]}}
   NNODES=${NNODES:-${SLURM_JOB_NUM_NODES:-1}} MASTER_ADDR=${MASTER_ADDR:-${HOST_LIST[0]:-}}
@@ -176,7 +176,7 @@ recorder_lives() {
   { kill -0 "$recorder_pid" && read -r _ _ state _ <"/proc/$recorder_pid/stat"; } 2>/dev/null || return 1
   [[ $state == T ]] || stopped=0
   if ((++stopped > 25)); then
-    note "what keeps the record of this run was stopped; it goes on"
+    note "the recorder of this run was suspended; resuming it"
     kill -s CONT "$recorder_pid"
   fi
 }
@@ -202,7 +202,7 @@ run_to_end() {
   child=$!
   while [[ -z $interrupted_by ]] && kill -0 "$child" 2>/dev/null && recorder_lives; do pause 0.2; done
   if [[ -n $interrupted_by ]]; then
-    note "$interrupted_by received: ending the processes of this run"
+    note "$interrupted_by received: stopping the processes of this run"
     # SLURM kills after 30 s (KillWait), and the record takes some of them.
     end_marked "$mark" 15
   else
@@ -230,7 +230,7 @@ run_to_end() {
   fi
   exec {NEVER}>&-
   if ((status > 128)) && [[ -z $interrupted_by && -s $end_file ]]; then
-    note "error: what keeps the record of this run was killed (signal $((status - 128))); the run ended with it"
+    note "error: the recorder of this run was killed (signal $((status - 128))), so the run was stopped"
     status=1
   fi
   trap - INT TERM HUP

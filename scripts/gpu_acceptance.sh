@@ -17,15 +17,15 @@ set -euo pipefail
 # shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-setting ENGINES 'one-of:both|megatron|native' layout - both "Which engines"
-setting STRATEGIES text? layout - "" "Which strategies (unset: all); DDP is always among them"
-setting MICRO_BATCH_SIZES text load - "32 8 1" "Which of them the throughput is measured with, in this order"
-setting MINUTES decimal watch - 10 "What a part may take, everything included; the same command goes on from there"
+setting ENGINES 'one-of:both|megatron|native' layout - both "Engines to run"
+setting STRATEGIES text? layout - "" "Strategies to run (unset: all); DDP is always included"
+setting MICRO_BATCH_SIZES text load - "32 8 1" "Micro-batch sizes to measure the throughput with, in this order"
+setting MINUTES decimal watch - 10 "Minutes that each part may take; run the same command again to continue"
 engine_dir_setting
-setting BUNDLE path? place - "" "What --pack made, for a machine without internet: wheels/ and Megatron-DeepSpeed/"
-setting RESULTS_DIR path? place - "" "Where the summary, the figures and the packed records go (unset: docs/results/<device>)"
-setting WORK_DIR path place - "$REPO_ROOT/outputs/acceptance" "Where the runs are made"
-setting TARGET_PYTHON text place - 3.12 "With --pack: the Python of the machine that the wheels are for"
+setting BUNDLE path? place - "" "What --pack made, for a machine without internet (wheels/ and Megatron-DeepSpeed/)"
+setting RESULTS_DIR path? place - "" "Where to put the summary, the figures and the packed records (unset: docs/results/<device>)"
+setting WORK_DIR path place - "$REPO_ROOT/outputs/acceptance" "Directory of the runs"
+setting TARGET_PYTHON text place - 3.12 "With --pack: the Python version of the machine that will use the wheels"
 
 # What every run here is told; the network of one machine is its own.
 # The vocabulary is google-t5/t5-large's, padded, for the bundled sample has a smaller one.
@@ -42,21 +42,21 @@ pack() {
   check_engine
   note "packing wheels for Python $TARGET_PYTHON"
   DS_BUILD_OPS=0 packages pack "$target/wheels" "$TARGET_PYTHON" ||
-    die "the wheels could not be packed" "pip's own message is above; DeepSpeed is built with the torch of $PYTHON"
+    die "cannot pack the wheels" "See pip's message above; DeepSpeed is built with the torch of $PYTHON"
   rm -rf -- "$target/Megatron-DeepSpeed"
   mkdir -p -- "$target/Megatron-DeepSpeed"
   tar -C "$MEGATRON_DIR" --exclude=.git --exclude=__pycache__ --exclude=build -cf - . | tar -C "$target/Megatron-DeepSpeed" -xf -
   git -C "$REPO_ROOT" describe --always --abbrev=40 --dirty >"$target/commit" 2>/dev/null || true
-  note "packed $(du -sh -- "$target" | cut -f 1) in $target: take it along with this repository, and run there"
-  note "  BUNDLE=<its place> bash scripts/gpu_acceptance.sh"
+  note "packed $(du -sh -- "$target" | cut -f 1) in $target: copy it and this repository to the other machine, and run there"
+  note "  BUNDLE=<its path> bash scripts/gpu_acceptance.sh"
 }
 
 # Beside the Python that is there, whose torch belongs to its CUDA.
 complete_packages() {
   local site=$WORK_DIR/site-packages lacking
   export PYTHONPATH=$site:$PYTHONPATH PATH=$site/bin:$PATH
-  lacking=$(packages complete "$site" ${BUNDLE:+"$BUNDLE/wheels"}) || die "the wheels in $BUNDLE/wheels cannot be installed" \
-    "pip's own message is above; --pack makes them for the Python that TARGET_PYTHON names"
+  lacking=$(packages complete "$site" ${BUNDLE:+"$BUNDLE/wheels"}) || die "cannot install the wheels in $BUNDLE/wheels" \
+    "See pip's message above; --pack makes them for the Python version in TARGET_PYTHON"
   [[ -z $lacking ]] || die "these packages are missing: $lacking" \
     "With internet: $PYTHON -m pip install -r requirements.txt; without: BUNDLE, made by --pack elsewhere"
   [[ -z $BUNDLE || -d $MEGATRON_DIR ]] || MEGATRON_DIR=$BUNDLE/Megatron-DeepSpeed
@@ -64,7 +64,7 @@ complete_packages() {
 
 check_engine() {
   MEGATRON_DIR=$MEGATRON_DIR bash "$REPO_ROOT/scripts/setup_megatron.sh" --check ||
-    die "the engine is not ready" "Run: INSTALL=0 bash scripts/setup_megatron.sh; or ENGINES=native"
+    die "the engine is not ready" "Run: INSTALL=0 bash scripts/setup_megatron.sh; or set ENGINES=native"
 }
 
 begin '--rehearse --pack NAME' "$@"

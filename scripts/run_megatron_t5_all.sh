@@ -13,11 +13,11 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 setting STRATEGIES 'text?' - - "" "Strategies to run, separated by spaces (unset: all)"
-setting REPEATS whole:1 - - 1 "Times that each is run, in turn (A B C A B C), so that drift of the machine hits all alike"
-setting RETRIES whole:0 - - 1 "Times that a failed run is tried again once all others have run"
-setting LAUNCH 'one-of:local|ssh' - - local "local (this machine's processes), or ssh (the nodes of HOSTS, else SLURM's, from this one terminal)"
+setting REPEATS whole:1 - - 1 "Runs of each strategy, interleaved (A B C A B C) so that drift of the machine affects all alike"
+setting RETRIES whole:0 - - 1 "Retries of a failed run, once all others have run"
+setting LAUNCH 'one-of:local|ssh' - - local "local (on this machine), or ssh (on the nodes of HOSTS or SLURM, from this one terminal)"
 family=${MODEL_FAMILY:-t5}-
-setting RUNS_DIR path - - "$REPO_ROOT/outputs/${family#t5-}all" "Directory of the runs; what is complete there is not run again"
+setting RUNS_DIR path - - "$REPO_ROOT/outputs/${family#t5-}all" "Directory of the runs; complete runs in it are not repeated"
 
 begin --dry-run "$@"
 export PYTHON

@@ -16,7 +16,7 @@ run_pytest() { "$PYTHON" -m pytest --dist loadgroup "$@" || status=$?; }
 run_pytest -n "${TEST_PROCESSES:-2}" "$@"
 if ((status == SOME_TESTS_FAILED)); then
   status=0
-  printf '\nWhat failed, once more and one at a time, until one fails again:\n'
+  printf '\nRunning the failed tests again, one at a time, until one fails again:\n'
   # Tests have other names in this process than in a worker, which are the ones that were kept.
   run_pytest "$@" -n 1 --last-failed --last-failed-no-failures none --exitfirst
 fi

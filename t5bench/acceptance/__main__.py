@@ -40,7 +40,7 @@ class Preset:
         self.rehearsal = os.environ["DEVICE"] == "cpu"
         if not self.rehearsal and not count_gpus(os.environ):
             found = "there is no GPU here (nvidia-smi -L lists none that CUDA_VISIBLE_DEVICES shows)"
-            raise Problem(found, "--rehearse goes through all of it on the CPU")
+            raise Problem(found, "--rehearse tries everything on the CPU")
         name = "rehearsal" if self.rehearsal else results.name_of([gpu["name"] for gpu in machine.gpus(os.environ)])
         self.work = work / name
         own = self.work / "results" if self.rehearsal else REPOSITORY / "docs" / "results" / name

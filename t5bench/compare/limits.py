@@ -16,11 +16,11 @@ def limits(row: Row) -> str:
     if row.on_gpu and observed.power_w is not None:
         seen.append(f"it drew {observed.power_w:.0f} W")
     why = "there are no samples" if row.on_gpu else "there is no GPU"
-    peak = f"share of the GPU's peak: not known, {row.mfu_missing}"
+    peak = f"share of the GPU's peak: unknown,  {row.mfu_missing}"
     if row.mfu is not None:
         peak = f"the arithmetic takes {row.mfu:.1%} of the GPU's peak"
     if row.mfu is not None and (again := hardware_tflops(row)):
-        peak += f", {row.mfu * again / row.tflops:.1%} with what is computed again"
+        peak += f", {row.mfu * again / row.tflops:.1%} with recomputation"
     parts = [_network(observed), ", ".join(seen) or f"GPU utilisation and power: not measured, {why}", peak]
     return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
 
@@ -30,7 +30,7 @@ def _network(observed: Observations) -> str:
     if sent is None:
         return f"network: not measured, {observed.why_not_sent}"
     if observed.loopback:
-        return f"network: one node, {bytes_text(sent)} per iteration over the loopback, other programs' included"
+        return f"network: one node, {bytes_text(sent)} per iteration over the loopback, including other programs'"
     if not busiest:
         return f"network: {bytes_text(sent)} per iteration and node; the link's speed is not known"
     return (

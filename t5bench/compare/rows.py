@@ -27,7 +27,7 @@ from t5bench.record.records import Run
 from t5bench.record.status import COMPLETE
 
 MARK_OF_ALONE = "\N{DAGGER}"
-_ALONE = f"{MARK_OF_ALONE} fewer than {FEWEST_REPEATS} repeats: these figures and intervals stand for these runs alone"
+_ALONE = f"{MARK_OF_ALONE} fewer than {FEWEST_REPEATS} repeats: these figures and intervals describe these runs only"
 
 
 @dataclass(frozen=True)
@@ -202,6 +202,6 @@ def _add_rates(row: Row, seconds: float, peak: float | None) -> None:
     if row.on_gpu and peak:
         row.mfu = row.tflops / peak
     elif row.on_gpu:
-        row.mfu_missing = f"no peak is known for {name or 'this GPU'} in {plan.precision}: --peak-tflops gives one"
+        row.mfu_missing = f"the peak of {name or 'this GPU'} in {plan.precision} is unknown: set --peak-tflops"
     else:
         row.mfu_missing = "it ran on a CPU"

@@ -53,7 +53,7 @@ def prepare(settings: Mapping[str, str]) -> None:
             copy_tokenizer(find_tokenizer(tokenizer, family), staged / "tokenizer")
             encoder = DocumentEncoder(staged / "tokenizer", family)
             if not encoder.exact:
-                common.note("note: this tokenizer gives other ids than the fast ways, so it takes its own time")
+                common.note("note: the fast implementations do not match this tokenizer, so its slower one is used")
             made_with = {
                 "tokenizer": name_of(tokenizer),
                 "tokenizer_type": encoder.kind,
@@ -93,14 +93,14 @@ def check_replacement(directory: Path, source: Source, tokenizer: str) -> None:
     record, name = common.read_record(directory / (DATASET if built else TEXT)), name_of(tokenizer)
     is_copy = Path(tokenizer).is_dir() and record.get("tokenizer_checksum") == tokenizer_checksum(Path(tokenizer))
     if not record:
-        problem = "exists and nothing beside it says where it came from"
+        problem = "exists without a record of its source"
     elif record["source"] != source.describe():
-        problem = f"was made from {record['source']}, and this run would replace it by {source.describe()}"
+        problem = f"was made from {record['source']}, but this run would replace it with {source.describe()}"
     elif built and record.get("tokenizer") != name and not is_copy:
-        problem = f"was made with the tokenizer {record.get('tokenizer')}, and this run would use {name}"
+        problem = f"was made with the tokenizer {record.get('tokenizer')}, but this run would use {name}"
     else:
         return
-    raise Problem(f"{existing[0]} {problem}", "Set FORCE=1 to replace it, or MEGATRON_DATA_DIR to keep both")
+    raise Problem(f"{existing[0]} {problem}", "Set FORCE=1 to replace it, or another MEGATRON_DATA_DIR to keep both")
 
 
 def write_records(source: Source, staged: Path, counts: Counter[str], tokenizer: dict[str, Any]) -> None:
@@ -132,13 +132,13 @@ def staging(directory: Path) -> Iterator[Path]:
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner.seek(0)
-            raise Problem(f"{owner.read()} is preparing data in {directory}", "Wait for it, or end it") from None
+            raise Problem(f"{owner.read()} is already preparing data in {directory}", "Wait for it, or stop it") from None
         owner.truncate(0)
         print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=owner, flush=True)
         try:
             yield staged
         except KeyboardInterrupt:
-            common.note(f"interrupted: nothing in {directory} was changed; the same command goes on where it stopped")
+            common.note(f"interrupted: nothing in {directory} was changed; the same command continues where it stopped")
             raise
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
@@ -169,9 +169,9 @@ def report(counts: Counter[str], directory: Path, tokenizer: str | None, family:
     """Say what is in the data, and what comes next."""
     print(f"{directory}: {counts['documents']:,} documents, {counts['tokens']:,} tokens")
     if empty := counts["skipped_empty"]:
-        print(f"{empty:,} empty documents were left out.")
+        print(f"{empty:,} empty documents were skipped.")
     if special := counts["special_text_documents"]:
-        print(f"{special:,} documents contain a special token's text, which became that token.")
+        print(f"{special:,} documents contain the text of a special token, which became that token.")
     if tokenizer:
         default = REPOSITORY / "megatron_data" / ("" if family == "t5" else family)
         words = "" if family == "t5" else f"MODEL_FAMILY={family} "

@@ -128,7 +128,7 @@ class Connection:
         while True:
             left = self.deadline - time.monotonic()
             if left <= 0:
-                raise StrangerError("it did not say in time who it is")
+                raise StrangerError("it did not identify itself in time")
             self.stream.settimeout(min(left, SILENT_SECONDS))
             try:
                 block = self.stream.recv(1 << 16)
@@ -142,7 +142,7 @@ class Connection:
                     rest.clear()
                 rest += part
                 if len(rest) > self.longest:
-                    raise StrangerError("it sends a line that is too long")
+                    raise StrangerError("it sent a line that is too long")
 
 
 class Channel:
@@ -256,7 +256,7 @@ class Channel:
         try:
             return msgspec.convert(visible_in(msgspec.json.decode(text)), kind, str_keys=True)
         except (ValueError, RecursionError) as error:
-            raise StrangerError(f"it says what no node does: {error}") from error
+            raise StrangerError(f"it sent a malformed message: {error}") from error
 
     def _messages(self, connection: Connection) -> Iterator[Any]:
         """Until the other side closes. Raises StrangerError, and OSError where the network lost the connection."""
@@ -344,20 +344,20 @@ class Channel:
         if isinstance(message, Refused):
             raise StrangerError(message.why)
         if not isinstance(message, Hello) or (self.place.node != 0 and node != 0):
-            raise StrangerError("it does not say hello")
+            raise StrangerError("it sent no greeting")
         with self.lock:
             if self.place.node == 0:
                 is_new = message.attempt is None
                 if not is_new and message.attempt != self.attempt:
                     raise StrangerError("it belongs to an earlier attempt")
                 if self.closed.is_set() or (is_new and (self.over.is_set() or node in self.connections)):
-                    raise StrangerError("this attempt is over, or has this node already")
+                    raise StrangerError("this attempt has ended or already has this node")
                 self._send(connection, self._own(Hello(attempt=self.attempt)))
             elif self.attempt is None:
                 self.attempt = message.attempt
             elif message.attempt != self.attempt:
                 self.left(0)
-                raise StrangerError("node 0 has begun anew")
+                raise StrangerError("node 0 was restarted")
             connection.trust()
             if connection in self._waiting:
                 self._waiting.remove(connection)
@@ -375,6 +375,6 @@ class Channel:
     def _take(self, message: Message, other: int) -> None:
         """Raises StrangerError."""
         if self.place.node == 0 and message.node != other:
-            raise StrangerError("it speaks for another node than before")
+            raise StrangerError("it claims to be a different node than before")
         self._note(message)
         self.hear(message)

@@ -45,7 +45,7 @@ def forecast(plan: Plan, *, is_dry_run: bool) -> list[str]:
     try:
         return _forecast(plan, is_dry_run)
     except (KeyError, ValueError) as error:
-        return [f"no prediction: the model does not know {error}"] if is_dry_run else []
+        return [f"no prediction: the cost model does not know {error}"] if is_dry_run else []
 
 
 def _forecast(plan: Plan, is_dry_run: bool) -> list[str]:
@@ -54,7 +54,7 @@ def _forecast(plan: Plan, is_dry_run: bool) -> list[str]:
     found = Prediction(job, machine, backend_of(plan))
     lines = []
     if found.shortage:
-        lines.append(f"warning: {plan.strategy.name} needs {found.shortage}: it will probably run out of memory")
+        lines.append(f"warning: {plan.strategy.name} needs {found.shortage} of GPU memory and will probably run out")
     if is_dry_run:
         figures = [f"{parameters(job.architecture):,} parameters"]
         figures.append(f"{found.memory_bytes / GIB:.2f} GiB a process")
@@ -62,5 +62,5 @@ def _forecast(plan: Plan, is_dry_run: bool) -> list[str]:
             figures.append(f"{sent / 1e6:,.1f} MB sent by a node in an iteration")
         if device and found.time:
             figures.append(f"{found.time.total:.3g} s an iteration on {device.name} at {GIGABITS:g} Gbit/s")
-        lines.append(f"predicted: {', '.join(figures)}; python -m t5bench predict says more")
+        lines.append(f"predicted: {', '.join(figures)}; see python -m t5bench predict")
     return lines

@@ -42,26 +42,26 @@ def _check_tokenizer(request: Request, prefix: str, tokenizer: str) -> None:
     named = request.value("TOKENIZER_MODEL") and f"TOKENIZER_MODEL='{tokenizer}' "
     settings = f"FORCE=1 MODEL_FAMILY={request.value('MODEL_FAMILY')} {named}"
     again = f"prepare the data again: {settings}bash '{REPOSITORY}/scripts/prepare_xsum_megatron.sh'"
-    own = f"Unset TOKENIZER_MODEL to use the copy beside the data, or {again}" if named else f"To go on, {again}"
+    own = f"Unset TOKENIZER_MODEL to use the copy next to the data, or {again}" if named else f"To go on, {again}"
     recorded, name = record.get("tokenizer_checksum"), record.get("tokenizer")
     if not recorded:
-        unknown = f"warning: {file} records no checksum of the tokenizer that made the data"
-        findings.notes.append(f"{unknown}, so that {tokenizer} is not checked against it. To have it checked, {again}")
+        unknown = f"warning: {file} does not record the checksum of the data's tokenizer"
+        findings.notes.append(f"{unknown}, so {tokenizer} cannot be checked against it. To check it, {again}")
         return
     if not describes(record, prefix):
-        found = f"{file} is the record of other files than the {CORPUS}.bin and .idx beside it"
-        findings.lack("data-record", found, f"Copy all files of the data together, or {again}")
+        found = f"{file} does not describe the {CORPUS}.bin and .idx next to it"
+        findings.lack("data-record", found, f"Copy all data files together, or {again}")
         return
     made = f"the data in {file.parent} were made with the tokenizer {name}, checksum {recorded}"
     directory = Path(tokenizer) if Path(tokenizer).exists() else cached_tokenizer(tokenizer)
     if directory:
         if (found := tokenizer_checksum(directory)) != recorded:
-            findings.lack("tokenizer", f"{made}, and {tokenizer} is another one, checksum {found}", own)
+            findings.lack("tokenizer", f"{made}, but {tokenizer} has checksum {found}", own)
     elif tokenizer == name:
-        absent = f"warning: the tokenizer {name}, with which the data were made, is not on this machine yet"
-        findings.notes.append(f"{absent}: what the hub has by that name now is not checked. {own}")
+        absent = f"warning: the tokenizer {name}, which made the data, is not on this machine yet"
+        findings.notes.append(f"{absent}: the hub's current version of it is not checked. {own}")
     else:
-        found = f"{made}, and {tokenizer} is not on this machine, so that its checksum is not known"
+        found = f"{made}, but {tokenizer} is not on this machine, so its checksum is unknown"
         findings.lack("tokenizer", found, own)
 
 
@@ -84,7 +84,7 @@ def tokenizer_type(request: Request, prefix: str) -> str:
 def check_packages(request: Request) -> None:
     """What the record's keeper imports besides Python's own."""
     if not util.find_spec("msgspec"):
-        found = f"{sys.executable} has no msgspec, which reads plans and records"
+        found = f"msgspec, which reads plans and records, is not installed for {sys.executable}"
         request.findings.lack("no-msgspec", found, f"Run: pip install -r '{REPOSITORY}/requirements.txt'")
 
 
@@ -104,7 +104,7 @@ def choose_attention(request: Request, device: str) -> bool:
     reason = next((reason for reason, holds in reasons.items() if holds), "")
     if reason and wanted == "on":
         found = f"FLASH_ATTENTION=on is not possible: {reason}"
-        findings.lack("flash-attention", found, "FLASH_ATTENTION=auto uses standard attention where it must")
+        findings.lack("flash-attention", found, "FLASH_ATTENTION=auto falls back to standard attention")
     elif reason:
         findings.notes.append(f"attention: standard ({reason})")
     else:
@@ -126,13 +126,13 @@ def check_output_directory(request: Request) -> None:
     if request.value("RESUME") == "1":
         return
     if status == "complete" and (directory / f"node{node}.json").exists():
-        found = f"{directory} holds a finished run, and nothing is overwritten"
-        lack("finished-run", found, "Choose another OUTPUT_DIR, or delete it")
+        found = f"{directory} already holds a finished run, which is never overwritten"
+        lack("finished-run", found, "Choose another OUTPUT_DIR, or delete this one")
     checkpoints = [_CHECKPOINT.fullmatch(path.name) for path in (directory / "checkpoints").glob("*")]
     if newest := max((int(match[1]) for match in checkpoints if match), default=0):
         found = f"{directory} holds checkpoints of an earlier run (up to iteration {newest})"
-        remedy = "Choose another OUTPUT_DIR, continue it with RESUME=1, or delete it"
-        lack("earlier-checkpoints", f"{found}, and nothing is overwritten", remedy)
+        remedy = "Choose another OUTPUT_DIR, continue the run with RESUME=1, or delete the directory"
+        lack("earlier-checkpoints", f"{found}, which are never overwritten", remedy)
 
 
 def keep_earlier(file: Path) -> None:

@@ -70,7 +70,7 @@ def compare_all(points: Sequence[Point]) -> list[Comparison | Missing]:
             if use != "throughput" and not published.software(point):
                 raise Unpredictable(f"what {point.source.repo} keeps in memory is not known")
             rows = [Comparison(kind, point.id, point.source.repo or "", *rest) for kind, *rest in PARTS[use](point)]
-            found += rows or [Missing(use, point.id, "it has no figure of this kind that the model has")]
+            found += rows or [Missing(use, point.id, "it has no figure of this kind that the model predicts")]
         except (Unpredictable, ValueError) as reason:
             found.append(Missing(use, point.id, str(reason)))
     return [*found, *ratios(points)]

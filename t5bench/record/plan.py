@@ -39,13 +39,13 @@ class Role:
 # In the order of --help.
 ROLES: Mapping[str, Role] = {
     "model": Role(
-        "The model and its data: only runs that agree in these are compared", compared=True, trains=True, kept=True
+        "The model and its data: only runs with equal values are compared", compared=True, trains=True, kept=True
     ),
     "recipe": Role("The recipe: another value gives another loss curve", trains=True, kept=True, told=True),
-    "load": Role("The load of a process: only runs that agree in these are compared", compared=True, kept=True),
+    "load": Role("The load per process: only runs with equal values are compared", compared=True, kept=True),
     "method": Role("The method: another way to the same loss", kept=True, told=True),
     "layout": Role("Processes and devices"),
-    "place": Role("Places, which may differ from node to node", local=True),
+    "place": Role("Hosts and paths, which may differ between nodes", local=True),
     "watch": Role("Watching, saving, ending", told=True),
     "label": Role("Names, and Weights & Biases", local=True),
 }
@@ -84,7 +84,7 @@ class Setting:
             if most and int(value) > int(most):
                 return f"{name} must be at most {most}, found {value}", ""
         elif what == "decimal" and not re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", value):
-            return f"{name} must be a number that is not negative, found '{value}'", ""
+            return f"{name} must be a non-negative number, found '{value}'", ""
         elif what == "one-of" and value not in bounds.split("|"):
             return f"{name} is '{value}'", f"It may be one of: {bounds.replace('|', ' ')}"
         elif not value:

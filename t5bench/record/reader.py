@@ -99,7 +99,7 @@ def _checked(place: object, content: Any, kind: Any, *, strict: bool = True) -> 
     try:
         return msgspec.convert(content, kind, strict=strict)
     except msgspec.ValidationError as error:
-        raise RecordError(f"{place} cannot be right: {error}") from error
+        raise RecordError(f"{place} is inconsistent: {error}") from error
 
 
 @cache
@@ -109,7 +109,7 @@ def _names(kind: type) -> frozenset[str]:
 
 def _check_names(place: object, content: Mapping[str, Any], kind: type) -> None:
     if unknown := content.keys() - _names(kind):
-        raise RecordError(f"{place} cannot be right: there is no {min(unknown)}")
+        raise RecordError(f"{place} is inconsistent: there is no {min(unknown)}")
 
 
 def decoded(place: object, text: bytes, kind: Any = dict[str, Any]) -> Any:
@@ -153,7 +153,7 @@ def read_part(path: Path) -> dict[str, Any]:
     part = _checked(path, content, _Part)
     _check_names(f"{path}: plan", content["plan"], Plan)
     if path.name != f"node{part.node}.json":
-        raise RecordError(f"{path} cannot be right: it is of node {part.node}")
+        raise RecordError(f"{path} is inconsistent: it is of node {part.node}")
     return content
 
 
@@ -167,7 +167,7 @@ def _faults(part: _Part, plan: Plan) -> Iterator[str]:
     if 0 in asdict(layout).values() or set(sizes) != {layout.world_size}:
         yield f"a layout of {asdict(layout)}"
     if not part.node == plan.node < part.nnodes == layout.nnodes:
-        yield f"it is of node {part.node} of {part.nnodes}, planned as node {plan.node} of {layout.nnodes}"
+        yield f"it says node {part.node} of {part.nnodes} but was planned as node {plan.node} of {layout.nnodes}"
     if (part.ended is None) != (part.status == RUNNING):
         yield f"it is {part.status} and ended {part.ended or 'not yet'}"
     if seconds(part.started) > seconds(part.ended or part.started) + STEP_SECONDS:
@@ -222,7 +222,7 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
     for place, content in json_lines(path):
         _checked(place, content, _Sample)
         if found and content["time"] < found[-1]["time"] - STEP_SECONDS:
-            raise RecordError(f"{place} comes before the line above it")
+            raise RecordError(f"{place} has an earlier time than the line above it")
         found.append(content)
     return sorted(found, key=lambda sample: sample["time"])
 
@@ -289,7 +289,7 @@ def _outside(times: Iterable[tuple[object, float | None]], part: Mapping[str, An
     begin, end = seconds(part["started"]) - margin, seconds(part["ended"]) + margin
     for place, time in times:
         if time is not None and not begin <= time <= end:
-            yield f"{place} is not of the time of the run, {part['started']} to {part['ended']}"
+            yield f"{place} is outside the time of the run, {part['started']} to {part['ended']}"
 
 
 def _seconds(line: Iteration, plan: Plan) -> float:
@@ -320,13 +320,13 @@ def _faults_of_log(directory: Path, part: Mapping[str, Any], lines: _Lines | Non
         others += [] if found else [text]
     told = [asdict(peak) for peak in log.peak_memory(text for text in others if "peak memory" in text)]
     if told != sorted(part["peak_memory"], key=lambda peak: peak["rank"]):
-        yield f"{path} and node{part['node']}.json tell of different peak memory"
+        yield f"{path} and node{part['node']}.json disagree about peak memory"
     evaluated = [asdict(found) for text in others if (found := log.evaluation(text))]
     if evaluated != part.get("evaluations", evaluated):
-        yield f"{path} and node{part['node']}.json tell of different evaluations"
+        yield f"{path} and node{part['node']}.json disagree about evaluations"
     vocabulary = [size for text in others if (size := log.padded_vocabulary(text))]
     if vocabulary and vocabulary[-1] != part["padded_vocab_size"]:
-        yield f"{path} tells of a vocabulary of {vocabulary[-1]}, node{part['node']}.json of another"
+        yield f"{path} has a vocabulary of {vocabulary[-1]}, node{part['node']}.json of another"
     for (place, line), (there, its) in zip(lines or (), printed, strict=False):
         values, logged = asdict(line), asdict(its)
         # nan is itself; of the times one is rounded to milliseconds, the other cut off.

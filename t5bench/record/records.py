@@ -184,10 +184,10 @@ def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
     """What two nodes' parts of one run say differently, and should not: one sentence each."""
-    ours, theirs = _shared(first), _shared(other)
+    ours, theirs, where = _shared(first), _shared(other), f"on node {other['node']} ({other['host']})"
     for key in ours:
-        for what in _differences(ours[key], theirs.get(key)):
-            yield f"{key} of node {other['node']} ({other['host']}) {what}"
+        for name, expected, found in _differences(key, ours[key], theirs.get(key)):
+            yield f"{name} is {found!r} {where}, {expected!r} on node 0"
 
 
 def _shared(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,13 +198,14 @@ def _shared(part: Mapping[str, Any]) -> dict[str, Any]:
     return shared | {"settings": settings, "arguments": plan["arguments"]["extra"]}
 
 
-def _differences(first: Any, other: Any) -> Iterator[str]:
+def _differences(name: str, first: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(name, value, other value) of what differs."""
     if isinstance(first, dict) and isinstance(other, dict):
         for key in sorted(first.keys() | other.keys()):
             if first.get(key) != other.get(key) and key not in {"prefix", "tokenizer"}:
-                yield f"has {key} {other.get(key)!r}, node 0 has {first.get(key)!r}"
+                yield f"{name}.{key}", first.get(key), other.get(key)
     elif first != other:
-        yield f"is {other!r}, node 0 has {first!r}"
+        yield name, first, other
 
 
 def load(directory: Path, *, from_log: bool = False) -> Run:
@@ -228,8 +229,9 @@ def load(directory: Path, *, from_log: bool = False) -> Run:
 def _remarks(directory: Path, parts: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> Iterator[str]:
     open_ended = [str(p["node"]) for p in parts if not os.path.lexists(directory / f"node{p['node']}.sha256")]
     if open_ended:
-        why = "has not ended, or was killed, and" if record["status"] == RUNNING else "of"
-        yield f"{directory} {why} node {', '.join(open_ended)} has no checksums: changes of its files are not noticed"
+        why = ", because it has not ended or was killed" if record["status"] == RUNNING else ""
+        where = f"{directory}, node {', '.join(open_ended)}"
+        yield f"{where}: there are no checksums{why}, so changes to its files go unnoticed"
     try:
         told = reader.decoded(directory / "run.json", read(directory / "run.json"))
     except RecordError as error:
@@ -237,7 +239,7 @@ def _remarks(directory: Path, parts: Sequence[Mapping[str, Any]], record: Mappin
         if (directory / "run.json").exists():
             yield str(error)
     if told and any(told.get(key) != record[key] for key in ("status", "reason", "started", "ended")):
-        yield f"{directory / 'run.json'} says another end than the nodes' parts: `collect` makes it anew"
+        yield f"{directory / 'run.json'} disagrees with the nodes' parts about how the run ended: `collect` rewrites it"
 
 
 SWEEP = "sweep.json"

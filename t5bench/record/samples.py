@@ -77,7 +77,7 @@ def observe(run: Run, used: Sequence[int]) -> Observations:
         if len(within) < FEWEST_SAMPLES:
             reasons.append(f"{len(within)} sample(s) of node {node['node']} in that time, {FEWEST_SAMPLES} are needed")
         elif not sent:
-            reasons.append(f"node {node['node']} has no network counter that runs through")
+            reasons.append(f"node {node['node']} has no network counter that covers that time")
         traffic += sent
     most = {what: max(found, default=None) for what, found in medians.items()}
     return Observations(() if reasons else traffic, "; ".join(reasons), one_node, **most)

@@ -24,7 +24,7 @@ TERM_SECONDS = 10
 END_SECONDS = 25
 START_SECONDS = 30
 STACK_SECONDS = 3
-SUSPENDED = "a stop by signal (SIGSTOP)"
+SUSPENDED = "suspended (SIGSTOP)"
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)', re.MULTILINE)
 _THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
 # A rank that waits here waits for the others, or has given that up.
@@ -61,18 +61,16 @@ class Stacks:
         return found
 
     def stopped(self) -> dict[int, str]:
-        """The ranks that stand elsewhere than in a collective operation, and where."""
-        standing = {rank: _where(frame) for rank, frame in self.frames().items() if not _waits(frame)}
+        """The ranks that are not waiting in a collective operation: where each is stuck, or that it is suspended."""
+        standing = {rank: f"stuck in {_where(frame)}" for  rank, frame in self.frames().items() if not _waits(frame)}
         return dict(sorted((standing | dict.fromkeys(self.suspended, SUSPENDED)).items()))
 
     def sentence(self) -> str:
-        """Which ranks stopped, and where; else where all of them wait."""
-        stopped = self.stopped()
-        places = stopped or {rank: _where(frame) for rank, frame in self.frames().items()}
-        if not places:
-            return "no worker told where it is"
-        where = "; ".join(f"rank {rank} in {place}" for rank, place in places.items())
-        return f"it stopped at {where}" if stopped else f"all ranks here wait for others: {where}"
+        """Which ranks stopped, and where; otherwise where all of them wait."""
+        if stopped := self.stopped():
+            return "; ".join(f"rank {rank} is {what}" for rank, what in stopped.items())
+        waiting = "; ".join(f"rank {rank} in {_where(frame)}" for rank, frame in self.frames().items())
+        return f"all ranks here are waiting for others: {waiting}" if waiting else "no worker reported its stack"
 
 
 def _waits(frame: re.Match[str]) -> bool:
@@ -127,10 +125,10 @@ class Guard:
         # Who waited may have waited for a worker here.
         stopped = self._where_workers_are() if failed and weight_of(first) == Strength.WAITED else None
         if stopped:
-            remedy = f"{where} waited for it. The stacks of every worker here are in this node's log"
+            remedy = f"{where} waited for it. This node's log has the stack of every worker here"
             return Cause.now(TIMEOUT, stopped, remedy)
         became = "was cancelled" if first["status"] == CANCELLED else "failed"
-        reason = f"ended because {where} {became}: {first['reason']}"
+        reason = f"stopped because {where} {became}: {first['reason']}"
         return Cause.now(first["status"], reason, first["remedy"], Strength.VICTIM)
 
     def _never_starts(self) -> Cause | None:
@@ -142,9 +140,9 @@ class Guard:
             return None
         return Cause.now(
             TIMEOUT,
-            f"torchrun found no other node at {self.peers.place.address}:"
-            " what listens at the master's port does not answer",
-            "Look at rank 0: its launcher may have refused to start. Choose another MASTER_PORT on every node",
+            f"torchrun cannot join a run at {self.peers.place.address}:"
+            " whatever listens on the master's port does not answer",
+            "Check rank 0, whose launcher may have refused to start, or choose another MASTER_PORT on every node",
         )
 
     def _stands_still(self) -> Cause | None:
@@ -156,7 +154,7 @@ class Guard:
         return Cause.now(
             TIMEOUT,
             f"no iteration in {waited:.0f} s, {after}: {self.stacks.sentence()}",
-            "The stacks of every worker are in the node's log; WATCHDOG_SECONDS is how long the watchdog waits",
+            "The node's log has every worker's stack; WATCHDOG_SECONDS sets how long the watchdog waits",
             Strength.CAUSE if stopped else Strength.WAITED,
         )
 

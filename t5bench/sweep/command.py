@@ -16,11 +16,11 @@ from t5bench.sweep.runner import has_record, is_complete, raise_on_signals, run_
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs-dir", type=Path, required=True, help="what is complete there is not run again")
+    parser.add_argument("--runs-dir", type=Path, required=True, help="directory of the runs")
     parser.add_argument("--strategies", default="", help="separated by spaces (default: all)")
-    parser.add_argument("--repeats", type=int, default=1, help="times that each is run, in turn")
-    parser.add_argument("--retries", type=int, default=0, help="times that what failed is tried again")
-    parser.add_argument("--launch", choices=["local", "ssh"], default="local", help="where the runs are made")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each strategy, interleaved")
+    parser.add_argument("--retries", type=int, default=0, help="retries of a failed run")
+    parser.add_argument("--launch", choices=["local", "ssh"], default="local", help="here, or on all hosts")
     parser.add_argument("--dry-run", action="store_true", help="print what would run")
 
 
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     rows = plan_rows(launch, args.runs_dir, choose(args.strategies.split()))
     rows += plan_baselines(launch, args.runs_dir, rows)
     if not rows:
-        raise Problem("none of the strategies can run here", "What stops each is said above")
+        raise Problem("no strategy can run here", "The reasons are above")
     runs = {args.runs_dir / f"repeat{repeat}" / row.name: row for repeat in range(1, args.repeats + 1) for row in rows}
     if args.dry_run:
         for directory in runs:
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise Problem(f"cannot write to {args.runs_dir}: {error.strerror}", "Choose another RUNS_DIR") from error
     claim.keep(args.runs_dir, "sweep", os.getpid())
-    began = run_all(launch, runs, args.runs_dir, args.retries, "The same command goes on from here.")
+    began = run_all(launch, runs, args.runs_dir, args.retries, "Run the same command again to continue.")
     print(flush=True)
     status = compare(list(runs), args.runs_dir)
     # What waited for a node that refused may have left a record; nothing was trained all the same.
@@ -56,7 +56,7 @@ def compare(runs: Sequence[Path], runs_dir: Path) -> int:
     recorded = [directory for directory in runs if has_record(directory)]
     for directory in runs:
         if directory not in recorded:
-            note(f"{directory.relative_to(runs_dir)} left no record, and is not in the comparison")
+            note(f"{directory.relative_to(runs_dir)} left no record and is missing from the comparison")
     if not recorded:
         return EXIT_CODES[CONFIGURATION]
     status = t5bench("compare", *recorded, "--output", runs_dir / "comparison")

@@ -164,7 +164,7 @@ class Started:
 
     def _why_refused(self, node: Node) -> str:
         if node.process.returncode == SSH_FAILED:
-            said = node.output.read_text(errors="replace").strip() or "it said nothing"
+            said = node.output.read_text(errors="replace").strip() or "it printed nothing"
             return f"ssh to {node.host} failed: {visible(said.splitlines()[-1])}"
         try:
             obstacles = self._launch.ask(self._strategy, self._processes, self._directory, node.rank).obstacles
@@ -219,7 +219,7 @@ class Launch:
         result = subprocess.run(shell(host), env=self._environment, input=script, **options)
         if not result.stdout:
             said = visible(result.stderr, "\n")
-            raise Problem(f"{host} gives no plan of {strategy}: {said}", f"Log in by hand: ssh {host}")
+            raise Problem(f"{host} cannot plan {strategy}: {said}", f"Try to log in by hand: ssh {host}")
         return Plan.read(json.loads(result.stdout))
 
     def start(self, strategy: str, processes: int | None, directory: Path) -> Started:
@@ -249,20 +249,24 @@ def choose(names: Sequence[str]) -> list[str]:
     known = [strategy.name for strategy in launchers.declarations()]
     for name in names:
         if name not in known:
-            raise Problem(f"there is no strategy '{name}'", f"For this model family there are: {' '.join(known)}")
+            raise Problem(f"there is no strategy '{name}'", f"Choose from:  {' '.join(known)}")
     return list(dict.fromkeys(names)) or known
 
 
 def plan_rows(launch: Launch, runs_dir: Path, strategies: Iterable[str], processes: int | None = None) -> list[Row]:
-    """A row for each strategy that can run; says of the others what stops them."""
-    rows = []
+    """A row for each strategy that can run; says once for each reason which of the others cannot."""
+    rows, blocked = [], {}
     for strategy in strategies:
         name = f"{strategy}-{processes}" if processes else strategy
         plan = launchers.accepted(launch.ask(strategy, processes, runs_dir / "plan"))
         if plan.obstacles:
-            note(f"{name} cannot run here: {plan.obstacles[0].found}")
+            blocked.setdefault(plan.obstacles[0].found, {})[name] = plan.obstacles[0].remedy
         elif plan.layout:
             rows.append(Row(name, strategy, plan.layout.world_size, processes))
+    for found, remedies in blocked.items():
+        note(f"{', '.join(remedies)} cannot run here: {found}")
+        if len(set(remedies.values())) == 1 and (remedy := next(iter(remedies.values()))):
+            note(f"       {remedy}")
     return rows
 
 

@@ -91,7 +91,7 @@ def progress(directory: Path, since: float = math.inf) -> str:
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     with contextlib.suppress(OSError):  # a lock goes as soon as it is compiled
         if names := sorted(lock.parent.name for lock in root.glob("**/lock") if lock.stat().st_mtime >= since):
-            return f"compiling {', '.join(names)}, once in some minutes"
+            return f"compiling {', '.join(names)}: takes minutes, but only once"
     return "starting"
 
 
@@ -104,24 +104,24 @@ def run_all(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path, retries: i
         statuses = _run_each(launch, runs, runs_dir)
         for _ in range(retries):
             if failed := {directory: runs[directory] for directory, status in statuses.items() if status}:
-                note("trying again what failed")
+                note("retrying the failed runs")
                 statuses |= _run_each(launch, failed, runs_dir)
     except Interrupted as stop:
         name = signal.Signals(stop.code - 128).name.removeprefix("SIG")
         left = "; ".join(launch.running.end() if launch.running else ()) or "nothing"
-        note(f"\n{name} received: stopped, {left} is left running. {goes_on}".rstrip())
+        note(f"\n{name} received: stopped; {left} is left running. {goes_on}".rstrip())
         raise
     return any(status != EXIT_CODES[CONFIGURATION] for status in statuses.values())
 
 
 def _run_each(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path) -> dict[Path, int]:
-    """The exit status of each; 0 for one that is complete already."""
+    """The exit status of each; 0 for one that is already complete."""
     statuses, took, width = {}, [], max(len(str(directory.relative_to(runs_dir))) for directory in runs)
     for number, (directory, row) in enumerate(runs.items(), 1):
         label = f"[{number:{len(str(len(runs)))}}/{len(runs)}] {directory.relative_to(runs_dir)!s:{width}}"
         if is_complete(directory):
             statuses[directory] = 0
-            note(f"{label}  complete already")
+            note(f"{label}  already complete")
             continue
         start, after = time.monotonic(), len(runs) - number
         statuses[directory], said = _run_one(launch, row, directory, label, fmean(took or [0]) * (after + 1))

@@ -27,7 +27,7 @@ COMPLETE, LOG = VENV / "complete", VENV / "install.log"
 CAUSES = {
     "No space left on device": Problem(
         f"the disk is full: about 4 GB are needed at {REPOSITORY}",
-        "Make room and run this again: it goes on where it stopped",
+        "Free some space and run this again: it continues where it stopped",
     ),
     "NewConnectionError|name resolution|Name or service not known|Connection refused|ConnectTimeout|unreachable"
     "|ProxyError|from versions: none": Problem(
@@ -53,9 +53,9 @@ def ensure(requirements: "list[Path]") -> None:
 
 
 def check_base() -> None:
-    found, another = ".".join(map(str, sys.version_info[:3])), "Name another: PYTHON=/path/to/python3"
+    found, another = ".".join(map(str, sys.version_info[:3])), "Choose another: PYTHON=/path/to/python3"
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
-        raise Problem(f"{sys.executable} is Python {found}, and 3.{OLDEST[1]} to 3.{NEWEST[1]} is needed", another)
+        raise Problem(f"{sys.executable} is Python {found}, but 3.{OLDEST[1]} to 3.{NEWEST[1]} is needed", another)
     if not (find_spec("venv") and find_spec("ensurepip")):
         raise Problem(f"{sys.executable} has no venv module", "On Debian and Ubuntu: apt install python3-venv")
 
@@ -94,7 +94,8 @@ def logged(what: str, *command: str) -> None:
                 if re.search(pattern, said):
                     raise problem
             print(*said.splitlines()[-15:], sep="\n", file=sys.stderr)
-            raise Problem(f"installing the Python packages failed; the end of {LOG} is above", "Mend what it says")
+            remedy = f"The end of {LOG} is above; fix what it names, then run this again"
+            raise Problem("cannot install the Python packages", remedy)
 
 
 def write_torchrun(path: Path, python: Path) -> None:

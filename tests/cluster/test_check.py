@@ -59,9 +59,9 @@ def check_here(project: Project, *arguments: str, **environment: str | None) -> 
 @pytest.mark.parametrize(
     ("arguments", "environment", "said"),
     [
-        ((), {"HOSTS": None}, "no host is named, HOSTS is not set, and this is no SLURM allocation"),
+        ((), {"HOSTS": None}, "no hosts are given, HOSTS is not set, and this is not a SLURM allocation"),
         (("node0", "node1", "node0"), {}, "node0 is named more than once"),
-        (("node0",), {"PYTHON": "/nowhere/python3"}, "there is no '/nowhere/python3' on PATH"),
+        (("node0",), {"PYTHON": "/nowhere/python3"}, "'/nowhere/python3' is not on PATH"),
         (("node0",), {"ENGINE": "other"}, "ddp: ENGINE is 'other'"),
     ],
     ids=["no host", "twice", "python", "engine"],

@@ -50,7 +50,7 @@ def test_ddp_and_the_hybrid_on_four_nodes_without_a_shared_file_system(cluster: 
         assert run.record["differences"] == []
         assert (run_directory(project, row) / "node3.log").is_file()
     assert "complete" in result.stderr
-    assert sweep(cluster, project, **changes).stderr.count("complete already") == 2
+    assert sweep(cluster, project, **changes).stderr.count("already complete") == 2
 
 
 def test_a_worker_that_dies_is_one_sentence_on_the_one_terminal(cluster: Cluster, project: Project):

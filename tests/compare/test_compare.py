@@ -318,7 +318,7 @@ def test_other_differences_are_notes(tmp_path: Path):
         "LR: 0.0001 (ddp); 0.1 (zero1)",
         "version of torch: 2.4.0 (ddp); 2.13.0 (zero1)",
         f"commit of repository: {'1' * 40} (ddp); 3 (zero1)",
-        "the repository had changes that are not committed: zero1",
+        "the repository had uncommitted changes: zero1",
     ]
 
 

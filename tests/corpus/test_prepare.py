@@ -75,7 +75,7 @@ def test_export_says_what_the_hub_lacks(tmp_path: Path) -> None:
         settings = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path), "MEGATRON_DATA_DIR": str(tmp_path / "data")}
         return corpus.export(XSUM_SPLIT=split, **settings)
 
-    assert_refused(export(corpus.NO_HUB), "EdinburghNLP/xsum could not be fetched", f"{corpus.NO_HUB} does not answer")
+    assert_refused(export(corpus.NO_HUB), "cannot fetch EdinburghNLP/xsum", f"{corpus.NO_HUB} does not answer")
     address, _ = corpus.serve_hub(tmp_path / "hub")
     assert_refused(export(address), "it does not exist, or it is not public", "XSUM_SOURCE=")
     # Without a conversion to Parquet, the main branch is taken.
@@ -209,7 +209,7 @@ def test_an_earlier_export_is_used_while_its_source_is_the_same(prepare: Prepare
 
 def test_a_failed_run_leaves_nothing(prepared: Prepare) -> None:
     before, source = prepared.outputs(), corpus.write_jsonl(prepared.root / "other.jsonl", ROWS)
-    prepared.refuses("the tokenizer google-t5/t5-large could not be fetched", XSUM_SOURCE=str(source), FORCE="1")
+    prepared.refuses("cannot fetch the tokenizer google-t5/t5-large", XSUM_SOURCE=str(source), FORCE="1")
     source.write_text(source.read_text() + "{broken\n")
     prepared.refuses("line 7 of", "is not valid JSON", XSUM_SOURCE="other.jsonl", FORCE="1", **TOKENIZER)
     assert prepared.outputs() == before
@@ -255,7 +255,7 @@ def test_data_from_another_source_are_not_replaced_unasked(prepared: Prepare) ->
     assert texts_of(prepared.data / "xsum_text.jsonl") == TEXTS
     assert not stale.exists()
     (prepared.data / f"{DATASET}.meta.json").unlink()
-    refuses(f"{DATASET}.bin exists and nothing beside it says where it came from", SAMPLE="1")
+    refuses(f"{DATASET}.bin exists without a record of its source", SAMPLE="1")
 
 
 def test_settings_that_make_no_sense_are_refused(prepare: Prepare) -> None:

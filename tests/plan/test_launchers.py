@@ -118,7 +118,7 @@ def test_every_setting_that_is_not_of_its_kind_is_named_in_one_plan(project: Pro
         "ENCODER_NUM_LAYERS": ("", "must be a whole number"),
         "MICRO_BATCH_SIZE": ("08", "must be a whole number"),
         "HIDDEN_SIZE": ("a[$(touch /tmp/never)]", "must be a whole number"),
-        "LR": ("-1", "must be a number that is not negative"),
+        "LR": ("-1", "must be a non-negative number"),
         "PRECISION_FLAG": ("--bf8", "is '--bf8'"),
         "MODEL_PRESET": ("huge", "is 'huge'"),
         "ENGINE": ("megatron|native", "is 'megatron|native'"),

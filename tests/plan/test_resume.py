@@ -76,12 +76,12 @@ def test_what_cannot_be_resumed_is_refused_and_nothing_is_changed(died: Callable
     found = Checkpoints(plan := died())
     assert refusal(plan) == f"RESUME=1 but there is no checkpoint in {found.directory}"
     died(10)
-    assert refusal(died(SEED="5")).endswith(" cannot go on like this: SEED is '5' here and was '1234'")
+    assert refusal(died(SEED="5")).endswith(" cannot be resumed with these settings: SEED is '5' here and was '1234'")
     (found.folder(10) / "random_00000.pt").unlink()
-    assert refusal(plan).endswith("no whole checkpoint to resume from: iter_0000010/random_00000.pt is missing")
+    assert refusal(plan).endswith("no intact checkpoint to resume from: iter_0000010/random_00000.pt is missing")
     assert refusal(died(30)).endswith("is already at iteration 30 of 30")
     write_indexed_dataset(Path(plan.data_prefix), [[5, 6, 1], [4, 1]])
-    assert ".bin is not what the run was trained on" in refusal(plan)
+    assert ".bin is not the file that the run was trained on" in refusal(plan)
     assert sorted(path.name for path in found.directory.iterdir()) == ["iter_0000010", "iter_0000030"]
 
 
@@ -134,17 +134,17 @@ def test_nodes_agree_whatever_they_have(views: list[list[int]]):
         assert results == [max(common)] * len(views)
     else:
         assert len(set(results)) == 1
-        assert "there is no whole checkpoint to resume from on node" in str(results[0])
+        assert "there is no intact checkpoint to resume from on node" in str(results[0])
 
 
 def test_a_node_without_any_is_named_to_all():
-    refusal = "there is no whole checkpoint to resume from on node 1 (host1): something is missing"
+    refusal = "there is no intact checkpoint to resume from on node 1 (host1): something is missing"
     assert agreement([10, 20], [], [20]) == [refusal] * 3
 
 
 def test_a_node_of_another_run_is_refused():
     results = agreement([10], [10], seconds=1, runs=("ddp", "zero1"))
-    assert results[0] == "node 1 did not say in time which checkpoint it has"
+    assert results[0] == "node 1 did not report its checkpoint in time"
     assert "did not say which checkpoint to resume from: it belongs to another run, 'ddp'" in str(results[1])
 
 
@@ -170,7 +170,7 @@ def test_the_launcher_resumes_from_the_newest_whole_one(project: Project):
     cut_off(found.folder(20) / "random_00001.pt")
     pointer = found.directory / "latest_checkpointed_iteration.txt"
     pointer.write_text("")  # the run died while it wrote this
-    passed_over = "iteration 20 is passed over: iter_0000020/random_00001.pt is cut off"
+    passed_over = "iteration 20: iter_0000020/random_00001.pt is truncated"
 
     refused = project.launch("ddp", "--", "--seed", "5", RESUME="1")
     assert refused.returncode == 2 and not project.was_started()

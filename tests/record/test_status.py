@@ -11,11 +11,11 @@ from t5bench.record.status import CauseFinder, Strength, of_run
 # As real runs printed them (torch 2.13, gloo, SLURM 22.05; the CUDA and NCCL lines as torch 2.x words them).
 MESSAGES = [
     ("torch.distributed.DistStoreError: Timed out after 21 seconds waiting for clients. 1/2 clients joined.",
-     "timeout", "1 of 2 nodes came within 21 s"),
+     "timeout", "only 1 of 2 nodes joined within 21 s"),
     ("The client socket has timed out after 20000ms while trying to connect to (node0, 29805).",
      "timeout", "the master (node0, 29805) could not be reached within 20000 ms"),
     ("listen on any local network address. port: 29812, name: EADDRINUSE, message: address already in use",
-     "configuration", "the rendezvous port is taken"),
+     "configuration", "the rendezvous port is already in use"),
     ("torch.distributed.DistStoreError: wait timeout after 15000ms, keys: /none/torchelastic/role_info/0",
      "timeout", "two nodes were started with the same one"),
     ("(nodeX, 29801) cannot be retrieved (gai error: -2 - Name or service not known).",

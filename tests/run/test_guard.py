@@ -89,13 +89,13 @@ def test_without_its_launcher_a_run_is_ended(run: Run):
 def test_a_run_that_stands_still_tells_where(run: Run):
     cause = run.cause(watchdog=1)
     assert cause and (cause.status, cause.strength) == ("timeout", 3)
-    assert "before the first iteration: it stopped at rank 3 in stands_here (" in cause.reason
+    assert "before the first iteration: rank 3 is stuck in stands_here (" in cause.reason
 
 
 def test_a_suspended_worker_is_named_and_ended(run: Run):
     os.kill(workers(run.mark)[3], signal.SIGSTOP)
     cause = run.cause(watchdog=1)
-    assert cause and "rank 3 in a stop by signal (SIGSTOP)" in cause.reason
+    assert cause and "rank 3 is suspended (SIGSTOP)" in cause.reason
 
 
 def failed(status: str, strength: int | None) -> dict:
@@ -109,9 +109,9 @@ def failed(status: str, strength: int | None) -> dict:
     [
         (failed("crashed", 3), "crashed", "ended because node 1 (node1) failed: why"),
         (failed("network", 0), "network", "ended because node 1 (node1) failed: why"),
-        (failed("timeout", 1), "timeout", "it stopped at rank 3 in stands_here (@/worker.py:4)"),
+        (failed("timeout", 1), "timeout", "rank 3 is stuck in stands_here (@/worker.py:4)"),
         (failed("cancelled", None), "cancelled", "ended because node 1 (node1) was cancelled: why"),
-        (None, "network", "ended because node 1 (?) failed: it went away without a word"),
+        (None, "network", "ended because node 1 (?) failed: it disconnected without giving a reason"),
     ],
     ids=["crashed", "network", "timeout", "cancelled", "gone"],
 )

@@ -74,7 +74,7 @@ def test_a_complete_run(tmp_path: Path):
         (output(2), "143 TERM", "cancelled", "TERM received", 143, None),
         (output(2), "130 INT", "cancelled", "INT received", 130, None),
         (output(2), "137 ", "crashed", "torchrun was killed", 1, 3),
-        (output(2), "9 ", "crashed", "exit status 9 and named no cause", 1, 0),
+        (output(2), "9 ", "crashed", "exit status 9 without naming a cause", 1, 0),
         (output(2), None, "crashed", "the launcher was killed", 1, 3),
     ],
 )

@@ -71,7 +71,7 @@ def test_what_is_complete_is_done_once_for_each_set_of_requirements(project: Pro
 @pytest.mark.parametrize(
     ("before", "message"),
     [
-        ("sys.version_info = (3, 8, 1)", "is Python 3.8.1, and 3.10 to 3.14 is needed"),
+        ("sys.version_info = (3, 8, 1)", "is Python 3.8.1, but 3.10 to 3.14 is needed"),
         ("sys.modules['ensurepip'] = None", "has no venv module"),
     ],
     ids=["old", "without venv"],
