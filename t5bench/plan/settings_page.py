@@ -9,7 +9,7 @@ from t5bench.record.plan import ROLES
 
 INTRODUCTION = """# Settings
 
-`python -m t5bench settings` writes this page. Set them in the environment; `--help` of a launcher has its defaults."""
+Set these in the environment. A launcher's `--help` shows its own defaults. `python -m t5bench settings` generates this page."""
 
 
 def defaults(strategy: str) -> dict[str, str]:

@@ -351,6 +351,6 @@ def test_the_document_lists_what_is_played_and_counts_it():
     own = re.findall(r"^def (test_\w+)", Path(__file__).read_text(), re.MULTILINE)[:-1]
     assert set(own) <= {name for _, name in here}
     count = (
-        f"{len(on_cluster) + len(here)} faults are played in all: {len(on_cluster)} on the test cluster and {len(here)}"
+        f"There are {len(on_cluster) + len(here)} faults in all, {len(on_cluster)} on the test cluster and {len(here)} here"
     )
     assert count in text
