@@ -1,6 +1,6 @@
 """Token files and T5 span corruption: the same samples, in the same order, as Megatron-DeepSpeed draws them.
 
-Nothing is cached and nothing is compiled: every process derives the order of the samples from the seed by itself.
+Nothing is cached and nothing is compiled: each process derives the order of the samples from the seed.
 """
 
 import os

@@ -1,26 +1,26 @@
 #!/usr/bin/env bash
-# Whether the strategies train the same model: each trains from the same weights, and its curves are compared with DDP's.
+# Checks that the strategies train the same model: each starts from the same weights, and its curves are compared with DDP's.
 #
 # Usage: bash scripts/check_parity.sh [--sensitivity | --bf16 | --benchmark-mode] [strategy...]
 #
-# Trains DDP and the named strategies (all when none is named) on this machine, in fp32, without dropout, from the same
+# Trains DDP and the named strategies (default: all) on this machine, in fp32, without dropout, from the same
 # initial weights on the same data, and compares each loss and gradient norm with DDP's. With ENGINE=megatron the native
-# engine's DDP is trained too and compared: that shows a mistake that all strategies share.
-#   --sensitivity      trains no strategy: measures how far a change of 1 % in each number of the recipe moves the curves, in
-#                      units of the bound, and fails where a number is not seen
-#   --bf16             trains in bf16 and applies the bound measured for it
-#   --benchmark-mode   trains as the benchmark does, in bf16 with dropout 0.1. Layouts that drop as DDP does are compared
-#                      with the bound of bf16; the others, over eight seeds, by a sign test (docs/parity.md)
-# Exit status: 0 when all train the same model, 1 when one does not, 2 when the check could not be made.
+# engine's DDP is also trained and compared, which reveals a mistake that all strategies share.
+#   --sensitivity      train no strategy; measure how far a change of 1 % in each number of the recipe moves the curves,
+#                      in units of the bound, and fail if one would go unnoticed
+#   --bf16             train in bf16 and apply the bound measured for it
+#   --benchmark-mode   train as the benchmark does, in bf16 with dropout 0.1. Layouts with DDP's dropout masks must meet
+#                      the bound of bf16; the others pass a sign test over eight seeds (docs/parity.md)
+# Exit status: 0 all train the same model, 1 one does not, 2 the check could not run.
 #
-# The launchers' settings work too, except PRECISION_FLAG, DROPOUT, LOG_INTERVAL and what evaluates, saves and resumes.
+# The launchers' settings also work, except PRECISION_FLAG, DROPOUT, LOG_INTERVAL and those that evaluate, save and resume.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 setting ENGINE 'one-of:megatron|native' - - megatron "megatron (patched Megatron-DeepSpeed; its DDP is also compared with native/) or native"
 setting MODEL_PRESET 'one-of:tiny|small|base|large' - - tiny "Model size: tiny, small, base or large"
-# A recipe in which a hundredth of every number shows: docs/parity.md has how it was found.
+# A recipe in which a change of 1 % in any number shows; docs/parity.md explains how it was found.
 setting TRAIN_ITERS whole:2 - - 12 "Iterations of each strategy"
 setting GLOBAL_BATCH_SIZE whole:1 - - 8 "Samples per iteration"
 setting MICRO_BATCH_SIZE whole:1 - - 2 "Per-process micro-batch size; small enough for several micro-batches per iteration"
@@ -43,7 +43,7 @@ if [[ -z $MEGATRON_DATA_DIR ]]; then
 fi
 export MODEL_PRESET TRAIN_ITERS GLOBAL_BATCH_SIZE MICRO_BATCH_SIZE LR MIN_LR LR_WARMUP_ITERS WEIGHT_DECAY CLIP_GRAD SEED
 export MEGATRON_DATA_DIR PYTHON
-# Rounding is then all that may differ, and every iteration shows.
+# Then only rounding may differ, and every iteration is compared.
 export PRECISION_FLAG='' DROPOUT=0 LOG_INTERVAL=1 EVAL_ITERS=0 SAVE_INTERVAL=0 RESUME=0 WANDB_MODE=disabled
 options=()
 case $mode in

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What every script needs and nothing that knows Megatron: messages, settings, hosts and ranks, ports, processes.
+# What every script needs that is not specific to Megatron: messages, settings, hosts and ranks, processes.
 # Sourced, never run.
 
 [[ -z ${COMMON_SH_LOADED:-} ]] || return 0
@@ -11,12 +11,12 @@ if ((BASH_VERSINFO[0] < 4 || (BASH_VERSINFO[0] == 4 && BASH_VERSINFO[1] < 4))); 
 fi
 
 unset CDPATH
-# srun hands on the login host's HOSTNAME where /etc/profile exports it, and a shell keeps what it is given.
+# srun passes on the login host's HOSTNAME if /etc/profile exports it.
 read -r HOSTNAME </proc/sys/kernel/hostname
 REPO_ROOT=$(cd -- "${BASH_SOURCE[0]%/*}/.." && pwd -P)
 PYTHON=${PYTHON:-python3}
 [[ $PYTHON != */* || $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
-# What the engines and the programs in this repository import its packages from.
+# The engines and the programs of this repository import its packages from here.
 [[ :${PYTHONPATH:-}: == *:"$REPO_ROOT":* ]] || export PYTHONPATH=$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}
 
 # ---- messages ------------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ settings_group() {
   group directory "$PWD"
 }
 
-# What the comment at the head of the script says, and the settings by role.
+# Prints the script's head comment and its settings by role.
 print_help() {
   local line
   while read -r line && [[ $line == '#'* ]]; do
@@ -71,7 +71,7 @@ print_help() {
   require_python && settings_group | python_module t5bench.plan settings
 }
 
-# begin OPTIONS ARGUMENT...: answers --help, refuses what is not among OPTIONS, where NAME stands for any name, and checks
+# begin OPTIONS ARGUMENT...: answers --help, refuses options not in OPTIONS (NAME allows any name), and checks
 # the settings: each must be of its kind, and paths become absolute. The launchers' plan does this too.
 begin() {
   local argument
@@ -120,7 +120,7 @@ hear() {
   return "$status"
 }
 
-# What several scripts have in common.
+# Shared by several scripts.
 # shellcheck disable=SC2034 # read by the scripts that source this file
 readonly DEFAULT_TOKENIZER=google-t5/t5-large
 engine_dir_setting() { setting MEGATRON_DIR path place - "$REPO_ROOT/../Megatron-DeepSpeed" "Path to your Megatron-DeepSpeed checkout"; }
@@ -164,13 +164,13 @@ resolve_topology() {
 # ---- processes -----------------------------------------------------------------------------------------------------
 
 # Ends what the run started and carries its mark: TERM, then KILL after the given seconds.
-# setsid: a Ctrl-C must not end what ends the others.
+# setsid: a Ctrl-C must not interrupt the clean-up.
 end_marked() (cd -- "$REPO_ROOT" && setsid -w "$PYTHON" -m t5bench.run.processes "$1" "$2" || true)
 
-# Waits so many seconds, or for a signal, and starts no process.
+# Waits that many seconds, or until a signal, without starting a process.
 pause() { read -rt "$1" -u "$NEVER" || true; }
 
-# Whether the recorder is there. One that somebody stopped goes on after 5 s: the run's output stands still without it.
+# Whether the recorder lives. A suspended one is resumed after 5 s, because the run's output waits for it.
 recorder_lives() {
   local state
   { kill -0 "$recorder_pid" && read -r _ _ state _ <"/proc/$recorder_pid/stat"; } 2>/dev/null || return 1
@@ -194,10 +194,10 @@ run_to_end() {
   exec {NEVER}<> <(:)
   # The name of a socket, which multiprocessing makes there, may have 107 characters.
   { ((${#scratch} < 75)) && mkdir -m 700 -- "$scratch" 2>/dev/null; } || scratch=''
-  # A Ctrl-Z stops this shell, and not what reads the run's output.
+  # A Ctrl-Z suspends this shell, but not the reader of the run's output.
   exec {output_fd}> >(trap '' INT TERM HUP TSTP && "$recorder" "$mark")
   recorder_pid=$!
-  # setsid: a Ctrl-C on the terminal reaches this shell alone, which then ends the others in order.
+  # setsid: a Ctrl-C on the terminal reaches only this shell, which then stops the others in order.
   setsid env T5_RUN_MARK="$mark" ${scratch:+TMPDIR="$scratch"} "${@:3}" >&"$output_fd" 2>&1 &
   child=$!
   while [[ -z $interrupted_by ]] && kill -0 "$child" 2>/dev/null && recorder_lives; do pause 0.2; done
@@ -210,11 +210,11 @@ run_to_end() {
   fi
   wait "$child" && status=0 || status=$?
   [[ -z $scratch ]] || rm -rf -- "$scratch"
-  # In the place of what is there, which takes no space on a disk that has become full.
+  # Overwrites in place, which needs no space on a full disk.
   printf '%-40s\n' "$status $interrupted_by" 1<>"$end_file" || true
   exec {output_fd}>&-
   while recorder_lives && ((patience > 0)); do
-    # It may wait for other nodes to tell why they failed; whoever is asked to end does not, and has 5 s for it.
+    # It may wait for other nodes' reasons; after a signal it must not, and has 5 s to finish.
     if [[ -n $interrupted_by ]]; then
       { kill -s TERM "$recorder_pid" && kill -s CONT "$recorder_pid"; } 2>/dev/null || true
       patience=$((patience - 1))
@@ -222,7 +222,7 @@ run_to_end() {
     pause 0.1
   done
   if ((patience == 0)); then
-    # One that a file system holds takes no signal.
+    # A recorder that hangs in a file system ignores signals.
     kill -s KILL "$recorder_pid" 2>/dev/null || true
     status=$((128 + $(kill -l "$interrupted_by")))
   else

@@ -11,7 +11,7 @@
 #   STRATEGY_FLAGS      array of further engine arguments
 #   STRATEGY_FAMILIES   the model families that it serves (all when not declared)
 #
-# What is a model family's own is in families/<name>.sh:
+# families/<name>.sh holds what is specific to a model family:
 #   MODEL_PRESETS       sizes by the name of the preset, in the order in which declare_model takes them
 #   FAMILY_PREFIX       before the strategy in names of directories and W&B runs; FAMILY_DATA: its data's directory
 #   FAMILY_PROGRAM      of the engine; FAMILY_FIXED: array of engine arguments that are the same in every run
@@ -158,7 +158,7 @@ build_own_arguments() {
   else
     OWN_ARGUMENTS+=(--distributed-backend gloo --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion)
   fi
-  # DeepSpeed's first loss scale, so that every strategy starts from the same.
+  # DeepSpeed's initial loss scale, so that every strategy starts from the same one.
   [[ $PRECISION_FLAG != --fp16 ]] || OWN_ARGUMENTS+=(--initial-loss-scale 65536)
   ((PLAN[flash_attention] == 0)) || OWN_ARGUMENTS+=(--use-flash-attn-v2)
   [[ ${PLAN[patches]} != series ]] || OWN_ARGUMENTS+=(--layout-independent-init)
@@ -280,7 +280,7 @@ run_strategy() {
   fi
   declare_settings
   parse_arguments "$@"
-  # The same in every run of an engine; what the user gives after -- wins over it.
+  # The same in every run; arguments after -- win over these.
   FIXED_ARGUMENTS=(--lr-decay-style cosine --data-impl mmap --split "949,50,1" --num-workers 2 "${FAMILY_FIXED[@]}"
     --DDP-impl local --no-gradient-accumulation-fusion)
   resolve_topology "${POSITIONAL[@]}"

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# XSum, or the bundled sample, as the indexed dataset that every strategy trains on.
+# Turns XSum, or the bundled sample, into the indexed dataset that every strategy trains on.
 #
 # Usage: bash scripts/prepare_xsum_megatron.sh [--help]
 #
-# Writes into MEGATRON_DATA_DIR, all of it or, when anything fails, nothing:
+# Writes to MEGATRON_DATA_DIR all of this, or nothing if anything fails:
 #   xsum_text.jsonl                  the articles, one {"text", "summary", "id"} per line; xsum_text.meta.json names the source
 #   xsum_text_document.bin, .idx     their token ids as Megatron's indexed dataset, one </s> (gpt: <|endoftext|>) at the end of each document
 #   xsum_text_document.meta.json     source, tokenizer, counts, checksums, versions and date
 #   tokenizer/                       a copy of the tokenizer, so that training needs no hub
 #
-# An xsum_text.jsonl that was exported from the same source, and whose local source has not changed since, is used again.
-# Data from another source or tokenizer are not replaced unless FORCE=1. After an interruption, the same command continues
+# An earlier xsum_text.jsonl from the same, unchanged source is reused. Data from another source or tokenizer are replaced
+# only with FORCE=1. After an interruption, the same command continues
 # where it stopped.
 set -euo pipefail
 # shellcheck source=scripts/common.sh

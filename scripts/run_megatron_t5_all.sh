@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Every strategy, one run after another, REPEATS times in turn, and the comparison of them all.
+# Runs every strategy, REPEATS times in turn, and compares them.
 #
 # Usage: bash scripts/run_megatron_t5_all.sh [--dry-run] [--help]
 #
 # Runs the strategies on this machine's processes and compares them. DDP is also run with as many processes as any strategy
 # needs, so that every row has a baseline of its own world size. Run it again to go on after an interruption.
-#   --dry-run   print what would run, and what would not
-# Exit status: 0 when every run is complete and trains as DDP does, 1 when one does not, 2 when none could be
-# started or compared. The launchers' settings work too.
+#   --dry-run   print what would run and what would not
+# Exit status: 0 every run is complete and trains as DDP does, 1 one does not, 2 nothing could be started or compared.
+# The launchers' settings also work.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"

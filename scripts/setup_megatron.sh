@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Megatron-DeepSpeed at the commit that the patches are made for, patched, with the Python packages that it needs.
+# Sets up Megatron-DeepSpeed: the commit that the patches are for, the patches, and the Python packages that it needs.
 #
 # Usage: bash scripts/setup_megatron.sh [--check | --reset | --write-checksums | --help]
 #
@@ -27,7 +27,7 @@ trap '[[ -z $SCRATCH ]] || rm -rf -- "$SCRATCH"' EXIT
 
 megatron_git() { git -C "$MEGATRON_DIR" "$@"; }
 
-# unpatched, megatron_t5_fixes, series or changed, in REPLY; missing where there is no checkout.
+# Sets REPLY to unpatched, megatron_t5_fixes, series, changed, or missing if there is no checkout.
 engine_state() { REPLY=$(python_module t5bench.plan.engine state "$MEGATRON_DIR"); }
 
 # To stderr, one a line.
@@ -60,7 +60,7 @@ clone() {
   mv -- "$SCRATCH" "$MEGATRON_DIR"
 }
 
-# A checkout of another commit, or with changes: never thrown away, put aside on request.
+# A checkout of another commit, or with changes, is never discarded; on request its changes are stashed.
 make_pristine() {
   local reset=$1
   megatron_git rev-parse --git-dir >/dev/null 2>&1 || die "$MEGATRON_DIR is not a git checkout" "Set another MEGATRON_DIR"
@@ -103,7 +103,7 @@ set_up() {
     unpatched) apply_patches "${SERIES[@]}" ;;
     megatron_t5_fixes) apply_patches "${SERIES[@]:1}" ;;
     changed)
-      # What git ignores, or was told to overlook, is not stashed.
+      # git stashes neither ignored files nor those it was told to overlook.
       name_differences
       die "$MEGATRON_DIR holds files that are not part of commit $MEGATRON_COMMIT (listed above)" "Remove them yourself, or set another MEGATRON_DIR"
       ;;

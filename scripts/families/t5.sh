@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2034 # megatron_common.sh reads what is set here
-# T5: an encoder that reads and a decoder that writes. megatron_common.sh says what a family's file has.
+# T5, an encoder and a decoder. megatron_common.sh describes this file's contents.
 
 #                 layers (enc dec)  hidden  heads  FFN   lengths (enc dec)
 declare -rA MODEL_PRESETS=(

@@ -1,4 +1,4 @@
-"""The steps of scripts/gpu_acceptance.sh, which finds Python, packages and the engine, and says what every run is told.
+"""The steps of scripts/gpu_acceptance.sh, which provides Python, packages, the engine and the settings of every run.
 
 Each step is a command that a user could type, and leaves its results in the work directory.
 """
@@ -58,7 +58,7 @@ class Preset:
     def acceptance(self) -> Iterator[Step]:
         """Whether the strategies train the same model, at the sizes that check_parity.sh is made for; then T5-Large as
         README configures it, under every strategy that the devices suffice for."""
-        # DDP alone has nothing to be compared with. The native engine comes first, for it needs no compiler.
+        # DDP alone cannot be compared. The native engine comes first because it needs no compiler.
         for engine in reversed(self.engines if len(self.strategies) > 1 else []):
             runs_dir = self.work / "parity" / f"{engine}-{time.strftime('%H%M%S')}"
             size = {"MODEL_PRESET": "tiny", "GLOBAL_BATCH_SIZE": "16", "VOCABULARY_MULTIPLE": "128", "SHARE_GPUS": "1"}

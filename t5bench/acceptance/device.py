@@ -1,6 +1,6 @@
 """What the machine is and the best that its device does: ``python -m t5bench.acceptance.device FILE``.
 
-It is a process of its own, since asking PyTorch for a GPU takes memory there.
+It is a separate process because asking PyTorch about a GPU takes memory on it.
 """
 
 import json

@@ -135,7 +135,7 @@ def speed(measured: Mapping[str, float]) -> str:
 
 
 def settings_in_effect() -> Plan:
-    """A launcher's plan on this host alone; what this host lacks for a run does not matter. Raises Problem."""
+    """A launcher's plan for this host only, ignoring what the host lacks for a run. Raises Problem."""
     return accepted(ask("ddp", ["127.0.0.1", "0"], os.environ | {"NNODES": "1", "HOSTS": ""}))
 
 

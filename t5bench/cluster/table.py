@@ -22,7 +22,7 @@ REMEDIES = {
     " driver), or set CUDA_VISIBLE_DEVICES and NPROC_PER_NODE",
     "driver": "Install the same driver on all nodes, or choose nodes that have it",
     "network": "Let the nodes reach each other on every TCP port (check for a firewall), and name the interface"
-    " between them on all nodes:  GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME",
+    " between them on all nodes: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME",
     "clock": "Let chrony or ntpd set the clock of {host}, or of the first node: timedatectl shows which is wrong",
 }
 ENVIRONMENT = "Use the same environment on all nodes: activate it, then pip install -r requirements.txt"

@@ -108,7 +108,7 @@ def refuse(runs: Sequence[Run], baseline: str, allowed: Collection[str]) -> None
 
 
 def other_differences(runs: Sequence[Run]) -> list[str]:
-    """What differs besides, one sentence each: further settings, versions, commits, patches, nodes."""
+    """Other differences, one sentence each: further settings, versions, commits, patches, nodes."""
 
     def told(run: Run) -> dict[str, Any]:
         found = run.plan.with_role("told") | {f"nodes of {run.world_size} processes": run.layout.nnodes}

@@ -1,4 +1,4 @@
-"""What the measurements say of what limits a row."""
+"""What limits a row, according to its measurements."""
 
 from t5bench.compare.predicted import hardware_tflops
 from t5bench.compare.rows import Row
@@ -6,7 +6,7 @@ from t5bench.record.samples import Observations
 
 
 def limits(row: Row) -> str:
-    """Sentences; what was not measured and why. "" for a row without figures."""
+    """Sentences, including what was not measured and why. "" for a row without figures."""
     if not row.milliseconds:
         return ""
     observed = row.measured[0].observed
@@ -16,7 +16,7 @@ def limits(row: Row) -> str:
     if row.on_gpu and observed.power_w is not None:
         seen.append(f"it drew {observed.power_w:.0f} W")
     why = "there are no samples" if row.on_gpu else "there is no GPU"
-    peak = f"share of the GPU's peak: unknown,  {row.mfu_missing}"
+    peak = f"share of the GPU's peak: unknown, {row.mfu_missing}"
     if row.mfu is not None:
         peak = f"the arithmetic takes {row.mfu:.1%} of the GPU's peak"
     if row.mfu is not None and (again := hardware_tflops(row)):

@@ -47,7 +47,7 @@ def add_times(rows: Sequence[Row]) -> list[str]:
 
 
 def hardware_tflops(row: Row) -> float | None:
-    """TFLOP/s of a process, with what recomputation does a second time; None where there is none."""
+    """TFLOP/s of a process including recomputation; None without recomputation."""
     found = prediction(row) if row.milliseconds else None
     if not found or found.job.recompute == "none":
         return None

@@ -34,7 +34,7 @@ RESUMED, RAMP_UP = "warm-up after a resume", "growing batch"
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median with its interval, in its holder's unit; low and high are None where there are too few values."""
+    """A median with its interval, in its holder's unit; low and high are None if there are too few values."""
 
     median: float
     low: float | None = None

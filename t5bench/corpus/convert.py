@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 def convert(block: Block, encoder: DocumentEncoder | None, limit: int | None = None) -> Piece:
-    """The block's first `limit` documents that have text, without ids where there is no encoder. Raises Problem."""
+    """The block's first `limit` documents with text; without ids if there is no encoder. Raises Problem."""
     counts, articles = Counter(skipped_empty=0), []
     for article in block.articles():
         if article["text"].strip():

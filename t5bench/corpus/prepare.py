@@ -38,7 +38,7 @@ OUTPUTS = ["tokenizer", *EXPORTS, *BINARIES, f"{DATASET}.meta.json"]
 
 
 def prepare(settings: Mapping[str, str]) -> None:
-    """Export, tokenise and publish, as the script's settings say; without a tokenizer export alone. Raises Problem."""
+    """Export, tokenise and publish, as the settings say; without a tokenizer only export. Raises Problem."""
     directory, family = Path(settings["MEGATRON_DATA_DIR"]), settings.get("MODEL_FAMILY", "t5")
     limit, force = int(settings.get("XSUM_LIMIT") or 0) or None, settings.get("FORCE") == "1"
     source = make_source(settings.get("XSUM_SOURCE", ""), settings.get("XSUM_SPLIT") or "train", limit)
@@ -104,7 +104,7 @@ def check_replacement(directory: Path, source: Source, tokenizer: str) -> None:
 
 
 def write_records(source: Source, staged: Path, counts: Counter[str], tokenizer: dict[str, Any]) -> None:
-    """Beside the export and, where there is one, the dataset. tokenizer: what the dataset's record says of it."""
+    """Write the records of the export and, if any, the dataset. tokenizer: its entry in the dataset's record."""
     record = {
         "source": source.describe(),
         "source_state": source.state(),
@@ -120,7 +120,7 @@ def write_records(source: Source, staged: Path, counts: Counter[str], tokenizer:
 
 @contextmanager
 def staging(directory: Path) -> Iterator[Path]:
-    """A directory inside `directory` for this run alone, gone afterwards unless the run was interrupted.
+    """A private directory inside `directory`, removed afterwards unless the run was interrupted.
 
     Raises Problem while another run has it.
     """

@@ -116,7 +116,7 @@ def _parquet_blocks(paths: list[Path], place: str) -> Iterator[Block]:
 
 
 def _from_hub(split: str) -> list[Path]:
-    remedy = "Check the network (HF_ENDPOINT, proxies), or download XSum elsewhere, copy it here and set  "
+    remedy = "Check the network (HF_ENDPOINT, proxies), or download XSum elsewhere, copy it here and set "
     with hub(XSUM, f"{remedy}XSUM_SOURCE=/path/to/xsum.parquet") as client:
         api = client.HfApi()
         try:

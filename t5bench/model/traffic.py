@@ -42,7 +42,7 @@ class Row:
 
 
 def rows(job: Job) -> list[Row]:
-    """All collectives of an iteration; those that an engine makes in a group of one are left out."""
+    """All collectives of an iteration, except those in groups of one rank."""
     found: dict[Row, list[int]] = {}
     for stage in range(job.parallel.pipeline):
         for row in (*_data_parallel(job, stage), *_tensor_parallel(job, stage), *_pipeline(job, stage)):

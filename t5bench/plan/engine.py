@@ -3,7 +3,7 @@
 python -m t5bench.plan.engine state DIRECTORY         prints series, megatron_t5_fixes, unpatched, changed or missing
 python -m t5bench.plan.engine differences DIRECTORY   prints what differs from the patched engine
 
-The files themselves are judged, not git, which can be told to overlook some and is not there in a bundle.
+The files themselves are compared, without git, which can overlook files and is absent from a bundle.
 """
 
 import hashlib
@@ -110,7 +110,7 @@ def _is_imported(folder: Path, own: Mapping[str, str]) -> bool:
 
 
 def _start(path: Path, size: int) -> bytes:
-    """A file's first bytes; none of one that cannot be read."""
+    """A file's first bytes; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(size)

@@ -1,5 +1,5 @@
-"""What is a model family's own in planning; scripts/families/ has what is its own in the shell. A third family is one
-more entry here and one more file there."""
+"""What is specific to a model family in planning; scripts/families/ has the shell's part. A third family needs an entry
+here and a file there."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ def family_of(request: Request) -> Family:
 
 
 def check_family(request: Request) -> None:
-    """That the strategy and the engine serve the family, and the engine what else is asked of it."""
+    """Checks that the strategy and the engine support the family and the settings."""
     strategy, name, refuse = request.strategy, request.value("MODEL_FAMILY"), request.findings.refuse
     if name not in strategy.families:
         served = " and ".join(FAMILIES[each].title for each in strategy.families)
@@ -79,7 +79,7 @@ def check_family(request: Request) -> None:
 
 
 def needs_megatron(request: Request, setting: str) -> None:
-    """Of a setting that asks for what the native engine, a readable T5, does not have."""
+    """Refuses a setting that the native engine does not support."""
     if request.value("ENGINE") == "native":
         found = f"the native engine does not support {setting}='{request.value(setting)}'"
         request.findings.refuse("native-engine", found, "Use ENGINE=megatron")

@@ -34,7 +34,7 @@ def check_data(request: Request, tokenizer: str) -> str:
 
 
 def _check_tokenizer(request: Request, prefix: str, tokenizer: str) -> None:
-    """With another tokenizer the data's ids are other words, and the run would train all the same.
+    """With another tokenizer the same ids mean other words, and the run would still train.
 
     Raises Problem where the tokenizer cannot be read.
     """
@@ -66,7 +66,7 @@ def _check_tokenizer(request: Request, prefix: str, tokenizer: str) -> None:
 
 
 def choose_tokenizer(request: Request) -> str:
-    """The one that is named, else the copy beside the data, else T5's from the hub."""
+    """The named tokenizer, else the copy next to the data, else T5's from the hub."""
     name, beside = request.value("TOKENIZER_MODEL"), Path(request.value("MEGATRON_DATA_DIR")) / "tokenizer"
     if name:
         named = Path(request.directory, name).expanduser()
@@ -82,14 +82,14 @@ def tokenizer_type(request: Request, prefix: str) -> str:
 
 
 def check_packages(request: Request) -> None:
-    """What the record's keeper imports besides Python's own."""
+    """The packages that the recorder imports."""
     if not util.find_spec("msgspec"):
         found = f"msgspec, which reads plans and records, is not installed for {sys.executable}"
         request.findings.lack("no-msgspec", found, f"Run: pip install -r '{REPOSITORY}/requirements.txt'")
 
 
 def choose_attention(request: Request, device: str) -> bool:
-    """Whether the engine is told to use flash-attn, which serves the decoder's self-attention alone."""
+    """Whether the engine uses flash-attn, which supports only the decoder's self-attention."""
     findings, wanted = request.findings, request.value("FLASH_ATTENTION")
     if request.value("ENGINE") == "native":
         findings.notes.append("attention: PyTorch scaled_dot_product_attention")
@@ -113,7 +113,7 @@ def choose_attention(request: Request, device: str) -> bool:
 
 
 def check_output_directory(request: Request) -> None:
-    """Nothing is overwritten, and no run is started where one goes on."""
+    """Nothing is overwritten, and no run starts where one is in progress."""
     directory, node, lack = Path(request.value("OUTPUT_DIR")), request.facts["node"], request.findings.lack
     try:
         claim.check(directory, f"node{node}")
@@ -151,7 +151,7 @@ def prepare_directory(plan: Plan, besides: Mapping[str, str], launcher: str) -> 
     directory.mkdir(parents=True, exist_ok=True)
     for suffix in ("log", "json", "samples.jsonl", "sha256", "wandb.yaml"):
         keep_earlier(directory / f"{name}.{suffix}")
-    # The last node writes the metrics; a run that goes on adds to them.
+    # The last node writes the metrics; a resumed run appends to them.
     if plan.node == layout.nnodes - 1 and plan.value("RESUME") == "0":
         keep_earlier(directory / "metrics.jsonl")
     # Before anything starts: an inode or a block that is lacking now would be lacking later.

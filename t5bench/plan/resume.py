@@ -1,4 +1,4 @@
-"""From which checkpoint a run goes on: the newest that is whole on every node, of a run that this one may continue."""
+"""The checkpoint that a run resumes from: the newest that is intact on every node, if this run may continue it."""
 
 import contextlib
 import socket
@@ -35,7 +35,7 @@ ENDS_A_RUN = {"--exit-interval", "--exit-duration-in-mins"}
 
 
 def checkpoint(plan: Plan, *, agree: bool) -> int:
-    """The iteration of the checkpoint from which a planned run goes on, or which it evaluates. Raises Problem.
+    """The iteration of the checkpoint that a planned run resumes from or evaluates. Raises Problem.
 
     Without agree it looks at this node alone and changes nothing; on several nodes 0 is an answer too. With agree all
     nodes take the same one, and the engines' pointers, the directory and metrics.jsonl are prepared for it. What is
@@ -114,7 +114,7 @@ def _passed_over(iteration: int, reason: str) -> None:
 
 
 def misfits(plan: Plan) -> Iterator[str]:
-    """How a run differs from the one in its directory, and must not: "SEED is '5' here and was '1234'"."""
+    """The forbidden differences from the run in its directory: "SEED is '5' here and was '1234'"."""
     part = earlier_part(Path(plan.output_dir), plan.node)
     if part is None:
         print(f"{plan.output_dir} holds no record of a run, so its settings cannot be compared.", file=sys.stderr)
@@ -146,7 +146,7 @@ def earlier_part(directory: Path, node: int) -> dict[str, Any] | None:
 
 
 def _kept(plan: Plan) -> dict[str, str]:
-    """What a run must keep for its curve to stay the same curve, besides the engine's further arguments."""
+    """What a run must keep for its curve to stay the same, apart from further engine arguments."""
     assert plan.layout
     return {
         "the strategy": plan.strategy.name,

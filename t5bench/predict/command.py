@@ -1,4 +1,4 @@
-"""``python -m t5bench predict``: what each strategy will cost, or what runs cost beside what was predicted of them."""
+"""``python -m t5bench predict``: predict what each strategy will cost, or compare runs with their predictions."""
 
 import argparse
 import json

@@ -15,7 +15,7 @@ from t5bench.model.job import Architecture, Job, Parallel, Zero, padded
 from t5bench.model.machine import DEVICES, GB, Device, Link, Machine
 
 Text, Whole = str | None, int | None
-# Of the format and for people alone.
+# Fields for people, which are not read.
 NOTES = {"line", "config", "note", "caveats", "confidence", "parameters_stated", "decoder_pp"}
 
 

@@ -64,7 +64,7 @@ class Candidate(Prediction):
 
     @property
     def missing(self) -> str:
-        """Why this harness cannot run it, or with which engine alone."""
+        """Why this harness cannot run it, or the only engine that can."""
         if not self.strategy:
             return "no: ZeRO with PP"
         needed = self.job.parallel.pipeline > 2 or self.job.architecture.family == "gpt" or self.job.recompute != "none"
@@ -72,7 +72,7 @@ class Candidate(Prediction):
 
     @property
     def start(self) -> str:
-        """The line that starts it on each node; "" where this harness cannot."""
+        """The command that starts it on each node; "" if this harness cannot."""
         if not self.strategy:
             return ""
         p, job = self.job.parallel, self.job
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     if args.per_node < 1 or args.global_batch < 0:
         raise Problem("--per-node and --global-batch must be more than 0")
     if not args.device:
-        raise Problem("--device is missing", f"Choose from:  {' '.join(DEVICES)}")
+        raise Problem("--device is missing", f"Choose from: {' '.join(DEVICES)}")
     device, model = device_for(None, args.device), architecture(args)
     found = {}
     for size in sizes:
@@ -177,7 +177,7 @@ def search(model: Architecture, gpus: int, on: Machine, batch: int, tensor: int 
 
 
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those than which none is both faster and smaller; candidates come fastest first."""
+    """The candidates that no other beats in both time and memory; they come fastest first."""
     front: list[Candidate] = []
     for entry in candidates:
         if entry.fits and (not front or entry.memory_bytes < front[-1].memory_bytes):

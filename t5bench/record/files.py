@@ -79,7 +79,7 @@ def sha256(path: Path) -> str:
 
 
 def _own_files(directory: Path, node: int, nodes: int) -> list[Path]:
-    """What is sealed of a node: its own files, and on the first and the last node what it alone writes."""
+    """The files of a node that are sealed: its own, and those that only the first or the last node writes."""
     names = [f"node{node}.{suffix}" for suffix in ("json", "log", "samples.jsonl")]
     names += [PROFILE] * (node == 0) + [METRICS] * (node == nodes - 1)
     return [path for name in names if os.path.lexists(path := directory / name)]

@@ -14,7 +14,7 @@ OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 
 
 def checked(host: str) -> str:
-    """The host, perhaps with a user before it. Raises Problem for what is none, such as an option of ssh."""
+    """The host, perhaps with a user. Raises Problem for anything else, such as an ssh option."""
     user, at, name = host.rpartition("@")
     if not (_HOST.fullmatch(name) and _USER.fullmatch(user + at)):
         raise Problem(f"'{host}' is not a host name or address", "Correct it in HOSTS or on the command line")

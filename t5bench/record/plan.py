@@ -25,7 +25,7 @@ class Role:
     trains: another value gives another loss curve.
     kept: a resumed run must keep it.
     local: the nodes of one run may differ in it.
-    told: a comparison tells that runs differ in it.
+    told: a comparison reports that runs differ in it.
     """
 
     heading: str
@@ -177,7 +177,7 @@ class Plan:
 
     engine_patches: the state of the engine's checkout (``series``, ``megatron_t5_fixes``, ...), ``series`` for the
     native engine. environment: what the launcher adds to the environment. ds_config: the effective DeepSpeed JSON.
-    resume_from: the iteration of the checkpoint from which the run goes on, 0 for a new run. A plan with a fatal
+    resume_from: the iteration of the checkpoint to resume from, 0 for a new run. A plan with a fatal
     obstacle has no layout and no command.
     """
 
@@ -204,7 +204,7 @@ class Plan:
     format: int = FORMAT
 
     def value(self, name: str) -> str:
-        """A setting's value as text. Raises RecordError where there is no such setting."""
+        """A setting's value as text. Raises RecordError if there is no such setting."""
         if name not in self.settings:
             raise RecordError(f"the plan of the run in {self.output_dir} has no setting {name}")
         return self.settings[name].value
@@ -279,7 +279,7 @@ class Plan:
 
     @cached_property
     def engine_arguments(self) -> dict[str, str]:
-        """What runs that stand side by side must share besides settings: arguments whose values no setting has."""
+        """What compared runs must share besides settings: arguments whose values no setting has."""
         settings = {name: s.value for s in self.settings.values() for name in s.argument.split(",")}
         found = by_name([*self.arguments.fixed, *self.arguments.extra])
         return {n: value for n, value in sorted(found.items()) if value != settings.get(n) and n not in PRECISIONS}

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 _Moment = Annotated[str, Meta(pattern=r"^20[0-9]{2}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\.[0-9]{3}Z$")]
 _KIND = re.compile(r"(path|text|secret|decimal|whole:[0-9]{1,18}(:[0-9]{1,18})?|one-of:.+)\??")
 
-# Clocks are set while a run goes on, in small steps; samples are taken before and after what is logged.
+# Clocks are adjusted during a run, in small steps; samples are taken before and after what is logged.
 STEP_SECONDS, SAMPLES_SECONDS = 5, 60
-# What may pass between two lines besides the iterations: an evaluation, a checkpoint.
+# What may happen between two lines besides the iterations: an evaluation, a checkpoint.
 PAUSE_SECONDS, PAUSE_WITH_EVENTS_SECONDS = 3600, 86400
 
 
 class _Ending(Struct):
-    """How a node ended, as it tells the others."""
+    """How a node ended, as it reports to the others."""
 
     node: Count
     nnodes: Count
@@ -121,7 +121,7 @@ def decoded(place: object, text: bytes, kind: Any = dict[str, Any]) -> Any:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects in a file of JSON lines, and where each stands; none without the file. Raises RecordError.
+    """The objects in a file of JSON lines with their places; none without the file. Raises RecordError.
 
     A line that was cut off at the end of an attempt, as a full disk or a death leaves it, is passed over.
     """
@@ -195,14 +195,14 @@ _Lines = Sequence[tuple[str, Iteration]]
 
 
 class Attempt(NamedTuple):
-    """What one attempt at a run logged after iteration `begin`, in order, and where each line stands."""
+    """What one attempt at a run logged after iteration `begin`, in order, with each line's place."""
 
     begin: int
     lines: list[tuple[str, Iteration]]
 
 
 def read_attempts(path: Path) -> list[Attempt]:
-    """All that was logged, by attempt: at least one, without lines where there is no file. Raises RecordError."""
+    """Everything logged, by attempt: at least one, without lines if there is no file. Raises RecordError."""
     found = [Attempt(0, [])]
     for place, content in json_lines(path):
         if "resumed_from" in content:
@@ -228,7 +228,7 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
 
 def log_lines(path: Path) -> Iterator[tuple[str, float, str]]:
-    """Where a line stands, when it came and what it says. Raises RecordError."""
+    """A line's place, time and text. Raises RecordError."""
     for number, text in enumerate(read(path).removesuffix(b"\n").split(b"\n"), 1):
         place, (moment, _, said) = f"{path} line {number}", text.decode(errors="replace").partition(" ")
         try:

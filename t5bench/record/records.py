@@ -6,7 +6,7 @@
     node<R>.sha256         checksums of these files, and of metrics.jsonl on the last node, once the node has ended
     metrics.jsonl          one line for each logged iteration, from the node that has the last rank; {"resumed_from": N}
                            where a run went on from its checkpoint of iteration N
-    run.json               all parts as one, made anew whenever a node ends and by ``collect``
+    run.json               all parts as one, rewritten whenever a node ends and by ``collect``
 
 Nodes without a shared file system keep their own directory each, with their own parts; run.json then speaks of those.
 """
@@ -183,7 +183,7 @@ def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    """What two nodes' parts of one run say differently, and should not: one sentence each."""
+    """Facts on which two nodes' parts of one run disagree but should not: one sentence each."""
     ours, theirs, where = _shared(first), _shared(other), f"on node {other['node']} ({other['host']})"
     for key in ours:
         for name, expected, found in _differences(key, ours[key], theirs.get(key)):
@@ -191,7 +191,7 @@ def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[
 
 
 def _shared(part: Mapping[str, Any]) -> dict[str, Any]:
-    """What the nodes of one run should agree in."""
+    """What the nodes of one run should agree on."""
     plan = part["plan"]
     settings = {name: s["value"] for name, s in plan["settings"].items() if not ROLES[s["role"]].local}
     shared = {key: part[key] for key in SHARED_KEYS} | {key: plan[key] for key in plan if key not in _LOCAL_PLAN}
@@ -209,7 +209,7 @@ def _differences(name: str, first: Any, other: Any) -> Iterator[tuple[str, Any, 
 
 
 def load(directory: Path, *, from_log: bool = False) -> Run:
-    """A run from what its nodes left in its directory, checked as reader.py says. Raises RecordError.
+    """Loads and checks the run that its nodes left in a directory; see reader.py. Raises RecordError.
 
     from_log: its log is read again even where checksums show that nothing was changed.
     """
@@ -248,7 +248,7 @@ SWEEP = "sweep.json"
 def write_list(runs_dir: Path, names: Sequence[str]) -> None:
     """The runs that a sweep is to make, in a list that shows later if one is missing. Raises OSError.
 
-    A sweep that goes on with other strategies adds its runs.
+    A sweep that continues with other strategies adds its runs.
     """
     runs_dir.mkdir(parents=True, exist_ok=True)
     write_json(runs_dir / SWEEP, {"runs": list(dict.fromkeys([*read_list(runs_dir), *names]))})

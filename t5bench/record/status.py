@@ -56,7 +56,7 @@ class Cause:
 
     @classmethod
     def now(cls, status: str, reason: str, remedy: str = "", strength: Strength = Strength.CAUSE) -> "Cause":
-        """What no message told, but was seen just now."""
+        """A cause that was observed now, not read from a message."""
         return cls(status, strength, reason, remedy, clock.now(), reason)
 
     def ending(self) -> Status:
@@ -167,9 +167,9 @@ class CauseFinder:
 
 
 def of_run(parts: Sequence[Mapping[str, Any]]) -> Status:
-    """The status of a run from its nodes' parts; the reason begins with the node that failed first.
+    """A run's status from its nodes' parts; the reason begins with the node that failed first.
 
-    What a node heard of how others ended counts where their own parts are not at hand.
+    If another node's part is missing, what a node heard of its end counts.
     """
     nodes = parts[0]["nnodes"]
     known = {part["node"] for part in parts}
@@ -190,7 +190,7 @@ def of_run(parts: Sequence[Mapping[str, Any]]) -> Status:
 
 
 def first_failure(failed: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Of nodes that failed the one that failed first: whose cause says most, and of equals the earliest."""
+    """The node that failed first: the one with the strongest cause, and among equals the earliest."""
 
     def key(part: Mapping[str, Any]) -> tuple[float, bool, float]:
         when = part["cause"]["time"] if part["cause"] else float("inf")

@@ -17,7 +17,7 @@ from t5bench.run.output import Output
 
 KILLED = 128 + 9
 SPACE_REMEDY = "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"
-# SLURM ends a job somewhat after its time is over, and tells its processes so by TERM alone.
+# SLURM ends a job a little after its time limit, and its processes only see TERM.
 SLURM_MARGIN_SECONDS = 90
 
 
@@ -33,7 +33,7 @@ def read_end(path: Path) -> tuple[int | None, str | None]:
 def cause_of(
     plan: Plan, output: Output, guard: Guard, exit_status: int | None, interrupted_by: str | None, kernel_kills: int
 ) -> Cause | None:
-    """Why this node's processes ended; None for a run that did all of its own, or that was cancelled.
+    """Why this node's processes ended; None if they finished or the run was cancelled.
 
     exit_status is None where the launcher was killed before it could tell.
     """

@@ -1,4 +1,4 @@
-"""The recorders of a run's nodes tell each other what no node sees alone: that training goes on, and how a node ended.
+"""The recorders of a run's nodes exchange what no node sees alone: that training continues, and how a node ended.
 
 A node that cannot connect does without: its own output, its process group's timeout and its own watchdog still end it.
 A lost connection ends nothing: training survives an outage that is shorter than its process group's timeout.

@@ -1,6 +1,6 @@
 """A ``tee`` that understands: passes a node's output on, keeps it with its times, and writes the node's record.
 
-The launcher starts it beside torchrun and tells it, in a file that is read at the end of the output, how torchrun
+The launcher starts it next to torchrun and reports, in a file that is read at the end of the output, how torchrun
 ended. So one process sees all of a run and outlives whatever dies in it; a launcher that is killed leaves that file
 empty. Whatever it waits for at the end it waits for only so long.
 """
@@ -136,7 +136,7 @@ class Part:
                 self.content |= {"status": known.name, "reason": known.reason, "remedy": known.remedy}
             warn(unwritten.reason)
             with contextlib.suppress(OSError, RecordError):
-                # What is there says that the run goes on, and has the space that this needs.
+                # The existing file says "running", and its space suffices.
                 self.file("json").unlink(missing_ok=True)
                 self._finish()
         self.say(f"{known.name} {known.reason}\n{known.remedy}\n")
@@ -184,7 +184,7 @@ def meet(plan: Plan, hurry: threading.Event) -> Peers:
 
 
 def follow(part: Part, peers: Peers, stacks: Stacks, is_over: Callable[[], bool]) -> Output:
-    """Passes the output on to its end, with samples of the machine beside it."""
+    """Passes on the output until its end, while the sampler runs."""
     plan, metrics = part.plan, Path(part.plan.output_dir, "metrics.jsonl")
     with part.file("log").open("ab") as log:
         output = Output(log, metrics, part.hidden, on_iteration=peers.progressed, stacks=stacks.texts)
@@ -264,7 +264,7 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
         "oom_kills": kills,
     }
     tell_and_hear(peers, end, stopped)
-    # A node that did all of its own need not have heard of the others.
+    # A node that finished may not have heard of the others.
     all_is_well = all(other["status"] == COMPLETE for other in (end, *end["heard"]))
     known = Status(COMPLETE) if all_is_well else of_run([end])
     peers.close()

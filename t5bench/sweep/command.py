@@ -4,14 +4,14 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from t5bench import Problem
 from t5bench.plan import claim
-from t5bench.record.records import write_list
+from t5bench.record.records import load, write_list
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
-from t5bench.sweep.launch import Launch, choose, note, plan_baselines, plan_rows
+from t5bench.sweep.launch import Launch, Row, choose, note, plan_baselines, plan_rows
 from t5bench.sweep.runner import has_record, is_complete, raise_on_signals, run_all
 
 
@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if not rows:
         raise Problem("no strategy can run here", "The reasons are above")
     runs = {args.runs_dir / f"repeat{repeat}" / row.name: row for repeat in range(1, args.repeats + 1) for row in rows}
+    check_settings(runs)
     if args.dry_run:
         for directory in runs:
             print("complete " if is_complete(directory) else "run      ", directory)
@@ -47,12 +48,22 @@ def run(args: argparse.Namespace) -> int:
     began = run_all(launch, runs, args.runs_dir, args.retries, "Run the same command again to continue.")
     print(flush=True)
     status = compare(list(runs), args.runs_dir)
-    # What waited for a node that refused may have left a record; nothing was trained all the same.
+    # A node that waited for one that refused may have left a record, but nothing was trained.
     return status if began else EXIT_CODES[CONFIGURATION]
 
 
+def check_settings(runs: Mapping[Path, Row]) -> None:
+    """Raises Problem for a complete run with other settings: it would be taken for a run of this sweep."""
+    for directory in filter(is_complete, runs):
+        then, now = load(directory).plan.with_role("kept"), runs[directory].settings
+        if other := [name for name in then if now.get(name, then[name]) != then[name]]:
+            changes = "; ".join(f"{name} is '{now[name]}' here and was '{then[name]}'" for name in other)
+            remedy = "Choose another RUNS_DIR, or delete that run to make it again"
+            raise Problem(f"{directory} holds a complete run with other settings: {changes}", remedy)
+
+
 def compare(runs: Sequence[Path], runs_dir: Path) -> int:
-    """A run that was refused may have left no record, and the others are compared all the same."""
+    """Compares the runs. A refused run may have left no record; the others are still compared."""
     recorded = [directory for directory in runs if has_record(directory)]
     for directory in runs:
         if directory not in recorded:

@@ -126,6 +126,8 @@ def test_complete_runs_are_skipped_and_failed_ones_tried_again(sweep: Project, l
     assert re.search(r"repeat1/zero1 +already complete", again.stderr)
     assert len(order(sweep)) == 4
     assert run_all(sweep, "--dry-run", STRATEGIES="ddp zero1").stdout.count("complete  ") == 2
+    other = run_all(sweep, STRATEGIES="ddp zero1", LR="0.5")
+    assert other.returncode == 2 and "other settings: LR is '0.5' here and was '0.0001'\n" in other.stderr
 
 
 def test_a_run_that_was_refused_keeps_nothing_but_itself_out_of_the_comparison(sweep: Project):
@@ -193,4 +195,5 @@ def test_what_a_terminal_shows_of_a_run_that_goes_on(tmp_path: Path):
     )
     (tmp_path / "node1.terminal").write_text(f"{line} TFLOPs: 1 |\n")
     assert progress(tmp_path) == "iteration 7/20"
-    assert progress(make_run(tmp_path / "ddp", elapsed_ms=[100.0] * 30)) == "iteration 30/30"
+    run = make_run(tmp_path / "ddp", elapsed_ms=[100.0] * 30)
+    assert progress(run) == "iteration 30/30" and progress(run, bar=True) == f"[{'#' * 20}] iteration 30/30"
