@@ -16,6 +16,11 @@ read -r HOSTNAME </proc/sys/kernel/hostname
 REPO_ROOT=$(cd -- "${BASH_SOURCE[0]%/*}/.." && pwd -P)
 PYTHON=${PYTHON:-python3}
 [[ $PYTHON != */* || $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
+# A model family's directories, and what precedes a strategy in names; T5 came first and has no prefix.
+FAMILY_PREFIX=${MODEL_FAMILY:-t5}-
+FAMILY_PREFIX=${FAMILY_PREFIX#t5-}
+# shellcheck disable=SC2034 # read by the scripts that source this file
+FAMILY_DATA=$REPO_ROOT/megatron_data${FAMILY_PREFIX:+/${FAMILY_PREFIX%-}}
 # The engines and the programs of this repository import its packages from here.
 [[ :${PYTHONPATH:-}: == *:"$REPO_ROOT":* ]] || export PYTHONPATH=$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}
 

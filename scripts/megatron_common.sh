@@ -13,8 +13,7 @@
 #
 # families/<name>.sh holds what is specific to a model family:
 #   MODEL_PRESETS       sizes by the name of the preset, in the order in which declare_model takes them
-#   FAMILY_PREFIX       before the strategy in names of directories and W&B runs; FAMILY_DATA: its data's directory
-#   FAMILY_PROGRAM      of the engine; FAMILY_FIXED: array of engine arguments that are the same in every run
+#   FAMILY_PROGRAM      the engine's; FAMILY_FIXED: array of engine arguments that are the same in every run
 #   declare_model SIZES, longest_sequence, tokenizer_arguments: its settings; what the engine is told, in REPLY
 
 # shellcheck source=scripts/common.sh
@@ -40,7 +39,7 @@ declare_settings() {
   setting SHARE_GPUS 'one-of:0|1' load - 0 "1 lets several processes share a GPU over gloo: valid results, meaningless timings (not with ZeRO)"
   setting ENGINE 'one-of:megatron|native' layout - megatron "megatron (patched Megatron-DeepSpeed) or native (the engine in native/)"
   engine_dir_setting
-  setting MEGATRON_DATA_DIR path place - "$REPO_ROOT/$FAMILY_DATA" "Directory containing indexed dataset files"
+  setting MEGATRON_DATA_DIR path place - "$FAMILY_DATA" "Directory containing indexed dataset files"
   setting TOKENIZER_MODEL text? place - "" "Hugging Face name or directory (unset: the tokenizer next to the data, or $DEFAULT_TOKENIZER)"
   setting OUTPUT_DIR path place - "$REPO_ROOT/outputs/$FAMILY_PREFIX$STRATEGY" "Checkpoint and log directory"
   setting RESUME 'one-of:0|1' watch - 0 "1 continues the run in OUTPUT_DIR from its newest intact checkpoint"

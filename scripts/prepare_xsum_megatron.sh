@@ -18,9 +18,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 setting MODEL_FAMILY 'one-of:t5|gpt' - - t5 "Model family to prepare for, since their tokenizers differ"
 setting SAMPLE 'one-of:0|1' - - 0 "1 uses the articles and the tokenizer in megatron_data/sample; needs no network"
-data=$REPO_ROOT/megatron_data
-[[ $MODEL_FAMILY == t5 ]] || data+=/$MODEL_FAMILY
-setting MEGATRON_DATA_DIR path - - "$data" "Directory to write to; a relative path starts at the current directory, the default at the repository"
+setting MEGATRON_DATA_DIR path - - "$FAMILY_DATA" "Directory to write to; a relative path starts at the current directory, the default at the repository"
 setting XSUM_SOURCE path? - - "" "Local .jsonl, .jsonl.gz, .jsonl.zst or .parquet with the columns document and summary, or text (unset: EdinburghNLP/xsum from the hub)"
 setting XSUM_SPLIT text - - train "Split of the hub's dataset: train, validation or test"
 setting XSUM_LIMIT whole:1? - - "" "Stop after this many documents (unset: all)"

@@ -16,12 +16,12 @@ setting TRAIN_ITERS whole:1 - - 20 "Iterations of each strategy"
 begin "" "$@"
 python_module t5bench.sweep.venv "$REPO_ROOT/requirements.txt"
 export PATH=$REPO_ROOT/.venv/bin:$PATH PYTHON=$REPO_ROOT/.venv/bin/python
-export MEGATRON_DATA_DIR=$REPO_ROOT/outputs/quickstart/data${MODEL_FAMILY:+-$MODEL_FAMILY}
+export MEGATRON_DATA_DIR=$REPO_ROOT/outputs/quickstart/${FAMILY_PREFIX}data
 SAMPLE=1 TOKENIZER_MODEL='' bash "$REPO_ROOT/scripts/prepare_xsum_megatron.sh" >/dev/null
 # fp32 without dropout, so that a strategy that trains another model is noticed.
 export ENGINE TRAIN_ITERS LOG_INTERVAL=1 PRECISION_FLAG="${PRECISION_FLAG-}" DROPOUT="${DROPOUT:-0}"
 export MODEL_PRESET="${MODEL_PRESET:-tiny}" MICRO_BATCH_SIZE="${MICRO_BATCH_SIZE:-2}" WANDB_MODE="${WANDB_MODE:-disabled}"
 # The runs are too short for the launchers' default interval.
 export SAMPLE_INTERVAL="${SAMPLE_INTERVAL:-0.2}"
-export RUNS_DIR=${RUNS_DIR:-$REPO_ROOT/outputs/quickstart/$ENGINE${MODEL_FAMILY:+-$MODEL_FAMILY}}
+export RUNS_DIR=${RUNS_DIR:-$REPO_ROOT/outputs/quickstart/$FAMILY_PREFIX$ENGINE}
 exec bash "$REPO_ROOT/scripts/run_megatron_t5_all.sh"

@@ -16,8 +16,7 @@ setting STRATEGIES 'text?' - - "" "Strategies to run, separated by spaces (unset
 setting REPEATS whole:1 - - 1 "Runs of each strategy, interleaved (A B C A B C) so that drift of the machine affects all alike"
 setting RETRIES whole:0 - - 1 "Retries of a failed run, once all others have run"
 setting LAUNCH 'one-of:local|ssh' - - local "local (on this machine), or ssh (on the nodes of HOSTS or SLURM, from this one terminal)"
-family=${MODEL_FAMILY:-t5}-
-setting RUNS_DIR path - - "$REPO_ROOT/outputs/${family#t5-}all" "Directory of the runs; complete runs in it are not repeated"
+setting RUNS_DIR path - - "$REPO_ROOT/outputs/${FAMILY_PREFIX}all" "Directory of the runs; complete runs in it are not repeated"
 
 begin --dry-run "$@"
 export PYTHON

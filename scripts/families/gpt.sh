@@ -9,7 +9,7 @@ declare -rA MODEL_PRESETS=(
   [base]="        12      768     12    3072  1024"
   [large]="       24     1024     16    4096  1024"
 )
-FAMILY_PREFIX=gpt- FAMILY_DATA=megatron_data/gpt FAMILY_PROGRAM=pretrain_gpt.py FAMILY_FIXED=()
+FAMILY_PROGRAM=pretrain_gpt.py FAMILY_FIXED=()
 
 declare_model() {
   local layers hidden heads ffn length

@@ -43,7 +43,7 @@ def _network(observed: Observations) -> str:
 def bytes_text(count: float) -> str:
     """In decimal units, as networks count."""
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
+        if count < 999.5:  # what rounds to 1000 has the next unit
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"

@@ -244,7 +244,7 @@ def test_all_is_well_and_the_network_is_measured(cluster: Cluster, checkout: Pro
     cluster.shape("node1", "200mbit")
     report = check(cluster, checkout, "salloc", "--quiet", "--nodes=3", *CHECK)
     assert (report.status, report.failed()) == (0, set()), report.text
-    assert "All is well." in report.text
+    assert "All checks passed." in report.text
     assert report.rows["reachable"][0].startswith("ssh ")
     assert report.rows["address"] == ["10.77.0.10", "10.77.0.11", "10.77.0.12"]
     assert report.rows["engine"] == ["series"] * 3

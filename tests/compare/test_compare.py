@@ -50,7 +50,7 @@ def test_a_gpt_has_its_own_length_and_never_stands_beside_a_t5_unasked(tmp_path:
     row = row_of(compare(gpt), "ddp")
     assert row.tokens_per_second.median == 200.0 * 512
     assert hardware_tflops(row) / row.tflops == pytest.approx(4 / 3, rel=0.05)  # but for the head
-    assert "with what is computed again" in limits(row)
+    assert "with recomputation" in limits(row)
     with pytest.raises(Problem, match="MODEL_FAMILY"):
         compare(make_run(tmp_path / "ddp", **ON_GPU), gpt, allowed=["engine_arguments"])
 
@@ -136,7 +136,7 @@ def test_the_fastest_is_named_where_repeats_in_turn_show_it(tmp_path: Path, time
     comparison = compare(*runs)
     assert comparison.verdicts[0].startswith(f"With 2 processes {verdict}")
     alone = len(times) < 3
-    assert any("stand for these runs alone" in note for note in comparison.notes) == alone
+    assert any("describe these runs only" in note for note in comparison.notes) == alone
     assert [row["these_runs_alone"] for row in comparison.to_json()["groups"][0]["rows"]] == [alone] * 2
 
 
@@ -313,7 +313,7 @@ def test_other_differences_are_notes(tmp_path: Path):
     commits = {"repository": "3", "repository_changed": True}
     zero = make_run(tmp_path / "zero1", "zero1", versions={"torch": "2.13.0"}, commits=commits, settings={"LR": "0.1"})
     alone, *others = compare(ddp, zero).notes
-    assert "these runs alone" in alone and others == [
+    assert "these runs only" in alone and others == [
         "FLASH_ATTENTION: off (ddp); auto (zero1)",
         "LR: 0.0001 (ddp); 0.1 (zero1)",
         "version of torch: 2.4.0 (ddp); 2.13.0 (zero1)",

@@ -223,7 +223,7 @@ def test_what_the_recipe_cannot_show_fails_the_check(ddp: Path, tmp_path: Path, 
     assert answer.status == 1 and "FAIL: not seen: epsilon" in answer.output
     assert answer.row("epsilon").split()[-4:] == ["0.0e+00", "2.0e-05", "4", "NO"]
     path.write_text("not json")
-    assert "holds no measured sensitivities" in Answer(capsys, *runs, "--sensitivity", path).errors
+    assert "holds no sensitivities" in Answer(capsys, *runs, "--sensitivity", path).errors
     assert not Sensitivity("a", "b", math.nan, 0.0).is_seen(TOLERANCE["fp32"])
 
 

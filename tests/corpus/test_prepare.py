@@ -53,7 +53,7 @@ BAD_SOURCES = {
     "articles.csv": (b"document,summary\n", "neither JSONL nor Parquet"),
     "column.jsonl": (b'{"article": "a", "summary": "b"}\n', 'has no "document"; it has article, summary'),
     "number.jsonl": (b'{"document": 7, "summary": "b"}\n', 'no string as "document", but int'),
-    "empty.jsonl": (b'{"document": " ", "summary": "b"}\n', "not a single document with text"),
+    "empty.jsonl": (b'{"document": " ", "summary": "b"}\n', "no document with text"),
     "broken.parquet": (b"PAR1 but not really PAR1", "is damaged or not a Parquet file"),
     "cut.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 99)[:-9], "is damaged (Truncated compressed stream)"),
     "column.parquet": (corpus.in_parquet([{"document": "a"}]), "row 1 of"),
@@ -226,17 +226,17 @@ def test_one_run_at_a_time_and_an_interrupted_one_goes_on(prepared: Prepare) -> 
         earlier = journal.read_bytes() if journal.exists() else b""
         process = prepared.start(**settings)
         wait_for(lambda earlier=earlier: journal.exists() and journal.read_bytes() != earlier)
-        prepared.refuses(f"process {process.pid} on {socket.gethostname()} is preparing data", SAMPLE="1", FORCE="1")
+        prepared.refuses(f"process {process.pid} on {socket.gethostname()} is already preparing data", SAMPLE="1", FORCE="1")
         process.send_signal(number)
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number), stderr
-        assert "Traceback" not in stderr and ("Going on after" in stderr) == bool(earlier)
+        assert "Traceback" not in stderr and ("Continuing after" in stderr) == bool(earlier)
         assert number == signal.SIGKILL or "interrupted: nothing in" in stderr
         assert {name: content for name, content in snapshot(prepared.data).items() if name in before} == before
-    assert "Going on after" in prepared(**settings).stderr
+    assert "Continuing after" in prepared(**settings).stderr
     resumed = prepared.outputs()
     assert texts_of(prepared.data / "xsum_text.jsonl") == ["It rained, and <s> the price rose."] * 400_000
-    assert "Going on" not in prepared(**settings).stderr
+    assert "Continuing" not in prepared(**settings).stderr
     assert all(prepared.outputs()[name] == resumed[name] for name in BUILT)
 
 

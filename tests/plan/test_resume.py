@@ -151,7 +151,7 @@ def test_a_node_of_another_run_is_refused():
 @pytest.mark.parametrize(("node", "nodes", "absent"), [(0, 3, "1, 2"), (1, 2, "0")])
 def test_a_node_that_does_not_come_is_named(node: int, nodes: int, absent: str):
     started, view = time.monotonic(), View(10, "", "here")
-    with pytest.raises(Problem, match=f"node {absent} did not say in time"):
+    with pytest.raises(Problem, match=f"node {absent} did not report its checkpoint"):
         agreed(Place(node, nodes, "127.0.0.1", free_port(), "ddp", b"secret"), view, lambda limit: view, 0.5)
     assert time.monotonic() - started < 20
 

@@ -86,7 +86,7 @@ def test_a_file_that_was_cut_off_anywhere_is_recognised(saved_by_torch: bytes, t
     path.write_bytes(saved_by_torch)
     assert damage(path) == ""
     path.write_bytes(saved_by_torch[: int(kept * len(saved_by_torch))])
-    assert damage(path).startswith("is cut off (it has ")
+    assert damage(path).startswith("is truncated (it has ")
 
 
 def test_a_file_with_a_hole_is_recognised(saved_by_torch: bytes, tmp_path: Path):

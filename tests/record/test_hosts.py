@@ -61,6 +61,6 @@ def test_the_launcher_sees_an_own_name_that_leads_nowhere(project: Project):
     settings = {"NNODES": "2", "GLOO_SOCKET_IFNAME": None}
     result = project.launch("ddp", "192.0.2.7", "1", **settings)
     assert result.returncode == 2 and not project.was_started()
-    assert "resolves to 127.0.1.1 here, where no other node can answer" in result.stderr
+    assert "resolves to 127.0.1.1 here, which other nodes cannot reach" in result.stderr
     assert "GLOO_SOCKET_IFNAME" in result.stderr
     assert project.launch("ddp", "192.0.2.7", "1", "--dry-run", **settings | {"DEVICE": "cuda"}).returncode == 0

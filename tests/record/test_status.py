@@ -17,7 +17,7 @@ MESSAGES = [
     ("listen on any local network address. port: 29812, name: EADDRINUSE, message: address already in use",
      "configuration", "the rendezvous port is already in use"),
     ("torch.distributed.DistStoreError: wait timeout after 15000ms, keys: /none/torchelastic/role_info/0",
-     "timeout", "two nodes were started with the same one"),
+     "timeout", "two nodes have the same rank"),
     ("(nodeX, 29801) cannot be retrieved (gai error: -2 - Name or service not known).",
      "configuration", "does not resolve (Name or service not known)"),
     ("RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.3]:1234",

@@ -205,7 +205,7 @@ def test_the_status_is_written_where_the_disk_is_full(tmp_path: Path):
 def test_a_recorder_that_was_killed_is_named(project: Project):
     launcher = project.start_sleeping(STUB_SLEEP="3")
     os.kill(int(subprocess.check_output(["pgrep", "-f", f"t5bench record --plan {project.root}/"])), signal.SIGKILL)
-    assert "what keeps the record of this run was killed (signal 9)" in launcher.communicate(timeout=30)[1]
+    assert "the recorder of this run was killed (signal 9)" in launcher.communicate(timeout=30)[1]
     assert launcher.returncode == 1
 
 

@@ -47,7 +47,7 @@ def copy(tmp_path: Path) -> Path:
         (["ddp"], {}, "ddp alone has nothing to be compared with"),
         (["--fast"], {}, "unknown option '--fast'"),
         ([], {"TRAIN_ITERS": "1"}, "TRAIN_ITERS must be a whole number of at least 2"),
-        ([], {"RUNS_DIR": "."}, "a check is made of new runs alone"),
+        ([], {"RUNS_DIR": "."}, "the check needs new runs"),
         (["zero1"], {"ENGINE": "megatron", "MEGATRON_DIR": "nowhere"}, "the megatron engine's DDP, the baseline, cannot"),
     ],
     ids=["strategy", "alone", "option", "iterations", "runs", "no engine"],
