@@ -58,7 +58,9 @@ TRAININGS = {strategy.name: training(strategy) for strategy in declarations()}
 GATHERED_AGAIN = max(0.0, 1 - TRAININGS["zero3"].zero.reuse_distance / (2 * P))
 ON_CPUS = sum(model_states(TRAININGS["zero3_offload"], P)[1].values())
 KEPT = activation_bytes(TRAININGS["ddp"]) | {"head": logits_bytes(TRAININGS["ddp"])[0]}
-TABLE = re.search(r"\| Strategy \| predicted, native .*\n\|-.*\n((?:\|.*\n)+)", (REPOSITORY / "docs/prediction.md").read_text())
+TABLE = re.search(
+    r"\| Strategy \| predicted, native .*\n\|-.*\n((?:\|.*\n)+)", (REPOSITORY / "docs/prediction.md").read_text()
+)
 MEASURED = [[cell.strip() for cell in line.split("|")[1:-1]] for line in TABLE[1].splitlines()] if TABLE else []
 BODY, HEAD, SMALL = 16, 19, 13  # sizes of text in points, to be read from the back row
 
@@ -173,7 +175,7 @@ class Slide:
         if w:
             self.text(x + w / 2, y + h / 2, content, SMALL, ha="center", **style)
         else:
-            w = self.text(x + 0.8, y + h / 2, content.strip("*"), 14, **style) + 0.8 - x
+            w = self.text(x + 1, y + h / 2, content.strip("*"), 14, **style) + 1.1 - x
         self.box(x, y, w, h, fill, alpha=alpha)
         return x + w
 

@@ -167,7 +167,7 @@ def check(args: argparse.Namespace) -> None:
     args.tp, args.pp, args.dp = tp, pp, world // (tp * pp)
     share = args.micro_batch_size * args.dp
     if args.global_batch_size % share:
-        stop(f"--global-batch-size {args.global_batch_size} is not a multiple of micro-batch x data-parallel size ({share})")
+        stop(f"--global-batch-size {args.global_batch_size} is not a multiple of micro-batch x DP size, {share}")
     args.micro_batches = args.global_batch_size // share
     if args.micro_batches < pp:
         stop(f"a pipeline of {pp} stages needs at least {pp} micro-batches, found {args.micro_batches}")

@@ -261,7 +261,7 @@ Usage: bash scripts/${0##*/} [master-host] [node-rank] [option] [-- argument...]
 
 $STRATEGY_TITLE
 
-Run it on every node with the master's host name and the node's rank. A single machine needs neither.
+Run it on every node with the master's host name and the node's rank. One machine needs neither.
   --dry-run        print the command, the DeepSpeed JSON and what would stop a real run
   --dry-run=json   print the whole plan, for programs
   --               pass everything after it to the engine unchanged

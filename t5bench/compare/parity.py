@@ -211,7 +211,7 @@ def _beyond(loss: Difference, norm: Difference, tolerance: Tolerance, first: int
         found.append(f"iteration {first}'s loss already differs: check the weights, the data and the forward pass")
     elif norm.first_beyond == first:
         found.append(
-            f"iteration {first}'s loss agrees but its gradient norm does not: check the gradients and their accumulation"
+            f"iteration {first}'s loss agrees but its gradient norm does not: check gradients and accumulation"
         )
     elif found:
         begin = min(number for number in (loss.first_beyond, norm.first_beyond) if number is not None)
@@ -354,7 +354,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--baseline", type=Path, metavar="DIR", help="compare with this run (default: the first of DDP)"
     )
     parser.add_argument("--reference", type=Path, metavar="DIR", help="a run of another engine to compare as well")
-    parser.add_argument("--sensitivity", type=Path, metavar="FILE", help="the recipe's sensitivities (alone: their table)")
+    parser.add_argument(
+        "--sensitivity", type=Path, metavar="FILE", help="the recipe's sensitivities (alone: their table)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

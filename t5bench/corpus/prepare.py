@@ -132,7 +132,9 @@ def staging(directory: Path) -> Iterator[Path]:
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner.seek(0)
-            raise Problem(f"{owner.read()} is already preparing data in {directory}", "Wait for it, or stop it") from None
+            raise Problem(
+                f"{owner.read()} is already preparing data in {directory}", "Wait for it, or stop it"
+            ) from None
         owner.truncate(0)
         print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=owner, flush=True)
         try:

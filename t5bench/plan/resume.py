@@ -60,9 +60,7 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
         return own.iteration
     place = Place.of(plan, plan.number("MASTER_PORT"))
     if place.nodes > 1 and not place.secret:
-        raise Problem(
-            "the nodes have no common secret, so they cannot agree on a checkpoint", secret.REMEDY
-        )
+        raise Problem("the nodes have no common secret, so they cannot agree on a checkpoint", secret.REMEDY)
     iteration = agreed(place, own, partial(look, checkpoints), plan.decimal("RENDEZVOUS_TIMEOUT"))
     if own.iteration > iteration:
         _passed_over(own.iteration, f"it is not intact on every node, but that of iteration {iteration} is")

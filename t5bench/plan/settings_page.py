@@ -9,7 +9,8 @@ from t5bench.record.plan import ROLES
 
 INTRODUCTION = """# Settings
 
-Set these in the environment. A launcher's `--help` shows its own defaults. `python -m t5bench settings` generates this page."""
+Set these in the environment; a launcher's `--help` shows its defaults.
+`python -m t5bench settings` generates this page."""
 
 
 def defaults(strategy: str) -> dict[str, str]:

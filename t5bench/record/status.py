@@ -88,7 +88,7 @@ RULES = (
          "the host's memory is full (tried to allocate {0} bytes)", _MORE_MEMORY),
     Rule(r"\bMemoryError\b|Cannot allocate memory|std::bad_alloc", OUT_OF_MEMORY,
          "the host's memory is full", _MORE_MEMORY),
-    Rule(r"No space left on device", CRASHED, "the disk is full", "Free some space, or put OUTPUT_DIR on a larger disk"),
+    Rule(r"No space left on device", CRASHED, "the disk is full", "Free some space, or use another OUTPUT_DIR"),
     Rule(r"EADDRINUSE|[Aa]ddress already in use", CONFIGURATION,
          "the rendezvous port is already in use", "Choose another on every node: MASTER_PORT=29900"),
     Rule(r"gai error: -?\d+ - ([^)\n]*)", CONFIGURATION, "the master host's name does not resolve ({0})",

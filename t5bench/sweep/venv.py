@@ -90,9 +90,9 @@ def install(requirements: "list[Path]") -> None:
 def install_torch(pip: "list[str]") -> None:
     """Without a GPU the CPU build, which uv can find; else, or where that fails, what the package index has."""
     uv = [str(PYTHON), "-m", "uv", "pip", "install", "--python", str(PYTHON), "--torch-backend", "cpu"]
-    if not shutil.which("nvidia-smi") and attempt("installing uv, to find the CPU build of torch", *pip, "uv"):
-        if attempt(f"installing {TORCH} for CPUs: about {CPU_MB} MB to download", *uv, TORCH):
-            return
+    has_uv = not shutil.which("nvidia-smi") and attempt("installing uv, to find torch's CPU build", *pip, "uv")
+    if has_uv and attempt(f"installing {TORCH} for CPUs: about {CPU_MB} MB to download", *uv, TORCH):
+        return
     logged(f"installing {TORCH}: about {CUDA_MB:,} MB to download with CUDA, {CPU_MB} MB without", *pip, TORCH)
 
 

@@ -98,9 +98,9 @@ def test_curves_that_differ_by_rounding_pass(ddp: Path, tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("losses", "norms", "says"),
     [
-        (scaled(LOSSES, 0, 1 + 3e-5), NORMS, "iteration 1's loss differs already"),
-        (LOSSES, scaled(NORMS, 0, 1 - 3e-5), "iteration 1's loss agrees, its gradient norm does not"),
-        (scaled(LOSSES, 2, 1 - 3e-5), NORMS, "it begins at iteration 3"),
+        (scaled(LOSSES, 0, 1 + 3e-5), NORMS, "iteration 1's loss already differs"),
+        (LOSSES, scaled(NORMS, 0, 1 - 3e-5), "iteration 1's loss agrees but its gradient norm does not"),
+        (scaled(LOSSES, 2, 1 - 3e-5), NORMS, "the difference begins at iteration 3"),
     ],
     ids=["forward", "gradients", "step"],
 )
@@ -126,11 +126,11 @@ def test_what_differs_fails_with_where(
         ({"log_interval": 5, "settings": {"TRAIN_ITERS": "20"}}, "shares no iteration with the baseline"),
         ({"status": "out-of-memory", "reason": "the GPU's memory is full"}, "out-of-memory: the GPU's memory is full"),
         ({"status": "running"}, "has not ended"),
-        ({"settings": {"SEED": "7"}}, "SEED is 7, and 1234 in the baseline"),
-        ({"settings": {"PRECISION_FLAG": "--bf16"}}, "PRECISION_FLAG is --bf16, and (empty) in the baseline"),
-        ({"extra_arguments": ["--adam-beta2", "0.95"]}, "--adam-beta2 is 0.95, and not given in the baseline"),
-        ({"idx_sha256": "beef"}, "idx_sha256 is beef, and 5a5a"),
-        ({"engine_patches": "megatron_t5_fixes"}, "engine_patches is megatron_t5_fixes, and series in the baseline"),
+        ({"settings": {"SEED": "7"}}, "SEED is 7, but 1234 in the baseline"),
+        ({"settings": {"PRECISION_FLAG": "--bf16"}}, "PRECISION_FLAG is --bf16, but (empty) in the baseline"),
+        ({"extra_arguments": ["--adam-beta2", "0.95"]}, "--adam-beta2 is 0.95, but not given in the baseline"),
+        ({"idx_sha256": "beef"}, "idx_sha256 is beef, but 5a5a"),
+        ({"engine_patches": "megatron_t5_fixes"}, "engine_patches is megatron_t5_fixes, but series in the baseline"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )

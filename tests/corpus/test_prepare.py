@@ -226,7 +226,9 @@ def test_one_run_at_a_time_and_an_interrupted_one_goes_on(prepared: Prepare) -> 
         earlier = journal.read_bytes() if journal.exists() else b""
         process = prepared.start(**settings)
         wait_for(lambda earlier=earlier: journal.exists() and journal.read_bytes() != earlier)
-        prepared.refuses(f"process {process.pid} on {socket.gethostname()} is already preparing data", SAMPLE="1", FORCE="1")
+        prepared.refuses(
+            f"process {process.pid} on {socket.gethostname()} is already preparing data", SAMPLE="1", FORCE="1"
+        )
         process.send_signal(number)
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number), stderr

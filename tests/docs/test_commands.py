@@ -5,7 +5,7 @@ The README's own commands are run as they stand by test_readme.py, and those of 
 
 import re
 import subprocess
-from pathlib  import Path
+from pathlib import Path
 
 import pytest
 from harness import REPO_ROOT

@@ -43,7 +43,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> Re
         (["--tensor-model-parallel-size", "2", "--ffn-hidden-size", "129"], 2, "feed-forward"),
         (["--pipeline-model-parallel-size", "4"], 4, "two pipeline stages"),
         (["--pipeline-model-parallel-size", "2", "--global-batch-size", "2"], 2, "micro-batches"),
-        (["--global-batch-size", "9"], 2, "global batch size"),
+        (["--global-batch-size", "9"], 2, "--global-batch-size 9 is not"),
         (["--encoder-seq-length", "65"], 1, "position embeddings"),
         (["--encoder-seq-length", "64", "--decoder-seq-length", "8"], 1, "decoder"),
         (["--save", "somewhere"], 1, "--save-interval"),

@@ -88,8 +88,8 @@ def test_nodes_with_other_software_are_brought_together_and_named(
     versions = json.loads((second / "node1.json").read_text())["versions"]
     change(second, 1, versions=versions | {"torch": "2.4.0"})
     assert collect(first, second) == 0
-    assert "versions of node 1" in capsys.readouterr().err
-    assert "torch '2.4.0'" in load(first).record["differences"][0]
+    assert "versions.torch is " in capsys.readouterr().err
+    assert "'2.4.0'" in load(first).record["differences"][0]
 
 
 def test_nothing_to_collect(tmp_path: Path, capsys: pytest.CaptureFixture):

@@ -350,7 +350,5 @@ def test_the_document_lists_what_is_played_and_counts_it():
         assert f"def {name}(" in (REPO_ROOT / "tests" / file).read_text(), name
     own = re.findall(r"^def (test_\w+)", Path(__file__).read_text(), re.MULTILINE)[:-1]
     assert set(own) <= {name for _, name in here}
-    count = (
-        f"There are {len(on_cluster) + len(here)} faults in all, {len(on_cluster)} on the test cluster and {len(here)} here"
-    )
-    assert count in text
+    there, here = len(on_cluster), len(here)
+    assert f"There are {there + here} faults in all, {there} on the test cluster and {here} here" in text

@@ -48,7 +48,11 @@ def copy(tmp_path: Path) -> Path:
         (["--fast"], {}, "unknown option '--fast'"),
         ([], {"TRAIN_ITERS": "1"}, "TRAIN_ITERS must be a whole number of at least 2"),
         ([], {"RUNS_DIR": "."}, "the check needs new runs"),
-        (["zero1"], {"ENGINE": "megatron", "MEGATRON_DIR": "nowhere"}, "the megatron engine's DDP, the baseline, cannot"),
+        (
+            ["zero1"],
+            {"ENGINE": "megatron", "MEGATRON_DIR": "nowhere"},
+            "the megatron engine's DDP, the baseline, cannot",
+        ),
     ],
     ids=["strategy", "alone", "option", "iterations", "runs", "no engine"],
 )
