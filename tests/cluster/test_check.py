@@ -302,7 +302,7 @@ def test_nodes_that_are_not_the_same(cluster: Cluster, checkout: Project):
     assert report.failed() == {("repository", 1), ("repository", 2), ("engine", 2)} | wrong_data, report.text
     assert report.rows["repository"][2].endswith(" changed")
     assert "setup_megatron.sh" in report.remedy("engine on node2")
-    assert "data on node3: not the same .bin as on node0" in report.text
+    assert "data on node3: differs from node0 in .bin" in report.text
     # What it says to run is run as it stands.
     for node in hosts[1:]:
         command = report.remedy(f"data on {node}").removeprefix("Run here: ")

@@ -247,9 +247,9 @@ def runs_with_dropout(directory: Path, above: int, seeds: int = 8) -> list[Path]
     ("above", "seeds", "says"),
     [
         (5, 8, None),
-        (8, 8, "the loss is larger in 8 of 8 seeds, by 1.0e-02 on average: by chance once in 128 checks"),
+        (8, 8, "the loss is larger in 8 of 8 seeds, by 1.0e-02 on average; chance does this once in 128 checks"),
         (0, 8, "the loss is larger in 0 of 8 seeds, by -1.0e-02"),
-        (3, 7, "8 seeds of both are needed, and there are 7"),
+        (3, 7, "8 seeds each are needed, but there are 7"),
     ],
 )
 def test_layouts_that_drop_other_masks_are_judged_over_seeds(

@@ -79,7 +79,7 @@ def test_of_a_growing_batch_only_the_whole_one_counts():
     found = timing(lines_of([50] * 8 + [100] * 52), plan)
     assert found.batch == 16 and list(found.dropped.values()).count(RAMP_UP) == 8
     short = timing(lines_of([50] * 6), plan)
-    assert short.batch == 8 and "of 8 samples, not of 16" in short.warning
+    assert short.batch == 8 and "for 8 samples, not 16" in short.warning
 
 
 # ---- warm-up ----------------------------------------------------------------------------------------------------

@@ -297,7 +297,7 @@ def test_parts_that_do_not_go_together_are_not_merged(tmp_path: Path, capsys: py
     record = json.loads((tmp_path / "new" / "all.meta.json").read_text())
     assert record == record | {"tokenizer_checksum": "1", "documents": 8, "dtype": "uint16"}
     assert describes(record, str(tmp_path / "new" / "all")) and documents_of(tmp_path / "new" / "all") == DOCUMENTS * 2
-    assert "all.bin exists, and nothing is overwritten" in merge("a", "b")
+    assert "all.bin already exists and is never overwritten" in merge("a", "b")
 
 
 def test_sample_tokenizer_is_what_its_command_makes(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_export_takes_local_files(tmp_path: Path, suffix: str) -> None:
     source.write_bytes(contents[suffix])
     settings = {"XSUM_SOURCE": str(source), "MEGATRON_DATA_DIR": str(output.parent)}
     said = corpus.export(**settings).stdout
-    assert "3 documents" in said and "3 empty documents were left out" in said
+    assert "3 documents" in said and "3 empty documents were skipped" in said
     assert json.loads(output.read_text().splitlines()[1]) == {"text": "Third.", "summary": "S.", "id": "4"}
     assert texts_of(output) == TEXTS
     corpus.export(**settings, XSUM_LIMIT="2")

@@ -88,7 +88,7 @@ def test_what_cannot_be_resumed_is_refused_and_nothing_is_changed(died: Callable
 def test_a_run_whose_end_was_not_recorded_goes_on_from_an_earlier_checkpoint(died: Callable[..., Plan]):
     plan = died(10, 30)
     status = Path(plan.output_dir, "node0.status")
-    status.write_text("crashed what keeps the record was killed\n\n")
+    status.write_text("crashed the recorder was killed\n\n")
     assert checkpoint(plan, agree=False) == 10
     status.write_text("complete \n\n")
     assert refusal(plan).endswith("is already at iteration 30 of 30")

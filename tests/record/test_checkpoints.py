@@ -54,7 +54,7 @@ def test_the_layers_of_deepspeed_s_pipeline(tmp_path: Path):
     write_checkpoint(made, 5)
     assert made.newest() == (5, {})
     cut_off(made.folder(5) / "layer_04-model_01-model_states.pt")
-    assert made.newest()[1][5].startswith("global_step5/layer_04-model_01-model_states.pt is cut off")
+    assert made.newest()[1][5].startswith("global_step5/layer_04-model_01-model_states.pt is truncated")
 
 
 def test_a_node_reads_the_files_of_its_ranks():

@@ -217,7 +217,7 @@ def test_the_command_writes_all_files(tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads((written / "comparison.json").read_text())["sound"] is True
     make_run(place / "0" / "zero2", "zero2", status="crashed", reason="r")
     assert main(["compare", str(place), "--format", "csv"]) == 1
-    assert "problem: zero2 is not complete" in capsys.readouterr().err
+    assert "problem: zero2 is crashed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -107,11 +107,11 @@ def failed(status: str, strength: int | None) -> dict:
 @pytest.mark.parametrize(
     ("end", "status", "reason"),
     [
-        (failed("crashed", 3), "crashed", "ended because node 1 (node1) failed: why"),
-        (failed("network", 0), "network", "ended because node 1 (node1) failed: why"),
+        (failed("crashed", 3), "crashed", "stopped because node 1 (node1) failed: why"),
+        (failed("network", 0), "network", "stopped because node 1 (node1) failed: why"),
         (failed("timeout", 1), "timeout", "rank 3 is stuck in stands_here (@/worker.py:4)"),
-        (failed("cancelled", None), "cancelled", "ended because node 1 (node1) was cancelled: why"),
-        (None, "network", "ended because node 1 (?) failed: it disconnected without giving a reason"),
+        (failed("cancelled", None), "cancelled", "stopped because node 1 (node1) was cancelled: why"),
+        (None, "network", "stopped because node 1 (?) failed: it disconnected without giving a reason"),
     ],
     ids=["crashed", "network", "timeout", "cancelled", "gone"],
 )

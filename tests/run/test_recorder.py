@@ -93,9 +93,9 @@ def test_how_it_ended(
 
 def test_a_run_that_ended_by_itself_was_not_ended_by_the_guard(tmp_path: Path):
     """The other node fails because of it, and the guard hears of that while the launcher is still cleaning up."""
-    heard = SimpleNamespace(cause=Cause.now("network", "ended because node 0 failed", strength=Strength.VICTIM))
+    heard = SimpleNamespace(cause=Cause.now("network", "stopped because node 0 failed", strength=Strength.VICTIM))
     said = Output((tmp_path / "log").open("wb"), tmp_path / "metrics.jsonl", [])
-    for exit_status, reason in ((0, "it ended after iteration 0 of 1000"), (1, "ended because node 0 failed")):
+    for exit_status, reason in ((0, "it ended after iteration 0 of 1000"), (1, "stopped because node 0 failed")):
         cause = cause_of(made_plan(), said, heard, exit_status, None, 0)
         assert cause and cause.reason == reason
 

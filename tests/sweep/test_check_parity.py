@@ -44,7 +44,7 @@ def copy(tmp_path: Path) -> Path:
     ("strategies", "settings", "says"),
     [
         (["zero4"], {}, "there is no strategy 'zero4'"),
-        (["ddp"], {}, "ddp alone has nothing to be compared with"),
+        (["ddp"], {}, "ddp is the baseline and needs another strategy"),
         (["--fast"], {}, "unknown option '--fast'"),
         ([], {"TRAIN_ITERS": "1"}, "TRAIN_ITERS must be a whole number of at least 2"),
         ([], {"RUNS_DIR": "."}, "the check needs new runs"),
