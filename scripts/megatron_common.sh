@@ -185,7 +185,7 @@ build_environment() {
   RUN_ENVIRONMENT=(CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONFAULTHANDLER=1 "PYTHONPATH=$path" "WANDB_MODE=${PLAN[wandb_mode]}"
     "WANDB_RUN_GROUP=$WANDB_RUN_GROUP" "WANDB_JOB_TYPE=${WANDB_JOB_TYPE:-train}")
   # W&B takes the run's configuration from this file as well, which the recorder fills while torch is being loaded; see
-  # t5bench/run/wandb_config.py. A sweep's agent has one of its own.
+  # t5bench/run/wandb_config.py. A sweep's agent has its own.
   [[ -z ${PLAN[wandb_config]} ]] || RUN_ENVIRONMENT+=("WANDB_SWEEP_PARAM_PATH=${PLAN[wandb_config]}")
   ((PROFILE_ITERATION == 0)) || RUN_ENVIRONMENT+=("T5_PROFILE=$PROFILE_ITERATION:$OUTPUT_DIR/profile.json")
   for name in CUDA_HOME CPATH LIBRARY_PATH; do
@@ -228,7 +228,7 @@ record_run() {
 
 start_run() {
   local exit_status=0 node=$OUTPUT_DIR/node$NODE_RANK status='' reason='' remedy=''
-  trap '' XFSZ # beyond a limit of files' sizes (ulimit -f) a write fails, and this shell goes on
+  trap '' XFSZ # beyond the file-size limit (ulimit -f) a write fails, but this shell continues
   { plan_words >"$node.plan" && print_command >"$node.command.sh"; } || {
     printf 'configuration  ' 1<>"$node.status" || true
     die "cannot write to the run directory $OUTPUT_DIR" "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"

@@ -4,7 +4,7 @@
 # Usage: bash scripts/run_megatron_t5_all.sh [--dry-run] [--help]
 #
 # Runs the strategies on this machine's processes and compares them. DDP is also run with as many processes as any strategy
-# needs, so that every row has a baseline of its own world size. Run it again to go on after an interruption.
+# needs, so that every row has a baseline of its world size. Run it again to continue after an interruption.
 #   --dry-run   print what would run and what would not
 # Exit status: 0 every run is complete and trains as DDP does, 1 one does not, 2 nothing could be started or compared.
 # The launchers' settings also work.

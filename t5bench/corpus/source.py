@@ -14,7 +14,7 @@ from t5bench.corpus import common
 from t5bench.corpus.tokenizer import hub
 
 XSUM = "EdinburghNLP/xsum"
-# The dataset's main branch holds a loading script; beside it the hub keeps the same rows as Parquet.
+# The dataset's main branch holds a loading script; the hub also keeps the same rows as Parquet.
 PARQUET_REVISION = "refs/convert/parquet"
 COLUMNS = ("document", "summary", "id", "text")
 BLOCK_BYTES, BLOCK_ROWS = 1 << 20, 512

@@ -22,7 +22,7 @@ def layer_bytes(job: Job, decoder: bool = False) -> float:
 
 
 def _norm(job: Job, tokens: int, readers: int = 1) -> float:
-    """A norm's tensors. readers: linear layers that take its output, each with a copy of its own under autocast."""
+    """A norm's tensors. readers: linear layers that take its output, each with its own copy under autocast."""
     a, kept = job.architecture, job.software
     copies = 2 * readers if kept.casts else 0
     each = a.hidden * (kept.norm_tensors * (kept.stream or job.element) + copies) + NORM_STATISTICS[a.norm]

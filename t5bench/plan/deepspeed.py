@@ -46,7 +46,7 @@ def effective_config(request: Request) -> dict[str, Any] | None:
         "steps_per_print": 10**9,
     }
     if request.value("GRADIENT_REDUCTION") == "fp32":
-        # As Megatron's DDP does whatever the precision. Not data_types.grad_accum_dtype beside it: with that ZeRO-1 in
+        # As Megatron's DDP does whatever the precision. Not also data_types.grad_accum_dtype: with that ZeRO-1 in
         # bf16 becomes another optimizer of DeepSpeed's.
         run_config["communication_data_type"] = "fp32"
     try:

@@ -80,7 +80,7 @@ class Checkpoints:
 
     def _layers_of(self, stage: int) -> range:
         """A stage's layers as DeepSpeed's pipeline counts them: 1 is the embedding, after the last comes the norm, and
-        the head where it has weights of its own."""
+        the head if its weights are separate."""
         assert self.plan.layout
         model = Architecture.of_arguments(self.plan.named_arguments, 0)
         each, stages = model.layers // self.plan.layout.pp, self.plan.layout.pp

@@ -167,5 +167,5 @@ def cpu() -> dict[str, Any]:
 
 
 def oom_kills() -> int:
-    """Processes that this machine's kernel has killed for want of memory since it started."""
+    """Processes that this machine's kernel has killed since it started because memory ran out."""
     return int(_found(r"^oom_kill (\d+)", Path("/proc/vmstat")) or 0)

@@ -150,7 +150,7 @@ def looks_like_run(directory: Path) -> bool:
 def read_parts(directory: Path) -> list[dict[str, Any]]:
     """The parts of the nodes that left theirs here, by rank, unless a file of theirs was changed since.
 
-    Raises RecordError, also when there is none.
+    Raises RecordError, also if there is no record.
     """
     parts = [reader.read_part(path) for path in sorted(directory.glob("node*.json")) if path.stem[4:].isdecimal()]
     if not parts:
