@@ -83,7 +83,10 @@ begin() {
   for argument in "${@:2}"; do
     case $argument in
       '') ;;
-      -h | --help) print_help && exit ;;
+      -h | --help)
+        print_help || true # head may have closed the pipe
+        exit
+        ;;
       -*) [[ " $1 " == *" $argument "* ]] || die "unknown option '$argument'" "Run bash scripts/${0##*/} --help to see the options" ;;
       *) [[ " $1 " == *" NAME "* ]] || die "unknown argument '$argument'" "Give settings as environment variables; --help lists them" ;;
     esac
@@ -100,7 +103,10 @@ parse_arguments() {
     case $1 in
       --dry-run) DRY_RUN=1 ;;
       --dry-run=json) DRY_RUN=json ;;
-      -h | --help) print_usage && exit ;;
+      -h | --help)
+        print_usage || true # head may have closed the pipe
+        exit
+        ;;
       --)
         EXTRA_ARGUMENTS=("${@:2}")
         break

@@ -283,7 +283,7 @@ def test_parts_that_do_not_go_together_are_not_merged(tmp_path: Path, capsys: py
     (tmp_path / "f.idx").write_bytes((tmp_path / "a.idx").read_bytes()[:-1])
     (tmp_path / "f.bin").write_bytes(b"x")
     for part, message in (
-        ("c", "c has the tokenizer_checksum 2, and "),
+        ("c", "c has the tokenizer_checksum 2, but "),
         ("d", "tokenizer_checksum None"),
         ("e", "dtype int32"),
         ("f", "f.idx is truncated"),

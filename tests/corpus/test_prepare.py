@@ -50,7 +50,7 @@ def test_export_takes_local_files(tmp_path: Path, suffix: str) -> None:
 
 
 BAD_SOURCES = {
-    "articles.csv": (b"document,summary\n", "neither JSONL nor Parquet"),
+    "articles.csv": (b"document,summary\n", "the name of a JSONL or Parquet file"),
     "column.jsonl": (b'{"article": "a", "summary": "b"}\n', 'has no "document"; it has article, summary'),
     "number.jsonl": (b'{"document": 7, "summary": "b"}\n', 'no string as "document", but int'),
     "empty.jsonl": (b'{"document": " ", "summary": "b"}\n', "no document with text"),

@@ -51,7 +51,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> Re
         (["--distributed-backend", "nccl"], 1, "no GPU"),
         (["--share-gpus"], 1, "PyTorch sees 0"),
         (["--share-gpus", "--distributed-backend", "nccl"], 1, "--distributed-backend gloo"),
-        (["--share-gpus", "--deepspeed"], 1, "without --deepspeed"),
+        (["--share-gpus", "--deepspeed"], 1, "no --deepspeed"),
     ],
 )
 def test_a_wrong_command_line(refusal: Refusal, flags: list[str], world_size: int, says: str):
