@@ -58,6 +58,11 @@ TRAININGS = {strategy.name: training(strategy) for strategy in declarations()}
 GATHERED_AGAIN = max(0.0, 1 - TRAININGS["zero3"].zero.reuse_distance / (2 * P))
 ON_CPUS = sum(model_states(TRAININGS["zero3_offload"], P)[1].values())
 KEPT = activation_bytes(TRAININGS["ddp"]) | {"head": logits_bytes(TRAININGS["ddp"])[0]}
+TABLE = re.search(
+    r"\| Strategy \| predicted, native .*\n\|-.*\n((?:\|.*\n)+)", (REPOSITORY / "docs/prediction.md").read_text()
+)
+MEASURED = [[cell.strip() for cell in line.split("|")[1:-1]] for line in TABLE[1].splitlines()] if TABLE else []
+BODY, HEAD, SMALL = 16, 19, 13  # sizes of text in points, to be read from the back row
 
 
 def states(job: Job) -> dict[str, tuple[float, float]]:
@@ -122,37 +127,38 @@ class Slide:
         self.figure = Figure(figsize=(160 / 12, 90 / 12), facecolor="white")
         self.axes = self.figure.add_axes((0, 0, 1, 1), xlim=(0, 160), ylim=(0, 90))
         self.axes.set_axis_off()
-        self.x, self.y, self.width = 10.0, 68.0, 140.0
-        self.text(10, 82, title, 27 if number > 1 else 42, weight="bold")
-        self.text(10, 75, subtitle, 14, MUTED)
-        self.text(150, 4.5, "    ".join([*source, str(number)]), 9, MUTED, ha="right")
+        self.x, self.y, self.width, self.columns = 10.0, 68.0, 140.0, (0.0, 0.42, 0.82)
+        self.text(10, 82.5, title, 30 if number > 1 else 42, weight="bold")
+        self.text(10, 75.5, subtitle, BODY, MUTED)
+        self.text(150, 3, "    ".join([*source, str(number)]), 10, MUTED, ha="right")
         for line in lines.splitlines():
             self.add(line)
         self.check()
 
     def add(self, line: str) -> None:
         """Draws a line of slides.md: a place, a chart, a command, a row of a table, or a paragraph."""
-        if place := re.fullmatch(r"<!-- (\S+) (\S+) (\S+) -->", line):
-            self.x, self.y, self.width = map(float, place.groups())
+        if place := re.fullmatch(r"<!-- (\S+) (\S+) (\S+)(?: (\S+) (\S+))? -->", line):
+            self.x, self.y, self.width = map(float, place.groups()[:3])
+            self.columns = (0.0, *map(float, place.groups()[3:])) if place[4] else self.columns
         elif chart := re.fullmatch(r"!\[(.*)\]\((\w+)(.*)\)", line):
             getattr(self, chart[2])(chart[1], *map(float, chart[3].split()))
         elif line.startswith("`"):
-            self.box(self.x, self.y - 3.8, self.width, 3.8, INK)
-            self.text(self.x + 3, self.y - 1.9, line.strip("`"), 12, "white", family=MONO)
-            self.y -= 3.8
+            self.box(self.x, self.y - 5, self.width, 5, INK)
+            self.text(self.x + 3, self.y - 2.5, line.strip("`"), 15, "white", family=MONO)
+            self.y -= 5
         elif line.startswith("|"):
-            for share, cell, colour in zip((0, 0.42, 0.85), line.split("|")[1:-1], (INK, MUTED, INK), strict=True):
-                self.text(self.x + share * self.width, self.y, cell.strip(), 12, colour)
-            self.box(self.x, self.y - 2.9, self.width, 0.12, LINE)
-            self.y -= 5.9
+            for share, cell, colour in zip(self.columns, line.split("|")[1:-1], (INK, MUTED, INK), strict=False):
+                self.text(self.x + share * self.width, self.y, cell.strip(), 14.5, colour)
+            self.box(self.x, self.y - 3.1, self.width, 0.12, LINE)
+            self.y -= 6.2
         else:
             head, body = re.fullmatch(r"(?:\*\*(.*?)\*\*)? ?(.*)", line).groups("")
-            lines = textwrap.wrap(body, int(self.width))
-            self.text(self.x, self.y, head, 13.5, weight="bold")
-            self.text(self.x, self.y - (2.2 if head else 0), "\n".join(lines), va="top")
-            self.y -= 2.7 * len(lines) + (5.4 if head else 3.2)
+            lines = textwrap.wrap(body, int(0.72 * self.width))
+            self.text(self.x, self.y, head, HEAD, weight="bold")
+            self.text(self.x, self.y - (2.8 if head else 0), "\n".join(lines), va="top")
+            self.y -= 3.9 * len(lines) + (7 if head else 4)
 
-    def text(self, x: float, y: float, content: str, size: float = 11, colour: str = INK, **options: Any) -> float:
+    def text(self, x: float, y: float, content: str, size: float = BODY, colour: str = INK, **options: Any) -> float:
         """Returns where the text ends on the right."""
         options = {"va": "center", "linespacing": 1.45, "parse_math": False, **options}
         text = self.axes.text(x, y, content, size=size, color=colour, **options)
@@ -161,15 +167,15 @@ class Slide:
     def box(self, x: float, y: float, w: float, h: float, fill: str, **style: Any) -> None:
         self.axes.add_patch(Rectangle((x, y), w, h, **{"facecolor": fill, "zorder": 1, **style}))
 
-    def cell(self, x: float, y: float, word: str, fill: str, w: float = 0, h: float = 4.6, alpha: float = 1) -> float:
+    def cell(self, x: float, y: float, word: str, fill: str, w: float = 0, h: float = 5.6, alpha: float = 1) -> float:
         """A word, with `~` for a blank, in a box that is as wide as the word or as told. Returns where the box ends."""
         content = word.replace("~", " ")
         fill = next((own for pattern, own in MEANINGS.items() if re.fullmatch(pattern, content)), fill)
         style = {"colour": "white" if fill in DARK and alpha == 1 else INK, "va": "center_baseline"}
         if w:
-            self.text(x + w / 2, y + h / 2, content, 9.5, ha="center", **style)
+            self.text(x + w / 2, y + h / 2, content, SMALL, ha="center", **style)
         else:
-            w = self.text(x + 0.8, y + h / 2, content.strip("*"), 10.5, **style) + 0.8 - x
+            w = self.text(x + 1, y + h / 2, content.strip("*"), 14, **style) + 1.1 - x
         self.box(x, y, w, h, fill, alpha=alpha)
         return x + w
 
@@ -177,8 +183,8 @@ class Slide:
         """Words side by side. The first names the colour of those that have none of their own."""
         x, (colour, *rest) = self.x, words.split()
         for word in rest:
-            x = self.cell(x, self.y - 3.8, word, COLOURS[colour]) + 0.5
-        self.y -= 8
+            x = self.cell(x, self.y - 4.6, word, COLOURS[colour]) + 0.5
+        self.y -= 8.4
 
     def arrow(self, start: tuple[float, float], end: tuple[float, float], style: str = "<|-|>") -> None:
         looks = {"arrowstyle": style, "color": WIRE, "linewidth": 1.8, "shrinkA": 0, "shrinkB": 0}
@@ -192,7 +198,7 @@ class Slide:
             x, y = self.x + gpu % 2 * step, self.y - h - gpu // 2 * (h + 8)
             self.gpu(job, gpu, x, y, w, h)
             if w > 15:
-                self.text(x, y - 3, f"{'CPU of node' if job.zero.offload_parameters else 'GPU'} {gpu}", 10, MUTED)
+                self.text(x, y - 3, f"{'CPU of node' if job.zero.offload_parameters else 'GPU'} {gpu}", SMALL, MUTED)
             if w > 15 and gpu % 2:
                 heights = {"gathered": 0.05, "gradients": 0.2, "layers": 0.5, "stages": 0.5}
                 for level in {y + heights[kind] * h for kind in heights.keys() & sent_bytes(job)}:
@@ -214,32 +220,29 @@ class Slide:
         scale = h / sum(whole + divided for whole, divided in states(job).values())
         for kind, (whole, divided) in states(job).items():
             for height, spans in ((whole * scale, own), (divided * scale, share)):
-                label = f"{height / scale:.0f} B" if w > 15 and len(spans) == 1 and height > 1.9 else ""
+                label = f"{height / scale:.0f} B" if w > 15 and len(spans) == 1 and height > 2.4 else ""
                 for start, width in spans if height else ():
                     alpha = 0.4 if job.zero.offload_parameters else 1
                     self.cell(x + start * w, y, label, COLOURS[kind], width * w, height, alpha)
                 y += height
 
-    def prediction(self, words: str) -> None:
+    def prediction(self, name: str) -> None:
         """Bars by kind: memory of the fullest GPU, and what a GPU sends."""
-        name, *formulas = words.split(" | ")
-        self.text(self.x, self.y, TITLES[name], 12, weight="bold")
-        costs = most(name, memory_bytes), most(name, sent_bytes)
-        for x, kinds, formula in zip((44, 104), costs, formulas, strict=True):
-            self.text(x, self.y - 2.6, formula, 8.5, MUTED, family=MONO)
+        self.text(self.x, self.y, TITLES[name], BODY)
+        for x, kinds in ((52, most(name, memory_bytes)), (108, most(name, sent_bytes))):
             for kind, size in kinds.items():
-                self.box(x, self.y - 1.2, size * 3.4e-9, 2.4, COLOURS.get(kind, WIRE))
-                x += size * 3.4e-9
+                self.box(x, self.y - 1.8, size * 2.8e-9, 3.6, COLOURS.get(kind, WIRE))
+                x += size * 2.8e-9
             self.text(x + 1.2, self.y, si(sum(kinds.values())))
-        self.y -= 5.4
+        self.y -= 7.2
 
     def schedule(self, micro_batches: str) -> None:
         """1F1B on two stages to the share of their FLOPs; hatched where a GPU waits."""
         jobs = slots(int(micro_batches))
-        left, unit = self.x + 10, (self.width - 10) / max(slot.end for slot in jobs)
+        left, unit = self.x + 11, (self.width - 11) / max(slot.end for slot in jobs)
         for gpu in (0, 1):
-            self.text(self.x, self.y - 3 - 9 * gpu, f"GPU {gpu}", 10, MUTED)
-            self.box(left, self.y - 6 - 9 * gpu, self.width - 10, 6, "white", hatch="////", edgecolor=LINE)
+            self.text(self.x, self.y - 3 - 9 * gpu, f"GPU {gpu}", SMALL, MUTED)
+            self.box(left, self.y - 6 - 9 * gpu, self.width - 11, 6, "white", hatch="////", edgecolor=LINE)
         for slot in jobs:
             x, y, width = left + slot.start * unit, self.y - 6 - 9 * slot.stage, (slot.end - slot.start) * unit
             self.cell(x, y, f"{slot.way}{slot.micro_batch + 1}", PAPER, width - 0.2, 6)

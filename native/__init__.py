@@ -1,1 +1,1 @@
-"""A small T5 pretraining engine from PyPI packages alone; README.md beside this file is the map of it."""
+"""A small T5 pretraining engine built only on PyPI packages; see README.md in this directory."""

@@ -48,7 +48,7 @@ def shares(text: str) -> list[float]:
 REQUIRED: Any = object()
 FLAGS: list[tuple[str, Any, Any, str]] = [
     ("--tensor-model-parallel-size", positive, 1, "processes that share each layer"),
-    ("--pipeline-model-parallel-size", positive, 1, "2 puts the encoder and the decoder on processes of their own"),
+    ("--pipeline-model-parallel-size", positive, 1, "2 puts the encoder and the decoder on separate processes"),
     ("--pipeline-model-parallel-split-rank", int, 1, "the decoder's stage: 1"),
     ("--encoder-num-layers", positive, REQUIRED, "encoder depth"),
     ("--decoder-num-layers", positive, REQUIRED, "decoder depth"),
@@ -66,26 +66,26 @@ FLAGS: list[tuple[str, Any, Any, str]] = [
     ("--micro-batch-size", positive, REQUIRED, "samples of one forward pass on one data-parallel rank"),
     ("--global-batch-size", positive, REQUIRED, "samples of one iteration"),
     ("--train-iters", positive, REQUIRED, "iterations in all"),
-    ("--exit-interval", positive, None, "stop (and save) after an iteration that is divisible by this"),
+    ("--exit-interval", positive, None, "stop (and save) after an iteration divisible by this"),
     ("--lr", float, REQUIRED, "peak learning rate"),
     ("--min-lr", float, 0.0, "learning rate at the end"),
     ("--lr-decay-style", ("constant", "linear", "cosine"), "linear", "shape of the decay over --train-iters"),
     ("--lr-warmup-iters", int, 0, "iterations of linear warm-up"),
-    ("--weight-decay", float, 0.01, "AdamW weight decay; biases and LayerNorms have none"),
+    ("--weight-decay", float, 0.01, "AdamW weight decay, except for biases and LayerNorms"),
     ("--adam-beta1", float, 0.9, "AdamW's decay of the gradient average"),
     ("--adam-beta2", float, 0.999, "AdamW's decay of the squared-gradient average"),
     ("--adam-eps", float, 1e-8, "AdamW's epsilon"),
     ("--clip-grad", float, 1.0, "largest global gradient norm; 0 does not clip"),
     ("--seed", positive, 1234, "seed of weights, data order and dropout"),
-    ("--bf16", bool, False, "compute in bfloat16 on float32 master weights; without it float32"),
+    ("--bf16", bool, False, "compute in bfloat16 with float32 master weights (default: float32)"),
     ("--compile", bool, False, "torch.compile each layer (this engine's own flag; not with ZeRO-3)"),
     ("--data-path", str, REQUIRED, "<path> of <path>.bin and <path>.idx"),
-    ("--data-impl", ("mmap", "infer"), "mmap", "the one format there is"),
+    ("--data-impl", ("mmap", "infer"), "mmap", "the only format"),
     ("--split", shares, [969.0, 30.0, 1.0], "shares of train, validation and test documents"),
     ("--mask-prob", float, 0.15, "share of tokens in corrupted spans"),
     ("--short-seq-prob", float, 0.1, "share of samples cut shorter"),
     ("--num-workers", int, 2, "processes per rank that prepare samples"),
-    ("--tokenizer-type", ("HFTokenizer",), "HFTokenizer", "the one type there is"),
+    ("--tokenizer-type", ("HFTokenizer",), "HFTokenizer", "the only type"),
     ("--tokenizer-model", str, REQUIRED, "Hugging Face name or directory"),
     ("--make-vocab-size-divisible-by", positive, 128, "the vocabulary is padded to a multiple of this times TP"),
     ("--log-interval", positive, 100, "iterations between log lines"),
@@ -93,9 +93,9 @@ FLAGS: list[tuple[str, Any, Any, str]] = [
     ("--eval-iters", int, 100, "batches of one evaluation; 0 turns it off"),
     ("--distributed-backend", ("nccl", "gloo"), "nccl", "nccl runs on GPUs, gloo on CPUs"),
     ("--share-gpus", bool, False, "processes of a node share its GPUs; over gloo (this engine's own flag)"),
-    ("--distributed-timeout-minutes", positive, 10, "a collective that takes longer ends the run"),
+    ("--distributed-timeout-minutes", positive, 10, "minutes after which a stuck collective ends the run"),
     ("--tensorboard-dir", str, None, "directory of TensorBoard events"),
-    ("--tensorboard-log-interval", positive, 1, "no effect: every iteration is written, with the log line"),
+    ("--tensorboard-log-interval", positive, 1, "no effect: every iteration is written, together with the log line"),
     ("--wandb-project", str, "", "W&B project; without one nothing goes to W&B"),
     ("--wandb-exp-name", str, "", "W&B run name"),
     ("--wandb-save-dir", str, "", "directory of W&B's local files"),
@@ -106,11 +106,11 @@ FLAGS: list[tuple[str, Any, Any, str]] = [
     ("--deepspeed_config", str, None, "DeepSpeed's JSON"),
     ("--zero-stage", int, None, "ZeRO stage, as in the JSON"),
     ("--layout-independent-init", bool, False, "no effect: every layout always starts from the same weights"),
-    ("--cpu-optimizer", bool, False, "no effect: the JSON says what is offloaded, and PyTorch's AdamW steps it"),
-    ("--no-pipeline-parallel", bool, False, "no effect: ZeRO never comes with a pipeline here"),
+    ("--cpu-optimizer", bool, False, "no effect: the JSON says what is offloaded; PyTorch's AdamW updates it"),
+    ("--no-pipeline-parallel", bool, False, "no effect: this engine has no ZeRO with pipelines"),
     ("--DDP-impl", str, "local", "no effect: data parallelism is PyTorch's DDP"),
-    ("--use-flash-attn-v2", bool, False, "no effect: PyTorch picks the fastest attention that fits, flash included"),
-    ("--no-masked-softmax-fusion", bool, False, "no effect: softmax is a part of PyTorch's fused attention"),
+    ("--use-flash-attn-v2", bool, False, "no effect: PyTorch picks the fastest attention, including flash"),
+    ("--no-masked-softmax-fusion", bool, False, "no effect: softmax is part of PyTorch's fused attention"),
     ("--no-bias-dropout-fusion", bool, False, "no effect: --compile fuses"),
     ("--no-gradient-accumulation-fusion", bool, False, "no effect: there is no such fusion"),
     ("--fp16", bool, False, "refused: there is no loss scaling here"),
@@ -146,7 +146,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def choose_device(args: argparse.Namespace) -> torch.device:
     """The GPU of this process alone over NCCL, one that it shares with --share-gpus, else the CPU."""
     if args.share_gpus and (args.distributed_backend != "gloo" or args.deepspeed):
-        stop("--share-gpus goes with --distributed-backend gloo and without --deepspeed: NCCL wants a GPU per process")
+        stop("--share-gpus needs --distributed-backend gloo and no --deepspeed: NCCL needs a GPU per process")
     if args.distributed_backend == "gloo" and not args.share_gpus:
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
@@ -167,7 +167,7 @@ def check(args: argparse.Namespace) -> None:
     args.tp, args.pp, args.dp = tp, pp, world // (tp * pp)
     share = args.micro_batch_size * args.dp
     if args.global_batch_size % share:
-        stop(f"global batch size {args.global_batch_size} is no multiple of {share} (micro-batch size x data parallel)")
+        stop(f"--global-batch-size {args.global_batch_size} is not a multiple of micro-batch x DP size, {share}")
     args.micro_batches = args.global_batch_size // share
     if args.micro_batches < pp:
         stop(f"a pipeline of {pp} stages needs at least {pp} micro-batches, found {args.micro_batches}")
@@ -175,7 +175,7 @@ def check(args: argparse.Namespace) -> None:
         if size % tp:
             stop(f"{size} {what} are not divisible by the tensor-parallel size {tp}")
     if max(args.encoder_seq_length, args.decoder_seq_length) > args.max_position_embeddings:
-        stop(f"there are {args.max_position_embeddings} position embeddings, fewer than the sequence length")
+        stop(f"there are only {args.max_position_embeddings} position embeddings, fewer than the sequence length")
     if args.encoder_seq_length < 4 or args.decoder_seq_length < args.mask_prob * (args.encoder_seq_length - 2) + 2:
         stop(f"a decoder of {args.decoder_seq_length} tokens is too short for an encoder of {args.encoder_seq_length}")
     if not 0 <= args.lr_warmup_iters < args.train_iters or not 0 <= args.min_lr <= args.lr:
@@ -188,7 +188,7 @@ def check(args: argparse.Namespace) -> None:
 def deepspeed_json(args: argparse.Namespace) -> dict[str, Any]:
     """DeepSpeed's configuration, once it agrees with the arguments: DeepSpeed believes it and would not notice."""
     if args.tp * args.pp > 1:
-        stop("ZeRO shards over data-parallel ranks alone: --deepspeed goes with TP=1 and PP=1")
+        stop("ZeRO shards only over data-parallel ranks: --deepspeed needs TP=1 and PP=1")
     try:
         config = json.loads(Path(args.deepspeed_config or "").read_text())
         stage = config["zero_optimization"]["stage"]
@@ -200,11 +200,11 @@ def deepspeed_json(args: argparse.Namespace) -> dict[str, Any]:
         ("gradient_clipping", args.clip_grad),
     ):
         if config.get(key) != asked:
-            stop(f"{args.deepspeed_config} says {key} {config.get(key)}, the arguments say {asked}")
+            stop(f"{args.deepspeed_config} has {key} {config.get(key)}, but the arguments ask for {asked}")
     if config.get("bf16", {}).get("enabled", False) != args.bf16 or config.get("fp16", {}).get("enabled", False):
         stop(f"{args.deepspeed_config} and the arguments ask for different precisions")
     if args.zero_stage is not None and args.zero_stage != stage:
-        stop(f"{args.deepspeed_config} has ZeRO stage {stage}, the arguments {args.zero_stage}")
+        stop(f"{args.deepspeed_config} has ZeRO stage {stage}, but the arguments ask for {args.zero_stage}")
     if args.compile and stage == 3:
-        stop("--compile does not go with ZeRO-3, whose hooks between the layers cannot be compiled")
+        stop("--compile does not work with ZeRO-3, whose hooks between the layers cannot be compiled")
     return config

@@ -27,7 +27,7 @@ def shard_path(directory: str, iteration: int, layout: Layout) -> Path:
 
 
 def latest(directory: str | None) -> int:
-    """The iteration of the newest whole checkpoint; 0 where there is none.
+    """The iteration of the newest intact checkpoint; 0 without one.
 
     Raises ValueError when the tracker file holds something else.
     """
@@ -36,7 +36,7 @@ def latest(directory: str | None) -> int:
         return 0
     text = tracker.read_text().strip()
     if not text.isdecimal():
-        raise ValueError(f"{tracker} holds '{text}' where an iteration should be")
+        raise ValueError(f"{tracker} holds '{text}' instead of an iteration")
     return int(text)
 
 
@@ -63,7 +63,7 @@ def load(trainer: Any, args: Namespace, layout: Layout, iteration: int) -> None:
     """Continues from the checkpoint of `iteration`. Raises FileNotFoundError when this node lacks a part of it."""
     trainer.load(args.load, iteration)
     path = Path(args.load) / name_of(iteration) / f"random_{args.rank:05d}.pt"
-    if path.is_file():  # there is none where the run goes on with more data-parallel ranks
+    if path.is_file():  # missing if the run continues with more data-parallel ranks
         state = torch.load(path, weights_only=True)
         torch.set_rng_state(state["cpu"])
         layout.tp.rng.set_state(state["tp"])

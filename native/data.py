@@ -1,6 +1,6 @@
 """Token files and T5 span corruption: the same samples, in the same order, as Megatron-DeepSpeed draws them.
 
-Nothing is cached and nothing is compiled: every process derives the order of the samples from the seed by itself.
+Nothing is cached and nothing is compiled: each process derives the order of the samples from the seed.
 """
 
 import os
@@ -105,7 +105,7 @@ def build_sample_map(
         if end - first == 1 or (end > first and max(lengths[first:end]) <= LONG_SENTENCE)
     ]
     if not usable:
-        raise ValueError("no document of this part of the data can be used: they are empty or their sentences too long")
+        raise ValueError("no document in this split is usable: they are empty, or their sentences are too long")
     targets = target_lengths()
     while len(rows) < count:
         for first, end in usable:

@@ -1,4 +1,4 @@
-"""What a run tells: Megatron's iteration line, TensorBoard and W&B under Megatron's names, peak memory at the end."""
+"""What a run reports: Megatron's iteration line, TensorBoard and W&B under Megatron's names, peak memory at the end."""
 
 import math
 import resource

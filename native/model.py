@@ -1,7 +1,7 @@
 """The T5 that Megatron-DeepSpeed trains: pre-LayerNorm, learned positions, biases, tied embeddings with an output bias.
 
 Parameters have Megatron's names and layouts, so that both engines can start from the same weights. Activations are
-[batch, sequence, hidden]. A pipeline stage builds the encoder or the decoder alone.
+[batch, sequence, hidden]. A pipeline stage builds only the encoder or the decoder.
 """
 
 import contextlib

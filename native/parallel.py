@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 @dataclass
 class Axis:
-    """One dimension of the mesh as this process sees it: the processes that differ from it in this dimension alone."""
+    """One dimension of the mesh as this process sees it: the processes that differ from it only in this dimension."""
 
     size: int = 1
     rank: int = 0

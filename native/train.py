@@ -31,7 +31,7 @@ def learning_rate(args: Namespace, iteration: int) -> float:
 
 
 def share_vocabulary(args: Namespace, file: TokenFile) -> Vocabulary:
-    """What rank 0 reads of the tokenizer, on every rank, so that one process alone imports transformers."""
+    """The tokenizer as rank 0 reads it, on every rank, so that only one process imports transformers."""
     answer: list[Vocabulary | str | None] = [None]
     if args.rank == 0:
         try:

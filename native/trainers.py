@@ -15,7 +15,7 @@ from native.model import T5, Layer, initialise
 from native.parallel import Layout, clip_gradients, forget_copies, sum_tied_gradients
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # encoder input, decoder input, labels
-# All replicas start from the same weights; PyTorch 2.4 cannot be told.
+# All replicas start from the same weights; PyTorch 2.4 has no option for this.
 SAME_WEIGHTS = {"init_sync": False} if "init_sync" in inspect.signature(DistributedDataParallel).parameters else {}
 
 
@@ -78,7 +78,7 @@ class TorchTrainer:
             return self.replica(x, *part)
 
     def backward(self, output: torch.Tensor, gradient: torch.Tensor | None = None, *, is_last: bool) -> None:
-        """Adds to the gradients. DDP all-reduces them in an iteration's last backward pass alone, and while it runs."""
+        """Adds to the gradients. DDP all-reduces them only during an iteration's last backward pass."""
         if is_last and self.replica is not None:
             self.replica.reducer.prepare_for_backward([])  # what DDP's forward pass does outside no_sync()
         output.backward(gradient)
@@ -129,7 +129,7 @@ class TorchTrainer:
 
 
 class PipelineTrainer(TorchTrainer):
-    """Encoder and decoder on processes of their own, and data and tensor parallelism for each.
+    """Encoder and decoder on separate processes, with data and tensor parallelism within each.
 
     One forward, one backward (1F1B): the encoder is at most two micro-batches ahead of the decoder. Per micro-batch the
     encoder's output [b, s_enc, hidden] travels forward and its gradient back; every stage has the tokens itself.
@@ -139,7 +139,7 @@ class PipelineTrainer(TorchTrainer):
         """Sends to the other stage and receives from it, both at once: each would wait for the other's message else."""
         args, pp = self.args, self.layout.pp
         other = dist.get_global_rank(pp.group, 1 - pp.rank)
-        place = "cpu" if dist.get_backend() == "gloo" else args.device  # gloo sends from host memory alone
+        place = "cpu" if dist.get_backend() == "gloo" else args.device  # gloo sends only from host memory
         shape = args.micro_batch_size, args.encoder_seq_length, args.hidden_size
         received = torch.empty(shape, dtype=args.dtype, device=place) if receives else None
         operations = [dist.P2POp(dist.irecv, received, other, pp.group)] if received is not None else []

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Whether the nodes can run together, before a run finds out: bash scripts/check_cluster.sh [host ...]
-# The hosts, the master first, are the arguments, else HOSTS, else SLURM's nodes; --help says what is checked.
+# Checks whether the nodes can run together: bash scripts/check_cluster.sh [host ...]
+# The hosts, master first, come from the arguments, HOSTS or SLURM; --help says what is checked.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"

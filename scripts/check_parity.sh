@@ -1,49 +1,49 @@
 #!/usr/bin/env bash
-# Whether the strategies train the same model: each trains from the same weights, and its curves are compared with DDP's.
+# Checks that the strategies train the same model: each starts from the same weights, and its curves are compared with DDP's.
 #
 # Usage: bash scripts/check_parity.sh [--sensitivity | --bf16 | --benchmark-mode] [strategy...]
 #
-# Trains DDP and the named strategies (all when none is named) on this machine, in fp32, without dropout, from the same
+# Trains DDP and the named strategies (default: all) on this machine, in fp32, without dropout, from the same
 # initial weights on the same data, and compares each loss and gradient norm with DDP's. With ENGINE=megatron the native
-# engine's DDP is trained too and compared: that shows a mistake that all strategies share.
-#   --sensitivity      trains no strategy: measures how far a change of 1 % in each number of the recipe moves the curves, in
-#                      units of the bound, and fails where a number is not seen
-#   --bf16             trains in bf16 and applies the bound measured for it
-#   --benchmark-mode   trains as the benchmark does, in bf16 with dropout 0.1. Layouts that drop as DDP does are compared
-#                      with the bound of bf16; the others, over eight seeds, by a sign test (docs/parity.md)
-# Exit status: 0 when all train the same model, 1 when one does not, 2 when the check could not be made.
+# engine's DDP is also trained and compared, which reveals a mistake that all strategies share.
+#   --sensitivity      train no strategy; measure how far a change of 1 % in each number of the recipe moves the curves,
+#                      in units of the bound, and fail if one would go unnoticed
+#   --bf16             train in bf16 and apply the bound measured for it
+#   --benchmark-mode   train as the benchmark does, in bf16 with dropout 0.1. Layouts with DDP's dropout masks must meet
+#                      the bound of bf16; the others pass a sign test over eight seeds (docs/parity.md)
+# Exit status: 0 all train the same model, 1 one does not, 2 the check could not run.
 #
-# The launchers' settings work too, except PRECISION_FLAG, DROPOUT, LOG_INTERVAL and what evaluates, saves and resumes.
+# The launchers' settings also work, except PRECISION_FLAG, DROPOUT, LOG_INTERVAL and those that evaluate, save and resume.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-setting ENGINE 'one-of:megatron|native' - - megatron "megatron (patched Megatron-DeepSpeed; DDP is compared with native/ too) or native"
+setting ENGINE 'one-of:megatron|native' - - megatron "megatron (patched Megatron-DeepSpeed; its DDP is also compared with native/) or native"
 setting MODEL_PRESET 'one-of:tiny|small|base|large' - - tiny "Model size: tiny, small, base or large"
-# A recipe in which a hundredth of every number shows: docs/parity.md has how it was found.
+# A recipe in which a change of 1 % in any number shows; docs/parity.md explains how it was found.
 setting TRAIN_ITERS whole:2 - - 12 "Iterations of each strategy"
-setting GLOBAL_BATCH_SIZE whole:1 - - 8 "Samples of an iteration"
-setting MICRO_BATCH_SIZE whole:1 - - 2 "Small enough for several micro-batches in an iteration"
-setting LR decimal - - 0.04 "Peak learning rate: with the weight decay it makes a hundredth of either visible"
+setting GLOBAL_BATCH_SIZE whole:1 - - 8 "Samples per iteration"
+setting MICRO_BATCH_SIZE whole:1 - - 2 "Per-process micro-batch size; small enough for several micro-batches per iteration"
+setting LR decimal - - 0.04 "Peak learning rate; with this weight decay, a change of 1 % in either is visible"
 setting MIN_LR decimal - - 0.01 "Learning rate at the end"
 setting LR_WARMUP_ITERS whole:0 - - 3 "Iterations of warm-up"
 setting WEIGHT_DECAY decimal - - 5 "Weight decay"
-setting CLIP_GRAD decimal - - 1.3 "Must lie among DDP's gradient norms: clipping in some iterations alone"
-setting SEED whole:0 - - 1234 "Seed; --benchmark-mode takes the seven after it too"
-setting CHECK_BLIND_SPOTS 'one-of:0|1' - - 1 "1 measures too which mistakes these settings cannot see"
+setting CLIP_GRAD decimal - - 1.3 "Gradient-norm clipping; must lie among DDP's gradient norms, so that only some iterations are clipped"
+setting SEED whole:0 - - 1234 "Seed; --benchmark-mode also uses the next seven"
+setting CHECK_BLIND_SPOTS 'one-of:0|1' - - 1 "1 also measures which mistakes these settings cannot reveal"
 setting MEGATRON_DATA_DIR 'path?' - - "" "Directory containing indexed dataset files (unset: the bundled sample, prepared in outputs/parity/data)"
-setting RUNS_DIR path - - "$REPO_ROOT/outputs/parity/$(date +%Y%m%d-%H%M%S)" "Where the run directories go"
+setting RUNS_DIR path - - "$REPO_ROOT/outputs/parity/$(date +%Y%m%d-%H%M%S)" "Where to put the run directories"
 
 begin '--sensitivity --bf16 --benchmark-mode NAME' "$@"
 mode=''
 [[ ${1:-} != --* ]] || { mode=$1 && shift; }
 if [[ -z $MEGATRON_DATA_DIR ]]; then
-  MEGATRON_DATA_DIR=$REPO_ROOT/outputs/parity/data${MODEL_FAMILY:+-$MODEL_FAMILY}
+  MEGATRON_DATA_DIR=$REPO_ROOT/outputs/parity/${FAMILY_PREFIX}data
   SAMPLE=1 TOKENIZER_MODEL='' MEGATRON_DATA_DIR=$MEGATRON_DATA_DIR bash "$REPO_ROOT/scripts/prepare_xsum_megatron.sh" >/dev/null
 fi
 export MODEL_PRESET TRAIN_ITERS GLOBAL_BATCH_SIZE MICRO_BATCH_SIZE LR MIN_LR LR_WARMUP_ITERS WEIGHT_DECAY CLIP_GRAD SEED
 export MEGATRON_DATA_DIR PYTHON
-# Rounding is then all that may differ, and every iteration shows.
+# Then only rounding may differ, and every iteration is compared.
 export PRECISION_FLAG='' DROPOUT=0 LOG_INTERVAL=1 EVAL_ITERS=0 SAVE_INTERVAL=0 RESUME=0 WANDB_MODE=disabled
 options=()
 case $mode in

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What every script needs and nothing that knows Megatron: messages, settings, hosts and ranks, ports, processes.
+# What every script needs that is not specific to Megatron: messages, settings, hosts and ranks, processes.
 # Sourced, never run.
 
 [[ -z ${COMMON_SH_LOADED:-} ]] || return 0
@@ -11,12 +11,17 @@ if ((BASH_VERSINFO[0] < 4 || (BASH_VERSINFO[0] == 4 && BASH_VERSINFO[1] < 4))); 
 fi
 
 unset CDPATH
-# srun hands on the login host's HOSTNAME where /etc/profile exports it, and a shell keeps what it is given.
+# srun passes on the login host's HOSTNAME if /etc/profile exports it.
 read -r HOSTNAME </proc/sys/kernel/hostname
 REPO_ROOT=$(cd -- "${BASH_SOURCE[0]%/*}/.." && pwd -P)
 PYTHON=${PYTHON:-python3}
 [[ $PYTHON != */* || $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
-# What the engines and the programs in this repository import its packages from.
+# A model family's directories, and what precedes a strategy in names; T5 came first and has no prefix.
+FAMILY_PREFIX=${MODEL_FAMILY:-t5}-
+FAMILY_PREFIX=${FAMILY_PREFIX#t5-}
+# shellcheck disable=SC2034 # read by the scripts that source this file
+FAMILY_DATA=$REPO_ROOT/megatron_data${FAMILY_PREFIX:+/${FAMILY_PREFIX%-}}
+# The engines and the programs of this repository import its packages from here.
 [[ :${PYTHONPATH:-}: == *:"$REPO_ROOT":* ]] || export PYTHONPATH=$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}
 
 # ---- messages ------------------------------------------------------------------------------------------------------
@@ -61,7 +66,7 @@ settings_group() {
   group directory "$PWD"
 }
 
-# What the comment at the head of the script says, and the settings by role.
+# Prints the script's head comment and its settings by role.
 print_help() {
   local line
   while read -r line && [[ $line == '#'* ]]; do
@@ -71,16 +76,19 @@ print_help() {
   require_python && settings_group | python_module t5bench.plan settings
 }
 
-# begin OPTIONS ARGUMENT...: answers --help, refuses what is not among OPTIONS, where NAME stands for any name, and checks
+# begin OPTIONS ARGUMENT...: answers --help, refuses options not in OPTIONS (NAME allows any name), and checks
 # the settings: each must be of its kind, and paths become absolute. The launchers' plan does this too.
 begin() {
   local argument
   for argument in "${@:2}"; do
     case $argument in
       '') ;;
-      -h | --help) print_help && exit ;;
-      -*) [[ " $1 " == *" $argument "* ]] || die "unknown option '$argument'" "bash scripts/${0##*/} --help lists what there is" ;;
-      *) [[ " $1 " == *" NAME "* ]] || die "unknown argument '$argument'" "Settings come from the environment: see --help" ;;
+      -h | --help)
+        print_help || true # head may have closed the pipe
+        exit
+        ;;
+      -*) [[ " $1 " == *" $argument "* ]] || die "unknown option '$argument'" "Run bash scripts/${0##*/} --help to see the options" ;;
+      *) [[ " $1 " == *" NAME "* ]] || die "unknown argument '$argument'" "Give settings as environment variables; --help lists them" ;;
     esac
   done
   require_python
@@ -95,7 +103,10 @@ parse_arguments() {
     case $1 in
       --dry-run) DRY_RUN=1 ;;
       --dry-run=json) DRY_RUN=json ;;
-      -h | --help) print_usage && exit ;;
+      -h | --help)
+        print_usage || true # head may have closed the pipe
+        exit
+        ;;
       --)
         EXTRA_ARGUMENTS=("${@:2}")
         break
@@ -105,7 +116,7 @@ parse_arguments() {
     esac
     shift
   done
-  ((${#POSITIONAL[@]} <= 2)) || die "at most two arguments are expected, found ${#POSITIONAL[@]}: ${POSITIONAL[*]}" \
+  ((${#POSITIONAL[@]} <= 2)) || die "expected at most two arguments, found ${#POSITIONAL[@]}: ${POSITIONAL[*]}" \
     "Usage: bash scripts/${0##*/} [master-host] [node-rank]"
 }
 
@@ -120,7 +131,7 @@ hear() {
   return "$status"
 }
 
-# What several scripts have in common.
+# Shared by several scripts.
 # shellcheck disable=SC2034 # read by the scripts that source this file
 readonly DEFAULT_TOKENIZER=google-t5/t5-large
 engine_dir_setting() { setting MEGATRON_DIR path place - "$REPO_ROOT/../Megatron-DeepSpeed" "Path to your Megatron-DeepSpeed checkout"; }
@@ -130,7 +141,7 @@ engine_dir_setting() { setting MEGATRON_DIR path place - "$REPO_ROOT/../Megatron
 python_module() (cd -- "$REPO_ROOT" && exec "$PYTHON" -m "$@")
 
 require_python() {
-  command -v "$PYTHON" >/dev/null || die "there is no '$PYTHON' on PATH" "Activate the environment that has torch, or set PYTHON"
+  command -v "$PYTHON" >/dev/null || die "'$PYTHON' is not on PATH" "Activate the Python environment that has torch, or set PYTHON to its interpreter"
 }
 
 # ---- hosts and ranks -----------------------------------------------------------------------------------------------
@@ -143,7 +154,7 @@ slurm_hosts() {
   elif command -v scontrol >/dev/null; then
     scontrol show hostnames "$list"
   else
-    note "SLURM gives the nodes as '$list' but scontrol is not on PATH: export HOSTS=\"node0 node1\" yourself"
+    note "SLURM lists the nodes as '$list', but scontrol is not on PATH to expand this: export HOSTS=\"node0 node1\""
   fi
 }
 
@@ -154,7 +165,7 @@ resolve_topology() {
   read -r -d '' -a HOST_LIST <<<"${HOSTS:-$(slurm_hosts)}" || true
   if [[ -n $MASTER_ADDR && -z ${NNODES:-}${HOST_LIST[*]}${SLURM_JOB_NUM_NODES:-} && ! $MASTER_ADDR =~ ^(localhost|127\..*|::1)$ ]]; then
     NNODES=2
-    note "Neither HOSTS nor NNODES says how many nodes there are: taking the README's 2, with $MASTER_ADDR as the master."
+    note "Neither HOSTS nor NNODES gives the number of nodes: assuming 2, with $MASTER_ADDR as the master."
   fi
   ((${#HOST_LIST[@]} == 0)) || NNODES=${NNODES:-${#HOST_LIST[@]}}
   NNODES=${NNODES:-${SLURM_JOB_NUM_NODES:-1}} MASTER_ADDR=${MASTER_ADDR:-${HOST_LIST[0]:-}}
@@ -164,19 +175,19 @@ resolve_topology() {
 # ---- processes -----------------------------------------------------------------------------------------------------
 
 # Ends what the run started and carries its mark: TERM, then KILL after the given seconds.
-# setsid: a Ctrl-C must not end what ends the others.
+# setsid: a Ctrl-C must not interrupt the clean-up.
 end_marked() (cd -- "$REPO_ROOT" && setsid -w "$PYTHON" -m t5bench.run.processes "$1" "$2" || true)
 
-# Waits so many seconds, or for a signal, and starts no process.
+# Waits that many seconds, or until a signal, without starting a process.
 pause() { read -rt "$1" -u "$NEVER" || true; }
 
-# Whether the recorder is there. One that somebody stopped goes on after 5 s: the run's output stands still without it.
+# Whether the recorder lives. A suspended one is resumed after 5 s, because the run's output waits for it.
 recorder_lives() {
   local state
   { kill -0 "$recorder_pid" && read -r _ _ state _ <"/proc/$recorder_pid/stat"; } 2>/dev/null || return 1
   [[ $state == T ]] || stopped=0
   if ((++stopped > 25)); then
-    note "what keeps the record of this run was stopped; it goes on"
+    note "the recorder of this run was suspended; resuming it"
     kill -s CONT "$recorder_pid"
   fi
 }
@@ -194,15 +205,15 @@ run_to_end() {
   exec {NEVER}<> <(:)
   # The name of a socket, which multiprocessing makes there, may have 107 characters.
   { ((${#scratch} < 75)) && mkdir -m 700 -- "$scratch" 2>/dev/null; } || scratch=''
-  # A Ctrl-Z stops this shell, and not what reads the run's output.
+  # A Ctrl-Z suspends this shell, but not the reader of the run's output.
   exec {output_fd}> >(trap '' INT TERM HUP TSTP && "$recorder" "$mark")
   recorder_pid=$!
-  # setsid: a Ctrl-C on the terminal reaches this shell alone, which then ends the others in order.
+  # setsid: a Ctrl-C on the terminal reaches only this shell, which then stops the others in order.
   setsid env T5_RUN_MARK="$mark" ${scratch:+TMPDIR="$scratch"} "${@:3}" >&"$output_fd" 2>&1 &
   child=$!
   while [[ -z $interrupted_by ]] && kill -0 "$child" 2>/dev/null && recorder_lives; do pause 0.2; done
   if [[ -n $interrupted_by ]]; then
-    note "$interrupted_by received: ending the processes of this run"
+    note "$interrupted_by received: stopping the processes of this run"
     # SLURM kills after 30 s (KillWait), and the record takes some of them.
     end_marked "$mark" 15
   else
@@ -210,11 +221,11 @@ run_to_end() {
   fi
   wait "$child" && status=0 || status=$?
   [[ -z $scratch ]] || rm -rf -- "$scratch"
-  # In the place of what is there, which takes no space on a disk that has become full.
+  # Overwrites in place, which needs no space on a full disk.
   printf '%-40s\n' "$status $interrupted_by" 1<>"$end_file" || true
   exec {output_fd}>&-
   while recorder_lives && ((patience > 0)); do
-    # It may wait for other nodes to tell why they failed; whoever is asked to end does not, and has 5 s for it.
+    # It may wait for other nodes' reasons; after a signal it must not, and has 5 s to finish.
     if [[ -n $interrupted_by ]]; then
       { kill -s TERM "$recorder_pid" && kill -s CONT "$recorder_pid"; } 2>/dev/null || true
       patience=$((patience - 1))
@@ -222,7 +233,7 @@ run_to_end() {
     pause 0.1
   done
   if ((patience == 0)); then
-    # One that a file system holds takes no signal.
+    # A recorder that hangs in a file system ignores signals.
     kill -s KILL "$recorder_pid" 2>/dev/null || true
     status=$((128 + $(kill -l "$interrupted_by")))
   else
@@ -230,7 +241,7 @@ run_to_end() {
   fi
   exec {NEVER}>&-
   if ((status > 128)) && [[ -z $interrupted_by && -s $end_file ]]; then
-    note "error: what keeps the record of this run was killed (signal $((status - 128))); the run ended with it"
+    note "error: the recorder of this run was killed (signal $((status - 128))), so the run was stopped"
     status=1
   fi
   trap - INT TERM HUP

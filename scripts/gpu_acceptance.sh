@@ -1,34 +1,33 @@
 #!/usr/bin/env bash
-# Shows that T5-Large trains here under every strategy that the GPUs suffice for, and how fast, in one command.
+# Trains T5-Large under every strategy that the GPUs suffice for, checks it and measures its speed, in one command.
 #
 # Usage: bash scripts/gpu_acceptance.sh [acceptance] [throughput] [--rehearse]
 #        bash scripts/gpu_acceptance.sh --pack DIRECTORY
 #
-# For a machine with one or more CUDA GPUs; it needs no internet. Both parts when none is named:
-#   acceptance   what the machine has and does at best; whether the strategies train the same model on CUDA, also where
-#                several processes share one GPU; T5-Large under every strategy that the devices suffice for, with both
-#                engines
+# For a machine with one or more CUDA GPUs; it needs no internet. Without arguments it runs both parts:
+#   acceptance   the machine's hardware and peak rates; whether the strategies train the same model on CUDA, also when
+#                several processes share one GPU; T5-Large under every possible strategy, with both engines
 #   throughput   T5-Large on one GPU, with both engines and with a plain PyTorch loop over Hugging Face's T5
-#   --rehearse   all of it at tiny size on the CPU, to see that it works; its figures mean nothing
-#   --pack       where there is internet: what a machine without lacks, to be given there as BUNDLE
+#   --rehearse   everything at tiny size on the CPU, to see that it works; its figures mean nothing
+#   --pack       with internet: collect what a machine without internet needs, and set BUNDLE there
 #
-# Exit status: 0 all passed, 1 something failed, 2 it cannot be done here, 3 time ran out (the same command goes on).
+# Exit status: 0 all passed, 1 something failed, 2 it cannot run here, 3 time ran out (the same command continues).
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-setting ENGINES 'one-of:both|megatron|native' layout - both "Which engines"
-setting STRATEGIES text? layout - "" "Which strategies (unset: all); DDP is always among them"
-setting MICRO_BATCH_SIZES text load - "32 8 1" "Which of them the throughput is measured with, in this order"
-setting MINUTES decimal watch - 10 "What a part may take, everything included; the same command goes on from there"
+setting ENGINES 'one-of:both|megatron|native' layout - both "Engines to run"
+setting STRATEGIES text? layout - "" "Strategies to run (unset: all); DDP is always included"
+setting MICRO_BATCH_SIZES text load - "32 8 1" "Micro-batch sizes to measure the throughput with, in this order"
+setting MINUTES decimal watch - 10 "Minutes that each part may take; run the same command again to continue"
 engine_dir_setting
-setting BUNDLE path? place - "" "What --pack made, for a machine without internet: wheels/ and Megatron-DeepSpeed/"
-setting RESULTS_DIR path? place - "" "Where the summary, the figures and the packed records go (unset: docs/results/<device>)"
-setting WORK_DIR path place - "$REPO_ROOT/outputs/acceptance" "Where the runs are made"
-setting TARGET_PYTHON text place - 3.12 "With --pack: the Python of the machine that the wheels are for"
+setting BUNDLE path? place - "" "What --pack made, for a machine without internet (wheels/ and Megatron-DeepSpeed/)"
+setting RESULTS_DIR path? place - "" "Where to put the summary, the figures and the packed records (unset: docs/results/<device>)"
+setting WORK_DIR path place - "$REPO_ROOT/outputs/acceptance" "Directory of the runs"
+setting TARGET_PYTHON text place - 3.12 "With --pack: the Python version of the machine that will use the wheels"
 
-# What every run here is told; the network of one machine is its own.
-# The vocabulary is google-t5/t5-large's, padded, for the bundled sample has a smaller one.
+# The settings of every run here; all processes are on this machine.
+# The vocabulary is google-t5/t5-large's, padded, because the bundled sample has a smaller one.
 export DEVICE=cuda MODEL_PRESET=large VOCABULARY_MULTIPLE=32128 NNODES=1 HOSTS='' TOKENIZER_MODEL='' WANDB_MODE=disabled LOG_INTERVAL=1
 # The first run of an engine waits for its compilers.
 export SAMPLE_INTERVAL=0.5 RENDEZVOUS_TIMEOUT=60 WATCHDOG_SECONDS=900 DISTRIBUTED_TIMEOUT_MINUTES=10
@@ -36,27 +35,27 @@ export NCCL_SOCKET_IFNAME=lo HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 packages() { python_module t5bench.acceptance.packages "$@"; }
 
-# The engine goes without its history: the launchers know it by the checksums of its files.
+# Without the engine's git history: the launchers check its files' checksums.
 pack() {
   local target=$1
   check_engine
   note "packing wheels for Python $TARGET_PYTHON"
   DS_BUILD_OPS=0 packages pack "$target/wheels" "$TARGET_PYTHON" ||
-    die "the wheels could not be packed" "pip's own message is above; DeepSpeed is built with the torch of $PYTHON"
+    die "cannot pack the wheels" "See pip's message above; DeepSpeed is built with the torch of $PYTHON"
   rm -rf -- "$target/Megatron-DeepSpeed"
   mkdir -p -- "$target/Megatron-DeepSpeed"
   tar -C "$MEGATRON_DIR" --exclude=.git --exclude=__pycache__ --exclude=build -cf - . | tar -C "$target/Megatron-DeepSpeed" -xf -
   git -C "$REPO_ROOT" describe --always --abbrev=40 --dirty >"$target/commit" 2>/dev/null || true
-  note "packed $(du -sh -- "$target" | cut -f 1) in $target: take it along with this repository, and run there"
-  note "  BUNDLE=<its place> bash scripts/gpu_acceptance.sh"
+  note "packed $(du -sh -- "$target" | cut -f 1) in $target: copy it and this repository to the other machine, and run there"
+  note "  BUNDLE=<its path> bash scripts/gpu_acceptance.sh"
 }
 
-# Beside the Python that is there, whose torch belongs to its CUDA.
+# In a separate directory: the existing Python's torch matches its CUDA.
 complete_packages() {
   local site=$WORK_DIR/site-packages lacking
   export PYTHONPATH=$site:$PYTHONPATH PATH=$site/bin:$PATH
-  lacking=$(packages complete "$site" ${BUNDLE:+"$BUNDLE/wheels"}) || die "the wheels in $BUNDLE/wheels cannot be installed" \
-    "pip's own message is above; --pack makes them for the Python that TARGET_PYTHON names"
+  lacking=$(packages complete "$site" ${BUNDLE:+"$BUNDLE/wheels"}) || die "cannot install the wheels in $BUNDLE/wheels" \
+    "See pip's message above; --pack makes them for the Python version in TARGET_PYTHON"
   [[ -z $lacking ]] || die "these packages are missing: $lacking" \
     "With internet: $PYTHON -m pip install -r requirements.txt; without: BUNDLE, made by --pack elsewhere"
   [[ -z $BUNDLE || -d $MEGATRON_DIR ]] || MEGATRON_DIR=$BUNDLE/Megatron-DeepSpeed
@@ -64,7 +63,7 @@ complete_packages() {
 
 check_engine() {
   MEGATRON_DIR=$MEGATRON_DIR bash "$REPO_ROOT/scripts/setup_megatron.sh" --check ||
-    die "the engine is not ready" "Run: INSTALL=0 bash scripts/setup_megatron.sh; or ENGINES=native"
+    die "the engine is not ready" "Run: INSTALL=0 bash scripts/setup_megatron.sh; or set ENGINES=native"
 }
 
 begin '--rehearse --pack NAME' "$@"

@@ -11,10 +11,9 @@
 #   STRATEGY_FLAGS      array of further engine arguments
 #   STRATEGY_FAMILIES   the model families that it serves (all when not declared)
 #
-# What is a model family's own is in families/<name>.sh:
+# families/<name>.sh holds what is specific to a model family:
 #   MODEL_PRESETS       sizes by the name of the preset, in the order in which declare_model takes them
-#   FAMILY_PREFIX       before the strategy in names of directories and W&B runs; FAMILY_DATA: its data's directory
-#   FAMILY_PROGRAM      of the engine; FAMILY_FIXED: array of engine arguments that are the same in every run
+#   FAMILY_PROGRAM      the engine's; FAMILY_FIXED: array of engine arguments that are the same in every run
 #   declare_model SIZES, longest_sequence, tokenizer_arguments: its settings; what the engine is told, in REPLY
 
 # shellcheck source=scripts/common.sh
@@ -25,25 +24,25 @@ STRATEGY_COLOUR='' STRATEGY_TP=1 STRATEGY_PP=1 STRATEGY_DS_CONFIG='' STRATEGY_FL
 # ---- settings: every one of them can be overridden from the environment --------------------------------------------
 
 declare_settings() {
-  setting MODEL_FAMILY 'one-of:t5|gpt' model - t5 "Model family: t5 or gpt (docs/gpt.md has its settings of the model)"
+  setting MODEL_FAMILY 'one-of:t5|gpt' model - t5 "Model family: t5 or gpt (docs/gpt.md has GPT's settings)"
   local family=${BASH_SOURCE[0]%/*}/families/${MODEL_FAMILY//[^a-z0-9]/}.sh
   [[ -f $family ]] || family=${BASH_SOURCE[0]%/*}/families/t5.sh # the plan refuses the name
   # shellcheck source=scripts/families/t5.sh
   source "$family"
   setting MODEL_PRESET 'one-of:tiny|small|base|large' layout - large "Model size: tiny, small, base or large"
 
-  setting HOSTS text? place - "" "Node host names in rank order, separated by spaces (unset: SLURM's nodes, else this host alone)"
-  setting NNODES whole:1? layout - "" "Number of nodes (unset: as many as HOSTS or SLURM names, 2 for a lone master host)"
-  setting NPROC_PER_NODE whole:1? layout - "${GPUS_PER_NODE:-}" "Processes per node (unset: 2 processes in all, 4 for the hybrid); GPUS_PER_NODE is understood too"
+  setting HOSTS text? place - "" "Node host names in rank order, separated by spaces (unset: SLURM's nodes, or only this host)"
+  setting NNODES whole:1? layout - "" "Number of nodes (unset: from HOSTS or SLURM; 2 if only a master is given)"
+  setting NPROC_PER_NODE whole:1? layout - "${GPUS_PER_NODE:-}" "Processes per node (unset: 2 processes in all, 4 for the hybrid); GPUS_PER_NODE also works"
   setting MASTER_PORT whole:1:65535 layout - "$STRATEGY_PORT" "torchrun rendezvous port"
-  setting DEVICE 'one-of:auto|cuda|cpu' layout - auto "auto, cuda or cpu; auto takes the GPUs where there are any"
-  setting SHARE_GPUS 'one-of:0|1' load - 0 "1 lets more processes than GPUs share them over gloo: for correctness, never for speed (not with ZeRO)"
+  setting DEVICE 'one-of:auto|cuda|cpu' layout - auto "auto, cuda or cpu; auto uses GPUs if there are any"
+  setting SHARE_GPUS 'one-of:0|1' load - 0 "1 lets several processes share a GPU over gloo: valid results, meaningless timings (not with ZeRO)"
   setting ENGINE 'one-of:megatron|native' layout - megatron "megatron (patched Megatron-DeepSpeed) or native (the engine in native/)"
   engine_dir_setting
-  setting MEGATRON_DATA_DIR path place - "$REPO_ROOT/$FAMILY_DATA" "Directory containing indexed dataset files"
-  setting TOKENIZER_MODEL text? place - "" "Hugging Face name or directory (unset: the tokenizer beside the data, else $DEFAULT_TOKENIZER)"
+  setting MEGATRON_DATA_DIR path place - "$FAMILY_DATA" "Directory containing indexed dataset files"
+  setting TOKENIZER_MODEL text? place - "" "Hugging Face name or directory (unset: the tokenizer next to the data, or $DEFAULT_TOKENIZER)"
   setting OUTPUT_DIR path place - "$REPO_ROOT/outputs/$FAMILY_PREFIX$STRATEGY" "Checkpoint and log directory"
-  setting RESUME 'one-of:0|1' watch - 0 "1 continues the run in OUTPUT_DIR from its newest whole checkpoint"
+  setting RESUME 'one-of:0|1' watch - 0 "1 continues the run in OUTPUT_DIR from its newest intact checkpoint"
 
   declare_model "${MODEL_PRESETS[${MODEL_PRESET:-large}]:-${MODEL_PRESETS[large]}}"
   setting VOCABULARY_MULTIPLE whole:1 model - 128 "The vocabulary is padded to a multiple of this in every layout"
@@ -51,37 +50,37 @@ declare_settings() {
   setting GLOBAL_BATCH_SIZE whole:1 model --global-batch-size 16 "Global batch size"
   setting MICRO_BATCH_SIZE whole:1 load --micro-batch-size 1 "Per-GPU micro-batch size"
   setting PRECISION_FLAG 'one-of:--bf16|--fp16?' model = --bf16 "--bf16, --fp16, or empty for fp32"
-  setting FLASH_ATTENTION 'one-of:auto|on|off' method - auto "auto, on or off; it serves the decoder's self-attention on CUDA in bf16 or fp16"
-  setting GRADIENT_REDUCTION 'one-of:default|fp32' method - default "default, or fp32: ZeRO too reduces gradients in fp32, as DDP does, and not in the training precision"
-  setting RECOMPUTE 'one-of:none|selective|full' method - none "none, selective (attention) or full (layers): activations are computed again in the backward pass"
-  setting TENSOR_PARALLEL_SIZE whole:1 layout --tensor-model-parallel-size "$STRATEGY_TP" "Tensor-parallel size, for the strategies that have one"
-  setting PIPELINE_PARALLEL_SIZE whole:1 layout --pipeline-model-parallel-size "$STRATEGY_PP" "Pipeline-parallel size, for the strategies that have one"
+  setting FLASH_ATTENTION 'one-of:auto|on|off' method - auto "auto, on or off: for the decoder's self-attention, on CUDA in bf16 or fp16"
+  setting GRADIENT_REDUCTION 'one-of:default|fp32' method - default "default, or fp32: ZeRO also reduces gradients in fp32, as DDP does, instead of the training precision"
+  setting RECOMPUTE 'one-of:none|selective|full' method - none "none, selective (attention) or full (layers): recompute activations in the backward pass"
+  setting TENSOR_PARALLEL_SIZE whole:1 layout --tensor-model-parallel-size "$STRATEGY_TP" "Tensor-parallel size, for strategies with tensor parallelism"
+  setting PIPELINE_PARALLEL_SIZE whole:1 layout --pipeline-model-parallel-size "$STRATEGY_PP" "Pipeline-parallel size, for strategies with pipeline parallelism"
 
   setting TRAIN_ITERS whole:1 recipe --train-iters 1000 "Total training iterations"
-  setting RAMPUP_BATCH_SIZE text? recipe - "" "start step samples: the batch grows over so many samples, and the run has TRAIN_ITERS x GLOBAL_BATCH_SIZE samples"
+  setting RAMPUP_BATCH_SIZE text? recipe - "" "Three numbers, start step samples: the batch grows from start by step over that many samples; the run has TRAIN_ITERS x GLOBAL_BATCH_SIZE samples"
   setting LR decimal recipe --lr 0.0001 "Peak learning rate"
   setting MIN_LR decimal recipe --min-lr 0 "Learning rate at the end of the cosine"
   setting LR_WARMUP_ITERS whole:0 recipe --lr-warmup-iters 0 "Iterations of linear warm-up"
   setting WEIGHT_DECAY decimal recipe --weight-decay 0.01 "AdamW weight decay"
   setting CLIP_GRAD decimal recipe --clip-grad 1.0 "Gradient-norm clipping"
   setting SEED whole:0 recipe --seed 1234 "Seed of weights, data order and dropout"
-  setting LOG_INTERVAL whole:1 recipe --log-interval 20 "Iterations between log lines, which hold the mean loss since the line before"
+  setting LOG_INTERVAL whole:1 recipe --log-interval 20 "Iterations between log lines; each has the mean loss since the previous one"
 
-  setting EVAL_ONLY 'one-of:0|1' watch - 0 "1 evaluates the newest whole checkpoint in OUTPUT_DIR and trains nothing; the record goes to OUTPUT_DIR/evaluation"
-  setting EVAL_ITERS whole:0 watch --eval-iters 0 "Validation batches per evaluation; 0 turns evaluation off, as a benchmark wants"
+  setting EVAL_ONLY 'one-of:0|1' watch - 0 "1 only evaluates the newest intact checkpoint in OUTPUT_DIR; the record goes to OUTPUT_DIR/evaluation"
+  setting EVAL_ITERS whole:0 watch --eval-iters 0 "Validation batches per evaluation; 0 turns evaluation off, as a benchmark should"
   setting EVAL_INTERVAL whole:1 watch --eval-interval 1000 "Iterations between evaluations"
   setting SAVE_INTERVAL whole:0 watch - 0 "Iterations between checkpoints; 0 saves none"
-  setting PROFILE_ITERATION whole:0 watch - 0 "An iteration to profile: profile.json says where its time went; 0 profiles none"
+  setting PROFILE_ITERATION whole:0 watch - 0 "Iteration to profile; profile.json shows where its time went; 0 profiles none"
   setting SAMPLE_INTERVAL decimal watch - 2 "Seconds between samples of the GPUs and the network counters"
-  setting PEAK_TFLOPS decimal? watch - "" "The GPU's dense peak TFLOP/s, for the MFU (unset: by its name, where that is known)"
-  setting WATCHDOG_SECONDS whole:0 watch - 3600 "Seconds without an iteration line after which a run is ended, with every worker's stacks; 0: never"
+  setting PEAK_TFLOPS decimal? watch - "" "The GPU's dense peak TFLOP/s, for the MFU (unset: looked up by the GPU's name)"
+  setting WATCHDOG_SECONDS whole:0 watch - 3600 "Seconds without an iteration line after which a run is stopped and every worker's stack logged; 0: never"
   setting RENDEZVOUS_TIMEOUT whole:1 watch - 600 "Seconds that a node waits for the others"
   setting DISTRIBUTED_TIMEOUT_MINUTES whole:1 watch --distributed-timeout-minutes 10 "Minutes after which a stuck collective ends the run"
 
-  setting T5_RUN_SECRET secret? label - "" "What nodes prove with that they belong to one run (unset: your home's)"
+  setting T5_RUN_SECRET secret? label - "" "Secret that the nodes of a run share (unset: the one in your home directory)"
   setting WANDB_PROJECT text label - ml710-t5-parallelism "W&B project name"
   setting WANDB_RUN_NAME text label - "megatron-$FAMILY_PREFIX$STRATEGY" "W&B run name"
-  setting WANDB_RUN_GROUP text? label - "" "W&B group of the runs that are compared with each other"
+  setting WANDB_RUN_GROUP text? label - "" "W&B group of the runs to compare"
   setting WANDB_API_KEY secret? label - "" "Your W&B API key; without one the run is logged offline"
   setting WANDB_MODE 'one-of:online|offline|disabled?' label - "" "online, offline or disabled (unset: online with a key, else offline)"
 }
@@ -158,7 +157,7 @@ build_own_arguments() {
   else
     OWN_ARGUMENTS+=(--distributed-backend gloo --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion)
   fi
-  # DeepSpeed's first loss scale, so that every strategy starts from the same.
+  # DeepSpeed's initial loss scale, so that every strategy starts from the same one.
   [[ $PRECISION_FLAG != --fp16 ]] || OWN_ARGUMENTS+=(--initial-loss-scale 65536)
   ((PLAN[flash_attention] == 0)) || OWN_ARGUMENTS+=(--use-flash-attn-v2)
   [[ ${PLAN[patches]} != series ]] || OWN_ARGUMENTS+=(--layout-independent-init)
@@ -186,7 +185,7 @@ build_environment() {
   RUN_ENVIRONMENT=(CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONFAULTHANDLER=1 "PYTHONPATH=$path" "WANDB_MODE=${PLAN[wandb_mode]}"
     "WANDB_RUN_GROUP=$WANDB_RUN_GROUP" "WANDB_JOB_TYPE=${WANDB_JOB_TYPE:-train}")
   # W&B takes the run's configuration from this file as well, which the recorder fills while torch is being loaded; see
-  # t5bench/run/wandb_config.py. A sweep's agent has one of its own.
+  # t5bench/run/wandb_config.py. A sweep's agent has its own.
   [[ -z ${PLAN[wandb_config]} ]] || RUN_ENVIRONMENT+=("WANDB_SWEEP_PARAM_PATH=${PLAN[wandb_config]}")
   ((PROFILE_ITERATION == 0)) || RUN_ENVIRONMENT+=("T5_PROFILE=$PROFILE_ITERATION:$OUTPUT_DIR/profile.json")
   for name in CUDA_HOME CPATH LIBRARY_PATH; do
@@ -229,7 +228,7 @@ record_run() {
 
 start_run() {
   local exit_status=0 node=$OUTPUT_DIR/node$NODE_RANK status='' reason='' remedy=''
-  trap '' XFSZ # beyond a limit of files' sizes (ulimit -f) a write fails, and this shell goes on
+  trap '' XFSZ # beyond the file-size limit (ulimit -f) a write fails, but this shell continues
   { plan_words >"$node.plan" && print_command >"$node.command.sh"; } || {
     printf 'configuration  ' 1<>"$node.status" || true
     die "cannot write to the run directory $OUTPUT_DIR" "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"
@@ -241,17 +240,17 @@ start_run() {
   [[ ${PLAN[device]} != cpu ]] || rm -f -- "/dev/shm/deepspeed_allreduce_buffer_${UID}_${MASTER_ADDR}_${MASTER_PORT}_"*
   { read -r status reason && read -r remedy; } 2>/dev/null <"$node.status" || true
   if [[ $status == running ]]; then
-    status=crashed reason="what keeps the record was killed" remedy=''
-    [[ -z $interrupted_by ]] || status=cancelled reason="$interrupted_by received, and what keeps the record did not end"
+    status=crashed reason="the recorder was killed" remedy=''
+    [[ -z $interrupted_by ]] || status=cancelled reason="$interrupted_by received, and the recorder did not stop"
     printf '%s %s\n\n' "$status" "$reason" >"$node.status" || true
   fi
-  [[ -n $status ]] || { status=crashed reason="its record cannot be read: $OUTPUT_DIR is gone, or cannot be written" remedy=''; }
+  [[ -n $status ]] || { status=crashed reason="its record cannot be read: $OUTPUT_DIR was removed or is not writable" remedy=''; }
   if ((exit_status == 0)); then
     note "$STRATEGY: $status; record in $OUTPUT_DIR"
   else
     note "error: $STRATEGY on node $NODE_RANK: $status: $reason"
     [[ -z $remedy ]] || note "       $remedy"
-    note "       exit status $exit_status; its output is in $node.log"
+    note "       exit status $exit_status; the output is in $node.log"
   fi
   return "$exit_status"
 }
@@ -262,10 +261,10 @@ Usage: bash scripts/${0##*/} [master-host] [node-rank] [option] [-- argument...]
 
 $STRATEGY_TITLE
 
-Run it on every node with the master's host name and the node's rank; one machine needs neither.
-  --dry-run        print the command (and DeepSpeed JSON) to run, and what a real run would miss
+Run it on every node with the master's host name and the node's rank. One machine needs neither.
+  --dry-run        print the command, the DeepSpeed JSON and what would stop a real run
   --dry-run=json   print the whole plan, for programs
-  --               everything after it goes to the engine as it stands
+  --               pass everything after it to the engine unchanged
 
 HELP
   print_help
@@ -280,7 +279,7 @@ run_strategy() {
   fi
   declare_settings
   parse_arguments "$@"
-  # The same in every run of an engine; what the user gives after -- wins over it.
+  # The same in every run; arguments after -- win over these.
   FIXED_ARGUMENTS=(--lr-decay-style cosine --data-impl mmap --split "949,50,1" --num-workers 2 "${FAMILY_FIXED[@]}"
     --DDP-impl local --no-gradient-accumulation-fusion)
   resolve_topology "${POSITIONAL[@]}"

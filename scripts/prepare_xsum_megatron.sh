@@ -1,41 +1,39 @@
 #!/usr/bin/env bash
-# XSum, or the bundled sample, as the indexed dataset that every strategy trains on.
+# Turns XSum, or the bundled sample, into the indexed dataset that every strategy trains on.
 #
 # Usage: bash scripts/prepare_xsum_megatron.sh [--help]
 #
-# Writes into MEGATRON_DATA_DIR, all of it or, when anything fails, nothing:
+# Writes to MEGATRON_DATA_DIR all of this, or nothing if anything fails:
 #   xsum_text.jsonl                  the articles, one {"text", "summary", "id"} per line; xsum_text.meta.json names the source
 #   xsum_text_document.bin, .idx     their token ids as Megatron's indexed dataset, one </s> (gpt: <|endoftext|>) at the end of each document
 #   xsum_text_document.meta.json     source, tokenizer, counts, checksums, versions and date
 #   tokenizer/                       a copy of the tokenizer, so that training needs no hub
 #
-# An xsum_text.jsonl that was exported from the same source, and whose local source has not changed since, is used again.
-# Data from another source or tokenizer are not replaced unless FORCE=1. After an interruption, the same command continues
+# An earlier xsum_text.jsonl from the same, unchanged source is reused. Data from another source or tokenizer are replaced
+# only with FORCE=1. After an interruption, the same command continues
 # where it stopped.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-setting MODEL_FAMILY 'one-of:t5|gpt' - - t5 "Model family that the data are for: their tokenizers differ"
-setting SAMPLE 'one-of:0|1' - - 0 "1 takes the articles and the tokenizer in megatron_data/sample, without any network"
-data=$REPO_ROOT/megatron_data
-[[ $MODEL_FAMILY == t5 ]] || data+=/$MODEL_FAMILY
-setting MEGATRON_DATA_DIR path - - "$data" "Directory to write to; a relative path counts from the current directory, the default from the repository"
+setting MODEL_FAMILY 'one-of:t5|gpt' - - t5 "Model family to prepare for, since their tokenizers differ"
+setting SAMPLE 'one-of:0|1' - - 0 "1 uses the articles and the tokenizer in megatron_data/sample; needs no network"
+setting MEGATRON_DATA_DIR path - - "$FAMILY_DATA" "Directory to write to; a relative path starts at the current directory, the default at the repository"
 setting XSUM_SOURCE path? - - "" "Local .jsonl, .jsonl.gz, .jsonl.zst or .parquet with the columns document and summary, or text (unset: EdinburghNLP/xsum from the hub)"
 setting XSUM_SPLIT text - - train "Split of the hub's dataset: train, validation or test"
 setting XSUM_LIMIT whole:1? - - "" "Stop after this many documents (unset: all)"
 setting TOKENIZER_MODEL text? - - "" "Hugging Face name or directory of a tokenizer (unset: $DEFAULT_TOKENIZER; for gpt, GPT-2's from the engine's checkout)"
 setting MEGATRON_DIR path - - "$REPO_ROOT/../Megatron-DeepSpeed" "Path to your Megatron-DeepSpeed checkout, for GPT-2's tokenizer"
-setting FORCE 'one-of:0|1' - - 0 "1 exports again, and replaces data that came from another source or tokenizer"
-setting WORKERS whole:1? - - "" "Processes that tokenise (unset: as many as there are processors)"
+setting FORCE 'one-of:0|1' - - 0 "1 exports again, and replaces data from another source or tokenizer"
+setting WORKERS whole:1? - - "" "Tokenising processes (unset: one per processor)"
 setting PYTHON text - - python3 "The Python that has the packages of requirements.txt"
 
 command -v "$PYTHON" >/dev/null || [[ $PYTHON != python3 ]] || PYTHON=python
 begin "" "$@"
 if ((SAMPLE)); then
   [[ -z $XSUM_SOURCE$TOKENIZER_MODEL ]] ||
-    die "SAMPLE=1 takes the bundled articles and tokenizer, but found${XSUM_SOURCE:+ XSUM_SOURCE=$XSUM_SOURCE}${TOKENIZER_MODEL:+ TOKENIZER_MODEL=$TOKENIZER_MODEL}" \
-      "Unset one or the other; XSUM_SOURCE='$REPO_ROOT/megatron_data/sample/articles.jsonl' is the sample with another tokenizer"
+    die "SAMPLE=1 uses the bundled articles and tokenizer, but found${XSUM_SOURCE:+ XSUM_SOURCE=$XSUM_SOURCE}${TOKENIZER_MODEL:+ TOKENIZER_MODEL=$TOKENIZER_MODEL}" \
+      "Unset one of them; to use the sample with another tokenizer, set XSUM_SOURCE='$REPO_ROOT/megatron_data/sample/articles.jsonl'"
   XSUM_SOURCE=$REPO_ROOT/megatron_data/sample/articles.jsonl
   [[ $MODEL_FAMILY != t5 ]] || TOKENIZER_MODEL=$REPO_ROOT/megatron_data/sample/tokenizer
   export HF_HUB_OFFLINE=1
@@ -43,7 +41,7 @@ fi
 if [[ -z $TOKENIZER_MODEL && $MODEL_FAMILY == gpt ]]; then
   TOKENIZER_MODEL=$MEGATRON_DIR/examples_deepspeed/rebase
   [[ -f $TOKENIZER_MODEL/gpt2-vocab.json ]] ||
-    die "there is no GPT-2 tokenizer in the engine's checkout $MEGATRON_DIR" "Run: bash '$REPO_ROOT/scripts/setup_megatron.sh', or name a tokenizer in TOKENIZER_MODEL"
+    die "there is no GPT-2 tokenizer in the engine's checkout $MEGATRON_DIR" "Run: bash '$REPO_ROOT/scripts/setup_megatron.sh', or set TOKENIZER_MODEL"
 fi
 TOKENIZER_MODEL=${TOKENIZER_MODEL:-$DEFAULT_TOKENIZER}
 [[ ! -d $TOKENIZER_MODEL ]] || TOKENIZER_MODEL=$(cd -- "$TOKENIZER_MODEL" && pwd)

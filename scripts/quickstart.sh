@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# From a fresh clone to all eight strategies trained and compared, on any machine with Python: no GPU, no compiler.
+# Trains and compares all eight strategies from a fresh clone, on any machine with Python: no GPU, no compiler.
 #
 # Usage: bash scripts/quickstart.sh [--help]
 #
-# Makes a virtual environment in the checkout, prepares the bundled sample, trains a tiny T5 with each of the eight
-# strategies and compares them. Everything it makes stays in the checkout: .venv/ and outputs/quickstart/.
-# The settings of run_megatron_t5_all.sh and of the launchers work too.
+# Creates a virtual environment in the checkout, prepares the bundled sample, trains a tiny T5 with each strategy and
+# compares them. Everything stays in the checkout: .venv/ and outputs/quickstart/. Run it again to continue or repeat.
+# The settings of run_megatron_t5_all.sh and of the launchers also work.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
@@ -16,14 +16,14 @@ setting TRAIN_ITERS whole:1 - - 20 "Iterations of each strategy"
 begin "" "$@"
 python_module t5bench.sweep.venv "$REPO_ROOT/requirements.txt"
 export PATH=$REPO_ROOT/.venv/bin:$PATH PYTHON=$REPO_ROOT/.venv/bin/python
-export MEGATRON_DATA_DIR=$REPO_ROOT/outputs/quickstart/data${MODEL_FAMILY:+-$MODEL_FAMILY}
+export MEGATRON_DATA_DIR=$REPO_ROOT/outputs/quickstart/${FAMILY_PREFIX}data
 SAMPLE=1 TOKENIZER_MODEL='' bash "$REPO_ROOT/scripts/prepare_xsum_megatron.sh" >/dev/null
-# fp32 without dropout, so that a strategy that trains another model shows.
+# fp32 without dropout, so that a strategy that trains another model is noticed.
 export ENGINE TRAIN_ITERS LOG_INTERVAL=1 PRECISION_FLAG="${PRECISION_FLAG-}" DROPOUT="${DROPOUT:-0}"
 export MODEL_PRESET="${MODEL_PRESET:-tiny}" MICRO_BATCH_SIZE="${MICRO_BATCH_SIZE:-2}" WANDB_MODE="${WANDB_MODE:-disabled}"
-# The runs are too short for the launchers' own interval between samples.
+# The runs are too short for the launchers' default interval.
 export SAMPLE_INTERVAL="${SAMPLE_INTERVAL:-0.2}"
 # One iteration of each is profiled, so that the page shows where the time went.
 export PROFILE_ITERATION="${PROFILE_ITERATION:-$((TRAIN_ITERS > 3 ? TRAIN_ITERS / 2 : 0))}"
-export RUNS_DIR=${RUNS_DIR:-$REPO_ROOT/outputs/quickstart/$(date +%Y%m%d-%H%M%S)}
+export RUNS_DIR=${RUNS_DIR:-$REPO_ROOT/outputs/quickstart/$FAMILY_PREFIX$ENGINE}
 exec bash "$REPO_ROOT/scripts/run_megatron_t5_all.sh"

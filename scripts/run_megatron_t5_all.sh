@@ -1,23 +1,22 @@
 #!/usr/bin/env bash
-# Every strategy, one run after another, REPEATS times in turn, and the comparison of them all.
+# Runs every strategy, REPEATS times in turn, and compares them.
 #
 # Usage: bash scripts/run_megatron_t5_all.sh [--dry-run] [--help]
 #
 # Runs the strategies on this machine's processes and compares them. DDP is also run with as many processes as any strategy
-# needs, so that every row has a baseline of its own world size. Run it again to go on after an interruption.
-#   --dry-run   print what would run, and what would not
-# Exit status: 0 when every run is complete and trains as DDP does, 1 when one does not, 2 when none could be
-# started or compared. The launchers' settings work too.
+# needs, so that every row has a baseline of its world size. Run it again to continue after an interruption.
+#   --dry-run   print what would run and what would not
+# Exit status: 0 every run is complete and trains as DDP does, 1 one does not, 2 nothing could be started or compared.
+# The launchers' settings also work.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 setting STRATEGIES 'text?' - - "" "Strategies to run, separated by spaces (unset: all)"
-setting REPEATS whole:1 - - 1 "Times that each is run, in turn (A B C A B C), so that drift of the machine hits all alike"
-setting RETRIES whole:0 - - 1 "Times that a failed run is tried again once all others have run"
-setting LAUNCH 'one-of:local|ssh' - - local "local (this machine's processes), or ssh (the nodes of HOSTS, else SLURM's, from this one terminal)"
-family=${MODEL_FAMILY:-t5}-
-setting RUNS_DIR path - - "$REPO_ROOT/outputs/${family#t5-}all" "Directory of the runs; what is complete there is not run again"
+setting REPEATS whole:1 - - 1 "Runs of each strategy, interleaved (A B C A B C) so that drift of the machine affects all alike"
+setting RETRIES whole:0 - - 1 "Retries of a failed run, once all others have run"
+setting LAUNCH 'one-of:local|ssh' - - local "local (on this machine), or ssh (on the nodes of HOSTS or SLURM, from this one terminal)"
+setting RUNS_DIR path - - "$REPO_ROOT/outputs/${FAMILY_PREFIX}all" "Directory of the runs; complete runs in it are not repeated"
 
 begin --dry-run "$@"
 export PYTHON

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All tests, in the checkout's own virtual environment: bash scripts/run_tests.sh [pytest arguments]
-# TEST_PROCESSES of them run at once. What fails beside others runs once more alone, and both reports are printed: what
-# passes then has a race, in the test or in what it tests, and only what fails again fails the whole.
+# TEST_PROCESSES of them run at once. Failed tests run once more, one at a time, and both reports are printed: a test that
+# passes then has a race, in itself or in what it tests. Only a test that fails again counts as failed.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
@@ -16,8 +16,8 @@ run_pytest() { "$PYTHON" -m pytest --dist loadgroup "$@" || status=$?; }
 run_pytest -n "${TEST_PROCESSES:-2}" "$@"
 if ((status == SOME_TESTS_FAILED)); then
   status=0
-  printf '\nWhat failed, once more and one at a time, until one fails again:\n'
-  # Tests have other names in this process than in a worker, which are the ones that were kept.
+  printf '\nRunning the failed tests again, one at a time, until one fails again:\n'
+  # A worker gives tests other names than this process, and pytest remembers the worker's.
   run_pytest "$@" -n 1 --last-failed --last-failed-no-failures none --exitfirst
 fi
 exit "$status"

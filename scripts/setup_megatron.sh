@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Megatron-DeepSpeed at the commit that the patches are made for, patched, with the Python packages that it needs.
+# Sets up Megatron-DeepSpeed: the commit that the patches are for, the patches, and the Python packages that it needs.
 #
 # Usage: bash scripts/setup_megatron.sh [--check | --reset | --write-checksums | --help]
 #
-# Clones Megatron-DeepSpeed at the pinned commit, applies patches/series and installs requirements.txt. Run it again at any
-# time: what is done already stays as it is.
-#   --check            change nothing; say what is missing or differs, exit 1 if anything does
-#   --reset            put changes of your own in the checkout aside with `git stash`, then set it up
-#   --write-checksums  for maintainers: patches/checksums anew, after a change of the patches
+# Clones Megatron-DeepSpeed at the pinned commit, applies patches/series and installs requirements.txt. Run it again at
+# any time: completed steps are skipped.
+#   --check            change nothing; report what is missing or differs, and exit with 1 if anything does
+#   --reset            `git stash` your own changes in the checkout, then set it up
+#   --write-checksums  for maintainers: update patches/checksums after changing a patch
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
@@ -19,15 +19,15 @@ readonly PATCHES=$REPO_ROOT/patches
 mapfile -t SERIES <"$PATCHES/series"
 
 engine_dir_setting
-setting MEGATRON_REPO text - - https://github.com/deepspeedai/Megatron-DeepSpeed.git "What to clone: a URL, or a local path where there is no internet"
-setting INSTALL 'one-of:0|1' - - 1 "0 leaves the Python packages alone"
+setting MEGATRON_REPO text - - https://github.com/deepspeedai/Megatron-DeepSpeed.git "What to clone: a URL, or a local path if there is no internet"
+setting INSTALL 'one-of:0|1' - - 1 "0 skips installing the Python packages"
 
 SCRATCH=''
 trap '[[ -z $SCRATCH ]] || rm -rf -- "$SCRATCH"' EXIT
 
 megatron_git() { git -C "$MEGATRON_DIR" "$@"; }
 
-# unpatched, megatron_t5_fixes, series or changed, in REPLY; missing where there is no checkout.
+# Sets REPLY to unpatched, megatron_t5_fixes, series, changed, or missing if there is no checkout.
 engine_state() { REPLY=$(python_module t5bench.plan.engine state "$MEGATRON_DIR"); }
 
 # To stderr, one a line.
@@ -43,7 +43,7 @@ check() {
     missing) note "missing: there is no Megatron-DeepSpeed checkout at $MEGATRON_DIR" ;;
     unpatched) note "unpatched: none of these is applied: ${SERIES[*]}" ;;
     changed)
-      note "differs: $MEGATRON_DIR is at commit $commit (wanted: $MEGATRON_COMMIT); against the patched engine:"
+      note "differs: $MEGATRON_DIR is at commit $commit (wanted: $MEGATRON_COMMIT); differences from the patched engine:"
       name_differences
       ;;
   esac
@@ -56,21 +56,21 @@ clone() {
   git clone --quiet --no-checkout -- "$MEGATRON_REPO" "$SCRATCH" ||
     die "cannot clone $MEGATRON_REPO" "Without internet: MEGATRON_REPO=/path/to/a/clone bash scripts/setup_megatron.sh"
   git -C "$SCRATCH" checkout --quiet "$MEGATRON_COMMIT" ||
-    die "$MEGATRON_REPO does not hold commit $MEGATRON_COMMIT" "Update that clone (git fetch), or name another MEGATRON_REPO"
+    die "$MEGATRON_REPO does not hold commit $MEGATRON_COMMIT" "Update that clone (git fetch), or set another MEGATRON_REPO"
   mv -- "$SCRATCH" "$MEGATRON_DIR"
 }
 
-# A checkout of another commit, or with changes: never thrown away, put aside on request.
+# A checkout of another commit, or with changes, is never discarded; on request its changes are stashed.
 make_pristine() {
   local reset=$1
-  megatron_git rev-parse --git-dir >/dev/null 2>&1 || die "$MEGATRON_DIR is not a git checkout" "Name another MEGATRON_DIR"
+  megatron_git rev-parse --git-dir >/dev/null 2>&1 || die "$MEGATRON_DIR is not a git checkout" "Set another MEGATRON_DIR"
   if [[ -n $(megatron_git status --porcelain) ]]; then
     ((reset)) || {
       name_differences
-      die "$MEGATRON_DIR holds changes that are not these patches (above: against the patched engine)" \
-        "bash scripts/setup_megatron.sh --reset puts them aside with git stash, or name another MEGATRON_DIR"
+      die "$MEGATRON_DIR holds changes that these patches did not make (differences from the patched engine are listed above)" \
+        "bash scripts/setup_megatron.sh --reset stashes them (git stash), or set another MEGATRON_DIR"
     }
-    megatron_git stash push --quiet --include-untracked --message "put aside by setup_megatron.sh"
+    megatron_git stash push --quiet --include-untracked --message "stashed by setup_megatron.sh"
     note "your changes are in: git -C '$MEGATRON_DIR' stash list"
   fi
   megatron_git cat-file -e "$MEGATRON_COMMIT^{commit}" 2>/dev/null || megatron_git fetch --quiet -- "$MEGATRON_REPO" ||
@@ -81,7 +81,7 @@ make_pristine() {
 # The patches go in together or not at all.
 apply_patches() {
   (cd -- "$MEGATRON_DIR" && git apply -- "${@/#/$PATCHES/}") || die "the patches do not apply to $MEGATRON_DIR" \
-    "bash scripts/setup_megatron.sh --check tells what differs"
+    "bash scripts/setup_megatron.sh --check shows what differs"
 }
 
 install_requirements() {
@@ -89,7 +89,7 @@ install_requirements() {
   "$PYTHON" -c 'import torch' 2>/dev/null || die "$PYTHON has no torch" "Install torch first (README, step 3), then run this again"
   # Operators are compiled when first used: a build of all of them needs a CUDA toolkit and many minutes.
   DS_BUILD_OPS=0 "$PYTHON" -m pip install --quiet --no-build-isolation --requirement "$REPO_ROOT/requirements.txt" ||
-    die "pip could not install requirements.txt" "Its own message is above; INSTALL=0 leaves the packages to you"
+    die "pip could not install requirements.txt" "See its message above, or install the packages yourself and set INSTALL=0"
 }
 
 set_up() {
@@ -103,9 +103,9 @@ set_up() {
     unpatched) apply_patches "${SERIES[@]}" ;;
     megatron_t5_fixes) apply_patches "${SERIES[@]:1}" ;;
     changed)
-      # What git ignores, or was told to overlook, is not stashed.
+      # git stashes neither ignored files nor those it was told to overlook.
       name_differences
-      die "$MEGATRON_DIR holds what is not of commit $MEGATRON_COMMIT (above)" "Remove it yourself, or name another MEGATRON_DIR"
+      die "$MEGATRON_DIR holds files that are not part of commit $MEGATRON_COMMIT (listed above)" "Remove them yourself, or set another MEGATRON_DIR"
       ;;
   esac
   ((INSTALL == 0)) || install_requirements
@@ -133,11 +133,11 @@ write_checksums() {
 }
 
 begin '--check --reset --write-checksums' "$@"
-command -v git >/dev/null || die "git is not installed"
+command -v git >/dev/null || die "git is not installed" "Install it, then run this again"
 case $* in
   '') set_up 0 ;;
   --reset) set_up 1 ;;
   --check) check ;;
   --write-checksums) write_checksums ;;
-  *) die "one option at most is expected, found: $*" ;;
+  *) die "expected at most one option, found: $*" ;;
 esac

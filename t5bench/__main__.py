@@ -15,26 +15,26 @@ from t5bench import REPOSITORY, Problem
 # starts with every launch, and must not wait for what draws pages.
 COMMANDS = {
     "record": ("t5bench.run.recorder", "write a node's record of a run from its output (the launchers call this)"),
-    "collect": ("t5bench.record.collect", "bring together the parts that the nodes of one run keep"),
-    "compare": ("t5bench.report.command", "the table and the page over a set of runs"),
-    "explain": ("t5bench.compare.explain", "where a profiled iteration's time went, and what slows the run down"),
-    "parity": ("t5bench.compare.parity", "whether the strategies train the same model: pass or fail for each"),
-    "parity-check": ("t5bench.sweep.parity_check", "train the strategies alike, and ask parity of them"),
-    "strategies": ("t5bench.plan.launchers", "the names of the strategies, in the order of their ports"),
-    "settings": ("t5bench.plan.settings_page", "all settings as docs/settings.md has them"),
-    "sweep": ("t5bench.sweep.command", "run strategies one after another, and compare them"),
-    "merge": ("t5bench.run.merge", "the weights of a run's checkpoint for another tensor or pipeline parallel size"),
-    "cluster": ("t5bench.cluster.check", "whether the nodes can run together, before a run finds out"),
-    "predict": ("t5bench.predict.command", "what each strategy will cost: memory, bytes, time; before anything runs"),
-    "plan": ("t5bench.predict.search", "every layout of a model on so many GPUs, ranked by predicted time"),
-    "layout": ("t5bench.predict.layout", "which rank is where, and every process group with its members"),
+    "collect": ("t5bench.record.collect", "bring together the parts of a run that its nodes keep"),
+    "compare": ("t5bench.report.command", "compare runs: a table and a page"),
+    "explain": ("t5bench.compare.explain", "show where a profiled iteration's time went, and what slows the run down"),
+    "parity": ("t5bench.compare.parity", "check whether runs trained the same model: pass or fail for each"),
+    "parity-check": ("t5bench.sweep.parity_check", "train all strategies in the same way, then check parity"),
+    "strategies": ("t5bench.plan.launchers", "list the strategies, in the order of their ports"),
+    "settings": ("t5bench.plan.settings_page", "print docs/settings.md, the page of all settings"),
+    "sweep": ("t5bench.sweep.command", "run strategies one after another, then compare them"),
+    "merge": ("t5bench.run.merge", "convert a run's checkpoint to another tensor- or pipeline-parallel size"),
+    "cluster": ("t5bench.cluster.check", "check whether the nodes can run together"),
+    "predict": ("t5bench.predict.command", "predict what each strategy will cost in memory, bytes and time"),
+    "plan": ("t5bench.predict.search", "rank every layout of a model on a number of GPUs by predicted time"),
+    "layout": ("t5bench.predict.layout", "show which rank is where, and every process group"),
     "pack": (
         "t5bench.report.package",
-        "put a comparison and what it follows from into one file, for others to verify",
+        "pack a comparison with its records into one file that others can verify",
     ),
-    "verify": ("t5bench.report.verify_command", "compute every figure of such a file again from its logs"),
-    "merge-data": ("t5bench.corpus.merge", "several indexed datasets into one"),
-    "wandb": ("t5bench.report.wandb_report", "put a comparison into its W&B project"),
+    "verify": ("t5bench.report.verify_command", "recompute every figure of such a file from its logs"),
+    "merge-data": ("t5bench.corpus.merge", "merge several indexed datasets into one"),
+    "wandb": ("t5bench.report.wandb_report", "upload a comparison to its W&B project"),
 }
 
 EXIT_CONFIGURATION = 2
@@ -51,7 +51,7 @@ def imported(name: str) -> ModuleType:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="python -m t5bench", description="Reads runs and compares them.")
+    parser = argparse.ArgumentParser(prog="python -m t5bench", description="Plans, checks and compares training runs.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     try:
         for name, (module_name, summary) in COMMANDS.items():

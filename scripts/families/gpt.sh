@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2034 # megatron_common.sh reads what is set here
-# GPT-2: a decoder alone. megatron_common.sh says what a family's file has.
+# GPT-2, a decoder without an encoder. megatron_common.sh describes this file's contents.
 
 #                 layers  hidden  heads  FFN   length
 declare -rA MODEL_PRESETS=(
@@ -9,7 +9,7 @@ declare -rA MODEL_PRESETS=(
   [base]="        12      768     12    3072  1024"
   [large]="       24     1024     16    4096  1024"
 )
-FAMILY_PREFIX=gpt- FAMILY_DATA=megatron_data/gpt FAMILY_PROGRAM=pretrain_gpt.py FAMILY_FIXED=()
+FAMILY_PROGRAM=pretrain_gpt.py FAMILY_FIXED=()
 
 declare_model() {
   local layers hidden heads ffn length
@@ -23,7 +23,7 @@ declare_model() {
 
 longest_sequence() { REPLY=$SEQ_LENGTH; }
 
-# GPT-2's own vocabulary, or a tokenizer of Hugging Face's: as the data were made.
+# GPT-2's own vocabulary or a Hugging Face tokenizer, as for the data.
 tokenizer_arguments() {
   REPLY=(--tokenizer-type "${PLAN[tokenizer_type]}" --tokenizer-model "${PLAN[tokenizer]}")
   [[ ${PLAN[tokenizer_type]} != GPT2BPETokenizer ]] || REPLY=(--tokenizer-type GPT2BPETokenizer

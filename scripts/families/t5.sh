@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2034 # megatron_common.sh reads what is set here
-# T5: an encoder that reads and a decoder that writes. megatron_common.sh says what a family's file has.
+# T5, an encoder and a decoder. megatron_common.sh describes this file's contents.
 
 #                 layers (enc dec)  hidden  heads  FFN   lengths (enc dec)
 declare -rA MODEL_PRESETS=(
@@ -9,7 +9,7 @@ declare -rA MODEL_PRESETS=(
   [base]="        12  12            768     12    2048   512 128"
   [large]="       24  24           1024     16    2816   512 128"
 )
-FAMILY_PREFIX='' FAMILY_DATA=megatron_data FAMILY_PROGRAM=pretrain_t5.py FAMILY_FIXED=(--tokenizer-type HFTokenizer)
+FAMILY_PROGRAM=pretrain_t5.py FAMILY_FIXED=(--tokenizer-type HFTokenizer)
 
 declare_model() {
   local enc dec hidden heads ffn enc_length dec_length

@@ -1,4 +1,4 @@
-"""The steps of scripts/gpu_acceptance.sh, which finds Python, packages and the engine, and says what every run is told.
+"""The steps of scripts/gpu_acceptance.sh, which provides Python, packages, the engine and the settings of every run.
 
 Each step is a command that a user could type, and leaves its results in the work directory.
 """
@@ -40,7 +40,7 @@ class Preset:
         self.rehearsal = os.environ["DEVICE"] == "cpu"
         if not self.rehearsal and not count_gpus(os.environ):
             found = "there is no GPU here (nvidia-smi -L lists none that CUDA_VISIBLE_DEVICES shows)"
-            raise Problem(found, "--rehearse goes through all of it on the CPU")
+            raise Problem(found, "--rehearse tries everything on the CPU")
         name = "rehearsal" if self.rehearsal else results.name_of([gpu["name"] for gpu in machine.gpus(os.environ)])
         self.work = work / name
         own = self.work / "results" if self.rehearsal else REPOSITORY / "docs" / "results" / name
@@ -58,7 +58,7 @@ class Preset:
     def acceptance(self) -> Iterator[Step]:
         """Whether the strategies train the same model, at the sizes that check_parity.sh is made for; then T5-Large as
         README configures it, under every strategy that the devices suffice for."""
-        # DDP alone has nothing to be compared with. The native engine comes first, for it needs no compiler.
+        # DDP alone cannot be compared. The native engine comes first because it needs no compiler.
         for engine in reversed(self.engines if len(self.strategies) > 1 else []):
             runs_dir = self.work / "parity" / f"{engine}-{time.strftime('%H%M%S')}"
             size = {"MODEL_PRESET": "tiny", "GLOBAL_BATCH_SIZE": "16", "VOCABULARY_MULTIPLE": "128", "SHARE_GPUS": "1"}

@@ -63,8 +63,8 @@ class Loop:
         )
 
     def compile(self) -> None:
-        """Each block of the stacks for itself; on a CPU the way of torch.compile without its compilers."""
-        # In PyTorch 2.4 every block is compiled anew, more of them than it takes by default.
+        """Each block of the stacks separately; on a CPU torch.compile without a compiler."""
+        # PyTorch 2.4 recompiles every block, more often than its default limit allows.
         torch._dynamo.config.cache_size_limit = 256
         for block in (*self.model.encoder.block, *self.model.decoder.block):
             block.compile(dynamic=False, backend="inductor" if self.device == "cuda" else "aot_eager")

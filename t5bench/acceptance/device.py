@@ -1,6 +1,6 @@
 """What the machine is and the best that its device does: ``python -m t5bench.acceptance.device FILE``.
 
-It is a process of its own, since asking PyTorch for a GPU takes memory there.
+It is a separate process because asking PyTorch about a GPU takes memory on it.
 """
 
 import json
@@ -77,7 +77,7 @@ def main(output: Path) -> int:
         print(f"{what:>20}: {value}", file=sys.stderr)
     if device == "cpu" and found["GPUs"]:
         built = f"PyTorch {torch.__version__}, built for CUDA {torch.version.cuda}"
-        print(f"error: there is a GPU, and {built}, sees none\n"
+        print(f"error: there is a GPU, but {built}, does not see it\n"
               "       Install a PyTorch for a CUDA that the driver serves", file=sys.stderr)  # fmt: skip
         return EXIT_CODES[CONFIGURATION]
     measured = {"facts": found, "rates": rates(device)}

@@ -4,8 +4,8 @@
     python -m t5bench.acceptance.packages complete SITE [WHEELS] installs what this Python lacks into SITE, which is on
                                                                  PYTHONPATH, and prints what it lacks still
 
-Installed beside and not into the Python that is there: its torch was built for its CUDA, and a package index that
-resolves dependencies anew would replace it.
+Installed next to the existing Python, not into it: its torch matches its CUDA, and resolving dependencies again could
+replace it.
 """
 
 import re

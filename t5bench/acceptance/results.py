@@ -92,7 +92,7 @@ def summary(found: Mapping[str, Any]) -> Iterable[str]:
     yield "# A rehearsal on the CPU" if found["rehearsal"] else f"# T5-Large on {'; '.join(device['facts']['GPUs'])}"
     yield f"Made by `bash scripts/gpu_acceptance.sh`, {found['made']}. {verdict(found)}"
     if found["rehearsal"]:
-        yield "**At tiny size: it shows that the steps work, and no figure here means anything.**"
+        yield "**At tiny size: this shows that the steps work; the figures mean nothing.**"
     yield table(["what", "found"], device["facts"].items())
     yield "## The device at its best"
     rates = [measured["rates"] for measured in found["devices"].values()]
@@ -101,14 +101,14 @@ def summary(found: Mapping[str, Any]) -> Iterable[str]:
     yield found["large"]["markdown"].removeprefix("# Comparison").strip().replace("\n#", "\n##")
     if found["throughput"]:
         yield "## Throughput of one device"
-        yield f"{found['batch']} samples an iteration in every row, AdamW's update included; bf16, dropout on."
+        yield f"{found['batch']} samples an iteration in every row, including AdamW's update; bf16, with dropout."
         header = ["what", "micro-batch", "ms/iteration", "95 %", "samples/s", "TFLOP/s", "MFU", "of the rate above",
                   "GPU MiB", "what limits it"]  # fmt: skip
         yield table(header, throughput(found["throughput"], rates[0]["matmul_tflops"]))
     if found["parity"]:
-        yield "## Whether they train the same model"
-        yield ("`scripts/check_parity.sh` on this device, at tiny size. Where a strategy has more processes than there "
-               "are devices they share one, over gloo.")  # fmt: skip
+        yield "## Do they train the same model?"
+        yield ("`scripts/check_parity.sh` on this device, at tiny size. A strategy with more processes than devices "
+               "shares one, over gloo.")  # fmt: skip
         yield from (f"```\n{text.strip()}\n```" for text in found["parity"].values())
     yield "## Steps"
     yield table(["step", "result", "seconds"], [(n, s["result"], s["seconds"]) for n, s in found["steps"].items()])

@@ -50,7 +50,7 @@ class Runner:
     def run(self, step: Step) -> None:
         """Runs a step unless it has passed before; what ends this process ends the step too."""
         if self.outcomes.get(step.name, {}).get("result") == PASSED:
-            note(f"{step.name}: passed already")
+            note(f"{step.name}: already passed")
             return
         note(f"{step.name} ...")
         begun, log = time.monotonic(), self.logs / f"{step.name}.log"

@@ -41,12 +41,12 @@ PASSED_ON = ("NCCL_", "GLOO_", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 
 # What ssh says, what it means in the table, and what to do about it on {host}; the last one covers everything else.
 SSH_FAILURES = (
-    ("Permission denied", "refused", "Let this host's key in: ssh-copy-id {host}   (a node may need an allocation)"),
+    ("Permission denied", "refused", "Authorize this host's key: ssh-copy-id {host}   (or get an allocation first)"),
     ("Host key verification failed", "unknown key", "Connect once by hand and compare the key: ssh {host}"),
-    ("Could not resolve hostname", "unknown name", "Check the spelling; scontrol show hostnames prints SLURM's names"),
+    ("Could not resolve hostname", "unknown name", "Check the spelling; scontrol show hostnames lists SLURM's names"),
     ("Connection refused", "no sshd", "Start sshd on {host}, or run this check from a node that can log in there"),
     ("No such file or directory", "no python",
-     "Put the environment at the same path on {host}, or set PYTHON to one that is on all nodes"),
+     "Install the environment at the same path on {host}, or set PYTHON to one that all nodes have"),
     ("", "unreachable", "Is {host} up and its network plugged in? Log in by hand: ssh {host}"),
 )  # fmt: skip
 
@@ -86,7 +86,7 @@ def execute(node: Node, python: str, module: str, word: str, limit: float, **env
         output, error = late.stdout or b"", f"no answer within {limit:.0f} s"
     # What a shell there prints when it begins comes first.
     said = next((line for line in output.decode(errors="replace").splitlines() if line.startswith("{")), "{}")
-    return visible_in(json.loads(said)), visible(error, "\n") or "it ended and said nothing"
+    return visible_in(json.loads(said)), visible(error, "\n") or "it ended without any output"
 
 
 def look_at(node: Node, python: str, question: Question) -> None:
@@ -111,7 +111,7 @@ def measure_network(nodes: Sequence[Node], python: str) -> tuple[dict[str, Cell]
         return {}, ""
     master = able[0]
     if master.free_port is None:
-        return {master.host: Cell("not measured", "no rendezvous port is free", "Free one of them first")}, ""
+        return {master.host: Cell("not measured", "no rendezvous port is free", "Free one: see the row ports")}, ""
     common = {"MASTER_ADDR": master.host, "MASTER_PORT": str(master.free_port), "WORLD_SIZE": str(len(able))}
 
     def start(rank: int) -> tuple[Said, str]:
@@ -123,7 +123,7 @@ def measure_network(nodes: Sequence[Node], python: str) -> tuple[dict[str, Cell]
     if "pairs" not in result:
         problems = [said.get("error") or error.splitlines()[-1] for said, error in answers]
         return {n.host: Cell("no all-reduce", problem) for n, problem in zip(able, problems, strict=True)}, ""
-    note = f"Network measured with {result['backend']}, each node against {master.host}."
+    note = f"Network measured with {result['backend']}, between each node and {master.host}."
     if result["together"]:
         note += f" All {len(able)} together: {speed(result['together'])}."
     others = {able[int(rank)].host: Cell(speed(measured)) for rank, measured in result["pairs"].items()}
@@ -135,7 +135,7 @@ def speed(measured: Mapping[str, float]) -> str:
 
 
 def settings_in_effect() -> Plan:
-    """A launcher's plan on this host alone; what this host lacks for a run does not matter. Raises Problem."""
+    """A launcher's plan for this host only, ignoring what the host lacks for a run. Raises Problem."""
     return accepted(ask("ddp", ["127.0.0.1", "0"], os.environ | {"NNODES": "1", "HOSTS": ""}))
 
 
@@ -146,12 +146,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if not args.hosts:
-        remedy = "Name the nodes, the master first: bash scripts/check_cluster.sh node0 node1"
-        raise Problem("no host is named, HOSTS is not set, and this is no SLURM allocation", remedy)
+        remedy = "List the nodes, the master first: bash scripts/check_cluster.sh node0 node1"
+        raise Problem("no hosts are given, HOSTS is not set, and this is not a SLURM allocation", remedy)
     for host in args.hosts:
         checked(host)
     if twice := sorted({host for host in args.hosts if args.hosts.count(host) > 1}):
-        raise Problem(f"{', '.join(twice)} is named more than once", "Name each node once, the master first")
+        raise Problem(f"{', '.join(twice)} is named more than once", "List each node once, the master first")
     # A Ctrl-C ends this and every ssh at once; what runs on the nodes ends by its own time limit.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     python = shutil.which(os.environ.get("PYTHON") or "python3") or sys.executable
@@ -172,5 +172,5 @@ def run(args: argparse.Namespace) -> int:
     if note:
         print(f"\n{note}")
     count = sum(bool(cell.problem) for row in rows.values() for cell in row.values())
-    print(f"\n{count} checks failed." if count > 1 else "\n1 check failed." if count else "\nAll is well.")
+    print(f"\n{count} checks failed." if count > 1 else "\n1 check failed." if count else "\nAll checks passed.")
     return 1 if count else 0

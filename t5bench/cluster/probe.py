@@ -88,7 +88,7 @@ def address(asked: Question) -> Cells:
     if len(asked.hosts) > 1 and problem:
         return {"address": Cell("own name", problem, remedy)}
     if asked.host != master and not addresses_of(master):
-        problem = f"the master's name {master} does not resolve there"
+        problem = f"the master's name {master} does not resolve on this node"
         remedy = f"Add it to /etc/hosts of {asked.host}, or use the master's address in HOSTS"
         return {"address": Cell("no master", problem, remedy)}
     return {"address": Cell(next((address for address in found if not is_loopback(address)), own))}
@@ -110,7 +110,7 @@ def engine(asked: Question) -> Cells:
         return {"engine": Cell("native")}
     directory = Path(asked.engine_directory)
     state = state_of(directory, Path(asked.repository) / "patches" / "checksums")
-    wrong = {MISSING: "is missing", UNPATCHED: "is not patched", CHANGED: "is not as patches/ says"}.get(state)
+    wrong = {MISSING: "is missing", UNPATCHED: "is not patched", CHANGED: "does not match patches/"}.get(state)
     if not wrong:
         return {"engine": Cell(state, same={"patches": state})}
     setup = f"Run on {asked.host}: MEGATRON_DIR={shlex.quote(str(directory))} bash scripts/setup_megatron.sh"
@@ -164,7 +164,7 @@ def ports(asked: Question) -> Cells:
         return free | {"ports": Cell(f"{listed} taken*")}
     by = "; ".join(f"{port} by {process}" for port, process in taken.items() if process)
     problem = f"rendezvous ports are in use: {listed}{f' ({by})' if by else ''}"
-    remedy = "End what listens there (a run left behind?), or launch with another everywhere: MASTER_PORT=29900"
+    remedy = "Stop what listens there (an earlier run?), or use another port on every node: MASTER_PORT=29900"
     return free | {"ports": Cell(f"{listed} taken", problem, remedy)}
 
 
@@ -182,18 +182,18 @@ def disk(asked: Question) -> Cells:
     wanted = Path(asked.output_directory)
     path = next(path for path in (wanted, *wanted.parents) if path.exists())
     if not os.access(path, os.W_OK):
-        return {"disk": Cell("read-only", f"{path} cannot be written to", "Choose an OUTPUT_DIR that can")}
+        return {"disk": Cell("read-only", f"{path} is not writable", "Choose an OUTPUT_DIR that is")}
     free = shutil.disk_usage(path).free
-    problem = f"{free / GIB:.1f} GiB are free at {path}" if free < LEAST_DISK else ""
-    return {"disk": Cell(f"{free / GIB:.0f} GiB free", problem, "Make room, or put OUTPUT_DIR where there is more")}
+    problem = f"only {free / GIB:.1f} GiB are free at {path}" if free < LEAST_DISK else ""
+    return {"disk": Cell(f"{free / GIB:.0f} GiB free", problem, "Free some space, or put OUTPUT_DIR on a larger disk")}
 
 
 def memory(asked: Question) -> Cells:
     said = dict(re.findall(r"^(\w+): +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
     total, available = (int(said[name]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    problem = f"{available / GIB:.1f} GiB of memory are available" if available < LEAST_MEMORY else ""
+    problem = f"only {available / GIB:.1f} GiB of memory are available" if available < LEAST_MEMORY else ""
     text = f"{available / GIB:.0f} of {total / GIB:.0f} GiB"
-    return {"memory": Cell(text, problem, f"End what fills the memory of {asked.host}")}
+    return {"memory": Cell(text, problem, f"Stop what fills the memory of {asked.host}")}
 
 
 FACTS = (address, repository, engine, libraries, data, gpus, ports, disk, memory)
@@ -201,14 +201,14 @@ FACTS = (address, repository, engine, libraries, data, gpus, ports, disk, memory
 
 def look(asked: Question) -> Cells:
     """All facts, in their order. One that hangs, such as a file system that is gone, does not hold up the others."""
-    remedy = f"Something hangs on {asked.host}, for instance a file system: df tells"
+    remedy = f"Something hangs on {asked.host}, perhaps a file system: check with df"
     found: dict[str, Cells] = {f.__name__: {f.__name__: Cell("no answer", "no answer in time", remedy)} for f in FACTS}
 
     def find(name: str, fact: Callable[[Question], Cells]) -> None:
         try:
             found[name] = fact(asked)
         except Exception as error:  # whatever it is belongs into the table
-            found[name] = {name: Cell("unknown", f"{type(error).__name__}: {error}", f"Look at it on {asked.host}")}
+            found[name] = {name: Cell("unknown", f"{type(error).__name__}: {error}", f"Investigate it on {asked.host}")}
 
     threads = [threading.Thread(target=find, args=(fact.__name__, fact), daemon=True) for fact in FACTS]
     for thread in threads:

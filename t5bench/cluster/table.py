@@ -15,17 +15,17 @@ UNKNOWN = Cell("-")
 
 # What to do about a row that is red on {host}, where the node did not say so itself; for all other rows, ENVIRONMENT.
 REMEDIES = {
-    "repository": "Bring it to one state on all nodes (git status, git pull), or copy it from one to the others",
+    "repository": "Bring all nodes to the same commit (git status, git pull), or copy it from one to the others",
     "engine": "Run on every node: bash scripts/setup_megatron.sh",
     "data": "Prepare it on one node: bash scripts/prepare_xsum_megatron.sh   (SAMPLE=1 for the bundled sample)",
-    "GPUs": "The slowest node sets the pace: take equal ones (SLURM: --gres=gpu:1; where one is not listed, look at the"
+    "GPUs": "The slowest node sets the pace: use equal ones (SLURM: --gres=gpu:1; if a GPU is not listed, check the"
     " driver), or set CUDA_VISIBLE_DEVICES and NPROC_PER_NODE",
-    "driver": "Install the same driver on all nodes, or take nodes that have it",
-    "network": "Let the nodes reach each other on every TCP port (a firewall?), and name the interface between them on"
-    " all nodes: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME",
-    "clock": "Let chrony or ntpd set the clock of {host}, or of the first node: timedatectl tells which is wrong",
+    "driver": "Install the same driver on all nodes, or choose nodes that have it",
+    "network": "Let the nodes reach each other on every TCP port (check for a firewall), and name the interface"
+    " between them on all nodes: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME",
+    "clock": "Let chrony or ntpd set the clock of {host}, or of the first node: timedatectl shows which is wrong",
 }
-ENVIRONMENT = "Use one environment on all nodes: conda activate it, then pip install -r requirements.txt"
+ENVIRONMENT = "Use the same environment on all nodes: activate it, then pip install -r requirements.txt"
 
 
 @dataclass
@@ -57,7 +57,7 @@ def clocks(nodes: Nodes) -> Row:
     for host, clock in known.items():
         first = next(iter(known))
         ahead = round(clock - known[first], 2) + 0.0  # no -0.0
-        problem = f"its clock is {ahead:+.1f} s from that of {first}: the nodes' logs cannot be put in order"
+        problem = f"its clock is {ahead:+.1f} s off that of {first}, so the nodes' logs cannot be put in order"
         row[host] = Cell(f"{ahead:+.2f} s", problem if abs(ahead) > LARGEST_CLOCK_DIFFERENCE else "")
     return row
 
@@ -68,7 +68,7 @@ def compared(row: Row) -> Row:
 
     def judge(cell: Cell) -> Cell:
         differs = " and ".join(what for what, value in cell.same.items() if value != reference.same[what])
-        problem = f"not the same {differs} as on {first}: {cell.text} here, {reference.text} there"
+        problem = f"differs from {first} in {differs}: {cell.text} here, {reference.text} there"
         return Cell(cell.text, problem) if differs else cell
 
     return {host: judge(cell) for host, cell in row.items()}

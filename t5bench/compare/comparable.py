@@ -100,15 +100,15 @@ def refuse(runs: Sequence[Run], baseline: str, allowed: Collection[str]) -> None
         lines.setdefault(ENGINE_ARGUMENTS if name.startswith("--") else name, []).append(line)
     if names := [name for name in lines if name not in allowed]:
         raise Problem(
-            f"these runs cannot stand side by side: they differ in {', '.join(names)}",
+            f"these runs cannot be compared: they differ in {', '.join(names)}",
             "\n".join(line for name in names for line in lines[name])
-            + "\nName runs that agree, or mark the rows that differ: "
+            + "\nCompare runs that agree, or accept and mark the difference: "
             + " ".join(f"--allow {name}" for name in names),
         )
 
 
 def other_differences(runs: Sequence[Run]) -> list[str]:
-    """What differs besides, one sentence each: further settings, versions, commits, patches, nodes."""
+    """Other differences, one sentence each: further settings, versions, commits, patches, nodes."""
 
     def told(run: Run) -> dict[str, Any]:
         found = run.plan.with_role("told") | {f"nodes of {run.world_size} processes": run.layout.nnodes}
@@ -118,6 +118,6 @@ def other_differences(runs: Sequence[Run]) -> list[str]:
 
     notes = [_line(name, by_value) for name, by_value in differing(told, runs).items()]
     if uncommitted := [run for run in runs if run.record["commits"].get("repository_changed")]:
-        notes.append(f"the repository had changes that are not committed: {_who(uncommitted)}")
+        notes.append(f"the repository had uncommitted changes: {_who(uncommitted)}")
     said = [(run, text) for run in runs for text in (*run.record["differences"], *run.remarks)]
     return notes + [f"{run.strategy}: {text}" for run, text in said]

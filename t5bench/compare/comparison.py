@@ -166,8 +166,8 @@ def _compare_with(row: Row, baseline: Row) -> None:
     own, its = row.reduction.dtype, baseline.reduction.dtype
     if row.ratio and own and its and own != its:
         row.warnings.append(
-            f"gradients are reduced in {own}, in {its} by {baseline.label}: that is a part of the ratio to it, and "
-            "GRADIENT_REDUCTION=fp32 takes it away"
+            f"gradients are reduced in {own}, those of {baseline.label} in {its}, which affects the ratio; "
+            "GRADIENT_REDUCTION=fp32 makes them equal"
         )
     if row.complete:
         row.parity = parity.judge(row.runs, baseline.runs)
@@ -178,7 +178,7 @@ def _problems(rows: Sequence[Row], baseline: str) -> list[str]:
     for row in rows:
         if not row.complete:
             reason = f": {row.run.reason}" if row.run.reason else ""
-            problems.append(f"{row.label} is not complete but {row.run.status}{reason}")
+            problems.append(f"{row.label} is {row.run.status}{reason}")
         elif row.parity.verdict == parity.DIFFERENT:
             what = "has a loss that is not a number" if row.is_baseline else f"does not train as {baseline} does"
             problems.append(f"{row.label} {what}: {row.parity}")
@@ -196,12 +196,12 @@ def _verdicts(groups: Sequence[Group], baseline: str) -> list[str]:
     if equal and not any(row.parity.verdict == parity.DIFFERENT for row in rows):
         largest = max(row.parity.difference or 0.0 for row in equal)
         who = f"All {len(equal)} train" if len(equal) > 1 else f"{equal[0].label} trains"
-        how = f"the loss differs by {largest:.0e} of its value at most" if largest else "the losses are the same"
+        how = f"the loss differs by at most {largest:.0e} of its value" if largest else "the losses are the same"
         sentences.append(f"{who} as {baseline} does: {how}.")
     if unjudged := dict.fromkeys(r.parity.verdict for r in rows if r.parity.verdict.startswith("n/a")):
         sentences.append(
-            f"Not judged for all rows: whether they train as {baseline} does, {', '.join(unjudged)}; "
-            "scripts/check_parity.sh checks it, without dropout."
+            f"Not every row could be checked against {baseline}'s loss: {', '.join(unjudged)}; "
+            "scripts/check_parity.sh does so, without dropout."
         )
     return sentences
 
@@ -213,15 +213,15 @@ def _fastest(group: Group) -> str:
     first, start = labels[number], f"With {group.world_size} processes"
     speed = f"{group.rows[number].samples_per_second.median:.4g} samples/s"
     if not ratios:
-        return f"{start} {first} alone was timed: {speed}."
+        return f"{start} only {first} was timed: {speed}."
     if all(map(excludes_one, ratios.values())):
         after, faster = next(iter(ratios.items()))
         by = f"{faster.median:.2f}x [{faster.low:.2f}, {faster.high:.2f}]"
         return f"{start} {first} is the fastest: {speed}, {by} that of {labels[after]}, the next."
     if unranked := [labels[other] for other, faster in ratios.items() if faster.low is None]:
         return (
-            f"{start} {first} had the highest throughput, {speed}, but these runs do not rank it against "
-            f"{', '.join(unranked)}: that takes at least {FEWEST_REPEATS} repeats of each in turn "
+            f"{start} {first} had the highest throughput, {speed}, but these runs cannot rank it against "
+            f"{', '.join(unranked)}: that takes at least {FEWEST_REPEATS} interleaved repeats "
             f"(REPEATS={FEWEST_REPEATS})."
         )
     unclear = ", ".join(labels[other] for other, faster in ratios.items() if not excludes_one(faster))

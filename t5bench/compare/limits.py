@@ -1,4 +1,4 @@
-"""What the measurements say of what limits a row."""
+"""What limits a row, according to its measurements."""
 
 from t5bench.compare.predicted import hardware_tflops
 from t5bench.compare.rows import Row
@@ -6,7 +6,7 @@ from t5bench.record.samples import Observations
 
 
 def limits(row: Row) -> str:
-    """Sentences; what was not measured and why. "" for a row without figures."""
+    """Sentences, including what was not measured and why. "" for a row without figures."""
     if not row.milliseconds:
         return ""
     observed = row.measured[0].observed
@@ -16,11 +16,11 @@ def limits(row: Row) -> str:
     if row.on_gpu and observed.power_w is not None:
         seen.append(f"it drew {observed.power_w:.0f} W")
     why = "there are no samples" if row.on_gpu else "there is no GPU"
-    peak = f"share of the GPU's peak: not known, {row.mfu_missing}"
+    peak = f"share of the GPU's peak: unknown, {row.mfu_missing}"
     if row.mfu is not None:
         peak = f"the arithmetic takes {row.mfu:.1%} of the GPU's peak"
     if row.mfu is not None and (again := hardware_tflops(row)):
-        peak += f", {row.mfu * again / row.tflops:.1%} with what is computed again"
+        peak += f", {row.mfu * again / row.tflops:.1%} with recomputation"
     parts = [_network(observed), ", ".join(seen) or f"GPU utilisation and power: not measured, {why}", peak]
     return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
 
@@ -30,7 +30,7 @@ def _network(observed: Observations) -> str:
     if sent is None:
         return f"network: not measured, {observed.why_not_sent}"
     if observed.loopback:
-        return f"network: one node, {bytes_text(sent)} per iteration over the loopback, other programs' included"
+        return f"network: one node, {bytes_text(sent)} per iteration over the loopback, including other programs'"
     if not busiest:
         return f"network: {bytes_text(sent)} per iteration and node; the link's speed is not known"
     return (
@@ -43,7 +43,7 @@ def _network(observed: Observations) -> str:
 def bytes_text(count: float) -> str:
     """In decimal units, as networks count."""
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
+        if count < 999.5:  # what rounds to 1000 has the next unit
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"

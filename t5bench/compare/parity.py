@@ -184,7 +184,7 @@ def verdict(run: Run, baseline: Run) -> Verdict:
         if problem := defect(curves):
             return Verdict(run.name, run, reasons=[whose + problem])
     reasons = [
-        f"{name} is {show(own)}, and {show(its)} in the baseline"
+        f"{name} is {show(own)}, but {show(its)} in the baseline"
         for name, (own, its) in other_training(run, baseline).items()
     ]
     losses, reference = curve(run), curve(baseline)
@@ -195,7 +195,7 @@ def verdict(run: Run, baseline: Run) -> Verdict:
         return Verdict(run.name, run, reasons=[*reasons, "shares no iteration with the baseline"])
     if alone := sorted(losses.keys() ^ reference.keys()):
         shown = ", ".join(map(str, alone[:5])) + (", ..." if len(alone) > 5 else "")
-        reasons.append(f"only one of the two logged iteration {shown}")
+        reasons.append(f"only one of the two runs logged iteration {shown}")
     reasons += _beyond(loss, norm, tolerance, first=min(losses.keys() & reference.keys()))
     return Verdict(run.name, run, loss, norm, reasons)
 
@@ -208,14 +208,14 @@ def _beyond(loss: Difference, norm: Difference, tolerance: Tolerance, first: int
         if found.first_beyond is not None
     ]
     if loss.first_beyond == first:
-        found.append(f"iteration {first}'s loss differs already: other weights, other data or another forward pass")
+        found.append(f"iteration {first}'s loss already differs: check the weights, the data and the forward pass")
     elif norm.first_beyond == first:
         found.append(
-            f"iteration {first}'s loss agrees, its gradient norm does not: the gradients, or how they are added up"
+            f"iteration {first}'s loss agrees but its gradient norm does not: check gradients and accumulation"
         )
     elif found:
         begin = min(number for number in (loss.first_beyond, norm.first_beyond) if number is not None)
-        found.append(f"it begins at iteration {begin}: look at the clipping and the optimizer's step")
+        found.append(f"the difference begins at iteration {begin}: check the clipping and the optimizer step")
     return found
 
 
@@ -225,7 +225,7 @@ def blind_spots(baseline: Run, measured: Sequence[Sensitivity]) -> list[str]:
     tolerance = TOLERANCE[baseline.plan.precision]
     found = [
         f"a mistake of {one.change} in the {one.number} moves the loss by {one.loss:.1e}, the norm by {one.norm:.1e}: "
-        f"less than {MARGIN} times the bound. The recipe of scripts/check_parity.sh shows it"
+        f"less than {MARGIN} times the bound. The recipe of scripts/check_parity.sh reveals it"
         for one in measured
         if not one.is_seen(tolerance)
     ]
@@ -234,13 +234,13 @@ def blind_spots(baseline: Run, measured: Sequence[Sensitivity]) -> list[str]:
     if not lowest < clip < highest:
         where = "no" if clip >= highest or not clip else "every"
         found.append(
-            f"CLIP_GRAD={clip:g} clips the gradients of {where} iteration, and a wrong scale of gradients can hide. "
-            f"DDP's norms ask for CLIP_GRAD between {lowest:.4g} and {highest:.4g}, "
+            f"CLIP_GRAD={clip:g} clips the gradients of {where} iteration, so a wrong scale could go unnoticed. "
+            f"For DDP's norms choose CLIP_GRAD between {lowest:.4g} and {highest:.4g}, "
             f"for example {math.sqrt(lowest * highest):.3g}"
         )
     if baseline.layout.micro_batches < 2:
         found.append(
-            "an iteration has one micro-batch, and what goes wrong in adding up several can hide. "
+            "an iteration has one micro-batch, so a mistake in accumulating several could go unnoticed.  "
             "Lower MICRO_BATCH_SIZE, or set a larger GLOBAL_BATCH_SIZE"
         )
     return found
@@ -253,8 +253,8 @@ def check_controlled(baseline: Run) -> None:
         problem = f"the runs are in {plan.precision}, for which no bound was measured"
         raise Problem(problem, "Train with PRECISION_FLAG='' (scripts/check_parity.sh does)")
     if plan.engine_patches != ALL_PATCHES:
-        problem = f"the engine starts every layout from other weights: only {plan.engine_patches}.patch is applied"
-        raise Problem(problem, "Apply the whole series: bash scripts/setup_megatron.sh")
+        problem = f"the engine starts every layout from different weights: only {plan.engine_patches}.patch is applied"
+        raise Problem(problem, "Apply all patches: bash scripts/setup_megatron.sh")
 
 
 def draws_alike(run: Run, baseline: Run) -> bool:
@@ -272,8 +272,8 @@ def sign_test(runs: Sequence[Run], baselines: Sequence[Run]) -> Verdict:
         if problem := defect(run):
             return Verdict(name, run, reasons=[f"{run.name}: {problem}"])
     if len(pairs) < SEEDS:
-        return Verdict(name, runs[0], reasons=[f"it drops other masks than the baseline: {SEEDS} seeds of both are "
-                                               f"needed, and there are {len(pairs)}"])  # fmt: skip
+        return Verdict(name, runs[0], reasons=[f"its dropout masks differ from the baseline's: {SEEDS} seeds each are "
+                                               f"needed, but there are {len(pairs)}"])  # fmt: skip
     said = []
     for what, field in (("loss", "lm_loss"), ("gradient norm", "grad_norm")):
         means = [[fmean(curve(run, field).values()) for run in pair] for pair in pairs]
@@ -281,7 +281,7 @@ def sign_test(runs: Sequence[Run], baselines: Sequence[Run]) -> Verdict:
         said.append(f"larger in {larger} of {len(pairs)} seeds")
         if larger in (0, len(pairs)):
             mean = fmean(own / its - 1 for own, its in means)
-            reasons.append(f"the {what} is {said[-1]}, by {mean:.1e} on average: by chance once in "
+            reasons.append(f"the {what} is {said[-1]}, by {mean:.1e} on average; chance does this once in "
                            f"{2 ** (len(pairs) - 1)} checks")  # fmt: skip
     return Verdict(name, runs[0], *said, reasons)
 
@@ -303,8 +303,8 @@ def gate(
         raise Problem(str(error), "Train the baseline first: bash scripts/check_parity.sh") from error
     if standard is None:
         why = "".join(f"; {error}" for error in damaged.values())
-        problem = f"none of these directories holds a run of {BASELINE_STRATEGY}, to compare the others with{why}"
-        raise Problem(problem, "Name its directory too, or another run with --baseline")
+        problem = f"none of these directories holds a run of {BASELINE_STRATEGY}, the baseline{why}"
+        raise Problem(problem, "Add its directory, or name another run with --baseline")
     check_controlled(standard)
     if all(directory.resolve() == standard.directory.resolve() for directory in directories):
         problem = f"{standard.directory} is the baseline, and there is no other run"
@@ -337,7 +337,7 @@ def report(verdicts: Sequence[Verdict], blind: Sequence[str]) -> str:
     lines += [f"FAIL {entry}: {'; '.join(entry.reasons)}" for entry in verdicts if not entry.passed]
     lines += [f"FAIL, because a mistake could hide: {spot}" for spot in blind]
     lines += [
-        f"{entry} ran in one process, which says nothing about how the work is divided"
+        f"{entry} ran in one process, which says nothing about parallelism"
         for entry in verdicts
         if entry.passed and entry.run and entry.run.world_size == 1 and entry.run.strategy != BASELINE_STRATEGY
     ]
@@ -353,8 +353,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--baseline", type=Path, metavar="DIR", help="compare with this run (default: the first of DDP)"
     )
-    parser.add_argument("--reference", type=Path, metavar="DIR", help="a run of another engine, compared with it too")
-    parser.add_argument("--sensitivity", type=Path, metavar="FILE", help="measured of the recipe; alone: its table")
+    parser.add_argument("--reference", type=Path, metavar="DIR", help="a run of another engine to compare as well")
+    parser.add_argument(
+        "--sensitivity", type=Path, metavar="FILE", help="the recipe's sensitivities (alone: their table)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -365,7 +367,7 @@ def run(arguments: argparse.Namespace) -> int:
         return int(any(not one.is_seen(TOLERANCE["fp32"]) for one in measured))
     directories = [*arguments.runs, *([arguments.reference] if arguments.reference else [])]
     if not directories:
-        raise Problem("no run is named", "Name run directories, or --sensitivity FILE")
+        raise Problem("no run is given", "Give run directories, or --sensitivity FILE")
     verdicts, blind = gate(directories, arguments.baseline, measured)
     print(report(verdicts, blind))
     return 0 if not blind and all(entry.passed for entry in verdicts) else 1

@@ -49,11 +49,11 @@ def add_times(rows: Sequence[Row]) -> list[str]:
     for row, found in others:
         row.predicted = replace(found, slower=slower).time
     source = f"how fast {calibrating.label} ran" if calibrating else "the devices' data sheets"
-    return [f"predicted times rest on {source}"] * bool(others)
+    return [f"predicted times are based on {source}"] * bool(others)
 
 
 def hardware_tflops(row: Row) -> float | None:
-    """TFLOP/s of a process, with what recomputation does a second time; None where there is none."""
+    """TFLOP/s of a process including recomputation; None without recomputation."""
     found = prediction(row) if row.milliseconds else None
     if not found or found.job.recompute == "none":
         return None

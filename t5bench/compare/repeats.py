@@ -67,7 +67,7 @@ def _trend(rows: Sequence[Sequence[Repeat]]) -> float:
 
 
 def ratio(first: Sequence[Repeat], second: Sequence[Repeat], confidence: float = CONFIDENCE) -> Estimate:
-    """How many times as fast the first is; with an interval if both were repeated in turn, at least three times."""
+    """The speed-up of the first over the second, with an interval if both have at least three interleaved repeats."""
     middle = median(run.speed for run in first) / median(run.speed for run in second)
     paired = pairs(first, second)
     if len(paired) < FEWEST_REPEATS:

@@ -1,6 +1,6 @@
 """A comparison's rows: complete runs of one strategy that compute the same in the same way are repeats of one row.
 
-A run that did not end well is a row of its own, with its status and without figures.
+A run that failed is a separate row, with its status and without figures.
 """
 
 import json
@@ -27,7 +27,7 @@ from t5bench.record.records import Run
 from t5bench.record.status import COMPLETE
 
 MARK_OF_ALONE = "\N{DAGGER}"
-_ALONE = f"{MARK_OF_ALONE} fewer than {FEWEST_REPEATS} repeats: these figures and intervals stand for these runs alone"
+_ALONE = f"{MARK_OF_ALONE} fewer than {FEWEST_REPEATS} repeats: these figures and intervals describe these runs only"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Row:
 
     @property
     def run(self) -> Run:
-        """The first of the repeats, which stands for what they share."""
+        """The first of the repeats; it represents what they share."""
         return self.runs[0]
 
     @property
@@ -125,7 +125,7 @@ class Row:
     def final_loss(self) -> float | None:
         """Nats per target token on the last line that has one, the median over the repeats; nan when one diverged.
 
-        Of an evaluation alone it is the evaluated loss.
+        For an evaluation it is the evaluated loss.
         """
         evaluated = [entry.run.evaluations[-1].lm_loss for entry in self.measured if entry.run.is_evaluation]
         last = evaluated + [loss for entry in self.measured if (loss := last_loss(entry.run)) is not None]
@@ -135,7 +135,7 @@ class Row:
 
 
 def distinctions(run: Run) -> dict[str, Any]:
-    """What tells two rows of one strategy apart, by the name that a label has for it."""
+    """What distinguishes two rows of one strategy, by the name used in labels."""
     settings = run.plan.settings
     return {
         **compared(run),
@@ -149,7 +149,7 @@ def distinctions(run: Run) -> dict[str, Any]:
 
 
 def group_runs(runs: Sequence[Run]) -> list[list[Run]]:
-    """Complete repeats together, every other run alone, in the order in which they came."""
+    """Groups complete repeats; every other run is alone. Keeps the order."""
     rows: dict[Any, list[Run]] = {}
     for number, run in enumerate(runs):
         same = run.strategy, run.world_size, frozenset(distinctions(run).items())
@@ -158,7 +158,7 @@ def group_runs(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def labels(rows: Sequence[Sequence[Run]]) -> list[str]:
-    """The strategy, and where several rows of a group have the same one, what tells this row apart."""
+    """The strategy, and what distinguishes the row if others in its group have the same one."""
     found = []
     for run, *_ in rows:
         alike = [other for other, *_ in rows if (other.strategy, other.world_size) == (run.strategy, run.world_size)]
@@ -202,6 +202,6 @@ def _add_rates(row: Row, seconds: float, peak: float | None) -> None:
     if row.on_gpu and peak:
         row.mfu = row.tflops / peak
     elif row.on_gpu:
-        row.mfu_missing = f"no peak is known for {name or 'this GPU'} in {plan.precision}: --peak-tflops gives one"
+        row.mfu_missing = f"the peak of {name or 'this GPU'} in {plan.precision} is unknown: set --peak-tflops"
     else:
         row.mfu_missing = "it ran on a CPU"

@@ -61,7 +61,7 @@ def read(path: Path) -> list[Sensitivity]:
                        for line in changed]  # fmt: skip
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         remedy = "Measure them again: bash scripts/check_parity.sh --sensitivity"
-        raise Problem(f"{path} holds no measured sensitivities: {error}", remedy) from error
+        raise Problem(f"{path} holds no sensitivities: {error}", remedy) from error
     return [Sensitivity(line.number, line.change, *found) for line, found in zip(changed, differences, strict=True)]
 
 
@@ -75,6 +75,6 @@ def table(measured: Sequence[Sensitivity], tolerance: Tolerance) -> str:
         for s in sorted(measured, key=lambda s: s.times(tolerance))
     ]  # fmt: skip
     shown = tabulate(rows, header, colalign=("left", "left", *["right"] * 3, "left"), disable_numparse=True)
-    bound = f"The bound is {tolerance}, relative; seen is what moves one of them by at least {MARGIN} times as much."
+    bound = f"The bound is {tolerance}, relative; a change is seen if it moves either by at least {MARGIN} times that."
     verdict = f"FAIL: not seen: {', '.join(hidden)}" if hidden else "PASS: every number of the recipe is seen"
     return f"{shown}\n\n{bound}\n{verdict}"

@@ -34,7 +34,7 @@ RESUMED, RAMP_UP = "warm-up after a resume", "growing batch"
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median with its interval, in its holder's unit; low and high are None where there are too few values."""
+    """A median with its interval, in its holder's unit; low and high are None if there are too few values."""
 
     median: float
     low: float | None = None
@@ -83,7 +83,7 @@ def timing(lines: Sequence[Iteration], plan: Plan) -> Timing | None:
     begin, warnings, full = max(lines[0].begin, lines[0].iteration - length, 0), [], plan.number("GLOBAL_BATCH_SIZE")
     batches = {n: plan.samples(max(0, n - length), n) / length for n in (line.iteration for line in clean)}
     if (batch := max(batches.values())) < full:
-        warnings.append(f"the batch grew to the end: these figures are of {batch:g} samples, not of {full}")
+        warnings.append(f"the batch grew until the end: these figures are for {batch:g} samples, not {full}")
     rules: dict[str, Callable[[Iteration], bool]] = {
         RAMP_UP: lambda line: batches[line.iteration] < batch,
         EVENT: lambda line: event_within(line.iteration - length, line.iteration, plan),
@@ -93,7 +93,7 @@ def timing(lines: Sequence[Iteration], plan: Plan) -> Timing | None:
     for reason, applies in rules.items():
         found = {line.iteration: reason for line in clean if applies(line)}
         if len(found) == len(clean):
-            warnings.append(f"every interval would be left out ({reason}), so all count")
+            warnings.append(f"no interval would be left ({reason}), so all count")
         else:
             dropped, clean = dropped | found, [line for line in clean if line.iteration not in found]
     warm_up, warning = _warm_up(clean, begin, length)
@@ -139,7 +139,7 @@ def _warm_up(lines: Sequence[Iteration], begin: int, length: int) -> tuple[int, 
         return wanted, ""
     if fewer == wanted:
         return wanted, f"only {count - wanted} interval(s) count"
-    return fewer, f"a short run: {fewer} of {count} interval(s) left out as warm-up where {wanted} should be"
+    return fewer, f"a short run: only {fewer} of {count} interval(s) left out as warm-up, instead of {wanted}"
 
 
 def mser(values: Sequence[float]) -> int:

@@ -42,9 +42,9 @@ def tokenizer_checksum(directory: Path) -> str:
             if content:
                 digest.update(json.dumps([name, content], sort_keys=True).encode())
     except (OSError, ValueError, TypeError) as error:
-        raise Problem(f"the tokenizer in {directory} cannot be read: {error}", "Copy or download it again") from None
+        raise Problem(f"cannot read the tokenizer in {directory}: {error}", "Copy or download it again") from None
     if not files and not (directory / "tokenizer.json").exists():
-        raise Problem(f"{directory} has no {PIECES} and no other tokenizer's file either", "Name another")
+        raise Problem(f"{directory} has neither {PIECES} nor another tokenizer file", "Set another TOKENIZER_MODEL")
     return digest.hexdigest()
 
 

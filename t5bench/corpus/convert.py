@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 def convert(block: Block, encoder: DocumentEncoder | None, limit: int | None = None) -> Piece:
-    """The block's first `limit` documents that have text, without ids where there is no encoder. Raises Problem."""
+    """The block's first `limit` documents with text; without ids if there is no encoder. Raises Problem."""
     counts, articles = Counter(skipped_empty=0), []
     for article in block.articles():
         if article["text"].strip():
@@ -103,7 +103,7 @@ def convert_source(
                 journal.with_suffix(".new").write_bytes(entry)
                 journal.with_suffix(".new").replace(journal)
     if not counts["documents"]:
-        raise Problem(f"{source.describe()}: not a single document with text was found", "Check the source")
+        raise Problem(f"{source.describe()}: no document with text was found", "Check the source")
     if encoder:
         write_index(prefix, encoder.dtype, lambda: _read_sizes(paths[2]), lambda: _boundaries(counts["documents"]))
     return counts
@@ -114,7 +114,7 @@ def _read_journal(journal: Path, job: object, paths: list[Path]) -> tuple[int, C
     try:
         known, done, counts, lengths = msgspec.json.decode(journal.read_bytes())
         if known == job and all(path.stat().st_size >= length for path, length in zip(paths, lengths, strict=True)):
-            common.note(f"Going on after {counts['documents']:,} documents, where the run before stopped")
+            common.note(f"Continuing after {counts['documents']:,} documents, where the previous run stopped")
             return done, Counter(counts), lengths
     except (OSError, ValueError):
         pass
@@ -146,7 +146,7 @@ def _pieces(blocks: Iterator[Block], encoder: DocumentEncoder | None, workers: i
                     yield block, piece.result()
             yield from ((block, piece.result()) for block, piece in waiting)
         except BrokenProcessPool:
-            found = "a process that tokenises was killed, perhaps because the memory did not suffice"
+            found = "a tokenising process was killed, perhaps because memory ran out"
             raise Problem(found, "Free memory, or set WORKERS to a smaller number") from None
         finally:
             pool.shutdown(cancel_futures=True)

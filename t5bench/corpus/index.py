@@ -110,7 +110,7 @@ def _wrong_header(header: bytes, size: int) -> str:
     if not header.startswith(MAGIC[: len(header)]):
         return "is not the index of a memory-mapped Megatron dataset: it does not begin with MMIDIDX"
     if len(header) < HEADER.size:
-        return f"is truncated: {size} bytes do not even hold its header"
+        return f"is truncated: its {size} bytes are less than a header"
     _, version, code, sequences, boundaries = HEADER.unpack(header)
     if version != VERSION:
         return f"has format version {version}; only version {VERSION} is known"
@@ -128,7 +128,7 @@ def _inconsistency(itemsize: int, sizes: array[int], pointers: array[int], doc_i
     if min(sizes, default=0) < 1:
         return f"it lists a sequence of {min(sizes)} tokens" if sizes else "it lists no document"
     if pointers != _pointers(sizes, itemsize)[:-1]:
-        return "its offsets do not follow from its sequence lengths"
+        return "its offsets do not match its sequence lengths"
     # One sequence per document is what the project writes, and comparing with that is the fastest.
     if doc_idx == array("q", range(count + 1)):
         return ""

@@ -19,14 +19,14 @@ COMMON = ("tokenizer_checksum", "tokenizer_type", "tokenizer", "vocabulary")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", type=Path, help="the new dataset, a path without .bin and .idx")
-    parser.add_argument("parts", metavar="IN", nargs="+", type=Path, help="a dataset alike, or a directory of them")
+    parser.add_argument("parts", metavar="IN", nargs="+", type=Path, help="a dataset, or a directory of them")
 
 
 def run(arguments: argparse.Namespace) -> int:
     out, parts = arguments.out, [part for named in arguments.parts for part in _datasets(named)]
     for path in (*dataset_paths(out), common.record_path(out)):
         if path.exists():
-            raise Problem(f"{path} exists, and nothing is overwritten", "Name another dataset to write, or delete it")
+            raise Problem(f"{path} already exists and is never overwritten", "Choose another name, or delete it")
     dtype, record = _check(parts)
     out.parent.mkdir(parents=True, exist_ok=True)
     new = out.with_name(f".{out.name}.partial")
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
             path.unlink(missing_ok=True)
     record["files"] = {path.name: common.file_facts(path) for path in dataset_paths(out)}
     common.record_path(out).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    print(f"{out}: {record['documents']:,} documents of {len(parts):,} datasets")
+    print(f"{out}: {record['documents']:,} documents from {len(parts):,} datasets")
     return 0
 
 
@@ -63,11 +63,11 @@ def _check(parts: list[Path]) -> tuple[str, dict[str, object]]:
             first = says
         for name in ("dtype", "tokenizer_checksum"):
             if says[name] != first[name]:
-                found = f"{part} has the {name} {says[name]}, and {parts[0]} has {first[name]}"
+                found = f"{part} has the {name} {says[name]}, but {parts[0]} has {first[name]}"
                 raise Problem(found, "Prepare all parts with the same tokenizer")
         documents += len(index.doc_idx) - 1
     if not first["tokenizer_checksum"]:
-        common.note("warning: no part has a record of its tokenizer, so whether they agree is not known")
+        common.note("warning: no part records its tokenizer, so it is not checked that they agree")
     known = {name: value for name, value in first.items() if value is not None}
     return index.dtype, {"source": f"merged from {len(parts)} datasets", "documents": documents, **known}
 

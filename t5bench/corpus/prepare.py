@@ -38,7 +38,7 @@ OUTPUTS = ["tokenizer", *EXPORTS, *BINARIES, f"{DATASET}.meta.json"]
 
 
 def prepare(settings: Mapping[str, str]) -> None:
-    """Export, tokenise and publish, as the script's settings say; without a tokenizer export alone. Raises Problem."""
+    """Export, tokenise and publish, as the settings say; without a tokenizer only export. Raises Problem."""
     directory, family = Path(settings["MEGATRON_DATA_DIR"]), settings.get("MODEL_FAMILY", "t5")
     limit, force = int(settings.get("XSUM_LIMIT") or 0) or None, settings.get("FORCE") == "1"
     source = make_source(settings.get("XSUM_SOURCE", ""), settings.get("XSUM_SPLIT") or "train", limit)
@@ -53,7 +53,7 @@ def prepare(settings: Mapping[str, str]) -> None:
             copy_tokenizer(find_tokenizer(tokenizer, family), staged / "tokenizer")
             encoder = DocumentEncoder(staged / "tokenizer", family)
             if not encoder.exact:
-                common.note("note: this tokenizer gives other ids than the fast ways, so it takes its own time")
+                common.note("note: the fast implementations do not match this tokenizer, so its slower one is used")
             made_with = {
                 "tokenizer": name_of(tokenizer),
                 "tokenizer_type": encoder.kind,
@@ -93,18 +93,18 @@ def check_replacement(directory: Path, source: Source, tokenizer: str) -> None:
     record, name = common.read_record(directory / (DATASET if built else TEXT)), name_of(tokenizer)
     is_copy = Path(tokenizer).is_dir() and record.get("tokenizer_checksum") == tokenizer_checksum(Path(tokenizer))
     if not record:
-        problem = "exists and nothing beside it says where it came from"
+        problem = "exists without a record of its source"
     elif record["source"] != source.describe():
-        problem = f"was made from {record['source']}, and this run would replace it by {source.describe()}"
+        problem = f"was made from {record['source']}, but this run would replace it with {source.describe()}"
     elif built and record.get("tokenizer") != name and not is_copy:
-        problem = f"was made with the tokenizer {record.get('tokenizer')}, and this run would use {name}"
+        problem = f"was made with the tokenizer {record.get('tokenizer')}, but this run would use {name}"
     else:
         return
-    raise Problem(f"{existing[0]} {problem}", "Set FORCE=1 to replace it, or MEGATRON_DATA_DIR to keep both")
+    raise Problem(f"{existing[0]} {problem}", "Set FORCE=1 to replace it, or another MEGATRON_DATA_DIR to keep both")
 
 
 def write_records(source: Source, staged: Path, counts: Counter[str], tokenizer: dict[str, Any]) -> None:
-    """Beside the export and, where there is one, the dataset. tokenizer: what the dataset's record says of it."""
+    """Write the records of the export and, if any, the dataset. tokenizer: its entry in the dataset's record."""
     record = {
         "source": source.describe(),
         "source_state": source.state(),
@@ -120,7 +120,7 @@ def write_records(source: Source, staged: Path, counts: Counter[str], tokenizer:
 
 @contextmanager
 def staging(directory: Path) -> Iterator[Path]:
-    """A directory inside `directory` for this run alone, gone afterwards unless the run was interrupted.
+    """A private directory inside `directory`, removed afterwards unless the run was interrupted.
 
     Raises Problem while another run has it.
     """
@@ -132,13 +132,15 @@ def staging(directory: Path) -> Iterator[Path]:
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner.seek(0)
-            raise Problem(f"{owner.read()} is preparing data in {directory}", "Wait for it, or end it") from None
+            raise Problem(
+                f"{owner.read()} is already preparing data in {directory}", "Wait for it, or stop it"
+            ) from None
         owner.truncate(0)
         print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=owner, flush=True)
         try:
             yield staged
         except KeyboardInterrupt:
-            common.note(f"interrupted: nothing in {directory} was changed; the same command goes on where it stopped")
+            common.note(f"interrupted: nothing in {directory} was changed; the same command continues where it stopped")
             raise
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
@@ -169,9 +171,9 @@ def report(counts: Counter[str], directory: Path, tokenizer: str | None, family:
     """Say what is in the data, and what comes next."""
     print(f"{directory}: {counts['documents']:,} documents, {counts['tokens']:,} tokens")
     if empty := counts["skipped_empty"]:
-        print(f"{empty:,} empty documents were left out.")
+        print(f"{empty:,} empty documents were skipped.")
     if special := counts["special_text_documents"]:
-        print(f"{special:,} documents contain a special token's text, which became that token.")
+        print(f"{special:,} documents contain the text of a special token, which became that token.")
     if tokenizer:
         default = REPOSITORY / "megatron_data" / ("" if family == "t5" else family)
         words = "" if family == "t5" else f"MODEL_FAMILY={family} "

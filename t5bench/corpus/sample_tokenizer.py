@@ -3,7 +3,7 @@
     python -m t5bench.corpus.sample_tokenizer [DIRECTORY]     # default: megatron_data/sample/tokenizer/
 
 A SentencePiece unigram model of 4000 pieces with T5's special ids (0 `<pad>`, 1 `</s>`, 2 `<unk>`, no beginning of
-sequence), trained on the articles' documents and summaries. The two JSON files beside it make transformers load it as
+sequence), trained on the articles' documents and summaries. The two JSON files next to it make transformers load it as
 a T5 tokenizer with the sentinels `<extra_id_0>` (id 4099) to `<extra_id_99>` (id 4000).
 
 The same release of SentencePiece (`SENTENCEPIECE_VERSION` made the bundled file) gives the same bytes every time.

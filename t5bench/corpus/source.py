@@ -14,7 +14,7 @@ from t5bench.corpus import common
 from t5bench.corpus.tokenizer import hub
 
 XSUM = "EdinburghNLP/xsum"
-# The dataset's main branch holds a loading script; beside it the hub keeps the same rows as Parquet.
+# The dataset's main branch holds a loading script; the hub also keeps the same rows as Parquet.
 PARQUET_REVISION = "refs/convert/parquet"
 COLUMNS = ("document", "summary", "id", "text")
 BLOCK_BYTES, BLOCK_ROWS = 1 << 20, 512
@@ -78,7 +78,7 @@ def make_source(path: str, split: str, limit: int | None) -> Source:
     if path and not Path(path).is_file():
         raise Problem(f"there is no file {path}", REMEDY)
     if path and not re.search(r"\.(parquet|jsonl(\.gz|\.zst)?)$", path):
-        raise Problem(f"{path} is neither JSONL nor Parquet by its name", REMEDY)
+        raise Problem(f"{path} does not have the name of a JSONL or Parquet file", REMEDY)
     return Source(Path(path) if path else None, split, limit)
 
 
@@ -116,7 +116,7 @@ def _parquet_blocks(paths: list[Path], place: str) -> Iterator[Block]:
 
 
 def _from_hub(split: str) -> list[Path]:
-    remedy = "Check the network (HF_ENDPOINT, proxies), or download XSum elsewhere, copy it here and name it: "
+    remedy = "Check the network (HF_ENDPOINT, proxies), or download XSum elsewhere, copy it here and set "
     with hub(XSUM, f"{remedy}XSUM_SOURCE=/path/to/xsum.parquet") as client:
         api = client.HfApi()
         try:
@@ -153,7 +153,7 @@ def _article(row: dict[str, Any], number: int, place: str) -> dict[str, str]:
     key, columns = ("text", ["text"]) if "text" in row and "document" not in row else ("document", COLUMNS[:2])
     if missing := [column for column in columns if column not in row]:
         found = f'{place} has no "{missing[0]}"; it has {", ".join(row) or "nothing"}'
-        raise Problem(found, "Rename the source's columns: XSum's are document and summary; text alone will do")
+        raise Problem(found, "Rename the source's columns to document and summary, or to text alone")
     text, summary = row[key], row.get("summary")
     if text is not None and not isinstance(text, str):
         raise Problem(f'{place} has no string as "{key}", but {type(text).__name__}', "Correct or remove it")

@@ -24,8 +24,8 @@ TOKENIZER_FILES += ["config.json"]
 # Upstream's tool gives a tokenizer what it lacks of these; T5's lacks a beginning of sequence.
 UPSTREAM_SPECIALS = {"pad_token": "[PAD]", "eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
 NAME_ANOTHER = {
-    "t5": "Name a T5 tokenizer in TOKENIZER_MODEL, for example google-t5/t5-large",
-    "gpt": "Name another in TOKENIZER_MODEL, or none for GPT-2's from the engine's checkout",
+    "t5": "Set TOKENIZER_MODEL to a T5 tokenizer, for example google-t5/t5-large",
+    "gpt": "Set another TOKENIZER_MODEL, or unset it to use GPT-2's from the engine's checkout",
 }
 # Megatron's own limit for 16-bit token ids; it leaves some room below 65536.
 UINT16_VOCABULARY_LIMIT = 65500
@@ -226,4 +226,4 @@ def hub(what: str, remedy: str) -> Iterator[Any]:
             why = common.one_line(error)
         else:
             why = f"{constants.ENDPOINT} does not answer: {common.one_line(error)}"
-        raise Problem(f"{what} could not be fetched from the Hugging Face hub ({why})", remedy) from error
+        raise Problem(f"cannot fetch {what} from the Hugging Face hub ({why})", remedy) from error

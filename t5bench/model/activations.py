@@ -13,7 +13,7 @@ NORM_STATISTICS = {"layer": 8, "rms": 4}  # bytes of a token: the fp32 mean and 
 
 
 def layer_bytes(job: Job, decoder: bool = False) -> float:
-    """What one layer keeps of one micro-batch; under full recomputation its input alone."""
+    """What one layer keeps of one micro-batch; under full recomputation only its input."""
     a = job.architecture
     if job.recompute == "full":
         return job.tokens(decoder) * a.hidden * (job.software.stream or job.element) / job.parallel.sequence
@@ -22,7 +22,7 @@ def layer_bytes(job: Job, decoder: bool = False) -> float:
 
 
 def _norm(job: Job, tokens: int, readers: int = 1) -> float:
-    """A norm's tensors. readers: linear layers that take its output, each with a copy of its own under autocast."""
+    """A norm's tensors. readers: linear layers that take its output, each with its own copy under autocast."""
     a, kept = job.architecture, job.software
     copies = 2 * readers if kept.casts else 0
     each = a.hidden * (kept.norm_tensors * (kept.stream or job.element) + copies) + NORM_STATISTICS[a.norm]
@@ -124,6 +124,6 @@ def logits_bytes(job: Job, stage: int = 0) -> tuple[float, float]:
 
 
 def word_gradient(job: Job) -> float:
-    """The gradient of the words as autograd has it: in fp32 beside its 16 bits where parameters are cast."""
+    """The word embedding's gradient in autograd: fp32 in addition to 16 bits if parameters are cast."""
     a, cast = job.architecture, job.software.cast_parameters and job.element == 2 and not job.zero.stage
     return a.padded_vocabulary / job.parallel.tensor * a.hidden * (4 if cast else job.element)

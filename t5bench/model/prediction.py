@@ -44,9 +44,9 @@ class Prediction:
 
     @property
     def shortage(self) -> str:
-        """What it takes of memory where the device has less."""
+        """How much memory it needs, if the device has less."""
         size, memory = self.memory_bytes, self.machine.device.memory
-        return f"about {size / GIB:.1f} GiB of a GPU that has {memory / GIB:.0f}" if 0 < memory < size else ""
+        return f"about {size / GIB:.1f} of {memory / GIB:.0f} GiB" if 0 < memory < size else ""
 
     @property
     def limit(self) -> str:

@@ -112,7 +112,7 @@ def stage_seconds(job: Job, device: Device, stage: int, slower: float = 1.0) -> 
     operators += HOOK_OPERATORS[job.zero.stage] * (12 * encoder + 20 * decoder + 4)
 
     def way(gpu: float, operators: float) -> Pass:
-        """A GPU computes while the host launches; on a CPU they come in turn."""
+        """A GPU computes while the host launches; on a CPU the two alternate."""
         gpu, host = gpu * slower, operators * LAUNCH * slower
         return Pass(gpu, gpu + host if device.name == CPU.name else max(gpu, host))
 

@@ -42,7 +42,7 @@ class Row:
 
 
 def rows(job: Job) -> list[Row]:
-    """All collectives of an iteration; those that an engine makes in a group of one are left out."""
+    """All collectives of an iteration, except those in groups of one rank."""
     found: dict[Row, list[int]] = {}
     for stage in range(job.parallel.pipeline):
         for row in (*_data_parallel(job, stage), *_tensor_parallel(job, stage), *_pipeline(job, stage)):
@@ -62,7 +62,7 @@ def _data_parallel(job: Job, stage: int) -> Iterator[Row]:
     if job.parallel.data == 1:
         return
     zero, size, m = job.zero, parameters(job.architecture, job.parallel, stage), job.micro_batches
-    # ZeRO sends gradients in a dtype of its own; Megatron accumulates bf16's in fp32, fp16's in fp16.
+    # ZeRO has its own dtype for sending gradients; Megatron accumulates bf16's in fp32, fp16's in fp16.
     engines = 2 if job.engine == "megatron" and job.precision == "fp16" else 4
     gradients = size * (BYTES[zero.reduction or job.precision] if zero.stage else engines)
     if zero.stage == 0 and job.engine == "native":

@@ -10,6 +10,7 @@ It imports nothing beyond the standard library: a launcher may use 0.30 s of CPU
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -47,7 +48,7 @@ def hidden(setting: Setting) -> Setting:
 
 
 def make(request: Request) -> tuple[Plan, dict[str, str]]:
-    """The plan, and what the shell needs of it besides; no layout and nothing besides where the request is refused."""
+    """The plan, and what else the shell needs; without a layout and empty if the request is refused."""
     findings = request.findings
     request = replace(request, settings=checked_settings(request.settings, request.directory, findings))
     request = replace(request, settings=effective_settings(request))
@@ -112,7 +113,7 @@ def check_profile(request: Request) -> None:
 
 
 def evaluating(request: Request) -> Request:
-    """With EVAL_ONLY=1 the record goes into a directory of its own: the one of the training stays as it is."""
+    """With EVAL_ONLY=1 the record goes into a separate directory, and the training's stays unchanged."""
     if request.value("EVAL_ONLY") != "1":
         return request
     needs_megatron(request, "EVAL_ONLY")
@@ -158,7 +159,7 @@ def say(words: Iterable[str]) -> None:
 
 
 def resume(plan: Plan, request: Request) -> Plan:
-    """The checkpoint from which the run goes on or is evaluated, which all nodes agree on unless this is a dry run."""
+    """The checkpoint to resume from or evaluate; all nodes agree on it unless this is a dry run."""
     if not loads(plan) or (request.findings.obstacles and not request.dry_run):
         return plan
     from t5bench.plan.resume import checkpoint
@@ -174,7 +175,7 @@ def resume(plan: Plan, request: Request) -> Plan:
 
 
 def begin(plan: Plan, besides: Mapping[str, str], request: Request) -> Plan:
-    """Claims the run directory and prepares it, unless this is a dry run or something stops the run."""
+    """Claims and prepares the run directory, unless this is a dry run or something stops the run."""
     findings, layout = request.findings, plan.layout
     assert layout
     try:
@@ -194,7 +195,7 @@ def begin(plan: Plan, besides: Mapping[str, str], request: Request) -> Plan:
 
 
 def tell(findings: Findings, *, is_dry_run: bool) -> bool:
-    """Says on standard error what was found; whether to go on, which a dry run does whatever the machine lacks."""
+    """Prints the findings on standard error; whether to continue, which a dry run does whatever the machine lacks."""
     if not findings.obstacles or is_dry_run:
         print("\n".join(findings.notes), end="\n" if findings.notes else "", file=sys.stderr)
     for obstacle in findings.obstacles:
@@ -208,7 +209,7 @@ def tell(findings: Findings, *, is_dry_run: bool) -> bool:
 
 
 def answer(plan: Plan, besides: dict[str, str], request: Request) -> list[str]:
-    """What the shell hears: settings that were changed by name, the rest by the keys of its array PLAN."""
+    """The answer to the shell: changed settings by name, the rest by the keys of its array PLAN."""
     words = [f"PLAN[json]={json.dumps(plan.to_json())}"]
     if plan.layout is None:
         return words
@@ -234,6 +235,7 @@ def main() -> int:
             print(json.dumps(completed(words), indent=2))
             return 0
         case "settings":
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             print(help_text(read_settings(groups(words))))
             return 0
         case "check":

@@ -4,7 +4,7 @@ Both sides first say in clear which run they belong to, with a random number. Fr
 comes the key of this connection, and every further line begins with an HMAC-SHA256 of its sender's side, its number and
 its text: nobody without the secret is a node, and a line that is repeated, left out or from another connection is
 refused. A place without a secret uses an empty one, so that anybody can speak; then what is said is advice, and a
-subclass must not act on it. A lost connection is made again, and ends nothing by itself.
+subclass must not act on it. A lost connection is made again and does not end a run.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class StrangerError(ValueError):
 
 
 class ProofError(StrangerError):
-    """The other side names this run, and has not its secret."""
+    """The other side names this run but lacks its secret."""
 
 
 class Message(msgspec.Struct, tag_field="kind", tag=str.lower, kw_only=True):
@@ -52,7 +52,7 @@ class Message(msgspec.Struct, tag_field="kind", tag=str.lower, kw_only=True):
 
 
 class Hello(Message):
-    """The first message of each side; attempt: node 0's random word, None for a node that has not heard it yet."""
+    """Each side's first message; attempt: node 0's random word, None for a node that does not know it yet."""
 
     attempt: str | None
 
@@ -74,7 +74,7 @@ class _Greeting(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Place:
-    """This node among a run's, and where node 0 listens. ``run`` tells a run from another that uses the same port."""
+    """This node's place in a run, and where node 0 listens. ``run`` distinguishes runs that use the same port."""
 
     node: int
     nodes: int
@@ -92,7 +92,7 @@ class Place:
 
 
 class Connection:
-    """Lines to and from one other place. Who has not proved anything yet may send little, and only for a while."""
+    """Lines to and from one other place. Before it has proved anything, it may send little, and not for long."""
 
     def __init__(self, stream: socket.socket) -> None:
         self.stream, self.nonce, self.key = stream, secrets.token_hex(16), b""
@@ -111,7 +111,7 @@ class Connection:
         self.deadline, self.longest = float("inf"), LONGEST_LINE
 
     def send(self, line: bytes) -> None:
-        """Never waits, for the training's output waits meanwhile: a connection that takes no more counts as lost."""
+        """Never waits, because the training's output would: a connection with a full buffer counts as lost."""
         sent = 0
         with contextlib.suppress(OSError):
             sent = os.write(self.stream.fileno(), line + b"\n")  # a socket with a timeout does not block by itself
@@ -128,7 +128,7 @@ class Connection:
         while True:
             left = self.deadline - time.monotonic()
             if left <= 0:
-                raise StrangerError("it did not say in time who it is")
+                raise StrangerError("it did not identify itself in time")
             self.stream.settimeout(min(left, SILENT_SECONDS))
             try:
                 block = self.stream.recv(1 << 16)
@@ -142,13 +142,13 @@ class Connection:
                     rest.clear()
                 rest += part
                 if len(rest) > self.longest:
-                    raise StrangerError("it sends a line that is too long")
+                    raise StrangerError("it sent a line that is too long")
 
 
 class Channel:
     """The other nodes of a run. A subclass says what it does with their messages: see the methods under "hearing".
 
-    A random word of node 0, ``attempt``, tells one attempt at a run from the next. kinds: the subclass's messages.
+    ``attempt``, a random word of node 0, distinguishes attempts at a run. kinds: the subclass's messages.
     """
 
     kinds: ClassVar[Any] = Alive
@@ -161,7 +161,7 @@ class Channel:
         self.lock = threading.RLock()
         self.connections: dict[int, Connection] = {}
         self.closed = threading.Event()
-        # Set: node 0 takes no node that is new, the others do not connect again.
+        # Set: node 0 accepts no new node, the others do not reconnect.
         self.over = threading.Event()
         self.listener: socket.socket | None = None
         self._waiting: list[Connection] = []  # who has not proved anything yet, the oldest first
@@ -188,22 +188,22 @@ class Channel:
         """A message of this run."""
 
     def joined(self, node: int) -> None:
-        """A connection to this node is there, perhaps again."""
+        """This node is connected, perhaps again."""
 
     def left(self, node: int) -> None:
-        """The process of this node closed its connection, as all do that end."""
+        """This node's process closed its connection, as every process does when it ends."""
 
     def unanswered(self, error: StrangerError) -> None:
-        """What node 0's port belongs to is not node 0 of this run."""
+        """Whatever listens on node 0's port is not node 0 of this run."""
 
     def unproven(self, address: str) -> None:
-        """On node 0: someone there names this run, and has not its secret."""
+        """On node 0: someone at this address names this run but lacks its secret."""
 
     def cannot_listen(self, error: OSError) -> None:
         """Node 0's port is taken, for example."""
 
     def beat(self) -> Message:
-        """What is said again and again."""
+        """The message that is sent periodically."""
         return Alive()
 
     # ---- saying ------------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class Channel:
         self.pass_on(self._own(message))
 
     def declare(self, message: Message) -> None:
-        """Said now, and to whoever connects later."""
+        """Sends a message now, and to every node that connects later."""
         with self.lock:
             self._declared[type(message)] = self._own(message)
             self.say(message)
@@ -256,7 +256,7 @@ class Channel:
         try:
             return msgspec.convert(visible_in(msgspec.json.decode(text)), kind, str_keys=True)
         except (ValueError, RecursionError) as error:
-            raise StrangerError(f"it says what no node does: {error}") from error
+            raise StrangerError(f"it sent a malformed message: {error}") from error
 
     def _messages(self, connection: Connection) -> Iterator[Any]:
         """Until the other side closes. Raises StrangerError, and OSError where the network lost the connection."""
@@ -298,7 +298,7 @@ class Channel:
             self.closed.wait(RETRY_SECONDS)
 
     def _make_room_for(self, new: Connection) -> None:
-        """Turns the oldest away where too many wait, and goes on when their threads have let go of them."""
+        """Closes the oldest if too many wait, and returns when their threads have released them."""
         with self.lock:
             self._waiting.append(new)
             of_address = [each for each in self._waiting if each.address == new.address]
@@ -344,20 +344,20 @@ class Channel:
         if isinstance(message, Refused):
             raise StrangerError(message.why)
         if not isinstance(message, Hello) or (self.place.node != 0 and node != 0):
-            raise StrangerError("it does not say hello")
+            raise StrangerError("it sent no greeting")
         with self.lock:
             if self.place.node == 0:
                 is_new = message.attempt is None
                 if not is_new and message.attempt != self.attempt:
                     raise StrangerError("it belongs to an earlier attempt")
                 if self.closed.is_set() or (is_new and (self.over.is_set() or node in self.connections)):
-                    raise StrangerError("this attempt is over, or has this node already")
+                    raise StrangerError("this attempt has ended or already has this node")
                 self._send(connection, self._own(Hello(attempt=self.attempt)))
             elif self.attempt is None:
                 self.attempt = message.attempt
             elif message.attempt != self.attempt:
                 self.left(0)
-                raise StrangerError("node 0 has begun anew")
+                raise StrangerError("node 0 was restarted")
             connection.trust()
             if connection in self._waiting:
                 self._waiting.remove(connection)
@@ -375,6 +375,6 @@ class Channel:
     def _take(self, message: Message, other: int) -> None:
         """Raises StrangerError."""
         if self.place.node == 0 and message.node != other:
-            raise StrangerError("it speaks for another node than before")
+            raise StrangerError("it claims to be a different node than before")
         self._note(message)
         self.hear(message)

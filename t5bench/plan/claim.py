@@ -111,9 +111,9 @@ def _is_live(holder: Holder, path: Path, now: float) -> bool:
 
 def _held(path: Path, holder: Holder) -> Problem:
     pids = ", ".join(str(pid) for pid, _ in holder.get("processes", []))
-    who = f"process {pids} on {holder['host']}" if holder else "another has just begun"
-    remedy = f"Wait for it, end it, or choose another directory. Where it is long gone, remove {path}"
-    return Problem(f"a run is going on in {path.parent} ({who})", remedy)
+    who = f"process {pids} on {holder['host']}" if holder else "another has just started"
+    remedy = f"Wait for it, stop it, or choose another directory. If it no longer exists, remove {path}"
+    return Problem(f"a run is already in progress in {path.parent} ({who})", remedy)
 
 
 def _boot() -> str:

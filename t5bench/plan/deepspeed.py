@@ -46,7 +46,7 @@ def effective_config(request: Request) -> dict[str, Any] | None:
         "steps_per_print": 10**9,
     }
     if request.value("GRADIENT_REDUCTION") == "fp32":
-        # As Megatron's DDP does whatever the precision. Not data_types.grad_accum_dtype beside it: with that ZeRO-1 in
+        # As Megatron's DDP does whatever the precision. Not also data_types.grad_accum_dtype: with that ZeRO-1 in
         # bf16 becomes another optimizer of DeepSpeed's.
         run_config["communication_data_type"] = "fp32"
     try:
@@ -57,7 +57,7 @@ def effective_config(request: Request) -> dict[str, Any] | None:
         return None
     zero = stage_config["zero_optimization"]
     if zero.get("overlap_comm", zero["stage"] == 3) and zero["stage"] > 1:
-        warning = f"warning: overlap_comm is true in {path}, with which ZeRO-2 and ZeRO-3 hang on GPUs"
+        warning = f"warning: overlap_comm is true in {path}, which makes ZeRO-2 and ZeRO-3 hang on GPUs"
         request.findings.notes.append(f"{warning}: set it to false (DeepSpeed's default for ZeRO-3 is true)")
     return run_config | stage_config
 
@@ -69,16 +69,16 @@ def _check_options(config: Mapping[str, Any], run_config: Mapping[str, Any], req
     if stage not in (1, 2, 3):
         raise ValueError(f"ZeRO stage {stage} is not 1, 2 or 3")
     if stage > 1 and request.number("PIPELINE_PARALLEL_SIZE") > 1:
-        raise ValueError(f"DeepSpeed's pipeline engine takes ZeRO stage 1 alone, found {stage}")
+        raise ValueError(f"DeepSpeed's pipeline engine supports only ZeRO stage 1, found {stage}")
     if twice := sorted(run_config.keys() & config.keys()):
-        raise ValueError(f"{', '.join(twice)} come from the settings and cannot stand in the strategy's JSON")
+        raise ValueError(f"{', '.join(twice)} come from the settings and must not be in the strategy's JSON")
     if unknown := sorted((config.keys() - OPTIONS) | (zero.keys() - ZERO_OPTIONS)):
         known = ", ".join(sorted(OPTIONS | ZERO_OPTIONS))
-        raise ValueError(f"{', '.join(unknown)} would not be honoured here. A strategy's JSON may have: {known}")
+        raise ValueError(f"{', '.join(unknown)} would have no effect here. A strategy's JSON may have: {known}")
     for name in ("offload_optimizer", "offload_param"):
         device = (zero.get(name) or {}).get("device", "none")
         if device not in ("cpu", "none"):
-            raise ValueError(f"{name} goes to the CPU here, found the device '{device}'")
+            raise ValueError(f"{name} must use the device 'cpu', found '{device}'")
         if name == "offload_param" and device == "cpu" and stage < 3:
             raise ValueError(f"offload_param needs ZeRO stage 3, found {stage}")
 

@@ -3,7 +3,7 @@
 python -m t5bench.plan.engine state DIRECTORY         prints series, megatron_t5_fixes, unpatched, changed or missing
 python -m t5bench.plan.engine differences DIRECTORY   prints what differs from the patched engine
 
-The files themselves are judged, not git, which can be told to overlook some and is not there in a bundle.
+The files themselves are compared, without git, which can overlook files and is absent from a bundle.
 """
 
 import hashlib
@@ -75,7 +75,7 @@ def _intruders(directory: Path, own: Mapping[str, str]) -> Iterator[str]:
         if path.is_dir() and _is_imported(path, own):
             yield f"{path.name}/ would be imported in place of any other package of that name"
         elif path.suffix in METADATA and not path.name.startswith("megatron_core"):  # of pip install -e
-            yield f"{path.name}/ would pass for an installed package"
+            yield f"{path.name}/ would be taken for an installed package"
         elif path.suffix == ".pth" and b"\0" not in _start(path, 1024):  # not PyTorch's
             yield f"{path.name} does not belong to the engine"
         elif path.suffix in IMPORTABLE and path.name not in own and not path.is_dir():
@@ -90,7 +90,7 @@ def _intruders(directory: Path, own: Mapping[str, str]) -> Iterator[str]:
             elif CODE.fullmatch(name) and (file := str(place / name)) not in own and not BUILT.fullmatch(file):
                 yield f"{file} does not belong to the engine"
         links = [str(place / name) for name in folders if Path(folder, name).is_symlink()]
-        yield from (f"{link} is a link, and the engine has none" for link in links if not BUILT.fullmatch(f"{link}/"))
+        yield from (f"{link} is a symbolic link" for link in links if not BUILT.fullmatch(f"{link}/"))
 
 
 def _is_imported(folder: Path, own: Mapping[str, str]) -> bool:
@@ -110,7 +110,7 @@ def _is_imported(folder: Path, own: Mapping[str, str]) -> bool:
 
 
 def _start(path: Path, size: int) -> bytes:
-    """A file's first bytes; none of one that cannot be read."""
+    """A file's first bytes; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(size)
@@ -132,14 +132,14 @@ def check_engine(request: Request, directory: Path, device: str, gpus_shared: bo
     elif state == CHANGED:
         first = differences(directory)
         named = "; ".join(first[:MOST_NAMED]) + (f"; and {len(first) - MOST_NAMED} more" * (len(first) > MOST_NAMED))
-        remedy = f"{setup} --check lists all; --reset puts changes aside, what git ignores is yours to remove"
-        lack("engine-not-patched", f"{checkout} is not as patches/ says: {named}", remedy)
+        remedy = f"{setup} --check lists all differences, --reset stashes them; delete ignored files yourself"
+        lack("engine-not-patched", f"{checkout} does not match patches/: {named}", remedy)
     elif state == FIXES_ALONE and (device == "cpu" or gpus_shared):
         why = "CPU" if device == "cpu" else "SHARE_GPUS=1"
-        alone = f"{checkout} has megatron_t5_fixes.patch alone"
-        lack("engine-partly-patched", f"{alone}, and {why} needs the whole series", setup)
+        alone = f"{checkout} has only megatron_t5_fixes.patch"
+        lack("engine-partly-patched", f"{alone}, but {why} needs all patches", setup)
     elif state == FIXES_ALONE:
-        without = "no W&B keys by the README's names, TFLOPs of the encoder alone"
+        without = "W&B lacks the README's metrics, and TFLOPs count only the encoder"
         request.findings.notes.append(f"warning: only megatron_t5_fixes.patch is applied: {without}. {setup}")
     return state
 

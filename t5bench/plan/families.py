@@ -1,5 +1,5 @@
-"""What is a model family's own in planning; scripts/families/ has what is its own in the shell. A third family is one
-more entry here and one more file there."""
+"""What is specific to a model family in planning; scripts/families/ has the shell's part. A third family needs an entry
+here and a file there."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -66,11 +66,11 @@ def family_of(request: Request) -> Family:
 
 
 def check_family(request: Request) -> None:
-    """That the strategy and the engine serve the family, and the engine what else is asked of it."""
+    """Checks that the strategy and the engine support the family and the settings."""
     strategy, name, refuse = request.strategy, request.value("MODEL_FAMILY"), request.findings.refuse
     if name not in strategy.families:
         served = " and ".join(FAMILIES[each].title for each in strategy.families)
-        found = f"{strategy.name} serves {served}, and MODEL_FAMILY is {name}"
+        found = f"{strategy.name} supports only {served}, but MODEL_FAMILY is {name}"
         refuse("strategy-family", found, f"Set MODEL_FAMILY={strategy.families[0]}, or use run_megatron_t5_hybrid.sh")
     if name != "t5":
         needs_megatron(request, "MODEL_FAMILY")
@@ -79,10 +79,10 @@ def check_family(request: Request) -> None:
 
 
 def needs_megatron(request: Request, setting: str) -> None:
-    """Of a setting that asks for what the native engine, a readable T5, does not have."""
+    """Refuses a setting that the native engine does not support."""
     if request.value("ENGINE") == "native":
-        found = f"the native engine is a readable T5 and does not know {setting}='{request.value(setting)}'"
-        request.findings.refuse("native-engine", found, "ENGINE=megatron does")
+        found = f"the native engine does not support {setting}='{request.value(setting)}'"
+        request.findings.refuse("native-engine", found, "Use ENGINE=megatron")
 
 
 def check_rampup(request: Request, data_parallel: int) -> None:
@@ -98,6 +98,7 @@ def check_rampup(request: Request, data_parallel: int) -> None:
         return
     start, step, together = int(words[0]), int(words[1]), request.number("MICRO_BATCH_SIZE") * data_parallel
     if start > full or (full - start) % step or start % together or step % together:
-        found = f"RAMPUP_BATCH_SIZE='{given}' does not lead to GLOBAL_BATCH_SIZE={full} in steps of {together} samples"
-        remedy = f"Start and step must be multiples of {together} (micro-batch x data-parallel size), and meet {full}"
+        found = f"RAMPUP_BATCH_SIZE='{given}' does not reach GLOBAL_BATCH_SIZE={full} in steps of {together} samples"
+        sizes = f"multiples of {together} (micro-batch x data-parallel size)"
+        remedy = f"Start and step must be {sizes}, and the steps must end at {full}"
         request.findings.refuse("rampup", found, remedy)

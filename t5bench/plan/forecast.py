@@ -1,4 +1,4 @@
-"""What a run will take, in one line, before it starts. It imports the model alone: a launcher has 0.30 s of CPU."""
+"""What a run will need, in one line, before it starts. It imports only the model: a launcher has 0.30 s of CPU."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ GIGABITS = 10.0
 
 
 def padded_vocabulary(plan: Plan) -> int:
-    """As the engine will pad it: of the data's own tokenizer where it is known, else the family's usual."""
+    """The vocabulary as the engine will pad it: from the data's tokenizer if known, otherwise the family's default."""
     assert plan.layout
     try:
         words = int(json.loads(Path(f"{plan.data_prefix}.meta.json").read_text())["vocabulary"])
@@ -41,11 +41,11 @@ def gpu_here() -> Device | None:
 
 
 def forecast(plan: Plan, *, is_dry_run: bool) -> list[str]:
-    """Lines for a person: what is predicted, and a warning where it will not fit. No prediction stops a run."""
+    """Lines for a person: the prediction, and a warning if the run will not fit. A prediction never stops a run."""
     try:
         return _forecast(plan, is_dry_run)
     except (KeyError, ValueError) as error:
-        return [f"no prediction: the model does not know {error}"] if is_dry_run else []
+        return [f"no prediction: the cost model does not know {error}"] if is_dry_run else []
 
 
 def _forecast(plan: Plan, is_dry_run: bool) -> list[str]:
@@ -54,7 +54,7 @@ def _forecast(plan: Plan, is_dry_run: bool) -> list[str]:
     found = Prediction(job, machine, backend_of(plan))
     lines = []
     if found.shortage:
-        lines.append(f"warning: {plan.strategy.name} needs {found.shortage}: it will probably run out of memory")
+        lines.append(f"warning: {plan.strategy.name} needs {found.shortage} of GPU memory and will probably run out")
     if is_dry_run:
         figures = [f"{parameters(job.architecture):,} parameters"]
         figures.append(f"{found.memory_bytes / GIB:.2f} GiB a process")
@@ -62,5 +62,5 @@ def _forecast(plan: Plan, is_dry_run: bool) -> list[str]:
             figures.append(f"{sent / 1e6:,.1f} MB sent by a node in an iteration")
         if device and found.time:
             figures.append(f"{found.time.total:.3g} s an iteration on {device.name} at {GIGABITS:g} Gbit/s")
-        lines.append(f"predicted: {', '.join(figures)}; python -m t5bench predict says more")
+        lines.append(f"predicted: {', '.join(figures)}; see python -m t5bench predict")
     return lines

@@ -34,7 +34,7 @@ def check_data(request: Request, tokenizer: str) -> str:
 
 
 def _check_tokenizer(request: Request, prefix: str, tokenizer: str) -> None:
-    """With another tokenizer the data's ids are other words, and the run would train all the same.
+    """With another tokenizer the same ids mean other words, and the run would still train.
 
     Raises Problem where the tokenizer cannot be read.
     """
@@ -42,31 +42,31 @@ def _check_tokenizer(request: Request, prefix: str, tokenizer: str) -> None:
     named = request.value("TOKENIZER_MODEL") and f"TOKENIZER_MODEL='{tokenizer}' "
     settings = f"FORCE=1 MODEL_FAMILY={request.value('MODEL_FAMILY')} {named}"
     again = f"prepare the data again: {settings}bash '{REPOSITORY}/scripts/prepare_xsum_megatron.sh'"
-    own = f"Unset TOKENIZER_MODEL to use the copy beside the data, or {again}" if named else f"To go on, {again}"
+    own = f"Unset TOKENIZER_MODEL to use the copy next to the data, or {again}" if named else f"To go on, {again}"
     recorded, name = record.get("tokenizer_checksum"), record.get("tokenizer")
     if not recorded:
-        unknown = f"warning: {file} records no checksum of the tokenizer that made the data"
-        findings.notes.append(f"{unknown}, so that {tokenizer} is not checked against it. To have it checked, {again}")
+        unknown = f"warning: {file} does not record the checksum of the data's tokenizer"
+        findings.notes.append(f"{unknown}, so {tokenizer} cannot be checked against it. To check it, {again}")
         return
     if not describes(record, prefix):
-        found = f"{file} is the record of other files than the {CORPUS}.bin and .idx beside it"
-        findings.lack("data-record", found, f"Copy all files of the data together, or {again}")
+        found = f"{file} does not describe the {CORPUS}.bin and .idx next to it"
+        findings.lack("data-record", found, f"Copy all data files together, or {again}")
         return
     made = f"the data in {file.parent} were made with the tokenizer {name}, checksum {recorded}"
     directory = Path(tokenizer) if Path(tokenizer).exists() else cached_tokenizer(tokenizer)
     if directory:
         if (found := tokenizer_checksum(directory)) != recorded:
-            findings.lack("tokenizer", f"{made}, and {tokenizer} is another one, checksum {found}", own)
+            findings.lack("tokenizer", f"{made}, but {tokenizer} has checksum {found}", own)
     elif tokenizer == name:
-        absent = f"warning: the tokenizer {name}, with which the data were made, is not on this machine yet"
-        findings.notes.append(f"{absent}: what the hub has by that name now is not checked. {own}")
+        absent = f"warning: the tokenizer {name}, which made the data, is not on this machine yet"
+        findings.notes.append(f"{absent}: the hub's current version of it is not checked. {own}")
     else:
-        found = f"{made}, and {tokenizer} is not on this machine, so that its checksum is not known"
+        found = f"{made}, but {tokenizer} is not on this machine, so its checksum is unknown"
         findings.lack("tokenizer", found, own)
 
 
 def choose_tokenizer(request: Request) -> str:
-    """The one that is named, else the copy beside the data, else T5's from the hub."""
+    """The named tokenizer, else the copy next to the data, else T5's from the hub."""
     name, beside = request.value("TOKENIZER_MODEL"), Path(request.value("MEGATRON_DATA_DIR")) / "tokenizer"
     if name:
         named = Path(request.directory, name).expanduser()
@@ -82,14 +82,14 @@ def tokenizer_type(request: Request, prefix: str) -> str:
 
 
 def check_packages(request: Request) -> None:
-    """What the record's keeper imports besides Python's own."""
+    """The packages that the recorder imports."""
     if not util.find_spec("msgspec"):
-        found = f"{sys.executable} has no msgspec, which reads plans and records"
+        found = f"msgspec, which reads plans and records, is not installed for {sys.executable}"
         request.findings.lack("no-msgspec", found, f"Run: pip install -r '{REPOSITORY}/requirements.txt'")
 
 
 def choose_attention(request: Request, device: str) -> bool:
-    """Whether the engine is told to use flash-attn, which serves the decoder's self-attention alone."""
+    """Whether the engine uses flash-attn, which supports only the decoder's self-attention."""
     findings, wanted = request.findings, request.value("FLASH_ATTENTION")
     if request.value("ENGINE") == "native":
         findings.notes.append("attention: PyTorch scaled_dot_product_attention")
@@ -104,7 +104,7 @@ def choose_attention(request: Request, device: str) -> bool:
     reason = next((reason for reason, holds in reasons.items() if holds), "")
     if reason and wanted == "on":
         found = f"FLASH_ATTENTION=on is not possible: {reason}"
-        findings.lack("flash-attention", found, "FLASH_ATTENTION=auto uses standard attention where it must")
+        findings.lack("flash-attention", found, "FLASH_ATTENTION=auto falls back to standard attention")
     elif reason:
         findings.notes.append(f"attention: standard ({reason})")
     else:
@@ -113,7 +113,7 @@ def choose_attention(request: Request, device: str) -> bool:
 
 
 def check_output_directory(request: Request) -> None:
-    """Nothing is overwritten, and no run is started where one goes on."""
+    """Nothing is overwritten, and no run starts where one is in progress."""
     directory, node, lack = Path(request.value("OUTPUT_DIR")), request.facts["node"], request.findings.lack
     try:
         claim.check(directory, f"node{node}")
@@ -126,13 +126,13 @@ def check_output_directory(request: Request) -> None:
     if request.value("RESUME") == "1":
         return
     if status == "complete" and (directory / f"node{node}.json").exists():
-        found = f"{directory} holds a finished run, and nothing is overwritten"
-        lack("finished-run", found, "Choose another OUTPUT_DIR, or delete it")
+        found = f"{directory} already holds a finished run, which is never overwritten"
+        lack("finished-run", found, "Choose another OUTPUT_DIR, or delete this one")
     checkpoints = [_CHECKPOINT.fullmatch(path.name) for path in (directory / "checkpoints").glob("*")]
     if newest := max((int(match[1]) for match in checkpoints if match), default=0):
         found = f"{directory} holds checkpoints of an earlier run (up to iteration {newest})"
-        remedy = "Choose another OUTPUT_DIR, continue it with RESUME=1, or delete it"
-        lack("earlier-checkpoints", f"{found}, and nothing is overwritten", remedy)
+        remedy = "Choose another OUTPUT_DIR, continue the run with RESUME=1, or delete the directory"
+        lack("earlier-checkpoints", f"{found}, which are never overwritten", remedy)
 
 
 def keep_earlier(file: Path) -> None:
@@ -151,7 +151,7 @@ def prepare_directory(plan: Plan, besides: Mapping[str, str], launcher: str) -> 
     directory.mkdir(parents=True, exist_ok=True)
     for suffix in ("log", "json", "samples.jsonl", "sha256", "wandb.yaml"):
         keep_earlier(directory / f"{name}.{suffix}")
-    # The last node writes the metrics; a run that goes on adds to them.
+    # The last node writes the metrics; a resumed run appends to them.
     if plan.node == layout.nnodes - 1 and plan.value("RESUME") == "0":
         keep_earlier(directory / "metrics.jsonl")
     # Before anything starts: an inode or a block that is lacking now would be lacking later.

@@ -1,4 +1,4 @@
-"""The ports of a run: MASTER_PORT, where its processes meet, and the one beside it, where its recorders do."""
+"""The ports of a run: MASTER_PORT, where its processes meet, and another one, where its recorders do."""
 
 import contextlib
 import random
@@ -17,7 +17,7 @@ def peer_port(master_port: int) -> int:
 
 
 def free_port() -> int:
-    """A MASTER_PORT on which nothing listens now, for a run on this machine alone. Raises OSError if there is none."""
+    """A free MASTER_PORT for a run on this machine only. Raises OSError if there is none."""
     for port in random.sample(FREE_PORTS, len(FREE_PORTS)):
         with contextlib.suppress(OSError), socket.create_server(("", port)):
             return port

@@ -1,4 +1,4 @@
-"""What a launcher tells the planning process, and what it hears back: NUL-separated words, for a shell has no JSON.
+"""A launcher's request to the planning process, and its answer: NUL-separated words, because a shell has no JSON.
 
 A request is groups of a name, a count and as many words, as ``request`` in scripts/megatron_common.sh prints them.
 """
@@ -36,7 +36,7 @@ def declaration(words: Sequence[str]) -> Strategy:
 
 @dataclass
 class Findings:
-    """What stops the run, and what a person should know, in the order in which it was found."""
+    """What stops the run, and what the user should know, in the order found."""
 
     obstacles: list[Obstacle] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Findings:
         self.obstacles.append(Obstacle(code, found, remedy, fatal=True))
 
     def lack(self, code: str, found: str, remedy: str = "") -> None:
-        """The machine lacks something: a dry run names it and goes on."""
+        """The machine lacks something: a dry run reports it and continues."""
         self.obstacles.append(Obstacle(code, found, remedy, fatal=False))
 
     @property

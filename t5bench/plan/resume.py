@@ -1,4 +1,4 @@
-"""From which checkpoint a run goes on: the newest that is whole on every node, of a run that this one may continue."""
+"""The checkpoint that a run resumes from: the newest that is intact on every node, if this run may continue it."""
 
 import contextlib
 import socket
@@ -26,8 +26,8 @@ HOW_TO_SHARE = (
     " or copy the checkpoint's directory to this node from the one that has them"
 )
 LOOK_THERE = (
-    "Its launcher tells why. Start one on every node, each with RESUME=1, the same settings, master and port;"
-    " RENDEZVOUS_TIMEOUT is how long each waits"
+    "See the output of its launcher. Start one on every node with RESUME=1 and the same settings, master and port;"
+    " RENDEZVOUS_TIMEOUT sets how long each waits"
 )
 LEAVE_SECONDS = 10.0
 # Engine arguments that decide how far an attempt goes, and nothing of what it trains.
@@ -35,7 +35,7 @@ ENDS_A_RUN = {"--exit-interval", "--exit-duration-in-mins"}
 
 
 def checkpoint(plan: Plan, *, agree: bool) -> int:
-    """The iteration of the checkpoint from which a planned run goes on, or which it evaluates. Raises Problem.
+    """The iteration of the checkpoint that a planned run resumes from or evaluates. Raises Problem.
 
     Without agree it looks at this node alone and changes nothing; on several nodes 0 is an answer too. With agree all
     nodes take the same one, and the engines' pointers, the directory and metrics.jsonl are prepared for it. What is
@@ -47,8 +47,8 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
         raise Problem(f"RESUME=1 but there is no checkpoint in {checkpoints.directory}", HOW_TO_SAVE)
     if wrong := list(misfits(plan)):
         raise Problem(
-            f"the run in {plan.output_dir} cannot go on like this: {'; '.join(wrong)}",
-            "Resume with the settings that it had, or start a new run in another OUTPUT_DIR",
+            f"the run in {plan.output_dir} cannot be resumed with these settings: {'; '.join(wrong)}",
+            "Resume with its original settings, or start a new run in another OUTPUT_DIR",
         )
     own = look(checkpoints, None)
     if plan.layout.nnodes == 1:
@@ -60,12 +60,10 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
         return own.iteration
     place = Place.of(plan, plan.number("MASTER_PORT"))
     if place.nodes > 1 and not place.secret:
-        raise Problem(
-            "the nodes cannot prove to each other that they belong to one run, and so not agree", secret.REMEDY
-        )
+        raise Problem("the nodes have no common secret, so they cannot agree on a checkpoint", secret.REMEDY)
     iteration = agreed(place, own, partial(look, checkpoints), plan.decimal("RENDEZVOUS_TIMEOUT"))
     if own.iteration > iteration:
-        _passed_over(own.iteration, f"not every node has it whole, and all have that of iteration {iteration}")
+        _passed_over(own.iteration, f"it is not intact on every node, but that of iteration {iteration} is")
     try:
         checkpoints.point_to(iteration)
         if plan.node == plan.layout.nnodes - 1 and not is_evaluated:  # it has the last rank, which logs
@@ -76,7 +74,7 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
 
 
 class View(NamedTuple):
-    """A node's newest whole checkpoint that the others may have too, 0 for none, and what is wrong with newer ones."""
+    """A node's newest intact checkpoint that the others may have too, 0 for none, and what is wrong with newer ones."""
 
     iteration: int
     fault: str
@@ -101,23 +99,23 @@ def before_the_end(plan: Plan, checkpoints: Checkpoints, newest: int) -> View:
             return earlier
     raise Problem(
         found,
-        "A longer run is another run, with another decay of the learning rate: choose another OUTPUT_DIR. If the end of"
-        " this one was not recorded, delete its directory to train it again",
+        "A longer run has a different learning-rate decay: train it in another OUTPUT_DIR. If the end of"
+        " this run was not recorded, delete its directory to train it again",
     )
 
 
 def _passed_over(iteration: int, reason: str) -> None:
-    print(f"The checkpoint of iteration {iteration} is passed over: {reason}", file=sys.stderr)
+    print(f"Skipping the checkpoint of iteration {iteration}: {reason}", file=sys.stderr)
 
 
 # ---- the run that wrote it -----------------------------------------------------------------------------------------
 
 
 def misfits(plan: Plan) -> Iterator[str]:
-    """How a run differs from the one in its directory, and must not: "SEED is '5' here and was '1234'"."""
+    """The forbidden differences from the run in its directory: "SEED is '5' here and was '1234'"."""
     part = earlier_part(Path(plan.output_dir), plan.node)
     if part is None:
-        print(f"There is no record of a run in {plan.output_dir}: its settings are not compared.", file=sys.stderr)
+        print(f"{plan.output_dir} holds no record of a run, so its settings cannot be compared.", file=sys.stderr)
         return
     then = Plan.read(part["plan"])
     was, arguments, earlier_arguments = _kept(then), plan.engine_arguments, then.engine_arguments
@@ -132,7 +130,7 @@ def misfits(plan: Plan) -> Iterator[str]:
     recorded, now = part.get("data") or {}, machine.data(Path(plan.data_prefix), "")
     for key, suffix in (("bin_bytes", ".bin"), ("idx_sha256", ".idx")):
         if recorded.get(key) and now[key] and recorded[key] != now[key]:
-            yield f"{plan.data_prefix}{suffix} is not what the run was trained on"
+            yield f"{plan.data_prefix}{suffix} is not the file that the run was trained on"
 
 
 def earlier_part(directory: Path, node: int) -> dict[str, Any] | None:
@@ -146,7 +144,7 @@ def earlier_part(directory: Path, node: int) -> dict[str, Any] | None:
 
 
 def _kept(plan: Plan) -> dict[str, str]:
-    """What a run must keep for its curve to stay the same curve, besides the engine's further arguments."""
+    """What a run must keep for its curve to stay the same, apart from further engine arguments."""
     assert plan.layout
     return {
         "the strategy": plan.strategy.name,
@@ -187,7 +185,7 @@ class _Agreement(Channel):
 
     def left(self, node: int) -> None:
         where = f"node {node} ({self.hosts[node]})"
-        self.inbox.put(Problem(f"{where} went away while the nodes agreed on a checkpoint", LOOK_THERE))
+        self.inbox.put(Problem(f"{where} disconnected while the nodes were agreeing on a checkpoint", LOOK_THERE))
 
     def unanswered(self, error: StrangerError) -> None:
         master = f"node 0 ({self.place.address}:{self.place.port})"
@@ -199,7 +197,8 @@ class _Agreement(Channel):
             self.strangers.append(address)
 
     def cannot_listen(self, error: OSError) -> None:
-        self.inbox.put(Problem(f"port {self.place.port} cannot be listened on: {error.strerror}", "Choose another"))
+        remedy = "Choose another MASTER_PORT on every node"
+        self.inbox.put(Problem(f"cannot listen on port {self.place.port}: {error.strerror}", remedy))
 
     def next(self, seconds: float) -> dict[int, View]:
         """Waits so long for nodes that are not there, and without end for one that is: it reads. Raises Problem."""
@@ -212,9 +211,9 @@ class _Agreement(Channel):
                     raise entry
                 return entry
             if (absent := expected - self.connections.keys()) and time.monotonic() > deadline:
-                found = f"node {', '.join(map(str, sorted(absent)))} did not say in time which checkpoint it has"
+                found = f"node {', '.join(map(str, sorted(absent)))} did not report its checkpoint in time"
                 if self.strangers:
-                    found += f"; {', '.join(self.strangers[:3])} has another secret and was not listened to"
+                    found += f"; {', '.join(self.strangers[:3])} has another secret and was ignored"
                 raise Problem(found, secret.REMEDY if self.strangers else LOOK_THERE)
 
     def wait_until_left(self) -> None:
@@ -259,4 +258,5 @@ def _refuse_without(table: Mapping[int, View]) -> None:
             where, remedy = "", HOW_TO_SAVE
             if len(table) > 1:
                 where, remedy = f" on node {node} ({view.host})", HOW_TO_SHARE
-            raise Problem(f"there is no whole checkpoint to resume from{where}: {view.fault or 'none at all'}", remedy)
+            fault = view.fault or "none was saved"
+            raise Problem(f"there is no intact checkpoint to resume from{where}: {fault}", remedy)

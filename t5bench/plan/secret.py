@@ -10,8 +10,8 @@ from pathlib import Path
 
 VARIABLE = "T5_RUN_SECRET"
 REMEDY = (
-    f"Give all nodes one secret: export {VARIABLE}=$(openssl rand -hex 32) on the first, and the same value on the"
-    " others; nodes that share a home directory need none"
+    f"Give all nodes the same secret: export {VARIABLE}=$(openssl rand -hex 32) on the first, and the same value on the"
+    " others; nodes with a common home directory already share one"
 )
 
 
@@ -33,7 +33,8 @@ def _read(path: Path) -> bytes:
     with path.open("rb") as file:
         found = os.fstat(file.fileno())
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            print(f"warning: {path} is not used, for others may read or write it: chmod 600 {path}", file=sys.stderr)
+            wrong = f"warning: {path} is ignored because other users can read or write it"
+            print(f"{wrong}: chmod 600 {path}", file=sys.stderr)
             return b""
         return file.read(1024).strip()
 

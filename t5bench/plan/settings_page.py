@@ -9,7 +9,8 @@ from t5bench.record.plan import ROLES
 
 INTRODUCTION = """# Settings
 
-`python -m t5bench settings` writes this page. Set them in the environment; `--help` of a launcher has its defaults."""
+Set these in the environment; a launcher's `--help` shows its defaults.
+`python -m t5bench settings` generates this page."""
 
 
 def defaults(strategy: str) -> dict[str, str]:

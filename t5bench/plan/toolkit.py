@@ -1,4 +1,4 @@
-"""What a CUDA toolkit lacks for compiling the engines' kernels, from the libraries that PyTorch brings.
+"""Completes a CUDA toolkit for compiling the engines' kernels, from the libraries that come with PyTorch.
 
 Many images have nvcc and CUDA's runtime alone. PyTorch's headers ask for cuSPARSE's and DeepSpeed links cuRAND, both of
 which lie in the nvidia packages beside PyTorch, the libraries under names with a version that a linker does not try.

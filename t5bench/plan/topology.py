@@ -40,7 +40,7 @@ def _is_own(address: str) -> bool:
 
 
 def placed(request: Request) -> Request:
-    """The request with this node's rank, where the launcher was not told it; what is wrong goes to the findings."""
+    """The request with this node's rank, inferred if it was not given; errors go to the findings."""
     hosts, findings = request.hosts, request.findings
     try:
         for host in (*hosts, request.facts["master_address"] or "none"):
@@ -120,7 +120,7 @@ def _is_taken(port: int) -> bool:
 
 
 def check_own_name(request: Request) -> None:
-    """gloo tells the other nodes the address of this one's own name; NCCL finds an interface by itself."""
+    """gloo gives the other nodes the address that this node's own name resolves to; NCCL chooses an interface."""
     if request.number("NNODES") > 1 and not is_loopback(request.facts["master_address"]):
         own = socket.gethostname()
         found, remedy = own_name_fault(own, addresses_of(own))

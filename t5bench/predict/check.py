@@ -28,7 +28,7 @@ HEADINGS = {
     "states": "States of a layer",
     "activation": "Activations",
     "bound": "Fits or not",
-    "ratio": "Ratios of throughput in one source, layouts alone",
+    "ratio": "Ratios of throughput within one source, differing only in layout",
     "throughput": "Throughput, samples per second",
 }
 
@@ -70,7 +70,7 @@ def compare_all(points: Sequence[Point]) -> list[Comparison | Missing]:
             if use != "throughput" and not published.software(point):
                 raise Unpredictable(f"what {point.source.repo} keeps in memory is not known")
             rows = [Comparison(kind, point.id, point.source.repo or "", *rest) for kind, *rest in PARTS[use](point)]
-            found += rows or [Missing(use, point.id, "it has no figure of this kind that the model has")]
+            found += rows or [Missing(use, point.id, "it has no figure of this kind that the model predicts")]
         except (Unpredictable, ValueError) as reason:
             found.append(Missing(use, point.id, str(reason)))
     return [*found, *ratios(points)]
@@ -149,7 +149,7 @@ def predicted_rate(point: Point) -> tuple[float, time.Time]:
 
 
 def _kind(point: Point) -> str:
-    """What two points must share to differ in layout alone: everything that is stated but parallelism and batches."""
+    """What two points must share to differ only in layout: everything that is stated except parallelism and batches."""
     source, recomputation = point.source, point.activation_checkpointing
     trained = point.model, point.lengths, point.precision, point.optimizer, point.dropout, recomputation
     origin = source.repo, source.commit, source.path, source.url, point.how_counted
@@ -175,7 +175,7 @@ def ratios(points: Iterable[Point]) -> Iterator[Comparison | Missing]:
         pairs = [pair for pair in itertools.combinations(members, 2) if pair[0][0].parallel != pair[1][0].parallel]
         if not pairs:
             for point, *_ in members:
-                yield Missing("ratio", point.id, "no other point differs from it in its layout alone")
+                yield Missing("ratio", point.id, "no other point differs from it only in its layout")
         for (base, base_rate, base_predicted), (point, rate, predicted) in pairs:
             names = f"{point.id} / {base.id}"
             measured, expected = rate / base_rate, predicted / base_predicted

@@ -1,4 +1,4 @@
-"""``python -m t5bench predict``: what each strategy will cost, or what runs cost beside what was predicted of them."""
+"""``python -m t5bench predict``: predict what each strategy will cost, or compare runs with their predictions."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ from t5bench.record.records import RecordError, load
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="*", type=Path, help="run directories (default: what the settings would start)")
+    parser.add_argument("runs", nargs="*", type=Path, help="run directories (default: the current settings)")
     add_machine(parser)
     parser.add_argument("--calibrate", type=Path, metavar="RUN", help="take the machine's speed from this run")
     parser.add_argument("--calibrate-link", type=float, metavar="GBIT", help="the link of that run (default: --link)")
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="", help="a GPU's name, as nvidia-smi or this project has it")
+    parser.add_argument("--device", default="", help="a GPU's name, as in nvidia-smi or in this project")
     parser.add_argument("--link", type=float, default=10.0, metavar="GBIT", help="Gbit/s of a node (default: 10)")
     parser.add_argument("--latency", type=float, default=40.0, metavar="US", help="microseconds between nodes")
     parser.add_argument(
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         known = slower or (None if on.device is CPU else 1.0)
         predictions.append(Prediction(job, on, backend_of(plan), known, name))
     if not predictions:
-        raise Problem("none of the strategies can run with these settings", "\n".join(refused.values()))
+        raise Problem("no strategy can run with these settings", "\n".join(refused.values()))
     measured = {row.label: row for row in rows}
     if args.json:
         content = [entry.to_json() | {"measured": compared(entry, measured.get(entry.name))} for entry in predictions]
@@ -109,7 +109,7 @@ def device_for(plan: Plan | None, name: str | None) -> Device:
     """The device of this name, else that of a plan on this machine. Raises Problem."""
     device = device_of(name) if name else CPU if plan and plan.device == "cpu" else gpu_here()
     if not device and name:
-        raise Problem(f"no figures are known of the device '{name}'", f"Known: {' '.join(DEVICES)}")
+        raise Problem(f"the device '{name}' is unknown", f"Choose from: {' '.join(DEVICES)}")
     if not device:
         raise Problem("there is no GPU here to predict for", f"Name one with --device: {' '.join(DEVICES)}")
     return device
@@ -119,7 +119,7 @@ def calibration(args: argparse.Namespace) -> float:
     """How much slower than its figures a measured run's machine is. Raises Problem."""
     row = measured_row(args.calibrate)
     if not row.milliseconds:
-        raise Problem(f"{args.calibrate} has no measured iterations", "Calibrate on a run that is complete")
+        raise Problem(f"{args.calibrate} has no measured iterations", "Calibrate with a complete run")
     plan, job = row.run.plan, job_of(row.run.plan, row.run.padded_vocab_size or 0)
     device = device_for(plan, args.device or gpu_names(row.run))
     on = machine(args, device, job.parallel.devices_per_node, args.calibrate_link)
@@ -127,7 +127,7 @@ def calibration(args: argparse.Namespace) -> float:
         return time.calibrated(job, on, row.milliseconds.median / 1000, backend_of(plan))
     except ValueError as error:
         found = f"{args.calibrate} was faster than its link allows: {error}"
-        raise Problem(found, "Give its link: --calibrate-link GBIT") from error
+        raise Problem(found, "Give its link's speed: --calibrate-link GBIT") from error
 
 
 def show(predictions: Sequence[Prediction], measured: Mapping[str, Row], refused: Mapping[str, str]) -> None:
@@ -138,11 +138,11 @@ def show(predictions: Sequence[Prediction], measured: Mapping[str, Row], refused
     for name, reason in refused.items():
         print(f"{name} cannot run: {reason}")
     link = first.machine.between.bandwidth * 8 / 1e9
-    print(f"MB: what the busiest node sends to others in an iteration, over {link:g} Gbit/s with {first.backend}.")
+    print(f"MB: sent by the busiest node to others per iteration, over {link:g} Gbit/s with {first.backend}.")
     if first.slower is None:
-        print("No times: nothing is known of how fast this CPU computes. --calibrate RUN takes it from a run.")
+        print("No times: the speed of this CPU is unknown. --calibrate RUN measures it from a run.")
     elif first.slower != 1:
-        print(f"Calibrated: everything takes {first.slower:.3g} times as long as by the device's figures.")
+        print(f"Calibrated: everything takes {first.slower:.3g} times as long as the device's figures say.")
 
 
 def _memory(entry: Prediction) -> dict[str, str | float]:
@@ -151,7 +151,7 @@ def _memory(entry: Prediction) -> dict[str, str | float]:
     def gib(*names: str) -> float:
         return sum(parts.pop(name, 0.0) for name in names) / GIB
 
-    cells: dict[str, str | float] = {"GiB of the fullest": entry.name, "TP/PP/DP": str(entry.job.parallel)}
+    cells: dict[str, str | float] = {"GiB on the fullest": entry.name, "TP/PP/DP": str(entry.job.parallel)}
     cells |= {name: gib(name) for name in ("weights", "gradients", "optimizer")}
     cells |= {"activations": gib("encoder", "decoder", "ends of stacks"), "logits, loss": gib("logits and loss")}
     cells |= {"buffers": gib(*parts), "allocated": entry.memory.peak / GIB}

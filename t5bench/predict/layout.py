@@ -57,12 +57,12 @@ def layout_of(args: argparse.Namespace) -> Parallel:
         if getattr(args, name) < 1:
             raise Problem(f"--{name} must be at least 1, found {getattr(args, name)}")
     if args.split_rank is not None and not 0 < args.split_rank < args.pp:
-        raise Problem(f"--split-rank {args.split_rank} leaves no stage to the encoder or the decoder",
-                      f"Of --pp {args.pp} it may be 1 to {args.pp - 1}")  # fmt: skip
+        raise Problem(f"--split-rank {args.split_rank} leaves no stage for the encoder or the decoder",
+                      f"With --pp {args.pp} it may be 1 to {args.pp - 1}")  # fmt: skip
     world = args.tp * args.pp * args.dp
     per_node = args.per_node or -(-world // 2)
     if per_node < 1 or world % per_node:
-        raise Problem(f"{world} ranks do not fill nodes of {per_node}", "Choose a --per-node that divides them")
+        raise Problem(f"{world} ranks do not fill nodes of {per_node}", "Choose a --per-node that divides the ranks")
     return Parallel(args.tp, args.pp, args.dp, args.split_rank, devices_per_node=per_node)
 
 

@@ -15,7 +15,7 @@ from t5bench.model.job import Architecture, Job, Parallel, Zero, padded
 from t5bench.model.machine import DEVICES, GB, Device, Link, Machine
 
 Text, Whole = str | None, int | None
-# Of the format and for people alone.
+# Fields for people, which are not read.
 NOTES = {"line", "config", "note", "caveats", "confidence", "parameters_stated", "decoder_pp"}
 
 
@@ -55,7 +55,7 @@ def read(path: Path) -> tuple[list[Point], list[str]]:
     try:
         entries = msgspec.json.decode(path.read_bytes())
     except (OSError, msgspec.DecodeError) as error:
-        raise Problem(f"{path} cannot be read: {error}", "Give a file of published measurements") from error
+        raise Problem(f"cannot read {path}: {error}", "Give a file of published measurements") from error
     if not isinstance(entries, list):
         raise Problem(f"{path} holds no list of measurements", "See docs/published_training_measurements.json")
     points, sentences = [], []
@@ -63,9 +63,9 @@ def read(path: Path) -> tuple[list[Point], list[str]]:
         name = entry.get("id", f"entry {number}") if isinstance(entry, dict) else f"entry {number}"
         try:
             points.append(msgspec.convert(entry, Point))
-            sentences += [f"{name}: the field {field} is not known and ignored" for field in _unknown(entry, Point)]
+            sentences += [f"{name}: the field {field} is unknown and ignored" for field in _unknown(entry, Point)]
         except msgspec.ValidationError as error:
-            sentences.append(f"{name} is damaged and left out: {error}")
+            sentences.append(f"{name} is invalid and left out: {error}")
     return points, sentences
 
 

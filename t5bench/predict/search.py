@@ -64,15 +64,15 @@ class Candidate(Prediction):
 
     @property
     def missing(self) -> str:
-        """Why this harness cannot run it, or with which engine alone."""
+        """Why this harness cannot run it, or the only engine that can."""
         if not self.strategy:
             return "no: ZeRO with PP"
         needed = self.job.parallel.pipeline > 2 or self.job.architecture.family == "gpt" or self.job.recompute != "none"
-        return "ENGINE=megatron alone" if needed else ""
+        return "only ENGINE=megatron" if needed else ""
 
     @property
     def start(self) -> str:
-        """The line that starts it on each node; "" where this harness cannot."""
+        """The command that starts it on each node; "" if this harness cannot."""
         if not self.strategy:
             return ""
         p, job = self.job.parallel, self.job
@@ -89,7 +89,7 @@ class Candidate(Prediction):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", required=True, help="numbers of GPUs, separated by commas: 8,64,512,4096")
     add_machine(parser)
-    parser.add_argument("--model", help="tiny, small, base or large; the launchers' settings count too")
+    parser.add_argument("--model", help="tiny, small, base or large; the launchers' settings also apply")
     parser.add_argument("--per-node", type=int, default=8, help="GPUs of a node")
     parser.add_argument("--global-batch", type=int, default=0, help="samples (default: 512, or as many as GPUs)")
     parser.add_argument("--tp", type=int, help="only this tensor-parallel size")
@@ -101,16 +101,16 @@ def run(args: argparse.Namespace) -> int:
     """Raises Problem."""
     sizes = [int(size) for size in args.gpus.split(",") if size.isdigit() and int(size)]
     if len(sizes) < len(args.gpus.split(",")):
-        raise Problem(f"--gpus must be numbers of GPUs, found '{args.gpus}'", "Such as --gpus 8,64,512")
+        raise Problem(f"--gpus must be numbers of GPUs, found '{args.gpus}'", "For example: --gpus 8,64,512")
     if args.per_node < 1 or args.global_batch < 0:
         raise Problem("--per-node and --global-batch must be more than 0")
     if not args.device:
-        raise Problem("--device is missing", f"Known: {' '.join(DEVICES)}")
+        raise Problem("--device is missing", f"Choose from: {' '.join(DEVICES)}")
     device, model = device_for(None, args.device), architecture(args)
     found = {}
     for size in sizes:
         if size % min(args.per_node, size):
-            raise Problem(f"{size} GPUs do not fill nodes of {args.per_node}", "--per-node gives another number")
+            raise Problem(f"{size} GPUs do not fill nodes of {args.per_node}", "Set --per-node")
         on = machine(args, device, min(args.per_node, size))
         found[size] = search(model, size, on, args.global_batch or max(512, size), args.tp)
     if args.json:
@@ -169,7 +169,7 @@ def search(model: Architecture, gpus: int, on: Machine, batch: int, tensor: int 
     if not any(entry.fits for entry in candidates):
         least = min(candidates, key=lambda entry: entry.memory_bytes)
         raise Problem(
-            f"the model fits in no layout of {gpus} x {on.device.name}: the smallest, {least.title}, takes"
+            f"the model does not fit on {gpus} x {on.device.name}: even {least.title} takes"
             f" {least.memory_bytes / GIB:.1f} GiB of {on.device.memory / GIB:.0f}",
             "Use more GPUs, or ones with more memory",
         )
@@ -177,7 +177,7 @@ def search(model: Architecture, gpus: int, on: Machine, batch: int, tensor: int 
 
 
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those than which none is both faster and smaller; candidates come fastest first."""
+    """The candidates that no other beats in both time and memory; they come fastest first."""
     front: list[Candidate] = []
     for entry in candidates:
         if entry.fits and (not front or entry.memory_bytes < front[-1].memory_bytes):
@@ -208,7 +208,7 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
          "*" if entry in front else "", entry.missing or "yes")
         for entry in fitting[: args.top]
     ]  # fmt: skip
-    headers = ("layout", "s/iteration", "samples/s", "GiB", "limited by", "front", "runs here")
+    headers = ("layout", "s/iteration", "samples/s", "GiB", "limited by", "front", "can run")
     print(tabulate(table, headers, floatfmt=".4g"))
     print("\nPareto front of memory and time:")
     for entry in front:
@@ -217,7 +217,7 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
     for kind, reason in losers(candidates):
         print(f"  {kind:<16} {reason}")
     if starts := next((entry for entry in fitting if entry.start), None):
-        print(f"\nThe fastest that this harness starts, {starts.title}:\n  {starts.start}\n")
+        print(f"\nThe fastest that this harness can start, {starts.title}:\n  {starts.start}\n")
 
 
 def draw(found: Mapping[int, Sequence[Candidate]], path: Path, memory: int) -> None:
@@ -226,7 +226,7 @@ def draw(found: Mapping[int, Sequence[Candidate]], path: Path, memory: int) -> N
 
     figure = Figure(figsize=(5 * len(found), 4), layout="constrained")
     for number, (gpus, candidates) in enumerate(found.items(), 1):
-        axes = figure.add_subplot(1, len(found), number, xlabel="GiB of the fullest GPU", ylabel="s/iteration")
+        axes = figure.add_subplot(1, len(found), number, xlabel="GiB on the fullest GPU", ylabel="s/iteration")
         axes.set(title=f"{gpus} GPUs", yscale="log")
         for kind in dict.fromkeys(entry.kind for entry in candidates):
             own = [entry for entry in candidates if entry.kind == kind and entry.fits]

@@ -34,10 +34,10 @@ def damage(path: Path) -> str:
     except FileNotFoundError:
         return "is missing"
     except (zipfile.BadZipFile, EOFError, zlib.error):
-        return f"is cut off (it has {path.stat().st_size:,} bytes)"
+        return f"is truncated (it has {path.stat().st_size:,} bytes)"
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
-    return f"is damaged ({torn} in it does not have its checksum)" if torn else ""
+    return f"is damaged ({torn} in it does not match its checksum)" if torn else ""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Checkpoints:
 
     def _layers_of(self, stage: int) -> range:
         """A stage's layers as DeepSpeed's pipeline counts them: 1 is the embedding, after the last comes the norm, and
-        the head where it has weights of its own."""
+        the head if its weights are separate."""
         assert self.plan.layout
         model = Architecture.of_arguments(self.plan.named_arguments, 0)
         each, stages = model.layers // self.plan.layout.pp, self.plan.layout.pp
@@ -104,7 +104,7 @@ class Checkpoints:
             return next((f"{folder.name}/{name} {what}" for name, what in found if what), "")
 
     def newest(self, limit: int | None = None) -> tuple[int, dict[int, str]]:
-        """The newest whole checkpoint of at most `limit` iterations, 0 for none, and what is wrong with newer ones."""
+        """The newest intact checkpoint of at most `limit` iterations, 0 for none, and what is wrong with newer ones."""
         faults = {}
         for iteration in self.iterations():
             if limit is None or iteration <= limit:

@@ -1,4 +1,4 @@
-"""The clock of a record: what time it is, by one that nobody sets while a run goes on."""
+"""The clock of a record, which is never adjusted during a run."""
 
 import time
 
@@ -6,5 +6,5 @@ _START = time.time() - time.monotonic()
 
 
 def now() -> float:
-    """Seconds since 1970, as this machine had it when the process began; they go on evenly from there."""
+    """Seconds since 1970 by this machine's clock when the process began, increasing steadily from there."""
     return _START + time.monotonic()

@@ -40,7 +40,7 @@ def local_copy(source: str) -> Iterator[Path]:
             result = subprocess.run(ssh(host, remote), stdout=file, stderr=subprocess.PIPE, check=False)
         if result.returncode:
             said = visible(result.stderr.decode(errors="replace").strip())
-            raise RecordError(f"{source} could not be fetched: {said}")
+            raise RecordError(f"cannot fetch {source}: {said}")
         unpacked = Path(temporary) / "parts"
         unpacked.mkdir()
         subprocess.run(["tar", "-C", str(unpacked), "-xf", str(archive)], check=True)
@@ -51,10 +51,10 @@ def check_same_run(here: Mapping[str, Any], other: Mapping[str, Any], source: st
     """Raises RecordError for parts of different runs: another strategy or settings, or times that do not overlap."""
     for text in differences(here, other):
         if not text.startswith(SHARED_KEYS):
-            raise RecordError(f"{source} is of another run: {text}")
+            raise RecordError(f"{source} belongs to another run: {text}")
     if max(here["started"], other["started"]) > min(part["ended"] or "9" for part in (here, other)):
         its, own = (f"from {part['started']} to {part['ended']}" for part in (other, here))
-        raise RecordError(f"{source} is of another run: it ran {its}, this one {own}")
+        raise RecordError(f"{source} belongs to another run: it ran {its}, this one {own}")
 
 
 def bring(source: Path, name: str, directory: Path) -> None:
@@ -65,7 +65,7 @@ def bring(source: Path, name: str, directory: Path) -> None:
         for other in present.values():
             check_same_run(other, part, name)
         if present.get(part["node"], part) != part:
-            raise RecordError(f"{name} has another node{part['node']}.json than {directory}")
+            raise RecordError(f"{name} and {directory} have different files node{part['node']}.json")
     nodes = {f"node{part['node']}" for part in parts}
 
     def skipped(folder: str, names: list[str]) -> set[str]:
@@ -80,11 +80,11 @@ def bring(source: Path, name: str, directory: Path) -> None:
     try:
         shutil.copytree(source, directory, ignore=skipped, dirs_exist_ok=True)
     except OSError as error:  # shutil.Error is one
-        raise RecordError(f"{name} could not be copied: {error}") from error
+        raise RecordError(f"cannot copy {name}: {error}") from error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run directory, which is made when it is not there")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run directory, created if it does not exist")
     parser.add_argument("sources", nargs="+", metavar="FROM", help="a directory, or host:directory to fetch over ssh")
 
 

@@ -26,7 +26,7 @@ class RecordError(Problem):
     """A directory that holds no record, or one that is damaged: which file, which line, and why."""
 
     def __init__(self, problem: str) -> None:
-        super().__init__(problem, "Move that directory away, name the other runs, or bring its files back as they were")
+        super().__init__(problem, "Restore its files, move that directory away, or name only the other runs")
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -79,7 +79,7 @@ def sha256(path: Path) -> str:
 
 
 def _own_files(directory: Path, node: int, nodes: int) -> list[Path]:
-    """What is sealed of a node: its own files, and on the first and the last node what it alone writes."""
+    """The files of a node that are sealed: its own, and those that only the first or the last node writes."""
     names = [f"node{node}.{suffix}" for suffix in ("json", "log", "samples.jsonl")]
     names += [PROFILE] * (node == 0) + [METRICS] * (node == nodes - 1)
     return [path for name in names if os.path.lexists(path := directory / name)]
@@ -99,10 +99,10 @@ def check_seal(directory: Path, node: int, nodes: int) -> None:
     sealed = {}
     for number, line in enumerate(read(manifest).decode(errors="replace").removesuffix("\n").split("\n"), 1):
         if not (entry := _SEALED.fullmatch(line)):
-            raise RecordError(f"{manifest} line {number} is not a checksum and a file's name")
+            raise RecordError(f"{manifest} line {number} is not a checksum and a file name")
         sealed[entry[2]] = entry[1]
     for path in dict.fromkeys([*_own_files(directory, node, nodes), *(directory / name for name in sealed)]):
         if path.name not in sealed:
-            raise RecordError(f"{path} has no checksum in {manifest.name}: it was not there when the run ended")
+            raise RecordError(f"{path} has no checksum in {manifest.name}: it was added after the run ended")
         if sha256(path) != sealed[path.name]:
-            raise RecordError(f"{path} was changed after the run ended: it does not have its checksum")
+            raise RecordError(f"{path} was changed after the run ended: it does not match its checksum")

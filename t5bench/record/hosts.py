@@ -14,10 +14,10 @@ OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 
 
 def checked(host: str) -> str:
-    """The host, perhaps with a user before it. Raises Problem for what is none, such as an option of ssh."""
+    """The host, perhaps with a user. Raises Problem for anything else, such as an ssh option."""
     user, at, name = host.rpartition("@")
     if not (_HOST.fullmatch(name) and _USER.fullmatch(user + at)):
-        raise Problem(f"'{host}' is not the name or the address of a host", "Correct it where the hosts are named")
+        raise Problem(f"'{host}' is not a host name or address", "Correct it in HOSTS or on the command line")
     return host
 
 
@@ -43,7 +43,7 @@ def own_name_fault(own: str, addresses: Sequence[str], environment: Mapping[str,
     if environment.get("GLOO_SOCKET_IFNAME") or not all(map(is_loopback, addresses)):
         return "", ""
     return (
-        f"{own} resolves to {', '.join(addresses) or 'nothing'} there, where no other node can answer",
+        f"{own} resolves to {', '.join(addresses) or 'nothing'} there, which other nodes cannot reach",
         f"Give the line for {own} in /etc/hosts of {own} its network address, or name the interface:"
         " GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
     )

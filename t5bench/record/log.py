@@ -125,7 +125,7 @@ def iterations(lines: Iterable[str]) -> Iterator[Iteration]:
 
 
 def evaluation(line: str) -> Evaluation | None:
-    """The evaluation that this text tells of; None for one that was cut off, or whose loss is not a number."""
+    """The evaluation that this text reports; None if it is truncated or its loss is not a number."""
     if not (match := _EVALUATION.search(line)):
         return None
     loss, perplexity = float(match["loss"]), float(match["perplexity"])
@@ -133,7 +133,7 @@ def evaluation(line: str) -> Evaluation | None:
 
 
 def padded_vocabulary(line: str) -> int | None:
-    """The size of the vocabulary with its padding, where the line tells it."""
+    """The padded vocabulary's size, if the line reports it."""
     match = _PADDED_VOCABULARY.search(line)
     return int(match[1] or match[2]) if match else None
 

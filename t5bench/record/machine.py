@@ -82,7 +82,7 @@ def installed_version(distribution: str) -> str | None:
 def versions() -> dict[str, str | None]:
     """Versions of what computes, None for what is not installed. ``cuda`` is the one that torch was built for.
 
-    NVIDIA's Apex is told from the package of the same name by its amp.
+    NVIDIA's Apex, unlike the package of the same name, has an amp module.
     """
     found = {"python": platform.python_version()} | {name: installed_version(name) for name in _LIBRARIES}
     if (apex := _metadata("apex")) and not (apex.parent / "apex" / "amp").is_dir():
@@ -127,7 +127,7 @@ def patches(repository: Path) -> dict[str, str | None]:
 
 
 def data(prefix: Path, tokenizer: str) -> dict[str, Any]:
-    """The indexed dataset: the index has every document's length, and its checksum stands for the corpus."""
+    """The indexed dataset. The index has every document's length, so its checksum represents the corpus."""
     try:
         size = Path(f"{prefix}.bin").stat().st_size
     except OSError:
@@ -167,5 +167,5 @@ def cpu() -> dict[str, Any]:
 
 
 def oom_kills() -> int:
-    """Processes that this machine's kernel has killed for want of memory since it started."""
+    """Processes that this machine's kernel has killed since it started because memory ran out."""
     return int(_found(r"^oom_kill (\d+)", Path("/proc/vmstat")) or 0)

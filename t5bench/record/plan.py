@@ -25,7 +25,7 @@ class Role:
     trains: another value gives another loss curve.
     kept: a resumed run must keep it.
     local: the nodes of one run may differ in it.
-    told: a comparison tells that runs differ in it.
+    told: a comparison reports that runs differ in it.
     """
 
     heading: str
@@ -39,13 +39,13 @@ class Role:
 # In the order of --help.
 ROLES: Mapping[str, Role] = {
     "model": Role(
-        "The model and its data: only runs that agree in these are compared", compared=True, trains=True, kept=True
+        "The model and its data: only runs with equal values are compared", compared=True, trains=True, kept=True
     ),
     "recipe": Role("The recipe: another value gives another loss curve", trains=True, kept=True, told=True),
-    "load": Role("The load of a process: only runs that agree in these are compared", compared=True, kept=True),
+    "load": Role("The load per process: only runs with equal values are compared", compared=True, kept=True),
     "method": Role("The method: another way to the same loss", kept=True, told=True),
     "layout": Role("Processes and devices"),
-    "place": Role("Places, which may differ from node to node", local=True),
+    "place": Role("Hosts and paths, which may differ between nodes", local=True),
     "watch": Role("Watching, saving, ending", told=True),
     "label": Role("Names, and Weights & Biases", local=True),
 }
@@ -84,7 +84,7 @@ class Setting:
             if most and int(value) > int(most):
                 return f"{name} must be at most {most}, found {value}", ""
         elif what == "decimal" and not re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", value):
-            return f"{name} must be a number that is not negative, found '{value}'", ""
+            return f"{name} must be a non-negative number, found '{value}'", ""
         elif what == "one-of" and value not in bounds.split("|"):
             return f"{name} is '{value}'", f"It may be one of: {bounds.replace('|', ' ')}"
         elif not value:
@@ -177,7 +177,7 @@ class Plan:
 
     engine_patches: the state of the engine's checkout (``series``, ``megatron_t5_fixes``, ...), ``series`` for the
     native engine. environment: what the launcher adds to the environment. ds_config: the effective DeepSpeed JSON.
-    resume_from: the iteration of the checkpoint from which the run goes on, 0 for a new run. A plan with a fatal
+    resume_from: the iteration of the checkpoint to resume from, 0 for a new run. A plan with a fatal
     obstacle has no layout and no command.
     """
 
@@ -204,7 +204,7 @@ class Plan:
     format: int = FORMAT
 
     def value(self, name: str) -> str:
-        """A setting's value as text. Raises RecordError where there is no such setting."""
+        """A setting's value as text. Raises RecordError if there is no such setting."""
         if name not in self.settings:
             raise RecordError(f"the plan of the run in {self.output_dir} has no setting {name}")
         return self.settings[name].value
@@ -279,7 +279,7 @@ class Plan:
 
     @cached_property
     def engine_arguments(self) -> dict[str, str]:
-        """What runs that stand side by side must share besides settings: arguments whose values no setting has."""
+        """What compared runs must share besides settings: arguments whose values no setting has."""
         settings = {name: s.value for s in self.settings.values() for name in s.argument.split(",")}
         found = by_name([*self.arguments.fixed, *self.arguments.extra])
         return {n: value for n, value in sorted(found.items()) if value != settings.get(n) and n not in PRECISIONS}

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 _Moment = Annotated[str, Meta(pattern=r"^20[0-9]{2}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\.[0-9]{3}Z$")]
 _KIND = re.compile(r"(path|text|secret|decimal|whole:[0-9]{1,18}(:[0-9]{1,18})?|one-of:.+)\??")
 
-# Clocks are set while a run goes on, in small steps; samples are taken before and after what is logged.
+# Clocks are adjusted during a run, in small steps; samples are taken before and after what is logged.
 STEP_SECONDS, SAMPLES_SECONDS = 5, 60
-# What may pass between two lines besides the iterations: an evaluation, a checkpoint.
+# What may happen between two lines besides the iterations: an evaluation, a checkpoint.
 PAUSE_SECONDS, PAUSE_WITH_EVENTS_SECONDS = 3600, 86400
 
 
 class _Ending(Struct):
-    """How a node ended, as it tells the others."""
+    """How a node ended, as it reports to the others."""
 
     node: Count
     nnodes: Count
@@ -100,7 +100,7 @@ def _checked(place: object, content: Any, kind: Any, *, strict: bool = True) -> 
     try:
         return msgspec.convert(content, kind, strict=strict)
     except msgspec.ValidationError as error:
-        raise RecordError(f"{place} cannot be right: {error}") from error
+        raise RecordError(f"{place} is inconsistent: {error}") from error
 
 
 @cache
@@ -110,7 +110,7 @@ def _names(kind: type) -> frozenset[str]:
 
 def _check_names(place: object, content: Mapping[str, Any], kind: type) -> None:
     if unknown := content.keys() - _names(kind):
-        raise RecordError(f"{place} cannot be right: there is no {min(unknown)}")
+        raise RecordError(f"{place} is inconsistent: there is no {min(unknown)}")
 
 
 def decoded(place: object, text: bytes, kind: Any = dict[str, Any]) -> Any:
@@ -122,7 +122,7 @@ def decoded(place: object, text: bytes, kind: Any = dict[str, Any]) -> Any:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects in a file of JSON lines, and where each stands; none without the file. Raises RecordError.
+    """The objects in a file of JSON lines with their places; none without the file. Raises RecordError.
 
     A line that was cut off at the end of an attempt, as a full disk or a death leaves it, is passed over.
     """
@@ -154,7 +154,7 @@ def read_part(path: Path) -> dict[str, Any]:
     part = _checked(path, content, _Part)
     _check_names(f"{path}: plan", content["plan"], Plan)
     if path.name != f"node{part.node}.json":
-        raise RecordError(f"{path} cannot be right: it is of node {part.node}")
+        raise RecordError(f"{path} is inconsistent: it is of node {part.node}")
     return content
 
 
@@ -168,7 +168,7 @@ def _faults(part: _Part, plan: Plan) -> Iterator[str]:
     if 0 in asdict(layout).values() or set(sizes) != {layout.world_size}:
         yield f"a layout of {asdict(layout)}"
     if not part.node == plan.node < part.nnodes == layout.nnodes:
-        yield f"it is of node {part.node} of {part.nnodes}, planned as node {plan.node} of {layout.nnodes}"
+        yield f"it says node {part.node} of {part.nnodes} but was planned as node {plan.node} of {layout.nnodes}"
     if (part.ended is None) != (part.status == RUNNING):
         yield f"it is {part.status} and ended {part.ended or 'not yet'}"
     if seconds(part.started) > seconds(part.ended or part.started) + STEP_SECONDS:
@@ -196,14 +196,14 @@ _Lines = Sequence[tuple[str, Iteration]]
 
 
 class Attempt(NamedTuple):
-    """What one attempt at a run logged after iteration `begin`, in order, and where each line stands."""
+    """What one attempt at a run logged after iteration `begin`, in order, with each line's place."""
 
     begin: int
     lines: list[tuple[str, Iteration]]
 
 
 def read_attempts(path: Path) -> list[Attempt]:
-    """All that was logged, by attempt: at least one, without lines where there is no file. Raises RecordError."""
+    """Everything logged, by attempt: at least one, without lines if there is no file. Raises RecordError."""
     found = [Attempt(0, [])]
     for place, content in json_lines(path):
         if "resumed_from" in content:
@@ -223,13 +223,13 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
     for place, content in json_lines(path):
         _checked(place, content, _Sample)
         if found and content["time"] < found[-1]["time"] - STEP_SECONDS:
-            raise RecordError(f"{place} comes before the line above it")
+            raise RecordError(f"{place} has an earlier time than the line above it")
         found.append(content)
     return sorted(found, key=lambda sample: sample["time"])
 
 
 def log_lines(path: Path) -> Iterator[tuple[str, float, str]]:
-    """Where a line stands, when it came and what it says. Raises RecordError."""
+    """A line's place, time and text. Raises RecordError."""
     for number, text in enumerate(read(path).removesuffix(b"\n").split(b"\n"), 1):
         place, (moment, _, said) = f"{path} line {number}", text.decode(errors="replace").partition(" ")
         try:
@@ -290,7 +290,7 @@ def _outside(times: Iterable[tuple[object, float | None]], part: Mapping[str, An
     begin, end = seconds(part["started"]) - margin, seconds(part["ended"]) + margin
     for place, time in times:
         if time is not None and not begin <= time <= end:
-            yield f"{place} is not of the time of the run, {part['started']} to {part['ended']}"
+            yield f"{place} is outside the time of the run, {part['started']} to {part['ended']}"
 
 
 def _seconds(line: Iteration, plan: Plan) -> float:
@@ -321,13 +321,13 @@ def _faults_of_log(directory: Path, part: Mapping[str, Any], lines: _Lines | Non
         others += [] if found else [text]
     told = [asdict(peak) for peak in log.peak_memory(text for text in others if "peak memory" in text)]
     if told != sorted(part["peak_memory"], key=lambda peak: peak["rank"]):
-        yield f"{path} and node{part['node']}.json tell of different peak memory"
+        yield f"{path} and node{part['node']}.json disagree about peak memory"
     evaluated = [asdict(found) for text in others if (found := log.evaluation(text))]
     if evaluated != part.get("evaluations", evaluated):
-        yield f"{path} and node{part['node']}.json tell of different evaluations"
+        yield f"{path} and node{part['node']}.json disagree about evaluations"
     vocabulary = [size for text in others if (size := log.padded_vocabulary(text))]
     if vocabulary and vocabulary[-1] != part["padded_vocab_size"]:
-        yield f"{path} tells of a vocabulary of {vocabulary[-1]}, node{part['node']}.json of another"
+        yield f"{path} has a vocabulary of {vocabulary[-1]}, node{part['node']}.json of another"
     for (place, line), (there, its) in zip(lines or (), printed, strict=False):
         values, logged = asdict(line), asdict(its)
         # nan is itself; of the times one is rounded to milliseconds, the other cut off.

@@ -6,7 +6,7 @@
     node<R>.sha256         checksums of these files, and of metrics.jsonl on the last node, once the node has ended
     metrics.jsonl          one line for each logged iteration, from the node that has the last rank; {"resumed_from": N}
                            where a run went on from its checkpoint of iteration N
-    run.json               all parts as one, made anew whenever a node ends and by ``collect``
+    run.json               all parts as one, rewritten whenever a node ends and by ``collect``
 
 Nodes without a shared file system keep their own directory each, with their own parts; run.json then speaks of those.
 """
@@ -150,7 +150,7 @@ def looks_like_run(directory: Path) -> bool:
 def read_parts(directory: Path) -> list[dict[str, Any]]:
     """The parts of the nodes that left theirs here, by rank, unless a file of theirs was changed since.
 
-    Raises RecordError, also when there is none.
+    Raises RecordError, also if there is no record.
     """
     parts = [reader.read_part(path) for path in sorted(directory.glob("node*.json")) if path.stem[4:].isdecimal()]
     if not parts:
@@ -183,32 +183,33 @@ def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    """What two nodes' parts of one run say differently, and should not: one sentence each."""
-    ours, theirs = _shared(first), _shared(other)
+    """Facts on which two nodes' parts of one run disagree but should not: one sentence each."""
+    ours, theirs, where = _shared(first), _shared(other), f"on node {other['node']} ({other['host']})"
     for key in ours:
-        for what in _differences(ours[key], theirs.get(key)):
-            yield f"{key} of node {other['node']} ({other['host']}) {what}"
+        for name, expected, found in _differences(key, ours[key], theirs.get(key)):
+            yield f"{name} is {found!r} {where}, {expected!r} on node 0"
 
 
 def _shared(part: Mapping[str, Any]) -> dict[str, Any]:
-    """What the nodes of one run should agree in."""
+    """What the nodes of one run should agree on."""
     plan = part["plan"]
     settings = {name: s["value"] for name, s in plan["settings"].items() if not ROLES[s["role"]].local}
     shared = {key: part[key] for key in SHARED_KEYS} | {key: plan[key] for key in plan if key not in _LOCAL_PLAN}
     return shared | {"settings": settings, "arguments": plan["arguments"]["extra"]}
 
 
-def _differences(first: Any, other: Any) -> Iterator[str]:
+def _differences(name: str, first: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(name, value, other value) of what differs."""
     if isinstance(first, dict) and isinstance(other, dict):
         for key in sorted(first.keys() | other.keys()):
             if first.get(key) != other.get(key) and key not in {"prefix", "tokenizer"}:
-                yield f"has {key} {other.get(key)!r}, node 0 has {first.get(key)!r}"
+                yield f"{name}.{key}", first.get(key), other.get(key)
     elif first != other:
-        yield f"is {other!r}, node 0 has {first!r}"
+        yield name, first, other
 
 
 def load(directory: Path, *, from_log: bool = False) -> Run:
-    """A run from what its nodes left in its directory, checked as reader.py says. Raises RecordError.
+    """Loads and checks the run that its nodes left in a directory; see reader.py. Raises RecordError.
 
     from_log: its log is read again even where checksums show that nothing was changed.
     """
@@ -228,8 +229,9 @@ def load(directory: Path, *, from_log: bool = False) -> Run:
 def _remarks(directory: Path, parts: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> Iterator[str]:
     open_ended = [str(p["node"]) for p in parts if not os.path.lexists(directory / f"node{p['node']}.sha256")]
     if open_ended:
-        why = "has not ended, or was killed, and" if record["status"] == RUNNING else "of"
-        yield f"{directory} {why} node {', '.join(open_ended)} has no checksums: changes of its files are not noticed"
+        why = ", because it has not ended or was killed" if record["status"] == RUNNING else ""
+        where = f"{directory}, node {', '.join(open_ended)}"
+        yield f"{where}: there are no checksums{why}, so changes to its files go unnoticed"
     try:
         told = reader.decoded(directory / "run.json", read(directory / "run.json"))
     except RecordError as error:
@@ -237,7 +239,7 @@ def _remarks(directory: Path, parts: Sequence[Mapping[str, Any]], record: Mappin
         if (directory / "run.json").exists():
             yield str(error)
     if told and any(told.get(key) != record[key] for key in ("status", "reason", "started", "ended")):
-        yield f"{directory / 'run.json'} says another end than the nodes' parts: `collect` makes it anew"
+        yield f"{directory / 'run.json'} disagrees with the nodes' parts about how the run ended: `collect` rewrites it"
 
 
 SWEEP = "sweep.json"
@@ -246,7 +248,7 @@ SWEEP = "sweep.json"
 def write_list(runs_dir: Path, names: Sequence[str]) -> None:
     """The runs that a sweep is to make, in a list that shows later if one is missing. Raises OSError.
 
-    A sweep that goes on with other strategies adds its runs.
+    A sweep that continues with other strategies adds its runs.
     """
     runs_dir.mkdir(parents=True, exist_ok=True)
     write_json(runs_dir / SWEEP, {"runs": list(dict.fromkeys([*read_list(runs_dir), *names]))})

@@ -12,8 +12,8 @@ from t5bench.record.records import Run
 
 FEWEST_SAMPLES = 3
 LOOPBACK = "lo"
-# These carry nothing of their own: what they count is counted again by what they run over, or never leaves the node.
-# Of a bond the sampler reads the bond alone, not its members.
+# These are virtual: their traffic is counted again by the interface below, or never leaves the node.
+# Of a bond, only the bond is read, not its members.
 _VIRTUAL = re.compile(r"(docker|veth|br-|virbr|cni|flannel|cali|tun|tap|dummy).*|.*[.@].*")
 _IP_OVER_INFINIBAND = re.compile(r"ib[0-9a-z]*")
 
@@ -77,7 +77,7 @@ def observe(run: Run, used: Sequence[int]) -> Observations:
         if len(within) < FEWEST_SAMPLES:
             reasons.append(f"{len(within)} sample(s) of node {node['node']} in that time, {FEWEST_SAMPLES} are needed")
         elif not sent:
-            reasons.append(f"node {node['node']} has no network counter that runs through")
+            reasons.append(f"node {node['node']} has no network counter that covers that time")
         traffic += sent
     most = {what: max(found, default=None) for what, found in medians.items()}
     return Observations(() if reasons else traffic, "; ".join(reasons), one_node, **most)

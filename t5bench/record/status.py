@@ -56,7 +56,7 @@ class Cause:
 
     @classmethod
     def now(cls, status: str, reason: str, remedy: str = "", strength: Strength = Strength.CAUSE) -> "Cause":
-        """What no message told, but was seen just now."""
+        """A cause that was observed now, not read from a message."""
         return cls(status, strength, reason, remedy, clock.now(), reason)
 
     def ending(self) -> Status:
@@ -74,9 +74,9 @@ class Rule(NamedTuple):
     strength: Strength = Strength.CAUSE
 
 
-_SHARD_MORE = "Lower MICRO_BATCH_SIZE, or take a strategy that shards more (zero2, zero3, zero3_offload, tensor)"
+_SHARD_MORE = "Lower MICRO_BATCH_SIZE, or use a strategy that shards more (zero2, zero3, zero3_offload, tensor)"
 _MORE_MEMORY = "Use a node with more memory, or a smaller model"
-_LOOK_AT_OTHERS = "Look at the other nodes' logs for what happened there first, and at the network between them"
+_LOOK_AT_OTHERS = "Check the other nodes' logs for an earlier failure, and the network between them"
 
 # The first rule that matches a line speaks for it.
 RULES = (
@@ -88,30 +88,30 @@ RULES = (
          "the host's memory is full (tried to allocate {0} bytes)", _MORE_MEMORY),
     Rule(r"\bMemoryError\b|Cannot allocate memory|std::bad_alloc", OUT_OF_MEMORY,
          "the host's memory is full", _MORE_MEMORY),
-    Rule(r"No space left on device", CRASHED, "the disk is full", "Free space, or put OUTPUT_DIR where there is more"),
+    Rule(r"No space left on device", CRASHED, "the disk is full", "Free some space, or use another OUTPUT_DIR"),
     Rule(r"EADDRINUSE|[Aa]ddress already in use", CONFIGURATION,
-         "the rendezvous port is taken", "Choose another on every node: MASTER_PORT=29900"),
+         "the rendezvous port is already in use", "Choose another on every node: MASTER_PORT=29900"),
     Rule(r"gai error: -?\d+ - ([^)\n]*)", CONFIGURATION, "the master host's name does not resolve ({0})",
          "Check its spelling, or use the address that 'getent hosts' prints on the master"),
     Rule(r"(unrecognized arguments: .*|the following arguments are required: .*"
          r"|argument \S+: (?:invalid|expected) .*)", CONFIGURATION,
-         "the engine does not take the command line: {0}", "What follows -- goes to the engine as it is"),
+         "the engine rejects the command line: {0}", "Check what follows --, which goes to the engine unchanged"),
     Rule(r"found NaN in|NaN in local grad norm|loss scale already at minimum", DIVERGED,
          "the loss is not a number", "Lower LR, or add LR_WARMUP_ITERS"),
     Rule(r"slurmstepd: error: .*DUE TO TIME LIMIT", TIMEOUT,
          "SLURM's time limit ended the job", "Ask for more time (--time), or fewer TRAIN_ITERS"),
     Rule(r"slurmstepd: error: .*CANCELLED", CANCELLED, "SLURM cancelled the job"),
     Rule(r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined", TIMEOUT,
-         "{1} of {2} nodes came within {0} s",
-         "Start the launcher on the others, with the same master and port; RENDEZVOUS_TIMEOUT is how long each waits"),
+         "only {1} of {2} nodes joined within {0} s",
+         "Start the launcher on the others with the same master and port; RENDEZVOUS_TIMEOUT sets how long they wait"),
     Rule(r"client socket has timed out after (\d+)ms while trying to connect to \(([^)]*)\)", TIMEOUT,
          "the master ({1}) could not be reached within {0} ms",
-         "Start rank 0 there; if it runs, a firewall is between the nodes or the ports differ"),
+         "Start rank 0 there; if it is running, compare the ports and look for a firewall"),
     Rule(r"wait timeout after (\d+)ms, keys: \S*role_info/(\d+)", TIMEOUT,
-         "a rank is missing: two nodes were started with the same one, or with another NNODES",
+         "a rank is missing: two nodes have the same rank, or a different NNODES",
          "Give each node its own rank, 0 to NNODES-1"),
     Rule(r"[Tt]imed out waiting (?:for )?\d+ ?ms|Watchdog caught collective operation timeout|wait timeout after \d+ms",
-         TIMEOUT, "a collective operation did not end in time: another process stopped, or the network is cut",
+         TIMEOUT, "a collective operation timed out: another process stopped, or the network is down",
          _LOOK_AT_OTHERS, Strength.WAITED),
     Rule(r"No route to host|Network is unreachable|Connection refused", NETWORK,
          "another node cannot be reached", _LOOK_AT_OTHERS, Strength.WAITED),
@@ -120,7 +120,7 @@ RULES = (
          "the connection to another process was lost", _LOOK_AT_OTHERS, Strength.VICTIM),
     Rule(r"Signal 9 \(SIGKILL\) received by PID|exitcode\s*: -9 \(pid|DataLoader worker .* killed by signal: Killed",
          CRASHED, "a process was killed (SIGKILL)",
-         "By the kernel when memory ran out (dmesg tells), by SLURM, or by hand"),
+         "The kernel does this when memory runs out (see dmesg); SLURM or a user may have, too"),
     Rule(r"Signal 11 \(SIGSEGV\) received by PID|exitcode\s*: -11 \(pid", CRASHED,
          "a process crashed (segmentation fault)"),
     # What torchrun says of its workers' ends explains nothing.
@@ -167,9 +167,9 @@ class CauseFinder:
 
 
 def of_run(parts: Sequence[Mapping[str, Any]]) -> Status:
-    """The status of a run from its nodes' parts; the reason begins with the node that failed first.
+    """A run's status from its nodes' parts; the reason begins with the node that failed first.
 
-    What a node heard of how others ended counts where their own parts are not at hand.
+    If another node's part is missing, what a node heard of its end counts.
     """
     nodes = parts[0]["nnodes"]
     known = {part["node"] for part in parts}
@@ -190,7 +190,7 @@ def of_run(parts: Sequence[Mapping[str, Any]]) -> Status:
 
 
 def first_failure(failed: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Of nodes that failed the one that failed first: whose cause says most, and of equals the earliest."""
+    """The node that failed first: the one with the strongest cause, and among equals the earliest."""
 
     def key(part: Mapping[str, Any]) -> tuple[float, bool, float]:
         when = part["cause"]["time"] if part["cause"] else float("inf")

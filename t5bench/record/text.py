@@ -34,7 +34,7 @@ def on_terminal(text: str) -> str:
 
 
 class Screen:
-    """A run's own output as it may go to a terminal, block by block; a character or a colour may go on in the next."""
+    """Makes a run's output safe for a terminal, block by block; a character may continue in the next block."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")

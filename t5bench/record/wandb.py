@@ -1,4 +1,4 @@
-"""Whether a run is sent to W&B: the launchers and the reports decide it here, with the standard library alone."""
+"""Whether a run is sent to W&B, for the launchers and the reports; needs only the standard library."""
 
 import netrc
 from collections.abc import Mapping

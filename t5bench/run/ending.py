@@ -17,7 +17,7 @@ from t5bench.run.output import Output
 
 KILLED = 128 + 9
 SPACE_REMEDY = "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"
-# SLURM ends a job somewhat after its time is over, and tells its processes so by TERM alone.
+# SLURM ends a job a little after its time limit, and its processes only see TERM.
 SLURM_MARGIN_SECONDS = 90
 
 
@@ -33,14 +33,14 @@ def read_end(path: Path) -> tuple[int | None, str | None]:
 def cause_of(
     plan: Plan, output: Output, guard: Guard, exit_status: int | None, interrupted_by: str | None, kernel_kills: int
 ) -> Cause | None:
-    """Why this node's processes ended; None for a run that did all of its own, or that was cancelled.
+    """Why this node's processes ended; None if they finished or the run was cancelled.
 
     exit_status is None where the launcher was killed before it could tell.
     """
     said = output.finder.cause()
     if said and said.status == ends.TIMEOUT and said.strength == Strength.WAITED and guard.stacks.stopped():
         # torchrun ended the others when one had waited too long.
-        said = Cause.now(ends.TIMEOUT, guard.stacks.sentence(), "The stacks of every worker are in the node's log")
+        said = Cause.now(ends.TIMEOUT, guard.stacks.sentence(), "The node's log has every worker's stack")
     strength = said.strength if said else Strength.VICTIM
     if interrupted_by == "TERM" and slurm_time_is_up(os.environ):
         remedy = "Ask for more time (--time), or fewer TRAIN_ITERS"
@@ -48,7 +48,7 @@ def cause_of(
     if interrupted_by:
         return said if strength == Strength.CAUSE else None
     if exit_status is None and not output.unwritten:
-        remedy = "By hand, or by the kernel for want of memory; its processes were ended"
+        remedy = "A user may have done it, or the kernel because memory ran out; its processes were stopped"
         return Cause.now(ends.CRASHED, "the launcher was killed before its run ended", remedy)
     # What the guard ends does not end with 0: it may have come when all was over.
     guarded = guard.cause if exit_status != 0 else None
@@ -66,10 +66,10 @@ def cause_of(
     if output.unwritten and strength < Strength.CAUSE:
         return Cause.now(ends.CRASHED, f"the run directory cannot be written: {output.unwritten}", SPACE_REMEDY)
     if exit_status == KILLED and strength < Strength.EXCEPTION:
-        remedy = "By the kernel when memory ran out, by SLURM, or by hand"
+        remedy = "The kernel does this when memory runs out (see dmesg); SLURM or a user may have, too"
         return Cause.now(ends.CRASHED, "torchrun was killed (SIGKILL)", remedy)
-    reason = f"torchrun ended with exit status {exit_status} and named no cause"
-    return said or Cause.now(ends.CRASHED, reason, "Its output is all that there is", Strength.VICTIM)
+    reason = f"torchrun ended with exit status {exit_status} without naming a cause"
+    return said or Cause.now(ends.CRASHED, reason, "See its output in the node's log", Strength.VICTIM)
 
 
 def slurm_time_is_up(environment: Mapping[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""Ends a run that nothing else would end: its launcher was killed, another node failed or went, or it stands still.
+"""Stops a run that would not stop otherwise: its launcher was killed, another node failed or left, or it hangs.
 
 A worker that is ended leaves its stacks in a file (see worker.py), so that the place where it stood is known.
 """
@@ -17,22 +17,22 @@ from t5bench.record.text import visible
 from t5bench.run import processes
 from t5bench.run.peers import Peers
 
-# How long a node is given to notice by itself that another failed: torchrun takes 2 to 3 s to report a worker's end.
+# How long a node has to notice another's failure: torchrun takes 2 to 3 s to report a worker's end.
 GRACE_SECONDS = 10
-# TERM, then KILL: what is waited in between, and what ending a run may take in all.
+# The wait between TERM and KILL, and the longest time that stopping a run may take.
 TERM_SECONDS = 10
 END_SECONDS = 25
 START_SECONDS = 30
 STACK_SECONDS = 3
-SUSPENDED = "a stop by signal (SIGSTOP)"
+SUSPENDED = "suspended (SIGSTOP)"
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)', re.MULTILINE)
 _THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
-# A rank that waits here waits for the others, or has given that up.
+# A rank in one of these files waits for the others, or has timed out.
 _WAITING = ("distributed_c10d.py", "torch/distributed/", "torch/autograd/graph.py")
 
 
 class Stacks:
-    """Where each rank of this node stood when it was ended, from the files <prefix>.<rank> that faulthandler wrote."""
+    """Where each rank of this node was when it was stopped, from the files <prefix>.<rank> that faulthandler wrote."""
 
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
@@ -40,7 +40,7 @@ class Stacks:
         self.remove()
 
     def texts(self) -> dict[int, str]:
-        """All threads' stacks by rank, for those that left any."""
+        """All threads' stacks by rank, if there are any."""
         found = {}
         for path in self.prefix.parent.glob(f"{self.prefix.name}.*"):
             with contextlib.suppress(OSError, ValueError):
@@ -61,18 +61,16 @@ class Stacks:
         return found
 
     def stopped(self) -> dict[int, str]:
-        """The ranks that stand elsewhere than in a collective operation, and where."""
-        standing = {rank: _where(frame) for rank, frame in self.frames().items() if not _waits(frame)}
+        """The ranks that are not waiting in a collective operation: where each is stuck, or that it is suspended."""
+        standing = {rank: f"stuck in {_where(frame)}" for rank, frame in self.frames().items() if not _waits(frame)}
         return dict(sorted((standing | dict.fromkeys(self.suspended, SUSPENDED)).items()))
 
     def sentence(self) -> str:
-        """Which ranks stopped, and where; else where all of them wait."""
-        stopped = self.stopped()
-        places = stopped or {rank: _where(frame) for rank, frame in self.frames().items()}
-        if not places:
-            return "no worker told where it is"
-        where = "; ".join(f"rank {rank} in {place}" for rank, place in places.items())
-        return f"it stopped at {where}" if stopped else f"all ranks here wait for others: {where}"
+        """Which ranks stopped, and where; otherwise where all of them wait."""
+        if stopped := self.stopped():
+            return "; ".join(f"rank {rank} is {what}" for rank, what in stopped.items())
+        waiting = "; ".join(f"rank {rank} in {_where(frame)}" for rank, frame in self.frames().items())
+        return f"all ranks here are waiting for others: {waiting}" if waiting else "no worker reported its stack"
 
 
 def _waits(frame: re.Match[str]) -> bool:
@@ -84,7 +82,7 @@ def _where(frame: re.Match[str]) -> str:
 
 
 class Guard:
-    """Looks once a second, in a thread of its own. ``cause`` says why it ended the run, if it did."""
+    """Checks once a second, in its own thread. ``cause`` says why it stopped the run, if it did."""
 
     def __init__(self, plan: Plan, launcher: int, mark: str, peers: Peers, stacks: Stacks) -> None:
         self.launcher, self.mark, self.peers, self.stacks = launcher, mark, peers, stacks
@@ -99,7 +97,7 @@ class Guard:
         self.thread.start()
 
     def finish(self) -> None:
-        """The run has ended: stop, but first tell why if this ended it."""
+        """The run has ended: stop, but first finish reporting if the guard ended it."""
         self.ended.set()
         self.thread.join(END_SECONDS)
 
@@ -124,17 +122,17 @@ class Guard:
             return None
         first = first_failure(failed or gone)
         where = f"node {first['node']} ({first['host']})"
-        # Who waited may have waited for a worker here.
+        # The other node may have waited for a worker of this one.
         stopped = self._where_workers_are() if failed and weight_of(first) == Strength.WAITED else None
         if stopped:
-            remedy = f"{where} waited for it. The stacks of every worker here are in this node's log"
+            remedy = f"{where} waited for it. This node's log has the stack of every worker here"
             return Cause.now(TIMEOUT, stopped, remedy)
         became = "was cancelled" if first["status"] == CANCELLED else "failed"
-        reason = f"ended because {where} {became}: {first['reason']}"
+        reason = f"stopped because {where} {became}: {first['reason']}"
         return Cause.now(first["status"], reason, first["remedy"], Strength.VICTIM)
 
     def _never_starts(self) -> Cause | None:
-        """torchrun waits without end for something that listens at the master's port and is no torchrun."""
+        """torchrun waits forever if something other than torchrun listens on the master's port."""
         if self.workers_due_at is None or time.monotonic() < self.workers_due_at:
             return None
         if processes.workers(self.mark):
@@ -142,9 +140,9 @@ class Guard:
             return None
         return Cause.now(
             TIMEOUT,
-            f"torchrun found no other node at {self.peers.place.address}:"
-            " what listens at the master's port does not answer",
-            "Look at rank 0: its launcher may have refused to start. Choose another MASTER_PORT on every node",
+            f"torchrun cannot join a run at {self.peers.place.address}:"
+            " whatever listens on the master's port does not answer",
+            "Check rank 0, whose launcher may have refused to start, or choose another MASTER_PORT on every node",
         )
 
     def _stands_still(self) -> Cause | None:
@@ -156,12 +154,12 @@ class Guard:
         return Cause.now(
             TIMEOUT,
             f"no iteration in {waited:.0f} s, {after}: {self.stacks.sentence()}",
-            "The stacks of every worker are in the node's log; WATCHDOG_SECONDS is how long the watchdog waits",
+            "The node's log has every worker's stack; WATCHDOG_SECONDS sets how long the watchdog waits",
             Strength.CAUSE if stopped else Strength.WAITED,
         )
 
     def _where_workers_are(self) -> str | None:
-        """Ends the workers, each of which leaves stacks; which stopped, other than to wait for others, if one did."""
+        """Ends the workers, each of which leaves its stacks; names those that were not just waiting for others."""
         ranks = processes.workers(self.mark)
         self.stacks.suspended = {rank for rank, pid in ranks.items() if processes.state(pid)[0] in ("T", "t")}
         for rank in ranks.keys() - self.stacks.suspended:

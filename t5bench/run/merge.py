@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise Problem(f"{output} exists", "Remove it, or name another --output")
     iteration, _ = Checkpoints(plan).newest()
     if not iteration:
-        raise Problem(f"{arguments.run} has no whole checkpoint", "Train with SAVE_INTERVAL=100, for example")
+        raise Problem(f"{arguments.run} has no intact checkpoint", "Train with SAVE_INTERVAL=100, for example")
     folder = arguments.run / "checkpoints" / Checkpoints(plan).folder(iteration).name
     head = read(min([*folder.glob("mp_rank_00*/*.pt"), *folder.glob("*mp_rank_00_model_states.pt")]))
     write(head, whole_weights(folder, head["args"]), output / "checkpoints", Cut.of(head["args"], tp, pp))

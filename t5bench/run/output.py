@@ -1,4 +1,4 @@
-"""A node's output while a run goes on: passed on to the terminal, kept with its times, and understood line by line."""
+"""A node's output during a run: passed on to the terminal, kept with its times, and understood line by line."""
 
 import contextlib
 import os
@@ -140,7 +140,7 @@ class Output:
             return isinstance(error, FileNotFoundError)
 
     def restore(self) -> None:
-        """Writes the log and the metrics anew where they were, with what they held: they are still open."""
+        """Restores the log and the metrics from their open files."""
         with self._noting_errors():
             Path(self.log.name).parent.mkdir(parents=True, exist_ok=True)
             for file in filter(None, (self.log, self.metrics)):

@@ -1,4 +1,4 @@
-"""The recorders of a run's nodes tell each other what no node sees alone: that training goes on, and how a node ended.
+"""The recorders of a run's nodes exchange what no node sees alone: that training continues, and how a node ended.
 
 A node that cannot connect does without: its own output, its process group's timeout and its own watchdog still end it.
 A lost connection ends nothing: training survives an outage that is shorter than its process group's timeout.
@@ -149,7 +149,8 @@ class Peers(Channel):
         if isinstance(message, Ended) and message.node not in self._advised:
             self._advised.add(message.node)
             said = f"{message.part['status']}: {message.part['reason']}"[:LONGEST_ADVICE]
-            self.on_problem(f"a host that did not prove that it is {self.named(message.node)} says: {said}. {REMEDY}")
+            claim = f"a host that claims, without proof, to be {self.named(message.node)} says"
+            self.on_problem(f"{claim}: {said}. {REMEDY}")
 
     def joined(self, node: int) -> None:
         self.gone.pop(node, None)
@@ -161,8 +162,8 @@ class Peers(Channel):
                 self.say(Gone(lost=node))
 
     def _went_away(self, node: int) -> Mapping[str, Any]:
-        remedy = "Look whether it was started anew, or its processes were killed by hand or for want of memory"
-        cause = Cause.now(NETWORK, "it went away without a word", remedy, Strength.WAITED)
+        remedy = "Check whether it was rebooted, or its processes were killed by a user or because memory ran out"
+        cause = Cause.now(NETWORK, "it disconnected without giving a reason", remedy, Strength.WAITED)
         end = {
             "node": node,
             "nnodes": self.place.nodes,
@@ -174,8 +175,8 @@ class Peers(Channel):
 
     def cannot_listen(self, error: OSError) -> None:
         self.on_problem(
-            f"port {self.place.port} cannot be listened on ({error.strerror}): when a node fails, the others will not"
-            " tell why. The port is MASTER_PORT's and follows it"
+            f"cannot listen on port {self.place.port} ({error.strerror}): when a node fails, the others will not learn"
+            " why. It is MASTER_PORT + 1000, so choose another MASTER_PORT"
         )
 
     def unanswered(self, error: StrangerError) -> None:
@@ -185,8 +186,8 @@ class Peers(Channel):
     def unproven(self, address: str) -> None:
         self._strangers += 1
         if self._strangers <= MOST_STRANGERS:
-            last = "; more of this is not shown" if self._strangers == MOST_STRANGERS else ""
-            self.on_problem(f"{address} names this run but has another secret, and is not listened to{last}. {REMEDY}")
+            last = "; further ones are not shown" if self._strangers == MOST_STRANGERS else ""
+            self.on_problem(f"{address} names this run but has another secret, so it is ignored{last}. {REMEDY}")
 
     def beat(self) -> Message:
         return Alive(ages=self._ages() if self.place.node == 0 else {})
@@ -197,7 +198,7 @@ class Peers(Channel):
         try:
             found = self.compare(self._parts[0], self._parts[node])
         except (LookupError, TypeError, ValueError, AttributeError):
-            found = [f"{self.named(node)} runs another version of this repository"]
+            found = [f"{self.named(node)} runs a different version of this repository"]
         self._differ(found)
 
     def _differ(self, sentences: Sequence[str]) -> None:
@@ -229,9 +230,9 @@ class Peers(Channel):
         return {node: now - heard for node, heard in dict(self.heard).items()}
 
     def of_silence(self) -> str:
-        """Whom nothing was heard of, for a node that waited for others."""
-        silent = [f"{self.named(node)} for {seconds:.0f} s" for node, seconds in sorted(self.silent().items())]
-        return f"; nothing was heard of {', '.join(silent)}" if silent else ""
+        """Which nodes are silent, as the end of a sentence on a node that waited for others."""
+        silent = self.silent()
+        return "".join(f"; {self.named(node)} has been silent for {silent[node]:.0f} s" for node in sorted(silent))
 
     def wait_for_ends(self, seconds: float, enough: Callable[[Mapping[int, Mapping[str, Any]]], bool]) -> None:
         """Until what the others said is enough, nobody is left who could say more, or the time is over."""

@@ -63,7 +63,7 @@ def _wait(mark: str, seconds: float) -> bool:
 def end(mark: str, seconds: float) -> None:
     """TERM, then KILL after the given seconds. SLURM allows 30 s in all (KillWait)."""
     _signal(signal.SIGTERM, mark)
-    # A process that was stopped takes no TERM before it goes on.
+    # A suspended process handles TERM only once it continues.
     _signal(signal.SIGCONT, mark)
     if not _wait(mark, seconds):
         _signal(signal.SIGKILL, mark)

@@ -1,6 +1,6 @@
 """A ``tee`` that understands: passes a node's output on, keeps it with its times, and writes the node's record.
 
-The launcher starts it beside torchrun and tells it, in a file that is read at the end of the output, how torchrun
+The launcher starts it next to torchrun and reports, in a file that is read at the end of the output, how torchrun
 ended. So one process sees all of a run and outlives whatever dies in it; a launcher that is killed leaves that file
 empty. Whatever it waits for at the end it waits for only so long.
 """
@@ -56,7 +56,7 @@ OTHERS_SECONDS = GRACE_SECONDS + 20
 COMPLETE_SECONDS = 10
 LOOKING_SECONDS = 30
 MOST_DIFFERENCES = 3
-PROCESSES_REMEDY = "End what else runs there, or raise the limit (ulimit -u; a container's or a SLURM job's own)"
+PROCESSES_REMEDY = "Stop other processes there, or raise the limit (ulimit -u, or the container's or SLURM job's)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,7 +136,7 @@ class Part:
                 self.content |= {"status": known.name, "reason": known.reason, "remedy": known.remedy}
             warn(unwritten.reason)
             with contextlib.suppress(OSError, RecordError):
-                # What is there says that the run goes on, and has the space that this needs.
+                # The existing file says "running", and its space suffices.
                 self.file("json").unlink(missing_ok=True)
                 self._finish()
         self.say(f"{known.name} {known.reason}\n{known.remedy}\n")
@@ -150,7 +150,7 @@ class Part:
     def look(self, output: Output) -> None:
         """Keeps what can be kept where somebody has removed the run directory."""
         if output.is_removed():
-            warn(f"{self.plan.output_dir} was removed while the run goes on; its log and its metrics are written anew")
+            warn(f"{self.plan.output_dir} was removed during the run; its log and metrics start again")
             output.restore()
             self.say(f"{RUNNING} {self.content['host']} {self.content['pid']}\n")
             self.write()
@@ -165,7 +165,7 @@ def overwrite(path: Path, text: str) -> None:
 
 def warn_of_differences(sentences: Sequence[str]) -> None:
     more = f"; and {len(sentences) - MOST_DIFFERENCES} more" if len(sentences) > MOST_DIFFERENCES else ""
-    warn(f"the nodes of this run are not the same: {'; '.join(sentences[:MOST_DIFFERENCES])}{more}")
+    warn(f"the nodes of this run differ: {'; '.join(sentences[:MOST_DIFFERENCES])}{more}")
 
 
 def warn(sentence: str) -> None:
@@ -184,7 +184,7 @@ def meet(plan: Plan, hurry: threading.Event) -> Peers:
 
 
 def follow(part: Part, peers: Peers, stacks: Stacks, is_over: Callable[[], bool]) -> Output:
-    """Passes the output on to its end, with samples of the machine beside it."""
+    """Passes on the output until its end, while the sampler runs."""
     plan, metrics = part.plan, Path(part.plan.output_dir, "metrics.jsonl")
     with part.file("log").open("ab") as log:
         output = Output(log, metrics, part.hidden, on_iteration=peers.progressed, stacks=stacks.texts)
@@ -211,7 +211,7 @@ def tell_and_hear(peers: Peers, end: dict[str, Any], stopped: str) -> None:
     elif knows_little(end) and not end["signal"]:
         peers.wait_for_ends(OTHERS_SECONDS, enough)
         if all(map(knows_little, peers.ends.values())) and enough(peers.ends):
-            cause = Cause.now(TIMEOUT, stopped, "The stacks of every worker here are in this node's log")
+            cause = Cause.now(TIMEOUT, stopped, "This node's log has the stack of every worker here")
             end |= {"status": cause.status, "reason": stopped, "remedy": cause.remedy, "cause": asdict(cause)}
             peers.ended(end)
         else:
@@ -264,7 +264,7 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
         "oom_kills": kills,
     }
     tell_and_hear(peers, end, stopped)
-    # A node that did all of its own need not have heard of the others.
+    # A node that finished may not have heard of the others.
     all_is_well = all(other["status"] == COMPLETE for other in (end, *end["heard"]))
     known = Status(COMPLETE) if all_is_well else of_run([end])
     peers.close()
@@ -282,7 +282,7 @@ def cannot_record(args: argparse.Namespace, error: OSError | RuntimeError) -> in
     processes.end(args.mark, TERM_SECONDS)
     reason, remedy = f"the run directory cannot be written: {error}", SPACE_REMEDY
     if isinstance(error, RuntimeError) or error.errno == errno.EAGAIN:
-        reason, remedy = f"no more processes or threads may be started here: {error}", PROCESSES_REMEDY
+        reason, remedy = f"the limit on processes or threads is reached here: {error}", PROCESSES_REMEDY
     with contextlib.suppress(OSError):
         overwrite(args.end_file.with_suffix(".status"), f"{CRASHED} {reason}\n{remedy}\n")
     return EXIT_CODES[CRASHED]

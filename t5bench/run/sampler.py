@@ -1,4 +1,4 @@
-"""Samples of the GPUs and of the network counters while a run goes on, from a thread that sleeps in between."""
+"""Samples of the GPUs and the network counters during a run, from a thread that sleeps in between."""
 
 import contextlib
 import json
@@ -62,7 +62,7 @@ def _numbers(words: Iterable[str]) -> Iterator[float | None]:
 
 
 class Sampler:
-    """Writes a line to ``path`` every ``seconds``; one nvidia-smi runs along where there are GPUs."""
+    """Writes a line to ``path`` every ``seconds``; with GPUs, one nvidia-smi runs alongside."""
 
     def __init__(self, path: Path, seconds: float, *, has_gpus: bool, environment: Mapping[str, str]) -> None:
         self.path, self.seconds, self.ended = path, seconds, threading.Event()

@@ -4,23 +4,23 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from t5bench import Problem
 from t5bench.plan import claim
-from t5bench.record.records import write_list
+from t5bench.record.records import load, write_list
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
-from t5bench.sweep.launch import Launch, choose, note, plan_baselines, plan_rows
+from t5bench.sweep.launch import Launch, Row, choose, note, plan_baselines, plan_rows
 from t5bench.sweep.runner import has_record, is_complete, raise_on_signals, run_all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs-dir", type=Path, required=True, help="what is complete there is not run again")
+    parser.add_argument("--runs-dir", type=Path, required=True, help="directory of the runs")
     parser.add_argument("--strategies", default="", help="separated by spaces (default: all)")
-    parser.add_argument("--repeats", type=int, default=1, help="times that each is run, in turn")
-    parser.add_argument("--retries", type=int, default=0, help="times that what failed is tried again")
-    parser.add_argument("--launch", choices=["local", "ssh"], default="local", help="where the runs are made")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each strategy, interleaved")
+    parser.add_argument("--retries", type=int, default=0, help="retries of a failed run")
+    parser.add_argument("--launch", choices=["local", "ssh"], default="local", help="here, or on all hosts")
     parser.add_argument("--dry-run", action="store_true", help="print what would run")
 
 
@@ -32,8 +32,9 @@ def run(args: argparse.Namespace) -> int:
     rows = plan_rows(launch, args.runs_dir, choose(args.strategies.split()))
     rows += plan_baselines(launch, args.runs_dir, rows)
     if not rows:
-        raise Problem("none of the strategies can run here", "What stops each is said above")
+        raise Problem("no strategy can run here", "The reasons are above")
     runs = {args.runs_dir / f"repeat{repeat}" / row.name: row for repeat in range(1, args.repeats + 1) for row in rows}
+    check_settings(runs)
     if args.dry_run:
         for directory in runs:
             print("complete " if is_complete(directory) else "run      ", directory)
@@ -44,19 +45,29 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise Problem(f"cannot write to {args.runs_dir}: {error.strerror}", "Choose another RUNS_DIR") from error
     claim.keep(args.runs_dir, "sweep", os.getpid())
-    began = run_all(launch, runs, args.runs_dir, args.retries, "The same command goes on from here.")
+    began = run_all(launch, runs, args.runs_dir, args.retries, "Run the same command again to continue.")
     print(flush=True)
     status = compare(list(runs), args.runs_dir)
-    # What waited for a node that refused may have left a record; nothing was trained all the same.
+    # A node that waited for one that refused may have left a record, but nothing was trained.
     return status if began else EXIT_CODES[CONFIGURATION]
 
 
+def check_settings(runs: Mapping[Path, Row]) -> None:
+    """Raises Problem for a complete run with other settings: it would be taken for a run of this sweep."""
+    for directory in filter(is_complete, runs):
+        then, now = load(directory).plan.with_role("kept"), runs[directory].settings
+        if other := [name for name in then if now.get(name, then[name]) != then[name]]:
+            changes = "; ".join(f"{name} is '{now[name]}' here and was '{then[name]}'" for name in other)
+            remedy = "Choose another RUNS_DIR, or delete that run to make it again"
+            raise Problem(f"{directory} holds a complete run with other settings: {changes}", remedy)
+
+
 def compare(runs: Sequence[Path], runs_dir: Path) -> int:
-    """A run that was refused may have left no record, and the others are compared all the same."""
+    """Compares the runs. A refused run may have left no record; the others are still compared."""
     recorded = [directory for directory in runs if has_record(directory)]
     for directory in runs:
         if directory not in recorded:
-            note(f"{directory.relative_to(runs_dir)} left no record, and is not in the comparison")
+            note(f"{directory.relative_to(runs_dir)} left no record and is missing from the comparison")
     if not recorded:
         return EXIT_CODES[CONFIGURATION]
     status = t5bench("compare", *recorded, "--output", runs_dir / "comparison")

@@ -1,8 +1,8 @@
-"""Which runs a sweep makes; starts one launcher here, or one on every host over ssh, and brings their records back.
+"""Plans a sweep's runs; starts one launcher here, or one on every host over ssh, and fetches their records.
 
-Each is sent a script on the standard input of a bash: the settings (so that no key stands in a command line), the
+Each host receives a script on the standard input of a bash: the settings (so that no key is on a command line), the
 launcher, and a watch on that input. When this process ends, or the connection breaks, the input ends and the launcher
-is told to end what it started. The repository lies at the same path on every host.
+stops what it started. The repository is at the same path on every host.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from t5bench import REPOSITORY, Problem
@@ -33,9 +33,9 @@ from t5bench.record.text import visible
 BASELINE = "ddp"
 SSH_OPTIONS = ("-o", "ServerAliveInterval=15")
 SSH_FAILED = 255
-# A launcher that is told to end needs up to 25 s; one whose peer failed ends by itself within 30 s, mostly in 3.
+# A launcher needs up to 25 s to stop; if its peer failed, it ends without being asked within 30 s, mostly in 3.
 GRACE_SECONDS = 45
-# What a host gets of the environment besides the settings.
+# The environment variables that a host receives besides the settings.
 ALSO_SENT = (
     "PATH", "PYTHON", "NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "OMP_", "HF_", "TORCH_", "UCX_", "FI_", "WANDB_",
 )  # fmt: skip
@@ -61,7 +61,7 @@ def note(text: str) -> None:
 
 
 def shell(host: str) -> list[str]:
-    """A bash on a host, "" for this machine, that does what it is sent."""
+    """The command for a bash on a host ("" for this machine) that reads its standard input."""
     return ssh(host, "bash", "-s", options=SSH_OPTIONS) if host else ["bash", "-s"]
 
 
@@ -100,7 +100,7 @@ class Node:
 
 
 class Started:
-    """One run on all its nodes, as a process. problems: what its record does not tell, once it has ended."""
+    """One run on all its nodes, as a process. problems: what its record does not say, once it has ended."""
 
     def __init__(self, launch: "Launch", strategy: str, processes: int | None, directory: Path) -> None:
         self._launch, self._strategy, self._processes, self._directory = launch, strategy, processes, directory
@@ -111,7 +111,7 @@ class Started:
         self.problems: list[str] = []
 
     def poll(self) -> int | None:
-        """None while any node runs. When one fails, the others get time to end; none if it never began."""
+        """None while any node runs. When one fails, the others get time to end, or none if it never began."""
         codes = [node.process.poll() for node in self.nodes]
         if None not in codes:
             return self._finish()
@@ -126,7 +126,7 @@ class Started:
             node.end()
 
     def end(self) -> list[str]:
-        """Ends what runs, and brings back its record; what did not end in time."""
+        """Stops the run and fetches its record; returns what did not stop in time."""
         self._tell_to_end()
         deadline = time.monotonic() + GRACE_SECONDS
         for node in self.nodes:
@@ -138,7 +138,7 @@ class Started:
         return [f"what process {node.process.pid} started on {node.host or 'this machine'}" for node in left]
 
     def _finish(self) -> int:
-        """Brings back the parts that are not here, as they are with a shared file system; the run's exit status."""
+        """Fetches the parts that are not already here (a shared file system); returns the run's exit status."""
         absent = [node for node in self.nodes if self._is_old(node.part)]
         for path in filter(Path.exists, self._earlier if absent else ()):
             if self._is_old(path):  # it would pass as this attempt's
@@ -164,7 +164,7 @@ class Started:
 
     def _why_refused(self, node: Node) -> str:
         if node.process.returncode == SSH_FAILED:
-            said = node.output.read_text(errors="replace").strip() or "it said nothing"
+            said = node.output.read_text(errors="replace").strip() or "it printed nothing"
             return f"ssh to {node.host} failed: {visible(said.splitlines()[-1])}"
         try:
             obstacles = self._launch.ask(self._strategy, self._processes, self._directory, node.rank).obstacles
@@ -219,11 +219,11 @@ class Launch:
         result = subprocess.run(shell(host), env=self._environment, input=script, **options)
         if not result.stdout:
             said = visible(result.stderr, "\n")
-            raise Problem(f"{host} gives no plan of {strategy}: {said}", f"Log in by hand: ssh {host}")
+            raise Problem(f"{host} cannot plan {strategy}: {said}", f"Try to log in by hand: ssh {host}")
         return Plan.read(json.loads(result.stdout))
 
     def start(self, strategy: str, processes: int | None, directory: Path) -> Started:
-        """A node is known before it is sent anything: what interrupts this leaves no launcher that nobody ends."""
+        """Registers each node before sending it anything, so that an interruption leaves no launcher behind."""
         self.running = run = Started(self, strategy, processes, directory)
         for rank, host in enumerate(self._hosts):
             run.nodes.append(Node(host, self._environment, directory, rank))
@@ -236,38 +236,43 @@ class Launch:
 
 @dataclass(frozen=True)
 class Row:
-    """A run to make. processes: what the launcher is told, in all; None leaves it the strategy's own number."""
+    """A run to make. processes: in all; None leaves the strategy its default. settings: those that shape its curve."""
 
     name: str
     strategy: str
     world_size: int
     processes: int | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 def choose(names: Sequence[str]) -> list[str]:
-    """These strategies, each once; all of them when none is named. Raises Problem."""
+    """These strategies, each once; by default all. Raises Problem."""
     known = [strategy.name for strategy in launchers.declarations()]
     for name in names:
         if name not in known:
-            raise Problem(f"there is no strategy '{name}'", f"For this model family there are: {' '.join(known)}")
+            raise Problem(f"there is no strategy '{name}'", f"Choose from: {' '.join(known)}")
     return list(dict.fromkeys(names)) or known
 
 
 def plan_rows(launch: Launch, runs_dir: Path, strategies: Iterable[str], processes: int | None = None) -> list[Row]:
-    """A row for each strategy that can run; says of the others what stops them."""
-    rows = []
+    """A row for each strategy that can run; says once for each reason which of the others cannot."""
+    rows, blocked = [], {}
     for strategy in strategies:
         name = f"{strategy}-{processes}" if processes else strategy
         plan = launchers.accepted(launch.ask(strategy, processes, runs_dir / "plan"))
         if plan.obstacles:
-            note(f"{name} cannot run here: {plan.obstacles[0].found}")
+            blocked.setdefault(plan.obstacles[0].found, {})[name] = plan.obstacles[0].remedy
         elif plan.layout:
-            rows.append(Row(name, strategy, plan.layout.world_size, processes))
+            rows.append(Row(name, strategy, plan.layout.world_size, processes, plan.with_role("kept")))
+    for found, remedies in blocked.items():
+        note(f"{', '.join(remedies)} cannot run here: {found}")
+        if len(set(remedies.values())) == 1 and (remedy := next(iter(remedies.values()))):
+            note(f"       {remedy}")
     return rows
 
 
 def plan_baselines(launch: Launch, runs_dir: Path, rows: Sequence[Row]) -> list[Row]:
-    """The baseline, where it is among the rows, once more for each further number of processes."""
+    """If the baseline is among the rows, one more row of it for every other number of processes."""
     known = {row.world_size for row in rows if row.strategy == BASELINE}
     missing = dict.fromkeys(row.world_size for row in rows if known and row.world_size not in known)
     return [row for size in missing for row in plan_rows(launch, runs_dir, [BASELINE], size)]

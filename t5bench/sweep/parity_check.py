@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("strategies", nargs="*", help="compared with DDP (default: all)")
     parser.add_argument("--engine", choices=[MEGATRON, NATIVE], required=True)
     parser.add_argument("--runs-dir", type=Path, required=True, help="where the runs go; must not exist")
-    parser.add_argument("--sensitivity", action="store_true", help="measure what the check can see, and nothing else")
-    parser.add_argument("--blind-spots", action="store_true", help="measure it too")
+    parser.add_argument("--sensitivity", action="store_true", help="only measure what the check can see")
+    parser.add_argument("--blind-spots", action="store_true", help="also measure what the check can see")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,17 +42,17 @@ def run(args: argparse.Namespace) -> int:
     raise_on_signals()
     strategies = list(dict.fromkeys([BASELINE, *choose(args.strategies)]))
     if args.engine == NATIVE and strategies == [BASELINE] and not args.sensitivity:
-        raise Problem(f"{BASELINE} alone has nothing to be compared with", "Name another strategy, or none for all")
+        raise Problem(f"{BASELINE} is the baseline and needs another strategy to compare", "Name one, or none for all")
     # Runs of an engine that was changed since would pass as runs of this one.
     if args.runs_dir.exists():
-        raise Problem(f"{args.runs_dir} exists, and a check is made of new runs alone", "Choose another RUNS_DIR")
+        raise Problem(f"{args.runs_dir} already exists, but the check needs new runs", "Choose another RUNS_DIR")
     unknown = next((o.found for o in native_plan(args.runs_dir).obstacles if o.code == "native-engine"), "")
     if args.sensitivity:
         return t5bench("parity", "--sensitivity", (measure_launched if unknown else measure)(args.runs_dir))
     train(args.engine, strategies, args.runs_dir)
     reference, drops = [], float(os.environ["DROPOUT"]) > 0
     if unknown:
-        note(f"{unknown}: a mistake that all strategies share, and what these settings cannot see, are not looked for")
+        note(f"{unknown}: mistakes that all strategies share, and those that these settings hide, go unnoticed")
     elif args.engine == MEGATRON and not drops:  # the engines draw other masks
         train(NATIVE, [BASELINE], args.runs_dir)
         reference = ["--reference", args.runs_dir / NATIVE / BASELINE]
@@ -76,14 +76,14 @@ def measure(runs_dir: Path) -> Path:
     plan = accepted(native_plan(runs_dir))
     if plan.obstacles:
         raise Problem(f"the native engine cannot run here: {plan.obstacles[0].found}", plan.obstacles[0].remedy)
-    note("measuring what each number of the recipe moves, about a minute on a CPU; CHECK_BLIND_SPOTS=0 leaves it out")
+    note("measuring how visible a change of each setting is: about a minute on a CPU (CHECK_BLIND_SPOTS=0 skips it)")
     path = runs_dir / "sensitivity.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "native.sensitivity", *plan.arguments.words]
     with path.open("wb") as output:
         result = subprocess.run(command, env=os.environ | plan.environment, cwd=REPOSITORY, stdout=output, check=False)
     if result.returncode:
-        raise Problem(f"the measurement ended with exit status {result.returncode}", "What stopped it is said above")
+        raise Problem(f"the measurement ended with exit status {result.returncode}", "The reason is above")
     return path
 
 
@@ -136,6 +136,6 @@ def train(engine: str, strategies: list[str], runs_dir: Path, seed: int | None =
     launch = Launch({"ENGINE": engine} | ({} if seed is None else {"SEED": str(seed)}), arguments=ARGUMENTS)
     rows = plan_rows(launch, runs_dir, strategies)
     if not rows or rows[0].strategy != BASELINE:
-        found = f"the {engine} engine's DDP cannot run here, and the others have nothing to be compared with"
-        raise Problem(found, "What stops it is said above")
+        found = f"the {engine} engine's DDP, the baseline, cannot run here"
+        raise Problem(found, "The reason is above")
     run_all(launch, {runs_dir / engine / row.name: row for row in rows}, runs_dir)

@@ -1,4 +1,4 @@
-"""Makes runs one after another: a line for each, an estimate of the time left, another try, an orderly end."""
+"""Makes runs one after another: a line for each, an estimate of the time left, retries, an orderly end."""
 
 import contextlib
 import math
@@ -20,6 +20,7 @@ from t5bench.sweep.launch import Launch, Row, note
 # Between looks at a run, and between those that a person sees, which read all of its iterations: on a terminal, and in
 # a file, where each is a line.
 SECONDS, PROGRESS_SECONDS, LINE_SECONDS = 0.3, 2.0, 30.0
+BAR_WIDTH = 20
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -28,7 +29,7 @@ class Interrupted(SystemExit):
 
 
 def raise_on_signals() -> None:
-    """From now on the first signal raises Interrupted, and later ones do not disturb the end in order.
+    """From now on the first signal raises Interrupted, and later ones are ignored during the clean-up.
 
     What is ignored already stays so, as HUP is under nohup.
     """
@@ -44,7 +45,7 @@ def raise_on_signals() -> None:
 
 
 def is_complete(directory: Path) -> bool:
-    """Says so where a record is damaged, which then is not complete."""
+    """Whether the record is complete; reports a damaged one, which is not."""
     try:
         return has_record(directory) and load(directory).status == COMPLETE
     except RecordError as error:
@@ -74,7 +75,7 @@ def outcome(status: int, problems: Sequence[str], directory: Path) -> str:
     return f"FAILED ({word}): {'; '.join(reasons)}; see {directory}"
 
 
-def progress(directory: Path, since: float = math.inf) -> str:
+def progress(directory: Path, since: float = math.inf, *, bar: bool = False) -> str:
     """The newest iteration: from the record, else from the terminals of nodes whose files are elsewhere.
 
     since: seconds since 1970. Before the first iteration it names the extensions that are being compiled, whose
@@ -87,41 +88,43 @@ def progress(directory: Path, since: float = math.inf) -> str:
     for terminal in () if done else directory.glob("node*.terminal"):
         done += log.iterations(terminal.read_text(errors="replace").splitlines())
     if done:
-        return f"iteration {done[-1].iteration}/{done[-1].total}"
+        last = done[-1]
+        drawn = f"[{'#' * (BAR_WIDTH * last.iteration // last.total):<{BAR_WIDTH}}] " if bar else ""
+        return f"{drawn}iteration {last.iteration}/{last.total}"
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     with contextlib.suppress(OSError):  # a lock goes as soon as it is compiled
         if names := sorted(lock.parent.name for lock in root.glob("**/lock") if lock.stat().st_mtime >= since):
-            return f"compiling {', '.join(names)}, once in some minutes"
+            return f"compiling {', '.join(names)}: takes minutes, but only once"
     return "starting"
 
 
 def run_all(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path, retries: int = 0, goes_on: str = "") -> bool:
-    """Makes the runs that are not complete, by directory, and then what failed again; whether any of them began.
+    """Makes the incomplete runs, by directory, then retries failed ones; whether any of them began.
 
-    goes_on: what to say of an interruption, which ends what is running and raises Interrupted.
+    goes_on: a hint for an interruption, which stops the current run and raises Interrupted.
     """
     try:
         statuses = _run_each(launch, runs, runs_dir)
         for _ in range(retries):
             if failed := {directory: runs[directory] for directory, status in statuses.items() if status}:
-                note("trying again what failed")
+                note("retrying the failed runs")
                 statuses |= _run_each(launch, failed, runs_dir)
     except Interrupted as stop:
         name = signal.Signals(stop.code - 128).name.removeprefix("SIG")
         left = "; ".join(launch.running.end() if launch.running else ()) or "nothing"
-        note(f"\n{name} received: stopped, {left} is left running. {goes_on}".rstrip())
+        note(f"\n{name} received: stopped; {left} is left running. {goes_on}".rstrip())
         raise
     return any(status != EXIT_CODES[CONFIGURATION] for status in statuses.values())
 
 
 def _run_each(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path) -> dict[Path, int]:
-    """The exit status of each; 0 for one that is complete already."""
+    """The exit status of each; 0 for one that is already complete."""
     statuses, took, width = {}, [], max(len(str(directory.relative_to(runs_dir))) for directory in runs)
     for number, (directory, row) in enumerate(runs.items(), 1):
         label = f"[{number:{len(str(len(runs)))}}/{len(runs)}] {directory.relative_to(runs_dir)!s:{width}}"
         if is_complete(directory):
             statuses[directory] = 0
-            note(f"{label}  complete already")
+            note(f"{label}  already complete")
             continue
         start, after = time.monotonic(), len(runs) - number
         statuses[directory], said = _run_one(launch, row, directory, label, fmean(took or [0]) * (after + 1))
@@ -139,7 +142,7 @@ def _run_one(launch: Launch, row: Row, directory: Path, label: str, expected: fl
     while (status := run.poll()) is None:
         if (now := time.time()) - told >= (PROGRESS_SECONDS if terminal else LINE_SECONDS):
             left = f"; about {_duration(max(0, expected - now + started))} left" if expected else ""
-            said = f"{label}  {progress(directory, started)}{left}"
+            said = f"{label}  {progress(directory, started, bar=terminal)}{left}"
             print(f"\r{said}\033[K", end="\r", file=sys.stderr, flush=True) if terminal else note(said)
             told = now
         time.sleep(SECONDS)

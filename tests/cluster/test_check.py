@@ -59,9 +59,9 @@ def check_here(project: Project, *arguments: str, **environment: str | None) -> 
 @pytest.mark.parametrize(
     ("arguments", "environment", "said"),
     [
-        ((), {"HOSTS": None}, "no host is named, HOSTS is not set, and this is no SLURM allocation"),
+        ((), {"HOSTS": None}, "no hosts are given, HOSTS is not set, and this is not a SLURM allocation"),
         (("node0", "node1", "node0"), {}, "node0 is named more than once"),
-        (("node0",), {"PYTHON": "/nowhere/python3"}, "there is no '/nowhere/python3' on PATH"),
+        (("node0",), {"PYTHON": "/nowhere/python3"}, "'/nowhere/python3' is not on PATH"),
         (("node0",), {"ENGINE": "other"}, "ddp: ENGINE is 'other'"),
     ],
     ids=["no host", "twice", "python", "engine"],
@@ -244,7 +244,7 @@ def test_all_is_well_and_the_network_is_measured(cluster: Cluster, checkout: Pro
     cluster.shape("node1", "200mbit")
     report = check(cluster, checkout, "salloc", "--quiet", "--nodes=3", *CHECK)
     assert (report.status, report.failed()) == (0, set()), report.text
-    assert "All is well." in report.text
+    assert "All checks passed." in report.text
     assert report.rows["reachable"][0].startswith("ssh ")
     assert report.rows["address"] == ["10.77.0.10", "10.77.0.11", "10.77.0.12"]
     assert report.rows["engine"] == ["series"] * 3
@@ -302,7 +302,7 @@ def test_nodes_that_are_not_the_same(cluster: Cluster, checkout: Project):
     assert report.failed() == {("repository", 1), ("repository", 2), ("engine", 2)} | wrong_data, report.text
     assert report.rows["repository"][2].endswith(" changed")
     assert "setup_megatron.sh" in report.remedy("engine on node2")
-    assert "data on node3: not the same .bin as on node0" in report.text
+    assert "data on node3: differs from node0 in .bin" in report.text
     # What it says to run is run as it stands.
     for node in hosts[1:]:
         command = report.remedy(f"data on {node}").removeprefix("Run here: ")

@@ -142,7 +142,7 @@ def test_a_cancelled_job_ends_in_order(cluster: Cluster, project: Project):
 def test_wrong_names(cluster: Cluster, project: Project, words: tuple[str, ...]):
     job = Job(cluster, project, *words)
     assert job.end() == "FAILED 2:0"
-    assert f"'{''.join(words)}' is no strategy" in job.text()
+    assert f"there is no strategy '{''.join(words)}'" in job.text()
     assert "It may be one of: ddp zero1" in job.text()
 
 

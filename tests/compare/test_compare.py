@@ -50,7 +50,7 @@ def test_a_gpt_has_its_own_length_and_never_stands_beside_a_t5_unasked(tmp_path:
     row = row_of(compare(gpt), "ddp")
     assert row.tokens_per_second.median == 200.0 * 512
     assert hardware_tflops(row) / row.tflops == pytest.approx(4 / 3, rel=0.05)  # but for the head
-    assert "with what is computed again" in limits(row)
+    assert "with recomputation" in limits(row)
     with pytest.raises(Problem, match="MODEL_FAMILY"):
         compare(make_run(tmp_path / "ddp", **ON_GPU), gpt, allowed=["engine_arguments"])
 
@@ -120,7 +120,7 @@ def test_repeats_are_one_row(tmp_path: Path):
         ([(100, 98), (100, 99), (98, 99)], "there is no clear difference between zero1 (161.6 samples/s) and ddp: "),
         (
             [(100, 50), (100, 51)],
-            "zero1 had the highest throughput, 316.8 samples/s, but these runs do not rank it against ddp",
+            "zero1 had the highest throughput, 316.8 samples/s, but these runs cannot rank it against ddp",
         ),
     ],
 )
@@ -136,7 +136,7 @@ def test_the_fastest_is_named_where_repeats_in_turn_show_it(tmp_path: Path, time
     comparison = compare(*runs)
     assert comparison.verdicts[0].startswith(f"With 2 processes {verdict}")
     alone = len(times) < 3
-    assert any("stand for these runs alone" in note for note in comparison.notes) == alone
+    assert any("describe these runs only" in note for note in comparison.notes) == alone
     assert [row["these_runs_alone"] for row in comparison.to_json()["groups"][0]["rows"]] == [alone] * 2
 
 
@@ -170,7 +170,7 @@ def test_a_failed_run_stays_with_its_reason_and_without_figures(tmp_path: Path):
     comparison = compare(make_run(tmp_path / "ddp"), failed)
     row = row_of(comparison, "zero3")
     assert (row.milliseconds, row.ratio, row.final_loss, row.peak_memory) == (None, None, None, {})
-    assert comparison.problems == [f"zero3 is not complete but out-of-memory: {reason}"]
+    assert comparison.problems == [f"zero3 is out-of-memory: {reason}"]
     assert json.loads(json.dumps(comparison.to_json()))["groups"][0]["rows"][1]["reason"] == reason
 
 
@@ -313,12 +313,12 @@ def test_other_differences_are_notes(tmp_path: Path):
     commits = {"repository": "3", "repository_changed": True}
     zero = make_run(tmp_path / "zero1", "zero1", versions={"torch": "2.13.0"}, commits=commits, settings={"LR": "0.1"})
     alone, *others = compare(ddp, zero).notes
-    assert "these runs alone" in alone and others == [
+    assert "these runs only" in alone and others == [
         "FLASH_ATTENTION: off (ddp); auto (zero1)",
         "LR: 0.0001 (ddp); 0.1 (zero1)",
         "version of torch: 2.4.0 (ddp); 2.13.0 (zero1)",
         f"commit of repository: {'1' * 40} (ddp); 3 (zero1)",
-        "the repository had changes that are not committed: zero1",
+        "the repository had uncommitted changes: zero1",
     ]
 
 

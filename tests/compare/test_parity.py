@@ -98,9 +98,9 @@ def test_curves_that_differ_by_rounding_pass(ddp: Path, tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("losses", "norms", "says"),
     [
-        (scaled(LOSSES, 0, 1 + 3e-5), NORMS, "iteration 1's loss differs already"),
-        (LOSSES, scaled(NORMS, 0, 1 - 3e-5), "iteration 1's loss agrees, its gradient norm does not"),
-        (scaled(LOSSES, 2, 1 - 3e-5), NORMS, "it begins at iteration 3"),
+        (scaled(LOSSES, 0, 1 + 3e-5), NORMS, "iteration 1's loss already differs"),
+        (LOSSES, scaled(NORMS, 0, 1 - 3e-5), "iteration 1's loss agrees but its gradient norm does not"),
+        (scaled(LOSSES, 2, 1 - 3e-5), NORMS, "the difference begins at iteration 3"),
     ],
     ids=["forward", "gradients", "step"],
 )
@@ -126,11 +126,11 @@ def test_what_differs_fails_with_where(
         ({"log_interval": 5, "settings": {"TRAIN_ITERS": "20"}}, "shares no iteration with the baseline"),
         ({"status": "out-of-memory", "reason": "the GPU's memory is full"}, "out-of-memory: the GPU's memory is full"),
         ({"status": "running"}, "has not ended"),
-        ({"settings": {"SEED": "7"}}, "SEED is 7, and 1234 in the baseline"),
-        ({"settings": {"PRECISION_FLAG": "--bf16"}}, "PRECISION_FLAG is --bf16, and (empty) in the baseline"),
-        ({"extra_arguments": ["--adam-beta2", "0.95"]}, "--adam-beta2 is 0.95, and not given in the baseline"),
-        ({"idx_sha256": "beef"}, "idx_sha256 is beef, and 5a5a"),
-        ({"engine_patches": "megatron_t5_fixes"}, "engine_patches is megatron_t5_fixes, and series in the baseline"),
+        ({"settings": {"SEED": "7"}}, "SEED is 7, but 1234 in the baseline"),
+        ({"settings": {"PRECISION_FLAG": "--bf16"}}, "PRECISION_FLAG is --bf16, but (empty) in the baseline"),
+        ({"extra_arguments": ["--adam-beta2", "0.95"]}, "--adam-beta2 is 0.95, but not given in the baseline"),
+        ({"idx_sha256": "beef"}, "idx_sha256 is beef, but 5a5a"),
+        ({"engine_patches": "megatron_t5_fixes"}, "engine_patches is megatron_t5_fixes, but series in the baseline"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )
@@ -223,7 +223,7 @@ def test_what_the_recipe_cannot_show_fails_the_check(ddp: Path, tmp_path: Path, 
     assert answer.status == 1 and "FAIL: not seen: epsilon" in answer.output
     assert answer.row("epsilon").split()[-4:] == ["0.0e+00", "2.0e-05", "4", "NO"]
     path.write_text("not json")
-    assert "holds no measured sensitivities" in Answer(capsys, *runs, "--sensitivity", path).errors
+    assert "holds no sensitivities" in Answer(capsys, *runs, "--sensitivity", path).errors
     assert not Sensitivity("a", "b", math.nan, 0.0).is_seen(TOLERANCE["fp32"])
 
 
@@ -247,9 +247,9 @@ def runs_with_dropout(directory: Path, above: int, seeds: int = 8) -> list[Path]
     ("above", "seeds", "says"),
     [
         (5, 8, None),
-        (8, 8, "the loss is larger in 8 of 8 seeds, by 1.0e-02 on average: by chance once in 128 checks"),
+        (8, 8, "the loss is larger in 8 of 8 seeds, by 1.0e-02 on average; chance does this once in 128 checks"),
         (0, 8, "the loss is larger in 0 of 8 seeds, by -1.0e-02"),
-        (3, 7, "8 seeds of both are needed, and there are 7"),
+        (3, 7, "8 seeds each are needed, but there are 7"),
     ],
 )
 def test_layouts_that_drop_other_masks_are_judged_over_seeds(

@@ -89,7 +89,7 @@ DAMAGE = [
     (".idx", 17, b"\x07", "7 is not the code"),
     (".idx", 18, b"\x03", "is corrupt: its header announces 3 sequences"),
     (".idx", 46, b"\0\0\0\0", "a sequence of 0 tokens"),
-    (".idx", 58, b"\x02", "offsets do not follow"),
+    (".idx", 58, b"\x02", "offsets do not match"),
     (".idx", 82, b"\x01", "document boundaries"),
     (".idx", 114, b"\x05", "document boundaries"),
     (".idx", 122, b"more", "is corrupt"),
@@ -163,7 +163,7 @@ BAD_CORPORA = {
     b"[" * 100_000: "line 1 of .* is not valid JSON",
     b'{"text": "fine", "n": NaN}\n{"text": "\xff"}\n': "line 2 of .* is not valid JSON .*decode byte 0xff",
     b'{"text": "fine \\ud83d\\ude00"}\n{"text": "half \\ud83d"}\n': "line 2 of .* surrogates not allowed",
-    b'{"text": " "}\n': "not a single document with text",
+    b'{"text": " "}\n': "no document with text",
 }
 
 
@@ -283,7 +283,7 @@ def test_parts_that_do_not_go_together_are_not_merged(tmp_path: Path, capsys: py
     (tmp_path / "f.idx").write_bytes((tmp_path / "a.idx").read_bytes()[:-1])
     (tmp_path / "f.bin").write_bytes(b"x")
     for part, message in (
-        ("c", "c has the tokenizer_checksum 2, and "),
+        ("c", "c has the tokenizer_checksum 2, but "),
         ("d", "tokenizer_checksum None"),
         ("e", "dtype int32"),
         ("f", "f.idx is truncated"),
@@ -291,13 +291,13 @@ def test_parts_that_do_not_go_together_are_not_merged(tmp_path: Path, capsys: py
     ):
         said = merge("a", part)
         assert said.startswith("2 error: ") and message in said and not list((tmp_path).glob("new/*"))
-    assert "no part has a record of its tokenizer" in merge("d", "d")
+    assert "no part records its tokenizer" in merge("d", "d")
     shutil.rmtree(tmp_path / "new")
     assert merge("a.idx", "b.bin").startswith("0")
     record = json.loads((tmp_path / "new" / "all.meta.json").read_text())
     assert record == record | {"tokenizer_checksum": "1", "documents": 8, "dtype": "uint16"}
     assert describes(record, str(tmp_path / "new" / "all")) and documents_of(tmp_path / "new" / "all") == DOCUMENTS * 2
-    assert "all.bin exists, and nothing is overwritten" in merge("a", "b")
+    assert "all.bin already exists and is never overwritten" in merge("a", "b")
 
 
 def test_sample_tokenizer_is_what_its_command_makes(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_export_takes_local_files(tmp_path: Path, suffix: str) -> None:
     source.write_bytes(contents[suffix])
     settings = {"XSUM_SOURCE": str(source), "MEGATRON_DATA_DIR": str(output.parent)}
     said = corpus.export(**settings).stdout
-    assert "3 documents" in said and "3 empty documents were left out" in said
+    assert "3 documents" in said and "3 empty documents were skipped" in said
     assert json.loads(output.read_text().splitlines()[1]) == {"text": "Third.", "summary": "S.", "id": "4"}
     assert texts_of(output) == TEXTS
     corpus.export(**settings, XSUM_LIMIT="2")
@@ -50,10 +50,10 @@ def test_export_takes_local_files(tmp_path: Path, suffix: str) -> None:
 
 
 BAD_SOURCES = {
-    "articles.csv": (b"document,summary\n", "neither JSONL nor Parquet"),
+    "articles.csv": (b"document,summary\n", "the name of a JSONL or Parquet file"),
     "column.jsonl": (b'{"article": "a", "summary": "b"}\n', 'has no "document"; it has article, summary'),
     "number.jsonl": (b'{"document": 7, "summary": "b"}\n', 'no string as "document", but int'),
-    "empty.jsonl": (b'{"document": " ", "summary": "b"}\n', "not a single document with text"),
+    "empty.jsonl": (b'{"document": " ", "summary": "b"}\n', "no document with text"),
     "broken.parquet": (b"PAR1 but not really PAR1", "is damaged or not a Parquet file"),
     "cut.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 99)[:-9], "is damaged (Truncated compressed stream)"),
     "column.parquet": (corpus.in_parquet([{"document": "a"}]), "row 1 of"),
@@ -75,7 +75,7 @@ def test_export_says_what_the_hub_lacks(tmp_path: Path) -> None:
         settings = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path), "MEGATRON_DATA_DIR": str(tmp_path / "data")}
         return corpus.export(XSUM_SPLIT=split, **settings)
 
-    assert_refused(export(corpus.NO_HUB), "EdinburghNLP/xsum could not be fetched", f"{corpus.NO_HUB} does not answer")
+    assert_refused(export(corpus.NO_HUB), "cannot fetch EdinburghNLP/xsum", f"{corpus.NO_HUB} does not answer")
     address, _ = corpus.serve_hub(tmp_path / "hub")
     assert_refused(export(address), "it does not exist, or it is not public", "XSUM_SOURCE=")
     # Without a conversion to Parquet, the main branch is taken.
@@ -209,7 +209,7 @@ def test_an_earlier_export_is_used_while_its_source_is_the_same(prepare: Prepare
 
 def test_a_failed_run_leaves_nothing(prepared: Prepare) -> None:
     before, source = prepared.outputs(), corpus.write_jsonl(prepared.root / "other.jsonl", ROWS)
-    prepared.refuses("the tokenizer google-t5/t5-large could not be fetched", XSUM_SOURCE=str(source), FORCE="1")
+    prepared.refuses("cannot fetch the tokenizer google-t5/t5-large", XSUM_SOURCE=str(source), FORCE="1")
     source.write_text(source.read_text() + "{broken\n")
     prepared.refuses("line 7 of", "is not valid JSON", XSUM_SOURCE="other.jsonl", FORCE="1", **TOKENIZER)
     assert prepared.outputs() == before
@@ -226,17 +226,19 @@ def test_one_run_at_a_time_and_an_interrupted_one_goes_on(prepared: Prepare) -> 
         earlier = journal.read_bytes() if journal.exists() else b""
         process = prepared.start(**settings)
         wait_for(lambda earlier=earlier: journal.exists() and journal.read_bytes() != earlier)
-        prepared.refuses(f"process {process.pid} on {socket.gethostname()} is preparing data", SAMPLE="1", FORCE="1")
+        prepared.refuses(
+            f"process {process.pid} on {socket.gethostname()} is already preparing data", SAMPLE="1", FORCE="1"
+        )
         process.send_signal(number)
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number), stderr
-        assert "Traceback" not in stderr and ("Going on after" in stderr) == bool(earlier)
+        assert "Traceback" not in stderr and ("Continuing after" in stderr) == bool(earlier)
         assert number == signal.SIGKILL or "interrupted: nothing in" in stderr
         assert {name: content for name, content in snapshot(prepared.data).items() if name in before} == before
-    assert "Going on after" in prepared(**settings).stderr
+    assert "Continuing after" in prepared(**settings).stderr
     resumed = prepared.outputs()
     assert texts_of(prepared.data / "xsum_text.jsonl") == ["It rained, and <s> the price rose."] * 400_000
-    assert "Going on" not in prepared(**settings).stderr
+    assert "Continuing" not in prepared(**settings).stderr
     assert all(prepared.outputs()[name] == resumed[name] for name in BUILT)
 
 
@@ -255,7 +257,7 @@ def test_data_from_another_source_are_not_replaced_unasked(prepared: Prepare) ->
     assert texts_of(prepared.data / "xsum_text.jsonl") == TEXTS
     assert not stale.exists()
     (prepared.data / f"{DATASET}.meta.json").unlink()
-    refuses(f"{DATASET}.bin exists and nothing beside it says where it came from", SAMPLE="1")
+    refuses(f"{DATASET}.bin exists without a record of its source", SAMPLE="1")
 
 
 def test_settings_that_make_no_sense_are_refused(prepare: Prepare) -> None:

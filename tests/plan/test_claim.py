@@ -59,7 +59,7 @@ def test_how_long(tmp_path: Path, changes: dict, age: float, is_held: bool):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     os.utime(path, times=(time.time() - age,) * 2)
     if is_held:
-        with pytest.raises(Problem, match="a run is going on in "):
+        with pytest.raises(Problem, match="a run is already in progress in "):
             claim.take(tmp_path, "node0", "run", os.getppid())
     else:
         claim.take(tmp_path, "node0", "run", os.getppid())

@@ -100,11 +100,11 @@ def compiled(root: Path) -> None:
         (write("wandb.py"), "wandb.py would be imported"),
         (write("numpy.pyc"), "numpy.pyc would be imported"),
         (write("paths.pth"), "paths.pth does not belong"),
-        (write("deepspeed-0.17.6.dist-info/METADATA"), "deepspeed-0.17.6.dist-info/ would pass for an installed"),
+        (write("deepspeed-0.17.6.dist-info/METADATA"), "deepspeed-0.17.6.dist-info/ would be taken for an installed"),
         (write("megatron/model/t5/__init__.py"), "megatron/model/t5/__init__.py does not belong"),
         (write("megatron/model/t5.abi3.so"), "megatron/model/t5.abi3.so does not belong"),
         (write("megatron/data/GNUmakefile"), "megatron/data/GNUmakefile does not belong"),
-        (lambda root: (root / "megatron/more").symlink_to("/"), "megatron/more is a link"),
+        (lambda root: (root / "megatron/more").symlink_to("/"), "megatron/more is a symbolic link"),
         (compiled, "megatron/model/__pycache__/t5.cpython"),
     ],
 )

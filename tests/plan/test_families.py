@@ -58,7 +58,7 @@ def test_the_data_lie_apart_and_say_which_tokenizer_they_have(project: Project):
         ("ddp", {"RECOMPUTE": "full", "ENGINE": "native"}, "native-engine", "RECOMPUTE='full'"),
         ("ddp", {"EVAL_ONLY": "1"}, "eval-iters", "EVAL_ITERS is 0"),
         ("ddp", {"RAMPUP_BATCH_SIZE": "4 4"}, "rampup", "three whole numbers"),
-        ("ddp", {"RAMPUP_BATCH_SIZE": "4 5 100"}, "rampup", "does not lead to GLOBAL_BATCH_SIZE=16 in steps of 2"),
+        ("ddp", {"RAMPUP_BATCH_SIZE": "4 5 100"}, "rampup", "does not reach GLOBAL_BATCH_SIZE=16 in steps of 2"),
     ],
 )
 def test_what_cannot_be_is_refused(request_for: Requests, strategy, settings, code, found):
@@ -68,7 +68,7 @@ def test_what_cannot_be_is_refused(request_for: Requests, strategy, settings, co
 
 def test_a_strategy_that_does_not_serve_a_family_says_so(project: Project):
     result = project.launch("3d")
-    assert result.returncode == 2 and "error: 3d serves GPT, and MODEL_FAMILY is t5" in result.stderr
+    assert result.returncode == 2 and "error: 3d supports only GPT, but MODEL_FAMILY is t5" in result.stderr
 
 
 @pytest.mark.parametrize("argument", ["--checkpoint-activations", "--recompute-granularity", "--rampup-batch-size"])
@@ -145,11 +145,11 @@ def test_exit_interval_is_a_planned_end(gpt_plans: dict[str, Plan]):
 
 ZERO = {"stage": 2, "overlap_comm": False}
 JSONS = {
-    "too many": ({"zero_optimization": ZERO, "optimizer": {"type": "Adam"}}, "optimizer would not be honoured"),
+    "too many": ({"zero_optimization": ZERO, "optimizer": {"type": "Adam"}}, "optimizer would have no effect"),
     "other numbers": ({"zero_optimization": ZERO | {"zero_quantized_weights": True}}, "zero_quantized_weights would"),
-    "wrong": ({"zero_optimization": ZERO | {"contiguous_gradients": False}}, "contiguous_gradients would not"),
+    "wrong": ({"zero_optimization": ZERO | {"contiguous_gradients": False}}, "contiguous_gradients would have no"),
     "a wrong stage": ({"zero_optimization": ZERO | {"offload_param": {"device": "cpu"}}}, "offload_param needs ZeRO"),
-    "a disk": ({"zero_optimization": ZERO | {"offload_optimizer": {"device": "nvme"}}}, "the device 'nvme'"),
+    "a disk": ({"zero_optimization": ZERO | {"offload_optimizer": {"device": "nvme"}}}, "found 'nvme'"),
     "from settings": ({"zero_optimization": ZERO, "train_batch_size": 3}, "come from the settings"),
     "a bucket": ({"zero_optimization": ZERO | {"reduce_bucket_size": 1000}}, ""),
     "offloaded": ({"zero_optimization": ZERO | {"offload_optimizer": {"device": "cpu"}}}, ""),

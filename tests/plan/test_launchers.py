@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -118,7 +119,7 @@ def test_every_setting_that_is_not_of_its_kind_is_named_in_one_plan(project: Pro
         "ENCODER_NUM_LAYERS": ("", "must be a whole number"),
         "MICRO_BATCH_SIZE": ("08", "must be a whole number"),
         "HIDDEN_SIZE": ("a[$(touch /tmp/never)]", "must be a whole number"),
-        "LR": ("-1", "must be a number that is not negative"),
+        "LR": ("-1", "must be a non-negative number"),
         "PRECISION_FLAG": ("--bf8", "is '--bf8'"),
         "MODEL_PRESET": ("huge", "is 'huge'"),
         "ENGINE": ("megatron|native", "is 'megatron|native'"),
@@ -211,6 +212,9 @@ def test_help_has_every_setting_by_role_at_most_100_columns_wide(project: Projec
     assert max(map(len, lines)) <= 100
     assert any(line.split()[:2] == ["MASTER_PORT", "29802"] for line in lines)
     assert lines.index("Watching, saving, ending") < lines.index("Names, and Weights & Biases")
+    command = f"bash {shlex.quote(str(project.script('run_megatron_t5_zero2.sh')))} --help | sed -u /^Settings/q"
+    cut = subprocess.run(["bash", "-c", command], env=project.environment, capture_output=True, text=True, check=True)
+    assert cut.stdout.startswith("Usage: ") and not cut.stderr and not project.was_started()
 
 
 # ---- Weights & Biases ------------------------------------------------------------------------------------------------

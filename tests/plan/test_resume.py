@@ -76,19 +76,19 @@ def test_what_cannot_be_resumed_is_refused_and_nothing_is_changed(died: Callable
     found = Checkpoints(plan := died())
     assert refusal(plan) == f"RESUME=1 but there is no checkpoint in {found.directory}"
     died(10)
-    assert refusal(died(SEED="5")).endswith(" cannot go on like this: SEED is '5' here and was '1234'")
+    assert refusal(died(SEED="5")).endswith(" cannot be resumed with these settings: SEED is '5' here and was '1234'")
     (found.folder(10) / "random_00000.pt").unlink()
-    assert refusal(plan).endswith("no whole checkpoint to resume from: iter_0000010/random_00000.pt is missing")
+    assert refusal(plan).endswith("no intact checkpoint to resume from: iter_0000010/random_00000.pt is missing")
     assert refusal(died(30)).endswith("is already at iteration 30 of 30")
     write_indexed_dataset(Path(plan.data_prefix), [[5, 6, 1], [4, 1]])
-    assert ".bin is not what the run was trained on" in refusal(plan)
+    assert ".bin is not the file that the run was trained on" in refusal(plan)
     assert sorted(path.name for path in found.directory.iterdir()) == ["iter_0000010", "iter_0000030"]
 
 
 def test_a_run_whose_end_was_not_recorded_goes_on_from_an_earlier_checkpoint(died: Callable[..., Plan]):
     plan = died(10, 30)
     status = Path(plan.output_dir, "node0.status")
-    status.write_text("crashed what keeps the record was killed\n\n")
+    status.write_text("crashed the recorder was killed\n\n")
     assert checkpoint(plan, agree=False) == 10
     status.write_text("complete \n\n")
     assert refusal(plan).endswith("is already at iteration 30 of 30")
@@ -134,24 +134,24 @@ def test_nodes_agree_whatever_they_have(views: list[list[int]]):
         assert results == [max(common)] * len(views)
     else:
         assert len(set(results)) == 1
-        assert "there is no whole checkpoint to resume from on node" in str(results[0])
+        assert "there is no intact checkpoint to resume from on node" in str(results[0])
 
 
 def test_a_node_without_any_is_named_to_all():
-    refusal = "there is no whole checkpoint to resume from on node 1 (host1): something is missing"
+    refusal = "there is no intact checkpoint to resume from on node 1 (host1): something is missing"
     assert agreement([10, 20], [], [20]) == [refusal] * 3
 
 
 def test_a_node_of_another_run_is_refused():
     results = agreement([10], [10], seconds=1, runs=("ddp", "zero1"))
-    assert results[0] == "node 1 did not say in time which checkpoint it has"
+    assert results[0] == "node 1 did not report its checkpoint in time"
     assert "did not say which checkpoint to resume from: it belongs to another run, 'ddp'" in str(results[1])
 
 
 @pytest.mark.parametrize(("node", "nodes", "absent"), [(0, 3, "1, 2"), (1, 2, "0")])
 def test_a_node_that_does_not_come_is_named(node: int, nodes: int, absent: str):
     started, view = time.monotonic(), View(10, "", "here")
-    with pytest.raises(Problem, match=f"node {absent} did not say in time"):
+    with pytest.raises(Problem, match=f"node {absent} did not report its checkpoint"):
         agreed(Place(node, nodes, "127.0.0.1", free_port(), "ddp", b"secret"), view, lambda limit: view, 0.5)
     assert time.monotonic() - started < 20
 
@@ -170,7 +170,7 @@ def test_the_launcher_resumes_from_the_newest_whole_one(project: Project):
     cut_off(found.folder(20) / "random_00001.pt")
     pointer = found.directory / "latest_checkpointed_iteration.txt"
     pointer.write_text("")  # the run died while it wrote this
-    passed_over = "iteration 20 is passed over: iter_0000020/random_00001.pt is cut off"
+    passed_over = "iteration 20: iter_0000020/random_00001.pt is truncated"
 
     refused = project.launch("ddp", "--", "--seed", "5", RESUME="1")
     assert refused.returncode == 2 and not project.was_started()

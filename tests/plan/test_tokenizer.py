@@ -98,7 +98,7 @@ def test_what_cannot_be_compared_is_never_passed_in_silence(request_for, data: P
     for content in ('{"source": "s"}', "{"):
         (data / "xsum_text_document.meta.json").write_text(content)
         codes, said = findings(request_for, data)
-        assert codes == [] and "warning: " in said and "records no checksum" in said and "FORCE=1" in said
+        assert codes == [] and "warning: " in said and "does not record the checksum" in said and "FORCE=1" in said
 
 
 def test_without_msgspec_nothing_is_started(request_for, data: Path, monkeypatch: pytest.MonkeyPatch):

@@ -42,10 +42,10 @@ def test_the_groups_are_shown(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        ("plan --gpus 2 --device rtx5000", "the model fits in no layout of 2 x rtx5000: the smallest, "),
+        ("plan --gpus 2 --device rtx5000", "the model does not fit on 2 x rtx5000: even "),
         ("layout --tp 2 --per-node 3", "2 ranks do not fill nodes of 3"),
         ("layout --pp 0", "--pp must be at least 1"),
-        ("plan --gpus 8 --device h101", "no figures are known of the device 'h101'"),
+        ("plan --gpus 8 --device h101", "the device 'h101' is unknown"),
         ("plan --gpus 3 --tp 2 --device h100", "no layout of 3 GPUs with TP=2"),
         ("plan --gpus many --device h100", "--gpus must be numbers of GPUs, found 'many'"),
         ("predict --device h100 --link 0", "--link must be more than 0"),

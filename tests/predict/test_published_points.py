@@ -71,7 +71,7 @@ def altered(tmp_path: Path, **changes: Any) -> Path:
     ("changes", "said", "status"),
     [
         ({"micro_batch": "four"}, "is damaged and left out: Expected `int | null`, got `str` - at `$.micro_batch`", 1),
-        ({"humidity": 3}, "the field humidity is not known and ignored", 0),
+        ({"humidity": 3}, "the field humidity is unknown and ignored", 0),
         ({"micro_batch": None}, "the micro-batch size is not stated", 0),
         ({"precision": "int4"}, "the precision int4 is not known", 0),
         ({"source": {"repo": "somebody/else"}}, "what somebody/else keeps in memory is not known", 0),

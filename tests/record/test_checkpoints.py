@@ -54,7 +54,7 @@ def test_the_layers_of_deepspeed_s_pipeline(tmp_path: Path):
     write_checkpoint(made, 5)
     assert made.newest() == (5, {})
     cut_off(made.folder(5) / "layer_04-model_01-model_states.pt")
-    assert made.newest()[1][5].startswith("global_step5/layer_04-model_01-model_states.pt is cut off")
+    assert made.newest()[1][5].startswith("global_step5/layer_04-model_01-model_states.pt is truncated")
 
 
 def test_a_node_reads_the_files_of_its_ranks():
@@ -86,14 +86,14 @@ def test_a_file_that_was_cut_off_anywhere_is_recognised(saved_by_torch: bytes, t
     path.write_bytes(saved_by_torch)
     assert damage(path) == ""
     path.write_bytes(saved_by_torch[: int(kept * len(saved_by_torch))])
-    assert damage(path).startswith("is cut off (it has ")
+    assert damage(path).startswith("is truncated (it has ")
 
 
 def test_a_file_with_a_hole_is_recognised(saved_by_torch: bytes, tmp_path: Path):
     """As a machine leaves it that lost power: the right size, and zeros where blocks were not written yet."""
     start = saved_by_torch.index(b"\x00\x00\x80\x3f\x00\x00\x00\x40")  # 1.0 and 2.0 of the tensor
     (tmp_path / "hole.pt").write_bytes(saved_by_torch[:start] + bytes(64) + saved_by_torch[start + 64 :])
-    assert "does not have its checksum" in damage(tmp_path / "hole.pt")
+    assert "does not match its checksum" in damage(tmp_path / "hole.pt")
 
 
 def test_the_newest_whole_checkpoint(tmp_path: Path):
@@ -106,7 +106,7 @@ def test_the_newest_whole_checkpoint(tmp_path: Path):
     (found.folder(20) / "random_00001.pt").unlink()
     iteration, faults = found.newest()
     assert iteration == 10
-    assert re.fullmatch(r"iter_0000030/mp_rank_00/model_optim_rng.pt is cut off \(it has \d+ bytes\)", faults[30])
+    assert re.fullmatch(r"iter_0000030/mp_rank_00/model_optim_rng.pt is truncated \(it has \d+ bytes\)", faults[30])
     assert faults[20] == "iter_0000020/random_00001.pt is missing"
     assert found.newest(limit=9) == (5, {})
     # The first of two nodes does not need the file of rank 1.

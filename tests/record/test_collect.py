@@ -49,7 +49,7 @@ def test_two_directories_become_one_run(nodes: tuple[Path, Path], tmp_path: Path
     ("stub", "status", "said"),
     [
         ('printf "%s\\n" "$@" >"$0.arguments"; exec bash -c "${@: -1}"', 0, ""),
-        ("echo 'Permission denied.' >&2; exit 255", 2, "node1:/somewhere could not be fetched: Permission denied."),
+        ("echo 'Permission denied.' >&2; exit 255", 2, "cannot fetch node1:/somewhere: Permission denied."),
     ],
 )
 def test_over_ssh(nodes: tuple[Path, Path], tmp_path: Path, monkeypatch, capsys, stub: str, status: int, said: str):
@@ -72,7 +72,8 @@ def test_parts_of_different_runs_do_not_mix(nodes: tuple[Path, Path], tmp_path: 
     other = tmp_path / "other"
     record(other, engine_output(1, 1, ranks=[1]), nodes=2, node=1, TRAIN_ITERS="1", LR="0.5")
     assert collect(first, other) == 2
-    assert "has LR '0.5', node 0 has '0.0001'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "settings.LR is '0.5' on node 1 (" in said and "), '0.0001' on node 0" in said
     assert not (first / "node1.json").exists()
 
     change(second, 1, started="2099-01-01T00:00:00.000Z", ended="2099-01-01T01:00:00.000Z")
@@ -87,8 +88,8 @@ def test_nodes_with_other_software_are_brought_together_and_named(
     versions = json.loads((second / "node1.json").read_text())["versions"]
     change(second, 1, versions=versions | {"torch": "2.4.0"})
     assert collect(first, second) == 0
-    assert "versions of node 1" in capsys.readouterr().err
-    assert "torch '2.4.0'" in load(first).record["differences"][0]
+    assert "versions.torch is " in capsys.readouterr().err
+    assert "'2.4.0'" in load(first).record["differences"][0]
 
 
 def test_nothing_to_collect(tmp_path: Path, capsys: pytest.CaptureFixture):

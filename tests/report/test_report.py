@@ -185,11 +185,11 @@ def test_a_new_strategy_is_in_table_and_page_by_itself(comparison: Comparison, p
 
 def test_table_page_and_files_give_the_same_verdict(comparison: Comparison, page: str):
     """And mark the rows that were run once, and say what that means."""
-    alone = next(note for note in comparison.notes if "stand for these runs alone" in note)
+    alone = next(note for note in comparison.notes if "describe these runs only" in note)
     assert alone.startswith("\N{DAGGER} ") and "ddp" in alone and "zero3," not in alone
     for text in (tables.terminal(comparison), tables.markdown(comparison), page, json.dumps(comparison.to_json())):
         text = html.unescape(text).replace("\\_", "_").replace("\\u2020", "\N{DAGGER}")
-        assert all(sentence in text for sentence in comparison.verdicts[:2]) and "stand for these runs alone" in text
+        assert all(sentence in text for sentence in comparison.verdicts[:2]) and "describe these runs only" in text
         assert "zero2\N{DAGGER}" in text or '"these_runs_alone": true' in text
 
 
@@ -225,7 +225,7 @@ def test_the_command_writes_all_files(tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads((written / "comparison.json").read_text())["sound"] is True
     make_run(place / "0" / "zero2", "zero2", status="crashed", reason="r")
     assert main(["compare", str(place), "--format", "csv"]) == 1
-    assert "problem: zero2 is not complete" in capsys.readouterr().err
+    assert "problem: zero2 is crashed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_a_comparison_is_a_run_of_its_own_in_its_runs_group(sweep: Path, capsys:
     assert config["settings"]["GLOBAL_BATCH_SIZE"] == "16"
     assert "NPROC_PER_NODE" not in config["settings"], "it differs between the runs"
     assert "zero1 had the highest throughput" in shown["notes"]
-    assert any("stand for these runs alone" in note for note in config["notes"])
+    assert any("describe these runs only" in note for note in config["notes"])
     expected = {
         "sound": True,
         "zero1/samples per second": 200.0,  # 16 in 80 ms

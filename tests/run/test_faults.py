@@ -60,7 +60,7 @@ def test_two_launchers_at_the_same_moment(project: Project):
     launchers = [subprocess.Popen(command, env=environment, cwd=project.root, **pipes) for _ in range(3)]
     said = [launcher.communicate(timeout=60)[1] for launcher in launchers]
     assert sorted(launcher.returncode for launcher in launchers) == [0, 2, 2], "\n".join(said)
-    assert sum("error: a run is going on in " in text for text in said) == 2
+    assert sum("error: a run is already in progress in " in text for text in said) == 2
     metrics = load(project.root / "outputs" / "ddp").iterations
     assert [line.iteration for line in metrics] == list(range(20, 1001, 20))
 
@@ -75,7 +75,7 @@ def test_run_directory_removed(project: Project):
     assert time.monotonic() - started < 5
     errors = launcher.communicate(timeout=60)[1]
     assert launcher.returncode == 0, errors
-    assert "was removed while the run goes on" in errors
+    assert "was removed during the run" in errors
     run = load(directory)
     assert (run.status, len(run.iterations)) == ("complete", 50)
     assert "stub torchrun output" in (directory / "node0.log").read_text()
@@ -118,7 +118,7 @@ def test_second_ctrl_c_in_a_sweep(project: Project):
         time.sleep(0.2)
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == 128 + signal.SIGINT
-    assert "INT received: stopped, nothing is left running" in errors
+    assert "INT received: stopped; nothing is left running" in errors
     assert processes_with(f"STUB_DIR={project.stubs}") == []
 
 
@@ -126,7 +126,7 @@ def test_two_sweeps_at_the_same_moment(project: Project):
     sweeps = [sweep(project, STUB_WAIT="4") for _ in range(2)]
     said = [process.communicate(timeout=90)[1] for process in sweeps]
     assert sorted(process.returncode for process in sweeps) == [0, 2], "\n".join(said)
-    assert sum("error: a run is going on in " in text for text in said) == 1
+    assert sum("error: a run is already in progress in " in text for text in said) == 1
 
 
 @pytest.mark.parametrize("last", [ITERATION.format(3, 3, "8.0E+00"), NATIVE_ITERATION])
@@ -338,7 +338,7 @@ def test_no_more_processes():
         options = {"env": environment, "cwd": project.root, "capture_output": True, "text": True, "timeout": 60}
         result = subprocess.run([*account, "bash", "-c", command], check=False, **options)
         assert result.returncode == 1
-        assert "crashed: no more processes or threads may be started here: can't start new thread" in result.stderr
+        assert "crashed: the limit on processes or threads is reached here: can't start new thread" in result.stderr
         assert "Traceback" not in result.stderr and not processes_with(f"STUB_DIR={project.stubs}")
 
 
@@ -350,7 +350,5 @@ def test_the_document_lists_what_is_played_and_counts_it():
         assert f"def {name}(" in (REPO_ROOT / "tests" / file).read_text(), name
     own = re.findall(r"^def (test_\w+)", Path(__file__).read_text(), re.MULTILINE)[:-1]
     assert set(own) <= {name for _, name in here}
-    count = (
-        f"{len(on_cluster) + len(here)} faults are played in all: {len(on_cluster)} on the test cluster and {len(here)}"
-    )
-    assert count in text
+    there, here = len(on_cluster), len(here)
+    assert f"There are {there + here} faults in all, {there} on the test cluster and {here} here" in text

@@ -89,13 +89,13 @@ def test_without_its_launcher_a_run_is_ended(run: Run):
 def test_a_run_that_stands_still_tells_where(run: Run):
     cause = run.cause(watchdog=1)
     assert cause and (cause.status, cause.strength) == ("timeout", 3)
-    assert "before the first iteration: it stopped at rank 3 in stands_here (" in cause.reason
+    assert "before the first iteration: rank 3 is stuck in stands_here (" in cause.reason
 
 
 def test_a_suspended_worker_is_named_and_ended(run: Run):
     os.kill(workers(run.mark)[3], signal.SIGSTOP)
     cause = run.cause(watchdog=1)
-    assert cause and "rank 3 in a stop by signal (SIGSTOP)" in cause.reason
+    assert cause and "rank 3 is suspended (SIGSTOP)" in cause.reason
 
 
 def failed(status: str, strength: int | None) -> dict:
@@ -107,11 +107,11 @@ def failed(status: str, strength: int | None) -> dict:
 @pytest.mark.parametrize(
     ("end", "status", "reason"),
     [
-        (failed("crashed", 3), "crashed", "ended because node 1 (node1) failed: why"),
-        (failed("network", 0), "network", "ended because node 1 (node1) failed: why"),
-        (failed("timeout", 1), "timeout", "it stopped at rank 3 in stands_here (@/worker.py:4)"),
-        (failed("cancelled", None), "cancelled", "ended because node 1 (node1) was cancelled: why"),
-        (None, "network", "ended because node 1 (?) failed: it went away without a word"),
+        (failed("crashed", 3), "crashed", "stopped because node 1 (node1) failed: why"),
+        (failed("network", 0), "network", "stopped because node 1 (node1) failed: why"),
+        (failed("timeout", 1), "timeout", "rank 3 is stuck in stands_here (@/worker.py:4)"),
+        (failed("cancelled", None), "cancelled", "stopped because node 1 (node1) was cancelled: why"),
+        (None, "network", "stopped because node 1 (?) failed: it disconnected without giving a reason"),
     ],
     ids=["crashed", "network", "timeout", "cancelled", "gone"],
 )
@@ -137,4 +137,4 @@ def test_a_run_without_workers_is_ended_after_the_rendezvous(monkeypatch: pytest
     monkeypatch.setattr(guards, "START_SECONDS", 0)
     cause = Run(tmp_path, "import sys; print('ready', flush=True); sys.stdin.read()").cause(rendezvous=0)
     assert cause and cause.status == "timeout"
-    assert "found no other node at 127.0.0.1" in cause.reason
+    assert "cannot join a run at 127.0.0.1" in cause.reason

@@ -74,7 +74,7 @@ def test_a_complete_run(tmp_path: Path):
         (output(2), "143 TERM", "cancelled", "TERM received", 143, None),
         (output(2), "130 INT", "cancelled", "INT received", 130, None),
         (output(2), "137 ", "crashed", "torchrun was killed", 1, 3),
-        (output(2), "9 ", "crashed", "exit status 9 and named no cause", 1, 0),
+        (output(2), "9 ", "crashed", "exit status 9 without naming a cause", 1, 0),
         (output(2), None, "crashed", "the launcher was killed", 1, 3),
     ],
 )
@@ -93,9 +93,9 @@ def test_how_it_ended(
 
 def test_a_run_that_ended_by_itself_was_not_ended_by_the_guard(tmp_path: Path):
     """The other node fails because of it, and the guard hears of that while the launcher is still cleaning up."""
-    heard = SimpleNamespace(cause=Cause.now("network", "ended because node 0 failed", strength=Strength.VICTIM))
+    heard = SimpleNamespace(cause=Cause.now("network", "stopped because node 0 failed", strength=Strength.VICTIM))
     said = Output((tmp_path / "log").open("wb"), tmp_path / "metrics.jsonl", [])
-    for exit_status, reason in ((0, "it ended after iteration 0 of 1000"), (1, "ended because node 0 failed")):
+    for exit_status, reason in ((0, "it ended after iteration 0 of 1000"), (1, "stopped because node 0 failed")):
         cause = cause_of(made_plan(), said, heard, exit_status, None, 0)
         assert cause and cause.reason == reason
 
@@ -205,7 +205,7 @@ def test_the_status_is_written_where_the_disk_is_full(tmp_path: Path):
 def test_a_recorder_that_was_killed_is_named(project: Project):
     launcher = project.start_sleeping(STUB_SLEEP="3")
     os.kill(int(subprocess.check_output(["pgrep", "-f", f"t5bench record --plan {project.root}/"])), signal.SIGKILL)
-    assert "what keeps the record of this run was killed (signal 9)" in launcher.communicate(timeout=30)[1]
+    assert "the recorder of this run was killed (signal 9)" in launcher.communicate(timeout=30)[1]
     assert launcher.returncode == 1
 
 

@@ -169,7 +169,7 @@ def test_without_a_secret_what_is_said_is_advice(listen):
     assert not listener.peers.ends and not listener.peers.gone and not listener.peers.differences
     assert not listener.peers.sees_progress
     (said,) = listener.said
-    assert said.startswith(r"a host that did not prove that it is node 1 (x) says: crashed: \x1b[2J")
+    assert said.startswith(r"a host that claims, without proof, to be node 1 (x) says: crashed: \x1b[2J")
     assert said.isprintable() and len(said) < 700 and "T5_RUN_SECRET" in said
 
 
@@ -269,5 +269,5 @@ def test_a_node_with_another_secret_is_told_so_and_node_0_names_it(listen):
     for thread in [start_agreeing(found, node, port, secret, 2) for node, secret in enumerate((SECRET, b"another"))]:
         thread.join(20)
     assert str(found[1]).endswith("it did not prove that it belongs to this run")
-    assert str(found[0]).endswith("; 127.0.0.1 has another secret and was not listened to")
+    assert str(found[0]).endswith("; 127.0.0.1 has another secret and was ignored")
     assert all("T5_RUN_SECRET" in problem.remedy for problem in found.values())

@@ -44,11 +44,15 @@ def copy(tmp_path: Path) -> Path:
     ("strategies", "settings", "says"),
     [
         (["zero4"], {}, "there is no strategy 'zero4'"),
-        (["ddp"], {}, "ddp alone has nothing to be compared with"),
+        (["ddp"], {}, "ddp is the baseline and needs another strategy"),
         (["--fast"], {}, "unknown option '--fast'"),
         ([], {"TRAIN_ITERS": "1"}, "TRAIN_ITERS must be a whole number of at least 2"),
-        ([], {"RUNS_DIR": "."}, "a check is made of new runs alone"),
-        (["zero1"], {"ENGINE": "megatron", "MEGATRON_DIR": "nowhere"}, "the megatron engine's DDP cannot run here"),
+        ([], {"RUNS_DIR": "."}, "the check needs new runs"),
+        (
+            ["zero1"],
+            {"ENGINE": "megatron", "MEGATRON_DIR": "nowhere"},
+            "the megatron engine's DDP, the baseline, cannot",
+        ),
     ],
     ids=["strategy", "alone", "option", "iterations", "runs", "no engine"],
 )

@@ -29,7 +29,7 @@ def test_help_and_wrong_use():
     assert "outputs/quickstart/" in output and "ENGINE" in output
     for argument, settings, message in (
         ("--fast", {}, "unknown option '--fast'"),
-        ("", {"PYTHON": "python9"}, "there is no 'python9' on PATH"),
+        ("", {"PYTHON": "python9"}, "'python9' is not on PATH"),
         ("", {"TRAIN_ITERS": "0"}, "TRAIN_ITERS must be a whole number of at least 1"),
     ):
         process = start(REPO_ROOT, argument, **settings)

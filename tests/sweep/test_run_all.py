@@ -119,13 +119,15 @@ def test_complete_runs_are_skipped_and_failed_ones_tried_again(sweep: Project, l
     result = run_all(sweep, STRATEGIES="ddp zero1", WANDB_MODE="disabled", LC_ALL=locale)
     assert [row for row, _ in order(sweep)] == ["repeat1/ddp", "repeat1/zero1", "repeat1/ddp"]
     assert result.stderr.count("FAILED (crashed): ValueError: broken; see ") == 2
-    assert "trying again what failed" in result.stderr and "wandb|" not in result.stdout
+    assert "retrying the failed runs" in result.stderr and "wandb|" not in result.stdout
     assert "binary" not in result.stderr
     (sweep.stubs / "fails").unlink()
     again = run_all(sweep, STRATEGIES="ddp zero1", RETRIES="0")
-    assert re.search(r"repeat1/zero1 +complete already", again.stderr)
+    assert re.search(r"repeat1/zero1 +already complete", again.stderr)
     assert len(order(sweep)) == 4
     assert run_all(sweep, "--dry-run", STRATEGIES="ddp zero1").stdout.count("complete  ") == 2
+    other = run_all(sweep, STRATEGIES="ddp zero1", LR="0.5")
+    assert other.returncode == 2 and "other settings: LR is '0.5' here and was '0.0001'\n" in other.stderr
 
 
 def test_a_run_that_was_refused_keeps_nothing_but_itself_out_of_the_comparison(sweep: Project):
@@ -134,7 +136,7 @@ def test_a_run_that_was_refused_keeps_nothing_but_itself_out_of_the_comparison(s
     result = run_all(sweep, STRATEGIES="ddp zero1 zero2", RETRIES="0")
     assert result.returncode == 1
     assert "FAILED (configuration): Missing or empty Megatron indexed dataset files: " in result.stderr
-    assert "repeat1/zero2 left no record, and is not in the comparison" in result.stderr
+    assert "repeat1/zero2 left no record and is missing from the comparison" in result.stderr
     compared = next(line for line in result.stdout.splitlines() if line).split("|")
     assert [Path(directory).name for directory in compared] == ["compare", "ddp", "zero1", "comparison"]
 
@@ -143,7 +145,7 @@ def test_a_sweep_that_could_start_nothing_says_so(sweep: Project):
     add_to_torchrun(sweep, 'echo "EADDRINUSE, message: address already in use"; exit 1')
     result = run_all(sweep, STRATEGIES="ddp", RETRIES="0")
     assert result.returncode == 2
-    assert "FAILED (configuration): the rendezvous port is taken; see " in result.stderr
+    assert "FAILED (configuration): the rendezvous port is already in use; see " in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def test_a_sweep_that_could_start_nothing_says_so(sweep: Project):
         ([], {"REPEATS": "0"}, "REPEATS must be a whole number of at least 1"),
         ([], {"LAUNCH": "ssh"}, "LAUNCH=ssh but no hosts are known"),
         ([], {"STRATEGIES": "ddp", "MICRO_BATCH_SIZE": "3"}, "ddp: GLOBAL_BATCH_SIZE=16 is not divisible"),
-        ([], {"STRATEGIES": "ddp", "MEGATRON_DATA_DIR": "/nowhere"}, "none of the strategies can run here"),
+        ([], {"STRATEGIES": "ddp", "MEGATRON_DATA_DIR": "/nowhere"}, "no strategy can run here"),
     ],
 )
 def test_wrong_use_is_refused_before_anything_runs(sweep: Project, arguments: list[str], settings: dict, message: str):
@@ -180,7 +182,7 @@ def test_a_signal_ends_the_run_and_the_sweep_and_the_same_command_goes_on(sweep:
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + number
-    assert f"{number.name.removeprefix('SIG')} received: stopped, nothing is left running" in errors
+    assert f"{number.name.removeprefix('SIG')} received: stopped; nothing is left running" in errors
     assert processes_with(f"STUB_DIR={sweep.stubs}") == []
     assert run_all(sweep, STRATEGIES="ddp zero1").returncode == 0
     assert [row for row, _ in order(sweep)] == ["repeat1/ddp", "repeat1/ddp", "repeat1/zero1"]
@@ -193,4 +195,5 @@ def test_what_a_terminal_shows_of_a_run_that_goes_on(tmp_path: Path):
     )
     (tmp_path / "node1.terminal").write_text(f"{line} TFLOPs: 1 |\n")
     assert progress(tmp_path) == "iteration 7/20"
-    assert progress(make_run(tmp_path / "ddp", elapsed_ms=[100.0] * 30)) == "iteration 30/30"
+    run = make_run(tmp_path / "ddp", elapsed_ms=[100.0] * 30)
+    assert progress(run) == "iteration 30/30" and progress(run, bar=True) == f"[{'#' * 20}] iteration 30/30"

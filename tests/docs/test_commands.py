@@ -1,0 +1,98 @@
+"""Every command of every document is run by a test, or listed here with the reason why it cannot be.
+
+The README's own commands are run as they stand by test_readme.py, and those of docs/learn.md below.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from harness import REPO_ROOT
+from real_runs import environment, make_clone
+
+# The beginning of a command, and the file of tests that runs it, which contains the command's last word.
+TESTED = {
+    "bash scripts/quickstart.sh": "sweep/test_quickstart.py",
+    "bash scripts/setup_megatron.sh": "megatron/test_setup.py",
+    "bash scripts/prepare_xsum_megatron.sh": "conftest.py",
+    "bash scripts/run_megatron_t5_all.sh": "sweep/test_run_all.py",
+    "bash scripts/run_megatron_t5_ddp.sh": "plan/test_launchers.py",
+    "bash scripts/check_parity.sh": "sweep/test_check_parity.py",
+    "bash scripts/check_cluster.sh": "cluster/test_check.py",
+    "bash scripts/gpu_acceptance.sh": "acceptance/test_gpu_acceptance.py",
+    "bash scripts/run_tests.sh": "sweep/test_run_tests.py",
+    "python -m t5bench compare": "docs/test_readme.py",
+    "python -m t5bench pack": "docs/test_readme.py",
+    "python -m t5bench verify": "docs/test_readme.py",
+    "python -m t5bench settings": "docs/test_readme.py",
+    "python -m t5bench parity": "compare/test_parity.py",
+    "python -m t5bench predict": "predict/test_predict.py",
+    "python -m t5bench plan": "predict/test_predict.py",
+    "python -m t5bench layout": "predict/test_predict.py",
+    "python -m t5bench merge-data": "corpus/test_dataset.py",
+    "python -m t5bench merge": "run/test_merge.py",
+    "python -m tests.compare.simulations": "compare/test_intervals.py",
+    "python -m docs.make_slides": "docs/test_slides.py",
+    "python MEGATRON_DIR/tools/preprocess_data.py": "corpus/test_dataset.py",
+    "srun": "cluster/test_slurm.py",
+    "git apply": "megatron/test_setup.py",
+}
+# The beginning of a command, and why no test runs it.
+UNTESTED = {
+    "python -m pytest": "it runs the tests",
+    "bash tests/cluster/lab/cluster.sh packages": "it installs system packages",
+    "git clone": "it needs the network",
+    "git checkout": "it follows a clone from the network",
+    "git diff": "it makes a patch from your own change",
+    "pip install": "it needs the network, and for Apex and flash-attn a CUDA compiler",
+    "ds_report": "it describes the machine, and nothing depends on it",
+    "python -m native.pretrain_t5": "every training runs it; --help is argparse's",
+    "sha256sum --check": "it is not this project's",
+    "python pretrain_gpt.py": "it shows what a launcher replaces",
+    "python -m t5bench.corpus.sample_tokenizer": "it overwrites the bundled tokenizer",
+    "python tests/native/honest_runs.py": "it takes hours",
+    "python tests/predict/compare_estimators.py": "it needs llm-analysis, which is no requirement",
+    "python tests/cluster/measure_network.py": "it needs root and an idle machine for an hour",
+}
+PROGRAMS = "bash|python|pip|git|srun|sha256sum|ds_report"
+README, COURSE, SLIDES = (REPO_ROOT / name for name in ("README.md", "docs/learn.md", "docs/slides.md"))
+FOLDERS = ("*.md", "docs/**/*.md", "native/*.md", "patches/*.md", "megatron_data/*/*.md")
+PAGES = [page for pattern in FOLDERS for page in REPO_ROOT.glob(pattern) if page != SLIDES]
+
+
+def commands(page: Path) -> set[str]:
+    """The commands of a page's code blocks and of its text, without settings and comments."""
+    text = page.read_text()
+    blocks = re.findall(r"^```(?:bash)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines += re.findall(rf"`((?:\w+=\S+ )*(?:{PROGRAMS}) [^`]+)`", text)
+    plain = (re.sub(r"^(\w+=(\"[^\"]*\"|\S*) +|env( -u \w+)* )*", "", line.strip()) for line in lines)
+    return {line for line in plain if re.match(rf"({PROGRAMS})\b", line)}
+
+
+def test_every_command_is_accounted_for_and_the_lists_are_true():
+    found = {page: commands(page) for page in PAGES}
+    known = (*TESTED, *UNTESTED)
+    for page, own in found.items():
+        unknown = [command for command in own if not command.startswith(known)]
+        assert page in (README, COURSE) or not unknown, f"{page}: {unknown}"
+    for beginning in known:
+        assert any(command.startswith(beginning) for own in found.values() for command in own), beginning
+    for beginning, file in TESTED.items():
+        word = re.findall(r"[\w-]+", re.sub(r"\.(sh|py)$", "", beginning))[-1].removeprefix("run_megatron_t5_")
+        assert word in (REPO_ROOT / "tests" / file).read_text(), f"{file} does not run {beginning}"
+
+
+@pytest.mark.slow
+def test_the_course_runs_as_it_stands(tmp_path: Path):
+    """docs/learn.md in a fresh clone. Its quick start is run by test_quickstart.py; here its data are enough."""
+    clone = make_clone(tmp_path)
+    blocks = re.findall(r"^```bash\n(.*?)^```", (clone / "docs/learn.md").read_text(), re.MULTILINE | re.DOTALL)
+    quickstart = "SAMPLE=1 MEGATRON_DATA_DIR=outputs/quickstart/data bash scripts/prepare_xsum_megatron.sh"
+    script = "\n".join(blocks).replace("bash scripts/quickstart.sh", quickstart)
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    options = {"cwd": clone, "env": environment(), "capture_output": True, "text": True, "timeout": 580}
+    result = subprocess.run(command, check=False, **options)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.count("PASS: all train the same model") == 3
