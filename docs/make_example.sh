@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Makes docs/example/index.html and docs/comparison.png of the runs of a quick start, with Chromium.
 #
-# Usage: bash docs/make_example.sh outputs/quickstart/<time>
+# Usage: bash docs/make_example.sh outputs/quickstart/native
 set -euo pipefail
-page=$(realpath -- "${1:?Usage: bash docs/make_example.sh outputs/quickstart/<time>}/comparison/index.html")
+page=$(realpath -- "${1:?Usage: bash docs/make_example.sh outputs/quickstart/native}/comparison/index.html")
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 cp -- "$page" example/index.html
 chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --virtual-time-budget=10000 \

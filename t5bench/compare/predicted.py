@@ -15,19 +15,23 @@ from t5bench.record.records import Run
 def prediction(row: Row) -> Prediction | None:
     """None where the vocabulary is not known. Its time means nothing on a CPU, nor over a link of unknown speed."""
     link = row.measured[0].observed.busiest_link if row.measured else None
-    return prediction_of(row.run, link.link_bits_per_second / 1e9 if link and link.link_bits_per_second else 1.0)
+    gigabits = link.link_bits_per_second / 1e9 if link and link.link_bits_per_second else 1.0
+    # A batch that grew to the end never was the one that was asked for.
+    return prediction_of(row.run, gigabits, round(row.batch))
 
 
-def prediction_of(run: Run, gigabits: float = 1.0) -> Prediction | None:
-    """With a link of so many Gbit/s between the nodes; None where the vocabulary is not known."""
+def prediction_of(run: Run, gigabits: float = 1.0, batch: int = 0) -> Prediction | None:
+    """With a link of so many Gbit/s between the nodes, at this global batch or the run's own.
+
+    None where the vocabulary is not known.
+    """
     if not run.padded_vocab_size:
         return None
     gloo = run.plan.device == "cpu" or run.plan.gpus_shared
     device = None if gloo else device_of(gpu_names(run) or "")
     machine = machine_of(device or time.CPU, gigabits, run.layout.nproc_per_node)
-    # A batch that grew to the end never was the one that was asked for.
-    job = replace(Job.of_plan(run.plan, run.padded_vocab_size), global_batch=round(row.batch))
-    return Prediction(job, machine, "gloo" if gloo else "nccl")
+    job = Job.of_plan(run.plan, run.padded_vocab_size)
+    return Prediction(replace(job, global_batch=batch or job.global_batch), machine, "gloo" if gloo else "nccl")
 
 
 def add_times(rows: Sequence[Row]) -> list[str]:
