@@ -19,7 +19,7 @@ from pathlib import Path
 from t5bench import Problem
 from t5bench.plan import claim
 from t5bench.plan.deepspeed import check_release, effective_config, offloads_optimizer
-from t5bench.plan.engine import check_engine
+from t5bench.plan.engine import check_engine, check_locks
 from t5bench.plan.families import check_family, needs_megatron
 from t5bench.plan.layout import Processes, divide
 from t5bench.plan.place import (
@@ -69,6 +69,7 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
     if processes.device == "cpu" or processes.shared:
         check_own_name(request)
     patches = check_engine(request, directory, processes.device, processes.shared)
+    check_locks(request, directory)
     check_release(request, ds_config, layout)
     check_packages(request)
     attention = choose_attention(request, processes.device)

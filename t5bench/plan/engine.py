@@ -6,10 +6,12 @@ python -m t5bench.plan.engine differences DIRECTORY   prints what differs from t
 The files themselves are compared, without git, which can overlook files and is absent from a bundle.
 """
 
+import contextlib
 import hashlib
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import util
@@ -29,6 +31,7 @@ BUILT = re.compile(r"megatron/(fused_kernels/build/.*|data/helpers\.cpython-[\w-
 # Upstream's other folders, of which training imports nothing.
 OTHER_FOLDERS = {"__pycache__", "dataset", "docs", "examples", "examples_deepspeed", "images", "megatron", "tasks"}
 MOST_NAMED = 3
+COMPILING_SECONDS = 900  # longer than any extension of the engine takes
 
 
 def recorded_checksums(state: str, checksums: Path | None = None) -> dict[str, str]:
@@ -142,6 +145,34 @@ def check_engine(request: Request, directory: Path, device: str, gpus_shared: bo
         without = "W&B lacks the README's metrics, and TFLOPs count only the encoder"
         request.findings.notes.append(f"warning: only megatron_t5_fixes.patch is applied: {without}. {setup}")
     return state
+
+
+def extension_locks() -> Iterator[Path]:
+    """PyTorch keeps one beside each extension while it compiles it, and waits for one that is there, without end."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser().glob("**/lock")
+
+
+def check_locks(request: Request, directory: Path) -> None:
+    """Finds locks that a killed compilation left; one that a process here has open, or that is new, may be in use."""
+    if request.value("ENGINE") != "megatron":
+        return
+    for lock in (*extension_locks(), directory / "megatron" / "fused_kernels" / "build" / "lock"):
+        try:
+            is_old = time.time() - lock.stat().st_mtime > COMPILING_SECONDS
+        except OSError:
+            continue
+        if is_old and not _is_open(lock):
+            found = f"{lock} is left from a compilation that was killed, and PyTorch would wait for it forever"
+            request.findings.lack("stale-lock", found, f"Run: rm '{lock}'")
+
+
+def _is_open(path: Path) -> bool:
+    """Whether a process of this user has a file open on this machine."""
+    for opened in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if opened.samefile(path):
+                return True
+    return False
 
 
 if __name__ == "__main__":

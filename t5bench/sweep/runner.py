@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import os
 import signal
 import sys
 import time
@@ -11,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 
+from t5bench.plan.engine import extension_locks
 from t5bench.record import log
 from t5bench.record.files import RecordError
 from t5bench.record.records import load, looks_like_run, read_metrics
@@ -91,9 +91,8 @@ def progress(directory: Path, since: float = math.inf, *, bar: bool = False) -> 
         last = done[-1]
         drawn = f"[{'#' * (BAR_WIDTH * last.iteration // last.total):<{BAR_WIDTH}}] " if bar else ""
         return f"{drawn}iteration {last.iteration}/{last.total}"
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     with contextlib.suppress(OSError):  # a lock goes as soon as it is compiled
-        if names := sorted(lock.parent.name for lock in root.glob("**/lock") if lock.stat().st_mtime >= since):
+        if names := sorted(lock.parent.name for lock in extension_locks() if lock.stat().st_mtime >= since):
             return f"compiling {', '.join(names)}: takes minutes, but only once"
     return "starting"
 

@@ -390,6 +390,26 @@ def test_a_second_launcher_does_not_join_a_run_that_goes_on(project: Project):
         launcher.communicate(timeout=30)
 
 
+def test_a_lock_that_nobody_holds(project: Project):
+    """PyTorch waits for ever for the lock of a compilation that was killed; one that is held or new may be in use."""
+    place, open_files = project.root / "extensions", []
+    for name, age, is_held in (("killed", 3600, False), ("slow", 3600, True), ("new", 0, False)):
+        lock = place / "py312_cu130" / name / "lock"
+        lock.parent.mkdir(parents=True)
+        open_files.append(lock.open("w"))
+        if not is_held:
+            open_files.pop().close()
+        os.utime(lock, (time.time() - age,) * 2)
+    result = project.launch("zero3_offload", TORCH_EXTENSIONS_DIR=str(place))
+    assert result.returncode == 2
+    assert result.stderr.count("is left from a compilation that was killed") == 1
+    assert f"rm '{place}/py312_cu130/killed/lock'" in result.stderr
+    for file in open_files:
+        file.close()
+    plan = planned(project, "ddp", TORCH_EXTENSIONS_DIR=str(place))
+    assert [obstacle["code"] for obstacle in plan["obstacles"]] == ["stale-lock"] * 2, "another has ended"
+
+
 def test_planning_imports_no_package(project: Project):
     """A launch must not be slow where the disk's cache is cold, and a dry run needs no installation."""
     for name in ("torch", "numpy", "msgspec", "transformers", "sentencepiece"):
