@@ -15,7 +15,7 @@ from t5bench.report.tables import mark, named_rows
 INK, GRID, LEFT_OUT = "currentColor", "var(--grid)", "#888888"
 # Of parts, which have the same in every row.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b9a400", LEFT_OUT,
-           "#7766cc", "#44aa99", "#aa4466", "#a0783c", "#99bb55", "#dd8899", "#5599aa")  # fmt: skip
+           "#7766cc", "#44aa99", "#aa4466", "#a0783c", "#99bb55", "#dd8899", "#5599aa", "#336688")  # fmt: skip
 LONGEST_NAME = 24  # characters; the page's table tells what a short name stands for
 MOST_POINTS = 400  # of one line; more cannot be seen and make the page heavy
 MOST_DOTS, MOST_PANELS = 160, 16

@@ -163,8 +163,8 @@ def test_what_a_node_says_of_its_names_disk_and_memory(monkeypatch: pytest.Monke
         assert cell.text == text and problem in cell.problem
     monkeypatch.setattr(probe, "LEAST_DISK", 2**60)
     monkeypatch.setattr(probe, "LEAST_MEMORY", 2**60)
-    assert re.fullmatch(r"[0-9.]+ GiB are free at /", probe.disk(asked("node0"))["disk"].problem)
-    assert re.fullmatch(r"[0-9.]+ GiB of memory are available", probe.memory(asked("node0"))["memory"].problem)
+    assert re.fullmatch(r"only [0-9.]+ GiB are free at /", probe.disk(asked("node0"))["disk"].problem)
+    assert re.fullmatch(r"only [0-9.]+ GiB of memory are available", probe.memory(asked("node0"))["memory"].problem)
 
 
 def test_a_fact_that_hangs_or_breaks_holds_up_no_other(monkeypatch: pytest.MonkeyPatch):

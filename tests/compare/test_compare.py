@@ -305,7 +305,7 @@ def test_engine_arguments_that_all_runs_share_are_no_difference(tmp_path: Path):
     unknown = make_run(tmp_path / "zero1", "zero1", padded_vocab_size=None, **shared)
     comparison = compare(make_run(tmp_path / "ddp", **shared), tensor, unknown)
     assert comparison.sound
-    assert [note for note in comparison.notes if "gradients" not in note and "alone" not in note] == []
+    assert [note for note in comparison.notes if "gradients" not in note and "runs only" not in note] == []
 
 
 def test_other_differences_are_notes(tmp_path: Path):
