@@ -143,7 +143,7 @@ def test_wrong_names(cluster: Cluster, project: Project, words: tuple[str, ...])
     job = Job(cluster, project, *words)
     assert job.end() == "FAILED 2:0"
     assert f"there is no strategy '{''.join(words)}'" in job.text()
-    assert "It may be one of: ddp zero1" in job.text()
+    assert "Choose from: ddp zero1" in job.text()
 
 
 def losses(directory: Path) -> dict[int, float | None]:
