@@ -85,7 +85,7 @@ def test_what_was_measured_stands_beside(capsys: pytest.CaptureFixture[str], tmp
     assert second["measured"]["MB"] == pytest.approx([12_000, 17 * 612_998_528 / 1e6], rel=0.01)
     # The comparison takes the machine's speed from its baseline; the link's is in the record.
     comparison = build([load(ddp), load(zero2)])
-    assert "predicted times rest on how fast ddp ran" in comparison.predicted_by
+    assert "predicted times are based on how fast ddp ran" in comparison.predicted_by
     assert comparison.rows[0].predicted is None
     assert comparison.rows[1].predicted.total == pytest.approx(second["seconds"]["total"])
     status, _, error = t5bench(capsys, "predict", ddp, "--calibrate", ddp, "--link", 1)
@@ -99,7 +99,7 @@ def test_a_comparison_on_known_gpus_needs_no_run_to_predict_times(tmp_path: Path
     comparison = build(
         [load(make_run(tmp_path / name, name, elapsed_ms=[900.0] * 40, **own)) for name in ("ddp", "zero1")]
     )
-    assert "predicted times rest on the devices' data sheets" in comparison.predicted_by
+    assert "predicted times are based on the devices' data sheets" in comparison.predicted_by
     assert all(row.predicted.limit == "host" for row in comparison.rows)  # micro-batches of one sample
     assert all(4 / 3 > hardware_tflops(row) / row.tflops > 1.3 for row in comparison.rows)  # the head is done once
 
