@@ -195,15 +195,16 @@ def summary(rows: Sequence[Comparison]) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises Problem. 1 where an entry is damaged."""
-    points, sentences = published.read(args.check)
+    """Raises Problem. 1 where an entry is invalid."""
+    points, invalid, unknown = published.read(args.check)
+    sentences = [*invalid, *unknown]
     found = compare_all(points)
     rows = {use: [row for row in found if isinstance(row, Comparison) and row.use == use] for use in HEADINGS}
     missing = [entry for entry in found if isinstance(entry, Missing)]
     if args.json:
         content = {"rows": [asdict(row) | {"error": row.error} for use in rows.values() for row in use]}
         print(json.dumps(content | {"missing": [asdict(entry) for entry in missing], "notes": sentences}, indent=2))
-        return int(any("damaged" in sentence for sentence in sentences))
+        return int(bool(invalid))
     for use, entries in rows.items():
         if entries:
             show(use, entries)
@@ -211,7 +212,7 @@ def run(args: argparse.Namespace) -> int:
     print(tabulate([(entry.use, entry.point, entry.reason) for entry in missing], tablefmt="plain"))
     for sentence in sentences:
         print(f"note: {sentence}")
-    return int(any("damaged" in sentence for sentence in sentences))
+    return int(bool(invalid))
 
 
 def show(use: str, rows: Sequence[Comparison]) -> None:

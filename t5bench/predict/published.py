@@ -50,23 +50,23 @@ Point = _form(
 )
 
 
-def read(path: Path) -> tuple[list[Point], list[str]]:
-    """The points of a file, and a sentence for each entry or field that cannot be understood. Raises Problem."""
+def read(path: Path) -> tuple[list[Point], list[str], list[str]]:
+    """The points of a file, and a sentence for each invalid entry and each unknown field. Raises Problem."""
     try:
         entries = msgspec.json.decode(path.read_bytes())
     except (OSError, msgspec.DecodeError) as error:
         raise Problem(f"cannot read {path}: {error}", "Give a file of published measurements") from error
     if not isinstance(entries, list):
         raise Problem(f"{path} holds no list of measurements", "See docs/published_training_measurements.json")
-    points, sentences = [], []
+    points, invalid, unknown = [], [], []
     for number, entry in enumerate(entries, 1):
         name = entry.get("id", f"entry {number}") if isinstance(entry, dict) else f"entry {number}"
         try:
             points.append(msgspec.convert(entry, Point))
-            sentences += [f"{name}: the field {field} is unknown and ignored" for field in _unknown(entry, Point)]
+            unknown += [f"{name}: the field {field} is unknown and ignored" for field in _unknown(entry, Point)]
         except msgspec.ValidationError as error:
-            sentences.append(f"{name} is invalid and left out: {error}")
-    return points, sentences
+            invalid.append(f"{name} is invalid and left out: {error}")
+    return points, invalid, unknown
 
 
 def _unknown(entry: Mapping[str, Any], form: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:

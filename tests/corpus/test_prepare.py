@@ -246,10 +246,10 @@ def test_data_from_another_source_are_not_replaced_unasked(prepared: Prepare) ->
     before, refuses = prepared.outputs(), prepared.refuses
     other = {"XSUM_SOURCE": str(corpus.write_jsonl(prepared.root / "other.jsonl", ROWS))}
     sample = {"XSUM_SOURCE": str(prepared.data / "sample" / "articles.jsonl")}
-    refuses("was made from bundled sample", "by EdinburghNLP/xsum train", "FORCE=1", "MEGATRON_DATA_DIR")
-    refuses("was made from bundled sample", f"by file {other['XSUM_SOURCE']}", **other, **TOKENIZER)
+    refuses("was made from bundled sample", "with EdinburghNLP/xsum train", "FORCE=1", "MEGATRON_DATA_DIR")
+    refuses("was made from bundled sample", f"with file {other['XSUM_SOURCE']}", **other, **TOKENIZER)
     refuses("was made with the tokenizer bundled sample", "google-t5/t5-large", **sample)
-    refuses("by bundled sample, first 9 documents", **sample, **TOKENIZER, XSUM_LIMIT="9")
+    refuses("with bundled sample, first 9 documents", **sample, **TOKENIZER, XSUM_LIMIT="9")
     assert prepared.outputs() == before
     stale = prepared.data / "xsum_text_document_train_indexmap_800mns_510msl_0.00ssp_1234s.npy"
     stale.write_bytes(b"made from the data before")

@@ -214,7 +214,7 @@ def test_figures_are_of_what_is_known(page: str):
         ("data loading", "zero1: rank 0"): (300, 400),
         ("forward", "zero1: rank 1"): (0, 100), ("backward", "zero1: rank 1"): (100, 400),
     }  # fmt: skip
-    assert "zero1 spends of each iteration" in page and "data loading: rank 0 (node0)" in page
+    assert "% of each iteration " in page and "data loading: rank 0 (node0)" in page
     front = next(s for s in series["Memory against throughput"] if s["look"] == "line")
     assert front["points"] == sorted(front["points"]) and "zero3" not in data["rows"].get("", {})
 
