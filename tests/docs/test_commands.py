@@ -18,6 +18,8 @@ TESTED = {
     "bash scripts/prepare_xsum_megatron.sh": "conftest.py",
     "bash scripts/run_megatron_t5_all.sh": "sweep/test_run_all.py",
     "bash scripts/run_megatron_t5_ddp.sh": "plan/test_launchers.py",
+    "bash scripts/run_megatron_t5_zero2.sh": "run/test_explain.py",
+    "python -m t5bench explain": "run/test_explain.py",
     "bash scripts/check_parity.sh": "sweep/test_check_parity.py",
     "bash scripts/check_cluster.sh": "cluster/test_check.py",
     "bash scripts/gpu_acceptance.sh": "acceptance/test_gpu_acceptance.py",
