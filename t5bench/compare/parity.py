@@ -240,7 +240,7 @@ def blind_spots(baseline: Run, measured: Sequence[Sensitivity]) -> list[str]:
         )
     if baseline.layout.micro_batches < 2:
         found.append(
-            "an iteration has one micro-batch, so a mistake in accumulating several could go unnoticed.  "
+            "an iteration has one micro-batch, so a mistake in accumulating several could go unnoticed. "
             "Lower MICRO_BATCH_SIZE, or set a larger GLOBAL_BATCH_SIZE"
         )
     return found

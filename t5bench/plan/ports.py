@@ -17,7 +17,7 @@ def peer_port(master_port: int) -> int:
 
 
 def free_port() -> int:
-    """A free MASTER_PORT for a run on this machine only. Raises OSError if there is none."""
+    """A free MASTER_PORT for a run on this machine only. Raises OSError if no port is free."""
     for port in random.sample(FREE_PORTS, len(FREE_PORTS)):
         with contextlib.suppress(OSError), socket.create_server(("", port)):
             return port

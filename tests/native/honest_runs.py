@@ -1,9 +1,9 @@
-"""Honest runs, whose largest differences from one process docs/parity.md tells:
+"""Honest runs; docs/parity.md shows their largest differences from a run of one process:
 
     [MODEL_FAMILY=gpt] python tests/native/honest_runs.py DATA [fp32|bf16] [number of runs]
 
-Layouts of 1 to 8 processes, each with seeds and a batch of its own. A run of the native engine takes some seconds for
-each process. A GPT is trained by Megatron-DeepSpeed in MEGATRON_DIR, by 1, 2 and 4 processes.
+Layouts of 1 to 8 processes, with different seeds and batches. A run of the native engine takes some seconds for each
+process. A GPT is trained by Megatron-DeepSpeed in MEGATRON_DIR, by 1, 2 and 4 processes.
 """
 
 import itertools
