@@ -117,9 +117,10 @@ class Explanation:
         wall, share = sum(walls) / len(walls), min(rank.exposed for rank in self.ranks)
         rest = sum(rank.share(WAITING, *OWN_WORK) for rank in self.ranks) / len(self.ranks)
         if any(self._link()):
-            # Who waits for the other in turn waits for what the link delivers late.
-            mutual = min(rank.share(WAITING) for rank in self.ranks)
-            share, rest = share + mutual, rest - mutual
+            # Who comes late has waited for the link before, unless it computed for longer than the others.
+            idle = [rank.exposed + rank.share(WAITING) for rank in self.ranks]
+            share = min(idle)
+            rest = sum(idle) / len(idle) - share + sum(rank.share(*OWN_WORK) for rank in self.ranks) / len(idle)
         seconds, exposed = (self.content.get("other_iterations_ms") or wall) / 1000, share * wall / 1000
         seconds = seconds if exposed < (1 - rest) * seconds else wall / 1000
         links = [link for rank in self.ranks for link in rank.entry["links"].values() if link["ms"]]

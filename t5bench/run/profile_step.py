@@ -74,17 +74,19 @@ class ProfiledStretch:
                 self.synchronise()
         self.profiler.start()
         self.synchronise()
+        self.before = processor()
         if dist.is_initialized():
             dist.barrier()
-        self.begun, self.before = self.synchronise(), processor()
+        self.begun = self.synchronise()
         self.mark.__enter__()
 
     def end(self, iteration: int, gradient_bytes: int = 0) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """On the first rank what profile.json says of all ranks, and the events of trace.json."""
-        self.wall_ms, used = 1000 * (self.synchronise() - self.begun), processor()
+        self.wall_ms = 1000 * (self.synchronise() - self.begun)
         self.mark.__exit__(None, None, None)
-        self.profiler.stop()
+        used = processor()
         used.subtract(self.before)
+        self.profiler.stop()
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             self.profiler.export_chrome_trace(file.name)
             trace = json.loads(Path(file.name).read_text(errors="replace"))
@@ -93,7 +95,9 @@ class ProfiledStretch:
         everyone: list[Any] = [mine.introduction()] * ranks
         if ranks > 1:
             dist.all_gather_object(everyone, mine.introduction())
-        told = mine.explained(mine.meet(everyone)) | {"processor": used}, mine.longest_events(ranks)
+        own_begin, last = mine.begin, mine.meet(everyone)
+        measured = {"measured_ms": self.wall_ms + (own_begin - mine.begin) / 1000, "processor": used}
+        told = mine.explained(last) | measured, mine.longest_events(ranks)
         everyone = [told] * ranks
         if ranks > 1:
             dist.gather_object(told, everyone if rank == 0 else None)
