@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch.nn.utils import clip_grad_norm_
 from transformers import T5Config, T5ForConditionalGeneration
@@ -111,7 +112,7 @@ class Loop:
             "compile_seconds": max(0.0, first - found.median) / 1000,
             "final_loss": loss,
             "profile": profiled,
-            "limits": profile.limits(profiled),
+            "limits": profile.limits(msgspec.convert(profiled, profile.Profile).ranks),
         }
 
 

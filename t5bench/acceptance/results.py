@@ -60,7 +60,7 @@ def point(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the comparison, with what its profile says of it."""
     run = row["runs"][0]
     file, micro_batch = Path(run["directory"], "profile.json"), int(run["settings"]["MICRO_BATCH_SIZE"])
-    limits = profile.limits(json.loads(file.read_text())) if file.exists() else ""
+    limits = profile.limits(profile.read_profile(file).ranks) if file.exists() else ""
     return {**row, "engine": f"{row['engine']} engine", "micro_batch": micro_batch, "limits": limits}
 
 

@@ -4,11 +4,10 @@ The sentence tells the largest parts. A cause is named only where a measurement 
 """
 
 import argparse
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from t5bench import Problem
 from t5bench.compare.stragglers import WORTH_NAMING, Cause, of_record
@@ -16,7 +15,7 @@ from t5bench.compare.whatif import Gain, WhatIf, equal_stages
 from t5bench.model import time
 from t5bench.model.job import Job
 from t5bench.record import profile
-from t5bench.record.files import PROFILE
+from t5bench.record.files import PROFILE, RecordError
 from t5bench.record.profile import (
     AXES,
     BACKWARD,
@@ -51,45 +50,46 @@ NOT_MODELLED = {"slow rank", "slow node", "data loading", "logging", "slow disk"
 class Rank:
     """A rank's entry in profile.json."""
 
-    def __init__(self, entry: Mapping[str, Any]) -> None:
-        self.entry, self.wall = entry, entry["wall_ms"]
-        self.number, self.host = entry["rank"], entry["host"]
+    def __init__(self, entry: profile.Rank) -> None:
+        self.entry, self.wall, self.number, self.host = entry, entry.wall_ms, entry.rank, entry.host
         self.name = f"rank {self.number} ({self.host})"
-        lost = (entry["processor"][key] / self.wall for key in ("queued_ms", "throttled_ms"))
+        lost = (lost / self.wall for lost in (entry.processor.queued_ms, entry.processor.throttled_ms))
         self.queued, self.throttled = (min(1.0, share) for share in lost)  # a quota's time is all processors' together
         self.computing, self.exposed = self.share(*COMPUTING) * self.wall, self.share(BUBBLE, *SENDING.values())
         self.kept = self.share(*OWN_WORK) + self.queued + self.throttled  # by what has a name already
 
     def share(self, *parts: str) -> float:
-        return sum(self.entry["parts"].get(part, 0.0) for part in parts) / self.wall
+        return sum(self.entry.parts.get(part, 0.0) for part in parts) / self.wall
 
     def waited_for(self, other: "Rank") -> float:
-        return self.entry["waited_for"].get(str(other.number), 0.0) / self.wall
+        return self.entry.waited_for.get(other.number, 0.0) / self.wall
 
     def waited_for_any(self, others: Sequence["Rank"]) -> float:
         return sum(map(self.waited_for, others))
 
 
 class Explanation:
-    """Of a run's profiled iteration. Raises Problem where the run has no profile of all ranks."""
+    """Of a run's profiled iteration. Raises Problem where it has none, RecordError where that is damaged."""
 
     def __init__(self, run: Run) -> None:
-        try:
-            self.content = json.loads((run.directory / PROFILE).read_text())
-            self.ranks = [Rank(entry) for entry in self.content["ranks"]]
-        except (OSError, ValueError, LookupError) as error:
+        place = run.directory / PROFILE
+        if not os.path.lexists(place):
             remedy = "Train it with PROFILE_ITERATION, an iteration after the first few"
-            raise Problem(f"{run.directory} has no profile of all ranks", remedy) from error
+            raise Problem(f"{run.directory} has no profile of all ranks", remedy)
+        self.content = profile.read_profile(place)
+        self.ranks = [Rank(entry) for entry in self.content.ranks]
+        if len(self.ranks) != run.world_size:
+            raise RecordError(f"{place} has {len(self.ranks)} ranks, the run {run.world_size}")
         self.run, self.plan, self.layout = run, run.plan, run.layout
         self.cores = {node["host"]: node["cpu"]["cores"] for node in run.nodes if node.get("cpu")}
 
     def sentence(self) -> str:
         """The largest parts, what would make it faster, and what profiling cost."""
-        cost = self.content["overhead"]
+        cost = self.content.overhead
         more = "" if cost is None else f". Profiling changed its time by {cost:+.0%} of the others' median"
         name, _, _ = self.plan.strategy.title.partition(":")[0].partition(" (")
         of_gpt = " of a GPT" * (self.run.architecture.family == "gpt")
-        parts = profile.limits(self.content, self._doing()).replace("% ", "% of each iteration ", 1)
+        parts = profile.limits(self.content.ranks, self._doing()).replace("% ", "% of each iteration ", 1)
         gain, change = self.what_if or (1.0, "")
         faster = f"; {change} would make it {gain:.1f} times as fast" if change else ""
         return f"{name}{of_gpt} spends {parts}{faster}{more}"
@@ -121,16 +121,16 @@ class Explanation:
             idle = [rank.exposed + rank.share(WAITING) for rank in self.ranks]
             share = min(idle)
             rest = sum(idle) / len(idle) - share + sum(rank.share(*OWN_WORK) for rank in self.ranks) / len(idle)
-        seconds, exposed = (self.content.get("other_iterations_ms") or wall) / 1000, share * wall / 1000
+        seconds, exposed = (self.content.other_iterations_ms or wall) / 1000, share * wall / 1000
         seconds = seconds if exposed < (1 - rest) * seconds else wall / 1000
-        links = [link for rank in self.ranks for link in rank.entry["links"].values() if link["ms"]]
-        rate = 1000 * sum(link["bytes"] for link in links) / sum(link["ms"] for link in links) if links else 0.0
+        links = [link for rank in self.ranks for link in rank.entry.links.values() if link.ms]
+        rate = 1000 * sum(link.bytes for link in links) / sum(link.ms for link in links) if links else 0.0
         return WhatIf.of(self.run, seconds, exposed, rest * seconds, rate)
 
     @cached_property
     def what_if(self) -> Gain | None:
         """What the cost model says of the largest of the limits that it knows; None where that is nothing."""
-        shares, causes = profile.shares(self.content), {cause.name: cause.share for cause in self.causes()}
+        shares, causes = profile.shares(self.content.ranks), {cause.name: cause.share for cause in self.causes()}
         sending = sum(shares[part] for part in SENDING.values())
         limits = {"link": sending, "bubble": shares[BUBBLE], "host": shares[HOST]}
         limit = max(limits, key=limits.__getitem__)
@@ -213,16 +213,16 @@ class Explanation:
         """What waiting for a core may have cost does not count as the link's."""
         lost = max(rank.queued + rank.throttled for rank in self.ranks)
         for rank in self.ranks:
-            for axis, link in rank.entry["links"].items():
-                milliseconds = link["ms"] - lost * rank.wall
-                if milliseconds > 0 and (speed := 8000 * link["bytes"] / milliseconds) < SLOW_LINK:
+            for axis, link in rank.entry.links.items():
+                milliseconds = link.ms - lost * rank.wall
+                if milliseconds > 0 and (speed := 8000 * link.bytes / milliseconds) < SLOW_LINK:
                     text = f"{axis} messages of {rank.name} pass at {speed / 1e9:.2g} Gbit/s"
                     yield Cause("slow link", rank.share(SENDING[axis]) - lost, text)
 
     def _micro_batches(self) -> Iterator[Cause]:
         worst, count = max(self.ranks, key=lambda rank: rank.share(HOST)), self.layout.micro_batches
         # Without what it waits for a core meanwhile.
-        mean = worst.computing * (1 - worst.queued) / max(1, worst.entry["operators"])
+        mean = worst.computing * (1 - worst.queued) / max(1, worst.entry.operators)
         if count > self.layout.pp and mean < SMALL_OPERATOR_MS:
             text = f"{count} micro-batches of {self.plan.value('MICRO_BATCH_SIZE')}, {1000 * mean:.0f} us an operator"
             yield Cause("tiny micro-batches", worst.share(HOST), text)
@@ -236,7 +236,7 @@ def run(arguments: argparse.Namespace) -> int:
     for directory in arguments.runs:
         found = load(directory)
         causes = of_record(found)
-        if causes and not (directory / PROFILE).exists():
+        if causes and not os.path.lexists(directory / PROFILE):
             print(f"{directory} has no profile; its record shows")
         else:
             explanation = Explanation(found)

@@ -1,7 +1,14 @@
-"""The parts that profile.json divides a rank's iteration into (t5bench/run/timeline.py), and what they say."""
+"""profile.json: the parts that a rank's iteration is divided into (t5bench/run/timeline.py), and what they say."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from t5bench.record.files import read
+from t5bench.record.log import Amount, Count
+from t5bench.record.reader import decoded
 
 # What is told of the time that a part takes.
 HOST, FORWARD, BACKWARD, RECOMPUTATION = "host gaps", "forward", "backward", "recomputation"
@@ -26,14 +33,67 @@ PARTS = tuple(DOING)
 MOST_TOLD = 3
 
 
-def shares(content: Mapping[str, Any]) -> dict[str, float]:
+Milliseconds = Annotated[float, Meta(ge=0, lt=1e9)]  # eleven days
+Duration = Annotated[float, Meta(gt=0, lt=1e9)]
+
+
+class Link(Struct):
+    """What a rank's collectives along an axis carried, and how long that took."""
+
+    bytes: Amount
+    ms: Milliseconds
+
+
+class Processor(Struct):
+    """For how long a rank's process waited for a core that others had, and was held back by a quota."""
+
+    queued_ms: Milliseconds = 0.0
+    throttled_ms: Milliseconds = 0.0
+
+
+class Rank(Struct):
+    """timeline: parts, and when each stretch ends. waited_for: milliseconds by the other rank's number."""
+
+    rank: Count
+    host: str
+    wall_ms: Duration
+    parts: dict[Literal[PARTS], Milliseconds]
+    waited_for: dict[Count, Milliseconds]
+    links: dict[Literal[AXES], Link]
+    operators: Count
+    processor: Processor
+    timeline: list[tuple[Literal[PARTS], Milliseconds]] = []
+    measured_ms: Duration | None = None  # by the process's own clock; wall_ms is the profiler's
+
+
+class Profile(Struct):
+    """other_iterations_ms: the median of the iterations before; overhead: how much longer the profiled one took."""
+
+    ranks: Annotated[list[Rank], Meta(min_length=1)]
+    other_iterations_ms: Duration | None = None
+    overhead: Annotated[float, Meta(gt=-1, lt=1e9)] | None = None
+
+    def __post_init__(self) -> None:
+        if [rank.rank for rank in self.ranks] != list(range(len(self.ranks))):
+            raise ValueError("its ranks are not those from 0 on")
+        for rank in self.ranks:
+            ends = [end for _, end in rank.timeline]
+            if ends != sorted(ends):
+                raise ValueError(f"the timeline of rank {rank.rank} is not in order")
+
+
+def read_profile(path: Path) -> Profile:
+    """Raises RecordError."""
+    return decoded(path, read(path), Profile)
+
+
+def shares(ranks: Sequence[Rank]) -> dict[str, float]:
     """The parts of the profiled iteration, 0 to 1, as the mean of all ranks; the largest first."""
-    ranks = content["ranks"]
-    means = {part: sum(r["parts"].get(part, 0.0) / r["wall_ms"] for r in ranks) / len(ranks) for part in PARTS}
+    means = {part: sum(rank.parts.get(part, 0.0) / rank.wall_ms for rank in ranks) / len(ranks) for part in PARTS}
     return dict(sorted(means.items(), key=lambda mean: -mean[1]))
 
 
-def limits(content: Mapping[str, Any], doing: Mapping[str, str] = DOING) -> str:
+def limits(ranks: Sequence[Rank], doing: Mapping[str, str] = DOING) -> str:
     """The largest parts in words."""
-    largest = list(shares(content).items())[:MOST_TOLD]
+    largest = list(shares(ranks).items())[:MOST_TOLD]
     return ", ".join(f"{share:.0%} {doing[part]}" for part, share in largest if share)

@@ -1,51 +1,33 @@
 """What the rows' profiles say: the parts of an iteration, all ranks in one timeline, and why it takes so long."""
 
 import bisect
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
-from msgspec import Meta, Struct
-
-from t5bench import Problem
 from t5bench.compare.explain import Explanation
 from t5bench.compare.rows import Row
-from t5bench.record.files import PROFILE, RecordError, read
-from t5bench.record.profile import PARTS
-from t5bench.record.reader import decoded
+from t5bench.record.files import PROFILE, RecordError
+from t5bench.record.profile import PARTS, Profile, Rank, read_profile
 from t5bench.record.records import Run
-from t5bench.report.command import UNFORESEEN
 from t5bench.report.figures import COLOURS, LEFT_OUT, Figure, Series, by_size, stacked
 
 MOST_RANKS, MOST_STEPS = 64, 200  # of the timeline
 MOST_STRETCHES = 3000  # of the page: one takes about 100 bytes, drawn and as data
 COLOUR_OF = dict(zip(PARTS, COLOURS, strict=True))
 
-Milliseconds = Annotated[float, Meta(ge=0, lt=1e9)]  # eleven days
 
-
-class Rank(Struct):
-    """A rank's entry in profile.json, as far as the figures show it; timeline: parts, and when each stretch ends."""
-
-    rank: int
-    parts: dict[str, Milliseconds]
-    timeline: list[tuple[str, Milliseconds]] = []
-
-    def stretches(self, steps: int) -> Iterator[tuple[str, float, float]]:
-        """At most so many (part, start, end): what goes on in the middle of each step."""
-        ends = [end for _, end in self.timeline]
-        step, start = ends[-1] / steps, 0.0
-        parts = [self.timeline[bisect.bisect_left(ends, (number + 0.5) * step)][0] for number in range(steps)]
-        for number, (part, following) in enumerate(zip(parts, [*parts[1:], ""], strict=True), 1):
-            if part != following:
-                end = round(number * step, 3)
-                yield part, start, end
-                start = end
-
-
-class Profile(Struct):
-    ranks: list[Rank] = []
+def stretches(rank: Rank, steps: int) -> Iterator[tuple[str, float, float]]:
+    """At most so many (part, start, end): what goes on in the middle of each step."""
+    ends = [end for _, end in rank.timeline]
+    step, start = ends[-1] / steps, 0.0
+    parts = [rank.timeline[bisect.bisect_left(ends, (number + 0.5) * step)][0] for number in range(steps)]
+    for number, (part, following) in enumerate(zip(parts, [*parts[1:], ""], strict=True), 1):
+        if part != following:
+            end = round(number * step, 3)
+            yield part, start, end
+            start = end
 
 
 def profiles_of(rows: Mapping[str, Row], root: Path) -> dict[str, Profile]:
@@ -54,10 +36,10 @@ def profiles_of(rows: Mapping[str, Row], root: Path) -> dict[str, Profile]:
     for name, row in rows.items():
         place = root / row.run.directory / PROFILE
         try:
-            found[name] = decoded(place, read(place), Profile)
+            found[name] = read_profile(place)
         except RecordError:
             continue
-    return {name: profile for name, profile in found.items() if profile.ranks}
+    return found
 
 
 def parts(rows: Mapping[str, Row], profiles: Mapping[str, Profile]) -> Figure:
@@ -74,7 +56,7 @@ def timeline(rows: Mapping[str, Row], profiles: Mapping[str, Profile]) -> Figure
     shown, found = every[:MOST_RANKS], []
     for name, rank in shown:
         points: dict[str, list] = {}
-        for part, start, end in rank.stretches(min(MOST_STEPS, MOST_STRETCHES // len(shown))):
+        for part, start, end in stretches(rank, min(MOST_STEPS, MOST_STRETCHES // len(shown))):
             points.setdefault(part, []).append(((start, end), f"{name}: rank {rank.rank}"))
         found += [Series(name, "stretch", own, "", COLOUR_OF.get(part, LEFT_OUT), part) for part, own in points.items()]
     caption = "The profiled iteration of every rank, in coarse steps; trace.json in its directory has each operator."
@@ -85,8 +67,10 @@ def timeline(rows: Mapping[str, Row], profiles: Mapping[str, Profile]) -> Figure
 
 def why(run: Run, root: Path) -> list[str]:
     """Where the time of the profiled iteration went, and the causes that this names; nothing without a profile."""
+    if not os.path.lexists(root / run.directory / PROFILE):
+        return []
     try:
         explanation = Explanation(replace(run, directory=root / run.directory))
         return [explanation.sentence(), *(f"{cause.name}: {cause.evidence}" for cause in explanation.causes())]
-    except (Problem, *UNFORESEEN):
-        return []
+    except RecordError as damage:
+        return [str(damage)]

@@ -32,15 +32,13 @@ needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium to open the 
 DARK = "--blink-settings=preferredColorScheme=0"
 RANK = {"host": "node0", "wall_ms": 400.0, "waited_for": {}, "links": {}, "operators": 1000}
 RANK |= {"processor": {"queued_ms": 0.0, "throttled_ms": 0.0}}
+ODD = {"parts": {"forward": 100.0, "backward": 300.0}, "timeline": [("forward", 100.0), ("backward", 400.0)]}
+EVEN = {"parts": {"forward": 100.0, "backward": 200.0, "data loading": 100.0},
+        "timeline": [("forward", 100.0), ("backward", 300.0), ("data loading", 400.0)]}  # fmt: skip
 PARTS = {
-    "zero1": [
-        RANK | {"rank": 0, "parts": {"forward": 100.0, "backward": 200.0, "data loading": 100.0},
-                "timeline": [("forward", 100.0), ("backward", 300.0), ("data loading", 400.0)]},
-        RANK | {"rank": 1, "parts": {"forward": 100.0, "backward": 300.0},
-                "timeline": [("forward", 100.0), ("backward", 400.0)]},
-    ],
-    "zero2": [{"rank": 0, "parts": {"backward": 300.0, "logging": 1.0}}],
-}  # fmt: skip
+    "zero1": [RANK | {"rank": rank} | (ODD if rank % 2 else EVEN) for rank in range(4)],
+    "zero2": [RANK | {"rank": rank, "parts": {"backward": 300.0, "logging": 1.0}} for rank in range(4)],
+}
 NO_PARTS = "", "[]", "{}", '{"ranks": 7}', '{"ranks": [{}]}', '{"ranks": [{"parts": {"forward": NaN}}]}'
 
 
@@ -210,9 +208,10 @@ def test_figures_are_of_what_is_known(page: str):
     assert profiled["zero1", "backward"][2] == profiled["zero2", "backward"][2], "a part has one colour"
     moments = {(s["label"], y): tuple(x) for s in series["Timeline"] for x, y in s["points"]}
     assert moments == {
-        ("forward", "zero1: rank 0"): (0, 100), ("backward", "zero1: rank 0"): (100, 300),
-        ("data loading", "zero1: rank 0"): (300, 400),
-        ("forward", "zero1: rank 1"): (0, 100), ("backward", "zero1: rank 1"): (100, 400),
+        (part, f"zero1: rank {rank}"): stretch
+        for of_rank in ({"forward": (0, 100), "backward": (100, 300), "data loading": (300, 400)},
+                        {"forward": (0, 100), "backward": (100, 400)})
+        for part, stretch in of_rank.items() for rank in range("data loading" not in of_rank, 4, 2)
     }  # fmt: skip
     assert "% of each iteration " in page and "data loading: rank 0 (node0)" in page
     front = next(s for s in series["Memory against throughput"] if s["look"] == "line")
@@ -275,11 +274,14 @@ def picture(page: str, place: Path, *options: str) -> np.ndarray:
 def test_the_page_looks_as_the_example_does(tmp_path: Path, options: tuple[str, ...]):
     """Pictures differ from machine to machine, by their fonts. So the same browser draws the reference too: the example
     as it was committed. Its content stays, so that this is about style, drawings and scripts alone."""
-    shown, expected = (
-        picture(of_today(EXAMPLE), tmp_path / "today", *options),
-        picture(EXAMPLE, tmp_path / "then", *options),
-    )
-    differ = (np.abs(shown - expected) > 0.1).any(axis=-1).mean()
+    for attempt in range(3):  # on a busy machine the browser may leave out what it has not drawn yet
+        shown, expected = (
+            picture(page, tmp_path / f"{name}{attempt}", *options)
+            for name, page in (("today", of_today(EXAMPLE)), ("then", EXAMPLE))
+        )
+        differ = (np.abs(shown - expected) > 0.1).any(axis=-1).mean()
+        if differ < 0.0002:
+            break
     remedy = f"compare the pictures in {tmp_path}; if it is meant, make the example anew (docs/make_example.sh)"
     assert differ < 0.0002, f"{differ:.1%} of the page looks different: {remedy}"
     assert expected.std() > 0.05
