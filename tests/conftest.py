@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 from harness import REPO_ROOT, STRATEGIES, Project, make_project
+from hypothesis import settings
 from real_runs import CLONE, EXACT, WATCHED, run_quickstart, train
 
 # Tests run beside one another, and a library's threads that wait for each other by spinning would slow all of them
@@ -19,6 +20,9 @@ from real_runs import CLONE, EXACT, WATCHED, run_quickstart, train
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Else a run on two nodes would make one in the home directory of whoever tests.
 os.environ.setdefault("T5_RUN_SECRET", "what the nodes of the tests' runs share")
+# On a busy machine any example may take long.
+settings.register_profile("busy", deadline=None)
+settings.load_profile("busy")
 
 Once = Callable[[str, Callable[[Path], None]], Path]
 
