@@ -11,7 +11,7 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 setting ENGINE 'one-of:native|megatron' - - native "native (the engine in native/, from Python packages alone) or megatron (scripts/setup_megatron.sh first)"
-setting TRAIN_ITERS whole:1 - - 20 "Iterations of each strategy"
+setting TRAIN_ITERS whole:1 - - 12 "Iterations of each strategy"
 
 begin "" "$@"
 python_module t5bench.sweep.venv "$REPO_ROOT/requirements.txt"
