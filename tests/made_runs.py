@@ -229,7 +229,7 @@ def make_run(
     assert plan.layout
     world_size = plan.layout.world_size
     chosen = {name: entry.value for name, entry in plan.settings.items()}
-    lines = _lines(elapsed_ms, losses, norms, log_interval, skipped or {}, start, chosen)
+    lines = _lines(elapsed_ms, losses, norms, log_interval, skipped or {}, start, plan)
     end = lines[-1].time if lines else start
     peaks = list(memory_mib) if memory_mib else [400.0 + rank for rank in range(world_size)]
     for node in range(nodes):
@@ -317,7 +317,7 @@ def memory_line(rank: int, device_mib: float | None, host_mib: float) -> str:
 
 def _lines(
     elapsed_ms: Sequence[float], losses: Sequence[float | None] | None, norms: Sequence[float | None] | None,
-    log_interval: int, skipped: Mapping[int, int], start: float, settings: Mapping[str, str],
+    log_interval: int, skipped: Mapping[int, int], start: float, plan: Plan,
 ) -> list[Iteration]:  # fmt: skip
     lines, now = [], start
     for number, elapsed in enumerate(elapsed_ms, 1):
@@ -326,11 +326,11 @@ def _lines(
         lines.append(
             Iteration(
                 iteration=iteration,
-                total=int(settings["TRAIN_ITERS"]),
+                total=plan.iterations,
                 elapsed_ms=elapsed,
                 lm_loss=losses[number - 1] if losses else 6 + 2 / (1 + iteration / 100),
                 learning_rate=1e-4,
-                samples_per_second=int(settings["GLOBAL_BATCH_SIZE"]) * 1000 / elapsed,
+                samples_per_second=plan.number("GLOBAL_BATCH_SIZE") * 1000 / elapsed,
                 tflops=0.01,
                 grad_norm=norms[number - 1] if norms else 1.0,
                 loss_scale=1.0,

@@ -1,6 +1,7 @@
 """What a run will need, in one line, before it starts. It imports only the model: a launcher has 0.30 s of CPU."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from t5bench.model import time
@@ -25,9 +26,10 @@ def padded_vocabulary(plan: Plan) -> int:
     return padded(words, plan.number("VOCABULARY_MULTIPLE"))
 
 
-def job_of(plan: Plan, vocabulary: int = 0) -> Job:
-    """A plan's job. vocabulary: padded, 0 where it is not known."""
-    return Job.of_plan(plan, vocabulary or padded_vocabulary(plan))
+def job_of(plan: Plan, vocabulary: int = 0, batch: int = 0) -> Job:
+    """A plan's job. vocabulary: padded, 0 where it is not known. batch: 0 for the plan's own."""
+    job = Job.of_plan(plan, vocabulary or padded_vocabulary(plan))
+    return replace(job, global_batch=batch or job.global_batch)
 
 
 def backend_of(plan: Plan) -> str:

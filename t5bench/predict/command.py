@@ -50,14 +50,15 @@ def run(args: argparse.Namespace) -> int:
 
         return check.run(args)
     rows = [measured_row(directory) for directory in args.runs]
-    found = [(row.label, row.run.plan, row.run.padded_vocab_size, gpu_names(row.run)) for row in rows]
+    found = [(row.label, row.run.plan, row.run.padded_vocab_size, gpu_names(row.run), row.batch) for row in rows]
     slower = calibration(args) if args.calibrate else None
     predictions, refused = [], {}
-    for name, plan, vocabulary, gpu in found or [(plan.strategy.name, plan, None, None) for plan in planned()]:
+    found = found or [(plan.strategy.name, plan, None, None, 0) for plan in planned()]
+    for name, plan, vocabulary, gpu, batch in found:
         if plan.layout is None:
             refused[name] = next(obstacle.found for obstacle in plan.obstacles if obstacle.fatal)
             continue
-        job = job_of(plan, vocabulary or vocabulary_of(plan, args.vocabulary))
+        job = job_of(plan, vocabulary or vocabulary_of(plan, args.vocabulary), round(batch))
         on = machine(args, device_for(plan, args.device or gpu), job.parallel.devices_per_node)
         known = slower or (None if on.device is CPU else 1.0)
         predictions.append(Prediction(job, on, backend_of(plan), known, name))
@@ -120,7 +121,8 @@ def calibration(args: argparse.Namespace) -> float:
     row = measured_row(args.calibrate)
     if not row.milliseconds:
         raise Problem(f"{args.calibrate} has no measured iterations", "Calibrate with a complete run")
-    plan, job = row.run.plan, job_of(row.run.plan, row.run.padded_vocab_size or 0)
+    plan = row.run.plan
+    job = job_of(plan, row.run.padded_vocab_size or 0, round(row.batch))
     device = device_for(plan, args.device or gpu_names(row.run))
     on = machine(args, device, job.parallel.devices_per_node, args.calibrate_link)
     try:
@@ -162,7 +164,8 @@ def _memory(entry: Prediction) -> dict[str, str | float]:
 
 def _cost(entry: Prediction, row: Row | None) -> dict[str, str | float]:
     """Bytes and time, what was measured of them, and how far the prediction is from that."""
-    cells: dict[str, str | float] = {"seconds": entry.name, "MB": max(entry.node_bytes) / 1e6}
+    cells: dict[str, str | float] = {"seconds": entry.name, "samples": entry.job.global_batch}
+    cells["MB"] = max(entry.node_bytes) / 1e6
     if found := entry.time:
         cells |= found.parts | {"all": found.total, "samples/s": entry.job.global_batch / found.total}
     cells["limited by"] = entry.limit

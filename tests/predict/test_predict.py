@@ -93,6 +93,15 @@ def test_what_was_measured_stands_beside(capsys: pytest.CaptureFixture[str], tmp
     assert "was faster than its link allows" in error
 
 
+def test_a_batch_that_still_grew_at_the_end_is_predicted(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    grows = {"GLOBAL_BATCH_SIZE": "32", "RAMPUP_BATCH_SIZE": "8 8 319", "TRAIN_ITERS": "10"}
+    run = make_run(tmp_path / "ddp", settings=LARGE | grows, elapsed_ms=[9000.0] * 25, padded_vocab_size=32128)
+    _, shown, _ = t5bench(capsys, "predict", run, "--calibrate", run, "--json")
+    (found,) = json.loads(shown)["rows"]
+    assert found["job"]["global_batch"] == 24 and found["micro_batches"] == 12
+    assert found["measured"]["seconds"] == pytest.approx([9.0, 9.0])
+
+
 def test_a_comparison_on_known_gpus_needs_no_run_to_predict_times(tmp_path: Path):
     again = ["--recompute-granularity", "full"]
     own = {"settings": LARGE, "gpu": "NVIDIA H100 80GB HBM3", "padded_vocab_size": 32128, "extra_arguments": again}
