@@ -54,6 +54,8 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
     if plan.layout.nnodes == 1:
         _refuse_without({0: own})
     is_evaluated = plan.value("EVAL_ONLY") == "1"
+    if is_evaluated:
+        _refuse_used_up(plan, own.iteration)
     if own.iteration >= plan.iterations and not is_evaluated:
         own = before_the_end(plan, checkpoints, own.iteration)
     if not agree:
@@ -131,6 +133,27 @@ def misfits(plan: Plan) -> Iterator[str]:
     for key, suffix in (("bin_bytes", ".bin"), ("idx_sha256", ".idx")):
         if recorded.get(key) and now[key] and recorded[key] != now[key]:
             yield f"{plan.data_prefix}{suffix} is not the file that the run was trained on"
+
+
+def _refuse_used_up(plan: Plan, iteration: int) -> None:
+    """Raises Problem where an evaluation needs more validation samples than the training has left of them.
+
+    The engine (megatron/training.py) prepares EVAL_ITERS batches for each EVAL_INTERVAL and for the end, and takes up
+    where the evaluations before this checkpoint ended.
+    """
+    if (part := earlier_part(Path(plan.output_dir), plan.node)) is None:
+        return
+    then, every = Plan.read(part["plan"]), plan.number("EVAL_INTERVAL")
+    batches, interval = then.number("EVAL_ITERS"), then.number("EVAL_INTERVAL")
+    used = sum(batches * then.samples(end - 1, end) for end in range(interval, iteration + 1, interval))
+    wanted = plan.number("EVAL_ITERS") * plan.number("GLOBAL_BATCH_SIZE")
+    prepared = (plan.iterations // every + 1) * wanted
+    if used + wanted > prepared:
+        raise Problem(
+            f"{wanted} validation samples are wanted, and {max(0, prepared - used)} are left: the run has used {used},"
+            f" and for EVAL_ITERS={plan.value('EVAL_ITERS')} and EVAL_INTERVAL={every} the engine prepares {prepared}",
+            f"Evaluate with the run's EVAL_ITERS={batches} EVAL_INTERVAL={interval}, or with a smaller EVAL_INTERVAL",
+        )
 
 
 def earlier_part(directory: Path, node: int) -> dict[str, Any] | None:

@@ -94,6 +94,17 @@ def test_a_run_whose_end_was_not_recorded_goes_on_from_an_earlier_checkpoint(die
     assert refusal(plan).endswith("is already at iteration 30 of 30")
 
 
+def test_an_evaluation_that_lacks_validation_samples_is_refused(died: Callable[..., Plan]):
+    """The training evaluated 3 times, 4 batches of 16 samples each, before this checkpoint."""
+    died(30, EVAL_ITERS="4", EVAL_INTERVAL="10")
+    assert refusal(died(EVAL_ONLY="1", EVAL_ITERS="10")) == (
+        "160 validation samples are wanted, and 0 are left: the run has used 192,"
+        " and for EVAL_ITERS=10 and EVAL_INTERVAL=1000 the engine prepares 160"
+    )
+    enough = {"EVAL_ITERS": "4", "EVAL_INTERVAL": "10"}, {"EVAL_ITERS": "12", "EVAL_INTERVAL": "30"}
+    assert [checkpoint(died(EVAL_ONLY="1", **chosen), agree=False) for chosen in enough] == [30, 30]
+
+
 # ---- all nodes ------------------------------------------------------------------------------------------------------
 
 
