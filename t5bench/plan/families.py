@@ -96,6 +96,10 @@ def check_rampup(request: Request, data_parallel: int) -> None:
         found = f"RAMPUP_BATCH_SIZE must be three whole numbers (start, step, samples), found '{given}'"
         request.findings.refuse("rampup", found)
         return
+    if int(words[2]) > (samples := request.number("TRAIN_ITERS") * full):
+        found = f"RAMPUP_BATCH_SIZE='{given}' lets the batch grow for longer than the run, which has {samples} samples"
+        remedy = "Raise TRAIN_ITERS, or let the batch grow faster; -- --exit-interval 50 tries the first 50 iterations"
+        request.findings.refuse("rampup", found, remedy)
     start, step, together = int(words[0]), int(words[1]), request.number("MICRO_BATCH_SIZE") * data_parallel
     if start > full or (full - start) % step or start % together or step % together:
         found = f"RAMPUP_BATCH_SIZE='{given}' does not reach GLOBAL_BATCH_SIZE={full} in steps of {together} samples"

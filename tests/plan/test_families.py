@@ -58,6 +58,7 @@ def test_the_data_lie_apart_and_say_which_tokenizer_they_have(project: Project):
         ("ddp", {"RECOMPUTE": "full", "ENGINE": "native"}, "native-engine", "RECOMPUTE='full'"),
         ("ddp", {"EVAL_ONLY": "1"}, "eval-iters", "EVAL_ITERS is 0"),
         ("ddp", {"RAMPUP_BATCH_SIZE": "4 4"}, "rampup", "three whole numbers"),
+        ("ddp", {"RAMPUP_BATCH_SIZE": "4 4 801", "TRAIN_ITERS": "50"}, "rampup", "the run, which has 800 samples"),
         ("ddp", {"RAMPUP_BATCH_SIZE": "4 5 100"}, "rampup", "does not reach GLOBAL_BATCH_SIZE=16 in steps of 2"),
     ],
 )
