@@ -199,8 +199,9 @@ class Launch:
 
     def _script(self, strategy: str, processes: int | None, directory: Path, rank: int, end: str) -> str:
         """What a bash is sent; in ``end`` the launcher is called ``launch``."""
+        name, tensor = with_size(strategy)
         exports = dict(self._sent, HOSTS=" ".join(self._hosts), OUTPUT_DIR=str(directory))
-        words, lines = ["bash", str(launchers.launcher(strategy))], []
+        words, lines = ["bash", str(launchers.launcher(name))], []
         if master := self._hosts[0]:
             words += [master, str(rank)]
             here = shlex.quote(str(REPOSITORY))
@@ -209,6 +210,8 @@ class Launch:
             exports.update(NNODES="1", MASTER_PORT=self._environment.get("MASTER_PORT") or str(free_port()))
         if processes:
             exports["NPROC_PER_NODE"] = str(processes // len(self._hosts))
+        if tensor:
+            exports["TENSOR_PARALLEL_SIZE"] = tensor
         lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(exports.items())]
         return "\n".join([*lines, f'launch() {{ exec {shlex.join(words)} "$@" {shlex.join(self._arguments)}; }}', end])
 
@@ -245,11 +248,17 @@ class Row:
     settings: Mapping[str, str] = field(default_factory=dict)
 
 
+def with_size(name: str) -> tuple[str, str]:
+    """A strategy, and the tensor-parallel size of "zero1-tp2", "" if none is given."""
+    strategy, _, size = name.partition("-tp")
+    return (strategy, size) if size.isdecimal() else (name, "")
+
+
 def choose(names: Sequence[str]) -> list[str]:
     """These strategies, each once; by default all. Raises Problem."""
     known = [strategy.name for strategy in launchers.declarations()]
     for name in names:
-        if name not in known:
+        if with_size(name)[0] not in known:
             raise Problem(f"there is no strategy '{name}'", f"Choose from: {' '.join(known)}")
     return list(dict.fromkeys(names)) or known
 

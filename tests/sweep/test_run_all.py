@@ -96,7 +96,7 @@ def test_repeats_are_interleaved_and_every_world_size_has_its_baseline(sweep: Pr
     [
         ({}, 0, [*STRATEGIES, "ddp-4"]),
         ({"STRATEGIES": "zero1 hybrid"}, 0, ["zero1", "hybrid"]),
-        ({"STRATEGIES": "ddp hybrid", "NPROC_PER_NODE": "4"}, 0, ["ddp", "hybrid"]),
+        ({"STRATEGIES": "ddp zero1 zero1-tp2", "NPROC_PER_NODE": "4"}, 0, ["ddp", "zero1", "zero1-tp2"]),
         ({"STRATEGIES": "ddp hybrid"}, 2, ["ddp"]),
         ({"MODEL_FAMILY": "gpt"}, 0, [*STRATEGIES, "3d", "ddp-4"]),
     ],
@@ -153,6 +153,7 @@ def test_a_sweep_that_could_start_nothing_says_so(sweep: Project):
     [
         (["--fast"], {}, "unknown option '--fast'"),
         ([], {"STRATEGIES": "ddp zero9"}, "there is no strategy 'zero9'"),
+        ([], {"STRATEGIES": "ddp zero1-tp3"}, "is not divisible by the tensor-parallel size 3"),
         ([], {"REPEATS": "0"}, "REPEATS must be a whole number of at least 1"),
         ([], {"LAUNCH": "ssh"}, "LAUNCH=ssh but no hosts are known"),
         ([], {"STRATEGIES": "ddp", "MICRO_BATCH_SIZE": "3"}, "ddp: GLOBAL_BATCH_SIZE=16 is not divisible"),
