@@ -21,6 +21,12 @@ FAMILY_PREFIX=${MODEL_FAMILY:-t5}-
 FAMILY_PREFIX=${FAMILY_PREFIX#t5-}
 # shellcheck disable=SC2034 # read by the scripts that source this file
 FAMILY_DATA=$REPO_ROOT/megatron_data${FAMILY_PREFIX:+/${FAMILY_PREFIX%-}}
+# A family is found by its file: (gpt t5), and gpt|t5.
+FAMILIES=("$REPO_ROOT"/scripts/families/*.sh)
+FAMILIES=("${FAMILIES[@]##*/}")
+FAMILIES=("${FAMILIES[@]%.sh}")
+printf -v FAMILY_NAMES '|%s' "${FAMILIES[@]}"
+FAMILY_NAMES=${FAMILY_NAMES#|}
 # The engines and the programs of this repository import its packages from here.
 [[ :${PYTHONPATH:-}: == *:"$REPO_ROOT":* ]] || export PYTHONPATH=$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}
 

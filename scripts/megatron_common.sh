@@ -19,12 +19,12 @@
 # shellcheck source=scripts/common.sh
 source "${BASH_SOURCE[0]%/*}/common.sh"
 
-STRATEGY_COLOUR='' STRATEGY_TP=1 STRATEGY_PP=1 STRATEGY_DS_CONFIG='' STRATEGY_FLAGS=() STRATEGY_FAMILIES='t5 gpt' HOST_LIST=()
+STRATEGY_COLOUR='' STRATEGY_TP=1 STRATEGY_PP=1 STRATEGY_DS_CONFIG='' STRATEGY_FLAGS=() STRATEGY_FAMILIES=${FAMILIES[*]} HOST_LIST=()
 
 # ---- settings: every one of them can be overridden from the environment --------------------------------------------
 
 declare_settings() {
-  setting MODEL_FAMILY 'one-of:t5|gpt' model - t5 "Model family: t5 or gpt (docs/gpt.md has GPT's settings)"
+  setting MODEL_FAMILY "one-of:$FAMILY_NAMES" model - t5 "Model family: t5 or gpt (docs/gpt.md has GPT's settings)"
   local family=${BASH_SOURCE[0]%/*}/families/${MODEL_FAMILY//[^a-z0-9]/}.sh
   [[ -f $family ]] || family=${BASH_SOURCE[0]%/*}/families/t5.sh # the plan refuses the name
   # shellcheck source=scripts/families/t5.sh

@@ -16,7 +16,7 @@ set -euo pipefail
 # shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-setting MODEL_FAMILY 'one-of:t5|gpt' - - t5 "Model family to prepare for, since their tokenizers differ"
+setting MODEL_FAMILY "one-of:$FAMILY_NAMES" - - t5 "Model family to prepare for, since their tokenizers differ"
 setting SAMPLE 'one-of:0|1' - - 0 "1 uses the articles and the tokenizer in megatron_data/sample; needs no network"
 setting MEGATRON_DATA_DIR path - - "$FAMILY_DATA" "Directory to write to; a relative path starts at the current directory, the default at the repository"
 setting XSUM_SOURCE path? - - "" "Local .jsonl, .jsonl.gz, .jsonl.zst or .parquet with the columns document and summary, or text (unset: EdinburghNLP/xsum from the hub)"
@@ -38,7 +38,7 @@ if ((SAMPLE)); then
   [[ $MODEL_FAMILY != t5 ]] || TOKENIZER_MODEL=$REPO_ROOT/megatron_data/sample/tokenizer
   export HF_HUB_OFFLINE=1
 fi
-if [[ -z $TOKENIZER_MODEL && $MODEL_FAMILY == gpt ]]; then
+if [[ -z $TOKENIZER_MODEL && $MODEL_FAMILY != t5 ]]; then
   TOKENIZER_MODEL=$MEGATRON_DIR/examples_deepspeed/rebase
   [[ -f $TOKENIZER_MODEL/gpt2-vocab.json ]] ||
     die "there is no GPT-2 tokenizer in the engine's checkout $MEGATRON_DIR" "Run: bash '$REPO_ROOT/scripts/setup_megatron.sh', or set TOKENIZER_MODEL"

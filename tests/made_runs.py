@@ -44,6 +44,7 @@ RTX_5000_ADA = "NVIDIA RTX 5000 Ada Generation"
 def declared_settings() -> Mapping[str, Setting]:
     """The launchers' settings as scripts/megatron_common.sh declares them, with the values of a tiny run."""
     text = "".join((REPOSITORY / "scripts" / name).read_text() for name in ("megatron_common.sh", "families/t5.sh"))
+    text = text.replace("$FAMILY_NAMES", "t5|gpt")
     found = {}
     for declaration in re.findall(r"^ +setting (.*)", text, re.MULTILINE):
         name, kind, role, argument, default, meaning = shlex.split(declaration)

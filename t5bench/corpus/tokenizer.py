@@ -163,8 +163,8 @@ def _load(directory: Path, family: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(directory, use_fast=False, local_files_only=True)
     except Exception as error:
         # A broken directory shows in many ways.
-        reason = common.one_line(error)
-        raise Problem(f"{directory} cannot be loaded as a tokenizer ({reason})", NAME_ANOTHER[family]) from error
+        reason, remedy = common.one_line(error), NAME_ANOTHER["t5" if family == "t5" else "gpt"]
+        raise Problem(f"{directory} cannot be loaded as a tokenizer ({reason})", remedy) from error
     if family == "t5" and ("<extra_id_0>" not in tokenizer.added_tokens_encoder or tokenizer.eos_token_id is None):
         lacks = "it lacks <extra_id_0> or an end-of-sequence token"
         raise Problem(f"{directory} is not a T5 tokenizer: {lacks}", NAME_ANOTHER[family])

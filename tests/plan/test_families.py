@@ -50,6 +50,19 @@ def test_the_data_lie_apart_and_say_which_tokenizer_they_have(project: Project):
         assert given["--data-path"] == str(record.parent / "xsum_text_document")
 
 
+def test_a_third_family_is_a_file_and_an_entry(project: Project):
+    families = project.root / "scripts" / "families"
+    (families / "third.sh").write_text((families / "gpt.sh").read_text().replace("  1024     16", "  2048     16"))
+    with (project.root / "t5bench" / "plan" / "families.py").open("a") as file:
+        file.write('FAMILIES["third"] = FAMILIES["gpt"]\n')
+    shutil.copytree(project.data_prefix.parent, project.data_prefix.parent / "third")
+    plan = Plan.read(json.loads(project.launch("zero1", "--dry-run=json", MODEL_FAMILY="third").stdout))
+    assert codes(plan) == [] and plan.value("HIDDEN_SIZE") == "2048"
+    assert plan.output_dir == f"{project.root}/outputs/third-zero1"
+    refused = project.launch("3d", MODEL_FAMILY="third").stderr
+    assert "3d supports only GPT, but MODEL_FAMILY is third" in refused
+
+
 @pytest.mark.parametrize(
     ("strategy", "settings", "code", "found"),
     [
