@@ -30,8 +30,8 @@ LOOK_THERE = (
     " RENDEZVOUS_TIMEOUT sets how long each waits"
 )
 LEAVE_SECONDS = 10.0
-# Engine arguments that decide how far an attempt goes, and nothing of what it trains.
-ENDS_A_RUN = {"--exit-interval", "--exit-duration-in-mins"}
+# Engine arguments that decide where a run begins and how far an attempt goes, and nothing of what a resumed one trains.
+BEGIN_OR_END = {"--finetune", "--load", "--exit-interval", "--exit-duration-in-mins"}
 
 
 def checkpoint(plan: Plan, *, agree: bool) -> int:
@@ -124,7 +124,7 @@ def misfits(plan: Plan) -> Iterator[str]:
     pairs = [(name, value, was[name]) for name, value in _kept(plan).items() if name in was]
     pairs += [
         (name, arguments.get(name, "not given"), earlier_arguments.get(name, "not given"))
-        for name in sorted((arguments.keys() | earlier_arguments.keys()) - ENDS_A_RUN)
+        for name in sorted((arguments.keys() | earlier_arguments.keys()) - BEGIN_OR_END)
     ]
     for name, here, there in pairs:
         if not _same(here, there):

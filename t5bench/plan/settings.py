@@ -20,7 +20,7 @@ DECIDED_ELSEWHERE = {
     "--distributed-backend": "DEVICE and SHARE_GPUS determine it",
     "--pipeline-model-parallel-split-rank": "PIPELINE_PARALLEL_SIZE determines it",
     "--tensorboard-dir": "OUTPUT_DIR sets the run's directory",
-    "--load": "RESUME=1 continues a run",
+    "--load": "RESUME=1 continues a run; a new one begins with another's weights with --finetune --load",
     "--skip-train": "EVAL_ONLY=1 evaluates a checkpoint",
     "--recompute-granularity": "use RECOMPUTE=selective or RECOMPUTE=full",
     "--recompute-activations": "use RECOMPUTE=selective",
@@ -35,9 +35,10 @@ DECIDED_ELSEWHERE = {
 
 def effective_settings(request: Request) -> dict[str, Setting]:
     """The settings with the values that engine arguments after ``--`` give them; argparse lets the last one win."""
-    given = by_name(request.extra)
+    given, goes_on = by_name(request.extra), "1" in (request.value("RESUME"), request.value("EVAL_ONLY"))
+    finetunes = {"--load"} if "--finetune" in given and not goes_on else set()
     for name in given:
-        if name in DECIDED_ELSEWHERE:
+        if name in DECIDED_ELSEWHERE.keys() - finetunes:
             found = f"{name} cannot be given after --: the launcher passes it itself"
             request.findings.refuse("launcher-argument", found, DECIDED_ELSEWHERE[name])
     owned = {argument for setting in request.settings.values() for argument in setting.argument.split(",")}

@@ -91,6 +91,13 @@ def test_arguments_that_became_settings_name_them(request_for: Requests, argumen
     assert obstacle.code == "launcher-argument" and ("RECOMPUTE" in obstacle.remedy or "RAMPUP" in obstacle.remedy)
 
 
+def test_a_new_run_begins_with_anothers_weights_and_a_resumed_one_with_its_own(request_for: Requests):
+    other = ("--finetune", "--load", "/run/checkpoints")
+    assert codes(make(request_for("ddp", *other))[0]) == []
+    for goes_on in ({"RESUME": "1"}, {"EVAL_ONLY": "1", "EVAL_ITERS": "1"}):
+        assert codes(make(request_for("ddp", *other, **goes_on))[0]) == ["launcher-argument"]
+
+
 @pytest.mark.parametrize("family", ["t5", "gpt"])
 def test_zero_goes_with_tensor_parallelism(request_for: Requests, family: str):
     plan, _ = make(request_for("zero2", MODEL_FAMILY=family, TENSOR_PARALLEL_SIZE="2", NPROC_PER_NODE="4"))

@@ -54,6 +54,7 @@ def died(tmp_path: Path) -> Callable[..., Plan]:
         ({"LR": "1e-4", "SAVE_INTERVAL": "7", "EVAL_ITERS": "3", "WANDB_MODE": "disabled"}, []),
         ({"extra": ("--init-method-std", "0.5")}, ["--init-method-std is '0.5' here and was '0.02'"]),
         ({"extra": ()}, ["--init-method-std is 'not given' here and was '0.02'"]),
+        ({"extra": (*EXTRA, "--finetune", "--load", "/other", "--exit-interval", "3")}, []),
         ({"GLOBAL_BATCH_SIZE": "32", "PRECISION_FLAG": "--bf16"},
          ["GLOBAL_BATCH_SIZE is '32' here and was '16'", "PRECISION_FLAG is '--bf16' here and was ''"]),
         ({"strategy": "zero1", "world_size": 4},
