@@ -4,7 +4,9 @@ here and a file there."""
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from t5bench.corpus.index import read_index
 from t5bench.plan.request import Request
+from t5bench.record.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,24 @@ FAMILIES: Mapping[str, Family] = {
         check_pipeline=_check_gpt,
     ),
 }
+
+
+def validation_samples(plan: Plan, wanted: int) -> int:
+    """How many the engine prepares where so many are wanted: whole epochs of its validation documents.
+
+    megatron/data/dataset_utils.py and gpt_dataset.py; a T5 has one sample of each document.
+    """
+    index, parts = read_index(plan.data_prefix), [float(part) for part in plan.engine_arguments["--split"].split(",")]
+    documents = len(index.doc_idx) - 1
+    shares = [round(part / sum(parts) * documents) for part in parts]
+    begin = shares[0] - (sum(shares) - documents)
+    if not shares[1]:
+        return 0
+    if FAMILIES[plan.value("MODEL_FAMILY")].has_encoder:
+        return -(-wanted // shares[1]) * shares[1]
+    tokens = sum(index.sizes[index.doc_idx[begin] : index.doc_idx[begin + shares[1]]])
+    epochs = -(-(wanted * plan.number("SEQ_LENGTH") + 1) // tokens)
+    return (epochs * tokens - 1) // plan.number("SEQ_LENGTH")
 
 
 def family_of(request: Request) -> Family:

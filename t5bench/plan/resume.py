@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from t5bench import Problem
 from t5bench.plan import secret
 from t5bench.plan.channel import Alive, Channel, Message, Place, ProofError, StrangerError
+from t5bench.plan.families import validation_samples
 from t5bench.record import machine
 from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.files import RecordError
@@ -55,7 +56,7 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
         _refuse_without({0: own})
     is_evaluated = plan.value("EVAL_ONLY") == "1"
     if is_evaluated:
-        _refuse_used_up(plan, own.iteration)
+        check_validation_samples(plan, own.iteration)
     if own.iteration >= plan.iterations and not is_evaluated:
         own = before_the_end(plan, checkpoints, own.iteration)
     if not agree:
@@ -135,11 +136,11 @@ def misfits(plan: Plan) -> Iterator[str]:
             yield f"{plan.data_prefix}{suffix} is not the file that the run was trained on"
 
 
-def _refuse_used_up(plan: Plan, iteration: int) -> None:
+def check_validation_samples(plan: Plan, iteration: int) -> None:
     """Raises Problem where an evaluation needs more validation samples than the training has left of them.
 
-    The engine (megatron/training.py) prepares EVAL_ITERS batches for each EVAL_INTERVAL and for the end, and takes up
-    where the evaluations before this checkpoint ended.
+    The engine (megatron/training.py) prepares EVAL_ITERS batches or more for each EVAL_INTERVAL and for the end, and
+    takes up where the evaluations before this checkpoint ended.
     """
     if (part := earlier_part(Path(plan.output_dir), plan.node)) is None:
         return
@@ -147,7 +148,7 @@ def _refuse_used_up(plan: Plan, iteration: int) -> None:
     batches, interval = then.number("EVAL_ITERS"), then.number("EVAL_INTERVAL")
     used = sum(batches * then.samples(end - 1, end) for end in range(interval, iteration + 1, interval))
     wanted = plan.number("EVAL_ITERS") * plan.number("GLOBAL_BATCH_SIZE")
-    prepared = (plan.iterations // every + 1) * wanted
+    prepared = validation_samples(plan, (plan.iterations // every + 1) * wanted)
     if used + wanted > prepared:
         raise Problem(
             f"{wanted} validation samples are wanted, and {max(0, prepared - used)} are left: the run has used {used},"
