@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpus_files import ARTICLES, SAMPLE, snapshot, texts_of, write_jsonl
+from corpus_files import ARTICLES, SAMPLE, texts_of, write_jsonl
 from harness import write_data_record, write_indexed_dataset
 
 from t5bench import Problem
 from t5bench.__main__ import main
-from t5bench.corpus import sample_tokenizer, source
+from t5bench.corpus import source
 from t5bench.corpus.checksum import describes
 from t5bench.corpus.convert import convert_source
 from t5bench.corpus.index import read_index, write_index
@@ -298,13 +298,3 @@ def test_parts_that_do_not_go_together_are_not_merged(tmp_path: Path, capsys: py
     assert record == record | {"tokenizer_checksum": "1", "documents": 8, "dtype": "uint16"}
     assert describes(record, str(tmp_path / "new" / "all")) and documents_of(tmp_path / "new" / "all") == DOCUMENTS * 2
     assert "all.bin already exists and is never overwritten" in merge("a", "b")
-
-
-def test_sample_tokenizer_is_what_its_command_makes(tmp_path: Path) -> None:
-    import sentencepiece
-
-    if sentencepiece.__version__ != sample_tokenizer.SENTENCEPIECE_VERSION:
-        pytest.skip(f"made with sentencepiece {sample_tokenizer.SENTENCEPIECE_VERSION}, this is another release")
-    assert f"sentencepiece {sentencepiece.__version__}" in (SAMPLE / "README.md").read_text()
-    sample_tokenizer.train(tmp_path)
-    assert snapshot(tmp_path)["spiece.model"] == snapshot(SAMPLE / "tokenizer")["spiece.model"]

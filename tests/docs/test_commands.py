@@ -52,7 +52,6 @@ UNTESTED = {
     "python -m native.pretrain_t5": "every training runs it; --help is argparse's",
     "sha256sum --check": "it is not this project's",
     "python pretrain_gpt.py": "it shows what a launcher replaces",
-    "python -m t5bench.corpus.sample_tokenizer": "it overwrites the bundled tokenizer",
     "python tests/native/honest_runs.py": "it takes hours",
     "python tests/predict/compare_estimators.py": "it needs llm-analysis, which is no requirement",
     "python tests/cluster/measure_network.py": "it needs root and an idle machine for an hour",
