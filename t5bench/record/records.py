@@ -143,8 +143,8 @@ class Run:
 
 
 def looks_like_run(directory: Path) -> bool:
-    """Whether something of a run is here, readable or not. Raises OSError."""
-    return any(_OF_A_RUN.fullmatch(path.name) for path in directory.iterdir())
+    """Whether a run left something here, readable or not. Raises OSError."""
+    return directory.is_dir() and any(_OF_A_RUN.fullmatch(path.name) for path in directory.iterdir())
 
 
 def read_parts(directory: Path) -> list[dict[str, Any]]:

@@ -174,7 +174,7 @@ def progress(runs: Sequence[records.Run], now: float) -> tuple[str, bool]:
     """How far a sweep, or these runs, are; and whether all have ended. now: seconds since 1970."""
     root, found = sweep_root([run.directory for run in runs]), {run.directory.resolve(): run for run in runs}
     places = [(root / name).resolve() for name in records.read_list(root)] or list(found)
-    to_come = [place for place in places if not (place.is_dir() and records.looks_like_run(place))]
+    to_come = [place for place in places if not records.looks_like_run(place)]
     begun = [found[place] for place in places if place in found]
     going = [run for run in begun if run.status == RUNNING]
     left = len(to_come) + len(going)

@@ -217,7 +217,7 @@ def findings(root: Path) -> Iterator[str]:
             yield f"{name} was changed: it does not have its checksum"
     listed = read_list(root / RUNS)
     for name in dict.fromkeys([*listed, *contents.absent]):
-        recorded = (root / RUNS / name).is_dir() and looks_like_run(root / RUNS / name)
+        recorded = looks_like_run(root / RUNS / name)
         if name not in listed:
             yield f"{RUNS}/{name} is said to be absent, and is not on the sweep's list of runs"
         elif recorded and name in contents.absent:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from t5bench import Problem
 from t5bench.plan import claim
-from t5bench.record.records import load, write_list
+from t5bench.record.records import load, looks_like_run, write_list
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
 from t5bench.sweep.launch import Launch, Row, choose, note, plan_baselines, plan_rows
-from t5bench.sweep.runner import has_record, is_complete, raise_on_signals, run_all
+from t5bench.sweep.runner import is_complete, raise_on_signals, run_all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +64,7 @@ def check_settings(runs: Mapping[Path, Row]) -> None:
 
 def compare(runs: Sequence[Path], runs_dir: Path) -> int:
     """Compares the runs. A refused run may have left no record; the others are still compared."""
-    recorded = [directory for directory in runs if has_record(directory)]
+    recorded = [directory for directory in runs if looks_like_run(directory)]
     for directory in runs:
         if directory not in recorded:
             note(f"{directory.relative_to(runs_dir)} left no record and is missing from the comparison")

@@ -47,15 +47,10 @@ def raise_on_signals() -> None:
 def is_complete(directory: Path) -> bool:
     """Whether the record is complete; reports a damaged one, which is not."""
     try:
-        return has_record(directory) and load(directory).status == COMPLETE
+        return looks_like_run(directory) and load(directory).status == COMPLETE
     except RecordError as error:
         note(f"damaged: {error}")
         return False
-
-
-def has_record(directory: Path) -> bool:
-    """Whether a run left something here, readable or not."""
-    return directory.is_dir() and looks_like_run(directory)
 
 
 def outcome(status: int, problems: Sequence[str], directory: Path) -> str:
