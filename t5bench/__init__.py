@@ -1,8 +1,13 @@
 """Plans runs, records them and compares them. docs/house.md says what each room holds, and what it may import."""
 
+import hashlib
+import signal
+import sys
 from pathlib import Path
+from typing import BinaryIO
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Problem(ValueError):
@@ -11,3 +16,40 @@ class Problem(ValueError):
     def __init__(self, problem: str, remedy: str = "") -> None:
         super().__init__(" ".join(problem.split()))
         self.remedy = remedy
+
+    @property
+    def report(self) -> str:
+        """For the terminal: the error, and the remedy below it."""
+        return "\n       ".join([f"error: {self}", *self.remedy.splitlines()])
+
+
+class Interrupted(SystemExit):
+    """One of SIGNALS came."""
+
+
+def raise_on_signals() -> None:
+    """From now on the first signal raises Interrupted, and later ones are ignored during the clean-up.
+
+    What is ignored already stays so, as HUP is under nohup.
+    """
+
+    def interrupt(number: int, _: object) -> None:
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        raise Interrupted(128 + number)
+
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, interrupt)
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def digest(file: BinaryIO) -> str:
+    """The sha256 of what is left of it, in hexadecimal."""
+    found = hashlib.sha256()
+    for block in iter(lambda: file.read(1 << 20), b""):
+        found.update(block)
+    return found.hexdigest()

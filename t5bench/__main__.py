@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 
-from t5bench import REPOSITORY, Problem
+from t5bench import REPOSITORY, Problem, note
 
 # Command, its module, and the line that --help shows. A module is imported when its command is asked for: the recorder
 # starts with every launch, and must not wait for what draws pages.
@@ -63,8 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = parser.parse_args(words)
         return chosen.execute(chosen)
     except Problem as problem:
-        lines = [f"error: {problem}", *(f"       {line}" for line in problem.remedy.splitlines())]
-        print("\n".join(lines), file=sys.stderr)
+        note(problem.report)
         return EXIT_CONFIGURATION
 
 

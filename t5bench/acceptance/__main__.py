@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from t5bench import REPOSITORY, Problem
+from t5bench import REPOSITORY, Problem, note, raise_on_signals
 from t5bench.acceptance import results
 from t5bench.acceptance.steps import FAILED, GRACE, PASSED, Runner, Step, module
 from t5bench.plan.launchers import launcher
@@ -17,8 +17,7 @@ from t5bench.plan.layout import count_gpus
 from t5bench.plan.ports import free_port
 from t5bench.record import machine
 from t5bench.record.status import CONFIGURATION, EXIT_CODES, OUT_OF_MEMORY
-from t5bench.sweep.launch import BASELINE, choose, note
-from t5bench.sweep.runner import raise_on_signals
+from t5bench.sweep.launch import BASELINE, choose
 from t5bench.sweep.venv import write_torchrun
 
 SCRIPTS = REPOSITORY / "scripts"
@@ -118,5 +117,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main(float(sys.argv[1]), sys.argv[2:]))
     except Problem as problem:
-        note(f"error: {problem}\n       {problem.remedy}".rstrip())
+        note(problem.report)
         sys.exit(EXIT_CODES[CONFIGURATION])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from t5bench.sweep.launch import note
+from t5bench import note
 
 PASSED, FAILED, OUT_OF_TIME, NOT_RUN = "passed", "failed", "out of time", "not run"
 # Seconds that a step gets to end in order once its time is up: a launcher ends its workers and writes its record.

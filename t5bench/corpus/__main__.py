@@ -1,27 +1,20 @@
 """Prepare data: what scripts/prepare_xsum_megatron.sh and scripts/export_xsum_corpus.py run, with their settings."""
 
 import os
-import signal
 import sys
-from typing import NoReturn
 
-from t5bench import REPOSITORY, Problem
-from t5bench.corpus import common
+from t5bench import REPOSITORY, Problem, note, raise_on_signals
 
 EXIT_CONFIGURATION = 2
 
 
-def main() -> NoReturn:
-    """End with status 0, 2 after a problem, or 128 + the signal that interrupted it."""
-    for number in common.SIGNALS:
-        # Under nohup, or in the background of a script, some are ignored and stay so.
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _interrupt)
+def main() -> None:
+    """End with status 2 after a problem, or 128 + the signal that interrupted it."""
+    raise_on_signals()
     try:
         from t5bench.corpus.prepare import prepare
 
-        prepare(os.environ)
-        sys.exit()
+        return prepare(os.environ)
     except Problem as error:
         problem = error
     except ImportError as error:
@@ -30,14 +23,8 @@ def main() -> NoReturn:
     except OSError as error:
         remedy = "Check the path, its permissions and the free space"
         problem = Problem(f"{error.filename or 'writing'}: {error.strerror or error}", remedy)
-    except KeyboardInterrupt as interrupt:
-        sys.exit(128 + interrupt.args[0])
-    common.note(f"error: {problem}\n       {problem.remedy}".rstrip())
+    note(problem.report)
     sys.exit(EXIT_CONFIGURATION)
-
-
-def _interrupt(number: int, _frame: object) -> NoReturn:
-    raise KeyboardInterrupt(number)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,11 @@
 """Records of where data came from, and the facts in them."""
 
-import hashlib
 import json
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
-from t5bench import REPOSITORY
+from t5bench import REPOSITORY, digest
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAMPLE = REPOSITORY / "megatron_data" / "sample"
 
 
@@ -21,11 +17,8 @@ def one_line(error: BaseException) -> str:
 
 def file_facts(path: Path) -> dict[str, Any]:
     """Size in bytes and SHA-256 of a file."""
-    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while chunk := stream.read(1 << 20):
-            digest.update(chunk)
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+        return {"bytes": path.stat().st_size, "sha256": digest(stream)}
 
 
 def record_path(prefix: Path) -> Path:
@@ -48,7 +41,3 @@ def recorded_name(name: str, kind: str = "") -> str:
     if SAMPLE.resolve() in path.parents:
         return "bundled sample"
     return f"{kind}{path}" if path.exists() else name
-
-
-def note(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)

@@ -20,8 +20,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from t5bench import Problem
-from t5bench.corpus import common
+from t5bench import SIGNALS, Problem, note
 from t5bench.corpus.index import write_index
 from t5bench.corpus.source import Block, Source
 from t5bench.corpus.tokenizer import DocumentEncoder
@@ -114,7 +113,7 @@ def _read_journal(journal: Path, job: object, paths: list[Path]) -> tuple[int, C
     try:
         known, done, counts, lengths = msgspec.json.decode(journal.read_bytes())
         if known == job and all(path.stat().st_size >= length for path, length in zip(paths, lengths, strict=True)):
-            common.note(f"Continuing after {counts['documents']:,} documents, where the previous run stopped")
+            note(f"Continuing after {counts['documents']:,} documents, where the previous run stopped")
             return done, Counter(counts), lengths
     except (OSError, ValueError):
         pass
@@ -159,7 +158,7 @@ def _start_worker(encoder: DocumentEncoder | None) -> None:
     global _encoder
     _encoder = encoder
     # What interrupts the process that started this one is for that one to deal with; and it may be killed.
-    for number in common.SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
-from t5bench import Problem
+from t5bench import Problem, note
 from t5bench.corpus import common
 from t5bench.corpus.index import dataset_paths, read_index, write_index
 
@@ -67,7 +67,7 @@ def _check(parts: list[Path]) -> tuple[str, dict[str, object]]:
                 raise Problem(found, "Prepare all parts with the same tokenizer")
         documents += len(index.doc_idx) - 1
     if not first["tokenizer_checksum"]:
-        common.note("warning: no part records its tokenizer, so it is not checked that they agree")
+        note("warning: no part records its tokenizer, so it is not checked that they agree")
     known = {name: value for name, value in first.items() if value is not None}
     return index.dtype, {"source": f"merged from {len(parts)} datasets", "documents": documents, **known}
 

@@ -22,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from t5bench import REPOSITORY, Problem
+from t5bench import REPOSITORY, SIGNALS, Interrupted, Problem, note
 from t5bench.corpus import common
 from t5bench.corpus.checksum import tokenizer_checksum
 from t5bench.corpus.convert import convert_source
@@ -53,7 +53,7 @@ def prepare(settings: Mapping[str, str]) -> None:
             copy_tokenizer(find_tokenizer(tokenizer, family), staged / "tokenizer")
             encoder = DocumentEncoder(staged / "tokenizer", family)
             if not encoder.exact:
-                common.note("note: the fast implementations do not match this tokenizer, so its slower one is used")
+                note("note: the fast implementations do not match this tokenizer, so its slower one is used")
             made_with = {
                 "tokenizer": name_of(tokenizer),
                 "tokenizer_type": encoder.kind,
@@ -62,9 +62,9 @@ def prepare(settings: Mapping[str, str]) -> None:
                 "vocabulary": encoder.vocabulary,
             }
             if not force and is_current(source, directory):
-                common.note(f"Using {TEXT}.jsonl, exported earlier from the same source (FORCE=1 exports again)")
+                note(f"Using {TEXT}.jsonl, exported earlier from the same source (FORCE=1 exports again)")
                 rows = Source(directory / f"{TEXT}.jsonl")
-        common.note(f"{'Tokenising' if tokenizer else 'Exporting'}: {source.describe()}")
+        note(f"{'Tokenising' if tokenizer else 'Exporting'}: {source.describe()}")
         job = [family, source.describe(), rows.describe(), rows.state(), made_with]
         counts = convert_source(rows, staged / TEXT, encoder, workers, job)
         write_records(source, staged, counts, made_with)
@@ -139,8 +139,8 @@ def staging(directory: Path) -> Iterator[Path]:
         print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=owner, flush=True)
         try:
             yield staged
-        except KeyboardInterrupt:
-            common.note(f"interrupted: nothing in {directory} was changed; the same command continues where it stopped")
+        except Interrupted:
+            note(f"interrupted: nothing in {directory} was changed; the same command continues where it stopped")
             raise
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
@@ -153,7 +153,7 @@ def staging(directory: Path) -> Iterator[Path]:
 
 def publish(staged: Path, directory: Path, names: Sequence[str]) -> None:
     """Give the staged files their places; what they replace goes with the staging directory."""
-    for number in common.SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # The engine names its index maps after the run's settings, not after the data, and would use them with other data.
     if BINARIES[0] in names and filecmp.cmpfiles(staged, directory, BINARIES, shallow=False)[0] != BINARIES:

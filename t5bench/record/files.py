@@ -4,7 +4,6 @@
 ended. A node that still runs, or whose recorder was killed, has none.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -14,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from t5bench import Problem
+from t5bench import Problem, digest
 
 # No file of a record comes near to it; what is larger is not read into memory.
 MOST_BYTES = 1 << 30
@@ -62,14 +61,6 @@ def read(path: Path) -> bytes:
     """Raises RecordError."""
     with open_file(path) as file:
         return file.read()
-
-
-def digest(file: BinaryIO) -> str:
-    """The sha256 of what is left of it, in hexadecimal."""
-    found = hashlib.sha256()
-    while block := file.read(1 << 20):
-        found.update(block)
-    return found.hexdigest()
 
 
 def sha256(path: Path) -> str:

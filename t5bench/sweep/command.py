@@ -7,12 +7,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from t5bench import Problem
+from t5bench import Problem, note, raise_on_signals
 from t5bench.plan import claim
 from t5bench.record.records import load, looks_like_run, write_list
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
-from t5bench.sweep.launch import Launch, Row, choose, note, plan_baselines, plan_rows
-from t5bench.sweep.runner import is_complete, raise_on_signals, run_all
+from t5bench.sweep.launch import Launch, Row, choose, plan_baselines, plan_rows
+from t5bench.sweep.runner import is_complete, run_all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

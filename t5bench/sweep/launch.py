@@ -11,13 +11,12 @@ import os
 import secrets
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from t5bench import REPOSITORY, Problem
+from t5bench import REPOSITORY, Problem, note
 from t5bench.plan import launchers
 from t5bench.plan.ports import free_port
 from t5bench.plan.secret import VARIABLE
@@ -54,10 +53,6 @@ WATCH = """main() {
 }
 main
 """
-
-
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def shell(host: str) -> list[str]:

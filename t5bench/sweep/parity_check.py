@@ -9,13 +9,13 @@ from pathlib import Path
 
 import msgspec
 
-from t5bench import REPOSITORY, Problem
+from t5bench import REPOSITORY, Problem, note, raise_on_signals
 from t5bench.plan.launchers import accepted, declarations
 from t5bench.record.plan import Plan
 from t5bench.record.records import load
 from t5bench.sweep.command import t5bench
-from t5bench.sweep.launch import BASELINE, Launch, Row, choose, note, plan_rows
-from t5bench.sweep.runner import raise_on_signals, run_all
+from t5bench.sweep.launch import BASELINE, Launch, Row, choose, plan_rows
+from t5bench.sweep.runner import run_all
 
 MEGATRON, NATIVE = "megatron", "native"
 # What has no setting. An epsilon among the gradients' sizes and a short memory of their squares show in a few updates;

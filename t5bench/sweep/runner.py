@@ -10,38 +10,18 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 
+from t5bench import Interrupted, note
 from t5bench.plan.engine import extension_locks
 from t5bench.record import log
 from t5bench.record.files import RecordError
 from t5bench.record.records import load, looks_like_run, read_metrics
 from t5bench.record.status import COMPLETE, CONFIGURATION, EXIT_CODES
-from t5bench.sweep.launch import Launch, Row, note
+from t5bench.sweep.launch import Launch, Row
 
 # Between looks at a run, and between those that a person sees, which read all of its iterations: on a terminal, and in
 # a file, where each is a line.
 SECONDS, PROGRESS_SECONDS, LINE_SECONDS = 0.3, 2.0, 30.0
 BAR_WIDTH = 20
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Interrupted(SystemExit):
-    """INT, TERM or HUP came."""
-
-
-def raise_on_signals() -> None:
-    """From now on the first signal raises Interrupted, and later ones are ignored during the clean-up.
-
-    What is ignored already stays so, as HUP is under nohup.
-    """
-
-    def interrupt(number: int, _: object) -> None:
-        for each in SIGNALS:
-            signal.signal(each, signal.SIG_IGN)
-        raise Interrupted(128 + number)
-
-    for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, interrupt)
 
 
 def is_complete(directory: Path) -> bool:

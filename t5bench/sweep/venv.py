@@ -16,7 +16,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from t5bench import REPOSITORY, Problem
+from t5bench import REPOSITORY, Problem, note
 
 OLDEST, NEWEST = (3, 10), (3, 14)
 # A torch that the base Python already has is used instead.
@@ -98,7 +98,7 @@ def install_torch(pip: "list[str]") -> None:
 
 def attempt(what: str, *command: str) -> bool:
     """Whether a command, whose output goes to the log, succeeds."""
-    print(what, file=sys.stderr, flush=True)
+    note(what)
     environment = dict(os.environ, DS_BUILD_OPS="0", DS_ACCELERATOR="cpu")
     with LOG.open("ab") as log:
         return subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode == 0
@@ -129,5 +129,5 @@ if __name__ == "__main__":
     try:
         ensure([Path(word) for word in sys.argv[1:]])
     except Problem as problem:
-        print(f"error: {problem}\n       {problem.remedy}", file=sys.stderr)
+        note(problem.report)
         sys.exit(2)

@@ -76,7 +76,7 @@ def test_a_step_that_takes_too_long_is_ended_in_order_with_all_that_it_started(t
 def test_what_ends_the_acceptance_ends_its_step_in_order(tmp_path: Path):
     program = (
         "import sys, time\nfrom pathlib import Path\nfrom t5bench.acceptance import steps\n"
-        "from t5bench.sweep.runner import raise_on_signals\nraise_on_signals()\n"
+        "from t5bench import raise_on_signals\nraise_on_signals()\n"
         "runner = steps.Runner(Path(sys.argv[1]), time.monotonic() + 60)\n"
         "runner.run(steps.Step('one', ['sh', '-c', sys.argv[2]]))\n"
     )
