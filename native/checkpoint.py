@@ -27,17 +27,9 @@ def shard_path(directory: str, iteration: int, layout: Layout) -> Path:
 
 
 def latest(directory: str | None) -> int:
-    """The iteration of the newest intact checkpoint; 0 without one.
-
-    Raises ValueError when the tracker file holds something else.
-    """
-    tracker = Path(directory or "") / TRACKER
-    if not directory or not tracker.is_file():
-        return 0
-    text = tracker.read_text().strip()
-    if not text.isdecimal():
-        raise ValueError(f"{tracker} holds '{text}' instead of an iteration")
-    return int(text)
+    """The iteration of the newest intact checkpoint, which the launcher has checked; 0 without one."""
+    tracker = Path(directory or "", TRACKER)
+    return int(tracker.read_text()) if directory and tracker.is_file() else 0
 
 
 def random_state(args: Namespace, layout: Layout) -> dict[str, torch.Tensor]:
@@ -60,12 +52,10 @@ def save(trainer: Any, args: Namespace, layout: Layout, iteration: int) -> None:
 
 
 def load(trainer: Any, args: Namespace, layout: Layout, iteration: int) -> None:
-    """Continues from the checkpoint of `iteration`. Raises FileNotFoundError when this node lacks a part of it."""
+    """Continues from the checkpoint of `iteration`."""
     trainer.load(args.load, iteration)
-    path = Path(args.load) / name_of(iteration) / f"random_{args.rank:05d}.pt"
-    if path.is_file():  # missing if the run continues with more data-parallel ranks
-        state = torch.load(path, weights_only=True)
-        torch.set_rng_state(state["cpu"])
-        layout.tp.rng.set_state(state["tp"])
-        if args.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda"])
+    state = torch.load(Path(args.load) / name_of(iteration) / f"random_{args.rank:05d}.pt", weights_only=True)
+    torch.set_rng_state(state["cpu"])
+    layout.tp.rng.set_state(state["tp"])
+    if args.device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"])

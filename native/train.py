@@ -96,9 +96,9 @@ def announce(args: Namespace, start: int) -> None:
 
 def run(args: Namespace) -> None:
     """Trains from the first or the last saved iteration to --train-iters."""
+    start = checkpoint.latest(args.load)
     try:
         file = TokenFile(args.data_path)
-        start = checkpoint.latest(args.load)
     except ValueError as error:
         stop(str(error))
     if args.device.type == "cuda":
@@ -112,12 +112,10 @@ def run(args: Namespace) -> None:
     trainer = (ZeroTrainer if args.deepspeed else PipelineTrainer if args.pp > 1 else TorchTrainer)(args, layout)
     try:
         data = Data(args, layout, file, vocabulary, start)
-        if start:
-            checkpoint.load(trainer, args, layout, start)
     except ValueError as error:
         stop(str(error))
-    except FileNotFoundError as error:
-        stop(f"this node lacks a part of the checkpoint: {error.filename or error}")
+    if start:
+        checkpoint.load(trainer, args, layout, start)
     announce(args, start)
     metrics = Metrics(args, layout)
 

@@ -4,7 +4,6 @@ as well, ZeroTrainer for ZeRO."""
 import contextlib
 import inspect
 from argparse import Namespace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -121,7 +120,6 @@ class TorchTrainer:
             torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, path)
 
     def load(self, directory: str, iteration: int) -> None:
-        """Raises FileNotFoundError where this node lacks its part."""
         path = checkpoint.shard_path(directory, iteration, self.layout)
         state = torch.load(path, map_location=self.args.device, weights_only=True)
         self.model.load_state_dict(state["model"])
@@ -234,7 +232,4 @@ class ZeroTrainer:
         self.model.save_checkpoint(directory, tag=checkpoint.name_of(iteration), save_latest=False)
 
     def load(self, directory: str, iteration: int) -> None:
-        """Raises FileNotFoundError where this node lacks its part."""
-        if not (path := Path(directory) / checkpoint.name_of(iteration)).is_dir():
-            raise FileNotFoundError(path)
-        self.model.load_checkpoint(directory, tag=path.name)
+        self.model.load_checkpoint(directory, tag=checkpoint.name_of(iteration))
