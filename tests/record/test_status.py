@@ -78,13 +78,10 @@ def test_a_cause_outweighs_what_came_before_it():
     for number in range(1, 4):
         cause = found(*lines[:number]).cause()
         assert cause is not None and cause.time == number - 1
-    cause = found(*lines, "ValueError: later", "torch.OutOfMemoryError: CUDA out of memory. ").cause()
+    cause = found(*lines, "ValueError: as strong, and later").cause()
+    assert cause is not None and cause.reason == "KeyError: 'text'"
+    cause = found(*lines, "torch.OutOfMemoryError: CUDA out of memory. ").cause()
     assert cause is not None and cause.status == "out-of-memory"
-
-
-def test_of_equals_the_first_counts():
-    cause = found("ValueError: first", "ValueError: second").cause()
-    assert cause is not None and cause.reason == "ValueError: first"
 
 
 def test_an_iteration_line_and_an_ordinary_warning_explain_nothing():

@@ -4,16 +4,13 @@ import csv
 import html
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT, STRATEGIES
+from harness import STRATEGIES
 from made_runs import COLOURS, LARGE, RTX_5000_ADA, START, make_run
 
 from t5bench.__main__ import main
@@ -275,24 +272,3 @@ def test_runs_are_found_up_to_four_levels_down(tmp_path: Path):
     make_run(near / "inside")
     assert list(find_runs(tmp_path)) == [near]
     assert list(find_runs(tmp_path / "a")) == [near, far]
-
-
-def test_a_hundred_runs_in_five_seconds(tmp_path: Path, capsys: pytest.CaptureFixture):
-    for number in range(100):
-        strategy = STRATEGIES[number % 8]
-        times = [100.0 + number % 8 + (i * 7919 % 13) / 13 for i in range(1000)]
-        make_run(tmp_path / str(number // 8) / strategy, strategy, elapsed_ms=times, world_size=4)
-    # Not the environment of the process itself, in which readline, which pytest loads, has set COLUMNS.
-    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    command, before = [sys.executable, "-m", "t5bench", "compare", str(tmp_path)], os.times()
-    result = subprocess.run(command, cwd=REPO_ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    busy = sum(os.times()[2:4]) - sum(before[2:4])  # its own work: what else the machine does is not its fault
-    page = tmp_path / "comparison" / "index.html"
-    with capsys.disabled():
-        print(f"\n100 runs of 1,000 log lines: {busy:.1f} s of one core, a page of {page.stat().st_size:,} bytes")
-    table = result.stdout.partition("\npage: ")[0].splitlines()
-    assert 100 < max(map(len, table)) <= 120, "the width of what is no terminal"
-    assert (tmp_path / "comparison" / "comparison.md").read_text().count("13: ") == 4  # four strategies have 13 runs
-    assert busy < 5
-    assert page.stat().st_size < 900_000

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import make_run
-from real_runs import EXACT, WATCHED, train
+from real_runs import WATCHED
 
 from t5bench.__main__ import main
 from t5bench.compare.comparison import build
@@ -324,13 +324,3 @@ def test_a_training_run_in_wandb_and_tensorboard(engine: str, request: pytest.Fi
     shown = [event.value for event in events.Scalars("samples per second")]
     assert shown == pytest.approx([line.samples_per_second for line in run.iterations], rel=1e-2)
     assert not [path for path in place.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
-
-
-@pytest.mark.slow
-def test_without_a_group_and_with_wandb_off(sample_data: Path, tmp_path: Path):
-    chosen = EXACT | {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data), "NPROC_PER_NODE": "1"}
-    train("ddp", tmp_path / "alone", **chosen, WANDB_MODE="offline")
-    assert entries(tmp_path / "alone", "run")[0].get("run_group", "") == ""
-    train("zero1", tmp_path / "off", **chosen, WANDB_MODE="disabled")
-    assert not (tmp_path / "off" / "wandb").exists() and not list((tmp_path / "off").glob("*.wandb.yaml"))
-    assert main(["wandb", str(tmp_path / "alone"), str(tmp_path / "off")]) == 0
