@@ -21,18 +21,6 @@ def test_the_slides_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert len(re.findall(rb"/Type /Page\b", (tmp_path / "slides.pdf").read_bytes())) == 15
 
 
-@pytest.mark.parametrize(
-    ("lines", "problem"),
-    [
-        ("<!-- 10 68 140 -->\none\n<!-- 10 68 140 -->\ntwo", "texts overlap: 'one' and 'two'"),
-        ("<!-- 10 68 140 -->\n**" + "wide " * 40 + "** words", "a text leaves the page: 'wide"),
-    ],
-)
-def test_a_slide_with_a_text_out_of_place_is_refused(lines: str, problem: str):
-    with pytest.raises(ValueError, match=problem):
-        make_slides.Slide(2, f"Title\nSubtitle\n\n{lines}")
-
-
 @pytest.mark.parametrize("strategy", [strategy.name for strategy in declarations()])
 def test_a_formula_is_the_models(strategy: str):
     job, shape = make_slides.TRAININGS[strategy], make_slides.MODEL

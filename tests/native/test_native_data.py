@@ -97,23 +97,3 @@ def test_ranks_share_an_iteration_as_megatrons_sampler_does():
     args = Namespace(micro_batch_size=2, global_batch_size=8, dp=2)
     assert list(step_indices(args, 0, 0, 17)) == [[0, 1, 4, 5], [8, 9, 12, 13]]
     assert list(step_indices(args, 1, 8, 17)) == [[10, 11, 14, 15]]
-
-
-def test_sentinels_under_the_name_that_newer_transformers_have(monkeypatch: pytest.MonkeyPatch):
-    """transformers 5 has no additional_special_tokens_ids any more; both names give the same tokens."""
-    from types import SimpleNamespace
-
-    def vocabulary(**sentinels: list[int]) -> Vocabulary:
-        tokens = {"a": 0, "##b": 1, "<extra_id_0>": 3, "<extra_id_1>": 2}
-
-        class Tokenizer(SimpleNamespace):
-            def __len__(self) -> int:
-                return len(tokens)
-
-        tokenizer = Tokenizer(bos_token="<s>", pad_token_id=0, eos_token_id=1, get_vocab=lambda: tokens, **sentinels)
-        monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: tokenizer)
-        return Vocabulary.load("any")
-
-    newer = vocabulary(extra_special_tokens_ids=[3, 2])
-    assert newer == vocabulary(additional_special_tokens_ids=[3, 2])
-    assert (newer.sentinels, newer.size, newer.continuations) == ((3, 2), 4, frozenset([1]))

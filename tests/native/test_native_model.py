@@ -1,7 +1,5 @@
-"""The native engine's model: its size, its initial weights, its masks, and Megatron-DeepSpeed's loss and gradients."""
+"""The native engine's model: its slices, its masks, its learning rate, its precision, and what a line tells."""
 
-import hashlib
-import math
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from native import metrics
-from native.model import T5, initial_value, initialise
+from native.model import T5, initialise
 from native.parallel import Axis, Layout
 from native.train import learning_rate
 from native.trainers import TorchTrainer
@@ -29,15 +27,6 @@ def test_attention_drops_as_much_as_it_is_told_on_every_gpu():
     torch.backends.cuda.enable_cudnn_sdp(True)
     build(parsed())
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
-def test_an_initial_weight_depends_on_the_seed_and_its_name_alone():
-    args = parsed("--seed", "77")
-    name = "language_model.decoder.layers.1.inter_attention.dense.weight"
-    seed = int.from_bytes(hashlib.sha256(f"77:{name}".encode()).digest()[:8], "big") >> 1
-    whole = torch.empty(64, 64).normal_(0.0, 0.02 / math.sqrt(2 * 2), generator=torch.Generator().manual_seed(seed))
-    assert torch.equal(initial_value(name, [64, 64], args), whole)
-    assert torch.equal(dict(build(args).named_parameters())[name], whole)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -173,13 +173,6 @@ def test_a_drawing_leaves_the_digits_of_its_texts():
     assert ">0.123456<" in svg and not re.search(r'="[^"]*\d\.\d\d', svg)
 
 
-def test_a_new_strategy_is_in_table_and_page_by_itself(comparison: Comparison, page: str):
-    assert [row.strategy for row in comparison.groups[0].rows][-2:] == ["fsdp", STRANGE], "by port, after the eight"
-    assert "\nfsdp\N{DAGGER} " in tables.terminal(comparison, 80)
-    assert page.count("#123456") > 10, "its colour is in the table and in the figures"
-    assert "10 parallelisation strategies" in page and "no colour" not in page
-
-
 def test_table_page_and_files_give_the_same_verdict(comparison: Comparison, page: str):
     """And mark the rows that were run once, and say what that means."""
     alone = next(note for note in comparison.notes if "describe these runs only" in note)
