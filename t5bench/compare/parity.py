@@ -63,7 +63,7 @@ def curve(run: Run, name: str = "lm_loss") -> dict[int, float]:
 
 def last_loss(run: Run) -> float | None:
     """Of the last line that has one."""
-    return next((line.lm_loss for line in reversed(run.iterations) if line.lm_loss is not None), None)
+    return next(reversed(curve(run).values()), None)
 
 
 def relative_difference(value: float, reference: float) -> float:

@@ -8,6 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from t5bench.compare.comparison import Comparison
+from t5bench.compare.parity import curve, relative_difference
 from t5bench.compare.rows import Row
 from t5bench.record.records import Run
 from t5bench.report.tables import mark, named_rows
@@ -124,14 +125,13 @@ def thin(points: Points, most: int = MOST_POINTS) -> Points:
 
 def series(run: Run, name: str) -> list[tuple[int, float]]:
     """The numbers of this name (a field of Iteration) by iteration; what is no number is left out."""
-    found = [(line.iteration, getattr(line, name)) for line in run.iterations]
-    return [(iteration, value) for iteration, value in found if value is not None and math.isfinite(value)]
+    return [(iteration, value) for iteration, value in curve(run, name).items() if math.isfinite(value)]
 
 
 def _apart(points: Points, reference: Points) -> Points:
     """How far the first lie from the others, relative; equal ones are left out, for the axis is logarithmic."""
     expected = dict(reference)
-    shared = [(x, abs(y - expected[x]) / abs(expected[x])) for x, y in points if expected.get(x)]
+    shared = [(x, relative_difference(y, expected[x])) for x, y in points if expected.get(x)]
     return [point for point in shared if point[1] > 0]
 
 
