@@ -17,7 +17,7 @@ from t5bench.plan.families import validation_samples
 from t5bench.record import machine
 from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.files import RecordError
-from t5bench.record.plan import Plan
+from t5bench.record.plan import Plan, same_value
 from t5bench.record.reader import read_part
 from t5bench.record.records import mark_resume
 
@@ -128,7 +128,7 @@ def misfits(plan: Plan) -> Iterator[str]:
         for name in sorted((arguments.keys() | earlier_arguments.keys()) - BEGIN_OR_END)
     ]
     for name, here, there in pairs:
-        if not _same(here, there):
+        if not same_value(here, there):
             yield f"{name} is '{here}' here and was '{there}'"
     recorded, now = part.get("data") or {}, machine.data(Path(plan.data_prefix), "")
     for key, suffix in (("bin_bytes", ".bin"), ("idx_sha256", ".idx")):
@@ -176,13 +176,6 @@ def _kept(plan: Plan) -> dict[str, str]:
         "the layout": f"TP={plan.layout.tp} PP={plan.layout.pp} DP={plan.layout.dp}",
         **plan.with_role("kept"),
     }
-
-
-def _same(one: str, other: str) -> bool:
-    try:
-        return float(one) == float(other)
-    except ValueError:
-        return one == other
 
 
 # ---- all nodes -----------------------------------------------------------------------------------------------------

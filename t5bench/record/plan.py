@@ -171,6 +171,14 @@ def by_name(words: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def same_value(one: str, other: str) -> bool:
+    """Whether two texts are the same number or the same text."""
+    try:
+        return float(one) == float(other)
+    except ValueError:
+        return one == other
+
+
 @dataclass(frozen=True)
 class Plan:
     """One planned run, as the node ``node`` sees it.

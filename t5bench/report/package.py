@@ -28,7 +28,7 @@ import msgspec
 from t5bench import Problem
 from t5bench.compare.comparison import Comparison
 from t5bench.record.files import MOST_BYTES, RecordError, open_file, read, sha256
-from t5bench.record.plan import Plan
+from t5bench.record.plan import Plan, same_value
 from t5bench.record.reader import decoded, log_lines
 from t5bench.record.records import SWEEP, Run, looks_like_run, read_list
 from t5bench.report.command import (
@@ -107,16 +107,9 @@ def contradictions(run: Run) -> Iterator[str]:
             if printed := re.fullmatch(r"\s+(\w+) \.{3,} (\S+)\s*", text):
                 argument = f"--{printed[1].replace('_', '-')}"
                 name, value = given.get(argument, ("", printed[2]))
-                if not _equal(value, printed[2]):
+                if not same_value(value, printed[2]):
                     yield f"{where} has {argument} {printed[2]}, and the plan {name} '{value}'"
             yield from _other_work(where, text, run.plan)
-
-
-def _equal(one: str, other: str) -> bool:
-    try:
-        return float(one) == float(other)
-    except ValueError:
-        return one == other
 
 
 def _other_work(where: str, text: str, plan: Plan) -> Iterator[str]:
