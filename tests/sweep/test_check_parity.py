@@ -90,9 +90,9 @@ def test_a_number_that_a_recipe_hides_is_named():
 @pytest.mark.slow
 def test_the_benchmarks_own_mode(copy: Path):
     """ZeRO drops what DDP drops."""
-    result = gate("--benchmark-mode", "zero1", "zero3", root=copy, TRAIN_ITERS="6", RUNS_DIR="runs")
+    result = gate("--benchmark-mode", "zero3", root=copy, TRAIN_ITERS="6", RUNS_DIR="runs")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert verdicts(result.stdout) == {(name, "native"): "PASS" for name in ("ddp", "zero1", "zero3")}
+    assert verdicts(result.stdout) == {("ddp", "native"): "PASS", ("zero3", "native"): "PASS"}
     plan = load(copy.parent / "runs" / "native" / "zero3").plan
     assert (plan.precision, plan.value("DROPOUT")) == ("bf16", "0.1")
 
