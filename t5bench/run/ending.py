@@ -1,11 +1,10 @@
 """How a node's run ended: from its output, its exit status and what the guard did, and what the other nodes said."""
 
 import os
+import re
 import signal
 import subprocess
-import time
 from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from t5bench.run.output import Output
 
 KILLED = 128 + 9
 SPACE_REMEDY = "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"
-# SLURM ends a job a little after its time limit, and its processes only see TERM.
-SLURM_MARGIN_SECONDS = 90
 
 
 def read_end(path: Path) -> tuple[int | None, str | None]:
@@ -42,7 +39,7 @@ def cause_of(
         # torchrun ended the others when one had waited too long.
         said = Cause.now(ends.TIMEOUT, guard.stacks.sentence(), "The node's log has every worker's stack")
     strength = said.strength if said else Strength.VICTIM
-    if interrupted_by == "TERM" and slurm_time_is_up(os.environ):
+    if interrupted_by == "TERM" and slurm_time_is_up(os.environ.get("SLURM_JOB_ID")):
         remedy = "Ask for more time (--time), or fewer TRAIN_ITERS"
         return Cause.now(ends.TIMEOUT, "SLURM's time limit ended the job", remedy)
     if interrupted_by:
@@ -72,22 +69,16 @@ def cause_of(
     return said or Cause.now(ends.CRASHED, reason, "See its output in the node's log", Strength.VICTIM)
 
 
-def slurm_time_is_up(environment: Mapping[str, str]) -> bool:
-    """Newer releases say in the environment when a job's time is over; an older one is asked."""
-    ends = environment.get("SLURM_JOB_END_TIME", "")
-    if ends.isdigit():
-        return abs(time.time() - int(ends)) < SLURM_MARGIN_SECONDS
-    try:
-        command = ["scontrol", "show", "job", environment["SLURM_JOB_ID"]]
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
-        fields = dict(word.split("=", 1) for word in shown.split() if "=" in word)
-        days, _, clock = fields["TimeLimit"].rpartition("-")
-        hours, minutes, seconds = map(int, clock.split(":"))  # UNLIMITED has none
-        limit = int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
-        left = datetime.fromisoformat(fields["StartTime"]).timestamp() + limit - time.time()
-    except (OSError, subprocess.SubprocessError, KeyError, ValueError):
+def slurm_time_is_up(job: str | None) -> bool:
+    """Whether SLURM grants a job less than two minutes more: at the time limit its processes only see TERM."""
+    if not job:
         return False
-    return left < SLURM_MARGIN_SECONDS
+    try:
+        command = ["squeue", "--noheader", f"--job={job}", "--format=%L"]
+        left = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return bool(re.fullmatch("[01]:[0-9]{2}|INVALID", left))  # INVALID: it is past the limit
 
 
 def _incomplete(plan: Plan, output: Output) -> str:
