@@ -7,7 +7,6 @@ The files themselves are compared, without git, which can overlook files and is 
 """
 
 import contextlib
-import hashlib
 import os
 import re
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from t5bench import REPOSITORY
 from t5bench.plan.request import Request
+from t5bench.record.machine import checksum
 
 CHECKSUMS = REPOSITORY / "patches" / "checksums"
 SERIES, FIXES_ALONE, UNPATCHED, CHANGED, MISSING = "series", "megatron_t5_fixes", "unpatched", "changed", "missing"
@@ -47,7 +47,7 @@ def state_of(directory: Path, checksums: Path | None = None) -> str:
     """
     if not (directory / "pretrain_t5.py").is_file():
         return MISSING
-    digest = cache(lambda name: _digest(directory / name))
+    digest = cache(lambda name: checksum(directory / name))
     for state in (SERIES, FIXES_ALONE, UNPATCHED):
         recorded = recorded_checksums(state, checksums)
         if all(digest(name) == wanted for name, wanted in recorded.items()):
@@ -58,18 +58,10 @@ def state_of(directory: Path, checksums: Path | None = None) -> str:
 def differences(directory: Path, checksums: Path | None = None) -> list[str]:
     """One line for each file that does not belong to the patched engine, and for each that is not as there."""
     recorded = recorded_checksums(SERIES, checksums)
-    found = {name: _digest(directory / name) for name in recorded}
+    found = {name: checksum(directory / name) for name in recorded}
     changed = [name for name, digest in recorded.items() if found[name] != digest]
     lines = [f"{name} {'differs' if found[name] else 'is missing'}" for name in changed]
     return [*_intruders(directory, recorded), *lines]
-
-
-def _digest(path: Path) -> str:
-    """'' for a file that cannot be read."""
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return ""
 
 
 def _intruders(directory: Path, own: Mapping[str, str]) -> Iterator[str]:
@@ -79,16 +71,13 @@ def _intruders(directory: Path, own: Mapping[str, str]) -> Iterator[str]:
             yield f"{path.name}/ would be imported in place of any other package of that name"
         elif path.suffix in METADATA and not path.name.startswith("megatron_core"):  # of pip install -e
             yield f"{path.name}/ would be taken for an installed package"
-        elif path.suffix == ".pth" and b"\0" not in _start(path, 1024):  # not PyTorch's
-            yield f"{path.name} does not belong to the engine"
         elif path.suffix in IMPORTABLE and path.name not in own and not path.is_dir():
             yield f"{path.name} would be imported in place of any other module of that name"
     for folder, folders, names in os.walk(directory / "megatron"):
         place = Path(folder).relative_to(directory)
         for name in sorted(names):
             if place.name == "__pycache__":
-                # Compiled Python of the kind that is never compared with its source (PEP 552).
-                if _start(Path(folder, name), 8)[4:] == b"\1\0\0\0":
+                if _is_unchecked(Path(folder, name)):
                     yield f"{place / name} would be used whatever its source says"
             elif CODE.fullmatch(name) and (file := str(place / name)) not in own and not BUILT.fullmatch(file):
                 yield f"{file} does not belong to the engine"
@@ -112,13 +101,11 @@ def _is_imported(folder: Path, own: Mapping[str, str]) -> bool:
     return installed is None or installed.origin is None
 
 
-def _start(path: Path, size: int) -> bytes:
-    """A file's first bytes; empty if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return file.read(size)
-    except OSError:
-        return b""
+def _is_unchecked(path: Path) -> bool:
+    """Whether it is compiled Python of the kind that is never compared with its source (PEP 552)."""
+    with contextlib.suppress(OSError):
+        return path.read_bytes()[4:8] == b"\1\0\0\0"
+    return False
 
 
 def check_engine(request: Request, directory: Path, device: str, gpus_shared: bool) -> str:
