@@ -2,14 +2,6 @@
 # What every script needs that is not specific to Megatron: messages, settings, hosts and ranks, processes.
 # Sourced, never run.
 
-[[ -z ${COMMON_SH_LOADED:-} ]] || return 0
-COMMON_SH_LOADED=1
-
-if ((BASH_VERSINFO[0] < 4 || (BASH_VERSINFO[0] == 4 && BASH_VERSINFO[1] < 4))); then
-  printf 'error: bash 4.4 or newer is needed, this is %s\n' "$BASH_VERSION" >&2
-  exit 2
-fi
-
 unset CDPATH
 # srun passes on the login host's HOSTNAME if /etc/profile exports it.
 read -r HOSTNAME </proc/sys/kernel/hostname
@@ -74,10 +66,7 @@ settings_group() {
 
 # Prints the script's head comment and its settings by role.
 print_help() {
-  local line
-  while read -r line && [[ $line == '#'* ]]; do
-    [[ $line == '#!'* ]] || printf '%s\n' "${line#\#}"
-  done <"$0" | sed 's/^ //'
+  sed -n '1d; /^#/!q; s/^# \?//p' "$0"
   printf '\nSettings, from the environment (name, default, meaning):\n'
   require_python && settings_group | python_module t5bench.plan settings
 }
@@ -157,10 +146,8 @@ slurm_hosts() {
   local list=${SLURM_JOB_NODELIST:-${SLURM_NODELIST:-}}
   if [[ $list != *'['* ]]; then
     printf '%s\n' "${list//,/ }"
-  elif command -v scontrol >/dev/null; then
-    scontrol show hostnames "$list"
   else
-    note "SLURM lists the nodes as '$list', but scontrol is not on PATH to expand this: export HOSTS=\"node0 node1\""
+    scontrol show hostnames "$list"
   fi
 }
 

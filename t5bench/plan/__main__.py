@@ -17,21 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from t5bench import Problem
-from t5bench.plan import claim
+from t5bench.plan import claim, place
 from t5bench.plan.deepspeed import check_release, effective_config, offloads_optimizer
 from t5bench.plan.engine import check_engine, check_locks
 from t5bench.plan.families import check_family, needs_megatron
 from t5bench.plan.layout import Processes, divide
-from t5bench.plan.place import (
-    check_data,
-    check_output_directory,
-    check_packages,
-    choose_attention,
-    choose_tokenizer,
-    prepare_directory,
-    threads_per_process,
-    tokenizer_type,
-)
 from t5bench.plan.request import Findings, Request, completed, groups, read_request, read_settings
 from t5bench.plan.settings import checked_settings, effective_settings, help_text
 from t5bench.plan.toolkit import completions
@@ -65,15 +55,15 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
     if findings.refused or not layout or not processes:
         return Plan(request.strategy, settings, findings.obstacles), {}
     engine, directory = request.value("ENGINE"), Path(request.value("MEGATRON_DIR"))
-    check_output_directory(request)
+    place.check_output_directory(request)
     if processes.device == "cpu" or processes.shared:
         check_own_name(request)
     patches = check_engine(request, directory, processes.device, processes.shared)
     check_locks(request, directory)
     check_release(request, ds_config, layout)
-    check_packages(request)
-    attention = choose_attention(request, processes.device)
-    tokenizer = choose_tokenizer(request)
+    place.check_packages(request)
+    attention = place.choose_attention(request, processes.device)
+    tokenizer = place.choose_tokenizer(request)
     plan = Plan(
         strategy=request.strategy,
         settings=settings,
@@ -86,7 +76,7 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
         engine_patches=patches,
         device=processes.device,
         gpus_shared=processes.shared,
-        data_prefix=check_data(request, tokenizer),
+        data_prefix=place.check_data(request, tokenizer),
         tokenizer=tokenizer,
         output_dir=request.value("OUTPUT_DIR"),
         layout=layout,
@@ -96,11 +86,11 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
     return plan, {
         **choose_wandb(request, plan),
         "load": str(checkpoint_home(plan) / "checkpoints") if loads(plan) else "",
-        "tokenizer_type": tokenizer_type(request, plan.data_prefix),
+        "tokenizer_type": place.tokenizer_type(request, plan.data_prefix),
         "zero_stage": str(plan.zero_stage),
         "cpu_optimizer": str(int(offloads_optimizer(ds_config))),
         "flash_attention": str(int(attention)),
-        "threads": str(threads_per_process(layout.nproc_per_node)),
+        "threads": str(max(1, len(os.sched_getaffinity(0)) // layout.nproc_per_node)),
         "ds_config": json.dumps(ds_config, indent=2) + "\n" if ds_config else "",
         **(completions(os.environ) if processes.device == "cuda" else {}),
     }
@@ -185,7 +175,7 @@ def begin(plan: Plan, besides: Mapping[str, str], request: Request) -> Plan:
             claim.take(Path(plan.output_dir), f"node{plan.node}", run, int(request.facts["launcher"]))
         plan = resume(plan, request)
         if not findings.obstacles and not request.dry_run:
-            prepare_directory(plan, besides, request.facts["launcher"])
+            place.prepare_directory(plan, besides, request.facts["launcher"])
     except Problem as problem:
         findings.lack("running", str(problem), problem.remedy)
     except OSError as error:

@@ -44,25 +44,23 @@ def gpu_here() -> Device | None:
 
 def forecast(plan: Plan, *, is_dry_run: bool) -> list[str]:
     """Lines for a person: the prediction, and a warning if the run will not fit. A prediction never stops a run."""
+    device, lines, figures = gpu_here() if plan.device == "cuda" else None, [], []
     try:
-        return _forecast(plan, is_dry_run)
+        job = job_of(plan)
+        machine = machine_of(device or time.CPU, GIGABITS, job.parallel.devices_per_node)
+        found = Prediction(job, machine, backend_of(plan))
+        if found.shortage:
+            lines.append(
+                f"warning: {plan.strategy.name} needs {found.shortage} of GPU memory and will probably run out"
+            )
+        if is_dry_run:
+            figures.append(f"{parameters(job.architecture):,} parameters")
+            figures.append(f"{found.memory_bytes / GIB:.2f} GiB a process")
+            if sent := max(found.node_bytes):
+                figures.append(f"{sent / 1e6:,.1f} MB sent by a node in an iteration")
+            if device and found.time:
+                figures.append(f"{found.time.total:.3g} s an iteration on {device.name} at {GIGABITS:g} Gbit/s")
+            lines.append(f"predicted: {', '.join(figures)}; see python -m t5bench predict")
     except (KeyError, ValueError) as error:
         return [f"no prediction: the cost model does not know {error}"] if is_dry_run else []
-
-
-def _forecast(plan: Plan, is_dry_run: bool) -> list[str]:
-    job, device = job_of(plan), gpu_here() if plan.device == "cuda" else None
-    machine = machine_of(device or time.CPU, GIGABITS, job.parallel.devices_per_node)
-    found = Prediction(job, machine, backend_of(plan))
-    lines = []
-    if found.shortage:
-        lines.append(f"warning: {plan.strategy.name} needs {found.shortage} of GPU memory and will probably run out")
-    if is_dry_run:
-        figures = [f"{parameters(job.architecture):,} parameters"]
-        figures.append(f"{found.memory_bytes / GIB:.2f} GiB a process")
-        if sent := max(found.node_bytes):
-            figures.append(f"{sent / 1e6:,.1f} MB sent by a node in an iteration")
-        if device and found.time:
-            figures.append(f"{found.time.total:.3g} s an iteration on {device.name} at {GIGABITS:g} Gbit/s")
-        lines.append(f"predicted: {', '.join(figures)}; see python -m t5bench predict")
     return lines

@@ -15,17 +15,17 @@ PATTERN = "run_megatron_t5_*.sh"
 EVERYTHING = "run_megatron_t5_all.sh"  # a sweep, not a strategy
 
 
-def launcher(strategy: str, repository: Path = REPOSITORY) -> Path:
-    return repository / "scripts" / f"run_megatron_t5_{strategy}.sh"
+def launcher(strategy: str) -> Path:
+    return REPOSITORY / "scripts" / f"run_megatron_t5_{strategy}.sh"
 
 
-def declarations(repository: Path = REPOSITORY, family: str = "") -> list[Strategy]:
+def declarations(family: str = "") -> list[Strategy]:
     """The strategies that serve a model family, in the order of their ports: a launcher is found by being there.
 
     family: the environment's MODEL_FAMILY unless it is given.
     """
     family = family or os.environ.get("MODEL_FAMILY") or "t5"
-    found = [path for path in (repository / "scripts").glob(PATTERN) if path.name != EVERYTHING]
+    found = [path for path in (REPOSITORY / "scripts").glob(PATTERN) if path.name != EVERYTHING]
     processes = [subprocess.Popen(["bash", path, "--declaration"], stdout=subprocess.PIPE, text=True) for path in found]
     strategies = []
     for path, process in zip(found, processes, strict=True):
@@ -33,27 +33,13 @@ def declarations(repository: Path = REPOSITORY, family: str = "") -> list[Strate
         if process.returncode:
             raise RuntimeError(f"{path} --declaration failed with exit status {process.returncode}")
         strategies.append(declaration(words))
-    return sorted(
-        (strategy for strategy in strategies if family in strategy.families), key=lambda strategy: strategy.port
-    )
+    return sorted((each for each in strategies if family in each.families), key=lambda strategy: strategy.port)
 
 
-def ask(
-    strategy: str,
-    arguments: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
-    *,
-    repository: Path = REPOSITORY,
-) -> Plan:
+def ask(strategy: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Plan:
     """What a launcher would run with these arguments, in this environment (by default this process's own)."""
-    command = ["bash", str(launcher(strategy, repository)), "--dry-run=json", *arguments]
-    result = subprocess.run(
-        command,
-        env=os.environ if environment is None else dict(environment),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["bash", str(launcher(strategy)), "--dry-run=json", *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if not result.stdout:
         raise RuntimeError(f"{' '.join(command)} printed no plan: {result.stderr.strip()}")
     return Plan.read(json.loads(result.stdout))

@@ -1,6 +1,5 @@
 """What a run finds where it is started: data, tokenizer, attention kernels and its own directory."""
 
-import os
 import re
 import socket
 import sys
@@ -166,8 +165,3 @@ def prepare_directory(plan: Plan, besides: Mapping[str, str], launcher: str) -> 
         own.write_text(besides["ds_config"])
         own.replace(directory / "ds_config.json")
     (directory / f"{name}.status").write_text(f"running {socket.gethostname()} {launcher}\n")
-
-
-def threads_per_process(per_node: int) -> int:
-    """For OMP_NUM_THREADS of processes that compute on a CPU."""
-    return max(1, len(os.sched_getaffinity(0)) // per_node)

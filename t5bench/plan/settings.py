@@ -78,6 +78,11 @@ def checked_settings(settings: Mapping[str, Setting], directory: str, findings: 
     return found
 
 
+def shown(default: str) -> str:
+    """With paths relative to the repository."""
+    return default.replace(f"{REPOSITORY}/../", "../").replace(f"{REPOSITORY}/", "./")
+
+
 def help_text(settings: Mapping[str, Setting]) -> str:
     """The settings by role, at most 100 columns wide; those of a script that has no roles come first."""
     lines = []
@@ -85,7 +90,7 @@ def help_text(settings: Mapping[str, Setting]) -> str:
         own = {name: setting for name, setting in settings.items() if setting.role == role}
         lines += [f"\n{ROLES[role].heading}"] if own and role in ROLES else []
         for name, setting in own.items():
-            default = setting.default.replace(f"{REPOSITORY}/../", "../").replace(f"{REPOSITORY}/", "./") or "(unset)"
+            default = shown(setting.default) or "(unset)"
             first, *rest = textwrap.wrap(setting.meaning, 47)
             if len(default) > 22:
                 first, rest = "", [first, *rest]

@@ -3,9 +3,9 @@
 import argparse
 import os
 
-from t5bench import REPOSITORY
 from t5bench.plan.launchers import ask, declarations
-from t5bench.record.plan import ROLES
+from t5bench.plan.settings import shown
+from t5bench.record.plan import ROLES, Setting
 
 INTRODUCTION = """# Settings
 
@@ -13,11 +13,10 @@ Set these in the environment; a launcher's `--help` shows its defaults.
 `python -m t5bench settings` generates this page."""
 
 
-def defaults(strategy: str) -> dict[str, str]:
-    """By setting, with ``<strategy>`` for its name and paths from the repository."""
+def settings_of(strategy: str) -> dict[str, tuple[Setting, str]]:
+    """Each setting, and its default with ``<strategy>`` for the strategy's name."""
     settings = ask(strategy, environment={"PATH": os.environ["PATH"]}).settings
-    shown = {name: setting.default.replace(f"{REPOSITORY}/../", "../") for name, setting in settings.items()}
-    return {name: text.replace(f"{REPOSITORY}/", "./").replace(strategy, "<strategy>") for name, text in shown.items()}
+    return {name: (s, shown(s.default).replace(strategy, "<strategy>")) for name, s in settings.items()}
 
 
 def add_arguments(_: argparse.ArgumentParser) -> None:
@@ -26,14 +25,13 @@ def add_arguments(_: argparse.ArgumentParser) -> None:
 
 def run(_: argparse.Namespace) -> int:
     first, *_between, last = (strategy.name for strategy in declarations())
-    settings = ask(first, environment={"PATH": os.environ["PATH"]}).settings
-    own, others = defaults(first), defaults(last)
+    own, others = settings_of(first), settings_of(last)
     lines = [INTRODUCTION]
     for role_name, role in ROLES.items():
         lines += [f"\n## {role.heading}\n", "| Setting | Default | Meaning |", "|---|---|---|"]
-        for name, setting in settings.items():
-            default = f"`{own[name]}`" if own[name] else "(unset)"
-            default = default if own[name] == others[name] else "strategy-specific"
+        for name, (setting, default) in own.items():
+            default = f"`{default}`" if default else "(unset)"
+            default = default if own[name][1] == others[name][1] else "strategy-specific"
             lines += [f"| `{name}` | {default} | {setting.meaning} |"] if setting.role == role_name else []
     print("\n".join(lines))
     return 0

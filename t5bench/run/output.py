@@ -28,8 +28,7 @@ OPEN_SECONDS = 5
 
 def timestamp(seconds: float) -> str:
     """UTC to the millisecond, as the log's lines begin: 2026-11-21T04:43:36.123Z."""
-    moment = datetime.fromtimestamp(seconds, timezone.utc)
-    return f"{moment:%Y-%m-%dT%H:%M:%S}.{moment.microsecond // 1000:03d}Z"
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class Veil:

@@ -164,14 +164,9 @@ class Peers(Channel):
     def _went_away(self, node: int) -> Mapping[str, Any]:
         remedy = "Check whether it was rebooted, or its processes were killed by a user or because memory ran out"
         cause = Cause.now(NETWORK, "it disconnected without giving a reason", remedy, Strength.WAITED)
-        end = {
-            "node": node,
-            "nnodes": self.place.nodes,
-            "host": self.hosts.get(node, "?"),
-            "ended": None,
-            "signal": None,
-        }
-        return end | {"status": cause.status, "reason": cause.reason, "remedy": remedy, "cause": asdict(cause)}
+        end = {"node": node, "nnodes": self.place.nodes, "host": self.hosts.get(node, "?"), "ended": None}
+        said = {"status": cause.status, "reason": cause.reason, "remedy": remedy, "cause": asdict(cause)}
+        return end | said | {"signal": None}
 
     def cannot_listen(self, error: OSError) -> None:
         self.on_problem(

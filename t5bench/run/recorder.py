@@ -26,22 +26,12 @@ from t5bench.plan.channel import Place
 from t5bench.plan.ports import peer_port
 from t5bench.plan.request import completed
 from t5bench.record import machine
+from t5bench.record import status as ends
 from t5bench.record.clock import now
 from t5bench.record.files import RecordError, seal, write_json
 from t5bench.record.plan import Plan
 from t5bench.record.records import FORMAT, merge, write_run
-from t5bench.record.status import (
-    CANCELLED,
-    COMPLETE,
-    CRASHED,
-    EXIT_CODES,
-    RUNNING,
-    SIGNALS,
-    TIMEOUT,
-    Cause,
-    Status,
-    of_run,
-)
+from t5bench.record.status import Cause, Status, of_run
 from t5bench.run import processes, wandb_config
 from t5bench.run.ending import SPACE_REMEDY, cause_of, exit_code, knows_little, read_end
 from t5bench.run.guard import GRACE_SECONDS, TERM_SECONDS, Guard, Stacks
@@ -75,7 +65,7 @@ class Part:
         place = {"node": plan.node, "nnodes": plan.layout.nnodes, "host": socket.gethostname(), "pid": launcher}
         unknown = dict.fromkeys(("cause", "exit_status", "signal", "ended", "padded_vocab_size"))
         self.content: dict[str, Any] = {"format": FORMAT, **place, "started": timestamp(now()), "plan": recorded}
-        self.content |= {"status": RUNNING, "reason": "", "remedy": "", **unknown, "peak_memory": []}
+        self.content |= {"status": ends.RUNNING, "reason": "", "remedy": "", **unknown, "peak_memory": []}
 
     def file(self, suffix: str) -> Path:
         return Path(self.plan.output_dir, f"node{self.plan.node}.{suffix}")
@@ -130,8 +120,8 @@ class Part:
             self._finish()
         except (OSError, RecordError) as error:
             remedy = SPACE_REMEDY if isinstance(error, OSError) else error.remedy
-            unwritten = Status(CRASHED, f"the record of this run could not be written: {error}", remedy)
-            if known.name == COMPLETE:
+            unwritten = Status(ends.CRASHED, f"the record of this run could not be written: {error}", remedy)
+            if known.name == ends.COMPLETE:
                 known = unwritten
                 self.content |= {"status": known.name, "reason": known.reason, "remedy": known.remedy}
             warn(unwritten.reason)
@@ -152,7 +142,7 @@ class Part:
         if output.is_removed():
             warn(f"{self.plan.output_dir} was removed during the run; its log and metrics start again")
             output.restore()
-            self.say(f"{RUNNING} {self.content['host']} {self.content['pid']}\n")
+            self.say(f"{ends.RUNNING} {self.content['host']} {self.content['pid']}\n")
             self.write()
 
 
@@ -202,16 +192,16 @@ def tell_and_hear(peers: Peers, end: dict[str, Any], stopped: str) -> None:
     """
     peers.ended(end)
 
-    def enough(ends: Mapping[int, Mapping[str, Any]]) -> bool:
-        waited = any(other["status"] == TIMEOUT for other in ends.values())
-        return not all(map(knows_little, ends.values())) or bool(stopped and waited)
+    def enough(others: Mapping[int, Mapping[str, Any]]) -> bool:
+        waited = any(other["status"] == ends.TIMEOUT for other in others.values())
+        return not all(map(knows_little, others.values())) or bool(stopped and waited)
 
-    if end["status"] == COMPLETE:
-        peers.wait_for_ends(COMPLETE_SECONDS, lambda ends: any(other["status"] != COMPLETE for other in ends.values()))
+    if end["status"] == ends.COMPLETE:
+        peers.wait_for_ends(COMPLETE_SECONDS, lambda heard: any(e["status"] != ends.COMPLETE for e in heard.values()))
     elif knows_little(end) and not end["signal"]:
         peers.wait_for_ends(OTHERS_SECONDS, enough)
         if all(map(knows_little, peers.ends.values())) and enough(peers.ends):
-            cause = Cause.now(TIMEOUT, stopped, "This node's log has the stack of every worker here")
+            cause = Cause.now(ends.TIMEOUT, stopped, "This node's log has the stack of every worker here")
             end |= {"status": cause.status, "reason": stopped, "remedy": cause.remedy, "cause": asdict(cause)}
             peers.ended(end)
         else:
@@ -248,7 +238,7 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     cause = cause_of(plan, output, guard, exit_status, interrupted_by, kills)
     stopped = stacks.sentence() if stacks.stopped() else ""
     stacks.remove()
-    cancelled = Status(CANCELLED, f"{interrupted_by} received") if interrupted_by else Status(COMPLETE)
+    cancelled = Status(ends.CANCELLED, f"{interrupted_by} received") if interrupted_by else Status(ends.COMPLETE)
     status = cause.ending() if cause else cancelled
     end = {key: part.content[key] for key in ("node", "nnodes", "host")} | {
         "status": status.name,
@@ -265,8 +255,8 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     }
     tell_and_hear(peers, end, stopped)
     # A node that finished may not have heard of the others.
-    all_is_well = all(other["status"] == COMPLETE for other in (end, *end["heard"]))
-    known = Status(COMPLETE) if all_is_well else of_run([end])
+    all_is_well = all(other["status"] == ends.COMPLETE for other in (end, *end["heard"]))
+    known = Status(ends.COMPLETE) if all_is_well else of_run([end])
     peers.close()
     known = part.end(end, known)
     if os.getppid() != args.launcher:
@@ -284,24 +274,22 @@ def cannot_record(args: argparse.Namespace, error: OSError | RuntimeError) -> in
     if isinstance(error, RuntimeError) or error.errno == errno.EAGAIN:
         reason, remedy = f"the limit on processes or threads is reached here: {error}", PROCESSES_REMEDY
     with contextlib.suppress(OSError):
-        overwrite(args.end_file.with_suffix(".status"), f"{CRASHED} {reason}\n{remedy}\n")
-    return EXIT_CODES[CRASHED]
+        overwrite(args.end_file.with_suffix(".status"), f"{ends.CRASHED} {reason}\n{remedy}\n")
+    return ends.EXIT_CODES[ends.CRASHED]
 
 
 def run(args: argparse.Namespace) -> int:
     # A Ctrl-C, a lost terminal and SLURM's TERM end what is recorded; this ends with the output, and then at once.
     hurry = threading.Event()
-    for number in SIGNALS:
+    for number in ends.SIGNALS:
         signal.signal(number, lambda *_: hurry.set())
     try:
         exit_status = record(args, hurry)
-    except OSError as error:
-        exit_status = cannot_record(args, error)
-    except RuntimeError as error:
-        if "start new thread" not in str(error):
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "start new thread" not in str(error):
             raise
         exit_status = cannot_record(args, error)
-    for number in SIGNALS:
+    for number in ends.SIGNALS:
         # A Python that ends sets its handlers back to the default, and would die of a signal with its work done.
         signal.signal(number, signal.SIG_IGN)
     return exit_status
