@@ -64,7 +64,6 @@ def check_here(project: Project, *arguments: str, **environment: str | None) -> 
         (("node0",), {"PYTHON": "/nowhere/python3"}, "'/nowhere/python3' is not on PATH"),
         (("node0",), {"ENGINE": "other"}, "ddp: ENGINE is 'other'"),
     ],
-    ids=["no host", "twice", "python", "engine"],
 )
 def test_wrong_use(project: Project, arguments: tuple[str, ...], environment: dict[str, str | None], said: str):
     report = check_here(project, *arguments, **environment)
@@ -129,13 +128,11 @@ GPU = {"index": 0, "name": "NVIDIA H100 80GB HBM3", "memory_mib": 81559.0, "driv
 @pytest.mark.parametrize(
     ("second", "texts", "fails"),
     [
-        ([GPU], ["1 x H100 80GB HBM3 80 GiB", "550.54"], []),
         ([GPU, GPU], ["2 x H100 80GB HBM3 80 GiB", "550.54"], ["GPUs"]),
         ([GPU | {"name": "NVIDIA A100", "memory_mib": 40960.0}], ["1 x A100 40 GiB", "550.54"], ["GPUs"]),
         ([GPU | {"driver": "535.1"}], ["1 x H100 80GB HBM3 80 GiB", "535.1"], ["driver"]),
         ([], ["no GPU", "-"], ["GPUs"]),
     ],
-    ids=["equal", "more", "other", "driver", "none"],
 )
 def test_gpus(second: list[dict], texts: list[str], fails: list[str], monkeypatch: pytest.MonkeyPatch):
     nodes = []
