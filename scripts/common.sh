@@ -24,16 +24,13 @@ FAMILY_NAMES=${FAMILY_NAMES#|}
 
 # ---- messages ------------------------------------------------------------------------------------------------------
 
-# Exit status 2: nothing expensive has started and nothing was changed.
-readonly EXIT_CONFIGURATION=2
-
 note() { printf '%s\n' "$*" >&2; }
 
-# die WHAT-IS-WRONG [WHAT-TO-DO]
+# die WHAT-IS-WRONG [WHAT-TO-DO]: exit status 2 says that nothing expensive has started and nothing was changed.
 die() {
   printf 'error: %s\n' "$1" >&2
   [[ -z ${2:-} ]] || printf '       %s\n' "$2" >&2
-  exit "$EXIT_CONFIGURATION"
+  exit 2
 }
 
 # ---- settings ------------------------------------------------------------------------------------------------------

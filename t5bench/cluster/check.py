@@ -29,7 +29,6 @@ from t5bench.cluster.table import Node, render, table
 from t5bench.plan.launchers import accepted, ask, declarations
 from t5bench.plan.topology import is_this_host
 from t5bench.record.hosts import checked, ssh
-from t5bench.record.plan import Plan
 from t5bench.record.text import visible, visible_in
 
 # Seconds: the whole ends within a minute.
@@ -134,11 +133,6 @@ def speed(measured: Mapping[str, float]) -> str:
     return f"{measured['gbit']:.3g} Gbit/s, {measured['us']:.0f} us"
 
 
-def settings_in_effect() -> Plan:
-    """A launcher's plan for this host only, ignoring what the host lacks for a run. Raises Problem."""
-    return accepted(ask("ddp", ["127.0.0.1", "0"], os.environ | {"NNODES": "1", "HOSTS": ""}))
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     parser.add_argument("hosts", nargs="*", metavar="HOST", help="the nodes, the master first")
@@ -155,7 +149,8 @@ def run(args: argparse.Namespace) -> int:
     # A Ctrl-C ends this and every ssh at once; what runs on the nodes ends by its own time limit.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     python = shutil.which(os.environ.get("PYTHON") or "python3") or sys.executable
-    plan = settings_in_effect()
+    # A launcher's plan for this host only, ignoring what the host lacks for a run.
+    plan = accepted(ask("ddp", ["127.0.0.1", "0"], os.environ | {"NNODES": "1", "HOSTS": ""}))
     ports = [plan.number("MASTER_PORT")] if os.environ.get("MASTER_PORT") else [s.port for s in declarations()]
     nodes = [Node(host, here=is_this_host(host)) for host in args.hosts]
 

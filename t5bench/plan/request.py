@@ -24,10 +24,6 @@ def groups(words: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def in_parts(words: Sequence[str], size: int) -> list[tuple[str, ...]]:
-    return [tuple(words[index : index + size]) for index in range(0, len(words), size)]
-
-
 def declaration(words: Sequence[str]) -> Strategy:
     """A strategy from what its launcher prints for ``--declaration``."""
     name, title, port, tp, pp, ds_config, colour, families, *flags = words
@@ -82,7 +78,8 @@ class Request:
 
 
 def read_settings(group: Mapping[str, Sequence[str]]) -> dict[str, Setting]:
-    return {name: Setting(*rest) for name, *rest in in_parts(group["settings"], FIELDS_OF_A_SETTING)}
+    words = iter(group["settings"])
+    return {name: Setting(*rest) for name, *rest in zip(*[words] * FIELDS_OF_A_SETTING, strict=True)}
 
 
 def read_request(words: Sequence[str]) -> Request:
