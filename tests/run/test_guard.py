@@ -86,16 +86,13 @@ def test_without_its_launcher_a_run_is_ended(run: Run):
     assert run.cause(launcher=1) is None  # the recorder says why
 
 
-def test_a_run_that_stands_still_tells_where(run: Run):
+@pytest.mark.parametrize("what", ["stuck in stands_here (", "suspended (SIGSTOP)"])
+def test_a_run_that_stands_still_tells_where(run: Run, what: str):
+    if what.startswith("suspended"):
+        os.kill(workers(run.mark)[3], signal.SIGSTOP)
     cause = run.cause(watchdog=1)
     assert cause and (cause.status, cause.strength) == ("timeout", 3)
-    assert "before the first iteration: rank 3 is stuck in stands_here (" in cause.reason
-
-
-def test_a_suspended_worker_is_named_and_ended(run: Run):
-    os.kill(workers(run.mark)[3], signal.SIGSTOP)
-    cause = run.cause(watchdog=1)
-    assert cause and "rank 3 is suspended (SIGSTOP)" in cause.reason
+    assert f"before the first iteration: rank 3 is {what}" in cause.reason
 
 
 def failed(status: str, strength: int | None) -> dict:
