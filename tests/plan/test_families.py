@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from importlib import util
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from harness import REPO_ROOT, STRATEGIES, Project, engine_output, record
 from test_plan import ZERO_STAGES, Requests, codes
 
 from t5bench.plan.__main__ import make
+from t5bench.plan.deepspeed import ZERO_OPTIONS
 from t5bench.record.plan import Arguments, Plan, by_name
 
 T5_ALONE = ("encoder", "decoder")
@@ -196,7 +198,6 @@ def test_every_option_of_a_strategys_json_is_honoured_or_refused(request_for: Re
 
 
 def test_the_options_are_deepspeeds():
-    config = pytest.importorskip("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
-    from t5bench.plan.deepspeed import ZERO_OPTIONS
-
-    assert {name for key, field in config.model_fields.items() for name in (key, field.alias)} >= ZERO_OPTIONS
+    """By its source: importing it takes seconds."""
+    config = Path(util.find_spec("deepspeed").origin).with_name("runtime") / "zero" / "config.py"
+    assert set(re.findall(r"\w+", config.read_text())) >= ZERO_OPTIONS
