@@ -2,7 +2,6 @@
 # Checks whether the nodes can run together: bash scripts/check_cluster.sh [host ...]
 # The hosts, master first, come from the arguments, HOSTS or SLURM; --help says what is checked.
 set -euo pipefail
-# shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 hosts=("$@")

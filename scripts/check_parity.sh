@@ -15,7 +15,6 @@
 #
 # The launchers' settings also work, except PRECISION_FLAG, DROPOUT, LOG_INTERVAL and those that evaluate, save and resume.
 set -euo pipefail
-# shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 setting ENGINE 'one-of:megatron|native' - - megatron "megatron (patched Megatron-DeepSpeed; its DDP is also compared with native/) or native"

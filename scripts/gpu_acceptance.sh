@@ -13,7 +13,6 @@
 #
 # Exit status: 0 all passed, 1 something failed, 2 it cannot run here, 3 time ran out (the same command continues).
 set -euo pipefail
-# shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 setting ENGINES 'one-of:both|megatron|native' layout - both "Engines to run"

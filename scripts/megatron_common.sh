@@ -16,7 +16,6 @@
 #   FAMILY_PROGRAM      the engine's; FAMILY_FIXED: array of engine arguments that are the same in every run
 #   declare_model SIZES, longest_sequence, tokenizer_arguments: its settings; what the engine is told, in REPLY
 
-# shellcheck source=scripts/common.sh
 source "${BASH_SOURCE[0]%/*}/common.sh"
 
 STRATEGY_COLOUR='' STRATEGY_TP=1 STRATEGY_PP=1 STRATEGY_DS_CONFIG='' STRATEGY_FLAGS=() STRATEGY_FAMILIES=${FAMILIES[*]} HOST_LIST=()

@@ -13,7 +13,6 @@
 # only with FORCE=1. After an interruption, the same command continues
 # where it stopped.
 set -euo pipefail
-# shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 setting MODEL_FAMILY "one-of:$FAMILY_NAMES" - - t5 "Model family to prepare for, since their tokenizers differ"

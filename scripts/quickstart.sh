@@ -7,7 +7,6 @@
 # compares them. Everything stays in the checkout: .venv/ and outputs/quickstart/. Run it again to continue or repeat.
 # The settings of run_megatron_t5_all.sh and of the launchers also work.
 set -euo pipefail
-# shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 setting ENGINE 'one-of:native|megatron' - - native "native (the engine in native/, from Python packages alone) or megatron (scripts/setup_megatron.sh first)"

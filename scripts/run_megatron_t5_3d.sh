@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Two pipeline stages of DeepSpeed's engine, each split over two processes; further ones share the optimizer state.
 set -euo pipefail
-# shellcheck source=scripts/megatron_common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/megatron_common.sh"
 
 STRATEGY=3d

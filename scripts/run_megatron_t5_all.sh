@@ -9,7 +9,6 @@
 # Exit status: 0 every run is complete and trains as DDP does, 1 one does not, 2 nothing could be started or compared.
 # The launchers' settings also work.
 set -euo pipefail
-# shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 setting STRATEGIES 'text?' - - "" "Strategies to run, separated by spaces (unset: all); zero1-tp2 is zero1 with TENSOR_PARALLEL_SIZE=2"

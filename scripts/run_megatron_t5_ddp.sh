@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # A whole replica per process; gradients are all-reduced every iteration.
 set -euo pipefail
-# shellcheck source=scripts/megatron_common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/megatron_common.sh"
 
 STRATEGY=ddp

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Two pipeline stages, each split over two processes.
 set -euo pipefail
-# shellcheck source=scripts/megatron_common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/megatron_common.sh"
 
 STRATEGY=hybrid

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # The encoder runs on the first process, the decoder on the second, micro-batches stream between them.
 set -euo pipefail
-# shellcheck source=scripts/megatron_common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/megatron_common.sh"
 
 STRATEGY=pipeline

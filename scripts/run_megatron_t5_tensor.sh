@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Every layer is split: heads and FFN columns over two processes, an all-reduce per block.
 set -euo pipefail
-# shellcheck source=scripts/megatron_common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/megatron_common.sh"
 
 STRATEGY=tensor

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Every process keeps all parameters and gradients, and 1/N of the Adam moments and fp32 parameters.
 set -euo pipefail
-# shellcheck source=scripts/megatron_common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/megatron_common.sh"
 
 STRATEGY=zero1

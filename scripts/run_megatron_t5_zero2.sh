@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # As ZeRO-1, and every process keeps only its 1/N of the gradients.
 set -euo pipefail
-# shellcheck source=scripts/megatron_common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/megatron_common.sh"
 
 STRATEGY=zero2

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # As ZeRO-2, and parameters are sharded too: gathered layer by layer, freed after use.
 set -euo pipefail
-# shellcheck source=scripts/megatron_common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/megatron_common.sh"
 
 STRATEGY=zero3

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # As ZeRO-3, with optimizer states and parameters in CPU memory; Adam runs on the CPU.
 set -euo pipefail
-# shellcheck source=scripts/megatron_common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/megatron_common.sh"
 
 STRATEGY=zero3_offload

@@ -3,7 +3,6 @@
 # TEST_PROCESSES of them run at once. Failed tests run once more, one at a time, and both reports are printed: a test that
 # passes then has a race, in itself or in what it tests. Only a test that fails again counts as failed.
 set -euo pipefail
-# shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 require_python

@@ -9,7 +9,6 @@
 #   --reset            `git stash` your own changes in the checkout, then set it up
 #   --write-checksums  for maintainers: update patches/checksums after changing a patch
 set -euo pipefail
-# shellcheck source=scripts/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 # The newest commit when the patches were written; the checksums in patches/checksums are of this one.
