@@ -1,4 +1,4 @@
-"""What a launcher costs before torchrun starts, and its recorder: a benchmark.
+"""What a launcher costs before torchrun starts: a benchmark.
 
     PYTHONPATH=.:tests python tests/plan/benchmark_launch.py
 
@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from harness import REPO_ROOT, make_project, record, write_data_record
+from harness import REPO_ROOT, make_project, write_data_record
 
 from t5bench.corpus.checksum import tokenizer_checksum
 
@@ -44,17 +44,10 @@ def launches(folder: Path, strategy: str) -> list[float]:
 
 
 def main() -> None:
-    line = (
-        " iteration {:8d}/    1000 | elapsed time per iteration (ms): 419.3 | learning rate: 5.000E-05 |"
-        " lm loss: 8.265567E+00 | grad norm: 1.774590E+00 | samples per second: 38.161 | TFLOPs: 0.00 |\n"
-    )
     with tempfile.TemporaryDirectory() as folder:
         for strategy in ("ddp", "zero3_offload"):
             seconds = launches(Path(folder, strategy), strategy)
             print(f"{strategy}: {statistics.median(seconds):.3f} s of CPU before torchrun (least {min(seconds):.3f})")
-        output = "".join(line.format(number) for number in range(1, 1001))
-        seconds = [cpu_seconds(lambda n=n: record(Path(folder, f"record{n}"), output)) for n in range(3)]
-        print(f"recorder: {statistics.median(seconds):.3f} s of CPU for 1,000 logged iterations")
 
 
 if __name__ == "__main__":

@@ -296,10 +296,9 @@ def test_file_system_stalls_for_30_s(project: Project, ext4: Path):
     assert "line 49" in (ext4 / "ddp" / "node0.log").read_text()
 
 
-@pytest.mark.parametrize("hours", [-5, 5])
-def test_clock_jumps(project: Project, hours: int):
-    """The recorder's clock, every two seconds there and back, while the run goes on."""
-    jump = f"real() + {hours * 3600} * (time.perf_counter() % 4 > 2)"
+def test_clock_jumps(project: Project):
+    """The recorder's clock, every two seconds, to five hours behind, to five hours ahead and back."""
+    jump = "real() + 5 * 3600 * (int(time.perf_counter() / 2) % 3 - 1)"
     (project.stubs / "site" / "sitecustomize.py").write_text(
         f"import time\nreal = time.time\ntime.time = lambda: {jump}\n"
     )
