@@ -27,11 +27,8 @@ import torch
 import torch.distributed as dist
 
 ITERATION_LINE = (
-    " iteration {iteration:8d}/{total:8d} | consumed samples: {samples:12d} | consumed tokens: {tokens:12d} |"
-    " elapsed time per iteration (ms): {ms:.1f} | learning rate: 1.000E-04 | global batch size: {batch:5d} |"
-    " lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: 1.000000E+00 | actual seqlen: {length:5d} |"
-    " number of skipped iterations:   0 | number of nan iterations: {nan:3d} | samples per second: {speed:.3f} |"
-    " tokens per gpu per second (tgs): 1.000 | TFLOPs: 0.01 |"
+    " iteration {:8d}/{:8d} | elapsed time per iteration (ms): {:.1f} | learning rate: 1.000E-04 | lm loss: {:.6E} |"
+    " grad norm: 1.000000E+00 | number of nan iterations: {:3d} | samples per second: {:.3f} | TFLOPs: 0.01 |"
 )
 
 
@@ -70,7 +67,7 @@ class Faults:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    for name in ("train-iters", "log-interval", "global-batch-size", "encoder-seq-length"):
+    for name in ("train-iters", "log-interval", "global-batch-size"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--distributed-timeout-minutes", type=float, required=True)
     parser.add_argument("--distributed-backend", choices=["gloo", "nccl"], required=True)
@@ -80,7 +77,6 @@ def parse_arguments() -> argparse.Namespace:
 def train(args: argparse.Namespace) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     faults, since = Faults(rank), time.monotonic()
-    batch, length = args.global_batch_size, args.encoder_seq_length
     for iteration in range(1, args.train_iters + 1):
         faults.begin(iteration)
         time.sleep(float(os.environ.get("STUB_ITERATION_MS", "20")) / 1000)
@@ -90,12 +86,9 @@ def train(args: argparse.Namespace) -> None:
             now = time.monotonic()
             seconds, since = (now - since) / args.log_interval, now
             if rank == world_size - 1:
-                line = ITERATION_LINE.format(
-                    iteration=iteration, total=args.train_iters, samples=iteration * batch, ms=seconds * 1000,
-                    tokens=iteration * batch * length, batch=batch, loss=loss.item() / world_size, length=length,
-                    nan=int(math.isnan(loss)), speed=batch / seconds,
-                )  # fmt: skip
-                print(line, flush=True)
+                mean, speed = loss.item() / world_size, args.global_batch_size / seconds
+                found = (iteration, args.train_iters, seconds * 1000, mean, math.isnan(mean), speed)
+                print(ITERATION_LINE.format(*found), flush=True)
 
 
 def main() -> None:
