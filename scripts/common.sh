@@ -2,6 +2,11 @@
 # What every script needs that is not specific to Megatron: messages, settings, hosts and ranks, processes.
 # Sourced, never run.
 
+if ((BASH_VERSINFO[0] < 4 || (BASH_VERSINFO[0] == 4 && BASH_VERSINFO[1] < 4))); then
+  printf 'error: bash 4.4 or newer is needed, this is %s\n' "$BASH_VERSION" >&2
+  exit 2
+fi
+
 unset CDPATH
 # srun passes on the login host's HOSTNAME if /etc/profile exports it.
 read -r HOSTNAME </proc/sys/kernel/hostname
@@ -143,8 +148,10 @@ slurm_hosts() {
   local list=${SLURM_JOB_NODELIST:-${SLURM_NODELIST:-}}
   if [[ $list != *'['* ]]; then
     printf '%s\n' "${list//,/ }"
-  else
+  elif command -v scontrol >/dev/null; then
     scontrol show hostnames "$list"
+  else
+    note "SLURM lists the nodes as '$list', but scontrol is not on PATH to expand this: export HOSTS=\"node0 node1\""
   fi
 }
 

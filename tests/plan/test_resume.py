@@ -99,8 +99,8 @@ def test_a_run_whose_end_was_not_recorded_goes_on_from_an_earlier_checkpoint(die
 def test_an_evaluation_that_lacks_validation_samples_is_refused(
     died: Callable[..., Plan], tmp_path: Path, family: str, prepared: int
 ):
-    """The training evaluated 3 times, 4 batches of 16 samples each. An epoch has 3 documents of 7 tokens, or 3.5 samples
-    of a GPT."""
+    """The training evaluated 3 times, 4 batches of 16 samples each. An epoch has 3 documents of 7 tokens, which are 3.5
+    samples of a GPT."""
     died(EVAL_ITERS="4", EVAL_INTERVAL="10")
     write_indexed_dataset(tmp_path / "many", [[5] * (7 if 57 <= document < 60 else 9) for document in range(60)])
 
