@@ -65,32 +65,9 @@ def test_a_third_family_is_a_file_and_an_entry(project: Project):
     assert "3d supports only GPT, but MODEL_FAMILY is third" in refused
 
 
-@pytest.mark.parametrize(
-    ("strategy", "settings", "code", "found"),
-    [
-        ("pipeline", {"MODEL_FAMILY": "gpt", "NUM_LAYERS": "5"}, "pipeline-size", "5 layers do not divide over 2"),
-        ("ddp", {"MODEL_FAMILY": "gpt", "ENGINE": "native"}, "native-engine", "MODEL_FAMILY='gpt'"),
-        ("ddp", {"RECOMPUTE": "full", "ENGINE": "native"}, "native-engine", "RECOMPUTE='full'"),
-        ("ddp", {"EVAL_ONLY": "1"}, "eval-iters", "EVAL_ITERS is 0"),
-        ("ddp", {"RAMPUP_BATCH_SIZE": "4 4"}, "rampup", "three whole numbers"),
-        ("ddp", {"RAMPUP_BATCH_SIZE": "4 4 801", "TRAIN_ITERS": "50"}, "rampup", "the run, which has 800 samples"),
-        ("ddp", {"RAMPUP_BATCH_SIZE": "4 5 100"}, "rampup", "does not reach GLOBAL_BATCH_SIZE=16 in steps of 2"),
-    ],
-)
-def test_what_cannot_be_is_refused(request_for: Requests, strategy, settings, code, found):
-    plan, _ = make(request_for(strategy, **settings))
-    assert any(o.code == code and o.fatal and found in o.found for o in plan.obstacles), plan.obstacles
-
-
 def test_a_strategy_that_does_not_serve_a_family_says_so(project: Project):
     result = project.launch("3d")
     assert result.returncode == 2 and "error: 3d supports only GPT, but MODEL_FAMILY is t5" in result.stderr
-
-
-@pytest.mark.parametrize("argument", ["--checkpoint-activations", "--recompute-granularity", "--rampup-batch-size"])
-def test_arguments_that_became_settings_name_them(request_for: Requests, argument: str):
-    (obstacle,) = make(request_for("ddp", argument))[0].obstacles
-    assert obstacle.code == "launcher-argument" and ("RECOMPUTE" in obstacle.remedy or "RAMPUP" in obstacle.remedy)
 
 
 def test_a_new_run_begins_with_anothers_weights_and_a_resumed_one_with_its_own(request_for: Requests):
@@ -174,6 +151,9 @@ JSONS = {
     "a wrong stage": ({"zero_optimization": ZERO | {"offload_param": {"device": "cpu"}}}, "offload_param needs ZeRO"),
     "a disk": ({"zero_optimization": ZERO | {"offload_optimizer": {"device": "nvme"}}}, "found 'nvme'"),
     "from settings": ({"zero_optimization": ZERO, "train_batch_size": 3}, "come from the settings"),
+    "no stage of that number": ({"zero_optimization": {"stage": 5}}, "ZeRO stage 5 is not 1, 2 or 3"),
+    "no stage": ({}, "zero_optimization"),
+    "no object": ([], "list indices must be integers"),
     "a bucket": ({"zero_optimization": ZERO | {"reduce_bucket_size": 1000}}, ""),
     "offloaded": ({"zero_optimization": ZERO | {"offload_optimizer": {"device": "cpu"}}}, ""),
     "hangs": ({"zero_optimization": ZERO | {"overlap_comm": True}}, ""),
@@ -189,7 +169,8 @@ def test_every_option_of_a_strategys_json_is_honoured_or_refused(request_for: Re
     monkeypatch.setattr("t5bench.plan.deepspeed.REPOSITORY", tmp_path)
     asked = request_for("zero2")
     plan, besides = make(asked)
-    assert [found in o.found for o in plan.obstacles if o.code == "ds-config"] == [True] * bool(found)
+    said = [o.found for o in plan.obstacles if o.code == "ds-config"]
+    assert len(said) == bool(found) and all(found in text for text in said)
     if not found:
         assert codes(plan) == [] and plan.ds_config["zero_optimization"] == content["zero_optimization"]
         assert besides["cpu_optimizer"] == str(int(name == "offloaded"))
