@@ -276,16 +276,15 @@ def test_a_dry_run_needs_no_engine_data_or_gpu_and_says_what_is_missing(project:
 # ---- the run directory -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["iter_{:07d}", "global_step{}"])
-def test_nothing_is_overwritten(project: Project, name: str):
+def test_nothing_is_overwritten(project: Project):
     assert project.launch("ddp").returncode == 0
-    checkpoints = project.root / "outputs" / "zero1" / "checkpoints"
-    for iteration in (8, 40, 9):
-        (checkpoints / name.format(iteration)).mkdir(parents=True)
     (project.stubs / "arguments").unlink()
     assert "finished-run" in {found["code"] for found in planned(project, "ddp")["obstacles"]}
-    (found,) = planned(project, "zero1")["obstacles"]
-    assert found["code"] == "earlier-checkpoints" and "up to iteration 40" in found["found"]
+    for strategy, name in (("zero1", "global_step{}"), ("tensor", "iter_{:07d}")):
+        for iteration in (8, 40, 9):
+            (project.root / "outputs" / strategy / "checkpoints" / name.format(iteration)).mkdir(parents=True)
+        (found,) = planned(project, strategy)["obstacles"]
+        assert found["code"] == "earlier-checkpoints" and "up to iteration 40" in found["found"]
     assert project.launch("ddp").returncode == 2
     assert not project.was_started()
 
