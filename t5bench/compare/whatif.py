@@ -18,7 +18,7 @@ from t5bench.record.records import Run
 # Gbit/s of links that one can buy.
 GIGABITS = (1, 10, 25, 100, 400, 800)
 # Bytes per second, and seconds of latency, between which a run's link is looked for, the worst first.
-RATES, LATENCIES, HALVINGS = (1e4, 1e12), (1.0, 1e-7), 30
+RATES, LATENCIES, HALVINGS = (1e4, 1e12), (1.0, 1e-7), 20
 # By which share of the iteration the model may miss the exposed communication.
 MISSED = 0.1
 

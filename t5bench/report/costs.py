@@ -13,16 +13,20 @@ from t5bench.report.tables import predicted_bytes
 
 KINDS = {name: name for name in ("weights", "gradients", "optimizer")}
 KINDS |= dict.fromkeys(("encoder", "decoder", "ends of stacks"), "activations") | {"logits and loss": "logits and loss"}
+STRETCHES = 100  # of the timeline, for each row; one takes about 100 bytes, drawn and as data
 THICK = "Thick is what the cost model predicts, thin what was measured."
 
 
-def all_figures(comparison: Comparison, root: Path, most: int) -> list[Figure]:
-    """Those for which something is measured, of the first rows. root: what the runs' directories are relative to."""
-    rows = dict(list(figures.rows_of(comparison).items())[:most])
-    profiled = profiles.profiles_of(rows, root)
+def all_figures(comparison: Comparison, rows: Mapping[str, Row], root: Path, most: int) -> list[Figure]:
+    """Those for which something is measured; of what takes many points, only so many rows.
+
+    root: what the runs' directories are relative to.
+    """
     found = [figures.throughput(rows), _pareto(rows), _memory(rows), _bytes(rows), _time(rows, comparison.predicted_by)]
-    found += [profiles.parts(rows, profiled), profiles.timeline(rows, profiled)]
-    found += [figures.loss(rows, comparison.baseline), figures.times(rows)]
+    large = figures.best(rows, most)
+    profiled = profiles.profiles_of(large, root)
+    found += [profiles.parts(large, profiled), profiles.timeline(large, profiled, STRETCHES * most)]
+    found += [figures.loss(large, comparison.baseline), figures.times(large)]
     return [figure for figure in found if figure.panels]
 
 

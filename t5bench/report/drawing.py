@@ -75,6 +75,7 @@ def drawings(looks_of: Mapping[str, Look], figures: Sequence[Figure]) -> list[st
         # Less than a tenth of a point cannot be seen.
         text = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\d\.\d)\d+", r"\1", tag[0]), text)
         text = re.sub(r"font-family: [^;\"]*;? ?", "", text)  # matplotlib's face would differ from the page's
+        text = re.sub(r'(?<=<g) id="[^"]*"| transform="rotate\(-0 [^"]*"|(?<=\n) +', "", text)  # nothing uses these
         for page_colour, stand_in in _STAND_INS.items():
             text = text.replace(stand_in, page_colour)
         found.append(text)

@@ -1,6 +1,7 @@
 """What the page's figures show, by row, as data that any library can draw."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -75,6 +76,22 @@ class Figure(msgspec.Struct, frozen=True, omit_defaults=True):
 def rows_of(comparison: Comparison) -> dict[str, Row]:
     """By the names that the figures have for them."""
     return dict(named_rows(comparison, LONGEST_NAME))
+
+
+def best(rows: Mapping[str, Row], most: int) -> dict[str, Row]:
+    """As many rows as this: of each strategy and number of processes the baseline and then the fastest."""
+    seen: Counter[tuple[str, int]] = Counter()
+    places = {}
+    for name in sorted(rows, key=lambda name: (not rows[name].is_baseline, -_rate(rows[name]))):
+        kind = rows[name].strategy, rows[name].run.world_size
+        places[name] = seen[kind]
+        seen[kind] += 1
+    kept = sorted(places, key=places.__getitem__)[:most]
+    return {name: row for name, row in rows.items() if name in kept}
+
+
+def _rate(row: Row) -> float:
+    return row.samples_per_second.median if row.samples_per_second else 0.0
 
 
 # ---- one line for each row -------------------------------------------------------------------------------------------

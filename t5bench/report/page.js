@@ -168,12 +168,17 @@ function sort(event) {
   const head = event.currentTarget.closest("th"), table = head.closest("table"), ascending = head.ariaSort !== "ascending";
   table.querySelectorAll("thead th").forEach((other) => other.removeAttribute("aria-sort"));
   head.setAttribute("aria-sort", ascending ? "ascending" : "descending");
-  const value = (body) => body.rows[0].cells[head.cellIndex].dataset.value;
+  const cell = (body) => body.rows[0].cells[head.cellIndex], value = (body) => cell(body).dataset.value ?? cell(body).textContent;
   const compare = (one, other) => one - other || one.localeCompare(other, "en", { numeric: true });
   const sorted = [...table.tBodies].sort((one, other) => compare(value(one), value(other)));
   table.append(...(ascending ? sorted : sorted.reverse()));
 }
 
+// A small screen makes cards of the rows, which takes a table's own roles away.
+const roles = { table: "table", thead: "rowgroup", tbody: "rowgroup", tr: "row", "thead th": "columnheader", "tbody th": "rowheader", td: "cell" };
+for (const [part, role] of Object.entries(roles)) {
+  document.querySelectorAll(`.rows ${part}, ${part}.rows`).forEach((node) => node.setAttribute("role", role));
+}
 for (const head of document.querySelectorAll(".rows thead th")) {
   const button = document.createElement("button");
   button.append(...head.childNodes);

@@ -22,14 +22,15 @@ from t5bench.record.status import COMPLETE
 from t5bench.report import tables
 from t5bench.report.costs import all_figures
 from t5bench.report.drawing import drawings, styles
-from t5bench.report.figures import LONGEST_NAME, Figure, rows_of
+from t5bench.report.figures import LONGEST_NAME, best, rows_of
 from t5bench.report.profiles import why
 
 HERE = Path(__file__).parent
 SCRIPTS = ("vendor/chart-4.5.1.umd.min.js", "page.js")
-MOST_BYTES, BYTES_OF_ROW, BYTES_OF_REST = 880_000, 3_000, 320_000
-DRAWN = 2.2  # the bytes of a figure as data and drawn, for one as data
-MOST_ROWS = (64, 32, 16, 8, 4, 2)  # in the figures
+MOST_BYTES = 880_000
+MOST_EXPLAINED = 32
+MOST_ROWS = ((64, 16), (32, 8), (32, 4), (16, 4), (16, 2), (8, 2))  # in the figures, and in those that take many points
+DIGITS = 6
 MINOR = 15  # columns up to this importance stand in a line below their row
 
 
@@ -75,31 +76,43 @@ def command(run: Run) -> str:
     return " ".join([*words, *(["--", *map(shlex.quote, plan.arguments.extra)] if plan.arguments.extra else [])])
 
 
-def _figures(comparison: Comparison, root: Path, rows: int) -> tuple[list[Figure], int]:
-    """Of as many rows as a page of MOST_BYTES has room for, and of how many."""
-    room = MOST_BYTES - BYTES_OF_REST - BYTES_OF_ROW * rows
-    for most in MOST_ROWS:
-        figures = all_figures(comparison, root, most)
-        if DRAWN * len(msgspec.json.encode(figures)) < room:
-            break
-    return figures, min(most, rows)
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+def _order(column: tables.Column, row: Row, text: str) -> str:
+    """What its cell is sorted by, where that is not its text."""
+    value = next((str(_rounded(part)) for part in column.parts(row).values() if part is not None), text)
+    return value if value != text else ""
 
 
 def render(comparison: Comparison, root: Path = Path()) -> str:
-    """The page, complete. root: what the runs' directories are relative to."""
+    """The page, with figures of as many rows as MOST_BYTES has room for. root: what the runs' directories are in."""
+    rows = best(rows_of(comparison), MOST_EXPLAINED)
+    explained = [(name, row, text, why(row.run, root)) for name, row in rows.items() if (text := limits(row))]
+    for most in MOST_ROWS:
+        page = _render(comparison, root, explained, *most)
+        if len(page.encode()) < MOST_BYTES:
+            break
+    return page
+
+
+def _render(comparison: Comparison, root: Path, explained: list, most: int, most_of_large: int) -> str:
     loader = FileSystemLoader(HERE)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     columns, different = tables.columns(comparison), differing(_facts, comparison.runs)
-    short = [f"{name}: {label}" for label, name in tables.short_labels(comparison, LONGEST_NAME).items()]
     rows, style = rows_of(comparison), styles(comparison)
-    figures, drawn = _figures(comparison, root, len(rows))
+    drawn = best(rows, most)
+    figures = all_figures(comparison, drawn, root, most_of_large)
     looks = {name: style[row.strategy] for name, row in rows.items()}
     about = {}
     for name, row in rows.items():
         colour, dashes = looks[name]
         about[name] = {"strategy": row.strategy, "processes": row.run.world_size, "engine": row.run.engine}
-        about[name] |= {"colour": colour, "dashes": [3 * length for length in dashes]}
-    data = msgspec.json.encode({"rows": about, "figures": figures}).decode()
+        about[name] |= {"colour": colour, "dashes": [3 * length for length in dashes]} if name in drawn else {}
+    whole = msgspec.json.encode({"rows": about, "figures": figures})
+    rounding = msgspec.json.Decoder(float_hook=lambda text: _rounded(float(text)))
+    data = msgspec.json.encode(rounding.decode(whole)).decode()
     days = sorted({run.record["started"][:10] for run in comparison.runs})
     return environment.get_template("page.html.j2").render(
         comparison=comparison,
@@ -111,17 +124,19 @@ def render(comparison: Comparison, root: Path = Path()) -> str:
         columns=[column for column in columns if column.importance > MINOR],
         minor=[column for column in columns if column.importance <= MINOR],
         cell=_cell,
+        order=_order,
+        longest=LONGEST_NAME,
         command=command,
         colours={strategy: colour for strategy, (colour, _) in style.items()},
-        remarks=short + tables.remarks(comparison),
+        remarks=tables.remarks(comparison),
         # Paragraphs and list items, without the line breaks that they were written with.
         paper=[part for of in (statistics, interval, repeats) for part in re.split(r"\n\n|\n(?=- )", of.__doc__ or "")],
         # The only texts that are not escaped: matplotlib escaped what it drew, and these are scripts and their data.
         figures=list(zip(figures, map(Markup, drawings(looks, figures)), strict=True)),
         data=Markup(data.replace("<", "\\u003c")),
         scripts=[Markup((HERE / name).read_text()) for name in SCRIPTS],
-        drawn=drawn,
-        limits=[(name, row, text, why(row.run, root)) for name, row in rows.items() if (text := limits(row))],
+        drawn=[len(drawn), min(most_of_large, len(drawn))],
+        limits=explained,
         dates=" to ".join(dict.fromkeys([days[0], days[-1]])),
         show=show,
         different=different,

@@ -14,7 +14,6 @@ from t5bench.record.records import Run
 from t5bench.report.figures import COLOURS, LEFT_OUT, Figure, Series, by_size, stacked
 
 MOST_RANKS, MOST_STEPS = 64, 200  # of the timeline
-MOST_STRETCHES = 3000  # of the page: one takes about 100 bytes, drawn and as data
 COLOUR_OF = dict(zip(PARTS, COLOURS, strict=True))
 
 
@@ -51,12 +50,13 @@ def parts(rows: Mapping[str, Row], profiles: Mapping[str, Profile]) -> Figure:
     return Figure("Where the time went", "ms of the profiled iteration", caption, by_size(rows, found))
 
 
-def timeline(rows: Mapping[str, Row], profiles: Mapping[str, Profile]) -> Figure:
+def timeline(rows: Mapping[str, Row], profiles: Mapping[str, Profile], most: int) -> Figure:
+    """most: how many stretches it has."""
     every = [(name, rank) for name, profile in profiles.items() for rank in profile.ranks if rank.timeline]
     shown, found = every[:MOST_RANKS], []
     for name, rank in shown:
         points: dict[str, list] = {}
-        for part, start, end in stretches(rank, min(MOST_STEPS, MOST_STRETCHES // len(shown))):
+        for part, start, end in stretches(rank, min(MOST_STEPS, most // len(shown))):
             points.setdefault(part, []).append(((start, end), f"{name}: rank {rank.rank}"))
         found += [Series(name, "stretch", own, "", COLOUR_OF.get(part, LEFT_OUT), part) for part, own in points.items()]
     caption = "The profiled iteration of every rank, in coarse steps; trace.json in its directory has each operator."
