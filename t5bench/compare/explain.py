@@ -27,18 +27,23 @@ from t5bench.record.profile import (
     RECOMPUTATION,
     SAVING,
     SENDING,
+    STEP,
+    TRANSFER,
     WAITING,
 )  # fmt: skip
 from t5bench.record.records import Run, load
 
 # Share of the iteration from which on waiting for a core is named.
 CONTENDED = 0.25
+# What others wait for a rank in the profiled iteration has to exceed what is unusual of that iteration by this share.
+CHANCE = 0.05
 # Bits per second that are few for any cluster; and by how much the computing of stages may differ.
 SLOW_LINK, UNEQUAL_STAGES = 1e9, 1.5
 # Python launches an operator in about this time: one that computes no longer gains from larger micro-batches.
 SMALL_OPERATOR_MS = 0.015
 COMPUTING = (FORWARD, BACKWARD, RECOMPUTATION)
 OWN_WORK = (DATA, LOGGING, SAVING)
+SHARED_WORK = (*COMPUTING, STEP, HOST, TRANSFER)
 # What data-parallel ranks send, in words; for every micro-batch under these stages of ZeRO.
 SENT = {AXES[0]: ("sending gradients", 2), AXES[3]: ("gathering parameters", 3)}
 # How much longer than another a stage has to take for its layers, by the cost model, before it counts as slow.
@@ -53,19 +58,23 @@ class Rank:
     def __init__(self, entry: profile.Rank) -> None:
         self.entry, self.wall, self.number, self.host = entry, entry.wall_ms, entry.rank, entry.host
         self.name = f"rank {self.number} ({self.host})"
-        lost = (lost / self.wall for lost in (entry.processor.queued_ms, entry.processor.throttled_ms))
-        self.queued, self.throttled = (min(1.0, share) for share in lost)  # a quota's time is all processors' together
+        used = entry.processor
+        lost = (ms / self.wall for ms in (used.queued_ms, used.throttled_ms, used.beside_ms))
+        self.queued, self.throttled, self.beside = (min(1.0, share) for share in lost)  # of several threads together
         self.computing, self.exposed = self.share(*COMPUTING) * self.wall, self.share(BUBBLE, *SENDING.values())
-        self.kept = self.share(*OWN_WORK) + self.queued + self.throttled  # by what has a name already
+        self.lost = self.queued + self.throttled
 
     def share(self, *parts: str) -> float:
         return sum(self.entry.parts.get(part, 0.0) for part in parts) / self.wall
 
-    def waited_for(self, other: "Rank") -> float:
-        return self.entry.waited_for.get(other.number, 0.0) / self.wall
+    def waits_for(self, others: Sequence["Rank"]) -> float:
+        """For how long, as far as all of these take longer than this one for something that has no name already."""
+        waits = sum(self.entry.waited_for.get(other.number, 0.0) for other in others) / self.wall
+        return min(waits, *(other.beyond(self) - max(0.0, other.lost - self.lost) for other in others))
 
-    def waited_for_any(self, others: Sequence["Rank"]) -> float:
-        return sum(map(self.waited_for, others))
+    def beyond(self, other: "Rank") -> float:
+        """How much longer than another it takes for parts that both have, where it does."""
+        return sum(max(0.0, self.share(part) - other.share(part)) for part in SHARED_WORK)
 
 
 class Explanation:
@@ -83,10 +92,17 @@ class Explanation:
         self.run, self.plan, self.layout = run, run.plan, run.layout
         self.cores = {node["host"]: node["cpu"]["cores"] for node in run.nodes if node.get("cpu")}
 
+    @cached_property
+    def unusual(self) -> float:
+        """The share of the profiled iteration that the others do not have: what profiling costs, and chance."""
+        wall = max(rank.wall for rank in self.ranks)
+        return max(0.0, 1 - (self.content.other_iterations_ms or wall) / wall)
+
     def sentence(self) -> str:
         """The largest parts, what would make it faster, and what profiling cost."""
         cost = self.content.overhead
-        more = "" if cost is None else f". Profiling changed its time by {cost:+.0%} of the others' median"
+        took = f"{abs(cost or 0):.0%} {'less' if (cost or 0) < 0 else 'more'} time than the median of the others"
+        more = "" if cost is None else f". With the profiler this iteration took {took}"
         name, _, _ = self.plan.strategy.title.partition(":")[0].partition(" (")
         of_gpt = " of a GPT" * (self.run.architecture.family == "gpt")
         parts = profile.limits(self.content.ranks, self._doing()).replace("% ", "% of each iteration ", 1)
@@ -151,18 +167,19 @@ class Explanation:
 
     def _of_stage(self, stage: int, *parts: str) -> float:
         """The share of an iteration that these parts of a micro-batch take on a stage's busiest rank."""
+        return max(1e-3, *(rank.share(*parts) for rank in self._ranks_of(stage))) / self.layout.micro_batches
+
+    def _ranks_of(self, stage: int) -> list[Rank]:
         size = len(self.ranks) // self.layout.pp
-        ranks = self.ranks[stage * size : (stage + 1) * size]
-        return max(1e-3, *(rank.share(*parts) for rank in ranks)) / self.layout.micro_batches
+        return self.ranks[stage * size : (stage + 1) * size]
 
     def _own_work(self) -> Iterator[Cause]:
         every = self.plan.number("LOG_INTERVAL")
         for name, part, times in (("data loading", DATA, 1), ("logging", LOGGING, every)):
             worst = max(self.ranks, key=lambda rank: rank.share(part))
             share = worst.share(part) / times
-            # On a busy core this takes longer too.
-            own = share * (1 - worst.queued)
-            yield Cause(name, own, f"{worst.name} is {profile.DOING[part]} {share:.0%} of the time")
+            queued = worst.entry.processor.queued_in_ms.get(part, 0.0) / worst.wall / times
+            yield Cause(name, share - queued, f"{worst.name} is {profile.DOING[part]} {share:.0%} of the time")
 
     def _processor(self) -> Iterator[Cause]:
         for rank in self.ranks:
@@ -176,21 +193,21 @@ class Explanation:
                 yield Cause(name, rank.queued, f"{rank.name} waits for a core {rank.queued:.0%} of the time")
 
     def _slow_node(self) -> Iterator[Cause]:
-        """Others wait for all of its ranks, which do not wait for each other, and nothing else keeps them."""
+        """Others wait for all of its ranks, and nothing else keeps them."""
         size = self.layout.nproc_per_node
         nodes = [self.ranks[first : first + size] for first in range(0, len(self.ranks), size)]
         for number, ranks in enumerate(nodes if len(nodes) > 1 else ()):
-            longest = max(other.waited_for_any(ranks) for other in self.ranks if other not in ranks)
-            kept = max(rank.kept + rank.waited_for_any(ranks) for rank in ranks)
-            text = f"the others wait for node {number} ({ranks[0].host}) {longest:.0%} of the time"
-            yield Cause("slow node", longest - kept, text)
+            longest = max(other.waits_for(ranks) for other in self.ranks if other not in ranks)
+            if longest > self.unusual + CHANCE:
+                text = f"the others wait for node {number} ({ranks[0].host}) {longest:.0%} of the time"
+                yield Cause("slow node", longest, text)
 
     def _slow_rank(self) -> Iterator[Cause]:
         """Others wait for it, and neither data, its log, a checkpoint nor a busy core keeps it."""
         for rank in self.ranks:
-            longest = max((other.waited_for(rank) for other in self.ranks), default=0.0)
-            text = f"the others wait for {rank.name} {longest:.0%} of the time"
-            yield Cause("slow rank", longest - rank.kept, text)
+            longest = max(other.waits_for([rank]) for other in self.ranks)
+            if longest > self.unusual + CHANCE:
+                yield Cause("slow rank", longest, f"the others wait for {rank.name} {longest:.0%} of the time")
 
     def _stages(self) -> Iterator[Cause]:
         """One that takes longer has more to compute, or is slower than the cost model says of its layers."""
@@ -198,20 +215,21 @@ class Explanation:
             return
         job, stages = Job.of_plan(self.plan, self.run.padded_vocab_size), range(self.layout.pp)
         share = max(rank.share(BUBBLE) for rank in self.ranks)
-        times = [self._of_stage(stage, *COMPUTING) for stage in stages]
+        lost = [max(rank.lost for rank in self._ranks_of(stage)) for stage in stages]
+        times = [self._of_stage(stage, *COMPUTING) * max(1 - lost[stage], 0.1) for stage in stages]
         model = [sum(way.seconds for way in time.stage_seconds(job, time.CPU, stage)) for stage in stages]
         beyond = [self._of_stage(stage, *COMPUTING, HOST) / model[stage] for stage in stages]
         slower, largest = max(beyond) / min(beyond), times.index(max(times))
-        ratio, disturbed = max(times) / min(times), max(rank.queued + rank.throttled for rank in self.ranks)
-        if slower >= BEYOND_MODEL and disturbed < CONTENDED:
+        ratio = max(times) / min(times)
+        if slower >= BEYOND_MODEL and max(lost) < CONTENDED:
             text = f"stage {beyond.index(max(beyond))} takes {slower:.1f} times as long for its layers as another"
-            yield Cause("slow rank", share - max(rank.kept for rank in self.ranks), text)
+            yield Cause("slow rank", share - max(lost), text)
         elif ratio >= UNEQUAL_STAGES and model[largest] >= LARGER_STAGE * min(model):
             yield Cause("unequal pipeline stages", share, f"stage {largest} computes {ratio:.1f} times as long")
 
     def _link(self) -> Iterator[Cause]:
         """What waiting for a core may have cost does not count as the link's."""
-        lost = max(rank.queued + rank.throttled for rank in self.ranks)
+        lost = max(rank.lost + rank.beside for rank in self.ranks)
         for rank in self.ranks:
             for axis, link in rank.entry.links.items():
                 milliseconds = link.ms - lost * rank.wall
@@ -225,7 +243,8 @@ class Explanation:
         mean = worst.computing * (1 - worst.queued) / max(1, worst.entry.operators)
         if count > self.layout.pp and mean < SMALL_OPERATOR_MS:
             text = f"{count} micro-batches of {self.plan.value('MICRO_BATCH_SIZE')}, {1000 * mean:.0f} us an operator"
-            yield Cause("tiny micro-batches", worst.share(HOST), text)
+            saved = 1 - self.layout.pp / count  # by micro-batches as large as possible
+            yield Cause("tiny micro-batches", saved * (1 - worst.queued) * worst.share(HOST), text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

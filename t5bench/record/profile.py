@@ -45,10 +45,15 @@ class Link(Struct):
 
 
 class Processor(Struct):
-    """For how long a rank's process waited for a core that others had, and was held back by a quota."""
+    """For how long a rank's process waited for a core that others had, and was held back by a quota.
+
+    queued_ms: its main thread; queued_in_ms: in these parts alone. beside_ms: the others, which send and receive.
+    """
 
     queued_ms: Milliseconds = 0.0
     throttled_ms: Milliseconds = 0.0
+    beside_ms: Milliseconds = 0.0
+    queued_in_ms: dict[Literal[PARTS], Milliseconds] = {}
 
 
 class Rank(Struct):

@@ -9,12 +9,13 @@ import functools
 import importlib
 import itertools
 import json
+import os
 import socket
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,13 @@ class ProfiledStretch:
         self.begun = self.synchronise()
         self.mark.__enter__()
 
-    def end(self, iteration: int, gradient_bytes: int = 0) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """On the first rank what profile.json says of all ranks, and the events of trace.json."""
+    def end(
+        self, iteration: int, gradient_bytes: int = 0, queued: Mapping[str, float] | None = None
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """On the first rank what profile.json says of all ranks, and the events of trace.json.
+
+        queued: milliseconds of waiting for a core, by part.
+        """
         self.wall_ms = 1000 * (self.synchronise() - self.begun)
         self.mark.__exit__(None, None, None)
         used = processor()
@@ -96,7 +102,9 @@ class ProfiledStretch:
         if ranks > 1:
             dist.all_gather_object(everyone, mine.introduction())
         own_begin, last = mine.begin, mine.meet(everyone)
-        measured = {"measured_ms": self.wall_ms + (own_begin - mine.begin) / 1000, "processor": used}
+        # Threads that have ended take theirs along.
+        lost = {name: max(0.0, ms) for name, ms in used.items()} | {"queued_in_ms": queued or {}}
+        measured = {"measured_ms": self.wall_ms + (own_begin - mine.begin) / 1000, "processor": lost}
         told = mine.explained(last) | measured, mine.longest_events(ranks)
         everyone = [told] * ranks
         if ranks > 1:
@@ -121,6 +129,7 @@ class Marks:
         self.tp, self.pp = (int(words[words.index(flag) + 1]) if flag in words else 1 for flag in sizes)
         self.is_zero, self.active, self.gradient_bytes = "--deepspeed" in words, False, 0
         self.numbers: Counter[str] = Counter()
+        self.queued: Counter[str] = Counter()  # milliseconds, by part
         self.works: dict[int, tuple[str, Any]] = {}  # what an operation that goes on was called, by its handle
 
     def place(self, engine: str) -> None:
@@ -128,7 +137,7 @@ class Marks:
             label = functools.partial(self._label, operation)
             replace(("torch.distributed", "", operation), functools.partial(self._marked, label))
         for part, place in PHASES[engine].items():
-            replace(place, functools.partial(self._marked, lambda _, part=part: part))
+            replace(place, functools.partial(self._phase, part))
         goes_on = functools.partial(self._marked, lambda arguments: self.works.get(id(arguments[0]), ("",))[0])
         replace(("torch.distributed", "Work", "wait"), goes_on)
         replace(("torch.nn.parallel", "DistributedDataParallel", "__init__"), self._sized)
@@ -144,6 +153,18 @@ class Marks:
             if name.startswith(timeline.COLLECTIVE):
                 for work in result if isinstance(result, list) else [result]:
                     self.works[id(work)] = name, work
+            return result
+
+        return call
+
+    def _phase(self, part: str, function: Callable) -> Callable:
+        marked = self._marked(lambda _: part, function)
+
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            before = queued_ms("/proc/self") if self.active else 0.0
+            result = marked(*args, **options)
+            self.queued[part] += queued_ms("/proc/self") - before if self.active else 0.0
             return result
 
         return call
@@ -188,11 +209,22 @@ class Marks:
         return differ[0] if len(differ) == 1 else profile.AXES[4]
 
 
-def processor() -> Counter[str]:
-    """Milliseconds that this process computed, waited for a core that others had, and was held back by a quota."""
-    found = Counter(computed_ms=1000 * time.process_time())
+def queued_ms(folder: str | Path) -> float:
+    """How long a thread waited for a core that others had."""
     with suppress(OSError, ValueError):
-        found["queued_ms"] = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e6
+        return int(Path(folder, "schedstat").read_text().split()[1]) / 1e6
+    return 0.0
+
+
+def processor() -> Counter[str]:
+    """Milliseconds that this process computed, waited for a core and was held back by a quota.
+
+    queued_ms: of its main thread; beside_ms: of all others, which send and receive.
+    """
+    found = Counter(computed_ms=1000 * time.process_time(), queued_ms=queued_ms("/proc/self"))
+    threads = (folder for folder in Path("/proc/self/task").glob("*") if folder.name != str(os.getpid()))
+    found["beside_ms"] = sum(map(queued_ms, threads))
+    with suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             folder = "cpu" if "cpu" in controllers.split(",") else ""
@@ -243,7 +275,7 @@ class OneIteration:
             dist.barrier()  # who waits here waits for a slower rank
         self.marks.active = False
         self.marks.works.clear()
-        content, events = self.stretch.end(self.iteration, self.marks.gradient_bytes)
+        content, events = self.stretch.end(self.iteration, self.marks.gradient_bytes, self.marks.queued)
         if dist.get_rank() == 0:
             write_json(self.output, content | self._overhead())
             write_whole(self.output.with_name("trace.json"), json.dumps({"traceEvents": events}))

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +165,15 @@ HEALTHY = {"forward": 30.0, "backward": 60.0, "host gaps": 5.0, SENDING[AXES[0]]
 
 
 def made_profile(
-    directory: Path, strategy: str, changes: list[dict], log_interval: int = 1, nodes: int = 1, **run: Any
+    directory: Path,
+    strategy: str,
+    changes: list[dict],
+    log_interval: int = 1,
+    nodes: int = 1,
+    other: float = 100.0,
+    **run: Any,
 ) -> Explanation:
-    """Of a few ranks, with parts in percent; changes: to a healthy rank's entry."""
+    """Of a few ranks, with parts in percent; changes: to a healthy rank's entry. other: ms of the other iterations."""
     made = load(make_run(directory, strategy, log_interval=log_interval, nodes=nodes, world_size=len(changes), **run))
     ranks = []
     for rank, change in enumerate(changes):
@@ -181,41 +187,73 @@ def made_profile(
         }
         entry |= {"parts": HEALTHY, "processor": {"queued_ms": 0.0, "throttled_ms": 0.0}}
         ranks.append(entry | change)
-    (directory / "profile.json").write_text(json.dumps({"overhead": 0.1, "ranks": ranks}))
+    (directory / "profile.json").write_text(json.dumps({"overhead": 0.1, "other_iterations_ms": other, "ranks": ranks}))
     return Explanation(made)
 
 
+def busy_with(part: str, percent: float) -> dict:
+    return {"parts": {name: size * (1 - percent / 100) for name, size in HEALTHY.items()} | {part: percent}}
+
+
+def waiting(percent: float, *ranks: int) -> dict:
+    """For each of these ranks so long."""
+    return busy_with(profile.WAITING, percent * len(ranks)) | {"waited_for": {str(rank): percent for rank in ranks}}
+
+
+def processor(**milliseconds: float) -> dict:
+    return {"processor": {"queued_ms": 0.0, "throttled_ms": 0.0} | milliseconds}
+
+
+LINKED = {"parts": {"forward": 50.0, SENDING[AXES[0]]: 50.0}}
 MADE: dict[str, tuple[str, list[dict]]] = {
     "": ("ddp", [{}, {}]),
-    "data loading": ("ddp", [{"parts": HEALTHY | {"data loading": 20.0}}, {"waited_for": {"0": 20.0}}]),
-    "logging": ("ddp", [{}, {"parts": HEALTHY | {"logging": 20.0}}]),
-    "slow rank": ("zero2", [{"waited_for": {"1": 30.0}}, {}]),
-    "slow node": (
-        "zero1",
-        [{"waited_for": {"2": 20.0, "3": 15.0}}] * 2 + [{"waited_for": {"3": 2.0}}, {"waited_for": {"2": 3.0}}],
-    ),
-    "throttled CPU": ("zero2", [{"waited_for": {"1": 30.0}}, {"processor": {"queued_ms": 0.0, "throttled_ms": 30.0}}]),
-    "another program on the core": (
-        "zero2", [{"waited_for": {"1": 30.0}}, {"processor": {"queued_ms": 40.0, "throttled_ms": 0.0}}],
-    ),
+    "another program on the core": ("zero2", [waiting(30, 1), processor(queued_ms=40.0)]),
     "unequal pipeline stages": (
         "pipeline", [{"parts": {"forward": 20.0, "backward": 20.0, "pipeline bubble": 60.0}}, {}],
     ),
-    "slow link": (
-        "ddp",
-        [{"parts": {"forward": 50.0, SENDING[AXES[0]]: 50.0}, "links": {AXES[0]: {"bytes": 10**6, "ms": 50.0}}}] * 2,
-    ),
+    "slow link": ("ddp", [waiting(20, 1) | LINKED | {"links": {AXES[0]: {"bytes": 10**6, "ms": 50.0}}}, LINKED]),
     "tiny micro-batches": (
         "ddp", [{"parts": {"forward": 3.0, "backward": 6.0, "host gaps": 91.0}}] * 2,
     ),
 }  # fmt: skip
+# Ranks of which the first two are a node, for a slowdown of so many percent of the iteration.
+OF_STRENGTH: dict[str, Callable[[float], list[dict]]] = {
+    "data loading": lambda percent: [busy_with("data loading", percent), waiting(percent, 0)],
+    "logging": lambda percent: [waiting(percent, 1), busy_with("logging", percent)],
+    "slow rank": lambda percent: [waiting(percent, 1), {}],
+    "slow node": lambda percent: [waiting(percent / 2, 2, 3), waiting(percent, 3), {}, {}],
+    "throttled CPU": lambda percent: [waiting(percent, 1), processor(throttled_ms=percent)],
+}
 
 
 @pytest.mark.parametrize(("name", "made"), MADE.items())
 def test_a_cause_is_named_where_it_shows_and_alone(tmp_path: Path, name: str, made: tuple[str, list[dict]]):
     found = made_profile(tmp_path / "run", *made, nodes=len(made[1]) // 2)
     assert {cause.name for cause in found.causes()} == ({name} if name else set())
-    assert re.match(rf"{made[0]} spends \d+% of each iteration \w+", found.sentence()) and "by +10%" in found.sentence()
+    said = found.sentence()
+    assert re.match(rf"{made[0]} spends \d+% of each iteration \w+", said) and "10% more time" in said
+
+
+@pytest.mark.parametrize("percent", [8, 12, 30, 70])
+@pytest.mark.parametrize("name", OF_STRENGTH)
+def test_a_cause_is_named_from_ten_percent_on(tmp_path: Path, name: str, percent: float):
+    ranks = OF_STRENGTH[name](percent)
+    found = made_profile(tmp_path / "run", "zero1", ranks, nodes=len(ranks) // 2)
+    assert [cause.name for cause in found.causes()] == [name] * (percent > 10)
+
+
+def test_of_two_causes_the_larger_comes_first(tmp_path: Path):
+    both = [busy_with("data loading", 40) | {"waited_for": {"1": 20.0}}, {}]
+    both[0]["parts"] = both[0]["parts"] | {"backward": 16.0, profile.WAITING: 20.0}
+    names = [cause.name for cause in made_profile(tmp_path / "run", "ddp", both).causes()]
+    assert names == ["data loading", "slow rank"]
+
+
+def test_what_only_the_profiled_iteration_has_may_be_chance(tmp_path: Path):
+    """The other iterations are as fast as if nobody had waited."""
+    waits = [waiting(20, 1), {}]
+    named = [made_profile(tmp_path / str(other), "ddp", waits, other=other).causes() for other in (80.0, 95.0)]
+    assert named[0] == [] and [cause.name for cause in named[1]] == ["slow rank"]
 
 
 def test_a_pipeline_stage_is_slow_where_its_layers_do_not_explain_it(tmp_path: Path):
@@ -227,8 +265,7 @@ def test_a_pipeline_stage_is_slow_where_its_layers_do_not_explain_it(tmp_path: P
 
 
 def test_a_log_line_counts_for_the_iterations_that_it_serves(tmp_path: Path):
-    made = MADE["logging"]
-    assert made_profile(tmp_path / "run", *made, log_interval=10).causes() == []
+    assert made_profile(tmp_path / "run", "ddp", OF_STRENGTH["logging"](30), log_interval=10).causes() == []
 
 
 def test_the_sentence_says_what_is_sent_and_of_which_family(tmp_path: Path):
