@@ -229,7 +229,7 @@ class Explanation:
 
     def _link(self) -> Iterator[Cause]:
         """What waiting for a core may have cost does not count as the link's."""
-        lost = max(rank.lost + rank.beside for rank in self.ranks)
+        lost = max(max(rank.queued, rank.beside) + rank.throttled for rank in self.ranks)
         for rank in self.ranks:
             for axis, link in rank.entry.links.items():
                 milliseconds = link.ms - lost * rank.wall

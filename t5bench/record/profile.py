@@ -29,6 +29,7 @@ DOING = {
     BUBBLE: "in the pipeline bubble",
     WAITING: "waiting for slower ranks",
 } | {sending: f"in {axis} communication" for axis, sending in SENDING.items()}
+DOING[SENDING[AXES[4]]] = "in communication of all ranks"
 PARTS = tuple(DOING)
 MOST_TOLD = 3
 
@@ -47,7 +48,8 @@ class Link(Struct):
 class Processor(Struct):
     """For how long a rank's process waited for a core that others had, and was held back by a quota.
 
-    queued_ms: its main thread; queued_in_ms: in these parts alone. beside_ms: the others, which send and receive.
+    queued_ms: its main thread; queued_in_ms: in these parts alone. beside_ms: the one that waited most of the others,
+    which send and receive.
     """
 
     queued_ms: Milliseconds = 0.0

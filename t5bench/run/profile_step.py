@@ -102,8 +102,8 @@ class ProfiledStretch:
         if ranks > 1:
             dist.all_gather_object(everyone, mine.introduction())
         own_begin, last = mine.begin, mine.meet(everyone)
-        # Threads that have ended take theirs along.
-        lost = {name: max(0.0, ms) for name, ms in used.items()} | {"queued_in_ms": queued or {}}
+        beside = max([0.0, *(used.pop(name) for name in list(used) if name.isdigit())])
+        lost = {**used, "beside_ms": beside, "queued_in_ms": queued or {}}
         measured = {"measured_ms": self.wall_ms + (own_begin - mine.begin) / 1000, "processor": lost}
         told = mine.explained(last) | measured, mine.longest_events(ranks)
         everyone = [told] * ranks
@@ -219,11 +219,11 @@ def queued_ms(folder: str | Path) -> float:
 def processor() -> Counter[str]:
     """Milliseconds that this process computed, waited for a core and was held back by a quota.
 
-    queued_ms: of its main thread; beside_ms: of all others, which send and receive.
+    queued_ms: of its main thread; by their numbers its other threads.
     """
     found = Counter(computed_ms=1000 * time.process_time(), queued_ms=queued_ms("/proc/self"))
     threads = (folder for folder in Path("/proc/self/task").glob("*") if folder.name != str(os.getpid()))
-    found["beside_ms"] = sum(map(queued_ms, threads))
+    found.update({folder.name: queued_ms(folder) for folder in threads})
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
