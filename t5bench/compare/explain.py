@@ -35,7 +35,7 @@ from t5bench.record.records import Run, load
 
 # Share of the iteration from which on waiting for a core is named.
 CONTENDED = 0.25
-# What others wait for a rank in the profiled iteration has to exceed what is unusual of that iteration by this share.
+# By this share of the iteration a slowdown has to exceed what the profiled iteration takes beyond the others.
 CHANCE = 0.05
 # Bits per second that are few for any cluster; and by how much the computing of stages may differ.
 SLOW_LINK, UNEQUAL_STAGES = 1e9, 1.5
@@ -92,11 +92,10 @@ class Explanation:
         self.run, self.plan, self.layout = run, run.plan, run.layout
         self.cores = {node["host"]: node["cpu"]["cores"] for node in run.nodes if node.get("cpu")}
 
-    @cached_property
-    def unusual(self) -> float:
-        """The share of the profiled iteration that the others do not have: what profiling costs, and chance."""
+    def _is_usual(self, share: float) -> bool:
+        """Whether it is clearly more than what the other iterations do not have: what profiling costs, and chance."""
         wall = max(rank.wall for rank in self.ranks)
-        return max(0.0, 1 - (self.content.other_iterations_ms or wall) / wall)
+        return share > CHANCE + max(0.0, 1 - (self.content.other_iterations_ms or wall) / wall)
 
     def sentence(self) -> str:
         """The largest parts, what would make it faster, and what profiling cost."""
@@ -179,7 +178,11 @@ class Explanation:
             worst = max(self.ranks, key=lambda rank: rank.share(part))
             share = worst.share(part) / times
             queued = worst.entry.processor.queued_in_ms.get(part, 0.0) / worst.wall / times
-            yield Cause(name, share - queued, f"{worst.name} is {profile.DOING[part]} {share:.0%} of the time")
+            yield Cause(
+                name,
+                (share - queued) * (times > 1 or self._is_usual(share - queued)),
+                f"{worst.name} is {profile.DOING[part]} {share:.0%} of the time",
+            )
 
     def _processor(self) -> Iterator[Cause]:
         for rank in self.ranks:
@@ -198,7 +201,7 @@ class Explanation:
         nodes = [self.ranks[first : first + size] for first in range(0, len(self.ranks), size)]
         for number, ranks in enumerate(nodes if len(nodes) > 1 else ()):
             longest = max(other.waits_for(ranks) for other in self.ranks if other not in ranks)
-            if longest > self.unusual + CHANCE:
+            if self._is_usual(longest):
                 text = f"the others wait for node {number} ({ranks[0].host}) {longest:.0%} of the time"
                 yield Cause("slow node", longest, text)
 
@@ -206,7 +209,7 @@ class Explanation:
         """Others wait for it, and neither data, its log, a checkpoint nor a busy core keeps it."""
         for rank in self.ranks:
             longest = max(other.waits_for([rank]) for other in self.ranks)
-            if longest > self.unusual + CHANCE:
+            if self._is_usual(longest):
                 yield Cause("slow rank", longest, f"the others wait for {rank.name} {longest:.0%} of the time")
 
     def _stages(self) -> Iterator[Cause]:
