@@ -200,7 +200,7 @@ def waiting(percent: float, *ranks: int) -> dict:
     return busy_with(profile.WAITING, percent * len(ranks)) | {"waited_for": {str(rank): percent for rank in ranks}}
 
 
-def processor(**milliseconds: float) -> dict:
+def processor(**milliseconds: Any) -> dict:
     return {"processor": {"queued_ms": 0.0, "throttled_ms": 0.0} | milliseconds}
 
 
@@ -247,6 +247,19 @@ def test_of_two_causes_the_larger_comes_first(tmp_path: Path):
     both[0]["parts"] = both[0]["parts"] | {"backward": 16.0, profile.WAITING: 20.0}
     names = [cause.name for cause in made_profile(tmp_path / "run", "ddp", both).causes()]
     assert names == ["data loading", "slow rank"]
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [busy_with("data loading", 30) | processor(queued_in_ms={"data loading": 25.0}), waiting(30, 0)],
+        [MADE["slow link"][1][0] | processor(beside_ms=60.0), LINKED],
+        [waiting(20, 1), processor(queued_ms=20.0)],
+    ],
+    ids=["data", "link", "rank"],
+)
+def test_waiting_for_a_core_is_not_the_cause_that_it_looks_like(tmp_path: Path, ranks: list[dict]):
+    assert made_profile(tmp_path / "run", "ddp", ranks).causes() == []
 
 
 def test_what_only_the_profiled_iteration_has_may_be_chance(tmp_path: Path):
