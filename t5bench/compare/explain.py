@@ -177,12 +177,9 @@ class Explanation:
         for name, part, times in (("data loading", DATA, 1), ("logging", LOGGING, every)):
             worst = max(self.ranks, key=lambda rank: rank.share(part))
             share = worst.share(part) / times
-            queued = worst.entry.processor.queued_in_ms.get(part, 0.0) / worst.wall / times
-            yield Cause(
-                name,
-                (share - queued) * (times > 1 or self._is_usual(share - queued)),
-                f"{worst.name} is {profile.DOING[part]} {share:.0%} of the time",
-            )
+            own = share - worst.entry.processor.queued_in_ms.get(part, 0.0) / worst.wall / times
+            if times > 1 or self._is_usual(own):
+                yield Cause(name, own, f"{worst.name} is {profile.DOING[part]} {share:.0%} of the time")
 
     def _processor(self) -> Iterator[Cause]:
         for rank in self.ranks:

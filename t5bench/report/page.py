@@ -87,7 +87,7 @@ def _order(column: tables.Column, row: Row, text: str) -> str:
 
 
 def render(comparison: Comparison, root: Path = Path()) -> str:
-    """The page, with figures of as many rows as MOST_BYTES has room for. root: what the runs' directories are in."""
+    """The page, with figures of as many rows as MOST_BYTES has room for. root: what runs are relative to."""
     rows = best(rows_of(comparison), MOST_EXPLAINED)
     explained = [(name, row, text, why(row.run, root)) for name, row in rows.items() if (text := limits(row))]
     for most in MOST_ROWS:
