@@ -70,11 +70,12 @@ class Rank:
     def waits_for(self, others: Sequence["Rank"]) -> float:
         """For how long, as far as all of these take longer than this one for something that has no name already."""
         waits = sum(self.entry.waited_for.get(other.number, 0.0) for other in others) / self.wall
-        return min(waits, *(other.beyond(self) - max(0.0, other.lost - self.lost) for other in others))
+        waits -= min(other.beyond(self, OWN_WORK) for other in others)
+        return min(waits, *(other.beyond(self, SHARED_WORK) - max(0.0, other.lost - self.lost) for other in others))
 
-    def beyond(self, other: "Rank") -> float:
-        """How much longer than another it takes for parts that both have, where it does."""
-        return sum(max(0.0, self.share(part) - other.share(part)) for part in SHARED_WORK)
+    def beyond(self, other: "Rank", parts: Sequence[str]) -> float:
+        """How much longer than another it takes for these, where it does."""
+        return sum(max(0.0, self.share(part) - other.share(part)) for part in parts)
 
 
 class Explanation:
@@ -231,11 +232,13 @@ class Explanation:
         """What waiting for a core may have cost does not count as the link's."""
         lost = max(max(rank.queued, rank.beside) + rank.throttled for rank in self.ranks)
         for rank in self.ranks:
-            for axis, link in rank.entry.links.items():
-                milliseconds = link.ms - lost * rank.wall
-                if milliseconds > 0 and (speed := 8000 * link.bytes / milliseconds) < SLOW_LINK:
-                    text = f"{axis} messages of {rank.name} pass at {speed / 1e9:.2g} Gbit/s"
-                    yield Cause("slow link", rank.share(SENDING[axis]) - lost, text)
+            links = {axis: link for axis, link in rank.entry.links.items() if link.ms}
+            of_link = 1 - lost * rank.wall / max(1e-3, sum(link.ms for link in links.values()))
+            speeds = {axis: 8000 * link.bytes / (link.ms * of_link) for axis, link in links.items() if of_link > 0}
+            if slow := {axis: speed for axis, speed in speeds.items() if speed < SLOW_LINK}:
+                axis = min(slow, key=slow.__getitem__)
+                text = f"{axis} messages of {rank.name} pass at {slow[axis] / 1e9:.2g} Gbit/s"
+                yield Cause("slow link", rank.share(*(SENDING[axis] for axis in slow)) - lost, text)
 
     def _micro_batches(self) -> Iterator[Cause]:
         worst, count = max(self.ranks, key=lambda rank: rank.share(HOST)), self.layout.micro_batches
