@@ -73,4 +73,4 @@ def why(run: Run, root: Path) -> list[str]:
         explanation = Explanation(replace(run, directory=root / run.directory))
         return [explanation.sentence(), *(f"{cause.name}: {cause.evidence}" for cause in explanation.causes())]
     except RecordError as damage:
-        return [str(damage)]
+        return [str(damage).replace(str(root / run.directory), str(run.directory))]

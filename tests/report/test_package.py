@@ -39,7 +39,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_run(runs / "repeat1" / "zero1", "zero1", elapsed_ms=times[::-1], sent_per_iteration=1e6, sample_seconds=0.5)
     longer = {"TRAIN_ITERS": "40"}
     make_run(runs / "repeat1" / "zero3", "zero3", elapsed_ms=times[:9], settings=longer, status="crashed")
-    write_json(runs / "repeat1" / "ddp" / "profile.json", {"ranks": [{"rank": 0, "parts": {"forward": 9.0}}]})
+    rank = {"host": "node0", "wall_ms": 9.0, "parts": {"forward": 9.0}, "operators": 1000, "processor": {}}
+    ranks = [rank | {"rank": number, "waited_for": {}, "links": {}} for number in range(2)]
+    write_json(runs / "repeat1" / "ddp" / "profile.json", {"ranks": ranks})
     seal(runs / "repeat1" / "ddp")
     write_list(runs, ["repeat1/ddp", "repeat1/zero1", "repeat1/zero3", "repeat1/hybrid"])
     output = runs.parent / "package.tar.gz"
