@@ -99,7 +99,7 @@ def run_quickstart(directory: Path) -> None:
     to outputs/stdout and outputs/stderr."""
     clone = make_clone(directory)
     command = ["bash", str(clone / "scripts" / "quickstart.sh")]
-    settings = environment(**SMALL, **WATCHED)
+    settings = environment(**SMALL, **WATCHED, TRAIN_ITERS=TINY["TRAIN_ITERS"])
     result = subprocess.run(
         command, env=settings, cwd=clone.parent, capture_output=True, text=True, timeout=590, check=False
     )
