@@ -93,11 +93,15 @@ def _newest(directory: Path, name: str) -> Path | None:
 
 
 def _read(path: Path) -> Holder:
-    """Empty for one that cannot be read: it may just be written."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
+    """Empty for one that cannot be read, not even after a moment in which its holder may still write it."""
+    for _ in range(20):
+        try:
+            return json.loads(path.read_text())
+        except OSError:
+            break
+        except ValueError:
+            time.sleep(0.05)
+    return {}
 
 
 def _is_live(holder: Holder, path: Path, now: float) -> bool:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -71,3 +72,16 @@ def test_the_nodes_of_one_run_share_a_directory_and_two_runs_do_not(tmp_path: Pa
     with pytest.raises(Problem):
         claim.take(tmp_path, "node2", "another run", os.getpid())
     claim.take(tmp_path, "node2", "run", os.getpid())
+
+
+def test_a_claim_that_another_node_of_the_run_just_writes_is_waited_for(tmp_path: Path):
+    """Between making a file and writing it there is a moment in which the other node finds it empty."""
+    path = tmp_path / "node1.claim.1"
+    path.touch()
+    holder = {"run": "one", "host": "elsewhere", "boot": "", "processes": [[1, "1"]]}
+    writing = threading.Timer(0.3, path.write_text, [json.dumps(holder)])
+    writing.start()
+    claim.take(tmp_path, "node0", "one", os.getpid())
+    writing.join()
+    with pytest.raises(Problem, match="already in progress"):
+        claim.take(tmp_path, "node2", "two", os.getpid())
