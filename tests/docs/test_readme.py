@@ -165,13 +165,13 @@ def test_troubleshooting_quotes_what_the_launchers_say(project: Project):
     rows = " ".join(row[0] for row in table_rows("Symptom"))
     quoted = re.findall(r"(Unable to infer NODE_RANK|NPROC_PER_NODE is .*?1 visible GPU|port 29800 is .*? node)", rows)
     project.set_gpus(1)
-    said = project.launch("tensor", DEVICE=None).stderr
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
-        said += project.launch("ddp", MASTER_PORT=port).stderr.replace(port, "29800")
+        said = project.launch("ddp", MASTER_PORT=port).stderr.replace(port, "29800")
+    said += project.launch("tensor", MASTER_PORT=port, DEVICE=None).stderr
     said += project.launch("ddp", HOSTS="192.0.2.7 192.0.2.8").stderr
     project.data_prefix.with_suffix(".idx").unlink()
-    said += project.launch("ddp").stderr
+    said += project.launch("ddp", MASTER_PORT=port).stderr
     missing = "xsum_text_document.idx does not exist"
     assert missing in rows and missing in said and len(quoted) == 3
     assert [text for text in quoted if text not in said] == [], said
