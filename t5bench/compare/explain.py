@@ -94,7 +94,7 @@ class Explanation:
         self.cores = {node["host"]: node["cpu"]["cores"] for node in run.nodes if node.get("cpu")}
 
     def _is_usual(self, share: float) -> bool:
-        """Whether it is clearly more than what the other iterations do not have: what profiling costs, and chance."""
+        """Whether other iterations have it too: it exceeds what the profiled one takes beyond them, and chance."""
         wall = max(rank.wall for rank in self.ranks)
         return share > CHANCE + max(0.0, 1 - (self.content.other_iterations_ms or wall) / wall)
 
