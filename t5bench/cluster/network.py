@@ -2,7 +2,7 @@
 
 MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE are torch's own variables, argv[1] is the time limit in seconds. Rank 0
 prints a JSON object: ``backend``, and for each other rank (``pairs``) and for all (``together``) the bandwidth in
-Gbit/s and the latency in microseconds. A rank that fails prints ``{"error": TEXT}``.
+Gbit/s and the latency of a message in microseconds. A rank that fails prints ``{"error": TEXT}``.
 
 Bandwidth is 2 (n-1)/n bytes / seconds, what each node's link carries, as nccl-tests defines its bus bandwidth.
 """
@@ -48,7 +48,7 @@ def all_reduces(seconds: float) -> None:
         one = torch.zeros(1, device=device)
         for _ in range(5):
             timed(one, group)
-        latency = statistics.median(timed(one, group) for _ in range(50))
+        latency = statistics.median(timed(one, group) for _ in range(50)) / (2 * (members - 1))  # a ring's messages
         probe = torch.zeros(FIRST // 4, device=device)
         timed(probe, group)
         took = timed(probe, group)
