@@ -17,13 +17,13 @@ from t5bench.compare.statistics import Estimate, median_with_interval
 
 @pytest.mark.parametrize("length", [20, 30, 50, 100, 300, 1000])
 def test_correlated_values_have_an_interval_that_holds_the_median(length: int):
-    """Nominally 95 %; and it is not much wider than one that knows the correlation."""
+    """Nominally 95 %; and it is not much wider than one that knows the correlation, of five independent values."""
     rng = np.random.default_rng(length)
     for rho in CORRELATIONS:
         held, there, width = coverage(autoregressive(rng, 1000, length, rho), 0.0)
         assert held >= 0.94, rho
         assert there >= (0.9 if rho < 0.7 or length > 50 else 0.7), rho
-        assert width / ideal_width(length, rho) < (3.5 if rho > 0.7 or length < 30 else 2.6), rho
+        assert width / max(3.1, ideal_width(length, rho)) < (2.5 if rho > 0.7 or length < 30 else 1.3), rho
 
 
 @pytest.mark.parametrize("length", [20, 50, 200])
@@ -32,7 +32,7 @@ def test_other_structures_make_it_wider_and_not_wrong(length: int):
         held, there, _ = coverage(values, true)
         if name == "trend" and length > 20:
             assert there < 0.3, "nothing repeats in it"
-        elif length == 200 or "slow" not in name:  # a state that lasts as long as a run shows in longer ones alone
+        else:
             assert held >= 0.94 and there > 0.5, name
 
 
