@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
-# Checks that the strategies train the same model: each starts from the same weights, and its curves are compared with DDP's.
+# Checks that the strategies train the same model, by comparing their curves with DDP's.
 #
 # Usage: bash scripts/check_parity.sh [--sensitivity | --bf16 | --benchmark-mode] [strategy...]
 #
-# Trains DDP and the named strategies (default: all) on this machine, in fp32, without dropout, from the same
-# initial weights on the same data, and compares each loss and gradient norm with DDP's. With ENGINE=megatron the native
-# engine's DDP is also trained and compared, which reveals a mistake that all strategies share.
-#   --sensitivity      train no strategy; measure how far a change of 1 % in each number of the recipe moves the curves,
-#                      in units of the bound, and fail if one would go unnoticed
+# Trains DDP and the named strategies (default: all) on this machine, in fp32, without dropout, from
+# the same initial weights on the same data, and compares each loss and gradient norm with DDP's. With
+# ENGINE=megatron it also trains the native engine's DDP, to reveal mistakes that all of them share.
+#   --sensitivity      train no strategy; measure how far a change of 1 % in each number of the recipe
+#                      moves the curves, in units of the bound; fail if a change would go unnoticed
 #   --bf16             train in bf16 and apply the bound measured for it
-#   --benchmark-mode   train as the benchmark does, in bf16 with dropout 0.1. Layouts with DDP's dropout masks must meet
-#                      the bound of bf16; the others pass a sign test over eight seeds (docs/parity.md)
+#   --benchmark-mode   train as the benchmark does, in bf16 with dropout 0.1. Layouts with DDP's
+#                      dropout masks must meet the bound of bf16, the others a sign test
+#                      (docs/parity.md)
 # Exit status: 0 all train the same model, 1 one does not, 2 the check could not run.
 #
-# The launchers' settings also work, except PRECISION_FLAG, DROPOUT, LOG_INTERVAL and those that evaluate, save and resume.
+# The launchers' settings also work, except PRECISION_FLAG, DROPOUT, LOG_INTERVAL and those that
+# evaluate, save and resume.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 

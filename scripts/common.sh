@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What every script needs that is not specific to Megatron: messages, settings, hosts and ranks, processes.
+# What every script needs and is not specific to Megatron: messages, settings, hosts and ranks, processes.
 # Sourced, never run.
 
 if ((BASH_VERSINFO[0] < 4 || (BASH_VERSINFO[0] == 4 && BASH_VERSINFO[1] < 4))); then
@@ -18,7 +18,7 @@ FAMILY_PREFIX=${MODEL_FAMILY:-t5}-
 FAMILY_PREFIX=${FAMILY_PREFIX#t5-}
 # shellcheck disable=SC2034 # read by the scripts that source this file
 FAMILY_DATA=$REPO_ROOT/megatron_data${FAMILY_PREFIX:+/${FAMILY_PREFIX%-}}
-# A family is found by its file: (gpt t5), and gpt|t5.
+# The families are the files there: (gpt t5), and as text gpt|t5.
 FAMILIES=("$REPO_ROOT"/scripts/families/*.sh)
 FAMILIES=("${FAMILIES[@]##*/}")
 FAMILIES=("${FAMILIES[@]%.sh}")
@@ -117,7 +117,8 @@ parse_arguments() {
     "Usage: bash scripts/${0##*/} [master-host] [node-rank]"
 }
 
-# hear TASK REQUEST: sets the variables that the planning process answers to what the function REQUEST prints; its status.
+# hear TASK REQUEST: sends the planning process what the function REQUEST prints, sets the variables in its answer, and
+# returns its status.
 hear() {
   local answer word status=0
   mapfile -d '' -t answer < <("$2" | python_module t5bench.plan "$1")
@@ -133,8 +134,8 @@ hear() {
 readonly DEFAULT_TOKENIZER=google-t5/t5-large
 engine_dir_setting() { setting MEGATRON_DIR path place - "$REPO_ROOT/../Megatron-DeepSpeed" "Path to your Megatron-DeepSpeed checkout"; }
 
-# python_module NAME ARGUMENT...: paths among the arguments are absolute, for it runs in the repository: Python looks for
-# modules in the current directory first, and that may be another checkout.
+# python_module NAME ARGUMENT...: runs in the repository, because Python looks for modules in the current directory first,
+# which may be another checkout. So paths among the arguments must be absolute.
 python_module() (cd -- "$REPO_ROOT" && exec "$PYTHON" -m "$@")
 
 require_python() {
@@ -143,7 +144,7 @@ require_python() {
 
 # ---- hosts and ranks -----------------------------------------------------------------------------------------------
 
-# Host names of the SLURM allocation; nothing outside one.
+# Prints the host names of the SLURM allocation, if there is one.
 slurm_hosts() {
   local list=${SLURM_JOB_NODELIST:-${SLURM_NODELIST:-}}
   if [[ $list != *'['* ]]; then
@@ -171,14 +172,14 @@ resolve_topology() {
 
 # ---- processes -----------------------------------------------------------------------------------------------------
 
-# Ends what the run started and carries its mark: TERM, then KILL after the given seconds.
+# Ends all processes with the run's mark: TERM, then KILL after the given seconds.
 # setsid: a Ctrl-C must not interrupt the clean-up.
 end_marked() (cd -- "$REPO_ROOT" && setsid -w "$PYTHON" -m t5bench.run.processes "$1" "$2" || true)
 
-# Waits that many seconds, or until a signal, without starting a process.
+# Waits this many seconds, or until a signal, without starting a process.
 pause() { read -rt "$1" -u "$NEVER" || true; }
 
-# Whether the recorder lives. A suspended one is resumed after 5 s, because the run's output waits for it.
+# Whether the recorder is alive. If it is suspended, resumes it after 5 s, because the run's output waits for it.
 recorder_lives() {
   local state
   { kill -0 "$recorder_pid" && read -r _ _ state _ <"/proc/$recorder_pid/stat"; } 2>/dev/null || return 1
@@ -189,9 +190,9 @@ recorder_lives() {
   fi
 }
 
-# run_to_end RECORDER END_FILE COMMAND...: runs the command, with its output going into `RECORDER mark`, ends
-# everything that it started when it ends or when this shell gets INT, TERM or HUP, tells RECORDER in END_FILE how it ended
-# (exit status, signal), and returns RECORDER's status. What the command leaves in TMPDIR is removed.
+# run_to_end RECORDER END_FILE COMMAND...: runs the command with its output going to `RECORDER mark`. When the command ends,
+# or this shell gets INT, TERM or HUP, it ends everything that the command started, tells RECORDER in END_FILE how it ended
+# (exit status, signal), and returns RECORDER's status. It removes what the command leaves in TMPDIR.
 run_to_end() {
   local recorder=$1 end_file=$2 mark=$$-$RANDOM$RANDOM child recorder_pid stopped=0 patience=50 status=0 NEVER
   local scratch=${TMPDIR:-/tmp}/t5-$mark
@@ -200,7 +201,7 @@ run_to_end() {
   trap 'interrupted_by=${interrupted_by:-TERM}' TERM
   trap 'interrupted_by=${interrupted_by:-HUP}' HUP
   exec {NEVER}<> <(:)
-  # The name of a socket, which multiprocessing makes there, may have 107 characters.
+  # multiprocessing creates sockets there, whose names may have at most 107 characters.
   { ((${#scratch} < 75)) && mkdir -m 700 -- "$scratch" 2>/dev/null; } || scratch=''
   # A Ctrl-Z suspends this shell, but not the reader of the run's output.
   exec {output_fd}> >(trap '' INT TERM HUP TSTP && "$recorder" "$mark")
@@ -218,7 +219,7 @@ run_to_end() {
   fi
   wait "$child" && status=0 || status=$?
   [[ -z $scratch ]] || rm -rf -- "$scratch"
-  # Overwrites in place, which needs no space on a full disk.
+  # Overwriting in place needs no space on a full disk.
   printf '%-40s\n' "$status $interrupted_by" 1<>"$end_file" || true
   exec {output_fd}>&-
   while recorder_lives && ((patience > 0)); do

@@ -1,13 +1,13 @@
-"""Export XSum's articles to megatron_data/xsum_text.jsonl, one {"text": ..., "summary": ..., "id": ...} per line.
+"""Exports XSum's articles to megatron_data/xsum_text.jsonl, one {"text": ..., "summary": ..., "id": ...} per line.
 
     python scripts/export_xsum_corpus.py                                   # the train split, from the Hugging Face hub
     XSUM_SOURCE=/data/xsum.parquet python scripts/export_xsum_corpus.py    # from a local file
 
-`text` is the article (XSum's `document`), which is what the model is pretrained on; `summary` is carried along unused.
-Articles without text are left out and counted. Settings: XSUM_SOURCE, XSUM_SPLIT, XSUM_LIMIT, MEGATRON_DATA_DIR and
-WORKERS, as for prepare_xsum_megatron.sh, which does this itself, and takes an export from the same source if there is.
+`text` is the article (XSum's `document`), on which the model is pretrained; `summary` is included but not used.
+Articles without text are skipped and counted. Settings: XSUM_SOURCE, XSUM_SPLIT, XSUM_LIMIT, MEGATRON_DATA_DIR and
+WORKERS, as for prepare_xsum_megatron.sh, which also exports, or reuses an earlier export from the same source.
 
-Exit status: 0, or 2 with one sentence on standard error; then nothing was written and an older file is as it was.
+Exit status: 0, or 2 with one sentence on standard error; then nothing was written and an older file is unchanged.
 """
 
 import argparse

@@ -1,17 +1,21 @@
 #!/usr/bin/env bash
-# Trains T5-Large under every strategy that the GPUs suffice for, checks it and measures its speed, in one command.
+# Trains T5-Large under every strategy for which there are enough GPUs, checks it, measures its speed.
 #
 # Usage: bash scripts/gpu_acceptance.sh [acceptance] [throughput] [--rehearse]
 #        bash scripts/gpu_acceptance.sh --pack DIRECTORY
 #
-# For a machine with one or more CUDA GPUs; it needs no internet. Without arguments it runs both parts:
-#   acceptance   the machine's hardware and peak rates; whether the strategies train the same model on CUDA, also when
-#                several processes share one GPU; T5-Large under every possible strategy, with both engines
-#   throughput   T5-Large on one GPU, with both engines and with a plain PyTorch loop over Hugging Face's T5
-#   --rehearse   everything at tiny size on the CPU, to see that it works; its figures mean nothing
+# For a machine with CUDA GPUs, with or without internet. Without arguments it runs both parts.
+#   acceptance   the machine's hardware and peak rates; whether the strategies train the same model on
+#                CUDA, also when several processes share one GPU; T5-Large under every possible
+#                strategy, with both engines
+#   throughput   T5-Large on one GPU, with both engines and with a plain PyTorch loop over Hugging
+#                Face's T5
+#   --rehearse   run everything with the tiny model on the CPU, to see that it works; the figures mean
+#                nothing
 #   --pack       with internet: collect what a machine without internet needs, and set BUNDLE there
 #
-# Exit status: 0 all passed, 1 something failed, 2 it cannot run here, 3 time ran out (the same command continues).
+# Exit status: 0 all passed, 1 something failed, 2 it cannot run here, 3 time ran out (run the same
+# command again to continue).
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 

@@ -1,20 +1,20 @@
 # shellcheck shell=bash
 # From a strategy's declaration to a running engine: settings, the plan, the command line, the run directory.
 #
-# A launcher declares what makes its strategy itself and calls `run_strategy "$@"`:
+# A launcher declares what is specific to its strategy and calls `run_strategy "$@"`:
 #   STRATEGY            name; the run directory is outputs/<name> and the W&B run megatron-<name>
 #   STRATEGY_TITLE      one line for people
 #   STRATEGY_PORT       default rendezvous port, unique to the strategy; tables list strategies in the order of their ports
-#   STRATEGY_COLOUR     of its lines and bars in every picture
+#   STRATEGY_COLOUR     the colour of its lines and bars in every picture
 #   STRATEGY_TP, _PP    tensor- and pipeline-parallel sizes (1 when not declared); every further process is data parallel
-#   STRATEGY_DS_CONFIG  the file in ds_configs/ that makes a ZeRO strategy
+#   STRATEGY_DS_CONFIG  the file in ds_configs/, for a ZeRO strategy
 #   STRATEGY_FLAGS      array of further engine arguments
-#   STRATEGY_FAMILIES   the model families that it serves (all when not declared)
+#   STRATEGY_FAMILIES   the model families that it supports (all when not declared)
 #
 # families/<name>.sh holds what is specific to a model family:
 #   MODEL_PRESETS       sizes by the name of the preset, in the order in which declare_model takes them
-#   FAMILY_PROGRAM      the engine's; FAMILY_FIXED: array of engine arguments that are the same in every run
-#   declare_model SIZES, longest_sequence, tokenizer_arguments: its settings; what the engine is told, in REPLY
+#   FAMILY_PROGRAM      the engine's program; FAMILY_FIXED: array of engine arguments that are the same in every run
+#   declare_model SIZES declares its settings; longest_sequence and tokenizer_arguments answer in REPLY
 
 source "${BASH_SOURCE[0]%/*}/common.sh"
 
@@ -106,7 +106,7 @@ make_plan() {
   exit "$status"
 }
 
-# The plan with what was built from it; the record's keeper and --dry-run=json read this.
+# The plan with everything that was built from it; the recorder and --dry-run=json read this.
 plan_words() {
   printf '%s\0' "${PLAN[json]}"
   group settings "${SETTING_ARGUMENTS[@]}"
@@ -119,7 +119,7 @@ plan_words() {
 
 # ---- the command line ----------------------------------------------------------------------------------------------
 
-# What the settings say, as their declarations tell. A run whose batch grows is counted in samples.
+# The engine arguments of the settings, as declared. A run whose batch grows is counted in samples.
 build_setting_arguments() {
   local name argument
   SETTING_ARGUMENTS=()
@@ -137,7 +137,7 @@ build_setting_arguments() {
   done
 }
 
-# What the strategy, the machine and the run's place decide.
+# The engine arguments that the strategy, the machine and the run's place decide.
 build_own_arguments() {
   local REPLY
   longest_sequence
@@ -171,7 +171,7 @@ build_own_arguments() {
   [[ -z $RAMPUP_BATCH_SIZE ]] || OWN_ARGUMENTS+=(--rampup-batch-size $RAMPUP_BATCH_SIZE)
   if [[ -n $STRATEGY_DS_CONFIG ]]; then
     OWN_ARGUMENTS+=(--deepspeed --deepspeed_config "$OUTPUT_DIR/ds_config.json" --zero-stage "${PLAN[zero_stage]}")
-    # The pipeline engine of DeepSpeed is not Megatron's: without pipeline stages ZeRO runs without it.
+    # DeepSpeed's pipeline engine is not Megatron's; without pipeline stages ZeRO must not use it.
     ((PLAN[pp] > 1)) || OWN_ARGUMENTS+=(--no-pipeline-parallel)
     ((PLAN[cpu_optimizer] == 0)) || OWN_ARGUMENTS+=(--cpu-optimizer)
   fi
@@ -183,8 +183,8 @@ build_environment() {
   [[ $ENGINE != megatron ]] || path=$MEGATRON_DIR:$PYTHONPATH
   RUN_ENVIRONMENT=(CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONFAULTHANDLER=1 "PYTHONPATH=$path" "WANDB_MODE=${PLAN[wandb_mode]}"
     "WANDB_RUN_GROUP=$WANDB_RUN_GROUP" "WANDB_JOB_TYPE=${WANDB_JOB_TYPE:-train}")
-  # W&B takes the run's configuration from this file as well, which the recorder fills while torch is being loaded; see
-  # t5bench/run/wandb_config.py. A sweep's agent has its own.
+  # W&B also reads the run's configuration from this file, which the recorder writes while torch is loading; see
+  # t5bench/run/wandb_config.py. A W&B sweep's agent has its own.
   [[ -z ${PLAN[wandb_config]} ]] || RUN_ENVIRONMENT+=("WANDB_SWEEP_PARAM_PATH=${PLAN[wandb_config]}")
   ((PROFILE_ITERATION == 0)) || RUN_ENVIRONMENT+=("T5_PROFILE=$PROFILE_ITERATION:$OUTPUT_DIR/profile.json")
   for name in CUDA_HOME CPATH LIBRARY_PATH; do
@@ -206,7 +206,7 @@ build_command() {
     "${program[@]}" "${SETTING_ARGUMENTS[@]}" "${FIXED_ARGUMENTS[@]}" "${OWN_ARGUMENTS[@]}" "${EXTRA_ARGUMENTS[@]}")
 }
 
-# A script that does what the launcher does: paste it, or pipe it to bash.
+# A script that does what the launcher does, to paste or to pipe to bash.
 print_command() {
   printf 'mkdir -p %q\n' "$OUTPUT_DIR"
   [[ -z ${PLAN[ds_config]} ]] || printf "cat >%q <<'JSON'\n%sJSON\n" "$OUTPUT_DIR/ds_config.json" "${PLAN[ds_config]}"
@@ -218,7 +218,7 @@ print_command() {
 
 # ---- the run -------------------------------------------------------------------------------------------------------
 
-# Reads the run's output from its standard input; see t5bench/run/recorder.py.
+# Records the run's output, from standard input; see t5bench/run/recorder.py.
 record_run() {
   local node=$OUTPUT_DIR/node$NODE_RANK
   cd -- "$REPO_ROOT" || exit
@@ -235,7 +235,7 @@ start_run() {
   note "$STRATEGY_TITLE: node $NODE_RANK of $NNODES, master $MASTER_ADDR:$MASTER_PORT, ${PLAN[world_size]} processes" \
     "(TP=${PLAN[tp]} PP=${PLAN[pp]} DP=${PLAN[dp]}, ${PLAN[micro_batches]} micro-batches), ${PLAN[device]}, engine $ENGINE"
   run_to_end record_run "$node.end" env -u T5_RUN_SECRET "${RUN_ENVIRONMENT[@]}" "${COMMAND[@]}" || exit_status=$?
-  # DeepSpeed leaves these in the memory of a machine without GPUs, 66 MiB for each process.
+  # On a machine without GPUs, DeepSpeed leaves these in memory, 66 MiB for each process.
   [[ ${PLAN[device]} != cpu ]] || rm -f -- "/dev/shm/deepspeed_allreduce_buffer_${UID}_${MASTER_ADDR}_${MASTER_PORT}_"*
   { read -r status reason && read -r remedy; } 2>/dev/null <"$node.status" || true
   if [[ $status == running ]]; then
@@ -260,7 +260,7 @@ Usage: bash scripts/${0##*/} [master-host] [node-rank] [option] [-- argument...]
 
 $STRATEGY_TITLE
 
-Run it on every node with the master's host name and the node's rank. One machine needs neither.
+Run this on every node, with the master's host name and the node's rank. One machine needs neither.
   --dry-run        print the command, the DeepSpeed JSON and what would stop a real run
   --dry-run=json   print the whole plan, for programs
   --               pass everything after it to the engine unchanged

@@ -3,19 +3,20 @@
 #
 # Usage: bash scripts/prepare_xsum_megatron.sh [--help]
 #
-# Writes to MEGATRON_DATA_DIR all of this, or nothing if anything fails:
-#   xsum_text.jsonl                  the articles, one {"text", "summary", "id"} per line; xsum_text.meta.json names the source
-#   xsum_text_document.bin, .idx     their token ids as Megatron's indexed dataset, one </s> (gpt: <|endoftext|>) at the end of each document
-#   xsum_text_document.meta.json     source, tokenizer, counts, checksums, versions and date
-#   tokenizer/                       a copy of the tokenizer, so that training needs no hub
+# Writes these files to MEGATRON_DATA_DIR, or none of them if anything fails:
+#   xsum_text.jsonl                the articles, one {"text", "summary", "id"} per line
+#   xsum_text.meta.json            their source
+#   xsum_text_document.bin, .idx   their token ids as Megatron's indexed dataset; each document ends
+#                                  with one </s> (gpt: <|endoftext|>)
+#   xsum_text_document.meta.json   source, tokenizer, counts, checksums, versions and date
+#   tokenizer/                     a copy of the tokenizer, so that training needs no hub
 #
-# An earlier xsum_text.jsonl from the same, unchanged source is reused. Data from another source or tokenizer are replaced
-# only with FORCE=1. After an interruption, the same command continues
-# where it stopped.
+# An earlier xsum_text.jsonl from the same, unchanged source is reused. Data from another source or
+# tokenizer are replaced only with FORCE=1. After an interruption, the same command continues.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-setting MODEL_FAMILY "one-of:$FAMILY_NAMES" - - t5 "Model family to prepare for, since their tokenizers differ"
+setting MODEL_FAMILY "one-of:$FAMILY_NAMES" - - t5 "Model family; each has its own tokenizer"
 setting SAMPLE 'one-of:0|1' - - 0 "1 uses the articles and the tokenizer in megatron_data/sample; needs no network"
 setting MEGATRON_DATA_DIR path - - "$FAMILY_DATA" "Directory to write to; a relative path starts at the current directory, the default at the repository"
 setting XSUM_SOURCE path? - - "" "Local .jsonl, .jsonl.gz, .jsonl.zst or .parquet with the columns document and summary, or text (unset: EdinburghNLP/xsum from the hub)"

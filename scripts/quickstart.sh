@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Trains and compares all eight strategies from a fresh clone, on any machine with Python: no GPU, no compiler.
+# Trains and compares all eight strategies from a fresh clone. It needs no GPU and no compiler.
 #
 # Usage: bash scripts/quickstart.sh [--help]
 #
-# Creates a virtual environment in the checkout, prepares the bundled sample, trains a tiny T5 with each strategy and
-# compares them. Everything stays in the checkout: .venv/ and outputs/quickstart/. Run it again to continue or repeat.
+# Creates a virtual environment in the checkout, prepares the bundled sample, trains a tiny T5 with
+# each strategy and compares them. Everything stays in the checkout: .venv/ and outputs/quickstart/.
+# Run it again to continue where it stopped.
 # The settings of run_megatron_t5_all.sh and of the launchers also work.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
@@ -17,7 +18,7 @@ python_module t5bench.sweep.venv "$REPO_ROOT/requirements.txt"
 export PATH=$REPO_ROOT/.venv/bin:$PATH PYTHON=$REPO_ROOT/.venv/bin/python
 export MEGATRON_DATA_DIR=$REPO_ROOT/outputs/quickstart/${FAMILY_PREFIX}data
 SAMPLE=1 TOKENIZER_MODEL='' bash "$REPO_ROOT/scripts/prepare_xsum_megatron.sh" >/dev/null
-# fp32 without dropout, so that a strategy that trains another model is noticed.
+# fp32 without dropout, so that a strategy that trains a different model shows.
 export ENGINE TRAIN_ITERS LOG_INTERVAL=1 PRECISION_FLAG="${PRECISION_FLAG-}" DROPOUT="${DROPOUT:-0}"
 export MODEL_PRESET="${MODEL_PRESET:-tiny}" MICRO_BATCH_SIZE="${MICRO_BATCH_SIZE:-2}" WANDB_MODE="${WANDB_MODE:-disabled}"
 # The runs are too short for the launchers' default interval.

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Two pipeline stages of DeepSpeed's engine, each split over two processes; further ones share the optimizer state.
+# Two pipeline stages of DeepSpeed's engine, each split over two processes; further processes
+# share the optimizer state.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/megatron_common.sh"
 

@@ -3,16 +3,18 @@
 #
 # Usage: bash scripts/run_megatron_t5_all.sh [--dry-run] [--help]
 #
-# Runs the strategies on this machine's processes and compares them. DDP is also run with as many processes as any strategy
-# needs, so that every row has a baseline of its world size. Run it again to continue after an interruption.
+# The strategies run on this machine or, with LAUNCH=ssh, on several nodes. If a strategy needs more
+# processes, DDP also runs with that many, so that every row has a baseline of its size. After an
+# interruption, run it again to continue.
 #   --dry-run   print what would run and what would not
-# Exit status: 0 every run is complete and trains as DDP does, 1 one does not, 2 nothing could be started or compared.
+# Exit status: 0 every run is complete and trains as DDP does, 1 some run is not or does not,
+# 2 nothing could be started or compared.
 # The launchers' settings also work.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 setting STRATEGIES 'text?' - - "" "Strategies to run, separated by spaces (unset: all); zero1-tp2 is zero1 with TENSOR_PARALLEL_SIZE=2"
-setting REPEATS whole:1 - - 1 "Runs of each strategy, interleaved (A B C A B C) so that drift of the machine affects all alike"
+setting REPEATS whole:1 - - 1 "Runs of each strategy, interleaved (A B C A B C) so that slow changes of the machine affect all equally"
 setting RETRIES whole:0 - - 1 "Retries of a failed run, once all others have run"
 setting LAUNCH 'one-of:local|ssh' - - local "local (on this machine), or ssh (on the nodes of HOSTS or SLURM, from this one terminal)"
 setting RUNS_DIR path - - "$REPO_ROOT/outputs/${FAMILY_PREFIX}all" "Directory of the runs; complete runs in it are not repeated"

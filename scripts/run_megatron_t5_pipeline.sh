@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The encoder runs on the first process, the decoder on the second, micro-batches stream between them.
+# The encoder runs on the first process, the decoder on the second; micro-batches stream between them.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/megatron_common.sh"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# As ZeRO-1, and every process keeps only its 1/N of the gradients.
+# Like ZeRO-1, but every process keeps only its 1/N of the gradients.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/megatron_common.sh"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# As ZeRO-2, and parameters are sharded too: gathered layer by layer, freed after use.
+# Like ZeRO-2, but parameters are sharded too: gathered layer by layer and freed after use.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/megatron_common.sh"
 

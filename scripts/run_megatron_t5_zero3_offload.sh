@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# As ZeRO-3, with optimizer states and parameters in CPU memory; Adam runs on the CPU.
+# Like ZeRO-3, but optimizer states and parameters are in CPU memory, and Adam runs on the CPU.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/megatron_common.sh"
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All tests, in the checkout's own virtual environment: bash scripts/run_tests.sh [pytest arguments]
-# TEST_PROCESSES of them run at once. Failed tests run once more, one at a time, and both reports are printed: a test that
-# passes then has a race, in itself or in what it tests. Only a test that fails again counts as failed.
+# TEST_PROCESSES of them run at once. Failed tests run once more, one at a time, and both reports are printed. A test that
+# then passes has a race, in itself or in the tested code. Only a test that fails again counts as failed.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
@@ -16,7 +16,7 @@ run_pytest -n "${TEST_PROCESSES:-2}" "$@"
 if ((status == SOME_TESTS_FAILED)); then
   status=0
   printf '\nRunning the failed tests again, one at a time, until one fails again:\n'
-  # A worker gives tests other names than this process, and pytest remembers the worker's.
+  # Test names differ between a worker and this process, and pytest remembers the worker's.
   run_pytest "$@" -n 1 --last-failed --last-failed-no-failures none --exitfirst
 fi
 exit "$status"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Sets up Megatron-DeepSpeed: the commit that the patches are for, the patches, and the Python packages that it needs.
+# Sets up Megatron-DeepSpeed: the pinned commit, the patches, and the Python packages that it needs.
 #
 # Usage: bash scripts/setup_megatron.sh [--check | --reset | --write-checksums | --help]
 #
-# Clones Megatron-DeepSpeed at the pinned commit, applies patches/series and installs requirements.txt. Run it again at
-# any time: completed steps are skipped.
-#   --check            change nothing; report what is missing or differs, and exit with 1 if anything does
+# Clones Megatron-DeepSpeed, applies patches/series and installs requirements.txt. You can run it
+# again at any time: completed steps are skipped.
+#   --check            change nothing; report what is missing or differs, and then exit with 1
 #   --reset            `git stash` your own changes in the checkout, then set it up
 #   --write-checksums  for maintainers: update patches/checksums after changing a patch
 set -euo pipefail
