@@ -11,7 +11,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Problem(ValueError):
-    """Something that the user can put right: `str()` says in one line what is wrong, `remedy` what to do about it."""
+    """Something that the user can fix: `str()` says in one line what is wrong, `remedy` what to do about it."""
 
     def __init__(self, problem: str, remedy: str = "") -> None:
         super().__init__(" ".join(problem.split()))
@@ -24,13 +24,13 @@ class Problem(ValueError):
 
 
 class Interrupted(SystemExit):
-    """One of SIGNALS came."""
+    """One of SIGNALS arrived."""
 
 
 def raise_on_signals() -> None:
-    """From now on the first signal raises Interrupted, and later ones are ignored during the clean-up.
+    """Makes the first signal raise Interrupted; later ones are ignored, so that the clean-up can finish.
 
-    What is ignored already stays so, as HUP is under nohup.
+    A signal that is already ignored, as HUP is under nohup, stays ignored.
     """
 
     def interrupt(number: int, _: object) -> None:
@@ -48,7 +48,7 @@ def note(text: str) -> None:
 
 
 def digest(file: BinaryIO) -> str:
-    """The sha256 of what is left of it, in hexadecimal."""
+    """The sha256 of the rest of the file, in hexadecimal."""
     found = hashlib.sha256()
     for block in iter(lambda: file.read(1 << 20), b""):
         found.update(block)

@@ -11,8 +11,8 @@ from types import ModuleType
 
 from t5bench import REPOSITORY, Problem, note
 
-# Command, its module, and the line that --help shows. A module is imported when its command is asked for: the recorder
-# starts with every launch, and must not wait for what draws pages.
+# Each command's module, and the line that --help shows. Only the chosen command's module is imported: the recorder
+# starts with every launch and must not wait for the libraries that draw pages.
 COMMANDS = {
     "record": ("t5bench.run.recorder", "write a node's record of a run from its output (the launchers call this)"),
     "collect": ("t5bench.record.collect", "bring together the parts of a run that its nodes keep"),

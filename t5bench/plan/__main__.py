@@ -38,7 +38,7 @@ def hidden(setting: Setting) -> Setting:
 
 
 def make(request: Request) -> tuple[Plan, dict[str, str]]:
-    """The plan, and what else the shell needs; without a layout and empty if the request is refused."""
+    """The plan, and what else the shell needs, which is empty if the request is refused."""
     findings = request.findings
     request = replace(request, settings=checked_settings(request.settings, request.directory, findings))
     request = replace(request, settings=effective_settings(request))
@@ -99,12 +99,12 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
 def check_profile(request: Request) -> None:
     iteration, last = request.number("PROFILE_ITERATION"), request.number("TRAIN_ITERS")
     if iteration and not 2 <= iteration <= last:
-        found = f"PROFILE_ITERATION must be from 2 to TRAIN_ITERS={last}, found {iteration}"
-        request.findings.refuse("profile-iteration", found, "The first iteration is all warm-up; 0 profiles none")
+        found = f"PROFILE_ITERATION must be between 2 and TRAIN_ITERS={last}, found {iteration}"
+        request.findings.refuse("profile-iteration", found, "The first iteration is only warm-up; 0 profiles none")
 
 
 def evaluating(request: Request) -> Request:
-    """With EVAL_ONLY=1 the record goes into a separate directory, and the training's stays unchanged."""
+    """With EVAL_ONLY=1 the record goes into a separate directory, so that the training's stays unchanged."""
     if request.value("EVAL_ONLY") != "1":
         return request
     needs_megatron(request, "EVAL_ONLY")
@@ -126,7 +126,7 @@ def checkpoint_home(plan: Plan) -> Path:
 
 
 def choose_wandb(request: Request, plan: Plan) -> dict[str, str]:
-    """W&B's mode, and the file with which it gets the run's configuration, but for a sweep's agent, which has one."""
+    """W&B's mode, and the file from which it reads the run's configuration; a W&B sweep's agent has its own file."""
     mode = wandb.mode(os.environ | {"WANDB_API_KEY": request.value("WANDB_API_KEY")}, request.value("WANDB_MODE"))
     if mode == "offline" and not request.value("WANDB_MODE"):
         runs = f"'{plan.output_dir}'/wandb/offline-run-*"
@@ -145,12 +145,12 @@ def check(group: Mapping[str, Sequence[str]]) -> int:
 
 
 def say(words: Iterable[str]) -> None:
-    """To the shell."""
+    """Writes the answer to the shell."""
     sys.stdout.write("".join(f"{word}\0" for word in words))
 
 
 def resume(plan: Plan, request: Request) -> Plan:
-    """The checkpoint to resume from or evaluate; all nodes agree on it unless this is a dry run."""
+    """The iteration of the checkpoint to resume from or evaluate; all nodes agree on it unless this is a dry run."""
     if not loads(plan) or (request.findings.obstacles and not request.dry_run):
         return plan
     from t5bench.plan.resume import checkpoint
@@ -186,7 +186,7 @@ def begin(plan: Plan, besides: Mapping[str, str], request: Request) -> Plan:
 
 
 def tell(findings: Findings, *, is_dry_run: bool) -> bool:
-    """Prints the findings on standard error; whether to continue, which a dry run does whatever the machine lacks."""
+    """Prints the findings on standard error; returns whether to continue. A dry run continues on a lacking machine."""
     if not findings.obstacles or is_dry_run:
         print("\n".join(findings.notes), end="\n" if findings.notes else "", file=sys.stderr)
     for obstacle in findings.obstacles:
@@ -195,7 +195,7 @@ def tell(findings: Findings, *, is_dry_run: bool) -> bool:
         if obstacle.remedy:
             print(f"       {obstacle.remedy}", file=sys.stderr)
         if stops:
-            break  # what follows often follows from it
+            break  # the next ones are often its consequences
     return not findings.refused and (is_dry_run or not findings.obstacles)
 
 

@@ -1,10 +1,10 @@
 """The channel between the nodes of a run: node 0 listens, the others connect to it, and each message is a line.
 
-Both sides first say in clear which run they belong to, with a random number. From the run's secret and both numbers
-comes the key of this connection, and every further line begins with an HMAC-SHA256 of its sender's side, its number and
-its text: nobody without the secret is a node, and a line that is repeated, left out or from another connection is
-refused. A place without a secret uses an empty one, so that anybody can speak; then what is said is advice, and a
-subclass must not act on it. A lost connection is made again and does not end a run.
+Each side first names its run in clear text and sends a random number. The run's secret and both numbers give the key of
+this connection. Every further line begins with an HMAC-SHA256 of the sender's side, the line's number and its text, so
+nobody without the secret can pose as a node, and a line that is repeated, omitted or from another connection is
+refused. A place without a secret uses an empty one, so that anybody can speak; a subclass must then treat messages as
+advice and not act on them. A lost connection is opened again and does not end a run.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ from t5bench.record.text import visible_in
 
 RETRY_SECONDS = 1.0
 BEAT_SECONDS = 2.0
-# A node without power or cable says nothing. After so many seconds it counts as silent and its connection as lost.
+# A node without power or cable says nothing. After this many seconds it counts as silent and its connection as lost.
 SILENT_SECONDS = 10.0
-# Who connects has so long to prove that it is a node. Real nodes take milliseconds, so that of too many who have not
-# yet, the oldest is turned away.
+# A connection has this long to prove that it is a node. Real nodes take milliseconds, so if too many connections are
+# unproven, the oldest is closed.
 PROOF_SECONDS = 10.0
 MOST_WAITING, MOST_OF_ADDRESS = 64, 16
 LONGEST_HELLO, LONGEST_LINE = 1 << 12, 1 << 20
@@ -45,14 +45,14 @@ class ProofError(StrangerError):
 
 
 class Message(msgspec.Struct, tag_field="kind", tag=str.lower, kw_only=True):
-    """What nodes say. node, host: of the sender."""
+    """A message between nodes. node, host: the sender's."""
 
     node: Annotated[int, msgspec.Meta(ge=0)] = 0
     host: Annotated[str, msgspec.Meta(max_length=253)] = ""
 
 
 class Hello(Message):
-    """Each side's first message; attempt: node 0's random word, None for a node that does not know it yet."""
+    """Each side's first message. attempt: node 0's random word; None from a node that does not know it yet."""
 
     attempt: str | None
 
@@ -92,7 +92,7 @@ class Place:
 
 
 class Connection:
-    """Lines to and from one other place. Before it has proved anything, it may send little, and not for long."""
+    """Lines to and from one other place. Until it has proved that it is a node, it may send only little and briefly."""
 
     def __init__(self, stream: socket.socket) -> None:
         self.stream, self.nonce, self.key = stream, secrets.token_hex(16), b""
@@ -111,7 +111,7 @@ class Connection:
         self.deadline, self.longest = float("inf"), LONGEST_LINE
 
     def send(self, line: bytes) -> None:
-        """Never waits, because the training's output would: a connection with a full buffer counts as lost."""
+        """Never waits, because the training's output would wait too: a connection with a full buffer counts as lost."""
         sent = 0
         with contextlib.suppress(OSError):
             sent = os.write(self.stream.fileno(), line + b"\n")  # a socket with a timeout does not block by itself
@@ -123,7 +123,7 @@ class Connection:
             self.stream.shutdown(socket.SHUT_RDWR)
 
     def lines(self) -> Iterator[bytes]:
-        """Until the other side closes. Raises StrangerError, and OSError where the network lost the connection."""
+        """Reads until the other side closes. Raises StrangerError, and OSError if the network lost the connection."""
         rest = bytearray()
         while True:
             left = self.deadline - time.monotonic()
@@ -157,14 +157,14 @@ class Channel:
         self.place = place
         self.attempt = secrets.token_hex(16) if place.node == 0 else None
         self.hosts: dict[int, str] = {}
-        self.heard: dict[int, float] = {}  # when a node last said something (monotonic seconds)
+        self.heard: dict[int, float] = {}  # when each node last said something (monotonic seconds)
         self.lock = threading.RLock()
         self.connections: dict[int, Connection] = {}
         self.closed = threading.Event()
-        # Set: node 0 accepts no new node, the others do not reconnect.
+        # Once set, node 0 accepts no new node and the others do not reconnect.
         self.over = threading.Event()
         self.listener: socket.socket | None = None
-        self._waiting: list[Connection] = []  # who has not proved anything yet, the oldest first
+        self._waiting: list[Connection] = []  # unproven connections, the oldest first
         self._declared: dict[type, Message] = {}
 
     def start(self) -> None:
@@ -185,22 +185,22 @@ class Channel:
     # ---- hearing: what a subclass overrides, called from threads -----------------------------------------------------
 
     def hear(self, message: Any) -> None:
-        """A message of this run."""
+        """Called with each message of this run."""
 
     def joined(self, node: int) -> None:
-        """This node is connected, perhaps again."""
+        """Called when a node has connected, perhaps again."""
 
     def left(self, node: int) -> None:
-        """This node's process closed its connection, as every process does when it ends."""
+        """Called when a node's process has closed its connection, as every process does when it ends."""
 
     def unanswered(self, error: StrangerError) -> None:
-        """Whatever listens on node 0's port is not node 0 of this run."""
+        """Called when the listener on node 0's port is not node 0 of this run."""
 
     def unproven(self, address: str) -> None:
-        """On node 0: someone at this address names this run but lacks its secret."""
+        """Called on node 0 when someone at this address names this run but lacks its secret."""
 
     def cannot_listen(self, error: OSError) -> None:
-        """Node 0's port is taken, for example."""
+        """Called when node 0 cannot listen, for example because its port is taken."""
 
     def beat(self) -> Message:
         """The message that is sent periodically."""
@@ -209,7 +209,7 @@ class Channel:
     # ---- saying ------------------------------------------------------------------------------------------------------
 
     def say(self, message: Message) -> None:
-        """To all nodes that are connected to this one: on node 0 all others, on the others node 0."""
+        """Sends to all nodes that are connected to this one: from node 0 to all others, from the others to node 0."""
         self.pass_on(self._own(message))
 
     def declare(self, message: Message) -> None:
@@ -219,7 +219,7 @@ class Channel:
             self.say(message)
 
     def pass_on(self, message: Message) -> None:
-        """To all but its sender."""
+        """Sends a message to all nodes except its sender."""
         with self.lock:
             for node, connection in self.connections.items():
                 if node != message.node:
@@ -259,7 +259,7 @@ class Channel:
             raise StrangerError(f"it sent a malformed message: {error}") from error
 
     def _messages(self, connection: Connection) -> Iterator[Any]:
-        """Until the other side closes. Raises StrangerError, and OSError where the network lost the connection."""
+        """Reads until the other side closes. Raises StrangerError, and OSError if the network lost the connection."""
         connection.send(msgspec.json.encode(_Greeting(self.place.run, connection.nonce)))
         lines = connection.lines()
         for line in lines:
@@ -298,7 +298,7 @@ class Channel:
             self.closed.wait(RETRY_SECONDS)
 
     def _make_room_for(self, new: Connection) -> None:
-        """Closes the oldest if too many wait, and returns when their threads have released them."""
+        """Closes the oldest unproven connections if there are too many; returns once their threads have let them go."""
         with self.lock:
             self._waiting.append(new)
             of_address = [each for each in self._waiting if each.address == new.address]
@@ -308,7 +308,7 @@ class Channel:
             time.sleep(0.01)
 
     def _converse(self, connection: Connection) -> None:
-        """To the end of a connection."""
+        """Serves a connection until it ends."""
         other, closed, why = None, False, StrangerError("it does not answer")
         try:
             for message in self._messages(connection):
@@ -339,7 +339,7 @@ class Channel:
             self.unanswered(why)
 
     def _greet(self, message: Message, connection: Connection) -> int:
-        """The node that said hello. Raises StrangerError for who belongs to another attempt."""
+        """The node that sent the greeting. Raises StrangerError if it belongs to another attempt."""
         node = message.node
         if isinstance(message, Refused):
             raise StrangerError(message.why)

@@ -1,7 +1,7 @@
-"""Who holds a directory: of several runs or sweeps that start in one at the same moment a single one gets it.
+"""Who holds a directory: if several runs or sweeps start in one at the same moment, exactly one of them gets it.
 
-A claim is a file ``NAME.claim.N`` that its holder alone could make, which is atomic on NFS too. The highest N counts: a
-claim whose holder is gone is passed over by making the next one, so nobody removes a claim that another just made.
+A claim is a file ``NAME.claim.N`` that only its holder could create, which is atomic on NFS too. The highest N counts.
+If its holder is gone, the next claim is created; nothing is removed, so nobody removes a claim that was just made.
 """
 
 import contextlib
@@ -17,20 +17,20 @@ from t5bench import Problem
 from t5bench.record.files import write_whole
 
 TOUCH_SECONDS = 10.0
-# A holder on another host is taken for gone when it has not touched its claim for so long, by the file server's clock.
+# A holder on another host counts as gone if it has not touched its claim for this long, by the file server's clock.
 SILENT_SECONDS = 120.0
 
 Holder = dict[str, Any]  # run, host, boot, and processes: id and start of each
 
 
 def take(directory: Path, name: str, run: str, pid: int) -> None:
-    """run: what the claims of one run share. Raises Problem where another holds the directory, and OSError."""
+    """Claims the directory. run: what the claims of one run share. Raises Problem if another holds it, and OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     os.utime(directory)
     now = directory.stat().st_mtime
     holder = {"run": run, "host": socket.gethostname(), "boot": _boot(), "processes": [[pid, _started(pid)]]}
     claim = _make(directory, name, json.dumps(holder), now)
-    # Nodes of one run share a directory; of two runs both have made their claims before they look at each other's.
+    # Nodes of one run share a directory. Two runs each make their claim before they look at the other's.
     for path in {_newest(directory, _name(path)) for path in directory.glob("*.claim.*")} - {claim}:
         if path and (other := _read(path)).get("run") != run and _is_live(other, path, now):
             write_whole(claim, json.dumps(holder | {"processes": []}))
@@ -38,7 +38,7 @@ def take(directory: Path, name: str, run: str, pid: int) -> None:
 
 
 def check(directory: Path, name: str, now: float | None = None) -> int:
-    """The number that the next claim gets. Raises Problem where somebody holds the name. now: the file server's."""
+    """The number of the next claim. now: the file server's time. Raises Problem if somebody holds the name."""
     path = _newest(directory, name)
     if path and _is_live(holder := _read(path), path, now or time.time()):
         raise _held(path, holder)
@@ -46,7 +46,7 @@ def check(directory: Path, name: str, now: float | None = None) -> int:
 
 
 def keep(directory: Path, name: str, pid: int) -> None:
-    """From now on until it ends, this process holds the claim of that one too, and shows that it lives."""
+    """Makes this process hold that process's claim too, and show until its end that it is alive."""
     path = _newest(directory, name)
     if not path or [pid, _started(pid)] not in (holder := _read(path)).get("processes", []):
         return
@@ -93,7 +93,7 @@ def _newest(directory: Path, name: str) -> Path | None:
 
 
 def _read(path: Path) -> Holder:
-    """Empty for one that cannot be read, not even after a moment in which its holder may still write it."""
+    """A claim's content; empty if it cannot be read even after a moment, because its holder may be writing it."""
     for _ in range(20):
         try:
             return json.loads(path.read_text())
@@ -125,7 +125,7 @@ def _boot() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process started, for a process id comes again; empty for one that has ended."""
+    """When a process started, because process ids are reused; empty if it has ended."""
     try:
         state, *rest = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
     except OSError:

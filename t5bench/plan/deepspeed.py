@@ -11,10 +11,10 @@ from t5bench.plan.request import Request
 from t5bench.record.machine import installed_version
 from t5bench.record.plan import Layout
 
-# Releases in which each micro-batch of ZeRO-2 overwrites the gradients of the one before (DeepSpeed issue 7718).
+# Releases in which ZeRO-2 overwrites the gradients of each micro-batch with those of the next (DeepSpeed issue 7718).
 WRONG_ZERO2 = re.compile(r"(0\.17\.6|0\.18\.[0-2])([^0-9].*)?")
-# What a strategy's JSON may have. DeepSpeed honours these as they stand; the launchers give --cpu-optimizer for
-# offload_optimizer. All else is refused: it comes from the settings, has no effect here, or changes what is trained, as
+# What a strategy's JSON may contain. DeepSpeed takes these as they are; for offload_optimizer the launchers add
+# --cpu-optimizer. All else is refused: it comes from the settings, has no effect here, or changes what is trained, as
 # contiguous_gradients, reduce_scatter, allgather_partitions and round_robin_gradients together did with ZeRO-2.
 OPTIONS = {"zero_optimization", "communication_data_type", "comms_logger", "wall_clock_breakdown"}
 ZERO_OPTIONS = {
@@ -42,12 +42,12 @@ def effective_config(request: Request) -> dict[str, Any] | None:
         "gradient_clipping": float(request.value("CLIP_GRAD")),
         "bf16": {"enabled": precision == "--bf16"},
         "fp16": {"enabled": precision == "--fp16"},
-        # DeepSpeed's own progress lines would stand between the engine's.
+        # DeepSpeed's own progress lines would mix with the engine's.
         "steps_per_print": 10**9,
     }
     if request.value("GRADIENT_REDUCTION") == "fp32":
-        # As Megatron's DDP does whatever the precision. Not also data_types.grad_accum_dtype: with that ZeRO-1 in
-        # bf16 becomes another optimizer of DeepSpeed's.
+        # As Megatron's DDP does in every precision. Without data_types.grad_accum_dtype, with which DeepSpeed would
+        # choose another optimizer for ZeRO-1 in bf16.
         run_config["communication_data_type"] = "fp32"
     try:
         stage_config = json.loads(path.read_text())
@@ -63,7 +63,7 @@ def effective_config(request: Request) -> dict[str, Any] | None:
 
 
 def _check_options(config: Mapping[str, Any], run_config: Mapping[str, Any], request: Request) -> None:
-    """Raises ValueError for what the run would not honour."""
+    """Raises ValueError for an option that would have no effect or change what is trained."""
     zero = config["zero_optimization"]
     stage = zero["stage"]
     if stage not in (1, 2, 3):
@@ -89,7 +89,7 @@ def offloads_optimizer(config: Mapping[str, Any] | None) -> bool:
 
 
 def check_release(request: Request, config: Mapping[str, Any] | None, layout: Layout) -> None:
-    """DeepSpeed must be there, in a release that trains this stage right."""
+    """Checks that DeepSpeed is installed, in a release that trains this stage correctly."""
     if not config:
         return
     version, stage = installed_version("deepspeed"), config["zero_optimization"]["stage"]

@@ -1,4 +1,4 @@
-"""The engine: whether a Megatron-DeepSpeed checkout is the one that the patches make, and what it can do here.
+"""The engine: whether a Megatron-DeepSpeed checkout is patched exactly as patches/ says, and what it can do here.
 
 python -m t5bench.plan.engine state DIRECTORY         prints series, megatron_t5_fixes, unpatched, changed or missing
 python -m t5bench.plan.engine differences DIRECTORY   prints what differs from the patched engine
@@ -22,28 +22,28 @@ from t5bench.record.machine import checksum
 
 CHECKSUMS = REPOSITORY / "patches" / "checksums"
 SERIES, FIXES_ALONE, UNPATCHED, CHANGED, MISSING = "series", "megatron_t5_fixes", "unpatched", "changed", "missing"
-# What Python imports, a compiler reads, or make takes for its Makefile.
+# What Python imports, a compiler reads, or make uses as its Makefile.
 CODE = re.compile(r".+\.(py|pyc|so|c|cc|cpp|cu|cuh|h|hpp)|(GNU)?[Mm]akefile")
 IMPORTABLE = (".py", ".pyc", ".so")
 METADATA = (".dist-info", ".egg-info")
-# What the engine compiles from these sources; it compiles them again where they are older.
+# What the engine compiles from these sources, again whenever the sources are newer.
 BUILT = re.compile(r"megatron/(fused_kernels/build/.*|data/helpers\.cpython-[\w-]+\.so)")
-# Upstream's other folders, of which training imports nothing.
+# Upstream's other folders, from which training imports nothing.
 OTHER_FOLDERS = {"__pycache__", "dataset", "docs", "examples", "examples_deepspeed", "images", "megatron", "tasks"}
 MOST_NAMED = 3
 COMPILING_SECONDS = 900  # longer than any extension of the engine takes
 
 
 def recorded_checksums(state: str, checksums: Path | None = None) -> dict[str, str]:
-    """The sha256 of each file of the engine in a state of the patches."""
+    """The sha256 of each of the engine's files, with these patches applied."""
     lines = ((checksums or CHECKSUMS) / f"{state}.sha256").read_text().splitlines()
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
 
 
 def state_of(directory: Path, checksums: Path | None = None) -> str:
-    """What a checkout holds: one of the constants above. Everything that decides how the engine trains is judged.
+    """The state of a checkout, one of the constants above. It covers everything that decides how the engine trains.
 
-    checksums: the directory with those of each state, where it is not this repository's.
+    checksums: the directory with the checksums of each state (default: this repository's).
     """
     if not (directory / "pretrain_t5.py").is_file():
         return MISSING
@@ -56,7 +56,7 @@ def state_of(directory: Path, checksums: Path | None = None) -> str:
 
 
 def differences(directory: Path, checksums: Path | None = None) -> list[str]:
-    """One line for each file that does not belong to the patched engine, and for each that is not as there."""
+    """One line for each file that does not belong to the patched engine, and for each that differs from it."""
     recorded = recorded_checksums(SERIES, checksums)
     found = {name: checksum(directory / name) for name in recorded}
     changed = [name for name, digest in recorded.items() if found[name] != digest]
@@ -65,14 +65,14 @@ def differences(directory: Path, checksums: Path | None = None) -> list[str]:
 
 
 def _intruders(directory: Path, own: Mapping[str, str]) -> Iterator[str]:
-    """What Python or a compiler would use although it is not the engine's: one line each."""
+    """One line for each file that Python or a compiler would use although it does not belong to the engine."""
     for path in sorted(directory.iterdir()):
         if path.is_dir() and _is_imported(path, own):
-            yield f"{path.name}/ would be imported in place of any other package of that name"
+            yield f"{path.name}/ would be imported instead of any other package of that name"
         elif path.suffix in METADATA and not path.name.startswith("megatron_core"):  # of pip install -e
-            yield f"{path.name}/ would be taken for an installed package"
+            yield f"{path.name}/ would be mistaken for an installed package"
         elif path.suffix in IMPORTABLE and path.name not in own and not path.is_dir():
-            yield f"{path.name} would be imported in place of any other module of that name"
+            yield f"{path.name} would be imported instead of any other module of that name"
     for folder, folders, names in os.walk(directory / "megatron"):
         place = Path(folder).relative_to(directory)
         for name in sorted(names):
@@ -86,9 +86,9 @@ def _intruders(directory: Path, own: Mapping[str, str]) -> Iterator[str]:
 
 
 def _is_imported(folder: Path, own: Mapping[str, str]) -> bool:
-    """Whether Python would take another package than the engine's own from a folder of the checkout.
+    """Whether Python would import a package from this folder of the checkout that is not the engine's own.
 
-    One without __init__.py serves only where no other package of its name has one, and is of no matter without code.
+    A folder without __init__.py is a package only if no other of its name has one, and without code it does not matter.
     """
     name = folder.name
     inits = [f"{name}/{init.name}" for init in folder.glob("__init__.*") if init.suffix in IMPORTABLE]
@@ -102,14 +102,14 @@ def _is_imported(folder: Path, own: Mapping[str, str]) -> bool:
 
 
 def _is_unchecked(path: Path) -> bool:
-    """Whether it is compiled Python of the kind that is never compared with its source (PEP 552)."""
+    """Whether this is compiled Python that is never compared with its source (PEP 552)."""
     with contextlib.suppress(OSError):
         return path.read_bytes()[4:8] == b"\1\0\0\0"
     return False
 
 
 def check_engine(request: Request, directory: Path, device: str, gpus_shared: bool) -> str:
-    """The state of the checkout that the plan records; what a run would miss goes to the findings."""
+    """The state of the checkout, for the plan; what a run lacks goes to the findings."""
     if request.value("ENGINE") != "megatron":
         return SERIES
     state, lack = state_of(directory), request.findings.lack
@@ -129,18 +129,18 @@ def check_engine(request: Request, directory: Path, device: str, gpus_shared: bo
         alone = f"{checkout} has only megatron_t5_fixes.patch"
         lack("engine-partly-patched", f"{alone}, but {why} needs all patches", setup)
     elif state == FIXES_ALONE:
-        without = "W&B lacks the README's metrics, and TFLOPs count only the encoder"
+        without = "W&B does not get the README's metrics, and TFLOPs count only the encoder"
         request.findings.notes.append(f"warning: only megatron_t5_fixes.patch is applied: {without}. {setup}")
     return state
 
 
 def extension_locks() -> Iterator[Path]:
-    """PyTorch keeps one beside each extension while it compiles it, and waits for one that is there, without end."""
+    """PyTorch's lock files: it keeps one next to each extension that it compiles, and waits forever if one exists."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser().glob("**/lock")
 
 
 def check_locks(request: Request, directory: Path) -> None:
-    """Finds locks that a killed compilation left; one that a process here has open, or that is new, may be in use."""
+    """Finds locks left by a killed compilation. A lock may be in use if it is new or a process here has it open."""
     if request.value("ENGINE") != "megatron":
         return
     for lock in (*extension_locks(), directory / "megatron" / "fused_kernels" / "build" / "lock"):
@@ -149,7 +149,7 @@ def check_locks(request: Request, directory: Path) -> None:
         except OSError:
             continue
         if is_old and not _is_open(lock):
-            found = f"{lock} is left from a compilation that was killed, and PyTorch would wait for it forever"
+            found = f"{lock} was left by a compilation that was killed, and PyTorch would wait for it forever"
             request.findings.lack("stale-lock", found, f"Run: rm '{lock}'")
 
 

@@ -1,5 +1,5 @@
-"""What is specific to a model family in planning; scripts/families/ has the shell's part. A third family needs an entry
-here and a file there."""
+"""What planning needs to know about a model family; scripts/families/ has the shell's part. To add a third family, add
+an entry here and a file there."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def validation_samples(plan: Plan, wanted: int) -> int:
-    """How many the engine prepares where so many are wanted: whole epochs of its validation documents.
+    """How many samples the engine prepares if this many are wanted: whole epochs of its validation documents.
 
     megatron/data/dataset_utils.py and gpt_dataset.py; a T5 has one sample of each document.
     """
@@ -106,7 +106,7 @@ def needs_megatron(request: Request, setting: str) -> None:
 
 
 def check_rampup(request: Request, data_parallel: int) -> None:
-    """RAMPUP_BATCH_SIZE: where the batch begins, by how much it grows, and in how many samples it gets there."""
+    """Checks RAMPUP_BATCH_SIZE: the first batch size, the step, and the samples over which the batch grows."""
     given, full = request.value("RAMPUP_BATCH_SIZE"), request.number("GLOBAL_BATCH_SIZE")
     words = given.split()
     if not given:
@@ -117,8 +117,8 @@ def check_rampup(request: Request, data_parallel: int) -> None:
         request.findings.refuse("rampup", found)
         return
     if int(words[2]) > (samples := request.number("TRAIN_ITERS") * full):
-        found = f"RAMPUP_BATCH_SIZE='{given}' lets the batch grow for longer than the run, which has {samples} samples"
-        remedy = "Raise TRAIN_ITERS, or let the batch grow faster; -- --exit-interval 50 tries the first 50 iterations"
+        found = f"RAMPUP_BATCH_SIZE='{given}' makes the batch grow for longer than the run, which has {samples} samples"
+        remedy = "Raise TRAIN_ITERS, or make the batch grow faster; -- --exit-interval 50 tries the first 50 iterations"
         request.findings.refuse("rampup", found, remedy)
     start, step, together = int(words[0]), int(words[1]), request.number("MICRO_BATCH_SIZE") * data_parallel
     if start > full or (full - start) % step or start % together or step % together:

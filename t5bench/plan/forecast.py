@@ -1,4 +1,4 @@
-"""What a run will need, in one line, before it starts. It imports only the model: a launcher has 0.30 s of CPU."""
+"""What a run will need, in one line, before it starts. It imports only the model: a launcher may use 0.30 s of CPU."""
 
 import json
 from dataclasses import replace
@@ -17,7 +17,7 @@ GIGABITS = 10.0
 
 
 def padded_vocabulary(plan: Plan) -> int:
-    """The vocabulary as the engine will pad it: from the data's tokenizer if known, otherwise the family's default."""
+    """The padded size of the vocabulary: from the data's tokenizer if known, otherwise the family's default."""
     assert plan.layout
     try:
         words = int(json.loads(Path(f"{plan.data_prefix}.meta.json").read_text())["vocabulary"])
@@ -37,7 +37,7 @@ def backend_of(plan: Plan) -> str:
 
 
 def gpu_here() -> Device | None:
-    """This machine's first GPU, where its figures are known."""
+    """This machine's first GPU, if the model knows its figures."""
     names = gpu_names()
     return device_of(names[0]) if names else None
 

@@ -1,4 +1,4 @@
-"""Asks the launchers: which strategies there are, and what one of them would run."""
+"""Asks the launchers which strategies there are, and what one of them would run."""
 
 import argparse
 import json
@@ -20,9 +20,9 @@ def launcher(strategy: str) -> Path:
 
 
 def declarations(family: str = "") -> list[Strategy]:
-    """The strategies that serve a model family, in the order of their ports: a launcher is found by being there.
+    """The strategies for a model family, in the order of their ports; every launcher in scripts/ is one.
 
-    family: the environment's MODEL_FAMILY unless it is given.
+    family: by default the environment's MODEL_FAMILY.
     """
     family = family or os.environ.get("MODEL_FAMILY") or "t5"
     found = [path for path in (REPOSITORY / "scripts").glob(PATTERN) if path.name != EVERYTHING]
@@ -54,7 +54,7 @@ def accepted(plan: Plan) -> Plan:
 
 
 def add_arguments(_: argparse.ArgumentParser) -> None:
-    """None: it prints all names."""
+    """Takes no arguments: it prints all names."""
 
 
 def run(_: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ def count_gpus(environment: Mapping[str, str]) -> int:
 
 @cache
 def gpu_names() -> Sequence[str]:
-    """Of this machine's GPUs. Asked once: without a daemon that keeps the driver loaded, an answer takes seconds."""
+    """nvidia-smi's list of this machine's GPUs, cached: if no daemon keeps the driver loaded, it takes seconds."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -41,7 +41,7 @@ class Processes:
         if self.device == "auto":
             self.device = "cuda" if self.gpus else "cpu"
         self.model_parallel = request.number("TENSOR_PARALLEL_SIZE") * request.number("PIPELINE_PARALLEL_SIZE")
-        # NCCL takes one process a GPU, and so does DeepSpeed whatever the backend.
+        # NCCL allows one process per GPU, and so does DeepSpeed with any backend.
         self.may_share = request.value("SHARE_GPUS") == "1" and self.gpus > 0 and not self.strategy.ds_config
         self.per_node = int(request.value("NPROC_PER_NODE") or self._default())
         self.shared = False
@@ -49,7 +49,7 @@ class Processes:
             self._too_few_gpus()
 
     def _default(self) -> int:
-        """Two processes compare the strategies, or as many as the model is divided over; one GPU is enough for DDP."""
+        """Two processes, or as many as the model is divided over; one GPU is enough for DDP."""
         per_node = -(-max(2, self.model_parallel) // self.nnodes)
         if self.device == "cuda" and self.model_parallel == 1 and 0 < self.gpus < per_node and not self.may_share:
             return self.gpus
@@ -71,7 +71,7 @@ class Processes:
 
 
 def divide(request: Request, processes: Processes) -> Layout | None:
-    """The layout; None, with what is wrong among the findings, where the sizes do not divide."""
+    """The layout; None if the sizes do not divide, and then the findings say why."""
     tp, pp = request.number("TENSOR_PARALLEL_SIZE"), request.number("PIPELINE_PARALLEL_SIZE")
     world_size = processes.nnodes * processes.per_node
     _check_model_parallel(request, tp, pp, world_size, processes)

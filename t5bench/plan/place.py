@@ -1,4 +1,4 @@
-"""What a run finds where it is started: data, tokenizer, attention kernels and its own directory."""
+"""What a run finds on its node: data, tokenizer, attention kernels and its own directory."""
 
 import re
 import socket
@@ -22,7 +22,7 @@ _CHECKPOINT = re.compile(r"(?:iter_|global_step)(\d+)")
 
 
 def check_data(request: Request, tokenizer: str) -> str:
-    """The prefix of the indexed dataset, which must be whole and made with the run's tokenizer."""
+    """The prefix of the indexed dataset, which must be complete and made with the run's tokenizer."""
     prefix = str(Path(request.value("MEGATRON_DATA_DIR")) / CORPUS)
     try:
         read_index(prefix)
@@ -33,19 +33,19 @@ def check_data(request: Request, tokenizer: str) -> str:
 
 
 def _check_tokenizer(request: Request, prefix: str, tokenizer: str) -> None:
-    """With another tokenizer the same ids mean other words, and the run would still train.
+    """Checks the tokenizer: with another one the same ids mean other words, and the run would still train.
 
-    Raises Problem where the tokenizer cannot be read.
+    Raises Problem if the tokenizer cannot be read.
     """
     record, findings, file = read_record(Path(prefix)), request.findings, record_path(Path(prefix))
     named = request.value("TOKENIZER_MODEL") and f"TOKENIZER_MODEL='{tokenizer}' "
     settings = f"FORCE=1 MODEL_FAMILY={request.value('MODEL_FAMILY')} {named}"
     again = f"prepare the data again: {settings}bash '{REPOSITORY}/scripts/prepare_xsum_megatron.sh'"
-    own = f"Unset TOKENIZER_MODEL to use the copy next to the data, or {again}" if named else f"To go on, {again}"
+    own = f"Unset TOKENIZER_MODEL to use the copy next to the data, or {again}" if named else f"To continue, {again}"
     recorded, name = record.get("tokenizer_checksum"), record.get("tokenizer")
     if not recorded:
         unknown = f"warning: {file} does not record the checksum of the data's tokenizer"
-        findings.notes.append(f"{unknown}, so {tokenizer} cannot be checked against it. To check it, {again}")
+        findings.notes.append(f"{unknown}, so {tokenizer} cannot be compared with it. To compare them, {again}")
         return
     if not describes(record, prefix):
         found = f"{file} does not describe the {CORPUS}.bin and .idx next to it"
@@ -58,14 +58,14 @@ def _check_tokenizer(request: Request, prefix: str, tokenizer: str) -> None:
             findings.lack("tokenizer", f"{made}, but {tokenizer} has checksum {found}", own)
     elif tokenizer == name:
         absent = f"warning: the tokenizer {name}, which made the data, is not on this machine yet"
-        findings.notes.append(f"{absent}: the hub's current version of it is not checked. {own}")
+        findings.notes.append(f"{absent}, so the hub's current version is not checked. {own}")
     else:
         found = f"{made}, but {tokenizer} is not on this machine, so its checksum is unknown"
         findings.lack("tokenizer", found, own)
 
 
 def choose_tokenizer(request: Request) -> str:
-    """The named tokenizer, else the copy next to the data, else T5's from the hub."""
+    """The tokenizer in TOKENIZER_MODEL, else the copy next to the data, else T5's from the hub."""
     name, beside = request.value("TOKENIZER_MODEL"), Path(request.value("MEGATRON_DATA_DIR")) / "tokenizer"
     if name:
         named = Path(request.directory, name).expanduser()
@@ -81,7 +81,7 @@ def tokenizer_type(request: Request, prefix: str) -> str:
 
 
 def check_packages(request: Request) -> None:
-    """The packages that the recorder imports."""
+    """Checks for the packages that the recorder imports."""
     if not util.find_spec("msgspec"):
         found = f"msgspec, which reads plans and records, is not installed for {sys.executable}"
         request.findings.lack("no-msgspec", found, f"Run: pip install -r '{REPOSITORY}/requirements.txt'")
@@ -112,7 +112,7 @@ def choose_attention(request: Request, device: str) -> bool:
 
 
 def check_output_directory(request: Request) -> None:
-    """Nothing is overwritten, and no run starts where one is in progress."""
+    """Refuses to overwrite a run, or to start one where another is in progress."""
     directory, node, lack = Path(request.value("OUTPUT_DIR")), request.facts["node"], request.findings.lack
     try:
         claim.check(directory, f"node{node}")
@@ -144,7 +144,7 @@ def keep_earlier(file: Path) -> None:
 
 
 def prepare_directory(plan: Plan, besides: Mapping[str, str], launcher: str) -> None:
-    """Makes the run directory, with what the engine reads from it and every file that the run needs. Raises OSError."""
+    """Creates the run directory and every file that the run needs in it. Raises OSError."""
     directory, layout, name = Path(plan.output_dir), plan.layout, f"node{plan.node}"
     assert layout
     directory.mkdir(parents=True, exist_ok=True)
@@ -153,14 +153,14 @@ def prepare_directory(plan: Plan, besides: Mapping[str, str], launcher: str) -> 
     # The last node writes the metrics; a resumed run appends to them.
     if plan.node == layout.nnodes - 1 and plan.value("RESUME") == "0":
         keep_earlier(directory / "metrics.jsonl")
-    # Before anything starts: an inode or a block that is lacking now would be lacking later.
+    # Before anything starts, so that a lack of inodes or space shows now and not later.
     for suffix in ("log", "samples.jsonl", "plan", "command.sh", "end"):
         (directory / f"{name}.{suffix}").write_text(f"{'':80}\n" if suffix == "end" else "")
     if besides["wandb_config"]:
         # Without the file W&B does not start.
         Path(besides["wandb_config"]).write_text("wandb_version: 1\n")
     if besides["ds_config"]:
-        # Every node writes the same bytes, perhaps to the same shared file: a rename shows no half of it.
+        # Every node writes the same bytes, perhaps to the same shared file; with a rename nobody reads half of it.
         own = directory / f"{name}.ds_config"
         own.write_text(besides["ds_config"])
         own.replace(directory / "ds_config.json")

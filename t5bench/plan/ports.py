@@ -1,13 +1,13 @@
-"""The ports of a run: MASTER_PORT, where its processes meet, and another one, where its recorders do."""
+"""The ports of a run: MASTER_PORT, where its processes meet, and another one, where its recorders meet."""
 
 import contextlib
 import random
 import socket
 
-# Above the ports of all strategies, and of the ones that a user moves a run to.
+# Above the ports of all strategies, and above those to which users are likely to move a run.
 PORT_OFFSET = 1000
-# Below what Linux gives to connections by default (ip_local_port_range): a connection may get one of those before the
-# run listens there.
+# Below those that Linux assigns to connections by default (ip_local_port_range): a connection may get one of these
+# before the run listens there.
 FREE_PORTS = range(20000, 29000)
 
 

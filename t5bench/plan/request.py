@@ -14,7 +14,7 @@ FIELDS_OF_A_SETTING = 7  # name, kind, role, argument, default, meaning, value
 
 
 def groups(words: Sequence[str]) -> dict[str, list[str]]:
-    """The words of each group by its name."""
+    """The words of each group, by the group's name."""
     found: dict[str, list[str]] = {}
     position = 0
     while position < len(words):
@@ -83,7 +83,7 @@ def read_settings(group: Mapping[str, Sequence[str]]) -> dict[str, Setting]:
 
 
 def read_request(words: Sequence[str]) -> Request:
-    """Raises KeyError, ValueError for words that no launcher prints."""
+    """Reads a request. Raises KeyError or ValueError for words that no launcher prints."""
     group = groups(words)
     facts = dict(word.partition("=")[::2] for word in group["facts"])
     strategy, directory = declaration(group["declaration"]), group["directory"][0]

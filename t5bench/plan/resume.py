@@ -31,16 +31,16 @@ LOOK_THERE = (
     " RENDEZVOUS_TIMEOUT sets how long each waits"
 )
 LEAVE_SECONDS = 10.0
-# Engine arguments that decide where a run begins and how far an attempt goes, and nothing of what a resumed one trains.
+# Engine arguments that decide where a run begins and how far an attempt goes, but not what a resumed run trains.
 BEGIN_OR_END = {"--finetune", "--load", "--exit-interval", "--exit-duration-in-mins"}
 
 
 def checkpoint(plan: Plan, *, agree: bool) -> int:
     """The iteration of the checkpoint that a planned run resumes from or evaluates. Raises Problem.
 
-    Without agree it looks at this node alone and changes nothing; on several nodes 0 is an answer too. With agree all
-    nodes take the same one, and the engines' pointers, the directory and metrics.jsonl are prepared for it. What is
-    passed over is said on stderr.
+    Without `agree` it looks only at this node and changes nothing; with several nodes the answer may be 0. With `agree`
+    all nodes take the same checkpoint, and the engines' pointers, the directory and metrics.jsonl are prepared for it.
+    Each skipped checkpoint is named on stderr.
     """
     assert plan.layout
     checkpoints = Checkpoints(plan)
@@ -77,7 +77,7 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
 
 
 class View(NamedTuple):
-    """A node's newest intact checkpoint that the others may have too, 0 for none, and what is wrong with newer ones."""
+    """A node's newest intact checkpoint that the others may have too (0: none), and what is wrong with newer ones."""
 
     iteration: int
     fault: str
@@ -85,7 +85,7 @@ class View(NamedTuple):
 
 
 def look(checkpoints: Checkpoints, limit: int | None) -> View:
-    """At the checkpoints of at most so many iterations."""
+    """Looks at the checkpoints up to this iteration."""
     iteration, faults = checkpoints.newest(limit)
     for number, fault in faults.items():
         _passed_over(number, fault)
@@ -93,7 +93,7 @@ def look(checkpoints: Checkpoints, limit: int | None) -> View:
 
 
 def before_the_end(plan: Plan, checkpoints: Checkpoints, newest: int) -> View:
-    """An earlier checkpoint of a run that died between its last checkpoint and its record. Raises Problem."""
+    """An earlier checkpoint, for a run that died between its last checkpoint and its record. Raises Problem."""
     found = f"the run in {plan.output_dir} is already at iteration {newest} of {plan.iterations}"
     with contextlib.suppress(OSError):
         is_complete = Path(plan.output_dir, f"node{plan.node}.status").read_text().startswith("complete")
@@ -115,7 +115,7 @@ def _passed_over(iteration: int, reason: str) -> None:
 
 
 def misfits(plan: Plan) -> Iterator[str]:
-    """The forbidden differences from the run in its directory: "SEED is '5' here and was '1234'"."""
+    """The forbidden differences from the run in this directory: "SEED is '5' here and was '1234'"."""
     part = earlier_part(Path(plan.output_dir), plan.node)
     if part is None:
         print(f"{plan.output_dir} holds no record of a run, so its settings cannot be compared.", file=sys.stderr)
@@ -133,14 +133,14 @@ def misfits(plan: Plan) -> Iterator[str]:
     recorded, now = part.get("data") or {}, machine.data(Path(plan.data_prefix), "")
     for key, suffix in (("bin_bytes", ".bin"), ("idx_sha256", ".idx")):
         if recorded.get(key) and now[key] and recorded[key] != now[key]:
-            yield f"{plan.data_prefix}{suffix} is not the file that the run was trained on"
+            yield f"{plan.data_prefix}{suffix} is not the file on which the run was trained"
 
 
 def check_validation_samples(plan: Plan, iteration: int) -> None:
-    """Raises Problem where an evaluation needs more validation samples than the training has left of them.
+    """Raises Problem if an evaluation needs more validation samples than training has left.
 
     The engine (megatron/training.py) prepares EVAL_ITERS batches or more for each EVAL_INTERVAL and for the end, and
-    takes up where the evaluations before this checkpoint ended.
+    continues where the evaluations before this checkpoint ended.
     """
     if (part := earlier_part(Path(plan.output_dir), plan.node)) is None:
         return
@@ -151,14 +151,15 @@ def check_validation_samples(plan: Plan, iteration: int) -> None:
     prepared = validation_samples(plan, (plan.iterations // every + 1) * wanted)
     if used + wanted > prepared:
         raise Problem(
-            f"{wanted} validation samples are wanted, and {max(0, prepared - used)} are left: the run has used {used},"
-            f" and for EVAL_ITERS={plan.value('EVAL_ITERS')} and EVAL_INTERVAL={every} the engine prepares {prepared}",
+            f"the evaluation needs {wanted} validation samples, but {max(0, prepared - used)} are left: the engine"
+            f" prepares {prepared} for EVAL_ITERS={plan.value('EVAL_ITERS')} and EVAL_INTERVAL={every}, and the run has"
+            f" used {used}",
             f"Evaluate with the run's EVAL_ITERS={batches} EVAL_INTERVAL={interval}, or with a smaller EVAL_INTERVAL",
         )
 
 
 def earlier_part(directory: Path, node: int) -> dict[str, Any] | None:
-    """What the last attempt recorded: this node's part, else any node's, else an older one; None: nothing."""
+    """What the last attempt recorded: this node's part, else any node's, else an older one; None if nothing is left."""
     found = sorted(directory.glob("node*.json"), key=lambda path: path.name != f"node{node}.json")
     older = sorted(directory.glob("node*.json.*"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in (*found, *older):
@@ -168,7 +169,7 @@ def earlier_part(directory: Path, node: int) -> dict[str, Any] | None:
 
 
 def _kept(plan: Plan) -> dict[str, str]:
-    """What a run must keep for its curve to stay the same, apart from further engine arguments."""
+    """What a run must keep so that its curve stays the same, apart from further engine arguments."""
     assert plan.layout
     return {
         "the strategy": plan.strategy.name,
@@ -186,7 +187,7 @@ class Views(Message):
 
 
 class _Agreement(Channel):
-    """``inbox`` gets node 0's table of all views, on node 0 the others' views, or the Problem that ends it."""
+    """``inbox`` gets node 0's table of all views (on node 0 the others' views), or the Problem that ends it."""
 
     kinds = Alive | Views
 
@@ -218,7 +219,7 @@ class _Agreement(Channel):
         self.inbox.put(Problem(f"cannot listen on port {self.place.port}: {error.strerror}", remedy))
 
     def next(self, seconds: float) -> dict[int, View]:
-        """Waits so long for nodes that are not there, and without end for one that is: it reads. Raises Problem."""
+        """Waits this long for absent nodes, and without limit for a connected one, which is reading. Raises Problem."""
         deadline = time.monotonic() + seconds
         expected = set(range(1, self.place.nodes)) if self.place.node == 0 else {0}
         while True:
@@ -240,10 +241,10 @@ class _Agreement(Channel):
 
 
 def agreed(place: Place, own: View, look_again: Callable[[int], View], seconds: float) -> int:
-    """The newest iteration whose checkpoint is whole on all nodes. Raises Problem.
+    """The newest iteration whose checkpoint is intact on all nodes. Raises Problem.
 
-    Each node names its newest; where they differ, all look again below the least, so that no node reads older ones than
-    it must. Node 0 listens at the rendezvous port, which torchrun takes only later.
+    Each node names its newest one. If they differ, all look again, up to the smallest, so that no node reads more
+    checkpoints than it must. Node 0 listens on the rendezvous port, which torchrun takes only later.
     """
     told: dict[int, View] = {}
     table = {0: own} if place.node == 0 else {}
@@ -269,7 +270,7 @@ def agreed(place: Place, own: View, look_again: Callable[[int], View], seconds: 
 
 
 def _refuse_without(table: Mapping[int, View]) -> None:
-    """Raises Problem where a node has no checkpoint."""
+    """Raises Problem if a node has no checkpoint."""
     for node, view in sorted(table.items()):
         if not view.iteration:
             where, remedy = "", HOW_TO_SAVE

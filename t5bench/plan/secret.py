@@ -1,4 +1,4 @@
-"""What nodes prove to each other that they belong to one run with; docs/security.md says who knows it."""
+"""The secret with which nodes prove to each other that they belong to one run; docs/security.md says who knows it."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ REMEDY = (
 
 
 def secret(environment: Mapping[str, str]) -> bytes:
-    """T5_RUN_SECRET, else the one in the user's home directory, which is made where it is missing; else nothing."""
+    """T5_RUN_SECRET, else the one in the user's home directory, which is created if missing; "" if neither works."""
     if given := environment.get(VARIABLE):
         return given.encode()
     home = environment.get("HOME")
@@ -40,7 +40,7 @@ def _read(path: Path) -> bytes:
 
 
 def _make(path: Path) -> bytes:
-    """Several nodes may do so at once, over a shared file system: one of them wins, and all read its secret."""
+    """Several nodes may do this at once on a shared file system: one of them wins, and all read its secret."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     own = path.with_name(f"secret.{secrets.token_hex(8)}")
     try:

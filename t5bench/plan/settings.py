@@ -1,4 +1,4 @@
-"""Engine arguments that the user gives after ``--``, where they meet the settings."""
+"""Engine arguments that the user gives after ``--``, and how they combine with the settings."""
 
 import textwrap
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from t5bench import REPOSITORY
 from t5bench.plan.request import Findings, Request
 from t5bench.record.plan import ROLES, Setting, by_name
 
-# What a run's directory, data and processes are decided by; an argument that said otherwise would make the plan untrue.
+# These decide a run's directory, data and processes; an argument that changed them would make the plan wrong.
 DECIDED_ELSEWHERE = {
     "--data-path": "MEGATRON_DATA_DIR sets the data's directory",
     "--tokenizer-model": "TOKENIZER_MODEL sets the tokenizer",
@@ -67,7 +67,7 @@ def _effective(name: str, setting: Setting, given: Mapping[str, str], findings: 
 
 
 def checked_settings(settings: Mapping[str, Setting], directory: str, findings: Findings) -> dict[str, Setting]:
-    """The settings with paths made absolute from the caller's directory; what is not of its kind is refused."""
+    """The settings with paths made absolute, relative to the caller's directory; an invalid value is refused."""
     found = {}
     for name, setting in settings.items():
         if wrong := setting.fault(name, setting.value):
@@ -79,12 +79,12 @@ def checked_settings(settings: Mapping[str, Setting], directory: str, findings: 
 
 
 def shown(default: str) -> str:
-    """With paths relative to the repository."""
+    """The settings with paths relative to the repository."""
     return default.replace(f"{REPOSITORY}/../", "../").replace(f"{REPOSITORY}/", "./")
 
 
 def help_text(settings: Mapping[str, Setting]) -> str:
-    """The settings by role, at most 100 columns wide; those of a script that has no roles come first."""
+    """The settings by role, at most 100 columns wide; settings without a role come first."""
     lines = []
     for role in ("-", *ROLES):
         own = {name: setting for name, setting in settings.items() if setting.role == role}

@@ -20,7 +20,7 @@ def settings_of(strategy: str) -> dict[str, tuple[Setting, str]]:
 
 
 def add_arguments(_: argparse.ArgumentParser) -> None:
-    """None: it prints the page."""
+    """Takes no arguments: it prints the page."""
 
 
 def run(_: argparse.Namespace) -> int:

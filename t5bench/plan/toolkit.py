@@ -1,7 +1,7 @@
 """Completes a CUDA toolkit for compiling the engines' kernels, from the libraries that come with PyTorch.
 
-Many images have nvcc and CUDA's runtime alone. PyTorch's headers ask for cuSPARSE's and DeepSpeed links cuRAND, both of
-which lie in the nvidia packages beside PyTorch, the libraries under names with a version that a linker does not try.
+Many images have only nvcc and CUDA's runtime. PyTorch's headers include cuSPARSE's, and DeepSpeed links cuRAND. The
+nvidia packages next to PyTorch have both, but their libraries have a version in the name, which a linker does not try.
 """
 
 import os
@@ -15,18 +15,18 @@ from pathlib import Path
 from t5bench.record.machine import versions
 
 LINKS = Path("~/.cache/t5-parallelism/cuda-libraries")
-# One that every complete toolkit has and no compiler alone.
+# A file of every complete toolkit that a compiler alone does not bring.
 _TELLING_HEADER = "cusparse.h"
 
 
 def completions(
     environment: Mapping[str, str], links: Path = LINKS, packages: Iterable[Path] | None = None
 ) -> dict[str, str]:
-    """Variables with which torch's compiler finds all that it needs; none where nothing is lacking or without nvcc.
+    """Variables with which torch's compiler finds all that it needs; empty if nothing is missing or there is no nvcc.
 
-    CUDA_HOME where nvcc on PATH is a link or a wrapper, whose place torch takes for the toolkit's; CPATH and
-    LIBRARY_PATH where the toolkit is a compiler alone, of the same CUDA as torch. What is set already stands before.
-    Links to the libraries go into ``links``. packages: folders of the nvidia packages (default: torch's own).
+    CUDA_HOME if nvcc on PATH is a link or a wrapper, whose folder torch would mistake for the toolkit's; CPATH and
+    LIBRARY_PATH if the toolkit is only a compiler, of the same CUDA as torch. Existing values come first. Links to the
+    libraries go into ``links``. packages: folders of the nvidia packages (default: torch's own).
     """
     given = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     nvcc = f"{given}/bin/nvcc" if given else shutil.which("nvcc", path=environment.get("PATH"))
@@ -45,7 +45,7 @@ def completions(
 
 
 def toolkit_of(nvcc: str) -> Path | None:
-    """The toolkit that nvcc says it belongs to; None where it does not say."""
+    """The toolkit to which nvcc says it belongs; None if it does not say."""
     match = re.search(r"^#\$ TOP=(.+)$", _said(nvcc, "--dryrun", "-x", "cu", "-c", os.devnull), re.MULTILINE)
     return Path(match[1].strip()).resolve() if match else None
 
@@ -57,7 +57,7 @@ def release(nvcc: str) -> str:
 
 
 def link_libraries(folders: Iterable[Path], directory: Path) -> None:
-    """Makes or corrects a link ``lib<name>.so`` for each library of the folders."""
+    """Creates or corrects a link ``lib<name>.so`` for each library in the folders."""
     directory.mkdir(parents=True, exist_ok=True)
     for library in (path for folder in folders for path in sorted(folder.glob("*/lib/lib*.so.*"))):
         link = directory / re.sub(r"\.so\..*", ".so", library.name)

@@ -1,5 +1,5 @@
-"""Which nodes a run has, and which of them this one is: what the launcher took from its arguments, the environment and
-SLURM is completed and checked."""
+"""Which nodes a run has, and which of them this is: completes and checks what the launcher took from its arguments, the
+environment and SLURM."""
 
 import contextlib
 import errno
@@ -18,20 +18,20 @@ Fault = tuple[str, str, str]  # code, what was found, what to do
 
 
 def same_name(one: str, other: str) -> bool:
-    """A cluster's short and long names differ only after the first dot."""
+    """Whether two names may be one host: a cluster's short and long names differ only after the first dot."""
     is_address = re.fullmatch("[0-9.:]+", one + other)
     return one == other or (not is_address and one.partition(".")[0] == other.partition(".")[0])
 
 
 def is_this_host(host: str) -> bool:
-    """The names are compared before any resolver is asked."""
+    """Compares the names before it asks any resolver."""
     if same_name(host, socket.gethostname()) or host == "localhost" or is_loopback(host):
         return True
     return any(_is_own(address) for address in addresses_of(host) if not is_loopback(address))
 
 
 def _is_own(address: str) -> bool:
-    """Whether this machine would reach the address from that address itself. Nothing is sent."""
+    """Whether this machine would connect to the address from that same address. Nothing is sent."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
@@ -66,7 +66,7 @@ def _launcher(request: Request) -> str:
 
 
 def _mistakes(request: Request) -> Iterator[Fault]:
-    """Why nodes cannot be as they were asked for; what follows the first often follows from it."""
+    """What is wrong with the nodes as requested; later faults are often consequences of the first."""
     hosts, master, rank = request.hosts, request.facts["master_address"], request.facts["node"]
     nodes, task = request.number("NNODES"), os.environ.get("SLURM_LOCALID", "0")
     if not master:
@@ -76,7 +76,7 @@ def _mistakes(request: Request) -> Iterator[Fault]:
         remedy = "One launcher starts all processes of its node: use srun --ntasks-per-node=1"
         yield "tasks-per-node", f"srun started more than one launcher on this node (SLURM_LOCALID={task})", remedy
     if not rank:
-        found = f"Unable to infer NODE_RANK: this host is {socket.gethostname()}, HOSTS is '{' '.join(hosts)}'"
+        found = f"Unable to infer NODE_RANK: this host is {socket.gethostname()}, and HOSTS is '{' '.join(hosts)}'"
         remedy = f"Pass it explicitly: {_launcher(request)} {master} 0 on node 0, ... 1 on node 1"
         yield "no-node-rank", found, remedy
     if not re.fullmatch("0|[1-9][0-9]{0,8}", rank):
@@ -120,7 +120,7 @@ def _is_taken(port: int) -> bool:
 
 
 def check_own_name(request: Request) -> None:
-    """gloo gives the other nodes the address that this node's own name resolves to; NCCL chooses an interface."""
+    """Checks the address that gloo gives the other nodes: what this node's own name resolves to. NCCL needs none."""
     if request.number("NNODES") > 1 and not is_loopback(request.facts["master_address"]):
         own = socket.gethostname()
         found, remedy = own_name_fault(own, addresses_of(own))

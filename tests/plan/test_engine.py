@@ -79,7 +79,7 @@ def compiled(root: Path) -> None:
         (write("mpl_toolkits/mplot3d/__init__.py"), "mpl_toolkits/ would be imported"),  # installed without __init__.py
         (write("wandb.py"), "wandb.py would be imported"),
         (write("numpy.pyc"), "numpy.pyc would be imported"),
-        (write("deepspeed-0.17.6.dist-info/METADATA"), "deepspeed-0.17.6.dist-info/ would be taken for an installed"),
+        (write("deepspeed-0.17.6.dist-info/METADATA"), "deepspeed-0.17.6.dist-info/ would be mistaken"),
         (write("megatron/model/t5/__init__.py"), "megatron/model/t5/__init__.py does not belong"),
         (write("megatron/model/t5.abi3.so"), "megatron/model/t5.abi3.so does not belong"),
         (write("megatron/data/GNUmakefile"), "megatron/data/GNUmakefile does not belong"),

@@ -115,7 +115,7 @@ def test_an_evaluation_that_lacks_validation_samples_is_refused(
             replace(plan, settings=settings, arguments=fixed, data_prefix=str(tmp_path / "many")), 30
         )
 
-    with pytest.raises(Problem, match=f"160 .* wanted, and 0 are left: the run has used 192.* prepares {prepared}"):
+    with pytest.raises(Problem, match=f"needs 160 .* 0 are left: .* prepares {prepared} .* used 192"):
         check(EVAL_ITERS="10")
     check(EVAL_ITERS="4", EVAL_INTERVAL="10")
     check(EVAL_ITERS="12", EVAL_INTERVAL="30")
