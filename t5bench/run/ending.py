@@ -1,4 +1,4 @@
-"""How a node's run ended: from its output, its exit status and what the guard did, and what the other nodes said."""
+"""How a node's run ended, judged by its output, its exit status, what the guard did and what the other nodes said."""
 
 import os
 import re
@@ -19,7 +19,7 @@ SPACE_REMEDY = "Free space and inodes there (df -h, df -i), or choose another OU
 
 
 def read_end(path: Path) -> tuple[int | None, str | None]:
-    """Exit status and signal as the launcher wrote them; None for both while it has not."""
+    """Exit status and signal as the launcher wrote them; None for both until it has."""
     try:
         words = path.read_text().split()
         return int(words[0]), words[1] if len(words) > 1 else None
@@ -32,11 +32,11 @@ def cause_of(
 ) -> Cause | None:
     """Why this node's processes ended; None if they finished or the run was cancelled.
 
-    exit_status is None where the launcher was killed before it could tell.
+    exit_status is None if the launcher was killed before it could write it.
     """
     said = output.finder.cause()
     if said and said.status == ends.TIMEOUT and said.strength == Strength.WAITED and guard.stacks.stopped():
-        # torchrun ended the others when one had waited too long.
+        # torchrun ended the others because one had waited too long.
         said = Cause.now(ends.TIMEOUT, guard.stacks.sentence(), "The node's log has every worker's stack")
     strength = said.strength if said else Strength.VICTIM
     if interrupted_by == "TERM" and slurm_time_is_up(os.environ.get("SLURM_JOB_ID")):
@@ -45,9 +45,9 @@ def cause_of(
     if interrupted_by:
         return said if strength == Strength.CAUSE else None
     if exit_status is None and not output.unwritten:
-        remedy = "A user may have done it, or the kernel because memory ran out; its processes were stopped"
+        remedy = "A user may have done this, or the kernel because memory ran out; its processes were stopped"
         return Cause.now(ends.CRASHED, "the launcher was killed before its run ended", remedy)
-    # What the guard ends does not end with 0: it may have come when all was over.
+    # A run that the guard ends does not exit with 0. If it did, the guard came when all was over.
     guarded = guard.cause if exit_status != 0 else None
     if guarded and not (said and strength >= Strength.EXCEPTION and said.time < guarded.time):
         return guarded
@@ -70,7 +70,7 @@ def cause_of(
 
 
 def slurm_time_is_up(job: str | None) -> bool:
-    """Whether SLURM grants a job less than two minutes more: at the time limit its processes only see TERM."""
+    """Whether SLURM gives the job less than two more minutes: at the time limit its processes see only TERM."""
     if not job:
         return False
     try:
@@ -82,7 +82,7 @@ def slurm_time_is_up(job: str | None) -> bool:
 
 
 def _incomplete(plan: Plan, output: Output) -> str:
-    """What is missing of a whole training: iteration lines on the last rank's node, every rank's peak memory."""
+    """What is missing for a complete run: iteration lines on the last rank's node, every rank's peak memory."""
     assert plan.layout
     total = plan.last_iteration
     reached = output.last.iteration if output.last else 0
@@ -95,12 +95,12 @@ def _incomplete(plan: Plan, output: Output) -> str:
 
 
 def knows_little(end: Mapping[str, Any]) -> bool:
-    """Whether this node ended well, or only lost a connection or waited for others."""
+    """Whether this node completed, lost a connection or was only waiting, and so cannot know the cause."""
     return end["status"] == ends.COMPLETE or weight_of(end) in (Strength.VICTIM, Strength.WAITED)
 
 
 def exit_code(status: Status, part: Mapping[str, Any]) -> int:
-    """For a cancelled run 128 + the signal that this launcher got, or else another one."""
+    """For a cancelled run 128 + the signal that this launcher received, or else the one that another received."""
     numbers = {name: number for number, name in SIGNALS.items()}
     heard = [end["signal"] for end in part["heard"] if status.name == end["status"] == ends.CANCELLED]
     if received := [numbers[name] for name in (part["signal"], *heard) if name in numbers]:

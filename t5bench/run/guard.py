@@ -1,6 +1,6 @@
 """Stops a run that would not stop otherwise: its launcher was killed, another node failed or left, or it hangs.
 
-A worker that is ended leaves its stacks in a file (see worker.py), so that the place where it stood is known.
+Each worker that it ends leaves its stacks in a file (see worker.py), which shows where it was.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from t5bench.record.text import visible
 from t5bench.run import processes
 from t5bench.run.peers import Peers
 
-# How long a node has to notice another's failure: torchrun takes 2 to 3 s to report a worker's end.
+# How long a node has to notice another's failure; torchrun takes 2 to 3 s to report a worker's end.
 GRACE_SECONDS = 10
 # The wait between TERM and KILL, and the longest time that stopping a run may take.
 TERM_SECONDS = 10
@@ -66,7 +66,7 @@ class Stacks:
         return dict(sorted((standing | dict.fromkeys(self.suspended, SUSPENDED)).items()))
 
     def sentence(self) -> str:
-        """Which ranks stopped, and where; otherwise where all of them wait."""
+        """Which ranks stopped, and where; if none did, where all of them wait."""
         if stopped := self.stopped():
             return "; ".join(f"rank {rank} is {what}" for rank, what in stopped.items())
         waiting = "; ".join(f"rank {rank} in {_where(frame)}" for rank, frame in self.frames().items())
@@ -87,7 +87,7 @@ class Guard:
     def __init__(self, plan: Plan, launcher: int, mark: str, peers: Peers, stacks: Stacks) -> None:
         self.launcher, self.mark, self.peers, self.stacks = launcher, mark, peers, stacks
         self.watchdog_seconds = plan.decimal("WATCHDOG_SECONDS")
-        # torchrun tries twice, and needs a moment before and after.
+        # torchrun tries twice and needs a moment before and after.
         rendezvous_seconds = 2 * plan.decimal("RENDEZVOUS_TIMEOUT")
         self.workers_due_at: float | None = time.monotonic() + rendezvous_seconds + START_SECONDS
         self.cause: Cause | None = None
@@ -97,7 +97,7 @@ class Guard:
         self.thread.start()
 
     def finish(self) -> None:
-        """The run has ended: stop, but first finish reporting if the guard ended it."""
+        """Stops, because the run has ended; if the guard ended it, it first finishes its report."""
         self.ended.set()
         self.thread.join(END_SECONDS)
 
@@ -122,7 +122,7 @@ class Guard:
             return None
         first = first_failure(failed or gone)
         where = f"node {first['node']} ({first['host']})"
-        # The other node may have waited for a worker of this one.
+        # The other node may have been waiting for a worker of this one.
         stopped = self._where_workers_are() if failed and weight_of(first) == Strength.WAITED else None
         if stopped:
             remedy = f"{where} waited for it. This node's log has the stack of every worker here"
@@ -159,7 +159,7 @@ class Guard:
         )
 
     def _where_workers_are(self) -> str | None:
-        """Ends the workers, each of which leaves its stacks; names those that were not just waiting for others."""
+        """Ends the workers, each of which leaves its stacks; names those that were not just waiting."""
         ranks = processes.workers(self.mark)
         self.stacks.suspended = {rank for rank, pid in ranks.items() if processes.state(pid)[0] in ("T", "t")}
         for rank in ranks.keys() - self.stacks.suspended:

@@ -1,8 +1,8 @@
-"""The weights of a checkpoint of Megatron-DeepSpeed, of any strategy, cut for another layout.
+"""Converts the weights of a Megatron-DeepSpeed checkpoint, of any strategy, to another layout.
 
-Every shard is read under the names that its parameters have in the model of one process. The whole parameters are then
-cut for the wanted tensor and pipeline parallel ranks, and written as Megatron writes a checkpoint. Optimizer states are
-left out: such a checkpoint is for evaluation, zero-shot tasks and --finetune.
+Every shard is read under the names that its parameters have in a model of one process. The complete parameters are then
+cut for the wanted tensor- and pipeline-parallel ranks, and written as Megatron writes a checkpoint. Optimizer states
+are left out: such a checkpoint is for evaluation, zero-shot tasks and --finetune.
 """
 
 import argparse
@@ -28,16 +28,16 @@ Weights = dict[str, Any]  # tensors by name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="a run directory with checkpoints; of several nodes, all their files")
-    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size to cut for")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size to cut for")
+    parser.add_argument("run", type=Path, help="a run directory with checkpoints, including the files of all its nodes")
+    parser.add_argument("--tp", type=int, default=1, help="new tensor-parallel size (default: 1)")
+    parser.add_argument("--pp", type=int, default=1, help="new pipeline-parallel size (default: 1)")
     parser.add_argument("--output", type=Path, help="the new directory; default: RUN-tpN-ppM")
 
 
 def run(arguments: argparse.Namespace) -> int:
     plan, tp, pp = load(arguments.run).plan, arguments.tp, arguments.pp
     if plan.engine != "megatron":
-        raise Problem(f"{arguments.run} is a run of the {plan.engine} engine", "Only Megatron-DeepSpeed's are merged")
+        raise Problem(f"{arguments.run} is a run of the {plan.engine} engine", "Choose a run of Megatron-DeepSpeed")
     output = arguments.output or arguments.run.with_name(f"{arguments.run.name}-tp{tp}-pp{pp}")
     if output.exists():
         raise Problem(f"{output} exists", "Remove it, or name another --output")
@@ -55,14 +55,14 @@ def read(path: Path) -> Any:
     import torch
 
     if fault := damage(path):
-        raise Problem(f"{path} {fault}", "Every node's files must be here: copy them from where they were written")
+        raise Problem(f"{path} {fault}", "Copy the checkpoint's files of every node to this directory")
     reader = ModuleType("reader of known classes")
     reader.Unpickler = Known  # type: ignore[attr-defined]
     return torch.load(path, map_location="cpu", weights_only=False, pickle_module=reader)
 
 
 class Absent:
-    """What a checkpoint holds besides tensors and plain values: an object of the engine or of DeepSpeed."""
+    """Stands for an object of the engine or of DeepSpeed, which a checkpoint holds besides tensors and plain values."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -80,7 +80,7 @@ class Known(pickle.Unpickler):
 
 
 class Cut(NamedTuple):
-    """A layout. split: the decoder's first stage, 0 where stages have layers of one kind; layers: of each kind."""
+    """A layout. split: the decoder's first stage, 0 if all layers are of one kind. layers: how many of each kind."""
 
     tp: int
     pp: int
@@ -89,7 +89,7 @@ class Cut(NamedTuple):
 
     @classmethod
     def of(cls, args: Namespace, tp: int, pp: int) -> "Cut":
-        """args: the engine's arguments. Raises Problem where the model cannot be cut like that."""
+        """args: the engine's arguments. Raises Problem if the model cannot be cut in this way."""
         is_t5 = args.decoder_num_layers is not None
         layers = {"encoder": args.encoder_num_layers} | ({"decoder": args.decoder_num_layers} if is_t5 else {})
         cut = cls(tp, pp, pp // 2 if is_t5 else 0, layers)
@@ -103,7 +103,7 @@ class Cut(NamedTuple):
         return both[kind] if self.split else range(self.pp)
 
     def place(self, name: str) -> tuple[range, str]:
-        """The stages that have a parameter of the whole model, and its name there: stages count layers from 0."""
+        """The stages that hold a parameter of the whole model, and its name there: each stage counts layers from 0."""
         if name.startswith(EMBEDDING):
             return range(0, self.split + 1, self.split or 1), name
         if name == HEAD:  # the last stage's copy of the embedding, where it has none
@@ -115,7 +115,7 @@ class Cut(NamedTuple):
         return stages[stage : stage + 1], f"{match[1]}.{layer}.{match[4]}"
 
     def whole_name(self, name: str, stage: int) -> str:
-        """The name in the whole model of a stage's parameter."""
+        """The name that a stage's parameter has in the whole model."""
         if not (match := LAYER.fullmatch(name)):
             return name
         stages = self.stages(match[2])
@@ -123,7 +123,7 @@ class Cut(NamedTuple):
         return f"{match[1]}.{before + int(match[3])}.{match[4]}"
 
     def pieces(self, name: str, whole: Any) -> list[Any]:
-        """Each tensor parallel rank's part of a parameter; self-attention's query, key and value are cut each alone."""
+        """Each tensor-parallel rank's part of a parameter; self-attention's query, key and value are cut separately."""
         import torch
 
         dim, blocks = cut_along(name)
@@ -134,9 +134,9 @@ class Cut(NamedTuple):
 
 
 def cut_along(name: str) -> tuple[int | None, int]:
-    """The dimension along which tensor parallelism cuts a parameter, and how many matrices it holds one below another.
+    """The dimension along which tensor parallelism cuts a parameter, and how many stacked matrices it holds.
 
-    Cross-attention's key_value goes head by head, and is one.
+    Cross-attention's key_value is ordered by heads and counts as one.
     """
     dim = 0 if COLUMNS.fullmatch(name) else 1 if ROWS.fullmatch(name) else None
     return dim, 3 if "query_key_value" in name else 1
@@ -162,7 +162,7 @@ def whole_weights(folder: Path, args: Namespace) -> Weights:
 
 
 def shard(folder: Path, args: Namespace, rank: int, stage: int) -> Weights:
-    """A tensor parallel rank's parameters: of one stage in Megatron's own checkpoints, of all in DeepSpeed's."""
+    """A tensor-parallel rank's parameters: of one stage in Megatron's own checkpoints, of all stages in DeepSpeed's."""
     if not args.deepspeed:
         suffix = f"_{stage:03d}" if args.pipeline_model_parallel_size > 1 else ""
         return flat(read(folder / f"mp_rank_{rank:02d}{suffix}" / "model_optim_rng.pt")["model"])
@@ -184,7 +184,7 @@ def pipeline_module(folder: Path, rank: int, last: int) -> Weights:
 
 
 def gathered(folder: Path, rank: str, dtype: Any) -> Weights:
-    """ZeRO-3's fp32 parameters, of which every data-parallel rank has an equal part of each, the last one padded."""
+    """ZeRO-3's fp32 parameters; every data-parallel rank holds an equal part of each, the last part being padded."""
     import torch
 
     shapes = read(folder / f"zero_pp_rank_0{rank}model_states.pt")["param_shapes"]
@@ -218,7 +218,7 @@ def write(head: Mapping[str, Any], whole: Weights, directory: Path, cut: Cut) ->
     models: dict[tuple[int, int], dict[str, Any]] = {(r, s): {} for r in range(cut.tp) for s in range(cut.pp)}
     for name, value in whole.items():
         stages, local = cut.place(name)
-        # As Megatron's modules nest them: below encoder and decoder the names stay whole.
+        # As Megatron's modules nest them; below encoder and decoder the names are not split.
         words = local.split(".", 2 if re.match(r"language_model.(en|de)coder", local) else -1)
         for stage in stages:
             for rank, piece in enumerate(cut.pieces(name, value)):

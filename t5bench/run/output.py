@@ -20,9 +20,9 @@ from t5bench.record.status import CauseFinder
 from t5bench.record.text import Screen, visible
 
 BLOCK = 1 << 16
-# What is kept of a line, half of it from the beginning and half from the end.
+# Of a longer line, this much is kept: half from its beginning and half from its end.
 LONGEST_LINE = 1 << 14
-# Something that left the run behind may hold its output open.
+# A process that the run left behind may hold its output open.
 OPEN_SECONDS = 5
 
 
@@ -32,7 +32,7 @@ def timestamp(seconds: float) -> str:
 
 
 class Veil:
-    """Takes secrets out of a stream, wherever its blocks or its lines cut them."""
+    """Removes secrets from a stream, even if they are split between blocks or lines."""
 
     def __init__(self, hidden: Sequence[str]) -> None:
         self.secrets = [secret.encode() for secret in hidden]
@@ -42,7 +42,7 @@ class Veil:
         self.kept = b""
 
     def clear(self, block: bytes) -> bytes:
-        """What may be shown: without the end that may be the beginning of a secret, until more has come.
+        """What may be shown. An end that may be the beginning of a secret is held back until more text has come.
 
         An empty block ends the stream.
         """
@@ -54,7 +54,7 @@ class Veil:
         return self.pattern.sub(HIDDEN.encode(), text[:end])
 
     def _beginning_of_a_secret(self, text: bytes) -> int:
-        """Where one begins that the text ends in, line ends not counted as parts of it; the text's length for none."""
+        """Where a secret begins that the text may end with, ignoring line ends; the text's length if there is none."""
         longest = max(map(len, self.secrets), default=0)
         for start in range(max(0, len(text) - 2 * longest), len(text)):
             tail = text[start:].translate(None, b"\r\n")
@@ -64,11 +64,11 @@ class Veil:
 
 
 class Line:
-    """A line as its pieces come, with a bound on what is kept of it."""
+    """A line that arrives in pieces, with a bound on what is kept of it."""
 
     def __init__(self) -> None:
         self.head, self.tail, self.left_out = bytearray(), bytearray(), 0
-        self.returned = False  # a carriage return came: what follows writes over this, as progress bars do
+        self.returned = False  # after a carriage return, what follows overwrites this, as progress bars do
 
     def add(self, piece: bytes) -> None:
         room = LONGEST_LINE // 2 - len(self.head)
@@ -95,7 +95,7 @@ class Output:
         on_iteration: Callable[[int], None] = lambda iteration: None,
         stacks: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
-        """stacks: where the workers stood that were ended, by rank; asked for at the end."""
+        """stacks: called at the end; the stacks of the workers that were stopped, by rank."""
         self.log, self.metrics_path, self.veil = log, metrics, Veil(hidden)
         self.on_iteration, self.stacks = on_iteration, stacks
         self.metrics: Any = None
@@ -110,7 +110,7 @@ class Output:
         self.ended = 0.0
 
     def take(self, block: bytes, now: float) -> bytes:
-        """Bytes as they came; what may be shown of them, and of what was kept back before."""
+        """Takes the next bytes; returns what may be shown of them and of what was held back before."""
         shown = self.veil.clear(block)
         self._read(shown, now)
         with self._noting_errors():
@@ -118,7 +118,7 @@ class Output:
         return shown
 
     def end(self, now: float) -> bytes:
-        """What may be shown at the end."""
+        """Ends the output; returns what is left to show."""
         self.ended, shown = now, self.take(b"", now)
         if self.line.head:
             self._take_line(now)
@@ -135,7 +135,7 @@ class Output:
         """Whether the log is no longer where it was."""
         try:
             return not os.path.samestat(Path(self.log.name).stat(), os.fstat(self.log.fileno()))
-        except OSError as error:  # a file system that does not answer may do so again
+        except OSError as error:  # a file system that does not answer now may answer later
             return isinstance(error, FileNotFoundError)
 
     def restore(self) -> None:
@@ -155,7 +155,7 @@ class Output:
         except OSError as error:
             if not self.unwritten:
                 self.unwritten = error
-                print(f"warning: the record of this run is not complete: {error}", file=sys.stderr)
+                print(f"warning: the record of this run is incomplete: {error}", file=sys.stderr)
 
     def _log(self, line: str, now: float) -> None:
         with self._noting_errors():
@@ -169,7 +169,7 @@ class Output:
         self._add(rest, now)
 
     def _add(self, text: bytes, now: float) -> None:
-        """A part of a line. What a carriage return lets others write over is kept only where it counts."""
+        """Takes a part of a line. Text before a carriage return, which would be overwritten, is kept if it counts."""
         for number, piece in enumerate(text.split(b"\r")):
             self.line.returned |= number > 0
             if piece and self.line.returned:
@@ -182,7 +182,7 @@ class Output:
         text, self.line = self.line.text(), Line()
         self._log(text, now)
         self.finder.read(text, now)
-        # Several ranks' lines may have come as one.
+        # The lines of several ranks may arrive as one.
         if found := iteration(text, time=round(now, 3)):
             self._take_iteration(found)
         if evaluated := evaluation(text):
@@ -208,9 +208,9 @@ def pass_on(
     is_over: Callable[[], bool] = lambda: False,
     look: Callable[[], None] = lambda: None,
 ) -> None:
-    """Every block to the sink at once, and to the output, until the source ends.
+    """Passes every block to the sink and to the output at once, until the source ends.
 
-    Or until nothing has come for OPEN_SECONDS after the run was over. A sink that is gone stops nothing. look is called
+    It also ends if nothing has come for OPEN_SECONDS after the run was over. A closed sink is ignored. look is called
     about once a second.
     """
     over_since, looked, screen = None, time.monotonic(), Screen()

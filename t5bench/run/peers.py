@@ -1,6 +1,6 @@
-"""The recorders of a run's nodes exchange what no node sees alone: that training continues, and how a node ended.
+"""The recorders of a run's nodes exchange what a node cannot see alone: that training continues, and how a node ended.
 
-A node that cannot connect does without: its own output, its process group's timeout and its own watchdog still end it.
+A node that cannot connect is still ended by its own output, its process group's timeout and its own watchdog.
 A lost connection ends nothing: training survives an outage that is shorter than its process group's timeout.
 """
 
@@ -15,14 +15,14 @@ from t5bench.plan.channel import Alive, Channel, Message, Place, ProofError, Str
 from t5bench.plan.secret import REMEDY
 from t5bench.record.status import CANCELLED, EXIT_CODES, NETWORK, SIGNALS, Cause, Strength
 
-# What another node's part says differently from this one's: (first, other) -> sentences.
+# How another node's part differs from this one's: (first, other) -> sentences.
 Compare = Callable[[Mapping[str, Any], Mapping[str, Any]], Sequence[str]]
-# What is shown of hosts that are not proven to be part of the run.
+# How much is shown about hosts that have not proved that they belong to the run.
 MOST_STRANGERS, LONGEST_ADVICE = 3, 300
 
 
 class End(TypedDict):
-    """How a node ended: what the others need of its part."""
+    """How a node ended: the fields of its part that the others need."""
 
     node: int
     nnodes: int
@@ -44,7 +44,7 @@ class Ended(Message):
 
 
 class Gone(Message):
-    """Of a node that went away without a word."""
+    """Says that a node disconnected without a word."""
 
     lost: int
 
@@ -60,8 +60,8 @@ class Differences(Message):
 class Peers(Channel):
     """What this node knows of the others.
 
-    ``compare`` is asked on node 0, and ``on_differences`` gets the new sentences on every node. Once ``hurry`` is set
-    nothing is waited for any more. Without a secret nothing but progress is believed: the rest is shown as advice.
+    ``compare`` is called on node 0, and ``on_differences`` gets the new sentences on every node. Once ``hurry`` is set,
+    nothing waits any more. Without a secret only progress is believed; everything else is shown as advice.
     """
 
     kinds = Alive | Progress | Ended | Gone | Introduced | Differences
@@ -79,11 +79,11 @@ class Peers(Channel):
         self.compare, self.on_differences, self.on_problem = compare, on_differences, on_problem
         self.hurry = hurry or threading.Event()
         self.ends: dict[int, Mapping[str, Any]] = {}  # how other nodes ended, by rank
-        self.gone: dict[int, Mapping[str, Any]] = {}  # the same of nodes that went away without a word
+        self.gone: dict[int, Mapping[str, Any]] = {}  # the same for nodes that disconnected without a word
         self.differences: list[str] = []
         self.iteration, self.progress, self._progress_said = 0, time.monotonic(), 0.0
         self._parts: dict[int, Mapping[str, Any]] = {}
-        self._advised: set[int] = set()  # who ended, as somebody said
+        self._advised: set[int] = set()  # nodes that have ended, according to an unproven host
         self._strangers = 0
         self.start()
 
@@ -91,11 +91,11 @@ class Peers(Channel):
         return f"node {node} ({self.hosts.get(node, '?')})"
 
     def heard_from(self) -> list[Mapping[str, Any]]:
-        """How the other nodes ended, as they said it, or that they went away without a word."""
+        """How the other nodes ended, as they reported it, or that they disconnected without a word."""
         return [ends[node] for ends in (self.ends, self.gone) for node in sorted(ends)]
 
     def progressed(self, iteration: int) -> None:
-        """An iteration line came on this node; said at most once a second."""
+        """Tells the others that this node has an iteration line, at most once a second."""
         now = time.monotonic()
         self.progress, self.iteration = now, iteration
         if now - self._progress_said >= 1:
@@ -103,7 +103,7 @@ class Peers(Channel):
             self.say(Progress(iteration=iteration))
 
     def introduce(self, part: Mapping[str, Any]) -> None:
-        """This node's part of the record, once it knows what it is; node 0 compares the others' with its own."""
+        """Sends this node's part of the record, once it is known; node 0 compares the others' parts with its own."""
         if self.place.node != 0:
             self.declare(Introduced(part=dict(part)))
             return
@@ -113,7 +113,7 @@ class Peers(Channel):
                 self._compare(node)
 
     def ended(self, part: Mapping[str, Any]) -> None:
-        """How this node ended."""
+        """Tells the others how this node ended."""
         if self.place.node == 0:
             self.over.set()
         self.declare(Ended(part=dict(part)))
@@ -207,17 +207,17 @@ class Peers(Channel):
 
     @property
     def sees_progress(self) -> bool:
-        """Whether the lack of it means something: the last node has the iteration lines, and node 0 passes them on."""
+        """Whether a lack of progress means something: the last node has the iteration lines, node 0 passes them on."""
         last = self.place.nodes - 1
         source = last if self.place.node == 0 else 0
         age = self._ages().get(source, float("inf"))
         return self.place.node == last or (bool(self.place.secret) and age < channel.SILENT_SECONDS)
 
     def silent(self) -> dict[int, float]:
-        """Nodes that neither ended nor went, and were not heard of for so many seconds: no power, no network."""
+        """Nodes that have neither ended nor disconnected but are silent (no power or network), and for how long."""
         over = self.ends.keys() | self.gone.keys()
         found = {n: age for n, age in self._ages().items() if age >= channel.SILENT_SECONDS and n not in over}
-        # What the others say passes through node 0.
+        # Messages from the others pass through node 0.
         return {0: found[0]} if 0 in found else found
 
     def _ages(self) -> dict[int, float]:
@@ -225,12 +225,12 @@ class Peers(Channel):
         return {node: now - heard for node, heard in dict(self.heard).items()}
 
     def of_silence(self) -> str:
-        """Which nodes are silent, as the end of a sentence on a node that waited for others."""
+        """Which nodes are silent, to end a sentence about a node that waited for others."""
         silent = self.silent()
         return "".join(f"; {self.named(node)} has been silent for {silent[node]:.0f} s" for node in sorted(silent))
 
     def wait_for_ends(self, seconds: float, enough: Callable[[Mapping[int, Mapping[str, Any]]], bool]) -> None:
-        """Until what the others said is enough, nobody is left who could say more, or the time is over."""
+        """Waits until the others have said enough, nobody is left who could say more, or the time is over."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not enough(self.ends) and not self.hurry.is_set():
             if not self._may_say_more():
@@ -238,7 +238,7 @@ class Peers(Channel):
             time.sleep(0.1)
 
     def _may_say_more(self) -> bool:
-        """Whether there is a node to wait for: one never heard of is not, and without node 0 nothing is passed on."""
+        """Whether a node may still report. One that never connected will not, and without node 0 nobody is heard."""
         over = self.ends.keys() | self.gone.keys() | self._advised
         silent = self.silent().keys()
         if self.place.node == 0:

@@ -1,7 +1,7 @@
-"""The processes of a run: ``python -m t5bench.run.processes MARK SECONDS`` ends those that carry a mark.
+"""The processes of a run: ``python -m t5bench.run.processes MARK SECONDS`` ends all that carry a mark.
 
-Workers leave torchrun's process group and outlive a torchrun that is killed; T5_RUN_MARK in their environment finds
-them.
+Workers leave torchrun's process group and survive a torchrun that is killed. They are found by T5_RUN_MARK in their
+environment.
 """
 
 import contextlib
@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 
 TICK_SECONDS = 0.2
-# What follows counts on a killed process's memory, also a GPU's, and on its ports.
+# The next run needs a killed process's memory, also on the GPU, and its ports.
 KILL_SECONDS = 5.0
 
 
 def environments(mark: str) -> dict[int, list[bytes]]:
-    """What the processes that carry the mark have in their environments, NAME=VALUE, by process id."""
+    """The environments (NAME=VALUE) of the processes that carry the mark, by process id."""
     wanted, found = f"T5_RUN_MARK={mark}".encode(), {}
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -27,7 +27,7 @@ def environments(mark: str) -> dict[int, list[bytes]]:
 
 
 def state(pid: int) -> tuple[str, int]:
-    """What a process does, as a letter of /proc, and its parent; an empty letter for one that has ended."""
+    """A process's state, as a letter of /proc (empty if it has ended), and its parent."""
     try:
         letter, parent = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[:2]
     except (OSError, ValueError):
@@ -51,7 +51,7 @@ def _signal(number: int, mark: str) -> None:
 
 
 def _wait(mark: str, seconds: float) -> bool:
-    """Whether all have ended in time."""
+    """Waits for the processes to end; whether all did in time."""
     deadline = time.monotonic() + seconds
     while environments(mark):
         if time.monotonic() > deadline:
@@ -61,7 +61,7 @@ def _wait(mark: str, seconds: float) -> bool:
 
 
 def end(mark: str, seconds: float) -> None:
-    """TERM, then KILL after the given seconds. SLURM allows 30 s in all (KillWait)."""
+    """Sends TERM, then KILL after the given seconds. SLURM allows 30 s in all (KillWait)."""
     _signal(signal.SIGTERM, mark)
     # A suspended process handles TERM only once it continues.
     _signal(signal.SIGCONT, mark)

@@ -1,8 +1,8 @@
 """Profiles one iteration of an engine on every rank (a launcher's PROFILE_ITERATION; worker.py starts it).
 
-The profile goes from the end of iteration N - 1's step to the end of N's, so it holds a log line, the data, the forward
-and backward passes and the update. The first rank writes for all of them, whichever node they are on: FILE with the
-kinds of its own kernels and all ranks' parts (t5bench/run/timeline.py), and trace.json beside it.
+The profile lasts from the end of iteration N - 1's step to the end of N's, so it includes a log line, the data, the
+forward and backward passes and the update. The first rank writes for all ranks of all nodes: FILE, with the kinds of
+its own kernels and all ranks' parts (t5bench/run/timeline.py), and trace.json next to it.
 """
 
 import functools
@@ -29,7 +29,7 @@ from t5bench.record import profile
 from t5bench.record.files import write_json, write_whole
 from t5bench.run import timeline
 
-# Where an engine does an iteration, and what of it PyTorch does not name: module, class or "", function.
+# An engine's function for an iteration, and those that PyTorch does not name: module, class or "", function.
 STEPS = {
     "native": [("native.trainers", "TorchTrainer", "step"), ("native.trainers", "ZeroTrainer", "step")],
     "megatron": [("megatron.training", "", "train_step")],
@@ -69,7 +69,7 @@ class ProfiledStretch:
 
     def begin(self) -> None:
         if self.device == "cuda":
-            # Loading CUDA's tracer takes a while, which is not the iteration's.
+            # Loading CUDA's tracer takes a while, which must not count for the iteration.
             with self.make():
                 torch.zeros(1, device="cuda")
                 self.synchronise()
@@ -84,7 +84,7 @@ class ProfiledStretch:
     def end(
         self, iteration: int, gradient_bytes: int = 0, queued: Mapping[str, float] | None = None
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """On the first rank what profile.json says of all ranks, and the events of trace.json.
+        """On the first rank, the content of profile.json for all ranks, and the events of trace.json.
 
         queued: milliseconds of waiting for a core, by part.
         """
@@ -130,7 +130,7 @@ class Marks:
         self.is_zero, self.active, self.gradient_bytes = "--deepspeed" in words, False, 0
         self.numbers: Counter[str] = Counter()
         self.queued: Counter[str] = Counter()  # milliseconds, by part
-        self.works: dict[int, tuple[str, Any]] = {}  # what an operation that goes on was called, by its handle
+        self.works: dict[int, tuple[str, Any]] = {}  # the name of each operation in progress, by its handle
 
     def place(self, engine: str) -> None:
         for operation in COLLECTIVES:
@@ -143,7 +143,7 @@ class Marks:
         replace(("torch.nn.parallel", "DistributedDataParallel", "__init__"), self._sized)
 
     def _marked(self, name_of: Callable[[list[Any]], str], function: Callable) -> Callable:
-        """The function in a range of the profile, whose name depends on its arguments."""
+        """Wraps the function in a range of the profile, whose name depends on the arguments."""
 
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
@@ -200,7 +200,7 @@ class Marks:
         return timeline.COLLECTIVE + f"|{operation}|{size}|".join(group.split("|")) + f"|{self.numbers[group]}"
 
     def _axis(self, ranks: Sequence[int], operation: str) -> str:
-        """What these ranks share: ranks are laid out tensor parallel fastest, then data, then pipeline parallel."""
+        """The axis of a group of ranks, which are numbered tensor parallel first, then data, then pipeline parallel."""
         dp = dist.get_world_size() // (self.tp * self.pp)
         places = zip(*((rank // self.tp % dp, rank % self.tp, rank // (self.tp * dp)) for rank in ranks), strict=True)
         differ = [axis for axis, along in zip(profile.AXES, places, strict=False) if len(set(along)) > 1]
@@ -210,14 +210,14 @@ class Marks:
 
 
 def queued_ms(folder: str | Path) -> float:
-    """How long a thread waited for a core that others had."""
+    """How long a thread waited for a core that others used."""
     with suppress(OSError, ValueError):
         return int(Path(folder, "schedstat").read_text().split()[1]) / 1e6
     return 0.0
 
 
 def processor() -> Counter[str]:
-    """Milliseconds that this process computed, waited for a core and was held back by a quota.
+    """Milliseconds in which this process computed, waited for a core and was held back by a quota.
 
     queued_ms: of its main thread; by their numbers its other threads.
     """
@@ -229,7 +229,7 @@ def processor() -> Counter[str]:
             _, controllers, path = line.split(":", 2)
             folder = "cpu" if "cpu" in controllers.split(",") else ""
             own = Path("/sys/fs/cgroup", folder, path.lstrip("/"))
-            # A quota of a group above holds back too; in a container the path may begin above its root.
+            # A quota of a parent group holds back too; in a container the path may begin above its root.
             for quota in {group / "cpu.stat" for group in (own, *own.parents)}:
                 words = dict(line.split() for line in quota.read_text().splitlines()) if quota.is_file() else {}
                 # cgroup 1 counts nanoseconds, cgroup 2 microseconds.
@@ -272,7 +272,7 @@ class OneIteration:
 
     def _end(self) -> None:
         if dist.get_world_size() > 1:
-            dist.barrier()  # who waits here waits for a slower rank
+            dist.barrier()  # a rank that waits here waits for a slower one
         self.marks.active = False
         self.marks.works.clear()
         content, events = self.stretch.end(self.iteration, self.marks.gradient_bytes, self.marks.queued)
@@ -281,7 +281,7 @@ class OneIteration:
             write_whole(self.output.with_name("trace.json"), json.dumps({"traceEvents": events}))
 
     def _overhead(self) -> dict[str, float | None]:
-        """The median of the iterations before, but for the first, and how much longer the profiled one took."""
+        """The median of the earlier iterations without the first, and how much longer the profiled one took."""
         others = [1000 * (after - before) for before, after in itertools.pairwise(self.ends[:-1])]
         median = statistics.median(others) if others else None
         return {"other_iterations_ms": median, "overhead": median and self.stretch.wall_ms / median - 1}

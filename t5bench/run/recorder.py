@@ -1,8 +1,8 @@
-"""A ``tee`` that understands: passes a node's output on, keeps it with its times, and writes the node's record.
+"""A ``tee`` that understands what it sees: it passes a node's output on, logs it with times, and writes the record.
 
-The launcher starts it next to torchrun and reports, in a file that is read at the end of the output, how torchrun
-ended. So one process sees all of a run and outlives whatever dies in it; a launcher that is killed leaves that file
-empty. Whatever it waits for at the end it waits for only so long.
+The launcher starts it next to torchrun, and reports in a file how torchrun ended; the recorder reads this file when the
+output ends. So one process sees all of a run and survives whatever fails in it; if the launcher is killed, the file
+stays empty. Every wait at the end of a run is limited.
 """
 
 import argparse
@@ -39,10 +39,10 @@ from t5bench.run.output import Output, pass_on, timestamp
 from t5bench.run.peers import Peers
 from t5bench.run.sampler import Sampler, link_speeds
 
-# How long a node that only lost its connection, or waited for others, waits to hear why: the others' guards act after
-# GRACE_SECONDS, take the stacks of their workers and end them.
+# How long a node that lost its connection or waited for others waits for the reason: the others' guards act after
+# GRACE_SECONDS, collect the stacks of their workers and end them.
 OTHERS_SECONDS = GRACE_SECONDS + 20
-# How long a node that trained to its end waits for the others to say so too.
+# How long a node that has completed waits until the others report the same.
 COMPLETE_SECONDS = 10
 LOOKING_SECONDS = 30
 MOST_DIFFERENCES = 3
@@ -50,10 +50,10 @@ PROCESSES_REMEDY = "Stop other processes there, or raise the limit (ulimit -u, o
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--plan", type=Path, required=True, help="the plan's words, each with a NUL after it")
+    parser.add_argument("--plan", type=Path, required=True, help="file with the plan's words, each ended by a NUL")
     parser.add_argument("--end-file", type=Path, required=True, help="where the launcher writes: exit status, signal")
     parser.add_argument("--launcher", type=int, required=True, help="process id of the launcher, whose child this is")
-    parser.add_argument("--mark", required=True, help="what the run's processes carry as T5_RUN_MARK")
+    parser.add_argument("--mark", required=True, help="T5_RUN_MARK of the run's processes")
 
 
 class Part:
@@ -71,10 +71,10 @@ class Part:
         return Path(self.plan.output_dir, f"node{self.plan.node}.{suffix}")
 
     def look_around(self, on_seen: Callable[[dict[str, Any]], None]) -> None:
-        """In a thread, for it takes up to a second, in which torchrun loads torch; then on_seen gets the part."""
+        """Describes the machine in a thread, because this takes up to a second; then on_seen gets the part."""
 
         def look() -> None:
-            # W&B reads it some seconds from now, and a machine may take as long to look at: what is known goes first.
+            # W&B reads this in a few seconds, and describing the machine may take as long: what is known goes first.
             self._write_wandb_config()
             self.content |= self._machine()
             self._write_wandb_config()
@@ -108,12 +108,12 @@ class Part:
             write_json(self.file("json"), self.content)
 
     def say(self, text: str) -> None:
-        """In the file that the launcher reads at the end, and the next one before it starts."""
+        """Writes to the file that the launcher reads at the end, and the next launcher before it starts."""
         with contextlib.suppress(OSError):
             overwrite(self.file("status"), text)
 
     def end(self, changes: Mapping[str, Any], known: Status) -> Status:
-        """known: how the run ended, as far as this node knows. A run is complete only when its record is."""
+        """Finishes the record. known: how the run ended, as far as this node knows. Only a recorded run is complete."""
         self.looking.join(LOOKING_SECONDS)
         self.content |= changes
         try:
@@ -126,7 +126,7 @@ class Part:
                 self.content |= {"status": known.name, "reason": known.reason, "remedy": known.remedy}
             warn(unwritten.reason)
             with contextlib.suppress(OSError, RecordError):
-                # The existing file says "running", and its space suffices.
+                # The existing file says "running"; the space that it takes is enough.
                 self.file("json").unlink(missing_ok=True)
                 self._finish()
         self.say(f"{known.name} {known.reason}\n{known.remedy}\n")
@@ -138,7 +138,7 @@ class Part:
         write_run(Path(self.plan.output_dir))
 
     def look(self, output: Output) -> None:
-        """Keeps what can be kept where somebody has removed the run directory."""
+        """Restores what it can if somebody has removed the run directory."""
         if output.is_removed():
             warn(f"{self.plan.output_dir} was removed during the run; its log and metrics start again")
             output.restore()
@@ -147,7 +147,7 @@ class Part:
 
 
 def overwrite(path: Path, text: str) -> None:
-    """In the file's own blocks, which a disk that became full still has. Raises OSError."""
+    """Writes to the file's existing blocks, which need no space on a full disk. Raises OSError."""
     with path.open("r+b" if path.exists() else "wb", buffering=0) as file:
         file.write(text.encode())
         file.truncate()
@@ -174,7 +174,7 @@ def meet(plan: Plan, hurry: threading.Event) -> Peers:
 
 
 def follow(part: Part, peers: Peers, stacks: Stacks, is_over: Callable[[], bool]) -> Output:
-    """Passes on the output until its end, while the sampler runs."""
+    """Passes on the output until it ends, while the sampler runs."""
     plan, metrics = part.plan, Path(part.plan.output_dir, "metrics.jsonl")
     with part.file("log").open("ab") as log:
         output = Output(log, metrics, part.hidden, on_iteration=peers.progressed, stacks=stacks.texts)
@@ -186,9 +186,9 @@ def follow(part: Part, peers: Peers, stacks: Stacks, is_over: Callable[[], bool]
 
 
 def tell_and_hear(peers: Peers, end: dict[str, Any], stopped: str) -> None:
-    """Tells the others how this node ended, and hears how they did: what end says of that, and the better reason.
+    """Tells the others how this node ended, hears how they did, and completes `end` with that and the better reason.
 
-    stopped: which worker here stood still when it was ended, if one did. Where others waited, that is why.
+    stopped: the worker here that was stuck when it was ended, if any. If the others were waiting, this is the reason.
     """
     peers.ended(end)
 
@@ -210,13 +210,13 @@ def tell_and_hear(peers: Peers, end: dict[str, Any], stopped: str) -> None:
 
 
 def record(args: argparse.Namespace, hurry: threading.Event) -> int:
-    """From the first block of output to the finished record; the exit code that the launcher passes on.
+    """Records a run, from the first block of output to the finished record; returns the launcher's exit code.
 
-    Once hurry is set, nothing more is waited for when the run has ended.
+    Once hurry is set, nothing waits any more after the run has ended.
     """
     content = completed(args.plan.read_bytes().decode().split("\0")[:-1])
     with contextlib.suppress(OSError):
-        args.plan.unlink()  # its secrets are not hidden
+        args.plan.unlink()  # it holds secrets in clear text
     plan, hidden = Plan.read(content), machine.secrets(os.environ)
     killed_before = machine.oom_kills()
     claim.keep(Path(plan.output_dir), f"node{plan.node}", args.launcher)
@@ -254,7 +254,7 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
         "oom_kills": kills,
     }
     tell_and_hear(peers, end, stopped)
-    # A node that finished may not have heard of the others.
+    # A node that has completed may not have heard from the others.
     all_is_well = all(other["status"] == ends.COMPLETE for other in (end, *end["heard"]))
     known = Status(ends.COMPLETE) if all_is_well else of_run([end])
     peers.close()
@@ -262,13 +262,13 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     if os.getppid() != args.launcher:
         shutil.rmtree(Path(tempfile.gettempdir(), f"t5-{args.mark}"), ignore_errors=True)
     if exit_status is None and os.getppid() != args.launcher:
-        # Nobody else is left to say it.
+        # The launcher is gone and cannot print it.
         print(f"error: {plan.strategy.name} on node {plan.node}: {known.name}: {known.reason}", file=sys.stderr)
     return exit_code(known, end)
 
 
 def cannot_record(args: argparse.Namespace, error: OSError | RuntimeError) -> int:
-    """The run directory cannot be written at all, or this process cannot start what it needs: the run ends."""
+    """Ends the run because the run directory cannot be written, or because this process cannot start a thread."""
     processes.end(args.mark, TERM_SECONDS)
     reason, remedy = f"the run directory cannot be written: {error}", SPACE_REMEDY
     if isinstance(error, RuntimeError) or error.errno == errno.EAGAIN:
@@ -279,7 +279,7 @@ def cannot_record(args: argparse.Namespace, error: OSError | RuntimeError) -> in
 
 
 def run(args: argparse.Namespace) -> int:
-    # A Ctrl-C, a lost terminal and SLURM's TERM end what is recorded; this ends with the output, and then at once.
+    # A Ctrl-C, a lost terminal and SLURM's TERM end the run. The recorder ends with the output, and then at once.
     hurry = threading.Event()
     for number in ends.SIGNALS:
         signal.signal(number, lambda *_: hurry.set())
@@ -290,6 +290,6 @@ def run(args: argparse.Namespace) -> int:
             raise
         exit_status = cannot_record(args, error)
     for number in ends.SIGNALS:
-        # A Python that ends sets its handlers back to the default, and would die of a signal with its work done.
+        # At exit Python restores the default handlers, and a signal would kill it although its work is done.
         signal.signal(number, signal.SIG_IGN)
     return exit_status

@@ -11,7 +11,7 @@ from pathlib import Path
 from t5bench.record.clock import now
 from t5bench.record.machine import visible_gpus
 
-# What nvidia-smi calls it, and what a sample does.
+# nvidia-smi's names of the fields, and those in a sample.
 _GPU_FIELDS = {
     "index": "index",
     "memory.used": "memory_mib",
@@ -43,7 +43,7 @@ def network_counters(root: Path = Path("/")) -> dict[str, dict[str, int]]:
 
 
 def link_speeds(root: Path = Path("/")) -> dict[str, dict[str, int | None]]:
-    """Each interface's speed in Mbit/s as its driver states it; None where it states none."""
+    """Each interface's speed in Mbit/s as its driver states it; None if it does not."""
     found: dict[str, dict[str, int | None]] = {}
     for name in network_counters(root):
         found[name] = {"speed_mbit": None}
@@ -53,7 +53,7 @@ def link_speeds(root: Path = Path("/")) -> dict[str, dict[str, int | None]]:
 
 
 def _numbers(words: Iterable[str]) -> Iterator[float | None]:
-    """None for "[N/A]", of a GPU that does not measure this."""
+    """The numbers; None for "[N/A]", which means that the GPU does not measure it."""
     for word in words:
         try:
             yield float(word)
@@ -69,7 +69,7 @@ class Sampler:
         self.latest: dict[int, dict[str, float | None]] = {}  # the last sample of each GPU
         self.smi: subprocess.Popen[str] | None = None
         if has_gpus:
-            # Into a pipe it would keep back what it prints until 4 KiB are full.
+            # Into a pipe it would hold its output back until 4 KiB are full.
             line_buffered = ["stdbuf", "-oL"] if shutil.which("stdbuf") else []
             command = [*line_buffered, "nvidia-smi", *visible_gpus(environment), f"--query-gpu={','.join(_GPU_FIELDS)}"]
             command += ["--format=csv,noheader,nounits", "-lms", str(max(1, int(seconds * 1000)))]
@@ -100,7 +100,7 @@ class Sampler:
             is_last = self.ended.wait(self.seconds)
 
     def end(self) -> None:
-        """Take a last sample and stop."""
+        """Takes a last sample and stops."""
         self.ended.set()
         self.thread.join(timeout=5)
         if self.smi:

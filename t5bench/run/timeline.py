@@ -1,12 +1,12 @@
 """One iteration of all ranks on one time axis, and the parts that it is made of.
 
-A moment of a rank belongs to one part, so the parts add up to the iteration. On a GPU the kernels decide: one that
-computes, else one that communicates, else a copy; and where no kernel runs, or without a GPU, what the rank's main
-thread does. A rank that has come to a collective operation before the last of its group waits until that has come:
+Each moment of a rank belongs to one part, so the parts add up to the iteration. On a GPU the running kernel decides:
+one that computes, else one that communicates, else a copy. Where no kernel runs, or without a GPU, the rank's main
+thread decides. A rank that reaches a collective operation early waits until the last rank of its group has reached it;
 only what follows is communication. Between pipeline stages that waiting is the bubble.
 
 Times are microseconds on the rank's own clock. The ranks of a host begin together, when the first of them leaves the
-barrier before the iteration; all hosts' first ranks leave it at one moment.
+barrier before the iteration; the first ranks of all hosts leave it at the same moment.
 """
 
 import bisect
@@ -43,7 +43,7 @@ _BACKWARD_NODE = "autograd::engine::evaluate_function"
 LARGE_BYTES = 1 << 16
 
 Key = tuple[str, int]  # a collective operation: its group, and its number among that group's
-Last = Mapping[Key, tuple[float, int]]  # when the last rank came to it, and which rank that was
+Last = Mapping[Key, tuple[float, int]]  # when the last rank reached it, and which rank that was
 
 
 class Event(NamedTuple):
@@ -58,7 +58,7 @@ class Event(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A stretch of a collective operation on one rank, which sends so many bytes."""
+    """A stretch of a collective operation on one rank, and how many bytes it sends."""
 
     key: Key
     axis: str
@@ -86,9 +86,9 @@ class RankTrace:
         self.cell = max(1.0, (self.end - self.begin) / MOST_CELLS)
 
     def _collectives(self, gradient_bytes: int) -> Iterator[Collective]:
-        """Those with a mark, and what PyTorch's DDP sends without: it all-reduces the gradients.
+        """The collectives: those with a mark, and the all-reduces of PyTorch's DDP, which have none.
 
-        With NCCL they are its kernels: a rank comes to a collective when its device does.
+        With NCCL they are its kernels: a rank reaches a collective when its device does.
         """
         ordered = sorted(self.events, key=lambda event: event.start)
         for event in (event for event in ordered if event.name.startswith(COLLECTIVE)):
@@ -108,7 +108,7 @@ class RankTrace:
                 yield Collective(("DDP", number), AXES[0], gradient_bytes // len(own), event)
 
     def launch(self, kernel: Event) -> Event:
-        """What the host did to start it; itself where that was not seen."""
+        """The event on the host that started it; itself if there is none."""
         return self.launches.get(kernel.correlation, kernel)
 
     def mark_around(self, moment: float) -> Collective | None:
@@ -116,14 +116,14 @@ class RankTrace:
         return self.marks[before] if before >= 0 and moment <= self.marks[before].event.end else None
 
     def introduction(self) -> tuple[str, int, float, dict[Key, float]]:
-        """What the other ranks need to know: host, rank, begin, and when this rank came to each collective."""
+        """What the other ranks need to know: host, rank, begin, and when this rank reached each collective."""
         came: dict[Key, float] = {}
         for each in self.collectives:
             came[each.key] = min(each.event.start, came.get(each.key, each.event.start))
         return self.host, self.rank, self.begin, came
 
     def meet(self, everyone: Sequence[tuple[str, int, float, dict[Key, float]]]) -> Last:
-        """Begins with the other ranks of its host; when the last rank came to each collective, on this rank's clock."""
+        """Begins with the other ranks of its host; when the last rank reached each collective, on this rank's clock."""
         begins = {host: min(begin for other, _, begin, _ in everyone if other == host) for host, *_ in everyone}
         self.begin, last = begins[self.host], dict[Key, tuple[float, int]]()
         for host, rank, _, came in everyone:
@@ -133,7 +133,7 @@ class RankTrace:
         return last
 
     def explained(self, last: Last) -> dict[str, Any]:
-        """What profile.json says of this rank: its parts, and for how long it waited for which other, in ms."""
+        """This rank's entry in profile.json: its parts, and how long it waited for which other rank, in ms."""
         cells = self.phases(self.main)
         of_device = [each for each in self.collectives if each.event.kind == "kernel"]
         for each in self.collectives if not of_device else ():
@@ -170,7 +170,7 @@ class RankTrace:
         return slice(round((start - self.begin) / self.cell), round((end - self.begin) / self.cell))
 
     def phases(self, thread: Any) -> np.ndarray:
-        """What a thread does in each cell of time, but for communication; what is painted later covers the earlier."""
+        """What a thread does in each cell of time, except communication; later paint covers earlier paint."""
         cells = np.full(round((self.end - self.begin) / self.cell), _CODE[HOST], np.int8)
         events = sorted((e for e in self.events if e.thread == thread), key=lambda e: (e.start, -e.end))
         nodes = (e.end for e in self.events if e.name.startswith(_BACKWARD_NODE))
@@ -188,7 +188,7 @@ class RankTrace:
         return cells
 
     def communicate(self, cells: np.ndarray, found: Collective, last: Last, under: Sequence[int]) -> None:
-        """Paints a collective over the parts that it covers. On the host's main thread waiting covers all of them."""
+        """Paints a collective over the parts that it covers. On the host's main thread, waiting covers all of them."""
         _, _, _, start, end, _ = found.event
         arrival, latest = last.get(found.key, (start, self.rank))
         arrival, waiting = min(max(arrival, start), end), BUBBLE if found.axis == AXES[2] else WAITING
@@ -199,7 +199,7 @@ class RankTrace:
                 self.late[latest] = self.late.get(latest, 0.0) + float(free.sum()) * self.cell
 
     def device(self, kernels: Iterable[Event]) -> np.ndarray:
-        """What the device does but for communication: a kernel belongs to the phase in which the host launched it."""
+        """What the device does, except communication: a kernel belongs to the phase in which the host launched it."""
         phases = {thread: self.phases(thread) for thread in {launch.thread for launch in self.launches.values()}}
         cells = np.full(round((self.end - self.begin) / self.cell), _IDLE, np.int8)
         # Copies from and to the host first: what computes paints over them.
@@ -214,9 +214,9 @@ class RankTrace:
         return cells
 
     def links(self, last: Last) -> dict[str, dict[str, float]]:
-        """Bytes that this rank sends in large messages along each axis, and the time in which one of them travels."""
+        """Bytes that this rank sends in large messages along each axis, and the time in which any of them travels."""
         found: dict[str, dict[str, float]] = {}
-        reached = 0.0  # a moment in which two travel counts once
+        reached = 0.0  # time in which two of them travel counts once
         ends: dict[Key, float] = {}
         for each in self.collectives:
             ends[each.key] = max(each.event.end, ends.get(each.key, 0.0))
@@ -230,7 +230,7 @@ class RankTrace:
         return found
 
     def longest_events(self, ranks: int) -> list[dict[str, Any]]:
-        """For Perfetto and chrome://tracing: what takes longest on this rank, so that all ranks' are not too many."""
+        """Events for Perfetto and chrome://tracing: only this rank's longest ones, to limit their number in all."""
         name = {"name": f"rank {self.rank} ({self.host})"}
         longest = sorted(self.events, key=lambda event: event.start - event.end)[: MOST_EVENTS // ranks]
         return [{"ph": "M", "name": "process_name", "pid": self.rank, "args": name}] + [

@@ -1,8 +1,8 @@
-"""A run's configuration in W&B, for either engine: all that its record says when it starts.
+"""A run's configuration in W&B, for either engine: everything in its record when it starts.
 
-W&B adds the content of the file that WANDB_SWEEP_PARAM_PATH names to the configuration of the next run, whatever the
-program gives it; its agent passes a sweep's parameters in this way. Without a sweep's id the run belongs to no sweep.
-WANDB_CONFIG_PATHS, which would be meant for this, stops W&B 0.31: it does not take its text for a list.
+W&B adds the content of the file in WANDB_SWEEP_PARAM_PATH to the configuration of the next run, in addition to what the
+program passes; its agent passes a sweep's parameters in this way. Without a sweep's id the run belongs to no sweep.
+WANDB_CONFIG_PATHS, which is meant for this, makes W&B 0.31 fail, because it does not parse the text as a list.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _OF_PART = ("versions", "commits", "data")
 
 
 def config(part: Mapping[str, Any]) -> dict[str, Any]:
-    """What W&B shows of a node's part, which has no secrets: the recorder hides them."""
+    """What W&B shows of a node's part. The part has no secrets, because the recorder hides them."""
     plan = part["plan"]
     found = {"strategy": plan["strategy"]["name"], "title": plan["strategy"]["title"]}
     found |= {key: plan[key] for key in _OF_PLAN}
@@ -25,10 +25,7 @@ def config(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(path: Path, values: Mapping[str, Any]) -> bool:
-    """Writes those of the values that are known; whether it could, which is so wherever W&B is installed.
-
-    Raises OSError.
-    """
+    """Writes the values that are known; whether it could, which needs W&B. Raises OSError."""
     try:
         import yaml
     except ImportError:

@@ -1,9 +1,9 @@
-"""Runs a training program unchanged, and has it write where its threads are when it gets TERM, before it ends.
+"""Runs a training program unchanged, and makes it write its threads' stacks when it gets TERM, before it ends.
 
     python t5bench/run/worker.py STACKS SCRIPT ARGUMENTS...
 
-The stacks go to STACKS.<rank>. torchrun sends TERM to all workers when one has failed, and so does the guard: whoever
-ends a worker, it is known where it stood. With T5_PROFILE (ITERATION:FILE) an iteration is profiled.
+The stacks go to STACKS.<rank>. torchrun sends TERM to all workers when one has failed, and so does the guard, so the
+stacks always show where a worker was. With T5_PROFILE (ITERATION:FILE) an iteration is profiled.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ from pathlib import Path
 
 
 def keep_stacks(path: str) -> None:
-    with contextlib.suppress(OSError):  # a run goes on without
+    with contextlib.suppress(OSError):  # a run continues without the file
         file = Path(path).open("wb", buffering=0)  # noqa: SIM115 - until the worker ends
         faulthandler.register(signal.SIGTERM, file, all_threads=True, chain=True)
-        # The guard asks all workers before it ends any: a second TERM, torchrun's, may come in the middle of a stack.
+        # The guard asks all workers before it ends any, because torchrun's TERM may come in the middle of a stack.
         faulthandler.register(signal.SIGUSR2, file, all_threads=True)
-        # What a worker starts is no worker.
+        # A process that a worker starts is not a worker.
         for number in (signal.SIGTERM, signal.SIGUSR2):
             os.register_at_fork(after_in_child=lambda number=number: faulthandler.unregister(number))
 
