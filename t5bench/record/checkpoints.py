@@ -1,9 +1,9 @@
-"""The checkpoints of a run: which files one has, whether they are whole, and how the engines find it. Imports no torch.
+"""The checkpoints of a run: their files, whether they are intact, and how the engines find them. Imports no torch.
 
-A checkpoint needs no list of its files. They follow from engine, strategy and layout, and each is a zip archive, as
-torch.save writes them: its directory comes last, so a file that was cut off has none, and every tensor in it has its
-CRC-32. So a checkpoint counts as whole when every file that this node's processes will read is there and agrees with
-its own checksums, however the run that wrote it ended.
+A checkpoint needs no list of its files. They follow from engine, strategy and layout, and each is a zip archive written
+by torch.save. An archive's directory comes last, so a truncated file has none, and every tensor in it has a CRC-32. A
+checkpoint therefore counts as intact if every file that this node's processes will read exists and agrees with its own
+checksums, however the run that wrote it ended.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ READERS = 4  # files at once: zlib computes CRC-32 without Python's lock
 
 
 def damage(path: Path) -> str:
-    """What is wrong with a file of torch.save, to follow its name in a sentence; '' for a whole one."""
+    """What is wrong with a file that torch.save wrote, to follow its name in a sentence; '' if it is intact."""
     try:
         with zipfile.ZipFile(path) as archive:
             torn = archive.testzip()
@@ -88,15 +88,15 @@ class Checkpoints:
         return range(first if stage else 1, after if stage < stages - 1 else after + (1 if model.tied else 2))
 
     def iterations(self) -> list[int]:
-        """The iterations of which there is something, the newest first."""
+        """The iterations that left any checkpoint files, the newest first."""
         names = (_NAME.fullmatch(path.name) for path in self.directory.glob("*") if path.is_dir())
         return sorted({int(name[1]) for name in names if name}, reverse=True)
 
     def fault(self, iteration: int) -> str:
-        """What this node's processes could not read of a checkpoint; '' for a whole one."""
+        """What this node's processes could not read of a checkpoint; '' if it is intact."""
         assert self.plan.layout
         folder, names = self.folder(iteration), self.files(self.plan.layout.ranks_of(self.plan.node))
-        # Whatever is missing is found before anything is read.
+        # Look for missing files before reading any.
         if absent := [name for name in names if not (folder / name).is_file()]:
             return f"{folder.name}/{absent[0]} is missing"
         with ThreadPoolExecutor(READERS) as pool:
@@ -124,7 +124,7 @@ class Checkpoints:
 
 
 def _set_aside(folder: Path) -> None:
-    """A new attempt must not write into what is left of an old one: the mixture could look whole."""
+    """Moves an old checkpoint away: if a new attempt wrote into its remains, the mixture could look intact."""
     number = 0
     while (target := folder.with_name(f"{folder.name}.{PASSED_OVER}{f'.{number}' if number else ''}")).exists():
         number += 1

@@ -1,4 +1,4 @@
-"""The clock of a record, which is never adjusted during a run."""
+"""The clock of a record, which is not adjusted during a run."""
 
 import time
 

@@ -1,4 +1,5 @@
-"""``python -m t5bench collect RUN FROM...``: the parts of a run whose nodes share no file system, in one directory."""
+"""``python -m t5bench collect RUN FROM...``: copies the parts of a run into one directory, for nodes without a shared
+file system."""
 
 import argparse
 import re
@@ -17,10 +18,10 @@ from t5bench.record.hosts import ssh
 from t5bench.record.records import SHARED_KEYS, differences, load, read_parts, write_run
 from t5bench.record.text import visible
 
-# [user@]host:directory; an IPv6 address stands in brackets, or its directory begins with a slash.
+# [user@]host:directory; an IPv6 address is in brackets, or its directory begins with a slash.
 _IPV6 = r"\[[^]]*\]|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[\w.-]+)?(?=:/)"
 _SOURCE = re.compile(rf"((?:[^@:]*@)?(?:{_IPV6}|[^:]*)):(.*)", re.DOTALL)
-# Checkpoints stay where they are: they can be as large as the disk, and a comparison has no use for them.
+# Checkpoints stay where they are: they can be as large as the disk, and a comparison does not need them.
 LEFT_OUT = ("checkpoints", "comparison")
 
 
@@ -48,7 +49,7 @@ def local_copy(source: str) -> Iterator[Path]:
 
 
 def check_same_run(here: Mapping[str, Any], other: Mapping[str, Any], source: str) -> None:
-    """Raises RecordError for parts of different runs: another strategy or settings, or times that do not overlap."""
+    """Raises RecordError if the parts belong to different runs: other strategy or settings, or separate times."""
     for text in differences(here, other):
         if not text.startswith(SHARED_KEYS):
             raise RecordError(f"{source} belongs to another run: {text}")
@@ -58,7 +59,7 @@ def check_same_run(here: Mapping[str, Any], other: Mapping[str, Any], source: st
 
 
 def bring(source: Path, name: str, directory: Path) -> None:
-    """Copy what a node left in source to the run directory. Raises RecordError."""
+    """Copies what a node left in source to the run directory. Raises RecordError."""
     parts = read_parts(source)
     present = {part["node"]: part for part in read_parts(directory)} if any(directory.glob("node*.json")) else {}
     for part in parts:
@@ -69,7 +70,7 @@ def bring(source: Path, name: str, directory: Path) -> None:
     nodes = {f"node{part['node']}" for part in parts}
 
     def skipped(folder: str, names: list[str]) -> set[str]:
-        """Links to directories, pipes and devices, and what is not this node's own where it is there already."""
+        """Names not to copy: links to directories, pipes, devices, and other nodes' files that already exist here."""
         paths = [Path(folder, name) for name in names]
         special = {path.name for path in paths if not path.is_file() and (path.is_symlink() or not path.is_dir())}
         here = {n for n in names if n.partition(".")[0] not in nodes and (directory / n).exists()}

@@ -1,7 +1,7 @@
-"""The files of a record: written whole, sealed with checksums when a node ends, and read without trust.
+"""The files of a record: written atomically, sealed with checksums when a node ends, and checked when they are read.
 
-``node<R>.sha256`` is what ``sha256sum --check`` reads: the checksums of what node R wrote, as it was when the node
-ended. A node that still runs, or whose recorder was killed, has none.
+``node<R>.sha256``, in the format of ``sha256sum --check``, has the checksums of what node R wrote, as of its end. A
+node that is still running, or whose recorder was killed, has none.
 """
 
 import json
@@ -15,21 +15,21 @@ from typing import Any, BinaryIO
 
 from t5bench import Problem, digest
 
-# No file of a record comes near to it; what is larger is not read into memory.
+# No file of a record comes near this size; larger ones are not read into memory.
 MOST_BYTES = 1 << 30
 METRICS, PROFILE = "metrics.jsonl", "profile.json"
 _SEALED = re.compile(r"([0-9a-f]{64})  ([\w.-]+)", re.ASCII)
 
 
 class RecordError(Problem):
-    """A directory that holds no record, or one that is damaged: which file, which line, and why."""
+    """A directory holds no record, or a damaged one: which file, which line, and why."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem, "Restore its files, move that directory away, or name only the other runs")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """A reader sees the old text or the new one, never half of it. Raises OSError."""
+    """Replaces a file atomically: a reader sees the old text or the new one. Raises OSError."""
     new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         new.write_text(text)
@@ -44,7 +44,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A regular file of no absurd size, for reading; a pipe or a device is not waited for. Raises RecordError."""
+    """Opens a regular file of a plausible size; never waits for a pipe or a device. Raises RecordError."""
     try:
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
         status = os.fstat(file.fileno())
@@ -83,7 +83,7 @@ def seal(directory: Path, node: int, nodes: int) -> None:
 
 
 def check_seal(directory: Path, node: int, nodes: int) -> None:
-    """Raises RecordError where a file is not as it was when the node ended; a node may have no checksums."""
+    """Raises RecordError if a file has changed since the node ended. A node may have no checksums."""
     manifest = directory / f"node{node}.sha256"
     if not os.path.lexists(manifest):
         return

@@ -1,4 +1,4 @@
-"""Hosts: what may be the name of one, what this one's own name leads to, and how a command reaches another."""
+"""Hosts: which names are valid, how this host's own name resolves, and how to run a command on another host."""
 
 import os
 import re
@@ -38,12 +38,12 @@ def is_loopback(address: str) -> bool:
 
 
 def own_name_fault(own: str, addresses: Sequence[str], environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """Why gloo, which tells the other nodes what this one's own name leads to, will not be found by them, and what to
-    do; empty where it will be."""
+    """Why other nodes will not reach gloo on this one, which tells them how its own name resolves, and what to do;
+    empty if they will."""
     if environment.get("GLOO_SOCKET_IFNAME") or not all(map(is_loopback, addresses)):
         return "", ""
     return (
         f"{own} resolves to {', '.join(addresses) or 'nothing'} there, which other nodes cannot reach",
-        f"Give the line for {own} in /etc/hosts of {own} its network address, or name the interface:"
+        f"Give {own} its network address in its own /etc/hosts, or name the interface:"
         " GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
     )

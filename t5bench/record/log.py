@@ -9,10 +9,10 @@ from typing import Annotated
 from msgspec import Meta
 
 _ITERATION = re.compile(r"\biteration\s+(?P<iteration>\d+)/\s*(?P<total>\d+) \|(?P<fields>.*)")
-# An unbuffered Python writes a line's end apart from the line, and another rank's output may come in between.
+# An unbuffered Python writes a line and its newline separately, and another rank's output may come in between.
 _LAST_FIELD = re.compile(r"\bTFLOPs:\s*[-+0-9.eE]+\s*\|")
 _FIELD = re.compile(r"\s*(?P<name>[^:|]+):\s*(?P<value>[-+0-9.eE]+|(?i:-?nan|-?inf))\s*\|")
-# Several ranks print theirs at once, perhaps into one line.
+# Several ranks print this at once, perhaps into one line.
 _PEAK_MEMORY = re.compile(
     r"\bpeak memory \| rank (?P<rank>\d+) \|(?:(?!peak memory).)*?"
     r"\ballocated MiB (?P<device>[0-9.]+) \|(?:(?!peak memory).)*?\bhost rss MiB (?P<host>\d+\.\d)"
@@ -25,7 +25,7 @@ _EVALUATION = re.compile(
 )
 
 
-# What a record can hold: numbers as large as those of fp32, and clocks from 2001 to 2103 in seconds since 1970.
+# What a record may hold: numbers up to fp32's largest, and times from 2001 to 2103 in seconds since 1970.
 MOST = 2.0**128
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Amount = Annotated[float, Meta(ge=0, le=MOST)]
@@ -87,10 +87,10 @@ class PeakMemory:
 
 
 def iteration(line: str, time: float | None = None) -> Iteration | None:
-    """The complete iteration line in this text; None for one that was cut off or mixed with another."""
+    """The complete iteration line in this text; None if it was truncated or mixed with another."""
     if not (match := _ITERATION.search(line)):
         return None
-    # After a line that was cut off another may begin in its middle: the last beginning counts.
+    # A new line may begin in the middle of a truncated one: the last beginning counts.
     while later := _ITERATION.search(match["fields"]):
         match = later
     if not (end := _LAST_FIELD.search(match["fields"])):

@@ -46,7 +46,7 @@ def recorded_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _output(*command: str) -> str:
-    """What a command printed; '' when it is missing, failed or did not end in time."""
+    """What a command printed; '' if it is missing, failed or did not end in time."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.SubprocessError):
@@ -55,7 +55,7 @@ def _output(*command: str) -> str:
 
 
 def _found(pattern: str, path: Path) -> str | None:
-    """The first group where it fits a line of the file."""
+    """The pattern's first group, from the first line of the file that matches."""
     try:
         match = re.search(pattern, path.read_text(), re.MULTILINE)
     except OSError:
@@ -94,7 +94,7 @@ def versions() -> dict[str, str | None]:
 
 
 def commit(directory: Path) -> tuple[str | None, bool | None]:
-    """The commit of a git checkout and whether tracked files were changed; None where that is not known."""
+    """The commit of a git checkout and whether tracked files were changed; None if that is not known."""
     if not (directory / ".git").exists():
         return None, None
     described = _output("git", "-C", str(directory), "describe", "--match=", "--always", "--abbrev=40", "--dirty")
@@ -103,7 +103,7 @@ def commit(directory: Path) -> tuple[str | None, bool | None]:
 
 
 def commits(repository: Path, engine: Path | None) -> dict[str, Any]:
-    """The patches change the engine's own files, so only its commit counts; the checksums say whether all else fits."""
+    """The commits. The patches change the engine's files, so only its commit counts; checksums cover the files."""
     head, changed = commit(repository)
     return {"repository": head, "repository_changed": changed, "engine": commit(engine)[0] if engine else None}
 

@@ -1,7 +1,7 @@
-"""The plan of a run: everything that is decided before a process starts. ``t5bench.plan`` makes it, everybody reads it.
+"""The plan of a run: everything that is decided before a process starts. ``t5bench.plan`` makes it, all others read it.
 
-It is what ``--dry-run=json`` prints and what a record contains. Its classes are plain dataclasses, so that a launcher
-can make a plan with nothing but Python; ``Plan.read`` checks every type of a plan that comes from elsewhere.
+``--dry-run=json`` prints it, and a record contains it. Its classes are plain dataclasses, so that a launcher can make a
+plan without any package; ``Plan.read`` checks every type of a plan that comes from elsewhere.
 """
 
 import re
@@ -19,9 +19,9 @@ MOST_RAMP_ITERATIONS = 100_000
 
 @dataclass(frozen=True)
 class Role:
-    """What a setting is for, by the questions that are asked about it. heading: what --help prints above its settings.
+    """What a setting means for comparing and resuming runs. heading: what --help prints above its settings.
 
-    compared: runs that differ in it never stand in one comparison unless that is allowed.
+    compared: runs that differ in it are not compared unless that is allowed.
     trains: another value gives another loss curve.
     kept: a resumed run must keep it.
     local: the nodes of one run may differ in it.
@@ -129,7 +129,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why a run cannot start. fatal: the request itself is wrong; else this machine lacks something that it needs."""
+    """Why a run cannot start. fatal: the request itself is wrong; otherwise this machine lacks something."""
 
     code: str
     found: str
@@ -156,7 +156,7 @@ class Arguments:
 
 
 def by_name(words: Iterable[str]) -> dict[str, str]:
-    """The values of an argument list by argument; the last of several wins, a switch has the value ''.
+    """The values of an argument list by argument; the last of several counts, and a switch has the value ''.
 
     ``--name value``, ``--name=value`` and several values of one argument are understood as argparse does.
     """
@@ -218,7 +218,7 @@ class Plan:
         return self.settings[name].value
 
     def _asked(self, name: str) -> str:
-        """Of a setting that plans of earlier versions do not have."""
+        """The value of a setting that plans of earlier versions lack."""
         return self.settings[name].value if name in self.settings else ""
 
     def number(self, name: str) -> int:
@@ -228,19 +228,19 @@ class Plan:
         return float(self.value(name))
 
     def with_role(self, question: str) -> dict[str, str]:
-        """The settings whose role answers yes to a question (a field of Role): name to value."""
+        """The settings whose role has this property (a field of Role): name to value."""
         return {name: s.value for name, s in self.settings.items() if getattr(ROLES[s.role], question)}
 
     @property
     def zero_stage(self) -> int:
-        """0 without DeepSpeed."""
+        """ZeRO's stage; 0 without DeepSpeed."""
         return self.ds_config["zero_optimization"]["stage"] if self.ds_config else 0
 
     @cached_property
     def ramp(self) -> list[int]:
         """The batches of the first iterations, while RAMPUP_BATCH_SIZE lets them grow, as the engine counts them.
 
-        Raises RecordError for what no plan asks for.
+        Raises RecordError for a value that no plan has.
         """
         if not (asked := self._asked("RAMPUP_BATCH_SIZE")):
             return []
@@ -256,18 +256,18 @@ class Plan:
 
     @property
     def iterations(self) -> int:
-        """How many a whole run has: with a ramp-up more than TRAIN_ITERS, for the first ones are smaller."""
+        """The iterations of a whole run: with a ramp-up more than TRAIN_ITERS, because the first ones are smaller."""
         full = self.number("GLOBAL_BATCH_SIZE")
         return len(self.ramp) + (self.number("TRAIN_ITERS") * full - sum(self.ramp)) // full
 
     def samples(self, begin: int, end: int) -> int:
-        """Of the iterations after `begin`, up to `end`."""
+        """The samples of the iterations after `begin`, up to `end`."""
         growing = self.ramp[begin:end]
         return sum(growing) + (end - begin - len(growing)) * self.number("GLOBAL_BATCH_SIZE")
 
     @property
     def last_iteration(self) -> int:
-        """The one that this attempt is to reach: --exit-interval may end it sooner, an evaluation trains nothing."""
+        """The iteration that this attempt should reach, unless --exit-interval ends it sooner; an evaluation: none."""
         if self._asked("EVAL_ONLY") == "1":
             return 0
         every = int(self.engine_arguments.get("--exit-interval") or 0) or self.iterations
@@ -297,7 +297,7 @@ class Plan:
 
     @classmethod
     def read(cls, content: Any) -> "Plan":
-        """A plan from JSON that was decoded. Raises msgspec.ValidationError, which says where and what is wrong."""
+        """A plan from decoded JSON. Raises msgspec.ValidationError, which says what is wrong, and where."""
         import msgspec  # only readers need it
 
         return msgspec.convert(content, cls)

@@ -10,7 +10,7 @@ from t5bench.record.files import read
 from t5bench.record.log import Amount, Count
 from t5bench.record.reader import decoded
 
-# What is told of the time that a part takes.
+# How a sentence describes the time that a part takes.
 HOST, FORWARD, BACKWARD, RECOMPUTATION = "host gaps", "forward", "backward", "recomputation"
 STEP, DATA, LOGGING, SAVING = "optimizer and clipping", "data loading", "logging", "saving a checkpoint"
 TRANSFER, BUBBLE, WAITING = "transfers between host and device", "pipeline bubble", "waiting for slower ranks"
@@ -46,10 +46,10 @@ class Link(Struct):
 
 
 class Processor(Struct):
-    """For how long a rank's process waited for a core that others had, and was held back by a quota.
+    """How long a rank's process waited for a core that others used, and was held back by a quota.
 
-    queued_ms: its main thread; queued_in_ms: in these parts alone. beside_ms: the one that waited most of the others,
-    which send and receive.
+    queued_ms: of its main thread; queued_in_ms: the same for single parts. beside_ms: of the other thread that waited
+    longest; the others send and receive.
     """
 
     queued_ms: Milliseconds = 0.0

@@ -1,8 +1,8 @@
-"""The one reader of a record: every file is checked for what its parts may be before anything is computed from it.
+"""The only reader of a record: it checks every file before anything is computed from it.
 
-Types and ranges are checked in every run. Of a complete run it is checked too that all its iterations are there, that
-its clocks can be true, and that metrics.jsonl says what the last node's log says: the log is the raw source. Checksums
-(files.py) show whether a file was changed since, and spare that last check. RecordError names file, line and reason.
+It checks types and ranges in every run. In a complete run it also checks that no iteration is missing, that the times
+are plausible, and that metrics.jsonl agrees with the last node's log, which is the primary source. Checksums (files.py)
+show whether a file was changed since, and make that last check unnecessary. RecordError names file, line and reason.
 """
 
 import os
@@ -33,7 +33,7 @@ _KIND = re.compile(r"(path|text|secret|decimal|whole:[0-9]{1,18}(:[0-9]{1,18})?|
 
 # Clocks are adjusted during a run, in small steps; samples are taken before and after what is logged.
 STEP_SECONDS, SAMPLES_SECONDS = 5, 60
-# What may happen between two lines besides the iterations: an evaluation, a checkpoint.
+# The time that may pass between two lines besides the iterations: an evaluation, a checkpoint.
 PAUSE_SECONDS, PAUSE_WITH_EVENTS_SECONDS = 3600, 86400
 
 
@@ -56,7 +56,7 @@ class _Device(Struct):
 
 
 class _Part(_Ending):
-    """The content of node<R>.json, as far as it is read."""
+    """The fields of node<R>.json that are read."""
 
     exit_status: int | None
     started: _Moment
@@ -96,7 +96,7 @@ class _Sample(Struct):
 
 
 def _checked(place: object, content: Any, kind: Any, *, strict: bool = True) -> Any:
-    """What msgspec makes of this; a ValueError of the kind's own __post_init__ counts too. Raises RecordError."""
+    """Converts with msgspec. Raises RecordError, also for a ValueError of the type's own __post_init__."""
     try:
         return msgspec.convert(content, kind, strict=strict)
     except msgspec.ValidationError as error:
@@ -122,9 +122,9 @@ def decoded(place: object, text: bytes, kind: Any = dict[str, Any]) -> Any:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects in a file of JSON lines with their places; none without the file. Raises RecordError.
+    """The objects in a file of JSON lines with their places; none if there is no file. Raises RecordError.
 
-    A line that was cut off at the end of an attempt, as a full disk or a death leaves it, is passed over.
+    A truncated line at the end of an attempt, which a full disk or a killed process leaves, is skipped.
     """
     lines = read(path).split(b"\n") if os.path.lexists(path) else []
     for number, text in enumerate(lines, 1):
@@ -142,7 +142,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def seconds(moment: str) -> float:
-    """Since 1970, of a time as records have it. Raises ValueError."""
+    """Seconds since 1970, from a time as records write it. Raises ValueError."""
     return datetime.fromisoformat(f"{moment[:-1]}+00:00").timestamp()
 
 
@@ -159,7 +159,7 @@ def read_part(path: Path) -> dict[str, Any]:
 
 
 def _faults(part: _Part, plan: Plan) -> Iterator[str]:
-    """How a part and its plan contradict themselves or each other."""
+    """Contradictions within a part, within its plan, or between the two."""
     layout, given = plan.layout, by_name(plan.arguments.words)
     if not layout:
         yield "there is no layout"
@@ -196,14 +196,14 @@ _Lines = Sequence[tuple[str, Iteration]]
 
 
 class Attempt(NamedTuple):
-    """What one attempt at a run logged after iteration `begin`, in order, with each line's place."""
+    """The lines that one attempt logged after iteration `begin`, in order, with their places."""
 
     begin: int
     lines: list[tuple[str, Iteration]]
 
 
 def read_attempts(path: Path) -> list[Attempt]:
-    """Everything logged, by attempt: at least one, without lines if there is no file. Raises RecordError."""
+    """Everything logged, by attempt; without a file, one attempt without lines. Raises RecordError."""
     found = [Attempt(0, [])]
     for place, content in json_lines(path):
         if "resumed_from" in content:
@@ -218,7 +218,7 @@ def read_attempts(path: Path) -> list[Attempt]:
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """The samples of one node in the order of time; none without the file. Raises RecordError."""
+    """The samples of one node in the order of time; none if there is no file. Raises RecordError."""
     found: list[dict[str, Any]] = []
     for place, content in json_lines(path):
         _checked(place, content, _Sample)
@@ -240,7 +240,7 @@ def log_lines(path: Path) -> Iterator[tuple[str, float, str]]:
 
 
 def that_count(attempts: Iterable[Attempt]) -> list[Iteration]:
-    """The iterations in order, without what an attempt logged beyond the iteration from which the next went on."""
+    """The iterations in order, without those that an attempt logged after the iteration from which the next resumed."""
     found: dict[int, Iteration] = {}
     for begin, lines in attempts:
         found = {number: line for number, line in found.items() if number <= begin}
@@ -252,9 +252,9 @@ def that_count(attempts: Iterable[Attempt]) -> list[Iteration]:
 
 
 def faults_of_complete(run: "Run", attempts: Sequence[Attempt], with_logs: bool) -> Iterator[str]:
-    """What cannot be true of a complete run: all that it logged, its clocks, and where asked its logs.
+    """What cannot be true of a complete run: its iterations, its times and, if asked, its logs.
 
-    The logs are read too where they alone have some lines, in pieces.
+    The logs are also read if only they have some lines, in pieces.
     """
     lines, last_node = [entry for attempt in attempts for entry in attempt.lines], run.nodes[-1]
     total, interval = run.plan.iterations, run.plan.number("LOG_INTERVAL")
@@ -294,7 +294,7 @@ def _outside(times: Iterable[tuple[object, float | None]], part: Mapping[str, An
 
 
 def _seconds(line: Iteration, plan: Plan) -> float:
-    """How long what a line is the mean of took: fewer iterations where a resumed run logs its first."""
+    """How long the iterations of a line took; the first line of a resumed run stands for fewer iterations."""
     return line.elapsed_ms * min(plan.number("LOG_INTERVAL"), line.iteration - line.begin) / 1000
 
 
@@ -309,7 +309,7 @@ def _faults_of_order(lines: _Lines, plan: Plan) -> Iterator[str]:
 
 
 def _faults_of_log(directory: Path, part: Mapping[str, Any], lines: _Lines | None) -> Iterator[str]:
-    """What a node's log says otherwise than its part, and than the lines of its last attempt.
+    """Where a node's log disagrees with its part, and with the lines of its last attempt.
 
     lines: None for a node that does not log iterations.
     """
@@ -330,7 +330,7 @@ def _faults_of_log(directory: Path, part: Mapping[str, Any], lines: _Lines | Non
         yield f"{path} has a vocabulary of {vocabulary[-1]}, node{part['node']}.json of another"
     for (place, line), (there, its) in zip(lines or (), printed, strict=False):
         values, logged = asdict(line), asdict(its)
-        # nan is itself; of the times one is rounded to milliseconds, the other cut off.
+        # nan counts as equal to nan; one of the times is rounded to milliseconds, the other truncated.
         for name in sorted(n for n in values.keys() - {"time", "begin"} if str(values[n]) != str(logged[n])):
             yield f"{place} has {name} {values[name]}, {there} has {logged[name]}"
         if line.time is not None and its.time is not None and abs(line.time - its.time) > 0.002:

@@ -8,7 +8,7 @@
                            where a run went on from its checkpoint of iteration N
     run.json               all parts as one, rewritten whenever a node ends and by ``collect``
 
-Nodes without a shared file system keep their own directory each, with their own parts; run.json then speaks of those.
+Without a shared file system each node keeps its own directory with its own parts, and run.json covers those.
 """
 
 import json
@@ -30,9 +30,9 @@ from t5bench.record.status import COMPLETE, RUNNING, of_run
 
 _OF_A_RUN = re.compile(r"node[0-9]+\.(json|log|samples\.jsonl|sha256)|run\.json|metrics\.jsonl")
 
-# What must be the same on all nodes of one run besides the plan; run.json has it once.
+# What must be the same on all nodes of a run, besides the plan; run.json has it once.
 SHARED_KEYS = ("data", "versions", "commits", "patches")
-# Of a plan, what says where a node is or what it found there.
+# The fields of a plan that say where a node is or what it found there.
 _LOCAL_PLAN = {
     "node", "hosts", "settings", "obstacles", "engine_directory", "data_prefix", "tokenizer", "output_dir", "arguments",
     "environment", "command",
@@ -46,9 +46,9 @@ def metrics_line(line: Iteration) -> str:
 
 
 def mark_resume(metrics: Path, iteration: int) -> None:
-    """Says in metrics.jsonl that what follows was logged by a run that went on from `iteration`. Raises OSError.
+    """Writes to metrics.jsonl that the lines below come from a run that resumed from `iteration`. Raises OSError.
 
-    What the earlier attempt left is no longer as it was when that ended, so its checksums go.
+    This changes a file of the earlier attempt, so its checksums are removed.
     """
     for manifest in metrics.parent.glob("node*.sha256"):
         if metrics.name in manifest.read_text():
@@ -62,7 +62,7 @@ def mark_resume(metrics: Path, iteration: int) -> None:
 
 
 def read_metrics(path: Path) -> list[Iteration]:
-    """The iterations in order. What an attempt logged beyond the iteration from which the next went on is left out.
+    """The iterations in order, without those that an attempt logged after the iteration from which the next resumed.
 
     Raises RecordError.
     """
@@ -110,7 +110,7 @@ class Run:
 
     @cached_property
     def architecture(self) -> Architecture:
-        """Of the model, by the engine's arguments; without a vocabulary where the engine has not printed it yet."""
+        """The model's architecture; without a vocabulary if the engine has not printed it yet."""
         return Architecture.of_arguments(self.plan.named_arguments, self.padded_vocab_size or 0)
 
     @property
@@ -120,7 +120,7 @@ class Run:
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether it evaluated a checkpoint and trained nothing."""
+        """Whether the run only evaluated a checkpoint."""
         return bool(self.evaluations) and not self.plan.last_iteration
 
     @property
@@ -129,7 +129,7 @@ class Run:
 
     @property
     def padded_vocab_size(self) -> int | None:
-        """As the engine printed it; None where it has not yet."""
+        """The size as the engine printed it; None if it has not yet."""
         return self.record["padded_vocab_size"]
 
     @property
@@ -148,7 +148,7 @@ def looks_like_run(directory: Path) -> bool:
 
 
 def read_parts(directory: Path) -> list[dict[str, Any]]:
-    """The parts of the nodes that left theirs here, by rank, unless a file of theirs was changed since.
+    """The nodes' parts in this directory, by rank, unless one of their files was changed since.
 
     Raises RecordError, also if there is no record.
     """
@@ -164,7 +164,7 @@ def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The content of run.json. ``differences`` names what should be the same on all nodes and is not."""
     parts = list(parts)
     first, status = parts[0], of_run(parts)
-    # What a node heard of the others while it ran counts too, for the parts that are not here.
+    # For parts that are not here, what a node heard about the others counts.
     heard = [text for part in parts for text in part.get("differences", [])]
     return {
         "format": FORMAT,
@@ -183,7 +183,7 @@ def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    """Facts on which two nodes' parts of one run disagree but should not: one sentence each."""
+    """Facts on which two nodes of a run should agree but do not: one sentence each."""
     ours, theirs, where = _shared(first), _shared(other), f"on node {other['node']} ({other['host']})"
     for key in ours:
         for name, expected, found in _differences(key, ours[key], theirs.get(key)):
@@ -246,7 +246,7 @@ SWEEP = "sweep.json"
 
 
 def write_list(runs_dir: Path, names: Sequence[str]) -> None:
-    """The runs that a sweep is to make, in a list that shows later if one is missing. Raises OSError.
+    """Writes the list of a sweep's runs, which shows later whether one is missing. Raises OSError.
 
     A sweep that continues with other strategies adds its runs.
     """
@@ -255,13 +255,13 @@ def write_list(runs_dir: Path, names: Sequence[str]) -> None:
 
 
 def read_list(runs_dir: Path) -> list[str]:
-    """The runs that a sweep was to make here, by their directories; none where no sweep was. Raises RecordError."""
+    """The directories of the runs on a sweep's list; none if there was no sweep. Raises RecordError."""
     path = runs_dir / SWEEP
     return reader.decoded(path, read(path), dict[str, list[str]]).get("runs", []) if os.path.lexists(path) else []
 
 
 def write_run(directory: Path) -> dict[str, Any]:
-    """Merge what the nodes left here into run.json; the content. Raises RecordError."""
+    """Merges what the nodes left here into run.json, and returns it. Raises RecordError."""
     record = merge(read_parts(directory))
     write_json(directory / "run.json", record)
     return record

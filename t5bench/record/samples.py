@@ -1,4 +1,4 @@
-"""What the samplers saw while the iterations that count ran: bytes sent by each node, power and utilisation of GPUs."""
+"""What the samplers saw during the iterations that count: bytes sent by each node, power and utilisation of GPUs."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ _IP_OVER_INFINIBAND = re.compile(r"ib[0-9a-z]*")
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one node sent by one interface; link_bits_per_second is None where the link's speed is not known."""
+    """What one node sent over one interface; link_bits_per_second is None if the link's speed is not known."""
 
     node: int
     interface: str
@@ -30,7 +30,7 @@ class Traffic:
 
     @property
     def share(self) -> float | None:
-        """Of the link, 0 to 1; None where its speed is not known."""
+        """The share of the link that was used, 0 to 1; None if its speed is not known."""
         return self.bits_per_second / self.link_bits_per_second if self.link_bits_per_second else None
 
 
@@ -60,7 +60,7 @@ class Observations:
 
 
 def observe(run: Run, used: Sequence[int]) -> Observations:
-    """What was sampled from the first to the last of the iterations `used`; supposes that the nodes' clocks agree."""
+    """The samples from the first to the last of the iterations `used`; assumes that the nodes' clocks agree."""
     lines = [line for line in run.iterations if line.time and used and used[0] <= line.iteration <= used[-1]]
     if len(lines) < 2:
         return Observations(why_not_sent="fewer than two timed intervals")
@@ -97,7 +97,7 @@ def _sent(
     interfaces = {name for sample in samples for name in sample["network"]}
     for name in sorted(name for name in interfaces if _counts(name, interfaces, one_node)):
         counter = np.array([(s["time"], s["network"][name]["sent"]) for s in samples if name in s["network"]]).T
-        # The sampler may begin after the first of the lines or end before the last: no value is made up out there.
+        # The sampler may begin after the first line or end before the last: nothing is extrapolated.
         begin, end = max(ends[0], counter[0, 0]), min(ends[-1], counter[0, -1])
         if begin >= end or (np.diff(counter[1]) < 0).any():
             continue

@@ -1,7 +1,7 @@
 """How a run ended: one word from a closed list, the first cause in one sentence, what to do, and where it began.
 
 A node decides from its exit status and from short stable messages in its output. Of several messages the strongest
-counts, and of equals the earliest: "connection closed by peer" is what the victims say, never why.
+counts, and among equals the earliest: "connection closed by peer" comes from the victims and never says why.
 """
 
 import re
@@ -15,7 +15,7 @@ from t5bench.record.text import visible
 
 COMPLETE, INCOMPLETE, DIVERGED, OUT_OF_MEMORY = "complete", "incomplete", "diverged", "out-of-memory"
 TIMEOUT, NETWORK, CONFIGURATION, CRASHED, CANCELLED = "timeout", "network", "configuration", "crashed", "cancelled"
-RUNNING = "running"  # not an end
+RUNNING = "running"  # the run has not ended
 
 # What a launcher exits with; cancelled is 128 + the signal, as in every shell.
 _BY_EXIT_CODE = (COMPLETE, CRASHED, CONFIGURATION, INCOMPLETE, DIVERGED, OUT_OF_MEMORY, TIMEOUT, NETWORK)
@@ -44,7 +44,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Cause:
-    """What explains an end: a message, when it came (seconds since 1970), which rank said it where that is known."""
+    """What explains an end: a message, when it came (seconds since 1970), and which rank said it, if known."""
 
     status: str
     strength: Strength
@@ -65,7 +65,7 @@ class Cause:
 
 
 class Rule(NamedTuple):
-    """What a line says that matches; reason has a place for each group of the pattern: {0} is the first."""
+    """What a line that matches the pattern means; reason has a place for each group: {0} is the first."""
 
     pattern: str
     status: str
@@ -123,7 +123,7 @@ RULES = (
          "The kernel does this when memory runs out (see dmesg); SLURM or a user may have, too"),
     Rule(r"Signal 11 \(SIGSEGV\) received by PID|exitcode\s*: -11 \(pid", CRASHED,
          "a process crashed (segmentation fault)"),
-    # What torchrun says of its workers' ends explains nothing.
+    # What torchrun says about its workers' ends explains nothing.
     Rule(r"ChildFailedError|SignalException|KeyboardInterrupt", CRASHED, "a worker failed", "", Strength.VICTIM),
     Rule(r"^(?:\[rank\d+\]:\s*)?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b(?:: .*)?)$", CRASHED,
          "{0}", "", Strength.EXCEPTION),
@@ -133,7 +133,7 @@ RULES = (
 # Most lines of a healthy run say nothing; this one look rules them out.
 _WORTH_A_LOOK = re.compile("|".join(f"(?:{rule.pattern})" for rule in RULES))
 _RANK = re.compile(r"^\[rank(\d+)\]:")
-# torchrun's report lists all failures, and then again the one that came first.
+# torchrun's report lists all failures, and then repeats the first one.
 _ROOT_CAUSE = "Root Cause (first observed failure)"
 _REPORTED_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 LONGEST_REASON = 300
@@ -145,7 +145,7 @@ class CauseFinder:
     def __init__(self) -> None:
         self.best: Cause | None = None
         self.root_cause_follows = False
-        self.reported_rank: int | None = None  # the one whose failure torchrun saw first
+        self.reported_rank: int | None = None  # the rank whose failure torchrun saw first
 
     def read(self, line: str, now: float) -> None:
         self.root_cause_follows |= line.startswith(_ROOT_CAUSE)
@@ -169,7 +169,7 @@ class CauseFinder:
 def of_run(parts: Sequence[Mapping[str, Any]]) -> Status:
     """A run's status from its nodes' parts; the reason begins with the node that failed first.
 
-    If another node's part is missing, what a node heard of its end counts.
+    If another node's part is missing, what a node heard about its end counts.
     """
     nodes = parts[0]["nnodes"]
     known = {part["node"] for part in parts}
@@ -202,7 +202,7 @@ def first_failure(failed: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 def weight_of(part: Mapping[str, Any]) -> float:
     """How much a failed node's part says about the cause, on the scale of Strength.
 
-    Who cancels a run on one node makes victims of the others; but a user also cancels what has failed elsewhere.
+    A user who cancels a run on one node makes the others victims, but may also cancel a run that has failed elsewhere.
     """
     if part["status"] == CANCELLED:
         return (Strength.VICTIM + Strength.WAITED) / 2
@@ -210,5 +210,5 @@ def weight_of(part: Mapping[str, Any]) -> float:
 
 
 def iterations_expected(total: int, interval: int) -> int:
-    """The last iteration that a complete run logs; 0 when it is too short to log any."""
+    """The last iteration that a complete run logs; 0 if it is too short to log any."""
     return total - total % interval

@@ -16,7 +16,7 @@ _BEGUN_COLOUR = re.compile(r"\x1b(?:\[[0-9;:]{0,32})?\Z")
 
 
 def visible(text: str, keep: str = "\t") -> str:
-    """The text with its control characters written out (``\\x1b``), but for those to keep."""
+    """The text with its control characters written out (``\\x1b``), except those to keep."""
 
     def written(match: re.Match[str]) -> str:
         return match[0] if match[0] in keep else match[0].encode("unicode_escape", "surrogatepass").decode()
@@ -25,7 +25,7 @@ def visible(text: str, keep: str = "\t") -> str:
 
 
 def on_terminal(text: str) -> str:
-    """A run's own output: lines, progress bars and colours stay; what else a terminal would obey is written out."""
+    """A run's own output: lines, progress bars and colours stay; all other control characters are written out."""
     parts, position = [], 0
     for colour in _COLOUR.finditer(text):
         parts += [visible(text[position : colour.start()], "\t\r\n"), colour[0]]

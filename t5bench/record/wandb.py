@@ -12,7 +12,7 @@ SERVER = "https://api.wandb.ai"
 
 
 def mode(environment: Mapping[str, str], mode: str = "") -> str:
-    """One of MODES: the one that is given, else WANDB_MODE, else online with a key and offline without.
+    """One of MODES: the given one, else WANDB_MODE, else online with a key and offline without.
 
     A key is in WANDB_API_KEY, or in the netrc file for the server (with its port) of WANDB_BASE_URL, where W&B looks
     too. Raises Problem for another mode.
