@@ -1,7 +1,7 @@
-"""What runs must share to stand side by side, and what else about them differs.
+"""What runs must share to be compared, and what else about them differs.
 
-A setting's role (t5bench/record/plan.py) says what it means for this. Engine arguments that no setting owns count one
-by one: each may change anything.
+A setting's role (t5bench/record/plan.py) decides. Engine arguments that no setting owns count separately, because each
+may change anything.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,8 +20,8 @@ def gpu_names(run: Run) -> str | None:
     return " + ".join(names) or None
 
 
-# What must agree and is no setting, by the name that messages print and --allow takes: what makes it another model,
-# other data or other initial weights, and so another loss curve; and what changes the time alone.
+# Facts other than settings that must agree, by the name that messages print and --allow takes: first those that change
+# the model, the data or the initial weights, and so the loss curve; then those that change only the time.
 _TRAINING: Mapping[str, Callable[[Run], Any]] = {
     "MODEL_FAMILY": lambda run: run.architecture.family,  # records of earlier versions lack the setting
     "padded_vocab_size": lambda run: run.padded_vocab_size,
@@ -43,7 +43,7 @@ def _values(run: Run, role: str, facts: Mapping[str, Callable[[Run], Any]]) -> d
 
 
 def compared(run: Run) -> dict[str, Any]:
-    """What runs must share to stand side by side, by name."""
+    """What runs must share to be compared, by name."""
     return _values(run, "compared", _TRAINING | _MACHINE)
 
 
@@ -53,14 +53,14 @@ def trains(run: Run) -> dict[str, Any]:
 
 
 def show(value: Any) -> str:
-    """A value in a message; an empty setting is seen."""
+    """A value in a message; an empty setting is made visible."""
     return "(empty)" if value in ("", None) else str(value)
 
 
 def differing(values: Callable[[Run], Mapping[str, Any]], runs: Iterable[Run]) -> dict[str, dict[Any, list[Run]]]:
-    """Of the names that `values` gives, those in which runs differ: the runs by value, in the order in which they came.
+    """The names in `values` in which runs differ: the runs by value, in their order.
 
-    A value that a record lacks is no difference. An engine argument that was not given differs from one that was.
+    A value that a record lacks is not a difference. An engine argument that was not given differs from one that was.
     """
     tables = [(run, values(run)) for run in runs]
     found: dict[str, dict[Any, list[Run]]] = {}
@@ -84,7 +84,7 @@ def _line(name: str, by_value: Mapping[Any, Sequence[Run]]) -> str:
 
 
 def refuse(runs: Sequence[Run], baseline: str, allowed: Collection[str]) -> None:
-    """Raises Problem unless all that must agree does or is allowed to differ; for world_size a baseline is enough."""
+    """Raises Problem if the runs differ where they must not. World sizes may differ if each has a baseline."""
     settings = dict.fromkeys(name for run in runs for name in run.plan.with_role("compared"))
     known = [*settings, *_TRAINING, *_MACHINE, ENGINE_ARGUMENTS]
     if unknown := [name for name in allowed if name not in known]:

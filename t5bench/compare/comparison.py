@@ -1,4 +1,4 @@
-"""A comparison of runs: their rows, grouped by the number of processes, each held against the baseline's."""
+"""A comparison of runs: their rows, grouped by the number of processes, each compared with the baseline's."""
 
 import math
 from collections import Counter
@@ -21,7 +21,7 @@ from t5bench.record.samples import Observations
 
 @dataclass(frozen=True)
 class Group:
-    """The rows of one number of processes. baseline may belong to another group when that was allowed."""
+    """The rows with one number of processes. baseline may belong to another group if that was allowed."""
 
     world_size: int
     rows: Sequence[Row]
@@ -29,10 +29,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All groups, and what is to be said about them.
+    """All groups, and the sentences about them.
 
-    verdicts come first on the page; problems are why the answer is no (a run that is not complete, another loss).
-    predicted_by: what the rows' predicted times rest on.
+    verdicts come first on the page; problems say why the answer is no (a run that is not complete, another loss).
+    predicted_by: the basis of the rows' predicted times.
     """
 
     groups: Sequence[Group]
@@ -56,13 +56,13 @@ class Comparison:
 
     @property
     def not_of_gpus(self) -> str:
-        """Why these figures say nothing of Megatron-DeepSpeed on GPUs; "" when they do."""
+        """Why these figures say nothing about Megatron-DeepSpeed on GPUs; "" if they do."""
         on_cpu = any(not row.on_gpu for row in self.rows)
         native = any(row.run.engine == "native" for row in self.rows)
         return " / ".join(["CPU"] * on_cpu + ["native engine"] * native)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, in units that the keys name; nan and inf are text."""
+        """Everything, in the units that the keys name; nan and inf are text."""
         said = {name: getattr(self, name) for name in ("baseline", "sound", "verdicts", "problems", "notes")}
         groups = [{"world_size": g.world_size, "rows": [_row_json(row) for row in g.rows]} for g in self.groups]
         return to_builtins(said | {"groups": groups})
@@ -129,7 +129,7 @@ def _run_json(entry: Measured) -> dict[str, Any]:
 def build(
     runs: Sequence[Run], baseline: str = "ddp", allowed: Collection[str] = (), peak_tflops: float | None = None
 ) -> Comparison:
-    """Compares at least one run. Raises Problem where runs must not stand side by side."""
+    """Compares at least one run. Raises Problem if the runs must not be compared."""
     comparable.refuse(runs, baseline, allowed)
     # The baseline first, then in the order of the launchers' ports.
     parts = sorted(group_runs(runs), key=lambda part: (part[0].strategy != baseline, part[0].plan.strategy.port))
@@ -207,7 +207,7 @@ def _verdicts(groups: Sequence[Group], baseline: str) -> list[str]:
 
 
 def _fastest(group: Group) -> str:
-    """Which row is the fastest, where that is known: table, page and W&B say it in these words."""
+    """Which row is the fastest, if that is known; the table, the page and W&B use this sentence."""
     number, ratios = against_the_fastest({number: row.repeats for number, row in enumerate(group.rows) if row.repeats})
     labels = [row.label for row in group.rows]
     first, start = labels[number], f"With {group.world_size} processes"

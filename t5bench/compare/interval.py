@@ -1,7 +1,7 @@
 """The confidence interval of the median of values that follow each other in time.
 
 An autocorrelation-adjusted Student interval over batch means, as in N-Skart (Tafazzoli, Steiger and Wilson, IEEE
-Transactions on Automatic Control 56(2), 2011), adapted to a median. docs/statistics.md has every step and its sources.
+Transactions on Automatic Control 56(2), 2011), adapted to a median. docs/statistics.md explains every step.
 """
 
 from functools import cache
@@ -33,7 +33,7 @@ def _student_table(confidence: float) -> tuple[Array, Array]:
 
 
 def student(degrees: float | Array, confidence: float = CONFIDENCE) -> Array:
-    """The t between which and -t Student's distribution has this share; degrees of freedom from 1 to 1,000."""
+    """The t for which Student's distribution has this share between -t and t; degrees of freedom from 1 to 1,000."""
     return np.interp(1 / np.maximum(degrees, 1), *_student_table(confidence))
 
 
@@ -43,9 +43,9 @@ def _normal_scores(count: int) -> Array:
 
 
 def _scores_in_time(values: Array, ordered: Array) -> Array:
-    """The normal score of each value, equal values having the mean of theirs; of variance 1, or 0 where all are equal.
+    """The normal score of each value, scaled to variance 1; equal values share their mean, and 0 if all are equal.
 
-    values: [series, n], ordered: the same, sorted.
+    values: [series, n]. ordered: the same, sorted.
     """
     series, count = values.shape
     new = np.diff(ordered, axis=1, prepend=np.nan) != 0
@@ -59,7 +59,7 @@ def _scores_in_time(values: Array, ordered: Array) -> Array:
 
 
 def _half_width(scores: Array, size: int) -> tuple[Array, Array]:
-    """By batches of this size, in units of the scores: half the interval; and the lag-1 autocorrelation of batches."""
+    """Half the interval from batches of this size, in units of the scores, and the batches' lag-1 autocorrelation."""
     series, count = scores.shape
     batches = count // size
     means = scores[:, count - batches * size :].reshape(series, batches, size).mean(axis=2)
@@ -70,14 +70,14 @@ def _half_width(scores: Array, size: int) -> tuple[Array, Array]:
     phi = phi + (phi > 0) * np.sqrt((1 - phi**2) / batches) * (1 if size == 1 else 0.5)
     used = np.minimum(phi, HIGHEST_CORRELATION)
     inflation = (1 + used) / (1 - used) - 2 * used * (1 - used**batches) / batches / (1 - used) ** 2
-    # A correlated sample spreads less than what it is drawn from.
+    # A correlated sample varies less than the process from which it is drawn.
     spread = squares / batches / np.maximum(1 - inflation / batches, 0.02)
     degrees = batches * (1 - used**2) / (3 + used**2)
     return student(degrees) * np.sqrt(spread * inflation / batches + (np.pi / 2 - 1) / count), phi
 
 
 def interval(values: Array) -> tuple[Array, Array]:
-    """The ends of the interval of each row's median, nan where a row does not support one. values: [series, n]."""
+    """The ends of the interval of each row's median; nan if a row does not support one. values: [series, n]."""
     series, count = values.shape
     nothing = np.full(series, np.nan)
     if count < FEWEST_VALUES:
@@ -94,6 +94,6 @@ def interval(values: Array) -> tuple[Array, Array]:
     rank = np.searchsorted(z, np.minimum(half, z[-1]))[:, None]
     low, high = (np.take_along_axis(ordered, at, axis=1)[:, 0] for at in (count - 1 - rank, rank))
     ends = middle - (middle - low) * reach, middle + (high - middle) * reach
-    times = low > 0  # what is positive stays so
+    times = low > 0  # the ends of positive values stay positive
     ends[0][times] = middle[times] * (low[times] / middle[times]) ** reach[times]
     return tuple(np.where(highest < HIGHEST_CORRELATION, end, np.nan) for end in ends)

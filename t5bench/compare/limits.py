@@ -1,4 +1,4 @@
-"""What limits a row, according to its measurements."""
+"""What limits a row, judged by its measurements."""
 
 from t5bench.compare.predicted import hardware_tflops
 from t5bench.compare.rows import Row
@@ -6,7 +6,7 @@ from t5bench.record.samples import Observations
 
 
 def limits(row: Row) -> str:
-    """Sentences, including what was not measured and why. "" for a row without figures."""
+    """What limits the row, and what was not measured and why, in sentences; "" for a row without figures."""
     if not row.milliseconds:
         return ""
     observed = row.measured[0].observed
@@ -41,9 +41,9 @@ def _network(observed: Observations) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """In decimal units, as networks count."""
+    """A number of bytes in decimal units, as networks count."""
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:  # what rounds to 1000 has the next unit
+        if count < 999.5:  # a number that rounds to 1000 gets the next unit
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"

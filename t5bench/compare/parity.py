@@ -1,7 +1,7 @@
-"""Whether runs train the same model: their curves against a baseline's.
+"""Whether runs train the same model: compares their curves with a baseline's.
 
 The gate (``t5bench parity``, scripts/check_parity.sh) judges controlled runs, by loss and gradient norm. A comparison
-judges the runs that it is given, by the loss alone, and says where it cannot.
+judges whatever runs it is given, only by the loss, and says which ones it cannot judge.
 """
 
 import argparse
@@ -24,14 +24,14 @@ from t5bench.record.status import COMPLETE, RUNNING
 
 BASELINE_STRATEGY = "ddp"
 
-# All tolerances are relative. Those of the gate were measured: docs/parity.md has the
-# largest difference of honest runs, by strategy and layout, and what the smallest change of a number moves.
+# All tolerances are relative. The gate's are based on measurements in docs/parity.md: the largest differences of
+# correct runs, by strategy and layout, and how far a small change of each number moves the curves.
 TOLERANCE = {"fp32": Tolerance(loss=5e-6, norm=5e-6), "bf16": Tolerance(loss=2e-3, norm=2e-2)}
-# With dropout, layouts that draw other masks are judged by a sign test over this many seeds: of two runs of a seed that
-# train alike each is as likely to have the larger loss, so that all seeds agree by chance once in 2 ** (SEEDS - 1).
+# With dropout, layouts that draw other masks are judged by a sign test over this many seeds: if both train the same
+# model, each is equally likely to have the larger loss, so all seeds agree by chance once in 2 ** (SEEDS - 1) checks.
 SEEDS = 8
-# In a comparison, of the loss, by precision: looser, for runs of any length and learning rate, in which rounding grows.
-# In bf16 and fp16 a rounding is up to 2**-9 of a number, and layouts round in different places.
+# A comparison's tolerances of the loss, by precision: looser, because rounding grows with a run's length and learning
+# rate. In bf16 and fp16 a rounding is up to 2**-9 of a number, and layouts round at different places.
 COMPARISON_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
 
 BASELINE, EQUAL, DIFFERENT, UNKNOWN = "baseline", "yes", "NO", "-"
@@ -45,7 +45,7 @@ ALL_PATCHES = "series"
 class Difference:
     """The largest relative difference of two curves, its iteration, and the first iteration beyond the tolerance.
 
-    It is nan, at the first such iteration, where a value of either curve is not a finite number.
+    If a value of either curve is not finite, the difference is nan, at the first such iteration.
     """
 
     largest: float
@@ -57,17 +57,17 @@ class Difference:
 
 
 def curve(run: Run, name: str = "lm_loss") -> dict[int, float]:
-    """A field of the run's lines by iteration; lines without it are left out."""
+    """A field of the run's lines, by iteration, without the lines that lack it."""
     return {line.iteration: value for line in run.iterations if (value := getattr(line, name)) is not None}
 
 
 def last_loss(run: Run) -> float | None:
-    """Of the last line that has one."""
+    """The loss on the last line that has one."""
     return next(reversed(curve(run).values()), None)
 
 
 def relative_difference(value: float, reference: float) -> float:
-    """|value - reference| / |reference|; 0 when they are equal, nan when one is not a finite number."""
+    """|value - reference| / |reference|; 0 if they are equal, nan if one is not finite."""
     if not (math.isfinite(value) and math.isfinite(reference)):
         return math.nan
     if value == reference:
@@ -76,7 +76,7 @@ def relative_difference(value: float, reference: float) -> float:
 
 
 def difference(curve: Mapping[int, float], reference: Mapping[int, float], tolerance: float) -> Difference | None:
-    """Two curves by iteration; None when they share no iteration."""
+    """How two curves differ; None if they share no iteration."""
     shared = {n: relative_difference(curve[n], reference[n]) for n in sorted(curve.keys() & reference.keys())}
     if not shared:
         return None
@@ -85,7 +85,7 @@ def difference(curve: Mapping[int, float], reference: Mapping[int, float], toler
 
 
 def other_training(run: Run, baseline: Run) -> dict[str, tuple[Any, Any]]:
-    """What makes these two runs different trainings, by name: both values."""
+    """The facts that make these two runs different trainings: both values, by name."""
     return {name: tuple(by_value) for name, by_value in differing(trains, [run, baseline]).items()}
 
 
@@ -108,7 +108,7 @@ class Parity:
 
 
 def judge(repeats: Sequence[Run], references: Sequence[Run]) -> Parity:
-    """The repeats of a row, each against the first of the baseline's that is the same training."""
+    """Compares each repeat of a row with the first run of the baseline that is the same training."""
     plan, layout = repeats[0].plan, repeats[0].layout
     tolerance = COMPARISON_TOLERANCE[plan.precision]
     found = []
@@ -130,7 +130,7 @@ def judge(repeats: Sequence[Run], references: Sequence[Run]) -> Parity:
 
 
 def judge_baseline(repeats: Sequence[Run]) -> Parity:
-    """The baseline's own row: only a loss that is not a number counts against it."""
+    """Judges the baseline's own row: only a loss that is not a number counts against it."""
     for iteration, loss in (point for run in repeats for point in curve(run).items()):
         if not math.isfinite(loss):
             return Parity(DIFFERENT, math.nan, iteration)
@@ -142,7 +142,7 @@ def judge_baseline(repeats: Sequence[Run]) -> Parity:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one run; it passed when ``reasons`` is empty. A difference is None where there was nothing to compare."""
+    """The verdict on a run; it passed if ``reasons`` is empty. A difference is None if there was nothing to compare."""
 
     name: str
     run: Run | None = None
@@ -159,7 +159,7 @@ class Verdict:
 
 
 def defect(run: Run) -> str | None:
-    """Why a run's curves cannot be compared; None when they can."""
+    """Why a run's curves cannot be compared; None if they can."""
     if run.status == RUNNING:
         return "has not ended, or its launcher was killed"
     if run.status != COMPLETE:
@@ -179,7 +179,7 @@ def defect(run: Run) -> str | None:
 
 
 def verdict(run: Run, baseline: Run) -> Verdict:
-    """The gate's verdict over a run."""
+    """The gate's verdict on a run."""
     for whose, curves in (("", run), ("the baseline cannot be used: ", baseline)):
         if problem := defect(curves):
             return Verdict(run.name, run, reasons=[whose + problem])
@@ -201,7 +201,7 @@ def verdict(run: Run, baseline: Run) -> Verdict:
 
 
 def _beyond(loss: Difference, norm: Difference, tolerance: Tolerance, first: int) -> list[str]:
-    """What differs, and what that says about where to look."""
+    """What differs, and where to look for the reason."""
     found = [
         f"the {name} differs by {found.largest:.1e} at iteration {found.iteration} (allowed: {allowed:.0e})"
         for name, found, allowed in (("loss", loss, tolerance.loss), ("gradient norm", norm, tolerance.norm))
@@ -220,8 +220,8 @@ def _beyond(loss: Difference, norm: Difference, tolerance: Tolerance, first: int
 
 
 def blind_spots(baseline: Run, measured: Sequence[Sensitivity]) -> list[str]:
-    """Why these runs would agree in spite of a mistake, by the baseline and what was measured of its recipe: what to
-    change, one sentence each."""
+    """Why these runs might agree in spite of a mistake, judged by the baseline and its recipe's measured sensitivities,
+    and what to change: one sentence each."""
     tolerance = TOLERANCE[baseline.plan.precision]
     found = [
         f"a mistake of {one.change} in the {one.number} moves the loss by {one.loss:.1e}, the norm by {one.norm:.1e}: "
@@ -247,7 +247,7 @@ def blind_spots(baseline: Run, measured: Sequence[Sensitivity]) -> list[str]:
 
 
 def check_controlled(baseline: Run) -> None:
-    """Raises Problem where runs that train the same model may differ by more than was measured."""
+    """Raises Problem if correct runs may differ by more than was measured."""
     plan = baseline.plan
     if plan.precision not in TOLERANCE:
         problem = f"the runs are in {plan.precision}, for which no bound was measured"
@@ -258,14 +258,14 @@ def check_controlled(baseline: Run) -> None:
 
 
 def draws_alike(run: Run, baseline: Run) -> bool:
-    """Whether both drop the same: every rank of a layout without model parallelism draws from its own seed."""
+    """Whether both draw the same dropout masks: without model parallelism, every rank draws from its own seed."""
     own, its = run.layout, baseline.layout
     same = (own.world_size, own.micro_batches, run.engine) == (its.world_size, its.micro_batches, baseline.engine)
     return run.plan.decimal("DROPOUT") == 0 or (same and own.tp * own.pp * its.tp * its.pp == 1)
 
 
 def sign_test(runs: Sequence[Run], baselines: Sequence[Run]) -> Verdict:
-    """The verdict over a strategy that drops other masks: each run against the baseline of its seed."""
+    """The verdict on a strategy with other dropout masks: compares each run with the baseline of its seed."""
     name, reasons = runs[0].strategy, []
     pairs = [(run, other) for run in runs for other in baselines if not other_training(run, other)]
     for run in (run for pair in pairs for run in pair):
@@ -289,7 +289,7 @@ def sign_test(runs: Sequence[Run], baselines: Sequence[Run]) -> Verdict:
 def gate(
     directories: Sequence[Path], baseline: Path | None, measured: Sequence[Sensitivity] = ()
 ) -> tuple[list[Verdict], list[str]]:
-    """The verdict over each run, and the blind spots of all; baseline: None is the first run of DDP. Raises Problem."""
+    """The verdict on each run, and the blind spots of all. baseline: None for the first run of DDP. Raises Problem."""
     runs, damaged = {}, {}
     for directory in dict.fromkeys(directories):
         try:
@@ -314,7 +314,7 @@ def gate(
     for directory, run in runs.items():
         if not draws_alike(run, standard):
             tested.setdefault((run.strategy, run.engine), []).append(run)
-        # Further seeds of the baseline are there for the sign test.
+        # Further seeds of the baseline serve the sign test.
         elif run.strategy != BASELINE_STRATEGY or run.plan.value("SEED") == standard.plan.value("SEED"):
             verdicts[directory] = verdict(run, standard)
     in_order = [verdicts[directory] for directory in dict.fromkeys(directories) if directory in verdicts]
@@ -323,7 +323,7 @@ def gate(
 
 
 def report(verdicts: Sequence[Verdict], blind: Sequence[str]) -> str:
-    """The table and, below, why what failed did."""
+    """The table and, below it, why runs failed."""
     header = ["run", "engine", "TP/PP/DP", "micro-batches", "loss differs by", "gradient norm differs by", "verdict"]
     rows = []
     for entry in verdicts:

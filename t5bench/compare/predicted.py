@@ -1,4 +1,4 @@
-"""What the cost model says of a comparison's rows."""
+"""What the cost model predicts for a comparison's rows."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,17 +13,17 @@ from t5bench.record.records import Run
 
 
 def prediction(row: Row) -> Prediction | None:
-    """None where the vocabulary is not known. Its time means nothing on a CPU, nor over a link of unknown speed."""
+    """The prediction; None if the vocabulary is not known. On a CPU or an unknown link its time means nothing."""
     link = row.measured[0].observed.busiest_link if row.measured else None
     gigabits = link.link_bits_per_second / 1e9 if link and link.link_bits_per_second else 1.0
-    # A batch that grew to the end never was the one that was asked for.
+    # A batch that grew until the end never reached the requested size.
     return prediction_of(row.run, gigabits, round(row.batch))
 
 
 def prediction_of(run: Run, gigabits: float = 1.0, batch: int = 0) -> Prediction | None:
-    """With a link of so many Gbit/s between the nodes, at this global batch or the run's own.
+    """The prediction with a link of this many Gbit/s between the nodes, at this global batch or the run's own.
 
-    None where the vocabulary is not known.
+    None if the vocabulary is not known.
     """
     if not run.padded_vocab_size:
         return None
@@ -35,9 +35,9 @@ def prediction_of(run: Run, gigabits: float = 1.0, batch: int = 0) -> Prediction
 
 
 def add_times(rows: Sequence[Row]) -> list[str]:
-    """Gives rows their predicted times, and says what these rest on; nothing where none can be predicted.
+    """Gives rows their predicted times, and says what these are based on; empty if none can be predicted.
 
-    They rest on data sheets where every row's device has one, else on how fast one row ran: the baseline, or the first.
+    They are based on data sheets if every row's device has one, else on the speed of the baseline or of the first row.
     """
     timed = [row for row in rows if row.milliseconds]
     timed = [row for row in timed if row.run.layout.nnodes == 1 or row.measured[0].observed.busiest_link]

@@ -1,4 +1,4 @@
-"""How a run reduces its gradients over the data-parallel replicas: in which numbers, when, in pieces of what size."""
+"""How a run reduces its gradients over the data-parallel replicas: in which data type, when, and in which pieces."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ _DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}  # D
 
 @dataclass(frozen=True)
 class Reduction:
-    """dtype is None where there is one replica and so nothing to reduce; bucket is text with its unit."""
+    """dtype is None if there is one replica and so nothing to reduce; bucket is text with its unit."""
 
     dtype: str | None
     overlap: bool = False
@@ -25,7 +25,7 @@ def reduction_of(run: Run) -> Reduction:
     """From the plan's layout, precision, engine and effective DeepSpeed JSON."""
     plan, layout = run.plan, run.layout
     if layout.dp == 1:
-        # Its two copies, on the first and the decoder's first stage, are summed even so.
+        # Its two copies, on the first stage and the decoder's first stage, are still summed.
         return Reduction(None, bucket="none but the tied embedding's (one replica)" if layout.pp > 1 else "")
     if plan.ds_config:
         zero = Zero.of_config(plan.ds_config)

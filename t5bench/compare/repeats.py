@@ -1,7 +1,7 @@
-"""What repeated runs say: the run is the unit, for runs differ by more than the iterations of one.
+"""Statistics over repeated runs: the run is the unit, because runs differ more than the iterations within one.
 
-The logarithms of the runs' median times are taken as normal, and speeds are compared by the ratios of pairs of runs
-that came after one another. docs/statistics.md has the method, its sources and how often it is wrong.
+The logarithms of the runs' median times are treated as normal, and speeds are compared by the ratios of consecutive
+runs. docs/statistics.md has the method, its sources and how often it is wrong.
 """
 
 import math
@@ -27,7 +27,7 @@ class Repeat(NamedTuple):
 
 
 def _student_interval(logs: Sequence[float], confidence: float, more: float = 0.0) -> tuple[float, float]:
-    """Of exp(mean), from at least two logarithms; more: by how much either half is wider."""
+    """The interval of exp(mean), from at least two logarithms; more: by how much to widen each half."""
     half = student(len(logs) - 1, confidence) * np.std(logs, ddof=1) / math.sqrt(len(logs)) + more
     low, high = np.exp(np.clip([fmean(logs) - half, fmean(logs) + half], -700, 700))  # a float's reach
     return float(low), float(high)
@@ -38,7 +38,7 @@ def _around(middle: float, low: float, high: float) -> Estimate:
 
 
 def of_repeats(runs: Sequence[Estimate]) -> Estimate:
-    """The median of the runs' medians; its interval is that of repeats, or of fewer than three the hull of theirs."""
+    """The median of the runs' medians; its interval is over the repeats, or covers those of fewer than three runs."""
     middle = median(run.median for run in runs)
     if len(runs) >= FEWEST_REPEATS:
         return _around(middle, *_student_interval([math.log(run.median) for run in runs], CONFIDENCE))
@@ -48,7 +48,7 @@ def of_repeats(runs: Sequence[Estimate]) -> Estimate:
 
 
 def pairs(first: Sequence[Repeat], second: Sequence[Repeat]) -> list[tuple[Repeat, Repeat]]:
-    """Runs of the two that came after one another, each in one pair at most; of equal times the paths decide."""
+    """Pairs of consecutive runs of the two, each run in at most one pair; for equal times the paths decide."""
     order = sorted([*((run, 0) for run in first), *((run, 1) for run in second)])
     found = []
     while len(order) > 1:
@@ -60,7 +60,7 @@ def pairs(first: Sequence[Repeat], second: Sequence[Repeat]) -> list[tuple[Repea
 
 
 def _trend(rows: Sequence[Sequence[Repeat]]) -> float:
-    """By how much the logarithm of the speed grows in a second, by least squares within each row."""
+    """The growth of the speed's logarithm per second, by least squares within each row."""
     apart = [(run.start - fmean(other.start for other in runs), math.log(run.speed)) for runs in rows for run in runs]
     squares = sum(time**2 for time, _ in apart)
     return sum(time * speed for time, speed in apart) / squares if squares else 0.0
@@ -78,7 +78,7 @@ def ratio(first: Sequence[Repeat], second: Sequence[Repeat], confidence: float =
 
 
 def against_the_fastest(rows: Mapping[int, Sequence[Repeat]]) -> tuple[int, dict[int, Estimate]]:
-    """The row of the highest median, and how many times as fast it is as each other, from the next to the last."""
+    """The row with the highest median, and how many times faster it is than each other row, from second to last."""
     first, *others = sorted(rows, key=lambda row: -median(run.speed for run in rows[row]))
     return first, {row: ratio(rows[first], rows[row], CONFIDENCE_OF_FASTEST) for row in others}
 

@@ -1,4 +1,4 @@
-"""A comparison's rows: complete runs of one strategy that compute the same in the same way are repeats of one row.
+"""A comparison's rows: complete runs of one strategy that compute the same thing in the same way are repeats of a row.
 
 A run that failed is a separate row, with its status and without figures.
 """
@@ -32,7 +32,7 @@ _ALONE = f"{MARK_OF_ALONE} fewer than {FEWEST_REPEATS} repeats: these figures an
 
 @dataclass(frozen=True)
 class Measured:
-    """One complete run with what its lines and samples say; timing is None where it logged no interval."""
+    """One complete run with what its lines and samples say; timing is None if it logged no interval."""
 
     run: Run
     timing: statistics.Timing | None
@@ -66,7 +66,7 @@ class Row:
 
     @property
     def run(self) -> Run:
-        """The first of the repeats; it represents what they share."""
+        """The first of the repeats, which stands for what they share."""
         return self.runs[0]
 
     @property
@@ -98,7 +98,7 @@ class Row:
 
     @property
     def alone(self) -> bool:
-        """Whether the intervals are of these runs and not of repeats."""
+        """Whether the intervals describe only these runs, for lack of repeats."""
         return 0 < len(self.repeats) < FEWEST_REPEATS
 
     @property
@@ -107,7 +107,7 @@ class Row:
 
     @cached_property
     def peak_memory(self) -> dict[int, float]:
-        """MiB by rank, the most over the repeats: on the GPU as PyTorch counts it, on a CPU the resident set."""
+        """MiB by rank, the maximum over the repeats: on a GPU what PyTorch allocated, on a CPU the resident set."""
         peak_of: dict[int, float] = {}
         for peak in (peak for entry in self.measured for peak in entry.run.peak_memory):
             mib = peak.device_mib if self.on_gpu else peak.host_mib
@@ -117,7 +117,7 @@ class Row:
 
     @property
     def sent_per_iteration(self) -> float | None:
-        """Bytes that the busiest node sent per iteration, the median over the repeats that have it."""
+        """Bytes per iteration that the busiest node sent, the median over the repeats that have it."""
         sent = [s for entry in self.measured if (s := entry.observed.sent_per_iteration) is not None]
         return median(sent) if sent else None
 
@@ -135,7 +135,7 @@ class Row:
 
 
 def distinctions(run: Run) -> dict[str, Any]:
-    """What distinguishes two rows of one strategy, by the name used in labels."""
+    """The facts that distinguish two rows of one strategy, by the names used in labels."""
     settings = run.plan.settings
     return {
         **compared(run),
@@ -149,7 +149,7 @@ def distinctions(run: Run) -> dict[str, Any]:
 
 
 def group_runs(runs: Sequence[Run]) -> list[list[Run]]:
-    """Groups complete repeats; every other run is alone. Keeps the order."""
+    """Groups complete repeats and keeps the order; every other run forms its own group."""
     rows: dict[Any, list[Run]] = {}
     for number, run in enumerate(runs):
         same = run.strategy, run.world_size, frozenset(distinctions(run).items())
@@ -158,7 +158,7 @@ def group_runs(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def labels(rows: Sequence[Sequence[Run]]) -> list[str]:
-    """The strategy, and what distinguishes the row if others in its group have the same one."""
+    """The strategy, and what distinguishes the row from others of the same strategy in its group."""
     found = []
     for run, *_ in rows:
         alike = [other for other, *_ in rows if (other.strategy, other.world_size) == (run.strategy, run.world_size)]
@@ -170,12 +170,12 @@ def labels(rows: Sequence[Sequence[Run]]) -> list[str]:
 
 
 def shape_of(run: Run) -> Architecture | None:
-    """The model's shape; None where the padded vocabulary is not known."""
+    """The model's shape; None if the padded vocabulary is not known."""
     return run.architecture if run.padded_vocab_size else None
 
 
 def make_row(label: str, runs: Sequence[Run], peak: float | None = None) -> Row:
-    """A row over the repeats of one run. peak: dense TFLOP/s of the GPU, where its name does not tell."""
+    """A row over the repeats of one run. peak: the GPU's dense TFLOP/s, if its name is unknown."""
     complete = runs if runs[0].status == COMPLETE else ()
     timings = [statistics.timing(run.iterations, run.plan) for run in complete]
     measured = [Measured(run, timing, samples.observe(run, timing.used if timing else ()))

@@ -1,7 +1,7 @@
-"""What the parity gate would see of each number of a recipe: how far a change of it moves the loss or gradient norm.
+"""How well the parity gate sees each number of a recipe: how far a change of it moves the loss or gradient norm.
 
-native/sensitivity.py measures it. A mistake in a number that moves neither curve by MARGIN times what the gate allows
-can hide.
+native/sensitivity.py measures this. A mistake can hide in a number that moves neither curve by MARGIN times what the
+gate allows.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ MARGIN = 10
 
 
 class Tolerance(NamedTuple):
-    """What honest runs stay far below: relative differences of loss and gradient norm."""
+    """The relative differences of loss and gradient norm that the gate allows, far above those of correct runs."""
 
     loss: float
     norm: float
@@ -35,7 +35,7 @@ class Sensitivity(NamedTuple):
     norm: float
 
     def times(self, tolerance: Tolerance) -> float:
-        """The larger of the two in units of what the gate allows."""
+        """The larger of the two, in units of what the gate allows."""
         return max(self.loss / tolerance.loss, self.norm / tolerance.norm)
 
     def is_seen(self, tolerance: Tolerance) -> bool:
@@ -66,7 +66,7 @@ def read(path: Path) -> list[Sensitivity]:
 
 
 def table(measured: Sequence[Sensitivity], tolerance: Tolerance) -> str:
-    """The numbers, the least visible first, and below whether all are seen."""
+    """The table of the numbers, the least visible first, and whether all are seen."""
     header = ["number of the recipe", "changed by", "loss moves by", "norm moves by", "times the bound", "seen"]
     hidden = [one.number for one in measured if not one.is_seen(tolerance)]
     rows = [

@@ -1,6 +1,6 @@
-"""The time of an iteration from a run's log lines: what is left out and why, the median and how sure it is.
+"""The time of an iteration from a run's log lines: what is left out and why, the median and its uncertainty.
 
-Every log line is the mean over the LOG_INTERVAL iterations before it, an interval. Left out are
+Every log line is the mean over the LOG_INTERVAL iterations before it, an interval. These are left out:
 
 - intervals in which the batch was still growing;
 - intervals with an evaluation, a checkpoint or a profiled iteration in them, and those with iterations that fp16
@@ -10,8 +10,8 @@ Every log line is the mean over the LOG_INTERVAL iterations before it, an interv
   minimises the standard error of the mean of what remains, looked for in the first half (White, "An effective
   truncation heuristic for bias reduction in simulation output", Simulation 69(6), 1997).
 
-Reported are the median, quartiles, the 95 % confidence interval of the median, which allows for the correlation of
-iterations that follow each other, and the count of outliers by Tukey's fences, which stay in.
+The result has the median, the quartiles, the median's 95 % confidence interval, which allows for the correlation of
+consecutive iterations, and the number of outliers by Tukey's fences, which are kept.
 """
 
 import math
@@ -41,13 +41,13 @@ class Estimate:
     high: float | None = None
 
     def per(self, amount: float) -> "Estimate":
-        """amount / this: the fast end of a time is the high end of a rate."""
+        """amount / this: the low end of a time gives the high end of a rate."""
         if self.low is None or self.high is None:
             return Estimate(amount / self.median)
         return Estimate(amount / self.median, amount / self.high, amount / self.low)
 
     def over(self, other: "Estimate") -> "Estimate":
-        """The ratio this / other, with the interval that holds whatever both intervals allow."""
+        """The ratio this / other, with an interval that covers all that both intervals allow."""
         ratio = self.median / other.median
         if None in (self.low, self.high, other.low, other.high):
             return Estimate(ratio)
@@ -73,7 +73,7 @@ class Timing:
 
 
 def timing(lines: Sequence[Iteration], plan: Plan) -> Timing | None:
-    """The timing of a run with these lines; None where no line has a time."""
+    """The timing of a run with these lines; None if no line has a time."""
     length = plan.number("LOG_INTERVAL")
     untimed = {line.iteration: NOT_FINITE for line in lines if not 0 < line.elapsed_ms < math.inf}
     dropped = {line.iteration: SKIPPED for line in lines if line.skipped} | untimed
@@ -87,7 +87,7 @@ def timing(lines: Sequence[Iteration], plan: Plan) -> Timing | None:
     rules: dict[str, Callable[[Iteration], bool]] = {
         RAMP_UP: lambda line: batches[line.iteration] < batch,
         EVENT: lambda line: event_within(line.iteration - length, line.iteration, plan),
-        # Where the run itself began is the warm-up's matter, which knows what to do with short runs.
+        # The run's own beginning is left to the warm-up, which handles short runs.
         RESUMED: lambda line: line.begin > begin and _early(line, line.begin, length),
     }
     for reason, applies in rules.items():
@@ -115,8 +115,8 @@ def timing(lines: Sequence[Iteration], plan: Plan) -> Timing | None:
 def event_within(start: int, end: int, plan: Plan) -> bool:
     """Whether an evaluation, a checkpoint or a profile falls into the interval of the iterations start + 1 to end.
 
-    The first two come after an iteration and after its log line: what comes after iteration `start` burdens this
-    interval, what comes after `end` the next one. A profile of iteration N begins at the end of N - 1.
+    The first two come after an iteration and its log line: one after iteration `start` falls into this interval, one
+    after `end` into the next. A profile of iteration N begins at the end of N - 1.
     """
     if start < plan.number("PROFILE_ITERATION") <= end + 1:
         return True
@@ -131,7 +131,7 @@ def _early(line: Iteration, begin: int, length: int) -> bool:
 
 
 def _warm_up(lines: Sequence[Iteration], begin: int, length: int) -> tuple[int, str]:
-    """How many of the first intervals are warm-up, and a warning or ''; begin: the iteration before the run's first."""
+    """How many of the first intervals are warm-up, and a warning or ''. begin: the iteration before the run's first."""
     count = len(lines)
     wanted = max(sum(_early(line, begin, length) for line in lines), mser([line.elapsed_ms for line in lines]))
     fewer = min(wanted, max(1, count // 4), count - 1)
@@ -143,9 +143,9 @@ def _warm_up(lines: Sequence[Iteration], begin: int, length: int) -> tuple[int, 
 
 
 def mser(values: Sequence[float]) -> int:
-    """How many values MSER cuts off: least squared deviation from the mean of the rest over its size squared.
+    """How many values MSER cuts off: it minimises the rest's squared deviation from its mean over its size squared.
 
-    Only cuts in the first half are looked at, as the tail's own noise misleads it; of equals the smallest cut.
+    Only cuts in the first half count, because noise in a short tail would mislead it; among equals the smallest counts.
     """
     tail = np.array(values)[::-1]
     tail -= tail[0]  # against cancellation
@@ -156,7 +156,7 @@ def mser(values: Sequence[float]) -> int:
 
 
 def median_with_interval(values: Sequence[float]) -> Estimate:
-    """The median of at least one value, and its interval where the values, which are in the order of time, allow it."""
+    """The median of at least one value, and its interval if the values, which are in time order, support one."""
     low, high = interval(np.array([values], dtype=np.float64))
     if math.isnan(low[0]):
         return Estimate(median(values))

@@ -1,4 +1,4 @@
-"""What slows a run down, as its record shows without a profile: a node whose GPUs are slow, and a slow disk."""
+"""What a record shows, without a profile, about why a run is slow: a node with slow GPUs, and a slow disk."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ def of_record(run: Run) -> list[Cause]:
 
 
 def _slow_clocks(run: Run) -> Iterator[Cause]:
-    """A node whose GPUs run at lower clocks than the other nodes', which wait for it."""
+    """A node whose GPUs run at lower clocks than those of the other nodes, which wait for it."""
     clocks = {}
     for node, samples in run.samples.items():
         busy = [gpu for sample in samples for gpu in sample["gpus"] if gpu["utilization"]]
