@@ -1,6 +1,6 @@
-"""What a forward pass keeps for backward, in bytes of one GPU.
+"""What a forward pass keeps for the backward pass, in bytes on one GPU.
 
-Korthikanti et al. (https://arxiv.org/abs/2205.05198) derived again for any FFN size, cross-attention, grouped queries,
+Korthikanti et al. (https://arxiv.org/abs/2205.05198), extended to any FFN size, cross-attention, grouped queries,
 attention kernels and what software keeps. n: tokens of a micro-batch, h: hidden size, t: tensor-parallel size.
 """
 
@@ -13,7 +13,7 @@ NORM_STATISTICS = {"layer": 8, "rms": 4}  # bytes of a token: the fp32 mean and 
 
 
 def layer_bytes(job: Job, decoder: bool = False) -> float:
-    """What one layer keeps of one micro-batch; under full recomputation only its input."""
+    """What one layer keeps of one micro-batch; with full recomputation only its input."""
     a = job.architecture
     if job.recompute == "full":
         return job.tokens(decoder) * a.hidden * (job.software.stream or job.element) / job.parallel.sequence
@@ -30,7 +30,7 @@ def _norm(job: Job, tokens: int, readers: int = 1) -> float:
 
 
 def _dropped(job: Job, elements: float) -> float:
-    """The mask of a dropout outside of tensor parallelism."""
+    """The mask of a dropout that tensor parallelism does not divide."""
     kept = job.software
     mask = kept.tensor_mask or kept.mask if job.parallel.tensor > 1 else kept.mask
     return elements * mask / job.parallel.sequence if job.dropout else 0.0
@@ -39,7 +39,7 @@ def _dropped(job: Job, elements: float) -> float:
 def _attention(job: Job, decoder: bool, cross: bool, length: int, kernel: str) -> float:
     """Norm, projections, core and dropout. length: of a sample's keys and values, the encoder's under `cross`.
 
-    Unfused attention keeps of every score the probability, and with dropout its mask and what is left of it.
+    For every score, unfused attention keeps the probability and, with dropout, its mask and its value after dropout.
     """
     a, kept, e = job.architecture, job.software, job.element
     tokens, keys = job.tokens(decoder), job.micro_batch * length
@@ -69,7 +69,7 @@ def _mlp(job: Job, tokens: int) -> float:
 
 
 def in_flight(job: Job, stage: int) -> int:
-    """Chunks of layers whose forward is done and whose backward is not, at the most, on a stage under 1F1B.
+    """The largest number of chunks of layers between their forward and their backward pass, on a stage under 1F1B.
 
     Interleaved (https://arxiv.org/abs/2104.04473, section 2.2): Megatron-LM core/pipeline_parallel/schedules.py:839.
     """
@@ -80,7 +80,7 @@ def in_flight(job: Job, stage: int) -> int:
 
 
 def activation_bytes(job: Job, stage: int = 0) -> dict[str, float]:
-    """What a stage keeps of all micro-batches in flight, by component, at the end of a forward before its loss."""
+    """What a stage keeps of all micro-batches in flight, by component, after a forward pass and before the loss."""
     part = stage_of(job.architecture, job.parallel, stage)
     chunks, v = in_flight(job, stage), job.parallel.virtual_stages
     layers = {"encoder": part.encoder_layers, "decoder": part.decoder_layers}
@@ -109,9 +109,9 @@ def _ends(job: Job, part: Stage) -> float:
 
 
 def logits_bytes(job: Job, stage: int = 0) -> tuple[float, float]:
-    """Beside the activations of a last stage: while the loss is computed, and while the head's gradients are.
+    """What a last stage needs besides activations, while it computes the loss and while it computes head gradients.
 
-    The head's weight has its gradient in the training precision until backward has reached the embedding too.
+    The gradient of the head's weight stays in the training precision until backward has reached the embedding too.
     """
     a, kept = job.architecture, job.software
     if not stage_of(a, job.parallel, stage).head:

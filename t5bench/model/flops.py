@@ -1,21 +1,21 @@
-"""Floating-point operations of a transformer's matrix products. Everything in this project counts them here.
+"""Floating-point operations of a transformer's matrix products, the only place where this project counts them.
 
-Narayanan et al. (https://arxiv.org/abs/2104.04473, section 5.1) for grouped queries, gated FFNs and encoder-decoders:
-the decoder and the head at the decoder's length, cross-attention's keys and values at the encoder's.
+Narayanan et al. (https://arxiv.org/abs/2104.04473, section 5.1), extended to grouped queries, gated FFNs and
+encoder-decoders: the decoder and the head at the decoder's length, cross-attention's keys and values at the encoder's.
 """
 
 from t5bench.model.job import Architecture, Job
 
 
 def layer_multiply_adds(a: Architecture, decoder: bool = False) -> tuple[int, int]:
-    """Multiply-adds of one layer's forward pass of one sample: in its weights, and in attention's core."""
+    """Multiply-adds of one layer's forward pass for one sample: with its weights, and in attention's core."""
     n, h, keys = a.length(decoder), a.hidden, a.attended(decoder)
     weights = n * h * (3 if a.gated else 2) * a.ffn + sum(2 * h * (a.query * n + a.key * length) for length in keys)
     return weights, 2 * a.query * n * sum(keys)
 
 
 def multiply_adds(a: Architecture) -> dict[str, int]:
-    """Multiply-adds of one sample's forward pass in encoder, decoder and head."""
+    """Multiply-adds of the forward pass for one sample, in encoder, decoder and head."""
     return {
         "encoder": a.encoder_layers * sum(layer_multiply_adds(a)),
         "decoder": a.decoder_layers * sum(layer_multiply_adds(a, decoder=True)),
@@ -24,12 +24,12 @@ def multiply_adds(a: Architecture) -> dict[str, int]:
 
 
 def flops_per_iteration(architecture: Architecture, global_batch_size: int) -> float:
-    """Of an iteration: 2 per multiply-add, backward twice the forward, no recomputation."""
+    """FLOPs of an iteration: 2 per multiply-add, backward twice the forward, no recomputation."""
     return 6.0 * global_batch_size * sum(multiply_adds(architecture).values())
 
 
 def hardware_flops(job: Job) -> float:
-    """Of an iteration with what recomputation does a second time: all of the layers, or attention's core."""
+    """FLOPs of an iteration, including recomputation of whole layers or of attention's core."""
     a = job.architecture
     layers = (a.encoder_layers, layer_multiply_adds(a)), (a.decoder_layers, layer_multiply_adds(a, decoder=True))
     again = {"none": 0, "selective": 1, "full": 2}[job.recompute]  # of a layer's two, the core first

@@ -1,4 +1,4 @@
-"""Who is where, and the process groups of a layout, as Megatron numbers its ranks: tensor fastest, then data, then
+"""Where each rank is, and the process groups of a layout, in Megatron's numbering: tensor fastest, then data, then
 pipeline. The native engine's mesh (pipeline, data, tensor) is the same.
 """
 
@@ -23,8 +23,8 @@ def coordinates(parallel: Parallel, rank: int) -> tuple[int, int, int]:
 def groups(parallel: Parallel, encoder_decoder: bool = True) -> Groups:
     """Every group by its kind, each with its members in order.
 
-    "embedding": the stages that hold the tied word embedding; "position": those that hold the positions' table, in an
-    encoder-decoder the first of each stack (Megatron-DeepSpeed, megatron/core/parallel_state.py).
+    "embedding": the stages that hold the tied word embedding. "position": those that hold the positions' table, which
+    in an encoder-decoder are the first of each stack (Megatron-DeepSpeed, megatron/core/parallel_state.py).
     """
     t, d, world = parallel.tensor, parallel.data, parallel.world
     stage, last = t * d, parallel.pipeline - 1  # how many ranks a stage has, and the last one's number

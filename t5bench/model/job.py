@@ -1,4 +1,4 @@
-"""What is trained and how, as every part of the model reads it: an architecture, its layout on GPUs, and a job.
+"""What is trained and how, for every part of the cost model: an architecture, its layout on GPUs, and a job.
 
 Sizes are in tokens, layers and elements; names of arguments are those of Megatron without dashes.
 """
@@ -56,14 +56,14 @@ class Architecture:
 
     @property
     def cross_attention(self) -> bool:
-        """Whether the decoder looks at an encoder."""
+        """Whether the decoder attends to an encoder."""
         return bool(self.encoder_layers and self.decoder_layers)
 
     def length(self, decoder: bool) -> int:
         return self.decoder_length if decoder else self.encoder_length
 
     def attended(self, decoder: bool) -> tuple[int, ...]:
-        """Tokens of a sample that each attention of a layer looks at: those of its own stack, then of the encoder."""
+        """Tokens of a sample to which each attention of a layer attends: its own stack's, then the encoder's."""
         own = self.length(decoder)
         return (own, self.encoder_length) if decoder and self.cross_attention else (own,)
 
@@ -79,7 +79,7 @@ class Architecture:
 
     @property
     def key(self) -> int:
-        """Columns of the key projection, and of the value projection."""
+        """Columns of the key projection; the value projection has as many."""
         return self.kv_heads * self.head_size
 
     @classmethod
@@ -139,7 +139,7 @@ class Parallel:
 
     @property
     def sequence(self) -> int:
-        """Among how many GPUs sequence parallelism divides what tensor parallelism repeats."""
+        """The number of GPUs over which sequence parallelism divides what tensor parallelism repeats."""
         return self.tensor if self.sequence_parallel else 1
 
 
@@ -163,7 +163,7 @@ class Zero:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any] | None) -> "Zero":
-        """Of a DeepSpeed JSON; None is no DeepSpeed."""
+        """From a DeepSpeed JSON; None means no DeepSpeed."""
         zero = (config or {}).get("zero_optimization", {})
         stage = int(zero.get("stage", 0))
         offloads = (zero.get(name) or {} for name in ("offload_optimizer", "offload_param"))
@@ -226,17 +226,17 @@ class Job:
         return SOFTWARE[self.engine]
 
     def tokens(self, decoder: bool) -> int:
-        """Of a micro-batch in the encoder or the decoder."""
+        """Tokens of a micro-batch in the encoder or the decoder."""
         return self.micro_batch * self.architecture.length(decoder)
 
     def attentions(self, decoder: bool) -> list[tuple[int, str]]:
-        """Of each attention of a layer the tokens of a sample that it looks at, and its kernel."""
+        """For each attention of a layer, the tokens of a sample to which it attends, and its kernel."""
         kernels = self.causal_attention if decoder else self.attention, self.attention
         return list(zip(self.architecture.attended(decoder), kernels, strict=False))
 
     @classmethod
     def of_plan(cls, plan: Any, padded_vocabulary: int) -> "Job":
-        """The job of a launcher's plan or of a stored run's: a ``t5bench.record.plan.Plan`` that has a layout."""
+        """The job of a launcher's or a stored run's plan, a ``t5bench.record.plan.Plan`` that has a layout."""
         arguments, layout, zero = plan.named_arguments, plan.layout, Zero.of_config(plan.ds_config)
         flash = plan.engine == "megatron" and _given(arguments, "use_flash_attn_v2")
         return cls(

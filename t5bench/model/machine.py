@@ -1,9 +1,9 @@
 """What a job runs on: a GPU's rates and memory, and the links inside a node and between nodes.
 
-A device is known by the name that nvidia-smi gives it, or by its name in the table. Figures are those of NVIDIA's data
-sheets and white papers, dense (a "sparse" figure is halved) and with accumulation in fp32, which is what PyTorch asks
-for. A name that is not here, such as a MIG slice or a laptop's GPU, has no figures: better none than another GPU's.
-Look up those that you rely on before you publish an MFU, or give PEAK_TFLOPS.
+A device is found by nvidia-smi's name or by its name in the table. Figures are those of NVIDIA's data sheets and white
+papers, dense (a "sparse" figure is halved) and with accumulation in fp32, as PyTorch uses it. A device that is not in
+the table, such as a MIG slice or a laptop's GPU, has no figures: better none than another GPU's. Check the figures that
+you rely on before you publish an MFU, or set PEAK_TFLOPS.
 """
 
 import re
@@ -118,14 +118,14 @@ DEVICES = {device.name: device for device in _devices()}
 
 
 def device_of(name: str) -> Device | None:
-    """The device that nvidia-smi or the table calls so; None for one that is not known."""
+    """The device with this name in nvidia-smi or in the table; None if it is not known."""
     plain = name.strip().removeprefix("NVIDIA ").strip()
     known = DEVICES.get(plain.lower().replace(" ", "-"))
     return known or next((device for device in DEVICES.values() if re.fullmatch(device.pattern, plain)), None)
 
 
 def peak_tflops(name: str, precision: str) -> float | None:
-    """Dense peak TFLOP/s of a GPU as nvidia-smi names it, in "bf16" or "fp16"; None where it is not known.
+    """Dense peak TFLOP/s, in "bf16" or "fp16", of a GPU with nvidia-smi's name; None if it is not known.
 
     fp32 has none: whether it runs on tensor cores, as TF32, is a setting that records do not hold.
     """

@@ -1,7 +1,7 @@
 """The memory of every rank by component, what is allocated between iterations, and the moment of the peak.
 
-States: ZeRO (https://arxiv.org/abs/1910.02054) as the engines implement it. What is counted is what torch counts as
-allocated; ``in_use`` adds what a device reports beyond it.
+States: ZeRO (https://arxiv.org/abs/1910.02054) as the engines implement it. All figures are what torch counts as
+allocated; ``in_use`` adds what a device reports in addition.
 """
 
 import bisect
@@ -15,18 +15,18 @@ from t5bench.model.job import Job
 from t5bench.model.machine import MIB, Device
 from t5bench.model.parameters import layer_shapes, parameters, stage_of, tensors
 
-ADAM, FP32_GRADIENTS = 8, 4  # bytes of a parameter: two fp32 moments; what ZeRO's update makes of gradients
+ADAM, FP32_GRADIENTS = 8, 4  # bytes per parameter: two fp32 moments; the fp32 gradients that ZeRO's update makes
 
-# What a device reports in use and torch does not count: a CUDA context with its kernels, 400 to 612 MiB in public
+# What a device reports as used but torch does not count: a CUDA context with its kernels, 400 to 612 MiB in public
 # reports, and what the driver reserves, 462 MiB in the median of twelve public ``nvidia-smi -q`` of H100, L40S and A40.
 CONTEXT, DRIVER = 500 * 10**6, 462 * MIB
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. states: between iterations; moments: by name, what is there besides; cpu: in host memory.
+    """Bytes of one rank. states: between iterations. moments: what comes on top, by moment. cpu: in host memory.
 
-    cached: blocks that the allocator keeps and cannot use at the peak.
+    cached: blocks that the allocator keeps but cannot use at the peak.
     """
 
     states: Mapping[str, float]
@@ -40,7 +40,7 @@ class Memory:
 
     @property
     def moment(self) -> str:
-        """The moment at which most is allocated."""
+        """The moment with the largest allocation."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
     @property
@@ -66,7 +66,7 @@ def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
     states["workspace"] = workspace(job, stage, device)
     if not (job.zero.stage or job.distributed_optimizer or job.element == 4):
         # Every parameter has a tensor of weights, one of masters and two of moments; gradients are one buffer. ZeRO and
-        # Megatron's distributed optimizer have a few flat tensors, of which next to nothing is lost.
+        # Megatron's distributed optimizer have a few flat tensors, which waste next to nothing.
         sizes = [size for each in tensors(a, job.parallel, stage).values() for size in each]
         kinds = [2 * size for size in sizes], [4 * size for size in sizes], [4 * size for size in sizes for _ in (1, 2)]
         states["allocator"] = slack([*kinds[0], 4 * sum(sizes), *kinds[1], *kinds[2]])
@@ -78,8 +78,8 @@ def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
     loss, gradients = logits_bytes(job, stage)
     buffers, words = transient_states(job, count), {}
     if part.embedding and part.head and a.tied:
-        # The gradient of tied words by the head, by the decoder's embedding, and their sum. Backward has done the
-        # decoder; an encoder before it still has its activations.
+        # The gradient of the tied words from the head and from the decoder's embedding, and their sum. The decoder's
+        # backward pass is done; an encoder still has its activations.
         words = {"encoder": kept["encoder"] * a.cross_attention, "gradients of words": 3 * word_gradient(job)}
     moments = {
         "loss": kept | buffers["forward"] | {"logits and loss": loss},
@@ -91,7 +91,7 @@ def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
 
 
 def states_of(job: Job) -> dict[str, tuple[float, float]]:
-    """Bytes of a parameter's states that every data-parallel rank has, and those divided among the ranks."""
+    """Bytes per parameter of the states that every data-parallel rank has, and of those divided among the ranks."""
     e, kept, zero = job.element, job.software, job.zero.stage
     masters = 4 if e == 2 or zero else 0
     optimizer = (0, masters + ADAM) if zero or job.distributed_optimizer else (masters + ADAM, 0)
@@ -108,7 +108,7 @@ def states_of(job: Job) -> dict[str, tuple[float, float]]:
 
 
 def model_states(job: Job, count: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Weights, gradients and optimizer states of `count` parameters that stay: on the GPU, and in CPU memory."""
+    """The lasting weights, gradients and optimizer states of `count` parameters: on the GPU, and in CPU memory."""
     n, zero = job.parallel.data, job.zero
     sizes = {name: (whole + divided / n) * count for name, (whole, divided) in states_of(job).items()}
     cpu = {}
@@ -138,7 +138,7 @@ def transient_states(job: Job, count: int) -> dict[str, dict[str, float]]:
 
 
 def workspace(job: Job, stage: int = 0, device: Device | None = None) -> float:
-    """cuBLAS, Transformer Engine and the scores of unfused attention; it stays once a first iteration has run.
+    """Workspaces of cuBLAS, Transformer Engine and unfused attention's scores, which stay after the first iteration.
 
     cuBLAS has a workspace for the forward thread and one for autograd's: 32 MiB each on Hopper and under
     CUBLAS_WORKSPACE_CONFIG=:4096:8, which deterministic runs set, else 8.125 (aten/src/ATen/cuda/CublasHandlePool.cpp).
@@ -159,11 +159,11 @@ def workspace(job: Job, stage: int = 0, device: Device | None = None) -> float:
 
 
 def slack(sizes: Iterable[int]) -> int:
-    """Bytes that PyTorch's allocator counts beyond those of tensors that are made one after another.
+    """Bytes that PyTorch's allocator counts in addition to tensors that are made one after another.
 
-    c10/cuda/CUDACachingAllocator.cpp, constants of 2.x: it rounds to 512 bytes, takes blocks of up to 1 MiB from
-    segments of 2 MiB and large ones from segments of 20 MiB or, from 10 MiB on, of their own in steps of 2 MiB. It
-    splits a large block only if more than 1 MiB is left over: the rest counts as allocated.
+    c10/cuda/CUDACachingAllocator.cpp, constants of 2.x: it rounds to 512 bytes. Blocks of up to 1 MiB come from
+    segments of 2 MiB, larger ones from segments of 20 MiB, and those of 10 MiB or more get a segment each, in steps of
+    2 MiB. It splits a large block only if more than 1 MiB is left over; otherwise the rest counts as allocated.
     """
     free: dict[bool, list[int]] = {True: [], False: []}  # sorted sizes of blocks, small and large
     found = 0
@@ -182,10 +182,10 @@ def slack(sizes: Iterable[int]) -> int:
 
 
 def _cached_scores(job: Job) -> float:
-    """Blocks of autocast's attention that stay while the loss is computed and fit nothing then.
+    """Blocks of autocast's attention that stay cached while the loss is computed but are of no use then.
 
-    Of each score of the decoder: its bias with the mask for self-attention and for cross-attention, in fp32, the score
-    and the probability in 16 bits, and the score in fp32 (transformers, models/t5/modeling_t5.py, T5Attention.forward).
+    For each score of the decoder: its bias with the mask, for self- and for cross-attention, in fp32; the score and the
+    probability in 16 bits; the score in fp32 (transformers, models/t5/modeling_t5.py, T5Attention.forward).
     """
     a = job.architecture
     if job.engine != "autocast" or job.attention != "unfused":

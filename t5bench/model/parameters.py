@@ -1,7 +1,7 @@
-"""The parameters of every rank, exactly: which layers a pipeline stage has, and how tensor parallelism divides them.
+"""The exact parameters of every rank: which layers a pipeline stage has, and how tensor parallelism divides them.
 
-Every tensor-parallel rank has all of the norms, the positions, and the biases that are added after an all-reduce.
-Checked against both engines' own models (tests/model).
+Every tensor-parallel rank holds all norms, the positions, and the biases that are added after an all-reduce. Tests
+compare the counts with both engines' own models (tests/model).
 """
 
 from dataclasses import dataclass
@@ -46,10 +46,10 @@ def stage_of(architecture: Architecture, parallel: Parallel, stage: int = 0) -> 
 
 
 def layer_shapes(a: Architecture, tensor: int = 1, decoder: bool = False) -> list[tuple[int, ...]]:
-    """Of each parameter of a layer on a tensor-parallel rank, in Megatron's order.
+    """The size of each parameter of a layer on a tensor-parallel rank, in Megatron's order.
 
-    A decoder's layer has cross-attention where there is an encoder. Of a weight, (outputs, inputs), a division by
-    columns divides the outputs, and the bias with them.
+    A decoder layer has cross-attention if there is an encoder. A weight is (outputs, inputs); column parallelism
+    divides the outputs, and the bias with them.
     """
     h, q, kv, inputs = a.hidden, a.query // tensor, 2 * a.key // tensor, a.ffn * (2 if a.gated else 1) // tensor
     blocks = [[(q + kv, h), (h, q)], [(inputs, h), (h, a.ffn // tensor)]]
@@ -70,8 +70,8 @@ def _norm(a: Architecture) -> list[tuple[int, ...]]:
 def tensors(architecture: Architecture, parallel: Parallel | None = None, stage: int = 0) -> dict[str, list[int]]:
     """Elements of every parameter of a rank on pipeline stage `stage`, by component.
 
-    BART has two tables of positions with two rows more, and a norm after each; BERT two segments, and behind its last
-    layer a transform, a pooler and two classes.
+    BART has two tables of positions with two extra rows, and a norm after each; BERT has two segments and, after its
+    last layer, a transform, a pooler and two classes.
     """
     a, parallel = architecture, parallel or Parallel()
     part, t, h, last = stage_of(a, parallel, stage), parallel.tensor, a.hidden, parallel.pipeline - 1

@@ -1,4 +1,4 @@
-"""What a job costs on a machine: everything that the parts of the model say of it."""
+"""What a job costs on a machine: the results of all parts of the cost model."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ from t5bench.model.parameters import parameters
 
 @dataclass(frozen=True)
 class Prediction:
-    """A job on a machine. backend: "gloo" for CPUs. slower: see time.py; None where nothing is known."""
+    """A job on a machine. backend: "gloo" for CPUs. slower: see time.py; None if it is unknown."""
 
     job: Job
     machine: Machine
@@ -24,14 +24,14 @@ class Prediction:
 
     @cached_property
     def memory(self) -> Memory:
-        """Of the fullest GPU."""
+        """The memory of the fullest GPU."""
         device = self.machine.device if self.machine.device.memory else None
         stages = range(self.job.parallel.pipeline)
         return max((memory_of(self.job, stage, device) for stage in stages), key=lambda found: found.peak)
 
     @property
     def memory_bytes(self) -> float:
-        """What the device has in use at the peak; on a CPU what is allocated."""
+        """The memory that the device reports as used at the peak; on a CPU the allocated memory."""
         return self.memory.in_use if self.machine.device.memory else self.memory.peak
 
     @cached_property
@@ -44,7 +44,7 @@ class Prediction:
 
     @property
     def shortage(self) -> str:
-        """How much memory it needs, if the device has less."""
+        """How much memory the job needs, if the device has less."""
         size, memory = self.memory_bytes, self.machine.device.memory
         return f"about {size / GIB:.1f} of {memory / GIB:.0f} GiB" if 0 < memory < size else ""
 
@@ -71,6 +71,6 @@ class Prediction:
 
 
 def machine_of(device: Device, gigabits: float, per_node: int, latency: float = 40e-6) -> Machine:
-    """Nodes with these GPUs and, between them, a link of so many Gbit/s."""
+    """Nodes with these GPUs and a link of this many Gbit/s between them."""
     inside = Link(device.nvlink or device.pcie, 10e-6) if device.memory else Link(5e9, 20e-6)  # between CPUs' processes
     return Machine(device, inside, Link(gigabits * 1e9 / 8, latency), per_node)

@@ -1,7 +1,7 @@
-"""When each pipeline stage computes: one forward, one backward, simulated for any number of unequal stages.
+"""When each pipeline stage computes: one forward, one backward (1F1B), simulated for any number of unequal stages.
 
-1F1B is of Narayanan et al. (https://arxiv.org/abs/2104.04473, section 2.2), its interleaved form included: a GPU has
-several chunks of the model, and micro-batches go round the GPUs once for each.
+1F1B is described by Narayanan et al. (https://arxiv.org/abs/2104.04473, section 2.2), with its interleaved form: a GPU
+has several chunks of the model, and micro-batches go round the GPUs once per chunk.
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Slot:
-    """A stage's work on one micro-batch: way is "F" or "B", chunk the model chunk of the stage, times in seconds."""
+    """A stage's work on one micro-batch. way: "F" or "B". chunk: the stage's model chunk. Times are in seconds."""
 
     stage: int
     way: str
@@ -22,7 +22,7 @@ class Slot:
 
 
 def order(stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[tuple[str, int, int]]:
-    """What a stage does, one after the other: (way, micro-batch, chunk)."""
+    """What a stage does, in order: (way, micro-batch, chunk)."""
     if chunks > 1 and micro_batches % stages:
         raise ValueError(f"the interleaved schedule takes a multiple of {stages} micro-batches, found {micro_batches}")
     total, rest = micro_batches * chunks, stages - stage - 1
@@ -54,7 +54,7 @@ def one_f_one_b(
         stage = ready.pop()
         while queues[stage]:
             way, micro_batch, chunk = queues[stage][0]
-            place = chunk * stages + stage  # of the chunk among all of the model's
+            place = chunk * stages + stage  # the chunk's place among all chunks of the model
             step = place if way == "F" else 2 * last + 1 - place  # on the micro-batch's way through them and back
             if step and (micro_batch, step - 1) not in ends:
                 break
@@ -71,7 +71,7 @@ def one_f_one_b(
 def duration(
     forward: Sequence[float], backward: Sequence[float], micro_batches: int, transfer: float = 0.0, chunks: int = 1
 ) -> float:
-    """Seconds from the first forward to the last backward; long schedules are carried on from their steady state."""
+    """Seconds from the first forward to the last backward; long schedules are extrapolated from their steady state."""
     stages = len(forward)
     few = 4 * stages + micro_batches % stages
 

@@ -1,4 +1,4 @@
-"""What pieces of software keep in memory for the same arithmetic. Each figure cites where its source keeps it.
+"""What different software keeps in memory for the same arithmetic. Each figure cites the source code.
 
 Megatron-LM at a53107c006, Megatron-DeepSpeed at 4efb479d, Hetu-Galvatron at 498bcadeb6, transformers 4.49.
 """

@@ -1,7 +1,7 @@
 """How long an iteration takes: computing, bubble, exposed communication, optimizer, offload and the host.
 
-Absolute from a device's figures, or calibrated: one measured run says how much slower or faster its machine is than
-these figures, and every other job is scaled alike.
+Times are absolute, from a device's figures, or calibrated: one measured run shows how much slower or faster its machine
+is than these figures, and every other job is scaled in the same way.
 """
 
 from dataclasses import dataclass, replace
@@ -15,8 +15,8 @@ from t5bench.model.machine import Device, Machine
 from t5bench.model.parameters import parameters, stage_of
 from t5bench.model.traffic import Row, paths, ring_bytes, rows, steps
 
-# What large matrix products reach of a GPU's peak, element-wise operations of its memory's bandwidth, and collectives
-# of a link's data rate: round figures of published benchmarks, fitted to nothing.
+# The shares that large matrix products reach of a GPU's peak, element-wise operations of its memory's bandwidth, and
+# collectives of a link's data rate: round figures from published benchmarks, not fitted.
 PRODUCTS, ELEMENTS, NETWORK = 0.70, 0.80, {"nccl": 0.92, "gloo": 0.97}
 # Operators that a layer dispatches for one micro-batch, forward and backward with the gradients' accumulation (counted
 # with TorchDispatchMode); a third of them forward.
@@ -29,17 +29,17 @@ LAUNCH = 10e-6  # seconds of an eager operator on the host, on any machine (meas
 # Adam reads and writes fp32 master, two moments and gradient, and writes the 16-bit copy; norm and clipping read and
 # write the gradient once more.
 OPTIMIZER_BYTES = 40
-# Only to be scaled by a measured run: a core, and the memory of a desktop.
+# A core and a desktop's memory, used only to be scaled by a measured run.
 CPU = Device("cpu", "", tensor=0.05, vector=0.05, memory=0, bandwidth=10e9, pcie=10e9, ampere=False)
 CPU_ADAM = 1e9  # parameters per second of DeepSpeedCPUAdam on one socket
-# DeepSpeed's Python around every tensor of a micro-batch, in operators: gradient hooks, stage 3's fetching and letting
-# go. Estimated from runs on CPUs over unlimited links, where ZeRO-2 is 10 % and ZeRO-3 8 to 24 % longer even so.
+# DeepSpeed's Python around every tensor of a micro-batch, in operators: gradient hooks, stage 3's fetching and
+# releasing. Estimated from CPU runs over unlimited links, where ZeRO-2 still takes 10 % and ZeRO-3 8 to 24 % longer.
 HOOK_OPERATORS = {0: 0, 1: 4, 2: 8, 3: 40}
 
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of an iteration by what they go to; communication is what no computing hides, hidden the rest of it."""
+    """Seconds of an iteration by purpose. communication: what no computing hides. hidden: the rest of it."""
 
     computing: float
     host: float
@@ -59,12 +59,12 @@ class Time:
 
     @property
     def limit(self) -> str:
-        """What takes longest."""
+        """The part that takes longest."""
         return max(self.parts, key=lambda name: self.parts[name])
 
 
 class Pass(NamedTuple):
-    """A micro-batch's forward or backward on a stage: the GPU's seconds, and those with the host's."""
+    """A micro-batch's forward or backward on a stage: the GPU's seconds, and the seconds including the host."""
 
     gpu: float
     seconds: float
@@ -72,7 +72,7 @@ class Pass(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def _layer_seconds(job: Job, decoder: bool, device: Device) -> tuple[float, float]:
-    """Of one layer: the forward of a micro-batch on one GPU, and attention's core of it."""
+    """Seconds of one layer: a micro-batch's forward on one GPU, and the share of attention's core."""
     a, t, b = job.architecture, job.parallel.tensor, job.micro_batch
     peak, in_memory = _rates_of(job, device)
     weights, own_core = layer_multiply_adds(a, decoder)
@@ -85,7 +85,7 @@ def _layer_seconds(job: Job, decoder: bool, device: Device) -> tuple[float, floa
 
 
 def _rates_of(job: Job, device: Device) -> tuple[float, float]:
-    """FLOP/s of matrix products, and seconds that element-wise operations take for an element."""
+    """FLOP/s of matrix products, and seconds per element of element-wise operations."""
     peak = device.peak(job.precision) or device.peak("fp16") or device.tensor * 1e12
     return peak * PRODUCTS, BYTES[job.precision] / (device.bandwidth * ELEMENTS)
 
@@ -112,11 +112,11 @@ def stage_seconds(job: Job, device: Device, stage: int, slower: float = 1.0) -> 
     operators += HOOK_OPERATORS[job.zero.stage] * (12 * encoder + 20 * decoder + 4)
 
     def way(gpu: float, operators: float) -> Pass:
-        """A GPU computes while the host launches; on a CPU the two alternate."""
+        """The time of both: a GPU computes while the host launches; on a CPU the two alternate."""
         gpu, host = gpu * slower, operators * LAUNCH * slower
         return Pass(gpu, gpu + host if device.name == CPU.name else max(gpu, host))
 
-    # Every micro-batch adds its gradients to those before.
+    # Every micro-batch adds its gradients to the earlier ones.
     adding = parameters(a, job.parallel, stage) * 3 * in_memory
     backward = 2 * (gpu + head) + again + adding
     return way(gpu + head, operators / 3), way(backward, operators * 2 / 3 + operators_again)
@@ -133,13 +133,13 @@ def collective_seconds(row: Row, job: Job, machine: Machine, backend: str = "ncc
 
 
 def iteration(job: Job, machine: Machine, backend: str = "nccl", slower: float = 1.0) -> Time:
-    """The seconds of an iteration, those of the busiest stage by what they go to.
+    """The seconds of an iteration by purpose, on the busiest stage.
 
-    slower: how many times longer than their figures say GPUs and hosts take.
+    slower: how many times longer GPUs and hosts take than their figures say.
     """
     m, stages = job.micro_batches, range(job.parallel.pipeline)
     passes = [stage_seconds(job, machine.device, stage, slower) for stage in stages]
-    # What a stage waits for: in every forward, in every backward, and once.
+    # What a stage waits for: in every forward, in every backward, and once per iteration.
     waits = {when: [0.0] * len(stages) for when in ("each forward", "each backward", "once")}
     hidden, transfer = [0.0] * len(stages), 0.0
     for row in rows(job):
@@ -189,9 +189,9 @@ def _update_seconds(job: Job, device: Device, slower: float) -> tuple[float, flo
 
 
 def calibrated(job: Job, machine: Machine, seconds: float, backend: str = "nccl") -> float:
-    """How much slower than its figures the machine is on which this job took the measured seconds.
+    """How much slower than its figures a machine is, if this job took the measured seconds on it.
 
-    Raises ValueError where its network alone takes longer.
+    Raises ValueError if the network alone would take longer.
     """
 
     def total(slower: float) -> float:

@@ -1,6 +1,6 @@
 """Every collective of an iteration, and what a node's network interface counts of them.
 
-As the two engines do it, not as a textbook would: Megatron-DeepSpeed at commit 4efb479d (optimizer/optimizer.py,
+It follows what the engines do, not a textbook: Megatron-DeepSpeed at commit 4efb479d (optimizer/optimizer.py,
 core/tensor_parallel, core/pipeline_parallel), DeepSpeed 0.18.3 (runtime/zero) and native/.
 """
 
@@ -14,9 +14,9 @@ from t5bench.model.groups import coordinates, groups, place_of
 from t5bench.model.job import BYTES, Job, Parallel
 from t5bench.model.parameters import parameters, stage_of, tensors
 
-# Measured with torch 2.13's gloo over TCP: a message costs its two ends this much together besides its data (two
-# headers of 48 bytes, and packets' of 66), and data one TCP/IP header for each packet of 64 KiB that the interface is
-# handed. Links whose cards count packets of 1,500 bytes add 5 % instead.
+# Measured with torch 2.13's gloo over TCP: besides its data a message costs both ends together this much (two headers
+# of 48 bytes, and packets' headers of 66), and the data cost one TCP/IP header per packet of 64 KiB that the interface
+# receives. Links whose cards count packets of 1,500 bytes add 5 % instead.
 MESSAGE = 350
 HEADERS = 0.001
 GLOO_SEGMENT = 2**20
@@ -27,8 +27,8 @@ DDP_BUCKET = 25 * 2**20  # PyTorch's, whose first one has 1 MiB
 class Row:
     """A kind of collective: `count` of them an iteration in every `group` of these stages, of `bytes` each.
 
-    bytes: an all-reduce's buffer, the whole of what is gathered or scattered, a message. For "send" stages send to the
-    next one, for "send back" to the one before. overlap: what is computed at the same time, "" where all wait.
+    bytes: an all-reduce's buffer, all that is gathered or scattered, or a message. For "send", stages send to the next
+    one, for "send back" to the previous one. overlap: what is computed at the same time; "" if all ranks wait.
     """
 
     what: str
@@ -52,7 +52,7 @@ def rows(job: Job) -> list[Row]:
 
 
 def large_tensors(job: Job, stage: int) -> int:
-    """Elements of the tensors, the words and the head apart, that are larger than ZeRO-3's persistence threshold."""
+    """Elements of all tensors above ZeRO-3's persistence threshold, except the word embedding and the head."""
     found = tensors(job.architecture, job.parallel, stage)
     sizes = (*found["encoder"], *found["decoder"], *found["embedding"][1:])
     return sum(size for size in sizes if size > job.zero.persistence_threshold)
@@ -90,11 +90,11 @@ def _data_parallel(job: Job, stage: int) -> Iterator[Row]:
 
 
 def _gathers(job: Job, stage: int) -> Iterator[Row]:
-    """ZeRO-3 (partitioned_param_coordinator.py): small tensors stay whole, and are gathered once they have changed.
+    """ZeRO-3 (partitioned_param_coordinator.py): small tensors stay whole, and are gathered after each change.
 
-    The head's use of the embedding makes it "external", which DeepSpeed does not let go before the optimizer's step.
-    The others are gathered for every micro-batch, once for forward and backward together where the way back to them
-    is shorter than the reuse distance.
+    The head uses the embedding, which makes it "external": DeepSpeed does not release it before the optimizer's step.
+    The others are gathered for every micro-batch, once for forward and backward together if fewer elements than the
+    reuse distance lie between the two.
     """
     zero, m, whole = job.zero, job.micro_batches, parameters(job.architecture, job.parallel, stage)
     large = large_tensors(job, stage)
@@ -144,7 +144,7 @@ def _tensor_parallel(job: Job, stage: int) -> Iterator[Row]:
         loss = 4 * a.output_length * job.micro_batch
         yield Row("cross entropy", "tensor", "all-reduce", 3 * m, loss, "each forward")
     if job.parallel.deepspeed:
-        # Stages send each other a slice of each rank's, which are put together again (pipe_partitioned).
+        # Each rank sends a slice to the other stage, where the slices are gathered again (pipe_partitioned).
         for when, times in (("each forward", int(stage > 0)), ("each backward", 2 * (stage < last))):
             yield Row("activations", "tensor", "all-gather", m * times, a.decoder_length * per_token, when)
     if job.engine == "megatron" and (stage in (0, last) or not job.parallel.deepspeed):
@@ -162,7 +162,7 @@ def _pipeline(job: Job, stage: int) -> Iterator[Row]:
     token = job.micro_batch * job.element * a.hidden / (parallel.tensor if parallel.deepspeed else parallel.sequence)
     for source, kind, when in ((stage, "send", "each forward"), (stage - 1, "send back", "each backward")):
         if 0 <= source < last:  # interleaved chunks also go from the last stage to the first, which is not counted
-            # Within the decoder the encoder's output travels along.
+            # Within the decoder the encoder's output is sent along.
             both = a.cross_attention and source >= parallel.decoder_stage
             length = a.encoder_length + a.decoder_length if both else a.encoder_length or a.decoder_length
             count = m * parallel.virtual_stages
@@ -181,17 +181,17 @@ ONE_WAY = ("broadcast", "send", "send back")
 
 
 def _phases(kind: str, backend: str) -> int:
-    """How often a ring goes round. gloo's reduce-scatter is an all-reduce of which each rank keeps its part."""
+    """How many times data go round the ring. gloo's reduce-scatter is an all-reduce; each rank keeps its part."""
     return 2 if kind == "all-reduce" or (kind == "reduce-scatter" and backend == "gloo") else 1
 
 
 def ring_bytes(row: Row, size: int, backend: str) -> float:
-    """Bytes that a rank sends to its neighbour in the ring for one collective of `size` ranks; of a message all."""
+    """Bytes that a rank sends to its neighbour in the ring, for one collective of `size` ranks or a whole message."""
     return row.bytes * (size > 1 if row.kind in ONE_WAY else _phases(row.kind, backend) * (size - 1) / size)
 
 
 def steps(row: Row, size: int, backend: str) -> int:
-    """Messages one after the other that a collective takes: rings, and NCCL's trees where they are shorter."""
+    """Consecutive messages of a collective: those of a ring, or of NCCL's tree if that has fewer."""
     tree, ring = ceil(log2(size)), _phases(row.kind, backend) * (size - 1)
     if row.kind in ONE_WAY:
         return tree if row.kind == "broadcast" else 1
@@ -199,7 +199,7 @@ def steps(row: Row, size: int, backend: str) -> int:
 
 
 def neighbours(kind: str, members: tuple[int, ...], backend: str = "nccl") -> Iterator[tuple[int, int]]:
-    """Who sends to whom, (from, to), in one group; every pair carries ring_bytes. The ends of a pipeline are none."""
+    """Who sends to whom, (from, to), in one group; every pair carries ring_bytes. A pipeline's ends are not joined."""
     if kind == "send back":
         members = members[::-1]
     if kind == "broadcast" and backend == "gloo":  # a binomial tree from the first rank
@@ -209,7 +209,7 @@ def neighbours(kind: str, members: tuple[int, ...], backend: str = "nccl") -> It
 
 
 def node_bytes(job: Job, found: list[Row], backend: str) -> list[float]:
-    """Bytes that each node sends to other nodes in an iteration, headers included where they are known."""
+    """Bytes that each node sends to other nodes in an iteration, including headers if they are known."""
     parallel, gloo = job.parallel, backend == "gloo"
     all_groups = groups(parallel, job.architecture.cross_attention)
     nodes = [0.0] * -(-parallel.world // parallel.devices_per_node)
@@ -231,7 +231,7 @@ def node_bytes(job: Job, found: list[Row], backend: str) -> list[float]:
 
 @lru_cache(maxsize=4096)
 def paths(parallel: Parallel, encoder_decoder: bool) -> Mapping[str, tuple[int, bool, int]]:
-    """Of a kind of group: its size, whether neighbours share a node, and how many of its rings leave the busiest node.
+    """A kind of group: its size, whether neighbours share a node, and how many of its rings leave the busiest node.
 
     What pipelines send goes one way at a time.
     """

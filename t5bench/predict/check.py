@@ -1,6 +1,6 @@
-"""``python -m t5bench predict --check FILE``: published measurements held against the model, point by point.
+"""``python -m t5bench predict --check FILE``: compares published measurements with the model, point by point.
 
-Which class a pair of throughputs belongs to is decided from its inputs. Nothing is fitted to a point.
+Only its inputs decide which pairs of throughputs are compared. Nothing is fitted to a point.
 """
 
 import argparse
@@ -35,7 +35,7 @@ HEADINGS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """One figure. use: a key of HEADINGS."""
+    """One measured and predicted figure. use: a key of HEADINGS."""
 
     use: str
     point: str
@@ -52,7 +52,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Missing:
-    """A point that cannot be predicted in a use, and why."""
+    """A point that cannot be predicted for a use, and why."""
 
     use: str
     point: str
@@ -68,7 +68,7 @@ def compare_all(points: Sequence[Point]) -> list[Comparison | Missing]:
     for point, use in ((one, use) for one in points for use in one.use if use in PARTS):
         try:
             if use != "throughput" and not published.software(point):
-                raise Unpredictable(f"what {point.source.repo} keeps in memory is not known")
+                raise Unpredictable(f"it is not known what {point.source.repo} keeps in memory")
             rows = [Comparison(kind, point.id, point.source.repo or "", *rest) for kind, *rest in PARTS[use](point)]
             found += rows or [Missing(use, point.id, "it has no figure of this kind that the model predicts")]
         except (Unpredictable, ValueError) as reason:
@@ -77,7 +77,7 @@ def compare_all(points: Sequence[Point]) -> list[Comparison | Missing]:
 
 
 def _memory(point: Point) -> Figures:
-    """Of the last rank, which is the one that Megatron logs."""
+    """The memory of the last rank, which is the one that Megatron logs."""
     measured, job = point.measured, job_of(point)
     found = memory_of(job, job.parallel.pipeline - 1, device_of(point))
     if size := measured.get("memory_allocated_bytes"):
@@ -107,7 +107,7 @@ def _activations(point: Point) -> Figures:
 
 
 def _bound(point: Point) -> Figures:
-    """1 where the micro-batch fits, as it did. A source may say itself how large its GPU is."""
+    """1 if the micro-batch is predicted to fit, as it did. A source may state the size of its GPU's memory."""
     stated, device = re.search(r"(\d+)\s?GB", point.hardware.gpu or ""), device_of(point)
     memory = int(stated[1]) * GIB if stated else device and device.memory
     if not memory:
@@ -126,7 +126,7 @@ PARTS = {"memory": _memory, "activation": _activations, "bound": _bound, "throug
 
 
 def samples_per_second(point: Point) -> float:
-    """From whichever figure a source gives. Raises Unpredictable."""
+    """Samples per second, from whichever figure a source gives. Raises Unpredictable."""
     measured, batch = point.measured, point.global_batch or point.global_batch_inferred
     for name in ("samples_per_second", "samples_per_second_derived", "sequences_per_second_derived"):
         if name in measured:
@@ -165,7 +165,7 @@ def ratios(points: Iterable[Point]) -> Iterator[Comparison | Missing]:
         try:
             rate, (predicted, parts) = samples_per_second(point), predicted_rate(point)
             if parts.limit == "host":
-                raise Unpredictable("launching its kernels takes longest, which depends on the host")
+                raise Unpredictable("launching its kernels takes longest, and that depends on the host")
         except (Unpredictable, ValueError) as reason:
             yield Missing("ratio", point.id, str(reason))
             continue
@@ -195,7 +195,7 @@ def summary(rows: Sequence[Comparison]) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises Problem. 1 where an entry is invalid."""
+    """Prints the check; 1 if an entry is invalid. Raises Problem."""
     points, invalid, unknown = published.read(args.check)
     sentences = [*invalid, *unknown]
     found = compare_all(points)

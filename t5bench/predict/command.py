@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_machine(parser)
     parser.add_argument("--calibrate", type=Path, metavar="RUN", help="take the machine's speed from this run")
     parser.add_argument("--calibrate-link", type=float, metavar="GBIT", help="the link of that run (default: --link)")
-    parser.add_argument("--check", type=Path, metavar="FILE", help="hold published measurements against the model")
+    parser.add_argument("--check", type=Path, metavar="FILE", help="compare published measurements with the model")
     parser.add_argument("--schedule", action="store_true", help="draw when each stage of a pipeline computes")
 
 
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def planned() -> list[Plan]:
-    """What every strategy's launcher would run with the settings in the environment; a GPU need not be here."""
+    """The plans of every strategy's launcher with the settings in the environment; no GPU is needed."""
     environment = {"DEVICE": "cuda", **os.environ}
     place = () if {"HOSTS", "SLURM_JOB_NODELIST"} & environment.keys() else ("node0", "0")
     with ThreadPoolExecutor() as pool:
@@ -95,7 +95,7 @@ def measured_row(directory: Path) -> Row:
 
 
 def vocabulary_of(plan: Plan, vocabulary: int | None) -> int:
-    """As the engine will pad it: what was asked for, else the data's tokenizer's, else the family's."""
+    """The padded vocabulary: from --vocabulary, else the data's tokenizer, else the model family."""
     return padded(vocabulary, plan.number("VOCABULARY_MULTIPLE")) if vocabulary else padded_vocabulary(plan)
 
 

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises Problem for sizes that give no layout."""
+    """Raises Problem if the sizes give no layout."""
     parallel, stacks = layout_of(args), not args.decoder_only
     found = groups(parallel, stacks)
     members = [member(parallel, rank, stacks) for rank in range(parallel.world)]

@@ -1,6 +1,6 @@
-"""Measurements that others published, in the format of docs/published_training_measurements.json, as jobs and machines.
+"""Turns published measurements, in the format of docs/published_training_measurements.json, into jobs and machines.
 
-What a source does not state is filled by a rule over what it does state; a rule never names a point.
+What a source does not state is filled in by rules over what it does state; no rule names a point.
 """
 
 import re
@@ -20,7 +20,7 @@ NOTES = {"line", "config", "note", "caveats", "confidence", "parameters_stated",
 
 
 def _form(name: str, *required: tuple[str, type], **optional: Any) -> type[msgspec.Struct]:
-    """A form with required fields, and with optional ones: their names, separated by blanks, by their kind."""
+    """A form with required fields and optional ones, whose names, separated by blanks, are given by kind."""
     kinds = {"text": Text, "whole": Whole, "switch": bool | None, "size": int | str | None, "number": float | None}
     fields = [(field, kinds[kind], None) for kind, names in optional.items() for field in names.split()]
     return msgspec.defstruct(name, [*required, *fields])
@@ -39,7 +39,7 @@ Layout = _form(
     "Layout", size="tp", whole="pp dp zero_stage layers_per_virtual_stage encoder_pp", switch="sp", text="offload"
 )
 Hardware = _form("Hardware", text="gpu interconnect", whole="count nodes")
-# One published measurement. measured: by name, with its unit in the name. use: what it can be held against.
+# One published measurement. measured: by name, with the unit in the name. use: what it can be compared with.
 Point = _form(
     "Point",
     *{"id": str, "source": Source, "model": Model, "lengths": Lengths, "precision": str, "parallel": Layout}.items(),
@@ -90,7 +90,7 @@ MULTIPLE = 128  # of Megatron's padding
 
 
 def software(point: Point) -> str:
-    """The name that t5bench/model/software.py has for what made a measurement, "" for other software."""
+    """t5bench/model/software.py's name for the software that was measured; "" for other software."""
     repository, kernel = point.source.repo or "", point.attention_kernel or ""
     if repository == "NVIDIA/Megatron-LM":
         return "megatron-core" if kernel and "Transformer Engine" not in kernel else "transformer-engine"
@@ -129,7 +129,7 @@ def architecture_of(point: Point, tensor: int) -> Architecture:
 
 
 def job_of(point: Point, tensor: int | None = None) -> Job:
-    """What was trained. tensor: of a point that has figures for several tensor-parallel sizes. Raises Unpredictable."""
+    """What was trained. tensor: for a point with figures for several tensor-parallel sizes. Raises Unpredictable."""
     layout, source = point.parallel, point.source
     t = tensor or layout.tp or 1
     if not isinstance(t, int):
@@ -177,7 +177,7 @@ def _attention(point: Point) -> str:
     return "fused" if "H100" in (point.hardware.gpu or "") else "flash"
 
 
-# GPUs as sources name them, most special first.
+# GPUs as sources name them, the most specific names first.
 GPUS = {
     r"V100.*16\s?GB": "v100-16", "V100": "v100", r"A100.*40\s?GB": "a100-40", "A100": "a100", "H100": "h100",
     "H200": "h200", "GH200": "gh200", "L40S": "l40s", "L40": "l40", "Titan RTX": "titan-rtx", "T4": "t4",
@@ -189,13 +189,13 @@ OTHER_BETWEEN = 50
 
 
 def device_of(point: Point) -> Device | None:
-    """None where the GPU is not stated or not known."""
+    """The device; None if the GPU is not stated or not known."""
     name = point.hardware.gpu or ""
     return next((DEVICES[known] for pattern, known in GPUS.items() if re.search(pattern, name)), None)
 
 
 def machine_of(point: Point) -> Machine:
-    """A GPU that is not stated is taken for an A100, which a ratio within one source hardly depends on."""
+    """The machine. An unstated GPU is assumed to be an A100; a ratio within one source hardly depends on it."""
     hardware, found = point.hardware, device_of(point)
     if hardware.gpu and not found:
         raise Unpredictable(f"the GPU {hardware.gpu} is not known")

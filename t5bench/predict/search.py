@@ -1,4 +1,4 @@
-"""``python -m t5bench plan``: every layout of a model on so many GPUs, ranked by the time that is predicted of it."""
+"""``python -m t5bench plan``: every layout of a model on a number of GPUs, ranked by predicted time."""
 
 import argparse
 import json
@@ -23,14 +23,14 @@ from t5bench.predict.command import add_machine, device_for, machine, vocabulary
 TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the all-reduces of every layer cross the network
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 RECOMPUTE = ("none", "selective", "full")
-FULLEST = 0.95  # of the device's memory, for what fragments it
+FULLEST = 0.95  # of the device's memory; the rest is lost to fragmentation
 STRATEGIES = {"DDP": "ddp", "TP": "tensor", "PP": "pipeline", "TP x PP": "hybrid", "ZeRO-3 offload": "zero3_offload"}
 STRATEGIES |= {f"{tp}ZeRO-{stage}": f"zero{stage}" for stage in (1, 2, 3) for tp in ("", "TP x ")}
 IN_DEEPSPEEDS_PIPELINE = {"PP x ZeRO-1": "3d", "TP x PP x ZeRO-1": "3d"}  # which has no encoder-decoder
 
 
 class Candidate(Prediction):
-    """A layout with what is predicted of it; seconds are infinite where it does not fit."""
+    """A layout with its prediction; seconds are infinite if it does not fit."""
 
     @cached_property
     def fits(self) -> bool:
@@ -58,7 +58,7 @@ class Candidate(Prediction):
 
     @property
     def strategy(self) -> str:
-        """The one that runs it in this harness, "" where none does."""
+        """The strategy that runs it in this harness; "" if there is none."""
         own = {} if self.job.architecture.cross_attention else IN_DEEPSPEEDS_PIPELINE
         return (STRATEGIES | own).get(self.kind, "")
 
@@ -72,7 +72,7 @@ class Candidate(Prediction):
 
     @property
     def start(self) -> str:
-        """The command that starts it on each node; "" if this harness cannot."""
+        """The command that starts it on each node; "" if this harness cannot run it."""
         if not self.strategy:
             return ""
         p, job = self.job.parallel, self.job
@@ -157,7 +157,7 @@ def jobs(model: Architecture, gpus: int, per_node: int, batch: int, tensor: int 
 
 
 def search(model: Architecture, gpus: int, on: Machine, batch: int, tensor: int | None = None) -> list[Candidate]:
-    """Every layout, the fastest first; Problem where nothing divides or nothing fits."""
+    """Every layout, the fastest first. Raises Problem if no layout divides the model or none fits."""
     candidates = [Candidate(job, on) for job in jobs(model, gpus, on.devices_per_node, batch, tensor)]
     if not candidates:
         asked = f" with TP={tensor}" if tensor else ""
@@ -177,7 +177,7 @@ def search(model: Architecture, gpus: int, on: Machine, batch: int, tensor: int 
 
 
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates that no other beats in both time and memory; they come fastest first."""
+    """The candidates that no other beats in both time and memory, from candidates sorted by time."""
     front: list[Candidate] = []
     for entry in candidates:
         if entry.fits and (not front or entry.memory_bytes < front[-1].memory_bytes):

@@ -74,7 +74,7 @@ def altered(tmp_path: Path, **changes: Any) -> Path:
         ({"humidity": 3}, "the field humidity is unknown and ignored", 0),
         ({"micro_batch": None}, "the micro-batch size is not stated", 0),
         ({"precision": "int4"}, "the precision int4 is not known", 0),
-        ({"source": {"repo": "somebody/else"}}, "what somebody/else keeps in memory is not known", 0),
+        ({"source": {"repo": "somebody/else"}}, "it is not known what somebody/else keeps in memory", 0),
     ],
 )
 def test_what_cannot_be_read_or_predicted_is_said(tmp_path, capsys, changes, said, status):
