@@ -1,4 +1,4 @@
-"""``python -m t5bench compare``: the table over a set of runs, and the page."""
+"""``python -m t5bench compare``: a table of runs, and the page."""
 
 import argparse
 import contextlib
@@ -37,21 +37,21 @@ FORMATS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     parser.add_argument("--format", choices=FORMATS, default="terminal", help="what to print (default: %(default)s)")
-    watch = "draw the table anew until every run of the sweep has ended (every 5 seconds unless you say)"
+    watch = "redraw the table until every run of the sweep has ended (default: every 5 seconds)"
     parser.add_argument("--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help=watch)
     parser.add_argument("--wide", action="store_true", help="print every column, however wide the terminal is")
     parser.add_argument(
-        "--output", type=Path, help="where the files go (default: the directory 'comparison' where the runs are)"
+        "--output", type=Path, help="directory for the files (default: 'comparison' next to the runs)"
     )
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """What every command over a comparison takes: the runs, and how to compare them."""
     parser.add_argument(
-        "runs", nargs="*", metavar="RUN", help=f"a run directory, or one that holds some (default: {DEFAULT_RUNS})"
+        "runs", nargs="*", metavar="RUN", help=f"a run directory, or one that contains some (default: {DEFAULT_RUNS})"
     )
-    parser.add_argument("--baseline", default="ddp", metavar="STRATEGY", help="compare with it (default: %(default)s)")
-    allow = "let runs differ in this, and mark the rows that do"
+    parser.add_argument("--baseline", default="ddp", metavar="STRATEGY", help="baseline (default: %(default)s)")
+    allow = "allow runs to differ in this, and mark the rows that do"
     parser.add_argument("--allow", action="append", default=[], metavar="NAME", help=allow)
     parser.add_argument("--peak-tflops", type=float, metavar="X", help="a GPU's dense peak, for the MFU")
 

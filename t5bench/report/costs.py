@@ -46,7 +46,7 @@ def _memory(rows: Mapping[str, Row]) -> Figure:
         text = f"{high:,.0f}" if high - low < 0.5 else f"{low:,.0f} to {high:,.0f}"
         found.append(Series(name, "interval", [((0, high), name)], "", INK, "measured"))
         found.append(Series(name, "dots", [(peak, name) for peak in peaks], text, "", "each rank"))
-    caption = "The highest use of each rank, a dot for each. The fullest decides what fits." + thick
+    caption = "The peak of each rank, one dot each. The fullest rank decides what fits." + thick
     unit = f"peak memory in MiB ({' / '.join(kinds.values())}; less is better)"
     return Figure("Memory", unit, caption, by_size(rows, found))
 
@@ -64,7 +64,7 @@ def _bytes(rows: Mapping[str, Row]) -> Figure:
     for name, row in rows.items():
         if row.sent_per_iteration and (predicted := predicted_bytes(row)):
             found += _beside(name, {"predicted": predicted[0] / 1e6}, row.sent_per_iteration / 1e6)
-    unit = "MB that the busiest node sends in an iteration, on one node its processes to each other"
+    unit = "MB that the busiest node sends per iteration (on one node: that its processes exchange)"
     return Figure("Bytes, predicted and measured", unit, THICK, by_size(rows, found))
 
 

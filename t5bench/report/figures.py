@@ -124,7 +124,7 @@ def throughput(rows: Mapping[str, Row]) -> Figure:
             interval = rate.low or rate.median, rate.high or rate.median
             found.append(Series(name, "bar", [((0, rate.median), name)]))
             found.append(Series(name, "interval", [(interval, name)], f"{rate.median:.4g}{ratio}{mark(row)}", INK))
-    caption = "The medians with their 95 % confidence intervals; beside them the ratio to the baseline."
+    caption = "The medians with their 95 % confidence intervals, and the ratio to the baseline."
     return Figure("Throughput", "samples/s (more is better)", caption, by_size(rows, found, most))
 
 
@@ -167,9 +167,9 @@ def loss(rows: Mapping[str, Row], base: str) -> Figure:
     if any(apart.values()):
         differences = [Series(name, "line", thin(points)) for name, points in apart.items() if points]
         panels.append(Panel(differences, y=f"|loss - {base}'s| /\n{base}'s", height=2.2, logarithmic=True))
-        caption += f" Below, how far each lies from {base}, relative, on a logarithmic axis."
+        caption += f" Below, the relative difference of each from {base}, on a logarithmic axis."
     if same := [name for name, points in apart.items() if not points]:
-        caption += f" To the last digit that is logged, {', '.join(same)} cannot be told from {base}."
+        caption += f" To the last logged digit, {', '.join(same)} agree with {base}."
     return Figure("Loss", "iteration", caption, panels)
 
 
@@ -179,7 +179,7 @@ def times(rows: Mapping[str, Row]) -> Figure:
     for name, row in list(timed.items())[:MOST_PANELS]:
         title = f"{name}: {row.milliseconds.median:.4g} ms"
         panels.append(Panel(_run_times(name, row), title, "ms", height=1.7, from_zero=True))
-    caption = "As it ran, one dot a log interval; grey: left out. The line is the median."
+    caption = "One dot for each log interval, in the order of the run; grey: left out. The line is the median."
     if len(panels) < len(timed):
         caption += f" The first {len(panels)} of {len(timed)} rows."
     return Figure("Time per iteration", "iteration", caption, panels, columns=2)

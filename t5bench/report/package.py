@@ -1,8 +1,8 @@
-"""``python -m t5bench pack`` and ``verify``: a comparison with all that it follows from, and whether it does.
+"""``python -m t5bench pack`` and ``verify``: packs a comparison with its evidence, and checks that it follows from it.
 
-A package is a tar archive: ``runs/`` has the records and logs, ``comparison/`` what is published of them, and
-``package.json`` the checksum of every file. The same runs give the same bytes. ``verify`` reads the logs again,
-computes every figure anew and compares it to the digit.
+A package is a tar archive: ``runs/`` has the records and logs, ``comparison/`` what is published, and ``package.json``
+the checksum of every file. The same runs give the same bytes. ``verify`` reads the logs again, recomputes every figure
+and compares it to the last digit.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def publish(root: Path, contents: Contents) -> tuple[Comparison, list[str]]:
     runs, damaged = load_runs(list(find_runs(root / RUNS, DEEPEST)), from_log=True)
     faults = [f"{run.directory}: {fault}" for run in runs for fault in islice(contradictions(run), MOST_FAULTS)]
     damaged, faults = ([_inside(root, text) for text in texts] for texts in (damaged, faults))
-    absent = [f"{name} is on the sweep's list of runs and left no record" for name in contents.absent]
+    absent = [f"{name} is on the sweep's list of runs but left no record" for name in contents.absent]
     relative = [
         replace(run, directory=run.directory.relative_to(root), remarks=[_inside(root, text) for text in run.remarks])
         for run in runs
@@ -102,7 +102,7 @@ def contradictions(run: Run) -> Iterator[str]:
             where = PurePosixPath(place).name
             header = re.search(r"native engine: .*TP=(\d+) PP=(\d+) DP=(\d+), (\d+) micro-batches", text)
             if header and header.groups() != sizes:
-                yield f"{where} tells of another layout than the plan: {' '.join(header[0].split()[4:])}"
+                yield f"{where} shows another layout than the plan: {' '.join(header[0].split()[4:])}"
             # Megatron prints its arguments: ``seed ......... 1234``.
             if printed := re.fullmatch(r"\s+(\w+) \.{3,} (\S+)\s*", text):
                 argument = f"--{printed[1].replace('_', '-')}"
@@ -119,14 +119,14 @@ def _other_work(where: str, text: str, plan: Plan) -> Iterator[str]:
     done = int(numbers[1]) if numbers else plan.iterations
     samples, batch = plan.samples(0, done), plan.samples(max(0, done - 1), done)
     if int(fields.get("consumed samples", samples)) != samples:
-        yield f"{where} tells of {fields['consumed samples']} samples after {done} iterations, which have {samples}"
+        yield f"{where} counts {fields['consumed samples']} samples after {done} iterations, which have {samples}"
     try:
         speed = float(fields["samples per second"])
         seconds = float(fields["elapsed time per iteration (ms)"]) / 1000
     except (KeyError, ValueError):
         return
     if abs(speed * seconds - batch) > 0.00006 * speed + 0.0006 * seconds + 1e-9 * batch:
-        yield f"{where} tells of {speed} samples/s in iterations of {seconds} s: those are not {batch} samples"
+        yield f"{where} has {speed} samples/s and iterations of {seconds} s, which do not give {batch} samples"
 
 
 # ---- pack ----------------------------------------------------------------------------------------------------------
@@ -212,11 +212,11 @@ def findings(root: Path) -> Iterator[str]:
     for name in dict.fromkeys([*listed, *contents.absent]):
         recorded = looks_like_run(root / RUNS / name)
         if name not in listed:
-            yield f"{RUNS}/{name} is said to be absent, and is not on the sweep's list of runs"
+            yield f"{RUNS}/{name} is listed as absent, but is not on the sweep's list of runs"
         elif recorded and name in contents.absent:
-            yield f"{RUNS}/{name} is in the package, though it is said to have left no record"
+            yield f"{RUNS}/{name} is in the package, but is listed as having left no record"
         elif not recorded and name not in contents.absent:
-            yield f"{RUNS}/{name} is on the sweep's list of runs and is not in the package"
+            yield f"{RUNS}/{name} is on the sweep's list of runs but not in the package"
     comparison, faults = publish(root, contents)
     yield from faults
     with tempfile.TemporaryDirectory() as anew:
@@ -254,7 +254,7 @@ def _figures(found: str, anew: str) -> Iterator[str]:
     for name in dict.fromkeys([*computed, *published]):
         one, other = published.get(name, "nothing"), computed.get(name, "nothing")
         if one != other:
-            yield f"{PUBLISHED}/{FIGURES}: {name} is {one}, and from the logs it is {other}"
+            yield f"{PUBLISHED}/{FIGURES}: {name} is {one}, but the logs give {other}"
 
 
 def _leaves(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -46,7 +46,7 @@ def parts(rows: Mapping[str, Row], profiles: Mapping[str, Profile]) -> Figure:
     for name, profile in profiles.items():
         ranks = profile.ranks
         found += stacked(name, {part: sum(r.parts.get(part, 0.0) for r in ranks) / len(ranks) for part in PARTS})
-    caption = "The mean of all ranks, whose parts add up to the profiled iteration; profiling makes it slower."
+    caption = "The mean of all ranks. The parts add up to the profiled iteration, which profiling slows down."
     return Figure("Where the time went", "ms of the profiled iteration", caption, by_size(rows, found))
 
 

@@ -218,10 +218,10 @@ def method(comparison: Comparison) -> str:
     dropped = Counter(reason for timing in timings for reason in timing.dropped.values())
     left_out = ", ".join(f"{count} for {reason}" for reason, count in dropped.items()) or "none"
     return (
-        f"Medians over {sum(len(timing.used) for timing in timings)} log intervals; left out: {left_out}. In brackets "
-        "the 95 % confidence interval: with three repeats or more that of the runs, of their ratio if they were run in "
-        "turn; otherwise that of this run's median, which allows for autocorrelation, and of ratios all that both "
-        f"intervals allow. {sum(timing.outliers for timing in timings)} outlier(s) by Tukey's fences stay in."
+        f"Medians over {sum(len(timing.used) for timing in timings)} log intervals; left out: {left_out}. Brackets "
+        "hold 95 % confidence intervals. With three or more repeats they are over the runs, for ratios if these ran in "
+        "turn. Otherwise they are for this run's median, allowing for autocorrelation, and a ratio's covers all that "
+        f"both intervals allow. {sum(timing.outliers for timing in timings)} outlier(s) by Tukey's fences are included."
     )
 
 

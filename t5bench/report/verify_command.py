@@ -1,4 +1,4 @@
-"""``python -m t5bench verify``: whether every figure of a package follows from its logs."""
+"""``python -m t5bench verify``: checks that every figure of a package follows from its logs."""
 
 import argparse
 from pathlib import Path
@@ -8,7 +8,7 @@ from t5bench.report.package import verify
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("package", type=Path, metavar="PACKAGE", help="what `pack` wrote")
-    parser.add_argument("--sha256", default="", metavar="CHECKSUM", help="the checksum that was published beside it")
+    parser.add_argument("--sha256", default="", metavar="CHECKSUM", help="the checksum that was published with it")
 
 
 def run(arguments: argparse.Namespace) -> int:

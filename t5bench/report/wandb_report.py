@@ -1,7 +1,7 @@
-"""``python -m t5bench wandb``: a comparison as a run of its own in the W&B project and group of the runs it compares.
+"""``python -m t5bench wandb``: logs a comparison as a separate run in the W&B project and group of the compared runs.
 
-It is written offline first and uploaded from there, so that neither a missing key nor a dead network can hold it up or
-lose it.
+It is written offline first and uploaded from there, so that neither a missing key nor a dead network can delay or lose
+it.
 """
 
 import argparse
@@ -47,7 +47,7 @@ BARS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     parser.add_argument("--project", metavar="P", help="the W&B project (default: that of the runs)")
-    place = "where `compare` left its page, and where the W&B files go (default: 'comparison' beside the runs)"
+    place = "directory of `compare`'s page, and for the W&B files (default: 'comparison' next to the runs)"
     parser.add_argument("--comparison", type=Path, metavar="DIR", help=place)
 
 
@@ -153,12 +153,12 @@ def workspace(comparison: Comparison, entity: str, project: str, group: str) -> 
 def save_workspace(comparison: Comparison, project: str, group: str) -> str:
     """Makes that view; what is to be said of it."""
     if not find_spec("wandb_workspaces"):
-        return "without a workspace of the group, which needs: pip install wandb-workspaces"
+        return "no workspace was created for the group: that needs pip install wandb-workspaces"
     try:
         entity = os.environ.get("WANDB_ENTITY") or wandb.Api().default_entity
         return f"workspace: {workspace(comparison, entity, project, group).save().url}"
     except Exception as error:  # wandb and its transports raise without a common base; the comparison is there
-        return f"the workspace of the group could not be made: {error}"
+        return f"the group's workspace could not be created: {error}"
 
 
 def upload(directory: Path) -> str:
@@ -205,7 +205,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise Problem(f"the comparison cannot be written: {error}", remedy) from error
     print(f"W&B: run '{group}' ({JOB_TYPE}), group '{group}', project '{project}': {directory}")
     if not (place / PAGE).is_file():
-        print(f"without the page, for there is no {place / PAGE}: python -m t5bench compare makes it")
+        print(f"logged without the page, because there is no {place / PAGE}: python -m t5bench compare creates it")
     for problem in comparison.problems:
         print(f"problem: {problem}", file=sys.stderr)
     failure = upload(directory) if chosen == "online" else ""

@@ -144,15 +144,15 @@ SEALED: dict[str, tuple[Change, str]] = {
     "a setting": (settings("LR", "0.1"), "LR is '0.1', but the engine was given --lr 0.0001"),
     "a setting with its argument": (
         both(settings("GLOBAL_BATCH_SIZE", "32"), text(PART, '(--global-batch-size",\\s+)"16"', r'\1"32"', 2)),
-        "tells of 16 samples after 1 iterations, which have 32"),
+        "counts 16 samples after 1 iterations, which have 32"),
     "a setting that is no number": (settings("SAMPLE_INTERVAL", "often"), "SAMPLE_INTERVAL must be a non-negative"),
     "fewer iterations": (settings("TRAIN_ITERS", "30"), "TRAIN_ITERS is '30', but the engine was given"),
     "another layout": (value(PART, "plan", "layout", "dp", to=4), "a layout of"),
     "a word of the command": (text(PART, '"--seed",\\s+"1234"', '"--seed", "1235"'), "was given --seed 1235"),
     "a failed run made complete": (
         value(f"{FAILED}/node0.json", "status", to="complete"), "after its last line lacks iteration 10"),
-    "a complete run made failed": (value(PART, "status", to="crashed"), r"rows\[zero1\].status is complete, and from"),
-    "a reason": (value(f"{FAILED}/node0.json", "reason", to="the network"), r"rows\[zero3\].reason is , and from"),
+    "a complete run made failed": (value(PART, "status", to="crashed"), r"rows\[zero1\].status is complete, but"),
+    "a reason": (value(f"{FAILED}/node0.json", "reason", to="the network"), r"rows\[zero3\].reason is , but the logs"),
     "an end before the beginning": (value(PART, "ended", to="2025-11-20T00:00:00.000Z"), "it began 2025-11-21T"),
     "another year": (text(PART, r'"(started|ended)": "2025', r'"\1": "2024', 2), "is outside the time of the run"),
     "the peak memory": (value(PART, "peak_memory", 0, "host_mib", to=4.0), "disagree about peak memory"),
@@ -164,22 +164,22 @@ SEALED: dict[str, tuple[Change, str]] = {
         text(SAMPLES, r'"sent": \d(?=[^\n]*\n$)', '"sent": 9'), "bytes_sent_per_iteration is"),
     "a negative figure": (text(METRICS, r'"grad_norm": ', '"grad_norm": -'), "metrics.jsonl line 1 is inconsistent"),
     "a figure": (row("milliseconds_per_iteration", "median", to=90.0), r"milliseconds_per_iteration.median is 90"),
-    "a ratio": (row("throughput_ratio", "median", to=2.0), r"rows\[zero1\].throughput_ratio.median is 2.0, and from"),
-    "a verdict": (value(FIGURES, "verdicts", 0, to="zero1 wins"), r"verdicts\[0\] is zero1 wins, and from"),
-    "a problem taken out": (value(FIGURES, "problems", to=[]), r"problems\[0\] is nothing, and from"),
+    "a ratio": (row("throughput_ratio", "median", to=2.0), r"rows\[zero1\].throughput_ratio.median is 2.0, but"),
+    "a verdict": (value(FIGURES, "verdicts", 0, to="zero1 wins"), r"verdicts\[0\] is zero1 wins, but the logs"),
+    "a problem taken out": (value(FIGURES, "problems", to=[]), r"problems\[0\] is nothing, but the logs"),
     "a figure of the table": (text("comparison/comparison.md", "103", "93"), "comparison.md line .* does not follow"),
     "the page": (text(PAGE, "zero1", "zero9"), "index.html line .* does not follow"),
     "a curve of the page": (text(PAGE, r'(<path d="M \d+)', r"\g<1>9"), "index.html line .* does not follow"),
-    "a failed run taken out": (without(FAILED), f"{FAILED} is on the sweep's list of runs and is not in the package"),
+    "a failed run taken out": (without(FAILED), f"{FAILED} is on the sweep's list of runs but not in the package"),
     "a failed run taken off the list": (
         both(without(FAILED), value(LIST, "runs", to=["repeat1/ddp", "repeat1/zero1", "repeat1/hybrid"])),
-        r"rows\[zero3\].status is crashed, and from the logs it is nothing"),
+        r"rows\[zero3\].status is crashed, but the logs give nothing"),
     "a failed run that is said to have left nothing": (
         both(without(FAILED), value(CONTENTS, "absent", to=["repeat1/hybrid", "repeat1/zero3"])), r"rows\[zero3\]"),
     "an absent run forgotten": (value(CONTENTS, "absent", to=[]), "runs/repeat1/hybrid is on the sweep's list"),
     "a run added": (copied(ZERO1, "runs/repeat2/zero1"), r"rows\[zero1\].milliseconds_of_runs\[1\] is nothing"),
     "a run in another's place": (copied(DDP, ZERO1), r"rows\[zero1\]"),
-    "two runs swapped": (swapped, "comparison.json: .*directory is runs/repeat1/ddp, and from the logs"),
+    "two runs swapped": (swapped, "comparison.json: .*directory is runs/repeat1/ddp, but the logs"),
     "the log of another run": (copied(f"{DDP}/node0.log", LOG), "metrics.jsonl line 1 has elapsed_ms"),
 }  # fmt: skip
 
@@ -221,7 +221,7 @@ def test_an_honest_package_is_verified_wherever_it_lies(package: Path, tmp_path:
     said = capsys.readouterr()
     assert Path("again").read_bytes() == package.read_bytes()
     assert b"Where the time went" in unpacked(package)[PAGE], "what the profile says is packed with it"
-    assert "problem: repeat1/hybrid is on the sweep's list of runs and left no record" in said.err
+    assert "problem: repeat1/hybrid is on the sweep's list of runs but left no record" in said.err
     checksum = said.out.split()[-1]
     assert checksum == hashlib.sha256(package.read_bytes()).hexdigest()
     assert main(["verify", "here", "--sha256", checksum]) == 0

@@ -215,7 +215,7 @@ def test_with_a_key_it_is_uploaded(sweep: Path, tmp_path: Path, monkeypatch, cap
     (directory,) = (sweep / "comparison").glob("wandb/offline-run-*")
     assert seen.read_text() == f"-m wandb sync {directory} mode= key={KEY}\n"
     said = capsys.readouterr().out
-    assert "uploaded" in said and "the workspace of the group could not be made: there is no server" in said
+    assert "uploaded" in said and "workspace could not be created: there is no server" in said
     stub.write_text("#!/bin/sh\necho starting\necho permission denied >&2\nexit 1\n")
     assert main(["wandb", str(sweep), "--comparison", str(sweep / "comparison")]) == 1
     assert "could not be uploaded: permission denied" in capsys.readouterr().err
