@@ -1,1 +1,1 @@
-"""What scripts/gpu_acceptance.sh does: shows on a machine with GPUs that every strategy trains there, and how fast."""
+"""The Python part of scripts/gpu_acceptance.sh: checks on GPUs that every strategy trains, and measures its speed."""

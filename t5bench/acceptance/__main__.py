@@ -22,14 +22,14 @@ from t5bench.sweep.venv import write_torchrun
 
 SCRIPTS = REPOSITORY / "scripts"
 EXIT_FAILED, EXIT_TIME = 1, 3
-# Seconds of a part for ending what runs at its end, and for the results.
+# Seconds at the end of a part for stopping what is still running, and for the results.
 RESERVE = GRACE + 20
 
 
 class Preset:
-    """What the settings in the environment ask for; a rehearsal runs the same at tiny size on the CPU.
+    """What the settings in the environment ask for; a rehearsal runs the same steps with the tiny model on the CPU.
 
-    batch: samples of an iteration in every point of the throughput, so that all do the same work. output: where the
+    batch: samples of an iteration in every throughput measurement, so that all do the same work. output: where the
     results go.
     """
 
@@ -55,8 +55,8 @@ class Preset:
         return Step(f"device{when}", module("t5bench.acceptance.device", self.work / f"device{when}.json"))
 
     def acceptance(self) -> Iterator[Step]:
-        """Whether the strategies train the same model, at the sizes that check_parity.sh is made for; then T5-Large as
-        README configures it, under every strategy that the devices suffice for."""
+        """The parity check, at the sizes of check_parity.sh; then T5-Large with README's settings, under every strategy
+        for which there are enough devices."""
         # DDP alone cannot be compared. The native engine comes first because it needs no compiler.
         for engine in reversed(self.engines if len(self.strategies) > 1 else []):
             runs_dir = self.work / "parity" / f"{engine}-{time.strftime('%H%M%S')}"
@@ -64,13 +64,13 @@ class Preset:
             size |= {"ENGINE": engine, "RUNS_DIR": str(runs_dir), "CHECK_BLIND_SPOTS": "0"}
             yield Step(f"parity-{engine}", ["bash", str(SCRIPTS / "check_parity.sh"), *self.strategies], size)
         for engine in self.engines:
-            # A rehearsal's parity has trained them all.
+            # A rehearsal's parity check has trained them all.
             names = " ".join(self.strategies[:2] if self.rehearsal else self.strategies)
             sweep = module("t5bench", "sweep", "--runs-dir", self.work / "runs/large" / engine, "--strategies", names)
             yield Step(f"large-{engine}", sweep, {"ENGINE": engine, "TRAIN_ITERS": "6" if self.rehearsal else "12"})
 
     def throughput(self) -> Iterator[Step]:
-        """One process: each engine, profiled at its end, and the plain loop. That memory is full is an answer."""
+        """One process: each engine, with a profile at the end, and the plain loop. Full memory is a valid result."""
         iterations = "6" if self.rehearsal else "30"
         common = {"GLOBAL_BATCH_SIZE": str(self.batch), "TRAIN_ITERS": iterations, "NPROC_PER_NODE": "1"}
         for micro_batch in self.micro_batch_sizes:
@@ -89,7 +89,7 @@ class Preset:
 def main(elapsed: float, parts: Sequence[str]) -> int:
     """elapsed: seconds since the command began. Raises Problem."""
     begun, preset = time.monotonic() - elapsed, Preset()
-    # The one on PATH may belong to another Python, whose packages its workers would get.
+    # A torchrun on PATH may belong to another Python and would start workers with its packages.
     write_torchrun(torchrun := preset.work / "bin" / "torchrun", Path(sys.executable))
     os.environ["PATH"] = f"{torchrun.parent}:{os.environ['PATH']}"
     runner = Runner(preset.work)
@@ -104,7 +104,7 @@ def main(elapsed: float, parts: Sequence[str]) -> int:
             runner.run(Step("data", ["bash", str(SCRIPTS / "prepare_xsum_megatron.sh")], {"SAMPLE": "1"}))
             for step in getattr(preset, part)():
                 runner.run(step)
-        finally:  # what is known is kept, also where a signal ends this
+        finally:  # keep the results so far, even if a signal ends this
             found = results.gather(preset.work, runner.outcomes, rehearsal=preset.rehearsal, batch=preset.batch)
             results.write(found, preset.work, preset.output)
     note(f"\n{preset.output / 'README.md'}\n{results.verdict(found)}")

@@ -2,11 +2,11 @@
 
     python -m t5bench.acceptance.baseline FILE
 
-The settings are the launchers', from the environment. The same matrix products as the engines' model: as deep, as wide,
-an ungated feed-forward, tied embeddings. Different are the relative position bias in place of learned positions, RMS
-norms without biases, and random tokens that fill every sample, so that nothing is masked. fp32 weights under bf16
-autocast, PyTorch's fused AdamW, dropout, clipping. Measured as it is and then with every block compiled; each is a line
-of FILE, as soon as it is measured, with the keys of a comparison's rows.
+The settings are the launchers', from the environment. The matrix products are those of the engines' model: as deep, as
+wide, an ungated feed-forward, tied embeddings. It differs in its relative position bias instead of learned positions,
+RMS norms without biases, and random tokens that fill every sample, so that nothing is masked. It has fp32 weights under
+bf16 autocast, PyTorch's fused AdamW, dropout and clipping. It is measured as it is and then with every block compiled;
+each measurement is written at once as a line of FILE, with the keys of a comparison's rows.
 """
 
 import json
@@ -32,7 +32,7 @@ from t5bench.record.status import COMPLETE, CRASHED, OUT_OF_MEMORY
 from t5bench.run.profile_step import ProfiledStretch
 from t5bench.sweep.launch import BASELINE
 
-# Of TRAIN_ITERS; one more is profiled.
+# Iterations of TRAIN_ITERS; one more is profiled.
 WARM_UPS = 3
 
 
@@ -40,7 +40,7 @@ class Loop:
     """The model, its optimizer, and random tokens for one iteration, in micro-batches [b, s_enc] and [b, s_dec]."""
 
     def __init__(self, plan: Plan) -> None:
-        # cuDNN's attention gives no gradient for the position bias, and PyTorch prefers it on Hopper.
+        # PyTorch prefers cuDNN's attention on Hopper, but it has no gradient for the position bias.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.plan, self.device = plan, plan.device
         self.global_batch, micro_batch = plan.number("GLOBAL_BATCH_SIZE"), plan.number("MICRO_BATCH_SIZE")
@@ -71,7 +71,7 @@ class Loop:
             block.compile(dynamic=False, backend="inductor" if self.device == "cuda" else "aot_eager")
 
     def iterate(self) -> float:
-        """One update; its loss."""
+        """Trains one update; returns its loss."""
         total = torch.zeros((), device=self.device)
         for tokens, labels in self.batches:
             with torch.autocast(self.device, torch.bfloat16):

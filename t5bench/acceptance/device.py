@@ -1,4 +1,4 @@
-"""What the machine is and the best that its device does: ``python -m t5bench.acceptance.device FILE``.
+"""What the machine is, and its device's best rates: ``python -m t5bench.acceptance.device FILE``.
 
 It is a separate process because asking PyTorch about a GPU takes memory on it.
 """
@@ -19,7 +19,7 @@ from t5bench.record.status import CONFIGURATION, EXIT_CODES
 
 
 def facts() -> dict[str, Any]:
-    """What every figure from here depends on; None for what is not there."""
+    """The facts on which every figure from this machine depends; None for what is not there."""
     cpu, (commit, changed) = machine.cpu(), machine.commit(REPOSITORY)
     packed = Path(os.environ.get("BUNDLE", ""), "commit")
     if commit is None and packed.is_file():
@@ -37,12 +37,12 @@ def facts() -> dict[str, Any]:
 
 
 def seconds(statement: str, **names: Any) -> float:
-    """The median time of a statement, which starts again before the device has ended it."""
+    """The median time of a statement, which starts again before the device has finished it."""
     return benchmark.Timer(statement, globals=names | {"torch": torch}).blocked_autorange(min_run_time=0.3).median
 
 
 def matmul_tflops(m: int, n: int, k: int, device: str) -> float:
-    """Of a [m, k] x [k, n] product in bf16, of random numbers: zeros take less power and run faster."""
+    """TFLOP/s of a [m, k] x [k, n] product in bf16, of random numbers: zeros take less power and run faster."""
     a = torch.randn(m, k, device=device, dtype=torch.bfloat16)
     b = torch.randn(k, n, device=device, dtype=torch.bfloat16)
     out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
@@ -50,7 +50,7 @@ def matmul_tflops(m: int, n: int, k: int, device: str) -> float:
 
 
 def copy_gb_per_s(size: int, source: str, device: str) -> float:
-    """Of ``size`` bytes, counted once; a host's memory is pinned, as for offloading."""
+    """GB/s of copying ``size`` bytes, counted once; host memory is pinned, as for offloading."""
     there = torch.empty(size, dtype=torch.uint8, device=device)
     here = torch.randint(255, (size,), dtype=torch.uint8, device=source, pin_memory=source != device)
     return size / seconds("there.copy_(here, non_blocking=True)", there=there, here=here) / 1e9
@@ -78,7 +78,7 @@ def main(output: Path) -> int:
     if device == "cpu" and found["GPUs"]:
         built = f"PyTorch {torch.__version__}, built for CUDA {torch.version.cuda}"
         print(f"error: there is a GPU, but {built}, does not see it\n"
-              "       Install a PyTorch for a CUDA that the driver serves", file=sys.stderr)  # fmt: skip
+              "       Install a PyTorch for a CUDA version that the driver supports", file=sys.stderr)  # fmt: skip
         return EXIT_CODES[CONFIGURATION]
     measured = {"facts": found, "rates": rates(device)}
     output.write_text(json.dumps(measured, indent=2) + "\n")

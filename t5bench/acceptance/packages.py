@@ -2,7 +2,7 @@
 
     python -m t5bench.acceptance.packages pack WHEELS PYTHON     wheels for another machine's Python, such as 3.12
     python -m t5bench.acceptance.packages complete SITE [WHEELS] installs what this Python lacks into SITE, which is on
-                                                                 PYTHONPATH, and prints what it lacks still
+                                                                 PYTHONPATH, and prints what is still missing
 
 Installed next to the existing Python, not into it: its torch matches its CUDA, and resolving dependencies again could
 replace it.
@@ -16,10 +16,10 @@ from pathlib import Path
 
 from t5bench import REPOSITORY
 
-# Exporting XSum and uploading to W&B do not happen here.
+# Not needed: exporting XSum and uploading to W&B do not happen here.
 NOT_NEEDED = {"datasets", "pyarrow", "wandb"}
-# What an image with torch and transformers may lack for both engines; pip adds what these need in turn. Small: what is
-# copied to a machine without internet should not hold a second torch.
+# Packages that an image with torch and transformers may lack; pip adds their dependencies. The list is short because a
+# bundle for a machine without internet should not contain a second torch.
 CARRIED = (
     "hjson", "pydantic", "ninja", "py-cpuinfo", "msgpack", "msgspec", "psutil", "einops", "tqdm", "regex", "six",
     "packaging", "pybind11", "tabulate", "jinja2", "sentencepiece", "matplotlib",
@@ -37,7 +37,7 @@ def required() -> dict[str, str]:
 
 
 def lacks(name: str) -> bool:
-    """In any version: what is there was made for this machine."""
+    """Whether it is installed, in any version: an installed package was chosen for this machine."""
     return not any(metadata.distributions(name=name))
 
 
@@ -47,7 +47,7 @@ def pip(*arguments: str | Path) -> None:
 
 
 def pack(wheels: Path, python: str) -> None:
-    """For x86-64 Linux."""
+    """Downloads the wheels for x86-64 Linux."""
     platforms = [f"--platform=manylinux{version}_x86_64" for version in MANYLINUX]
     pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, required()[BUILT])
     pip("download", "--quiet", "--only-binary=:all:", "--python-version", python, "--implementation", "cp", *platforms,
@@ -55,7 +55,7 @@ def pack(wheels: Path, python: str) -> None:
 
 
 def complete(site: Path, wheels: Path | None = None) -> list[str]:
-    """What is lacking still, as requirements.txt has it."""
+    """The lines of requirements.txt that are still missing."""
     if wheels and (lacking := [wheel for wheel in sorted(wheels.glob("*.whl")) if lacks(wheel.name.split("-")[0])]):
         pip("install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--target", site, *lacking)
     return [line for name, line in required().items() if name not in NOT_NEEDED and lacks(name)]

@@ -1,4 +1,4 @@
-"""What the steps left, as README.md for people, results.json with every figure, and the packed records."""
+"""The results of the steps: README.md for people, results.json with every figure, and the packed records."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from tabulate import tabulate
 from t5bench.acceptance.steps import PASSED, module
 from t5bench.record import profile
 
-# What the steps wrote as text. TensorBoard's files say the same again.
+# The text files of the steps. TensorBoard's files only repeat them.
 ARCHIVED = (".json", ".jsonl", ".log", ".out", ".sh", ".html")
 
 
@@ -25,7 +25,7 @@ def name_of(gpus: Sequence[str]) -> str:
 
 
 def gather(work: Path, outcomes: Mapping[str, Mapping[str, Any]], **asked: Any) -> dict[str, Any]:
-    """Everything that the files of the steps tell. asked: whether it is a ``rehearsal``, and the ``batch``."""
+    """All results in the steps' files. asked: whether it is a ``rehearsal``, and the ``batch``."""
     points = [point(row) for row in rows_of(compare(work / "runs" / "throughput", "engine", "MICRO_BATCH_SIZE"))]
     devices = sorted(work.glob("device*.json"), key=lambda path: path.stem)
     plain = [line for path in work.glob("baseline-*.jsonl") for line in path.read_text().splitlines()]
@@ -65,7 +65,7 @@ def point(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(found: Mapping[str, Any], work: Path, directory: Path) -> None:
-    """Writes the files, the records of ``work`` among them; earlier ones are replaced."""
+    """Writes the files, including the records in ``work``; earlier ones are replaced."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "results.json").write_text(json.dumps(found, indent=2) + "\n")
     (directory / "README.md").write_text("\n\n".join(filter(None, summary(found))) + "\n")

@@ -1,6 +1,7 @@
-"""Steps that run one after another until the time is up, and what became of each.
+"""Runs steps one after another until the time is up, and keeps their outcomes.
 
-What passed stays passed: the outcomes are kept in a file, and the same command continues where an earlier one stopped.
+A step that passed is not repeated: the outcomes are in a file, and the same command continues where an earlier one
+stopped.
 """
 
 import json
@@ -16,13 +17,13 @@ from typing import Any
 from t5bench import note
 
 PASSED, FAILED, OUT_OF_TIME, NOT_RUN = "passed", "failed", "out of time", "not run"
-# Seconds that a step gets to end in order once its time is up: a launcher ends its workers and writes its record.
+# Seconds for a step to end in order once its time is up: a launcher ends its workers and writes its record.
 GRACE = 20
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command. passes: exit statuses."""
+    """One command. passes: the exit statuses that count as passed."""
 
     name: str
     command: Sequence[str]
@@ -48,7 +49,7 @@ class Runner:
         self.outcomes: dict[str, dict[str, Any]] = json.loads(self.file.read_text()) if self.file.exists() else {}
 
     def run(self, step: Step) -> None:
-        """Runs a step unless it has passed before; what ends this process ends the step too."""
+        """Runs a step unless it has passed before; a signal that ends this process ends the step too."""
         if self.outcomes.get(step.name, {}).get("result") == PASSED:
             note(f"{step.name}: already passed")
             return

@@ -1,8 +1,7 @@
-"""Looks at all nodes at once over ssh, for at most a minute, and prints one table: reachable, clocks, names, this
-repository and the engine at the same state, the same libraries and data, GPUs, free ports, disk, memory, and the
-network measured with all-reduces. What fails is explained below the table. Every node has the repository, the data and
-the Python of this shell (PYTHON, else python3) at the same path. Exit status: 0 all is well, 1 a check failed, 2 wrong
-use.
+"""Checks all nodes at once over ssh, within a minute, and prints one table: reachability, clocks, names, the state of
+this repository and of the engine, libraries, data, GPUs, free ports, disk, memory, and the network as measured with
+all-reduces. Failures are explained below the table. Every node must have the repository, the data and this shell's
+Python (PYTHON, else python3) at the same path. Exit status: 0 all checks passed, 1 a check failed, 2 wrong use.
 """
 
 import argparse
@@ -31,14 +30,14 @@ from t5bench.plan.topology import is_this_host
 from t5bench.record.hosts import checked, ssh
 from t5bench.record.text import visible, visible_in
 
-# Seconds: the whole ends within a minute.
+# Seconds; everything ends within a minute.
 PROBE_LIMIT, NETWORK_LIMIT = 18.0, 32.0
 CONNECT_SECONDS = 5
-# A master that ssh leaves in the background would keep our pipes open.
+# An ssh master process that stays in the background would keep our pipes open.
 SSH_OPTIONS = ("-T", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ControlMaster=no")
 PASSED_ON = ("NCCL_", "GLOO_", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 
-# What ssh says, what it means in the table, and what to do about it on {host}; the last one covers everything else.
+# What ssh prints, what the table shows for it, and what to do about {host}; the last entry covers everything else.
 SSH_FAILURES = (
     ("Permission denied", "refused", "Authorize this host's key: ssh-copy-id {host}   (or get an allocation first)"),
     ("Host key verification failed", "unknown key", "Connect once by hand and compare the key: ssh {host}"),
@@ -83,13 +82,13 @@ def execute(node: Node, python: str, module: str, word: str, limit: float, **env
         output, error = result.stdout, result.stderr.decode(errors="replace").strip()
     except subprocess.TimeoutExpired as late:
         output, error = late.stdout or b"", f"no answer within {limit:.0f} s"
-    # What a shell there prints when it begins comes first.
+    # The output of the shell's start-up files comes first.
     said = next((line for line in output.decode(errors="replace").splitlines() if line.startswith("{")), "{}")
     return visible_in(json.loads(said)), visible(error, "\n") or "it ended without any output"
 
 
 def look_at(node: Node, python: str, question: Question) -> None:
-    """Fill in what the node answers, or why it gave no answer at all."""
+    """Fills in the node's answers, or why it gave none."""
     start = time.monotonic()
     said, error = execute(node, python, "probe", json.dumps(asdict(question)), PROBE_LIMIT)
     if said:
@@ -146,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
         checked(host)
     if twice := sorted({host for host in args.hosts if args.hosts.count(host) > 1}):
         raise Problem(f"{', '.join(twice)} is named more than once", "List each node once, the master first")
-    # A Ctrl-C ends this and every ssh at once; what runs on the nodes ends by its own time limit.
+    # A Ctrl-C ends this and every ssh at once; processes on the nodes end by their own time limit.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     python = shutil.which(os.environ.get("PYTHON") or "python3") or sys.executable
     # A launcher's plan for this host only, ignoring what the host lacks for a run.

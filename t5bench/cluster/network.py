@@ -21,7 +21,7 @@ REPETITIONS = 5
 
 
 def all_reduces(seconds: float) -> None:
-    # Nothing stays behind on the node, whatever hangs and whether or not anyone listens.
+    # So that nothing stays behind on the node, whatever hangs and whether or not anyone listens.
     signal.alarm(int(seconds) + 1)
     import torch
     import torch.distributed as dist
@@ -52,7 +52,7 @@ def all_reduces(seconds: float) -> None:
         probe = torch.zeros(FIRST // 4, device=device)
         timed(probe, group)
         took = timed(probe, group)
-        # Rank 0 decides how much a slow network is asked to carry.
+        # Rank 0 decides how much data a slow network has to carry.
         count = torch.tensor([min(LARGEST, max(FIRST, int(FIRST * allowance / took / REPETITIONS)))], device=device)
         dist.broadcast(count, src=0, group=group)
         payload = torch.zeros(int(count.item()) // 4, device=device)

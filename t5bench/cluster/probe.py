@@ -1,7 +1,7 @@
-"""What a node says of itself. check.py runs this module there, whether or not the node has the repository.
+"""What a node reports about itself. check.py runs this module there, whether or not the node has the repository.
 
-argv[1] is a Question as JSON. Prints a JSON object: a Cell for each row of the table, and a number for what is no row
-(``free_port``, and ``clock`` in seconds since 1970). Only the standard library is needed.
+argv[1] is a Question as JSON. Prints a JSON object: a Cell for each row of the table, and two numbers without a row,
+``free_port`` and ``clock`` (in seconds since 1970). It needs only the standard library.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ SAMPLES, SAMPLE_BYTES = 64, 2**20
 
 @dataclass(frozen=True)
 class Cell:
-    """A node's entry in a row of the table: a problem makes it red, and all nodes must have the ``same``."""
+    """A node's entry in a row of the table: a problem makes it red, and ``same`` must be equal on all nodes."""
 
     text: str
     problem: str = ""
@@ -62,7 +62,7 @@ Cells = Mapping[str, Cell | int | None]
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file's size and of samples evenly spread over it, which are all of it up to 64 MiB."""
+    """SHA-256 of a file's size and of samples spread evenly over it; up to 64 MiB the samples cover the whole file."""
     size = path.stat().st_size
     found = hashlib.sha256(str(size).encode())
     starts = range(0, size, max(SAMPLE_BYTES, size // SAMPLES))
@@ -149,7 +149,7 @@ def gpus(asked: Question) -> Cells:
 
 
 def ports(asked: Question) -> Cells:
-    """Those on which nothing can listen, each with the process that does. Only the master's are needed."""
+    """The rendezvous ports that are in use, each with its process. Only the master's are needed."""
     taken = {}
     for port in asked.ports:
         try:
@@ -169,7 +169,7 @@ def ports(asked: Question) -> Cells:
 
 
 def listener(port: int) -> str:
-    """The process that listens on a port, or nothing: another user's cannot be seen."""
+    """The process that listens on a port, or "": another user's cannot be seen."""
     with contextlib.suppress(OSError):  # not every system has ss
         command = ["ss", "-Hltnp", f"sport = :{port}"]
         said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout
@@ -200,7 +200,7 @@ FACTS = (address, repository, engine, libraries, data, gpus, ports, disk, memory
 
 
 def look(asked: Question) -> Cells:
-    """All facts, in their order. One that hangs, such as a file system that is gone, does not hold up the others."""
+    """All facts, in order. One that hangs, for example because of a lost file system, does not delay the others."""
     remedy = f"Something hangs on {asked.host}, perhaps a file system: check with df"
     found: dict[str, Cells] = {f.__name__: {f.__name__: Cell("no answer", "no answer in time", remedy)} for f in FACTS}
 
@@ -223,4 +223,4 @@ def main() -> None:
     found = look(Question(**json.loads(sys.argv[1])))
     said = {name: asdict(cell) if isinstance(cell, Cell) else cell for name, cell in found.items()}
     print(json.dumps(said | {"clock": time.time()}), flush=True)
-    os._exit(0)  # also with a thread that hangs
+    os._exit(0)  # even if a thread hangs

@@ -1,4 +1,4 @@
-"""From the nodes' answers to one table: a row for each check, a column for each node, and what to do about the red."""
+"""Turns the nodes' answers into one table: a row for each check, a column for each node, and remedies for failures."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ LARGEST_CLOCK_DIFFERENCE = 1.0  # seconds
 RED, PLAIN = "\033[31m", "\033[0m"
 UNKNOWN = Cell("-")
 
-# What to do about a row that is red on {host}, where the node did not say so itself; for all other rows, ENVIRONMENT.
+# What to do about a row that is red on {host}, unless the node itself says; for all other rows, ENVIRONMENT.
 REMEDIES = {
     "repository": "Bring all nodes to the same commit (git status, git pull), or copy it from one to the others",
     "engine": "Run on every node: bash scripts/setup_megatron.sh",
@@ -30,7 +30,7 @@ ENVIRONMENT = "Use the same environment on all nodes: activate it, then pip inst
 
 @dataclass
 class Node:
-    """A host as far as it answered: its cells by row; ``reached`` is the row that says whether it did, and how fast.
+    """A host's answers: its cells by row. ``reached`` says whether it answered, and how fast.
 
     clock: its clock less ours, in seconds.
     """
@@ -51,7 +51,7 @@ Row = dict[str, Cell]  # by host
 
 
 def clocks(nodes: Nodes) -> Row:
-    """All against the first that is known."""
+    """Compares all clocks with the first known one."""
     known = {node.host: node.clock for node in nodes if node.clock is not None}
     row = {node.host: UNKNOWN for node in nodes}
     for host, clock in known.items():
@@ -63,7 +63,7 @@ def clocks(nodes: Nodes) -> Row:
 
 
 def compared(row: Row) -> Row:
-    """What is not as on the first node that is well becomes a problem."""
+    """Makes every difference from the first healthy node a problem."""
     first, reference = next(((host, cell) for host, cell in row.items() if cell.same), ("", UNKNOWN))
 
     def judge(cell: Cell) -> Cell:
@@ -75,7 +75,7 @@ def compared(row: Row) -> Row:
 
 
 def copy_command(nodes: Nodes, row: Row, prefix: Path) -> str:
-    """What copies the data to {host} from the first node whose data are good."""
+    """The command that copies the data to {host} from the first node whose data are good."""
     source = next((node for node in nodes if row[node.host].same), None)
     if source is None:
         return REMEDIES["data"]
@@ -87,7 +87,7 @@ def copy_command(nodes: Nodes, row: Row, prefix: Path) -> str:
 
 
 def table(nodes: Nodes, network: Row, prefix: Path) -> dict[str, Row]:
-    """Every check by name, without those for which no node has anything; what is red says what to do.
+    """Every check by name, without those for which no node has a value; failures say what to do.
 
     network: of the hosts that were measured. prefix: of the data.
     """
@@ -108,7 +108,7 @@ def table(nodes: Nodes, network: Row, prefix: Path) -> dict[str, Row]:
 
 
 def render(nodes: Nodes, rows: Mapping[str, Row], colour: bool) -> str:
-    """The table, and below it each problem with what to do about it."""
+    """The table, and below it each problem with its remedy."""
 
     def text(cell: Cell) -> str:
         failed = f"{RED}FAIL {cell.text}{PLAIN}" if colour else f"FAIL {cell.text}"

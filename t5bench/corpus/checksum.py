@@ -1,4 +1,4 @@
-"""The checksum of a tokenizer, wherever its files lie: over all that decides the ids that it gives to a text.
+"""The checksum of a tokenizer, wherever its files are, over everything that decides the ids of a text.
 
 Launchers compute it before every run, so nothing heavy is imported.
 """
@@ -15,9 +15,9 @@ from t5bench.corpus.index import dataset_paths
 
 PIECES, CONFIG = "spiece.model", "tokenizer_config.json"
 VOCABULARIES = [PIECES, "tokenizer.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt"]
-# What hub repositories leave to the model's config.json and the library's defaults.
+# Values that hub repositories leave to the model's config.json and to the library's defaults.
 DEFAULTS = {"tokenizer_class": "T5Tokenizer", "legacy": True}
-# These decide nothing of a document's ids: names and places, a length that nothing is cut to, decoding, chats.
+# These do not affect a document's ids: names and places, a length to which nothing is truncated, decoding, chats.
 _NOT_OF_THE_IDS = {
     "model_max_length", "name_or_path", "tokenizer_file", "vocab_file", "special_tokens_map_file", "chat_template",
     "clean_up_tokenization_spaces", "transformers_version", "padding_side", "truncation_side", "model_input_names",
@@ -25,7 +25,7 @@ _NOT_OF_THE_IDS = {
 
 
 def tokenizer_checksum(directory: Path) -> str:
-    """sha256 in hexadecimal. Raises Problem for a directory that is not a tokenizer's."""
+    """The sha256 in hexadecimal. Raises Problem for a directory without a tokenizer."""
     digest = hashlib.sha256()
     files = [directory / name for name in VOCABULARIES if (directory / name).exists()]
     try:
@@ -53,7 +53,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def cached_tokenizer(name: str) -> Path | None:
-    """Where the hub's files of that name lie on this machine, for the engines' library; None where they do not."""
+    """The directory with the hub's files of that name on this machine; None if they are not here."""
     variables = ("TRANSFORMERS_CACHE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     cache = next(filter(None, map(os.environ.get, variables)), None) or Path(home, "hub")
@@ -66,7 +66,7 @@ def cached_tokenizer(name: str) -> Path | None:
 
 
 def describes(record: Mapping[str, Any], prefix: str) -> bool:
-    """Whether a dataset's record is that of the files `<prefix>.bin` and `.idx` as they are: .bin by its size alone."""
+    """Whether a dataset's record describes the files `<prefix>.bin` (only by its size) and `<prefix>.idx`."""
     try:
         tokens, index = dataset_paths(prefix)
         recorded = record["files"][tokens.name]["bytes"], record["files"][index.name]["sha256"]

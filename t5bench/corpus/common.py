@@ -36,7 +36,7 @@ def read_record(prefix: Path) -> dict[str, Any]:
 
 
 def recorded_name(name: str, kind: str = "") -> str:
-    """What records call a file or directory (`kind` and its absolute path, or the bundled sample) or a hub's name."""
+    """A file or directory as records name it: `kind` and its absolute path, the bundled sample, or a hub's name."""
     path = Path(name).resolve()
     if SAMPLE.resolve() in path.parents:
         return "bundled sample"

@@ -1,4 +1,4 @@
-"""Turn a source's documents into JSONL and token ids: one pass, in several processes, in memory that does not grow."""
+"""Turns a source's documents into JSONL and token ids: one pass, several processes, constant memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ JOURNAL_SECONDS = 1
 
 
 class Piece(NamedTuple):
-    """What the documents of a block become: lines of JSON, token ids, and the number of ids of each as int32."""
+    """A block's documents, converted: lines of JSON, token ids, and the number of ids of each document as int32."""
 
     counts: Counter[str]
     contents: tuple[bytes, bytes, bytes]
@@ -48,7 +48,7 @@ def convert(block: Block, encoder: DocumentEncoder | None, limit: int | None = N
         if len(articles) == limit:
             break
     texts = [article["text"] for article in articles]
-    # Some tokenizers see nothing in a text that is not white space.
+    # Some tokenizers find no token in a text although it is not only white space.
     ids = [found for found in encoder.encode_batch(texts) if len(found)] if encoder else []
     sizes, tokens = array("i", map(len, ids)), b""
     counts["documents"] = len(sizes if encoder else texts)
@@ -63,17 +63,17 @@ def convert(block: Block, encoder: DocumentEncoder | None, limit: int | None = N
 def convert_source(
     source: Source, output: Path, encoder: DocumentEncoder | None, workers: int, job: object = None
 ) -> Counter[str]:
-    """Write a source's documents in their order to `<output>.jsonl` and, with an encoder, `<output>_document.bin/.idx`.
+    """Writes a source's documents in order to `<output>.jsonl` and, with an encoder, `<output>_document.bin/.idx`.
 
-    Goes on where an interrupted conversion stopped, if it was the same job. Returns how many documents and tokens there
-    are. Raises Problem for a bad row or a source without text.
+    Continues an interrupted conversion if it was the same job. Returns the numbers of documents and tokens. Raises
+    Problem for a bad row or a source without text.
     """
     from tqdm import tqdm
 
     prefix, journal = Path(f"{output}_document"), Path(f"{output}.journal")
     paths = [Path(f"{output}.jsonl"), *(Path(f"{prefix}.{suffix}") for suffix in (("bin", "sizes") if encoder else ()))]
     done, counts, lengths = _read_journal(journal, job, paths)
-    # Where nobody looks on, a line now and then.
+    # Without a terminal, print a line now and then.
     seconds = 0 if sys.stderr.isatty() else 60
     style = "{percentage:3.0f}% of the source, {elapsed} gone, {remaining} left{postfix}"
     with ExitStack() as stack:
@@ -109,7 +109,7 @@ def convert_source(
 
 
 def _read_journal(journal: Path, job: object, paths: list[Path]) -> tuple[int, Counter[str], list[int]]:
-    """The first row of the last block that was done, what was counted until then, and the lengths of the files."""
+    """The first row after the last finished block, the counts until then, and the lengths of the files."""
     try:
         known, done, counts, lengths = msgspec.json.decode(journal.read_bytes())
         if known == job and all(path.stat().st_size >= length for path, length in zip(paths, lengths, strict=True)):
@@ -132,7 +132,7 @@ def _boundaries(documents: int) -> Iterator[array[int]]:
 
 
 def _pieces(blocks: Iterator[Block], encoder: DocumentEncoder | None, workers: int) -> Iterator[tuple[Block, Piece]]:
-    """All blocks and what becomes of them, in order; a source of few blocks is not worth other processes."""
+    """All converted blocks, in order; for a source of few blocks, other processes are not worth starting."""
     first = blocks if workers == 1 else list(islice(blocks, 3))
     yield from ((block, convert(block, encoder)) for block in first)
     context, waiting = multiprocessing.get_context("fork"), deque()
@@ -157,7 +157,7 @@ _encoder: DocumentEncoder | None = None
 def _start_worker(encoder: DocumentEncoder | None) -> None:
     global _encoder
     _encoder = encoder
-    # What interrupts the process that started this one is for that one to deal with; and it may be killed.
+    # Only the parent process handles interruptions; and it may be killed.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -31,7 +31,7 @@ REMEDY = f"Run: bash '{REPOSITORY}/scripts/prepare_xsum_megatron.sh'   (SAMPLE=1
 
 
 class Index(NamedTuple):
-    """What the index of `<prefix>.bin` says.
+    """The content of the index of `<prefix>.bin`.
 
     dtype: numpy's name of a token id's type. tokens: their number. sizes: tokens of each sequence, int32, (sequences,).
     pointers: offset of each sequence in the .bin in bytes, int64, (sequences,). doc_idx: first sequence of each
@@ -50,7 +50,7 @@ def dataset_paths(prefix: str | Path) -> tuple[Path, Path]:
 
 
 def read_index(prefix: str | Path) -> Index:
-    """Read `<prefix>.idx` and check that it is consistent, and that `<prefix>.bin` has the size that it implies.
+    """Reads `<prefix>.idx`; checks that it is consistent, and that `<prefix>.bin` has the size that it implies.
 
     Raises Problem, which names the file that is missing, truncated or inconsistent.
     """
@@ -87,7 +87,7 @@ def read_index(prefix: str | Path) -> Index:
 def write_index(
     prefix: Path, dtype: str, sizes: Callable[[], Iterable[array[int]]], doc_idx: Callable[[], Iterable[array[int]]]
 ) -> None:
-    """Write `<prefix>.idx` without ever holding all of it. sizes and doc_idx: give the arrays of an Index in pieces."""
+    """Writes `<prefix>.idx` piece by piece. sizes and doc_idx: each yields its array of an Index in pieces."""
     code, typecode = next((code, letter) for code, (name, letter) in TYPES.items() if name == dtype)
     offset, itemsize = 0, array(typecode).itemsize
     with dataset_paths(prefix)[1].open("wb") as stream:

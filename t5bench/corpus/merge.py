@@ -1,4 +1,4 @@
-"""Merge indexed datasets into one: the bytes of the engine's tools/merge_datasets.py, one part in memory at a time."""
+"""Merges indexed datasets into one, byte for byte as the engine's tools/merge_datasets.py, with one part in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from t5bench import Problem, note
 from t5bench.corpus import common
 from t5bench.corpus.index import dataset_paths, read_index, write_index
 
-# What a record says of the tokens, and all parts have in common.
+# The facts about tokens in a record that all parts must share.
 COMMON = ("tokenizer_checksum", "tokenizer_type", "tokenizer", "vocabulary")
 
 
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _datasets(named: Path) -> list[Path]:
-    """Those of a directory in the order of their names, or the one that is named."""
+    """The datasets in a directory, in the order of their names, or the single one with this name."""
     found = sorted(path.with_suffix("") for path in named.glob("*.idx"))
     return found or [named.with_suffix("") if named.suffix in (".bin", ".idx") else named]
 
@@ -67,7 +67,7 @@ def _check(parts: list[Path]) -> tuple[str, dict[str, object]]:
                 raise Problem(found, "Prepare all parts with the same tokenizer")
         documents += len(index.doc_idx) - 1
     if not first["tokenizer_checksum"]:
-        note("warning: no part records its tokenizer, so it is not checked that they agree")
+        note("warning: no part records its tokenizer, so nothing shows that all parts used the same one")
     known = {name: value for name, value in first.items() if value is not None}
     return index.dtype, {"source": f"merged from {len(parts)} datasets", "documents": documents, **known}
 

@@ -38,7 +38,7 @@ OUTPUTS = ["tokenizer", *EXPORTS, *BINARIES, f"{DATASET}.meta.json"]
 
 
 def prepare(settings: Mapping[str, str]) -> None:
-    """Export, tokenise and publish, as the settings say; without a tokenizer only export. Raises Problem."""
+    """Exports, tokenises and publishes, as the settings say; without a tokenizer it only exports. Raises Problem."""
     directory, family = Path(settings["MEGATRON_DATA_DIR"]), settings.get("MODEL_FAMILY", "t5")
     limit, force = int(settings.get("XSUM_LIMIT") or 0) or None, settings.get("FORCE") == "1"
     source = make_source(settings.get("XSUM_SOURCE", ""), settings.get("XSUM_SPLIT") or "train", limit)
@@ -49,7 +49,7 @@ def prepare(settings: Mapping[str, str]) -> None:
     with staging(directory) as staged:
         encoder, rows, made_with = None, source, {}
         if tokenizer:
-            # The copy itself tokenises, so that it is known to be complete; before the export, which may take long.
+            # Tokenising with the copy shows that it is complete, and does so before the export, which may take long.
             copy_tokenizer(find_tokenizer(tokenizer, family), staged / "tokenizer")
             encoder = DocumentEncoder(staged / "tokenizer", family)
             if not encoder.exact:
@@ -73,7 +73,7 @@ def prepare(settings: Mapping[str, str]) -> None:
 
 
 def name_of(tokenizer: str) -> str:
-    """What records call a tokenizer: GPT-2's is the same in every checkout of the engine."""
+    """The name of a tokenizer in records; GPT-2's is the same in every checkout of the engine."""
     return "GPT-2" if (Path(tokenizer) / "gpt2-vocab.json").exists() else common.recorded_name(tokenizer)
 
 
@@ -85,7 +85,7 @@ def is_current(source: Source, directory: Path) -> bool:
 
 
 def check_replacement(directory: Path, source: Source, tokenizer: str) -> None:
-    """Raise Problem when the directory holds data that were not made from this source and with this tokenizer."""
+    """Raises Problem if the directory holds data from another source or tokenizer."""
     existing = [directory / name for name in (*BINARIES, f"{TEXT}.jsonl") if (directory / name).exists()]
     if not existing:
         return
@@ -104,7 +104,7 @@ def check_replacement(directory: Path, source: Source, tokenizer: str) -> None:
 
 
 def write_records(source: Source, staged: Path, counts: Counter[str], tokenizer: dict[str, Any]) -> None:
-    """Write the records of the export and, if any, the dataset. tokenizer: its entry in the dataset's record."""
+    """Writes the records of the export and of the dataset, if any. tokenizer: its entry in the dataset's record."""
     record = {
         "source": source.describe(),
         "source_state": source.state(),
@@ -128,7 +128,7 @@ def staging(directory: Path) -> Iterator[Path]:
     staged.mkdir(parents=True, exist_ok=True)
     with (staged / "owner").open("a+") as owner:
         try:
-            # The system lets go of it when this process ends, however it does.
+            # The system releases it when this process ends, in whatever way.
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner.seek(0)
@@ -152,7 +152,7 @@ def staging(directory: Path) -> Iterator[Path]:
 
 
 def publish(staged: Path, directory: Path, names: Sequence[str]) -> None:
-    """Give the staged files their places; what they replace goes with the staging directory."""
+    """Moves the staged files to their places; the files that they replace are removed with the staging directory."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # The engine names its index maps after the run's settings, not after the data, and would use them with other data.
@@ -168,7 +168,7 @@ def publish(staged: Path, directory: Path, names: Sequence[str]) -> None:
 
 
 def report(counts: Counter[str], directory: Path, tokenizer: str | None, family: str) -> None:
-    """Say what is in the data, and what comes next."""
+    """Prints what is in the data and what to do next."""
     print(f"{directory}: {counts['documents']:,} documents, {counts['tokens']:,} tokens")
     if empty := counts["skipped_empty"]:
         print(f"{empty:,} empty documents were skipped.")

@@ -19,14 +19,14 @@ PARQUET_REVISION = "refs/convert/parquet"
 COLUMNS = ("document", "summary", "id", "text")
 BLOCK_BYTES, BLOCK_ROWS = 1 << 20, 512
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
-REMEDY = "XSUM_SOURCE names a .jsonl, .jsonl.gz, .jsonl.zst or .parquet file with document and summary, or with text"
+REMEDY = "Set XSUM_SOURCE to a .jsonl, .jsonl.gz, .jsonl.zst or .parquet file with document and summary, or with text"
 
 
 class Block(NamedTuple):
     """Some rows of a source, for one worker: whole lines of JSON, or a batch of a Parquet file.
 
-    place: what a row is called, with {} for its number. first: the number of the first row, from 1. done: the part of
-    the source that ends with this block.
+    place: how messages name a row, with {} for its number. first: the number of the first row, from 1. done: the part
+    of the source up to the end of this block.
     """
 
     content: Any
@@ -35,7 +35,7 @@ class Block(NamedTuple):
     done: float
 
     def articles(self) -> Iterator[dict[str, str]]:
-        """Text, summary and id of each row; blank lines are left out. Raises Problem, which names a bad row."""
+        """Text, summary and id of each row, without blank lines. Raises Problem, which names a bad row."""
         if isinstance(self.content, bytes):
             lines = enumerate(self.content.split(b"\n"), self.first)
             rows = ((number, _object(line, self.place.format(number))) for number, line in lines if line.strip())
@@ -64,7 +64,7 @@ class Source(NamedTuple):
         return found and f"{found.st_size} bytes, modified {found.st_mtime_ns}"
 
     def blocks(self) -> Iterator[Block]:
-        """Raises Problem for a damaged file, and for a hub that does not answer."""
+        """The source's blocks. Raises Problem for a damaged file, and for a hub that does not answer."""
         if self.path is None:
             return _parquet_blocks(_from_hub(self.split), f"row {{}} of {XSUM} {self.split}")
         name = str(self.path).replace("{", "{{").replace("}", "}}")
@@ -74,7 +74,7 @@ class Source(NamedTuple):
 
 
 def make_source(path: str, split: str, limit: int | None) -> Source:
-    """The source that the settings name; an empty path is the hub. Raises Problem for a file that cannot be one."""
+    """The source in the settings; an empty path means the hub. Raises Problem for an unsuitable file."""
     if path and not Path(path).is_file():
         raise Problem(f"there is no file {path}", REMEDY)
     if path and not re.search(r"\.(parquet|jsonl(\.gz|\.zst)?)$", path):
@@ -122,7 +122,7 @@ def _from_hub(split: str) -> list[Path]:
         try:
             found = api.dataset_info(XSUM, revision=PARQUET_REVISION, timeout=30)
         except client.errors.RevisionNotFoundError:
-            # Should the main branch become Parquet itself, it is what there is to load.
+            # If the main branch becomes Parquet one day, this loads it.
             found = api.dataset_info(XSUM, timeout=30)
         names = sorted(file.rfilename for file in found.siblings or [])
         names = [name for name in names if re.search(rf"\b{re.escape(split)}[/-][^/]*\.parquet$", name)]
@@ -137,7 +137,7 @@ def _object(line: bytes, place: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(line, type=dict)
     except (ValueError, RecursionError):
-        # Python's reader takes a little more, such as NaN, and says what is wrong with the rest.
+        # Python's reader also accepts a few invalid values, such as NaN, and explains what is wrong with the rest.
         try:
             found = json.loads(line.decode())
             json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is not text
@@ -153,7 +153,7 @@ def _article(row: dict[str, Any], number: int, place: str) -> dict[str, str]:
     key, columns = ("text", ["text"]) if "text" in row and "document" not in row else ("document", COLUMNS[:2])
     if missing := [column for column in columns if column not in row]:
         found = f'{place} has no "{missing[0]}"; it has {", ".join(row) or "nothing"}'
-        raise Problem(found, "Rename the source's columns to document and summary, or to text alone")
+        raise Problem(found, "Rename the source's columns to document and summary, or to text")
     text, summary = row[key], row.get("summary")
     if text is not None and not isinstance(text, str):
         raise Problem(f'{place} has no string as "{key}", but {type(text).__name__}', "Correct or remove it")

@@ -1,4 +1,4 @@
-"""Tokenizers: from a directory or the hub, and the ids that they give to documents."""
+"""Tokenizers from a directory or the hub, and the ids of documents."""
 
 import json
 import os
@@ -21,7 +21,7 @@ Encode = Callable[[list[str]], list[np.ndarray]]
 GPT2_FILES = ("vocab.json", "merges.txt")
 TOKENIZER_FILES = [*VOCABULARIES, "tokenizer.json", CONFIG, "special_tokens_map.json", "added_tokens.json"]
 TOKENIZER_FILES += ["config.json"]
-# Upstream's tool gives a tokenizer what it lacks of these; T5's lacks a beginning of sequence.
+# Upstream's tool adds those that a tokenizer lacks; T5's lacks a beginning of sequence.
 UPSTREAM_SPECIALS = {"pad_token": "[PAD]", "eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
 NAME_ANOTHER = {
     "t5": "Set TOKENIZER_MODEL to a T5 tokenizer, for example google-t5/t5-large",
@@ -29,7 +29,7 @@ NAME_ANOTHER = {
 }
 # Megatron's own limit for 16-bit token ids; it leaves some room below 65536.
 UINT16_VOCABULARY_LIMIT = 65500
-# Compared once with the tokenizer before SentencePiece is trusted to speak for it.
+# Texts on which SentencePiece must agree with the tokenizer before it is used instead.
 PROBES = [
     "The price rose by 12.5% in Q3, to $1,234 (see page 7); nobody's happy.",
     "  Two  spaces,\na line\tand a tab ",
@@ -191,7 +191,7 @@ def find_tokenizer(name: str, family: str = "t5") -> Path:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy a tokenizer's files into the directory `target`, complete enough to be loaded from there alone.
+    """Copies a tokenizer's files into the directory `target`, so that it can be loaded from there alone.
 
     The engine's checkout has GPT-2's two files with `gpt2-` before their names.
     """
@@ -208,7 +208,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 @contextmanager
 def hub(what: str, remedy: str) -> Iterator[Any]:
-    """The huggingface_hub package; what goes wrong with it becomes a Problem that says why `what` did not come."""
+    """The huggingface_hub package; its errors become a Problem that says why `what` could not be fetched."""
     import huggingface_hub
     from huggingface_hub import constants, errors, utils
 

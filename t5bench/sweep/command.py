@@ -1,4 +1,4 @@
-"""``python -m t5bench sweep``: every strategy, one run after another, and the comparison of them all."""
+"""``python -m t5bench sweep``: runs the strategies one after another, then compares them all."""
 
 import argparse
 import os
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises Problem where nothing can run."""
+    """Raises Problem if nothing can run."""
     raise_on_signals()
     group = os.environ.get("WANDB_RUN_GROUP") or args.runs_dir.name
     launch = Launch({"WANDB_RUN_GROUP": group}, over_ssh=args.launch == "ssh")
@@ -48,17 +48,17 @@ def run(args: argparse.Namespace) -> int:
     began = run_all(launch, runs, args.runs_dir, args.retries, "Run the same command again to continue.")
     print(flush=True)
     status = compare(list(runs), args.runs_dir)
-    # A node that waited for one that refused may have left a record, but nothing was trained.
+    # A node that waited for a refusing one may have left a record, but nothing was trained.
     return status if began else EXIT_CODES[CONFIGURATION]
 
 
 def check_settings(runs: Mapping[Path, Row]) -> None:
-    """Raises Problem for a complete run with other settings: it would be taken for a run of this sweep."""
+    """Raises Problem for a complete run with other settings, which would be mistaken for a run of this sweep."""
     for directory in filter(is_complete, runs):
         then, now = load(directory).plan.with_role("kept"), runs[directory].settings
         if other := [name for name in then if now.get(name, then[name]) != then[name]]:
             changes = "; ".join(f"{name} is '{now[name]}' here and was '{then[name]}'" for name in other)
-            remedy = "Choose another RUNS_DIR, or delete that run to make it again"
+            remedy = "Choose another RUNS_DIR, or delete that run to repeat it"
             raise Problem(f"{directory} holds a complete run with other settings: {changes}", remedy)
 
 
@@ -71,7 +71,7 @@ def compare(runs: Sequence[Path], runs_dir: Path) -> int:
     if not recorded:
         return EXIT_CODES[CONFIGURATION]
     status = t5bench("compare", *recorded, "--output", runs_dir / "comparison")
-    # It says itself what it could not do, and does not change the answer.
+    # It reports its own failures, which do not change the exit status.
     if os.environ.get("WANDB_MODE") != "disabled" and status != EXIT_CODES[CONFIGURATION]:
         t5bench("wandb", *recorded, "--comparison", runs_dir / "comparison")
     return status or int(len(recorded) < len(runs))

@@ -1,8 +1,8 @@
 """Plans a sweep's runs; starts one launcher here, or one on every host over ssh, and fetches their records.
 
-Each host receives a script on the standard input of a bash: the settings (so that no key is on a command line), the
+A bash on each host receives a script on its standard input: the settings (so that no key is on a command line), the
 launcher, and a watch on that input. When this process ends, or the connection breaks, the input ends and the launcher
-stops what it started. The repository is at the same path on every host.
+stops what it started. The repository must be at the same path on every host.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from t5bench.record.records import write_run
 from t5bench.record.status import CONFIGURATION, CRASHED, EXIT_CODES
 from t5bench.record.text import visible
 
-# What the other strategies are compared with.
+# The strategy with which the others are compared.
 BASELINE = "ddp"
 SSH_OPTIONS = ("-o", "ServerAliveInterval=15")
 SSH_FAILED = 255
@@ -40,7 +40,7 @@ ALSO_SENT = (
 )  # fmt: skip
 
 ASK = "launch --dry-run=json </dev/null\n"
-# The launcher runs in the background, and what comes on standard input is read until it ends.
+# The launcher runs in the background, and standard input is read until it ends.
 WATCH = """main() {
   launch </dev/null &
   launcher=$!
@@ -61,7 +61,7 @@ def shell(host: str) -> list[str]:
 
 
 class Node:
-    """A host, the bash there, the file that takes its output, and its part of the record, once it is here."""
+    """A host, the bash there, the file for its output, and the file for its part of the record."""
 
     def __init__(self, host: str, environment: Mapping[str, str], directory: Path, rank: int) -> None:
         self.host, self.rank, self.part = host, rank, directory / f"node{rank}.json"
@@ -73,18 +73,18 @@ class Node:
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C is for this process, which then ends the nodes in order
+                start_new_session=True,  # a Ctrl-C reaches only this process, which then ends the nodes in order
             )
         assert self.process.stdin
         self.input = self.process.stdin
 
     def send(self, script: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # ssh has ended, and its exit status tells
+        with contextlib.suppress(BrokenPipeError):  # ssh has ended, and its exit status says why
             self.input.write(script.encode())
             self.input.flush()
 
     def end(self) -> None:
-        """Let the launcher end what it started."""
+        """Makes the launcher end what it started."""
         with contextlib.suppress(BrokenPipeError):
             self.input.close()
 
@@ -106,7 +106,7 @@ class Started:
         self.problems: list[str] = []
 
     def poll(self) -> int | None:
-        """None while any node runs. When one fails, the others get time to end, or none if it never began."""
+        """None while any node runs. If one fails, the others get time to end, unless that one never began."""
         codes = [node.process.poll() for node in self.nodes]
         if None not in codes:
             return self._finish()
@@ -121,7 +121,7 @@ class Started:
             node.end()
 
     def end(self) -> list[str]:
-        """Stops the run and fetches its record; returns what did not stop in time."""
+        """Stops the run and fetches its record; returns the processes that did not stop in time."""
         self._tell_to_end()
         deadline = time.monotonic() + GRACE_SECONDS
         for node in self.nodes:
@@ -136,7 +136,7 @@ class Started:
         """Fetches the parts that are not already here (a shared file system); returns the run's exit status."""
         absent = [node for node in self.nodes if self._is_old(node.part)]
         for path in filter(Path.exists, self._earlier if absent else ()):
-            if self._is_old(path):  # it would pass as this attempt's
+            if self._is_old(path):  # it would be mistaken for this attempt's
                 path.rename(f"{path}.earlier")
         try:
             for node in absent:
@@ -169,22 +169,22 @@ class Started:
         return f"{node.host}: {found}" if node.host else found
 
     def _is_old(self, path: Path) -> bool:
-        """Whether this attempt has not written it."""
+        """Whether the file is not from this attempt."""
         return not path.exists() or path.stat().st_mtime_ns == self._earlier.get(path)
 
 
 class Launch:
-    """Plans and starts runs: on this machine alone, or on the nodes of HOSTS, else of SLURM. running: the newest."""
+    """Plans and starts runs, on this machine only or on the nodes of HOSTS or SLURM. running: the newest run."""
 
     def __init__(self, changes: Mapping[str, str], over_ssh: bool = False, arguments: Sequence[str] = ()) -> None:
-        """changes: of the environment. arguments: the engine's. Raises Problem where there are no hosts."""
+        """changes: to the environment. arguments: for the engine. Raises Problem if there are no hosts."""
         self._environment = {**os.environ, **changes}
         self.running: Started | None = None
         self._arguments = ["--", *arguments] if arguments else []
         self._hosts: Sequence[str] = [""]
         self._sent: Mapping[str, str] = {}
         if over_ssh:
-            # This machine need not be one of them, so that its rank could not be inferred.
+            # This machine need not be one of them, and then its rank could not be inferred.
             plan = launchers.accepted(launchers.ask(BASELINE, (), dict(self._environment, NODE_RANK="0")))
             if not plan.hosts:
                 raise Problem("LAUNCH=ssh but no hosts are known", 'export HOSTS="node0 node1" in rank order')
@@ -193,7 +193,7 @@ class Launch:
             self._sent = {k: v for k, v in self._environment.items() if k in plan.settings or k.startswith(ALSO_SENT)}
 
     def _script(self, strategy: str, processes: int | None, directory: Path, rank: int, end: str) -> str:
-        """What a bash is sent; in ``end`` the launcher is called ``launch``."""
+        """The script for a host's bash; in ``end`` the launcher is called ``launch``."""
         name, tensor = with_size(strategy)
         exports = dict(self._sent, HOSTS=" ".join(self._hosts), OUTPUT_DIR=str(directory))
         words, lines = ["bash", str(launchers.launcher(name))], []
@@ -211,7 +211,7 @@ class Launch:
         return "\n".join([*lines, f'launch() {{ exec {shlex.join(words)} "$@" {shlex.join(self._arguments)}; }}', end])
 
     def ask(self, strategy: str, processes: int | None, directory: Path, rank: int = 0) -> Plan:
-        """The plan of a host. Raises Problem where it gives none."""
+        """The plan of a host. Raises Problem if it prints none."""
         host, script = self._hosts[rank], self._script(strategy, processes, directory, rank, ASK)
         options = {"capture_output": True, "text": True, "check": False}
         result = subprocess.run(shell(host), env=self._environment, input=script, **options)
@@ -234,7 +234,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Row:
-    """A run to make. processes: in all; None leaves the strategy its default. settings: those that shape its curve."""
+    """A run to make. processes: in all; None for the strategy's default. settings: those that shape its curve."""
 
     name: str
     strategy: str
@@ -250,7 +250,7 @@ def with_size(name: str) -> tuple[str, str]:
 
 
 def choose(names: Sequence[str]) -> list[str]:
-    """These strategies, each once; by default all. Raises Problem."""
+    """These strategies without repetitions; by default all. Raises Problem."""
     known = [strategy.name for strategy in launchers.declarations()]
     for name in names:
         if with_size(name)[0] not in known:
@@ -259,7 +259,7 @@ def choose(names: Sequence[str]) -> list[str]:
 
 
 def plan_rows(launch: Launch, runs_dir: Path, strategies: Iterable[str], processes: int | None = None) -> list[Row]:
-    """A row for each strategy that can run; says once for each reason which of the others cannot."""
+    """A row for each strategy that can run; for each reason, says once which strategies cannot."""
     rows, blocked = [], {}
     for strategy in strategies:
         name = f"{strategy}-{processes}" if processes else strategy
@@ -276,7 +276,7 @@ def plan_rows(launch: Launch, runs_dir: Path, strategies: Iterable[str], process
 
 
 def plan_baselines(launch: Launch, runs_dir: Path, rows: Sequence[Row]) -> list[Row]:
-    """If the baseline is among the rows, one more row of it for every other number of processes."""
+    """If the baseline is among the rows, one more baseline row for every other number of processes."""
     known = {row.world_size for row in rows if row.strategy == BASELINE}
     missing = dict.fromkeys(row.world_size for row in rows if known and row.world_size not in known)
     return [row for size in missing for row in plan_rows(launch, runs_dir, [BASELINE], size)]

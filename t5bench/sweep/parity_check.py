@@ -1,4 +1,4 @@
-"""``python -m t5bench parity-check``: trains strategies alike on this machine, and compares their curves with DDP's."""
+"""``python -m t5bench parity-check``: trains strategies in the same way on this machine, and compares them with DDP."""
 
 import argparse
 import os
@@ -18,12 +18,12 @@ from t5bench.sweep.launch import BASELINE, Launch, Row, choose, plan_rows
 from t5bench.sweep.runner import run_all
 
 MEGATRON, NATIVE = "megatron", "native"
-# What has no setting. An epsilon among the gradients' sizes and a short memory of their squares show in a few updates;
-# with larger initial weights GELU's exact form and its tanh form differ by more than rounding.
+# Numbers that have no setting. With an epsilon as large as the gradients and a short memory of their squares, mistakes
+# show after a few updates; with larger initial weights GELU's two forms differ by more than rounding.
 ARGUMENTS = ("--adam-beta1", "0.9", "--adam-beta2", "0.9", "--adam-eps", "0.01", "--init-method-std", "0.1")
-SEEDS = 8  # of both in the sign test
+SEEDS = 8  # of each of the two strategies in the sign test
 PERCENT = 0.01
-# Of the recipe's numbers, those of settings.
+# The recipe's numbers that have a setting.
 NUMBERS = {
     "learning rate": "LR", "final learning rate": "MIN_LR", "weight decay": "WEIGHT_DECAY", "clipping": "CLIP_GRAD",
 }  # fmt: skip
@@ -38,12 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises Problem where the check cannot be made."""
+    """Raises Problem if the check cannot run."""
     raise_on_signals()
     strategies = list(dict.fromkeys([BASELINE, *choose(args.strategies)]))
     if args.engine == NATIVE and strategies == [BASELINE] and not args.sensitivity:
         raise Problem(f"{BASELINE} is the baseline and needs another strategy to compare", "Name one, or none for all")
-    # Runs of an engine that was changed since would pass as runs of this one.
+    # Runs of an engine that has changed since would be mistaken for runs of this one.
     if args.runs_dir.exists():
         raise Problem(f"{args.runs_dir} already exists, but the check needs new runs", "Choose another RUNS_DIR")
     unknown = next((o.found for o in native_plan(args.runs_dir).obstacles if o.code == "native-engine"), "")
@@ -59,24 +59,24 @@ def run(args: argparse.Namespace) -> int:
     further = train_seeds(args.engine, strategies, args.runs_dir) if drops else []
     measured = ["--sensitivity", measure(args.runs_dir)] if args.blind_spots and not unknown else []
     note(f"run directories: {args.runs_dir}")
-    # A strategy that could not run has no run directory, and fails by that.
+    # A strategy that could not run has no run directory, and therefore fails.
     runs = args.runs_dir / args.engine
     named = [*(runs / name for name in strategies), *further]
     return t5bench("parity", *named, "--baseline", runs / BASELINE, *reference, *measured)
 
 
 def native_plan(runs_dir: Path) -> Plan:
-    """What the native engine would train in one process, and what stops it."""
+    """The native engine's plan for one process, with what would stop it."""
     changes = {"ENGINE": NATIVE, "NNODES": "1", "NPROC_PER_NODE": "1", "PRECISION_FLAG": "", "DROPOUT": "0"}
     return Launch(changes, arguments=ARGUMENTS).ask(BASELINE, None, runs_dir / "plan")
 
 
 def measure(runs_dir: Path) -> Path:
-    """The file of what each number of the recipe moves, by the native engine in one process."""
+    """Measures how far each number of the recipe moves the curves, with the native engine in one process; the file."""
     plan = accepted(native_plan(runs_dir))
     if plan.obstacles:
         raise Problem(f"the native engine cannot run here: {plan.obstacles[0].found}", plan.obstacles[0].remedy)
-    note("measuring how visible a change of each setting is: about a minute on a CPU (CHECK_BLIND_SPOTS=0 skips it)")
+    note("measuring how visible a change in each number is: about a minute on a CPU (CHECK_BLIND_SPOTS=0 skips this)")
     path = runs_dir / "sensitivity.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "native.sensitivity", *plan.arguments.words]
@@ -88,7 +88,7 @@ def measure(runs_dir: Path) -> Path:
 
 
 def changes() -> Iterator[tuple[str, str, dict[str, str], Sequence[str]]]:
-    """What a launcher can change of the recipe: the number, by how much, settings, engine arguments."""
+    """The changes to the recipe that a launcher can make: the number, by how much, settings, engine arguments."""
     given = dict(zip(ARGUMENTS[::2], map(float, ARGUMENTS[1::2]), strict=True))
 
     def one_more(name: str) -> str:
@@ -107,8 +107,8 @@ def changes() -> Iterator[tuple[str, str, dict[str, str], Sequence[str]]]:
 
 
 def measure_launched(runs_dir: Path) -> Path:
-    """The same of a model family that the native engine does not know, by runs of the other in one process."""
-    note("measuring what each number of the recipe moves, with a run of Megatron-DeepSpeed for each of them")
+    """The same with Megatron-DeepSpeed, for a model family that the native engine cannot train."""
+    note("measuring how visible a change in each number is, with one run of Megatron-DeepSpeed for each")
     curves, path = [], runs_dir / "sensitivity.jsonl"
     for number, change, settings, arguments in changes():
         directory = runs_dir / number.replace(" ", "-")
@@ -122,7 +122,7 @@ def measure_launched(runs_dir: Path) -> Path:
 
 
 def train_seeds(engine: str, strategies: list[str], runs_dir: Path) -> list[Path]:
-    """Further seeds of what draws other dropout masks than the baseline, and of the baseline; their directories."""
+    """Trains more seeds of the baseline and of the strategies with other dropout masks; returns their directories."""
     others = [s.name for s in declarations() if s.name in strategies and s.tp * s.pp > 1]
     first, made = int(os.environ["SEED"]), []
     for seed in range(first + 1, first + SEEDS) if others else ():

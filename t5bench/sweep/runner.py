@@ -18,14 +18,14 @@ from t5bench.record.records import load, looks_like_run, read_metrics
 from t5bench.record.status import COMPLETE, CONFIGURATION, EXIT_CODES
 from t5bench.sweep.launch import Launch, Row
 
-# Between looks at a run, and between those that a person sees, which read all of its iterations: on a terminal, and in
-# a file, where each is a line.
+# The time between looks at a run, and between reports of its progress, which read all of its iterations: on a terminal,
+# and in a file, where each report is a line.
 SECONDS, PROGRESS_SECONDS, LINE_SECONDS = 0.3, 2.0, 30.0
 BAR_WIDTH = 20
 
 
 def is_complete(directory: Path) -> bool:
-    """Whether the record is complete; reports a damaged one, which is not."""
+    """Whether the record is complete; reports a damaged one, which does not count as complete."""
     try:
         return looks_like_run(directory) and load(directory).status == COMPLETE
     except RecordError as error:
@@ -42,7 +42,7 @@ def outcome(status: int, problems: Sequence[str], directory: Path) -> str:
     if status == 0:
         speed = run.iterations[-1].samples_per_second if run and run.iterations else "?"
         return f"complete, {speed} samples/s at the end"
-    # Where a launcher refused there is no record, or that of another node which waited for it.
+    # If a launcher refused, there is no record, or only that of another node which waited for it.
     if run is None or (status == EXIT_CODES[CONFIGURATION] and problems):
         word, reasons = next(name for name, code in EXIT_CODES.items() if code == status), problems
     else:
@@ -51,10 +51,10 @@ def outcome(status: int, problems: Sequence[str], directory: Path) -> str:
 
 
 def progress(directory: Path, since: float = math.inf, *, bar: bool = False) -> str:
-    """The newest iteration: from the record, else from the terminals of nodes whose files are elsewhere.
+    """The newest iteration: from the record, else from the terminal output of nodes whose files are elsewhere.
 
-    since: seconds since 1970. Before the first iteration it names the extensions that are being compiled, whose
-    directories PyTorch locks.
+    Before the first iteration it names the extensions that have been compiling since the time `since` (in seconds since
+    1970); PyTorch locks their directories.
     """
     try:
         done = read_metrics(directory / "metrics.jsonl")
@@ -66,16 +66,16 @@ def progress(directory: Path, since: float = math.inf, *, bar: bool = False) -> 
         last = done[-1]
         drawn = f"[{'#' * (BAR_WIDTH * last.iteration // last.total):<{BAR_WIDTH}}] " if bar else ""
         return f"{drawn}iteration {last.iteration}/{last.total}"
-    with contextlib.suppress(OSError):  # a lock goes as soon as it is compiled
+    with contextlib.suppress(OSError):  # a lock disappears once its extension is compiled
         if names := sorted(lock.parent.name for lock in extension_locks() if lock.stat().st_mtime >= since):
             return f"compiling {', '.join(names)}: takes minutes, but only once"
     return "starting"
 
 
 def run_all(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path, retries: int = 0, goes_on: str = "") -> bool:
-    """Makes the incomplete runs, by directory, then retries failed ones; whether any of them began.
+    """Makes the incomplete runs, by directory, then retries failed ones; returns whether any of them began.
 
-    goes_on: a hint for an interruption, which stops the current run and raises Interrupted.
+    An interruption stops the current run, prints the hint goes_on, and raises Interrupted.
     """
     try:
         statuses = _run_each(launch, runs, runs_dir)
@@ -109,7 +109,7 @@ def _run_each(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path) -> dict[
 
 
 def _run_one(launch: Launch, row: Row, directory: Path, label: str, expected: float) -> tuple[int, str]:
-    """The exit status, and how it ended. expected: seconds for this run and those after it; 0 is not known."""
+    """The exit status, and how the run ended. expected: seconds for this run and the remaining ones; 0 if unknown."""
     directory.mkdir(parents=True, exist_ok=True)
     terminal, started = sys.stderr.isatty(), time.time()
     run, told = launch.start(row.strategy, row.processes, directory), started - PROGRESS_SECONDS * terminal

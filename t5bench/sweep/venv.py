@@ -2,8 +2,8 @@
 
     "$PYTHON" -m t5bench.sweep.venv REQUIREMENTS-FILE...
 
-makes or completes it, with nothing but the standard library. Done before: no work. An old Python, such as the 3.6 of
-some clusters, must be able to read this file to say that it is too old.
+creates or completes it, with only the standard library; if it is complete, nothing happens. An old Python, such as the
+3.6 of some clusters, must be able to parse this file and say that it is too old.
 """
 
 import hashlib
@@ -19,14 +19,14 @@ from pathlib import Path
 from t5bench import REPOSITORY, Problem, note
 
 OLDEST, NEWEST = (3, 10), (3, 14)
-# A torch that the base Python already has is used instead.
+# If the base Python already has a torch, that one is used instead.
 TORCH = "torch==2.13.0"
 # MB to download, measured for Python 3.11 on Linux (x86-64): pip's log, and for CUDA the sizes in uv's lock file.
 CPU_MB, CUDA_MB, OTHER_MB = 202, 2741, {"requirements.txt": 188, "requirements-dev.txt": 26}
 VENV = REPOSITORY / ".venv"
 PYTHON, TORCHRUN = VENV / "bin" / "python", VENV / "bin" / "torchrun"
 COMPLETE, LOG = VENV / "complete", VENV / "install.log"
-# What a newcomer meets: what the log says, and what that means with what to do.
+# Common failures: a pattern in the log, and what it means with what to do.
 CAUSES = {
     "No space left on device": Problem(
         f"the disk is full: about 4 GB are needed at {REPOSITORY}",
@@ -41,7 +41,7 @@ CAUSES = {
 
 
 def ensure(requirements: "list[Path]") -> None:
-    """Raises Problem where it cannot be made."""
+    """Raises Problem if the environment cannot be created."""
     check_base()
     stamp = hashlib.sha256(b"".join(path.read_bytes() for path in requirements)).hexdigest() + f"-{sys.version}"
     if not COMPLETE.exists() or stamp not in COMPLETE.read_text():
@@ -51,7 +51,7 @@ def ensure(requirements: "list[Path]") -> None:
         with COMPLETE.open("a") as file:
             file.write(f"{stamp}\n")
     if not TORCHRUN.exists():
-        # The torch is the base Python's, whose torchrun would give its workers other packages.
+        # torch belongs to the base Python, whose torchrun would start workers without this environment's packages.
         write_torchrun(TORCHRUN, PYTHON)
 
 
@@ -65,9 +65,9 @@ def check_base() -> None:
 
 def make() -> None:
     VENV.mkdir(exist_ok=True)
-    logged(f"making a virtual environment in {VENV}", sys.executable, "-m", "venv", str(VENV))
+    logged(f"creating a virtual environment in {VENV}", sys.executable, "-m", "venv", str(VENV))
     if has_torch(sys.executable):
-        # Behind what is installed here: what the base Python sees, which may be a virtual environment itself.
+        # After this environment's own packages come the base Python's, which may be a virtual environment itself.
         (site,) = VENV.glob("lib/python*/site-packages")
         (site / "base.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("-packages")))
 
@@ -88,7 +88,7 @@ def install(requirements: "list[Path]") -> None:
 
 
 def install_torch(pip: "list[str]") -> None:
-    """Without a GPU the CPU build, which uv can find; else, or where that fails, what the package index has."""
+    """Without a GPU the CPU build, which uv can find; otherwise, or if that fails, the package index's build."""
     uv = [str(PYTHON), "-m", "uv", "pip", "install", "--python", str(PYTHON), "--torch-backend", "cpu"]
     has_uv = not shutil.which("nvidia-smi") and attempt("installing uv, to find torch's CPU build", *pip, "uv")
     if has_uv and attempt(f"installing {TORCH} for CPUs: about {CPU_MB} MB to download", *uv, TORCH):
@@ -97,7 +97,7 @@ def install_torch(pip: "list[str]") -> None:
 
 
 def attempt(what: str, *command: str) -> bool:
-    """Whether a command, whose output goes to the log, succeeds."""
+    """Runs a command whose output goes to the log; whether it succeeded."""
     note(what)
     environment = dict(os.environ, DS_BUILD_OPS="0", DS_ACCELERATOR="cpu")
     with LOG.open("ab") as log:
@@ -119,7 +119,7 @@ def logged(what: str, *command: str) -> None:
 
 
 def write_torchrun(path: Path, python: Path) -> None:
-    """A torchrun of this Python."""
+    """Writes a torchrun that uses this Python."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'#!/usr/bin/env bash\nexec {shlex.quote(str(python))} -m torch.distributed.run "$@"\n')
     path.chmod(0o755)
