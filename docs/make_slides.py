@@ -1,7 +1,7 @@
 """Draws docs/T5-Parallelism.pdf from docs/slides.md: python -m docs.make_slides [output.pdf]
 
 Lengths are in units of 6 points: a slide is 160 wide and 90 high. t5bench/model computes every number and prediction.
-A text that leaves its page or touches another one is an error.
+A text that runs off its page or touches another one is an error.
 """
 
 import json
@@ -33,7 +33,7 @@ INK, MUTED, LINE, PAPER, WIRE, MONO = "#1f2a37", "#5f6b7a", "#d3dae2", "#eef1f4"
 COLOURS = {"encoder": "#2f6db5", "decoder": "#dd7440", "paper": PAPER, "muted": MUTED, "wire": WIRE}
 COLOURS |= {"parameters": "#2a8c82", "gradients": "#e3ae3d", "optimizer states": "#76609f"}
 COLOURS |= {"gathered": "#9fcfc9", "activations": "#aab4c0"}
-# Words that have a colour of their own in every row of boxes.
+# Words with the same colour in every row of boxes.
 MEANINGS = COLOURS | {r"F\d": "#d9dfe6", r"B\d": "#aab4c0", "update.*": "#76609f", "all-reduce": WIRE}
 MEANINGS |= {"<.*>": INK, r"\*.*\*": "#e3ae3d", "\N{MULTIPLICATION SIGN}.*": PAPER}
 DARK = {INK, MUTED, WIRE, "#2f6db5", "#dd7440", "#2a8c82", "#76609f"}  # white text is on these
@@ -46,7 +46,7 @@ EMBEDDING = PART["encoder"] / P, (PART["encoder"] + PART["embedding"]) / P  # wh
 
 
 def training(strategy: Strategy) -> Job:
-    """The benchmark's job under a strategy on two GPUs, under the hybrid on four."""
+    """The benchmark's job under a strategy on two GPUs; the hybrid on four."""
     file = REPOSITORY / "ds_configs" / strategy.ds_config
     zero = Zero.of_config(json.loads(file.read_text()) if strategy.ds_config else None)
     ranks = strategy.tp * strategy.pp
@@ -66,14 +66,14 @@ BODY, HEAD, SMALL = 16, 19, 13  # sizes of text in points, to be read from the b
 
 
 def states(job: Job) -> dict[str, tuple[float, float]]:
-    """By kind the bytes of a parameter on every data-parallel rank, and those divided among them, in the update."""
+    """During the update, the bytes per parameter on every data-parallel rank, and those divided among them, by kind."""
     weights, (whole, divided), optimizer = states_of(job).values()
     gradients = whole, divided + FP32_GRADIENTS * bool(job.zero.stage)
     return {"parameters": weights, "gradients": gradients, "optimizer states": optimizer}
 
 
 def memory_bytes(job: Job, stage: int = 0) -> dict[str, float]:
-    """What a GPU holds by kind, without buckets, workspaces and what the allocator rounds up."""
+    """What a GPU holds, by kind, without buckets, workspaces and the allocator's rounding."""
     count, n = parameters(MODEL, job.parallel, stage), job.parallel.data
     sizes = {kind: count * (whole + divided / n) for kind, (whole, divided) in states(job).items()}
     found = {} if job.zero.offload_parameters else sizes
@@ -102,7 +102,7 @@ def most(name: str, cost: Callable[[Job, int], dict[str, float]]) -> dict[str, f
 
 
 def slots(micro_batches: int) -> list[schedule.Slot]:
-    """1F1B on two stages to the share of their FLOPs; a backward takes two forwards."""
+    """1F1B on two stages, in proportion to their FLOPs; a backward takes as long as two forwards."""
     return schedule.one_f_one_b(SHARES, [2 * share for share in SHARES], micro_batches)
 
 
@@ -118,7 +118,7 @@ def pieces(start: float, end: float, cuts: int, parts: int, rank: int) -> list[t
 
 
 class Slide:
-    """A page that is filled downwards from (x, y); its charts are the methods that slides.md names."""
+    """A page that is filled downwards from (x, y). The charts in slides.md are its methods."""
 
     def __init__(self, number: int, page: str) -> None:
         """A page of slides.md: title, subtitle and perhaps a source, an empty line, what is drawn."""
@@ -168,7 +168,7 @@ class Slide:
         self.axes.add_patch(Rectangle((x, y), w, h, **{"facecolor": fill, "zorder": 1, **style}))
 
     def cell(self, x: float, y: float, word: str, fill: str, w: float = 0, h: float = 5.6, alpha: float = 1) -> float:
-        """A word, with `~` for a blank, in a box that is as wide as the word or as told. Returns where the box ends."""
+        """A word, with `~` for a blank, in a box of the word's or the given width. Returns where the box ends."""
         content = word.replace("~", " ")
         fill = next((own for pattern, own in MEANINGS.items() if re.fullmatch(pattern, content)), fill)
         style = {"colour": "white" if fill in DARK and alpha == 1 else INK, "va": "center_baseline"}
@@ -237,7 +237,7 @@ class Slide:
         self.y -= 7.2
 
     def schedule(self, micro_batches: str) -> None:
-        """1F1B on two stages to the share of their FLOPs; hatched where a GPU waits."""
+        """1F1B on two stages, in proportion to their FLOPs; hatched where a GPU waits."""
         jobs = slots(int(micro_batches))
         left, unit = self.x + 11, (self.width - 11) / max(slot.end for slot in jobs)
         for gpu in (0, 1):
@@ -252,7 +252,7 @@ class Slide:
         self.y -= 19
 
     def check(self) -> None:
-        """Raises ValueError when a text leaves the page or overlaps another."""
+        """Raises ValueError if a text runs off the page or overlaps another."""
         page, texts = self.figure.bbox.padded(-8), [text for text in self.axes.texts if text.get_text()]
         boxes = [(text.get_text(), text.get_window_extent().padded(-0.5)) for text in texts]
         for text, box in boxes:

@@ -1,6 +1,6 @@
 """The command line: Megatron-DeepSpeed's, as the launchers build it, and --compile.
 
-A flag that this engine does not know is an error. The few that it takes without using them say so in --help.
+An unknown flag is an error. --help names the few flags that are accepted but have no effect.
 """
 
 import argparse
@@ -16,7 +16,7 @@ EXIT_CONFIGURATION = 2
 
 
 def stop(message: str) -> NoReturn:
-    """Ends this process with one sentence on stderr, said once per node."""
+    """Ends this process with one sentence on stderr, printed once per node."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(EXIT_CONFIGURATION)
@@ -34,7 +34,7 @@ def positive(text: str) -> int:
 
 
 def shares(text: str) -> list[float]:
-    """Three non-negative numbers that do not all vanish, from "949,50,1"; those left out are 0."""
+    """Three non-negative numbers, not all zero, from "949,50,1"; omitted ones are 0."""
     try:
         numbers = [float(number) for number in text.split(",")]
     except ValueError:
@@ -80,12 +80,12 @@ FLAGS: list[tuple[str, Any, Any, str]] = [
     ("--bf16", bool, False, "compute in bfloat16 with float32 master weights (default: float32)"),
     ("--compile", bool, False, "torch.compile each layer (this engine's own flag; not with ZeRO-3)"),
     ("--data-path", str, REQUIRED, "<path> of <path>.bin and <path>.idx"),
-    ("--data-impl", ("mmap", "infer"), "mmap", "the only format"),
+    ("--data-impl", ("mmap", "infer"), "mmap", "the only supported format"),
     ("--split", shares, [969.0, 30.0, 1.0], "shares of train, validation and test documents"),
     ("--mask-prob", float, 0.15, "share of tokens in corrupted spans"),
     ("--short-seq-prob", float, 0.1, "share of samples cut shorter"),
     ("--num-workers", int, 2, "processes per rank that prepare samples"),
-    ("--tokenizer-type", ("HFTokenizer",), "HFTokenizer", "the only type"),
+    ("--tokenizer-type", ("HFTokenizer",), "HFTokenizer", "the only supported type"),
     ("--tokenizer-model", str, REQUIRED, "Hugging Face name or directory"),
     ("--make-vocab-size-divisible-by", positive, 128, "the vocabulary is padded to a multiple of this times TP"),
     ("--log-interval", positive, 100, "iterations between log lines"),
@@ -144,7 +144,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def choose_device(args: argparse.Namespace) -> torch.device:
-    """The GPU of this process alone over NCCL, one that it shares with --share-gpus, else the CPU."""
+    """This process's own GPU with NCCL, a shared one with --share-gpus, else the CPU."""
     if args.distributed_backend == "gloo" and not args.share_gpus:
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
@@ -154,7 +154,7 @@ def choose_device(args: argparse.Namespace) -> torch.device:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Ends the process where this engine cannot train what is asked for; launchers have checked that sizes divide."""
+    """Ends the process if this engine cannot train the request; launchers have checked that the sizes divide."""
     tp, pp, world = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.world_size
     if args.fp16:
         stop("the native engine does not train in fp16: use --bf16, neither (float32), or ENGINE=megatron")

@@ -1,4 +1,4 @@
-"""Saving and resuming: <directory>/iter_0000020/..., and latest_checkpointed_iteration.txt once all of it is there.
+"""Saving and resuming: <directory>/iter_0000020/..., and latest_checkpointed_iteration.txt once it is complete.
 
 Weights and optimizer states are written once per tensor- and pipeline-parallel rank, by the first data-parallel rank
 (the others' are the same); DeepSpeed writes its own shards. Every process writes its dropout state.

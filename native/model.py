@@ -45,7 +45,7 @@ class Attention(nn.Module):
         self.p = args.attention_dropout
 
     def attend(self, *query_key_value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Of three [b, s, heads, d] tensors, to [b, s_query, heads * d]; causal where there is no mask.
+        """Attends with three [b, s, heads, d] tensors, to [b, s_query, heads * d]; causal without a mask.
 
         `mask` [b, 1, 1, s_key] is added to the scores: 0, and -inf on padding. A causal decoder needs none: its padding
         comes last, where no real token looks, and the padding's own outputs carry no loss.
@@ -75,7 +75,7 @@ class CrossAttention(Attention):
         self.dense = RowLinear(self.width, args.hidden_size, tp)
 
     def forward(self, x: torch.Tensor, encoded: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """`encoded` has gone through enter_tp already."""
+        """`encoded` has already gone through enter_tp."""
         query = self.query(enter_tp(x, self.tp)).unflatten(-1, (-1, self.head))
         key, value = self.key_value(encoded).unflatten(-1, (-1, 2, self.head)).unbind(3)
         return self.dense(self.attend(query, key, value, mask=mask))
@@ -107,7 +107,7 @@ class Layer(nn.Module):
         self.decoder, self.mlp, self.dropout = decoder, FeedForward(args, tp), SharedDropout(args.hidden_dropout, tp)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor, encoded: torch.Tensor | None = None) -> torch.Tensor:
-        """`mask` is the encoder's padding: an encoder's self-attention and a decoder's cross-attention look there."""
+        """`mask` is the encoder's padding, for an encoder's self-attention and a decoder's cross-attention."""
         x = x + self.dropout(self.self_attention(self.input_layernorm(x), None if self.decoder else mask))
         normed = self.post_attention_layernorm(x)
         if self.decoder:
@@ -153,7 +153,7 @@ class LMHead(nn.Module):
 
 
 class T5(nn.Module):
-    """Encoder and decoder, or the one of them that this pipeline stage holds, each stage with its own embeddings."""
+    """Encoder and decoder, or the one of them that this pipeline stage holds, with the stage's own embeddings."""
 
     def __init__(self, args: Namespace, layout: Layout) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class T5(nn.Module):
         that as `x`. With an encoder, `x` is `encoder_tokens`. Token ids and labels are int64, [b, s_enc] or [b, s_dec].
         """
         model = self.language_model
-        # A mask of booleans would be made into this one again in every layer.
+        # A boolean mask would be converted into this one in every layer.
         mask = torch.zeros_like(encoder_tokens, dtype=self.dtype).masked_fill_(encoder_tokens == self.pad, -math.inf)
         mask = mask[:, None, None, :]
         encoded = model["encoder"](model["embedding"](x), mask) if "encoder" in model else x

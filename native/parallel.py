@@ -1,4 +1,4 @@
-"""Who is where, and the communication that no library does for us: tensor parallelism and the tied embeddings.
+"""Where each rank is, and the communication that no library does for us: tensor parallelism and the tied embeddings.
 
 Ranks are laid out as in Megatron: tensor parallel fastest (neighbours talk most), then data parallel, then pipeline.
 """
@@ -23,7 +23,7 @@ class Axis:
     rng: torch.Generator | None = None  # of tensor parallelism: the same numbers on all its ranks
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
-        """Reduces `tensor` in place over the axis; costs nothing on an axis of one."""
+        """Reduces `tensor` in place over the axis; does nothing on an axis of size one."""
         if self.size > 1:
             dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
@@ -47,9 +47,9 @@ class Layout:
 
     @staticmethod
     def build(pp: int, dp: int, tp: int, device: torch.device, seed: int) -> "Layout":
-        """Makes the process groups, and seeds dropout: each process its own, but one stream for what TP ranks share."""
+        """Creates the process groups and seeds dropout: one stream per process, and one that the TP ranks share."""
         names = ("pp", "dp", "tp")
-        # Over gloo the mesh is one of CPUs whatever the device: a mesh of GPUs would choose each process's own.
+        # With gloo the mesh is one of CPUs on any device: a mesh of GPUs would choose each process's own.
         mesh_device = "cpu" if dist.get_backend() == "gloo" else device.type
         mesh = init_device_mesh(mesh_device, (pp, dp, tp), mesh_dim_names=names)
         layout = Layout(*(Axis(mesh[name].size(), mesh.get_local_rank(name), mesh.get_group(name)) for name in names))
@@ -129,8 +129,8 @@ def sliced(*shape: int, dim: int, tp: Axis, blocks: int = 1) -> nn.Parameter:
 class ColumnLinear(nn.Module):
     """y = x W^T + b with a slice of W's rows (output features) on each TP rank; the output stays sliced.
 
-    `blocks`: how many blocks the rows hold of which each is sliced by itself, as in the fused [q|k|v]. Input must have
-    gone through enter_tp.
+    `blocks`: the number of blocks of rows that are sliced separately, as in the fused [q|k|v]. The input must have gone
+    through enter_tp.
     """
 
     def __init__(self, inputs: int, outputs: int, tp: Axis, blocks: int = 1) -> None:
@@ -194,7 +194,7 @@ def vocab_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, tp: Axis) ->
 
 
 class SharedDropout(nn.Module):
-    """Dropout of activations that every TP rank holds: all draw the same mask, or their copies would drift apart."""
+    """Dropout of activations that every TP rank holds: all draw the same mask, otherwise their copies would diverge."""
 
     def __init__(self, p: float, tp: Axis) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class SharedDropout(nn.Module):
 
 
 def slice_of(whole: torch.Tensor, parameter: nn.Parameter, tp: Axis) -> torch.Tensor:
-    """The part of a whole tensor that belongs in `parameter` on this rank."""
+    """The part of a whole tensor that belongs to `parameter` on this rank."""
     if tp.size == 1 or not hasattr(parameter, "tp_slice"):
         return whole
     dim, blocks = parameter.tp_slice
@@ -223,7 +223,7 @@ def whole_shape(parameter: nn.Parameter, tp: Axis) -> list[int]:
 
 
 def sum_tied_gradients(model: nn.Module, layout: Layout) -> None:
-    """The two pipeline stages each hold a copy of the embeddings: sums their gradients, so that both step alike.
+    """Sums the gradients of the two pipeline stages' copies of the embeddings, so that both copies step alike.
 
     Sends (vocabulary/tp + positions) * hidden fp32 elements between the two stages, once per iteration.
     """
@@ -233,7 +233,7 @@ def sum_tied_gradients(model: nn.Module, layout: Layout) -> None:
 
 
 def l2_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The L2 norm of all elements, fp32 []. A CPU's fp32 sum of 3e7 squares is 1e-3 off: there it is one of float64."""
+    """The L2 norm of all elements, fp32 []. On a CPU it sums in float64: an fp32 sum of 3e7 squares is off by 1e-3."""
     precise = torch.float64 if tensors[0].device.type == "cpu" else None
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, precise))).float()
 

@@ -1,7 +1,7 @@
-"""How far each number of a recipe moves the curves: python -m native.sensitivity FLAGS, those of a run of one process.
+"""How far each number of a recipe moves the curves: python -m native.sensitivity FLAGS, with a one-process run's flags.
 
-It trains the recipe, and again with each number changed by a hundredth, or by the smallest step that it has. One line
-of JSON for each training: what was changed, how, and the losses and gradient norms of all iterations.
+It trains the recipe, and again with each number changed by a hundredth, or by the smallest possible step. It prints a
+line of JSON for each training: what was changed, how, and the losses and gradient norms of all iterations.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from native.train import Data, learning_rate, pad_vocabulary
 from native.trainers import Batch, TorchTrainer
 
 PERCENT = 0.01
-# Parameters by their names.
+# Groups of parameters, by patterns of their names.
 GROUPS = {
     "word embeddings": r"\.word_embeddings\.",
     "position embeddings": r"\.position_embeddings\.",
@@ -37,10 +37,10 @@ GROUPS = {
 
 
 class Change(NamedTuple):
-    """One number that differs from the recipe's; the defaults differ in nothing.
+    """One change of the recipe; the defaults change nothing.
 
-    what: is changed by PERCENT, of the parameters whose names match `of`; or how the data are changed. late:
-    iterations by which the schedule of the learning rate comes late.
+    what: the quantity that changes by PERCENT for the parameters whose names match `of`, or how the data change. late:
+    by how many iterations the learning-rate schedule is late.
     """
 
     number: str
@@ -52,7 +52,7 @@ class Change(NamedTuple):
 
 
 def changes(args: Namespace) -> Iterator[Change]:
-    """One for each number of the recipe."""
+    """A change for each number of the recipe."""
     yield Change("the recipe", "nothing")
     for number, name in (
         ("learning rate", "lr"),
@@ -81,7 +81,7 @@ def changes(args: Namespace) -> Iterator[Change]:
 
 
 def changed_data(batches: list[Batch], what: str, pad: int) -> list[Batch]:
-    """Two samples of neighbouring iterations in each other's place, or one sample that is a token shorter."""
+    """Swaps two samples of neighbouring iterations, or shortens one sample by a token."""
     changed = [tuple(tensor.clone() for tensor in batch) for batch in batches]
     (encoder, decoder, labels), other = changed[0], changed[1]
     if what == "order":
@@ -109,7 +109,7 @@ def prepare(trainer: TorchTrainer, change: Change, args: Namespace) -> None:
     for group in list(optimizer.param_groups):
         own = [p for p in group["params"] if p in chosen]
         group["params"] = [p for p in group["params"] if p not in chosen]
-        # What is not decayed gets a hundredth of the others' decay.
+        # Parameters without weight decay get a hundredth of the others'.
         decay = group["weight_decay"] + PERCENT * args.weight_decay * (change.what == "weight decay")
         optimizer.add_param_group({**group, "params": own, "weight_decay": decay, "chosen": True})
 

@@ -31,7 +31,7 @@ def learning_rate(args: Namespace, iteration: int) -> float:
 
 
 def share_vocabulary(args: Namespace, file: TokenFile) -> Vocabulary:
-    """The tokenizer as rank 0 reads it, on every rank, so that only one process imports transformers."""
+    """Rank 0 reads the tokenizer and sends it to every rank, so that only one process imports transformers."""
     answer: list[Vocabulary | str | None] = [None]
     if args.rank == 0:
         try:
@@ -74,7 +74,7 @@ class Data:
 def evaluate(
     trainer: TorchTrainer | ZeroTrainer, args: Namespace, layout: Layout, data: Data, metrics: Metrics, iteration: int
 ) -> None:
-    """The validation loss over --eval-iters iterations' worth of samples; its time is not training's."""
+    """The validation loss over the samples of --eval-iters iterations; its time does not count as training."""
     with metrics:
         trainer.model.eval()
         losses = torch.stack([trainer.evaluate(data.next(data.validation)) for _ in range(args.eval_iters)])
@@ -83,7 +83,7 @@ def evaluate(
 
 
 def announce(args: Namespace, start: int) -> None:
-    """Says what is about to be trained, and counts its parameters for the record."""
+    """Prints what is about to be trained, and counts its parameters for the record."""
     with torch.device("meta"):
         args.parameters = sum(parameter.numel() for parameter in T5(args, Layout()).parameters())
     if args.rank == 0:

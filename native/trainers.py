@@ -34,7 +34,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def compile_layers(model: T5, args: Namespace) -> None:
-    """--compile: layer by layer, since all layers of a stack share what is compiled."""
+    """--compile: layer by layer, since all layers of a stack share the compiled code."""
     for module in model.modules():
         if args.compile and isinstance(module, Layer):
             module.compile()
@@ -70,7 +70,7 @@ class TorchTrainer:
             self.replica = DistributedDataParallel(self.model, **options)
 
     def forward(self, x: torch.Tensor, part: Batch) -> torch.Tensor:
-        """What the model makes of a micro-batch. No gradient is all-reduced yet: see backward()."""
+        """The model's output for a micro-batch. No gradient is all-reduced yet: see backward()."""
         if self.replica is None:
             return self.model(x, *part)
         with self.replica.no_sync():
@@ -134,7 +134,7 @@ class PipelineTrainer(TorchTrainer):
     """
 
     def exchange(self, sent: torch.Tensor | None = None, *, receives: bool = False) -> torch.Tensor | None:
-        """Sends to the other stage and receives from it, both at once: each would wait for the other's message else."""
+        """Sends to the other stage and receives from it at once; otherwise each would wait for the other's message."""
         args, pp = self.args, self.layout.pp
         other = dist.get_global_rank(pp.group, 1 - pp.rank)
         place = "cpu" if dist.get_backend() == "gloo" else args.device  # gloo sends only from host memory
@@ -199,7 +199,7 @@ class ZeroTrainer:
         def gather(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager:
             return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=sharded)
 
-        # ZeRO-3 takes each module's parameters apart as soon as they are made: no process ever has the whole model.
+        # ZeRO-3 partitions each module's parameters as soon as they exist: no process ever has the whole model.
         with args.device, deepspeed.zero.Init(config_dict_or_path=config, enabled=sharded):
             model = T5(args, layout)
         initialise(model, args, layout, gather)
