@@ -38,13 +38,13 @@ def accept(*arguments: str, timeout: float = 60, **environment: str) -> subproce
         (["--rehearse"], {"ENGINES": "native", "MICRO_BATCH_SIZES": "8 x"}, "whole numbers of at least 1, found '8 x'"),
     ],
 )
-def test_what_cannot_be_done_is_said_first(tmp_path: Path, arguments: list, environment: dict, message: str):
+def test_impossible_requests_are_refused_first(tmp_path: Path, arguments: list, environment: dict, message: str):
     result = accept(*arguments, CUDA_VISIBLE_DEVICES="", WORK_DIR=str(tmp_path / "work"), **environment)
     assert result.returncode == 2
     assert message in result.stderr
 
 
-def test_a_gpu_that_torch_does_not_see_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_gpu_that_torch_does_not_see_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     stub = tmp_path / "nvidia-smi"
     stub.write_text('#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0: Stub" || echo "0, NVIDIA Stub, 81559, 470.1, GPU-0"\n')
     stub.chmod(0o755)
@@ -101,7 +101,7 @@ def make_wheel(directory: Path, name: str) -> None:
             wheel.writestr(path, text)
 
 
-def test_only_what_is_lacking_is_installed_beside_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_only_missing_packages_are_installed_next_to_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     site = tmp_path / "site"
     monkeypatch.syspath_prepend(site)
     monkeypatch.setattr(packages, "required", lambda: {"quite-unheard_of": "quite-unheard_of==1.0", "lost": "lost>=2"})
@@ -113,7 +113,7 @@ def test_only_what_is_lacking_is_installed_beside_python(tmp_path: Path, monkeyp
     assert not (site / "numpy.py").exists()
 
 
-def test_nothing_that_the_engines_need_is_left_to_chance():
+def test_every_package_that_the_engines_need_is_carried():
     """Of requirements.txt a machine with torch's usual companions gets the rest from the bundle."""
     image = {"numpy", "transformers", "tokenizers", "tensorboard", "setuptools"}
     assert packages.required().keys() <= {*image, *packages.CARRIED, packages.BUILT, *packages.NOT_NEEDED}

@@ -28,7 +28,7 @@ def test_the_plain_loops_matrix_products_are_those_that_are_counted():
     assert counter.get_total_flops() == pytest.approx(flops.flops_per_iteration(loop.shape, 4), rel=0.02)
 
 
-def test_memory_that_is_full_is_a_result_and_a_failure_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_full_memory_is_a_result_and_a_failure_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def measure(loop: baseline.Loop, peak: float | None) -> dict:
         raise errors.pop(0)
 

@@ -66,7 +66,7 @@ def test_a_step_passes_by_its_exit_status_once_and_leaves_what_it_wrote(tmp_path
     assert count.read_text() == "x\n"
 
 
-def test_a_step_that_takes_too_long_is_ended_in_order_with_all_that_it_started(tmp_path: Path):
+def test_a_step_that_takes_too_long_is_ended_with_its_processes(tmp_path: Path):
     step = shell("long", LONG, environment={"ACCEPTANCE_TEST": str(tmp_path)})
     assert results(tmp_path, step, shell("late", "true"), seconds=0.5) == {"long": OUT_OF_TIME, "late": NOT_RUN}
     assert (tmp_path / "logs" / "long.out").read_text() == "begun\ntidied\n"

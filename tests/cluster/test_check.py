@@ -72,7 +72,7 @@ def test_wrong_use(project: Project, arguments: tuple[str, ...], environment: di
     assert len(report.text.splitlines()) == 2, "what is wrong, and what to do"
 
 
-def test_this_host_alone(project: Project):
+def test_only_this_host(project: Project):
     """With an engine that is not patched, no data, and a rendezvous port that is in use."""
     (project.engine / "megatron" / "training.py").write_text("patched = False\n")
     project.data_prefix.with_suffix(".idx").unlink()
@@ -151,7 +151,7 @@ def test_clocks(clock: float, fails: list[str]):
     assert red({"clock": table.clocks(nodes)}).get("clock", []) == fails
 
 
-def test_what_a_node_says_of_its_names_disk_and_memory(monkeypatch: pytest.MonkeyPatch):
+def test_a_nodes_names_disk_and_memory(monkeypatch: pytest.MonkeyPatch):
     """An own name that is a loopback address, as Debian's installer writes it into /etc/hosts: gloo would listen where
     no other node can reach it."""
     for resolves, text, problem in (("127.0.1.1", "own name", "resolves to 127.0.1.1"), ("10.0.0.2", "no master", "")):
@@ -164,7 +164,7 @@ def test_what_a_node_says_of_its_names_disk_and_memory(monkeypatch: pytest.Monke
     assert re.fullmatch(r"only [0-9.]+ GiB of memory are available", probe.memory(asked("node0"))["memory"].problem)
 
 
-def test_a_fact_that_hangs_or_breaks_holds_up_no_other(monkeypatch: pytest.MonkeyPatch):
+def test_a_fact_that_hangs_or_fails_does_not_delay_the_others(monkeypatch: pytest.MonkeyPatch):
     def data(_: probe.Question) -> dict:
         time.sleep(60)
 
@@ -236,7 +236,7 @@ def gigabits(cell: str) -> float:
     return float(match[1])
 
 
-def test_all_is_well_and_the_network_is_measured(cluster: Cluster, checkout: Project):
+def test_all_checks_pass_and_the_network_is_measured(cluster: Cluster, checkout: Project):
     """On the nodes of an allocation."""
     cluster.shape("node1", "200mbit")
     report = check(cluster, checkout, "salloc", "--quiet", "--nodes=3", *CHECK)

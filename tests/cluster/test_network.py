@@ -17,7 +17,7 @@ from t5bench.record.records import load
 MEGABITS = 100
 
 
-def test_a_slow_network_slows_what_sends_more(
+def test_a_slow_network_slows_strategies_that_send_more(
     cluster: Cluster, sample_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("STRATEGIES", "ddp zero2")

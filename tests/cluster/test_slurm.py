@@ -106,7 +106,7 @@ def test_one_strategy(cluster: Cluster, project: Project, tmp_path: Path):
     assert "iteration        6/       6" in job.text()
 
 
-def test_all_go_on_after_one_that_fails(cluster: Cluster, project: Project):
+def test_the_sweep_continues_after_a_failure(cluster: Cluster, project: Project):
     """Dry runs, which every launcher takes from behind the strategy's name, on as many nodes as sbatch is told."""
     (project.root / "ds_configs" / "megatron_zero1.json").unlink()
     job = Job(cluster, project, "all", "--dry-run", options=("--nodes=4", "--cpus-per-task=1"))
@@ -157,7 +157,7 @@ NATIVE = {
 }  # fmt: skip
 
 
-def test_a_preempted_job_is_queued_again_and_goes_on_by_itself(
+def test_a_preempted_job_is_queued_again_and_continues(
     cluster: Cluster, project: Project, tmp_path: Path, sample_data: Path
 ):
     project.environment |= NATIVE | {"MEGATRON_DATA_DIR": str(sample_data)}

@@ -53,7 +53,7 @@ def test_ddp_and_the_hybrid_on_four_nodes_without_a_shared_file_system(cluster: 
     assert sweep(cluster, project, **changes).stderr.count("already complete") == 2
 
 
-def test_a_worker_that_dies_is_one_sentence_on_the_one_terminal(cluster: Cluster, project: Project):
+def test_a_killed_worker_gives_one_sentence_on_the_terminal(cluster: Cluster, project: Project):
     """And what it left here does not pass as the next attempt's, whose record comes back from the nodes too."""
     cluster.private(project.root.parent)
     process = start_training(cluster, project)

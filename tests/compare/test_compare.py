@@ -43,7 +43,7 @@ def test_figures_by_hand(tmp_path: Path):
     assert row.peak_memory == {0: 900, 1: 1000.5}
 
 
-def test_a_gpt_has_its_own_length_and_never_stands_beside_a_t5_unasked(tmp_path: Path):
+def test_a_gpt_has_one_length_and_is_not_compared_with_a_t5_unasked(tmp_path: Path):
     full = ["--recompute-granularity", "full"]
     made = {"family": "gpt", "extra_arguments": full}
     gpt = make_run(tmp_path / "gpt", elapsed_ms=[80.0] * 40, **ON_GPU | made)
@@ -55,7 +55,7 @@ def test_a_gpt_has_its_own_length_and_never_stands_beside_a_t5_unasked(tmp_path:
         compare(make_run(tmp_path / "ddp", **ON_GPU), gpt, allowed=["engine_arguments"])
 
 
-def test_what_was_not_measured_has_no_figure(tmp_path: Path):
+def test_unmeasured_quantities_have_no_figure(tmp_path: Path):
     row = row_of(compare(make_run(tmp_path / "ddp", padded_vocab_size=None)), "ddp")
     assert row.tflops is None and row.mfu is None and row.sent_per_iteration is None
     assert "padded_vocab_size" in row.mfu_missing
@@ -125,7 +125,7 @@ def test_repeats_are_one_row(tmp_path: Path):
     ],
 )
 @pytest.mark.parametrize("timed", [True, False])
-def test_the_fastest_is_named_where_repeats_in_turn_show_it(tmp_path: Path, times: list, verdict: str, timed: bool):
+def test_the_fastest_is_named_if_interleaved_repeats_show_it(tmp_path: Path, times: list, verdict: str, timed: bool):
     """Whether their records say when they ran, or their directories alone do."""
     runs = []
     for number, pair in enumerate(times):
@@ -156,7 +156,7 @@ def test_the_fastest_is_named_where_repeats_in_turn_show_it(tmp_path: Path, time
         ({"status": "crashed"}, ["ddp (run 0/ddp)", "ddp (run 1/ddp)"]),
     ],
 )
-def test_runs_that_compute_otherwise_are_no_repeats(tmp_path: Path, changes: dict, labels: list[str]):
+def test_runs_that_compute_differently_are_not_repeats(tmp_path: Path, changes: dict, labels: list[str]):
     runs = make_run(tmp_path / "0" / "ddp"), make_run(tmp_path / "1" / "ddp", elapsed_ms=[10.0] * 30, **changes)
     comparison = compare(*runs, allowed=["engine_arguments"])
     assert [row.label for row in comparison.rows] == labels
@@ -164,7 +164,7 @@ def test_runs_that_compute_otherwise_are_no_repeats(tmp_path: Path, changes: dic
         assert row_of(comparison, labels[0]).milliseconds.median == 100.0
 
 
-def test_a_failed_run_stays_with_its_reason_and_without_figures(tmp_path: Path):
+def test_a_failed_run_has_a_reason_and_no_figures(tmp_path: Path):
     reason = "the GPU's memory is full"
     failed = make_run(tmp_path / "zero3", "zero3", status="out-of-memory", reason=reason)
     comparison = compare(make_run(tmp_path / "ddp"), failed)

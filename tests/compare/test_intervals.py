@@ -27,7 +27,7 @@ def test_correlated_values_have_an_interval_that_holds_the_median(length: int):
 
 
 @pytest.mark.parametrize("length", [20, 50, 200])
-def test_other_structures_make_it_wider_and_not_wrong(length: int):
+def test_other_correlations_widen_the_interval_correctly(length: int):
     for name, (values, true) in structures(np.random.default_rng(length), 1000, length).items():
         held, there, _ = coverage(values, true)
         if name == "trend" and length > 20:
@@ -36,7 +36,7 @@ def test_other_structures_make_it_wider_and_not_wrong(length: int):
             assert held >= 0.94 and there > 0.5, name
 
 
-def test_what_supports_no_interval_has_none():
+def test_values_that_support_no_interval_get_none():
     assert median_with_interval(range(100)) == Estimate(49.5), "a trend alone"
     assert median_with_interval([1.0, 2.0] * 4 + [1.0]).low is None, "nine values"
     assert median_with_interval([5.0] * 10) == Estimate(5.0, 5.0, 5.0)
@@ -74,7 +74,7 @@ def runs(speeds: list[float], starts: list[float] | None = None, place: str = ""
     return [Repeat((starts or range(len(speeds)))[i], f"{i}/{place}", speed) for i, speed in enumerate(speeds)]
 
 
-def test_runs_that_came_after_one_another_are_pairs():
+def test_consecutive_runs_are_pairs():
     first, second = runs([1, 2, 3], [0, 10, 20]), runs([4, 5, 6], [1, 11, 21])
     assert pairs(first, second) == list(zip(first, second, strict=True))
     assert pairs(first, runs([4, 5, 6], [1, 9, 21]))[1][1].speed == 5, "A B B A A B"
@@ -84,7 +84,7 @@ def test_runs_that_came_after_one_another_are_pairs():
     assert len(pairs(runs([1, 2, 3], same, "a"), runs([4, 5, 6], same, "b"))) == 3, "by their directories"
 
 
-def test_a_ratio_is_that_of_pairs():
+def test_a_ratio_comes_from_pairs_of_runs():
     """The machine slows down by half in the second round, which both rows see."""
     slow, fast = runs([100, 50, 101], [0, 10, 20]), runs([110, 55, 111], [1, 11, 21])
     found = ratio(fast, slow)
@@ -94,7 +94,7 @@ def test_a_ratio_is_that_of_pairs():
     assert first == 1 and excludes_one(others[0])
 
 
-def test_a_trend_is_no_difference():
+def test_a_trend_is_not_a_difference():
     """Every run is 1 % slower than the one before: what comes first in each round is not faster."""
     speeds = [1.01**-number for number in range(24)]
     rows = {row: runs(speeds[row::8], [*range(24)][row::8]) for row in range(8)}
@@ -108,6 +108,6 @@ def test_at_most_one_in_twenty_is_wrongly_called_the_fastest(machine: str, times
     assert wrong <= 50
 
 
-def test_a_true_difference_is_seen():
+def test_a_real_difference_is_seen():
     assert answers((1, *[1.2] * 7), 3, MACHINES["quiet"], 200)[1] > 180
     assert answers((1, *[1.2] * 7), 5, MACHINES["busy"], 200)[1] > 100

@@ -85,7 +85,7 @@ def test_no_shared_iteration_differs_more_than_the_largest(curve: dict[int, floa
     assert difference(curve, dict(curve), 0.0).largest == 0
 
 
-def test_curves_that_differ_by_rounding_pass(ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_curves_that_differ_only_by_rounding_pass(ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     near = make_run(tmp_path / "zero1", scaled(LOSSES, 2, 1 + 2e-7), scaled(NORMS, 1, 1 + 2e-6))
     alone = make_run(tmp_path / "zero2", world_size=1)
     answer = Answer(capsys, ddp, near, alone)
@@ -104,7 +104,7 @@ def test_curves_that_differ_by_rounding_pass(ddp: Path, tmp_path: Path, capsys: 
     ],
     ids=["forward", "gradients", "step"],
 )
-def test_what_differs_fails_with_where(
+def test_a_difference_fails_and_says_where_it_begins(
     ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture, losses: list, norms: list, says: str
 ):
     answer = Answer(capsys, make_run(tmp_path / "zero2", losses, norms), make_run(tmp_path / "zero3"), ddp)
@@ -141,7 +141,7 @@ def test_what_cannot_be_compared_fails(ddp: Path, tmp_path: Path, capsys: pytest
     assert says in answer.reason("zero1")
 
 
-def test_a_missing_run_and_a_reference_that_differs_fail_alone(
+def test_only_a_missing_run_or_a_different_reference_fails(
     ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ):
     """What all strategies of an engine have in common shows in another engine alone."""
@@ -172,7 +172,7 @@ def test_a_baseline_that_failed_fails_all(tmp_path: Path, capsys: pytest.Capture
         ({"GLOBAL_BATCH_SIZE": "2"}, "one micro-batch"),
     ],
 )
-def test_what_a_mistake_could_hide_behind_fails_the_check(
+def test_a_setting_that_could_hide_a_mistake_fails_the_check(
     tmp_path: Path, capsys: pytest.CaptureFixture, settings: dict, says: str
 ):
     answer = Answer(capsys, *(make_run(tmp_path / name, settings=settings) for name in ("ddp", "zero1")))
@@ -190,7 +190,7 @@ def test_what_a_mistake_could_hide_behind_fails_the_check(
     ],
     ids=["precision", "patches", "baseline", "alone"],
 )
-def test_runs_that_the_gate_does_not_hold_for_are_refused(
+def test_runs_without_a_measured_bound_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture, made: dict, says: str
 ):
     run = make_run(tmp_path / "ddp", **made)
@@ -210,7 +210,7 @@ def measured(path: Path, **norms: Sequence[float]) -> Path:
     return path
 
 
-def test_what_the_recipe_cannot_show_fails_the_check(ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_numbers_that_the_recipe_hides_fail_the_check(ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     seen, hidden = scaled(NORMS, 3, 1 + 2e-4), scaled(NORMS, 3, 1 + 2e-5)
     path = measured(tmp_path / "sensitivity.jsonl", clipping=seen)
     runs = [ddp, make_run(tmp_path / "zero1")]

@@ -66,12 +66,12 @@ def test_intervals_with_checkpoints_are_dropped():
     assert found.used == [30, 40, 60, 70, 80, 100]
 
 
-def test_a_checkpoint_in_every_interval_drops_none_for_it_and_says_so():
+def test_a_checkpoint_in_every_interval_drops_none_and_warns():
     found = timing_of([100] * 10, 10, SAVE_INTERVAL="5")
     assert EVENT not in found.dropped.values() and "no interval would be left" in found.warning
 
 
-def test_of_a_growing_batch_only_the_whole_one_counts():
+def test_only_the_full_batch_counts():
     plan = made_plan(settings={"LOG_INTERVAL": "1", "TRAIN_ITERS": "60", "RAMPUP_BATCH_SIZE": "4 4 48"})
     # 16 samples at 4 and at 8 and, after 44, once more at 12.
     assert plan.ramp == [4] * 4 + [8] * 2 + [12] * 2 and plan.iterations == 8 + (60 * 16 - 56) // 16
@@ -118,7 +118,7 @@ def test_mser_by_hand():
     assert mser([5.0] * 9) == 0
 
 
-def test_a_short_run_drops_fewer_and_says_so():
+def test_a_short_run_drops_fewer_and_warns():
     found = timing_of([300, 100, 101, 102, 103, 104, 105, 106])
     # 20 iterations would be everything: a quarter of 8 is 2.
     assert list(found.dropped) == [1, 2]

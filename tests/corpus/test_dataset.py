@@ -269,7 +269,7 @@ def test_files_are_those_of_megatrons_own_tools(
         assert json.loads((tmp_path / f"{name}.read").read_text()) == documents_of(tmp_path / f"ours_{name}_document")
 
 
-def test_parts_that_do_not_go_together_are_not_merged(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_parts_that_do_not_match_are_not_merged(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     def merge(*parts: str) -> str:
         status = main(["merge-data", *(str(tmp_path / part) for part in ("new/all", *parts))])
         return f"{status} {capsys.readouterr().err}"

@@ -217,7 +217,7 @@ def test_a_failed_run_leaves_nothing(prepared: Prepare) -> None:
     assert not (prepared.root / "not yet").exists()
 
 
-def test_one_run_at_a_time_and_an_interrupted_one_goes_on(prepared: Prepare) -> None:
+def test_one_preparation_at_a_time_and_an_interrupted_one_continues(prepared: Prepare) -> None:
     before, journal = prepared.outputs(), prepared.data / ".prepare" / "xsum_text.journal"
     source = prepared.root / "many.jsonl"
     source.write_text('{"document": "It rained, and <s> the price rose.", "summary": "Rain."}\n' * 400_000)
@@ -242,7 +242,7 @@ def test_one_run_at_a_time_and_an_interrupted_one_goes_on(prepared: Prepare) -> 
     assert all(prepared.outputs()[name] == resumed[name] for name in BUILT)
 
 
-def test_data_from_another_source_are_not_replaced_unasked(prepared: Prepare) -> None:
+def test_data_from_another_source_are_replaced_only_on_request(prepared: Prepare) -> None:
     before, refuses = prepared.outputs(), prepared.refuses
     other = {"XSUM_SOURCE": str(corpus.write_jsonl(prepared.root / "other.jsonl", ROWS))}
     sample = {"XSUM_SOURCE": str(prepared.data / "sample" / "articles.jsonl")}
@@ -260,7 +260,7 @@ def test_data_from_another_source_are_not_replaced_unasked(prepared: Prepare) ->
     refuses(f"{DATASET}.bin exists without a record of its source", SAMPLE="1")
 
 
-def test_settings_that_make_no_sense_are_refused(prepare: Prepare) -> None:
+def test_impossible_settings_are_refused(prepare: Prepare) -> None:
     # -S leaves out site-packages, and with them every package.
     prepare.project.add_stub("bare", f'#!/usr/bin/env bash\nexec {shlex.quote(sys.executable)} -S "$@"\n')
     prepare.refuses("but found XSUM_SOURCE=", " TOKENIZER_MODEL=", SAMPLE="1", XSUM_SOURCE="x.jsonl", **TOKENIZER)

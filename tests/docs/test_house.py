@@ -57,7 +57,7 @@ def test_imports_follow_the_arrows(path: Path):
         assert arrows <= ROOMS[room], f"{room} must not import {', '.join(sorted(arrows - ROOMS[room]))}"
 
 
-def test_the_arrows_go_one_way():
+def test_imports_go_one_way():
     """No room reaches itself through others."""
 
     def reached(room: str) -> set[str]:
@@ -68,7 +68,7 @@ def test_the_arrows_go_one_way():
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(REPO_ROOT)))
-def test_modules_and_functions_can_be_read_at_once(path: Path):
+def test_modules_and_functions_are_short(path: Path):
     text = path.read_text()
     assert len(text.splitlines()) <= LONGEST_MODULE
     for node in ast.walk(ast.parse(text)):
@@ -77,7 +77,7 @@ def test_modules_and_functions_can_be_read_at_once(path: Path):
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(REPO_ROOT)))
-def test_the_import_path_is_left_alone(path: Path):
+def test_the_import_path_is_unchanged(path: Path):
     changes = re.findall(r"sys\.path(?:\[.*\] *=|\.insert|\.append| *\+?=[^=])", path.read_text())
     assert not changes
 

@@ -199,7 +199,7 @@ def test_commands_that_read_runs(tmp_path: Path):
     assert (tmp_path / "outputs" / "all" / "comparison" / "index.html").is_file()
 
 
-def test_links_between_documents_lead_somewhere():
+def test_links_between_documents_have_a_target():
     for page in [*REPO_ROOT.glob("*.md"), *REPO_ROOT.glob("docs/**/*.md"), REPO_ROOT / "native" / "README.md"]:
         if page.name == "slides.md":  # a template, in which brackets draw charts
             continue

@@ -22,7 +22,7 @@ def test_the_slides_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("strategy", [strategy.name for strategy in declarations()])
-def test_a_formula_is_the_models(strategy: str):
+def test_formulas_agree_with_the_model(strategy: str):
     job, shape = make_slides.TRAININGS[strategy], make_slides.MODEL
     memory = make_slides.most(strategy, make_slides.memory_bytes)
     sent = make_slides.most(strategy, make_slides.sent_bytes)

@@ -146,7 +146,7 @@ def spoil(checkpoints: Path, file: str, how: str) -> None:
         (checkpoints / pointer).unlink(missing_ok=True)
 
 
-def test_a_killed_run_goes_on(engine: Engine, tmp_path: Path):
+def test_a_killed_run_continues(engine: Engine, tmp_path: Path):
     """In bf16 with dropout, on two nodes without a shared file system. All processes are killed after the second
     checkpoint, of which one node lacks a part: all go on from the first, and what was logged before is logged again,
     digit by digit."""

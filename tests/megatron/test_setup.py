@@ -67,7 +67,7 @@ def test_a_clone_that_fails_leaves_nothing(target: Path, tmp_path: Path):
     assert not list(target.parent.iterdir())
 
 
-def test_what_is_missing_is_named_and_completed(upstream: Path):
+def test_missing_parts_are_named_and_completed(upstream: Path):
     status, said = setup(upstream, "--check")
     assert status == 1
     assert all(patch in said for patch in SERIES)
@@ -108,7 +108,7 @@ def test_names_what_was_changed_and_keeps_it(upstream: Path):
     assert "# mine" in git(upstream, "stash", "show", "-p")
 
 
-def test_what_git_overlooks_is_found_and_never_removed(upstream: Path):
+def test_files_that_git_overlooks_are_found_and_never_removed(upstream: Path):
     assert setup(upstream)[0] == 0
     git(upstream, "update-index", "--skip-worktree", kernel := "megatron/fused_kernels/scaled_softmax_cuda.cu")
     (upstream / kernel).write_text("// mine")
@@ -136,7 +136,7 @@ def test_checksums_are_those_of_the_patches(upstream: Path, tmp_path: Path):
     assert checksums(root / "patches") == checksums(PATCHES)
 
 
-def test_patches_leave_the_upstream_licence_and_carry_no_binaries():
+def test_patches_keep_the_upstream_licence_and_have_no_binaries():
     for name in SERIES:
         text = (PATCHES / name).read_text()
         assert "diff --git a/LICENSE" not in text

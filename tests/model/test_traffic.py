@@ -56,7 +56,7 @@ def megatrons_groups(parallel: Parallel, monkeypatch: pytest.MonkeyPatch) -> dic
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 1, 4), (4, 1, 2), (2, 4, 1), (1, 6, 2, 2), (2, 4, 8, 1)], ids=str)
-def test_groups_are_those_that_megatron_makes(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
+def test_groups_are_megatrons(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
     parallel = Parallel(*sizes)
     found = groups(parallel)
     for kind, members in megatrons_groups(parallel, monkeypatch).items():
@@ -67,7 +67,7 @@ def sent(job: Job, backend: str = "nccl") -> list[float]:
     return traffic.node_bytes(job, traffic.rows(job), backend)
 
 
-def test_a_node_sends_what_its_rings_carry_out_of_it():
+def test_a_node_sends_what_its_rings_carry_to_other_nodes():
     """TP x PP on two nodes of two GPUs: slices talk inside, the stages across, once for each slice."""
     hybrid = TWO_NODES.on(tensor=2, pipeline=2, data=1, devices_per_node=2)
     token = 2 * 1024
@@ -99,7 +99,7 @@ def test_equal_stages_have_the_known_bubble(stages: int, chunks: int):
 
 @pytest.mark.parametrize("transfer", [0.0, 0.3, 2.0])
 @pytest.mark.parametrize("forward", [(1, 2, 1, 3), (5, 1, 1)], ids=str)
-def test_long_schedules_are_carried_on(forward: tuple[float, ...], transfer: float):
+def test_long_schedules_are_extrapolated(forward: tuple[float, ...], transfer: float):
     backward = [2 * seconds for seconds in forward]
     whole = max(slot.end for slot in schedule.one_f_one_b(forward, backward, 96, transfer))
     assert schedule.duration(forward, backward, 96, transfer) == pytest.approx(whole)

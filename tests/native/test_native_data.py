@@ -56,7 +56,7 @@ def test_splits_cover_all_documents():
     assert split_documents([1.0, 0.0, 0.0], 7) == [(0, 7), (7, 7), (7, 7)]
 
 
-def test_a_sample_can_be_put_together_again(tmp_path: Path):
+def test_a_sample_can_be_reassembled(tmp_path: Path):
     """The decoder's spans, put where the encoder has their sentinels, give the document."""
     documents = [[2 + (7 * d + i) % 90 for i in range(40 + d)] + [EOS] for d in range(20)]
     data = dataset(tmp_path, documents, VOCABULARY, "--short-seq-prob", "0")
@@ -82,7 +82,7 @@ def test_a_sample_can_be_put_together_again(tmp_path: Path):
         assert EOS not in [t for span in spans.values() for t in span]
 
 
-def test_continuations_stay_with_their_word(tmp_path: Path):
+def test_continuation_tokens_stay_with_their_word(tmp_path: Path):
     """Tokens above 50 continue the word before them, so no span begins or ends inside a word."""
     vocabulary = Vocabulary(200, 0, EOS, SENTINELS, frozenset(range(50, 100)))
     words = [[2 + i, 50 + i] for i in range(25)]

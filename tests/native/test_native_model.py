@@ -88,7 +88,7 @@ def test_bf16_follows_fp32_with_masters_in_fp32():
     assert 0 < differences[1] < 2e-2
 
 
-def test_a_line_tells_the_mean_loss_of_its_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
+def test_a_line_has_the_mean_loss_of_its_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
     """And TensorBoard has the settings."""
     monkeypatch.setattr("torch.distributed.barrier", lambda: None)
     args = parsed("--log-interval", "2")

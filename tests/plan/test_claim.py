@@ -31,7 +31,7 @@ sys.stdin.read()
 """
 
 
-def test_one_of_many_gets_it_and_the_next_when_it_has_ended(tmp_path: Path):
+def test_one_of_many_gets_the_claim_and_the_next_gets_it_later(tmp_path: Path):
     for _ in range(3):
         command = [sys.executable, "-c", TAKE, str(tmp_path), str(time.time() + 1.5)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -74,7 +74,7 @@ def test_the_nodes_of_one_run_share_a_directory_and_two_runs_do_not(tmp_path: Pa
     claim.take(tmp_path, "node2", "run", os.getpid())
 
 
-def test_a_claim_that_another_node_of_the_run_just_writes_is_waited_for(tmp_path: Path):
+def test_waits_for_a_claim_that_another_node_is_writing(tmp_path: Path):
     """Between making a file and writing it there is a moment in which the other node finds it empty."""
     path = tmp_path / "node1.claim.1"
     path.touch()

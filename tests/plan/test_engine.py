@@ -87,7 +87,7 @@ def compiled(root: Path) -> None:
         (compiled, "megatron/model/__pycache__/t5.cpython"),
     ],
 )
-def test_what_would_train_otherwise_is_named(checkout: Path, plant: Callable[[Path], None], named: str):
+def test_files_that_change_training_are_named(checkout: Path, plant: Callable[[Path], None], named: str):
     plant(checkout)
     assert engine.state_of(checkout) == engine.CHANGED
     assert [line[: len(named)] for line in engine.differences(checkout)] == [named]

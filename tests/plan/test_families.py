@@ -41,7 +41,7 @@ def test_a_gpt_in_every_strategy(plans: dict[str, Plan], gpt_plans: dict[str, Pl
         assert {name: given.get(name) for name in same} == {name: t5.get(name) for name in same}
 
 
-def test_the_data_lie_apart_and_say_which_tokenizer_they_have(project: Project):
+def test_gpt_data_have_their_own_directory_and_name_their_tokenizer(project: Project):
     for kind, argument in (("HFTokenizer", "--tokenizer-model"), ("GPT2BPETokenizer", "--merge-file")):
         record = project.root / "megatron_data" / "gpt" / "xsum_text_document.meta.json"
         record.parent.mkdir(exist_ok=True)
@@ -65,12 +65,12 @@ def test_a_third_family_is_a_file_and_an_entry(project: Project):
     assert "3d supports only GPT, but MODEL_FAMILY is third" in refused
 
 
-def test_a_strategy_that_does_not_serve_a_family_says_so(project: Project):
+def test_a_strategy_refuses_a_family_that_it_does_not_support(project: Project):
     result = project.launch("3d")
     assert result.returncode == 2 and "error: 3d supports only GPT, but MODEL_FAMILY is t5" in result.stderr
 
 
-def test_a_new_run_begins_with_anothers_weights_and_a_resumed_one_with_its_own(request_for: Requests):
+def test_finetuning_is_refused_when_resuming_or_evaluating(request_for: Requests):
     other = ("--finetune", "--load", "/run/checkpoints")
     assert codes(make(request_for("ddp", *other))[0]) == []
     for goes_on in ({"RESUME": "1"}, {"EVAL_ONLY": "1", "EVAL_ITERS": "1"}):
@@ -78,7 +78,7 @@ def test_a_new_run_begins_with_anothers_weights_and_a_resumed_one_with_its_own(r
 
 
 @pytest.mark.parametrize("family", ["t5", "gpt"])
-def test_zero_goes_with_tensor_parallelism(request_for: Requests, family: str):
+def test_zero_works_with_tensor_parallelism(request_for: Requests, family: str):
     plan, _ = make(request_for("zero2", MODEL_FAMILY=family, TENSOR_PARALLEL_SIZE="2", NPROC_PER_NODE="4"))
     assert plan.obstacles == [] and (plan.layout.tp, plan.layout.dp, plan.layout.micro_batches) == (2, 2, 8)
 
@@ -111,7 +111,7 @@ def test_the_commands_of_the_document_run(project: Project):
 # ---- evaluation, DeepSpeed's JSON ------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_is_evaluated_and_the_training_is_left_as_it_was(project: Project):
+def test_evaluating_a_checkpoint_leaves_the_training_unchanged(project: Project):
     run = project.root / "outputs" / "ddp"
     planned = json.loads(
         project.launch("ddp", "--dry-run=json", EVAL_ONLY="1", EVAL_ITERS="4", SAVE_INTERVAL="2").stdout
@@ -178,7 +178,7 @@ def test_every_option_of_a_strategys_json_is_honoured_or_refused(request_for: Re
         assert warned == name.startswith("hangs")
 
 
-def test_the_options_are_deepspeeds():
+def test_the_options_exist_in_deepspeed():
     """By its source: importing it takes seconds."""
     config = Path(util.find_spec("deepspeed").origin).with_name("runtime") / "zero" / "config.py"
     assert set(re.findall(r"\w+", config.read_text())) >= ZERO_OPTIONS

@@ -55,7 +55,7 @@ def obstacle(project: Project, *arguments: str, strategy: str = "ddp", **environ
 # ---- hosts, ranks, master --------------------------------------------------------------------------------------------
 
 
-def test_who_wins_arguments_the_environment_or_slurm(project: Project):
+def test_arguments_override_the_environment_and_slurm(project: Project):
     slurm = {"SLURM_JOB_NODELIST": "127.0.0.8,127.0.0.9", "SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "2"}
     ours = {"HOSTS": TWO_HOSTS, "NODE_RANK": "0"}
     assert place(project, "ddp", "127.0.0.1", "1", **ours, **slurm) == ("127.0.0.1", 2, 1)
@@ -74,7 +74,7 @@ def test_where_the_nodes_come_from(project: Project):
     assert place(project, "hybrid", "127.0.0.1", "3", HOSTS=TWO_HOSTS, NNODES="4") == ("127.0.0.1", 4, 3)
 
 
-def test_a_master_and_a_rank_alone_mean_the_readmes_two_nodes(project: Project):
+def test_a_master_and_a_rank_mean_two_nodes(project: Project):
     result = project.launch("ddp", ELSEWHERE, "1", "--dry-run=json")
     assert json.loads(result.stdout)["layout"]["nnodes"] == 2
     assert "Neither HOSTS nor NNODES" in result.stderr
@@ -95,7 +95,7 @@ def test_a_master_and_a_rank_alone_mean_the_readmes_two_nodes(project: Project):
          "tasks-per-node", "--ntasks-per-node=1"),
     ],
 )  # fmt: skip
-def test_places_that_cannot_be(project: Project, arguments, environment, code, found):
+def test_impossible_places(project: Project, arguments, environment, code, found):
     answer = obstacle(project, *arguments, **environment)
     assert answer[0] == code and found in answer[1]
 
@@ -112,7 +112,7 @@ def test_a_port_in_use(project: Project):
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
-def test_every_setting_that_is_not_of_its_kind_is_named_in_one_plan(project: Project):
+def test_one_plan_names_every_invalid_setting(project: Project):
     wrong = {
         "TRAIN_ITERS": ("many", "must be a whole number of at least 1, found 'many'"),
         "GLOBAL_BATCH_SIZE": ("0", "must be a whole number of at least 1"),
@@ -312,7 +312,7 @@ def test_a_run_directory_that_cannot_be_written(project: Project):
     assert not project.was_started()
 
 
-def test_deepspeeds_buffers_do_not_stay_in_memory(project: Project):
+def test_deepspeeds_buffers_are_removed_from_memory(project: Project):
     port = free_port()
     own, other = (Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{p}_0") for p in (port, port * 10))
     try:
@@ -356,7 +356,7 @@ def test_a_ctrl_c_on_the_terminal_ends_every_process(project: Project):
 
 
 @pytest.mark.parametrize("killed", ["torchrun", "the launcher"])
-def test_workers_end_and_the_record_says_why_when_one_is_killed(project: Project, killed: str):
+def test_when_a_worker_is_killed_the_others_end_and_the_record_says_why(project: Project, killed: str):
     launcher = project.start_sleeping()
     pid = launcher.pid if killed == "the launcher" else int((project.stubs / "pid").read_text())
     os.kill(pid, signal.SIGKILL)
@@ -367,7 +367,7 @@ def test_workers_end_and_the_record_says_why_when_one_is_killed(project: Project
     assert (record["status"], record["reason"]) == ("crashed", f"{killed} was killed{how}")
 
 
-def test_a_second_launcher_does_not_join_a_run_that_goes_on(project: Project):
+def test_a_second_launcher_does_not_join_a_run_in_progress(project: Project):
     launcher = project.start_sleeping()
     try:
         assert planned(project, "ddp")["obstacles"][0]["code"] == "running"

@@ -35,7 +35,7 @@ def test_the_launchers_declare_the_strategies_in_the_order_of_their_ports():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_makes_each_strategy_itself(plans: dict[str, Plan], strategy: str):
+def test_what_is_specific_to_each_strategy(plans: dict[str, Plan], strategy: str):
     plan, (tp, pp) = plans[strategy], MODEL_PARALLEL.get(strategy, (1, 1))
     processes = max(2, tp * pp)
     dp = processes // (tp * pp)
@@ -100,14 +100,14 @@ def test_processes_of_a_node(request_for: Requests, strategy, gpus, nnodes, sett
     assert plan.layout.split_rank == (plan.layout.pp // 2 or None)
 
 
-def test_visible_devices_count_not_the_installed_ones():
+def test_only_visible_devices_count():
     from t5bench.plan.layout import count_gpus
 
     for visible, count in (("3", 1), ("0,5", 2), ("", 0), ("-1", 0), ("GPU-12,GPU-13,MIG-3", 3)):
         assert count_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
 
 
-def test_processes_share_gpus_only_where_that_was_asked_for_and_never_with_zero(request_for: Requests):
+def test_processes_share_gpus_only_on_request_and_never_with_zero(request_for: Requests):
     for strategy, processes in (("tensor", 2), ("hybrid", 4), ("ddp", 2)):
         plan, _ = make(request_for(strategy, gpus=1, SHARE_GPUS="1"))
         assert (plan.gpus_shared, plan.layout.nproc_per_node, codes(plan)) == (True, processes, [])
@@ -158,7 +158,7 @@ def test_a_request_that_cannot_work_is_refused(request_for: Requests, strategy, 
         ("ddp", 0, {"FLASH_ATTENTION": "on"}, "flash-attention", "FLASH_ATTENTION=on is not possible"),
     ],
 )
-def test_what_the_machine_lacks_is_named_and_the_plan_is_whole(request_for, strategy, gpus, settings, code, found):
+def test_missing_parts_of_the_machine_are_named_in_a_complete_plan(request_for, strategy, gpus, settings, code, found):
     plan, _ = make(request_for(strategy, gpus=gpus, **settings))
     assert plan.layout
     (obstacle,) = (o for o in plan.obstacles if o.code == code)
@@ -200,7 +200,7 @@ def test_the_deepspeed_json_follows_the_settings(request_for: Requests):
 # ---- engine arguments after -- ---------------------------------------------------------------------------------------
 
 
-def test_an_engine_argument_that_a_setting_owns_changes_the_setting(request_for: Requests):
+def test_an_engine_argument_of_a_setting_changes_the_setting(request_for: Requests):
     arguments = "--encoder-seq-length 64 --lr=0.5 --fp16 --micro-batch-size 2 --micro-batch-size 4"
     asked = request_for("zero2", *arguments.split())
     plan, besides = make(asked)
@@ -252,7 +252,7 @@ def test_other_engine_arguments_are_facts_of_the_plan(plans: dict[str, Plan]):
         ("unpatched", 0, {"ENGINE": "native"}, []),
     ],
 )
-def test_what_a_checkout_in_each_state_is_good_for(request_for, monkeypatch, state, gpus, settings, expected):
+def test_what_a_checkout_in_each_state_can_do(request_for, monkeypatch, state, gpus, settings, expected):
     monkeypatch.setattr("t5bench.plan.engine.state_of", lambda directory: state)
     plan, _ = make(request_for("ddp", gpus=gpus, **settings))
     assert codes(plan) == expected
@@ -273,7 +273,7 @@ def test_what_a_checkout_in_each_state_is_good_for(request_for, monkeypatch, sta
         ({"ENGINE": "native"}, None, "PyTorch scaled_dot_product_attention"),
     ],
 )
-def test_attention_is_chosen_and_said(request_for: Requests, monkeypatch, settings, installed, note):
+def test_the_chosen_attention_is_reported(request_for: Requests, monkeypatch, settings, installed, note):
     monkeypatch.setattr("t5bench.plan.place.installed_version", lambda distribution: installed)
     asked = request_for("ddp", gpus=2, **settings)
     _, besides = make(asked)

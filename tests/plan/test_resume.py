@@ -73,7 +73,7 @@ def refusal(plan: Plan) -> str:
     return str(refused.value)
 
 
-def test_what_cannot_be_resumed_is_refused_and_nothing_is_changed(died: Callable[..., Plan]):
+def test_a_run_that_cannot_be_resumed_is_refused_and_unchanged(died: Callable[..., Plan]):
     found = Checkpoints(plan := died())
     assert refusal(plan) == f"RESUME=1 but there is no checkpoint in {found.directory}"
     died(10)
@@ -86,7 +86,7 @@ def test_what_cannot_be_resumed_is_refused_and_nothing_is_changed(died: Callable
     assert sorted(path.name for path in found.directory.iterdir()) == ["iter_0000010", "iter_0000030"]
 
 
-def test_a_run_whose_end_was_not_recorded_goes_on_from_an_earlier_checkpoint(died: Callable[..., Plan]):
+def test_a_run_whose_end_was_not_recorded_continues_from_an_earlier_checkpoint(died: Callable[..., Plan]):
     plan = died(10, 30)
     status = Path(plan.output_dir, "node0.status")
     status.write_text("crashed the recorder was killed\n\n")
@@ -154,7 +154,7 @@ def agreement(*views: list[int], seconds: float = 20, runs: tuple[str, ...] = ()
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.sets(st.integers(1, 6), min_size=1).map(sorted), min_size=2, max_size=4))
-def test_nodes_agree_whatever_they_have(views: list[list[int]]):
+def test_nodes_agree_on_a_checkpoint(views: list[list[int]]):
     common = set.intersection(*map(set, views))
     results = agreement(*views)
     if common:
@@ -164,7 +164,7 @@ def test_nodes_agree_whatever_they_have(views: list[list[int]]):
         assert "there is no intact checkpoint to resume from on node" in str(results[0])
 
 
-def test_a_node_without_any_is_named_to_all():
+def test_every_node_learns_which_one_has_no_checkpoint():
     refusal = "there is no intact checkpoint to resume from on node 1 (host1): something is missing"
     assert agreement([10, 20], [], [20]) == [refusal] * 3
 
@@ -176,7 +176,7 @@ def test_a_node_of_another_run_is_refused():
 
 
 @pytest.mark.parametrize(("node", "nodes", "absent"), [(0, 3, "1, 2"), (1, 2, "0")])
-def test_a_node_that_does_not_come_is_named(node: int, nodes: int, absent: str):
+def test_a_node_that_does_not_join_is_named(node: int, nodes: int, absent: str):
     started, view = time.monotonic(), View(10, "", "here")
     with pytest.raises(Problem, match=f"node {absent} did not report its checkpoint"):
         agreed(Place(node, nodes, "127.0.0.1", free_port(), "ddp", b"secret"), view, lambda limit: view, 0.5)
@@ -186,7 +186,7 @@ def test_a_node_that_does_not_come_is_named(node: int, nodes: int, absent: str):
 # ---- a launcher -----------------------------------------------------------------------------------------------------
 
 
-def test_the_launcher_resumes_from_the_newest_whole_one(project: Project):
+def test_the_launcher_resumes_from_the_newest_intact_checkpoint(project: Project):
     project.environment |= {"ENGINE": "native", "TRAIN_ITERS": "100", "SAVE_INTERVAL": "10", "PRECISION_FLAG": ""}
     assert project.launch("ddp", STUB_STATUS="1").returncode == 1
     (project.stubs / "arguments").unlink()

@@ -8,7 +8,7 @@ import pytest
 from t5bench.plan.secret import secret
 
 
-def test_what_is_given_wins_and_the_home_directory_has_one_for_all(tmp_path: Path):
+def test_a_given_secret_wins_over_the_one_in_the_home_directory(tmp_path: Path):
     home = {"HOME": str(tmp_path)}
     path = tmp_path / ".config" / "t5-parallelism" / "secret"
     assert secret(home | {"T5_RUN_SECRET": "given"}) == b"given"
@@ -25,7 +25,7 @@ def test_what_is_given_wins_and_the_home_directory_has_one_for_all(tmp_path: Pat
     assert secret(home | {"T5_RUN_SECRET": ""}) == found[0]
 
 
-def test_one_that_others_may_read_is_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_secret_that_others_can_read_is_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert secret({"HOME": str(tmp_path)})
     (tmp_path / ".config" / "t5-parallelism" / "secret").chmod(0o644)
     assert secret({"HOME": str(tmp_path)}) == b""

@@ -44,7 +44,7 @@ def findings(request_for: Callable, data: Path, **settings: str) -> tuple[list[s
     return [obstacle.code for obstacle in obstacles], "\n".join([*asked.findings.notes, *said])
 
 
-def test_the_same_tokenizer_wherever_it_lies(request_for, data: Path):
+def test_the_checksum_does_not_depend_on_the_place(request_for, data: Path):
     shutil.copytree(SAMPLE, elsewhere := data.parent / "elsewhere")
     edit(elsewhere / "tokenizer_config.json", model_max_length=1024, name_or_path="/once/here")
     (elsewhere / "README.md").write_text("decides nothing")
@@ -74,7 +74,7 @@ def test_another_tokenizer_is_refused_with_both_checksums(request_for, data: Pat
         assert tokenizer_checksum(SAMPLE) in said and tokenizer_checksum(tokenizer) in said and "FORCE=1" in said
 
 
-def test_the_tokenizer_beside_the_data_is_used(request_for, data: Path, tmp_path: Path):
+def test_the_tokenizer_next_to_the_data_is_used(request_for, data: Path, tmp_path: Path):
     for settings, expected in (
         ({}, "google-t5/t5-large"),
         ({"MEGATRON_DATA_DIR": str(data)}, str(data / "tokenizer")),
@@ -83,7 +83,7 @@ def test_the_tokenizer_beside_the_data_is_used(request_for, data: Path, tmp_path
         assert make(request_for("ddp", **settings))[0].tokenizer == expected
 
 
-def test_what_cannot_be_compared_is_never_passed_in_silence(request_for, data: Path):
+def test_runs_that_cannot_be_compared_never_pass_silently(request_for, data: Path):
     assert findings(request_for, data, TOKENIZER_MODEL="a/model")[0] == ["tokenizer"]
     (data.parent / "file").touch()
     assert findings(request_for, data, TOKENIZER_MODEL="file")[0] == ["data"]

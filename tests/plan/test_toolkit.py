@@ -32,7 +32,7 @@ def complete(cuda: Path, **environment: str) -> dict[str, str]:
     return toolkit.completions(searched, cuda / "links", [cuda / "nvidia"])
 
 
-def test_a_bare_toolkit_behind_a_wrapper_is_found_and_completed(cuda: Path):
+def test_a_toolkit_behind_a_wrapper_is_found_and_completed(cuda: Path):
     link = cuda / "links" / "libcurand.so"
     link.parent.mkdir()
     link.symlink_to("/gone/libcurand.so.10")  # of another environment
@@ -44,7 +44,7 @@ def test_a_bare_toolkit_behind_a_wrapper_is_found_and_completed(cuda: Path):
     assert link.resolve() == cuda / "nvidia" / "cu13" / "lib" / "libcurand.so.10"
 
 
-def test_what_is_whole_missing_or_of_another_cuda_is_left_alone(cuda: Path, monkeypatch: pytest.MonkeyPatch):
+def test_complete_missing_or_other_toolkits_are_left_alone(cuda: Path, monkeypatch: pytest.MonkeyPatch):
     assert complete(cuda, PATH="/nonexistent") == {}
     with monkeypatch.context() as patch:
         patch.setattr(toolkit, "versions", lambda: {"cuda": "12.4"})
@@ -56,7 +56,7 @@ def test_what_is_whole_missing_or_of_another_cuda_is_left_alone(cuda: Path, monk
     assert complete(cuda, PATH=f"{cuda / 'toolkit' / 'bin'}:/usr/bin:/bin") == {}
 
 
-def test_a_run_on_a_gpu_is_told_and_one_on_the_cpu_is_not(project: Project, cuda: Path):
+def test_a_gpu_run_gets_cuda_home_and_a_cpu_run_does_not(project: Project, cuda: Path):
     project.set_gpus(1)
     for device, home in (("cuda", str(cuda / "toolkit")), ("cpu", None)):
         path = f"{cuda / 'bin'}:{project.environment['PATH']}"

@@ -11,7 +11,7 @@ from t5bench.record import wandb
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
 
-def test_a_mode_wins_over_a_key(tmp_path: Path):
+def test_a_mode_overrides_a_key(tmp_path: Path):
     home, key = {"HOME": str(tmp_path)}, {"WANDB_API_KEY": KEY}
     assert wandb.mode(home) == "offline" and wandb.mode(home | key) == "online"
     assert wandb.mode(home | key | {"WANDB_MODE": "offline"}) == "offline"

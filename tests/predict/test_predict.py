@@ -52,7 +52,7 @@ def test_the_groups_are_shown(capsys: pytest.CaptureFixture[str]):
         ("predict /nowhere", "there is no run directory /nowhere"),
     ],
 )
-def test_bad_input_gets_an_answer(capsys: pytest.CaptureFixture[str], monkeypatch, words: str, found: str):
+def test_bad_input_is_answered_with_a_problem(capsys: pytest.CaptureFixture[str], monkeypatch, words: str, found: str):
     monkeypatch.setenv("HIDDEN_SIZE", "131072")
     status, _, error = t5bench(capsys, *words.split())
     assert status == 2
@@ -72,7 +72,7 @@ def test_all_strategies_are_predicted(capsys: pytest.CaptureFixture[str]):
                    "offload")) == pytest.approx(row["seconds"]["total"]) for row in rows.values())  # fmt: skip
 
 
-def test_what_was_measured_stands_beside(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_measured_values_are_shown_too(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     """A run calibrates its own time, and the bytes of another are compared."""
     slow = {"settings": LARGE, "nodes": 2, "padded_vocab_size": 32128}
     ddp = make_run(tmp_path / "ddp", elapsed_ms=[9000.0] * 40, sent_per_iteration=2.452e9, **slow)
@@ -93,7 +93,7 @@ def test_what_was_measured_stands_beside(capsys: pytest.CaptureFixture[str], tmp
     assert "was faster than its link allows" in error
 
 
-def test_a_batch_that_still_grew_at_the_end_is_predicted(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_a_batch_that_grew_until_the_end_is_predicted(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     grows = {"GLOBAL_BATCH_SIZE": "32", "RAMPUP_BATCH_SIZE": "8 8 319", "TRAIN_ITERS": "10"}
     run = make_run(tmp_path / "ddp", settings=LARGE | grows, elapsed_ms=[9000.0] * 25, padded_vocab_size=32128)
     _, shown, _ = t5bench(capsys, "predict", run, "--calibrate", run, "--json")
@@ -113,7 +113,7 @@ def test_a_comparison_on_known_gpus_needs_no_run_to_predict_times(tmp_path: Path
     assert all(4 / 3 > hardware_tflops(row) / row.tflops > 1.3 for row in comparison.rows)  # the head is done once
 
 
-def test_a_gpt_is_started_in_deepspeeds_pipeline():
+def test_a_gpt_runs_in_deepspeeds_pipeline():
     model = Architecture(0, 24, 1024, 16, 64, 4096, 0, 1024, 50304, family="gpt", head_bias=False)
     job = Job(model, Parallel(2, 2, 2, deepspeed=True), 1, 16, Zero(1), recompute="full")
     on = Machine(DEVICES["h100"], Link(1e11), Link(1e10))

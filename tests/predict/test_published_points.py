@@ -77,7 +77,7 @@ def altered(tmp_path: Path, **changes: Any) -> Path:
         ({"source": {"repo": "somebody/else"}}, "it is not known what somebody/else keeps in memory", 0),
     ],
 )
-def test_what_cannot_be_read_or_predicted_is_said(tmp_path, capsys, changes, said, status):
+def test_unreadable_or_unpredictable_points_are_reported(tmp_path, capsys, changes, said, status):
     path = str(altered(tmp_path, **changes))
     assert main(["predict", "--check", path]) == status
     assert said in capsys.readouterr().out

@@ -76,7 +76,7 @@ def saved_by_torch(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @settings(max_examples=150, deadline=None)
 @given(kept=st.floats(0, 1, exclude_max=True))
-def test_a_file_that_was_cut_off_anywhere_is_recognised(saved_by_torch: bytes, tmp_path_factory, kept: float):
+def test_a_file_truncated_anywhere_is_detected(saved_by_torch: bytes, tmp_path_factory, kept: float):
     path = tmp_path_factory.getbasetemp() / "cut.pt"
     path.write_bytes(saved_by_torch)
     assert damage(path) == ""
@@ -84,14 +84,14 @@ def test_a_file_that_was_cut_off_anywhere_is_recognised(saved_by_torch: bytes, t
     assert damage(path).startswith("is truncated (it has ")
 
 
-def test_a_file_with_a_hole_is_recognised(saved_by_torch: bytes, tmp_path: Path):
+def test_a_file_with_a_hole_is_detected(saved_by_torch: bytes, tmp_path: Path):
     """As a machine leaves it that lost power: the right size, and zeros where blocks were not written yet."""
     start = saved_by_torch.index(b"\x00\x00\x80\x3f\x00\x00\x00\x40")  # 1.0 and 2.0 of the tensor
     (tmp_path / "hole.pt").write_bytes(saved_by_torch[:start] + bytes(64) + saved_by_torch[start + 64 :])
     assert "does not match its checksum" in damage(tmp_path / "hole.pt")
 
 
-def test_the_newest_whole_checkpoint(tmp_path: Path):
+def test_the_newest_intact_checkpoint(tmp_path: Path):
     found = made_checkpoints(tmp_path)
     assert found.newest() == (0, {})
     for iteration in (5, 10, 20, 30):
@@ -108,7 +108,7 @@ def test_the_newest_whole_checkpoint(tmp_path: Path):
     assert made_checkpoints(tmp_path, nodes=2).newest() == (20, {30: faults[30]})
 
 
-def test_the_engines_are_pointed_to_it_and_newer_ones_set_aside(tmp_path: Path):
+def test_the_engines_find_it_and_newer_checkpoints_are_set_aside(tmp_path: Path):
     found = made_checkpoints(tmp_path, engine="megatron", stage=1)
     for iteration in (10, 20):
         write_checkpoint(found, iteration)

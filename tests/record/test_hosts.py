@@ -12,7 +12,7 @@ NOT_HOSTS = ("-oProxyCommand=touch${IFS}x", "--", "a b", "a;b", "$(id)", "a/b", 
 
 
 @pytest.mark.parametrize("name", [*HOSTS, *NOT_HOSTS])
-def test_what_may_be_a_host(name: str):
+def test_valid_host_names(name: str):
     if name in HOSTS:
         assert ssh(name, "id")[-3:] == ["--", name, "id"]
     else:
@@ -29,14 +29,14 @@ def test_what_may_be_a_host(name: str):
         ([], {"SLURM_JOB_NODELIST": "127.0.0.1,-oProxyCommand=id"}),
     ],
 )
-def test_a_launcher_refuses_what_is_no_host(project: Project, arguments: list[str], environment: dict[str, str]):
+def test_a_launcher_refuses_an_invalid_host(project: Project, arguments: list[str], environment: dict[str, str]):
     result = project.launch("ddp", *arguments, **environment)
     assert result.returncode == 2 and not project.was_started()
     assert ("unknown option" if arguments else "is not a host name or address") in result.stderr
 
 
 @pytest.mark.parametrize("command", [["collect", "x", "-oProxyCommand=id:/x"], ["cluster", "--", "-oProxyCommand=id"]])
-def test_commands_refuse_what_is_no_host(tmp_path, monkeypatch, capsys, command: list[str]):
+def test_commands_refuse_an_invalid_host(tmp_path, monkeypatch, capsys, command: list[str]):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(REPO_ROOT))
     words = [word.replace("-oP", "me@-oP") if command[0] == "collect" else word for word in command]
@@ -44,7 +44,7 @@ def test_commands_refuse_what_is_no_host(tmp_path, monkeypatch, capsys, command:
     assert "is not a host name or address" in capsys.readouterr().err
 
 
-def test_an_own_name_that_leads_nowhere():
+def test_an_own_name_that_other_nodes_cannot_reach():
     for addresses, environment, is_wrong in (
         (["127.0.1.1"], {}, True),
         ([], {}, True),
@@ -54,7 +54,7 @@ def test_an_own_name_that_leads_nowhere():
         assert bool(own_name_fault("me", addresses, environment)[0]) == is_wrong
 
 
-def test_the_launcher_sees_an_own_name_that_leads_nowhere(project: Project):
+def test_the_launcher_detects_an_own_name_that_others_cannot_reach(project: Project):
     """gloo would give the other nodes this address."""
     fault = "import socket\nsocket.getaddrinfo = lambda *_, **__: [(0, 0, 0, '', ('127.0.1.1', 0))]\n"
     (project.stubs / "site" / "sitecustomize.py").write_text(fault)

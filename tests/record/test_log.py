@@ -43,18 +43,18 @@ def test_nan_is_read_as_nan(text: str):
 
 
 @given(st.integers(min_value=0, max_value=len(LINE) - 1))
-def test_a_line_cut_off_is_left_out_or_whole(length: int):
+def test_a_truncated_line_is_left_out_or_complete(length: int):
     for line in iterations([LINE[:length]]):
         assert (line.tflops, line.elapsed_ms) == (0.0, 419.3)
 
 
 @given(st.text())
-def test_any_text_is_survived(text: str):
+def test_no_text_breaks_the_reader(text: str):
     list(iterations(text.splitlines()))
     peak_memory(text.splitlines())
 
 
-def test_peak_memory_by_rank_of_ranks_that_print_into_one_line_too():
+def test_peak_memory_by_rank_even_in_mixed_lines():
     found = peak_memory(["".join(MEMORY), "", MEMORY[0].replace("rank 1", "rank 2") + "12:30 INFO something"])
     assert [(peak.rank, peak.device_mib, peak.host_mib) for peak in found] == [
         (0, 123.4, 488.1), (1, None, 562.4), (2, None, 562.4),

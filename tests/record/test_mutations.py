@@ -254,7 +254,7 @@ def test_no_damage_goes_unnoticed(runs: Path, tmp_path: Path):
     print(f"{COUNT} mutations: {dict(counts)}", file=sys.stderr)
 
 
-def test_a_note_of_the_users_is_no_damage(runs: Path, tmp_path: Path):
+def test_a_users_note_is_not_damage(runs: Path, tmp_path: Path):
     clean = [outcome(execute, runs, tmp_path / "target") for execute in COMMANDS[:3]]
     (runs / "ddp" / "notes.txt").write_text("the first run after the upgrade")
     (runs / "ddp" / "more").mkdir()

@@ -63,7 +63,7 @@ def test_one_message(line: str, status: str, reason: str):
     assert (cause.time, cause.line) == (1.0, line.strip())
 
 
-def test_the_rank_is_the_one_that_speaks_or_the_one_that_torchrun_saw_fail_first():
+def test_the_rank_is_the_lines_or_the_first_that_torchrun_saw_fail():
     cause = found("[rank3]: ValueError: broken").cause()
     assert cause is not None and cause.rank == 3
     report = ["Failures:", "  rank      : 1 (local_rank: 1)", "Root Cause (first observed failure):"]
@@ -73,7 +73,7 @@ def test_the_rank_is_the_one_that_speaks_or_the_one_that_torchrun_saw_fail_first
     assert cause is not None and cause.rank == 2
 
 
-def test_a_cause_outweighs_what_came_before_it():
+def test_a_cause_outweighs_earlier_messages():
     lines = ["RuntimeError: Connection closed by peer", "RuntimeError: Timed out waiting 15000ms", "KeyError: 'text'"]
     for number in range(1, 4):
         cause = found(*lines[:number]).cause()
@@ -94,7 +94,7 @@ def test_an_iteration_line_and_an_ordinary_warning_explain_nothing():
 
 
 @given(st.lists(st.text()))
-def test_any_output_is_survived(lines: list[str]):
+def test_no_output_stops_the_recorder(lines: list[str]):
     found(*lines).cause()
 
 

@@ -41,7 +41,7 @@ def test_nothing_in_a_healthy_log_explains_a_failure(name: str):
 
 @settings(max_examples=100, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from(RUNS))
-def test_lines_that_are_cut_or_run_into_each_other_give_true_values_or_none(random, name: str):
+def test_truncated_or_mixed_lines_give_correct_values_or_none(random, name: str):
     """What two writers leave that share a terminal: pieces of lines, in any mixture."""
     lines = log_lines(name)
     true = {(i.iteration, i.elapsed_ms, i.lm_loss) for i in iterations(lines)}

@@ -30,7 +30,7 @@ def test_visible(text: str, shown: str):
     ["\x1b[2J", "\x1b[1A", "\x1b]0;title\x07", "\x1b]52;c;AAAA\x07", "\x1bP+q\x1b\\", "\x1b[6n", "\x1bc", "\x1b[>4;2m",
      "\x1b[?25l", "\x9b31m", "\x0e", "\b", "\x1b[" + "1" * 99 + "m", "\x1b[31"],
 )  # fmt: skip
-def test_a_terminal_gets_colours_and_lines_and_nothing_else_to_obey(sequence: str):
+def test_a_terminal_gets_no_control_characters_except_colours_and_lines(sequence: str):
     shown = on_terminal(f"{COLOURED}\r\n 50 %\r{sequence}")
     assert shown.startswith(f"{COLOURED}\r\n 50 %\r\\x")
     assert not any(c in shown.removeprefix(COLOURED) for c in "\x1b\x9b\x07\x0e\b")
@@ -45,5 +45,5 @@ def test_a_screen_shows_the_same_however_the_output_is_cut(text: str, cuts: list
     assert shown + screen.show(b"", is_last=True) == on_terminal(text).encode()
 
 
-def test_bytes_that_are_no_utf_8():
+def test_bytes_that_are_not_utf_8():
     assert Screen().show(b"a\x9b31m\xff\n") == rb"a\x9b31m\xff" + b"\n"

@@ -187,7 +187,7 @@ def test_the_timeline_is_replayed(page: str, tmp_path: Path):
 
 @needs_browser
 @pytest.mark.parametrize("options", [(), (DARK,)], ids=["light", "dark"])
-def test_axe_finds_no_violation(page: str, tmp_path: Path, options: tuple[str, ...]):
+def test_axe_finds_no_accessibility_problem(page: str, tmp_path: Path, options: tuple[str, ...]):
     axe = gzip.decompress((Path(__file__).parent / "axe-4.10.3.min.js.gz").read_bytes()).decode()
     found = browse(
         page.replace("</body>", f"<script>{axe}</script></body>"), tmp_path,
@@ -200,7 +200,7 @@ def test_axe_finds_no_violation(page: str, tmp_path: Path, options: tuple[str, .
 
 
 @needs_browser
-def test_without_javascript_the_drawn_figures_and_every_text_are_there(page: str, tmp_path: Path):
+def test_without_javascript_figures_and_texts_are_complete(page: str, tmp_path: Path):
     frame = f'<iframe sandbox="allow-same-origin" srcdoc="{html.escape(page)}"></iframe>'
     found = browse(
         f"<title></title><body>{frame}</body>", tmp_path,
@@ -216,7 +216,7 @@ def test_without_javascript_the_drawn_figures_and_every_text_are_there(page: str
 
 
 @needs_browser
-def test_the_page_scrolls_down_alone(page: str, tmp_path: Path):
+def test_the_page_scrolls_only_vertically(page: str, tmp_path: Path):
     """From a telephone to a large screen: with all details open neither the page nor a part of it is wider."""
     widths = 390, 768, 1280, 2560
     frames = "".join(f'<iframe width={width} height=900 srcdoc="{html.escape(page)}"></iframe>' for width in widths)
@@ -235,7 +235,7 @@ def test_the_page_scrolls_down_alone(page: str, tmp_path: Path):
         assert display == ("block" if width < 1180 else "table-cell"), "where there is no room rows are cards"
 
 
-def test_figures_are_of_what_is_known(page: str):
+def test_figures_show_what_is_known(page: str):
     """Costs that are predicted are drawn in parts beside what was measured, and a profile in parts if it has some."""
     data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
     series = {figure["title"]: [s for panel in figure["panels"] for s in panel["series"]] for figure in data["figures"]}

@@ -73,7 +73,7 @@ def test_a_table_fits_the_terminal(comparison: Comparison, width: int | None, at
         assert row.label in " ".join(text.split())
 
 
-def test_the_command_asks_how_wide_the_terminal_is(runs, tmp_path, monkeypatch, capsys):
+def test_the_command_uses_the_terminals_width(runs, tmp_path, monkeypatch, capsys):
     def widest(*options: str) -> int:
         main(["compare", *map(str, runs), "--output", str(tmp_path / "a"), *options])
         return max(map(len, capsys.readouterr().out.partition("\npage: ")[0].splitlines()))
@@ -89,7 +89,7 @@ def test_the_command_asks_how_wide_the_terminal_is(runs, tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     ("family", "model", "lengths"), [("t5", "T5 tiny (", "lengths 128/64,"), ("gpt", "GPT tiny (", "lengths 128,")]
 )
-def test_the_caption_tells_of_the_model(tmp_path: Path, family: str, model: str, lengths: str):
+def test_the_caption_describes_the_model(tmp_path: Path, family: str, model: str, lengths: str):
     caption = tables.caption(build([records.load(make_run(tmp_path / "ddp", family=family))]))
     assert caption.startswith(model) and lengths in caption
 
@@ -154,7 +154,7 @@ def page(comparison: Comparison) -> str:
     return render(comparison)
 
 
-def test_the_page_is_well_formed_and_asks_nothing_of_a_network(page: str):
+def test_the_page_is_well_formed_and_needs_no_network(page: str):
     parsed = Balance(page)
     assert {reference[0] for reference in parsed.references} == {"#"}
     assert not re.search(r"url\(\s*['\"]?(?!#)|@import|<script [^t>]|<link|<iframe|<object|<embed|mathdefault", page)
@@ -167,7 +167,7 @@ def test_the_page_is_well_formed_and_asks_nothing_of_a_network(page: str):
     assert "None" not in Balance(said + "</body></html>").text and " nan" not in parsed.text
 
 
-def test_a_drawing_leaves_the_digits_of_its_texts():
+def test_a_drawing_keeps_the_digits_of_its_texts():
     bar = Series("ddp", "bar", [((0, 1), "ddp")], "0.123456", "#123456")
     (svg,) = drawings({"ddp": ("currentColor", ())}, [Figure("title", "x", "", [Panel([bar], height=1.0)])])
     assert ">0.123456<" in svg and not re.search(r'="[^"]*\d\.\d\d', svg)
@@ -184,7 +184,7 @@ def test_table_page_and_files_give_the_same_verdict(comparison: Comparison, page
 
 
 @pytest.mark.parametrize(("status", "expected"), [("crashed", "no reason"), ("complete", "logged no interval")])
-def test_a_native_run_on_a_cpu_without_a_line(tmp_path: Path, comparison, page, status: str, expected: str):
+def test_a_native_cpu_run_without_iteration_lines(tmp_path: Path, comparison, page, status: str, expected: str):
     run = make_run(tmp_path / "ddp", elapsed_ms=[], status=status, reason="no reason", engine="native")
     cpu = build([records.load(run)])
     assert expected in Balance(render(cpu)).text
@@ -230,7 +230,7 @@ def test_the_command_writes_all_files(tmp_path: Path, capsys: pytest.CaptureFixt
         (["runs", "other"], "GLOBAL_BATCH_SIZE: 16 (ddp); 32 (zero1)"),
     ],
 )
-def test_wrong_use_is_said_with_a_remedy(tmp_path: Path, monkeypatch, capsys, arguments: list[str], expected: str):
+def test_wrong_use_gets_a_remedy(tmp_path: Path, monkeypatch, capsys, arguments: list[str], expected: str):
     monkeypatch.chdir(tmp_path)
     make_run(Path("runs/ddp"))
     make_run(Path("other/zero1"), "zero1", settings={"GLOBAL_BATCH_SIZE": "32"})

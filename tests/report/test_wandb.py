@@ -83,7 +83,7 @@ def sweep(tmp_path: Path) -> Path:
     return tmp_path / "trial"
 
 
-def test_a_comparison_is_a_run_of_its_own_in_its_runs_group(sweep: Path, capsys: pytest.CaptureFixture):
+def test_a_comparison_is_a_separate_run_in_the_runs_group(sweep: Path, capsys: pytest.CaptureFixture):
     place = sweep / "comparison"
     assert main(["compare", str(sweep), "--output", str(place)]) == 0
     assert main(["wandb", str(sweep), "--comparison", str(place)]) == 0
@@ -165,7 +165,7 @@ def test_the_workspace_of_a_group_is_as_the_page(sweep: Path):
     assert [panel["config"]["metrics"] for panel in panels[-2:]] == [[title] for title in wandb_report.LINES]
 
 
-def test_a_failed_run_is_there_with_its_status_and_the_answer_is_no(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_a_failed_run_is_shown_and_fails_the_comparison(tmp_path: Path, capsys: pytest.CaptureFixture):
     make_run(tmp_path / "runs" / "ddp")
     make_run(
         tmp_path / "runs" / "zero1", "zero1", elapsed_ms=[90.0] * 4, losses=[8.0, float("nan"), None, 7.0],
@@ -184,7 +184,7 @@ def test_a_failed_run_is_there_with_its_status_and_the_answer_is_no(tmp_path: Pa
     assert entries(place, "run")[0]["run_group"] == "runs"
 
 
-def test_without_a_network_it_is_kept_and_ends_in_time(sweep: Path, monkeypatch, capsys: pytest.CaptureFixture):
+def test_without_a_network_the_run_is_kept_and_the_command_ends_in_time(sweep: Path, monkeypatch, capsys: pytest.CaptureFixture):
     with socket.socket() as silent:  # takes connections and never answers
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -231,7 +231,7 @@ def test_with_a_key_it_is_uploaded(sweep: Path, tmp_path: Path, monkeypatch, cap
         ("offline", ["other"], "cannot be written"),
     ],
 )
-def test_wrong_use_is_said_with_a_remedy(sweep: Path, monkeypatch, capsys, mode: str, arguments: list, says: str):
+def test_wrong_use_gets_a_remedy(sweep: Path, monkeypatch, capsys, mode: str, arguments: list, says: str):
     monkeypatch.chdir(sweep.parent)
     make_run(Path("other/ddp"), settings={"WANDB_PROJECT": "biology"})
     Path("other/comparison").write_text("a file")
@@ -241,7 +241,7 @@ def test_wrong_use_is_said_with_a_remedy(sweep: Path, monkeypatch, capsys, mode:
     assert error.startswith("error: ") and says in error and error.count("\n") >= 2
 
 
-def test_rows_are_called_differently(tmp_path: Path):
+def test_rows_have_different_names(tmp_path: Path):
     """Two failed runs of one strategy have one label where a third differs from both in a setting."""
     failed = [make_run(tmp_path / name, "zero1", status="crashed", reason="r") for name in "ab"]
     runs = [make_run(tmp_path / "ddp"), make_run(tmp_path / "ddp-4", world_size=4), *failed]

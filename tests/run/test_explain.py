@@ -85,7 +85,7 @@ def test_the_parts_of_a_rank_are_its_iteration():
 
 
 @pytest.mark.parametrize(("hosts", "begins"), [("aa", (0, 0)), ("ab", (0, 7000))], ids=["one clock", "two clocks"])
-def test_who_comes_first_waits_for_the_last(hosts: str, begins: tuple[float, float]):
+def test_the_first_rank_waits_for_the_last(hosts: str, begins: tuple[float, float]):
     first, second = explained(
         [collective(0, 1, 10, 50), collective(2, 1, 60, 80)], [collective(0, 1, 40, 50), collective(2, 1, 60, 80)],
         hosts=hosts, begins=begins,
@@ -122,7 +122,7 @@ def test_with_nccl_a_rank_waits_on_its_device_and_computing_hides_what_is_sent()
     assert first["links"][AXES[0]] == {"bytes": 1 << 20, "ms": 15.0}
 
 
-def test_the_gradients_of_ddp_travel_beside_the_backward_pass():
+def test_ddp_sends_gradients_during_the_backward_pass():
     """What is not covered by computing is exposed."""
     ranks = [
         [span("aten::mm", 0, 10), span(f"{NODE}MmBackward0", 10, 40), span("c10d::allreduce_", at, at + 1),
@@ -134,7 +134,7 @@ def test_the_gradients_of_ddp_travel_beside_the_backward_pass():
         assert found["links"][AXES[0]]["bytes"] == 1 << 20
 
 
-def test_a_bubble_is_waiting_along_the_pipeline():
+def test_waiting_between_stages_is_the_bubble():
     first, _ = explained([collective(2, 1, 10, 50)], [collective(2, 1, 40, 50)])
     assert first["parts"][profile.BUBBLE] == pytest.approx(30) and first["waited_for"] == {}
 
@@ -227,7 +227,7 @@ OF_STRENGTH: dict[str, Callable[[float], list[dict]]] = {
 
 
 @pytest.mark.parametrize(("name", "made"), MADE.items())
-def test_a_cause_is_named_where_it_shows_and_alone(tmp_path: Path, name: str, made: tuple[str, list[dict]]):
+def test_only_the_cause_that_shows_is_named(tmp_path: Path, name: str, made: tuple[str, list[dict]]):
     found = made_profile(tmp_path / "run", *made, nodes=len(made[1]) // 2)
     assert {cause.name for cause in found.causes()} == ({name} if name else set())
     said = found.sentence()
@@ -236,13 +236,13 @@ def test_a_cause_is_named_where_it_shows_and_alone(tmp_path: Path, name: str, ma
 
 @pytest.mark.parametrize("percent", [8, 12, 30, 70])
 @pytest.mark.parametrize("name", OF_STRENGTH)
-def test_a_cause_is_named_from_ten_percent_on(tmp_path: Path, name: str, percent: float):
+def test_a_cause_is_named_if_it_costs_ten_percent(tmp_path: Path, name: str, percent: float):
     ranks = OF_STRENGTH[name](percent)
     found = made_profile(tmp_path / "run", "zero1", ranks, nodes=len(ranks) // 2)
     assert [cause.name for cause in found.causes()] == [name] * (percent > 10)
 
 
-def test_of_two_causes_the_larger_comes_first(tmp_path: Path):
+def test_the_larger_of_two_causes_comes_first(tmp_path: Path):
     both = [busy_with("data loading", 40) | {"waited_for": {"1": 20.0}}, {}]
     both[0]["parts"] = both[0]["parts"] | {"backward": 16.0, profile.WAITING: 20.0}
     names = [cause.name for cause in made_profile(tmp_path / "run", "ddp", both).causes()]
@@ -258,7 +258,7 @@ def test_of_two_causes_the_larger_comes_first(tmp_path: Path):
     ],
     ids=["data", "link", "rank"],
 )
-def test_waiting_for_a_core_is_not_the_cause_that_it_looks_like(tmp_path: Path, ranks: list[dict]):
+def test_waiting_for_a_core_is_not_mistaken_for_another_cause(tmp_path: Path, ranks: list[dict]):
     assert made_profile(tmp_path / "run", "ddp", ranks).causes() == []
 
 
@@ -277,7 +277,7 @@ def test_a_pipeline_stage_is_slow_where_its_layers_do_not_explain_it(tmp_path: P
     assert names == [["slow rank"], ["unequal pipeline stages"]]
 
 
-def test_a_log_line_counts_for_the_iterations_that_it_serves(tmp_path: Path):
+def test_a_log_line_counts_for_the_iterations_that_it_covers(tmp_path: Path):
     assert made_profile(tmp_path / "run", "ddp", OF_STRENGTH["logging"](30), log_interval=10).causes() == []
 
 
@@ -302,7 +302,7 @@ def test_a_node_with_slow_gpus_shows_without_a_profile(tmp_path: Path, clock: fl
 
 
 @pytest.mark.parametrize(("seconds", "named"), [(0.05, []), (1.5, ["frequent checkpoints"]), (30, ["slow disk"])])
-def test_what_saving_costs_shows_without_a_profile(tmp_path: Path, seconds: float, named: list[str]):
+def test_the_cost_of_saving_shows_without_a_profile(tmp_path: Path, seconds: float, named: list[str]):
     """Every ten iterations of 0.1 s; the time of a line tells, for the native engine's own time stops meanwhile."""
     lines = [100.0 + 1000 * seconds * (number % 10 == 1 and number > 10) for number in range(1, 41)]
     made = make_run(tmp_path, "ddp", elapsed_ms=lines, settings={"SAVE_INTERVAL": "10"})

@@ -172,7 +172,7 @@ def test_line_without_end(tmp_path: Path, piece: bytes):
     assert output.last and output.last.iteration == 1 and 0 in output.memory
 
 
-def test_what_a_progress_bar_wrote_over_counts(tmp_path: Path):
+def test_an_iteration_line_under_a_progress_bar_counts(tmp_path: Path):
     output = Output((tmp_path / "log").open("wb"), tmp_path / "metrics", [])
     lines = engine_output(1, 2).splitlines()
     output.take(f"{lines[0]}\r 1%\r 2%\r\nplain\r\n".encode(), 1e9)
@@ -341,7 +341,7 @@ def test_no_more_processes():
         assert "Traceback" not in result.stderr and not processes_with(f"STUB_DIR={project.stubs}")
 
 
-def test_the_document_lists_what_is_played_and_counts_it():
+def test_the_document_lists_and_counts_all_failures():
     text = (REPO_ROOT / "docs" / "failures.md").read_text()
     on_cluster = re.findall(r"^\| `[a-z0-9-]+` \|", text, re.MULTILINE)
     here = re.findall(r"^\| .*\| `(\S+)::(test_\w+)`(?: \(mount\))? \|$", text, re.MULTILINE)

@@ -87,7 +87,7 @@ def test_without_its_launcher_a_run_is_ended(run: Run):
 
 
 @pytest.mark.parametrize("what", ["stuck in stands_here (", "suspended (SIGSTOP)"])
-def test_a_run_that_stands_still_tells_where(run: Run, what: str):
+def test_a_stuck_run_reports_where(run: Run, what: str):
     if what.startswith("suspended"):
         os.kill(workers(run.mark)[3], signal.SIGSTOP)
     cause = run.cause(watchdog=1)

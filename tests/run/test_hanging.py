@@ -48,7 +48,7 @@ def launch(project: Project, workers: int, timeout: float = 60, **settings: str)
     ("workers", "rank", "end"),
     [*((4, rank, "watchdog") for rank in range(4)), (2, 0, "timeout"), (2, 1, "timeout"), (4, 2, "timeout")],
 )
-def test_the_one_that_hangs_is_named_and_all_have_left_their_stacks(tmp_path: Path, workers: int, rank: int, end: str):
+def test_the_hanging_rank_is_named_and_all_leave_their_stacks(tmp_path: Path, workers: int, rank: int, end: str):
     project = make_project(tmp_path)
     (project.engine / "pretrain_t5.py").write_text((REPO_ROOT / "tests/cluster/stub_trainer.py").read_text())
     project.record_engine()

@@ -55,7 +55,7 @@ def cut_for(t5: bool, directory: Path, tp: int, pp: int) -> Path:
 
 @pytest.mark.parametrize("t5", [True, False])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (4, 1), (1, 4), (2, 2)])
-def test_a_model_that_is_cut_comes_together_again(tmp_path: Path, t5: bool, tp: int, pp: int):
+def test_a_model_that_is_cut_can_be_joined_again(tmp_path: Path, t5: bool, tp: int, pp: int):
     folder, whole = cut_for(t5, tmp_path, tp, pp), model(t5)
     found = whole_weights(folder, read(min(folder.rglob("*.pt")))["args"])
     assert len(list(folder.glob("*/model_optim_rng.pt"))) == tp * pp

@@ -74,7 +74,7 @@ def test_every_node_hears_of_every_iteration_and_end(nodes, count: int, host: st
     assert everyone[0].ends[1] == end(1)
 
 
-def test_who_hears_of_no_progress_knows_whether_that_means_something(soon_silent, nodes, peer):
+def test_a_node_knows_whether_missing_progress_means_something(soon_silent, nodes, peer):
     first, second, third = nodes(3)
     assert first.sees_progress and second.sees_progress and third.sees_progress
     third.closed.set()  # it says nothing more
@@ -83,7 +83,7 @@ def test_who_hears_of_no_progress_knows_whether_that_means_something(soon_silent
     assert not peer(0, 2, port=free_port()).sees_progress, "behind a firewall"
 
 
-def test_who_goes_without_a_word_is_gone_for_all_unless_it_has_said_its_end(nodes):
+def test_a_node_that_disconnects_without_a_word_is_gone_for_all(nodes):
     first, second, third, fourth = nodes(4)
     fourth.ended(end(3, "complete"))
     wait_for(lambda: 3 in second.ends)
@@ -93,7 +93,7 @@ def test_who_goes_without_a_word_is_gone_for_all_unless_it_has_said_its_end(node
     assert list(first.ends) == list(second.ends) == [3]
 
 
-def test_a_lost_connection_is_made_again_and_nobody_is_gone(soon_silent, nodes, monkeypatch: pytest.MonkeyPatch):
+def test_a_lost_connection_is_restored_and_nobody_counts_as_gone(soon_silent, nodes, monkeypatch: pytest.MonkeyPatch):
     first, second, third = nodes(3)
     monkeypatch.setattr(channel, "RETRY_SECONDS", 1)  # long enough to be seen as silent before it comes back
     with second.lock:
@@ -117,7 +117,7 @@ def test_a_node_of_an_earlier_attempt_is_not_part_of_this_one(nodes, peer):
     assert 0 in second.gone
 
 
-def test_when_an_attempt_is_over_nobody_new_joins_it(nodes, peer):
+def test_nobody_joins_an_attempt_that_is_over(nodes, peer):
     first, _, third = nodes(3)
     third.close()
     wait_for(lambda: 2 in first.gone)
@@ -127,7 +127,7 @@ def test_when_an_attempt_is_over_nobody_new_joins_it(nodes, peer):
     assert not late.ends and not late.gone
 
 
-def test_a_difference_is_told_to_every_node_once(peer):
+def test_every_node_hears_a_difference_once(peer):
     told: dict[int, list[str]] = {0: [], 1: [], 2: []}
 
     def compare(first: dict, other: dict) -> Sequence[str]:
@@ -144,7 +144,7 @@ def test_a_difference_is_told_to_every_node_once(peer):
     assert "node 1 (" in told[0][1] and "runs a different version of this repository" in told[0][1]
 
 
-def test_a_port_that_is_taken_is_a_problem_to_tell(peer):
+def test_a_taken_port_is_reported(peer):
     problems: list[str] = []
     with socket.create_server(("", 0)) as server:
         peer(0, 2, port=server.getsockname()[1], on_problem=problems.append)
@@ -152,7 +152,7 @@ def test_a_port_that_is_taken_is_a_problem_to_tell(peer):
     assert "cannot listen on port" in problems[0]
 
 
-def test_a_peer_that_reads_nothing_holds_up_nobody(nodes):
+def test_a_peer_that_reads_nothing_delays_nobody(nodes):
     first, second = nodes(2)
     with second.lock:  # what it reads it cannot take in
         start = time.monotonic()
@@ -167,7 +167,7 @@ def waited(peers: Peers, seconds: float = 30) -> float:
     return time.monotonic() - start
 
 
-def test_one_waits_for_an_explanation_but_not_for_ever(nodes):
+def test_waits_for_an_explanation_but_not_forever(nodes):
     first, second, third = nodes(3)
     assert 0.4 < waited(first, seconds=0.5) < 15
     third.ended(end(2, "complete"))
@@ -180,7 +180,7 @@ def test_one_waits_for_an_explanation_but_not_for_ever(nodes):
     assert waited(first) < 15
 
 
-def test_one_waits_for_nobody_who_is_silent_gone_or_was_never_there(soon_silent, nodes, peer):
+def test_does_not_wait_for_silent_gone_or_absent_nodes(soon_silent, nodes, peer):
     first, second = nodes(2)
     second.closed.set()  # it says nothing more, and does not connect again when node 0 gives up on it
     assert waited(first) < 15  # silent

@@ -88,7 +88,7 @@ def test_how_it_ended(
     assert (part_of(tmp_path)["cause"] or {"strength": None})["strength"] == strength
 
 
-def test_a_run_that_ended_by_itself_was_not_ended_by_the_guard(tmp_path: Path):
+def test_a_run_that_ended_before_the_guard_acted_keeps_its_reason(tmp_path: Path):
     """The other node fails because of it, and the guard hears of that while the launcher is still cleaning up."""
     heard = SimpleNamespace(cause=Cause.now("network", "stopped because node 0 failed", strength=Strength.VICTIM))
     said = Output((tmp_path / "log").open("wb"), tmp_path / "metrics.jsonl", [])
@@ -113,7 +113,7 @@ def test_a_node_without_the_last_rank_needs_no_iteration_lines(tmp_path: Path):
     ("left", "status"),
     [("1:45", "timeout"), ("INVALID", "timeout"), ("2:05", "cancelled"), ("1-01:00:05", "cancelled")],
 )
-def test_slurms_time_limit_is_told_from_a_cancellation(tmp_path: Path, monkeypatch, left: str, status: str):
+def test_slurms_time_limit_is_distinguished_from_a_cancellation(tmp_path: Path, monkeypatch, left: str, status: str):
     stub = tmp_path / "squeue"
     stub.write_text(f"#!/bin/sh\necho {left}\n")
     stub.chmod(0o755)
@@ -123,7 +123,7 @@ def test_slurms_time_limit_is_told_from_a_cancellation(tmp_path: Path, monkeypat
     assert load(tmp_path / "run").status == status
 
 
-def test_secrets_reach_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_secrets_are_never_written_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     secrets = {"WANDB_API_KEY": "0123456789abcdef", "HF_TOKEN": "hf_secretsecret", "NCCL_SECRET": "anothersecret"}
     for name, secret in secrets.items():
         monkeypatch.setenv(name, secret)
@@ -146,7 +146,7 @@ def test_a_full_disk_costs_the_record_and_says_so(tmp_path: Path):
 
 
 @given(st.lists(st.integers(min_value=0, max_value=400)))
-def test_wherever_the_pipe_cuts_the_lines_are_whole(cuts: list[int]):
+def test_lines_are_complete_wherever_the_pipe_cuts_them(cuts: list[int]):
     text = output(2).encode()
     places = sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})
     with tempfile.TemporaryDirectory() as directory:
@@ -163,14 +163,14 @@ NO_RECORDS = {"": "no record of a run", '{"format": 2, ': "cannot be read", '{"f
 
 
 @pytest.mark.parametrize(("content", "problem"), NO_RECORDS.items())
-def test_what_is_no_record_is_named(tmp_path: Path, content: str, problem: str):
+def test_files_that_are_not_a_record_are_named(tmp_path: Path, content: str, problem: str):
     if content:
         (tmp_path / "node0.json").write_text(content)
     with pytest.raises(RecordError, match=problem):
         load(tmp_path)
 
 
-def test_output_that_something_holds_open_does_not_hold_the_recorder(tmp_path: Path):
+def test_the_recorder_ends_although_output_is_held_open(tmp_path: Path):
     """A process that left the run behind, its mark with it, and still has the pipe."""
     start, (reader, writer) = time.monotonic(), os.pipe()
     os.write(writer, output(3).encode())
@@ -232,7 +232,7 @@ def test_gpus_are_recorded_and_sampled_with_one_nvidia_smi(project: Project):
     wait_for(lambda: not subprocess.run(["pgrep", "-f", f"{project.stubs}/nvidia-smi"], capture_output=True).stdout)
 
 
-def test_the_terminal_may_go_away(project: Project):
+def test_the_record_is_complete_without_a_terminal(project: Project):
     """Whoever watches through `head` loses nothing of the record."""
     launcher = subprocess.Popen(
         ["bash", str(project.script("run_megatron_t5_ddp.sh"))],
@@ -269,7 +269,7 @@ def test_a_signal_in_the_recorders_last_moment_does_not_change_how_it_ended(tmp_
     assert recorder.wait(timeout=30) == 7
 
 
-def test_network_counters_of_a_made_machine(tmp_path: Path):
+def test_network_counters_of_a_simulated_machine(tmp_path: Path):
     rows = "  eth0: 100 1 0 0 0 0 0 0 200 2 0 0 0 0 0 0\n bond0: 300 1 0 0 0 0 0 0 400 2 0 0 0 0 0 0\n"
     files = {"proc/net/dev": f"Inter-|   Receive |  Transmit\n face |bytes packets ...\n{rows}"}
     files |= {"sys/class/net/eth0/master": "", "sys/class/net/bond0/speed": "10000\n"}

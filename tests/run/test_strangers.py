@@ -132,7 +132,7 @@ NODES = {
 }
 
 
-def test_what_no_node_says_is_refused_and_the_guard_goes_on(listen, tmp_path):
+def test_invalid_messages_are_refused_and_the_guard_continues(listen, tmp_path):
     """From one that has the secret: a program with a fault, or a line that somebody changed on its way."""
     listener, plan = listen(), made_plan(settings={"WATCHDOG_SECONDS": "0", "RENDEZVOUS_TIMEOUT": "60"})
     guard = Guard(plan, os.getppid(), "none", listener.peers, Stacks(tmp_path / "stack"))
@@ -157,7 +157,7 @@ def test_control_characters_of_a_node_are_made_visible(listen):
     assert r"\x1b[2J\x1b]0;title\x07\x9b31m\rddp: complete\u202e" in listener.peers.ends[1]["reason"]
 
 
-def test_without_a_secret_what_is_said_is_advice(listen):
+def test_without_a_secret_messages_are_only_advice(listen):
     """It is shown as such, in one short line, and ends nothing: not by an end, nor by going, nor by saying nothing."""
     listener = listen(b"")
     node = Speaker(listener.port, b"").tell("hello", attempt=None, host="x").tell("progress", iteration=7)
@@ -190,7 +190,7 @@ while True:
 """
 
 
-def test_slow_connections_do_not_make_the_listener_deaf(listen):
+def test_slow_connections_do_not_block_the_listener(listen):
     listener, limits = listen(), resource.getrlimit(resource.RLIMIT_NOFILE)
     attacker = subprocess.Popen([sys.executable, "-c", SLOW, str(listener.port)], stdout=subprocess.PIPE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (350, limits[1]))
@@ -240,7 +240,7 @@ def start_agreeing(found: dict[int, object], node: int, port: int, secret: bytes
 VIEW = View(10, "", "here")
 
 
-def test_who_is_slow_does_not_hold_up_a_resume(listen):
+def test_a_slow_stranger_does_not_delay_a_resume(listen):
     port, results = free_port(), {}
     first = start_agreeing(results, 0, port, SECRET, 30)
     for _ in range(40):
@@ -252,7 +252,7 @@ def test_who_is_slow_does_not_hold_up_a_resume(listen):
 
 
 @pytest.mark.parametrize("greeting", [b"", b'{"run": "a run", "nonce": "%s"}\n' % (b"0" * 32)], ids=["none", "slow"])
-def test_a_false_node_0_does_not_hold_up_a_resume(monkeypatch: pytest.MonkeyPatch, greeting: bytes):
+def test_a_false_node_0_does_not_delay_a_resume(monkeypatch: pytest.MonkeyPatch, greeting: bytes):
     """Somebody on the master has taken its port, and sends a byte now and then."""
     monkeypatch.setattr(channel, "PROOF_SECONDS", 1)
     with socket.create_server((HOST, 0)) as server:
@@ -265,7 +265,7 @@ def test_a_false_node_0_does_not_hold_up_a_resume(monkeypatch: pytest.MonkeyPatc
     assert "did not say which checkpoint to resume from: it d" in str(found[1])
 
 
-def test_a_node_with_another_secret_is_told_so_and_node_0_names_it(listen):
+def test_a_node_with_another_secret_is_warned_and_named(listen):
     port, found = free_port(), {}
     for thread in [start_agreeing(found, node, port, secret, 2) for node, secret in enumerate((SECRET, b"another"))]:
         thread.join(20)

@@ -77,7 +77,7 @@ def test_the_native_engines_strategies_pass_and_nothing_can_hide(copy: Path):
 
 
 @pytest.mark.slow
-def test_a_number_that_a_recipe_hides_is_named():
+def test_a_number_hidden_by_a_recipe_is_named():
     """The gate's settings before its recipe was derived."""
     before = {"LR": "0.001", "WEIGHT_DECAY": "0.01", "MIN_LR": "0", "LR_WARMUP_ITERS": "0", "CLIP_GRAD": "1.1"}
     result = gate("--sensitivity", TRAIN_ITERS="8", **before)
@@ -113,7 +113,7 @@ class Waiting:
         return None if self.looks > 0 else 0
 
 
-def test_a_long_run_says_what_it_does_and_how_long_is_left(
+def test_a_long_run_reports_progress_and_time_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     monkeypatch.setattr("t5bench.sweep.runner.SECONDS", 0.01)

@@ -130,7 +130,7 @@ def test_complete_runs_are_skipped_and_failed_ones_tried_again(sweep: Project, l
     assert other.returncode == 2 and "other settings: LR is '0.5' here and was '0.0001'\n" in other.stderr
 
 
-def test_a_run_that_was_refused_keeps_nothing_but_itself_out_of_the_comparison(sweep: Project):
+def test_a_refused_run_is_the_only_one_missing_from_the_comparison(sweep: Project):
     (index,) = sweep.root.rglob("*_text_document.idx")
     add_to_torchrun(sweep, f"[[ $* != */zero1/* ]] || rm {shlex.quote(str(index))}")
     result = run_all(sweep, STRATEGIES="ddp zero1 zero2", RETRIES="0")
@@ -168,7 +168,7 @@ def test_wrong_use_is_refused_before_anything_runs(sweep: Project, arguments: li
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "kill"])
-def test_a_signal_ends_the_run_and_the_sweep_and_the_same_command_goes_on(sweep: Project, number: signal.Signals):
+def test_a_signal_ends_the_sweep_and_the_same_command_continues(sweep: Project, number: signal.Signals):
     """A terminal gives Ctrl-C to the whole foreground group, `kill` a signal to the sweep alone."""
     process = subprocess.Popen(
         ["nohup", "bash", str(sweep.script("run_megatron_t5_all.sh"))],
@@ -189,7 +189,7 @@ def test_a_signal_ends_the_run_and_the_sweep_and_the_same_command_goes_on(sweep:
     assert [row for row, _ in order(sweep)] == ["repeat1/ddp", "repeat1/ddp", "repeat1/zero1"]
 
 
-def test_what_a_terminal_shows_of_a_run_that_goes_on(tmp_path: Path):
+def test_the_terminal_shows_a_run_in_progress(tmp_path: Path):
     assert progress(tmp_path) == "starting"
     line = (
         "iteration 7/ 20 | elapsed time per iteration (ms): 1 | lm loss: 1 | learning rate: 1 | samples per second: 1 |"

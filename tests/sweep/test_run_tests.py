@@ -11,7 +11,7 @@ from harness import REPO_ROOT
 
 
 @pytest.mark.parametrize("passes", [True, False])
-def test_what_failed_runs_once_more_alone(tmp_path: Path, passes: bool):
+def test_failed_tests_run_once_more_alone(tmp_path: Path, passes: bool):
     for folder in ("scripts", "t5bench"):
         shutil.copytree(REPO_ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "t5bench" / "sweep" / "venv.py").write_text("")

@@ -39,7 +39,7 @@ def stub_venv(project: Project, pip: str) -> None:
     python.chmod(0o755)
 
 
-def test_a_base_that_is_a_virtual_environment_lends_its_torch(project: Project, tmp_path: Path):
+def test_torch_of_a_base_virtual_environment_is_used(project: Project, tmp_path: Path):
     base = tmp_path / "base"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(base)], check=True)
     torch = next(base.glob("lib/python*/site-packages")) / "torch"
@@ -58,7 +58,7 @@ def test_a_base_that_is_a_virtual_environment_lends_its_torch(project: Project, 
     assert torchrun == f"{python} ['a.py', '--flag', 'two words']\n"
 
 
-def test_what_is_complete_is_done_once_for_each_set_of_requirements(project: Project):
+def test_a_complete_environment_is_not_changed(project: Project):
     calls = project.root / "calls"
     stub_venv(project, f'echo "${{@: -1}}" >>{shlex.quote(str(calls))}')
     for names in (["one.txt"], ["one.txt"], ["one.txt", "two.txt"], ["one.txt"]):
@@ -76,7 +76,7 @@ def test_what_is_complete_is_done_once_for_each_set_of_requirements(project: Pro
     ],
     ids=["old", "without venv"],
 )
-def test_a_python_that_cannot_make_one(project: Project, before: str, message: str):
+def test_a_python_that_cannot_create_an_environment(project: Project, before: str, message: str):
     result = ensure(project, BASE, before=before)
     assert result.returncode == 2 and message in result.stderr
     assert not (project.root / ".venv").exists()

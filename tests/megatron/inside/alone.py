@@ -76,7 +76,7 @@ def test_head_bias_is_marked_tensor_parallel():
     assert (bias.tensor_model_parallel, bias.partition_dim, bias.partition_stride) == (True, 0, 1)
 
 
-def test_error_in_self_attention_is_not_buried():
+def test_error_in_self_attention_is_not_hidden():
     layer, calls = make_model().language_model.encoder.layers[0], []
 
     class Broken(torch.nn.Module):
@@ -118,12 +118,12 @@ def test_zero_finds_gradient_nodes_in_hooks():
 # ---- 0001: pipeline parallelism ------------------------------------------------------------------------------------
 
 
-def test_layers_of_later_stages_are_dense():
+def test_layers_of_later_stages_have_no_experts():
     found = [get_num_experts_per_layer([1], layers, 2, offset) for layers, offset in ((1, 1), (2, 2), (3, 9))]
     assert found == [[1], [1, 1], [1, 1, 1]]
 
 
-def test_decoder_stage_embeds_decoder_tokens_alone():
+def test_decoder_stage_embeds_only_decoder_tokens():
     model, looked_up = decoder_stage(), []
     model.language_model.embedding.register_forward_pre_hook(lambda _, inputs: looked_up.append(inputs[0].shape[1]))
     run_model(model)
@@ -297,7 +297,7 @@ def test_index_map_of_a_larger_split_is_built_again(tmp_path: Path):
     assert max(end for _, end, _ in get_map(prefix, slice(11))) == 10
 
 
-def test_index_map_is_written_at_once(tmp_path: Path, monkeypatch: Patch):
+def test_index_map_is_written_atomically(tmp_path: Path, monkeypatch: Patch):
     renamed, replace = [], os.replace
 
     def spy(source, target):
@@ -364,7 +364,7 @@ def test_compiled_index_builder_needs_no_make(builder: Callable, tmp_path: Path)
 # ---- 0004: CPU and newer libraries ---------------------------------------------------------------------------------
 
 
-def test_what_nothing_needs_is_not_imported():
+def test_unneeded_packages_are_not_imported():
     """torchvision, DeepSpeed's compression (gone from 0.19) and, on a CPU, apex."""
     assert not {"megatron.model.vision.knn_monitor", "apex"} & sys.modules.keys()
     assert not {"compute_feature_bank", "init_compression"} & vars(training).keys()
@@ -429,7 +429,7 @@ def test_damaged_checkpoint_is_a_failure(checkpoint: Path, tmp_path: Path):
     assert stop.value.code == 1
 
 
-def test_data_loader_leaves_dropout_alone(args, monkeypatch: Patch):
+def test_data_loading_does_not_change_dropout(args, monkeypatch: Patch):
     monkeypatch.setattr(args, "consumed_train_samples", 0)
     before = torch.get_rng_state()
     iter(build_pretraining_data_loader(list(range(16)), 0))

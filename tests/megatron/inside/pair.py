@@ -36,12 +36,12 @@ def arrange(**sizes: int) -> None:
         setattr(get_args(), name, sizes.get(name, 1))
 
 
-def test_device_is_that_of_the_local_rank(args: Namespace):
+def test_device_follows_the_local_rank(args: Namespace):
     assert args.local_rank == 0
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_every_node_has_its_index_maps(args: Namespace, shared: bool):
+def test_every_node_builds_its_index_maps(args: Namespace, shared: bool):
     """Each builds them in its own directory, and both may share one."""
     directory = Path(os.environ["SHARED_DATA"] if shared else args.data_path[0]).parent
     if shared and RANK == 0:
