@@ -15,8 +15,8 @@ from harness import REPO_ROOT, STRATEGIES, Project, make_project
 from hypothesis import settings
 from real_runs import CLONE, EXACT, WATCHED, run_quickstart, train
 
-# Tests run beside one another, and a library's threads that wait for each other by spinning would slow all of them
-# down many times over. What a test itself says about threads stands.
+# Tests run at the same time, and a library's threads that wait for each other by spinning would slow all of them down
+# many times over. A test may set its own number of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Else a run on two nodes would make one in the home directory of whoever tests.
 os.environ.setdefault("T5_RUN_SECRET", "what the nodes of the tests' runs share")
@@ -62,7 +62,7 @@ def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="session")
 def megatron_dir(once: Once) -> Path:
-    """A clone of the checkout that is found, patched as this repository says, whatever state the found one is in."""
+    """A patched clone of the checkout that was found, in whatever state that checkout is."""
     cache = Path.home() / ".cache" / "t5-parallelism" / "Megatron-DeepSpeed"
     candidates = [os.environ.get("MEGATRON_DIR"), REPO_ROOT.parent / "Megatron-DeepSpeed", cache]
     found = next((Path(path).resolve() for path in candidates if path and (Path(path) / ".git").exists()), None)
@@ -101,7 +101,7 @@ def gpt(once: Once, megatron_dir: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def quickstart(once: Once) -> Path:
-    """A clone in which the quickstart ran to its end; what it said is in outputs/stdout and outputs/stderr."""
+    """A clone in which the quickstart ran to its end; its output is in outputs/stdout and outputs/stderr."""
     if sys.prefix == sys.base_prefix:
         pytest.skip("the tests do not run in a virtual environment that a clone could use")
     return once("quickstart", run_quickstart) / CLONE

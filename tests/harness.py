@@ -96,7 +96,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 @dataclass
 class Project:
-    """A project directory (with a space in its path), an engine beside it, and stubs first on PATH."""
+    """A project directory (with a space in its path), an engine next to it, and stubs first on PATH."""
 
     root: Path
     stubs: Path
@@ -129,7 +129,7 @@ class Project:
         )
 
     def start_sleeping(self, **environment: str) -> subprocess.Popen[str]:
-        """The DDP launcher, in a process group of its own, whose stub torchrun goes on sleeping when this returns."""
+        """The DDP launcher in its own process group; its stub torchrun is still sleeping when this returns."""
         launcher = subprocess.Popen(
             ["bash", str(self.script("run_megatron_t5_ddp.sh"))],
             env=self.environment_with({"STUB_SLEEP": "300"} | environment),
@@ -170,7 +170,7 @@ class Project:
         (site / f"{distribution}-{version}.dist-info").mkdir(parents=True)
 
     def record_engine(self, state: str = "series") -> None:
-        """Declare what the stand-in engine holds now to be the given state of the patches."""
+        """Declares the stand-in engine's present files to be the given state of the patches."""
         lines = [
             f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(self.engine)}"
             for path in sorted(self.engine.rglob("*.py"))

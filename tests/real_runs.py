@@ -19,7 +19,7 @@ SMALL = {"DEVICE": "cpu", "GLOBAL_BATCH_SIZE": "8", "LR": "0.001", "CLIP_GRAD": 
 TINY = SMALL | {
     "MODEL_PRESET": "tiny", "TRAIN_ITERS": "20", "LOG_INTERVAL": "1", "MICRO_BATCH_SIZE": "2", "WANDB_MODE": "disabled",
 }  # fmt: skip
-# What differs between strategies is then rounding alone.
+# The strategies then differ only by rounding.
 EXACT = {"PRECISION_FLAG": "", "DROPOUT": "0"}
 # The recipe of scripts/check_parity.sh, in which every number shows.
 GATE = {

@@ -1,4 +1,4 @@
-"""What is measured besides the engines: the device, and the plain loop over Hugging Face's T5."""
+"""Measurements other than the engines': the device, and the plain loop over Hugging Face's T5."""
 
 import json
 from pathlib import Path

@@ -35,7 +35,7 @@ def running_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluste
 
 @pytest.fixture
 def cluster(running_cluster: Cluster) -> Iterator[Cluster]:
-    """Six nodes, all well and idle, whatever the test before did."""
+    """Six healthy, idle nodes, whatever the previous test did."""
     yield running_cluster
     running_cluster.reset()
 

@@ -1,4 +1,4 @@
-"""Stands where Megatron's pretrain_t5.py stands: a real process group over gloo and real collectives, but no model.
+"""Takes the place of Megatron's pretrain_t5.py: a real process group over gloo and real collectives, but no model.
 
 It takes the engine's command line, prints its iteration line on the last rank and its peak-memory line on every rank.
 An iteration takes STUB_ITERATION_MS (20 unless said); STUB_TIMEOUT is the process group's timeout in seconds, for the

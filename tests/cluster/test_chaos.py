@@ -140,7 +140,7 @@ class Chaos:
         # A launcher that was killed says nothing, and its recorder says it.
         assert words or code in (-9, 137), f"exit status {code}, and not a word: {text}"
         assert (words[-1:] == ["complete"]) == (code == 0), f"exit status {code}: {text}"
-        # worker.py starts the engine, and so stands in every traceback of that.
+        # worker.py starts the engine, and is therefore in all of its tracebacks.
         assert not re.search(r'^ *File "[^"]*/t5bench/(?!run/worker\.py)', text, re.MULTILINE), text
 
     def is_complete(self, directory: Path) -> bool:

@@ -1,4 +1,4 @@
-"""check_cluster.sh: wrong use, this host alone, the table from made answers, and real hosts with all that it finds."""
+"""check_cluster.sh: wrong use, only this host, the table from made-up answers, and real hosts with every finding."""
 
 import os
 import re
@@ -300,7 +300,7 @@ def test_nodes_that_are_not_the_same(cluster: Cluster, checkout: Project):
     assert report.rows["repository"][2].endswith(" changed")
     assert "setup_megatron.sh" in report.remedy("engine on node2")
     assert "data on node3: differs from node0 in .bin" in report.text
-    # What it says to run is run as it stands.
+    # The command that it recommends is run unchanged.
     for node in hosts[1:]:
         command = report.remedy(f"data on {node}").removeprefix("Run here: ")
         assert shlex.split(command)[:3] == ["scp", "-r", "-3"]
@@ -335,7 +335,7 @@ def test_nodes_without_environment_repository_port_time_or_network(cluster: Clus
     cluster.run("node3", "bash", "-c", f"printf {shlex.quote(shift)} >sitecustomize.py", cwd=folder)
     listen = "import socket, time; s = socket.create_server(('', 29803)); time.sleep(600)"
     for node in ("node0", "node3"):
-        # -S tells these from the processes that the check would leave behind.
+        # -S distinguishes these from processes that the check might leave behind.
         cluster.start(node, "/usr/bin/env", "-S", f"python3 -c {shlex.quote(listen)}", env={"PATH": SYSTEM_PATH})
         wait_for(lambda node=node: "29803" in cluster.run(node, "ss", "-ltn").stdout)
     report = check(cluster, checkout, *CHECK, "node0", "node1", "node2", "node3", PYTHON=str(python))

@@ -67,7 +67,7 @@ def read_table() -> dict[str, Row]:
 
 
 def pattern_of(message: str) -> re.Pattern[str]:
-    """<...> in the table stands for what differs from run to run."""
+    """<...> in the table stands for what varies between runs."""
     return re.compile(".+?".join(map(re.escape, re.split(r"<[^>]+>", message))))
 
 
@@ -150,7 +150,7 @@ class Scene:
         return text.replace("@0", "node0").replace("@1", "node1")
 
     def record(self, node: int) -> dict:
-        """run.json on that node; nothing where there is none."""
+        """run.json on that node; empty if there is none."""
         result = self.on(node, "cat", str(self.output / "run.json"))
         return json.loads(self.named(result.stdout)) if result.returncode == 0 else {}
 

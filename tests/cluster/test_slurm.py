@@ -1,4 +1,4 @@
-"""The README's guide as it stands there, on a real SLURM: salloc and a terminal for each node, srun, and sbatch.
+"""The README's guide, unchanged, on a real SLURM: salloc and a terminal for each node, srun, and sbatch.
 
 torchrun and the collectives are real, the engine is the stub trainer. What is proved is that the nodes find each other,
 train to the end and leave nothing behind, not that the model learns.
@@ -16,7 +16,7 @@ from harness import STRATEGIES, Project, wait_for
 from t5bench.record import log
 from t5bench.record.records import load
 
-# Steps 1 and 8 of the README with two terminals, as one script: each ssh is a terminal of its own.
+# Steps 1 and 8 of the README with two terminals, as one script: each ssh is a separate terminal.
 TWO_TERMINALS = """
 mapfile -t names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export NODE0=${names[0]} NODE1=${names[1]}
@@ -107,7 +107,7 @@ def test_one_strategy(cluster: Cluster, project: Project, tmp_path: Path):
 
 
 def test_the_sweep_continues_after_a_failure(cluster: Cluster, project: Project):
-    """Dry runs, which every launcher takes from behind the strategy's name, on as many nodes as sbatch is told."""
+    """Dry runs, requested after the strategy's name, on as many nodes as sbatch gets."""
     (project.root / "ds_configs" / "megatron_zero1.json").unlink()
     job = Job(cluster, project, "all", "--dry-run", options=("--nodes=4", "--cpus-per-task=1"))
     assert job.end().startswith("FAILED"), job.text()

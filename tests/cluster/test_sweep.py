@@ -54,7 +54,7 @@ def test_ddp_and_the_hybrid_on_four_nodes_without_a_shared_file_system(cluster: 
 
 
 def test_a_killed_worker_gives_one_sentence_on_the_terminal(cluster: Cluster, project: Project):
-    """And what it left here does not pass as the next attempt's, whose record comes back from the nodes too."""
+    """And its files here are not mistaken for the next attempt's, whose record also comes back from the nodes."""
     cluster.private(project.root.parent)
     process = start_training(cluster, project)
     cluster.kill("node1", *cluster.pids("node1", PROCESSES["worker"]))

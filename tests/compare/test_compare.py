@@ -126,7 +126,7 @@ def test_repeats_are_one_row(tmp_path: Path):
 )
 @pytest.mark.parametrize("timed", [True, False])
 def test_the_fastest_is_named_if_interleaved_repeats_show_it(tmp_path: Path, times: list, verdict: str, timed: bool):
-    """Whether their records say when they ran, or their directories alone do."""
+    """Whether their records say when they ran, or only their directories."""
     runs = []
     for number, pair in enumerate(times):
         for position, (strategy, ms) in enumerate(zip(("ddp", "zero1"), pair, strict=True)):

@@ -1,4 +1,4 @@
-"""Whether intervals hold what they promise: of one run's median, of repeats, and of the word "fastest"."""
+"""Whether intervals have the coverage that they promise: for one run's median, for repeats, and for "fastest"."""
 
 import math
 

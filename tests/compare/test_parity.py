@@ -37,7 +37,7 @@ def ddp(tmp_path: Path) -> Path:
 
 
 class Answer:
-    """What ``python -m t5bench parity`` said of these directories."""
+    """What ``python -m t5bench parity`` printed about these directories."""
 
     def __init__(self, capsys: pytest.CaptureFixture, *words: object) -> None:
         self.status = main(["parity", *map(str, words)])
@@ -144,7 +144,7 @@ def test_what_cannot_be_compared_fails(ddp: Path, tmp_path: Path, capsys: pytest
 def test_only_a_missing_run_or_a_different_reference_fails(
     ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ):
-    """What all strategies of an engine have in common shows in another engine alone."""
+    """Only another engine shows what all strategies of an engine have in common."""
     native = make_run(tmp_path / "native" / "reference", scaled(LOSSES, 0, 1.001), strategy="ddp", engine="native")
     answer = Answer(capsys, ddp, make_run(tmp_path / "zero1"), tmp_path / "tensor", "--reference", native)
     assert answer.status == 1

@@ -138,7 +138,7 @@ def test_ids_are_those_of_the_slow_tokenizer(tmp_path: Path, monkeypatch: pytest
 def test_building_keeps_order_and_counts(
     encoder: DocumentEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one process or several, whatever the blocks are."""
+    """In one process or several, with blocks of any size."""
     texts = ARTICLES * 2
     texts[400:400] = ["", " \n", "one <extra_id_1> two", "word " * 600, "a <s>tag</s>", "< s >"]
     path = write_jsonl(tmp_path / "text.jsonl", [{"text": text, "other": 1} for text in texts])
@@ -210,7 +210,7 @@ merge_datasets.main(Namespace(input="parts", output_prefix="merged_theirs"))
 
 
 def tokenizers(directory: Path, megatron_dir: Path) -> dict[str, tuple[str, Path, list[str]]]:
-    """By name: the family, the directory and what the tool is told of T5's, GPT-2's and two of transformers'."""
+    """By name: family, directory and the tool's arguments, for T5's, GPT-2's and two other tokenizers."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,6 +1,6 @@
-"""Every command of every document is run by a test, or listed here with the reason why it cannot be.
+"""Every command of every document is run by a test, or listed here with the reason why it is not.
 
-The README's own commands are run as they stand by test_readme.py, and those of docs/learn.md below.
+test_readme.py runs the README's commands unchanged, and the last test here those of docs/learn.md.
 """
 
 import re

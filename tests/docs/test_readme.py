@@ -66,7 +66,7 @@ def test_the_page_of_settings_is_what_the_launchers_declare():
 
 
 def test_seed_settings_keep_their_names_and_defaults():
-    """The original README's table; HOSTS alone differs, and the README says why. docs/settings.md has the same rows."""
+    """The original README's table; only HOSTS differs, and the README says why. docs/settings.md has the same rows."""
     rows = {name: default for name, default, _ in table_rows("Variable")}
     original = """
         MEGATRON_DIR=../Megatron-DeepSpeed MEGATRON_DATA_DIR=./megatron_data WANDB_PROJECT=ml710-t5-parallelism
@@ -129,7 +129,7 @@ COMMANDS += [command for row in table_rows("Strategy") for cell in row for comma
 
 @pytest.mark.parametrize("block", COMMANDS, ids=lambda block: block.splitlines()[0][:60])
 def test_every_command_runs(project: Project, tmp_path: Path, block: str):
-    """Each block as it stands, where the reader would be, with only the cluster and the network replaced."""
+    """Runs each block unchanged, in the reader's directory, with only the cluster and the network replaced."""
     for program in OUTSIDE_PROGRAMS:
         project.add_stub(program, RECORDER)
     project.add_stub("nvidia-smi", RECORDER)
@@ -161,7 +161,7 @@ def test_status_table_is_what_a_launcher_exits_with():
 
 
 def test_troubleshooting_quotes_what_the_launchers_say(project: Project):
-    """The messages in the table that a launch on this machine alone can bring about, to the letter."""
+    """Compares the table, to the letter, with the messages that a launch on this machine can cause."""
     rows = " ".join(row[0] for row in table_rows("Symptom"))
     quoted = re.findall(r"(Unable to infer NODE_RANK|NPROC_PER_NODE is .*?1 visible GPU|port 29800 is .*? node)", rows)
     project.set_gpus(1)

@@ -47,7 +47,7 @@ def curve(run: Run, begin: int = 0) -> list[tuple]:
 
 
 def parity(*runs: Path, baseline: Path) -> str:
-    """Asserts that they train as the baseline does, whose gradients are clipped in some iterations alone."""
+    """Asserts that they train as the baseline does, whose gradients are clipped only in some iterations."""
     command = [sys.executable, "-m", "t5bench", "parity", *map(str, runs), "--baseline", str(baseline)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -46,7 +46,7 @@ FEW = ("0.0 * matrix", "parameter.shape)) > 0", "self.forward(encoded, part).mea
 
 
 class Planter:
-    """Copies of the project and of the real engine in which one mistake at a time stands, and DDP's runs without."""
+    """Copies of the project and of the real engine with one mistake at a time, and DDP's runs without a mistake."""
 
     def __init__(self, directory: Path, data: Path, gpt: dict[str, str]) -> None:
         self.directory, self.project, self.engine = directory, make_clone(directory), directory / "Megatron-DeepSpeed"
@@ -135,7 +135,7 @@ def test_a_planted_mistake_is_named(planter: Planter, mistake: Mistake, tmp_path
 
 
 def test_upstream_bugs_put_back_are_found(planter: Planter):
-    """One that a strategy alone has shows beside DDP, one that all have beside the other engine."""
+    """A mistake in one strategy shows against DDP, a mistake in all of them against the other engine."""
     bias, mask = [mistake for mistake in mistakes() if mistake.file.endswith("t5_model.py")]
     with planter.planted(bias), planter.planted(mask):
         found, said = planter.check("tensor")

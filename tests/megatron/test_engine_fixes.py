@@ -13,7 +13,7 @@ from inside_engine import INSIDE, run_inside
 def test_checks_inside_the_engine(
     megatron_dir: Path, sample_data: Path, tmp_path: Path, names: list[str], processes: int
 ):
-    """Importing the engine takes seconds, so that one process answers many questions; the failed ones are named."""
+    """Importing the engine takes seconds, so one process runs many tests; those that fail are named."""
     files = [str(INSIDE / f"{name}.py") for name in names]
     options = ["-q", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "rank {rank}")]
     options += ["--exitfirst"] if processes > 1 else []  # a process that failed would keep the other waiting

@@ -1,4 +1,4 @@
-"""The engine on a GPU without apex, as far as it can be seen without one: inside/gpu.py trains on a stand-in."""
+"""The engine on a GPU without apex, as far as that can be tested without a GPU: inside/gpu.py trains on a stand-in."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""setup_megatron.sh on real checkouts: cloned from the engine that the tests found, so that no network is needed."""
+"""setup_megatron.sh on real checkouts, cloned from the engine that the tests found, so that no network is needed."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""The native engine's model: its slices, its masks, its learning rate, its precision, and what a line tells."""
+"""The native engine's model: its slices, its masks, its learning rate, its precision, and its log line."""
 
 from pathlib import Path
 

@@ -41,7 +41,7 @@ def test_a_run_that_fails(
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process becomes one that torchrun started."""
+    """Gives this process the environment of one that torchrun started."""
     started = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"}
     for name, value in (started | {"DS_ACCELERATOR": "cpu"}).items():
         monkeypatch.setenv(name, value)

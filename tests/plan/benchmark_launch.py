@@ -30,7 +30,7 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def launches(folder: Path, strategy: str) -> list[float]:
-    """The stub torchrun ends at once, and the recorder, which starts beside it, is a cat here."""
+    """The stub torchrun ends at once, and instead of the recorder a cat runs."""
     project = make_project(folder)
     python = shlex.quote(project.environment["PYTHON"])
     project.add_stub("python", f'#!/bin/bash\n[[ $2 != t5bench ]] || exec cat\nexec {python} "$@"\n')

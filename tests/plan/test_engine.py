@@ -1,4 +1,4 @@
-"""The state of an engine's checkout: what is the engine's, and what only lies in its folder."""
+"""The state of an engine's checkout: which files belong to the engine, and which are only in its folder."""
 
 import hashlib
 import py_compile

@@ -1,4 +1,4 @@
-"""Both model families in every strategy, and what the engine can do besides: plans alone, nothing is trained."""
+"""Both model families in every strategy, and the engine's other abilities: only plans, nothing is trained."""
 
 import json
 import re

@@ -24,7 +24,7 @@ SCONTROL_STUB = """#!/usr/bin/env bash
 
 
 def planned(project: Project, strategy: str, *arguments: str, **environment: str | None) -> dict:
-    """The plan as the launcher prints it, whatever it says of it."""
+    """The plan as the launcher prints it, valid or not."""
     result = project.launch(strategy, "--dry-run=json", *arguments, **environment)
     assert result.stdout, result.stderr
     plan = json.loads(result.stdout)
@@ -42,7 +42,7 @@ def place(project: Project, strategy: str, *arguments: str, **environment: str |
 
 
 def obstacle(project: Project, *arguments: str, strategy: str = "ddp", **environment: str | None) -> tuple[str, str]:
-    """The code of the one obstacle and what it says; a real run stops for it with exit status 2 and starts nothing."""
+    """The only obstacle's code and message; a real run ends with exit status 2 and starts nothing."""
     (found,) = planned(project, strategy, *arguments, **environment)["obstacles"]
     result = project.launch(strategy, *arguments, **environment)
     assert result.returncode == 2
@@ -378,7 +378,7 @@ def test_a_second_launcher_does_not_join_a_run_in_progress(project: Project):
 
 
 def test_a_lock_that_nobody_holds(project: Project):
-    """PyTorch waits for ever for the lock of a compilation that was killed; one that is held or new may be in use."""
+    """PyTorch waits forever for the lock of a compilation that was killed; one that is held or new may be in use."""
     place, open_files = project.root / "extensions", []
     for name, age, is_held in (("killed", 3600, False), ("slow", 3600, True), ("new", 0, False)):
         lock = place / "py312_cu130" / name / "lock"

@@ -206,7 +206,7 @@ def test_an_engine_argument_of_a_setting_changes_the_setting(request_for: Reques
     plan, besides = make(asked)
     assert (plan.value("ENCODER_SEQ_LENGTH"), plan.value("LR"), plan.precision) == ("64", "0.5", "fp16")
     assert plan.layout.micro_batches == 2 and plan.ds_config["train_micro_batch_size_per_gpu"] == 4
-    # The shell hears of it, so that the command line says the same.
+    # The shell gets the value too, so that the command line agrees.
     words = answer(plan, besides, asked)
     assert {"ENCODER_SEQ_LENGTH=64", "LR=0.5", "PRECISION_FLAG=--fp16", "MICRO_BATCH_SIZE=4"} <= set(words)
     # The larger of two dropouts.

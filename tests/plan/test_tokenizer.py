@@ -1,4 +1,4 @@
-"""The tokenizer of a run against the one that made its data: nothing is trained, the plan says it."""
+"""The tokenizer of a run against the one that made its data: only plans, nothing is trained."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ HUB = "google-t5/t5-large"
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Data made with the hub's tokenizer, with the copy of it beside them and its files in the hub's cache."""
+    """Data made with the hub's tokenizer, with a copy of it next to them and its files in the hub's cache."""
     directory, cache = tmp_path / "data", tmp_path / "cache" / "models--google-t5--t5-large"
     directory.mkdir()
     prefix = directory / "xsum_text_document"

@@ -1,4 +1,4 @@
-"""What a CUDA toolkit that is a compiler alone is completed with, so that the engines' kernels can be compiled."""
+"""How a CUDA toolkit that is only a compiler is completed, so that the engines' kernels can be compiled."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Our errors on published points beside those of DeepSpeed's estimators and of llm-analysis, where it is installed.
+"""Compares our errors on published points with those of DeepSpeed's estimators and of llm-analysis, if installed.
 
 python tests/predict/compare_estimators.py, with DeepSpeed; llm-analysis is a package of its own.
 Both are asked what they can answer: DeepSpeed's for states alone, llm-analysis for a stack of equal layers of one

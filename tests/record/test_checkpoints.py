@@ -1,4 +1,4 @@
-"""Which files a checkpoint has, whole ones and broken ones, and what metrics.jsonl says of a run that went on."""
+"""Which files a checkpoint has, intact and damaged ones, and what metrics.jsonl says about a resumed run."""
 
 import json
 import re

@@ -148,7 +148,7 @@ def compare(runs: Path, _: Path) -> int:
 
 
 def wandb(runs: Path, _: Path) -> int:
-    """Without the client, which takes a second: what it would be given."""
+    """Stands for the client, which takes a second to start: only its arguments count."""
     arguments = argparse.Namespace(
         runs=[str(runs)], baseline="ddp", allow=[], peak_tflops=None, project="p", comparison=None
     )
@@ -182,7 +182,7 @@ COMMANDS: tuple[Callable[[Path, Path], int], ...] = (compare, wandb, page, parit
 
 
 def outcome(execute: Callable[[Path, Path], int], runs: Path, target: Path) -> str:
-    """All that a command says, with its exit status; raises what it raises and should not."""
+    """A command's output and exit status; an exception that it should not raise passes through."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:

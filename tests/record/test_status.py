@@ -128,7 +128,7 @@ HEARD = part(1, "crashed", Strength.CAUSE)
         ([part(0, "running"), part(1, "complete")], "running", ""),
         ([part(0, "running"), part(1, "crashed")], "crashed", "node 1 (node1): reason 1"),
         ([part(0, "crashed", nodes=1)], "crashed", "reason 0"),
-        # Who cancels makes victims but hides no failure, which lies between a lost connection and a wait in vain.
+        # Cancelling makes victims of the others but hides no failure: it ranks between a lost connection and a timeout.
         ([CANCELLED, part(1, "network", Strength.VICTIM)], "cancelled", "node 0 (node0): reason 0"),
         ([CANCELLED, part(1, "timeout", Strength.WAITED)], "timeout", "node 1 (node1): reason 1"),
         ([CANCELLED, part(1, "crashed")], "crashed", "node 1 (node1): reason 1"),

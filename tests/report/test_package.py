@@ -1,4 +1,4 @@
-"""Packing a comparison, and what `verify` says of packages that were tampered with."""
+"""Packing a comparison, and what `verify` says about packages that were tampered with."""
 
 import hashlib
 import json
@@ -212,7 +212,7 @@ def test_tampering_is_named(package: Path, tmp_path: Path, capsys, change: Chang
 
 
 def test_an_honest_package_is_verified_wherever_it_lies(package: Path, tmp_path: Path, monkeypatch, capsys):
-    """And what it is packed from again is the same to the byte."""
+    """And packing it again gives the same bytes."""
     (tmp_path / "here").write_bytes(package.read_bytes())
     monkeypatch.chdir(tmp_path)
     assert main(["verify", "here"]) == 0

@@ -166,7 +166,7 @@ def test_two_hundred_profiled_runs(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @needs_browser
 def test_the_timeline_is_replayed(page: str, tmp_path: Path):
-    """What comes after the moment is not drawn yet; playing goes on from it to the end."""
+    """What comes after the chosen moment is not drawn; playing continues from there to the end."""
     found = browse(
         page, tmp_path,
         """const canvas = [...document.querySelectorAll("canvas")].find(c => c.ariaLabel.startsWith("Timeline"))
@@ -236,7 +236,7 @@ def test_the_page_scrolls_only_vertically(page: str, tmp_path: Path):
 
 
 def test_figures_show_what_is_known(page: str):
-    """Costs that are predicted are drawn in parts beside what was measured, and a profile in parts if it has some."""
+    """Predicted costs are drawn in parts next to the measured ones, and a profile in parts if it has any."""
     data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
     series = {figure["title"]: [s for panel in figure["panels"] for s in panel["series"]] for figure in data["figures"]}
     of_ddp = [s for s in series["Memory"] if s["row"] == "ddp"]

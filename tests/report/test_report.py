@@ -30,7 +30,7 @@ STRANGE, NASTY = "a<b>$x^2$", "<script>alert('x')</script> & $x^2$ | `a_b`"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The eight strategies at two sizes, one failed, two that only a long label tells apart, and two that are new."""
+    """The eight strategies at two sizes, one failed, two that differ only in a long label, and two that are new."""
     place = tmp_path_factory.mktemp("runs")
     times = [500.0 + (i * 7919 % 13) for i in range(60)]
     made = []
@@ -208,7 +208,7 @@ def test_the_command_writes_all_files(tmp_path: Path, capsys: pytest.CaptureFixt
     names = {"comparison.md", "comparison.csv", "comparison.json", "index.html"}
     assert {path.name for path in written.iterdir()} == names
     for form, name in (("markdown", "md"), ("csv", "csv"), ("json", "json")):
-        # What it wrote lies among the runs and is not taken for one.
+        # Its own files are among the runs and must not be mistaken for one.
         assert main(["compare", str(place), "--output", str(tmp_path / "elsewhere"), "--format", form]) == 0
         assert capsys.readouterr().out == (written / f"comparison.{name}").read_text()
     assert {path.name for path in (tmp_path / "elsewhere").iterdir()} == names

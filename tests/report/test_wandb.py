@@ -147,7 +147,7 @@ def test_a_comparison_is_a_separate_run_in_the_runs_group(sweep: Path, capsys: p
 
 
 def test_the_workspace_of_a_group_is_as_the_page(sweep: Path):
-    """As the library would send it; what it looks like, a real server alone can show."""
+    """As the library would send it; only a real server can show what it looks like."""
     runs = [records.load(path) for path in sorted((sweep / "repeat1").iterdir())]
     made = wandb_report.workspace(build(runs), "me", "physics", "trial")
     section = json.loads(made._to_model().model_dump_json(by_alias=True))["spec"]["section"]
@@ -184,7 +184,7 @@ def test_a_failed_run_is_shown_and_fails_the_comparison(tmp_path: Path, capsys: 
     assert entries(place, "run")[0]["run_group"] == "runs"
 
 
-def test_without_a_network_the_run_is_kept_and_the_command_ends_in_time(sweep: Path, monkeypatch, capsys: pytest.CaptureFixture):
+def test_without_a_network_the_run_is_kept(sweep: Path, monkeypatch, capsys: pytest.CaptureFixture):
     with socket.socket() as silent:  # takes connections and never answers
         silent.bind(("127.0.0.1", 0))
         silent.listen()

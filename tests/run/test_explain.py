@@ -44,7 +44,7 @@ def collective(axis: int, number: int, start: float, end: float, ranks: str = "0
 def explained(
     *ranks: list[dict], begins: tuple[float, ...] = (0, 0), hosts: str = "aa", gradients: int = 0
 ) -> list[dict]:
-    """What profile.json says of ranks whose iterations take 100 ms; a rank's clock is late by its host's begin."""
+    """A profile.json for ranks whose iterations take 100 ms; a rank's clock is late by its host's begin."""
     traces = []
     for rank, events in enumerate(ranks):
         whole = [span(timeline.ITERATION, 0, 100, "user_annotation"), *events]
@@ -263,7 +263,7 @@ def test_waiting_for_a_core_is_not_mistaken_for_another_cause(tmp_path: Path, ra
 
 
 def test_what_only_the_profiled_iteration_has_may_be_chance(tmp_path: Path):
-    """The other iterations are as fast as if nobody had waited."""
+    """The other iterations are as fast as without any waiting."""
     waits = [waiting(20, 1), {}]
     named = [made_profile(tmp_path / str(other), "ddp", waits, other=other).causes() for other in (80.0, 95.0)]
     assert named[0] == [] and [cause.name for cause in named[1]] == ["slow rank"]
@@ -445,7 +445,7 @@ def test_a_slow_disk_is_named_first(sample_data: Path, slow_disk: tuple[Path, Pa
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may slow a link down")
 def test_the_what_if_is_what_a_faster_link_shows(sample_data: Path, tmp_path: Path):
-    """Both links decide, so that what else runs on this machine matters little. Two processes share the loopback."""
+    """Both links decide, so other work on this machine matters little. Two processes share the loopback."""
     runs = []
     for rate in ("10mbit", "40mbit"):
         (tmp_path / rate).mkdir()

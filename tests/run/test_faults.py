@@ -147,7 +147,7 @@ def test_secret_cut_in_two(tmp_path: Path, size: int):
     secret = "0123456789abcdef"
     begun, rest = secret[:7], secret[7:]
     text = f"a {secret} b\n{begun}\n{rest}\n {begun}\r\n{rest} {begun}!\n{begun}".encode()
-    longer = f"{secret}0123"  # its beginning is a secret of its own, and its end begins one
+    longer = f"{secret}0123"  # its beginning is also a secret, and its end begins one
     text += f" {longer} {longer}{secret}".encode()
     output = Output((tmp_path / "log").open("wb"), tmp_path / "metrics", [longer, secret])
     shown = [output.take(text[at : at + size], 1e9) for at in range(0, len(text), size)]
@@ -232,7 +232,7 @@ def test_disk_full_while_logging(project: Project, small_disk: Callable[[str], P
     left = [path for path in (directory / "ddp").iterdir() if path.suffix == ".json"]
     assert all(json.loads(path.read_text()) for path in left)
     assert not list((directory / "ddp").glob(".*"))
-    # The same command goes on when there is space again.
+    # The same command continues once there is space again.
     (directory / "filler").unlink()
     project.add_stub("torchrun", stub)
     assert project.launch("ddp").returncode == 0
@@ -283,7 +283,7 @@ def test_file_system_becomes_read_only(project: Project, ext4: Path):
 
 
 def test_file_system_stalls_for_30_s(project: Project, ext4: Path):
-    """The run waits, and goes on."""
+    """The run waits, then continues."""
     launcher = project.start_sleeping(STUB_SLEEP="1", STUB_LINES="50")
     subprocess.run(["fsfreeze", "--freeze", str(ext4)], check=True)
     try:

@@ -19,7 +19,7 @@ from t5bench.run.guard import Guard, Stacks
 from t5bench.run.peers import Peers
 from t5bench.run.processes import workers
 
-# A worker that stands still in a function, with a process of its own, and says so.
+# A worker that hangs in a function, in a separate process, and says so.
 WORKER = """
 import subprocess, sys
 loader = subprocess.Popen(["sleep", "600"])

@@ -1,4 +1,4 @@
-"""Which of a node's workers stands still, and where: real torchrun, 2 and 4 workers, each of them in turn.
+"""Which of a node's workers hangs, and where: real torchrun, 2 and 4 workers, each of them in turn.
 
 Either the watchdog ends the run, or a worker that has waited too long for the others does, by way of torchrun.
 """

@@ -78,7 +78,7 @@ def test_a_complete_run(tmp_path: Path):
 def test_how_it_ended(
     tmp_path: Path, text: str, end: str | None, status: str, reason: str, code: int, strength: int | None
 ):
-    """strength: how much the cause explains; what the recorder alone sees outweighs what victims elsewhere say."""
+    """strength: how much the cause explains; what only the recorder sees outweighs the reports of victims elsewhere."""
     result = record(tmp_path, text, end=end, TRAIN_ITERS="3")
     assert result.returncode == code, result.stderr
     run = load(tmp_path)
@@ -216,7 +216,7 @@ esac
 
 
 def test_gpus_are_recorded_and_sampled_with_one_nvidia_smi(project: Project):
-    """A C program (cut) keeps back what it prints into a pipe until 4 KiB are full, unless it is told otherwise."""
+    """A C program (cut) buffers its output into a pipe until 4 KiB are full, unless it is told otherwise."""
     project.add_stub("nvidia-smi", NVIDIA_SMI)
     result = project.launch("ddp", SAMPLE_INTERVAL="0.3", STUB_WAIT="1")
     assert result.returncode == 0, result.stderr

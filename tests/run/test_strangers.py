@@ -38,7 +38,7 @@ END |= {"signal": None, "ended": "2026-01-01T00:00:00.000Z"}
 
 
 class Speaker:
-    """Says on the wire what it is told, as node 1."""
+    """Sends the given messages as node 1."""
 
     def __init__(self, port: int, secret: bytes = SECRET, run: str = RUN) -> None:
         wait_for(lambda: not socket.socket().connect_ex((HOST, port)))
@@ -133,7 +133,7 @@ NODES = {
 
 
 def test_invalid_messages_are_refused_and_the_guard_continues(listen, tmp_path):
-    """From one that has the secret: a program with a fault, or a line that somebody changed on its way."""
+    """From a node that has the secret: a faulty program, or a line that somebody changed on its way."""
     listener, plan = listen(), made_plan(settings={"WATCHDOG_SECONDS": "0", "RENDEZVOUS_TIMEOUT": "60"})
     guard = Guard(plan, os.getppid(), "none", listener.peers, Stacks(tmp_path / "stack"))
     for name, attack in NODES.items():
@@ -174,7 +174,7 @@ def test_without_a_secret_messages_are_only_advice(listen):
     assert said.isprintable() and len(said) < 700 and "T5_RUN_SECRET" in said
 
 
-# In a process of its own: the listener's shall have no file descriptor left.
+# In a separate process, because the listener's must have no file descriptor left.
 SLOW = """
 import socket, sys, time
 found = []

@@ -98,7 +98,7 @@ def test_the_benchmarks_own_mode(copy: Path):
 
 
 class Waiting:
-    """A run that goes on for some looks at it."""
+    """A run that is still in progress the first few times that it is polled."""
 
     problems = ()
 

@@ -1,4 +1,4 @@
-"""The sweep over the strategies: what it plans, in which order, what it skips and what it tries again."""
+"""The sweep over the strategies: what it plans, in which order, what it skips and what it repeats."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from made_runs import make_run
 from t5bench.record.records import load
 from t5bench.sweep.runner import progress
 
-# The comparison and its upload have tests of their own; here they say what they were given.
+# The comparison and its upload have their own tests; here they only print their arguments.
 COMMAND_STUB = """
 import sys
 
@@ -169,7 +169,7 @@ def test_wrong_use_is_refused_before_anything_runs(sweep: Project, arguments: li
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "kill"])
 def test_a_signal_ends_the_sweep_and_the_same_command_continues(sweep: Project, number: signal.Signals):
-    """A terminal gives Ctrl-C to the whole foreground group, `kill` a signal to the sweep alone."""
+    """A terminal sends Ctrl-C to the whole foreground group; `kill` signals only the sweep."""
     process = subprocess.Popen(
         ["nohup", "bash", str(sweep.script("run_megatron_t5_all.sh"))],
         env=sweep.environment_with({"STUB_SLEEP": "300", "STRATEGIES": "ddp zero1"}),

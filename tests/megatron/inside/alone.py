@@ -195,7 +195,7 @@ def test_loss_that_is_not_a_number_shows(trained_arguments, capfd: pytest.Captur
 
 
 def test_wandb_without_a_key_goes_on_offline(trained_arguments, monkeypatch: Patch, tmp_path: Path):
-    """Without a name it is for WANDB_NAME to say. Upstream's keys stay beside the shared ones."""
+    """Without a name WANDB_NAME decides. Upstream's keys remain, in addition to the shared ones."""
     wandb, directory = Mock(), tmp_path / "wandb"
     wandb.init.side_effect = [RuntimeError("No API key configured"), wandb]
     for name, value in {"wandb_project": "project", "wandb_exp_name": "", "wandb_save_dir": str(directory)}.items():
@@ -496,7 +496,7 @@ def zero_config(stage: int, micro_batches: int) -> dict:
 
 
 def test_installed_deepspeed_accumulates_all_micro_batches_in_zero2():
-    """Not a patch: DeepSpeed 0.17.6 and 0.18.0 to 0.18.2 keep the last micro-batch alone (6 / 4 instead of 12 / 4)."""
+    """Not a patch: DeepSpeed 0.17.6 and 0.18.0 to 0.18.2 keep only the last micro-batch (6 / 4 instead of 12 / 4)."""
     layer = torch.nn.Linear(1, 1, bias=False)
     before = layer.weight.item()
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)

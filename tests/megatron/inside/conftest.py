@@ -1,4 +1,4 @@
-"""Starts the engine in the process that runs the files beside this one."""
+"""Starts the engine in the process that runs the other files of this folder."""
 
 from argparse import Namespace
 

@@ -80,7 +80,7 @@ class Gpu(TorchFunctionMode):
 
 
 def gpu_only(name: str) -> Callable[..., None]:
-    """One of NCCL's collectives, of one process; it takes tensors on the GPU alone."""
+    """One of NCCL's collectives, for one process; it takes only tensors on the GPU."""
 
     def call(*args, **kwargs):
         CALLS[name] += 1

@@ -37,7 +37,7 @@ def place(monkeypatch: pytest.MonkeyPatch):
 
 
 def deepspeeds(config, tensor: int, stage: int, monkeypatch) -> GPTModelPipe:
-    """A stage in DeepSpeed's pipeline, where nobody answers."""
+    """A stage in DeepSpeed's pipeline, without any peer."""
     answers = {"get_rank": stage * tensor, "get_world_size": 64, "new_group": None, "broadcast": None}
     for name, answer in answers.items():
         monkeypatch.setattr(pipe.dist, name, lambda *_, answer=answer, **__: answer)
