@@ -40,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     watch = "redraw the table until every run of the sweep has ended (default: every 5 seconds)"
     parser.add_argument("--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help=watch)
     parser.add_argument("--wide", action="store_true", help="print every column, however wide the terminal is")
-    parser.add_argument(
-        "--output", type=Path, help="directory for the files (default: 'comparison' next to the runs)"
-    )
+    parser.add_argument("--output", type=Path, help="directory for the files (default: 'comparison' next to the runs)")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:

@@ -141,9 +141,7 @@ def test_what_cannot_be_compared_fails(ddp: Path, tmp_path: Path, capsys: pytest
     assert says in answer.reason("zero1")
 
 
-def test_only_a_missing_run_or_a_different_reference_fails(
-    ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-):
+def test_only_a_missing_run_or_a_different_reference_fails(ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Only another engine shows what all strategies of an engine have in common."""
     native = make_run(tmp_path / "native" / "reference", scaled(LOSSES, 0, 1.001), strategy="ddp", engine="native")
     answer = Answer(capsys, ddp, make_run(tmp_path / "zero1"), tmp_path / "tensor", "--reference", native)
