@@ -3,7 +3,10 @@
 The launchers put the repository on PYTHONPATH.
 """
 
-from native.train import main
+import gc
 
 if __name__ == "__main__":
+    gc.disable()  # until everything is imported: see import_libraries
+    from native.train import main
+
     main()

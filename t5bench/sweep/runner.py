@@ -20,7 +20,7 @@ from t5bench.sweep.launch import Launch, Row
 
 # The time between looks at a run, and between reports of its progress, which read all of its iterations: on a terminal,
 # and in a file, where each report is a line.
-SECONDS, PROGRESS_SECONDS, LINE_SECONDS = 0.3, 2.0, 30.0
+SECONDS, PROGRESS_SECONDS, LINE_SECONDS = 0.1, 2.0, 30.0
 BAR_WIDTH = 20
 
 
