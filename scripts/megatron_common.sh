@@ -226,13 +226,14 @@ record_run() {
 }
 
 start_run() {
-  local exit_status=0 node=$OUTPUT_DIR/node$NODE_RANK status='' reason='' remedy=''
+  local exit_status=0 node=$OUTPUT_DIR/node$NODE_RANK status='' reason='' remedy='' processes="${PLAN[world_size]} processes"
+  [[ $processes != '1 '* ]] || processes='1 process'
   trap '' XFSZ # beyond the file-size limit (ulimit -f) a write fails, but this shell continues
   { plan_words >"$node.plan" && print_command >"$node.command.sh"; } || {
     printf 'configuration  ' 1<>"$node.status" || true
     die "cannot write to the run directory $OUTPUT_DIR" "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"
   }
-  note "$STRATEGY_TITLE: node $NODE_RANK of $NNODES, master $MASTER_ADDR:$MASTER_PORT, ${PLAN[world_size]} processes" \
+  note "$STRATEGY_TITLE: node $NODE_RANK of $NNODES, master $MASTER_ADDR:$MASTER_PORT, $processes" \
     "(TP=${PLAN[tp]} PP=${PLAN[pp]} DP=${PLAN[dp]}, ${PLAN[micro_batches]} micro-batches), ${PLAN[device]}, engine $ENGINE"
   run_to_end record_run "$node.end" env -u T5_RUN_SECRET "${RUN_ENVIRONMENT[@]}" "${COMMAND[@]}" || exit_status=$?
   # On a machine without GPUs, DeepSpeed leaves these in memory, 66 MiB for each process.

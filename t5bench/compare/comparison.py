@@ -146,7 +146,9 @@ def build(
     sizes = sorted({row.run.world_size for row in rows})
     groups = [Group(size, [row for row in rows if row.run.world_size == size]) for size in sizes]
     labels_of = {text: dict.fromkeys(r.label for r in rows if text in r.warnings) for r in rows for text in r.warnings}
-    notes = [f"{text} ({', '.join(those)})" for text, those in labels_of.items()] + comparable.other_differences(runs)
+    every = dict.fromkeys(row.label for row in rows)
+    named = {text: "every row" if len(every) == len(who) > 1 else ", ".join(who) for text, who in labels_of.items()}
+    notes = [f"{text} ({who})" for text, who in named.items()] + comparable.other_differences(runs)
     said = _verdicts(groups, baseline), _problems(rows, baseline), notes, predicted.add_times(rows)
     return Comparison(groups, baseline, *said)
 

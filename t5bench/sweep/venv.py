@@ -93,7 +93,8 @@ def install_torch(pip: "list[str]") -> None:
     has_uv = not shutil.which("nvidia-smi") and attempt("installing uv, to find torch's CPU build", *pip, "uv")
     if has_uv and attempt(f"installing {TORCH} for CPUs: about {CPU_MB} MB to download", *uv, TORCH):
         return
-    logged(f"installing {TORCH}: about {CUDA_MB:,} MB to download with CUDA, {CPU_MB} MB without", *pip, TORCH)
+    other = "could not fetch the CPU build; installing the package index's" if has_uv else "installing"
+    logged(f"{other} {TORCH}: about {CUDA_MB:,} MB to download with CUDA, {CPU_MB} MB without", *pip, TORCH)
 
 
 def attempt(what: str, *command: str) -> bool:
