@@ -14,6 +14,8 @@ import torch
 
 from t5bench.corpus.index import read_index
 
+# Without its PyTorch models transformers loads more than a second faster; release 5 has no such choice.
+FASTER_TRANSFORMERS = {"USE_TORCH": "0", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
 LONG_SENTENCE = 512  # documents of several sentences are skipped if one of them has more tokens
 MAX_SPAN, SPAN_P = 10, 0.2  # span lengths in words: geometric, clipped (SpanBERT, https://arxiv.org/abs/1907.10529)
 
@@ -45,9 +47,7 @@ class Vocabulary:
     @staticmethod
     def load(name_or_directory: str) -> "Vocabulary":
         """Raises ValueError if there is no such tokenizer or it has no sentinel tokens."""
-        # Without its PyTorch models transformers loads more than a second faster; release 5 has no such choice.
-        os.environ.setdefault("USE_TORCH", "0")
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        os.environ.update(FASTER_TRANSFORMERS | os.environ)
         from transformers import AutoTokenizer
 
         try:

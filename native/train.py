@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from native import checkpoint
 from native.arguments import parse, stop
-from native.data import SpanCorruption, TokenFile, Vocabulary, batches, split_documents
+from native.data import FASTER_TRANSFORMERS, SpanCorruption, TokenFile, Vocabulary, batches, split_documents
 from native.metrics import Metrics, say
 from native.model import T5
 from native.parallel import Layout
@@ -97,7 +97,7 @@ def announce(args: Namespace, start: int) -> None:
 
 def import_libraries(args: Namespace) -> None:
     """Imports what takes seconds in all processes at the same time, before they wait for each other."""
-    os.environ.setdefault("USE_TORCH", "0")  # DeepSpeed imports transformers too: see Vocabulary.load
+    os.environ.update(FASTER_TRANSFORMERS | os.environ)  # which DeepSpeed imports too
     if not args.compile:  # for functions that are not called here, DeepSpeed would load PyTorch's compiler
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     import torch._dynamo  # which the first optimizer would import
