@@ -72,11 +72,15 @@ def _mistakes(request: Request) -> Iterator[Fault]:
     if not master:
         remedy = 'Name it as the first argument, or export HOSTS="node0 node1 ..." in rank order'
         yield "no-master", f"NNODES is {nodes} but no master host is known", remedy
+    if master.isdecimal():
+        remedy = f"Usage: {_launcher(request)} [master-host] [node-rank]; is the variable with the host name set?"
+        yield "master-is-a-number", f"the first argument must be the master's host name, found '{master}'", remedy
     if task != "0" and rank == os.environ.get("SLURM_NODEID"):
         remedy = "One launcher starts all processes of its node: use srun --ntasks-per-node=1"
         yield "tasks-per-node", f"srun started more than one launcher on this node (SLURM_LOCALID={task})", remedy
     if not rank:
-        found = f"Unable to infer NODE_RANK: this host is {socket.gethostname()}, and HOSTS is '{' '.join(hosts)}'"
+        said = f"'{' '.join(hosts)}'" if hosts else "not set"
+        found = f"Unable to infer NODE_RANK: this host is {socket.gethostname()}, and HOSTS is {said}"
         remedy = f"Pass it explicitly: {_launcher(request)} {master} 0 on node 0, ... 1 on node 1"
         yield "no-node-rank", found, remedy
     if not re.fullmatch("0|[1-9][0-9]{0,8}", rank):

@@ -193,6 +193,8 @@ def unpack(package: Path, root: Path) -> Iterator[str]:
                 elif content := tar.extractfile(entry):
                     seen.add(entry.name)
                     write_file(root / name, content.read())
+    except RecordError:
+        raise
     except (tarfile.TarError, OSError, EOFError, ValueError, zlib.error) as error:
         raise RecordError(f"{package} cannot be read: {error}") from error
 
