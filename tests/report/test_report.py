@@ -87,11 +87,13 @@ def test_the_command_uses_the_terminals_width(runs, tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.parametrize(
-    ("family", "model", "lengths"), [("t5", "T5 tiny (", "lengths 128/64,"), ("gpt", "GPT tiny (", "lengths 128,")]
+    ("family", "model", "lengths"), [("t5", "T5", "lengths 128/64,"), ("gpt", "GPT", "lengths 128,")]
 )
-def test_the_caption_describes_the_model(tmp_path: Path, family: str, model: str, lengths: str):
-    caption = tables.caption(build([records.load(make_run(tmp_path / "ddp", family=family))]))
-    assert caption.startswith(model) and lengths in caption
+def test_caption_and_page_name_the_model(tmp_path: Path, family: str, model: str, lengths: str):
+    comparison = build([records.load(make_run(tmp_path / "ddp", family=family))])
+    caption = tables.caption(comparison)
+    assert caption.startswith(f"{model} tiny (") and lengths in caption
+    assert f"<title>One {model} pretraining job, 1 parallelisation strategy<" in render(comparison)
 
 
 def test_csv_has_every_figure_and_leaves_out_what_was_not_measured(comparison: Comparison):
