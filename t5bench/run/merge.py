@@ -11,6 +11,7 @@ import pickle
 import re
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -35,16 +36,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    plan, tp, pp = load(arguments.run).plan, arguments.tp, arguments.pp
+    # The directory may have been moved, or copied to this machine.
+    plan, tp, pp = replace(load(arguments.run).plan, output_dir=str(arguments.run)), arguments.tp, arguments.pp
     if plan.engine != "megatron":
         raise Problem(f"{arguments.run} is a run of the {plan.engine} engine", "Choose a run of Megatron-DeepSpeed")
     output = arguments.output or arguments.run.with_name(f"{arguments.run.name}-tp{tp}-pp{pp}")
     if output.exists():
         raise Problem(f"{output} exists", "Remove it, or name another --output")
-    iteration, _ = Checkpoints(plan).newest()
+    checkpoints = Checkpoints(plan)
+    iteration, _ = checkpoints.newest()
     if not iteration:
         raise Problem(f"{arguments.run} has no intact checkpoint", "Train with SAVE_INTERVAL=100, for example")
-    folder = arguments.run / "checkpoints" / Checkpoints(plan).folder(iteration).name
+    folder = checkpoints.folder(iteration)
     head = read(min([*folder.glob("mp_rank_00*/*.pt"), *folder.glob("*mp_rank_00_model_states.pt")]))
     write(head, whole_weights(folder, head["args"]), output / "checkpoints", Cut.of(head["args"], tp, pp))
     print(f"{output}: the weights of iteration {iteration} for TP {tp} and PP {pp}")
@@ -93,9 +96,13 @@ class Cut(NamedTuple):
         is_t5 = args.decoder_num_layers is not None
         layers = {"encoder": args.encoder_num_layers} | ({"decoder": args.decoder_num_layers} if is_t5 else {})
         cut = cls(tp, pp, pp // 2 if is_t5 else 0, layers)
-        parts = (count % len(cut.stages(kind)) for kind, count in layers.items())
-        if args.num_attention_heads % tp or args.padded_vocab_size % tp or any(parts):
-            raise Problem(f"the model cannot be cut for TP {tp} and PP {pp}", "Heads and layers must divide by them")
+        sizes = args.num_attention_heads, args.ffn_hidden_size, args.padded_vocab_size
+        other = args.swiglu or args.num_key_value_heads != sizes[0] or args.untie_embeddings_and_output_weights
+        fits = tp > 0 and pp > 0 and not any(size % tp for size in sizes) and not (is_t5 and pp > 1 and pp % 2)
+        if other or not fits or any(count % len(cut.stages(kind)) for kind, count in layers.items()):
+            remedy = "Heads, feed-forward size and layers must divide by them, and a T5's PP by 2"
+            remedy += "; gated layers, grouped queries and a head of its own are not supported"
+            raise Problem(f"the model cannot be cut for TP {tp} and PP {pp}", remedy)
         return cut
 
     def stages(self, kind: str) -> range:

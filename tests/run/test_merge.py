@@ -18,7 +18,8 @@ def arguments(t5: bool, **changes: object) -> Namespace:
         "encoder_num_layers": LAYERS, "num_layers": LAYERS, "decoder_num_layers": 2 * LAYERS if t5 else None,
         "num_attention_heads": HEADS, "padded_vocab_size": 16, "make_vocab_size_divisible_by": 16,
         "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "deepspeed": False,
-        "params_dtype": torch.float32, "ds_pipeline_enabled": False, "zero_stage": 0,
+        "swiglu": False, "num_key_value_heads": HEADS, "untie_embeddings_and_output_weights": False,
+        "ffn_hidden_size": 32, "params_dtype": torch.float32, "ds_pipeline_enabled": False, "zero_stage": 0,
     }  # fmt: skip
     return Namespace(**engine | changes)
 
@@ -94,7 +95,10 @@ def test_shards_of_zero3_and_of_the_pipeline_module_are_read(tmp_path: Path):
         assert {*found} - {HEAD} == {*whole} and all(found[name].equal(whole[name]) for name in whole)
 
 
-def test_what_does_not_divide_is_refused():
-    for tp, pp in ((3, 1), (1, 5)):
-        with pytest.raises(Problem, match=f"cannot be cut for TP {tp} and PP {pp}"):
-            Cut.of(arguments(True), tp, pp)
+@pytest.mark.parametrize(
+    ("tp", "pp", "changes"),
+    [(3, 1, {}), (1, 5, {}), (1, 3, {}), (0, 1, {}), (4, 1, {"ffn_hidden_size": 30}), (1, 1, {"swiglu": True})],
+)  # fmt: skip
+def test_what_cannot_be_cut_is_refused(tp: int, pp: int, changes: dict[str, int]):
+    with pytest.raises(Problem, match=f"cannot be cut for TP {tp} and PP {pp}"):
+        Cut.of(arguments(True, **changes), tp, pp)
