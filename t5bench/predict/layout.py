@@ -8,6 +8,7 @@ import os
 from t5bench import Problem
 from t5bench.model.groups import coordinates, groups, place_of
 from t5bench.model.job import Parallel
+from t5bench.plan.families import FAMILIES
 
 MEANINGS = {
     "tensor": "a layer's slices: all-reduces in every layer",
@@ -25,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=int, default=1, help=f"{kind}-parallel size")
     parser.add_argument("--per-node", type=int, default=0, help="GPUs of a node (default: all ranks on two nodes)")
     parser.add_argument("--split-rank", type=int, help="the decoder's first stage (default: half of them)")
-    gpt = os.environ.get("MODEL_FAMILY") == "gpt"
-    parser.add_argument("--decoder-only", action="store_true", default=gpt, help="a model without an encoder, a GPT")
+    alone = not FAMILIES.get(os.environ.get("MODEL_FAMILY", ""), FAMILIES["t5"]).has_encoder
+    parser.add_argument("--decoder-only", action="store_true", default=alone, help="a model without an encoder, a GPT")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
