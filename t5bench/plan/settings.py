@@ -11,7 +11,7 @@ from t5bench.record.plan import ROLES, Setting, by_name
 
 # These decide a run's directory, data and processes; an argument that changed them would make the plan wrong.
 DECIDED_ELSEWHERE = {
-    "--data-path": "MEGATRON_DATA_DIR sets the data's directory",
+    "--data-path": "MEGATRON_DATA_DIR sets the one dataset of a run; python -m t5bench merge-data makes one of several",
     "--tokenizer-model": "TOKENIZER_MODEL sets the tokenizer",
     "--tokenizer-type": "the data determine it",
     "--deepspeed": "choose a ZeRO strategy",
