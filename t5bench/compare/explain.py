@@ -33,14 +33,17 @@ from t5bench.record.profile import (
 )  # fmt: skip
 from t5bench.record.records import Run, load
 
-# Share of the iteration from which on waiting for a core is named.
-CONTENDED = 0.25
-# By this share of the iteration a slowdown has to exceed what the profiled iteration takes beyond the others.
-CHANCE = 0.05
-# Bits per second that are few for any cluster; and by how much the computing of stages may differ.
-SLOW_LINK, UNEQUAL_STAGES = 1e9, 1.5
-# Python launches an operator in about this time: one that computes no longer gains from larger micro-batches.
-SMALL_OPERATOR_MS = 0.015
+# Share of the iteration from which on waiting for a core is named where other programs keep less than this much of a
+# core busy.
+CONTENDED, ANOTHER_PROGRAM = 0.25, 0.25
+# By this share of the iteration a slowdown has to exceed what the profiled iteration takes beyond the others. And how
+# many times as long as another a rank may compute for the same work, for cores that share a cache or a clock.
+CHANCE, UNEQUAL_CORES = 0.05, 1.4
+# Bits per second that are few for any cluster, and milliseconds that are many; by how much stages may differ.
+SLOW_LINK, SLOW_STEP_MS, UNEQUAL_STAGES = 1e9, 0.5, 1.5
+# Python launches an operator in about this time: one that computes no longer gains from larger micro-batches, where
+# there are so many for each stage.
+SMALL_OPERATOR_MS, MANY = 0.015, 4
 COMPUTING = (FORWARD, BACKWARD, RECOMPUTATION)
 OWN_WORK = (DATA, LOGGING, SAVING)
 SHARED_WORK = (*COMPUTING, STEP, HOST, TRANSFER)
@@ -59,13 +62,20 @@ class Rank:
         self.entry, self.wall, self.number, self.host = entry, entry.wall_ms, entry.rank, entry.host
         self.name = f"rank {self.number} ({self.host})"
         used = entry.processor
-        lost = (ms / self.wall for ms in (used.queued_ms, used.throttled_ms, used.beside_ms))
-        self.queued, self.throttled, self.beside = (min(1.0, share) for share in lost)  # of several threads together
+        lost = (ms / self.wall for ms in (used.queued_ms, used.throttled_ms))
+        self.queued, self.throttled = (min(1.0, share) for share in lost)  # of several threads together
         self.computing, self.exposed = self.share(*COMPUTING) * self.wall, self.share(BUBBLE, *SENDING.values())
-        self.lost = self.queued + self.throttled
+        # Who is held back also waits for a core meanwhile.
+        self.lost = max(self.queued, self.throttled)
+        self.asleep, self.working = used.asleep_ms / self.wall, used.working_ms / self.wall  # known on a CPU
 
     def share(self, *parts: str) -> float:
         return sum(self.entry.parts.get(part, 0.0) for part in parts) / self.wall
+
+    def alone(self, part: str) -> float:
+        """The share that a part takes without waiting for a core, in other iterations too."""
+        own = self.entry.parts.get(part, 0.0)
+        return min(own, self.entry.processor.alone_ms.get(part, own)) / self.wall
 
     def waits_for(self, others: Sequence["Rank"]) -> float:
         """For how long, as far as all of these take longer than this one for something that has no name already."""
@@ -92,6 +102,12 @@ class Explanation:
             raise RecordError(f"{place} has {len(self.ranks)} ranks, the run {run.world_size}")
         self.run, self.plan, self.layout = run, run.plan, run.layout
         self.cores = {node["host"]: node["cpu"]["cores"] for node in run.nodes if node.get("cpu")}
+        # What would be left of the iteration if nobody waited for a core: other causes are shares of that.
+        self.rest = max(0.1, 1 - max(rank.lost for rank in self.ranks))
+
+    @property
+    def _without(self) -> str:
+        return ", without waiting for a core" if self.rest <= 1 - WORTH_NAMING else ""
 
     def _is_usual(self, share: float) -> bool:
         """Whether other iterations have it too: it exceeds what the profiled one takes beyond them, and chance."""
@@ -100,9 +116,11 @@ class Explanation:
 
     def sentence(self) -> str:
         """The largest parts, what would make it faster, and what profiling cost."""
-        cost = self.content.overhead
-        took = f"{abs(cost or 0):.0%} {'less' if (cost or 0) < 0 else 'more'} time than the median of the others"
-        more = "" if cost is None else f". With the profiler this iteration took {took}"
+        cost, more = self.content.overhead, ""
+        if cost is not None:
+            difference = f"{abs(cost):.0%}"
+            took = "as long as" if difference == "0%" else f"{difference} {'less' if cost < 0 else 'more'} time than"
+            more = f". With the profiler this iteration took {took} the median of the others"
         name, _, _ = self.plan.strategy.title.partition(":")[0].partition(" (")
         of_gpt = " of a GPT" * (self.run.architecture.family == "gpt")
         parts = profile.limits(self.content.ranks, self._doing()).replace("% ", "% of each iteration ", 1)
@@ -121,7 +139,9 @@ class Explanation:
         rules = (self._own_work, self._processor, self._slow_node, self._slow_rank, self._stages, self._link,
                  self._micro_batches)  # fmt: skip
         found = [cause for rule in rules for cause in rule() if cause.share >= WORTH_NAMING]
-        most = {cause.name: cause for cause in sorted([*found, *of_record(self.run)], key=lambda cause: cause.share)}
+        asleep = max(rank.entry.processor.saving_ms for rank in self.ranks) / 1000
+        found += of_record(self.run, asleep)
+        most = {cause.name: cause for cause in sorted(found, key=lambda cause: cause.share)}
         if "slow node" in most:
             most.pop("slow rank", None)
         return sorted(most.values(), key=lambda cause: -cause.share)
@@ -163,52 +183,66 @@ class Explanation:
     def _equal_stages(self) -> Gain:
         backward = (BACKWARD, RECOMPUTATION)
         ways = [[self._of_stage(stage, *way) for stage in range(self.layout.pp)] for way in ((FORWARD,), backward)]
-        return equal_stages(1.0, *ways, self.layout.micro_batches)
+        return equal_stages(self.rest, *ways, self.layout.micro_batches)
 
     def _of_stage(self, stage: int, *parts: str) -> float:
-        """The share of an iteration that these parts of a micro-batch take on a stage's busiest rank."""
-        return max(1e-3, *(rank.share(*parts) for rank in self._ranks_of(stage))) / self.layout.micro_batches
+        """The share of an iteration that these parts of a micro-batch take on a stage's busiest rank, without what it
+        waits for a core."""
+        shares = (rank.share(*parts) * max(1 - rank.lost, 0.1) for rank in self._ranks_of(stage))
+        return max(1e-3, *shares) / self.layout.micro_batches
 
     def _ranks_of(self, stage: int) -> list[Rank]:
         size = len(self.ranks) // self.layout.pp
         return self.ranks[stage * size : (stage + 1) * size]
 
     def _own_work(self) -> Iterator[Cause]:
-        every = self.plan.number("LOG_INTERVAL")
-        for name, part, times in (("data loading", DATA, 1), ("logging", LOGGING, every)):
-            worst = max(self.ranks, key=lambda rank: rank.share(part))
-            share = worst.share(part) / times
-            own = share - worst.entry.processor.queued_in_ms.get(part, 0.0) / worst.wall / times
-            if times > 1 or self._is_usual(own):
-                yield Cause(name, own, f"{worst.name} is {profile.DOING[part]} {share:.0%} of the time")
+        for name, part in (("data loading", DATA), ("logging", LOGGING)):
+            worst = max(self.ranks, key=lambda rank: rank.alone(part))
+            share = worst.alone(part) / self.rest
+            yield Cause(name, share, f"{worst.name} is {profile.DOING[part]} {share:.0%} of the time{self._without}")
 
     def _processor(self) -> Iterator[Cause]:
         for rank in self.ranks:
             neighbours, cores = [r for r in self.ranks if r.host == rank.host], self.cores.get(rank.host, 0)
+            computed = sum(r.entry.processor.computed_ms for r in neighbours)
+            is_others = rank.entry.processor.machine_ms - computed >= ANOTHER_PROGRAM * rank.wall
             if rank.throttled >= WORTH_NAMING:
                 yield Cause("throttled CPU", rank.throttled, f"a quota holds {rank.name} back {rank.throttled:.0%}")
-            elif rank.queued >= CONTENDED:
+            elif is_others or rank.queued >= CONTENDED:
                 # n processes on c cores wait 1 - c/n of the time for each other.
                 is_own = len(neighbours) > cores > 0 and rank.queued < 1 - cores / len(neighbours) + WORTH_NAMING
-                name = "fewer cores than processes" if is_own else "another program on the core"
+                name = "fewer cores than processes" if is_own and not is_others else "another program on the core"
                 yield Cause(name, rank.queued, f"{rank.name} waits for a core {rank.queued:.0%} of the time")
 
     def _slow_node(self) -> Iterator[Cause]:
-        """Others wait for all of its ranks, and nothing else keeps them."""
         size = self.layout.nproc_per_node
         nodes = [self.ranks[first : first + size] for first in range(0, len(self.ranks), size)]
         for number, ranks in enumerate(nodes if len(nodes) > 1 else ()):
-            longest = max(other.waits_for(ranks) for other in self.ranks if other not in ranks)
-            if self._is_usual(longest):
-                text = f"the others wait for node {number} ({ranks[0].host}) {longest:.0%} of the time"
-                yield Cause("slow node", longest, text)
+            yield from self._slow("slow node", ranks, f"node {number} ({ranks[0].host})")
 
     def _slow_rank(self) -> Iterator[Cause]:
-        """Others wait for it, and neither data, its log, a checkpoint nor a busy core keeps it."""
-        for rank in self.ranks:
-            longest = max(other.waits_for([rank]) for other in self.ranks)
-            if self._is_usual(longest):
-                yield Cause("slow rank", longest, f"the others wait for {rank.name} {longest:.0%} of the time")
+        for rank in self.ranks if len(self.ranks) > 1 else ():
+            yield from self._slow("slow rank", [rank], rank.name)
+
+    def _slow(self, name: str, ranks: Sequence[Rank], called: str) -> Iterator[Cause]:
+        """Others wait for all of these, and neither data, a log line, a checkpoint nor a busy core keeps them."""
+        others = [rank for rank in self.ranks if rank not in ranks]
+        if any(rank.working for rank in self.ranks):
+            share = min(self._beyond(rank, others) for rank in ranks) / self.rest
+            yield Cause(
+                name, share, f"{called} needs {share:.0%} of the time more than others for its work{self._without}"
+            )
+            return
+        longest = max(other.waits_for(ranks) for other in others)
+        if self._is_usual(longest):
+            yield Cause(name, longest, f"the others wait for {called} {longest:.0%} of the time")
+
+    def _beyond(self, rank: Rank, others: Sequence[Rank]) -> float:
+        """For how much longer than one of the others a rank sleeps, or works for the same layers."""
+        size = len(self.ranks) // self.layout.pp
+        same = [other.working for other in others if other.number // size == rank.number // size]
+        works = rank.working - UNEQUAL_CORES * min(same, default=rank.working)
+        return rank.asleep - min(other.asleep for other in others) + max(0.0, works)
 
     def _stages(self) -> Iterator[Cause]:
         """One that takes longer has more to compute, or is slower than the cost model says of its layers."""
@@ -216,38 +250,42 @@ class Explanation:
             return
         job, stages = Job.of_plan(self.plan, self.run.padded_vocab_size), range(self.layout.pp)
         share = max(rank.share(BUBBLE) for rank in self.ranks)
-        lost = [max(rank.lost for rank in self._ranks_of(stage)) for stage in stages]
-        times = [self._of_stage(stage, *COMPUTING) * max(1 - lost[stage], 0.1) for stage in stages]
+        lost = max(rank.lost for rank in self.ranks)
+        times = [self._of_stage(stage, *COMPUTING) for stage in stages]
         model = [sum(way.seconds for way in time.stage_seconds(job, time.CPU, stage)) for stage in stages]
         beyond = [self._of_stage(stage, *COMPUTING, HOST) / model[stage] for stage in stages]
         slower, largest = max(beyond) / min(beyond), times.index(max(times))
         ratio = max(times) / min(times)
-        if slower >= BEYOND_MODEL and max(lost) < CONTENDED:
+        if slower >= BEYOND_MODEL and lost < CONTENDED:
             text = f"stage {beyond.index(max(beyond))} takes {slower:.1f} times as long for its layers as another"
-            yield Cause("slow rank", share - max(lost), text)
+            yield Cause("slow rank", share - lost, text)
         elif ratio >= UNEQUAL_STAGES and model[largest] >= LARGER_STAGE * min(model):
-            yield Cause("unequal pipeline stages", share, f"stage {largest} computes {ratio:.1f} times as long")
+            saved = 1 - 1 / self._equal_stages()[0]
+            yield Cause("unequal pipeline stages", saved, f"stage {largest} computes {ratio:.1f} times as long")
 
     def _link(self) -> Iterator[Cause]:
-        """What waiting for a core may have cost does not count as the link's."""
-        lost = max(max(rank.queued, rank.beside) + rank.throttled for rank in self.ranks)
-        for rank in self.ranks:
-            links = {axis: link for axis, link in rank.entry.links.items() if link.ms}
-            of_link = 1 - lost * rank.wall / max(1e-3, sum(link.ms for link in links.values()))
-            speeds = {axis: 8000 * link.bytes / (link.ms * of_link) for axis, link in links.items() if of_link > 0}
-            if slow := {axis: speed for axis, speed in speeds.items() if speed < SLOW_LINK}:
-                axis = min(slow, key=slow.__getitem__)
-                text = f"{axis} messages of {rank.name} pass at {slow[axis] / 1e9:.2g} Gbit/s"
-                yield Cause("slow link", rank.share(*(SENDING[axis] for axis in slow)) - lost, text)
+        """What the messages take on the link at its best: waiting for a core takes longer, but is not the link's."""
+        if not (best := self.content.link):
+            return
+        per_byte = 1000 / best.rate * (8 * best.rate < SLOW_LINK)
+        per_step = best.latency_ms * (best.latency_ms > SLOW_STEP_MS)
+        at_best = f"{8e-9 * best.rate:.2g} Gbit/s" if per_byte else f"{best.latency_ms:.1f} ms a step"
+        for rank in self.ranks if per_byte or per_step else ():
+            takes = {axis: per_byte * link.bytes + per_step * link.steps for axis, link in rank.entry.links.items()}
+            share = sum(min(ms / rank.wall, rank.share(SENDING[axis])) for axis, ms in takes.items()) / self.rest
+            text = f"messages pass at {at_best} at best, which takes {rank.name} {share:.0%} of the time{self._without}"
+            yield Cause("slow link", share, text)
 
     def _micro_batches(self) -> Iterator[Cause]:
-        worst, count = max(self.ranks, key=lambda rank: rank.share(HOST)), self.layout.micro_batches
+        worst = max(self.ranks, key=lambda rank: rank.share(HOST) * (1 - rank.lost))
+        count = self.layout.micro_batches
         # Without what it waits for a core meanwhile.
         mean = worst.computing * (1 - worst.queued) / max(1, worst.entry.operators)
-        if count > self.layout.pp and mean < SMALL_OPERATOR_MS:
+        if count >= MANY * self.layout.pp and mean < SMALL_OPERATOR_MS:
             text = f"{count} micro-batches of {self.plan.value('MICRO_BATCH_SIZE')}, {1000 * mean:.0f} us an operator"
             saved = 1 - self.layout.pp / count  # by micro-batches as large as possible
-            yield Cause("tiny micro-batches", saved * (1 - worst.queued) * worst.share(HOST), text)
+            share = saved * worst.share(HOST) * (1 - worst.lost) / self.rest
+            yield Cause("tiny micro-batches", share, text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

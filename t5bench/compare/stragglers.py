@@ -9,8 +9,8 @@ from t5bench.compare.statistics import event_within
 from t5bench.record.records import Run
 
 WORTH_NAMING = 0.1  # share of the iteration from which on a cause is named
-# A checkpoint that is not slow: seconds for what every one takes, and bytes per second that any disk writes.
-CHECKPOINT_SECONDS, DISK = 1.0, 100e6
+# A checkpoint that is not slow: seconds that every one takes, and sleeps, and bytes per second that any disk writes.
+CHECKPOINT_SECONDS, ASLEEP_SECONDS, DISK = 1.0, 0.1, 100e6
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,9 @@ class Cause:
     evidence: str
 
 
-def of_record(run: Run) -> list[Cause]:
-    found = (*_slow_clocks(run), *_checkpoints(run))
+def of_record(run: Run, asleep: float = 0.0) -> list[Cause]:
+    """asleep: seconds for which a rank sleeps in a checkpoint, which its profile tells."""
+    found = (*_slow_clocks(run), *_checkpoints(run, asleep))
     return [cause for cause in found if cause.share >= WORTH_NAMING]
 
 
@@ -42,7 +43,7 @@ def _slow_clocks(run: Run) -> Iterator[Cause]:
         yield Cause("slow node", share, f"{text}, the others' at {median(others):.0f} MHz")
 
 
-def _checkpoints(run: Run) -> Iterator[Cause]:
+def _checkpoints(run: Run, asleep: float) -> Iterator[Cause]:
     """What saving adds to an iteration: the intervals with a checkpoint against those without."""
     every, with_one, without = run.plan.number("SAVE_INTERVAL"), [], []
     for before, after in pairwise(line for line in run.iterations if line.time):
@@ -59,6 +60,7 @@ def _checkpoints(run: Run) -> Iterator[Cause]:
     each = median((seconds - iterations * own) / saved for seconds, iterations, saved in with_one)
     folders = [folder for folder in (run.directory / "checkpoints").glob("*") if folder.is_dir()]
     size = max((sum(file.stat().st_size for file in folder.rglob("*")) for folder in folders), default=0)
-    is_slow = size and each > 2 * (CHECKPOINT_SECONDS + size / DISK)
+    takes = (each, CHECKPOINT_SECONDS), (asleep, ASLEEP_SECONDS)
+    is_slow = size and any(seconds > 2 * (usual + size / DISK) for seconds, usual in takes)
     text = f"saving {size / 1e6:,.0f} MB takes {each:.1f} s every {every} iterations"
     yield Cause("slow disk" if is_slow else "frequent checkpoints", each / (each + every * own), text)

@@ -29,7 +29,7 @@ DOING = {
     BUBBLE: "in the pipeline bubble",
     WAITING: "waiting for slower ranks",
 } | {sending: f"in {axis} communication" for axis, sending in SENDING.items()}
-DOING[SENDING[AXES[4]]] = "in communication of all ranks"
+DOING |= {SENDING[AXES[3]]: "in ZeRO's gathers", SENDING[AXES[4]]: "in communication of all ranks"}
 PARTS = tuple(DOING)
 MOST_TOLD = 3
 
@@ -39,23 +39,37 @@ Duration = Annotated[float, Meta(gt=0, lt=1e9)]
 
 
 class Link(Struct):
-    """What a rank's collectives along an axis carried, and how long that took."""
+    """What a rank's large messages along an axis carried, how long that took, and how many steps all of them went."""
 
     bytes: Amount
     ms: Milliseconds
+    steps: Count = 0
+
+
+class AtBest(Struct):
+    """What the slowest link carries at best: bytes per second, and how long an empty message takes for a step."""
+
+    rate: Annotated[float, Meta(gt=0)]
+    latency_ms: Milliseconds
 
 
 class Processor(Struct):
-    """How long a rank's process waited for a core that others used, and was held back by a quota.
+    """What a rank's process spent the iteration with.
 
-    queued_ms: of its main thread; queued_in_ms: the same for single parts. beside_ms: of the other thread that waited
-    longest; the others send and receive.
+    queued_ms: its main thread waited for a core that others had. throttled_ms: a quota held it back. working_ms and
+    asleep_ms: of its main thread, outside of communication, data, logging and saving. alone_ms: what a part takes, in
+    this iteration and in those before, without waiting for a core. saving_ms: for how long it sleeps for a checkpoint.
+    computed_ms: the process computed; machine_ms: all programs.
     """
 
     queued_ms: Milliseconds = 0.0
     throttled_ms: Milliseconds = 0.0
-    beside_ms: Milliseconds = 0.0
-    queued_in_ms: dict[Literal[PARTS], Milliseconds] = {}
+    alone_ms: dict[Literal[PARTS], Milliseconds] = {}
+    working_ms: Milliseconds = 0.0
+    asleep_ms: Milliseconds = 0.0
+    saving_ms: Milliseconds = 0.0
+    computed_ms: Milliseconds = 0.0
+    machine_ms: Milliseconds = 0.0
 
 
 class Rank(Struct):
@@ -77,6 +91,7 @@ class Profile(Struct):
     """other_iterations_ms: the median of the iterations before; overhead: how much longer the profiled one took."""
 
     ranks: Annotated[list[Rank], Meta(min_length=1)]
+    link: AtBest | None = None
     other_iterations_ms: Duration | None = None
     overhead: Annotated[float, Meta(gt=-1, lt=1e9)] | None = None
 

@@ -120,12 +120,14 @@ def throughput(rows: Mapping[str, Row]) -> Figure:
     for name, row in rows.items():
         if rate := row.samples_per_second:
             ratio = f" ({row.ratio.median:.2f}x)" if row.ratio and not row.is_baseline else ""
-            most = max(most, 2 * rate.median)  # an interval may have no end to speak of
+            most = max(most, 2 * rate.median)
             interval = rate.low or rate.median, rate.high or rate.median
             found.append(Series(name, "bar", [((0, rate.median), name)]))
             found.append(Series(name, "interval", [(interval, name)], f"{rate.median:.4g}{ratio}{mark(row)}", INK))
     caption = "The medians with their 95 % confidence intervals, and the ratio to the baseline."
-    return Figure("Throughput", "samples/s (more is better)", caption, by_size(rows, found, most))
+    # An interval may have no end to speak of.
+    is_cut = any(x[1] > most for series in found for x, _ in series.points)
+    return Figure("Throughput", "samples/s (more is better)", caption, by_size(rows, found, is_cut * most))
 
 
 # ---- over the iterations ---------------------------------------------------------------------------------------------

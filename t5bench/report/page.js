@@ -82,7 +82,10 @@ function configuration(figure, panel) {
   };
 }
 
+let waiting = [];
+
 function draw() {
+  waiting = [];
   figures.forEach((figure, number) => {
     const place = document.querySelectorAll(".live")[number];
     place.querySelectorAll("canvas").forEach((canvas) => Chart.getChart(canvas)?.destroy());
@@ -99,10 +102,17 @@ function draw() {
     }));
     if (figure.panels.some(isTimeline)) place.prepend(player(place, figure));
     place.hidden = false;
-    // One after another, so that the page answers meanwhile.
-    place.querySelectorAll("canvas").forEach((canvas, at) =>
-      setTimeout(() => canvas.isConnected && new Chart(canvas, configuration(figure, figure.panels[at]))));
+    waiting.push(...[...place.querySelectorAll("canvas")].map((canvas, at) => [canvas, figure, figure.panels[at]]));
   });
+  setTimeout(drawNear);
+}
+
+// A figure is drawn once it is about to be seen, so that the page answers at once.
+function drawNear() {
+  const isNear = ([canvas]) => canvas.getBoundingClientRect().top < 2 * innerHeight;
+  const near = waiting.filter(isNear);
+  waiting = waiting.filter((one) => !near.includes(one));
+  near.forEach(([canvas, figure, panel]) => new Chart(canvas, configuration(figure, panel)));
 }
 
 // Replays the iteration: of the timelines, what comes after the moment is cut off.
@@ -145,7 +155,7 @@ function player(place, figure) {
 // Arrow keys go from value to value, and each is said.
 function step(event) {
   const way = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key], chart = Chart.getChart(event.target);
-  if (!way) return;
+  if (!way || !chart) return;
   event.preventDefault();
   const all = chart.data.datasets.flatMap(({ data }, datasetIndex) => data.map((_, index) => ({ datasetIndex, index })));
   chart.at = ((chart.at ?? (way > 0 ? -1 : 0)) + way + all.length) % all.length;
@@ -162,6 +172,7 @@ function filter() {
   for (const body of document.querySelectorAll("tbody[data-row]")) {
     body.hidden = !isChosen(body.dataset.row) || !body.textContent.toLowerCase().includes(text);
   }
+  setTimeout(drawNear);
 }
 
 function sort(event) {
@@ -198,5 +209,6 @@ for (const code of document.querySelectorAll(".more code")) {
 choices.hidden = false;
 choices.addEventListener("submit", (event) => event.preventDefault());
 choices.addEventListener("input", (event) => (event.target.type === "checkbox" && draw(), filter()));
+for (const name of ["scroll", "resize"]) addEventListener(name, drawNear, { passive: true });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 draw();

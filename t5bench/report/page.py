@@ -23,7 +23,7 @@ from t5bench.report import tables
 from t5bench.report.costs import all_figures
 from t5bench.report.drawing import drawings, styles
 from t5bench.report.figures import LONGEST_NAME, best, rows_of
-from t5bench.report.profiles import why
+from t5bench.report.profiles import why, why_slower
 
 HERE = Path(__file__).parent
 SCRIPTS = ("vendor/chart-4.5.1.umd.min.js", "page.js")
@@ -137,6 +137,7 @@ def _render(comparison: Comparison, root: Path, explained: list, most: int, most
         scripts=[Markup((HERE / name).read_text()) for name in SCRIPTS],
         drawn=[len(drawn), min(most_of_large, len(drawn))],
         limits=explained,
+        why_slower=why_slower(rows, root),
         dates=" to ".join(dict.fromkeys([days[0], days[-1]])),
         show=show,
         different=different,

@@ -9,11 +9,12 @@ from pathlib import Path
 from t5bench.compare.explain import Explanation
 from t5bench.compare.rows import Row
 from t5bench.record.files import PROFILE, RecordError
-from t5bench.record.profile import PARTS, Profile, Rank, read_profile
+from t5bench.record.profile import DOING, PARTS, Profile, Rank, read_profile
 from t5bench.record.records import Run
-from t5bench.report.figures import COLOURS, LEFT_OUT, Figure, Series, by_size, stacked
+from t5bench.report.figures import COLOURS, LEFT_OUT, Figure, Series, best, by_size, stacked
 
 MOST_RANKS, MOST_STEPS = 64, 200  # of the timeline
+SLOWER = 1.05  # times as long as the fastest: what differs by less needs no reason
 COLOUR_OF = dict(zip(PARTS, COLOURS, strict=True))
 
 
@@ -41,11 +42,33 @@ def profiles_of(rows: Mapping[str, Row], root: Path) -> dict[str, Profile]:
     return found
 
 
+def mean_parts(profile: Profile) -> dict[str, float]:
+    """Milliseconds of each part, the mean of all ranks."""
+    return {part: sum(rank.parts.get(part, 0.0) for rank in profile.ranks) / len(profile.ranks) for part in PARTS}
+
+
+def why_slower(rows: Mapping[str, Row], root: Path) -> list[str]:
+    """Of each strategy's fastest row, what it takes longer for than the fastest with as many processes."""
+    timed = {name: row for name, row in rows.items() if row.milliseconds}
+    shown = best(timed, len({(row.strategy, row.run.world_size) for row in timed.values()}))
+    profiles, found = profiles_of(shown, root), []
+    for size in sorted({row.run.world_size for row in shown.values()}):
+        took = {name: row.milliseconds.median for name, row in shown.items() if row.run.world_size == size}
+        first = min(took, key=took.__getitem__)
+        slower = {name for name, ms in took.items() if ms >= SLOWER * took[first]}
+        for name in profiles.keys() & slower if first in profiles else ():
+            ours, its = mean_parts(profiles[name]), mean_parts(profiles[first])
+            part = max(PARTS, key=lambda part: ours[part] - its[part])
+            more = f"{took[name] - took[first]:.3g} ms longer than {first}"
+            text = f"{name} takes {more}; the profile shows {ours[part] - its[part]:.3g} ms more {DOING[part]}"
+            found.append((size, took[name], text))
+    return [text for *_, text in sorted(found)]
+
+
 def parts(rows: Mapping[str, Row], profiles: Mapping[str, Profile]) -> Figure:
     found: list[Series] = []
     for name, profile in profiles.items():
-        ranks = profile.ranks
-        found += stacked(name, {part: sum(r.parts.get(part, 0.0) for r in ranks) / len(ranks) for part in PARTS})
+        found += stacked(name, mean_parts(profile))
     caption = "The mean of all ranks. The parts add up to the profiled iteration, which profiling slows down."
     return Figure("Where the time went", "ms of the profiled iteration", caption, by_size(rows, found))
 

@@ -9,14 +9,13 @@ import functools
 import importlib
 import itertools
 import json
-import os
 import socket
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from torch.profiler import ProfilerActivity, record_function
 from t5bench.record import profile
 from t5bench.record.files import write_json, write_whole
 from t5bench.run import timeline
+from t5bench.run.spent import TIMED, MainThread, Parts, between, main_thread, processor
 
 # An engine's function for an iteration, and those that PyTorch does not name: module, class or "", function.
 STEPS = {
@@ -47,10 +47,11 @@ PHASES = {
         profile.DATA: LOADER,
     },
 }
-PAIRWISE = ("send", "recv", "batch_isend_irecv")
 COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "_all_gather_base",
                "reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base", "all_to_all_single", "barrier",
-               *PAIRWISE)  # fmt: skip
+               *timeline.PAIRWISE)  # fmt: skip
+# Bytes of a large message and of one that is as good as empty, seconds for which each is sent, how often at least.
+PROBES, PROBE_SECONDS, FEWEST_PROBES = (1 << 20, 4), 0.5, 2
 
 
 class ProfiledStretch:
@@ -82,11 +83,11 @@ class ProfiledStretch:
         self.mark.__enter__()
 
     def end(
-        self, iteration: int, gradient_bytes: int = 0, queued: Mapping[str, float] | None = None
+        self, iteration: int, gradient_bytes: int = 0, spent: Sequence[Parts] = ()
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """On the first rank, the content of profile.json for all ranks, and the events of trace.json.
 
-        queued: milliseconds of waiting for a core, by part.
+        spent: in this iteration and in those before.
         """
         self.wall_ms = 1000 * (self.synchronise() - self.begun)
         self.mark.__exit__(None, None, None)
@@ -103,9 +104,17 @@ class ProfiledStretch:
             dist.all_gather_object(everyone, mine.introduction())
         own_begin, last = mine.begin, mine.meet(everyone)
         beside = max([0.0, *(used.pop(name) for name in list(used) if name.isdigit())])
-        lost = {**used, "beside_ms": beside, "queued_in_ms": queued or {}}
+        found, lost = mine.explained(last), dict[str, Any](used)
+        if spent:
+            of_main, most = main_thread(spent[0], spent[1:])
+            # Threads that compute together wait for each other, and one of them may wait for a core.
+            known = mine.unmarked + used["throttled_ms"] + beside * (torch.get_num_threads() > 1)
+            of_main["asleep_ms"] = max(0.0, min(of_main["asleep_ms"] - known, most))
+            # A host waits for its GPU.
+            of_gpu = {key: of_main[key] for key in of_main.keys() & {"alone_ms", "saving_ms"}}
+            lost |= of_main if self.device == "cpu" else of_gpu
         measured = {"measured_ms": self.wall_ms + (own_begin - mine.begin) / 1000, "processor": lost}
-        told = mine.explained(last) | measured, mine.longest_events(ranks)
+        told = found | measured, mine.longest_events(ranks)
         everyone = [told] * ranks
         if ranks > 1:
             dist.gather_object(told, everyone if rank == 0 else None)
@@ -129,7 +138,7 @@ class Marks:
         self.tp, self.pp = (int(words[words.index(flag) + 1]) if flag in words else 1 for flag in sizes)
         self.is_zero, self.active, self.gradient_bytes = "--deepspeed" in words, False, 0
         self.numbers: Counter[str] = Counter()
-        self.queued: Counter[str] = Counter()  # milliseconds, by part
+        self.main, self.is_timed = MainThread(), False  # communication is WAITING
         self.works: dict[int, tuple[str, Any]] = {}  # the name of each operation in progress, by its handle
 
     def place(self, engine: str) -> None:
@@ -148,7 +157,11 @@ class Marks:
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
             name = name_of([*args, *options.values()]) if self.active else ""
-            with record_function(name) if name else nullcontext():
+            with ExitStack() as inside:
+                if (self.is_timed or self.main.within) and profile.WAITING not in self.main.within:
+                    inside.enter_context(self.main.in_part(profile.WAITING))
+                if name:
+                    inside.enter_context(record_function(name))
                 result = function(*args, **options)
             if name.startswith(timeline.COLLECTIVE):
                 for work in result if isinstance(result, list) else [result]:
@@ -158,14 +171,10 @@ class Marks:
         return call
 
     def _phase(self, part: str, function: Callable) -> Callable:
-        marked = self._marked(lambda _: part, function)
-
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
-            before = queued_ms("/proc/self") if self.active else 0.0
-            result = marked(*args, **options)
-            self.queued[part] += queued_ms("/proc/self") - before if self.active else 0.0
-            return result
+            with self.main.in_part(part), record_function(part) if self.active else nullcontext():
+                return function(*args, **options)
 
         return call
 
@@ -190,10 +199,10 @@ class Marks:
             elif exchanged:
                 ranks = sorted({dist.get_rank(), *(each.peer for each in exchanged)})
                 sizes.append(sum(each.tensor.nbytes for each in exchanged if each.op is dist.isend))
-            elif operation in PAIRWISE and isinstance(argument, int):
+            elif operation in timeline.PAIRWISE and isinstance(argument, int):
                 ranks = sorted({dist.get_rank(), argument})
         size = max(sizes)
-        if operation not in PAIRWISE:
+        if operation not in timeline.PAIRWISE:
             size = size * (2 if operation == "all_reduce" else 1) * (len(ranks) - 1) // len(ranks)
         group = f"{self._axis(ranks, operation)}|{','.join(map(str, ranks))}"
         self.numbers[group] += 1
@@ -209,33 +218,27 @@ class Marks:
         return differ[0] if len(differ) == 1 else profile.AXES[4]
 
 
-def queued_ms(folder: str | Path) -> float:
-    """How long a thread waited for a core that others used."""
-    with suppress(OSError, ValueError):
-        return int(Path(folder, "schedstat").read_text().split()[1]) / 1e6
-    return 0.0
+def fastest(device: str, size: int) -> float:
+    """Milliseconds of the fastest of several all-reduces of so many bytes by all ranks, from the first to the last."""
+    message, took, began, is_last = torch.zeros(size // 4, device=device), list[float](), time.perf_counter(), False
+    while len(took) < FEWEST_PROBES or not is_last:
+        before = time.perf_counter()
+        message[0] = before - began > PROBE_SECONDS
+        dist.all_reduce(message)
+        is_last = bool(message[0])  # the same on all ranks, once the device is done
+        took.append(1000 * (time.perf_counter() - before))
+    everyone = [took] * dist.get_world_size()
+    dist.all_gather_object(everyone, took)
+    return min(max(times) for times in zip(*everyone, strict=True))
 
 
-def processor() -> Counter[str]:
-    """Milliseconds in which this process computed, waited for a core and was held back by a quota.
-
-    queued_ms: of its main thread; by their numbers its other threads.
-    """
-    found = Counter(computed_ms=1000 * time.process_time(), queued_ms=queued_ms("/proc/self"))
-    threads = (folder for folder in Path("/proc/self/task").glob("*") if folder.name != str(os.getpid()))
-    found.update({folder.name: queued_ms(folder) for folder in threads})
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            folder = "cpu" if "cpu" in controllers.split(",") else ""
-            own = Path("/sys/fs/cgroup", folder, path.lstrip("/"))
-            # A quota of a parent group holds back too; in a container the path may begin above its root.
-            for quota in {group / "cpu.stat" for group in (own, *own.parents)}:
-                words = dict(line.split() for line in quota.read_text().splitlines()) if quota.is_file() else {}
-                # cgroup 1 counts nanoseconds, cgroup 2 microseconds.
-                found["throttled_ms"] += int(words.get("throttled_time", 0)) / 1e6
-                found["throttled_ms"] += int(words.get("throttled_usec", 0)) / 1e3
-    return found
+def link(device: str) -> dict[str, float] | None:
+    """What profile.json says of the slowest link; None of a single rank."""
+    if (ranks := dist.get_world_size()) == 1:
+        return None
+    large, empty = (fastest(device, size) for size in PROBES)
+    steps = 2 * (ranks - 1)  # of a ring
+    return {"rate": 1000 * steps / ranks * PROBES[0] / max(large - empty, 1e-3), "latency_ms": empty / steps}
 
 
 class OneIteration:
@@ -245,6 +248,7 @@ class OneIteration:
         """words: the engine's command line, its program first."""
         self.iteration, self.output, self.marks, self.program = iteration, output, Marks(words), Path(words[0])
         self.ends: list[float] = []
+        self.spent: list[Parts] = []  # until each of these ends
 
     def watch(self) -> None:
         engine = "native" if self.program.parent.name == "native" else "megatron"
@@ -257,6 +261,8 @@ class OneIteration:
         def call(*args: Any, **options: Any) -> Any:
             result = step(*args, **options)
             self.ends.append(time.perf_counter())
+            self.spent.append(self.marks.main.until_now())
+            self.marks.is_timed = 0 <= self.iteration - len(self.ends) <= TIMED + 1
             if len(self.ends) == self.iteration - 1:
                 self._begin()
             elif len(self.ends) == self.iteration:
@@ -268,14 +274,17 @@ class OneIteration:
     def _begin(self) -> None:
         self.stretch = ProfiledStretch("cuda" if torch.cuda.is_initialized() else "cpu")
         self.stretch.begin()
-        self.marks.active = True
+        self.marks.active, self.begun = True, self.marks.main.until_now()
 
     def _end(self) -> None:
         if dist.get_world_size() > 1:
             dist.barrier()  # a rank that waits here waits for a slower one
-        self.marks.active = False
+        self.marks.active = self.marks.is_timed = False
         self.marks.works.clear()
-        content, events = self.stretch.end(self.iteration, self.marks.gradient_bytes, self.marks.queued)
+        spent = [between(self.begun, self.marks.main.until_now())]
+        spent += [between(*pair) for pair in itertools.pairwise(self.spent[:-1])]
+        content, events = self.stretch.end(self.iteration, self.marks.gradient_bytes, spent)
+        content["link"] = link(self.stretch.device)
         if dist.get_rank() == 0:
             write_json(self.output, content | self._overhead())
             write_whole(self.output.with_name("trace.json"), json.dumps({"traceEvents": events}))

@@ -37,6 +37,7 @@ _CODE, _IDLE = {part: code for code, part in enumerate(PARTS)}, -1
 _UNDER_SENDING = tuple(_CODE[part] for part in PARTS if part not in (LOGGING, SAVING))
 # Marks of profile_step.py: the iteration, and a collective operation "t5|axis|operation|bytes sent|ranks|number".
 ITERATION, COLLECTIVE = "t5 iteration", "t5|"
+PAIRWISE = ("send", "recv", "batch_isend_irecv")
 MOST_CELLS, MOST_EVENTS, MOST_STRETCHES = 4_000_000, 40_000, 400
 _BACKWARD_NODE = "autograd::engine::evaluate_function"
 # A smaller message tells the latency of a link, not its bandwidth.
@@ -58,11 +59,12 @@ class Event(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A stretch of a collective operation on one rank, and how many bytes it sends."""
+    """A stretch of a collective operation on one rank, which sends so many bytes, in so many steps round a ring."""
 
     key: Key
     axis: str
     sent: int
+    steps: int
     event: Event
 
 
@@ -82,6 +84,7 @@ class RankTrace:
         self.events = [e for e in events if e.start >= self.begin and e.end <= self.end and e is not whole]
         self.launches = {e.correlation: e for e in self.events if e.kind in ("cuda_runtime", "cuda_driver")}
         self.marks: list[Collective] = []  # by their start
+        self.unmarked = 0.0  # ms for which the main thread waits for collectives without a mark
         self.collectives = list(self._collectives(gradient_bytes))
         self.cell = max(1.0, (self.end - self.begin) / MOST_CELLS)
 
@@ -92,20 +95,21 @@ class RankTrace:
         """
         ordered = sorted(self.events, key=lambda event: event.start)
         for event in (event for event in ordered if event.name.startswith(COLLECTIVE)):
-            _, axis, _, size, ranks, number = event.name.split("|")
-            self.marks.append(Collective((f"{axis} {ranks}", int(number)), axis, int(size), event))
+            _, axis, operation, size, ranks, number = event.name.split("|")
+            steps = 1 if operation in PAIRWISE else ranks.count(",") * (1 + (operation == "all_reduce"))
+            self.marks.append(Collective((f"{axis} {ranks}", int(number)), axis, int(size), steps, event))
         if kernels := [event for event in ordered if event.kind == "kernel" and "nccl" in event.name]:
             marked = [(self.mark_around(self.launch(kernel).start), kernel) for kernel in kernels]
             own = [kernel for mark, kernel in marked if not mark]
             yield from (mark._replace(event=kernel) for mark, kernel in marked if mark)
             for number, kernel in enumerate(own):
-                yield Collective(("DDP", number), AXES[0], gradient_bytes // len(own), kernel)
+                yield Collective(("DDP", number), AXES[0], gradient_bytes // len(own), 2, kernel)
             return
         yield from self.marks
         for names in (("c10d::allreduce_",), ("gloo:all_reduce", "nccl:all_reduce")):
             own = [event for event in ordered if event.name in names and not self.mark_around(event.start)]
             for number, event in enumerate(own):
-                yield Collective(("DDP", number), AXES[0], gradient_bytes // len(own), event)
+                yield Collective(("DDP", number), AXES[0], gradient_bytes // len(own), 2, event)
 
     def launch(self, kernel: Event) -> Event:
         """The event on the host that started it; itself if there is none."""
@@ -195,6 +199,7 @@ class RankTrace:
         for stretch, part in ((self.span(start, arrival), waiting), (self.span(arrival, end), SENDING[found.axis])):
             free = np.isin(cells[stretch], under) | (part == waiting and under is _UNDER_SENDING)
             cells[stretch][free] = _CODE[part]
+            self.unmarked += float(free.sum()) * self.cell / 1000 if under is not _UNDER_SENDING else 0.0
             if part == WAITING:
                 self.late[latest] = self.late.get(latest, 0.0) + float(free.sum()) * self.cell
 
@@ -214,15 +219,19 @@ class RankTrace:
         return cells
 
     def links(self, last: Last) -> dict[str, dict[str, float]]:
-        """Bytes that this rank sends in large messages along each axis, and the time in which any of them travels."""
+        """Bytes that this rank sends in large messages along each axis, the time in which one of them travels, and the
+        steps of all messages."""
         found: dict[str, dict[str, float]] = {}
         reached = 0.0  # time in which two of them travel counts once
         ends: dict[Key, float] = {}
         for each in self.collectives:
             ends[each.key] = max(each.event.end, ends.get(each.key, 0.0))
         for each in sorted(self.collectives, key=lambda each: last[each.key]):
-            if each.sent >= LARGE_BYTES and (end := ends.pop(each.key, 0.0)) > last[each.key][0]:
-                link = found.setdefault(each.axis, {"bytes": 0, "ms": 0.0})
+            if (end := ends.pop(each.key, 0.0)) > last[each.key][0]:
+                link = found.setdefault(each.axis, {"bytes": 0, "ms": 0.0, "steps": 0})
+                link["steps"] += each.steps
+                if each.sent < LARGE_BYTES:
+                    continue
                 link["bytes"] += each.sent
                 travelled = max(0.0, end - max(last[each.key][0], reached)) / 1000
                 link["ms"] = round(link["ms"] + travelled, 3)

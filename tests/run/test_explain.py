@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from t5bench.record import profile
 from t5bench.record.profile import AXES, SENDING
 from t5bench.record.records import load
 from t5bench.run import timeline
+from t5bench.run.spent import MainThread, Spent, between, main_thread
 
 # ---- made traces, in milliseconds ------------------------------------------------------------------------------------
 
@@ -94,7 +96,7 @@ def test_the_first_rank_waits_for_the_last(hosts: str, begins: tuple[float, floa
         {profile.WAITING: 30, SENDING[AXES[0]]: 10, SENDING[AXES[2]]: 20, "host gaps": 40}, abs=0.01
     )
     assert (first["waited_for"], second["waited_for"]) == ({"1": 30.0}, {})
-    assert second["links"][AXES[0]] == {"bytes": 1 << 20, "ms": 10.0}
+    assert second["links"][AXES[0]] == {"bytes": 1 << 20, "ms": 10.0, "steps": 2}
 
 
 def launched(kernel: str, at: float, start: float, end: float, number: int, kind: str = "kernel") -> list[dict]:
@@ -119,7 +121,7 @@ def test_with_nccl_a_rank_waits_on_its_device_and_computing_hides_what_is_sent()
     assert first["parts"] == pytest.approx(parts, abs=0.1)
     assert (first["waited_for"], second["waited_for"]) == ({"1": 15.0}, {})
     assert second["parts"][SENDING[AXES[0]]] == pytest.approx(15, abs=0.1)
-    assert first["links"][AXES[0]] == {"bytes": 1 << 20, "ms": 15.0}
+    assert first["links"][AXES[0]] == {"bytes": 1 << 20, "ms": 15.0, "steps": 2}
 
 
 def test_ddp_sends_gradients_during_the_backward_pass():
@@ -159,6 +161,23 @@ def test_on_a_gpu_the_kernels_decide():
     )
 
 
+def test_what_the_main_thread_spends_by_part():
+    """What lies inside of another part belongs to the inner one, and what another iteration does not show is chance."""
+    main = MainThread()
+    begun = main.until_now()
+    with main.in_part(profile.DATA):
+        time.sleep(0.05)
+        with main.in_part(profile.WAITING):
+            time.sleep(0.1)
+    time.sleep(0.07)
+    now = between(begun, main.until_now())
+    alone, most = main_thread(now, [])
+    assert alone["alone_ms"] == {profile.DATA: pytest.approx(50, abs=15), profile.LOGGING: 0}
+    assert alone["asleep_ms"] == most == pytest.approx(70, abs=15) and alone["working_ms"] < 50
+    alone, most = main_thread(now, [{"": Spent(asleep=20.0)}] * 3)
+    assert alone["alone_ms"][profile.DATA] == alone["working_ms"] == 0 and most == 20
+
+
 # ---- causes ----------------------------------------------------------------------------------------------------------
 
 HEALTHY = {"forward": 30.0, "backward": 60.0, "host gaps": 5.0, SENDING[AXES[0]]: 5.0}
@@ -171,6 +190,7 @@ def made_profile(
     log_interval: int = 1,
     nodes: int = 1,
     other: float = 100.0,
+    link: dict | None = None,
     **run: Any,
 ) -> Explanation:
     """Of a few ranks, with parts in percent; changes: to a healthy rank's entry. other: ms of the other iterations."""
@@ -187,7 +207,8 @@ def made_profile(
         }
         entry |= {"parts": HEALTHY, "processor": {"queued_ms": 0.0, "throttled_ms": 0.0}}
         ranks.append(entry | change)
-    (directory / "profile.json").write_text(json.dumps({"overhead": 0.1, "other_iterations_ms": other, "ranks": ranks}))
+    content = {"overhead": 0.1, "other_iterations_ms": other, "ranks": ranks, "link": link}
+    (directory / "profile.json").write_text(json.dumps(content))
     return Explanation(made)
 
 
@@ -204,14 +225,17 @@ def processor(**milliseconds: Any) -> dict:
     return {"processor": {"queued_ms": 0.0, "throttled_ms": 0.0} | milliseconds}
 
 
-LINKED = {"parts": {"forward": 50.0, SENDING[AXES[0]]: 50.0}}
+def sending(**link: Any) -> dict:
+    return {"parts": {"forward": 50.0, SENDING[AXES[0]]: 50.0}, "links": {AXES[0]: {"bytes": 0, "ms": 50.0} | link}}
+
+
+FAST, SLOW, LATE = ({"rate": rate, "latency_ms": late} for rate, late in ((1e9, 0.1), (2e7, 0.1), (1e9, 3.0)))
 MADE: dict[str, tuple[str, list[dict]]] = {
     "": ("ddp", [{}, {}]),
     "another program on the core": ("zero2", [waiting(30, 1), processor(queued_ms=40.0)]),
     "unequal pipeline stages": (
         "pipeline", [{"parts": {"forward": 20.0, "backward": 20.0, "pipeline bubble": 60.0}}, {}],
     ),
-    "slow link": ("ddp", [waiting(20, 1) | LINKED | {"links": {AXES[0]: {"bytes": 10**6, "ms": 50.0}}}, LINKED]),
     "tiny micro-batches": (
         "ddp", [{"parts": {"forward": 3.0, "backward": 6.0, "host gaps": 91.0}}] * 2,
     ),
@@ -252,14 +276,55 @@ def test_the_larger_of_two_causes_comes_first(tmp_path: Path):
 @pytest.mark.parametrize(
     "ranks",
     [
-        [busy_with("data loading", 30) | processor(queued_in_ms={"data loading": 25.0}), waiting(30, 0)],
-        [MADE["slow link"][1][0] | processor(beside_ms=60.0), LINKED],
+        [busy_with("data loading", 30) | processor(alone_ms={"data loading": 5.0}), waiting(30, 0)],
+        [sending(bytes=10**6)] * 2,
         [waiting(20, 1), processor(queued_ms=20.0)],
+        [waiting(30, 1) | processor(working_ms=50.0), processor(working_ms=69.0, asleep_ms=4.0)],
     ],
-    ids=["data", "link", "rank"],
+    ids=["data", "link", "rank of GPUs", "rank of CPUs"],
 )
 def test_waiting_for_a_core_is_not_mistaken_for_another_cause(tmp_path: Path, ranks: list[dict]):
-    assert made_profile(tmp_path / "run", "ddp", ranks).causes() == []
+    """Nor what a rank does once."""
+    assert made_profile(tmp_path / "run", "ddp", ranks, link=FAST).causes() == []
+
+
+# What is left of 100 ms if nobody waits for a core, and a tenth of it.
+QUEUED, WORKS = {"queued_ms": 70.0}, {"queued_ms": 70.0, "working_ms": 20.0}
+HIDDEN: dict[str, tuple[str, list[dict], dict]] = {
+    "data loading": (
+        "ddp",
+        [busy_with("data loading", 20) | processor(alone_ms={"data loading": 4.0}, **QUEUED)],
+        FAST,
+    ),
+    "logging": ("ddp", [busy_with("logging", 20) | processor(alone_ms={"logging": 4.0}, **QUEUED)], FAST),
+    "slow rank": ("ddp", [processor(**WORKS), processor(asleep_ms=4.0, **WORKS)], FAST),
+    "slow rank that computes": ("tensor", [processor(**WORKS), processor(queued_ms=70.0, working_ms=32.0)], FAST),
+    "slow rank of a pipeline": ("pipeline", [processor(asleep_ms=4.0, **WORKS), processor(**WORKS)], FAST),
+    "slow node": ("zero1", [processor(**WORKS), processor(**WORKS), *[processor(asleep_ms=4.0, **WORKS)] * 2], FAST),
+    "slow link": ("ddp", [sending(bytes=1e5) | processor(**QUEUED)] * 2, SLOW),
+    "slow link by latency": ("tensor", [sending(steps=2) | processor(**QUEUED)] * 2, LATE),
+}
+
+
+@pytest.mark.parametrize(("name", "made"), HIDDEN.items())
+def test_waiting_for_a_core_hides_no_cause(tmp_path: Path, name: str, made: tuple[str, list[dict], dict]):
+    strategy, ranks, link = made
+    named = made_profile(tmp_path / "run", strategy, ranks, nodes=max(1, len(ranks) // 2), link=link).causes()
+    assert [cause.name for cause in named if cause.name not in BUSY] == [re.sub(" (of|by|that) .*", "", name)]
+
+
+@pytest.mark.parametrize(
+    ("machine", "queued", "named"),
+    [(230.0, 15.0, "another program on the core"), (210.0, 15.0, ""), (210.0, 55.0, "fewer cores than processes"),
+     (380.0, 55.0, "another program on the core")],
+)  # fmt: skip
+def test_who_has_the_core_that_a_rank_waits_for(tmp_path: Path, machine: float, queued: float, named: str):
+    """Ranks that compute for 100 ms each, on two cores."""
+    count = 4 if queued > 50 else 2
+    entry = processor(computed_ms=200.0 / count, machine_ms=machine, queued_ms=queued)
+    found = made_profile(tmp_path / "run", "ddp", [entry] * count)
+    found.cores = {"node0": 2}
+    assert [cause.name for cause in found.causes()] == [named][: bool(named)]
 
 
 def test_what_only_the_profiled_iteration_has_may_be_chance(tmp_path: Path):
@@ -277,8 +342,10 @@ def test_a_pipeline_stage_is_slow_where_its_layers_do_not_explain_it(tmp_path: P
     assert names == [["slow rank"], ["unequal pipeline stages"]]
 
 
-def test_a_log_line_counts_for_the_iterations_that_it_covers(tmp_path: Path):
-    assert made_profile(tmp_path / "run", "ddp", OF_STRENGTH["logging"](30), log_interval=10).causes() == []
+def test_a_log_line_counts_for_the_iterations_that_it_serves(tmp_path: Path):
+    ranks = OF_STRENGTH["logging"](30)
+    ranks[1] |= processor(alone_ms={"logging": 3.0})
+    assert made_profile(tmp_path / "run", "ddp", ranks, log_interval=10).causes() == []
 
 
 def test_the_sentence_says_what_is_sent_and_of_which_family(tmp_path: Path):
@@ -301,14 +368,18 @@ def test_a_node_with_slow_gpus_shows_without_a_profile(tmp_path: Path, clock: fl
     assert [cause.name for cause in of_record(load(made))] == named
 
 
-@pytest.mark.parametrize(("seconds", "named"), [(0.05, []), (1.5, ["frequent checkpoints"]), (30, ["slow disk"])])
-def test_the_cost_of_saving_shows_without_a_profile(tmp_path: Path, seconds: float, named: list[str]):
-    """Every ten iterations of 0.1 s; the time of a line tells, for the native engine's own time stops meanwhile."""
+@pytest.mark.parametrize(
+    ("seconds", "asleep", "named"),
+    [(0.05, 0, []), (1.5, 0, ["frequent checkpoints"]), (1.5, 1, ["slow disk"]), (30, 0, ["slow disk"])],
+)
+def test_what_saving_costs_shows_without_a_profile(tmp_path: Path, seconds: float, asleep: float, named: list[str]):
+    """Every ten iterations of 0.1 s; the time of a line tells, for the native engine's own time stops meanwhile. A
+    profile tells how much of it the disk takes."""
     lines = [100.0 + 1000 * seconds * (number % 10 == 1 and number > 10) for number in range(1, 41)]
     made = make_run(tmp_path, "ddp", elapsed_ms=lines, settings={"SAVE_INTERVAL": "10"})
     (tmp_path / "checkpoints" / "iter_0000030").mkdir(parents=True)
     (tmp_path / "checkpoints" / "iter_0000030" / "model.pt").write_bytes(bytes(10**6))
-    assert [cause.name for cause in of_record(load(made))] == named
+    assert [cause.name for cause in of_record(load(made), asleep)] == named
 
 
 # ---- planted in real runs --------------------------------------------------------------------------------------------
@@ -332,20 +403,26 @@ if "RANK" in os.environ and (not ranks or os.environ["RANK"] in ranks.split(",")
     if what == "data":
         from torch.utils.data.dataloader import _BaseDataLoaderIter as Loader
         Loader.__next__ = late(Loader.__next__, 1)
+    if what == "late":  # every message, as far as Python sends it
+        import torch.distributed as dist
+        dist.all_reduce = late(dist.all_reduce, 0.003)
     if what == "log":
         from torch.utils.tensorboard import SummaryWriter
         SummaryWriter.add_scalar = late(SummaryWriter.add_scalar, 0.1)
 """
 ONE_MICRO_BATCH = {"MICRO_BATCH_SIZE": "8", "GLOBAL_BATCH_SIZE": "16"}
-PLANTED: dict[str, tuple[str, dict[str, str]]] = {
-    "": ("zero2", {"MICRO_BATCH_SIZE": "32", "GLOBAL_BATCH_SIZE": "64"}),
-    "slow rank": ("ddp", ONE_MICRO_BATCH | {"PLANT": "step:1"}),
-    "data loading": ("ddp", ONE_MICRO_BATCH | {"PLANT": "data"}),
-    "logging": ("ddp", ONE_MICRO_BATCH | {"PLANT": "log:1", "LOG_INTERVAL": "1"}),
-    "tiny micro-batches": ("zero1", {"MICRO_BATCH_SIZE": "1", "GLOBAL_BATCH_SIZE": "32", "ENCODER_SEQ_LENGTH": "32"}),
-    "unequal pipeline stages": ("pipeline", {"ENCODER_NUM_LAYERS": "1", "DECODER_NUM_LAYERS": "8"}),
-    "slow node": ("zero1", ONE_MICRO_BATCH | {"MICRO_BATCH_SIZE": "4", "PLANT": "step:2,3", "NNODES": "2"}),
-}
+PLANTED: list[tuple[str, str, dict[str, str]]] = [
+    ("", "zero2", {"MICRO_BATCH_SIZE": "32", "GLOBAL_BATCH_SIZE": "64"}),
+    ("", "ddp", {"LOG_INTERVAL": "1", "NPROC_PER_NODE": "4"}),
+    ("slow rank", "ddp", ONE_MICRO_BATCH | {"PLANT": "step:1"}),
+    ("slow rank", "pipeline", ONE_MICRO_BATCH | {"PLANT": "step:0"}),
+    ("slow link", "tensor", ONE_MICRO_BATCH | {"PLANT": "late"}),
+    ("data loading", "ddp", ONE_MICRO_BATCH | {"PLANT": "data"}),
+    ("logging", "ddp", ONE_MICRO_BATCH | {"PLANT": "log:1", "LOG_INTERVAL": "1"}),
+    ("tiny micro-batches", "zero1", {"MICRO_BATCH_SIZE": "1", "GLOBAL_BATCH_SIZE": "32", "ENCODER_SEQ_LENGTH": "32"}),
+    ("unequal pipeline stages", "pipeline", {"ENCODER_NUM_LAYERS": "1", "DECODER_NUM_LAYERS": "8"}),
+    ("slow node", "zero1", ONE_MICRO_BATCH | {"MICRO_BATCH_SIZE": "4", "PLANT": "step:2,3", "NNODES": "2"}),
+]
 # What a busy machine does to any run.
 BUSY = {"another program on the core", "fewer cores than processes", "throttled CPU"}
 
@@ -359,9 +436,9 @@ def trained(data: Path, directory: Path, strategy: str, **settings: str) -> Expl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "planted"), PLANTED.items())
-def test_what_is_planted_is_named_first(sample_data: Path, tmp_path: Path, name: str, planted: tuple[str, dict]):
-    check(trained(sample_data, tmp_path, planted[0], **planted[1]), name)
+@pytest.mark.parametrize(("name", "strategy", "planted"), PLANTED)
+def test_what_is_planted_is_named_first(sample_data: Path, tmp_path: Path, name: str, strategy: str, planted: dict):
+    check(trained(sample_data, tmp_path, strategy, **planted), name)
 
 
 @pytest.mark.slow
