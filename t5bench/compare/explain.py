@@ -103,7 +103,19 @@ class Explanation:
         self.run, self.plan, self.layout = run, run.plan, run.layout
         self.cores = {node["host"]: node["cpu"]["cores"] for node in run.nodes if node.get("cpu")}
         # What would be left of the iteration if nobody waited for a core: other causes are shares of that.
-        self.rest = max(0.1, 1 - max(rank.lost for rank in self.ranks))
+        self.unqueued = max(0.1, 1 - max(rank.lost for rank in self.ranks))
+        self.rest = min(self.unqueued, self._undisturbed())
+
+    def _undisturbed(self) -> float:
+        """The share of the iteration that the busiest rank computes and sleeps, or sends at the link's best."""
+        if not any(rank.working for rank in self.ranks):
+            return 1.0  # of GPUs it is not known
+        best, several = self.content.link, (self.layout.micro_batches + self.layout.pp - 1) / self.layout.micro_batches
+        found = [rank.working + rank.asleep + rank.alone(DATA) + rank.alone(LOGGING) for rank in self.ranks]
+        for rank in self.ranks if best else ():
+            sent = [1000 * link.bytes / best.rate + link.steps * best.latency_ms for link in rank.entry.links.values()]
+            found[rank.number] += sum(sent) / rank.wall
+        return max(0.05, several * max(found))
 
     @property
     def _without(self) -> str:
@@ -183,7 +195,7 @@ class Explanation:
     def _equal_stages(self) -> Gain:
         backward = (BACKWARD, RECOMPUTATION)
         ways = [[self._of_stage(stage, *way) for stage in range(self.layout.pp)] for way in ((FORWARD,), backward)]
-        return equal_stages(self.rest, *ways, self.layout.micro_batches)
+        return equal_stages(self.unqueued, *ways, self.layout.micro_batches)
 
     def _of_stage(self, stage: int, *parts: str) -> float:
         """The share of an iteration that these parts of a micro-batch take on a stage's busiest rank, without what it
@@ -284,7 +296,7 @@ class Explanation:
         if count >= MANY * self.layout.pp and mean < SMALL_OPERATOR_MS:
             text = f"{count} micro-batches of {self.plan.value('MICRO_BATCH_SIZE')}, {1000 * mean:.0f} us an operator"
             saved = 1 - self.layout.pp / count  # by micro-batches as large as possible
-            share = saved * worst.share(HOST) * (1 - worst.lost) / self.rest
+            share = saved * worst.share(HOST) * (1 - worst.lost) / self.unqueued
             yield Cause("tiny micro-batches", share, text)
 
 
