@@ -257,7 +257,7 @@ start_run() {
 
 print_usage() {
   cat <<HELP
-Usage: bash scripts/${0##*/} [master-host] [node-rank] [option] [-- argument...]
+Usage: bash scripts/${0##*/} [master-host] [node-rank] [option] [-- arguments]
 
 $STRATEGY_TITLE
 

@@ -82,7 +82,7 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_unchanged(died: Callable[..
     assert refusal(plan).endswith("no intact checkpoint to resume from: iter_0000010/random_00000.pt is missing")
     assert refusal(died(30)).endswith("is already at iteration 30 of 30")
     write_indexed_dataset(Path(plan.data_prefix), [[5, 6, 1], [4, 1]])
-    assert ".bin is not the file that the run was trained on" in refusal(plan)
+    assert ".bin is not the file on which the run was trained" in refusal(plan)
     assert sorted(path.name for path in found.directory.iterdir()) == ["iter_0000010", "iter_0000030"]
 
 

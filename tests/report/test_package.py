@@ -130,9 +130,9 @@ SEALED: dict[str, tuple[Change, str]] = {
     "a loss in the metrics": (text(METRICS, r'(_loss": )7', r"\g<1>6"), "metrics.jsonl line 1 has lm_loss 6"),
     "a clock in the metrics": (text(METRICS, r'("time": 176370000)1', r"\g<1>2"), "line .* came at 176370000"),
     "a time in log and metrics": (
-        both(text(LOG, ELAPSED, r"\g<1>11\2"), text(METRICS, THE_SAME, r"\g<1>11\2")), "those are not 16 samples"),
+        both(text(LOG, ELAPSED, r"\g<1>11\2"), text(METRICS, THE_SAME, r"\g<1>11\2")), "do not give 16 samples"),
     "a throughput in log and metrics": (
-        both(text(LOG, r"second: 1\d", "second: 19"), text(METRICS, r'second": 1\d', 'second": 19')), "not 16 samples"),
+        both(text(LOG, r"second: 1\d", "second: 19"), text(METRICS, r'second": 1\d', 'second": 19')), "not give 16"),
     "the last lines of the metrics": (text(METRICS, r'\{"iteration": 31,.*', ""), "has 30 .*of its last attempt"),
     "the last lines of both": (
         both(text(METRICS, r'\{"iteration": 31,.*', ""), text(LOG, r"\S+  iteration +31/.*?(?=\S+  peak)", "")),
