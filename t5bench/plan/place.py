@@ -126,7 +126,9 @@ def check_output_directory(request: Request) -> None:
         return
     if status == "complete" and (directory / f"node{node}.json").exists():
         found = f"{directory} already holds a finished run, which is never overwritten"
-        lack("finished-run", found, "Choose another OUTPUT_DIR, or delete this one")
+        evaluates = request.value("EVAL_ONLY") == "1"  # in this directory of the run that it evaluates
+        remedy = "Delete it to evaluate again" if evaluates else "Choose another OUTPUT_DIR, or delete this one"
+        lack("finished-run", found, remedy)
     checkpoints = [_CHECKPOINT.fullmatch(path.name) for path in (directory / "checkpoints").glob("*")]
     if newest := max((int(match[1]) for match in checkpoints if match), default=0):
         found = f"{directory} holds checkpoints of an earlier run (up to iteration {newest})"

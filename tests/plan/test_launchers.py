@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -283,7 +284,11 @@ def test_a_dry_run_needs_no_engine_data_or_gpu_and_says_what_is_missing(project:
 def test_nothing_is_overwritten(project: Project):
     assert project.launch("ddp").returncode == 0
     (project.stubs / "arguments").unlink()
-    assert "finished-run" in {found["code"] for found in planned(project, "ddp")["obstacles"]}
+    run = project.root / "outputs" / "ddp"
+    shutil.copytree(run, run / "evaluation")
+    for settings, remedy in (({}, "Choose another OUTPUT_DIR"), ({"EVAL_ONLY": "1", "EVAL_ITERS": "1"}, "Delete it")):
+        found = {each["code"]: each["remedy"] for each in planned(project, "ddp", **settings)["obstacles"]}
+        assert found["finished-run"].startswith(remedy)
     for strategy, name in (("zero1", "global_step{}"), ("tensor", "iter_{:07d}")):
         for iteration in (8, 40, 9):
             (project.root / "outputs" / strategy / "checkpoints" / name.format(iteration)).mkdir(parents=True)
