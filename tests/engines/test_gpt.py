@@ -11,10 +11,15 @@ from t5bench.__main__ import main
 from t5bench.record.checkpoints import TRACKER
 from t5bench.record.records import load
 from t5bench.report.package import contradictions
+from t5bench.run.merge import Weights, read, whole_weights
 
 pytestmark = pytest.mark.slow
 # 4, 4, 8 and 8 samples: the batch grows after the checkpoint of iteration 2.
 GROWING = {"TRAIN_ITERS": "3", "RAMPUP_BATCH_SIZE": "4 4 8", "EVAL_ITERS": "2", "SAVE_INTERVAL": "2"}
+
+
+def whole_of(folder: Path) -> Weights:
+    return whole_weights(folder, read(min(folder.rglob("*.pt")))["args"])
 
 
 def test_a_gpt_is_the_same_model_in_every_strategy_resumed_evaluated_and_merged(gpt: dict[str, str], tmp_path: Path):
@@ -44,6 +49,9 @@ def test_a_gpt_is_the_same_model_in_every_strategy_resumed_evaluated_and_merged(
 
     moved, merged = (tmp_path / "3d").rename(tmp_path / "elsewhere"), tmp_path / "merged"
     assert main(["merge", str(moved), "--output", str(merged)]) == 0
+    assert main(["merge", str(moved), "--output", str(tmp_path / "cut"), "--tp", "2", "--pp", "2"]) == 0
+    whole, cut = (whole_of(directory / "checkpoints" / "iter_0000004") for directory in (merged, tmp_path / "cut"))
+    assert whole.keys() == cut.keys() and all(whole[name].equal(cut[name]) for name in whole)
     finish(start("ddp", merged, **settings, EVAL_ONLY="1", NPROC_PER_NODE="1"))
     after = {each.samples: each.lm_loss for each in load(merged / "evaluation").evaluations}
     assert after == pytest.approx(found, rel=1e-6)  # DeepSpeed's pipeline engine adds up micro-batches in another order
