@@ -296,8 +296,13 @@ class Explanation:
         if count >= MANY * self.layout.pp and mean < SMALL_OPERATOR_MS:
             text = f"{count} micro-batches of {self.plan.value('MICRO_BATCH_SIZE')}, {1000 * mean:.0f} us an operator"
             saved = 1 - self.layout.pp / count  # by micro-batches as large as possible
-            share = saved * worst.share(HOST) * (1 - worst.lost) / self.unqueued
-            yield Cause("tiny micro-batches", share, text)
+            share = worst.share(HOST) * (1 - worst.lost) / self.unqueued
+            # So small messages would cost no more if they were fewer and larger.
+            links = [worst.entry.links.get(axis) for axis in AXES[1:3]]
+            steps = sum(link.steps for link in links if link and not link.bytes)
+            step_ms = min(self.content.link.latency_ms, SLOW_STEP_MS) if self.content.link else 0.0
+            share += steps * step_ms / worst.wall / self.rest
+            yield Cause("tiny micro-batches", saved * share, text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
