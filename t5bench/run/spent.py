@@ -15,19 +15,34 @@ from t5bench.record.profile import DATA, LOGGING, SAVING
 # The parts that may be slow by themselves, and how the iterations before the profiled one are averaged: some have no
 # log line, and a loader may be late once.
 BY_THEMSELVES = {DATA: statistics.median, LOGGING: statistics.fmean}
+CONTENDED = 0.1
 TIMED = 4  # of these iterations, the last that also know their communication
 
 
-def queued_ms(folder: str | Path) -> float:
-    """How long a thread waited for a core that others had."""
+def scheduled_ms(folder: str | Path) -> tuple[float, float]:
+    """How long a thread computed, and waited for a core that others had."""
     with suppress(OSError, ValueError):
-        return int(Path(folder, "schedstat").read_text().split()[1]) / 1e6
-    return 0.0
+        computed, queued, _ = map(int, Path(folder, "schedstat").read_text().split())
+        return computed / 1e6, queued / 1e6
+    return 0.0, 0.0
 
 
-def loaders_queued() -> dict[int | None, float]:
-    """How long each process of this one's data loaders waited for a core, by its number."""
-    return {child.pid: queued_ms(f"/proc/{child.pid}") for child in multiprocessing.active_children()}
+def queued_ms(folder: str | Path) -> float:
+    return scheduled_ms(folder)[1]
+
+
+def loaders() -> dict[int | None, tuple[float, float]]:
+    """The same of each process of this one's data loaders, by its number."""
+    return {child.pid: scheduled_ms(f"/proc/{child.pid}") for child in multiprocessing.active_children()}
+
+
+def kept_by(before: Mapping[int | None, tuple[float, float]]) -> float:
+    """How long a loader's process waited for a core since then, and computed if it had to wait: else it is ahead."""
+    kept = 0.0
+    for pid, now in loaders().items():
+        computed, queued = (a - b for a, b in zip(now, before.get(pid, now), strict=True))
+        kept = max(kept, queued + computed * (queued > CONTENDED * computed))
+    return kept
 
 
 def processor() -> Counter[str]:
@@ -86,15 +101,14 @@ class MainThread:
     @contextmanager
     def in_part(self, part: str) -> Iterator[None]:
         """Where it waits for a loader's process that waits for a core, it waits for that core itself."""
-        outer, self.inner, before, queued = self.inner, Spent(), Spent.until_now(), loaders_queued()
+        outer, self.inner, before, others = self.inner, Spent(), Spent.until_now(), loaders()
         self.within.append(part)
         try:
             yield
         finally:
             self.within.pop()
             found = Spent.until_now().plus(before, -1)
-            waited = max((ms - queued.get(pid, ms) for pid, ms in loaders_queued().items()), default=0.0)
-            waited = min(waited, max(0.0, found.asleep)) * (part == DATA)
+            waited = min(kept_by(others), max(0.0, found.asleep)) if part == DATA else 0.0
             self.for_loaders += waited
             own = found.plus(self.inner, -1).plus(Spent(queued=waited, asleep=-waited))
             self.spent[part] = self.spent.get(part, Spent()).plus(own)
