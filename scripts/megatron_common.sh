@@ -257,7 +257,7 @@ start_run() {
 
 print_usage() {
   cat <<HELP
-Usage: bash scripts/${0##*/} [master-host] [node-rank] [option] [-- arguments]
+Usage: bash scripts/${0##*/} [master-host] [node-rank] [option] [-- ...]
 
 $STRATEGY_TITLE
 
