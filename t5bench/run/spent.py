@@ -15,8 +15,8 @@ from t5bench.record.profile import DATA, LOGGING, SAVING
 # The parts that may be slow by themselves, and how the iterations before the profiled one are averaged: some have no
 # log line, and a loader may be late once.
 BY_THEMSELVES = {DATA: statistics.median, LOGGING: statistics.fmean}
-CONTENDED = 0.1
-TIMED = 4  # of these iterations, the last that also know their communication
+TIMED = 4  # of these iterations, the last ones, of which communication is known too
+CONTENDED = 0.1  # of its computing, for which a loader's process waits for a core: it is late for want of one
 
 
 def scheduled_ms(folder: str | Path) -> tuple[float, float]:
