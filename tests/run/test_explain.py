@@ -293,10 +293,10 @@ QUEUED, WORKS = {"queued_ms": 70.0}, {"queued_ms": 70.0, "working_ms": 20.0}
 HIDDEN: dict[str, tuple[str, list[dict], dict]] = {
     "data loading": (
         "ddp",
-        [busy_with("data loading", 20) | processor(alone_ms={"data loading": 4.0}, **QUEUED)],
+        [busy_with("data loading", 8) | processor(alone_ms={"data loading": 4.0}, **QUEUED)],
         FAST,
     ),
-    "logging": ("ddp", [busy_with("logging", 20) | processor(alone_ms={"logging": 4.0}, **QUEUED)], FAST),
+    "logging": ("ddp", [busy_with("logging", 8) | processor(alone_ms={"logging": 4.0}, **QUEUED)], FAST),
     "slow rank": ("ddp", [processor(**WORKS), processor(asleep_ms=4.0, **WORKS)], FAST),
     "slow rank that computes": ("tensor", [processor(**WORKS), processor(queued_ms=70.0, working_ms=32.0)], FAST),
     "slow rank of a pipeline": ("pipeline", [processor(asleep_ms=4.0, **WORKS), processor(**WORKS)], FAST),
