@@ -66,6 +66,8 @@ def observe(run: Run, used: Sequence[int]) -> Observations:
         return Observations(why_not_sent="fewer than two timed intervals")
     ends, numbers = np.array([line.time for line in lines]), np.array([line.iteration for line in lines])
     traffic, reasons, one_node = [], [], run.layout.nnodes == 1
+    profiled = run.plan.number("PROFILE_ITERATION") or float("inf")
+    gap = max(ends[numbers < profiled], default=-np.inf), min(ends[numbers >= profiled], default=np.inf)
     medians: dict[str, list[float]] = {"power_w": [], "utilization": []}
     for node in run.nodes:
         samples = run.samples[node["node"]]
@@ -73,7 +75,7 @@ def observe(run: Run, used: Sequence[int]) -> Observations:
         for what, found in medians.items():
             known = [(gpu["index"], gpu[what]) for s in within for gpu in s["gpus"] if gpu[what] is not None]
             found += [median(value for i, value in known if i == index) for index in {index for index, _ in known}]
-        sent = list(_sent(node, samples, ends, numbers, one_node))
+        sent = list(_sent(node, samples, ends, numbers, gap, one_node))
         if len(within) < FEWEST_SAMPLES:
             reasons.append(f"{len(within)} sample(s) of node {node['node']} in that time, {FEWEST_SAMPLES} are needed")
         elif not sent:
@@ -91,18 +93,31 @@ def _counts(interface: str, interfaces: set[str], one_node: bool) -> bool:
 
 
 def _sent(
-    node: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], ends: np.ndarray, numbers: np.ndarray, one_node: bool
+    node: Mapping[str, Any],
+    samples: Sequence[Mapping[str, Any]],
+    ends: np.ndarray,
+    numbers: np.ndarray,
+    gap: tuple[float, float],
+    one_node: bool,
 ) -> Iterator[Traffic]:
-    """By each interface that counts; ends: when the iterations `numbers` ended."""
+    """By each interface that counts. ends: when the iterations `numbers` ended; gap: when one was profiled, which sends
+    messages to measure the link."""
     interfaces = {name for sample in samples for name in sample["network"]}
     for name in sorted(name for name in interfaces if _counts(name, interfaces, one_node)):
         counter = np.array([(s["time"], s["network"][name]["sent"]) for s in samples if name in s["network"]]).T
-        # The sampler may begin after the first line or end before the last: nothing is extrapolated.
-        begin, end = max(ends[0], counter[0, 0]), min(ends[-1], counter[0, -1])
-        if begin >= end or (np.diff(counter[1]) < 0).any():
+        # The sampler may begin after the first line or end before the last: nothing is extrapolated. Near the gap only
+        # whole samples count.
+        before, after = counter[0][counter[0] <= gap[0]], counter[0][counter[0] >= gap[1]]
+        first, last = max(ends[0], counter[0, 0]), min(ends[-1], counter[0, -1])
+        parts = [(first, max(before, default=-np.inf)), (min(after, default=np.inf), last)]
+        parts = [part for part in parts if part[0] < part[1]] if ends[0] < gap[1] <= ends[-1] else [(first, last)]
+        if not parts or first >= last or (np.diff(counter[1]) < 0).any():
             continue
-        sent, iterations = (float(np.diff(np.interp([begin, end], *of))[0]) for of in (counter, (ends, numbers)))
+        sent, iterations, seconds = (
+            float(sum(np.diff(np.interp(part, *of))[0] for part in parts))
+            for of in (counter, (ends, numbers), (ends, ends))
+        )
         if iterations > 0:
             speed = node["network"].get(name, {}).get("speed_mbit")
             link = speed * 1e6 if speed else None
-            yield Traffic(node["node"], name, sent / iterations, float(8 * sent / (end - begin)), link)
+            yield Traffic(node["node"], name, sent / iterations, 8 * sent / seconds, link)

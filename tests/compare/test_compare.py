@@ -103,6 +103,18 @@ def test_traffic_of_one_node_is_the_loopbacks_from_three_samples_on(tmp_path: Pa
     assert row.sent_per_iteration is None and "3 are needed" in limits(row)
 
 
+def test_what_a_profile_sends_to_measure_the_link_is_no_traffic_of_the_strategy(tmp_path: Path):
+    settings = {"PROFILE_ITERATION": "150"}
+    run = make_run(tmp_path / "a", elapsed_ms=[100.0] * 300, sent_per_iteration=1e6, settings=settings)
+    path, profiled = run / "node0.samples.jsonl", records.load(run).iterations[149].time
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    for sample in samples:
+        sample["network"]["lo"]["sent"] += 1e9 * (sample["time"] >= profiled)
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    seal(run)
+    assert row_of(compare(run), "ddp").sent_per_iteration == pytest.approx(1e6)
+
+
 def test_repeats_are_one_row(tmp_path: Path):
     """Their spread decides how wide the interval is, not that of the iterations within."""
     times = [[ms * (1 + 0.01 * (number % 3 - 1)) for number in range(40)] for ms in (100, 104, 102)]

@@ -51,7 +51,7 @@ def test_the_checksum_does_not_depend_on_the_place(request_for, data: Path):
     (data.parent / "linked").symlink_to(elsewhere)
     for named in ("", HUB, "data/tokenizer", "./elsewhere/", "linked"):
         codes, said = findings(request_for, data, TOKENIZER_MODEL=named)
-        assert codes == [] and "checksum" not in said
+        assert codes == [] and "checksum" not in said.replace(str(data.parent), "")
 
 
 @pytest.mark.parametrize(

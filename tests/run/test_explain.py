@@ -474,7 +474,7 @@ AROUND = {
 @pytest.fixture
 def quota(tmp_path: Path) -> Iterator[Path]:
     """A cgroup, whose processes may get a quota."""
-    folder = Path("/sys/fs/cgroup/cpu", f"t5-{tmp_path.name}")
+    folder = Path("/sys/fs/cgroup/cpu", f"t5-{os.getpid()}-{tmp_path.name}")
     if os.geteuid() != 0 or not folder.parent.is_dir():
         pytest.skip("only root may plant this, and a quota needs the cpu controller of cgroup 1")
     folder.mkdir()
@@ -493,7 +493,7 @@ def around(directory: Path, commands: str) -> dict[str, str]:
 @pytest.fixture
 def slow_disk(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     """A file system without a cache for what is written, and a cgroup whose processes write 1 MB/s to it."""
-    group = Path("/sys/fs/cgroup/blkio", f"t5-{tmp_path.name}")
+    group = Path("/sys/fs/cgroup/blkio", f"t5-{os.getpid()}-{tmp_path.name}")
     if os.geteuid() != 0 or not group.parent.is_dir():
         pytest.skip("only root may plant this, and it needs the blkio controller of cgroup 1")
     image, place = tmp_path / "image", tmp_path / "disk"
