@@ -106,8 +106,6 @@ def import_libraries(args: Namespace) -> None:
         import deepspeed  # noqa: F401
     if args.tensorboard_dir and args.rank == args.world_size - 1:
         import torch.utils.tensorboard  # noqa: F401
-    # The million objects of the modules stay until the end: without them collections, and the exit, take half the time.
-    gc.freeze()
     gc.enable()
 
 

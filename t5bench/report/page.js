@@ -68,7 +68,7 @@ function configuration(figure, panel) {
       indexAxis: byRow ? "y" : "x", animation: false, maintainAspectRatio: false,
       interaction: { mode: byRow && !moments ? "y" : "nearest", axis: byRow ? "y" : "xy", intersect: moments },
       scales: {
-        x: axis(figure.x, { type: "linear", beginAtZero: byRow, max: panel.most }),
+        x: axis(figure.x, { type: "linear", beginAtZero: byRow, max: panel.most || undefined }),
         y: byRow ? axis("", { type: "category", labels: names, offset: true, ticks: lines })
           : axis(panel.y, { type: "linear", beginAtZero: panel.from_zero, grace: "5%", ...powers }),
       },

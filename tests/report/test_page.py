@@ -107,8 +107,8 @@ def test_choosing_sorting_finding_and_copying(page: str, tmp_path: Path):
         document.querySelector(".more details").open = true
         document.querySelector(".more button").click(); await wait()
         const [charts, figures] = ["canvas", "figcaption"].map(name => document.querySelectorAll(name).length)
-        const copied = String(getSelection())
-        return {chosen, orders, searched, read, copied, said: said.textContent, charts, figures}""",
+        const copied = String(getSelection()), longest = Chart.getChart(canvas).scales.x.max
+        return {chosen, orders, searched, read, copied, said: said.textContent, charts, figures, longest}""",
     )  # fmt: skip
     complete = [name for name in STRATEGIES if name != "zero3"]
     assert "zero1" not in found["chosen"][0] + found["chosen"][1] and len(found["chosen"][1]) == len(complete) - 1
@@ -121,6 +121,7 @@ def test_choosing_sorting_finding_and_copying(page: str, tmp_path: Path):
     assert "LR=0.0002" in found["copied"] and found["copied"].endswith(" bash scripts/run_megatron_t5_ddp.sh node0 0")
     assert "physics" not in found["copied"], "which W&B project it was in is not the run"
     assert found["charts"] >= found["figures"] == 9
+    assert 32 <= found["longest"] < 100, "samples/s, of which the bars have at most 32"
 
 
 def answered_after(page: str, place: Path) -> float:
