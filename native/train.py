@@ -106,6 +106,7 @@ def import_libraries(args: Namespace) -> None:
         import deepspeed  # noqa: F401
     if args.tensorboard_dir and args.rank == args.world_size - 1:
         import torch.utils.tensorboard  # noqa: F401
+    gc.freeze()  # no collection during training looks at the million objects of the modules
     gc.enable()
 
 
@@ -150,6 +151,7 @@ def run(args: Namespace) -> None:
     del data  # ends the processes that prepare samples
     metrics.end()
     dist.destroy_process_group()
+    gc.unfreeze()  # so that the exit collects everything, as ever
 
 
 def main() -> None:
