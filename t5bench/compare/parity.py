@@ -142,7 +142,7 @@ def judge_baseline(repeats: Sequence[Run]) -> Parity:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a run; it passed if ``reasons`` is empty. A difference is None if there was nothing to compare."""
+    """The verdict on a run, which passed if ``reasons`` is empty; without anything to compare, differences are None."""
 
     name: str
     run: Run | None = None

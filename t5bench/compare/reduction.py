@@ -10,7 +10,7 @@ _DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}  # D
 
 @dataclass(frozen=True)
 class Reduction:
-    """dtype is None if there is one replica and so nothing to reduce; bucket is text with its unit."""
+    """How gradients are reduced. A single replica reduces nothing and has no dtype. bucket: text with its unit."""
 
     dtype: str | None
     overlap: bool = False

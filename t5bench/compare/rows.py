@@ -32,7 +32,7 @@ _ALONE = f"{MARK_OF_ALONE} fewer than {FEWEST_REPEATS} repeats: these figures an
 
 @dataclass(frozen=True)
 class Measured:
-    """One complete run with what its lines and samples say; timing is None if it logged no interval."""
+    """One complete run with what its lines and samples say; a run that logged no interval has no timing."""
 
     run: Run
     timing: statistics.Timing | None

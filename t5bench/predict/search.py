@@ -58,7 +58,7 @@ class Candidate(Prediction):
 
     @property
     def strategy(self) -> str:
-        """The strategy that runs it in this harness; "" if there is none."""
+        """The strategy that runs it in this harness; "" if this harness cannot run it."""
         own = {} if self.job.architecture.cross_attention else IN_DEEPSPEEDS_PIPELINE
         return (STRATEGIES | own).get(self.kind, "")
 

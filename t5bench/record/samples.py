@@ -20,7 +20,7 @@ _IP_OVER_INFINIBAND = re.compile(r"ib[0-9a-z]*")
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one node sent over one interface; link_bits_per_second is None if the link's speed is not known."""
+    """What one node sent over one interface. link_bits_per_second: None for a link of unknown speed."""
 
     node: int
     interface: str

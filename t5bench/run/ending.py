@@ -32,7 +32,7 @@ def cause_of(
 ) -> Cause | None:
     """Why this node's processes ended; None if they finished or the run was cancelled.
 
-    exit_status is None if the launcher was killed before it could write it.
+    A launcher that was killed before it could write its exit_status leaves None.
     """
     said = output.finder.cause()
     if said and said.status == ends.TIMEOUT and said.strength == Strength.WAITED and guard.stacks.stopped():

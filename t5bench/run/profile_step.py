@@ -219,7 +219,7 @@ class Marks:
 
 
 def fastest(device: str, size: int) -> float:
-    """Milliseconds of the fastest of several all-reduces of so many bytes by all ranks, from the first to the last."""
+    """Milliseconds of the fastest of several all-reduces of so many bytes, each as long as its slowest rank takes."""
     message, took, began, is_last = torch.zeros(size // 4, device=device), list[float](), time.perf_counter(), False
     while len(took) < FEWEST_PROBES or not is_last:
         before = time.perf_counter()
@@ -227,9 +227,9 @@ def fastest(device: str, size: int) -> float:
         dist.all_reduce(message)
         is_last = bool(message[0])  # the same on all ranks, once the device is done
         took.append(1000 * (time.perf_counter() - before))
-    everyone = [took] * dist.get_world_size()
-    dist.all_gather_object(everyone, took)
-    return min(max(times) for times in zip(*everyone, strict=True))
+    slowest = torch.tensor(took, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest.min())
 
 
 def link(device: str) -> dict[str, float] | None:
