@@ -151,7 +151,6 @@ def run(args: Namespace) -> None:
     del data  # ends the processes that prepare samples
     metrics.end()
     dist.destroy_process_group()
-    gc.unfreeze()  # so that the exit collects everything, as ever
 
 
 def main() -> None:

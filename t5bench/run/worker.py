@@ -6,13 +6,17 @@ The stacks go to STACKS.<rank>. torchrun sends TERM to all workers when one has 
 stacks always show where a worker was. With T5_PROFILE (ITERATION:FILE) an iteration is profiled.
 """
 
+import atexit
 import contextlib
+import ctypes
 import faulthandler
 import os
 import runpy
 import signal
 import sys
+import threading
 from pathlib import Path
+from typing import NoReturn
 
 
 def keep_stacks(path: str) -> None:
@@ -26,6 +30,19 @@ def keep_stacks(path: str) -> None:
             os.register_at_fork(after_in_child=lambda number=number: faulthandler.unregister(number))
 
 
+def leave() -> NoReturn:
+    """Ends this process as Python does, but without taking the interpreter apart, as multiprocessing ends its own.
+
+    There, a thread of gloo that has yet to release its last tensor would abort the process (PyTorch issue 190489).
+    """
+    threading._shutdown()  # waits for all threads but daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    ctypes.CDLL(None).fflush(None)  # what C programs have printed
+    os._exit(0)
+
+
 def main() -> None:
     stacks, program, *arguments = sys.argv[1:]
     keep_stacks(f"{stacks}.{os.environ.get('RANK', '0')}")
@@ -35,7 +52,12 @@ def main() -> None:
 
         iteration, _, output = place.partition(":")
         OneIteration(int(iteration), Path(output), sys.argv).watch()
-    runpy.run_path(program, run_name="__main__")
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    leave()
 
 
 if __name__ == "__main__":
