@@ -18,6 +18,9 @@ from t5bench.model.traffic import Row, paths, ring_bytes, rows, steps
 # The shares that large matrix products reach of a GPU's peak, element-wise operations of its memory's bandwidth, and
 # collectives of a link's data rate: round figures from published benchmarks, not fitted.
 PRODUCTS, ELEMENTS, NETWORK = 0.70, 0.80, {"nccl": 0.92, "gloo": 0.97}
+# gloo's all-gather between two ranks takes this much longer than its bytes: each half of the data waits for a message
+# that follows the other direction's (measured alone in tests/cluster's lab, 1.25 for 256 kB, 1.0 between three ranks).
+GLOO_PAIR_GATHER = 1.35
 # Operators that a layer dispatches for one micro-batch, forward and backward with the gradients' accumulation (counted
 # with TorchDispatchMode); a third of them forward.
 ENCODER_OPERATORS, DECODER_OPERATORS, OTHER_OPERATORS = 74, 125, 60
@@ -126,6 +129,8 @@ def collective_seconds(row: Row, job: Job, machine: Machine, backend: str = "ncc
     """One collective, with all groups of its kind busy at the same time."""
     size, has_inside, leaving = paths(job.parallel, job.architecture.cross_attention)[row.group]
     each = ring_bytes(row, size, backend)
+    if (row.kind, size, backend) == ("all-gather", 2, "gloo"):
+        each *= GLOO_PAIR_GATHER
     inside = each / machine.inside.bandwidth if has_inside else 0.0
     between = leaving * each / machine.between.bandwidth
     latency = (machine.between if leaving else machine.inside).latency
