@@ -14,6 +14,7 @@ from pathlib import Path
 
 from made_runs import made_plan
 
+from t5bench.plan.ports import free_port
 from t5bench.record.plan import Plan
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
@@ -129,10 +130,13 @@ class Project:
         )
 
     def start_sleeping(self, **environment: str) -> subprocess.Popen[str]:
-        """The DDP launcher in its own process group; its stub torchrun is still sleeping when this returns."""
+        """The DDP launcher in its own process group; its stub torchrun is still sleeping when this returns.
+
+        It has a port of its own: a test in another process may check those of all strategies.
+        """
         launcher = subprocess.Popen(
             ["bash", str(self.script("run_megatron_t5_ddp.sh"))],
-            env=self.environment_with({"STUB_SLEEP": "300"} | environment),
+            env=self.environment_with({"STUB_SLEEP": "300", "MASTER_PORT": str(free_port())} | environment),
             cwd=self.root,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -14,6 +14,7 @@ from harness import REPO_ROOT, Project
 from made_runs import make_run
 
 from t5bench.plan.launchers import declarations
+from t5bench.plan.ports import free_port
 from t5bench.record.status import EXIT_CODES
 
 README = (REPO_ROOT / "README.md").read_text()
@@ -145,7 +146,8 @@ def test_every_command_runs(project: Project, tmp_path: Path, block: str):
     (project.root / "megatron_data" / "tokenizer").mkdir()
     block = block.replace("<your-partition>", "gpu").replace("<this-repo-url>", "url").replace("<your-key>", "key")
     hosts = {"NODE0": "127.0.0.1", "NODE1": "127.0.0.2", "HOSTS": "127.0.0.1 127.0.0.2"}
-    options = {"cwd": project.root, "env": project.environment | hosts, "timeout": 60}
+    port = {"MASTER_PORT": str(free_port())} if "check_cluster" in block else {}  # tests beside this one have theirs
+    options = {"cwd": project.root, "env": project.environment | hosts | port, "timeout": 60}
     command = ["bash", "-euo", "pipefail", "-c", block]
     result = subprocess.run(command, **options, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -25,7 +25,7 @@ from t5bench.record import collect
 from t5bench.report import command, tables, wandb_report
 from t5bench.report.page import render
 
-COUNT, SEED = int(os.environ.get("MUTATIONS", "300")), int(os.environ.get("SEED", "1"))
+COUNT, SEED = int(os.environ.get("MUTATIONS", "100")), int(os.environ.get("SEED", "1"))
 HANGS_AFTER = 60  # seconds, on a busy machine
 
 

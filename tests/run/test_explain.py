@@ -524,13 +524,13 @@ def test_a_slow_disk_is_named_first(sample_data: Path, slow_disk: tuple[Path, Pa
 def test_the_what_if_is_what_a_faster_link_shows(sample_data: Path, tmp_path: Path):
     """Both links decide, so other work on this machine matters little. Two processes share the loopback."""
     runs = []
-    for rate in ("10mbit", "40mbit"):
+    for rate in ("20mbit", "80mbit"):
         (tmp_path / rate).mkdir()
         settings = {"MICRO_BATCH_SIZE": "8", "GLOBAL_BATCH_SIZE": "32", "RATE": rate} | around(tmp_path / rate, LINK)
         runs.append(trained(sample_data, tmp_path / rate, "zero2", **settings))
     slow, fast = runs
     # The two share what the link carries, not always in equal parts.
-    assert slow.calibrated and 0.0035 < slow.calibrated.gigabits < 0.011
+    assert slow.calibrated and 0.007 < slow.calibrated.gigabits < 0.022
     measured = slow.content.other_iterations_ms / fast.content.other_iterations_ms
     gain = slow.calibrated.gain(gigabits=4 * slow.calibrated.gigabits)
     assert measured > 2 and gain == pytest.approx(measured, rel=0.25)
