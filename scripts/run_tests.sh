@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # All tests, in the checkout's own virtual environment: bash scripts/run_tests.sh [pytest arguments]
-# TEST_PROCESSES of them run at once. Failed tests run once more, one at a time, and both reports are printed. A test that
-# then passes has a race, in itself or in the tested code. Only a test that fails again counts as failed.
+# TEST_PROCESSES of them run at once: by default three, also on two cores, because many wait for what they have started.
+# Failed tests run once more, one at a time, and both reports are printed. A test that then passes has a race, in itself
+# or in the tested code. Only a test that fails again counts as failed.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
@@ -12,7 +13,7 @@ cd -- "$REPO_ROOT"
 readonly SOME_TESTS_FAILED=1 # pytest's exit status
 status=0
 run_pytest() { "$PYTHON" -m pytest --dist loadgroup "$@" || status=$?; }
-run_pytest -n "${TEST_PROCESSES:-2}" "$@"
+run_pytest -n "${TEST_PROCESSES:-3}" "$@"
 if ((status == SOME_TESTS_FAILED)); then
   status=0
   printf '\nRunning the failed tests again, one at a time, until one fails again:\n'
