@@ -36,8 +36,8 @@ from t5bench.record.records import Run, load
 # Share of the iteration from which on waiting for a core is named where other programs keep less than this much of a
 # core busy.
 CONTENDED, ANOTHER_PROGRAM = 0.25, 0.25
-# By this share of the iteration a slowdown has to exceed what the profiled iteration takes beyond the others. And how
-# many times as long as another a rank may compute for the same work, for cores that share a cache or a clock.
+# A slowdown has to take this share of the iteration, beyond what the profiled iteration takes more than the others. And
+# how many times as long as another a rank may compute for the same work, for cores that share a cache or a clock.
 CHANCE, UNEQUAL_CORES = 0.05, 1.4
 # Bits per second that are few for any cluster, and milliseconds that are many; by how much stages may differ.
 SLOW_LINK, SLOW_STEP_MS, UNEQUAL_STAGES = 1e9, 0.5, 1.5
@@ -116,6 +116,10 @@ class Explanation:
             sent = [1000 * link.bytes / best.rate + link.steps * best.latency_ms for link in rank.entry.links.values()]
             found[rank.number] += sum(sent) / rank.wall
         return max(0.05, several * max(found))
+
+    def _of_rest(self, share: float) -> float:
+        """This share of the iteration as one of what would be left of it; 0 where chance may take as much."""
+        return share / self.rest if share >= CHANCE else 0.0
 
     @property
     def _without(self) -> str:
@@ -210,7 +214,7 @@ class Explanation:
     def _own_work(self) -> Iterator[Cause]:
         for name, part in (("data loading", DATA), ("logging", LOGGING)):
             worst = max(self.ranks, key=lambda rank: rank.alone(part))
-            share = worst.alone(part) / self.rest
+            share = self._of_rest(worst.alone(part))
             yield Cause(name, share, f"{worst.name} is {profile.DOING[part]} {share:.0%} of the time{self._without}")
 
     def _processor(self) -> Iterator[Cause]:
@@ -240,7 +244,7 @@ class Explanation:
         """Others wait for all of these, and neither data, a log line, a checkpoint nor a busy core keeps them."""
         others = [rank for rank in self.ranks if rank not in ranks]
         if any(rank.working for rank in self.ranks):
-            share = min(self._beyond(rank, others) for rank in ranks) / self.rest
+            share = self._of_rest(min(self._beyond(rank, others) for rank in ranks))
             yield Cause(
                 name, share, f"{called} needs {share:.0%} of the time more than others for its work{self._without}"
             )
