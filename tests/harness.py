@@ -132,7 +132,7 @@ class Project:
     def start_sleeping(self, **environment: str) -> subprocess.Popen[str]:
         """The DDP launcher in its own process group; its stub torchrun is still sleeping when this returns.
 
-        It has a port of its own: a test in another process may check those of all strategies.
+        Its port is a free one, because a test in another process may check those of all strategies.
         """
         launcher = subprocess.Popen(
             ["bash", str(self.script("run_megatron_t5_ddp.sh"))],
