@@ -18,8 +18,8 @@ from t5bench.model.traffic import Row, paths, ring_bytes, rows, steps
 # The shares that large matrix products reach of a GPU's peak, element-wise operations of its memory's bandwidth, and
 # collectives of a link's data rate: round figures from published benchmarks, not fitted.
 PRODUCTS, ELEMENTS, NETWORK = 0.70, 0.80, {"nccl": 0.92, "gloo": 0.97}
-# gloo's all-gather between two ranks takes this much longer than its bytes, between three or four no longer: the mean of
-# eight measurements of 1 MB and more in tests/cluster's lab, 1.05 to 1.47 (docs/prediction.md).
+# gloo's all-gather between two ranks takes this much longer than its bytes, between three or four no longer: the mean
+# of eight measurements of 1 MB and more in tests/cluster's lab, 1.05 to 1.47 (docs/prediction.md).
 GLOO_PAIR_GATHER = 1.35
 # Operators that a layer dispatches for one micro-batch, forward and backward with the gradients' accumulation (counted
 # with TorchDispatchMode); a third of them forward.
