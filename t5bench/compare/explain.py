@@ -269,11 +269,13 @@ class Explanation:
         lost = max(rank.lost for rank in self.ranks)
         times = [self._of_stage(stage, *COMPUTING) for stage in stages]
         model = [sum(way.seconds for way in time.stage_seconds(job, time.CPU, stage)) for stage in stages]
-        beyond = [self._of_stage(stage, *COMPUTING, HOST) / model[stage] for stage in stages]
+        busy = [self._of_stage(stage, *COMPUTING, HOST) for stage in stages]
+        beyond = [own / usual for own, usual in zip(busy, model, strict=True)]
         slower, largest = max(beyond) / min(beyond), times.index(max(times))
-        ratio = max(times) / min(times)
-        if slower >= BEYOND_MODEL and lost < CONTENDED:
-            text = f"stage {beyond.index(max(beyond))} takes {slower:.1f} times as long for its layers as another"
+        ratio, slowest = max(times) / min(times), beyond.index(max(beyond))
+        # The others do not wait for one that is done before them, however long it takes for its layers.
+        if slower >= BEYOND_MODEL and lost < CONTENDED and slowest == busy.index(max(busy)):
+            text = f"stage {slowest} takes {slower:.1f} times as long for its layers as another"
             yield Cause("slow rank", share - lost, text)
         elif ratio >= UNEQUAL_STAGES and model[largest] >= LARGER_STAGE * min(model):
             saved = 1 - 1 / self._equal_stages()[0]

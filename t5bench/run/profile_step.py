@@ -107,8 +107,8 @@ class ProfiledStretch:
         found, lost = mine.explained(last), dict[str, Any](used)
         if spent:
             of_main, most = main_thread(spent[0], spent[1:])
-            # Threads that compute together wait for each other, and one of them may wait for a core.
-            known = mine.unmarked + used["throttled_ms"] + beside * (torch.get_num_threads() > 1)
+            # Who sleeps may wait for another of its threads, which computes or sends for it and waits for a core.
+            known = mine.unmarked + used["throttled_ms"] + beside
             of_main["asleep_ms"] = max(0.0, min(of_main["asleep_ms"] - known, most))
             # A host waits for its GPU.
             of_gpu = {key: of_main[key] for key in of_main.keys() & {"alone_ms", "saving_ms"}}

@@ -1,9 +1,11 @@
 """The parts of a profiled iteration, from made traces and from real runs, and the causes that they name."""
 
 import json
+import multiprocessing
 import os
 import re
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ from t5bench.record import profile
 from t5bench.record.profile import AXES, SENDING
 from t5bench.record.records import load
 from t5bench.run import timeline
-from t5bench.run.spent import MainThread, Spent, between, main_thread
+from t5bench.run.spent import MainThread, Spent, between, kept_by, loaders, main_thread
 
 # ---- made traces, in milliseconds ------------------------------------------------------------------------------------
 
@@ -176,6 +178,25 @@ def test_what_the_main_thread_spends_by_part():
     assert alone["asleep_ms"] == most == pytest.approx(70, abs=15) and alone["working_ms"] < 50
     alone, most = main_thread(now, [{"": Spent(asleep=20.0)}] * 3)
     assert alone["alone_ms"][profile.DATA] == alone["working_ms"] == 0 and most == 20
+
+
+def busy_in_a_thread() -> None:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    threading.Thread(target=lambda: [None for _ in iter(int, 1)]).start()
+
+
+def test_a_loader_waits_for_a_core_with_any_of_its_threads():
+    """Two on one core, whose main threads sleep."""
+    children = [multiprocessing.get_context("fork").Process(target=busy_in_a_thread) for _ in range(2)]
+    for child in children:
+        child.start()
+    before = loaders()
+    try:
+        wait_for(lambda: kept_by(before) > 20)
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
 
 
 # ---- causes ----------------------------------------------------------------------------------------------------------
@@ -345,6 +366,15 @@ def test_a_pipeline_stage_is_slow_where_its_layers_do_not_explain_it(tmp_path: P
     names = [[cause.name for cause in made_profile(tmp_path / name, "pipeline", ranks).causes()]
              for name, ranks in (("first", [busy, idle]), ("last", [idle, busy]))]  # fmt: skip
     assert names == [["slow rank"], ["unequal pipeline stages"]]
+
+
+def test_a_stage_for_which_no_other_waits_is_not_slow(tmp_path: Path):
+    """Python takes longer than the encoder's one layer, but less long than the decoder's eight."""
+    ranks = [{"parts": {"forward": 5.0, "backward": 10.0, "host gaps": 30.0, "pipeline bubble": 55.0}},
+             {"parts": {"forward": 40.0, "backward": 50.0, "host gaps": 10.0}}]  # fmt: skip
+    layers = {"ENCODER_NUM_LAYERS": "1", "DECODER_NUM_LAYERS": "8"}
+    found = made_profile(tmp_path / "run", "pipeline", ranks, settings=layers)
+    assert [cause.name for cause in found.causes()] == ["unequal pipeline stages"]
 
 
 def test_a_log_line_counts_for_the_iterations_that_it_serves(tmp_path: Path):
