@@ -52,7 +52,7 @@ def _attention(job: Job, decoder: bool, cross: bool, length: int, kernel: str) -
         each = probability + (kept.mask + e if job.dropout else e * (probability != e)) + kept.score_copies * e
         core, masks = a.heads * tokens * length * each, tokens * length * kept.keeps_masks
     elif job.recompute != "selective":
-        again = kernel == "flash" and kept.copies_flash and job.micro_batch > 1 and a.family != "gpt"
+        again = kernel == "flash" and kept.copies_flash and job.micro_batch > 1
         core = 4 * a.heads * tokens + again * e * tokens * a.query
     return norm + (projections + core) / job.parallel.tensor + copied + masks + _dropped(job, tokens * a.hidden)
 

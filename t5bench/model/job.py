@@ -95,7 +95,7 @@ class Architecture:
             encoder_layers=number("encoder_num_layers") if t5 else 0,
             decoder_layers=number("decoder_num_layers" if t5 else "num_layers"),
             hidden=hidden, heads=heads, head_size=number("kv_channels", hidden // heads),
-            ffn=number("ffn_hidden_size", 4 * hidden), kv_heads=number("num_key_value_heads", heads),
+            ffn=number("ffn_hidden_size", usual_ffn(hidden, gated)), kv_heads=number("num_key_value_heads", heads),
             encoder_length=number("encoder_seq_length") if t5 else 0,
             decoder_length=number("decoder_seq_length" if t5 else "seq_length"),
             padded_vocabulary=padded_vocabulary, head_bias=t5, family="t5" if t5 else "gpt",
@@ -259,6 +259,11 @@ class Job:
     def on(self, **sizes: Any) -> "Job":
         """The same job in another layout: fields of Parallel."""
         return replace(self, parallel=replace(self.parallel, **sizes))
+
+
+def usual_ffn(hidden: int, gated: bool) -> int:
+    """Megatron's default (megatron/arguments.py): gated, as many parameters as without, in multiples of 64."""
+    return 8 * hidden // 192 * 64 if gated else 4 * hidden
 
 
 def padded(vocabulary: int, multiple: int, tensor: int = 1) -> int:

@@ -7,7 +7,7 @@ allocated; ``in_use`` adds what a device reports in addition.
 import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from t5bench.model.activations import activation_bytes, logits_bytes, word_gradient
@@ -26,17 +26,20 @@ CONTEXT, DRIVER = 500 * 10**6, 462 * MIB
 class Memory:
     """Bytes of one rank. states: between iterations. moments: what comes on top, by moment. cpu: in host memory.
 
-    cached: blocks that the allocator keeps but cannot use at the peak.
+    cached: blocks that the allocator keeps but cannot use at the peak. leftover: what an iteration leaves until the
+    next one frees or replaces it, before its peak.
     """
 
     states: Mapping[str, float]
     moments: Mapping[str, Mapping[str, float]]
     cpu: Mapping[str, float]
     cached: float = 0.0
+    leftover: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def allocated(self) -> float:
-        return sum(self.states.values())
+        """Between iterations."""
+        return sum(self.states.values()) + sum(self.leftover.values())
 
     @property
     def moment(self) -> str:
@@ -50,7 +53,7 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        return self.allocated + sum(self.moments[self.moment].values())
+        return sum(self.states.values()) + sum(self.moments[self.moment].values())
 
     @property
     def in_use(self) -> float:
@@ -75,6 +78,7 @@ def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
         shapes.add((a.padded_vocabulary // t, a.hidden))
         states["dummy gradients"] = float(job.element * sum(map(prod, shapes)))
     kept = activation_bytes(job, stage)
+    again = kept.pop("recomputed layer", 0.0)  # by then the logits are gone
     loss, gradients = logits_bytes(job, stage)
     buffers, words = transient_states(job, count), {}
     if part.embedding and part.head and a.tied:
@@ -84,10 +88,27 @@ def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
     moments = {
         "loss": kept | buffers["forward"] | {"logits and loss": loss},
         "start of backward": kept | buffers["backward"] | {"logits and loss": gradients},
+        "recomputed layer": kept | buffers["backward"] | {"recomputed layer": again},
         "embedding": words | buffers["backward"],
         "step": buffers["step"],
     }
-    return Memory(states, moments, cpu, _cached_scores(job))
+    return Memory(states, moments, cpu, _cached_scores(job), _leftover(job, stage, count))
+
+
+def _leftover(job: Job, stage: int, count: int) -> dict[str, float]:
+    """What an iteration of Megatron-LM leaves until the next one: under fp16 the optimizer's fp32 copy of gradients
+    (core/optimizer/optimizer.py), and each model chunk's last input, which set_input_tensor keeps, with its gradient
+    (core/pipeline_parallel/schedules.py)."""
+    if job.zero.stage or not job.software.keeps_inputs:
+        return {}
+    a, parallel = job.architecture, job.parallel
+    part, received = stage_of(a, parallel, stage), (parallel.virtual_stages - (stage == 0)) * (parallel.pipeline > 1)
+    tokens = job.tokens(part.decoder_layers > 0)
+    if part.decoder_layers and a.cross_attention:  # the encoder's output, and from the second stage on the decoder's
+        tokens = job.tokens(False) + tokens * (not part.embedding)
+    copies = (job.precision == "fp16") / (parallel.data if job.distributed_optimizer else 1)
+    inputs = 2 * received * tokens * a.hidden * job.element / parallel.sequence
+    return {"fp32 gradients": FP32_GRADIENTS * count * copies, "inputs of stages": inputs}
 
 
 def states_of(job: Job) -> dict[str, tuple[float, float]]:
@@ -188,7 +209,7 @@ def _cached_scores(job: Job) -> float:
     probability in 16 bits; the score in fp32 (transformers, models/t5/modeling_t5.py, T5Attention.forward).
     """
     a = job.architecture
-    if job.engine != "autocast" or job.attention != "unfused":
+    if job.engine != "autocast" or job.attention != "unfused" or not a.cross_attention:  # the source is T5Attention
         return 0.0
     own, *cross = (a.decoder_length * length for length in a.attended(True))
     return a.heads * job.micro_batch * (4 * own + 4 * sum(cross) + 8 * max(own, *cross))

@@ -18,6 +18,7 @@ class Software:
     keeps its product and two inputs alone. logits: bytes of a logit at the most, while the loss is computed;
     logit_gradients: while the head's gradients are. cast_parameters: parameters are fp32, and cast to 16 bits in every
     iteration. tensor_mask, tensor_logits: mask and logits under tensor parallelism, 0 where they are the same.
+    keeps_inputs: what Megatron-LM leaves after an iteration, see memory.py.
     """
 
     norm_tensors: int = 2
@@ -36,6 +37,7 @@ class Software:
     cast_parameters: bool = False
     tensor_mask: int = 0
     tensor_logits: int = 0
+    keeps_inputs: bool = False
 
 
 SOFTWARE = {
@@ -47,10 +49,10 @@ SOFTWARE = {
     # Megatron-LM: vocab_parallel_cross_entropy computes in place on the fp32 copy of the logits and keeps it for
     # backward: core/tensor_parallel/cross_entropy.py:28-120. DotProductAttention's scores go to a global buffer:
     # core/transformer/dot_product_attention.py:189.
-    "megatron-core": Software(scores_buffer=True),
+    "megatron-core": Software(scores_buffer=True, keeps_inputs=True),
     # Megatron-LM with it: UnfusedDotProductAttention fills padded rows of the probabilities, which keeps each layer's
     # mask (transformer_engine/pytorch/attention/dot_product_attention/backends.py, masked_fill).
-    "transformer-engine": Software(keeps_masks=True, copies_flash=True),
+    "transformer-engine": Software(keeps_masks=True, copies_flash=True, keeps_inputs=True),
     # FlashSelfOrCrossAttention's output is kept, and its rearranged copy:
     # core/runtime/tensor_parallel/transformer.py:846.
     "galvatron": Software(copies_flash=True),

@@ -77,25 +77,33 @@ class Pass(NamedTuple):
 def _layer_seconds(job: Job, decoder: bool, device: Device) -> tuple[float, float]:
     """Seconds of one layer: a micro-batch's forward on one GPU, and the share of attention's core."""
     a, t, b = job.architecture, job.parallel.tensor, job.micro_batch
-    peak, in_memory = _rates_of(job, device)
+    linear, attention, in_memory = *_products(job, device), _in_memory(job, device)
     weights, own_core = layer_multiply_adds(a, decoder)
     n, attentions = a.length(decoder), job.attentions(decoder)
-    passes = (1 + len(attentions)) * BLOCK_PASSES * n * a.hidden / job.parallel.sequence
+    # Under autocast the residual stream, norms and softmax are fp32.
+    stream, softmax = ((size or job.element) / job.element for size in (job.software.stream, job.software.softmax))
+    passes = (1 + len(attentions)) * BLOCK_PASSES * n * a.hidden * stream / job.parallel.sequence
     passes += (FFN_PASSES * n * a.ffn * (1.5 if a.gated else 1) + 2 * n * (a.query + 2 * a.key)) / t
     scores = sum(a.heads * n * length for length, kernel in attentions if kernel == "unfused")
-    core = 2 * b * own_core / t / peak + SCORE_PASSES * b * scores / t * in_memory
-    return 2 * b * weights / t / peak + b * passes * in_memory + core, core
+    core = 2 * b * own_core / t / attention + SCORE_PASSES * b * scores * softmax / t * in_memory
+    return 2 * b * weights / t / linear + b * passes * in_memory + core, core
 
 
-def _rates_of(job: Job, device: Device) -> tuple[float, float]:
-    """FLOP/s of matrix products, and seconds per element of element-wise operations."""
-    peak = device.peak(job.precision) or device.peak("fp16") or device.tensor * 1e12
-    return peak * PRODUCTS, BYTES[job.precision] / (device.bandwidth * ELEMENTS)
+def _products(job: Job, device: Device) -> tuple[float, float]:
+    """FLOP/s of the linear layers' matrix products, and of attention's and the head's, which fp8 leaves in bf16."""
+    precisions = job.precision, "bf16" if job.precision == "fp8" else job.precision
+    own, other = (device.peak(each) or device.peak("fp16") or device.tensor * 1e12 for each in precisions)
+    return own * PRODUCTS, other * PRODUCTS
+
+
+def _in_memory(job: Job, device: Device) -> float:
+    """Seconds per element of element-wise operations."""
+    return BYTES[job.precision] / (device.bandwidth * ELEMENTS)
 
 
 def stage_seconds(job: Job, device: Device, stage: int, slower: float = 1.0) -> tuple[Pass, Pass]:
     """A micro-batch's forward and backward on a stage."""
-    a, t, (peak, in_memory) = job.architecture, job.parallel.tensor, _rates_of(job, device)
+    a, t, in_memory = job.architecture, job.parallel.tensor, _in_memory(job, device)
     alone = replace(job.parallel, data=1, pipeline=1, split_rank=None)
     plain = replace(job, zero=Zero(), global_batch=1, recompute="none", parallel=alone)
     part = stage_of(a, job.parallel, stage)
@@ -110,7 +118,9 @@ def stage_seconds(job: Job, device: Device, stage: int, slower: float = 1.0) -> 
     again, operators_again = repeated[job.recompute]
     if part.head:
         logits = job.micro_batch * a.output_length * a.padded_vocabulary / t
-        head = 2 * job.micro_batch * multiply_adds(a)["head"] / t / peak + logits * LOGIT_PASSES * in_memory
+        passes = LOGIT_PASSES * (4 / job.element if job.software.casts else 1)
+        products = 2 * job.micro_batch * multiply_adds(a)["head"] / t
+        head = products / _products(job, device)[1] + logits * passes * in_memory
         operators += OTHER_OPERATORS
     operators += HOOK_OPERATORS[job.zero.stage] * (12 * encoder + 20 * decoder + 4)
 

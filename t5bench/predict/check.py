@@ -68,8 +68,11 @@ def compare_all(points: Sequence[Point]) -> list[Comparison | Missing]:
     for point, use in ((one, use) for one in points for use in one.use if use in PARTS):
         try:
             if use != "throughput" and not published.software(point):
-                raise Unpredictable(f"it is not known what {point.source.repo} keeps in memory")
-            rows = [Comparison(kind, point.id, point.source.repo or "", *rest) for kind, *rest in PARTS[use](point)]
+                raise Unpredictable(f"it is not known what {point.source.repo or point.source.url} keeps in memory")
+            rows = [
+                Comparison(kind, point.id, point.source.repo or point.source.url or "", *rest)
+                for kind, *rest in PARTS[use](point)
+            ]
             found += rows or [Missing(use, point.id, "it has no figure of this kind that the model predicts")]
         except (Unpredictable, ValueError) as reason:
             found.append(Missing(use, point.id, str(reason)))
@@ -79,6 +82,8 @@ def compare_all(points: Sequence[Point]) -> list[Comparison | Missing]:
 def _memory(point: Point) -> Figures:
     """The memory of the last rank, which is the one that Megatron logs."""
     measured, job = point.measured, job_of(point)
+    if re.search(r"adafactor|8.?bit|sgd|lion|muon|sophia|shampoo", point.optimizer or "", re.I):
+        raise Unpredictable(f"the states of the optimizer {point.optimizer} are not known")
     found = memory_of(job, job.parallel.pipeline - 1, device_of(point))
     if size := measured.get("memory_allocated_bytes"):
         yield "memory", "allocated", size / GB, found.allocated / GB, "GB"
@@ -131,8 +136,8 @@ def samples_per_second(point: Point) -> float:
     for name in ("samples_per_second", "samples_per_second_derived", "sequences_per_second_derived"):
         if name in measured:
             return measured[name]
-    if "tokens_per_second" in measured and point.lengths.encoder:
-        return measured["tokens_per_second"] / point.lengths.encoder
+    if "tokens_per_second" in measured and (length := point.lengths.encoder or point.lengths.decoder):
+        return measured["tokens_per_second"] / length
     for name in ("seconds_per_iteration_median", "seconds_per_iteration", "seconds_per_iteration_derived"):
         if name in measured and batch:
             return batch / measured[name]

@@ -6,23 +6,33 @@ What a source does not state is filled in by rules over what it does state; no r
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from t5bench import Problem
-from t5bench.model.job import Architecture, Job, Parallel, Zero, padded
+from t5bench.model.job import Architecture, Job, Parallel, Zero, padded, usual_ffn
 from t5bench.model.machine import DEVICES, GB, Device, Link, Machine
 
-Text, Whole = str | None, int | None
+Count = Annotated[int, msgspec.Meta(ge=0)]
+USES = {"memory", "activation", "bound", "throughput", "ratio"}
+# Names of figures; others are for people.
+FIGURES = re.compile(r"(_bytes|_mib|_mb|per_second(_derived)?|seconds_per_iteration(_median|_derived)?)$")
 # Fields for people, which are not read.
 NOTES = {"line", "config", "note", "caveats", "confidence", "parameters_stated", "decoder_pp"}
 
 
 def _form(name: str, *required: tuple[str, type], **optional: Any) -> type[msgspec.Struct]:
     """A form with required fields and optional ones, whose names, separated by blanks, are given by kind."""
-    kinds = {"text": Text, "whole": Whole, "switch": bool | None, "size": int | str | None, "number": float | None}
-    fields = [(field, kinds[kind], None) for kind, names in optional.items() for field in names.split()]
+    kinds = {
+        "text": str,
+        "whole": Count,
+        "switch": bool,
+        "size": Count | str,
+        "number": float,
+        "stage": Literal[0, 1, 2, 3],
+    }
+    fields = [(field, kinds[kind] | None, None) for kind, names in optional.items() for field in names.split()]
     return msgspec.defstruct(name, [*required, *fields])
 
 
@@ -36,7 +46,12 @@ Model = _form(
 )
 Lengths = _form("Lengths", whole="encoder decoder")
 Layout = _form(
-    "Layout", size="tp", whole="pp dp zero_stage layers_per_virtual_stage encoder_pp", switch="sp", text="offload"
+    "Layout",
+    size="tp",
+    whole="pp dp layers_per_virtual_stage encoder_pp",
+    stage="zero_stage",
+    switch="sp",
+    text="offload",
 )
 Hardware = _form("Hardware", text="gpu interconnect", whole="count nodes")
 # One published measurement. measured: by name, with the unit in the name. use: what it can be compared with.
@@ -62,11 +77,23 @@ def read(path: Path) -> tuple[list[Point], list[str], list[str]]:
     for number, entry in enumerate(entries, 1):
         name = entry.get("id", f"entry {number}") if isinstance(entry, dict) else f"entry {number}"
         try:
-            points.append(msgspec.convert(entry, Point))
+            points.append(point := _positive(msgspec.convert(entry, Point)))
             unknown += [f"{name}: the field {field} is unknown and ignored" for field in _unknown(entry, Point)]
+            unknown += [f"{name}: the use {use} is unknown and ignored" for use in sorted(set(point.use) - USES)]
         except msgspec.ValidationError as error:
             invalid.append(f"{name} is invalid and left out: {error}")
     return points, invalid, unknown
+
+
+def _positive(point: Point) -> Point:
+    """The point, if each figure that is read is positive; a layer's activations have one for every size of TP."""
+    stated = {name: value for name, value in point.measured.items() if value is not None}
+    for name in filter(FIGURES.search, stated):
+        sizes = stated[name] if name.endswith("_layer_activation_mb") else {"1": stated[name]}
+        numbers = sizes.items() if isinstance(sizes, dict) else [("", 0)]
+        if not all(size.isdigit() and isinstance(number, int | float) and number > 0 for size, number in numbers):
+            raise msgspec.ValidationError(f"Expected a positive number - at `$.measured.{name}`")
+    return msgspec.structs.replace(point, measured=stated)
 
 
 def _unknown(entry: Mapping[str, Any], form: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
@@ -104,23 +131,33 @@ def software(point: Point) -> str:
 def architecture_of(point: Point, tensor: int) -> Architecture:
     """Raises Unpredictable."""
     model, lengths, whose = point.model, point.lengths, software(point)
-    family = model.architecture
+    family = model.architecture.lower()
     if family not in VOCABULARIES:
         raise Unpredictable(f"the architecture {family} is not known")
     if not model.hidden:
         raise Unpredictable("the hidden size is not stated")
     if not lengths.encoder and not lengths.decoder:
         raise Unpredictable("the sequence length is not stated")
+    encoder, decoder = lengths.encoder or 0, lengths.decoder or 0
+    layers = model.encoder_layers or 0, model.decoder_layers or 0
+    if whose.startswith("galvatron") and model.encoder_layers is None:  # figures of one layer
+        layers = 1, 1
+    elif not (layers[0] if family == "bert" else layers[1]):
+        raise Unpredictable("the number of layers is not stated")
+    elif not all(layers):  # one stack has one length, whatever a source calls it
+        encoder, decoder = ((encoder or decoder) * (own > 0) for own in layers)
+    elif not encoder or not decoder:
+        raise Unpredictable("the encoder's or the decoder's length is not stated")
+    if model.gated and not model.ffn and whose not in ("megatron-core", "transformer-engine"):
+        raise Unpredictable("the FFN size of a gated model is not stated")
     heads = model.heads or model.hidden // (model.kv_channels or HEAD_SIZE)
     vocabulary = model.vocab or (MT5_VOCABULARY if "mt5" in (model.name or "").lower() else VOCABULARIES[family])
     original = model.position == "relative"  # T5 as it was published: RMS norms and no biases
-    per_layer = whose.startswith("galvatron") and model.encoder_layers is None
     return Architecture(
-        encoder_layers=1 if per_layer else model.encoder_layers or 0,
-        decoder_layers=1 if per_layer else model.decoder_layers or 0,
+        encoder_layers=layers[0], decoder_layers=layers[1],
         hidden=model.hidden, heads=heads, head_size=model.kv_channels or model.hidden // heads,
-        ffn=model.ffn or 4 * model.hidden, kv_heads=model.query_groups or heads,
-        encoder_length=lengths.encoder or 0, decoder_length=lengths.decoder or 0,
+        ffn=model.ffn or usual_ffn(model.hidden, bool(model.gated)), kv_heads=model.query_groups or heads,
+        encoder_length=encoder, decoder_length=decoder,
         padded_vocabulary=vocabulary if original else padded(vocabulary, MULTIPLE, tensor),
         family=family, gated=bool(model.gated), activation=model.activation or "gelu", tied=model.tied is not False,
         positions=model.position or "learned", biases=not original, head_bias=not original and family != "gpt",
@@ -136,14 +173,21 @@ def job_of(point: Point, tensor: int | None = None) -> Job:
         raise Unpredictable(f"it has several tensor-parallel sizes, {t}")
     if not point.micro_batch:
         raise Unpredictable("the micro-batch size is not stated")
-    precision = re.match("bf16|fp16|fp32|tf32|fp8", point.precision)
+    precision = re.match("bf16|fp16|fp32|tf32|fp8", point.precision.lower())
     if not precision:
         raise Unpredictable(f"the precision {point.precision} is not known")
     architecture, chunk = architecture_of(point, t), layout.layers_per_virtual_stage
     pipeline, data, offload = layout.pp or 1, layout.dp or 1, layout.offload or ""
     stage_layers = max(architecture.encoder_layers, architecture.decoder_layers) // pipeline
     distributed = "distributed" in (point.optimizer or "").replace("not distributed", "")
-    again = re.match("full|selective", point.activation_checkpointing or "")
+    recomputation = (point.activation_checkpointing or "none").lower()
+    again = re.match("full|selective", recomputation)
+    if not again and not recomputation.startswith("none"):
+        raise Unpredictable(f"the recomputation {point.activation_checkpointing} is not known: none, full or selective")
+    if chunk and (chunk > stage_layers or stage_layers % chunk):
+        raise Unpredictable(f"{stage_layers} layers of a stage are not a multiple of {chunk}")
+    if offload and not re.search("optimizer|parameters", offload):
+        raise Unpredictable(f"the offload {offload} is not known")
     # Megatron-LM's tests of T5 add up gradients in the kernel, those of GPT and BERT do not (model_config.yaml). Since
     # the second half of 2025 get_dummy_wgrad (core/tensor_parallel/layers.py) keeps what stands for a gradient.
     fused = source.repo == "NVIDIA/Megatron-LM" and architecture.family == "t5"
@@ -169,29 +213,44 @@ def job_of(point: Point, tensor: int | None = None) -> Job:
 def _attention(point: Point) -> str:
     """Where no kernel is stated, Transformer Engine's choice: cuDNN's on Hopper, flash-attn before; else unfused."""
     kernel, engine = (point.attention_kernel or "").lower(), software(point)
-    for word, found in {"unfused": "unfused", "flash": "flash", "fused": "fused", "sdpa": "fused"}.items():
+    for word in ("unfused", "flash", "fused", "sdpa", "cudnn"):
         if word in kernel:
-            return found
+            return {"sdpa": "fused", "cudnn": "fused"}.get(word, word)
+    if kernel and not re.search("eager|softmax|bmm|plain|native|local", kernel):
+        raise Unpredictable(f"the attention kernel {point.attention_kernel} is not known")
     if kernel or (engine != "transformer-engine" and "fp8" not in point.precision):
         return "unfused"
     return "fused" if "H100" in (point.hardware.gpu or "") else "flash"
 
 
-# GPUs as sources name them, the most specific names first.
-GPUS = {
-    r"V100.*16\s?GB": "v100-16", "V100": "v100", r"A100.*40\s?GB": "a100-40", "A100": "a100", "H100": "h100",
-    "H200": "h200", "GH200": "gh200", "L40S": "l40s", "L40": "l40", "Titan RTX": "titan-rtx", "T4": "t4",
-}  # fmt: skip
 # What one node sends over all its interfaces: eight of 200 Gbit/s in a DGX A100, eight of 400 in a DGX H100, four of
 # 100 in a DGX-1 (data sheets); sources hardly ever say what their nodes have.
-BETWEEN = {"a100": 200, "a100-40": 200, "h100": 400, "h200": 400}
+BETWEEN = {"a100": 200, "a100-40": 200, "h100": 400, "h200": 400, "b200": 400}
 OTHER_BETWEEN = 50
 
 
 def device_of(point: Point) -> Device | None:
-    """The device; None if the GPU is not stated or not known."""
-    name = point.hardware.gpu or ""
-    return next((DEVICES[known] for pattern, known in GPUS.items() if re.search(pattern, name)), None)
+    """The device whose name's parts are all in what the source calls the GPU, the longest name first; else None."""
+    called = (point.hardware.gpu or "").lower()
+    found = [name for name in DEVICES if all(re.search(_pattern(part), called) for part in name.split("-"))]
+    return DEVICES[max(found, key=len)] if found else None
+
+
+def _pattern(part: str) -> str:
+    """Of a part of a device's name: 40 is its memory, and RTX5000 may be RTX 5000."""
+    spaced = re.sub(r"(?<=[a-z])(?=\d)", r"\\s?", part)
+    return rf"\b{spaced}(\s?gb?\b)" if part.isdigit() else rf"\b{spaced}s?\b"
+
+
+def _gigabits(text: str, devices: int) -> float:
+    """What a node sends over all its interfaces, in Gbit/s, if the text states it; else 0."""
+    rate = r"(\d+)\s?Gb(?:it)?(?:/s|ps)"
+    if links := re.search(rf"(\d+) [\w -]*links? of {rate}", text):
+        return float(links[1]) * float(links[2])
+    if found := re.search(rf"{rate} per GPU", text):
+        return float(found[1]) * devices
+    found = re.search(rf"usable {rate}|{rate} (?:node-node|per node)", text)
+    return float(found[1] or found[2]) if found else 0.0
 
 
 def machine_of(point: Point) -> Machine:
@@ -202,7 +261,7 @@ def machine_of(point: Point) -> Machine:
     count, nodes, device = hardware.count or 1, hardware.nodes or 1, found or DEVICES["a100"]
     if not hardware.gpu and not hardware.interconnect and nodes > 1:
         raise Unpredictable("neither the GPU nor what joins its nodes is stated")
-    usable = re.search(r"usable (\d+) Gb/s", hardware.interconnect or "")
-    between = float(usable[1]) / 8 if usable else BETWEEN.get(device.name, OTHER_BETWEEN)
+    between = _gigabits(hardware.interconnect or "", max(1, count // nodes)) / 8
+    between = between or BETWEEN.get(device.name, OTHER_BETWEEN)
     inside = Link(device.nvlink or device.pcie, 5e-6)
     return Machine(device, inside, Link(between * GB, 15e-6), max(1, count // nodes))

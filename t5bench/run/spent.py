@@ -33,9 +33,11 @@ def queued_ms(folder: str | Path) -> float:
 
 def loaders() -> dict[int | None, tuple[float, float]]:
     """The same of each process of this one's data loaders, by its number: of all its threads, for some send."""
-    children = {child.pid: Path("/proc", str(child.pid), "task").glob("*") for child in multiprocessing.active_children()}
-    times = {pid: [scheduled_ms(thread) for thread in threads] for pid, threads in children.items()}
-    return {pid: (sum(ms for ms, _ in each), sum(ms for _, ms in each)) for pid, each in times.items()}
+    found = {}
+    for child in multiprocessing.active_children():
+        threads = [scheduled_ms(folder) for folder in Path(f"/proc/{child.pid}/task").glob("*")]
+        found[child.pid] = sum(computed for computed, _ in threads), sum(queued for _, queued in threads)
+    return found
 
 
 def kept_by(before: Mapping[int | None, tuple[float, float]]) -> float:
