@@ -17,9 +17,10 @@ from native.trainers import TorchTrainer
 from t5bench.model import flops
 from t5bench.model.activations import activation_bytes, in_flight, layer_bytes, logits_bytes
 from t5bench.model.job import Architecture, Job, Parallel, Zero, padded
-from t5bench.model.machine import device_of, peak_tflops
+from t5bench.model.machine import DEVICES, device_of, peak_tflops
 from t5bench.model.memory import MIB, memory_of, model_states, slack
 from t5bench.model.parameters import components, parameters, stage_of
+from t5bench.model.time import stage_seconds
 
 LARGE = Architecture(24, 24, 1024, 16, 64, 2816, 512, 128, 32128)
 ODD = Architecture(2, 4, 48, 8, 8, 80, 40, 56, 256)  # heads narrower than the hidden size, a decoder that is longer
@@ -126,6 +127,35 @@ def test_states(fields, states, cpu):
     gpu, host = model_states(Job(LARGE, Parallel(data=4), **fields), 1000)
     assert tuple(gpu.values()) == tuple(1000 * each for each in states)
     assert sum(host.values()) == 1000 * cpu
+
+
+def test_what_megatrons_iteration_leaves():
+    """Under fp16 a copy of the gradients, and on a later stage its inputs with their gradients."""
+    job = Job(LARGE, Parallel(data=4, pipeline=2, split_rank=1), engine="megatron-core", micro_batch=2)
+    inputs = [memory_of(job, stage).leftover["inputs of stages"] for stage in (0, 1)]
+    assert inputs == [0, 2 * 1024 * 1024 * 2]  # of the encoder's 2 x 512 tokens, in bf16
+    four = replace(job, parallel=replace(job.parallel, pipeline=4, split_rank=2))
+    assert memory_of(four, 3).leftover["inputs of stages"] == 2 * (1024 + 256) * 1024 * 2
+    halves = replace(job, precision="fp16", parallel=Parallel(data=4))
+    count = parameters(LARGE, halves.parallel)
+    assert memory_of(halves).leftover == {"fp32 gradients": 4 * count, "inputs of stages": 0}
+    assert memory_of(replace(halves, distributed_optimizer=True)).leftover["fp32 gradients"] == count
+    assert not memory_of(replace(halves, engine="megatron")).leftover
+
+
+def test_fp8_is_for_linear_layers():
+    """At great lengths attention decides, which is computed in bf16; of short samples the linear layers are."""
+    seconds = {
+        (length, precision): stage_seconds(
+            Job(replace(LARGE, encoder_layers=0, decoder_length=length), precision=precision, attention="flash"),
+            DEVICES["h100"],
+            0,
+        )[0].gpu
+        for length in (512, 1 << 20)
+        for precision in ("bf16", "fp8")
+    }
+    assert seconds[1 << 20, "fp8"] / seconds[1 << 20, "bf16"] == pytest.approx(1, abs=0.02)
+    assert seconds[512, "fp8"] < 0.8 * seconds[512, "bf16"]
 
 
 def test_activations_of_a_layer():
