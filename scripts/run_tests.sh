@@ -12,7 +12,7 @@ export PATH=$REPO_ROOT/.venv/bin:$PATH PYTHON=$REPO_ROOT/.venv/bin/python
 cd -- "$REPO_ROOT"
 readonly SOME_TESTS_FAILED=1 # pytest's exit status
 status=0
-run_pytest() { "$PYTHON" -m pytest --dist loadgroup "$@" || status=$?; }
+run_pytest() { "$PYTHON" -m pytest --dist loadgroup --no-loadscope-reorder "$@" || status=$?; }
 run_pytest -n "${TEST_PROCESSES:-3}" "$@"
 if ((status == SOME_TESTS_FAILED)); then
   status=0
