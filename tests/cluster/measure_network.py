@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, quantiles
@@ -45,8 +45,9 @@ def train(cluster: Cluster, nodes: Sequence[str], output: Path, engine: str, rat
     for node in nodes:
         cluster.shape(node, rate)
     (output / rate).mkdir(parents=True, exist_ok=True)
-    (output / rate / LINK).write_text(json.dumps(measured_link(cluster, nodes)))
     settings = SETTINGS | {name: value for name, value in os.environ.items() if name.isupper()}
+    found = {"between": measured_link(cluster, nodes), "inside": measured_inside(cluster, nodes, settings)}
+    (output / rate / LINK).write_text(json.dumps(found))
     settings |= {"PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}", "RUNS_DIR": str(output.absolute() / rate)}
     settings |= {"ENGINE": engine, "HOSTS": " ".join(nodes), "MEGATRON_DATA_DIR": str(data.absolute())}
     script = str(REPO_ROOT / "scripts" / "run_megatron_t5_all.sh")
@@ -56,16 +57,62 @@ def train(cluster: Cluster, nodes: Sequence[str], output: Path, engine: str, rat
 
 def measured_link(cluster: Cluster, nodes: Sequence[str]) -> dict[str, float]:
     """What scripts/check_cluster.sh measures between two nodes: gbit and us."""
-    command = [sys.executable, "-c", BOOT, "60"]
-    common = {"MASTER_ADDR": f"{cluster.net}10", "MASTER_PORT": "29555", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    said = from_ranks(cluster, nodes[:2], [sys.executable, "-c", BOOT, "60"], program("network"))
+    return json.loads(said)["pairs"]["1"]
+
+
+def measured_inside(cluster: Cluster, nodes: Sequence[str], settings: Mapping[str, str]) -> dict[str, float] | None:
+    """The same between two processes of a node, while all nodes have as many and all of them compute in between."""
+    if (count := int(settings.get("NPROC_PER_NODE", "1"))) < 2:
+        return None
+    several = [node for node in nodes for _ in range(count)]
+    return json.loads(from_ranks(cluster, several, [sys.executable, "-"], INSIDE.replace("COUNT", str(count)).encode()))
+
+
+INSIDE = """
+import json, os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+pair, _ = dist.new_subgroups(COUNT)
+def milliseconds(size, often=100):
+    message, matrix = torch.zeros(size // 4), torch.randn(256, 256)
+    dist.barrier()
+    before = time.perf_counter()
+    for _ in range(often):
+        end = time.thread_time() + 2e-3
+        while time.thread_time() < end:
+            matrix @ matrix
+        if size:
+            dist.all_reduce(message, group=pair)
+    mean = torch.tensor(time.perf_counter() - before)
+    dist.all_reduce(mean)
+    return 1000 * float(mean) / dist.get_world_size() / often
+alone = milliseconds(0)
+small, large = milliseconds(4) - alone, milliseconds(8 << 20) - alone
+if dist.get_rank() == 0:
+    steps = 2 * (COUNT - 1)
+    gbit = 8e-6 * steps / COUNT * (8 << 20) / max(large - small, 1e-3)
+    print(json.dumps({"gbit": gbit, "us": max(0.0, 1000 * small / steps)}), flush=True)
+dist.barrier()
+os._exit(0)
+"""
+
+
+def from_ranks(cluster: Cluster, nodes: Sequence[str], command: list[str], stdin: bytes) -> bytes:
+    """What the first of these says; one on each of the nodes."""
+    common = {
+        "MASTER_ADDR": f"{cluster.net}10",
+        "MASTER_PORT": "29555",
+        "WORLD_SIZE": str(len(nodes)),
+        "OMP_NUM_THREADS": "1",
+    }
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     ranks = [
         subprocess.Popen(cluster.on(node, *command, env=common | {"RANK": str(rank)}), **options)
-        for rank, node in enumerate(nodes[:2])
+        for rank, node in enumerate(nodes)
     ]
-    with ThreadPoolExecutor(2) as pool:
-        said = list(pool.map(lambda rank: rank.communicate(program("network"))[0], ranks))
-    return json.loads(said[0])["pairs"]["1"]
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        first, *_ = pool.map(lambda rank: rank.communicate(stdin)[0], ranks)
+    return first
 
 
 def sent_by_node(run: Run) -> list[float]:
@@ -100,8 +147,9 @@ def report_times(output: Path, calibrating: Path) -> None:
     machines = {}
     for rate in sorted(path.name for path in output.iterdir() if path.name.endswith("mbit")):
         found = json.loads((output / rate / LINK).read_text())
-        link = Link(found["gbit"] * 1e9 / 8 / time.NETWORK["gloo"], found["us"] * 1e-6)
-        machines[rate] = Machine(time.CPU, Link(5e9, 20e-6), link, 1)
+        links = {side: Link(own["gbit"] * 1e9 / 8 / time.NETWORK["gloo"], own["us"] * 1e-6)
+                 for side, own in found.items() if own}  # fmt: skip
+        machines[rate] = Machine(time.CPU, links.get("inside", links["between"]), links["between"], 1)
     first = make_row("", [load(calibrating)])
     job = job_of(first.run.plan, first.run.padded_vocab_size or 0)
     slower = time.calibrated(job, machines[calibrating.parts[-3]], seconds_of(first), "gloo")
@@ -129,12 +177,12 @@ def report_times(output: Path, calibrating: Path) -> None:
         tau = (orders[0] * orders[1]).sum() / np.sqrt((orders[0] ** 2).sum() * (orders[1] ** 2).sum())  # with ties: b
         # Whose repeats overlap, these runs do not rank.
         apart = np.array([[min(a) > max(b) or max(a) < min(b) for b in times.values()] for a in times.values()])
-        right = (orders[0] == orders[1])[apart].mean()
+        right = (orders[0] == orders[1])[apart].sum() // 2
         first = min(times, key=lambda name: max(times[name]))
         fastest = " or ".join(name for name in times if min(times[name]) <= max(times[first]))
         expected = min(predicted, key=lambda name: predicted[name].total)
         print(f"{rate:8} Kendall's tau {tau:.2f}; fastest: {fastest}, predicted {expected}")
-        print(f"{rate:8} {apart.sum() // 2} pairs whose repeats do not overlap, {right:.0%} in the right order")
+        print(f"{rate:8} {apart.sum() // 2} pairs whose repeats do not overlap, {right} in the right order")
     print(f"{len(errors)} means that wait for a third or more: mean error {mean(errors):.1%}, worst {max(errors):.1%}")
 
 
