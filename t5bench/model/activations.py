@@ -44,13 +44,14 @@ def _attention(job: Job, decoder: bool, cross: bool, length: int, kernel: str) -
     a, kept, e = job.architecture, job.software, job.element
     tokens, keys = job.tokens(decoder), job.micro_batch * length
     norm = _norm(job, tokens, readers=1 if cross else 3)
-    projections = e * (2 * tokens * a.query + 2 * keys * a.key)
+    projections = e * (2 * tokens * a.query + 2 * keys * (a.query if kept.repeats_keys else a.key))
     copied = 2 * 2 * keys * a.hidden if cross and kept.casts else 0
     core, masks = 0.0, 0
     if job.recompute != "selective" and kernel == "unfused":
         probability = kept.softmax or e
         each = probability + (kept.mask + e if job.dropout else e * (probability != e)) + kept.score_copies * e
-        core, masks = a.heads * tokens * length * each, tokens * length * kept.keeps_masks
+        padded = cross or not decoder  # a decoder's own mask is causal
+        core, masks = a.heads * tokens * length * each, tokens * length * (kept.keeps_masks and padded)
     elif job.recompute != "selective":
         again = kernel == "flash" and kept.copies_flash and job.micro_batch > 1
         core = 4 * a.heads * tokens + again * e * tokens * a.query
@@ -86,9 +87,21 @@ def activation_bytes(job: Job, stage: int = 0) -> dict[str, float]:
     layers = {"encoder": part.encoder_layers, "decoder": part.decoder_layers}
     found = {name: n and n * layer_bytes(job, name == "decoder") * chunks / v for name, n in layers.items()}
     found["ends of stacks"] = chunks / v * _ends(job, part) if v == 1 else _ends(job, part)
+    found["pipeline's buffers"] = chunks * _buffers(job, stage) if job.parallel.deepspeed else 0.0
     if job.recompute == "full" and part.layers:
         found["recomputed layer"] = layer_bytes(replace(job, recompute="none"), bool(part.decoder_layers))
     return found
+
+
+def _buffers(job: Job, stage: int) -> float:
+    """What DeepSpeed's pipeline engine keeps of a micro-batch in flight, in addition: its output, and its input, of
+    which the first layer has a clone. Under tensor parallelism: a slice of the output, and the first layer's own input.
+
+    deepspeed 0.18.3, runtime/pipe/engine.py:712-764.
+    """
+    part, t = stage_of(job.architecture, job.parallel, stage), job.parallel.tensor
+    tensors = (not part.head) / t + (stage > 0 and t == 1)
+    return tensors * job.tokens(part.decoder_layers > 0) * job.architecture.hidden * job.element
 
 
 def _ends(job: Job, part: Stage) -> float:

@@ -191,6 +191,7 @@ class Job:
     attention: "unfused", "fused" (one kernel, PyTorch's or Transformer Engine's) or "flash", in encoder self-attention
     and cross-attention; causal_attention: in decoder self-attention, the same unless given. recompute: "none",
     "selective" (attention's core) or "full" (each layer keeps its input). distributed_optimizer: Megatron's own.
+    moments: bytes per parameter of each of the optimizer's states besides the master weights; Adam has two in fp32.
     dummy_gradients: a 16-bit gradient of each shape of weight stays (Megatron-LM's fused gradient accumulation).
     """
 
@@ -207,6 +208,7 @@ class Job:
     dropout: float = 0.1
     engine: str = "megatron"
     dummy_gradients: bool = False
+    moments: tuple[int, ...] = (4, 4)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "causal_attention", self.causal_attention or self.attention)

@@ -41,6 +41,10 @@ class Device:
     ampere: bool = True
     fp8: bool = False
 
+    @property
+    def hopper(self) -> bool:
+        return self.name.startswith(("h100", "h200", "gh200"))
+
     def peak(self, precision: str) -> float | None:
         """Dense FLOP/s of matrix products; None where the device has no tensor cores for the precision."""
         tensor = {"fp16": 1.0, "bf16": 1.0 * self.ampere, "tf32": 0.5 * self.ampere, "fp8": 2.0 * self.fp8}

@@ -15,7 +15,7 @@ from t5bench.model.job import Job
 from t5bench.model.machine import MIB, Device
 from t5bench.model.parameters import layer_shapes, parameters, stage_of, tensors
 
-ADAM, FP32_GRADIENTS = 8, 4  # bytes per parameter: two fp32 moments; the fp32 gradients that ZeRO's update makes
+FP32_GRADIENTS = 4  # bytes per parameter of the fp32 gradients that ZeRO's update makes
 
 # What a device reports as used but torch does not count: a CUDA context with its kernels, 400 to 612 MiB in public
 # reports, and what the driver reserves, 462 MiB in the median of twelve public ``nvidia-smi -q`` of H100, L40S and A40.
@@ -71,7 +71,8 @@ def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
         # Every parameter has a tensor of weights, one of masters and two of moments; gradients are one buffer. ZeRO and
         # Megatron's distributed optimizer have a few flat tensors, which waste next to nothing.
         sizes = [size for each in tensors(a, job.parallel, stage).values() for size in each]
-        kinds = [2 * size for size in sizes], [4 * size for size in sizes], [4 * size for size in sizes for _ in (1, 2)]
+        states_each = [each * size for size in sizes for each in job.moments]
+        kinds = [2 * size for size in sizes], [4 * size for size in sizes], states_each
         states["allocator"] = slack([*kinds[0], 4 * sum(sizes), *kinds[1], *kinds[2]])
     if job.dummy_gradients:
         shapes = {shape for decoder in (False, True) for shape in layer_shapes(a, t, decoder) if len(shape) == 2}
@@ -85,6 +86,11 @@ def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
         # The gradient of the tied words from the head and from the decoder's embedding, and their sum. The decoder's
         # backward pass is done; an encoder still has its activations.
         words = {"encoder": kept["encoder"] * a.cross_attention, "gradients of words": 3 * word_gradient(job)}
+    leftover = _leftover(job, stage, count)
+    if job.parallel.virtual_stages == 1:
+        # While a micro-batch is computed, the loop's variable output_tensor still has the graph of the one before, and
+        # so its input with its gradient (Megatron-LM core/pipeline_parallel/schedules.py:2280-2336).
+        kept["inputs of stages"] = leftover.get("inputs of stages", 0.0) * (job.micro_batches > 1)
     moments = {
         "loss": kept | buffers["forward"] | {"logits and loss": loss},
         "start of backward": kept | buffers["backward"] | {"logits and loss": gradients},
@@ -92,7 +98,7 @@ def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
         "embedding": words | buffers["backward"],
         "step": buffers["step"],
     }
-    return Memory(states, moments, cpu, _cached_scores(job), _leftover(job, stage, count))
+    return Memory(states, moments, cpu, _cached_scores(job), leftover)
 
 
 def _leftover(job: Job, stage: int, count: int) -> dict[str, float]:
@@ -114,17 +120,17 @@ def _leftover(job: Job, stage: int, count: int) -> dict[str, float]:
 def states_of(job: Job) -> dict[str, tuple[float, float]]:
     """Bytes per parameter of the states that every data-parallel rank has, and of those divided among the ranks."""
     e, kept, zero = job.element, job.software, job.zero.stage
-    masters = 4 if e == 2 or zero else 0
-    optimizer = (0, masters + ADAM) if zero or job.distributed_optimizer else (masters + ADAM, 0)
+    masters, moments = 4 if e == 2 or zero else 0, sum(job.moments)
+    optimizer = (0, masters + moments) if zero or job.distributed_optimizer else (masters + moments, 0)
     if zero or job.engine == "galvatron":
         weights, gradients = ((0, e) if zero == 3 else (e, 0)), ((0, e) if zero > 1 else (e, 0))
     else:
         # Megatron accumulates in fp32 under bf16 and in fp16 under fp16.
         weights, gradients = (e, 0), (2 if job.precision == "fp16" else 4, 0)
         if kept.cast_parameters:
-            weights, gradients, optimizer = (4, 0), (4, 0), (ADAM, 0)
+            weights, gradients, optimizer = (4, 0), (4, 0), (moments, 0)
         if kept.casts:  # fp32 weights with 16-bit copies, which autograd keeps
-            weights, gradients, optimizer = (4 + 2, 0), (4, 0), (ADAM, 0)
+            weights, gradients, optimizer = (4 + 2, 0), (4, 0), (moments, 0)
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
 
 
@@ -164,8 +170,8 @@ def workspace(job: Job, stage: int = 0, device: Device | None = None) -> float:
     cuBLAS has a workspace for the forward thread and one for autograd's: 32 MiB each on Hopper and under
     CUBLAS_WORKSPACE_CONFIG=:4096:8, which deterministic runs set, else 8.125 (aten/src/ATen/cuda/CublasHandlePool.cpp).
     """
-    hopper = device is None or (device.fp8 and device.bandwidth > 1.5e12)
-    deterministic = job.engine in ("megatron-core", "transformer-engine")  # their published tests are
+    hopper = device is None or device.hopper or device.tensor > 1000  # Blackwell's are the same
+    deterministic = job.engine.startswith(("megatron-core", "transformer-engine"))  # their published tests are
     found = 2 * (32 if hopper or deterministic else 8.125) * MIB
     if job.engine == "transformer-engine":
         found += (32 if hopper else 4) * MIB

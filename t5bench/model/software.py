@@ -12,8 +12,9 @@ class Software:
 
     casts: each linear layer keeps its own 16-bit copy of its input (autocast caches copies of parameters alone).
     softmax: bytes of a kept probability, 0 for the training precision; score_copies: further tensors of attention
-    scores, in that width; keeps_masks: unfused attention keeps a mask of its scores in every layer; scores_buffer: it
-    has a buffer of scores for ever. copies_flash: flash attention's output is kept, and its copy in another order or
+    scores, in that width; keeps_masks: unfused attention keeps a mask of its scores in every layer unless that is
+    causal; scores_buffer: it has a buffer of scores for ever. repeats_keys: keys and values are kept for every query
+    head, even if heads share them. copies_flash: flash attention's output is kept, and its copy in another order or
     with padding put back. mask: bytes of a dropout mask; mlp_dropout: inside the MLP too. fused_gate: a gated MLP
     keeps its product and two inputs alone. logits: bytes of a logit at the most, while the loss is computed;
     logit_gradients: while the head's gradients are. cast_parameters: parameters are fp32, and cast to 16 bits in every
@@ -27,6 +28,7 @@ class Software:
     softmax: int = 0
     score_copies: int = 0
     keeps_masks: bool = False
+    repeats_keys: bool = False
     copies_flash: bool = False
     mask: int = 1
     mlp_dropout: bool = False
@@ -50,12 +52,17 @@ SOFTWARE = {
     # backward: core/tensor_parallel/cross_entropy.py:28-120. DotProductAttention's scores go to a global buffer:
     # core/transformer/dot_product_attention.py:189.
     "megatron-core": Software(scores_buffer=True, keeps_inputs=True),
+    # The same without the fused softmax: FusedScaleMaskSoftmax.forward_torch_softmax computes in fp32, and autograd
+    # keeps its result: core/fusions/fused_softmax.py:313.
+    "megatron-core-softmax": Software(softmax=4, scores_buffer=True, keeps_inputs=True),
     # Megatron-LM with it: UnfusedDotProductAttention fills padded rows of the probabilities, which keeps each layer's
-    # mask (transformer_engine/pytorch/attention/dot_product_attention/backends.py, masked_fill).
+    # mask, if "padding" is in the mask's type (transformer_engine/pytorch/attention/dot_product_attention/backends.py,
+    # masked_fill). GPT's and T5's decoders have "causal".
     "transformer-engine": Software(keeps_masks=True, copies_flash=True, keeps_inputs=True),
     # FlashSelfOrCrossAttention's output is kept, and its rearranged copy:
-    # core/runtime/tensor_parallel/transformer.py:846.
-    "galvatron": Software(copies_flash=True),
+    # core/runtime/tensor_parallel/transformer.py:846. swiglu is silu(x) * y without a kernel of its own (:121), and
+    # repeat_interleave copies keys and values for every query head (:825).
+    "galvatron": Software(copies_flash=True, fused_gate=False, repeats_keys=True),
     # Hetu's first Galvatron: HF's T5LayerNorm in fp32 around Megatron's attention, which masks scores out of place.
     "galvatron-1": Software(norm_tensors=3, score_copies=1),
     # HF's T5LayerNorm keeps its input, the normalised input and the output; relu or gelu and dropout are in the MLP.

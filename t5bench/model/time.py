@@ -18,6 +18,8 @@ from t5bench.model.traffic import Row, paths, ring_bytes, rows, steps
 # The shares that large matrix products reach of a GPU's peak, element-wise operations of its memory's bandwidth, and
 # collectives of a link's data rate: round figures from published benchmarks, not fitted.
 PRODUCTS, ELEMENTS, NETWORK = 0.70, 0.80, {"nccl": 0.92, "gloo": 0.97}
+# FlashAttention-2 reaches less of Hopper's peak (FlashAttention-3, https://arxiv.org/abs/2407.08608, abstract).
+FLASH_ON_HOPPER = 0.35
 # gloo's all-gather between two ranks takes this much longer than its bytes, between three or four no longer: the mean
 # of eight measurements of 1 MB and more in tests/cluster's lab, 1.05 to 1.47 (docs/prediction.md).
 GLOO_PAIR_GATHER = 1.35
@@ -80,6 +82,9 @@ def _layer_seconds(job: Job, decoder: bool, device: Device) -> tuple[float, floa
     linear, attention, in_memory = *_products(job, device), _in_memory(job, device)
     weights, own_core = layer_multiply_adds(a, decoder)
     n, attentions = a.length(decoder), job.attentions(decoder)
+    if device.hopper:  # longer by what flash attention misses of its share of the multiply-adds
+        slower = [length * (PRODUCTS / FLASH_ON_HOPPER if kernel == "flash" else 1) for length, kernel in attentions]
+        attention *= sum(a.attended(decoder)) / sum(slower)
     # Under autocast the residual stream, norms and softmax are fp32.
     stream, softmax = ((size or job.element) / job.element for size in (job.software.stream, job.software.softmax))
     passes = (1 + len(attentions)) * BLOCK_PASSES * n * a.hidden * stream / job.parallel.sequence

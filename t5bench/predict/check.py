@@ -82,7 +82,7 @@ def compare_all(points: Sequence[Point]) -> list[Comparison | Missing]:
 def _memory(point: Point) -> Figures:
     """The memory of the last rank, which is the one that Megatron logs."""
     measured, job = point.measured, job_of(point)
-    if re.search(r"adafactor|8.?bit|sgd|lion|muon|sophia|shampoo", point.optimizer or "", re.I):
+    if published.optimizer_states(point.optimizer or "") is None:
         raise Unpredictable(f"the states of the optimizer {point.optimizer} are not known")
     found = memory_of(job, job.parallel.pipeline - 1, device_of(point))
     if size := measured.get("memory_allocated_bytes"):

@@ -112,6 +112,7 @@ class Unpredictable(Exception):
 # Vocabularies of tokenizers, where a source does not state its own: bert-base-uncased, GPT-2, T5; mT5 by name.
 VOCABULARIES = {"bert": 30522, "gpt": 50257, "t5": 32128, "bart": 50265}
 MT5_VOCABULARY = 250_112
+MEGATRON = ("megatron-core", "megatron-core-softmax", "transformer-engine")
 HEAD_SIZE, DROPOUT = 64, 0.1  # of all these models, and the default of Megatron and of Hugging Face's configurations
 MULTIPLE = 128  # of Megatron's padding
 
@@ -120,7 +121,9 @@ def software(point: Point) -> str:
     """t5bench/model/software.py's name for the software that was measured; "" for other software."""
     repository, kernel = point.source.repo or "", point.attention_kernel or ""
     if repository == "NVIDIA/Megatron-LM":
-        return "megatron-core" if kernel and "Transformer Engine" not in kernel else "transformer-engine"
+        if not kernel or "Transformer Engine" in kernel:
+            return "transformer-engine"
+        return "megatron-core-softmax" if "no-masked-softmax-fusion" in kernel else "megatron-core"
     if repository.startswith("PKU-DAIR/"):
         return "galvatron" if repository.endswith("Galvatron") else "galvatron-1"
     if re.search(r"\bHF\b|Hugging", kernel):
@@ -148,7 +151,7 @@ def architecture_of(point: Point, tensor: int) -> Architecture:
         encoder, decoder = ((encoder or decoder) * (own > 0) for own in layers)
     elif not encoder or not decoder:
         raise Unpredictable("the encoder's or the decoder's length is not stated")
-    if model.gated and not model.ffn and whose not in ("megatron-core", "transformer-engine"):
+    if model.gated and not model.ffn and whose not in MEGATRON:
         raise Unpredictable("the FFN size of a gated model is not stated")
     heads = model.heads or model.hidden // (model.kv_channels or HEAD_SIZE)
     vocabulary = model.vocab or (MT5_VOCABULARY if "mt5" in (model.name or "").lower() else VOCABULARIES[family])
@@ -207,7 +210,25 @@ def job_of(point: Point, tensor: int | None = None) -> Job:
         dropout=DROPOUT if point.dropout is None else point.dropout,
         engine=software(point) or "megatron-core",
         dummy_gradients=fused and (source.date or "") >= "2025-08",
+        moments=ADAM if (states := optimizer_states(point.optimizer or "")) is None else states,
     )  # fmt: skip
+
+
+# Bytes per parameter of each state of an optimizer in fp32, by its name: 8 for Adam, 4 for SGD with momentum, 2 for
+# Adam in 8 bits (transformers, docs/source/en/model_memory_anatomy.md). Lion has one moment (arXiv 2302.06675);
+# Adafactor without beta1 has a row and a column of each weight, next to nothing (transformers/optimization.py:866).
+ADAM = (4, 4)
+OPTIMIZERS = {"adafactor": (), r"sgd.*momentum|momentum sgd": (4,), "sgd": (), "lion": (4,), "adam|lamb": ADAM}
+OTHER_OPTIMIZERS = r"muon|sophia|shampoo|soap|adagrad|lars|paged|adafactor.*(beta1|momentum)|\b[1-7].?bit"
+
+
+def optimizer_states(optimizer: str) -> tuple[int, ...] | None:
+    """Of an optimizer as a source calls it, Adam's if it does not; None if they are not known."""
+    name = optimizer.lower()
+    if re.search(OTHER_OPTIMIZERS, name):
+        return None
+    found = next((states for words, states in OPTIMIZERS.items() if re.search(words, name)), ADAM)
+    return tuple(1 for _ in found) if re.search(r"8.?bit", name) else found
 
 
 def _attention(point: Point) -> str:

@@ -143,11 +143,62 @@ def test_what_megatrons_iteration_leaves():
     assert not memory_of(replace(halves, engine="megatron")).leftover
 
 
+def test_inputs_of_stages_stay_while_a_later_micro_batch_is_computed():
+    """Not in the only micro-batch, nor under the interleaved schedule."""
+    job = Job(LARGE, Parallel(pipeline=2, split_rank=1), engine="megatron-core", global_batch=4)
+    inputs = 2 * 512 * 1024 * 2
+    assert [memory_of(job, stage).components.get("inputs of stages", 0) for stage in (0, 1)] == [0, inputs]
+    assert not memory_of(replace(job, global_batch=1), 1).components.get("inputs of stages")
+    assert not memory_of(job.on(virtual_stages=2), 1).components.get("inputs of stages")
+    assert memory_of(job, 1).allocated == sum(memory_of(job, 1).states.values()) + inputs
+
+
+def test_buffers_of_deepspeeds_pipeline():
+    """Outputs but in the last stage, inputs but in the first; under tensor parallelism slices of outputs alone."""
+    gpt = replace(LARGE, encoder_layers=0, encoder_length=0, decoder_length=512, family="gpt")
+    job = Job(gpt, Parallel(pipeline=3, deepspeed=True), zero=Zero(1), global_batch=8, micro_batch=2)
+    each = 2 * 512 * 1024 * 2
+    found = [activation_bytes(job, stage)["pipeline's buffers"] for stage in range(3)]
+    assert found == [3 * each, 2 * 2 * each, each]
+    found = [activation_bytes(job.on(tensor=2), stage)["pipeline's buffers"] for stage in range(3)]
+    assert found == [3 * each / 2, 2 * each / 2, 0]
+    assert not activation_bytes(job.on(deepspeed=False), 1)["pipeline's buffers"]
+
+
+def test_masks_and_shared_keys_that_software_keeps():
+    """Transformer Engine keeps masks of padding, not causal ones; Galvatron copies the keys that heads share."""
+    plain = Job(LARGE, attention="unfused", engine="transformer-engine", dropout=0)
+    less = replace(plain, engine="megatron-core")
+    assert layer_bytes(plain) - layer_bytes(less) == 512 * 512
+    assert layer_bytes(plain, decoder=True) - layer_bytes(less, decoder=True) == 128 * 512
+    galvatron = Job(replace(LARGE, kv_heads=4, gated=True), attention="flash", engine="galvatron", dropout=0)
+    less = replace(galvatron, engine="megatron-core")
+    assert layer_bytes(galvatron) - layer_bytes(less) == 512 * 2 * (2 * (1024 - 256) + 2816)
+
+
+def test_states_of_other_optimizers():
+    for moments, size in (((), 10), ((4,), 14), ((1, 1), 12), ((4, 4), 18)):
+        gpu, _ = model_states(Job(LARGE, engine="megatron-core", moments=moments), 1000)
+        assert sum(gpu.values()) == 1000 * size
+
+
+def test_flash_attention_on_hopper():
+    """Its version 2 takes twice as long there as its share of the peak on A100s says."""
+    long = replace(LARGE, encoder_layers=0, decoder_length=1 << 20)
+    seconds = {
+        (name, kernel): stage_seconds(Job(long, attention=kernel), DEVICES[name], 0)[0].gpu
+        for name in ("h100", "a100", "b200")
+        for kernel in ("flash", "fused")
+    }
+    assert seconds["h100", "flash"] / seconds["h100", "fused"] == pytest.approx(2, abs=0.02)
+    assert all(seconds[name, "flash"] == seconds[name, "fused"] for name in ("a100", "b200"))
+
+
 def test_fp8_is_for_linear_layers():
     """At great lengths attention decides, which is computed in bf16; of short samples the linear layers are."""
     seconds = {
         (length, precision): stage_seconds(
-            Job(replace(LARGE, encoder_layers=0, decoder_length=length), precision=precision, attention="flash"),
+            Job(replace(LARGE, encoder_layers=0, decoder_length=length), precision=precision, attention="fused"),
             DEVICES["h100"],
             0,
         )[0].gpu
