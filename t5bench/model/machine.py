@@ -43,6 +43,7 @@ class Device:
 
     @property
     def hopper(self) -> bool:
+        """Whether it is of NVIDIA's Hopper generation."""
         return self.name.startswith(("h100", "h200", "gh200"))
 
     def peak(self, precision: str) -> float | None:

@@ -19,7 +19,7 @@ class Software:
     keeps its product and two inputs alone. logits: bytes of a logit at the most, while the loss is computed;
     logit_gradients: while the head's gradients are. cast_parameters: parameters are fp32, and cast to 16 bits in every
     iteration. tensor_mask, tensor_logits: mask and logits under tensor parallelism, 0 where they are the same.
-    keeps_inputs: what Megatron-LM leaves after an iteration, see memory.py.
+    keeps_inputs: of pipeline stages, and fp16's fp32 gradients, until the next iteration (memory.py).
     """
 
     norm_tensors: int = 2
@@ -44,7 +44,7 @@ class Software:
 
 SOFTWARE = {
     # lm_logits.float() and its difference to the maximum are both there: core/tensor_parallel/cross_entropy.py:26.
-    "megatron": Software(logits=10, scores_buffer=True, fused_gate=False),
+    "megatron": Software(logits=10, scores_buffer=True, fused_gate=False, keeps_inputs=True),
     # native/: log_softmax's output and two gradients of the logits in fp32. Under tensor parallelism the exponentials
     # and three gradients (of the label's logit, of the exponentials, their sum); SharedDropout's mask has 16 bits.
     "native": Software(logits=12, cast_parameters=True, tensor_mask=2, tensor_logits=16),
