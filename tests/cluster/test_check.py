@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -151,7 +151,7 @@ def test_clocks(clock: float, fails: list[str]):
     assert red({"clock": table.clocks(nodes)}).get("clock", []) == fails
 
 
-def test_a_nodes_names_disk_and_memory(monkeypatch: pytest.MonkeyPatch):
+def test_a_nodes_names_disk_and_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """An own name that is a loopback address, as Debian's installer writes it into /etc/hosts: gloo would listen where
     no other node can reach it."""
     for resolves, text, problem in (("127.0.1.1", "own name", "resolves to 127.0.1.1"), ("10.0.0.2", "no master", "")):
@@ -160,7 +160,8 @@ def test_a_nodes_names_disk_and_memory(monkeypatch: pytest.MonkeyPatch):
         assert cell.text == text and problem in cell.problem
     monkeypatch.setattr(probe, "LEAST_DISK", 2**60)
     monkeypatch.setattr(probe, "LEAST_MEMORY", 2**60)
-    assert re.fullmatch(r"only [0-9.]+ GiB are free at /", probe.disk(asked("node0"))["disk"].problem)
+    there = replace(asked("node0"), output_directory=str(tmp_path / "run"))
+    assert re.fullmatch(rf"only [0-9.]+ GiB are free at {re.escape(str(tmp_path))}", probe.disk(there)["disk"].problem)
     assert re.fullmatch(r"only [0-9.]+ GiB of memory are available", probe.memory(asked("node0"))["memory"].problem)
 
 
