@@ -15,7 +15,7 @@ from t5bench.model.job import Job
 from t5bench.model.machine import MIB, Device
 from t5bench.model.parameters import layer_shapes, parameters, stage_of, tensors
 
-FP32_GRADIENTS = 4  # bytes per parameter of the fp32 gradients that ZeRO's update makes
+FP32_GRADIENTS = 4  # bytes per parameter of the fp32 gradients that an update makes
 
 # What a device reports as used but torch does not count: a CUDA context with its kernels, 400 to 612 MiB in public
 # reports, and what the driver reserves, 462 MiB in the median of twelve public ``nvidia-smi -q`` of H100, L40S and A40.

@@ -60,7 +60,7 @@ SOFTWARE = {
     # masked_fill). GPT's and T5's decoders have "causal".
     "transformer-engine": Software(keeps_masks=True, copies_flash=True, keeps_inputs=True),
     # FlashSelfOrCrossAttention's output is kept, and its rearranged copy:
-    # core/runtime/tensor_parallel/transformer.py:846. swiglu is silu(x) * y without a kernel of its own (:121), and
+    # core/runtime/tensor_parallel/transformer.py:846. swiglu is silu(x) * y in separate operators (:121), and
     # repeat_interleave copies keys and values for every query head (:825).
     "galvatron": Software(copies_flash=True, fused_gate=False, repeats_keys=True),
     # Hetu's first Galvatron: HF's T5LayerNorm in fp32 around Megatron's attention, which masks scores out of place.

@@ -1,6 +1,6 @@
 """Compares our errors on published points with those of DeepSpeed's estimators and of llm-analysis, if installed.
 
-python -m tests.predict.compare_estimators, with DeepSpeed; llm-analysis is a package of its own.
+python -m tests.predict.compare_estimators, with DeepSpeed; llm-analysis is installed separately.
 Both are asked what they can answer: DeepSpeed's for states alone, llm-analysis for a stack of equal layers of one
 length, so that it sees an encoder-decoder as that many decoder layers at the encoder's length.
 """
