@@ -11,26 +11,12 @@ from pathlib import Path
 
 from t5bench import Problem
 from t5bench.compare.stragglers import WORTH_NAMING, Cause, of_record
-from t5bench.compare.whatif import Gain, WhatIf, equal_stages
-from t5bench.model import time
+from t5bench.compare.whatif import Gain, WhatIf
+from t5bench.model import schedule, time
 from t5bench.model.job import Job
 from t5bench.record import profile
 from t5bench.record.files import PROFILE, RecordError
-from t5bench.record.profile import (
-    AXES,
-    BACKWARD,
-    BUBBLE,
-    DATA,
-    FORWARD,
-    HOST,
-    LOGGING,
-    RECOMPUTATION,
-    SAVING,
-    SENDING,
-    STEP,
-    TRANSFER,
-    WAITING,
-)  # fmt: skip
+from t5bench.record.profile import AXES, BUBBLE, DATA, HOST, LOGGING, SENDING, WAITING
 from t5bench.record.records import Run, load
 
 # Share of the iteration from which on waiting for a core is named where other programs keep less than this much of a
@@ -44,30 +30,28 @@ SLOW_LINK, SLOW_STEP_MS, UNEQUAL_STAGES = 1e9, 0.5, 1.5
 # Python launches an operator in about this time: one that computes no longer gains from larger micro-batches, where
 # there are so many for each stage.
 SMALL_OPERATOR_MS, MANY = 0.015, 4
-COMPUTING = (FORWARD, BACKWARD, RECOMPUTATION)
-OWN_WORK = (DATA, LOGGING, SAVING)
-SHARED_WORK = (*COMPUTING, STEP, HOST, TRANSFER)
-# What data-parallel ranks send, in words; for every micro-batch under these stages of ZeRO.
-SENT = {AXES[0]: ("sending gradients", 2), AXES[3]: ("gathering parameters", 3)}
-# How much longer than another a stage has to take for its layers, by the cost model, before it counts as slow.
-BEYOND_MODEL = 2.5
-LARGER_STAGE = 1.25  # and how much more a stage has to compute, by the model, before stages count as unequal
+# How much longer than another a stage has to take for its layers, by the cost model, before it counts as slow; and how
+# much more it has to compute, by the model, before stages count as unequal.
+BEYOND_MODEL, LARGER_STAGE = 2.5, 1.25
+FORWARD, BACKWARD = (profile.FORWARD,), (profile.BACKWARD, profile.RECOMPUTATION)
+COMPUTING, OWN_WORK = (*FORWARD, *BACKWARD), (DATA, LOGGING, profile.SAVING)
+SHARED_WORK = (*COMPUTING, profile.STEP, HOST, profile.TRANSFER)
+# What data-parallel ranks send, in words; for every micro-batch from this stage of ZeRO on.
+SENT = {SENDING[AXES[0]]: ("sending gradients", 2), SENDING[AXES[3]]: ("gathering parameters", 3)}
 NOT_MODELLED = {"slow rank", "slow node", "data loading", "logging", "slow disk", "frequent checkpoints"}
 
 
 class Rank:
-    """A rank's entry in profile.json."""
+    """A rank's entry in profile.json; queued, throttled, lost, asleep and working are shares of the iteration."""
 
     def __init__(self, entry: profile.Rank) -> None:
         self.entry, self.wall, self.number, self.host = entry, entry.wall_ms, entry.rank, entry.host
-        self.name = f"rank {self.number} ({self.host})"
-        used = entry.processor
-        lost = (ms / self.wall for ms in (used.queued_ms, used.throttled_ms))
-        self.queued, self.throttled = (min(1.0, share) for share in lost)  # of several threads together
-        self.computing, self.exposed = self.share(*COMPUTING) * self.wall, self.share(BUBBLE, *SENDING.values())
-        # Who is held back also waits for a core meanwhile.
-        self.lost = max(self.queued, self.throttled)
+        self.name, used = f"rank {self.number} ({self.host})", entry.processor
+        # Several threads together may wait for longer than the iteration takes.
+        self.queued, self.throttled = (min(1.0, ms / self.wall) for ms in (used.queued_ms, used.throttled_ms))
+        self.lost = max(self.queued, self.throttled)  # who is held back also waits for a core meanwhile
         self.asleep, self.working = used.asleep_ms / self.wall, used.working_ms / self.wall  # known on a CPU
+        self.exposed = self.share(BUBBLE, *SENDING.values())
 
     def share(self, *parts: str) -> float:
         return sum(self.entry.parts.get(part, 0.0) for part in parts) / self.wall
@@ -125,35 +109,25 @@ class Explanation:
     def _without(self) -> str:
         return ", without waiting for a core" if self.rest <= 1 - WORTH_NAMING else ""
 
-    def _is_usual(self, share: float) -> bool:
-        """Whether other iterations have it too: it exceeds what the profiled one takes beyond them, and chance."""
-        wall = max(rank.wall for rank in self.ranks)
-        return share > CHANCE + max(0.0, 1 - (self.content.other_iterations_ms or wall) / wall)
-
     def sentence(self) -> str:
         """The largest parts, what would make it faster, and what profiling cost."""
-        cost, more = self.content.overhead, ""
-        if cost is not None:
+        name, _, _ = self.plan.strategy.title.partition(":")[0].partition(" (")
+        of_gpt = " of a GPT" * (self.run.architecture.family == "gpt")
+        every = " of every micro-batch" * (self.layout.micro_batches > 1)
+        sent = {part: words + every * (self.plan.zero_stage >= since) for part, (words, since) in SENT.items()}
+        parts = profile.limits(self.content.ranks, profile.DOING | sent).replace("% ", "% of each iteration ", 1)
+        gain, change = self.what_if or (1.0, "")
+        faster = f"; {change} would make it {gain:.1f} times as fast" if change else ""
+        more = ""
+        if (cost := self.content.overhead) is not None:
             difference = f"{abs(cost):.0%}"
             took = "as long as" if difference == "0%" else f"{difference} {'less' if cost < 0 else 'more'} time than"
             more = f". With the profiler this iteration took {took} the median of the others"
-        name, _, _ = self.plan.strategy.title.partition(":")[0].partition(" (")
-        of_gpt = " of a GPT" * (self.run.architecture.family == "gpt")
-        parts = profile.limits(self.content.ranks, self._doing()).replace("% ", "% of each iteration ", 1)
-        gain, change = self.what_if or (1.0, "")
-        faster = f"; {change} would make it {gain:.1f} times as fast" if change else ""
         return f"{name}{of_gpt} spends {parts}{faster}{more}"
-
-    def _doing(self) -> dict[str, str]:
-        stage, several = self.plan.zero_stage, self.layout.micro_batches > 1
-        sent = {axis: f"{words}{' of every micro-batch' * (several and stage >= since)}"
-                for axis, (words, since) in SENT.items()}  # fmt: skip
-        return profile.DOING | {SENDING[axis]: words for axis, words in sent.items()}
 
     def causes(self) -> list[Cause]:
         """Those that are worth naming, what costs most first, each for the rank where it costs most."""
-        rules = (self._own_work, self._processor, self._slow_node, self._slow_rank, self._stages, self._link,
-                 self._micro_batches)  # fmt: skip
+        rules = (self._own_work, self._processor, self._slow, self._stages, self._link, self._micro_batches)
         found = [cause for rule in rules for cause in rule() if cause.share >= WORTH_NAMING]
         asleep = max(rank.entry.processor.saving_ms for rank in self.ranks) / 1000
         found += of_record(self.run, asleep)
@@ -197,19 +171,20 @@ class Explanation:
         return max((gain for gain in found if gain[0] >= 1 + WORTH_NAMING), default=None)
 
     def _equal_stages(self) -> Gain:
-        backward = (BACKWARD, RECOMPUTATION)
-        ways = [[self._of_stage(stage, *way) for stage in range(self.layout.pp)] for way in ((FORWARD,), backward)]
-        return equal_stages(self.unqueued, *ways, self.layout.micro_batches)
+        """What it would gain if all stages were alike and nobody waited for a core."""
+        stages, count = range(self.layout.pp), self.layout.micro_batches
+        ways = [[self._of_stage(stage, *way) for stage in stages] for way in (FORWARD, BACKWARD)]
+        alike = [[sum(way) / len(way)] * len(way) for way in ways]
+        gained = schedule.duration(*ways, count) - schedule.duration(*alike, count)
+        return self.unqueued / (self.unqueued - gained), "equal pipeline stages"
 
     def _of_stage(self, stage: int, *parts: str) -> float:
         """The share of an iteration that these parts of a micro-batch take on a stage's busiest rank, without what it
         waits for a core."""
-        shares = (rank.share(*parts) * max(1 - rank.lost, 0.1) for rank in self._ranks_of(stage))
-        return max(1e-3, *shares) / self.layout.micro_batches
-
-    def _ranks_of(self, stage: int) -> list[Rank]:
         size = len(self.ranks) // self.layout.pp
-        return self.ranks[stage * size : (stage + 1) * size]
+        ranks = self.ranks[stage * size : (stage + 1) * size]
+        shares = (rank.share(*parts) * max(1 - rank.lost, 0.1) for rank in ranks)
+        return max(1e-3, *shares) / self.layout.micro_batches
 
     def _own_work(self) -> Iterator[Cause]:
         for name, part in (("data loading", DATA), ("logging", LOGGING)):
@@ -230,28 +205,25 @@ class Explanation:
                 name = "fewer cores than processes" if is_own and not is_others else "another program on the core"
                 yield Cause(name, rank.queued, f"{rank.name} waits for a core {rank.queued:.0%} of the time")
 
-    def _slow_node(self) -> Iterator[Cause]:
-        size = self.layout.nproc_per_node
+    def _slow(self) -> Iterator[Cause]:
+        """A node or a rank for all of which the others wait, and neither data, a log line, a checkpoint nor a busy core
+        keeps it."""
+        size, wall = self.layout.nproc_per_node, max(rank.wall for rank in self.ranks)
         nodes = [self.ranks[first : first + size] for first in range(0, len(self.ranks), size)]
-        for number, ranks in enumerate(nodes if len(nodes) > 1 else ()):
-            yield from self._slow("slow node", ranks, f"node {number} ({ranks[0].host})")
-
-    def _slow_rank(self) -> Iterator[Cause]:
-        for rank in self.ranks if len(self.ranks) > 1 else ():
-            yield from self._slow("slow rank", [rank], rank.name)
-
-    def _slow(self, name: str, ranks: Sequence[Rank], called: str) -> Iterator[Cause]:
-        """Others wait for all of these, and neither data, a log line, a checkpoint nor a busy core keeps them."""
-        others = [rank for rank in self.ranks if rank not in ranks]
-        if any(rank.working for rank in self.ranks):
-            share = self._of_rest(min(self._beyond(rank, others) for rank in ranks))
-            yield Cause(
-                name, share, f"{called} needs {share:.0%} of the time more than others for its work{self._without}"
-            )
-            return
-        longest = max(other.waits_for(ranks) for other in others)
-        if self._is_usual(longest):
-            yield Cause(name, longest, f"the others wait for {called} {longest:.0%} of the time")
+        suspects = [("slow node", ranks, f"node {node} ({ranks[0].host})") for node, ranks in enumerate(nodes)]
+        suspects += [("slow rank", [rank], rank.name) for rank in self.ranks]
+        for name, ranks, called in suspects:
+            if not (others := [rank for rank in self.ranks if rank not in ranks]):
+                continue
+            if any(rank.working for rank in self.ranks):
+                share = self._of_rest(min(self._beyond(rank, others) for rank in ranks))
+                text = f"{called} needs {share:.0%} of the time more than others for its work{self._without}"
+                yield Cause(name, share, text)
+                continue
+            longest = max(other.waits_for(ranks) for other in others)
+            # What the profiled iteration takes beyond the others does not count, because those do not have it.
+            if longest > CHANCE + max(0.0, 1 - (self.content.other_iterations_ms or wall) / wall):
+                yield Cause(name, longest, f"the others wait for {called} {longest:.0%} of the time")
 
     def _beyond(self, rank: Rank, others: Sequence[Rank]) -> float:
         """For how much longer than one of the others a rank sleeps, or works for the same layers."""
@@ -298,7 +270,7 @@ class Explanation:
         worst = max(self.ranks, key=lambda rank: rank.share(HOST) * (1 - rank.lost))
         count = self.layout.micro_batches
         # Without what it waits for a core meanwhile.
-        mean = worst.computing * (1 - worst.queued) / max(1, worst.entry.operators)
+        mean = worst.share(*COMPUTING) * worst.wall * (1 - worst.queued) / max(1, worst.entry.operators)
         if count >= MANY * self.layout.pp and mean < SMALL_OPERATOR_MS:
             text = f"{count} micro-batches of {self.plan.value('MICRO_BATCH_SIZE')}, {1000 * mean:.0f} us an operator"
             saved = 1 - self.layout.pp / count  # by micro-batches as large as possible

@@ -6,11 +6,11 @@ second its link carries, and how long a message takes besides.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from t5bench.compare.predicted import prediction_of
-from t5bench.model import schedule, time
+from t5bench.model import time
 from t5bench.model.machine import Machine
 from t5bench.model.prediction import Prediction
 from t5bench.record.records import Run
@@ -38,13 +38,18 @@ class WhatIf:
 
         exposed: seconds of communication and pipeline bubble. rate: bytes per second of large messages, 0 for none.
         """
-        found = prediction_of(run)
-        at_rate = found and _calibrated(found, seconds - rest, {"bandwidth": rate or RATES[1]})
-        if found and at_rate and _exposed(at_rate) < exposed:
-            found = replace(found, machine=_linked(found, bandwidth=rate or RATES[1]))
-            best = _matching(found, seconds - rest, exposed, "latency", LATENCIES)
-        else:
-            best = found and _matching(found, seconds - rest, exposed, "bandwidth", RATES)
+        if not (found := prediction_of(run)):
+            return None
+        name, (worse, better), best = "bandwidth", RATES, None
+        at_rate = _calibrated(found, seconds - rest, bandwidth=rate or better)
+        if at_rate and _exposed(at_rate) < exposed:
+            found, name, (worse, better) = at_rate, "latency", LATENCIES
+        for _ in range(HALVINGS):
+            middle = math.sqrt(worse * better)
+            tried = _calibrated(found, seconds - rest, **{name: middle})
+            best = tried or best
+            is_worse = tried is None or _exposed(tried) > exposed
+            worse, better = (middle, better) if is_worse else (worse, middle)
         return cls(best, rest) if best and abs(_exposed(best) - exposed) <= MISSED * seconds else None
 
     @property
@@ -83,14 +88,6 @@ class WhatIf:
                 yield size
 
 
-def equal_stages(seconds: float, forward: Sequence[float], backward: Sequence[float], micro_batches: int) -> Gain:
-    """With all stages alike, of an iteration that takes so long; forward, backward: a micro-batch's on each stage."""
-    count = len(forward)
-    alike = [[sum(times) / count] * count for times in (forward, backward)]
-    gained = schedule.duration(forward, backward, micro_batches) - schedule.duration(*alike, micro_batches)
-    return seconds / (seconds - gained), "equal pipeline stages"
-
-
 def _exposed(found: Prediction) -> float:
     assert found.time
     return found.time.communication + found.time.bubble
@@ -107,25 +104,10 @@ def _linked(found: Prediction, **changes: float) -> Machine:
     return replace(found.machine, **{side: replace(getattr(found.machine, side), **changes)})
 
 
-def _calibrated(found: Prediction, seconds: float, link: dict[str, float]) -> Prediction | None:
+def _calibrated(found: Prediction, seconds: float, **link: float) -> Prediction | None:
     """On a machine with this link that takes as long; None where sending alone takes longer."""
     machine = _linked(found, **link)
     try:
-        slower = time.calibrated(found.job, machine, seconds, found.backend)
+        return replace(found, machine=machine, slower=time.calibrated(found.job, machine, seconds, found.backend))
     except ValueError:
         return None
-    return replace(found, machine=machine, slower=slower)
-
-
-def _matching(
-    found: Prediction, seconds: float, exposed: float, name: str, bounds: tuple[float, float]
-) -> Prediction | None:
-    """With the link whose bandwidth or latency gives the exposed communication."""
-    (worse, better), best = bounds, None
-    for _ in range(HALVINGS):
-        middle = math.sqrt(worse * better)
-        tried = _calibrated(found, seconds, {name: middle})
-        best = tried or best
-        is_worse = tried is None or _exposed(tried) > exposed
-        worse, better = (middle, better) if is_worse else (worse, middle)
-    return best
