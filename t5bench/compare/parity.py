@@ -6,7 +6,7 @@ judges whatever runs it is given, only by the loss, and says which ones it canno
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -38,9 +38,6 @@ BASELINE, EQUAL, DIFFERENT, UNKNOWN = "baseline", "yes", "NO", "-"
 ALL_PATCHES = "series"
 
 
-# ---- two curves ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Difference:
     """The largest relative difference of two curves, its iteration, and the first iteration beyond the tolerance.
@@ -59,11 +56,6 @@ class Difference:
 def curve(run: Run, name: str = "lm_loss") -> dict[int, float]:
     """A field of the run's lines, by iteration, without the lines that lack it."""
     return {line.iteration: value for line in run.iterations if (value := getattr(line, name)) is not None}
-
-
-def last_loss(run: Run) -> float | None:
-    """The loss on the last line that has one."""
-    return next(reversed(curve(run).values()), None)
 
 
 def relative_difference(value: float, reference: float) -> float:
@@ -87,9 +79,6 @@ def difference(curve: Mapping[int, float], reference: Mapping[int, float], toler
 def other_training(run: Run, baseline: Run) -> dict[str, tuple[Any, Any]]:
     """The facts that make these two runs different trainings: both values, by name."""
     return {name: tuple(by_value) for name, by_value in differing(trains, [run, baseline]).items()}
-
-
-# ---- in a comparison -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -131,13 +120,8 @@ def judge(repeats: Sequence[Run], references: Sequence[Run]) -> Parity:
 
 def judge_baseline(repeats: Sequence[Run]) -> Parity:
     """Judges the baseline's own row: only a loss that is not a number counts against it."""
-    for iteration, loss in (point for run in repeats for point in curve(run).items()):
-        if not math.isfinite(loss):
-            return Parity(DIFFERENT, math.nan, iteration)
-    return Parity(BASELINE)
-
-
-# ---- the gate ------------------------------------------------------------------------------------------------------
+    faults = [iteration for run in repeats for iteration, loss in curve(run).items() if not math.isfinite(loss)]
+    return Parity(DIFFERENT, math.nan, faults[0]) if faults else Parity(BASELINE)
 
 
 @dataclass(frozen=True)
@@ -196,27 +180,21 @@ def verdict(run: Run, baseline: Run) -> Verdict:
     if alone := sorted(losses.keys() ^ reference.keys()):
         shown = ", ".join(map(str, alone[:5])) + (", ..." if len(alone) > 5 else "")
         reasons.append(f"only one of the two runs logged iteration {shown}")
-    reasons += _beyond(loss, norm, tolerance, first=min(losses.keys() & reference.keys()))
-    return Verdict(run.name, run, loss, norm, reasons)
-
-
-def _beyond(loss: Difference, norm: Difference, tolerance: Tolerance, first: int) -> list[str]:
-    """What differs, and where to look for the reason."""
-    found = [
-        f"the {name} differs by {found.largest:.1e} at iteration {found.iteration} (allowed: {allowed:.0e})"
-        for name, found, allowed in (("loss", loss, tolerance.loss), ("gradient norm", norm, tolerance.norm))
-        if found.first_beyond is not None
-    ]
+    first, begins = min(losses.keys() & reference.keys()), []
+    for name, found, allowed in (("loss", loss, tolerance.loss), ("gradient norm", norm, tolerance.norm)):
+        if found.first_beyond is not None:
+            begins.append(found.first_beyond)
+            where = f"at iteration {found.iteration} (allowed: {allowed:.0e})"
+            reasons.append(f"the {name} differs by {found.largest:.1e} {where}")
+    # Where to look for the reason.
     if loss.first_beyond == first:
-        found.append(f"iteration {first}'s loss already differs: check the weights, the data and the forward pass")
+        reasons.append(f"iteration {first}'s loss already differs: check the weights, the data and the forward pass")
     elif norm.first_beyond == first:
-        found.append(
-            f"iteration {first}'s loss agrees but its gradient norm does not: check gradients and accumulation"
-        )
-    elif found:
-        begin = min(number for number in (loss.first_beyond, norm.first_beyond) if number is not None)
-        found.append(f"the difference begins at iteration {begin}: check the clipping and the optimizer step")
-    return found
+        advice = "check gradients and accumulation"
+        reasons.append(f"iteration {first}'s loss agrees but its gradient norm does not: {advice}")
+    elif begins:
+        reasons.append(f"the difference begins at iteration {min(begins)}: check the clipping and the optimizer step")
+    return Verdict(run.name, run, loss, norm, reasons)
 
 
 def blind_spots(baseline: Run, measured: Sequence[Sensitivity]) -> list[str]:
@@ -244,17 +222,6 @@ def blind_spots(baseline: Run, measured: Sequence[Sensitivity]) -> list[str]:
             "Lower MICRO_BATCH_SIZE, or set a larger GLOBAL_BATCH_SIZE"
         )
     return found
-
-
-def check_controlled(baseline: Run) -> None:
-    """Raises Problem if correct runs may differ by more than was measured."""
-    plan = baseline.plan
-    if plan.precision not in TOLERANCE:
-        problem = f"the runs are in {plan.precision}, for which no bound was measured"
-        raise Problem(problem, "Train with PRECISION_FLAG='' (scripts/check_parity.sh does)")
-    if plan.engine_patches != ALL_PATCHES:
-        problem = f"the engine starts every layout from different weights: only {plan.engine_patches}.patch is applied"
-        raise Problem(problem, "Apply all patches: bash scripts/setup_megatron.sh")
 
 
 def draws_alike(run: Run, baseline: Run) -> bool:
@@ -286,40 +253,54 @@ def sign_test(runs: Sequence[Run], baselines: Sequence[Run]) -> Verdict:
     return Verdict(name, runs[0], *said, reasons)
 
 
+def _checked_baseline(baseline: Path | None, runs: Sequence[Run], damaged: Iterable[Verdict]) -> Run:
+    """The baseline. Raises Problem if there is none, if correct runs may differ by more than was measured, or if there
+    is no other run."""
+    try:
+        found = load(baseline) if baseline else next((run for run in runs if run.strategy == BASELINE_STRATEGY), None)
+    except RecordError as error:
+        raise Problem(str(error), "Train the baseline first: bash scripts/check_parity.sh") from error
+    if found is None:
+        why = "".join(f"; {entry.reasons[0]}" for entry in damaged)
+        problem = f"none of these directories holds a run of {BASELINE_STRATEGY}, the baseline{why}"
+        raise Problem(problem, "Add its directory, or name another run with --baseline")
+    plan = found.plan
+    if plan.precision not in TOLERANCE:
+        problem = f"the runs are in {plan.precision}, for which no bound was measured"
+        raise Problem(problem, "Train with PRECISION_FLAG='' (scripts/check_parity.sh does)")
+    if plan.engine_patches != ALL_PATCHES:
+        problem = f"the engine starts every layout from different weights: only {plan.engine_patches}.patch is applied"
+        raise Problem(problem, "Apply all patches: bash scripts/setup_megatron.sh")
+    return found
+
+
 def gate(
     directories: Sequence[Path], baseline: Path | None, measured: Sequence[Sensitivity] = ()
 ) -> tuple[list[Verdict], list[str]]:
     """The verdict on each run, and the blind spots of all. baseline: None for the first run of DDP. Raises Problem."""
-    runs, damaged = {}, {}
-    for directory in dict.fromkeys(directories):
+    verdicts: dict[Path, Verdict | None] = dict.fromkeys(directories)
+    runs = {}
+    for directory in verdicts:
         try:
             runs[directory] = load(directory)
         except RecordError as error:
-            damaged[directory] = error
-    found = [run for run in runs.values() if run.strategy == BASELINE_STRATEGY]
-    try:
-        standard = load(baseline) if baseline else next(iter(found), None)
-    except RecordError as error:
-        raise Problem(str(error), "Train the baseline first: bash scripts/check_parity.sh") from error
-    if standard is None:
-        why = "".join(f"; {error}" for error in damaged.values())
-        problem = f"none of these directories holds a run of {BASELINE_STRATEGY}, the baseline{why}"
-        raise Problem(problem, "Add its directory, or name another run with --baseline")
-    check_controlled(standard)
+            verdicts[directory] = Verdict(directory.name, reasons=[str(error)])
+    standard = _checked_baseline(baseline, list(runs.values()), filter(None, verdicts.values()))
     if all(directory.resolve() == standard.directory.resolve() for directory in directories):
         problem = f"{standard.directory} is the baseline, and there is no other run"
         raise Problem(problem, "Name the runs to compare with it")
-    others = [standard, *(run for run in found if run.directory != standard.directory)]
-    verdicts, tested = {directory: Verdict(directory.name, reasons=[str(e)]) for directory, e in damaged.items()}, {}
+    tested: dict[tuple[str, str], list[Run]] = {}
     for directory, run in runs.items():
         if not draws_alike(run, standard):
             tested.setdefault((run.strategy, run.engine), []).append(run)
         # Further seeds of the baseline serve the sign test.
         elif run.strategy != BASELINE_STRATEGY or run.plan.value("SEED") == standard.plan.value("SEED"):
             verdicts[directory] = verdict(run, standard)
-    in_order = [verdicts[directory] for directory in dict.fromkeys(directories) if directory in verdicts]
-    in_order += [sign_test(those, others) for those in tested.values()]
-    return in_order, [] if defect(standard) else blind_spots(standard, measured)
+    baselines = [run for run in runs.values() if run.strategy == BASELINE_STRATEGY]
+    baselines = [standard, *(run for run in baselines if run.directory != standard.directory)]
+    of_seeds = [sign_test(those, baselines) for those in tested.values()]
+    blind = [] if defect(standard) else blind_spots(standard, measured)
+    return [*filter(None, verdicts.values()), *of_seeds], blind
 
 
 def report(verdicts: Sequence[Verdict], blind: Sequence[str]) -> str:

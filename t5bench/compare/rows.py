@@ -13,12 +13,11 @@ from typing import Any
 
 from t5bench.compare import statistics
 from t5bench.compare.comparable import NOT_GIVEN, compared, differing, gpu_names, show
-from t5bench.compare.parity import UNKNOWN, Parity, last_loss
+from t5bench.compare.parity import UNKNOWN, Parity, curve
 from t5bench.compare.reduction import Reduction, reduction_of
 from t5bench.compare.repeats import FEWEST_REPEATS, Repeat, of_repeats
 from t5bench.compare.statistics import Estimate
 from t5bench.model import flops
-from t5bench.model.job import Architecture
 from t5bench.model.machine import peak_tflops
 from t5bench.model.time import Time
 from t5bench.record import samples
@@ -128,7 +127,7 @@ class Row:
         For an evaluation it is the evaluated loss.
         """
         evaluated = [entry.run.evaluations[-1].lm_loss for entry in self.measured if entry.run.is_evaluation]
-        last = evaluated + [loss for entry in self.measured if (loss := last_loss(entry.run)) is not None]
+        last = evaluated + [loss for entry in self.measured for loss in list(curve(entry.run).values())[-1:]]
         if any(math.isnan(loss) for loss in last):
             return math.nan
         return median(last) if last else None
@@ -169,11 +168,6 @@ def labels(rows: Sequence[Sequence[Run]]) -> list[str]:
     return found
 
 
-def shape_of(run: Run) -> Architecture | None:
-    """The model's shape; None if the padded vocabulary is not known."""
-    return run.architecture if run.padded_vocab_size else None
-
-
 def make_row(label: str, runs: Sequence[Run], peak: float | None = None) -> Row:
     """A row over the repeats of one run. peak: the GPU's dense TFLOP/s, if its name is unknown."""
     complete = runs if runs[0].status == COMPLETE else ()
@@ -193,15 +187,15 @@ def make_row(label: str, runs: Sequence[Run], peak: float | None = None) -> Row:
 
 
 def _add_rates(row: Row, seconds: float, peak: float | None) -> None:
-    plan, shape, name = row.run.plan, shape_of(row.run), gpu_names(row.run)
-    if shape is None:
+    run, name = row.run, gpu_names(row.run)
+    if not run.padded_vocab_size:
         row.mfu_missing = "the record has no padded_vocab_size"
         return
-    row.tflops = flops.flops_per_iteration(shape, row.batch) / seconds / row.run.world_size / 1e12
-    peak = peak or float(plan.value("PEAK_TFLOPS") or 0) or peak_tflops(name or "", plan.precision)
-    if row.on_gpu and peak:
-        row.mfu = row.tflops / peak
-    elif row.on_gpu:
-        row.mfu_missing = f"the peak of {name or 'this GPU'} in {plan.precision} is unknown: set --peak-tflops"
-    else:
+    row.tflops = flops.flops_per_iteration(run.architecture, row.batch) / seconds / run.world_size / 1e12
+    peak = peak or float(run.plan.value("PEAK_TFLOPS") or 0) or peak_tflops(name or "", run.plan.precision)
+    if not row.on_gpu:
         row.mfu_missing = "it ran on a CPU"
+    elif peak:
+        row.mfu = row.tflops / peak
+    else:
+        row.mfu_missing = f"the peak of {name or 'this GPU'} in {run.plan.precision} is unknown: set --peak-tflops"

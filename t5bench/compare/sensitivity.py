@@ -49,7 +49,7 @@ class _Line(msgspec.Struct):
     norms: list[float]
 
 
-def _largest_difference(curve: Sequence[float], reference: Sequence[float]) -> float:
+def _moved(curve: Sequence[float], reference: Sequence[float]) -> float:
     return max(abs(value - its) / its for value, its in zip(curve, reference, strict=True))
 
 
@@ -57,12 +57,13 @@ def read(path: Path) -> list[Sensitivity]:
     """The measurements in a file whose first line is the recipe as it is. Raises Problem."""
     try:
         recipe, *changed = msgspec.json.Decoder(_Line).decode_lines(path.read_bytes())
-        differences = [[_largest_difference(line.losses, recipe.losses), _largest_difference(line.norms, recipe.norms)]
-                       for line in changed]  # fmt: skip
+        return [
+            Sensitivity(line.number, line.change, _moved(line.losses, recipe.losses), _moved(line.norms, recipe.norms))
+            for line in changed
+        ]
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         remedy = "Measure them again: bash scripts/check_parity.sh --sensitivity"
         raise Problem(f"{path} holds no sensitivities: {error}", remedy) from error
-    return [Sensitivity(line.number, line.change, *found) for line, found in zip(changed, differences, strict=True)]
 
 
 def table(measured: Sequence[Sensitivity], tolerance: Tolerance) -> str:

@@ -16,7 +16,7 @@ from t5bench.compare.comparable import gpu_names
 from t5bench.compare.comparison import Comparison
 from t5bench.compare.limits import bytes_text
 from t5bench.compare.predicted import hardware_tflops, prediction
-from t5bench.compare.rows import MARK_OF_ALONE, Row, shape_of
+from t5bench.compare.rows import MARK_OF_ALONE, Row
 from t5bench.compare.statistics import Estimate
 from t5bench.model.parameters import parameters
 from t5bench.record.records import Run
@@ -191,7 +191,7 @@ def caption(comparison: Comparison) -> str:
         return all_of(lambda run: run.plan.value(name))
 
     def size(run: Run) -> str | None:
-        return (shape := shape_of(run)) and f" ({parameters(shape) / 1e6:.4g}M parameters)"
+        return f" ({parameters(run.architecture) / 1e6:.4g}M parameters)" if run.padded_vocab_size else None
 
     def lengths(run: Run) -> str:
         return "/".join(str(n) for n in (run.architecture.encoder_length, run.architecture.decoder_length) if n)
