@@ -3,18 +3,18 @@
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from msgspec import to_builtins
 
-from t5bench.compare import comparable, parity, predicted
+from t5bench.compare import comparable, parity
 from t5bench.compare.comparable import compared, differing, gpu_names, show
 from t5bench.compare.limits import limits
-from t5bench.compare.predicted import hardware_tflops
 from t5bench.compare.repeats import FEWEST_REPEATS, against_the_fastest, excludes_one, ratio
 from t5bench.compare.rows import Measured, Row, distinctions, group_runs, labels, make_row
 from t5bench.compare.statistics import Estimate
+from t5bench.model import time
 from t5bench.record.records import Run
 from t5bench.record.samples import Observations
 
@@ -87,7 +87,7 @@ def _row_json(row: Row) -> dict[str, Any]:
         "device": run.plan.device,
         "gpu": gpu_names(run),
         "remedy": run.record["remedy"],
-        **({"hardware_tflops_per_gpu": again} if (again := hardware_tflops(row)) else {}),
+        **({"hardware_tflops_per_gpu": again} if (again := row.hardware_tflops) else {}),
         "milliseconds_per_iteration": row.milliseconds,
         "milliseconds_predicted": row.predicted and 1000 * row.predicted.total,
         "milliseconds_of_runs": row.run_medians,
@@ -149,7 +149,7 @@ def build(
     every = dict.fromkeys(row.label for row in rows)
     named = {text: "every row" if len(every) == len(who) > 1 else ", ".join(who) for text, who in labels_of.items()}
     notes = [f"{text} ({who})" for text, who in named.items()] + comparable.other_differences(runs)
-    said = _verdicts(groups, baseline), _problems(rows, baseline), notes, predicted.add_times(rows)
+    said = _verdicts(groups, baseline), _problems(rows, baseline), notes, _predict(rows)
     return Comparison(groups, baseline, *said)
 
 
@@ -173,6 +173,27 @@ def _compare_with(row: Row, baseline: Row) -> None:
         )
     if row.complete:
         row.parity = parity.judge(row.runs, baseline.runs)
+
+
+def _predict(rows: Sequence[Row]) -> list[str]:
+    """Gives rows their predicted times, and says what these are based on; empty if none can be predicted.
+
+    They are based on data sheets if every row's device has one, else on the speed of the baseline or of the first row.
+    """
+    timed = [row for row in rows if row.milliseconds and row.prediction]
+    known = [row for row in timed if row.run.layout.nnodes == 1 or row.measured[0].observed.busiest_link]
+    calibrating, slower, source = None, 1.0, "the devices' data sheets"
+    if any(row.prediction.machine.device is time.CPU for row in known):
+        calibrating = min(known, key=lambda row: not row.is_baseline)
+        found, source = calibrating.prediction, f"how fast {calibrating.label} ran"
+        try:
+            slower = time.calibrated(found.job, found.machine, calibrating.milliseconds.median / 1000, found.backend)
+        except ValueError as error:
+            return [f"no times are predicted: {error}"]
+    others = [row for row in known if row is not calibrating]
+    for row in others:
+        row.predicted = replace(row.prediction, slower=slower).time
+    return [f"predicted times are based on {source}"] * bool(others)
 
 
 def _problems(rows: Sequence[Row], baseline: str) -> list[str]:

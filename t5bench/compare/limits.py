@@ -1,6 +1,5 @@
 """What limits a row, judged by its measurements."""
 
-from t5bench.compare.predicted import hardware_tflops
 from t5bench.compare.rows import Row
 from t5bench.record.samples import Observations
 
@@ -19,7 +18,7 @@ def limits(row: Row) -> str:
     peak = f"share of the GPU's peak: unknown, {row.mfu_missing}"
     if row.mfu is not None:
         peak = f"the arithmetic takes {row.mfu:.1%} of the GPU's peak"
-    if row.mfu is not None and (again := hardware_tflops(row)):
+    if row.mfu is not None and (again := row.hardware_tflops):
         peak += f", {row.mfu * again / row.tflops:.1%} with recomputation"
     parts = [_network(observed), ", ".join(seen) or f"GPU utilisation and power: not measured, {why}", peak]
     return ". ".join(part[0].upper() + part[1:] for part in parts) + "."

@@ -6,7 +6,7 @@ A run that failed is a separate row, with its status and without figures.
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
 from typing import Any
@@ -14,12 +14,12 @@ from typing import Any
 from t5bench.compare import statistics
 from t5bench.compare.comparable import NOT_GIVEN, compared, differing, gpu_names, show
 from t5bench.compare.parity import UNKNOWN, Parity, curve
-from t5bench.compare.reduction import Reduction, reduction_of
 from t5bench.compare.repeats import FEWEST_REPEATS, Repeat, of_repeats
 from t5bench.compare.statistics import Estimate
-from t5bench.model import flops
-from t5bench.model.machine import peak_tflops
-from t5bench.model.time import Time
+from t5bench.model import flops, time
+from t5bench.model.job import Job, Zero
+from t5bench.model.machine import device_of, peak_tflops
+from t5bench.model.prediction import Prediction, machine_of
 from t5bench.record import samples
 from t5bench.record.reader import seconds
 from t5bench.record.records import Run
@@ -27,6 +27,56 @@ from t5bench.record.status import COMPLETE
 
 MARK_OF_ALONE = "\N{DAGGER}"
 _ALONE = f"{MARK_OF_ALONE} fewer than {FEWEST_REPEATS} repeats: these figures and intervals describe these runs only"
+
+_DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}  # DeepSpeed's names
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients are reduced over the data-parallel replicas: in which data type, when, and in which pieces.
+
+    A single replica reduces nothing and has no dtype. bucket: text with its unit.
+    """
+
+    dtype: str | None
+    overlap: bool = False
+    bucket: str = ""
+
+    def __str__(self) -> str:
+        when = "during" if self.overlap else "after"
+        return f"{self.dtype}, {when} backward, {self.bucket}" if self.dtype else self.bucket or "none (one replica)"
+
+
+def reduction_of(run: Run) -> Reduction:
+    """From the plan's layout, precision, engine and effective DeepSpeed JSON."""
+    plan, layout = run.plan, run.layout
+    if layout.dp == 1:
+        # Its two copies, on the first stage and the decoder's first stage, are still summed.
+        return Reduction(None, bucket="none but the tied embedding's (one replica)" if layout.pp > 1 else "")
+    if plan.ds_config:
+        zero = Zero.of_config(plan.ds_config)
+        dtype = _DTYPES.get(zero.reduction or plan.precision, "unknown")
+        return Reduction(dtype, zero.overlap, f"buckets of {zero.reduce_bucket / 1e6:g}M elements")
+    if plan.engine == "native":
+        # fp32 master weights have fp32 gradients; PyTorch's DDP fills buckets of 25 MiB unless told otherwise.
+        return Reduction("fp32", True, "buckets of 25 MiB")
+    # Megatron's local DDP accumulates bf16's gradients in fp32, fp16's in fp16 unless told otherwise.
+    told = "--accumulate-allreduce-grads-in-fp32" in plan.arguments.words
+    return Reduction("fp16" if plan.precision == "fp16" and not told else "fp32", False, "one flat buffer")
+
+
+def prediction_of(run: Run, gigabits: float = 1.0, batch: int = 0) -> Prediction | None:
+    """The cost model's, with a link of so many Gbit/s between the nodes, at this global batch or the run's own.
+
+    None if the vocabulary is not known. On a CPU or an unknown link its time means nothing.
+    """
+    if not run.padded_vocab_size:
+        return None
+    gloo = run.plan.device == "cpu" or run.plan.gpus_shared
+    device = None if gloo else device_of(gpu_names(run) or "")
+    machine = machine_of(device or time.CPU, gigabits, run.layout.nproc_per_node)
+    job = Job.of_plan(run.plan, run.padded_vocab_size)
+    return Prediction(replace(job, global_batch=batch or job.global_batch), machine, "gloo" if gloo else "nccl")
 
 
 @dataclass(frozen=True)
@@ -51,7 +101,7 @@ class Row:
     measured: Sequence[Measured]
     reduction: Reduction
     milliseconds: Estimate | None = None
-    predicted: Time | None = None
+    predicted: time.Time | None = None
     samples_per_second: Estimate | None = None
     tokens_per_second: Estimate | None = None
     ratio: Estimate | None = None
@@ -113,6 +163,21 @@ class Row:
             if mib is not None:
                 peak_of[peak.rank] = max(mib, peak_of.get(peak.rank, 0.0))
         return dict(sorted(peak_of.items()))
+
+    @cached_property
+    def prediction(self) -> Prediction | None:
+        link = self.measured[0].observed.busiest_link if self.measured else None
+        gigabits = link.link_bits_per_second / 1e9 if link else 1.0
+        # A batch that grew until the end never reached the requested size.
+        return prediction_of(self.run, gigabits, round(self.batch))
+
+    @property
+    def hardware_tflops(self) -> float | None:
+        """TFLOP/s of a process including recomputation; None without recomputation."""
+        if not self.milliseconds or not self.prediction or self.prediction.job.recompute == "none":
+            return None
+        done = flops.hardware_flops(replace(self.prediction.job, global_batch=self.batch))
+        return done * 1000 / self.milliseconds.median / self.run.world_size / 1e12
 
     @property
     def sent_per_iteration(self) -> float | None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from t5bench.compare.predicted import prediction_of
+from t5bench.compare.rows import prediction_of
 from t5bench.model import time
 from t5bench.model.machine import Machine
 from t5bench.model.prediction import Prediction

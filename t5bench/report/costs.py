@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from t5bench.compare.comparison import Comparison
-from t5bench.compare.predicted import prediction
 from t5bench.compare.rows import Row
 from t5bench.model.prediction import Prediction
 from t5bench.report import figures, profiles
@@ -36,7 +35,7 @@ def _memory(rows: Mapping[str, Row]) -> Figure:
         kinds[row.on_gpu] = "GPU, allocated by PyTorch" if row.on_gpu else "host, resident set"
         if not (peaks := list(row.peak_memory.values())):
             continue
-        if row.on_gpu and (known := prediction(row)):
+        if row.on_gpu and (known := row.prediction):
             thick = " The thick bars are what the cost model predicts for it."
             found += stacked(name, _predicted_memory(known))
             limits = [device.get("memory_mib") for node in row.run.nodes for device in node["devices"]]

@@ -15,7 +15,6 @@ from tabulate import tabulate
 from t5bench.compare.comparable import gpu_names
 from t5bench.compare.comparison import Comparison
 from t5bench.compare.limits import bytes_text
-from t5bench.compare.predicted import hardware_tflops, prediction
 from t5bench.compare.rows import MARK_OF_ALONE, Row
 from t5bench.compare.statistics import Estimate
 from t5bench.model.parameters import parameters
@@ -76,7 +75,7 @@ def predicted_bytes(row: Row) -> tuple[float, float | None] | None:
 
     On one node with gloo: what its processes send each other over the loopback, as if each were a node.
     """
-    if not (found := prediction(row)) or (row.run.layout.nnodes == 1 and found.backend != "gloo"):
+    if not (found := row.prediction) or (row.run.layout.nnodes == 1 and found.backend != "gloo"):
         return None
     if row.run.layout.nnodes > 1:
         return _beside(max(found.node_bytes), row.sent_per_iteration)
@@ -86,7 +85,7 @@ def predicted_bytes(row: Row) -> tuple[float, float | None] | None:
 
 def predicted_memory(row: Row) -> tuple[float, float | None] | None:
     """MiB allocated on the fullest GPU at its peak, and how far that is from what was measured."""
-    found = prediction(row) if row.on_gpu else None
+    found = row.prediction if row.on_gpu else None
     return _beside(found.memory.peak / 2**20, max(row.peak_memory.values(), default=None)) if found else None
 
 
@@ -134,7 +133,7 @@ def all_columns(comparison: Comparison) -> list[Column]:
         Column("", "interval_of", lambda row: ("this run alone" if row.alone else "repeats") if row.repeats else None),
         Column(f"TFLOP/s per {process}", "tflops_per_gpu", lambda row: row.tflops, 30,
                lambda value: _significant(value, 3), metric="TFLOPs"),
-        Column("TFLOP/s with recomputation", "hardware_tflops_per_gpu", hardware_tflops, 11,
+        Column("TFLOP/s with recomputation", "hardware_tflops_per_gpu", lambda row: row.hardware_tflops, 11,
                lambda value: _significant(value, 3)),
         Column("MFU", "mfu", lambda row: row.mfu, 55, "{:.1%}".format, metric="MFU"),
         Column(f"peak {device} MiB", "peak_memory_mib", lambda row: max(row.peak_memory.values(), default=None), 80,

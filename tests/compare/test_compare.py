@@ -10,8 +10,7 @@ from made_runs import LARGE, RTX_5000_ADA, make_run, seal
 from t5bench import Problem
 from t5bench.compare.comparison import build
 from t5bench.compare.limits import limits
-from t5bench.compare.predicted import hardware_tflops
-from t5bench.compare.reduction import reduction_of
+from t5bench.compare.rows import reduction_of
 from t5bench.record import records
 
 GPU = {"gpu": RTX_5000_ADA, "nodes": 2, "padded_vocab_size": 32128}
@@ -49,7 +48,7 @@ def test_a_gpt_has_one_length_and_is_not_compared_with_a_t5_unasked(tmp_path: Pa
     gpt = make_run(tmp_path / "gpt", elapsed_ms=[80.0] * 40, **ON_GPU | made)
     row = row_of(compare(gpt), "ddp")
     assert row.tokens_per_second.median == 200.0 * 512
-    assert hardware_tflops(row) / row.tflops == pytest.approx(4 / 3, rel=0.05)  # but for the head
+    assert row.hardware_tflops / row.tflops == pytest.approx(4 / 3, rel=0.05)  # but for the head
     assert "with recomputation" in limits(row)
     with pytest.raises(Problem, match="MODEL_FAMILY"):
         compare(make_run(tmp_path / "ddp", **ON_GPU), gpt, allowed=["engine_arguments"])

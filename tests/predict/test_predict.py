@@ -11,7 +11,6 @@ from made_runs import LARGE, RTX_5000_ADA, make_run
 
 from t5bench import __main__ as program
 from t5bench.compare.comparison import build
-from t5bench.compare.predicted import hardware_tflops
 from t5bench.model import traffic
 from t5bench.model.job import Architecture, Job, Parallel, Zero
 from t5bench.model.machine import DEVICES, Link, Machine
@@ -110,7 +109,7 @@ def test_a_comparison_on_known_gpus_needs_no_run_to_predict_times(tmp_path: Path
     )
     assert "predicted times are based on the devices' data sheets" in comparison.predicted_by
     assert all(row.predicted.limit == "host" for row in comparison.rows)  # micro-batches of one sample
-    assert all(4 / 3 > hardware_tflops(row) / row.tflops > 1.3 for row in comparison.rows)  # the head is done once
+    assert all(4 / 3 > row.hardware_tflops / row.tflops > 1.3 for row in comparison.rows)  # the head is done once
 
 
 def test_a_gpt_runs_in_deepspeeds_pipeline():
