@@ -331,13 +331,9 @@ def report(verdicts: Sequence[Verdict], blind: Sequence[str]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="a run directory")
-    parser.add_argument(
-        "--baseline", type=Path, metavar="DIR", help="compare with this run (default: the first of DDP)"
-    )
+    parser.add_argument("--baseline", type=Path, metavar="DIR", help="compare with this run (default: the first DDP)")
     parser.add_argument("--reference", type=Path, metavar="DIR", help="a run of another engine to compare as well")
-    parser.add_argument(
-        "--sensitivity", type=Path, metavar="FILE", help="the recipe's sensitivities (alone: their table)"
-    )
+    parser.add_argument("--sensitivity", type=Path, metavar="FILE", help="how sensitive the recipe is (alone: a table)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -26,22 +26,18 @@ class Repeat(NamedTuple):
     speed: float
 
 
-def _student_interval(logs: Sequence[float], confidence: float, more: float = 0.0) -> tuple[float, float]:
-    """The interval of exp(mean), from at least two logarithms; more: by how much to widen each half."""
+def _student_interval(middle: float, logs: Sequence[float], confidence: float, more: float = 0.0) -> Estimate:
+    """`middle` with the interval of exp(mean), from at least two logarithms; more: by how much to widen each half."""
     half = student(len(logs) - 1, confidence) * np.std(logs, ddof=1) / math.sqrt(len(logs)) + more
     low, high = np.exp(np.clip([fmean(logs) - half, fmean(logs) + half], -700, 700))  # a float's reach
-    return float(low), float(high)
-
-
-def _around(middle: float, low: float, high: float) -> Estimate:
-    return Estimate(middle, min(low, middle), max(high, middle))
+    return Estimate(middle, min(float(low), middle), max(float(high), middle))
 
 
 def of_repeats(runs: Sequence[Estimate]) -> Estimate:
     """The median of the runs' medians; its interval is over the repeats, or covers those of fewer than three runs."""
     middle = median(run.median for run in runs)
     if len(runs) >= FEWEST_REPEATS:
-        return _around(middle, *_student_interval([math.log(run.median) for run in runs], CONFIDENCE))
+        return _student_interval(middle, [math.log(run.median) for run in runs], CONFIDENCE)
     if any(run.low is None for run in runs):
         return Estimate(middle)
     return Estimate(middle, min(run.low for run in runs), max(run.high for run in runs))
@@ -74,7 +70,7 @@ def ratio(first: Sequence[Repeat], second: Sequence[Repeat], confidence: float =
         return Estimate(middle)
     logs = [math.log(own.speed / its.speed) for own, its in paired]
     apart = fmean(its.start - own.start for own, its in paired)
-    return _around(middle, *_student_interval(logs, confidence, abs(_trend([first, second]) * apart)))
+    return _student_interval(middle, logs, confidence, abs(_trend([first, second]) * apart))
 
 
 def against_the_fastest(rows: Mapping[int, Sequence[Repeat]]) -> tuple[int, dict[int, Estimate]]:
