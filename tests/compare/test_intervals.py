@@ -12,8 +12,6 @@ from t5bench.compare.interval import student
 from t5bench.compare.repeats import Repeat, against_the_fastest, excludes_one, of_repeats, pairs, ratio
 from t5bench.compare.statistics import Estimate, median_with_interval
 
-# ---- of one run ------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("length", [20, 30, 50, 100, 300, 1000])
 def test_correlated_values_have_an_interval_that_holds_the_median(length: int):
@@ -57,7 +55,12 @@ def test_student_s_quantiles_as_in_tables():
     assert student(2, 0.9) == pytest.approx(2.920, abs=1e-3)
 
 
-# ---- of repeats ------------------------------------------------------------------------------------------------------
+def test_rates_and_ratios():
+    time = Estimate(200.0, 160.0, 250.0)
+    assert time.per(16_000.0) == Estimate(80.0, 64.0, 100.0)
+    assert Estimate(200.0).per(16_000.0) == Estimate(80.0)
+    assert Estimate(10.0, 8.0, 12.0).over(Estimate(5.0, 4.0, 6.0)) == Estimate(2.0, 8 / 6, 3.0)
+    assert Estimate(10.0).over(Estimate(5.0, 4.0, 6.0)) == Estimate(2.0)
 
 
 def test_repeats_by_hand():

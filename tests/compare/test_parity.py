@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import made_runs
@@ -56,6 +56,14 @@ class Answer:
         return line
 
 
+Parity = Callable[..., Answer]
+
+
+@pytest.fixture
+def parity(capsys: pytest.CaptureFixture) -> Parity:
+    return lambda *words: Answer(capsys, *words)
+
+
 def scaled(values: Sequence[float], index: int, factor: float) -> list[float]:
     return [value * (factor if at == index else 1) for at, value in enumerate(values)]
 
@@ -85,10 +93,10 @@ def test_no_shared_iteration_differs_more_than_the_largest(curve: dict[int, floa
     assert difference(curve, dict(curve), 0.0).largest == 0
 
 
-def test_curves_that_differ_only_by_rounding_pass(ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_curves_that_differ_only_by_rounding_pass(ddp: Path, tmp_path: Path, parity: Parity):
     near = make_run(tmp_path / "zero1", scaled(LOSSES, 2, 1 + 2e-7), scaled(NORMS, 1, 1 + 2e-6))
     alone = make_run(tmp_path / "zero2", world_size=1)
-    answer = Answer(capsys, ddp, near, alone)
+    answer = parity(ddp, near, alone)
     assert answer.status == 0
     assert answer.passed("ddp") and answer.passed("zero1")
     assert "2.0e-07 (it. 3)" in answer.row("zero1") and "2.0e-06 (it. 2)" in answer.row("zero1")
@@ -96,26 +104,11 @@ def test_curves_that_differ_only_by_rounding_pass(ddp: Path, tmp_path: Path, cap
 
 
 @pytest.mark.parametrize(
-    ("losses", "norms", "says"),
-    [
-        (scaled(LOSSES, 0, 1 + 3e-5), NORMS, "iteration 1's loss already differs"),
-        (LOSSES, scaled(NORMS, 0, 1 - 3e-5), "iteration 1's loss agrees but its gradient norm does not"),
-        (scaled(LOSSES, 2, 1 - 3e-5), NORMS, "the difference begins at iteration 3"),
-    ],
-    ids=["forward", "gradients", "step"],
-)
-def test_a_difference_fails_and_says_where_it_begins(
-    ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture, losses: list, norms: list, says: str
-):
-    answer = Answer(capsys, make_run(tmp_path / "zero2", losses, norms), make_run(tmp_path / "zero3"), ddp)
-    assert answer.status == 1
-    assert not answer.passed("zero2") and answer.passed("zero3")
-    assert says in answer.reason("zero2")
-
-
-@pytest.mark.parametrize(
     ("made", "says"),
     [
+        ({"losses": scaled(LOSSES, 0, 1 + 3e-5)}, "iteration 1's loss already differs"),
+        ({"norms": scaled(NORMS, 0, 1 - 3e-5)}, "iteration 1's loss agrees but its gradient norm does not"),
+        ({"losses": scaled(LOSSES, 2, 1 - 3e-5)}, "the difference begins at iteration 3"),
         ({"losses": [8.0, float("nan"), 7.6, 7.5]}, "the loss is not a number at iteration 2"),
         ({"norms": [2.0, 1.5, float("inf"), 0.8]}, "the gradient norm is not a number at iteration 3"),
         ({"norms": [2.0, 1.5, 1.0, None]}, "no gradient norm was logged at iteration 4"),
@@ -132,32 +125,33 @@ def test_a_difference_fails_and_says_where_it_begins(
         ({"idx_sha256": "beef"}, "idx_sha256 is beef, but 5a5a"),
         ({"engine_patches": "megatron_t5_fixes"}, "engine_patches is megatron_t5_fixes, but series in the baseline"),
     ],
-    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )
-def test_what_cannot_be_compared_fails(ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture, made: dict, says: str):
-    answer = Answer(capsys, ddp, make_run(tmp_path / "zero1", **made))
+def test_what_differs_or_cannot_be_compared_fails_and_says_why(
+    ddp: Path, tmp_path: Path, parity: Parity, made: dict, says: str
+):
+    answer = parity(ddp, make_run(tmp_path / "zero1", **made))
     assert answer.status == 1
     assert answer.passed("ddp") and not answer.passed("zero1")
     assert says in answer.reason("zero1")
 
 
-def test_only_a_missing_run_or_a_different_reference_fails(ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_only_a_missing_run_or_a_different_reference_fails(ddp: Path, tmp_path: Path, parity: Parity):
     """Only another engine shows what all strategies of an engine have in common."""
     native = make_run(tmp_path / "native" / "reference", scaled(LOSSES, 0, 1.001), strategy="ddp", engine="native")
-    answer = Answer(capsys, ddp, make_run(tmp_path / "zero1"), tmp_path / "tensor", "--reference", native)
+    answer = parity(ddp, make_run(tmp_path / "zero1"), tmp_path / "tensor", "--reference", native)
     assert answer.status == 1
     assert answer.passed("ddp") and answer.passed("zero1") and not answer.passed("reference")
     assert "(native)" in answer.reason("reference")
     assert f"there is no run directory {tmp_path / 'tensor'}" in answer.reason("tensor")
     same = make_run(tmp_path / "same", strategy="ddp", engine="native")
-    assert Answer(capsys, ddp, "--reference", same).status == 0
+    assert parity(ddp, "--reference", same).status == 0
 
 
-def test_a_baseline_that_failed_fails_all(tmp_path: Path, capsys: pytest.CaptureFixture):
-    answer = Answer(capsys, *(make_run(tmp_path / name, scaled(LOSSES, 3, math.nan)) for name in ("ddp", "zero1")))
+def test_a_baseline_that_failed_fails_all(tmp_path: Path, parity: Parity):
+    answer = parity(*(make_run(tmp_path / name, scaled(LOSSES, 3, math.nan)) for name in ("ddp", "zero1")))
     assert answer.status == 1
     assert not answer.passed("ddp") and not answer.passed("zero1")
-    answer = Answer(capsys, tmp_path / "ddp", make_run(tmp_path / "zero2"))
+    answer = parity(tmp_path / "ddp", make_run(tmp_path / "zero2"))
     assert "the baseline cannot be used: the loss is not a number at iteration 4" in answer.reason("zero2")
 
 
@@ -170,10 +164,8 @@ def test_a_baseline_that_failed_fails_all(tmp_path: Path, capsys: pytest.Capture
         ({"GLOBAL_BATCH_SIZE": "2"}, "one micro-batch"),
     ],
 )
-def test_a_setting_that_could_hide_a_mistake_fails_the_check(
-    tmp_path: Path, capsys: pytest.CaptureFixture, settings: dict, says: str
-):
-    answer = Answer(capsys, *(make_run(tmp_path / name, settings=settings) for name in ("ddp", "zero1")))
+def test_a_setting_that_could_hide_a_mistake_fails_the_check(tmp_path: Path, parity: Parity, settings: dict, says: str):
+    answer = parity(*(make_run(tmp_path / name, settings=settings) for name in ("ddp", "zero1")))
     assert answer.status == 1
     assert answer.passed("zero1") and says in answer.output
 
@@ -188,12 +180,10 @@ def test_a_setting_that_could_hide_a_mistake_fails_the_check(
     ],
     ids=["precision", "patches", "baseline", "alone"],
 )
-def test_runs_without_a_measured_bound_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture, made: dict, says: str
-):
+def test_runs_without_a_measured_bound_are_refused(tmp_path: Path, parity: Parity, made: dict, says: str):
     run = make_run(tmp_path / "ddp", **made)
     for words in ([run], [run, "--baseline", tmp_path / "nowhere"]):
-        answer = Answer(capsys, *words)
+        answer = parity(*words)
         assert answer.status == 2
         assert answer.errors.startswith("error: ") and says in answer.errors
         assert len(answer.errors.splitlines()) == 2, "what to do is missing"
@@ -208,20 +198,20 @@ def measured(path: Path, **norms: Sequence[float]) -> Path:
     return path
 
 
-def test_numbers_that_the_recipe_hides_fail_the_check(ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_numbers_that_the_recipe_hides_fail_the_check(ddp: Path, tmp_path: Path, parity: Parity):
     seen, hidden = scaled(NORMS, 3, 1 + 2e-4), scaled(NORMS, 3, 1 + 2e-5)
     path = measured(tmp_path / "sensitivity.jsonl", clipping=seen)
     runs = [ddp, make_run(tmp_path / "zero1")]
-    assert Answer(capsys, *runs, "--sensitivity", path).status == Answer(capsys, "--sensitivity", path).status == 0
+    assert parity(*runs, "--sensitivity", path).status == parity("--sensitivity", path).status == 0
     measured(path, clipping=seen, epsilon=hidden)
-    answer = Answer(capsys, *runs, "--sensitivity", path)
+    answer = parity(*runs, "--sensitivity", path)
     assert answer.status == 1 and answer.passed("zero1")
     assert "a mistake of 1 % in the epsilon moves" in answer.output and "clipping" not in answer.output
-    answer = Answer(capsys, "--sensitivity", path)
+    answer = parity("--sensitivity", path)
     assert answer.status == 1 and "FAIL: not seen: epsilon" in answer.output
     assert answer.row("epsilon").split()[-4:] == ["0.0e+00", "2.0e-05", "4", "NO"]
     path.write_text("not json")
-    assert "holds no sensitivities" in Answer(capsys, *runs, "--sensitivity", path).errors
+    assert "holds no sensitivities" in parity(*runs, "--sensitivity", path).errors
     assert not Sensitivity("a", "b", math.nan, 0.0).is_seen(TOLERANCE["fp32"])
 
 
@@ -251,10 +241,10 @@ def runs_with_dropout(directory: Path, above: int, seeds: int = 8) -> list[Path]
     ],
 )
 def test_layouts_that_drop_other_masks_are_judged_over_seeds(
-    tmp_path: Path, capsys: pytest.CaptureFixture, above: int, seeds: int, says: str | None
+    tmp_path: Path, parity: Parity, above: int, seeds: int, says: str | None
 ):
     runs = runs_with_dropout(tmp_path, above, seeds)
-    answer = Answer(capsys, *runs, "--baseline", runs[1])
+    answer = parity(*runs, "--baseline", runs[1])
     assert "2.0e-04" in answer.row("zero1")
     assert answer.passed("tensor") == (says is None)
     assert says is None or says in answer.reason("tensor")

@@ -2,50 +2,32 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import made_plan
 
-from t5bench.compare.statistics import (
-    EVENT,
-    FEWEST_INTERVALS,
-    NOT_FINITE,
-    RAMP_UP,
-    RESUMED,
-    SKIPPED,
-    WARM_UP,
-    Estimate,
-    Timing,
-    event_within,
-    mser,
-    timing,
-)
+from t5bench.compare import statistics
+from t5bench.compare.statistics import EVENT, NOT_FINITE, RAMP_UP, RESUMED, SKIPPED, WARM_UP, event_within, mser, timing
 from t5bench.record.log import Iteration
 
 LINE = Iteration(1, 10_000, 100.0, 8.0, 1e-4, 160.0, 0.01)
 
 
-def lines_of(times, log_interval=1, begin=0):
-    return [
-        replace(LINE, iteration=begin + number * log_interval, elapsed_ms=float(time))
-        for number, time in enumerate(times, 1)
-    ]
+def lines_of(times: Sequence[float], log_interval: int = 1, begin: int = 0) -> list[Iteration]:
+    numbered = enumerate(times, 1)
+    return [replace(LINE, iteration=begin + number * log_interval, elapsed_ms=float(time)) for number, time in numbered]
 
 
-def timing_of(times, log_interval=1, begin=0, **settings) -> Timing:
+def timing_of(times: Sequence[float], log_interval: int = 1, begin: int = 0, **settings: str) -> statistics.Timing:
     plan = made_plan(settings={"LOG_INTERVAL": str(log_interval)} | settings)
-    found = timing(lines_of(times, log_interval, begin), plan)
-    assert found is not None
-    return found
+    return timing(lines_of(times, log_interval, begin), plan)
 
 
 def burdened(start: int, end: int, **settings: int) -> bool:
     return event_within(start, end, made_plan(settings={name: str(value) for name, value in settings.items()}))
-
-
-# ---- events ------------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 500), st.integers(1, 60), st.integers(0, 70), st.integers(0, 70), st.integers(0, 2))
@@ -59,14 +41,11 @@ def test_events_as_they_are_defined(start, length, save, evaluate, eval_iters):
     assert [end for end in range(1, 10) if burdened(end - 1, end, PROFILE_ITERATION=5)] == [4, 5]
 
 
-def test_intervals_with_checkpoints_are_dropped():
+def test_intervals_with_checkpoints_are_dropped_unless_all_have_one():
     # Lines at 10, 20 ... 100; checkpoints after 40 and 80 burden those that end at 50 and 90.
     found = timing_of([100] * 10, 10, SAVE_INTERVAL="40")
     assert found.dropped == {10: WARM_UP, 20: WARM_UP, 50: EVENT, 90: EVENT}
     assert found.used == [30, 40, 60, 70, 80, 100]
-
-
-def test_a_checkpoint_in_every_interval_drops_none_and_warns():
     found = timing_of([100] * 10, 10, SAVE_INTERVAL="5")
     assert EVENT not in found.dropped.values() and "no interval would be left" in found.warning
 
@@ -80,9 +59,6 @@ def test_only_the_full_batch_counts():
     assert found.batch == 16 and list(found.dropped.values()).count(RAMP_UP) == 8
     short = timing(lines_of([50] * 6), plan)
     assert short.batch == 8 and "for 8 samples, not 16" in short.warning
-
-
-# ---- warm-up ----------------------------------------------------------------------------------------------------
 
 
 def test_twenty_iterations_are_warm_up():
@@ -149,11 +125,8 @@ def test_something_always_counts_and_nothing_is_lost(values, log_interval, save,
     assert found.used
     assert sorted([*found.used, *found.dropped]) == [number * log_interval for number in range(1, len(values) + 1)]
     assert min(values) <= found.milliseconds.median <= max(values)
-    if len(found.used) < FEWEST_INTERVALS and len(values) > 1:
+    if len(found.used) < statistics.FEWEST_INTERVALS and len(values) > 1:
         assert found.warning
-
-
-# ---- the median and how sure it is -------------------------------------------------------------------------------
 
 
 def test_outliers_and_quartiles_by_hand():
@@ -162,11 +135,3 @@ def test_outliers_and_quartiles_by_hand():
     assert (found.spread, found.outliers) == ((2, 4), 1)
     assert timing_of([1] * 20 + [1, 2, 3, 4, 7]).outliers == 0
     assert (timing_of([5]).spread, timing_of([5]).outliers) == ((5, 5), 0)
-
-
-def test_rates_and_ratios():
-    time = Estimate(200.0, 160.0, 250.0)
-    assert time.per(16_000.0) == Estimate(80.0, 64.0, 100.0)
-    assert Estimate(200.0).per(16_000.0) == Estimate(80.0)
-    assert Estimate(10.0, 8.0, 12.0).over(Estimate(5.0, 4.0, 6.0)) == Estimate(2.0, 8 / 6, 3.0)
-    assert Estimate(10.0).over(Estimate(5.0, 4.0, 6.0)) == Estimate(2.0)
