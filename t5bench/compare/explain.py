@@ -44,8 +44,9 @@ NOT_MODELLED = {"slow rank", "slow node", "data loading", "logging", "slow disk"
 class Rank:
     """A rank's entry in profile.json; queued, throttled, lost, asleep and working are shares of the iteration."""
 
-    def __init__(self, entry: profile.Rank) -> None:
-        self.entry, self.wall, self.number, self.host = entry, entry.wall_ms, entry.rank, entry.host
+    def __init__(self, entry: profile.Rank, stage: int) -> None:
+        self.entry, self.stage, self.wall = entry, stage, entry.wall_ms
+        self.number, self.host = entry.rank, entry.host
         self.name, used = f"rank {self.number} ({self.host})", entry.processor
         # Several threads together may wait for longer than the iteration takes.
         self.queued, self.throttled = (min(1.0, ms / self.wall) for ms in (used.queued_ms, used.throttled_ms))
@@ -81,10 +82,10 @@ class Explanation:
             remedy = "Train it with PROFILE_ITERATION, an iteration after the first few"
             raise Problem(f"{run.directory} has no profile of all ranks", remedy)
         self.content = profile.read_profile(place)
-        self.ranks = [Rank(entry) for entry in self.content.ranks]
-        if len(self.ranks) != run.world_size:
-            raise RecordError(f"{place} has {len(self.ranks)} ranks, the run {run.world_size}")
-        self.run, self.plan, self.layout = run, run.plan, run.layout
+        self.run, self.plan, self.layout, entries = run, run.plan, run.layout, self.content.ranks
+        if len(entries) != run.world_size:
+            raise RecordError(f"{place} has {len(entries)} ranks, the run {run.world_size}")
+        self.ranks = [Rank(entry, entry.rank * self.layout.pp // run.world_size) for entry in entries]
         self.cores = {node["host"]: node["cpu"]["cores"] for node in run.nodes if node.get("cpu")}
         # What would be left of the iteration if nobody waited for a core: other causes are shares of that.
         self.unqueued = max(0.1, 1 - max(rank.lost for rank in self.ranks))
@@ -172,19 +173,18 @@ class Explanation:
 
     def _equal_stages(self) -> Gain:
         """What it would gain if all stages were alike and nobody waited for a core."""
-        stages, count = range(self.layout.pp), self.layout.micro_batches
-        ways = [[self._of_stage(stage, *way) for stage in stages] for way in (FORWARD, BACKWARD)]
+        count, ways = self.layout.micro_batches, [self._by_stage(*way) for way in (FORWARD, BACKWARD)]
         alike = [[sum(way) / len(way)] * len(way) for way in ways]
         gained = schedule.duration(*ways, count) - schedule.duration(*alike, count)
         return self.unqueued / (self.unqueued - gained), "equal pipeline stages"
 
-    def _of_stage(self, stage: int, *parts: str) -> float:
-        """The share of an iteration that these parts of a micro-batch take on a stage's busiest rank, without what it
-        waits for a core."""
-        size = len(self.ranks) // self.layout.pp
-        ranks = self.ranks[stage * size : (stage + 1) * size]
-        shares = (rank.share(*parts) * max(1 - rank.lost, 0.1) for rank in ranks)
-        return max(1e-3, *shares) / self.layout.micro_batches
+    def _by_stage(self, *parts: str) -> list[float]:
+        """The share of an iteration that these parts of a micro-batch take on each stage's busiest rank, without what
+        it waits for a core."""
+        found = [1e-3] * self.layout.pp
+        for rank in self.ranks:
+            found[rank.stage] = max(found[rank.stage], rank.share(*parts) * max(1 - rank.lost, 0.1))
+        return [share / self.layout.micro_batches for share in found]
 
     def _own_work(self) -> Iterator[Cause]:
         for name, part in (("data loading", DATA), ("logging", LOGGING)):
@@ -227,8 +227,7 @@ class Explanation:
 
     def _beyond(self, rank: Rank, others: Sequence[Rank]) -> float:
         """For how much longer than one of the others a rank sleeps, or works for the same layers."""
-        size = len(self.ranks) // self.layout.pp
-        same = [other.working for other in others if other.number // size == rank.number // size]
+        same = [other.working for other in others if other.stage == rank.stage]
         works = rank.working - UNEQUAL_CORES * min(same, default=rank.working)
         return rank.asleep - min(other.asleep for other in others) + max(0.0, works)
 
@@ -237,11 +236,9 @@ class Explanation:
         if self.layout.pp == 1 or not self.run.padded_vocab_size:
             return
         job, stages = Job.of_plan(self.plan, self.run.padded_vocab_size), range(self.layout.pp)
-        share = max(rank.share(BUBBLE) for rank in self.ranks)
-        lost = max(rank.lost for rank in self.ranks)
-        times = [self._of_stage(stage, *COMPUTING) for stage in stages]
+        share, lost = max(rank.share(BUBBLE) for rank in self.ranks), max(rank.lost for rank in self.ranks)
+        times, busy = self._by_stage(*COMPUTING), self._by_stage(*COMPUTING, HOST)
         model = [sum(way.seconds for way in time.stage_seconds(job, time.CPU, stage)) for stage in stages]
-        busy = [self._of_stage(stage, *COMPUTING, HOST) for stage in stages]
         beyond = [own / usual for own, usual in zip(busy, model, strict=True)]
         slower, largest = max(beyond) / min(beyond), times.index(max(times))
         ratio, slowest = max(times) / min(times), beyond.index(max(beyond))
