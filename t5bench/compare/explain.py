@@ -1,16 +1,20 @@
 """Why an iteration takes as long as it does, from a profile of one on all ranks (PROFILE_ITERATION).
 
-The sentence tells the largest parts. A cause is named only where a measurement of that iteration shows it.
+The sentence tells the largest parts. A cause is named only where a measurement of that iteration shows it; a node with
+slow GPUs and a slow disk show in a record without a profile too.
 """
 
 import argparse
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 from t5bench import Problem
-from t5bench.compare.stragglers import WORTH_NAMING, Cause, of_record
+from t5bench.compare.statistics import event_within
 from t5bench.compare.whatif import Gain, WhatIf
 from t5bench.model import schedule, time
 from t5bench.model.job import Job
@@ -19,6 +23,9 @@ from t5bench.record.files import PROFILE, RecordError
 from t5bench.record.profile import AXES, BUBBLE, DATA, HOST, LOGGING, SENDING, WAITING
 from t5bench.record.records import Run, load
 
+WORTH_NAMING = 0.1  # share of the iteration from which on a cause is named
+# A checkpoint that is not slow: seconds that every one takes, and sleeps, and bytes per second that any disk writes.
+CHECKPOINT_SECONDS, ASLEEP_SECONDS, DISK = 1.0, 0.1, 100e6
 # Share of the iteration from which on waiting for a core is named where other programs keep less than this much of a
 # core busy.
 CONTENDED, ANOTHER_PROGRAM = 0.25, 0.25
@@ -39,6 +46,58 @@ SHARED_WORK = (*COMPUTING, profile.STEP, HOST, profile.TRANSFER)
 # What data-parallel ranks send, in words; for every micro-batch from this stage of ZeRO on.
 SENT = {SENDING[AXES[0]]: ("sending gradients", 2), SENDING[AXES[3]]: ("gathering parameters", 3)}
 NOT_MODELLED = {"slow rank", "slow node", "data loading", "logging", "slow disk", "frequent checkpoints"}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What slows a run down; share: of the iteration, what would be gained without it at most."""
+
+    name: str
+    share: float
+    evidence: str
+
+
+def of_record(run: Run, asleep: float = 0.0) -> list[Cause]:
+    """asleep: seconds for which a rank sleeps in a checkpoint, which its profile tells."""
+    found = (*_slow_clocks(run), *_checkpoints(run, asleep))
+    return [cause for cause in found if cause.share >= WORTH_NAMING]
+
+
+def _slow_clocks(run: Run) -> Iterator[Cause]:
+    """A node whose GPUs run at lower clocks than those of the other nodes, which wait for it."""
+    clocks = {}
+    for node, samples in run.samples.items():
+        busy = [gpu for sample in samples for gpu in sample["gpus"] if gpu["utilization"]]
+        if seen := [gpu["sm_mhz"] for gpu in busy if gpu.get("sm_mhz")]:
+            clocks[node] = median(seen)
+    slowest = min(clocks, key=clocks.__getitem__, default=0)
+    if others := [clock for node, clock in clocks.items() if node != slowest]:
+        share, host = 1 - clocks[slowest] / median(others), {node["node"]: node["host"] for node in run.nodes}
+        text = f"GPUs of node {slowest} ({host[slowest]}) run at {clocks[slowest]:.0f} MHz"
+        yield Cause("slow node", share, f"{text}, the others' at {median(others):.0f} MHz")
+
+
+def _checkpoints(run: Run, asleep: float) -> Iterator[Cause]:
+    """What saving adds to an iteration: the intervals with a checkpoint against those without."""
+    every, with_one, without = run.plan.number("SAVE_INTERVAL"), [], []
+    for before, after in pairwise(line for line in run.iterations if line.time):
+        start, end = before.iteration, after.iteration
+        seconds = after.time - before.time
+        saved = every and (end - 1) // every - (start - 1) // every
+        if saved:
+            with_one.append((seconds, end - start, saved))
+        elif not event_within(start, end, run.plan):
+            without.append(seconds / (end - start))
+    if not with_one or not without:
+        return
+    own = median(without)
+    each = median((seconds - iterations * own) / saved for seconds, iterations, saved in with_one)
+    folders = [folder for folder in (run.directory / "checkpoints").glob("*") if folder.is_dir()]
+    size = max((sum(file.stat().st_size for file in folder.rglob("*")) for folder in folders), default=0)
+    takes = (each, CHECKPOINT_SECONDS), (asleep, ASLEEP_SECONDS)
+    is_slow = size and any(seconds > 2 * (usual + size / DISK) for seconds, usual in takes)
+    text = f"saving {size / 1e6:,.0f} MB takes {each:.1f} s every {every} iterations"
+    yield Cause("slow disk" if is_slow else "frequent checkpoints", each / (each + every * own), text)
 
 
 class Rank:

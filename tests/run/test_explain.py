@@ -17,8 +17,7 @@ from harness import wait_for
 from made_runs import RTX_5000_ADA, make_run, seal
 from real_runs import environment, train
 
-from t5bench.compare.explain import Explanation
-from t5bench.compare.stragglers import of_record
+from t5bench.compare.explain import Explanation, of_record
 from t5bench.plan.launchers import ask
 from t5bench.record import profile
 from t5bench.record.profile import AXES, SENDING
