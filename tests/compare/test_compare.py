@@ -53,7 +53,7 @@ def test_figures_by_hand(tmp_path: Path):
     assert row.ratio.median == 1.25
     assert row.tflops == pytest.approx(19.809 / 0.080 / 2, rel=1e-4)
     assert row.mfu == pytest.approx(row.tflops / 261.1)
-    assert row.peak_memory == {0: 900, 1: 1000.5}
+    assert row.peak_memory == {0: 900, 1: 1000.5} and row.final_loss == pytest.approx(6 + 2 / 1.4)
 
 
 def test_a_gpt_has_one_length_and_is_not_compared_with_a_t5_unasked(tmp_path: Path):
