@@ -17,22 +17,20 @@ def layer_bytes(job: Job, decoder: bool = False) -> float:
     a = job.architecture
     if job.recompute == "full":
         return job.tokens(decoder) * a.hidden * (job.software.stream or job.element) / job.parallel.sequence
-    attentions = sum(_attention(job, decoder, bool(place), *each) for place, each in enumerate(job.attentions(decoder)))
+    attentions = sum(_attention(job, decoder, place > 0, *each) for place, each in enumerate(job.attentions(decoder)))
     return attentions + _mlp(job, job.tokens(decoder))
 
 
 def _norm(job: Job, tokens: int, readers: int = 1) -> float:
     """A norm's tensors. readers: linear layers that take its output, each with its own copy under autocast."""
     a, kept = job.architecture, job.software
-    copies = 2 * readers if kept.casts else 0
-    each = a.hidden * (kept.norm_tensors * (kept.stream or job.element) + copies) + NORM_STATISTICS[a.norm]
-    return tokens * each / job.parallel.sequence
+    each = kept.norm_tensors * (kept.stream or job.element) + 2 * readers * kept.casts
+    return tokens * (a.hidden * each + NORM_STATISTICS[a.norm]) / job.parallel.sequence
 
 
 def _dropped(job: Job, elements: float) -> float:
     """The mask of a dropout that tensor parallelism does not divide."""
-    kept = job.software
-    mask = kept.tensor_mask or kept.mask if job.parallel.tensor > 1 else kept.mask
+    mask = (job.parallel.tensor > 1 and job.software.tensor_mask) or job.software.mask
     return elements * mask / job.parallel.sequence if job.dropout else 0.0
 
 
@@ -43,7 +41,6 @@ def _attention(job: Job, decoder: bool, cross: bool, length: int, kernel: str) -
     """
     a, kept, e = job.architecture, job.software, job.element
     tokens, keys = job.tokens(decoder), job.micro_batch * length
-    norm = _norm(job, tokens, readers=1 if cross else 3)
     projections = e * (2 * tokens * a.query + 2 * keys * (a.query if kept.repeats_keys else a.key))
     copied = 2 * 2 * keys * a.hidden if cross and kept.casts else 0
     core, masks = 0.0, 0
@@ -55,18 +52,16 @@ def _attention(job: Job, decoder: bool, cross: bool, length: int, kernel: str) -
     elif job.recompute != "selective":
         again = kernel == "flash" and kept.copies_flash and job.micro_batch > 1
         core = 4 * a.heads * tokens + again * e * tokens * a.query
-    return norm + (projections + core) / job.parallel.tensor + copied + masks + _dropped(job, tokens * a.hidden)
+    kept_whole = copied + masks + _dropped(job, tokens * a.hidden)
+    return _norm(job, tokens, readers=1 if cross else 3) + (projections + core) / job.parallel.tensor + kept_whole
 
 
 def _mlp(job: Job, tokens: int) -> float:
     a, kept, e = job.architecture, job.software, job.element
-    tensors = 1 if a.activation == "relu" else 2
-    if a.gated:
-        tensors = 3 if kept.fused_gate else 4
+    tensors = 4 - kept.fused_gate if a.gated else 2 - (a.activation == "relu")
     dropped = e + kept.mask if kept.mlp_dropout and job.dropout else 0
-    inside = (e * tensors + dropped) * tokens * a.ffn
-    norm = _norm(job, tokens, readers=2 if a.gated else 1)
-    return norm + inside / job.parallel.tensor + _dropped(job, tokens * a.hidden)
+    inside = (e * tensors + dropped) * tokens * a.ffn / job.parallel.tensor
+    return _norm(job, tokens, readers=1 + a.gated) + inside + _dropped(job, tokens * a.hidden)
 
 
 def in_flight(job: Job, stage: int) -> int:
@@ -126,14 +121,13 @@ def logits_bytes(job: Job, stage: int = 0) -> tuple[float, float]:
 
     The gradient of the head's weight stays in the training precision until backward has reached the embedding too.
     """
-    a, kept = job.architecture, job.software
+    a, kept, t = job.architecture, job.software, job.parallel.tensor
     if not stage_of(a, job.parallel, stage).head:
         return 0.0, 0.0
     tokens = job.micro_batch * a.output_length
-    logits = tokens * a.padded_vocabulary / job.parallel.tensor
-    each = kept.tensor_logits or kept.logits if job.parallel.tensor > 1 else kept.logits
+    logits = tokens * a.padded_vocabulary / t
     gradients = logits * kept.logit_gradients + word_gradient(job) + 2 * tokens * a.hidden * job.element
-    return logits * each, gradients
+    return logits * ((t > 1 and kept.tensor_logits) or kept.logits), gradients
 
 
 def word_gradient(job: Job) -> float:

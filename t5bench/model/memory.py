@@ -71,9 +71,9 @@ def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
         # Every parameter has a tensor of weights, one of masters and two of moments; gradients are one buffer. ZeRO and
         # Megatron's distributed optimizer have a few flat tensors, which waste next to nothing.
         sizes = [size for each in tensors(a, job.parallel, stage).values() for size in each]
-        states_each = [each * size for size in sizes for each in job.moments]
-        kinds = [2 * size for size in sizes], [4 * size for size in sizes], states_each
-        states["allocator"] = slack([*kinds[0], 4 * sum(sizes), *kinds[1], *kinds[2]])
+        weights, masters = ([width * size for size in sizes] for width in (2, 4))
+        moments_each = [width * size for size in sizes for width in job.moments]
+        states["allocator"] = slack([*weights, 4 * sum(sizes), *masters, *moments_each])
     if job.dummy_gradients:
         shapes = {shape for decoder in (False, True) for shape in layer_shapes(a, t, decoder) if len(shape) == 2}
         shapes.add((a.padded_vocabulary // t, a.hidden))
@@ -107,8 +107,8 @@ def _leftover(job: Job, stage: int, count: int) -> dict[str, float]:
     (core/pipeline_parallel/schedules.py)."""
     if job.zero.stage or not job.software.keeps_inputs:
         return {}
-    a, parallel = job.architecture, job.parallel
-    part, received = stage_of(a, parallel, stage), (parallel.virtual_stages - (stage == 0)) * (parallel.pipeline > 1)
+    a, parallel, part = job.architecture, job.parallel, stage_of(job.architecture, job.parallel, stage)
+    received = (parallel.virtual_stages - (stage == 0)) * (parallel.pipeline > 1)
     tokens = job.tokens(part.decoder_layers > 0)
     if part.decoder_layers and a.cross_attention:  # the encoder's output, and from the second stage on the decoder's
         tokens = job.tokens(False) + tokens * (not part.embedding)
@@ -119,19 +119,15 @@ def _leftover(job: Job, stage: int, count: int) -> dict[str, float]:
 
 def states_of(job: Job) -> dict[str, tuple[float, float]]:
     """Bytes per parameter of the states that every data-parallel rank has, and of those divided among the ranks."""
-    e, kept, zero = job.element, job.software, job.zero.stage
-    masters, moments = 4 if e == 2 or zero else 0, sum(job.moments)
-    optimizer = (0, masters + moments) if zero or job.distributed_optimizer else (masters + moments, 0)
-    if zero or job.engine == "galvatron":
-        weights, gradients = ((0, e) if zero == 3 else (e, 0)), ((0, e) if zero > 1 else (e, 0))
-    else:
-        # Megatron accumulates in fp32 under bf16 and in fp16 under fp16.
-        weights, gradients = (e, 0), (2 if job.precision == "fp16" else 4, 0)
-        if kept.cast_parameters:
-            weights, gradients, optimizer = (4, 0), (4, 0), (moments, 0)
-        if kept.casts:  # fp32 weights with 16-bit copies, which autograd keeps
-            weights, gradients, optimizer = (4 + 2, 0), (4, 0), (moments, 0)
-    return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+    e, kept, zero, moments = job.element, job.software, job.zero.stage, sum(job.moments)
+    weights, gradients, optimizer = e, e, moments + (4 if e == 2 or zero else 0)  # with the masters
+    if not zero and job.engine != "galvatron":
+        gradients = 2 if job.precision == "fp16" else 4  # Megatron accumulates in fp32 under bf16, in fp16 under fp16
+        if kept.cast_parameters or kept.casts:  # fp32 weights; autograd keeps autocast's 16-bit copies
+            return {"weights": (4 + 2 * kept.casts, 0), "gradients": (4, 0), "optimizer": (moments, 0)}
+    sizes = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+    divided = {"weights": zero == 3, "gradients": zero > 1, "optimizer": zero > 0 or job.distributed_optimizer}
+    return {name: (0, size) if divided[name] else (size, 0) for name, size in sizes.items()}
 
 
 def model_states(job: Job, count: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -177,11 +173,9 @@ def workspace(job: Job, stage: int = 0, device: Device | None = None) -> float:
         found += (32 if hopper else 4) * MIB
     if job.software.scores_buffer:  # as large as the largest scores of a layer that the stage has
         a, part = job.architecture, stage_of(job.architecture, job.parallel, stage)
-        scores = [0]
-        for decoder, layers in enumerate((part.encoder_layers, part.decoder_layers)):
-            for length, kernel in job.attentions(bool(decoder)) if layers else ():
-                scores.append(a.length(bool(decoder)) * length * (kernel == "unfused"))
-        found += job.element * job.micro_batch * a.heads / job.parallel.tensor * max(scores)
+        stacks = [False] * (part.encoder_layers > 0) + [True] * (part.decoder_layers > 0)
+        unfused = [a.length(own) * n for own in stacks for n, kernel in job.attentions(own) if kernel == "unfused"]
+        found += job.element * job.micro_batch * a.heads / job.parallel.tensor * max(unfused, default=0)
     return found
 
 

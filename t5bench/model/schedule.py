@@ -73,17 +73,12 @@ def duration(
 ) -> float:
     """Seconds from the first forward to the last backward; long schedules are extrapolated from their steady state."""
     stages = len(forward)
-    few = 4 * stages + micro_batches % stages
-
-    def end(count: int) -> float:
-        return max(slot.end for slot in one_f_one_b(forward, backward, count, transfer, chunks))
-
     if stages == 1:
         return micro_batches * (forward[0] + backward[0])
-    if micro_batches <= few + stages:
-        return end(micro_batches)
-    short, longer = end(few), end(few + stages)
-    return longer + (longer - short) / stages * (micro_batches - few - stages)
+    few = 4 * stages + micro_batches % stages
+    counts = (few, few + stages) if micro_batches > few + stages else (micro_batches,)
+    ends = [max(slot.end for slot in one_f_one_b(forward, backward, n, transfer, chunks)) for n in counts]
+    return ends[-1] + (ends[-1] - ends[0]) / stages * (micro_batches - counts[-1])
 
 
 def draw(slots: Sequence[Slot], width: int = 100) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from t5bench.model import schedule
 from t5bench.model.flops import layer_multiply_adds, multiply_adds
-from t5bench.model.job import BYTES, Job, Zero
+from t5bench.model.job import Job, Zero
 from t5bench.model.machine import Device, Machine
 from t5bench.model.parameters import parameters, stage_of
 from t5bench.model.traffic import Row, paths, ring_bytes, rows, steps
@@ -75,11 +75,19 @@ class Pass(NamedTuple):
     seconds: float
 
 
+def _rates(job: Job, device: Device) -> tuple[float, float, float]:
+    """FLOP/s of the linear layers' matrix products, and of attention's and the head's, which fp8 leaves in bf16; and
+    seconds per element of element-wise operations."""
+    precisions = job.precision, "bf16" if job.precision == "fp8" else job.precision
+    own, other = (device.peak(each) or device.peak("fp16") or device.tensor * 1e12 for each in precisions)
+    return own * PRODUCTS, other * PRODUCTS, job.element / (device.bandwidth * ELEMENTS)
+
+
 @lru_cache(maxsize=65536)
 def _layer_seconds(job: Job, decoder: bool, device: Device) -> tuple[float, float]:
     """Seconds of one layer: a micro-batch's forward on one GPU, and the share of attention's core."""
     a, t, b = job.architecture, job.parallel.tensor, job.micro_batch
-    linear, attention, in_memory = *_products(job, device), _in_memory(job, device)
+    linear, attention, in_memory = _rates(job, device)
     weights, own_core = layer_multiply_adds(a, decoder)
     n, attentions = a.length(decoder), job.attentions(decoder)
     if device.hopper:  # longer by what flash attention misses of its share of the multiply-adds
@@ -94,40 +102,26 @@ def _layer_seconds(job: Job, decoder: bool, device: Device) -> tuple[float, floa
     return 2 * b * weights / t / linear + b * passes * in_memory + core, core
 
 
-def _products(job: Job, device: Device) -> tuple[float, float]:
-    """FLOP/s of the linear layers' matrix products, and of attention's and the head's, which fp8 leaves in bf16."""
-    precisions = job.precision, "bf16" if job.precision == "fp8" else job.precision
-    own, other = (device.peak(each) or device.peak("fp16") or device.tensor * 1e12 for each in precisions)
-    return own * PRODUCTS, other * PRODUCTS
-
-
-def _in_memory(job: Job, device: Device) -> float:
-    """Seconds per element of element-wise operations."""
-    return BYTES[job.precision] / (device.bandwidth * ELEMENTS)
-
-
 def stage_seconds(job: Job, device: Device, stage: int, slower: float = 1.0) -> tuple[Pass, Pass]:
     """A micro-batch's forward and backward on a stage."""
-    a, t, in_memory = job.architecture, job.parallel.tensor, _in_memory(job, device)
+    a, t, part = job.architecture, job.parallel.tensor, stage_of(job.architecture, job.parallel, stage)
+    _, products, in_memory = _rates(job, device)
     alone = replace(job.parallel, data=1, pipeline=1, split_rank=None)
     plain = replace(job, zero=Zero(), global_batch=1, recompute="none", parallel=alone)
-    part = stage_of(a, job.parallel, stage)
-    encoder, decoder = part.encoder_layers, part.decoder_layers
     gpu = core = head = 0.0
-    for layers, is_decoder in ((encoder, False), (decoder, True)):
-        seconds, own = _layer_seconds(plain, is_decoder, device) if layers else (0.0, 0.0)
+    for is_decoder, layers in enumerate((part.encoder_layers, part.decoder_layers)):
+        seconds, own = _layer_seconds(plain, bool(is_decoder), device) if layers else (0.0, 0.0)
         gpu, core = gpu + layers * seconds, core + layers * own
-    operators = ENCODER_OPERATORS * encoder
-    operators += (DECODER_OPERATORS if a.cross_attention else ENCODER_OPERATORS) * decoder
+    operators = ENCODER_OPERATORS * part.encoder_layers
+    operators += (DECODER_OPERATORS if a.cross_attention else ENCODER_OPERATORS) * part.decoder_layers
     repeated = {"none": (0.0, 0.0), "selective": (core, operators / 18), "full": (gpu, operators / 3)}
     again, operators_again = repeated[job.recompute]
     if part.head:
         logits = job.micro_batch * a.output_length * a.padded_vocabulary / t
         passes = LOGIT_PASSES * (4 / job.element if job.software.casts else 1)
-        products = 2 * job.micro_batch * multiply_adds(a)["head"] / t
-        head = products / _products(job, device)[1] + logits * passes * in_memory
+        head = 2 * job.micro_batch * multiply_adds(a)["head"] / t / products + logits * passes * in_memory
         operators += OTHER_OPERATORS
-    operators += HOOK_OPERATORS[job.zero.stage] * (12 * encoder + 20 * decoder + 4)
+    operators += HOOK_OPERATORS[job.zero.stage] * (12 * part.encoder_layers + 20 * part.decoder_layers + 4)
 
     def way(gpu: float, operators: float) -> Pass:
         """The time of both: a GPU computes while the host launches; on a CPU the two alternate."""
@@ -143,13 +137,11 @@ def stage_seconds(job: Job, device: Device, stage: int, slower: float = 1.0) -> 
 def collective_seconds(row: Row, job: Job, machine: Machine, backend: str = "nccl") -> float:
     """One collective, with all groups of its kind busy at the same time."""
     size, has_inside, leaving = paths(job.parallel, job.architecture.cross_attention)[row.group]
-    each = ring_bytes(row, size, backend)
-    if (row.kind, size, backend) == ("all-gather", 2, "gloo"):
-        each *= GLOO_PAIR_GATHER
-    inside = each / machine.inside.bandwidth if has_inside else 0.0
-    between = leaving * each / machine.between.bandwidth
+    pair_gather = (row.kind, size, backend) == ("all-gather", 2, "gloo")
+    each = ring_bytes(row, size, backend) * (GLOO_PAIR_GATHER if pair_gather else 1)
+    busiest = max(has_inside * each / machine.inside.bandwidth, leaving * each / machine.between.bandwidth)
     latency = (machine.between if leaving else machine.inside).latency
-    return max(inside, between) / NETWORK[backend] + steps(row, size, backend) * latency
+    return busiest / NETWORK[backend] + steps(row, size, backend) * latency
 
 
 def iteration(job: Job, machine: Machine, backend: str = "nccl", slower: float = 1.0) -> Time:
@@ -168,31 +160,25 @@ def iteration(job: Job, machine: Machine, backend: str = "nccl", slower: float =
             transfer = max(transfer, seconds / row.count)
             continue
         for stage in row.stages:
-            beside = 0.0
             if row.overlap:
                 way = passes[stage][row.overlap != "each forward"].seconds
                 beside = min(seconds, way * (m if row.overlap.startswith("each") else 1))
-            hidden[stage] += beside
-            if row.when in waits and not row.overlap:
+                hidden[stage] += beside
+                waits["once"][stage] += seconds - beside
+            elif row.when in waits:
                 waits[row.when][stage] += seconds / m
             else:
-                waits["once"][stage] += seconds - beside
+                waits["once"][stage] += seconds
     forward = [each.seconds + wait for (each, _), wait in zip(passes, waits["each forward"], strict=True)]
     backward = [each.seconds + wait for (_, each), wait in zip(passes, waits["each backward"], strict=True)]
     whole = schedule.duration(forward, backward, m, transfer, job.parallel.virtual_stages)
     busiest = max(stages, key=lambda stage: forward[stage] + backward[stage])
     computing = m * sum(each.gpu for each in passes[busiest])
+    host = m * sum(each.seconds for each in passes[busiest]) - computing
+    bubble = max(0.0, whole - m * (forward[busiest] + backward[busiest]))
     waiting = m * (waits["each forward"][busiest] + waits["each backward"][busiest])
-    optimizer, offload = _update_seconds(job, machine.device, slower)
-    return Time(
-        computing=computing,
-        host=m * sum(each.seconds for each in passes[busiest]) - computing,
-        bubble=max(0.0, whole - m * (forward[busiest] + backward[busiest])),
-        communication=waiting + max(waits["once"]),
-        optimizer=optimizer,
-        offload=offload,
-        hidden=max(hidden),
-    )
+    update = _update_seconds(job, machine.device, slower)
+    return Time(computing, host, bubble, waiting + max(waits["once"]), *update, max(hidden))
 
 
 def _update_seconds(job: Job, device: Device, slower: float) -> tuple[float, float]:
@@ -200,9 +186,8 @@ def _update_seconds(job: Job, device: Device, slower: float) -> tuple[float, flo
     own = float(max(parameters(job.architecture, job.parallel, stage) for stage in range(job.parallel.pipeline)))
     if job.zero.stage or job.distributed_optimizer:
         own /= job.parallel.data
-    offload = 0.0
-    if job.zero.offload_parameters:  # its part of the parameters in, and of the gradients out, for every micro-batch
-        offload += job.micro_batches * 2 * own * job.element / device.pcie
+    # With offload its part of the parameters comes in, and of the gradients goes out, for every micro-batch.
+    offload = job.zero.offload_parameters * job.micro_batches * 2 * own * job.element / device.pcie
     if job.zero.offload_optimizer:
         return 0.0, (offload + own * (job.element + 4) / device.pcie + own / CPU_ADAM) * slower
     return own * OPTIMIZER_BYTES / (device.bandwidth * ELEMENTS) * slower, offload * slower

@@ -1,16 +1,17 @@
 """Every collective of an iteration, and what a node's network interface counts of them.
 
 It follows what the engines do, not a textbook: Megatron-DeepSpeed at commit 4efb479d (optimizer/optimizer.py,
-core/tensor_parallel, core/pipeline_parallel), DeepSpeed 0.18.3 (runtime/zero) and native/.
+core/tensor_parallel, core/pipeline_parallel), DeepSpeed 0.18.3 (runtime/zero) and native/. Ranks are numbered tensor
+first, then data, then pipeline.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from math import ceil, log2
 
-from t5bench.model.groups import coordinates, groups, place_of
 from t5bench.model.job import BYTES, Job, Parallel
 from t5bench.model.parameters import parameters, stage_of, tensors
 
@@ -177,23 +178,46 @@ def _pipeline(job: Job, stage: int) -> Iterator[Row]:
         yield Row("positions", "position", "all-reduce", 1, table, "after backward")
 
 
-ONE_WAY = ("broadcast", "send", "send back")
+@lru_cache(maxsize=64)
+def groups(parallel: Parallel, encoder_decoder: bool = True) -> dict[str, list[tuple[int, ...]]]:
+    """Every process group by its kind, each with its ranks in order, in Megatron's numbering.
+
+    "embedding": the stages that hold the tied word embedding. "position": those that hold the positions' table, which
+    in an encoder-decoder are the first of each stack (Megatron-DeepSpeed, megatron/core/parallel_state.py).
+    """
+    t, d, world = parallel.tensor, parallel.data, parallel.world
+    stage, last = t * d, parallel.pipeline - 1  # how many ranks a stage has, and the last one's number
+    pipelines = [tuple(range(first, world, stage)) for first in range(stage)]
+    starts = {0, parallel.decoder_stage} if encoder_decoder and last else {0}
+    return {
+        "tensor": [tuple(range(first, first + t)) for first in range(0, world, t)],
+        "data": [tuple(range(at + i, at + stage, t)) for at, i in product(range(0, world, stage), range(t))],
+        "pipeline": pipelines,
+        "model": [tuple(at + i for at in range(j * t, world, stage) for i in range(t)) for j in range(d)],
+        "embedding": [tuple(ranks[at] for at in sorted(starts | {last})) for ranks in pipelines],
+        "position": [tuple(ranks[at] for at in sorted(starts)) for ranks in pipelines],
+        "world": [tuple(range(world))],
+    }
 
 
-def _phases(kind: str, backend: str) -> int:
-    """How many times data go round the ring. gloo's reduce-scatter is an all-reduce; each rank keeps its part."""
-    return 2 if kind == "all-reduce" or (kind == "reduce-scatter" and backend == "gloo") else 1
+ROUNDS = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}  # how many times data go round the ring
+
+
+def _rounds(kind: str, backend: str) -> int:
+    """0 for what goes one way. gloo's reduce-scatter is an all-reduce; each rank keeps its part."""
+    return ROUNDS.get("all-reduce" if (kind, backend) == ("reduce-scatter", "gloo") else kind, 0)
 
 
 def ring_bytes(row: Row, size: int, backend: str) -> float:
     """Bytes that a rank sends to its neighbour in the ring, for one collective of `size` ranks or a whole message."""
-    return row.bytes * (size > 1 if row.kind in ONE_WAY else _phases(row.kind, backend) * (size - 1) / size)
+    rounds = _rounds(row.kind, backend)
+    return row.bytes * (rounds * (size - 1) / size if rounds else size > 1)
 
 
 def steps(row: Row, size: int, backend: str) -> int:
     """Consecutive messages of a collective: those of a ring, or of NCCL's tree if that has fewer."""
-    tree, ring = ceil(log2(size)), _phases(row.kind, backend) * (size - 1)
-    if row.kind in ONE_WAY:
+    tree, ring = ceil(log2(size)), _rounds(row.kind, backend) * (size - 1)
+    if row.kind not in ROUNDS:
         return tree if row.kind == "broadcast" else 1
     return ring if backend == "gloo" else min(ring, 4 * tree)
 
@@ -204,28 +228,28 @@ def neighbours(kind: str, members: tuple[int, ...], backend: str = "nccl") -> It
         members = members[::-1]
     if kind == "broadcast" and backend == "gloo":  # a binomial tree from the first rank
         return ((members[i - 2 ** int(log2(i))], members[i]) for i in range(1, len(members)))
-    closes = len(members) > 1 and kind not in ONE_WAY
+    closes = len(members) > 1 and kind in ROUNDS
     return zip(members, members[1:] + members[:1] if closes else members[1:], strict=False)
 
 
 def node_bytes(job: Job, found: list[Row], backend: str) -> list[float]:
     """Bytes that each node sends to other nodes in an iteration, including headers if they are known."""
     parallel, gloo = job.parallel, backend == "gloo"
-    all_groups = groups(parallel, job.architecture.cross_attention)
-    nodes = [0.0] * -(-parallel.world // parallel.devices_per_node)
+    per_node, ranks_of_stage = parallel.devices_per_node, parallel.tensor * parallel.data
+    nodes = [0.0] * -(-parallel.world // per_node)
     for row in found:
-        size = len(all_groups[row.group][0])
-        messages = 1 if row.kind in ONE_WAY else max(2, ceil(row.bytes / size / GLOO_SEGMENT))
-        messages *= 1 if row.kind in ONE_WAY else _phases(row.kind, "gloo") * (size - 1)
+        of_kind = groups(parallel, job.architecture.cross_attention)[row.group]
+        size = len(of_kind[0])
+        parts = max(2, ceil(row.bytes / size / GLOO_SEGMENT))
+        messages = row.count * (parts * _rounds(row.kind, "gloo") * (size - 1) or 1)
         each = ring_bytes(row, size, backend) * row.count * (1 + HEADERS * gloo)
-        extra = MESSAGE / 2 * messages * row.count * gloo
+        extra = MESSAGE / 2 * messages * gloo
         every_stage = row.group in ("model", "embedding", "position")
-        for members in all_groups[row.group]:
-            for source, target in neighbours(row.kind, members, backend):
-                sender, receiver = place_of(parallel, source)[0], place_of(parallel, target)[0]
-                if sender != receiver and (every_stage or coordinates(parallel, source)[0] in row.stages):
-                    nodes[sender] += each + extra
-                    nodes[receiver] += extra
+        for source, target in (pair for members in of_kind for pair in neighbours(row.kind, members, backend)):
+            sender, receiver = source // per_node, target // per_node
+            if sender != receiver and (every_stage or source // ranks_of_stage in row.stages):
+                nodes[sender] += each + extra
+                nodes[receiver] += extra
     return nodes
 
 
@@ -236,11 +260,10 @@ def paths(parallel: Parallel, encoder_decoder: bool) -> Mapping[str, tuple[int, 
     What pipelines send goes one way at a time.
     """
     found = {}
-    for kind, members_of in groups(parallel, encoder_decoder).items():
-        way = "send" if kind == "pipeline" else ""
-        ends = [pair for members in members_of for pair in neighbours(way, members)]
-        nodes = [(place_of(parallel, source)[0], place_of(parallel, target)[0]) for source, target in ends]
+    for kind, of_kind in groups(parallel, encoder_decoder).items():
+        way = "send" if kind == "pipeline" else "all-reduce"
+        ends = [pair for members in of_kind for pair in neighbours(way, members)]
+        nodes = [(source // parallel.devices_per_node, target // parallel.devices_per_node) for source, target in ends]
         leaving = Counter(node for node, other in nodes if node != other)
-        inside = any(node == other for node, other in nodes)
-        found[kind] = len(members_of[0]), inside, max(leaving.values(), default=0)
+        found[kind] = len(of_kind[0]), len(nodes) > leaving.total(), max(leaving.values(), default=0)
     return found

@@ -6,8 +6,8 @@ import json
 import os
 
 from t5bench import Problem
-from t5bench.model.groups import coordinates, groups, place_of
 from t5bench.model.job import Parallel
+from t5bench.model.traffic import groups
 from t5bench.plan.families import FAMILIES
 
 MEANINGS = {
@@ -69,7 +69,9 @@ def layout_of(args: argparse.Namespace) -> Parallel:
 
 def member(parallel: Parallel, rank: int, encoder_decoder: bool) -> dict[str, int | str]:
     """Where a rank is and what it holds."""
-    (node, local), (stage, data, tensor) = place_of(parallel, rank), coordinates(parallel, rank)
+    node, local = divmod(rank, parallel.devices_per_node)
+    rest, tensor = divmod(rank, parallel.tensor)
+    stage, data = divmod(rest, parallel.data)
     stack = " (encoder)" if stage < parallel.decoder_stage else " (decoder)"
     holds = f"Stage {stage}" + stack * (encoder_decoder and parallel.pipeline > 1)
     return {"rank": rank, "node": node, "local rank": local, "TP": tensor, "PP": stage, "DP": data, "holds": holds}

@@ -119,6 +119,7 @@ STATES = [
     ({"distributed_optimizer": True}, (2, 4, 3), 0), ({"zero": Zero(1)}, (2, 2, 3), 0),
     ({"zero": Zero(2)}, (2, 0.5, 3), 0), ({"zero": Zero(3)}, (0.5, 0.5, 3), 0), ({"zero": Zero(3, True, True)}, (), 5),
     ({"engine": "native"}, (4, 4, 8), 0),  # its copies in 16 bits are there during an iteration alone
+    ({"moments": ()}, (2, 4, 4), 0), ({"moments": (1, 1)}, (2, 4, 6), 0),
 ]  # fmt: skip
 
 
@@ -130,28 +131,22 @@ def test_states(fields, states, cpu):
 
 
 def test_what_megatrons_iteration_leaves():
-    """Under fp16 a copy of the gradients, and on a later stage its inputs with their gradients."""
-    job = Job(LARGE, Parallel(data=4, pipeline=2, split_rank=1), engine="megatron-core", micro_batch=2)
-    inputs = [memory_of(job, stage).leftover["inputs of stages"] for stage in (0, 1)]
-    assert inputs == [0, 2 * 1024 * 1024 * 2]  # of the encoder's 2 x 512 tokens, in bf16
-    four = replace(job, parallel=replace(job.parallel, pipeline=4, split_rank=2))
-    assert memory_of(four, 3).leftover["inputs of stages"] == 2 * (1024 + 256) * 1024 * 2
+    """A later stage's inputs with their gradients, unless there is one micro-batch, and fp16's copy of gradients."""
+    job = Job(LARGE, Parallel(data=4, pipeline=2, split_rank=1), 2, 16, engine="megatron-core")
+    inputs = 2 * 1024 * 1024 * 2  # of the encoder's 2 x 512 tokens, in bf16
+    first, second = (memory_of(job, stage) for stage in (0, 1))
+    assert [first.leftover["inputs of stages"], second.leftover["inputs of stages"]] == [0, inputs]
+    assert second.allocated == sum(second.states.values()) + inputs
+    assert memory_of(job.on(pipeline=4, split_rank=2), 3).leftover["inputs of stages"] == 2 * (1024 + 256) * 1024 * 2
+    assert (first.components.get("inputs of stages", 0), second.components["inputs of stages"]) == (0, inputs)
+    for other in (replace(job, global_batch=8), job.on(virtual_stages=2)):
+        assert not memory_of(other, 1).components.get("inputs of stages")
     halves = replace(job, precision="fp16", parallel=Parallel(data=4))
-    count = parameters(LARGE, halves.parallel)
+    count = parameters(LARGE)
     assert memory_of(halves).leftover == {"fp32 gradients": 4 * count, "inputs of stages": 0}
     assert memory_of(replace(halves, distributed_optimizer=True)).leftover["fp32 gradients"] == count
-    assert not memory_of(replace(halves, engine="native")).leftover
-    assert not memory_of(replace(halves, engine="megatron", zero=Zero(1))).leftover
-
-
-def test_inputs_of_stages_stay_while_a_later_micro_batch_is_computed():
-    """Not in the only micro-batch, nor under the interleaved schedule."""
-    job = Job(LARGE, Parallel(pipeline=2, split_rank=1), engine="megatron-core", global_batch=4)
-    inputs = 2 * 512 * 1024 * 2
-    assert [memory_of(job, stage).components.get("inputs of stages", 0) for stage in (0, 1)] == [0, inputs]
-    assert not memory_of(replace(job, global_batch=1), 1).components.get("inputs of stages")
-    assert not memory_of(job.on(virtual_stages=2), 1).components.get("inputs of stages")
-    assert memory_of(job, 1).allocated == sum(memory_of(job, 1).states.values()) + inputs
+    for other in ({"engine": "native"}, {"engine": "megatron", "zero": Zero(1)}):
+        assert not memory_of(replace(halves, **other)).leftover
 
 
 def test_buffers_of_deepspeeds_pipeline():
@@ -177,49 +172,33 @@ def test_masks_and_shared_keys_that_software_keeps():
     assert layer_bytes(galvatron) - layer_bytes(less) == 512 * 2 * (2 * (1024 - 256) + 2816)
 
 
-def test_states_of_other_optimizers():
-    for moments, size in (((), 10), ((4,), 14), ((1, 1), 12), ((4, 4), 18)):
-        gpu, _ = model_states(Job(LARGE, engine="megatron-core", moments=moments), 1000)
-        assert sum(gpu.values()) == 1000 * size
+def computing(device: str, length: int, **fields: object) -> float:
+    """Seconds of a forward pass of a decoder."""
+    job = Job(replace(LARGE, encoder_layers=0, decoder_length=length), **fields)
+    return stage_seconds(job, DEVICES[device], 0)[0].gpu
 
 
-def test_flash_attention_on_hopper():
+@pytest.mark.parametrize(("device", "longer"), [("h100", 2), ("a100", 1), ("b200", 1)])
+def test_flash_attention_on_hopper(device: str, longer: float):
     """Its version 2 takes twice as long there as its share of the peak on A100s says."""
-    long = replace(LARGE, encoder_layers=0, decoder_length=1 << 20)
-    seconds = {
-        (name, kernel): stage_seconds(Job(long, attention=kernel), DEVICES[name], 0)[0].gpu
-        for name in ("h100", "a100", "b200")
-        for kernel in ("flash", "fused")
-    }
-    assert seconds["h100", "flash"] / seconds["h100", "fused"] == pytest.approx(2, abs=0.02)
-    assert all(seconds[name, "flash"] == seconds[name, "fused"] for name in ("a100", "b200"))
+    flash, fused = (computing(device, 1 << 20, attention=kernel) for kernel in ("flash", "fused"))
+    assert flash / fused == pytest.approx(longer, abs=0.02)
 
 
-def test_fp8_is_for_linear_layers():
+@pytest.mark.parametrize(("length", "share"), [(1 << 20, 1), (512, 0.75)])
+def test_fp8_is_for_linear_layers(length: int, share: float):
     """At great lengths attention decides, which is computed in bf16; of short samples the linear layers are."""
-    seconds = {
-        (length, precision): stage_seconds(
-            Job(replace(LARGE, encoder_layers=0, decoder_length=length), precision=precision, attention="fused"),
-            DEVICES["h100"],
-            0,
-        )[0].gpu
-        for length in (512, 1 << 20)
-        for precision in ("bf16", "fp8")
-    }
-    assert seconds[1 << 20, "fp8"] / seconds[1 << 20, "bf16"] == pytest.approx(1, abs=0.02)
-    assert seconds[512, "fp8"] < 0.8 * seconds[512, "bf16"]
+    fp8, bf16 = (computing("h100", length, precision=name, attention="fused") for name in ("fp8", "bf16"))
+    assert fp8 / bf16 == pytest.approx(share, abs=0.1)
 
 
 def test_activations_of_a_layer():
     """Korthikanti et al., equation 2, with this FFN and cross-attention; by kernel, recomputation and parallelism."""
     job, n, m, h, f, a = Job(LARGE, micro_batch=2), 1024, 256, 1024, 2816, 16
-    encoder, cross = (
-        18 * n * h + 4 * n * f + 5 * a * 512 * n + 2 * 8 * n,
-        9 * m * h + 4 * n * h + 5 * a * m * 512 + 8 * m,
-    )
+    encoder = 18 * n * h + 4 * n * f + 5 * a * 512 * n + 2 * 8 * n
+    cross = 9 * m * h + 4 * n * h + 5 * a * m * 512 + 8 * m
     assert layer_bytes(job) == encoder
-    decoder = 18 * m * h + 4 * m * f + 5 * a * 128 * m + 2 * 8 * m + cross
-    assert layer_bytes(job, decoder=True) == decoder
+    assert layer_bytes(job, decoder=True) == 18 * m * h + 4 * m * f + 5 * a * 128 * m + 2 * 8 * m + cross
     assert layer_bytes(replace(job, recompute="full")) == 2 * n * h
     assert encoder - layer_bytes(replace(job, recompute="selective")) == 5 * a * 512 * n
     assert encoder - layer_bytes(replace(job, attention="flash")) == 5 * a * 512 * n - 4 * a * n
@@ -247,14 +226,13 @@ def test_what_the_allocator_adds():
     assert slack([9 * MIB, 9 * MIB, MIB + 512]) == MIB - 512
 
 
-@pytest.mark.parametrize(
-    ("architecture", "micro_batch", "tensor", "moment"),
-    [
-        (Architecture(2, 2, 256, 4, 64, 704, 512, 128, 1024), 2, 1, "loss"),
-        (Architecture(2, 2, 256, 4, 64, 704, 128, 128, 8192), 1, 1, "embedding"),
-        (Architecture(2, 2, 512, 8, 64, 704, 512, 128, 4096), 4, 2, "loss"),
-    ],
-)
+TRACED = [
+    (Architecture(2, 2, 256, 4, 64, 704, 128, 128, 8192), 1, 1, "embedding"),
+    (Architecture(2, 2, 512, 8, 64, 704, 512, 128, 4096), 4, 2, "loss"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "micro_batch", "tensor", "moment"), TRACED, ids=["embedding", "loss"])
 def test_the_native_engines_own_allocations(architecture, micro_batch, tensor, moment):
     """Its second iteration, traced with fake tensors: what stays, and the peak."""
     own = {"device": torch.device("cpu"), "compile": False, "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.9}
@@ -280,16 +258,16 @@ def test_the_native_engines_own_allocations(architecture, micro_batch, tensor, m
     assert found.allocated - beyond == pytest.approx(stays, rel=0.01)
 
 
-PEAKS = [
-    ("NVIDIA RTX 5000 Ada Generation", "bf16", 261.1), ("Quadro RTX 5000", "fp16", 89.2),
-    ("Quadro RTX 5000", "bf16", None), ("Tesla V100-SXM2-32GB", "fp16", 125.0),
-    ("NVIDIA A100 80GB PCIe", "fp16", 312.0), ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
-    ("NVIDIA H100 80GB HBM3", "fp32", None), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
-    ("NVIDIA RTX 5000 Ada Generation Laptop GPU", "bf16", None), ("NVIDIA A10G", "bf16", None), ("", "bf16", None),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "precision", "expected"), PEAKS)
+@pytest.mark.parametrize(
+    ("name", "precision", "expected"),
+    [
+        ("NVIDIA RTX 5000 Ada Generation", "bf16", 261.1), ("Quadro RTX 5000", "fp16", 89.2),
+        ("Quadro RTX 5000", "bf16", None), ("NVIDIA A100 80GB PCIe", "fp16", 312.0),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4), ("NVIDIA H100 80GB HBM3", "fp32", None), ("", "bf16", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None), ("NVIDIA A10G", "bf16", None),
+        ("NVIDIA RTX 5000 Ada Generation Laptop GPU", "bf16", None),
+    ],
+)  # fmt: skip
 def test_peaks(name, precision, expected):
     assert peak_tflops(name, precision) == expected
 
