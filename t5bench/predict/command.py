@@ -50,33 +50,36 @@ def run(args: argparse.Namespace) -> int:
 
         return check.run(args)
     rows = [measured_row(directory) for directory in args.runs]
-    found = [(row.label, row.run.plan, row.run.padded_vocab_size, gpu_names(row.run), row.batch) for row in rows]
     slower = calibration(args) if args.calibrate else None
-    predictions, refused = [], {}
-    found = found or [(plan.strategy.name, plan, None, None, 0) for plan in planned()]
-    for name, plan, vocabulary, gpu, batch in found:
-        if plan.layout is None:
-            refused[name] = next(obstacle.found for obstacle in plan.obstacles if obstacle.fatal)
-            continue
-        job = job_of(plan, vocabulary or vocabulary_of(plan, args.vocabulary), round(batch))
-        on = machine(args, device_for(plan, args.device or gpu), job.parallel.devices_per_node)
-        known = slower or (None if on.device is CPU else 1.0)
-        predictions.append(Prediction(job, on, backend_of(plan), known, name))
-    if not predictions:
+    plans = [(row.run.plan, row) for row in rows] or [(plan, None) for plan in planned()]
+    found = [(predicted(args, plan, row, slower), row) for plan, row in plans if plan.layout]
+    wrong = ((plan, next(each for each in plan.obstacles if each.fatal)) for plan, _ in plans if not plan.layout)
+    refused = {plan.strategy.name: obstacle.found for plan, obstacle in wrong}
+    if not found:
         raise Problem("no strategy can run with these settings", "\n".join(refused.values()))
-    measured = {row.label: row for row in rows}
     if args.json:
-        content = [entry.to_json() | {"measured": compared(entry, measured.get(entry.name))} for entry in predictions]
-        print(json.dumps({"machine": asdict(predictions[0].machine), "rows": content, "refused": refused}, indent=2))
+        content = [entry.to_json() | {"measured": compared(entry, row)} for entry, row in found]
+        print(json.dumps({"machine": asdict(found[0][0].machine), "rows": content, "refused": refused}, indent=2))
         return 0
-    show(predictions, measured, refused)
-    for entry in predictions if args.schedule else ():
-        if entry.slower and entry.job.parallel.pipeline > 1:
-            job = entry.job
-            stages = (time.stage_seconds(job, entry.machine.device, stage) for stage in range(job.parallel.pipeline))
-            forward, backward = ([each.seconds for each in way] for way in zip(*stages, strict=True))
+    show(found, refused)
+    for entry, _ in found if args.schedule else ():
+        job, stages = entry.job, range(entry.job.parallel.pipeline)
+        if entry.slower and len(stages) > 1:
+            passes = (time.stage_seconds(job, entry.machine.device, stage) for stage in stages)
+            forward, backward = ([each.seconds for each in way] for way in zip(*passes, strict=True))
             print(f"\n{entry.name}\n{schedule.draw(schedule.one_f_one_b(forward, backward, job.micro_batches))}")
     return 0
+
+
+def predicted(
+    args: argparse.Namespace, plan: Plan, row: Row | None, slower: float | None = None, gigabits: float | None = None
+) -> Prediction:
+    """A plan's prediction. row: the run that was made of it, which knows its vocabulary, GPU and batch."""
+    vocabulary, gpu, batch = (row.run.padded_vocab_size, gpu_names(row.run), row.batch) if row else (None, None, 0)
+    job = job_of(plan, vocabulary or vocabulary_of(plan, args.vocabulary), round(batch))
+    on = machine(args, device_for(plan, args.device or gpu), job.parallel.devices_per_node, gigabits)
+    slower = slower or (None if on.device is CPU else 1.0)
+    return Prediction(job, on, backend_of(plan), slower, row.label if row else plan.strategy.name)
 
 
 def planned() -> list[Plan]:
@@ -121,22 +124,18 @@ def calibration(args: argparse.Namespace) -> float:
     row = measured_row(args.calibrate)
     if not row.milliseconds:
         raise Problem(f"{args.calibrate} has no measured iterations", "Calibrate with a complete run")
-    plan = row.run.plan
-    job = job_of(plan, row.run.padded_vocab_size or 0, round(row.batch))
-    device = device_for(plan, args.device or gpu_names(row.run))
-    on = machine(args, device, job.parallel.devices_per_node, args.calibrate_link)
+    entry = predicted(args, row.run.plan, row, gigabits=args.calibrate_link)
     try:
-        return time.calibrated(job, on, row.milliseconds.median / 1000, backend_of(plan))
+        return time.calibrated(entry.job, entry.machine, row.milliseconds.median / 1000, entry.backend)
     except ValueError as error:
         found = f"{args.calibrate} was faster than its link allows: {error}"
         raise Problem(found, "Give its link's speed: --calibrate-link GBIT") from error
 
 
-def show(predictions: Sequence[Prediction], measured: Mapping[str, Row], refused: Mapping[str, str]) -> None:
-    first = predictions[0]
-    print(tabulate([_memory(entry) for entry in predictions], headers="keys", floatfmt=".2f"), end="\n\n")
-    costs = [_cost(entry, measured.get(entry.name)) for entry in predictions]
-    print(tabulate(costs, headers="keys", floatfmt=".4g"), end="\n\n")
+def show(found: Sequence[tuple[Prediction, Row | None]], refused: Mapping[str, str]) -> None:
+    first = found[0][0]
+    print(tabulate([_memory(entry) for entry, _ in found], headers="keys", floatfmt=".2f"), end="\n\n")
+    print(tabulate([_cost(*pair) for pair in found], headers="keys", floatfmt=".4g"), end="\n\n")
     for name, reason in refused.items():
         print(f"{name} cannot run: {reason}")
     link = first.machine.between.bandwidth * 8 / 1e9

@@ -6,7 +6,7 @@ What a source does not state is filled in by rules over what it does state; no r
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -15,6 +15,8 @@ from t5bench.model.job import Architecture, Job, Parallel, Zero, padded, usual_f
 from t5bench.model.machine import DEVICES, GB, Device, Link, Machine
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
+Layers = Annotated[int, msgspec.Meta(ge=0, le=100_000)]  # which the model lists one by one
+T = TypeVar("T")
 USES = {"memory", "activation", "bound", "throughput", "ratio"}
 # Names of figures; others are for people.
 FIGURES = re.compile(r"(_bytes|_mib|_mb|per_second(_derived)?|seconds_per_iteration(_median|_derived)?)$")
@@ -24,35 +26,22 @@ NOTES = {"line", "config", "note", "caveats", "confidence", "parameters_stated",
 
 def _form(name: str, *required: tuple[str, type], **optional: Any) -> type[msgspec.Struct]:
     """A form with required fields and optional ones, whose names, separated by blanks, are given by kind."""
-    kinds = {
-        "text": str,
-        "whole": Count,
-        "switch": bool,
-        "size": Count | str,
-        "number": float,
-        "stage": Literal[0, 1, 2, 3],
-    }
+    kinds = {"text": str, "whole": Count, "layers": Layers, "size": Count | str, "switch": bool, "number": float}
+    kinds["stage"] = Literal[0, 1, 2, 3]
     fields = [(field, kinds[kind] | None, None) for kind, names in optional.items() for field in names.split()]
     return msgspec.defstruct(name, [*required, *fields])
 
 
 Source = _form("Source", text="repo commit path url date")
 Model = _form(
-    "Model",
-    ("architecture", str),
-    text="name activation position",
-    whole="encoder_layers decoder_layers hidden ffn heads kv_channels vocab query_groups",
-    switch="gated tied",
-)
+    "Model", ("architecture", str), text="name activation position", layers="encoder_layers decoder_layers",
+    whole="hidden ffn heads kv_channels vocab query_groups", switch="gated tied",
+)  # fmt: skip
 Lengths = _form("Lengths", whole="encoder decoder")
 Layout = _form(
-    "Layout",
-    size="tp",
-    whole="pp dp layers_per_virtual_stage encoder_pp",
-    stage="zero_stage",
-    switch="sp",
+    "Layout", size="tp", whole="pp dp layers_per_virtual_stage encoder_pp", stage="zero_stage", switch="sp",
     text="offload",
-)
+)  # fmt: skip
 Hardware = _form("Hardware", text="gpu interconnect", whole="count nodes")
 # One published measurement. measured: by name, with the unit in the name. use: what it can be compared with.
 Point = _form(
@@ -105,8 +94,15 @@ def _unknown(entry: Mapping[str, Any], form: type[msgspec.Struct], prefix: str =
             yield from _unknown(value, own, f"{prefix}{name}.")
 
 
-class Unpredictable(Exception):
+class Unpredictable(ValueError):
     """Why a point cannot be predicted."""
+
+
+def require(found: T | None, reason: str) -> T:
+    """What was found. Raises Unpredictable if it is nothing."""
+    if not found:
+        raise Unpredictable(reason)
+    return found
 
 
 # Vocabularies of tokenizers, where a source does not state its own: bert-base-uncased, GPT-2, T5; mT5 by name.
@@ -133,36 +129,32 @@ def software(point: Point) -> str:
 
 def architecture_of(point: Point, tensor: int) -> Architecture:
     """Raises Unpredictable."""
-    model, lengths, whose = point.model, point.lengths, software(point)
-    family = model.architecture.lower()
-    if family not in VOCABULARIES:
-        raise Unpredictable(f"the architecture {family} is not known")
-    if not model.hidden:
-        raise Unpredictable("the hidden size is not stated")
-    if not lengths.encoder and not lengths.decoder:
-        raise Unpredictable("the sequence length is not stated")
-    encoder, decoder = lengths.encoder or 0, lengths.decoder or 0
+    model, whose, family = point.model, software(point), point.model.architecture.lower()
+    encoder, decoder = point.lengths.encoder or 0, point.lengths.decoder or 0
+    require(family in VOCABULARIES, f"the architecture {family} is not known")
+    hidden = require(model.hidden, "the hidden size is not stated")
+    require(encoder or decoder, "the sequence length is not stated")
     layers = model.encoder_layers or 0, model.decoder_layers or 0
     if whose.startswith("galvatron") and model.encoder_layers is None:  # figures of one layer
         layers = 1, 1
-    elif not (layers[0] if family == "bert" else layers[1]):
-        raise Unpredictable("the number of layers is not stated")
-    elif not all(layers):  # one stack has one length, whatever a source calls it
-        encoder, decoder = ((encoder or decoder) * (own > 0) for own in layers)
-    elif not encoder or not decoder:
-        raise Unpredictable("the encoder's or the decoder's length is not stated")
-    if model.gated and not model.ffn and whose not in MEGATRON:
-        raise Unpredictable("the FFN size of a gated model is not stated")
-    heads = model.heads or model.hidden // (model.kv_channels or HEAD_SIZE)
+    else:
+        require(layers[family != "bert"], "the number of layers is not stated")
+        if all(layers):
+            require(encoder and decoder, "the encoder's or the decoder's length is not stated")
+        else:  # one stack has one length, whatever a source calls it
+            encoder, decoder = ((encoder or decoder) * (own > 0) for own in layers)
+    gated, size = bool(model.gated), model.kv_channels
+    require(model.ffn or not gated or whose in MEGATRON, "the FFN size of a gated model is not stated")
+    heads = require(model.heads or hidden // (size or HEAD_SIZE), "the number of attention heads is not stated")
     vocabulary = model.vocab or (MT5_VOCABULARY if "mt5" in (model.name or "").lower() else VOCABULARIES[family])
     original = model.position == "relative"  # T5 as it was published: RMS norms and no biases
     return Architecture(
         encoder_layers=layers[0], decoder_layers=layers[1],
-        hidden=model.hidden, heads=heads, head_size=model.kv_channels or model.hidden // heads,
-        ffn=model.ffn or usual_ffn(model.hidden, bool(model.gated)), kv_heads=model.query_groups or heads,
+        hidden=hidden, heads=heads, head_size=size or hidden // heads,
+        ffn=model.ffn or usual_ffn(hidden, gated), kv_heads=model.query_groups or heads,
         encoder_length=encoder, decoder_length=decoder,
         padded_vocabulary=vocabulary if original else padded(vocabulary, MULTIPLE, tensor),
-        family=family, gated=bool(model.gated), activation=model.activation or "gelu", tied=model.tied is not False,
+        family=family, gated=gated, activation=model.activation or "gelu", tied=model.tied is not False,
         positions=model.position or "learned", biases=not original, head_bias=not original and family != "gpt",
         norm="rms" if original or whose == "galvatron" else "layer",
     )  # fmt: skip
@@ -170,47 +162,44 @@ def architecture_of(point: Point, tensor: int) -> Architecture:
 
 def job_of(point: Point, tensor: int | None = None) -> Job:
     """What was trained. tensor: for a point with figures for several tensor-parallel sizes. Raises Unpredictable."""
-    layout, source = point.parallel, point.source
+    layout, source, optimizer = point.parallel, point.source, point.optimizer or ""
     t = tensor or layout.tp or 1
-    if not isinstance(t, int):
-        raise Unpredictable(f"it has several tensor-parallel sizes, {t}")
-    if not point.micro_batch:
-        raise Unpredictable("the micro-batch size is not stated")
+    require(isinstance(t, int), f"it has several tensor-parallel sizes, {t}")
+    micro_batch = require(point.micro_batch, "the micro-batch size is not stated")
     precision = re.match("bf16|fp16|fp32|tf32|fp8", point.precision.lower())
-    if not precision:
-        raise Unpredictable(f"the precision {point.precision} is not known")
-    architecture, chunk = architecture_of(point, t), layout.layers_per_virtual_stage
+    require(precision, f"the precision {point.precision} is not known")
+    architecture = architecture_of(point, t)
     pipeline, data, offload = layout.pp or 1, layout.dp or 1, layout.offload or ""
-    stage_layers = max(architecture.encoder_layers, architecture.decoder_layers) // pipeline
-    distributed = "distributed" in (point.optimizer or "").replace("not distributed", "")
-    recomputation = (point.activation_checkpointing or "none").lower()
-    again = re.match("full|selective", recomputation)
-    if not again and not recomputation.startswith("none"):
-        raise Unpredictable(f"the recomputation {point.activation_checkpointing} is not known: none, full or selective")
-    if chunk and (chunk > stage_layers or stage_layers % chunk):
-        raise Unpredictable(f"{stage_layers} layers of a stage are not a multiple of {chunk}")
-    if offload and not re.search("optimizer|parameters", offload):
-        raise Unpredictable(f"the offload {offload} is not known")
+    distributed = "distributed" in optimizer.replace("not distributed", "")
+    stated = point.activation_checkpointing
+    again = re.match("none|full|selective", (stated or "none").lower())
+    require(again, f"the recomputation {stated} is not known: none, full or selective")
+    layers = max(architecture.encoder_layers, architecture.decoder_layers) // pipeline
+    chunk = layout.layers_per_virtual_stage
+    divides = not chunk or (chunk <= layers and layers % chunk == 0)
+    require(divides, f"{layers} layers of a stage are not a multiple of {chunk}")
+    require(not offload or re.search("optimizer|parameters", offload), f"the offload {offload} is not known")
     # Megatron-LM's tests of T5 add up gradients in the kernel, those of GPT and BERT do not (model_config.yaml). Since
     # the second half of 2025 get_dummy_wgrad (core/tensor_parallel/layers.py) keeps what stands for a gradient.
     fused = source.repo == "NVIDIA/Megatron-LM" and architecture.family == "t5"
+    states = optimizer_states(optimizer)
     return Job(
         architecture=architecture,
         parallel=Parallel(
-            t, pipeline, data, layout.encoder_pp, bool(layout.sp), stage_layers // chunk if chunk else 1,
+            t, pipeline, data, layout.encoder_pp, bool(layout.sp), layers // chunk if chunk else 1,
             devices_per_node=max(1, (point.hardware.count or 8) // (point.hardware.nodes or 1)),
         ),
-        micro_batch=point.micro_batch,
-        global_batch=point.global_batch or point.global_batch_inferred or point.micro_batch * data,
+        micro_batch=micro_batch,
+        global_batch=point.global_batch or point.global_batch_inferred or micro_batch * data,
         zero=Zero(0 if distributed else layout.zero_stage or 0, "optimizer" in offload, "parameters" in offload),
         distributed_optimizer=distributed,
         precision=precision[0],
-        recompute=again[0] if again else "none",
+        recompute=again[0],
         attention=_attention(point),
         dropout=DROPOUT if point.dropout is None else point.dropout,
         engine=software(point) or "megatron-core",
         dummy_gradients=fused and (source.date or "") >= "2025-08",
-        moments=ADAM if (states := optimizer_states(point.optimizer or "")) is None else states,
+        moments=ADAM if states is None else states,
     )  # fmt: skip
 
 
@@ -231,15 +220,17 @@ def optimizer_states(optimizer: str) -> tuple[int, ...] | None:
     return tuple(1 for _ in found) if re.search(r"8.?bit", name) else found
 
 
+KERNELS = {"unfused": "unfused", "flash": "flash", "fused": "fused", "sdpa": "fused", "cudnn": "fused"}
+
+
 def _attention(point: Point) -> str:
     """Where no kernel is stated, Transformer Engine's choice: cuDNN's on Hopper, flash-attn before; else unfused."""
-    kernel, engine = (point.attention_kernel or "").lower(), software(point)
-    for word in ("unfused", "flash", "fused", "sdpa", "cudnn"):
-        if word in kernel:
-            return {"sdpa": "fused", "cudnn": "fused"}.get(word, word)
-    if kernel and not re.search("eager|softmax|bmm|plain|native|local", kernel):
-        raise Unpredictable(f"the attention kernel {point.attention_kernel} is not known")
-    if kernel or (engine != "transformer-engine" and "fp8" not in point.precision):
+    kernel = (point.attention_kernel or "").lower()
+    if found := next((name for word, name in KERNELS.items() if word in kernel), ""):
+        return found
+    plain = not kernel or re.search("eager|softmax|bmm|plain|native|local", kernel)
+    require(plain, f"the attention kernel {point.attention_kernel} is not known")
+    if kernel or (software(point) != "transformer-engine" and "fp8" not in point.precision):
         return "unfused"
     return "fused" if "H100" in (point.hardware.gpu or "") else "flash"
 
@@ -276,13 +267,11 @@ def _gigabits(text: str, devices: int) -> float:
 
 def machine_of(point: Point) -> Machine:
     """The machine. An unstated GPU is assumed to be an A100; a ratio within one source hardly depends on it."""
-    hardware, found = point.hardware, device_of(point)
-    if hardware.gpu and not found:
-        raise Unpredictable(f"the GPU {hardware.gpu} is not known")
-    count, nodes, device = hardware.count or 1, hardware.nodes or 1, found or DEVICES["a100"]
-    if not hardware.gpu and not hardware.interconnect and nodes > 1:
-        raise Unpredictable("neither the GPU nor what joins its nodes is stated")
-    between = _gigabits(hardware.interconnect or "", max(1, count // nodes)) / 8
-    between = between or BETWEEN.get(device.name, OTHER_BETWEEN)
-    inside = Link(device.nvlink or device.pcie, 5e-6)
-    return Machine(device, inside, Link(between * GB, 15e-6), max(1, count // nodes))
+    hardware, device = point.hardware, device_of(point)
+    require(device or not hardware.gpu, f"the GPU {hardware.gpu} is not known")
+    nodes, interconnect, device = hardware.nodes or 1, hardware.interconnect or "", device or DEVICES["a100"]
+    found = hardware.gpu or interconnect or nodes == 1
+    require(found, "neither the GPU nor what joins its nodes is stated")
+    per_node = max(1, (hardware.count or 1) // nodes)
+    between = _gigabits(interconnect, per_node) / 8 or BETWEEN.get(device.name, OTHER_BETWEEN)
+    return Machine(device, Link(device.nvlink or device.pcie, 5e-6), Link(between * GB, 15e-6), per_node)

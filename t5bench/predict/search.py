@@ -26,7 +26,7 @@ RECOMPUTE = ("none", "selective", "full")
 FULLEST = 0.95  # of the device's memory; the rest is lost to fragmentation
 STRATEGIES = {"DDP": "ddp", "TP": "tensor", "PP": "pipeline", "TP x PP": "hybrid", "ZeRO-3 offload": "zero3_offload"}
 STRATEGIES |= {f"{tp}ZeRO-{stage}": f"zero{stage}" for stage in (1, 2, 3) for tp in ("", "TP x ")}
-IN_DEEPSPEEDS_PIPELINE = {"PP x ZeRO-1": "3d", "TP x PP x ZeRO-1": "3d"}  # which has no encoder-decoder
+STRATEGIES |= {f"{tp}PP x ZeRO-1": "3d" for tp in ("", "TP x ")}
 
 
 class Candidate(Prediction):
@@ -58,9 +58,9 @@ class Candidate(Prediction):
 
     @property
     def strategy(self) -> str:
-        """The strategy that runs it in this harness; "" if this harness cannot run it."""
-        own = {} if self.job.architecture.cross_attention else IN_DEEPSPEEDS_PIPELINE
-        return (STRATEGIES | own).get(self.kind, "")
+        """The strategy that runs it in this harness; "" if none can: DeepSpeed's pipeline has no encoder-decoder."""
+        impossible = self.job.parallel.deepspeed and self.job.architecture.cross_attention
+        return "" if impossible else STRATEGIES[self.kind]
 
     @property
     def missing(self) -> str:
@@ -109,9 +109,10 @@ def run(args: argparse.Namespace) -> int:
     device, model = device_for(None, args.device), architecture(args)
     found = {}
     for size in sizes:
-        if size % min(args.per_node, size):
+        per_node = min(args.per_node, size)
+        if size % per_node:
             raise Problem(f"{size} GPUs do not fill nodes of {args.per_node}", "Set --per-node")
-        on = machine(args, device, min(args.per_node, size))
+        on = machine(args, device, per_node)
         found[size] = search(model, size, on, args.global_batch or max(512, size), args.tp)
     if args.json:
         print(json.dumps({size: _json(candidates) for size, candidates in found.items()}, indent=2))
