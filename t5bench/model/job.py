@@ -79,7 +79,7 @@ class Architecture:
 
     @property
     def key(self) -> int:
-        """Columns of the key projection; the value projection has as many."""
+        """Columns of the key projection, and of the value projection."""
         return self.kv_heads * self.head_size
 
     @classmethod

@@ -1,14 +1,13 @@
 """What a job runs on: a GPU's rates and memory, and the links inside a node and between nodes.
 
-A device is found by nvidia-smi's name or by its name in the table. Figures are those of NVIDIA's data sheets and white
-papers, dense (a "sparse" figure is halved) and with accumulation in fp32, as PyTorch uses it. A device that is not in
-the table, such as a MIG slice or a laptop's GPU, has no figures: better none than another GPU's. Check the figures that
-you rely on before you publish an MFU, or set PEAK_TFLOPS.
+Figures are those of NVIDIA's data sheets and white papers, dense (a "sparse" figure is halved) and with accumulation in
+fp32, as PyTorch uses it. A device that is not in the table, such as a MIG slice or a laptop's GPU, has no figures:
+better none than another GPU's. Check the figures that you rely on before you publish an MFU, or set PEAK_TFLOPS.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 GB, MIB, GIB = 10**9, 2**20, 2**30
 
@@ -43,7 +42,6 @@ class Device:
 
     @property
     def hopper(self) -> bool:
-        """Whether it is of NVIDIA's Hopper generation."""
         return self.name.startswith(("h100", "h200", "gh200"))
 
     def peak(self, precision: str) -> float | None:
@@ -110,16 +108,15 @@ _SINCE_FP8 = (
 )
 
 
-def _devices() -> Iterator[Device]:
-    for rows, pcie, ampere, fp8 in ((_BEFORE_AMPERE, 12, False, False), (_AMPERE, 24, True, False),
-                                    (_SINCE_FP8, 24, True, True)):  # fmt: skip
-        for name, pattern, tensor, vector, memory, bandwidth, *links in rows:
-            nvlink, own = (*links, *(0, pcie)[len(links) :])
-            rates = bandwidth * GB, float(nvlink * GB), float(own * GB)
-            yield Device(name, pattern, tensor, vector, memory * GIB, *rates, ampere, fp8)
+def _device(row: tuple[Any, ...], ampere: bool = True, fp8: bool = True) -> Device:
+    name, pattern, tensor, vector, memory, bandwidth, *links = row
+    nvlink, pcie = (*links, *(0, 24 if ampere else 12)[len(links) :])
+    rates = bandwidth * GB, float(nvlink * GB), float(pcie * GB)
+    return Device(name, pattern, tensor, vector, memory * GIB, *rates, ampere, fp8)
 
 
-DEVICES = {device.name: device for device in _devices()}
+_FOUND = [_device(row, False, False) for row in _BEFORE_AMPERE] + [_device(row, True, False) for row in _AMPERE]
+DEVICES = {device.name: device for device in (*_FOUND, *map(_device, _SINCE_FP8))}
 
 
 def device_of(name: str) -> Device | None:
@@ -130,7 +127,7 @@ def device_of(name: str) -> Device | None:
 
 
 def peak_tflops(name: str, precision: str) -> float | None:
-    """Dense peak TFLOP/s, in "bf16" or "fp16", of a GPU with nvidia-smi's name; None if it is not known.
+    """Dense peak TFLOP/s of a GPU with nvidia-smi's name; None if it is not known.
 
     fp32 has none: whether it runs on tensor cores, as TF32, is a setting that records do not hold.
     """

@@ -1,8 +1,4 @@
-"""The memory of every rank by component, what is allocated between iterations, and the moment of the peak.
-
-States: ZeRO (https://arxiv.org/abs/1910.02054) as the engines implement it. All figures are what torch counts as
-allocated; ``in_use`` adds what a device reports in addition.
-"""
+"""The memory of every rank by component, as torch counts it; states follow ZeRO (https://arxiv.org/abs/1910.02054)."""
 
 import bisect
 from collections import Counter
@@ -26,8 +22,7 @@ CONTEXT, DRIVER = 500 * 10**6, 462 * MIB
 class Memory:
     """Bytes of one rank. states: between iterations. moments: what comes on top, by moment. cpu: in host memory.
 
-    cached: blocks that the allocator keeps but cannot use at the peak. leftover: what an iteration leaves until the
-    next one frees or replaces it, before its peak.
+    cached: blocks that the allocator keeps but cannot use at the peak. leftover: what stays only until the next peak.
     """
 
     states: Mapping[str, float]

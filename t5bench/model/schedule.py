@@ -1,7 +1,7 @@
 """When each pipeline stage computes: one forward, one backward (1F1B), simulated for any number of unequal stages.
 
-1F1B is described by Narayanan et al. (https://arxiv.org/abs/2104.04473, section 2.2), with its interleaved form: a GPU
-has several chunks of the model, and micro-batches go round the GPUs once per chunk.
+Narayanan et al. (https://arxiv.org/abs/2104.04473, section 2.2) describe it, and its interleaved form: a GPU has
+several chunks of the model, and micro-batches go round the GPUs once per chunk.
 """
 
 from collections import deque

@@ -1,8 +1,7 @@
 """Every collective of an iteration, and what a node's network interface counts of them.
 
-It follows what the engines do, not a textbook: Megatron-DeepSpeed at commit 4efb479d (optimizer/optimizer.py,
-core/tensor_parallel, core/pipeline_parallel), DeepSpeed 0.18.3 (runtime/zero) and native/. Ranks are numbered tensor
-first, then data, then pipeline.
+As the engines do it: Megatron-DeepSpeed at commit 4efb479d (optimizer/optimizer.py, core/tensor_parallel,
+core/pipeline_parallel), DeepSpeed 0.18.3 (runtime/zero) and native/.
 """
 
 from collections import Counter
@@ -106,9 +105,9 @@ def _gathers(job: Job, stage: int) -> Iterator[Row]:
     for share, when in ((1.0, "each forward"), (again, "each backward")):
         each = share * large * job.element / fetches
         yield Row("parameters", "data", "all-gather", m * fetches, each, when, when)
+    small = whole - large - external
     yield Row("embedding", "data", "all-gather", 1, external * job.element, "first forward")
-    small = (whole - large - external) * job.element
-    yield Row("small parameters", "data", "all-gather", 1, small, "after the optimizer")
+    yield Row("small parameters", "data", "all-gather", 1, small * job.element, "after the optimizer")
 
 
 def _tensor_parallel(job: Job, stage: int) -> Iterator[Row]:
@@ -124,22 +123,21 @@ def _tensor_parallel(job: Job, stage: int) -> Iterator[Row]:
     encoder, decoder = part.encoder_layers, part.decoder_layers
     per_token = job.micro_batch * a.hidden * job.element
     first_decoder = stage == (job.parallel.decoder_stage if a.cross_attention and last else 0) and decoder
-    blocks = 3 if a.cross_attention else 2
 
     def row(what: str, count: int, length: float, when: str) -> Row:
         return Row(what, "tensor", "all-reduce", m * count, length * per_token, when)
 
     forwards = 2 if job.recompute == "full" else 1
     backwards = 1.5 if job.parallel.sequence_parallel else 1
-    stacks = ("encoder", encoder, 2, a.encoder_length), ("decoder", decoder, blocks, a.decoder_length)
-    for name, layers, each, length in stacks:
-        yield row(f"{name} blocks", layers * each * forwards, length, "each forward")
-        yield row(f"{name} blocks", layers * each, length * backwards, "each backward")
+    for name, layers, length in (("encoder", encoder, a.encoder_length), ("decoder", decoder, a.decoder_length)):
+        blocks = layers * (1 + len(a.attended(name == "decoder")))
+        yield row(f"{name} blocks", blocks * forwards, length, "each forward")
+        yield row(f"{name} blocks", blocks, length * backwards, "each backward")
     if decoder and a.cross_attention:
         # Every layer's keys and values come from the encoder's output; the native engine sums their gradients first.
         yield row("encoder output", 1 if job.engine == "native" else decoder, a.encoder_length, "each backward")
-    yield row("embedding", 1 if stage == 0 and encoder else 0, a.encoder_length, "each forward")
-    yield row("embedding", 1 if first_decoder else 0, a.decoder_length, "each forward")
+    yield row("embedding", stage == 0 and encoder > 0, a.encoder_length, "each forward")
+    yield row("embedding", first_decoder > 0, a.decoder_length, "each forward")
     if stage == last:
         yield row("head", 1, a.output_length, "each backward")
         loss = 4 * a.output_length * job.micro_batch

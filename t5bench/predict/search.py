@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from itertools import product
@@ -57,33 +57,30 @@ class Candidate(Prediction):
         return f"{self.kind} {self.job.parallel}, micro-batch {self.job.micro_batch}{again}"
 
     @property
-    def strategy(self) -> str:
-        """The strategy that runs it in this harness; "" if none can: DeepSpeed's pipeline has no encoder-decoder."""
-        impossible = self.job.parallel.deepspeed and self.job.architecture.cross_attention
-        return "" if impossible else STRATEGIES[self.kind]
-
-    @property
     def missing(self) -> str:
         """Why this harness cannot run it, or the only engine that can."""
-        if not self.strategy:
+        if not self.start:
             return "no: ZeRO with PP"
         needed = self.job.parallel.pipeline > 2 or self.job.architecture.family == "gpt" or self.job.recompute != "none"
         return "only ENGINE=megatron" if needed else ""
 
-    @property
+    @cached_property
     def start(self) -> str:
         """The command that starts it on each node; "" if this harness cannot run it."""
-        if not self.strategy:
+        p, job, strategy = self.job.parallel, self.job, STRATEGIES[self.kind]
+        if p.deepspeed and job.architecture.cross_attention:  # DeepSpeed's pipeline has no encoder-decoder
             return ""
-        p, job = self.job.parallel, self.job
-        settings = {"MODEL_FAMILY": "gpt"} if job.architecture.family == "gpt" else {}
-        settings |= {"NNODES": p.world // p.devices_per_node, "NPROC_PER_NODE": p.devices_per_node,
-                     "GLOBAL_BATCH_SIZE": job.global_batch, "MICRO_BATCH_SIZE": job.micro_batch}  # fmt: skip
-        sizes = {"TENSOR_PARALLEL_SIZE": p.tensor, "PIPELINE_PARALLEL_SIZE": p.pipeline}
-        settings |= {name: size for name, size in sizes.items() if size > 1 or self.strategy == "3d"}
-        settings |= {} if job.recompute == "none" else {"RECOMPUTE": job.recompute}
-        words = " ".join(f"{name}={value}" for name, value in settings.items())
-        return f"{words} bash scripts/run_megatron_t5_{self.strategy}.sh <master-host> <node-rank>"
+        least = 1 if strategy == "3d" else 2  # the other launchers' default is 1
+        settings = {
+            "MODEL_FAMILY": job.architecture.family.replace("t5", ""),
+            "NNODES": p.world // p.devices_per_node, "NPROC_PER_NODE": p.devices_per_node,
+            "GLOBAL_BATCH_SIZE": job.global_batch, "MICRO_BATCH_SIZE": job.micro_batch,
+            "TENSOR_PARALLEL_SIZE": p.tensor if p.tensor >= least else "",
+            "PIPELINE_PARALLEL_SIZE": p.pipeline if p.pipeline >= least else "",
+            "RECOMPUTE": job.recompute.replace("none", ""),
+        }  # fmt: skip
+        words = " ".join(f"{name}={value}" for name, value in settings.items() if value)
+        return f"{words} bash scripts/run_megatron_t5_{strategy}.sh <master-host> <node-rank>"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -188,21 +185,20 @@ def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def losers(candidates: Sequence[Candidate]) -> Iterator[tuple[str, str]]:
     """The best of each other kind: (kind, why it is not the winner, and its layout)."""
-    winner = candidates[0]
-    for kind in dict.fromkeys(entry.kind for entry in candidates if entry.kind != winner.kind):
-        own = [entry for entry in candidates if entry.kind == kind]
-        if own[0].fits:
-            reason = f"{own[0].seconds / winner.seconds:.2f}x the time, most of it {own[0].limit}"
-            yield kind, f"{reason}: {own[0].title}"
-        else:
-            least = min(own, key=lambda entry: entry.memory_bytes)
-            yield kind, f"does not fit: at least {least.memory_bytes / GIB:.1f} GiB: {least.title}"
+    winner, bests = candidates[0], {}
+    for entry in candidates:  # the fastest, or of those that do not fit the smallest, comes first
+        bests.setdefault(entry.kind, entry)
+    for kind, best in bests.items():
+        reason = f"{best.seconds / winner.seconds:.2f}x the time, most of it {best.limit}"
+        if not best.fits:
+            reason = f"does not fit: at least {best.memory_bytes / GIB:.1f} GiB"
+        if kind != winner.kind:
+            yield kind, f"{reason}: {best.title}"
 
 
 def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -> None:
     fitting, front = [entry for entry in candidates if entry.fits], pareto(candidates)
-    batch = fitting[0].job.global_batch
-    counts = f"{len(candidates)} layouts, {len(fitting)} fit"
+    batch, counts = fitting[0].job.global_batch, f"{len(candidates)} layouts, {len(fitting)} fit"
     print(f"{gpus} x {args.device}, {args.link:g} Gbit/s a node, global batch {batch}: {counts}\n")
     table = [
         (entry.title, entry.seconds, batch / entry.seconds, entry.memory_bytes / GIB, entry.limit,
@@ -225,15 +221,16 @@ def draw(found: Mapping[int, Sequence[Candidate]], path: Path, memory: int) -> N
     """A panel for each number of GPUs. Raises Problem for a file that cannot be written."""
     from matplotlib.figure import Figure
 
+    def places(entries: Iterable[Candidate]) -> Iterator[tuple[float, ...]]:
+        return zip(*((one.memory_bytes / GIB, one.seconds) for one in entries), strict=True)
+
     figure = Figure(figsize=(5 * len(found), 4), layout="constrained")
-    for number, (gpus, candidates) in enumerate(found.items(), 1):
-        axes = figure.add_subplot(1, len(found), number, xlabel="GiB on the fullest GPU", ylabel="s/iteration")
-        axes.set(title=f"{gpus} GPUs", yscale="log")
-        for kind in dict.fromkeys(entry.kind for entry in candidates):
-            own = [entry for entry in candidates if entry.kind == kind and entry.fits]
-            axes.scatter([one.memory_bytes / GIB for one in own], [one.seconds for one in own], s=9, label=kind)
-        front = [(one.memory_bytes / GIB, one.seconds) for one in pareto(candidates)]
-        axes.step(*zip(*front, strict=True), "k-", where="post", label="front")
+    for axes, (gpus, candidates) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
+        axes.set(title=f"{gpus} GPUs", yscale="log", xlabel="GiB on the fullest GPU", ylabel="s/iteration")
+        fitting = [entry for entry in candidates if entry.fits]
+        for kind in dict.fromkeys(entry.kind for entry in fitting):
+            axes.scatter(*places(entry for entry in fitting if entry.kind == kind), s=9, label=kind)
+        axes.step(*places(pareto(candidates)), "k-", where="post", label="front")
         axes.axvline(memory / GIB, color="grey", linestyle=":")
         axes.legend(fontsize="x-small")
     try:

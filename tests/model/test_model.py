@@ -19,21 +19,14 @@ from t5bench.model.activations import activation_bytes, in_flight, layer_bytes, 
 from t5bench.model.job import Architecture, Job, Parallel, Zero, padded
 from t5bench.model.machine import DEVICES, device_of, peak_tflops
 from t5bench.model.memory import MIB, memory_of, model_states, slack
-from t5bench.model.parameters import components, parameters, stage_of
+from t5bench.model.parameters import parameters, stage_of
 from t5bench.model.time import stage_seconds
 
 LARGE = Architecture(24, 24, 1024, 16, 64, 2816, 512, 128, 32128)
 ODD = Architecture(2, 4, 48, 8, 8, 80, 40, 56, 256)  # heads narrower than the hidden size, a decoder that is longer
 
 
-def test_parameters_of_the_default_model():
-    assert parameters(LARGE) == 612_998_528
-    assert components(LARGE) == {
-        "encoder": 24 * 9_973_504 + 2048,
-        "embedding": (32128 + 512) * 1024,
-        "decoder": 24 * 14_173_952 + 2048,
-        "head": 32128,
-    }
+def test_padding_of_the_vocabulary():
     assert (padded(32101, 128), padded(32101, 128, 2), padded(32101, 64, 2)) == (32128, 32256, 32128)
 
 
@@ -46,7 +39,7 @@ def native_arguments(a: Architecture, **more: object) -> SimpleNamespace:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (8, 1), (1, 2), (4, 2)])
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (8, 1), (4, 2)])
 @pytest.mark.parametrize("architecture", [LARGE, ODD])
 def test_a_rank_has_the_parameters_that_the_native_engine_builds(architecture, tensor, pipeline):
     for stage in range(pipeline):
@@ -109,8 +102,7 @@ def test_multiply_adds_by_hand():
     }
     assert flops.flops_per_iteration(LARGE, 16) / 1e12 == pytest.approx(19.809, abs=0.0005)
     gated = replace(ODD, encoder_layers=0, gated=True, kv_heads=2)
-    projections = 56 * 48 * (2 * 64 + 2 * 16 + 3 * 80)
-    assert flops.multiply_adds(gated)["decoder"] == 4 * (projections + 2 * 64 * 56 * 56)
+    assert flops.multiply_adds(gated)["decoder"] == 4 * (56 * 48 * (2 * 64 + 2 * 16 + 3 * 80) + 2 * 64 * 56 * 56)
 
 
 # What a job has; bytes of a parameter's weights, gradients, optimizer states on one of four GPUs; in CPU memory.

@@ -47,7 +47,7 @@ def test_the_groups_are_shown(capsys: pytest.CaptureFixture[str]):
         ("plan --gpus 8 --device h101", "the device 'h101' is unknown"),
         ("plan --gpus 3 --tp 2 --device h100", "no layout of 3 GPUs with TP=2"),
         ("plan --gpus many --device h100", "--gpus must be numbers of GPUs, found 'many'"),
-        ("predict --device h100 --link 0", "--link must be more than 0"),
+        ("plan --gpus 8 --device h100 --link 0", "--link must be more than 0"),
         ("predict /nowhere", "there is no run directory /nowhere"),
     ],
 )
@@ -67,8 +67,6 @@ def test_all_strategies_are_predicted(capsys: pytest.CaptureFixture[str]):
     assert rows["ddp"]["parameters"] == [612_998_528]
     assert max(rows["ddp"]["bytes_sent_by_node"]) == pytest.approx(4 * 612_998_528, rel=1e-6)
     assert rows["zero2"]["limit"] == "communication"
-    assert all(sum(row["seconds"][part] for part in ("computing", "host", "bubble", "communication", "optimizer",
-                   "offload")) == pytest.approx(row["seconds"]["total"]) for row in rows.values())  # fmt: skip
 
 
 def test_measured_values_are_shown_too(capsys: pytest.CaptureFixture[str], tmp_path: Path):
@@ -104,9 +102,8 @@ def test_a_batch_that_grew_until_the_end_is_predicted(capsys: pytest.CaptureFixt
 def test_a_comparison_on_known_gpus_needs_no_run_to_predict_times(tmp_path: Path):
     again = ["--recompute-granularity", "full"]
     own = {"settings": LARGE, "gpu": "NVIDIA H100 80GB HBM3", "padded_vocab_size": 32128, "extra_arguments": again}
-    comparison = build(
-        [load(make_run(tmp_path / name, name, elapsed_ms=[900.0] * 40, **own)) for name in ("ddp", "zero1")]
-    )
+    runs = [make_run(tmp_path / name, name, elapsed_ms=[900.0] * 40, **own) for name in ("ddp", "zero1")]
+    comparison = build([load(run) for run in runs])
     assert "predicted times are based on the devices' data sheets" in comparison.predicted_by
     assert all(row.predicted.limit == "host" for row in comparison.rows)  # micro-batches of one sample
     assert all(4 / 3 > row.hardware_tflops / row.tflops > 1.3 for row in comparison.rows)  # the head is done once
@@ -137,13 +134,10 @@ def test_four_thousand_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < 10  # both sizes, with the picture
     assert "<svg" in picture.read_text()
     for candidates in json.loads(shown).values():
-        seconds = [entry["seconds"] for entry in candidates if entry["seconds"] is not None]
-        assert seconds == sorted(seconds)
-        front = [entry for entry in candidates if entry["pareto"]]
-        assert front[0] is candidates[0]
-        for one in front:
-            faster = [entry for entry in candidates if entry["seconds"] and entry["seconds"] < one["seconds"]]
-            assert all(entry["memory"] > one["memory"] for entry in faster)
+        fitting = [entry for entry in candidates if entry["seconds"] is not None]
+        assert fitting == sorted(fitting, key=lambda entry: entry["seconds"])
+        for place, entry in enumerate(fitting):
+            assert entry["pareto"] == all(faster["memory"] > entry["memory"] for faster in fitting[:place])
 
 
 def test_the_winners_line_starts_it(project: Project, capsys: pytest.CaptureFixture[str]):
@@ -153,10 +147,8 @@ def test_the_winners_line_starts_it(project: Project, capsys: pytest.CaptureFixt
     environment = dict(word.split("=") for word in settings.split())
     assert rest.startswith("hybrid.sh")
     result = project.launch("hybrid", "node0", "0", "--dry-run=json", DEVICE="cpu", **environment)
-    layout = json.loads(result.stdout)["layout"]
-    assert [layout[name] for name in ("tp", "pp", "dp")] == [
-        best["parallel"][name] for name in ("tensor", "pipeline", "data")
-    ]
+    layout, predicted = json.loads(result.stdout)["layout"], best["parallel"]
+    assert [layout[name] for name in ("tp", "pp", "dp")] == [predicted[name] for name in ("tensor", "pipeline", "data")]
 
 
 def test_a_dry_run_predicts_and_a_run_warns(project: Project):
