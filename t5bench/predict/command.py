@@ -21,7 +21,7 @@ from t5bench.model.time import CPU
 from t5bench.plan.forecast import backend_of, gpu_here, job_of, padded_vocabulary
 from t5bench.plan.launchers import ask, declarations
 from t5bench.record.plan import Plan
-from t5bench.record.records import RecordError, load
+from t5bench.record.records import load
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
     slower = calibration(args) if args.calibrate else None
     plans = [(row.run.plan, row) for row in rows] or [(plan, None) for plan in planned()]
     found = [(predicted(args, plan, row, slower), row) for plan, row in plans if plan.layout]
-    wrong = ((plan, next(each for each in plan.obstacles if each.fatal)) for plan, _ in plans if not plan.layout)
-    refused = {plan.strategy.name: obstacle.found for plan, obstacle in wrong}
+    wrong = [plan for plan, _ in plans if not plan.layout]
+    refused = {plan.strategy.name: next(each.found for each in plan.obstacles if each.fatal) for plan in wrong}
     if not found:
         raise Problem("no strategy can run with these settings", "\n".join(refused.values()))
     if args.json:
@@ -91,10 +91,7 @@ def planned() -> list[Plan]:
 
 
 def measured_row(directory: Path) -> Row:
-    try:
-        return make_row("/".join(directory.resolve().parts[-2:]), [load(directory)])
-    except RecordError as error:
-        raise Problem(str(error), "Give directories of runs, such as outputs/ddp") from error
+    return make_row("/".join(directory.resolve().parts[-2:]), [load(directory)])
 
 
 def vocabulary_of(plan: Plan, vocabulary: int | None) -> int:
@@ -168,8 +165,8 @@ def _cost(entry: Prediction, row: Row | None) -> dict[str, str | float]:
     if found := entry.time:
         cells |= found.parts | {"all": found.total, "samples/s": entry.job.global_batch / found.total}
     cells["limited by"] = entry.limit
-    for what, (measured, predicted) in compared(entry, row).items():
-        cells |= {f"{what} measured": measured, f"{what} off": f"{predicted / measured - 1:+.1%}"}
+    for what, (measured, expected) in compared(entry, row).items():
+        cells |= {f"{what} measured": measured, f"{what} off": f"{expected / measured - 1:+.1%}"}
     return cells
 
 
