@@ -64,6 +64,9 @@ def test_rules_name_no_point():
     assert not [point.id for point in published.read(FILE)[0] if point.id in rules]
 
 
+RATED = {"use": ["ratio"], "measured": {"samples_per_second": 1.0}}
+
+
 @pytest.mark.parametrize(
     ("changes", "said", "status"),
     [
@@ -83,6 +86,8 @@ def test_rules_name_no_point():
         ({"attention_kernel": "xformers"}, "the attention kernel xformers is not known", 0),
         ({"optimizer": "Muon"}, "the states of the optimizer Muon are not known", 0),
         ({"parallel": {"layers_per_virtual_stage": 5}}, "layers of a stage are not a multiple of 5", 0),
+        ({"parallel": {"pp": 99}, "hardware": {}, **RATED}, "its pipeline has 99 stages, more than its 24 layers", 0),
+        ({"parallel": {"dp": 10**9}, "hardware": {}, **RATED}, "GPUs, more than 100000", 0),
         ({"parallel": {"zero_stage": 3, "offload": "NVMe"}}, "the offload NVMe is not known", 0),
     ],
 )
