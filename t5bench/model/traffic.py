@@ -176,7 +176,6 @@ def _pipeline(job: Job, stage: int) -> Iterator[Row]:
         yield Row("positions", "position", "all-reduce", 1, table, "after backward")
 
 
-@lru_cache(maxsize=64)
 def groups(parallel: Parallel, encoder_decoder: bool = True) -> dict[str, list[tuple[int, ...]]]:
     """Every process group by its kind, each with its ranks in order, in Megatron's numbering.
 
@@ -234,9 +233,9 @@ def node_bytes(job: Job, found: list[Row], backend: str) -> list[float]:
     """Bytes that each node sends to other nodes in an iteration, including headers if they are known."""
     parallel, gloo = job.parallel, backend == "gloo"
     per_node, ranks_of_stage = parallel.devices_per_node, parallel.tensor * parallel.data
-    nodes = [0.0] * -(-parallel.world // per_node)
+    nodes, kinds = [0.0] * -(-parallel.world // per_node), groups(parallel, job.architecture.cross_attention)
     for row in found:
-        of_kind = groups(parallel, job.architecture.cross_attention)[row.group]
+        of_kind = kinds[row.group]
         size = len(of_kind[0])
         parts = max(2, ceil(row.bytes / size / GLOO_SEGMENT))
         messages = row.count * (parts * _rounds(row.kind, "gloo") * (size - 1) or 1)
