@@ -44,8 +44,10 @@ def all_reduces(seconds: float) -> None:
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    def measure(group: dist.ProcessGroup, members: int, allowance: float) -> dict[str, float]:
-        one = torch.zeros(1, device=device)
+    allowance = max(0.05, min(1.0, (deadline - time.monotonic() - 8) / size / 2))  # seconds for a measurement
+
+    def measure(group: dist.ProcessGroup) -> dict[str, float]:
+        members, one = dist.get_world_size(group), torch.zeros(1, device=device)
         for _ in range(5):
             timed(one, group)
         latency = statistics.median(timed(one, group) for _ in range(50)) / (2 * (members - 1))  # a ring's messages
@@ -61,16 +63,11 @@ def all_reduces(seconds: float) -> None:
         return {"gbit": carried * 8 / statistics.median(times) / 1e9, "us": latency * 1e6}
 
     groups = {other: dist.new_group([0, other]) for other in range(1, size)}
-    allowance = max(0.05, min(1.0, (deadline - time.monotonic() - 8) / size / 2))
-    pairs = {other: measure(group, 2, allowance) for other, group in groups.items() if rank in (0, other)}
-    together = measure(dist.group.WORLD, size, allowance) if size > 2 else None
+    pairs = {other: measure(group) for other, group in groups.items() if rank in (0, other)}
+    together = measure(dist.group.WORLD) if size > 2 else None
     if rank == 0:
-        print(
-            json.dumps(
-                {"backend": " and ".join(backends) if on_gpus else "gloo", "pairs": pairs, "together": together}
-            ),
-            flush=True,
-        )
+        backend = " and ".join(backends) if on_gpus else "gloo"
+        print(json.dumps({"backend": backend, "pairs": pairs, "together": together}), flush=True)
     timed(torch.zeros(1, device=device), dist.group.WORLD)  # none leaves before the last has measured
     dist.destroy_process_group()
 

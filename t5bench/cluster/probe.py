@@ -14,9 +14,9 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -138,10 +138,9 @@ def data(asked: Question) -> Cells:
 
 def gpus(asked: Question) -> Cells:
     found = machine.gpus(os.environ)
-    if not found and asked.device == "cuda":
-        return {"GPUs": Cell("no GPU", "nvidia-smi lists no GPU")}
     if not found:
-        return {"GPUs": Cell("no GPU", same={"GPUs": ""})}
+        lacking = asked.device == "cuda"
+        return {"GPUs": Cell("no GPU", "nvidia-smi lists no GPU") if lacking else Cell("no GPU", same={"GPUs": ""})}
     kinds = {f"{g['name'].removeprefix('NVIDIA ')} {round((g['memory_mib'] or 0) / 1024)} GiB" for g in found}
     text = f"{len(found)} x {' + '.join(sorted(kinds))}"
     driver = ", ".join(sorted({gpu["driver"] for gpu in found}))
@@ -201,22 +200,19 @@ FACTS = (address, repository, engine, libraries, data, gpus, ports, disk, memory
 
 def look(asked: Question) -> Cells:
     """All facts, in order. One that hangs, for example because of a lost file system, does not delay the others."""
-    remedy = f"Something hangs on {asked.host}, perhaps a file system: check with df"
-    found: dict[str, Cells] = {f.__name__: {f.__name__: Cell("no answer", "no answer in time", remedy)} for f in FACTS}
-
-    def find(name: str, fact: Callable[[Question], Cells]) -> None:
-        try:
-            found[name] = fact(asked)
-        except Exception as error:  # whatever it is belongs into the table
-            found[name] = {name: Cell("unknown", f"{type(error).__name__}: {error}", f"Investigate it on {asked.host}")}
-
-    threads = [threading.Thread(target=find, args=(fact.__name__, fact), daemon=True) for fact in FACTS]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + asked.seconds
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return {name: cell for cells in found.values() for name, cell in cells.items()}
+    pool = ThreadPoolExecutor(len(FACTS))
+    futures = {fact.__name__: pool.submit(fact, asked) for fact in FACTS}
+    wait(futures.values(), asked.seconds)
+    found: dict[str, Cell | int | None] = {}
+    for name, future in futures.items():
+        if not future.done():
+            remedy = f"Something hangs on {asked.host}, perhaps a file system: check with df"
+            found[name] = Cell("no answer", "no answer in time", remedy)
+        elif error := future.exception():
+            found[name] = Cell("unknown", f"{type(error).__name__}: {error}", f"Investigate it on {asked.host}")
+        else:
+            found |= future.result()
+    return found
 
 
 def main() -> None:

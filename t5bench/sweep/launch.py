@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from t5bench import REPOSITORY, Problem, note
@@ -42,7 +42,6 @@ ALSO_SENT = (
     "PATH", "PYTHON", "NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "OMP_", "HF_", "TORCH_", "UCX_", "FI_", "WANDB_",
 )  # fmt: skip
 
-ASK = "launch --dry-run=json </dev/null\n"
 # The launcher runs in the background, and standard input is read until it ends.
 WATCH = """main() {
   launch </dev/null &
@@ -56,6 +55,17 @@ WATCH = """main() {
 }
 main
 """
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run to make. processes: in all; None for the strategy's default. settings: those that shape its curve."""
+
+    name: str
+    strategy: str
+    world_size: int = 0
+    processes: int | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 def shell(host: str) -> list[str]:
@@ -78,18 +88,18 @@ class Node:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C reaches only this process, which then ends the nodes in order
             )
-        assert self.process.stdin
-        self.input = self.process.stdin
 
     def send(self, script: str) -> None:
+        assert self.process.stdin
         with contextlib.suppress(BrokenPipeError):  # ssh has ended, and its exit status says why
-            self.input.write(script.encode())
-            self.input.flush()
+            self.process.stdin.write(script.encode())
+            self.process.stdin.flush()
 
     def end(self) -> None:
         """Makes the launcher end what it started."""
+        assert self.process.stdin
         with contextlib.suppress(BrokenPipeError):
-            self.input.close()
+            self.process.stdin.close()
 
     @property
     def refused(self) -> bool:
@@ -100,8 +110,8 @@ class Node:
 class Started:
     """One run on all its nodes, as a process. problems: what its record does not say, once it has ended."""
 
-    def __init__(self, launch: "Launch", strategy: str, processes: int | None, directory: Path) -> None:
-        self._launch, self._strategy, self._processes, self._directory = launch, strategy, processes, directory
+    def __init__(self, launch: "Launch", row: Row, directory: Path) -> None:
+        self._launch, self._row, self._directory = launch, row, directory
         parts = (*directory.glob("node*.json"), *directory.glob("metrics.jsonl"))
         self._earlier = {path: path.stat().st_mtime_ns for path in parts}
         self._deadline: float | None = None
@@ -116,16 +126,14 @@ class Started:
         if self._deadline is None and any(codes):
             self._deadline = time.monotonic() + (0 if any(node.refused for node in self.nodes) else GRACE_SECONDS)
         if self._deadline is not None and time.monotonic() > self._deadline:
-            self._tell_to_end()
+            for node in self.nodes:
+                node.end()
         return None
-
-    def _tell_to_end(self) -> None:
-        for node in self.nodes:
-            node.end()
 
     def end(self) -> list[str]:
         """Stops the run and fetches its record; returns the processes that did not stop in time."""
-        self._tell_to_end()
+        for node in self.nodes:
+            node.end()
         deadline = time.monotonic() + GRACE_SECONDS
         for node in self.nodes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -141,31 +149,27 @@ class Started:
         for path in filter(Path.exists, self._earlier if absent else ()):
             if self._is_old(path):  # it would be mistaken for this attempt's
                 path.rename(f"{path}.earlier")
+        for source in [f"{node.host}:{self._directory}" for node in absent if node.host]:
+            try:
+                with collect.local_copy(source) as found:
+                    collect.bring(found, source, self._directory)
+            except RecordError as error:
+                self.problems.append(str(error))
+        if refused := [node for node in absent if node.refused and not node.part.exists()]:
+            self.problems = [self._why_refused(node) for node in refused]
+            return EXIT_CODES[CONFIGURATION]
         try:
-            for node in absent:
-                if node.host:
-                    self._fetch(f"{node.host}:{self._directory}")
-            if refused := [node for node in absent if node.refused and not node.part.exists()]:
-                self.problems = [self._why_refused(node) for node in refused]
-                return EXIT_CODES[CONFIGURATION]
             return EXIT_CODES.get(write_run(self._directory)["status"], EXIT_CODES[CRASHED])
         except RecordError as error:
             self.problems.append(str(error))
             return EXIT_CODES[CRASHED]
-
-    def _fetch(self, source: str) -> None:
-        try:
-            with collect.local_copy(source) as found:
-                collect.bring(found, source, self._directory)
-        except RecordError as error:
-            self.problems.append(str(error))
 
     def _why_refused(self, node: Node) -> str:
         if node.process.returncode == SSH_FAILED:
             said = node.output.read_text(errors="replace").strip() or "it printed nothing"
             return f"ssh to {node.host} failed: {visible(said.splitlines()[-1])}"
         try:
-            obstacles = self._launch.ask(self._strategy, self._processes, self._directory, node.rank).obstacles
+            obstacles = self._launch.ask(self._row, self._directory, node.rank).obstacles
         except Problem as problem:
             return str(problem)
         found = obstacles[0].found if obstacles else f"its launcher did not start a run; see {node.output}"
@@ -195,9 +199,9 @@ class Launch:
             self._environment.setdefault(VARIABLE, secrets.token_hex(32))
             self._sent = {k: v for k, v in self._environment.items() if k in plan.settings or k.startswith(ALSO_SENT)}
 
-    def _script(self, strategy: str, processes: int | None, directory: Path, rank: int, end: str) -> str:
+    def _script(self, row: Row, directory: Path, rank: int, end: str) -> str:
         """The script for a host's bash; in ``end`` the launcher is called ``launch``."""
-        name, tensor = with_size(strategy)
+        name, tensor = with_size(row.strategy)
         exports = dict(self._sent, HOSTS=" ".join(self._hosts), OUTPUT_DIR=str(directory))
         words, lines = ["bash", str(launchers.launcher(name))], []
         if master := self._hosts[0]:
@@ -206,44 +210,33 @@ class Launch:
             lines.append(f'cd -- {here} || {{ echo "error: there is no {here} on $HOSTNAME" >&2; exit 2; }}')
         else:
             exports.update(NNODES="1", MASTER_PORT=self._environment.get("MASTER_PORT") or str(free_port()))
-        if processes:
-            exports["NPROC_PER_NODE"] = str(processes // len(self._hosts))
+        if row.processes:
+            exports["NPROC_PER_NODE"] = str(row.processes // len(self._hosts))
         if tensor:
             exports["TENSOR_PARALLEL_SIZE"] = tensor
         lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(exports.items())]
         return "\n".join([*lines, f'launch() {{ exec {shlex.join(words)} "$@" {shlex.join(self._arguments)}; }}', end])
 
-    def ask(self, strategy: str, processes: int | None, directory: Path, rank: int = 0) -> Plan:
+    def ask(self, row: Row, directory: Path, rank: int = 0) -> Plan:
         """The plan of a host. Raises Problem if it prints none."""
-        host, script = self._hosts[rank], self._script(strategy, processes, directory, rank, ASK)
         options = {"capture_output": True, "text": True, "check": False}
-        result = subprocess.run(shell(host), env=self._environment, input=script, **options)
+        script = self._script(row, directory, rank, "launch --dry-run=json </dev/null\n")
+        result = subprocess.run(shell(self._hosts[rank]), env=self._environment, input=script, **options)
         if not result.stdout:
-            said = visible(result.stderr, "\n")
-            raise Problem(f"{host} cannot plan {strategy}: {said}", f"Try to log in by hand: ssh {host}")
+            host, said = self._hosts[rank], visible(result.stderr, "\n")
+            raise Problem(f"{host} cannot plan {row.strategy}: {said}", f"Try to log in by hand: ssh {host}")
         return Plan.read(json.loads(result.stdout))
 
-    def start(self, strategy: str, processes: int | None, directory: Path) -> Started:
+    def start(self, row: Row, directory: Path) -> Started:
         """Registers each node before sending it anything, so that an interruption leaves no launcher behind."""
-        self.running = run = Started(self, strategy, processes, directory)
+        self.running = run = Started(self, row, directory)
         for rank, host in enumerate(self._hosts):
             run.nodes.append(Node(host, self._environment, directory, rank))
-            run.nodes[-1].send(self._script(strategy, processes, directory, rank, WATCH))
+            run.nodes[-1].send(self._script(row, directory, rank, WATCH))
         return run
 
 
 # ---- the runs of a sweep ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Row:
-    """A run to make. processes: in all; None for the strategy's default. settings: those that shape its curve."""
-
-    name: str
-    strategy: str
-    world_size: int
-    processes: int | None = None
-    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 def with_size(name: str) -> tuple[str, str]:
@@ -263,18 +256,18 @@ def choose(names: Sequence[str]) -> list[str]:
 
 def plan_rows(launch: Launch, runs_dir: Path, strategies: Iterable[str], processes: int | None = None) -> list[Row]:
     """A row for each strategy that can run; for each reason, says once which strategies cannot."""
-    rows, blocked, names = [], {}, list(strategies)
+    wanted = [Row(f"{each}-{processes}" if processes else each, each, processes=processes) for each in strategies]
+    rows, blocked = [], dict[tuple[str, str], list[str]]()
     with ThreadPoolExecutor(PLANNING_THREADS) as threads:
-        plans = list(threads.map(lambda strategy: launch.ask(strategy, processes, runs_dir / "plan"), names))
-    for strategy, plan in zip(names, map(launchers.accepted, plans), strict=True):
-        name = f"{strategy}-{processes}" if processes else strategy
+        plans = list(threads.map(lambda row: launch.ask(row, runs_dir / "plan"), wanted))
+    for row, plan in zip(wanted, map(launchers.accepted, plans), strict=True):
         if plan.obstacles:
-            blocked.setdefault(plan.obstacles[0].found, {})[name] = plan.obstacles[0].remedy
+            blocked.setdefault((plan.obstacles[0].found, plan.obstacles[0].remedy), []).append(row.name)
         elif plan.layout:
-            rows.append(Row(name, strategy, plan.layout.world_size, processes, plan.with_role("kept")))
-    for found, remedies in blocked.items():
-        note(f"{', '.join(remedies)} cannot run here: {found}")
-        if len(set(remedies.values())) == 1 and (remedy := next(iter(remedies.values()))):
+            rows.append(replace(row, world_size=plan.layout.world_size, settings=plan.with_role("kept")))
+    for (found, remedy), names in blocked.items():
+        note(f"{', '.join(names)} cannot run here: {found}")
+        if remedy:
             note(f"       {remedy}")
     return rows
 

@@ -4,7 +4,7 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -23,9 +23,10 @@ MEGATRON, NATIVE = "megatron", "native"
 ARGUMENTS = ("--adam-beta1", "0.9", "--adam-beta2", "0.9", "--adam-eps", "0.01", "--init-method-std", "0.1")
 SEEDS = 8  # of each of the two strategies in the sign test
 PERCENT = 0.01
-# The recipe's numbers that have a setting.
+# Settings, or engine arguments for numbers that have none.
 NUMBERS = {
     "learning rate": "LR", "final learning rate": "MIN_LR", "weight decay": "WEIGHT_DECAY", "clipping": "CLIP_GRAD",
+    "Adam's epsilon": "--adam-eps", "standard deviation of the weights": "--init-method-std",
 }  # fmt: skip
 
 
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 def native_plan(runs_dir: Path) -> Plan:
     """The native engine's plan for one process, with what would stop it."""
     changes = {"ENGINE": NATIVE, "NNODES": "1", "NPROC_PER_NODE": "1", "PRECISION_FLAG": "", "DROPOUT": "0"}
-    return Launch(changes, arguments=ARGUMENTS).ask(BASELINE, None, runs_dir / "plan")
+    return Launch(changes, arguments=ARGUMENTS).ask(Row(BASELINE, BASELINE), runs_dir / "plan")
 
 
 def measure(runs_dir: Path) -> Path:
@@ -87,33 +88,29 @@ def measure(runs_dir: Path) -> Path:
     return path
 
 
-def changes() -> Iterator[tuple[str, str, dict[str, str], Sequence[str]]]:
-    """The changes to the recipe that a launcher can make: the number, by how much, settings, engine arguments."""
-    given = dict(zip(ARGUMENTS[::2], map(float, ARGUMENTS[1::2]), strict=True))
-
-    def one_more(name: str) -> str:
-        return str(int(os.environ[name]) + 1)
-
-    yield "the recipe", "nothing", {}, ()
+def changes() -> Iterator[tuple[str, str, dict[str, str]]]:
+    """The changes to the recipe that a launcher can make: the number, by how much, settings and engine arguments."""
+    given = os.environ | dict(zip(ARGUMENTS[::2], ARGUMENTS[1::2], strict=True))
+    yield "the recipe", "nothing", {}
     for number, name in NUMBERS.items():
-        yield number, "1 %", {name: f"{float(os.environ[name]) * (1 + PERCENT):.9g}"}, ()
-    for number, name in (("Adam's epsilon", "--adam-eps"), ("standard deviation of the weights", "--init-method-std")):
-        yield number, "1 %", {}, (name, f"{given[name] * (1 + PERCENT):.9g}")
+        yield number, "1 %", {name: f"{float(given[name]) * (1 + PERCENT):.9g}"}
     for number, name in (("Adam's beta 1", "--adam-beta1"), ("Adam's beta 2", "--adam-beta2")):
-        yield number, "1 % of 1 - beta", {}, (name, f"{1 - (1 - given[name]) * (1 + PERCENT):.9g}")
-    yield "warm-up", "1 iteration", {"LR_WARMUP_ITERS": one_more("LR_WARMUP_ITERS")}, ()
-    yield "length of the decay", "1 iteration", {}, ("--lr-decay-iters", one_more("TRAIN_ITERS"))
-    yield "seed", "+1", {"SEED": one_more("SEED")}, ()
+        yield number, "1 % of 1 - beta", {name: f"{1 - (1 - float(given[name])) * (1 + PERCENT):.9g}"}
+    yield "warm-up", "1 iteration", {"LR_WARMUP_ITERS": str(int(given["LR_WARMUP_ITERS"]) + 1)}
+    yield "length of the decay", "1 iteration", {"--lr-decay-iters": str(int(given["TRAIN_ITERS"]) + 1)}
+    yield "seed", "+1", {"SEED": str(int(given["SEED"]) + 1)}
 
 
 def measure_launched(runs_dir: Path) -> Path:
     """The same with Megatron-DeepSpeed, for a model family that the native engine cannot train."""
     note("measuring how visible a change in each number is, with one run of Megatron-DeepSpeed for each")
     curves, path = [], runs_dir / "sensitivity.jsonl"
-    for number, change, settings, arguments in changes():
+    for number, change, changed in changes():
         directory = runs_dir / number.replace(" ", "-")
+        settings = {name: value for name, value in changed.items() if not name.startswith("--")}
+        arguments = [word for name, value in changed.items() if name not in settings for word in (name, value)]
         launch = Launch({"ENGINE": MEGATRON} | settings, arguments=(*ARGUMENTS, *arguments))
-        run_all(launch, {directory: Row(BASELINE, BASELINE, 1, 1)}, runs_dir)
+        run_all(launch, {directory: Row(BASELINE, BASELINE, processes=1)}, runs_dir)
         lines = load(directory).iterations
         curves.append({"number": number, "change": change} | {"losses": [line.lm_loss for line in lines],
                                                               "norms": [line.grad_norm for line in lines]})  # fmt: skip

@@ -5,7 +5,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +16,7 @@ from t5bench.record import log
 from t5bench.record.files import RecordError
 from t5bench.record.records import load, looks_like_run, read_metrics
 from t5bench.record.status import COMPLETE, CONFIGURATION, EXIT_CODES
-from t5bench.sweep.launch import Launch, Row
+from t5bench.sweep.launch import Launch, Row, Started
 
 # The time between looks at a run, and between reports of its progress, which read all of its iterations: on a terminal,
 # and in a file, where each report is a line.
@@ -33,20 +33,20 @@ def is_complete(directory: Path) -> bool:
         return False
 
 
-def outcome(status: int, problems: Sequence[str], directory: Path) -> str:
+def outcome(status: int, run: Started, directory: Path) -> str:
     """How a run ended, in one line."""
     try:
-        run = load(directory)
+        record = load(directory)
     except RecordError:
-        run = None
+        record = None
     if status == 0:
-        speed = run.iterations[-1].samples_per_second if run and run.iterations else "?"
+        speed = record.iterations[-1].samples_per_second if record and record.iterations else "?"
         return f"complete, {speed} samples/s at the end"
     # If a launcher refused, there is no record, or only that of another node which waited for it.
-    if run is None or (status == EXIT_CODES[CONFIGURATION] and problems):
-        word, reasons = next(name for name, code in EXIT_CODES.items() if code == status), problems
+    if record is None or (status == EXIT_CODES[CONFIGURATION] and run.problems):
+        word, reasons = next(name for name, code in EXIT_CODES.items() if code == status), run.problems
     else:
-        word, reasons = run.status, [run.reason, *problems]
+        word, reasons = record.status, [record.reason, *run.problems]
     return f"FAILED ({word}): {'; '.join(reasons)}; see {directory}"
 
 
@@ -100,11 +100,10 @@ def _run_each(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path) -> dict[
             statuses[directory] = 0
             note(f"{label}  already complete")
             continue
-        start, after = time.monotonic(), len(runs) - number
-        statuses[directory], said = _run_one(launch, row, directory, label, fmean(took or [0]) * (after + 1))
+        start, mean, after = time.monotonic(), fmean(took or [0]), len(runs) - number
+        statuses[directory], said = _run_one(launch, row, directory, label, mean * (after + 1))
         took.append(time.monotonic() - start)
-        said = f"{label}  {said}, {_duration(took[-1])}"
-        note(f"{said}; about {_duration(fmean(took) * after)} left" if round(fmean(took) * after) else said)
+        note(f"{label}  {said}, {_duration(took[-1])}{_left(fmean(took) * after)}")
     return statuses
 
 
@@ -112,16 +111,19 @@ def _run_one(launch: Launch, row: Row, directory: Path, label: str, expected: fl
     """The exit status, and how the run ended. expected: seconds for this run and the remaining ones; 0 if unknown."""
     directory.mkdir(parents=True, exist_ok=True)
     terminal, started = sys.stderr.isatty(), time.time()
-    run, told = launch.start(row.strategy, row.processes, directory), started - PROGRESS_SECONDS * terminal
+    run, told = launch.start(row, directory), started - PROGRESS_SECONDS * terminal
     while (status := run.poll()) is None:
         if (now := time.time()) - told >= (PROGRESS_SECONDS if terminal else LINE_SECONDS):
-            left = f"; about {_duration(max(0, expected - now + started))} left" if expected else ""
-            said = f"{label}  {progress(directory, started, bar=terminal)}{left}"
+            said = f"{label}  {progress(directory, started, bar=terminal)}{_left(expected - now + started)}"
             print(f"\r{said}\033[K", end="\r", file=sys.stderr, flush=True) if terminal else note(said)
             told = now
         time.sleep(SECONDS)
-    return status, outcome(status, run.problems, directory)
+    return status, outcome(status, run, directory)
 
 
 def _duration(seconds: float) -> timedelta:
     return timedelta(seconds=round(seconds))
+
+
+def _left(seconds: float) -> str:
+    return f"; about {_duration(seconds)} left" if round(seconds) > 0 else ""
