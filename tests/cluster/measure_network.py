@@ -16,6 +16,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
 from pathlib import Path
 from statistics import mean, quantiles
 
@@ -99,20 +100,15 @@ os._exit(0)
 
 def from_ranks(cluster: Cluster, nodes: Sequence[str], command: list[str], stdin: bytes) -> bytes:
     """What the first of these says; one on each of the nodes."""
-    common = {
-        "MASTER_ADDR": f"{cluster.net}10",
-        "MASTER_PORT": "29555",
-        "WORLD_SIZE": str(len(nodes)),
-        "OMP_NUM_THREADS": "1",
-    }
-    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    ranks = [
-        subprocess.Popen(cluster.on(node, *command, env=common | {"RANK": str(rank)}), **options)
-        for rank, node in enumerate(nodes)
-    ]
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        first, *_ = pool.map(lambda rank: rank.communicate(stdin)[0], ranks)
-    return first
+    common = {"MASTER_ADDR": f"{cluster.net}10", "MASTER_PORT": "29555", "OMP_NUM_THREADS": "1"}
+    environments = [common | {"WORLD_SIZE": str(len(nodes)), "RANK": str(rank)} for rank in range(len(nodes))]
+
+    def run(node: str, environment: Mapping[str, str]) -> bytes:
+        words = cluster.on(node, *command, env=environment)
+        return subprocess.run(words, input=stdin, stdout=subprocess.PIPE, check=False).stdout
+
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        return next(pool.map(run, nodes, environments))
 
 
 def sent_by_node(run: Run) -> list[float]:
@@ -145,11 +141,10 @@ def report(output: Path) -> None:
 def report_times(output: Path, calibrating: Path) -> None:
     """Measured and predicted times, the latter from one run and the links' measured figures."""
     machines = {}
-    for rate in sorted(path.name for path in output.iterdir() if path.name.endswith("mbit")):
-        found = json.loads((output / rate / LINK).read_text())
+    for path in sorted(output.glob(f"*mbit/{LINK}")):
         links = {side: Link(own["gbit"] * 1e9 / 8 / time.NETWORK["gloo"], own["us"] * 1e-6)
-                 for side, own in found.items() if own}  # fmt: skip
-        machines[rate] = Machine(time.CPU, links.get("inside", links["between"]), links["between"], 1)
+                 for side, own in json.loads(path.read_text()).items() if own}  # fmt: skip
+        machines[path.parent.name] = Machine(time.CPU, links.get("inside", links["between"]), links["between"], 1)
     first = make_row("", [load(calibrating)])
     job = job_of(first.run.plan, first.run.padded_vocab_size or 0)
     slower = time.calibrated(job, machines[calibrating.parts[-3]], seconds_of(first), "gloo")
@@ -158,32 +153,35 @@ def report_times(output: Path, calibrating: Path) -> None:
         times, predicted = defaultdict(list), {}
         for path in sorted(output.glob(f"{rate}/repeat*/*/run.json")):
             row = make_row("", [load(path.parent)])
-            if not row.milliseconds:
-                continue
-            name, job = path.parent.name, job_of(row.run.plan, row.run.padded_vocab_size or 0)
-            times[name].append(seconds_of(row))
-            predicted[name] = time.iteration(job, machine, "gloo", slower)
-        measured = {name: mean(repeats) for name, repeats in times.items()}
+            if row.milliseconds:
+                times[path.parent.name].append(seconds_of(row))
+                job = job_of(row.run.plan, row.run.padded_vocab_size or 0)
+                predicted[path.parent.name] = time.iteration(job, machine, "gloo", slower)
         for name, found in predicted.items():
-            error, waits = found.total / measured[name] - 1, (found.communication + found.bubble) / found.total
+            error, waits = found.total / mean(times[name]) - 1, (found.communication + found.bubble) / found.total
             if waits >= 1 / 3 and (rate, name) != (calibrating.parts[-3], calibrating.name):
                 errors.append(abs(error))
             repeats = ", ".join(f"{seconds:.3f}" for seconds in times[name])
             print(f"{rate:8} {name:14} measured {repeats} s, predicted {found.total:.3f}, {error:+.1%}")
-        orders = [
-            np.sign(np.subtract.outer(of, of))
-            for of in (list(measured.values()), [p.total for p in predicted.values()])
-        ]
-        tau = (orders[0] * orders[1]).sum() / np.sqrt((orders[0] ** 2).sum() * (orders[1] ** 2).sum())  # with ties: b
-        # Whose repeats overlap, these runs do not rank.
-        apart = np.array([[min(a) > max(b) or max(a) < min(b) for b in times.values()] for a in times.values()])
-        right = (orders[0] == orders[1])[apart].sum() // 2
-        first = min(times, key=lambda name: max(times[name]))
-        fastest = " or ".join(name for name in times if min(times[name]) <= max(times[first]))
-        expected = min(predicted, key=lambda name: predicted[name].total)
-        print(f"{rate:8} Kendall's tau {tau:.2f}; fastest: {fastest}, predicted {expected}")
-        print(f"{rate:8} {apart.sum() // 2} pairs whose repeats do not overlap, {right} in the right order")
+        report_order(rate, times, {name: found.total for name, found in predicted.items()})
     print(f"{len(errors)} means that wait for a third or more: mean error {mean(errors):.1%}, worst {max(errors):.1%}")
+
+
+def report_order(rate: str, times: Mapping[str, list[float]], predicted: Mapping[str, float]) -> None:
+    """Whether the strategies are predicted in the order in which they were measured."""
+    orders, apart = [], []
+    for one, other in combinations(times, 2):
+        differences = mean(times[one]) - mean(times[other]), predicted[one] - predicted[other]
+        orders.append(np.sign(differences))
+        apart.append(min(times[one]) > max(times[other]) or max(times[one]) < min(times[other]))
+    measured, model = np.transpose(orders)
+    tau = (measured * model).sum() / np.sqrt((measured**2).sum() * (model**2).sum())  # with ties: b
+    best = min(max(repeats) for repeats in times.values())
+    fastest = " or ".join(name for name, repeats in times.items() if min(repeats) <= best)
+    print(f"{rate:8} Kendall's tau {tau:.2f}; fastest: {fastest}, predicted {min(predicted, key=predicted.get)}")
+    # Whose repeats overlap, these runs do not rank.
+    right = (measured == model)[apart].sum()
+    print(f"{rate:8} {sum(apart)} pairs whose repeats do not overlap, {right} in the right order")
 
 
 def seconds_of(row: Row) -> float:

@@ -4,12 +4,8 @@ It takes the engine's command line, prints its iteration line on the last rank a
 An iteration takes STUB_ITERATION_MS (20 unless said); STUB_TIMEOUT is the process group's timeout in seconds, for the
 engine's argument has minutes.
 
-STUB_FAULT="RANK:ITERATION:KIND[:VALUE]" makes that rank misbehave when the iteration begins; several, by spaces:
-
-    raise:TEXT   an exception                        exit:N       ends with that status
-    hang         sleeps for ever                     kill:SIGNAL  ends itself, for instance kill:KILL
-    nan          its loss is not a number, from now  disk:PATH    writes there until there is no space
-    memory:MIB   touches so much memory              print:TEXT   prints it (underscores become spaces)
+STUB_FAULT="RANK:ITERATION:WHAT" makes that rank misbehave when the iteration begins. WHAT is Python to run there, or
+``hang``, or ``nan``: the loss is not a number from then on.
 """
 
 import argparse
@@ -21,7 +17,7 @@ import socket
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
+from pathlib import Path  # noqa: F401 - for faults
 
 import torch
 import torch.distributed as dist
@@ -30,39 +26,6 @@ ITERATION_LINE = (
     " iteration {:8d}/{:8d} | elapsed time per iteration (ms): {:.1f} | learning rate: 1.000E-04 | lm loss: {:.6E} |"
     " grad norm: 1.000000E+00 | number of nan iterations: {:3d} | samples per second: {:.3f} | TFLOPs: 0.01 |"
 )
-
-
-class Faults:
-    """What is to go wrong on this rank."""
-
-    def __init__(self, rank: int) -> None:
-        entries = [[*entry.split(":", 3), ""][:4] for entry in os.environ.get("STUB_FAULT", "").split()]
-        self.planned = {int(at): (kind, value) for who, at, kind, value in entries if int(who) == rank}
-        self.loss_is_nan = False
-        self.ballast = bytearray()
-
-    def begin(self, iteration: int) -> None:
-        kind, value = self.planned.get(iteration, ("", ""))
-        if kind == "raise":
-            raise RuntimeError(value)
-        elif kind == "hang":
-            signal.pause()
-        elif kind == "exit":
-            os._exit(int(value))
-        elif kind == "kill":
-            os.kill(os.getpid(), signal.Signals[f"SIG{value}"])
-        elif kind == "nan":
-            self.loss_is_nan = True
-        elif kind == "memory":
-            self.ballast = bytearray(os.urandom(2**20)) * int(value)
-        elif kind == "disk":
-            with Path(value).open("wb") as stream:
-                while True:
-                    stream.write(bytes(2**20))
-        elif kind == "print":
-            print(value.replace("_", " "), flush=True)
-        elif kind:
-            raise ValueError(f"STUB_FAULT: '{kind}' is no kind of fault")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -74,13 +37,24 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_known_args()[0]
 
 
+def begin(what: str) -> None:
+    """What is planned for this iteration and rank."""
+    if what == "hang":
+        signal.pause()  # returns when the worker's stack is asked for
+    elif what != "nan":
+        exec(what)
+
+
 def train(args: argparse.Namespace) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    faults, since = Faults(rank), time.monotonic()
+    rank, world_size, is_nan = dist.get_rank(), dist.get_world_size(), False
+    who, at, what = os.environ.get("STUB_FAULT", "0:0:").split(":", 2)
+    since = time.monotonic()
     for iteration in range(1, args.train_iters + 1):
-        faults.begin(iteration)
+        if (rank, iteration) == (int(who), int(at)):
+            is_nan = what == "nan"
+            begin(what)
         time.sleep(float(os.environ.get("STUB_ITERATION_MS", "20")) / 1000)
-        loss = torch.tensor(math.nan if faults.loss_is_nan else 8.0 / iteration)
+        loss = torch.tensor(math.nan if is_nan else 8.0 / iteration)
         dist.all_reduce(loss)
         if iteration % args.log_interval == 0:
             now = time.monotonic()

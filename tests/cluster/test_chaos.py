@@ -18,11 +18,11 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster_lab import PROCESSES, Cluster, make_cluster_project
+from cluster_lab import PROCESSES, Cluster, Terminal
 from harness import Project, wait_for
 
 from t5bench.record import status
@@ -67,19 +67,19 @@ class Chaos:
         self.cluster.kill(node, *pids, by="CONT")
 
     def cut(self, node: str) -> None:
-        self.cluster.lab("link", node, "down")
+        self.cluster.link(node, "down")
         time.sleep(self.random.uniform(0.3, 4))
-        self.cluster.lab("link", node, "up")
+        self.cluster.link(node, "up")
 
     def slow(self, node: str) -> None:
-        self.cluster.lab("shape", node, self.random.choice(["2mbit", "20mbit"]))
+        self.cluster.shape(node, self.random.choice(["2mbit", "20mbit"]))
         time.sleep(self.random.uniform(0.5, 2))
-        self.cluster.lab("shape", node, "off")
+        self.cluster.shape(node, "off")
 
     def damage(self, node: str) -> None:
-        self.cluster.lab("cable", node, "2", "1", "5")
+        mend = self.cluster.spoil_cable(node, 2, 1, 5)
         time.sleep(self.random.uniform(0.5, 3))
-        self.cluster.lab("cable", node, "mend")
+        mend()
 
     def fill(self, node: str) -> None:
         ballast = self.disk / "ballast"
@@ -109,62 +109,49 @@ class Chaos:
         """From the start to the end of both launchers, with at most so many faults; the larger exit status."""
         place = {"OUTPUT_DIR": str(directory), "MASTER_PORT": str(self.random.randrange(21000, 25000))}
         environment = self.project.environment | SETTINGS | place | {"RESUME": str(int(resume))}
-        words, terminals = ("bash", "scripts/run_megatron_t5_ddp.sh"), []
-        for node in NODES:
-            path = self.disk.parent / f"{directory.name}.{node}"
-            with path.open("wb") as file:
-                command = self.cluster.on(node, *words, env=environment, cwd=self.project.root)
-                options = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
-                terminals.append((subprocess.Popen(command, start_new_session=True, **options), path))
+        place = {"env": environment, "cwd": self.project.root}
+        words = ("bash", "scripts/run_megatron_t5_ddp.sh")
+        self.terminals = [Terminal(self.cluster.start(node, *words, **place)) for node in NODES]
         deadline, last = time.monotonic() + LONGEST_SECONDS, sum(self.played.values()) + faults
-        while any(process.poll() is None for process, _ in terminals):
-            assert time.monotonic() < deadline, [path.read_text() for _, path in terminals]
+        while any(not terminal.ended_at for terminal in self.terminals):
+            assert time.monotonic() < deadline, [terminal.text for terminal in self.terminals]
             time.sleep(min(self.random.expovariate(1 / 1.5), 6) if faults else 0.1)
-            if sum(self.played.values()) < last and None in [process.poll() for process, _ in terminals]:
+            if sum(self.played.values()) < last and any(not terminal.ended_at for terminal in self.terminals):
                 self.play()
-                for process, _ in terminals:
+                for terminal in self.terminals:
                     # What stops a launcher stops nsenter too, which is not on the node and not continued there.
                     with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGCONT)
-        for process, path in terminals:
-            self._said_how_it_ended(process.returncode, path.read_text(errors="replace"))
+                        os.killpg(terminal.process.pid, signal.SIGCONT)
+        for terminal in self.terminals:
+            self._said_how_it_ended(terminal.exit_code, terminal.text)
         wait_for(lambda: not self.cluster.left_of(self.project), 20)
-        return max(abs(process.returncode) for process, _ in terminals)
+        return max(terminal.exit_code for terminal in self.terminals)
 
     def _said_how_it_ended(self, code: int, text: str) -> None:
         names = "|".join([*status.EXIT_CODES, status.CANCELLED])
         run, refused = rf"^error: ddp on node \d+: ({names}): \S", r"^error: (?!ddp on node)(.{1,100})"
         said = re.findall(rf"{run}|{refused}|^ddp: (complete);", text, re.MULTILINE)
         words = [word for found in said for word in found if word]
-        self.ends[words[-1] if words else f"signal {-code}"] += 1
+        self.ends[words[-1] if words else f"signal {code - 128}"] += 1
         # A launcher that was killed says nothing, and its recorder says it.
-        assert words or code in (-9, 137), f"exit status {code}, and not a word: {text}"
+        assert words or code == 137, f"exit status {code}, and not a word: {text}"
         assert (words[-1:] == ["complete"]) == (code == 0), f"exit status {code}: {text}"
         # worker.py starts the engine, and is therefore in all of its tracebacks.
         assert not re.search(r'^ *File "[^"]*/t5bench/(?!run/worker\.py)', text, re.MULTILINE), text
 
-    def is_complete(self, directory: Path) -> bool:
-        return (directory / "run.json").exists() and load(directory).status == status.COMPLETE
-
-    def check_files(self, directory: Path) -> None:
-        """Every file of the record can be read to its end."""
-        for path in directory.glob("*.json"):
-            json.loads(path.read_text())
-        for path in directory.glob("*.jsonl"):
-            for line in path.read_text().splitlines():
-                json.loads(line)
-
     def run(self, directory: Path) -> str:
-        """Attempts until one is complete, or none can be."""
+        """Attempts until one is complete, or none can be; every file of each record can be read to its end."""
+        refused = False
         for _ in range(MOST_ATTEMPTS):
-            resume = any((directory / "checkpoints").glob("iter_*/")) and not self.refused
-            self.refused = self.attempt(directory, resume, FAULTS - sum(self.played.values())) == 2 and resume
-            self.check_files(directory)
-            if self.is_complete(directory):
+            resume = any((directory / "checkpoints").glob("iter_*/")) and not refused
+            refused = self.attempt(directory, resume, FAULTS - sum(self.played.values())) == 2 and resume
+            for path in directory.glob("*.json"):
+                json.loads(path.read_text())
+            for path in directory.glob("*.jsonl"):
+                [json.loads(line) for line in path.read_text().splitlines()]
+            if (directory / "run.json").exists() and load(directory).status == status.COMPLETE:
                 return "complete"
         return "ended"
-
-    refused = False
 
 
 def losses(directory: Path) -> dict[int, float | None]:
@@ -172,27 +159,25 @@ def losses(directory: Path) -> dict[int, float | None]:
 
 
 @pytest.fixture
-def chaos(tmp_path: Path, sample_data: Path) -> Iterator[Chaos]:
-    if os.geteuid() != 0:
-        pytest.skip("hosts are made of namespaces, and only root may make those")
-    project, disk, cluster = make_cluster_project(tmp_path), tmp_path / "disk", Cluster(tmp_path / "lab", len(NODES))
+def chaos(
+    make_cluster: Callable[[int], Cluster], project: Project, tmp_path: Path, sample_data: Path
+) -> Iterator[Chaos]:
     project.environment |= {"PYTHONPATH": str(tmp_path / "clock"), "MEGATRON_DATA_DIR": str(sample_data)}
     (tmp_path / "clock").mkdir()
     (tmp_path / "clock" / "sitecustomize.py").write_text(CLOCK)
+    disk = tmp_path / "disk"
     disk.mkdir()
+    # Hosts see only what was mounted before they were made.
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(disk)], check=True)
     try:
-        cluster.up()
-        yield Chaos(cluster, project, disk)
+        yield Chaos(make_cluster(len(NODES)), project, disk)
     finally:
-        cluster.down()
         subprocess.run(["umount", "-l", str(disk)], check=False)
 
 
 def test_chaos(chaos: Chaos):
     undisturbed = chaos.disk / "undisturbed"
-    status_of_first = chaos.attempt(undisturbed, resume=False)
-    assert status_of_first == 0, [path.read_text() for path in chaos.disk.parent.glob("undisturbed.*")]
+    assert chaos.attempt(undisturbed, resume=False) == 0, [terminal.text for terminal in chaos.terminals]
     digits, runs = losses(undisturbed), Counter[str]()
     assert len(digits) == int(SETTINGS["TRAIN_ITERS"])
     shutil.rmtree(undisturbed)

@@ -5,7 +5,7 @@ exit codes, its status in every node's record, its longest time to the end, and 
 
 The hosts and processes are real, torchrun and gloo too; the engine is the stub trainer, and there is no GPU. Each node
 has a directory of its own, as without a shared file system, unless the scenario says otherwise. The hosts make pairs,
-and a scenario is played on each of them at once.
+and a scenario is played on three of them at once.
 """
 
 import json
@@ -14,7 +14,6 @@ import re
 import shlex
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,13 +23,12 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
-from cluster_lab import PROCESSES, Cluster, make_cluster_project
+from cluster_lab import PROCESSES, Cluster, Terminal, make_cluster_project
 from harness import REPO_ROOT, Project, wait_for
 
 from t5bench.record import status
 
 DOCUMENT = REPO_ROOT / "docs" / "failures.md"
-PAIRS = (("node0", "node1"), ("node2", "node3"), ("node4", "node5"))
 LONGEST_SECONDS = 150
 # What the scenarios set, in seconds; the table's longest times are sums of these and of a number of seconds.
 TIMES = {"RENDEZVOUS_TIMEOUT": 60, "DISTRIBUTED_TIMEOUT_MINUTES * 60": 60, "WATCHDOG_SECONDS": 3600}
@@ -38,32 +36,11 @@ NOTHING_SAID = "none"
 Times = Mapping[str, int]
 
 
-# ---- the table -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Row:
-    """messages, exit_codes: of the node where it happens, and of the other."""
-
-    messages: tuple[str, str]
-    exit_codes: tuple[str, str]
-    longest: str
-
-    def seconds(self, times: Times) -> float:
-        """The longest time to the end, from a sum of settings and seconds."""
-        terms = [term.strip() for term in self.longest.split("+")]
-        return sum(times[term] if term in times else float(term.removesuffix(" s")) for term in terms)
-
-
-def read_table() -> dict[str, Row]:
-    found = {}
-    for line in DOCUMENT.read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if match := re.fullmatch(r"`([a-z0-9-]+)`", cells[0]):
-            _, _, here, others, codes, longest, *_ = cells
-            first, second = (code.strip() for code in codes.split("/"))
-            found[match[1]] = Row((here.strip("`"), others.strip("`")), (first, second), longest.split("`")[1])
-    return found
+def read_table() -> dict[str, list[str]]:
+    """The cells of each failure on two hosts: its description, the messages there and on the other node, the exit codes
+    of both, and the longest time."""
+    rows = [re.split(r" *\| *", line.strip(" |")) for line in DOCUMENT.read_text().splitlines()]
+    return {row[0].strip("`"): row[1:] for row in rows if re.fullmatch("`[a-z0-9-]+`", row[0])}
 
 
 def pattern_of(message: str) -> re.Pattern[str]:
@@ -71,29 +48,21 @@ def pattern_of(message: str) -> re.Pattern[str]:
     return re.compile(".+?".join(map(re.escape, re.split(r"<[^>]+>", message))))
 
 
+def seconds_of(cell: str, times: Times) -> float:
+    """The longest time to the end, from a sum of settings and seconds."""
+    terms = cell.split("`")[1].split(" + ")
+    return sum(times[term] if term in times else float(term.removesuffix(" s")) for term in terms)
+
+
 # ---- the stage -----------------------------------------------------------------------------------------------------
-
-
-class Terminal:
-    """A launcher as someone who sits at the node starts it; its output line by line."""
-
-    def __init__(self, process: subprocess.Popen) -> None:
-        self.process, self.text, self.iteration_at, self.ended_at = process, "", 0.0, 0.0
-        self.thread = threading.Thread(target=self._read, daemon=True)
-        self.thread.start()
-
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self.text += line
-            if " elapsed time per iteration" in line:
-                self.iteration_at = time.monotonic()
-        self.process.wait()
-        self.ended_at = time.monotonic()
 
 
 @dataclass
 class Scene:
-    """Two hosts and a project, while a scenario is played. at_end: what is undone when all launchers have ended."""
+    """Two hosts and a project, while a scenario is played, and what came of it.
+
+    at_end: what is undone when all launchers have ended. records: run.json of each node. left: what still ran.
+    """
 
     cluster: Cluster
     pair: tuple[str, str]
@@ -104,6 +73,9 @@ class Scene:
     terminals: dict[int, Terminal] = field(default_factory=dict)
     began: float = 0.0
     at_end: ExitStack = field(default_factory=ExitStack)
+    seconds: float = 0.0
+    records: dict[int, dict] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
 
     def start(self, node: int, master: str = "", rank: int | None = None, **environment: str) -> None:
         words = ["bash", "scripts/run_megatron_t5_ddp.sh", master or self.pair[0], str(node if rank is None else rank)]
@@ -128,14 +100,19 @@ class Scene:
     def until_it_trains(self) -> None:
         wait_for(lambda: self.terminals[1].iteration_at or self.terminals[1].ended_at, 60)
 
-    def on(self, node: int, *command: str) -> subprocess.CompletedProcess:
-        return self.cluster.run(self.pair[node], *command, cwd=self.project.root, check=False)
+    def on(self, node: int, command: str) -> subprocess.CompletedProcess:
+        return self.cluster.run(self.pair[node], "bash", "-c", command, cwd=self.project.root, check=False)
 
     def signal(self, name: str, *kinds: str) -> None:
         """To these processes of the run on node 1."""
         pids = [self.cluster.pids(self.pair[1], PROCESSES[kind])[0] for kind in kinds]
         self.began = time.monotonic()
         self.cluster.kill(self.pair[1], *pids, by=name)
+
+    def pull_cable(self) -> None:
+        self.at_end.callback(self.cluster.link, self.pair[1], "up")
+        self.cluster.link(self.pair[1], "down")
+        self.began = time.monotonic()
 
     def abandon(self, node: int) -> None:
         """Nobody sees this terminal any more."""
@@ -145,14 +122,11 @@ class Scene:
 
     def named(self, text: str) -> str:
         """As if it had been played on node0 and node1."""
-        for index, node in enumerate(self.pair):
-            text = text.replace(node, f"@{index}")
-        return text.replace("@0", "node0").replace("@1", "node1")
+        return re.sub("|".join(self.pair), lambda match: f"node{self.pair.index(match[0])}", text)
 
     def record(self, node: int) -> dict:
         """run.json on that node; empty if there is none."""
-        result = self.on(node, "cat", str(self.output / "run.json"))
-        return json.loads(self.named(result.stdout)) if result.returncode == 0 else {}
+        return json.loads(self.named(self.on(node, f"cat {shlex.quote(str(self.output))}/run.json").stdout) or "{}")
 
 
 @dataclass(frozen=True)
@@ -185,7 +159,7 @@ def started(name: str, *launchers: dict, **options) -> None:
 
 
 def spoiled(name: str, command: str, **options) -> None:
-    SCENARIOS[name] = Scenario(lambda scene: (scene.on(1, "bash", "-c", command), scene.start_both()), **options)
+    SCENARIOS[name] = Scenario(lambda scene: (scene.on(1, command), scene.start_both()), **options)
 
 
 def signalled(name: str, kind: str, signal_name: str, **options) -> None:
@@ -201,29 +175,22 @@ SHORT_GROUP = {"DISTRIBUTED_TIMEOUT_MINUTES * 60": 12}
 @scenario(times={"DISTRIBUTED_TIMEOUT_MINUTES * 60": 45})
 def cable_pulled_briefly(scene: Scene) -> None:
     scene.train(TRAIN_ITERS="150")
-    pull_cable(scene)
+    scene.pull_cable()
     time.sleep(13)  # longer than after which a node counts as silent
-    scene.cluster.lab("link", scene.pair[1], "up")
+    scene.cluster.link(scene.pair[1], "up")
 
 
 @scenario()
 def cable_bad(scene: Scene) -> None:
     scene.train(TRAIN_ITERS="40")
     scene.began = time.monotonic()
-    scene.at_end.callback(scene.cluster.lab, "cable", scene.pair[1], "mend")
-    scene.cluster.lab("cable", scene.pair[1], "50", "5", "2")
+    scene.at_end.callback(scene.cluster.spoil_cable(scene.pair[1], milliseconds=50, lost=5, damaged=2))
 
 
 @scenario(times=SHORT_GROUP)
 def cable_pulled(scene: Scene) -> None:
     scene.train()
-    pull_cable(scene)
-
-
-def pull_cable(scene: Scene) -> None:
-    scene.at_end.callback(scene.cluster.lab, "link", scene.pair[1], "up")
-    scene.cluster.lab("link", scene.pair[1], "down")
-    scene.began = time.monotonic()
+    scene.pull_cable()
 
 
 @scenario(times=SHORT_GROUP)
@@ -231,7 +198,7 @@ def power_off(scene: Scene) -> None:
     scene.train()
     scene.at_end.callback(scene.cluster.boot, scene.pair[1])
     scene.began = time.monotonic()
-    scene.cluster.lab("poweroff", scene.pair[1])
+    scene.cluster.power_off(scene.pair[1])
     scene.abandon(1)
 
 
@@ -277,15 +244,13 @@ def port_taken(scene: Scene) -> None:
     scene.start_both()
 
 
-fault("worker-killed", "1:5:kill:KILL")
-fault("exception", "1:5:raise:broken")
-fault("exception-shared-directory", "1:5:raise:broken", shared=True)
-fault("rank-ends-early", "1:5:exit:0")
-fault("host-memory-full", "1:5:memory:100000000")
-fault(
-    "gpu-memory-full",
-    "1:4:print:[rank1]:_torch.OutOfMemoryError:_CUDA_out_of_memory._Tried_to_allocate_2.00_GiB 1:5:exit:1",
-)
+fault("worker-killed", "1:5:os.kill(os.getpid(), signal.SIGKILL)")
+fault("exception", "1:5:raise RuntimeError('broken')")
+fault("exception-shared-directory", "1:5:raise RuntimeError('broken')", shared=True)
+fault("rank-ends-early", "1:5:os._exit(0)")
+fault("host-memory-full", "1:5:bytearray(2**60)")
+CUDA_SAYS = "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+fault("gpu-memory-full", f"1:5:print({CUDA_SAYS!r}, flush=True), os._exit(1)")
 fault("loss-not-a-number", "1:5:nan", TRAIN_ITERS="8")
 signalled("torchrun-killed", "torchrun", "KILL")
 signalled("launcher-killed", "launcher", "KILL")
@@ -308,13 +273,10 @@ def interrupted(scene: Scene) -> None:
 
 @scenario()
 def disk_full(scene: Scene) -> None:
-    # STUB_FAULT knows no spaces.
     disk = shlex.quote(str(scene.output))
-    scene.on(
-        1, "bash", "-c", f"mkdir -p {disk} && mount -t tmpfs -o size=256k tmpfs {disk} && ln -s {disk} /run/output"
-    )
-    scene.at_end.callback(scene.on, 1, "bash", "-c", f"rm /run/output; umount {disk}")
-    scene.start_both(STUB_FAULT="1:20:disk:/run/output/checkpoint")
+    scene.on(1, f"mkdir -p {disk} && mount -t tmpfs -o size=256k tmpfs {disk}")
+    scene.at_end.callback(scene.on, 1, f"umount {disk}")
+    scene.start_both(STUB_FAULT=f"1:20:Path({str(scene.output / 'checkpoint')!r}).write_bytes(bytes(2**20))")
 
 
 spoiled("data-truncated", "truncate -s -2 megatron_data/xsum_text_document.bin", times=SHORT_RENDEZVOUS)
@@ -325,8 +287,7 @@ spoiled("engine-changed", "echo >>../Megatron-DeepSpeed/megatron/training.py", t
 def another_commit(scene: Scene) -> None:
     git = "git -c user.name=lab -c user.email=lab@localhost -c init.defaultBranch=main"
     for node in (0, 1):
-        commit = f"export HOME=/run; {git} init -q && {git} commit -q --allow-empty -m 'node {node}'"
-        scene.on(node, "bash", "-c", commit)
+        scene.on(node, f"export HOME=/run; {git} init -q && {git} commit -q --allow-empty -m 'node {node}'")
     scene.start_both(TRAIN_ITERS="100")
 
 
@@ -358,75 +319,57 @@ def slurm_time_limit(scene: Scene) -> None:
 # ---- playing -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Outcome:
-    """By node: its terminal's exit status and text, and its run.json. left: what still ran."""
-
-    exit_codes: dict[int, int]
-    texts: dict[int, str]
-    records: dict[int, dict]
-    seconds: float
-    left: list[str]
-
-
 class Stage:
-    """Plays scenarios on all pairs of hosts at once, those first that are asked for first."""
+    """Plays scenarios on three pairs of hosts at once, those first that are asked for first."""
 
     def __init__(self, cluster: Cluster, directory: Path, names: list[str]) -> None:
         self.cluster, self.project = cluster, make_cluster_project(directory)
+        # More at a time would need more cores, or the longest times would be the machine's.
+        pairs = list(zip(cluster.nodes[:6:2], cluster.nodes[1:6:2], strict=True))
         self.free: SimpleQueue[tuple[str, str]] = SimpleQueue()
-        for pair in PAIRS:
+        for pair in pairs:
             self.free.put(pair)
-        self.pool = ThreadPoolExecutor(len(PAIRS))
+        self.pool = ThreadPoolExecutor(len(pairs))
         self.outcomes = {name: self.pool.submit(self._play_somewhere, name) for name in names}
 
-    def _play_somewhere(self, name: str) -> Outcome:
+    def _play_somewhere(self, name: str) -> Scene:
         pair = self.free.get()
         try:
             return self._play(name, pair)
         finally:
             self.free.put(pair)
 
-    def _play(self, name: str, pair: tuple[str, str]) -> Outcome:
-        planned, number = SCENARIOS[name], list(SCENARIOS).index(name)
+    def _play(self, name: str, pair: tuple[str, str]) -> Scene:
+        planned, number, directory = SCENARIOS[name], list(SCENARIOS).index(name), self.project.root.parent
         output, times = self.project.root / "outputs" / name, TIMES | planned.times
         scene = Scene(self.cluster, pair, self.project, output, 27000 + number, times)
-        before = {node: set(self.cluster.processes(node).values()) for node in pair}
 
-        def left() -> list[tuple[str, int, str]]:
-            found = [(node, pid, line) for node in pair for pid, line in self.cluster.processes(node).items()]
-            return [(node, pid, line) for node, pid, line in found if line not in before[node]]
+        def left() -> list[str]:
+            return [line for node in pair for line in self.cluster.foreign(node).values()]
 
         with ExitStack() as cleanup:
             if not planned.shared:
                 for node in pair:
-                    cleanup.callback(self.cluster.lab, "public", node, str(self.project.root.parent))
-                    self.cluster.lab("private", node, str(self.project.root.parent))
-            cleanup.callback(lambda: [self.cluster.kill(node, pid) for node, pid, _ in left()])
+                    cleanup.callback(self.cluster.public, directory, node)
+                self.cluster.private(directory, pair)
+            cleanup.callback(lambda: [self.cluster.kill(node, *self.cluster.foreign(node)) for node in pair])
             cleanup.callback(lambda: [scene.abandon(node) for node in list(scene.terminals)])
             with scene.at_end:
                 started = time.monotonic()
                 planned.play(scene)
-                self._wait(name, scene)
-            terminals = scene.terminals
+                for terminal in scene.terminals.values():
+                    terminal.thread.join(max(0.1, started + LONGEST_SECONDS - time.monotonic()))
+                late = {node: terminal.text for node, terminal in scene.terminals.items() if not terminal.ended_at}
+                assert not late, f"{name}: no end after {LONGEST_SECONDS} s: {late}"
+            terminals = dict(scene.terminals)
             began = scene.began or max(terminal.iteration_at for terminal in terminals.values()) or started
+            scene.seconds = max(terminal.ended_at for terminal in terminals.values()) - began
             with suppress(AssertionError):  # the kernel and SLURM need a moment to clear away what has ended
                 wait_for(lambda: not left(), 2)
-            return Outcome(
-                {node: terminal.process.returncode for node, terminal in terminals.items()},
-                {node: scene.named(terminal.text) for node, terminal in terminals.items()},
-                {node: scene.record(node) for node in terminals},
-                max(terminal.ended_at for terminal in terminals.values()) - began,
-                [line for _, _, line in left()],
-            )
-
-    @staticmethod
-    def _wait(name: str, scene: Scene) -> None:
-        deadline = time.monotonic() + LONGEST_SECONDS
-        for terminal in scene.terminals.values():
-            terminal.thread.join(max(0.1, deadline - time.monotonic()))
-        late = {node: terminal.text for node, terminal in scene.terminals.items() if not terminal.ended_at}
-        assert not late, f"{name}: no end after {LONGEST_SECONDS} s: {late}"
+            scene.left = left()
+            scene.records = {node: scene.record(node) for node in terminals}
+        scene.terminals = terminals
+        return scene
 
 
 @pytest.fixture(scope="module")
@@ -448,24 +391,23 @@ UNWRITTEN = {("disk-full", 1), ("recorder-killed", 1)}
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_what_happens(stage: Stage, name: str):
-    outcome: Outcome = stage.outcomes[name].result(timeout=550)
-    planned, row = SCENARIOS[name], read_table()[name]
-    everything = "\n".join(
-        f"---- node {node}: {outcome.exit_codes[node]}\n{text}" for node, text in outcome.texts.items()
-    )
-    print(f"\n{name}: {outcome.seconds:.1f} s\n{everything}")
-    for index, node in enumerate((planned.at, 1 - planned.at)):
-        message, code = row.messages[index], row.exit_codes[index]
-        if node not in outcome.texts:
+    scene: Scene = stage.outcomes[name].result(timeout=550)
+    _, here, others, codes, longest, *_ = read_table()[name]
+    texts = {node: scene.named(terminal.text) for node, terminal in scene.terminals.items()}
+    everything = "\n".join(f"---- node {node}: {scene.terminals[node].exit_code}\n{texts[node]}" for node in texts)
+    print(f"\n{name}: {scene.seconds:.1f} s\n{everything}")
+    at = SCENARIOS[name].at
+    for node, message, code in zip((at, 1 - at), (here.strip("`"), others.strip("`")), codes.split(" / "), strict=True):
+        if node not in texts:
             assert (message, code) == (NOTHING_SAID, NOTHING_SAID)
             continue
-        found = pattern_of(message).search(outcome.texts[node])
+        found = pattern_of(message).search(texts[node])
         assert found, f"node {node} did not say: {message}\n{everything}"
         if name not in BY_SRUN:  # srun gives one status for all
-            assert outcome.exit_codes[node] == int(code), everything
-        check_record(name, outcome.records[node], found[0], node)
-    assert not outcome.left, everything
-    assert outcome.seconds <= row.seconds(TIMES | planned.times), everything
+            assert scene.terminals[node].exit_code == int(code), everything
+        check_record(name, scene.records[node], found[0], node)
+    assert not scene.left, everything
+    assert scene.seconds <= seconds_of(longest, scene.times), everything
 
 
 def check_record(name: str, record: dict, message: str, node: int) -> None:

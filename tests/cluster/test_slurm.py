@@ -7,6 +7,7 @@ train to the end and leave nothing behind, not that the model learns.
 import json
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,27 +51,6 @@ def test_two_terminals_in_an_allocation(cluster: Cluster, project: Project):
     assert not cluster.left_of(project)
 
 
-def test_every_launcher_infers_its_place_under_srun(cluster: Cluster, project: Project):
-    """The command that each of two nodes would run; only its rank differs between them.
-
-    Red Hat's /etc/profile exports HOSTNAME, and srun gives the nodes the environment of the login host.
-    """
-    loop = f"for s in {' '.join(STRATEGIES)}; do bash scripts/run_megatron_t5_$s.sh --dry-run; done"
-    srun = ("srun", "--nodes=2", "--ntasks-per-node=1", "--label")
-    result = at_login(cluster, project, "env", "HOSTNAME=login", *srun, "bash", "-c", loop)
-    assert result.returncode == 0, result.stderr
-    assert "a real run would stop here" not in result.stderr
-    by_node: dict[str, list[str]] = {"0": [], "1": []}
-    for line in result.stdout.splitlines():
-        node, command = line.split(": ", 1)
-        if " torchrun " in command:
-            by_node[node].append(command)
-    assert len(by_node["1"]) == len(STRATEGIES)
-    for first, second in zip(by_node["0"], by_node["1"], strict=True):
-        assert "--master_addr node0 " in first
-        assert re.sub(r"--node_rank 0 |node0\.(?=wandb|stack)", lambda m: m[0].replace("0", "1"), first) == second
-
-
 class Job:
     """sbatch, from within the checkout unless another directory is said."""
 
@@ -85,65 +65,70 @@ class Job:
         return self.output.read_text() if self.output.exists() else ""
 
     def end(self) -> str:
-        """How it ended, when it has; nothing of it is left on any node."""
+        """How it ended, when it has."""
 
         def fields() -> dict[str, str]:
             text = self.cluster.login("scontrol", "show", "job", self.number).stdout
             return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
         wait_for(lambda: fields()["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"), 90)
-        wait_for(lambda: not self.cluster.left_of(self.project), 10)  # SLURM may still be clearing away
         return f"{fields()['JobState']} {fields()['ExitCode']}"
 
 
-def test_one_strategy(cluster: Cluster, project: Project, tmp_path: Path):
-    """From another directory, with nothing but the strategy's name."""
-    job = Job(cluster, project, "zero2", folder=tmp_path)
-    assert job.end() == "COMPLETED 0:0", job.text()
+@pytest.fixture
+def nothing_left(cluster: Cluster, project: Project) -> Iterator[None]:
+    """On any node, once all jobs have ended."""
+    yield
+    wait_for(lambda: not cluster.left_of(project), 10)  # SLURM may still be clearing away
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_how_jobs_end(cluster: Cluster, project: Project, tmp_path: Path):
+    """Four at the same time: one to its end, from another directory, with nothing but the strategy's name; one whose
+    rank fails; one that is cancelled; and two that name no strategy."""
+    place = {name: str(tmp_path / name) for name in ("broken", "cancelled")}
+    cancelled = Job(cluster, project, "ddp", OUTPUT_DIR=place["cancelled"], TRAIN_ITERS="100000")
+    complete = Job(cluster, project, "zero2", folder=tmp_path)
+    fault = {"STUB_FAULT": "1:3:raise RuntimeError('broken')", "TRAIN_ITERS": "2000"}
+    broken = Job(cluster, project, "ddp", OUTPUT_DIR=place["broken"], **fault)
+    wrong = {"zero9": Job(cluster, project, "zero9"), "": Job(cluster, project)}
+    for name, job in wrong.items():
+        assert job.end() == "FAILED 2:0"
+        assert f"there is no strategy '{name}'" in job.text()
+        assert "Choose from: ddp zero1" in job.text()
+    wait_for(lambda: "iteration " in cancelled.text())
+    cluster.login("scancel", cancelled.number)
+    assert complete.end() == "COMPLETED 0:0", complete.text()
     assert iterations(project, "zero2", 1) == [2, 4, 6]
     config = json.loads((project.root / "outputs" / "zero2" / "ds_config.json").read_text())
     assert config["zero_optimization"]["stage"] == 2
-    assert "iteration        6/       6" in job.text()
+    assert "iteration        6/       6" in complete.text()
+    assert broken.end().startswith("FAILED"), broken.text()
+    assert "RuntimeError: broken" in broken.text()
+    assert cancelled.end().startswith("CANCELLED"), cancelled.text()
+    # srun may be gone before the launchers' last words come through; the record is not.
+    record = tmp_path / "cancelled" / "run.json"
+    wait_for(lambda: record.exists() and json.loads(record.read_text())["status"] == "cancelled")
 
 
-def test_the_sweep_continues_after_a_failure(cluster: Cluster, project: Project):
-    """Dry runs, requested after the strategy's name, on as many nodes as sbatch gets."""
+@pytest.mark.usefixtures("nothing_left")
+def test_every_launcher_infers_its_place_and_a_failure_does_not_stop_the_others(cluster: Cluster, project: Project):
+    """Dry runs, requested after the strategy's name, under srun.
+
+    Red Hat's /etc/profile exports HOSTNAME, and srun gives the nodes the environment of the login host.
+    """
     (project.root / "ds_configs" / "megatron_zero1.json").unlink()
-    job = Job(cluster, project, "all", "--dry-run", options=("--nodes=4", "--cpus-per-task=1"))
+    job = Job(cluster, project, "all", "--dry-run", options=("--cpus-per-task=1",), HOSTNAME="login")
     assert job.end().startswith("FAILED"), job.text()
-    found = dict(re.findall(r"^(\w+): exit status (\d+)$", job.text(), re.MULTILINE))
+    found, text = dict(re.findall(r"^(\w+): exit status (\d+)$", job.text(), re.MULTILINE)), job.text()
     assert sorted(found) == sorted(STRATEGIES)
     assert list(found)[:2] == ["ddp", "zero1"]
     well = [strategy for strategy, status in found.items() if status == "0"]
     assert found.keys() - well == {"zero1"}
-    for strategy in well:  # srun may cut a long line in two, but not before its 2,048th byte
-        for rank in range(4):
-            assert f"outputs/{strategy}/node{rank}.stack" in job.text()
-    assert len(re.findall("--nnodes 4 .*--node_rank 3 ", job.text())) == len(well)
-
-
-def test_a_rank_that_fails_ends_the_job(cluster: Cluster, project: Project):
-    job = Job(cluster, project, "ddp", STUB_FAULT="1:3:raise:broken", TRAIN_ITERS="2000")
-    assert job.end().startswith("FAILED"), job.text()
-    assert "RuntimeError: broken" in job.text()
-
-
-def test_a_cancelled_job_ends_in_order(cluster: Cluster, project: Project):
-    job = Job(cluster, project, "ddp", TRAIN_ITERS="100000")
-    wait_for(lambda: "iteration " in job.text())
-    cluster.login("scancel", job.number)
-    assert job.end().startswith("CANCELLED"), job.text()
-    # srun may be gone before the launchers' last words come through; the record is not.
-    record = project.root / "outputs" / "ddp" / "run.json"
-    wait_for(lambda: record.exists() and json.loads(record.read_text())["status"] == "cancelled")
-
-
-@pytest.mark.parametrize("words", [("zero9",), ()])
-def test_wrong_names(cluster: Cluster, project: Project, words: tuple[str, ...]):
-    job = Job(cluster, project, *words)
-    assert job.end() == "FAILED 2:0"
-    assert f"there is no strategy '{''.join(words)}'" in job.text()
-    assert "Choose from: ddp zero1" in job.text()
+    assert text.count("a real run would stop here") == 0
+    for rank in (0, 1):  # srun may cut a long line in two, but not before its 2,048th byte
+        assert all(f"outputs/{strategy}/node{rank}.stack" in text for strategy in well)
+        assert len(re.findall(f"--nnodes 2 .*--node_rank {rank} --master_addr node0 ", text)) == len(well), text
 
 
 def losses(directory: Path) -> dict[int, float | None]:
@@ -183,7 +168,7 @@ def test_a_node_that_is_rebooted_rejoins(cluster: Cluster, project: Project, tmp
     first, _ = start()
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and '"iteration": 22,' in metrics.read_text(), 90)
-    cluster.lab("poweroff", "node1")
+    cluster.power_off("node1")
     cluster.boot("node1")
     output, _ = first.communicate(timeout=120)
     assert first.returncode in (6, 7), output
@@ -193,21 +178,3 @@ def test_a_node_that_is_rebooted_rejoins(cluster: Cluster, project: Project, tmp
     assert [process.returncode for process in again] == [0, 0], said
     assert "resuming from the checkpoint of iteration" in said[0]
     assert sorted(losses(tmp_path / "run")) == list(range(1, 201))
-
-
-def test_without_ipv4(cluster: Cluster, project: Project, tmp_path: Path):
-    """A second cluster: a sweep and the check of its hosts by address."""
-    other = Cluster(tmp_path / "lab", 2, net="fd00:77::")
-    settings = project.environment | {"HOSTS": "fd00:77::10 fd00:77::11", "LAUNCH": "ssh", "STRATEGIES": "ddp"}
-    options = {"env": settings | {"RETRIES": "0"}, "cwd": project.root, "timeout": 150, "check": False}
-    try:
-        other.up()
-        other.private(project.root.parent)
-        for script in ("run_megatron_t5_all.sh", "check_cluster.sh"):
-            result = other.login("bash", f"scripts/{script}", **options)
-            assert result.returncode == 0, result.stdout + result.stderr
-        assert [node["host"] for node in load(project.root / "outputs/all/repeat1/ddp").nodes] == ["node0", "node1"]
-    finally:
-        other.down()
-    assert not other.directory.exists()
-    assert cluster.login("ssh", "-n", "node0", "hostname").stdout.strip() == "node0"

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from harness import Project, wait_for
 
 from t5bench.record.records import load
 
-TWO, FOUR = "node0 node1", "node0 node1 node2 node3"
+TWO = "node0 node1"
 SWEEP = ("bash", "scripts/run_megatron_t5_all.sh")
 
 
@@ -37,20 +38,24 @@ def run_directory(project: Project, row: str) -> Path:
     return project.root / "outputs" / "all" / "repeat1" / row
 
 
-def test_ddp_and_the_hybrid_on_four_nodes_without_a_shared_file_system(cluster: Cluster, project: Project):
-    """The nodes' records come back."""
+def test_four_nodes_without_ipv4_and_a_shared_file_system(make_cluster: Callable[..., Cluster], project: Project):
+    """Named by their addresses. Their records come back."""
+    cluster = make_cluster(4, net="fd00:77::")
     cluster.private(project.root.parent)
-    changes = {"HOSTS": FOUR, "STRATEGIES": "ddp hybrid", "WANDB_API_KEY": "0123456789abcdef"}
+    hosts = " ".join(cluster.addresses[node] for node in cluster.nodes)
+    changes = {"HOSTS": hosts, "STRATEGIES": "ddp hybrid", "WANDB_API_KEY": "0123456789abcdef"}
     result = sweep(cluster, project, **changes)
     assert result.returncode == 0, result.stdout + result.stderr
     for row in ("ddp", "hybrid"):
         run = load(run_directory(project, row))
         assert (run.status, run.world_size, run.iterations[-1].iteration) == ("complete", 4, 6)
-        assert [node["host"] for node in run.nodes] == FOUR.split()
+        assert [node["host"] for node in run.nodes] == cluster.nodes
         assert run.record["differences"] == []
         assert (run_directory(project, row) / "node3.log").is_file()
     assert "complete" in result.stderr
     assert sweep(cluster, project, **changes).stderr.count("already complete") == 2
+    check = ("bash", "scripts/check_cluster.sh")
+    cluster.login(*check, env=settings(project, HOSTS=hosts), cwd=project.root, timeout=70)
 
 
 def test_a_killed_worker_gives_one_sentence_on_the_terminal(cluster: Cluster, project: Project):
@@ -78,21 +83,20 @@ def test_ctrl_c_ends_every_node(cluster: Cluster, project: Project):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "said"),
+    ("hosts", "broken", "said"),
     [
-        ("node0 nowhere", "FAILED (configuration): ssh to nowhere failed: "),
-        ("nowhere node0", "nowhere cannot plan ddp"),
+        ("node0 nowhere", "", "FAILED (configuration): ssh to nowhere failed: ssh: Could not resolve hostname nowhere"),
+        ("nowhere node0", "", "nowhere cannot plan ddp: ssh: Could not resolve hostname nowhere"),
+        (TWO, "rm megatron_data/*.idx", "FAILED (configuration): node1: Missing or empty Megatron indexed dataset"),
     ],
+    ids=["no node", "no master", "refusal"],
 )
-def test_a_host_that_ssh_does_not_reach_is_named(cluster: Cluster, project: Project, hosts: str, said: str):
-    result = sweep(cluster, project, HOSTS=hosts)
-    assert result.returncode == 2  # nothing was trained
-    assert said in result.stderr and "ssh: Could not resolve hostname nowhere" in result.stderr
-
-
-def test_a_launcher_that_refuses_on_one_node_ends_the_others_at_once(cluster: Cluster, project: Project):
+def test_what_keeps_one_node_from_training_is_named(
+    cluster: Cluster, project: Project, hosts: str, broken: str, said: str
+):
+    """And the launchers on the others end at once."""
     cluster.private(project.root.parent)
-    cluster.run("node1", "rm", str(project.data_prefix) + ".idx")
-    result = sweep(cluster, project)
-    assert result.returncode == 2  # whether or not node 0 got so far that it left a record
-    assert "FAILED (configuration): node1: " in result.stderr and "xsum_text_document.idx" in result.stderr
+    cluster.run("node1", "bash", "-c", broken, cwd=project.root)
+    result = sweep(cluster, project, HOSTS=hosts)
+    assert result.returncode == 2  # nothing was trained, whether or not node 0 got so far that it left a record
+    assert said in result.stderr

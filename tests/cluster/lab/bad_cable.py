@@ -1,7 +1,7 @@
 """A bad cable, where the kernel has no netem: python bad_cable.py HOST MILLISECONDS LOST DAMAGED
 
 Carries frames between two TAP devices that it makes, in-HOST and out-HOST, both ways, until it is ended. Delays each,
-loses so many per cent of them, changes a byte in so many per cent, and writes a line for each of those to stderr.
+loses so many per cent of them, and changes a byte in so many per cent. It prints "ready" once there are the devices.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ def tap(name: str) -> int:
 def damaged(frame: bytes) -> bytes:
     """With another byte in its payload. The kernel writes checksums before a frame reaches a TAP device."""
     place = random.randrange(ETHERNET_HEADER, len(frame))
-    print("damaged a frame", file=sys.stderr, flush=True)
     return frame[:place] + bytes([frame[place] ^ random.randrange(1, 256)]) + frame[place + 1 :]
 
 
 def main(host: str, milliseconds: float, lost: float, spoiled: float) -> None:
     ends = tap(f"in-{host}"), tap(f"out-{host}")
+    print("ready", flush=True)
     under_way: list[tuple[float, int, bytes]] = []
     while True:
         wait = max(0.0, under_way[0][0] - time.monotonic()) if under_way else None
