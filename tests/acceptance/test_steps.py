@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from harness import STRATEGIES, processes_with, wait_for
 
+from t5bench import Problem
 from t5bench.acceptance.__main__ import Preset
 from t5bench.acceptance.steps import FAILED, NOT_RUN, OUT_OF_TIME, PASSED, Runner, Step
 
@@ -16,11 +17,27 @@ LONG = "trap 'echo tidied; exit 0' TERM; sleep 1000 & echo begun; while :; do sl
 SETTINGS = {"ENGINES": "both", "STRATEGIES": "", "MICRO_BATCH_SIZES": "32 8", "DEVICE": "cuda", "RESULTS_DIR": ""}
 
 
-def test_the_parts_are_parity_the_sweep_and_points_that_do_the_same_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.fixture(autouse=True)
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (SETTINGS | {"WORK_DIR": str(tmp_path)}).items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("STRATEGIES", "ddp zero9", "there is no strategy 'zero9'"),
+        ("MICRO_BATCH_SIZES", "8 x", "whole numbers of at least 1, found '8 x'"),
+    ],
+)
+def test_impossible_settings(monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str):
+    monkeypatch.setenv("DEVICE", "cpu")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(Problem, match=message):
+        Preset()
+
+
+def test_the_parts_are_parity_the_sweep_and_points_that_do_the_same_work(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("t5bench.acceptance.__main__.count_gpus", lambda _: 2)
     monkeypatch.setattr("t5bench.record.machine.gpus", lambda _: [{"name": "NVIDIA H200"}] * 2)
     preset = Preset()

@@ -41,24 +41,18 @@ def copy(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("strategies", "settings", "says"),
+    ("strategy", "settings", "says"),
     [
-        (["zero4"], {}, "there is no strategy 'zero4'"),
-        (["ddp"], {}, "ddp is the baseline and needs another strategy"),
-        (["--fast"], {}, "unknown option '--fast'"),
-        ([], {"TRAIN_ITERS": "1"}, "TRAIN_ITERS must be a whole number of at least 2"),
-        ([], {"RUNS_DIR": "."}, "the check needs new runs"),
-        (
-            ["zero1"],
-            {"ENGINE": "megatron", "MEGATRON_DIR": "nowhere"},
-            "the megatron engine's DDP, the baseline, cannot",
-        ),
+        ("zero4", {}, "there is no strategy 'zero4'"),
+        ("ddp", {}, "ddp is the baseline and needs another strategy"),
+        ("", {"RUNS_DIR": "."}, "the check needs new runs"),
+        ("zero1", {"ENGINE": "megatron", "MEGATRON_DIR": "nowhere"}, "the megatron engine's DDP, the baseline, cannot"),
     ],
-    ids=["strategy", "alone", "option", "iterations", "runs", "no engine"],
+    ids=["strategy", "alone", "runs", "no engine"],
 )
-def test_what_cannot_be_checked(copy: Path, strategies: list[str], settings: dict[str, str], says: str):
+def test_what_cannot_be_checked(copy: Path, strategy: str, settings: dict[str, str], says: str):
     """And that is said before anything is trained or measured."""
-    result = gate(*strategies, root=copy, **settings)
+    result = gate(*filter(None, [strategy]), root=copy, **settings)
     assert result.returncode == 2
     assert says in result.stderr and result.stderr.count("error: ") == 1
     assert ("there is no Megatron-DeepSpeed checkout at " in result.stderr) == ("MEGATRON_DIR" in settings)
@@ -80,7 +74,7 @@ def test_the_native_engines_strategies_pass_and_nothing_can_hide(copy: Path):
 def test_a_number_hidden_by_a_recipe_is_named():
     """The gate's settings before its recipe was derived."""
     before = {"LR": "0.001", "WEIGHT_DECAY": "0.01", "MIN_LR": "0", "LR_WARMUP_ITERS": "0", "CLIP_GRAD": "1.1"}
-    result = gate("--sensitivity", TRAIN_ITERS="8", **before)
+    result = gate("--sensitivity", TRAIN_ITERS="4", **before)
     assert result.returncode == 1, result.stdout + result.stderr
     rows = {row[0]: row[-1] for line in result.stdout.splitlines() if len(row := re.split("  +", line.strip())) == 6}
     assert (rows["weight decay"], rows["learning rate"], rows["clipping"]) == ("NO", "yes", "yes")
@@ -90,7 +84,7 @@ def test_a_number_hidden_by_a_recipe_is_named():
 @pytest.mark.slow
 def test_the_benchmarks_own_mode(copy: Path):
     """ZeRO drops what DDP drops."""
-    result = gate("--benchmark-mode", "zero3", root=copy, TRAIN_ITERS="6", RUNS_DIR="runs")
+    result = gate("--benchmark-mode", "zero3", root=copy, TRAIN_ITERS="4", RUNS_DIR="runs")
     assert result.returncode == 0, result.stdout + result.stderr
     assert verdicts(result.stdout) == {("ddp", "native"): "PASS", ("zero3", "native"): "PASS"}
     plan = load(copy.parent / "runs" / "native" / "zero3").plan
