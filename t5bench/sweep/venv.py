@@ -90,26 +90,20 @@ def install(requirements: "list[Path]") -> None:
 def install_torch(pip: "list[str]") -> None:
     """Without a GPU the CPU build, which uv can find; otherwise, or if that fails, the package index's build."""
     uv = [str(PYTHON), "-m", "uv", "pip", "install", "--python", str(PYTHON), "--torch-backend", "cpu"]
-    has_uv = not shutil.which("nvidia-smi") and attempt("installing uv, to find torch's CPU build", *pip, "uv")
-    if has_uv and attempt(f"installing {TORCH} for CPUs: about {CPU_MB} MB to download", *uv, TORCH):
-        return
-    other = "could not fetch the CPU build; installing the package index's" if has_uv else "installing"
-    logged(f"{other} {TORCH}: about {CUDA_MB:,} MB to download with CUDA, {CPU_MB} MB without", *pip, TORCH)
+    has_gpu, cpu = shutil.which("nvidia-smi"), f"installing {TORCH} for CPUs: about {CPU_MB} MB to download"
+    if has_gpu or not (logged("installing uv", *pip, "uv", must=False) and logged(cpu, *uv, TORCH, must=False)):
+        logged(f"installing {TORCH}: about {CUDA_MB:,} MB to download with CUDA, {CPU_MB} MB without", *pip, TORCH)
 
 
-def attempt(what: str, *command: str) -> bool:
-    """Runs a command whose output goes to the log; whether it succeeded."""
+def logged(what: str, *command: str, must: bool = True) -> bool:
+    """Runs a command whose output goes to the log; whether it succeeded. Raises Problem if it must and did not."""
     note(what)
     environment = dict(os.environ, DS_BUILD_OPS="0", DS_ACCELERATOR="cpu")
     with LOG.open("ab") as log:
-        return subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode == 0
-
-
-def logged(what: str, *command: str) -> None:
-    """Runs a command whose output goes to the log. Raises Problem if it fails."""
-    begin = LOG.stat().st_size if LOG.exists() else 0
-    if attempt(what, *command):
-        return
+        begin = log.tell()
+        succeeded = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode == 0
+    if succeeded or not must:
+        return succeeded
     said = LOG.read_bytes()[begin:].decode(errors="replace")
     for pattern, problem in CAUSES.items():
         if re.search(pattern, said):
