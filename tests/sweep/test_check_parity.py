@@ -84,7 +84,7 @@ def test_a_number_hidden_by_a_recipe_is_named():
 @pytest.mark.slow
 def test_the_benchmarks_own_mode(copy: Path):
     """ZeRO drops what DDP drops."""
-    result = gate("--benchmark-mode", "zero3", root=copy, TRAIN_ITERS="4", RUNS_DIR="runs")
+    result = gate("--benchmark-mode", "zero3", root=copy, TRAIN_ITERS="6", RUNS_DIR="runs")
     assert result.returncode == 0, result.stdout + result.stderr
     assert verdicts(result.stdout) == {("ddp", "native"): "PASS", ("zero3", "native"): "PASS"}
     plan = load(copy.parent / "runs" / "native" / "zero3").plan
