@@ -83,20 +83,20 @@ def test_ctrl_c_ends_every_node(cluster: Cluster, project: Project):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "broken", "said"),
+    ("hosts", "broken", "said", "why"),
     [
-        ("node0 nowhere", "", "FAILED (configuration): ssh to nowhere failed: ssh: Could not resolve hostname nowhere"),
-        ("nowhere node0", "", "nowhere cannot plan ddp: ssh: Could not resolve hostname nowhere"),
-        (TWO, "rm megatron_data/*.idx", "FAILED (configuration): node1: Missing or empty Megatron indexed dataset"),
+        ("node0 nowhere", "", "FAILED (configuration): ssh to nowhere failed: ", "Could not resolve hostname nowhere"),
+        ("nowhere node0", "", "nowhere cannot plan ddp", "Could not resolve hostname nowhere"),
+        (TWO, "rm megatron_data/*.idx", "FAILED (configuration): node1: ", "xsum_text_document.idx"),
     ],
     ids=["no node", "no master", "refusal"],
 )
 def test_what_keeps_one_node_from_training_is_named(
-    cluster: Cluster, project: Project, hosts: str, broken: str, said: str
+    cluster: Cluster, project: Project, hosts: str, broken: str, said: str, why: str
 ):
     """And the launchers on the others end at once."""
     cluster.private(project.root.parent)
     cluster.run("node1", "bash", "-c", broken, cwd=project.root)
     result = sweep(cluster, project, HOSTS=hosts)
     assert result.returncode == 2  # nothing was trained, whether or not node 0 got so far that it left a record
-    assert said in result.stderr
+    assert said in result.stderr and why in result.stderr
