@@ -28,11 +28,8 @@ COMMANDS = {
     "predict": ("t5bench.predict.command", "predict what each strategy will cost in memory, bytes and time"),
     "plan": ("t5bench.predict.search", "rank every layout of a model on a number of GPUs by predicted time"),
     "layout": ("t5bench.predict.layout", "show which rank is where, and every process group"),
-    "pack": (
-        "t5bench.report.package",
-        "pack a comparison with its records into one file that others can verify",
-    ),
-    "verify": ("t5bench.report.verify_command", "recompute every figure of such a file from its logs"),
+    "pack": ("t5bench.report.package", "pack a comparison with its records into one file that others can verify"),
+    "verify": ("t5bench.report.verify", "recompute every figure of such a file from its logs"),
     "merge-data": ("t5bench.corpus.merge", "merge several indexed datasets into one"),
     "wandb": ("t5bench.report.wandb_report", "upload a comparison to its W&B project"),
 }

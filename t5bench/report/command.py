@@ -143,11 +143,8 @@ def default_output(places: Sequence[str], runs: Sequence[records.Run]) -> Path:
     return Path(os.path.commonpath([run.directory.resolve().parent for run in runs])) / "comparison"
 
 
-def write(comparison: Comparison, directory: Path, root: Path = Path()) -> Path:
-    """Writes comparison.md, .csv and .json and the page into the directory; the page. Raises Problem.
-
-    root: what the runs' directories are relative to.
-    """
+def write(comparison: Comparison, directory: Path) -> Path:
+    """Writes comparison.md, .csv and .json and the page into the directory; the page. Raises Problem."""
     # matplotlib takes a second to import: not before the arguments are known to be right.
     from t5bench.report.page import render
 
@@ -156,7 +153,7 @@ def write(comparison: Comparison, directory: Path, root: Path = Path()) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         for name, suffix in (("markdown", "md"), ("csv", "csv"), ("json", "json")):
             (directory / f"comparison.{suffix}").write_text(FORMATS[name](comparison))
-        page.write_text(render(comparison, root))
+        page.write_text(render(comparison))
     except OSError as error:
         raise Problem(f"the comparison cannot be written: {error}", "Name another place: --output DIR") from error
     return page

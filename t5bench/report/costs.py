@@ -1,7 +1,6 @@
 """The figures of costs: predicted beside measured, and memory against throughput."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from t5bench.compare.comparison import Comparison
 from t5bench.compare.rows import Row
@@ -16,14 +15,11 @@ STRETCHES = 100  # of the timeline, for each row; one takes about 100 bytes, dra
 THICK = "Thick is what the cost model predicts, thin what was measured."
 
 
-def all_figures(comparison: Comparison, rows: Mapping[str, Row], root: Path, most: int) -> list[Figure]:
-    """Those for which something is measured; of what takes many points, only so many rows.
-
-    root: what the runs' directories are relative to.
-    """
+def all_figures(comparison: Comparison, rows: Mapping[str, Row], most: int) -> list[Figure]:
+    """Those for which something is measured; of what takes many points, only so many rows."""
     found = [figures.throughput(rows), _pareto(rows), _memory(rows), _bytes(rows), _time(rows, comparison.predicted_by)]
     large = figures.best(rows, most)
-    profiled = profiles.profiles_of(large, root)
+    profiled = profiles.profiles_of(large)
     found += [profiles.parts(large, profiled), profiles.timeline(large, profiled, STRETCHES * most)]
     found += [figures.loss(large, comparison.baseline), figures.times(large)]
     return [figure for figure in found if figure.panels]

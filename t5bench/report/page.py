@@ -86,24 +86,24 @@ def _order(column: tables.Column, row: Row, text: str) -> str:
     return value if value != text else ""
 
 
-def render(comparison: Comparison, root: Path = Path()) -> str:
-    """The page, with figures of as many rows as MOST_BYTES has room for. root: what runs are relative to."""
+def render(comparison: Comparison) -> str:
+    """The page, with figures of as many rows as MOST_BYTES has room for."""
     rows = best(rows_of(comparison), MOST_EXPLAINED)
-    explained = [(name, row, text, why(row.run, root)) for name, row in rows.items() if (text := limits(row))]
+    explained = [(name, row, text, why(row.run)) for name, row in rows.items() if (text := limits(row))]
     for most in MOST_ROWS:
-        page = _render(comparison, root, explained, *most)
+        page = _render(comparison, explained, *most)
         if len(page.encode()) < MOST_BYTES:
             break
     return page
 
 
-def _render(comparison: Comparison, root: Path, explained: list, most: int, most_of_large: int) -> str:
+def _render(comparison: Comparison, explained: list, most: int, most_of_large: int) -> str:
     loader = FileSystemLoader(HERE)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     columns, different = tables.columns(comparison), differing(_facts, comparison.runs)
     rows, style = rows_of(comparison), styles(comparison)
     drawn = best(rows, most)
-    figures = all_figures(comparison, drawn, root, most_of_large)
+    figures = all_figures(comparison, drawn, most_of_large)
     looks = {name: style[row.strategy] for name, row in rows.items()}
     about = {}
     for name, row in rows.items():
@@ -137,7 +137,7 @@ def _render(comparison: Comparison, root: Path, explained: list, most: int, most
         scripts=[Markup((HERE / name).read_text()) for name in SCRIPTS],
         drawn=[len(drawn), min(most_of_large, len(drawn))],
         limits=explained,
-        why_slower=why_slower(rows, root),
+        why_slower=why_slower(rows),
         dates=" to ".join(dict.fromkeys([days[0], days[-1]])),
         show=show,
         different=different,

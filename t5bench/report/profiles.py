@@ -1,10 +1,9 @@
 """What the rows' profiles say: the parts of an iteration, all ranks in one timeline, and why it takes so long."""
 
 import bisect
+import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path
 
 from t5bench.compare.explain import Explanation
 from t5bench.compare.rows import Row
@@ -30,15 +29,12 @@ def stretches(rank: Rank, steps: int) -> Iterator[tuple[str, float, float]]:
             start = end
 
 
-def profiles_of(rows: Mapping[str, Row], root: Path) -> dict[str, Profile]:
-    """Of the rows that were profiled by part. root: what the runs' directories are relative to."""
+def profiles_of(rows: Mapping[str, Row]) -> dict[str, Profile]:
+    """Of the rows that were profiled by part."""
     found = {}
     for name, row in rows.items():
-        place = root / row.run.directory / PROFILE
-        try:
-            found[name] = read_profile(place)
-        except RecordError:
-            continue
+        with contextlib.suppress(RecordError):
+            found[name] = read_profile(row.run.directory / PROFILE)
     return found
 
 
@@ -47,11 +43,11 @@ def mean_parts(profile: Profile) -> dict[str, float]:
     return {part: sum(rank.parts.get(part, 0.0) for rank in profile.ranks) / len(profile.ranks) for part in PARTS}
 
 
-def why_slower(rows: Mapping[str, Row], root: Path) -> list[str]:
+def why_slower(rows: Mapping[str, Row]) -> list[str]:
     """Of each strategy's fastest row, what it takes longer for than the fastest with as many processes."""
     timed = {name: row for name, row in rows.items() if row.milliseconds}
     shown = best(timed, len({(row.strategy, row.run.world_size) for row in timed.values()}))
-    profiles, found = profiles_of(shown, root), []
+    profiles, found = profiles_of(shown), []
     for size in sorted({row.run.world_size for row in shown.values()}):
         took = {name: row.milliseconds.median for name, row in shown.items() if row.run.world_size == size}
         first = min(took, key=took.__getitem__)
@@ -88,12 +84,12 @@ def timeline(rows: Mapping[str, Row], profiles: Mapping[str, Profile], most: int
     return Figure("Timeline", "ms since the iteration began", caption, by_size(rows, found, each=0.25))
 
 
-def why(run: Run, root: Path) -> list[str]:
+def why(run: Run) -> list[str]:
     """Where the time of the profiled iteration went, and the causes that this names; nothing without a profile."""
-    if not os.path.lexists(root / run.directory / PROFILE):
+    if not os.path.lexists(run.directory / PROFILE):
         return []
     try:
-        explanation = Explanation(replace(run, directory=root / run.directory))
+        explanation = Explanation(run)
         return [explanation.sentence(), *(f"{cause.name}: {cause.evidence}" for cause in explanation.causes())]
     except RecordError as damage:
-        return [str(damage).replace(str(root / run.directory), str(run.directory))]
+        return [str(damage)]

@@ -1,0 +1,128 @@
+"""``python -m t5bench verify``: reads a package's logs again, and compares every figure to the last digit."""
+
+import argparse
+import gzip
+import io
+import re
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import matplotlib
+
+from t5bench import Problem
+from t5bench.record.files import MOST_BYTES, RecordError, open_file, read, sha256
+from t5bench.record.reader import decoded
+from t5bench.record.records import looks_like_run, read_list
+from t5bench.report.command import PAGE, UNFORESEEN, write
+from t5bench.report.package import CONTENTS, PUBLISHED, RUNS, Contents, publish, working_in, write_file
+
+ANEW, FIGURES = Path("anew"), "comparison.json"
+_DRAWING = re.compile(r"<svg.*?</svg>", re.DOTALL)
+
+
+def unpack(package: Path, root: Path) -> Iterator[str]:
+    """The files of a package below root; yields what should not be in it. Raises RecordError."""
+    seen: set[str] = set()
+    try:
+        with open_file(package) as file, gzip.GzipFile(fileobj=file) as compressed:
+            content = compressed.read(MOST_BYTES)
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
+            for entry in tar:
+                name = PurePosixPath(entry.name)
+                if not entry.isreg() or name.is_absolute() or ".." in name.parts or entry.size > MOST_BYTES:
+                    yield f"{entry.name} is not a plain file of a package"
+                elif entry.name in seen:
+                    yield f"{entry.name} is in the package twice"
+                elif content := tar.extractfile(entry):
+                    seen.add(entry.name)
+                    write_file(root / name, content.read())
+    except RecordError:
+        raise
+    except (tarfile.TarError, OSError, EOFError, ValueError, zlib.error) as error:
+        raise RecordError(f"{package} cannot be read: {error}") from error
+
+
+def findings() -> Iterator[str]:
+    """What is wrong with the package that was unpacked here, a sentence each. Raises Problem."""
+    contents = decoded(CONTENTS, read(CONTENTS), Contents)
+    present = {str(path) for path in Path().rglob("*") if path.is_file() and path != CONTENTS}
+    for name in sorted(present | contents.files.keys()):
+        if name not in present:
+            yield f"{name} is missing"
+        elif name not in contents.files:
+            yield f"{name} was added: {CONTENTS} does not list it"
+        elif sha256(Path(name)) != contents.files[name]:
+            yield f"{name} was changed: it does not have its checksum"
+    absent = [name for name in read_list(RUNS) if not looks_like_run(RUNS / name)]
+    for name in dict.fromkeys([*absent, *contents.absent]):
+        if name not in contents.absent:
+            yield f"{RUNS}/{name} is on the sweep's list of runs but not in the package"
+        elif name not in absent:
+            yield f"{RUNS}/{name} is listed as absent, but it is in the package or not on the sweep's list of runs"
+    comparison, faults = publish(contents)
+    yield from faults
+    write(comparison, ANEW)
+    files = sorted(path.name for path in ANEW.iterdir() if path.name != PAGE)
+    wrong = [fault for name in files for fault in _differences(name)]
+    # The page has all of it: its differences say nothing new.
+    yield from wrong or _differences(PAGE, contents.drawn_by == matplotlib.__version__)
+
+
+def _differences(name: str, same_drawings: bool = True) -> Iterator[str]:
+    """Where a published file is not what the logs give."""
+    found, anew = (read(place / name).decode(errors="replace") for place in (PUBLISHED, ANEW))
+    if not same_drawings:
+        found, anew = (_DRAWING.sub("", text) for text in (found, anew))
+    if name == FIGURES and found != anew:
+        published, computed = (dict(_leaves(decoded(name, text.encode()))) for text in (found, anew))
+        for place in dict.fromkeys([*computed, *published]):
+            one, other = published.get(place, "nothing"), computed.get(place, "nothing")
+            if one != other:
+                yield f"{PUBLISHED}/{name}: {place} is {one}, but the logs give {other}"
+    elif found != anew:
+        pairs = zip(found.split("\n"), anew.split("\n"), strict=False)
+        same = next((number for number, (one, other) in enumerate(pairs) if one != other), anew.count("\n"))
+        yield f"{PUBLISHED}/{name} line {same + 1} does not follow from the logs"
+
+
+def _leaves(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value by its place; a row's by the row's label."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            yield from _leaves(value, f"{name}.{key}" if name else key)
+    elif isinstance(content, list):
+        for number, value in enumerate(content):
+            label = value.get("label") if isinstance(value, dict) else None
+            yield from _leaves(value, f"{name}[{label or number}]")
+    else:
+        yield name, content
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("package", type=Path, metavar="PACKAGE", help="what `pack` wrote")
+    parser.add_argument("--sha256", default="", metavar="CHECKSUM", help="the checksum that was published with it")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    package, published, found, figures = arguments.package, arguments.sha256.lower(), [], ""
+    try:  # what is found before an exception stays in the list
+        if published and sha256(package) != published:
+            found.append(f"{package} is not the package that was published: its checksum is {sha256(package)}")
+        with tempfile.TemporaryDirectory() as place:
+            found.extend(unpack(package, Path(place)))
+            with working_in(place):
+                found.extend(findings())
+                figures = (PUBLISHED / FIGURES).read_text(errors="replace")
+    except UNFORESEEN as error:
+        why = error if isinstance(error, Problem) else f"its records lack what a comparison needs: {error!r}"
+        found.append(str(why))
+    for finding in found:
+        print(f"finding: {finding}")
+    if not found:
+        numbers = re.findall(r"(?<![\w\"])-?\d[\d.e+-]*", figures)
+        print(f"{package}: all {len(numbers)} numbers of the comparison follow from the logs")
+    return int(bool(found))
