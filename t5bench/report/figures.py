@@ -1,8 +1,9 @@
 """What the page's figures show, by row, as data that any library can draw."""
 
+import bisect
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,8 +12,10 @@ from msgspec.structs import replace
 from t5bench.compare.comparison import Comparison
 from t5bench.compare.parity import curve, relative_difference
 from t5bench.compare.rows import Row
+from t5bench.record.files import PROFILE, RecordError
+from t5bench.record.profile import PARTS, Profile, Rank, read_profile
 from t5bench.record.records import Run
-from t5bench.report.tables import mark, named_rows
+from t5bench.report.tables import mark, named_rows, predicted_bytes
 
 INK, GRID, LEFT_OUT = "currentColor", "var(--grid)", "#888888"
 # Of parts, which have the same in every row.
@@ -21,8 +24,14 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b
 LONGEST_NAME = 24  # characters; the page's table tells what a short name stands for
 MOST_POINTS = 400  # of one line; more cannot be seen and make the page heavy
 MOST_DOTS, MOST_PANELS = 160, 16
+# Of the timeline; a stretch takes about 100 bytes, drawn and as data.
+MOST_RANKS, MOST_STEPS, STRETCHES_OF_A_ROW = 64, 200, 100
+COLOUR_OF = dict(zip(PARTS, COLOURS, strict=True))
+KINDS = {name: name for name in ("weights", "gradients", "optimizer")}
+KINDS |= dict.fromkeys(("encoder", "decoder", "ends of stacks"), "activations") | {"logits and loss": "logits and loss"}
 
 Points = Sequence[tuple[float, float]]
+Rows = Mapping[str, Row]
 
 
 class Series(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -38,6 +47,9 @@ class Series(msgspec.Struct, frozen=True, omit_defaults=True):
     text: str = ""
     colour: str = ""
     label: str = ""
+
+
+Of = Callable[[str, Row], Iterable[Series]]  # what a figure shows of a row
 
 
 class Panel(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -78,7 +90,7 @@ def rows_of(comparison: Comparison) -> dict[str, Row]:
     return dict(named_rows(comparison, LONGEST_NAME))
 
 
-def best(rows: Mapping[str, Row], most: int) -> dict[str, Row]:
+def best(rows: Rows, most: int) -> dict[str, Row]:
     """As many rows as this: of each strategy and number of processes the baseline and then the fastest."""
     seen: Counter[tuple[str, int]] = Counter()
     places = {}
@@ -94,19 +106,50 @@ def _rate(row: Row) -> float:
     return row.samples_per_second.median if row.samples_per_second else 0.0
 
 
+def all_figures(comparison: Comparison, rows: Rows, most: int) -> list[Figure]:
+    """Those for which something is measured; of what takes many points, only so many rows."""
+    base, large = comparison.baseline, best(rows, most)
+    rates = [rate for row in rows.values() if (rate := row.samples_per_second)]
+    end = max((2 * rate.median for rate in rates), default=0.0)
+    is_cut = any(rate.high and rate.high > end for rate in rates)  # an interval may have no end to speak of
+    kinds = {row.on_gpu: "GPU, allocated by PyTorch" if row.on_gpu else "host, resident set" for row in rows.values()}
+    memory = f"peak memory in MiB ({' / '.join(kinds.values())}; less is better)"
+    sent = "MB that the busiest node sends per iteration (on one node: that its processes exchange)"
+    fullest = "The peak of each rank, one dot each. The fullest rank decides what fits."
+    if any(row.on_gpu and row.peak_memory and row.prediction for row in rows.values()):
+        fullest += " The thick bars are what the cost model predicts for it."
+    medians = "The medians with their 95 % confidence intervals, and the ratio to the baseline."
+    thick = "Thick is what the cost model predicts, thin what was measured."
+    thick_times = " ".join([thick, *(f"{text[:1].upper()}{text[1:]}." for text in comparison.predicted_by)])
+    mean = "The mean of all ranks. The parts add up to the profiled iteration, which profiling slows down."
+    found = [
+        _by_row("Throughput", "samples/s (more is better)", medians, rows, _throughput, is_cut * end),
+        _pareto(rows),
+        _by_row("Memory", memory, fullest, rows, _memory),
+        _by_row("Bytes, predicted and measured", sent, thick, rows, _bytes),
+        _by_row("Time, predicted and measured", "ms of an iteration", thick_times, rows, _time),
+        _by_row("Where the time went", "ms of the profiled iteration", mean, large, _parts),
+        _timeline(large, STRETCHES_OF_A_ROW * most),
+        _loss(large, base),
+        _times(large),
+    ]
+    return [figure for figure in found if figure.panels]
+
+
 # ---- one line for each row -------------------------------------------------------------------------------------------
 
 
-def by_size(rows: Mapping[str, Row], series: Sequence[Series], most: float = 0.0, each: float = 0.42) -> list[Panel]:
-    """A panel for each number of processes; each: the height of a line."""
+def _by_row(title: str, x: str, caption: str, rows: Rows, of: Of, most: float = 0.0, each: float = 0.42) -> Figure:
+    """A panel for each number of processes with what the rows have. most: as of a panel; each: the height of a line."""
     sizes: dict[int, list[Series]] = {}
-    for entry in series:
-        sizes.setdefault(rows[entry.row].run.world_size, []).append(entry)
+    for name, row in rows.items():
+        if found := list(of(name, row)):
+            sizes.setdefault(row.run.world_size, []).extend(found)
     panels = [Panel(found, f"{size} processes", most=most) for size, found in sizes.items()]
-    return [replace(panel, height=0.5 + each * len(panel.names)) for panel in panels]
+    return Figure(title, x, caption, [replace(panel, height=0.5 + each * len(panel.names)) for panel in panels])
 
 
-def stacked(name: str, parts: Mapping[str, float]) -> Iterator[Series]:
+def _stacked(name: str, parts: Mapping[str, float]) -> Iterator[Series]:
     """Bars end to end; a part has its colour by its place among the parts."""
     start = 0.0
     for number, (part, size) in enumerate(parts.items()):
@@ -115,19 +158,116 @@ def stacked(name: str, parts: Mapping[str, float]) -> Iterator[Series]:
         start += size
 
 
-def throughput(rows: Mapping[str, Row]) -> Figure:
-    found, most = [], 0.0
+def _beside(name: str, parts: Mapping[str, float], measured: float) -> Iterator[Series]:
+    """Nothing where nothing is predicted."""
+    if predicted := sum(parts.values()):
+        number = f"{measured:,.0f}" if measured >= 100 else f"{measured:.3g}"
+        text = f"{number} (predicted {predicted / measured - 1:+.0%})"
+        yield from _stacked(name, parts)
+        yield Series(name, "interval", [((0, measured), name)], text, INK, "measured")
+
+
+def _throughput(name: str, row: Row) -> Iterator[Series]:
+    if rate := row.samples_per_second:
+        ratio = f" ({row.ratio.median:.2f}x)" if row.ratio and not row.is_baseline else ""
+        interval = rate.low or rate.median, rate.high or rate.median
+        yield Series(name, "bar", [((0, rate.median), name)])
+        yield Series(name, "interval", [(interval, name)], f"{rate.median:.4g}{ratio}{mark(row)}", INK)
+
+
+def _memory(name: str, row: Row) -> Iterator[Series]:
+    if not (peaks := list(row.peak_memory.values())):
+        return
+    if row.on_gpu and (known := row.prediction):
+        parts = dict.fromkeys([*KINDS.values(), "buffers"], 0.0)
+        for part, size in known.memory.components.items():
+            parts[KINDS.get(part, "buffers")] += size / 2**20
+        yield from _stacked(name, parts)
+        limits = [device.get("memory_mib") for node in row.run.nodes for device in node["devices"]]
+        limit = [(min(limits), name)] if limits and all(limits) else []
+        yield Series(name, "limit", limit, "", INK, "the device's memory")
+    low, high = min(peaks), max(peaks)
+    text = f"{high:,.0f}" if high - low < 0.5 else f"{low:,.0f} to {high:,.0f}"
+    yield Series(name, "interval", [((0, high), name)], "", INK, "measured")
+    yield Series(name, "dots", [(peak, name) for peak in peaks], text, "", "each rank")
+
+
+def _bytes(name: str, row: Row) -> Iterator[Series]:
+    if row.sent_per_iteration and (predicted := predicted_bytes(row)):
+        yield from _beside(name, {"predicted": predicted[0] / 1e6}, row.sent_per_iteration / 1e6)
+
+
+def _time(name: str, row: Row) -> Iterator[Series]:
+    if row.predicted and row.milliseconds:
+        parts = {part: 1000 * seconds for part, seconds in row.predicted.parts.items()}
+        yield from _beside(name, parts, row.milliseconds.median)
+
+
+def _parts(name: str, row: Row) -> Iterator[Series]:
+    if profile := profile_of(row):
+        yield from _stacked(name, mean_parts(profile))
+
+
+def profile_of(row: Row) -> Profile | None:
+    """None for a row that was not profiled by part."""
+    try:
+        return read_profile(row.run.directory / PROFILE)
+    except RecordError:
+        return None
+
+
+def mean_parts(profile: Profile) -> dict[str, float]:
+    """Milliseconds of each part, the mean of all ranks."""
+    return {part: sum(rank.parts.get(part, 0.0) for rank in profile.ranks) / len(profile.ranks) for part in PARTS}
+
+
+def _timeline(rows: Rows, most: int) -> Figure:
+    """most: how many stretches it has."""
+    profiles = ((name, profile_of(row)) for name, row in rows.items())
+    every = [(name, rank) for name, profile in profiles if profile for rank in profile.ranks if rank.timeline]
+    shown = every[:MOST_RANKS]
+
+    def stretches(name: str, _row: Row) -> Iterator[Series]:
+        for rank in (rank for owner, rank in shown if owner == name):
+            points: dict[str, list] = {}
+            for part, start, end in _stretches(rank, min(MOST_STEPS, most // len(shown))):
+                points.setdefault(part, []).append(((start, end), f"{name}: rank {rank.rank}"))
+            for part, own in points.items():
+                yield Series(name, "stretch", own, "", COLOUR_OF.get(part, LEFT_OUT), part)
+
+    caption = "The profiled iteration of every rank, in coarse steps; trace.json in its directory has each operator."
+    if len(shown) < len(every):
+        caption += f" The first {len(shown)} of {len(every)} ranks."
+    return _by_row("Timeline", "ms since the iteration began", caption, rows, stretches, each=0.25)
+
+
+def _stretches(rank: Rank, steps: int) -> Iterator[tuple[str, float, float]]:
+    """At most so many (part, start, end): what goes on in the middle of each step."""
+    ends = [end for _, end in rank.timeline]
+    step, start = ends[-1] / steps, 0.0
+    parts = [rank.timeline[bisect.bisect_left(ends, (number + 0.5) * step)][0] for number in range(steps)]
+    for number, (part, following) in enumerate(zip(parts, [*parts[1:], ""], strict=True), 1):
+        if part != following:
+            end = round(number * step, 3)
+            yield part, start, end
+            start = end
+
+
+def _pareto(rows: Rows) -> Figure:
+    sizes: dict[int, dict[str, tuple[float, float]]] = {}
     for name, row in rows.items():
-        if rate := row.samples_per_second:
-            ratio = f" ({row.ratio.median:.2f}x)" if row.ratio and not row.is_baseline else ""
-            most = max(most, 2 * rate.median)
-            interval = rate.low or rate.median, rate.high or rate.median
-            found.append(Series(name, "bar", [((0, rate.median), name)]))
-            found.append(Series(name, "interval", [(interval, name)], f"{rate.median:.4g}{ratio}{mark(row)}", INK))
-    caption = "The medians with their 95 % confidence intervals, and the ratio to the baseline."
-    # An interval may have no end to speak of.
-    is_cut = any(x[1] > most for series in found for x, _ in series.points)
-    return Figure("Throughput", "samples/s (more is better)", caption, by_size(rows, found, is_cut * most))
+        if row.samples_per_second and row.peak_memory:
+            point = max(row.peak_memory.values()), row.samples_per_second.median
+            sizes.setdefault(row.run.world_size, {})[name] = point
+    panels = []
+    for size, points in sizes.items():
+        ends = points.values()
+        best = sorted(p for p in ends if not any(q != p and q[0] <= p[0] and q[1] >= p[1] for q in ends))
+        front = Series("", "line", best, "", LEFT_OUT, "not beaten in both")
+        dots = [Series(name, "point", [p], f"{p[1]:.4g} samples/s in {p[0]:,.0f} MiB") for name, p in points.items()]
+        panels.append(Panel([front, *dots], f"{size} processes", "samples/s", height=2.4))
+    caption = "Up and to the left is better. The line joins the rows that no other beats in both."
+    return Figure("Memory against throughput", "peak memory of the fullest rank in MiB", caption, panels)
 
 
 # ---- over the iterations ---------------------------------------------------------------------------------------------
@@ -154,7 +294,7 @@ def _apart(points: Points, reference: Points) -> Points:
     return [point for point in shared if point[1] > 0]
 
 
-def loss(rows: Mapping[str, Row], base: str) -> Figure:
+def _loss(rows: Rows, base: str) -> Figure:
     curves = {name: series(row.run, "lm_loss") for name, row in rows.items() if row.complete}
     curves = {name: points for name, points in curves.items() if points}
     bases = {rows[name].run.world_size: points for name, points in curves.items() if rows[name].is_baseline}
@@ -175,7 +315,7 @@ def loss(rows: Mapping[str, Row], base: str) -> Figure:
     return Figure("Loss", "iteration", caption, panels)
 
 
-def times(rows: Mapping[str, Row]) -> Figure:
+def _times(rows: Rows) -> Figure:
     timed = {name: row for name, row in rows.items() if row.milliseconds}
     panels = []
     for name, row in list(timed.items())[:MOST_PANELS]:

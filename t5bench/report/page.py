@@ -1,6 +1,7 @@
 """A comparison as one HTML file that asks nothing of any network."""
 
 import json
+import os
 import re
 import shlex
 from dataclasses import asdict
@@ -14,16 +15,17 @@ from markupsafe import Markup
 from t5bench.compare import interval, repeats, statistics
 from t5bench.compare.comparable import differing, show
 from t5bench.compare.comparison import Comparison
+from t5bench.compare.explain import Explanation
 from t5bench.compare.limits import limits
 from t5bench.compare.parity import DIFFERENT, EQUAL
 from t5bench.compare.rows import Row
+from t5bench.record.files import PROFILE, RecordError
+from t5bench.record.profile import DOING, PARTS
 from t5bench.record.records import Run
 from t5bench.record.status import COMPLETE
 from t5bench.report import tables
-from t5bench.report.costs import all_figures
 from t5bench.report.drawing import drawings, styles
-from t5bench.report.figures import LONGEST_NAME, best, rows_of
-from t5bench.report.profiles import why, why_slower
+from t5bench.report.figures import LONGEST_NAME, Rows, all_figures, best, mean_parts, profile_of, rows_of
 
 HERE = Path(__file__).parent
 SCRIPTS = ("vendor/chart-4.5.1.umd.min.js", "page.js")
@@ -31,6 +33,7 @@ MOST_BYTES = 880_000
 MOST_EXPLAINED = 32
 MOST_ROWS = ((64, 16), (32, 8), (32, 4), (16, 4), (16, 2), (8, 2))  # in the figures, and in those that take many points
 DIGITS = 6
+SLOWER = 1.05  # times as long as the fastest: what differs by less needs no reason
 MINOR = 15  # columns up to this importance stand in a line below their row
 
 
@@ -84,6 +87,36 @@ def _order(column: tables.Column, row: Row, text: str) -> str:
     """What its cell is sorted by, where that is not its text."""
     value = next((str(_rounded(part)) for part in column.parts(row).values() if part is not None), text)
     return value if value != text else ""
+
+
+def why_slower(rows: Rows) -> list[str]:
+    """Of each strategy's fastest row, what it takes longer for than the fastest with as many processes."""
+    timed = {name: row for name, row in rows.items() if row.milliseconds}
+    shown, found = best(timed, len({(row.strategy, row.run.world_size) for row in timed.values()})), []
+    for size in sorted({row.run.world_size for row in shown.values()}):
+        of_size = ((row.milliseconds.median, name) for name, row in shown.items() if row.run.world_size == size)
+        (least, first), *others = sorted(of_size, key=lambda one: one[0])
+        fastest = profile_of(shown[first])
+        for ms, name in others if fastest else ():
+            if ms >= SLOWER * least and (profile := profile_of(shown[name])):
+                ours, its = mean_parts(profile), mean_parts(fastest)
+                part = max(PARTS, key=lambda part: ours[part] - its[part])
+                found.append(
+                    f"{name} takes {ms - least:.3g} ms longer than {first}; "
+                    f"the profile shows {ours[part] - its[part]:.3g} ms more {DOING[part]}"
+                )
+    return found
+
+
+def why(run: Run) -> list[str]:
+    """Where the time of the profiled iteration went, and the causes that this names; nothing without a profile."""
+    if not os.path.lexists(run.directory / PROFILE):
+        return []
+    try:
+        explanation = Explanation(run)
+        return [explanation.sentence(), *(f"{cause.name}: {cause.evidence}" for cause in explanation.causes())]
+    except RecordError as damage:
+        return [str(damage)]
 
 
 def render(comparison: Comparison) -> str:

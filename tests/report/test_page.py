@@ -26,9 +26,8 @@ from t5bench.plan.launchers import ask
 from t5bench.record.files import write_json
 from t5bench.record.plan import Plan
 from t5bench.report.drawing import drawings
-from t5bench.report.figures import Figure
+from t5bench.report.figures import COLOUR_OF, Figure
 from t5bench.report.page import SCRIPTS, command
-from t5bench.report.profiles import COLOUR_OF
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(not BROWSER, reason="no chromium to open the page with")
