@@ -49,14 +49,6 @@ def test_the_table_names_every_room():
     assert ROOMS.keys() == found | {"native"}
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(REPO_ROOT)))
-def test_imports_follow_the_arrows(path: Path):
-    room = room_of(path)
-    if room in ROOMS:
-        arrows = set(imported(ast.parse(path.read_text()))) - {room, "t5bench"}
-        assert arrows <= ROOMS[room], f"{room} must not import {', '.join(sorted(arrows - ROOMS[room]))}"
-
-
 def test_imports_go_one_way():
     """No room reaches itself through others."""
 
@@ -67,21 +59,6 @@ def test_imports_go_one_way():
         assert room not in reached(room)
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(REPO_ROOT)))
-def test_modules_and_functions_are_short(path: Path):
-    text = path.read_text()
-    assert len(text.splitlines()) <= LONGEST_MODULE
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno - node.lineno < LONGEST_FUNCTION, node.name
-
-
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(REPO_ROOT)))
-def test_the_import_path_is_unchanged(path: Path):
-    changes = re.findall(r"sys\.path(?:\[.*\] *=|\.insert|\.append| *\+?=[^=])", path.read_text())
-    assert not changes
-
-
 def declared_settings() -> set[str]:
     files = [REPO_ROOT / "scripts" / "megatron_common.sh", *(REPO_ROOT / "scripts" / "families").iterdir()]
     text = "".join(path.read_text() for path in files)
@@ -89,14 +66,22 @@ def declared_settings() -> set[str]:
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(REPO_ROOT)))
-def test_no_second_list_of_settings(path: Path):
-    """What a setting means for a comparison, a parity check or a resumed run is its role's to say."""
-    settings = declared_settings()
+def test_a_module_keeps_the_rules_of_the_house(path: Path):
+    """Its imports follow the arrows, it is short, leaves the import path alone and has no second list of settings."""
+    room, text, settings = room_of(path), path.read_text(), declared_settings()
+    tree = ast.parse(text)
+    if room in ROOMS:
+        assert set(imported(tree)) - {room, "t5bench"} <= ROOMS[room], f"what {room} must not import"
+    assert len(text.splitlines()) <= LONGEST_MODULE
+    assert not re.search(r"sys\.path(?:\[.*\] *=|\.insert|\.append| *\+?=[^=])", text)
     assert len(settings) > 30
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno - node.lineno < LONGEST_FUNCTION, node.name
         items = getattr(node, "elts", [])
-        # These rooms choose values for the runs that they start.
-        if isinstance(node, ast.Dict) and room_of(path) not in ("sweep", "acceptance", "predict"):
+        # What a setting means for a comparison, a parity check or a resumed run is its role's to say. These rooms
+        # choose values for the runs that they start.
+        if isinstance(node, ast.Dict) and room not in ("sweep", "acceptance", "predict"):
             items = node.keys
         named = [item.value for item in items if isinstance(item, ast.Constant) and item.value in settings]
         assert len(named) <= MOST_SETTINGS_IN_A_LIST, named

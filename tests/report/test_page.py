@@ -201,39 +201,31 @@ def test_axe_finds_no_accessibility_problem(page: str, tmp_path: Path, options: 
 
 
 @needs_browser
-def test_without_javascript_figures_and_texts_are_complete(page: str, tmp_path: Path):
-    frame = f'<iframe sandbox="allow-same-origin" srcdoc="{html.escape(page)}"></iframe>'
-    found = browse(
-        f"<title></title><body>{frame}</body>", tmp_path,
-        """const page = document.querySelector("iframe").contentDocument
-        const height = name => [...page.querySelectorAll(name)].map(node => node.getBoundingClientRect().height)
-        page.querySelectorAll("details").forEach(node => node.open = true)
-        const empty = height("canvas, .live, #choices, button").every(h => h == 0)
-        return [empty, height(".drawn svg"), page.body.innerText]""",
-    )  # fmt: skip
-    assert found[0] and len(found[1]) == 9 and min(found[1]) > 50
-    for text in ("node1 was lost. Look at it", "scripts/run_megatron_t5_ddp.sh node0 0", "Where the time went"):
-        assert text in found[2]
-
-
-@needs_browser
-def test_the_page_scrolls_only_vertically(page: str, tmp_path: Path):
+def test_the_page_is_complete_without_javascript_and_scrolls_only_vertically(page: str, tmp_path: Path):
     """From a telephone to a large screen: with all details open neither the page nor a part of it is wider."""
-    widths = 390, 768, 1280, 2560
-    frames = "".join(f'<iframe width={width} height=900 srcdoc="{html.escape(page)}"></iframe>' for width in widths)
-    found = browse(
-        f"<!doctype html><title>?</title><body>{frames}</body>", tmp_path,
-        """return [...document.querySelectorAll("iframe")].map(frame => {
+    widths, text = (390, 768, 1280, 2560), html.escape(page)
+    frames = [f'<iframe width={width} height=900 srcdoc="{text}"></iframe>' for width in widths]
+    frames.append(f'<iframe sandbox="allow-same-origin" srcdoc="{text}"></iframe>')
+    *found, (empty, drawings, said) = browse(
+        f"<!doctype html><title>?</title><body>{''.join(frames)}</body>", tmp_path,
+        """const shown = [...document.querySelectorAll("iframe")].map(frame => {
             const page = frame.contentDocument, style = node => frame.contentWindow.getComputedStyle(node)
             page.querySelectorAll("details").forEach(node => node.open = true)
             const scrolls = [...page.querySelectorAll("*")].filter(
                 node => style(node).overflowX != "visible" && node.scrollWidth > node.clientWidth)
             const parts = page.documentElement.scrollWidth, drawn = page.querySelectorAll("canvas").length
-            return [parts, scrolls.length, drawn > 7, style(page.querySelector("td")).display] })""",
+            return [parts, scrolls.length, drawn > 7, style(page.querySelector("td")).display] })
+        const page = [...document.querySelectorAll("iframe")].at(-1).contentDocument
+        const height = name => [...page.querySelectorAll(name)].map(node => node.getBoundingClientRect().height)
+        const empty = height("canvas, .live, #choices, button").every(h => h == 0)
+        return [...shown.slice(0, -1), [empty, height(".drawn svg"), page.body.innerText]]""",
     )  # fmt: skip
     for width, (wide, scrolls, drawn, display) in zip(widths, found, strict=True):
         assert wide <= width and not scrolls and drawn
         assert display == ("block" if width < 1180 else "table-cell"), "where there is no room rows are cards"
+    assert empty and len(drawings) == 9 and min(drawings) > 50
+    for words in ("node1 was lost. Look at it", "scripts/run_megatron_t5_ddp.sh node0 0", "Where the time went"):
+        assert words in said
 
 
 def test_figures_show_what_is_known(page: str):
