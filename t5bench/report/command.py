@@ -27,7 +27,6 @@ DEFAULT_RUNS, PAGE = "outputs", "index.html"
 WIDTH_ELSEWHERE = 120  # characters of a line, for a file or a pipe when COLUMNS is unset
 UNFORESEEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 FORMATS = {
-    "terminal": tables.terminal,
     "markdown": tables.markdown,
     "csv": tables.as_csv,
     "json": lambda comparison: json.dumps(comparison.to_json(), indent=2, allow_nan=False) + "\n",
@@ -36,7 +35,8 @@ FORMATS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
-    parser.add_argument("--format", choices=FORMATS, default="terminal", help="what to print (default: %(default)s)")
+    formats = ["terminal", *FORMATS]
+    parser.add_argument("--format", choices=formats, default=formats[0], help="what to print (default: %(default)s)")
     watch = "redraw the table until every run of the sweep has ended (default: every 5 seconds)"
     parser.add_argument("--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help=watch)
     parser.add_argument("--wide", action="store_true", help="print every column, however wide the terminal is")
@@ -151,8 +151,8 @@ def write(comparison: Comparison, directory: Path) -> Path:
     page = directory / PAGE
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name, suffix in (("markdown", "md"), ("csv", "csv"), ("json", "json")):
-            (directory / f"comparison.{suffix}").write_text(FORMATS[name](comparison))
+        for suffix, text in zip(("md", "csv", "json"), FORMATS.values(), strict=True):
+            (directory / f"comparison.{suffix}").write_text(text(comparison))
         page.write_text(render(comparison))
     except OSError as error:
         raise Problem(f"the comparison cannot be written: {error}", "Name another place: --output DIR") from error

@@ -1,7 +1,6 @@
 """A comparison as one HTML file that asks nothing of any network."""
 
 import json
-import os
 import re
 import shlex
 from dataclasses import asdict
@@ -12,6 +11,7 @@ import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from t5bench import Problem
 from t5bench.compare import interval, repeats, statistics
 from t5bench.compare.comparable import differing, show
 from t5bench.compare.comparison import Comparison
@@ -19,7 +19,7 @@ from t5bench.compare.explain import Explanation
 from t5bench.compare.limits import limits
 from t5bench.compare.parity import DIFFERENT, EQUAL
 from t5bench.compare.rows import Row
-from t5bench.record.files import PROFILE, RecordError
+from t5bench.record.files import RecordError
 from t5bench.record.profile import DOING, PARTS
 from t5bench.record.records import Run
 from t5bench.record.status import COMPLETE
@@ -110,13 +110,13 @@ def why_slower(rows: Rows) -> list[str]:
 
 def why(run: Run) -> list[str]:
     """Where the time of the profiled iteration went, and the causes that this names; nothing without a profile."""
-    if not os.path.lexists(run.directory / PROFILE):
-        return []
     try:
         explanation = Explanation(run)
         return [explanation.sentence(), *(f"{cause.name}: {cause.evidence}" for cause in explanation.causes())]
     except RecordError as damage:
         return [str(damage)]
+    except Problem:
+        return []
 
 
 def render(comparison: Comparison) -> str:
@@ -137,12 +137,12 @@ def _render(comparison: Comparison, explained: list, most: int, most_of_large: i
     rows, style = rows_of(comparison), styles(comparison)
     drawn = best(rows, most)
     figures = all_figures(comparison, drawn, most_of_large)
-    looks = {name: style[row.strategy] for name, row in rows.items()}
-    about = {}
+    looks = {name: style[row.strategy] for name, row in drawn.items()}
+    about: dict[str, dict[str, Any]] = {}
     for name, row in rows.items():
-        colour, dashes = looks[name]
         about[name] = {"strategy": row.strategy, "processes": row.run.world_size, "engine": row.run.engine}
-        about[name] |= {"colour": colour, "dashes": [3 * length for length in dashes]} if name in drawn else {}
+    for name, (colour, dashes) in looks.items():
+        about[name] |= {"colour": colour, "dashes": [3 * length for length in dashes]}
     whole = msgspec.json.encode({"rows": about, "figures": figures})
     rounding = msgspec.json.Decoder(float_hook=lambda text: _rounded(float(text)))
     data = msgspec.json.encode(rounding.decode(whole)).decode()

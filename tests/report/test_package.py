@@ -83,15 +83,12 @@ def copied(name: str, to: str) -> Change:
     )
 
 
-def swapped(files: Files) -> None:
-    one, other = ({key[len(run) :]: files[key] for key in files if key.startswith(run)} for run in (DDP, ZERO1))
-    without(DDP)(files), without(ZERO1)(files)
-    files.update({DDP + key: content for key, content in other.items()})
-    files.update({ZERO1 + key: content for key, content in one.items()})
-
-
 def both(*changes: Change) -> Change:
     return lambda files: [change(files) for change in changes]
+
+
+def moved(name: str, to: str) -> Change:
+    return both(without(to), copied(name, to), without(name))
 
 
 def settings(name: str, to: str) -> Change:
@@ -179,7 +176,9 @@ SEALED: dict[str, tuple[Change, str]] = {
     "an absent run forgotten": (value(CONTENTS, "absent", to=[]), "runs/repeat1/hybrid is on the sweep's list"),
     "a run added": (copied(ZERO1, "runs/repeat2/zero1"), r"rows\[zero1\].milliseconds_of_runs\[1\] is nothing"),
     "a run in another's place": (copied(DDP, ZERO1), r"rows\[zero1\]"),
-    "two runs swapped": (swapped, "comparison.json: .*directory is runs/repeat1/ddp, but the logs"),
+    "two runs swapped": (
+        both(moved(DDP, "runs/x"), moved(ZERO1, DDP), moved("runs/x", ZERO1)),
+        "comparison.json: .*directory is runs/repeat1/ddp, but the logs"),
     "the log of another run": (copied(f"{DDP}/node0.log", LOG), "metrics.jsonl line 1 has elapsed_ms"),
 }  # fmt: skip
 
