@@ -333,11 +333,10 @@ def _run_times(name: str, row: Row) -> list[Series]:
     for entry in row.measured:
         dropped = entry.timing.dropped if entry.timing else {}
         dots = [(x, round(y, 3)) for x, y in series(entry.run, "elapsed_ms")]
-        for reason in dict.fromkeys(dropped.values()):
-            own = [dot for dot in dots if dropped.get(dot[0]) == reason]
-            found.append(Series(name, "dots", thin(own, most), "", LEFT_OUT, f"left out for {reason}"))
-        found.append(Series(name, "dots", thin([dot for dot in dots if dot[0] not in dropped], most)))
-    iterations = [x for entry in found for x, _ in entry.points]
-    ends = min(iterations), max(iterations)
-    median = row.milliseconds.median
-    return [Series(name, "line", [(x, median) for x in ends], f"{median:.4g} ms", INK), *found]
+        for reason in [*dict.fromkeys(dropped.values()), ""]:
+            own = thin([dot for dot in dots if dropped.get(dot[0], "") == reason], most)
+            grey = (LEFT_OUT, f"left out for {reason}") if reason else ()
+            found.append(Series(name, "dots", own, "", *grey))
+    iterations, median = [x for entry in found for x, _ in entry.points], row.milliseconds.median
+    line = [(min(iterations), median), (max(iterations), median)]
+    return [Series(name, "line", line, f"{median:.4g} ms", INK), *found]

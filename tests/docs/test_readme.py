@@ -21,17 +21,14 @@ README = (REPO_ROOT / "README.md").read_text()
 BASH_BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 # What a README's reader has and a test machine has not: they record their arguments and succeed.
-OUTSIDE_PROGRAMS = ("salloc", "srun", "sbatch", "scontrol", "conda", "pip", "scp", "ssh", "ds_report")
+OUTSIDE_PROGRAMS = ("salloc", "srun", "sbatch", "scontrol", "conda", "pip", "scp", "ssh", "ds_report", "nvidia-smi")
 RECORDER = """#!/usr/bin/env bash
 printf '%s\\n' "${0##*/} $*" >>"$STUB_DIR/outside"
 """
 
 # A clone makes its directory, as the reader's next command expects.
-GIT_STUB = (
-    RECORDER
-    + """[[ $1 != clone ]] || mkdir -p "${3:-$(basename "$2" .git)}"
+GIT_STUB = f"""{RECORDER}[[ $1 != clone ]] || mkdir -p "${{3:-$(basename "$2" .git)}}"
 """
-)
 
 
 def table_rows(first_header: str) -> list[list[str]]:
@@ -113,19 +110,8 @@ def test_the_decision_table_is_what_plan_says(column: int, machine: str):
     }
 
 
-def test_files_named_in_the_readme_exist():
-    tree = re.search(r"^```\nT5-Parallelism/\n(.*?)```", README, re.MULTILINE | re.DOTALL)
-    assert tree
-    for name in re.findall(r"── (\S+)", tree[1]):
-        assert (REPO_ROOT / name).exists(), name
-
-
-def launcher_command(text: str) -> list[str]:
-    return re.findall(r"`(bash scripts/run_megatron_t5_[^`]+)`", text)
-
-
 COMMANDS = [block for block in BASH_BLOCKS if "quickstart.sh" not in block]
-COMMANDS += [command for row in table_rows("Strategy") for cell in row for command in launcher_command(f"`{cell}`")]
+COMMANDS += re.findall(r"`(bash scripts/run_megatron_t5_\w+\.sh \${NODE0} 1)`", README)
 
 
 @pytest.mark.parametrize("block", COMMANDS, ids=lambda block: block.splitlines()[0][:60])
@@ -133,7 +119,6 @@ def test_every_command_runs(project: Project, tmp_path: Path, block: str):
     """Runs each block unchanged, in the reader's directory, with only the cluster and the network replaced."""
     for program in OUTSIDE_PROGRAMS:
         project.add_stub(program, RECORDER)
-    project.add_stub("nvidia-smi", RECORDER)
     project.add_stub("git", GIT_STUB)
     project.add_stub(
         "python", f'#!/usr/bin/env bash\nprintf "True 12.4\\n"\nprintf "%s" "$*" >"{project.stubs}/python"\n'
@@ -201,9 +186,10 @@ def test_commands_that_read_runs(tmp_path: Path):
     assert (tmp_path / "outputs" / "all" / "comparison" / "index.html").is_file()
 
 
-def test_links_between_documents_have_a_target():
+def test_what_documents_name_exists():
+    tree = re.search(r"^```\nT5-Parallelism/\n(.*?)```", README, re.MULTILINE | re.DOTALL)
+    named = [REPO_ROOT / name for name in re.findall(r"── (\S+)", tree[1])]
     for page in [*REPO_ROOT.glob("*.md"), *REPO_ROOT.glob("docs/**/*.md"), REPO_ROOT / "native" / "README.md"]:
-        if page.name == "slides.md":  # a template, in which brackets draw charts
-            continue
-        for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page}: {target}"
+        if page.name != "slides.md":  # a template, in which brackets draw charts
+            named += [page.parent / target for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text())]
+    assert len(named) > 50 and not [path for path in named if not path.exists()]
