@@ -118,6 +118,7 @@ PLAIN: dict[str, tuple[Change, str]] = {
     "another baseline": (value(CONTENTS, "baseline", to="zero1"), f"{FIGURES}: baseline is ddp"),
     "a peak given": (value(CONTENTS, "allow", to=["COLOUR"]), "--allow COLOUR is not known"),
     "a path out of the package": (lambda files: files.update({"../evil": b"x"}), "../evil is not a plain file"),
+    "a program beside the runs": (lambda files: files.update({"jinja2.py": b"x"}), "jinja2.py is not a plain file"),
 }  # fmt: skip
 
 # With new checksums of the package, and of the run where that says so: what is left is that nothing follows any more.
