@@ -174,6 +174,8 @@ SEALED: dict[str, tuple[Change, str]] = {
         r"rows\[zero3\].status is crashed, but the logs give nothing"),
     "a failed run that is said to have left nothing": (
         both(without(FAILED), value(CONTENTS, "absent", to=["repeat1/hybrid", "repeat1/zero3"])), r"rows\[zero3\]"),
+    "a run listed as absent": (
+        value(CONTENTS, "absent", to=["repeat1/hybrid", "repeat1/zero1"]), f"{ZERO1} is listed as absent, but"),
     "an absent run forgotten": (value(CONTENTS, "absent", to=[]), "runs/repeat1/hybrid is on the sweep's list"),
     "a run added": (copied(ZERO1, "runs/repeat2/zero1"), r"rows\[zero1\].milliseconds_of_runs\[1\] is nothing"),
     "a run in another's place": (copied(DDP, ZERO1), r"rows\[zero1\]"),
