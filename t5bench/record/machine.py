@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from t5bench import digest
+from t5bench.record.text import in_texts
 
 _LIBRARIES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "wandb", "flash_attn", "apex", "triton")
 _RECORDED_VARIABLES = re.compile(
@@ -28,15 +29,13 @@ def secrets(environment: Mapping[str, str]) -> list[str]:
 
 def hide(value: Any, hidden: Sequence[str]) -> Any:
     """The same text, list or mapping without the secrets."""
-    if isinstance(value, str):
+
+    def covered(text: str) -> str:
         for secret in hidden:
-            value = value.replace(secret, HIDDEN)
-        return value
-    if isinstance(value, Mapping):
-        return {key: hide(entry, hidden) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [hide(entry, hidden) for entry in value]
-    return value
+            text = text.replace(secret, HIDDEN)
+        return text
+
+    return in_texts(value, covered)
 
 
 def recorded_variables(environment: Mapping[str, str]) -> dict[str, str]:

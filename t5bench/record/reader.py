@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from datetime import datetime
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -74,7 +73,7 @@ class _Part(_Ending):
     differences: list[str] = []
 
     def __post_init__(self) -> None:
-        for wrong in _faults(self, self.plan):
+        for wrong in _faults(self):
             raise ValueError(wrong)
 
 
@@ -103,13 +102,8 @@ def _checked(place: object, content: Any, kind: Any, *, strict: bool = True) -> 
         raise RecordError(f"{place} is inconsistent: {error}") from error
 
 
-@cache
-def _names(kind: type) -> frozenset[str]:
-    return frozenset(entry.name for entry in fields(kind))
-
-
 def _check_names(place: object, content: Mapping[str, Any], kind: type) -> None:
-    if unknown := content.keys() - _names(kind):
+    if unknown := content.keys() - {entry.name for entry in fields(kind)}:
         raise RecordError(f"{place} is inconsistent: there is no {min(unknown)}")
 
 
@@ -130,12 +124,10 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, text in enumerate(lines, 1):
         place = f"{path} line {number}"
         try:
-            content = decoded(place, text)
+            yield place, decoded(place, text)
         except RecordError:
-            if number == len(lines) or lines[number].startswith(b'{"resumed_from"'):
-                continue
-            raise
-        yield place, content
+            if number < len(lines) and not lines[number].startswith(b'{"resumed_from"'):
+                raise
 
 
 # ---- node<R>.json ----------------------------------------------------------------------------------------------------
@@ -158,9 +150,9 @@ def read_part(path: Path) -> dict[str, Any]:
     return content
 
 
-def _faults(part: _Part, plan: Plan) -> Iterator[str]:
+def _faults(part: _Part) -> Iterator[str]:
     """Contradictions within a part, within its plan, or between the two."""
-    layout, given = plan.layout, by_name(plan.arguments.words)
+    plan, layout, given = part.plan, part.plan.layout, by_name(part.plan.arguments.words)
     if not layout:
         yield "there is no layout"
         return
@@ -233,10 +225,9 @@ def log_lines(path: Path) -> Iterator[tuple[str, float, str]]:
     for number, text in enumerate(read(path).removesuffix(b"\n").split(b"\n"), 1):
         place, (moment, _, said) = f"{path} line {number}", text.decode(errors="replace").partition(" ")
         try:
-            time = seconds(moment)
+            yield place, seconds(moment), said
         except ValueError as error:
             raise RecordError(f"{place} does not begin with a time") from error
-        yield place, time, said
 
 
 def that_count(attempts: Iterable[Attempt]) -> list[Iteration]:
@@ -256,23 +247,21 @@ def faults_of_complete(run: "Run", attempts: Sequence[Attempt], with_logs: bool)
 
     The logs are also read if only they have some lines, in pieces.
     """
-    lines, last_node = [entry for attempt in attempts for entry in attempt.lines], run.nodes[-1]
+    last_node, final = run.nodes[-1], attempts[-1].lines
     total, interval = run.plan.iterations, run.plan.number("LOG_INTERVAL")
-    for place, line in lines:
+    for place, line in (entry for attempt in attempts for entry in attempt.lines):
         if line.total != total or line.iteration % interval:
             here = f"{place} is of iteration {line.iteration} of {line.total}"
             yield f"{here}, where every {interval} of {total} are logged"
     reached = {line.iteration for line in run.iterations}
     missing = set(range(interval, iterations_expected(run.plan.last_iteration, interval) + 1, interval)) - reached
     in_pieces = read(run.directory / f"node{last_node['node']}.log") if missing else b""
-    mentioned = {int(number) for number in re.findall(rb"\biteration\s+([0-9]{1,15})/", in_pieces)}
-    if lacking := missing - mentioned:
+    if lacking := missing - set(map(int, re.findall(rb"\biteration\s+([0-9]{1,15})/", in_pieces))):
         last = " after its last line" if min(lacking) > max(reached, default=0) else ""
         count = f"{min(lacking)} of {total}, and {len(lacking)} in all, though the run is complete"
         yield f"{run.directory / METRICS}{last} lacks iteration {count}"
     for attempt in attempts:
         yield from _faults_of_order(attempt.lines, run.plan)
-    final = attempts[-1].lines
     yield from _outside([(place, line.time) for place, line in final], last_node, STEP_SECONDS)
     took = sum(_seconds(line, run.plan) for _, line in final)
     ran = seconds(last_node["ended"]) - seconds(last_node["started"])
@@ -280,10 +269,9 @@ def faults_of_complete(run: "Run", attempts: Sequence[Attempt], with_logs: bool)
         yield f"{final[-1][0]} and those above it took {took:.0f} s, the whole run {ran:.0f} s"
     for node in run.nodes:
         path = run.directory / f"node{node['node']}.samples.jsonl"
-        sampled = [(path, sample["time"]) for sample in run.samples[node["node"]]]
-        yield from _outside(sampled, node, SAMPLES_SECONDS)
+        yield from _outside([(path, sample["time"]) for sample in run.samples[node["node"]]], node, SAMPLES_SECONDS)
         if with_logs or missing:
-            yield from _faults_of_log(run.directory, node, attempts[-1].lines if node is last_node else None)
+            yield from _faults_of_log(run.directory, node, final if node is last_node else None)
 
 
 def _outside(times: Iterable[tuple[object, float | None]], part: Mapping[str, Any], margin: float) -> Iterator[str]:
@@ -314,27 +302,27 @@ def _faults_of_log(directory: Path, part: Mapping[str, Any], lines: _Lines | Non
     lines: None for a node that does not log iterations.
     """
     path = directory / f"node{part['node']}.log"
-    printed, others = [], []
-    for place, time, text in log_lines(path):
-        found = log.iteration(text, time)
-        printed += [(place.rpartition("/")[2], found)] if found else []
-        others += [] if found else [text]
-    told = [asdict(peak) for peak in log.peak_memory(text for text in others if "peak memory" in text)]
-    if told != sorted(part["peak_memory"], key=lambda peak: peak["rank"]):
-        yield f"{path} and node{part['node']}.json disagree about peak memory"
-    evaluated = [asdict(found) for text in others if (found := log.evaluation(text))]
-    if evaluated != part.get("evaluations", evaluated):
-        yield f"{path} and node{part['node']}.json disagree about evaluations"
-    vocabulary = [size for text in others if (size := log.padded_vocabulary(text))]
-    if vocabulary and vocabulary[-1] != part["padded_vocab_size"]:
-        yield f"{path} has a vocabulary of {vocabulary[-1]}, node{part['node']}.json of another"
-    for (place, line), (there, its) in zip(lines or (), printed, strict=False):
-        values, logged = asdict(line), asdict(its)
-        # nan counts as equal to nan; one of the times is rounded to milliseconds, the other truncated.
-        for name in sorted(n for n in values.keys() - {"time", "begin"} if str(values[n]) != str(logged[n])):
-            yield f"{place} has {name} {values[name]}, {there} has {logged[name]}"
-        if line.time is not None and its.time is not None and abs(line.time - its.time) > 0.002:
-            yield f"{place} came at {line.time}, {there} at {its.time}"
-    if lines is not None and len(lines) != len(printed):
+    logged = list(log_lines(path))
+    printed = [(place, found) for place, time, text in logged if (found := log.iteration(text, time))]
+    texts = [text for _, _, text in logged]
+    told: dict[str, Any] = {
+        "peak_memory": [asdict(peak) for peak in log.peak_memory(texts)],
+        "evaluations": [asdict(found) for found in map(log.evaluation, texts) if found],
+    }
+    if sizes := [size for size in map(log.padded_vocabulary, texts) if size]:
+        told["padded_vocab_size"] = sizes[-1]
+    for name, value in told.items():
+        if value != part.get(name, value):
+            yield f"{path} and node{part['node']}.json disagree about {name.replace('_', ' ')}"
+    if lines is None:
+        return
+    for (place, line), (there, its) in zip(lines, printed, strict=False):
+        for name in vars(line).keys() - {"begin"}:
+            value, found = getattr(line, name), getattr(its, name)
+            # One of the times is rounded to milliseconds, the other truncated. As text, nan is equal to nan.
+            is_same_time = name == "time" and (value is None or abs(value - found) < 0.002)
+            if not is_same_time and str(value) != str(found):
+                yield f"{place} has {name} {value}, {there.rpartition('/')[2]} has {found}"
+    if len(lines) != len(printed):
         numbers = f"{len(lines)} iteration lines of its last attempt, {path.name} {len(printed)}"
         yield f"{directory / METRICS} has {numbers}"

@@ -37,6 +37,7 @@ _LOCAL_PLAN = {
     "node", "hosts", "settings", "obstacles", "engine_directory", "data_prefix", "tokenizer", "output_dir", "arguments",
     "environment", "command",
 }  # fmt: skip
+_LOCAL_DATA = ("data.prefix", "data.tokenizer")
 
 
 def metrics_line(line: Iteration) -> str:
@@ -110,7 +111,7 @@ class Run:
 
     @cached_property
     def architecture(self) -> Architecture:
-        """The model's architecture; without a vocabulary if the engine has not printed it yet."""
+        """Without a vocabulary if the engine has not printed it yet."""
         return Architecture.of_arguments(self.plan.named_arguments, self.padded_vocab_size or 0)
 
     @property
@@ -129,7 +130,7 @@ class Run:
 
     @property
     def padded_vocab_size(self) -> int | None:
-        """The size as the engine printed it; None if it has not yet."""
+        """None if the engine has not printed it yet."""
         return self.record["padded_vocab_size"]
 
     @property
@@ -185,27 +186,21 @@ def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
     """Facts on which two nodes of a run should agree but do not: one sentence each."""
     ours, theirs, where = _shared(first), _shared(other), f"on node {other['node']} ({other['host']})"
-    for key in ours:
-        for name, expected, found in _differences(key, ours[key], theirs.get(key)):
-            yield f"{name} is {found!r} {where}, {expected!r} on node 0"
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            yield f"{name} is {theirs.get(name)!r} {where}, {ours.get(name)!r} on node 0"
 
 
 def _shared(part: Mapping[str, Any]) -> dict[str, Any]:
-    """What the nodes of one run should agree on."""
+    """What the nodes of one run should agree on, by name: ``versions.torch``."""
     plan = part["plan"]
-    settings = {name: s["value"] for name, s in plan["settings"].items() if not ROLES[s["role"]].local}
     shared = {key: part[key] for key in SHARED_KEYS} | {key: plan[key] for key in plan if key not in _LOCAL_PLAN}
-    return shared | {"settings": settings, "arguments": plan["arguments"]["extra"]}
-
-
-def _differences(name: str, first: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(name, value, other value) of what differs."""
-    if isinstance(first, dict) and isinstance(other, dict):
-        for key in sorted(first.keys() | other.keys()):
-            if first.get(key) != other.get(key) and key not in {"prefix", "tokenizer"}:
-                yield f"{name}.{key}", first.get(key), other.get(key)
-    elif first != other:
-        yield name, first, other
+    shared["settings"] = {name: s["value"] for name, s in plan["settings"].items() if not ROLES[s["role"]].local}
+    shared["arguments"] = plan["arguments"]["extra"]
+    entries: dict[str, Any] = {}
+    for key, value in shared.items():
+        entries |= {f"{key}.{name}": v for name, v in value.items()} if isinstance(value, dict) else {key: value}
+    return {name: value for name, value in entries.items() if name not in _LOCAL_DATA}
 
 
 def load(directory: Path, *, from_log: bool = False) -> Run:
@@ -218,28 +213,27 @@ def load(directory: Path, *, from_log: bool = False) -> Run:
     parts = read_parts(directory)
     record, attempts = merge(parts), reader.read_attempts(directory / METRICS)
     samples = {p["node"]: reader.read_samples(directory / f"node{p['node']}.samples.jsonl") for p in parts}
-    remarks, lines = list(_remarks(directory, parts, record)), reader.that_count(attempts)
-    run = Run(directory, record, Plan.read(record["plan"]), lines, samples, remarks)
-    if run.status == COMPLETE:
-        for wrong in reader.faults_of_complete(run, attempts, from_log or bool(remarks)):
-            raise RecordError(wrong)
+    remarks, plan = list(_remarks(directory, record)), Plan.read(record["plan"])
+    run = Run(directory, record, plan, reader.that_count(attempts), samples, remarks)
+    faults = reader.faults_of_complete(run, attempts, from_log or bool(remarks)) if run.status == COMPLETE else ()
+    for wrong in faults:
+        raise RecordError(wrong)
     return run
 
 
-def _remarks(directory: Path, parts: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> Iterator[str]:
-    open_ended = [str(p["node"]) for p in parts if not os.path.lexists(directory / f"node{p['node']}.sha256")]
-    if open_ended:
+def _remarks(directory: Path, record: Mapping[str, Any]) -> Iterator[str]:
+    numbers = [str(node["node"]) for node in record["nodes"]]
+    if unsealed := [number for number in numbers if not os.path.lexists(directory / f"node{number}.sha256")]:
         why = ", because it has not ended or was killed" if record["status"] == RUNNING else ""
-        where = f"{directory}, node {', '.join(open_ended)}"
+        where = f"{directory}, node {', '.join(unsealed)}"
         yield f"{where}: there are no checksums{why}, so changes to its files go unnoticed"
+    path = directory / "run.json"
     try:
-        told = reader.decoded(directory / "run.json", read(directory / "run.json"))
+        told = reader.decoded(path, read(path)) if path.exists() else {}
+        if told and any(told.get(key) != record[key] for key in ("status", "reason", "started", "ended")):
+            yield f"{path} disagrees with the nodes' parts about how the run ended: `collect` rewrites it"
     except RecordError as error:
-        told = {}
-        if (directory / "run.json").exists():
-            yield str(error)
-    if told and any(told.get(key) != record[key] for key in ("status", "reason", "started", "ended")):
-        yield f"{directory / 'run.json'} disagrees with the nodes' parts about how the run ended: `collect` rewrites it"
+        yield str(error)
 
 
 SWEEP = "sweep.json"

@@ -2,35 +2,32 @@
 
 import codecs
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-# C0 and C1 controls, line separators, marks that reverse or hide text, and bytes that are no UTF-8.
+# Colour and weight (SGR) move nothing, hide nothing that was written before, and ask the terminal for nothing. Then: C0
+# and C1 controls, line separators, marks that reverse or hide text, and bytes that are no UTF-8.
 _CONTROL = re.compile(
-    "[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
+    r"(?P<colour>\x1b\[[0-9;:]{0,32}m)"
+    "|[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
     "\U000e0000-\U000e007f]"
 )
-# Colour and weight (SGR): these move nothing, hide nothing that was written before, and ask the terminal for nothing.
-_COLOUR = re.compile(r"\x1b\[[0-9;:]{0,32}m")
 _BEGUN_COLOUR = re.compile(r"\x1b(?:\[[0-9;:]{0,32})?\Z")
 
 
-def visible(text: str, keep: str = "\t") -> str:
-    """The text with its control characters written out (``\\x1b``), except those to keep."""
+def visible(text: str, keep: str = "\t", *, colours: bool = False) -> str:
+    """The text with its control characters written out (``\\x1b``), except those to keep, and colours if asked."""
 
     def written(match: re.Match[str]) -> str:
-        return match[0] if match[0] in keep else match[0].encode("unicode_escape", "surrogatepass").decode()
+        is_kept = colours if match["colour"] else match[0] in keep
+        return match[0] if is_kept else match[0].encode("unicode_escape", "surrogatepass").decode()
 
     return _CONTROL.sub(written, text)
 
 
 def on_terminal(text: str) -> str:
     """A run's own output: lines, progress bars and colours stay; all other control characters are written out."""
-    parts, position = [], 0
-    for colour in _COLOUR.finditer(text):
-        parts += [visible(text[position : colour.start()], "\t\r\n"), colour[0]]
-        position = colour.end()
-    return "".join([*parts, visible(text[position:], "\t\r\n")])
+    return visible(text, "\t\r\n", colours=True)
 
 
 class Screen:
@@ -47,10 +44,14 @@ class Screen:
         return on_terminal(text.removesuffix(self._rest)).encode()
 
 
-def visible_in(value: Any) -> Any:
-    """The same text, list or mapping of decoded JSON, with every text in it visible."""
+def in_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The same text, list or mapping of decoded JSON, with every text in it changed."""
     if isinstance(value, str):
-        return visible(value)
+        return change(value)
     if isinstance(value, Mapping):
-        return {visible_in(key): visible_in(entry) for key, entry in value.items()}
-    return [visible_in(entry) for entry in value] if isinstance(value, list) else value
+        return {in_texts(key, change): in_texts(entry, change) for key, entry in value.items()}
+    return [in_texts(entry, change) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def visible_in(value: Any) -> Any:
+    return in_texts(value, visible)
