@@ -50,10 +50,9 @@ def open_file(path: Path) -> BinaryIO:
         status = os.fstat(file.fileno())
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from error
-    what = "is not a file" if not stat.S_ISREG(status.st_mode) else "is too large for a record"
-    if what == "is not a file" or status.st_size > MOST_BYTES:
+    if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_BYTES:
         file.close()
-        raise RecordError(f"{path} cannot be read: it {what}")
+        raise RecordError(f"{path} cannot be read: it is not a file, or too large for a record")
     return file
 
 
@@ -92,8 +91,6 @@ def check_seal(directory: Path, node: int, nodes: int) -> None:
         if not (entry := _SEALED.fullmatch(line)):
             raise RecordError(f"{manifest} line {number} is not a checksum and a file name")
         sealed[entry[2]] = entry[1]
-    for path in dict.fromkeys([*_own_files(directory, node, nodes), *(directory / name for name in sealed)]):
-        if path.name not in sealed:
-            raise RecordError(f"{path} has no checksum in {manifest.name}: it was added after the run ended")
-        if sha256(path) != sealed[path.name]:
+    for path in {*_own_files(directory, node, nodes), *(directory / name for name in sealed)}:
+        if sealed.get(path.name) != sha256(path):
             raise RecordError(f"{path} was changed after the run ended: it does not match its checksum")

@@ -4,13 +4,24 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta
 
 _ITERATION = re.compile(r"\biteration\s+(?P<iteration>\d+)/\s*(?P<total>\d+) \|(?P<fields>.*)")
 # An unbuffered Python writes a line and its newline separately, and another rank's output may come in between.
 _LAST_FIELD = re.compile(r"\bTFLOPs:\s*[-+0-9.eE]+\s*\|")
+_FIELDS = {
+    "elapsed time per iteration (ms)": "elapsed_ms",
+    "lm loss": "lm_loss",
+    "learning rate": "learning_rate",
+    "samples per second": "samples_per_second",
+    "TFLOPs": "tflops",
+    "grad norm": "grad_norm",
+    "loss scale": "loss_scale",
+    "number of skipped iterations": "skipped",
+    "number of nan iterations": "nan",
+}
 _FIELD = re.compile(r"\s*(?P<name>[^:|]+):\s*(?P<value>[-+0-9.eE]+|(?i:-?nan|-?inf))\s*\|")
 # Several ranks print this at once, perhaps into one line.
 _PEAK_MEMORY = re.compile(
@@ -100,22 +111,12 @@ def iteration(line: str, time: float | None = None) -> Iteration | None:
         fields = {name.strip(): float(value) for name, value in found}
         if len(fields) < len(found):  # only two lines in one can give a field twice, or a number such as 1.2.3
             return None
-        return Iteration(
-            iteration=int(match["iteration"]),
-            total=int(match["total"]),
-            elapsed_ms=fields["elapsed time per iteration (ms)"],
-            # Megatron leaves the loss out of a line whose iterations were all skipped.
-            lm_loss=fields.get("lm loss"),
-            learning_rate=fields["learning rate"],
-            samples_per_second=fields["samples per second"],
-            tflops=fields["TFLOPs"],
-            grad_norm=fields.get("grad norm"),
-            loss_scale=fields.get("loss scale"),
-            skipped=int(fields.get("number of skipped iterations", 0)),
-            nan=int(fields.get("number of nan iterations", 0)),
-            time=time,
-        )
-    except (KeyError, ValueError, OverflowError):
+        # Megatron leaves the loss out of a line whose iterations were all skipped.
+        values: dict[str, Any] = {"lm_loss": None, "time": time}
+        values |= {_FIELDS[name]: value for name, value in fields.items() if name in _FIELDS}
+        values |= {name: int(values.get(name, 0)) for name in ("skipped", "nan")}
+        return Iteration(int(match["iteration"]), int(match["total"]), **values)
+    except (TypeError, ValueError, OverflowError):  # it lacks a field, or has one of no possible value
         return None
 
 

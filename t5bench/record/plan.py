@@ -15,17 +15,16 @@ from t5bench.record.files import RecordError
 FORMAT = 2
 SECRET_GIVEN = "given"  # all that a plan says of a secret's value
 MOST_RAMP_ITERATIONS = 100_000
+PRECISIONS = ("--bf16", "--fp16")  # values of PRECISION_FLAG, which are arguments themselves
 
 
 @dataclass(frozen=True)
 class Role:
     """What a setting means for comparing and resuming runs. heading: what --help prints above its settings.
 
-    compared: runs that differ in it are not compared unless that is allowed.
-    trains: another value gives another loss curve.
-    kept: a resumed run must keep it.
-    local: the nodes of one run may differ in it.
-    told: a comparison reports that runs differ in it.
+    compared: runs that differ in it are not compared unless that is allowed. trains: another value gives another loss
+    curve. kept: a resumed run must keep it. local: the nodes of one run may differ in it. told: a comparison reports
+    that runs differ in it.
     """
 
     heading: str
@@ -112,7 +111,7 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a run. micro_batches: per iteration on one data-parallel rank; split_rank: the decoder's first stage."""
+    """micro_batches: per iteration on one data-parallel rank; split_rank: the decoder's first stage."""
 
     nnodes: int
     nproc_per_node: int
@@ -211,15 +210,12 @@ class Plan:
     command: Sequence[str] = ()
     format: int = FORMAT
 
-    def value(self, name: str) -> str:
-        """A setting's value as text. Raises RecordError if there is no such setting."""
-        if name not in self.settings:
+    def value(self, name: str, default: str | None = None) -> str:
+        """A setting's value. default: if plans of earlier versions lack it. Raises RecordError if it has none."""
+        found = self.settings[name].value if name in self.settings else default
+        if found is None:
             raise RecordError(f"the plan of the run in {self.output_dir} has no setting {name}")
-        return self.settings[name].value
-
-    def _asked(self, name: str) -> str:
-        """The value of a setting that plans of earlier versions lack."""
-        return self.settings[name].value if name in self.settings else ""
+        return found
 
     def number(self, name: str) -> int:
         return int(self.value(name))
@@ -238,11 +234,8 @@ class Plan:
 
     @cached_property
     def ramp(self) -> list[int]:
-        """The batches of the first iterations, while RAMPUP_BATCH_SIZE lets them grow, as the engine counts them.
-
-        Raises RecordError for a value that no plan has.
-        """
-        if not (asked := self._asked("RAMPUP_BATCH_SIZE")):
+        """The batches of the first iterations, while RAMPUP_BATCH_SIZE lets them grow, as the engine counts them."""
+        if not (asked := self.value("RAMPUP_BATCH_SIZE", "")):
             return []
         full, sizes = self.number("GLOBAL_BATCH_SIZE"), [int(word) if word.isdigit() else 0 for word in asked.split()]
         if len(sizes) != 3 or min(sizes) < 1 or sizes[2] > sizes[0] * MOST_RAMP_ITERATIONS:
@@ -268,7 +261,7 @@ class Plan:
     @property
     def last_iteration(self) -> int:
         """The iteration that this attempt should reach, unless --exit-interval ends it sooner; an evaluation: none."""
-        if self._asked("EVAL_ONLY") == "1":
+        if self.value("EVAL_ONLY", "") == "1":
             return 0
         every = int(self.engine_arguments.get("--exit-interval") or 0) or self.iterations
         return min(self.iterations, (self.resume_from // max(every, 1) + 1) * every)
@@ -301,7 +294,3 @@ class Plan:
         import msgspec  # only readers need it
 
         return msgspec.convert(content, cls)
-
-
-# The values of PRECISION_FLAG, which are arguments themselves.
-PRECISIONS = ("--bf16", "--fp16")

@@ -38,7 +38,7 @@ class Traffic:
 class Observations:
     """Medians over the window, of the GPU that had the most; sent by the node that sent the most. None: not measured.
 
-    why_not_sent says why there is no traffic; loopback that it never left the machine.
+    loopback: the traffic never left the machine.
     """
 
     traffic: Sequence[Traffic] = ()

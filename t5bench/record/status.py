@@ -130,8 +130,6 @@ RULES = (
     Rule(r"^error: (.*)", CONFIGURATION, "{0}", "", Strength.EXCEPTION),
 )  # fmt: skip
 
-# Most lines of a healthy run say nothing; this one look rules them out.
-_WORTH_A_LOOK = re.compile("|".join(f"(?:{rule.pattern})" for rule in RULES))
 _RANK = re.compile(r"^\[rank(\d+)\]:")
 # torchrun's report lists all failures, and then repeats the first one.
 _ROOT_CAUSE = "Root Cause (first observed failure)"
@@ -145,17 +143,14 @@ class CauseFinder:
     def __init__(self) -> None:
         self.best: Cause | None = None
         self.root_cause_follows = False
-        self.reported_rank: int | None = None  # the rank whose failure torchrun saw first
+        self.reported_rank: int | None = None  # torchrun saw it fail first
 
     def read(self, line: str, now: float) -> None:
         self.root_cause_follows |= line.startswith(_ROOT_CAUSE)
         if self.root_cause_follows and (match := _REPORTED_RANK.match(line)):
             self.reported_rank, self.root_cause_follows = int(match[1]), False
-        if not _WORTH_A_LOOK.search(line):
-            return
-        matches = ((rule, re.search(rule.pattern, line)) for rule in RULES)
-        rule, match = next((rule, match) for rule, match in matches if match)
-        if self.best is None or rule.strength > self.best.strength:
+        rule, match = next(((rule, found) for rule in RULES if (found := re.search(rule.pattern, line))), (None, None))
+        if rule and match and (self.best is None or rule.strength > self.best.strength):
             reason, shown = rule.reason.format(*match.groups("?"))[:LONGEST_REASON], line.strip()[: 2 * LONGEST_REASON]
             rank = int(said[1]) if (said := _RANK.match(line)) else None
             self.best = Cause(rule.status, rule.strength, reason, rule.remedy, now, shown, rank)
@@ -171,8 +166,7 @@ def of_run(parts: Sequence[Mapping[str, Any]]) -> Status:
 
     If another node's part is missing, what a node heard about its end counts.
     """
-    nodes = parts[0]["nnodes"]
-    known = {part["node"] for part in parts}
+    nodes, known = parts[0]["nnodes"], {part["node"] for part in parts}
     heard = [end for part in parts for end in part.get("heard", []) if end["node"] not in known]
     failed = [part for part in (*parts, *heard) if part["status"] not in (COMPLETE, RUNNING)]
     if failed:
