@@ -4,12 +4,14 @@ import json
 import re
 import shlex
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from t5bench import REPOSITORY
 from t5bench.record import files, records
@@ -38,6 +40,7 @@ LARGE = {
 LAYOUTS = {"tensor": (2, 1), "pipeline": (1, 2), "hybrid": (2, 2)}  # TP, PP; 1, 1 for the others
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
 RTX_5000_ADA = "NVIDIA RTX 5000 Ada Generation"
+OF_A_PART = ("status", "reason", "remedy", "padded_vocab_size", "versions", "commits")
 
 
 @cache
@@ -175,98 +178,72 @@ def make_run(
     strategy: str = "ddp",
     *,
     elapsed_ms: Sequence[float] = (100.0,) * 30,
-    losses: Sequence[float | None] | None = None,
-    norms: Sequence[float | None] | None = None,
+    losses: Sequence[float | None] = (),
+    norms: Sequence[float | None] = (),
     log_interval: int = 1,
     settings: Mapping[str, str] | None = None,
     nodes: int = 1,
-    world_size: int | None = None,
-    status: str = COMPLETE,
-    reason: str = "",
-    remedy: str = "",
-    engine: str = "megatron",
-    engine_patches: str = "series",
     gpu: str | None = None,
-    padded_vocab_size: int | None = 4224,
     idx_sha256: str = "5a" * 32,
-    ds_config: Mapping[str, Any] | None = None,
-    extra_arguments: Sequence[str] = (),
-    family: str = "t5",
     skipped: Mapping[int, int] | None = None,
-    memory_mib: Sequence[float] | None = None,
+    memory_mib: Sequence[float] = (),
     sent_per_iteration: float | None = None,
-    link_mbit: int | None = 10_000,
-    power_w: float = 200.0,
-    utilization: float = 90.0,
     sample_seconds: float = 5.0,
-    versions: Mapping[str, str] | None = None,
-    commits: Mapping[str, Any] | None = None,
     start: float = START,
+    **others: Any,
 ) -> Path:
     """Writes a run whose log lines have these times (ms per iteration), losses (by default falling from 8) and gradient
     norms (by default 1).
 
     skipped: skipped iterations by the line's iteration. gpu names the GPUs, None is a CPU. sent_per_iteration: bytes of
-    each node, by eth0, or by lo on one node; None writes no samples. The directory, for convenience.
+    each node, by eth0, or by lo on one node; None writes no samples. others: what the nodes' parts have (OF_A_PART), or
+    what made_plan takes. The directory, for convenience.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    plan = made_plan(
-        strategy,
-        {
-            "TRAIN_ITERS": str(max(1, len(elapsed_ms) * log_interval)),
-            "LOG_INTERVAL": str(log_interval if elapsed_ms else 1000),
-            "OUTPUT_DIR": str(directory),
-            **(settings or {}),
-        },
-        nodes=nodes,
-        world_size=world_size,
-        engine=engine,
-        engine_patches=engine_patches,
-        device="cuda" if gpu else "cpu",
-        ds_config=ds_config,
-        extra_arguments=extra_arguments,
-        family=family,
-    )
+    chosen = {
+        "TRAIN_ITERS": str(max(1, len(elapsed_ms) * log_interval)),
+        "LOG_INTERVAL": str(log_interval if elapsed_ms else 1000),
+        "OUTPUT_DIR": str(directory),
+        **(settings or {}),
+    }
+    given = {name: others.pop(name) for name in OF_A_PART if name in others}
+    plan = made_plan(strategy, chosen, nodes=nodes, device="cuda" if gpu else "cpu", **others)
     assert plan.layout
-    world_size = plan.layout.world_size
-    chosen = {name: entry.value for name, entry in plan.settings.items()}
     lines = _lines(elapsed_ms, losses, norms, log_interval, skipped or {}, start, plan)
     end = lines[-1].time if lines else start
-    peaks = list(memory_mib) if memory_mib else [400.0 + rank for rank in range(world_size)]
     for node in range(nodes):
+        ranks = plan.layout.ranks_of(node)
         part = {
             "format": records.FORMAT, "node": node, "nnodes": nodes, "host": f"node{node}", "pid": 4242,
-            "status": status, "reason": reason, "remedy": remedy, "cause": None,
-            "exit_status": 0 if status == COMPLETE else 1, "signal": None,
-            "started": stamp(start), "ended": None if status == RUNNING else stamp(end),
-            "plan": replace(plan, node=node).to_json(),
+            "status": COMPLETE, "reason": "", "remedy": "", "cause": None, "exit_status": 0, "signal": None,
+            "started": stamp(start), "ended": stamp(end), "plan": replace(plan, node=node).to_json(),
             "data": {"prefix": "/data/xsum", "bin_bytes": 123456, "idx_sha256": idx_sha256, "tokenizer": "t"},
-            "versions": versions or {"python": "3.11.2", "torch": "2.13.0", "deepspeed": "0.18.3"},
-            "commits": commits or {"repository": "1" * 40, "repository_changed": False, "engine": "2" * 40},
-            "patches": {},
-            "environment": {},
+            "versions": {"python": "3.11.2", "torch": "2.13.0", "deepspeed": "0.18.3"},
+            "commits": {"repository": "1" * 40, "repository_changed": False, "engine": "2" * 40},
+            "patches": {}, "environment": {}, "kernel": "6", "oom_kills": 0, "padded_vocab_size": 4224,
             "devices": [
                 {"index": i, "name": gpu, "memory_mib": 32000, "driver": "1", "uuid": f"{node}-{i}"}
-                for i in range(world_size // nodes)
-            ] if gpu else [],
-            "cpu": {"model": "a CPU", "cores": 2, "memory_mib": 24000}, "kernel": "6",
-            "peak_memory": [
-                {"rank": rank, "device_mib": peaks[rank] if gpu else None, "host_mib": peaks[rank]}
-                for rank in range(world_size) if rank * nodes // world_size == node
+                for i in range(len(ranks)) if gpu
             ],
-            "network": {"eth0": {"speed_mbit": link_mbit}}, "oom_kills": 0, "padded_vocab_size": padded_vocab_size,
+            "cpu": {"model": "a CPU", "cores": 2, "memory_mib": 24000}, "network": {"eth0": {"speed_mbit": 10_000}},
+            "peak_memory": [
+                {"rank": rank, "device_mib": peak if gpu else None, "host_mib": peak}
+                for rank in ranks for peak in [memory_mib[rank] if memory_mib else 400.0 + rank]
+            ],
+            **given,
         }  # fmt: skip
+        part |= {"ended": None} if part["status"] == RUNNING else {}
         files.write_json(directory / f"node{node}.json", part)
-        printed = [(line.time or start, engine_line(line, int(chosen["GLOBAL_BATCH_SIZE"]))) for line in lines]
-        told = [(start, f"vocabulary padded to {padded_vocab_size}")] if padded_vocab_size else []
-        told += printed if node == nodes - 1 else []
+        size = part["padded_vocab_size"]
+        told = [(start, f"vocabulary padded to {size}")] if size else []
+        if node == nodes - 1:
+            told += [(line.time, engine_line(line, plan.number("GLOBAL_BATCH_SIZE"))) for line in lines]
         told += [(end, memory_line(**peak)) for peak in part["peak_memory"]]
         (directory / f"node{node}.log").write_text("".join(f"{stamp(time)} {text}\n" for time, text in told))
         if sent_per_iteration is not None:
-            interface = "eth0" if nodes > 1 else "lo"
-            gpus = world_size // nodes if gpu else 0
-            gpu_values = {"utilization": utilization, "power_w": power_w}
-            samples = _samples(lines, start, interface, sent_per_iteration, sample_seconds, gpus, gpu_values)
+            values = {"memory_mib": 1000.0, "sm_mhz": 2000.0, "utilization": 90.0, "power_w": 200.0}
+            gpus = [{"index": index, **values} for index in range(len(part["devices"]))]
+            samples = _samples(lines, start, "eth0" if nodes > 1 else "lo", sent_per_iteration, sample_seconds, gpus)
             (directory / f"node{node}.samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
     (directory / "metrics.jsonl").write_text("".join(records.metrics_line(line) + "\n" for line in lines))
     seal(directory)
@@ -317,50 +294,33 @@ def memory_line(rank: int, device_mib: float | None, host_mib: float) -> str:
 
 
 def _lines(
-    elapsed_ms: Sequence[float], losses: Sequence[float | None] | None, norms: Sequence[float | None] | None,
+    elapsed_ms: Sequence[float], losses: Sequence[float | None], norms: Sequence[float | None],
     log_interval: int, skipped: Mapping[int, int], start: float, plan: Plan,
 ) -> list[Iteration]:  # fmt: skip
     lines, now = [], start
-    for number, elapsed in enumerate(elapsed_ms, 1):
-        iteration = number * log_interval
+    for number, elapsed in enumerate(elapsed_ms):
+        iteration = (number + 1) * log_interval
+        loss = losses[number] if losses else 6 + 2 / (1 + iteration / 100)
         now += elapsed * log_interval / 1000
         lines.append(
             Iteration(
-                iteration=iteration,
-                total=plan.iterations,
-                elapsed_ms=elapsed,
-                lm_loss=losses[number - 1] if losses else 6 + 2 / (1 + iteration / 100),
-                learning_rate=1e-4,
-                samples_per_second=plan.number("GLOBAL_BATCH_SIZE") * 1000 / elapsed,
-                tflops=0.01,
-                grad_norm=norms[number - 1] if norms else 1.0,
-                loss_scale=1.0,
-                skipped=skipped.get(iteration, log_interval if losses and losses[number - 1] is None else 0),
-                time=now,
+                iteration, plan.iterations, elapsed, loss, learning_rate=1e-4,
+                samples_per_second=plan.number("GLOBAL_BATCH_SIZE") * 1000 / elapsed, tflops=0.01,
+                grad_norm=norms[number] if norms else 1.0, loss_scale=1.0, time=now,
+                skipped=skipped.get(iteration, log_interval if loss is None else 0),
             )
-        )
+        )  # fmt: skip
     return lines
 
 
 def _samples(
     lines: Sequence[Iteration], start: float, interface: str, per_iteration: float, seconds: float,
-    gpus: int, gpu_values: Mapping[str, float],
-) -> list[dict[str, Any]]:  # fmt: skip
+    gpus: Sequence[Mapping[str, Any]],
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """One sample every few seconds; the counter begins at a million, as one of a machine that was up before."""
-    points = [(start, 0), *((line.time, line.iteration) for line in lines)]
-    samples, now, position = [], start, 0
-    while now <= points[-1][0]:
-        while points[position + 1][0] < now:
-            position += 1
-        (t0, i0), (t1, i1) = points[position], points[position + 1]
-        done = i0 + (i1 - i0) * (now - t0) / (t1 - t0)
-        gpu = {"memory_mib": 1000.0, "sm_mhz": 2000.0, **gpu_values}
-        samples.append(
-            {
-                "time": now,
-                "gpus": [{"index": index, **gpu} for index in range(gpus)],
-                "network": {interface: {"sent": 1_000_000 + done * per_iteration, "received": 0}},
-            }
-        )
+    ends, numbers = [start, *(line.time for line in lines)], [0, *(line.iteration for line in lines)]
+    now = start
+    while now <= ends[-1]:
+        sent = 1_000_000 + float(np.interp(now, ends, numbers)) * per_iteration
+        yield {"time": now, "gpus": gpus, "network": {interface: {"sent": sent, "received": 0}}}
         now += seconds
-    return samples

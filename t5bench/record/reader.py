@@ -9,7 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -317,8 +317,8 @@ def _faults_of_log(directory: Path, part: Mapping[str, Any], lines: _Lines | Non
     if lines is None:
         return
     for (place, line), (there, its) in zip(lines, printed, strict=False):
-        for name in vars(line).keys() - {"begin"}:
-            value, found = getattr(line, name), getattr(its, name)
+        for name, value in vars(replace(line, begin=its.begin)).items():
+            found = getattr(its, name)
             # One of the times is rounded to milliseconds, the other truncated. As text, nan is equal to nan.
             is_same_time = name == "time" and (value is None or abs(value - found) < 0.002)
             if not is_same_time and str(value) != str(found):
