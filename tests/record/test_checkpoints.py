@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import cut_off, made_checkpoints, write_checkpoint
 
@@ -39,31 +39,23 @@ def test_the_files_of_a_checkpoint(shape: tuple):
     assert made.folder(20).name == name
 
 
-def test_the_layers_of_deepspeed_s_pipeline(tmp_path: Path):
+def test_the_layers_of_deepspeed_s_pipeline():
     """As a GPT of four layers left them: the embedding is layer 1, the last norm layer 6."""
     shape = {"engine": "megatron", "stage": 1, "precision": "--bf16", "tp": 2, "pp": 2, "dp": 1}
-    made = made_checkpoints(tmp_path, **shape, family="gpt", layers=4)
+    made = made_checkpoints(**shape, family="gpt", layers=4)
     layers = {f"layer_0{layer}-model_0{tp}-model_states.pt" for layer in range(1, 7) for tp in (0, 1)}
-    rest = {name for rank in range(4) for name in (
-        f"bf16_zero_pp_rank_0_mp_rank_0{rank}_optim_states.pt", f"mp_rank_0{rank}_model_states.pt",
-    )}  # fmt: skip
-    assert set(made.files(range(4))) == layers | rest
-    assert [name for name in made.files([2]) if name.startswith("layer")] == [
-        f"layer_0{layer}-model_00-model_states.pt" for layer in (4, 5, 6)
-    ]
-    write_checkpoint(made, 5)
-    assert made.newest() == (5, {})
-    cut_off(made.folder(5) / "layer_04-model_01-model_states.pt")
-    assert made.newest()[1][5].startswith("global_step5/layer_04-model_01-model_states.pt is truncated")
+    optimizers = {f"bf16_zero_pp_rank_0_mp_rank_0{rank}_optim_states.pt" for rank in range(4)}
+    assert set(made.files(range(4))) == layers | optimizers | {f"mp_rank_0{rank}_model_states.pt" for rank in range(4)}
+    second_stage = [name for name in made.files([2]) if name.startswith("layer")]
+    assert second_stage == [f"layer_0{layer}-model_00-model_states.pt" for layer in (4, 5, 6)]
 
 
 def test_a_node_reads_the_files_of_its_ranks():
     """2 x 2 x 2: rank 5 is TP 1, DP 0, stage 1; its neighbour in data parallelism is rank 7."""
     cube = made_checkpoints(engine="megatron", tp=2, pp=2, dp=2)
     assert cube.files([5]) == cube.files([7]) == ["mp_rank_01_001/model_optim_rng.pt"]
-    assert made_checkpoints(engine="megatron", stage=2, precision="--bf16", dp=4).files([3]) == [
-        "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt",
-    ]  # fmt: skip
+    own = ["bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"]
+    assert made_checkpoints(engine="megatron", stage=2, precision="--bf16", dp=4).files([3]) == own
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +63,13 @@ def saved_by_torch(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     torch = pytest.importorskip("torch")
     path = tmp_path_factory.mktemp("torch") / "weights.pt"
     torch.save({"weight": torch.arange(300.0), "bias": torch.ones(7), "empty": torch.empty(0), "step": 3}, path)
+    assert damage(path) == ""
     return path.read_bytes()
 
 
-@settings(max_examples=150, deadline=None)
 @given(kept=st.floats(0, 1, exclude_max=True))
 def test_a_file_truncated_anywhere_is_detected(saved_by_torch: bytes, tmp_path_factory, kept: float):
     path = tmp_path_factory.getbasetemp() / "cut.pt"
-    path.write_bytes(saved_by_torch)
-    assert damage(path) == ""
     path.write_bytes(saved_by_torch[: int(kept * len(saved_by_torch))])
     assert damage(path).startswith("is truncated (it has ")
 
@@ -119,11 +109,8 @@ def test_the_engines_find_it_and_newer_checkpoints_are_set_aside(tmp_path: Path)
         assert (found.directory / "latest_checkpointed_iteration.txt").read_text() == "10"
         assert found.iterations() == [10]
         write_checkpoint(found, 20)
-    names = sorted(path.name for path in found.directory.iterdir())
-    assert names == [
-        "global_step10", "global_step20", "global_step20.passed-over", "global_step20.passed-over.1", "latest",
-        "latest_checkpointed_iteration.txt",
-    ]  # fmt: skip
+    aside = sorted(path.name for path in found.directory.glob("*.passed-over*"))
+    assert aside == ["global_step20.passed-over", "global_step20.passed-over.1"]
 
 
 @pytest.mark.parametrize("torn", ["", '{"iteration": 9'])

@@ -1,14 +1,21 @@
-"""Reading the engines' lines: whole and damaged ones."""
+"""Reading the engines' lines, whole, mixed and damaged, and records that real runs of both engines left: tiny T5, two
+CPU processes, an evaluation every 4 iterations and a checkpoint every 6."""
 
 import math
+import random
 
 import pytest
+from harness import REPO_ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
 from t5bench.record.log import iterations, peak_memory
+from t5bench.record.records import load
+from t5bench.record.status import CauseFinder
 
-# As the patched engine printed it on a CPU.
+STORED = REPO_ROOT / "tests" / "data" / "runs"
+RUNS = ["megatron-tensor", "native-zero2"]
+# As the patched engine printed it on a CPU, and what four ranks with unbuffered output left beside it.
 LINE = (
     " iteration       10/      20 | consumed samples:          160 | consumed tokens:        30720 |"
     " elapsed time per iteration (ms): 419.3 | learning rate: 5.000E-05 | global batch size:    16 |"
@@ -16,7 +23,6 @@ LINE = (
     " number of skipped iterations:   0 | number of nan iterations:   0 | samples per second: 38.161 |"
     " tokens per gpu per second (tgs): 3663.451 | TFLOPs: 0.00 |"
 )
-# As four ranks with unbuffered output left it.
 BESIDE = "[Rank 3] (after 1 iterations) memory (MB) | allocated: 447.2 | max allocated: 447.2 | reserved: 447.2 |"
 MEMORY = (
     " peak memory | rank 1 | host vm | device cpu | allocated MiB 0.0 | reserved MiB 0.0 | host rss MiB 562.4",
@@ -24,34 +30,29 @@ MEMORY = (
 )
 
 
+def log_lines(name: str) -> list[str]:
+    return (STORED / name / "node0.log").read_text().splitlines()
+
+
 @pytest.mark.parametrize("text", [LINE, BESIDE + LINE + BESIDE])
 def test_iteration_line(text: str):
     (line,) = iterations(["noise", text, "more noise"])
     assert (line.iteration, line.total, line.elapsed_ms, line.lm_loss) == (10, 20, 419.3, 8.265567)
     assert (line.learning_rate, line.samples_per_second, line.grad_norm) == (5e-5, 38.161, 1.77459)
-
-
-def test_the_line_of_an_engine_that_logs_no_grad_norm():
-    (line,) = iterations([LINE.replace(" grad norm: 1.774590E+00 |", "").replace("TFLOPs: 0.00", "TFLOPs: 56.78")])
-    assert (line.tflops, line.grad_norm) == (56.78, None)
+    assert (line.loss_scale, line.skipped, line.nan, line.tflops) == (1.0, 0, 0, 0.0)
 
 
 @pytest.mark.parametrize("text", ["NAN", "nan"])
-def test_nan_is_read_as_nan(text: str):
-    (line,) = iterations([LINE.replace("8.265567E+00", text)])
-    assert line.lm_loss is not None and math.isnan(line.lm_loss)
-
-
-@given(st.integers(min_value=0, max_value=len(LINE) - 1))
-def test_a_truncated_line_is_left_out_or_complete(length: int):
-    for line in iterations([LINE[:length]]):
-        assert (line.tflops, line.elapsed_ms) == (0.0, 419.3)
+def test_a_line_without_a_norm_or_a_finite_loss(text: str):
+    (line,) = iterations([LINE.replace("8.265567E+00", text).replace(" grad norm: 1.774590E+00 |", "")])
+    assert line.lm_loss is not None and math.isnan(line.lm_loss) and line.grad_norm is None
 
 
 @given(st.text())
-def test_no_text_breaks_the_reader(text: str):
+def test_no_text_breaks_the_readers(text: str):
     list(iterations(text.splitlines()))
     peak_memory(text.splitlines())
+    CauseFinder().read(text, 0.0)
 
 
 def test_peak_memory_by_rank_even_in_mixed_lines():
@@ -59,3 +60,32 @@ def test_peak_memory_by_rank_even_in_mixed_lines():
     assert [(peak.rank, peak.device_mib, peak.host_mib) for peak in found] == [
         (0, 123.4, 488.1), (1, None, 562.4), (2, None, 562.4),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_stored_run(name: str):
+    run = load(STORED / name)
+    assert (run.status, f"{run.engine}-{run.strategy}") == ("complete", name)
+    assert [line.iteration for line in run.iterations] == [2, 4, 6, 8, 10, 12]
+    assert all(8.0 < (line.lm_loss or 0) < 8.6 for line in run.iterations)
+    assert (run.padded_vocab_size, run.plan.number("EVAL_INTERVAL")) == (4224, 4)
+    assert [peak.rank for peak in run.peak_memory] == [0, 1]
+    # It was made before there were checksums, so its log was held against its metrics.
+    assert ["no checksums" in remark for remark in run.remarks] == [True]
+    finder = CauseFinder()
+    for line in log_lines(name):
+        finder.read(line.partition(" ")[2], 0.0)
+    assert finder.cause() is None
+
+
+@given(st.integers(0, 2**32), st.sampled_from(RUNS))
+def test_truncated_or_mixed_lines_give_correct_values_or_none(seed: int, name: str):
+    """What two writers leave that share a terminal: pieces of lines, in any mixture."""
+    rng, lines = random.Random(seed), [line for line in log_lines(name) if "iteration" in line]
+    damaged: list[str] = []
+    for line in lines:
+        cut, other = rng.randrange(len(line) + 1), rng.choice(lines)
+        mixtures = [[line], [line[:cut]], [line[:cut], line[cut:]], [], [line[:cut] + other]]
+        damaged += rng.choice([*mixtures, [line[:cut] + other + line[cut:]]])
+    values = [{(i.iteration, i.elapsed_ms, i.lm_loss, i.tflops) for i in iterations(text)} for text in (damaged, lines)]
+    assert values[0] <= values[1]

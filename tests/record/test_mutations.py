@@ -29,42 +29,40 @@ COUNT, SEED = int(os.environ.get("MUTATIONS", "100")), int(os.environ.get("SEED"
 HANGS_AFTER = 60  # seconds, on a busy machine
 
 
-INSERTED = (b"\0", b"\xff\xfe", "٣".encode(), b"-", b"9" * 400)
-LINES = (b"\n", b"null\n", b"[]\n", b'{"resumed_from": 3}\n', b'{"resumed_from": -1}\n')
+INSERTED = (
+    b"\0", b"\xff\xfe", "٣".encode(), b"-", b"9" * 400, b"[" * 100_000 + b"\n",
+    b"\n", b"null\n", b"[]\n", b'{"resumed_from": 3}\n', b'{"resumed_from": -1}\n',
+)  # fmt: skip
 
 
 # ---- mutations -------------------------------------------------------------------------------------------------------
 
 
-def bytes_changed(rng: random.Random, path: Path) -> None:
-    content = bytearray(path.read_bytes()) or bytearray(b"x")
-    place = rng.randrange(len(content))
-    digits = [index for index, byte in enumerate(content) if 48 <= byte <= 57]
-    rng.choice([
-        lambda: content.__setitem__(place, content[place] ^ 1 << rng.randrange(8)),
-        lambda: content.__setitem__(rng.choice(digits or [place]), rng.choice(b"0123456789")),
-        lambda: content.__setitem__(slice(place, place), rng.choice(INSERTED)),
-        lambda: content.__delitem__(slice(place, None)),
-        lambda: content.__delitem__(slice(place, place + rng.randrange(1, 200))),
-        lambda: content.clear(),
-    ])()  # fmt: skip
-    path.write_bytes(content)
+def other_byte(rng: random.Random, piece: bytes) -> bytes:
+    """With one bit of it changed, or a digit in a byte's place."""
+    place = rng.randrange(len(piece))
+    changed = rng.choice([bytes([piece[place] ^ 1 << rng.randrange(8)]), b"%d" % rng.randrange(10)])
+    return piece[:place] + changed + piece[place + 1 :]
 
 
-def lines_changed(rng: random.Random, path: Path) -> None:
-    lines = path.read_bytes().splitlines(keepends=True) or [b""]
-    one, other = rng.randrange(len(lines)), rng.randrange(len(lines))
+def pieces_changed(rng: random.Random, path: Path) -> None:
+    """The lines of a file, or its bytes."""
+    content = path.read_bytes() or b"x"
+    parts = content.splitlines(keepends=True) if rng.random() < 0.5 else [bytes([byte]) for byte in content]
+    one, other = rng.randrange(len(parts)), rng.randrange(len(parts))
     rng.choice([
-        lambda: lines.__delitem__(one),
-        lambda: lines.insert(other, lines[one]),
-        lambda: lines.__setitem__(slice(None), lines[::-1]),
-        lambda: lines.__setitem__(slice(None), lines[:one]),
-        lambda: lines.__setitem__(slice(one, other), []),
-        lambda: rng.shuffle(lines),
-        lambda: lines.insert(one, b"[" * 100_000 + b"\n"),
-        lambda: lines.insert(one, rng.choice(LINES)),
+        lambda: parts.__setitem__(one, other_byte(rng, parts[one])),
+        lambda: parts.__delitem__(one),
+        lambda: parts.__delitem__(slice(one, None)),
+        lambda: parts.__delitem__(slice(one, other)),
+        lambda: parts.__delitem__(slice(one, one + rng.randrange(1, 200))),
+        lambda: parts.insert(other, parts[one]),
+        lambda: parts.insert(one, rng.choice(INSERTED)),
+        parts.reverse,
+        parts.clear,
+        lambda: rng.shuffle(parts),
     ])()  # fmt: skip
-    path.write_bytes(b"".join(lines))
+    path.write_bytes(b"".join(parts))
 
 
 def places(content: Any) -> Iterator[tuple[Any, Any]]:
@@ -119,7 +117,7 @@ def file_replaced(rng: random.Random, path: Path) -> None:
     ])()  # fmt: skip
 
 
-KINDS = (bytes_changed, lines_changed, values_changed, file_replaced)
+KINDS = (pieces_changed, pieces_changed, values_changed, file_replaced)
 
 
 def mutate(rng: random.Random, run: Path, reseal: bool) -> str:
@@ -140,18 +138,19 @@ def mutate(rng: random.Random, run: Path, reseal: bool) -> str:
 # ---- the commands ----------------------------------------------------------------------------------------------------
 
 
+def asked(runs: Path, **more: Any) -> argparse.Namespace:
+    return argparse.Namespace(runs=[str(runs)], baseline="ddp", allow=[], peak_tflops=None, **more)
+
+
 def compare(runs: Path, _: Path) -> int:
-    arguments = argparse.Namespace(runs=[str(runs)], baseline="ddp", allow=[], peak_tflops=None)
-    comparison = command.compare(arguments)
+    comparison = command.compare(asked(runs))
     print(tables.terminal(comparison), json.dumps(comparison.to_json(), allow_nan=False, indent=0))
     return 0
 
 
 def wandb(runs: Path, _: Path) -> int:
     """Stands for the client, which takes a second to start: only its arguments count."""
-    arguments = argparse.Namespace(
-        runs=[str(runs)], baseline="ddp", allow=[], peak_tflops=None, project="p", comparison=None
-    )
+    arguments = asked(runs, project="p", comparison=None)
     comparison = wandb_report.compare(arguments)
     wandb_report.place_of(comparison, arguments)
     lines = [wandb_report.curves(comparison, name) for name in wandb_report.LINES.values()]
@@ -161,8 +160,7 @@ def wandb(runs: Path, _: Path) -> int:
 
 
 def page(runs: Path, _: Path) -> int:
-    arguments = argparse.Namespace(runs=[str(runs)], baseline="ddp", allow=[], peak_tflops=None)
-    print(render(command.compare(arguments)))
+    print(render(command.compare(asked(runs))))
     return main(["explain", *map(str, sorted(runs.iterdir()))])
 
 
@@ -171,10 +169,8 @@ def parity(runs: Path, _: Path) -> int:
 
 
 def collected(runs: Path, target: Path) -> int:
-    statuses = [
-        collect.run(argparse.Namespace(run=target / run.name, sources=[str(run)])) for run in sorted(runs.iterdir())
-    ]
-    print(*statuses)
+    for run in sorted(runs.iterdir()):
+        print(collect.run(argparse.Namespace(run=target / run.name, sources=[str(run)])))
     return 0
 
 
@@ -198,22 +194,20 @@ def outcome(execute: Callable[[Path, Path], int], runs: Path, target: Path) -> s
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """Four complete runs, of which one has no checksums, one that was killed and one that crashed."""
-    runs, times = tmp_path / "runs", [100.0 + number % 7 for number in range(30)]
-    norms = [1.5 - number / 30 for number in range(30)]
+    runs = tmp_path / "runs"
+    times, norms = [100.0 + number % 7 for number in range(30)], [1.5 - number / 30 for number in range(30)]
+    sampled: dict[str, Any] = {"elapsed_ms": times, "norms": norms, "sent_per_iteration": 1e6, "sample_seconds": 0.5}
     make_run(runs / "ddp", elapsed_ms=times, norms=norms)
-    make_run(runs / "zero1", "zero1", elapsed_ms=times, norms=norms, sent_per_iteration=1e6, sample_seconds=0.5)
-    make_run(
-        runs / "zero2", "zero2", elapsed_ms=times, norms=norms, nodes=2, sent_per_iteration=1e6, sample_seconds=0.5
-    )
+    make_run(runs / "zero1", "zero1", **sampled)
+    make_run(runs / "zero2", "zero2", nodes=2, **sampled)
     for name in ("ddp", "zero1"):
         shutil.copy(Path(__file__).with_name("profile.json"), runs / name)
         seal(runs / name)
     make_run(runs / "tensor", "tensor", elapsed_ms=times, norms=norms)
     (runs / "tensor" / "node0.sha256").unlink()
     make_run(runs / "pipeline", "pipeline", elapsed_ms=times, status="running")
-    make_run(
-        runs / "zero3", "zero3", elapsed_ms=times[:9], settings={"TRAIN_ITERS": "30"}, status="crashed", reason="r"
-    )
+    longer = {"TRAIN_ITERS": "30"}
+    make_run(runs / "zero3", "zero3", elapsed_ms=times[:9], settings=longer, status="crashed", reason="r")
     return runs
 
 

@@ -36,14 +36,12 @@ def test_a_terminal_gets_no_control_characters_except_colours_and_lines(sequence
     assert not any(c in shown.removeprefix(COLOURED) for c in "\x1b\x9b\x07\x0e\b")
 
 
-@given(st.text(alphabet="aé🙂\x1b[]31;mJ\r\n\x07\x9b"), st.lists(st.integers(0, 60)))
-def test_a_screen_shows_the_same_however_the_output_is_cut(text: str, cuts: list[int]):
-    data, screen, shown = text.encode(), Screen(), b""
-    edges = [0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]
-    for start, stop in pairwise(edges):
+@given(
+    st.text(alphabet="aé🙂\x1b[]31;mJ\r\n\x07\x9b"), st.lists(st.integers(0, 60)), st.sampled_from([b"", b"a\x9bm\xff"])
+)
+def test_a_screen_shows_the_same_however_the_output_is_cut(text: str, cuts: list[int], no_utf_8: bytes):
+    data, screen, shown = text.encode() + no_utf_8, Screen(), b""
+    for start, stop in pairwise([0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]):
         shown += screen.show(data[start:stop])
-    assert shown + screen.show(b"", is_last=True) == on_terminal(text).encode()
-
-
-def test_bytes_that_are_not_utf_8():
-    assert Screen().show(b"a\x9b31m\xff\n") == rb"a\x9b31m\xff" + b"\n"
+    expected = on_terminal(text) + no_utf_8.decode(errors="backslashreplace")
+    assert shown + screen.show(b"", is_last=True) == expected.encode()
