@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +32,16 @@ def local_copy(source: str) -> Iterator[Path]:
     if Path(source).is_dir() or ":" not in source:
         yield Path(source)
         return
-    match = _SOURCE.fullmatch(source)
-    host, directory = match[1].replace("[", "").replace("]", ""), match[2]
+    host, directory = _SOURCE.fullmatch(source).groups()
     exclusions = " ".join(f"--exclude=./{name}" for name in LEFT_OUT)
-    remote = f"tar -C {shlex.quote(directory)} {exclusions} -cf - ."
-    with tempfile.TemporaryDirectory() as temporary:
-        archive = Path(temporary) / "parts.tar"
-        with archive.open("wb") as file:
-            result = subprocess.run(ssh(host, remote), stdout=file, stderr=subprocess.PIPE, check=False)
+    remote = ssh(re.sub(r"[][]", "", host), f"tar -C {shlex.quote(directory)} {exclusions} -cf - .")
+    with tempfile.TemporaryDirectory() as unpacked, tempfile.TemporaryFile() as archive:
+        result = subprocess.run(remote, stdout=archive, stderr=subprocess.PIPE, check=False)
         if result.returncode:
-            said = visible(result.stderr.decode(errors="replace").strip())
-            raise RecordError(f"cannot fetch {source}: {said}")
-        unpacked = Path(temporary) / "parts"
-        unpacked.mkdir()
-        subprocess.run(["tar", "-C", str(unpacked), "-xf", str(archive)], check=True)
-        yield unpacked
+            raise RecordError(f"cannot fetch {source}: {visible(result.stderr.decode(errors='replace').strip())}")
+        archive.seek(0)
+        subprocess.run(["tar", "-C", unpacked, "-xf", "-"], stdin=archive, check=True)
+        yield Path(unpacked)
 
 
 def check_same_run(here: Mapping[str, Any], other: Mapping[str, Any], source: str) -> None:
@@ -61,11 +57,10 @@ def check_same_run(here: Mapping[str, Any], other: Mapping[str, Any], source: st
 def bring(source: Path, name: str, directory: Path) -> None:
     """Copies what a node left in source to the run directory. Raises RecordError."""
     parts = read_parts(source)
-    present = {part["node"]: part for part in read_parts(directory)} if any(directory.glob("node*.json")) else {}
-    for part in parts:
-        for other in present.values():
-            check_same_run(other, part, name)
-        if present.get(part["node"], part) != part:
+    present = read_parts(directory) if any(directory.glob("node*.json")) else []
+    for part, other in product(parts, present):
+        check_same_run(other, part, name)
+        if other["node"] == part["node"] and other != part:
             raise RecordError(f"{name} and {directory} have different files node{part['node']}.json")
     nodes = {f"node{part['node']}" for part in parts}
 

@@ -8,9 +8,12 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-_ITERATION = re.compile(r"\biteration\s+(?P<iteration>\d+)/\s*(?P<total>\d+) \|(?P<fields>.*)")
-# An unbuffered Python writes a line and its newline separately, and another rank's output may come in between.
-_LAST_FIELD = re.compile(r"\bTFLOPs:\s*[-+0-9.eE]+\s*\|")
+# A line ends with TFLOPs: an unbuffered Python writes the newline separately, and another rank's output may come in
+# between. A new line may begin in the middle of a truncated one.
+_ITERATION = re.compile(
+    r"\biteration\s+(?P<iteration>\d+)/\s*(?P<total>\d+) \|"
+    r"(?P<fields>(?:(?!\biteration\s+\d+/\s*\d+ \|).)*?\bTFLOPs:\s*[-+0-9.eE]+\s*\|)"
+)
 _FIELDS = {
     "elapsed time per iteration (ms)": "elapsed_ms",
     "lm loss": "lm_loss",
@@ -98,16 +101,12 @@ class PeakMemory:
 
 
 def iteration(line: str, time: float | None = None) -> Iteration | None:
-    """The complete iteration line in this text; None if it was truncated or mixed with another."""
-    if not (match := _ITERATION.search(line)):
+    """The last complete iteration line in this text; None if it was truncated or mixed with another."""
+    if not (matches := list(_ITERATION.finditer(line))):
         return None
-    # A new line may begin in the middle of a truncated one: the last beginning counts.
-    while later := _ITERATION.search(match["fields"]):
-        match = later
-    if not (end := _LAST_FIELD.search(match["fields"])):
-        return None
+    match = matches[-1]
     try:
-        found = _FIELD.findall(match["fields"][: end.end()])
+        found = _FIELD.findall(match["fields"])
         fields = {name.strip(): float(value) for name, value in found}
         if len(fields) < len(found):  # only two lines in one can give a field twice, or a number such as 1.2.3
             return None

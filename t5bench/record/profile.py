@@ -10,12 +10,12 @@ from t5bench.record.files import read
 from t5bench.record.log import Amount, Count
 from t5bench.record.reader import decoded
 
-# How a sentence describes the time that a part takes.
 HOST, FORWARD, BACKWARD, RECOMPUTATION = "host gaps", "forward", "backward", "recomputation"
 STEP, DATA, LOGGING, SAVING = "optimizer and clipping", "data loading", "logging", "saving a checkpoint"
 TRANSFER, BUBBLE, WAITING = "transfers between host and device", "pipeline bubble", "waiting for slower ranks"
 AXES = ("data parallel", "tensor parallel", "pipeline parallel", "ZeRO's gathers", "all ranks")
 SENDING = {axis: f"communication: {axis}" for axis in AXES}
+# How a sentence describes the time that a part takes.
 DOING = {
     HOST: "between operators, where the device waits for Python",
     FORWARD: "in the forward pass",
@@ -32,7 +32,6 @@ DOING = {
 DOING |= {SENDING[AXES[3]]: "in ZeRO's gathers", SENDING[AXES[4]]: "in communication of all ranks"}
 PARTS = tuple(DOING)
 MOST_TOLD = 3
-
 
 Milliseconds = Annotated[float, Meta(ge=0, lt=1e9)]  # eleven days
 Duration = Annotated[float, Meta(gt=0, lt=1e9)]
@@ -96,12 +95,10 @@ class Profile(Struct):
     overhead: Annotated[float, Meta(gt=-1, lt=1e9)] | None = None
 
     def __post_init__(self) -> None:
-        if [rank.rank for rank in self.ranks] != list(range(len(self.ranks))):
-            raise ValueError("its ranks are not those from 0 on")
-        for rank in self.ranks:
+        for number, rank in enumerate(self.ranks):
             ends = [end for _, end in rank.timeline]
-            if ends != sorted(ends):
-                raise ValueError(f"the timeline of rank {rank.rank} is not in order")
+            if rank.rank != number or ends != sorted(ends):
+                raise ValueError(f"rank {rank.rank} or its timeline is not in order")
 
 
 def read_profile(path: Path) -> Profile:

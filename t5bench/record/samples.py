@@ -30,7 +30,7 @@ class Traffic:
 
     @property
     def share(self) -> float | None:
-        """The share of the link that was used, 0 to 1; None if its speed is not known."""
+        """The share of the link that was used; None if its speed is not known."""
         return self.bits_per_second / self.link_bits_per_second if self.link_bits_per_second else None
 
 
