@@ -71,26 +71,21 @@ def made_plan(
     strategy: str = "ddp",
     settings: Mapping[str, str] | None = None,
     *,
-    node: int = 0,
     nodes: int = 1,
     world_size: int | None = None,
-    engine: str = "megatron",
-    engine_patches: str = "series",
-    device: str = "cpu",
-    ds_config: Mapping[str, Any] | None = None,
     extra_arguments: Sequence[str] = (),
-    layout: Layout | None = None,
     family: str = "t5",
+    **fields: Any,
 ) -> Plan:
-    """A plan of one node; world_size: what the strategy needs, but at least 2."""
+    """A plan of one node; world_size: what the strategy needs, but at least 2. fields: others of the plan."""
     tp, pp = LAYOUTS.get(strategy, (1, 1))
     world_size = world_size or max(2, tp * pp)
-    port = PORTS.get(strategy, 29899)  # a ninth strategy's
-    chosen = {"NNODES": str(nodes), "NPROC_PER_NODE": str(world_size // nodes), "MASTER_PORT": str(port)}
+    here, dp = world_size // nodes, world_size // (tp * pp)
+    port, stage = PORTS.get(strategy, 29899), ZERO_STAGES.get(strategy)  # a ninth strategy has a port, too
+    chosen = {"NNODES": str(nodes), "NPROC_PER_NODE": str(here), "MASTER_PORT": str(port)}
     chosen |= {"TENSOR_PARALLEL_SIZE": str(tp), "PIPELINE_PARALLEL_SIZE": str(pp)}
     chosen |= {"WANDB_RUN_NAME": f"megatron-{strategy}", **(settings or {})}
     plan_settings = made_settings(chosen, family)
-    dp = world_size // (tp * pp)
     batch, micro_batch = (int(plan_settings[name].value) for name in ("GLOBAL_BATCH_SIZE", "MICRO_BATCH_SIZE"))
     words = [
         word
@@ -99,39 +94,26 @@ def made_plan(
         for word in ([entry.value] * bool(entry.value) if argument == "=" else [argument, entry.value])
         if argument != "-"
     ]
-    if strategy in ZERO_STAGES and ds_config is None:
-        ds_config = {"zero_optimization": {"stage": ZERO_STAGES[strategy], "overlap_comm": False}}
-    return Plan(
-        strategy=Strategy(
-            strategy, strategy, port, tp, pp,
-            f"megatron_{strategy}.json" if strategy in ZERO_STAGES else "", COLOURS.get(strategy, "#123456"), [],
-        ),
-        settings=plan_settings,
-        obstacles=[],
-        node=node,
-        master_address="node0",
-        engine=engine,
-        engine_directory="/engine" if engine == "megatron" else "",
-        engine_patches=engine_patches,
-        device=device,
-        data_prefix="/data/xsum",
-        tokenizer="t",
-        output_dir=chosen.get("OUTPUT_DIR", "/run"),
-        layout=layout or Layout(
-            nodes, world_size // nodes, world_size, tp, pp, dp, batch // (micro_batch * dp), 1 if pp > 1 else None
-        ),
-        ds_config=ds_config,
-        arguments=Arguments(settings=words, extra=list(extra_arguments)),
-        command=["torchrun", *words, *extra_arguments],
-    )  # fmt: skip
+    ds_config, colour = f"megatron_{strategy}.json" if stage else "", COLOURS.get(strategy, "#123456")
+    made = {
+        "strategy": Strategy(strategy, strategy, port, tp, pp, ds_config, colour, []),
+        "settings": plan_settings, "obstacles": [], "master_address": "node0", "device": "cpu",
+        "engine": "megatron", "engine_directory": "/engine", "engine_patches": "series",
+        "data_prefix": "/data/xsum", "tokenizer": "t", "output_dir": chosen.get("OUTPUT_DIR", "/run"),
+        "layout": Layout(nodes, here, world_size, tp, pp, dp, batch // (micro_batch * dp), 1 if pp > 1 else None),
+        "ds_config": {"zero_optimization": {"stage": stage, "overlap_comm": False}} if stage else None,
+        "arguments": Arguments(settings=words, extra=list(extra_arguments)),
+        "command": ["torchrun", *words, *extra_arguments],
+    }  # fmt: skip
+    return Plan(**made | fields)
 
 
 def made_checkpoints(
     directory: Path = Path("/run"),
+    *,
     engine: str = "native",
     stage: int = 0,
     precision: str = "",
-    *,
     tp: int = 1,
     pp: int = 1,
     dp: int = 2,
@@ -140,17 +122,10 @@ def made_checkpoints(
     layers: int = 2,
 ) -> Checkpoints:
     """The checkpoints in a run directory, as node 0 sees them; stage: of ZeRO."""
-    world_size = tp * pp * dp
-    return Checkpoints(
-        made_plan(
-            "ddp",
-            {"OUTPUT_DIR": str(directory), "PRECISION_FLAG": precision, "ENCODER_NUM_LAYERS": str(layers)},
-            engine=engine,
-            ds_config={"zero_optimization": {"stage": stage}} if stage else None,
-            layout=Layout(nodes, world_size // nodes, world_size, tp, pp, dp, 1),
-            family=family,
-        )
-    )
+    settings = {"OUTPUT_DIR": str(directory), "PRECISION_FLAG": precision, "ENCODER_NUM_LAYERS": str(layers)}
+    layout = Layout(nodes, tp * pp * dp // nodes, tp * pp * dp, tp, pp, dp, 1)
+    ds_config = {"zero_optimization": {"stage": stage}} if stage else None
+    return Checkpoints(made_plan("ddp", settings, engine=engine, ds_config=ds_config, layout=layout, family=family))
 
 
 def write_checkpoint(checkpoints: Checkpoints, iteration: int) -> None:
