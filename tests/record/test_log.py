@@ -20,7 +20,7 @@ LINE = (
     " iteration       10/      20 | consumed samples:          160 | consumed tokens:        30720 |"
     " elapsed time per iteration (ms): 419.3 | learning rate: 5.000E-05 | global batch size:    16 |"
     " lm loss: 8.265567E+00 | loss scale: 1.0 | grad norm: 1.774590E+00 | actual seqlen:   128 |"
-    " number of skipped iterations:   0 | number of nan iterations:   0 | samples per second: 38.161 |"
+    " number of skipped iterations:   2 | number of nan iterations:   1 | samples per second: 38.161 |"
     " tokens per gpu per second (tgs): 3663.451 | TFLOPs: 0.00 |"
 )
 BESIDE = "[Rank 3] (after 1 iterations) memory (MB) | allocated: 447.2 | max allocated: 447.2 | reserved: 447.2 |"
@@ -39,7 +39,7 @@ def test_iteration_line(text: str):
     (line,) = iterations(["noise", text, "more noise"])
     assert (line.iteration, line.total, line.elapsed_ms, line.lm_loss) == (10, 20, 419.3, 8.265567)
     assert (line.learning_rate, line.samples_per_second, line.grad_norm) == (5e-5, 38.161, 1.77459)
-    assert (line.loss_scale, line.skipped, line.nan, line.tflops) == (1.0, 0, 0, 0.0)
+    assert (line.loss_scale, line.skipped, line.nan, line.tflops) == (1.0, 2, 1, 0.0)
 
 
 @pytest.mark.parametrize("text", ["NAN", "nan"])
