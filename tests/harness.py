@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from made_runs import made_plan
@@ -69,10 +69,8 @@ def write_indexed_dataset(prefix: Path, documents: list[list[int]]) -> None:
 
 def write_data_record(prefix: Path, **content: object) -> None:
     """The record of prepared data as the preparation writes it, with what else it is to say."""
-    files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-        for path in (prefix.with_suffix(".bin"), prefix.with_suffix(".idx"))
-    }
+    contents = {path.name: path.read_bytes() for path in (prefix.with_suffix(".bin"), prefix.with_suffix(".idx"))}
+    files = {name: {"bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for name, c in contents.items()}
     Path(f"{prefix}.meta.json").write_text(json.dumps({"source": "stub", "files": files} | content))
 
 
@@ -175,20 +173,17 @@ class Project:
 
     def record_engine(self, state: str = "series") -> None:
         """Declares the stand-in engine's present files to be the given state of the patches."""
-        lines = [
-            f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(self.engine)}"
-            for path in sorted(self.engine.rglob("*.py"))
-        ]
-        (self.root / "patches" / "checksums" / f"{state}.sha256").write_text("\n".join(lines) + "\n")
+        paths = sorted(self.engine.rglob("*.py"))
+        sums = {path.relative_to(self.engine): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+        text = "".join(f"{checksum}  {name}\n" for name, checksum in sums.items())
+        (self.root / "patches" / "checksums" / f"{state}.sha256").write_text(text)
 
 
 def make_project(tmp_path: Path) -> Project:
     """A project under tmp_path, complete enough that every launcher starts the stub torchrun."""
     root = tmp_path / "a path with spaces" / "T5-Parallelism"
     for folder in ("scripts", "ds_configs", "patches", "native", "t5bench"):
-        if (REPO_ROOT / folder).is_dir():
-            shutil.copytree(REPO_ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (root / "patches" / "checksums").mkdir(parents=True, exist_ok=True)
+        shutil.copytree(REPO_ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
     stubs = tmp_path / "stubs"
     stubs.mkdir()
     engine = root.parent / "Megatron-DeepSpeed"
@@ -203,14 +198,10 @@ def make_project(tmp_path: Path) -> Project:
     result.install("deepspeed", "0.18.3")
     result.record_engine()
     result.environment = {
-        "PATH": f"{stubs}:{os.environ['PATH']}",
-        "HOME": str(tmp_path),
-        "LANG": "C.UTF-8",
-        "PYTHON": sys.executable,
-        "PYTHONPATH": str(stubs / "site"),
-        "STUB_DIR": str(stubs),
+        "PATH": f"{stubs}:{os.environ['PATH']}", "HOME": str(tmp_path), "LANG": "C.UTF-8", "PYTHON": sys.executable,
+        "PYTHONPATH": str(stubs / "site"), "STUB_DIR": str(stubs),
         "GLOO_SOCKET_IFNAME": "lo",  # this machine's own name may lead to a loopback address
-    }
+    }  # fmt: skip
     return result
 
 
@@ -236,13 +227,7 @@ def write_plan_words(path: Path, plan: Plan) -> None:
 
 
 def record(
-    directory: Path,
-    output: str,
-    *,
-    end: str | None = "0 ",
-    node: int = 0,
-    nodes: int = 1,
-    **settings: str,
+    directory: Path, output: str, *, end: str | None = "0 ", node: int = 0, nodes: int = 1, **settings: str
 ) -> subprocess.CompletedProcess:
     """What `python -m t5bench record` makes of this output, with one process on each node; end is what the launcher
     says: exit status, signal."""
@@ -252,14 +237,9 @@ def record(
         end_file.write_text(end)
     fixed = {"LOG_INTERVAL": "1", "SAMPLE_INTERVAL": "1", "WATCHDOG_SECONDS": "0", "MASTER_PORT": "1"}
     chosen = {"OUTPUT_DIR": str(directory)} | fixed | settings
-    plan = made_plan("ddp", chosen, node=node, nodes=nodes, world_size=nodes, engine="native")
-    write_plan_words(words, replace(plan, master_address="127.0.0.1", output_dir=str(directory)))
+    fields = {"node": node, "engine": "native", "master_address": "127.0.0.1", "output_dir": str(directory)}
+    write_plan_words(words, made_plan("ddp", chosen, nodes=nodes, world_size=nodes, **fields))
     command = [sys.executable, "-m", "t5bench", "record", "--plan", str(words), "--end-file", str(end_file)]
-    return subprocess.run(
-        [*command, "--launcher", str(os.getpid()), "--mark", "none"],
-        cwd=REPO_ROOT,
-        input=output.encode(),
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
+    command += ["--launcher", str(os.getpid()), "--mark", "none"]
+    text = output.encode()
+    return subprocess.run(command, cwd=REPO_ROOT, input=text, capture_output=True, timeout=60, check=False)

@@ -48,6 +48,11 @@ def test_a_line_without_a_norm_or_a_finite_loss(text: str):
     assert line.lm_loss is not None and math.isnan(line.lm_loss) and line.grad_norm is None
 
 
+@pytest.mark.parametrize("text", ["419.3.1", "419.3 | learning rate: 9.0"])
+def test_pieces_of_two_lines_are_no_line(text: str):
+    assert not list(iterations([LINE.replace("419.3", text)]))
+
+
 @given(st.text())
 def test_no_text_breaks_the_readers(text: str):
     list(iterations(text.splitlines()))
