@@ -62,7 +62,8 @@ def test_over_ssh(nodes: tuple[Path, Path], tmp_path: Path, monkeypatch, capsys,
     assert said in capsys.readouterr().err
     assert load(first).status == ("incomplete" if status else "complete")
     assert not (first / "checkpoints").exists()
-    assert status or "BatchMode=yes" in Path(f"{ssh}.arguments").read_text()
+    words = Path(f"{ssh}.arguments").read_text() if not status else "BatchMode=yes --exclude=./checkpoints"
+    assert "BatchMode=yes" in words and "--exclude=./checkpoints" in words
 
 
 def test_parts_of_different_runs_do_not_mix(nodes: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture):
