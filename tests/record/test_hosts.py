@@ -9,18 +9,8 @@ from t5bench.record.hosts import checked, own_name_fault, ssh
 
 HOSTS = ("node0", "ws-l4-007.cluster.example.", "n_1", "10.0.0.7", "fd00::7", "::1", "fe80::1%eth0", "::ffff:10.0.0.7")
 NOT_HOSTS = (
-    "-oProxyCommand=touch${IFS}x",
-    "--",
-    "-v",
-    "a b",
-    "a;b",
-    "$(id)",
-    "a/b",
-    "",
-    "node\n0",
-    "no:colon:x",
-    "-a::1",
-)
+    "-oProxyCommand=touch${IFS}x", "--", "-v", "a b", "a;b", "$(id)", "a/b", "", "node\n0", "no:colon:x", "-a::1",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*HOSTS, *NOT_HOSTS])
