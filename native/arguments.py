@@ -6,25 +6,20 @@ An unknown flag is an error. --help names the few flags that are accepted but ha
 import argparse
 import json
 import os
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
+from t5bench import Problem, note
+
 EXIT_CONFIGURATION = 2
-
-
-def stop(message: str) -> NoReturn:
-    """Ends this process with one sentence on stderr, printed once per node."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(EXIT_CONFIGURATION)
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        stop(f"{message} (python -m native.pretrain_t5 --help lists the flags)")
+        raise Problem(message, "python -m native.pretrain_t5 --help lists the flags")
 
 
 def positive(text: str) -> int:
@@ -118,8 +113,18 @@ FLAGS: list[tuple[str, Any, Any, str]] = [
 ]
 
 
+def start(run: Callable[[argparse.Namespace], None]) -> None:
+    """Runs with the command line's arguments. A Problem ends the process, and is printed once per node."""
+    try:
+        run(parse())
+    except Problem as problem:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            note(problem.report)
+        raise SystemExit(EXIT_CONFIGURATION) from None
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Reads, checks and completes the arguments, or ends the process with one sentence.
+    """Reads, checks and completes the arguments. Raises Problem.
 
     Adds rank, local_rank, world_size, the sizes tp, pp and dp, micro_batches (of one rank and iteration), dtype, device
     and deepspeed_json.
@@ -149,27 +154,31 @@ def choose_device(args: argparse.Namespace) -> torch.device:
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if gpus == 0 or (args.local_rank >= gpus and not args.share_gpus):
-        stop(f"process {args.local_rank} of this node has no GPU: PyTorch sees {gpus}")
+        raise Problem(f"process {args.local_rank} of this node has no GPU: PyTorch sees {gpus}")
     return torch.device("cuda", args.local_rank % gpus)
 
 
 def check(args: argparse.Namespace) -> None:
-    """Ends the process if this engine cannot train the request; launchers have checked that the sizes divide."""
+    """Raises Problem if this engine cannot train the request; launchers have checked that the sizes divide."""
     tp, pp, world = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.world_size
     if args.fp16:
-        stop("the native engine does not train in fp16: use --bf16, neither (float32), or ENGINE=megatron")
+        raise Problem("the native engine does not train in fp16: use --bf16, neither (float32), or ENGINE=megatron")
     if pp > 2 or (pp == 2 and args.pipeline_model_parallel_split_rank != 1):
-        stop(f"the native engine has two pipeline stages, encoder and decoder, split at rank 1; found {pp} stages")
+        raise Problem(
+            f"the native engine has two pipeline stages, encoder and decoder, split at rank 1; found {pp} stages"
+        )
     if args.deepspeed and tp * pp > 1:
-        stop("ZeRO shards only over data-parallel ranks: --deepspeed needs TP=1 and PP=1")
+        raise Problem("ZeRO shards only over data-parallel ranks: --deepspeed needs TP=1 and PP=1")
     args.tp, args.pp, args.dp = tp, pp, world // (tp * pp)
     args.micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
     if args.micro_batches < pp:
-        stop(f"a pipeline of {pp} stages needs at least {pp} micro-batches, found {args.micro_batches}")
+        raise Problem(f"a pipeline of {pp} stages needs at least {pp} micro-batches, found {args.micro_batches}")
     if args.encoder_seq_length < 4 or args.decoder_seq_length < args.mask_prob * (args.encoder_seq_length - 2) + 2:
-        stop(f"a decoder of {args.decoder_seq_length} tokens is too short for an encoder of {args.encoder_seq_length}")
+        raise Problem(
+            f"a decoder of {args.decoder_seq_length} tokens is too short for an encoder of {args.encoder_seq_length}"
+        )
     if not 0 <= args.lr_warmup_iters < args.train_iters or not 0 <= args.min_lr <= args.lr:
-        stop("the learning rate needs 0 <= --min-lr <= --lr and 0 <= --lr-warmup-iters < --train-iters")
+        raise Problem("the learning rate needs 0 <= --min-lr <= --lr and 0 <= --lr-warmup-iters < --train-iters")
     args.deepspeed_json = json.loads(Path(args.deepspeed_config).read_text()) if args.deepspeed else {}
     if args.compile and args.deepspeed and args.deepspeed_json["zero_optimization"]["stage"] == 3:
-        stop("--compile does not work with ZeRO-3, whose hooks between the layers cannot be compiled")
+        raise Problem("--compile does not work with ZeRO-3, whose hooks between the layers cannot be compiled")

@@ -3,7 +3,6 @@
 Nothing is cached and nothing is compiled: each process derives the order of the samples from the seed.
 """
 
-import os
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,10 +11,10 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from t5bench import Problem
 from t5bench.corpus.index import read_index
+from t5bench.corpus.tokenizer import load_tokenizer
 
-# Without its PyTorch models transformers loads more than a second faster; release 5 has no such choice.
-FASTER_TRANSFORMERS = {"USE_TORCH": "0", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
 LONG_SENTENCE = 512  # documents of several sentences are skipped if one of them has more tokens
 MAX_SPAN, SPAN_P = 10, 0.2  # span lengths in words: geometric, clipped (SpanBERT, https://arxiv.org/abs/1907.10529)
 
@@ -24,7 +23,7 @@ class TokenFile:
     """<prefix>.idx and <prefix>.bin: `self[i]` is sentence i, and documents[d]:documents[d + 1] are document d's."""
 
     def __init__(self, prefix: str) -> None:
-        """Raises ValueError, in one sentence, for files that are missing or damaged."""
+        """Raises Problem for files that are missing or damaged."""
         index = read_index(prefix)
         self.sizes, self.offsets, self.documents = map(np.asarray, (index.sizes, index.pointers, index.doc_idx))
         self.tokens = np.memmap(f"{prefix}.bin", index.dtype, "r")
@@ -46,22 +45,10 @@ class Vocabulary:
 
     @staticmethod
     def load(name_or_directory: str) -> "Vocabulary":
-        """Raises ValueError if there is no such tokenizer or it has no sentinel tokens."""
-        os.environ.update(FASTER_TRANSFORMERS | os.environ)
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name_or_directory, use_fast=False)
-        except (OSError, ValueError, TypeError) as error:
-            raise ValueError(f"cannot load the tokenizer {name_or_directory}: {str(error).splitlines()[0]}") from None
-        if tokenizer.bos_token is None:
-            tokenizer.add_special_tokens({"bos_token": "<s>"})  # Megatron does: it counts, and is never used
+        """Raises Problem if there is no such tokenizer or it has no sentinel tokens."""
+        tokenizer = load_tokenizer(name_or_directory)
         names = "additional_special_tokens_ids", "extra_special_tokens_ids"  # until transformers 4, and from 5 on
-        sentinels = tuple(next((ids for name in names if (ids := getattr(tokenizer, name, None))), ()))
-        if not sentinels:
-            raise ValueError(
-                f"the tokenizer {name_or_directory} has no sentinel tokens <extra_id_0>, <extra_id_1>, ..."
-            )
+        sentinels = tuple(next(ids for name in names if (ids := getattr(tokenizer, name, None))))
         pieces = tokenizer.get_vocab().items()
         continuations = frozenset(token for piece, token in pieces if piece.startswith("##"))
         return Vocabulary(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, sentinels, continuations)
@@ -88,7 +75,7 @@ def build_sample_map(
     """Which sentences make each sample: [n, 3] of (first sentence, end sentence, target length), n >= count, shuffled.
 
     Whole epochs, until there are `count` samples. With probability `short_prob` a target is shorter than `max_length`.
-    Raises ValueError when no document can be used.
+    Raises Problem when no document can be used.
     """
     ratio = round(1 / short_prob) if short_prob > 0 else 0
 
@@ -105,7 +92,7 @@ def build_sample_map(
         if end - first == 1 or (end > first and max(lengths[first:end]) <= LONG_SENTENCE)
     ]
     if not usable:
-        raise ValueError("no document in this split is usable: they are empty, or their sentences are too long")
+        raise Problem("no document in this split is usable: they are empty, or their sentences are too long")
     targets = target_lengths()
     while len(rows) < count:
         for first, end in usable:
@@ -170,7 +157,7 @@ class SpanCorruption(torch.utils.data.Dataset):
     def __init__(
         self, args: Namespace, file: TokenFile, documents: tuple[int, int], count: int, vocabulary: Vocabulary
     ) -> None:
-        """At least `count` samples from documents [first, end) of `file`. Raises ValueError when none can be used."""
+        """At least `count` samples from documents [first, end) of `file`. Raises Problem when none can be used."""
         self.args, self.file, self.vocabulary = args, file, vocabulary
         bounds = file.documents[documents[0] : documents[1] + 1]
         max_length = args.encoder_seq_length - 2  # room that Megatron keeps for two added tokens

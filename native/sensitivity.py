@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from native.arguments import parse
+from native.arguments import start
 from native.data import TokenFile, Vocabulary
 from native.parallel import Layout
 from native.train import Data, learning_rate, pad_vocabulary
@@ -132,8 +132,8 @@ def train(args: Namespace, batches: list[Batch], change: Change) -> dict[str, An
     return {"number": change.number, "change": change.change, "losses": losses, "norms": norms}
 
 
-def main() -> None:
-    args = parse()
+def run(args: Namespace) -> None:
+    """Prints the line of each change."""
     file, vocabulary = TokenFile(args.data_path), Vocabulary.load(args.tokenizer_model)
     pad_vocabulary(args, vocabulary)
     args.num_workers = 0
@@ -144,4 +144,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(run)

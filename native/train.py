@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 
 from native import checkpoint
-from native.arguments import parse, stop
-from native.data import FASTER_TRANSFORMERS, SpanCorruption, TokenFile, Vocabulary, batches, split_documents
+from native.arguments import start
+from native.data import SpanCorruption, TokenFile, Vocabulary, batches, split_documents
 from native.metrics import Metrics, say
 from native.model import T5
 from native.parallel import Layout
 from native.trainers import Batch, PipelineTrainer, TorchTrainer, ZeroTrainer
+from t5bench import Problem
+from t5bench.corpus.tokenizer import FASTER_TRANSFORMERS
 
 
 def learning_rate(args: Namespace, iteration: int) -> float:
@@ -32,20 +34,21 @@ def learning_rate(args: Namespace, iteration: int) -> float:
 
 
 def share_vocabulary(args: Namespace, file: TokenFile) -> Vocabulary:
-    """Rank 0 reads the tokenizer and sends it to every rank, so that only one process imports transformers."""
-    answer: list[Vocabulary | str | None] = [None]
+    """Rank 0 reads the tokenizer and sends it to every rank, so that only one process imports transformers.
+
+    Raises Problem on every rank for a tokenizer that cannot be read or that lacks a token of the data.
+    """
+    answer: list[Vocabulary | Problem | None] = [None]
     if args.rank == 0:
         try:
-            answer = [Vocabulary.load(args.tokenizer_model)]
-            if (largest := int(file.tokens.max())) >= answer[0].size:
-                answer = [
-                    f"{args.data_path}.bin has token {largest}, {args.tokenizer_model} has {answer[0].size} tokens"
-                ]
-        except ValueError as error:
-            answer = [str(error)]
+            answer = [vocabulary := Vocabulary.load(args.tokenizer_model)]
+            if (largest := int(file.tokens.max())) >= (size := vocabulary.size):
+                raise Problem(f"{args.data_path}.bin has token {largest}, {args.tokenizer_model} has {size} tokens")
+        except Problem as problem:
+            answer = [problem]
     dist.broadcast_object_list(answer, device=args.device)
-    if isinstance(answer[0], str):
-        stop(answer[0])
+    if isinstance(answer[0], Problem):
+        raise answer[0]
     return answer[0]
 
 
@@ -57,16 +60,16 @@ def pad_vocabulary(args: Namespace, vocabulary: Vocabulary) -> None:
 class Data:
     """The batches of this process's data-parallel rank, from wherever the run continues."""
 
-    def __init__(self, args: Namespace, layout: Layout, file: TokenFile, vocabulary: Vocabulary, start: int) -> None:
+    def __init__(self, args: Namespace, layout: Layout, file: TokenFile, vocabulary: Vocabulary, done: int) -> None:
         self.device = args.device
         train, validation, _ = split_documents(args.split, len(file.documents) - 1)
         size, evaluation = args.global_batch_size, args.global_batch_size * args.eval_iters  # samples of each
         dataset = SpanCorruption(args, file, train, args.train_iters * size, vocabulary)
-        self.train, self.validation = batches(dataset, args, layout.dp.rank, start * size), iter(())
+        self.train, self.validation = batches(dataset, args, layout.dp.rank, done * size), iter(())
         if args.eval_iters:
             count = (args.train_iters // args.eval_interval + 1) * evaluation  # one more comes at the end
             dataset = SpanCorruption(args, file, validation, count, vocabulary)
-            self.validation = batches(dataset, args, layout.dp.rank, start // args.eval_interval * evaluation)
+            self.validation = batches(dataset, args, layout.dp.rank, done // args.eval_interval * evaluation)
 
     def next(self, which: Iterator[Batch]) -> Batch:
         return tuple(tensor.to(self.device, non_blocking=True) for tensor in next(which))
@@ -83,7 +86,7 @@ def evaluate(
         metrics.validation(iteration, (layout.dp.all_reduce(losses.mean()) / layout.dp.size).item())
 
 
-def announce(args: Namespace, start: int) -> None:
+def announce(args: Namespace, done: int) -> None:
     """Prints what is about to be trained, and counts its parameters for the record."""
     with torch.device("meta"):
         args.parameters = sum(parameter.numel() for parameter in T5(args, Layout()).parameters())
@@ -91,7 +94,7 @@ def announce(args: Namespace, start: int) -> None:
         say(
             f"native engine: {args.parameters:,} parameters, TP={args.tp} PP={args.pp} DP={args.dp},"
             f" {args.micro_batches} micro-batches of {args.micro_batch_size}, vocabulary padded to"
-            f" {args.padded_vocab_size}, {args.dtype} on {args.device.type}, from iteration {start}"
+            f" {args.padded_vocab_size}, {args.dtype} on {args.device.type}, from iteration {done}"
         )
 
 
@@ -111,12 +114,8 @@ def import_libraries(args: Namespace) -> None:
 
 
 def run(args: Namespace) -> None:
-    """Trains from the first or the last saved iteration to --train-iters."""
-    start = checkpoint.latest(args.load)
-    try:
-        file = TokenFile(args.data_path)
-    except ValueError as error:
-        stop(str(error))
+    """Trains from the first or the last saved iteration to --train-iters. Raises Problem for unsuitable data."""
+    done, file = checkpoint.latest(args.load), TokenFile(args.data_path)
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)
     else:
@@ -127,16 +126,13 @@ def run(args: Namespace) -> None:
     pad_vocabulary(args, vocabulary)
     layout = Layout.build(args.pp, args.dp, args.tp, args.device, args.seed)
     trainer = (ZeroTrainer if args.deepspeed else PipelineTrainer if args.pp > 1 else TorchTrainer)(args, layout)
-    try:
-        data = Data(args, layout, file, vocabulary, start)
-    except ValueError as error:
-        stop(str(error))
-    if start:
-        checkpoint.load(trainer, args, layout, start)
-    announce(args, start)
+    data = Data(args, layout, file, vocabulary, done)
+    if done:
+        checkpoint.load(trainer, args, layout, done)
+    announce(args, done)
     metrics = Metrics(args, layout)
 
-    for iteration in range(start + 1, args.train_iters + 1):
+    for iteration in range(done + 1, args.train_iters + 1):
         loss, norm = trainer.step(data.next(data.train), learning_rate(args, iteration - 1))
         metrics.record(iteration, loss, norm, learning_rate(args, iteration))
         last = iteration == args.train_iters
@@ -154,4 +150,4 @@ def run(args: Namespace) -> None:
 
 
 def main() -> None:
-    run(parse())
+    start(run)

@@ -28,11 +28,6 @@ def make_optimizer(model: T5, args: Namespace) -> torch.optim.AdamW:
     return torch.optim.AdamW(decay, lr=args.lr, betas=betas, eps=args.adam_eps, fused=True)
 
 
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
 def compile_layers(model: T5, args: Namespace) -> None:
     """--compile: layer by layer, since all layers of a stack share the compiled code."""
     for module in model.modules():
@@ -91,26 +86,31 @@ class TorchTrainer:
             total += loss.detach()
         return total
 
-    def step(self, batch: Batch, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """One iteration; (loss, gradient norm), both [] on the device. Nothing here waits for the device."""
-        set_rate(self.optimizer, rate)
-        self.optimizer.zero_grad(set_to_none=False)
-        loss = self.forward_backward(micro_batches(batch, self.args))
+    def update(self) -> torch.Tensor:
+        """Applies the accumulated gradients and forgets them; their norm, []."""
         forget_copies()
         sum_tied_gradients(self.model, self.layout)
         norm = clip_gradients(self.model, self.layout, self.args.clip_grad)
         self.optimizer.step()
-        return loss, norm
+        self.optimizer.zero_grad(set_to_none=False)
+        return norm
+
+    def step(self, batch: Batch, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """One iteration; (loss, gradient norm), both [] on the device. Nothing here waits for the device."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        loss = self.forward_backward(micro_batches(batch, self.args))
+        return loss, self.update()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """The mean loss of an iteration's micro-batches, []; 0 on a stage without loss."""
-        losses = [self.loss(part) / self.args.micro_batches for part in micro_batches(batch, self.args)]
+        losses = [self.loss(part) for part in micro_batches(batch, self.args)]
         forget_copies()
-        return sum(losses, torch.zeros((), device=self.args.device))
+        return torch.stack(losses).mean()
 
     def loss(self, part: Batch) -> torch.Tensor:
-        """A micro-batch's mean loss, [], without gradients."""
+        """A micro-batch's mean loss, []."""
         return mean_loss(self.model(part[0], *part), part[2])
 
     def save(self, directory: str, iteration: int) -> None:
@@ -177,7 +177,7 @@ class PipelineTrainer(TorchTrainer):
         return torch.zeros((), device=self.args.device)
 
 
-class ZeroTrainer:
+class ZeroTrainer(TorchTrainer):
     """ZeRO-1, 2, 3 and offload, by DeepSpeed with the run's JSON; parameters in bf16 with DeepSpeed's fp32 masters."""
 
     def __init__(self, args: Namespace, layout: Layout) -> None:
@@ -210,23 +210,17 @@ class ZeroTrainer:
         optimizer = make_optimizer(model, args)
         self.model, self.optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
-    def step(self, batch: Batch, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """One iteration; (loss, gradient norm), both [] on the device."""
-        set_rate(self.optimizer, rate)
+    def forward_backward(self, parts: list[Batch]) -> torch.Tensor:
         total = torch.zeros((), device=self.args.device)
-        for x, y, z in micro_batches(batch, self.args):
-            loss = mean_loss(self.model(x, x, y, z), z)
+        for part in parts:
+            loss = self.loss(part)
             self.model.backward(loss)  # divides by the number of micro-batches
             self.model.step()  # updates after the last one
-            total += loss.detach() / self.args.micro_batches
-        norm = torch.as_tensor(self.model.get_global_grad_norm(), dtype=torch.float32, device=self.args.device)
-        return total, norm
+            total += loss.detach() / len(parts)
+        return total
 
-    @torch.no_grad()
-    def evaluate(self, batch: Batch) -> torch.Tensor:
-        """The mean loss of an iteration's micro-batches, []."""
-        losses = [mean_loss(self.model(x, x, y, z), z) for x, y, z in micro_batches(batch, self.args)]
-        return torch.stack(losses).mean()
+    def update(self) -> torch.Tensor:
+        return torch.as_tensor(self.model.get_global_grad_norm(), dtype=torch.float32, device=self.args.device)
 
     def save(self, directory: str, iteration: int) -> None:
         self.model.save_checkpoint(directory, tag=checkpoint.name_of(iteration), save_latest=False)

@@ -29,6 +29,8 @@ NAME_ANOTHER = {
 }
 # Megatron's own limit for 16-bit token ids; it leaves some room below 65536.
 UINT16_VOCABULARY_LIMIT = 65500
+# Without its PyTorch models transformers loads in one second, not in four; release 5 has no such choice.
+FASTER_TRANSFORMERS = {"USE_TORCH": "0", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
 # Texts on which SentencePiece must agree with the tokenizer before it is used instead.
 PROBES = [
     "The price rose by 12.5% in Q3, to $1,234 (see page 7); nobody's happy.",
@@ -104,7 +106,7 @@ class DocumentEncoder:
             ids = json.loads((directory / GPT2_FILES[0]).read_bytes())
             self._fast, self.exact, self.vocabulary = BytePairs(directory, ids["<|endoftext|>"]).encode, True, len(ids)
         else:
-            self._tokenizer = _load(directory, family)
+            self._tokenizer = load_tokenizer(directory, family)
             self._special = re.compile("|".join(map(re.escape, sorted(self._tokenizer.added_tokens_encoder))))
             self._end, self.vocabulary = self._tokenizer.eos_token_id, 1 + max(self._tokenizer.get_vocab().values())
             self._fast = _fast_way(directory, self._end)
@@ -150,24 +152,22 @@ def _fast_way(directory: Path, end: int) -> Encode | None:
     return BytePairs(directory, end).encode if all((directory / name).exists() for name in GPT2_FILES) else None
 
 
-def _load(directory: Path, family: str) -> Any:
-    """transformers' tokenizer, with what the engine adds to it."""
-    # Without its PyTorch models transformers loads in one second, not in four; release 5 has no such choice.
-    os.environ.setdefault("USE_TORCH", "0")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+def load_tokenizer(name: str | Path, family: str = "t5") -> Any:
+    """transformers' tokenizer of a directory or of the hub, with what the engine adds to it. Raises Problem."""
+    os.environ.update(FASTER_TRANSFORMERS | os.environ)
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, use_fast=False, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(name, use_fast=False, local_files_only=Path(name).is_dir())
     except Exception as error:
         # A broken directory shows in many ways.
         reason, remedy = common.one_line(error), NAME_ANOTHER["t5" if family == "t5" else "gpt"]
-        raise Problem(f"{directory} cannot be loaded as a tokenizer ({reason})", remedy) from error
+        raise Problem(f"{name} cannot be loaded as a tokenizer ({reason})", remedy) from error
     if family == "t5" and ("<extra_id_0>" not in tokenizer.added_tokens_encoder or tokenizer.eos_token_id is None):
         lacks = "it lacks <extra_id_0> or an end-of-sequence token"
-        raise Problem(f"{directory} is not a T5 tokenizer: {lacks}", NAME_ANOTHER[family])
+        raise Problem(f"{name} is not a T5 tokenizer: {lacks}", NAME_ANOTHER[family])
     lacking = {name: token for name, token in UPSTREAM_SPECIALS.items() if getattr(tokenizer, name) is None}
     tokenizer.add_special_tokens(lacking)
     return tokenizer

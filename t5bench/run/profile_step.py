@@ -31,7 +31,7 @@ from t5bench.run.spent import TIMED, MainThread, Parts, between, main_thread, pr
 
 # An engine's function for an iteration, and those that PyTorch does not name: module, class or "", function.
 STEPS = {
-    "native": [("native.trainers", "TorchTrainer", "step"), ("native.trainers", "ZeroTrainer", "step")],
+    "native": [("native.trainers", "TorchTrainer", "step")],
     "megatron": [("megatron.training", "", "train_step")],
 }
 LOADER = ("torch.utils.data.dataloader", "_BaseDataLoaderIter", "__next__")
