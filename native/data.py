@@ -151,6 +151,10 @@ def choose_spans(
     return sorted(spans)
 
 
+def padded(ids: list[int], length: int, padding: int) -> np.ndarray:
+    return np.array(ids + [padding] * (length - len(ids)), np.int64)
+
+
 class SpanCorruption(torch.utils.data.Dataset):
     """T5's objective: spans of the text are replaced by sentinels, and the decoder writes sentinel and span in turn."""
 
@@ -184,22 +188,18 @@ class SpanCorruption(torch.utils.data.Dataset):
             raise ValueError(
                 f"a sample has {len(spans)} spans and {len(decoder)} decoder tokens: too many for this run"
             )
-        sample = np.full(args.encoder_seq_length, vocabulary.pad), np.full(args.decoder_seq_length, vocabulary.pad)
-        sample += (np.full(args.decoder_seq_length, -1),)
-        for padded, ids in zip(sample, (encoder, decoder, labels), strict=True):
-            padded[: len(ids)] = ids
-        return sample
+        return (
+            padded(encoder, args.encoder_seq_length, vocabulary.pad),
+            padded(decoder, args.decoder_seq_length, vocabulary.pad),
+            padded(labels, args.decoder_seq_length, -1),
+        )
 
 
 def step_indices(args: Namespace, dp_rank: int, consumed: int, end: int) -> Iterator[list[int]]:
     """For each iteration, the samples of one data-parallel rank: its share of every micro-batch, in turn."""
-    share = args.micro_batch_size * args.dp
     for start in range(consumed, end - args.global_batch_size + 1, args.global_batch_size):
-        yield [
-            sample
-            for micro_start in range(start + dp_rank * args.micro_batch_size, start + args.global_batch_size, share)
-            for sample in range(micro_start, micro_start + args.micro_batch_size)
-        ]
+        samples = np.arange(start, start + args.global_batch_size).reshape(-1, args.dp, args.micro_batch_size)
+        yield samples[:, dp_rank].flatten().tolist()
 
 
 def batches(

@@ -43,10 +43,7 @@ def test_the_native_engine_sends_these_collectives():
             trainer.step(batch, 1e-4)
     finally:
         dist.destroy_process_group()
-    architecture = Architecture(
-        args.encoder_num_layers, args.decoder_num_layers, args.hidden_size, args.num_attention_heads, args.kv_channels,
-        args.ffn_hidden_size, args.encoder_seq_length, args.decoder_seq_length, args.padded_vocab_size,
-    )  # fmt: skip
+    architecture = Architecture.of_arguments(vars(args), args.padded_vocab_size)
     job = Job(architecture, Parallel(tensor=2), 2, 8, precision="fp32", engine="native")
     found = traffic.rows(job)
     # The norm is reduced over the tensor group; without a pipeline that is the model's.
