@@ -3,23 +3,17 @@
 import os
 import sys
 
-from t5bench import REPOSITORY, Problem, note, raise_on_signals
-
-EXIT_CONFIGURATION = 2
+from t5bench import Problem, note, raise_on_signals
+from t5bench.__main__ import EXIT_CONFIGURATION, imported
 
 
 def main() -> None:
     """End with status 2 after a problem, or 128 + the signal that interrupted it."""
     raise_on_signals()
     try:
-        from t5bench.corpus.prepare import prepare
-
-        return prepare(os.environ)
+        return imported("t5bench.corpus.prepare").prepare(os.environ)
     except Problem as error:
         problem = error
-    except ImportError as error:
-        remedy = f"Run: pip install -r '{REPOSITORY / 'requirements.txt'}'"
-        problem = Problem(f"{sys.executable} lacks a package: {error}", remedy)
     except OSError as error:
         remedy = "Check the path, its permissions and the free space"
         problem = Problem(f"{error.filename or 'writing'}: {error.strerror or error}", remedy)

@@ -1,6 +1,7 @@
 """Records of where data came from, and the facts in them."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,10 @@ def read_record(prefix: Path) -> dict[str, Any]:
         return record if isinstance(record["source"], str) else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
+
+
+def write_record(prefix: Path, record: Mapping[str, Any]) -> None:
+    record_path(prefix).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def recorded_name(name: str, kind: str = "") -> str:

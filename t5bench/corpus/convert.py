@@ -1,4 +1,4 @@
-"""Turns a source's documents into JSONL and token ids: one pass, several processes, constant memory."""
+"""Turns a source's documents into JSONL and token ids: one pass, several processes, only lengths in memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from t5bench.corpus.source import Block, Source
 from t5bench.corpus.tokenizer import DocumentEncoder
 
 PR_SET_PDEATHSIG = 1
-CHUNK = 1 << 20
 JOURNAL_SECONDS = 1
 
 
@@ -104,7 +103,8 @@ def convert_source(
     if not counts["documents"]:
         raise Problem(f"{source.describe()}: no document with text was found", "Check the source")
     if encoder:
-        write_index(prefix, encoder.dtype, lambda: _read_sizes(paths[2]), lambda: _boundaries(counts["documents"]))
+        sizes = array("i", paths[2].read_bytes())
+        write_index(prefix, encoder.dtype, sizes, array("q", range(len(sizes) + 1)))
     return counts
 
 
@@ -118,17 +118,6 @@ def _read_journal(journal: Path, job: object, paths: list[Path]) -> tuple[int, C
     except (OSError, ValueError):
         pass
     return 0, Counter(), [0] * len(paths)
-
-
-def _read_sizes(path: Path) -> Iterator[array[int]]:
-    with path.open("rb") as stream:
-        while content := stream.read(CHUNK):
-            yield array("i", content)
-
-
-def _boundaries(documents: int) -> Iterator[array[int]]:
-    for first in range(0, documents + 1, CHUNK):
-        yield array("q", range(first, min(first + CHUNK, documents + 1)))
 
 
 def _pieces(blocks: Iterator[Block], encoder: DocumentEncoder | None, workers: int) -> Iterator[tuple[Block, Piece]]:

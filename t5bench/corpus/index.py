@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Iterable
 from itertools import accumulate, repeat
 from operator import le, mul
 from pathlib import Path
@@ -84,25 +83,18 @@ def read_index(prefix: str | Path) -> Index:
     return Index(dtype, expected // itemsize, sizes, pointers, doc_idx)
 
 
-def write_index(
-    prefix: Path, dtype: str, sizes: Callable[[], Iterable[array[int]]], doc_idx: Callable[[], Iterable[array[int]]]
-) -> None:
-    """Writes `<prefix>.idx` piece by piece. sizes and doc_idx: each yields its array of an Index in pieces."""
+def write_index(prefix: Path, dtype: str, sizes: array[int], doc_idx: array[int]) -> None:
+    """Writes `<prefix>.idx`. sizes and doc_idx: as in an Index."""
     code, typecode = next((code, letter) for code, (name, letter) in TYPES.items() if name == dtype)
-    offset, itemsize = 0, array(typecode).itemsize
+    header = HEADER.pack(MAGIC, VERSION, code, len(sizes), len(doc_idx))
+    pointers = _pointers(sizes, array(typecode).itemsize)
     with dataset_paths(prefix)[1].open("wb") as stream:
-        stream.write(HEADER.pack(MAGIC, VERSION, code, sum(map(len, sizes())), sum(map(len, doc_idx()))))
-        stream.writelines(sizes())
-        for piece in sizes():
-            pointers = _pointers(piece, itemsize, offset)
-            offset = pointers.pop()
-            stream.write(pointers)
-        stream.writelines(doc_idx())
+        stream.writelines([header, sizes, pointers, doc_idx])
 
 
-def _pointers(sizes: array[int], itemsize: int, first: int = 0) -> array[int]:
-    """Offset in bytes of each sequence in the .bin, and of the end of the last one: (sequences + 1,)."""
-    return array("q", accumulate(map(mul, sizes, repeat(itemsize)), initial=first))
+def _pointers(sizes: array[int], itemsize: int) -> array[int]:
+    """Offset in bytes of each sequence in the .bin."""
+    return array("q", accumulate(map(mul, sizes, repeat(itemsize)), initial=0))[:-1]
 
 
 def _wrong_header(header: bytes, size: int) -> str:
@@ -127,7 +119,7 @@ def _inconsistency(itemsize: int, sizes: array[int], pointers: array[int], doc_i
     count = len(sizes)
     if min(sizes, default=0) < 1:
         return f"it lists a sequence of {min(sizes)} tokens" if sizes else "it lists no document"
-    if pointers != _pointers(sizes, itemsize)[:-1]:
+    if pointers != _pointers(sizes, itemsize):
         return "its offsets do not match its sequence lengths"
     # One sequence per document is what the project writes, and comparing with that is the fastest.
     if doc_idx == array("q", range(count + 1)):

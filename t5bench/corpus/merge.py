@@ -1,12 +1,10 @@
-"""Merges indexed datasets into one, byte for byte as the engine's tools/merge_datasets.py, with one part in memory."""
+"""Merges indexed datasets into one, byte for byte as the engine's tools/merge_datasets.py."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from array import array
-from collections.abc import Iterator
 from pathlib import Path
 
 from t5bench import Problem, note
@@ -27,11 +25,11 @@ def run(arguments: argparse.Namespace) -> int:
     for path in (*dataset_paths(out), common.record_path(out)):
         if path.exists():
             raise Problem(f"{path} already exists and is never overwritten", "Choose another name, or delete it")
-    dtype, record = _check(parts)
+    index, record = _joined(parts)
     out.parent.mkdir(parents=True, exist_ok=True)
     new = out.with_name(f".{out.name}.partial")
     try:
-        write_index(new, dtype, lambda: (read_index(part).sizes for part in parts), lambda: _boundaries(parts))
+        write_index(new, *index)
         with dataset_paths(new)[0].open("wb") as stream:
             for part in parts:
                 with dataset_paths(part)[0].open("rb") as tokens:
@@ -42,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         for path in dataset_paths(new):
             path.unlink(missing_ok=True)
     record["files"] = {path.name: common.file_facts(path) for path in dataset_paths(out)}
-    common.record_path(out).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    common.write_record(out, record)
     print(f"{out}: {record['documents']:,} documents from {len(parts):,} datasets")
     return 0
 
@@ -53,29 +51,21 @@ def _datasets(named: Path) -> list[Path]:
     return found or [named.with_suffix("") if named.suffix in (".bin", ".idx") else named]
 
 
-def _check(parts: list[Path]) -> tuple[str, dict[str, object]]:
-    """The type of the token ids and the record of the whole. Raises Problem for parts that do not go together."""
-    documents = 0
+def _joined(parts: list[Path]) -> tuple[tuple[str, array[int], array[int]], dict[str, object]]:
+    """dtype, sizes and doc_idx of the whole, and its record. Raises Problem for parts that do not go together."""
+    sizes, doc_idx, first = array("i"), array("q", [0]), dict[str, object]()
     for part in parts:
         index, record = read_index(part), common.read_record(part)
         says = {"dtype": index.dtype} | {name: record.get(name) for name in COMMON}
-        if part is parts[0]:
-            first = says
+        first = first or says
         for name in ("dtype", "tokenizer_checksum"):
             if says[name] != first[name]:
                 found = f"{part} has the {name} {says[name]}, but {parts[0]} has {first[name]}"
                 raise Problem(found, "Prepare all parts with the same tokenizer")
-        documents += len(index.doc_idx) - 1
+        doc_idx.extend(len(sizes) + end for end in index.doc_idx[1:])
+        sizes.extend(index.sizes)
     if not first["tokenizer_checksum"]:
         note("warning: no part records its tokenizer, so nothing shows that all parts used the same one")
     known = {name: value for name, value in first.items() if value is not None}
-    return index.dtype, {"source": f"merged from {len(parts)} datasets", "documents": documents, **known}
-
-
-def _boundaries(parts: list[Path]) -> Iterator[array[int]]:
-    offset = 0
-    yield array("q", [0])
-    for part in parts:
-        index = read_index(part)
-        yield array("q", (offset + end for end in index.doc_idx[1:]))
-        offset += len(index.sizes)
+    record = {"source": f"merged from {len(parts)} datasets", "documents": len(doc_idx) - 1, **known}
+    return (index.dtype, sizes, doc_idx), record

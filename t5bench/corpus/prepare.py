@@ -8,7 +8,6 @@ those of the tokenizer and one `<|endoftext|>`.
 
 import fcntl
 import filecmp
-import json
 import os
 import shlex
 import shutil
@@ -115,7 +114,7 @@ def write_records(source: Source, staged: Path, counts: Counter[str], tokenizer:
         "date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
     }
     for name in (TEXT, DATASET) if tokenizer else (TEXT,):
-        common.record_path(staged / name).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        common.write_record(staged / name, record)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import corpus_files as corpus
@@ -18,56 +19,92 @@ import pytest
 from corpus_files import ROWS, SAMPLE, TEXTS, assert_refused, snapshot, texts_of
 from harness import Project, wait_for
 
+from t5bench import Problem
 from t5bench.corpus.checksum import tokenizer_checksum
+from t5bench.corpus.prepare import prepare as prepare_here
 
 DATASET = "xsum_text_document"
 BUILT = ["xsum_text.jsonl", f"{DATASET}.bin", f"{DATASET}.idx"]
 OUTPUTS = {"tokenizer", "xsum_text.meta.json", *BUILT, f"{DATASET}.meta.json"}
 TOKENIZER = {"TOKENIZER_MODEL": str(SAMPLE / "tokenizer")}
+REUSED = "exported earlier from the same source"
 # XSum as the hub's Parquet conversion lays it out, with few rows; the last of train's two files has one.
 XSUM_FILES = {
     "default/train/0000.parquet": corpus.in_parquet(ROWS * 500),
     "default/train/0001.parquet": corpus.in_parquet([{"document": "End.", "summary": "E", "id": "99"}]),
     "default/validation/0000.parquet": corpus.in_parquet(ROWS),
 }
+# Writes its journal after each block, of which there are many, and takes its time.
+SLOW_PREPARATION = """
+import time
+from t5bench.corpus import __main__, convert, source
+
+def slowly(*arguments, at_full_speed=convert.convert):
+    time.sleep(0.05)
+    return at_full_speed(*arguments)
+
+convert.convert, convert.JOURNAL_SECONDS, source.BLOCK_BYTES = slowly, 0, 4000
+__main__.main()
+"""
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Prepares data in this process; what it said."""
+    monkeypatch.setattr("t5bench.corpus.prepare.SIGNALS", ())
+
+    def prepare(directory: Path, **settings: str) -> str:
+        prepare_here({"MEGATRON_DATA_DIR": str(directory)} | settings)
+        return "".join(capsys.readouterr())
+
+    return prepare
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
-def test_export_takes_local_files(tmp_path: Path, suffix: str) -> None:
+def test_export_takes_local_files(tmp_path: Path, run: Callable[..., str], suffix: str) -> None:
     source, output = tmp_path / f"my xsum{suffix}", tmp_path / "out dir" / "xsum_text.jsonl"
     lines = corpus.write_jsonl(tmp_path / "lines", ROWS).read_bytes()
     contents = {".jsonl": lines, ".jsonl.gz": gzip.compress(lines[:90]) + gzip.compress(lines[90:])}
     contents |= {".jsonl.zst": pyarrow.compress(lines, codec="zstd", asbytes=True), ".parquet": corpus.in_parquet(ROWS)}
     source.write_bytes(contents[suffix])
-    settings = {"XSUM_SOURCE": str(source), "MEGATRON_DATA_DIR": str(output.parent)}
-    said = corpus.export(**settings).stdout
+    said = run(output.parent, XSUM_SOURCE=str(source))
     assert "3 documents" in said and "3 empty documents were skipped" in said
     assert json.loads(output.read_text().splitlines()[1]) == {"text": "Third.", "summary": "S.", "id": "4"}
     assert texts_of(output) == TEXTS
-    corpus.export(**settings, XSUM_LIMIT="2")
+    run(output.parent, XSUM_SOURCE=str(source), XSUM_LIMIT="2")
     assert texts_of(output) == TEXTS[:2]
     assert {path.name for path in output.parent.iterdir()} == {"xsum_text.jsonl", "xsum_text.meta.json"}
 
 
-BAD_SOURCES = {
-    "articles.csv": (b"document,summary\n", "the name of a JSONL or Parquet file"),
-    "column.jsonl": (b'{"article": "a", "summary": "b"}\n', 'has no "document"; it has article, summary'),
-    "number.jsonl": (b'{"document": 7, "summary": "b"}\n', 'no string as "document", but int'),
-    "empty.jsonl": (b'{"document": " ", "summary": "b"}\n', "no document with text"),
-    "broken.parquet": (b"PAR1 but not really PAR1", "is damaged or not a Parquet file"),
-    "cut.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 99)[:-9], "is damaged (Truncated compressed stream)"),
-    "column.parquet": (corpus.in_parquet([{"document": "a"}]), "row 1 of"),
-}
+BAD_SOURCES = [
+    ("csv", b"document,summary\n", "the name of a JSONL or Parquet file"),
+    ("parquet", b"PAR1 but not really PAR1", "is damaged or not a Parquet file"),
+    ("jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-9], r"is damaged \(Truncated compressed stream\)"),
+    ("parquet", corpus.in_parquet([{"document": "a"}]), 'row 1 of .* has no "summary"; it has document'),
+    ("jsonl", b'{"article": "a", "summary": "b"}\n', 'line 1 of .* has no "document"; it has article, summary'),
+    ("jsonl", b'{"text": "fine"}\n{"text": \n', "line 2 of .* is not valid JSON"),
+    ("jsonl", b'{"text": "fine"}\n\n{"txt": "a"}\n', 'line 3 of .* has no "document"; it has txt'),
+    ("jsonl", b'{"text": 5}\n', 'line 1 of .* has no string as "text", but int'),
+    ("jsonl", b'["text"]\n', "line 1 of .* is not a JSON object"),
+    ("jsonl", b"[" * 100_000, "line 1 of .* is not valid JSON"),
+    ("jsonl", b'{"text": "fine", "n": NaN}\n{"text": "\xff"}\n', "line 2 of .* is not valid JSON .*decode byte 0xff"),
+    ("jsonl", b'{"text": "fine \\ud83d\\ude00"}\n{"text": "half \\ud83d"}\n', "line 2 of .* surrogates not allowed"),
+    ("jsonl", b'{"text": " "}\n', "no document with text"),
+]
 
 
-def test_export_refuses_bad_sources(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("suffix", "content", "message"), BAD_SOURCES, ids=range(len(BAD_SOURCES)))
+def test_a_bad_source_is_refused(
+    tmp_path: Path, run: Callable[..., str], suffix: str, content: bytes, message: str
+) -> None:
+    """And nothing is changed."""
+    source = tmp_path / f"{{bad}}.{suffix}"
+    source.write_bytes(content)
     (tmp_path / "xsum_text.jsonl").write_text("what was there before")
-    for name, (content, message) in BAD_SOURCES.items():
-        (tmp_path / name).write_bytes(content)
-        before = snapshot(tmp_path)
-        said = corpus.export(XSUM_SOURCE=str(tmp_path / name), MEGATRON_DATA_DIR=str(tmp_path))
-        assert_refused(said, message)
-        assert snapshot(tmp_path) == before
+    before = snapshot(tmp_path)
+    with pytest.raises(Problem, match=message) as caught:
+        run(tmp_path, XSUM_SOURCE=str(source))
+    assert caught.value.remedy and snapshot(tmp_path) == before
 
 
 def test_export_says_what_the_hub_lacks(tmp_path: Path) -> None:
@@ -186,49 +223,55 @@ def test_hub_data_with_the_default_tokenizer(prepare: Prepare, tmp_path: Path) -
     # The local cache, or the tokenizer's copy, serves instead of the hub, which is gone, and so does the export.
     for tokenizer in ("", "data here/tokenizer"):
         again = prepare(MEGATRON_DATA_DIR="data here", TOKENIZER_MODEL=tokenizer)
-        assert "exported earlier from the same source" in again.stderr
+        assert REUSED in again.stderr
 
 
-def test_an_earlier_export_is_used_while_its_source_is_the_same(prepare: Prepare) -> None:
-    def is_used(**environment: str) -> bool:
-        return "exported earlier from the same source" in prepare(SAMPLE="1", **environment).stderr
+def test_an_earlier_export_is_used_while_its_source_is_the_same(tmp_path: Path, run: Callable[..., str]) -> None:
+    source, data = tmp_path / "articles.jsonl", tmp_path / "data"
+    shutil.copy(SAMPLE / "articles.jsonl", source)
+
+    def is_used(**settings: str) -> bool:
+        return REUSED in run(data, XSUM_SOURCE=str(source), **TOKENIZER, **settings)
 
     # As on a cluster whose login node has the network and whose compute nodes do not.
-    source, output = prepare.data / "sample" / "articles.jsonl", prepare.data / "xsum_text.jsonl"
-    script = [sys.executable, prepare.project.script("export_xsum_corpus.py")]
-    subprocess.run(script, env=prepare.project.environment_with({"XSUM_SOURCE": str(source)}), check=True)
+    assert corpus.export(XSUM_SOURCE=str(source), MEGATRON_DATA_DIR=str(data)).returncode == 0
     assert is_used()
-    first = prepare.outputs()
+    first, output = snapshot(data), data / "xsum_text.jsonl"
     output.write_text(output.read_text()[:-1])
     assert not is_used()
     os.utime(source, (1, 1))
     assert not is_used() and not is_used(FORCE="1") and is_used()
-    after = prepare.outputs()
+    after = snapshot(data)
     assert all(after[name] == first[name] for name in first if not name.endswith("meta.json"))
 
 
-def test_a_failed_run_leaves_nothing(prepared: Prepare) -> None:
-    before, source = prepared.outputs(), corpus.write_jsonl(prepared.root / "other.jsonl", ROWS)
-    prepared.refuses("cannot fetch the tokenizer google-t5/t5-large", XSUM_SOURCE=str(source), FORCE="1")
+def test_a_failed_run_leaves_nothing(tmp_path: Path, run: Callable[..., str], sample_data: Path) -> None:
+    data, source = shutil.copytree(sample_data, tmp_path / "data"), corpus.write_jsonl(tmp_path / "other.jsonl", ROWS)
+    before, settings = snapshot(data), {"XSUM_SOURCE": str(source), "FORCE": "1"}
+    with pytest.raises(Problem, match="there is no tokenizer directory"):
+        run(data, **settings, TOKENIZER_MODEL="./none")
     source.write_text(source.read_text() + "{broken\n")
-    prepared.refuses("line 7 of", "is not valid JSON", XSUM_SOURCE="other.jsonl", FORCE="1", **TOKENIZER)
-    assert prepared.outputs() == before
-    prepared.refuses("line 7 of", XSUM_SOURCE=str(source), MEGATRON_DATA_DIR="not yet", **TOKENIZER)
-    assert not (prepared.root / "not yet").exists()
+    for directory in (data, tmp_path / "not yet"):
+        with pytest.raises(Problem, match=r"line 7 of .* is not valid JSON"):
+            run(directory, **settings, **TOKENIZER)
+    assert snapshot(data) == before and not (tmp_path / "not yet").exists()
 
 
 def test_one_preparation_at_a_time_and_an_interrupted_one_continues(prepared: Prepare) -> None:
     before, journal = prepared.outputs(), prepared.data / ".prepare" / "xsum_text.journal"
-    source = prepared.root / "many.jsonl"
-    source.write_text('{"document": "It rained, and <s> the price rose.", "summary": "Rain."}\n' * 400_000)
-    settings = {"XSUM_SOURCE": str(source), "FORCE": "1", "WORKERS": "2", **TOKENIZER}
+    python = shlex.quote(sys.executable)
+    instead = f"[ \"$*\" != '-m t5bench.corpus' ] || exec {python} -c '{SLOW_PREPARATION}'"
+    prepared.project.add_stub("slow", f'#!/bin/sh\n{instead}\nexec {python} "$@"\n')
+    settings = {"SAMPLE": "1", "FORCE": "1", "WORKERS": "2", "PYTHON": "slow"}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         earlier = journal.read_bytes() if journal.exists() else b""
         process = prepared.start(**settings)
         wait_for(lambda earlier=earlier: journal.exists() and journal.read_bytes() != earlier)
-        prepared.refuses(
-            f"process {process.pid} on {socket.gethostname()} is already preparing data", SAMPLE="1", FORCE="1"
-        )
+        if not earlier:
+            process.send_signal(signal.SIGSTOP)
+            owner = f"process {process.pid} on {socket.gethostname()}"
+            prepared.refuses(f"{owner} is already preparing data", SAMPLE="1", FORCE="1")
+            process.send_signal(signal.SIGCONT)
         process.send_signal(number)
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number), stderr
@@ -236,28 +279,34 @@ def test_one_preparation_at_a_time_and_an_interrupted_one_continues(prepared: Pr
         assert number == signal.SIGKILL or "interrupted: nothing in" in stderr
         assert {name: content for name, content in snapshot(prepared.data).items() if name in before} == before
     assert "Continuing after" in prepared(**settings).stderr
-    resumed = prepared.outputs()
-    assert texts_of(prepared.data / "xsum_text.jsonl") == ["It rained, and <s> the price rose."] * 400_000
-    assert "Continuing" not in prepared(**settings).stderr
-    assert all(prepared.outputs()[name] == resumed[name] for name in BUILT)
+    after = prepared.outputs()
+    assert all(after[name] == before[name] for name in BUILT)
 
 
-def test_data_from_another_source_are_replaced_only_on_request(prepared: Prepare) -> None:
-    before, refuses = prepared.outputs(), prepared.refuses
-    other = {"XSUM_SOURCE": str(corpus.write_jsonl(prepared.root / "other.jsonl", ROWS))}
-    sample = {"XSUM_SOURCE": str(prepared.data / "sample" / "articles.jsonl")}
-    refuses("was made from bundled sample", "with EdinburghNLP/xsum train", "FORCE=1", "MEGATRON_DATA_DIR")
-    refuses("was made from bundled sample", f"with file {other['XSUM_SOURCE']}", **other, **TOKENIZER)
-    refuses("was made with the tokenizer bundled sample", "google-t5/t5-large", **sample)
-    refuses("with bundled sample, first 9 documents", **sample, **TOKENIZER, XSUM_LIMIT="9")
-    assert prepared.outputs() == before
-    stale = prepared.data / "xsum_text_document_train_indexmap_800mns_510msl_0.00ssp_1234s.npy"
+def test_data_from_another_source_are_replaced_only_on_request(
+    tmp_path: Path, run: Callable[..., str], sample_data: Path
+) -> None:
+    data = shutil.copytree(sample_data, tmp_path / "data")
+    before, hub = snapshot(data), {"TOKENIZER_MODEL": "google-t5/t5-large"}
+    other = {"XSUM_SOURCE": str(corpus.write_jsonl(tmp_path / "other.jsonl", ROWS))}
+    sample = {"XSUM_SOURCE": str(SAMPLE / "articles.jsonl")}
+    for settings, message in (
+        (hub, "was made from bundled sample, .* with EdinburghNLP/xsum train"),
+        (other | TOKENIZER, f"was made from bundled sample, .* with file {other['XSUM_SOURCE']}"),
+        (sample | hub, "was made with the tokenizer bundled sample, .* google-t5/t5-large"),
+        (sample | TOKENIZER | {"XSUM_LIMIT": "9"}, "with bundled sample, first 9 documents"),
+    ):
+        with pytest.raises(Problem, match=message) as caught:
+            run(data, **settings)
+        assert "FORCE=1" in caught.value.remedy and "MEGATRON_DATA_DIR" in caught.value.remedy
+    assert snapshot(data) == before
+    stale = data / "xsum_text_document_train_indexmap_800mns_510msl_0.00ssp_1234s.npy"
     stale.write_bytes(b"made from the data before")
-    prepared(**other, **TOKENIZER, FORCE="1")
-    assert texts_of(prepared.data / "xsum_text.jsonl") == TEXTS
-    assert not stale.exists()
-    (prepared.data / f"{DATASET}.meta.json").unlink()
-    refuses(f"{DATASET}.bin exists without a record of its source", SAMPLE="1")
+    run(data, **other, **TOKENIZER, FORCE="1")
+    assert texts_of(data / "xsum_text.jsonl") == TEXTS and not stale.exists()
+    (data / f"{DATASET}.meta.json").unlink()
+    with pytest.raises(Problem, match=f"{DATASET}.bin exists without a record of its source"):
+        run(data, **sample, **TOKENIZER)
 
 
 def test_impossible_settings_are_refused(prepare: Prepare) -> None:
