@@ -26,15 +26,12 @@ from t5bench.corpus.source import Source
 from t5bench.corpus.tokenizer import DocumentEncoder, copy_tokenizer, find_tokenizer
 
 DOCUMENTS = [[5, 6, 7, 1], [8, 9, 1], [65535, 1], [1]]
-SPECIAL_TEXTS = ["a </s> b", "It ends here. </s>", "</s>", "</s></s>", "<extra_id_0>", "a<extra_id_3> b <extra_id_10>."]
-SPECIAL_TEXTS += ["<pad> and  <unk> ", "<s> begins a sequence", "a<s>b", "<s>", " <s> </s> ", "<s></s><s>"]
-SPECIAL_TEXTS += [
-    "<extra_id_0><extra_id_0>\n<extra_id_99>",
-    "[PAD] <mask>",
-    "<extra_id_100> and </s",
-    "< s > <S> </ s>",
-]
-SPECIAL_TEXTS += ["\u2581 b\u2581", "na\u00efve \ufb01ne \u6771\u4eac \U0001f600 \u202f \x00 a\u2028b", "", " ", "\n\n"]
+SPECIAL_TEXTS = [
+    "a </s> b", "It ends here. </s>", "</s>", "</s></s>", "<extra_id_0>", "a<extra_id_3> b <extra_id_10>.",
+    "<pad> and  <unk> ", "<s> begins a sequence", "a<s>b", "<s>", " <s> </s> ", "<s></s><s>", "[PAD] <mask>",
+    "<extra_id_0><extra_id_0>\n<extra_id_99>", "<extra_id_100> and </s", "< s > <S> </ s>", "\u2581 b\u2581",
+    "na\u00efve \ufb01ne \u6771\u4eac \U0001f600 \u202f \x00 a\u2028b", "", " ", "\n\n",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -71,14 +68,13 @@ def test_writer_and_reader_follow_the_format(dataset: Path, tmp_path: Path) -> N
 
 
 def test_every_truncation_is_found(dataset: Path) -> None:
-    for suffix in (".idx", ".bin"):
-        path, whole = dataset.with_suffix(suffix), dataset.with_suffix(suffix).read_bytes()
+    for path in (dataset.with_suffix(".idx"), dataset.with_suffix(".bin")):
+        whole = path.read_bytes()
         for size in range(len(whole)):
             path.write_bytes(whole[:size])
             with pytest.raises(Problem, match="is truncated" if size else "is empty") as caught:
                 read_index(dataset)
-            assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-            assert "prepare_xsum_megatron.sh" in caught.value.remedy
+            assert str(path) in str(caught.value) and "prepare_xsum_megatron.sh" in caught.value.remedy
         path.write_bytes(whole)
 
 
@@ -96,13 +92,12 @@ DAMAGE = [
 ]
 
 
-def test_damage_is_named(dataset: Path) -> None:
-    for suffix, offset, replacement, message in DAMAGE:
-        path, whole = dataset.with_suffix(suffix), dataset.with_suffix(suffix).read_bytes()
-        path.write_bytes(whole[:offset] + replacement + whole[offset + len(replacement) :])
-        with pytest.raises(Problem, match=message):
-            read_index(dataset)
-        path.write_bytes(whole)
+@pytest.mark.parametrize(("suffix", "offset", "replacement", "message"), DAMAGE)
+def test_damage_is_named(dataset: Path, suffix: str, offset: int, replacement: bytes, message: str) -> None:
+    path, whole = dataset.with_suffix(suffix), dataset.with_suffix(suffix).read_bytes()
+    path.write_bytes(whole[:offset] + replacement + whole[offset + len(replacement) :])
+    with pytest.raises(Problem, match=message):
+        read_index(dataset)
 
 
 @pytest.mark.parametrize("legacy", [True, False])
@@ -120,7 +115,7 @@ def test_ids_are_those_of_the_slow_tokenizer(tmp_path: Path, monkeypatch: pytest
     assert encoder.exact == legacy and encoder.vocabulary == len(slow) == 4101
     assert slow.convert_tokens_to_ids(["<pad>", "</s>", "<unk>"]) == [0, 1, 2]
     assert slow.convert_tokens_to_ids([f"<extra_id_{n}>" for n in range(100)]) == [*range(4099, 3999, -1)]
-    draw, texts = random.Random(20), ARTICLES + SPECIAL_TEXTS
+    draw, texts = random.Random(20), ARTICLES[:40] + SPECIAL_TEXTS
     blocks = [(32, 127), (32, 127), (0, 0x300), (0x2000, 0x3000), (0x4E00, 0x5000), (0x1F300, 0x1F700)]
     texts += ["".join(chr(draw.randrange(*draw.choice(blocks))) for _ in range(number % 60)) for number in range(1000)]
     slowly, encode = [], encoder._tokenizer.encode
@@ -131,7 +126,7 @@ def test_ids_are_those_of_the_slow_tokenizer(tmp_path: Path, monkeypatch: pytest
     for text, mine, theirs in zip(texts, ids_of(encoder, texts), expected, strict=True):
         assert mine == theirs, repr(text)
     assert slowly == ([text for text in texts if encoder.has_special_text(text)] if legacy else texts)
-    assert not any(2 in ids or ids.index(1) < len(ids) - 1 for ids in expected[: len(ARTICLES)])
+    assert not any(2 in ids or ids.index(1) < len(ids) - 1 for ids in expected[:40])
 
 
 def test_building_keeps_order_and_counts(
@@ -218,7 +213,7 @@ def test_files_are_those_of_megatrons_own_tools(
     megatron_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     # For an empty document the tool writes a lone </s>.
-    texts = [text for text in ARTICLES + SPECIAL_TEXTS if text.strip()]
+    texts = [text for text in ARTICLES[:100] + SPECIAL_TEXTS if text.strip()]
     text, options = Source(write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in texts])), {}
     kinds = tokenizers(tmp_path, megatron_dir)
     for name, (family, directory, arguments) in kinds.items():

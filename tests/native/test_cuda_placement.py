@@ -17,7 +17,8 @@ GPU, ADAMW, Patch = torch.device("meta"), torch.optim.AdamW, pytest.MonkeyPatch
 
 @pytest.fixture
 def args() -> Namespace:
-    args = parsed("--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--bf16")
+    sizes = ["--encoder-num-layers", "1", "--decoder-num-layers", "1", "--global-batch-size", "4"]
+    args = parsed("--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--bf16", *sizes)
     args.device = GPU
     with FakeTensorMode():
         yield args
