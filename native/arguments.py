@@ -164,19 +164,16 @@ def check(args: argparse.Namespace) -> None:
     if args.fp16:
         raise Problem("the native engine does not train in fp16: use --bf16, neither (float32), or ENGINE=megatron")
     if pp > 2 or (pp == 2 and args.pipeline_model_parallel_split_rank != 1):
-        raise Problem(
-            f"the native engine has two pipeline stages, encoder and decoder, split at rank 1; found {pp} stages"
-        )
+        raise Problem(f"the native engine has two pipeline stages, which rank 1 splits, but {pp} were asked for")
     if args.deepspeed and tp * pp > 1:
         raise Problem("ZeRO shards only over data-parallel ranks: --deepspeed needs TP=1 and PP=1")
     args.tp, args.pp, args.dp = tp, pp, world // (tp * pp)
     args.micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
     if args.micro_batches < pp:
         raise Problem(f"a pipeline of {pp} stages needs at least {pp} micro-batches, found {args.micro_batches}")
-    if args.encoder_seq_length < 4 or args.decoder_seq_length < args.mask_prob * (args.encoder_seq_length - 2) + 2:
-        raise Problem(
-            f"a decoder of {args.decoder_seq_length} tokens is too short for an encoder of {args.encoder_seq_length}"
-        )
+    encoder, decoder = args.encoder_seq_length, args.decoder_seq_length
+    if encoder < 4 or decoder < args.mask_prob * (encoder - 2) + 2:
+        raise Problem(f"a decoder of {decoder} tokens is too short for an encoder of {encoder}")
     if not 0 <= args.lr_warmup_iters < args.train_iters or not 0 <= args.min_lr <= args.lr:
         raise Problem("the learning rate needs 0 <= --min-lr <= --lr and 0 <= --lr-warmup-iters < --train-iters")
     args.deepspeed_json = json.loads(Path(args.deepspeed_config).read_text()) if args.deepspeed else {}

@@ -32,9 +32,10 @@ def latest(directory: str | None) -> int:
     return int(tracker.read_text()) if directory and tracker.is_file() else 0
 
 
-def random_state(args: Namespace, layout: Layout) -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state(), "tp": layout.tp.rng.get_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state()} if args.device.type == "cuda" else {})
+def generators(args: Namespace, layout: Layout) -> dict[str, torch.Generator]:
+    """What this process's dropout masks are drawn from."""
+    found = {"cpu": torch.default_generator, "tp": layout.tp.rng}
+    return found | ({"cuda": torch.cuda.default_generators[args.device.index]} if args.device.type == "cuda" else {})
 
 
 def save(trainer: Any, args: Namespace, layout: Layout, iteration: int) -> None:
@@ -42,7 +43,7 @@ def save(trainer: Any, args: Namespace, layout: Layout, iteration: int) -> None:
     trainer.save(args.save, iteration)
     random_path = Path(args.save) / name_of(iteration) / f"random_{args.rank:05d}.pt"
     random_path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(random_state(args, layout), random_path)
+    torch.save({name: each.get_state() for name, each in generators(args, layout).items()}, random_path)
     dist.barrier()
     if args.local_rank == 0:
         written = Path(args.save) / f"{TRACKER}.{args.rank}"
@@ -55,7 +56,5 @@ def load(trainer: Any, args: Namespace, layout: Layout, iteration: int) -> None:
     """Continues from the checkpoint of `iteration`."""
     trainer.load(args.load, iteration)
     state = torch.load(Path(args.load) / name_of(iteration) / f"random_{args.rank:05d}.pt", weights_only=True)
-    torch.set_rng_state(state["cpu"])
-    layout.tp.rng.set_state(state["tp"])
-    if args.device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"])
+    for name, generator in generators(args, layout).items():
+        generator.set_state(state[name])

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from native.parallel import Layout
-from t5bench.model import flops
+from t5bench.model.flops import flops_per_iteration
 from t5bench.model.job import Architecture
+from t5bench.model.parameters import parameters
 
 MEBIBYTE = 1 << 20
 # By these TensorBoard compares runs; their values are those of the curves.
@@ -57,7 +58,10 @@ class Metrics:
     def __init__(self, args: Namespace, layout: Layout) -> None:
         self.args, self.layout = args, layout
         architecture = Architecture.of_arguments(vars(args), args.padded_vocab_size)
-        self.flops = flops.flops_per_iteration(architecture, args.global_batch_size)
+        self.flops, args.parameters = (
+            flops_per_iteration(architecture, args.global_batch_size),
+            parameters(architecture),
+        )
         self.speaks = args.rank == args.world_size - 1
         self.tokens_per_sample = args.encoder_seq_length + args.decoder_seq_length
         self.losses: list[torch.Tensor] = []

@@ -14,7 +14,6 @@ from native import checkpoint
 from native.arguments import start
 from native.data import SpanCorruption, TokenFile, Vocabulary, batches, split_documents
 from native.metrics import Metrics, say
-from native.model import T5
 from native.parallel import Layout
 from native.trainers import Batch, PipelineTrainer, TorchTrainer, ZeroTrainer
 from t5bench import Problem
@@ -87,9 +86,7 @@ def evaluate(
 
 
 def announce(args: Namespace, done: int) -> None:
-    """Prints what is about to be trained, and counts its parameters for the record."""
-    with torch.device("meta"):
-        args.parameters = sum(parameter.numel() for parameter in T5(args, Layout()).parameters())
+    """Prints what is about to be trained."""
     if args.rank == 0:
         say(
             f"native engine: {args.parameters:,} parameters, TP={args.tp} PP={args.pp} DP={args.dp},"
@@ -129,8 +126,8 @@ def run(args: Namespace) -> None:
     data = Data(args, layout, file, vocabulary, done)
     if done:
         checkpoint.load(trainer, args, layout, done)
-    announce(args, done)
     metrics = Metrics(args, layout)
+    announce(args, done)
 
     for iteration in range(done + 1, args.train_iters + 1):
         loss, norm = trainer.step(data.next(data.train), learning_rate(args, iteration - 1))

@@ -10,7 +10,7 @@ from command_lines import parsed
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from native import checkpoint, metrics, trainers
-from native.parallel import Layout, SharedDropout
+from native.parallel import Axis, Layout, SharedDropout
 
 GPU, ADAMW, Patch = torch.device("meta"), torch.optim.AdamW, pytest.MonkeyPatch
 
@@ -75,7 +75,7 @@ def test_metrics_take_numbers_off_the_device_once_per_interval(args: Namespace, 
     monkeypatch.setattr("torch.cuda.synchronize", lambda: waits.append("cuda"))
     monkeypatch.setattr(metrics.Metrics, "tell", lambda *values: told.append(values))
     monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: [tensor.device] * len(tensor))
-    args.log_interval, args.parameters, args.tensorboard_dir, args.device = 2, 1, None, torch.device("cuda")
+    args.log_interval, args.tensorboard_dir, args.device = 2, None, torch.device("cuda")
     recorder = metrics.Metrics(args, Layout())
     for iteration in (1, 2):
         recorder.record(iteration, torch.ones((), device=GPU), torch.ones((), device=GPU), 0.1)
@@ -84,18 +84,16 @@ def test_metrics_take_numbers_off_the_device_once_per_interval(args: Namespace, 
     assert len(waits) == 2  # at the start, and at the end of the interval
 
 
-def test_dropout_states_are_the_gpus_too(monkeypatch: Patch, tmp_path: Path):
-    """Random states are bytes on the CPU whatever their generator's device."""
-    set_states = []
+def test_a_checkpoint_holds_every_state_that_dropout_draws_from(monkeypatch: Patch, tmp_path: Path):
     monkeypatch.setattr("torch.distributed.barrier", lambda: None)
-    monkeypatch.setattr("torch.cuda.get_rng_state", lambda: torch.arange(16, dtype=torch.uint8))
-    monkeypatch.setattr("torch.cuda.set_rng_state", set_states.append)
-    layout = Layout()
-    layout.tp.rng = torch.Generator()
+    gpus, shared = torch.Generator(), torch.Generator()
+    drawn_from = gpus, shared, torch.default_generator
+    monkeypatch.setattr("torch.cuda.default_generators", [gpus])
     args = parsed("--save", str(tmp_path), "--save-interval", "1", "--load", str(tmp_path))
-    args.device = torch.device("cuda", 0)
+    args.device, layout = torch.device("cuda", 0), Layout(tp=Axis(rng=shared))
     trainer = Namespace(save=lambda *_: None, load=lambda *_: None)
     checkpoint.save(trainer, args, layout, 3)
+    before = [torch.rand(4, generator=generator).tolist() for generator in drawn_from]
     checkpoint.load(trainer, args, layout, 3)
-    assert [state.tolist() for state in set_states] == [list(range(16))]
+    assert [torch.rand(4, generator=generator).tolist() for generator in drawn_from] == before
     assert checkpoint.latest(str(tmp_path)) == 3

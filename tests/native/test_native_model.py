@@ -92,7 +92,7 @@ def test_a_line_has_the_mean_loss_of_its_interval(tmp_path: Path, monkeypatch: p
     """And TensorBoard has the settings."""
     monkeypatch.setattr("torch.distributed.barrier", lambda: None)
     args = parsed("--log-interval", "2")
-    args.parameters, args.tensorboard_dir = 1, str(tmp_path)
+    args.tensorboard_dir = str(tmp_path)
     recorder = metrics.Metrics(args, Layout())
     for iteration, loss in enumerate((1.0, 2.0, 4.0, 6.0), 1):
         recorder.record(iteration, torch.tensor(loss), torch.tensor(loss / 2), 0.1)
