@@ -78,7 +78,7 @@ def convert_source(
     with ExitStack() as stack:
         streams = [stack.enter_context(path.open("ab")) for path in paths]
         for stream, length in zip(streams, lengths, strict=True):
-            stream.truncate(length)
+            stream.seek(stream.truncate(length))  # else tell() counts from the old end
         bar = stack.enter_context(tqdm(total=1, bar_format=style, mininterval=seconds or 0.1, delay=seconds))
         saved = time.monotonic()
         blocks = (block for block in source.blocks() if block.first > done)

@@ -34,7 +34,7 @@ XSUM_FILES = {
     "default/train/0001.parquet": corpus.in_parquet([{"document": "End.", "summary": "E", "id": "99"}]),
     "default/validation/0000.parquet": corpus.in_parquet(ROWS),
 }
-# Writes its journal after each block, of which there are many, and takes its time.
+# Takes its time, and writes its journal after every few blocks.
 SLOW_PREPARATION = """
 import time
 from t5bench.corpus import __main__, convert, source
@@ -43,7 +43,7 @@ def slowly(*arguments, at_full_speed=convert.convert):
     time.sleep(0.05)
     return at_full_speed(*arguments)
 
-convert.convert, convert.JOURNAL_SECONDS, source.BLOCK_BYTES = slowly, 0, 4000
+convert.convert, convert.JOURNAL_SECONDS, source.BLOCK_BYTES = slowly, 0.3, 3000
 __main__.main()
 """
 
@@ -95,9 +95,10 @@ BAD_SOURCES = [
 
 @pytest.mark.parametrize(("suffix", "content", "message"), BAD_SOURCES, ids=range(len(BAD_SOURCES)))
 def test_a_bad_source_is_refused(
-    tmp_path: Path, run: Callable[..., str], suffix: str, content: bytes, message: str
+    tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch, suffix: str, content: bytes, message: str
 ) -> None:
     """And nothing is changed."""
+    monkeypatch.setattr("t5bench.corpus.source.BLOCK_BYTES", 10)
     source = tmp_path / f"{{bad}}.{suffix}"
     source.write_bytes(content)
     (tmp_path / "xsum_text.jsonl").write_text("what was there before")
