@@ -82,7 +82,7 @@ BAD_SOURCES = [
     ("jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-9], r"is damaged \(Truncated compressed stream\)"),
     ("parquet", corpus.in_parquet([{"document": "a"}]), 'row 1 of .* has no "summary"; it has document'),
     ("jsonl", b'{"article": "a", "summary": "b"}\n', 'line 1 of .* has no "document"; it has article, summary'),
-    ("jsonl", b'{"text": "fine"}\n{"text": \n', "line 2 of .* is not valid JSON"),
+    ("jsonl", b'{"text": "fine"}\n' * 3 + b'{"text": \n', "line 4 of .* is not valid JSON"),
     ("jsonl", b'{"text": "fine"}\n\n{"txt": "a"}\n', 'line 3 of .* has no "document"; it has txt'),
     ("jsonl", b'{"text": 5}\n', 'line 1 of .* has no string as "text", but int'),
     ("jsonl", b'["text"]\n', "line 1 of .* is not a JSON object"),
@@ -98,7 +98,7 @@ def test_a_bad_source_is_refused(
     tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch, suffix: str, content: bytes, message: str
 ) -> None:
     """And nothing is changed."""
-    monkeypatch.setattr("t5bench.corpus.source.BLOCK_BYTES", 10)
+    monkeypatch.setattr("t5bench.corpus.source.BLOCK_BYTES", 20)  # two such lines
     source = tmp_path / f"{{bad}}.{suffix}"
     source.write_bytes(content)
     (tmp_path / "xsum_text.jsonl").write_text("what was there before")
