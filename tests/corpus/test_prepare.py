@@ -34,16 +34,16 @@ XSUM_FILES = {
     "default/train/0001.parquet": corpus.in_parquet([{"document": "End.", "summary": "E", "id": "99"}]),
     "default/validation/0000.parquet": corpus.in_parquet(ROWS),
 }
-# Takes its time, and writes its journal after every few blocks.
+# Takes its time; writes its journal first when its processes have started, for Python ignores a signal in a fork.
 SLOW_PREPARATION = """
 import time
 from t5bench.corpus import __main__, convert, source
 
 def slowly(*arguments, at_full_speed=convert.convert):
-    time.sleep(0.05)
+    time.sleep(0.1)
     return at_full_speed(*arguments)
 
-convert.convert, convert.JOURNAL_SECONDS, source.BLOCK_BYTES = slowly, 0.3, 3000
+convert.convert, convert.JOURNAL_SECONDS, source.BLOCK_BYTES = slowly, 0.6, 3000
 __main__.main()
 """
 
