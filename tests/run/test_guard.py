@@ -95,6 +95,23 @@ def test_a_stuck_run_reports_where(run: Run, what: str):
     assert f"before the first iteration: rank 3 is {what}" in cause.reason
 
 
+ALL_REDUCE = (
+    'File "/x/torch/distributed/distributed_c10d.py", line 5 in all_reduce\n  File "/x/train.py", line 9 in step\n'
+)
+STUCK = 'File "/x/data.py", line 7 in read\n  File "/x/train.py", line 3 in step\n'
+
+
+@pytest.mark.parametrize("stuck", [*([rank] for rank in range(4)), [1, 2], []])
+def test_the_ranks_that_wait_for_nobody_are_named(tmp_path: Path, stuck: list[int]):
+    stacks = Stacks(tmp_path / "stack")
+    for rank in range(4):
+        threads = f"Thread 0x1:\n  {STUCK}\nCurrent thread 0x2:\n  {STUCK if rank in stuck else ALL_REDUCE}"
+        (tmp_path / f"stack.{rank}").write_text(threads)
+    assert list(stacks.stopped()) == stuck
+    named = "; ".join(f"rank {rank} is stuck in read (/x/data.py:7)" for rank in stuck)
+    assert stacks.sentence().startswith(named or "all ranks here are waiting for others: rank 0 in all_reduce (")
+
+
 def failed(status: str, strength: int | None) -> dict:
     cause = None if strength is None else {"strength": strength, "time": 1.0}
     end = {"node": 1, "host": "node1", "status": status, "reason": "why", "remedy": "what to do", "cause": cause}
