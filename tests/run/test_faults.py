@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import ITERATION, MEMORY, REPO_ROOT, Project, engine_output, make_project, processes_with, record, wait_for
+from harness import ITERATION, MEMORY, REPO_ROOT, Project, engine_output, make_project, processes_with, wait_for
 
 from t5bench.plan.ports import free_port
 from t5bench.record.records import load
@@ -52,17 +52,30 @@ def test_recorder_stopped(project: Project, by: signal.Signals | None):
     assert processes_with(f"STUB_DIR={project.stubs}") == []
 
 
-def test_two_launchers_at_the_same_moment(project: Project):
-    """One of them trains, and the other says who does."""
-    command = ["bash", str(project.script("run_megatron_t5_ddp.sh"))]
-    environment = project.environment_with({"STUB_WAIT": "4", "MASTER_PORT": str(free_port())})
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    launchers = [subprocess.Popen(command, env=environment, cwd=project.root, **pipes) for _ in range(3)]
-    said = [launcher.communicate(timeout=60)[1] for launcher in launchers]
-    assert sorted(launcher.returncode for launcher in launchers) == [0, 2, 2], "\n".join(said)
+def start(project: Project, script: str, **environment: str) -> subprocess.Popen[str]:
+    """A launcher or a sweep, in its own process group."""
+    settings = {"STRATEGIES": "ddp", "RETRIES": "0", "WANDB_MODE": "disabled"} | environment
+    return subprocess.Popen(
+        ["bash", str(project.script(f"run_megatron_t5_{script}.sh"))],
+        env=project.environment_with(settings),
+        cwd=project.root,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize("script", ["ddp", "all"])
+def test_two_at_the_same_moment(project: Project, script: str):
+    """Of three launchers or sweeps one trains, and the others say who does."""
+    started = [start(project, script, STUB_WAIT="4", MASTER_PORT=str(free_port())) for _ in range(3)]
+    said = [process.communicate(timeout=90)[1] for process in started]
+    assert sorted(process.returncode for process in started) == [0, 2, 2], "\n".join(said)
     assert sum("error: a run is already in progress in " in text for text in said) == 2
-    metrics = load(project.root / "outputs" / "ddp").iterations
-    assert [line.iteration for line in metrics] == list(range(20, 1001, 20))
+    if script == "ddp":
+        lines = load(project.root / "outputs" / "ddp").iterations
+        assert [line.iteration for line in lines] == list(range(20, 1001, 20))
 
 
 def test_run_directory_removed(project: Project):
@@ -79,19 +92,6 @@ def test_run_directory_removed(project: Project):
     run = load(directory)
     assert (run.status, len(run.iterations)) == ("complete", 50)
     assert "stub torchrun output" in (directory / "node0.log").read_text()
-
-
-def sweep(project: Project, **environment: str) -> subprocess.Popen[str]:
-    settings = {"STRATEGIES": "ddp", "RETRIES": "0", "WANDB_MODE": "disabled"} | environment
-    return subprocess.Popen(
-        ["bash", str(project.script("run_megatron_t5_all.sh"))],
-        env=project.environment_with(settings),
-        cwd=project.root,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
 
 
 SLOW_START = """
@@ -111,7 +111,7 @@ def test_second_ctrl_c_in_a_sweep(project: Project):
     """Both come while the run is being started, and nobody knows its processes yet."""
     with (project.root / "t5bench" / "sweep" / "launch.py").open("a") as module:
         module.write(SLOW_START)
-    process = sweep(project, STUB_SLEEP="300")
+    process = start(project, "all", STUB_SLEEP="300")
     wait_for((project.stubs / "started").exists)
     for _ in range(2):
         os.killpg(process.pid, signal.SIGINT)
@@ -122,23 +122,14 @@ def test_second_ctrl_c_in_a_sweep(project: Project):
     assert processes_with(f"STUB_DIR={project.stubs}") == []
 
 
-def test_two_sweeps_at_the_same_moment(project: Project):
-    sweeps = [sweep(project, STUB_WAIT="4") for _ in range(2)]
-    said = [process.communicate(timeout=90)[1] for process in sweeps]
-    assert sorted(process.returncode for process in sweeps) == [0, 2], "\n".join(said)
-    assert sum("error: a run is already in progress in " in text for text in said) == 1
-
-
 @pytest.mark.parametrize("last", [ITERATION.format(3, 3, "8.0E+00"), NATIVE_ITERATION])
 @pytest.mark.parametrize("memory_first", [True, False])
 def test_two_ranks_lines_as_one(tmp_path: Path, last: str, memory_first: bool):
-    memory = MEMORY.format(0)
-    lines = (memory, last) if memory_first else (last, memory)
-    result = record(tmp_path, engine_output(2, ranks=()) + lines[0].rstrip("\n") + lines[1], TRAIN_ITERS="3")
-    assert result.returncode == 0, result.stderr
-    run = load(tmp_path)
-    assert [line.iteration for line in run.iterations] == [1, 2, 3]
-    assert run.peak_memory[0].host_mib == 562.4
+    lines = (MEMORY.format(0), last) if memory_first else (last, MEMORY.format(0))
+    output = Output((tmp_path / "log").open("wb"), tmp_path / "metrics", [])
+    output.take((engine_output(2, ranks=()) + lines[0].rstrip("\n") + lines[1]).encode(), 1e9)
+    assert output.last and output.last.iteration == 3
+    assert output.memory[0].host_mib == 562.4
 
 
 @pytest.mark.parametrize("size", [1, 7, 1 << 16])
@@ -175,21 +166,17 @@ def test_line_without_end(tmp_path: Path, piece: bytes):
 def test_an_iteration_line_under_a_progress_bar_counts(tmp_path: Path):
     output = Output((tmp_path / "log").open("wb"), tmp_path / "metrics", [])
     lines = engine_output(1, 2).splitlines()
-    output.take(f"{lines[0]}\r 1%\r 2%\r\nplain\r\n".encode(), 1e9)
+    output.take(f"{lines[0]}\r 1%\r 2%\r\nplain\r\n{lines[-1]}\r 3%\r\n".encode(), 1e9)
     output.end(1e9)
     log = [line.partition(" ")[2] for line in (tmp_path / "log").read_text().splitlines()]
-    assert output.last and log == [lines[0], " 2%", "plain"]
+    assert output.last and output.memory and log == [lines[0], " 2%", "plain", lines[-1], " 3%"]
 
 
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL, None], ids=["term", "kill", "end"])
 def test_nothing_stays_in_tmpdir(project: Project, by: signal.Signals | None):
     scratch = Path(tempfile.mkdtemp(dir="/tmp"))  # a short name, for sockets
-    project.add_stub(
-        "torchrun",
-        (project.stubs / "torchrun")
-        .read_text()
-        .replace("\n", '\nmkdir "$TMPDIR/torchelastic_1" "$TMPDIR/pymp-1"\n', 1),
-    )
+    left = '\nmkdir "$TMPDIR/torchelastic_1" "$TMPDIR/pymp-1"\n'
+    project.add_stub("torchrun", (project.stubs / "torchrun").read_text().replace("\n", left, 1))
     launcher = project.start_sleeping(TMPDIR=str(scratch), STUB_SLEEP="300" if by else "1")
     assert list(scratch.rglob("torchelastic_1"))
     if by:
@@ -200,19 +187,24 @@ def test_nothing_stays_in_tmpdir(project: Project, by: signal.Signals | None):
 
 
 @pytest.fixture
-def small_disk(project: Project) -> Iterator[Callable[[str], Path]]:
-    """small_disk(OPTIONS): mounts a tmpfs for the run's directory."""
+def mount(project: Project) -> Iterator[Callable[..., Path]]:
+    """mount(KIND, OPTIONS): a file system for the run's directory."""
     if os.geteuid() != 0:
         pytest.skip("only root may mount a file system")
-    directory = project.root / "outputs"
+    image, directory = project.stubs / "image", project.root / "outputs"
+    directory.mkdir()
 
-    def mount(options: str) -> Path:
-        directory.mkdir(exist_ok=True)
-        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)], check=True)
+    def make(kind: str, options: str) -> Path:
+        if kind == "ext4":
+            if not Path("/dev/loop-control").exists():
+                pytest.skip("it needs a loop device")
+            image.write_bytes(bytes(16 << 20))
+            subprocess.run(["mkfs.ext4", "-q", image], check=True)
+        subprocess.run(["mount", "-t", kind, "-o", options, image, directory], check=True)
         return directory
 
-    yield mount
-    subprocess.run(["umount", "--lazy", str(directory)], check=False)
+    yield make
+    subprocess.run(["umount", "--lazy", directory], check=False)
 
 
 FILL = 'head -c 100M /dev/zero >"$FILL/filler" 2>/dev/null\n'
@@ -220,8 +212,8 @@ MUCH = 'for i in {1..300}; do echo "line $i of what fills what is left of a page
 
 
 @pytest.mark.parametrize("when", ["while it logs", "at the end"])
-def test_disk_full_while_logging(project: Project, small_disk: Callable[[str], Path], when: str):
-    directory = small_disk("size=256k")
+def test_disk_full_while_logging(project: Project, mount: Callable[..., Path], when: str):
+    directory = mount("tmpfs", "size=256k")
     stub = (project.stubs / "torchrun").read_text()
     fill = FILL + (MUCH if when == "while it logs" else "")
     project.add_stub("torchrun", stub.replace('exit "${STUB', fill + 'exit "${STUB'))
@@ -239,9 +231,9 @@ def test_disk_full_while_logging(project: Project, small_disk: Callable[[str], P
 
 
 @pytest.mark.parametrize("inodes", [3, 6, 9])
-def test_no_inode_at_the_start(project: Project, small_disk: Callable[[str], Path], inodes: int):
+def test_no_inode_at_the_start(project: Project, mount: Callable[..., Path], inodes: int):
     """Or at the end, where there were just enough to begin."""
-    directory = small_disk(f"size=1m,nr_inodes={inodes}")
+    directory = mount("tmpfs", f"size=1m,nr_inodes={inodes}")
     result = project.launch("ddp")
     assert "Traceback" not in result.stderr
     status = directory / "ddp" / "node0.status"
@@ -254,21 +246,11 @@ def test_no_inode_at_the_start(project: Project, small_disk: Callable[[str], Pat
 
 
 @pytest.fixture
-def ext4(project: Project) -> Iterator[Path]:
-    """A file system for the run's directory that the kernel makes read-only when it finds an error."""
-    if os.geteuid() != 0 or not Path("/dev/loop-control").exists():
-        pytest.skip("only root may mount a file system, and it needs a loop device")
-    image, directory = project.stubs / "image", project.root / "outputs"
-    directory.mkdir()
-    with image.open("wb") as file:
-        file.truncate(16 << 20)
-    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
-    subprocess.run(["mount", "-o", "loop,errors=remount-ro", str(image), str(directory)], check=True)
-    # STUB_LINES lines, ten a second, after all else.
+def ext4(project: Project, mount: Callable[..., Path]) -> Path:
+    """The kernel makes it read-only when it finds an error. torchrun ends with STUB_LINES lines, ten a second."""
     lines = "for ((i = 0; i < ${STUB_LINES:-0}; i++)); do echo line $i; sleep 0.1; done\nexit"
     project.add_stub("torchrun", (project.stubs / "torchrun").read_text().replace("\nexit", f"\n{lines}"))
-    yield directory
-    subprocess.run(["umount", "--lazy", str(directory)], check=False)
+    return mount("ext4", "loop,errors=remount-ro")
 
 
 def test_file_system_becomes_read_only(project: Project, ext4: Path):

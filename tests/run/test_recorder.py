@@ -24,8 +24,8 @@ from t5bench.record import machine as environment
 from t5bench.record.files import RecordError
 from t5bench.record.reader import read_samples
 from t5bench.record.records import load, read_metrics
-from t5bench.record.status import Cause, Strength
-from t5bench.run.ending import cause_of
+from t5bench.record.status import Cause, Status, Strength
+from t5bench.run.ending import cause_of, exit_code, read_end
 from t5bench.run.output import OPEN_SECONDS, Output, pass_on
 from t5bench.run.sampler import link_speeds, network_counters
 
@@ -58,9 +58,21 @@ def test_a_complete_run(tmp_path: Path):
     assert samples[0]["network"]["lo"]["sent"] >= 0
 
 
+NO_GUARD = SimpleNamespace(cause=None, stacks=SimpleNamespace(stopped=dict))
+
+
+def said(directory: Path, *blocks: bytes) -> Output:
+    found = Output((directory / "log").open("wb"), directory / "metrics.jsonl", [])
+    for block in blocks:
+        found.take(block, 1e9)
+    found.end(1e9)
+    return found
+
+
 @pytest.mark.parametrize(
     ("text", "end", "status", "reason", "code", "strength"),
     [
+        (output(3), "0 ", "complete", "", 0, None),
         (output(2), "0 ", "incomplete", "it ended after iteration 2 of 3", 3, 2),
         (output(3, ranks=()), "0 ", "incomplete", "rank 0 ended before the run did", 3, 2),
         (output(3, loss="NAN"), "0 ", "diverged", "the loss is not a number at iteration 1", 4, 3),
@@ -68,8 +80,8 @@ def test_a_complete_run(tmp_path: Path):
         (output(2) + "[rank0]: KeyError: 'text'\n", "1 ", "crashed", "rank 0: KeyError: 'text'", 1, 2),
         ("RuntimeError: Connection closed by peer\n", "1 ", "network", "connection to another process was lost", 7, 0),
         ("error: unrecognized arguments: --x\n", "2 ", "configuration", "unrecognized arguments: --x", 2, 3),
-        (output(2), "143 TERM", "cancelled", "TERM received", 143, None),
-        (output(2), "130 INT", "cancelled", "INT received", 130, None),
+        (output(2), "143 TERM", "cancelled", "", 143, None),
+        (output(2), "130 INT", "cancelled", "", 130, None),
         (output(2), "137 ", "crashed", "torchrun was killed", 1, 3),
         (output(2), "9 ", "crashed", "exit status 9 without naming a cause", 1, 0),
         (output(2), None, "crashed", "the launcher was killed", 1, 3),
@@ -79,22 +91,33 @@ def test_how_it_ended(
     tmp_path: Path, text: str, end: str | None, status: str, reason: str, code: int, strength: int | None
 ):
     """strength: how much the cause explains; what only the recorder sees outweighs the reports of victims elsewhere."""
-    result = record(tmp_path, text, end=end, TRAIN_ITERS="3")
-    assert result.returncode == code, result.stderr
-    run = load(tmp_path)
-    assert run.status == status
-    assert reason in run.reason
-    assert (tmp_path / "node0.status").read_text().splitlines()[0] == f"{status} {run.reason}"
-    assert (part_of(tmp_path)["cause"] or {"strength": None})["strength"] == strength
+    if end:
+        (tmp_path / "end").write_text(end)
+    plan = made_plan(settings={"TRAIN_ITERS": "3", "LOG_INTERVAL": "1"}, engine="native", world_size=1)
+    exit_status, by = read_end(tmp_path / "end")
+    cause = cause_of(plan, said(tmp_path, text.encode()), NO_GUARD, exit_status, by, 0)
+    found = cause.ending() if cause else Status("cancelled" if by else "complete")
+    assert (found.name, cause and cause.strength) == (status, strength)
+    assert reason in found.reason
+    assert exit_code(found, {"signal": by, "heard": []}) == code
 
 
 def test_a_run_that_ended_before_the_guard_acted_keeps_its_reason(tmp_path: Path):
     """The other node fails because of it, and the guard hears of that while the launcher is still cleaning up."""
     heard = SimpleNamespace(cause=Cause.now("network", "stopped because node 0 failed", strength=Strength.VICTIM))
-    said = Output((tmp_path / "log").open("wb"), tmp_path / "metrics.jsonl", [])
     for exit_status, reason in ((0, "it ended after iteration 0 of 1000"), (1, "stopped because node 0 failed")):
-        cause = cause_of(made_plan(), said, heard, exit_status, None, 0)
+        cause = cause_of(made_plan(), said(tmp_path), heard, exit_status, None, 0)
         assert cause and cause.reason == reason
+
+
+@pytest.mark.parametrize(("end", "status", "reason"), [("143 TERM", "cancelled", "TERM received"),
+                                                       ("1 ", "crashed", "rank 0: KeyError: 'text'")])  # fmt: skip
+def test_the_end_is_recorded(tmp_path: Path, end: str, status: str, reason: str):
+    result = record(tmp_path, output(2) + "[rank0]: KeyError: 'text'\n" * (status == "crashed"), end=end)
+    assert result.returncode == int(end.split()[0])
+    run = load(tmp_path)
+    assert (run.status, run.reason) == (status, reason)
+    assert (tmp_path / "node0.status").read_text().splitlines()[0] == f"{status} {reason}"
 
 
 def test_the_last_interval_may_be_shorter_than_the_log_interval(tmp_path: Path):
@@ -109,18 +132,15 @@ def test_a_node_without_the_last_rank_needs_no_iteration_lines(tmp_path: Path):
     assert load(tmp_path).status == "complete"
 
 
-@pytest.mark.parametrize(
-    ("left", "status"),
-    [("1:45", "timeout"), ("INVALID", "timeout"), ("2:05", "cancelled"), ("1-01:00:05", "cancelled")],
-)
-def test_slurms_time_limit_is_distinguished_from_a_cancellation(tmp_path: Path, monkeypatch, left: str, status: str):
+def test_slurms_time_limit_is_distinguished_from_a_cancellation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     stub = tmp_path / "squeue"
-    stub.write_text(f"#!/bin/sh\necho {left}\n")
-    stub.chmod(0o755)
+    stub.touch(mode=0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    record(tmp_path / "run", output(2), end="143 TERM")
-    assert load(tmp_path / "run").status == status
+    for left, status in (("1:45", "timeout"), ("INVALID", "timeout"), ("2:05", None), ("1-01:00:05", None)):
+        stub.write_text(f"#!/bin/sh\necho {left}\n")
+        cause = cause_of(made_plan(), said(tmp_path, output(2).encode()), NO_GUARD, 143, "TERM", 0)
+        assert (cause and cause.status) == status
 
 
 def test_secrets_are_never_written_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -150,13 +170,11 @@ def test_lines_are_complete_wherever_the_pipe_cuts_them(cuts: list[int]):
     text = output(2).encode()
     places = sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})
     with tempfile.TemporaryDirectory() as directory:
-        log, metrics = Path(directory) / "log", Path(directory) / "metrics.jsonl"
-        taken = Output(log.open("wb"), metrics, [])
-        for start, end in itertools.pairwise(places):
-            taken.take(text[start:end], now=1e9)
-        taken.end(1e9)
-        assert [entry.iteration for entry in read_metrics(metrics)] == [1, 2]
-        assert [line.partition(" ")[2] for line in log.read_text().splitlines()] == output(2).splitlines()
+        blocks = [text[start:end] for start, end in itertools.pairwise(places)]
+        said(Path(directory), *blocks)
+        assert [entry.iteration for entry in read_metrics(Path(directory, "metrics.jsonl"))] == [1, 2]
+        log = Path(directory, "log").read_text().splitlines()
+        assert [line.partition(" ")[2] for line in log] == output(2).splitlines()
 
 
 NO_RECORDS = {"": "no record of a run", '{"format": 2, ': "cannot be read", '{"format": 1}': "not a record of format 2"}
@@ -189,22 +207,6 @@ def test_a_recorder_that_was_killed_is_named(project: Project):
     assert launcher.returncode == 1
 
 
-def test_a_launchers_record_has_every_effective_setting(project: Project):
-    result = project.launch(
-        "zero2", LR="0.0003", WANDB_API_KEY="0123456789abcdef", WANDB_RUN_GROUP="trial", NCCL_DEBUG="INFO"
-    )
-    assert result.returncode == 0, result.stderr
-    run = load(project.root / "outputs" / "zero2")
-    values = [run.plan.value(name) for name in ("LR", "WANDB_RUN_GROUP", "NNODES", "WANDB_API_KEY")]
-    assert values == ["0.0003", "trial", "1", "given"]
-    assert run.plan.zero_stage == 2
-    assert run.nodes[0]["environment"]["NCCL_DEBUG"] == "INFO"
-    assert run.plan.command[-3:] == ["--zero-stage", "2", "--no-pipeline-parallel"]
-    assert run.record["versions"]["torch"]
-    assert set(run.record["patches"]) == set((project.root / "patches" / "series").read_text().split())
-    assert run.record["data"]["bin_bytes"] == 14
-
-
 NVIDIA_SMI = """#!/usr/bin/env bash
 echo "$*" >>"$STUB_DIR/smi"
 case "$*" in
@@ -215,12 +217,24 @@ esac
 """
 
 
-def test_gpus_are_recorded_and_sampled_with_one_nvidia_smi(project: Project):
-    """A C program (cut) buffers its output into a pipe until 4 KiB are full, unless it is told otherwise."""
+def test_a_launchers_record(project: Project):
+    """It has every effective setting, and the GPUs, which one nvidia-smi samples.
+
+    A C program (cut) buffers its output into a pipe until 4 KiB are full, unless it is told otherwise.
+    """
     project.add_stub("nvidia-smi", NVIDIA_SMI)
-    result = project.launch("ddp", SAMPLE_INTERVAL="0.3", STUB_WAIT="1")
+    given = {"LR": "0.0003", "WANDB_API_KEY": "0123456789abcdef", "WANDB_RUN_GROUP": "trial", "NCCL_DEBUG": "INFO"}
+    result = project.launch("zero2", SAMPLE_INTERVAL="0.3", STUB_WAIT="1", **given)
     assert result.returncode == 0, result.stderr
-    run = load(project.root / "outputs" / "ddp")
+    run = load(project.root / "outputs" / "zero2")
+    values = [run.plan.value(name) for name in ("LR", "WANDB_RUN_GROUP", "NNODES", "WANDB_API_KEY")]
+    assert values == ["0.0003", "trial", "1", "given"]
+    assert run.plan.zero_stage == 2
+    assert run.nodes[0]["environment"]["NCCL_DEBUG"] == "INFO"
+    assert run.plan.command[-3:] == ["--zero-stage", "2", "--no-pipeline-parallel"]
+    assert run.record["versions"]["torch"]
+    assert set(run.record["patches"]) == set((project.root / "patches" / "series").read_text().split())
+    assert run.record["data"]["bin_bytes"] == 14
     assert [(gpu["name"], gpu["driver"]) for gpu in run.nodes[0]["devices"]] == [("NVIDIA Stub", "570.1")] * 2
     sampled = [sample["gpus"] for sample in read_samples(run.directory / "node0.samples.jsonl") if sample["gpus"]]
     both = [
@@ -234,35 +248,28 @@ def test_gpus_are_recorded_and_sampled_with_one_nvidia_smi(project: Project):
 
 def test_the_record_is_complete_without_a_terminal(project: Project):
     """Whoever watches through `head` loses nothing of the record."""
-    launcher = subprocess.Popen(
-        ["bash", str(project.script("run_megatron_t5_ddp.sh"))],
-        env=project.environment_with({"STUB_WAIT": "1"}),
-        cwd=project.root,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+    script = f"bash '{project.script('run_megatron_t5_ddp.sh')}' 2>/dev/null | true; exit ${{PIPESTATUS[0]}}"
+    launcher = subprocess.run(
+        ["bash", "-c", script], env=project.environment_with({"STUB_WAIT": "1"}), cwd=project.root, timeout=30
     )
-    assert launcher.stdout
-    launcher.stdout.close()
-    assert launcher.wait(timeout=30) == 0
+    assert launcher.returncode == 0
     assert load(project.root / "outputs" / "ddp").status == "complete"
 
 
 def test_a_signal_in_the_recorders_last_moment_does_not_change_how_it_ended(tmp_path: Path):
     """The launcher may ask it to hurry when its work is done and only its interpreter's end is left."""
     ending = tmp_path / "ending"
-    script = f"""if True:
-        import pathlib, sys, time
-        from t5bench.run import recorder
-
-        class Slow:
-            def __del__(self, ending=pathlib.Path({str(ending)!r}), sleep=time.sleep):
-                ending.touch()
-                sleep(1)
-
-        recorder.record = lambda args, hurry: 7
-        slow = Slow()
-        sys.exit(recorder.run(None))
-    """
+    script = f"""
+import pathlib, sys, time
+from t5bench.run import recorder
+class Slow:
+    def __del__(self, ending=pathlib.Path({str(ending)!r}), sleep=time.sleep):
+        ending.touch()
+        sleep(1)
+recorder.record = lambda args, hurry: 7
+slow = Slow()
+sys.exit(recorder.run(None))
+"""
     recorder = subprocess.Popen([sys.executable, "-c", script], cwd=REPO_ROOT)
     wait_for(ending.exists)
     recorder.terminate()
