@@ -26,7 +26,7 @@ START_SECONDS = 30
 STACK_SECONDS = 3
 SUSPENDED = "suspended (SIGSTOP)"
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)', re.MULTILINE)
-_THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
+_CURRENT = re.compile(r"^Current thread 0x.*?(?=^Thread 0x|\Z)", re.MULTILINE | re.DOTALL)
 # A rank in one of these files waits for the others, or has timed out.
 _WAITING = ("distributed_c10d.py", "torch/distributed/", "torch/autograd/graph.py")
 
@@ -55,9 +55,8 @@ class Stacks:
         """The innermost frame of each rank's current thread that waits for others, else its innermost one."""
         found = {}
         for rank, text in self.texts().items():
-            for thread in _THREAD.split(text):
-                if thread.startswith("Current thread") and (frames := list(_FRAME.finditer(thread))):
-                    found.setdefault(rank, next(filter(_waits, frames), frames[0]))
+            if (current := _CURRENT.search(text)) and (frames := list(_FRAME.finditer(current[0]))):
+                found[rank] = next(filter(_waits, frames), frames[0])
         return found
 
     def stopped(self) -> dict[int, str]:

@@ -37,10 +37,8 @@ def state(pid: int) -> tuple[str, int]:
 
 def workers(mark: str) -> dict[int, int]:
     """Process id of each rank of this node's run: the children of torchrun, not their data loaders."""
-    ranks: dict[int, int] = {}
-    for pid, variables in environments(mark).items():
-        for rank in (entry[5:] for entry in variables if entry.startswith(b"RANK=")):
-            ranks[pid] = int(rank)
+    found = environments(mark)
+    ranks = {pid: int(entry[5:]) for pid in found for entry in found[pid] if entry.startswith(b"RANK=")}
     return {rank: pid for pid, rank in ranks.items() if state(pid)[1] not in ranks}
 
 

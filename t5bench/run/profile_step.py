@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +27,38 @@ from torch.profiler import ProfilerActivity, record_function
 from t5bench.record import profile
 from t5bench.record.files import write_json, write_whole
 from t5bench.run import timeline
-from t5bench.run.spent import TIMED, MainThread, Parts, between, main_thread, processor
+from t5bench.run.spent import MainThread, Parts, between, main_thread, processor
 
 # An engine's function for an iteration, and those that PyTorch does not name: module, class or "", function.
 STEPS = {
     "native": [("native.trainers", "TorchTrainer", "step")],
     "megatron": [("megatron.training", "", "train_step")],
 }
-LOADER = ("torch.utils.data.dataloader", "_BaseDataLoaderIter", "__next__")
 PHASES = {
     "native": {
         profile.LOGGING: ("native.metrics", "Metrics", "record"),
         profile.SAVING: ("native.checkpoint", "", "save"),
-        profile.DATA: LOADER,
     },
     "megatron": {
         profile.LOGGING: ("megatron.training", "", "training_log"),
         profile.SAVING: ("megatron.training", "", "save_checkpoint_and_time"),
-        profile.DATA: LOADER,
     },
 }
+LOADER = ("torch.utils.data.dataloader", "_BaseDataLoaderIter", "__next__")
 COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "_all_gather_base",
                "reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base", "all_to_all_single", "barrier",
                *timeline.PAIRWISE)  # fmt: skip
 # Bytes of a large message and of one that is as good as empty, seconds for which each is sent, how often at least.
 PROBES, PROBE_SECONDS, FEWEST_PROBES = (1 << 20, 4), 0.5, 2
+
+
+def gathered(value: Any) -> list[Any]:
+    """Every rank's, in their order."""
+    if not dist.is_initialized():
+        return [value]
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
 
 
 class ProfiledStretch:
@@ -85,7 +92,7 @@ class ProfiledStretch:
     def end(
         self, iteration: int, gradient_bytes: int = 0, spent: Sequence[Parts] = ()
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """On the first rank, the content of profile.json for all ranks, and the events of trace.json.
+        """The content of profile.json for all ranks, and the events of trace.json.
 
         spent: in this iteration and in those before.
         """
@@ -97,36 +104,36 @@ class ProfiledStretch:
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             self.profiler.export_chrome_trace(file.name)
             trace = json.loads(Path(file.name).read_text(errors="replace"))
-        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank = dist.get_rank() if dist.is_initialized() else 0
         mine = timeline.RankTrace(trace, rank, socket.gethostname(), gradient_bytes)
-        everyone: list[Any] = [mine.introduction()] * ranks
-        if ranks > 1:
-            dist.all_gather_object(everyone, mine.introduction())
-        own_begin, last = mine.begin, mine.meet(everyone)
+        own_begin, introductions = mine.begin, gathered(mine.introduction())
+        found = mine.explained(mine.meet(introductions))
+        found["measured_ms"] = self.wall_ms + (own_begin - mine.begin) / 1000
         beside = max([0.0, *(used.pop(name) for name in list(used) if name.isdigit())])
-        found, lost = mine.explained(last), dict[str, Any](used)
+        found["processor"] = dict[str, Any](used)
         if spent:
-            of_main, most = main_thread(spent[0], spent[1:])
             # Who sleeps may wait for another of its threads, which computes or sends for it and waits for a core.
-            known = mine.unmarked + used["throttled_ms"] + beside
-            of_main["asleep_ms"] = max(0.0, min(of_main["asleep_ms"] - known, most))
+            of_main = main_thread(spent[0], spent[1:], mine.unmarked + used["throttled_ms"] + beside)
             # A host waits for its GPU.
             of_gpu = {key: of_main[key] for key in of_main.keys() & {"alone_ms", "saving_ms"}}
-            lost |= of_main if self.device == "cpu" else of_gpu
-        measured = {"measured_ms": self.wall_ms + (own_begin - mine.begin) / 1000, "processor": lost}
-        told = found | measured, mine.longest_events(ranks)
-        everyone = [told] * ranks
-        if ranks > 1:
-            dist.gather_object(told, everyone if rank == 0 else None)
+            found["processor"] |= of_main if self.device == "cpu" else of_gpu
+        everyone = gathered((found, mine.longest_events(len(introductions))))
         content = {"device": self.device, "iteration": iteration, "wall_ms": self.wall_ms}
         content["ranks"] = [entry for entry, _ in everyone]
         return content, [event for _, events in everyone for event in events]
 
 
-def replace(place: tuple[str, str, str], wrap: Callable[[Callable], Callable]) -> None:
+def surround(place: tuple[str, str, str], around: Callable[[Callable[[], Any], list[Any]], Any]) -> None:
+    """Replaces a function by what `around` does: it gets the call, and the call's arguments."""
     module = importlib.import_module(place[0])
     owner = getattr(module, place[1]) if place[1] else module
-    setattr(owner, place[2], wrap(getattr(owner, place[2])))
+    function = getattr(owner, place[2])
+
+    @functools.wraps(function)
+    def surrounded(*args: Any, **options: Any) -> Any:
+        return around(functools.partial(function, *args, **options), [*args, *options.values()])
+
+    setattr(owner, place[2], surrounded)
 
 
 class Marks:
@@ -138,54 +145,42 @@ class Marks:
         self.tp, self.pp = (int(words[words.index(flag) + 1]) if flag in words else 1 for flag in sizes)
         self.is_zero, self.active, self.gradient_bytes = "--deepspeed" in words, False, 0
         self.numbers: Counter[str] = Counter()
-        self.main, self.is_timed = MainThread(), False  # communication is WAITING
+        self.main = MainThread()  # communication is WAITING
         self.works: dict[int, tuple[str, Any]] = {}  # the name of each operation in progress, by its handle
 
     def place(self, engine: str) -> None:
         for operation in COLLECTIVES:
             label = functools.partial(self._label, operation)
-            replace(("torch.distributed", "", operation), functools.partial(self._marked, label))
-        for part, place in PHASES[engine].items():
-            replace(place, functools.partial(self._phase, part))
+            surround(("torch.distributed", "", operation), functools.partial(self._marked, label))
+        for part, place in {profile.DATA: LOADER, **PHASES[engine]}.items():
+            surround(place, functools.partial(self._phase, part))
         goes_on = functools.partial(self._marked, lambda arguments: self.works.get(id(arguments[0]), ("",))[0])
-        replace(("torch.distributed", "Work", "wait"), goes_on)
-        replace(("torch.nn.parallel", "DistributedDataParallel", "__init__"), self._sized)
+        surround(("torch.distributed", "Work", "wait"), goes_on)
+        surround(("torch.nn.parallel", "DistributedDataParallel", "__init__"), self._sized)
 
-    def _marked(self, name_of: Callable[[list[Any]], str], function: Callable) -> Callable:
-        """Wraps the function in a range of the profile, whose name depends on the arguments."""
+    def _marked(self, name_of: Callable[[list[Any]], str], call: Callable[[], Any], arguments: list[Any]) -> Any:
+        """In a range of the profile, whose name depends on the arguments."""
+        name = name_of(arguments) if self.active else ""
+        is_within = profile.WAITING in self.main.within
+        with (
+            nullcontext() if is_within else self.main.in_part(profile.WAITING),
+            record_function(name) if name else nullcontext(),
+        ):
+            result = call()
+        if name.startswith(timeline.COLLECTIVE):
+            for work in result if isinstance(result, list) else [result]:
+                self.works[id(work)] = name, work
+        return result
 
-        @functools.wraps(function)
-        def call(*args: Any, **options: Any) -> Any:
-            name = name_of([*args, *options.values()]) if self.active else ""
-            with ExitStack() as inside:
-                if (self.is_timed or self.main.within) and profile.WAITING not in self.main.within:
-                    inside.enter_context(self.main.in_part(profile.WAITING))
-                if name:
-                    inside.enter_context(record_function(name))
-                result = function(*args, **options)
-            if name.startswith(timeline.COLLECTIVE):
-                for work in result if isinstance(result, list) else [result]:
-                    self.works[id(work)] = name, work
-            return result
+    def _phase(self, part: str, call: Callable[[], Any], _: list[Any]) -> Any:
+        with self.main.in_part(part), record_function(part) if self.active else nullcontext():
+            return call()
 
-        return call
-
-    def _phase(self, part: str, function: Callable) -> Callable:
-        @functools.wraps(function)
-        def call(*args: Any, **options: Any) -> Any:
-            with self.main.in_part(part), record_function(part) if self.active else nullcontext():
-                return function(*args, **options)
-
-        return call
-
-    def _sized(self, make: Callable) -> Callable:
-        @functools.wraps(make)
-        def call(replica: DistributedDataParallel, *args: Any, **options: Any) -> None:
-            make(replica, *args, **options)
-            ranks = dist.get_world_size(replica.process_group)
-            self.gradient_bytes += 2 * (ranks - 1) * sum(p.nbytes for p in replica.parameters()) // ranks
-
-        return call
+    def _sized(self, make: Callable[[], Any], arguments: list[Any]) -> None:
+        make()
+        replica: DistributedDataParallel = arguments[0]
+        ranks = dist.get_world_size(replica.process_group)
+        self.gradient_bytes += 2 * (ranks - 1) * sum(p.nbytes for p in replica.parameters()) // ranks
 
     def _label(self, operation: str, arguments: list[Any]) -> str:
         """The mark of a collective operation, with the bytes that a rank sends in a ring."""
@@ -246,51 +241,39 @@ class OneIteration:
 
     def __init__(self, iteration: int, output: Path, words: list[str]) -> None:
         """words: the engine's command line, its program first."""
-        self.iteration, self.output, self.marks, self.program = iteration, output, Marks(words), Path(words[0])
+        self.iteration, self.output, self.marks = iteration, output, Marks(words)
         self.ends: list[float] = []
         self.spent: list[Parts] = []  # until each of these ends
-
-    def watch(self) -> None:
-        engine = "native" if self.program.parent.name == "native" else "megatron"
+        engine = "native" if Path(words[0]).parent.name == "native" else "megatron"
         self.marks.place(engine)
         for place in STEPS[engine]:
-            replace(place, self._counted)
+            surround(place, self._counted)
 
-    def _counted(self, step: Callable) -> Callable:
-        @functools.wraps(step)
-        def call(*args: Any, **options: Any) -> Any:
-            result = step(*args, **options)
-            self.ends.append(time.perf_counter())
-            self.spent.append(self.marks.main.until_now())
-            self.marks.is_timed = 0 <= self.iteration - len(self.ends) <= TIMED + 1
-            if len(self.ends) == self.iteration - 1:
-                self._begin()
-            elif len(self.ends) == self.iteration:
-                self._end()
-            return result
-
-        return call
-
-    def _begin(self) -> None:
-        self.stretch = ProfiledStretch("cuda" if torch.cuda.is_initialized() else "cpu")
-        self.stretch.begin()
-        self.marks.active, self.begun = True, self.marks.main.until_now()
+    def _counted(self, step: Callable[[], Any], _: list[Any]) -> Any:
+        result = step()
+        self.ends.append(time.perf_counter())
+        self.spent.append(self.marks.main.until_now())
+        if len(self.ends) == self.iteration - 1:
+            self.stretch = ProfiledStretch("cuda" if torch.cuda.is_initialized() else "cpu")
+            self.stretch.begin()
+            self.marks.active, self.begun = True, self.marks.main.until_now()
+        elif len(self.ends) == self.iteration:
+            self._end()
+        return result
 
     def _end(self) -> None:
         if dist.get_world_size() > 1:
             dist.barrier()  # a rank that waits here waits for a slower one
-        self.marks.active = self.marks.is_timed = False
+        self.marks.active = False
         self.marks.works.clear()
         spent = [between(self.begun, self.marks.main.until_now())]
         spent += [between(*pair) for pair in itertools.pairwise(self.spent[:-1])]
         content, events = self.stretch.end(self.iteration, self.marks.gradient_bytes, spent)
         content["link"] = link(self.stretch.device)
         if dist.get_rank() == 0:
-            write_json(self.output, content | self._overhead())
+            # Of the earlier iterations without the first.
+            others = [1000 * (after - before) for before, after in itertools.pairwise(self.ends[:-1])]
+            usual = statistics.median(others) if others else None
+            content |= {"other_iterations_ms": usual, "overhead": usual and self.stretch.wall_ms / usual - 1}
+            write_json(self.output, content)
             write_whole(self.output.with_name("trace.json"), json.dumps({"traceEvents": events}))
-
-    def _overhead(self) -> dict[str, float | None]:
-        """The median of the earlier iterations without the first, and how much longer the profiled one took."""
-        others = [1000 * (after - before) for before, after in itertools.pairwise(self.ends[:-1])]
-        median = statistics.median(others) if others else None
-        return {"other_iterations_ms": median, "overhead": median and self.stretch.wall_ms / median - 1}

@@ -2,10 +2,11 @@
 
 import contextlib
 import json
+import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from t5bench.record.clock import now
@@ -52,13 +53,9 @@ def link_speeds(root: Path = Path("/")) -> dict[str, dict[str, int | None]]:
     return found
 
 
-def _numbers(words: Iterable[str]) -> Iterator[float | None]:
-    """The numbers; None for "[N/A]", which means that the GPU does not measure it."""
-    for word in words:
-        try:
-            yield float(word)
-        except ValueError:
-            yield None
+def _numbers(line: str) -> list[float | None]:
+    """None for "[N/A]", which means that the GPU does not measure it."""
+    return [float(word) if re.fullmatch(r"\s*[0-9.]+\s*", word) else None for word in line.split(",")]
 
 
 class Sampler:
@@ -82,10 +79,9 @@ class Sampler:
 
     def _read_gpus(self, lines: Iterable[str]) -> None:
         for line in lines:
-            index, *values = _numbers(line.split(","))
+            index, *values = _numbers(line)
             if index is not None and len(values) == len(_GPU_FIELDS) - 1:
-                values_by_name = zip(_GPU_FIELDS.values(), (int(index), *values), strict=True)
-                self.latest[int(index)] = dict(values_by_name)
+                self.latest[int(index)] = dict(zip(_GPU_FIELDS.values(), (int(index), *values), strict=True))
 
     def _run(self) -> None:
         is_last = False

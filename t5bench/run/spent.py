@@ -1,8 +1,10 @@
 """What this process spends its time with: computing, waiting for a core, held back by a quota, asleep."""
 
 import multiprocessing
+import operator
 import os
 import statistics
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +17,7 @@ from t5bench.record.profile import DATA, LOGGING, SAVING
 # The parts that may be slow by themselves, and how the iterations before the profiled one are averaged: some have no
 # log line, and a loader may be late once.
 BY_THEMSELVES = {DATA: statistics.median, LOGGING: statistics.fmean}
-TIMED = 4  # of these iterations, the last ones, of which communication is known too
+LAST = 4  # of these iterations tell what is chance: in many of them, any time may be short once
 CONTENDED = 0.1  # of its computing, for which a loader's process waits for a core: it is late for want of one
 
 
@@ -25,10 +27,6 @@ def scheduled_ms(folder: str | Path) -> tuple[float, float]:
         computed, queued, _ = map(int, Path(folder, "schedstat").read_text().split())
         return computed / 1e6, queued / 1e6
     return 0.0, 0.0
-
-
-def queued_ms(folder: str | Path) -> float:
-    return scheduled_ms(folder)[1]
 
 
 def loaders() -> dict[int | None, tuple[float, float]]:
@@ -54,9 +52,9 @@ def processor() -> Counter[str]:
 
     queued_ms: of its main thread; by their numbers its other threads. machine_ms: all programs on all cores computed.
     """
-    found = Counter(computed_ms=1000 * time.process_time(), queued_ms=queued_ms("/proc/self"))
+    found = Counter(computed_ms=1000 * time.process_time(), queued_ms=scheduled_ms("/proc/self")[1])
     threads = (folder for folder in Path("/proc/self/task").glob("*") if folder.name != str(os.getpid()))
-    found.update({folder.name: queued_ms(folder) for folder in threads})
+    found.update({folder.name: scheduled_ms(folder)[1] for folder in threads})
     with suppress(OSError, ValueError):
         user, nice, system, _, _, *interrupts = Path("/proc/stat").read_text().split("\n")[0].split()[1:8]
         found["machine_ms"] = 1000 * sum(map(int, (user, nice, system, *interrupts))) / os.sysconf("SC_CLK_TCK")
@@ -84,71 +82,75 @@ class Spent(NamedTuple):
     @classmethod
     def until_now(cls) -> "Spent":
         """Since a moment that is the same for all calls."""
-        computed, queued = 1000 * time.thread_time(), queued_ms("/proc/self")
+        computed, queued = 1000 * time.thread_time(), scheduled_ms("/proc/self")[1]
         return cls(computed, queued, 1000 * time.perf_counter() - computed - queued)
 
-    def plus(self, other: "Spent", times: int = 1) -> "Spent":
-        return Spent(*(a + times * b for a, b in zip(self, other, strict=True)))
+    def plus(self, other: "Spent") -> "Spent":
+        return Spent(*map(operator.add, self, other))
+
+    def since(self, before: "Spent") -> "Spent":
+        return Spent(*map(operator.sub, self, before))
 
 
-Parts = Mapping[str, Spent]  # by part; "": all of them, and what belongs to none
+Parts = Mapping[str, Spent]  # by part; "": what belongs to none
 
 
 class MainThread:
-    """Counts what the main thread spends by part. What lies inside of another part belongs to the inner one alone."""
+    """A stopwatch for the thread that makes it: each moment belongs to the innermost part that it is in."""
 
     def __init__(self) -> None:
-        self.spent: dict[str, Spent] = {}
+        self.thread, self.spent, self.last = threading.get_ident(), dict[str, Spent](), Spent.until_now()
         self.within: list[str] = []  # the innermost part last
-        self.inner, self.for_loaders = Spent(), 0.0
 
     @contextmanager
     def in_part(self, part: str) -> Iterator[None]:
         """Where it waits for a loader's process that waits for a core, it waits for that core itself."""
-        outer, self.inner, before, others = self.inner, Spent(), Spent.until_now(), loaders()
+        if threading.get_ident() != self.thread:
+            yield
+            return
+        self._count()
         self.within.append(part)
+        others = loaders() if part == DATA else {}
         try:
             yield
         finally:
+            asleep = self._count().asleep
+            waited = min(kept_by(others), max(0.0, asleep)) if others else 0.0
+            self.spent[part] = self.spent[part].plus(Spent(queued=waited, asleep=-waited))
             self.within.pop()
-            found = Spent.until_now().plus(before, -1)
-            waited = min(kept_by(others), max(0.0, found.asleep)) if part == DATA else 0.0
-            self.for_loaders += waited
-            own = found.plus(self.inner, -1).plus(Spent(queued=waited, asleep=-waited))
-            self.spent[part] = self.spent.get(part, Spent()).plus(own)
-            self.inner = outer.plus(found)
+
+    def _count(self) -> Spent:
+        """Adds the time since the last call to the innermost part, and returns it."""
+        part, now = self.within[-1] if self.within else "", Spent.until_now()
+        own, self.last = now.since(self.last), now
+        self.spent[part] = self.spent.get(part, Spent()).plus(own)
+        return own
 
     def until_now(self) -> Parts:
-        waited = Spent(queued=self.for_loaders, asleep=-self.for_loaders)
-        return {**self.spent, "": Spent.until_now().plus(waited)}
+        self._count()
+        return dict(self.spent)
 
 
 def between(before: Parts, after: Parts) -> Parts:
-    return {part: spent.plus(before.get(part, Spent()), -1) for part, spent in after.items()}
+    return {part: spent.since(before.get(part, Spent())) for part, spent in after.items()}
 
 
-def of_none(spent: Parts) -> Spent:
-    """What belongs to no part."""
-    rest = spent[""]
-    for part in spent.keys() - {""}:
-        rest = rest.plus(spent[part], -1)
-    return rest
+def main_thread(now: Parts, before: Sequence[Parts], known: float = 0.0) -> dict[str, Any]:
+    """What profile.json says of an iteration's main thread (t5bench/record/profile.py).
 
-
-def main_thread(now: Parts, before: Sequence[Parts]) -> tuple[dict[str, Any], float]:
-    """What profile.json says of an iteration's main thread (t5bench/record/profile.py), and how long it slept at most.
-
-    before: other iterations, the last with communication as a part too. What they do not show may be chance.
+    before: other iterations. What they do not show may be chance.
+    known: ms for which it slept for reasons that are told elsewhere.
     """
     alone = {}
     for part, average in BY_THEMSELVES.items():
-        spent = [each.get(part, Spent()) for each in (now, *before)]
-        own, *others = [max(0.0, each.computed + each.asleep) for each in spent]
+        own, *others = [
+            max(0.0, each.computed + each.asleep) for each in (e.get(part, Spent()) for e in (now, *before))
+        ]
         alone[part] = min(own, average(others)) if others else own
-    own, *others = [of_none(each) for each in (now, *before[-TIMED:])]
+    own, *others = [each[""] for each in (now, *before[-LAST:])]
     most = Spent(*map(min, zip(*others, strict=True))) if others else own
-    working = max(0.0, min(own.computed, most.computed))
-    found = {"alone_ms": alone, "working_ms": working, "asleep_ms": own.asleep}
+    found = {"alone_ms": alone, "working_ms": max(0.0, min(own.computed, most.computed))}
+    found["asleep_ms"] = max(0.0, min(own.asleep - known, most.asleep))
     if saved := [each[SAVING].asleep for each in (now, *before) if each.get(SAVING, Spent()).computed > 0]:
         found["saving_ms"] = max(0.0, statistics.median(saved))
-    return found, max(0.0, most.asleep)
+    return found

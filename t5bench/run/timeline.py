@@ -15,31 +15,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from t5bench.record.profile import (
-    AXES,
-    BACKWARD,
-    BUBBLE,
-    DATA,
-    FORWARD,
-    HOST,
-    LOGGING,
-    PARTS,
-    RECOMPUTATION,
-    SAVING,
-    SENDING,
-    STEP,
-    TRANSFER,
-    WAITING,
-)  # fmt: skip
+from t5bench.record import profile
+from t5bench.record.profile import AXES, PARTS, SENDING
 
 _CODE, _IDLE = {part: code for code, part in enumerate(PARTS)}, -1
-# What sending on the host's main thread covers.
-_UNDER_SENDING = tuple(_CODE[part] for part in PARTS if part not in (LOGGING, SAVING))
+# What sending on the host's main thread covers, and what such a thread does where its GPU is idle.
+_UNDER_SENDING = tuple(_CODE[part] for part in PARTS if part not in (profile.LOGGING, profile.SAVING))
+_WHILE_IDLE = (profile.STEP, profile.DATA, profile.LOGGING, profile.SAVING, profile.WAITING, profile.BUBBLE)
+_BACKWARD_NODE = "autograd::engine::evaluate_function"
+# What a range of PyTorch's or of profile_step.py's belongs to, by how its name begins; the later ones lie within.
+_NAMED = {_BACKWARD_NODE: profile.BACKWARD, "Optimizer.": profile.STEP, "enumerate(DataLoader": profile.DATA}
+_NAMED |= {part: part for part in (profile.DATA, profile.LOGGING, profile.SAVING)}
 # Marks of profile_step.py: the iteration, and a collective operation "t5|axis|operation|bytes sent|ranks|number".
 ITERATION, COLLECTIVE = "t5 iteration", "t5|"
 PAIRWISE = ("send", "recv", "batch_isend_irecv")
 MOST_CELLS, MOST_EVENTS, MOST_STRETCHES = 4_000_000, 40_000, 400
-_BACKWARD_NODE = "autograd::engine::evaluate_function"
 # A smaller message tells the latency of a link, not its bandwidth.
 LARGE_BYTES = 1 << 16
 
@@ -86,6 +76,10 @@ class RankTrace:
         self.marks: list[Collective] = []  # by their start
         self.unmarked = 0.0  # ms for which the main thread waits for collectives without a mark
         self.collectives = list(self._collectives(gradient_bytes))
+        self.came, self.left = dict[Key, float](), dict[Key, float]()
+        for each in self.collectives:
+            self.came[each.key] = min(each.event.start, self.came.get(each.key, each.event.start))
+            self.left[each.key] = max(each.event.end, self.left.get(each.key, each.event.end))
         self.cell = max(1.0, (self.end - self.begin) / MOST_CELLS)
 
     def _collectives(self, gradient_bytes: int) -> Iterator[Collective]:
@@ -100,16 +94,16 @@ class RankTrace:
             self.marks.append(Collective((f"{axis} {ranks}", int(number)), axis, int(size), steps, event))
         if kernels := [event for event in ordered if event.kind == "kernel" and "nccl" in event.name]:
             marked = [(self.mark_around(self.launch(kernel).start), kernel) for kernel in kernels]
-            own = [kernel for mark, kernel in marked if not mark]
             yield from (mark._replace(event=kernel) for mark, kernel in marked if mark)
-            for number, kernel in enumerate(own):
-                yield Collective(("DDP", number), AXES[0], gradient_bytes // len(own), 2, kernel)
-            return
-        yield from self.marks
-        for names in (("c10d::allreduce_",), ("gloo:all_reduce", "nccl:all_reduce")):
-            own = [event for event in ordered if event.name in names and not self.mark_around(event.start)]
-            for number, event in enumerate(own):
-                yield Collective(("DDP", number), AXES[0], gradient_bytes // len(own), 2, event)
+            unmarked = [[kernel for mark, kernel in marked if not mark]]
+        else:
+            yield from self.marks
+            own = [event for event in ordered if not self.mark_around(event.start)]
+            calls = [event for event in own if event.name == "c10d::allreduce_"]
+            unmarked = [calls, [event for event in own if event.name in ("gloo:all_reduce", "nccl:all_reduce")]]
+        for events in unmarked:
+            for number, event in enumerate(events):
+                yield Collective(("DDP", number), AXES[0], gradient_bytes // len(events), 2, event)
 
     def launch(self, kernel: Event) -> Event:
         """The event on the host that started it; itself if there is none."""
@@ -121,10 +115,7 @@ class RankTrace:
 
     def introduction(self) -> tuple[str, int, float, dict[Key, float]]:
         """What the other ranks need to know: host, rank, begin, and when this rank reached each collective."""
-        came: dict[Key, float] = {}
-        for each in self.collectives:
-            came[each.key] = min(each.event.start, came.get(each.key, each.event.start))
-        return self.host, self.rank, self.begin, came
+        return self.host, self.rank, self.begin, self.came
 
     def meet(self, everyone: Sequence[tuple[str, int, float, dict[Key, float]]]) -> Last:
         """Begins with the other ranks of its host; when the last rank reached each collective, on this rank's clock."""
@@ -142,13 +133,13 @@ class RankTrace:
         of_device = [each for each in self.collectives if each.event.kind == "kernel"]
         for each in self.collectives if not of_device else ():
             is_main = each.event.thread == self.main
-            self.communicate(cells, each, last, _UNDER_SENDING if is_main else (_CODE[HOST],))
+            self.communicate(cells, each, last, _UNDER_SENDING if is_main else (_CODE[profile.HOST],))
         if kernels := [e for e in self.events if e.kind in ("kernel", "gpu_memcpy", "gpu_memset")]:
             device = self.device(kernels)
             for each in of_device:
-                self.communicate(device, each, last, (_IDLE, _CODE[TRANSFER]))
-            explained = [STEP, DATA, LOGGING, SAVING, WAITING, BUBBLE, *SENDING.values()]
-            idle = np.where(np.isin(cells, [_CODE[part] for part in explained]), cells, _CODE[HOST])
+                self.communicate(device, each, last, (_IDLE, _CODE[profile.TRANSFER]))
+            known = [_CODE[part] for part in (*_WHILE_IDLE, *SENDING.values())]
+            idle = np.where(np.isin(cells, known), cells, _CODE[profile.HOST])
             cells = np.where(device == _IDLE, idle, device)
         counts = np.bincount(cells, minlength=len(PARTS)) * self.cell / 1000
         return {
@@ -175,32 +166,31 @@ class RankTrace:
 
     def phases(self, thread: Any) -> np.ndarray:
         """What a thread does in each cell of time, except communication; later paint covers earlier paint."""
-        cells = np.full(round((self.end - self.begin) / self.cell), _CODE[HOST], np.int8)
+        cells = np.full(round((self.end - self.begin) / self.cell), _CODE[profile.HOST], np.int8)
         events = sorted((e for e in self.events if e.thread == thread), key=lambda e: (e.start, -e.end))
         nodes = (e.end for e in self.events if e.name.startswith(_BACKWARD_NODE))
         backward_ends = max(nodes, default=self.end)
         for event in events:
             if event.kind == "cpu_op":
-                phase = FORWARD if event.start < backward_ends else STEP
+                phase = profile.FORWARD if event.start < backward_ends else profile.STEP
                 cells[self.span(event.start, event.end)] = _CODE[phase]
-        for prefix, part in ((_BACKWARD_NODE, BACKWARD), ("Optimizer.", STEP), ("enumerate(DataLoader", DATA),
-                             (DATA, DATA), (LOGGING, LOGGING), (SAVING, SAVING)):  # fmt: skip
+        for prefix, part in _NAMED.items():
             for event in events:
                 if event.name.startswith(prefix):
-                    again = part == BACKWARD and "CheckpointFunction" in event.name
-                    cells[self.span(event.start, event.end)] = _CODE[RECOMPUTATION if again else part]
+                    again = part == profile.BACKWARD and "CheckpointFunction" in event.name
+                    cells[self.span(event.start, event.end)] = _CODE[profile.RECOMPUTATION if again else part]
         return cells
 
     def communicate(self, cells: np.ndarray, found: Collective, last: Last, under: Sequence[int]) -> None:
         """Paints a collective over the parts that it covers. On the host's main thread, waiting covers all of them."""
         _, _, _, start, end, _ = found.event
         arrival, latest = last.get(found.key, (start, self.rank))
-        arrival, waiting = min(max(arrival, start), end), BUBBLE if found.axis == AXES[2] else WAITING
+        arrival, waiting = min(max(arrival, start), end), profile.BUBBLE if found.axis == AXES[2] else profile.WAITING
         for stretch, part in ((self.span(start, arrival), waiting), (self.span(arrival, end), SENDING[found.axis])):
             free = np.isin(cells[stretch], under) | (part == waiting and under is _UNDER_SENDING)
             cells[stretch][free] = _CODE[part]
             self.unmarked += float(free.sum()) * self.cell / 1000 if under is not _UNDER_SENDING else 0.0
-            if part == WAITING:
+            if part == profile.WAITING:
                 self.late[latest] = self.late.get(latest, 0.0) + float(free.sum()) * self.cell
 
     def device(self, kernels: Iterable[Event]) -> np.ndarray:
@@ -211,11 +201,11 @@ class RankTrace:
         for event in sorted(kernels, key=lambda e: ("HtoD" not in e.name and "DtoH" not in e.name, e.start)):
             launch, stretch = self.launch(event), self.span(event.start, event.end)
             if "HtoD" in event.name or "DtoH" in event.name:
-                cells[stretch] = _CODE[TRANSFER]
+                cells[stretch] = _CODE[profile.TRANSFER]
             elif "nccl" not in event.name:
                 launched = self.span(launch.start, launch.start).start
-                phase = phases[launch.thread][launched] if launch is not event else _CODE[HOST]
-                cells[stretch] = phase or _CODE[FORWARD]
+                phase = phases[launch.thread][launched] if launch is not event else _CODE[profile.HOST]
+                cells[stretch] = phase or _CODE[profile.FORWARD]
         return cells
 
     def links(self, last: Last) -> dict[str, dict[str, float]]:
@@ -223,18 +213,15 @@ class RankTrace:
         steps of all messages."""
         found: dict[str, dict[str, float]] = {}
         reached = 0.0  # time in which two of them travel counts once
-        ends: dict[Key, float] = {}
-        for each in self.collectives:
-            ends[each.key] = max(each.event.end, ends.get(each.key, 0.0))
-        for each in sorted(self.collectives, key=lambda each: last[each.key]):
-            if (end := ends.pop(each.key, 0.0)) > last[each.key][0]:
+        operations = {each.key: each for each in self.collectives}.values()
+        for each in sorted(operations, key=lambda each: last[each.key]):
+            begin, end = last[each.key][0], self.left[each.key]
+            if end > begin:
                 link = found.setdefault(each.axis, {"bytes": 0, "ms": 0.0, "steps": 0})
                 link["steps"] += each.steps
-                if each.sent < LARGE_BYTES:
-                    continue
+            if end > begin and each.sent >= LARGE_BYTES:
                 link["bytes"] += each.sent
-                travelled = max(0.0, end - max(last[each.key][0], reached)) / 1000
-                link["ms"] = round(link["ms"] + travelled, 3)
+                link["ms"] = round(link["ms"] + max(0.0, end - max(begin, reached)) / 1000, 3)
                 reached = max(reached, end)
         return found
 

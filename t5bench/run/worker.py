@@ -51,7 +51,7 @@ def main() -> None:
         from t5bench.run.profile_step import OneIteration
 
         iteration, _, output = place.partition(":")
-        OneIteration(int(iteration), Path(output), sys.argv).watch()
+        OneIteration(int(iteration), Path(output), sys.argv)
     try:
         runpy.run_path(program, run_name="__main__")
     except SystemExit as ended:

@@ -95,10 +95,13 @@ def test_a_stuck_run_reports_where(run: Run, what: str):
     assert f"before the first iteration: rank 3 is {what}" in cause.reason
 
 
-ALL_REDUCE = (
-    'File "/x/torch/distributed/distributed_c10d.py", line 5 in all_reduce\n  File "/x/train.py", line 9 in step\n'
-)
-STUCK = 'File "/x/data.py", line 7 in read\n  File "/x/train.py", line 3 in step\n'
+ALL_REDUCE = """File "/x/wait.py", line 8 in wait
+  File "/x/torch/distributed/distributed_c10d.py", line 5 in all_reduce
+  File "/x/train.py", line 9 in step
+"""
+STUCK = """File "/x/data.py", line 7 in read
+  File "/x/train.py", line 3 in step
+"""
 
 
 @pytest.mark.parametrize("stuck", [*([rank] for rank in range(4)), [1, 2], []])
