@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import wait_for
 from made_runs import RTX_5000_ADA, make_run, seal
 from real_runs import environment, train
@@ -23,6 +24,7 @@ from t5bench.record import profile
 from t5bench.record.profile import AXES, SENDING
 from t5bench.record.records import load
 from t5bench.run import timeline
+from t5bench.run.profile_step import Marks
 from t5bench.run.spent import MainThread, Spent, between, kept_by, loaders, main_thread
 
 # ---- made traces, in milliseconds ------------------------------------------------------------------------------------
@@ -173,6 +175,20 @@ def test_what_the_main_thread_spends_by_part():
     assert main_thread(now, [], known=60.0)["asleep_ms"] == pytest.approx(10, abs=10)
     told = main_thread(now, [{"": Spent(asleep=20.0)}] * 3)
     assert told["alone_ms"][profile.DATA] == told["working_ms"] == 0 and told["asleep_ms"] == 20
+
+
+def test_a_collective_has_the_axis_of_its_ranks_and_what_a_ring_sends(monkeypatch: pytest.MonkeyPatch):
+    """Of eight ranks, numbered tensor parallel first, then data, then pipeline parallel."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 8)
+    sizes = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--deepspeed"]
+    marks = Marks(["pretrain_t5.py", *sizes])
+    of_ranks = {(0, 2): AXES[0], (4, 5): AXES[1], (3, 7): AXES[2], (0, 1, 2, 3): AXES[4]}
+    assert {ranks: marks._axis(ranks, "all_reduce") for ranks in of_ranks} == of_ranks
+    assert marks._axis((5, 7), "all_gather_into_tensor") == AXES[3]
+    arguments = [torch.zeros(100), [torch.zeros(50)]]
+    named = [marks._label(name, arguments) for name in ("all_reduce", "all_reduce", "all_gather")]
+    assert [name.split("|")[3:] for name in named] == [[size, "0,1,2,3,4,5,6,7", n] for size, n in
+                                                       (("700", "1"), ("700", "2"), ("350", "3"))]  # fmt: skip
 
 
 def busy_in_a_thread() -> None:
