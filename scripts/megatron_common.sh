@@ -184,7 +184,7 @@ build_environment() {
   RUN_ENVIRONMENT=(CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONFAULTHANDLER=1 "PYTHONPATH=$path" "WANDB_MODE=${PLAN[wandb_mode]}"
     "WANDB_RUN_GROUP=$WANDB_RUN_GROUP" "WANDB_JOB_TYPE=${WANDB_JOB_TYPE:-train}")
   # W&B also reads the run's configuration from this file, which the recorder writes while torch is loading; see
-  # t5bench/run/wandb_config.py. A W&B sweep's agent has its own.
+  # t5bench/run/recorder.py. A W&B sweep's agent has its own.
   [[ -z ${PLAN[wandb_config]} ]] || RUN_ENVIRONMENT+=("WANDB_SWEEP_PARAM_PATH=${PLAN[wandb_config]}")
   ((PROFILE_ITERATION == 0)) || RUN_ENVIRONMENT+=("T5_PROFILE=$PROFILE_ITERATION:$OUTPUT_DIR/profile.json")
   for name in CUDA_HOME CPATH LIBRARY_PATH; do

@@ -28,11 +28,11 @@ from t5bench.plan.request import completed
 from t5bench.record import machine
 from t5bench.record import status as ends
 from t5bench.record.clock import now
-from t5bench.record.files import RecordError, seal, write_json
+from t5bench.record.files import RecordError, seal, write_json, write_whole
 from t5bench.record.plan import Plan
 from t5bench.record.records import FORMAT, merge, write_run
 from t5bench.record.status import Cause, Status, of_run
-from t5bench.run import processes, wandb_config
+from t5bench.run import processes
 from t5bench.run.ending import SPACE_REMEDY, cause_of, exit_code, knows_little, read_end
 from t5bench.run.guard import GRACE_SECONDS, TERM_SECONDS, Guard, Stacks
 from t5bench.run.output import Output, pass_on, timestamp
@@ -99,9 +99,9 @@ class Part:
         }
 
     def _write_wandb_config(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ImportError):
             if self.file("wandb.yaml").exists():
-                wandb_config.write(self.file("wandb.yaml"), wandb_config.config(self.content))
+                write_wandb_config(self.file("wandb.yaml"), wandb_config(self.content))
 
     def write(self) -> None:
         with contextlib.suppress(OSError):
@@ -144,6 +144,28 @@ class Part:
             output.restore()
             self.say(f"{ends.RUNNING} {self.content['host']} {self.content['pid']}\n")
             self.write()
+
+
+def wandb_config(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's configuration in W&B, for either engine: what a node's part knows, from which secrets are gone."""
+    plan = part["plan"]
+    found = {"strategy": plan["strategy"]["name"], "title": plan["strategy"]["title"]}
+    found |= {key: plan[key] for key in ("engine", "engine_patches", "device", "layout", "ds_config")}
+    found["settings"] = {name: setting["value"] for name, setting in plan["settings"].items()}
+    return found | {key: part.get(key) for key in ("versions", "commits", "data")}
+
+
+def write_wandb_config(path: Path, values: Mapping[str, Any]) -> None:
+    """Writes the values that are known. Raises OSError, and ImportError without W&B, which has yaml.
+
+    W&B adds the content of the file in WANDB_SWEEP_PARAM_PATH to the configuration of the next run, in addition to what
+    the program passes; its agent passes a sweep's parameters in this way. Without a sweep's id the run belongs to none.
+    WANDB_CONFIG_PATHS, which is meant for this, makes W&B 0.31 fail, because it does not parse the text as a list.
+    """
+    import yaml
+
+    content = {"wandb_version": 1} | {key: {"value": value} for key, value in values.items() if value is not None}
+    write_whole(path, yaml.safe_dump(content, sort_keys=False))
 
 
 def overwrite(path: Path, text: str) -> None:

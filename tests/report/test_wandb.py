@@ -23,7 +23,7 @@ from t5bench.compare.comparison import build
 from t5bench.record import records
 from t5bench.report import wandb_report
 from t5bench.report.tables import named_rows
-from t5bench.run import wandb_config
+from t5bench.run import recorder
 
 KEY = WATCHED["WANDB_API_KEY"]
 README_METRICS = {"lm loss", "samples per second", "elapsed time per iteration", "learning rate", "loss scale"}
@@ -277,7 +277,7 @@ def test_wandb_reads_the_file_as_it_was_meant(tmp_path_factory: pytest.TempPathF
 
     path = tmp_path_factory.mktemp("config") / "node0.wandb.yaml"
     written = {"strategy": text, "settings": {"LR": "1e-05"}, "ds_config": ds_config}
-    assert wandb_config.write(path, written)
+    recorder.write_wandb_config(path, written)
     assert dict_from_config_file(str(path)) == {k: v for k, v in written.items() if v is not None}
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
@@ -297,7 +297,7 @@ def test_a_training_run_in_wandb_and_tensorboard(engine: str, request: pytest.Fi
     assert (start["run_group"], start["job_type"], start["display_name"]) == ("trial", "train", "megatron-zero1")
     assert not start.get("sweep_id")
     config = overview(place)["config"]
-    recorded = wandb_config.config(run.nodes[0] | run.record)
+    recorded = recorder.wandb_config(run.nodes[0] | run.record)
     assert {key: config.get(key) for key in recorded} == recorded
     assert config["settings"]["WANDB_API_KEY"] == "given"
     assert (config["strategy"], config["engine"], config["layout"]["dp"]) == ("zero1", engine, 2)
