@@ -1,8 +1,10 @@
 """Plans runs, records them and compares them. docs/house.md says what each room holds, and what it may import."""
 
+import contextlib
 import hashlib
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -41,6 +43,23 @@ def raise_on_signals() -> None:
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, interrupt)
+
+
+@contextlib.contextmanager
+def later_signals() -> Iterator[None]:
+    """Keeps SIGNALS for the end of the block, because Python drops what a signal's handler raises while it forks."""
+    arrived: list[int] = []
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: arrived.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number in arrived[:1]:
+        signal.raise_signal(number)
 
 
 def note(text: str) -> None:

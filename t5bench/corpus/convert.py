@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from t5bench import SIGNALS, Problem, note
+from t5bench import SIGNALS, Problem, later_signals, note
 from t5bench.corpus.index import write_index
 from t5bench.corpus.source import Block, Source
 from t5bench.corpus.tokenizer import DocumentEncoder
@@ -128,7 +128,8 @@ def _pieces(blocks: Iterator[Block], encoder: DocumentEncoder | None, workers: i
     with ProcessPoolExecutor(workers, context, _start_worker, (encoder,)) as pool:
         try:
             for block in blocks:
-                waiting.append((block, pool.submit(_convert, block)))
+                with later_signals():  # the first time, this forks
+                    waiting.append((block, pool.submit(_convert, block)))
                 if len(waiting) > 2 * workers:
                     block, piece = waiting.popleft()
                     yield block, piece.result()

@@ -34,16 +34,18 @@ XSUM_FILES = {
     "default/train/0001.parquet": corpus.in_parquet([{"document": "End.", "summary": "E", "id": "99"}]),
     "default/validation/0000.parquet": corpus.in_parquet(ROWS),
 }
-# Takes its time; writes its journal first when its processes have started, for Python ignores a signal in a fork.
+# Takes its time, and writes its journal after every few blocks; on request it is interrupted where it forks.
 SLOW_PREPARATION = """
-import time
+import os, signal, time
 from t5bench.corpus import __main__, convert, source
 
 def slowly(*arguments, at_full_speed=convert.convert):
     time.sleep(0.1)
     return at_full_speed(*arguments)
 
-convert.convert, convert.JOURNAL_SECONDS, source.BLOCK_BYTES = slowly, 0.6, 3000
+convert.convert, convert.JOURNAL_SECONDS, source.BLOCK_BYTES = slowly, 0.3, 3000
+if "END_IN_FORK" in os.environ:
+    os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGTERM))
 __main__.main()
 """
 
@@ -264,6 +266,8 @@ def test_one_preparation_at_a_time_and_an_interrupted_one_continues(prepared: Pr
     instead = f"[ \"$*\" != '-m t5bench.corpus' ] || exec {python} -c '{SLOW_PREPARATION}'"
     prepared.project.add_stub("slow", f'#!/bin/sh\n{instead}\nexec {python} "$@"\n')
     settings = {"SAMPLE": "1", "FORCE": "1", "WORKERS": "2", "PYTHON": "slow"}
+    assert prepared.start(**settings, END_IN_FORK="1").wait(60) == 128 + signal.SIGTERM
+    journal.unlink(missing_ok=True)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         earlier = journal.read_bytes() if journal.exists() else b""
         process = prepared.start(**settings)
