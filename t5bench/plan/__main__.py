@@ -238,7 +238,8 @@ def main() -> int:
     if plan.layout and (request.dry_run or plan.device == "cuda"):
         from t5bench.plan.forecast import forecast
 
-        request.findings.notes += forecast(plan, is_dry_run=request.dry_run)
+        flash = besides["flash_attention"] == "1"
+        request.findings.notes += forecast(plan, has_flash_attention=flash, is_dry_run=request.dry_run)
     goes_on = tell(request.findings, is_dry_run=request.dry_run)
     say(answer(plan, besides, request))
     return 0 if goes_on else EXIT_CONFIGURATION
