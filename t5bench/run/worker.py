@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import os
 import runpy
 import signal
@@ -28,6 +29,15 @@ def keep_stacks(path: str) -> None:
         # A process that a worker starts is not a worker.
         for number in (signal.SIGTERM, signal.SIGUSR2):
             os.register_at_fork(after_in_child=lambda number=number: faulthandler.unregister(number))
+
+
+def import_deepspeed() -> None:
+    """As Megatron-DeepSpeed would, but a second faster; the native engine does the same with what it imports."""
+    gc.disable()
+    with contextlib.suppress(ImportError):  # the engine says it better
+        import deepspeed  # noqa: F401
+    gc.freeze()  # no collection looks at the million objects of the modules
+    gc.enable()
 
 
 def leave() -> NoReturn:
@@ -52,6 +62,8 @@ def main() -> None:
 
         iteration, _, output = place.partition(":")
         OneIteration(int(iteration), Path(output), sys.argv)
+    if (Path(sys.path[0]) / "megatron").is_dir():
+        import_deepspeed()
     try:
         runpy.run_path(program, run_name="__main__")
     except SystemExit as ended:
