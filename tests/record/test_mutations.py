@@ -29,40 +29,42 @@ COUNT, SEED = int(os.environ.get("MUTATIONS", "100")), int(os.environ.get("SEED"
 HANGS_AFTER = 60  # seconds, on a busy machine
 
 
-INSERTED = (
-    b"\0", b"\xff\xfe", "٣".encode(), b"-", b"9" * 400, b"[" * 100_000 + b"\n",
-    b"\n", b"null\n", b"[]\n", b'{"resumed_from": 3}\n', b'{"resumed_from": -1}\n',
-)  # fmt: skip
+INSERTED = (b"\0", b"\xff\xfe", "٣".encode(), b"-", b"9" * 400)
+LINES = (b"\n", b"null\n", b"[]\n", b'{"resumed_from": 3}\n', b'{"resumed_from": -1}\n')
 
 
 # ---- mutations -------------------------------------------------------------------------------------------------------
 
 
-def other_byte(rng: random.Random, piece: bytes) -> bytes:
-    """With one bit of it changed, or a digit in a byte's place."""
-    place = rng.randrange(len(piece))
-    changed = rng.choice([bytes([piece[place] ^ 1 << rng.randrange(8)]), b"%d" % rng.randrange(10)])
-    return piece[:place] + changed + piece[place + 1 :]
-
-
-def pieces_changed(rng: random.Random, path: Path) -> None:
-    """The lines of a file, or its bytes."""
-    content = path.read_bytes() or b"x"
-    parts = content.splitlines(keepends=True) if rng.random() < 0.5 else [bytes([byte]) for byte in content]
-    one, other = rng.randrange(len(parts)), rng.randrange(len(parts))
+def bytes_changed(rng: random.Random, path: Path) -> None:
+    content = bytearray(path.read_bytes()) or bytearray(b"x")
+    place = rng.randrange(len(content))
+    digits = [index for index, byte in enumerate(content) if 48 <= byte <= 57]
     rng.choice([
-        lambda: parts.__setitem__(one, other_byte(rng, parts[one])),
-        lambda: parts.__delitem__(one),
-        lambda: parts.__delitem__(slice(one, None)),
-        lambda: parts.__delitem__(slice(one, other)),
-        lambda: parts.__delitem__(slice(one, one + rng.randrange(1, 200))),
-        lambda: parts.insert(other, parts[one]),
-        lambda: parts.insert(one, rng.choice(INSERTED)),
-        parts.reverse,
-        parts.clear,
-        lambda: rng.shuffle(parts),
+        lambda: content.__setitem__(place, content[place] ^ 1 << rng.randrange(8)),
+        lambda: content.__setitem__(rng.choice(digits or [place]), rng.choice(b"0123456789")),
+        lambda: content.__setitem__(slice(place, place), rng.choice(INSERTED)),
+        lambda: content.__delitem__(slice(place, None)),
+        lambda: content.__delitem__(slice(place, place + rng.randrange(1, 200))),
+        lambda: content.clear(),
     ])()  # fmt: skip
-    path.write_bytes(b"".join(parts))
+    path.write_bytes(content)
+
+
+def lines_changed(rng: random.Random, path: Path) -> None:
+    lines = path.read_bytes().splitlines(keepends=True) or [b""]
+    one, other = rng.randrange(len(lines)), rng.randrange(len(lines))
+    rng.choice([
+        lambda: lines.__delitem__(one),
+        lambda: lines.insert(other, lines[one]),
+        lambda: lines.__setitem__(slice(None), lines[::-1]),
+        lambda: lines.__setitem__(slice(None), lines[:one]),
+        lambda: lines.__setitem__(slice(one, other), []),
+        lambda: rng.shuffle(lines),
+        lambda: lines.insert(one, b"[" * 100_000 + b"\n"),
+        lambda: lines.insert(one, rng.choice(LINES)),
+    ])()  # fmt: skip
+    path.write_bytes(b"".join(lines))
 
 
 def places(content: Any) -> Iterator[tuple[Any, Any]]:
@@ -117,7 +119,7 @@ def file_replaced(rng: random.Random, path: Path) -> None:
     ])()  # fmt: skip
 
 
-KINDS = (pieces_changed, pieces_changed, values_changed, file_replaced)
+KINDS = (bytes_changed, lines_changed, values_changed, file_replaced)
 
 
 def mutate(rng: random.Random, run: Path, reseal: bool) -> str:

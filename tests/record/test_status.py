@@ -122,6 +122,7 @@ HEARD = part(1, "crashed", Strength.CAUSE)
         # What a node heard of the others counts where their own parts are not at hand.
         ([VICTIM | {"heard": [HEARD]}], "crashed", "node 1 (node1): reason 1"),
         ([VICTIM | {"heard": [HEARD]}, HEARD | {"reason": "its own"}], "crashed", "node 1 (node1): its own"),
+        ([part(0, "complete") | {"heard": [HEARD]}, part(1, "complete")], "complete", ""),
         ([part(0, "complete") | {"heard": [part(1, "complete")]}], "incomplete", "there is no record of node 1 here"),
     ],
 )
