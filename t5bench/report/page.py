@@ -3,7 +3,9 @@
 import json
 import re
 import shlex
+from bisect import bisect_left
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +125,15 @@ def render(comparison: Comparison) -> str:
     """The page, with figures of as many rows as MOST_BYTES has room for."""
     rows = best(rows_of(comparison), MOST_EXPLAINED)
     explained = [(name, row, text, why(row.run)) for name, row in rows.items() if (text := limits(row))]
-    for most in MOST_ROWS:
-        page = _render(comparison, explained, *most)
-        if len(page.encode()) < MOST_BYTES:
-            break
-    return page
+
+    @cache
+    def page(number: int) -> str:
+        return _render(comparison, explained, *MOST_ROWS[number])
+
+    def fits(number: int) -> bool:
+        return len(page(number).encode()) < MOST_BYTES
+
+    return page(0) if fits(0) else page(1 + bisect_left(range(1, len(MOST_ROWS) - 1), True, key=fits))
 
 
 def _render(comparison: Comparison, explained: list, most: int, most_of_large: int) -> str:

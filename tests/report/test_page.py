@@ -297,9 +297,10 @@ def of_today(page: str) -> str:
 
 
 def picture(page: str, place: Path, *options: str) -> np.ndarray:
-    """From a telephone to a large screen, and as a sheet of paper: [height, width, 4], 0 to 1."""
+    """[height, width, 4], 0 to 1: from a telephone to a large screen and as a sheet of paper; dark, in one width."""
     printed = page.replace("@media print", "@media all").replace("@media screen", "@media not all")
     frames = [(width, html.escape(page)) for width in WIDTHS] + [(794, html.escape(printed))]
+    frames = frames[1:2] if DARK in options else frames
     content = "".join(f'<iframe width={width} height=8000 srcdoc="{text}"></iframe>' for width, text in frames)
     place.mkdir()
     (place / "page.html").write_text(f"<!doctype html><body style='display: flex'>{content}</body>")
