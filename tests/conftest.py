@@ -132,8 +132,8 @@ def megatron_runs(once: Once, megatron_dir: Path, sample_data: Path) -> Path:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For several test processes: a file's tests stay together, for their fixtures train, but for those that are done
-    once for each engine; so does tests/cluster, which waits more than it computes. It comes first, then groups with
-    other slow tests, so that no process works alone at the end."""
+    once for each engine; so does tests/cluster, which waits more than it computes. Groups with slow tests come first,
+    so that no process works alone at the end; then the cluster, whose time limits do not suit the busiest minutes."""
     cluster, of, is_slow = REPO_ROOT / "tests" / "cluster", dict[pytest.Item, str](), set[str]()
     for item in items:
         engine = item.callspec.params.get("engine", "") if hasattr(item, "callspec") else ""
@@ -141,4 +141,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(group))
         is_slow |= {group} if item.get_closest_marker("slow") else set()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: (of[item] != "cluster", of[item] not in is_slow))
+        items.sort(key=lambda item: (of[item] not in is_slow - {"cluster"}, of[item] != "cluster"))

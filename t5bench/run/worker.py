@@ -62,7 +62,7 @@ def main() -> None:
 
         iteration, _, output = place.partition(":")
         OneIteration(int(iteration), Path(output), sys.argv)
-    if (Path(sys.path[0]) / "megatron").is_dir():
+    if (Path(sys.path[0]) / "megatron" / "initialize.py").exists():
         import_deepspeed()
     try:
         runpy.run_path(program, run_name="__main__")
