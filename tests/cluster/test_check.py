@@ -207,7 +207,7 @@ def check(cluster: Cluster, project: Project, *words: str, **environment: str) -
     report = read_report(cluster.login(*words, env=settings, cwd=project.root, timeout=70, check=False))
     assert time.monotonic() - start < 60, report.text
     for node in cluster.nodes:
-        assert not cluster.pids(node, sys.executable), node
+        wait_for(lambda node=node: not cluster.pids(node, sys.executable), 10)
     return report
 
 

@@ -145,7 +145,7 @@ NATIVE = {
 def test_a_preempted_job_is_queued_again_and_continues(
     cluster: Cluster, project: Project, tmp_path: Path, sample_data: Path
 ):
-    project.environment |= NATIVE | {"MEGATRON_DATA_DIR": str(sample_data)}
+    project.environment |= NATIVE | {"MEGATRON_DATA_DIR": str(sample_data), "TRAIN_ITERS": "150"}
     undisturbed = Job(cluster, project, "ddp", OUTPUT_DIR=str(tmp_path / "undisturbed"))
     assert undisturbed.end() == "COMPLETED 0:0", undisturbed.text()
     job = Job(cluster, project, "ddp", OUTPUT_DIR=str(tmp_path / "preempted"))
