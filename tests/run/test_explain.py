@@ -303,7 +303,7 @@ MADE: dict[str, tuple[str, list[dict], dict, list[str]]] = {
         "ddp", [spending(forward=18, backward=16, data_loading=40, waiting_for_slower_ranks=20)
                 | {"waited_for": {"1": 20.0}}, {}], {}, ["data loading", "slow rank"],
     ),
-    "what only the profiled iteration has may be chance": ("ddp", [waiting(20, 1), {}], {"other": 80.0}, []),
+    "what only the profiled iteration has may be chance": ("ddp", [waiting(20, 1), {}], {"other": 82.0}, []),
     "what the others have too": ("ddp", [waiting(20, 1), {}], {"other": 95.0}, ["slow rank"]),
     "a stage slower than its layers explain": ("pipeline", [BUSY_STAGE, IDLE_STAGE], {}, ["slow rank"]),
     "the decoder's has more to compute": ("pipeline", [IDLE_STAGE, BUSY_STAGE], {}, ["unequal pipeline stages"]),
@@ -345,6 +345,7 @@ MADE: dict[str, tuple[str, list[dict], dict, list[str]]] = {
     ),
     "a rank of a pipeline": ("pipeline", [SLEEPY, WORKING], {"link": FAST}, [ANOTHER, "slow rank"]),
     "a node": ("zero1", [WORKING, WORKING, SLEEPY, SLEEPY], {"link": FAST}, [ANOTHER, "slow node"]),
+    "half a node": ("zero1", [WORKING, WORKING, WORKING, SLEEPY], {"link": FAST}, [ANOTHER, "slow rank"]),
     "a link": ("ddp", [sending(bytes=1e5) | processor(**QUEUED)] * 2, {"link": SLOW}, [ANOTHER, "slow link"]),
     "its latency": ("tensor", [sending(steps=2) | processor(**QUEUED)] * 2, {"link": LATE}, [ANOTHER, "slow link"]),
 }  # fmt: skip
