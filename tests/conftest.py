@@ -137,6 +137,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cluster, of, is_slow = REPO_ROOT / "tests" / "cluster", dict[pytest.Item, str](), set[str]()
     for item in items:
         engine = item.callspec.params.get("engine", "") if hasattr(item, "callspec") else ""
+        engine = engine or "megatron" * ("megatron_runs" in getattr(item, "fixturenames", ()))
         of[item] = group = "cluster" if cluster in item.path.parents else f"{item.path} {engine}"
         item.add_marker(pytest.mark.xdist_group(group))
         is_slow |= {group} if item.get_closest_marker("slow") else set()
