@@ -1,4 +1,8 @@
-"""Plans runs, records them and compares them. docs/house.md says what each room holds, and what it may import."""
+"""Plans runs, records them and compares them. docs/house.md says what each room holds, and what it may import.
+
+An old Python, such as the 3.6 of some clusters, must be able to parse this file and t5bench/__main__.py, to say that it
+is too old.
+"""
 
 import contextlib
 import hashlib
@@ -7,6 +11,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+OLDEST, NEWEST = (3, 10), (3, 14)
+_FOUND = f"{sys.executable} is Python {'.'.join(map(str, sys.version_info[:3]))}"
+WRONG_PYTHON = f"{_FOUND}, but 3.{OLDEST[1]} to 3.{NEWEST[1]} is needed", "Choose another: PYTHON=/path/to/python3"
+if sys.version_info < OLDEST:
+    sys.stderr.write("error: {}\n       {}\n".format(*WRONG_PYTHON))
+    sys.exit(2)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -2,8 +2,7 @@
 
     "$PYTHON" -m t5bench.sweep.venv REQUIREMENTS-FILE...
 
-creates or completes it, with only the standard library; if it is complete, nothing happens. An old Python, such as the
-3.6 of some clusters, must be able to parse this file and say that it is too old.
+creates or completes it, with only the standard library; if it is complete, nothing happens.
 """
 
 import hashlib
@@ -16,9 +15,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from t5bench import REPOSITORY, Problem, note
+from t5bench import NEWEST, REPOSITORY, WRONG_PYTHON, Problem, note
 
-OLDEST, NEWEST = (3, 10), (3, 14)
 # If the base Python already has a torch, that one is used instead.
 TORCH = "torch==2.13.0"
 # MB to download, measured for Python 3.11 on Linux (x86-64): pip's log, and for CUDA the sizes in uv's lock file.
@@ -56,9 +54,8 @@ def ensure(requirements: "list[Path]") -> None:
 
 
 def check_base() -> None:
-    found, another = ".".join(map(str, sys.version_info[:3])), "Choose another: PYTHON=/path/to/python3"
-    if not OLDEST <= sys.version_info[:2] <= NEWEST:
-        raise Problem(f"{sys.executable} is Python {found}, but 3.{OLDEST[1]} to 3.{NEWEST[1]} is needed", another)
+    if sys.version_info[:2] > NEWEST:
+        raise Problem(*WRONG_PYTHON)
     if not (find_spec("venv") and find_spec("ensurepip")):
         raise Problem(f"{sys.executable} has no venv module", "On Debian and Ubuntu: apt install python3-venv")
 
