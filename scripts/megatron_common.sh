@@ -62,7 +62,7 @@ declare_settings() {
   setting LR_WARMUP_ITERS whole:0 recipe --lr-warmup-iters 0 "Iterations of linear warm-up"
   setting WEIGHT_DECAY decimal recipe --weight-decay 0.01 "AdamW weight decay"
   setting CLIP_GRAD decimal recipe --clip-grad 1.0 "Gradient-norm clipping"
-  setting SEED whole:0 recipe --seed 1234 "Seed of weights, data order and dropout"
+  setting SEED whole:1 recipe --seed 1234 "Seed of weights, data order and dropout"
   setting LOG_INTERVAL whole:1 recipe --log-interval 20 "Iterations between log lines; each has the mean loss since the previous one"
 
   setting EVAL_ONLY 'one-of:0|1' watch - 0 "1 only evaluates the newest intact checkpoint in OUTPUT_DIR; the record goes to OUTPUT_DIR/evaluation"

@@ -15,6 +15,7 @@ from t5bench.record.files import RecordError
 FORMAT = 2
 SECRET_GIVEN = "given"  # all that a plan says of a secret's value
 MOST_RAMP_ITERATIONS = 100_000
+MOST = 10**9 - 1  # of any number in a setting, so that a product of two fits into the 64 bits of shell and engines
 PRECISIONS = ("--bf16", "--fp16")  # values of PRECISION_FLAG, which are arguments themselves
 
 
@@ -54,10 +55,10 @@ ROLES: Mapping[str, Role] = {
 class Setting:
     """One setting as scripts/megatron_common.sh declares it, with the value in effect.
 
-    kind: ``whole:MINIMUM``, ``decimal``, ``one-of:A|B``, ``path``, ``text`` or ``secret``, with a ``?`` where it may be
-    empty. argument: the engine's argument for it, several separated by commas, ``=`` where the value is the argument
-    itself, ``-`` for a setting that the engine does not see. An engine argument after ``--`` that a setting owns
-    changes the setting's value here.
+    kind: ``whole:MINIMUM[:MAXIMUM]``, ``decimal``, ``one-of:A|B``, ``path``, ``text`` or ``secret``, with a
+    ``?`` where it may be empty. argument: the engine's argument for it, several separated by commas, ``=`` where the
+    value is the argument itself, ``-`` for a setting that the engine does not see. An engine argument after ``--`` that
+    a setting owns changes the setting's value here.
     """
 
     kind: str
@@ -76,17 +77,16 @@ class Setting:
         if not value and self.kind.endswith("?"):
             return None
         what, _, bounds = self.kind.rstrip("?").partition(":")
-        if what == "whole":
-            least, _, most = bounds.partition(":")
-            if not re.fullmatch("0|[1-9][0-9]{0,17}", value) or int(value) < int(least):
-                return f"{name} must be a whole number of at least {least}, found '{value}'", ""
-            if most and int(value) > int(most):
-                return f"{name} must be at most {most}, found {value}", ""
-        elif what == "decimal" and not re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", value):
+        least, _, most = bounds.partition(":")
+        if what == "whole" and not (re.fullmatch("0|[1-9][0-9]*", value) and float(value) >= float(least)):
+            return f"{name} must be a whole number of at least {least}, found '{value}'", ""
+        if what == "decimal" and not re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", value):
             return f"{name} must be a non-negative number, found '{value}'", ""
-        elif what == "one-of" and value not in bounds.split("|"):
+        if what in ("whole", "decimal") and float(value) > float(most or MOST):
+            return f"{name} must be at most {most or MOST}, found {value}", ""
+        if what == "one-of" and value not in bounds.split("|"):
             return f"{name} is '{value}'", f"It may be one of: {bounds.replace('|', ' ')}"
-        elif not value:
+        if not value:
             return f"{name} is empty", "Unset it, or give it a value"
         return None
 
