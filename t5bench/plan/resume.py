@@ -45,7 +45,8 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
     assert plan.layout
     checkpoints = Checkpoints(plan)
     if plan.layout.nnodes == 1 and not checkpoints.iterations():
-        raise Problem(f"RESUME=1 but there is no checkpoint in {checkpoints.directory}", HOW_TO_SAVE)
+        asked = "EVAL_ONLY" if plan.value("EVAL_ONLY") == "1" else "RESUME"
+        raise Problem(f"{asked}=1 but there is no checkpoint in {checkpoints.directory}", HOW_TO_SAVE)
     if wrong := list(misfits(plan)):
         raise Problem(
             f"the run in {plan.output_dir} cannot be resumed with these settings: {'; '.join(wrong)}",

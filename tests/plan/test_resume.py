@@ -76,6 +76,7 @@ def refusal(plan: Plan) -> str:
 def test_a_run_that_cannot_be_resumed_is_refused_and_unchanged(died: Callable[..., Plan]):
     found = Checkpoints(plan := died())
     assert refusal(plan) == f"RESUME=1 but there is no checkpoint in {found.directory}"
+    assert refusal(died(EVAL_ONLY="1")).startswith("EVAL_ONLY=1 but there is no checkpoint")
     died(10)
     assert refusal(died(SEED="5")).endswith(" cannot be resumed with these settings: SEED is '5' here and was '1234'")
     (found.folder(10) / "random_00000.pt").unlink()
