@@ -63,7 +63,11 @@ def _effective(name: str, setting: Setting, given: Mapping[str, str], findings: 
         if wrong := setting.fault(argument, value):
             findings.refuse("engine-argument", *wrong)
             return setting
-    return replace(setting, value=values[0] if len(values) == 1 else max(values, key=float))
+    value = values[0] if len(values) == 1 else max(values, key=float)
+    if omitted := [argument for argument in arguments if argument not in given and value != setting.value]:
+        found = f"{name} is the larger of {' and '.join(arguments)}, and {omitted[0]} is not given"
+        findings.refuse("engine-argument", found, f"Give both, or set {name}")
+    return replace(setting, value=value)
 
 
 def checked_settings(settings: Mapping[str, Setting], directory: str, findings: Findings) -> dict[str, Setting]:

@@ -210,7 +210,8 @@ def test_an_engine_argument_of_a_setting_changes_the_setting(request_for: Reques
     words = answer(plan, besides, asked)
     assert {"ENCODER_SEQ_LENGTH=64", "LR=0.5", "PRECISION_FLAG=--fp16", "MICRO_BATCH_SIZE=4"} <= set(words)
     # The larger of two dropouts.
-    assert make(request_for("ddp", "--hidden-dropout", "0.3"))[0].value("DROPOUT") == "0.3"
+    both = ("--hidden-dropout", "0.3", "--attention-dropout", "0.2")
+    assert make(request_for("ddp", *both))[0].value("DROPOUT") == "0.3"
 
 
 @pytest.mark.parametrize(
@@ -222,6 +223,7 @@ def test_an_engine_argument_of_a_setting_changes_the_setting(request_for: Reques
         (("--rampup-batch-size", "4", "4", "100"), "launcher-argument"),
         (("--hidden-size", "many"), "engine-argument"),
         (("--lr", "-1"), "engine-argument"),
+        (("--hidden-dropout", "0.3"), "engine-argument"),  # attention's would become 0.3 too
         (("--tensor-model-parallel-size", "2"), "no-tensor-parallelism"),
     ],
 )
