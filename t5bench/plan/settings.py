@@ -33,6 +33,10 @@ DECIDED_ELSEWHERE = {
 }
 
 
+# Of engine arguments that no setting owns: of all, and of the one that the record reads.
+_TEXT, _INTERVAL = (Setting(kind, *[""] * 5) for kind in ("text?", "whole:0?"))
+
+
 def effective_settings(request: Request) -> dict[str, Setting]:
     """The settings with the values that engine arguments after ``--`` give them; argparse lets the last one win."""
     given, goes_on = by_name(request.extra), "1" in (request.value("RESUME"), request.value("EVAL_ONLY"))
@@ -41,6 +45,10 @@ def effective_settings(request: Request) -> dict[str, Setting]:
         if name in DECIDED_ELSEWHERE.keys() - finetunes:
             found = f"{name} cannot be given after --: the launcher passes it itself"
             request.findings.refuse("launcher-argument", found, DECIDED_ELSEWHERE[name])
+    own = [_TEXT.fault("an engine argument", word) for word in request.extra]
+    own.append(_INTERVAL.fault("--exit-interval", given.get("--exit-interval", "")))
+    for wrong in filter(None, own):
+        request.findings.refuse("engine-argument", *wrong)
     owned = {argument for setting in request.settings.values() for argument in setting.argument.split(",")}
     owned |= DECIDED_ELSEWHERE.keys()
     for name in given.keys() - owned:

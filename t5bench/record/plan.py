@@ -74,6 +74,8 @@ class Setting:
 
     def fault(self, name: str, value: str) -> tuple[str, str] | None:
         """What is wrong with a value for this kind of setting, and what to do about it."""
+        if re.search("[\ud800-\udfff]", value):  # how Python reads other bytes, which no record can hold
+            return f"{name} is not UTF-8 text, found {value!a}", ""
         if not value and self.kind.endswith("?"):
             return None
         what, _, bounds = self.kind.rstrip("?").partition(":")

@@ -236,7 +236,7 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
 
     Once hurry is set, nothing waits any more after the run has ended.
     """
-    content = completed(args.plan.read_bytes().decode().split("\0")[:-1])
+    content = completed(args.plan.read_bytes().decode(errors="replace").split("\0")[:-1])
     with contextlib.suppress(OSError):
         args.plan.unlink()  # it holds secrets in clear text
     plan, hidden = Plan.read(content), machine.secrets(os.environ)

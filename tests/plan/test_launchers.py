@@ -130,6 +130,7 @@ def test_one_plan_names_every_invalid_setting(project: Project):
         "ENGINE": ("megatron|native", "is 'megatron|native'"),
         "MASTER_PORT": ("70000", "must be at most 65535"),
         "OUTPUT_DIR": ("", "is empty"),
+        "WANDB_RUN_NAME": ("\udcff", "is not UTF-8 text, found '\\udcff'"),
     }
     obstacles = planned(project, "ddp", **{name: value for name, (value, _) in wrong.items()})["obstacles"]
     assert {o["code"] for o in obstacles} == {"setting-value"}

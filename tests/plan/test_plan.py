@@ -224,6 +224,8 @@ def test_an_engine_argument_of_a_setting_changes_the_setting(request_for: Reques
         (("--hidden-size", "many"), "engine-argument"),
         (("--lr", "-1"), "engine-argument"),
         (("--hidden-dropout", "0.3"), "engine-argument"),  # attention's would become 0.3 too
+        (("--exit-interval", "-3"), "engine-argument"),
+        (("--some-name", "\udcff"), "engine-argument"),
         (("--tensor-model-parallel-size", "2"), "no-tensor-parallelism"),
     ],
 )
