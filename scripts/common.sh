@@ -7,6 +7,10 @@ if ((BASH_VERSINFO[0] < 4 || (BASH_VERSINFO[0] == 4 && BASH_VERSINFO[1] < 4))); 
   exit 2
 fi
 
+# A standard stream that is closed would become the next file that is opened.
+{ : 3<&0; } 2>/dev/null || exec </dev/null
+{ : 3>&1; } 2>/dev/null || exec >/dev/null
+{ : 3>&2; } || exec 2>/dev/null
 unset CDPATH
 # srun passes on the login host's HOSTNAME if /etc/profile exports it.
 read -r HOSTNAME </proc/sys/kernel/hostname
@@ -29,12 +33,13 @@ FAMILY_NAMES=${FAMILY_NAMES#|}
 
 # ---- messages ------------------------------------------------------------------------------------------------------
 
-note() { printf '%s\n' "$*" >&2; }
+# A terminal that is gone or a log on a full disk ends no run.
+note() { printf '%s\n' "$*" >&2 || true; }
 
 # die WHAT-IS-WRONG [WHAT-TO-DO]: exit status 2 says that nothing expensive has started and nothing was changed.
 die() {
-  printf 'error: %s\n' "$1" >&2
-  [[ -z ${2:-} ]] || printf '       %s\n' "$2" >&2
+  note "error: $1"
+  [[ -z ${2:-} ]] || note "       $2"
   exit 2
 }
 

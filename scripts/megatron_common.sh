@@ -228,7 +228,8 @@ record_run() {
 start_run() {
   local exit_status=0 node=$OUTPUT_DIR/node$NODE_RANK status='' reason='' remedy='' processes="${PLAN[world_size]} processes"
   [[ $processes != '1 '* ]] || processes='1 process'
-  trap '' XFSZ # beyond the file-size limit (ulimit -f) a write fails, but this shell continues
+  # Beyond the file-size limit (ulimit -f), or with nobody left to read, a write fails, but this shell continues.
+  trap '' XFSZ PIPE
   { plan_words >"$node.plan" && print_command >"$node.command.sh"; } || {
     printf 'configuration  ' 1<>"$node.status" || true
     die "cannot write to the run directory $OUTPUT_DIR" "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"

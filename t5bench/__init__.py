@@ -6,11 +6,12 @@ is too old.
 
 import contextlib
 import hashlib
+import os
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 OLDEST, NEWEST = (3, 10), (3, 14)
 _FOUND = f"{sys.executable} is Python {'.'.join(map(str, sys.version_info[:3]))}"
@@ -74,7 +75,16 @@ def later_signals() -> Iterator[None]:
 
 
 def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """Prints on standard error, if anybody is left to read it."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        discard(sys.stderr)
+
+
+def discard(stream: TextIO) -> None:
+    """For a stream that cannot be written: Python writes what it still holds at its end, and would fail there."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def digest(file: BinaryIO) -> str:

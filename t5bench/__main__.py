@@ -4,12 +4,13 @@
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 
-from t5bench import REPOSITORY, Problem, note
+from t5bench import REPOSITORY, Problem, discard, note
 
 # Each command's module, and the line that --help shows. Only the chosen command's module is imported: the recorder
 # starts with every launch and must not wait for the libraries that draw pages.
@@ -58,10 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 module.add_arguments(command)
                 command.set_defaults(execute=module.run)
         chosen = parser.parse_args(words)
-        return chosen.execute(chosen)
+        status = chosen.execute(chosen)
+        if sys.stdout:
+            sys.stdout.flush()
     except Problem as problem:
         note(problem.report)
         return EXIT_CONFIGURATION
+    except BrokenPipeError:  # head has read enough
+        discard(sys.stdout)
+        return 128 + signal.SIGPIPE
+    return status
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from t5bench import Problem
+from t5bench import Problem, note
 from t5bench.plan import claim, place
 from t5bench.plan.deepspeed import check_release, effective_config, offloads_optimizer
 from t5bench.plan.engine import check_engine, check_locks
@@ -188,12 +188,13 @@ def begin(plan: Plan, besides: Mapping[str, str], request: Request) -> Plan:
 def tell(findings: Findings, *, is_dry_run: bool) -> bool:
     """Prints the findings on standard error; returns whether to continue. A dry run continues on a lacking machine."""
     if not findings.obstacles or is_dry_run:
-        print("\n".join(findings.notes), end="\n" if findings.notes else "", file=sys.stderr)
+        for text in findings.notes:
+            note(text)
     for obstacle in findings.obstacles:
         stops = obstacle.fatal or not is_dry_run
-        print("error" if stops else "a real run would stop here", obstacle.found, sep=": ", file=sys.stderr)
+        note(f"{'error' if stops else 'a real run would stop here'}: {obstacle.found}")
         if obstacle.remedy:
-            print(f"       {obstacle.remedy}", file=sys.stderr)
+            note(f"       {obstacle.remedy}")
         if stops:
             break  # the next ones are often its consequences
     return not findings.refused and (is_dry_run or not findings.obstacles)
@@ -221,12 +222,13 @@ def answer(plan: Plan, besides: dict[str, str], request: Request) -> list[str]:
 
 def main() -> int:
     words = sys.stdin.buffer.read().decode(errors="surrogateescape").split("\0")[:-1]
+    if sys.argv[1] in ("print", "settings"):  # for the user, who may read only the first lines
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     match sys.argv[1]:
         case "print":
             print(json.dumps(completed(words), indent=2))
             return 0
         case "settings":
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             print(help_text(read_settings(groups(words))))
             return 0
         case "check":

@@ -5,13 +5,13 @@ import os
 import re
 import select
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from t5bench import note
 from t5bench.record import clock
 from t5bench.record.log import Evaluation, Iteration, PeakMemory, evaluation, iteration, padded_vocabulary, peak_memory
 from t5bench.record.machine import HIDDEN
@@ -155,7 +155,7 @@ class Output:
         except OSError as error:
             if not self.unwritten:
                 self.unwritten = error
-                print(f"warning: the record of this run is incomplete: {error}", file=sys.stderr)
+                note(f"warning: the record of this run is incomplete: {error}")
 
     def _log(self, line: str, now: float) -> None:
         with self._noting_errors():

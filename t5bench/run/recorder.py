@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from t5bench import REPOSITORY
+from t5bench import REPOSITORY, note
 from t5bench.plan import claim
 from t5bench.plan.channel import Place
 from t5bench.plan.ports import peer_port
@@ -181,8 +181,7 @@ def warn_of_differences(sentences: Sequence[str]) -> None:
 
 
 def warn(sentence: str) -> None:
-    with contextlib.suppress(OSError):
-        print(f"warning: {sentence}", file=sys.stderr, flush=True)
+    note(f"warning: {sentence}")
 
 
 def meet(plan: Plan, hurry: threading.Event) -> Peers:
@@ -285,7 +284,7 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
         shutil.rmtree(Path(tempfile.gettempdir(), f"t5-{args.mark}"), ignore_errors=True)
     if exit_status is None and os.getppid() != args.launcher:
         # The launcher is gone and cannot print it.
-        print(f"error: {plan.strategy.name} on node {plan.node}: {known.name}: {known.reason}", file=sys.stderr)
+        note(f"error: {plan.strategy.name} on node {plan.node}: {known.name}: {known.reason}")
     return exit_code(known, end)
 
 

@@ -52,6 +52,17 @@ def test_recorder_stopped(project: Project, by: signal.Signals | None):
     assert processes_with(f"STUB_DIR={project.stubs}") == []
 
 
+@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", ">/dev/full 2>/dev/full", "2>&1 | true"])
+def test_nobody_reads_the_output(project: Project, streams: str):
+    command = f"bash {shlex.quote(str(project.script('run_megatron_t5_ddp.sh')))} {streams}"
+    subprocess.run(["bash", "-c", command], env=project.environment, cwd=project.root, timeout=60, check=False)
+    assert status_of(project).startswith("complete")
+    for printing in ("plan --device a100 --gpus 64", "strategies"):
+        command = f"{sys.executable} -m t5bench {printing} | true"
+        result = subprocess.run(["bash", "-c", command], cwd=REPO_ROOT, capture_output=True, text=True, check=False)
+        assert result.stderr == ""
+
+
 def start(project: Project, script: str, **environment: str) -> subprocess.Popen[str]:
     """A launcher or a sweep, in its own process group."""
     settings = {"STRATEGIES": "ddp", "RETRIES": "0", "WANDB_MODE": "disabled"} | environment
