@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from t5bench.corpus.index import read_index
 from t5bench.plan.request import Request
-from t5bench.record.plan import Plan
+from t5bench.record.plan import MOST_RAMP_ITERATIONS, Plan
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,9 @@ def check_rampup(request: Request, data_parallel: int) -> None:
         found = f"RAMPUP_BATCH_SIZE='{given}' makes the batch grow for longer than the run, which has {samples} samples"
         remedy = "Raise TRAIN_ITERS, or make the batch grow faster; -- --exit-interval 50 tries the first 50 iterations"
         request.findings.refuse("rampup", found, remedy)
+    if int(words[2]) > int(words[0]) * MOST_RAMP_ITERATIONS:
+        found = f"RAMPUP_BATCH_SIZE='{given}' may make the batch grow for more than {MOST_RAMP_ITERATIONS} iterations"
+        request.findings.refuse("rampup", found, "Make the batch grow faster, or start with a larger one")
     start, step, together = int(words[0]), int(words[1]), request.number("MICRO_BATCH_SIZE") * data_parallel
     if start > full or (full - start) % step or start % together or step % together:
         found = f"RAMPUP_BATCH_SIZE='{given}' does not reach GLOBAL_BATCH_SIZE={full} in steps of {together} samples"

@@ -139,6 +139,7 @@ def test_processes_share_gpus_only_on_request_and_never_with_zero(request_for: R
         ("ddp", {"EVAL_ONLY": "1"}, "eval-iters", "EVAL_ITERS is 0"),
         ("ddp", {"RAMPUP_BATCH_SIZE": "4 4"}, "rampup", "three whole numbers"),
         ("ddp", {"RAMPUP_BATCH_SIZE": "4 4 801", "TRAIN_ITERS": "50"}, "rampup", "the run, which has 800 samples"),
+        ("ddp", {"RAMPUP_BATCH_SIZE": "4 4 400001", "TRAIN_ITERS": "90000"}, "rampup", "more than 100000 iterations"),
         ("ddp", {"RAMPUP_BATCH_SIZE": "4 5 100"}, "rampup", "does not reach GLOBAL_BATCH_SIZE=16 in steps of 2"),
     ],
 )
