@@ -73,6 +73,7 @@ def made_plan(
     *,
     nodes: int = 1,
     world_size: int | None = None,
+    own_arguments: Sequence[str] = (),
     extra_arguments: Sequence[str] = (),
     family: str = "t5",
     **fields: Any,
@@ -102,8 +103,8 @@ def made_plan(
         "data_prefix": "/data/xsum", "tokenizer": "t", "output_dir": chosen.get("OUTPUT_DIR", "/run"),
         "layout": Layout(nodes, here, world_size, tp, pp, dp, batch // (micro_batch * dp), 1 if pp > 1 else None),
         "ds_config": {"zero_optimization": {"stage": stage, "overlap_comm": False}} if stage else None,
-        "arguments": Arguments(settings=words, extra=list(extra_arguments)),
-        "command": ["torchrun", *words, *extra_arguments],
+        "arguments": Arguments(settings=words, own=list(own_arguments), extra=list(extra_arguments)),
+        "command": ["torchrun", *words, *own_arguments, *extra_arguments],
     }  # fmt: skip
     return Plan(**made | fields)
 

@@ -19,6 +19,7 @@ from t5bench.compare import sensitivity
 from t5bench.compare.comparable import differing, show, trains
 from t5bench.compare.sensitivity import MARGIN, Sensitivity, Tolerance
 from t5bench.record.files import RecordError
+from t5bench.record.plan import by_name
 from t5bench.record.records import Run, load
 from t5bench.record.status import COMPLETE, RUNNING
 
@@ -162,15 +163,29 @@ def defect(run: Run) -> str | None:
     return None
 
 
+def unlike(run: Run, baseline: Run) -> list[str]:
+    """Why these two are not the same training, or would not be without an argument after ``--``."""
+    replaced = by_name(word for one in (run, baseline) for word in one.plan.arguments.extra)
+
+    def hidden(one: Run) -> dict[str, str]:
+        given = by_name([*one.plan.arguments.fixed, *one.plan.arguments.own])
+        return {name: value or "given" for name, value in given.items() if name in replaced}
+
+    return [
+        f"{name} is {show(own)}, but {show(its)} in the baseline"
+        for name, (own, its) in other_training(run, baseline).items()
+    ] + [
+        f"{name}, which an argument after -- replaces here, is {own} in this launcher, but {its} in the baseline's"
+        for name, (own, its) in differing(hidden, [run, baseline]).items()
+    ]
+
+
 def verdict(run: Run, baseline: Run) -> Verdict:
     """The gate's verdict on a run."""
     for whose, curves in (("", run), ("the baseline cannot be used: ", baseline)):
         if problem := defect(curves):
             return Verdict(run.name, run, reasons=[whose + problem])
-    reasons = [
-        f"{name} is {show(own)}, but {show(its)} in the baseline"
-        for name, (own, its) in other_training(run, baseline).items()
-    ]
+    reasons = unlike(run, baseline)
     losses, reference = curve(run), curve(baseline)
     tolerance = TOLERANCE[baseline.plan.precision]
     loss = difference(losses, reference, tolerance.loss)
@@ -233,7 +248,7 @@ def draws_alike(run: Run, baseline: Run) -> bool:
 
 def sign_test(runs: Sequence[Run], baselines: Sequence[Run]) -> Verdict:
     """The verdict on a strategy with other dropout masks: compares each run with the baseline of its seed."""
-    name, reasons = runs[0].strategy, []
+    name = runs[0].strategy
     pairs = [(run, other) for run in runs for other in baselines if not other_training(run, other)]
     for run in (run for pair in pairs for run in pair):
         if problem := defect(run):
@@ -241,7 +256,7 @@ def sign_test(runs: Sequence[Run], baselines: Sequence[Run]) -> Verdict:
     if len(pairs) < SEEDS:
         return Verdict(name, runs[0], reasons=[f"its dropout masks differ from the baseline's: {SEEDS} seeds each are "
                                                f"needed, but there are {len(pairs)}"])  # fmt: skip
-    said = []
+    said, reasons = [], unlike(*pairs[0])
     for what, field in (("loss", "lm_loss"), ("gradient norm", "grad_norm")):
         means = [[fmean(curve(run, field).values()) for run in pair] for pair in pairs]
         larger = sum(own > its for own, its in means)

@@ -122,6 +122,10 @@ def test_curves_that_differ_only_by_rounding_pass(ddp: Path, tmp_path: Path, par
         ({"settings": {"SEED": "7"}}, "SEED is 7, but 1234 in the baseline"),
         ({"settings": {"PRECISION_FLAG": "--bf16"}}, "PRECISION_FLAG is --bf16, but (empty) in the baseline"),
         ({"extra_arguments": ["--adam-beta2", "0.95"]}, "--adam-beta2 is 0.95, but not given in the baseline"),
+        (
+            {"own_arguments": ["--adam-beta2", "0.95"], "extra_arguments": ["--adam-beta2", "0.9"]},
+            "--adam-beta2, which an argument after -- replaces here, is 0.95 in this launcher, but not given in",
+        ),
         ({"idx_sha256": "beef"}, "idx_sha256 is beef, but 5a5a"),
         ({"engine_patches": "megatron_t5_fixes"}, "engine_patches is megatron_t5_fixes, but series in the baseline"),
     ],
