@@ -181,26 +181,27 @@ def unlike(run: Run, baseline: Run) -> list[str]:
 
 
 def verdict(run: Run, baseline: Run) -> Verdict:
-    """The gate's verdict on a run."""
+    """The gate's verdict on a run, by its directory's name, and its strategy's if that is another."""
+    name = run.name if run.name == run.strategy else f"{run.name} [{run.strategy}]"
     for whose, curves in (("", run), ("the baseline cannot be used: ", baseline)):
         if problem := defect(curves):
-            return Verdict(run.name, run, reasons=[whose + problem])
+            return Verdict(name, run, reasons=[whose + problem])
     reasons = unlike(run, baseline)
     losses, reference = curve(run), curve(baseline)
     tolerance = TOLERANCE[baseline.plan.precision]
     loss = difference(losses, reference, tolerance.loss)
     norm = difference(curve(run, "grad_norm"), curve(baseline, "grad_norm"), tolerance.norm)
     if loss is None or norm is None:
-        return Verdict(run.name, run, reasons=[*reasons, "shares no iteration with the baseline"])
+        return Verdict(name, run, reasons=[*reasons, "shares no iteration with the baseline"])
     if alone := sorted(losses.keys() ^ reference.keys()):
         shown = ", ".join(map(str, alone[:5])) + (", ..." if len(alone) > 5 else "")
         reasons.append(f"only one of the two runs logged iteration {shown}")
     first, begins = min(losses.keys() & reference.keys()), []
-    for name, found, allowed in (("loss", loss, tolerance.loss), ("gradient norm", norm, tolerance.norm)):
+    for what, found, allowed in (("loss", loss, tolerance.loss), ("gradient norm", norm, tolerance.norm)):
         if found.first_beyond is not None:
             begins.append(found.first_beyond)
             where = f"at iteration {found.iteration} (allowed: {allowed:.0e})"
-            reasons.append(f"the {name} differs by {found.largest:.1e} {where}")
+            reasons.append(f"the {what} differs by {found.largest:.1e} {where}")
     # Where to look for the reason.
     if loss.first_beyond == first:
         reasons.append(f"iteration {first}'s loss already differs: check the weights, the data and the forward pass")
@@ -209,7 +210,7 @@ def verdict(run: Run, baseline: Run) -> Verdict:
         reasons.append(f"iteration {first}'s loss agrees but its gradient norm does not: {advice}")
     elif begins:
         reasons.append(f"the difference begins at iteration {min(begins)}: check the clipping and the optimizer step")
-    return Verdict(run.name, run, loss, norm, reasons)
+    return Verdict(name, run, loss, norm, reasons)
 
 
 def blind_spots(baseline: Run, measured: Sequence[Sensitivity]) -> list[str]:

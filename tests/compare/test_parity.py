@@ -145,7 +145,7 @@ def test_only_a_missing_run_or_a_different_reference_fails(ddp: Path, tmp_path: 
     answer = parity(ddp, make_run(tmp_path / "zero1"), tmp_path / "tensor", "--reference", native)
     assert answer.status == 1
     assert answer.passed("ddp") and answer.passed("zero1") and not answer.passed("reference")
-    assert "(native)" in answer.reason("reference")
+    assert answer.reason("reference").startswith("FAIL reference [ddp] (native): ")
     assert f"there is no run directory {tmp_path / 'tensor'}" in answer.reason("tensor")
     same = make_run(tmp_path / "same", strategy="ddp", engine="native")
     assert parity(ddp, "--reference", same).status == 0
