@@ -206,10 +206,10 @@ def verdict(run: Run, baseline: Run) -> Verdict:
     if loss.first_beyond == first:
         reasons.append(f"iteration {first}'s loss already differs: check the weights, the data and the forward pass")
     elif norm.first_beyond == first:
-        advice = "check gradients and accumulation"
+        advice = "check gradients and accumulation first"
         reasons.append(f"iteration {first}'s loss agrees but its gradient norm does not: {advice}")
     elif begins:
-        reasons.append(f"the difference begins at iteration {min(begins)}: check the clipping and the optimizer step")
+        reasons.append(f"the difference begins at iteration {min(begins)}: check clipping and the optimizer step first")
     return Verdict(name, run, loss, norm, reasons)
 
 
