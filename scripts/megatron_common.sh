@@ -47,7 +47,7 @@ declare_settings() {
   setting VOCABULARY_MULTIPLE whole:1 model - 128 "The vocabulary is padded to a multiple of this in every layout"
   setting DROPOUT decimal model --attention-dropout,--hidden-dropout 0.1 "Dropout of hidden states and attention weights"
   setting GLOBAL_BATCH_SIZE whole:1 model --global-batch-size 16 "Global batch size"
-  setting MICRO_BATCH_SIZE whole:1 load --micro-batch-size 1 "Per-GPU micro-batch size"
+  setting MICRO_BATCH_SIZE whole:1 model --micro-batch-size 1 "Per-GPU micro-batch size"
   setting PRECISION_FLAG 'one-of:--bf16|--fp16?' model = --bf16 "--bf16, --fp16, or empty for fp32"
   setting FLASH_ATTENTION 'one-of:auto|on|off' method - auto "auto, on or off: for the decoder's self-attention, on CUDA in bf16 or fp16"
   setting GRADIENT_REDUCTION 'one-of:default|fp32' method - default "default, or fp32: ZeRO also reduces gradients in fp32, as DDP does, instead of the training precision"

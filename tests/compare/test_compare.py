@@ -238,7 +238,8 @@ def curve(*changes: tuple[int, float]) -> list[float]:
         ("zero1", {}, {"settings": {"LR": "0.1", "SEED": "7"}}, [(4, 8.1)], "n/a (LR, SEED)"),
         ("zero1", {}, BETA, [(4, 8.1)], "n/a (--adam-beta2)"),
         ("zero1", {}, OTHER_DATA, [(4, 8.1)], "n/a (idx_sha256)"),
-        ("zero1", {}, {"settings": {"MICRO_BATCH_SIZE": "2"}, "engine": "native"}, [(4, 8.1)], "NO (1e-02 at 4)"),
+        ("zero1", {}, {"settings": {"MICRO_BATCH_SIZE": "2"}}, [(4, 8.1)], "n/a (MICRO_BATCH_SIZE)"),
+        ("zero1", {}, {"settings": {"RECOMPUTE": "full"}, "engine": "native"}, [(4, 8.1)], "NO (1e-02 at 4)"),
     ],
 )
 def test_the_largest_difference_and_its_verdict(
