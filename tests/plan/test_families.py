@@ -147,7 +147,7 @@ ZERO = {"stage": 2, "overlap_comm": False}
 JSONS = {
     "too many": ({"zero_optimization": ZERO, "optimizer": {"type": "Adam"}}, "optimizer would have no effect"),
     "other numbers": ({"zero_optimization": ZERO | {"zero_quantized_weights": True}}, "zero_quantized_weights would"),
-    "wrong": ({"zero_optimization": ZERO | {"contiguous_gradients": False}}, "contiguous_gradients would have no"),
+    "wrong": ({"zero_optimization": ZERO | {"contiguous_gradients": False}}, "no effect or change what is trained"),
     "a wrong stage": ({"zero_optimization": ZERO | {"offload_param": {"device": "cpu"}}}, "offload_param needs ZeRO"),
     "a disk": ({"zero_optimization": ZERO | {"offload_optimizer": {"device": "nvme"}}}, "found 'nvme'"),
     "from settings": ({"zero_optimization": ZERO, "train_batch_size": 3}, "come from the settings"),
