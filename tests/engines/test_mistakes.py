@@ -110,11 +110,12 @@ def planter(gpt: dict[str, str], sample_data: Path, tmp_path_factory: pytest.Tem
     return Planter(tmp_path_factory.mktemp("mistakes"), sample_data, gpt)
 
 
-def test_the_list_is_long_enough():
+def test_the_list_is_long_enough_and_can_be_planted(planter: Planter):
     engines = [mistake.engine for mistake in mistakes()]
     assert len(engines) == len(set(mistakes())) >= 40
     assert set(engines) == {"native", "megatron", "gpt"}
     assert all((REPO_ROOT / "scripts" / f"run_megatron_t5_{m.strategy}.sh").exists() for m in mistakes())
+    assert [m for m in mistakes() if planter.path(m.file).read_text().count(m.right) != 1] == []
 
 
 @pytest.mark.parametrize(
