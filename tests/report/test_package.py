@@ -162,6 +162,7 @@ SEALED: dict[str, tuple[Change, str]] = {
         text(SAMPLES, r'"sent": \d(?=[^\n]*\n$)', '"sent": 9'), "bytes_sent_per_iteration is"),
     "a negative figure": (text(METRICS, r'"grad_norm": ', '"grad_norm": -'), "metrics.jsonl line 1 is inconsistent"),
     "a figure": (row("milliseconds_per_iteration", "median", to=90.0), r"milliseconds_per_iteration.median is 90"),
+    "a figure given twice": (text(FIGURES, '("median": )', r"\g<1>9.0, \1"), "comparison.json line .* does not follow"),
     "a ratio": (row("throughput_ratio", "median", to=2.0), r"rows\[zero1\].throughput_ratio.median is 2.0, but"),
     "a verdict": (value(FIGURES, "verdicts", 0, to="zero1 wins"), r"verdicts\[0\] is zero1 wins, but the logs"),
     "a problem taken out": (value(FIGURES, "problems", to=[]), r"problems\[0\] is nothing, but the logs"),
