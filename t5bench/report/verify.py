@@ -17,6 +17,7 @@ from t5bench import Problem
 from t5bench.record.files import MOST_BYTES, RecordError, open_file, read, sha256
 from t5bench.record.reader import decoded
 from t5bench.record.records import looks_like_run, read_list
+from t5bench.record.text import visible
 from t5bench.report.command import PAGE, UNFORESEEN, write
 from t5bench.report.package import CONTENTS, PUBLISHED, RUNS, Contents, publish, working_in, write_file
 
@@ -35,7 +36,9 @@ def unpack(package: Path, root: Path) -> Iterator[str]:
                 name = PurePosixPath(entry.name)
                 # Nothing else: Python may look for modules in the directory where the package is read.
                 is_own = str(name).partition("/")[0] in map(str, (CONTENTS, RUNS, PUBLISHED))
-                if not entry.isreg() or not is_own or ".." in name.parts or entry.size > MOST_BYTES:
+                # A sparse file is as large as it says it is; another spelling may hide a second file.
+                is_plain = entry.isreg() and not entry.issparse() and str(name) == entry.name
+                if not is_plain or not is_own or ".." in name.parts or entry.size > MOST_BYTES:
                     yield f"{entry.name} is not a plain file of a package"
                 elif entry.name in seen:
                     yield f"{entry.name} is in the package twice"
@@ -124,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
         why = error if isinstance(error, Problem) else f"its records lack what a comparison needs: {error!r}"
         found.append(str(why))
     for finding in found:
-        print(f"finding: {finding}")
+        print(f"finding: {visible(finding)}")  # it may quote the package
     if not found:
         numbers = re.findall(r"(?<![\w\"])-?\d[\d.e+-]*", figures)
         print(f"{package}: all {len(numbers)} numbers of the comparison follow from the logs")

@@ -1,6 +1,7 @@
 """Packing a comparison, and what `verify` says about packages that were tampered with."""
 
 import hashlib
+import io
 import json
 import re
 import tarfile
@@ -118,6 +119,8 @@ PLAIN: dict[str, tuple[Change, str]] = {
     "another baseline": (value(CONTENTS, "baseline", to="zero1"), f"{FIGURES}: baseline is ddp"),
     "a peak given": (value(CONTENTS, "allow", to=["COLOUR"]), "--allow COLOUR is not known"),
     "a path out of the package": (lambda files: files.update({"../evil": b"x"}), "../evil is not a plain file"),
+    "a second file by another spelling": (lambda files: files.update({f"./{PAGE}": b"x"}), f"./{PAGE} is not a plain"),
+    "a name for the terminal": (lambda files: files.update({"\x1b[2Jevil\udcff": b"x"}), r"\x1b[2Jevil\udcff is not"),
     "a program beside the runs": (lambda files: files.update({"jinja2.py": b"x"}), "jinja2.py is not a plain file"),
 }  # fmt: skip
 
@@ -230,6 +233,16 @@ def test_an_honest_package_is_verified_wherever_it_lies(package: Path, tmp_path:
     assert main(["verify", "here", "--sha256", checksum]) == 0
     assert main(["verify", "here", "--sha256", "0" * 64]) == 1
     assert "is not the package that was published" in capsys.readouterr().out
+
+
+def test_a_sparse_file_takes_no_room(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """A few bytes that say they are a gigabyte."""
+    entry = tarfile.TarInfo("runs/large")
+    entry.pax_headers, entry.size = {"GNU.sparse.map": "0,1", "GNU.sparse.size": str(2**30)}, 1
+    with tarfile.open(tmp_path / "package", "w:gz", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(entry, io.BytesIO(b"x"))
+    assert main(["verify", str(tmp_path / "package")]) == 1
+    assert "runs/large is not a plain file of a package" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("place", [0, 100, 5000, -5])
