@@ -10,7 +10,7 @@ from msgspec import Meta
 
 # A line ends with TFLOPs: an unbuffered Python writes the newline separately, and another rank's output may come in
 # between. A new line may begin in the middle of a truncated one.
-_ITERATION = re.compile(
+ITERATION = re.compile(
     r"\biteration\s+(?P<iteration>\d+)/\s*(?P<total>\d+) \|"
     r"(?P<fields>(?:(?!\biteration\s+\d+/\s*\d+ \|).)*?\bTFLOPs:\s*[-+0-9.eE]+\s*\|)"
 )
@@ -102,7 +102,7 @@ class PeakMemory:
 
 def iteration(line: str, time: float | None = None) -> Iteration | None:
     """The last complete iteration line in this text; None if it was truncated or mixed with another."""
-    if not (matches := list(_ITERATION.finditer(line))):
+    if not (matches := list(ITERATION.finditer(line))):
         return None
     match = matches[-1]
     try:

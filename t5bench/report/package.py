@@ -24,8 +24,9 @@ import msgspec
 
 from t5bench import Problem
 from t5bench.compare.comparison import Comparison
+from t5bench.record import log
 from t5bench.record.files import read
-from t5bench.record.plan import Plan, same_value
+from t5bench.record.plan import Plan, by_name, same_value
 from t5bench.record.reader import log_lines
 from t5bench.record.records import SWEEP, Run, read_list
 from t5bench.report.command import (
@@ -87,8 +88,9 @@ def contradictions(run: Run) -> Iterator[str]:
     layout = run.layout
     sizes = (str(layout.tp), str(layout.pp), str(layout.dp), str(layout.micro_batches))
     # A run whose batch grows is told samples in place of iterations.
-    asked = {word: (name, s.value) for name, s in run.plan.settings.items() for word in s.argument.split(",")}
-    given = {word: asked[word] for word in run.plan.arguments.words if word in asked}
+    asked = {word: name for name, s in run.plan.settings.items() for word in s.argument.split(",")}
+    words = by_name(run.plan.arguments.words)
+    given = {word: (asked[word], value) for word, value in words.items() if word in asked}
     for node in run.nodes:
         for place, _, text in log_lines(run.directory / f"node{node['node']}.log"):
             where = PurePosixPath(place).name
@@ -106,17 +108,14 @@ def contradictions(run: Run) -> Iterator[str]:
 
 def _other_work(where: str, text: str, plan: Plan) -> Iterator[str]:
     """An iteration's samples, and its time and throughput, which are rounded, belong to the batch."""
-    fields = dict(re.findall(r" ([\w ()]+?): +([-+.\deE]+) \|", text))
-    numbers = re.search(r"\biteration +(\d+)/", text)
-    done = int(numbers[1]) if numbers else plan.iterations
-    samples, batch = plan.samples(0, done), plan.samples(max(0, done - 1), done)
-    if int(fields.get("consumed samples", samples)) != samples:
-        yield f"{where} counts {fields['consumed samples']} samples after {done} iterations, which have {samples}"
-    try:
-        speed = float(fields["samples per second"])
-        seconds = float(fields["elapsed time per iteration (ms)"]) / 1000
-    except (KeyError, ValueError):
+    if not (line := log.iteration(text)):  # of a line in pieces nothing can be said
         return
+    *_, (_, _, told) = log.ITERATION.findall(text)
+    samples, batch = plan.samples(0, line.iteration), plan.samples(line.iteration - 1, line.iteration)
+    counted = re.search(r" consumed samples: +(\S+) \|", told)
+    if counted and counted[1] != str(samples):
+        yield f"{where} counts {counted[1]} samples after {line.iteration} iterations, which have {samples}"
+    speed, seconds = line.samples_per_second, line.elapsed_ms / 1000
     if abs(speed * seconds - batch) > 0.00006 * speed + 0.0006 * seconds + 1e-9 * batch:
         yield f"{where} has {speed} samples/s and iterations of {seconds} s, which do not give {batch} samples"
 

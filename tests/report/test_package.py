@@ -15,8 +15,8 @@ from made_runs import make_run, seal
 
 from t5bench.__main__ import main
 from t5bench.record.files import write_json
-from t5bench.record.records import write_list
-from t5bench.report.package import archive
+from t5bench.record.records import load, write_list
+from t5bench.report.package import archive, contradictions
 
 Files = dict[str, bytes]
 Change = Callable[[Files], object]
@@ -243,6 +243,19 @@ def test_a_sparse_file_takes_no_room(tmp_path: Path, capsys: pytest.CaptureFixtu
         tar.addfile(entry, io.BytesIO(b"x"))
     assert main(["verify", str(tmp_path / "package")]) == 1
     assert "runs/large is not a plain file of a package" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("pattern", "to"), [
+    (r"^(.{25})( iteration +7/.*?\|)( con.*)$", r"\1\2\n\1\3"),
+    (r"^(.{25} iteration +7/.*?)learning.*\n.{25}", r"\1"),
+    (r"^(.{25})(?= iteration +7/)", r"\1  attention_dropout ........ 0.1\n\1"),
+], ids=["a line in pieces", "a line cut off by the next", "an argument in a setting's place"])  # fmt: skip
+def test_what_an_honest_log_may_say(tmp_path: Path, pattern: str, to: str):
+    run = make_run(tmp_path, settings={"DROPOUT": "0.2"}, extra_arguments=["--attention-dropout", "0.1"])
+    path = run / "node0.log"
+    path.write_text(re.sub(pattern, to, path.read_text(), count=1, flags=re.MULTILINE))
+    seal(run)
+    assert not list(contradictions(load(run)))
 
 
 @pytest.mark.parametrize("place", [0, 100, 5000, -5])
