@@ -310,7 +310,8 @@ def _loss(rows: Rows, base: str) -> Figure:
         differences = [Series(name, "line", thin(points)) for name, points in apart.items() if points]
         panels.append(Panel(differences, y=f"|loss - {base}'s| /\n{base}'s", height=2.2, logarithmic=True))
         caption += f" Below, the relative difference of each from {base}, on a logarithmic axis."
-    if same := [name for name, points in apart.items() if not points]:
+    # Without points are those too that diverged, or share no iteration with it.
+    if same := [name for name, points in apart.items() if not points and rows[name].parity.difference == 0]:
         caption += f" To the last logged digit, {', '.join(same)} agree with {base}."
     return Figure("Loss", "iteration", caption, panels)
 

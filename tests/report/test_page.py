@@ -5,6 +5,7 @@ import hashlib
 import html
 import itertools
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -22,11 +23,13 @@ from made_runs import LARGE, RTX_5000_ADA, make_run, seal
 from real_runs import environment
 
 from t5bench.__main__ import main
+from t5bench.compare.comparison import build
 from t5bench.plan.launchers import ask
 from t5bench.record.files import write_json
 from t5bench.record.plan import Plan
+from t5bench.record.records import load
 from t5bench.report.drawing import drawings
-from t5bench.report.figures import COLOUR_OF, Figure
+from t5bench.report.figures import COLOUR_OF, Figure, all_figures, rows_of
 from t5bench.report.page import SCRIPTS, command
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -255,6 +258,15 @@ def test_figures_show_what_is_known(page: str):
     assert "zero2 takes 50 ms longer than zero1; the profile shows 50 ms more in the backward pass." in page
     front = next(s for s in series["Memory against throughput"] if s["look"] == "line")
     assert front["points"] == sorted(front["points"]) and "zero3" not in data["rows"].get("", {})
+
+
+def test_only_an_equal_loss_agrees(tmp_path: Path):
+    losses = {"ddp": [8.0] * 30, "zero1": [8.0] * 30, "zero2": [8.0] * 20 + [math.nan] * 10, "zero3": [8.0] * 30}
+    every = {"zero3": {"log_interval": 70}}
+    runs = [load(make_run(tmp_path / name, name, losses=its, **every.get(name, {}))) for name, its in losses.items()]
+    figures = all_figures(comparison := build(runs), rows_of(comparison), 8)
+    caption = next(figure.caption for figure in figures if figure.title == "Loss")
+    assert caption.endswith("To the last logged digit, zero1 agree with ddp.")
 
 
 def test_the_command_of_a_row_starts_the_same_run(tmp_path: Path):
