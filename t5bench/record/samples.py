@@ -60,8 +60,13 @@ class Observations:
 
 
 def observe(run: Run, used: Sequence[int]) -> Observations:
-    """The samples from the first to the last of the iterations `used`; assumes that the nodes' clocks agree."""
-    lines = [line for line in run.iterations if line.time and used and used[0] <= line.iteration <= used[-1]]
+    """The samples from the first to the last of the iterations `used`; assumes that the nodes' clocks agree.
+
+    Of a resumed run only those since then: what it sends while it starts again belongs to no iteration.
+    """
+    began = run.iterations[-1].begin if used else 0
+    since = [line for line in run.iterations if line.time and line.begin == began]
+    lines = [line for line in since if used and used[0] <= line.iteration <= used[-1]]
     if len(lines) < 2:
         return Observations(why_not_sent="fewer than two timed intervals")
     ends, numbers = np.array([line.time for line in lines]), np.array([line.iteration for line in lines])

@@ -122,6 +122,18 @@ def test_traffic_of_one_node_is_the_loopbacks_from_three_samples_on(tmp_path: Pa
     assert row.sent_per_iteration is None and "3 are needed" in limits(row)
 
 
+def test_what_a_resumed_run_sends_while_it_starts_is_no_traffic_of_an_iteration(tmp_path: Path):
+    run = make_run(tmp_path, elapsed_ms=[100.0] * 300, sent_per_iteration=1e6, sample_seconds=0.05)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join([*lines[:100], '{"resumed_from": 100}\n', *lines[100:]]))
+    path, began = run / "node0.samples.jsonl", json.loads(lines[99])["time"]
+    first, *others = [s for text in path.read_text().splitlines() if (s := json.loads(text))["time"] >= began]
+    first["network"]["lo"]["sent"] -= 1e8
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in (first, *others)))
+    seal(run)
+    assert row_of(compare(run)).sent_per_iteration == pytest.approx(1e6)
+
+
 def test_repeats_are_one_row(tmp_path: Path):
     """Their spread decides how wide the interval is, not that of the iterations within."""
     times = [[ms * (1 + 0.01 * (number % 3 - 1)) for number in range(40)] for ms in (100, 104, 102)]
