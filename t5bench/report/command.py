@@ -176,7 +176,7 @@ def progress(runs: Sequence[records.Run], now: float) -> tuple[str, bool]:
     text = f"{len(places) - left} of {len(places)} runs have ended"
     for run in going:
         last = run.iterations[-1].iteration if run.iterations else 0
-        text += f"; {run.name} is at iteration {last} of {run.plan.value('TRAIN_ITERS')}"
+        text += f"; {run.name} is at iteration {last} of {run.plan.iterations}"
     spans = [(seconds(run.record["started"]), seconds(run.record["ended"])) for run in begun if run.record["ended"]]
     if spans and left:
         of_one = mean(end - start for start, end in spans)

@@ -247,7 +247,8 @@ def test_wrong_use_gets_a_remedy(tmp_path: Path, monkeypatch, capsys, arguments:
 
 def test_watch_draws_the_table_until_the_sweep_has_ended(tmp_path: Path, monkeypatch, capsys):
     make_run(tmp_path / "ddp")  # takes 3 seconds
-    make_run(tmp_path / "zero1", "zero1", status=RUNNING, elapsed_ms=[100.0] * 7, settings={"TRAIN_ITERS": "30"})
+    growing = {"TRAIN_ITERS": "30", "RAMPUP_BATCH_SIZE": "8 8 16"}
+    make_run(tmp_path / "zero1", "zero1", status=RUNNING, elapsed_ms=[100.0] * 7, settings=growing)
     write_list(tmp_path, ["ddp", "zero1", "zero2"])
 
     def later(seconds: float) -> None:
@@ -258,7 +259,7 @@ def test_watch_draws_the_table_until_the_sweep_has_ended(tmp_path: Path, monkeyp
     monkeypatch.setattr(time, "time", lambda: START + 1)
     assert main(["compare", str(tmp_path), "--watch", "2.5"]) == 0
     first, second, last = re.split(r"(?m)^T5 ", capsys.readouterr().out)[1:]
-    assert first.endswith("1 of 3 runs have ended; zero1 is at iteration 7 of 30; about 0:00:05 left\n")
+    assert first.endswith("1 of 3 runs have ended; zero1 is at iteration 7 of 31; about 0:00:05 left\n")
     assert second.endswith("3 of 3 runs have ended\n") and "page: " in last
 
 
