@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from t5bench import Problem
+from t5bench.record.plan import spelled
 from t5bench.record.records import Run
 
 WORLD_SIZE, ENGINE_ARGUMENTS = "world_size", "engine_arguments"
@@ -38,7 +39,7 @@ _MACHINE: Mapping[str, Callable[[Run], Any]] = {
 
 
 def _values(run: Run, role: str, facts: Mapping[str, Callable[[Run], Any]]) -> dict[str, Any]:
-    arguments = {name: value or "given" for name, value in run.plan.engine_arguments.items()}
+    arguments = {name: spelled(value) or "given" for name, value in run.plan.engine_arguments.items()}
     return run.plan.with_role(role) | {name: of(run) for name, of in facts.items()} | arguments
 
 

@@ -172,6 +172,14 @@ def by_name(words: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def spelled(value: str) -> str:
+    """A number in the one spelling that equal numbers share, any other text as it is."""
+    try:
+        return value if value.isdecimal() else repr(float(value)).removesuffix(".0")
+    except ValueError:
+        return value
+
+
 def same_value(one: str, other: str) -> bool:
     """Whether two texts are the same number or the same text."""
     try:
@@ -226,8 +234,8 @@ class Plan:
         return float(self.value(name))
 
     def with_role(self, question: str) -> dict[str, str]:
-        """The settings whose role has this property (a field of Role): name to value."""
-        return {name: s.value for name, s in self.settings.items() if getattr(ROLES[s.role], question)}
+        """The settings whose role has this property (a field of Role): name to value, a number in one spelling."""
+        return {name: spelled(s.value) for name, s in self.settings.items() if getattr(ROLES[s.role], question)}
 
     @property
     def zero_stage(self) -> int:

@@ -19,6 +19,7 @@ ON_GPU = {"settings": LARGE, "gpu": RTX_5000_ADA, "nodes": 2, "padded_vocab_size
 BF16 = {"settings": {"PRECISION_FLAG": "--bf16"}}
 FP16 = {"settings": {"PRECISION_FLAG": "--fp16"}}
 BETA = {"extra_arguments": ["--adam-beta2", "0.95"]}
+OTHER_SPELLING = {"extra_arguments": ["--adam-beta2=95e-2"], "settings": {"LR": "1e-4", "DROPOUT": "0.0"}}
 HIDDEN_DROPOUT = {"extra_arguments": ["--hidden-dropout", "0.0"]}
 OLD_PATCHES = {"engine_patches": "megatron_t5_fixes"}
 OTHER_DATA = {"idx_sha256": "b" * 64}
@@ -181,7 +182,7 @@ def test_the_fastest_is_named_if_interleaved_repeats_show_it(tmp_path: Path, tim
         (BETA, ["ddp (--adam-beta2 not given)", "ddp (--adam-beta2 0.95)"]),
         ({"extra_arguments": ["--swiglu"]}, ["ddp (--swiglu not given)", "ddp (--swiglu given)"]),
         # One of the two arguments that DROPOUT stands for, which is the larger of both and so the same.
-        (HIDDEN_DROPOUT, ["ddp (--hidden-dropout not given)", "ddp (--hidden-dropout 0.0)"]),
+        (HIDDEN_DROPOUT, ["ddp (--hidden-dropout not given)", "ddp (--hidden-dropout 0)"]),
         ({"settings": {"FLASH_ATTENTION": "off"}}, ["ddp (FLASH_ATTENTION auto)", "ddp (FLASH_ATTENTION off)"]),
         ({"nodes": 2}, ["ddp (nodes 1)", "ddp (nodes 2)"]),
         ({"settings": {"SEED": "7", "LR": "0.01"}}, ["ddp"]),
@@ -246,6 +247,7 @@ def curve(*changes: tuple[int, float]) -> list[float]:
         ("tensor", {"settings": {"DROPOUT": "0.1"}}, {}, [(4, 8.1)], "n/a (dropout) (1e-02 at 4)"),
         ("tensor", OLD_PATCHES, {}, [(4, 8.1)], "n/a (initial weights)"),
         ("zero1", OLD_PATCHES, {}, [], "yes (0)"),
+        ("zero1", BETA, OTHER_SPELLING, [], "yes (0)"),
         # Another training is not judged, another way to the same loss is.
         ("zero1", {}, {"settings": {"LR": "0.1", "SEED": "7"}}, [(4, 8.1)], "n/a (LR, SEED)"),
         ("zero1", {}, BETA, [(4, 8.1)], "n/a (--adam-beta2)"),
