@@ -171,6 +171,8 @@ SEALED: dict[str, tuple[Change, str]] = {
     "a problem taken out": (value(FIGURES, "problems", to=[]), r"problems\[0\] is nothing, but the logs"),
     "a figure of the table": (text("comparison/comparison.md", "103", "93"), "comparison.md line .* does not follow"),
     "the page": (text(PAGE, "zero1", "zero9"), "index.html line .* does not follow"),
+    "a drawing more on the page": (
+        both(text(PAGE, "<h1>", "<svg>zero1 wins</svg><h1>"), value(CONTENTS, "drawn_by", to="1")), "index.html line"),
     "a curve of the page": (text(PAGE, r'(<path d="M \d+)', r"\g<1>9"), "index.html line .* does not follow"),
     "a failed run taken out": (without(FAILED), f"{FAILED} is on the sweep's list of runs but not in the package"),
     "a failed run taken off the list": (
@@ -233,6 +235,10 @@ def test_an_honest_package_is_verified_wherever_it_lies(package: Path, tmp_path:
     assert main(["verify", "here", "--sha256", checksum]) == 0
     assert main(["verify", "here", "--sha256", "0" * 64]) == 1
     assert "is not the package that was published" in capsys.readouterr().out
+    value(CONTENTS, "drawn_by", to="1.0")(files := unpacked(package))
+    Path("here").write_bytes(archive(files))
+    assert main(["verify", "here"]) == 0
+    assert "the page's drawings were not checked, because matplotlib 1.0 drew them" in capsys.readouterr().out
 
 
 def test_a_sparse_file_takes_no_room(tmp_path: Path, capsys: pytest.CaptureFixture):
