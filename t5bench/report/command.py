@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -20,6 +21,7 @@ from t5bench.record import records
 from t5bench.record.files import RecordError
 from t5bench.record.reader import seconds
 from t5bench.record.status import RUNNING
+from t5bench.record.text import visible
 from t5bench.report import tables
 
 DEEPEST = 4
@@ -113,6 +115,8 @@ def run_directories(places: Sequence[str]) -> list[Path]:
                 "A launcher leaves its run in OUTPUT_DIR, outputs/<strategy> when unset",
             )
         directories |= {directory.resolve(): directory for directory in found}
+    if strange := [directory for directory in directories.values() if re.search("[\ud800-\udfff]", str(directory))]:
+        raise Problem(f"{visible(str(strange[0]))} is no name in UTF-8, which every table needs", "Rename it")
     return list(directories.values())
 
 
@@ -162,7 +166,7 @@ def write(comparison: Comparison, directory: Path) -> Path:
 def table(comparison: Comparison, arguments: argparse.Namespace) -> str:
     """As wide as the terminal."""
     width = shutil.get_terminal_size((WIDTH_ELSEWHERE, 24)).columns
-    return tables.terminal(comparison, None if arguments.wide else width)
+    return visible(tables.terminal(comparison, None if arguments.wide else width), "\n")
 
 
 def progress(runs: Sequence[records.Run], now: float) -> tuple[str, bool]:

@@ -5,6 +5,7 @@ import html
 import io
 import json
 import re
+import shutil
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -215,9 +216,11 @@ def test_the_command_writes_all_files(tmp_path: Path, capsys: pytest.CaptureFixt
         assert capsys.readouterr().out == (written / f"comparison.{name}").read_text()
     assert {path.name for path in (tmp_path / "elsewhere").iterdir()} == names
     assert json.loads((written / "comparison.json").read_text())["sound"] is True
-    make_run(place / "0" / "zero2", "zero2", status="crashed", reason="r")
+    make_run(place / "0" / "zero2", "zero2", status="crashed", reason="r", versions={"torch": "\x1b[2J"})
     assert main(["compare", str(place), "--format", "csv"]) == 1
     assert "problem: zero2 is crashed" in capsys.readouterr().err
+    assert main(["compare", str(place)]) == 1
+    assert r"\x1b[2J (zero2)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -226,6 +229,7 @@ def test_the_command_writes_all_files(tmp_path: Path, capsys: pytest.CaptureFixt
         (["nowhere"], "there is no directory nowhere"),
         (["empty"], "holds no run"),
         (["damaged"], "node0.json cannot be read"),
+        (["latin\udce4"], r"latin\udce4 is no name in UTF-8"),
         (["runs", "--allow", "COLOUR"], "--allow COLOUR is not known"),
         (["runs", "--peak-tflops", "-3"], "--peak-tflops must be a positive number"),
         (["runs", "--output", "damaged/node0.json"], "cannot be written"),
@@ -239,6 +243,7 @@ def test_wrong_use_gets_a_remedy(tmp_path: Path, monkeypatch, capsys, arguments:
     Path("empty").mkdir()
     Path("damaged").mkdir()
     Path("damaged/node0.json").write_text("{")
+    shutil.copytree("damaged", "latin\udce4")
     assert main(["compare", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and expected in error and "\n       " in error
