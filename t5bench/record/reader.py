@@ -52,6 +52,12 @@ class _Ending(Struct):
 
 class _Device(Struct):
     name: str
+    memory_mib: Amount | None = None
+
+
+class _Cpu(Struct):
+    model: str
+    cores: Annotated[int, Meta(ge=1, le=2**20)]
 
 
 class _Part(_Ending):
@@ -68,6 +74,7 @@ class _Part(_Ending):
     network: dict[str, dict[str, Count | None]]
     peak_memory: list[PeakMemory]
     padded_vocab_size: Annotated[int, Meta(ge=1, le=2**31)] | None
+    cpu: _Cpu | None = None
     evaluations: list[Evaluation] = []
     heard: list[_Ending] = []
     differences: list[str] = []

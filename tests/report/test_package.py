@@ -158,6 +158,8 @@ SEALED: dict[str, tuple[Change, str]] = {
     "another year": (text(PART, r'"(started|ended)": "2025', r'"\1": "2024', 2), "is outside the time of the run"),
     "the peak memory": (value(PART, "peak_memory", 0, "host_mib", to=4.0), "disagree about peak memory"),
     "the vocabulary": (value(PART, "padded_vocab_size", to=8448), "disagree about padded vocab"),
+    "the CPU": (value(PART, "cpu", "cores", to="many"), f"{PART} is inconsistent"),
+    "a GPU's memory": (value(PART, "devices", to=[{"name": "g", "memory_mib": "lots"}]), f"{PART} is inconsistent"),
     "the data": (value(PART, "data", "idx_sha256", to="beef"), "they differ in idx_sha256"),
     "a version": (value(PART, "versions", "torch", to="2.4.0"), r"rows\[zero1\].runs\[0\].versions.torch is 2.13.0"),
     "the engine": (value(PART, "plan", "engine", to="native"), "they differ in engine"),
