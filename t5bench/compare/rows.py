@@ -207,6 +207,7 @@ def distinctions(run: Run) -> dict[str, Any]:
         "PP": run.layout.pp,
         "nodes": run.layout.nnodes,
         "gradients": reduction_of(run),
+        "EVAL_ONLY": run.plan.value("EVAL_ONLY", "0"),  # an evaluation has no times, and another loss
         **{name: setting.value for name, setting in settings.items() if setting.role == "method"},
         "ds_config": json.dumps(run.plan.ds_config, sort_keys=True),
     }

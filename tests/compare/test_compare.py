@@ -185,6 +185,7 @@ def test_the_fastest_is_named_if_interleaved_repeats_show_it(tmp_path: Path, tim
         (HIDDEN_DROPOUT, ["ddp (--hidden-dropout not given)", "ddp (--hidden-dropout 0)"]),
         ({"settings": {"FLASH_ATTENTION": "off"}}, ["ddp (FLASH_ATTENTION auto)", "ddp (FLASH_ATTENTION off)"]),
         ({"nodes": 2}, ["ddp (nodes 1)", "ddp (nodes 2)"]),
+        ({"settings": {"EVAL_ONLY": "1"}}, ["ddp (EVAL_ONLY 0)", "ddp (EVAL_ONLY 1)"]),
         ({"settings": {"SEED": "7", "LR": "0.01"}}, ["ddp"]),
         ({"status": "crashed"}, ["ddp (run 0/ddp)", "ddp (run 1/ddp)"]),
     ],
