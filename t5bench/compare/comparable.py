@@ -4,6 +4,7 @@ A setting's role (t5bench/record/plan.py) decides. Engine arguments that no sett
 may change anything.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,9 +17,9 @@ NOT_GIVEN = "not given"  # an engine argument
 
 
 def gpu_names(run: Run) -> str | None:
-    """The kinds of GPU of all nodes, None on a CPU."""
-    names = sorted({device["name"] for node in run.nodes for device in node["devices"]})
-    return " + ".join(names) or None
+    """The kinds of GPU of all nodes, of several how many of each; None on a CPU."""
+    names = Counter(device["name"] for node in run.nodes for device in node["devices"])
+    return " + ".join(f"{names[name]} x {name}" if len(names) > 1 else name for name in sorted(names)) or None
 
 
 # Facts other than settings that must agree, by the name that messages print and --allow takes: first those that change
@@ -113,6 +114,7 @@ def other_differences(runs: Sequence[Run]) -> list[str]:
 
     def told(run: Run) -> dict[str, Any]:
         found = run.plan.with_role("told") | {f"nodes of {run.world_size} processes": run.layout.nnodes}
+        found["CPU"] = " + ".join(sorted({node["cpu"]["model"] for node in run.nodes if node.get("cpu")})) or None
         for what, key in (("version of", "versions"), ("commit of", "commits"), ("patch", "patches")):
             found |= {f"{what} {name}": value for name, value in run.record[key].items() if isinstance(value, str)}
         return found

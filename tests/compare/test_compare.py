@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import LARGE, RTX_5000_ADA, make_run, seal
+from made_runs import LARGE, RTX_5000_ADA, change, make_run, seal
 
 from t5bench import Problem
 from t5bench.compare.comparison import Comparison, build
@@ -324,6 +324,13 @@ def test_two_gpus_are_two_devices_and_unknown_names_are_not_allowed(tmp_path: Pa
     assert f"gpu: {RTX_5000_ADA} (ddp); NVIDIA A40 (ddp)" in refusal.value.remedy
     with pytest.raises(Problem, match="--allow gpus is not known"):
         compare(*runs, allowed=["gpus"])
+    for number, run in enumerate(runs, 1):
+        change(run, devices=[{"name": "NVIDIA A40"}] * number, node=0)
+        change(run, devices=[{"name": RTX_5000_ADA}], node=1)
+    with pytest.raises(Problem) as refusal:
+        compare(*runs)
+    both = (f"{number} x NVIDIA A40 + 1 x {RTX_5000_ADA} (ddp)" for number in (1, 2))
+    assert f"gpu: {'; '.join(both)}" in refusal.value.remedy
 
 
 def test_engine_arguments_that_all_runs_share_are_no_difference(tmp_path: Path):
@@ -339,10 +346,12 @@ def test_other_differences_are_notes(tmp_path: Path):
     ddp = make_run(tmp_path / "ddp", versions={"torch": "2.4.0"}, settings={"FLASH_ATTENTION": "off"})
     commits = {"repository": "3", "repository_changed": True}
     zero = make_run(tmp_path / "zero1", "zero1", versions={"torch": "2.13.0"}, commits=commits, settings={"LR": "0.1"})
+    change(zero, cpu={"model": "another", "cores": 2})
     alone, *others = compare(ddp, zero).notes
     assert "these runs only" in alone and others == [
         "FLASH_ATTENTION: off (ddp); auto (zero1)",
         "LR: 0.0001 (ddp); 0.1 (zero1)",
+        "CPU: a CPU (ddp); another (zero1)",
         "version of torch: 2.4.0 (ddp); 2.13.0 (zero1)",
         f"commit of repository: {'1' * 40} (ddp); 3 (zero1)",
         "the repository had uncommitted changes: zero1",
