@@ -205,6 +205,8 @@ def _problems(rows: Sequence[Row], baseline: str) -> list[str]:
         elif row.parity.verdict == parity.DIFFERENT:
             what = "has a loss that is not a number" if row.is_baseline else f"does not train as {baseline} does"
             problems.append(f"{row.label} {what}: {row.parity}")
+        elif row.milliseconds is None and any(run.iterations for run in row.runs):
+            problems.append(f"no interval of {row.label} counts: fp16 skipped iterations in each, or it has no time")
         elif row.milliseconds is None and not row.run.is_evaluation:
             problems.append(f"{row.label} logged no interval (TRAIN_ITERS below LOG_INTERVAL?)")
     if not any(row.is_baseline for row in rows):
@@ -232,7 +234,7 @@ def _verdicts(groups: Sequence[Group], baseline: str) -> list[str]:
 def _fastest(group: Group) -> str:
     """Which row is the fastest, if that is known; the table, the page and W&B use this sentence."""
     number, ratios = against_the_fastest({number: row.repeats for number, row in enumerate(group.rows) if row.repeats})
-    labels = [row.label for row in group.rows]
+    labels = [row.label + " *" * bool(row.marks) for row in group.rows]
     first, start = labels[number], f"With {group.world_size} processes"
     speed = f"{group.rows[number].samples_per_second.median:.4g} samples/s"
     if not ratios:

@@ -284,6 +284,8 @@ def test_each_repeat_is_judged_by_the_same_training_of_the_baseline(tmp_path: Pa
 def test_a_baseline_that_diverged_or_is_missing_is_a_problem(tmp_path: Path):
     diverged = compare(make_run(tmp_path / "ddp", losses=curve((3, math.nan))))
     assert diverged.problems == ["ddp has a loss that is not a number: NO (not a number at 3)"]
+    skipped = compare(make_run(tmp_path / "skipped", losses=[None] * 30, **FP16))
+    assert skipped.problems == ["no interval of ddp counts: fp16 skipped iterations in each, or it has no time"]
     comparison = compare(make_run(tmp_path / "zero1", "zero1"))
     assert comparison.problems == ["there is no complete ddp run to compare with"]
     assert compare(make_run(tmp_path / "zero2", "zero2"), baseline="zero2").sound
@@ -313,7 +315,9 @@ def test_what_differs_is_refused_and_named_or_marked_where_allowed(tmp_path: Pat
     with pytest.raises(Problem, match=f"differ in {allowed}") as refusal:
         compare(ddp, zero)
     assert expected in refusal.value.remedy and f"--allow {allowed}" in refusal.value.remedy
-    base, row = compare(ddp, zero, allowed=[allowed]).rows
+    comparison = compare(ddp, zero, allowed=[allowed])
+    base, row = comparison.rows
+    assert "zero1 *" in " ".join(comparison.verdicts[: len(comparison.groups)])
     assert base.marks == [] and [mark.split(" ")[0] for mark in row.marks] == [name]
 
 
