@@ -22,7 +22,7 @@ CONTEXT, DRIVER = 500 * 10**6, 462 * MIB
 class Memory:
     """Bytes of one rank. states: between iterations. moments: what comes on top, by moment. cpu: in host memory.
 
-    cached: blocks that the allocator keeps but cannot use at the peak. leftover: what stays only until the next peak.
+    cached: blocks that the allocator keeps but cannot use at the peak. leftover: what the next forward frees.
     """
 
     states: Mapping[str, float]
@@ -91,7 +91,7 @@ def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
         "start of backward": kept | buffers["backward"] | {"logits and loss": gradients},
         "recomputed layer": kept | buffers["backward"] | {"recomputed layer": again},
         "embedding": words | buffers["backward"],
-        "step": buffers["step"],
+        "step": buffers["step"] | leftover,
     }
     return Memory(states, moments, cpu, _cached_scores(job), leftover)
 

@@ -135,6 +135,8 @@ def test_what_megatrons_iteration_leaves():
         assert not memory_of(other, 1).components.get("inputs of stages")
     halves = replace(job, precision="fp16", parallel=Parallel(data=4))
     count = parameters(LARGE)
+    short = memory_of(replace(halves, architecture=replace(LARGE, encoder_length=8, decoder_length=8)))
+    assert (short.moment, short.peak) == ("step", short.allocated)
     assert memory_of(halves).leftover == {"fp32 gradients": 4 * count, "inputs of stages": 0}
     assert memory_of(replace(halves, distributed_optimizer=True)).leftover["fp32 gradients"] == count
     for other in ({"engine": "native"}, {"engine": "megatron", "zero": Zero(1)}):
