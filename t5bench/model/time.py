@@ -4,6 +4,7 @@ Times are absolute, from a device's figures, or calibrated: one measured run sho
 is than these figures, and every other job is scaled in the same way.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -153,6 +154,7 @@ def iteration(job: Job, machine: Machine, backend: str = "nccl", slower: float =
     passes = [stage_seconds(job, machine.device, stage, slower) for stage in stages]
     # What a stage waits for: in every forward, in every backward, and once per iteration.
     waits = {when: [0.0] * len(stages) for when in ("each forward", "each backward", "once")}
+    overlapped: Counter[tuple[int, str]] = Counter()  # of a stage, what is sent while it computes
     hidden, transfer = [0.0] * len(stages), 0.0
     for row in rows(job):
         seconds = row.count * collective_seconds(row, job, machine, backend)
@@ -161,14 +163,16 @@ def iteration(job: Job, machine: Machine, backend: str = "nccl", slower: float =
             continue
         for stage in row.stages:
             if row.overlap:
-                way = passes[stage][row.overlap != "each forward"].seconds
-                beside = min(seconds, way * (m if row.overlap.startswith("each") else 1))
-                hidden[stage] += beside
-                waits["once"][stage] += seconds - beside
+                overlapped[stage, row.overlap] += seconds
             elif row.when in waits:
                 waits[row.when][stage] += seconds / m
             else:
                 waits["once"][stage] += seconds
+    for (stage, overlap), seconds in overlapped.items():
+        way = passes[stage][overlap != "each forward"].seconds
+        beside = min(seconds, way * (m if overlap.startswith("each") else 1))
+        hidden[stage] += beside
+        waits["once"][stage] += seconds - beside
     forward = [each.seconds + wait for (each, _), wait in zip(passes, waits["each forward"], strict=True)]
     backward = [each.seconds + wait for (_, each), wait in zip(passes, waits["each backward"], strict=True)]
     whole = schedule.duration(forward, backward, m, transfer, job.parallel.virtual_stages)

@@ -117,6 +117,8 @@ def test_a_slow_link_decides_the_order():
             "tp": TWO_NODES.on(data=1, tensor=2), "zero2": replace(TWO_NODES, zero=Zero(2))}  # fmt: skip
     totals = [time.iteration(job, SLOW).total for job in jobs.values()]
     assert totals == sorted(totals)
+    zero3 = time.iteration(replace(TWO_NODES, zero=Zero(3, overlap=True, reuse_distance=0)), SLOW)
+    assert zero3.hidden <= zero3.computing + zero3.host  # gathers and gradients share a backward pass
     hidden = time.iteration(replace(TWO_NODES, engine="native"), SLOW)
     assert hidden.hidden > 0
     assert hidden.total < totals[2]
