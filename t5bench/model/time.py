@@ -80,7 +80,7 @@ def _rates(job: Job, device: Device) -> tuple[float, float, float]:
     """FLOP/s of the linear layers' matrix products, and of attention's and the head's, which fp8 leaves in bf16; and
     seconds per element of element-wise operations."""
     precisions = job.precision, "bf16" if job.precision == "fp8" else job.precision
-    own, other = (device.peak(each) or device.tensor * 1e12 for each in precisions)
+    own, other = (device.peak(each) or device.vector * 1e12 for each in precisions)  # without tensor cores for it
     return own * PRODUCTS, other * PRODUCTS, job.element / (device.bandwidth * ELEMENTS)
 
 

@@ -186,6 +186,13 @@ def test_fp8_is_for_linear_layers(length: int, share: float):
     assert fp8 / bf16 == pytest.approx(share, abs=0.1)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
+def test_without_tensor_cores_for_a_precision(precision: str):
+    """Products take at least as long as in fp32's vector units, whose activations are larger."""
+    found, plain, halves = (computing("v100", 512, precision=name) for name in (precision, "fp32", "fp16"))
+    assert plain >= found > 2 * halves
+
+
 def test_activations_of_a_layer():
     """Korthikanti et al., equation 2, with this FFN and cross-attention; by kernel, recomputation and parallelism."""
     job, n, m, h, f, a = Job(LARGE, micro_batch=2), 1024, 256, 1024, 2816, 16
