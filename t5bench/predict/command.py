@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 
 from tabulate import tabulate
@@ -95,14 +96,21 @@ def measured_row(directory: Path) -> Row:
 
 
 def vocabulary_of(plan: Plan, vocabulary: int | None) -> int:
-    """The padded vocabulary: from --vocabulary, else the data's tokenizer, else the model family."""
-    return padded(vocabulary, plan.number("VOCABULARY_MULTIPLE")) if vocabulary else padded_vocabulary(plan)
+    """The padded vocabulary: from --vocabulary, else the data's tokenizer, else the family. Raises Problem."""
+    if vocabulary is None:
+        return padded_vocabulary(plan)
+    if vocabulary < 1:
+        raise Problem(f"--vocabulary must be at least 1, found {vocabulary}")
+    return padded(vocabulary, plan.number("VOCABULARY_MULTIPLE"))
 
 
 def machine(args: argparse.Namespace, device: Device, per_node: int, gigabits: float | None = None) -> Machine:
     """As the command line describes it. Raises Problem."""
-    if args.link <= 0 or args.latency < 0:
-        raise Problem(f"--link must be more than 0 Gbit/s, found {args.link:g}")
+    for name, rate in (("--link", args.link), ("--calibrate-link", gigabits)):
+        if rate is not None and not 0 < rate < inf:
+            raise Problem(f"{name} must be more than 0 Gbit/s, found {rate:g}")
+    if not 0 <= args.latency < inf:
+        raise Problem(f"--latency must be at least 0 microseconds, found {args.latency:g}")
     return machine_of(device, gigabits or args.link, per_node, args.latency * 1e-6)
 
 

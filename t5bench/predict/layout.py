@@ -19,6 +19,7 @@ MEANINGS = {
     "position": "stages that hold the positions' table: its gradients",
 }
 MOST = 8  # groups of a kind that are listed
+MOST_RANKS = 32_768  # whose groups are made one by one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,14 +54,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def check_ranks(world: int) -> None:
+    """Raises Problem if there are too many."""
+    if world > MOST_RANKS:
+        raise Problem(f"{world} ranks are more than {MOST_RANKS}", "Choose fewer GPUs")
+
+
 def layout_of(args: argparse.Namespace) -> Parallel:
     for name in ("tp", "pp", "dp"):
         if getattr(args, name) < 1:
             raise Problem(f"--{name} must be at least 1, found {getattr(args, name)}")
     if args.split_rank is not None and not 0 < args.split_rank < args.pp:
-        raise Problem(f"--split-rank {args.split_rank} leaves no stage for the encoder or the decoder",
-                      f"With --pp {args.pp} it may be 1 to {args.pp - 1}")  # fmt: skip
+        remedy = f"With --pp {args.pp} it may be 1 to {args.pp - 1}" if args.pp > 1 else "Choose a --pp of 2 or more"
+        raise Problem(f"--split-rank {args.split_rank} leaves no stage for the encoder or the decoder", remedy)
     world = args.tp * args.pp * args.dp
+    check_ranks(world)
     per_node = args.per_node or -(-world // 2)
     if per_node < 1 or world % per_node:
         raise Problem(f"{world} ranks do not fill nodes of {per_node}", "Choose a --per-node that divides the ranks")

@@ -19,6 +19,7 @@ from t5bench.model.prediction import Prediction
 from t5bench.plan.forecast import job_of
 from t5bench.plan.launchers import ask
 from t5bench.predict.command import add_machine, device_for, machine, vocabulary_of
+from t5bench.predict.layout import check_ranks
 
 TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the all-reduces of every layer cross the network
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -96,16 +97,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises Problem."""
-    sizes = [int(size) for size in args.gpus.split(",") if size.isdigit() and int(size)]
+    sizes = [int(size) for size in args.gpus.split(",") if size.isdecimal() and int(size)]
     if len(sizes) < len(args.gpus.split(",")):
         raise Problem(f"--gpus must be numbers of GPUs, found '{args.gpus}'", "For example: --gpus 8,64,512")
-    if args.per_node < 1 or args.global_batch < 0:
-        raise Problem("--per-node and --global-batch must be more than 0")
+    if min(args.per_node, args.top, 1 if args.tp is None else args.tp) < 1 or args.global_batch < 0:
+        raise Problem("--per-node, --global-batch, --tp and --top must be more than 0")
     if not args.device:
         raise Problem("--device is missing", f"Choose from: {' '.join(DEVICES)}")
     device, model = device_for(None, args.device), architecture(args)
     found = {}
     for size in sizes:
+        check_ranks(size)
         per_node = min(args.per_node, size)
         if size % per_node:
             raise Problem(f"{size} GPUs do not fill nodes of {args.per_node}", "Set --per-node")
