@@ -154,10 +154,9 @@ def samples_per_second(point: Point) -> float:
 def predicted_rate(point: Point) -> tuple[float, time.Time]:
     """Samples per second and the iteration's parts. Raises Unpredictable."""
     job, count = job_of(point), point.hardware.count
-    world, stages, layers = job.parallel.world, job.parallel.pipeline, job.architecture.layers
+    world = job.parallel.world
     require(world == (count or world), f"its layout has {world} GPUs and its hardware {count}")
     require(world <= MOST_GPUS, f"its layout has {world} GPUs, more than {MOST_GPUS}")
-    require(stages <= layers, f"its pipeline has {stages} stages, more than its {layers} layers")
     found = time.iteration(job, published.machine_of(point))
     return job.global_batch / found.total, found
 

@@ -26,7 +26,8 @@ NOTES = {"line", "config", "note", "caveats", "confidence", "parameters_stated",
 
 def _form(name: str, *required: tuple[str, type], **optional: Any) -> type[msgspec.Struct]:
     """A form with required fields and optional ones, whose names, separated by blanks, are given by kind."""
-    kinds = {"text": str, "whole": Count, "layers": Layers, "size": Count | str, "switch": bool, "number": float}
+    kinds = {"text": str, "whole": Count, "layers": Layers, "size": Count | str, "switch": bool}
+    kinds["share"] = Annotated[float, msgspec.Meta(ge=0, le=1)]
     kinds["stage"] = Literal[0, 1, 2, 3]
     fields = [(field, kinds[kind] | None, None) for kind, names in optional.items() for field in names.split()]
     return msgspec.defstruct(name, [*required, *fields])
@@ -50,7 +51,7 @@ Point = _form(
     *{"hardware": Hardware, "measured": Mapping[str, Any], "use": Sequence[str]}.items(),
     text="how_counted optimizer attention_kernel activation_checkpointing",
     whole="micro_batch global_batch global_batch_inferred",
-    number="dropout",
+    share="dropout",
 )
 
 
@@ -80,9 +81,13 @@ def _positive(point: Point) -> Point:
     for name in filter(FIGURES.search, stated):
         sizes = stated[name] if name.endswith("_layer_activation_mb") else {"1": stated[name]}
         numbers = sizes.items() if isinstance(sizes, dict) else [("", 0)]
-        if not all(size.isdigit() and isinstance(number, int | float) and number > 0 for size, number in numbers):
+        if not all(re.fullmatch("[1-9][0-9]{0,5}", size) and _is_positive(number) for size, number in numbers):
             raise msgspec.ValidationError(f"Expected a positive number - at `$.measured.{name}`")
     return msgspec.structs.replace(point, measured=stated)
+
+
+def _is_positive(number: object) -> bool:
+    return isinstance(number, int | float) and not isinstance(number, bool) and number > 0
 
 
 def _unknown(entry: Mapping[str, Any], form: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
@@ -135,15 +140,14 @@ def architecture_of(point: Point, tensor: int) -> Architecture:
     hidden = require(model.hidden, "the hidden size is not stated")
     require(encoder or decoder, "the sequence length is not stated")
     layers = model.encoder_layers or 0, model.decoder_layers or 0
-    if whose.startswith("galvatron") and model.encoder_layers is None:  # figures of one layer
+    if whose.startswith("galvatron") and family == "t5" and model.encoder_layers is None:  # figures of one layer
         layers = 1, 1
-    else:
-        require(layers[family != "bert"], "the number of layers is not stated")
-        if all(layers):
-            require(encoder and decoder, "the encoder's or the decoder's length is not stated")
-        else:  # one stack has one length, whatever a source calls it
-            encoder, decoder = ((encoder or decoder) * (own > 0) for own in layers)
-    gated, size = bool(model.gated), model.kv_channels
+    require(layers[family != "bert"], "the number of layers is not stated")
+    if all(layers):
+        require(encoder and decoder, "the encoder's or the decoder's length is not stated")
+    else:  # one stack has one length, whatever a source calls it
+        encoder, decoder = ((encoder or decoder) * (own > 0) for own in layers)
+    gated, size = "glu" in (model.activation or "") if model.gated is None else model.gated, model.kv_channels
     require(model.ffn or not gated or whose in MEGATRON, "the FFN size of a gated model is not stated")
     heads = require(model.heads or hidden // (size or HEAD_SIZE), "the number of attention heads is not stated")
     vocabulary = model.vocab or (MT5_VOCABULARY if "mt5" in (model.name or "").lower() else VOCABULARIES[family])
@@ -164,12 +168,20 @@ def job_of(point: Point, tensor: int | None = None) -> Job:
     """What was trained. tensor: for a point with figures for several tensor-parallel sizes. Raises Unpredictable."""
     layout, source, optimizer = point.parallel, point.source, point.optimizer or ""
     t = tensor or layout.tp or 1
-    require(isinstance(t, int), f"it has several tensor-parallel sizes, {t}")
+    require(isinstance(t, int), f"its tensor-parallel size is not one number: '{t}'")
     micro_batch = require(point.micro_batch, "the micro-batch size is not stated")
     precision = re.match("bf16|fp16|fp32|tf32|fp8", point.precision.lower())
     require(precision, f"the precision {point.precision} is not known")
     architecture = architecture_of(point, t)
     pipeline, data, offload = layout.pp or 1, layout.dp or 1, layout.offload or ""
+    heads, groups, ffn = architecture.heads, architecture.kv_heads, architecture.ffn
+    require(heads % groups == 0, f"its {heads} attention heads do not divide into {groups} query groups")
+    require(heads % t == ffn % t == 0, f"its {heads} heads and {ffn} FFN columns do not divide over {t} GPUs")
+    stacks = architecture.layers
+    require(pipeline <= stacks, f"its pipeline has {pipeline} stages, more than its {stacks} layers")
+    batch = point.global_batch or point.global_batch_inferred or micro_batch * data
+    fills = batch % (micro_batch * data) == 0
+    require(fills, f"{data} micro-batches of {micro_batch} do not divide its batch of {batch}")
     distributed = "distributed" in optimizer.replace("not distributed", "")
     stated = point.activation_checkpointing
     again = re.match("none|full|selective", (stated or "none").lower())
@@ -190,7 +202,7 @@ def job_of(point: Point, tensor: int | None = None) -> Job:
             devices_per_node=max(1, (point.hardware.count or 8) // (point.hardware.nodes or 1)),
         ),
         micro_batch=micro_batch,
-        global_batch=point.global_batch or point.global_batch_inferred or micro_batch * data,
+        global_batch=batch,
         zero=Zero(0 if distributed else layout.zero_stage or 0, "optimizer" in offload, "parameters" in offload),
         distributed_optimizer=distributed,
         precision=precision[0],
@@ -230,9 +242,9 @@ def _attention(point: Point) -> str:
         return found
     plain = not kernel or re.search("eager|softmax|bmm|plain|native|local", kernel)
     require(plain, f"the attention kernel {point.attention_kernel} is not known")
-    if kernel or (software(point) != "transformer-engine" and "fp8" not in point.precision):
+    if kernel or (software(point) != "transformer-engine" and "fp8" not in point.precision.lower()):
         return "unfused"
-    return "fused" if "H100" in (point.hardware.gpu or "") else "flash"
+    return "fused" if (device := device_of(point)) and device.hopper else "flash"
 
 
 # What one node sends over all its interfaces: eight of 200 Gbit/s in a DGX A100, eight of 400 in a DGX H100, four of
@@ -270,6 +282,10 @@ def machine_of(point: Point) -> Machine:
     hardware, device = point.hardware, device_of(point)
     require(device or not hardware.gpu, f"the GPU {hardware.gpu} is not known")
     nodes, interconnect, device = hardware.nodes or 1, hardware.interconnect or "", device or DEVICES["a100"]
+    fp8 = "fp8" in point.precision.lower()
+    require(not fp8 or (hardware.gpu and device.fp8), "fp8 is stated, but no GPU that has it")
+    require(hardware.nodes or (hardware.count or 1) <= 8, f"the nodes of its {hardware.count} GPUs are not stated")
+    require((hardware.count or nodes) % nodes == 0, f"its {hardware.count} GPUs do not fill {nodes} nodes")
     found = hardware.gpu or interconnect or nodes == 1
     require(found, "neither the GPU nor what joins its nodes is stated")
     per_node = max(1, (hardware.count or 1) // nodes)

@@ -64,6 +64,8 @@ def test_rules_name_no_point():
     assert not [point.id for point in published.read(FILE)[0] if point.id in rules]
 
 
+GPT = {"architecture": "GPT", "hidden": 64, "heads": 4, "decoder_layers": 2}
+PROFILES = {"repo": "PKU-DAIR/Hetu-Galvatron"}
 RATED = {"use": ["ratio"], "measured": {"samples_per_second": 1.0}}
 
 
@@ -87,8 +89,20 @@ RATED = {"use": ["ratio"], "measured": {"samples_per_second": 1.0}}
         ({"attention_kernel": "xformers"}, "the attention kernel xformers is not known", 0),
         ({"optimizer": "Muon"}, "the states of the optimizer Muon are not known", 0),
         ({"parallel": {"layers_per_virtual_stage": 5}}, "layers of a stage are not a multiple of 5", 0),
-        ({"parallel": {"pp": 99}, "hardware": {}, **RATED}, "its pipeline has 99 stages, more than its 24 layers", 0),
-        ({"parallel": {"dp": 10**9}, "hardware": {}, **RATED}, "GPUs, more than 100000", 0),
+        ({"parallel": {"pp": 99}}, "its pipeline has 99 stages, more than its 24 layers", 0),
+        ({"parallel": {"dp": 10**9}, "hardware": {}, "global_batch": None, **RATED}, "GPUs, more than 100000", 0),
+        ({"parallel": {"tp": 3}}, "do not divide over 3 GPUs", 0),
+        ({"parallel": {"tp": "2"}}, "its tensor-parallel size is not one number: '2'", 0),
+        ({"model": GPT | {"query_groups": 3}}, "its 4 attention heads do not divide into 3 query groups", 0),
+        ({"micro_batch": 5, "global_batch": 7}, "micro-batches of 5 do not divide its batch of 7", 0),
+        ({"model": GPT | {"activation": "swiglu"}, "source": PROFILES}, "the FFN size of a gated model is not", 0),
+        ({"model": {"architecture": "T5", "hidden": 64}, "source": PROFILES}, "the decoder's length is not stated", 0),
+        ({"precision": "FP8", "hardware": {"gpu": "A100"}, "parallel": {}, **RATED}, "no GPU that has it", 0),
+        ({"hardware": {"count": 16}, "parallel": {"dp": 16}, **RATED}, "the nodes of its 16 GPUs are not stated", 0),
+        ({"hardware": {"count": 8, "nodes": 3}, "parallel": {"dp": 8}, **RATED}, "its 8 GPUs do not fill 3 nodes", 0),
+        ({"measured": {"encoder_layer_activation_mb": {"²": 5}}}, "Expected a positive number - at `$.measured.enc", 1),
+        ({"measured": {"samples_per_second": True}}, "Expected a positive number - at `$.measured.samples_per_sec", 1),
+        ({"dropout": 5}, "Expected `float` <= 1.0 - at `$.dropout`", 1),
         ({"parallel": {"zero_stage": 3, "offload": "NVMe"}}, "the offload NVMe is not known", 0),
     ],
 )
