@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         raise Problem("--per-node, --global-batch, --tp and --top must be more than 0")
     if not args.device:
         raise Problem("--device is missing", f"Choose from: {' '.join(DEVICES)}")
-    device, model = device_for(None, args.device), architecture(args)
+    device, plain = device_for(None, args.device), settings(args)
     found = {}
     for size in sizes:
         check_ranks(size)
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         if size % per_node:
             raise Problem(f"{size} GPUs do not fill nodes of {args.per_node}", "Set --per-node")
         on = machine(args, device, per_node)
-        found[size] = search(model, size, on, args.global_batch or max(512, size), args.tp)
+        found[size] = search(plain, size, on, args.global_batch or max(512, size), args.tp)
     if args.json:
         print(json.dumps({size: _json(candidates) for size, candidates in found.items()}, indent=2))
     else:
@@ -123,14 +123,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def architecture(args: argparse.Namespace) -> Architecture:
-    """The model of the launchers' settings, and of a preset by its name."""
-    one = {"NPROC_PER_NODE": "1", "NNODES": "1", "HOSTS": "", "GLOBAL_BATCH_SIZE": "1", "MICRO_BATCH_SIZE": "1"}
+def settings(args: argparse.Namespace) -> Job:
+    """The launchers' settings, and those of a preset by its name, as a job of Megatron-DeepSpeed on one GPU."""
+    one = {"ENGINE": "megatron"}
+    one |= {"NPROC_PER_NODE": "1", "NNODES": "1", "HOSTS": "", "GLOBAL_BATCH_SIZE": "1", "MICRO_BATCH_SIZE": "1"}
     plan = ask("ddp", environment=os.environ | one | ({"MODEL_PRESET": args.model} if args.model else {}))
     if plan.layout is None:
         wrong = next(obstacle for obstacle in plan.obstacles if obstacle.fatal)
         raise Problem(f"the model's settings are wrong: {wrong.found}", wrong.remedy)
-    return job_of(plan, vocabulary_of(plan, args.vocabulary)).architecture
+    return job_of(plan, vocabulary_of(plan, args.vocabulary))
 
 
 def layouts(model: Architecture, gpus: int, per_node: int, tensor: int | None) -> Iterator[Parallel]:
@@ -144,8 +145,8 @@ def layouts(model: Architecture, gpus: int, per_node: int, tensor: int | None) -
                 yield Parallel(t, p, gpus // (t * p), devices_per_node=per_node)
 
 
-def jobs(model: Architecture, gpus: int, per_node: int, batch: int, tensor: int | None) -> Iterator[Job]:
-    for parallel in layouts(model, gpus, per_node, tensor):
+def jobs(plain: Job, gpus: int, per_node: int, batch: int, tensor: int | None) -> Iterator[Job]:
+    for parallel in layouts(plain.architecture, gpus, per_node, tensor):
         zeros = [Zero()]
         if parallel.data > 1:  # DeepSpeed has no stage 2 or 3 in pipelines
             zeros += [Zero(stage) for stage in ((1,) if parallel.pipeline > 1 else (1, 2, 3))]
@@ -153,13 +154,15 @@ def jobs(model: Architecture, gpus: int, per_node: int, batch: int, tensor: int 
         for micro in (size for size in MICRO_BATCHES if batch % (size * parallel.data) == 0):
             for zero, recompute in product(zeros, RECOMPUTE):
                 own = replace(parallel, deepspeed=parallel.pipeline > 1 and zero.stage > 0)
-                yield Job(model, own, micro, batch, zero, recompute=recompute)
+                sizes = {"parallel": own, "micro_batch": micro, "global_batch": batch}
+                yield replace(plain, **sizes, zero=zero, recompute=recompute)
 
 
-def search(model: Architecture, gpus: int, on: Machine, batch: int, tensor: int | None = None) -> list[Candidate]:
+def search(plain: Job, gpus: int, on: Machine, batch: int, tensor: int | None = None) -> list[Candidate]:
     """Every layout, the fastest first. Raises Problem if no layout divides the model or none fits."""
-    candidates = [Candidate(job, on) for job in jobs(model, gpus, on.devices_per_node, batch, tensor)]
+    candidates = [Candidate(job, on) for job in jobs(plain, gpus, on.devices_per_node, batch, tensor)]
     if not candidates:
+        model = plain.architecture
         asked = f" with TP={tensor}" if tensor else ""
         raise Problem(
             f"no layout of {gpus} GPUs{asked} divides the model and a global batch of {batch}",

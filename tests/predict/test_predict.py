@@ -118,6 +118,18 @@ def test_a_comparison_on_known_gpus_needs_no_run_to_predict_times(tmp_path: Path
     assert all(4 / 3 > row.hardware_tflops / row.tflops > 1.3 for row in comparison.rows)  # the head is done once
 
 
+def test_a_plan_has_the_settings_of_a_prediction(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"PRECISION_FLAG": "", "DROPOUT": "0", "NNODES": "1", "NPROC_PER_NODE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    predicted = json.loads(t5bench(capsys, "predict", "--device", "h100", "--json")[1])["rows"]
+    planned = json.loads(t5bench(capsys, "plan", "--gpus", 2, "--device", "h100", "--global-batch", 16, "--json")[1])
+    zero1 = next(row for row in predicted if row["strategy"] == "zero1")
+    names = "kind", "micro_batch", "recompute"
+    found = [one for one in planned["2"] if [one[name] for name in names] == ["ZeRO-1", 1, "none"]]
+    assert [one["memory"] for one in found] == pytest.approx([zero1["memory"]["in_use"]])
+    assert [one["seconds"] for one in found] == pytest.approx([zero1["seconds"]["total"]])
+
+
 def test_a_gpt_runs_in_deepspeeds_pipeline():
     model = Architecture(0, 24, 1024, 16, 64, 4096, 0, 1024, 50304, family="gpt", head_bias=False)
     job = Job(model, Parallel(2, 2, 2, deepspeed=True), 1, 16, Zero(1), recompute="full")
