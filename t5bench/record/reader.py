@@ -183,6 +183,8 @@ def _faults(part: _Part) -> Iterator[str]:
         passed = [given[argument] for argument in setting.argument.split(",") if argument in given]
         if passed and setting.value not in passed:
             yield f"{name} is '{setting.value}', but the engine was given {setting.argument} {' '.join(passed)}"
+    if not plan.strategy.name:
+        yield "the strategy has no name"
     if min(plan.iterations, plan.last_iteration) < 0:
         yield f"it has {plan.iterations} iterations, the last {plan.last_iteration}"
     if missing := Counter(plan.arguments.words) - Counter(plan.command):
