@@ -27,7 +27,7 @@ from t5bench.plan.settings import checked_settings, effective_settings, help_tex
 from t5bench.plan.toolkit import completions
 from t5bench.plan.topology import check_own_name, placed
 from t5bench.record import wandb
-from t5bench.record.plan import SECRET_GIVEN, Arguments, Plan, Setting
+from t5bench.record.plan import SECRET_GIVEN, Arguments, Plan, Setting, by_name
 
 EXIT_CONFIGURATION = 2
 
@@ -47,7 +47,7 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
         request = placed(request)
     if not findings.refused:
         check_family(request)
-        check_profile(request)
+        check_numbers(request)
         request = evaluating(request)
         processes = Processes(request)
         layout, ds_config = divide(request, processes), effective_config(request)
@@ -96,11 +96,20 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
     }
 
 
-def check_profile(request: Request) -> None:
-    iteration, last = request.number("PROFILE_ITERATION"), request.number("TRAIN_ITERS")
+def check_numbers(request: Request) -> None:
+    """Refuses numbers that fit their settings but not each other, or no engine."""
+    refuse, value, last = request.findings.refuse, request.value, request.number("TRAIN_ITERS")
+    iteration, warm_up = request.number("PROFILE_ITERATION"), request.number("LR_WARMUP_ITERS")
     if iteration and not 2 <= iteration <= last:
         found = f"PROFILE_ITERATION must be between 2 and TRAIN_ITERS={last}, found {iteration}"
-        request.findings.refuse("profile-iteration", found, "The first iteration is only warm-up; 0 profiles none")
+        refuse("profile-iteration", found, "The first iteration is only warm-up; 0 profiles none")
+    if warm_up >= last and "--lr-decay-iters" not in by_name(request.extra):
+        found = f"LR_WARMUP_ITERS={warm_up} leaves none of TRAIN_ITERS={last} for the learning rate's decay"
+        refuse("learning-rate", found, "Lower LR_WARMUP_ITERS, or raise TRAIN_ITERS")
+    if float(value("MIN_LR")) > float(value("LR")):
+        refuse("learning-rate", f"MIN_LR={value('MIN_LR')} is more than LR={value('LR')}", "Lower MIN_LR, or raise LR")
+    if float(value("DROPOUT")) >= 1:
+        refuse("dropout", f"DROPOUT must be less than 1, found {value('DROPOUT')}")
 
 
 def evaluating(request: Request) -> Request:

@@ -20,6 +20,8 @@ DECIDED_ELSEWHERE = {
     "--distributed-backend": "DEVICE and SHARE_GPUS determine it",
     "--pipeline-model-parallel-split-rank": "PIPELINE_PARALLEL_SIZE determines it",
     "--tensorboard-dir": "OUTPUT_DIR sets the run's directory",
+    "--save": "OUTPUT_DIR sets the run's directory",
+    "--save-interval": "SAVE_INTERVAL sets it",
     "--load": "RESUME=1 continues a run; a new one begins with another's weights with --finetune --load",
     "--skip-train": "EVAL_ONLY=1 evaluates a checkpoint",
     "--recompute-granularity": "use RECOMPUTE=selective or RECOMPUTE=full",

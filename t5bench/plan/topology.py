@@ -48,7 +48,8 @@ def placed(request: Request) -> Request:
     except Problem as problem:
         findings.refuse("host-name", str(problem), problem.remedy)
         return request
-    rank = request.facts["node"] or next((str(n) for n, host in enumerate(hosts) if is_this_host(host)), "")
+    here = (str(n) for n, host in enumerate(hosts) if is_this_host(host) and hosts.count(host) == 1)
+    rank = request.facts["node"] or next(here, "")
     request = replace(request, facts={**request.facts, "node": rank})
     if fault := next(_mistakes(request), None):
         findings.refuse(*fault)

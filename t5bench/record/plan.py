@@ -14,7 +14,7 @@ from t5bench.record.files import RecordError
 
 FORMAT = 2
 SECRET_GIVEN = "given"  # all that a plan says of a secret's value
-MOST_RAMP_ITERATIONS = 100_000
+MOST_RAMP_ITERATIONS = 1_000_000
 MOST = 10**9 - 1  # of any number in a setting, so that a product of two fits into the 64 bits of shell and engines
 PRECISIONS = ("--bf16", "--fp16")  # values of PRECISION_FLAG, which are arguments themselves
 

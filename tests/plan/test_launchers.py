@@ -91,6 +91,7 @@ def test_a_master_and_a_rank_mean_two_nodes(project: Project):
         (["127.0.0.2", "0"], {"HOSTS": TWO_HOSTS}, "master-is-not-first", "HOSTS begins with 127.0.0.1"),
         (["no-such-host.invalid", "0"], {"NNODES": "2"}, "unknown-master", "no-such-host.invalid' does not resolve"),
         ([], {"HOSTS": f"{ELSEWHERE} {ELSEWHERE}"}, "no-node-rank", "Unable to infer NODE_RANK"),
+        ([], {"HOSTS": "127.0.0.1 127.0.0.1"}, "no-node-rank", "Unable to infer NODE_RANK"),
         (["0"], {}, "master-is-a-number", "host name, found '0'"),
         ([], {"NNODES": "2"}, "no-master", "no master host is known"),
         ([], {"SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2", "SLURM_NODEID": "0", "SLURM_LOCALID": "1"},
