@@ -15,7 +15,8 @@ from t5bench.record.files import RecordError
 FORMAT = 2
 SECRET_GIVEN = "given"  # all that a plan says of a secret's value
 MOST_RAMP_ITERATIONS = 1_000_000
-MOST = 10**9 - 1  # of any number in a setting, so that a product of two fits into the 64 bits of shell and engines
+# Of a setting: so that the product of two whole numbers fits into the 64 bits of shell and engines, and fp32's range.
+MOST = {"whole": 10**9 - 1, "decimal": 1e38}
 PRECISIONS = ("--bf16", "--fp16")  # values of PRECISION_FLAG, which are arguments themselves
 
 
@@ -84,8 +85,8 @@ class Setting:
             return f"{name} must be a whole number of at least {least}, found '{value}'", ""
         if what == "decimal" and not re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", value):
             return f"{name} must be a non-negative number, found '{value}'", ""
-        if what in ("whole", "decimal") and float(value) > float(most or MOST):
-            return f"{name} must be at most {most or MOST}, found {value}", ""
+        if what in MOST and float(value) > float(most or MOST[what]):
+            return f"{name} must be at most {most or MOST[what]}, found {value}", ""
         if what == "one-of" and value not in bounds.split("|"):
             return f"{name} is '{value}'", f"It may be one of: {bounds.replace('|', ' ')}"
         if not value:

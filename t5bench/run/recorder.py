@@ -199,7 +199,7 @@ def follow(part: Part, peers: Peers, stacks: Stacks, is_over: Callable[[], bool]
     plan, metrics = part.plan, Path(part.plan.output_dir, "metrics.jsonl")
     with part.file("log").open("ab") as log:
         output = Output(log, metrics, part.hidden, on_iteration=peers.progressed, stacks=stacks.texts)
-        interval, has_gpus = plan.decimal("SAMPLE_INTERVAL"), plan.device == "cuda"
+        interval, has_gpus = min(plan.decimal("SAMPLE_INTERVAL"), threading.TIMEOUT_MAX), plan.device == "cuda"
         sampler = Sampler(part.file("samples.jsonl"), interval, has_gpus=has_gpus, environment=os.environ)
         pass_on(output, sys.stdin.fileno(), sys.stdout.fileno(), is_over, lambda: part.look(output))
         sampler.end()

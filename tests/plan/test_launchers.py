@@ -123,7 +123,7 @@ def test_one_plan_names_every_invalid_setting(project: Project):
         "MICRO_BATCH_SIZE": ("08", "must be a whole number"),
         "HIDDEN_SIZE": ("a[$(touch /tmp/never)]", "must be a whole number"),
         "LR": ("-1", "must be a non-negative number"),
-        "MIN_LR": ("1e999", "must be at most 999999999"),
+        "MIN_LR": ("1e999", "must be at most 1e+38"),
         "DISTRIBUTED_TIMEOUT_MINUTES": ("9" * 18, "must be at most 999999999"),
         "SEED": ("0", "must be a whole number of at least 1"),
         "PRECISION_FLAG": ("--bf8", "is '--bf8'"),
