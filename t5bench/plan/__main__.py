@@ -97,7 +97,7 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
 
 
 def check_numbers(request: Request) -> None:
-    """Refuses numbers that fit their settings but not each other, or no engine."""
+    """Refuses numbers that are valid alone but do not fit together, or that no engine accepts."""
     refuse, value, last = request.findings.refuse, request.value, request.number("TRAIN_ITERS")
     iteration, warm_up = request.number("PROFILE_ITERATION"), request.number("LR_WARMUP_ITERS")
     if iteration and not 2 <= iteration <= last:

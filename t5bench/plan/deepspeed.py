@@ -74,7 +74,8 @@ def _check_options(config: Mapping[str, Any], run_config: Mapping[str, Any], req
         raise ValueError(f"{', '.join(twice)} come from the settings and must not be in the strategy's JSON")
     if unknown := sorted((config.keys() - OPTIONS) | (zero.keys() - ZERO_OPTIONS)):
         known = ", ".join(sorted(OPTIONS | ZERO_OPTIONS))
-        raise ValueError(f"{', '.join(unknown)} would have no effect or change what is trained. It may have: {known}")
+        found = f"{', '.join(unknown)} would have no effect or change what is trained"
+        raise ValueError(f"{found}. A strategy's JSON may have: {known}")
     for name in ("offload_optimizer", "offload_param"):
         device = (zero.get(name) or {}).get("device", "none")
         if device not in ("cpu", "none"):
