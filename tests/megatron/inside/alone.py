@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 import sysconfig
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -231,11 +230,6 @@ def get_map(prefix: str, documents: slice = slice(None)) -> list[list[int]]:
     return np.array(dataset_utils.get_samples_mapping(dataset, prefix, *options)).tolist()
 
 
-def map_file(directory: Path) -> Path:
-    (path,) = directory.glob("*_indexmap_*")
-    return path
-
-
 def get_gpt_samples(prefix: str) -> list[list[int]]:
     dataset, *unasked = gpt_dataset.build_train_valid_test_datasets(
         [prefix], "mmap", "949,50,1", [16, 0, 0], 16, 1234, True
@@ -284,17 +278,19 @@ def test_corpora_are_blended_and_one_that_is_too_small_is_named(tmp_path: Path, 
         blend(2, [20, 4, 0])
 
 
-def test_index_map_of_older_data_is_built_again(tmp_path: Path):
-    get_map(write_data(tmp_path))
-    prefix = write_data(tmp_path, documents=5)
-    os.utime(map_file(tmp_path), (time.time() - 150,) * 2)
-    assert max(end for _, end, _ in get_map(prefix)) == 5
+@pytest.mark.parametrize("get", [get_map, get_gpt_samples])
+def test_index_map_of_other_data_is_not_used(tmp_path: Path, get: Callable):
+    """Not even if it is newer than the data, as after cp -p or rsync -a."""
+    own = get(write_data(tmp_path / "own", documents=30))
+    get(write_data(tmp_path / "shared", documents=20))
+    assert get(write_data(tmp_path / "shared", documents=30)) == own
 
 
-def test_index_map_of_a_larger_split_is_built_again(tmp_path: Path):
+@pytest.mark.parametrize("splits", [(None, 11), (11, None)])
+def test_index_map_of_another_split_is_not_used(tmp_path: Path, splits: tuple[int | None, int | None]):
     prefix = write_data(tmp_path)
-    get_map(prefix)
-    assert max(end for _, end, _ in get_map(prefix, slice(11))) == 10
+    first, second = (max(end for _, end, _ in get_map(prefix, slice(end))) for end in splits)
+    assert first != second and 10 in (first, second)
 
 
 def test_index_map_is_written_atomically(tmp_path: Path, monkeypatch: Patch):
