@@ -17,7 +17,7 @@ from pathlib import Path
 
 argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
 repository = Path(__file__).resolve().parent.parent
-settings = {"MEGATRON_DATA_DIR": str(repository / "megatron_data")} | os.environ
+settings = os.environ | {"MEGATRON_DATA_DIR": os.environ.get("MEGATRON_DATA_DIR") or str(repository / "megatron_data")}
 settings |= {"PYTHONPATH": os.pathsep.join(filter(None, (str(repository), os.environ.get("PYTHONPATH"))))}
 # From Python 3.11 on, PYTHONSAFEPATH keeps another t5bench in the current directory out.
 settings |= {"TOKENIZER_MODEL": "", "PYTHONSAFEPATH": "1"}

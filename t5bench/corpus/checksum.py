@@ -3,6 +3,7 @@
 Launchers compute it before every run, so nothing heavy is imported.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -10,9 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from t5bench import Problem
+from t5bench import Problem, digest
 from t5bench.corpus.index import dataset_paths
 
+CHECKSUMS, DIGITS = Path("~/.cache/t5-parallelism/checksums"), 64
 PIECES, CONFIG = "spiece.model", "tokenizer_config.json"
 VOCABULARIES = [PIECES, "tokenizer.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt"]
 # Values that hub repositories leave to the model's config.json and to the library's defaults.
@@ -41,7 +43,7 @@ def tokenizer_checksum(directory: Path) -> str:
                 content = {key: value for key, value in content.items() if key not in _NOT_OF_THE_IDS}
             if content:
                 digest.update(json.dumps([name, content], sort_keys=True).encode())
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise Problem(f"cannot read the tokenizer in {directory}: {error}", "Copy or download it again") from None
     if not files and not (directory / "tokenizer.json").exists():
         raise Problem(f"{directory} has neither {PIECES} nor another tokenizer file", "Set another TOKENIZER_MODEL")
@@ -66,10 +68,25 @@ def cached_tokenizer(name: str) -> Path | None:
 
 
 def describes(record: Mapping[str, Any], prefix: str) -> bool:
-    """Whether a dataset's record describes the files `<prefix>.bin` (only by its size) and `<prefix>.idx`."""
+    """Whether a dataset's record has the checksums of the files `<prefix>.bin` and `<prefix>.idx`."""
     try:
-        tokens, index = dataset_paths(prefix)
-        recorded = record["files"][tokens.name]["bytes"], record["files"][index.name]["sha256"]
-        return recorded == (tokens.stat().st_size, hashlib.sha256(index.read_bytes()).hexdigest())
+        return all(_digest(path) == record["files"][path.name]["sha256"] for path in dataset_paths(prefix))
     except (OSError, LookupError, TypeError):
         return False
+
+
+def _digest(path: Path) -> str:
+    """The file's sha256, which takes a second per GB and is therefore remembered until the file changes."""
+    status, kept = path.stat(), None
+    place = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # no home directory, or none that can be written
+        kept = CHECKSUMS.expanduser() / "-".join(map(str, place))
+        if len(known := kept.read_text()) == DIGITS:
+            return known
+    with path.open("rb") as file:
+        found = digest(file)
+    with contextlib.suppress(OSError):
+        if kept:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(found)
+    return found

@@ -32,7 +32,7 @@ def read_record(prefix: Path) -> dict[str, Any]:
     try:
         record = json.loads(record_path(prefix).read_text(encoding="utf-8"))
         return record if isinstance(record["source"], str) else {}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
 
 

@@ -26,7 +26,7 @@ from t5bench.corpus import common
 from t5bench.corpus.checksum import tokenizer_checksum
 from t5bench.corpus.convert import convert_source
 from t5bench.corpus.source import Source, make_source
-from t5bench.corpus.tokenizer import DocumentEncoder, copy_tokenizer, find_tokenizer
+from t5bench.corpus.tokenizer import DocumentEncoder, copy_tokenizer, find_tokenizer, readable
 
 TEXT, DATASET = "xsum_text", "xsum_text_document"
 FEW = 1000  # documents that make a sample
@@ -39,9 +39,9 @@ OUTPUTS = ["tokenizer", *EXPORTS, *BINARIES, f"{DATASET}.meta.json"]
 def prepare(settings: Mapping[str, str]) -> None:
     """Exports, tokenises and publishes, as the settings say; without a tokenizer it only exports. Raises Problem."""
     directory, family = Path(settings["MEGATRON_DATA_DIR"]), settings.get("MODEL_FAMILY", "t5")
-    limit, force = int(settings.get("XSUM_LIMIT") or 0) or None, settings.get("FORCE") == "1"
+    limit, force = _count(settings, "XSUM_LIMIT"), settings.get("FORCE") == "1"
     source = make_source(settings.get("XSUM_SOURCE", ""), settings.get("XSUM_SPLIT") or "train", limit)
-    workers = int(settings.get("WORKERS") or len(os.sched_getaffinity(0)))
+    workers = _count(settings, "WORKERS") or len(os.sched_getaffinity(0))
     tokenizer = settings.get("TOKENIZER_MODEL")
     if tokenizer and not force:
         check_replacement(directory, source, tokenizer)
@@ -49,8 +49,10 @@ def prepare(settings: Mapping[str, str]) -> None:
         encoder, rows, made_with = None, source, {}
         if tokenizer:
             # Tokenising with the copy shows that it is complete, and does so before the export, which may take long.
-            copy_tokenizer(find_tokenizer(tokenizer, family), staged / "tokenizer")
-            encoder = DocumentEncoder(staged / "tokenizer", family)
+            found = find_tokenizer(tokenizer, family)
+            with readable(tokenizer, family):
+                copy_tokenizer(found, staged / "tokenizer")
+                encoder = DocumentEncoder(staged / "tokenizer", family)
             if not encoder.exact:
                 note("note: the fast implementations do not match this tokenizer, so its slower one is used")
             made_with = {
@@ -64,11 +66,21 @@ def prepare(settings: Mapping[str, str]) -> None:
                 note(f"Using {TEXT}.jsonl, exported earlier from the same source (FORCE=1 exports again)")
                 rows = Source(directory / f"{TEXT}.jsonl")
         note(f"{'Tokenising' if tokenizer else 'Exporting'}: {source.describe()}")
-        job = [family, source.describe(), rows.describe(), rows.state(), made_with]
+        states = source.state(), rows.state()
+        job = [family, source.describe(), rows.describe(), states[1], made_with]
         counts = convert_source(rows, staged / TEXT, encoder, workers, job)
+        if (source.state(), rows.state()) != states:
+            raise Problem(f"{source.describe()} changed while it was read", "Run the command again once it is complete")
         write_records(source, staged, counts, made_with)
         publish(staged, directory, OUTPUTS if tokenizer else EXPORTS)
     report(counts, directory, tokenizer, family)
+
+
+def _count(settings: Mapping[str, str], name: str) -> int | None:
+    value = settings.get(name) or None
+    if value and not (value.isdecimal() and int(value)):
+        raise Problem(f"{name} must be a whole number of at least 1, found '{value}'", "Correct it, or unset it")
+    return value and int(value)
 
 
 def name_of(tokenizer: str) -> str:
@@ -168,7 +180,7 @@ def publish(staged: Path, directory: Path, names: Sequence[str]) -> None:
 
 def report(counts: Counter[str], directory: Path, tokenizer: str | None, family: str) -> None:
     """Prints what is in the data and what to do next."""
-    print(f"{directory}: {counts['documents']:,} documents, {counts['tokens']:,} tokens")
+    print(f"{directory}: {counts['documents']:,} documents" + (f", {counts['tokens']:,} tokens" if tokenizer else ""))
     if empty := counts["skipped_empty"]:
         print(f"{empty:,} empty documents were skipped.")
     if special := counts["special_text_documents"]:

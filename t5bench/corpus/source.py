@@ -40,7 +40,13 @@ class Block(NamedTuple):
             lines = enumerate(self.content.split(b"\n"), self.first)
             rows = ((number, _object(line, self.place.format(number))) for number, line in lines if line.strip())
         else:
-            rows = enumerate(self.content.to_pylist(), self.first)
+            try:
+                rows = enumerate(self.content.to_pylist(), self.first)
+            except ValueError as error:
+                found = (
+                    f"{self.place.format(f'{self.first} or a later')} is not text in UTF-8 ({common.one_line(error)})"
+                )
+                raise Problem(found, "Copy or download the file again") from error
         for number, row in rows:
             yield _article(row, number, self.place.format(number))
 
@@ -103,7 +109,7 @@ def _parquet_blocks(paths: list[Path], place: str) -> Iterator[Block]:
     import pyarrow.parquet
 
     try:
-        files, first = [pyarrow.parquet.ParquetFile(path) for path in paths], 1
+        files, first = [pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) for path in paths], 1
         rows = sum(file.metadata.num_rows for file in files)
         for file in files:
             columns = [name for name in file.schema_arrow.names if name in COLUMNS] or None

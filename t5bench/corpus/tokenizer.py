@@ -146,18 +146,28 @@ def load_tokenizer(name: str | Path, family: str = "t5") -> Any:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    try:
+    with readable(name, family, OSError):
         tokenizer = AutoTokenizer.from_pretrained(name, use_fast=False, local_files_only=Path(name).is_dir())
-    except Exception as error:
-        # A broken directory shows in many ways.
-        reason, remedy = common.one_line(error), NAME_ANOTHER["t5" if family == "t5" else "gpt"]
-        raise Problem(f"{name} cannot be loaded as a tokenizer ({reason})", remedy) from error
+        if isinstance(tokenizer, bool):  # its answer to a file that is no SentencePiece model
+            raise TypeError(f"{PIECES} is damaged")
     if family == "t5" and ("<extra_id_0>" not in tokenizer.added_tokens_encoder or tokenizer.eos_token_id is None):
         lacks = "it lacks <extra_id_0> or an end-of-sequence token"
         raise Problem(f"{name} is not a T5 tokenizer: {lacks}", NAME_ANOTHER[family])
     lacking = {name: token for name, token in UPSTREAM_SPECIALS.items() if getattr(tokenizer, name) is None}
     tokenizer.add_special_tokens(lacking)
     return tokenizer
+
+
+@contextmanager
+def readable(name: str | Path, family: str, *also: type[Exception]) -> Iterator[None]:
+    """Makes a Problem of whatever a damaged tokenizer raises; of an OSError only if `also` names it."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (Problem, OSError)) and not isinstance(error, also):
+            raise
+        remedy = NAME_ANOTHER["t5" if family == "t5" else "gpt"]
+        raise Problem(f"{name} cannot be loaded as a tokenizer ({common.one_line(error)})", remedy) from error
 
 
 def find_tokenizer(name: str, family: str = "t5") -> Path:

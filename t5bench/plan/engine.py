@@ -19,6 +19,7 @@ from pathlib import Path
 from t5bench import REPOSITORY
 from t5bench.plan.request import Request
 from t5bench.record.machine import checksum
+from t5bench.record.plan import by_name
 
 CHECKSUMS = REPOSITORY / "patches" / "checksums"
 SERIES, FIXES_ALONE, UNPATCHED, CHANGED, MISSING = "series", "megatron_t5_fixes", "unpatched", "changed", "missing"
@@ -31,6 +32,9 @@ BUILT = re.compile(r"megatron/(fused_kernels/build/.*|data/helpers\.cpython-[\w-
 # Upstream's other folders, from which training imports nothing.
 OTHER_FOLDERS = {"__pycache__", "dataset", "docs", "examples", "examples_deepspeed", "images", "megatron", "tasks"}
 MOST_NAMED = 3
+# What --layout-independent-init refuses, or knows no initial weights for.
+UNUSUAL = ("--swiglu", "--num-key-value-heads", "--num-experts", "--untie-embeddings-and-output-weights",
+           "--init-method-xavier-uniform")  # fmt: skip
 COMPILING_SECONDS = 900  # longer than any extension of the engine takes
 
 
@@ -113,6 +117,11 @@ def check_engine(request: Request, directory: Path, device: str, gpus_shared: bo
     if request.value("ENGINE") != "megatron":
         return SERIES
     state, lack = state_of(directory), request.findings.lack
+    usual = {"--num-key-value-heads": request.value("NUM_ATTENTION_HEADS"), "--num-experts": "1"}
+    for name, value in by_name(request.extra).items() if state != FIXES_ALONE else ():
+        if name in UNUSUAL and value != usual.get(name):
+            found = f"{name} cannot be given after --: the patched engine has no initial weights for such a model"
+            request.findings.refuse("engine-argument", found, "Leave it out")
     checkout = f"the Megatron-DeepSpeed checkout at {directory}"
     setup = f"Run: MEGATRON_DIR='{directory}' bash '{REPOSITORY}/scripts/setup_megatron.sh'"
     if state == MISSING:
@@ -148,9 +157,14 @@ def check_locks(request: Request, directory: Path) -> None:
             is_old = time.time() - lock.stat().st_mtime > COMPILING_SECONDS
         except OSError:
             continue
-        if is_old and not _is_open(lock):
+        if _is_open(lock):
+            continue
+        if is_old:
             found = f"{lock} was left by a compilation that was killed, and PyTorch would wait for it forever"
             request.findings.lack("stale-lock", found, f"Run: rm '{lock}'")
+        else:
+            waits = f"warning: PyTorch waits as long as {lock} exists, and no process of this machine holds it"
+            request.findings.notes.append(f"{waits}. Unless another host is compiling, run: rm '{lock}'")
 
 
 def _is_open(path: Path) -> bool:

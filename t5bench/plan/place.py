@@ -1,21 +1,23 @@
 """What a run finds on its node: data, tokenizer, attention kernels and its own directory."""
 
+import math
 import re
 import socket
 import sys
 from collections.abc import Mapping
 from importlib import util
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from t5bench import REPOSITORY, Problem
 from t5bench.corpus.checksum import cached_tokenizer, describes, tokenizer_checksum
 from t5bench.corpus.common import read_record, record_path
-from t5bench.corpus.index import read_index
+from t5bench.corpus.index import Index, read_index
 from t5bench.plan import claim
-from t5bench.plan.families import family_of
+from t5bench.plan.families import FAMILIES, family_of
 from t5bench.plan.request import Request
 from t5bench.record.machine import installed_version
-from t5bench.record.plan import Plan
+from t5bench.record.plan import Plan, by_name
 
 CORPUS = "xsum_text_document"
 _CHECKPOINT = re.compile(r"(?:iter_|global_step)(\d+)")
@@ -25,11 +27,35 @@ def check_data(request: Request, tokenizer: str) -> str:
     """The prefix of the indexed dataset, which must be complete and made with the run's tokenizer."""
     prefix = str(Path(request.value("MEGATRON_DATA_DIR")) / CORPUS)
     try:
-        read_index(prefix)
+        index = read_index(prefix)
+        if family_of(request).has_encoder:
+            _check_decoder_length(request, index)
         _check_tokenizer(request, prefix, tokenizer)
     except Problem as problem:
         request.findings.lack("data", str(problem), problem.remedy)
     return prefix
+
+
+def _check_decoder_length(request: Request, index: Index) -> None:
+    """T5's decoder reads what is masked, with a sentinel before each span. The engines stop at the first sample that is
+    too long for it, perhaps after hours."""
+    encoder, decoder = request.number("ENCODER_SEQ_LENGTH"), request.number("DECODER_SEQ_LENGTH")
+    tokens = max(0, encoder - 2)  # room that the engines keep
+    if "--mask-prob" in by_name(request.extra) or _decoder_tokens(tokens) <= decoder:
+        return
+    ends = [0, *accumulate(index.sizes)]
+    tokens = min(tokens, max(ends[end] - ends[begin] for begin, end in pairwise(index.doc_idx)))
+    if (needed := _decoder_tokens(tokens)) > decoder:
+        found = f"DECODER_SEQ_LENGTH={decoder} is too short for the data: with ENCODER_SEQ_LENGTH={encoder} they have "
+        found += f"samples of {tokens} tokens, of which the decoder may get {needed} with sentinels"
+        request.findings.lack("decoder-length", found, f"Set DECODER_SEQ_LENGTH={needed} or more, or a shorter encoder")
+
+
+def _decoder_tokens(tokens: int) -> int:
+    """What hardly one in a million samples of so many tokens exceeds. A span has 4.2 tokens on average, and the
+    variance of their number is 0.13 times the masked tokens (measured for samples of 126 to 2,046 tokens)."""
+    masked = 0.15 * tokens
+    return 1 + int(masked + min(masked, masked / 4.2 + 5 * math.sqrt(0.13 * masked)))
 
 
 def _check_tokenizer(request: Request, prefix: str, tokenizer: str) -> None:
@@ -48,7 +74,7 @@ def _check_tokenizer(request: Request, prefix: str, tokenizer: str) -> None:
         findings.notes.append(f"{unknown}, so {tokenizer} cannot be compared with it. To compare them, {again}")
         return
     if not describes(record, prefix):
-        found = f"{file} does not describe the {CORPUS}.bin and .idx next to it"
+        found = f"{file} does not have the checksums of the {CORPUS}.bin and .idx next to it"
         findings.lack("data-record", found, f"Copy all data files together, or {again}")
         return
     made = f"the data in {file.parent} were made with the tokenizer {name}, checksum {recorded}"
@@ -76,8 +102,12 @@ def choose_tokenizer(request: Request) -> str:
 
 def tokenizer_type(request: Request, prefix: str) -> str:
     """The engine's name for the kind of the tokenizer that made the data."""
-    record = read_record(Path(prefix))
-    return record.get("tokenizer_type", "HFTokenizer") if record else family_of(request).tokenizer_type
+    record, kinds = read_record(Path(prefix)), [family.tokenizer_type for family in FAMILIES.values()]
+    kind = record.get("tokenizer_type", "HFTokenizer") if record else family_of(request).tokenizer_type
+    if kind not in kinds:
+        found = f"{record_path(Path(prefix))} names {kind!r} as the tokenizer_type, which may be {' or '.join(kinds)}"
+        request.findings.lack("data-record", found, "Copy all data files again, or prepare the data again")
+    return str(kind)
 
 
 def check_packages(request: Request) -> None:
@@ -152,9 +182,10 @@ def prepare_directory(plan: Plan, besides: Mapping[str, str], launcher: str) -> 
     directory.mkdir(parents=True, exist_ok=True)
     for suffix in ("log", "json", "samples.jsonl", "sha256", "wandb.yaml"):
         keep_earlier(directory / f"{name}.{suffix}")
-    # The last node writes the metrics; a resumed run appends to them.
-    if plan.node == layout.nnodes - 1 and plan.value("RESUME") == "0":
-        keep_earlier(directory / "metrics.jsonl")
+    # The last node writes the metrics, to which a resumed run appends, and the first one the profile of an iteration.
+    for node, file in ((layout.nnodes - 1, "metrics.jsonl"), (0, "profile.json"), (0, "trace.json")):
+        if plan.node == node and plan.value("RESUME") == "0":
+            keep_earlier(directory / file)
     # Before anything starts, so that a lack of inodes or space shows now and not later.
     for suffix in ("log", "samples.jsonl", "plan", "command.sh", "end"):
         (directory / f"{name}.{suffix}").write_text(f"{'':80}\n" if suffix == "end" else "")

@@ -33,9 +33,9 @@ def texts_of(path: Path) -> list[str]:
     return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def in_parquet(rows: list[dict]) -> bytes:
+def in_parquet(rows: list[dict], **options: bool) -> bytes:
     buffer = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), buffer)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), buffer, **options)
     return buffer.getvalue()
 
 

@@ -21,6 +21,7 @@ from harness import Project, wait_for
 
 from t5bench import Problem
 from t5bench.corpus.checksum import tokenizer_checksum
+from t5bench.corpus.convert import convert_source
 from t5bench.corpus.prepare import prepare as prepare_here
 
 DATASET = "xsum_text_document"
@@ -70,7 +71,7 @@ def test_export_takes_local_files(tmp_path: Path, run: Callable[..., str], suffi
     contents |= {".jsonl.zst": pyarrow.compress(lines, codec="zstd", asbytes=True), ".parquet": corpus.in_parquet(ROWS)}
     source.write_bytes(contents[suffix])
     said = run(output.parent, XSUM_SOURCE=str(source))
-    assert "3 documents" in said and "3 empty documents were skipped" in said
+    assert "3 documents\n" in said and "3 empty documents were skipped" in said
     assert json.loads(output.read_text().splitlines()[1]) == {"text": "Third.", "summary": "S.", "id": "4"}
     assert texts_of(output) == TEXTS
     run(output.parent, XSUM_SOURCE=str(source), XSUM_LIMIT="2")
@@ -81,6 +82,16 @@ def test_export_takes_local_files(tmp_path: Path, run: Callable[..., str], suffi
 BAD_SOURCES = [
     ("csv", b"document,summary\n", "the name of a JSONL or Parquet file"),
     ("parquet", b"PAR1 but not really PAR1", "is damaged or not a Parquet file"),
+    (
+        "parquet",
+        corpus.in_parquet([{"text": "fine"}, {"text": "spoil"}]).replace(b"spoil", b"sp\xffil"),
+        "row 1 or a later .* UTF-8",
+    ),
+    (
+        "parquet",
+        corpus.in_parquet([{"text": "fine"}], write_page_checksum=True).replace(b"fine", b"find"),
+        "is damaged .*CRC",
+    ),
     ("jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-9], r"is damaged \(Truncated compressed stream\)"),
     ("parquet", corpus.in_parquet([{"document": "a"}]), 'row 1 of .* has no "summary"; it has document'),
     ("jsonl", b'{"article": "a", "summary": "b"}\n', 'line 1 of .* has no "document"; it has article, summary'),
@@ -108,6 +119,12 @@ def test_a_bad_source_is_refused(
     with pytest.raises(Problem, match=message) as caught:
         run(tmp_path, XSUM_SOURCE=str(source))
     assert caught.value.remedy and snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(("name", "value"), [("XSUM_LIMIT", "abc"), ("XSUM_LIMIT", "-1"), ("WORKERS", "0")])
+def test_export_refuses_an_impossible_number(tmp_path: Path, name: str, value: str) -> None:
+    settings = {"XSUM_SOURCE": str(SAMPLE / "articles.jsonl"), "MEGATRON_DATA_DIR": str(tmp_path), name: value}
+    assert_refused(corpus.export(**settings), f"{name} must be a whole number of at least 1, found '{value}'")
 
 
 def test_export_says_what_the_hub_lacks(tmp_path: Path) -> None:
@@ -257,7 +274,27 @@ def test_a_failed_run_leaves_nothing(tmp_path: Path, run: Callable[..., str], sa
     for directory in (data, tmp_path / "not yet"):
         with pytest.raises(Problem, match=r"line 7 of .* is not valid JSON"):
             run(directory, **settings, **TOKENIZER)
+    for name, content in (("tokenizer_config.json", b"{"), ("tokenizer_config.json", b"[]"), ("spiece.model", b"")):
+        damaged = shutil.copytree(SAMPLE / "tokenizer", tmp_path / "damaged", dirs_exist_ok=True)
+        (damaged / name).write_bytes(content)
+        with pytest.raises(Problem, match="cannot be loaded as a tokenizer"):
+            run(data, **settings, TOKENIZER_MODEL=str(damaged))
     assert snapshot(data) == before and not (tmp_path / "not yet").exists()
+
+
+def test_a_source_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = corpus.write_jsonl(tmp_path / "growing.jsonl", ROWS)
+
+    def grow(*arguments: object) -> object:
+        source.write_text(source.read_text() * 2)
+        return convert_source(*arguments)
+
+    monkeypatch.setattr("t5bench.corpus.prepare.convert_source", grow)
+    with pytest.raises(Problem, match=r"growing.jsonl changed while it was read"):
+        run(tmp_path / "data", XSUM_SOURCE=str(source))
+    assert not (tmp_path / "data").exists()
 
 
 def test_one_preparation_at_a_time_and_an_interrupted_one_continues(prepared: Prepare) -> None:

@@ -28,6 +28,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (cache / "refs" / "main").write_text("abc")
     write_data_record(prefix, tokenizer=HUB, tokenizer_checksum=tokenizer_checksum(SAMPLE))
     monkeypatch.setenv("HF_HUB_CACHE", str(cache.parent))
+    monkeypatch.setenv("HOME", str(tmp_path))  # where checksums are remembered
     monkeypatch.delenv("TRANSFORMERS_CACHE", raising=False)
     return directory
 
@@ -83,6 +84,14 @@ def test_the_tokenizer_next_to_the_data_is_used(request_for, data: Path, tmp_pat
         assert make(request_for("ddp", **settings))[0].tokenizer == expected
 
 
+def test_data_that_changed_are_refused(request_for, data: Path):
+    tokens = data / "xsum_text_document.bin"
+    whole = tokens.read_bytes()
+    for content, codes in ((whole, []), (whole[:-1] + b"\x01", ["data-record"]), (whole, [])):
+        tokens.write_bytes(content)
+        assert findings(request_for, data)[0] == codes
+
+
 def test_runs_that_cannot_be_compared_never_pass_silently(request_for, data: Path):
     assert findings(request_for, data, TOKENIZER_MODEL="a/model")[0] == ["tokenizer"]
     (data.parent / "file").touch()
@@ -95,10 +104,17 @@ def test_runs_that_cannot_be_compared_never_pass_silently(request_for, data: Pat
     # The record of other files; and older data.
     write_indexed_dataset(data / "xsum_text_document", [[5, 6, 8, 9, 1], [8, 1]])
     assert findings(request_for, data)[0] == ["data-record"]
-    for content in ('{"source": "s"}', "{"):
+    for content in ('{"source": "s"}', "{", "[" * 100_000):
         (data / "xsum_text_document.meta.json").write_text(content)
         codes, said = findings(request_for, data)
         assert codes == [] and "warning: " in said and "does not record the checksum" in said and "FORCE=1" in said
+
+
+@pytest.mark.parametrize("kind", [7, None, ["HFTokenizer"], "BertWordPieceLowerCase"])
+def test_an_unknown_type_of_tokenizer_is_refused(request_for, data: Path, kind: object):
+    edit(data / "xsum_text_document.meta.json", tokenizer_type=kind)
+    codes, said = findings(request_for, data)
+    assert codes == ["data-record"] and f"names {kind!r} as the tokenizer_type" in said and "GPT2BPETokenizer" in said
 
 
 def test_without_msgspec_nothing_is_started(request_for, data: Path, monkeypatch: pytest.MonkeyPatch):
