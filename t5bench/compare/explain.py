@@ -20,7 +20,9 @@ from t5bench.model import schedule, time
 from t5bench.model.job import Job
 from t5bench.record import profile
 from t5bench.record.files import PROFILE, RecordError
+from t5bench.record.log import evaluation
 from t5bench.record.profile import AXES, BUBBLE, DATA, HOST, LOGGING, SENDING, WAITING
+from t5bench.record.reader import log_lines
 from t5bench.record.records import Run, load
 
 WORTH_NAMING = 0.1  # share of the iteration from which on a cause is named
@@ -41,7 +43,7 @@ SMALL_OPERATOR_MS, MANY = 0.015, 4
 # much more it has to compute, by the model, before stages count as unequal.
 BEYOND_MODEL, LARGER_STAGE = 2.5, 1.25
 FORWARD, BACKWARD = (profile.FORWARD,), (profile.BACKWARD, profile.RECOMPUTATION)
-COMPUTING, OWN_WORK = (*FORWARD, *BACKWARD), (DATA, LOGGING, profile.SAVING)
+COMPUTING, OWN_WORK = (*FORWARD, *BACKWARD), (DATA, LOGGING, profile.SAVING, profile.EVALUATING)
 SHARED_WORK = (*COMPUTING, profile.STEP, HOST, profile.TRANSFER)
 # What data-parallel ranks send, in words; for every micro-batch from this stage of ZeRO on.
 SENT = {SENDING[AXES[0]]: ("sending gradients", 2), SENDING[AXES[3]]: ("gathering parameters", 3)}
@@ -57,9 +59,9 @@ class Cause:
     evidence: str
 
 
-def of_record(run: Run, asleep: float = 0.0) -> list[Cause]:
-    """asleep: seconds for which a rank sleeps in a checkpoint, which its profile tells."""
-    found = (*_slow_clocks(run), *_checkpoints(run, asleep))
+def of_record(run: Run, asleep: float = 0.0, saving: float = 0.0) -> list[Cause]:
+    """asleep: seconds for which a rank sleeps in a checkpoint, which its profile tells; saving: what one took there."""
+    found = (*_slow_clocks(run), *_checkpoints(run, asleep, saving))
     return [cause for cause in found if cause.share >= WORTH_NAMING]
 
 
@@ -77,27 +79,36 @@ def _slow_clocks(run: Run) -> Iterator[Cause]:
         yield Cause("slow node", share, f"{text}, the others' at {median(others):.0f} MHz")
 
 
-def _checkpoints(run: Run, asleep: float) -> Iterator[Cause]:
-    """What saving adds to an iteration: the intervals with a checkpoint against those without."""
+def _checkpoints(run: Run, asleep: float, saving: float) -> Iterator[Cause]:
+    """What saving adds to an iteration: the intervals with a checkpoint against those without, by the engine's own
+    clock where there are none. An evaluation comes before the checkpoint of its iteration."""
     every, with_one, without = run.plan.number("SAVE_INTERVAL"), [], []
-    for before, after in pairwise(line for line in run.iterations if line.time):
+    path = run.directory / f"node{run.nodes[-1]['node']}.log"
+    lines = log_lines(path) if every and run.evaluations and path.exists() else ()
+    evaluated = {found.iteration: time for _, time, text in lines if (found := evaluation(text))}
+    timed = [line for line in run.iterations if line.time]
+    for before, after in pairwise(timed):
         start, end = before.iteration, after.iteration
-        seconds = after.time - before.time
-        saved = every and (end - 1) // every - (start - 1) // every
+        begin = max([start, *(number for number in evaluated if start < number < end)])
+        seconds = after.time - evaluated.get(begin, before.time)
+        saved = every and (end - 1) // every - (begin - 1) // every
+        if after.begin != before.begin or start < run.plan.number("PROFILE_ITERATION") <= end + 1:
+            continue  # until a run was resumed, or a profile was written, any time may pass
         if saved:
-            with_one.append((seconds, end - start, saved))
+            with_one.append((seconds, end - begin, saved))
         elif not event_within(start, end, run.plan):
             without.append(seconds / (end - start))
-    if not with_one or not without:
+    if not every or not timed or not (with_one or saving):
         return
-    own = median(without)
-    each = median((seconds - iterations * own) / saved for seconds, iterations, saved in with_one)
+    own = median(without or [line.elapsed_ms / 1000 for line in timed])
+    each = median([(seconds - iterations * own) / saved for seconds, iterations, saved in with_one] or [saving])
     folders = [folder for folder in (run.directory / "checkpoints").glob("*") if folder.is_dir()]
     size = max((sum(file.stat().st_size for file in folder.rglob("*")) for folder in folders), default=0)
-    takes = (each, CHECKPOINT_SECONDS), (asleep, ASLEEP_SECONDS)
-    is_slow = size and any(seconds > 2 * (usual + size / DISK) for seconds, usual in takes)
-    text = f"saving {size / 1e6:,.0f} MB takes {each:.1f} s every {every} iterations"
-    yield Cause("slow disk" if is_slow else "frequent checkpoints", each / (each + every * own), text)
+    limits = (each, CHECKPOINT_SECONDS), (asleep, ASLEEP_SECONDS)
+    is_slow = size and any(seconds > 2 * (usual + size / DISK) for seconds, usual in limits)
+    takes = f"{each:.{1 if each >= 1 else 3}f} s every {f'{every} iterations' if every > 1 else 'iteration'}"
+    name, text = "slow disk" if is_slow else "frequent checkpoints", f"saving {size / 1e6:,.0f} MB takes {takes}"
+    yield Cause(name, each / (each + every * own), text)
 
 
 class Rank:
@@ -143,7 +154,8 @@ class Explanation:
         self.content = profile.read_profile(place)
         self.run, self.plan, self.layout, entries = run, run.plan, run.layout, self.content.ranks
         if len(entries) != run.world_size:
-            raise RecordError(f"{place} has {len(entries)} ranks, the run {run.world_size}")
+            found = f"{place} is of {len(entries)} ranks, but the run has {run.world_size}"
+            raise RecordError(f"{found}: it was perhaps resumed with another layout after that iteration")
         self.ranks = [Rank(entry, entry.rank * self.layout.pp // run.world_size) for entry in entries]
         self.cores = {node["host"]: node["cpu"]["cores"] for node in run.nodes if node.get("cpu")}
         # What would be left of the iteration if nobody waited for a core: other causes are shares of that.
@@ -175,14 +187,17 @@ class Explanation:
         of_gpt = " of a GPT" * (self.run.architecture.family == "gpt")
         every = " of every micro-batch" * (self.layout.micro_batches > 1)
         sent = {part: words + every * (self.plan.zero_stage >= since) for part, (words, since) in SENT.items()}
-        parts = profile.limits(self.content.ranks, profile.DOING | sent).replace("% ", "% of each iteration ", 1)
+        evaluates = profile.shares(self.content.ranks)[profile.EVALUATING] > 0
+        share = f"% of {'this' if evaluates else 'each'} iteration "
+        parts = profile.limits(self.content.ranks, profile.DOING | sent).replace("% ", share, 1)
         gain, change = self.what_if or (1.0, "")
         faster = f"; {change} would make it {gain:.1f} times as fast" if change else ""
         more = ""
         if (cost := self.content.overhead) is not None:
             difference = f"{abs(cost):.0%}"
             took = "as long as" if difference == "0%" else f"{difference} {'less' if cost < 0 else 'more'} time than"
-            more = f". With the profiler this iteration took {took} the median of the others"
+            profiler = "the profiler" + " and an evaluation" * evaluates
+            more = f". With {profiler} this iteration took {took} the median of the others"
         return f"{name}{of_gpt} spends {parts}{faster}{more}"
 
     def causes(self) -> list[Cause]:
@@ -190,7 +205,8 @@ class Explanation:
         rules = (self._own_work, self._processor, self._slow, self._stages, self._link, self._micro_batches)
         found = [cause for rule in rules for cause in rule() if cause.share >= WORTH_NAMING]
         asleep = max(rank.entry.processor.saving_ms for rank in self.ranks) / 1000
-        found += of_record(self.run, asleep)
+        saving = max(rank.entry.parts.get(profile.SAVING, 0.0) for rank in self.ranks) / 1000
+        found += of_record(self.run, asleep, saving)
         most = {cause.name: cause for cause in sorted(found, key=lambda cause: cause.share)}
         if "slow node" in most:
             most.pop("slow rank", None)

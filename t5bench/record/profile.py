@@ -12,6 +12,7 @@ from t5bench.record.reader import decoded
 
 HOST, FORWARD, BACKWARD, RECOMPUTATION = "host gaps", "forward", "backward", "recomputation"
 STEP, DATA, LOGGING, SAVING = "optimizer and clipping", "data loading", "logging", "saving a checkpoint"
+EVALUATING = "evaluation"
 TRANSFER, BUBBLE, WAITING = "transfers between host and device", "pipeline bubble", "waiting for slower ranks"
 AXES = ("data parallel", "tensor parallel", "pipeline parallel", "ZeRO's gathers", "all ranks")
 SENDING = {axis: f"communication: {axis}" for axis in AXES}
@@ -25,6 +26,7 @@ DOING = {
     DATA: "waiting for data",
     LOGGING: "logging",
     SAVING: "saving a checkpoint",
+    EVALUATING: "evaluating",
     TRANSFER: "copying between host and device",
     BUBBLE: "in the pipeline bubble",
     WAITING: "waiting for slower ranks",

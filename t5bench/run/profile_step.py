@@ -9,6 +9,7 @@ import functools
 import importlib
 import itertools
 import json
+import os
 import socket
 import statistics
 import tempfile
@@ -25,7 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, record_function
 
 from t5bench.record import profile
+from t5bench.record.checkpoints import TRACKER
 from t5bench.record.files import write_json, write_whole
+from t5bench.record.plan import by_name
 from t5bench.run import timeline
 from t5bench.run.spent import MainThread, Parts, between, main_thread, processor
 
@@ -38,10 +41,12 @@ PHASES = {
     "native": {
         profile.LOGGING: ("native.metrics", "Metrics", "record"),
         profile.SAVING: ("native.checkpoint", "", "save"),
+        profile.EVALUATING: ("native.train", "", "evaluate"),
     },
     "megatron": {
         profile.LOGGING: ("megatron.training", "", "training_log"),
         profile.SAVING: ("megatron.training", "", "save_checkpoint_and_time"),
+        profile.EVALUATING: ("megatron.training", "", "evaluate_and_print_results"),
     },
 }
 LOADER = ("torch.utils.data.dataloader", "_BaseDataLoaderIter", "__next__")
@@ -236,12 +241,20 @@ def link(device: str) -> dict[str, float] | None:
     return {"rate": 1000 * steps / ranks * PROBES[0] / max(large - empty, 1e-3), "latency_ms": empty / steps}
 
 
+def resumed_from(words: Sequence[str]) -> int:
+    """The iteration after which an engine with this command line begins."""
+    given = by_name(words)
+    tracker = Path(given.get("--load", os.devnull), TRACKER)
+    return int(tracker.read_text()) if "--finetune" not in given and tracker.is_file() else 0
+
+
 class OneIteration:
-    """Counts an engine's iterations and profiles one of them."""
+    """Counts an engine's iterations and profiles one of them, unless a resumed run begins with it or after it."""
 
     def __init__(self, iteration: int, output: Path, words: list[str]) -> None:
         """words: the engine's command line, its program first."""
-        self.iteration, self.output, self.marks = iteration, output, Marks(words)
+        self.begin, self.output, self.marks = resumed_from(words), output, Marks(words)
+        self.number = iteration - self.begin  # of those since then
         self.ends: list[float] = []
         self.spent: list[Parts] = []  # until each of these ends
         engine = "native" if Path(words[0]).parent.name == "native" else "megatron"
@@ -253,11 +266,11 @@ class OneIteration:
         result = step()
         self.ends.append(time.perf_counter())
         self.spent.append(self.marks.main.until_now())
-        if len(self.ends) == self.iteration - 1:
+        if len(self.ends) == self.number - 1:
             self.stretch = ProfiledStretch("cuda" if torch.cuda.is_initialized() else "cpu")
             self.stretch.begin()
             self.marks.active, self.begun = True, self.marks.main.until_now()
-        elif len(self.ends) == self.iteration:
+        elif len(self.ends) == self.number > 1:
             self._end()
         return result
 
@@ -268,7 +281,7 @@ class OneIteration:
         self.marks.works.clear()
         spent = [between(self.begun, self.marks.main.until_now())]
         spent += [between(*pair) for pair in itertools.pairwise(self.spent[:-1])]
-        content, events = self.stretch.end(self.iteration, self.marks.gradient_bytes, spent)
+        content, events = self.stretch.end(self.begin + self.number, self.marks.gradient_bytes, spent)
         content["link"] = link(self.stretch.device)
         if dist.get_rank() == 0:
             # Of the earlier iterations without the first.

@@ -9,22 +9,25 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from harness import wait_for
-from made_runs import RTX_5000_ADA, make_run, seal
+from made_runs import RTX_5000_ADA, START, change, make_run, seal, stamp
 from real_runs import environment, train
 
 from t5bench.compare.explain import Explanation, of_record
 from t5bench.plan.launchers import ask
 from t5bench.record import profile
+from t5bench.record.log import Evaluation
 from t5bench.record.profile import AXES, SENDING
 from t5bench.record.records import load
-from t5bench.run import timeline
-from t5bench.run.profile_step import Marks
+from t5bench.run import profile_step, timeline
+from t5bench.run.profile_step import Marks, OneIteration
 from t5bench.run.spent import MainThread, Spent, between, kept_by, loaders, main_thread
 
 # ---- made traces, in milliseconds ------------------------------------------------------------------------------------
@@ -371,6 +374,15 @@ def test_the_sentence_says_what_is_sent_and_of_which_family(tmp_path: Path):
     assert t5.startswith("ddp spends 60% of each iteration sending gradients, 40% ")
 
 
+def test_an_evaluation_is_neither_the_forward_pass_nor_the_profilers(tmp_path: Path):
+    spans = (span(profile.EVALUATING, 0, 60, "user_annotation"), span("aten::mm", 5, 55), span("aten::mm", 70, 80))
+    (entry,) = explained([*spans, span(f"{NODE}AddmmBackward0", 80, 90)])
+    assert entry["parts"] == pytest.approx({"evaluation": 60, "forward": 10, "backward": 10, "host gaps": 20})
+    said = made_profile(tmp_path, "ddp", [{"parts": entry["parts"]}] * 2).sentence()
+    assert said.startswith("ddp spends 60% of this iteration evaluating, 20% ")
+    assert ". With the profiler and an evaluation this iteration took 10% more time than " in said
+
+
 @pytest.mark.parametrize(("clock", "named"), [(1900.0, []), (1500.0, ["slow node"])])
 def test_a_node_with_slow_gpus_shows_without_a_profile(tmp_path: Path, clock: float, named: list[str]):
     made = make_run(tmp_path, "ddp", nodes=2, gpu=RTX_5000_ADA, sent_per_iteration=1e6, sample_seconds=0.5)
@@ -392,6 +404,43 @@ def test_what_saving_costs_shows_without_a_profile(tmp_path: Path, seconds: floa
     (tmp_path / "checkpoints" / "iter_0000030").mkdir(parents=True)
     (tmp_path / "checkpoints" / "iter_0000030" / "model.pt").write_bytes(bytes(10**6))
     assert [cause.name for cause in of_record(load(made), asleep)] == named
+
+
+def test_saving_costs_neither_what_an_evaluation_does_nor_a_pause(tmp_path: Path):
+    """An evaluation of 3 s before each checkpoint, a pause of an hour before the run was resumed from one."""
+    moments, seconds = [], 0.0
+    for number in range(1, 41):
+        seconds += 0.1 + 3600 * (number == 11) + 3.0 * (number % 10 == 1 and number > 10)
+        moments.append(START + seconds)
+    evaluations = [Evaluation(number, "validation", 8.0, 2981.0) for number in (10, 20, 30)]
+    settings = {"SAVE_INTERVAL": "10", "EVAL_INTERVAL": "10", "EVAL_ITERS": "9"}
+    made = make_run(tmp_path, settings=settings, elapsed_ms=[100.0] * 40)
+    metrics, log = tmp_path / "metrics.jsonl", tmp_path / "node0.log"
+    logged = zip(map(json.loads, metrics.read_text().splitlines()), moments, strict=True)
+    lines = [line | {"time": moment} for line, moment in logged]
+    metrics.write_text("\n".join(map(json.dumps, [*lines[:10], {"resumed_from": 10}, *lines[10:]])) + "\n")
+    said = " validation loss at iteration {} | lm loss value: 8.0E+00 | lm loss PPL: 2.981E+03 |"
+    told = [f"{stamp(moments[found.iteration] - 0.15)}{said.format(found.iteration)}\n" for found in evaluations]
+    log.write_text(log.read_text() + "".join(told))
+    change(made, ended=stamp(START + 3700), evaluations=[asdict(found) for found in evaluations])
+    assert of_record(load(made)) == []
+    assert [cause.evidence for cause in of_record(load(made), saving=9.0)] == []
+    settings = {"SAVE_INTERVAL": "10", "TRAIN_ITERS": "12", "PROFILE_ITERATION": "11"}
+    profiled = make_run(tmp_path / "profiled", elapsed_ms=[*[100.0] * 10, 2000.0, 100.0], settings=settings)
+    assert of_record(load(profiled), saving=0.05) == []
+    (found,) = of_record(load(profiled), saving=9.0)
+    assert found.evidence == "saving 0 MB takes 9.0 s every 10 iterations"
+
+
+def test_saving_after_each_iteration(tmp_path: Path):
+    """No interval is without: the engine's own clock, which stops meanwhile, tells."""
+    made = make_run(tmp_path, elapsed_ms=[100.0] * 40, settings={"SAVE_INTERVAL": "1"})
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [json.loads(line) | {"time": START + 0.3 * at} for at, line in enumerate(metrics.read_text().splitlines())]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    change(made, ended=stamp(START + 20))
+    found = [(cause.name, round(cause.share, 3), cause.evidence) for cause in of_record(load(made))]
+    assert found == [("frequent checkpoints", 0.667, "saving 0 MB takes 0.200 s every iteration")]
 
 
 # ---- planted in real runs --------------------------------------------------------------------------------------------
@@ -559,6 +608,22 @@ def test_a_slow_link_is_named_and_the_what_if_is_what_a_faster_one_shows(sample_
     assert measured > 2 and gain == pytest.approx(measured, rel=0.25)
     gain = slow.calibrated.gain(gigabits=1)
     assert f"; a link of 1 Gbit/s would make it {gain:.1f} times as fast. " in slow.sentence()
+
+
+@pytest.mark.parametrize(("resumed", "profiled"), [(None, 4), (1, 4), (2, 4), (3, None), (7, None)])
+def test_a_resumed_run_profiles_the_iteration_of_that_number(tmp_path: Path, monkeypatch, resumed, profiled):
+    """One that the first attempt profiled, and one that has no iteration before it, is not profiled again."""
+    begun, stretch = [], SimpleNamespace(begin=lambda: begun.append(len(counted.ends)))
+    monkeypatch.setattr(Marks, "place", lambda *_: None)
+    monkeypatch.setattr(profile_step, "surround", lambda *_: None)
+    monkeypatch.setattr(profile_step, "ProfiledStretch", lambda _: stretch)
+    monkeypatch.setattr(OneIteration, "_end", lambda self: begun.append(len(self.ends)))
+    if resumed:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(f"{resumed}")
+    counted = OneIteration(4, tmp_path / "profile.json", ["native/pretrain_t5.py", "--load", str(tmp_path)])
+    for _ in range(10):
+        counted._counted(lambda: None, [])
+    assert [(resumed or 0) + number for number in begun] == ([profiled - 1, profiled] if profiled else [])
 
 
 def test_the_iteration_to_profile_is_in_the_workers_environment():
