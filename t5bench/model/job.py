@@ -18,7 +18,7 @@ class Architecture:
 
     head_size: of one attention head. kv_heads: key and value heads, as many as heads unless queries are grouped.
     padded_vocabulary: rows of the embedding on all tensor-parallel ranks together. positions: "learned", "relative"
-    (one table of relative_buckets x heads in each stack), or "rotary". position_rows: rows of the
+    (one table of relative_buckets x heads in each stack), "rotary" or "none". position_rows: rows of the
     learned table. tied: the head shares the embedding. biases: of the linear layers. norm: "layer" (weight and bias)
     or "rms". head_bias: the output has a bias for every word. final_norm: each stack ends with a norm.
     """
@@ -101,7 +101,8 @@ class Architecture:
             padded_vocabulary=padded_vocabulary, head_bias=t5, family="t5" if t5 else "gpt",
             gated=gated, activation="silu" if gated else "gelu", biases=not _given(arguments, "disable_bias_linear"),
             tied=not _given(arguments, "untie_embeddings_and_output_weights"),
-            positions="rotary" if _given(arguments, "use_rotary_position_embeddings") else "learned",
+            positions="rotary" if _given(arguments, "use_rotary_position_embeddings")
+            else "none" if _given(arguments, "no_position_embedding") else "learned",
             position_rows=number("max_position_embeddings"),
             norm="rms" if arguments.get("normalization") == "rmsnorm" else "layer",
         )  # fmt: skip

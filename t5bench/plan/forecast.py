@@ -1,9 +1,9 @@
 """What a run will need, in one line, before it starts. It imports only the model: a launcher may use 0.30 s of CPU."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
+from t5bench.corpus.common import read_record
 from t5bench.model import time
 from t5bench.model.job import Job, padded
 from t5bench.model.machine import GIB, Device, device_of
@@ -20,8 +20,8 @@ def padded_vocabulary(plan: Plan) -> int:
     """The padded size of the vocabulary: from the data's tokenizer if known, otherwise the family's default."""
     assert plan.layout
     try:
-        words = int(json.loads(Path(f"{plan.data_prefix}.meta.json").read_text())["vocabulary"])
-    except (OSError, ValueError, KeyError, TypeError):
+        words = int(read_record(Path(plan.data_prefix))["vocabulary"])
+    except (ValueError, KeyError, TypeError, OverflowError):
         words = FAMILIES[plan.value("MODEL_FAMILY")].vocabulary
     return padded(words, plan.number("VOCABULARY_MULTIPLE"))
 

@@ -111,6 +111,8 @@ def _lacks(request: Request) -> Iterator[Fault]:
         yield "port-taken", f"port {port} is already in use on this node", remedy
     if not shutil.which("torchrun"):
         yield "no-torchrun", "torchrun is not on PATH", "Activate the environment that has torch"
+    if not shutil.which("setsid"):
+        yield "no-setsid", "setsid is not on PATH", "Install util-linux, which has it"
 
 
 def _is_taken(port: int) -> bool:

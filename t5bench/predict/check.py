@@ -90,6 +90,8 @@ def _layers(point: Point, figure: str) -> Iterator[tuple[bool, str, float]]:
 
 def _last_rank(point: Point) -> Memory:
     """The memory of the last rank, which is the one that Megatron logs."""
+    own = point.source.repo == "NVIDIA/Megatron-LM" and (point.parallel.zero_stage or 0) > 1
+    require(not own, "what Megatron-LM's own FSDP keeps in memory is not known")
     job = job_of(point)
     return memory_of(job, job.parallel.pipeline - 1, device_of(point))
 
@@ -155,6 +157,7 @@ def predicted_rate(point: Point) -> tuple[float, time.Time]:
     """Samples per second and the iteration's parts. Raises Unpredictable."""
     job, count = job_of(point), point.hardware.count
     world = job.parallel.world
+    require(point.parallel.dp or count, "its data-parallel size is not stated")
     require(world == (count or world), f"its layout has {world} GPUs and its hardware {count}")
     require(world <= MOST_GPUS, f"its layout has {world} GPUs, more than {MOST_GPUS}")
     found = time.iteration(job, published.machine_of(point))

@@ -113,6 +113,7 @@ def require(found: T | None, reason: str) -> T:
 # Vocabularies of tokenizers, where a source does not state its own: bert-base-uncased, GPT-2, T5; mT5 by name.
 VOCABULARIES = {"bert": 30522, "gpt": 50257, "t5": 32128, "bart": 50265}
 MT5_VOCABULARY = 250_112
+GATED = r"glu|silu|swish|(?<!un)(?<!not )gated?\b"  # activations; models with SiLU gate it, though few sources say so
 MEGATRON = ("megatron-core", "megatron-core-softmax", "transformer-engine")
 HEAD_SIZE, DROPOUT = 64, 0.1  # of all these models, and the default of Megatron and of Hugging Face's configurations
 MULTIPLE = 128  # of Megatron's padding
@@ -128,7 +129,7 @@ def software(point: Point) -> str:
     if repository.startswith("PKU-DAIR/"):
         return "galvatron" if repository.endswith("Galvatron") else "galvatron-1"
     if re.search(r"\bHF\b|Hugging", kernel):
-        return "autocast" if re.search("autocast|AMP", point.precision) else "huggingface"
+        return "autocast" if re.search(r"autocast|\bamp\b", point.precision, re.I) else "huggingface"
     return ""
 
 
@@ -147,7 +148,8 @@ def architecture_of(point: Point, tensor: int) -> Architecture:
         require(encoder and decoder, "the encoder's or the decoder's length is not stated")
     else:  # one stack has one length, whatever a source calls it
         encoder, decoder = ((encoder or decoder) * (own > 0) for own in layers)
-    gated, size = "glu" in (model.activation or "") if model.gated is None else model.gated, model.kv_channels
+    gated, size = bool(re.search(GATED, (model.activation or "").lower())), model.kv_channels
+    gated = gated if model.gated is None else model.gated
     require(model.ffn or not gated or whose in MEGATRON, "the FFN size of a gated model is not stated")
     heads = require(model.heads or hidden // (size or HEAD_SIZE), "the number of attention heads is not stated")
     vocabulary = model.vocab or (MT5_VOCABULARY if "mt5" in (model.name or "").lower() else VOCABULARIES[family])
@@ -170,10 +172,10 @@ def job_of(point: Point, tensor: int | None = None) -> Job:
     t = tensor or layout.tp or 1
     require(isinstance(t, int), f"its tensor-parallel size is not one number: '{t}'")
     micro_batch = require(point.micro_batch, "the micro-batch size is not stated")
-    precision = re.match("bf16|fp16|fp32|tf32|fp8", point.precision.lower())
-    require(precision, f"the precision {point.precision} is not known")
+    precision = require(precision_of(point), f"the precision {point.precision} is not known")
     architecture = architecture_of(point, t)
-    pipeline, data, offload = layout.pp or 1, layout.dp or 1, layout.offload or ""
+    pipeline, offload = layout.pp or 1, layout.offload or ""
+    data = layout.dp or (point.hardware.count or 0) // (t * pipeline) or 1
     heads, groups, ffn = architecture.heads, architecture.kv_heads, architecture.ffn
     require(heads % groups == 0, f"its {heads} attention heads do not divide into {groups} query groups")
     require(heads % t == ffn % t == 0, f"its {heads} heads and {ffn} FFN columns do not divide over {t} GPUs")
@@ -182,7 +184,9 @@ def job_of(point: Point, tensor: int | None = None) -> Job:
     batch = point.global_batch or point.global_batch_inferred or micro_batch * data
     fills = batch % (micro_batch * data) == 0
     require(fills, f"{data} micro-batches of {micro_batch} do not divide its batch of {batch}")
-    distributed = "distributed" in optimizer.replace("not distributed", "")
+    distributed = bool(re.search(DISTRIBUTED, optimizer.lower()))
+    divided = distributed or (layout.zero_stage or 0) > 0
+    require(layout.dp or point.hardware.count or not divided, "over how many GPUs its states are divided is not stated")
     stated = point.activation_checkpointing
     again = re.match("none|full|selective", (stated or "none").lower())
     require(again, f"the recomputation {stated} is not known: none, full or selective")
@@ -205,7 +209,7 @@ def job_of(point: Point, tensor: int | None = None) -> Job:
         global_batch=batch,
         zero=Zero(0 if distributed else layout.zero_stage or 0, "optimizer" in offload, "parameters" in offload),
         distributed_optimizer=distributed,
-        precision=precision[0],
+        precision=precision,
         recompute=again[0],
         attention=_attention(point),
         dropout=DROPOUT if point.dropout is None else point.dropout,
@@ -214,6 +218,8 @@ def job_of(point: Point, tensor: int | None = None) -> Job:
         moments=ADAM if states is None else states,
     )  # fmt: skip
 
+
+DISTRIBUTED = r"(?<!not )(?<!non-)(?<!no )(?<!without )(?<!without a )distributed(?! data)(?!\w*\W+(?:false|off)\b)"
 
 # Bytes per parameter of each state of an optimizer in fp32, by its name: 8 for Adam, 4 for SGD with momentum, 2 for
 # Adam in 8 bits (transformers, docs/source/en/model_memory_anatomy.md). Lion has one moment (arXiv 2302.06675);
@@ -232,17 +238,38 @@ def optimizer_states(optimizer: str) -> tuple[int, ...] | None:
     return tuple(1 for _ in found) if re.search(r"8.?bit", name) else found
 
 
-KERNELS = {"unfused": "unfused", "flash": "flash", "fused": "fused", "sdpa": "fused", "cudnn": "fused"}
+# Words for a precision; the first one counts, but fp8 is for linear layers alone and goes with another.
+PRECISIONS = {
+    r"(?<!no )(?:fp|float)8(?!\W*(?:off|false|disabled))": "fp8", "bf(?:loat)?16": "bf16",
+    "(?:fp|float)16|half": "fp16", "tf32": "tf32", "(?:fp|float)32": "fp32",
+}  # fmt: skip
+OTHER_PRECISIONS = r"fp4|nf4|int\d|\d.?bit|qlora"
+
+
+def precision_of(point: Point) -> str:
+    """A key of model.job.BYTES; "" if the point states none, or one that the model does not have."""
+    named = point.precision.lower()
+    found = {name: place.start() for word, name in PRECISIONS.items() if (place := re.search(word, named))}
+    known = "" if re.search(OTHER_PRECISIONS, named) else min(found, key=lambda name: found[name], default="")
+    return "fp8" if known and "fp8" in found else known
+
+
+KERNELS = {
+    "unfused": "unfused", "cudnn": "fused", r"(?<!no )(?<!without )flash": "flash", "fused": "fused",
+    "sdpa|scaled_dot": "fused",
+}  # fmt: skip
 
 
 def _attention(point: Point) -> str:
     """Where no kernel is stated, Transformer Engine's choice: cuDNN's on Hopper, flash-attn before; else unfused."""
     kernel = (point.attention_kernel or "").lower()
-    if found := next((name for word, name in KERNELS.items() if word in kernel), ""):
+    if found := next((name for word, name in KERNELS.items() if re.search(word, kernel)), ""):
         return found
-    plain = not kernel or re.search("eager|softmax|bmm|plain|native|local", kernel)
+    chosen = software(point) == "transformer-engine" or precision_of(point) == "fp8"
+    chosen = "transformer engine" in kernel if kernel else chosen
+    plain = chosen or not kernel or re.search("eager|softmax|bmm|plain|native|local", kernel)
     require(plain, f"the attention kernel {point.attention_kernel} is not known")
-    if kernel or (software(point) != "transformer-engine" and "fp8" not in point.precision.lower()):
+    if not chosen:
         return "unfused"
     return "fused" if (device := device_of(point)) and device.hopper else "flash"
 
@@ -255,7 +282,9 @@ OTHER_BETWEEN = 50
 
 def device_of(point: Point) -> Device | None:
     """The device whose name's parts are all in what the source calls the GPU, the longest name first; else None."""
-    called = (point.hardware.gpu or "").lower()
+    called = (point.hardware.gpu or "").lower().replace("_", " ")
+    if re.search(r"\b(laptop|max-?q|mig|ti)\b", called):  # less, or more, than the GPU that is named
+        return None
     found = [name for name in DEVICES if all(re.search(_pattern(part), called) for part in name.split("-"))]
     return DEVICES[max(found, key=len)] if found else None
 
@@ -267,14 +296,18 @@ def _pattern(part: str) -> str:
 
 
 def _gigabits(text: str, devices: int) -> float:
-    """What a node sends over all its interfaces, in Gbit/s, if the text states it; else 0."""
-    rate = r"(\d+)\s?Gb(?:it)?(?:/s|ps)"
-    if links := re.search(rf"(\d+) [\w -]*links? of {rate}", text):
-        return float(links[1]) * float(links[2])
-    if found := re.search(rf"{rate} per GPU", text):
-        return float(found[1]) * devices
-    found = re.search(rf"usable {rate}|{rate} (?:node-node|per node)", text)
-    return float(found[1] or found[2]) if found else 0.0
+    """What a node sends over all its interfaces, in Gbit/s, if the text states it; else 0.
+
+    "8 x 200 Gb/s" and "4 links of 100 Gb/s" are multiplied; a rate without a number is the node's, unless NVLink's.
+    """
+    rate, number = r"(\d+)\s?G(?:iga)?b(?:E|its?)?(?:/s(?:ec)?|ps)?\b", r"(\d+)(?: [\w -]*links? of |\s?[x*\xd7]\s?)"
+    between = " ".join(part for part in re.split("[;,]", text) if not re.search("NVLink|NVSwitch|PCIe", part))
+    if found := re.search(rf"usable {rate}", text):
+        return float(found[1])
+    if found := re.search(number + rate, text):
+        return float(found[1]) * float(found[2])
+    found = re.search(rf"{rate}( per GPU)?", between)
+    return float(found[1]) * (devices if found[2] else 1) if found else 0.0
 
 
 def machine_of(point: Point) -> Machine:
@@ -282,7 +315,7 @@ def machine_of(point: Point) -> Machine:
     hardware, device = point.hardware, device_of(point)
     require(device or not hardware.gpu, f"the GPU {hardware.gpu} is not known")
     nodes, interconnect, device = hardware.nodes or 1, hardware.interconnect or "", device or DEVICES["a100"]
-    fp8 = "fp8" in point.precision.lower()
+    fp8 = precision_of(point) == "fp8"
     require(not fp8 or (hardware.gpu and device.fp8), "fp8 is stated, but no GPU that has it")
     require(hardware.nodes or (hardware.count or 1) <= 8, f"the nodes of its {hardware.count} GPUs are not stated")
     require((hardware.count or nodes) % nodes == 0, f"its {hardware.count} GPUs do not fill {nodes} nodes")

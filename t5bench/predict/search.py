@@ -79,6 +79,7 @@ class Candidate(Prediction):
             "TENSOR_PARALLEL_SIZE": p.tensor if p.tensor >= least else "",
             "PIPELINE_PARALLEL_SIZE": p.pipeline if p.pipeline >= least else "",
             "RECOMPUTE": job.recompute.replace("none", ""),
+            "ENGINE": job.engine.replace("megatron", ""),
         }  # fmt: skip
         words = " ".join(f"{name}={value}" for name, value in settings.items() if value)
         return f"{words} bash scripts/run_megatron_t5_{strategy}.sh <master-host> <node-rank>"
@@ -124,9 +125,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def settings(args: argparse.Namespace) -> Job:
-    """The launchers' settings, and those of a preset by its name, as a job of Megatron-DeepSpeed on one GPU."""
-    one = {"ENGINE": "megatron"}
-    one |= {"NPROC_PER_NODE": "1", "NNODES": "1", "HOSTS": "", "GLOBAL_BATCH_SIZE": "1", "MICRO_BATCH_SIZE": "1"}
+    """The launchers' settings, and those of a preset by its name, as a job on one GPU."""
+    one = {"NPROC_PER_NODE": "1", "NNODES": "1", "HOSTS": "", "GLOBAL_BATCH_SIZE": "1", "MICRO_BATCH_SIZE": "1"}
     plan = ask("ddp", environment=os.environ | one | ({"MODEL_PRESET": args.model} if args.model else {}))
     if plan.layout is None:
         wrong = next(obstacle for obstacle in plan.obstacles if obstacle.fatal)
@@ -161,6 +161,8 @@ def jobs(plain: Job, gpus: int, per_node: int, batch: int, tensor: int | None) -
 def search(plain: Job, gpus: int, on: Machine, batch: int, tensor: int | None = None) -> list[Candidate]:
     """Every layout, the fastest first. Raises Problem if no layout divides the model or none fits."""
     candidates = [Candidate(job, on) for job in jobs(plain, gpus, on.devices_per_node, batch, tensor)]
+    if plain.engine == "native":
+        candidates = [entry for entry in candidates if not entry.missing]
     if not candidates:
         model = plain.architecture
         asked = f" with TP={tensor}" if tensor else ""

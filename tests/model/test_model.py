@@ -87,6 +87,12 @@ def test_other_families_have_the_parameters_of_hugging_faces_models(name):
     assert parameters(replace(plain, **fields)) == sum(parameter.numel() for parameter in model.parameters())
 
 
+def test_a_model_without_positions_has_no_table_of_them():
+    named = {"num_layers": "2", "hidden_size": "8", "num_attention_heads": "2", "max_position_embeddings": "5"}
+    learned, none = (Architecture.of_arguments(named | more, 16) for more in ({}, {"no_position_embedding": ""}))
+    assert parameters(learned) - parameters(none) == 5 * 8
+
+
 def test_layers_of_a_stage():
     stages = [stage_of(LARGE, Parallel(pipeline=4, split_rank=1), stage) for stage in range(4)]
     assert [(part.layers, part.embedding) for part in stages] == [(24, True), (8, True), (8, False), (8, False)]

@@ -118,8 +118,15 @@ def test_a_comparison_on_known_gpus_needs_no_run_to_predict_times(tmp_path: Path
     assert all(4 / 3 > row.hardware_tflops / row.tflops > 1.3 for row in comparison.rows)  # the head is done once
 
 
-def test_a_plan_has_the_settings_of_a_prediction(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    for name, value in {"PRECISION_FLAG": "", "DROPOUT": "0", "NNODES": "1", "NPROC_PER_NODE": "2"}.items():
+ENGINES = pytest.mark.parametrize("engine", ["megatron", "native"])
+
+
+@ENGINES
+def test_a_plan_has_the_settings_of_a_prediction(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, engine: str
+):
+    wanted = {"ENGINE": engine, "PRECISION_FLAG": "", "DROPOUT": "0", "NNODES": "1", "NPROC_PER_NODE": "2"}
+    for name, value in wanted.items():
         monkeypatch.setenv(name, value)
     predicted = json.loads(t5bench(capsys, "predict", "--device", "h100", "--json")[1])["rows"]
     planned = json.loads(t5bench(capsys, "plan", "--gpus", 2, "--device", "h100", "--global-batch", 16, "--json")[1])
@@ -161,13 +168,19 @@ def test_four_thousand_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path):
             assert entry["pareto"] == all(faster["memory"] > entry["memory"] for faster in fitting[:place])
 
 
-def test_the_winners_line_starts_it(project: Project, capsys: pytest.CaptureFixture[str]):
+@ENGINES
+def test_the_winners_line_starts_it(
+    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, engine: str
+):
+    monkeypatch.setenv("ENGINE", engine)
     _, shown, _ = t5bench(capsys, "plan", "--gpus", 16, "--device", "rtx5000", "--tp", 2, "--json")
     best = next(entry for entry in json.loads(shown)["16"] if entry["kind"] == "TP x PP")
+    assert engine == "megatron" or not any(entry["missing"] for entry in json.loads(shown)["16"])
     settings, _, rest = best["start"].partition(" bash scripts/run_megatron_t5_")
     environment = dict(word.split("=") for word in settings.split())
     assert rest.startswith("hybrid.sh")
     result = project.launch("hybrid", "node0", "0", "--dry-run=json", DEVICE="cpu", **environment)
+    assert json.loads(result.stdout)["engine"] == engine
     layout, predicted = json.loads(result.stdout)["layout"], best["parallel"]
     assert [layout[name] for name in ("tp", "pp", "dp")] == [predicted[name] for name in ("tensor", "pipeline", "data")]
 

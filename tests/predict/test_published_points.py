@@ -97,13 +97,17 @@ RATED = {"use": ["ratio"], "measured": {"samples_per_second": 1.0}}
         ({"micro_batch": 5, "global_batch": 7}, "micro-batches of 5 do not divide its batch of 7", 0),
         ({"model": GPT | {"activation": "swiglu"}, "source": PROFILES}, "the FFN size of a gated model is not", 0),
         ({"model": {"architecture": "T5", "hidden": 64}, "source": PROFILES}, "the decoder's length is not stated", 0),
-        ({"precision": "FP8", "hardware": {"gpu": "A100"}, "parallel": {}, **RATED}, "no GPU that has it", 0),
+        ({"precision": "FP8", "hardware": {"gpu": "A100"}, "parallel": {"dp": 1}, **RATED}, "no GPU that has it", 0),
         ({"hardware": {"count": 16}, "parallel": {"dp": 16}, **RATED}, "the nodes of its 16 GPUs are not stated", 0),
         ({"hardware": {"count": 8, "nodes": 3}, "parallel": {"dp": 8}, **RATED}, "its 8 GPUs do not fill 3 nodes", 0),
         ({"measured": {"encoder_layer_activation_mb": {"²": 5}}}, "Expected a positive number - at `$.measured.enc", 1),
         ({"measured": {"samples_per_second": True}}, "Expected a positive number - at `$.measured.samples_per_sec", 1),
         ({"dropout": 5}, "Expected `float` <= 1.0 - at `$.dropout`", 1),
         ({"parallel": {"zero_stage": 3, "offload": "NVMe"}}, "the offload NVMe is not known", 0),
+        ({"parallel": {"zero_stage": 1}, "hardware": {"gpu": "A100"}}, "over how many GPUs its states are divided", 0),
+        ({"parallel": {}, "hardware": {"gpu": "A100"}, **RATED}, "its data-parallel size is not stated", 0),
+        ({"parallel": {"dp": 8, "zero_stage": 3}}, "what Megatron-LM's own FSDP keeps in memory is not known", 0),
+        ({"precision": "8-bit weights, bf16 compute"}, "the precision 8-bit weights, bf16 compute is not known", 0),
     ],
 )
 def test_unreadable_or_unpredictable_points_are_reported(tmp_path, capsys, changes, said, status):
@@ -160,12 +164,59 @@ def test_no_damaged_point_ends_in_an_exception(point: dict[str, Any], data: st.D
         ("NVIDIA A100-SXM4-40GB", "a100-40"), ("A100 80GB (400 W)", "a100"), ("8 H100s", "h100"), ("GH200", "gh200"),
         ("H100 PCIe", "h100-pcie"), ("DGX-1 V100 16 GB", "v100-16"), ("GeForce RTX 3090", "rtx3090"), ("L40S", "l40s"),
         ("RTX 5000 Ada", "rtx5000-ada"), ("TITAN RTX", "titan-rtx"), ("GB200", None), ("A10G", None), ("MI250", None),
+        ("nvidia_a100-sxm4-80gb", "a100"), ("NVIDIA_A100-SXM4-40GB", "a100-40"), ("RTX 4090 Laptop GPU", None),
+        ("A100 80GB, MIG 3g.40gb", None), ("RTX 3090 Ti", None),
     ],
 )  # fmt: skip
 def test_gpus_as_sources_call_them(called: str, name: str | None):
     point = published.read(FILE)[0][0]
     point.hardware.gpu = called
     assert published.device_of(point) == DEVICES.get(name)
+
+
+@pytest.mark.parametrize(
+    ("field", "called", "read"),
+    [
+        *(("precision", each, "bf16") for each in ("bf16", "torch.bfloat16", "mixed bf16", "BF16 (no FP8)")),
+        *(("precision", each, "fp16") for each in ("mixed precision (fp16)", "AMP (fp16, O1)", "float16", "half")),
+        ("precision", "bf16+fp8", "fp8"), ("precision", "MXFP8", "fp8"), ("precision", "float32", "fp32"),
+        *(("attention_kernel", each, "fused") for each in ("cuDNN flash attention", "scaled_dot_product_attention")),
+        ("attention_kernel", "flash attention 2", "flash"), ("attention_kernel", "eager, no flash", "unfused"),
+        ("attention_kernel", "Transformer Engine", "fused"),
+        ("optimizer", "mcore_distributed_optim", True), ("optimizer", "use_distributed_optimizer: False", False),
+        ("optimizer", "Adam, distributed data parallel", False), ("optimizer", "no distributed optimizer", False),
+    ],
+)  # fmt: skip
+def test_settings_as_sources_call_them(field: str, called: str, read: str | bool):
+    point = next(one for one in published.read(FILE)[0] if published.software(one) == "megatron-core")
+    setattr(point, field, called)
+    name = {"attention_kernel": "attention", "optimizer": "distributed_optimizer"}.get(field, field)
+    assert getattr(published.job_of(point), name) == read
+
+
+@pytest.mark.parametrize(
+    ("text", "per_gpu"),  # of eight
+    [
+        ("InfiniBand 100 Gb/sec (4X EDR); NVLink in node", 12.5), ("HDR InfiniBand, 8 x 200 Gb/s per node", 200),
+        ("4 * 100Gb RoCE", 50), ("2x100GbE", 25), ("10 Gigabit Ethernet", 1.25), ("RDMA, 400 Gb/s per GPU", 400),
+        ("2 x 100 Gb/s Ethernet, usable 120 Gb/s", 15), ("4 Omni-Path links of 100 Gb/s per node", 50),
+        ("NVLink of 4800 Gb/s in node", 200),
+    ],
+)  # fmt: skip
+def test_networks_as_sources_call_them(text: str, per_gpu: float):
+    point = next(one for one in published.read(FILE)[0] if (one.hardware.gpu or "").startswith("A100"))
+    point.hardware = published.Hardware(gpu="A100", count=16, nodes=2, interconnect=text)
+    assert published.machine_of(point).between.bandwidth == per_gpu * 8e9 / 8
+
+
+@pytest.mark.parametrize(
+    ("called", "gated"),
+    [("gelu", False), ("gated-gelu", True), ("SiLU", True), ("SwiGLU", True), ("relu (not gated)", False)],
+)
+def test_gates_as_sources_call_them(called: str, gated: bool):
+    point = next(one for one in published.read(FILE)[0] if published.software(one) == "megatron-core")
+    point.model.gated, point.model.activation = None, called
+    assert published.job_of(point).architecture.gated == gated
 
 
 def test_a_file_that_holds_no_points(tmp_path):
