@@ -126,7 +126,8 @@ parse_arguments() {
 # returns its status.
 hear() {
   local answer word status=0
-  mapfile -d '' -t answer < <("$2" | python_module t5bench.plan "$1")
+  # A Ctrl-C ends this shell, and without it the planning process ends by itself.
+  mapfile -d '' -t answer < <(trap '' INT && "$2" | python_module t5bench.plan "$1")
   wait "$!" || status=$?
   for word in "${answer[@]}"; do
     printf -v "${word%%=*}" '%s' "${word#*=}"
@@ -154,10 +155,8 @@ slurm_hosts() {
   local list=${SLURM_JOB_NODELIST:-${SLURM_NODELIST:-}}
   if [[ $list != *'['* ]]; then
     printf '%s\n' "${list//,/ }"
-  elif command -v scontrol >/dev/null; then
-    scontrol show hostnames "$list"
-  else
-    note "SLURM lists the nodes as '$list', but scontrol is not on PATH to expand this: export HOSTS=\"node0 node1\""
+  elif ! { command -v scontrol >/dev/null && scontrol show hostnames "$list"; }; then
+    note "SLURM lists the nodes as '$list', but scontrol is missing or failed to expand this: export HOSTS=\"node0 node1\""
   fi
 }
 
@@ -170,6 +169,8 @@ resolve_topology() {
     NNODES=2
     note "Neither HOSTS nor NNODES gives the number of nodes: assuming 2, with $MASTER_ADDR as the master."
   fi
+  # The plan refuses such a list as a host's name; without it, this would be a run on one node.
+  [[ -n ${NNODES:-}${HOST_LIST[*]}${SLURM_JOB_NUM_NODES:-} ]] || HOST_LIST=(${SLURM_JOB_NODELIST:+"$SLURM_JOB_NODELIST"})
   ((${#HOST_LIST[@]} == 0)) || NNODES=${NNODES:-${#HOST_LIST[@]}}
   NNODES=${NNODES:-${SLURM_JOB_NUM_NODES:-1}} MASTER_ADDR=${MASTER_ADDR:-${HOST_LIST[0]:-}}
   [[ $NNODES != 1 ]] || MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} NODE_RANK=${NODE_RANK:-0}

@@ -22,5 +22,5 @@ setting RUNS_DIR path - - "$REPO_ROOT/outputs/${FAMILY_PREFIX}all" "Directory of
 begin --dry-run "$@"
 export PYTHON
 # Not -m, for which Python looks in the current directory first: that may be another checkout.
-exec "$PYTHON" "$REPO_ROOT/t5bench" sweep "$@" --strategies "$STRATEGIES" --repeats "$REPEATS" --retries "$RETRIES" \
+exec "$PYTHON" "$REPO_ROOT/t5bench" sweep "$@" --strategies="$STRATEGIES" --repeats "$REPEATS" --retries "$RETRIES" \
   --launch "$LAUNCH" --runs-dir "$RUNS_DIR"

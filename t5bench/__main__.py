@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from types import ModuleType
 
 from t5bench import REPOSITORY, Problem, discard, note
@@ -50,6 +51,8 @@ def imported(name: str) -> ModuleType:
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="python -m t5bench", description="Plans, checks and compares training runs.")
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.encoding != "utf-8":  # which lacks some characters
+        sys.stdout.reconfigure(errors="replace")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     try:
         for name, (module_name, summary) in COMMANDS.items():
@@ -65,9 +68,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Problem as problem:
         note(problem.report)
         return EXIT_CONFIGURATION
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except BrokenPipeError:  # head has read enough
         discard(sys.stdout)
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        discard(sys.stdout)
+        note(f"error: {error}\n       Check what it names; df -h and df -i show whether there is space for the output")
+        return EXIT_CONFIGURATION
     return status
 
 

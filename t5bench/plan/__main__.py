@@ -10,13 +10,15 @@ It imports nothing beyond the standard library: a launcher may use 0.30 s of CPU
 
 import json
 import os
+import select
 import signal
 import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from t5bench import Problem, note
+from t5bench import Problem, discard, note
 from t5bench.plan import claim, place
 from t5bench.plan.deepspeed import check_release, effective_config, offloads_optimizer
 from t5bench.plan.engine import check_engine, check_locks
@@ -155,7 +157,28 @@ def check(group: Mapping[str, Sequence[str]]) -> int:
 
 def say(words: Iterable[str]) -> None:
     """Writes the answer to the shell."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # it may just have gone
     sys.stdout.write("".join(f"{word}\0" for word in words))
+
+
+def end_with_shell() -> None:
+    """Ends this process, which may be waiting long for other nodes, once nobody can read its answer any more."""
+    answer = select.poll()
+    answer.register(sys.stdout, 0)
+    answer.poll()
+    os._exit(EXIT_CONFIGURATION)
+
+
+def show(text: str) -> int:
+    """Prints for the user, who may read only the first lines; returns the exit status."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        discard(sys.stdout)
+        note(f"error: cannot print: {error.strerror}")
+        return EXIT_CONFIGURATION
+    return 0
 
 
 def resume(plan: Plan, request: Request) -> Plan:
@@ -231,17 +254,14 @@ def answer(plan: Plan, besides: dict[str, str], request: Request) -> list[str]:
 
 def main() -> int:
     words = sys.stdin.buffer.read().decode(errors="surrogateescape").split("\0")[:-1]
-    if sys.argv[1] in ("print", "settings"):  # for the user, who may read only the first lines
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     match sys.argv[1]:
         case "print":
-            print(json.dumps(completed(words), indent=2))
-            return 0
+            return show(json.dumps(completed(words), indent=2))
         case "settings":
-            print(help_text(read_settings(groups(words))))
-            return 0
+            return show(help_text(read_settings(groups(words))))
         case "check":
             return check(groups(words))
+    threading.Thread(target=end_with_shell, daemon=True).start()
     request = read_request(words)
     plan, besides = make(request)
     if plan.layout:

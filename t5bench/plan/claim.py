@@ -114,7 +114,7 @@ def _is_live(holder: Holder, path: Path, now: float) -> bool:
 
 
 def _held(path: Path, holder: Holder) -> Problem:
-    pids = ", ".join(str(pid) for pid, _ in holder.get("processes", []))
+    pids = ", ".join(dict.fromkeys(str(pid) for pid, _ in holder.get("processes", [])))
     who = f"process {pids} on {holder['host']}" if holder else "another has just started"
     remedy = f"Wait for it, stop it, or choose another directory. If it no longer exists, remove {path}"
     return Problem(f"a run is already in progress in {path.parent} ({who})", remedy)

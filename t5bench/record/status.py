@@ -118,11 +118,16 @@ RULES = (
     Rule(r"Connection closed by peer|Connection reset by peer|[Bb]roken pipe|remote process exited|recvValue failed"
          r"|ncclRemoteError|ncclSystemError|unhandled system error", NETWORK,
          "the connection to another process was lost", _LOOK_AT_OTHERS, Strength.VICTIM),
-    Rule(r"Signal 9 \(SIGKILL\) received by PID|exitcode\s*: -9 \(pid|DataLoader worker .* killed by signal: Killed",
+    # torchrun's report lists these signals also for the workers that it ended itself after another had failed.
+    Rule(r"failed \(exitcode: -9\)|DataLoader worker .* killed by signal: Killed",
          CRASHED, "a process was killed (SIGKILL)",
          "The kernel does this when memory runs out (see dmesg); SLURM or a user may have, too"),
-    Rule(r"Signal 11 \(SIGSEGV\) received by PID|exitcode\s*: -11 \(pid", CRASHED,
-         "a process crashed (segmentation fault)"),
+    Rule(r"DataLoader worker .* killed by signal: Bus error", CRASHED,
+         "a data loader cannot read its memory: the data were cut short during the run, or /dev/shm is full",
+         "Copy or prepare the data again, or free space there (df -h /dev/shm)"),
+    Rule(r"failed \(exitcode: -11\)", CRASHED, "a process crashed (segmentation fault)"),
+    Rule(r"failed \(exitcode: -(\d+)\)", CRASHED, "a process was ended by signal {0}", "", Strength.VICTIM),
+    Rule(r"Received (\d+) death signal", CRASHED, "torchrun was ended by signal {0}", "", Strength.VICTIM),
     # What torchrun says about its workers' ends explains nothing.
     Rule(r"ChildFailedError|SignalException|KeyboardInterrupt", CRASHED, "a worker failed", "", Strength.VICTIM),
     Rule(r"^(?:\[rank\d+\]:\s*)?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b(?:: .*)?)$", CRASHED,

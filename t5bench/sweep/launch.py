@@ -160,7 +160,7 @@ class Started:
             return EXIT_CODES[CONFIGURATION]
         try:
             return EXIT_CODES.get(write_run(self._directory)["status"], EXIT_CODES[CRASHED])
-        except RecordError as error:
+        except (RecordError, OSError) as error:
             self.problems.append(str(error))
             return EXIT_CODES[CRASHED]
 
@@ -224,7 +224,8 @@ class Launch:
         result = subprocess.run(shell(self._hosts[rank]), env=self._environment, input=script, **options)
         if not result.stdout:
             host, said = self._hosts[rank], visible(result.stderr, "\n")
-            raise Problem(f"{host} cannot plan {row.strategy}: {said}", f"Try to log in by hand: ssh {host}")
+            remedy = f"Try to log in by hand: ssh {host}" if host else ""
+            raise Problem(f"{host or 'this machine'} cannot plan {row.strategy}: {said}", remedy)
         return Plan.read(json.loads(result.stdout))
 
     def start(self, row: Row, directory: Path) -> Started:

@@ -43,7 +43,8 @@ def ensure(requirements: "list[Path]") -> None:
     check_base()
     stamp = hashlib.sha256(b"".join(path.read_bytes() for path in requirements)).hexdigest() + f"-{sys.version}"
     if not COMPLETE.exists() or stamp not in COMPLETE.read_text():
-        if not PYTHON.exists():
+        # The last thing that venv makes: an interrupted one is made again.
+        if not PYTHON.with_name("pip").exists():
             make()
         install(requirements)
         with COMPLETE.open("a") as file:
@@ -62,10 +63,11 @@ def check_base() -> None:
 
 def make() -> None:
     VENV.mkdir(exist_ok=True)
+    lends_torch = has_torch(sys.executable)
     logged(f"creating a virtual environment in {VENV}", sys.executable, "-m", "venv", str(VENV))
-    if has_torch(sys.executable):
+    if lends_torch:
         # After this environment's own packages come the base Python's, which may be a virtual environment itself.
-        (site,) = VENV.glob("lib/python*/site-packages")
+        site = VENV / "lib" / f"python3.{sys.version_info[1]}" / "site-packages"
         (site / "base.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("-packages")))
 
 

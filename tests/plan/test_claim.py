@@ -69,7 +69,9 @@ def test_how_long(tmp_path: Path, changes: dict, age: float, is_held: bool):
 def test_the_nodes_of_one_run_share_a_directory_and_two_runs_do_not(tmp_path: Path):
     claim.take(tmp_path, "node0", "run", os.getpid())
     claim.take(tmp_path, "node1", "run", os.getpid())
-    with pytest.raises(Problem):
+    for name in ("node0", "node1"):
+        claim.keep(tmp_path, name, os.getpid())
+    with pytest.raises(Problem, match=rf"\(process {os.getpid()} on "):
         claim.take(tmp_path, "node2", "another run", os.getpid())
     claim.take(tmp_path, "node2", "run", os.getpid())
 

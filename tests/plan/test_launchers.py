@@ -53,6 +53,16 @@ def obstacle(project: Project, *arguments: str, strategy: str = "ddp", **environ
     return found["code"], f"{found['found']}. {found['remedy']}"
 
 
+@pytest.mark.parametrize("program", ["setsid", "torchrun"])
+def test_a_program_that_is_missing_is_named(project: Project, tmp_path: Path, program: str):
+    (bare := tmp_path / "bare").mkdir()
+    path = project.environment["PATH"].split(":")
+    for found in {found.name: found for folder in reversed(path) for found in Path(folder).iterdir()}.values():
+        if found.name != program:
+            (bare / found.name).symlink_to(found)
+    assert obstacle(project, PATH=str(bare))[0] == f"no-{program}"
+
+
 # ---- hosts, ranks, master --------------------------------------------------------------------------------------------
 
 
@@ -96,9 +106,11 @@ def test_a_master_and_a_rank_mean_two_nodes(project: Project):
         ([], {"NNODES": "2"}, "no-master", "no master host is known"),
         ([], {"SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2", "SLURM_NODEID": "0", "SLURM_LOCALID": "1"},
          "tasks-per-node", "--ntasks-per-node=1"),
+        ([], {"SLURM_JOB_NODELIST": "node[0-1]"}, "host-name", "'node[0-1]' is not a host name"),
     ],
 )  # fmt: skip
 def test_impossible_places(project: Project, arguments, environment, code, found):
+    project.add_stub("scontrol", "#!/bin/sh\nexit 1\n")
     answer = obstacle(project, *arguments, **environment)
     assert answer[0] == code and found in answer[1]
 
@@ -307,8 +319,10 @@ def test_a_failed_run_may_be_repeated_and_keeps_its_log(project: Project):
     result = project.launch("ddp", STUB_STATUS="7")
     assert result.returncode == 1
     assert "crashed: torchrun ended with exit status 7" in result.stderr
-    assert project.launch("ddp").returncode == 0
     run = project.root / "outputs" / "ddp"
+    (run / "profile.json").write_text("of the failed run")
+    assert project.launch("ddp").returncode == 0
+    assert (run / "profile.json.1").exists() and not (run / "profile.json").exists()
     assert "stub torchrun output" in (run / "node0.log.1").read_text()
     assert "stub torchrun output" in (run / "node0.log").read_text()
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 50
@@ -406,6 +420,10 @@ def test_a_lock_that_nobody_holds(project: Project):
         file.close()
     plan = planned(project, "ddp", TORCH_EXTENSIONS_DIR=str(place))
     assert [obstacle["code"] for obstacle in plan["obstacles"]] == ["stale-lock"] * 2, "another has ended"
+    for obstacle in plan["obstacles"]:
+        Path(obstacle["remedy"].split("'")[1]).unlink()
+    result = project.launch("ddp", TORCH_EXTENSIONS_DIR=str(place))
+    assert result.returncode == 0 and f"waits as long as {place}/py312_cu130/new/lock exists" in result.stderr
 
 
 def test_planning_imports_no_package(project: Project):

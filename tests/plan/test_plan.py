@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import msgspec
 import pytest
-from harness import STRATEGIES
+from harness import STRATEGIES, write_indexed_dataset
 
 from t5bench.plan.__main__ import answer, make
 from t5bench.plan.launchers import declarations
@@ -169,6 +169,18 @@ def test_missing_parts_of_the_machine_are_named_in_a_complete_plan(request_for, 
     assert found in obstacle.found and obstacle.remedy and not obstacle.fatal
 
 
+@pytest.mark.parametrize(
+    ("document", "encoder", "decoder", "needed"),
+    [(700, "512", "128", 0), (700, "640", "120", 137), (700, "1024", "128", 149), (300, "1024", "128", 0)],
+)
+def test_a_decoder_that_is_too_short_for_some_samples(request_for, tmp_path, document, encoder, decoder, needed):
+    write_indexed_dataset(tmp_path / "xsum_text_document", [[5, 1], [6] * document])
+    lengths = {"ENCODER_SEQ_LENGTH": encoder, "DECODER_SEQ_LENGTH": decoder}
+    plan, _ = make(request_for("ddp", MEGATRON_DATA_DIR=str(tmp_path), **lengths))
+    assert codes(plan) == ["decoder-length"] * bool(needed)
+    assert f"Set DECODER_SEQ_LENGTH={needed} or more" in "".join(o.remedy for o in plan.obstacles) or not needed
+
+
 # ---- DeepSpeed -------------------------------------------------------------------------------------------------------
 
 
@@ -231,11 +243,15 @@ def test_an_engine_argument_of_a_setting_changes_the_setting(request_for: Reques
         (("--hidden-dropout", "0.3"), "engine-argument"),  # attention's would become 0.3 too
         (("--exit-interval", "-3"), "engine-argument"),
         (("--some-name", "\udcff"), "engine-argument"),
+        (("--swiglu",), "engine-argument"),  # the engine would stop once every rank has built its model
+        (("--num-experts", "2"), "engine-argument"),
+        (("--num-key-value-heads=2",), "engine-argument"),
         (("--tensor-model-parallel-size", "2"), "no-tensor-parallelism"),
     ],
 )
 def test_engine_arguments_that_would_make_the_plan_untrue(request_for: Requests, arguments, code):
     assert code in codes(make(request_for("ddp", *arguments))[0])
+    assert codes(make(request_for("ddp", "--num-experts", "1", "--num-key-value-heads", "16"))[0]) == []
 
 
 def test_other_engine_arguments_are_facts_of_the_plan(plans: dict[str, Plan]):

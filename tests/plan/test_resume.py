@@ -1,5 +1,9 @@
 """RESUME=1: what may go on from a checkpoint, how nodes agree on one, and what the launchers make of it."""
 
+import os
+import signal
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -7,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness import Project, write_indexed_dataset
+from harness import Project, processes_with, wait_for, write_indexed_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_runs import change, cut_off, made_checkpoints, made_plan, make_run, write_checkpoint
@@ -217,3 +221,23 @@ def test_the_launcher_resumes_from_the_newest_intact_checkpoint(project: Project
     assert arguments[arguments.index("--load") + 1] == str(found.directory)
     assert '{"resumed_from": 10}' in (run / "metrics.jsonl").read_text().splitlines()
     assert (run / "node0.json.1").is_file()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["kill", "ctrl-c"])
+def test_a_launcher_that_ends_while_it_waits_for_another_leaves_no_process(project: Project, number: signal.Signals):
+    """A Ctrl-C reaches the whole process group."""
+    changes = {"ENGINE": "native", "RESUME": "1", "NNODES": "2", "T5_RUN_SECRET": "word"}
+    changes["MASTER_PORT"] = str(free_port())
+    launcher = subprocess.Popen(
+        ["bash", str(project.script("run_megatron_t5_ddp.sh")), "127.0.0.1", "0"],
+        env=project.environment_with(changes),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with socket.socket() as other:
+        wait_for(lambda: other.connect_ex(("127.0.0.1", int(changes["MASTER_PORT"]))) == 0)
+    (os.killpg if number == signal.SIGINT else os.kill)(launcher.pid, number)
+    assert "Traceback" not in launcher.communicate(timeout=10)[1]
+    assert launcher.returncode == -number
+    wait_for(lambda: processes_with(f"STUB_DIR={project.stubs}") == [], 10)

@@ -32,10 +32,16 @@ MESSAGES = [
      "cancelled", "SLURM cancelled"),
     ("OSError: [Errno 28] No space left on device",
      "crashed", "the disk is full"),
-    ("  traceback : Signal 9 (SIGKILL) received by PID 4711",
+    ("E1123 08:50:11.361000 2704 torch/api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 2743) of binary: python",
      "crashed", "was killed (SIGKILL)"),
+    ("E1123 08:46:25.349000 2704 torch/api.py:1002] failed (exitcode: -15) local_rank: 1 (pid: 2743) of binary: python",
+     "crashed", "a process was ended by signal 15"),
+    ("W1123 08:47:35.412000 378 torch/distributed/api.py:753] Received 15 death signal, shutting down workers",
+     "crashed", "torchrun was ended by signal 15"),
     ("RuntimeError: DataLoader worker (pid 28542) is killed by signal: Killed.",
      "crashed", "was killed (SIGKILL)"),
+    ("RuntimeError: DataLoader worker (pid 26381) is killed by signal: Bus error. It is possible that dataloader's",
+     "crashed", "the data were cut short during the run"),
     ("pretrain_t5.py: error: unrecognized arguments: --no-such-flag",
      "configuration", "--no-such-flag"),
     ("[rank3]: ValueError: mmap length is greater than file size",
@@ -67,6 +73,14 @@ def test_the_rank_is_the_lines_or_the_first_that_torchrun_saw_fail():
     for lines, rank in ((["[rank3]: ValueError: broken"], 3), (["ValueError: broken", *report], 2)):
         cause = found(*lines).cause()
         assert cause is not None and cause.rank == rank
+
+
+def test_how_torchrun_ended_the_others_is_no_cause():
+    report = ["E1123 torch/api.py:1002] failed (exitcode: 1) local_rank: 0 (pid: 5) of binary: python", "Failures:"]
+    report += ["  exitcode  : -11 (pid: 6)  (SIGSEGV)", "  traceback : Signal 11 (SIGSEGV) received by PID 6"]
+    report += ["  exitcode  : -9 (pid: 7)  (SIGKILL)", "  traceback : Signal 9 (SIGKILL) received by PID 7"]
+    cause = found("[rank0]: ValueError: broken", *report).cause()
+    assert cause is not None and (cause.reason, cause.rank) == ("ValueError: broken", 0)
 
 
 def test_a_cause_outweighs_earlier_messages():

@@ -57,10 +57,13 @@ def test_nobody_reads_the_output(project: Project, streams: str):
     command = f"bash {shlex.quote(str(project.script('run_megatron_t5_ddp.sh')))} {streams}"
     subprocess.run(["bash", "-c", command], env=project.environment, cwd=project.root, timeout=60, check=False)
     assert status_of(project).startswith("complete")
-    for printing in ("plan --device a100 --gpus 64", "strategies"):
-        command = f"{sys.executable} -m t5bench {printing} | true"
-        result = subprocess.run(["bash", "-c", command], cwd=REPO_ROOT, capture_output=True, text=True, check=False)
-        assert result.stderr == ""
+    python, launcher = f"{sys.executable} -m t5bench", f"bash {REPO_ROOT}/scripts/run_megatron_t5_ddp.sh"
+    for printing in (f"{python} plan --device a100 --gpus 64", f"{python} strategies", f"{launcher} --dry-run=json"):
+        for sink, said in (("| true", ""), (">/dev/full", "No space left on device")):
+            options = {"cwd": REPO_ROOT, "capture_output": True, "text": True, "check": False}
+            result = subprocess.run(["bash", "-c", f"{printing} {sink}"], **options)
+            assert said in result.stderr and "Traceback" not in result.stderr
+            assert result.returncode == (2 if said else 0)
 
 
 def start(project: Project, script: str, **environment: str) -> subprocess.Popen[str]:

@@ -138,6 +138,13 @@ def test_a_refused_run_is_the_only_one_missing_from_the_comparison(sweep: Projec
     assert [Path(directory).name for directory in compared] == ["compare", "ddp", "zero1", "comparison"]
 
 
+def test_a_record_that_cannot_be_written_fails_only_its_run(sweep: Project, tmp_path: Path):
+    add_to_torchrun(sweep, f'[[ $* != */zero1/* ]] || mkdir "{tmp_path}/runs/repeat1/zero1/run.json"')
+    result = run_all(sweep, STRATEGIES="ddp zero1 zero2", RETRIES="0", RUNS_DIR=str(tmp_path / "runs"))
+    assert "Traceback" not in result.stderr and "zero1  FAILED (crashed): " in result.stderr
+    assert [row for row, _ in order(sweep)] == ["repeat1/ddp", "repeat1/zero1", "repeat1/zero2"]
+
+
 def test_a_sweep_that_could_start_nothing_says_so(sweep: Project):
     add_to_torchrun(sweep, 'echo "EADDRINUSE, message: address already in use"; exit 1')
     result = run_all(sweep, STRATEGIES="ddp", RETRIES="0")

@@ -37,6 +37,7 @@ def stub_venv(project: Project, pip: str) -> None:
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/usr/bin/env bash\n[[ $* != *"-m pip"* ]] || {{ {pip}; exit; }}\nexec {BASE} "$@"\n')
     python.chmod(0o755)
+    python.with_name("pip").touch()
 
 
 def test_torch_of_a_base_virtual_environment_is_used(project: Project, tmp_path: Path):
@@ -56,6 +57,13 @@ def test_torch_of_a_base_virtual_environment_is_used(project: Project, tmp_path:
     # The workers are of the environment that has the packages, not of the base.
     torchrun = subprocess.check_output([python.with_name("torchrun"), "a.py", "--flag", "two words"], text=True)
     assert torchrun == f"{python} ['a.py', '--flag', 'two words']\n"
+
+
+def test_an_interrupted_environment_is_made_again(project: Project):
+    subprocess.run([BASE, "-m", "venv", "--without-pip", str(project.root / ".venv")], check=True)
+    result = ensure(project, BASE, PIP_NO_INDEX="1")
+    assert "creating a virtual environment" in result.stderr and "No module named pip" not in result.stderr
+    subprocess.run([project.root / ".venv" / "bin" / "python", "-m", "pip", "--version"], check=True)
 
 
 def test_a_complete_environment_is_not_changed(project: Project):
