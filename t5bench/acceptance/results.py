@@ -49,7 +49,7 @@ def compare(runs: Path, *allowed: str) -> dict[str, Any]:
     said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
     if not file.exists():
         return {"groups": [], "markdown": said}
-    return json.loads(file.read_text()) | {"markdown": (output / "comparison.md").read_text()}
+    return json.loads(file.read_text()) | {"markdown": (output / "comparison.md").read_text("utf-8")}
 
 
 def rows_of(comparison: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ def write(found: Mapping[str, Any], work: Path, directory: Path) -> None:
     """Writes the files, including the records in ``work``; earlier ones are replaced."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "results.json").write_text(json.dumps(found, indent=2) + "\n")
-    (directory / "README.md").write_text("\n\n".join(filter(None, summary(found))) + "\n")
+    (directory / "README.md").write_text("\n\n".join(filter(None, summary(found))) + "\n", "utf-8")
     with tarfile.open(directory / "records.tar.xz", "w:xz") as tar:
         for path in sorted(work.rglob("*")):
             if path.suffix in ARCHIVED and path.is_file() and directory not in path.parents:

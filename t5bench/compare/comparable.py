@@ -11,6 +11,7 @@ from typing import Any
 from t5bench import Problem
 from t5bench.record.plan import spelled
 from t5bench.record.records import Run
+from t5bench.record.text import processes
 
 WORLD_SIZE, ENGINE_ARGUMENTS = "world_size", "engine_arguments"
 NOT_GIVEN = "not given"  # an engine argument
@@ -98,7 +99,7 @@ def refuse(runs: Sequence[Run], baseline: str, allowed: Collection[str]) -> None
             lacking = [size for size, those in by_value.items() if baseline not in {run.strategy for run in those}]
             if not lacking:
                 continue
-            line += f": there is no {baseline} run at {', '.join(map(str, sorted(lacking)))} processes"
+            line += f": there is no {baseline} run at {', '.join(map(processes, sorted(lacking)))}"
         lines.setdefault(ENGINE_ARGUMENTS if name.startswith("--") else name, []).append(line)
     if names := [name for name in lines if name not in allowed]:
         raise Problem(
@@ -113,7 +114,7 @@ def other_differences(runs: Sequence[Run]) -> list[str]:
     """Other differences, one sentence each: further settings, versions, commits, patches, nodes."""
 
     def told(run: Run) -> dict[str, Any]:
-        found = run.plan.with_role("told") | {f"nodes of {run.world_size} processes": run.layout.nnodes}
+        found = run.plan.with_role("told") | {f"nodes of {processes(run.world_size)}": run.layout.nnodes}
         found["CPU"] = " + ".join(sorted({node["cpu"]["model"] for node in run.nodes if node.get("cpu")})) or None
         for what, key in (("version of", "versions"), ("commit of", "commits"), ("patch", "patches")):
             found |= {f"{what} {name}": value for name, value in run.record[key].items() if isinstance(value, str)}

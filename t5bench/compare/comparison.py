@@ -17,6 +17,7 @@ from t5bench.compare.statistics import Estimate
 from t5bench.model import time
 from t5bench.record.records import Run
 from t5bench.record.samples import Observations
+from t5bench.record.text import processes
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ def _fastest(group: Group) -> str:
     """Which row is the fastest, if that is known; the table, the page and W&B use this sentence."""
     number, ratios = against_the_fastest({number: row.repeats for number, row in enumerate(group.rows) if row.repeats})
     labels = [row.label + " *" * bool(row.marks) for row in group.rows]
-    first, start = labels[number], f"With {group.world_size} processes"
+    first, start = labels[number], f"With {processes(group.world_size)}"
     speed = f"{group.rows[number].samples_per_second.median:.4g} samples/s"
     if not ratios:
         return f"{start} only {first} was timed: {speed}."

@@ -37,6 +37,8 @@ COMPARISON_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
 
 BASELINE, EQUAL, DIFFERENT, UNKNOWN = "baseline", "yes", "NO", "-"
 ALL_PATCHES = "series"
+# Beginnings of engine arguments that name a run or its files, for each launcher its own.
+NAMES = ("--wandb-", "--tensorboard-", "--save", "--load")
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,9 @@ def unlike(run: Run, baseline: Run) -> list[str]:
 
     def hidden(one: Run) -> dict[str, str]:
         given = by_name([*one.plan.arguments.fixed, *one.plan.arguments.own])
-        return {name: value or "given" for name, value in given.items() if name in replaced}
+        return {
+            name: value or "given" for name, value in given.items() if name in replaced and not name.startswith(NAMES)
+        }
 
     return [
         f"{name} is {show(own)}, but {show(its)} in the baseline"
@@ -333,10 +337,12 @@ def report(verdicts: Sequence[Verdict], blind: Sequence[str]) -> str:
     lines = [tabulate(rows, header, colalign=alignment, disable_numparse=True), ""]
     lines += [f"FAIL {entry}: {'; '.join(entry.reasons)}" for entry in verdicts if not entry.passed]
     lines += [f"FAIL, because a mistake could hide: {spot}" for spot in blind]
+    alone = "in one process, which says nothing about parallelism"
+    single = "with one replica, so a mistake in reducing gradients over several could hide: double NPROC_PER_NODE"
     lines += [
-        f"{entry} ran in one process, which says nothing about parallelism"
+        f"note: {entry} ran {alone if entry.run.world_size == 1 else single}"
         for entry in verdicts
-        if entry.passed and entry.run and entry.run.world_size == 1 and entry.run.strategy != BASELINE_STRATEGY
+        if entry.passed and entry.run and entry.run.layout.dp == 1 and entry.run.strategy != BASELINE_STRATEGY
     ]
     lines += [f"note: {remark}" for entry in verdicts if entry.run for remark in entry.run.remarks]
     if not blind and all(entry.passed for entry in verdicts):

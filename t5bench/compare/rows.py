@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from t5bench.compare import statistics
-from t5bench.compare.comparable import NOT_GIVEN, compared, differing, gpu_names, show
+from t5bench.compare.comparable import NOT_GIVEN, compared, differing, gpu_names, show, trains
 from t5bench.compare.parity import UNKNOWN, Parity, curve
 from t5bench.compare.repeats import FEWEST_REPEATS, Repeat, of_repeats
 from t5bench.compare.statistics import Estimate
@@ -189,8 +189,10 @@ class Row:
     def final_loss(self) -> float | None:
         """Nats per target token on the last line that has one, the median over the repeats; nan when one diverged.
 
-        For an evaluation it is the evaluated loss.
+        For an evaluation it is the evaluated loss. None where repeats differ in more of their recipe than the seed.
         """
+        if differing(trains, [entry.run for entry in self.measured]).keys() - {"SEED"}:
+            return None
         evaluated = [entry.run.evaluations[-1].lm_loss for entry in self.measured if entry.run.is_evaluation]
         last = evaluated + [loss for entry in self.measured for loss in list(curve(entry.run).values())[-1:]]
         if any(math.isnan(loss) for loss in last):
@@ -225,11 +227,11 @@ def group_runs(runs: Sequence[Run]) -> list[list[Run]]:
 def labels(rows: Sequence[Sequence[Run]]) -> list[str]:
     """The strategy, and what distinguishes the row from others of the same strategy in its group."""
     found = []
-    for run, *_ in rows:
+    for run, *others in rows:
         alike = [other for other, *_ in rows if (other.strategy, other.world_size) == (run.strategy, run.world_size)]
         own, apart = distinctions(run), differing(distinctions, alike)
         details = [name if name == "ds_config" else f"{name} {show(own.get(name, NOT_GIVEN))}" for name in apart]
-        place = "run " + "/".join(run.directory.parts[-2:])
+        place = f"{1 + len(others)} runs" if others else "run " + "/".join(run.directory.parts[-2:])
         found.append(f"{run.strategy} ({', '.join(details) or place})" if len(alike) > 1 else run.strategy)
     return found
 

@@ -25,6 +25,10 @@ def visible(text: str, keep: str = "\t", *, colours: bool = False) -> str:
     return _CONTROL.sub(written, text)
 
 
+def processes(count: int) -> str:
+    return f"{count} process{'es' * (count != 1)}"
+
+
 def on_terminal(text: str) -> str:
     """A run's own output: lines, progress bars and colours stay; all other control characters are written out."""
     return visible(text, "\t\r\n", colours=True)

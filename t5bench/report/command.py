@@ -66,11 +66,17 @@ def compare(arguments: argparse.Namespace) -> Comparison:
 
 
 def load_runs(directories: Sequence[Path], from_log: bool = False) -> tuple[list[records.Run], list[str]]:
-    """The runs, and why damaged ones are left out. Raises Problem where there is no run that can be read."""
+    """The runs, and why damaged ones and copies are left out. Raises Problem where there is no run that can be read."""
     runs, damaged = [], []
     for directory in directories:
         try:
-            runs.append(records.load(directory, from_log=from_log))
+            run = records.load(directory, from_log=from_log)
+            # No two runs have every iteration at the same moment: a copy is no repeat.
+            same = (each for each in runs if each.plan == run.plan and each.iterations == run.iterations != [])
+            if original := next(same, None):
+                damaged.append(f"the run in {directory} is left out: it is a copy of the one in {original.directory}")
+            else:
+                runs.append(run)
         except RecordError as error:
             damaged.append(f"the run in {directory} is damaged and left out: {error}")
             problem = error
@@ -156,8 +162,8 @@ def write(comparison: Comparison, directory: Path) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for suffix, text in zip(("md", "csv", "json"), FORMATS.values(), strict=True):
-            (directory / f"comparison.{suffix}").write_text(text(comparison))
-        page.write_text(render(comparison))
+            (directory / f"comparison.{suffix}").write_text(text(comparison), encoding="utf-8")
+        page.write_text(render(comparison), encoding="utf-8")
     except OSError as error:
         raise Problem(f"the comparison cannot be written: {error}", "Name another place: --output DIR") from error
     return page

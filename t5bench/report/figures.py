@@ -15,12 +15,13 @@ from t5bench.compare.rows import Row
 from t5bench.record.files import PROFILE, RecordError
 from t5bench.record.profile import PARTS, Profile, Rank, read_profile
 from t5bench.record.records import Run
+from t5bench.record.text import processes
 from t5bench.report.tables import mark, named_rows, predicted_bytes
 
 INK, GRID, LEFT_OUT = "currentColor", "var(--grid)", "#888888"
 # Of parts, which have the same in every row.
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b9a400", LEFT_OUT,
-           "#7766cc", "#44aa99", "#aa4466", "#a0783c", "#99bb55", "#dd8899", "#5599aa", "#336688")  # fmt: skip
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b9a400", LEFT_OUT, "#7766cc",
+           "#44aa99", "#aa4466", "#a0783c", "#99bb55", "#446644", "#dd8899", "#5599aa", "#336688")  # fmt: skip
 LONGEST_NAME = 24  # characters; the page's table tells what a short name stands for
 MOST_POINTS = 400  # of one line; more cannot be seen and make the page heavy
 MOST_DOTS, MOST_PANELS = 160, 16
@@ -145,7 +146,7 @@ def _by_row(title: str, x: str, caption: str, rows: Rows, of: Of, most: float = 
     for name, row in rows.items():
         if found := list(of(name, row)):
             sizes.setdefault(row.run.world_size, []).extend(found)
-    panels = [Panel(found, f"{size} processes", most=most) for size, found in sizes.items()]
+    panels = [Panel(found, processes(size), most=most) for size, found in sizes.items()]
     return Figure(title, x, caption, [replace(panel, height=0.5 + each * len(panel.names)) for panel in panels])
 
 
@@ -265,7 +266,7 @@ def _pareto(rows: Rows) -> Figure:
         best = sorted(p for p in ends if not any(q != p and q[0] <= p[0] and q[1] >= p[1] for q in ends))
         front = Series("", "line", best, "", LEFT_OUT, "not beaten in both")
         dots = [Series(name, "point", [p], f"{p[1]:.4g} samples/s in {p[0]:,.0f} MiB") for name, p in points.items()]
-        panels.append(Panel([front, *dots], f"{size} processes", "samples/s", height=2.4))
+        panels.append(Panel([front, *dots], processes(size), "samples/s", height=2.4))
     caption = "Up and to the left is better. The line joins the rows that no other beats in both."
     return Figure("Memory against throughput", "peak memory of the fullest rank in MiB", caption, panels)
 
@@ -303,7 +304,8 @@ def _loss(rows: Rows, base: str) -> Figure:
         for name, points in curves.items()
         if bases and not rows[name].is_baseline
     }
-    lines = [Series(name, "line", thin(its), f"ends at {rows[name].final_loss:.4f}") for name, its in curves.items()]
+    ends = {name: list(curve(rows[name].run).values())[-1] for name in curves}
+    lines = [Series(name, "line", thin(its), f"ends at {ends[name]:.4f}") for name, its in curves.items()]
     panels = [Panel(lines, y="loss (nats per token)", height=3.4)] if lines else []
     caption = "The loss of each strategy, one line each (of repeats the first run)."
     if any(apart.values()):

@@ -25,6 +25,7 @@ from t5bench.record.files import RecordError
 from t5bench.record.profile import DOING, PARTS
 from t5bench.record.records import Run
 from t5bench.record.status import COMPLETE
+from t5bench.record.text import processes
 from t5bench.report import tables
 from t5bench.report.drawing import drawings, styles
 from t5bench.report.figures import LONGEST_NAME, Rows, all_figures, best, mean_parts, profile_of, rows_of
@@ -139,6 +140,7 @@ def render(comparison: Comparison) -> str:
 def _render(comparison: Comparison, explained: list, most: int, most_of_large: int) -> str:
     loader = FileSystemLoader(HERE)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters["processes"] = processes
     columns, different = tables.columns(comparison), differing(_facts, comparison.runs)
     rows, style = rows_of(comparison), styles(comparison)
     drawn = best(rows, most)

@@ -19,6 +19,7 @@ from t5bench.compare.rows import MARK_OF_ALONE, Row
 from t5bench.compare.statistics import Estimate
 from t5bench.model.parameters import parameters
 from t5bench.record.records import Run
+from t5bench.record.text import processes
 
 NOTHING = "-"
 
@@ -174,7 +175,7 @@ def named_rows(comparison: Comparison, longest: int = sys.maxsize) -> list[tuple
     found: list[tuple[str, Row]] = []
     for row in comparison.rows:
         sizes = {other.run.world_size for other in comparison.rows if other.label == row.label}
-        name = short.get(row.label, row.label) + (f" ({row.run.world_size} processes)" if len(sizes) > 1 else "")
+        name = short.get(row.label, row.label) + (f" ({processes(row.run.world_size)})" if len(sizes) > 1 else "")
         earlier = sum(other.split(" #")[0] == name for other, _ in found)
         found.append((f"{name} #{earlier + 1}" if earlier else name, row))
     return found
@@ -270,7 +271,7 @@ def terminal(comparison: Comparison, width: int | None = None) -> str:
     first = replace(first, value=lambda row: short.get(row.label, row.label) + mark(row))
     shown = _fitting([first, *others], comparison, room)
     absent = ", ".join(column.title for column in others if column not in shown)
-    tables = [f"\n{group.world_size} processes\n{_table(shown, group.rows, 'simple')}" for group in comparison.groups]
+    tables = [f"\n{processes(group.world_size)}\n{_table(shown, group.rows, 'simple')}" for group in comparison.groups]
     below = [f"{name}: {label}" for label, name in short.items()]
     below += [f"left out for lack of room: {absent}; --wide prints every column"] if absent else []
     above = [lines.fill(text) for text in (caption(comparison), warning(comparison)) if text]
@@ -289,7 +290,7 @@ def markdown(comparison: Comparison) -> str:
     shown = columns(comparison)
     parts = ["# Comparison", escape(caption(comparison)), f"**{reason}**" if (reason := warning(comparison)) else ""]
     for group in comparison.groups:
-        parts += [f"## {group.world_size} processes", _table(shown, group.rows, "pipe", escape)]
+        parts += [f"## {processes(group.world_size)}", _table(shown, group.rows, "pipe", escape)]
     parts.append("\n".join(f"- {escape(sentence)}" for sentence in _sentences(comparison)))
     return "\n\n".join(part for part in parts if part) + "\n"
 

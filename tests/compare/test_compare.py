@@ -14,6 +14,8 @@ from t5bench.compare.comparison import Comparison, build
 from t5bench.compare.limits import limits
 from t5bench.compare.rows import Row, reduction_of
 from t5bench.record import records
+from t5bench.report import page, tables
+from t5bench.report.figures import all_figures, rows_of
 
 ON_GPU = {"settings": LARGE, "gpu": RTX_5000_ADA, "nodes": 2, "padded_vocab_size": 32128}
 BF16 = {"settings": {"PRECISION_FLAG": "--bf16"}}
@@ -55,6 +57,28 @@ def test_figures_by_hand(tmp_path: Path):
     assert row.tflops == pytest.approx(19.809 / 0.080 / 2, rel=1e-4)
     assert row.mfu == pytest.approx(row.tflops / 261.1)
     assert row.peak_memory == {0: 900, 1: 1000.5} and row.final_loss == pytest.approx(6 + 2 / 1.4)
+
+
+@pytest.mark.parametrize(
+    ("other", "loss"), [({"SEED": "7"}, 7.0), ({"LR": "0.01"}, None), ({"TRAIN_ITERS": "20"}, None)]
+)
+def test_repeats_of_another_recipe_have_no_loss_in_common(tmp_path: Path, other: dict[str, str], loss: float | None):
+    """Their times are those of one row."""
+    count = int(other.get("TRAIN_ITERS", 40))
+    ddp = make_run(tmp_path / "0", elapsed_ms=[100.0] * 40, losses=[8.0] * 40)
+    again = make_run(tmp_path / "1", elapsed_ms=[100.0] * count, losses=[6.0] * count, settings=other)
+    comparison = compare(ddp, again)
+    row = row_of(comparison)
+    assert (len(row.runs), row.final_loss) == (2, loss)
+    (drawn,) = [panel for figure in all_figures(comparison, rows_of(comparison), 9) if figure.title == "Loss"
+                for panel in figure.panels]  # fmt: skip
+    assert [series.text for series in drawn.series] == ["ends at 8.0000"], "of the first run"
+
+
+def test_repeats_are_not_called_by_the_first_of_them(tmp_path: Path):
+    runs = [make_run(tmp_path / str(number) / "ddp") for number in range(2)]
+    failed = make_run(tmp_path / "2" / "ddp", status="crashed", reason="r")
+    assert [row.label for row in compare(*runs, failed).rows] == ["ddp (2 runs)", "ddp (run 2/ddp)"]
 
 
 def test_a_gpt_has_one_length_and_is_not_compared_with_a_t5_unasked(tmp_path: Path):
@@ -289,6 +313,13 @@ def test_a_baseline_that_diverged_or_is_missing_is_a_problem(tmp_path: Path):
     comparison = compare(make_run(tmp_path / "zero1", "zero1"))
     assert comparison.problems == ["there is no complete ddp run to compare with"]
     assert compare(make_run(tmp_path / "zero2", "zero2"), baseline="zero2").sound
+
+
+def test_one_process_is_no_processes(tmp_path: Path):
+    comparison = compare(make_run(tmp_path / "ddp", world_size=1))
+    written = [show(comparison) for show in (page.render, tables.terminal, tables.markdown)]
+    for text in (*written, *comparison.verdicts):
+        assert "1 process" in text and "1 processes" not in text
 
 
 REFUSED = [

@@ -96,8 +96,8 @@ def test_no_shared_iteration_differs_more_than_the_largest(curve: dict[int, floa
 def test_curves_that_differ_only_by_rounding_pass(ddp: Path, tmp_path: Path, parity: Parity):
     near = make_run(tmp_path / "zero1", scaled(LOSSES, 2, 1 + 2e-7), scaled(NORMS, 1, 1 + 2e-6))
     alone = make_run(tmp_path / "zero2", world_size=1)
-    answer = parity(ddp, near, alone)
-    assert answer.status == 0
+    answer = parity(ddp, near, alone, make_run(tmp_path / "tensor"))
+    assert answer.status == 0 and "tensor (megatron) ran with one replica" in answer.output
     assert answer.passed("ddp") and answer.passed("zero1")
     assert "2.0e-07 (it. 3)" in answer.row("zero1") and "2.0e-06 (it. 2)" in answer.row("zero1")
     assert "zero2 (megatron) ran in one process" in answer.output and "ddp (megatron) ran" not in answer.output
@@ -137,6 +137,24 @@ def test_what_differs_or_cannot_be_compared_fails_and_says_why(
     assert answer.status == 1
     assert answer.passed("ddp") and not answer.passed("zero1")
     assert says in answer.reason("zero1")
+
+
+def test_a_name_that_all_runs_are_given_is_no_difference(tmp_path: Path, parity: Parity):
+    given = ["--wandb-exp-name", "x", "--tensorboard-dir", "y"]
+    runs = [
+        make_run(
+            tmp_path / name,
+            own_arguments=[
+                "--wandb-exp-name",
+                f"megatron-{name}",
+                "--tensorboard-dir",
+                f"{tmp_path / name}/tensorboard",
+            ],
+            extra_arguments=given,
+        )
+        for name in ("ddp", "zero1")
+    ]
+    assert parity(*runs).status == 0
 
 
 def test_only_a_missing_run_or_a_different_reference_fails(ddp: Path, tmp_path: Path, parity: Parity):

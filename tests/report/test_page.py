@@ -53,7 +53,11 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     place, times = tmp_path_factory.mktemp("runs"), [500.0 + (i * 7919 % 13) for i in range(60)]
     settings = LARGE | {"LR": "0.0002", "WANDB_PROJECT": "physics"}
     for number, name in enumerate(STRATEGIES):
-        ended = {"status": "crashed", "reason": "node1 was lost", "remedy": "Look at it"} if name == "zero3" else {}
+        ended = (
+            {"status": "crashed", "reason": "node1 was lost" + 200 * "!", "remedy": "Look at it"}
+            if name == "zero3"
+            else {}
+        )
         on = {"gpu": RTX_5000_ADA, "nodes": 2, "world_size": 4, "padded_vocab_size": 32128, "sent_per_iteration": 3e9}
         on["memory_mib"] = [400.0 + rank - 20 * number for rank in range(4)]
         own = [time + 10 * number - 40 * (name == "zero1") for time in times]
@@ -227,7 +231,7 @@ def test_the_page_is_complete_without_javascript_and_scrolls_only_vertically(pag
         assert wide <= width and not scrolls and drawn
         assert display == ("block" if width < 1180 else "table-cell"), "where there is no room rows are cards"
     assert empty and len(drawings) == 9 and min(drawings) > 50
-    for words in ("node1 was lost. Look at it", "scripts/run_megatron_t5_ddp.sh node0 0", "Where the time went"):
+    for words in ("!!. Look at it", "scripts/run_megatron_t5_ddp.sh node0 0", "Where the time went"):
         assert words in said
 
 

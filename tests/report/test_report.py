@@ -4,14 +4,18 @@ import csv
 import html
 import io
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from harness import STRATEGIES
+from harness import REPO_ROOT, STRATEGIES
 from made_runs import COLOURS, LARGE, RTX_5000_ADA, START, make_run
 
 from t5bench.__main__ import main
@@ -20,7 +24,7 @@ from t5bench.record import records
 from t5bench.record.records import write_list
 from t5bench.record.status import RUNNING
 from t5bench.report import tables
-from t5bench.report.command import find_runs
+from t5bench.report.command import find_runs, load_runs, run_directories
 from t5bench.report.drawing import drawings
 from t5bench.report.figures import Figure, Panel, Series
 from t5bench.report.page import render
@@ -203,7 +207,7 @@ def test_the_command_writes_all_files(tmp_path: Path, capsys: pytest.CaptureFixt
     place = tmp_path / "my outputs"
     make_run(place / "0" / "ddp")
     make_run(place / "0" / "zero1", "zero1", elapsed_ms=[50.0] * 30)
-    make_run(place / "1" / "ddp")
+    make_run(place / "1" / "ddp", elapsed_ms=[101.0] * 30)
     assert main(["compare", str(place)]) == 0
     output = capsys.readouterr().out
     written = place / "comparison"
@@ -221,6 +225,17 @@ def test_the_command_writes_all_files(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "problem: zero2 is crashed" in capsys.readouterr().err
     assert main(["compare", str(place)]) == 1
     assert r"\x1b[2J (zero2)" in capsys.readouterr().out
+
+
+def test_a_locale_without_the_dagger(tmp_path: Path):
+    """The files are UTF-8 nevertheless, as the page says that it is."""
+    make_run(tmp_path / "ddp")
+    command = [sys.executable, "-m", "t5bench", "compare", str(tmp_path)]
+    ascii_only = os.environ | {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    result = subprocess.run(command, cwd=REPO_ROOT, env=ascii_only, capture_output=True)
+    assert (result.returncode, result.stderr) == (0, b"") and b"\nddp?  " in result.stdout
+    for name in ("comparison.md", "index.html"):
+        assert "ddp\u2020" in (tmp_path / "comparison" / name).read_text("utf-8")
 
 
 @pytest.mark.parametrize(
@@ -268,8 +283,32 @@ def test_watch_draws_the_table_until_the_sweep_has_ended(tmp_path: Path, monkeyp
     assert second.endswith("3 of 3 runs have ended\n") and "page: " in last
 
 
+def test_a_copy_of_a_run_is_no_repeat(tmp_path: Path):
+    make_run(tmp_path / "repeat1/ddp", elapsed_ms=[100.0, 101.0])
+    make_run(tmp_path / "repeat1/zero1", "zero1", elapsed_ms=[100.0, 101.0])
+    shutil.copytree(tmp_path / "repeat1/ddp", tmp_path / "repeat2/ddp")
+    runs, left_out = load_runs(run_directories([str(tmp_path)]))
+    assert [run.strategy for run in runs] == ["ddp", "zero1"]
+    assert left_out == [
+        f"the run in {tmp_path}/repeat2/ddp is left out: it is a copy of the one in {tmp_path}/repeat1/ddp"
+    ]
+
+
 def test_runs_are_found_up_to_four_levels_down(tmp_path: Path):
     near, far = make_run(tmp_path / "a/b/c/d"), make_run(tmp_path / "a/b/c/x/e")
     make_run(near / "inside")
     assert list(find_runs(tmp_path)) == [near]
     assert list(find_runs(tmp_path / "a")) == [near, far]
+
+
+@pytest.mark.parametrize(
+    ("stopped", "status", "said"),
+    [(KeyboardInterrupt(), 130, ""), (OSError(28, "No space left"), 2, "error: [Errno 28]")],
+)
+def test_a_command_that_is_stopped_prints_no_traceback(
+    stopped: BaseException, status: int, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("t5bench.plan.launchers.declarations", Mock(side_effect=stopped))
+    monkeypatch.setattr("t5bench.__main__.discard", Mock())  # it would close pytest's own stream
+    assert main(["strategies"]) == status
+    assert capfd.readouterr().err.startswith(said)
