@@ -112,7 +112,7 @@ def test_merged_weights_have_the_evaluated_loss(
 
 # ---- ending and going on -------------------------------------------------------------------------------------------
 
-RESUMED = {"native": "zero3", "megatron": "tensor"}
+RESUMED = {"native": "zero3_offload", "megatron": "tensor"}
 
 
 def test_a_resumed_run_gives_the_uninterrupted_curve(engine: Engine, runs: Path, tmp_path: Path):
@@ -121,10 +121,13 @@ def test_a_resumed_run_gives_the_uninterrupted_curve(engine: Engine, runs: Path,
     for path in (copy / "checkpoints").glob("*20"):
         shutil.rmtree(path)
     (copy / "checkpoints" / TRACKER).write_text("10")
-    environment = load(copy).plan.with_role("kept") | engine
+    plan = load(copy).plan
+    environment = plan.with_role("kept") | engine | {name: plan.value(name) for name in ("EVAL_ITERS", "EVAL_INTERVAL")}
     resumed = train(strategy, copy, RESUME="1", **environment)
     assert [i.begin for i in resumed.iterations] == [0] * 10 + [10] * 10
     assert curve(resumed) == curve(load(runs / strategy))
+    later = [each for each in load(runs / strategy).evaluations if each.iteration > 10]
+    assert resumed.evaluations == later and later, "the same validation samples"
 
 
 ITERATIONS, SAVE_INTERVAL = 24, 6
@@ -161,7 +164,8 @@ def test_a_killed_run_continues(engine: Engine, tmp_path: Path):
     assert NEWEST < len(killed) < ITERATIONS, "the run was not killed in time"
     spoil(nodes[-1] / "checkpoints", file, how)
 
-    said = finish(start(strategy, *nodes, RESUME="1", **settings))
+    # Evaluations leave the curve as it was: they draw no dropout mask, and end where dropout begins again.
+    said = finish(start(strategy, *nodes, RESUME="1", **settings, EVAL_ITERS="1", EVAL_INTERVAL="7"))
     assert f"iteration {NEWEST}: {file} is {how}" in said[-1]
     assert all(f"resuming from the checkpoint of iteration {SAVE_INTERVAL}\n" in text for text in said)
     run = load(nodes[-1])
