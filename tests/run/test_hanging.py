@@ -24,7 +24,7 @@ SETTINGS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "rank", "end"),
-    [(4, 0, {"WATCHDOG_SECONDS": "15"}), (2, 1, {"STUB_TIMEOUT": "6"})],
+    [(4, 0, {"WATCHDOG_SECONDS": "30"}), (2, 1, {"STUB_TIMEOUT": "6"})],
     ids=["watchdog", "timeout"],
 )
 def test_the_hanging_rank_is_named_and_all_leave_their_stacks(
