@@ -276,8 +276,14 @@ class Explanation:
                 yield Cause("throttled CPU", rank.throttled, f"a quota holds {rank.name} back {rank.throttled:.0%}")
             elif is_others or rank.queued >= CONTENDED:
                 # n processes on c cores wait 1 - c/n of the time for each other.
-                is_own = len(neighbours) > cores > 0 and rank.queued < 1 - cores / len(neighbours) + WORTH_NAMING
-                name = "fewer cores than processes" if is_own and not is_others else "another program on the core"
+                is_many = len(neighbours) > cores > 0
+                is_own = is_many and rank.queued < 1 - cores / len(neighbours) + WORTH_NAMING
+                is_own = not is_others and (is_own or rank.entry.processor.machine_ms > 0)
+                name = (
+                    f"fewer cores than {'processes' if is_many else 'threads'}"
+                    if is_own
+                    else "another program on the core"
+                )
                 yield Cause(name, rank.queued, f"{rank.name} waits for a core {rank.queued:.0%} of the time")
 
     def _slow(self) -> Iterator[Cause]:

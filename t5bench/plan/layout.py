@@ -104,6 +104,7 @@ def _check_model_parallel(request: Request, tp: int, pp: int, world_size: int, p
     ):
         if size > 1 and own == 1 and not (kind == "tensor" and strategy.ds_config):  # ZeRO goes with any tensor size
             remedy = f"Use run_megatron_t5_{kind}.sh or run_megatron_t5_hybrid.sh"
+            remedy += f"; in a sweep or a check, unset it and name {kind}-tp{tp}" * (kind == "tensor")
             refuse(f"no-{kind}-parallelism", f"{name} is {size} but {strategy.name} has no {kind} parallelism", remedy)
     if world_size % (tp * pp):
         refuse(

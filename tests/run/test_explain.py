@@ -216,7 +216,9 @@ def test_a_loader_waits_for_a_core_with_any_of_its_threads():
 # ---- causes, from made profiles --------------------------------------------------------------------------------------
 
 # What a busy machine does to any run.
-BUSY = ANOTHER, FEWER, _ = ("another program on the core", "fewer cores than processes", "throttled CPU")
+BUSY = ANOTHER, FEWER, THREADS, _ = (
+    "another program on the core", "fewer cores than processes", "fewer cores than threads", "throttled CPU",
+)  # fmt: skip
 HEALTHY = {"forward": 30.0, "backward": 60.0, "host gaps": 5.0, SENDING[AXES[0]]: 5.0}
 
 
@@ -323,6 +325,7 @@ MADE: dict[str, tuple[str, list[dict], dict, list[str]]] = {
     "a program beside": ("zero2", [waiting(30, 1), processor(queued_ms=40.0)], {}, [ANOTHER]),
     "a program on an idle core": ("ddp", computing(230, 15, ranks=2), {}, [ANOTHER]),
     "no other program": ("ddp", computing(210, 15, ranks=2), {}, []),
+    "two ranks with many threads": ("ddp", computing(210, 40, ranks=2), {}, [THREADS]),
     "four ranks on two cores": ("ddp", computing(210, 55, ranks=4), {}, [FEWER]),
     "and a program": ("ddp", computing(380, 55, ranks=4), {}, [ANOTHER]),
     # Waiting for a core is not mistaken for another cause, nor is what a rank does once.
