@@ -8,11 +8,13 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
-
-import torch
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from t5bench import Problem, note
+from t5bench.model.software import beyond_native
+
+if TYPE_CHECKING:
+    import torch
 
 EXIT_CONFIGURATION = 2
 
@@ -123,21 +125,33 @@ def start(run: Callable[[argparse.Namespace], None]) -> None:
         raise SystemExit(EXIT_CONFIGURATION) from None
 
 
+def make_parser(*, is_complete: bool = True) -> Parser:
+    """is_complete: the command line has all flags that must be given, and may ask for --help."""
+    parser = Parser(
+        usage="torchrun ... native/pretrain_t5.py FLAGS",
+        description=__doc__,
+        allow_abbrev=False,
+        add_help=is_complete,
+    )
+    for flag, kind, default, meaning in FLAGS:
+        options: dict[str, Any] = {"type": kind, "default": default, "required": is_complete and default is REQUIRED}
+        if kind is bool:
+            options = {"action": "store_true"}
+        elif isinstance(kind, tuple):
+            options = {"choices": kind, "default": default}
+        parser.add_argument(flag, help=meaning, **options)
+    return parser
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Reads, checks and completes the arguments. Raises Problem.
 
     Adds rank, local_rank, world_size, the sizes tp, pp and dp, micro_batches (of one rank and iteration), dtype, device
     and deepspeed_json.
     """
-    parser = Parser(usage="torchrun ... native/pretrain_t5.py FLAGS", description=__doc__, allow_abbrev=False)
-    for flag, kind, default, meaning in FLAGS:
-        options: dict[str, Any] = {"type": kind, "default": default, "required": default is REQUIRED}
-        if kind is bool:
-            options = {"action": "store_true"}
-        elif isinstance(kind, tuple):
-            options = {"choices": kind, "default": default}
-        parser.add_argument(flag, help=meaning, **options)
-    args = parser.parse_args(argv)
+    import torch
+
+    args = make_parser().parse_args(argv)
     args.rank, args.local_rank, args.world_size = (
         int(os.environ.get(name, fallback)) for name, fallback in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
     )
@@ -148,8 +162,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def choose_device(args: argparse.Namespace) -> torch.device:
+def choose_device(args: argparse.Namespace) -> "torch.device":
     """This process's own GPU with NCCL, a shared one with --share-gpus, else the CPU."""
+    import torch
+
     if args.distributed_backend == "gloo" and not args.share_gpus:
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
@@ -161,16 +177,12 @@ def choose_device(args: argparse.Namespace) -> torch.device:
 def check(args: argparse.Namespace) -> None:
     """Raises Problem if this engine cannot train the request; launchers have checked that the sizes divide."""
     tp, pp, world = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.world_size
-    if args.fp16:
-        raise Problem("the native engine does not train in fp16: use --bf16, neither (float32), or ENGINE=megatron")
-    if pp > 2 or (pp == 2 and args.pipeline_model_parallel_split_rank != 1):
-        raise Problem(f"the native engine has two pipeline stages, which rank 1 splits, but {pp} were asked for")
-    if args.deepspeed and tp * pp > 1:
-        raise Problem("ZeRO shards only over data-parallel ranks: --deepspeed needs TP=1 and PP=1")
     args.tp, args.pp, args.dp = tp, pp, world // (tp * pp)
     args.micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
-    if args.micro_batches < pp:
-        raise Problem(f"a pipeline of {pp} stages needs at least {pp} micro-batches, found {args.micro_batches}")
+    if reason := beyond_native(tp, pp, args.deepspeed, args.micro_batches, args.fp16):
+        raise Problem(reason)
+    if pp == 2 and args.pipeline_model_parallel_split_rank != 1:
+        raise Problem("the decoder's stage must be 1: --pipeline-model-parallel-split-rank 1")
     encoder, decoder = args.encoder_seq_length, args.decoder_seq_length
     if encoder < 4 or decoder < args.mask_prob * (encoder - 2) + 2:
         raise Problem(f"a decoder of {decoder} tokens is too short for an encoder of {encoder}")

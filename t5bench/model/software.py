@@ -71,3 +71,16 @@ SOFTWARE = {
     # 16 bits, log_softmax's output and two gradients in fp32.
     "autocast": Software(2, 4, True, softmax=4, mlp_dropout=True, fused_gate=False, logits=14, logit_gradients=8),
 }
+
+
+def beyond_native(tensor: int, pipeline: int, has_zero: bool, micro_batches: int, is_fp16: bool = False) -> str:
+    """Why the native engine cannot train a T5 in this layout and precision; "" if it can."""
+    if is_fp16:
+        return "the native engine does not train in fp16, because it has no loss scaling"
+    if pipeline > 2:
+        return f"the native engine has at most two pipeline stages, but {pipeline} were asked for"
+    if has_zero and tensor * pipeline > 1:
+        return "the native engine's ZeRO shards only over data-parallel ranks, without TP and PP"
+    if micro_batches < pipeline:
+        return f"the native engine's pipeline needs at least {pipeline} micro-batches, found {micro_batches}"
+    return ""

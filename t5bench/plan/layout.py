@@ -6,6 +6,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
 
+from t5bench import Problem
+from t5bench.model.software import beyond_native
 from t5bench.plan.families import check_rampup, family_of
 from t5bench.plan.request import Request
 from t5bench.record.plan import Layout
@@ -93,7 +95,22 @@ def divide(request: Request, processes: Processes) -> Layout | None:
         return None
     check_rampup(request, dp)
     micro_batches, split_rank = global_batch // (micro_batch * dp), pp // 2 if pp > 1 and family.has_encoder else None
+    if request.value("ENGINE") == "native":
+        _check_native(request, tp, pp, micro_batches)
     return Layout(processes.nnodes, processes.per_node, world_size, tp, pp, dp, micro_batches, split_rank)
+
+
+def _check_native(request: Request, tp: int, pp: int, micro_batches: int) -> None:
+    is_fp16 = request.value("PRECISION_FLAG") == "--fp16"
+    if reason := beyond_native(tp, pp, bool(request.strategy.ds_config), micro_batches, is_fp16):
+        request.findings.refuse("native-engine", reason, "Use ENGINE=megatron")
+    if request.extra:
+        from native.arguments import make_parser
+
+        try:
+            make_parser(is_complete=False).parse_args(request.extra)
+        except Problem as problem:
+            request.findings.refuse("engine-argument", f"after --: {problem}", problem.remedy)
 
 
 def _check_model_parallel(request: Request, tp: int, pp: int, world_size: int, processes: Processes) -> None:

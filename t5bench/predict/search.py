@@ -16,6 +16,7 @@ from t5bench import Problem
 from t5bench.model.job import Architecture, Job, Parallel, Zero
 from t5bench.model.machine import DEVICES, GIB, Machine
 from t5bench.model.prediction import Prediction
+from t5bench.model.software import beyond_native
 from t5bench.plan.forecast import job_of
 from t5bench.plan.launchers import ask
 from t5bench.predict.command import add_machine, device_for, machine, vocabulary_of
@@ -62,8 +63,10 @@ class Candidate(Prediction):
         """Why this harness cannot run it, or the only engine that can."""
         if not self.start:
             return "no: ZeRO with PP"
-        needed = self.job.parallel.pipeline > 2 or self.job.architecture.family == "gpt" or self.job.recompute != "none"
-        return "only ENGINE=megatron" if needed else ""
+        job, p = self.job, self.job.parallel
+        reason = beyond_native(p.tensor, p.pipeline, job.zero.stage > 0, job.micro_batches, job.precision == "fp16")
+        is_other = reason or job.architecture.family == "gpt" or job.recompute != "none"
+        return "only ENGINE=megatron" if is_other else ""
 
     @cached_property
     def start(self) -> str:

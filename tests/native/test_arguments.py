@@ -17,7 +17,7 @@ from native import arguments
         (["--pipeline-model-parallel-size", "4"], 4, "two pipeline stages"),
         (["--pipeline-model-parallel-size", "2", "--global-batch-size", "2"], 2, "micro-batches"),
         (["--encoder-seq-length", "64", "--decoder-seq-length", "8"], 1, "decoder"),
-        (["--deepspeed", "--tensor-model-parallel-size", "2"], 2, "ZeRO shards only over data-parallel ranks"),
+        (["--deepspeed", "--tensor-model-parallel-size", "2"], 2, "shards only over data-parallel ranks"),
         (["--min-lr", "1"], 1, "--min-lr <= --lr"),
         (["--distributed-backend", "nccl"], 1, "no GPU"),
         (["--share-gpus"], 1, "PyTorch sees 0"),

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "settings", "code", "status", "reason"),
     [
-        (["--", "--no-such-flag"], {}, 2, "configuration", "unrecognized arguments: --no-such-flag"),
+        (["--", "--mask-prob", "0.9"], {}, 2, "configuration", "is too short for an encoder of"),
         ([], {"LR": "1e30", "CLIP_GRAD": "0", "DROPOUT": "0"}, 4, "diverged", "not a number at iteration 2"),
         ([], {"HIDDEN_SIZE": "65536", "FFN_HIDDEN_SIZE": "4000000"}, 5, "out-of-memory", "the host's memory is full"),
         ([], {"NNODES": "2", "RENDEZVOUS_TIMEOUT": "2"}, 6, "timeout", "only 1 of 2 nodes joined within"),

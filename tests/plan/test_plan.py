@@ -139,6 +139,10 @@ def test_processes_share_gpus_only_on_request_and_never_with_zero(request_for: R
         ("pipeline", {"MODEL_FAMILY": "gpt", "NUM_LAYERS": "5"}, "pipeline-size", "5 layers do not divide over 2"),
         ("ddp", {"MODEL_FAMILY": "gpt", "ENGINE": "native"}, "native-engine", "MODEL_FAMILY='gpt'"),
         ("ddp", {"RECOMPUTE": "full", "ENGINE": "native"}, "native-engine", "RECOMPUTE='full'"),
+        ("ddp", {"PRECISION_FLAG": "--fp16", "ENGINE": "native"}, "native-engine", "does not train in fp16"),
+        ("pipeline", {"PIPELINE_PARALLEL_SIZE": "4", "ENGINE": "native"}, "native-engine", "two pipeline stages"),
+        ("pipeline", {"MICRO_BATCH_SIZE": "16", "ENGINE": "native"}, "native-engine", "least 2 micro-batches, found 1"),
+        ("zero1", {"TENSOR_PARALLEL_SIZE": "2", "ENGINE": "native"}, "native-engine", "without TP and PP"),
         ("ddp", {"EVAL_ONLY": "1"}, "eval-iters", "EVAL_ITERS is 0"),
         ("ddp", {"RAMPUP_BATCH_SIZE": "4 4"}, "rampup", "three whole numbers"),
         ("ddp", {"RAMPUP_BATCH_SIZE": "4 4 801", "TRAIN_ITERS": "50"}, "rampup", "the run, which has 800 samples"),
@@ -252,6 +256,12 @@ def test_an_engine_argument_of_a_setting_changes_the_setting(request_for: Reques
 def test_engine_arguments_that_would_make_the_plan_untrue(request_for: Requests, arguments, code):
     assert code in codes(make(request_for("ddp", *arguments))[0])
     assert codes(make(request_for("ddp", "--num-experts", "1", "--num-key-value-heads", "16"))[0]) == []
+
+
+@pytest.mark.parametrize("arguments", [("--frobnicate",), ("--adam-beta2", "x"), ("--num-workers",)])
+def test_the_native_engine_knows_its_arguments(request_for: Requests, arguments):
+    assert codes(make(request_for("ddp", *arguments, ENGINE="native"))[0]) == ["engine-argument"]
+    assert codes(make(request_for("ddp", "--adam-beta2", "0.95", "--compile", ENGINE="native"))[0]) == []
 
 
 def test_other_engine_arguments_are_facts_of_the_plan(plans: dict[str, Plan]):

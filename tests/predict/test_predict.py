@@ -129,12 +129,14 @@ def test_a_plan_has_the_settings_of_a_prediction(
     for name, value in wanted.items():
         monkeypatch.setenv(name, value)
     predicted = json.loads(t5bench(capsys, "predict", "--device", "h100", "--json")[1])["rows"]
-    planned = json.loads(t5bench(capsys, "plan", "--gpus", 2, "--device", "h100", "--global-batch", 16, "--json")[1])
+    options = "--per-node", 4, "--device", "h100", "--global-batch", 16, "--json"
+    planned = json.loads(t5bench(capsys, "plan", "--gpus", "2,4", *options)[1])
     zero1 = next(row for row in predicted if row["strategy"] == "zero1")
     names = "kind", "micro_batch", "recompute"
     found = [one for one in planned["2"] if [one[name] for name in names] == ["ZeRO-1", 1, "none"]]
     assert [one["memory"] for one in found] == pytest.approx([zero1["memory"]["in_use"]])
     assert [one["seconds"] for one in found] == pytest.approx([zero1["seconds"]["total"]])
+    assert any(one["kind"] == "TP x ZeRO-1" for one in planned["4"]) == (engine == "megatron")
 
 
 def test_a_gpt_runs_in_deepspeeds_pipeline():
