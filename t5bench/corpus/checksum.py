@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from t5bench import Problem, digest
+from t5bench import Problem, digest, note
 from t5bench.corpus.index import dataset_paths
 
 CHECKSUMS, DIGITS = Path("~/.cache/t5-parallelism/checksums"), 64
+LARGE = 5e9  # bytes, which take seconds
 PIECES, CONFIG = "spiece.model", "tokenizer_config.json"
 VOCABULARIES = [PIECES, "tokenizer.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt"]
 # Values that hub repositories leave to the model's config.json and to the library's defaults.
@@ -83,6 +84,8 @@ def _digest(path: Path) -> str:
         kept = CHECKSUMS.expanduser() / "-".join(map(str, place))
         if len(known := kept.read_text()) == DIGITS:
             return known
+    if status.st_size > LARGE:
+        note(f"reading {path} for its checksum: {status.st_size / 1e9:.0f} GB, once until it changes")
     with path.open("rb") as file:
         found = digest(file)
     with contextlib.suppress(OSError):
