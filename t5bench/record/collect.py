@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from t5bench.record.files import RecordError
-from t5bench.record.hosts import ssh
+from t5bench.record.hosts import BEGINS, ssh
 from t5bench.record.records import SHARED_KEYS, differences, load, read_parts, write_run
 from t5bench.record.text import visible
 
@@ -34,13 +34,15 @@ def local_copy(source: str) -> Iterator[Path]:
         return
     host, directory = _SOURCE.fullmatch(source).groups()
     exclusions = " ".join(f"--exclude=./{name}" for name in LEFT_OUT)
-    remote = ssh(re.sub(r"[][]", "", host), f"tar -C {shlex.quote(directory)} {exclusions} -cf - .")
-    with tempfile.TemporaryDirectory() as unpacked, tempfile.TemporaryFile() as archive:
+    remote = ssh(re.sub(r"[][]", "", host), f"echo {BEGINS}; tar -C {shlex.quote(directory)} {exclusions} -cf - .")
+    with tempfile.TemporaryDirectory() as unpacked, tempfile.TemporaryFile(buffering=0) as archive:
         result = subprocess.run(remote, stdout=archive, stderr=subprocess.PIPE, check=False)
         if result.returncode:
             raise RecordError(f"cannot fetch {source}: {visible(result.stderr.decode(errors='replace').strip())}")
         archive.seek(0)
-        subprocess.run(["tar", "-C", unpacked, "-xf", "-"], stdin=archive, check=True)
+        any(line.endswith(f"{BEGINS}\n".encode()) for line in archive)  # up to there
+        if subprocess.run(["tar", "-C", unpacked, "-xf", "-"], stdin=archive, check=False).returncode:
+            raise RecordError(f"cannot unpack what {source} sent: see tar's message")
         yield Path(unpacked)
 
 

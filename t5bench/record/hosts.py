@@ -11,6 +11,8 @@ from t5bench import Problem
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?|[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(%[A-Za-z0-9_.-]+)?")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*@|")
 OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+# A command over ssh echoes this line before its own output, because the shell's start-up files may print a greeting.
+BEGINS = "the output of the command begins:"
 
 
 def checked(host: str) -> str:

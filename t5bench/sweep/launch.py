@@ -23,7 +23,7 @@ from t5bench.plan.ports import free_port
 from t5bench.plan.secret import VARIABLE
 from t5bench.record import collect
 from t5bench.record.files import RecordError
-from t5bench.record.hosts import ssh
+from t5bench.record.hosts import BEGINS, ssh
 from t5bench.record.plan import Plan
 from t5bench.record.records import write_run
 from t5bench.record.status import CONFIGURATION, CRASHED, EXIT_CODES
@@ -219,14 +219,15 @@ class Launch:
 
     def ask(self, row: Row, directory: Path, rank: int = 0) -> Plan:
         """The plan of a host. Raises Problem if it prints none."""
-        options = {"capture_output": True, "text": True, "check": False}
-        script = self._script(row, directory, rank, "launch --dry-run=json </dev/null\n")
+        options = {"capture_output": True, "text": True, "errors": "replace", "check": False}
+        script = self._script(row, directory, rank, f"echo {BEGINS}\nlaunch --dry-run=json </dev/null\n")
         result = subprocess.run(shell(self._hosts[rank]), env=self._environment, input=script, **options)
-        if not result.stdout:
-            host, said = self._hosts[rank], visible(result.stderr, "\n")
+        said = result.stdout.partition(BEGINS)[2]
+        if not said.strip():
+            host, why = self._hosts[rank], visible(result.stderr, "\n")
             remedy = f"Try to log in by hand: ssh {host}" if host else ""
-            raise Problem(f"{host or 'this machine'} cannot plan {row.strategy}: {said}", remedy)
-        return Plan.read(json.loads(result.stdout))
+            raise Problem(f"{host or 'this machine'} cannot plan {row.strategy}: {why}", remedy)
+        return Plan.read(json.loads(said))
 
     def start(self, row: Row, directory: Path) -> Started:
         """Registers each node before sending it anything, so that an interruption leaves no launcher behind."""

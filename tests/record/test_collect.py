@@ -46,7 +46,7 @@ def test_two_directories_become_one_run(nodes: tuple[Path, Path], tmp_path: Path
 @pytest.mark.parametrize(
     ("stub", "status", "said"),
     [
-        ('printf "%s\\n" "$@" >"$0.arguments"; exec bash -c "${@: -1}"', 0, ""),
+        ('echo Welcome; printf "%s\\n" "$@" >"$0.arguments"; exec bash -c "${@: -1}"', 0, ""),
         ("echo 'Permission denied.' >&2; exit 255", 2, "cannot fetch node1:/somewhere: Permission denied."),
     ],
 )
