@@ -12,6 +12,7 @@ import os
 import signal
 import statistics
 import sys
+import threading
 import time
 from datetime import timedelta
 
@@ -22,7 +23,12 @@ REPETITIONS = 5
 
 def all_reduces(seconds: float) -> None:
     # So that nothing stays behind on the node, whatever hangs and whether or not anyone listens.
-    signal.alarm(int(seconds) + 1)
+    signal.alarm(int(seconds) + 2)
+    # torch waits longer for a missing master than it is told.
+    doing = "meeting the other nodes at {MASTER_ADDR} port {MASTER_PORT}".format_map(os.environ)
+    late = threading.Timer(seconds, lambda: fail(f"{doing} takes longer than {seconds:.0f} s"))
+    late.daemon = True
+    late.start()
     import torch
     import torch.distributed as dist
 
@@ -33,7 +39,7 @@ def all_reduces(seconds: float) -> None:
     able = torch.cuda.is_available() and dist.is_nccl_available()
     store.set(f"backend{rank}", f"nccl {'.'.join(map(str, torch.cuda.nccl.version()))}" if able else "gloo")
     backends = sorted({store.get(f"backend{other}").decode() for other in range(size)})
-    on_gpus = "gloo" not in backends
+    on_gpus, doing = "gloo" not in backends, "exchanging data with the other nodes"
     device = torch.device("cuda", 0) if on_gpus else torch.device("cpu")
     dist.init_process_group("nccl" if on_gpus else "gloo", store=store, rank=rank, world_size=size, timeout=timeout)
 
@@ -72,9 +78,13 @@ def all_reduces(seconds: float) -> None:
     dist.destroy_process_group()
 
 
+def fail(problem: str) -> None:
+    print(json.dumps({"error": problem}), flush=True)
+    os._exit(1)
+
+
 def main() -> None:
     try:
         all_reduces(float(sys.argv[1]))
     except Exception as error:  # whatever it is belongs into the table
-        print(json.dumps({"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}), flush=True)
-        os._exit(1)
+        fail(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")

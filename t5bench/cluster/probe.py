@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from t5bench.corpus.common import read_record
 from t5bench.corpus.index import dataset_paths, read_index
 from t5bench.plan.engine import CHANGED, MISSING, UNPATCHED, state_of
 from t5bench.record import machine
@@ -133,6 +134,8 @@ def data(asked: Question) -> Cells:
         return {"data": Cell("damaged" if all(path.is_file() for path in paths) else "missing", str(error))}
     same = {path.suffix: digest(path) for path in paths}
     same["tokenizer"] = digest_of_files(folder, folder / "tokenizer")
+    recorded = read_record(prefix).get("files")
+    same["record"] = str([recorded.get(path.name) for path in paths]) if isinstance(recorded, dict) else ""
     return {"data": Cell(f"{paths[0].stat().st_size / 1e6:.1f} MB {same['.idx'][:8]}", same=same)}
 
 

@@ -74,15 +74,21 @@ def compared(row: Row) -> Row:
     return {host: judge(cell) for host, cell in row.items()}
 
 
+def in_a_path(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
 def copy_command(nodes: Nodes, row: Row, prefix: Path) -> str:
     """The command that copies the data to {host} from the first node whose data are good."""
     source = next((node for node in nodes if row[node.host].same), None)
     if source is None:
         return REMEDIES["data"]
     files = [f"{prefix}.bin", f"{prefix}.idx"]
+    if row[source.host].same["record"]:
+        files.append(f"{prefix}.meta.json")
     if row[source.host].same["tokenizer"]:
         files.append(str(prefix.parent / "tokenizer"))
-    words = files if source.here else ["-3", *(f"{source.host}:{file}" for file in files)]
+    words = files if source.here else ["-3", *(f"{in_a_path(source.host)}:{file}" for file in files)]
     return "Run here: " + shlex.join(["scp", "-r", *words, f"{{host}}:{prefix.parent}/"])
 
 
@@ -98,7 +104,8 @@ def table(nodes: Nodes, network: Row, prefix: Path) -> dict[str, Row]:
     remedies = REMEDIES | ({"data": copy_command(nodes, rows["data"], prefix)} if "data" in rows else {})
 
     def advised(name: str, host: str, cell: Cell) -> Cell:
-        return replace(cell, remedy=(cell.remedy or remedies.get(name, ENVIRONMENT)).replace("{host}", host))
+        remedy = cell.remedy or remedies.get(name, ENVIRONMENT)
+        return replace(cell, remedy=remedy.replace("{host}:", f"{in_a_path(host)}:").replace("{host}", host))
 
     return {
         name: {host: advised(name, host, cell) for host, cell in row.items()}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from cluster_lab import SYSTEM_PATH, Cluster
-from harness import REPO_ROOT, Project, wait_for
+from harness import REPO_ROOT, Project, wait_for, write_data_record
 
 from t5bench.cluster import probe, table
 from t5bench.cluster.probe import Cell
@@ -189,12 +189,21 @@ def test_a_fact_that_hangs_or_fails_does_not_delay_the_others(monkeypatch: pytes
 
 def test_what_to_do_and_colour():
     none = Cell("none", "there is none", "get one")
-    nodes = [Node("node0", here=True, cells={"engine": none, "data": Cell("x", same={".bin": "1", "tokenizer": ""})})]
+    nodes = [
+        Node(
+            "node0",
+            here=True,
+            cells={"engine": none, "data": Cell("x", same={".bin": "1", "record": "1", "tokenizer": ""})},
+        )
+    ]
     nodes.append(Node("node1", cells={"engine": none, "data": Cell("missing", "it is gone")}))
     rows = table.table(nodes, {}, Path("/d d/x"))
     plain = table.render(nodes, rows, colour=False)
     assert "\nengine on node0, node1: there is none\n    get one\n" in plain
-    assert plain.splitlines()[-1].strip() == "Run here: scp -r '/d d/x.bin' '/d d/x.idx' 'node1:/d d/'"
+    command = "Run here: scp -r '/d d/x.bin' '/d d/x.idx' '/d d/x.meta.json' '{}:/d d/'"
+    assert plain.splitlines()[-1].strip() == command.format("node1")
+    six = [nodes[0], replace(nodes[1], host="fd00::7")]
+    assert table.table(six, {}, Path("/d d/x"))["data"]["fd00::7"].remedy == command.format("[fd00::7]")
     assert "\033" not in plain
     assert table.render(nodes, rows, colour=True).count("\033[31mFAIL none\033[0m") == 2
 
@@ -293,6 +302,7 @@ def test_everything_that_can_be_wrong(cluster: Cluster, checkout: Project, pytho
     """Without a shared file system: a finding or more on every node. The hosts share the machine's clock, so on node5
     Python itself is told another time."""
     keys = cluster.directory / "etc" / "ssh"
+    write_data_record(checkout.data_prefix)
     cluster.private(keys)
     cluster.private(checkout.root.parent)
     cluster.pull_cable("node2")
@@ -306,6 +316,7 @@ def test_everything_that_can_be_wrong(cluster: Cluster, checkout: Project, pytho
         ("node7", "echo '# changed' >>scripts/common.sh"),
         ("node7", "echo '# changed' >>../Megatron-DeepSpeed/megatron/training.py"),
         ("node7", r"printf '\x09' | dd of=megatron_data/xsum_text_document.bin conv=notrunc status=none"),
+        ("node7", 'echo \'{"source": "another"}\' >megatron_data/xsum_text_document.meta.json'),
     ):
         cluster.run(node, "bash", "-c", command, cwd=checkout.root)
     cluster.run("node7", *(word.format("replace") for word in NEIGHBOUR))
@@ -324,7 +335,8 @@ def test_everything_that_can_be_wrong(cluster: Cluster, checkout: Project, pytho
     assert report.rows["torch"][2] == "-"
     assert report.rows["repository"][7].endswith(" changed")
     assert "MEGATRON_DIR" in report.text and "bash scripts/setup_megatron.sh" in report.text
-    assert "data on node7: differs from node0 in .bin" in report.text
+    assert "data on node7: differs from node0 in .bin and record:" in report.text
+    assert "network on node0, node5, node6, node7: meeting the other nodes at node0" in report.text
     assert "GLOO_SOCKET_IFNAME" in report.remedy("network on node0")
     assert float(report.rows["clock"][5].removeprefix("FAIL ").removesuffix(" s")) == pytest.approx(7.5, abs=0.5)
     # On the master it fails; elsewhere no one needs it.

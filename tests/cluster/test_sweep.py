@@ -40,7 +40,7 @@ def run_directory(project: Project, row: str) -> Path:
 
 def test_four_nodes_without_ipv4_and_a_shared_file_system(make_cluster: Callable[..., Cluster], project: Project):
     """Named by their addresses; their shells greet. Their records come back."""
-    project.add_stub("ssh", "#!/bin/bash\necho Welcome to the cluster\nexec /usr/bin/ssh \"$@\"\n")
+    project.add_stub("ssh", '#!/bin/bash\necho Welcome to the cluster\nexec /usr/bin/ssh "$@"\n')
     cluster = make_cluster(4, net="fd00:77::")
     cluster.private(project.root.parent)
     hosts = " ".join(cluster.addresses[node] for node in cluster.nodes)
