@@ -23,9 +23,13 @@ def same_name(one: str, other: str) -> bool:
     return one == other or (not is_address and one.partition(".")[0] == other.partition(".")[0])
 
 
+def is_loopback_name(host: str) -> bool:
+    return host == "localhost" or is_loopback(host)
+
+
 def is_this_host(host: str) -> bool:
     """Compares the names before it asks any resolver."""
-    if same_name(host, socket.gethostname()) or host == "localhost" or is_loopback(host):
+    if same_name(host, socket.gethostname()) or is_loopback_name(host):
         return True
     return any(_is_own(address) for address in addresses_of(host) if not is_loopback(address))
 
@@ -100,9 +104,13 @@ def _lacks(request: Request) -> Iterator[Fault]:
     """Why this node cannot meet the others."""
     hosts, master, rank = request.hosts, request.facts["master_address"], int(request.facts["node"])
     here, port = socket.gethostname(), request.number("MASTER_PORT")
-    if request.number("NNODES") > 1 and rank < len(hosts) and not is_this_host(hosts[rank]):
+    if rank < len(hosts) and not is_this_host(hosts[rank]):
         remedy = f"Start rank {rank} on {hosts[rank]}, or correct HOSTS ('{' '.join(hosts)}')"
         yield "rank-of-another-host", f"rank {rank} belongs to {hosts[rank]} in HOSTS, but this is {here}", remedy
+    elif _leads_each_node_to_itself(master) and not all(map(is_loopback_name, hosts)):
+        found = f"the master '{master}' is {addresses_of(master)[0]} on {here}, where every node finds only itself"
+        remedy = "In HOSTS, give it the name or address by which the other nodes reach it; /etc/hosts may be wrong"
+        yield "loopback-master", found, remedy
     if not addresses_of(master):
         remedy = "Check the spelling, or use the address that 'getent hosts' prints on the master"
         yield "unknown-master", f"the master host name '{master}' does not resolve on {here}", remedy
@@ -113,6 +121,13 @@ def _lacks(request: Request) -> Iterator[Fault]:
         yield "no-torchrun", "torchrun is not on PATH", "Activate the environment that has torch"
     if not shutil.which("setsid"):
         yield "no-setsid", "setsid is not on PATH", "Install util-linux, which has it"
+
+
+def _leads_each_node_to_itself(master: str) -> bool:
+    """Whether its address is a loopback address; on the master this may be right for its own name."""
+    addresses = addresses_of(master)
+    is_loop = bool(addresses) and all(map(is_loopback, addresses))
+    return is_loop and (is_loopback_name(master) or not is_this_host(master))
 
 
 def _is_taken(port: int) -> bool:

@@ -16,21 +16,24 @@ BEGINS = "the output of the command begins:"
 
 
 def checked(host: str) -> str:
-    """The host, perhaps with a user. Raises Problem for anything else, such as an ssh option."""
-    user, at, name = host.rpartition("@")
-    if not (_HOST.fullmatch(name) and _USER.fullmatch(user + at)):
-        raise Problem(f"'{host}' is not a host name or address", "Correct it in HOSTS or on the command line")
+    """The host. Raises Problem for anything else, such as an ssh option."""
+    if not _HOST.fullmatch(host):
+        remedy = "Give names or addresses, separated by spaces; a user for ssh belongs in ~/.ssh/config"
+        raise Problem(f"'{host}' is not a host name or address", remedy)
     return host
 
 
 def ssh(host: str, *command: str, options: Sequence[str] = ()) -> list[str]:
-    """The words that run a command on a host without asking for anything. Raises Problem."""
-    return ["ssh", *options, *OPTIONS, "--", checked(host), *command]
+    """The words that run a command on a host, perhaps as another user, without asking for anything. Raises Problem."""
+    user, at, name = host.rpartition("@")
+    checked(name if _USER.fullmatch(user + at) else host)
+    return ["ssh", *options, *OPTIONS, "--", host, *command]
 
 
 def addresses_of(name: str) -> list[str]:
+    """In the resolver's order."""
     try:
-        return sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
+        return list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(name, None)))
     except OSError:
         return []
 
@@ -42,10 +45,11 @@ def is_loopback(address: str) -> bool:
 def own_name_fault(own: str, addresses: Sequence[str], environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
     """Why other nodes will not reach gloo on this one, which tells them how its own name resolves, and what to do;
     empty if they will."""
-    if environment.get("GLOO_SOCKET_IFNAME") or not all(map(is_loopback, addresses)):
+    first = next(iter(addresses), "")  # gloo takes no other
+    if environment.get("GLOO_SOCKET_IFNAME") or (first and not is_loopback(first)):
         return "", ""
     return (
-        f"{own} resolves to {', '.join(addresses) or 'nothing'} there, which other nodes cannot reach",
+        f"{own} resolves to {first or 'nothing'} there, which other nodes cannot reach",
         f"Give {own} its network address in its own /etc/hosts, or name the interface:"
         " GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
     )

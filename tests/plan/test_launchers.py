@@ -98,6 +98,8 @@ def test_a_master_and_a_rank_mean_two_nodes(project: Project):
         (["127.0.0.1", " 1"], {"HOSTS": TWO_HOSTS}, "node-rank", "found ' 1'"),
         (["127.0.0.1", "2"], {"HOSTS": TWO_HOSTS}, "node-rank", "rank is 2 but there are 2 nodes"),
         (["127.0.0.1", "1"], {"HOSTS": f"127.0.0.1 {ELSEWHERE}"}, "rank-of-another-host", "rank 1 belongs to 192"),
+        ([], {"HOSTS": f"{ELSEWHERE} 127.0.0.1", "NNODES": "1"}, "rank-of-another-host", "rank 0 belongs to 192"),
+        ([], {"HOSTS": f"localhost {ELSEWHERE}"}, "loopback-master", "the master 'localhost' is 127.0.0.1 on"),
         (["127.0.0.2", "0"], {"HOSTS": TWO_HOSTS}, "master-is-not-first", "HOSTS begins with 127.0.0.1"),
         (["no-such-host.invalid", "0"], {"NNODES": "2"}, "unknown-master", "no-such-host.invalid' does not resolve"),
         ([], {"HOSTS": f"{ELSEWHERE} {ELSEWHERE}"}, "no-node-rank", "Unable to infer NODE_RANK"),

@@ -9,7 +9,8 @@ from t5bench.record.hosts import checked, own_name_fault, ssh
 
 HOSTS = ("node0", "ws-l4-007.cluster.example.", "n_1", "10.0.0.7", "fd00::7", "::1", "fe80::1%eth0", "::ffff:10.0.0.7")
 NOT_HOSTS = (
-    "-oProxyCommand=touch${IFS}x", "--", "-v", "a b", "a;b", "$(id)", "a/b", "", "node\n0", "no:colon:x", "-a::1",
+    "-oProxyCommand=touch${IFS}x", "--", "-v", "a b", "a;b", "a,b", "$(id)", "a/b", "", "node\n0", "no:colon:x",
+    "-a::1", "me@a",
 )  # fmt: skip
 
 
@@ -47,7 +48,13 @@ def test_commands_refuse_an_invalid_host(tmp_path, monkeypatch, capsys, words: l
 
 @pytest.mark.parametrize(
     ("addresses", "interface", "is_wrong"),
-    [(["127.0.1.1"], "", True), ([], "", True), (["127.0.1.1", "10.0.0.2"], "", False), (["127.0.1.1"], "eth0", False)],
+    [
+        (["127.0.1.1"], "", True),
+        ([], "", True),
+        (["127.0.1.1"], "eth0", False),
+        (["127.0.1.1", "10.0.0.2"], "", True),
+        (["10.0.0.2", "127.0.1.1"], "", False),
+    ],
 )
 def test_an_own_name_that_other_nodes_cannot_reach(addresses: list[str], interface: str, is_wrong: bool):
     """gloo would give the other nodes this address."""
