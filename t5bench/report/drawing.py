@@ -1,8 +1,10 @@
 """A figure of the page as SVG, by matplotlib: text is text, ink takes the page's colour, light or dark."""
 
 import io
+import itertools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -67,11 +69,14 @@ def drawings(looks_of: Mapping[str, Look], figures: Sequence[Figure]) -> list[st
     found = []
     for number, figure in enumerate(figures):
         name, buffer = f"f{number}", io.StringIO()
-        with matplotlib.rc_context(_STYLE | {"svg.hashsalt": name}):
+        with matplotlib.rc_context(_STYLE):
             metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
             _canvas(figure, looks).savefig(buffer, format="svg", transparent=True, metadata=metadata)
         text = buffer.getvalue()
-        text = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", text[text.index("<svg") :])
+        # In the order of their use: matplotlib's are hashes of places whose last digits differ from process to process.
+        ids = defaultdict(itertools.count().__next__)
+        own = re.compile(r'(id="|href="#|url\(#)([^")]*)')
+        text = own.sub(lambda found: f"{found[1]}{name}-{ids[found[2]]}", text[text.index("<svg") :])
         # Less than a tenth of a point cannot be seen.
         text = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\d\.\d)\d+", r"\1", tag[0]), text)
         text = re.sub(r"font-family: [^;\"]*;? ?", "", text)  # matplotlib's face would differ from the page's

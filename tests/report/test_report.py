@@ -23,7 +23,7 @@ from t5bench.compare.comparison import Comparison, build
 from t5bench.record import records
 from t5bench.record.records import write_list
 from t5bench.record.status import RUNNING
-from t5bench.report import tables
+from t5bench.report import drawing, tables
 from t5bench.report.command import find_runs, load_runs, run_directories
 from t5bench.report.drawing import drawings
 from t5bench.report.figures import Figure, Panel, Series
@@ -178,6 +178,16 @@ def test_a_drawing_keeps_the_digits_of_its_texts():
     bar = Series("ddp", "bar", [((0, 1), "ddp")], "0.123456", "#123456")
     (svg,) = drawings({"ddp": ("currentColor", ())}, [Figure("title", "x", "", [Panel([bar], height=1.0)])])
     assert ">0.123456<" in svg and not re.search(r'="[^"]*\d\.\d\d', svg)
+
+
+def test_a_drawing_is_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch):
+    """The layout's last digits depend on a process's addresses, and nothing in the drawing may."""
+    lines = [Panel([Series("ddp", "line", [(0, 0), (1, 1)], "", "#123456")], height=1.0)]
+    drawn = set()
+    for beyond in (0.0, 1e-12):
+        monkeypatch.setattr(drawing, "WIDTH", 7.0 + beyond)
+        drawn.update(drawings({"ddp": ("currentColor", ())}, [Figure("title", "x", "", lines)]))
+    assert len(drawn) == 1 and "url(#" in drawn.pop()
 
 
 def test_table_page_and_files_give_the_same_verdict(comparison: Comparison, page: str):
