@@ -220,6 +220,9 @@ def test_wrong_use(project: Project):
     for arguments, found in ((["a", "0", "1"], "at most two arguments"), (["--rank"], "unknown option '--rank'")):
         result = project.launch("ddp", *arguments)
         assert result.returncode == 2 and found in result.stderr and not project.was_started()
+    command = ["bash", project.script("slurm/run_strategy.sbatch"), "ddp"]
+    result = subprocess.run(command, env=project.environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and "this is a SLURM batch script" in result.stderr
 
 
 def test_help_has_every_setting_by_role_at_most_100_columns_wide(project: Project):
