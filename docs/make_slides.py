@@ -191,7 +191,7 @@ class Slide:
         self.axes.annotate("", end, start, arrowprops=looks)
 
     def gpus(self, name: str, w: float, h: float, limit: float = 4) -> None:
-        """What at most `limit` GPUs, or their nodes' CPUs, hold between iterations; large ones with what travels."""
+        """What at most `limit` GPUs, or their nodes' CPUs, hold during the update; large ones with what travels."""
         job, step = TRAININGS[name], 1.2 * w
         count = min(int(limit), job.parallel.world)
         for gpu in range(count):

@@ -1,4 +1,4 @@
-"""The command line: Megatron-DeepSpeed's, as the launchers build it, and --compile.
+"""The command line: Megatron-DeepSpeed's, as the launchers build it, with --compile and --share-gpus.
 
 An unknown flag is an error. --help names the few flags that are accepted but have no effect.
 """

@@ -32,7 +32,7 @@ declare_settings() {
 
   setting HOSTS text? place - "" "Node host names in rank order, separated by spaces (unset: SLURM's nodes, or only this host)"
   setting NNODES whole:1? layout - "" "Number of nodes (unset: from HOSTS or SLURM; 2 if only a master is given)"
-  setting NPROC_PER_NODE whole:1? layout - "${GPUS_PER_NODE:-}" "Processes per node (unset: 2 processes in all, 4 for the hybrid); GPUS_PER_NODE also works"
+  setting NPROC_PER_NODE whole:1? layout - "${GPUS_PER_NODE:-}" "Processes per node (unset: TP x PP in all and at least 2, but 1 if TP x PP is 1 and there is one GPU); GPUS_PER_NODE also works"
   setting MASTER_PORT whole:1:65535 layout - "$STRATEGY_PORT" "torchrun rendezvous port"
   setting DEVICE 'one-of:auto|cuda|cpu' layout - auto "auto, cuda or cpu; auto uses GPUs if there are any"
   setting SHARE_GPUS 'one-of:0|1' load - 0 "1 lets several processes share a GPU over gloo: valid results, meaningless timings (not with ZeRO)"
