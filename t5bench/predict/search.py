@@ -74,10 +74,10 @@ class Candidate(Prediction):
         p, job, strategy = self.job.parallel, self.job, STRATEGIES[self.kind]
         if p.deepspeed and job.architecture.cross_attention:  # DeepSpeed's pipeline has no encoder-decoder
             return ""
-        least = 1 if strategy == "3d" else 2  # the other launchers' default is 1
+        least, nodes = 1 if strategy == "3d" else 2, p.world // p.devices_per_node  # the other launchers' default is 1
         settings = {
             "MODEL_FAMILY": job.architecture.family.replace("t5", ""),
-            "NNODES": p.world // p.devices_per_node, "NPROC_PER_NODE": p.devices_per_node,
+            "NNODES": nodes, "NPROC_PER_NODE": p.devices_per_node,
             "GLOBAL_BATCH_SIZE": job.global_batch, "MICRO_BATCH_SIZE": job.micro_batch,
             "TENSOR_PARALLEL_SIZE": p.tensor if p.tensor >= least else "",
             "PIPELINE_PARALLEL_SIZE": p.pipeline if p.pipeline >= least else "",
@@ -85,17 +85,18 @@ class Candidate(Prediction):
             "ENGINE": job.engine.replace("megatron", ""),
         }  # fmt: skip
         words = " ".join(f"{name}={value}" for name, value in settings.items() if value)
-        return f"{words} bash scripts/run_megatron_t5_{strategy}.sh <master-host> <node-rank>"
+        place = " <master-host> <node-rank>" * (nodes > 1)
+        return f"{words} bash scripts/run_megatron_t5_{strategy}.sh{place}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", required=True, help="numbers of GPUs, separated by commas: 8,64,512,4096")
     add_machine(parser)
     parser.add_argument("--model", help="tiny, small, base or large; the launchers' settings also apply")
-    parser.add_argument("--per-node", type=int, default=8, help="GPUs of a node")
+    parser.add_argument("--per-node", type=int, default=8, help="GPUs of a node (default: %(default)s)")
     parser.add_argument("--global-batch", type=int, default=0, help="samples (default: 512, or as many as GPUs)")
-    parser.add_argument("--tp", type=int, help="only this tensor-parallel size")
-    parser.add_argument("--top", type=int, default=8, help="rows of each table")
+    parser.add_argument("--tp", type=int, help="only this tensor-parallel size (default: 1, 2, 4 and 8)")
+    parser.add_argument("--top", type=int, default=8, help="rows of the first table (default: %(default)s)")
     parser.add_argument("--picture", type=Path, help="memory against time, as .svg, .png or .pdf")
 
 

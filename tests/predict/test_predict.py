@@ -22,9 +22,10 @@ SETTINGS = ("MODEL_PRESET", "HOSTS", "NNODES", "NPROC_PER_NODE", "SLURM_JOB_NODE
 
 
 @pytest.fixture(autouse=True)
-def plain_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in SETTINGS:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MEGATRON_DATA_DIR", str(tmp_path))  # the checkout's data may have another vocabulary
 
 
 def t5bench(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -143,10 +144,13 @@ def test_a_gpt_runs_in_deepspeeds_pipeline():
     model = Architecture(0, 24, 1024, 16, 64, 4096, 0, 1024, 50304, family="gpt", head_bias=False)
     job = Job(model, Parallel(2, 2, 2, deepspeed=True), 1, 16, Zero(1), recompute="full")
     on = Machine(DEVICES["h100"], Link(1e11), Link(1e10))
-    assert Candidate(job, on).start == (
-        "MODEL_FAMILY=gpt NNODES=1 NPROC_PER_NODE=8 GLOBAL_BATCH_SIZE=16 MICRO_BATCH_SIZE=1 TENSOR_PARALLEL_SIZE=2"
-        " PIPELINE_PARALLEL_SIZE=2 RECOMPUTE=full bash scripts/run_megatron_t5_3d.sh <master-host> <node-rank>"
-    )
+    for nodes, place in ((1, ""), (2, " <master-host> <node-rank>")):
+        there = replace(job, parallel=replace(job.parallel, devices_per_node=8 // nodes))
+        assert Candidate(there, on).start == (
+            f"MODEL_FAMILY=gpt NNODES={nodes} NPROC_PER_NODE={8 // nodes} GLOBAL_BATCH_SIZE=16 MICRO_BATCH_SIZE=1"
+            " TENSOR_PARALLEL_SIZE=2 PIPELINE_PARALLEL_SIZE=2 RECOMPUTE=full"
+            f" bash scripts/run_megatron_t5_3d.sh{place}"
+        )
     bytes_of = {row.what: row.bytes for row in traffic.rows(job)}
     assert bytes_of["tied embedding"] == 2 * 50304 // 2 * 1024
     kept = {way: Candidate(replace(job, recompute=way), on) for way in ("none", "selective", "full")}
