@@ -4,8 +4,9 @@
 # Usage: bash scripts/quickstart.sh [--help]
 #
 # Creates a virtual environment in the checkout, prepares the bundled sample, trains a tiny T5 with
-# each strategy and compares them. Apart from the caches of pip, uv and matplotlib, everything stays
-# in the checkout: .venv/ and outputs/quickstart/. Run it again to continue where it stopped.
+# each strategy and compares them. Apart from the caches of pip, uv and matplotlib, and checksums of
+# the data in ~/.cache/t5-parallelism, everything stays in the checkout: .venv/ and
+# outputs/quickstart/. Run it again to continue where it stopped.
 # The settings of run_megatron_t5_all.sh and of the launchers also work.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
