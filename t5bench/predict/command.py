@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="", help="a GPU's name, as in nvidia-smi or in this project")
     parser.add_argument("--link", type=float, default=10.0, metavar="GBIT", help="Gbit/s of a node (default: 10)")
-    parser.add_argument("--latency", type=float, default=40.0, metavar="US", help="microseconds between nodes (default: 40)")
+    latency = "microseconds between nodes (default: 40)"
+    parser.add_argument("--latency", type=float, default=40.0, metavar="US", help=latency)
     parser.add_argument(
         "--vocabulary", type=int, help="tokens, before padding (default: the data's, else the model family's)"
     )

@@ -73,10 +73,7 @@ def drawings(looks_of: Mapping[str, Look], figures: Sequence[Figure]) -> list[st
             metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
             _canvas(figure, looks).savefig(buffer, format="svg", transparent=True, metadata=metadata)
         text = buffer.getvalue()
-        # In the order of their use: matplotlib's are hashes of places whose last digits differ from process to process.
-        ids = defaultdict(itertools.count().__next__)
-        own = re.compile(r'(id="|href="#|url\(#)([^")]*)')
-        text = own.sub(lambda found: f"{found[1]}{name}-{ids[found[2]]}", text[text.index("<svg") :])
+        text = _numbered(text[text.index("<svg") :], name)
         # Less than a tenth of a point cannot be seen.
         text = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\d\.\d)\d+", r"\1", tag[0]), text)
         text = re.sub(r"font-family: [^;\"]*;? ?", "", text)  # matplotlib's face would differ from the page's
@@ -85,6 +82,13 @@ def drawings(looks_of: Mapping[str, Look], figures: Sequence[Figure]) -> list[st
             text = text.replace(stand_in, page_colour)
         found.append(text)
     return found
+
+
+def _numbered(svg: str, name: str) -> str:
+    """With ids by the order of their use. matplotlib's are hashes of places, whose last digits differ from process to
+    process."""
+    numbers = defaultdict(itertools.count().__next__)
+    return re.sub(r'(id="|href="#|url\(#)([^")]*)', lambda found: f"{found[1]}{name}-{numbers[found[2]]}", svg)
 
 
 def _canvas(figure: Figure, looks: Looks) -> Canvas:
