@@ -89,7 +89,7 @@ def _line(name: str, by_value: Mapping[Any, Sequence[Run]]) -> str:
 def refuse(runs: Sequence[Run], baseline: str, allowed: Collection[str]) -> None:
     """Raises Problem if the runs differ where they must not. World sizes may differ if each has a baseline."""
     settings = dict.fromkeys(name for run in runs for name in run.plan.with_role("compared"))
-    known = [*settings, *_TRAINING, *_MACHINE, ENGINE_ARGUMENTS]
+    known = list(dict.fromkeys([*settings, *_TRAINING, *_MACHINE, ENGINE_ARGUMENTS]))
     if unknown := [name for name in allowed if name not in known]:
         raise Problem(f"--allow {unknown[0]} is not known", f"It may be one of: {' '.join(known)}")
     lines: dict[str, list[str]] = {}

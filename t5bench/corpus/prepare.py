@@ -182,7 +182,7 @@ def report(counts: Counter[str], directory: Path, tokenizer: str | None, family:
     """Prints what is in the data and what to do next."""
     print(f"{directory}: {counts['documents']:,} documents" + (f", {counts['tokens']:,} tokens" if tokenizer else ""))
     if empty := counts["skipped_empty"]:
-        print(f"{empty:,} empty documents were skipped.")
+        print(f"{empty:,} empty document{'s were' if empty > 1 else ' was'} skipped.")
     if special := counts["special_text_documents"]:
         print(f"{special:,} documents contain the text of a special token, which became that token.")
     if tokenizer:
