@@ -240,11 +240,12 @@ def log_lines(path: Path) -> Iterator[tuple[str, float, str]]:
 
 
 def that_count(attempts: Iterable[Attempt]) -> list[Iteration]:
-    """The iterations in order, without those that an attempt logged after the iteration from which the next resumed."""
+    """The iterations in order, without those that an attempt logged after the iteration from which the next resumed, and
+    those of an attempt that began anew instead."""
     found: dict[int, Iteration] = {}
     for begin, lines in attempts:
         found = {number: line for number, line in found.items() if number <= begin}
-        found |= {line.iteration: line for _, line in lines}
+        found |= {line.iteration: line for _, line in lines if line.iteration > begin}
     return [found[number] for number in sorted(found)]
 
 
@@ -256,7 +257,7 @@ def faults_of_complete(run: "Run", attempts: Sequence[Attempt], with_logs: bool)
 
     The logs are also read if only they have some lines, in pieces.
     """
-    last_node, final = run.nodes[-1], attempts[-1].lines
+    last_node, (begin, final) = run.nodes[-1], attempts[-1]
     total, interval = run.plan.iterations, run.plan.number("LOG_INTERVAL")
     for place, line in (entry for attempt in attempts for entry in attempt.lines):
         if line.total != total or line.iteration % interval:
@@ -269,6 +270,8 @@ def faults_of_complete(run: "Run", attempts: Sequence[Attempt], with_logs: bool)
         last = " after its last line" if min(lacking) > max(reached, default=0) else ""
         count = f"{min(lacking)} of {total}, and {len(lacking)} in all, though the run is complete"
         yield f"{run.directory / METRICS}{last} lacks iteration {count}"
+    if final and final[0][1].iteration <= begin:
+        yield f"{final[0][0]} is of iteration {final[0][1].iteration}, in a run that resumed from iteration {begin}"
     for attempt in attempts:
         yield from _faults_of_order(attempt.lines, run.plan)
     yield from _outside([(place, line.time) for place, line in final], last_node, STEP_SECONDS)

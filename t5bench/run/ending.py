@@ -11,7 +11,7 @@ from typing import Any
 from t5bench.record import status as ends
 from t5bench.record.plan import Plan
 from t5bench.record.status import SIGNALS, Cause, Status, Strength, iterations_expected, weight_of
-from t5bench.run.guard import Guard
+from t5bench.run.guard import Guard, began_anew
 from t5bench.run.output import Output
 
 KILLED = 128 + 9
@@ -54,6 +54,9 @@ def cause_of(
     if output.diverged_at is not None and (exit_status == 0 or strength <= Strength.EXCEPTION):
         reason = f"the loss is not a number at iteration {output.diverged_at}"
         return Cause.now(ends.DIVERGED, reason, "Lower LR, or add LR_WARMUP_ITERS")
+    logged = [found.iteration for found in (output.first, *output.evaluations) if found]
+    if exit_status == 0 and logged and (anew := began_anew(plan, min(logged))):
+        return anew
     if exit_status == 0 and (reason := _incomplete(plan, output)):
         return Cause.now(ends.INCOMPLETE, reason, strength=Strength.EXCEPTION)
     if exit_status == 0 and not output.unwritten:

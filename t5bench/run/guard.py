@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from t5bench.record.plan import Plan
-from t5bench.record.status import CANCELLED, COMPLETE, TIMEOUT, Cause, Strength, first_failure, weight_of
+from t5bench.record.status import CANCELLED, COMPLETE, CRASHED, TIMEOUT, Cause, Strength, first_failure, weight_of
 from t5bench.record.text import visible
 from t5bench.run import processes
 from t5bench.run.peers import Peers
@@ -80,11 +80,20 @@ def _where(frame: re.Match[str]) -> str:
     return f"{frame['function']} ({frame['file']}:{frame['line']})"
 
 
+def began_anew(plan: Plan, iteration: int) -> Cause | None:
+    """Without the checkpoint that they are told to load, engines warn and train a new model."""
+    # The iteration after the checkpoint is the first to be trained, but an evaluation is of the checkpoint's own.
+    if iteration >= plan.resume_from + (plan.value("EVAL_ONLY", "") != "1"):
+        return None
+    reason = f"the engine did not load the checkpoint of iteration {plan.resume_from}: it logged iteration {iteration}"
+    return Cause.now(CRASHED, reason, "See its warning in the log. What it has saved since is of a new model")
+
+
 class Guard:
     """Checks once a second, in its own thread. ``cause`` says why it stopped the run, if it did."""
 
     def __init__(self, plan: Plan, launcher: int, mark: str, peers: Peers, stacks: Stacks) -> None:
-        self.launcher, self.mark, self.peers, self.stacks = launcher, mark, peers, stacks
+        self.plan, self.launcher, self.mark, self.peers, self.stacks = plan, launcher, mark, peers, stacks
         self.watchdog_seconds = plan.decimal("WATCHDOG_SECONDS")
         # torchrun tries twice and needs a moment before and after.
         rendezvous_seconds = 2 * plan.decimal("RENDEZVOUS_TIMEOUT")
@@ -107,7 +116,7 @@ class Guard:
                 return
 
     def _reason_to_end(self) -> bool:
-        self.cause = self._others_failed() or self._never_starts() or self._stands_still()
+        self.cause = self._others_failed() or self._never_starts() or self._trains_anew() or self._stands_still()
         return self.cause is not None
 
     def _others_failed(self) -> Cause | None:
@@ -143,6 +152,9 @@ class Guard:
             " whatever listens on the master's port does not answer",
             "Check rank 0, whose launcher may have refused to start, or choose another MASTER_PORT on every node",
         )
+
+    def _trains_anew(self) -> Cause | None:
+        return began_anew(self.plan, self.peers.iteration) if self.peers.iteration else None
 
     def _stands_still(self) -> Cause | None:
         waited = time.monotonic() - self.peers.progress

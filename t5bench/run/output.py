@@ -100,6 +100,7 @@ class Output:
         self.on_iteration, self.stacks = on_iteration, stacks
         self.metrics: Any = None
         self.finder = CauseFinder()
+        self.first: Iteration | None = None
         self.last: Iteration | None = None
         self.diverged_at: int | None = None
         self.memory: dict[int, PeakMemory] = {}
@@ -191,7 +192,7 @@ class Output:
         self.padded_vocab_size = padded_vocabulary(text) or self.padded_vocab_size
 
     def _take_iteration(self, found: Iteration) -> None:
-        self.last = found
+        self.first, self.last = self.first or found, found
         self.on_iteration(found.iteration)
         loss = found.lm_loss
         if self.diverged_at is None and (found.nan or (loss is not None and not abs(loss) < float("inf"))):

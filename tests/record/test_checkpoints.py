@@ -115,13 +115,13 @@ def test_the_engines_find_it_and_newer_checkpoints_are_set_aside(tmp_path: Path)
 
 @pytest.mark.parametrize("torn", ["", '{"iteration": 9'])
 def test_a_later_attempt_supersedes_what_came_after_its_checkpoint(tmp_path: Path, torn: str):
-    """torn: half a line at the end of each attempt."""
+    """One of them began anew instead. torn: half a line at the end of each attempt."""
     path = tmp_path / "metrics.jsonl"
-    for begin, last, elapsed in ((0, 37, 100), (30, 33, 200), (20, 29, 250), (20, 25, 300)):
+    for begin, before, last, elapsed in ((0, 0, 37, 100), (30, 30, 33, 200), (20, 0, 29, 250), (20, 20, 25, 300)):
         if begin:
             mark_resume(path, begin)
         with path.open("a") as file:
-            for number in range(begin + 1, last + 1):
+            for number in range(before + 1, last + 1):
                 values = {"iteration": number, "total": 100, "elapsed_ms": elapsed, "lm_loss": 8.0}
                 values |= {"learning_rate": 1e-4, "samples_per_second": 1.0, "tflops": 0.1}
                 file.write(json.dumps(values) + "\n")

@@ -50,9 +50,10 @@ class Run:
         )
         assert self.process.stdout and self.process.stdout.readline() == "ready\n"
 
-    def guard(self, launcher: int = 0, watchdog: int = 0, rendezvous: int = 60) -> Guard:
+    def guard(self, launcher: int = 0, watchdog: int = 0, rendezvous: int = 60, resume_from: int = 0) -> Guard:
         settings = {"WATCHDOG_SECONDS": str(watchdog), "RENDEZVOUS_TIMEOUT": str(rendezvous)}
-        return Guard(made_plan(settings=settings), launcher or os.getppid(), self.mark, self.peers, self.stacks)
+        plan = made_plan(settings=settings, resume_from=resume_from)
+        return Guard(plan, launcher or os.getppid(), self.mark, self.peers, self.stacks)
 
     def processes(self) -> list[int]:
         return processes_with(f"T5_RUN_MARK={self.mark}")
@@ -141,9 +142,18 @@ def test_a_run_that_failed_elsewhere_is_ended_here(run: Run, end: dict | None, s
     assert cause and (cause.status, cause.reason) == (status, reason.replace("@", str(run.stacks.prefix.parent)))
 
 
+def test_a_resumed_run_that_begins_anew_is_ended(run: Run):
+    """Before it overwrites the checkpoints of the run that it was to continue."""
+    run.peers.progressed(6)
+    cause = run.cause(resume_from=6)
+    assert cause and cause.status == "crashed"
+    assert cause.reason == "the engine did not load the checkpoint of iteration 6: it logged iteration 6"
+
+
 def test_a_healthy_run_is_left_alone(run: Run):
     run.peers.ends[1] = failed("complete", None)
-    guard = run.guard(watchdog=60, rendezvous=0)
+    run.peers.progressed(7)
+    guard = run.guard(watchdog=60, rendezvous=0, resume_from=6)
     guard.thread.join(2.5)
     guard.finish()
     assert not guard.thread.is_alive() and guard.cause is None

@@ -102,6 +102,28 @@ def test_how_it_ended(
     assert exit_code(found, {"signal": by, "heard": []}) == code
 
 
+EVALUATED = MEMORY.format(0) + " validation loss at iteration {} | lm loss value: 8.0E+00 | lm loss PPL: 2.981E+03 |\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "evaluates", "logged"),
+    [
+        (output(3), "0", 1),
+        (output(3).partition("\n")[2], "0", 2),
+        (output(3).split("\n", 2)[2], "0", None),
+        (EVALUATED.format(0), "1", 0),
+        (EVALUATED.format(2), "1", None),
+    ],
+)
+def test_a_run_that_did_not_load_its_checkpoint(tmp_path: Path, text: str, evaluates: str, logged: int | None):
+    """Of iteration 2. An engine that finds none warns, and goes on with random weights to the end."""
+    settings = {"TRAIN_ITERS": "3", "LOG_INTERVAL": "1", "EVAL_ONLY": evaluates}
+    plan = made_plan(settings=settings, engine="native", world_size=1, resume_from=2)
+    cause = cause_of(plan, said(tmp_path, text.encode()), NO_GUARD, 0, None, 0)
+    expected = f"the engine did not load the checkpoint of iteration 2: it logged iteration {logged}"
+    assert (cause and cause.reason) == (None if logged is None else expected)
+
+
 def test_a_run_that_ended_before_the_guard_acted_keeps_its_reason(tmp_path: Path):
     """The other node fails because of it, and the guard hears of that while the launcher is still cleaning up."""
     heard = SimpleNamespace(cause=Cause.now("network", "stopped because node 0 failed", strength=Strength.VICTIM))
