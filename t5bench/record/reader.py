@@ -240,8 +240,10 @@ def log_lines(path: Path) -> Iterator[tuple[str, float, str]]:
 
 
 def that_count(attempts: Iterable[Attempt]) -> list[Iteration]:
-    """The iterations in order, without those that an attempt logged after the iteration from which the next resumed, and
-    those of an attempt that began anew instead."""
+    """The iterations in order, without those that an attempt logged after the iteration from which the next resumed.
+
+    If an attempt began anew instead of resuming, what it logged up to that iteration does not count.
+    """
     found: dict[int, Iteration] = {}
     for begin, lines in attempts:
         found = {number: line for number, line in found.items() if number <= begin}

@@ -112,30 +112,30 @@ def test_merged_weights_have_the_evaluated_loss(
 
 # ---- ending and going on -------------------------------------------------------------------------------------------
 
-RESUMED = {"native": "zero3_offload", "megatron": "tensor"}
+RESUMED = "zero3_offload"
 
 
 def test_a_resumed_run_gives_the_uninterrupted_curve(engine: Engine, runs: Path, tmp_path: Path):
-    strategy, copy = RESUMED[engine["ENGINE"]], tmp_path / "run"
-    shutil.copytree(runs / strategy, copy)
+    copy = tmp_path / "run"
+    shutil.copytree(runs / RESUMED, copy)
     for path in (copy / "checkpoints").glob("*20"):
         shutil.rmtree(path)
     (copy / "checkpoints" / TRACKER).write_text("10")
     plan = load(copy).plan
     environment = plan.with_role("kept") | engine | {name: plan.value(name) for name in ("EVAL_ITERS", "EVAL_INTERVAL")}
-    resumed = train(strategy, copy, RESUME="1", **environment)
+    resumed = train(RESUMED, copy, RESUME="1", **environment)
     assert [i.begin for i in resumed.iterations] == [0] * 10 + [10] * 10
-    assert curve(resumed) == curve(load(runs / strategy))
-    later = [each for each in load(runs / strategy).evaluations if each.iteration > 10]
+    assert curve(resumed) == curve(load(runs / RESUMED))
+    later = [each for each in load(runs / RESUMED).evaluations if each.iteration > 10]
     assert resumed.evaluations == later and later, "the same validation samples"
 
 
 ITERATIONS, SAVE_INTERVAL = 24, 6
 NEWEST = 2 * SAVE_INTERVAL  # the last checkpoint that a killed run has
-# The strategy, its nodes, and the file of the newest checkpoint that the last of them has not whole.
+# The file of the newest checkpoint that the last node has not whole.
 DEATHS = {
-    "native": ("hybrid", ["node 0", "node 1"], f"iter_{NEWEST:07d}/random_00003.pt", "missing"),
-    "megatron": ("zero1", ["node"], f"global_step{NEWEST}/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "truncated"),
+    "native": (f"iter_{NEWEST:07d}/random_00003.pt", "missing"),
+    "megatron": (f"iter_{NEWEST:07d}/mp_rank_01_001/model_optim_rng.pt", "truncated"),
 }
 
 
@@ -153,10 +153,10 @@ def test_a_killed_run_continues(engine: Engine, tmp_path: Path):
     """In bf16 with dropout, on two nodes without a shared file system. All processes are killed after the second
     checkpoint, of which one node lacks a part: all go on from the first, and what was logged before is logged again,
     digit by digit."""
-    strategy, names, file, how = DEATHS[engine["ENGINE"]]
-    nodes, mark = [tmp_path / name for name in names], uuid.uuid4().hex
+    (file, how), mark = DEATHS[engine["ENGINE"]], uuid.uuid4().hex
+    nodes = [tmp_path / "node 0", tmp_path / "node 1"]
     settings = engine | {"TRAIN_ITERS": str(ITERATIONS), "SAVE_INTERVAL": str(SAVE_INTERVAL), "KILLED_RUN": mark}
-    launchers, metrics = start(strategy, *nodes, **settings), nodes[-1] / "metrics.jsonl"
+    launchers, metrics = start("hybrid", *nodes, **settings), nodes[-1] / "metrics.jsonl"
     while len(read_metrics(metrics)) <= NEWEST and all(launcher.poll() is None for launcher in launchers):
         time.sleep(0.05)
     kill(launchers, f"KILLED_RUN={mark}")
@@ -165,7 +165,7 @@ def test_a_killed_run_continues(engine: Engine, tmp_path: Path):
     spoil(nodes[-1] / "checkpoints", file, how)
 
     # Evaluations leave the curve as it was: they draw no dropout mask, and end where dropout begins again.
-    said = finish(start(strategy, *nodes, RESUME="1", **settings, EVAL_ITERS="1", EVAL_INTERVAL="7"))
+    said = finish(start("hybrid", *nodes, RESUME="1", **settings, EVAL_ITERS="1", EVAL_INTERVAL="7"))
     assert f"iteration {NEWEST}: {file} is {how}" in said[-1]
     assert all(f"resuming from the checkpoint of iteration {SAVE_INTERVAL}\n" in text for text in said)
     run = load(nodes[-1])

@@ -141,7 +141,7 @@ SEALED: dict[str, tuple[Change, str]] = {
     "a line in the middle of both": (
         both(text(METRICS, r'\{"iteration": 9,[^\n]*\n', ""), text(LOG, r"\S+  iteration +9/[^\n]*\n", "")),
         "lacks iteration 9 of 40"),
-    "a resume that began anew": (text(METRICS, r"\A", '{"resumed_from": 5}\n'), "iteration 1, in a run that resumed from"),
+    "a resume that began anew": (text(METRICS, r"\A", '{"resumed_from": 5}\n'), "1, in a run that resumed"),
     "lines in another order": (text(METRICS, r"^([^\n]*\n)([^\n]*\n)", r"\2\1"), "cannot follow: iteration 1 comes"),
     "a setting": (settings("LR", "0.1"), "LR is '0.1', but the engine was given --lr 0.0001"),
     "a setting with its argument": (
