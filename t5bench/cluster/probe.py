@@ -88,8 +88,9 @@ def address(asked: Question) -> Cells:
     problem, remedy = own_name_fault(own, found)
     if len(asked.hosts) > 1 and problem:
         return {"address": Cell("own name", problem, remedy)}
-    if asked.host != master and not addresses_of(master):
-        problem = f"the master's name {master} does not resolve on this node"
+    masters = addresses_of(master)
+    if asked.host != master and all(map(is_loopback, masters)):
+        problem = f"the master's name {master} resolves to {', '.join(masters) or 'nothing'} on this node"
         remedy = f"Add it to /etc/hosts of {asked.host}, or use the master's address in HOSTS"
         return {"address": Cell("no master", problem, remedy)}
     return {"address": Cell(next((address for address in found if not is_loopback(address)), own))}

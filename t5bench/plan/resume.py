@@ -24,7 +24,7 @@ from t5bench.record.records import mark_resume
 HOW_TO_SAVE = "A run saves checkpoints with SAVE_INTERVAL=<iterations>; without RESUME a new run starts"
 HOW_TO_SHARE = (
     "Every node needs the files that its processes read: put OUTPUT_DIR on a shared file system,"
-    " or copy the checkpoint's directory to this node from the one that has them"
+    " or copy the checkpoint's directory to that node from the one that has them"
 )
 LOOK_THERE = (
     "See the output of its launcher. Start one on every node with RESUME=1 and the same settings, master and port;"

@@ -165,14 +165,16 @@ class Started:
             return EXIT_CODES[CRASHED]
 
     def _why_refused(self, node: Node) -> str:
+        lines = visible(node.output.read_text(errors="replace"), "\n").strip().splitlines() or ["it printed nothing"]
         if node.process.returncode == SSH_FAILED:
-            said = node.output.read_text(errors="replace").strip() or "it printed nothing"
-            return f"ssh to {node.host} failed: {visible(said.splitlines()[-1])}"
+            return f"ssh to {node.host} failed: {lines[-1]}"
         try:
             obstacles = self._launch.ask(self._row, self._directory, node.rank).obstacles
         except Problem as problem:
             return str(problem)
-        found = obstacles[0].found if obstacles else f"its launcher did not start a run; see {node.output}"
+        # A dry run does not find everything, such as a disk that is full.
+        last = next((line for line in reversed(lines) if line.startswith("error: ")), f"error: see {node.output}")
+        found = obstacles[0].found if obstacles else last.removeprefix("error: ")
         return f"{node.host}: {found}" if node.host else found
 
     def _is_old(self, path: Path) -> bool:
@@ -207,7 +209,9 @@ class Launch:
         if master := self._hosts[0]:
             words += [master, str(rank)]
             here = shlex.quote(str(REPOSITORY))
-            lines.append(f'cd -- {here} || {{ echo "error: there is no {here} on $HOSTNAME" >&2; exit 2; }}')
+            lines.append(
+                f'cd -- {here} 2>/dev/null || {{ echo "error: there is no {here} on $HOSTNAME" >&2; exit 2; }}'
+            )
         else:
             exports.update(NNODES="1", MASTER_PORT=self._environment.get("MASTER_PORT") or str(free_port()))
         if row.processes:

@@ -89,8 +89,9 @@ def test_ctrl_c_ends_every_node(cluster: Cluster, project: Project):
         ("node0 nowhere", "", "FAILED (configuration): ssh to nowhere failed: ", "Could not resolve hostname nowhere"),
         ("nowhere node0", "", "nowhere cannot plan ddp", "Could not resolve hostname nowhere"),
         (TWO, "rm megatron_data/*.idx", "FAILED (configuration): node1: ", "xsum_text_document.idx"),
+        (TWO, "touch outputs", "FAILED (configuration): node1: cannot write to the run directory ", "Not a directory"),
     ],
-    ids=["no node", "no master", "refusal"],
+    ids=["no node", "no master", "refusal", "no directory"],
 )
 def test_what_keeps_one_node_from_training_is_named(
     cluster: Cluster, project: Project, hosts: str, broken: str, said: str, why: str
