@@ -89,7 +89,7 @@ def address(asked: Question) -> Cells:
     if len(asked.hosts) > 1 and problem:
         return {"address": Cell("own name", problem, remedy)}
     masters = addresses_of(master)
-    if asked.host != master and all(map(is_loopback, masters)):
+    if asked.host != master and all(map(is_loopback, masters)) and not is_loopback(asked.host):
         problem = f"the master's name {master} resolves to {', '.join(masters) or 'nothing'} on this node"
         remedy = f"Add it to /etc/hosts of {asked.host}, or use the master's address in HOSTS"
         return {"address": Cell("no master", problem, remedy)}

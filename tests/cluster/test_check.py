@@ -158,6 +158,9 @@ def test_a_nodes_names_disk_and_memory(monkeypatch: pytest.MonkeyPatch, tmp_path
         monkeypatch.setattr(probe, "addresses_of", lambda name, at=resolves: [at] if name == HERE else [])
         cell = probe.address(asked("node0", "node1"))["address"]
         assert cell.text == text and problem in cell.problem
+    monkeypatch.setattr(probe, "addresses_of", lambda name: ["127.0.0.1" if name == "localhost" else "10.0.0.2"])
+    for other, text in (("node1", "no master"), ("127.0.0.2", "10.0.0.2")):
+        assert probe.address(asked("localhost", other))["address"].text == text
     monkeypatch.setattr(probe, "LEAST_DISK", 2**60)
     monkeypatch.setattr(probe, "LEAST_MEMORY", 2**60)
     there = replace(asked("node0"), output_directory=str(tmp_path / "run"))
