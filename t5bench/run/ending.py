@@ -54,8 +54,8 @@ def cause_of(
     if output.diverged_at is not None and (exit_status == 0 or strength <= Strength.EXCEPTION):
         reason = f"the loss is not a number at iteration {output.diverged_at}"
         return Cause.now(ends.DIVERGED, reason, "Lower LR, or add LR_WARMUP_ITERS")
-    logged = [found.iteration for found in (output.first, *output.evaluations) if found]
-    if exit_status == 0 and logged and (anew := began_anew(plan, min(logged))):
+    trained = [each.iteration for each in output.evaluations] + ([output.first.iteration - 1] if output.first else [])
+    if exit_status == 0 and trained and (anew := began_anew(plan, min(trained))):
         return anew
     if exit_status == 0 and (reason := _incomplete(plan, output)):
         return Cause.now(ends.INCOMPLETE, reason, strength=Strength.EXCEPTION)

@@ -80,12 +80,13 @@ def _where(frame: re.Match[str]) -> str:
     return f"{frame['function']} ({frame['file']}:{frame['line']})"
 
 
-def began_anew(plan: Plan, iteration: int) -> Cause | None:
-    """Without the checkpoint that they are told to load, engines warn and train a new model."""
-    # The iteration after the checkpoint is the first to be trained, but an evaluation is of the checkpoint's own.
-    if iteration >= plan.resume_from + (plan.value("EVAL_ONLY", "") != "1"):
+def began_anew(plan: Plan, trained: int) -> Cause | None:
+    """Without the checkpoint that they are told to load, engines warn and train a new model.
+
+    trained: the iterations behind the model of a line in the log, at the least."""
+    if trained >= plan.resume_from:
         return None
-    reason = f"the engine did not load the checkpoint of iteration {plan.resume_from}: it logged iteration {iteration}"
+    reason = f"the engine did not load the checkpoint of iteration {plan.resume_from}, and began with a new model"
     return Cause.now(CRASHED, reason, "See its warning in the log. What it has saved since is of a new model")
 
 
@@ -154,7 +155,7 @@ class Guard:
         )
 
     def _trains_anew(self) -> Cause | None:
-        return began_anew(self.plan, self.peers.iteration) if self.peers.iteration else None
+        return began_anew(self.plan, self.peers.iteration - 1) if self.peers.iteration else None
 
     def _stands_still(self) -> Cause | None:
         waited = time.monotonic() - self.peers.progress

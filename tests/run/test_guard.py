@@ -147,7 +147,7 @@ def test_a_resumed_run_that_begins_anew_is_ended(run: Run):
     run.peers.progressed(6)
     cause = run.cause(resume_from=6)
     assert cause and cause.status == "crashed"
-    assert cause.reason == "the engine did not load the checkpoint of iteration 6: it logged iteration 6"
+    assert cause.reason == "the engine did not load the checkpoint of iteration 6, and began with a new model"
 
 
 def test_a_healthy_run_is_left_alone(run: Run):
