@@ -26,7 +26,8 @@ START_SECONDS = 30
 STACK_SECONDS = 3
 SUSPENDED = "suspended (SIGSTOP)"
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)', re.MULTILINE)
-_CURRENT = re.compile(r"^Current thread 0x.*?(?=^Thread 0x|\Z)", re.MULTILINE | re.DOTALL)
+# Of the first stacks in the file: a worker that goes on leaves others when it is ended.
+_CURRENT = re.compile(r"^Current thread 0x.*?(?=^Thread 0x|^Current thread 0x|\Z)", re.MULTILINE | re.DOTALL)
 # A rank in one of these files waits for the others, or has timed out.
 _WAITING = ("distributed_c10d.py", "torch/distributed/", "torch/autograd/graph.py")
 

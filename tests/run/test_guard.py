@@ -108,9 +108,10 @@ STUCK = """File "/x/data.py", line 7 in read
 @pytest.mark.parametrize("stuck", [*([rank] for rank in range(4)), [1, 2], []])
 def test_the_ranks_that_wait_for_nobody_are_named(tmp_path: Path, stuck: list[int]):
     stacks = Stacks(tmp_path / "stack")
+    later = f"Current thread 0x2:\n  {ALL_REDUCE}"  # when it is ended
     for rank in range(4):
         threads = f"Thread 0x1:\n  {STUCK}\nCurrent thread 0x2:\n  {STUCK if rank in stuck else ALL_REDUCE}"
-        (tmp_path / f"stack.{rank}").write_text(threads)
+        (tmp_path / f"stack.{rank}").write_text(threads + later)
     assert list(stacks.stopped()) == stuck
     named = "; ".join(f"rank {rank} is stuck in read (/x/data.py:7)" for rank in stuck)
     assert stacks.sentence().startswith(named or "all ranks here are waiting for others: rank 0 in all_reduce (")
