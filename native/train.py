@@ -17,7 +17,7 @@ from native.metrics import Metrics, say
 from native.parallel import Layout
 from native.trainers import Batch, PipelineTrainer, TorchTrainer, ZeroTrainer
 from t5bench import Problem
-from t5bench.corpus.tokenizer import FASTER_TRANSFORMERS
+from t5bench.imports import import_deepspeed, leave_out_compiler
 
 
 def learning_rate(args: Namespace, iteration: int) -> float:
@@ -97,13 +97,12 @@ def announce(args: Namespace, done: int) -> None:
 
 def import_libraries(args: Namespace) -> None:
     """Imports what takes seconds in all processes at the same time, before they wait for each other."""
-    os.environ.update(FASTER_TRANSFORMERS | os.environ)  # which DeepSpeed imports too
-    if not args.compile:  # for functions that are not called here, DeepSpeed would load PyTorch's compiler
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if not args.compile:
+        leave_out_compiler()
     import torch._dynamo  # which the first optimizer would import
 
     if args.deepspeed:
-        import deepspeed  # noqa: F401
+        import_deepspeed()
     if args.tensorboard_dir and args.rank == args.world_size - 1:
         import torch.utils.tensorboard  # noqa: F401
     gc.freeze()  # no collection during training looks at the million objects of the modules

@@ -191,7 +191,6 @@ class ZeroTrainer(TorchTrainer):
         # PyTorch's fused AdamW steps on CPU and GPU alike: DeepSpeed's own would have to be compiled first.
         config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
         if args.device.type == "cpu":
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled too, and gloo does the same
             for part in {"offload_optimizer", "offload_param"} & zero.keys():
                 zero[part]["pin_memory"] = False
         sharded = zero["stage"] == 3

@@ -116,14 +116,15 @@ def native_runs(quickstart: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def megatron_runs(once: Once, megatron_dir: Path, sample_data: Path) -> Path:
-    """The real engine's run of every strategy with the same settings, by the strategy's name; the pipeline's stages are
-    on two nodes that share a file system."""
+    """The real engine's run of every strategy with the same settings, by the strategy's name. The pipeline's stages are
+    on two nodes that share a file system; the hybrid has three dimensions, TP 2 x PP 2 x DP 2."""
     engine = {"ENGINE": "megatron", "MEGATRON_DIR": str(megatron_dir), "MEGATRON_DATA_DIR": str(sample_data)}
 
     def train_all(directory: Path) -> None:
         for strategy in STRATEGIES:
             nodes = [directory / strategy] * (2 if strategy == "pipeline" else 1)
-            train(strategy, *nodes, **EXACT, **WATCHED, **engine)
+            processes = {"NPROC_PER_NODE": "8"} if strategy == "hybrid" else {}
+            train(strategy, *nodes, **EXACT, **WATCHED, **engine, **processes)
 
     return once("runs of Megatron-DeepSpeed", train_all)
 

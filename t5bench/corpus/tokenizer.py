@@ -16,6 +16,7 @@ import numpy as np
 from t5bench import Problem
 from t5bench.corpus import common
 from t5bench.corpus.checksum import CONFIG, DEFAULTS, PIECES, VOCABULARIES
+from t5bench.imports import FASTER_TRANSFORMERS
 
 Encode = Callable[[list[str]], list[np.ndarray]]
 GPT2_FILES = ("vocab.json", "merges.txt")
@@ -29,8 +30,6 @@ NAME_ANOTHER = {
 }
 # Megatron's own limit for 16-bit token ids; it leaves some room below 65536.
 UINT16_VOCABULARY_LIMIT = 65500
-# Without its PyTorch models transformers loads in one second, not in four; release 5 has no such choice.
-FASTER_TRANSFORMERS = {"USE_TORCH": "0", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
 # Texts on which SentencePiece must agree with the tokenizer before it is used instead.
 PROBES = [
     "The price rose by 12.5% in Q3, to $1,234 (see page 7); nobody's happy.",
