@@ -179,7 +179,9 @@ def check(args: argparse.Namespace) -> None:
     tp, pp, world = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.world_size
     args.tp, args.pp, args.dp = tp, pp, world // (tp * pp)
     args.micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
-    if reason := beyond_native(tp, pp, args.deepspeed, args.micro_batches, args.fp16):
+    args.deepspeed_json = json.loads(Path(args.deepspeed_config).read_text()) if args.deepspeed else {}
+    stage = args.deepspeed_json["zero_optimization"]["stage"] if args.deepspeed else 0
+    if reason := beyond_native(tp, pp, stage, args.micro_batches, is_fp16=args.fp16, is_compiled=args.compile):
         raise Problem(reason)
     if pp == 2 and args.pipeline_model_parallel_split_rank != 1:
         raise Problem("the decoder's stage must be 1: --pipeline-model-parallel-split-rank 1")
@@ -188,6 +190,3 @@ def check(args: argparse.Namespace) -> None:
         raise Problem(f"a decoder of {decoder} tokens is too short for an encoder of {encoder}")
     if not 0 <= args.lr_warmup_iters < args.train_iters or not 0 <= args.min_lr <= args.lr:
         raise Problem("the learning rate needs 0 <= --min-lr <= --lr and 0 <= --lr-warmup-iters < --train-iters")
-    args.deepspeed_json = json.loads(Path(args.deepspeed_config).read_text()) if args.deepspeed else {}
-    if args.compile and args.deepspeed and args.deepspeed_json["zero_optimization"]["stage"] == 3:
-        raise Problem("--compile does not work with ZeRO-3, whose hooks between the layers cannot be compiled")

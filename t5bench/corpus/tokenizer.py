@@ -42,6 +42,7 @@ PROBES = [
 WHITE = "\\t-\\r \\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000"
 GPT2_WORD = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 MOST_PIECES, LONGEST_PIECE = 1 << 18, 32  # at about 200 bytes each
+MOST_SPECIAL_TOKENS = 1000
 
 
 class BytePairs(dict[str, bytes]):
@@ -89,7 +90,12 @@ class DocumentEncoder:
         """
         self.kind, self._t5, self._special = kind_of(directory), family == "t5", None
         if self.kind == "GPT2BPETokenizer":
-            ids = json.loads((directory / GPT2_FILES[0]).read_bytes())
+            ids, merges = json.loads((directory / GPT2_FILES[0]).read_bytes()), directory / GPT2_FILES[1]
+            lines = merges.read_text(encoding="utf-8").splitlines()
+            # Special tokens have no merge either.
+            lost = {token for token in ids if len(token) > 1} - {"".join(line.split()) for line in lines}
+            if len(lost) > MOST_SPECIAL_TOKENS:
+                raise ValueError(f"{merges.name} is incomplete: it makes {len(lost)} tokens of the vocabulary too few")
             self._fast, self.exact, self.vocabulary = BytePairs(directory, ids["<|endoftext|>"]).encode, True, len(ids)
         else:
             self._tokenizer = load_tokenizer(directory, family)

@@ -52,7 +52,8 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
         check_numbers(request)
         request = evaluating(request)
         processes = Processes(request)
-        layout, ds_config = divide(request, processes), effective_config(request)
+        ds_config = effective_config(request)
+        layout = divide(request, processes, ds_config["zero_optimization"]["stage"] if ds_config else 0)
     settings = {name: hidden(setting) for name, setting in request.settings.items()}
     if findings.refused or not layout or not processes:
         return Plan(request.strategy, settings, findings.obstacles), {}

@@ -72,8 +72,8 @@ class Processes:
         )
 
 
-def divide(request: Request, processes: Processes) -> Layout | None:
-    """The layout; None if the sizes do not divide, and then the findings say why."""
+def divide(request: Request, processes: Processes, zero_stage: int) -> Layout | None:
+    """The layout; None if the sizes do not divide, and then the findings say why. zero_stage: 0 without DeepSpeed."""
     tp, pp = request.number("TENSOR_PARALLEL_SIZE"), request.number("PIPELINE_PARALLEL_SIZE")
     world_size = processes.nnodes * processes.per_node
     _check_model_parallel(request, tp, pp, world_size, processes)
@@ -96,14 +96,11 @@ def divide(request: Request, processes: Processes) -> Layout | None:
     check_rampup(request, dp)
     micro_batches, split_rank = global_batch // (micro_batch * dp), pp // 2 if pp > 1 and family.has_encoder else None
     if request.value("ENGINE") == "native":
-        _check_native(request, tp, pp, micro_batches)
+        _check_native(request, tp, pp, zero_stage, micro_batches)
     return Layout(processes.nnodes, processes.per_node, world_size, tp, pp, dp, micro_batches, split_rank)
 
 
-def _check_native(request: Request, tp: int, pp: int, micro_batches: int) -> None:
-    is_fp16 = request.value("PRECISION_FLAG") == "--fp16"
-    if reason := beyond_native(tp, pp, bool(request.strategy.ds_config), micro_batches, is_fp16):
-        request.findings.refuse("native-engine", reason, "Use ENGINE=megatron")
+def _check_native(request: Request, tp: int, pp: int, zero_stage: int, micro_batches: int) -> None:
     if request.extra:
         from native.arguments import make_parser
 
@@ -111,6 +108,10 @@ def _check_native(request: Request, tp: int, pp: int, micro_batches: int) -> Non
             make_parser(is_complete=False).parse_args(request.extra)
         except Problem as problem:
             request.findings.refuse("engine-argument", f"after --: {problem}", problem.remedy)
+    asked = {"is_fp16": request.value("PRECISION_FLAG") == "--fp16", "is_compiled": "--compile" in request.extra}
+    if reason := beyond_native(tp, pp, zero_stage, micro_batches, **asked):
+        remedy = "Leave it out" if reason.startswith("--") else "Use ENGINE=megatron"
+        request.findings.refuse("native-engine", reason, remedy)
 
 
 def _check_model_parallel(request: Request, tp: int, pp: int, world_size: int, processes: Processes) -> None:

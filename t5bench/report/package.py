@@ -11,6 +11,7 @@ import hashlib
 import io
 import os
 import re
+import shlex
 import sys
 import tarfile
 import tempfile
@@ -28,7 +29,7 @@ from t5bench.record import log
 from t5bench.record.files import read
 from t5bench.record.plan import Plan, by_name, same_value
 from t5bench.record.reader import log_lines
-from t5bench.record.records import SWEEP, Run, read_list
+from t5bench.record.records import SWEEP, Run, read_list, read_parts
 from t5bench.report.command import (
     add_run_arguments,
     comparison_of,
@@ -104,6 +105,35 @@ def contradictions(run: Run) -> Iterator[str]:
                 if not same_value(value, printed[2]):
                     yield f"{where} has {argument} {printed[2]}, and the plan {name} '{value}'"
             yield from _other_work(where, text, run.plan)
+    yield from _other_files(run)
+
+
+def _other_files(run: Run) -> Iterator[str]:
+    """What the launcher wrote of the plan besides the record."""
+    for part in read_parts(run.directory):
+        plan, path = part["plan"], run.directory / f"node{part['node']}.command.sh"
+        last = read(path).decode(errors="replace").rpartition("\nenv ")[2] if path.exists() else ""
+        words = [f"{name}={value}" for name, value in plan["environment"].items()] + plan["command"]
+        # Bash quotes control characters in a way that Python cannot read.
+        if last and "$'" not in last and _words(last) != words:
+            yield f"{path.name} has another command than the plan"
+    path = run.directory / "ds_config.json"
+    if run.plan.ds_config and path.exists() and _json(read(path)) != run.plan.ds_config:
+        yield f"{path.name} differs from the plan's"
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:
+        return []
+
+
+def _json(content: bytes) -> object:
+    try:
+        return msgspec.json.decode(content)
+    except msgspec.DecodeError:
+        return None
 
 
 def _other_work(where: str, text: str, plan: Plan) -> Iterator[str]:

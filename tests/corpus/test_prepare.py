@@ -215,6 +215,10 @@ def test_the_sample_for_gpt(prepare: Prepare, megatron_dir: Path) -> None:
     copy, source = prepare.data / "gpt" / "tokenizer", prepare.data / "sample" / "articles.jsonl"
     prepare(MODEL_FAMILY="gpt", TOKENIZER_MODEL=str(copy), XSUM_SOURCE=str(source))
     prepare(SAMPLE="1")
+    merges = (cut := shutil.copytree(copy, prepare.root / "cut")) / "merges.txt"
+    merges.write_bytes(b"\n".join(merges.read_bytes().split(b"\n")[:-9999]))
+    other = {"TOKENIZER_MODEL": str(cut), "XSUM_SOURCE": str(source), "FORCE": "1"}
+    prepare.refuses("merges.txt is incomplete", MODEL_FAMILY="gpt", **other)
 
 
 def test_hub_data_with_the_default_tokenizer(prepare: Prepare, tmp_path: Path) -> None:

@@ -3,8 +3,11 @@
 import pytest
 import torch
 from command_lines import parsed, plan
+from harness import REPO_ROOT
 
 from native import arguments
+
+ZERO1 = ["--deepspeed", "--deepspeed_config", str(REPO_ROOT / "ds_configs" / "megatron_zero1.json")]
 
 
 @pytest.mark.parametrize(
@@ -17,7 +20,7 @@ from native import arguments
         (["--pipeline-model-parallel-size", "4"], 4, "two pipeline stages"),
         (["--pipeline-model-parallel-size", "2", "--global-batch-size", "2"], 2, "micro-batches"),
         (["--encoder-seq-length", "64", "--decoder-seq-length", "8"], 1, "decoder"),
-        (["--deepspeed", "--tensor-model-parallel-size", "2"], 2, "shards only over data-parallel ranks"),
+        ([*ZERO1, "--tensor-model-parallel-size", "2"], 2, "shards only over data-parallel ranks"),
         (["--min-lr", "1"], 1, "--min-lr <= --lr"),
         (["--distributed-backend", "nccl"], 1, "no GPU"),
         (["--share-gpus"], 1, "PyTorch sees 0"),

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import re
+import shlex
 import tarfile
 import time
 from collections.abc import Callable
@@ -43,6 +44,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rank = {"host": "node0", "wall_ms": 9.0, "parts": {"forward": 9.0}, "operators": 1000, "processor": {}}
     ranks = [rank | {"rank": number, "waited_for": {}, "links": {}} for number in range(2)]
     write_json(runs / "repeat1" / "ddp" / "profile.json", {"ranks": ranks})
+    plan = load(zero1 := runs / "repeat1" / "zero1").plan
+    write_json(zero1 / "ds_config.json", plan.ds_config)
+    (zero1 / "node0.command.sh").write_text(f"mkdir -p /run\nenv {shlex.join(plan.command)}\n")
     seal(runs / "repeat1" / "ddp")
     write_list(runs, ["repeat1/ddp", "repeat1/zero1", "repeat1/zero3", "repeat1/hybrid"])
     output = runs.parent / "package.tar.gz"
@@ -192,6 +196,9 @@ SEALED: dict[str, tuple[Change, str]] = {
     "two runs swapped": (
         both(moved(DDP, "runs/x"), moved(ZERO1, DDP), moved("runs/x", ZERO1)),
         "comparison.json: .*directory is runs/repeat1/ddp, but the logs"),
+    "the command": (text(f"{ZERO1}/node0.command.sh", "--seed 1234", "--seed 1235"), "has another command than"),
+    "DeepSpeed's configuration": (
+        value(f"{ZERO1}/ds_config.json", "zero_optimization", "stage", to=2), "ds_config.json differs from the plan's"),
     "the log of another run": (copied(f"{DDP}/node0.log", LOG), "metrics.jsonl line 1 has elapsed_ms"),
 }  # fmt: skip
 
