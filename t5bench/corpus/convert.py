@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import os
 import signal
 import sys
 import time
@@ -125,7 +126,7 @@ def _pieces(blocks: Iterator[Block], encoder: DocumentEncoder | None, workers: i
     first = blocks if workers == 1 else list(islice(blocks, 3))
     yield from ((block, convert(block, encoder)) for block in first)
     context, waiting = multiprocessing.get_context("fork"), deque()
-    with ProcessPoolExecutor(workers, context, _start_worker, (encoder,)) as pool:
+    with ProcessPoolExecutor(workers, context, _start_worker, (encoder, os.getpid())) as pool:
         try:
             for block in blocks:
                 with later_signals():  # the first time, this forks
@@ -144,13 +145,15 @@ def _pieces(blocks: Iterator[Block], encoder: DocumentEncoder | None, workers: i
 _encoder: DocumentEncoder | None = None
 
 
-def _start_worker(encoder: DocumentEncoder | None) -> None:
+def _start_worker(encoder: DocumentEncoder | None, parent: int) -> None:
     global _encoder
     _encoder = encoder
     # Only the parent process handles interruptions; and it may be killed.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was killed before that
+        os._exit(1)
 
 
 def _convert(block: Block) -> Piece:

@@ -111,12 +111,13 @@ def contradictions(run: Run) -> Iterator[str]:
 def _other_files(run: Run) -> Iterator[str]:
     """What the launcher wrote of the plan besides the record."""
     for part in read_parts(run.directory):
-        plan, path = part["plan"], run.directory / f"node{part['node']}.command.sh"
-        last = read(path).decode(errors="replace").rpartition("\nenv ")[2] if path.exists() else ""
-        words = [f"{name}={value}" for name, value in plan["environment"].items()] + plan["command"]
-        # Bash quotes control characters in a way that Python cannot read.
-        if last and "$'" not in last and _words(last) != words:
-            yield f"{path.name} has another command than the plan"
+        plan, path = Plan.read(part["plan"]), run.directory / f"node{part['node']}.command.sh"
+        words = [*(f"{name}={value}" for name, value in plan.environment.items()), *plan.command]
+        # Bash quotes other characters in a way that Python cannot read.
+        if path.exists() and all(word.isascii() and word.isprintable() for word in words):
+            _, _, last = read(path).decode(errors="replace").rpartition("\nenv ")
+            if _words(last) != words:
+                yield f"{path.name} has another command than the plan"
     path = run.directory / "ds_config.json"
     if run.plan.ds_config and path.exists() and _json(read(path)) != run.plan.ds_config:
         yield f"{path.name} differs from the plan's"

@@ -47,6 +47,9 @@ def slowly(*arguments, at_full_speed=convert.convert):
 convert.convert, convert.JOURNAL_SECONDS, source.BLOCK_BYTES = slowly, 0.3, 3000
 if "END_IN_FORK" in os.environ:
     os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGTERM))
+if "DIE_AFTER_FORK" in os.environ:
+    dies = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    os.register_at_fork(after_in_parent=dies, after_in_child=lambda: time.sleep(1))
 __main__.main()
 """
 
@@ -308,6 +311,7 @@ def test_one_preparation_at_a_time_and_an_interrupted_one_continues(prepared: Pr
     prepared.project.add_stub("slow", f'#!/bin/sh\n{instead}\nexec {python} "$@"\n')
     settings = {"SAMPLE": "1", "FORCE": "1", "WORKERS": "2", "PYTHON": "slow"}
     assert prepared.start(**settings, END_IN_FORK="1").wait(60) == 128 + signal.SIGTERM
+    prepared.start(**settings, DIE_AFTER_FORK="1").communicate(timeout=30)  # until its processes have gone, too
     journal.unlink(missing_ok=True)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         earlier = journal.read_bytes() if journal.exists() else b""
