@@ -186,6 +186,8 @@ def prepare_directory(plan: Plan, besides: Mapping[str, str], launcher: str) -> 
     for node, file in ((layout.nnodes - 1, "metrics.jsonl"), (0, "profile.json"), (0, "trace.json")):
         if plan.node == node and plan.value("RESUME") == "0":
             keep_earlier(directory / file)
+    for stack in directory.glob(f"{name}.stack.*"):  # of a run that was killed
+        stack.unlink()
     # Before anything starts, so that a lack of inodes or space shows now and not later.
     for suffix in ("log", "samples.jsonl", "plan", "command.sh", "end"):
         (directory / f"{name}.{suffix}").write_text(f"{'':80}\n" if suffix == "end" else "")

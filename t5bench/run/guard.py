@@ -26,8 +26,9 @@ START_SECONDS = 30
 STACK_SECONDS = 3
 SUSPENDED = "suspended (SIGSTOP)"
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)', re.MULTILINE)
-# Of the first stacks in the file: a worker that goes on leaves others when it is ended.
-_CURRENT = re.compile(r"^Current thread 0x.*?(?=^Thread 0x|^Current thread 0x|\Z)", re.MULTILINE | re.DOTALL)
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x.*?(?=^Current thread|^Thread 0x|\Z)", re.MULTILINE | re.DOTALL)
+# Other threads begin in threading.py. Which one is the current is chance: the one that the signal found.
+_OF_MAIN = re.compile(r"( in <module>|^  \.\.\.)\s*\Z", re.MULTILINE)  # or too deep to be shown whole
 # A rank in one of these files waits for the others, or has timed out.
 _WAITING = ("distributed_c10d.py", "torch/distributed/", "torch/autograd/graph.py")
 
@@ -38,7 +39,6 @@ class Stacks:
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
         self.suspended: set[int] = set()
-        self.remove()
 
     def texts(self) -> dict[int, str]:
         """All threads' stacks by rank, if there are any."""
@@ -53,10 +53,13 @@ class Stacks:
             path.unlink(missing_ok=True)
 
     def frames(self) -> dict[int, re.Match[str]]:
-        """The innermost frame of each rank's current thread that waits for others, else its innermost one."""
+        """The innermost frame of each rank's main thread that waits for others, else its innermost one.
+
+        Of the first stacks in a file: a worker that goes on leaves others when it is ended."""
         found = {}
         for rank, text in self.texts().items():
-            if (current := _CURRENT.search(text)) and (frames := list(_FRAME.finditer(current[0]))):
+            if main := next(filter(_OF_MAIN.search, _THREAD.findall(text)), ""):
+                frames = list(_FRAME.finditer(main))
                 found[rank] = next(filter(_waits, frames), frames[0])
         return found
 

@@ -94,8 +94,7 @@ def test_a_real_engine(
         wait_for(lambda: log.exists() and "Z hangs" in log.read_text(), 300)
         environments = [Path(f"/proc/{pid}/environ").read_text() for pid in processes_with(mark)]
         (run,) = {found[1] for text in environments if (found := re.search(r"T5_RUN_MARK=([^\0]+)", text))}
-        stacks = Kept(tmp_path / "none")
-        stacks.prefix = output / "node0.stack"
+        stacks = Kept(output / "node0.stack")
         plan = made_plan(settings={"WATCHDOG_SECONDS": "5", "RENDEZVOUS_TIMEOUT": "60"})
         guard = Guard(plan, os.getppid(), run, Peers(Place(0, 1, "127.0.0.1", 1, "a run")), stacks)
         guard.thread.join(60)
