@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -595,14 +596,17 @@ fi
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may slow a link down")
 def test_a_slow_link_is_named_and_the_what_if_is_what_a_faster_one_shows(sample_data: Path, tmp_path: Path):
-    """Both links decide, so other work on this machine matters little. Two processes share the loopback."""
+    """Both links decide, so other work on this machine matters little, and what it does slows both runs, which go on
+    at the same time. Two processes share the loopback."""
     (tmp_path / "shell").write_text(LINK)
-    runs = []
-    for rate in ("20mbit", "80mbit"):
+
+    def with_link(rate: str) -> Explanation:
         (tmp_path / rate).mkdir()
         settings = ONE_MICRO_BATCH | {"RATE": rate, "BASH_ENV": str(tmp_path / "shell")}
-        runs.append(trained(sample_data, tmp_path / rate, "zero2", **settings))
-    slow, fast = runs
+        return trained(sample_data, tmp_path / rate, "zero2", **settings)
+
+    with ThreadPoolExecutor() as pool:
+        slow, fast = pool.map(with_link, ("20mbit", "80mbit"))
     check(slow, "slow link")
     # The two share what the link carries, not always in equal parts.
     assert slow.calibrated and 0.007 < slow.calibrated.gigabits < 0.022
