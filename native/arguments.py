@@ -179,6 +179,8 @@ def check(args: argparse.Namespace) -> None:
     tp, pp, world = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.world_size
     args.tp, args.pp, args.dp = tp, pp, world // (tp * pp)
     args.micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
+    if args.deepspeed and not args.deepspeed_config:
+        raise Problem("--deepspeed needs --deepspeed_config")
     args.deepspeed_json = json.loads(Path(args.deepspeed_config).read_text()) if args.deepspeed else {}
     stage = args.deepspeed_json["zero_optimization"]["stage"] if args.deepspeed else 0
     if reason := beyond_native(tp, pp, stage, args.micro_batches, is_fp16=args.fp16, is_compiled=args.compile):

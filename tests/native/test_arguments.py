@@ -21,6 +21,7 @@ ZERO1 = ["--deepspeed", "--deepspeed_config", str(REPO_ROOT / "ds_configs" / "me
         (["--pipeline-model-parallel-size", "2", "--global-batch-size", "2"], 2, "micro-batches"),
         (["--encoder-seq-length", "64", "--decoder-seq-length", "8"], 1, "decoder"),
         ([*ZERO1, "--tensor-model-parallel-size", "2"], 2, "shards only over data-parallel ranks"),
+        (["--deepspeed"], 1, "needs --deepspeed_config"),
         (["--min-lr", "1"], 1, "--min-lr <= --lr"),
         (["--distributed-backend", "nccl"], 1, "no GPU"),
         (["--share-gpus"], 1, "PyTorch sees 0"),
