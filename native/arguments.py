@@ -174,6 +174,13 @@ def choose_device(args: argparse.Namespace) -> "torch.device":
     return torch.device("cuda", args.local_rank % gpus)
 
 
+def check_compile(args: argparse.Namespace, zero_stage: int) -> None:
+    """Raises Problem if these layers cannot be compiled as asked."""
+    if args.compile and zero_stage == 3:
+        found = "--compile does not work with ZeRO-3, whose hooks between the layers cannot be compiled"
+        raise Problem(found, "Leave it out")
+
+
 def check(args: argparse.Namespace) -> None:
     """Raises Problem if this engine cannot train the request; launchers have checked that the sizes divide."""
     tp, pp, world = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.world_size
@@ -183,7 +190,8 @@ def check(args: argparse.Namespace) -> None:
         raise Problem("--deepspeed needs --deepspeed_config")
     args.deepspeed_json = json.loads(Path(args.deepspeed_config).read_text()) if args.deepspeed else {}
     stage = args.deepspeed_json["zero_optimization"]["stage"] if args.deepspeed else 0
-    if reason := beyond_native(tp, pp, stage, args.micro_batches, is_fp16=args.fp16, is_compiled=args.compile):
+    check_compile(args, stage)
+    if reason := beyond_native(tp, pp, args.deepspeed, args.micro_batches, args.fp16):
         raise Problem(reason)
     if pp == 2 and args.pipeline_model_parallel_split_rank != 1:
         raise Problem("the decoder's stage must be 1: --pipeline-model-parallel-split-rank 1")

@@ -95,7 +95,7 @@ class DocumentEncoder:
             # Special tokens have no merge either.
             lost = {token for token in ids if len(token) > 1} - {"".join(line.split()) for line in lines}
             if len(lost) > MOST_SPECIAL_TOKENS:
-                raise ValueError(f"{merges.name} is incomplete: it makes {len(lost)} tokens of the vocabulary too few")
+                raise ValueError(f"{merges.name} is incomplete: {len(lost)} tokens of the vocabulary have no merge")
             self._fast, self.exact, self.vocabulary = BytePairs(directory, ids["<|endoftext|>"]).encode, True, len(ids)
         else:
             self._tokenizer = load_tokenizer(directory, family)

@@ -73,17 +73,13 @@ SOFTWARE = {
 }
 
 
-def beyond_native(
-    tensor: int, pipeline: int, zero_stage: int, micro_batches: int, *, is_fp16: bool = False, is_compiled: bool = False
-) -> str:
+def beyond_native(tensor: int, pipeline: int, has_zero: bool, micro_batches: int, is_fp16: bool = False) -> str:
     """Why the native engine cannot train a T5 in this layout and precision; "" if it can."""
     if is_fp16:
         return "the native engine does not train in fp16, because it has no loss scaling"
     if pipeline > 2:
         return f"the native engine has at most two pipeline stages, but {pipeline} were asked for"
-    if is_compiled and zero_stage == 3:
-        return "--compile does not work with ZeRO-3, whose hooks between the layers cannot be compiled"
-    if zero_stage and tensor * pipeline > 1:
+    if has_zero and tensor * pipeline > 1:
         return "the native engine's ZeRO shards only over data-parallel ranks, without TP and PP"
     if micro_batches < pipeline:
         return f"the native engine's pipeline needs at least {pipeline} micro-batches, found {micro_batches}"

@@ -101,17 +101,16 @@ def divide(request: Request, processes: Processes, zero_stage: int) -> Layout | 
 
 
 def _check_native(request: Request, tp: int, pp: int, zero_stage: int, micro_batches: int) -> None:
+    is_fp16 = request.value("PRECISION_FLAG") == "--fp16"
+    if reason := beyond_native(tp, pp, zero_stage > 0, micro_batches, is_fp16):
+        request.findings.refuse("native-engine", reason, "Use ENGINE=megatron")
     if request.extra:
-        from native.arguments import make_parser
+        from native.arguments import check_compile, make_parser
 
         try:
-            make_parser(is_complete=False).parse_args(request.extra)
+            check_compile(make_parser(is_complete=False).parse_args(request.extra), zero_stage)
         except Problem as problem:
             request.findings.refuse("engine-argument", f"after --: {problem}", problem.remedy)
-    asked = {"is_fp16": request.value("PRECISION_FLAG") == "--fp16", "is_compiled": "--compile" in request.extra}
-    if reason := beyond_native(tp, pp, zero_stage, micro_batches, **asked):
-        remedy = "Leave it out" if reason.startswith("--") else "Use ENGINE=megatron"
-        request.findings.refuse("native-engine", reason, remedy)
 
 
 def _check_model_parallel(request: Request, tp: int, pp: int, world_size: int, processes: Processes) -> None:

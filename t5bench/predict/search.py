@@ -64,8 +64,7 @@ class Candidate(Prediction):
         if not self.start:
             return "no: ZeRO with PP"
         job, p = self.job, self.job.parallel
-        fp16 = job.precision == "fp16"
-        reason = beyond_native(p.tensor, p.pipeline, job.zero.stage, job.micro_batches, is_fp16=fp16)
+        reason = beyond_native(p.tensor, p.pipeline, job.zero.stage > 0, job.micro_batches, job.precision == "fp16")
         is_other = reason or job.architecture.family == "gpt" or job.recompute != "none"
         return "only ENGINE=megatron" if is_other else ""
 

@@ -70,7 +70,7 @@ def test_all_strategies_train_the_same_model(runs: Path):
 
 
 def test_eight_processes_of_three_dimensions(native_runs: Path, sample_data: Path, tmp_path: Path):
-    """TP 2 x PP 2 x DP 2: further processes of the hybrid are data parallel, as in Megatron's run above."""
+    """TP 2 x PP 2 x DP 2: further processes of the hybrid are data parallel. Megatron's shared run has them, too."""
     engine = {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data)}
     train("hybrid", tmp_path / "run", NPROC_PER_NODE="8", **EXACT, **engine)
     parity(tmp_path / "run", baseline=native_runs / "ddp")

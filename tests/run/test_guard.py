@@ -107,13 +107,14 @@ STUCK = """File "/x/data.py", line 7 in read
 
 @pytest.mark.parametrize("stuck", [*([rank] for rank in range(4)), [1, 2], []])
 def test_the_ranks_that_wait_for_nobody_are_named(tmp_path: Path, stuck: list[int]):
-    stacks, main = Stacks(tmp_path / "stack"), '  File "/x/train.py", line 20 in <module>\n'
+    main = '  File "/x/train.py", line 20 in <module>\n'
     other = f'{STUCK}  File "/lib/threading.py", line 1002 in _bootstrap\n'
     later = f"Current thread 0x2:\n  {ALL_REDUCE}{main}"  # when it is ended
     for rank in range(4):
         first, second = ("Current thread", "Thread")[:: -1 if rank % 2 else 1]  # the one that the signal found
         threads = f"{first} 0x1:\n  {other}\n{second} 0x2:\n  {STUCK if rank in stuck else ALL_REDUCE}{main}"
         (tmp_path / f"stack.{rank}").write_text(threads + later)
+    stacks = Stacks(tmp_path / "stack")  # workers may have begun before it
     assert list(stacks.stopped()) == stuck
     named = "; ".join(f"rank {rank} is stuck in read (/x/data.py:7)" for rank in stuck)
     assert stacks.sentence().startswith(named or "all ranks here are waiting for others: rank 0 in all_reduce (")

@@ -35,12 +35,16 @@ def test_the_hanging_rank_is_named_and_all_leave_their_stacks(
     project.record_engine()
     project.environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     own = {"NPROC_PER_NODE": str(workers), "MASTER_PORT": str(free_port()), "STUB_FAULT": f"{rank}:3:hang"}
+    output = project.root / "outputs" / "ddp"
+    output.mkdir(parents=True)
+    (output / "node0.stack.9").write_text("of a run that was killed")
     result = project.launch("ddp", timeout=90, **SETTINGS | own | end)
-    said, output = result.stderr, project.root / "outputs" / "ddp"
+    said = result.stderr
     assert result.returncode == 6, result.stdout + said
     assert f"rank {rank} is stuck in begin (" in said and said.count("rank ") == 1, said
     assert not list(output.glob("*.stack*"))
     log = (output / "node0.log").read_text()
+    assert "rank 9 was" not in log
     if "WATCHDOG_SECONDS" in end:
         assert all(f"rank {each} was ended here:" in log for each in range(workers))
         assert log.count("all_reduce") >= workers - 1
