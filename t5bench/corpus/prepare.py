@@ -43,6 +43,8 @@ def prepare(settings: Mapping[str, str]) -> None:
     source = make_source(settings.get("XSUM_SOURCE", ""), settings.get("XSUM_SPLIT") or "train", limit)
     workers = _count(settings, "WORKERS") or len(os.sched_getaffinity(0))
     tokenizer = settings.get("TOKENIZER_MODEL")
+    if blocked := next((path for name in OUTPUTS[1:] if (path := directory / name).is_dir()), None):
+        raise Problem(f"{blocked} is a directory, where a file is to be", "Move it away")
     if tokenizer and not force:
         check_replacement(directory, source, tokenizer)
     with staging(directory) as staged:

@@ -357,6 +357,11 @@ def test_data_from_another_source_are_replaced_only_on_request(
     (data / f"{DATASET}.meta.json").unlink()
     with pytest.raises(Problem, match=f"{DATASET}.bin exists without a record of its source"):
         run(data, **sample, **TOKENIZER)
+    (data / f"{DATASET}.meta.json").mkdir()
+    before = snapshot(data)
+    with pytest.raises(Problem, match=f"{DATASET}.meta.json is a directory, where a file is to be"):
+        run(data, **sample, **TOKENIZER, FORCE="1")
+    assert snapshot(data) == before
 
 
 def test_impossible_settings_are_refused(prepare: Prepare) -> None:
