@@ -69,7 +69,9 @@ def drawings(looks_of: Mapping[str, Look], figures: Sequence[Figure]) -> list[st
     found = []
     for number, figure in enumerate(figures):
         name, buffer = f"f{number}", io.StringIO()
-        with matplotlib.rc_context(_STYLE):
+        with matplotlib.rc_context():
+            matplotlib.rcdefaults()  # a user's matplotlibrc would give a package's reader another page
+            matplotlib.rcParams.update(_STYLE)
             metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
             _canvas(figure, looks).savefig(buffer, format="svg", transparent=True, metadata=metadata)
         text = buffer.getvalue()
