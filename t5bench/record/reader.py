@@ -9,6 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from datetime import datetime
 from itertools import pairwise
@@ -286,6 +287,8 @@ def faults_of_complete(run: "Run", attempts: Sequence[Attempt], with_logs: bool)
         yield from _outside([(path, sample["time"]) for sample in run.samples[node["node"]]], node, SAMPLES_SECONDS)
         if with_logs or missing:
             yield from _faults_of_log(run.directory, node, final if node is last_node else None)
+    if with_logs:
+        yield from _faults_of_earlier(run.directory, [line for line in run.iterations if line.begin != begin])
 
 
 def _outside(times: Iterable[tuple[object, float | None]], part: Mapping[str, Any], margin: float) -> Iterator[str]:
@@ -308,6 +311,26 @@ def _faults_of_order(lines: _Lines, plan: Plan) -> Iterator[str]:
         if later.iteration <= earlier.iteration or not -STEP_SECONDS <= passed <= _seconds(later, plan) + pause:
             what = f"iteration {later.iteration} comes {passed:.0f} s after iteration {earlier.iteration}"
             yield f"{place} cannot follow: {what}"
+
+
+def _faults_of_earlier(directory: Path, lines: Iterable[Iteration]) -> Iterator[str]:
+    """Lines of earlier attempts that count but are in none of the logs that these left."""
+    logged: dict[str, list[float]] = {}
+    paths = sorted(directory.glob("node*.log.*")) if (lines := list(lines)) else []
+    for text in (text for path in paths for text in read(path).split(b"\n")):
+        moment, _, said = text.decode(errors="replace").partition(" ")
+        with suppress(ValueError):  # a run that was killed may leave anything
+            if found := log.iteration(said):
+                logged.setdefault(str(found), []).append(seconds(moment))
+    for line in lines:
+        times = logged.get(str(replace(line, begin=0, time=None)), [])
+        if not any(line.time is None or _same_time(line.time, time) for time in times):
+            yield f"{directory / METRICS} has an iteration {line.iteration} that no earlier attempt's log has"
+
+
+def _same_time(one: float, other: float) -> bool:
+    """One of them is rounded to milliseconds, the other truncated."""
+    return abs(one - other) < 0.002
 
 
 def _faults_of_log(directory: Path, part: Mapping[str, Any], lines: _Lines | None) -> Iterator[str]:
@@ -333,8 +356,8 @@ def _faults_of_log(directory: Path, part: Mapping[str, Any], lines: _Lines | Non
     for (place, line), (there, its) in zip(lines, printed, strict=False):
         for name, value in vars(replace(line, begin=its.begin)).items():
             found = getattr(its, name)
-            # One of the times is rounded to milliseconds, the other truncated. As text, nan is equal to nan.
-            is_same_time = name == "time" and (value is None or abs(value - found) < 0.002)
+            # As text, nan is equal to nan.
+            is_same_time = name == "time" and (value is None or _same_time(value, found))
             if not is_same_time and str(value) != str(found):
                 yield f"{place} has {name} {value}, {there.rpartition('/')[2]} has {found}"
     if len(lines) != len(printed):
