@@ -58,16 +58,13 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def compare(arguments: argparse.Namespace) -> Comparison:
     """The comparison that the arguments of add_run_arguments ask for. Raises Problem."""
-    peak = arguments.peak_tflops
-    if peak is not None and not 0 < peak < float("inf"):
-        raise Problem(f"--peak-tflops must be a positive number, found {peak}", "Give a GPU's dense TFLOP/s")
     runs, damaged = load_runs(run_directories(arguments.runs))
-    return comparison_of(runs, damaged, arguments.baseline, arguments.allow, peak)
+    return comparison_of(runs, damaged, arguments.baseline, arguments.allow, arguments.peak_tflops)
 
 
 def load_runs(directories: Sequence[Path], from_log: bool = False) -> tuple[list[records.Run], list[str]]:
     """The runs, and why damaged ones and copies are left out. Raises Problem where there is no run that can be read."""
-    runs, damaged = [], []
+    runs, damaged, problem = [], [], RecordError("there is no run")
     for directory in directories:
         try:
             run = records.load(directory, from_log=from_log)
