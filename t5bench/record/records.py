@@ -32,6 +32,7 @@ _OF_A_RUN = re.compile(r"node[0-9]+\.(json|log|samples\.jsonl|sha256)|run\.json|
 
 # What must be the same on all nodes of a run, besides the plan; run.json has it once.
 SHARED_KEYS = ("data", "versions", "commits", "patches")
+ENDING = ("status", "reason", "started", "ended")  # of run.json
 # The fields of a plan that say where a node is or what it found there.
 _LOCAL_PLAN = {
     "node", "hosts", "settings", "obstacles", "engine_directory", "data_prefix", "tokenizer", "output_dir", "arguments",
@@ -230,7 +231,7 @@ def _remarks(directory: Path, record: Mapping[str, Any]) -> Iterator[str]:
     path = directory / "run.json"
     try:
         told = reader.decoded(path, read(path)) if path.exists() else {}
-        if told and any(told.get(key) != record[key] for key in ("status", "reason", "started", "ended")):
+        if told and any(told.get(key) != record[key] for key in ENDING):
             yield f"{path} disagrees with the nodes' parts about how the run ended: `collect` rewrites it"
     except RecordError as error:
         yield str(error)

@@ -15,7 +15,7 @@ import shlex
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -26,14 +26,14 @@ import msgspec
 from t5bench import Problem
 from t5bench.compare.comparison import Comparison
 from t5bench.record import log
-from t5bench.record.files import read
+from t5bench.record.files import METRICS, read
+from t5bench.record.log import Iteration
 from t5bench.record.plan import Plan, by_name, same_value
 from t5bench.record.reader import log_lines
-from t5bench.record.records import SWEEP, Run, read_list, read_parts
+from t5bench.record.records import ENDING, SWEEP, Run, looks_like_run, read_list, read_parts
 from t5bench.report.command import (
     add_run_arguments,
     comparison_of,
-    find_runs,
     load_runs,
     run_directories,
     sweep_root,
@@ -41,7 +41,6 @@ from t5bench.report.command import (
 )
 
 CONTENTS, RUNS, PUBLISHED = (Path(name) for name in ("package.json", "runs", "comparison"))
-DEEPEST = 8  # levels of directories from the root of a package to a run
 MOST_FAULTS = 5  # that are told of one log
 # Of a run directory: the record and the logs of every attempt. Checkpoints and what W&B keeps are not needed.
 _PACKED = re.compile(
@@ -72,9 +71,19 @@ def working_in(place: str) -> Iterator[None]:
         os.chdir(before)
 
 
+def packed_runs() -> list[Path]:
+    """The run directories of the package that is unpacked here, whatever their names and wherever they lie."""
+    return sorted(path for path in RUNS.rglob("*") if looks_like_run(path))
+
+
+def packed_files(directories: Iterable[Path]) -> list[Path]:
+    """What a package has of these runs."""
+    return [path for directory in directories for path in directory.iterdir() if _PACKED.fullmatch(path.name)]
+
+
 def publish(contents: Contents) -> tuple[Comparison, list[str]]:
     """The comparison of the runs of the package that is unpacked here, and what is wrong with them. Raises Problem."""
-    runs, damaged = load_runs(list(find_runs(RUNS, DEEPEST)), from_log=True)
+    runs, damaged = load_runs(packed_runs(), from_log=True)
     faults = [f"{run.directory}: {fault}" for run in runs for fault in islice(contradictions(run), MOST_FAULTS)]
     absent = [f"{name} is on the sweep's list of runs but left no record" for name in contents.absent]
     try:
@@ -104,7 +113,9 @@ def contradictions(run: Run) -> Iterator[str]:
                 name, value = given.get(argument, ("", printed[2]))
                 if not same_value(value, printed[2]):
                     yield f"{where} has {argument} {printed[2]}, and the plan {name} '{value}'"
-            yield from _other_work(where, text, run.plan)
+            yield from _other_samples(where, text, run.plan)
+    for line in run.iterations:
+        yield from _other_batch(line, run.plan)
     yield from _other_files(run)
 
 
@@ -118,6 +129,11 @@ def _other_files(run: Run) -> Iterator[str]:
             _, _, last = read(path).decode(errors="replace").rpartition("\nenv ")
             if _words(last) != words:
                 yield f"{path.name} has another command than the plan"
+    path, written = run.directory / "run.json", _json(msgspec.json.encode(run.record))
+    told = _json(read(path)) if path.exists() else written
+    # A run that was killed has an older one, and a note that says so.
+    if told != written and isinstance(told, dict) and all(told.get(key) == run.record[key] for key in ENDING):
+        yield f"{path.name} differs from the nodes' parts"
     path = run.directory / "ds_config.json"
     if run.plan.ds_config and path.exists() and _json(read(path)) != run.plan.ds_config:
         yield f"{path.name} differs from the plan's"
@@ -137,18 +153,22 @@ def _json(content: bytes) -> object:
         return None
 
 
-def _other_work(where: str, text: str, plan: Plan) -> Iterator[str]:
-    """An iteration's samples, and its time and throughput, which are rounded, belong to the batch."""
+def _other_samples(where: str, text: str, plan: Plan) -> Iterator[str]:
     if not (line := log.iteration(text)):  # of a line in pieces nothing can be said
         return
     *_, (_, _, told) = log.ITERATION.findall(text)
-    samples, batch = plan.samples(0, line.iteration), plan.samples(line.iteration - 1, line.iteration)
-    counted = re.search(r" consumed samples: +(\S+) \|", told)
+    samples, counted = plan.samples(0, line.iteration), re.search(r" consumed samples: +(\S+) \|", told)
     if counted and counted[1] != str(samples):
         yield f"{where} counts {counted[1]} samples after {line.iteration} iterations, which have {samples}"
-    speed, seconds = line.samples_per_second, line.elapsed_ms / 1000
+
+
+def _other_batch(line: Iteration, plan: Plan) -> Iterator[str]:
+    """An iteration's time and throughput, which are rounded, belong to the batch, in every attempt."""
+    batch, speed = plan.samples(line.iteration - 1, line.iteration), line.samples_per_second
+    seconds = line.elapsed_ms / 1000
     if abs(speed * seconds - batch) > 0.00006 * speed + 0.0006 * seconds + 1e-9 * batch:
-        yield f"{where} has {speed} samples/s and iterations of {seconds} s, which do not give {batch} samples"
+        found = f"iteration {line.iteration} in {METRICS} has {speed} samples/s and took {seconds} s"
+        yield f"{found}, which do not give {batch} samples"
 
 
 def pack(arguments: argparse.Namespace) -> tuple[bytes, Comparison]:
@@ -159,9 +179,8 @@ def pack(arguments: argparse.Namespace) -> tuple[bytes, Comparison]:
     how = arguments.baseline, sorted(arguments.allow), arguments.peak_tflops
     contents = Contents(1, *how, absent, matplotlib.__version__, {})
     listed = [root / SWEEP] if (root / SWEEP).exists() else []
-    packed = [path for directory in directories for path in directory.iterdir() if _PACKED.fullmatch(path.name)]
     with tempfile.TemporaryDirectory() as place, working_in(place):
-        for path in [*listed, *packed]:
+        for path in [*listed, *packed_files(directories)]:
             write_file(RUNS / path.relative_to(root), read(path))
         comparison, _ = publish(contents)
         write(comparison, PUBLISHED)

@@ -1,4 +1,4 @@
-"""``python -m t5bench verify``: reads a package's logs again, and compares every figure to the last digit."""
+"""``python -m t5bench verify``: reads a package's logs again, and compares every figure to nine digits."""
 
 import argparse
 import gzip
@@ -16,12 +16,25 @@ import matplotlib
 from t5bench import Problem
 from t5bench.record.files import MOST_BYTES, RecordError, open_file, read, sha256
 from t5bench.record.reader import decoded
-from t5bench.record.records import looks_like_run, read_list
+from t5bench.record.records import SWEEP, looks_like_run, read_list
 from t5bench.record.text import visible
 from t5bench.report.command import PAGE, UNFORESEEN, write
-from t5bench.report.package import CONTENTS, PUBLISHED, RUNS, Contents, publish, working_in, write_file
+from t5bench.report.package import (
+    CONTENTS,
+    PUBLISHED,
+    RUNS,
+    Contents,
+    packed_files,
+    packed_runs,
+    publish,
+    working_in,
+    write_file,
+)
 
 ANEW, FIGURES = Path("anew"), "comparison.json"
+DEEPEST = 100  # levels of directories in a package: Python looks through them recursively
+# The last of a float's 17 digits depend on the processor: with AVX-512, numpy's exp and powers give others.
+_LONG, DIGITS = re.compile(r"(?<!\d)\d+\.\d{8,}(?:e[-+]\d+)?"), 9
 _DRAWING = re.compile(r"<svg.*?</svg>", re.DOTALL)
 
 
@@ -38,7 +51,8 @@ def unpack(package: Path, root: Path) -> Iterator[str]:
                 is_own = str(name).partition("/")[0] in map(str, (CONTENTS, RUNS, PUBLISHED))
                 # A sparse file is as large as it says it is; another spelling may hide a second file.
                 is_plain = entry.isreg() and not entry.issparse() and str(name) == entry.name
-                if not is_plain or not is_own or ".." in name.parts or entry.size > MOST_BYTES:
+                is_within = ".." not in name.parts and len(name.parts) <= DEEPEST
+                if not is_plain or not is_own or not is_within or entry.size > MOST_BYTES:
                     yield f"{entry.name} is not a plain file of a package"
                 elif entry.name in seen:
                     yield f"{entry.name} is in the package twice"
@@ -71,6 +85,8 @@ def findings() -> Iterator[str]:
     comparison, faults = publish(contents)
     yield from faults
     write(comparison, ANEW)
+    belong = {RUNS / SWEEP, *packed_files(packed_runs()), *(PUBLISHED / path.name for path in ANEW.iterdir())}
+    yield from (f"{name} was added: a package has no such file" for name in sorted(present - set(map(str, belong))))
     files = sorted(path.name for path in ANEW.iterdir() if path.name != PAGE)
     wrong = [fault for name in files for fault in _differences(name)]
     # The page has all of it: its differences say nothing new.
@@ -79,7 +95,8 @@ def findings() -> Iterator[str]:
 
 def _differences(name: str, same_drawings: bool = True) -> list[str]:
     """Where a published file is not what the logs give."""
-    found, anew = (read(place / name).decode(errors="replace") for place in (PUBLISHED, ANEW))
+    texts = (read(place / name).decode(errors="replace") for place in (PUBLISHED, ANEW))
+    found, anew = (_LONG.sub(lambda number: repr(float(f"{float(number[0]):.{DIGITS}g}")), text) for text in texts)
     if not same_drawings:
         found, anew = (_DRAWING.sub("<svg/>", text) for text in (found, anew))
     wrong = []

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import math
 import re
 import shlex
 import tarfile
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import matplotlib
 import pytest
 from harness import STRATEGIES
 from made_runs import make_run, seal
@@ -125,6 +127,7 @@ PLAIN: dict[str, tuple[Change, str]] = {
     "a path out of the package": (lambda files: files.update({"../evil": b"x"}), "../evil is not a plain file"),
     "a second file by another spelling": (lambda files: files.update({f"./{PAGE}": b"x"}), f"./{PAGE} is not a plain"),
     "a name for the terminal": (lambda files: files.update({"\x1b[2Jevil\udcff": b"x"}), r"\x1b[2Jevil\udcff is not"),
+    "a path too deep": (lambda files: files.update({f"runs/{'a/' * 1500}x": b"x"}), "a/x is not a plain"),
     "a program beside the runs": (lambda files: files.update({"jinja2.py": b"x"}), "jinja2.py is not a plain file"),
 }  # fmt: skip
 
@@ -191,6 +194,11 @@ SEALED: dict[str, tuple[Change, str]] = {
     "a run listed as absent": (
         value(CONTENTS, "absent", to=["repeat1/hybrid", "repeat1/zero1"]), f"{ZERO1} is listed as absent, but"),
     "an absent run forgotten": (value(CONTENTS, "absent", to=[]), "runs/repeat1/hybrid is on the sweep's list"),
+    "every run taken out": (without("runs/repeat1"), "there is no run"),
+    "a run added under a hidden name": (copied(ZERO1, "runs/.zero1"), "repeat1/zero1 is left out: it is a copy"),
+    "a page added": (lambda files: files.update({"comparison/all.html": b"zero1 wins"}), "all.html was added"),
+    "a node in the merged record": (
+        value(f"{ZERO1}/run.json", "nodes", 0, "host", to="elsewhere"), "run.json differs from the nodes' parts"),
     "a run added": (copied(ZERO1, "runs/repeat2/zero1"), "runs/repeat2/zero1 is left out: it is a copy"),
     "a run in another's place": (copied(DDP, ZERO1), r"rows\[zero1\]"),
     "two runs swapped": (
@@ -246,10 +254,44 @@ def test_an_honest_package_is_verified_wherever_it_lies(package: Path, tmp_path:
     assert main(["verify", "here", "--sha256", checksum]) == 0
     assert main(["verify", "here", "--sha256", "0" * 64]) == 1
     assert "is not the package that was published" in capsys.readouterr().out
+    with matplotlib.rc_context({"axes.linewidth": 3}):
+        assert main(["verify", "here"]) == 0, "a reader's own matplotlibrc changes no drawing"
+    median = re.search(r'"median": (\d+\.\d{9,})', (files := unpacked(package))[FIGURES].decode())[1]
+    text(FIGURES, re.escape(median), repr(math.nextafter(float(median), 0)))(files)
+    resealed(files)
+    Path("here").write_bytes(archive(files))
+    assert main(["verify", "here"]) == 0, "another processor's last digit is none of the package's"
     value(CONTENTS, "drawn_by", to="1.0")(files := unpacked(package))
     Path("here").write_bytes(archive(files))
     assert main(["verify", "here"]) == 0
     assert "the page's drawings were not checked, because matplotlib 1.0 drew them" in capsys.readouterr().out
+
+
+def test_runs_are_packed_wherever_they_lie(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """In a hidden directory, within another run, and far below what all of them lie in."""
+    places = [tmp_path / name for name in ("ddp", "ddp/again", ".old/ddp", "a/b/c/d/e/f/g/h/i/ddp")]
+    for number, place in enumerate(places):
+        make_run(place, elapsed_ms=[100.0 + number] * 30)
+    assert main(["pack", *map(str, places), "-o", str(tmp_path / "package")]) == 0
+    assert "package: 4 runs" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "package")]) == 0
+    assert main(["pack", str(places[0]), "-o", str(tmp_path / "package"), "--peak-tflops", "0"]) == 2
+
+
+def test_what_an_earlier_attempt_logged_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture):
+    run = make_run(tmp_path / "ddp", elapsed_ms=[100.0 + number % 7 for number in range(30)])
+    log, metrics = run / "node0.log", run / "metrics.jsonl"
+    lines, logged = metrics.read_text().splitlines(True), log.read_text().splitlines(True)
+    metrics.write_text("".join([*lines[:20], '{"resumed_from": 20}\n', *lines[20:]]))
+    log.with_name("node0.log.1").write_text("".join(logged[:21]) + "2025-")  # it was killed
+    log.write_text("".join(logged[21:]))
+    seal(run)
+    package = str(tmp_path / "package")
+    assert main(["pack", str(run), "-o", package]) == main(["verify", package]) == 0
+    metrics.write_text(metrics.read_text().replace('"elapsed_ms": 103', '"elapsed_ms": 93', 1))
+    seal(run)
+    assert main(["pack", str(run), "-o", package]) == 2
+    assert "metrics.jsonl has an iteration 4 that no earlier attempt's log has" in capsys.readouterr().err
 
 
 def test_a_sparse_file_takes_no_room(tmp_path: Path, capsys: pytest.CaptureFixture):
