@@ -28,10 +28,16 @@ DEEPEST = 4
 DEFAULT_RUNS, PAGE = "outputs", "index.html"
 WIDTH_ELSEWHERE = 120  # characters of a line, for a file or a pipe when COLUMNS is unset
 UNFORESEEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+def _rounded(content: Any) -> Any:
+    return json.loads(json.dumps(content, allow_nan=False), parse_float=lambda text: tables.rounded(float(text)))
+
+
 FORMATS = {
     "markdown": tables.markdown,
     "csv": tables.as_csv,
-    "json": lambda comparison: json.dumps(comparison.to_json(), indent=2, allow_nan=False) + "\n",
+    "json": lambda comparison: json.dumps(_rounded(comparison.to_json()), indent=2) + "\n",
 }
 
 

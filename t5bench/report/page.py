@@ -82,13 +82,9 @@ def command(run: Run) -> str:
     return " ".join([*words, *(["--", *map(shlex.quote, plan.arguments.extra)] if plan.arguments.extra else [])])
 
 
-def _rounded(value: Any) -> Any:
-    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
-
-
 def _order(column: tables.Column, row: Row, text: str) -> str:
     """What its cell is sorted by, where that is not its text."""
-    value = next((str(_rounded(part)) for part in column.parts(row).values() if part is not None), text)
+    value = next((str(tables.rounded(part, DIGITS)) for part in column.parts(row).values() if part is not None), text)
     return value if value != text else ""
 
 
@@ -152,7 +148,7 @@ def _render(comparison: Comparison, explained: list, most: int, most_of_large: i
     for name, (colour, dashes) in looks.items():
         about[name] |= {"colour": colour, "dashes": [3 * length for length in dashes]}
     whole = msgspec.json.encode({"rows": about, "figures": figures})
-    rounding = msgspec.json.Decoder(float_hook=lambda text: _rounded(float(text)))
+    rounding = msgspec.json.Decoder(float_hook=lambda text: tables.rounded(float(text), DIGITS))
     data = msgspec.json.encode(rounding.decode(whole)).decode()
     days = sorted({run.record["started"][:10] for run in comparison.runs})
     return environment.get_template("page.html.j2").render(

@@ -22,6 +22,7 @@ from t5bench.record.records import Run
 from t5bench.record.text import processes
 
 NOTHING = "-"
+DIGITS = 9  # of a published figure: the last of a float's 17 depend on the processor, for example on AVX-512
 
 
 def _significant(value: float, digits: int = 4) -> str:
@@ -295,11 +296,15 @@ def markdown(comparison: Comparison) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def rounded(value: Any, digits: int = DIGITS) -> Any:
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
 def data(comparison: Comparison) -> list[dict[str, Any]]:
     """Every field of every row, numbers in the units of the fields' names; None is what was not measured."""
     every = all_columns(comparison)
     return [
-        {"name": name} | {field: part for column in every for field, part in column.parts(row).items()}
+        {"name": name} | {field: rounded(part) for column in every for field, part in column.parts(row).items()}
         for name, row in named_rows(comparison)
     ]
 

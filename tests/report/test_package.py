@@ -3,7 +3,6 @@
 import hashlib
 import io
 import json
-import math
 import re
 import shlex
 import tarfile
@@ -256,11 +255,9 @@ def test_an_honest_package_is_verified_wherever_it_lies(package: Path, tmp_path:
     assert "is not the package that was published" in capsys.readouterr().out
     with matplotlib.rc_context({"axes.linewidth": 3}):
         assert main(["verify", "here"]) == 0, "a reader's own matplotlibrc changes no drawing"
-    median = re.search(r'"median": (\d+\.\d{9,})', (files := unpacked(package))[FIGURES].decode())[1]
-    text(FIGURES, re.escape(median), repr(math.nextafter(float(median), 0)))(files)
-    resealed(files)
-    Path("here").write_bytes(archive(files))
-    assert main(["verify", "here"]) == 0, "another processor's last digit is none of the package's"
+    files = unpacked(package)
+    figures = b"".join(content for name, content in files.items() if name.startswith("comparison/comparison."))
+    assert re.search(rb"\d\.\d{5,}", figures) and not re.search(rb"[1-9]\d*\.\d{9,}|0\.0*[1-9]\d{9,}", figures)
     value(CONTENTS, "drawn_by", to="1.0")(files := unpacked(package))
     Path("here").write_bytes(archive(files))
     assert main(["verify", "here"]) == 0
