@@ -3,8 +3,9 @@
 import argparse
 import json
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import inf
@@ -21,6 +22,7 @@ from t5bench.plan.forecast import job_of
 from t5bench.plan.launchers import ask
 from t5bench.predict.command import add_machine, device_for, machine, vocabulary_of
 from t5bench.predict.layout import check_ranks
+from t5bench.record.plan import ROLES, Plan
 
 TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the all-reduces of every layer cross the network
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -31,8 +33,11 @@ STRATEGIES |= {f"{tp}ZeRO-{stage}": f"zero{stage}" for stage in (1, 2, 3) for tp
 STRATEGIES |= {f"{tp}PP x ZeRO-1": "3d" for tp in ("", "TP x ")}
 
 
+@dataclass(frozen=True)
 class Candidate(Prediction):
-    """A layout with its prediction; seconds are infinite if it does not fit."""
+    """A layout with its prediction; seconds are infinite if it does not fit. given: settings that are asked for."""
+
+    given: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def fits(self) -> bool:
@@ -75,7 +80,7 @@ class Candidate(Prediction):
         if p.deepspeed and job.architecture.cross_attention:  # DeepSpeed's pipeline has no encoder-decoder
             return ""
         least, nodes = 1 if strategy == "3d" else 2, p.world // p.devices_per_node  # the other launchers' default is 1
-        settings = {
+        own = {
             "MODEL_FAMILY": job.architecture.family.replace("t5", ""),
             "NNODES": nodes, "NPROC_PER_NODE": p.devices_per_node,
             "GLOBAL_BATCH_SIZE": job.global_batch, "MICRO_BATCH_SIZE": job.micro_batch,
@@ -84,7 +89,10 @@ class Candidate(Prediction):
             "RECOMPUTE": job.recompute.replace("none", ""),
             "ENGINE": job.engine.replace("megatron", ""),
         }  # fmt: skip
-        words = " ".join(f"{name}={value}" for name, value in settings.items() if value)
+        settings = {name: value for name, value in own.items() if value} | {
+            name: shlex.quote(value) for name, value in self.given.items() if name not in own
+        }
+        words = " ".join(f"{name}={value}" for name, value in settings.items())
         place = " <master-host> <node-rank>" * (nodes > 1)
         return f"{words} bash scripts/run_megatron_t5_{strategy}.sh{place}"
 
@@ -109,7 +117,8 @@ def run(args: argparse.Namespace) -> int:
         raise Problem("--per-node, --global-batch, --tp and --top must be more than 0")
     if not args.device:
         raise Problem("--device is missing", f"Choose from: {' '.join(DEVICES)}")
-    device, plain = device_for(None, args.device), settings(args)
+    device, plan = device_for(None, args.device), planned(args)
+    plain, chosen = job_of(plan, vocabulary_of(plan, args.vocabulary)), given(plan)
     found = {}
     for size in sizes:
         check_ranks(size)
@@ -117,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
         if size % per_node:
             raise Problem(f"{size} GPUs do not fill nodes of {args.per_node}", "Set --per-node")
         on = machine(args, device, per_node)
-        found[size] = search(plain, size, on, args.global_batch or max(512, size), args.tp)
+        found[size] = search(plain, size, on, args.global_batch or max(512, size), args.tp, chosen)
     if args.json:
         print(json.dumps({size: _json(candidates) for size, candidates in found.items()}, indent=2))
     else:
@@ -128,14 +137,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def settings(args: argparse.Namespace) -> Job:
-    """The launchers' settings, and those of a preset by its name, as a job on one GPU."""
+def planned(args: argparse.Namespace) -> Plan:
+    """The launchers' settings, and those of a preset by its name, as a plan for one GPU."""
     one = {"NPROC_PER_NODE": "1", "NNODES": "1", "HOSTS": "", "GLOBAL_BATCH_SIZE": "1", "MICRO_BATCH_SIZE": "1"}
     plan = ask("ddp", environment=os.environ | one | ({"MODEL_PRESET": args.model} if args.model else {}))
     if plan.layout is None:
         wrong = next(obstacle for obstacle in plan.obstacles if obstacle.fatal)
         raise Problem(f"the model's settings are wrong: {wrong.found}", wrong.remedy)
-    return job_of(plan, vocabulary_of(plan, args.vocabulary))
+    return plan
+
+
+def given(plan: Plan) -> dict[str, str]:
+    """The settings of the model and its training that are not at their defaults: a run must have them too."""
+    return {
+        name: one.value
+        for name, one in plan.settings.items()
+        if one.value != one.default and (ROLES[one.role].kept or name == "MODEL_PRESET")
+    }
 
 
 def layouts(model: Architecture, gpus: int, per_node: int, tensor: int | None) -> Iterator[Parallel]:
@@ -162,9 +180,11 @@ def jobs(plain: Job, gpus: int, per_node: int, batch: int, tensor: int | None) -
                 yield replace(plain, **sizes, zero=zero, recompute=recompute)
 
 
-def search(plain: Job, gpus: int, on: Machine, batch: int, tensor: int | None = None) -> list[Candidate]:
+def search(
+    plain: Job, gpus: int, on: Machine, batch: int, tensor: int | None, chosen: Mapping[str, str]
+) -> list[Candidate]:
     """Every layout, the fastest first. Raises Problem if no layout divides the model or none fits."""
-    candidates = [Candidate(job, on) for job in jobs(plain, gpus, on.devices_per_node, batch, tensor)]
+    candidates = [Candidate(job, on, given=chosen) for job in jobs(plain, gpus, on.devices_per_node, batch, tensor)]
     if plain.engine == "native":
         candidates = [entry for entry in candidates if not entry.missing]
     if not candidates:
@@ -200,11 +220,18 @@ def losers(candidates: Sequence[Candidate]) -> Iterator[tuple[str, str]]:
     for entry in candidates:  # the fastest, or of those that do not fit the smallest, comes first
         bests.setdefault(entry.kind, entry)
     for kind, best in bests.items():
-        reason = f"{best.seconds / winner.seconds:.2f}x the time, most of it {best.limit}"
-        if not best.fits:
-            reason = f"does not fit: at least {best.memory_bytes / GIB:.1f} GiB"
         if kind != winner.kind:
-            yield kind, f"{reason}: {best.title}"
+            yield kind, f"{_loss(best, winner)}: {best.title}"
+
+
+def _loss(best: Candidate, winner: Candidate) -> str:
+    """Why a layout is not the winner: what of its iteration takes longer by the most."""
+    if not best.fits or not best.time or not winner.time:
+        return f"does not fit: at least {best.memory_bytes / GIB:.1f} GiB"
+    more = {name: seconds - winner.time.parts[name] for name, seconds in best.time.parts.items()}
+    part = max(more, key=lambda name: more[name])
+    reason = f", above all more {part}" if more[part] > 0 else ""
+    return f"{best.seconds / winner.seconds:.2f}x the time{reason}"
 
 
 def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ from t5bench.compare.comparison import build
 from t5bench.model import traffic
 from t5bench.model.job import Architecture, Job, Parallel, Zero
 from t5bench.model.machine import DEVICES, Link, Machine
-from t5bench.predict.search import Candidate
+from t5bench.predict.search import Candidate, losers
 from t5bench.record.records import load
 
 SETTINGS = ("MODEL_PRESET", "HOSTS", "NNODES", "NPROC_PER_NODE", "SLURM_JOB_NODELIST", "DEVICE")
@@ -159,6 +159,16 @@ def test_a_gpt_runs_in_deepspeeds_pipeline():
     assert len({kept[way].to_json()["flops"]["model"] for way in kept}) == 1
 
 
+def test_why_a_layout_is_not_the_winner():
+    """What takes longer than the winner's, not what takes longest."""
+    model = Architecture(0, 24, 1024, 16, 64, 4096, 0, 1024, 50304, family="gpt", head_bias=False)
+    on = Machine(DEVICES["a100"], Link(3e11), Link(1e10))
+    zero1, ddp = (Candidate(Job(model, Parallel(data=8), 8, 64, zero), on) for zero in (Zero(1), Zero()))
+    ((kind, reason),) = losers(sorted((zero1, ddp), key=lambda entry: entry.seconds))
+    assert (kind, ddp.time.limit) == ("DDP", "computing") and ddp.time.computing == zero1.time.computing
+    assert "x the time, above all more optimizer: DDP 1/1/8, micro-batch 8" in reason
+
+
 def test_four_thousand_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
     picture = tmp_path / "front.svg"
@@ -179,7 +189,9 @@ def test_the_winners_line_starts_it(
     project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, engine: str
 ):
     monkeypatch.setenv("ENGINE", engine)
-    _, shown, _ = t5bench(capsys, "plan", "--gpus", 16, "--device", "rtx5000", "--tp", 2, "--json")
+    monkeypatch.setenv("DROPOUT", "0")
+    options = "--device", "rtx5000", "--tp", 2, "--model", "base", "--json"
+    _, shown, _ = t5bench(capsys, "plan", "--gpus", 16, *options)
     best = next(entry for entry in json.loads(shown)["16"] if entry["kind"] == "TP x PP")
     assert engine == "megatron" or not any(entry["missing"] for entry in json.loads(shown)["16"])
     settings, _, rest = best["start"].partition(" bash scripts/run_megatron_t5_")
@@ -187,6 +199,8 @@ def test_the_winners_line_starts_it(
     assert rest.startswith("hybrid.sh")
     result = project.launch("hybrid", "node0", "0", "--dry-run=json", DEVICE="cpu", **environment)
     assert json.loads(result.stdout)["engine"] == engine
+    chosen = json.loads(result.stdout)["settings"]
+    assert [chosen[name]["value"] for name in ("HIDDEN_SIZE", "DROPOUT")] == ["768", "0"]
     layout, predicted = json.loads(result.stdout)["layout"], best["parallel"]
     assert [layout[name] for name in ("tp", "pp", "dp")] == [predicted[name] for name in ("tensor", "pipeline", "data")]
 
