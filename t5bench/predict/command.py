@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     wrong = [plan for plan, _ in plans if not plan.layout]
     refused = {plan.strategy.name: next(each.found for each in plan.obstacles if each.fatal) for plan in wrong}
     if not found:
-        raise Problem("no strategy can run with these settings", "\n".join(refused.values()))
+        raise Problem("no strategy can run with these settings", "\n".join(dict.fromkeys(refused.values())))
     if args.json:
         content = [entry.to_json() | {"measured": compared(entry, row)} for entry, row in found]
         print(json.dumps({"machine": asdict(found[0][0].machine), "rows": content, "refused": refused}, indent=2))
@@ -86,7 +86,7 @@ def predicted(
 
 def planned() -> list[Plan]:
     """The plans of every strategy's launcher with the settings in the environment; no GPU is needed."""
-    environment = {"DEVICE": "cuda", **os.environ}
+    environment = {"DEVICE": "cuda", "NODE_RANK": "0", **os.environ}  # this machine may be none of HOSTS
     place = () if {"HOSTS", "SLURM_JOB_NODELIST"} & environment.keys() else ("node0", "0")
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda strategy: ask(strategy.name, place, environment=environment), declarations()))

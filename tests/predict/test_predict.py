@@ -109,6 +109,12 @@ def test_a_batch_that_grew_until_the_end_is_predicted(capsys: pytest.CaptureFixt
     assert found["measured"]["seconds"] == pytest.approx([9.0, 9.0])
 
 
+def test_a_prediction_for_other_hosts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOSTS", "elsewhere-0 elsewhere-1")
+    found = json.loads(t5bench(capsys, "predict", "--device", "h100", "--json")[1])
+    assert (len(found["rows"]), len(found["rows"][0]["bytes_sent_by_node"]), found["refused"]) == (8, 2, {})
+
+
 def test_a_comparison_on_known_gpus_needs_no_run_to_predict_times(tmp_path: Path):
     again = ["--recompute-granularity", "full"]
     own = {"settings": LARGE, "gpu": "NVIDIA H100 80GB HBM3", "padded_vocab_size": 32128, "extra_arguments": again}
