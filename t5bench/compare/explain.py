@@ -269,7 +269,9 @@ class Explanation:
 
     def _processor(self) -> Iterator[Cause]:
         for rank in self.ranks:
-            neighbours, cores = [r for r in self.ranks if r.host == rank.host], self.cores.get(rank.host, 0)
+            neighbours, all_cores = [r for r in self.ranks if r.host == rank.host], self.cores.get(rank.host, 0)
+            # OMP_PROC_BIND or taskset may bind the ranks to a few of them; other programs have the others.
+            cores = len(set().union(*(r.entry.processor.cores for r in neighbours))) or all_cores
             computed = sum(r.entry.processor.computed_ms for r in neighbours)
             is_others = rank.entry.processor.machine_ms - computed >= ANOTHER_PROGRAM * rank.wall
             if rank.throttled >= WORTH_NAMING:
@@ -278,13 +280,16 @@ class Explanation:
                 # n processes on c cores wait 1 - c/n of the time for each other.
                 is_many = len(neighbours) > cores > 0
                 is_own = is_many and rank.queued < 1 - cores / len(neighbours) + WORTH_NAMING
-                is_own = not is_others and (is_own or rank.entry.processor.machine_ms > 0)
+                is_bound = is_own and cores < all_cores
+                is_own = is_bound or (not is_others and (is_own or rank.entry.processor.machine_ms > 0))
                 name = (
                     f"fewer cores than {'processes' if is_many else 'threads'}"
                     if is_own
                     else "another program on the core"
                 )
-                yield Cause(name, rank.queued, f"{rank.name} waits for a core {rank.queued:.0%} of the time")
+                bound = f": its node's ranks are bound to {cores} of {all_cores} cores" * is_bound
+                text = f"{rank.name} waits for a core {rank.queued:.0%} of the time{bound}"
+                yield Cause(name, rank.queued, text)
 
     def _slow(self) -> Iterator[Cause]:
         """A node or a rank for all of which the others wait, and neither data, a log line, a checkpoint nor a busy core

@@ -314,7 +314,7 @@ def _loss(rows: Rows, base: str) -> Figure:
         caption += f" Below, the relative difference of each from {base}, on a logarithmic axis."
     # Without points are those too that diverged, or share no iteration with it.
     if same := [name for name, points in apart.items() if not points and rows[name].parity.difference == 0]:
-        caption += f" To the last logged digit, {', '.join(same)} agree with {base}."
+        caption += f" To the last logged digit, {', '.join(same)} agree{'s' * (len(same) == 1)} with {base}."
     return Figure("Loss", "iteration", caption, panels)
 
 

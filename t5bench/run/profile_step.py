@@ -115,7 +115,7 @@ class ProfiledStretch:
         found = mine.explained(mine.meet(introductions))
         found["measured_ms"] = self.wall_ms + (own_begin - mine.begin) / 1000
         beside = max([0.0, *(used.pop(name) for name in list(used) if name.isdigit())])
-        found["processor"] = dict[str, Any](used)
+        found["processor"] = dict[str, Any](used) | {"cores": sorted(os.sched_getaffinity(0))}
         if spent:
             # Who sleeps may wait for another of its threads, which computes or sends for it and waits for a core.
             of_main = main_thread(spent[0], spent[1:], mine.unmarked + used["throttled_ms"] + beside)

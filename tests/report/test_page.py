@@ -271,7 +271,7 @@ def test_only_an_equal_loss_agrees(tmp_path: Path):
     runs = [load(make_run(tmp_path / name, name, losses=its, **every.get(name, {}))) for name, its in losses.items()]
     figures = all_figures(comparison := build(runs), rows_of(comparison), 8)
     caption = next(figure.caption for figure in figures if figure.title == "Loss")
-    assert caption.endswith("To the last logged digit, zero1 agree with ddp.")
+    assert caption.endswith("To the last logged digit, zero1 agrees with ddp.")
 
 
 def test_the_command_of_a_row_starts_the_same_run(tmp_path: Path):

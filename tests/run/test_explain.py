@@ -293,9 +293,9 @@ BUSY_STAGE, IDLE_STAGE = spending(forward=40.0, backward=60.0), spending(forward
 UNEQUAL_LAYERS = {"ENCODER_NUM_LAYERS": "1", "DECODER_NUM_LAYERS": "8"}
 
 
-def computing(machine: float, queued: float, ranks: int) -> list[dict]:
+def computing(machine: float, queued: float, ranks: int, **others: Any) -> list[dict]:
     """Ranks that compute for 200 ms together, on two cores that compute for so long for all programs."""
-    return [processor(computed_ms=200.0 / ranks, machine_ms=machine, queued_ms=queued)] * ranks
+    return [processor(computed_ms=200.0 / ranks, machine_ms=machine, queued_ms=queued, **others)] * ranks
 
 
 # What is told, the strategy, its ranks, the options of made_profile, the causes that are named.
@@ -328,6 +328,8 @@ MADE: dict[str, tuple[str, list[dict], dict, list[str]]] = {
     "no other program": ("ddp", computing(210, 15, ranks=2), {}, []),
     "two ranks with many threads": ("ddp", computing(210, 40, ranks=2), {}, [THREADS]),
     "four ranks on two cores": ("ddp", computing(210, 55, ranks=4), {}, [FEWER]),
+    "two ranks on one of two cores": ("ddp", computing(210, 50, ranks=2, cores=[0]), {}, [FEWER]),
+    "and a program on the other": ("ddp", computing(300, 50, ranks=2, cores=[0]), {}, [FEWER]),
     "and a program": ("ddp", computing(380, 55, ranks=4), {}, [ANOTHER]),
     # Waiting for a core is not mistaken for another cause, nor is what a rank does once.
     "data late once": (
