@@ -52,13 +52,17 @@ def run(args: argparse.Namespace) -> int:
 
         return check.run(args)
     rows = [measured_row(directory) for directory in args.runs]
-    slower = calibration(args) if args.calibrate else None
+    slower, calibrates_cpu = calibration(args) if args.calibrate else (None, False)
     plans = [(row.run.plan, row) for row in rows] or [(plan, None) for plan in planned()]
     found = [(predicted(args, plan, row, slower), row) for plan, row in plans if plan.layout]
     wrong = [plan for plan, _ in plans if not plan.layout]
     refused = {plan.strategy.name: next(each.found for each in plan.obstacles if each.fatal) for plan in wrong}
     if not found:
         raise Problem("no strategy can run with these settings", "\n".join(dict.fromkeys(refused.values())))
+    if args.calibrate and any((entry.machine.device is CPU) != calibrates_cpu for entry, _ in found):
+        ran, other = ("CPUs", "GPUs")[:: 1 if calibrates_cpu else -1]
+        reason = f"{args.calibrate} ran on {ran}, which says nothing of {other}"
+        raise Problem(reason, f"Calibrate with a run on {other}")
     if args.json:
         content = [entry.to_json() | {"measured": compared(entry, row)} for entry, row in found]
         print(json.dumps({"machine": asdict(found[0][0].machine), "rows": content, "refused": refused}, indent=2))
@@ -125,14 +129,20 @@ def device_for(plan: Plan | None, name: str | None) -> Device:
     return device
 
 
-def calibration(args: argparse.Namespace) -> float:
-    """How much slower than its figures a measured run's machine is. Raises Problem."""
+def calibration(args: argparse.Namespace) -> tuple[float, bool]:
+    """How much slower than its own figures, as far as they are known, a measured run's machine is; whether it is a CPU.
+
+    Raises Problem.
+    """
     row = measured_row(args.calibrate)
     if not row.milliseconds:
         raise Problem(f"{args.calibrate} has no measured iterations", "Calibrate with a complete run")
-    entry = predicted(args, row.run.plan, row, gigabits=args.calibrate_link)
+    is_own = not row.on_gpu or device_of(gpu_names(row.run) or "")
+    own = argparse.Namespace(**vars(args) | {"device": "" if is_own else args.device})
+    entry = predicted(own, row.run.plan, row, gigabits=args.calibrate_link)
     try:
-        return time.calibrated(entry.job, entry.machine, row.milliseconds.median / 1000, entry.backend)
+        slower = time.calibrated(entry.job, entry.machine, row.milliseconds.median / 1000, entry.backend)
+        return slower, entry.machine.device is CPU
     except ValueError as error:
         found = f"{args.calibrate} was faster than its link allows: {error}"
         raise Problem(found, "Give its link's speed: --calibrate-link GBIT") from error

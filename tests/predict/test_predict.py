@@ -98,6 +98,12 @@ def test_measured_values_are_shown_too(capsys: pytest.CaptureFixture[str], tmp_p
     status, _, error = t5bench(capsys, "predict", ddp, "--calibrate", ddp, "--link", 1)
     assert status == 2
     assert "was faster than its link allows" in error
+    status, _, error = t5bench(capsys, "predict", "--device", "h100", "--calibrate", ddp)
+    assert status == 2 and f"{ddp} ran on CPUs, which says nothing of GPUs" in error
+    a100 = make_run(tmp_path / "a100", elapsed_ms=[9000.0] * 40, gpu="NVIDIA A100-SXM4-80GB", **slow)
+    found = [t5bench(capsys, "predict", *words, "--calibrate", a100)[1] for words in ((a100,), ("--device", "h100"))]
+    factors = [re.search("everything takes (.*) times", shown)[1] for shown in found]
+    assert factors[0] == factors[1]  # of the A100's figures, not of the H100's
 
 
 def test_a_batch_that_grew_until_the_end_is_predicted(capsys: pytest.CaptureFixture[str], tmp_path: Path):
