@@ -191,16 +191,20 @@ def caption(comparison: Comparison) -> str:
     def setting(name: str) -> str:
         return all_of(lambda run: run.plan.value(name))
 
-    def size(run: Run) -> str | None:
-        return f" ({parameters(run.architecture) / 1e6:.4g}M parameters)" if run.padded_vocab_size else None
+    def name(run: Run) -> str:
+        return f"{run.architecture.family.upper()} {run.plan.value('MODEL_PRESET')}"
+
+    def model(run: Run) -> str:
+        known = [each for each in comparison.runs if each.padded_vocab_size and name(each) == name(run)]
+        sizes = dict.fromkeys(f"{parameters(each.architecture) / 1e6:.4g}M" for each in known)
+        return name(run) + f" ({' / '.join(sizes)} parameters)" * bool(sizes)
 
     def lengths(run: Run) -> str:
         return "/".join(str(n) for n in (run.architecture.encoder_length, run.architecture.decoder_length) if n)
 
     kinds = {"cuda": "GPU of unknown name", "cpu": "CPU"}
     return (
-        f"{all_of(lambda run: run.architecture.family.upper())} {setting('MODEL_PRESET')}{all_of(size)}, "
-        f"batch {setting('GLOBAL_BATCH_SIZE')} (micro-batch {setting('MICRO_BATCH_SIZE')}), "
+        f"{all_of(model)}, batch {setting('GLOBAL_BATCH_SIZE')} (micro-batch {setting('MICRO_BATCH_SIZE')}), "
         f"lengths {all_of(lengths)}, "
         f"{all_of(lambda run: run.plan.precision)}, engine {all_of(lambda run: run.engine)}, "
         f"{all_of(lambda run: gpu_names(run) or kinds[run.plan.device])}"

@@ -101,6 +101,14 @@ def test_caption_and_page_name_the_model(tmp_path: Path, family: str, model: str
     assert f"<title>One {model} pretraining job, 1 parallelisation strategy<" in render(comparison)
 
 
+def test_the_caption_of_two_models(tmp_path: Path):
+    """Each has its own parameters, and a run that does not know them has none."""
+    others = [{"family": "gpt"}, {"strategy": "zero1", "padded_vocab_size": None}]
+    runs = [make_run(tmp_path / str(number), **own) for number, own in enumerate([{}, *others])]
+    caption = tables.caption(build([records.load(run) for run in runs], allowed=["MODEL_FAMILY"]))
+    assert re.match(r"T5 tiny \(0\.\d+M parameters\) / GPT tiny \(0\.\d+M parameters\), batch 16", caption), caption
+
+
 def test_csv_has_every_figure_and_leaves_out_what_was_not_measured(comparison: Comparison):
     found = {row["name"]: row for row in csv.DictReader(io.StringIO(tables.as_csv(comparison)))}
     (row,) = [row for row in comparison.rows if row.strategy == "zero2"]
