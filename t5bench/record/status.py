@@ -5,9 +5,10 @@ counts, and among equals the earliest: "connection closed by peer" comes from th
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from signal import SIGTERM
 from typing import Any, NamedTuple
 
 from t5bench.record import clock
@@ -139,6 +140,8 @@ _RANK = re.compile(r"^\[rank(\d+)\]:")
 # torchrun's report lists all failures, and then repeats the first one.
 _ROOT_CAUSE = "Root Cause (first observed failure)"
 _REPORTED_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
+_REPORTED_EXIT = re.compile(r"^\s*exitcode\s*: (-?\d+) *\(pid: (\d+)\)")
+_ENDED = re.compile(r"Sending process (\d+) closing signal")
 LONGEST_REASON = 300
 
 
@@ -147,23 +150,52 @@ class CauseFinder:
 
     def __init__(self) -> None:
         self.best: Cause | None = None
+        self.spoke: set[int | None] = set()  # the ranks with a message that explains something
         self.root_cause_follows = False
         self.reported_rank: int | None = None  # torchrun saw it fail first
+        self.exits: dict[int, int] = {}  # what torchrun reports: the exit codes, by rank, of all but those with 0
+        self.ended: set[str] = set()  # the processes that torchrun ended and has not reported
+        self._of = 0
 
     def read(self, line: str, now: float) -> None:
-        self.root_cause_follows |= line.startswith(_ROOT_CAUSE)
-        if self.root_cause_follows and (match := _REPORTED_RANK.match(line)):
-            self.reported_rank, self.root_cause_follows = int(match[1]), False
+        self._read_report(line)
         rule, match = next(((rule, found) for rule in RULES if (found := re.search(rule.pattern, line))), (None, None))
-        if rule and match and (self.best is None or rule.strength > self.best.strength):
+        if not rule or not match:
+            return
+        rank = int(said[1]) if (said := _RANK.match(line)) else None
+        if (rule.status, rule.strength) != (CRASHED, Strength.VICTIM):  # those are torchrun's
+            self.spoke.add(rank)
+        if self.best is None or rule.strength > self.best.strength:
             reason, shown = rule.reason.format(*match.groups("?"))[:LONGEST_REASON], line.strip()[: 2 * LONGEST_REASON]
-            rank = int(said[1]) if (said := _RANK.match(line)) else None
             self.best = Cause(rule.status, rule.strength, reason, rule.remedy, now, shown, rank)
 
+    def _read_report(self, line: str) -> None:
+        self.root_cause_follows |= line.startswith(_ROOT_CAUSE)
+        if match := _REPORTED_RANK.match(line):
+            self._of = int(match[1])
+            if self.root_cause_follows:
+                self.reported_rank, self.root_cause_follows = self._of, False
+        elif match := _REPORTED_EXIT.match(line):
+            self.exits[self._of] = int(match[1])
+            self.ended.discard(match[2])
+        elif match := _ENDED.search(line):
+            self.ended.add(match[1])
+
     def cause(self) -> Cause | None:
-        if self.best and self.best.rank is None and self.reported_rank is not None:
-            return replace(self.best, rank=self.reported_rank)
-        return self.best
+        """The best explanation. If a rank failed first, without a message, the others' messages are consequences."""
+        best, rank = self.best, self.reported_rank
+        if best is None or rank is None:
+            return best
+        code = self.exits.get(rank, 0)
+        if best.strength < Strength.EXCEPTION and code not in (0, -SIGTERM) and not self.spoke & {rank, None}:
+            how = f"ended with exit status {code}" if code > 0 else f"was ended by signal {-code}"
+            said = {"reason": f"a process {how}", "remedy": "Its last lines in the node's log may say why"}
+            return replace(best, status=CRASHED, strength=Strength.EXCEPTION, rank=rank, **said)
+        return replace(best, rank=rank) if best.rank is None else best
+
+    def silent(self, ranks: Iterable[int]) -> list[int]:
+        """Which of a failed node's ranks ended with exit status 0."""
+        return [rank for rank in ranks if self.exits and not self.ended and rank not in self.exits]
 
 
 def of_run(parts: Sequence[Mapping[str, Any]]) -> Status:

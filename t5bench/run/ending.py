@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,9 @@ def cause_of(
         return None
     if kernel_kills and (strength == Strength.VICTIM or (said and said.status == ends.CRASHED)):
         return Cause.now(ends.OUT_OF_MEMORY, "the kernel killed a process because the host's memory was full")
+    silent = output.finder.silent(plan.layout.ranks_of(plan.node)) if plan.layout else []
+    if strength < Strength.EXCEPTION and (reason := _ended_early(plan, output, silent)):
+        return Cause.now(ends.INCOMPLETE, reason, strength=Strength.EXCEPTION)
     if output.unwritten and strength < Strength.CAUSE:
         return Cause.now(ends.CRASHED, f"the run directory cannot be written: {output.unwritten}", SPACE_REMEDY)
     if exit_status == KILLED and strength < Strength.EXCEPTION:
@@ -91,10 +94,13 @@ def _incomplete(plan: Plan, output: Output) -> str:
     reached = output.last.iteration if output.last else 0
     if plan.node == plan.layout.nnodes - 1 and reached < iterations_expected(total, plan.number("LOG_INTERVAL")):
         return f"it ended after iteration {reached} of {total}"
-    silent = [rank for rank in plan.layout.ranks_of(plan.node) if rank not in output.memory]
-    if plan.engine_patches == "series" and silent:
-        return f"rank {silent[0]} ended before the run did"
-    return ""
+    return _ended_early(plan, output, plan.layout.ranks_of(plan.node))
+
+
+def _ended_early(plan: Plan, output: Output, ranks: Sequence[int]) -> str:
+    """Which of the ranks that ended with exit status 0 did so without their last line, if any did."""
+    silent = [rank for rank in ranks if rank not in output.memory]
+    return f"rank {silent[0]} ended before the run did" if plan.engine_patches == "series" and silent else ""
 
 
 def knows_little(end: Mapping[str, Any]) -> bool:

@@ -83,6 +83,35 @@ def test_how_torchrun_ended_the_others_is_no_cause():
     assert cause is not None and (cause.reason, cause.rank) == ("ValueError: broken", 0)
 
 
+LOST = "[rank0]: RuntimeError: Connection closed by peer"
+WAITED_IN_VAIN = "torch.distributed.DistStoreError: wait timeout after 60000ms, keys: /default_pg/0//cpu//0/1"
+
+
+@pytest.mark.parametrize(
+    ("said", "rank", "code", "reason"),
+    [
+        (LOST, 1, 7, "a process ended with exit status 7"),
+        ("[rank1]: StopIteration", 1, 1, "a process ended with exit status 1"),
+        (LOST, 1, -6, "a process was ended by signal 6"),
+        (LOST, 1, -15, "the connection to another process was lost"),
+        (LOST, 0, 1, "the connection to another process was lost"),
+        (WAITED_IN_VAIN, 0, 1, "a collective operation timed out"),
+    ],
+)
+def test_a_rank_that_failed_first_without_a_message(said: str, rank: int, code: int, reason: str):
+    report = [
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:",
+        "Root Cause (first observed failure):",
+    ]
+    finder = found(said, *report, f"  rank      : {rank} (local_rank: {rank})", f"  exitcode  : {code} (pid: 5)")
+    cause = finder.cause()
+    assert cause is not None and cause.reason.startswith(reason)
+    assert (cause.strength == Strength.EXCEPTION) == ("a process" in reason)
+    assert finder.silent(range(2)) == [1 - rank]  # torchrun does not report those that ended with 0
+    finder.read("Sending process 6 closing signal SIGTERM", 0)
+    assert finder.silent(range(2)) == []
+
+
 def test_a_cause_outweighs_earlier_messages():
     lines = ["RuntimeError: Connection closed by peer", "RuntimeError: Timed out waiting 15000ms", "KeyError: 'text'"]
     lines += ["torch.OutOfMemoryError: CUDA out of memory. ", "OSError: [Errno 28] No space left on device"]

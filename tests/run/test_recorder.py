@@ -58,6 +58,11 @@ def test_a_complete_run(tmp_path: Path):
     assert samples[0]["network"]["lo"]["sent"] >= 0
 
 
+OTHER_LEFT = """[rank1]: RuntimeError: Connection closed by peer
+Root Cause (first observed failure):
+  rank      : 1 (local_rank: 1)
+  exitcode  : 1 (pid: 5)
+"""
 NO_GUARD = SimpleNamespace(cause=None, stacks=SimpleNamespace(stopped=dict))
 
 
@@ -79,6 +84,8 @@ def said(directory: Path, *blocks: bytes) -> Output:
         (output(3, loss="inf") + "AssertionError\n", "1 ", "diverged", "the loss is not a number at iteration 1", 4, 3),
         (output(2) + "[rank0]: KeyError: 'text'\n", "1 ", "crashed", "rank 0: KeyError: 'text'", 1, 2),
         ("RuntimeError: Connection closed by peer\n", "1 ", "network", "connection to another process was lost", 7, 0),
+        (OTHER_LEFT, "1 ", "incomplete", "rank 0 ended before the run did", 3, 2),
+        (OTHER_LEFT + MEMORY.format(0), "1 ", "network", "connection to another process was lost", 7, 0),
         ("error: unrecognized arguments: --x\n", "2 ", "configuration", "unrecognized arguments: --x", 2, 3),
         (output(2), "143 TERM", "cancelled", "", 143, None),
         (output(2), "130 INT", "cancelled", "", 130, None),
