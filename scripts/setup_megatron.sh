@@ -35,7 +35,7 @@ name_differences() { python_module t5bench.plan.engine differences "$MEGATRON_DI
 check() {
   local commit
   engine_state
-  commit=$(megatron_git rev-parse HEAD 2>/dev/null) || commit='unknown (not a git checkout)'
+  commit=$(megatron_git rev-parse HEAD 2>/dev/null) || commit='unknown (git reads none)'
   case $REPLY in
     series) note "ok: $MEGATRON_DIR holds Megatron-DeepSpeed ${MEGATRON_COMMIT:0:8} with all ${#SERIES[@]} patches" && return 0 ;;
     megatron_t5_fixes) note "incomplete: only megatron_t5_fixes.patch is applied; missing: ${SERIES[*]:1}" ;;
@@ -61,20 +61,22 @@ clone() {
 
 # A checkout of another commit, or with changes, is never discarded; on request its changes are stashed.
 make_pristine() {
-  local reset=$1
-  megatron_git rev-parse --git-dir >/dev/null 2>&1 || die "$MEGATRON_DIR is not a git checkout" "Set another MEGATRON_DIR"
+  local reset=$1 why
+  why=$(megatron_git rev-parse --git-dir 2>&1) || die "git cannot use $MEGATRON_DIR: ${why%%$'\n'*}" "Set another MEGATRON_DIR"
   if [[ -n $(megatron_git status --porcelain) ]]; then
     ((reset)) || {
       name_differences
       die "$MEGATRON_DIR holds changes that these patches did not make (differences from the patched engine are listed above)" \
         "bash scripts/setup_megatron.sh --reset stashes them (git stash), or set another MEGATRON_DIR"
     }
-    megatron_git stash push --quiet --include-untracked --message "stashed by setup_megatron.sh"
+    megatron_git stash push --quiet --include-untracked --message "stashed by setup_megatron.sh" ||
+      die "git cannot stash your changes in $MEGATRON_DIR" "Stash or commit them by hand, which shows why"
     note "your changes are in: git -C '$MEGATRON_DIR' stash list"
   fi
   megatron_git cat-file -e "$MEGATRON_COMMIT^{commit}" 2>/dev/null || megatron_git fetch --quiet -- "$MEGATRON_REPO" ||
     die "cannot fetch commit $MEGATRON_COMMIT from $MEGATRON_REPO" "Set MEGATRON_REPO to a clone that has it"
-  megatron_git checkout --quiet --detach "$MEGATRON_COMMIT"
+  megatron_git checkout --quiet --detach "$MEGATRON_COMMIT" ||
+    die "git cannot check out commit $MEGATRON_COMMIT in $MEGATRON_DIR" "See git's message above"
 }
 
 # The patches go in together or not at all.
@@ -101,6 +103,7 @@ set_up() {
   case $REPLY in
     unpatched) apply_patches "${SERIES[@]}" ;;
     megatron_t5_fixes) apply_patches "${SERIES[@]:1}" ;;
+    missing) die "$MEGATRON_DIR exists, but holds no Megatron-DeepSpeed checkout" "Remove it, or set another MEGATRON_DIR" ;;
     changed)
       # git stashes neither ignored files nor those it was told to overlook.
       name_differences
@@ -133,6 +136,9 @@ write_checksums() {
 
 begin '--check --reset --write-checksums' "$@"
 command -v git >/dev/null || die "git is not installed" "Install it, then run this again"
+# A copy of the engine without a .git may lie in another repository, whose files git would stash and patch instead.
+GIT_CEILING_DIRECTORIES=$(dirname -- "$(realpath -m -- "$MEGATRON_DIR")")
+export GIT_CEILING_DIRECTORIES
 case $* in
   '') set_up 0 ;;
   --reset) set_up 1 ;;

@@ -108,6 +108,23 @@ def test_names_what_was_changed_and_keeps_it(upstream: Path):
     assert "# mine" in git(upstream, "stash", "show", "-p")
 
 
+def test_what_is_no_checkout_and_what_lies_around_it_are_left_alone(upstream: Path):
+    """Of a copy without its .git in another repository, --reset would stash the other's files."""
+    empty, outer = upstream.parent / "empty", upstream.parent
+    empty.mkdir()
+    status, said = setup(empty, source=upstream)
+    assert status == 2 and "exists, but holds no Megatron-DeepSpeed checkout" in said
+    (upstream / "megatron" / "training.py").write_text("# mine\n")
+    (upstream / ".git" / "index.lock").touch()
+    status, said = setup(upstream, "--reset")
+    assert status == 2 and "git cannot stash your changes" in said
+    shutil.rmtree(upstream / ".git")
+    git(outer, "init", "--quiet")
+    status, said = setup(upstream, "--reset")
+    assert status == 2 and "not a git repository" in said
+    assert (upstream / "megatron" / "training.py").read_text() == "# mine\n"
+
+
 def test_files_that_git_overlooks_are_found_and_never_removed(upstream: Path):
     assert setup(upstream)[0] == 0
     git(upstream, "update-index", "--skip-worktree", kernel := "megatron/fused_kernels/scaled_softmax_cuda.cu")
