@@ -170,7 +170,7 @@ class Guard:
         return Cause.now(
             TIMEOUT,
             f"no iteration in {waited:.0f} s, {after}: {self.stacks.sentence()}",
-            "The node's log has every worker's stack; WATCHDOG_SECONDS sets how long the watchdog waits",
+            "The node's log has the stack of each worker that reported it. WATCHDOG_SECONDS sets how long to wait",
             Strength.CAUSE if stopped else Strength.WAITED,
         )
 
