@@ -203,9 +203,10 @@ run_to_end() {
   local recorder=$1 end_file=$2 mark=$$-$RANDOM$RANDOM child recorder_pid stopped=0 patience=50 status=0 NEVER
   local scratch=${TMPDIR:-/tmp}/t5-$mark
   interrupted_by=''
-  trap 'interrupted_by=${interrupted_by:-INT}' INT
-  trap 'interrupted_by=${interrupted_by:-TERM}' TERM
-  trap 'interrupted_by=${interrupted_by:-HUP}' HUP
+  # Further ones, as of a key that is held down, would cut short what waits for the processes to end.
+  trap 'interrupted_by=INT; trap "" INT TERM HUP' INT
+  trap 'interrupted_by=TERM; trap "" INT TERM HUP' TERM
+  trap 'interrupted_by=HUP; trap "" INT TERM HUP' HUP
   exec {NEVER}<> <(:)
   # multiprocessing creates sockets there, whose names may have at most 107 characters.
   { ((${#scratch} < 75)) && mkdir -m 700 -- "$scratch" 2>/dev/null; } || scratch=''
@@ -248,6 +249,5 @@ run_to_end() {
     note "error: the recorder of this run was killed (signal $((status - 128))), so the run was stopped"
     status=1
   fi
-  trap - INT TERM HUP
   return "$status"
 }

@@ -124,6 +124,8 @@ def stand_in_for_cuda() -> None:
     torch.cuda.default_generators = [generator]
     torch.cuda._lazy_call = lambda callback, **_: callback()
     torch.cuda.set_device = CHOSEN["devices"].append
+    # A torch that is built with CUDA has this too, and would look for a driver.
+    torch.accelerator.current_stream = lambda *_: SimpleNamespace(is_capturing=lambda: False)
     torch._C._jit_set_nvfuser_enabled = lambda *_: None
 
 
