@@ -23,7 +23,7 @@ from t5bench.model.prediction import Prediction, machine_of
 from t5bench.record import samples
 from t5bench.record.reader import seconds
 from t5bench.record.records import Run
-from t5bench.record.status import COMPLETE
+from t5bench.record.status import COMPLETE, iterations_expected
 
 MARK_OF_ALONE = "\N{DAGGER}"
 _ALONE = f"{MARK_OF_ALONE} fewer than {FEWEST_REPEATS} repeats: these figures and intervals describe these runs only"
@@ -200,6 +200,14 @@ class Row:
         return median(last) if last else None
 
 
+def _batch(run: Run) -> str:
+    """Whether the batch is to reach its full size; if not, the samples of an iteration at the end, whose time counts."""
+    plan, length = run.plan, run.plan.number("LOG_INTERVAL")
+    end = iterations_expected(plan.last_iteration, length)
+    reached = statistics.batch_until(end, length, plan) if plan.ramp and end else math.inf
+    return f"{reached:g}" if reached < plan.number("GLOBAL_BATCH_SIZE") else "full"
+
+
 def distinctions(run: Run) -> dict[str, Any]:
     """The facts that distinguish two rows of one strategy, by the names used in labels."""
     settings = run.plan.settings
@@ -210,6 +218,7 @@ def distinctions(run: Run) -> dict[str, Any]:
         "nodes": run.layout.nnodes,
         "gradients": reduction_of(run),
         "EVAL_ONLY": run.plan.value("EVAL_ONLY", "0"),  # an evaluation has no times, and another loss
+        "batch": _batch(run),
         **{name: setting.value for name, setting in settings.items() if setting.role == "method"},
         "ds_config": json.dumps(run.plan.ds_config, sort_keys=True),
     }

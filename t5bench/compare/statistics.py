@@ -81,7 +81,7 @@ def timing(lines: Sequence[Iteration], plan: Plan) -> Timing | None:
     if not clean:
         return None
     begin, warnings, full = max(lines[0].begin, lines[0].iteration - length, 0), [], plan.number("GLOBAL_BATCH_SIZE")
-    batches = {n: plan.samples(max(0, n - length), n) / length for n in (line.iteration for line in clean)}
+    batches = {line.iteration: batch_until(line.iteration, length, plan) for line in clean}
     if (batch := max(batches.values())) < full:
         warnings.append(f"the batch grew until the end: these figures are for {batch:g} samples, not {full}")
     rules: dict[str, Callable[[Iteration], bool]] = {
@@ -110,6 +110,11 @@ def timing(lines: Sequence[Iteration], plan: Plan) -> Timing | None:
         batch=batch,
         warning="; ".join(filter(None, [*warnings, warning])),
     )
+
+
+def batch_until(end: int, length: int, plan: Plan) -> float:
+    """The samples of an iteration, in the mean over the interval of this length that ends there."""
+    return plan.samples(max(0, end - length), end) / length
 
 
 def event_within(start: int, end: int, plan: Plan) -> bool:

@@ -22,6 +22,7 @@ BF16 = {"settings": {"PRECISION_FLAG": "--bf16"}}
 FP16 = {"settings": {"PRECISION_FLAG": "--fp16"}}
 BETA = {"extra_arguments": ["--adam-beta2", "0.95"]}
 OTHER_SPELLING = {"extra_arguments": ["--adam-beta2=95e-2"], "settings": {"LR": "1e-4", "DROPOUT": "0.0"}}
+GROWING = {"settings": {"RAMPUP_BATCH_SIZE": "8 8 239", "TRAIN_ITERS": "15"}}  # until the end
 HIDDEN_DROPOUT = {"extra_arguments": ["--hidden-dropout", "0.0"]}
 OLD_PATCHES = {"engine_patches": "megatron_t5_fixes"}
 OTHER_DATA = {"idx_sha256": "b" * 64}
@@ -210,6 +211,7 @@ def test_the_fastest_is_named_if_interleaved_repeats_show_it(tmp_path: Path, tim
         ({"settings": {"FLASH_ATTENTION": "off"}}, ["ddp (FLASH_ATTENTION auto)", "ddp (FLASH_ATTENTION off)"]),
         ({"nodes": 2}, ["ddp (nodes 1)", "ddp (nodes 2)"]),
         ({"settings": {"EVAL_ONLY": "1"}}, ["ddp (EVAL_ONLY 0)", "ddp (EVAL_ONLY 1)"]),
+        (GROWING, ["ddp (batch full)", "ddp (batch 8)"]),
         ({"settings": {"SEED": "7", "LR": "0.01"}}, ["ddp"]),
         ({"status": "crashed"}, ["ddp (run 0/ddp)", "ddp (run 1/ddp)"]),
     ],
