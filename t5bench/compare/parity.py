@@ -61,6 +61,18 @@ def curve(run: Run, name: str = "lm_loss") -> dict[int, float]:
     return {line.iteration: value for line in run.iterations if (value := getattr(line, name)) is not None}
 
 
+def losses_beside(run: Run, other: Run) -> dict[int, float]:
+    """A run's losses where the other has the mean over the same iterations: the first line after a resume may be over
+    fewer."""
+
+    def means(of: Run) -> set[tuple[int, int]]:
+        length = of.plan.number("LOG_INTERVAL")
+        return {(line.iteration, min(length, line.iteration - line.begin)) for line in of.iterations}
+
+    shared = {iteration for iteration, _ in means(run) & means(other)}
+    return {iteration: loss for iteration, loss in curve(run).items() if iteration in shared}
+
+
 def relative_difference(value: float, reference: float) -> float:
     """|value - reference| / |reference|; 0 if they are equal, nan if one is not finite."""
     if not (math.isfinite(value) and math.isfinite(reference)):
@@ -108,7 +120,7 @@ def judge(repeats: Sequence[Run], references: Sequence[Run]) -> Parity:
         reference = next((other for other in references if not other_training(run, other)), None)
         if reference is None:
             return Parity(f"n/a ({', '.join(other_training(run, references[0]))})")
-        if own := difference(curve(run), curve(reference), tolerance):
+        if own := difference(losses_beside(run, reference), curve(reference), tolerance):
             found.append(own)
     if plan.engine_patches != ALL_PATCHES and layout.tp * layout.pp > 1:
         return Parity("n/a (initial weights)")
@@ -193,7 +205,7 @@ def verdict(run: Run, baseline: Run) -> Verdict:
     reasons = unlike(run, baseline)
     losses, reference = curve(run), curve(baseline)
     tolerance = TOLERANCE[baseline.plan.precision]
-    loss = difference(losses, reference, tolerance.loss)
+    loss = difference(losses_beside(run, baseline), reference, tolerance.loss)
     norm = difference(curve(run, "grad_norm"), curve(baseline, "grad_norm"), tolerance.norm)
     if loss is None or norm is None:
         return Verdict(name, run, reasons=[*reasons, "shares no iteration with the baseline"])

@@ -201,7 +201,7 @@ class Row:
 
 
 def _batch(run: Run) -> str:
-    """Whether the batch is to reach its full size; if not, the samples of an iteration at the end, whose time counts."""
+    """Whether the batch is to reach its full size; if not, the samples of an iteration at the end, which count."""
     plan, length = run.plan, run.plan.number("LOG_INTERVAL")
     end = iterations_expected(plan.last_iteration, length)
     reached = statistics.batch_until(end, length, plan) if plan.ramp and end else math.inf

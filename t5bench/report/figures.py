@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from t5bench.compare.comparison import Comparison
-from t5bench.compare.parity import curve, relative_difference
+from t5bench.compare.parity import curve, losses_beside, relative_difference
 from t5bench.compare.rows import Row
 from t5bench.record.files import PROFILE, RecordError
 from t5bench.record.profile import PARTS, Profile, Rank, read_profile
@@ -288,20 +288,20 @@ def series(run: Run, name: str) -> list[tuple[int, float]]:
     return [(iteration, value) for iteration, value in curve(run, name).items() if math.isfinite(value)]
 
 
-def _apart(points: Points, reference: Points) -> Points:
-    """How far the first lie from the others, relative; equal ones are left out, for the axis is logarithmic."""
-    expected = dict(reference)
-    shared = [(x, relative_difference(y, expected[x])) for x, y in points if expected.get(x)]
-    return [point for point in shared if point[1] > 0]
+def _apart(run: Run, base: Run) -> Points:
+    """How far its losses lie from the other's, relative; equal ones are left out, for the axis is logarithmic."""
+    expected = dict(series(base, "lm_loss"))
+    found = [(x, relative_difference(y, expected[x])) for x, y in losses_beside(run, base).items() if expected.get(x)]
+    return [point for point in found if point[1] > 0]
 
 
 def _loss(rows: Rows, base: str) -> Figure:
     curves = {name: series(row.run, "lm_loss") for name, row in rows.items() if row.complete}
     curves = {name: points for name, points in curves.items() if points}
-    bases = {rows[name].run.world_size: points for name, points in curves.items() if rows[name].is_baseline}
+    bases = {rows[name].run.world_size: rows[name].run for name in curves if rows[name].is_baseline}
     apart = {
-        name: _apart(points, bases.get(rows[name].run.world_size) or next(iter(bases.values())))
-        for name, points in curves.items()
+        name: _apart(rows[name].run, bases.get(rows[name].run.world_size) or next(iter(bases.values())))
+        for name in curves
         if bases and not rows[name].is_baseline
     }
     ends = {name: list(curve(rows[name].run).values())[-1] for name in curves}

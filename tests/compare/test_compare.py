@@ -307,6 +307,18 @@ def test_each_repeat_is_judged_by_the_same_training_of_the_baseline(tmp_path: Pa
     assert str(row_of(compare(*runs), "zero1").parity) == "NO (2e-02 at 3)"
 
 
+def test_the_mean_over_fewer_iterations_after_a_resume_is_no_other_loss(tmp_path: Path):
+    runs = [make_run(tmp_path / name, name, losses=curve((3, loss)), log_interval=10)
+            for name, loss in (("ddp", 8.0), ("zero1", 7.9))]  # fmt: skip
+    assert str(row_of(compare(*runs), "zero1").parity) == "NO (1e-02 at 30)"
+    lines = (runs[1] / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (runs[1] / "metrics.jsonl").write_text("".join([*lines[:2], '{"resumed_from": 25}\n', *lines[2:]]))
+    seal(runs[1])
+    comparison = compare(*runs)
+    drawn = {figure.title: figure for figure in all_figures(comparison, rows_of(comparison), 2)}
+    assert str(row_of(comparison, "zero1").parity) == "yes (0)" and len(drawn["Loss"].panels) == 1
+
+
 def test_a_baseline_that_diverged_or_is_missing_is_a_problem(tmp_path: Path):
     diverged = compare(make_run(tmp_path / "ddp", losses=curve((3, math.nan))))
     assert diverged.problems == ["ddp has a loss that is not a number: NO (not a number at 3)"]
