@@ -25,7 +25,7 @@ _FIELDS = {
     "number of skipped iterations": "skipped",
     "number of nan iterations": "nan",
 }
-_FIELD = re.compile(r"\s*(?P<name>[^:|]+):\s*(?P<value>[-+0-9.eE]+|(?i:-?nan|-?inf))\s*\|")
+_FIELD = re.compile(r"(?:^|(?<=\|))(?P<name>[^:|]+):\s*(?P<value>[-+0-9.eE]+|(?i:-?nan|-?inf))\s*\|")
 # Several ranks print this at once, perhaps into one line.
 _PEAK_MEMORY = re.compile(
     r"\bpeak memory \| rank (?P<rank>\d+) \|(?:(?!peak memory).)*?"

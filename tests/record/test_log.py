@@ -3,6 +3,7 @@ CPU processes, an evaluation every 4 iterations and a checkpoint every 6."""
 
 import math
 import random
+import time
 
 import pytest
 from harness import REPO_ROOT
@@ -51,6 +52,12 @@ def test_a_line_without_a_norm_or_a_finite_loss(text: str):
 @pytest.mark.parametrize("text", ["419.3.1", "419.3 | learning rate: 9.0"])
 def test_pieces_of_two_lines_are_no_line(text: str):
     assert not list(iterations([LINE.replace("419.3", text)]))
+
+
+def test_a_long_field_is_read_at_once():
+    began = time.process_time()
+    assert list(iterations([LINE.replace(" actual", "x" * 40_000 + "| actual")]))
+    assert time.process_time() - began < 1  # not ten seconds, or an hour for a megabyte
 
 
 @given(st.text())
