@@ -181,8 +181,9 @@ SEALED: dict[str, tuple[Change, str]] = {
     "a problem taken out": (value(FIGURES, "problems", to=[]), r"problems\[0\] is nothing, but the logs"),
     "a figure of the table": (text("comparison/comparison.md", "103", "93"), "comparison.md line .* does not follow"),
     "the page": (text(PAGE, "zero1", "zero9"), "index.html line .* does not follow"),
-    "a drawing more on the page": (
-        both(text(PAGE, "<h1>", "<svg>zero1 wins</svg><h1>"), value(CONTENTS, "drawn_by", to="1")), "index.html line"),
+    "a title in a drawing of the page": (
+        both(text(PAGE, "(<svg[^>]*>)", r"\1<h1>zero1 wins</h1>"), value(CONTENTS, "drawn_by", to="1")),
+        "index.html line"),
     "a curve of the page": (text(PAGE, r'(<path d="M \d+)', r"\g<1>9"), "index.html line .* does not follow"),
     "a failed run taken out": (without(FAILED), f"{FAILED} is on the sweep's list of runs but not in the package"),
     "a failed run taken off the list": (
