@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from t5bench.record.files import RecordError
+from t5bench.record.files import RecordError, own_files, sha256
 from t5bench.record.hosts import BEGINS, ssh
 from t5bench.record.records import SHARED_KEYS, differences, load, read_parts, write_run
 from t5bench.record.text import visible
@@ -56,23 +56,42 @@ def check_same_run(here: Mapping[str, Any], other: Mapping[str, Any], source: st
         raise RecordError(f"{source} belongs to another run: it ran {its}, this one {own}")
 
 
+def outdated(parts: Mapping[Path, Mapping[str, Any]]) -> set[Path]:
+    """The paths of those that an earlier attempt wrote: one of them is where a later one set its own aside."""
+    aside = {sha256(path) for place in {path.parent for path in parts} for path in place.glob("node*.json.[0-9]*")}
+    known = {path for path in parts if sha256(path) in aside}
+    resumed = [part["started"] for part in parts.values() if known and part["plan"]["resume_from"]]
+    return known | {path for path, part in parts.items() if any((part["ended"] or "9") < began for began in resumed)}
+
+
 def bring(source: Path, name: str, directory: Path) -> None:
-    """Copies what a node left in source to the run directory. Raises RecordError."""
-    parts = read_parts(source)
-    present = read_parts(directory) if any(directory.glob("node*.json")) else []
+    """Copies what a node left in source to the run directory, where nothing stays of an attempt that was resumed since.
+    Raises RecordError."""
+    places = (place for place in (source, directory) if place == source or any(place.glob("node*.json")))
+    found = {place / f"node{part['node']}.json": part for place in places for part in read_parts(place)}
+    old = outdated(found)
+    parts, present = (
+        [part for path, part in found.items() if path.parent == place and path not in old]
+        for place in (source, directory)
+    )
     for part, other in product(parts, present):
         check_same_run(other, part, name)
         if other["node"] == part["node"] and other != part:
             raise RecordError(f"{name} and {directory} have different files node{part['node']}.json")
     nodes = {f"node{part['node']}" for part in parts}
+    left = [path for part in old for path in own_files(part.parent, found[part]["node"], found[part]["nnodes"])]
 
     def skipped(folder: str, names: list[str]) -> set[str]:
         """Names not to copy: links to directories, pipes, devices, and other nodes' files that already exist here."""
         paths = [Path(folder, name) for name in names]
         special = {path.name for path in paths if not path.is_file() and (path.is_symlink() or not path.is_dir())}
         here = {n for n in names if n.partition(".")[0] not in nodes and (directory / n).exists()}
-        return special | here | {*LEFT_OUT, "run.json"} if Path(folder) == source else special
+        own = here | {path.name for path in left if path.parent == source} | {*LEFT_OUT, "run.json"}
+        return special | own if Path(folder) == source else special
 
+    for path in left:
+        if path.parent == directory:
+            path.unlink()
     for node in nodes:  # checksums that an earlier attempt left here
         (directory / f"{node}.sha256").unlink(missing_ok=True)
     try:

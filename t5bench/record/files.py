@@ -68,7 +68,7 @@ def sha256(path: Path) -> str:
         return digest(file)
 
 
-def _own_files(directory: Path, node: int, nodes: int) -> list[Path]:
+def own_files(directory: Path, node: int, nodes: int) -> list[Path]:
     """The files of a node that are sealed: its own, and those that only the first or the last node writes."""
     names = [f"node{node}.{suffix}" for suffix in ("json", "log", "samples.jsonl")]
     names += [PROFILE] * (node == 0) + [METRICS] * (node == nodes - 1)
@@ -77,7 +77,7 @@ def _own_files(directory: Path, node: int, nodes: int) -> list[Path]:
 
 def seal(directory: Path, node: int, nodes: int) -> None:
     """Writes node<R>.sha256. Raises OSError, RecordError."""
-    lines = [f"{sha256(path)}  {path.name}\n" for path in _own_files(directory, node, nodes)]
+    lines = [f"{sha256(path)}  {path.name}\n" for path in own_files(directory, node, nodes)]
     write_whole(directory / f"node{node}.sha256", "".join(lines))
 
 
@@ -91,6 +91,6 @@ def check_seal(directory: Path, node: int, nodes: int) -> None:
         if not (entry := _SEALED.fullmatch(line)):
             raise RecordError(f"{manifest} line {number} is not a checksum and a file name")
         sealed[entry[2]] = entry[1]
-    for path in {*_own_files(directory, node, nodes), *(directory / name for name in sealed)}:
+    for path in {*own_files(directory, node, nodes), *(directory / name for name in sealed)}:
         if sealed.get(path.name) != sha256(path):
             raise RecordError(f"{path} was changed after the run ended: it does not match its checksum")

@@ -1,5 +1,7 @@
 """Bringing together what nodes without a shared file system keep."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,23 @@ def test_two_directories_become_one_run(nodes: tuple[Path, Path], tmp_path: Path
     assert collect(first, second) == 0  # once more changes nothing
     assert collect(tmp_path / "elsewhere", first, second) == 0
     assert load(tmp_path / "elsewhere").status == "complete"
+
+
+def test_a_run_that_was_resumed_is_collected_again(nodes: tuple[Path, Path], tmp_path: Path, capsys):
+    resumed = [json.loads((place / f"node{node}.json").read_text()) for node, place in enumerate(nodes)]
+    earlier = {"status": "crashed", "started": "2020-01-01T00:00:00.000Z", "ended": "2020-01-01T01:00:00.000Z"}
+    for node, place in enumerate(nodes):
+        change(place, node, **earlier)
+    assert collect(*nodes) == 0 and collect(tmp_path / "elsewhere", *nodes) == 0
+    for node, place in enumerate(nodes):
+        shutil.copy(place / f"node{node}.json", place / f"node{node}.json.1")
+        plan = resumed[node]["plan"] | {"resume_from": 1}
+        change(place, node, plan=plan, **{name: resumed[node][name] for name in earlier})
+    new, newer, before = (tmp_path / name for name in ("new", "newer", "elsewhere"))
+    for into, *sources in ((new, *nodes), (newer, *nodes[::-1]), (before, *nodes), nodes):
+        assert collect(into, *sources) == 0
+        assert "nodes 0, 1 of 2, complete" in capsys.readouterr().out.splitlines()[-1]
+        assert load(into).iterations == load(nodes[1]).iterations
 
 
 @pytest.mark.parametrize(
