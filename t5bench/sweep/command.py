@@ -5,10 +5,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from t5bench import Problem, note, raise_on_signals
 from t5bench.plan import claim
+from t5bench.plan.resume import misfits
+from t5bench.record.plan import Plan
 from t5bench.record.records import load, looks_like_run, write_list
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
 from t5bench.sweep.launch import Launch, Row, choose, plan_baselines, plan_rows
@@ -53,13 +56,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_settings(runs: Mapping[Path, Row]) -> None:
-    """Raises Problem for a complete run with other settings, which would be mistaken for a run of this sweep."""
-    for directory in filter(is_complete, runs):
-        then, now = load(directory).plan.with_role("kept"), runs[directory].settings
-        if other := [name for name in then if now.get(name, then[name]) != then[name]]:
-            changes = "; ".join(f"{name} is '{now[name]}' here and was '{then[name]}'" for name in other)
-            remedy = "Choose another RUNS_DIR, or delete that run to repeat it"
-            raise Problem(f"{directory} holds a complete run with other settings: {changes}", remedy)
+    """Raises Problem for a complete run that this sweep would train otherwise, and mistake for one of its own."""
+    for directory, row in runs.items():
+        if row.plan and is_complete(directory):
+            was, here = _place(load(directory).plan), _place(row.plan)
+            other = list(misfits(replace(row.plan, output_dir=str(directory))))
+            if other := other or [f"{here} here and {was} then"] * (here != was):
+                remedy = "Choose another RUNS_DIR, or delete that run to repeat it"
+                raise Problem(f"{directory} holds a complete run with other settings: {'; '.join(other)}", remedy)
+
+
+def _place(plan: Plan) -> str:
+    assert plan.layout
+    return f"{plan.layout.nnodes} x {plan.layout.nproc_per_node} processes on {plan.device}"
 
 
 def compare(runs: Sequence[Path], runs_dir: Path) -> int:

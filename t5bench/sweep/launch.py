@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from t5bench import REPOSITORY, Problem, note
@@ -59,13 +59,13 @@ main
 
 @dataclass(frozen=True)
 class Row:
-    """A run to make. processes: in all; None for the strategy's default. settings: those that shape its curve."""
+    """A run to make. processes: in all; None for the strategy's default. plan: the first node's."""
 
     name: str
     strategy: str
     world_size: int = 0
     processes: int | None = None
-    settings: Mapping[str, str] = field(default_factory=dict)
+    plan: Plan | None = None
 
 
 def shell(host: str) -> list[str]:
@@ -270,7 +270,7 @@ def plan_rows(launch: Launch, runs_dir: Path, strategies: Iterable[str], process
         if plan.obstacles:
             blocked.setdefault((plan.obstacles[0].found, plan.obstacles[0].remedy), []).append(row.name)
         elif plan.layout:
-            rows.append(replace(row, world_size=plan.layout.world_size, settings=plan.with_role("kept")))
+            rows.append(replace(row, world_size=plan.layout.world_size, plan=plan))
     for (found, remedy), names in blocked.items():
         note(f"{', '.join(names)} cannot run here: {found}")
         if remedy:

@@ -124,8 +124,10 @@ def test_complete_runs_are_skipped_and_failed_ones_tried_again(sweep: Project):
     assert re.search(r"repeat1/zero1 +already complete", again.stderr)
     assert len(order(sweep)) == 4
     assert run_all(sweep, "--dry-run", STRATEGIES="ddp zero1").stdout.count("complete  ") == 2
-    other = run_all(sweep, STRATEGIES="ddp zero1", LR="0.5")
-    assert other.returncode == 2 and "other settings: LR is '0.5' here and was '0.0001'\n" in other.stderr
+    other = run_all(sweep, STRATEGIES="ddp zero1", LR="0.5", ENGINE="native", NPROC_PER_NODE="4")
+    engine, layout = "the engine is 'native' here and was 'megatron'", "the layout is 'TP=1 PP=1 DP=4' here and was "
+    assert f"other settings: {engine}; {layout}'TP=1 PP=1 DP=2'; LR is '0.5' here and was '0.0001'" in other.stderr
+    assert other.returncode == 2
 
 
 def test_a_refused_run_is_the_only_one_missing_from_the_comparison(sweep: Project):
