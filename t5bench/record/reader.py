@@ -147,13 +147,13 @@ def seconds(moment: str) -> float:
 
 
 def read_part(path: Path) -> dict[str, Any]:
-    """A node's part. Raises RecordError."""
+    """A node's part, also that of an earlier attempt (node0.json.1). Raises RecordError."""
     content = decoded(path, read(path))
     if content.get("format") != FORMAT:
         raise RecordError(f"{path} is not a record of format {FORMAT}")
     part = _checked(path, content, _Part)
     _check_names(f"{path}: plan", content["plan"], Plan)
-    if path.name != f"node{part.node}.json":
+    if path.name.partition(".")[0] != f"node{part.node}":
         raise RecordError(f"{path} is inconsistent: it is of node {part.node}")
     return content
 

@@ -82,7 +82,11 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_unchanged(died: Callable[..
     assert refusal(plan) == f"RESUME=1 but there is no checkpoint in {found.directory}"
     assert refusal(died(EVAL_ONLY="1")).startswith("EVAL_ONLY=1 but there is no checkpoint")
     died(10)
-    assert refusal(died(SEED="5")).endswith(" cannot be resumed with these settings: SEED is '5' here and was '1234'")
+    other = " cannot be resumed with these settings: SEED is '5' here and was '1234'"
+    assert refusal(died(SEED="5")).endswith(other)
+    part = Path(plan.output_dir, "node0.json")
+    part.rename(f"{part}.1")  # as an attempt that was killed at its start leaves it
+    assert refusal(died(SEED="5")).endswith(other)
     (found.folder(10) / "random_00000.pt").unlink()
     assert refusal(plan).endswith("no intact checkpoint to resume from: iter_0000010/random_00000.pt is missing")
     assert refusal(died(30)).endswith("is already at iteration 30 of 30")
