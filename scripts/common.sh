@@ -150,9 +150,11 @@ require_python() {
 
 # ---- hosts and ranks -----------------------------------------------------------------------------------------------
 
-# Prints the host names of the SLURM allocation, if there is one.
+# Prints the host names of the SLURM allocation, if there is one, or of the part of it that srun was told to use. A part of
+# one node may be where the user types commands for all.
 slurm_hosts() {
   local list=${SLURM_JOB_NODELIST:-${SLURM_NODELIST:-}}
+  [[ ${SLURM_STEP_NUM_NODES:-1} == 1 ]] || list=${SLURM_STEP_NODELIST:-$list}
   if [[ $list != *'['* ]]; then
     printf '%s\n' "${list//,/ }"
   elif ! { command -v scontrol >/dev/null && scontrol show hostnames "$list"; }; then

@@ -78,6 +78,8 @@ def test_where_the_nodes_come_from(project: Project):
     project.add_stub("scontrol", SCONTROL_STUB)
     brackets = {"SLURM_JOB_NODELIST": "127.0.0.[1-2]", "SLURM_NODEID": "1"}
     assert place(project, "ddp", **brackets) == ("127.0.0.1", 2, 1)
+    part = {"SLURM_STEP_NODELIST": "127.0.0.3,127.0.0.4", "SLURM_STEP_NUM_NODES": "2"}  # srun --nodes=2
+    assert place(project, "ddp", **brackets, **part) == ("127.0.0.3", 2, 1)
     own = f"{ELSEWHERE} {socket.gethostname()}"
     assert place(project, "ddp", HOSTS=own, MASTER_ADDR=ELSEWHERE) == (ELSEWHERE, 2, 1)
     assert place(project, "ddp", "localhost", "0") == ("localhost", 1, 0)
