@@ -22,6 +22,7 @@ from t5bench.plan import launchers
 from t5bench.plan.ports import free_port
 from t5bench.plan.secret import VARIABLE
 from t5bench.record import collect
+from t5bench.record.checkpoints import TRACKER
 from t5bench.record.files import RecordError
 from t5bench.record.hosts import BEGINS, ssh
 from t5bench.record.plan import Plan
@@ -205,6 +206,8 @@ class Launch:
         """The script for a host's bash; in ``end`` the launcher is called ``launch``."""
         name, tensor = with_size(row.strategy)
         exports = dict(self._sent, HOSTS=" ".join(self._hosts), OUTPUT_DIR=str(directory))
+        # Checkpoints are never overwritten: a run that was interrupted continues from its own.
+        exports["RESUME"] = str(int((directory / "checkpoints" / TRACKER).exists()))
         words, lines = ["bash", str(launchers.launcher(name))], []
         if master := self._hosts[0]:
             words += [master, str(rank)]

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from harness import STRATEGIES, Project, processes_with, wait_for
-from made_runs import make_run
+from made_runs import make_run, write_checkpoint
 
+from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.records import load
 from t5bench.sweep.runner import progress
 
@@ -120,9 +121,12 @@ def test_complete_runs_are_skipped_and_failed_ones_tried_again(sweep: Project):
     assert "retrying the failed runs" in result.stderr and "wandb|" not in result.stdout
     assert "binary" not in result.stderr
     (sweep.stubs / "fails").unlink()
+    checkpoints = Checkpoints(load(sweep.root / "outputs" / "all" / "repeat1" / "ddp").plan)
+    write_checkpoint(checkpoints, 2)
+    checkpoints.point_to(2)
     again = run_all(sweep, STRATEGIES="ddp zero1", RETRIES="0")
     assert re.search(r"repeat1/zero1 +already complete", again.stderr)
-    assert len(order(sweep)) == 4
+    assert len(order(sweep)) == 4 and " --load " in (sweep.stubs / "order").read_text().splitlines()[-1]
     assert run_all(sweep, "--dry-run", STRATEGIES="ddp zero1").stdout.count("complete  ") == 2
     other = run_all(sweep, STRATEGIES="ddp zero1", LR="0.5", ENGINE="native", NPROC_PER_NODE="4")
     engine, layout = "the engine is 'native' here and was 'megatron'", "the layout is 'TP=1 PP=1 DP=4' here and was "
