@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from t5bench.corpus.index import read_index
 from t5bench.plan.request import Request
-from t5bench.record.plan import MOST_RAMP_ITERATIONS, Plan
+from t5bench.record.plan import MOST_RAMP_ITERATIONS, Plan, by_name
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,9 @@ def check_rampup(request: Request, data_parallel: int) -> None:
     if not given:
         return
     needs_megatron(request, "RAMPUP_BATCH_SIZE")
+    for name in by_name(request.extra).keys() & {"--train-iters", "--lr-warmup-iters", "--lr-decay-iters"}:
+        found = f"{name} cannot be given after -- with RAMPUP_BATCH_SIZE: the engine counts such a run in samples"
+        request.findings.refuse("rampup", found, "Set TRAIN_ITERS and LR_WARMUP_ITERS, or give --lr-decay-samples")
     if len(words) != 3 or not all(word.isascii() and word.isdigit() and int(word) for word in words):
         found = f"RAMPUP_BATCH_SIZE must be three whole numbers (start, step, samples), found '{given}'"
         request.findings.refuse("rampup", found)

@@ -256,6 +256,8 @@ def test_an_engine_argument_of_a_setting_changes_the_setting(request_for: Reques
 def test_engine_arguments_that_would_make_the_plan_untrue(request_for: Requests, arguments, code):
     assert code in codes(make(request_for("ddp", *arguments))[0])
     assert codes(make(request_for("ddp", "--num-experts", "1", "--num-key-value-heads", "16"))[0]) == []
+    # The engine counts a run whose batch grows in samples.
+    assert codes(make(request_for("ddp", "--train-iters", "50", RAMPUP_BATCH_SIZE="4 4 100"))[0]) == ["rampup"]
 
 
 @pytest.mark.parametrize("arguments", [("--frobnicate",), ("--adam-beta2", "x"), ("--num-workers",)])
