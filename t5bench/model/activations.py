@@ -83,8 +83,12 @@ def activation_bytes(job: Job, stage: int = 0) -> dict[str, float]:
     found = {name: n and n * layer_bytes(job, name == "decoder") * chunks / v for name, n in layers.items()}
     found["ends of stacks"] = chunks / v * _ends(job, part) if v == 1 else _ends(job, part)
     found["pipeline's buffers"] = chunks * _buffers(job, stage) if job.parallel.deepspeed else 0.0
-    if job.recompute == "full" and part.layers:
-        found["recomputed layer"] = layer_bytes(replace(job, recompute="none"), bool(part.decoder_layers))
+    if job.recompute != "none":  # of one layer at a time: all of it, or attention's scores
+        plain, full = replace(job, recompute="none"), job.recompute == "full"
+        again = (
+            layer_bytes(plain, d) - (0 if full else layer_bytes(job, d)) for d, n in enumerate(layers.values()) if n
+        )
+        found["recomputed layer"] = max(again, default=0.0)
     return found
 
 

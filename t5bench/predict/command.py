@@ -170,7 +170,10 @@ def _memory(entry: Prediction) -> dict[str, str | float]:
 
     cells: dict[str, str | float] = {"GiB on the fullest": entry.name, "TP/PP/DP": str(entry.job.parallel)}
     cells |= {name: gib(name) for name in ("weights", "gradients", "optimizer")}
-    cells |= {"activations": gib("encoder", "decoder", "ends of stacks"), "logits, loss": gib("logits and loss")}
+    cells |= {
+        "activations": gib("encoder", "decoder", "ends of stacks", "recomputed layer"),
+        "logits, loss": gib("logits and loss"),
+    }
     cells |= {"buffers": gib(*parts), "allocated": entry.memory.peak / GIB}
     if device.memory:
         cells |= {"in use": entry.memory_bytes / GIB, f"of {device.name}": f"{entry.memory_bytes / device.memory:.0%}"}

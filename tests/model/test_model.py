@@ -208,6 +208,8 @@ def test_activations_of_a_layer():
     assert layer_bytes(job, decoder=True) == 18 * m * h + 4 * m * f + 5 * a * 128 * m + 2 * 8 * m + cross
     assert layer_bytes(replace(job, recompute="full")) == 2 * n * h
     assert encoder - layer_bytes(replace(job, recompute="selective")) == 5 * a * 512 * n
+    again = [activation_bytes(replace(job, recompute=way))["recomputed layer"] for way in ("full", "selective")]
+    assert again == [encoder, 5 * a * 512 * n], "of the larger stack's layer"
     assert encoder - layer_bytes(replace(job, attention="flash")) == 5 * a * 512 * n - 4 * a * n
     halves = layer_bytes(job.on(tensor=2)), layer_bytes(job.on(tensor=2, sequence_parallel=True))
     assert halves[1] == encoder / 2
