@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -28,9 +29,11 @@ TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the all-reduces of every layer cros
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 RECOMPUTE = ("none", "selective", "full")
 FULLEST = 0.95  # of the device's memory; the rest is lost to fragmentation
-STRATEGIES = {"DDP": "ddp", "TP": "tensor", "PP": "pipeline", "TP x PP": "hybrid", "ZeRO-3 offload": "zero3_offload"}
+STRATEGIES = {"DDP": "ddp", "TP": "tensor", "PP": "pipeline", "TP x PP": "hybrid"}
+STRATEGIES |= {"ZeRO-3 offload": "zero3_offload", "TP x ZeRO-3 offload": "zero3"}  # the latter if its JSON offloads
 STRATEGIES |= {f"{tp}ZeRO-{stage}": f"zero{stage}" for stage in (1, 2, 3) for tp in ("", "TP x ")}
 STRATEGIES |= {f"{tp}PP x ZeRO-1": "3d" for tp in ("", "TP x ")}
+ZERO = ("zero1", "zero2", "zero3", "zero3_offload")
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Candidate(Prediction):
     def kind(self) -> str:
         parallel, zero = self.job.parallel, self.job.zero
         parts = ["TP"] * (parallel.tensor > 1) + ["PP"] * (parallel.pipeline > 1)
-        parts += [f"ZeRO-{zero.stage}" + " offload" * zero.offload_optimizer] * (zero.stage > 0)
+        parts += [f"ZeRO-{zero.stage}" + " offload" * zero.offload_parameters] * (zero.stage > 0)
         return " x ".join(parts) or "DDP"
 
     @property
@@ -117,8 +120,9 @@ def run(args: argparse.Namespace) -> int:
         raise Problem("--per-node, --global-batch, --tp and --top must be more than 0")
     if not args.device:
         raise Problem("--device is missing", f"Choose from: {' '.join(DEVICES)}")
-    device, plan = device_for(None, args.device), planned(args)
+    device, (plan, *others) = device_for(None, args.device), planned(args)
     plain, chosen = job_of(plan, vocabulary_of(plan, args.vocabulary)), given(plan)
+    zeros = [Zero.of_config(other.ds_config) for other in others]
     found = {}
     for size in sizes:
         check_ranks(size)
@@ -126,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
         if size % per_node:
             raise Problem(f"{size} GPUs do not fill nodes of {args.per_node}", "Set --per-node")
         on = machine(args, device, per_node)
-        found[size] = search(plain, size, on, args.global_batch or max(512, size), args.tp, chosen)
+        found[size] = search(plain, zeros, size, on, args.global_batch or max(512, size), args.tp, chosen)
     if args.json:
         print(json.dumps({size: _json(candidates) for size, candidates in found.items()}, indent=2))
     else:
@@ -137,14 +141,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def planned(args: argparse.Namespace) -> Plan:
-    """The launchers' settings, and those of a preset by its name, as a plan for one GPU."""
+def planned(args: argparse.Namespace) -> list[Plan]:
+    """The launchers' settings, and those of a preset by its name, as plans of DDP and ZERO for one GPU."""
     one = {"NPROC_PER_NODE": "1", "NNODES": "1", "HOSTS": "", "GLOBAL_BATCH_SIZE": "1", "MICRO_BATCH_SIZE": "1"}
-    plan = ask("ddp", environment=os.environ | one | ({"MODEL_PRESET": args.model} if args.model else {}))
-    if plan.layout is None:
-        wrong = next(obstacle for obstacle in plan.obstacles if obstacle.fatal)
-        raise Problem(f"the model's settings are wrong: {wrong.found}", wrong.remedy)
-    return plan
+    settings = os.environ | one | ({"MODEL_PRESET": args.model} if args.model else {})
+    with ThreadPoolExecutor() as pool:
+        plans = list(pool.map(lambda strategy: ask(strategy, environment=settings), ("ddp", *ZERO)))
+    for plan in plans:
+        if plan.layout is None or (plan.strategy.ds_config and not plan.ds_config):
+            wrong = next(obstacle for obstacle in plan.obstacles if obstacle.fatal)
+            raise Problem(f"the model's settings are wrong: {wrong.found}", wrong.remedy)
+    return plans
 
 
 def given(plan: Plan) -> dict[str, str]:
@@ -167,24 +174,24 @@ def layouts(model: Architecture, gpus: int, per_node: int, tensor: int | None) -
                 yield Parallel(t, p, gpus // (t * p), devices_per_node=per_node)
 
 
-def jobs(plain: Job, gpus: int, per_node: int, batch: int, tensor: int | None) -> Iterator[Job]:
+def jobs(plain: Job, zeros: Sequence[Zero], gpus: int, per_node: int, batch: int, tensor: int | None) -> Iterator[Job]:
+    """zeros: of the strategies in ZERO."""
     for parallel in layouts(plain.architecture, gpus, per_node, tensor):
-        zeros = [Zero()]
-        if parallel.data > 1:  # DeepSpeed has no stage 2 or 3 in pipelines
-            zeros += [Zero(stage) for stage in ((1,) if parallel.pipeline > 1 else (1, 2, 3))]
-            zeros += [Zero(3, True, True)] * (parallel.tensor == parallel.pipeline == 1)
+        # DeepSpeed has no stage 2 or 3 in pipelines, and offload goes without tensor parallelism.
+        usable = (1 if parallel.pipeline > 1 else 3 if parallel.tensor > 1 else 4) if parallel.data > 1 else 0
         for micro in (size for size in MICRO_BATCHES if batch % (size * parallel.data) == 0):
-            for zero, recompute in product(zeros, RECOMPUTE):
+            for zero, recompute in product([Zero(), *zeros[:usable]], RECOMPUTE):
                 own = replace(parallel, deepspeed=parallel.pipeline > 1 and zero.stage > 0)
                 sizes = {"parallel": own, "micro_batch": micro, "global_batch": batch}
                 yield replace(plain, **sizes, zero=zero, recompute=recompute)
 
 
 def search(
-    plain: Job, gpus: int, on: Machine, batch: int, tensor: int | None, chosen: Mapping[str, str]
+    plain: Job, zeros: Sequence[Zero], gpus: int, on: Machine, batch: int, tensor: int | None, chosen: Mapping[str, str]
 ) -> list[Candidate]:
     """Every layout, the fastest first. Raises Problem if no layout divides the model or none fits."""
-    candidates = [Candidate(job, on, given=chosen) for job in jobs(plain, gpus, on.devices_per_node, batch, tensor)]
+    every = jobs(plain, zeros, gpus, on.devices_per_node, batch, tensor)
+    candidates = [Candidate(job, on, given=chosen) for job in every]
     if plain.engine == "native":
         candidates = [entry for entry in candidates if not entry.missing]
     if not candidates:

@@ -139,6 +139,8 @@ def test_a_plan_has_the_settings_of_a_prediction(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, engine: str
 ):
     wanted = {"ENGINE": engine, "PRECISION_FLAG": "", "DROPOUT": "0", "NNODES": "1", "NPROC_PER_NODE": "2"}
+    if engine == "megatron":
+        wanted |= {"PRECISION_FLAG": "--bf16", "GRADIENT_REDUCTION": "fp32"}  # which ZeRO's JSON has
     for name, value in wanted.items():
         monkeypatch.setenv(name, value)
     predicted = json.loads(t5bench(capsys, "predict", "--device", "h100", "--json")[1])["rows"]
