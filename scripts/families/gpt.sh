@@ -14,7 +14,7 @@ FAMILY_PROGRAM=pretrain_gpt.py FAMILY_FIXED=()
 declare_model() {
   local layers hidden heads ffn length
   read -r layers hidden heads ffn length <<<"$1"
-  setting NUM_LAYERS whole:1 model --num-layers "$layers" "Depth"
+  setting NUM_LAYERS whole:1:10000 model --num-layers "$layers" "Depth"
   setting HIDDEN_SIZE whole:1 model --hidden-size "$hidden" "Hidden dimension"
   setting NUM_ATTENTION_HEADS whole:1 model --num-attention-heads "$heads" "Attention heads"
   setting FFN_HIDDEN_SIZE whole:1 model --ffn-hidden-size "$ffn" "FFN intermediate size"

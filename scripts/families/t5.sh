@@ -14,8 +14,8 @@ FAMILY_PROGRAM=pretrain_t5.py FAMILY_FIXED=(--tokenizer-type HFTokenizer)
 declare_model() {
   local enc dec hidden heads ffn enc_length dec_length
   read -r enc dec hidden heads ffn enc_length dec_length <<<"$1"
-  setting ENCODER_NUM_LAYERS whole:1 model --encoder-num-layers "$enc" "Encoder depth"
-  setting DECODER_NUM_LAYERS whole:1 model --decoder-num-layers "$dec" "Decoder depth"
+  setting ENCODER_NUM_LAYERS whole:1:10000 model --encoder-num-layers "$enc" "Encoder depth"
+  setting DECODER_NUM_LAYERS whole:1:10000 model --decoder-num-layers "$dec" "Decoder depth"
   setting HIDDEN_SIZE whole:1 model --hidden-size "$hidden" "Hidden dimension"
   setting NUM_ATTENTION_HEADS whole:1 model --num-attention-heads "$heads" "Attention heads"
   setting FFN_HIDDEN_SIZE whole:1 model --ffn-hidden-size "$ffn" "FFN intermediate size"

@@ -136,6 +136,7 @@ def test_one_plan_names_every_invalid_setting(project: Project):
         "TRAIN_ITERS": ("many", "must be a whole number of at least 1, found 'many'"),
         "GLOBAL_BATCH_SIZE": ("0", "must be a whole number of at least 1"),
         "ENCODER_NUM_LAYERS": ("", "must be a whole number"),
+        "DECODER_NUM_LAYERS": ("10001", "must be at most 10000"),  # the cost model lists them one by one
         "MICRO_BATCH_SIZE": ("08", "must be a whole number"),
         "HIDDEN_SIZE": ("a[$(touch /tmp/never)]", "must be a whole number"),
         "LR": ("-1", "must be a non-negative number"),
