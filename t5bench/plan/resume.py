@@ -119,7 +119,7 @@ def misfits(plan: Plan) -> Iterator[str]:
     """The forbidden differences from the run in this directory: "SEED is '5' here and was '1234'"."""
     part = earlier_part(Path(plan.output_dir), plan.node)
     if part is None:
-        print(f"{plan.output_dir} holds no readable record of a run, so its settings cannot be compared.", file=sys.stderr)
+        print(f"{plan.output_dir} holds no readable record, so a run's settings cannot be compared.", file=sys.stderr)
         return
     then = Plan.read(part["plan"])
     was, arguments, earlier_arguments = _kept(then), plan.engine_arguments, then.engine_arguments
