@@ -1,14 +1,16 @@
 """How far each number of a recipe moves the curves: python -m native.sensitivity FLAGS, with a one-process run's flags.
 
 It trains the recipe, and again with each number changed by a hundredth, or by the smallest possible step. It prints a
-line of JSON for each training: what was changed, how, and the losses and gradient norms of all iterations.
+line of JSON for each training: what was changed, how, and the losses and gradient norms of all iterations. With
+SENSITIVITY_ENOUGH="LOSS NORM" a training ends when one of its curves is so far from the recipe's, relatively.
 """
 
 import itertools
 import json
+import os
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -121,15 +123,21 @@ def prepare(trainer: TorchTrainer, change: Change, args: Namespace) -> None:
         optimizer.register_step_pre_hook(set_rates)
 
 
-def train(args: Namespace, batches: list[Batch], change: Change) -> dict[str, Any]:
-    """The curves of the recipe with this change."""
+def train(
+    args: Namespace, batches: list[Batch], change: Change, recipe: Sequence[Sequence[float]], enough: Sequence[float]
+) -> list[list[float]]:
+    """The loss and gradient norm of each iteration of the recipe with this change, until one differs enough from the
+    unchanged recipe's, if these are known."""
     args = Namespace(**vars(args) | dict(change.arguments))
     trainer = TorchTrainer(args, Layout())
     prepare(trainer, change, args)
-    steps = enumerate(changed_data(batches, change.what, args.pad_token))
-    curves = [trainer.step(batch, learning_rate(args, max(0, number - change.late))) for number, batch in steps]
-    losses, norms = ([float(value) for value in curve] for curve in zip(*curves, strict=True))
-    return {"number": change.number, "change": change.change, "losses": losses, "norms": norms}
+    found = []
+    for number, batch in enumerate(changed_data(batches, change.what, args.pad_token)):
+        found.append([float(v) for v in trainer.step(batch, learning_rate(args, max(0, number - change.late)))])
+        its = recipe[number] if recipe else found[-1]
+        if any(abs(v - w) >= least * abs(w) > 0 for v, w, least in zip(found[-1], its, enough, strict=True)):
+            break
+    return found
 
 
 def run(args: Namespace) -> None:
@@ -139,8 +147,13 @@ def run(args: Namespace) -> None:
     args.num_workers = 0
     data = Data(args, Layout(), file, vocabulary, 0)
     batches = [data.next(data.train) for _ in range(args.train_iters)]
+    recipe: list[list[float]] = []
+    enough = [float(word) for word in os.environ.get("SENSITIVITY_ENOUGH", "inf inf").split()]
     for change in changes(args):
-        print(json.dumps(train(args, batches, change)), flush=True)
+        found = train(args, batches, change, recipe, enough)
+        recipe = recipe or found
+        curves = dict(zip(("losses", "norms"), zip(*found, strict=True), strict=True))
+        print(json.dumps({"number": change.number, "change": change.change} | curves), flush=True)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ class _Line(msgspec.Struct):
 
 
 def _moved(curve: Sequence[float], reference: Sequence[float]) -> float:
-    return max(abs(value - its) / its for value, its in zip(curve, reference, strict=True))
+    """A curve may end early, where its change was seen."""
+    return max(abs(value - its) / its for value, its in zip(curve, reference[: len(curve)], strict=True))
 
 
 def read(path: Path) -> list[Sensitivity]:

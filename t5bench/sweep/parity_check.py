@@ -10,6 +10,8 @@ from pathlib import Path
 import msgspec
 
 from t5bench import REPOSITORY, Problem, note, raise_on_signals
+from t5bench.compare.parity import TOLERANCE
+from t5bench.compare.sensitivity import MARGIN
 from t5bench.plan.launchers import accepted, declarations
 from t5bench.record.plan import Plan
 from t5bench.record.records import load
@@ -49,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
         raise Problem(f"{args.runs_dir} already exists, but the check needs new runs", "Choose another RUNS_DIR")
     unknown = next((o.found for o in native_plan(args.runs_dir).obstacles if o.code == "native-engine"), "")
     if args.sensitivity:
-        return t5bench("parity", "--sensitivity", (measure_launched if unknown else measure)(args.runs_dir))
+        curves = measure_launched(args.runs_dir) if unknown else measure(args.runs_dir)
+        return t5bench("parity", "--sensitivity", curves)
     train(args.engine, strategies, args.runs_dir)
     reference, drops = [], float(os.environ["DROPOUT"]) > 0
     if unknown:
@@ -58,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         train(NATIVE, [BASELINE], args.runs_dir)
         reference = ["--reference", args.runs_dir / NATIVE / BASELINE]
     further = train_seeds(args.engine, strategies, args.runs_dir) if drops else []
-    measured = ["--sensitivity", measure(args.runs_dir)] if args.blind_spots and not unknown else []
+    measured = ["--sensitivity", measure(args.runs_dir, until_seen=True)] if args.blind_spots and not unknown else []
     note(f"run directories: {args.runs_dir}")
     # A strategy that could not run has no run directory, and therefore fails.
     runs = args.runs_dir / args.engine
@@ -72,17 +75,20 @@ def native_plan(runs_dir: Path) -> Plan:
     return Launch(changes, arguments=ARGUMENTS).ask(Row(BASELINE, BASELINE), runs_dir / "plan")
 
 
-def measure(runs_dir: Path) -> Path:
+def measure(runs_dir: Path, *, until_seen: bool = False) -> Path:
     """Measures how far each number of the recipe moves the curves, with the native engine in one process; the file."""
     plan = accepted(native_plan(runs_dir))
     if plan.obstacles:
         raise Problem(f"the native engine cannot run here: {plan.obstacles[0].found}", plan.obstacles[0].remedy)
-    note("measuring how visible a change in each number is: about a minute on a CPU (CHECK_BLIND_SPOTS=0 skips this)")
+    took = "20 seconds on a CPU (CHECK_BLIND_SPOTS=0 skips this)" if until_seen else "a minute on a CPU"
+    note(f"measuring how visible a change in each number is: about {took}")
     path = runs_dir / "sensitivity.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "native.sensitivity", *plan.arguments.words]
+    enough = " ".join(str(MARGIN * bound) for bound in TOLERANCE["fp32"]) if until_seen else "inf inf"
+    environment = os.environ | plan.environment | {"SENSITIVITY_ENOUGH": enough}
     with path.open("wb") as output:
-        result = subprocess.run(command, env=os.environ | plan.environment, cwd=REPOSITORY, stdout=output, check=False)
+        result = subprocess.run(command, env=environment, cwd=REPOSITORY, stdout=output, check=False)
     if result.returncode:
         raise Problem(f"the measurement ended with exit status {result.returncode}", "The reason is above")
     return path

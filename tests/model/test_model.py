@@ -8,7 +8,6 @@ import torch
 import transformers
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from native.model import T5
@@ -244,6 +243,8 @@ TRACED = [
 @pytest.mark.parametrize(("architecture", "micro_batch", "tensor", "moment"), TRACED, ids=["embedding", "loss"])
 def test_the_native_engines_own_allocations(architecture, micro_batch, tensor, moment):
     """Its second iteration, traced with fake tensors: what stays, and the peak."""
+    from torch.distributed._tools.mem_tracker import MemTracker  # it imports torch's compiler
+
     own = {"device": torch.device("cpu"), "compile": False, "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.9}
     own |= {"adam_eps": 1e-8, "lr": 1e-4, "clip_grad": 1.0, "micro_batches": 1, "micro_batch_size": micro_batch}
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tensor)

@@ -57,6 +57,9 @@ def test_nobody_reads_the_output(project: Project, streams: str):
     command = f"bash {shlex.quote(str(project.script('run_megatron_t5_ddp.sh')))} {streams}"
     subprocess.run(["bash", "-c", command], env=project.environment, cwd=project.root, timeout=60, check=False)
     assert status_of(project).startswith("complete")
+
+
+def test_nobody_reads_what_a_command_prints():
     python, launcher = f"{sys.executable} -m t5bench", f"bash {REPO_ROOT}/scripts/run_megatron_t5_ddp.sh"
     for printing in (f"{python} plan --device a100 --gpus 64", f"{python} strategies", f"{launcher} --dry-run=json"):
         for sink, said in (("| true", ""), (">/dev/full", "No space left on device")):

@@ -72,9 +72,10 @@ def test_the_native_engines_strategies_pass_and_nothing_can_hide(copy: Path):
 
 @pytest.mark.slow
 def test_a_number_hidden_by_a_recipe_is_named():
-    """The gate's settings before its recipe was derived."""
+    """The gate's settings before its recipe was derived, with short samples."""
+    short = {"ENCODER_SEQ_LENGTH": "32", "DECODER_SEQ_LENGTH": "32"}
     before = {"LR": "0.001", "WEIGHT_DECAY": "0.01", "MIN_LR": "0", "LR_WARMUP_ITERS": "0", "CLIP_GRAD": "1.1"}
-    result = gate("--sensitivity", TRAIN_ITERS="4", **before)
+    result = gate("--sensitivity", TRAIN_ITERS="4", **before, **short)
     assert result.returncode == 1, result.stdout + result.stderr
     rows = {row[0]: row[-1] for line in result.stdout.splitlines() if len(row := re.split("  +", line.strip())) == 6}
     assert (rows["weight decay"], rows["learning rate"], rows["clipping"]) == ("NO", "yes", "yes")
