@@ -147,16 +147,20 @@ class Started:
     def _finish(self) -> int:
         """Fetches the parts that are not already here (a shared file system); returns the run's exit status."""
         absent = [node for node in self.nodes if self._is_old(node.part)]
-        for path in filter(Path.exists, self._earlier if absent else ()):
-            if self._is_old(path):  # it would be mistaken for this attempt's
-                path.rename(f"{path}.earlier")
+        present = filter(Path.exists, self._earlier if absent else ())
+        aside = {path: Path(f"{path}.earlier") for path in present if self._is_old(path)}
+        for path, other in aside.items():  # it would be mistaken for this attempt's
+            path.rename(other)
         for source in [f"{node.host}:{self._directory}" for node in absent if node.host]:
             try:
                 with collect.local_copy(source) as found:
                     collect.bring(found, source, self._directory)
             except RecordError as error:
                 self.problems.append(str(error))
-        if refused := [node for node in absent if node.refused and not node.part.exists()]:
+        if all(self._is_old(node.part) for node in self.nodes):  # nothing began, and a later attempt may resume
+            for path, other in aside.items():
+                other.rename(path)
+        if refused := [node for node in absent if node.refused and self._is_old(node.part)]:
             self.problems = [self._why_refused(node) for node in refused]
             return EXIT_CODES[CONFIGURATION]
         try:

@@ -6,13 +6,16 @@ import shlex
 import signal
 import subprocess
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from harness import STRATEGIES, Project, processes_with, wait_for
 from made_runs import make_run, write_checkpoint
 
+from t5bench import Problem
 from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.records import load
+from t5bench.sweep.launch import Launch, Node, Row, Started
 from t5bench.sweep.runner import progress
 
 # The comparison and its upload have their own tests; here they only print their arguments.
@@ -196,6 +199,19 @@ def test_a_signal_ends_the_sweep_and_the_same_command_continues(sweep: Project, 
     assert processes_with(f"STUB_DIR={sweep.stubs}") == []
     assert run_all(sweep, STRATEGIES="ddp zero1").returncode == 0
     assert [row for row, _ in order(sweep)] == ["repeat1/ddp", "repeat1/ddp", "repeat1/zero1"]
+
+
+def test_a_refused_attempt_leaves_what_the_next_one_resumes(tmp_path: Path):
+    run = make_run(tmp_path / "ddp", status="crashed")
+    before, launch = load(run), Launch({})
+    launch.ask = Mock(side_effect=Problem("why"))
+    started = Started(launch, Row("ddp", "ddp"), run)
+    started.nodes.append(Node("", os.environ, run, 0))
+    started.nodes[0].send("exit 2")
+    started.nodes[0].process.stdin.close()
+    started.nodes[0].process.wait()
+    assert (started.poll(), started.problems) == (2, ["why"])
+    assert load(run) == before
 
 
 def test_the_terminal_shows_a_run_in_progress(tmp_path: Path):
