@@ -49,8 +49,8 @@ SETTING_NAMES=()
 declare -A SETTING_KIND=() SETTING_ROLE=() SETTING_ARGUMENT=() SETTING_DEFAULT=() SETTING_MEANING=()
 
 # setting NAME KIND ROLE ARGUMENT DEFAULT MEANING: the environment wins over the default, even with an empty value.
-# KIND is whole:MINIMUM[:MAXIMUM], decimal, one-of:A|B, path, text or secret, with a ? where it may be empty; ROLE is one
-# of those in t5bench/record/plan.py; ARGUMENT is the engine's (several separated by commas, = where the value is the
+# KIND is whole:MINIMUM[:MAXIMUM], decimal[:MINIMUM], one-of:A|B, path, text or secret, with a ? where it may be empty;
+# ROLE is one of those in t5bench/record/plan.py; ARGUMENT is the engine's (several separated by commas, = where the value is the
 # argument itself, - for none).
 setting() {
   SETTING_NAMES+=("$1")

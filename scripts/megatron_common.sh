@@ -70,7 +70,7 @@ declare_settings() {
   setting EVAL_INTERVAL whole:1 watch --eval-interval 1000 "Iterations between evaluations"
   setting SAVE_INTERVAL whole:0 watch - 0 "Iterations between checkpoints; 0 saves none"
   setting PROFILE_ITERATION whole:0 watch - 0 "Iteration to profile; profile.json shows where its time went; 0 profiles none"
-  setting SAMPLE_INTERVAL decimal watch - 2 "Seconds between samples of the GPUs and the network counters"
+  setting SAMPLE_INTERVAL decimal:0.01 watch - 2 "Seconds between samples of the GPUs and the network counters"
   setting PEAK_TFLOPS decimal? watch - "" "The GPU's dense peak TFLOP/s, for the MFU (unset: looked up by the GPU's name)"
   setting WATCHDOG_SECONDS whole:0 watch - 3600 "Seconds without an iteration line after which a run is stopped and every worker's stack logged; 0: never"
   setting RENDEZVOUS_TIMEOUT whole:1 watch - 600 "Seconds that a node waits for the others"

@@ -56,7 +56,7 @@ ROLES: Mapping[str, Role] = {
 class Setting:
     """One setting as scripts/megatron_common.sh declares it, with the value in effect.
 
-    kind: ``whole:MINIMUM[:MAXIMUM]``, ``decimal``, ``one-of:A|B``, ``path``, ``text`` or ``secret``, with a
+    kind: ``whole:MINIMUM[:MAXIMUM]``, ``decimal[:MINIMUM]``, ``one-of:A|B``, ``path``, ``text`` or ``secret``, with a
     ``?`` where it may be empty. argument: the engine's argument for it, several separated by commas, ``=`` where the
     value is the argument itself, ``-`` for a setting that the engine does not see. An engine argument after ``--`` that
     a setting owns changes the setting's value here.
@@ -83,8 +83,9 @@ class Setting:
         least, _, most = bounds.partition(":")
         if what == "whole" and not (re.fullmatch("0|[1-9][0-9]*", value) and float(value) >= float(least)):
             return f"{name} must be a whole number of at least {least}, found '{value}'", ""
-        if what == "decimal" and not re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", value):
-            return f"{name} must be a non-negative number, found '{value}'", ""
+        is_decimal = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", value)
+        if what == "decimal" and not (is_decimal and float(value) >= float(least or 0)):
+            return f"{name} must be a number of at least {least or 0}, found '{value}'", ""
         if what in MOST and float(value) > float(most or MOST[what]):
             return f"{name} must be at most {most or MOST[what]}, found {value}", ""
         if what == "one-of" and value not in bounds.split("|"):

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from t5bench.record.records import Run
 
 _Moment = Annotated[str, Meta(pattern=r"^20[0-9]{2}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\.[0-9]{3}Z$")]
-_KIND = re.compile(r"(path|text|secret|decimal|whole:[0-9]{1,18}(:[0-9]{1,18})?|one-of:.+)\??")
+_KIND = re.compile(
+    r"(path|text|secret|decimal(:[0-9]{1,9}(\.[0-9]{1,9})?)?|whole:[0-9]{1,18}(:[0-9]{1,18})?|one-of:.+)\??"
+)
 
 # Clocks are adjusted during a run, in small steps; samples are taken before and after what is logged.
 STEP_SECONDS, SAMPLES_SECONDS = 5, 60

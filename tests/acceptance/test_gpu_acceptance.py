@@ -33,7 +33,7 @@ def accept(*arguments: str, timeout: float = 60, **environment: str) -> subproce
         (["--pack"], {}, "--pack needs a directory"),
         (["--pack", "bundle"], {"MEGATRON_DIR": "/nonexistent"}, "there is no Megatron-DeepSpeed checkout"),
         (["--rehearse"], {"MEGATRON_DIR": "/nonexistent"}, "or set ENGINES=native"),
-        (["--rehearse"], {"MINUTES": "ten"}, "MINUTES must be a non-negative number"),
+        (["--rehearse"], {"MINUTES": "ten"}, "MINUTES must be a number of at least 0"),
     ],
 )
 def test_impossible_requests_are_refused_first(tmp_path: Path, arguments: list, environment: dict, message: str):

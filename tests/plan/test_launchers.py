@@ -139,7 +139,8 @@ def test_one_plan_names_every_invalid_setting(project: Project):
         "DECODER_NUM_LAYERS": ("10001", "must be at most 10000"),  # the cost model lists them one by one
         "MICRO_BATCH_SIZE": ("08", "must be a whole number"),
         "HIDDEN_SIZE": ("a[$(touch /tmp/never)]", "must be a whole number"),
-        "LR": ("-1", "must be a non-negative number"),
+        "LR": ("-1", "must be a number of at least 0"),
+        "SAMPLE_INTERVAL": ("0", "must be a number of at least 0.01, found '0'"),
         "MIN_LR": ("1e999", "must be at most 1e+38"),
         "DISTRIBUTED_TIMEOUT_MINUTES": ("9" * 18, "must be at most 999999999"),
         "SEED": ("0", "must be a whole number of at least 1"),
