@@ -14,7 +14,7 @@ from t5bench.plan.resume import misfits
 from t5bench.record.plan import Plan
 from t5bench.record.records import load, looks_like_run, write_list
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
-from t5bench.sweep.launch import Launch, Row, choose, plan_baselines, plan_rows
+from t5bench.sweep.launch import Launch, Row, choose, has_checkpoints, plan_baselines, plan_rows
 from t5bench.sweep.runner import is_complete, run_all
 
 
@@ -56,14 +56,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_settings(runs: Mapping[Path, Row]) -> None:
-    """Raises Problem for a complete run that this sweep would train otherwise, and mistake for one of its own."""
+    """Raises Problem for a run that this sweep would train otherwise: a complete one, which it would mistake for one of
+    its own, or one with checkpoints, which it would resume."""
     for directory, row in runs.items():
-        if row.plan and is_complete(directory):
-            was, here = _place(load(directory).plan), _place(row.plan)
+        if row.plan and ((done := is_complete(directory)) or has_checkpoints(directory)):
             other = list(misfits(replace(row.plan, output_dir=str(directory))))
-            if other := other or [f"{here} here and {was} then"] * (here != was):
+            was, here = _place(load(directory).plan) if done else "", _place(row.plan)
+            other = other or [f"{here} here and {was} then"] * (done and here != was)
+            if other:
                 remedy = "Choose another RUNS_DIR, or delete that run to repeat it"
-                raise Problem(f"{directory} holds a complete run with other settings: {'; '.join(other)}", remedy)
+                raise Problem(f"{directory} holds a run with other settings: {'; '.join(other)}", remedy)
 
 
 def _place(plan: Plan) -> str:

@@ -211,7 +211,7 @@ class Launch:
         name, tensor = with_size(row.strategy)
         exports = dict(self._sent, HOSTS=" ".join(self._hosts), OUTPUT_DIR=str(directory))
         # Checkpoints are never overwritten: a run that was interrupted continues from its own.
-        exports["RESUME"] = str(int((directory / "checkpoints" / TRACKER).exists()))
+        exports["RESUME"] = str(int(has_checkpoints(directory)))
         words, lines = ["bash", str(launchers.launcher(name))], []
         if master := self._hosts[0]:
             words += [master, str(rank)]
@@ -250,6 +250,10 @@ class Launch:
 
 
 # ---- the runs of a sweep ---------------------------------------------------------------------------------------------
+
+
+def has_checkpoints(directory: Path) -> bool:
+    return (directory / "checkpoints" / TRACKER).exists()
 
 
 def with_size(name: str) -> tuple[str, str]:

@@ -5,6 +5,7 @@ import re
 import shlex
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,6 +16,7 @@ from made_runs import make_run, write_checkpoint
 from t5bench import Problem
 from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.records import load
+from t5bench.sweep.command import check_settings
 from t5bench.sweep.launch import Launch, Node, Row, Started
 from t5bench.sweep.runner import progress
 
@@ -212,6 +214,12 @@ def test_a_refused_attempt_leaves_what_the_next_one_resumes(tmp_path: Path):
     started.nodes[0].process.wait()
     assert (started.poll(), started.problems) == (2, ["why"])
     assert load(run) == before
+    write_checkpoint(checkpoints := Checkpoints(replace(before.plan, output_dir=str(run))), 2)
+    checkpoints.point_to(2)
+    lr = replace(before.plan.settings["LR"], value="0.5")
+    row = Row("ddp", "ddp", plan=replace(before.plan, settings={**before.plan.settings, "LR": lr}))
+    with pytest.raises(Problem, match=r"ddp holds a run with other settings: LR is '0.5' here and was "):
+        check_settings({run: row})
 
 
 def test_the_terminal_shows_a_run_in_progress(tmp_path: Path):
