@@ -75,6 +75,7 @@ def command(run: Run) -> str:
         name: one.value
         for name, one in plan.settings.items()
         if one.value not in (one.default, plan.output_dir) and one.role != "label" and not one.is_secret
+        if name != "RESUME"  # the run begins anew
     }
     words = [f"{name}={shlex.quote(value)}" for name, value in chosen.items()]
     words += ["bash", f"scripts/run_megatron_t5_{plan.strategy.name}.sh"]

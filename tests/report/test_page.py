@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -281,7 +282,8 @@ def test_the_command_of_a_row_starts_the_same_run(tmp_path: Path):
     chosen |= {"PRECISION_FLAG": "", "LR": "0.0002", "MEGATRON_DATA_DIR": str(data)}
     arguments = ["node0", "0", "--", "--init-method-std", "0.01"]
     first = ask("hybrid", arguments, environment(**chosen, **output))
-    again = command(SimpleNamespace(plan=first, layout=first.layout)).replace(".sh", ".sh --dry-run=json", 1)
+    resumed = replace(first, settings={**first.settings, "RESUME": replace(first.settings["RESUME"], value="1")})
+    again = command(SimpleNamespace(plan=resumed, layout=first.layout)).replace(".sh", ".sh --dry-run=json", 1)
     shell = subprocess.run(
         ["bash", "-c", again], env=environment(**output), cwd=REPO_ROOT, capture_output=True, check=True
     )
