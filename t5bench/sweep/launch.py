@@ -26,6 +26,7 @@ from t5bench.record.checkpoints import TRACKER
 from t5bench.record.files import RecordError
 from t5bench.record.hosts import BEGINS, ssh
 from t5bench.record.plan import Plan
+from t5bench.record.reader import read_part
 from t5bench.record.records import write_run
 from t5bench.record.status import CONFIGURATION, CRASHED, EXIT_CODES
 from t5bench.record.text import visible
@@ -60,13 +61,15 @@ main
 
 @dataclass(frozen=True)
 class Row:
-    """A run to make. processes: in all; None for the strategy's default. plan: the first node's."""
+    """A run to make. processes: in all; None for the strategy's default. plan: the first node's. resumes: from its own
+    checkpoints, which are never overwritten."""
 
     name: str
     strategy: str
     world_size: int = 0
     processes: int | None = None
     plan: Plan | None = None
+    resumes: bool = False
 
 
 def shell(host: str) -> list[str]:
@@ -103,9 +106,18 @@ class Node:
             self.process.stdin.close()
 
     @property
+    def was_lost(self) -> bool:
+        """Whether the connection to the host broke after its script began."""
+        return self.process.poll() == SSH_FAILED and BEGINS in self.output.read_text(errors="replace")
+
+    @property
     def refused(self) -> bool:
         """Whether the host was never reached, or its launcher did not begin."""
-        return self.process.poll() in (SSH_FAILED, EXIT_CODES[CONFIGURATION])
+        return self.process.poll() in (SSH_FAILED, EXIT_CODES[CONFIGURATION]) and not self.was_lost
+
+    @property
+    def output_lines(self) -> list[str]:
+        return visible(self.output.read_text(errors="replace"), "\n").strip().splitlines() or ["it printed nothing"]
 
 
 class Started:
@@ -146,6 +158,8 @@ class Started:
 
     def _finish(self) -> int:
         """Fetches the parts that are not already here (a shared file system); returns the run's exit status."""
+        lost = [node for node in self.nodes if node.was_lost]
+        self.problems = [f"ssh to {node.host} broke off: {node.output_lines[-1]}" for node in lost]
         absent = [node for node in self.nodes if self._is_old(node.part)]
         present = filter(Path.exists, self._earlier if absent else ())
         aside = {path: Path(f"{path}.earlier") for path in present if self._is_old(path)}
@@ -160,7 +174,7 @@ class Started:
         if all(self._is_old(node.part) for node in self.nodes):  # nothing began, and a later attempt may resume
             for path, other in aside.items():
                 other.rename(path)
-        if refused := [node for node in absent if node.refused and self._is_old(node.part)]:
+        if refused := [n for n in absent if n.refused and (self._is_old(n.part) or not self._is_refusal(n.part))]:
             self.problems = [self._why_refused(node) for node in refused]
             return EXIT_CODES[CONFIGURATION]
         try:
@@ -170,7 +184,7 @@ class Started:
             return EXIT_CODES[CRASHED]
 
     def _why_refused(self, node: Node) -> str:
-        lines = visible(node.output.read_text(errors="replace"), "\n").strip().splitlines() or ["it printed nothing"]
+        lines = node.output_lines
         if node.process.returncode == SSH_FAILED:
             return f"ssh to {node.host} failed: {lines[-1]}"
         try:
@@ -181,6 +195,13 @@ class Started:
         last = next((line for line in reversed(lines) if line.startswith("error: ")), f"error: see {node.output}")
         found = obstacles[0].found if obstacles else last.removeprefix("error: ")
         return f"{node.host}: {found}" if node.host else found
+
+    @staticmethod
+    def _is_refusal(part: Path) -> bool:
+        """Whether the engine refused; if the launcher did, its node has no record, or an earlier attempt's."""
+        with contextlib.suppress(RecordError):
+            return bool(read_part(part)["status"] == CONFIGURATION)
+        return False
 
     def _is_old(self, path: Path) -> bool:
         """Whether the file is not from this attempt."""
@@ -209,10 +230,8 @@ class Launch:
     def _script(self, row: Row, directory: Path, rank: int, end: str) -> str:
         """The script for a host's bash; in ``end`` the launcher is called ``launch``."""
         name, tensor = with_size(row.strategy)
-        exports = dict(self._sent, HOSTS=" ".join(self._hosts), OUTPUT_DIR=str(directory))
-        # Checkpoints are never overwritten: a run that was interrupted continues from its own.
-        exports["RESUME"] = str(int(has_checkpoints(directory)))
-        words, lines = ["bash", str(launchers.launcher(name))], []
+        exports = dict(self._sent, HOSTS=" ".join(self._hosts), OUTPUT_DIR=str(directory), RESUME=str(int(row.resumes)))
+        words, lines = ["bash", str(launchers.launcher(name))], [f"echo '{BEGINS}'"]
         if master := self._hosts[0]:
             words += [master, str(rank)]
             here = shlex.quote(str(REPOSITORY))
@@ -231,7 +250,7 @@ class Launch:
     def ask(self, row: Row, directory: Path, rank: int = 0) -> Plan:
         """The plan of a host. Raises Problem if it prints none."""
         options = {"capture_output": True, "text": True, "errors": "replace", "check": False}
-        script = self._script(row, directory, rank, f"echo {BEGINS}\nlaunch --dry-run=json </dev/null\n")
+        script = self._script(row, directory, rank, "launch --dry-run=json </dev/null\n")
         result = subprocess.run(shell(self._hosts[rank]), env=self._environment, input=script, **options)
         said = result.stdout.partition(BEGINS)[2]
         if not said.strip():
@@ -242,6 +261,12 @@ class Launch:
 
     def start(self, row: Row, directory: Path) -> Started:
         """Registers each node before sending it anything, so that an interruption leaves no launcher behind."""
+        # All nodes must resume, or none. The first rank, perhaps on a disk of its own, points to the checkpoints.
+        pointer = shlex.quote(str(directory / "checkpoints" / TRACKER))
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "check": False}
+        look = {"env": self._environment, "input": f"test -e {pointer}\n", "text": True}
+        found = subprocess.run(shell(self._hosts[0]), **look, **silent)
+        row = replace(row, resumes=found.returncode == 0)
         self.running = run = Started(self, row, directory)
         for rank, host in enumerate(self._hosts):
             run.nodes.append(Node(host, self._environment, directory, rank))

@@ -5,12 +5,15 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cluster_lab import PROCESSES, Cluster
 from harness import Project, wait_for
+from made_runs import write_checkpoint
 
+from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.records import load
 
 TWO = "node0 node1"
@@ -27,8 +30,10 @@ def sweep(cluster: Cluster, project: Project, **changes: str) -> subprocess.Comp
     return result
 
 
-def start_training(cluster: Cluster, project: Project) -> subprocess.Popen:
-    process = cluster.start("login", *SWEEP, env=settings(project, TRAIN_ITERS="2000"), cwd=project.root)
+def start_training(cluster: Cluster, project: Project, iterations: int = 2000, pause: int = 20) -> subprocess.Popen:
+    """pause: the milliseconds of an iteration."""
+    changes = {"TRAIN_ITERS": str(iterations), "STUB_ITERATION_MS": str(pause)}
+    process = cluster.start("login", *SWEEP, env=settings(project, **changes), cwd=project.root)
     log = run_directory(project, "ddp") / "node1.terminal"
     wait_for(lambda: log.exists() and "iteration" in log.read_text(), 60)
     return process
@@ -59,19 +64,23 @@ def test_four_nodes_without_ipv4_and_a_shared_file_system(make_cluster: Callable
     cluster.login(*check, env=settings(project, HOSTS=hosts), cwd=project.root, timeout=70)
 
 
-def test_a_killed_worker_gives_one_sentence_on_the_terminal(cluster: Cluster, project: Project):
-    """And its files here are not mistaken for the next attempt's, whose record also comes back from the nodes."""
+def test_a_killed_worker_gives_one_sentence_on_the_terminal(cluster: Cluster, project: Project, tmp_path: Path):
+    """The next attempt's files are not mistaken for its own, and its checkpoints are found on the nodes' own disks."""
     cluster.private(project.root.parent)
-    process = start_training(cluster, project)
+    process = start_training(cluster, project, 20, 500)
     cluster.kill("node1", *cluster.pids("node1", PROCESSES["worker"]))
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 1, output
     assert "FAILED (crashed): node 1 (node1): rank 1: a process was killed (SIGKILL)" in output
     assert not cluster.left_of(project)
-    again = sweep(cluster, project, TRAIN_ITERS="8")
-    assert again.returncode == 0, again.stdout + again.stderr
-    run = load(run_directory(project, "ddp"))
-    assert (run.status, len(run.nodes), len(run.iterations)) == ("complete", 2, 4)
+    checkpoints = Checkpoints(replace(load(run_directory(project, "ddp")).plan, output_dir=str(tmp_path / "saved")))
+    write_checkpoint(checkpoints, 2)
+    for node in ("node1", "node0"):
+        cluster.run(node, "cp", "-r", str(checkpoints.directory), f"{run_directory(project, 'ddp')}/")
+        checkpoints.point_to(2)  # only the first rank does
+    again = sweep(cluster, project, TRAIN_ITERS="20").stderr
+    assert "FAILED (crashed): node 0 (node0): the engine did not load the checkpoint of iteration 2" in again, again
+    assert len(load(run_directory(project, "ddp")).nodes) == 2
 
 
 def test_ctrl_c_ends_every_node(cluster: Cluster, project: Project):

@@ -5,8 +5,10 @@ import re
 import shlex
 import signal
 import subprocess
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -14,6 +16,7 @@ from harness import STRATEGIES, Project, processes_with, wait_for
 from made_runs import make_run, write_checkpoint
 
 from t5bench import Problem
+from t5bench.record import collect
 from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.records import load
 from t5bench.sweep.command import check_settings
@@ -231,3 +234,18 @@ def test_the_terminal_shows_a_run_in_progress(tmp_path: Path):
     assert progress(tmp_path) == "iteration 7/20"
     run = make_run(tmp_path / "ddp", elapsed_ms=[100.0] * 30)
     assert progress(run) == "iteration 30/30" and progress(run, bar=True) == f"[{'#' * 20}] iteration 30/30"
+
+
+def test_a_refusal_is_not_the_end_of_an_earlier_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The refusing node still has that attempt's record on its own disk."""
+    there, directory = make_run(tmp_path / "there", status="cancelled"), tmp_path / "here"
+    directory.mkdir()
+    monkeypatch.setattr(collect, "local_copy", lambda source: nullcontext(there))
+    terminal = directory / "node0.terminal"
+    terminal.write_text("error: the disk is full\n")
+    plan = SimpleNamespace(ask=lambda *_: SimpleNamespace(obstacles=[]))
+    run = Started(plan, Row("ddp", "ddp"), directory)
+    process = SimpleNamespace(returncode=2, poll=lambda: 2)
+    run.nodes = [Node.__new__(Node)]
+    vars(run.nodes[0]).update(host="node0", rank=0, part=directory / "node0.json", output=terminal, process=process)
+    assert (run.poll(), run.problems) == (2, ["node0: the disk is full"])
