@@ -78,7 +78,7 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
 
 
 class View(NamedTuple):
-    """A node's newest intact checkpoint that the others may have too (0: none), and what is wrong with newer ones."""
+    """A node's newest intact checkpoint that the others may have too (0: none), and what is wrong with the newest."""
 
     iteration: int
     fault: str
@@ -90,7 +90,7 @@ def look(checkpoints: Checkpoints, limit: int | None) -> View:
     iteration, faults = checkpoints.newest(limit)
     for number, fault in faults.items():
         _passed_over(number, fault)
-    return View(iteration, "; ".join(faults.values()), socket.gethostname())
+    return View(iteration, next(iter(faults.values()), ""), socket.gethostname())
 
 
 def before_the_end(plan: Plan, checkpoints: Checkpoints, newest: int) -> View:
