@@ -171,6 +171,9 @@ resolve_topology() {
     NNODES=2
     note "Neither HOSTS nor NNODES gives the number of nodes: assuming 2, with $MASTER_ADDR as the master."
   fi
+  if [[ ${SLURM_STEP_NUM_NODES:-} == 1 && -z ${1:-}${HOSTS:-}${NNODES:-} ]] && ((${#HOST_LIST[@]} > 1)); then
+    note "srun runs this on one of the job's ${#HOST_LIST[@]} nodes: start it on the others too, or on one node with HOSTS=$HOSTNAME."
+  fi
   # The plan refuses such a list as a host's name; without it, this would be a run on one node.
   [[ -n ${NNODES:-}${HOST_LIST[*]}${SLURM_JOB_NUM_NODES:-} ]] || HOST_LIST=(${SLURM_JOB_NODELIST:+"$SLURM_JOB_NODELIST"})
   ((${#HOST_LIST[@]} == 0)) || NNODES=${NNODES:-${#HOST_LIST[@]}}

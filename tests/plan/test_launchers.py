@@ -80,6 +80,8 @@ def test_where_the_nodes_come_from(project: Project):
     assert place(project, "ddp", **brackets) == ("127.0.0.1", 2, 1)
     part = {"SLURM_STEP_NODELIST": "127.0.0.3,127.0.0.4", "SLURM_STEP_NUM_NODES": "2"}  # srun --nodes=2
     assert place(project, "ddp", **brackets, **part) == ("127.0.0.3", 2, 1)
+    one = project.launch("ddp", "--dry-run", **brackets, SLURM_STEP_NUM_NODES="1").stderr  # srun --nodes=1
+    assert "srun runs this on one of the job's 2 nodes" in one
     own = f"{ELSEWHERE} {socket.gethostname()}"
     assert place(project, "ddp", HOSTS=own, MASTER_ADDR=ELSEWHERE) == (ELSEWHERE, 2, 1)
     assert place(project, "ddp", "localhost", "0") == ("localhost", 1, 0)
