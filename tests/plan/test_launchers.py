@@ -7,11 +7,12 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from harness import Project, processes_with, wait_for
+from harness import REPO_ROOT, Project, processes_with, wait_for
 
 from t5bench.plan.ports import free_port
 from t5bench.record.plan import by_name
@@ -442,3 +443,13 @@ def test_planning_imports_no_package(project: Project):
     for name in ("torch", "numpy", "msgspec", "transformers", "sentencepiece"):
         (project.stubs / "site" / f"{name}.py").write_text(f"raise SystemExit('{name} was imported')\n")
     assert project.launch("zero1", "--dry-run").returncode == 0
+
+
+def test_nobody_reads_what_a_command_prints():
+    python, launcher = f"{sys.executable} -m t5bench", f"bash {REPO_ROOT}/scripts/run_megatron_t5_ddp.sh"
+    for printing in (f"{python} plan --device a100 --gpus 64", f"{python} strategies", f"{launcher} --dry-run=json"):
+        for sink, said in (("| true", ""), (">/dev/full", "No space left on device")):
+            options = {"cwd": REPO_ROOT, "capture_output": True, "text": True, "check": False}
+            result = subprocess.run(["bash", "-c", f"{printing} {sink}"], **options)
+            assert said in result.stderr and "Traceback" not in result.stderr
+            assert result.returncode == (2 if said else 0)
