@@ -50,8 +50,8 @@ declare -A SETTING_KIND=() SETTING_ROLE=() SETTING_ARGUMENT=() SETTING_DEFAULT=(
 
 # setting NAME KIND ROLE ARGUMENT DEFAULT MEANING: the environment wins over the default, even with an empty value.
 # KIND is whole:MINIMUM[:MAXIMUM], decimal[:MINIMUM], one-of:A|B, path, text or secret, with a ? where it may be empty;
-# ROLE is one of those in t5bench/record/plan.py; ARGUMENT is the engine's (several separated by commas, = where the value is the
-# argument itself, - for none).
+# ROLE is one of those in t5bench/record/plan.py; ARGUMENT is the engine's (several separated by commas, = where the value
+# is the argument itself, - for none).
 setting() {
   SETTING_NAMES+=("$1")
   SETTING_KIND[$1]=$2 SETTING_ROLE[$1]=$3 SETTING_ARGUMENT[$1]=$4 SETTING_DEFAULT[$1]=$5 SETTING_MEANING[$1]=$6
@@ -150,8 +150,8 @@ require_python() {
 
 # ---- hosts and ranks -----------------------------------------------------------------------------------------------
 
-# Prints the host names of the SLURM allocation, if there is one, or of the part of it that srun was told to use. A part of
-# one node may be where the user types commands for all.
+# Prints the host names of the SLURM allocation, if there is one, or of the part of it that srun was told to use. A part
+# of one node may be where the user types commands for all.
 slurm_hosts() {
   local list=${SLURM_JOB_NODELIST:-${SLURM_NODELIST:-}}
   [[ ${SLURM_STEP_NUM_NODES:-1} == 1 ]] || list=${SLURM_STEP_NODELIST:-$list}
@@ -208,7 +208,7 @@ run_to_end() {
   local recorder=$1 end_file=$2 mark=$$-$RANDOM$RANDOM child recorder_pid stopped=0 patience=50 status=0 NEVER
   local scratch=${TMPDIR:-/tmp}/t5-$mark
   interrupted_by=''
-  # Further ones, as of a key that is held down, would cut short what waits for the processes to end.
+  # Only the first one counts: others, from a key that is held down, would cut short the waiting for the processes.
   trap 'interrupted_by=INT; trap "" INT TERM HUP' INT
   trap 'interrupted_by=TERM; trap "" INT TERM HUP' TERM
   trap 'interrupted_by=HUP; trap "" INT TERM HUP' HUP

@@ -85,9 +85,8 @@ def activation_bytes(job: Job, stage: int = 0) -> dict[str, float]:
     found["pipeline's buffers"] = chunks * _buffers(job, stage) if job.parallel.deepspeed else 0.0
     if job.recompute != "none":  # of one layer at a time: all of it, or attention's scores
         plain, full = replace(job, recompute="none"), job.recompute == "full"
-        again = (
-            layer_bytes(plain, d) - (0 if full else layer_bytes(job, d)) for d, n in enumerate(layers.values()) if n
-        )
+        stacks = [name == "decoder" for name, n in layers.items() if n]
+        again = [layer_bytes(plain, stack) - (0 if full else layer_bytes(job, stack)) for stack in stacks]
         found["recomputed layer"] = max(again, default=0.0)
     return found
 

@@ -61,7 +61,8 @@ def outdated(parts: Mapping[Path, Mapping[str, Any]]) -> set[Path]:
     aside = {sha256(path) for place in {path.parent for path in parts} for path in place.glob("node*.json.[0-9]*")}
     known = {path for path in parts if sha256(path) in aside}
     resumed = [part["started"] for part in parts.values() if known and part["plan"]["resume_from"]]
-    return known | {path for path, part in parts.items() if any((part["ended"] or "9") < began for began in resumed)}
+    ended = {path: part["ended"] for path, part in parts.items() if part["ended"]}
+    return known | {path for path, end in ended.items() if any(end < began for began in resumed)}
 
 
 def bring(source: Path, name: str, directory: Path) -> None:

@@ -59,13 +59,15 @@ def check_settings(runs: Mapping[Path, Row]) -> None:
     """Raises Problem for a run that this sweep would train otherwise: a complete one, which it would mistake for one of
     its own, or one with checkpoints, which it would resume."""
     for directory, row in runs.items():
-        if row.plan and ((done := is_complete(directory)) or has_checkpoints(directory)):
-            other = list(misfits(replace(row.plan, output_dir=str(directory))))
-            was, here = _place(load(directory).plan) if done else "", _place(row.plan)
-            other = other or [f"{here} here and {was} then"] * (done and here != was)
-            if other:
-                remedy = "Choose another RUNS_DIR, or delete that run to repeat it"
-                raise Problem(f"{directory} holds a run with other settings: {'; '.join(other)}", remedy)
+        done = is_complete(directory)
+        if not row.plan or not (done or has_checkpoints(directory)):
+            continue
+        other = list(misfits(replace(row.plan, output_dir=str(directory))))
+        if done and not other and (was := _place(load(directory).plan)) != (here := _place(row.plan)):
+            other = [f"{here} here and {was} then"]
+        if other:
+            remedy = "Choose another RUNS_DIR, or delete that run to repeat it"
+            raise Problem(f"{directory} holds a run with other settings: {'; '.join(other)}", remedy)
 
 
 def _place(plan: Plan) -> str:

@@ -261,7 +261,7 @@ class Launch:
 
     def start(self, row: Row, directory: Path) -> Started:
         """Registers each node before sending it anything, so that an interruption leaves no launcher behind."""
-        # All nodes must resume, or none. The first rank, perhaps on a disk of its own, points to the checkpoints.
+        # Either all nodes resume or none does. Only the first one's disk surely has the pointer to the checkpoints.
         pointer = shlex.quote(str(directory / "checkpoints" / TRACKER))
         silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "check": False}
         look = {"env": self._environment, "input": f"test -e {pointer}\n", "text": True}

@@ -384,7 +384,7 @@ def test_a_signal_ends_every_process(project: Project, number: signal.Signals, i
 def test_a_ctrl_c_on_the_terminal_ends_every_process(project: Project):
     """It reaches the whole process group: the launcher, what ends the others, and whoever reads the output."""
     launcher = project.start_sleeping()
-    while launcher.poll() is None:  # as a key that is held down does
+    while launcher.poll() is None:  # like a key that is held down
         os.killpg(launcher.pid, signal.SIGINT)
         time.sleep(0.01)
     launcher.communicate(timeout=30)

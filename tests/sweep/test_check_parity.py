@@ -1,5 +1,6 @@
 """The parity gate itself, scripts/check_parity.sh, over real trainings of the native engine."""
 
+import json
 import os
 import re
 import subprocess
@@ -68,6 +69,9 @@ def test_the_native_engines_strategies_pass_and_nothing_can_hide(copy: Path):
     runs = copy.parent / "relative runs"
     assert (runs / "native" / "pipeline" / "metrics.jsonl").exists()
     assert {"weight decay", "Adam's epsilon", "clipping"} <= {one.number for one in read(runs / "sensitivity.jsonl")}
+    trained = map(json.loads, (runs / "sensitivity.jsonl").read_text().splitlines())
+    lengths = {line["number"]: len(line["losses"]) for line in trained}
+    assert lengths["the recipe"] == 12 and lengths["loss scale"] == 1, "a change is trained until it is seen"
 
 
 @pytest.mark.slow
