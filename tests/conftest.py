@@ -134,13 +134,20 @@ def megatron_runs(once: Once, megatron_dir: Path, sample_data: Path) -> Path:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For several test processes: a file's tests stay together, for their fixtures train, but for those that are done
     once for each engine; so does tests/cluster, which waits more than it computes. Groups with slow tests come first,
-    so that no process works alone at the end; then the cluster, whose time limits do not suit the busiest minutes."""
-    cluster, of, is_slow = REPO_ROOT / "tests" / "cluster", dict[pytest.Item, str](), set[str]()
+    so that no process works alone at the end: of these, each engine's first group, which trains what others read, and
+    these others last. Then the cluster, whose time limits do not suit the busiest minutes."""
+    cluster, of, rank, first = REPO_ROOT / "tests" / "cluster", dict[pytest.Item, str](), dict[str, int](), {}
+    trains, slow, reads, is_cluster, fast = range(5)
     for item in items:
         engine = item.callspec.params.get("engine", "") if hasattr(item, "callspec") else ""
-        engine = engine or "megatron" * ("megatron_runs" in getattr(item, "fixturenames", ()))
+        fixtures = set(getattr(item, "fixturenames", ()))
+        engine = engine or "megatron" * ("megatron_runs" in fixtures)
         of[item] = group = "cluster" if cluster in item.path.parents else f"{item.path} {engine}"
         item.add_marker(pytest.mark.xdist_group(group))
-        is_slow |= {group} if item.get_closest_marker("slow") else set()
+        own = is_cluster if group == "cluster" else fast
+        if own == fast and item.get_closest_marker("slow"):
+            is_first = engine and first.setdefault(engine, group) == group
+            own = trains if is_first else reads if engine or "quickstart" in fixtures else slow
+        rank[group] = min(own, rank.get(group, fast))
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: (of[item] not in is_slow - {"cluster"}, of[item] != "cluster"))
+        items.sort(key=lambda item: rank[of[item]])

@@ -76,7 +76,7 @@ def test_eight_processes_of_three_dimensions(native_runs: Path, sample_data: Pat
     parity(tmp_path / "run", baseline=native_runs / "ddp")
 
 
-def test_both_engines_train_the_same_model(native_runs: Path, megatron_runs: Path):
+def test_both_engines_train_the_same_model(megatron_runs: Path, native_runs: Path):
     """The same samples, schedule and optimizer too; a mistake that all strategies of one engine share shows here."""
     parity(megatron_runs / "ddp", baseline=native_runs / "ddp")
     native, megatron = (load(runs / "ddp") for runs in (native_runs, megatron_runs))
