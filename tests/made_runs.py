@@ -1,6 +1,7 @@
 """Run directories made by hand, in the format of records.py: what a launcher would have left after a run like this."""
 
 import json
+import shlex
 import re
 import shlex
 import zipfile
@@ -210,6 +211,7 @@ def make_run(
         }  # fmt: skip
         part |= {"ended": None} if part["status"] == RUNNING else {}
         files.write_json(directory / f"node{node}.json", part)
+        (directory / f"node{node}.command.sh").write_text(command_script(plan))
         size = part["padded_vocab_size"]
         told = [(start, f"vocabulary padded to {size}")] if size else []
         if node == nodes - 1:
@@ -224,6 +226,14 @@ def make_run(
     (directory / "metrics.jsonl").write_text("".join(records.metrics_line(line) + "\n" for line in lines))
     seal(directory)
     return directory
+
+
+def command_script(plan: Plan) -> str:
+    """As a launcher writes it; the paths need no quotes."""
+    script = f"mkdir -p {plan.output_dir}\n"
+    if plan.ds_config:
+        script += f"cat >{plan.output_dir}/ds_config.json <<'JSON'\n{json.dumps(plan.ds_config, indent=2)}\nJSON\n"
+    return script + f"env {shlex.join(plan.command)}\n"
 
 
 def seal(directory: Path) -> None:

@@ -31,6 +31,7 @@ from t5bench.record.log import Iteration
 from t5bench.record.plan import Plan, by_name, same_value
 from t5bench.record.reader import log_lines
 from t5bench.record.records import ENDING, SWEEP, Run, looks_like_run, read_list, read_parts
+from t5bench.record.status import COMPLETE
 from t5bench.report.command import (
     add_run_arguments,
     comparison_of,
@@ -46,6 +47,9 @@ MOST_FAULTS = 5  # that are told of one log
 _PACKED = re.compile(
     r"(node\d+\.(json|log|samples\.jsonl|sha256)|metrics\.jsonl)(\.\d+)?|node\d+\.command\.sh|(run|profile|ds_config)\.json"
 )
+
+_HERE_DOCUMENT = re.compile(r"<<'JSON'\n(.*?)\nJSON\n", re.DOTALL)
+_DOLLAR_QUOTED = re.compile(r"(?<!\\)\$'((?:[^'\\]|\\.)*)'", re.DOTALL)
 
 
 class Contents(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -122,28 +126,46 @@ def contradictions(run: Run) -> Iterator[str]:
 def _other_files(run: Run) -> Iterator[str]:
     """What the launcher wrote of the plan besides the record."""
     for part in read_parts(run.directory):
-        plan, path = Plan.read(part["plan"]), run.directory / f"node{part['node']}.command.sh"
-        words = [*(f"{name}={value}" for name, value in plan.environment.items()), *plan.command]
-        # Bash quotes other characters in a way that Python cannot read.
-        if path.exists() and all(word.isascii() and word.isprintable() for word in words):
-            _, _, last = read(path).decode(errors="replace").rpartition("\nenv ")
-            if _words(last) != words:
-                yield f"{path.name} has another command than the plan"
+        path = run.directory / f"node{part['node']}.command.sh"
+        if not path.exists():
+            yield f"{path.name} is missing"
+        elif not _is_script_of(Plan.read(part["plan"]), read(path).decode(errors="surrogateescape")):
+            yield f"{path.name} has another command than the plan"
     path, written = run.directory / "run.json", _json(msgspec.json.encode(run.record))
-    told = _json(read(path)) if path.exists() else written
+    # A run that some nodes never began has none.
+    told = _json(read(path)) if path.exists() else None if run.status == COMPLETE else written
     # A run that was killed has an older one, and a note that says so.
-    if told != written and isinstance(told, dict) and all(told.get(key) == run.record[key] for key in ENDING):
+    if told != written and not (isinstance(told, dict) and any(told.get(key) != run.record[key] for key in ENDING)):
         yield f"{path.name} differs from the nodes' parts"
     path = run.directory / "ds_config.json"
     if run.plan.ds_config and path.exists() and _json(read(path)) != run.plan.ds_config:
         yield f"{path.name} differs from the plan's"
 
 
-def _words(command: str) -> list[str]:
+def _is_script_of(plan: Plan, script: str) -> bool:
+    """Whether this is what print_command (scripts/megatron_common.sh) writes of a plan."""
+    ds_config = _HERE_DOCUMENT.findall(script)
+    words = ["mkdir", "-p", plan.output_dir]
+    words += ["cat", f">{plan.output_dir}/ds_config.json"] if ds_config else []
+    if wandb_config := plan.environment.get("WANDB_SWEEP_PARAM_PATH"):
+        words += ["echo", "wandb_version: 1", f">{wandb_config}"]
+    words += ["env", *(f"{name}={value}" for name, value in plan.environment.items()), *plan.command]
+    is_same = [_json(text.encode(errors="replace")) for text in ds_config] == [plan.ds_config] * bool(plan.ds_config)
+    return is_same and _words(_HERE_DOCUMENT.sub("\n", script)) == words
+
+
+def _words(script: str) -> list[str]:
+    """A script's words. Bash alone knows $'...', as it quotes what is not printable where the script is written."""
     try:
-        return shlex.split(command)
+        return shlex.split(_DOLLAR_QUOTED.sub(lambda found: shlex.quote(_unescaped(found[1])), script))
     except ValueError:
         return []
+
+
+def _unescaped(text: str) -> str:
+    """Raises ValueError."""
+    characters = text.encode(errors="surrogateescape").decode("unicode_escape")  # one for each byte
+    return characters.encode("latin-1").decode(errors="surrogateescape")
 
 
 def _json(content: bytes) -> object:

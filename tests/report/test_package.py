@@ -4,7 +4,6 @@ import hashlib
 import io
 import json
 import re
-import shlex
 import tarfile
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ Files = dict[str, bytes]
 Change = Callable[[Files], object]
 DDP, ZERO1, FAILED = "runs/repeat1/ddp", "runs/repeat1/zero1", "runs/repeat1/zero3"
 LOG, METRICS, PART, SEAL = (f"{ZERO1}/{name}" for name in ("node0.log", "metrics.jsonl", "node0.json", "node0.sha256"))
-SAMPLES = f"{ZERO1}/node0.samples.jsonl"
+SAMPLES, COMMAND = f"{ZERO1}/node0.samples.jsonl", f"{ZERO1}/node0.command.sh"
 FIGURES, PAGE, CONTENTS, LIST = "comparison/comparison.json", "comparison/index.html", "package.json", "runs/sweep.json"
 
 
@@ -45,9 +44,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rank = {"host": "node0", "wall_ms": 9.0, "parts": {"forward": 9.0}, "operators": 1000, "processor": {}}
     ranks = [rank | {"rank": number, "waited_for": {}, "links": {}} for number in range(2)]
     write_json(runs / "repeat1" / "ddp" / "profile.json", {"ranks": ranks})
-    plan = load(zero1 := runs / "repeat1" / "zero1").plan
-    write_json(zero1 / "ds_config.json", plan.ds_config)
-    (zero1 / "node0.command.sh").write_text(f"mkdir -p /run\nenv {shlex.join(plan.command)}\n")
+    zero1 = runs / "repeat1" / "zero1"
+    write_json(zero1 / "ds_config.json", load(zero1).plan.ds_config)
     seal(runs / "repeat1" / "ddp")
     write_list(runs, ["repeat1/ddp", "repeat1/zero1", "repeat1/zero3", "repeat1/hybrid"])
     output = runs.parent / "package.tar.gz"
@@ -204,7 +202,11 @@ SEALED: dict[str, tuple[Change, str]] = {
     "two runs swapped": (
         both(moved(DDP, "runs/x"), moved(ZERO1, DDP), moved("runs/x", ZERO1)),
         "comparison.json: .*directory is runs/repeat1/ddp, but the logs"),
-    "the command": (text(f"{ZERO1}/node0.command.sh", "--seed 1234", "--seed 1235"), "has another command than"),
+    "the command": (text(COMMAND, "--seed 1234", "--seed 1235"), "has another command than"),
+    "a command before it": (text(COMMAND, "^", "export OMP_NUM_THREADS=8\n"), "has another command than"),
+    "the configuration in the command": (text(COMMAND, '"stage": 1', '"stage": 2'), "has another command than"),
+    "no command": (without(COMMAND), "node0.command.sh is missing"),
+    "no merged record": (without(f"{ZERO1}/run.json"), "run.json differs from the nodes' parts"),
     "DeepSpeed's configuration": (
         value(f"{ZERO1}/ds_config.json", "zero_optimization", "stage", to=2), "ds_config.json differs from the plan's"),
     "the log of another run": (copied(f"{DDP}/node0.log", LOG), "metrics.jsonl line 1 has elapsed_ms"),
