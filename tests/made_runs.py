@@ -1,7 +1,6 @@
 """Run directories made by hand, in the format of records.py: what a launcher would have left after a run like this."""
 
 import json
-import shlex
 import re
 import shlex
 import zipfile

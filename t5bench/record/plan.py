@@ -5,7 +5,7 @@ plan without any package; ``Plan.read`` checks every type of a plan that comes f
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -230,10 +230,17 @@ class Plan:
         return found
 
     def number(self, name: str) -> int:
-        return int(self.value(name))
+        return self._read(int, name)
 
     def decimal(self, name: str) -> float:
-        return float(self.value(name))
+        return self._read(float, name)
+
+    def _read(self, kind: Callable[[str], Any], name: str) -> Any:
+        value = self.value(name)
+        try:
+            return kind(value)
+        except ValueError as error:
+            raise RecordError(f"the plan of the run in {self.output_dir} has '{value}' as its {name}") from error
 
     def with_role(self, question: str) -> dict[str, str]:
         """The settings whose role has this property (a field of Role): name to value, a number in one spelling."""

@@ -105,10 +105,10 @@ class _Sample(Struct):
 
 
 def _checked(place: object, content: Any, kind: Any, *, strict: bool = True) -> Any:
-    """Converts with msgspec. Raises RecordError, also for a ValueError of the type's own __post_init__."""
+    """Converts with msgspec. Raises RecordError, also where the type's own __post_init__ cannot calculate with it."""
     try:
         return msgspec.convert(content, kind, strict=strict)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, ArithmeticError) as error:
         raise RecordError(f"{place} is inconsistent: {error}") from error
 
 
@@ -190,6 +190,8 @@ def _faults(part: _Part) -> Iterator[str]:
         yield "the strategy has no name"
     if min(plan.iterations, plan.last_iteration) < 0:
         yield f"it has {plan.iterations} iterations, the last {plan.last_iteration}"
+    if not plan.number("LOG_INTERVAL"):
+        yield "every 0 iterations are logged"
     if missing := Counter(plan.arguments.words) - Counter(plan.command):
         yield f"the command lacks {next(iter(missing))}"
 

@@ -96,18 +96,22 @@ def comparison_of(runs: Sequence[records.Run], damaged: Sequence[str], *how: Any
     except UNFORESEEN as error:
         if isinstance(error, Problem) and not isinstance(error, RecordError):
             raise
-        found = [(run, unfit(run)) for run in runs]
-        damaged = [*damaged, *(why for _, why in found if why)]
-        comparison = build([run for run, why in found if not why], *how)
+        fit, reasons = list[records.Run](), list[str]()
+        for run in runs:
+            if why := unfit(run) or unfit(*fit[:1], run):
+                reasons.append(f"the run in {run.directory} is damaged and left out: {why}")
+            else:
+                fit.append(run)
+        damaged, comparison = [*damaged, *reasons], build(fit, *how)
     return replace(comparison, problems=[*damaged, *comparison.problems])
 
 
-def unfit(run: records.Run) -> str:
-    """Why a run cannot even be compared with itself; "" for one that can."""
+def unfit(*runs: records.Run) -> str:
+    """Why the last of these cannot even be compared with itself and the others; "" if it can."""
     try:
-        tables.caption(build([run], run.strategy))
+        tables.caption(build(runs, runs[0].strategy))
     except UNFORESEEN as error:
-        return f"the run in {run.directory} is damaged and left out: {error!r}"
+        return str(error) if isinstance(error, Problem) else repr(error)
     return ""
 
 

@@ -21,7 +21,7 @@ import pytest
 from made_runs import make_run, seal
 
 from t5bench.__main__ import main
-from t5bench.record import collect
+from t5bench.record import collect, files
 from t5bench.report import command, tables, wandb_report
 from t5bench.report.page import render
 
@@ -82,19 +82,24 @@ OTHER_VALUES = (
 
 
 def values_changed(rng: random.Random, path: Path) -> None:
-    """Of a file of JSON or JSON lines: a field that goes, changes or gets another name; a clock that jumps."""
+    """Of a file of JSON or JSON lines: a field that goes, changes, gets another name or another's value; a clock that
+    jumps."""
     lines = [path.read_text()] if path.suffix == ".json" else path.read_text().splitlines()
     number = rng.randrange(len(lines))
     content = json.loads(lines[number])
     container, key = rng.choice(list(places(content)))
-    value, what = container[key], rng.randrange(5)
+    value, what = container[key], rng.randrange(6)
     if what == 0:
         container.pop(key)
     elif what == 1 and isinstance(container, dict):
         container[f"{key}x"] = container.pop(key)
     elif what == 2 and isinstance(value, int | float):
         container[key] = value + rng.choice([7200, -7200, 1, -1, value, -value])
-    elif what == 3 and isinstance(value, int | float | str):
+    elif what == 3:
+        container[key] = container[
+            rng.choice(list(container) if isinstance(container, dict) else range(len(container)))
+        ]
+    elif what == 4 and isinstance(value, int | float | str):
         container[key] = [value] if isinstance(value, str) else str(value)
     else:
         container[key] = rng.choice(OTHER_VALUES)
@@ -255,3 +260,19 @@ def test_a_users_note_is_not_damage(runs: Path, tmp_path: Path):
     (runs / "ddp" / "notes.txt").write_text("the first run after the upgrade")
     (runs / "ddp" / "more").mkdir()
     assert outcome(compare, runs, tmp_path / "target") == clean
+
+
+@pytest.mark.parametrize(("name", "other"), [
+    ("DROPOUT", "WANDB_PROJECT"), ("PRECISION_FLAG", "WANDB_PROJECT"),
+    ("LOG_INTERVAL", "EVAL_ONLY"), ("GLOBAL_BATCH_SIZE", "DROPOUT"),
+])  # fmt: skip
+def test_a_setting_under_anothers_name(tmp_path: Path, name: str, other: str):
+    """With checksums that fit: the run is left out, and the others are compared."""
+    make_run(tmp_path / "ddp")
+    path = make_run(tmp_path / "zero1", "zero1") / "node0.json"
+    content = json.loads(path.read_text())
+    declared = content["plan"]["settings"]
+    declared[name] = declared[other]
+    path.write_text(json.dumps(content))
+    files.seal(path.parent, 0, 1)
+    assert f"the run in {path.parent} is damaged and left out" in outcome(compare, tmp_path, tmp_path / "target")
