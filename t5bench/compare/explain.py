@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from t5bench import Problem
+from t5bench import Problem, note
 from t5bench.compare.statistics import event_within
 from t5bench.compare.whatif import Gain, WhatIf
 from t5bench.model import schedule, time
@@ -371,15 +371,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    problems = list[Problem]()
     for directory in arguments.runs:
-        found = load(directory)
-        causes = of_record(found)
-        if causes and not os.path.lexists(directory / PROFILE):
-            print(f"{directory} has no profile; its record shows")
-        else:
-            explanation = Explanation(found)
-            causes = explanation.causes()
-            print(explanation.sentence())
-        for cause in causes:
-            print(f"  {cause.name}: {cause.evidence}")
+        try:
+            found = load(directory)
+            causes = of_record(found)
+            if causes and not os.path.lexists(directory / PROFILE):
+                print(f"{directory} has no profile; its record shows")
+            else:
+                explanation = Explanation(found)
+                causes = explanation.causes()
+                print(explanation.sentence())
+            for cause in causes:
+                print(f"  {cause.name}: {cause.evidence}")
+        except Problem as problem:
+            problems.append(problem)
+    for problem in problems[:-1]:
+        note(problem.report)
+    if problems:
+        raise problems[-1]
     return 0

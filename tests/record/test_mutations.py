@@ -276,3 +276,10 @@ def test_a_setting_under_anothers_name(tmp_path: Path, name: str, other: str):
     path.write_text(json.dumps(content))
     files.seal(path.parent, 0, 1)
     assert f"the run in {path.parent} is damaged and left out" in outcome(compare, tmp_path, tmp_path / "target")
+
+
+def test_every_run_is_explained_that_can_be(runs: Path, capsys: pytest.CaptureFixture):
+    assert main(["explain", *(str(runs / name) for name in ("tensor", "ddp", "pipeline", "zero1"))]) == 2
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) >= 2
+    assert said.err.count("has no profile of all ranks") == 2
