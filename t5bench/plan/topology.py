@@ -1,7 +1,6 @@
 """Which nodes a run has, and which of them this is: completes and checks what the launcher took from its arguments, the
 environment and SLURM."""
 
-import contextlib
 import errno
 import os
 import re
@@ -12,7 +11,7 @@ from dataclasses import replace
 
 from t5bench import Problem
 from t5bench.plan.request import Request
-from t5bench.record.hosts import addresses_of, checked, is_loopback, own_name_fault
+from t5bench.record.hosts import addresses_of, checked, is_loopback, is_own, own_name_fault
 
 Fault = tuple[str, str, str]  # code, what was found, what to do
 
@@ -31,16 +30,7 @@ def is_this_host(host: str) -> bool:
     """Compares the names before it asks any resolver."""
     if same_name(host, socket.gethostname()) or is_loopback_name(host):
         return True
-    return any(_is_own(address) for address in addresses_of(host) if not is_loopback(address))
-
-
-def _is_own(address: str) -> bool:
-    """Whether this machine would connect to the address from that same address. Nothing is sent."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))
-        return str(probe.getsockname()[0]) == address.partition("%")[0]
-    return False
+    return any(is_own(address) for address in addresses_of(host) if not is_loopback(address))
 
 
 def placed(request: Request) -> Request:

@@ -1,5 +1,6 @@
 """Hosts: which names are valid, how this host's own name resolves, and how to run a command on another host."""
 
+import contextlib
 import os
 import re
 import socket
@@ -42,14 +43,24 @@ def is_loopback(address: str) -> bool:
     return address.removeprefix("::ffff:").startswith("127.") or address == "::1"
 
 
+def is_own(address: str) -> bool:
+    """Whether this machine would connect to the address from that same address. Nothing is sent."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
+        return str(probe.getsockname()[0]) == address.partition("%")[0]
+    return False
+
+
 def own_name_fault(own: str, addresses: Sequence[str], environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
     """Why other nodes will not reach gloo on this one, which tells them how its own name resolves, and what to do;
     empty if they will."""
-    first = next(iter(addresses), "")  # gloo takes no other
+    # gloo takes the first that is this node's, or else a loopback address.
+    first = next((address for address in addresses if is_loopback(address) or is_own(address)), "")
     if environment.get("GLOO_SOCKET_IFNAME") or (first and not is_loopback(first)):
         return "", ""
     return (
-        f"{own} resolves to {first or 'nothing'} there, which other nodes cannot reach",
+        f"{own} resolves to {first or ', '.join(addresses) or 'nothing'} there, where other nodes do not reach it",
         f"Give {own} its network address in its own /etc/hosts, or name the interface:"
         " GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
     )

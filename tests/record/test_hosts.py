@@ -5,6 +5,7 @@ from harness import REPO_ROOT, Project
 
 from t5bench import Problem
 from t5bench.__main__ import main
+from t5bench.record import hosts
 from t5bench.record.hosts import checked, own_name_fault, ssh
 
 HOSTS = ("node0", "ws-l4-007.cluster.example.", "n_1", "10.0.0.7", "fd00::7", "::1", "fe80::1%eth0", "::ffff:10.0.0.7")
@@ -54,10 +55,15 @@ def test_commands_refuse_an_invalid_host(tmp_path, monkeypatch, capsys, words: l
         (["127.0.1.1"], "eth0", False),
         (["127.0.1.1", "10.0.0.2"], "", True),
         (["10.0.0.2", "127.0.1.1"], "", False),
+        (["10.0.0.99"], "", True),
+        (["10.0.0.99", "10.0.0.2"], "", False),
     ],
 )
-def test_an_own_name_that_other_nodes_cannot_reach(addresses: list[str], interface: str, is_wrong: bool):
-    """gloo would give the other nodes this address."""
+def test_an_own_name_that_other_nodes_cannot_reach(
+    addresses: list[str], interface: str, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """gloo would give the other nodes this address. 10.0.0.99 is no address of this host."""
+    monkeypatch.setattr(hosts, "is_own", lambda address: address == "10.0.0.2")
     assert bool(own_name_fault("me", addresses, {"GLOO_SOCKET_IFNAME": interface})[0]) == is_wrong
 
 
@@ -67,6 +73,6 @@ def test_the_launcher_detects_an_own_name_that_others_cannot_reach(project: Proj
     settings = {"NNODES": "2", "GLOO_SOCKET_IFNAME": None}
     result = project.launch("ddp", "192.0.2.7", "1", **settings)
     assert result.returncode == 2 and not project.was_started()
-    assert "resolves to 127.0.1.1 here, which other nodes cannot reach" in result.stderr
+    assert "resolves to 127.0.1.1 here, where other nodes do not reach it" in result.stderr
     assert "GLOO_SOCKET_IFNAME" in result.stderr
     assert project.launch("ddp", "192.0.2.7", "1", "--dry-run", **settings | {"DEVICE": "cuda"}).returncode == 0
