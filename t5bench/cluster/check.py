@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from t5bench import REPOSITORY, Problem
+from t5bench.cluster.network import IMPORTING
 from t5bench.cluster.probe import Cell, Question
 from t5bench.cluster.table import Node, render, table
 from t5bench.plan.launchers import accepted, ask, declarations
 from t5bench.plan.topology import is_this_host
-from t5bench.record.hosts import checked, ssh
+from t5bench.record.hosts import BEGINS, checked, ssh
 from t5bench.record.text import visible, visible_in
 
 # Seconds; everything ends within a minute.
@@ -40,6 +41,8 @@ PASSED_ON = ("NCCL_", "GLOO_", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 # What ssh prints, what the table shows for it, and what to do about {host}; the last entry covers everything else.
 SSH_FAILURES = (
     ("Permission denied", "refused", "Authorize this host's key: ssh-copy-id {host}   (or get an allocation first)"),
+    ("you have requested strict checking", "another key",
+     "If {host} was installed again, forget its old key: ssh-keygen -R {host}   Then compare the new one: ssh {host}"),
     ("Host key verification failed", "unknown key", "Connect once by hand and compare the key: ssh {host}"),
     ("Could not resolve hostname", "unknown name", "Check the spelling; scontrol show hostnames lists SLURM's names"),
     ("Connection refused", "no sshd", "Start sshd on {host}, or run this check from a node that can log in there"),
@@ -50,8 +53,8 @@ SSH_FAILURES = (
 
 # Runs the program that comes on standard input: Python reads it from a file that has no name.
 BOOT = (
-    "import os, runpy, sys; file = os.memfd_create('t5bench'); os.write(file, sys.stdin.buffer.read());"
-    " runpy.run_path(f'/proc/self/fd/{file}')"
+    f"print({BEGINS!r}, flush=True); import os, runpy, sys; file = os.memfd_create('t5bench');"
+    " os.write(file, sys.stdin.buffer.read()); runpy.run_path(f'/proc/self/fd/{file}')"
 )
 
 
@@ -79,11 +82,11 @@ def execute(node: Node, python: str, module: str, word: str, limit: float, **env
         command = ssh(node.host, shlex.join(["exec", *command]), options=SSH_OPTIONS)
     try:
         result = subprocess.run(command, input=program(module), capture_output=True, timeout=limit, check=False)
-        output, error = result.stdout, result.stderr.decode(errors="replace").strip()
+        output, error = result.stdout, result.stderr.decode(errors="replace").replace("\r\n", "\n").strip()
     except subprocess.TimeoutExpired as late:
         output, error = late.stdout or b"", f"no answer within {limit:.0f} s"
-    # The output of the shell's start-up files comes first.
-    said = next((line for line in output.decode(errors="replace").splitlines() if line.startswith("{")), "{}")
+    printed = output.decode(errors="replace").partition(BEGINS)[2]
+    said = next((line for line in printed.splitlines() if line.startswith("{")), "{}")
     return visible_in(json.loads(said)), visible(error, "\n") or "it ended without any output"
 
 
@@ -110,17 +113,22 @@ def measure_network(nodes: Sequence[Node], python: str) -> tuple[dict[str, Cell]
     master = able[0]
     if master.free_port is None:
         return {master.host: Cell("not measured", "no rendezvous port is free", "Free one: see the row ports")}, ""
-    common = {"MASTER_ADDR": master.host, "MASTER_PORT": str(master.free_port), "WORLD_SIZE": str(len(able))}
+    common = {"MASTER_ADDR": master.host, "MASTER_PORT": str(master.free_port)}
+    common["HOSTS"] = " ".join(node.host for node in able)
 
     def start(rank: int) -> tuple[Said, str]:
-        return execute(able[rank], python, "network", str(NETWORK_LIMIT - 3), NETWORK_LIMIT, **common, RANK=str(rank))
+        seconds = str(NETWORK_LIMIT - CONNECT_SECONDS - 1)
+        return execute(able[rank], python, "network", seconds, NETWORK_LIMIT, **common, RANK=str(rank))
 
     with ThreadPoolExecutor(len(able)) as pool:
         answers = list(pool.map(start, range(len(able))))
     result = answers[0][0]
     if "pairs" not in result:
         problems = [said.get("error") or error.splitlines()[-1] for said, error in answers]
-        return {n.host: Cell("no all-reduce", problem) for n, problem in zip(able, problems, strict=True)}, ""
+        by_hand = f"Try there: {shlex.quote(python)} -c 'import torch'"
+        remedies = [by_hand if problem.startswith(IMPORTING) else "" for problem in problems]
+        hosts = [node.host for node in able]
+        return {h: Cell("no all-reduce", *why) for h, *why in zip(hosts, problems, remedies, strict=True)}, ""
     note = f"Network measured with {result['backend']}, between each node and {master.host}."
     if result["together"]:
         note += f" All {len(able)} together: {speed(result['together'])}."

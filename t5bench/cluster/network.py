@@ -1,8 +1,9 @@
 """The network between nodes, measured with all-reduces: check.py runs this module on every node at once.
 
-MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE are torch's own variables, argv[1] is the time limit in seconds. Rank 0
-prints a JSON object: ``backend``, and for each other rank (``pairs``) and for all (``together``) the bandwidth in
-Gbit/s and the latency of a message in microseconds. A rank that fails prints ``{"error": TEXT}``.
+MASTER_ADDR, MASTER_PORT and RANK are torch's own variables, HOSTS are the ranks' names, argv[1] is the time limit in
+seconds. Rank 0 prints a JSON object: ``backend``, and for each other rank (``pairs``) and for all (``together``) the
+bandwidth in Gbit/s and the latency of a message in microseconds. A rank that fails prints ``{"error": TEXT}``, which
+begins with what it was doing.
 
 Bandwidth is 2 (n-1)/n bytes / seconds, what each node's link carries, as nccl-tests defines its bus bandwidth.
 """
@@ -15,31 +16,37 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 LARGEST = 64 * 2**20  # bytes
 FIRST = 2**20
 REPETITIONS = 5
+IMPORTING = "importing torch"
+
+doing = [IMPORTING]  # now: the last one
 
 
 def all_reduces(seconds: float) -> None:
     # So that nothing stays behind on the node, whatever hangs and whether or not anyone listens.
     signal.alarm(int(seconds) + 2)
     # torch waits longer for a missing master than it is told.
-    doing = "meeting the other nodes at {MASTER_ADDR} port {MASTER_PORT}".format_map(os.environ)
-    late = threading.Timer(seconds, lambda: fail(f"{doing} takes longer than {seconds:.0f} s"))
+    late = threading.Timer(seconds, lambda: fail(f"{doing[-1]} takes longer than {seconds:.0f} s"))
     late.daemon = True
     late.start()
     import torch
     import torch.distributed as dist
 
     deadline = time.monotonic() + seconds
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    timeout = timedelta(seconds=max(1.0, seconds - 2))
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, rank == 0, timeout)
+    rank, size = int(os.environ["RANK"]), len(os.environ["HOSTS"].split())
+    timeout = timedelta(seconds=seconds + 1)  # the timer comes first, and says what took so long
     able = torch.cuda.is_available() and dist.is_nccl_available()
-    store.set(f"backend{rank}", f"nccl {'.'.join(map(str, torch.cuda.nccl.version()))}" if able else "gloo")
-    backends = sorted({store.get(f"backend{other}").decode() for other in range(size)})
-    on_gpus, doing = "gloo" not in backends, "exchanging data with the other nodes"
+    own = f"nccl {'.'.join(map(str, torch.cuda.nccl.version()))}" if able else "gloo"
+    store, backends = meet(rank, own, timeout)
+    on_gpus = "gloo" not in backends
+    doing.append("exchanging data with the other nodes")
     device = torch.device("cuda", 0) if on_gpus else torch.device("cpu")
     dist.init_process_group("nccl" if on_gpus else "gloo", store=store, rank=rank, world_size=size, timeout=timeout)
 
@@ -78,6 +85,21 @@ def all_reduces(seconds: float) -> None:
     dist.destroy_process_group()
 
 
+def meet(rank: int, backend: str, timeout: timedelta) -> tuple["dist.TCPStore", list[str]]:
+    """The store that the ranks share, and their backends."""
+    import torch.distributed as dist
+
+    hosts, master, port = os.environ["HOSTS"].split(), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    doing.append(f"connecting to {master} port {port}")
+    store = dist.TCPStore(master, port, len(hosts), rank == 0, timeout, wait_for_workers=False)
+    store.set(f"backend{rank}", backend)
+    found = set()
+    for other, host in enumerate(hosts):
+        doing.append(f"waiting until {host} reaches {master} port {port}")
+        found.add(store.get(f"backend{other}").decode())
+    return store, sorted(found)
+
+
 def fail(problem: str) -> None:
     print(json.dumps({"error": problem}), flush=True)
     os._exit(1)
@@ -87,4 +109,4 @@ def main() -> None:
     try:
         all_reduces(float(sys.argv[1]))
     except Exception as error:  # whatever it is belongs into the table
-        fail(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        fail(f"{doing[-1]}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")

@@ -14,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -184,8 +185,10 @@ def listener(port: int) -> str:
 def disk(asked: Question) -> Cells:
     wanted = Path(asked.output_directory)
     path = next(path for path in (wanted, *wanted.parents) if path.exists())
-    if not os.access(path, os.W_OK):
-        return {"disk": Cell("read-only", f"{path} is not writable", "Choose an OUTPUT_DIR that is")}
+    try:
+        tempfile.TemporaryFile(dir=path).close()  # what is writable may still have no inode, or be a file
+    except OSError as error:
+        return {"disk": Cell("not writable", f"cannot write to {path}: {error.strerror}", "Choose another OUTPUT_DIR")}
     free = shutil.disk_usage(path).free
     problem = f"only {free / GIB:.1f} GiB are free at {path}" if free < LEAST_DISK else ""
     return {"disk": Cell(f"{free / GIB:.0f} GiB free", problem, "Free some space, or put OUTPUT_DIR on a larger disk")}

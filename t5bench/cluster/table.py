@@ -21,8 +21,8 @@ REMEDIES = {
     "GPUs": "The slowest node sets the pace: use equal ones (SLURM: --gres=gpu:1; if a GPU is not listed, check the"
     " driver), or set CUDA_VISIBLE_DEVICES and NPROC_PER_NODE",
     "driver": "Install the same driver on all nodes, or choose nodes that have it",
-    "network": "Let the nodes reach each other on every TCP port (check for a firewall), and name the interface"
-    " between them on all nodes: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME",
+    "network": "Let the nodes reach each other on every TCP port (check for a firewall) with the same MTU, and name the"
+    " interface between them on all nodes: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME",
     "clock": "Let chrony or ntpd set the clock of {host}, or of the first node: timedatectl shows which is wrong",
 }
 ENVIRONMENT = "Use the same environment on all nodes: activate it, then pip install -r requirements.txt"
@@ -89,7 +89,8 @@ def copy_command(nodes: Nodes, row: Row, prefix: Path) -> str:
     if row[source.host].same["tokenizer"]:
         files.append(str(prefix.parent / "tokenizer"))
     words = files if source.here else ["-3", *(f"{in_a_path(source.host)}:{file}" for file in files)]
-    return "Run here: " + shlex.join(["scp", "-r", *words, f"{{host}}:{prefix.parent}/"])
+    folder = shlex.quote(shlex.join(["mkdir", "-p", str(prefix.parent)]))
+    return f"Run here: ssh {{host}} {folder} && " + shlex.join(["scp", "-r", *words, f"{{host}}:{prefix.parent}/"])
 
 
 def table(nodes: Nodes, network: Row, prefix: Path) -> dict[str, Row]:

@@ -20,6 +20,7 @@ from harness import REPO_ROOT, Project, wait_for, write_data_record
 from t5bench.cluster import probe, table
 from t5bench.cluster.probe import Cell
 from t5bench.cluster.table import Node, Row
+from t5bench.record import hosts
 
 HERE = socket.gethostname()
 CHECK = ("bash", "scripts/check_cluster.sh")
@@ -72,14 +73,24 @@ def test_wrong_use(project: Project, arguments: tuple[str, ...], environment: di
     assert len(report.text.splitlines()) == 2, "what is wrong, and what to do"
 
 
+SSH_THAT_REFUSES = r"""#!/bin/sh
+echo '{ Welcome'
+printf 'Host key for other has changed and you have requested strict checking.\r\nVerification failed.\r\n' >&2
+exit 255
+"""
+
+
 def test_only_this_host(project: Project):
-    """With an engine that is not patched, no data, and a rendezvous port that is in use."""
+    """With an engine that is not patched, no data, a rendezvous port that is in use, and another host that greets and
+    has another key than before."""
     (project.engine / "megatron" / "training.py").write_text("patched = False\n")
     project.data_prefix.with_suffix(".idx").unlink()
     with socket.create_server(("", 0)) as server:
         port = str(server.getsockname()[1])
         report = check_here(project, HOSTS=HERE, MASTER_PORT=port)
-    native = check_here(project, HERE, ENGINE="native", DEVICE="cuda", MASTER_PORT=port)
+    project.add_stub("ssh", SSH_THAT_REFUSES)
+    changes = {"ENGINE": "native", "DEVICE": "cuda", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    native = check_here(project, HERE, "other", **changes)
     assert report.status == 1
     assert report.rows["reachable"] == ["this host"]
     assert report.rows["python"] == [".".join(map(str, sys.version_info[:3]))]
@@ -90,7 +101,9 @@ def test_only_this_host(project: Project):
     assert report.rows["ports"] == [f"FAIL {port} taken"]
     assert f"{port} by process" in report.text
     assert report.rows["network"] == ["-"]
-    assert native.failed() == {("data", 0), ("GPUs", 0)}, native.text
+    assert native.failed() == {("data", 0), ("GPUs", 0), ("reachable", 1)}, native.text
+    assert "reachable on other: Host key for other has changed and you have requested strict checking.\n" in native.text
+    assert "ssh-keygen -R other" in native.remedy("reachable on other")
 
 
 # ---- the table, from answers as nodes give them --------------------------------------------------------------------
@@ -154,6 +167,7 @@ def test_a_nodes_names_disk_and_memory(monkeypatch: pytest.MonkeyPatch, tmp_path
     """An own name that is a loopback address, as Debian's installer writes it into /etc/hosts: gloo would listen where
     no other node can reach it."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(hosts, "is_own", lambda address: address == "10.0.0.2")
     for resolves, text, problem in (("127.0.1.1", "own name", "resolves to 127.0.1.1"), ("10.0.0.2", "no master", "")):
         monkeypatch.setattr(probe, "addresses_of", lambda name, at=resolves: [at] if name == HERE else [])
         cell = probe.address(asked("node0", "node1"))["address"]
@@ -165,6 +179,8 @@ def test_a_nodes_names_disk_and_memory(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(probe, "LEAST_MEMORY", 2**60)
     there = replace(asked("node0"), output_directory=str(tmp_path / "run"))
     assert re.fullmatch(rf"only [0-9.]+ GiB are free at {re.escape(str(tmp_path))}", probe.disk(there)["disk"].problem)
+    (tmp_path / "run").touch()
+    assert probe.disk(there)["disk"].problem == f"cannot write to {tmp_path / 'run'}: Not a directory"
     assert re.fullmatch(r"only [0-9.]+ GiB of memory are available", probe.memory(asked("node0"))["memory"].problem)
 
 
@@ -203,10 +219,11 @@ def test_what_to_do_and_colour():
     rows = table.table(nodes, {}, Path("/d d/x"))
     plain = table.render(nodes, rows, colour=False)
     assert "\nengine on node0, node1: there is none\n    get one\n" in plain
-    command = "Run here: scp -r '/d d/x.bin' '/d d/x.idx' '/d d/x.meta.json' '{}:/d d/'"
-    assert plain.splitlines()[-1].strip() == command.format("node1")
+    command = """Run here: ssh {} 'mkdir -p '"'"'/d d'"'"'' && """
+    command += "scp -r '/d d/x.bin' '/d d/x.idx' '/d d/x.meta.json' '{}:/d d/'"
+    assert plain.splitlines()[-1].strip() == command.format("node1", "node1")
     six = [nodes[0], replace(nodes[1], host="fd00::7")]
-    assert table.table(six, {}, Path("/d d/x"))["data"]["fd00::7"].remedy == command.format("[fd00::7]")
+    assert table.table(six, {}, Path("/d d/x"))["data"]["fd00::7"].remedy == command.format("fd00::7", "[fd00::7]")
     assert "\033" not in plain
     assert table.render(nodes, rows, colour=True).count("\033[31mFAIL none\033[0m") == 2
 
@@ -339,7 +356,7 @@ def test_everything_that_can_be_wrong(cluster: Cluster, checkout: Project, pytho
     assert report.rows["repository"][7].endswith(" changed")
     assert "MEGATRON_DIR" in report.text and "bash scripts/setup_megatron.sh" in report.text
     assert "data on node7: differs from node0 in .bin and record:" in report.text
-    assert re.search(r"^network on .*node7: meeting the other nodes at node0 port", report.text, re.MULTILINE)
+    assert re.search(r"^network on node0.*: waiting until node7 reaches node0 port", report.text, re.MULTILINE)
     assert "GLOO_SOCKET_IFNAME" in report.remedy("network on node0")
     assert float(report.rows["clock"][5].removeprefix("FAIL ").removesuffix(" s")) == pytest.approx(7.5, abs=0.5)
     # On the master it fails; elsewhere no one needs it.
@@ -349,7 +366,7 @@ def test_everything_that_can_be_wrong(cluster: Cluster, checkout: Project, pytho
     # The command that it recommends is run unchanged.
     for node in ("node5", "node6", "node7"):
         command = report.remedy(f"data on {node}").removeprefix("Run here: ")
-        assert shlex.split(command)[:3] == ["scp", "-r", "-3"]
+        assert " && scp -r -3 " in command
         cluster.login("bash", "-c", command)
     cluster.run("node7", *(word.format("del") for word in NEIGHBOUR[:6]))
     again = check(cluster, checkout, *CHECK, *cluster.nodes, PYTHON=str(python))
