@@ -68,7 +68,9 @@ def outdated(parts: Mapping[Path, Mapping[str, Any]]) -> set[Path]:
 def bring(source: Path, name: str, directory: Path) -> None:
     """Copies what a node left in source to the run directory, where nothing stays of an attempt that was resumed since.
     Raises RecordError."""
-    places = (place for place in (source, directory) if place == source or any(place.glob("node*.json")))
+    places = [place for place in (source, directory) if any(place.glob("node*.json"))]
+    if source not in places:  # which may be a temporary copy, whose name says nothing
+        raise RecordError(f"{name} holds no record of a run (no node*.json)")
     found = {place / f"node{part['node']}.json": part for place in places for part in read_parts(place)}
     old = outdated(found)
     parts, present = (

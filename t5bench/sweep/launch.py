@@ -270,7 +270,9 @@ class Launch:
         self.running = run = Started(self, row, directory)
         for rank, host in enumerate(self._hosts):
             run.nodes.append(Node(host, self._environment, directory, rank))
-            run.nodes[-1].send(self._script(row, directory, rank, WATCH))
+            # A node whose own part is complete would refuse to repeat a run that failed on another node.
+            forget = f"rm -f -- {shlex.quote(str(directory / f'node{rank}.status'))}\n" if host else ""
+            run.nodes[-1].send(self._script(row, directory, rank, forget + WATCH))
         return run
 
 

@@ -19,6 +19,7 @@ from t5bench import Problem
 from t5bench.record import collect
 from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.records import load
+from t5bench.sweep import launch as sweep_launch
 from t5bench.sweep.command import check_settings
 from t5bench.sweep.launch import Launch, Node, Row, Started
 from t5bench.sweep.runner import progress
@@ -223,6 +224,19 @@ def test_a_refused_attempt_leaves_what_the_next_one_resumes(tmp_path: Path):
     row = Row("ddp", "ddp", plan=replace(before.plan, settings={**before.plan.settings, "LR": lr}))
     with pytest.raises(Problem, match=r"ddp holds a run with other settings: LR is '0.5' here and was "):
         check_settings({run: row})
+
+
+def test_a_node_whose_part_is_complete_repeats_a_run_that_failed_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its launcher would refuse to overwrite a finished run."""
+    monkeypatch.setattr(sweep_launch, "shell", lambda host: ["bash", "-s"])
+    monkeypatch.setattr(sweep_launch.launchers, "launcher", lambda strategy: os.devnull)
+    (tmp_path / "node0.status").write_text("complete \n")
+    launch = Launch({})
+    launch._hosts = ["node0"]
+    assert launch.start(Row("ddp", "ddp"), tmp_path).nodes[0].process.wait(60) == 0
+    assert not (tmp_path / "node0.status").exists()
 
 
 def test_the_terminal_shows_a_run_in_progress(tmp_path: Path):
