@@ -146,10 +146,9 @@ class Guard:
 
     def _never_starts(self) -> Cause | None:
         """torchrun waits forever if something other than torchrun listens on the master's port."""
+        if self.workers_due_at is not None and processes.workers(self.mark):
+            self.workers_due_at = None  # when they are due, they may already have ended
         if self.workers_due_at is None or time.monotonic() < self.workers_due_at:
-            return None
-        if processes.workers(self.mark):
-            self.workers_due_at = None
             return None
         return Cause.now(
             TIMEOUT,

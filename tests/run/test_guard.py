@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -169,3 +170,8 @@ def test_a_run_without_workers_is_ended_after_the_rendezvous(monkeypatch: pytest
     cause = Run(tmp_path, "import sys; print('ready', flush=True); sys.stdin.read()").cause(rendezvous=0)
     assert cause and cause.status == "timeout"
     assert "cannot join a run at 127.0.0.1" in cause.reason
+    # Workers that were seen have started, even if they have ended by the time when they are due.
+    guard = Guard.__new__(Guard)
+    guard.mark, guard.workers_due_at = "a run", time.monotonic() + 60
+    monkeypatch.setattr(guards.processes, "workers", lambda mark: {0: 1})
+    assert guard._never_starts() is None and guard.workers_due_at is None
