@@ -1,6 +1,7 @@
 """Records of where data came from, and the facts in them."""
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,3 +47,16 @@ def recorded_name(name: str, kind: str = "") -> str:
     if SAMPLE.resolve() in path.parents:
         return "bundled sample"
     return f"{kind}{path}" if path.exists() else name
+
+
+def command(script: str, directory: Path, family: str, settings: str = "") -> str:
+    """Runs a script on the data in this directory. settings: further ones, each with a blank after it."""
+    default = REPOSITORY / "megatron_data" / ("" if family == "t5" else family)
+    words = "" if family == "t5" else f"MODEL_FAMILY={family} "
+    words += "" if directory == default else f"MEGATRON_DATA_DIR={shlex.quote(str(directory))} "
+    return f"{words}{settings}bash {shlex.quote(f'{REPOSITORY}/scripts/{script}')}"
+
+
+def preparation(directory: Path, family: str, settings: str = "") -> str:
+    """The command that prepares the data of this directory."""
+    return command("prepare_xsum_megatron.sh", directory, family, settings)

@@ -16,7 +16,8 @@ from operator import le, mul
 from pathlib import Path
 from typing import NamedTuple
 
-from t5bench import REPOSITORY, Problem
+from t5bench import Problem
+from t5bench.corpus.common import preparation
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -26,7 +27,6 @@ HEADER = struct.Struct("<9sQBQQ")
 TYPES = {1: ("uint8", "B"), 2: ("int8", "b"), 3: ("int16", "h"), 4: ("int32", "i"), 5: ("int64", "q")}
 TYPES |= {8: ("uint16", "H")}
 MISSING = "Missing or empty Megatron indexed dataset files"
-REMEDY = f"Run: bash '{REPOSITORY}/scripts/prepare_xsum_megatron.sh'   (SAMPLE=1 for the bundled sample)"
 
 
 class Index(NamedTuple):
@@ -48,38 +48,39 @@ def dataset_paths(prefix: str | Path) -> tuple[Path, Path]:
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
-def read_index(prefix: str | Path) -> Index:
+def read_index(prefix: str | Path, family: str = "t5") -> Index:
     """Reads `<prefix>.idx`; checks that it is consistent, and that `<prefix>.bin` has the size that it implies.
 
     Raises Problem, which names the file that is missing, truncated or inconsistent.
     """
     bin_path, idx_path = dataset_paths(prefix)
+    remedy = f"Run: {preparation(bin_path.parent, family)}   (SAMPLE=1 for the bundled sample)"
     sizes, pointers, doc_idx = array("i"), array("q"), array("q")
     try:
         bin_bytes, idx_bytes = bin_path.stat().st_size, idx_path.stat().st_size
         if not bin_bytes or not idx_bytes:
-            raise Problem(f"{MISSING}: {idx_path if bin_bytes else bin_path} is empty", REMEDY)
+            raise Problem(f"{MISSING}: {idx_path if bin_bytes else bin_path} is empty", remedy)
         with idx_path.open("rb") as stream:
             header = stream.read(HEADER.size)
             if wrong := _wrong_header(header, idx_bytes):
-                raise Problem(f"{idx_path} {wrong}", REMEDY)
+                raise Problem(f"{idx_path} {wrong}", remedy)
             _, _, code, sequences, boundaries = HEADER.unpack(header)
             sizes.fromfile(stream, sequences)
             pointers.fromfile(stream, sequences)
             doc_idx.fromfile(stream, boundaries)
     except FileNotFoundError as error:
-        raise Problem(f"{MISSING}: {error.filename} does not exist", REMEDY) from None
+        raise Problem(f"{MISSING}: {error.filename} does not exist", remedy) from None
     except OSError as error:
         raise Problem(f"{error.filename} cannot be read: {error.strerror}", "Check its permissions") from None
     dtype, typecode = TYPES[code]
     itemsize = array(typecode).itemsize
     if wrong := _inconsistency(itemsize, sizes, pointers, doc_idx):
-        raise Problem(f"{idx_path} is corrupt: {wrong}", REMEDY)
+        raise Problem(f"{idx_path} is corrupt: {wrong}", remedy)
     expected = pointers[-1] + sizes[-1] * itemsize
     if bin_bytes != expected:
         word = "truncated" if bin_bytes < expected else "not the file that its index describes"
         takes = f"{expected // itemsize} {dtype} tokens take {expected} bytes, but it has {bin_bytes}"
-        raise Problem(f"{bin_path} is {word}: {takes}", REMEDY)
+        raise Problem(f"{bin_path} is {word}: {takes}", remedy)
     return Index(dtype, expected // itemsize, sizes, pointers, doc_idx)
 
 

@@ -9,7 +9,6 @@ those of the tokenizer and one `<|endoftext|>`.
 import fcntl
 import filecmp
 import os
-import shlex
 import shutil
 import signal
 import socket
@@ -21,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from t5bench import REPOSITORY, SIGNALS, Interrupted, Problem, note
+from t5bench import SIGNALS, Interrupted, Problem, note
 from t5bench.corpus import common
 from t5bench.corpus.checksum import tokenizer_checksum
 from t5bench.corpus.convert import convert_source
@@ -188,8 +187,5 @@ def report(counts: Counter[str], directory: Path, tokenizer: str | None, family:
     if special := counts["special_text_documents"]:
         print(f"{special:,} documents contain the text of a special token, which became that token.")
     if tokenizer:
-        default = REPOSITORY / "megatron_data" / ("" if family == "t5" else family)
-        words = "" if family == "t5" else f"MODEL_FAMILY={family} "
-        words += "" if directory == default else f"MEGATRON_DATA_DIR={shlex.quote(str(directory))} "
-        words += "MODEL_PRESET=tiny " if counts["documents"] < FEW else ""
-        print(f"Next:\n  {words}bash {shlex.quote(f'{REPOSITORY}/scripts/run_megatron_t5_ddp.sh')}")
+        settings = "MODEL_PRESET=tiny " if counts["documents"] < FEW else ""
+        print(f"Next:\n  {common.command('run_megatron_t5_ddp.sh', directory, family, settings)}")

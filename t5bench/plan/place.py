@@ -11,7 +11,7 @@ from pathlib import Path
 
 from t5bench import REPOSITORY, Problem
 from t5bench.corpus.checksum import cached_tokenizer, describes, tokenizer_checksum
-from t5bench.corpus.common import read_record, record_path
+from t5bench.corpus.common import preparation, read_record, record_path
 from t5bench.corpus.index import Index, read_index
 from t5bench.plan import claim
 from t5bench.plan.families import FAMILIES, family_of
@@ -27,7 +27,7 @@ def check_data(request: Request, tokenizer: str) -> str:
     """The prefix of the indexed dataset, which must be complete and made with the run's tokenizer."""
     prefix = str(Path(request.value("MEGATRON_DATA_DIR")) / CORPUS)
     try:
-        index = read_index(prefix)
+        index = read_index(prefix, request.value("MODEL_FAMILY"))
         if family_of(request).has_encoder:
             _check_decoder_length(request, index)
         _check_tokenizer(request, prefix, tokenizer)
@@ -65,9 +65,13 @@ def _check_tokenizer(request: Request, prefix: str, tokenizer: str) -> None:
     """
     record, findings, file = read_record(Path(prefix)), request.findings, record_path(Path(prefix))
     named = request.value("TOKENIZER_MODEL") and f"TOKENIZER_MODEL='{tokenizer}' "
-    settings = f"FORCE=1 MODEL_FAMILY={request.value('MODEL_FAMILY')} {named}"
-    again = f"prepare the data again: {settings}bash '{REPOSITORY}/scripts/prepare_xsum_megatron.sh'"
-    own = f"Unset TOKENIZER_MODEL to use the copy next to the data, or {again}" if named else f"To continue, {again}"
+    beside, source = file.parent / "tokenizer", record.get("source", "unknown")
+    command = preparation(file.parent, request.value("MODEL_FAMILY"), named)
+    # Without FORCE=1, which would replace the data with whatever source the command names, or the hub's.
+    again = f"prepare the data again, with their source ({source}) and FORCE=1: {command}"
+    own = f"Set TOKENIZER_MODEL to that tokenizer or copy it to '{beside}', or {again}"
+    if named and beside.is_dir():
+        own = f"Unset TOKENIZER_MODEL to use the copy next to the data, or {again}"
     recorded, name = record.get("tokenizer_checksum"), record.get("tokenizer")
     if not recorded:
         unknown = f"warning: {file} does not record the checksum of the data's tokenizer"

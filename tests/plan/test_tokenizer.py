@@ -101,7 +101,16 @@ def test_runs_that_cannot_be_compared_never_pass_silently(request_for, data: Pat
     shutil.rmtree(data.parent / "cache")
     codes, said = findings(request_for, data, TOKENIZER_MODEL=HUB)
     assert codes == [] and "is not on this machine yet" in said
-    # The record of other files; and older data.
+    # Whoever lacks only the tokenizer is told to fetch it; the command for new data is for this directory.
+    shutil.rmtree(data / "tokenizer")
+    edit(data / "xsum_text_document.meta.json", tokenizer="/own/tokenizer")
+    codes, said = findings(request_for, data)
+    assert codes == ["tokenizer"] and f"copy it to '{data / 'tokenizer'}'" in said
+    assert f": MEGATRON_DATA_DIR={data} bash" in said
+    # No data, the record of other files, and older data.
+    asked = {"MEGATRON_DATA_DIR": "/none", "MODEL_FAMILY": "gpt"}
+    missing = make(request_for("ddp", **asked))[0].obstacles
+    assert any("MODEL_FAMILY=gpt MEGATRON_DATA_DIR=/none bash" in obstacle.remedy for obstacle in missing)
     write_indexed_dataset(data / "xsum_text_document", [[5, 6, 8, 9, 1], [8, 1]])
     assert findings(request_for, data)[0] == ["data-record"]
     for content in ('{"source": "s"}', "{", "[" * 100_000):
