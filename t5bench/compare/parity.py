@@ -350,7 +350,7 @@ def report(verdicts: Sequence[Verdict], blind: Sequence[str]) -> str:
     lines += [f"FAIL {entry}: {'; '.join(entry.reasons)}" for entry in verdicts if not entry.passed]
     lines += [f"FAIL, because a mistake could hide: {spot}" for spot in blind]
     alone = "in one process, which says nothing about parallelism"
-    single = "with one replica, so a mistake in reducing gradients over several could hide: double NPROC_PER_NODE"
+    single = "with one replica, so a mistake in reducing gradients could hide: docs/parity.md has settings for more"
     lines += [
         f"note: {entry} ran {alone if entry.run.world_size == 1 else single}"
         for entry in verdicts
