@@ -113,6 +113,9 @@ def check_numbers(request: Request) -> None:
         refuse("learning-rate", f"MIN_LR={value('MIN_LR')} is more than LR={value('LR')}", "Lower MIN_LR, or raise LR")
     if float(value("DROPOUT")) >= 1:
         refuse("dropout", f"DROPOUT must be less than 1, found {value('DROPOUT')}")
+    if request.number("LOG_INTERVAL") > last and not value("RAMPUP_BATCH_SIZE") and value("EVAL_ONLY") == "0":
+        silent = f"warning: LOG_INTERVAL={value('LOG_INTERVAL')} is more than TRAIN_ITERS={last}"
+        request.findings.notes.append(f"{silent}, so this run will log neither loss nor time. Set LOG_INTERVAL=1")
 
 
 def evaluating(request: Request) -> Request:

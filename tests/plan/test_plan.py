@@ -156,6 +156,13 @@ def test_a_request_that_cannot_work_is_refused(request_for: Requests, strategy, 
     assert any(o.code == code and o.fatal and found in o.found for o in plan.obstacles), plan.obstacles
 
 
+@pytest.mark.parametrize(("iterations", "warned"), [("19", True), ("20", False)])
+def test_a_run_that_will_log_nothing_says_so(request_for: Requests, iterations: str, warned: bool):
+    asked = request_for("ddp", TRAIN_ITERS=iterations)
+    make(asked)
+    assert any("LOG_INTERVAL=20 is more than TRAIN_ITERS" in note for note in asked.findings.notes) == warned
+
+
 @pytest.mark.parametrize(
     ("strategy", "gpus", "settings", "code", "found"),
     [
