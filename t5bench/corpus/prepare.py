@@ -53,7 +53,7 @@ def prepare(settings: Mapping[str, str]) -> None:
             found = find_tokenizer(tokenizer, family)
             with readable(tokenizer, family):
                 copy_tokenizer(found, staged / "tokenizer")
-                encoder = DocumentEncoder(staged / "tokenizer", family)
+                encoder = DocumentEncoder(staged / "tokenizer", family, tokenizer)
             if not encoder.exact:
                 note("note: the fast implementations do not match this tokenizer, so its slower one is used")
             made_with = {

@@ -83,8 +83,9 @@ class DocumentEncoder:
     name of an id's type in the dataset. exact: whether another way than transformers' is taken at all.
     """
 
-    def __init__(self, directory: Path, family: str = "t5") -> None:
+    def __init__(self, directory: Path, family: str = "t5", called: str = "") -> None:
         """family: t5, whose tokenizers end each document with `</s>`, or gpt, whose end of text is appended.
+        called: the directory's name in messages, if it is a copy.
 
         Raises Problem when the directory is not the tokenizer of such a family.
         """
@@ -98,7 +99,7 @@ class DocumentEncoder:
                 raise ValueError(f"{merges.name} is incomplete: {len(lost)} tokens of the vocabulary have no merge")
             self._fast, self.exact, self.vocabulary = BytePairs(directory, ids["<|endoftext|>"]).encode, True, len(ids)
         else:
-            self._tokenizer = load_tokenizer(directory, family)
+            self._tokenizer = load_tokenizer(directory, family, called)
             self._special = re.compile("|".join(map(re.escape, sorted(self._tokenizer.added_tokens_encoder))))
             self._end, self.vocabulary = self._tokenizer.eos_token_id, 1 + max(self._tokenizer.get_vocab().values())
             self._fast = _fast_way(directory, self._end)
@@ -144,20 +145,20 @@ def _fast_way(directory: Path, end: int) -> Encode | None:
     return BytePairs(directory, end).encode if all((directory / name).exists() for name in GPT2_FILES) else None
 
 
-def load_tokenizer(name: str | Path, family: str = "t5") -> Any:
+def load_tokenizer(name: str | Path, family: str = "t5", called: str = "") -> Any:
     """transformers' tokenizer of a directory or of the hub, with what the engine adds to it. Raises Problem."""
     os.environ.update(FASTER_TRANSFORMERS | os.environ)
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    with readable(name, family, OSError):
+    with readable(called or name, family, OSError):
         tokenizer = AutoTokenizer.from_pretrained(name, use_fast=False, local_files_only=Path(name).is_dir())
         if isinstance(tokenizer, bool):  # its answer to a file that is no SentencePiece model
             raise TypeError(f"{PIECES} is damaged")
     if family == "t5" and ("<extra_id_0>" not in tokenizer.added_tokens_encoder or tokenizer.eos_token_id is None):
         lacks = "it lacks <extra_id_0> or an end-of-sequence token"
-        raise Problem(f"{name} is not a T5 tokenizer: {lacks}", NAME_ANOTHER[family])
+        raise Problem(f"{called or name} is not a T5 tokenizer: {lacks}", NAME_ANOTHER[family])
     lacking = {name: token for name, token in UPSTREAM_SPECIALS.items() if getattr(tokenizer, name) is None}
     tokenizer.add_special_tokens(lacking)
     return tokenizer

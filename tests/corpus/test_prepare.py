@@ -284,7 +284,7 @@ def test_a_failed_run_leaves_nothing(tmp_path: Path, run: Callable[..., str], sa
     for name, content in (("tokenizer_config.json", b"{"), ("tokenizer_config.json", b"[]"), ("spiece.model", b"")):
         damaged = shutil.copytree(SAMPLE / "tokenizer", tmp_path / "damaged", dirs_exist_ok=True)
         (damaged / name).write_bytes(content)
-        with pytest.raises(Problem, match="cannot be loaded as a tokenizer"):
+        with pytest.raises(Problem, match=f"^{damaged} cannot be loaded as a tokenizer"):
             run(data, **settings, TOKENIZER_MODEL=str(damaged))
     assert snapshot(data) == before and not (tmp_path / "not yet").exists()
 
