@@ -40,6 +40,9 @@ LARGE = {
 LAYOUTS = {"tensor": (2, 1), "pipeline": (1, 2), "hybrid": (2, 2)}  # TP, PP; 1, 1 for the others
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
 RTX_5000_ADA = "NVIDIA RTX 5000 Ada Generation"
+# Arguments that a launcher adds for a setting that is not at its default.
+OWN = {"SAVE_INTERVAL": "--save-interval", "RECOMPUTE": "--recompute-granularity", "EVAL_ONLY": "--skip-train",
+       "RAMPUP_BATCH_SIZE": "--rampup-batch-size"}  # fmt: skip
 OF_A_PART = ("status", "reason", "remedy", "padded_vocab_size", "versions", "commits")
 
 
@@ -95,6 +98,12 @@ def made_plan(
         for word in ([entry.value] * bool(entry.value) if argument == "=" else [argument, entry.value])
         if argument != "-"
     ]
+    own_arguments, environment = [*own_arguments], {}
+    for name, argument in OWN.items():
+        if (value := plan_settings[name].value) != plan_settings[name].default:
+            own_arguments += [argument, *value.split() * (argument != "--skip-train")]
+    if (iteration := plan_settings["PROFILE_ITERATION"].value) != "0":
+        environment["T5_PROFILE"] = f"{iteration}:/run/profile.json"
     ds_config, colour = f"megatron_{strategy}.json" if stage else "", COLOURS.get(strategy, "#123456")
     made = {
         "strategy": Strategy(strategy, strategy, port, tp, pp, ds_config, colour, []),
@@ -103,7 +112,8 @@ def made_plan(
         "data_prefix": "/data/xsum", "tokenizer": "t", "output_dir": chosen.get("OUTPUT_DIR", "/run"),
         "layout": Layout(nodes, here, world_size, tp, pp, dp, batch // (micro_batch * dp), 1 if pp > 1 else None),
         "ds_config": {"zero_optimization": {"stage": stage, "overlap_comm": False}} if stage else None,
-        "arguments": Arguments(settings=words, own=list(own_arguments), extra=list(extra_arguments)),
+        "arguments": Arguments(settings=words, own=own_arguments, extra=list(extra_arguments)),
+        "environment": environment,
         "command": ["torchrun", *words, *own_arguments, *extra_arguments],
     }  # fmt: skip
     return Plan(**made | fields)

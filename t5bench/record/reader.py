@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 from t5bench.record import log
 from t5bench.record.files import METRICS, RecordError, read
 from t5bench.record.log import Amount, Clock, Count, Evaluation, Iteration, PeakMemory
-from t5bench.record.plan import FORMAT, ROLES, Plan, by_name
+from t5bench.record.plan import FORMAT, PRECISIONS, ROLES, Layout, Plan, by_name
 from t5bench.record.status import CANCELLED, EXIT_CODES, RUNNING, Cause, iterations_expected
 
 if TYPE_CHECKING:
@@ -186,6 +186,9 @@ def _faults(part: _Part) -> Iterator[str]:
         passed = [given[argument] for argument in setting.argument.split(",") if argument in given]
         if passed and setting.value not in passed:
             yield f"{name} is '{setting.value}', but the engine was given {setting.argument} {' '.join(passed)}"
+    for name, told in _written(plan, layout, given).items():
+        if (value := plan.value(name, told)).split() != told.split():
+            yield f"{name} is '{value}', but the layout or the command has '{told}'"
     if not plan.strategy.name:
         yield "the strategy has no name"
     if min(plan.iterations, plan.last_iteration) < 0:
@@ -194,6 +197,22 @@ def _faults(part: _Part) -> Iterator[str]:
         yield "every 0 iterations are logged"
     if missing := Counter(plan.arguments.words) - Counter(plan.command):
         yield f"the command lacks {next(iter(missing))}"
+
+
+def _written(plan: Plan, layout: Layout, given: Mapping[str, str]) -> dict[str, str]:
+    """Settings that no argument has as they are, with the values that the rest of the plan tells."""
+    batch, evaluates = int(plan.value("MICRO_BATCH_SIZE")) * layout.dp * layout.micro_batches, "--skip-train" in given
+    told = {
+        "TENSOR_PARALLEL_SIZE": str(layout.tp),
+        "PIPELINE_PARALLEL_SIZE": str(layout.pp),
+        "GLOBAL_BATCH_SIZE": str(batch),
+        "PRECISION_FLAG": next((name for name in PRECISIONS if name in given), ""),
+        "EVAL_ONLY": str(int(evaluates)),
+        "RECOMPUTE": given.get("--recompute-granularity", "none"),
+        "RAMPUP_BATCH_SIZE": given.get("--rampup-batch-size", ""),
+        "PROFILE_ITERATION": plan.environment.get("T5_PROFILE", "0").partition(":")[0],
+    }
+    return told if evaluates else told | {"SAVE_INTERVAL": given.get("--save-interval", "0")}
 
 
 # ---- files of lines --------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def test_repeats_are_not_called_by_the_first_of_them(tmp_path: Path):
 
 
 def test_a_gpt_has_one_length_and_is_not_compared_with_a_t5_unasked(tmp_path: Path):
-    made = {"family": "gpt", "extra_arguments": ["--recompute-granularity", "full"]}
+    made = {"family": "gpt", "settings": ON_GPU["settings"] | {"RECOMPUTE": "full"}}
     gpt = make_run(tmp_path / "gpt", elapsed_ms=[80.0] * 40, **ON_GPU | made)
     row = row_of(compare(gpt))
     assert row.tokens_per_second.median == 200.0 * 512

@@ -122,8 +122,8 @@ def test_a_prediction_for_other_hosts(capsys: pytest.CaptureFixture[str], monkey
 
 
 def test_a_comparison_on_known_gpus_needs_no_run_to_predict_times(tmp_path: Path):
-    again = ["--recompute-granularity", "full"]
-    own = {"settings": LARGE, "gpu": "NVIDIA H100 80GB HBM3", "padded_vocab_size": 32128, "extra_arguments": again}
+    again = LARGE | {"RECOMPUTE": "full"}
+    own = {"settings": again, "gpu": "NVIDIA H100 80GB HBM3", "padded_vocab_size": 32128}
     runs = [make_run(tmp_path / name, name, elapsed_ms=[900.0] * 40, **own) for name in ("ddp", "zero1")]
     comparison = build([load(run) for run in runs])
     assert "predicted times are based on the devices' data sheets" in comparison.predicted_by

@@ -149,8 +149,13 @@ SEALED: dict[str, tuple[Change, str]] = {
     "lines in another order": (text(METRICS, r"^([^\n]*\n)([^\n]*\n)", r"\2\1"), "cannot follow: iteration 1 comes"),
     "a setting": (settings("LR", "0.1"), "LR is '0.1', but the engine was given --lr 0.0001"),
     "a setting with its argument": (
-        both(settings("GLOBAL_BATCH_SIZE", "32"), text(PART, '(--global-batch-size",\\s+)"16"', r'\1"32"', 2)),
+        both(settings("GLOBAL_BATCH_SIZE", "32"), text(PART, '(--global-batch-size",\\s+)"16"', r'\1"32"', 2),
+             value(PART, "plan", "layout", "micro_batches", to=16)),
         "counts 16 samples after 1 iterations, which have 32"),
+    "a setting that no argument has": (settings("PROFILE_ITERATION", "9"), "'9', but the layout or the command has"),
+    "the same processes in another layout": (
+        both(value(PART, "plan", "layout", "tp", to=2), value(PART, "plan", "layout", "dp", to=1)),
+        "TENSOR_PARALLEL_SIZE is '1', but the layout or the command has '2'"),
     "a setting that is no number": (settings("SAMPLE_INTERVAL", "often"), "SAMPLE_INTERVAL must be a number"),
     "fewer iterations": (settings("TRAIN_ITERS", "30"), "TRAIN_ITERS is '30', but the engine was given"),
     "another layout": (value(PART, "plan", "layout", "dp", to=4), "a layout of"),
