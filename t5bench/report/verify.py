@@ -34,7 +34,7 @@ from t5bench.report.package import (
 ANEW, FIGURES = Path("anew"), "comparison.json"
 DEEPEST = 100  # levels of directories in a package: Python looks through them recursively
 # As matplotlib draws: no other element, and no program.
-_ATTRIBUTES = r'(?:\s+(?!on)[\w:-]+="[^"<>]*")*\s*'
+_ATTRIBUTES = r'(?:\s+(?!(?i:on))[\w:-]+="[^"<>]*")*\s*'
 _ELEMENT = rf"</?(?:g|path|text|use|defs|clipPath|rect){_ATTRIBUTES}/?>"
 _STYLE = r'<style type="text/css">\*{[^<>{}]*}</style>'
 _DRAWING = re.compile(rf"<svg{_ATTRIBUTES}>(?:[^<]|{_STYLE}|{_ELEMENT})*</svg>")

@@ -187,6 +187,8 @@ SEALED: dict[str, tuple[Change, str]] = {
     "a title in a drawing of the page": (
         both(text(PAGE, "(<svg[^>]*>)", r"\1<h1>zero1 wins</h1>"), value(CONTENTS, "drawn_by", to="1")),
         "index.html line"),
+    "a program in a drawing of the page": (
+        both(text(PAGE, "<svg", '<svg OnLoad="alert(1)"'), value(CONTENTS, "drawn_by", to="1")), "index.html line"),
     "a curve of the page": (text(PAGE, r'(<path d="M \d+)', r"\g<1>9"), "index.html line .* does not follow"),
     "a failed run taken out": (without(FAILED), f"{FAILED} is on the sweep's list of runs but not in the package"),
     "a failed run taken off the list": (
