@@ -272,7 +272,9 @@ class Explanation:
             neighbours, all_cores = [r for r in self.ranks if r.host == rank.host], self.cores.get(rank.host, 0)
             # OMP_PROC_BIND or taskset may bind the ranks to a few of them; other programs have the others.
             cores = len(set().union(*(r.entry.processor.cores for r in neighbours))) or all_cores
-            computed = sum(r.entry.processor.computed_ms for r in neighbours)
+            own = set(rank.entry.processor.cores)
+            sharing = [r for r in neighbours if not own or own.intersection(r.entry.processor.cores)]
+            computed = sum(r.entry.processor.computed_ms for r in sharing)
             is_others = rank.entry.processor.machine_ms - computed >= ANOTHER_PROGRAM * rank.wall
             if rank.throttled >= WORTH_NAMING:
                 yield Cause("throttled CPU", rank.throttled, f"a quota holds {rank.name} back {rank.throttled:.0%}")

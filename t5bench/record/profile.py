@@ -60,7 +60,8 @@ class Processor(Struct):
     queued_ms: its main thread waited for a core that others had. throttled_ms: a quota held it back. working_ms and
     asleep_ms: of its main thread, outside of communication, data, logging and saving. alone_ms: what a part takes, in
     this iteration and in those before, without waiting for a core. saving_ms: for how long it sleeps for a checkpoint.
-    computed_ms: the process computed; machine_ms: all programs. cores: that its main thread may use, by their numbers.
+    computed_ms: the process computed; machine_ms: all programs, on the cores that its main thread may use; cores: their
+    numbers.
     """
 
     queued_ms: Milliseconds = 0.0

@@ -50,14 +50,17 @@ def kept_by(before: Mapping[int | None, tuple[float, float]]) -> float:
 def processor() -> Counter[str]:
     """Milliseconds that this process computed, waited for a core and was held back by a quota.
 
-    queued_ms: of its main thread; by their numbers its other threads. machine_ms: all programs on all cores computed.
+    queued_ms: of its main thread; by their numbers its other threads. machine_ms: all programs computed, on the cores
+    that it may use: what runs on others takes nothing from it.
     """
     found = Counter(computed_ms=1000 * time.process_time(), queued_ms=scheduled_ms("/proc/self")[1])
     threads = (folder for folder in Path("/proc/self/task").glob("*") if folder.name != str(os.getpid()))
     found.update({folder.name: scheduled_ms(folder)[1] for folder in threads})
-    with suppress(OSError, ValueError):
-        user, nice, system, _, _, *interrupts = Path("/proc/stat").read_text().split("\n")[0].split()[1:8]
-        found["machine_ms"] = 1000 * sum(map(int, (user, nice, system, *interrupts))) / os.sysconf("SC_CLK_TCK")
+    with suppress(OSError, ValueError, LookupError):
+        ticks = dict(line.split(" ", 1) for line in Path("/proc/stat").read_text().splitlines())
+        for core in os.sched_getaffinity(0):
+            user, nice, system, _, _, *interrupts = map(int, ticks[f"cpu{core}"].split()[:7])
+            found["machine_ms"] += 1000 * sum((user, nice, system, *interrupts)) / os.sysconf("SC_CLK_TCK")
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)

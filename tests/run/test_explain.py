@@ -27,7 +27,7 @@ from t5bench.record import profile
 from t5bench.record.log import Evaluation
 from t5bench.record.profile import AXES, SENDING
 from t5bench.record.records import load
-from t5bench.run import profile_step, timeline
+from t5bench.run import profile_step, spent, timeline
 from t5bench.run.profile_step import Marks, OneIteration
 from t5bench.run.spent import MainThread, Spent, between, kept_by, loaders, main_thread
 
@@ -298,6 +298,14 @@ def computing(machine: float, queued: float, ranks: int, **others: Any) -> list[
     return [processor(computed_ms=200.0 / ranks, machine_ms=machine, queued_ms=queued, **others)] * ranks
 
 
+def test_programs_on_other_cores_take_nothing_from_a_rank(monkeypatch: pytest.MonkeyPatch):
+    cores, found = os.sched_getaffinity(0), []
+    for own in (cores, *({core} for core in cores)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, own=own: own)
+        found.append(spent.processor()["machine_ms"])
+    assert found[0] == pytest.approx(sum(found[1:]), rel=1e-3) and min(found) > 0
+
+
 # What is told, the strategy, its ranks, the options of made_profile, the causes that are named.
 MADE: dict[str, tuple[str, list[dict], dict, list[str]]] = {
     "nothing": ("ddp", [{}, {}], {}, []),
@@ -330,6 +338,10 @@ MADE: dict[str, tuple[str, list[dict], dict, list[str]]] = {
     "four ranks on two cores": ("ddp", computing(210, 55, ranks=4), {}, [FEWER]),
     "two ranks on one of two cores": ("ddp", computing(210, 50, ranks=2, cores=[0]), {}, [FEWER]),
     "and a program on the other": ("ddp", computing(300, 50, ranks=2, cores=[0]), {}, [FEWER]),
+    "a program on one of their cores": (
+        "ddp", [processor(computed_ms=100.0, machine_ms=130.0, queued_ms=30.0, cores=[core]) for core in (0, 1)], {},
+        [ANOTHER],
+    ),
     "and a program": ("ddp", computing(380, 55, ranks=4), {}, [ANOTHER]),
     # Waiting for a core is not mistaken for another cause, nor is what a rank does once.
     "data late once": (
