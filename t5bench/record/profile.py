@@ -34,6 +34,7 @@ DOING = {
 DOING |= {SENDING[AXES[3]]: "in ZeRO's gathers", SENDING[AXES[4]]: "in communication of all ranks"}
 PARTS = tuple(DOING)
 MOST_TOLD = 3
+ROUNDED = 1.01  # of the iteration: the most that its parts, each of them rounded, add up to
 
 Milliseconds = Annotated[float, Meta(ge=0, lt=1e9)]  # eleven days
 Duration = Annotated[float, Meta(gt=0, lt=1e9)]
@@ -103,6 +104,8 @@ class Profile(Struct):
             ends = [end for _, end in rank.timeline]
             if rank.rank != number or ends != sorted(ends):
                 raise ValueError(f"rank {rank.rank} or its timeline is not in order")
+            if not 0 < (total := sum(rank.parts.values())) <= ROUNDED * rank.wall_ms + 1:
+                raise ValueError(f"the parts of rank {rank.rank} take {total:.6g} ms of {rank.wall_ms:.6g} ms")
 
 
 def read_profile(path: Path) -> Profile:

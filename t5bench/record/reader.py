@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
+from t5bench.model.job import Zero
 from t5bench.record import log
 from t5bench.record.files import METRICS, RecordError, read
 from t5bench.record.log import Amount, Clock, Count, Evaluation, Iteration, PeakMemory
@@ -189,6 +190,15 @@ def _faults(part: _Part) -> Iterator[str]:
     for name, told in _written(plan, layout, given).items():
         if (value := plan.value(name, told)).split() != told.split():
             yield f"{name} is '{value}', but the layout or the command has '{told}'"
+    try:
+        zero, stage = Zero.of_config(plan.ds_config), plan.zero_stage
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        yield f"its ds_config makes no sense: {error!r}"
+        return
+    if stage != zero.stage or stage not in range(4) or zero.reduce_bucket < 1:
+        yield f"its ds_config has stage {stage!a} of ZeRO and buckets of {zero.reduce_bucket}"
+    if str(stage) != given.get("--zero-stage", str(stage)):
+        yield f"its ds_config has stage {stage} of ZeRO, but the engine was given --zero-stage {given['--zero-stage']}"
     if not plan.strategy.name:
         yield "the strategy has no name"
     if min(plan.iterations, plan.last_iteration) < 0:

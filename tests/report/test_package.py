@@ -168,6 +168,8 @@ SEALED: dict[str, tuple[Change, str]] = {
     "another year": (text(PART, r'"(started|ended)": "2025', r'"\1": "2024', 2), "is outside the time of the run"),
     "the peak memory": (value(PART, "peak_memory", 0, "host_mib", to=4.0), "disagree about peak memory"),
     "the vocabulary": (value(PART, "padded_vocab_size", to=8448), "disagree about padded vocab"),
+    "a stage of ZeRO that there is not": (
+        value(PART, "plan", "ds_config", "zero_optimization", "stage", to="x"), "ds_config makes no sense"),
     "no strategy": (value(PART, "plan", "strategy", "name", to=""), "inconsistent: the strategy has no name"),
     "the CPU": (value(PART, "cpu", "cores", to="many"), f"{PART} is inconsistent"),
     "a GPU's memory": (value(PART, "devices", to=[{"name": "g", "memory_mib": "lots"}]), f"{PART} is inconsistent"),

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from harness import wait_for
@@ -296,6 +297,13 @@ UNEQUAL_LAYERS = {"ENCODER_NUM_LAYERS": "1", "DECODER_NUM_LAYERS": "8"}
 def computing(machine: float, queued: float, ranks: int, **others: Any) -> list[dict]:
     """Ranks that compute for 200 ms together, on two cores that compute for so long for all programs."""
     return [processor(computed_ms=200.0 / ranks, machine_ms=machine, queued_ms=queued, **others)] * ranks
+
+
+def test_the_parts_of_an_iteration_cannot_take_longer_than_it():
+    rank = {"rank": 0, "host": "h", "wall_ms": 9.0, "waited_for": {}, "links": {}, "operators": 1, "processor": {}}
+    for forward in (0.0, 19.0):
+        with pytest.raises(msgspec.ValidationError, match=f"the parts of rank 0 take {forward:g} ms of 9 ms"):
+            msgspec.convert({"ranks": [rank | {"parts": {"forward": forward}}]}, profile.Profile)
 
 
 def test_programs_on_other_cores_take_nothing_from_a_rank(monkeypatch: pytest.MonkeyPatch):
