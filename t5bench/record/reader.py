@@ -187,7 +187,7 @@ def _faults(part: _Part) -> Iterator[str]:
         passed = [given[argument] for argument in setting.argument.split(",") if argument in given]
         if passed and setting.value not in passed:
             yield f"{name} is '{setting.value}', but the engine was given {setting.argument} {' '.join(passed)}"
-    for name, told in _written(plan, layout, given).items():
+    for name, told in _written(plan, layout, given):
         if (value := plan.value(name, told)).split() != told.split():
             yield f"{name} is '{value}', but the layout or the command has '{told}'"
     try:
@@ -209,20 +209,18 @@ def _faults(part: _Part) -> Iterator[str]:
         yield f"the command lacks {next(iter(missing))}"
 
 
-def _written(plan: Plan, layout: Layout, given: Mapping[str, str]) -> dict[str, str]:
+def _written(plan: Plan, layout: Layout, given: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Settings that no argument has as they are, with the values that the rest of the plan tells."""
-    batch, evaluates = int(plan.value("MICRO_BATCH_SIZE")) * layout.dp * layout.micro_batches, "--skip-train" in given
-    told = {
-        "TENSOR_PARALLEL_SIZE": str(layout.tp),
-        "PIPELINE_PARALLEL_SIZE": str(layout.pp),
-        "GLOBAL_BATCH_SIZE": str(batch),
-        "PRECISION_FLAG": next((name for name in PRECISIONS if name in given), ""),
-        "EVAL_ONLY": str(int(evaluates)),
-        "RECOMPUTE": given.get("--recompute-granularity", "none"),
-        "RAMPUP_BATCH_SIZE": given.get("--rampup-batch-size", ""),
-        "PROFILE_ITERATION": plan.environment.get("T5_PROFILE", "0").partition(":")[0],
-    }
-    return told if evaluates else told | {"SAVE_INTERVAL": given.get("--save-interval", "0")}
+    yield "TENSOR_PARALLEL_SIZE", str(layout.tp)
+    yield "PIPELINE_PARALLEL_SIZE", str(layout.pp)
+    yield "GLOBAL_BATCH_SIZE", str(plan.number("MICRO_BATCH_SIZE") * layout.dp * layout.micro_batches)
+    yield "PRECISION_FLAG", next((name for name in PRECISIONS if name in given), "")
+    yield "RECOMPUTE", given.get("--recompute-granularity", "none")
+    yield "RAMPUP_BATCH_SIZE", given.get("--rampup-batch-size", "")
+    yield "PROFILE_ITERATION", plan.environment.get("T5_PROFILE", "0").partition(":")[0]
+    yield "EVAL_ONLY", str(int("--skip-train" in given))
+    if "--skip-train" not in given:
+        yield "SAVE_INTERVAL", given.get("--save-interval", "0")
 
 
 # ---- files of lines --------------------------------------------------------------------------------------------------
