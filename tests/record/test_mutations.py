@@ -96,9 +96,7 @@ def values_changed(rng: random.Random, path: Path) -> None:
     elif what == 2 and isinstance(value, int | float):
         container[key] = value + rng.choice([7200, -7200, 1, -1, value, -value])
     elif what == 3:
-        container[key] = container[
-            rng.choice(list(container) if isinstance(container, dict) else range(len(container)))
-        ]
+        container[key] = rng.choice(list(container.values()) if isinstance(container, dict) else container)
     elif what == 4 and isinstance(value, int | float | str):
         container[key] = [value] if isinstance(value, str) else str(value)
     else:
