@@ -29,6 +29,7 @@ from t5bench.compare.rows import Row, make_row
 from t5bench.model import time, traffic
 from t5bench.model.machine import Link, Machine
 from t5bench.plan.forecast import job_of
+from t5bench.record.hosts import BEGINS
 from t5bench.record.records import Run, load
 from t5bench.record.status import COMPLETE
 
@@ -59,7 +60,7 @@ def train(cluster: Cluster, nodes: Sequence[str], output: Path, engine: str, rat
 def measured_link(cluster: Cluster, nodes: Sequence[str]) -> dict[str, float]:
     """What scripts/check_cluster.sh measures between two nodes: gbit and us."""
     said = from_ranks(cluster, nodes[:2], [sys.executable, "-c", BOOT, "60"], program("network"))
-    return json.loads(said)["pairs"]["1"]
+    return json.loads(said.partition(BEGINS.encode())[2])["pairs"]["1"]
 
 
 def measured_inside(cluster: Cluster, nodes: Sequence[str], settings: Mapping[str, str]) -> dict[str, float] | None:
@@ -101,7 +102,8 @@ os._exit(0)
 def from_ranks(cluster: Cluster, nodes: Sequence[str], command: list[str], stdin: bytes) -> bytes:
     """What the first of these says; one on each of the nodes."""
     common = {"MASTER_ADDR": f"{cluster.net}10", "MASTER_PORT": "29555", "OMP_NUM_THREADS": "1"}
-    environments = [common | {"WORLD_SIZE": str(len(nodes)), "RANK": str(rank)} for rank in range(len(nodes))]
+    common |= {"HOSTS": " ".join(nodes), "WORLD_SIZE": str(len(nodes))}
+    environments = [common | {"RANK": str(rank)} for rank in range(len(nodes))]
 
     def run(node: str, environment: Mapping[str, str]) -> bytes:
         words = cluster.on(node, *command, env=environment)
