@@ -208,7 +208,8 @@ def verdict(run: Run, baseline: Run) -> Verdict:
     loss = difference(losses_beside(run, baseline), reference, tolerance.loss)
     norm = difference(curve(run, "grad_norm"), curve(baseline, "grad_norm"), tolerance.norm)
     if loss is None or norm is None:
-        return Verdict(name, run, reasons=[*reasons, "shares no iteration with the baseline"])
+        reasons.append("no log interval is the same as one of the baseline's: set the same LOG_INTERVAL for both")
+        return Verdict(name, run, reasons=reasons)
     if alone := sorted(losses.keys() ^ reference.keys()):
         shown = ", ".join(map(str, alone[:5])) + (", ..." if len(alone) > 5 else "")
         reasons.append(f"only one of the two runs logged iteration {shown}")

@@ -222,6 +222,8 @@ def method(comparison: Comparison) -> str:
     timings = [entry.timing for row in comparison.rows for entry in row.measured if entry.timing]
     dropped = Counter(reason for timing in timings for reason in timing.dropped.values())
     left_out = ", ".join(f"{count} for {reason}" for reason, count in dropped.items()) or "none"
+    if not timings:
+        return "No run has a time."
     return (
         f"Medians over {sum(len(timing.used) for timing in timings)} log intervals; left out: {left_out}. Brackets "
         "hold 95 % confidence intervals. With three or more repeats they are over the runs, for ratios if these ran in "

@@ -42,7 +42,7 @@ _DRAWING = re.compile(rf"<svg{_ATTRIBUTES}>(?:[^<]|{_STYLE}|{_ELEMENT})*</svg>")
 
 def unpack(package: Path, root: Path) -> Iterator[str]:
     """The files of a package below root; yields what should not be in it. Raises RecordError."""
-    seen: set[str] = set()
+    seen: set[PurePosixPath] = set()
     try:
         with open_file(package) as file, gzip.GzipFile(fileobj=file) as compressed:
             content = compressed.read(MOST_BYTES)
@@ -51,15 +51,16 @@ def unpack(package: Path, root: Path) -> Iterator[str]:
                 name = PurePosixPath(entry.name)
                 # Nothing else: Python may look for modules in the directory where the package is read.
                 is_own = str(name).partition("/")[0] in map(str, (CONTENTS, RUNS, PUBLISHED))
-                # A sparse file is as large as it says it is; another spelling may hide a second file.
-                is_plain = entry.isreg() and not entry.issparse() and str(name) == entry.name
+                is_plain = entry.isreg() and not entry.issparse()  # a sparse file is as large as it says it is
                 is_within = ".." not in name.parts and len(name.parts) <= DEEPEST
+                if entry.isdir():  # tar adds them where a person packs again what he has unpacked
+                    continue
                 if not is_plain or not is_own or not is_within or entry.size > MOST_BYTES:
                     yield f"{entry.name} is not a plain file of a package"
-                elif entry.name in seen:
-                    yield f"{entry.name} is in the package twice"
+                elif name in seen:
+                    yield f"{name} is in the package twice"
                 elif content := tar.extractfile(entry):
-                    seen.add(entry.name)
+                    seen.add(name)
                     write_file(root / name, content.read())
     except RecordError:
         raise

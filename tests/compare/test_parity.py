@@ -116,7 +116,7 @@ def test_curves_that_differ_only_by_rounding_pass(ddp: Path, tmp_path: Path, par
         ({"skipped": {3: 1}}, "updates were skipped at iteration 3"),
         ({"losses": [], "norms": []}, "logged no iteration"),
         ({"losses": LOSSES[:3], "norms": NORMS[:3]}, "lacks iteration 4 of 4, and 1 in all, though"),
-        ({"log_interval": 5, "settings": {"TRAIN_ITERS": "20"}}, "shares no iteration with the baseline"),
+        ({"log_interval": 5, "settings": {"TRAIN_ITERS": "20"}}, "no log interval is the same as one"),
         ({"status": "out-of-memory", "reason": "the GPU's memory is full"}, "out-of-memory: the GPU's memory is full"),
         ({"status": "running"}, "has not ended"),
         ({"settings": {"SEED": "7"}}, "SEED is 7, but 1234 in the baseline"),
