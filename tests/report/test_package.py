@@ -17,7 +17,7 @@ from made_runs import make_run, seal
 from t5bench.__main__ import main
 from t5bench.record.files import write_json
 from t5bench.record.records import load, write_list
-from t5bench.report.package import archive, contradictions
+from t5bench.report.package import archive, contradictions, write_file
 
 Files = dict[str, bytes]
 Change = Callable[[Files], object]
@@ -259,8 +259,9 @@ def test_an_honest_package_is_verified_wherever_it_lies(package: Path, tmp_path:
     said = capsys.readouterr()
     assert Path("again").read_bytes() == package.read_bytes()
     assert b"Where the time went" in unpacked(package)[PAGE], "what the profile says is packed with it"
-    with tarfile.open("here") as tar, tarfile.open("packed by hand", "w:gz") as by_hand:
-        tar.extractall("content", filter="data")
+    for name, content in unpacked(package).items():
+        write_file(Path("content") / name, content)
+    with tarfile.open("packed by hand", "w:gz") as by_hand:
         by_hand.add("content", ".")
     assert main(["verify", "packed by hand"]) == 0
     assert "problem: repeat1/hybrid is on the sweep's list of runs but left no record" in said.err
