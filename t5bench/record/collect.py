@@ -68,6 +68,8 @@ def outdated(parts: Mapping[Path, Mapping[str, Any]]) -> set[Path]:
 def bring(source: Path, name: str, directory: Path) -> None:
     """Copies what a node left in source to the run directory, where nothing stays of an attempt that was resumed since.
     Raises RecordError."""
+    if source.exists() and source.samefile(directory):
+        return
     places = [place for place in (source, directory) if any(place.glob("node*.json"))]
     if source not in places:  # which may be a temporary copy, whose name says nothing
         raise RecordError(f"{name} holds no record of a run (no node*.json)")

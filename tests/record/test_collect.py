@@ -40,7 +40,8 @@ def test_two_directories_become_one_run(nodes: tuple[Path, Path], tmp_path: Path
     assert (first / "node1.log").is_file()
     assert not (first / "checkpoints").exists()
     assert run.record["differences"] == []
-    assert collect(first, second) == 0  # once more changes nothing
+    assert collect(first, first, second) == 0  # once more changes nothing
+    assert all((first / f"node{node}.sha256").exists() for node in (0, 1))
     assert collect(tmp_path / "elsewhere", first, second) == 0
     assert load(tmp_path / "elsewhere").status == "complete"
 
