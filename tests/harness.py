@@ -221,7 +221,8 @@ def engine_output(iterations: int, total: int = 3, loss: str = "8.0E+00", ranks:
 def write_plan_words(path: Path, plan: Plan) -> None:
     """What the launchers hand over: a plan, the groups of its arguments, its environment and its command."""
     words = [json.dumps(plan.to_json())]
-    for name, group in {"environment": ["A=B"], "command": list(plan.command)}.items():
+    environment = ["A=B", *(f"{name}={value}" for name, value in plan.environment.items())]
+    for name, group in {"environment": environment, "command": list(plan.command)}.items():
         words += [name, str(len(group)), *group]
     path.write_text("".join(f"{word}\0" for word in words))
 

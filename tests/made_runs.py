@@ -88,8 +88,10 @@ def made_plan(
     port, stage = PORTS.get(strategy, 29899), ZERO_STAGES.get(strategy)  # a ninth strategy has a port, too
     chosen = {"NNODES": str(nodes), "NPROC_PER_NODE": str(here), "MASTER_PORT": str(port)}
     chosen |= {"TENSOR_PARALLEL_SIZE": str(tp), "PIPELINE_PARALLEL_SIZE": str(pp)}
-    chosen |= {"WANDB_RUN_NAME": f"megatron-{strategy}", **(settings or {})}
+    name = f"megatron-{strategy}"
+    chosen |= {"WANDB_RUN_NAME": name, "ENGINE": fields.get("engine", "megatron"), **(settings or {})}
     plan_settings = made_settings(chosen, family)
+    plan_settings["WANDB_RUN_NAME"] = replace(plan_settings["WANDB_RUN_NAME"], default=name)
     batch, micro_batch = (int(plan_settings[name].value) for name in ("GLOBAL_BATCH_SIZE", "MICRO_BATCH_SIZE"))
     words = [
         word
@@ -98,7 +100,8 @@ def made_plan(
         for word in ([entry.value] * bool(entry.value) if argument == "=" else [argument, entry.value])
         if argument != "-"
     ]
-    own_arguments, environment = [*own_arguments], {}
+    own_arguments = [*own_arguments]
+    environment = {"DS_ACCELERATOR": "cpu"} if fields.get("device", "cpu") == "cpu" else {}
     for name, argument in OWN.items():
         if (value := plan_settings[name].value) != plan_settings[name].default:
             own_arguments += [argument, *value.split() * (argument != "--skip-train")]
@@ -242,7 +245,8 @@ def command_script(plan: Plan) -> str:
     script = f"mkdir -p {plan.output_dir}\n"
     if plan.ds_config:
         script += f"cat >{plan.output_dir}/ds_config.json <<'JSON'\n{json.dumps(plan.ds_config, indent=2)}\nJSON\n"
-    return script + f"env {shlex.join(plan.command)}\n"
+    words = [*(f"{name}={value}" for name, value in plan.environment.items()), *plan.command]
+    return script + f"env {shlex.join(words)}\n"
 
 
 def seal(directory: Path) -> None:

@@ -179,6 +179,8 @@ def _faults(part: _Part) -> Iterator[str]:
     ranks = [peak.rank for peak in part.peak_memory]
     if len(set(ranks)) < len(ranks):
         yield f"it has the peak memory of ranks {ranks}"
+    if (plan.device == "cpu") != (plan.environment.get("DS_ACCELERATOR") == "cpu"):
+        yield f"its device is {plan.device}, but the command's environment is another one's"
     for name, setting in plan.settings.items():
         if setting.role not in ROLES or not _KIND.fullmatch(setting.kind):
             yield f"{name} has the role {setting.role} and the kind {setting.kind}"
@@ -199,8 +201,9 @@ def _faults(part: _Part) -> Iterator[str]:
         yield f"its ds_config has stage {stage!a} of ZeRO and buckets of {zero.reduce_bucket}"
     if str(stage) != given.get("--zero-stage", str(stage)):
         yield f"its ds_config has stage {stage} of ZeRO, but the engine was given --zero-stage {given['--zero-stage']}"
-    if not plan.strategy.name:
-        yield "the strategy has no name"
+    called = plan.settings["WANDB_RUN_NAME"].default if "WANDB_RUN_NAME" in plan.settings else plan.strategy.name
+    if not plan.strategy.name or not called.endswith(plan.strategy.name):
+        yield f"its strategy is '{plan.strategy.name}', but its launcher calls it {called}"
     if min(plan.iterations, plan.last_iteration) < 0:
         yield f"it has {plan.iterations} iterations, the last {plan.last_iteration}"
     if not plan.number("LOG_INTERVAL"):
@@ -211,6 +214,7 @@ def _faults(part: _Part) -> Iterator[str]:
 
 def _written(plan: Plan, layout: Layout, given: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Settings that no argument has as they are, with the values that the rest of the plan tells."""
+    yield "ENGINE", plan.engine
     yield "TENSOR_PARALLEL_SIZE", str(layout.tp)
     yield "PIPELINE_PARALLEL_SIZE", str(layout.pp)
     yield "GLOBAL_BATCH_SIZE", str(plan.number("MICRO_BATCH_SIZE") * layout.dp * layout.micro_batches)

@@ -170,12 +170,15 @@ SEALED: dict[str, tuple[Change, str]] = {
     "the vocabulary": (value(PART, "padded_vocab_size", to=8448), "disagree about padded vocab"),
     "a stage of ZeRO that there is not": (
         value(PART, "plan", "ds_config", "zero_optimization", "stage", to="x"), "ds_config makes no sense"),
-    "no strategy": (value(PART, "plan", "strategy", "name", to=""), "inconsistent: the strategy has no name"),
+    "no strategy": (value(PART, "plan", "strategy", "name", to=""), "inconsistent: its strategy is ''"),
+    "another strategy": (
+        value(PART, "plan", "strategy", "name", to="zero2"), "'zero2', but its launcher calls it megatron-zero1"),
     "the CPU": (value(PART, "cpu", "cores", to="many"), f"{PART} is inconsistent"),
     "a GPU's memory": (value(PART, "devices", to=[{"name": "g", "memory_mib": "lots"}]), f"{PART} is inconsistent"),
     "the data": (value(PART, "data", "idx_sha256", to="beef"), "they differ in idx_sha256"),
     "a version": (value(PART, "versions", "torch", to="2.4.0"), r"rows\[zero1\].runs\[0\].versions.torch is 2.13.0"),
-    "the engine": (value(PART, "plan", "engine", to="native"), "they differ in engine"),
+    "the engine": (value(PART, "plan", "engine", to="native"), "ENGINE is 'megatron', but the"),
+    "the device": (value(PART, "plan", "device", to="cuda"), "its device is cuda, but the command's environment"),
     "the network's counters": (
         text(SAMPLES, r'"sent": \d(?=[^\n]*\n$)', '"sent": 9'), "bytes_sent_per_iteration is"),
     "a negative figure": (text(METRICS, r'"grad_norm": ', '"grad_norm": -'), "metrics.jsonl line 1 is inconsistent"),
