@@ -16,8 +16,9 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path, PurePosixPath
+from statistics import median
 from typing import Literal
 
 import matplotlib
@@ -25,6 +26,7 @@ import msgspec
 
 from t5bench import Problem
 from t5bench.compare.comparison import Comparison
+from t5bench.compare.statistics import event_within
 from t5bench.record import log
 from t5bench.record.files import METRICS, read
 from t5bench.record.log import Iteration
@@ -43,6 +45,7 @@ from t5bench.report.command import (
 
 CONTENTS, RUNS, PUBLISHED = (Path(name) for name in ("package.json", "runs", "comparison"))
 MOST_FAULTS = 5  # that are told of one log
+CLOCKS_DIFFER = 0.25  # at the most, of an interval
 # Of a run directory: the record and the logs of every attempt. Checkpoints and what W&B keeps are not needed.
 _PACKED = re.compile(
     r"(node\d+\.(json|log|samples\.jsonl|sha256)|metrics\.jsonl)(\.\d+)?|node\d+\.command\.sh|(run|profile|ds_config)\.json"
@@ -50,6 +53,9 @@ _PACKED = re.compile(
 
 _HERE_DOCUMENT = re.compile(r"<<'JSON'\n(.*?)\nJSON\n", re.DOTALL)
 _DOLLAR_QUOTED = re.compile(r"(?<!\\)\$'((?:[^'\\]|\\.)*)'", re.DOTALL)
+_NATIVE = re.compile(
+    r"native engine: .*TP=(\d+) PP=(\d+) DP=(\d+), (\d+) micro-batches.* on (\w+), from iteration (\d+)"
+)
 
 
 class Contents(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -100,7 +106,7 @@ def publish(contents: Contents) -> tuple[Comparison, list[str]]:
 def contradictions(run: Run) -> Iterator[str]:
     """Where a log says something else than the plan: what the engine printed of its arguments and of its work."""
     layout = run.layout
-    sizes = (str(layout.tp), str(layout.pp), str(layout.dp), str(layout.micro_batches))
+    planned = layout.tp, layout.pp, layout.dp, layout.micro_batches, run.plan.device, run.plan.resume_from
     # A run whose batch grows is told samples in place of iterations.
     asked = {word: name for name, s in run.plan.settings.items() for word in s.argument.split(",")}
     words = by_name(run.plan.arguments.words)
@@ -108,9 +114,9 @@ def contradictions(run: Run) -> Iterator[str]:
     for node in run.nodes:
         for place, _, text in log_lines(run.directory / f"node{node['node']}.log"):
             where = PurePosixPath(place).name
-            header = re.search(r"native engine: .*TP=(\d+) PP=(\d+) DP=(\d+), (\d+) micro-batches", text)
-            if header and header.groups() != sizes:
-                yield f"{where} shows another layout than the plan: {' '.join(header[0].split()[4:])}"
+            header = _NATIVE.search(text)
+            if header and (run.engine != "native" or header.groups() != tuple(map(str, planned))):
+                yield f"{where} shows another run than the plan: {header[0]}"
             # Megatron prints its arguments: ``seed ......... 1234``.
             if printed := re.fullmatch(r"\s+(\w+) \.{3,} (\S+)\s*", text):
                 argument = f"--{printed[1].replace('_', '-')}"
@@ -120,6 +126,7 @@ def contradictions(run: Run) -> Iterator[str]:
             yield from _other_samples(where, text, run.plan)
     for line in run.iterations:
         yield from _other_batch(line, run.plan)
+    yield from _other_clock(run)
     yield from _other_files(run)
 
 
@@ -191,6 +198,19 @@ def _other_batch(line: Iteration, plan: Plan) -> Iterator[str]:
     if abs(speed * seconds - batch) > 0.00006 * speed + 0.0006 * seconds + 1e-9 * batch:
         found = f"iteration {line.iteration} in {METRICS} has {speed} samples/s and took {seconds} s"
         yield f"{found}, which do not give {batch} samples"
+
+
+def _other_clock(run: Run) -> Iterator[str]:
+    """The recorder's clock and the engine's are two: most intervals without an event take about as long by both."""
+    pairs = [
+        (after.time - line.time, after.elapsed_ms / 1000 * (after.iteration - line.iteration))
+        for line, after in pairwise(run.iterations)
+        if line.time and after.time and line.begin == after.begin
+        and not event_within(line.iteration, after.iteration, run.plan)
+    ]  # fmt: skip
+    passed, took = (median(each) for each in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+    if abs(passed - took) > CLOCKS_DIFFER * took + 0.005:
+        yield f"intervals took {took:.3g} s by {METRICS}, but their lines came {passed:.3g} s apart"
 
 
 def pack(arguments: argparse.Namespace) -> tuple[bytes, Comparison]:
