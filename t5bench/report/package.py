@@ -45,7 +45,8 @@ from t5bench.report.command import (
 
 CONTENTS, RUNS, PUBLISHED = (Path(name) for name in ("package.json", "runs", "comparison"))
 MOST_FAULTS = 5  # that are told of one log
-CLOCKS_DIFFER = 0.25  # at the most, of an interval
+CLOCKS_DIFFER = 0.25  # at the most, of an interval, in the median of ENOUGH: a busy machine's lines come late
+ENOUGH = 10
 # Of a run directory: the record and the logs of every attempt. Checkpoints and what W&B keeps are not needed.
 _PACKED = re.compile(
     r"(node\d+\.(json|log|samples\.jsonl|sha256)|metrics\.jsonl)(\.\d+)?|node\d+\.command\.sh|(run|profile|ds_config)\.json"
@@ -208,7 +209,9 @@ def _other_clock(run: Run) -> Iterator[str]:
         if line.time and after.time and line.begin == after.begin
         and not event_within(line.iteration, after.iteration, run.plan)
     ]  # fmt: skip
-    passed, took = (median(each) for each in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+    if len(pairs) < ENOUGH:
+        return
+    passed, took = (median(each) for each in zip(*pairs, strict=True))
     if abs(passed - took) > CLOCKS_DIFFER * took + 0.005:
         yield f"intervals took {took:.3g} s by {METRICS}, but their lines came {passed:.3g} s apart"
 
