@@ -170,7 +170,10 @@ def choose_device(args: argparse.Namespace) -> "torch.device":
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if gpus == 0 or (args.local_rank >= gpus and not args.share_gpus):
-        raise Problem(f"process {args.local_rank} of this node has no GPU: PyTorch sees {gpus}")
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        given = "" if shown is None else f" with CUDA_VISIBLE_DEVICES={shown}"
+        found = f"process {args.local_rank} of this node has no GPU: PyTorch sees {gpus}{given}"
+        raise Problem(f"{found}; DEVICE=cpu trains without GPUs")
     return torch.device("cuda", args.local_rank % gpus)
 
 
