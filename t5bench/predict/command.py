@@ -151,7 +151,10 @@ def calibration(args: argparse.Namespace) -> tuple[float, bool]:
 def show(found: Sequence[tuple[Prediction, Row | None]], refused: Mapping[str, str]) -> None:
     first = found[0][0]
     print(tabulate([_memory(entry) for entry, _ in found], headers="keys", floatfmt=".2f"), end="\n\n")
-    print(tabulate([_cost(*pair) for pair in found], headers="keys", floatfmt=".4g"), end="\n\n")
+    costs = [_cost(*pair) for pair in found]
+    # MB, the third column, has more digits than the others.
+    formats = [".4g", ".4g", ",.1f", *[".4g"] * len(costs[0])]
+    print(tabulate(costs, headers="keys", floatfmt=formats), end="\n\n")
     for name, reason in refused.items():
         print(f"{name} cannot run: {reason}")
     link = first.machine.between.bandwidth * 8 / 1e9
