@@ -31,7 +31,7 @@ def take(directory: Path, name: str, run: str, pid: int) -> None:
     holder = {"run": run, "host": socket.gethostname(), "boot": _boot(), "processes": [[pid, _started(pid)]]}
     claim = _make(directory, name, json.dumps(holder), now)
     # Nodes of one run share a directory. Two runs each make their claim before they look at the other's.
-    for path in {_newest(directory, _name(path)) for path in directory.glob("*.claim.*")} - {claim}:
+    for path in {_newest(directory, _name(path)) for path in _claims(directory, "*")} - {claim}:
         if path and (other := _read(path)).get("run") != run and _is_live(other, path, now):
             write_whole(claim, json.dumps(holder | {"processes": []}))
             raise _held(path, other)
@@ -74,10 +74,15 @@ def _make(directory: Path, name: str, text: str, now: float) -> Path:
         except OSError:
             claim.unlink(missing_ok=True)
             raise
-    for path in directory.glob(f"{name}.claim.*"):
+    for path in _claims(directory, name):
         if _number(path) < _number(claim):
             path.unlink(missing_ok=True)
     return claim
+
+
+def _claims(directory: Path, name: str) -> list[Path]:
+    """The claims of this name, without copies such as node0.claim.1.bak."""
+    return [path for path in directory.glob(f"{name}.claim.*") if path.suffix[1:].isdecimal()]
 
 
 def _number(path: Path) -> int:
@@ -89,14 +94,17 @@ def _name(path: Path) -> str:
 
 
 def _newest(directory: Path, name: str) -> Path | None:
-    return max(directory.glob(f"{name}.claim.*"), key=_number, default=None)
+    return max(_claims(directory, name), key=_number, default=None)
 
 
 def _read(path: Path) -> Holder:
     """A claim's content; empty if it cannot be read even after a moment, because its holder may be writing it."""
     for _ in range(20):
         try:
-            return json.loads(path.read_text())
+            match json.loads(path.read_text()):
+                case {"run": _, "host": str(), "boot": _, "processes": [*pairs]} as holder:
+                    return holder if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs) else {}
+            break
         except OSError:
             break
         except ValueError:

@@ -150,7 +150,7 @@ def check_output_directory(request: Request) -> None:
     directory, node, lack = Path(request.value("OUTPUT_DIR")), request.facts["node"], request.findings.lack
     try:
         claim.check(directory, f"node{node}")
-        status = (directory / f"node{node}.status").read_text().split()[0]
+        status = (directory / f"node{node}.status").read_text(errors="replace").split()[0]
     except Problem as problem:
         lack("running", str(problem), problem.remedy)
         return

@@ -97,7 +97,7 @@ def before_the_end(plan: Plan, checkpoints: Checkpoints, newest: int) -> View:
     """An earlier checkpoint, for a run that died between its last checkpoint and its record. Raises Problem."""
     found = f"the run in {plan.output_dir} is already at iteration {newest} of {plan.iterations}"
     with contextlib.suppress(OSError):
-        is_complete = Path(plan.output_dir, f"node{plan.node}.status").read_text().startswith("complete")
+        is_complete = Path(plan.output_dir, f"node{plan.node}.status").read_bytes().startswith(b"complete")
         if not is_complete and (earlier := look(checkpoints, plan.iterations - 1)).iteration:
             _passed_over(newest, "the end of the run was not recorded, so its last iterations are trained again")
             return earlier

@@ -51,14 +51,27 @@ def test_one_of_many_gets_the_claim_and_the_next_gets_it_later(tmp_path: Path):
         ({"host": "elsewhere"}, 60, True),
         ({"host": "elsewhere"}, 600, False),
         ({"host": "elsewhere", "processes": []}, 0, False),
+        ({"processes": None}, 60, True),
+        ({"processes": [[1]]}, 600, False),
     ],
-    ids=["here", "rebooted", "id came again", "ended", "elsewhere", "elsewhere and gone", "elsewhere and ended"],
+    ids=[
+        "here",
+        "rebooted",
+        "id came again",
+        "ended",
+        "elsewhere",
+        "elsewhere and gone",
+        "elsewhere and ended",
+        "damaged",
+        "damaged long ago",
+    ],
 )
 def test_how_long(tmp_path: Path, changes: dict, age: float, is_held: bool):
     claim.take(tmp_path, "node0", "run", os.getpid())
     path = tmp_path / "node0.claim.1"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     os.utime(path, times=(time.time() - age,) * 2)
+    path.with_suffix(".1.bak").touch()
     if is_held:
         with pytest.raises(Problem, match="a run is already in progress in "):
             claim.take(tmp_path, "node0", "run", os.getppid())
