@@ -26,7 +26,7 @@ from t5bench import REPOSITORY, Problem
 from t5bench.cluster.network import IMPORTING
 from t5bench.cluster.probe import Cell, Question
 from t5bench.cluster.table import Node, render, table
-from t5bench.plan.launchers import accepted, ask, declarations
+from t5bench.plan.launchers import ALONE, accepted, ask, declarations
 from t5bench.plan.topology import is_this_host
 from t5bench.record.hosts import BEGINS, checked, ssh
 from t5bench.record.text import visible, visible_in
@@ -157,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     python = shutil.which(os.environ.get("PYTHON") or "python3") or sys.executable
     # A launcher's plan for this host only, ignoring what the host lacks for a run.
-    plan = accepted(ask("ddp", ["127.0.0.1", "0"], os.environ | {"NNODES": "1", "HOSTS": ""}))
+    plan = accepted(ask("ddp", ["127.0.0.1", "0"], os.environ | ALONE))
     ports = [plan.number("MASTER_PORT")] if os.environ.get("MASTER_PORT") else [s.port for s in declarations()]
     nodes = [Node(host, here=is_this_host(host)) for host in args.hosts]
 

@@ -12,6 +12,11 @@ from t5bench.plan.request import declaration
 from t5bench.record.plan import Plan, Strategy
 
 PATTERN = "run_megatron_t5_*.sh"
+# For a run on this machine only, whatever the environment or SLURM says of other nodes.
+ALONE: Mapping[str, str] = {
+    **{"NNODES": "1", "HOSTS": "", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"},
+    **{"SLURM_JOB_NODELIST": "", "SLURM_NODELIST": "", "SLURM_STEP_NUM_NODES": "1"},
+}
 EVERYTHING = "run_megatron_t5_all.sh"  # a sweep, not a strategy
 
 

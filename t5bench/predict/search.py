@@ -20,7 +20,7 @@ from t5bench.model.machine import DEVICES, GIB, Machine
 from t5bench.model.prediction import Prediction
 from t5bench.model.software import beyond_native
 from t5bench.plan.forecast import job_of
-from t5bench.plan.launchers import ask
+from t5bench.plan.launchers import ALONE, ask
 from t5bench.predict.command import add_machine, device_for, machine, vocabulary_of
 from t5bench.predict.layout import check_ranks
 from t5bench.record.plan import ROLES, Plan
@@ -143,8 +143,8 @@ def run(args: argparse.Namespace) -> int:
 
 def planned(args: argparse.Namespace) -> list[Plan]:
     """The launchers' settings, and those of a preset by its name, as plans of DDP and ZERO for one GPU."""
-    one = {"NPROC_PER_NODE": "1", "NNODES": "1", "HOSTS": "", "GLOBAL_BATCH_SIZE": "1", "MICRO_BATCH_SIZE": "1"}
-    settings = os.environ | one | ({"MODEL_PRESET": args.model} if args.model else {})
+    one = {"NPROC_PER_NODE": "1", "GLOBAL_BATCH_SIZE": "1", "MICRO_BATCH_SIZE": "1"}
+    settings = os.environ | ALONE | one | ({"MODEL_PRESET": args.model} if args.model else {})
     with ThreadPoolExecutor() as pool:
         plans = list(pool.map(lambda strategy: ask(strategy, environment=settings), ("ddp", *ZERO)))
     for plan in plans:

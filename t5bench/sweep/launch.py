@@ -239,7 +239,7 @@ class Launch:
                 f'cd -- {here} 2>/dev/null || {{ echo "error: there is no {here} on $HOSTNAME" >&2; exit 2; }}'
             )
         else:
-            exports.update(NNODES="1", MASTER_PORT=self._environment.get("MASTER_PORT") or str(free_port()))
+            exports |= launchers.ALONE | {"MASTER_PORT": self._environment.get("MASTER_PORT") or str(free_port())}
         if row.processes:
             exports["NPROC_PER_NODE"] = str(row.processes // len(self._hosts))
         if tensor:

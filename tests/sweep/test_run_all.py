@@ -107,9 +107,10 @@ def test_repeats_are_interleaved_and_every_world_size_has_its_baseline(sweep: Pr
         ({}, 0, [*STRATEGIES, "ddp-4"]),
         ({"STRATEGIES": "zero1 hybrid zero1-tp2", "NPROC_PER_NODE": "4"}, 0, ["zero1", "hybrid", "zero1-tp2"]),
         ({"STRATEGIES": "ddp hybrid"}, 2, ["ddp"]),
+        ({"STRATEGIES": "ddp", "SLURM_JOB_NODELIST": "a,b", "SLURM_NODEID": "1", "MASTER_ADDR": "a"}, 0, ["ddp"]),
         ({"MODEL_FAMILY": "gpt", "STRATEGIES": "ddp 3d"}, 0, ["ddp", "3d", "ddp-4"]),
     ],
-    ids=["all", "no ddp", "too few GPUs", "another family"],
+    ids=["all", "no ddp", "too few GPUs", "second node of a job", "another family"],
 )
 def test_what_is_planned(sweep: Project, settings: dict[str, str], gpus: int, planned: list[str]):
     sweep.set_gpus(gpus)
