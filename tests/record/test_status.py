@@ -31,7 +31,7 @@ MESSAGES = [
     ("slurmstepd: error: *** STEP 12.0 ON node0 CANCELLED AT 2026-11-20T10:00:00 ***",
      "cancelled", "SLURM cancelled"),
     ("OSError: [Errno 28] No space left on device",
-     "crashed", "the disk is full"),
+     "crashed", "a disk or /dev/shm is full"),
     ("E1123 08:50:11.361000 2704 torch/api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 2743) of binary: python",
      "crashed", "was killed (SIGKILL)"),
     ("E1123 08:46:25.349000 2704 torch/api.py:1002] failed (exitcode: -15) local_rank: 1 (pid: 2743) of binary: python",
