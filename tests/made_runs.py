@@ -79,6 +79,7 @@ def made_plan(
     own_arguments: Sequence[str] = (),
     extra_arguments: Sequence[str] = (),
     family: str = "t5",
+    strategy_flags: Sequence[str] = (),
     **fields: Any,
 ) -> Plan:
     """A plan of one node; world_size: what the strategy needs, but at least 2. fields: others of the plan."""
@@ -109,7 +110,7 @@ def made_plan(
         environment["T5_PROFILE"] = f"{iteration}:/run/profile.json"
     ds_config, colour = f"megatron_{strategy}.json" if stage else "", COLOURS.get(strategy, "#123456")
     made = {
-        "strategy": Strategy(strategy, strategy, port, tp, pp, ds_config, colour, []),
+        "strategy": Strategy(strategy, strategy, port, tp, pp, ds_config, colour, list(strategy_flags)),
         "settings": plan_settings, "obstacles": [], "master_address": "node0", "device": "cpu",
         "engine": "megatron", "engine_directory": "/engine", "engine_patches": "series",
         "data_prefix": "/data/xsum", "tokenizer": "t", "output_dir": chosen.get("OUTPUT_DIR", "/run"),

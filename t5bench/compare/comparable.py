@@ -115,6 +115,7 @@ def other_differences(runs: Sequence[Run]) -> list[str]:
 
     def told(run: Run) -> dict[str, Any]:
         found = run.plan.with_role("told") | {f"nodes of {processes(run.world_size)}": run.layout.nnodes}
+        found["STRATEGY_FLAGS"] = " ".join(run.plan.strategy.flags)
         found["CPU"] = " + ".join(sorted({node["cpu"]["model"] for node in run.nodes if node.get("cpu")})) or None
         for what, key in (("version of", "versions"), ("commit of", "commits"), ("patch", "patches")):
             found |= {f"{what} {name}": value for name, value in run.record[key].items() if isinstance(value, str)}

@@ -220,7 +220,9 @@ def verdict(run: Run, baseline: Run) -> Verdict:
             where = f"at iteration {found.iteration} (allowed: {allowed:.0e})"
             reasons.append(f"the {what} differs by {found.largest:.1e} {where}")
     # Where to look for the reason.
-    if loss.first_beyond == first:
+    if begins and (flags := list(run.plan.strategy.flags)) != list(baseline.plan.strategy.flags):
+        reasons.append(f"its launcher has STRATEGY_FLAGS=({' '.join(flags)}), unlike the baseline's: look there first")
+    elif loss.first_beyond == first:
         reasons.append(f"iteration {first}'s loss already differs: check the weights, the data and the forward pass")
     elif norm.first_beyond == first:
         advice = "check gradients and accumulation first"

@@ -126,6 +126,10 @@ def test_curves_that_differ_only_by_rounding_pass(ddp: Path, tmp_path: Path, par
             {"own_arguments": ["--adam-beta2", "0.95"], "extra_arguments": ["--adam-beta2", "0.9"]},
             "--adam-beta2, which an argument after -- replaces here, is 0.95 in this launcher, but not given in",
         ),
+        (
+            {"losses": scaled(LOSSES, 2, 1 - 3e-5), "strategy_flags": ["--lr-decay-style", "linear"]},
+            "its launcher has STRATEGY_FLAGS=(--lr-decay-style linear), unlike the baseline's: look there first",
+        ),
         ({"idx_sha256": "beef"}, "idx_sha256 is beef, but 5a5a"),
         ({"engine_patches": "megatron_t5_fixes"}, "engine_patches is megatron_t5_fixes, but series in the baseline"),
     ],
