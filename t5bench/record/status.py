@@ -123,10 +123,12 @@ RULES = (
     # torchrun's report lists these signals also for the workers that it ended itself after another had failed.
     Rule(r"failed \(exitcode: -9\)|DataLoader worker .* killed by signal: Killed",
          CRASHED, "a process was killed (SIGKILL)",
-         "The kernel does this when memory runs out (see dmesg); SLURM or a user may have, too"),
+         "The kernel does this when memory runs out (see dmesg); SLURM, a user or ulimit -t may have, too"),
     Rule(r"DataLoader worker .* killed by signal: Bus error", CRASHED,
          "a data loader cannot read its memory: the data were cut short during the run, or /dev/shm is full",
          "Copy or prepare the data again, or free space there (df -h /dev/shm)"),
+    Rule(r"failed \(exitcode: -24\)", CRASHED, "a process used up its CPU time",
+         "Raise the limit (ulimit -t), or use a node without one"),
     Rule(r"failed \(exitcode: -11\)", CRASHED, "a process crashed (segmentation fault)"),
     Rule(r"failed \(exitcode: -(\d+)\)", CRASHED, "a process was ended by signal {0}", "", Strength.VICTIM),
     Rule(r"Received (\d+) death signal", CRASHED, "torchrun was ended by signal {0}", "", Strength.VICTIM),

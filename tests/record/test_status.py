@@ -34,6 +34,8 @@ MESSAGES = [
      "crashed", "a disk or /dev/shm is full"),
     ("E1123 08:50:11.361000 2704 torch/api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 2743) of binary: python",
      "crashed", "was killed (SIGKILL)"),
+    ("E1123 08:46:25.349000 2704 torch/api.py:1002] failed (exitcode: -24) local_rank: 0 (pid: 2743) of binary: python",
+     "crashed", "a process used up its CPU time"),
     ("E1123 08:46:25.349000 2704 torch/api.py:1002] failed (exitcode: -15) local_rank: 1 (pid: 2743) of binary: python",
      "crashed", "a process was ended by signal 15"),
     ("W1123 08:47:35.412000 378 torch/distributed/api.py:753] Received 15 death signal, shutting down workers",
