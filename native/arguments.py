@@ -171,7 +171,7 @@ def choose_device(args: argparse.Namespace) -> "torch.device":
     gpus = torch.cuda.device_count()
     if gpus == 0 or (args.local_rank >= gpus and not args.share_gpus):
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-        given = "" if shown is None else f" with CUDA_VISIBLE_DEVICES={shown}"
+        given = f" with CUDA_VISIBLE_DEVICES={shown}" if shown is not None else ""
         found = f"process {args.local_rank} of this node has no GPU: PyTorch sees {gpus}{given}"
         raise Problem(f"{found}; DEVICE=cpu trains without GPUs")
     return torch.device("cuda", args.local_rank % gpus)
