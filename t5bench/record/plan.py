@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from t5bench.record.files import RecordError
 
@@ -63,7 +63,7 @@ class Setting:
     """
 
     kind: str
-    role: str
+    role: Literal[(*ROLES,)]
     argument: str
     default: str
     meaning: str

@@ -19,7 +19,7 @@ from t5bench import Problem
 from t5bench.compare.comparison import Comparison, build
 from t5bench.record import records
 from t5bench.record.files import RecordError
-from t5bench.record.reader import seconds
+from t5bench.record.reader import UNFORESEEN, seconds
 from t5bench.record.status import RUNNING
 from t5bench.record.text import visible
 from t5bench.report import tables
@@ -27,7 +27,6 @@ from t5bench.report import tables
 DEEPEST = 4
 DEFAULT_RUNS, PAGE = "outputs", "index.html"
 WIDTH_ELSEWHERE = 120  # characters of a line, for a file or a pipe when COLUMNS is unset
-UNFORESEEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def _rounded(content: Any) -> Any:
