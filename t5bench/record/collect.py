@@ -14,14 +14,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from t5bench.record.files import RecordError, own_files, sha256
+from t5bench.record.files import RecordError, own_files, read
 from t5bench.record.hosts import BEGINS, ssh
 from t5bench.record.records import SHARED_KEYS, differences, load, read_parts, write_run
 from t5bench.record.text import visible
 
 # [user@]host:directory; an IPv6 address is in brackets, or its directory begins with a slash.
-_IPV6 = r"\[[^]]*\]|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[\w.-]+)?(?=:/)"
-_SOURCE = re.compile(rf"((?:[^@:]*@)?(?:{_IPV6}|[^:]*)):(.*)", re.DOTALL)
+_SOURCE = re.compile(r"([^]]*\]|[^/]*(?=:/)|[^:]*):(.*)", re.DOTALL)
 # Checkpoints stay where they are: they can be as large as the disk, and a comparison does not need them.
 LEFT_OUT = ("checkpoints", "comparison")
 
@@ -58,11 +57,10 @@ def check_same_run(here: Mapping[str, Any], other: Mapping[str, Any], source: st
 
 def outdated(parts: Mapping[Path, Mapping[str, Any]]) -> set[Path]:
     """The paths of those that an earlier attempt wrote: one of them is where a later one set its own aside."""
-    aside = {sha256(path) for place in {path.parent for path in parts} for path in place.glob("node*.json.[0-9]*")}
-    known = {path for path in parts if sha256(path) in aside}
-    resumed = [part["started"] for part in parts.values() if known and part["plan"]["resume_from"]]
-    ended = {path: part["ended"] for path, part in parts.items() if part["ended"]}
-    return known | {path for path, end in ended.items() if any(end < began for began in resumed)}
+    aside = {read(path) for place in {path.parent for path in parts} for path in place.glob("node*.json.[0-9]*")}
+    known = {path for path in parts if read(path) in aside}
+    last = max((part["started"] for part in parts.values() if known and part["plan"]["resume_from"]), default="")
+    return known | {path for path, part in parts.items() if part["ended"] and part["ended"] < last}
 
 
 def bring(source: Path, name: str, directory: Path) -> None:
@@ -75,30 +73,28 @@ def bring(source: Path, name: str, directory: Path) -> None:
         raise RecordError(f"{name} holds no record of a run (no node*.json)")
     found = {place / f"node{part['node']}.json": part for place in places for part in read_parts(place)}
     old = outdated(found)
-    parts, present = (
-        [part for path, part in found.items() if path.parent == place and path not in old]
-        for place in (source, directory)
-    )
+    new = {path: part for path, part in found.items() if path not in old}
+    parts, present = ([new[path] for path in new if path.parent == place] for place in (source, directory))
     for part, other in product(parts, present):
         check_same_run(other, part, name)
         if other["node"] == part["node"] and other != part:
             raise RecordError(f"{name} and {directory} have different files node{part['node']}.json")
     nodes = {f"node{part['node']}" for part in parts}
-    left = [path for part in old for path in own_files(part.parent, found[part]["node"], found[part]["nnodes"])]
+    left = {path for part in old for path in own_files(part.parent, found[part]["node"], found[part]["nnodes"])}
 
     def skipped(folder: str, names: list[str]) -> set[str]:
         """Names not to copy: links to directories, pipes, devices, and other nodes' files that already exist here."""
         paths = [Path(folder, name) for name in names]
         special = {path.name for path in paths if not path.is_file() and (path.is_symlink() or not path.is_dir())}
+        if Path(folder) != source:
+            return special
         here = {n for n in names if n.partition(".")[0] not in nodes and (directory / n).exists()}
-        own = here | {path.name for path in left if path.parent == source} | {*LEFT_OUT, "run.json"}
-        return special | own if Path(folder) == source else special
+        return special | here | {path.name for path in left if path.parent == source} | {*LEFT_OUT, "run.json"}
 
-    for path in left:
+    # Besides what is left of an earlier attempt, its checksums.
+    for path in [*left, *(directory / f"{node}.sha256" for node in nodes)]:
         if path.parent == directory:
-            path.unlink()
-    for node in nodes:  # checksums that an earlier attempt left here
-        (directory / f"{node}.sha256").unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
     try:
         shutil.copytree(source, directory, ignore=skipped, dirs_exist_ok=True)
     except OSError as error:  # shutil.Error is one
@@ -122,8 +118,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     nodes, plan = ", ".join(str(node["node"]) for node in record["nodes"]), record["plan"]
-    which = f"{plan['strategy']['name']}, nodes {nodes} of {plan['layout']['nnodes']}"
-    print(f"{args.run}: {which}, {record['status']}" + (f": {record['reason']}" if record["reason"] else ""))
+    ended = ": ".join(filter(None, (record["status"], record["reason"])))
+    print(f"{args.run}: {plan['strategy']['name']}, nodes {nodes} of {plan['layout']['nnodes']}, {ended}")
     for sentence in (*record["differences"], *remarks):
         print(f"warning: {sentence}", file=sys.stderr)
     return 0

@@ -18,7 +18,7 @@ from t5bench import Problem, digest
 # No file of a record comes near this size; larger ones are not read into memory.
 MOST_BYTES = 1 << 30
 METRICS, PROFILE = "metrics.jsonl", "profile.json"
-_SEALED = re.compile(r"([0-9a-f]{64})  ([\w.-]+)", re.ASCII)
+_SEALED = re.compile(r"^([0-9a-f]{64})  ([\w.-]+)$", re.ASCII | re.MULTILINE)
 
 
 class RecordError(Problem):
@@ -86,11 +86,7 @@ def check_seal(directory: Path, node: int, nodes: int) -> None:
     manifest = directory / f"node{node}.sha256"
     if not os.path.lexists(manifest):
         return
-    sealed = {}
-    for number, line in enumerate(read(manifest).decode(errors="replace").removesuffix("\n").split("\n"), 1):
-        if not (entry := _SEALED.fullmatch(line)):
-            raise RecordError(f"{manifest} line {number} is not a checksum and a file name")
-        sealed[entry[2]] = entry[1]
+    sealed = {name: checksum for checksum, name in _SEALED.findall(read(manifest).decode(errors="replace"))}
     for path in {*own_files(directory, node, nodes), *(directory / name for name in sealed)}:
         if sealed.get(path.name) != sha256(path):
             raise RecordError(f"{path} was changed after the run ended: it does not match its checksum")

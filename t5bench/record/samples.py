@@ -62,17 +62,18 @@ class Observations:
 def observe(run: Run, used: Sequence[int]) -> Observations:
     """The samples from the first to the last of the iterations `used`; assumes that the nodes' clocks agree.
 
-    Of a resumed run only those since then: what it sends while it starts again belongs to no iteration.
+    Of a resumed run only those since then: what it sends while it starts again belongs to no iteration. Of a profiled
+    run those before the profile or those after it, whichever are more: then it sends messages to measure the link.
     """
-    began = run.iterations[-1].begin if used else 0
+    began, profiled = run.iterations[-1].begin if used else 0, run.plan.number("PROFILE_ITERATION")
     since = [line for line in run.iterations if line.time and line.begin == began]
     lines = [line for line in since if used and used[0] <= line.iteration <= used[-1]]
+    sides = ([line for line in lines if (line.iteration < profiled) == is_before] for is_before in (True, False))
+    lines = max(sides, key=len)
     if len(lines) < 2:
         return Observations(why_not_sent="fewer than two timed intervals")
     ends, numbers = np.array([line.time for line in lines]), np.array([line.iteration for line in lines])
     traffic, reasons, one_node = [], [], run.layout.nnodes == 1
-    profiled = run.plan.number("PROFILE_ITERATION") or float("inf")
-    gap = max(ends[numbers < profiled], default=-np.inf), min(ends[numbers >= profiled], default=np.inf)
     medians: dict[str, list[float]] = {"power_w": [], "utilization": []}
     for node in run.nodes:
         samples = run.samples[node["node"]]
@@ -80,7 +81,8 @@ def observe(run: Run, used: Sequence[int]) -> Observations:
         for what, found in medians.items():
             known = [(gpu["index"], gpu[what]) for s in within for gpu in s["gpus"] if gpu[what] is not None]
             found += [median(value for i, value in known if i == index) for index in {index for index, _ in known}]
-        sent = list(_sent(node, samples, ends, numbers, gap, one_node))
+        # Beside a profile only whole samples count.
+        sent = list(_sent(node, within if profiled else samples, ends, numbers, one_node))
         if len(within) < FEWEST_SAMPLES:
             reasons.append(f"{len(within)} sample(s) of node {node['node']} in that time, {FEWEST_SAMPLES} are needed")
         elif not sent:
@@ -102,27 +104,18 @@ def _sent(
     samples: Sequence[Mapping[str, Any]],
     ends: np.ndarray,
     numbers: np.ndarray,
-    gap: tuple[float, float],
     one_node: bool,
 ) -> Iterator[Traffic]:
-    """By each interface that counts. ends: when the iterations `numbers` ended; gap: when one was profiled, which sends
-    messages to measure the link."""
+    """By each interface that counts. ends: when the iterations `numbers` ended."""
     interfaces = {name for sample in samples for name in sample["network"]}
     for name in sorted(name for name in interfaces if _counts(name, interfaces, one_node)):
         counter = np.array([(s["time"], s["network"][name]["sent"]) for s in samples if name in s["network"]]).T
-        # The sampler may begin after the first line or end before the last: nothing is extrapolated. Near the gap only
-        # whole samples count.
-        before, after = counter[0][counter[0] <= gap[0]], counter[0][counter[0] >= gap[1]]
+        # The sampler may begin after the first line or end before the last: nothing is extrapolated.
         first, last = max(ends[0], counter[0, 0]), min(ends[-1], counter[0, -1])
-        parts = [(first, max(before, default=-np.inf)), (min(after, default=np.inf), last)]
-        parts = [part for part in parts if part[0] < part[1]] if ends[0] < gap[1] <= ends[-1] else [(first, last)]
-        if not parts or first >= last or (np.diff(counter[1]) < 0).any():
+        if first >= last or (np.diff(counter[1]) < 0).any():
             continue
-        sent, iterations, seconds = (
-            float(sum(np.diff(np.interp(part, *of))[0] for part in parts))
-            for of in (counter, (ends, numbers), (ends, ends))
-        )
+        sent, iterations = (float(np.diff(np.interp((first, last), *of))[0]) for of in (counter, (ends, numbers)))
         if iterations > 0:
             speed = node["network"].get(name, {}).get("speed_mbit")
             link = speed * 1e6 if speed else None
-            yield Traffic(node["node"], name, sent / iterations, 8 * sent / seconds, link)
+            yield Traffic(node["node"], name, sent / iterations, 8 * sent / (last - first), link)

@@ -5,13 +5,13 @@ counts, and among equals the earliest: "connection closed by peer" comes from th
 """
 
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from signal import SIGTERM
 from typing import Any, NamedTuple
 
-from t5bench.record import clock
 from t5bench.record.text import visible
 
 COMPLETE, INCOMPLETE, DIVERGED, OUT_OF_MEMORY = "complete", "incomplete", "diverged", "out-of-memory"
@@ -22,6 +22,13 @@ RUNNING = "running"  # the run has not ended
 _BY_EXIT_CODE = (COMPLETE, CRASHED, CONFIGURATION, INCOMPLETE, DIVERGED, OUT_OF_MEMORY, TIMEOUT, NETWORK)
 EXIT_CODES = {name: code for code, name in enumerate(_BY_EXIT_CODE)}
 SIGNALS = {1: "HUP", 2: "INT", 15: "TERM"}
+_START = time.time() - time.monotonic()
+
+
+def now() -> float:
+    """Seconds since 1970 by this machine's clock when the process began: the clock of a record, which is not adjusted
+    during a run."""
+    return _START + time.monotonic()
 
 
 class Strength(IntEnum):
@@ -58,7 +65,7 @@ class Cause:
     @classmethod
     def now(cls, status: str, reason: str, remedy: str = "", strength: Strength = Strength.CAUSE) -> "Cause":
         """A cause that was observed now, not read from a message."""
-        return cls(status, strength, reason, remedy, clock.now(), reason)
+        return cls(status, strength, reason, remedy, now(), reason)
 
     def ending(self) -> Status:
         who = f"rank {self.rank}: " if self.rank is not None else ""

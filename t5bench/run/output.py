@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from t5bench import note
-from t5bench.record import clock
 from t5bench.record.log import Evaluation, Iteration, PeakMemory, evaluation, iteration, padded_vocabulary, peak_memory
 from t5bench.record.machine import HIDDEN
 from t5bench.record.records import metrics_line
-from t5bench.record.status import CauseFinder
+from t5bench.record.status import CauseFinder, now
 from t5bench.record.text import Screen, visible
 
 BLOCK = 1 << 16
@@ -226,8 +225,8 @@ def pass_on(
             continue
         if not (block := os.read(source, BLOCK)):
             break
-        show(screen.show(output.take(block, clock.now()), is_last=False), sink)
-    show(screen.show(output.end(clock.now()), is_last=True), sink)
+        show(screen.show(output.take(block, now()), is_last=False), sink)
+    show(screen.show(output.end(now()), is_last=True), sink)
 
 
 def show(text: bytes, sink: int) -> None:

@@ -27,11 +27,10 @@ from t5bench.plan.ports import peer_port
 from t5bench.plan.request import completed
 from t5bench.record import machine
 from t5bench.record import status as ends
-from t5bench.record.clock import now
 from t5bench.record.files import RecordError, seal, write_json, write_whole
 from t5bench.record.plan import Plan
 from t5bench.record.records import FORMAT, merge, write_run
-from t5bench.record.status import Cause, Status, of_run
+from t5bench.record.status import Cause, Status, now, of_run
 from t5bench.run import processes
 from t5bench.run.ending import SPACE_REMEDY, cause_of, exit_code, knows_little, read_end
 from t5bench.run.guard import GRACE_SECONDS, TERM_SECONDS, Guard, Stacks

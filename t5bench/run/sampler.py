@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from t5bench.record.clock import now
 from t5bench.record.machine import visible_gpus
+from t5bench.record.status import now
 
 # nvidia-smi's names of the fields, and those in a sample.
 _GPU_FIELDS = {
