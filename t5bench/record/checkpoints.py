@@ -106,11 +106,10 @@ class Checkpoints:
     def newest(self, limit: int | None = None) -> tuple[int, dict[int, str]]:
         """The newest intact checkpoint of at most `limit` iterations, 0 for none, and what is wrong with newer ones."""
         faults = {}
-        for iteration in self.iterations():
-            if limit is None or iteration <= limit:
-                if not (fault := self.fault(iteration)):
-                    return iteration, faults
-                faults[iteration] = fault
+        for iteration in (each for each in self.iterations() if limit is None or each <= limit):
+            if not (fault := self.fault(iteration)):
+                return iteration, faults
+            faults[iteration] = fault
         return 0, faults
 
     def point_to(self, iteration: int) -> None:

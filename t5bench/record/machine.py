@@ -118,20 +118,14 @@ def checksum(path: Path) -> str | None:
 
 def patches(repository: Path) -> dict[str, str | None]:
     """The patches in the order in which they are applied, with their checksums."""
-    try:
-        names = (repository / "patches" / "series").read_text().split()
-    except OSError:
-        return {}
+    names = (repository / "patches" / "series").read_text().split()
     return {name: checksum(repository / "patches" / name) for name in names}
 
 
 def data(prefix: Path, tokenizer: str) -> dict[str, Any]:
     """The indexed dataset. The index has every document's length, so its checksum represents the corpus."""
-    try:
-        size = Path(f"{prefix}.bin").stat().st_size
-    except OSError:
-        size = None
-    index = checksum(Path(f"{prefix}.idx"))
+    tokens, index = f"{prefix}.bin", checksum(Path(f"{prefix}.idx"))
+    size = os.path.getsize(tokens) if os.path.exists(tokens) else None
     return {"prefix": str(prefix), "bin_bytes": size, "idx_sha256": index, "tokenizer": tokenizer}
 
 
@@ -157,11 +151,10 @@ def gpus(environment: Mapping[str, str]) -> list[dict[str, Any]]:
 
 def cpu() -> dict[str, Any]:
     """Model, cores that this process may use, and memory in MiB."""
-    memory = _found(r"^MemTotal:\s*(\d+) kB", Path("/proc/meminfo"))
     return {
         "model": _found(r"^model name\s*: (.*)$", Path("/proc/cpuinfo")) or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_mib": int(memory) // 1024 if memory else None,
+        "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20,
     }
 
 

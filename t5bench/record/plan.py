@@ -177,17 +177,14 @@ def by_name(words: Iterable[str]) -> dict[str, str]:
 def spelled(value: str) -> str:
     """A number in the one spelling that equal numbers share, any other text as it is."""
     try:
-        return value if value.isdecimal() else repr(float(value)).removesuffix(".0")
+        return str(int(value)) if value.isdecimal() else repr(float(value)).removesuffix(".0")
     except ValueError:
         return value
 
 
 def same_value(one: str, other: str) -> bool:
     """Whether two texts are the same number or the same text."""
-    try:
-        return float(one) == float(other)
-    except ValueError:
-        return one == other
+    return spelled(one) == spelled(other)
 
 
 @dataclass(frozen=True)
@@ -229,13 +226,11 @@ class Plan:
             raise RecordError(f"the plan of the run in {self.output_dir} has no setting {name}")
         return found
 
-    def number(self, name: str) -> int:
-        return self._read(int, name)
-
     def decimal(self, name: str) -> float:
-        return self._read(float, name)
+        return self.number(name, float)
 
-    def _read(self, kind: Callable[[str], Any], name: str) -> Any:
+    def number(self, name: str, kind: Callable[[str], Any] = int) -> Any:
+        """Raises RecordError."""
         value = self.value(name)
         try:
             return kind(value)

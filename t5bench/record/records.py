@@ -55,12 +55,9 @@ def mark_resume(metrics: Path, iteration: int) -> None:
     for manifest in metrics.parent.glob("node*.sha256"):
         if metrics.name in manifest.read_text():
             manifest.unlink()
-    with metrics.open("a+b") as file:
-        if file.tell():
-            file.seek(-1, 2)
-            # A run that died can leave half a line.
-            file.write(b"" if file.read(1) == b"\n" else b"\n")
-        file.write(json.dumps({"resumed_from": iteration}).encode() + b"\n")
+    is_torn = metrics.exists() and not metrics.read_bytes().endswith(b"\n")  # a run that died can leave half a line
+    with metrics.open("a") as file:
+        file.write("\n" * is_torn + json.dumps({"resumed_from": iteration}) + "\n")
 
 
 def read_metrics(path: Path) -> list[Iteration]:
@@ -178,7 +175,7 @@ def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         "remedy": status.remedy,
         "first_failure": status.origin,
         "started": min(part["started"] for part in parts),
-        "ended": None if any(not part["ended"] for part in parts) else max(part["ended"] for part in parts),
+        "ended": max(part["ended"] for part in parts) if all(part["ended"] for part in parts) else None,
         "differences": list(dict.fromkeys([*(t for part in parts[1:] for t in differences(first, part)), *heard])),
         "nodes": [{k: v for k, v in part.items() if k not in {*SHARED_KEYS, "format", "plan"}} for part in parts],
     }
