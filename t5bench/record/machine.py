@@ -124,8 +124,11 @@ def patches(repository: Path) -> dict[str, str | None]:
 
 def data(prefix: Path, tokenizer: str) -> dict[str, Any]:
     """The indexed dataset. The index has every document's length, so its checksum represents the corpus."""
-    tokens, index = f"{prefix}.bin", checksum(Path(f"{prefix}.idx"))
-    size = os.path.getsize(tokens) if os.path.exists(tokens) else None
+    try:
+        size = Path(f"{prefix}.bin").stat().st_size
+    except OSError:
+        size = None
+    index = checksum(Path(f"{prefix}.idx"))
     return {"prefix": str(prefix), "bin_bytes": size, "idx_sha256": index, "tokenizer": tokenizer}
 
 

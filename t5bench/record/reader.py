@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _Moment = Annotated[str, Meta(pattern=r"^20[0-9]{2}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\.[0-9]{3}Z$")]
 
 STEP_SECONDS = 5  # clocks are adjusted during a run, in small steps
+SAME_SECONDS = 0.002  # one time is rounded to milliseconds, the other truncated
 # What calculating with a forged value may raise.
 UNFORESEEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
@@ -80,7 +81,7 @@ class _Part(_Ending):
     differences: list[str] = []
 
     def __post_init__(self) -> None:
-        for wrong in _faults(self):
+        if wrong := next(_faults(self), None):
             raise ValueError(wrong)
 
 
@@ -210,8 +211,6 @@ def _written(plan: Plan, layout: Layout, given: Mapping[str, str]) -> Iterator[t
 
 # ---- files of lines --------------------------------------------------------------------------------------------------
 
-_Lines = Sequence[tuple[str, Iteration]]
-
 
 class Attempt(NamedTuple):
     """The lines that one attempt logged after iteration `begin`, in order, with their places."""
@@ -236,13 +235,10 @@ def read_attempts(path: Path) -> list[Attempt]:
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
     """The samples of one node in the order of time; none if there is no file. Raises RecordError."""
-    found: list[dict[str, Any]] = []
-    for place, content in json_lines(path):
+    found = list(json_lines(path))
+    for place, content in found:
         _checked(place, content, _Sample)
-        if found and content["time"] < found[-1]["time"] - STEP_SECONDS:
-            raise RecordError(f"{place} has an earlier time than the line above it")
-        found.append(content)
-    return sorted(found, key=lambda sample: sample["time"])
+    return sorted((content for _, content in found), key=lambda sample: sample["time"])
 
 
 def log_lines(path: Path) -> Iterator[tuple[str, float, str]]:
@@ -270,67 +266,59 @@ def that_count(attempts: Iterable[Attempt]) -> list[Iteration]:
 # ---- a complete run --------------------------------------------------------------------------------------------------
 
 
-def faults_of_complete(run: "Run", attempts: Sequence[Attempt], with_logs: bool) -> Iterator[str]:
-    """What cannot be true of a complete run: its iterations, its times and, if asked, its logs.
-
-    The logs are also read if only they have some lines, in pieces.
-    """
+def check_complete(run: "Run", attempts: Sequence[Attempt], with_logs: bool) -> None:
+    """Checks a complete run's iterations, times and, if asked, logs, as also where only these have some lines, in
+    pieces. Raises RecordError."""
     last_node, (begin, final) = run.nodes[-1], attempts[-1]
     total, interval = run.plan.iterations, run.plan.number("LOG_INTERVAL")
     for place, line in (entry for attempt in attempts for entry in attempt.lines):
         if line.total != total or line.iteration % interval:
             here = f"{place} is of iteration {line.iteration} of {line.total}"
-            yield f"{here}, where every {interval} of {total} are logged"
+            raise RecordError(f"{here}, where every {interval} of {total} are logged")
     reached = {line.iteration for line in run.iterations}
     missing = set(range(interval, iterations_expected(run.plan.last_iteration, interval) + 1, interval)) - reached
     in_pieces = read(run.directory / f"node{last_node['node']}.log") if missing else b""
     if lacking := missing - set(map(int, re.findall(rb"\biteration\s+([0-9]{1,15})/", in_pieces))):
         last = " after its last line" if min(lacking) > max(reached, default=0) else ""
         count = f"{min(lacking)} of {total}, and {len(lacking)} in all, though the run is complete"
-        yield f"{run.directory / METRICS}{last} lacks iteration {count}"
-    if final and final[0][1].iteration <= begin:
-        yield f"{final[0][0]} is of iteration {final[0][1].iteration}, in a run that resumed from iteration {begin}"
+        raise RecordError(f"{run.directory / METRICS}{last} lacks iteration {count}")
+    for place, line in final[:1]:
+        if line.iteration <= begin:
+            raise RecordError(f"{place} is of iteration {line.iteration}, in a run that resumed from iteration {begin}")
     for (_, earlier), (place, later) in (pair for attempt in attempts for pair in pairwise(attempt.lines)):
         passed = later.time - earlier.time if later.time and earlier.time else 0
         if later.iteration <= earlier.iteration or passed < -STEP_SECONDS:
             what = f"iteration {later.iteration} comes {passed:.0f} s after iteration {earlier.iteration}"
-            yield f"{place} cannot follow: {what}"
+            raise RecordError(f"{place} cannot follow: {what}")
     started, ended = last_node["started"], last_node["ended"]
     for place, line in final:
         if line.time and not seconds(started) - STEP_SECONDS <= line.time <= seconds(ended) + STEP_SECONDS:
-            yield f"{place} is outside the time of the run, {started} to {ended}"
+            raise RecordError(f"{place} is outside the time of the run, {started} to {ended}")
     if with_logs or missing:
         for node in run.nodes:
-            yield from _faults_of_log(run.directory, node, final if node is last_node else None)
+            _check_log(run.directory, node, final if node is last_node else None)
     if with_logs:
-        yield from _faults_of_earlier(run.directory, [line for line in run.iterations if line.begin != begin])
+        _check_earlier(run.directory, [line for line in run.iterations if line.begin != begin])
 
 
-def _faults_of_earlier(directory: Path, lines: Iterable[Iteration]) -> Iterator[str]:
-    """Lines of earlier attempts that count but are in none of the logs that these left."""
+def _check_earlier(directory: Path, lines: Sequence[Iteration]) -> None:
+    """Lines of earlier attempts that count must be in one of the logs that these left."""
     logged: dict[str, list[float]] = {}
-    paths = sorted(directory.glob("node*.log.*")) if (lines := list(lines)) else []
+    paths = directory.glob("node*.log.*") if lines else ()
     for text in (text for path in paths for text in read(path).split(b"\n")):
         moment, _, said = text.decode(errors="replace").partition(" ")
         with suppress(ValueError):  # a run that was killed may leave anything
             if found := log.iteration(said):
                 logged.setdefault(str(found), []).append(seconds(moment))
     for line in lines:
-        times = logged.get(str(replace(line, begin=0, time=None)), [])
-        if not any(line.time is None or _same_time(line.time, time) for time in times):
-            yield f"{directory / METRICS} has an iteration {line.iteration} that no earlier attempt's log has"
+        times = logged.get(str(replace(line, begin=0, time=None)), ())
+        if not any(line.time is None or abs(line.time - time) < SAME_SECONDS for time in times):
+            where = directory / METRICS
+            raise RecordError(f"{where} has an iteration {line.iteration} that no earlier attempt's log has")
 
 
-def _same_time(one: float, other: float) -> bool:
-    """One of them is rounded to milliseconds, the other truncated."""
-    return abs(one - other) < 0.002
-
-
-def _faults_of_log(directory: Path, part: Mapping[str, Any], lines: _Lines | None) -> Iterator[str]:
-    """Where a node's log disagrees with its part, and with the lines of its last attempt.
-
-    lines: None for a node that does not log iterations.
-    """
+def _check_log(directory: Path, part: Mapping[str, Any], lines: Sequence[tuple[str, Iteration]] | None) -> None:
+    """A node's log must agree with its part, and with the last attempt's lines, None if the node logs no iterations."""
     path = directory / f"node{part['node']}.log"
     logged = list(log_lines(path))
     printed = [(place, found) for place, time, text in logged if (found := log.iteration(text, time))]
@@ -342,16 +330,16 @@ def _faults_of_log(directory: Path, part: Mapping[str, Any], lines: _Lines | Non
     }
     for name, value in told.items():
         if value is not None and value != part.get(name, value):
-            yield f"{path} and node{part['node']}.json disagree about {name.replace('_', ' ')}"
+            raise RecordError(f"{path} and node{part['node']}.json disagree about {name.replace('_', ' ')}")
     if lines is None:
         return
     for (place, line), (there, its) in zip(lines, printed, strict=False):
         for name, value in vars(replace(line, begin=its.begin)).items():
             found = getattr(its, name)
             # As text, nan is equal to nan.
-            is_same_time = name == "time" and (value is None or _same_time(value, found))
+            is_same_time = name == "time" and (value is None or abs(value - found) < SAME_SECONDS)
             if not is_same_time and str(value) != str(found):
-                yield f"{place} has {name} {value}, {there.rpartition('/')[2]} has {found}"
+                raise RecordError(f"{place} has {name} {value}, {there.rpartition('/')[2]} has {found}")
     if len(lines) != len(printed):
         numbers = f"{len(lines)} iteration lines of its last attempt, {path.name} {len(printed)}"
-        yield f"{directory / METRICS} has {numbers}"
+        raise RecordError(f"{directory / METRICS} has {numbers}")

@@ -211,27 +211,14 @@ def load(directory: Path, *, from_log: bool = False) -> Run:
     parts = read_parts(directory)
     record, attempts = merge(parts), reader.read_attempts(directory / METRICS)
     samples = {p["node"]: reader.read_samples(directory / f"node{p['node']}.samples.jsonl") for p in parts}
-    remarks, plan = list(_remarks(directory, record)), Plan.read(record["plan"])
+    unsealed = ", ".join(str(p["node"]) for p in parts if not os.path.lexists(directory / f"node{p['node']}.sha256"))
+    why = ", because it has not ended or was killed" if record["status"] == RUNNING else ""
+    remark = f"{directory}, node {unsealed}: there are no checksums{why}, so changes to its files go unnoticed"
+    remarks, plan = [remark] * bool(unsealed), Plan.read(record["plan"])
     run = Run(directory, record, plan, reader.that_count(attempts), samples, remarks)
-    faults = reader.faults_of_complete(run, attempts, from_log or bool(remarks)) if run.status == COMPLETE else ()
-    for wrong in faults:
-        raise RecordError(wrong)
+    if run.status == COMPLETE:
+        reader.check_complete(run, attempts, from_log or bool(unsealed))
     return run
-
-
-def _remarks(directory: Path, record: Mapping[str, Any]) -> Iterator[str]:
-    numbers = [str(node["node"]) for node in record["nodes"]]
-    if unsealed := [number for number in numbers if not os.path.lexists(directory / f"node{number}.sha256")]:
-        why = ", because it has not ended or was killed" if record["status"] == RUNNING else ""
-        where = f"{directory}, node {', '.join(unsealed)}"
-        yield f"{where}: there are no checksums{why}, so changes to its files go unnoticed"
-    path = directory / "run.json"
-    try:
-        told = reader.decoded(path, read(path)) if path.exists() else {}
-        if told and any(told.get(key) != record[key] for key in ENDING):
-            yield f"{path} disagrees with the nodes' parts about how the run ended: `collect` rewrites it"
-    except RecordError as error:
-        yield str(error)
 
 
 SWEEP = "sweep.json"

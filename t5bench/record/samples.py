@@ -111,7 +111,7 @@ def _sent(
     for name in sorted(name for name in interfaces if _counts(name, interfaces, one_node)):
         counter = np.array([(s["time"], s["network"][name]["sent"]) for s in samples if name in s["network"]]).T
         # The sampler may begin after the first line or end before the last: nothing is extrapolated.
-        first, last = max(ends[0], counter[0, 0]), min(ends[-1], counter[0, -1])
+        first, last = float(max(ends[0], counter[0, 0])), float(min(ends[-1], counter[0, -1]))
         if first >= last or (np.diff(counter[1]) < 0).any():
             continue
         sent, iterations = (float(np.diff(np.interp((first, last), *of))[0]) for of in (counter, (ends, numbers)))

@@ -142,7 +142,7 @@ def _other_files(run: Run) -> Iterator[str]:
     path, written = run.directory / "run.json", _json(msgspec.json.encode(run.record))
     # A run that some nodes never began has none.
     told = _json(read(path)) if path.exists() else None if run.status == COMPLETE else written
-    # A run that was killed has an older one, and a note that says so.
+    # A run that was killed has an older one.
     if told != written and not (isinstance(told, dict) and any(told.get(key) != run.record[key] for key in ENDING)):
         yield f"{path.name} differs from the nodes' parts"
     path = run.directory / "ds_config.json"
