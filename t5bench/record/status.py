@@ -111,14 +111,11 @@ RULES = (
          "SLURM's time limit ended the job", "Ask for more time (--time), or fewer TRAIN_ITERS"),
     Rule(r"slurmstepd: error: .*CANCELLED", CANCELLED, "SLURM cancelled the job"),
     Rule(r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined", TIMEOUT,
-         "only {1} of {2} nodes joined within {0} s",
-         "Start the launcher on the others with the same master and port; RENDEZVOUS_TIMEOUT sets how long they wait"),
+         "only {1} of {2} nodes joined within {0} s", "Start the others with that address, within RENDEZVOUS_TIMEOUT"),
     Rule(r"client socket has timed out after (\d+)ms while trying to connect to \(([^)]*)\)", TIMEOUT,
-         "the master ({1}) could not be reached within {0} ms",
-         "Start rank 0 there; if it is running, compare the ports and look for a firewall"),
+         "the master ({1}) could not be reached within {0} ms", "Start rank 0 there, or compare ports and firewalls"),
     Rule(r"wait timeout after (\d+)ms, keys: \S*role_info/(\d+)", TIMEOUT,
-         "a rank is missing: two nodes have the same rank, or a different NNODES",
-         "Give each node its own rank, 0 to NNODES-1"),
+         "a rank is missing: two nodes have the same rank, or a different NNODES", "Give each node its own rank"),
     Rule(r"[Tt]imed out waiting (?:for )?\d+ ?ms|Watchdog caught collective operation timeout|wait timeout after \d+ms",
          TIMEOUT, "a collective operation timed out: another process stopped, or the network is down",
          _LOOK_AT_OTHERS, Strength.WAITED),
@@ -128,14 +125,12 @@ RULES = (
          r"|ncclRemoteError|ncclSystemError|unhandled system error", NETWORK,
          "the connection to another process was lost", _LOOK_AT_OTHERS, Strength.VICTIM),
     # torchrun's report lists these signals also for the workers that it ended itself after another had failed.
-    Rule(r"failed \(exitcode: -9\)|DataLoader worker .* killed by signal: Killed",
-         CRASHED, "a process was killed (SIGKILL)",
-         "The kernel does this when memory runs out (see dmesg); SLURM, a user or ulimit -t may have, too"),
+    Rule(r"failed \(exitcode: -9\)|DataLoader worker .* killed by signal: Killed", CRASHED,
+         "a process was killed (SIGKILL)", "The kernel does it when memory runs out (see dmesg), else SLURM or a user"),
     Rule(r"DataLoader worker .* killed by signal: Bus error", CRASHED,
          "a data loader cannot read its memory: the data were cut short during the run, or /dev/shm is full",
          "Copy or prepare the data again, or free space there (df -h /dev/shm)"),
-    Rule(r"failed \(exitcode: -24\)", CRASHED, "a process used up its CPU time",
-         "Raise the limit (ulimit -t), or use a node without one"),
+    Rule(r"failed \(exitcode: -24\)", CRASHED, "a process used up its CPU time", "Raise the limit (ulimit -t)"),
     Rule(r"failed \(exitcode: -11\)", CRASHED, "a process crashed (segmentation fault)"),
     Rule(r"failed \(exitcode: -(\d+)\)", CRASHED, "a process was ended by signal {0}", "", Strength.VICTIM),
     Rule(r"Received (\d+) death signal", CRASHED, "torchrun was ended by signal {0}", "", Strength.VICTIM),
@@ -161,7 +156,7 @@ class CauseFinder:
     def __init__(self) -> None:
         self.best: Cause | None = None
         self.spoke: set[int | None] = set()  # the ranks with a message that explains something
-        self.root_cause_follows = False
+        self._root_cause_follows = False
         self.reported_rank: int | None = None  # torchrun saw it fail first
         self.exits: dict[int, int] = {}  # what torchrun reports: the exit codes, by rank, of all but those with 0
         self.ended: set[str] = set()  # the processes that torchrun ended and has not reported
@@ -180,11 +175,11 @@ class CauseFinder:
             self.best = Cause(rule.status, rule.strength, reason, rule.remedy, now, shown, rank)
 
     def _read_report(self, line: str) -> None:
-        self.root_cause_follows |= line.startswith(_ROOT_CAUSE)
+        self._root_cause_follows |= line.startswith(_ROOT_CAUSE)
         if match := _REPORTED_RANK.match(line):
             self._of = int(match[1])
-            if self.root_cause_follows:
-                self.reported_rank, self.root_cause_follows = self._of, False
+            if self._root_cause_follows:
+                self.reported_rank, self._root_cause_follows = self._of, False
         elif match := _REPORTED_EXIT.match(line):
             self.exits[self._of] = int(match[1])
             self.ended.discard(match[2])
