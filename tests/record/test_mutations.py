@@ -28,43 +28,40 @@ from t5bench.report.page import render
 COUNT, SEED = int(os.environ.get("MUTATIONS", "100")), int(os.environ.get("SEED", "1"))
 HANGS_AFTER = 60  # seconds, on a busy machine
 
-
 INSERTED = (b"\0", b"\xff\xfe", "٣".encode(), b"-", b"9" * 400)
-LINES = (b"\n", b"null\n", b"[]\n", b'{"resumed_from": 3}\n', b'{"resumed_from": -1}\n')
-
-
-# ---- mutations -------------------------------------------------------------------------------------------------------
+LINES = (b"\n", b"null\n", b"[]\n", b'{"resumed_from": 3}\n', b'{"resumed_from": -1}\n', b"[" * 100_000 + b"\n")
+OTHER_VALUES = (
+    None, True, -1, -0.0, 0, 1e300, 10**400, float("nan"), float("inf"), "", "x", "nan", "٣", "-1", [], {}, [[]],
+    {"a": 1}, "\ud800", "\0", "2099-13-01T00:00:00.000Z", "9" * 5000,
+)  # fmt: skip
 
 
 def bytes_changed(rng: random.Random, path: Path) -> None:
-    content = bytearray(path.read_bytes()) or bytearray(b"x")
-    place = rng.randrange(len(content))
-    digits = [index for index, byte in enumerate(content) if 48 <= byte <= 57]
-    rng.choice([
-        lambda: content.__setitem__(place, content[place] ^ 1 << rng.randrange(8)),
-        lambda: content.__setitem__(rng.choice(digits or [place]), rng.choice(b"0123456789")),
-        lambda: content.__setitem__(slice(place, place), rng.choice(INSERTED)),
-        lambda: content.__delitem__(slice(place, None)),
-        lambda: content.__delitem__(slice(place, place + rng.randrange(1, 200))),
-        lambda: content.clear(),
-    ])()  # fmt: skip
-    path.write_bytes(content)
+    content = path.read_bytes() or b"x"
+    place, digits = rng.randrange(len(content)), [index for index, byte in enumerate(content) if 48 <= byte <= 57]
+    digit, left = rng.choice(digits or [place]), place + rng.randrange(1, 200)
+    path.write_bytes(rng.choice([
+        content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :],
+        content[:digit] + bytes([rng.choice(b"0123456789")]) + content[digit + 1 :],
+        content[:place] + rng.choice(INSERTED) + content[place:],
+        content[:place],
+        content[:place] + content[left:],
+        b"",
+    ]))  # fmt: skip
 
 
 def lines_changed(rng: random.Random, path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True) or [b""]
     one, other = rng.randrange(len(lines)), rng.randrange(len(lines))
-    rng.choice([
-        lambda: lines.__delitem__(one),
-        lambda: lines.insert(other, lines[one]),
-        lambda: lines.__setitem__(slice(None), lines[::-1]),
-        lambda: lines.__setitem__(slice(None), lines[:one]),
-        lambda: lines.__setitem__(slice(one, other), []),
-        lambda: rng.shuffle(lines),
-        lambda: lines.insert(one, b"[" * 100_000 + b"\n"),
-        lambda: lines.insert(one, rng.choice(LINES)),
-    ])()  # fmt: skip
-    path.write_bytes(b"".join(lines))
+    path.write_bytes(b"".join(rng.choice([
+        lines[:one] + lines[one + 1 :],
+        [*lines[:other], lines[one], *lines[other:]],
+        lines[::-1],
+        lines[:one],
+        lines[:one] + lines[max(one, other) :],
+        rng.sample(lines, len(lines)),
+        [*lines[:one], rng.choice(LINES), *lines[one:]],
+    ])))  # fmt: skip
 
 
 def places(content: Any) -> Iterator[tuple[Any, Any]]:
@@ -73,12 +70,6 @@ def places(content: Any) -> Iterator[tuple[Any, Any]]:
     for key, value in list(entries):
         yield content, key
         yield from places(value)
-
-
-OTHER_VALUES = (
-    None, True, -1, -0.0, 0, 1e300, 10**400, float("nan"), float("inf"), "", "x", "nan", "٣", "-1", [], {}, [[]],
-    {"a": 1}, "\ud800", "\0", "2099-13-01T00:00:00.000Z", "9" * 5000,
-)  # fmt: skip
 
 
 def values_changed(rng: random.Random, path: Path) -> None:
@@ -113,9 +104,7 @@ def file_replaced(rng: random.Random, path: Path) -> None:
         lambda: None,
         path.mkdir,
         lambda: os.mkfifo(path),
-        lambda: path.symlink_to(path),
-        lambda: path.symlink_to(rng.choice(["/dev/zero", "/dev/null", "nowhere", "..", str(other)])),
-        lambda: path.with_name(path.name + ".bak").write_bytes(content),
+        lambda: path.symlink_to(rng.choice([str(path), "/dev/zero", "/dev/null", "nowhere", "..", str(other)])),
         lambda: path.with_name("node7.json").write_bytes(content),
         lambda: (path.write_bytes(content), os.truncate(path, 1 << 41)),
         lambda: (path.write_bytes(content), path.chmod(0)),
@@ -138,9 +127,6 @@ def mutate(rng: random.Random, run: Path, reseal: bool) -> str:
         with contextlib.suppress(Exception):
             seal(run)
     return ", ".join(done)
-
-
-# ---- the commands ----------------------------------------------------------------------------------------------------
 
 
 def asked(runs: Path, **more: Any) -> argparse.Namespace:
@@ -200,15 +186,16 @@ def outcome(execute: Callable[[Path, Path], int], runs: Path, target: Path) -> s
 def runs(tmp_path: Path) -> Path:
     """Four complete runs, of which one has no checksums, one that was killed and one that crashed."""
     runs = tmp_path / "runs"
-    times, norms = [100.0 + number % 7 for number in range(30)], [1.5 - number / 30 for number in range(30)]
-    sampled: dict[str, Any] = {"elapsed_ms": times, "norms": norms, "sent_per_iteration": 1e6, "sample_seconds": 0.5}
-    make_run(runs / "ddp", elapsed_ms=times, norms=norms)
+    times = [100.0 + number % 7 for number in range(30)]
+    made: dict[str, Any] = {"elapsed_ms": times, "norms": [1.5 - number / 30 for number in range(30)]}
+    sampled = made | {"sent_per_iteration": 1e6, "sample_seconds": 0.5}
+    make_run(runs / "ddp", **made)
     make_run(runs / "zero1", "zero1", **sampled)
     make_run(runs / "zero2", "zero2", nodes=2, **sampled)
     for name in ("ddp", "zero1"):
         shutil.copy(Path(__file__).with_name("profile.json"), runs / name)
         seal(runs / name)
-    make_run(runs / "tensor", "tensor", elapsed_ms=times, norms=norms)
+    make_run(runs / "tensor", "tensor", **made)
     (runs / "tensor" / "node0.sha256").unlink()
     make_run(runs / "pipeline", "pipeline", elapsed_ms=times, status="running")
     longer = {"TRAIN_ITERS": "30"}
@@ -260,24 +247,13 @@ def test_a_users_note_is_not_damage(runs: Path, tmp_path: Path):
     assert outcome(compare, runs, tmp_path / "target") == clean
 
 
-@pytest.mark.parametrize(("name", "other"), [
-    ("DROPOUT", "WANDB_PROJECT"), ("PRECISION_FLAG", "WANDB_PROJECT"),
-    ("LOG_INTERVAL", "EVAL_ONLY"), ("GLOBAL_BATCH_SIZE", "DROPOUT"),
-])  # fmt: skip
-def test_a_setting_under_anothers_name(tmp_path: Path, name: str, other: str):
+def test_a_setting_under_anothers_name(tmp_path: Path):
     """With checksums that fit: the run is left out, and the others are compared."""
     make_run(tmp_path / "ddp")
-    path = make_run(tmp_path / "zero1", "zero1") / "node0.json"
-    content = json.loads(path.read_text())
+    plan = make_run(tmp_path / "zero1", "zero1") / "node0.json"
+    content = json.loads(plan.read_text())
     declared = content["plan"]["settings"]
-    declared[name] = declared[other]
-    path.write_text(json.dumps(content))
-    files.seal(path.parent, 0, 1)
-    assert f"the run in {path.parent} is damaged and left out" in outcome(compare, tmp_path, tmp_path / "target")
-
-
-def test_every_run_is_explained_that_can_be(runs: Path, capsys: pytest.CaptureFixture):
-    assert main(["explain", *(str(runs / name) for name in ("tensor", "ddp", "pipeline", "zero1"))]) == 2
-    said = capsys.readouterr()
-    assert len(said.out.splitlines()) >= 2
-    assert said.err.count("has no profile of all ranks") == 2
+    declared["PRECISION_FLAG"] = declared["WANDB_PROJECT"]
+    plan.write_text(json.dumps(content))
+    files.seal(plan.parent, 0, 1)
+    assert f"the run in {plan.parent} is damaged and left out" in outcome(compare, tmp_path, tmp_path / "target")
