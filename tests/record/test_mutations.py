@@ -28,39 +28,32 @@ from t5bench.report.page import render
 COUNT, SEED = int(os.environ.get("MUTATIONS", "100")), int(os.environ.get("SEED", "1"))
 HANGS_AFTER = 60  # seconds, on a busy machine
 
-INSERTED = (b"\0", b"\xff\xfe", "٣".encode(), b"-", b"9" * 400)
-LINES = (b"\n", b"null\n", b"[]\n", b'{"resumed_from": 3}\n', b'{"resumed_from": -1}\n', b"[" * 100_000 + b"\n")
+INSERTED = (
+    b"\0", b"\xff\xfe", "٣".encode(), b"-", b"9" * 400, b"\n", b"null\n", b"[]\n", b'{"resumed_from": 3}\n',
+    b'{"resumed_from": -1}\n', b"[" * 100_000 + b"\n",
+)  # fmt: skip
 OTHER_VALUES = (
     None, True, -1, -0.0, 0, 1e300, 10**400, float("nan"), float("inf"), "", "x", "nan", "٣", "-1", [], {}, [[]],
     {"a": 1}, "\ud800", "\0", "2099-13-01T00:00:00.000Z", "9" * 5000,
 )  # fmt: skip
 
 
-def bytes_changed(rng: random.Random, path: Path) -> None:
+def pieces_changed(rng: random.Random, path: Path) -> None:
+    """Bytes or lines that go, change, come twice or in another order, or have something between them."""
     content = path.read_bytes() or b"x"
-    place, digits = rng.randrange(len(content)), [index for index, byte in enumerate(content) if 48 <= byte <= 57]
-    digit, left = rng.choice(digits or [place]), place + rng.randrange(1, 200)
-    path.write_bytes(rng.choice([
-        content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :],
-        content[:digit] + bytes([rng.choice(b"0123456789")]) + content[digit + 1 :],
-        content[:place] + rng.choice(INSERTED) + content[place:],
-        content[:place],
-        content[:place] + content[left:],
-        b"",
-    ]))  # fmt: skip
-
-
-def lines_changed(rng: random.Random, path: Path) -> None:
-    lines = path.read_bytes().splitlines(keepends=True) or [b""]
-    one, other = rng.randrange(len(lines)), rng.randrange(len(lines))
+    pieces = rng.choice([[b"%c" % byte for byte in content], content.splitlines(keepends=True)])
+    one, other = sorted(rng.choices(range(len(pieces)), k=2))
+    digit = rng.choice([number for number, piece in enumerate(pieces) if piece.isdigit()] or [one])
     path.write_bytes(b"".join(rng.choice([
-        lines[:one] + lines[one + 1 :],
-        [*lines[:other], lines[one], *lines[other:]],
-        lines[::-1],
-        lines[:one],
-        lines[:one] + lines[max(one, other) :],
-        rng.sample(lines, len(lines)),
-        [*lines[:one], rng.choice(LINES), *lines[one:]],
+        pieces[:one],
+        pieces[:one] + pieces[one + 1 :],
+        pieces[:one] + pieces[min(other, one + 200) :],
+        [*pieces[:other], pieces[one], *pieces[other:]],
+        [*pieces[:one], rng.randbytes(1), *pieces[one + 1 :]],
+        [*pieces[:digit], b"%d" % rng.randrange(10), *pieces[digit + 1 :]],
+        [*pieces[:one], rng.choice(INSERTED), *pieces[one:]],
+        pieces[::-1],
+        rng.sample(pieces, len(pieces)),
     ])))  # fmt: skip
 
 
@@ -111,7 +104,7 @@ def file_replaced(rng: random.Random, path: Path) -> None:
     ])()  # fmt: skip
 
 
-KINDS = (bytes_changed, lines_changed, values_changed, file_replaced)
+KINDS = (pieces_changed, pieces_changed, values_changed, file_replaced)
 
 
 def mutate(rng: random.Random, run: Path, reseal: bool) -> str:
