@@ -1,5 +1,6 @@
 """A copy of the project with stubs around it, so that the launchers can be driven without torch, engine or GPU."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -58,13 +59,8 @@ def write_indexed_dataset(prefix: Path, documents: list[list[int]]) -> None:
     pointers = [2 * sum(sizes[:index]) for index in range(len(sizes))]
     prefix.with_suffix(".bin").write_bytes(b"".join(struct.pack(f"<{len(d)}H", *d) for d in documents))
     count = len(documents)
-    prefix.with_suffix(".idx").write_bytes(
-        b"MMIDIDX\x00\x00"
-        + struct.pack("<QBQQ", 1, 8, count, count + 1)
-        + struct.pack(f"<{count}i", *sizes)
-        + struct.pack(f"<{count}q", *pointers)
-        + struct.pack(f"<{count + 1}q", *range(count + 1))
-    )
+    layout, numbers = f"<QBQQ{count}i{count}q{count + 1}q", [1, 8, count, count + 1, *sizes, *pointers]
+    prefix.with_suffix(".idx").write_bytes(b"MMIDIDX\0\0" + struct.pack(layout, *numbers, *range(count + 1)))
 
 
 def write_data_record(prefix: Path, **content: object) -> None:
@@ -78,11 +74,9 @@ def processes_with(text: str) -> list[int]:
     """Other processes that have this text in the environment they were started with."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
+        with contextlib.suppress(OSError):
             if text.encode() in path.read_bytes():
                 found.append(int(path.parent.name))
-        except OSError:
-            continue
     return [pid for pid in found if pid != os.getpid()]
 
 
@@ -117,30 +111,19 @@ class Project:
         self, strategy: str, *arguments: str, cwd: Path | None = None, timeout: float = 60, **environment: str | None
     ):
         """Run a launcher to its end; an environment value of None removes the variable."""
-        return subprocess.run(
-            ["bash", str(self.script(f"run_megatron_t5_{strategy}.sh")), *arguments],
-            env=self.environment_with(environment),
-            cwd=cwd or self.root,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        command = ["bash", str(self.script(f"run_megatron_t5_{strategy}.sh")), *arguments]
+        where = {"env": self.environment_with(environment), "cwd": cwd or self.root}
+        return subprocess.run(command, **where, capture_output=True, text=True, timeout=timeout, check=False)
 
     def start_sleeping(self, **environment: str) -> subprocess.Popen[str]:
         """The DDP launcher in its own process group; its stub torchrun is still sleeping when this returns.
 
         Its port is a free one, because a test in another process may check those of all strategies.
         """
-        launcher = subprocess.Popen(
-            ["bash", str(self.script("run_megatron_t5_ddp.sh"))],
-            env=self.environment_with({"STUB_SLEEP": "300", "MASTER_PORT": str(free_port())} | environment),
-            cwd=self.root,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        changes = {"STUB_SLEEP": "300", "MASTER_PORT": str(free_port())} | environment
+        where = {"env": self.environment_with(changes), "cwd": self.root, "start_new_session": True}
+        output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        launcher = subprocess.Popen(["bash", str(self.script("run_megatron_t5_ddp.sh"))], **where, **output)
         wait_for((self.stubs / "started").exists)
         return launcher
 

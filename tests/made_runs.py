@@ -85,27 +85,21 @@ def made_plan(
     """A plan of one node; world_size: what the strategy needs, but at least 2. fields: others of the plan."""
     tp, pp = LAYOUTS.get(strategy, (1, 1))
     world_size = world_size or max(2, tp * pp)
-    here, dp = world_size // nodes, world_size // (tp * pp)
+    here, dp, name = world_size // nodes, world_size // (tp * pp), f"megatron-{strategy}"
     port, stage = PORTS.get(strategy, 29899), ZERO_STAGES.get(strategy)  # a ninth strategy has a port, too
-    chosen = {"NNODES": str(nodes), "NPROC_PER_NODE": str(here), "MASTER_PORT": str(port)}
-    chosen |= {"TENSOR_PARALLEL_SIZE": str(tp), "PIPELINE_PARALLEL_SIZE": str(pp)}
-    name = f"megatron-{strategy}"
-    chosen |= {"WANDB_RUN_NAME": name, "ENGINE": fields.get("engine", "megatron"), **(settings or {})}
+    chosen = {
+        "NNODES": str(nodes), "NPROC_PER_NODE": str(here), "MASTER_PORT": str(port), "TENSOR_PARALLEL_SIZE": str(tp),
+        "PIPELINE_PARALLEL_SIZE": str(pp), "WANDB_RUN_NAME": name, "ENGINE": fields.get("engine", "megatron"),
+    } | (settings or {})  # fmt: skip
     plan_settings = made_settings(chosen, family)
     plan_settings["WANDB_RUN_NAME"] = replace(plan_settings["WANDB_RUN_NAME"], default=name)
     batch, micro_batch = (int(plan_settings[name].value) for name in ("GLOBAL_BATCH_SIZE", "MICRO_BATCH_SIZE"))
-    words = [
-        word
-        for entry in plan_settings.values()
-        for argument in entry.argument.split(",")
-        for word in ([entry.value] * bool(entry.value) if argument == "=" else [argument, entry.value])
-        if argument != "-"
-    ]
-    own_arguments = [*own_arguments]
+    pairs = [(name, s.value) for s in plan_settings.values() for name in s.argument.split(",") if name != "-"]
+    words = [word for name, value in pairs for word in ([value] * bool(value) if name == "=" else [name, value])]
     environment = {"DS_ACCELERATOR": "cpu"} if fields.get("device", "cpu") == "cpu" else {}
     for name, argument in OWN.items():
         if (value := plan_settings[name].value) != plan_settings[name].default:
-            own_arguments += [argument, *value.split() * (argument != "--skip-train")]
+            own_arguments = [*own_arguments, argument, *value.split() * (argument != "--skip-train")]
     if (iteration := plan_settings["PROFILE_ITERATION"].value) != "0":
         environment["T5_PROFILE"] = f"{iteration}:/run/profile.json"
     ds_config, colour = f"megatron_{strategy}.json" if stage else "", COLOURS.get(strategy, "#123456")
@@ -124,23 +118,14 @@ def made_plan(
 
 
 def made_checkpoints(
-    directory: Path = Path("/run"),
-    *,
-    engine: str = "native",
-    stage: int = 0,
-    precision: str = "",
-    tp: int = 1,
-    pp: int = 1,
-    dp: int = 2,
-    nodes: int = 1,
-    family: str = "t5",
-    layers: int = 2,
-) -> Checkpoints:
-    """The checkpoints in a run directory, as node 0 sees them; stage: of ZeRO."""
+    directory: Path = Path("/run"), *, stage: int = 0, precision: str = "", tp: int = 1, pp: int = 1, dp: int = 2,
+    nodes: int = 1, layers: int = 2, **fields: Any,
+) -> Checkpoints:  # fmt: skip
+    """The checkpoints in a run directory, as node 0 sees them; stage: of ZeRO; fields: what made_plan takes."""
     settings = {"OUTPUT_DIR": str(directory), "PRECISION_FLAG": precision, "ENCODER_NUM_LAYERS": str(layers)}
     layout = Layout(nodes, tp * pp * dp // nodes, tp * pp * dp, tp, pp, dp, 1)
     ds_config = {"zero_optimization": {"stage": stage}} if stage else None
-    return Checkpoints(made_plan("ddp", settings, engine=engine, ds_config=ds_config, layout=layout, family=family))
+    return Checkpoints(made_plan("ddp", settings, ds_config=ds_config, layout=layout, **{"engine": "native"} | fields))
 
 
 def write_checkpoint(checkpoints: Checkpoints, iteration: int) -> None:
@@ -159,8 +144,7 @@ def cut_off(path: Path) -> None:
 
 
 def stamp(seconds: float) -> str:
-    moment = datetime.fromtimestamp(seconds, timezone.utc)
-    return moment.strftime("%Y-%m-%dT%H:%M:%S.") + f"{moment.microsecond // 1000:03d}Z"
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def make_run(
@@ -190,12 +174,9 @@ def make_run(
     what made_plan takes. The directory, for convenience.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    chosen = {
-        "TRAIN_ITERS": str(max(1, len(elapsed_ms) * log_interval)),
-        "LOG_INTERVAL": str(log_interval if elapsed_ms else 1000),
-        "OUTPUT_DIR": str(directory),
-        **(settings or {}),
-    }
+    iterations, interval = max(1, len(elapsed_ms) * log_interval), log_interval if elapsed_ms else 1000
+    chosen = {"TRAIN_ITERS": str(iterations), "LOG_INTERVAL": str(interval), "OUTPUT_DIR": str(directory)}
+    chosen |= settings or {}
     given = {name: others.pop(name) for name in OF_A_PART if name in others}
     plan = made_plan(strategy, chosen, nodes=nodes, device="cuda" if gpu else "cpu", **others)
     assert plan.layout
@@ -269,18 +250,11 @@ def change(directory: Path, node: int = 0, **values: Any) -> None:
 def engine_line(line: Iteration, batch: int) -> str:
     """As both engines print an iteration."""
     fields = {
-        "consumed samples": line.iteration * batch,
-        "elapsed time per iteration (ms)": line.elapsed_ms,
-        "learning rate": line.learning_rate,
-        "global batch size": batch,
-        "lm loss": line.lm_loss,
-        "loss scale": line.loss_scale,
-        "grad norm": line.grad_norm,
-        "number of skipped iterations": line.skipped,
-        "number of nan iterations": line.nan,
-        "samples per second": line.samples_per_second,
-        "TFLOPs": line.tflops,
-    }
+        "consumed samples": line.iteration * batch, "elapsed time per iteration (ms)": line.elapsed_ms,
+        "learning rate": line.learning_rate, "global batch size": batch, "lm loss": line.lm_loss,
+        "loss scale": line.loss_scale, "grad norm": line.grad_norm, "number of skipped iterations": line.skipped,
+        "number of nan iterations": line.nan, "samples per second": line.samples_per_second, "TFLOPs": line.tflops,
+    }  # fmt: skip
     shown = "".join(f" {name}: {value} |" for name, value in fields.items() if value is not None)
     return f" iteration {line.iteration:8d}/{line.total:8d} |{shown}"
 
@@ -299,17 +273,13 @@ def _lines(
 ) -> list[Iteration]:  # fmt: skip
     lines, now = [], start
     for number, elapsed in enumerate(elapsed_ms):
-        iteration = (number + 1) * log_interval
+        iteration, norm = (number + 1) * log_interval, norms[number] if norms else 1.0
         loss = losses[number] if losses else 6 + 2 / (1 + iteration / 100)
         now += elapsed * log_interval / 1000
-        lines.append(
-            Iteration(
-                iteration, plan.iterations, elapsed, loss, learning_rate=1e-4,
-                samples_per_second=plan.number("GLOBAL_BATCH_SIZE") * 1000 / elapsed, tflops=0.01,
-                grad_norm=norms[number] if norms else 1.0, loss_scale=1.0, time=now,
-                skipped=skipped.get(iteration, log_interval if loss is None else 0),
-            )
-        )  # fmt: skip
+        values = {"samples_per_second": plan.number("GLOBAL_BATCH_SIZE") * 1000 / elapsed, "grad_norm": norm}
+        values |= {"learning_rate": 1e-4, "tflops": 0.01, "loss_scale": 1.0, "time": now}
+        left_out = skipped.get(iteration, log_interval if loss is None else 0)
+        lines.append(Iteration(iteration, plan.iterations, elapsed, loss, skipped=left_out, **values))
     return lines
 
 

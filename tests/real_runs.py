@@ -1,5 +1,6 @@
 """Real trainings of a tiny T5 on the CPU, through the launchers as a user starts them."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -48,13 +49,13 @@ def start(strategy: str, *nodes: Path, arguments: Sequence[str] = (), **settings
     chosen = TINY | {"MASTER_PORT": str(free_port())} | settings
     if len(nodes) > 1:
         chosen |= {"NNODES": str(len(nodes)), "HOSTS": " ".join(f"127.0.0.{node + 1}" for node in range(len(nodes)))}
+    launcher = str(REPO_ROOT / "scripts" / f"run_megatron_t5_{strategy}.sh")
+    output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     return [
         subprocess.Popen(
-            ["bash", str(REPO_ROOT / "scripts" / f"run_megatron_t5_{strategy}.sh"), "127.0.0.1", str(rank), *arguments],
+            ["bash", launcher, "127.0.0.1", str(rank), *arguments],
             env=environment(**chosen, OUTPUT_DIR=str(directory)),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
+            **output,
         )
         for rank, directory in enumerate(nodes)
     ]
@@ -77,10 +78,8 @@ def kill(launchers: Sequence[subprocess.Popen[str]], mark: str) -> None:
     """Ends launchers, recorders, torchrun and workers, which have this text in their environment, like a power cut."""
     while found := processes_with(mark):
         for pid in found:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
     for launcher in launchers:
         launcher.communicate(timeout=60)
 
