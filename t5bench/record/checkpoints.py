@@ -22,7 +22,6 @@ from t5bench.record.plan import Plan
 # Megatron's pointer, which the native engine has too, and DeepSpeed's.
 TRACKER, DEEPSPEED_TRACKER = "latest_checkpointed_iteration.txt", "latest"
 _NAME = re.compile(r"(?:iter_|global_step)(\d+)")
-PASSED_OVER = "passed-over"
 READERS = 4  # files at once: zlib computes CRC-32 without Python's lock
 
 
@@ -114,9 +113,8 @@ class Checkpoints:
 
     def point_to(self, iteration: int) -> None:
         """Lets the engines find this checkpoint and no newer one, on a shared file system too. Raises OSError."""
-        for newer in self.iterations():
-            if newer > iteration:
-                _set_aside(self.folder(newer))
+        for newer in (each for each in self.iterations() if each > iteration):
+            _set_aside(self.folder(newer))
         write_whole(self.directory / TRACKER, str(iteration))
         if (name := self.folder(iteration).name).startswith("global_step"):
             write_whole(self.directory / DEEPSPEED_TRACKER, name)
@@ -125,7 +123,7 @@ class Checkpoints:
 def _set_aside(folder: Path) -> None:
     """Moves an old checkpoint away: if a new attempt wrote into its remains, the mixture could look intact."""
     number = 0
-    while (target := folder.with_name(f"{folder.name}.{PASSED_OVER}{f'.{number}' if number else ''}")).exists():
+    while (target := folder.with_name(f"{folder.name}.passed-over{f'.{number}' if number else ''}")).exists():
         number += 1
     with contextlib.suppress(FileNotFoundError):  # another node was faster
         folder.rename(target)

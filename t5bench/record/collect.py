@@ -45,14 +45,12 @@ def local_copy(source: str) -> Iterator[Path]:
         yield Path(unpacked)
 
 
-def check_same_run(here: Mapping[str, Any], other: Mapping[str, Any], source: str) -> None:
-    """Raises RecordError if the parts belong to different runs: other strategy or settings, or separate times."""
-    for text in differences(here, other):
-        if not text.startswith(SHARED_KEYS):
-            raise RecordError(f"{source} belongs to another run: {text}")
+def misfits(here: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    """Why the parts belong to different runs: other strategy or settings, or separate times."""
+    yield from (text for text in differences(here, other) if not text.startswith(SHARED_KEYS))
     if max(here["started"], other["started"]) > min(part["ended"] or "9" for part in (here, other)):
         its, own = (f"from {part['started']} to {part['ended']}" for part in (other, here))
-        raise RecordError(f"{source} belongs to another run: it ran {its}, this one {own}")
+        yield f"it ran {its}, this one {own}"
 
 
 def outdated(parts: Mapping[Path, Mapping[str, Any]]) -> set[Path]:
@@ -76,7 +74,8 @@ def bring(source: Path, name: str, directory: Path) -> None:
     new = {path: part for path, part in found.items() if path not in old}
     parts, present = ([new[path] for path in new if path.parent == place] for place in (source, directory))
     for part, other in product(parts, present):
-        check_same_run(other, part, name)
+        for misfit in misfits(other, part):
+            raise RecordError(f"{name} belongs to another run: {misfit}")
         if other["node"] == part["node"] and other != part:
             raise RecordError(f"{name} and {directory} have different files node{part['node']}.json")
     nodes = {f"node{part['node']}" for part in parts}

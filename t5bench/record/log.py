@@ -104,9 +104,8 @@ def iteration(line: str, time: float | None = None) -> Iteration | None:
     """The last complete iteration line in this text; None if it was truncated or mixed with another."""
     if not (matches := list(ITERATION.finditer(line))):
         return None
-    match = matches[-1]
+    match, found = matches[-1], _FIELD.findall(matches[-1]["fields"])
     try:
-        found = _FIELD.findall(match["fields"])
         fields = {name.strip(): float(value) for name, value in found}
         if len(fields) < len(found):  # only two lines in one can give a field twice, or a number such as 1.2.3
             return None

@@ -22,17 +22,12 @@ def test_valid_host_names(name: str):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environment"),
-    [
-        ([], {"HOSTS": "127.0.0.1 -oProxyCommand=id"}),
-        (["-oProxyCommand=id;", "0"], {}),
-        ([], {"SLURM_JOB_NODELIST": "127.0.0.1,-oProxyCommand=id"}),
-    ],
+    "setting", [{"HOSTS": "::1 -oProxyCommand=id"}, {"SLURM_JOB_NODELIST": "::1,-oProxyCommand=id"}]
 )
-def test_a_launcher_refuses_an_invalid_host(project: Project, arguments: list[str], environment: dict[str, str]):
-    result = project.launch("ddp", *arguments, **environment)
+def test_a_launcher_refuses_an_invalid_host(project: Project, setting: dict[str, str]):
+    result = project.launch("ddp", **setting)
     assert result.returncode == 2 and not project.was_started()
-    assert ("unknown option" if arguments else "is not a host name or address") in result.stderr
+    assert "is not a host name or address" in result.stderr
 
 
 @pytest.mark.parametrize("words", [["collect", "x", "me@-oProxyCommand=id:/x"], ["cluster", "--", "-oProxyCommand=id"]])
