@@ -72,19 +72,13 @@ def values_changed(rng: random.Random, path: Path) -> None:
     number = rng.randrange(len(lines))
     content = json.loads(lines[number])
     container, key = rng.choice(list(places(content)))
-    value, what = container[key], rng.randrange(6)
-    if what == 0:
-        container.pop(key)
-    elif what == 1 and isinstance(container, dict):
-        container[f"{key}x"] = container.pop(key)
-    elif what == 2 and isinstance(value, int | float):
-        container[key] = value + rng.choice([7200, -7200, 1, -1, value, -value])
-    elif what == 3:
-        container[key] = rng.choice(list(container.values()) if isinstance(container, dict) else container)
-    elif what == 4 and isinstance(value, int | float | str):
-        container[key] = [value] if isinstance(value, str) else str(value)
+    value, others = container.pop(key), list(container.values() if isinstance(container, dict) else container)
+    new = [rng.choice(OTHER_VALUES), rng.choice([value, *others]), str(value), [value]]
+    new += [value + more for more in (7200, -7200, 1, -1, value)] if isinstance(value, int | float) else []
+    if isinstance(container, dict):
+        container.update(rng.choice([{}, {f"{key}x": value}, *({key: each} for each in new)]))
     else:
-        container[key] = rng.choice(OTHER_VALUES)
+        container[key:key] = rng.choice([[], *([each] for each in new)])
     lines[number] = json.dumps(content)
     path.write_text("\n".join(lines) + "\n")
 
