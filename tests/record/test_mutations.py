@@ -22,6 +22,7 @@ from made_runs import make_run, seal
 
 from t5bench.__main__ import main
 from t5bench.record import collect, files
+from t5bench.record.records import load
 from t5bench.report import command, tables, wandb_report
 from t5bench.report.page import render
 
@@ -221,6 +222,20 @@ def test_no_damage_goes_unnoticed(runs: Path, tmp_path: Path):
         shutil.rmtree(run)
         shutil.copytree(pristine / run.name, run)
     print(f"{COUNT} mutations: {dict(counts)}", file=sys.stderr)
+
+
+def test_a_changed_byte_and_a_broken_line_are_damage(tmp_path: Path):
+    run = make_run(tmp_path, sent_per_iteration=1e6)
+    for path in files.own_files(run, 0, 1):
+        content = path.read_bytes()
+        path.write_bytes(content + b" ")
+        with pytest.raises(files.RecordError, match=f"{path.name} was changed after the run ended"):
+            load(run)
+        path.write_bytes(content)
+    (run / "node0.sha256").unlink()
+    (run / "metrics.jsonl").write_bytes(content.replace(b"{", b"", 1))
+    with pytest.raises(files.RecordError, match="metrics.jsonl line 1 cannot be read"):
+        load(run)
 
 
 def test_a_setting_under_anothers_name(tmp_path: Path):

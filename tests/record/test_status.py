@@ -6,7 +6,7 @@ import pytest
 
 from t5bench.record.status import CauseFinder, Strength, of_run
 
-# As real runs printed them (torch 2.13, gloo, SLURM 22.05; the CUDA and NCCL lines as torch 2.x words them).
+# As real runs printed them, shortened (torch 2.13, gloo, SLURM 22.05; the CUDA and NCCL lines as torch 2.x words them).
 MESSAGES = [
     ("Timed out after 21 seconds waiting for clients. 1/2 clients joined.", "timeout", "only 1 of 2 nodes joined"),
     ("client socket has timed out after 20ms while trying to connect to (n0, 298).", "timeout", "master (n0, 298)"),
