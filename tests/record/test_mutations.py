@@ -234,7 +234,7 @@ def test_a_changed_byte_and_a_broken_line_are_damage(tmp_path: Path):
         path.write_bytes(content)
     (run / "node0.sha256").unlink()
     (run / "metrics.jsonl").write_bytes(content.replace(b"{", b"", 1))
-    with pytest.raises(files.RecordError, match="metrics.jsonl line 1 cannot be read"):
+    with pytest.raises(files.RecordError, match=r"metrics\.jsonl line 1 cannot be read"):
         load(run)
 
 
