@@ -1,6 +1,6 @@
 """Random damage to every file of a run: no traceback, no hang, no changed figure without a sentence that names the run.
 
-MUTATIONS=10000 makes that many; a failure prints its seed, which SEED repeats.
+MUTATIONS=1000 makes that many; a failure prints its seed, which SEED repeats.
 """
 
 import argparse
