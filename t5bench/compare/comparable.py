@@ -13,7 +13,6 @@ from t5bench.record.plan import spelled
 from t5bench.record.records import Run
 from t5bench.record.text import processes
 
-WORLD_SIZE, ENGINE_ARGUMENTS = "world_size", "engine_arguments"
 NOT_GIVEN = "not given"  # an engine argument
 
 
@@ -23,36 +22,28 @@ def gpu_names(run: Run) -> str | None:
     return " + ".join(f"{names[name]} x {name}" if len(names) > 1 else name for name in sorted(names)) or None
 
 
-# Facts other than settings that must agree, by the name that messages print and --allow takes: first those that change
-# the model, the data or the initial weights, and so the loss curve; then those that change only the time.
-_TRAINING: Mapping[str, Callable[[Run], Any]] = {
-    "MODEL_FAMILY": lambda run: run.architecture.family,  # records of earlier versions lack the setting
-    "padded_vocab_size": lambda run: run.padded_vocab_size,
-    "idx_sha256": lambda run: run.record["data"].get("idx_sha256"),
-    "bin_bytes": lambda run: run.record["data"].get("bin_bytes"),
-    "engine_patches": lambda run: run.plan.engine_patches,
-}
-_MACHINE: Mapping[str, Callable[[Run], Any]] = {
-    "engine": lambda run: run.engine,
-    "device": lambda run: run.plan.device,
-    "gpu": gpu_names,
-    WORLD_SIZE: lambda run: run.world_size,
-}
-
-
-def _values(run: Run, role: str, facts: Mapping[str, Callable[[Run], Any]]) -> dict[str, Any]:
+def _facts(run: Run, role: str, **machine: Any) -> dict[str, Any]:
+    """The settings with this role, then what else changes the loss curve, what changes only the time, the arguments."""
+    training = {
+        "MODEL_FAMILY": run.architecture.family,  # records of earlier versions lack the setting
+        "padded_vocab_size": run.padded_vocab_size,
+        "idx_sha256": run.record["data"].get("idx_sha256"),
+        "bin_bytes": run.record["data"].get("bin_bytes"),
+        "engine_patches": run.plan.engine_patches,
+    }
     arguments = {name: spelled(value) or "given" for name, value in run.plan.engine_arguments.items()}
-    return run.plan.with_role(role) | {name: of(run) for name, of in facts.items()} | arguments
+    return run.plan.with_role(role) | training | machine | arguments
 
 
 def compared(run: Run) -> dict[str, Any]:
-    """What runs must share to be compared, by name."""
-    return _values(run, "compared", _TRAINING | _MACHINE)
+    """What runs must share to be compared, by the name that messages print and --allow takes."""
+    machine = {"engine": run.engine, "device": run.plan.device, "gpu": gpu_names(run), "world_size": run.world_size}
+    return _facts(run, "compared", **machine)
 
 
 def trains(run: Run) -> dict[str, Any]:
     """What decides a run's loss curve up to rounding, by name."""
-    return _values(run, "trains", _TRAINING)
+    return _facts(run, "trains")
 
 
 def show(value: Any) -> str:
@@ -88,26 +79,19 @@ def _line(name: str, by_value: Mapping[Any, Sequence[Run]]) -> str:
 
 def refuse(runs: Sequence[Run], baseline: str, allowed: Collection[str]) -> None:
     """Raises Problem if the runs differ where they must not. World sizes may differ if each has a baseline."""
-    settings = dict.fromkeys(name for run in runs for name in run.plan.with_role("compared"))
-    known = list(dict.fromkeys([*settings, *_TRAINING, *_MACHINE, ENGINE_ARGUMENTS]))
-    if unknown := [name for name in allowed if name not in known]:
-        raise Problem(f"--allow {unknown[0]} is not known", f"It may be one of: {' '.join(known)}")
     lines: dict[str, list[str]] = {}
     for name, by_value in differing(compared, runs).items():
         line = _line(name, by_value)
-        if name == WORLD_SIZE:
+        if name == "world_size":
             lacking = [size for size, those in by_value.items() if baseline not in {run.strategy for run in those}]
             if not lacking:
                 continue
             line += f": there is no {baseline} run at {', '.join(map(processes, sorted(lacking)))}"
-        lines.setdefault(ENGINE_ARGUMENTS if name.startswith("--") else name, []).append(line)
+        lines.setdefault("engine_arguments" if name.startswith("--") else name, []).append(line)
     if names := [name for name in lines if name not in allowed]:
-        raise Problem(
-            f"these runs cannot be compared: they differ in {', '.join(names)}",
-            "\n".join(line for name in names for line in lines[name])
-            + "\nCompare runs that agree, or accept and mark the difference: "
-            + " ".join(f"--allow {name}" for name in names),
-        )
+        found = "\n".join(line for name in names for line in lines[name])
+        remedy = f"Compare runs that agree, or accept and mark the difference: --allow {' --allow '.join(names)}"
+        raise Problem(f"these runs cannot be compared: they differ in {', '.join(names)}", f"{found}\n{remedy}")
 
 
 def other_differences(runs: Sequence[Run]) -> list[str]:
@@ -124,5 +108,4 @@ def other_differences(runs: Sequence[Run]) -> list[str]:
     notes = [_line(name, by_value) for name, by_value in differing(told, runs).items()]
     if uncommitted := [run for run in runs if run.record["commits"].get("repository_changed")]:
         notes.append(f"the repository had uncommitted changes: {_who(uncommitted)}")
-    said = [(run, text) for run in runs for text in (*run.record["differences"], *run.remarks)]
-    return notes + [f"{run.strategy}: {text}" for run, text in said]
+    return notes + [f"{run.strategy}: {text}" for run in runs for text in (*run.record["differences"], *run.remarks)]

@@ -8,12 +8,10 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from t5bench import Problem
 from t5bench.compare import comparable, parity
 from t5bench.compare.comparable import compared, differing, gpu_names, show
-from t5bench.compare.limits import limits
 from t5bench.compare.repeats import FEWEST_REPEATS, against_the_fastest, excludes_one, ratio
-from t5bench.compare.rows import Measured, Row, distinctions, group_runs, labels, make_row
+from t5bench.compare.rows import Measured, Row, distinctions, group_runs, labels, limits, make_row
 from t5bench.compare.statistics import Estimate
 from t5bench.model import time
 from t5bench.record.records import Run
@@ -74,11 +72,9 @@ def _finite(value: float | None) -> float | str | None:
     return value if value is None or math.isfinite(value) else str(value)
 
 
-_PARITY = ("verdict", "largest_relative_difference", "iteration")
-
-
 def _row_json(row: Row) -> dict[str, Any]:
-    run, judged = row.run, row.parity
+    run, judged, again = row.run, row.parity, row.hardware_tflops
+    verdict = {"verdict": judged.verdict, "largest_relative_difference": _finite(judged.difference)}
     of_row = ("label", "strategy", "is_baseline", "mfu", "mfu_missing", "warnings", "samples_per_second",
               "tokens_per_second")  # fmt: skip
     return {
@@ -89,7 +85,7 @@ def _row_json(row: Row) -> dict[str, Any]:
         "device": run.plan.device,
         "gpu": gpu_names(run),
         "remedy": run.record["remedy"],
-        **({"hardware_tflops_per_gpu": again} if (again := row.hardware_tflops) else {}),
+        **({"hardware_tflops_per_gpu": again} if again else {}),
         "milliseconds_per_iteration": row.milliseconds,
         "milliseconds_predicted": row.predicted and 1000 * row.predicted.total,
         "milliseconds_of_runs": row.run_medians,
@@ -99,7 +95,7 @@ def _row_json(row: Row) -> dict[str, Any]:
         "peak_memory_of": "gpu" if row.on_gpu else "host",
         "bytes_sent_per_iteration": row.sent_per_iteration,
         "final_loss": _finite(row.final_loss),
-        "parity": dict(zip(_PARITY, (judged.verdict, _finite(judged.difference), judged.iteration), strict=True)),
+        "parity": verdict | {"iteration": judged.iteration},
         "gradient_reduction": row.reduction,
         "differs_from_baseline": row.marks,
         "limits": limits(row),
@@ -132,38 +128,38 @@ def build(
     runs: Sequence[Run], baseline: str = "ddp", allowed: Collection[str] = (), peak_tflops: float | None = None
 ) -> Comparison:
     """Compares at least one run. Raises Problem if the runs must not be compared."""
-    if peak_tflops is not None and not 0 < peak_tflops < math.inf:
-        raise Problem(f"--peak-tflops must be a positive number, found {peak_tflops}", "Give a GPU's dense TFLOP/s")
     comparable.refuse(runs, baseline, allowed)
     # The baseline first, then in the order of the launchers' ports.
     parts = sorted(group_runs(runs), key=lambda part: (part[0].strategy != baseline, part[0].plan.strategy.port))
     rows = [make_row(label, part, peak_tflops) for label, part in zip(labels(parts), parts, strict=True)]
     candidates = [row for row in rows if row.strategy == baseline and row.complete]
     for row in rows:
-        base = min(candidates, key=lambda base: _distance(row, base), default=None)
-        if base is row:
-            row.is_baseline = True
-            row.ratio = Estimate(1.0) if row.milliseconds else None
-            row.parity = parity.judge_baseline(row.runs)
-        elif base:
-            _compare_with(row, base)
+        _compare_with_the_nearest(candidates, row)
     sizes = sorted({row.run.world_size for row in rows})
     groups = [Group(size, [row for row in rows if row.run.world_size == size]) for size in sizes]
-    labels_of = {text: dict.fromkeys(r.label for r in rows if text in r.warnings) for r in rows for text in r.warnings}
-    every = dict.fromkeys(row.label for row in rows)
-    named = {text: "every row" if len(every) == len(who) > 1 else ", ".join(who) for text, who in labels_of.items()}
-    notes = [f"{text} ({who})" for text, who in named.items()] + comparable.other_differences(runs)
-    said = _verdicts(groups, baseline), _problems(rows, baseline), notes, _predict(rows)
-    return Comparison(groups, baseline, *said)
+    every, notes = {row.label for row in rows}, []
+    for text in dict.fromkeys(text for row in rows for text in row.warnings):
+        who = dict.fromkeys(row.label for row in rows if text in row.warnings)
+        notes.append(f"{text} ({'every row' if len(every) == len(who) > 1 else ', '.join(who)})")
+    notes += comparable.other_differences(runs)
+    return Comparison(groups, baseline, _verdicts(groups, baseline), _problems(rows, baseline), notes, _predict(rows))
 
 
-def _distance(row: Row, baseline: Row) -> tuple[bool, int, int]:
-    pair = [row.run, baseline.run]
-    other_size = row.run.world_size != baseline.run.world_size
-    return other_size, len(differing(compared, pair)), len(differing(distinctions, pair))
+def _compare_with_the_nearest(baselines: Sequence[Row], row: Row) -> None:
+    """Judges a row by the baseline that has its size if one has, and else differs least."""
 
+    def distance(base: Row) -> tuple[bool, int, int]:
+        pair = [row.run, base.run]
+        other_size = row.run.world_size != base.run.world_size
+        return other_size, len(differing(compared, pair)), len(differing(distinctions, pair))
 
-def _compare_with(row: Row, baseline: Row) -> None:
+    baseline = min(baselines, key=distance, default=None)
+    if baseline is None:
+        return
+    if baseline is row:
+        row.is_baseline, row.parity = True, parity.judge_baseline(row.runs)
+        row.ratio = Estimate(1.0) if row.milliseconds else None
+        return
     different = differing(compared, [row.run, baseline.run])
     row.marks = [f"{name} {show(own)} instead of {show(its)}" for name, (own, its) in different.items()]
     if row.samples_per_second and baseline.samples_per_second:
@@ -171,10 +167,8 @@ def _compare_with(row: Row, baseline: Row) -> None:
         row.ratio = of_pairs if of_pairs.low else row.samples_per_second.over(baseline.samples_per_second)
     own, its = row.reduction.dtype, baseline.reduction.dtype
     if row.ratio and own and its and own != its:
-        row.warnings.append(
-            f"gradients are reduced in {own}, those of {baseline.label} in {its}, which affects the ratio; "
-            "GRADIENT_REDUCTION=fp32 makes them equal"
-        )
+        found = f"gradients are reduced in {own}, those of {baseline.label} in {its}, which affects the ratio"
+        row.warnings.append(f"{found}; GRADIENT_REDUCTION=fp32 makes them equal")
     if row.complete:
         row.parity = parity.judge(row.runs, baseline.runs)
 
@@ -222,16 +216,14 @@ def _verdicts(groups: Sequence[Group], baseline: str) -> list[str]:
     sentences = [_fastest(group) for group in groups if any(row.repeats for row in group.rows)]
     rows = [row for group in groups for row in group.rows if not row.is_baseline]
     equal = [row for row in rows if row.parity.verdict == parity.EQUAL]
-    if equal and not any(row.parity.verdict == parity.DIFFERENT for row in rows):
+    if equal and all(row.parity.verdict != parity.DIFFERENT for row in rows):
         largest = max(row.parity.difference or 0.0 for row in equal)
         who = f"All {len(equal)} train" if len(equal) > 1 else f"{equal[0].label} trains"
         how = f"the loss differs by at most {largest:.0e} of its value" if largest else "the losses are the same"
         sentences.append(f"{who} as {baseline} does: {how}.")
     if unjudged := dict.fromkeys(r.parity.verdict for r in rows if r.parity.verdict.startswith("n/a")):
-        sentences.append(
-            f"Not every row could be checked against {baseline}'s loss: {', '.join(unjudged)}; "
-            "scripts/check_parity.sh does so, without dropout."
-        )
+        found = f"Not every row could be checked against {baseline}'s loss: {', '.join(unjudged)}"
+        sentences.append(f"{found}; scripts/check_parity.sh does so, without dropout.")
     return sentences
 
 
@@ -247,14 +239,10 @@ def _fastest(group: Group) -> str:
         after, faster = next(iter(ratios.items()))
         by = f"{faster.median:.2f}x [{faster.low:.2f}, {faster.high:.2f}]"
         return f"{start} {first} is the fastest: {speed}, {by} that of {labels[after]}, the next."
-    if unranked := [labels[other] for other, faster in ratios.items() if faster.low is None]:
-        return (
-            f"{start} {first} had the highest throughput, {speed}, but these runs cannot rank it against "
-            f"{', '.join(unranked)}: that takes at least {FEWEST_REPEATS} interleaved repeats "
-            f"(REPEATS={FEWEST_REPEATS})."
-        )
+    if unranked := ", ".join(labels[other] for other, faster in ratios.items() if faster.low is None):
+        needs = f"that takes at least {FEWEST_REPEATS} interleaved repeats (REPEATS={FEWEST_REPEATS})"
+        found = f"{start} {first} had the highest throughput, {speed}"
+        return f"{found}, but these runs cannot rank it against {unranked}: {needs}."
     unclear = ", ".join(labels[other] for other, faster in ratios.items() if not excludes_one(faster))
-    return (
-        f"{start} there is no clear difference between {first} ({speed}) and {unclear}: the intervals of "
-        "their ratios over the repeats include 1."
-    )
+    why = "the intervals of their ratios over the repeats include 1"
+    return f"{start} there is no clear difference between {first} ({speed}) and {unclear}: {why}."

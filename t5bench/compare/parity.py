@@ -6,7 +6,7 @@ judges whatever runs it is given, only by the loss, and says which ones it canno
 
 import argparse
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -163,8 +163,6 @@ def defect(run: Run) -> str | None:
         return "has not ended, or its launcher was killed"
     if run.status != COMPLETE:
         return f"{run.status}: {run.reason}".removesuffix(": ")
-    if not run.iterations:
-        return "logged no iteration"
     for line in run.iterations:
         faults = {
             "updates were skipped": line.lm_loss is None or line.skipped,
@@ -174,7 +172,7 @@ def defect(run: Run) -> str | None:
         }
         if found := next((what for what, is_so in faults.items() if is_so), None):
             return f"{found} at iteration {line.iteration}"
-    return None
+    return None if run.iterations else "logged no iteration"
 
 
 def unlike(run: Run, baseline: Run) -> list[str]:
@@ -183,9 +181,8 @@ def unlike(run: Run, baseline: Run) -> list[str]:
 
     def hidden(one: Run) -> dict[str, str]:
         given = by_name([*one.plan.arguments.fixed, *one.plan.arguments.own])
-        return {
-            name: value or "given" for name, value in given.items() if name in replaced and not name.startswith(NAMES)
-        }
+        names = [name for name in given if name in replaced and not name.startswith(NAMES)]
+        return {name: given[name] or "given" for name in names}
 
     return [
         f"{name} is {show(own)}, but {show(its)} in the baseline"
@@ -202,25 +199,23 @@ def verdict(run: Run, baseline: Run) -> Verdict:
     for whose, curves in (("", run), ("the baseline cannot be used: ", baseline)):
         if problem := defect(curves):
             return Verdict(name, run, reasons=[whose + problem])
-    reasons = unlike(run, baseline)
-    losses, reference = curve(run), curve(baseline)
-    tolerance = TOLERANCE[baseline.plan.precision]
-    loss = difference(losses_beside(run, baseline), reference, tolerance.loss)
-    norm = difference(curve(run, "grad_norm"), curve(baseline, "grad_norm"), tolerance.norm)
+    reasons, begins = unlike(run, baseline), []
+    losses, reference, allowed = losses_beside(run, baseline), curve(baseline), TOLERANCE[baseline.plan.precision]
+    loss = difference(losses, reference, allowed.loss)
+    norm = difference(curve(run, "grad_norm"), curve(baseline, "grad_norm"), allowed.norm)
     if loss is None or norm is None:
         reasons.append("no log interval is the same as one of the baseline's: set the same LOG_INTERVAL for both")
         return Verdict(name, run, reasons=reasons)
     if alone := sorted(losses.keys() ^ reference.keys()):
-        shown = ", ".join(map(str, alone[:5])) + (", ..." if len(alone) > 5 else "")
-        reasons.append(f"only one of the two runs logged iteration {shown}")
-    first, begins = min(losses.keys() & reference.keys()), []
-    for what, found, allowed in (("loss", loss, tolerance.loss), ("gradient norm", norm, tolerance.norm)):
+        reasons.append(f"only one of the two runs logged iteration {alone[0]} ({len(alone)} in all)")
+    for what, found, most in (("loss", loss, allowed.loss), ("gradient norm", norm, allowed.norm)):
         if found.first_beyond is not None:
             begins.append(found.first_beyond)
-            where = f"at iteration {found.iteration} (allowed: {allowed:.0e})"
+            where = f"at iteration {found.iteration} (allowed: {most:.0e})"
             reasons.append(f"the {what} differs by {found.largest:.1e} {where}")
     # Where to look for the reason.
-    if begins and (flags := list(run.plan.strategy.flags)) != list(baseline.plan.strategy.flags):
+    first, flags = min(losses.keys() & reference.keys()), run.plan.strategy.flags
+    if begins and list(flags) != list(baseline.plan.strategy.flags):
         reasons.append(f"its launcher has STRATEGY_FLAGS=({' '.join(flags)}), unlike the baseline's: look there first")
     elif loss.first_beyond == first:
         reasons.append(f"iteration {first}'s loss already differs: check the weights, the data and the forward pass")
@@ -274,39 +269,27 @@ def sign_test(runs: Sequence[Run], baselines: Sequence[Run]) -> Verdict:
         if problem := defect(run):
             return Verdict(name, run, reasons=[f"{run.name}: {problem}"])
     if len(pairs) < SEEDS:
-        return Verdict(name, runs[0], reasons=[f"its dropout masks differ from the baseline's: {SEEDS} seeds each are "
-                                               f"needed, but there are {len(pairs)}"])  # fmt: skip
+        needed = f"{SEEDS} seeds each are needed, but there are {len(pairs)}"
+        return Verdict(name, runs[0], reasons=[f"its dropout masks differ from the baseline's: {needed}"])
     said, reasons = [], unlike(*pairs[0])
     for what, field in (("loss", "lm_loss"), ("gradient norm", "grad_norm")):
         means = [[fmean(curve(run, field).values()) for run in pair] for pair in pairs]
         larger = sum(own > its for own, its in means)
         said.append(f"larger in {larger} of {len(pairs)} seeds")
         if larger in (0, len(pairs)):
-            mean = fmean(own / its - 1 for own, its in means)
-            reasons.append(f"the {what} is {said[-1]}, by {mean:.1e} on average; chance does this once in "
-                           f"{2 ** (len(pairs) - 1)} checks")  # fmt: skip
+            by = f"by {fmean(own / its - 1 for own, its in means):.1e} on average"
+            reasons.append(f"the {what} is {said[-1]}, {by}; chance does this once in {2 ** (len(pairs) - 1)} checks")
     return Verdict(name, runs[0], *said, reasons)
 
 
-def _checked_baseline(baseline: Path | None, runs: Sequence[Run], damaged: Iterable[Verdict]) -> Run:
-    """The baseline. Raises Problem if there is none, if correct runs may differ by more than was measured, or if there
-    is no other run."""
-    try:
-        found = load(baseline) if baseline else next((run for run in runs if run.strategy == BASELINE_STRATEGY), None)
-    except RecordError as error:
-        raise Problem(str(error), "Train the baseline first: bash scripts/check_parity.sh") from error
-    if found is None:
-        why = "".join(f"; {entry.reasons[0]}" for entry in damaged)
-        problem = f"none of these directories holds a run of {BASELINE_STRATEGY}, the baseline{why}"
-        raise Problem(problem, "Add its directory, or name another run with --baseline")
-    plan = found.plan
-    if plan.precision not in TOLERANCE:
-        problem = f"the runs are in {plan.precision}, for which no bound was measured"
+def _check_baseline(run: Run) -> None:
+    """Raises Problem if correct runs may differ from it by more than was measured."""
+    if run.plan.precision not in TOLERANCE:
+        problem = f"the runs are in {run.plan.precision}, for which no bound was measured"
         raise Problem(problem, "Train with PRECISION_FLAG='' (scripts/check_parity.sh does)")
-    if plan.engine_patches != ALL_PATCHES:
-        problem = f"the engine starts every layout from different weights: only {plan.engine_patches}.patch is applied"
+    if (only := run.plan.engine_patches) != ALL_PATCHES:
+        problem = f"the engine starts every layout from different weights: only {only}.patch is applied"
         raise Problem(problem, "Apply all patches: bash scripts/setup_megatron.sh")
-    return found
 
 
 def gate(
@@ -314,24 +297,31 @@ def gate(
 ) -> tuple[list[Verdict], list[str]]:
     """The verdict on each run, and the blind spots of all. baseline: None for the first run of DDP. Raises Problem."""
     verdicts: dict[Path, Verdict | None] = dict.fromkeys(directories)
-    runs = {}
+    runs, tested = {}, dict[tuple[str, str], list[Run]]()
     for directory in verdicts:
         try:
             runs[directory] = load(directory)
         except RecordError as error:
             verdicts[directory] = Verdict(directory.name, reasons=[str(error)])
-    standard = _checked_baseline(baseline, list(runs.values()), filter(None, verdicts.values()))
+    baselines = [run for run in runs.values() if run.strategy == BASELINE_STRATEGY]
+    if baseline:
+        standard = load(baseline)
+    elif baselines:
+        standard = baselines[0]
+    else:
+        why = "".join(f"; {entry.reasons[0]}" for entry in verdicts.values() if entry)
+        problem = f"none of these directories holds a run of {BASELINE_STRATEGY}, the baseline{why}"
+        raise Problem(problem, "Add its directory, or name another run with --baseline")
+    _check_baseline(standard)
     if all(directory.resolve() == standard.directory.resolve() for directory in directories):
         problem = f"{standard.directory} is the baseline, and there is no other run"
         raise Problem(problem, "Name the runs to compare with it")
-    tested: dict[tuple[str, str], list[Run]] = {}
     for directory, run in runs.items():
         if not draws_alike(run, standard):
             tested.setdefault((run.strategy, run.engine), []).append(run)
         # Further seeds of the baseline serve the sign test.
         elif run.strategy != BASELINE_STRATEGY or run.plan.value("SEED") == standard.plan.value("SEED"):
             verdicts[directory] = verdict(run, standard)
-    baselines = [run for run in runs.values() if run.strategy == BASELINE_STRATEGY]
     baselines = [standard, *(run for run in baselines if run.directory != standard.directory)]
     of_seeds = [sign_test(those, baselines) for those in tested.values()]
     blind = [] if defect(standard) else blind_spots(standard, measured)
@@ -341,25 +331,22 @@ def gate(
 def report(verdicts: Sequence[Verdict], blind: Sequence[str]) -> str:
     """The table and, below it, why runs failed."""
     header = ["run", "engine", "TP/PP/DP", "micro-batches", "loss differs by", "gradient norm differs by", "verdict"]
-    rows = []
+    rows, notes = [], []
     for entry in verdicts:
         of_run: list[Any] = ["-", "-", "-"]
-        if entry.run:
-            layout = entry.run.layout
-            of_run = [entry.run.engine, f"{layout.tp}/{layout.pp}/{layout.dp}", layout.micro_batches]
+        if run := entry.run:
+            of_run = [run.engine, f"{run.layout.tp}/{run.layout.pp}/{run.layout.dp}", run.layout.micro_batches]
+            notes += run.remarks
+            if entry.passed and run.layout.dp == 1 and run.strategy != BASELINE_STRATEGY:
+                single = "so a mistake in reducing gradients could hide: docs/parity.md has settings for more"
+                alone = "in one process, which says nothing about parallelism"
+                notes.append(f"{entry} ran {alone if run.world_size == 1 else f'with one replica, {single}'}")
         rows.append([entry.name, *of_run, entry.loss or "-", entry.norm or "-", "PASS" if entry.passed else "FAIL"])
     alignment = ("left", "left", "center", "right", "left", "left", "left")
     lines = [tabulate(rows, header, colalign=alignment, disable_numparse=True), ""]
     lines += [f"FAIL {entry}: {'; '.join(entry.reasons)}" for entry in verdicts if not entry.passed]
     lines += [f"FAIL, because a mistake could hide: {spot}" for spot in blind]
-    alone = "in one process, which says nothing about parallelism"
-    single = "with one replica, so a mistake in reducing gradients could hide: docs/parity.md has settings for more"
-    lines += [
-        f"note: {entry} ran {alone if entry.run.world_size == 1 else single}"
-        for entry in verdicts
-        if entry.passed and entry.run and entry.run.layout.dp == 1 and entry.run.strategy != BASELINE_STRATEGY
-    ]
-    lines += [f"note: {remark}" for entry in verdicts if entry.run for remark in entry.run.remarks]
+    lines += [f"note: {text}" for text in notes]
     if not blind and all(entry.passed for entry in verdicts):
         (allowed,) = {TOLERANCE[entry.run.plan.precision] for entry in verdicts if entry.run}
         lines.append(f"PASS: all train the same model (allowed: {allowed}, relative)")

@@ -1,6 +1,6 @@
 """A comparison's rows: complete runs of one strategy that compute the same thing in the same way are repeats of a row.
 
-A run that failed is a separate row, with its status and without figures.
+A run that failed is a separate row, with its status and without figures. ``limits`` says what limits a row.
 """
 
 import json
@@ -127,23 +127,25 @@ class Row:
         return bool(self.measured)
 
     @property
+    def timed(self) -> list[tuple[Run, statistics.Timing]]:
+        """The repeats that have a time."""
+        return [(entry.run, entry.timing) for entry in self.measured if entry.timing]
+
+    @property
     def batch(self) -> float:
         """Samples of an iteration that counts."""
-        timings = [entry.timing for entry in self.measured if entry.timing]
-        return timings[0].batch if timings else self.run.plan.number("GLOBAL_BATCH_SIZE")
+        return self.timed[0][1].batch if self.timed else self.run.plan.number("GLOBAL_BATCH_SIZE")
 
     @property
     def run_medians(self) -> list[float]:
         """Each repeat's median milliseconds per iteration."""
-        return [entry.timing.milliseconds.median for entry in self.measured if entry.timing]
+        return [timing.milliseconds.median for _, timing in self.timed]
 
     @cached_property
     def repeats(self) -> list[Repeat]:
         """The runs that have a time, with their samples/s."""
-        samples, timed = 1000.0 * self.batch, [entry for entry in self.measured if entry.timing]
-        starts = [seconds(entry.run.record["started"]) for entry in timed]
-        return [Repeat(start, str(entry.run.directory), samples / entry.timing.milliseconds.median)
-                for start, entry in zip(starts, timed, strict=True)]  # fmt: skip
+        starts = [(seconds(run.record["started"]), str(run.directory)) for run, _ in self.timed]
+        return [Repeat(*start, 1000.0 * self.batch / ms) for start, ms in zip(starts, self.run_medians, strict=True)]
 
     @property
     def alone(self) -> bool:
@@ -247,32 +249,73 @@ def labels(rows: Sequence[Sequence[Run]]) -> list[str]:
 
 def make_row(label: str, runs: Sequence[Run], peak: float | None = None) -> Row:
     """A row over the repeats of one run. peak: the GPU's dense TFLOP/s, if its name is unknown."""
-    complete = runs if runs[0].status == COMPLETE else ()
-    timings = [statistics.timing(run.iterations, run.plan) for run in complete]
-    measured = [Measured(run, timing, samples.observe(run, timing.used if timing else ()))
-                for run, timing in zip(complete, timings, strict=True)]  # fmt: skip
-    row = Row(label, runs, measured, reduction_of(runs[0]))
-    if timings := [timing for timing in timings if timing]:
-        row.milliseconds = of_repeats([timing.milliseconds for timing in timings])
-        too_few = "too few independent intervals for a confidence interval" if row.milliseconds.low is None else ""
-        row.warnings = list(dict.fromkeys(filter(None, [*(t.warning for t in timings), too_few, _ALONE * row.alone])))
-        row.samples_per_second = row.milliseconds.per(1000.0 * row.batch)
-        tokens = row.run.architecture.encoder_length + row.run.architecture.decoder_length
-        row.tokens_per_second = row.milliseconds.per(1000.0 * row.batch * tokens)
-        _add_rates(row, row.milliseconds.median / 1000, peak)
-    return row
-
-
-def _add_rates(row: Row, seconds: float, peak: float | None) -> None:
-    run, name = row.run, gpu_names(row.run)
+    measured, run = [], runs[0]
+    for one in runs if run.status == COMPLETE else ():
+        timing = statistics.timing(one.iterations, one.plan)
+        measured.append(Measured(one, timing, samples.observe(one, timing.used if timing else ())))
+    row = Row(label, runs, measured, reduction_of(run))
+    if not row.timed:
+        return row
+    row.milliseconds = of_repeats([timing.milliseconds for _, timing in row.timed])
+    too_few = "too few independent intervals for a confidence interval" if row.milliseconds.low is None else ""
+    said = [*(timing.warning for _, timing in row.timed), too_few, _ALONE * row.alone]
+    row.warnings = list(dict.fromkeys(filter(None, said)))
+    row.samples_per_second = row.milliseconds.per(1000.0 * row.batch)
+    tokens = run.architecture.encoder_length + run.architecture.decoder_length
+    row.tokens_per_second = row.milliseconds.per(1000.0 * row.batch * tokens)
     if not run.padded_vocab_size:
         row.mfu_missing = "the record has no padded_vocab_size"
-        return
+        return row
+    seconds = row.milliseconds.median / 1000
     row.tflops = flops.flops_per_iteration(run.architecture, row.batch) / seconds / run.world_size / 1e12
-    peak = peak or float(run.plan.value("PEAK_TFLOPS") or 0) or peak_tflops(name or "", run.plan.precision)
+    name, precision = gpu_names(run), run.plan.precision
+    peak = peak or float(run.plan.value("PEAK_TFLOPS") or 0) or peak_tflops(name or "", precision)
     if not row.on_gpu:
         row.mfu_missing = "it ran on a CPU"
     elif peak:
         row.mfu = row.tflops / peak
     else:
-        row.mfu_missing = f"the peak of {name or 'this GPU'} in {run.plan.precision} is unknown: set --peak-tflops"
+        row.mfu_missing = f"the peak of {name or 'this GPU'} in {precision} is unknown: set --peak-tflops"
+    return row
+
+
+def limits(row: Row) -> str:
+    """What limits the row, and what was not measured and why, in sentences; "" for a row without figures."""
+    if not row.milliseconds:
+        return ""
+    observed = row.measured[0].observed
+    seen = []
+    if row.on_gpu and observed.utilization is not None:
+        seen.append(f"a kernel ran {observed.utilization:.0f} % of the time on the busiest GPU")
+    if row.on_gpu and observed.power_w is not None:
+        seen.append(f"it drew {observed.power_w:.0f} W")
+    why = "there are no samples" if row.on_gpu else "there is no GPU"
+    peak = f"share of the GPU's peak: unknown, {row.mfu_missing}"
+    if row.mfu is not None:
+        peak = f"the arithmetic takes {row.mfu:.1%} of the GPU's peak"
+        again = row.hardware_tflops
+        peak += f", {row.mfu * again / row.tflops:.1%} with recomputation" if again else ""
+    parts = [_network(observed), ", ".join(seen) or f"GPU utilisation and power: not measured, {why}", peak]
+    return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
+
+
+def _network(observed: samples.Observations) -> str:
+    sent, busiest = observed.sent_per_iteration, observed.busiest_link
+    if sent is None:
+        return f"network: not measured, {observed.why_not_sent}"
+    if observed.loopback:
+        return f"network: one node, {bytes_text(sent)} per iteration over the loopback, including other programs'"
+    if not busiest:
+        return f"network: {bytes_text(sent)} per iteration and node; the link's speed is not known"
+    of_link = f"{bytes_text(busiest.bytes_per_iteration)} per iteration over {busiest.interface} of node {busiest.node}"
+    gigabits = f"{busiest.link_bits_per_second / 1e9:g} Gbit/s"
+    return f"network: {of_link}; at the link's {gigabits} that alone takes {busiest.share:.0%} of the time"
+
+
+def bytes_text(count: float) -> str:
+    """A number of bytes in decimal units, as networks count."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:  # a number that rounds to 1000 gets the next unit
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

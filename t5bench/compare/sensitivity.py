@@ -1,19 +1,15 @@
-"""How well the parity gate sees each number of a recipe: how far a change of it moves the loss or gradient norm.
+"""How well the parity gate sees each number of a recipe: how far a change of it moves the loss or gradient norm."""
 
-native/sensitivity.py measures this. A mistake can hide in a number that moves neither curve by MARGIN times what the
-gate allows.
-"""
-
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 from tabulate import tabulate
 
 from t5bench import Problem
 
-MARGIN = 10
+MARGIN = 10  # a mistake can hide in a number whose change moves neither curve by so many times the tolerance
 
 
 class Tolerance(NamedTuple):
@@ -42,41 +38,32 @@ class Sensitivity(NamedTuple):
         return self.times(tolerance) >= MARGIN
 
 
-class _Line(msgspec.Struct):
-    number: str
-    change: str
-    losses: list[float]
-    norms: list[float]
-
-
-def _moved(curve: Sequence[float], reference: Sequence[float]) -> float:
-    """A curve may end early, where its change was seen."""
-    return max(abs(value - its) / its for value, its in zip(curve, reference[: len(curve)], strict=True))
-
-
 def read(path: Path) -> list[Sensitivity]:
-    """The measurements in a file whose first line is the recipe as it is. Raises Problem."""
+    """From a file of native/sensitivity.py, whose first line is the recipe as it is. Raises Problem."""
+    found = []
     try:
-        recipe, *changed = msgspec.json.Decoder(_Line).decode_lines(path.read_bytes())
-        return [
-            Sensitivity(line.number, line.change, _moved(line.losses, recipe.losses), _moved(line.norms, recipe.norms))
-            for line in changed
-        ]
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        recipe, *changed = map(json.loads, path.read_text().splitlines())
+        for line in changed:
+            moved = [  # a curve may end early, where its change was seen
+                max(abs(value - its) / its for value, its in zip(line[name], recipe[name], strict=False))
+                for name in ("losses", "norms")
+            ]
+            found.append(Sensitivity(line["number"], line["change"], *moved))
+    except (OSError, ValueError, LookupError, TypeError) as error:
         remedy = "Measure them again: bash scripts/check_parity.sh --sensitivity"
         raise Problem(f"{path} holds no sensitivities: {error}", remedy) from error
+    return found
 
 
 def table(measured: Sequence[Sensitivity], tolerance: Tolerance) -> str:
     """The table of the numbers, the least visible first, and whether all are seen."""
     header = ["number of the recipe", "changed by", "loss moves by", "norm moves by", "times the bound", "seen"]
     hidden = [one.number for one in measured if not one.is_seen(tolerance)]
-    rows = [
-        [s.number, s.change, f"{s.loss:.1e}", f"{s.norm:.1e}", f"{s.times(tolerance):.0f}",
-         "NO" if s.number in hidden else "yes"]
-        for s in sorted(measured, key=lambda s: s.times(tolerance))
-    ]  # fmt: skip
+    rows = []
+    for one in sorted(measured, key=lambda one: one.times(tolerance)):
+        seen, moves = "NO" if one.number in hidden else "yes", (f"{one.loss:.1e}", f"{one.norm:.1e}")
+        rows.append([one.number, one.change, *moves, f"{one.times(tolerance):.0f}", seen])
     shown = tabulate(rows, header, colalign=("left", "left", *["right"] * 3, "left"), disable_numparse=True)
     bound = f"The bound is {tolerance}, relative; a change is seen if it moves either by at least {MARGIN} times that."
-    verdict = f"FAIL: not seen: {', '.join(hidden)}" if hidden else "PASS: every number of the recipe is seen"
-    return f"{shown}\n\n{bound}\n{verdict}"
+    said = f"FAIL: not seen: {', '.join(hidden)}" if hidden else "PASS: every number of the recipe is seen"
+    return f"{shown}\n\n{bound}\n{said}"

@@ -18,9 +18,8 @@ from t5bench.compare import interval, repeats, statistics
 from t5bench.compare.comparable import differing, show
 from t5bench.compare.comparison import Comparison
 from t5bench.compare.explain import Explanation
-from t5bench.compare.limits import limits
 from t5bench.compare.parity import DIFFERENT, EQUAL
-from t5bench.compare.rows import Row
+from t5bench.compare.rows import Row, limits
 from t5bench.record.files import RecordError
 from t5bench.record.profile import DOING, PARTS
 from t5bench.record.records import Run

@@ -14,8 +14,7 @@ from tabulate import tabulate
 
 from t5bench.compare.comparable import gpu_names
 from t5bench.compare.comparison import Comparison
-from t5bench.compare.limits import bytes_text
-from t5bench.compare.rows import MARK_OF_ALONE, Row
+from t5bench.compare.rows import MARK_OF_ALONE, Row, bytes_text
 from t5bench.compare.statistics import Estimate
 from t5bench.model.parameters import parameters
 from t5bench.record.records import Run

@@ -11,8 +11,7 @@ from made_runs import LARGE, RTX_5000_ADA, change, make_run, seal
 
 from t5bench import Problem
 from t5bench.compare.comparison import Comparison, build
-from t5bench.compare.limits import limits
-from t5bench.compare.rows import Row, reduction_of
+from t5bench.compare.rows import Row, limits, reduction_of
 from t5bench.record import records
 from t5bench.report import page, tables
 from t5bench.report.figures import all_figures, rows_of
@@ -366,13 +365,11 @@ def test_what_differs_is_refused_and_named_or_marked_where_allowed(tmp_path: Pat
     assert base.marks == [] and [mark.split(" ")[0] for mark in row.marks] == [name]
 
 
-def test_two_gpus_are_two_devices_and_unknown_names_are_not_allowed(tmp_path: Path):
+def test_two_gpus_are_two_devices(tmp_path: Path):
     runs = [make_run(tmp_path / gpu, **ON_GPU | {"gpu": gpu}) for gpu in (RTX_5000_ADA, "NVIDIA A40")]
     with pytest.raises(Problem) as refusal:
         compare(*runs)
     assert f"gpu: {RTX_5000_ADA} (ddp); NVIDIA A40 (ddp)" in refusal.value.remedy
-    with pytest.raises(Problem, match="--allow gpus is not known"):
-        compare(*runs, allowed=["gpus"])
     for number, run in enumerate(runs, 1):
         change(run, devices=[{"name": "NVIDIA A40"}] * number, node=0)
         change(run, devices=[{"name": RTX_5000_ADA}], node=1)
