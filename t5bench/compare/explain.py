@@ -15,7 +15,7 @@ from statistics import median
 
 from t5bench import Problem, note
 from t5bench.compare.statistics import event_within
-from t5bench.compare.whatif import Gain, WhatIf
+from t5bench.compare.whatif import Gain, WhatIf, calibrated
 from t5bench.model import schedule, time
 from t5bench.model.job import Job
 from t5bench.record import profile
@@ -24,6 +24,7 @@ from t5bench.record.log import evaluation
 from t5bench.record.profile import AXES, BUBBLE, DATA, HOST, LOGGING, SENDING, WAITING
 from t5bench.record.reader import log_lines
 from t5bench.record.records import Run, load
+from t5bench.record.status import CONFIGURATION, EXIT_CODES
 
 WORTH_NAMING = 0.1  # share of the iteration from which on a cause is named
 # A checkpoint that is not slow: seconds that every one takes, and sleeps, and bytes per second that any disk writes.
@@ -72,34 +73,33 @@ def _slow_clocks(run: Run) -> Iterator[Cause]:
         busy = [gpu for sample in samples for gpu in sample["gpus"] if gpu["utilization"]]
         if seen := [gpu["sm_mhz"] for gpu in busy if gpu.get("sm_mhz")]:
             clocks[node] = median(seen)
-    slowest = min(clocks, key=clocks.__getitem__, default=0)
-    if others := [clock for node, clock in clocks.items() if node != slowest]:
-        share, host = 1 - clocks[slowest] / median(others), {node["node"]: node["host"] for node in run.nodes}
-        text = f"GPUs of node {slowest} ({host[slowest]}) run at {clocks[slowest]:.0f} MHz"
-        yield Cause("slow node", share, f"{text}, the others' at {median(others):.0f} MHz")
+    if len(clocks) > 1:
+        slowest = min(clocks, key=clocks.__getitem__)
+        usual = median(clock for node, clock in clocks.items() if node != slowest)
+        host = next(node["host"] for node in run.nodes if node["node"] == slowest)
+        text = f"GPUs of node {slowest} ({host}) run at {clocks[slowest]:.0f} MHz, the others' at {usual:.0f} MHz"
+        yield Cause("slow node", 1 - clocks[slowest] / usual, text)
 
 
 def _checkpoints(run: Run, asleep: float, saving: float) -> Iterator[Cause]:
     """What saving adds to an iteration: the intervals with a checkpoint against those without, by the engine's own
     clock where there are none. An evaluation comes before the checkpoint of its iteration."""
-    every, with_one, without = run.plan.number("SAVE_INTERVAL"), [], []
-    path = run.directory / f"node{run.nodes[-1]['node']}.log"
-    lines = log_lines(path) if every and run.evaluations and path.exists() else ()
+    every, timed = run.plan.number("SAVE_INTERVAL"), [line for line in run.iterations if line.time]
+    if not every or not timed:
+        return
+    path, with_one, without = run.directory / f"node{run.nodes[-1]['node']}.log", [], []
+    lines = log_lines(path) if run.evaluations and path.exists() else ()
     evaluated = {found.iteration: time for _, time, text in lines if (found := evaluation(text))}
-    timed = [line for line in run.iterations if line.time]
     for before, after in pairwise(timed):
         start, end = before.iteration, after.iteration
         begin = max([start, *(number for number in evaluated if start < number < end)])
         seconds = after.time - evaluated.get(begin, before.time)
-        saved = every and (end - 1) // every - (begin - 1) // every
         if after.begin != before.begin or start < run.plan.number("PROFILE_ITERATION") <= end + 1:
             continue  # until a run was resumed, or a profile was written, any time may pass
-        if saved:
+        if saved := (end - 1) // every - (begin - 1) // every:
             with_one.append((seconds, end - begin, saved))
         elif not event_within(start, end, run.plan):
             without.append(seconds / (end - start))
-    if not every or not timed or not (with_one or saving):
-        return
     own = median(without or [line.elapsed_ms / 1000 for line in timed])
     each = median([(seconds - iterations * own) / saved for seconds, iterations, saved in with_one] or [saving])
     folders = [folder for folder in (run.directory / "checkpoints").glob("*") if folder.is_dir()]
@@ -190,15 +190,15 @@ class Explanation:
         evaluates = profile.shares(self.content.ranks)[profile.EVALUATING] > 0
         share = f"% of {'this' if evaluates else 'each'} iteration "
         parts = profile.limits(self.content.ranks, profile.DOING | sent).replace("% ", share, 1)
-        gain, change = self.what_if or (1.0, "")
-        faster = f"; {change} would make it {gain:.1f} times as fast" if change else ""
-        more = ""
+        said = f"{name}{of_gpt} spends {parts}"
+        if self.what_if:
+            gain, change = self.what_if
+            said += f"; {change} would make it {gain:.1f} times as fast"
         if (cost := self.content.overhead) is not None:
-            difference = f"{abs(cost):.0%}"
+            difference, profiler = f"{abs(cost):.0%}", "the profiler" + " and an evaluation" * evaluates
             took = "as long as" if difference == "0%" else f"{difference} {'less' if cost < 0 else 'more'} time than"
-            profiler = "the profiler" + " and an evaluation" * evaluates
-            more = f". With {profiler} this iteration took {took} the median of the others"
-        return f"{name}{of_gpt} spends {parts}{faster}{more}"
+            said += f". With {profiler} this iteration took {took} the median of the others"
+        return said
 
     def causes(self) -> list[Cause]:
         """Those that are worth naming, what costs most first, each for the rank where it costs most."""
@@ -227,7 +227,7 @@ class Explanation:
         seconds = seconds if exposed < (1 - rest) * seconds else wall / 1000
         links = [link for rank in self.ranks for link in rank.entry.links.values() if link.ms]
         rate = 1000 * sum(link.bytes for link in links) / sum(link.ms for link in links) if links else 0.0
-        return WhatIf.of(self.run, seconds, exposed, rest * seconds, rate)
+        return calibrated(self.run, seconds, exposed, rest * seconds, rate)
 
     @cached_property
     def what_if(self) -> Gain | None:
@@ -269,13 +269,13 @@ class Explanation:
 
     def _processor(self) -> Iterator[Cause]:
         for rank in self.ranks:
-            neighbours, all_cores = [r for r in self.ranks if r.host == rank.host], self.cores.get(rank.host, 0)
+            used, all_cores = rank.entry.processor, self.cores.get(rank.host, 0)
+            neighbours = [other.entry.processor for other in self.ranks if other.host == rank.host]
             # OMP_PROC_BIND or taskset may bind the ranks to a few of them; other programs have the others.
-            cores = len(set().union(*(r.entry.processor.cores for r in neighbours))) or all_cores
-            own = set(rank.entry.processor.cores)
-            sharing = [r for r in neighbours if not own or own.intersection(r.entry.processor.cores)]
-            computed = sum(r.entry.processor.computed_ms for r in sharing)
-            is_others = rank.entry.processor.machine_ms - computed >= ANOTHER_PROGRAM * rank.wall
+            cores = len(set().union(*(other.cores for other in neighbours))) or all_cores
+            sharing = [other for other in neighbours if not used.cores or set(used.cores).intersection(other.cores)]
+            computed = sum(other.computed_ms for other in sharing)
+            is_others = used.machine_ms - computed >= ANOTHER_PROGRAM * rank.wall
             if rank.throttled >= WORTH_NAMING:
                 yield Cause("throttled CPU", rank.throttled, f"a quota holds {rank.name} back {rank.throttled:.0%}")
             elif is_others or rank.queued >= CONTENDED:
@@ -283,15 +283,11 @@ class Explanation:
                 is_many = len(neighbours) > cores > 0
                 is_own = is_many and rank.queued < 1 - cores / len(neighbours) + WORTH_NAMING
                 is_bound = is_own and cores < all_cores
-                is_own = is_bound or (not is_others and (is_own or rank.entry.processor.machine_ms > 0))
-                name = (
-                    f"fewer cores than {'processes' if is_many else 'threads'}"
-                    if is_own
-                    else "another program on the core"
-                )
+                name = "another program on the core"
+                if is_bound or (not is_others and (is_own or used.machine_ms > 0)):
+                    name = f"fewer cores than {'processes' if is_many else 'threads'}"
                 bound = f": its node's ranks are bound to {cores} of {all_cores} cores" * is_bound
-                text = f"{rank.name} waits for a core {rank.queued:.0%} of the time{bound}"
-                yield Cause(name, rank.queued, text)
+                yield Cause(name, rank.queued, f"{rank.name} waits for a core {rank.queued:.0%} of the time{bound}")
 
     def _slow(self) -> Iterator[Cause]:
         """A node or a rank for all of which the others wait, and neither data, a log line, a checkpoint nor a busy core
@@ -373,7 +369,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    problems = list[Problem]()
+    status = 0
     for directory in arguments.runs:
         try:
             found = load(directory)
@@ -387,9 +383,6 @@ def run(arguments: argparse.Namespace) -> int:
             for cause in causes:
                 print(f"  {cause.name}: {cause.evidence}")
         except Problem as problem:
-            problems.append(problem)
-    for problem in problems[:-1]:
-        note(problem.report)
-    if problems:
-        raise problems[-1]
-    return 0
+            note(problem.report)
+            status = EXIT_CODES[CONFIGURATION]
+    return status

@@ -5,9 +5,8 @@ A run that failed is a separate row, with its status and without figures. ``limi
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -92,20 +91,32 @@ class Measured:
 class Row:
     """One row. Rates are for all processes together, tflops and mfu (0 to 1) per GPU; ratio is throughput / baseline's.
 
-    predicted: where an iteration's time should go; marks: what differs from the baseline because it was allowed to;
-    mfu_missing: why there is no MFU; warnings: what to know about the row's figures.
+    measured: the runs if they are complete; batch: samples of an iteration that counts; run_medians: each repeat's
+    milliseconds per iteration; repeats: the runs that have a time. peak_memory: MiB by rank, the maximum over the
+    repeats, on a GPU what PyTorch allocated, on a CPU the resident set; sent_per_iteration: bytes of the busiest node,
+    the median over the repeats that have it; hardware_tflops: with recomputation, None without. predicted: where an
+    iteration's time should go; marks: what differs from the baseline because it was allowed to; mfu_missing: why there
+    is no MFU; warnings: what to know about the row's figures.
     """
 
     label: str
     runs: Sequence[Run]
     measured: Sequence[Measured]
     reduction: Reduction
+    batch: float
+    prediction: Prediction | None
+    final_loss: float | None
+    sent_per_iteration: float | None
+    peak_memory: Mapping[int, float]
+    run_medians: Sequence[float] = ()
+    repeats: Sequence[Repeat] = ()
     milliseconds: Estimate | None = None
     predicted: time.Time | None = None
     samples_per_second: Estimate | None = None
     tokens_per_second: Estimate | None = None
     ratio: Estimate | None = None
     tflops: float | None = None
+    hardware_tflops: float | None = None
     mfu: float | None = None
     mfu_missing: str = ""
     parity: Parity = field(default_factory=lambda: Parity(UNKNOWN))
@@ -127,27 +138,6 @@ class Row:
         return bool(self.measured)
 
     @property
-    def timed(self) -> list[tuple[Run, statistics.Timing]]:
-        """The repeats that have a time."""
-        return [(entry.run, entry.timing) for entry in self.measured if entry.timing]
-
-    @property
-    def batch(self) -> float:
-        """Samples of an iteration that counts."""
-        return self.timed[0][1].batch if self.timed else self.run.plan.number("GLOBAL_BATCH_SIZE")
-
-    @property
-    def run_medians(self) -> list[float]:
-        """Each repeat's median milliseconds per iteration."""
-        return [timing.milliseconds.median for _, timing in self.timed]
-
-    @cached_property
-    def repeats(self) -> list[Repeat]:
-        """The runs that have a time, with their samples/s."""
-        starts = [(seconds(run.record["started"]), str(run.directory)) for run, _ in self.timed]
-        return [Repeat(*start, 1000.0 * self.batch / ms) for start, ms in zip(starts, self.run_medians, strict=True)]
-
-    @property
     def alone(self) -> bool:
         """Whether the intervals describe only these runs, for lack of repeats."""
         return 0 < len(self.repeats) < FEWEST_REPEATS
@@ -156,50 +146,29 @@ class Row:
     def on_gpu(self) -> bool:
         return self.run.plan.device == "cuda"
 
-    @cached_property
-    def peak_memory(self) -> dict[int, float]:
-        """MiB by rank, the maximum over the repeats: on a GPU what PyTorch allocated, on a CPU the resident set."""
-        peak_of: dict[int, float] = {}
-        for peak in (peak for entry in self.measured for peak in entry.run.peak_memory):
-            mib = peak.device_mib if self.on_gpu else peak.host_mib
+
+def _final_loss(runs: Sequence[Run]) -> float | None:
+    """Nats per target token on the last line that has one, the median over the repeats; nan when one diverged.
+
+    For an evaluation it is the evaluated loss. None where repeats differ in more of their recipe than the seed.
+    """
+    if differing(trains, runs).keys() - {"SEED"}:
+        return None
+    evaluated = [run.evaluations[-1].lm_loss for run in runs if run.is_evaluation]
+    last = evaluated + [loss for run in runs for loss in list(curve(run).values())[-1:]]
+    if any(math.isnan(loss) for loss in last):
+        return math.nan
+    return median(last) if last else None
+
+
+def _peak_memory(runs: Sequence[Run]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for run in runs:
+        for peak in run.peak_memory:
+            mib = peak.device_mib if run.plan.device == "cuda" else peak.host_mib
             if mib is not None:
-                peak_of[peak.rank] = max(mib, peak_of.get(peak.rank, 0.0))
-        return dict(sorted(peak_of.items()))
-
-    @cached_property
-    def prediction(self) -> Prediction | None:
-        link = self.measured[0].observed.busiest_link if self.measured else None
-        gigabits = link.link_bits_per_second / 1e9 if link else 1.0
-        # A batch that grew until the end never reached the requested size.
-        return prediction_of(self.run, gigabits, round(self.batch))
-
-    @property
-    def hardware_tflops(self) -> float | None:
-        """TFLOP/s of a process including recomputation; None without recomputation."""
-        if not self.milliseconds or not self.prediction or self.prediction.job.recompute == "none":
-            return None
-        done = flops.hardware_flops(replace(self.prediction.job, global_batch=self.batch))
-        return done * 1000 / self.milliseconds.median / self.run.world_size / 1e12
-
-    @property
-    def sent_per_iteration(self) -> float | None:
-        """Bytes per iteration that the busiest node sent, the median over the repeats that have it."""
-        sent = [s for entry in self.measured if (s := entry.observed.sent_per_iteration) is not None]
-        return median(sent) if sent else None
-
-    @property
-    def final_loss(self) -> float | None:
-        """Nats per target token on the last line that has one, the median over the repeats; nan when one diverged.
-
-        For an evaluation it is the evaluated loss. None where repeats differ in more of their recipe than the seed.
-        """
-        if differing(trains, [entry.run for entry in self.measured]).keys() - {"SEED"}:
-            return None
-        evaluated = [entry.run.evaluations[-1].lm_loss for entry in self.measured if entry.run.is_evaluation]
-        last = evaluated + [loss for entry in self.measured for loss in list(curve(entry.run).values())[-1:]]
-        if any(math.isnan(loss) for loss in last):
-            return math.nan
-        return median(last) if last else None
+                found[peak.rank] = max(mib, found.get(peak.rank, 0.0))
+    return dict(sorted(found.items()))
 
 
 def _batch(run: Run) -> str:
@@ -249,26 +218,45 @@ def labels(rows: Sequence[Sequence[Run]]) -> list[str]:
 
 def make_row(label: str, runs: Sequence[Run], peak: float | None = None) -> Row:
     """A row over the repeats of one run. peak: the GPU's dense TFLOP/s, if its name is unknown."""
-    measured, run = [], runs[0]
-    for one in runs if run.status == COMPLETE else ():
+    run, measured, timings = runs[0], [], []
+    complete = runs if run.status == COMPLETE else ()
+    for one in complete:
         timing = statistics.timing(one.iterations, one.plan)
         measured.append(Measured(one, timing, samples.observe(one, timing.used if timing else ())))
-    row = Row(label, runs, measured, reduction_of(run))
-    if not row.timed:
-        return row
-    row.milliseconds = of_repeats([timing.milliseconds for _, timing in row.timed])
-    too_few = "too few independent intervals for a confidence interval" if row.milliseconds.low is None else ""
-    said = [*(timing.warning for _, timing in row.timed), too_few, _ALONE * row.alone]
-    row.warnings = list(dict.fromkeys(filter(None, said)))
+        timings += [timing] if timing else []
+    batch = timings[0].batch if timings else run.plan.number("GLOBAL_BATCH_SIZE")
+    link = measured[0].observed.busiest_link if measured else None
+    # A batch that grew until the end never reached the requested size.
+    prediction = prediction_of(run, link.link_bits_per_second / 1e9 if link else 1.0, round(batch))
+    sent = [found for entry in measured if (found := entry.observed.sent_per_iteration) is not None]
+    row = Row(label, runs, measured, reduction_of(run), batch, prediction, _final_loss(complete),
+              median(sent) if sent else None, _peak_memory(complete))  # fmt: skip
+    if timings:
+        row.milliseconds = of_repeats([timing.milliseconds for timing in timings])
+        row.run_medians = [timing.milliseconds.median for timing in timings]
+        row.repeats = [Repeat(seconds(entry.run.record["started"]), str(entry.run.directory),
+                              1000.0 * batch / entry.timing.milliseconds.median)
+                       for entry in measured if entry.timing]  # fmt: skip
+        too_few = "too few independent intervals for a confidence interval" if row.milliseconds.low is None else ""
+        said = [*(timing.warning for timing in timings), too_few, _ALONE * row.alone]
+        row.warnings = list(dict.fromkeys(filter(None, said)))
+        _add_rates(row, peak)
+    return row
+
+
+def _add_rates(row: Row, peak: float | None) -> None:
+    run, name, precision = row.run, gpu_names(row.run), row.run.plan.precision
     row.samples_per_second = row.milliseconds.per(1000.0 * row.batch)
     tokens = run.architecture.encoder_length + run.architecture.decoder_length
     row.tokens_per_second = row.milliseconds.per(1000.0 * row.batch * tokens)
-    if not run.padded_vocab_size:
+    if not row.prediction:
         row.mfu_missing = "the record has no padded_vocab_size"
-        return row
-    seconds = row.milliseconds.median / 1000
-    row.tflops = flops.flops_per_iteration(run.architecture, row.batch) / seconds / run.world_size / 1e12
-    name, precision = gpu_names(run), run.plan.precision
+        return
+    took = row.milliseconds.median / 1000
+    row.tflops = flops.flops_per_iteration(run.architecture, row.batch) / took / run.world_size / 1e12
+    if row.prediction.job.recompute != "none":
+        done = flops.hardware_flops(replace(row.prediction.job, global_batch=row.batch))
+        row.hardware_tflops = done * 1000 / row.milliseconds.median / run.world_size / 1e12
     peak = peak or float(run.plan.value("PEAK_TFLOPS") or 0) or peak_tflops(name or "", precision)
     if not row.on_gpu:
         row.mfu_missing = "it ran on a CPU"
@@ -276,7 +264,6 @@ def make_row(label: str, runs: Sequence[Run], peak: float | None = None) -> Row:
         row.mfu = row.tflops / peak
     else:
         row.mfu_missing = f"the peak of {name or 'this GPU'} in {precision} is unknown: set --peak-tflops"
-    return row
 
 
 def limits(row: Row) -> str:

@@ -15,12 +15,10 @@ from t5bench.model.machine import Machine
 from t5bench.model.prediction import Prediction
 from t5bench.record.records import Run
 
-# Gbit/s of links that one can buy.
-GIGABITS = (1, 10, 25, 100, 400, 800)
+GIGABITS = (1, 10, 25, 100, 400, 800)  # links that one can buy, per second
 # Bytes per second, and seconds of latency, between which a run's link is looked for, the worst first.
 RATES, LATENCIES, HALVINGS = (1e4, 1e12), (1.0, 1e-7), 20
-# By which share of the iteration the model may miss the exposed communication.
-MISSED = 0.1
+MISSED = 0.1  # of the iteration: by how much the model may miss the exposed communication
 
 Gain = tuple[float, str]  # how many times as fast an iteration is, and with what
 
@@ -31,26 +29,6 @@ class WhatIf:
 
     found: Prediction
     rest: float
-
-    @classmethod
-    def of(cls, run: Run, seconds: float, exposed: float, rest: float, rate: float) -> "WhatIf | None":
-        """None where the model does not describe the run.
-
-        exposed: seconds of communication and pipeline bubble. rate: bytes per second of large messages, 0 for none.
-        """
-        if not (found := prediction_of(run)):
-            return None
-        name, (worse, better), best = "bandwidth", RATES, None
-        at_rate = _calibrated(found, seconds - rest, bandwidth=rate or better)
-        if at_rate and _exposed(at_rate) < exposed:
-            found, name, (worse, better) = at_rate, "latency", LATENCIES
-        for _ in range(HALVINGS):
-            middle = math.sqrt(worse * better)
-            tried = _calibrated(found, seconds - rest, **{name: middle})
-            best = tried or best
-            is_worse = tried is None or _exposed(tried) > exposed
-            worse, better = (middle, better) if is_worse else (worse, middle)
-        return cls(best, rest) if best and abs(_exposed(best) - exposed) <= MISSED * seconds else None
 
     @property
     def gigabits(self) -> float:
@@ -88,6 +66,36 @@ class WhatIf:
                 yield size
 
 
+def calibrated(run: Run, seconds: float, exposed: float, rest: float, rate: float) -> WhatIf | None:
+    """None where the model does not describe the run.
+
+    exposed: seconds of communication and pipeline bubble. rate: bytes per second of large messages, 0 for none.
+    """
+    if not (found := prediction_of(run)):
+        return None
+
+    def taking_as_long(**link: float) -> Prediction | None:
+        """None where sending alone takes longer."""
+        machine = _linked(found, **link)
+        try:
+            slower = time.calibrated(found.job, machine, seconds - rest, found.backend)
+        except ValueError:
+            return None
+        return replace(found, machine=machine, slower=slower)
+
+    name, (worse, better), best = "bandwidth", RATES, None
+    at_rate = taking_as_long(bandwidth=rate or better)
+    if at_rate and _exposed(at_rate) < exposed:
+        found, name, (worse, better) = at_rate, "latency", LATENCIES
+    for _ in range(HALVINGS):
+        middle = math.sqrt(worse * better)
+        tried = taking_as_long(**{name: middle})
+        best = tried or best
+        is_worse = tried is None or _exposed(tried) > exposed
+        worse, better = (middle, better) if is_worse else (worse, middle)
+    return WhatIf(best, rest) if best and abs(_exposed(best) - exposed) <= MISSED * seconds else None
+
+
 def _exposed(found: Prediction) -> float:
     assert found.time
     return found.time.communication + found.time.bubble
@@ -102,12 +110,3 @@ def _linked(found: Prediction, **changes: float) -> Machine:
     """The machine with another bandwidth or latency of that link."""
     side = _side(found)
     return replace(found.machine, **{side: replace(getattr(found.machine, side), **changes)})
-
-
-def _calibrated(found: Prediction, seconds: float, **link: float) -> Prediction | None:
-    """On a machine with this link that takes as long; None where sending alone takes longer."""
-    machine = _linked(found, **link)
-    try:
-        return replace(found, machine=machine, slower=time.calibrated(found.job, machine, seconds, found.backend))
-    except ValueError:
-        return None

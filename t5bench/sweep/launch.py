@@ -66,7 +66,6 @@ class Row:
 
     name: str
     strategy: str
-    world_size: int = 0
     processes: int | None = None
     plan: Plan | None = None
     resumes: bool = False
@@ -174,7 +173,7 @@ class Started:
         if all(self._is_old(node.part) for node in self.nodes):  # nothing began, and a later attempt may resume
             for path, other in aside.items():
                 other.rename(path)
-        if refused := [n for n in absent if n.refused and (self._is_old(n.part) or not self._is_refusal(n.part))]:
+        if refused := [node for node in absent if self._has_refused(node)]:
             self.problems = [self._why_refused(node) for node in refused]
             return EXIT_CODES[CONFIGURATION]
         try:
@@ -196,12 +195,13 @@ class Started:
         found = obstacles[0].found if obstacles else last.removeprefix("error: ")
         return f"{node.host}: {found}" if node.host else found
 
-    @staticmethod
-    def _is_refusal(part: Path) -> bool:
-        """Whether the engine refused; if the launcher did, its node has no record, or an earlier attempt's."""
+    def _has_refused(self, node: Node) -> bool:
+        """Whether its launcher refused: there is no new record, or another node's end is in it. An engine's says so."""
+        if not node.refused or self._is_old(node.part):
+            return node.refused
         with contextlib.suppress(RecordError):
-            return bool(read_part(part)["status"] == CONFIGURATION)
-        return False
+            return read_part(node.part)["status"] != CONFIGURATION
+        return True
 
     def _is_old(self, path: Path) -> bool:
         """Whether the file is not from this attempt."""
@@ -235,9 +235,8 @@ class Launch:
         if master := self._hosts[0]:
             words += [master, str(rank)]
             here = shlex.quote(str(REPOSITORY))
-            lines.append(
-                f'cd -- {here} 2>/dev/null || {{ echo "error: there is no {here} on $HOSTNAME" >&2; exit 2; }}'
-            )
+            missing = f'echo "error: there is no {here} on $HOSTNAME" >&2'
+            lines.append(f"cd -- {here} 2>/dev/null || {{ {missing}; exit 2; }}")
         else:
             exports |= launchers.ALONE | {"MASTER_PORT": self._environment.get("MASTER_PORT") or str(free_port())}
         if row.processes:
@@ -276,13 +275,6 @@ class Launch:
         return run
 
 
-# ---- the runs of a sweep ---------------------------------------------------------------------------------------------
-
-
-def has_checkpoints(directory: Path) -> bool:
-    return (directory / "checkpoints" / TRACKER).exists()
-
-
 def with_size(name: str) -> tuple[str, str]:
     """A strategy, and the tensor-parallel size of "zero1-tp2", "" if none is given."""
     strategy, _, size = name.partition("-tp")
@@ -300,7 +292,7 @@ def choose(names: Sequence[str]) -> list[str]:
 
 def plan_rows(launch: Launch, runs_dir: Path, strategies: Iterable[str], processes: int | None = None) -> list[Row]:
     """A row for each strategy that can run; for each reason, says once which strategies cannot."""
-    wanted = [Row(f"{each}-{processes}" if processes else each, each, processes=processes) for each in strategies]
+    wanted = [Row(f"{each}-{processes}" if processes else each, each, processes) for each in strategies]
     rows, blocked = [], dict[tuple[str, str], list[str]]()
     with ThreadPoolExecutor(PLANNING_THREADS) as threads:
         plans = list(threads.map(lambda row: launch.ask(row, runs_dir / "plan"), wanted))
@@ -308,16 +300,15 @@ def plan_rows(launch: Launch, runs_dir: Path, strategies: Iterable[str], process
         if plan.obstacles:
             blocked.setdefault((plan.obstacles[0].found, plan.obstacles[0].remedy), []).append(row.name)
         elif plan.layout:
-            rows.append(replace(row, world_size=plan.layout.world_size, plan=plan))
+            rows.append(replace(row, plan=plan))
     for (found, remedy), names in blocked.items():
-        note(f"{', '.join(names)} cannot run here: {found}")
-        if remedy:
-            note(f"       {remedy}")
+        note("\n       ".join(filter(None, [f"{', '.join(names)} cannot run here: {found}", remedy])))
     return rows
 
 
 def plan_baselines(launch: Launch, runs_dir: Path, rows: Sequence[Row]) -> list[Row]:
     """If the baseline is among the rows, one more baseline row for every other number of processes."""
-    known = {row.world_size for row in rows if row.strategy == BASELINE}
-    missing = dict.fromkeys(row.world_size for row in rows if known and row.world_size not in known)
+    sizes = [(row.plan.layout.world_size, row.strategy == BASELINE) for row in rows]
+    known = {size for size, is_baseline in sizes if is_baseline}
+    missing = dict.fromkeys(size for size, _ in sizes if known and size not in known)
     return [row for size in missing for row in plan_rows(launch, runs_dir, [BASELINE], size)]

@@ -1,29 +1,26 @@
 """``python -m t5bench parity-check``: trains strategies in the same way on this machine, and compares them with DDP."""
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-
 from t5bench import REPOSITORY, Problem, note, raise_on_signals
-from t5bench.compare.parity import TOLERANCE
+from t5bench.compare.parity import SEEDS, TOLERANCE
 from t5bench.compare.sensitivity import MARGIN
 from t5bench.plan.launchers import accepted, declarations
 from t5bench.record.plan import Plan
 from t5bench.record.records import load
-from t5bench.sweep.command import t5bench
+from t5bench.sweep.command import run_all, t5bench
 from t5bench.sweep.launch import BASELINE, Launch, Row, choose, plan_rows
-from t5bench.sweep.runner import run_all
 
 MEGATRON, NATIVE = "megatron", "native"
 # Numbers that have no setting. With an epsilon as large as the gradients and a short memory of their squares, mistakes
 # show after a few updates; with larger initial weights GELU's two forms differ by more than rounding.
 ARGUMENTS = ("--adam-beta1", "0.9", "--adam-beta2", "0.9", "--adam-eps", "0.01", "--init-method-std", "0.1")
-SEEDS = 8  # of each of the two strategies in the sign test
 PERCENT = 0.01
 # Settings, or engine arguments for numbers that have none.
 NUMBERS = {
@@ -94,33 +91,33 @@ def measure(runs_dir: Path, *, until_seen: bool = False) -> Path:
     return path
 
 
-def changes() -> Iterator[tuple[str, str, dict[str, str]]]:
-    """The changes to the recipe that a launcher can make: the number, by how much, settings and engine arguments."""
+def changes() -> Iterator[tuple[str, str, str, str]]:
+    """The changes to the recipe that a launcher can make: the number, by how much, setting or argument, new value."""
     given = os.environ | dict(zip(ARGUMENTS[::2], ARGUMENTS[1::2], strict=True))
-    yield "the recipe", "nothing", {}
+    yield "the recipe", "nothing", "SEED", given["SEED"]
     for number, name in NUMBERS.items():
-        yield number, "1 %", {name: f"{float(given[name]) * (1 + PERCENT):.9g}"}
+        yield number, "1 %", name, f"{float(given[name]) * (1 + PERCENT):.9g}"
     for number, name in (("Adam's beta 1", "--adam-beta1"), ("Adam's beta 2", "--adam-beta2")):
-        yield number, "1 % of 1 - beta", {name: f"{1 - (1 - float(given[name])) * (1 + PERCENT):.9g}"}
-    yield "warm-up", "1 iteration", {"LR_WARMUP_ITERS": str(int(given["LR_WARMUP_ITERS"]) + 1)}
-    yield "length of the decay", "1 iteration", {"--lr-decay-iters": str(int(given["TRAIN_ITERS"]) + 1)}
-    yield "seed", "+1", {"SEED": str(int(given["SEED"]) + 1)}
+        yield number, "1 % of 1 - beta", name, f"{1 - (1 - float(given[name])) * (1 + PERCENT):.9g}"
+    yield "warm-up", "1 iteration", "LR_WARMUP_ITERS", str(int(given["LR_WARMUP_ITERS"]) + 1)
+    yield "length of the decay", "1 iteration", "--lr-decay-iters", str(int(given["TRAIN_ITERS"]) + 1)
+    yield "seed", "+1", "SEED", str(int(given["SEED"]) + 1)
 
 
 def measure_launched(runs_dir: Path) -> Path:
     """The same with Megatron-DeepSpeed, for a model family that the native engine cannot train."""
     note("measuring how visible a change in each number is, with one run of Megatron-DeepSpeed for each")
-    curves, path = [], runs_dir / "sensitivity.jsonl"
-    for number, change, changed in changes():
+    path = runs_dir / "sensitivity.jsonl"
+    for number, change, name, value in changes():
         directory = runs_dir / number.replace(" ", "-")
-        settings = {name: value for name, value in changed.items() if not name.startswith("--")}
-        arguments = [word for name, value in changed.items() if name not in settings for word in (name, value)]
-        launch = Launch({"ENGINE": MEGATRON} | settings, arguments=(*ARGUMENTS, *arguments))
+        is_argument = name.startswith("--")
+        settings = {"ENGINE": MEGATRON} | ({} if is_argument else {name: value})
+        launch = Launch(settings, arguments=(*ARGUMENTS, name, value) if is_argument else ARGUMENTS)
         run_all(launch, {directory: Row(BASELINE, BASELINE, processes=1)}, runs_dir)
         lines = load(directory).iterations
-        curves.append({"number": number, "change": change} | {"losses": [line.lm_loss for line in lines],
-                                                              "norms": [line.grad_norm for line in lines]})  # fmt: skip
-    path.write_bytes(msgspec.json.Encoder().encode_lines(curves))
+        curves = {"losses": [line.lm_loss for line in lines], "norms": [line.grad_norm for line in lines]}
+        with path.open("a") as file:
+            file.write(json.dumps({"number": number, "change": change} | curves) + "\n")
     return path
 
 
@@ -130,15 +127,14 @@ def train_seeds(engine: str, strategies: list[str], runs_dir: Path) -> list[Path
     first, made = int(os.environ["SEED"]), []
     for seed in range(first + 1, first + SEEDS) if others else ():
         note(f"seed {seed - first + 1} of {SEEDS}")
-        train(engine, [BASELINE, *others], runs_dir / f"seed{seed}", seed)
+        train(engine, [BASELINE, *others], runs_dir / f"seed{seed}", SEED=str(seed))
         made += [runs_dir / f"seed{seed}" / engine / name for name in (BASELINE, *others)]
     return made
 
 
-def train(engine: str, strategies: list[str], runs_dir: Path, seed: int | None = None) -> None:
-    launch = Launch({"ENGINE": engine} | ({} if seed is None else {"SEED": str(seed)}), arguments=ARGUMENTS)
+def train(engine: str, strategies: list[str], runs_dir: Path, **settings: str) -> None:
+    launch = Launch({"ENGINE": engine, **settings}, arguments=ARGUMENTS)
     rows = plan_rows(launch, runs_dir, strategies)
     if not rows or rows[0].strategy != BASELINE:
-        found = f"the {engine} engine's DDP, the baseline, cannot run here"
-        raise Problem(found, "The reason is above")
+        raise Problem(f"the {engine} engine's DDP, the baseline, cannot run here", "The reason is above")
     run_all(launch, {runs_dir / engine / row.name: row for row in rows}, runs_dir)

@@ -26,21 +26,22 @@ PYTHON, TORCHRUN = VENV / "bin" / "python", VENV / "bin" / "torchrun"
 COMPLETE, LOG = VENV / "complete", VENV / "install.log"
 # Common failures: a pattern in the log, and what it means with what to do.
 CAUSES = {
-    "No space left on device": Problem(
-        f"the disk is full: about 4 GB are needed at {REPOSITORY}",
-        "Free some space and run this again: it continues where it stopped",
+    "No space left on device": (
+        f"the disk is full: about 4 GB are needed at {REPOSITORY}", "Free some space, then run this again",
     ),
     "NewConnectionError|name resolution|Name or service not known|Connection refused|ConnectTimeout|unreachable"
-    "|ProxyError|from versions: none": Problem(
-        "the Python package index cannot be reached",
-        "Check the network (and pip's proxy or index settings), then run this again",
+    "|ProxyError|from versions: none": (
+        "the Python package index cannot be reached", "Check the network and pip's proxy, then run this again",
     ),
-}
+}  # fmt: skip
 
 
 def ensure(requirements: "list[Path]") -> None:
     """Raises Problem if the environment cannot be created."""
-    check_base()
+    if sys.version_info[:2] > NEWEST:
+        raise Problem(*WRONG_PYTHON)
+    if not (find_spec("venv") and find_spec("ensurepip")):
+        raise Problem(f"{sys.executable} has no venv module", "On Debian and Ubuntu: apt install python3-venv")
     stamp = hashlib.sha256(b"".join(path.read_bytes() for path in requirements)).hexdigest() + f"-{sys.version}"
     if not COMPLETE.exists() or stamp not in COMPLETE.read_text():
         # The last thing that venv makes: an interrupted one is made again.
@@ -52,13 +53,6 @@ def ensure(requirements: "list[Path]") -> None:
     if not TORCHRUN.exists():
         # torch belongs to the base Python, whose torchrun would start workers without this environment's packages.
         write_torchrun(TORCHRUN, PYTHON)
-
-
-def check_base() -> None:
-    if sys.version_info[:2] > NEWEST:
-        raise Problem(*WRONG_PYTHON)
-    if not (find_spec("venv") and find_spec("ensurepip")):
-        raise Problem(f"{sys.executable} has no venv module", "On Debian and Ubuntu: apt install python3-venv")
 
 
 def make() -> None:
@@ -76,22 +70,21 @@ def has_torch(python: str) -> bool:
 
 
 def install(requirements: "list[Path]") -> None:
+    """Without a GPU the CPU build of torch, which uv can find; otherwise, or if that fails, the package index's."""
     pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+    uv = [str(PYTHON), "-m", "uv", "pip", "install", "--python", str(PYTHON), "--torch-backend", "cpu"]
     if not has_torch(str(PYTHON)):
-        install_torch(pip)
+        cpu = f"installing {TORCH} for CPUs: about {CPU_MB} MB to download"
+        if shutil.which("nvidia-smi") or not (
+            logged("installing uv", *pip, "uv", must=False) and logged(cpu, *uv, TORCH, must=False)
+        ):
+            size = f"about {CUDA_MB:,} MB to download with CUDA, {CPU_MB} MB without"
+            logged(f"installing {TORCH}: {size}", *pip, TORCH)
     # DeepSpeed is built from source, without isolation so that it sees torch; its operators are compiled when used.
     logged("installing build tools", *pip, "setuptools", "wheel", "packaging")
     for path in requirements:
         size = f": about {OTHER_MB[path.name]} MB to download" if path.name in OTHER_MB else ""
         logged(f"installing {path.name}{size}", *pip, "--no-build-isolation", "--requirement", str(path))
-
-
-def install_torch(pip: "list[str]") -> None:
-    """Without a GPU the CPU build, which uv can find; otherwise, or if that fails, the package index's build."""
-    uv = [str(PYTHON), "-m", "uv", "pip", "install", "--python", str(PYTHON), "--torch-backend", "cpu"]
-    has_gpu, cpu = shutil.which("nvidia-smi"), f"installing {TORCH} for CPUs: about {CPU_MB} MB to download"
-    if has_gpu or not (logged("installing uv", *pip, "uv", must=False) and logged(cpu, *uv, TORCH, must=False)):
-        logged(f"installing {TORCH}: about {CUDA_MB:,} MB to download with CUDA, {CPU_MB} MB without", *pip, TORCH)
 
 
 def logged(what: str, *command: str, must: bool = True) -> bool:
@@ -106,7 +99,7 @@ def logged(what: str, *command: str, must: bool = True) -> bool:
     said = LOG.read_bytes()[begin:].decode(errors="replace")
     for pattern, problem in CAUSES.items():
         if re.search(pattern, said):
-            raise problem
+            raise Problem(*problem)
     print(*said.splitlines()[-15:], sep="\n", file=sys.stderr)
     remedy = f"The end of {LOG} is above; fix what it names, then run this again"
     raise Problem("cannot install the Python packages", remedy)

@@ -263,8 +263,6 @@ def test_a_locale_without_the_dagger(tmp_path: Path):
         (["empty"], "holds no run"),
         (["damaged"], "node0.json cannot be read"),
         (["latin\udce4"], r"latin\udce4 is no name in UTF-8"),
-        (["runs", "--allow", "COLOUR"], "--allow COLOUR is not known"),
-        (["runs", "--peak-tflops", "-3"], "--peak-tflops must be a positive number"),
         (["runs", "--output", "damaged/node0.json"], "cannot be written"),
         (["runs", "other"], "GLOBAL_BATCH_SIZE: 16 (ddp); 32 (zero1)"),
     ],

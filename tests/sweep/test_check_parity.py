@@ -12,7 +12,7 @@ from real_runs import environment, make_clone, verdicts
 
 from t5bench.compare.sensitivity import read
 from t5bench.record.records import load
-from t5bench.sweep import runner
+from t5bench.sweep import command
 from t5bench.sweep.launch import Row
 
 
@@ -115,16 +115,16 @@ class Waiting:
 def test_a_long_run_reports_progress_and_time_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
-    monkeypatch.setattr("t5bench.sweep.runner.SECONDS", 0.01)
-    monkeypatch.setattr("t5bench.sweep.runner.LINE_SECONDS", 0.02)
+    monkeypatch.setattr("t5bench.sweep.command.SECONDS", 0.01)
+    monkeypatch.setattr("t5bench.sweep.command.LINE_SECONDS", 0.02)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
     os.utime(lock, (2**32, 2**32))
-    row = Row("zero1", "zero1", 2)
-    runner._run_one(Waiting(6), row, tmp_path / "run", "[2/3] zero1", 75)
+    row = Row("zero1", "zero1")
+    command._run_one(Waiting(6), row, tmp_path / "run", "[2/3] zero1", 75)
     assert "[2/3] zero1  compiling cpu_adam" in capsys.readouterr().err
     os.utime(lock, (1, 1))  # left behind by a process that was killed
-    runner._run_one(Waiting(6), row, tmp_path / "run", "[2/3] zero1", 75)
+    command._run_one(Waiting(6), row, tmp_path / "run", "[2/3] zero1", 75)
     assert capsys.readouterr().err.splitlines()[0] == "[2/3] zero1  starting; about 0:01:15 left"

@@ -20,9 +20,8 @@ from t5bench.record import collect
 from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.records import load
 from t5bench.sweep import launch as sweep_launch
-from t5bench.sweep.command import check_settings
+from t5bench.sweep.command import check_settings, progress
 from t5bench.sweep.launch import Launch, Node, Row, Started
-from t5bench.sweep.runner import progress
 
 # The comparison and its upload have their own tests; here they only print their arguments.
 COMMAND_STUB = """
