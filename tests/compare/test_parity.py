@@ -7,8 +7,6 @@ from pathlib import Path
 
 import made_runs
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from t5bench.__main__ import main
 from t5bench.compare.parity import TOLERANCE, difference, relative_difference
@@ -43,17 +41,13 @@ class Answer:
         self.status = main(["parity", *map(str, words)])
         self.output, self.errors = capsys.readouterr()
 
-    def row(self, name: str) -> str:
-        (row,) = (line for line in self.output.splitlines() if line.startswith(f"{name} "))
-        return row
+    def line(self, begin: str) -> str:
+        (line,) = (line for line in self.output.splitlines() if line.startswith(f"{begin} "))
+        return line
 
     def passed(self, name: str) -> bool:
-        assert self.row(name).endswith(("PASS", "FAIL"))
-        return self.row(name).endswith("PASS")
-
-    def reason(self, name: str) -> str:
-        (line,) = (line for line in self.output.splitlines() if line.startswith(f"FAIL {name} "))
-        return line
+        assert self.line(name).endswith(("PASS", "FAIL"))
+        return self.line(name).endswith("PASS")
 
 
 Parity = Callable[..., Answer]
@@ -79,27 +73,13 @@ def test_differences_by_hand():
     assert difference({1: 8.0}, {2: 8.0}, 1e-4) is None
 
 
-curves = st.dictionaries(st.integers(1, 50), st.floats(0.01, 100), min_size=1)
-
-
-@given(curves, curves)
-def test_no_shared_iteration_differs_more_than_the_largest(curve: dict[int, float], reference: dict[int, float]):
-    found = difference(curve, reference, TOLERANCE["fp32"].loss)
-    shared = curve.keys() & reference.keys()
-    assert (found is None) == (not shared)
-    if found:
-        assert all(abs(curve[n] - reference[n]) <= found.largest * abs(reference[n]) * (1 + 1e-9) for n in shared)
-        assert (found.first_beyond is None) == (found.largest <= TOLERANCE["fp32"].loss)
-    assert difference(curve, dict(curve), 0.0).largest == 0
-
-
 def test_curves_that_differ_only_by_rounding_pass(ddp: Path, tmp_path: Path, parity: Parity):
     near = make_run(tmp_path / "zero1", scaled(LOSSES, 2, 1 + 2e-7), scaled(NORMS, 1, 1 + 2e-6))
     alone = make_run(tmp_path / "zero2", world_size=1)
     answer = parity(ddp, near, alone, make_run(tmp_path / "tensor"))
     assert answer.status == 0 and "tensor (megatron) ran with one replica" in answer.output
     assert answer.passed("ddp") and answer.passed("zero1")
-    assert "2.0e-07 (it. 3)" in answer.row("zero1") and "2.0e-06 (it. 2)" in answer.row("zero1")
+    assert "2.0e-07 (it. 3)" in answer.line("zero1") and "2.0e-06 (it. 2)" in answer.line("zero1")
     assert "zero2 (megatron) ran in one process" in answer.output and "ddp (megatron) ran" not in answer.output
 
 
@@ -112,10 +92,8 @@ def test_curves_that_differ_only_by_rounding_pass(ddp: Path, tmp_path: Path, par
         ({"losses": [8.0, float("nan"), 7.6, 7.5]}, "the loss is not a number at iteration 2"),
         ({"norms": [2.0, 1.5, float("inf"), 0.8]}, "the gradient norm is not a number at iteration 3"),
         ({"norms": [2.0, 1.5, 1.0, None]}, "no gradient norm was logged at iteration 4"),
-        ({"losses": [8.0, None, 7.6, 7.5]}, "updates were skipped at iteration 2"),
         ({"skipped": {3: 1}}, "updates were skipped at iteration 3"),
         ({"losses": [], "norms": []}, "logged no iteration"),
-        ({"losses": LOSSES[:3], "norms": NORMS[:3]}, "lacks iteration 4 of 4, and 1 in all, though"),
         ({"log_interval": 5, "settings": {"TRAIN_ITERS": "20"}}, "no log interval is the same as one"),
         ({"status": "out-of-memory", "reason": "the GPU's memory is full"}, "out-of-memory: the GPU's memory is full"),
         ({"status": "running"}, "has not ended"),
@@ -140,24 +118,12 @@ def test_what_differs_or_cannot_be_compared_fails_and_says_why(
     answer = parity(ddp, make_run(tmp_path / "zero1", **made))
     assert answer.status == 1
     assert answer.passed("ddp") and not answer.passed("zero1")
-    assert says in answer.reason("zero1")
+    assert says in answer.line("FAIL zero1")
 
 
 def test_a_name_that_all_runs_are_given_is_no_difference(tmp_path: Path, parity: Parity):
-    given = ["--wandb-exp-name", "x", "--tensorboard-dir", "y"]
-    runs = [
-        make_run(
-            tmp_path / name,
-            own_arguments=[
-                "--wandb-exp-name",
-                f"megatron-{name}",
-                "--tensorboard-dir",
-                f"{tmp_path / name}/tensorboard",
-            ],
-            extra_arguments=given,
-        )
-        for name in ("ddp", "zero1")
-    ]
+    given = {"extra_arguments": ["--wandb-exp-name", "x"]}
+    runs = [make_run(tmp_path / name, own_arguments=["--wandb-exp-name", name], **given) for name in ("ddp", "zero1")]
     assert parity(*runs).status == 0
 
 
@@ -167,18 +133,15 @@ def test_only_a_missing_run_or_a_different_reference_fails(ddp: Path, tmp_path: 
     answer = parity(ddp, make_run(tmp_path / "zero1"), tmp_path / "tensor", "--reference", native)
     assert answer.status == 1
     assert answer.passed("ddp") and answer.passed("zero1") and not answer.passed("reference")
-    assert answer.reason("reference").startswith("FAIL reference [ddp] (native): ")
-    assert f"there is no run directory {tmp_path / 'tensor'}" in answer.reason("tensor")
-    same = make_run(tmp_path / "same", strategy="ddp", engine="native")
-    assert parity(ddp, "--reference", same).status == 0
+    assert answer.line("FAIL reference").startswith("FAIL reference [ddp] (native): ")
+    assert f"there is no run directory {tmp_path / 'tensor'}" in answer.line("FAIL tensor")
 
 
 def test_a_baseline_that_failed_fails_all(tmp_path: Path, parity: Parity):
-    answer = parity(*(make_run(tmp_path / name, scaled(LOSSES, 3, math.nan)) for name in ("ddp", "zero1")))
-    assert answer.status == 1
-    assert not answer.passed("ddp") and not answer.passed("zero1")
-    answer = parity(tmp_path / "ddp", make_run(tmp_path / "zero2"))
-    assert "the baseline cannot be used: the loss is not a number at iteration 4" in answer.reason("zero2")
+    answer = parity(make_run(tmp_path / "ddp", scaled(LOSSES, 3, math.nan)), make_run(tmp_path / "zero2"))
+    assert (answer.status, answer.passed("ddp"), answer.passed("zero2")) == (1, False, False)
+    said = "the baseline cannot be used: the loss is not a number at iteration 4"
+    assert said in answer.line("FAIL zero2")
 
 
 @pytest.mark.parametrize(
@@ -204,38 +167,28 @@ def test_a_setting_that_could_hide_a_mistake_fails_the_check(tmp_path: Path, par
         ({"strategy": "zero1"}, "none of these directories holds a run of ddp"),
         ({}, "there is no other run"),  # nothing was compared, and that is no pass
     ],
-    ids=["precision", "patches", "baseline", "alone"],
 )
 def test_runs_without_a_measured_bound_are_refused(tmp_path: Path, parity: Parity, made: dict, says: str):
-    run = make_run(tmp_path / "ddp", **made)
-    for words in ([run], [run, "--baseline", tmp_path / "nowhere"]):
-        answer = parity(*words)
-        assert answer.status == 2
-        assert answer.errors.startswith("error: ") and says in answer.errors
-        assert len(answer.errors.splitlines()) == 2, "what to do is missing"
-        says = "there is no run directory"
-
-
-def measured(path: Path, **norms: Sequence[float]) -> Path:
-    """A file of sensitivities in which these numbers moved the gradient norm, and none the loss."""
-    curves = {"recipe": NORMS} | norms
-    lines = [{"number": name, "change": "1 %", "losses": LOSSES, "norms": norm} for name, norm in curves.items()]
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return path
+    answer = parity(make_run(tmp_path / "ddp", **made))
+    assert answer.status == 2
+    assert answer.errors.startswith("error: ") and says in answer.errors
+    assert len(answer.errors.splitlines()) == 2, "what to do is missing"
 
 
 def test_numbers_that_the_recipe_hides_fail_the_check(ddp: Path, tmp_path: Path, parity: Parity):
-    seen, hidden = scaled(NORMS, 3, 1 + 2e-4), scaled(NORMS, 3, 1 + 2e-5)
-    path = measured(tmp_path / "sensitivity.jsonl", clipping=seen)
-    runs = [ddp, make_run(tmp_path / "zero1")]
+    """Where a change of a number moves the gradient norm too little, and the loss not at all."""
+    path, runs = tmp_path / "sensitivity.jsonl", [ddp, make_run(tmp_path / "zero1")]
+    curves = {"recipe": NORMS, "clipping": scaled(NORMS, 3, 1 + 2e-4), "epsilon": scaled(NORMS, 3, 1 + 2e-5)}
+    lines = [{"number": name, "change": "1 %", "losses": LOSSES, "norms": norms} for name, norms in curves.items()]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines[:2]))
     assert parity(*runs, "--sensitivity", path).status == parity("--sensitivity", path).status == 0
-    measured(path, clipping=seen, epsilon=hidden)
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     answer = parity(*runs, "--sensitivity", path)
     assert answer.status == 1 and answer.passed("zero1")
     assert "a mistake of 1 % in the epsilon moves" in answer.output and "clipping" not in answer.output
     answer = parity("--sensitivity", path)
     assert answer.status == 1 and "FAIL: not seen: epsilon" in answer.output
-    assert answer.row("epsilon").split()[-4:] == ["0.0e+00", "2.0e-05", "4", "NO"]
+    assert answer.line("epsilon").split()[-4:] == ["0.0e+00", "2.0e-05", "4", "NO"]
     path.write_text("not json")
     assert "holds no sensitivities" in parity(*runs, "--sensitivity", path).errors
     assert not Sensitivity("a", "b", math.nan, 0.0).is_seen(TOLERANCE["fp32"])
@@ -271,6 +224,6 @@ def test_layouts_that_drop_other_masks_are_judged_over_seeds(
 ):
     runs = runs_with_dropout(tmp_path, above, seeds)
     answer = parity(*runs, "--baseline", runs[1])
-    assert "2.0e-04" in answer.row("zero1")
+    assert "2.0e-04" in answer.line("zero1")
     assert answer.passed("tensor") == (says is None)
-    assert says is None or says in answer.reason("tensor")
+    assert says is None or says in answer.line("FAIL tensor")

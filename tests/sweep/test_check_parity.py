@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness import REPO_ROOT
@@ -18,15 +19,9 @@ from t5bench.sweep.launch import Row
 
 def gate(*strategies: str, root: Path = REPO_ROOT, **settings: str) -> subprocess.CompletedProcess[str]:
     """scripts/check_parity.sh with the native engine, from a directory that is not the project's."""
-    return subprocess.run(
-        ["bash", str(root / "scripts" / "check_parity.sh"), *strategies],
-        env=environment(DEVICE="cpu", ENGINE="native") | settings,
-        cwd=root.parent,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    words = ["bash", str(root / "scripts" / "check_parity.sh"), *strategies]
+    where = {"env": environment(DEVICE="cpu", ENGINE="native") | settings, "cwd": root.parent}
+    return subprocess.run(words, **where, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +44,6 @@ def copy(tmp_path: Path) -> Path:
         ("", {"RUNS_DIR": "."}, "the check needs new runs"),
         ("zero1", {"ENGINE": "megatron", "MEGATRON_DIR": "nowhere"}, "the megatron engine's DDP, the baseline, cannot"),
     ],
-    ids=["strategy", "alone", "runs", "no engine"],
 )
 def test_what_cannot_be_checked(copy: Path, strategy: str, settings: dict[str, str], says: str):
     """And that is said before anything is trained or measured."""
@@ -96,35 +90,28 @@ def test_the_benchmarks_own_mode(copy: Path):
     assert (plan.precision, plan.value("DROPOUT")) == ("bf16", "0.1")
 
 
-class Waiting:
+class Waiting(SimpleNamespace):
     """A run that is still in progress the first few times that it is polled."""
-
-    problems = ()
-
-    def __init__(self, looks: int) -> None:
-        self.looks = looks
-
-    def start(self, *_: object) -> "Waiting":
-        return self
 
     def poll(self) -> int | None:
         self.looks -= 1
         return None if self.looks > 0 else 0
 
 
+@pytest.mark.parametrize(
+    ("locked", "says"),
+    [(2**32, "compiling cpu_adam"), (1, "starting; about 0:01:15 left")],  # or left behind by a killed process
+)
 def test_a_long_run_reports_progress_and_time_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, locked: int, says: str
 ):
-    monkeypatch.setattr("t5bench.sweep.command.SECONDS", 0.01)
-    monkeypatch.setattr("t5bench.sweep.command.LINE_SECONDS", 0.02)
+    monkeypatch.setattr(command, "SECONDS", 0.01)
+    monkeypatch.setattr(command, "LINE_SECONDS", 0.02)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    os.utime(lock, (2**32, 2**32))
-    row = Row("zero1", "zero1")
-    command._run_one(Waiting(6), row, tmp_path / "run", "[2/3] zero1", 75)
-    assert "[2/3] zero1  compiling cpu_adam" in capsys.readouterr().err
-    os.utime(lock, (1, 1))  # left behind by a process that was killed
-    command._run_one(Waiting(6), row, tmp_path / "run", "[2/3] zero1", 75)
-    assert capsys.readouterr().err.splitlines()[0] == "[2/3] zero1  starting; about 0:01:15 left"
+    os.utime(lock, (locked, locked))
+    launch = SimpleNamespace(start=lambda *_: Waiting(looks=6, problems=()))
+    command._run_one(launch, Row("zero1", "zero1"), tmp_path / "run", "[2/3] zero1", 75)
+    assert capsys.readouterr().err.startswith(f"[2/3] zero1  {says}")
