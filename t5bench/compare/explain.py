@@ -116,8 +116,7 @@ class Rank:
 
     def __init__(self, entry: profile.Rank, stage: int) -> None:
         self.entry, self.stage, self.wall = entry, stage, entry.wall_ms
-        self.number, self.host = entry.rank, entry.host
-        self.name, used = f"rank {self.number} ({self.host})", entry.processor
+        self.name, used = f"rank {entry.rank} ({entry.host})", entry.processor
         # Several threads together may wait for longer than the iteration takes.
         self.queued, self.throttled = (min(1.0, ms / self.wall) for ms in (used.queued_ms, used.throttled_ms))
         self.lost = max(self.queued, self.throttled)  # who is held back also waits for a core meanwhile
@@ -134,7 +133,7 @@ class Rank:
 
     def waits_for(self, others: Sequence["Rank"]) -> float:
         """For how long, as far as all of these take longer than this one for something that has no name already."""
-        waits = sum(self.entry.waited_for.get(other.number, 0.0) for other in others) / self.wall
+        waits = sum(self.entry.waited_for.get(other.entry.rank, 0.0) for other in others) / self.wall
         waits -= min(other.beyond(self, OWN_WORK) for other in others)
         return min(waits, *(other.beyond(self, SHARED_WORK) - max(0.0, other.lost - self.lost) for other in others))
 
@@ -170,7 +169,7 @@ class Explanation:
         found = [rank.working + rank.asleep + rank.alone(DATA) + rank.alone(LOGGING) for rank in self.ranks]
         for rank in self.ranks if best else ():
             sent = [1000 * link.bytes / best.rate + link.steps * best.latency_ms for link in rank.entry.links.values()]
-            found[rank.number] += sum(sent) / rank.wall
+            found[rank.entry.rank] += sum(sent) / rank.wall
         return max(0.05, several * max(found))
 
     def _of_rest(self, share: float) -> float:
@@ -269,8 +268,8 @@ class Explanation:
 
     def _processor(self) -> Iterator[Cause]:
         for rank in self.ranks:
-            used, all_cores = rank.entry.processor, self.cores.get(rank.host, 0)
-            neighbours = [other.entry.processor for other in self.ranks if other.host == rank.host]
+            used, all_cores = rank.entry.processor, self.cores.get(rank.entry.host, 0)
+            neighbours = [other.entry.processor for other in self.ranks if other.entry.host == rank.entry.host]
             # OMP_PROC_BIND or taskset may bind the ranks to a few of them; other programs have the others.
             cores = len(set().union(*(other.cores for other in neighbours))) or all_cores
             sharing = [other for other in neighbours if not used.cores or set(used.cores).intersection(other.cores)]
@@ -294,7 +293,7 @@ class Explanation:
         keeps it."""
         size, wall = self.layout.nproc_per_node, max(rank.wall for rank in self.ranks)
         nodes = [self.ranks[first : first + size] for first in range(0, len(self.ranks), size)]
-        suspects = [("slow node", ranks, f"node {node} ({ranks[0].host})") for node, ranks in enumerate(nodes)]
+        suspects = [("slow node", ranks, f"node {node} ({ranks[0].entry.host})") for node, ranks in enumerate(nodes)]
         suspects += [("slow rank", [rank], rank.name) for rank in self.ranks]
         for name, ranks, called in suspects:
             if not (others := [rank for rank in self.ranks if rank not in ranks]):

@@ -23,7 +23,7 @@ from t5bench.record.plan import by_name
 from t5bench.record.records import Run, load
 from t5bench.record.status import COMPLETE, RUNNING
 
-BASELINE_STRATEGY = "ddp"
+BASELINE_STRATEGY = "ddp"  # with which the others are compared
 
 # All tolerances are relative. The gate's are based on measurements in docs/parity.md: the largest differences of
 # correct runs, by strategy and layout, and how far a small change of each number moves the curves.
@@ -282,16 +282,6 @@ def sign_test(runs: Sequence[Run], baselines: Sequence[Run]) -> Verdict:
     return Verdict(name, runs[0], *said, reasons)
 
 
-def _check_baseline(run: Run) -> None:
-    """Raises Problem if correct runs may differ from it by more than was measured."""
-    if run.plan.precision not in TOLERANCE:
-        problem = f"the runs are in {run.plan.precision}, for which no bound was measured"
-        raise Problem(problem, "Train with PRECISION_FLAG='' (scripts/check_parity.sh does)")
-    if (only := run.plan.engine_patches) != ALL_PATCHES:
-        problem = f"the engine starts every layout from different weights: only {only}.patch is applied"
-        raise Problem(problem, "Apply all patches: bash scripts/setup_megatron.sh")
-
-
 def gate(
     directories: Sequence[Path], baseline: Path | None, measured: Sequence[Sensitivity] = ()
 ) -> tuple[list[Verdict], list[str]]:
@@ -312,7 +302,12 @@ def gate(
         why = "".join(f"; {entry.reasons[0]}" for entry in verdicts.values() if entry)
         problem = f"none of these directories holds a run of {BASELINE_STRATEGY}, the baseline{why}"
         raise Problem(problem, "Add its directory, or name another run with --baseline")
-    _check_baseline(standard)
+    if standard.plan.precision not in TOLERANCE:
+        problem = f"the runs are in {standard.plan.precision}, for which no bound was measured"
+        raise Problem(problem, "Train with PRECISION_FLAG='' (scripts/check_parity.sh does)")
+    if (only := standard.plan.engine_patches) != ALL_PATCHES:
+        problem = f"the engine starts every layout from different weights: only {only}.patch is applied"
+        raise Problem(problem, "Apply all patches: bash scripts/setup_megatron.sh")
     if all(directory.resolve() == standard.directory.resolve() for directory in directories):
         problem = f"{standard.directory} is the baseline, and there is no other run"
         raise Problem(problem, "Name the runs to compare with it")
