@@ -213,17 +213,15 @@ def verdict(run: Run, baseline: Run) -> Verdict:
             begins.append(found.first_beyond)
             where = f"at iteration {found.iteration} (allowed: {most:.0e})"
             reasons.append(f"the {what} differs by {found.largest:.1e} {where}")
-    # Where to look for the reason.
-    first, flags = min(losses.keys() & reference.keys()), run.plan.strategy.flags
-    if begins and list(flags) != list(baseline.plan.strategy.flags):
-        reasons.append(f"its launcher has STRATEGY_FLAGS=({' '.join(flags)}), unlike the baseline's: look there first")
-    elif loss.first_beyond == first:
-        reasons.append(f"iteration {first}'s loss already differs: check the weights, the data and the forward pass")
-    elif norm.first_beyond == first:
-        advice = "check gradients and accumulation first"
-        reasons.append(f"iteration {first}'s loss agrees but its gradient norm does not: {advice}")
-    elif begins:
-        reasons.append(f"the difference begins at iteration {min(begins)}: check clipping and the optimizer step first")
+    if begins:
+        first, flags = min(losses.keys() & reference.keys()), run.plan.strategy.flags
+        if list(flags) != list(baseline.plan.strategy.flags):
+            where = f"its launcher's own STRATEGY_FLAGS=({' '.join(flags)})"
+        elif loss.first_beyond == first:
+            where = "the weights, the data and the forward pass"
+        else:
+            where = "gradients and accumulation" if norm.first_beyond == first else "clipping and the optimizer step"
+        reasons.append(f"the difference begins at iteration {min(begins)}: check {where} first")
     return Verdict(name, run, loss, norm, reasons)
 
 
