@@ -181,6 +181,8 @@ def test_runs_that_compute_differently_are_not_repeats(tmp_path: Path, changes: 
     assert [row.label for row in comparison.rows] == labels
     if len(labels) > 1:
         assert row_of(comparison, labels[0]).milliseconds.median == 100.0
+    if changes is GROWING:
+        assert row_of(comparison, labels[1]).samples_per_second.median == 800.0  # 8 in 10 ms
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,9 @@ def test_a_refused_attempt_leaves_what_the_next_one_resumes(tmp_path: Path):
     row = Row("ddp", "ddp", plan=replace(before.plan, settings={**before.plan.settings, "LR": lr}))
     with pytest.raises(Problem, match=r"ddp holds a run with other settings: LR is '0.5' here and was "):
         check_settings({run: row})
+    elsewhere = replace(load(complete := make_run(tmp_path / "done")).plan, device="cuda")
+    with pytest.raises(Problem, match="2 processes on cuda here and 1 x 2 processes on cpu then"):
+        check_settings({complete: replace(row, plan=elsewhere)})
 
 
 def test_the_terminal_shows_a_run_in_progress(tmp_path: Path):
