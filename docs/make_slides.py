@@ -22,9 +22,15 @@ from matplotlib.transforms import Bbox
 
 from t5bench import REPOSITORY
 from t5bench.model import flops, schedule, traffic
-from t5bench.model.activations import activation_bytes, logits_bytes
 from t5bench.model.job import Architecture, Job, Parallel, Zero
-from t5bench.model.memory import FP32_GRADIENTS, model_states, states_of, transient_states
+from t5bench.model.memory import (
+    FP32_GRADIENTS,
+    activation_bytes,
+    logits_bytes,
+    model_states,
+    states_of,
+    transient_states,
+)
 from t5bench.model.parameters import components, parameters
 from t5bench.plan.launchers import declarations
 from t5bench.record.plan import Strategy

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from t5bench import Problem, note
-from t5bench.model.software import beyond_native
+from t5bench.model.job import beyond_native
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""What is trained and how, for every part of the cost model: an architecture, its layout on GPUs, and a job.
+"""What is trained and how, for every part of the cost model: an architecture, its layout on GPUs, software, and a job.
 
 Sizes are in tokens, layers and elements; names of arguments are those of Megatron without dashes.
 """
@@ -7,21 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from t5bench.model.software import SOFTWARE, Software
-
 BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "tf32": 4}
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A transformer. Without an encoder it is a GPT, without a decoder a BERT.
-
-    head_size: of one attention head. kv_heads: key and value heads, as many as heads unless queries are grouped.
-    padded_vocabulary: rows of the embedding on all tensor-parallel ranks together. positions: "learned", "relative"
-    (one table of relative_buckets x heads in each stack), "rotary" or "none". position_rows: rows of the
-    learned table. tied: the head shares the embedding. biases: of the linear layers. norm: "layer" (weight and bias)
-    or "rms". head_bias: the output has a bias for every word. final_norm: each stack ends with a norm.
-    """
+    """A transformer. Without an encoder it is a GPT, without a decoder a BERT."""
 
     encoder_layers: int
     decoder_layers: int
@@ -31,19 +22,19 @@ class Architecture:
     ffn: int
     encoder_length: int
     decoder_length: int
-    padded_vocabulary: int
+    padded_vocabulary: int  # rows of the embedding on all tensor-parallel ranks together
     family: str = "t5"
-    kv_heads: int = 0
+    kv_heads: int = 0  # key and value heads, as many as heads unless queries are grouped
     gated: bool = False
     activation: str = "gelu"
-    tied: bool = True
-    positions: str = "learned"
-    position_rows: int = 0
+    tied: bool = True  # the head shares the embedding
+    positions: str = "learned"  # or "relative" (a table of buckets x heads in each stack), "rotary", "none"
+    position_rows: int = 0  # of the learned table, the longest length unless given
     relative_buckets: int = 32
-    biases: bool = True
-    head_bias: bool = True
-    norm: str = "layer"
-    final_norm: bool = True
+    biases: bool = True  # of the linear layers
+    head_bias: bool = True  # the output has a bias for every word
+    norm: str = "layer"  # weight and bias; or "rms"
+    final_norm: bool = True  # each stack ends with one
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
@@ -95,7 +86,7 @@ class Architecture:
             encoder_layers=number("encoder_num_layers") if t5 else 0,
             decoder_layers=number("decoder_num_layers" if t5 else "num_layers"),
             hidden=hidden, heads=heads, head_size=number("kv_channels", hidden // heads),
-            ffn=number("ffn_hidden_size", usual_ffn(hidden, gated)), kv_heads=number("num_key_value_heads", heads),
+            ffn=number("ffn_hidden_size", usual_ffn(hidden, gated)), kv_heads=number("num_key_value_heads"),
             encoder_length=number("encoder_seq_length") if t5 else 0,
             decoder_length=number("decoder_seq_length" if t5 else "seq_length"),
             padded_vocabulary=padded_vocabulary, head_bias=t5, family="t5" if t5 else "gpt",
@@ -110,21 +101,16 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Parallel:
-    """How many GPUs and in which groups. Ranks go through tensor first, then data, then pipeline, as Megatron's do.
-
-    split_rank: the pipeline stage at which the decoder begins, half of the stages unless given. virtual_stages: model
-    chunks on each GPU under the interleaved schedule. deepspeed: DeepSpeed's pipeline engine, whose last stage has a
-    copy of the whole tied embedding, positions included.
-    """
+    """How many GPUs and in which groups. Ranks go through tensor first, then data, then pipeline, as Megatron's do."""
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
-    split_rank: int | None = None
+    split_rank: int | None = None  # the pipeline stage at which the decoder begins, half of the stages unless given
     sequence_parallel: bool = False
-    virtual_stages: int = 1
+    virtual_stages: int = 1  # model chunks on each GPU under the interleaved schedule
     devices_per_node: int = 8
-    deepspeed: bool = False
+    deepspeed: bool = False  # its pipeline engine, whose last stage copies the whole tied embedding, positions too
 
     def __str__(self) -> str:
         return f"{self.tensor}/{self.pipeline}/{self.data}"
@@ -146,16 +132,13 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Zero:
-    """DeepSpeed's ZeRO; stage 0 is the engine's own data parallelism. Sizes are in elements, defaults DeepSpeed's.
-
-    reduction: the dtype in which gradients are sent, "" for the training precision.
-    """
+    """DeepSpeed's ZeRO; stage 0 is the engine's own data parallelism. Sizes are in elements, defaults DeepSpeed's."""
 
     stage: int = 0
     offload_optimizer: bool = False
     offload_parameters: bool = False
     overlap: bool = False
-    reduction: str = ""
+    reduction: str = ""  # the dtype in which gradients are sent, "" for the training precision
     reduce_bucket: int = 500_000_000
     prefetch_bucket: int = 50_000_000
     live_parameters: int = 1_000_000_000
@@ -185,31 +168,79 @@ class Zero:
 
 
 @dataclass(frozen=True)
-class Job:
-    """One training. Batches are in samples; micro_batch is one GPU's.
+class Software:
+    """What software keeps in memory."""
 
-    engine: "megatron" (Megatron-DeepSpeed) or "native" here; published measurements name others, see software.py.
-    attention: "unfused", "fused" (one kernel, PyTorch's or Transformer Engine's) or "flash", in encoder self-attention
-    and cross-attention; causal_attention: in decoder self-attention, the same unless given. recompute: "none",
-    "selective" (attention's core) or "full" (each layer keeps its input). distributed_optimizer: Megatron's own.
-    moments: bytes per parameter of each of the optimizer's states besides the master weights; Adam has two in fp32.
-    dummy_gradients: a 16-bit gradient of each shape of weight stays (Megatron-LM's fused gradient accumulation).
-    """
+    norm_tensors: int = 2  # hidden states that a norm keeps
+    stream: int = 0  # bytes of an element of these, 0 for the training precision
+    casts: bool = False  # each linear layer keeps its own 16-bit copy of its input (autocast caches parameters alone)
+    softmax: int = 0  # bytes of a kept probability, 0 for the training precision
+    score_copies: int = 0  # further tensors of attention scores, in the training precision
+    keeps_masks: bool = False  # unfused attention keeps a mask of its scores in every layer unless that is causal
+    scores_buffer: bool = False  # it has a buffer of scores for ever
+    repeats_keys: bool = False  # keys and values are kept for every query head, even if heads share them
+    copies_flash: bool = False  # and flash attention's output in another order, or with padding put back
+    mlp_dropout: bool = False  # dropout inside the MLP too
+    fused_gate: bool = True  # a gated MLP keeps its product and two inputs alone
+    logits: int = 6  # bytes of a logit at the most, while the loss is computed
+    logit_gradients: int = 2  # and while the head's gradients are
+    tensor_mask: int = 1  # bytes of a dropout's mask under tensor parallelism; elsewhere one
+    tensor_logits: int = 0  # `logits` under tensor parallelism, 0 where it is the same
+    cast_parameters: bool = False  # parameters are fp32, and cast to 16 bits in every iteration
+    keeps_inputs: bool = False  # of pipeline stages, and fp16's fp32 gradients, until the next iteration (memory.py)
+
+
+# Each figure cites the source code: Megatron-LM at a53107c006, Megatron-DeepSpeed at 4efb479d, Hetu-Galvatron at
+# 498bcadeb6, transformers 4.49.
+SOFTWARE = {
+    # lm_logits.float() and its difference to the maximum are both there: core/tensor_parallel/cross_entropy.py:26.
+    "megatron": Software(logits=10, scores_buffer=True, fused_gate=False, keeps_inputs=True),
+    # native/: log_softmax's output and two gradients of the logits in fp32. Under tensor parallelism the exponentials
+    # and three gradients (of the label's logit, of the exponentials, their sum); SharedDropout's mask has 16 bits.
+    "native": Software(logits=12, cast_parameters=True, tensor_mask=2, tensor_logits=16),
+    # Megatron-LM: vocab_parallel_cross_entropy computes in place on the fp32 copy of the logits and keeps it for
+    # backward: core/tensor_parallel/cross_entropy.py:28-120. DotProductAttention's scores go to a global buffer:
+    # core/transformer/dot_product_attention.py:189.
+    "megatron-core": Software(scores_buffer=True, keeps_inputs=True),
+    # The same without the fused softmax: FusedScaleMaskSoftmax.forward_torch_softmax computes in fp32, and autograd
+    # keeps its result: core/fusions/fused_softmax.py:313.
+    "megatron-core-softmax": Software(softmax=4, scores_buffer=True, keeps_inputs=True),
+    # Megatron-LM with it: UnfusedDotProductAttention fills padded rows of the probabilities, which keeps each layer's
+    # mask, if "padding" is in the mask's type (transformer_engine/pytorch/attention/dot_product_attention/backends.py,
+    # masked_fill). GPT's and T5's decoders have "causal".
+    "transformer-engine": Software(keeps_masks=True, copies_flash=True, keeps_inputs=True),
+    # FlashSelfOrCrossAttention's output is kept, and its rearranged copy:
+    # core/runtime/tensor_parallel/transformer.py:846. swiglu is silu(x) * y in separate operators (:121), and
+    # repeat_interleave copies keys and values for every query head (:825).
+    "galvatron": Software(copies_flash=True, fused_gate=False, repeats_keys=True),
+    # Hetu's first Galvatron: HF's T5LayerNorm in fp32 around Megatron's attention, which masks scores out of place.
+    "galvatron-1": Software(norm_tensors=3, score_copies=1),
+    # HF's T5LayerNorm keeps its input, the normalised input and the output; relu or gelu and dropout are in the MLP.
+    "huggingface": Software(norm_tensors=3, mlp_dropout=True, fused_gate=False, logits=12, logit_gradients=12),
+    # Under autocast the residual stream is fp32, softmax too, and the loss: T5ForConditionalGeneration's logits in
+    # 16 bits, log_softmax's output and two gradients in fp32.
+    "autocast": Software(2, 4, True, softmax=4, mlp_dropout=True, fused_gate=False, logits=14, logit_gradients=8),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training. Batches are in samples."""
 
     architecture: Architecture
     parallel: Parallel = Parallel()
-    micro_batch: int = 1
+    micro_batch: int = 1  # one GPU's
     global_batch: int = 1
     zero: Zero = Zero()
-    distributed_optimizer: bool = False
+    distributed_optimizer: bool = False  # Megatron's own
     precision: str = "bf16"
-    recompute: str = "none"
-    attention: str = "unfused"
-    causal_attention: str = ""
+    recompute: str = "none"  # "selective" (attention's core) or "full" (each layer keeps its input)
+    attention: str = "unfused"  # "fused" (one kernel, PyTorch's or Transformer Engine's) or "flash"
+    causal_attention: str = ""  # the same in the decoder's self-attention, which attends to earlier tokens alone
     dropout: float = 0.1
-    engine: str = "megatron"
-    dummy_gradients: bool = False
-    moments: tuple[int, ...] = (4, 4)
+    engine: str = "megatron"  # Megatron-DeepSpeed, or another of SOFTWARE
+    dummy_gradients: bool = False  # a 16-bit gradient of each shape of weight stays (fused gradient accumulation)
+    moments: tuple[int, ...] = (4, 4)  # bytes per parameter of each optimizer state besides the master weights
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "causal_attention", self.causal_attention or self.attention)
@@ -273,6 +304,19 @@ def padded(vocabulary: int, multiple: int, tensor: int = 1) -> int:
     """Rows of the embedding as Megatron pads it: a multiple of `multiple` on every tensor-parallel rank."""
     step = multiple * tensor
     return -(-vocabulary // step) * step
+
+
+def beyond_native(tensor: int, pipeline: int, has_zero: bool, micro_batches: int, is_fp16: bool = False) -> str:
+    """Why the native engine cannot train a T5 in this layout and precision; "" if it can."""
+    if is_fp16:
+        return "the native engine does not train in fp16, because it has no loss scaling"
+    if pipeline > 2:
+        return f"the native engine has at most two pipeline stages, but {pipeline} were asked for"
+    if has_zero and tensor * pipeline > 1:
+        return "the native engine's ZeRO shards only over data-parallel ranks, without TP and PP"
+    if micro_batches < pipeline:
+        return f"the native engine's pipeline needs at least {pipeline} micro-batches, found {micro_batches}"
+    return ""
 
 
 def _given(arguments: Mapping[str, Any], switch: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 
 from t5bench import Problem
-from t5bench.model.software import beyond_native
+from t5bench.model.job import beyond_native
 from t5bench.plan.families import check_rampup, family_of
 from t5bench.plan.request import Request
 from t5bench.record.plan import Layout

@@ -15,9 +15,8 @@ from statistics import mean, median
 from tabulate import tabulate
 
 from t5bench.model import time
-from t5bench.model.activations import layer_bytes
 from t5bench.model.machine import GIB, MIB
-from t5bench.model.memory import Memory, memory_of, model_states
+from t5bench.model.memory import Memory, layer_bytes, memory_of, model_states
 from t5bench.model.parameters import layer_shapes
 from t5bench.predict import published
 from t5bench.predict.published import Point, device_of, job_of, require

@@ -15,10 +15,9 @@ from pathlib import Path
 from tabulate import tabulate
 
 from t5bench import Problem
-from t5bench.model.job import Architecture, Job, Parallel, Zero
+from t5bench.model.job import Architecture, Job, Parallel, Zero, beyond_native
 from t5bench.model.machine import DEVICES, GIB, Machine
 from t5bench.model.prediction import Prediction
-from t5bench.model.software import beyond_native
 from t5bench.plan.forecast import job_of
 from t5bench.plan.launchers import ALONE, ask
 from t5bench.predict.command import add_machine, device_for, machine, vocabulary_of

@@ -14,10 +14,18 @@ from native.model import T5
 from native.parallel import Axis, Layout
 from native.trainers import TorchTrainer
 from t5bench.model import flops
-from t5bench.model.activations import activation_bytes, in_flight, layer_bytes, logits_bytes
 from t5bench.model.job import Architecture, Job, Parallel, Zero, padded
 from t5bench.model.machine import DEVICES, device_of, peak_tflops
-from t5bench.model.memory import MIB, memory_of, model_states, slack
+from t5bench.model.memory import (
+    MIB,
+    activation_bytes,
+    in_flight,
+    layer_bytes,
+    logits_bytes,
+    memory_of,
+    model_states,
+    slack,
+)
 from t5bench.model.parameters import parameters, stage_of
 from t5bench.model.time import stage_seconds
 

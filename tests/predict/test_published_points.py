@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from t5bench import Problem
 from t5bench.__main__ import main
-from t5bench.model.activations import layer_bytes
 from t5bench.model.machine import DEVICES
+from t5bench.model.memory import layer_bytes
 from t5bench.predict import check, published
 
 FILE, MORE = (
