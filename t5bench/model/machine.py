@@ -14,31 +14,24 @@ GB, MIB, GIB = 10**9, 2**20, 2**30
 
 @dataclass(frozen=True)
 class Link:
-    """bandwidth: bytes per second in one direction; latency: seconds of one message."""
-
-    bandwidth: float
-    latency: float = 0.0
+    bandwidth: float  # bytes per second in one direction
+    latency: float = 0.0  # seconds of one message
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU. tensor: dense TFLOP/s of 16-bit matrix products; vector: of fp32 outside tensor cores; memory: bytes.
-
-    bandwidth: of its memory, bytes per second. nvlink: bytes per second and direction to the GPUs of its node, 0 for
-    PCIe alone. pcie: to the CPU, what a copy from pinned memory reaches of 32, 64 or 16 GB/s. ampere: Ampere or later,
-    with bf16 and TF32 on tensor cores. fp8: with fp8 at twice the 16-bit rate.
-    """
+    """A GPU."""
 
     name: str
-    pattern: str
-    tensor: float
-    vector: float
-    memory: int
-    bandwidth: float
-    nvlink: float = 0.0
-    pcie: float = 24e9
-    ampere: bool = True
-    fp8: bool = False
+    pattern: str  # of nvidia-smi's name without "NVIDIA"
+    tensor: float  # dense TFLOP/s of 16-bit matrix products
+    vector: float  # of fp32 outside tensor cores
+    memory: int  # bytes
+    bandwidth: float  # of its memory, bytes per second
+    nvlink: float = 0.0  # bytes per second and direction to the GPUs of its node, 0 for PCIe alone
+    pcie: float = 24e9  # to the CPU, what a copy from pinned memory reaches of 32, 64 or 16 GB/s
+    ampere: bool = True  # or later, with bf16 and TF32 on tensor cores
+    fp8: bool = False  # at twice the 16-bit rate
 
     @property
     def hopper(self) -> bool:
@@ -53,15 +46,15 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine:
-    """Nodes of equal GPUs. inside: between two GPUs of a node; between: what one node sends over all its interfaces."""
+    """Nodes of equal GPUs."""
 
     device: Device
-    inside: Link
-    between: Link
+    inside: Link  # between two GPUs of a node
+    between: Link  # what one node sends over all its interfaces
     devices_per_node: int = 8
 
 
-# Name, pattern of nvidia-smi's name without "NVIDIA", tensor and vector TFLOP/s, GiB, GB/s; NVLink's and PCIe's GB/s.
+# The fields of Device, with memory in GiB and rates in GB/s.
 _BEFORE_AMPERE = (
     ("v100-16", r"(Tesla )?V100-SXM[23]-16GB(-LS)?", 125.0, 15.7, 16, 900, 150),
     ("v100", r"(Tesla )?V100-SXM[23]-\d+GB(-LS)?", 125.0, 15.7, 32, 900, 150),
@@ -108,15 +101,17 @@ _SINCE_FP8 = (
 )
 
 
-def _device(row: tuple[Any, ...], ampere: bool = True, fp8: bool = True) -> Device:
-    name, pattern, tensor, vector, memory, bandwidth, *links = row
-    nvlink, pcie = (*links, *(0, 24 if ampere else 12)[len(links) :])
-    rates = bandwidth * GB, float(nvlink * GB), float(pcie * GB)
-    return Device(name, pattern, tensor, vector, memory * GIB, *rates, ampere, fp8)
+def _device(row: Any, nvlink: int = 0, pcie: int = 24, **since: bool) -> Device:
+    name, pattern, tensor, vector, memory, bandwidth = row
+    return Device(
+        name, pattern, tensor, vector, memory * GIB, bandwidth * GB, float(nvlink * GB), float(pcie * GB), **since
+    )
 
 
-_FOUND = [_device(row, False, False) for row in _BEFORE_AMPERE] + [_device(row, True, False) for row in _AMPERE]
-DEVICES = {device.name: device for device in (*_FOUND, *map(_device, _SINCE_FP8))}
+_FOUND = [_device(row[:6], *row[6:], pcie=12, ampere=False) for row in _BEFORE_AMPERE]
+_FOUND += [_device(row[:6], *row[6:]) for row in _AMPERE]
+_FOUND += [_device(row[:6], *row[6:], fp8=True) for row in _SINCE_FP8]
+DEVICES = {device.name: device for device in _FOUND}
 
 
 def device_of(name: str) -> Device | None:

@@ -4,35 +4,31 @@ Every tensor-parallel rank holds all norms, the positions, and the biases that a
 compare the counts with both engines' own models (tests/model).
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from t5bench.model.job import Architecture, Parallel
 
+WHOLE = Parallel()
 
-@dataclass(frozen=True)
-class Stage:
-    """What one pipeline stage holds. output_copy: the last stage's own copy of the tied words."""
+
+class Stage(NamedTuple):
+    """What one pipeline stage holds."""
 
     encoder_layers: int
     decoder_layers: int
     embedding: bool
     head: bool
-    output_copy: bool
-
-    @property
-    def layers(self) -> int:
-        return self.encoder_layers + self.decoder_layers
 
 
 @lru_cache(maxsize=65536)
-def stage_of(architecture: Architecture, parallel: Parallel, stage: int = 0) -> Stage:
+def stage_of(a: Architecture, parallel: Parallel, stage: int = 0) -> Stage:
     """Layers are spread evenly: an encoder's over the stages before decoder_stage, a decoder's over the rest.
 
     The first stage has an embedding, the decoder's first too, and the last has the head with its own copy of the words.
     """
-    a, stages = architecture, parallel.pipeline
+    stages = parallel.pipeline
     begin = parallel.decoder_stage if a.cross_attention and stages > 1 else 0
     if a.cross_attention and stages > 1 and not 0 < begin < stages:
         raise ValueError(f"a pipeline of {stages} stages cannot begin its decoder at stage {begin}")
@@ -41,8 +37,7 @@ def stage_of(architecture: Architecture, parallel: Parallel, stage: int = 0) -> 
         return layers // len(stages) + (stage - stages.start < layers % len(stages)) if stage in stages else 0
 
     encoder, decoder = share(a.encoder_layers, range(begin or stages)), share(a.decoder_layers, range(begin, stages))
-    embedding, head = stage in (0, begin), stage == stages - 1
-    return Stage(encoder, decoder, embedding, head, head and not embedding)
+    return Stage(encoder, decoder, embedding=stage in (0, begin), head=stage == stages - 1)
 
 
 def layer_shapes(a: Architecture, tensor: int = 1, decoder: bool = False) -> list[tuple[int, ...]]:
@@ -67,13 +62,12 @@ def _norm(a: Architecture) -> list[tuple[int, ...]]:
     return [(a.hidden,)] * (2 if a.norm == "layer" else 1)
 
 
-def tensors(architecture: Architecture, parallel: Parallel | None = None, stage: int = 0) -> dict[str, list[int]]:
+def tensors(a: Architecture, parallel: Parallel = WHOLE, stage: int = 0) -> dict[str, list[int]]:
     """Elements of every parameter of a rank on pipeline stage `stage`, by component.
 
     BART has two tables of positions with two extra rows, and a norm after each; BERT has two segments and, after its
     last layer, a transform, a pooler and two classes.
     """
-    a, parallel = architecture, parallel or Parallel()
     part, t, h, last = stage_of(a, parallel, stage), parallel.tensor, a.hidden, parallel.pipeline - 1
     words, bert = (a.padded_vocabulary // t, h), a.family == "bert"
     shapes: dict[str, list[tuple[int, ...]]] = {"embedding": [], "encoder": [], "decoder": [], "head": []}
@@ -89,17 +83,19 @@ def tensors(architecture: Architecture, parallel: Parallel | None = None, stage:
         if layers and a.final_norm and stage == end:
             shapes[name] += _norm(a)
     if part.head:
-        shapes["head"] = [words] * (part.output_copy or not a.tied) + [words[:1]] * a.head_bias
-        shapes["head"] += positions * (parallel.deepspeed and part.output_copy)
+        copy = not part.embedding  # the last stage's own
+        shapes["head"] = [words] * (copy or not a.tied) + [words[:1]] * a.head_bias
+        shapes["head"] += positions * (parallel.deepspeed and copy)
         shapes["head"] += [(h, h), (h,), *_norm(a), (h, h), (h,), (2, h), (2,)] if bert else []
     return {name: [prod(shape) for shape in each] for name, each in shapes.items()}
 
 
-def components(architecture: Architecture, parallel: Parallel | None = None, stage: int = 0) -> dict[str, int]:
-    """Parameters of a rank by component; with the defaults, of the whole model."""
-    return {name: sum(sizes) for name, sizes in tensors(architecture, parallel, stage).items()}
+def components(a: Architecture) -> dict[str, int]:
+    """Parameters of the whole model by component."""
+    return {name: sum(sizes) for name, sizes in tensors(a).items()}
 
 
 @lru_cache(maxsize=65536)
-def parameters(architecture: Architecture, parallel: Parallel | None = None, stage: int = 0) -> int:
-    return sum(components(architecture, parallel, stage).values())
+def parameters(a: Architecture, parallel: Parallel = WHOLE, stage: int = 0) -> int:
+    """Of a rank; with the defaults, of the whole model."""
+    return sum(map(sum, tensors(a, parallel, stage).values()))

@@ -25,19 +25,15 @@ DDP_BUCKET = 25 * 2**20  # PyTorch's, whose first one has 1 MiB
 
 @dataclass(frozen=True)
 class Row:
-    """A kind of collective: `count` of them an iteration in every `group` of these stages, of `bytes` each.
-
-    bytes: an all-reduce's buffer, all that is gathered or scattered, or a message. For "send", stages send to the next
-    one, for "send back" to the previous one. overlap: what is computed at the same time; "" if all ranks wait.
-    """
+    """A kind of collective: `count` of them an iteration in every `group` of these stages."""
 
     what: str
     group: str
-    kind: str
+    kind: str  # under "send" stages send to the next one, under "send back" to the previous one
     count: int
-    bytes: float
+    bytes: float  # of one: an all-reduce's buffer, all that is gathered or scattered, or a message
     when: str
-    overlap: str = ""
+    overlap: str = ""  # what is computed at the same time; "" if all ranks wait
     stages: tuple[int, ...] = ()
 
 
@@ -120,25 +116,25 @@ def _tensor_parallel(job: Job, stage: int) -> Iterator[Row]:
         return
     a, m, last = job.architecture, job.micro_batches, job.parallel.pipeline - 1
     part = stage_of(a, job.parallel, stage)
-    encoder, decoder = part.encoder_layers, part.decoder_layers
+    stacks = ("encoder", part.encoder_layers, a.encoder_length), ("decoder", part.decoder_layers, a.decoder_length)
     per_token = job.micro_batch * a.hidden * job.element
-    first_decoder = stage == (job.parallel.decoder_stage if a.cross_attention and last else 0) and decoder
 
     def row(what: str, count: int, length: float, when: str) -> Row:
         return Row(what, "tensor", "all-reduce", m * count, length * per_token, when)
 
     forwards = 2 if job.recompute == "full" else 1
     backwards = 1.5 if job.parallel.sequence_parallel else 1
-    for name, layers, length in (("encoder", encoder, a.encoder_length), ("decoder", decoder, a.decoder_length)):
+    for name, layers, length in stacks:
         blocks = layers * (1 + len(a.attended(name == "decoder")))
         yield row(f"{name} blocks", blocks * forwards, length, "each forward")
         yield row(f"{name} blocks", blocks, length * backwards, "each backward")
-    if decoder and a.cross_attention:
+    if part.decoder_layers and a.cross_attention:
         # Every layer's keys and values come from the encoder's output; the native engine sums their gradients first.
-        yield row("encoder output", 1 if job.engine == "native" else decoder, a.encoder_length, "each backward")
-    yield row("embedding", stage == 0 and encoder > 0, a.encoder_length, "each forward")
-    yield row("embedding", first_decoder > 0, a.decoder_length, "each forward")
-    if stage == last:
+        sums = 1 if job.engine == "native" else part.decoder_layers
+        yield row("encoder output", sums, a.encoder_length, "each backward")
+    for _, layers, length in stacks:
+        yield row("embedding", part.embedding and layers > 0, length, "each forward")
+    if part.head:
         yield row("head", 1, a.output_length, "each backward")
         loss = 4 * a.output_length * job.micro_batch
         yield Row("cross entropy", "tensor", "all-reduce", 3 * m, loss, "each forward")
@@ -197,12 +193,10 @@ def groups(parallel: Parallel, encoder_decoder: bool = True) -> dict[str, list[t
     }
 
 
-ROUNDS = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}  # how many times data go round the ring
-
-
 def _rounds(kind: str, backend: str) -> int:
-    """0 for what goes one way. gloo's reduce-scatter is an all-reduce; each rank keeps its part."""
-    return ROUNDS.get("all-reduce" if (kind, backend) == ("reduce-scatter", "gloo") else kind, 0)
+    """How many times data go round the ring. gloo's reduce-scatter is an all-reduce; each rank keeps its part."""
+    scatter = 2 if backend == "gloo" else 1
+    return {"all-reduce": 2, "reduce-scatter": scatter, "all-gather": 1}.get(kind, 0)  # others go one way
 
 
 def ring_bytes(row: Row, size: int, backend: str) -> float:
@@ -214,7 +208,7 @@ def ring_bytes(row: Row, size: int, backend: str) -> float:
 def steps(row: Row, size: int, backend: str) -> int:
     """Consecutive messages of a collective: those of a ring, or of NCCL's tree if that has fewer."""
     tree, ring = ceil(log2(size)), _rounds(row.kind, backend) * (size - 1)
-    if row.kind not in ROUNDS:
+    if not _rounds(row.kind, backend):
         return tree if row.kind == "broadcast" else 1
     return ring if backend == "gloo" else min(ring, 4 * tree)
 
@@ -225,7 +219,7 @@ def neighbours(kind: str, members: tuple[int, ...], backend: str = "nccl") -> It
         members = members[::-1]
     if kind == "broadcast" and backend == "gloo":  # a binomial tree from the first rank
         return ((members[i - 2 ** int(log2(i))], members[i]) for i in range(1, len(members)))
-    closes = len(members) > 1 and kind in ROUNDS
+    closes = len(members) > 1 and _rounds(kind, backend) > 0
     return zip(members, members[1:] + members[:1] if closes else members[1:], strict=False)
 
 

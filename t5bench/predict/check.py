@@ -15,7 +15,7 @@ from statistics import mean, median
 from tabulate import tabulate
 
 from t5bench.model import time
-from t5bench.model.machine import GIB, MIB
+from t5bench.model.machine import GB, GIB, MIB
 from t5bench.model.memory import Memory, layer_bytes, memory_of, model_states
 from t5bench.model.parameters import layer_shapes
 from t5bench.predict import published
@@ -59,8 +59,6 @@ class Missing:
 
 
 Figures = Iterator[tuple[str, str, float, float, str]]  # use, what, measured, predicted, unit
-GB = 1e9
-MOST_GPUS = 100_000  # whose groups are listed one by one
 
 
 def origin(point: Point) -> str:
@@ -83,7 +81,7 @@ def compare_all(points: Sequence[Point]) -> list[Comparison | Missing]:
 def _layers(point: Point, figure: str) -> Iterator[tuple[bool, str, float]]:
     """Whether it is a decoder's, name and measured value of a figure that each stack's layers have."""
     for decoder, name in enumerate(("encoder", "decoder")):
-        if size := point.measured.get(f"{name}_layer_{figure}"):
+        if size := getattr(point.measured, f"{name}_layer_{figure}"):
             yield bool(decoder), f"{name} layer", size
 
 
@@ -99,11 +97,11 @@ def _memory(point: Point) -> Figures:
     measured, found, job = point.measured, _last_rank(point), job_of(point)
     states = published.optimizer_states(point.optimizer or "")
     require(states is not None, f"the states of the optimizer {point.optimizer} are not known")
-    if size := measured.get("memory_allocated_bytes"):
+    if size := measured.memory_allocated_bytes:
         yield "memory", "allocated", size / GB, found.allocated / GB, "GB"
-    if size := measured.get("peak_memory_allocated_bytes"):
+    if size := measured.peak_memory_allocated_bytes:
         yield "peak", "peak allocated", size / GB, found.peak / GB, "GB"
-    if size := measured.get("memory_in_use_mib"):
+    if size := measured.memory_in_use_mib:
         yield "peak", "device memory in use", size * MIB / GB, found.in_use / GB, "GB"
     for decoder, name, size in _layers(point, "model_states_mib"):
         count = sum(map(prod, layer_shapes(job.architecture, job.parallel.tensor, decoder)))
@@ -111,15 +109,14 @@ def _memory(point: Point) -> Figures:
 
 
 def _activations(point: Point) -> Figures:
-    if size := point.measured.get("peak_minus_allocated_bytes"):
+    if size := point.measured.peak_minus_allocated_bytes:
         found = _last_rank(point)
         yield "activation", "peak - allocated", size / GB, (found.peak - found.allocated) / GB, "GB"
     for decoder, name, size in _layers(point, "activation_mib"):
         yield "activation", name, size, layer_bytes(job_of(point), decoder) / MIB, "MiB"
-    for decoder, name, sizes in _layers(point, "activation_mb"):  # mebibytes, by their parameters
+    for decoder, name, sizes in _layers(point, "activation_mb"):
         for tensor, size in sizes.items():
-            predicted = layer_bytes(job_of(point, int(tensor)), decoder) / MIB
-            yield "activation", f"{name}, TP {tensor}", size, predicted, "MiB"
+            yield "activation", f"{name}, TP {tensor}", size, layer_bytes(job_of(point, tensor), decoder) / MIB, "MiB"
 
 
 def _bound(point: Point) -> Figures:
@@ -140,14 +137,18 @@ PARTS = {"memory": _memory, "activation": _activations, "bound": _bound, "throug
 
 def samples_per_second(point: Point) -> float:
     """Samples per second, from whichever figure a source gives. Raises Unpredictable."""
-    measured = point.measured
-    for name in ("samples_per_second", "samples_per_second_derived", "sequences_per_second_derived"):
-        if name in measured:
-            return measured[name]
-    if "tokens_per_second" in measured and (length := point.lengths.encoder or point.lengths.decoder):
-        return measured["tokens_per_second"] / length
-    names = (f"seconds_per_iteration{kind}" for kind in ("_median", "", "_derived"))
-    seconds = next((measured[name] for name in names if name in measured), 0)
+    measured, length = point.measured, point.lengths.encoder or point.lengths.decoder
+    if samples := (
+        measured.samples_per_second or measured.samples_per_second_derived or measured.sequences_per_second_derived
+    ):
+        return samples
+    if measured.tokens_per_second and length:
+        return measured.tokens_per_second / length
+    seconds = (
+        measured.seconds_per_iteration_median
+        or measured.seconds_per_iteration
+        or measured.seconds_per_iteration_derived
+    )
     batch = point.global_batch or point.global_batch_inferred
     return require(seconds and batch, "it has no samples per second of training") / seconds
 
@@ -158,7 +159,6 @@ def predicted_rate(point: Point) -> tuple[float, time.Time]:
     world = job.parallel.world
     require(point.parallel.dp or count, "its data-parallel size is not stated")
     require(world == (count or world), f"its layout has {world} GPUs and its hardware {count}")
-    require(world <= MOST_GPUS, f"its layout has {world} GPUs, more than {MOST_GPUS}")
     found = time.iteration(job, published.machine_of(point))
     return job.global_batch / found.total, found
 

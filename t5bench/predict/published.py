@@ -15,20 +15,19 @@ from t5bench.model.job import Architecture, Job, Parallel, Zero, padded, usual_f
 from t5bench.model.machine import DEVICES, GB, Device, Link, Machine
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
-Layers = Annotated[int, msgspec.Meta(ge=0, le=100_000)]  # which the model lists one by one
+Figure = Annotated[float, msgspec.Meta(gt=0)]
 T = TypeVar("T")
 USES = {"memory", "activation", "bound", "throughput", "ratio"}
-# Names of figures; others are for people.
-FIGURES = re.compile(r"(_bytes|_mib|_mb|per_second(_derived)?|seconds_per_iteration(_median|_derived)?)$")
 # Fields for people, which are not read.
 NOTES = {"line", "config", "note", "caveats", "confidence", "parameters_stated", "decoder_pp"}
 
 
 def _form(name: str, *required: tuple[str, type], **optional: Any) -> type[msgspec.Struct]:
     """A form with required fields and optional ones, whose names, separated by blanks, are given by kind."""
-    kinds = {"text": str, "whole": Count, "layers": Layers, "size": Count | str, "switch": bool}
-    kinds["share"] = Annotated[float, msgspec.Meta(ge=0, le=1)]
-    kinds["stage"] = Literal[0, 1, 2, 3]
+    kinds = {"text": str, "whole": Count, "size": Count | str, "switch": bool, "stage": Literal[0, 1, 2, 3]}
+    kinds["layers"] = Annotated[int, msgspec.Meta(ge=0, le=100_000)]  # which the model lists one by one
+    kinds |= {"share": Annotated[float, msgspec.Meta(ge=0, le=1)], "figure": Figure}
+    kinds["by_tensor"] = dict[Annotated[int, msgspec.Meta(gt=0, lt=10**6)], Figure]
     fields = [(field, kinds[kind] | None, None) for kind, names in optional.items() for field in names.split()]
     return msgspec.defstruct(name, [*required, *fields])
 
@@ -44,11 +43,21 @@ Layout = _form(
     text="offload",
 )  # fmt: skip
 Hardware = _form("Hardware", text="gpu interconnect", whole="count nodes")
-# One published measurement. measured: by name, with the unit in the name. use: what it can be compared with.
+LAYER = "encoder_layer_{0} decoder_layer_{0}"
+# What the model predicts; other figures are for people. seconds: of an iteration. mb: mebibytes, by tensor-parallel size.
+Measured = _form(
+    "Measured",
+    figure="memory_allocated_bytes peak_memory_allocated_bytes peak_minus_allocated_bytes memory_in_use_mib"
+    " samples_per_second samples_per_second_derived sequences_per_second_derived tokens_per_second"
+    " seconds_per_iteration_median seconds_per_iteration seconds_per_iteration_derived"
+    f" {LAYER.format('model_states_mib')} {LAYER.format('activation_mib')}",
+    by_tensor=LAYER.format("activation_mb"),
+)
+# One published measurement. use: what it can be compared with.
 Point = _form(
     "Point",
     *{"id": str, "source": Source, "model": Model, "lengths": Lengths, "precision": str, "parallel": Layout}.items(),
-    *{"hardware": Hardware, "measured": Mapping[str, Any], "use": Sequence[str]}.items(),
+    *{"hardware": Hardware, "measured": Measured, "use": Sequence[str]}.items(),
     text="how_counted optimizer attention_kernel activation_checkpointing",
     whole="micro_batch global_batch global_batch_inferred",
     share="dropout",
@@ -67,7 +76,7 @@ def read(path: Path) -> tuple[list[Point], list[str], list[str]]:
     for number, entry in enumerate(entries, 1):
         name = entry.get("id", f"entry {number}") if isinstance(entry, dict) else f"entry {number}"
         try:
-            points.append(point := _positive(msgspec.convert(entry, Point)))
+            points.append(point := msgspec.convert(entry, Point, str_keys=True))
             unknown += [f"{name}: the field {field} is unknown and ignored" for field in _unknown(entry, Point)]
             unknown += [f"{name}: the use {use} is unknown and ignored" for use in sorted(set(point.use) - USES)]
         except msgspec.ValidationError as error:
@@ -75,28 +84,13 @@ def read(path: Path) -> tuple[list[Point], list[str], list[str]]:
     return points, invalid, unknown
 
 
-def _positive(point: Point) -> Point:
-    """The point, if each figure that is read is positive; a layer's activations have one for every size of TP."""
-    stated = {name: value for name, value in point.measured.items() if value is not None}
-    for name in filter(FIGURES.search, stated):
-        sizes = stated[name] if name.endswith("_layer_activation_mb") else {"1": stated[name]}
-        numbers = sizes.items() if isinstance(sizes, dict) else [("", 0)]
-        if not all(re.fullmatch("[1-9][0-9]{0,5}", size) and _is_positive(number) for size, number in numbers):
-            raise msgspec.ValidationError(f"Expected a positive number - at `$.measured.{name}`")
-    return msgspec.structs.replace(point, measured=stated)
-
-
-def _is_positive(number: object) -> bool:
-    return isinstance(number, int | float) and not isinstance(number, bool) and number > 0
-
-
 def _unknown(entry: Mapping[str, Any], form: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
     known = {field.name: field.type for field in msgspec.structs.fields(form)}
     for name, value in entry.items():
         if name not in known.keys() | NOTES:
             yield prefix + name
-        elif isinstance(own := known.get(name), type) and issubclass(own, msgspec.Struct):
-            yield from _unknown(value, own, f"{prefix}{name}.")
+        elif name in ("source", "model", "lengths", "parallel", "hardware"):
+            yield from _unknown(value, known[name], f"{name}.")
 
 
 class Unpredictable(ValueError):
