@@ -199,9 +199,9 @@ def _leftover(job: Job, part: Stage, stage: int, count: int) -> dict[str, float]
     """What an iteration of Megatron-LM leaves until the next one: under fp16 the optimizer's fp32 copy of gradients
     (core/optimizer/optimizer.py), and each model chunk's last input, which set_input_tensor keeps, with its gradient
     (core/pipeline_parallel/schedules.py)."""
+    a, parallel = job.architecture, job.parallel
     if job.zero.stage or not job.software.keeps_inputs:
         return {}
-    a, parallel = job.architecture, job.parallel
     received = (parallel.virtual_stages - (stage == 0)) * (parallel.pipeline > 1)
     tokens = job.tokens(part.decoder_layers > 0)
     if part.decoder_layers and a.cross_attention:  # the encoder's output, and from the second stage on the decoder's
@@ -285,10 +285,9 @@ def activation_bytes(job: Job, stage: int = 0) -> dict[str, float]:
     # Of a micro-batch in flight DeepSpeed's pipeline engine also keeps its output, and its input, of which the first
     # layer has a clone. Under tensor parallelism: a slice of the output, and the first layer's own input
     # (deepspeed 0.18.3, runtime/pipe/engine.py:712-764).
-    buffers = job.parallel.deepspeed * ((not part.head) / t + (stage > 0 and t == 1))
-    found["pipeline's buffers"] = (
-        chunks * buffers * job.tokens(part.decoder_layers > 0) * job.architecture.hidden * job.element
-    )
+    buffers = chunks * job.parallel.deepspeed * ((not part.head) / t + (stage > 0 and t == 1))
+    tokens = job.tokens(part.decoder_layers > 0)
+    found["pipeline's buffers"] = buffers * tokens * job.architecture.hidden * job.element
     if job.recompute != "none":  # of one layer at a time: all of it, or attention's scores
         plain, full = replace(job, recompute="none"), job.recompute == "full"
         stacks = [name == "decoder" for name, n in layers.items() if n]

@@ -45,12 +45,12 @@ HOOK_OPERATORS = {0: 0, 1: 4, 2: 8, 3: 40}
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of an iteration by purpose. communication: what no computing hides. hidden: the rest of it."""
+    """Seconds of an iteration by purpose."""
 
     computing: float
     host: float
     bubble: float
-    communication: float
+    communication: float  # what no computing hides; hidden: the rest of it
     optimizer: float
     offload: float
     hidden: float = 0.0
@@ -129,8 +129,7 @@ def stage_seconds(job: Job, device: Device, stage: int, slower: float = 1.0) -> 
         gpu, host = gpu * slower, operators * LAUNCH * slower
         return Pass(gpu, gpu + host if device.name == CPU.name else max(gpu, host))
 
-    # Every micro-batch adds its gradients to the earlier ones.
-    adding = parameters(a, job.parallel, stage) * 3 * in_memory
+    adding = parameters(a, job.parallel, stage) * 3 * in_memory  # a micro-batch's gradients to the earlier ones
     backward = 2 * (gpu + head) + again + adding
     return way(gpu + head, operators / 3), way(backward, operators * 2 / 3 + operators_again)
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 from itertools import product
 from math import ceil, log2
 
+from t5bench import Problem
 from t5bench.model.job import BYTES, Job, Parallel
 from t5bench.model.parameters import parameters, stage_of, tensors
 
@@ -21,6 +22,7 @@ MESSAGE = 350
 HEADERS = 0.001
 GLOO_SEGMENT = 2**20
 DDP_BUCKET = 25 * 2**20  # PyTorch's, whose first one has 1 MiB
+MOST_RANKS = 100_000
 
 
 @dataclass(frozen=True)
@@ -177,8 +179,11 @@ def groups(parallel: Parallel, encoder_decoder: bool = True) -> dict[str, list[t
 
     "embedding": the stages that hold the tied word embedding. "position": those that hold the positions' table, which
     in an encoder-decoder are the first of each stack (Megatron-DeepSpeed, megatron/core/parallel_state.py).
+    Raises Problem where there are more ranks than can be listed one by one.
     """
     t, d, world = parallel.tensor, parallel.data, parallel.world
+    if world > MOST_RANKS:
+        raise Problem(f"{world} GPUs are more than {MOST_RANKS}", "Choose fewer GPUs")
     stage, last = t * d, parallel.pipeline - 1  # how many ranks a stage has, and the last one's number
     pipelines = [tuple(range(first, world, stage)) for first in range(stage)]
     starts = {0, parallel.decoder_stage} if encoder_decoder and last else {0}

@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from math import prod
 from statistics import mean, median
 
@@ -34,9 +34,9 @@ HEADINGS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """One measured and predicted figure. use: a key of HEADINGS."""
+    """One measured and predicted figure."""
 
-    use: str
+    use: str  # a key of HEADINGS
     point: str
     source: str
     what: str
@@ -136,25 +136,17 @@ PARTS = {"memory": _memory, "activation": _activations, "bound": _bound, "throug
 
 
 def samples_per_second(point: Point) -> float:
-    """Samples per second, from whichever figure a source gives. Raises Unpredictable."""
-    measured, length = point.measured, point.lengths.encoder or point.lengths.decoder
-    if samples := (
-        measured.samples_per_second or measured.samples_per_second_derived or measured.sequences_per_second_derived
-    ):
-        return samples
-    if measured.tokens_per_second and length:
-        return measured.tokens_per_second / length
-    seconds = (
-        measured.seconds_per_iteration_median
-        or measured.seconds_per_iteration
-        or measured.seconds_per_iteration_derived
-    )
+    """Samples per second, from whichever figure a source gives. Raises ValueError."""
+    m, length = point.measured, point.lengths.encoder or point.lengths.decoder
+    seconds = m.seconds_per_iteration_median or m.seconds_per_iteration or m.seconds_per_iteration_derived
+    samples = m.samples_per_second or m.samples_per_second_derived or m.sequences_per_second_derived
     batch = point.global_batch or point.global_batch_inferred
-    return require(seconds and batch, "it has no samples per second of training") / seconds
+    samples = samples or (m.tokens_per_second and length and m.tokens_per_second / length)
+    return require(samples or (seconds and batch and batch / seconds), "it has no samples per second of training")
 
 
 def predicted_rate(point: Point) -> tuple[float, time.Time]:
-    """Samples per second and the iteration's parts. Raises Unpredictable."""
+    """Samples per second and the iteration's parts. Raises ValueError."""
     job, count = job_of(point), point.hardware.count
     world = job.parallel.world
     require(point.parallel.dp or count, "its data-parallel size is not stated")
@@ -217,7 +209,7 @@ def run(args: argparse.Namespace) -> int:
     for use, rows in itertools.groupby(compared, lambda row: row.use):
         show(use, list(rows))
     print(f"\n{len(missing)} figures cannot be predicted")
-    print(tabulate([(entry.use, entry.point, entry.reason) for entry in missing], tablefmt="plain"))
+    print(tabulate(map(astuple, missing), tablefmt="plain"))
     for sentence in invalid + unknown:
         print(f"note: {sentence}")
     return int(bool(invalid))
@@ -227,8 +219,5 @@ def show(use: str, rows: Sequence[Comparison]) -> None:
     print(f"\n{HEADINGS[use]}: {summary(rows)}")
     for source in dict.fromkeys(row.source for row in rows) if use in ("ratio", "throughput") else ():
         print(f"  {source}: {summary([row for row in rows if row.source == source])}")
-    cells = [
-        (row.point, row.what, f"{row.measured:.4g}", f"{row.predicted:.4g} {row.unit}", f"{row.error:+.1%}")
-        for row in rows
-    ]
+    cells = [(r.point, r.what, f"{r.measured:.4g}", f"{r.predicted:.4g} {r.unit}", f"{r.error:+.1%}") for r in rows]
     print(tabulate(cells, headers=("point", "", "measured", "predicted", "error"), disable_numparse=True))

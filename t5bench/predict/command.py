@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from math import inf
 from pathlib import Path
 
 from tabulate import tabulate
@@ -16,11 +15,13 @@ from t5bench.compare.comparable import gpu_names
 from t5bench.compare.rows import Row, make_row
 from t5bench.model import schedule, time
 from t5bench.model.job import padded
-from t5bench.model.machine import DEVICES, GIB, Device, Machine, device_of
+from t5bench.model.machine import DEVICES, GIB, Device, device_of
 from t5bench.model.prediction import Prediction, machine_of
 from t5bench.model.time import CPU
 from t5bench.plan.forecast import backend_of, gpu_here, job_of, padded_vocabulary
 from t5bench.plan.launchers import ask, declarations
+from t5bench.predict import check
+from t5bench.predict.layout import at_least
 from t5bench.record.plan import Plan
 from t5bench.record.records import load
 
@@ -29,30 +30,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="*", type=Path, help="run directories (default: the current settings)")
     add_machine(parser)
     parser.add_argument("--calibrate", type=Path, metavar="RUN", help="take the machine's speed from this run")
-    parser.add_argument("--calibrate-link", type=float, metavar="GBIT", help="the link of that run (default: --link)")
+    link = "the link of that run (default: --link)"
+    parser.add_argument("--calibrate-link", type=at_least(1e-6, float), metavar="GBIT", help=link)
     parser.add_argument("--check", type=Path, metavar="FILE", help="compare published measurements with the model")
     parser.add_argument("--schedule", action="store_true", help="draw when each stage of a pipeline computes")
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="", help="a GPU's name, as in nvidia-smi or in this project")
-    parser.add_argument("--link", type=float, default=10.0, metavar="GBIT", help="Gbit/s of a node (default: 10)")
-    latency = "microseconds between nodes (default: 40)"
-    parser.add_argument("--latency", type=float, default=40.0, metavar="US", help=latency)
-    parser.add_argument(
-        "--vocabulary", type=int, help="tokens, before padding (default: the data's, else the model family's)"
-    )
+    link, latency = "Gbit/s of a node (default: 10)", "microseconds between nodes (default: 40)"
+    parser.add_argument("--link", type=at_least(1e-6, float), default=10.0, metavar="GBIT", help=link)
+    parser.add_argument("--latency", type=at_least(0, float), default=40.0, metavar="US", help=latency)
+    vocabulary = "tokens, before padding (default: the data's, else the model family's)"
+    parser.add_argument("--vocabulary", type=at_least(1), help=vocabulary)
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises Problem."""
     if args.check:
-        from t5bench.predict import check
-
         return check.run(args)
     rows = [measured_row(directory) for directory in args.runs]
-    slower, calibrates_cpu = calibration(args) if args.calibrate else (None, False)
+    slower, calibrates_cpu = calibration(args) if args.calibrate else (None, None)
     plans = [(row.run.plan, row) for row in rows] or [(plan, None) for plan in planned()]
     found = [(predicted(args, plan, row, slower), row) for plan, row in plans if plan.layout]
     wrong = [plan for plan, _ in plans if not plan.layout]
@@ -60,9 +59,8 @@ def run(args: argparse.Namespace) -> int:
     if not found:
         raise Problem("no strategy can run with these settings", "\n".join(dict.fromkeys(refused.values())))
     if args.calibrate and any((entry.machine.device is CPU) != calibrates_cpu for entry, _ in found):
-        ran, other = ("CPUs", "GPUs")[:: 1 if calibrates_cpu else -1]
-        reason = f"{args.calibrate} ran on {ran}, which says nothing of {other}"
-        raise Problem(reason, f"Calibrate with a run on {other}")
+        ran, other = ("CPUs", "GPUs") if calibrates_cpu else ("GPUs", "CPUs")
+        raise Problem(f"{args.calibrate} ran on {ran}, which says nothing of {other}", "Calibrate with another run")
     if args.json:
         content = [entry.to_json() | {"measured": compared(entry, row)} for entry, row in found]
         print(json.dumps({"machine": asdict(found[0][0].machine), "rows": content, "refused": refused}, indent=2))
@@ -83,8 +81,9 @@ def predicted(
     """A plan's prediction. row: the run that was made of it, which knows its vocabulary, GPU and batch."""
     vocabulary, gpu, batch = (row.run.padded_vocab_size, gpu_names(row.run), row.batch) if row else (None, None, 0)
     job = job_of(plan, vocabulary or vocabulary_of(plan, args.vocabulary), round(batch))
-    on = machine(args, device_for(plan, args.device or gpu), job.parallel.devices_per_node, gigabits)
-    slower = slower or (None if on.device is CPU else 1.0)
+    device, per_node = device_for(plan, args.device or gpu), job.parallel.devices_per_node
+    on = machine_of(device, gigabits or args.link, per_node, args.latency * 1e-6)
+    slower = slower or (None if device is CPU else 1.0)
     return Prediction(job, on, backend_of(plan), slower, row.label if row else plan.strategy.name)
 
 
@@ -101,31 +100,16 @@ def measured_row(directory: Path) -> Row:
 
 
 def vocabulary_of(plan: Plan, vocabulary: int | None) -> int:
-    """The padded vocabulary: from --vocabulary, else the data's tokenizer, else the family. Raises Problem."""
-    if vocabulary is None:
-        return padded_vocabulary(plan)
-    if vocabulary < 1:
-        raise Problem(f"--vocabulary must be at least 1, found {vocabulary}")
-    return padded(vocabulary, plan.number("VOCABULARY_MULTIPLE"))
-
-
-def machine(args: argparse.Namespace, device: Device, per_node: int, gigabits: float | None = None) -> Machine:
-    """As the command line describes it. Raises Problem."""
-    for name, rate in (("--link", args.link), ("--calibrate-link", gigabits)):
-        if rate is not None and not 0 < rate < inf:
-            raise Problem(f"{name} must be more than 0 Gbit/s, found {rate:g}")
-    if not 0 <= args.latency < inf:
-        raise Problem(f"--latency must be at least 0 microseconds, found {args.latency:g}")
-    return machine_of(device, gigabits or args.link, per_node, args.latency * 1e-6)
+    """The padded vocabulary: from --vocabulary, else the data's tokenizer, else the family."""
+    return padded(vocabulary, plan.number("VOCABULARY_MULTIPLE")) if vocabulary else padded_vocabulary(plan)
 
 
 def device_for(plan: Plan | None, name: str | None) -> Device:
     """The device of this name, else that of a plan on this machine. Raises Problem."""
     device = device_of(name) if name else CPU if plan and plan.device == "cpu" else gpu_here()
-    if not device and name:
-        raise Problem(f"the device '{name}' is unknown", f"Choose from: {' '.join(DEVICES)}")
     if not device:
-        raise Problem("there is no GPU here to predict for", f"Name one with --device: {' '.join(DEVICES)}")
+        found = f"the device '{name}' is unknown" if name else "there is no GPU here to predict for"
+        raise Problem(found, f"Name one with --device: {' '.join(DEVICES)}")
     return device
 
 
@@ -149,11 +133,9 @@ def calibration(args: argparse.Namespace) -> tuple[float, bool]:
 
 
 def show(found: Sequence[tuple[Prediction, Row | None]], refused: Mapping[str, str]) -> None:
-    first = found[0][0]
+    first, costs = found[0][0], [_cost(*pair) for pair in found]
     print(tabulate([_memory(entry) for entry, _ in found], headers="keys", floatfmt=".2f"), end="\n\n")
-    costs = [_cost(*pair) for pair in found]
-    # MB, the third column, has more digits than the others.
-    formats = [".4g", ".4g", ",.1f", *[".4g"] * len(costs[0])]
+    formats = [".4g", ".4g", ",.1f", *[".4g"] * len(costs[0])]  # MB, the third column, has more digits than the others
     print(tabulate(costs, headers="keys", floatfmt=formats), end="\n\n")
     for name, reason in refused.items():
         print(f"{name} cannot run: {reason}")
@@ -173,11 +155,8 @@ def _memory(entry: Prediction) -> dict[str, str | float]:
 
     cells: dict[str, str | float] = {"GiB on the fullest": entry.name, "TP/PP/DP": str(entry.job.parallel)}
     cells |= {name: gib(name) for name in ("weights", "gradients", "optimizer")}
-    cells |= {
-        "activations": gib("encoder", "decoder", "ends of stacks", "recomputed layer"),
-        "logits, loss": gib("logits and loss"),
-    }
-    cells |= {"buffers": gib(*parts), "allocated": entry.memory.peak / GIB}
+    cells["activations"] = gib("encoder", "decoder", "ends of stacks", "recomputed layer")
+    cells |= {"logits, loss": gib("logits and loss"), "buffers": gib(*parts), "allocated": entry.memory.peak / GIB}
     if device.memory:
         cells |= {"in use": entry.memory_bytes / GIB, f"of {device.name}": f"{entry.memory_bytes / device.memory:.0%}"}
     return cells | {"peak at": entry.memory.moment, "in CPU memory": sum(entry.memory.cpu.values()) / GIB}

@@ -4,6 +4,8 @@ import argparse
 import itertools
 import json
 import os
+from collections.abc import Callable
+from math import inf
 
 from t5bench import Problem
 from t5bench.model.job import Parallel
@@ -19,13 +21,24 @@ MEANINGS = {
     "position": "stages that hold the positions' table: its gradients",
 }
 MOST = 8  # groups of a kind that are listed
-MOST_RANKS = 32_768  # whose groups are made one by one
+
+
+def at_least(least: float, kind: type = int) -> Callable[[str], float]:
+    """The type of a command's argument: a finite number that is not smaller."""
+
+    def number(text: str) -> float:
+        found = kind(text)
+        if not least <= found < inf:
+            raise argparse.ArgumentTypeError(f"must be at least {least:g}, found {text}")
+        return found
+
+    return number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, kind in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
-        parser.add_argument(f"--{name}", type=int, default=1, help=f"{kind}-parallel size")
-    parser.add_argument("--per-node", type=int, default=0, help="GPUs of a node (default: all ranks on two nodes)")
+        parser.add_argument(f"--{name}", type=at_least(1), default=1, help=f"{kind}-parallel size")
+    parser.add_argument("--per-node", type=at_least(1), help="GPUs of a node (default: all ranks on two nodes)")
     parser.add_argument("--split-rank", type=int, help="the decoder's first stage (default: half of them)")
     alone = not FAMILIES.get(os.environ.get("MODEL_FAMILY", ""), FAMILIES["t5"]).has_encoder
     parser.add_argument("--decoder-only", action="store_true", default=alone, help="a model without an encoder, a GPT")
@@ -34,13 +47,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises Problem if the sizes give no layout."""
-    parallel, stacks = layout_of(args), not args.decoder_only
-    found = groups(parallel, stacks)
-    members = [member(parallel, rank, stacks) for rank in range(parallel.world)]
+    if args.split_rank is not None and not 0 < args.split_rank < args.pp:
+        problem = f"--split-rank {args.split_rank} leaves no stage for the encoder or the decoder"
+        raise Problem(problem, f"It must be more than 0 and less than --pp, which is {args.pp}")
+    world = args.tp * args.pp * args.dp
+    per_node = args.per_node or -(-world // 2)
+    if world % per_node:
+        raise Problem(f"{world} ranks do not fill nodes of {per_node}", "Choose a --per-node that divides the ranks")
+    parallel = Parallel(args.tp, args.pp, args.dp, args.split_rank, devices_per_node=per_node)
+    found = groups(parallel, not args.decoder_only)
+    members = [member(parallel, rank, not args.decoder_only) for rank in range(world)]
     if args.json:
         print(json.dumps({"ranks": members, "groups": found}, indent=2))
         return 0
-    print(f"TP={args.tp} x PP={args.pp} x DP={args.dp}: {parallel.world} ranks on {members[-1]['node'] + 1} node(s)\n")
+    print(f"TP={args.tp} x PP={args.pp} x DP={args.dp}: {world} ranks on {world // per_node} node(s)\n")
     for data, pipelines in itertools.groupby(sorted(members, key=lambda one: one["DP"]), lambda one: one["DP"]):
         print(f"DP replica {data}:")
         for holds, own in itertools.groupby(pipelines, lambda one: one["holds"]):
@@ -52,27 +72,6 @@ def run(args: argparse.Namespace) -> int:
         shown += f" and {len(found[kind]) - MOST} more" if len(found[kind]) > MOST else ""
         print(f"{kind.capitalize() + ' groups:':<18} {shown}   <- {meaning}")
     return 0
-
-
-def check_ranks(world: int) -> None:
-    """Raises Problem if there are too many."""
-    if world > MOST_RANKS:
-        raise Problem(f"{world} ranks are more than {MOST_RANKS}", "Choose fewer GPUs")
-
-
-def layout_of(args: argparse.Namespace) -> Parallel:
-    for name in ("tp", "pp", "dp"):
-        if getattr(args, name) < 1:
-            raise Problem(f"--{name} must be at least 1, found {getattr(args, name)}")
-    if args.split_rank is not None and not 0 < args.split_rank < args.pp:
-        remedy = f"With --pp {args.pp} it may be 1 to {args.pp - 1}" if args.pp > 1 else "Choose a --pp of 2 or more"
-        raise Problem(f"--split-rank {args.split_rank} leaves no stage for the encoder or the decoder", remedy)
-    world = args.tp * args.pp * args.dp
-    check_ranks(world)
-    per_node = args.per_node or -(-world // 2)
-    if per_node < 1 or world % per_node:
-        raise Problem(f"{world} ranks do not fill nodes of {per_node}", "Choose a --per-node that divides the ranks")
-    return Parallel(args.tp, args.pp, args.dp, args.split_rank, devices_per_node=per_node)
 
 
 def member(parallel: Parallel, rank: int, encoder_decoder: bool) -> dict[str, int | str]:

@@ -44,7 +44,7 @@ Layout = _form(
 )  # fmt: skip
 Hardware = _form("Hardware", text="gpu interconnect", whole="count nodes")
 LAYER = "encoder_layer_{0} decoder_layer_{0}"
-# What the model predicts; other figures are for people. seconds: of an iteration. mb: mebibytes, by tensor-parallel size.
+# What the model predicts; other figures are for people. mb: mebibytes, by tensor-parallel size.
 Measured = _form(
     "Measured",
     figure="memory_allocated_bytes peak_memory_allocated_bytes peak_minus_allocated_bytes memory_in_use_mib"
@@ -93,14 +93,10 @@ def _unknown(entry: Mapping[str, Any], form: type[msgspec.Struct], prefix: str =
             yield from _unknown(value, known[name], f"{name}.")
 
 
-class Unpredictable(ValueError):
-    """Why a point cannot be predicted."""
-
-
 def require(found: T | None, reason: str) -> T:
-    """What was found. Raises Unpredictable if it is nothing."""
+    """What was found. Raises ValueError with the reason why a point cannot be predicted if it is nothing."""
     if not found:
-        raise Unpredictable(reason)
+        raise ValueError(reason)
     return found
 
 
@@ -128,7 +124,7 @@ def software(point: Point) -> str:
 
 
 def architecture_of(point: Point, tensor: int) -> Architecture:
-    """Raises Unpredictable."""
+    """Raises ValueError."""
     model, whose, family = point.model, software(point), point.model.architecture.lower()
     encoder, decoder = point.lengths.encoder or 0, point.lengths.decoder or 0
     require(family in VOCABULARIES, f"the architecture {family} is not known")
@@ -161,37 +157,33 @@ def architecture_of(point: Point, tensor: int) -> Architecture:
 
 
 def job_of(point: Point, tensor: int | None = None) -> Job:
-    """What was trained. tensor: for a point with figures for several tensor-parallel sizes. Raises Unpredictable."""
-    layout, source, optimizer = point.parallel, point.source, point.optimizer or ""
-    t = tensor or layout.tp or 1
+    """What was trained. tensor: for a point with figures for several tensor-parallel sizes. Raises ValueError."""
+    layout, optimizer, stated = point.parallel, point.optimizer or "", point.activation_checkpointing or "none"
+    t, pipeline, zero, offload = tensor or layout.tp or 1, layout.pp or 1, layout.zero_stage or 0, layout.offload or ""
     require(isinstance(t, int), f"its tensor-parallel size is not one number: '{t}'")
     micro_batch = require(point.micro_batch, "the micro-batch size is not stated")
     precision = require(precision_of(point), f"the precision {point.precision} is not known")
+    again = require(re.match("none|full|selective", stated.lower()), f"the recomputation {stated} is not known")
+    require(not offload or re.search("optimizer|parameters", offload), f"the offload {offload} is not known")
     architecture = architecture_of(point, t)
-    pipeline, offload = layout.pp or 1, layout.offload or ""
-    data = layout.dp or (point.hardware.count or 0) // (t * pipeline) or 1
-    heads, groups, ffn = architecture.heads, architecture.kv_heads, architecture.ffn
-    require(heads % groups == 0, f"its {heads} attention heads do not divide into {groups} query groups")
+    heads, ffn, stacks = architecture.heads, architecture.ffn, architecture.layers
+    require(heads % architecture.kv_heads == 0, f"its {heads} attention heads do not divide into its query groups")
     require(heads % t == ffn % t == 0, f"its {heads} heads and {ffn} FFN columns do not divide over {t} GPUs")
-    stacks = architecture.layers
     require(pipeline <= stacks, f"its pipeline has {pipeline} stages, more than its {stacks} layers")
+    data = layout.dp or (point.hardware.count or 0) // (t * pipeline) or 1
     batch = point.global_batch or point.global_batch_inferred or micro_batch * data
     fills = batch % (micro_batch * data) == 0
     require(fills, f"{data} micro-batches of {micro_batch} do not divide its batch of {batch}")
     distributed = bool(re.search(DISTRIBUTED, optimizer.lower()))
-    divided = distributed or (layout.zero_stage or 0) > 0
-    require(layout.dp or point.hardware.count or not divided, "over how many GPUs its states are divided is not stated")
-    stated = point.activation_checkpointing
-    again = re.match("none|full|selective", (stated or "none").lower())
-    require(again, f"the recomputation {stated} is not known: none, full or selective")
+    ranks = layout.dp or point.hardware.count or not (distributed or zero)
+    require(ranks, "over how many GPUs its states are divided is not stated")
     layers = max(architecture.encoder_layers, architecture.decoder_layers) // pipeline
     chunk = layout.layers_per_virtual_stage
-    divides = not chunk or (chunk <= layers and layers % chunk == 0)
+    divides = not chunk or (layers and layers % chunk == 0)
     require(divides, f"{layers} layers of a stage are not a multiple of {chunk}")
-    require(not offload or re.search("optimizer|parameters", offload), f"the offload {offload} is not known")
     # Megatron-LM's tests of T5 add up gradients in the kernel, those of GPT and BERT do not (model_config.yaml). Since
     # the second half of 2025 get_dummy_wgrad (core/tensor_parallel/layers.py) keeps what stands for a gradient.
-    fused = source.repo == "NVIDIA/Megatron-LM" and architecture.family == "t5"
+    fused = point.source.repo == "NVIDIA/Megatron-LM" and architecture.family == "t5"
     states = optimizer_states(optimizer)
     return Job(
         architecture=architecture,
@@ -201,14 +193,14 @@ def job_of(point: Point, tensor: int | None = None) -> Job:
         ),
         micro_batch=micro_batch,
         global_batch=batch,
-        zero=Zero(0 if distributed else layout.zero_stage or 0, "optimizer" in offload, "parameters" in offload),
+        zero=Zero(0 if distributed else zero, "optimizer" in offload, "parameters" in offload),
         distributed_optimizer=distributed,
         precision=precision,
         recompute=again[0],
         attention=_attention(point),
         dropout=DROPOUT if point.dropout is None else point.dropout,
         engine=software(point) or "megatron-core",
-        dummy_gradients=fused and (source.date or "") >= "2025-08",
+        dummy_gradients=fused and (point.source.date or "") >= "2025-08",
         moments=ADAM if states is None else states,
     )  # fmt: skip
 

@@ -17,11 +17,11 @@ from tabulate import tabulate
 from t5bench import Problem
 from t5bench.model.job import Architecture, Job, Parallel, Zero, beyond_native
 from t5bench.model.machine import DEVICES, GIB, Machine
-from t5bench.model.prediction import Prediction
+from t5bench.model.prediction import Prediction, machine_of
 from t5bench.plan.forecast import job_of
 from t5bench.plan.launchers import ALONE, ask
-from t5bench.predict.command import add_machine, device_for, machine, vocabulary_of
-from t5bench.predict.layout import check_ranks
+from t5bench.predict.command import add_machine, device_for, vocabulary_of
+from t5bench.predict.layout import at_least
 from t5bench.record.plan import ROLES, Plan
 
 TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the all-reduces of every layer cross the network
@@ -47,11 +47,11 @@ class Candidate(Prediction):
 
     @cached_property
     def seconds(self) -> float:
-        return self.time.total if self.fits and self.time else inf
+        return self.time.total if self.fits else inf
 
     @property
     def limit(self) -> str:
-        return self.time.limit if self.fits and self.time else "memory"
+        return self.time.limit if self.fits else "memory"
 
     @cached_property
     def kind(self) -> str:
@@ -91,22 +91,22 @@ class Candidate(Prediction):
             "RECOMPUTE": job.recompute.replace("none", ""),
             "ENGINE": job.engine.replace("megatron", ""),
         }  # fmt: skip
-        settings = {name: value for name, value in own.items() if value} | {
-            name: shlex.quote(value) for name, value in self.given.items() if name not in own
-        }
-        words = " ".join(f"{name}={value}" for name, value in settings.items())
+        settings = {name: value for name, value in own.items() if value}
+        settings |= {name: value for name, value in self.given.items() if name not in own}
+        words = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in settings.items())
         place = " <master-host> <node-rank>" * (nodes > 1)
         return f"{words} bash scripts/run_megatron_t5_{strategy}.sh{place}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpus", required=True, help="numbers of GPUs, separated by commas: 8,64,512,4096")
+    whole, gpus = at_least(1), "numbers of GPUs, separated by commas: 8,64,512,4096"
+    parser.add_argument("--gpus", required=True, help=gpus)
     add_machine(parser)
     parser.add_argument("--model", help="tiny, small, base or large; the launchers' settings also apply")
-    parser.add_argument("--per-node", type=int, default=8, help="GPUs of a node (default: %(default)s)")
-    parser.add_argument("--global-batch", type=int, default=0, help="samples (default: 512, or as many as GPUs)")
-    parser.add_argument("--tp", type=int, help="only this tensor-parallel size (default: 1, 2, 4 and 8)")
-    parser.add_argument("--top", type=int, default=8, help="rows of the first table (default: %(default)s)")
+    parser.add_argument("--per-node", type=whole, default=8, help="GPUs of a node (default: %(default)s)")
+    parser.add_argument("--global-batch", type=whole, help="samples (default: 512, or as many as GPUs)")
+    parser.add_argument("--tp", type=whole, help="only this tensor-parallel size (default: 1, 2, 4 and 8)")
+    parser.add_argument("--top", type=whole, default=8, help="rows of the first table (default: %(default)s)")
     parser.add_argument("--picture", type=Path, help="memory against time, as .svg, .png or .pdf")
 
 
@@ -115,21 +115,17 @@ def run(args: argparse.Namespace) -> int:
     sizes = [int(size) for size in args.gpus.split(",") if size.isdecimal() and int(size)]
     if len(sizes) < len(args.gpus.split(",")):
         raise Problem(f"--gpus must be numbers of GPUs, found '{args.gpus}'", "For example: --gpus 8,64,512")
-    if min(args.per_node, args.top, 1 if args.tp is None else args.tp) < 1 or args.global_batch < 0:
-        raise Problem("--per-node, --global-batch, --tp and --top must be more than 0")
     if not args.device:
         raise Problem("--device is missing", f"Choose from: {' '.join(DEVICES)}")
     device, (plan, *others) = device_for(None, args.device), planned(args)
-    plain, chosen = job_of(plan, vocabulary_of(plan, args.vocabulary)), given(plan)
-    zeros = [Zero.of_config(other.ds_config) for other in others]
+    plain, zeros = job_of(plan, vocabulary_of(plan, args.vocabulary)), [Zero.of_config(one.ds_config) for one in others]
     found = {}
     for size in sizes:
-        check_ranks(size)
         per_node = min(args.per_node, size)
         if size % per_node:
             raise Problem(f"{size} GPUs do not fill nodes of {args.per_node}", "Set --per-node")
-        on = machine(args, device, per_node)
-        found[size] = search(plain, zeros, size, on, args.global_batch or max(512, size), args.tp, chosen)
+        on = machine_of(device, args.link, per_node, args.latency * 1e-6)
+        found[size] = search(plain, zeros, size, on, args.global_batch or max(512, size), args.tp, given(plan))
     if args.json:
         print(json.dumps({size: _json(candidates) for size, candidates in found.items()}, indent=2))
     else:
@@ -194,20 +190,17 @@ def search(
     if plain.engine == "native":
         candidates = [entry for entry in candidates if not entry.missing]
     if not candidates:
-        model = plain.architecture
-        asked = f" with TP={tensor}" if tensor else ""
+        asked, model = f" with TP={tensor}" if tensor else "", plain.architecture
+        sizes = f"TP must divide the GPUs, {model.heads} heads and {model.ffn} FFN columns"
         raise Problem(
             f"no layout of {gpus} GPUs{asked} divides the model and a global batch of {batch}",
-            f"TP must divide the GPUs, {model.heads} heads and {model.ffn} FFN columns, the data-parallel size the"
-            " batch (--global-batch)",
+            f"{sizes}, the data-parallel size the batch (--global-batch)",
         )
-    if not any(entry.fits for entry in candidates):
-        least = min(candidates, key=lambda entry: entry.memory_bytes)
-        raise Problem(
-            f"the model does not fit on {gpus} x {on.device.name}: even {least.title} takes"
-            f" {least.memory_bytes / GIB:.1f} GiB of {on.device.memory / GIB:.0f}",
-            "Use more GPUs, or ones with more memory",
-        )
+    least = min(candidates, key=lambda entry: entry.memory_bytes)
+    if not least.fits:
+        takes = f"{least.title} takes {least.memory_bytes / GIB:.1f} GiB of {on.device.memory / GIB:.0f}"
+        problem = f"the model does not fit on {gpus} x {on.device.name}: even {takes}"
+        raise Problem(problem, "Use more GPUs, or ones with more memory")
     return sorted(candidates, key=lambda entry: (entry.seconds, entry.memory_bytes))
 
 
@@ -232,7 +225,7 @@ def losers(candidates: Sequence[Candidate]) -> Iterator[tuple[str, str]]:
 
 def _loss(best: Candidate, winner: Candidate) -> str:
     """Why a layout is not the winner: what of its iteration takes longer by the most."""
-    if not best.fits or not best.time or not winner.time:
+    if not best.fits:
         return f"does not fit: at least {best.memory_bytes / GIB:.1f} GiB"
     more = {name: seconds - winner.time.parts[name] for name, seconds in best.time.parts.items()}
     part = max(more, key=lambda name: more[name])
@@ -262,7 +255,7 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
 
 
 def draw(found: Mapping[int, Sequence[Candidate]], path: Path, memory: int) -> None:
-    """A panel for each number of GPUs. Raises Problem for a file that cannot be written."""
+    """A panel for each number of GPUs. Raises Problem for another kind of file."""
     from matplotlib.figure import Figure
 
     def places(entries: Iterable[Candidate]) -> Iterator[tuple[float, ...]]:
@@ -279,9 +272,8 @@ def draw(found: Mapping[int, Sequence[Candidate]], path: Path, memory: int) -> N
         axes.legend(fontsize="x-small")
     try:
         figure.savefig(path)
-    except (OSError, ValueError) as error:
-        remedy = "Give a .svg, .png or .pdf in a directory"
-        raise Problem(f"cannot write the picture {path}: {error}", remedy) from error
+    except ValueError as error:
+        raise Problem(f"cannot write the picture {path}: {error}", "Give a .svg, .png or .pdf") from error
 
 
 def _json(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
