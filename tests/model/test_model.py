@@ -15,7 +15,7 @@ from native.parallel import Axis, Layout
 from native.trainers import TorchTrainer
 from t5bench.model import flops
 from t5bench.model.job import Architecture, Job, Parallel, Zero, padded
-from t5bench.model.machine import DEVICES, device_of, peak_tflops
+from t5bench.model.machine import device_of, peak_tflops
 from t5bench.model.memory import (
     MIB,
     activation_bytes,
@@ -27,7 +27,6 @@ from t5bench.model.memory import (
     slack,
 )
 from t5bench.model.parameters import parameters, stage_of
-from t5bench.model.time import stage_seconds
 
 LARGE = Architecture(24, 24, 1024, 16, 64, 2816, 512, 128, 32128)
 ODD = Architecture(2, 4, 48, 8, 8, 80, 40, 56, 256)  # heads narrower than the hidden size, a decoder that is longer
@@ -131,22 +130,6 @@ def test_states(fields, states, cpu):
     assert sum(host.values()) == 1000 * cpu
 
 
-def test_what_megatrons_iteration_leaves():
-    """A later stage's inputs with their gradients, unless there is one micro-batch, and fp16's copy of gradients."""
-    job = Job(LARGE, Parallel(data=4, pipeline=2, split_rank=1), 2, 16, engine="megatron-core")
-    inputs = 2 * 1024 * 1024 * 2  # of the encoder's 2 x 512 tokens, in bf16
-    first, second = (memory_of(job, stage) for stage in (0, 1))
-    assert [first.leftover["inputs of stages"], second.leftover["inputs of stages"]] == [0, inputs]
-    assert second.allocated == sum(second.states.values()) + inputs
-    assert second.components["inputs of stages"] == inputs
-    assert memory_of(job.on(pipeline=4, split_rank=2), 3).leftover["inputs of stages"] == 2 * (1024 + 256) * 1024 * 2
-    assert not memory_of(replace(job, global_batch=8), 1).components.get("inputs of stages")
-    halves = replace(job, precision="fp16", parallel=Parallel(data=4))
-    assert memory_of(halves).leftover["fp32 gradients"] == 4 * parameters(LARGE)
-    assert memory_of(replace(halves, distributed_optimizer=True)).leftover["fp32 gradients"] == parameters(LARGE)
-    assert not memory_of(replace(halves, engine="native")).leftover
-
-
 def test_buffers_of_deepspeeds_pipeline():
     """Outputs but in the last stage, inputs but in the first; under tensor parallelism slices of outputs alone."""
     gpt = replace(LARGE, encoder_layers=0, encoder_length=0, decoder_length=512, family="gpt")
@@ -157,35 +140,6 @@ def test_buffers_of_deepspeeds_pipeline():
     found = [activation_bytes(job.on(tensor=2), stage)["pipeline's buffers"] for stage in range(3)]
     assert found == [3 * each / 2, 2 * each / 2, 0]
     assert not activation_bytes(job.on(deepspeed=False), 1)["pipeline's buffers"]
-
-
-def test_masks_and_shared_keys_that_software_keeps():
-    """Transformer Engine keeps masks of padding, not causal ones; Galvatron copies the keys that heads share."""
-    plain = Job(LARGE, attention="unfused", engine="transformer-engine", dropout=0)
-    less = replace(plain, engine="megatron-core")
-    assert layer_bytes(plain) - layer_bytes(less) == 512 * 512
-    assert layer_bytes(plain, decoder=True) - layer_bytes(less, decoder=True) == 128 * 512
-    galvatron = Job(replace(LARGE, kv_heads=4, gated=True), attention="flash", engine="galvatron", dropout=0)
-    less = replace(galvatron, engine="megatron-core")
-    assert layer_bytes(galvatron) - layer_bytes(less) == 512 * 2 * (2 * (1024 - 256) + 2816)
-
-
-FLASH, FUSED = {"attention": "flash"}, {"attention": "fused"}
-RATIOS = [  # of a decoder's forward pass on a device, with samples of this length: more than, less than
-    ("h100", 1 << 20, FLASH, FUSED, 1.98, 2.02),  # FlashAttention-2 reaches half as much of Hopper's peak
-    ("a100", 1 << 20, FLASH, FUSED, 0.98, 1.02),
-    ("h100", 1 << 20, FUSED | {"precision": "fp8"}, FUSED, 0.9, 1.1),  # attention decides, which is computed in bf16
-    ("h100", 512, FUSED | {"precision": "fp8"}, FUSED, 0.65, 0.85),
-    ("v100", 512, {}, {"precision": "fp32"}, 0.5, 1),  # without tensor cores for bf16
-    ("v100", 512, {}, {"precision": "fp16"}, 2, 8),
-]
-
-
-@pytest.mark.parametrize(("device", "length", "first", "second", "least", "most"), RATIOS)
-def test_rates_of_kernels_and_precisions(device, length, first, second, least, most):
-    decoder = replace(LARGE, encoder_layers=0, decoder_length=length)
-    found, other = (stage_seconds(Job(decoder, **each), DEVICES[device], 0)[0].gpu for each in (first, second))
-    assert least < found / other < most
 
 
 def test_activations_of_a_layer():

@@ -1,9 +1,9 @@
-"""Published measurements against the model: the targets, what is damaged, and how sources' words are read."""
+"""Published measurements against the model: its errors, what is damaged, and how sources' words are read."""
 
 import json
 from functools import cache
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 import msgspec
@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from t5bench import Problem
 from t5bench.__main__ import main
 from t5bench.model.machine import DEVICES
-from t5bench.model.memory import layer_bytes
 from t5bench.predict import check, published
 
 FILE, MORE = (
@@ -37,21 +36,23 @@ def megatron_core(**fields: Any) -> published.Point:
     return msgspec.structs.replace(point, **fields)
 
 
-# Of the absolute errors, where 0.01 is 1 %: how many figures at least, mean, median, worst.
-TARGETS = [
-    (FILE, "memory", 18, 0.015, 0.02, 0.05), (FILE, "peak", 24, 0.02, 0.02, 0.05),
-    (FILE, "states", 4, 0.01, 0.01, 0.01), (FILE, "activation", 31, 0.03, 0.03, 0.08),
-    (FILE, "ratio", 14, 0.10, 0.06, 0.26), (MORE, "memory", 155, 0.015, 0.02, 0.36),
-    (MORE, "peak", 160, 0.02, 0.02, 0.37), (MORE, "activation", 170, 0.03, 0.03, 0.45),
-    (MORE, "ratio", 340, 0.10, 0.06, 0.34),
+# How many figures, and mean and largest absolute error, where 0.01 is 1 %: every term of the model that any point needs
+# is in one of them. Look at what a change does to them; docs/prediction.md has the same figures.
+ERRORS = [
+    (FILE, "memory", 18, 0.002091, 0.0050), (MORE, "memory", 155, 0.009070, 0.3488),
+    (FILE, "peak", 24, 0.010576, 0.0461), (MORE, "peak", 162, 0.013038, 0.3604),
+    (FILE, "states", 4, 0.004878, 0.0097), (FILE, "bound", 4, 0.0, 0.0),
+    (FILE, "activation", 31, 0.018617, 0.0666), (MORE, "activation", 175, 0.020208, 0.4395),
+    (FILE, "ratio", 14, 0.052856, 0.2417), (MORE, "ratio", 346, 0.044137, 0.3340),
+    (FILE, "throughput", 41, 0.339640, 3.4358), (MORE, "throughput", 281, 0.170522, 2.2360),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("file", "use", "count", "bounds"), [(a, b, c, rest) for a, b, c, *rest in TARGETS])
-def test_the_targets_are_met(file: Path, use: str, count: int, bounds: list[float]):
+@pytest.mark.parametrize(("file", "use", "count", "average", "worst"), ERRORS)
+def test_errors_on_published_points(file: Path, use: str, count: int, average: float, worst: float):
     errors = [abs(row.error) for row in compared(file) if isinstance(row, check.Comparison) and row.use == use]
-    assert len(errors) >= count
-    assert all(found <= bound for found, bound in zip((mean(errors), median(errors), max(errors)), bounds, strict=True))
+    assert len(errors) == count
+    assert (mean(errors), max(errors)) == (pytest.approx(average, abs=1e-6), pytest.approx(worst, abs=1e-4))
 
 
 def test_every_point_is_compared_or_has_a_reason_and_no_rule_names_one():
@@ -203,11 +204,3 @@ def test_models_as_sources_describe_them():
 )  # fmt: skip
 def test_states_of_optimizers_as_sources_call_them(called: str, states: tuple[int, ...] | None):
     assert published.optimizer_states(called) == states
-    assert published.job_of(megatron_core(optimizer=called)).moments == (published.ADAM if states is None else states)
-
-
-def test_softmax_that_megatron_does_not_fuse():
-    fused, kernel = published.job_of(megatron_core()), megatron_core().attention_kernel
-    unfused = published.job_of(megatron_core(attention_kernel=f"{kernel}, --no-masked-softmax-fusion"))
-    scores = fused.architecture.heads * fused.tokens(False) * fused.architecture.encoder_length / fused.parallel.tensor
-    assert layer_bytes(unfused) - layer_bytes(fused) == 2 * scores  # kept in fp32, not in 16 bits
