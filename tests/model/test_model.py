@@ -51,40 +51,35 @@ def test_a_rank_has_the_parameters_that_the_native_engine_builds(architecture, t
         assert built == parameters(architecture, Parallel(tensor, pipeline), stage)
 
 
-SHAPE = {"num_layers": 3, "d_model": 48, "num_heads": 6, "d_kv": 8, "d_ff": 80, "vocab_size": 256}
+SHAPE = {"num_layers": 3, "num_decoder_layers": 2, "d_model": 48, "num_heads": 6, "d_kv": 8, "d_ff": 80}
+BART = {"d_model": 48, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 6, "encoder_ffn_dim": 80}
+BART |= {"decoder_attention_heads": 6, "decoder_ffn_dim": 80, "max_position_embeddings": 60}
+BERT = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "intermediate_size": 80}
 FAMILIES = {
-    "t5 v1.1": (
-        "T5ForConditionalGeneration", transformers.T5Config(
-            **SHAPE, num_decoder_layers=2, feed_forward_proj="gated-gelu", tie_word_embeddings=False
-        ),
+    "T5ForConditionalGeneration": (
+        transformers.T5Config(**SHAPE, vocab_size=256, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
         {"gated": True, "tied": False, "positions": "relative", "biases": False, "head_bias": False, "norm": "rms"},
     ),
-    "bart": (
-        "BartForConditionalGeneration", transformers.BartConfig(
-            vocab_size=256, d_model=48, encoder_layers=3, decoder_layers=2, encoder_attention_heads=6,
-            decoder_attention_heads=6, encoder_ffn_dim=80, decoder_ffn_dim=80, max_position_embeddings=60,
-        ),
+    "BartForConditionalGeneration": (
+        transformers.BartConfig(**BART, vocab_size=256),
         {"family": "bart", "position_rows": 60, "head_bias": False, "final_norm": False},
     ),
-    "bert": (
-        "BertForPreTraining", transformers.BertConfig(
-            vocab_size=256, hidden_size=48, num_hidden_layers=3, num_attention_heads=6, intermediate_size=80,
-            max_position_embeddings=60,
-        ),
+    "BertForPreTraining": (
+        transformers.BertConfig(**BERT, vocab_size=256, max_position_embeddings=60),
         {"family": "bert", "decoder_layers": 0, "position_rows": 60},
     ),
-    "gpt": (
-        "GPT2LMHeadModel", transformers.GPT2Config(vocab_size=256, n_embd=48, n_layer=2, n_head=6, n_inner=80),
+    "GPT2LMHeadModel": (
+        transformers.GPT2Config(vocab_size=256, n_embd=48, n_layer=2, n_head=6, n_inner=80),
         {"family": "gpt", "encoder_layers": 0, "position_rows": 1024, "head_bias": False},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_other_families_have_the_parameters_of_hugging_faces_models(name):
-    kind, config, fields = FAMILIES[name]
+    config, fields = FAMILIES[name]
     with torch.device("meta"):
-        model = getattr(transformers, kind)(config)
+        model = getattr(transformers, name)(config)
     plain = Architecture(3, 2, 48, 6, 8, 80, 40, 56, 256)
     assert parameters(replace(plain, **fields)) == sum(parameter.numel() for parameter in model.parameters())
 
@@ -98,8 +93,6 @@ def test_sizes_by_hand():
     assert [(*part[:2], part.embedding) for part in stages] == [
         (24, 0, True), (0, 8, True), (0, 8, False), (0, 8, False),
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="cannot begin its decoder at stage 4"):
-        parameters(LARGE, Parallel(pipeline=4, split_rank=4))
 
 
 def test_multiply_adds_by_hand():
@@ -133,13 +126,9 @@ def test_states(fields, states, cpu):
 def test_buffers_of_deepspeeds_pipeline():
     """Outputs but in the last stage, inputs but in the first; under tensor parallelism slices of outputs alone."""
     gpt = replace(LARGE, encoder_layers=0, encoder_length=0, decoder_length=512, family="gpt")
-    job = Job(gpt, Parallel(pipeline=3, deepspeed=True), zero=Zero(1), global_batch=8, micro_batch=2)
-    each = 2 * 512 * 1024 * 2
-    found = [activation_bytes(job, stage)["pipeline's buffers"] for stage in range(3)]
-    assert found == [3 * each, 2 * 2 * each, each]
-    found = [activation_bytes(job.on(tensor=2), stage)["pipeline's buffers"] for stage in range(3)]
-    assert found == [3 * each / 2, 2 * each / 2, 0]
-    assert not activation_bytes(job.on(deepspeed=False), 1)["pipeline's buffers"]
+    job, each = Job(gpt, Parallel(pipeline=3, deepspeed=True), zero=Zero(1), global_batch=8, micro_batch=2), 1 << 21
+    for tensor, expected in ((1, [3 * each, 2 * 2 * each, each]), (2, [3 * each / 2, 2 * each / 2, 0])):
+        assert [activation_bytes(job.on(tensor=tensor), at)["pipeline's buffers"] for at in range(3)] == expected
 
 
 def test_activations_of_a_layer():
@@ -149,14 +138,10 @@ def test_activations_of_a_layer():
     cross = 9 * m * h + 4 * n * h + 5 * a * m * 512 + 8 * m
     assert layer_bytes(job) == encoder
     assert layer_bytes(job, decoder=True) == 18 * m * h + 4 * m * f + 5 * a * 128 * m + 2 * 8 * m + cross
-    assert layer_bytes(replace(job, recompute="full")) == 2 * n * h
-    assert encoder - layer_bytes(replace(job, recompute="selective")) == 5 * a * 512 * n
     again = [activation_bytes(replace(job, recompute=way))["recomputed layer"] for way in ("full", "selective")]
     assert again == [encoder, 5 * a * 512 * n], "of the larger stack's layer"
-    assert encoder - layer_bytes(replace(job, attention="flash")) == 5 * a * 512 * n - 4 * a * n
     halves = layer_bytes(job.on(tensor=2)), layer_bytes(job.on(tensor=2, sequence_parallel=True))
-    assert halves[1] == encoder / 2
-    assert 2 * halves[0] - encoder == 10 * n * h + 2 * 8 * n
+    assert (2 * halves[0] - encoder, halves[1]) == (10 * n * h + 2 * 8 * n, encoder / 2)
     assert layer_bytes(replace(job, dropout=0.0)) == encoder - 2 * n * h - 3 * a * 512 * n
     assert logits_bytes(job)[0] == 10 * m * 32128
 
@@ -166,9 +151,6 @@ def test_micro_batches_in_flight():
     assert [in_flight(job, stage) for stage in range(4)] == [4, 3, 2, 1]
     assert [in_flight(job.on(virtual_stages=3), stage) for stage in (0, 3)] == [2 * 3 + 2 * 4 + 1, 2 * 4 + 1]
     assert in_flight(replace(job, global_batch=2), 0) == 2
-    two = activation_bytes(Job(LARGE, Parallel(pipeline=2), global_batch=16))
-    assert two["encoder"] == 2 * 24 * layer_bytes(job)
-    assert two["decoder"] == 0
 
 
 def test_what_the_allocator_adds():

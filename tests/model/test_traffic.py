@@ -111,14 +111,9 @@ def test_a_run_calibrates_all_others():
         time.calibrated(TWO_NODES, SLOW, 0.1)
 
 
-def test_a_slow_link_decides_the_order():
-    """The reference model's order at 10 Gbit/s (pipeline first, ZeRO-2, ZeRO-3 and offload last)."""
-    jobs = {"pp": TWO_NODES.on(data=1, pipeline=2), "zero1": replace(TWO_NODES, zero=Zero(1)), "ddp": TWO_NODES,
-            "tp": TWO_NODES.on(data=1, tensor=2), "zero2": replace(TWO_NODES, zero=Zero(2))}  # fmt: skip
-    totals = [time.iteration(job, SLOW).total for job in jobs.values()]
-    assert totals == sorted(totals)
+def test_communication_is_hidden_behind_computing():
+    """At most as long as it computes, though gathers and gradients share a backward pass; DDP in the native engine."""
     zero3 = time.iteration(replace(TWO_NODES, zero=Zero(3, overlap=True, reuse_distance=0)), SLOW)
-    assert zero3.hidden <= zero3.computing + zero3.host  # gathers and gradients share a backward pass
+    assert 0 < zero3.hidden <= zero3.computing + zero3.host
     hidden = time.iteration(replace(TWO_NODES, engine="native"), SLOW)
-    assert hidden.hidden > 0
-    assert hidden.total < totals[2]
+    assert hidden.hidden > 0 and hidden.total < time.iteration(TWO_NODES, SLOW).total

@@ -67,16 +67,25 @@ def test_bad_input_is_answered_with_a_problem(capsys: pytest.CaptureFixture[str]
     assert (status, found in error) == (2, True), error
 
 
+# GiB in use on the fullest GPU, seconds of an iteration, MB that both nodes send in one.
+COSTS = {
+    "ddp": (12.733, 2.573, 4903.988), "zero1": (9.294, 2.261, 3677.991), "zero2": (8.723, 9.971, 20841.950),
+    "zero3": (8.557, 10.261, 20853.408), "zero3_offload": (3.989, 11.026, 20853.408),
+    "pipeline": (7.742, 0.668, 300.941), "tensor": (6.877, 3.483, 5329.027), "hybrid": (4.331, 0.756, 338.690),
+}  # fmt: skip
+
+
 def test_all_strategies_are_predicted_for_other_hosts(capsys: pytest.CaptureFixture[str], monkeypatch):
     """The benchmark's model on its two nodes."""
     monkeypatch.setenv("HOSTS", "elsewhere-0 elsewhere-1")
     status, shown, _ = t5bench(capsys, "predict", "--device", RTX_5000_ADA, "--json")
-    rows = {row["strategy"]: row for row in json.loads(shown)["rows"]}
-    assert (status, json.loads(shown)["refused"]) == (0, {})
-    assert rows.keys() == {"ddp", "zero1", "zero2", "zero3", "zero3_offload", "pipeline", "tensor", "hybrid"}
+    answer = json.loads(shown)
+    rows = {row["strategy"]: row for row in answer["rows"]}
+    assert (status, answer["refused"], rows.keys()) == (0, {}, COSTS.keys())
+    for name, row in rows.items():
+        found = row["memory"]["in_use"] / 2**30, row["seconds"]["total"], sum(row["bytes_sent_by_node"]) / 1e6
+        assert found == pytest.approx(COSTS[name], abs=6e-4), name
     assert rows["ddp"]["parameters"] == [612_998_528]
-    assert rows["ddp"]["bytes_sent_by_node"] == pytest.approx([4 * 612_998_528] * 2, rel=1e-6)
-    assert rows["zero2"]["limit"] == "communication"
 
 
 def test_measured_values_are_shown_too(capsys: pytest.CaptureFixture[str], tmp_path: Path):
@@ -108,9 +117,8 @@ def test_measured_values_are_shown_too(capsys: pytest.CaptureFixture[str], tmp_p
 def test_a_batch_that_grew_until_the_end_is_predicted(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     grows = {"GLOBAL_BATCH_SIZE": "32", "RAMPUP_BATCH_SIZE": "8 8 319", "TRAIN_ITERS": "10"}
     run = make_run(tmp_path / "ddp", settings=LARGE | grows, elapsed_ms=[9000.0] * 25, padded_vocab_size=32128)
-    (found,) = json.loads(t5bench(capsys, "predict", run, "--calibrate", run, "--json")[1])["rows"]
+    (found,) = json.loads(t5bench(capsys, "predict", run, "--json")[1])["rows"]
     assert found["job"]["global_batch"] == 24 and found["micro_batches"] == 12
-    assert found["measured"]["seconds"] == pytest.approx([9.0, 9.0])
 
 
 def test_a_comparison_on_known_gpus_needs_no_run_to_predict_times(tmp_path: Path):

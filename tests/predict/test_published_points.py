@@ -76,25 +76,20 @@ RATED = {"use": ["ratio"], "measured": {"samples_per_second": 1.0}}
     [
         ({"micro_batch": "four"}, "is invalid and left out: Expected `int | null`, got `str` - at `$.micro_batch`", 1),
         ({"measured": {"peak_memory_allocated_bytes": 0}}, "Expected `float` > 0.0 - at `$.measured.peak_memory_", 1),
-        ({"measured": {"encoder_layer_activation_mb": {"²": 5}}}, "is invalid and left out: ", 1),
         ({"humidity": 3}, "the field humidity is unknown and ignored", 0),
         ({"model": GPT | {"colour": 3}}, "the field model.colour is unknown and ignored", 0),
         ({"use": ["memory", "speed"]}, "the use speed is unknown and ignored", 0),
         ({"micro_batch": None}, "the micro-batch size is not stated", 0),
-        ({"precision": "int4"}, "the precision int4 is not known", 0),
         ({"source": {"url": "https://example.org"}}, "it is not known what https://example.org keeps in memory", 0),
         ({"activation_checkpointing": "yes"}, "the recomputation yes is not known", 0),
         ({"attention_kernel": "xformers"}, "the attention kernel xformers is not known", 0),
         ({"optimizer": "Muon"}, "the states of the optimizer Muon are not known", 0),
-        ({"parallel": {"layers_per_virtual_stage": 5}}, "layers of a stage are not a multiple of 5", 0),
         ({"parallel": {"pp": 99}}, "its pipeline has 99 stages, more than its 24 layers", 0),
         ({"parallel": {"dp": 10**9}, "hardware": {}, "global_batch": None, **RATED}, "GPUs are more than 100000", 0),
         ({"parallel": {"tp": 3}}, "do not divide over 3 GPUs", 0),
-        ({"parallel": {"tp": "2"}}, "its tensor-parallel size is not one number: '2'", 0),
         ({"micro_batch": 5, "global_batch": 7}, "micro-batches of 5 do not divide its batch of 7", 0),
         ({"model": GPT | {"activation": "swiglu"}, "source": PROFILES}, "the FFN size of a gated model is not", 0),
         ({"precision": "FP8", "hardware": {"gpu": "A100"}, "parallel": {"dp": 1}, **RATED}, "no GPU that has it", 0),
-        ({"hardware": {"count": 16}, "parallel": {"dp": 16}, **RATED}, "the nodes of its 16 GPUs are not stated", 0),
         ({"parallel": {"zero_stage": 3, "offload": "NVMe"}}, "the offload NVMe is not known", 0),
         ({"parallel": {"zero_stage": 1}, "hardware": {"gpu": "A100"}}, "over how many GPUs its states are divided", 0),
         ({"parallel": {"dp": 8, "zero_stage": 3}}, "what Megatron-LM's own FSDP keeps in memory is not known", 0),
@@ -134,9 +129,7 @@ def test_no_damaged_point_ends_in_an_exception(tmp_path_factory, point: dict[str
     part[name] = data.draw(ANYTHING)
     path = tmp_path_factory.getbasetemp() / "damaged.json"
     path.write_text(json.dumps([point]))
-    points, invalid, _ = published.read(path)
-    assert len(points) + len(invalid) == 1
-    check.compare_all(points)
+    check.compare_all(published.read(path)[0])
 
 
 @pytest.mark.parametrize(
