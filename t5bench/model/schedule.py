@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Slot:
-    """A stage's work on one micro-batch. way: "F" or "B". chunk: the stage's model chunk. Times are in seconds."""
+    """A stage's work on one micro-batch. Times are in seconds."""
 
     stage: int
-    way: str
+    way: str  # "F" or "B"
     micro_batch: int
-    chunk: int
+    chunk: int  # the stage's model chunk
     start: float
     end: float
 

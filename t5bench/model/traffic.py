@@ -164,14 +164,13 @@ def _pipeline(job: Job, stage: int) -> Iterator[Row]:
             length = a.encoder_length + a.decoder_length if both else a.encoder_length or a.decoder_length
             count = m * parallel.virtual_stages
             yield Row("activations", "pipeline", kind, count, length * token, when, "computing")
-    begin = {parallel.decoder_stage} if a.cross_attention else set()
-    if a.tied and stage in {0, last} | begin:
+    part = stage_of(a, parallel, stage)
+    if a.tied and (part.embedding or part.head):
         # In fp32; DeepSpeed's pipeline engine reduces the parameter's own gradient (runtime/pipe/engine.py).
         word = a.padded_vocabulary // parallel.tensor * a.hidden * (job.element if parallel.deepspeed else 4)
         yield Row("tied embedding", "embedding", "all-reduce", 1, word, "after backward")
-    if a.cross_attention and a.positions == "learned" and stage in {0} | begin:
-        table = a.position_rows * a.hidden * 4
-        yield Row("positions", "position", "all-reduce", 1, table, "after backward")
+    if a.cross_attention and a.positions == "learned" and part.embedding:
+        yield Row("positions", "position", "all-reduce", 1, a.position_rows * a.hidden * 4, "after backward")
 
 
 def groups(parallel: Parallel, encoder_decoder: bool = True) -> dict[str, list[tuple[int, ...]]]:

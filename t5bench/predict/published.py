@@ -110,7 +110,7 @@ MULTIPLE = 128  # of Megatron's padding
 
 
 def software(point: Point) -> str:
-    """t5bench/model/software.py's name for the software that was measured; "" for other software."""
+    """The name in t5bench/model/job.py's SOFTWARE of the software that was measured; "" for other software."""
     repository, kernel = point.source.repo or "", point.attention_kernel or ""
     if repository == "NVIDIA/Megatron-LM":
         if not kernel or "Transformer Engine" in kernel:

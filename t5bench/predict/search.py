@@ -37,9 +37,9 @@ ZERO = ("zero1", "zero2", "zero3", "zero3_offload")
 
 @dataclass(frozen=True)
 class Candidate(Prediction):
-    """A layout with its prediction; seconds are infinite if it does not fit. given: settings that are asked for."""
+    """A layout with its prediction; seconds are infinite if it does not fit."""
 
-    given: Mapping[str, str] = field(default_factory=dict)
+    given: Mapping[str, str] = field(default_factory=dict)  # settings that are asked for
 
     @cached_property
     def fits(self) -> bool:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from t5bench import Problem
 from t5bench.__main__ import main
-from t5bench.model.machine import DEVICES
+from t5bench.model.job import Job
 from t5bench.predict import check, published
 
 FILE, MORE = (
@@ -132,68 +132,58 @@ def test_no_damaged_point_ends_in_an_exception(tmp_path_factory, point: dict[str
     check.compare_all(published.read(path)[0])
 
 
-@pytest.mark.parametrize(
-    ("called", "name"),
-    [
-        ("NVIDIA A100-SXM4-40GB", "a100-40"), ("A100 80GB (400 W)", "a100"), ("8 H100s", "h100"), ("GH200", "gh200"),
-        ("DGX-1 V100 16 GB", "v100-16"), ("RTX 5000 Ada", "rtx5000-ada"), ("GB200", None), ("A10G", None),
-        ("nvidia_a100-sxm4-80gb", "a100"), ("RTX 4090 Laptop GPU", None), ("A100 80GB, MIG 3g.40gb", None),
-    ],
-)  # fmt: skip
-def test_gpus_as_sources_call_them(called: str, name: str | None):
-    assert published.device_of(megatron_core(hardware=published.Hardware(gpu=called))) == DEVICES.get(name)
+def job_with(**fields: Any) -> Job:
+    return published.job_of(megatron_core(**fields))
 
 
-@pytest.mark.parametrize(
-    ("field", "called", "read"),
-    [
-        *(("precision", each, "bf16") for each in ("torch.bfloat16", "mixed bf16", "BF16 (no FP8)")),
-        *(("precision", each, "fp16") for each in ("mixed precision (fp16)", "AMP (fp16, O1)", "half")),
-        ("precision", "bf16+fp8", "fp8"), ("precision", "MXFP8", "fp8"), ("precision", "float32", "fp32"),
-        *(("attention_kernel", each, "fused") for each in ("cuDNN flash attention", "scaled_dot_product_attention")),
-        ("attention_kernel", "flash attention 2", "flash"), ("attention_kernel", "eager, no flash", "unfused"),
-        ("attention_kernel", "Transformer Engine", "fused"),
-        ("optimizer", "mcore_distributed_optim", True), ("optimizer", "use_distributed_optimizer: False", False),
-        ("optimizer", "Adam, distributed data parallel", False), ("optimizer", "no distributed optimizer", False),
-    ],
-)  # fmt: skip
-def test_settings_as_sources_call_them(field: str, called: str, read: str | bool):
-    name = {"attention_kernel": "attention", "optimizer": "distributed_optimizer"}.get(field, field)
-    assert getattr(published.job_of(megatron_core(**{field: called})), name) == read
+def gpu_named(text: str) -> str | None:
+    device = published.device_of(megatron_core(hardware=published.Hardware(gpu=text)))
+    return device and device.name
 
 
-@pytest.mark.parametrize(
-    ("text", "per_gpu"),  # of eight
-    [
-        ("InfiniBand 100 Gb/sec (4X EDR); NVLink in node", 12.5), ("HDR InfiniBand, 8 x 200 Gb/s per node", 200),
-        ("2x100GbE", 25), ("10 Gigabit Ethernet", 1.25), ("RDMA, 400 Gb/s per GPU", 400),
-        ("2 x 100 Gb/s Ethernet, usable 120 Gb/s", 15), ("4 Omni-Path links of 100 Gb/s per node", 50),
-        ("NVLink of 4800 Gb/s in node", 200),
-    ],
-)  # fmt: skip
-def test_networks_as_sources_call_them(text: str, per_gpu: float):
+def gigabits_between_nodes_of_eight(text: str) -> float:
     point = megatron_core(hardware=published.Hardware(gpu="A100", count=16, nodes=2, interconnect=text))
-    assert published.machine_of(point).between.bandwidth == per_gpu * 8e9 / 8
+    return published.machine_of(point).between.bandwidth * 8 / 1e9
 
 
-def test_models_as_sources_describe_them():
-    for called, gated in (("gated-gelu", True), ("SiLU", True), ("SwiGLU", True), ("relu (not gated)", False)):
-        model = msgspec.structs.replace(megatron_core().model, gated=None, activation=called)
-        assert published.job_of(megatron_core(model=model)).architecture.gated == gated
-    plain = msgspec.structs.replace(megatron_core().model, architecture="GPT", encoder_layers=0, decoder_layers=2)
-    first, second = (
-        published.job_of(megatron_core(model=plain, lengths=published.Lengths(**each)))
-        for each in ({"encoder": 2048}, {"decoder": 2048})
-    )
-    assert first == second  # one stack has one length, whatever it is called
+def is_gated(text: str) -> bool:
+    model = msgspec.structs.replace(megatron_core().model, gated=None, activation=text)
+    return job_with(model=model).architecture.gated
 
 
-@pytest.mark.parametrize(
-    ("called", "states"),
-    [
-        ("", (4, 4)), ("decoupled AdamW, fp32 shards", (4, 4)), ("LAMB", (4, 4)), ("SGD", ()), ("Adafactor", ()),
-        ("SGD with momentum 0.9", (4,)), ("8-bit Adam (bitsandbytes)", (1, 1)), ("Muon", None), ("4-bit AdamW", None),
-    ],
-)  # fmt: skip
-def test_states_of_optimizers_as_sources_call_them(called: str, states: tuple[int, ...] | None):
-    assert published.optimizer_states(called) == states
+def is_distributed(text: str) -> bool:
+    return job_with(optimizer=text).distributed_optimizer
+
+
+WORDS = [  # how sources' words are read
+    (gpu_named, {"NVIDIA A100-SXM4-40GB": "a100-40", "A100 80GB (400 W)": "a100", "8 H100s": "h100", "GH200": "gh200",
+                 "DGX-1 V100 16 GB": "v100-16", "RTX 5000 Ada": "rtx5000-ada", "GB200": None, "A10G": None,
+                 "nvidia_a100-sxm4-80gb": "a100", "RTX 4090 Laptop GPU": None, "A100 80GB, MIG 3g.40gb": None}),
+    (lambda text: job_with(precision=text).precision,
+     {"torch.bfloat16": "bf16", "BF16 (no FP8)": "bf16", "mixed precision (fp16)": "fp16", "AMP (fp16, O1)": "fp16",
+      "half": "fp16", "bf16+fp8": "fp8", "MXFP8": "fp8", "float32": "fp32"}),
+    (lambda text: job_with(attention_kernel=text).attention,
+     {"cuDNN flash attention": "fused", "scaled_dot_product_attention": "fused", "flash attention 2": "flash",
+      "eager, no flash": "unfused", "Transformer Engine": "fused"}),
+    (is_distributed, {"mcore_distributed_optim": True, "use_distributed_optimizer: False": False,
+                      "Adam, distributed data parallel": False, "no distributed optimizer": False}),
+    (published.optimizer_states,
+     {"": (4, 4), "decoupled AdamW, fp32 shards": (4, 4), "LAMB": (4, 4), "SGD": (), "Adafactor": (), "Muon": None,
+      "SGD with momentum 0.9": (4,), "8-bit Adam (bitsandbytes)": (1, 1), "4-bit AdamW": None}),
+    (gigabits_between_nodes_of_eight,
+     {"InfiniBand 100 Gb/sec (4X EDR); NVLink in node": 100, "HDR InfiniBand, 8 x 200 Gb/s per node": 1600,
+      "2x100GbE": 200, "10 Gigabit Ethernet": 10, "RDMA, 400 Gb/s per GPU": 3200, "NVLink of 4800 Gb/s in node": 1600,
+      "2 x 100 Gb/s Ethernet, usable 120 Gb/s": 120, "4 Omni-Path links of 100 Gb/s per node": 400}),
+    (is_gated, {"gelu": False, "gated-gelu": True, "SiLU": True, "SwiGLU": True, "relu (not gated)": False}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("read", "text", "found"), [(read, *pair) for read, all_ in WORDS for pair in all_.items()])
+def test_sources_words(read, text: str, found: object):
+    assert read(text) == found
+
+
+def test_one_stack_has_one_length_whatever_it_is_called():
+    model = msgspec.structs.replace(megatron_core().model, architecture="GPT", encoder_layers=0, decoder_layers=2)
+    lengths = published.Lengths(encoder=2048), published.Lengths(decoder=2048)
+    assert job_with(model=model, lengths=lengths[0]) == job_with(model=model, lengths=lengths[1])
