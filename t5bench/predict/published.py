@@ -236,14 +236,13 @@ def precision_of(point: Point) -> str:
     """A key of model.job.BYTES; "" if the point states none, or one that the model does not have."""
     named = point.precision.lower()
     found = {name: place.start() for word, name in PRECISIONS.items() if (place := re.search(word, named))}
-    known = "" if re.search(OTHER_PRECISIONS, named) else min(found, key=lambda name: found[name], default="")
-    return "fp8" if known and "fp8" in found else known
+    if re.search(OTHER_PRECISIONS, named):
+        return ""
+    return "fp8" if "fp8" in found else min(found, key=found.__getitem__, default="")
 
 
-KERNELS = {
-    "unfused": "unfused", "cudnn": "fused", r"(?<!no )(?<!without )flash": "flash", "fused": "fused",
-    "sdpa|scaled_dot": "fused",
-}  # fmt: skip
+KERNELS = {"unfused": "unfused", "cudnn": "fused", r"(?<!no )(?<!without )flash": "flash"}
+KERNELS["fused|sdpa|scaled_dot"] = "fused"
 
 
 def _attention(point: Point) -> str:
@@ -305,8 +304,7 @@ def machine_of(point: Point) -> Machine:
     require(not fp8 or (hardware.gpu and device.fp8), "fp8 is stated, but no GPU that has it")
     require(hardware.nodes or (hardware.count or 1) <= 8, f"the nodes of its {hardware.count} GPUs are not stated")
     require((hardware.count or nodes) % nodes == 0, f"its {hardware.count} GPUs do not fill {nodes} nodes")
-    found = hardware.gpu or interconnect or nodes == 1
-    require(found, "neither the GPU nor what joins its nodes is stated")
+    require(hardware.gpu or interconnect or nodes == 1, "neither the GPU nor what joins its nodes is stated")
     per_node = max(1, (hardware.count or 1) // nodes)
     between = _gigabits(interconnect, per_node) / 8 or BETWEEN.get(device.name, OTHER_BETWEEN)
     return Machine(device, Link(device.nvlink or device.pcie, 5e-6), Link(between * GB, 15e-6), per_node)
