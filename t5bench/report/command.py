@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import shutil
 import sys
 import time
@@ -29,14 +28,10 @@ DEFAULT_RUNS, PAGE = "outputs", "index.html"
 WIDTH_ELSEWHERE = 120  # characters of a line, for a file or a pipe when COLUMNS is unset
 
 
-def _rounded(content: Any) -> Any:
-    return json.loads(json.dumps(content, allow_nan=False), parse_float=lambda text: tables.rounded(float(text)))
-
-
 FORMATS = {
     "markdown": tables.markdown,
     "csv": tables.as_csv,
-    "json": lambda comparison: json.dumps(_rounded(comparison.to_json()), indent=2) + "\n",
+    "json": lambda comparison: json.dumps(tables.rounded(comparison.to_json()), indent=2) + "\n",
 }
 
 
@@ -52,9 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """What every command over a comparison takes: the runs, and how to compare them."""
-    parser.add_argument(
-        "runs", nargs="*", metavar="RUN", help=f"a run directory, or one that contains some (default: {DEFAULT_RUNS})"
-    )
+    runs = f"a run directory, or one that contains some (default: {DEFAULT_RUNS})"
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=runs)
     parser.add_argument("--baseline", default="ddp", metavar="STRATEGY", help="baseline (default: %(default)s)")
     allow = "allow runs to differ in this, and mark the rows that do"
     parser.add_argument("--allow", action="append", default=[], metavar="NAME", help=allow)
@@ -90,28 +84,27 @@ def load_runs(directories: Sequence[Path], from_log: bool = False) -> tuple[list
 def comparison_of(runs: Sequence[records.Run], damaged: Sequence[str], *how: Any) -> Comparison:
     """how: what `build` takes besides runs. A record that nobody wrote may lack what no reader foresees: without it."""
     try:
-        comparison = build(runs, *how)
-        tables.caption(comparison)
+        comparison = _captioned(runs, *how)
     except UNFORESEEN as error:
         if isinstance(error, Problem) and not isinstance(error, RecordError):
             raise
-        fit, reasons = list[records.Run](), list[str]()
+        fit, damaged = list[records.Run](), list(damaged)
         for run in runs:
-            if why := unfit(run) or unfit(*fit[:1], run):
-                reasons.append(f"the run in {run.directory} is damaged and left out: {why}")
-            else:
+            try:  # with itself, then with the first of the others
+                _captioned([*fit[:1], run], fit[0].strategy if fit else run.strategy)
                 fit.append(run)
-        damaged, comparison = [*damaged, *reasons], build(fit, *how)
+            except UNFORESEEN as wrong:
+                why = str(wrong) if isinstance(wrong, Problem) else repr(wrong)
+                damaged.append(f"the run in {run.directory} is damaged and left out: {why}")
+        comparison = build(fit, *how)
     return replace(comparison, problems=[*damaged, *comparison.problems])
 
 
-def unfit(*runs: records.Run) -> str:
-    """Why the last of these cannot even be compared with itself and the others; "" if it can."""
-    try:
-        tables.caption(build(runs, runs[0].strategy))
-    except UNFORESEEN as error:
-        return str(error) if isinstance(error, Problem) else repr(error)
-    return ""
+def _captioned(runs: Sequence[records.Run], *how: Any) -> Comparison:
+    """A comparison of which the caption too can be written."""
+    comparison = build(runs, *how)
+    tables.caption(comparison)
+    return comparison
 
 
 def run_directories(places: Sequence[str]) -> list[Path]:
@@ -127,22 +120,17 @@ def run_directories(places: Sequence[str]) -> list[Path]:
                 "A launcher leaves its run in OUTPUT_DIR, outputs/<strategy> when unset",
             )
         directories |= {directory.resolve(): directory for directory in found}
-    if strange := [directory for directory in directories.values() if re.search("[\ud800-\udfff]", str(directory))]:
-        raise Problem(f"{visible(str(strange[0]))} is no name in UTF-8, which every table needs", "Rename it")
     return list(directories.values())
 
 
 def find_runs(directory: Path, depth: int = DEEPEST) -> Iterator[Path]:
     """The run directories in here, in the order of their paths; what lies within a run is not looked at."""
-    try:
-        is_run, paths = records.looks_like_run(directory), sorted(directory.iterdir())
-    except OSError:  # what it holds is not known, and is not to be missed in silence
-        is_run, paths = True, []
-    if is_run:
+    if records.looks_like_run(directory):
         yield directory
-    for path in paths if depth and not is_run else ():
-        if path.is_dir() and not path.name.startswith("."):
-            yield from find_runs(path, depth - 1)
+    elif depth:
+        for path in sorted(directory.iterdir()):
+            if path.is_dir() and not path.name.startswith("."):
+                yield from find_runs(path, depth - 1)
 
 
 def sweep_root(directories: Sequence[Path]) -> Path:

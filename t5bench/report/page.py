@@ -3,9 +3,7 @@
 import json
 import re
 import shlex
-from bisect import bisect_left
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -122,15 +120,11 @@ def render(comparison: Comparison) -> str:
     """The page, with figures of as many rows as MOST_BYTES has room for."""
     rows = best(rows_of(comparison), MOST_EXPLAINED)
     explained = [(name, row, text, why(row.run)) for name, row in rows.items() if (text := limits(row))]
-
-    @cache
-    def page(number: int) -> str:
-        return _render(comparison, explained, *MOST_ROWS[number])
-
-    def fits(number: int) -> bool:
-        return len(page(number).encode()) < MOST_BYTES
-
-    return page(0) if fits(0) else page(1 + bisect_left(range(1, len(MOST_ROWS) - 1), True, key=fits))
+    for most in MOST_ROWS:
+        page = _render(comparison, explained, *most)
+        if len(page.encode()) < MOST_BYTES:
+            break
+    return page
 
 
 def _render(comparison: Comparison, explained: list, most: int, most_of_large: int) -> str:
@@ -147,9 +141,7 @@ def _render(comparison: Comparison, explained: list, most: int, most_of_large: i
         about[name] = {"strategy": row.strategy, "processes": row.run.world_size, "engine": row.run.engine}
     for name, (colour, dashes) in looks.items():
         about[name] |= {"colour": colour, "dashes": [3 * length for length in dashes]}
-    whole = msgspec.json.encode({"rows": about, "figures": figures})
-    rounding = msgspec.json.Decoder(float_hook=lambda text: tables.rounded(float(text), DIGITS))
-    data = msgspec.json.encode(rounding.decode(whole)).decode()
+    data = tables.rounded(msgspec.to_builtins({"rows": about, "figures": figures}), DIGITS)
     days = sorted({run.record["started"][:10] for run in comparison.runs})
     return environment.get_template("page.html.j2").render(
         comparison=comparison,
@@ -170,7 +162,7 @@ def _render(comparison: Comparison, explained: list, most: int, most_of_large: i
         paper=[part for of in (statistics, interval, repeats) for part in re.split(r"\n\n|\n(?=- )", of.__doc__ or "")],
         # The only texts that are not escaped: matplotlib escaped what it drew, and these are scripts and their data.
         figures=list(zip(figures, map(Markup, drawings(looks, figures)), strict=True)),
-        data=Markup(data.replace("<", "\\u003c")),
+        data=Markup(msgspec.json.encode(data).decode().replace("<", "\\u003c")),
         scripts=[Markup((HERE / name).read_text()) for name in SCRIPTS],
         drawn=[len(drawn), min(most_of_large, len(drawn))],
         limits=explained,

@@ -301,8 +301,13 @@ def markdown(comparison: Comparison) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def rounded(value: Any, digits: int = DIGITS) -> Any:
-    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+def rounded(content: Any, digits: int = DIGITS) -> Any:
+    """With this many significant digits of every float, also of those in dictionaries, lists and tuples."""
+    if isinstance(content, dict):
+        return {key: rounded(value, digits) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [rounded(value, digits) for value in content]
+    return float(f"{content:.{digits}g}") if isinstance(content, float) else content
 
 
 def data(comparison: Comparison) -> list[dict[str, Any]]:
