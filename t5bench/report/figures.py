@@ -2,8 +2,8 @@
 
 import bisect
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -93,18 +93,16 @@ def rows_of(comparison: Comparison) -> dict[str, Row]:
 
 def best(rows: Rows, most: int) -> dict[str, Row]:
     """As many rows as this: of each strategy and number of processes the baseline and then the fastest."""
-    seen: Counter[tuple[str, int]] = Counter()
-    places = {}
-    for name in sorted(rows, key=lambda name: (not rows[name].is_baseline, -_rate(rows[name]))):
-        kind = rows[name].strategy, rows[name].run.world_size
-        places[name] = seen[kind]
-        seen[kind] += 1
-    kept = sorted(places, key=places.__getitem__)[:most]
+
+    def order(name: str) -> tuple[bool, float]:
+        rate = rows[name].samples_per_second
+        return not rows[name].is_baseline, -rate.median if rate else 0.0
+
+    kinds: dict[tuple[str, int], list[str]] = {}
+    for name in sorted(rows, key=order):
+        kinds.setdefault((rows[name].strategy, rows[name].run.world_size), []).append(name)
+    kept = [name for of_a_place in zip_longest(*kinds.values()) for name in of_a_place if name][:most]
     return {name: row for name, row in rows.items() if name in kept}
-
-
-def _rate(row: Row) -> float:
-    return row.samples_per_second.median if row.samples_per_second else 0.0
 
 
 def all_figures(comparison: Comparison, rows: Rows, most: int) -> list[Figure]:
@@ -296,8 +294,8 @@ def _apart(run: Run, base: Run) -> Points:
 
 
 def _loss(rows: Rows, base: str) -> Figure:
-    curves = {name: series(row.run, "lm_loss") for name, row in rows.items() if row.complete}
-    curves = {name: points for name, points in curves.items() if points}
+    complete = {name: row.run for name, row in rows.items() if row.complete}
+    curves = {name: points for name, run in complete.items() if (points := series(run, "lm_loss"))}
     bases = {rows[name].run.world_size: rows[name].run for name in curves if rows[name].is_baseline}
     apart = {
         name: _apart(rows[name].run, bases.get(rows[name].run.world_size) or next(iter(bases.values())))

@@ -10,9 +10,10 @@ import shlex
 import signal
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import wandb
 
 from t5bench import Problem
 from t5bench.compare.comparable import differing
@@ -23,11 +24,6 @@ from t5bench.report import tables
 from t5bench.report.command import PAGE, add_run_arguments, compare, default_output
 from t5bench.report.drawing import styles
 from t5bench.report.figures import INK, Points, series, thin
-
-try:
-    import wandb
-except ImportError as error:
-    raise Problem(f"W&B is not installed: {error}", "Run: pip install -r requirements.txt") from error
 
 JOB_TYPE = "comparison"
 UPLOAD_SECONDS = 60
@@ -68,20 +64,20 @@ def configuration(comparison: Comparison) -> dict[str, Any]:
     def settings(run: Run) -> dict[str, str]:
         return {name: setting.value for name, setting in run.plan.settings.items()}
 
-    different, first = differing(settings, comparison.runs), settings(comparison.runs[0])
+    different = differing(settings, comparison.runs)
     return {name: value for name, value in comparison.to_json().items() if name != "groups"} | {
         "caption": tables.caption(comparison),
         "not a measurement on GPUs": comparison.not_of_gpus,
         "runs": [str(run.directory) for run in comparison.runs],
-        "settings": {name: value for name, value in first.items() if name not in different},
+        "settings": {name: v for name, v in settings(comparison.runs[0]).items() if name not in different},
     }
 
 
 def curves(comparison: Comparison, name: str) -> dict[str, Points]:
     """By row the numbers of the first of its repeats, as many as a chart has room for."""
     rows = tables.named_rows(comparison)
-    found = {title: thin(series(row.run, name), CHART_ROWS // len(rows) - 1) for title, row in rows}
-    return {title: points for title, points in found.items() if points}
+    most = CHART_ROWS // len(rows) - 1
+    return {title: thin(points, most) for title, row in rows if (points := series(row.run, name))}
 
 
 def charts(comparison: Comparison, table: wandb.Table) -> dict[str, Any]:
@@ -91,15 +87,15 @@ def charts(comparison: Comparison, table: wandb.Table) -> dict[str, Any]:
     for title, name in LINES.items():
         if lines := curves(comparison, name):
             xs, ys = ([[point[axis] for point in points] for points in lines.values()] for axis in (0, 1))
-            line = wandb.plot.line_series(xs, ys, list(lines), title + remark, "iteration")
-            drawn[f"{title} against iteration"] = line
+            chart = wandb.plot.line_series(xs, ys, list(lines), title + remark, "iteration")
+            drawn[f"{title} against iteration"] = chart
     for title, fields in BARS.items():
         bars = wandb.Table(columns=["name", title])
         for name, measured, *predicted in zip(*map(table.get_column, ("name", *fields)), strict=True):
-            found = [(name, measured), *((f"{name}, predicted", value) for value in predicted)]
-            for pair in found if measured is not None else ():
-                if pair[1] is not None:
-                    bars.add_data(*pair)
+            if measured is not None:
+                bars.add_data(name, measured)
+            if predicted and None not in (measured, *predicted):
+                bars.add_data(f"{name}, predicted", *predicted)
         if bars.data:
             drawn[f"{title} by strategy"] = wandb.plot.bar(bars, "name", title, title + remark)
     return drawn
@@ -152,11 +148,11 @@ def workspace(comparison: Comparison, entity: str, project: str, group: str) -> 
 
 def save_workspace(comparison: Comparison, project: str, group: str) -> str:
     """Makes that view; what is to be said of it."""
-    if not find_spec("wandb_workspaces"):
-        return "no workspace was created for the group: that needs pip install wandb-workspaces"
     try:
         entity = os.environ.get("WANDB_ENTITY") or wandb.Api().default_entity
         return f"workspace: {workspace(comparison, entity, project, group).save().url}"
+    except ImportError:
+        return "no workspace was created for the group: that needs pip install wandb-workspaces"
     except Exception as error:  # wandb and its transports raise without a common base; the comparison is there
         return f"the group's workspace could not be created: {error}"
 
@@ -182,8 +178,7 @@ def place_of(comparison: Comparison, arguments: argparse.Namespace) -> tuple[str
         for name in ("WANDB_PROJECT", "WANDB_RUN_GROUP")
     )
     if not arguments.project and len(projects) != 1:
-        found = ", ".join(projects) or "none"
-        raise Problem(f"the runs name {len(projects)} W&B projects: {found}", "Choose one: --project P")
+        raise Problem(f"the runs name the W&B projects: {', '.join(projects) or 'none'}", "Choose one: --project P")
     place = arguments.comparison or default_output(arguments.runs, comparison.runs)
     if arguments.comparison and not place.is_dir():
         remedy = f"Make it: python -m t5bench compare --output {shlex.quote(str(place))}"
