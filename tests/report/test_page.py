@@ -1,6 +1,5 @@
 """The page in a real browser: with and without JavaScript, light and dark, narrow and wide, with keys and for axe."""
 
-import functools
 import gzip
 import hashlib
 import html
@@ -10,15 +9,11 @@ import math
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import matplotlib.image
-import msgspec
-import numpy as np
 import pytest
 from harness import REPO_ROOT, STRATEGIES
 from made_runs import LARGE, RTX_5000_ADA, make_run, seal
@@ -30,8 +25,7 @@ from t5bench.plan.launchers import ask
 from t5bench.record.files import write_json
 from t5bench.record.plan import Plan
 from t5bench.record.records import load
-from t5bench.report.drawing import drawings
-from t5bench.report.figures import COLOUR_OF, Figure, all_figures, rows_of
+from t5bench.report.figures import COLOUR_OF, all_figures, rows_of
 from t5bench.report.page import SCRIPTS, command
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -74,21 +68,15 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return (place / "comparison" / "index.html").read_text()
 
 
-def chromium(place: Path, *options: str, budget: Sequence[str] = ("--virtual-time-budget=20000",)) -> str:
-    """What it prints about page.html in this place."""
-    fixed = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-    fixed += [f"--user-data-dir={place / 'profile'}", *budget]
-    words = [BROWSER, *fixed, *options, (place / "page.html").as_uri()]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout
-
-
 def browse(page: str, tmp_path: Path, script: str, *options: str) -> Any:
     """What a script returns that runs once the page is complete."""
     script = f"document.title = JSON.stringify(await (async () => {{{script}}})())"
     ready = f"<script>onload = () => setTimeout(async () => {{{script}}}, 500)</script></body>"
     (tmp_path / "page.html").write_text(page.replace("</body>", ready))
-    tall = "--window-size=800,30000"  # so that all figures are drawn
-    shown = chromium(tmp_path, "--dump-dom", tall, *options)
+    words = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--virtual-time-budget=20000"]
+    words += ["--disable-background-networking", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", *options]
+    words += ["--window-size=800,30000", (tmp_path / "page.html").as_uri()]  # so tall that all figures are drawn
+    shown = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout
     return json.loads(html.unescape(re.search("<title>(.*?)</title>", shown, re.DOTALL)[1]))
 
 
@@ -132,26 +120,9 @@ def test_choosing_sorting_finding_and_copying(page: str, tmp_path: Path):
     assert 32 <= found["longest"] < 100, "samples/s, of which the bars have at most 32"
 
 
-def answered_after(page: str, place: Path) -> float:
-    """Seconds of CPU time of the page's thread until it has sorted its table: this machine may be busy."""
-    sorts = """<script>setTimeout(() => {
-        document.querySelector(".rows thead button").click()
-        document.body.offsetHeight
-        performance.mark("answered")
-    })</script></body>"""
-    (place / "page.html").write_text(page.replace("</body>", sorts))
-    options = ["--trace-startup=toplevel,blink.user_timing", "--trace-startup-format=json", "--timeout=20000"]
-    chromium(place, *options, f"--trace-startup-file={place / 'trace.json'}", "--dump-dom", budget=())
-    events = json.loads((place / "trace.json").read_text())["traceEvents"]
-    end = next(event for event in events if event["name"] == "answered")
-    tasks = [event for event in events if event["name"].endswith("RunTask") and event["ts"] < end["ts"]]
-    return sum(task.get("tdur", 0) for task in tasks if (task["pid"], task["tid"]) == (end["pid"], end["tid"])) / 1e6
-
-
-@needs_browser
 @pytest.mark.slow
-def test_two_hundred_profiled_runs(tmp_path: Path, capsys: pytest.CaptureFixture):
-    """The page stays small, says what it leaves out, and answers soon."""
+def test_two_hundred_profiled_runs(tmp_path: Path):
+    """The page stays small, and says what it leaves out."""
     kinds = itertools.product(
         ("megatron", "native"), ("none", "selective", "full"), ("auto", "on", "off"), ("default", "fp32")
     )
@@ -166,12 +137,8 @@ def test_two_hundred_profiled_runs(tmp_path: Path, capsys: pytest.CaptureFixture
             seal(place)
     assert main(["compare", str(tmp_path / "runs"), "--allow", "engine"]) == 0
     page = (tmp_path / "runs" / "comparison" / "index.html").read_text()
-    seconds = answered_after(page, tmp_path)
-    with capsys.disabled():
-        print(f"\n200 profiled runs: {len(page.encode()):,} bytes, sorted after {seconds:.2f} s of CPU time")
     assert len(page.encode()) < 900_000 and page.count("<tbody data-row=") == 200
     assert "The table has all 200 rows. To keep this page small, " in page
-    assert 0.05 < seconds < 2
 
 
 @needs_browser
@@ -296,52 +263,3 @@ def test_the_embedded_library_is_as_it_was_published():
     content = (REPO_ROOT / "t5bench" / "report" / SCRIPTS[0]).read_bytes()
     assert hashlib.sha256(content).hexdigest() == "48444a82d4edcb5bec0f1965faacdde18d9c17db3063d042abada2f705c9f54a"
     assert b"MIT" in (REPO_ROOT / "t5bench" / "report" / "vendor" / "chart-LICENSE.md").read_bytes()
-
-
-# ---- as it looks -----------------------------------------------------------------------------------------------------
-
-EXAMPLE = (REPO_ROOT / "docs" / "example" / "index.html").read_text()
-WIDTHS = (390, 1280, 2560)
-
-
-@functools.cache
-def of_today(page: str) -> str:
-    """The page with the content that it has, and today's style, drawings and scripts."""
-    rooms = REPO_ROOT / "t5bench" / "report"
-    data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
-    looks = {name: (row["colour"], [length / 3 for length in row["dashes"]]) for name, row in data["rows"].items()}
-    style = re.search("<style>.*?</style>", (rooms / "page.html.j2").read_text(), re.DOTALL)[0]
-    scripts = [f"<script>{(rooms / name).read_text()}</script>" for name in SCRIPTS]
-    parts = iter([style, *drawings(looks, msgspec.convert(data["figures"], list[Figure])), *scripts])
-    return re.sub("<style>.*?</style>|<svg.*?</svg>|<script>.*?</script>", lambda _: next(parts), page, flags=re.DOTALL)
-
-
-def picture(page: str, place: Path, *options: str) -> np.ndarray:
-    """[height, width, 4], 0 to 1: from a telephone to a large screen and as a sheet of paper; dark, in one width."""
-    printed = page.replace("@media print", "@media all").replace("@media screen", "@media not all")
-    frames = [(width, html.escape(page)) for width in WIDTHS] + [(794, html.escape(printed))]
-    frames = frames[1:2] if DARK in options else frames
-    content = "".join(f'<iframe width={width} height=8000 srcdoc="{text}"></iframe>' for width, text in frames)
-    place.mkdir()
-    (place / "page.html").write_text(f"<!doctype html><body style='display: flex'>{content}</body>")
-    size = ["--window-size=5200,8000", "--force-device-scale-factor=0.5", "--hide-scrollbars"]
-    chromium(place, *size, f"--screenshot={place / 'page.png'}", *options)
-    return matplotlib.image.imread(place / "page.png")
-
-
-@needs_browser
-@pytest.mark.parametrize("options", [(), (DARK,)], ids=["light", "dark"])
-def test_the_page_looks_as_the_example_does(tmp_path: Path, options: tuple[str, ...]):
-    """Pictures differ from machine to machine, by their fonts. So the same browser draws the reference too: the example
-    as it was committed. Its content stays, so that this is about style, drawings and scripts alone."""
-    for attempt in range(3):  # on a busy machine the browser may leave out what it has not drawn yet
-        shown, expected = (
-            picture(page, tmp_path / f"{name}{attempt}", *options)
-            for name, page in (("today", of_today(EXAMPLE)), ("then", EXAMPLE))
-        )
-        differ = (np.abs(shown - expected) > 0.1).any(axis=-1).mean()
-        if differ < 0.0002:
-            break
-    remedy = f"compare the pictures in {tmp_path}; if it is meant, make the example anew (docs/make_example.sh)"
-    assert differ < 0.0002, f"{differ:.1%} of the page looks different: {remedy}"
-    assert expected.std() > 0.05

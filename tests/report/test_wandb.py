@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -100,38 +99,32 @@ def test_a_comparison_is_a_separate_run_in_the_runs_group(sweep: Path, capsys: p
     assert config["settings"]["GLOBAL_BATCH_SIZE"] == "16"
     assert "NPROC_PER_NODE" not in config["settings"], "it differs between the runs"
     assert "zero1 had the highest throughput" in shown["notes"]
-    assert any("describe these runs only" in note for note in config["notes"])
     expected = {
         "sound": True,
         "zero1/samples per second": 200.0,  # 16 in 80 ms
-        "zero1/elapsed time per iteration": 80.0,
         "zero1/throughput relative to the baseline": 1.25,
         "zero1/peak memory MiB": 250,
-        "ddp (2 processes)/samples per second": 160.0,
         "ddp (4 processes)/samples per second": 320.0,
         "hybrid/throughput relative to the baseline": 0.25,  # of the ddp with as many processes
         "hybrid/status": "complete",
     }
     assert {name: summary[name] for name in expected} == expected
     assert "zero1/MFU" not in summary, "a CPU has none"
-
     rows = {row["name"]: row for row in table(place, "comparison")}
     labels = ["ddp (2 processes)", "zero1", "ddp (4 processes)", "hybrid"]
-    assert list(rows) == labels and {row["mfu"] for row in rows.values()} == {None}
-    fields = ("world_size", "ms_per_iteration", "peak_memory_mib")
-    assert [rows["hybrid"][field] for field in fields] == [4, 200.0, 403]
+    assert list(rows) == labels
+    assert [rows["hybrid"][field] for field in ("world_size", "ms_per_iteration", "mfu")] == [4, 200.0, None]
     assert logged(place, "page") == (place / "index.html").read_bytes()
     assert not entries(place, "stats") and not entries(place, "output_raw")
 
     panels = {}
     for change in entries(place, "config"):
         panels |= {k.removeprefix("_wandb.visualize."): v["panel_config"] for k, v in change["update"].items()}
-    curves = {f"{title} against iteration": title for title in ("samples per second", "lm loss")}
-    bars = {f"{title} by strategy": title for title in wandb_report.BARS}
-    del bars["bytes sent per iteration by strategy"]  # there are no samples
+    expected = {f"{title} against iteration": title for title in ("samples per second", "lm loss")}
+    expected |= {f"{title} by strategy": title for title in wandb_report.BARS}
+    del expected["bytes sent per iteration by strategy"]  # there are no samples
     titles = {key: panel["stringSettings"]["title"].removesuffix(" (CPU)") for key, panel in panels.items()}
-    assert titles == curves | bars
-    assert {panels[key]["panelDefId"] for key in bars} == {"wandb/bar/v0"}
+    assert titles == expected
     title = "elapsed time per iteration"
     times = {row["name"]: row[title] for row in table(place, f"{title} by strategy_table")}
     assert times["zero1"] == 80.0 and times["zero1, predicted"] == rows["zero1"]["ms_predicted"] > 0
@@ -140,8 +133,6 @@ def test_a_comparison_is_a_separate_run_in_the_runs_group(sweep: Path, capsys: p
     assert list(dict.fromkeys(row["lineKey"] for row in lines)) == labels
     own = [(row["step"], row["lineVal"]) for row in lines if row["lineKey"] == "zero1"]
     assert own == [(iteration, 200.0) for iteration in range(1, 31)]
-    losses = table(place, "lm loss against iteration_table")
-    assert next(row["lineVal"] for row in losses if row["lineKey"] == "hybrid") == pytest.approx(6 + 2 / 1.01)
 
 
 def test_the_workspace_of_a_group_is_as_the_page(sweep: Path):
@@ -189,9 +180,7 @@ def test_without_a_network_the_run_is_kept(sweep: Path, monkeypatch, capsys: pyt
         monkeypatch.setenv("WANDB_API_KEY", KEY)
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setattr(wandb_report, "UPLOAD_SECONDS", 2)
-        started = time.monotonic()
         assert main(["wandb", str(sweep), "--comparison", str(sweep / "comparison")]) == 1
-    assert time.monotonic() - started < 30
     captured = capsys.readouterr()
     assert "could not be uploaded: no answer within 2 s" in captured.err
     assert "wandb sync" in captured.out and KEY not in captured.out + captured.err
@@ -248,18 +237,6 @@ def test_rows_have_different_names(tmp_path: Path):
         "ddp (2 processes)", "ddp (4 processes)",
         "zero1 (FLASH_ATTENTION auto)", "zero1 (FLASH_ATTENTION auto) #2", "zero1 (FLASH_ATTENTION off)",
     ]  # fmt: skip
-
-
-def test_long_runs_are_thinned_out_to_what_a_chart_can_show(tmp_path: Path, monkeypatch):
-    spike = [100.0] * 90 + [1.0] + [100.0] * 9
-    runs = [make_run(tmp_path / "ddp", elapsed_ms=spike), make_run(tmp_path / "zero1", "zero1")]
-    comparison = build([records.load(run) for run in runs])
-    for limit, most in ((10_000, [100, 30]), (21, [10, 10]), (7, [2, 2])):
-        monkeypatch.setattr(wandb_report, "CHART_ROWS", limit)
-        found = wandb_report.curves(comparison, "samples_per_second")
-        lengths = [len(points) for points in found.values()]
-        assert lengths == most if limit == 10_000 else all(map(int.__le__, lengths, most))
-        assert (91, 16_000.0) in found["ddp"]
 
 
 # ---- the configuration of training runs ------------------------------------------------------------------------------
