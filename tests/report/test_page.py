@@ -25,7 +25,7 @@ from t5bench.plan.launchers import ask
 from t5bench.record.files import write_json
 from t5bench.record.plan import Plan
 from t5bench.record.records import load
-from t5bench.report.figures import COLOUR_OF, all_figures, rows_of
+from t5bench.report.figures import COLOUR_OF, all_figures, rows_of, thin
 from t5bench.report.page import SCRIPTS, command
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -142,27 +142,6 @@ def test_two_hundred_profiled_runs(tmp_path: Path):
 
 
 @needs_browser
-def test_the_timeline_is_replayed(page: str, tmp_path: Path):
-    """What comes after the chosen moment is not drawn; playing continues from there to the end."""
-    found = browse(
-        page, tmp_path,
-        """const canvas = [...document.querySelectorAll("canvas")].find(c => c.ariaLabel.startsWith("Timeline"))
-        const chart = Chart.getChart(canvas), context = canvas.getContext("2d"), scale = chart.currentDevicePixelRatio
-        const place = ms => [chart.scales.x.getPixelForValue(ms), chart.scales.y.getPixelForValue(0)]
-        const drawn = ms => context.getImageData(...place(ms).map(pixel => pixel * scale), 1, 1).data[3] > 0
-        const moment = document.querySelector("[type=range]"), button = moment.previousElementSibling, said = []
-        const wait = (ms) => new Promise(resolve => setTimeout(resolve, ms))
-        const half = () => Math.sign(moment.value - 200)
-        const say = () => { chart.draw(); said.push([[30, 130, 330].map(drawn), half(), button.textContent]) }
-        say(); moment.value = 200; moment.dispatchEvent(new Event("input")); say()
-        button.click(); await wait(1000); button.click(); say(); button.click(); await wait(9000); say()
-        return said""",
-    )  # fmt: skip
-    everything, half = [True] * 3, [True, True, False]
-    assert found == [[everything, 1, "play"], [half, 0, "play"], [half, 1, "play"], [everything, 1, "play"]]
-
-
-@needs_browser
 @pytest.mark.parametrize("options", [(), (DARK,)], ids=["light", "dark"])
 def test_axe_finds_no_accessibility_problem(page: str, tmp_path: Path, options: tuple[str, ...]):
     axe = gzip.decompress((Path(__file__).parent / "axe-4.10.3.min.js.gz").read_bytes()).decode()
@@ -263,3 +242,8 @@ def test_the_embedded_library_is_as_it_was_published():
     content = (REPO_ROOT / "t5bench" / "report" / SCRIPTS[0]).read_bytes()
     assert hashlib.sha256(content).hexdigest() == "48444a82d4edcb5bec0f1965faacdde18d9c17db3063d042abada2f705c9f54a"
     assert b"MIT" in (REPO_ROOT / "t5bench" / "report" / "vendor" / "chart-LICENSE.md").read_bytes()
+
+
+def test_a_line_is_thinned_out_without_losing_a_spike():
+    points = [(x, 1000.0 * (x == 91)) for x in range(100)]
+    assert (91, 1000.0) in thin(points, 10) and len(thin(points, 10)) <= 10 and thin(points, 100) == points
