@@ -109,16 +109,14 @@ def _captioned(runs: Sequence[records.Run], *how: Any) -> Comparison:
 
 def run_directories(places: Sequence[str]) -> list[Path]:
     """The directories of runs in these, or in outputs/, each once. Raises Problem."""
-    directories: dict[Path, Path] = {}
+    directories: dict[Path, Path] = {}  # by what they are without links
     for place in places or [DEFAULT_RUNS]:
         if not Path(place).is_dir():
             raise Problem(f"there is no directory {place}", "Name the directories of runs, or one that holds some")
         found = list(find_runs(Path(place)))
         if not found:
-            raise Problem(
-                f"{place} holds no run: no node0.json in it or up to {DEEPEST} levels below",
-                "A launcher leaves its run in OUTPUT_DIR, outputs/<strategy> when unset",
-            )
+            remedy = "A launcher leaves its run in OUTPUT_DIR, outputs/<strategy> when unset"
+            raise Problem(f"{place} holds no run: no node0.json in it or up to {DEEPEST} levels below", remedy)
         directories |= {directory.resolve(): directory for directory in found}
     return list(directories.values())
 
@@ -142,7 +140,7 @@ def sweep_root(directories: Sequence[Path]) -> Path:
 
 def default_output(places: Sequence[str], runs: Sequence[records.Run]) -> Path:
     """In the one directory that was named and holds the runs, else in what all their directories lie in."""
-    if len(places) <= 1 and next(find_runs(here := Path(*places or [DEFAULT_RUNS]))) != here:
+    if len(places) <= 1 and not records.looks_like_run(here := Path(*places or [DEFAULT_RUNS])):
         return here / "comparison"
     return Path(os.path.commonpath([run.directory.resolve().parent for run in runs])) / "comparison"
 
@@ -189,22 +187,19 @@ def progress(runs: Sequence[records.Run], now: float) -> tuple[str, bool]:
     return text, not left
 
 
-def watch(arguments: argparse.Namespace) -> None:
-    """Draws the table again and again until every run has ended, or someone interrupts."""
-    while True:
-        comparison = compare(arguments)
-        text, over = progress(comparison.runs, time.time())
-        clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
-        print(f"{clear}{table(comparison, arguments)}{text}", flush=True)
-        if over:
-            return
-        time.sleep(max(arguments.watch, 0.1))
+def draw(arguments: argparse.Namespace) -> bool:
+    """Draws the table of a sweep that goes on; whether every run has ended."""
+    comparison = compare(arguments)
+    text, over = progress(comparison.runs, time.time())
+    clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
+    print(f"{clear}{table(comparison, arguments)}{text}", flush=True)
+    return over
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.watch:
-        with contextlib.suppress(KeyboardInterrupt):
-            watch(arguments)
+    with contextlib.suppress(KeyboardInterrupt):
+        while arguments.watch and not draw(arguments):
+            time.sleep(max(arguments.watch, 0.1))
     comparison = compare(arguments)
     page = write(comparison, arguments.output or default_output(arguments.runs, comparison.runs))
     if arguments.format == "terminal":

@@ -136,9 +136,10 @@ def _render(comparison: Comparison, explained: list, most: int, most_of_large: i
     drawn = best(rows, most)
     figures = all_figures(comparison, drawn, most_of_large)
     looks = {name: style[row.strategy] for name, row in drawn.items()}
+    chosen_by = ("strategy", "processes", "engine")
     about: dict[str, dict[str, Any]] = {}
     for name, row in rows.items():
-        about[name] = {"strategy": row.strategy, "processes": row.run.world_size, "engine": row.run.engine}
+        about[name] = dict(zip(chosen_by, (row.strategy, row.run.world_size, row.run.engine), strict=True))
     for name, (colour, dashes) in looks.items():
         about[name] |= {"colour": colour, "dashes": [3 * length for length in dashes]}
     data = tables.rounded(msgspec.to_builtins({"rows": about, "figures": figures}), DIGITS)
@@ -147,9 +148,7 @@ def _render(comparison: Comparison, explained: list, most: int, most_of_large: i
         comparison=comparison,
         tables=tables,
         names={(row.label, row.run.directory): name for name, row in rows.items()},
-        choices={
-            key: list(dict.fromkeys(its[key] for its in about.values())) for key in ("strategy", "processes", "engine")
-        },
+        choices={key: list(dict.fromkeys(its[key] for its in about.values())) for key in chosen_by},
         columns=[column for column in columns if column.importance > MINOR],
         minor=[column for column in columns if column.importance <= MINOR],
         cell=_cell,
