@@ -55,14 +55,15 @@ def _facts(run: Run) -> dict[str, Any]:
     }
 
 
-def _cell(column: tables.Column, row: Row) -> tuple[str, str, str]:
-    """Its text, what stands small below that (an interval, or a remark in brackets), and its class."""
+def _cell(column: tables.Column, row: Row) -> tuple[str, str, str, str]:
+    """Its text, what stands small below that (an interval, or a remark in brackets), its class, and what it is sorted
+    by, where that is not its text."""
     whole = column.text(row)
-    brackets = re.search(r" [\[(]", whole)
-    text = whole[: brackets.start()] if brackets else whole
-    if text in (EQUAL, COMPLETE):
-        return text, whole[len(text) :], "yes"
-    return text, whole[len(text) :], "no" if text == DIFFERENT or column.title == "status" else ""
+    text = re.split(r" [\[(]", whole, maxsplit=1)[0]
+    bad = text == DIFFERENT or column.title == "status"
+    looks = "nothing" if text == tables.NOTHING else "yes" if text in (EQUAL, COMPLETE) else "no" * bad
+    order = next((str(tables.rounded(part, DIGITS)) for part in column.parts(row).values() if part is not None), text)
+    return text, whole[len(text) :], looks, order * (order != text)
 
 
 def command(run: Run) -> str:
@@ -78,12 +79,6 @@ def command(run: Run) -> str:
     words += ["bash", f"scripts/run_megatron_t5_{plan.strategy.name}.sh"]
     words += [shlex.quote(plan.master_address), "0"] if run.layout.nnodes > 1 else []
     return " ".join([*words, *(["--", *map(shlex.quote, plan.arguments.extra)] if plan.arguments.extra else [])])
-
-
-def _order(column: tables.Column, row: Row, text: str) -> str:
-    """What its cell is sorted by, where that is not its text."""
-    value = next((str(tables.rounded(part, DIGITS)) for part in column.parts(row).values() if part is not None), text)
-    return value if value != text else ""
 
 
 def why_slower(rows: Rows) -> list[str]:
@@ -152,7 +147,6 @@ def _render(comparison: Comparison, explained: list, most: int, most_of_large: i
         columns=[column for column in columns if column.importance > MINOR],
         minor=[column for column in columns if column.importance <= MINOR],
         cell=_cell,
-        order=_order,
         longest=LONGEST_NAME,
         command=command,
         colours={strategy: colour for strategy, (colour, _) in style.items()},
