@@ -156,7 +156,7 @@ def write(comparison: Comparison, directory: Path) -> Path:
         for suffix, text in zip(("md", "csv", "json"), FORMATS.values(), strict=True):
             (directory / f"comparison.{suffix}").write_text(text(comparison), encoding="utf-8")
         page.write_text(render(comparison), encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: the name of a run's directory
         raise Problem(f"the comparison cannot be written: {error}", "Name another place: --output DIR") from error
     return page
 
