@@ -14,6 +14,7 @@ from t5bench.record.records import Run
 from t5bench.record.text import processes
 
 NOT_GIVEN = "not given"  # an engine argument
+ENGINE_ARGUMENTS = "engine_arguments"  # what --allow calls all of them
 
 
 def gpu_names(run: Run) -> str | None:
@@ -79,6 +80,9 @@ def _line(name: str, by_value: Mapping[Any, Sequence[Run]]) -> str:
 
 def refuse(runs: Sequence[Run], baseline: str, allowed: Collection[str]) -> None:
     """Raises Problem if the runs differ where they must not. World sizes may differ if each has a baseline."""
+    known = dict.fromkeys([*(name for run in runs for name in compared(run) if name[0] != "-"), ENGINE_ARGUMENTS])
+    if unknown := [name for name in allowed if name not in known]:
+        raise Problem(f"--allow {unknown[0]} is not known", f"It may be one of: {' '.join(known)}")
     lines: dict[str, list[str]] = {}
     for name, by_value in differing(compared, runs).items():
         line = _line(name, by_value)
@@ -87,7 +91,7 @@ def refuse(runs: Sequence[Run], baseline: str, allowed: Collection[str]) -> None
             if not lacking:
                 continue
             line += f": there is no {baseline} run at {', '.join(map(processes, sorted(lacking)))}"
-        lines.setdefault("engine_arguments" if name.startswith("--") else name, []).append(line)
+        lines.setdefault(ENGINE_ARGUMENTS if name.startswith("--") else name, []).append(line)
     if names := [name for name in lines if name not in allowed]:
         found = "\n".join(line for name in names for line in lines[name])
         remedy = f"Compare runs that agree, or accept and mark the difference: --allow {' --allow '.join(names)}"

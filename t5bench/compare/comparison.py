@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
+from t5bench import Problem
 from t5bench.compare import comparable, parity
 from t5bench.compare.comparable import compared, differing, gpu_names, show
 from t5bench.compare.repeats import FEWEST_REPEATS, against_the_fastest, excludes_one, ratio
@@ -128,6 +129,8 @@ def build(
     runs: Sequence[Run], baseline: str = "ddp", allowed: Collection[str] = (), peak_tflops: float | None = None
 ) -> Comparison:
     """Compares at least one run. Raises Problem if the runs must not be compared."""
+    if peak_tflops is not None and not 0 < peak_tflops < math.inf:
+        raise Problem(f"--peak-tflops must be a positive number, found {peak_tflops}", "Give a GPU's dense TFLOP/s")
     comparable.refuse(runs, baseline, allowed)
     # The baseline first, then in the order of the launchers' ports.
     parts = sorted(group_runs(runs), key=lambda part: (part[0].strategy != baseline, part[0].plan.strategy.port))

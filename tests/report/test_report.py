@@ -233,12 +233,8 @@ def test_a_locale_without_the_dagger(tmp_path: Path):
         (["nowhere"], "there is no directory nowhere"),
         (["empty"], "holds no run"),
         (["damaged"], "node0.json cannot be read"),
-<<<<<<< HEAD
-        (["latin\udce4"], r"latin\udce4 is no name in UTF-8"),
-=======
         (["runs", "--allow", "COLOUR"], "--allow COLOUR is not known"),
         (["runs", "--peak-tflops", "-3"], "--peak-tflops must be a positive number"),
->>>>>>> 6b5c53c (Test pages, packages and W&B once each)
         (["runs", "--output", "damaged/node0.json"], "cannot be written"),
         (["runs", "other"], "GLOBAL_BATCH_SIZE: 16 (ddp); 32 (zero1)"),
     ],
