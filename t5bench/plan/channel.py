@@ -3,8 +3,7 @@
 Each side first names its run in clear text and sends a random number. The run's secret and both numbers give the key of
 this connection. Every further line begins with an HMAC-SHA256 of the sender's side, the line's number and its text, so
 nobody without the secret can pose as a node, and a line that is repeated, omitted or from another connection is
-refused. A place without a secret uses an empty one, so that anybody can speak; a subclass must then treat messages as
-advice and not act on them. A lost connection is opened again and does not end a run.
+refused. Without a secret there is no channel. A lost connection is opened again and does not end a run.
 """
 
 import contextlib
@@ -12,15 +11,18 @@ import hmac
 import os
 import secrets
 import socket
+import stat
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from t5bench.plan.secret import secret
+from t5bench import note
 from t5bench.record.plan import Plan
 from t5bench.record.text import visible_in
 
@@ -33,7 +35,35 @@ SILENT_SECONDS = 10.0
 PROOF_SECONDS = 10.0
 MOST_WAITING, MOST_OF_ADDRESS = 64, 16
 LONGEST_HELLO, LONGEST_LINE = 1 << 12, 1 << 20
-LONGEST_NAME = 300
+SECRET = "T5_RUN_SECRET"
+SECRET_REMEDY = (
+    f"Give all nodes the same secret: export {SECRET}=$(openssl rand -hex 32) on the first, and the same value on the"
+    " others; nodes with a common home directory already share one"
+)
+
+
+def run_secret(environment: Mapping[str, str]) -> bytes:
+    """T5_RUN_SECRET, else the one in the user's home directory, which is created if missing; "" if neither works."""
+    if given := environment.get(SECRET):
+        return given.encode()
+    path = Path(environment.get("HOME") or os.devnull, ".config", "t5-parallelism", "secret")
+    with contextlib.suppress(OSError):
+        if not path.exists():
+            _make_secret(path)
+        found = path.stat()
+        if found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077:
+            return path.read_bytes().strip()
+        note(f"warning: {path} is ignored because other users can read or write it: chmod 600 {path}")
+    return b""
+
+
+def _make_secret(path: Path) -> None:
+    """Several nodes may do this at once on a shared file system: one of them wins, and all read its secret."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent) as own, contextlib.suppress(FileExistsError):
+        own.write(secrets.token_hex(32) + "\n")
+        own.flush()
+        os.link(own.name, path)
 
 
 class StrangerError(ValueError):
@@ -87,28 +117,21 @@ class Place:
     def of(cls, plan: Plan, port: int) -> "Place":
         assert plan.layout
         run = f"{plan.strategy.name} with {plan.engine} at {plan.master_address}:{port}, {plan.layout}"
-        word = secret(os.environ) if plan.layout.nnodes > 1 else b""
-        return cls(plan.node, plan.layout.nnodes, plan.master_address, port, run, word)
+        secret = run_secret(os.environ) if plan.layout.nnodes > 1 else b""
+        return cls(plan.node, plan.layout.nnodes, plan.master_address, port, run, secret)
 
 
 class Connection:
     """Lines to and from one other place. Until it has proved that it is a node, it may send only little and briefly."""
 
     def __init__(self, stream: socket.socket) -> None:
-        self.stream, self.nonce, self.key = stream, secrets.token_hex(16), b""
+        self.stream, self.file, self.nonce, self.key = stream, stream.makefile("rb"), secrets.token_hex(16), b""
         self.address = str(stream.getpeername()[0]).removeprefix("::ffff:")
-        self.deadline, self.longest = time.monotonic() + PROOF_SECONDS, LONGEST_HELLO
+        self.opened, self.longest = time.monotonic(), LONGEST_HELLO
         self.sent = self.received = 0
-
-    def prove(self, place: Place, greeting: _Greeting) -> None:
-        nonces = (self.nonce, greeting.nonce) if place.node == 0 else (greeting.nonce, self.nonce)
-        self.key = hmac.digest(place.secret, "\n".join((place.run, *nonces)).encode(), "sha256")
 
     def proof(self, is_from_node_0: bool, number: int, body: bytes) -> bytes:
         return hmac.digest(self.key, b"%d %d " % (is_from_node_0, number) + body, "sha256").hex().encode()
-
-    def trust(self) -> None:
-        self.deadline, self.longest = float("inf"), LONGEST_LINE
 
     def send(self, line: bytes) -> None:
         """Never waits, because the training's output would wait too: a connection with a full buffer counts as lost."""
@@ -124,25 +147,16 @@ class Connection:
 
     def lines(self) -> Iterator[bytes]:
         """Reads until the other side closes. Raises StrangerError, and OSError if the network lost the connection."""
-        rest = bytearray()
-        while True:
-            left = self.deadline - time.monotonic()
-            if left <= 0:
-                raise StrangerError("it did not identify itself in time")
-            self.stream.settimeout(min(left, SILENT_SECONDS))
-            try:
-                block = self.stream.recv(1 << 16)
-            except ConnectionResetError:
-                return
-            if not block:
-                return
-            for index, part in enumerate(block.split(b"\n")):
-                if index:
-                    yield bytes(rest)
-                    rest.clear()
-                rest += part
-                if len(rest) > self.longest:
-                    raise StrangerError("it sent a line that is too long")
+        self.stream.settimeout(SILENT_SECONDS)
+        with contextlib.suppress(ConnectionResetError):
+            while (line := self.file.readline(self.longest)).endswith(b"\n"):
+                yield line[:-1]
+            if len(line) == self.longest:
+                raise StrangerError("it sent a line that is too long")
+
+    def close(self) -> None:
+        self.file.close()
+        self.stream.close()
 
 
 class Channel:
@@ -168,7 +182,7 @@ class Channel:
         self._declared: dict[type, Message] = {}
 
     def start(self) -> None:
-        if self.place.nodes > 1:
+        if self.place.nodes > 1 and self.place.secret:
             for work in (self._listen if self.place.node == 0 else self._connect, self._beat):
                 threading.Thread(target=work, daemon=True).start()
 
@@ -187,24 +201,14 @@ class Channel:
     def hear(self, message: Any) -> None:
         """Called with each message of this run."""
 
-    def joined(self, node: int) -> None:
-        """Called when a node has connected, perhaps again."""
-
     def left(self, node: int) -> None:
         """Called when a node's process has closed its connection, as every process does when it ends."""
 
-    def unanswered(self, error: StrangerError) -> None:
-        """Called when the listener on node 0's port is not node 0 of this run."""
-
-    def unproven(self, address: str) -> None:
-        """Called on node 0 when someone at this address names this run but lacks its secret."""
+    def met_stranger(self, address: str, error: StrangerError) -> None:
+        """Called if node 0's port is not that of this run, and on node 0 if someone lacks the secret of this run."""
 
     def cannot_listen(self, error: OSError) -> None:
         """Called when node 0 cannot listen, for example because its port is taken."""
-
-    def beat(self) -> Message:
-        """The message that is sent periodically."""
-        return Alive()
 
     # ---- saying ------------------------------------------------------------------------------------------------------
 
@@ -229,9 +233,18 @@ class Channel:
         message.node, message.host = self.place.node, socket.gethostname()
         return message
 
+    def ages(self) -> dict[int, float]:
+        """How many seconds ago each node was last heard of."""
+        now = time.monotonic()
+        return {node: now - heard for node, heard in dict(self.heard).items()}
+
     def _beat(self) -> None:
         while not self.closed.wait(BEAT_SECONDS):
-            self.say(self.beat())
+            self.say(Alive(ages=self.ages() if self.place.node == 0 else {}))
+            with self.lock:
+                for connection in self._waiting:
+                    if time.monotonic() - connection.opened > PROOF_SECONDS:
+                        connection.shut()
 
     # ---- the wire ----------------------------------------------------------------------------------------------------
 
@@ -260,18 +273,19 @@ class Channel:
 
     def _messages(self, connection: Connection) -> Iterator[Any]:
         """Reads until the other side closes. Raises StrangerError, and OSError if the network lost the connection."""
-        connection.send(msgspec.json.encode(_Greeting(self.place.run, connection.nonce)))
-        lines = connection.lines()
-        for line in lines:
+        place = self.place
+        connection.send(msgspec.json.encode(_Greeting(place.run, connection.nonce)))
+        for line in connection.lines():
+            if connection.key:
+                yield self._decode(connection, line)
+                continue
             greeting = self._read(line, _Greeting)
-            if greeting.run != self.place.run:
-                raise StrangerError(f"it belongs to another run, '{greeting.run[:LONGEST_NAME]}'")
-            connection.prove(self.place, greeting)
-            break
-        if self.place.node != 0:
-            self._send(connection, self._own(Hello(attempt=self.attempt)))
-        for line in lines:
-            yield self._decode(connection, line)
+            if greeting.run != place.run:
+                raise StrangerError(f"it belongs to another run, '{greeting.run[:300]}'")
+            nonces = (connection.nonce, greeting.nonce) if place.node == 0 else (greeting.nonce, connection.nonce)
+            connection.key = hmac.digest(place.secret, "\n".join((place.run, *nonces)).encode(), "sha256")
+            if place.node != 0:
+                self._send(connection, self._own(Hello(attempt=self.attempt)))
 
     # ---- connections -------------------------------------------------------------------------------------------------
 
@@ -294,7 +308,9 @@ class Channel:
     def _connect(self) -> None:
         while not self.closed.is_set() and not self.over.is_set():
             with contextlib.suppress(OSError):
-                self._converse(Connection(socket.create_connection((self.place.address, self.place.port), timeout=5)))
+                connection = Connection(socket.create_connection((self.place.address, self.place.port), timeout=5))
+                self._make_room_for(connection)
+                self._converse(connection)
             self.closed.wait(RETRY_SECONDS)
 
     def _make_room_for(self, new: Connection) -> None:
@@ -314,29 +330,30 @@ class Channel:
             for message in self._messages(connection):
                 if other is None:
                     other = self._greet(message, connection)
+                elif self.place.node == 0 and message.node != other:
+                    raise StrangerError("it claims to be a different node than before")
                 else:
-                    self._take(message, other)
+                    self._note(message)
+                    self.hear(message)
             closed = True
         except StrangerError as error:
             why = error
             if self.place.node == 0 and connection.key:
                 with self.lock:
                     self._send(connection, self._own(Refused(why=str(error))))
-                if isinstance(error, ProofError) and other is None:
-                    self.unproven(connection.address)
         except OSError:
             pass
         with self.lock:
+            if connection in self._waiting:
+                self._waiting.remove(connection)
             is_current = other is not None and self.connections.get(other) is connection
             if is_current:
                 del self.connections[other]
-            if connection in self._waiting:
-                self._waiting.remove(connection)
-            connection.stream.close()
+            connection.close()
         if is_current and closed and not self.closed.is_set():
             self.left(other)
-        if other is None and self.place.node != 0:
-            self.unanswered(why)
+        if other is None and (self.place.node != 0 or isinstance(why, ProofError)):
+            self.met_stranger(connection.address, why)
 
     def _greet(self, message: Message, connection: Connection) -> int:
         """The node that sent the greeting. Raises StrangerError if it belongs to another attempt."""
@@ -353,28 +370,18 @@ class Channel:
                 if self.closed.is_set() or (is_new and (self.over.is_set() or node in self.connections)):
                     raise StrangerError("this attempt has ended or already has this node")
                 self._send(connection, self._own(Hello(attempt=self.attempt)))
-            elif self.attempt is None:
-                self.attempt = message.attempt
-            elif message.attempt != self.attempt:
+            elif self.attempt not in (None, message.attempt):
                 self.left(0)
                 raise StrangerError("node 0 was restarted")
-            connection.trust()
-            if connection in self._waiting:
-                self._waiting.remove(connection)
+            self.attempt = message.attempt or self.attempt
+            connection.longest = LONGEST_LINE
+            self._waiting.remove(connection)
             self.connections[node] = connection
             self._note(message)
             for declared in self._declared.values():
                 self._send(connection, declared)
-        self.joined(node)
         return node
 
     def _note(self, message: Message) -> None:
         self.hosts[message.node] = message.host
         self.heard[message.node] = time.monotonic()
-
-    def _take(self, message: Message, other: int) -> None:
-        """Raises StrangerError."""
-        if self.place.node == 0 and message.node != other:
-            raise StrangerError("it claims to be a different node than before")
-        self._note(message)
-        self.hear(message)

@@ -11,8 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from t5bench import Problem
-from t5bench.plan import secret
-from t5bench.plan.channel import Alive, Channel, Message, Place, ProofError, StrangerError
+from t5bench.plan.channel import SECRET_REMEDY, Alive, Channel, Message, Place, ProofError, StrangerError
 from t5bench.plan.families import validation_samples
 from t5bench.record import machine
 from t5bench.record.checkpoints import Checkpoints
@@ -64,7 +63,7 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
         return own.iteration
     place = Place.of(plan, plan.number("MASTER_PORT"))
     if place.nodes > 1 and not place.secret:
-        raise Problem("the nodes have no common secret, so they cannot agree on a checkpoint", secret.REMEDY)
+        raise Problem("the nodes have no common secret, so they cannot agree on a checkpoint", SECRET_REMEDY)
     iteration = agreed(place, own, partial(look, checkpoints), plan.decimal("RENDEZVOUS_TIMEOUT"))
     if own.iteration > iteration:
         _passed_over(own.iteration, f"it is not intact on every node, but that of iteration {iteration} is")
@@ -195,7 +194,7 @@ class _Agreement(Channel):
     def __init__(self, place: Place) -> None:
         super().__init__(place)
         self.inbox: SimpleQueue[dict[int, View] | Problem] = SimpleQueue()
-        self.strangers: list[str] = []
+        self.strangers: set[str] = set()
         self.start()
 
     def hear(self, message: Any) -> None:
@@ -206,14 +205,13 @@ class _Agreement(Channel):
         where = f"node {node} ({self.hosts[node]})"
         self.inbox.put(Problem(f"{where} disconnected while the nodes were agreeing on a checkpoint", LOOK_THERE))
 
-    def unanswered(self, error: StrangerError) -> None:
+    def met_stranger(self, address: str, error: StrangerError) -> None:
+        if self.place.node == 0:
+            self.strangers.add(address)
+            return
         master = f"node 0 ({self.place.address}:{self.place.port})"
-        remedy = secret.REMEDY if isinstance(error, ProofError) else LOOK_THERE
+        remedy = SECRET_REMEDY if isinstance(error, ProofError) else LOOK_THERE
         self.inbox.put(Problem(f"{master} did not say which checkpoint to resume from: {error}", remedy))
-
-    def unproven(self, address: str) -> None:
-        if address not in self.strangers:
-            self.strangers.append(address)
 
     def cannot_listen(self, error: OSError) -> None:
         remedy = "Choose another MASTER_PORT on every node"
@@ -232,8 +230,8 @@ class _Agreement(Channel):
             if (absent := expected - self.connections.keys()) and time.monotonic() > deadline:
                 found = f"node {', '.join(map(str, sorted(absent)))} did not report its checkpoint in time"
                 if self.strangers:
-                    found += f"; {', '.join(self.strangers[:3])} has another secret and was ignored"
-                raise Problem(found, secret.REMEDY if self.strangers else LOOK_THERE)
+                    found += f"; {', '.join(sorted(self.strangers)[:3])} has another secret and was ignored"
+                raise Problem(found, SECRET_REMEDY if self.strangers else LOOK_THERE)
 
     def wait_until_left(self) -> None:
         deadline = time.monotonic() + LEAVE_SECONDS

@@ -1,20 +1,28 @@
-"""Stops a run that would not stop otherwise: its launcher was killed, another node failed or left, or it hangs.
+"""Stops a run that would not stop otherwise, and judges how it ended.
 
-Each worker that it ends leaves its stacks in a file (see worker.py), which shows where it was.
+The guard acts if the launcher was killed, another node failed or left, or the run hangs. Each worker that it ends
+leaves its stacks in a file (see worker.py), which shows where it was.
 """
 
 import contextlib
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import psutil
+
+from t5bench.record import status as ends
 from t5bench.record.plan import Plan
-from t5bench.record.status import CANCELLED, COMPLETE, CRASHED, TIMEOUT, Cause, Strength, first_failure, weight_of
+from t5bench.record.status import Cause, Status, Strength, first_failure, weight_of
 from t5bench.record.text import visible
 from t5bench.run import processes
+from t5bench.run.output import Output
 from t5bench.run.peers import Peers
 
 # How long a node has to notice another's failure; torchrun takes 2 to 3 s to report a worker's end.
@@ -24,7 +32,8 @@ TERM_SECONDS = 10
 END_SECONDS = 25
 START_SECONDS = 30
 STACK_SECONDS = 3
-SUSPENDED = "suspended (SIGSTOP)"
+KILLED = 128 + 9
+SPACE_REMEDY = "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)', re.MULTILINE)
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x.*?(?=^Current thread|^Thread 0x|\Z)", re.MULTILINE | re.DOTALL)
 # Other threads begin in threading.py. Which one is the current is chance: the one that the signal found.
@@ -40,17 +49,17 @@ class Stacks:
         self.prefix = prefix
         self.suspended: set[int] = set()
 
+    def paths(self) -> list[Path]:
+        return sorted(self.prefix.parent.glob(f"{self.prefix.name}.*"))
+
     def texts(self) -> dict[int, str]:
         """All threads' stacks by rank, if there are any."""
         found = {}
-        for path in self.prefix.parent.glob(f"{self.prefix.name}.*"):
-            with contextlib.suppress(OSError, ValueError):
-                found[int(path.suffix[1:])] = visible(path.read_text(errors="replace"), "\n")
-        return {rank: text for rank, text in sorted(found.items()) if text}
-
-    def remove(self) -> None:
-        for path in self.prefix.parent.glob(f"{self.prefix.name}.*"):
-            path.unlink(missing_ok=True)
+        for path in self.paths():
+            with contextlib.suppress(OSError):
+                if text := path.read_text(errors="replace"):
+                    found[int(path.suffix[1:])] = visible(text, "\n")
+        return dict(sorted(found.items()))
 
     def frames(self) -> dict[int, re.Match[str]]:
         """The innermost frame of each rank's main thread that waits for others, else its innermost one.
@@ -66,7 +75,7 @@ class Stacks:
     def stopped(self) -> dict[int, str]:
         """The ranks that are not waiting in a collective operation: where each is stuck, or that it is suspended."""
         standing = {rank: f"stuck in {_where(frame)}" for rank, frame in self.frames().items() if not _waits(frame)}
-        return dict(sorted((standing | dict.fromkeys(self.suspended, SUSPENDED)).items()))
+        return dict(sorted((standing | dict.fromkeys(self.suspended, "suspended (SIGSTOP)")).items()))
 
     def sentence(self) -> str:
         """Which ranks stopped, and where; if none did, where all of them wait."""
@@ -91,7 +100,7 @@ def began_anew(plan: Plan, trained: int) -> Cause | None:
     if trained >= plan.resume_from:
         return None
     reason = f"the engine did not load the checkpoint of iteration {plan.resume_from}, and began with a new model"
-    return Cause.now(CRASHED, reason, "See its warning in the log. What it has saved since is of a new model")
+    return Cause.now(ends.CRASHED, reason, "See its warning in the log. What it has saved since is of a new model")
 
 
 class Guard:
@@ -100,9 +109,9 @@ class Guard:
     def __init__(self, plan: Plan, launcher: int, mark: str, peers: Peers, stacks: Stacks) -> None:
         self.plan, self.launcher, self.mark, self.peers, self.stacks = plan, launcher, mark, peers, stacks
         self.watchdog_seconds = plan.decimal("WATCHDOG_SECONDS")
-        # torchrun tries twice and needs a moment before and after.
-        rendezvous_seconds = 2 * plan.decimal("RENDEZVOUS_TIMEOUT")
-        self.workers_due_at: float | None = time.monotonic() + rendezvous_seconds + START_SECONDS
+        # torchrun tries twice and needs a moment before and after. None: they were seen.
+        due_in = 2 * plan.decimal("RENDEZVOUS_TIMEOUT") + START_SECONDS
+        self.workers_due_at: float | None = time.monotonic() + due_in
         self.cause: Cause | None = None
         self.others_failed_at: float | None = None
         self.ended = threading.Event()
@@ -115,32 +124,27 @@ class Guard:
         self.thread.join(END_SECONDS)
 
     def _watch(self) -> None:
-        while not self.ended.wait(1):
-            if os.getppid() != self.launcher or self._reason_to_end():
-                processes.end(self.mark, TERM_SECONDS)
+        while os.getppid() == self.launcher and not self.cause:
+            if self.ended.wait(1):
                 return
-
-    def _reason_to_end(self) -> bool:
-        self.cause = self._others_failed() or self._never_starts() or self._trains_anew() or self._stands_still()
-        return self.cause is not None
+            anew = began_anew(self.plan, self.peers.iteration - 1) if self.peers.iteration else None
+            self.cause = self._others_failed() or self._never_starts() or anew or self._stands_still()
+        processes.end(self.mark, TERM_SECONDS)
 
     def _others_failed(self) -> Cause | None:
-        failed = [end for end in self.peers.ends.values() if end["status"] != COMPLETE]
-        gone = [] if failed else list(self.peers.gone.values())
-        if not failed and not gone:
+        failed = [end for end in self.peers.ends.values() if end["status"] != ends.COMPLETE]
+        if not (found := failed or list(self.peers.gone.values())):
             self.others_failed_at = None
             return None
         self.others_failed_at = self.others_failed_at or time.monotonic()
         if time.monotonic() - self.others_failed_at < GRACE_SECONDS:
             return None
-        first = first_failure(failed or gone)
+        first = first_failure(found)
         where = f"node {first['node']} ({first['host']})"
         # The other node may have been waiting for a worker of this one.
-        stopped = self._where_workers_are() if failed and weight_of(first) == Strength.WAITED else None
-        if stopped:
-            remedy = f"{where} waited for it. This node's log has the stack of every worker here"
-            return Cause.now(TIMEOUT, stopped, remedy)
-        became = "was cancelled" if first["status"] == CANCELLED else "failed"
+        if failed and weight_of(first) == Strength.WAITED and (stopped := self._where_workers_are()):
+            return Cause.now(ends.TIMEOUT, stopped, f"{where} waited for it. This node's log has every worker's stack")
+        became = "was cancelled" if first["status"] == ends.CANCELLED else "failed"
         reason = f"stopped because {where} {became}: {first['reason']}"
         return Cause.now(first["status"], reason, first["remedy"], Strength.VICTIM)
 
@@ -150,41 +154,133 @@ class Guard:
             self.workers_due_at = None  # when they are due, they may already have ended
         if self.workers_due_at is None or time.monotonic() < self.workers_due_at:
             return None
-        return Cause.now(
-            TIMEOUT,
-            f"torchrun cannot join a run at {self.peers.place.address}:"
-            " whatever listens on the master's port does not answer",
-            "Check rank 0, whose launcher may have refused to start, or choose another MASTER_PORT on every node",
-        )
-
-    def _trains_anew(self) -> Cause | None:
-        return began_anew(self.plan, self.peers.iteration - 1) if self.peers.iteration else None
+        master = self.peers.place.address
+        reason = f"torchrun cannot join a run at {master}: whatever listens on the master's port does not answer"
+        remedy = "Check rank 0, whose launcher may have refused to start, or choose another MASTER_PORT on every node"
+        return Cause.now(ends.TIMEOUT, reason, remedy)
 
     def _stands_still(self) -> Cause | None:
         waited = time.monotonic() - self.peers.progress
         if not self.watchdog_seconds or waited < self.watchdog_seconds or not self.peers.sees_progress:
             return None
         after = f"after iteration {self.peers.iteration}" if self.peers.iteration else "before the first iteration"
-        stopped = self._where_workers_are()
-        return Cause.now(
-            TIMEOUT,
-            f"no iteration in {waited:.0f} s, {after}: {self.stacks.sentence()}",
-            "The node's log has the stack of each worker that reported it. WATCHDOG_SECONDS sets how long to wait",
-            Strength.CAUSE if stopped else Strength.WAITED,
-        )
+        strength = Strength.CAUSE if self._where_workers_are() else Strength.WAITED
+        reason = f"no iteration in {waited:.0f} s, {after}: {self.stacks.sentence()}"
+        remedy = "The node's log has the stack of each worker that reported it. WATCHDOG_SECONDS sets how long to wait"
+        return Cause.now(ends.TIMEOUT, reason, remedy, strength)
 
     def _where_workers_are(self) -> str | None:
         """Ends the workers, each of which leaves its stacks; names those that were not just waiting."""
-        ranks = processes.workers(self.mark)
-        self.stacks.suspended = {rank for rank, pid in ranks.items() if processes.state(pid)[0] in ("T", "t")}
-        for rank in ranks.keys() - self.stacks.suspended:
-            with contextlib.suppress(OSError):
-                os.kill(ranks[rank], signal.SIGUSR2)
-        asked = time.monotonic()
-        while (
-            time.monotonic() - asked < STACK_SECONDS
-            and ranks.keys() - self.stacks.suspended - self.stacks.frames().keys()
-        ):
+        asked = set()
+        for rank, worker in processes.workers(self.mark).items():
+            if worker.info["status"] in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                self.stacks.suspended.add(rank)
+                continue
+            asked.add(rank)
+            with contextlib.suppress(psutil.Error):
+                worker.send_signal(signal.SIGUSR2)
+        deadline = time.monotonic() + STACK_SECONDS
+        while asked - self.stacks.frames().keys() and time.monotonic() < deadline:
             time.sleep(processes.TICK_SECONDS)
         processes.end(self.mark, TERM_SECONDS)
         return self.stacks.sentence() if self.stacks.stopped() else None
+
+
+# ---- how it ended ----------------------------------------------------------------------------------------------------
+
+
+def read_end(path: Path) -> tuple[int | None, str | None]:
+    """Exit status and signal as the launcher wrote them; None for both until it has."""
+    try:
+        words = path.read_text().split()
+        return int(words[0]), words[1] if len(words) > 1 else None
+    except (OSError, ValueError, IndexError):
+        return None, None
+
+
+def cause_of(
+    plan: Plan, output: Output, guard: Guard, exit_status: int | None, interrupted_by: str | None, kernel_kills: int
+) -> Cause | None:
+    """Why this node's processes ended; None if they finished or the run was cancelled.
+
+    A launcher that was killed before it could write its exit_status leaves None.
+    """
+    said = output.finder.cause()
+    if said and said.status == ends.TIMEOUT and said.strength == Strength.WAITED and guard.stacks.stopped():
+        # torchrun ended the others because one had waited too long.
+        said = Cause.now(ends.TIMEOUT, guard.stacks.sentence(), "The node's log has every worker's stack")
+    strength = said.strength if said else Strength.VICTIM
+    if interrupted_by == "TERM" and "SLURM_JOB_ID" in os.environ and slurm_time_is_up():
+        remedy = "Ask for more time (--time), or fewer TRAIN_ITERS"
+        return Cause.now(ends.TIMEOUT, "SLURM's time limit ended the job", remedy)
+    if interrupted_by:
+        return said if strength == Strength.CAUSE else None
+    if exit_status is None and not output.unwritten:
+        remedy = "A user may have done this, or the kernel because memory ran out; its processes were stopped"
+        return Cause.now(ends.CRASHED, "the launcher was killed before its run ended", remedy)
+    # A run that the guard ends does not exit with 0. If it did, the guard came when all was over.
+    guarded = guard.cause if exit_status != 0 else None
+    if guarded and not (said and strength >= Strength.EXCEPTION and said.time < guarded.time):
+        return guarded
+    if output.diverged_at is not None and (exit_status == 0 or strength <= Strength.EXCEPTION):
+        reason = f"the loss is not a number at iteration {output.diverged_at}"
+        return Cause.now(ends.DIVERGED, reason, "Lower LR, or add LR_WARMUP_ITERS")
+    trained = [each.iteration for each in output.evaluations] + ([output.first.iteration - 1] if output.first else [])
+    if exit_status == 0 and trained and (anew := began_anew(plan, min(trained))):
+        return anew
+    if exit_status == 0 and (reason := _incomplete(plan, output)):
+        return Cause.now(ends.INCOMPLETE, reason, strength=Strength.EXCEPTION)
+    if exit_status == 0 and not output.unwritten:
+        return None
+    if kernel_kills and (strength == Strength.VICTIM or (said and said.status == ends.CRASHED)):
+        return Cause.now(ends.OUT_OF_MEMORY, "the kernel killed a process because the host's memory was full")
+    silent = output.finder.silent(plan.layout.ranks_of(plan.node)) if plan.layout else []
+    if strength < Strength.EXCEPTION and (reason := _ended_early(plan, output, silent)):
+        return Cause.now(ends.INCOMPLETE, reason, strength=Strength.EXCEPTION)
+    if output.unwritten and strength < Strength.CAUSE:
+        return Cause.now(ends.CRASHED, f"the run directory cannot be written: {output.unwritten}", SPACE_REMEDY)
+    if exit_status == KILLED and strength < Strength.EXCEPTION:
+        remedy = "The kernel does this when memory runs out (see dmesg); SLURM or a user may have, too"
+        return Cause.now(ends.CRASHED, "torchrun was killed (SIGKILL)", remedy)
+    reason = f"torchrun ended with exit status {exit_status} without naming a cause"
+    return said or Cause.now(ends.CRASHED, reason, "See its output in the node's log", Strength.VICTIM)
+
+
+def slurm_time_is_up() -> bool:
+    """Whether SLURM gives the job less than two more minutes: at the time limit its processes see only TERM."""
+    command = ["squeue", "--noheader", f"--job={os.environ['SLURM_JOB_ID']}", "--format=%L"]
+    try:
+        left = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return bool(re.fullmatch("[01]:[0-9]{2}|INVALID", left))  # INVALID: it is past the limit
+
+
+def _incomplete(plan: Plan, output: Output) -> str:
+    """What is missing for a complete run: iteration lines on the last rank's node, every rank's peak memory."""
+    assert plan.layout
+    total = plan.last_iteration
+    reached = output.last.iteration if output.last else 0
+    if plan.node == plan.layout.nnodes - 1 and reached < ends.iterations_expected(total, plan.number("LOG_INTERVAL")):
+        return f"it ended after iteration {reached} of {total}"
+    return _ended_early(plan, output, plan.layout.ranks_of(plan.node))
+
+
+def _ended_early(plan: Plan, output: Output, ranks: Sequence[int]) -> str:
+    """Which of the ranks that ended with exit status 0 did so without their last line, if any did."""
+    silent = [rank for rank in ranks if rank not in output.memory]
+    return f"rank {silent[0]} ended before the run did" if plan.engine_patches == "series" and silent else ""
+
+
+def knows_little(end: Mapping[str, Any]) -> bool:
+    """Whether this node completed, lost a connection or was only waiting, and so cannot know the cause."""
+    return end["status"] == ends.COMPLETE or weight_of(end) in (Strength.VICTIM, Strength.WAITED)
+
+
+def exit_code(status: Status, part: Mapping[str, Any]) -> int:
+    """For a cancelled run 128 + the signal that this launcher received, or else the one that another received."""
+    numbers = {name: number for number, name in ends.SIGNALS.items()}
+    heard = [end["signal"] for end in part["heard"] if status.name == end["status"] == ends.CANCELLED]
+    if received := [numbers[name] for name in (part["signal"], *heard) if name in numbers]:
+        return 128 + received[0]
+    return 128 + signal.SIGTERM if status.name == ends.CANCELLED else ends.EXIT_CODES.get(status.name, 1)

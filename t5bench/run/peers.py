@@ -11,14 +11,12 @@ from dataclasses import asdict
 from typing import Any, Literal, TypedDict
 
 from t5bench.plan import channel
-from t5bench.plan.channel import Alive, Channel, Message, Place, ProofError, StrangerError
-from t5bench.plan.secret import REMEDY
+from t5bench.plan.channel import SECRET_REMEDY, Alive, Channel, Message, Place, ProofError, StrangerError
+from t5bench.record.records import differences
 from t5bench.record.status import CANCELLED, EXIT_CODES, NETWORK, SIGNALS, Cause, Strength
 
-# How another node's part differs from this one's: (first, other) -> sentences.
-Compare = Callable[[Mapping[str, Any], Mapping[str, Any]], Sequence[str]]
-# How much is shown about hosts that have not proved that they belong to the run.
-MOST_STRANGERS, LONGEST_ADVICE = 3, 300
+# How much is shown about hosts that have not proved that they belong to the run, and about nodes that differ.
+MOST_STRANGERS, MOST_DIFFERENCES = 3, 3
 
 
 class End(TypedDict):
@@ -57,34 +55,30 @@ class Differences(Message):
     sentences: list[str]
 
 
-class Peers(Channel):
-    """What this node knows of the others.
+def fields_of(cause: Cause) -> dict[str, Any]:
+    """What a part says of a cause."""
+    status = cause.ending()
+    return {"status": status.name, "reason": status.reason, "remedy": status.remedy, "cause": asdict(cause)}
 
-    ``compare`` is called on node 0, and ``on_differences`` gets the new sentences on every node. Once ``hurry`` is set,
-    nothing waits any more. Without a secret only progress is believed; everything else is shown as advice.
-    """
+
+class Peers(Channel):
+    """What this node knows of the others. Once ``hurry`` is set, nothing waits any more; ``warn`` gets sentences."""
 
     kinds = Alive | Progress | Ended | Gone | Introduced | Differences
 
     def __init__(
-        self,
-        place: Place,
-        *,
-        hurry: threading.Event | None = None,
-        compare: Compare = lambda first, other: [],
-        on_differences: Callable[[Sequence[str]], None] = lambda sentences: None,
-        on_problem: Callable[[str], None] = lambda sentence: None,
+        self, place: Place, hurry: threading.Event | None = None, warn: Callable[[str], None] = lambda sentence: None
     ) -> None:
         super().__init__(place)
-        self.compare, self.on_differences, self.on_problem = compare, on_differences, on_problem
-        self.hurry = hurry or threading.Event()
+        self.hurry, self.warn = hurry or threading.Event(), warn
         self.ends: dict[int, Mapping[str, Any]] = {}  # how other nodes ended, by rank
         self.gone: dict[int, Mapping[str, Any]] = {}  # the same for nodes that disconnected without a word
         self.differences: list[str] = []
         self.iteration, self.progress, self._progress_said = 0, time.monotonic(), 0.0
         self._parts: dict[int, Mapping[str, Any]] = {}
-        self._advised: set[int] = set()  # nodes that have ended, according to an unproven host
         self._strangers = 0
+        if place.nodes > 1 and not place.secret:
+            warn(f"without a secret, the nodes will not learn why another one failed. {SECRET_REMEDY}")
         self.start()
 
     def named(self, node: int) -> str:
@@ -104,13 +98,10 @@ class Peers(Channel):
 
     def introduce(self, part: Mapping[str, Any]) -> None:
         """Sends this node's part of the record, once it is known; node 0 compares the others' parts with its own."""
-        if self.place.node != 0:
+        if self.place.node == 0:
+            self._compare(0, part)
+        else:
             self.declare(Introduced(part=dict(part)))
-            return
-        with self.lock:
-            self._parts[0] = part
-            for node in self._parts:
-                self._compare(node)
 
     def ended(self, part: Mapping[str, Any]) -> None:
         """Tells the others how this node ended."""
@@ -122,13 +113,10 @@ class Peers(Channel):
         node = message.node
         if self.place.node == 0 and isinstance(message, Progress | Ended):
             self.pass_on(message)
+        self.gone.pop(node, None)
         if isinstance(message, Progress):
             self.progress, self.iteration = time.monotonic(), message.iteration
-        if not self.place.secret:
-            self._be_advised(message)
-            return
-        self.gone.pop(node, None)
-        if isinstance(message, Ended):
+        elif isinstance(message, Ended):
             cause = message.part["cause"]
             self.ends[node] = {**message.part, "node": node, "cause": asdict(cause) if cause else None}
             if node == 0:
@@ -139,62 +127,41 @@ class Peers(Channel):
             now = time.monotonic()
             self.heard |= {n: now - age for n, age in message.ages.items() if n != self.place.node}
         elif isinstance(message, Introduced):
-            with self.lock:
-                self._parts[node] = message.part
-                self._compare(node)
+            self._compare(node, message.part)
         elif isinstance(message, Differences):
             self._differ(message.sentences)
 
-    def _be_advised(self, message: Any) -> None:
-        if isinstance(message, Ended) and message.node not in self._advised:
-            self._advised.add(message.node)
-            said = f"{message.part['status']}: {message.part['reason']}"[:LONGEST_ADVICE]
-            claim = f"a host that claims, without proof, to be {self.named(message.node)} says"
-            self.on_problem(f"{claim}: {said}. {REMEDY}")
-
-    def joined(self, node: int) -> None:
-        self.gone.pop(node, None)
-
     def left(self, node: int) -> None:
-        if node not in self.ends and node != self.place.node and self.place.secret:
-            self.gone.setdefault(node, self._went_away(node))
+        if node not in self.ends and node != self.place.node:
+            remedy = "Check whether it was rebooted, or its processes were killed by a user or because memory ran out"
+            cause = Cause.now(NETWORK, "it disconnected without giving a reason", remedy, Strength.WAITED)
+            place = {"node": node, "nnodes": self.place.nodes, "host": self.hosts.get(node, "?")}
+            self.gone.setdefault(node, place | fields_of(cause) | {"signal": None, "ended": None})
             if self.place.node == 0:
                 self.say(Gone(lost=node))
 
-    def _went_away(self, node: int) -> Mapping[str, Any]:
-        remedy = "Check whether it was rebooted, or its processes were killed by a user or because memory ran out"
-        cause = Cause.now(NETWORK, "it disconnected without giving a reason", remedy, Strength.WAITED)
-        end = {"node": node, "nnodes": self.place.nodes, "host": self.hosts.get(node, "?"), "ended": None}
-        said = {"status": cause.status, "reason": cause.reason, "remedy": remedy, "cause": asdict(cause)}
-        return end | said | {"signal": None}
-
     def cannot_listen(self, error: OSError) -> None:
-        self.on_problem(
+        self.warn(
             f"cannot listen on port {self.place.port} ({error.strerror}): when a node fails, the others will not learn"
             " why. It is MASTER_PORT + 1000, so choose another MASTER_PORT"
         )
 
-    def unanswered(self, error: StrangerError) -> None:
-        if isinstance(error, ProofError):
-            self.unproven(self.place.address)
-
-    def unproven(self, address: str) -> None:
-        self._strangers += 1
-        if self._strangers <= MOST_STRANGERS:
+    def met_stranger(self, address: str, error: StrangerError) -> None:
+        self._strangers += isinstance(error, ProofError)
+        if isinstance(error, ProofError) and self._strangers <= MOST_STRANGERS:
             last = "; further ones are not shown" if self._strangers == MOST_STRANGERS else ""
-            self.on_problem(f"{address} names this run but has another secret, so it is ignored{last}. {REMEDY}")
+            self.warn(f"{address} names this run but has another secret, so it is ignored{last}. {SECRET_REMEDY}")
 
-    def beat(self) -> Message:
-        return Alive(ages=self._ages() if self.place.node == 0 else {})
-
-    def _compare(self, node: int) -> None:
-        if node == 0 or not {0, node} <= self._parts.keys():
-            return
-        try:
-            found = self.compare(self._parts[0], self._parts[node])
-        except (LookupError, TypeError, ValueError, AttributeError):
-            found = [f"{self.named(node)} runs a different version of this repository"]
-        self._differ(found)
+    def _compare(self, node: int, part: Mapping[str, Any]) -> None:
+        """Takes a node's part. The others' are compared with node 0's as soon as both are known."""
+        with self.lock:
+            self._parts[node] = part
+            for other in self._parts if node == 0 else (node,):
+                if other != 0 and 0 in self._parts:
+                    try:
+                        self._differ(list(differences(self._parts[0], self._parts[other])))
+                    except (LookupError, TypeError, ValueError, AttributeError):
+                        self._differ([f"{self.named(other)} runs a different version of this repository"])
 
     def _differ(self, sentences: Sequence[str]) -> None:
         with self.lock:
@@ -203,31 +170,26 @@ class Peers(Channel):
             if new and self.place.node == 0:
                 self.declare(Differences(sentences=list(self.differences)))
         if new:
-            self.on_differences(new)
+            more = f"; and {len(new) - MOST_DIFFERENCES} more" if len(new) > MOST_DIFFERENCES else ""
+            self.warn(f"the nodes of this run differ: {'; '.join(new[:MOST_DIFFERENCES])}{more}")
 
     @property
     def sees_progress(self) -> bool:
         """Whether a lack of progress means something: the last node has the iteration lines, node 0 passes them on."""
         last = self.place.nodes - 1
         source = last if self.place.node == 0 else 0
-        age = self._ages().get(source, float("inf"))
-        return self.place.node == last or (bool(self.place.secret) and age < channel.SILENT_SECONDS)
+        return self.place.node == last or self.ages().get(source, float("inf")) < channel.SILENT_SECONDS
 
     def silent(self) -> dict[int, float]:
         """Nodes that have neither ended nor disconnected but are silent (no power or network), and for how long."""
         over = self.ends.keys() | self.gone.keys()
-        found = {n: age for n, age in self._ages().items() if age >= channel.SILENT_SECONDS and n not in over}
+        found = {n: age for n, age in self.ages().items() if age >= channel.SILENT_SECONDS and n not in over}
         # Messages from the others pass through node 0.
         return {0: found[0]} if 0 in found else found
 
-    def _ages(self) -> dict[int, float]:
-        now = time.monotonic()
-        return {node: now - heard for node, heard in dict(self.heard).items()}
-
     def of_silence(self) -> str:
         """Which nodes are silent, to end a sentence about a node that waited for others."""
-        silent = self.silent()
-        return "".join(f"; {self.named(node)} has been silent for {silent[node]:.0f} s" for node in sorted(silent))
+        return "".join(f"; {self.named(n)} has been silent for {age:.0f} s" for n, age in sorted(self.silent().items()))
 
     def wait_for_ends(self, seconds: float, enough: Callable[[Mapping[int, Mapping[str, Any]]], bool]) -> None:
         """Waits until the others have said enough, nobody is left who could say more, or the time is over."""
@@ -239,8 +201,7 @@ class Peers(Channel):
 
     def _may_say_more(self) -> bool:
         """Whether a node may still report. One that never connected will not, and without node 0 nobody is heard."""
-        over = self.ends.keys() | self.gone.keys() | self._advised
-        silent = self.silent().keys()
+        over, silent = self.ends.keys() | self.gone.keys(), self.silent().keys()
         if self.place.node == 0:
             return not self.heard.keys() <= over | silent
         return 0 in self.heard and 0 not in silent and (0 in self.connections or 0 not in over)

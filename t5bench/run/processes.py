@@ -5,53 +5,39 @@ environment.
 """
 
 import contextlib
-import os
 import signal
 import sys
 import time
-from pathlib import Path
+
+import psutil
 
 TICK_SECONDS = 0.2
 # The next run needs a killed process's memory, also on the GPU, and its ports.
 KILL_SECONDS = 5.0
 
 
-def environments(mark: str) -> dict[int, list[bytes]]:
-    """The environments (NAME=VALUE) of the processes that carry the mark, by process id."""
-    wanted, found = f"T5_RUN_MARK={mark}".encode(), {}
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if wanted in (variables := path.read_bytes().split(b"\0")):
-                found[int(path.parent.name)] = variables
-    return found
+def marked(mark: str) -> list[psutil.Process]:
+    """The processes that carry the mark; `info` of each has its environ, ppid and status."""
+    every = psutil.process_iter(["environ", "ppid", "status"])
+    return [process for process in every if (process.info["environ"] or {}).get("T5_RUN_MARK") == mark]
 
 
-def state(pid: int) -> tuple[str, int]:
-    """A process's state, as a letter of /proc (empty if it has ended), and its parent."""
-    try:
-        letter, parent = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[:2]
-    except (OSError, ValueError):
-        return "", 0
-    return letter, int(parent)
-
-
-def workers(mark: str) -> dict[int, int]:
-    """Process id of each rank of this node's run: the children of torchrun, not their data loaders."""
-    found = environments(mark)
-    ranks = {pid: int(entry[5:]) for pid in found for entry in found[pid] if entry.startswith(b"RANK=")}
-    return {rank: pid for pid, rank in ranks.items() if state(pid)[1] not in ranks}
+def workers(mark: str) -> dict[int, psutil.Process]:
+    """The process of each rank of this node's run: the children of torchrun, not their data loaders."""
+    ranks = {process.pid: process for process in marked(mark) if "RANK" in process.info["environ"]}
+    return {int(p.info["environ"]["RANK"]): p for p in ranks.values() if p.info["ppid"] not in ranks}
 
 
 def _signal(number: int, mark: str) -> None:
-    for pid in environments(mark):
-        with contextlib.suppress(OSError):
-            os.kill(pid, number)
+    for process in marked(mark):
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(number)
 
 
 def _wait(mark: str, seconds: float) -> bool:
     """Waits for the processes to end; whether all did in time."""
     deadline = time.monotonic() + seconds
-    while environments(mark):
+    while marked(mark):
         if time.monotonic() > deadline:
             return False
         time.sleep(TICK_SECONDS)

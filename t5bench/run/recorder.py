@@ -29,22 +29,21 @@ from t5bench.record import machine
 from t5bench.record import status as ends
 from t5bench.record.files import RecordError, seal, write_json, write_whole
 from t5bench.record.plan import Plan
-from t5bench.record.records import FORMAT, merge, write_run
+from t5bench.record.records import FORMAT, write_run
 from t5bench.record.status import Cause, Status, now, of_run
+from t5bench.run import guard as guards
 from t5bench.run import processes
-from t5bench.run.ending import SPACE_REMEDY, cause_of, exit_code, knows_little, read_end
-from t5bench.run.guard import GRACE_SECONDS, TERM_SECONDS, Guard, Stacks
+from t5bench.run.guard import SPACE_REMEDY, Guard, Stacks, knows_little, read_end
 from t5bench.run.output import Output, pass_on, timestamp
-from t5bench.run.peers import Peers
+from t5bench.run.peers import Peers, fields_of
 from t5bench.run.sampler import Sampler, link_speeds
 
 # How long a node that lost its connection or waited for others waits for the reason: the others' guards act after
 # GRACE_SECONDS, collect the stacks of their workers and end them.
-OTHERS_SECONDS = GRACE_SECONDS + 20
+OTHERS_SECONDS = guards.GRACE_SECONDS + 20
 # How long a node that has completed waits until the others report the same.
 COMPLETE_SECONDS = 10
 LOOKING_SECONDS = 30
-MOST_DIFFERENCES = 3
 PROCESSES_REMEDY = "Stop other processes there, or raise the limit (ulimit -u, or the container's or SLURM job's)"
 
 
@@ -61,10 +60,11 @@ class Part:
     def __init__(self, plan: Plan, recorded: Mapping[str, Any], launcher: int, hidden: Sequence[str]) -> None:
         assert plan.layout
         self.plan, self.hidden = plan, hidden
-        place = {"node": plan.node, "nnodes": plan.layout.nnodes, "host": socket.gethostname(), "pid": launcher}
+        self.place = {"node": plan.node, "nnodes": plan.layout.nnodes, "host": socket.gethostname()}
         unknown = dict.fromkeys(("cause", "exit_status", "signal", "ended", "padded_vocab_size"))
-        self.content: dict[str, Any] = {"format": FORMAT, **place, "started": timestamp(now()), "plan": recorded}
-        self.content |= {"status": ends.RUNNING, "reason": "", "remedy": "", **unknown, "peak_memory": []}
+        self.content: dict[str, Any] = {"format": FORMAT, **self.place, "pid": launcher}
+        self.content |= {"started": timestamp(now()), "plan": recorded, "peak_memory": []}
+        self.content |= {"status": ends.RUNNING, "reason": "", "remedy": "", **unknown}
 
     def file(self, suffix: str) -> Path:
         return Path(self.plan.output_dir, f"node{self.plan.node}.{suffix}")
@@ -133,7 +133,7 @@ class Part:
 
     def _finish(self) -> None:
         write_json(self.file("json"), self.content)
-        seal(Path(self.plan.output_dir), self.plan.node, self.content["nnodes"])
+        seal(Path(self.plan.output_dir), self.plan.node, self.place["nnodes"])
         write_run(Path(self.plan.output_dir))
 
     def look(self, output: Output) -> None:
@@ -174,23 +174,8 @@ def overwrite(path: Path, text: str) -> None:
         file.truncate()
 
 
-def warn_of_differences(sentences: Sequence[str]) -> None:
-    more = f"; and {len(sentences) - MOST_DIFFERENCES} more" if len(sentences) > MOST_DIFFERENCES else ""
-    warn(f"the nodes of this run differ: {'; '.join(sentences[:MOST_DIFFERENCES])}{more}")
-
-
 def warn(sentence: str) -> None:
     note(f"warning: {sentence}")
-
-
-def meet(plan: Plan, hurry: threading.Event) -> Peers:
-    return Peers(
-        Place.of(plan, peer_port(plan.number("MASTER_PORT"))),
-        hurry=hurry,
-        compare=lambda first, other: merge([first, other])["differences"],
-        on_differences=warn_of_differences,
-        on_problem=warn,
-    )
 
 
 def follow(part: Part, peers: Peers, stacks: Stacks, is_over: Callable[[], bool]) -> Output:
@@ -198,8 +183,8 @@ def follow(part: Part, peers: Peers, stacks: Stacks, is_over: Callable[[], bool]
     plan, metrics = part.plan, Path(part.plan.output_dir, "metrics.jsonl")
     with part.file("log").open("ab") as log:
         output = Output(log, metrics, part.hidden, on_iteration=peers.progressed, stacks=stacks.texts)
-        interval, has_gpus = min(plan.decimal("SAMPLE_INTERVAL"), threading.TIMEOUT_MAX), plan.device == "cuda"
-        sampler = Sampler(part.file("samples.jsonl"), interval, has_gpus=has_gpus, environment=os.environ)
+        interval = min(plan.decimal("SAMPLE_INTERVAL"), threading.TIMEOUT_MAX)
+        sampler = Sampler(part.file("samples.jsonl"), interval, has_gpus=plan.device == "cuda")
         pass_on(output, sys.stdin.fileno(), sys.stdout.fileno(), is_over, lambda: part.look(output))
         sampler.end()
     return output
@@ -221,8 +206,7 @@ def tell_and_hear(peers: Peers, end: dict[str, Any], stopped: str) -> None:
     elif knows_little(end) and not end["signal"]:
         peers.wait_for_ends(OTHERS_SECONDS, enough)
         if all(map(knows_little, peers.ends.values())) and enough(peers.ends):
-            cause = Cause.now(ends.TIMEOUT, stopped, "This node's log has the stack of every worker here")
-            end |= {"status": cause.status, "reason": stopped, "remedy": cause.remedy, "cause": asdict(cause)}
+            end |= fields_of(Cause.now(ends.TIMEOUT, stopped, "This node's log has the stack of every worker here"))
             peers.ended(end)
         else:
             end["reason"] += peers.of_silence()
@@ -241,30 +225,31 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     killed_before = machine.oom_kills()
     claim.keep(Path(plan.output_dir), f"node{plan.node}", args.launcher)
     part = Part(plan, machine.hide(content, hidden), args.launcher, hidden)
-    peers, stacks = meet(plan, hurry), Stacks(part.file("stack"))
+    peers = Peers(Place.of(plan, peer_port(plan.number("MASTER_PORT"))), hurry, warn)
+    stacks = Stacks(part.file("stack"))
     part.look_around(peers.introduce)
     guard = Guard(plan, args.launcher, args.mark, peers, stacks)
 
-    def is_over() -> bool:
-        return read_end(args.end_file)[0] is not None or os.getppid() != args.launcher
+    def is_orphan() -> bool:
+        return os.getppid() != args.launcher
 
-    output = follow(part, peers, stacks, is_over)
+    output = follow(part, peers, stacks, lambda: read_end(args.end_file)[0] is not None or is_orphan())
     guard.finish()
 
     exit_status, interrupted_by = read_end(args.end_file)
     with contextlib.suppress(OSError):
         args.end_file.unlink()
     kills = machine.oom_kills() - killed_before
-    cause = cause_of(plan, output, guard, exit_status, interrupted_by, kills)
+    cause = guards.cause_of(plan, output, guard, exit_status, interrupted_by, kills)
     stopped = stacks.sentence() if stacks.stopped() else ""
-    stacks.remove()
-    cancelled = Status(ends.CANCELLED, f"{interrupted_by} received") if interrupted_by else Status(ends.COMPLETE)
-    status = cause.ending() if cause else cancelled
-    end = {key: part.content[key] for key in ("node", "nnodes", "host")} | {
-        "status": status.name,
-        "reason": status.reason,
-        "remedy": status.remedy,
-        "cause": asdict(cause) if cause else None,
+    for path in stacks.paths():
+        path.unlink(missing_ok=True)
+    finished = {"status": ends.COMPLETE, "reason": "", "remedy": "", "cause": None}
+    if interrupted_by:
+        finished |= {"status": ends.CANCELLED, "reason": f"{interrupted_by} received"}
+    end = {
+        **part.place,
+        **(fields_of(cause) if cause else finished),
         "exit_status": exit_status,
         "signal": interrupted_by,
         "ended": timestamp(output.ended),
@@ -279,17 +264,16 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     known = Status(ends.COMPLETE) if all_is_well else of_run([end])
     peers.close()
     known = part.end(end, known)
-    if os.getppid() != args.launcher:
+    if is_orphan():
         shutil.rmtree(Path(tempfile.gettempdir(), f"t5-{args.mark}"), ignore_errors=True)
-    if exit_status is None and os.getppid() != args.launcher:
-        # The launcher is gone and cannot print it.
-        note(f"error: {plan.strategy.name} on node {plan.node}: {known.name}: {known.reason}")
-    return exit_code(known, end)
+        if exit_status is None:  # the launcher cannot print it
+            note(f"error: {plan.strategy.name} on node {plan.node}: {known.name}: {known.reason}")
+    return guards.exit_code(known, end)
 
 
 def cannot_record(args: argparse.Namespace, error: OSError | RuntimeError) -> int:
     """Ends the run because the run directory cannot be written, or because this process cannot start a thread."""
-    processes.end(args.mark, TERM_SECONDS)
+    processes.end(args.mark, guards.TERM_SECONDS)
     reason, remedy = f"the run directory cannot be written: {error}", SPACE_REMEDY
     if isinstance(error, RuntimeError) or error.errno == errno.EAGAIN:
         reason, remedy = f"the limit on processes or threads is reached here: {error}", PROCESSES_REMEDY

@@ -2,12 +2,15 @@
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import IO
+
+import psutil
 
 from t5bench.record.machine import visible_gpus
 from t5bench.record.status import now
@@ -20,55 +23,43 @@ _GPU_FIELDS = {
     "power.draw": "power_w",
     "clocks.sm": "sm_mhz",
 }
-# InfiniBand counts words of four bytes.
-_INFINIBAND_WORD = 4
+_INFINIBAND = {"sent": "xmit", "received": "rcv"}  # counters of words of four bytes
+_DEVICES = Path("/sys/class")
 
 
-def network_counters(root: Path = Path("/")) -> dict[str, dict[str, int]]:
+def network_counters() -> dict[str, dict[str, int]]:
     """Bytes sent and received since the machine started, by interface, and by port for InfiniBand.
 
     Members of a bond are left out: the bond counts the same bytes.
     """
     found = {}
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/net/dev").read_text().splitlines()[2:]:
-            name, *counters = line.replace(":", " ", 1).split()
-            if not (root / "sys/class/net" / name / "master").exists():
-                found[name] = {"sent": int(counters[8]), "received": int(counters[0])}
-    for port in (root / "sys/class/infiniband").glob("*/ports/*"):
+    for name, count in psutil.net_io_counters(pernic=True, nowrap=False).items():
+        if not (_DEVICES / "net" / name / "master").exists():
+            found[name] = {"sent": count.bytes_sent, "received": count.bytes_recv}
+    for port in (_DEVICES / "infiniband").glob("*/ports/*"):
         with contextlib.suppress(OSError, ValueError):
-            sent, received = (int((port / f"counters/port_{name}_data").read_text()) for name in ("xmit", "rcv"))
-            name = f"ib:{port.parent.parent.name}/{port.name}"
-            found[name] = {"sent": sent * _INFINIBAND_WORD, "received": received * _INFINIBAND_WORD}
+            words = {to: int((port / f"counters/port_{name}_data").read_text()) for to, name in _INFINIBAND.items()}
+            found[f"ib:{port.parent.parent.name}/{port.name}"] = {to: 4 * count for to, count in words.items()}
     return found
 
 
-def link_speeds(root: Path = Path("/")) -> dict[str, dict[str, int | None]]:
+def link_speeds() -> dict[str, dict[str, int | None]]:
     """Each interface's speed in Mbit/s as its driver states it; None if it does not."""
-    found: dict[str, dict[str, int | None]] = {}
-    for name in network_counters(root):
-        found[name] = {"speed_mbit": None}
-        with contextlib.suppress(OSError, ValueError):
-            found[name]["speed_mbit"] = max(0, int((root / "sys/class/net" / name / "speed").read_text())) or None
-    return found
-
-
-def _numbers(line: str) -> list[float | None]:
-    """None for "[N/A]", which means that the GPU does not measure it."""
-    return [float(word) if re.fullmatch(r"\s*[0-9.]+\s*", word) else None for word in line.split(",")]
+    speeds = {name: link.speed for name, link in psutil.net_if_stats().items()}
+    return {name: {"speed_mbit": speeds.get(name) or None} for name in network_counters()}
 
 
 class Sampler:
     """Writes a line to ``path`` every ``seconds``; with GPUs, one nvidia-smi runs alongside."""
 
-    def __init__(self, path: Path, seconds: float, *, has_gpus: bool, environment: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, seconds: float, *, has_gpus: bool) -> None:
         self.path, self.seconds, self.ended = path, seconds, threading.Event()
         self.latest: dict[int, dict[str, float | None]] = {}  # the last sample of each GPU
         self.smi: subprocess.Popen[str] | None = None
         if has_gpus:
             # Into a pipe it would hold its output back until 4 KiB are full.
             line_buffered = ["stdbuf", "-oL"] if shutil.which("stdbuf") else []
-            command = [*line_buffered, "nvidia-smi", *visible_gpus(environment), f"--query-gpu={','.join(_GPU_FIELDS)}"]
+            command = [*line_buffered, "nvidia-smi", *visible_gpus(os.environ), f"--query-gpu={','.join(_GPU_FIELDS)}"]
             command += ["--format=csv,noheader,nounits", "-lms", str(max(1, int(seconds * 1000)))]
             with contextlib.suppress(OSError):
                 pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -77,11 +68,13 @@ class Sampler:
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
-    def _read_gpus(self, lines: Iterable[str]) -> None:
+    def _read_gpus(self, lines: IO[str]) -> None:
         for line in lines:
-            index, *values = _numbers(line)
-            if index is not None and len(values) == len(_GPU_FIELDS) - 1:
-                self.latest[int(index)] = dict(zip(_GPU_FIELDS.values(), (int(index), *values), strict=True))
+            # "[N/A]" means that the GPU does not measure it.
+            values = [float(word) if re.fullmatch(r"\s*[0-9.]+\s*", word) else None for word in line.split(",")]
+            if values[0] is not None and len(values) == len(_GPU_FIELDS):
+                sample = dict(zip(_GPU_FIELDS.values(), values, strict=True))
+                self.latest[int(values[0])] = sample | {"index": int(values[0])}
 
     def _run(self) -> None:
         is_last = False

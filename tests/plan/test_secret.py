@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from t5bench.plan.secret import secret
+from t5bench.plan.channel import run_secret as secret
 
 
 def test_a_given_secret_wins_over_the_one_in_the_home_directory(tmp_path: Path):

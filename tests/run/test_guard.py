@@ -91,7 +91,7 @@ def test_without_its_launcher_a_run_is_ended(run: Run):
 @pytest.mark.parametrize("what", ["stuck in stands_here (", "suspended (SIGSTOP)"])
 def test_a_stuck_run_reports_where(run: Run, what: str):
     if what.startswith("suspended"):
-        os.kill(workers(run.mark)[3], signal.SIGSTOP)
+        workers(run.mark)[3].suspend()
     cause = run.cause(watchdog=1)
     assert cause and (cause.status, cause.strength) == ("timeout", 3)
     assert f"before the first iteration: rank 3 is {what}" in cause.reason

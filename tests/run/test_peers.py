@@ -129,25 +129,29 @@ def test_nobody_joins_an_attempt_that_is_over(nodes, peer):
 
 def test_every_node_hears_a_difference_once(peer):
     told: dict[int, list[str]] = {0: [], 1: [], 2: []}
+    plan = {"settings": {}, "arguments": {"extra": ""}}
 
-    def compare(first: dict, other: dict) -> Sequence[str]:
-        return [f"{other['name']} is not {first['name']}"] if other["name"] != first["name"] else []
+    def part(node: int, torch: str) -> dict:
+        facts = {"versions": {"torch": torch}, "plan": plan, "data": {}, "commits": {}, "patches": {}}
+        return {"node": node, "host": f"node{node}", **facts}
 
-    everyone = [peer(node, 3, compare=compare, on_differences=told[node].extend) for node in range(3)]
+    everyone = [peer(node, 3, warn=told[node].append) for node in range(3)]
     # Perhaps before it is connected.
-    for node, part in ((1, {"name": "a"}), (0, {"name": "a"}), (2, {"name": "b"}), (2, {"name": "b"})):
-        everyone[node].introduce(part)
+    for node, torch in ((1, "2.4"), (0, "2.4"), (2, "2.5"), (2, "2.5")):
+        everyone[node].introduce(part(node, torch))
     wait_for(lambda: all(told.values()))
     everyone[1].introduce({"another": "form"})
     wait_for(lambda: all(len(sentences) == 2 for sentences in told.values()))
-    assert told == {node: ["b is not a", everyone[0].differences[1]] for node in range(3)}
-    assert "node 1 (" in told[0][1] and "runs a different version of this repository" in told[0][1]
+    first, second = (f"the nodes of this run differ: {sentence}" for sentence in everyone[0].differences)
+    assert told == {node: [first, second] for node in range(3)}
+    assert "versions.torch is '2.5' on node 2 (node2), '2.4' on node 0" in first
+    assert "node 1 (" in second and "runs a different version of this repository" in second
 
 
 def test_a_taken_port_is_reported(peer):
     problems: list[str] = []
     with socket.create_server(("", 0)) as server:
-        peer(0, 2, port=server.getsockname()[1], on_problem=problems.append)
+        peer(0, 2, port=server.getsockname()[1], warn=problems.append)
         wait_for(lambda: bool(problems))
     assert "cannot listen on port" in problems[0]
 

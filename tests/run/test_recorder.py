@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from harness import MEMORY, REPO_ROOT, Project, record, wait_for
 from harness import engine_output as output
@@ -25,9 +26,9 @@ from t5bench.record.files import RecordError
 from t5bench.record.reader import read_samples
 from t5bench.record.records import load, read_metrics
 from t5bench.record.status import Cause, Status, Strength
-from t5bench.run.ending import cause_of, exit_code, read_end
+from t5bench.run import sampler
+from t5bench.run.guard import cause_of, exit_code, read_end
 from t5bench.run.output import OPEN_SECONDS, Output, pass_on
-from t5bench.run.sampler import link_speeds, network_counters
 
 
 def part_of(directory: Path, node: int = 0) -> dict:
@@ -304,17 +305,19 @@ sys.exit(recorder.run(None))
     assert recorder.wait(timeout=30) == 7
 
 
-def test_network_counters_of_a_simulated_machine(tmp_path: Path):
-    rows = "  eth0: 100 1 0 0 0 0 0 0 200 2 0 0 0 0 0 0\n bond0: 300 1 0 0 0 0 0 0 400 2 0 0 0 0 0 0\n"
-    files = {"proc/net/dev": f"Inter-|   Receive |  Transmit\n face |bytes packets ...\n{rows}"}
-    files |= {"sys/class/net/eth0/master": "", "sys/class/net/bond0/speed": "10000\n"}
-    port = "sys/class/infiniband/mlx5_0/ports/1/counters/"
-    for name, text in (files | {port + "port_xmit_data": "10\n", port + "port_rcv_data": "20\n"}).items():
+def test_network_counters_of_a_simulated_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    counters = {"eth0": (200, 100), "bond0": (400, 300)}
+    counted = {name: SimpleNamespace(bytes_sent=sent, bytes_recv=got) for name, (sent, got) in counters.items()}
+    monkeypatch.setattr(psutil, "net_io_counters", lambda **_: counted)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"bond0": SimpleNamespace(speed=10000)})
+    monkeypatch.setattr(sampler, "_DEVICES", tmp_path)
+    port = "infiniband/mlx5_0/ports/1/counters/port_"
+    for name, text in {"net/eth0/master": "", f"{port}xmit_data": "10\n", f"{port}rcv_data": "20\n"}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     expected = {"bond0": {"sent": 400, "received": 300}, "ib:mlx5_0/1": {"sent": 40, "received": 80}}
-    assert network_counters(tmp_path) == expected
-    assert link_speeds(tmp_path) == {"bond0": {"speed_mbit": 10000}, "ib:mlx5_0/1": {"speed_mbit": None}}
+    assert sampler.network_counters() == expected
+    assert sampler.link_speeds() == {"bond0": {"speed_mbit": 10000}, "ib:mlx5_0/1": {"speed_mbit": None}}
 
 
 def test_secret_names():
