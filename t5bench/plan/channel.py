@@ -88,6 +88,8 @@ class Hello(Message):
 
 
 class Refused(Message):
+    """From node 0. A node with another secret learns of that, too, because it cannot verify this."""
+
     why: str
 
 
@@ -253,17 +255,6 @@ class Channel:
         connection.send(connection.proof(self.place.node == 0, connection.sent, body) + b" " + body)
         connection.sent += 1
 
-    def _decode(self, connection: Connection, line: bytes) -> Any:
-        """Raises StrangerError."""
-        proof, _, body = line.partition(b" ")
-        if not hmac.compare_digest(proof, connection.proof(self.place.node != 0, connection.received, body)):
-            raise ProofError("it did not prove that it belongs to this run")
-        connection.received += 1
-        message = self._read(body, Hello | Refused | self.kinds)
-        if message.node >= self.place.nodes or message.node == self.place.node:
-            raise StrangerError(f"node {message.node} is not one of the other {self.place.nodes - 1}")
-        return message
-
     @staticmethod
     def _read(text: bytes, kind: Any) -> Any:
         try:
@@ -277,7 +268,11 @@ class Channel:
         connection.send(msgspec.json.encode(_Greeting(place.run, connection.nonce)))
         for line in connection.lines():
             if connection.key:
-                yield self._decode(connection, line)
+                proof, _, body = line.partition(b" ")
+                if not hmac.compare_digest(proof, connection.proof(place.node != 0, connection.received, body)):
+                    raise ProofError("it did not prove that it belongs to this run")
+                connection.received += 1
+                yield self._read(body, Hello | Refused | self.kinds)
                 continue
             greeting = self._read(line, _Greeting)
             if greeting.run != place.run:
@@ -330,7 +325,7 @@ class Channel:
             for message in self._messages(connection):
                 if other is None:
                     other = self._greet(message, connection)
-                elif self.place.node == 0 and message.node != other:
+                elif message.node >= self.place.nodes or (self.place.node == 0 and message.node != other):
                     raise StrangerError("it claims to be a different node than before")
                 else:
                     self._note(message)
@@ -360,7 +355,7 @@ class Channel:
         node = message.node
         if isinstance(message, Refused):
             raise StrangerError(message.why)
-        if not isinstance(message, Hello) or (self.place.node != 0 and node != 0):
+        if not isinstance(message, Hello) or node >= self.place.nodes or (node == 0) == (self.place.node == 0):
             raise StrangerError("it sent no greeting")
         with self.lock:
             if self.place.node == 0:
@@ -373,7 +368,7 @@ class Channel:
             elif self.attempt not in (None, message.attempt):
                 self.left(0)
                 raise StrangerError("node 0 was restarted")
-            self.attempt = message.attempt or self.attempt
+            self.attempt = self.attempt or message.attempt
             connection.longest = LONGEST_LINE
             self._waiting.remove(connection)
             self.connections[node] = connection

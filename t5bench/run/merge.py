@@ -9,12 +9,14 @@ import argparse
 import math
 import pickle
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
+
+import torch
 
 from t5bench import Problem
 from t5bench.record.checkpoints import TRACKER, Checkpoints, damage
@@ -55,13 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read(path: Path) -> Any:
-    import torch
-
     if fault := damage(path):
         raise Problem(f"{path} {fault}", "Copy the checkpoint's files of every node to this directory")
-    reader = ModuleType("reader of known classes")
-    reader.Unpickler = Known  # type: ignore[attr-defined]
-    return torch.load(path, map_location="cpu", weights_only=False, pickle_module=reader)
+    return torch.load(path, map_location="cpu", weights_only=False, pickle_module=sys.modules[__name__])
 
 
 class Absent:
@@ -74,8 +72,8 @@ class Absent:
         pass
 
 
-class Known(pickle.Unpickler):
-    """Reads a checkpoint where the engine is not installed."""
+class Unpickler(pickle.Unpickler):
+    """Reads a checkpoint where the engine is not installed: torch.load takes it from this module."""
 
     def find_class(self, module: str, name: str) -> Any:
         known = module.split(".")[0] in ("argparse", "_codecs", "collections", "numpy", "torch")
@@ -131,8 +129,6 @@ class Cut(NamedTuple):
 
     def pieces(self, name: str, whole: Any) -> list[Any]:
         """Each tensor-parallel rank's part of a parameter; self-attention's query, key and value are cut separately."""
-        import torch
-
         dim, blocks = cut_along(name)
         if dim is None:
             return [whole] * self.tp
@@ -151,19 +147,16 @@ def cut_along(name: str) -> tuple[int | None, int]:
 
 def whole_weights(folder: Path, args: Namespace) -> Weights:
     """All parameters of a checkpoint, each in one piece. args: the engine's arguments, as the checkpoint has them."""
-    import torch
-
     cut = Cut.of(args, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
-    ranks: list[Weights] = [{} for _ in range(cut.tp)]
-    for rank, weights in enumerate(ranks):
+    found: dict[str, dict[int, Any]] = {}  # each rank's part
+    for rank in range(cut.tp):
         for stage in range(1 if args.deepspeed else cut.pp):
             for name, value in shard(folder, args, rank, stage).items():
-                weights[cut.whole_name(name, stage)] = value
+                found.setdefault(cut.whole_name(name, stage), {})[rank] = value
     joined = {}
-    for name in ranks[0]:
+    for name, parts in found.items():
         dim, blocks = cut_along(name)
-        parts = [weights[name] for weights in ranks]
-        rows = zip(*(part.chunk(blocks, dim or 0) for part in parts), strict=True)
+        rows = zip(*(part.chunk(blocks, dim or 0) for part in parts.values()), strict=True)
         joined[name] = parts[0] if dim is None else torch.cat([part for row in rows for part in row], dim)
     return joined | {HEAD: joined[f"{EMBEDDING}word_embeddings.weight"]}
 
@@ -192,8 +185,6 @@ def pipeline_module(folder: Path, rank: int, last: int) -> Weights:
 
 def gathered(folder: Path, rank: str, dtype: Any) -> Weights:
     """ZeRO-3's fp32 parameters; every data-parallel rank holds an equal part of each, the last part being padded."""
-    import torch
-
     shapes = read(folder / f"zero_pp_rank_0{rank}model_states.pt")["param_shapes"]
     first = next(folder.glob(f"*zero_pp_rank_0{rank}optim_states.pt"))
     count = read(first)["optimizer_state_dict"]["partition_count"]
@@ -215,8 +206,6 @@ def flat(state: Mapping[str, Any], prefix: str = "") -> Weights:
 
 
 def write(head: Mapping[str, Any], whole: Weights, directory: Path, cut: Cut) -> None:
-    import torch
-
     left_out = (torch.Tensor, Absent)  # a mask, and objects of the engine's
     args = Namespace(**{name: value for name, value in vars(head["args"]).items() if not isinstance(value, left_out)})
     args.make_vocab_size_divisible_by = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size // cut.tp

@@ -66,20 +66,19 @@ class Line:
     """A line that arrives in pieces, with a bound on what is kept of it."""
 
     def __init__(self) -> None:
-        self.head, self.tail, self.left_out = bytearray(), bytearray(), 0
+        self.kept, self.left_out = bytearray(), 0
         self.returned = False  # after a carriage return, what follows overwrites this, as progress bars do
 
     def add(self, piece: bytes) -> None:
-        room = LONGEST_LINE // 2 - len(self.head)
-        self.head += piece[:room]
-        self.tail += piece[room:]
-        surplus = max(0, len(self.tail) - LONGEST_LINE // 2)
+        self.kept += piece
+        surplus = max(0, len(self.kept) - LONGEST_LINE)
         self.left_out += surplus
-        del self.tail[:surplus]
+        del self.kept[LONGEST_LINE // 2 : LONGEST_LINE // 2 + surplus]
 
     def text(self) -> str:
+        half = LONGEST_LINE // 2 if self.left_out else len(self.kept)
         between = f" ... ({self.left_out} bytes left out) ... ".encode() if self.left_out else b""
-        return visible(bytes(self.head + between + self.tail).decode(errors="backslashreplace"))
+        return visible((self.kept[:half] + between + self.kept[half:]).decode(errors="backslashreplace"))
 
 
 class Output:
@@ -120,7 +119,7 @@ class Output:
     def end(self, now: float) -> bytes:
         """Ends the output; returns what is left to show."""
         self.ended, shown = now, self.take(b"", now)
-        if self.line.head:
+        if self.line.kept:
             self._take_line(now)
         for rank, text in self.stacks().items():
             for line in (f"rank {rank} was ended here:", *text.splitlines()):
@@ -131,21 +130,20 @@ class Output:
                     file.close()
         return shown
 
-    def is_removed(self) -> bool:
-        """Whether the log is no longer where it was."""
+    def restore_if_removed(self) -> bool:
+        """Whether somebody has removed the run directory; then the log and the metrics come from their open files."""
         try:
-            return not os.path.samestat(Path(self.log.name).stat(), os.fstat(self.log.fileno()))
-        except OSError as error:  # a file system that does not answer now may answer later
-            return isinstance(error, FileNotFoundError)
-
-    def restore(self) -> None:
-        """Restores the log and the metrics from their open files."""
+            if Path(self.log.name).exists():
+                return False
+        except OSError:  # a file system that does not answer now may answer later
+            return False
         with self._noting_errors():
             Path(self.log.name).parent.mkdir(parents=True, exist_ok=True)
             for file in filter(None, (self.log, self.metrics)):
                 file.flush()
                 shutil.copyfile(f"/proc/self/fd/{file.fileno()}", file.name)
             self.log, self.metrics = Path(self.log.name).open("ab"), None  # noqa: SIM115
+        return True
 
     @contextlib.contextmanager
     def _noting_errors(self) -> Any:
@@ -173,7 +171,7 @@ class Output:
         for number, piece in enumerate(text.split(b"\r")):
             self.line.returned |= number > 0
             if piece and self.line.returned:
-                if b"iteration" in self.line.head or b"peak memory" in self.line.head:
+                if b"iteration" in self.line.kept or b"peak memory" in self.line.kept:
                     self._take_line(now)
                 self.line = Line()
             self.line.add(piece)
@@ -201,13 +199,7 @@ class Output:
             self.metrics.write(metrics_line(found) + "\n")
 
 
-def pass_on(
-    output: Output,
-    source: int,
-    sink: int,
-    is_over: Callable[[], bool] = lambda: False,
-    look: Callable[[], None] = lambda: None,
-) -> None:
+def pass_on(output: Output, source: int, sink: int, is_over: Callable[[], bool], look: Callable[[], None]) -> None:
     """Passes every block to the sink and to the output at once, until the source ends.
 
     It also ends if nothing has come for OPEN_SECONDS after the run was over. A closed sink is ignored. look is called

@@ -32,11 +32,8 @@ from t5bench.record.plan import by_name
 from t5bench.run import timeline
 from t5bench.run.spent import MainThread, Parts, between, main_thread, processor
 
-# An engine's function for an iteration, and those that PyTorch does not name: module, class or "", function.
-STEPS = {
-    "native": [("native.trainers", "TorchTrainer", "step")],
-    "megatron": [("megatron.training", "", "train_step")],
-}
+# Functions of an engine, where PyTorch does not name them: module, class or "", function.
+STEP = {"native": ("native.trainers", "TorchTrainer", "step"), "megatron": ("megatron.training", "", "train_step")}
 PHASES = {
     "native": {
         profile.LOGGING: ("native.metrics", "Metrics", "record"),
@@ -241,26 +238,21 @@ def link(device: str) -> dict[str, float] | None:
     return {"rate": 1000 * steps / ranks * PROBES[0] / max(large - empty, 1e-3), "latency_ms": empty / steps}
 
 
-def resumed_from(words: Sequence[str]) -> int:
-    """The iteration after which an engine with this command line begins."""
-    given = by_name(words)
-    tracker = Path(given.get("--load", os.devnull), TRACKER)
-    return int(tracker.read_text()) if "--finetune" not in given and tracker.is_file() else 0
-
-
 class OneIteration:
     """Counts an engine's iterations and profiles one of them, unless a resumed run begins with it or after it."""
 
     def __init__(self, iteration: int, output: Path, words: list[str]) -> None:
         """words: the engine's command line, its program first."""
-        self.begin, self.output, self.marks = resumed_from(words), output, Marks(words)
+        given = by_name(words)
+        tracker = Path(given.get("--load", os.devnull), TRACKER)
+        self.begin = int(tracker.read_text()) if "--finetune" not in given and tracker.is_file() else 0
+        self.output, self.marks = output, Marks(words)
         self.number = iteration - self.begin  # of those since then
         self.ends: list[float] = []
         self.spent: list[Parts] = []  # until each of these ends
         engine = "native" if Path(words[0]).parent.name == "native" else "megatron"
         self.marks.place(engine)
-        for place in STEPS[engine]:
-            surround(place, self._counted)
+        surround(STEP[engine], self._counted)
 
     def _counted(self, step: Callable[[], Any], _: list[Any]) -> Any:
         result = step()

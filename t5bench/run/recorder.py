@@ -138,9 +138,8 @@ class Part:
 
     def look(self, output: Output) -> None:
         """Restores what it can if somebody has removed the run directory."""
-        if output.is_removed():
+        if output.restore_if_removed():
             warn(f"{self.plan.output_dir} was removed during the run; its log and metrics start again")
-            output.restore()
             self.say(f"{ends.RUNNING} {self.content['host']} {self.content['pid']}\n")
             self.write()
 

@@ -1,7 +1,6 @@
 """What this process spends its time with: computing, waiting for a core, held back by a quota, asleep."""
 
 import multiprocessing
-import operator
 import os
 import statistics
 import threading
@@ -10,7 +9,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
+import psutil
 
 from t5bench.record.profile import DATA, LOGGING, SAVING
 
@@ -56,11 +58,10 @@ def processor() -> Counter[str]:
     found = Counter(computed_ms=1000 * time.process_time(), queued_ms=scheduled_ms("/proc/self")[1])
     threads = (folder for folder in Path("/proc/self/task").glob("*") if folder.name != str(os.getpid()))
     found.update({folder.name: scheduled_ms(folder)[1] for folder in threads})
-    with suppress(OSError, ValueError, LookupError):
-        ticks = dict(line.split(" ", 1) for line in Path("/proc/stat").read_text().splitlines())
-        for core in os.sched_getaffinity(0):
-            user, nice, system, _, _, *interrupts = map(int, ticks[f"cpu{core}"].split()[:7])
-            found["machine_ms"] += 1000 * sum((user, nice, system, *interrupts)) / os.sysconf("SC_CLK_TCK")
+    for core, of_core in enumerate(psutil.cpu_times(percpu=True)):
+        if core in os.sched_getaffinity(0):
+            busy = of_core.user, of_core.nice, of_core.system, of_core.irq, of_core.softirq
+            found["machine_ms"] += 1000 * sum(busy)
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -75,34 +76,22 @@ def processor() -> Counter[str]:
     return found
 
 
-class Spent(NamedTuple):
-    """Milliseconds of the main thread; asleep: all in which it neither computed nor waited for a core."""
-
-    computed: float = 0.0
-    queued: float = 0.0
-    asleep: float = 0.0
-
-    @classmethod
-    def until_now(cls) -> "Spent":
-        """Since a moment that is the same for all calls."""
-        computed, queued = 1000 * time.thread_time(), scheduled_ms("/proc/self")[1]
-        return cls(computed, queued, 1000 * time.perf_counter() - computed - queued)
-
-    def plus(self, other: "Spent") -> "Spent":
-        return Spent(*map(operator.add, self, other))
-
-    def since(self, before: "Spent") -> "Spent":
-        return Spent(*map(operator.sub, self, before))
+# Milliseconds of a thread. It is asleep where it neither computed nor waited for a core.
+COMPUTED, QUEUED, ASLEEP = range(3)
+Parts = Mapping[str, np.ndarray]  # these three, by part; "": what belongs to none
 
 
-Parts = Mapping[str, Spent]  # by part; "": what belongs to none
+def until_now() -> np.ndarray:
+    """The main thread's, since a moment that is the same for all calls."""
+    computed, queued = 1000 * time.thread_time(), scheduled_ms("/proc/self")[1]
+    return np.array([computed, queued, 1000 * time.perf_counter() - computed - queued])
 
 
 class MainThread:
     """A stopwatch for the thread that makes it: each moment belongs to the innermost part that it is in."""
 
     def __init__(self) -> None:
-        self.thread, self.spent, self.last = threading.get_ident(), dict[str, Spent](), Spent.until_now()
+        self.thread, self.spent, self.last = threading.get_ident(), dict[str, np.ndarray](), until_now()
         self.within: list[str] = []  # the innermost part last
 
     @contextmanager
@@ -117,16 +106,16 @@ class MainThread:
         try:
             yield
         finally:
-            asleep = self._count().asleep
+            asleep = self._count()[ASLEEP]
             waited = min(kept_by(others), max(0.0, asleep)) if others else 0.0
-            self.spent[part] = self.spent[part].plus(Spent(queued=waited, asleep=-waited))
+            self.spent[part] = self.spent[part] + [0.0, waited, -waited]
             self.within.pop()
 
-    def _count(self) -> Spent:
+    def _count(self) -> np.ndarray:
         """Adds the time since the last call to the innermost part, and returns it."""
-        part, now = self.within[-1] if self.within else "", Spent.until_now()
-        own, self.last = now.since(self.last), now
-        self.spent[part] = self.spent.get(part, Spent()).plus(own)
+        part, now = self.within[-1] if self.within else "", until_now()
+        own, self.last = now - self.last, now
+        self.spent[part] = self.spent.get(part, 0.0) + own
         return own
 
     def until_now(self) -> Parts:
@@ -135,7 +124,7 @@ class MainThread:
 
 
 def between(before: Parts, after: Parts) -> Parts:
-    return {part: spent.since(before.get(part, Spent())) for part, spent in after.items()}
+    return {part: spent - before.get(part, 0.0) for part, spent in after.items()}
 
 
 def main_thread(now: Parts, before: Sequence[Parts], known: float = 0.0) -> dict[str, Any]:
@@ -144,16 +133,16 @@ def main_thread(now: Parts, before: Sequence[Parts], known: float = 0.0) -> dict
     before: other iterations. What they do not show may be chance.
     known: ms for which it slept for reasons that are told elsewhere.
     """
-    alone = {}
+    nothing, alone = np.zeros(3), {}
     for part, average in BY_THEMSELVES.items():
-        own, *others = [
-            max(0.0, each.computed + each.asleep) for each in (e.get(part, Spent()) for e in (now, *before))
-        ]
+        parts = [each.get(part, nothing) for each in (now, *before)]
+        own, *others = [max(0.0, spent[COMPUTED] + spent[ASLEEP]) for spent in parts]
         alone[part] = min(own, average(others)) if others else own
     own, *others = [each[""] for each in (now, *before[-LAST:])]
-    most = Spent(*map(min, zip(*others, strict=True))) if others else own
-    found = {"alone_ms": alone, "working_ms": max(0.0, min(own.computed, most.computed))}
-    found["asleep_ms"] = max(0.0, min(own.asleep - known, most.asleep))
-    if saved := [each[SAVING].asleep for each in (now, *before) if each.get(SAVING, Spent()).computed > 0]:
-        found["saving_ms"] = max(0.0, statistics.median(saved))
+    least = np.min(others, axis=0) if others else own
+    found = {"alone_ms": alone, "working_ms": max(0.0, min(own[COMPUTED], least[COMPUTED]))}
+    found["asleep_ms"] = max(0.0, min(own[ASLEEP] - known, least[ASLEEP]))
+    saved = [each.get(SAVING, nothing) for each in (now, *before)]
+    if slept := [spent[ASLEEP] for spent in saved if spent[COMPUTED] > 0]:
+        found["saving_ms"] = max(0.0, statistics.median(slept))
     return found

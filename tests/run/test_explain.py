@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from harness import wait_for
@@ -30,7 +31,7 @@ from t5bench.record.profile import AXES, SENDING
 from t5bench.record.records import load
 from t5bench.run import profile_step, spent, timeline
 from t5bench.run.profile_step import Marks, OneIteration
-from t5bench.run.spent import MainThread, Spent, between, kept_by, loaders, main_thread
+from t5bench.run.spent import MainThread, between, kept_by, loaders, main_thread
 
 # ---- made traces, in milliseconds ------------------------------------------------------------------------------------
 
@@ -178,7 +179,7 @@ def test_what_the_main_thread_spends_by_part():
     assert told["alone_ms"] == {profile.DATA: pytest.approx(50, abs=15), profile.LOGGING: 0}
     assert told["asleep_ms"] == pytest.approx(70, abs=15) and told["working_ms"] < 50
     assert main_thread(now, [], known=60.0)["asleep_ms"] == pytest.approx(10, abs=10)
-    told = main_thread(now, [{"": Spent(asleep=20.0)}] * 3)
+    told = main_thread(now, [{"": np.array([0.0, 0.0, 20.0])}] * 3)
     assert told["alone_ms"][profile.DATA] == told["working_ms"] == 0 and told["asleep_ms"] == 20
 
 

@@ -222,7 +222,7 @@ def test_the_recorder_ends_although_output_is_held_open(tmp_path: Path):
     start, (reader, writer) = time.monotonic(), os.pipe()
     os.write(writer, output(3).encode())
     with (tmp_path / "log").open("wb") as log, (tmp_path / "shown").open("wb") as shown:
-        pass_on(Output(log, tmp_path / "metrics.jsonl", []), reader, shown.fileno(), lambda: True)
+        pass_on(Output(log, tmp_path / "metrics.jsonl", []), reader, shown.fileno(), lambda: True, lambda: None)
     assert OPEN_SECONDS <= time.monotonic() - start < OPEN_SECONDS + 20
     assert (tmp_path / "shown").read_text() == output(3)
     os.close(writer)
