@@ -1,19 +1,19 @@
-"""What ends a run that nothing else would end, with real processes in the places of torchrun and its workers."""
+"""How a worker ends, and what ends a run that nothing else would end, with real processes."""
 
 import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT, processes_with, wait_for
+from harness import REPO_ROOT, Project, processes_with, wait_for
 from made_runs import made_plan
 
 from t5bench.plan.channel import Place
+from t5bench.plan.ports import free_port
 from t5bench.record.status import Cause
 from t5bench.run import guard as guards
 from t5bench.run.guard import Guard, Stacks
@@ -128,23 +128,23 @@ def failed(status: str, strength: int | None) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("end", "status", "reason"),
+    ("status", "strength", "reason"),
     [
-        (failed("crashed", 3), "crashed", "stopped because node 1 (node1) failed: why"),
-        (failed("network", 0), "network", "stopped because node 1 (node1) failed: why"),
-        (failed("timeout", 1), "timeout", "rank 3 is stuck in stands_here (@/worker.py:4)"),
-        (failed("cancelled", None), "cancelled", "stopped because node 1 (node1) was cancelled: why"),
-        (None, "network", "stopped because node 1 (?) failed: it disconnected without giving a reason"),
+        ("crashed", 3, "stopped because node 1 (node1) failed: why"),
+        ("network", 0, "stopped because node 1 (node1) failed: why"),
+        ("timeout", 1, "rank 3 is stuck in stands_here (@/worker.py:4)"),
+        ("cancelled", None, "stopped because node 1 (node1) was cancelled: why"),
+        ("gone", None, "stopped because node 1 (?) failed: it disconnected without giving a reason"),
     ],
-    ids=["crashed", "network", "timeout", "cancelled", "gone"],
 )
-def test_a_run_that_failed_elsewhere_is_ended_here(run: Run, end: dict | None, status: str, reason: str):
-    if end:
-        run.peers.ends[1] = end
-    else:
+def test_a_run_that_failed_elsewhere_is_ended_here(run: Run, status: str, strength: int | None, reason: str):
+    if status == "gone":
         run.peers.left(1)
+    else:
+        run.peers.ends[1] = failed(status, strength)
     cause = run.cause()
-    assert cause and (cause.status, cause.reason) == (status, reason.replace("@", str(run.stacks.prefix.parent)))
+    assert cause and cause.status == status.replace("gone", "network")
+    assert cause.reason == reason.replace("@", str(run.stacks.prefix.parent))
 
 
 def test_a_resumed_run_that_begins_anew_is_ended(run: Run):
@@ -170,8 +170,60 @@ def test_a_run_without_workers_is_ended_after_the_rendezvous(monkeypatch: pytest
     cause = Run(tmp_path, "import sys; print('ready', flush=True); sys.stdin.read()").cause(rendezvous=0)
     assert cause and cause.status == "timeout"
     assert "cannot join a run at 127.0.0.1" in cause.reason
-    # Workers that were seen have started, even if they have ended by the time when they are due.
-    guard = Guard.__new__(Guard)
-    guard.mark, guard.workers_due_at = "a run", time.monotonic() + 60
-    monkeypatch.setattr(guards.processes, "workers", lambda mark: {0: 1})
-    assert guard._never_starts() is None and guard.workers_due_at is None
+
+
+# ---- with torchrun, and alone ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workers", "rank", "end"),
+    [(4, 0, {"WATCHDOG_SECONDS": "30"}), (2, 1, {"STUB_TIMEOUT": "6"})],
+    ids=["watchdog", "timeout"],
+)
+def test_the_hanging_rank_is_named_and_all_leave_their_stacks(project: Project, workers: int, rank: int, end: dict):
+    """Either the watchdog ends the run, or a worker that has waited too long for the others, by way of torchrun."""
+    (project.engine / "pretrain_t5.py").write_text((REPO_ROOT / "tests/cluster/stub_trainer.py").read_text())
+    project.record_engine()
+    project.environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    settings = {"MODEL_PRESET": "tiny", "DEVICE": "cpu", "PRECISION_FLAG": "", "TRAIN_ITERS": "100000"}
+    settings |= {"LOG_INTERVAL": "1", "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
+    output = project.root / "outputs" / "ddp"
+    output.mkdir(parents=True)
+    (output / "node0.stack.9").write_text("of a run that was killed")
+    hang = {"NPROC_PER_NODE": str(workers), "STUB_FAULT": f"{rank}:3:hang"}
+    result = project.launch("ddp", timeout=90, **settings | hang | end)
+    said = result.stderr
+    assert result.returncode == 6, result.stdout + said
+    assert f"rank {rank} is stuck in begin (" in said and said.count("rank ") == 1, said
+    assert not list(output.glob("*.stack*"))
+    log = (output / "node0.log").read_text()
+    assert "rank 9 was" not in log
+    if "WATCHDOG_SECONDS" in end:
+        assert all(f"rank {each} was ended here:" in log for each in range(workers))
+        assert log.count("all_reduce") >= workers - 1
+
+
+# With a thread, an exit function, and what only the interpreter's end would remove.
+ENDS = """
+import atexit, threading, time
+class Kept:
+    def __del__(self, say=print): say("taken apart")
+kept = Kept()
+kept.itself = kept
+atexit.register(print, "its exit function")
+threading.Thread(target=lambda: (time.sleep(0.2), print("its thread"))).start()
+print("its output")
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [("", 0), ("raise SystemExit", 0), ("raise SystemExit(3)", 3), ("raise SystemExit('no')", 1)]
+)
+def test_a_worker_ends_as_python_does(end: str, status: int, tmp_path: Path):
+    """Where it succeeds, its interpreter is not taken apart: a thread of gloo's would abort it meanwhile."""
+    (tmp_path / "ends.py").write_text(ENDS + end)
+    command = [sys.executable, REPO_ROOT / "t5bench/run/worker.py", tmp_path / "stacks", tmp_path / "ends.py"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    said = "its output\nits thread\nits exit function\n" + "taken apart\n" * (status > 0)
+    assert (result.returncode, result.stdout) == (status, said)
