@@ -1,20 +1,32 @@
-"""The recorders' channel, over real sockets on this machine; test_strangers.py has those who do not belong to it."""
+"""The recorders' channel, over real sockets on this machine, and who may say what on it.
+
+For strangers and hostile nodes the wire is written here again, from the channel's description and not from its code.
+"""
 
 import contextlib
+import hashlib
+import hmac
+import json
+import resource
+import secrets
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from harness import wait_for
 
+from t5bench import Problem
 from t5bench.plan import channel
-from t5bench.plan.channel import Place
+from t5bench.plan.channel import MOST_WAITING, Place
 from t5bench.plan.ports import free_port
-from t5bench.run.peers import Introduced, Peers
+from t5bench.plan.resume import View, agreed
+from t5bench.run.peers import MOST_STRANGERS, Introduced, Peers
 
-HOST = "127.0.0.1"
+HOST, RUN, SECRET = "127.0.0.1", "a run", b"the secret of the run"
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +47,16 @@ def peer() -> Iterator:
     own_port = free_port()
     with contextlib.ExitStack() as stack:
 
-        def start(node: int, nodes: int, *, port: int = own_port, host: str = HOST, **options) -> Peers:
-            place = Place(node, nodes, host, port, "a run", b"the secret of the run")
-            return stack.enter_context(contextlib.closing(Peers(place, **options)))
+        def start(node: int, nodes: int, port: int = own_port, host: str = HOST, secret: bytes = SECRET, **options):
+            return stack.enter_context(
+                contextlib.closing(Peers(Place(node, nodes, host, port, RUN, secret), **options))
+            )
 
         yield start
 
 
 @pytest.fixture
-def nodes(peer) -> Iterator:
+def nodes(peer) -> Callable[..., list[Peers]]:
     """nodes(3): the recorders of three nodes that have heard of node 0."""
 
     def start(count: int, **options) -> list[Peers]:
@@ -113,8 +126,7 @@ def test_a_node_of_an_earlier_attempt_is_not_part_of_this_one(nodes, peer):
     again = peer(0, 2)
     second.ended(end(1))
     time.sleep(0.5)
-    assert not again.ends and not again.connections
-    assert 0 in second.gone
+    assert not again.ends and not again.connections and 0 in second.gone
 
 
 def test_nobody_joins_an_attempt_that_is_over(nodes, peer):
@@ -193,3 +205,172 @@ def test_does_not_wait_for_silent_gone_or_absent_nodes(soon_silent, nodes, peer)
     assert waited(first) < 15
     with socket.create_server((HOST, 0)) as nobody:
         assert waited(peer(1, 2, port=nobody.getsockname()[1])) < 15
+
+
+# ---- strangers -------------------------------------------------------------------------------------------------------
+
+CONTROL = "\x1b[2J\x1b]0;title\x07\x9b31m\rddp: complete\u202e"
+CAUSE = {"status": "crashed", "strength": 3, "reason": "it broke", "remedy": "", "time": 1.0, "line": "", "rank": None}
+END = {**end(1), "reason": "it broke", "cause": CAUSE}
+
+
+class Speaker:
+    """Sends the given messages as node 1."""
+
+    def __init__(self, port: int, secret: bytes = SECRET, run: str = RUN) -> None:
+        wait_for(lambda: not socket.socket().connect_ex((HOST, port)))
+        self.socket = socket.create_connection((HOST, port), timeout=20)
+        self.lines = self.socket.makefile("rb")
+        theirs, own = json.loads(self.lines.readline()), secrets.token_hex(16)
+        self.say(json.dumps({"run": run, "nonce": own}).encode())
+        self.key = hmac.new(secret, f"{run}\n{theirs['nonce']}\n{own}".encode(), hashlib.sha256).digest()
+        self.number = 0
+
+    def say(self, line: bytes) -> None:
+        with contextlib.suppress(ConnectionError):
+            self.socket.sendall(line + b"\n")
+
+    def line(self, kind: str, number: int, **content: object) -> bytes:
+        body = json.dumps({"kind": kind, "node": 1, "host": "x", **content}).encode()
+        return hmac.new(self.key, b"0 %d " % number + body, hashlib.sha256).hexdigest().encode() + b" " + body
+
+    def tell(self, kind: str, **content: object) -> "Speaker":
+        self.say(self.line(kind, self.number, **content))
+        self.number += 1
+        return self
+
+    def wait_until_closed(self) -> None:
+        with contextlib.suppress(ConnectionError):
+            self.lines.read()
+
+
+@pytest.fixture
+def listener(peer) -> Peers:
+    """Node 0 of a run of two nodes; `said` has what it says on the terminal."""
+    said: list[str] = []
+    made = peer(0, 2, warn=said.append)
+    made.said, made.port = said, made.place.port
+    return made
+
+
+def hears_node_1(listener: Peers) -> bool:
+    """Whether the true node 1 can say how it ended."""
+    with contextlib.closing(Peers(Place(1, 2, HOST, listener.port, RUN, SECRET))) as node:
+        node.ended(END | {"status": "complete", "cause": None})
+        wait_for(lambda: 1 in listener.ends, 15)
+    return listener.ends[1]["status"] == "complete"
+
+
+STRANGERS = {
+    "no protocol": lambda port: Speaker(port).say(b"GET / HTTP/1.1\r\n\r\n"),
+    "no secret": lambda port: Speaker(port, b"").tell("hello", attempt=None).tell("ended", part=END),
+    "another secret": lambda port: Speaker(port, b"guess").tell("hello", attempt=None).tell("ended", part=END),
+    "another run": lambda port: Speaker(port, run="another").tell("hello", attempt=None),
+    "deep": lambda port: Speaker(port).say(b"[" * 4000),
+    "long": lambda port: Speaker(port).say(b"x" * 500_000),
+}
+
+
+def test_a_stranger_ends_nothing(listener):
+    for name, attack in STRANGERS.items():
+        for _ in range(2 * MOST_STRANGERS):
+            attack(listener.port)
+        time.sleep(0.3)
+        assert not listener.ends and not listener.gone and not listener.connections, name
+    assert hears_node_1(listener)
+    assert len(listener.said) <= MOST_STRANGERS and len("".join(listener.said)) < 2000
+
+
+NODES = {
+    "replay": lambda node: node.say(node.line("ended", 0, part=END)),
+    "left out": lambda node: node.say(node.line("ended", node.number + 1, part=END)),
+    "changed": lambda node: node.say(node.line("ended", node.number, part=END).replace(b"broke", b"burnt")),
+    "no status": lambda node: node.tell("ended", part=END | {"status": "on fire"}),
+    "no cause": lambda node: node.tell("ended", part=END | {"cause": {"time": "soon"}}),
+    "no part": lambda node: node.tell("ended", part=[]),
+    "no kind": lambda node: node.tell("shutdown"),
+    "no node": lambda node: node.tell("ended", part=END, node=7),
+    "for node 0": lambda node: node.tell("ended", part=END, node=0),
+    "endless": lambda node: node.say(b"x" * (2 << 20)),
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_an_invalid_message_ends_its_connection_and_nothing_else(listener, name: str):
+    """From a node that has the secret: a faulty program, or a line that somebody changed on its way."""
+    node = Speaker(listener.port).tell("hello", attempt=None)
+    wait_for(lambda: 1 in listener.connections)
+    NODES[name](node)
+    node.wait_until_closed()
+    wait_for(lambda: 1 not in listener.connections)
+    assert not listener.ends and hears_node_1(listener)
+
+
+def test_control_characters_of_a_node_are_made_visible(listener):
+    node = Speaker(listener.port).tell("hello", attempt=None, host=f"x{CONTROL}")
+    node.tell("ended", part=END | {"reason": CONTROL, "host": CONTROL, "cause": CAUSE | {"reason": CONTROL}})
+    wait_for(lambda: 1 in listener.ends)
+    assert all(line.isprintable() for line in str(listener.ends[1]).splitlines())
+    assert r"\x1b[2J\x1b]0;title\x07\x9b31m\rddp: complete\u202e" in listener.ends[1]["reason"]
+
+
+def test_without_a_secret_nobody_listens(peer):
+    said: list[str] = []
+    alone = peer(0, 2, secret=b"", warn=said.append)
+    assert len(said) == 1 and "T5_RUN_SECRET" in said[0] and not alone.sees_progress
+    assert socket.socket().connect_ex((HOST, alone.place.port))
+
+
+def test_a_stranger_has_little_time(listener, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(channel, "PROOF_SECONDS", 1)
+    stranger, began = Speaker(listener.port), time.monotonic()
+    with contextlib.suppress(OSError):
+        while time.monotonic() - began < 15:
+            stranger.socket.send(b"[")
+            time.sleep(0.2)
+    assert time.monotonic() - began < 15
+
+
+# In a separate process, because the listener's must have no file descriptor left.
+PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+SLOW = """
+import contextlib, socket, sys, time
+found = []
+while len(found) < 1020:
+    with contextlib.suppress(OSError):
+        found.append(socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=5))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_slow_connections_do_not_block_the_listener(listener):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    attacker = subprocess.Popen([sys.executable, "-c", SLOW, str(listener.port)], **PIPES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (350, limits[1]))
+    try:
+        assert attacker.stdout.readline() == b"ready\n"
+        assert hears_node_1(listener)
+        assert threading.active_count() < 2 * MOST_WAITING + 20
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        attacker.kill()
+        attacker.wait()
+
+
+def test_a_node_with_another_secret_is_warned_and_named():
+    port, found = free_port(), {}
+
+    def resume(node: int, secret: bytes) -> None:
+        with pytest.raises(Problem) as problem:
+            agreed(Place(node, 2, HOST, port, RUN, secret), View(10, "", "here"), lambda _: View(10, "", "here"), 2)
+        found[node] = problem.value
+
+    threads = [threading.Thread(target=resume, args=each) for each in enumerate((SECRET, b"another"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert str(found[1]).endswith("it did not prove that it belongs to this run")
+    assert str(found[0]).endswith("; 127.0.0.1 has another secret and was ignored")
+    assert all("T5_RUN_SECRET" in problem.remedy for problem in found.values())
