@@ -6,7 +6,7 @@ import re
 import select
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -89,7 +89,6 @@ class Output:
         log: BinaryIO,
         metrics: Path,
         hidden: Sequence[str],
-        *,
         on_iteration: Callable[[int], None] = lambda iteration: None,
         stacks: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
@@ -111,7 +110,11 @@ class Output:
     def take(self, block: bytes, now: float) -> bytes:
         """Takes the next bytes; returns what may be shown of them and of what was held back before."""
         shown = self.veil.clear(block)
-        self._read(shown, now)
+        *lines, rest = shown.split(b"\n")
+        for line in lines:
+            self._add(line, now)
+            self._take_line(now)
+        self._add(rest, now)
         with self._noting_errors():
             self.log.flush()
         return shown
@@ -146,7 +149,7 @@ class Output:
         return True
 
     @contextlib.contextmanager
-    def _noting_errors(self) -> Any:
+    def _noting_errors(self) -> Iterator[None]:
         """A record that cannot be written does not stop the run."""
         try:
             yield
@@ -158,13 +161,6 @@ class Output:
     def _log(self, line: str, now: float) -> None:
         with self._noting_errors():
             self.log.write(f"{timestamp(now)} {line}\n".encode())
-
-    def _read(self, text: bytes, now: float) -> None:
-        *lines, rest = text.split(b"\n")
-        for line in lines:
-            self._add(line, now)
-            self._take_line(now)
-        self._add(rest, now)
 
     def _add(self, text: bytes, now: float) -> None:
         """Takes a part of a line. Text before a carriage return, which would be overwritten, is kept if it counts."""
@@ -182,21 +178,17 @@ class Output:
         self.finder.read(text, now)
         # The lines of several ranks may arrive as one.
         if found := iteration(text, time=round(now, 3)):
-            self._take_iteration(found)
+            self.first, self.last = self.first or found, found
+            self.on_iteration(found.iteration)
+            if self.diverged_at is None and (found.nan or not abs(found.lm_loss or 0.0) < float("inf")):
+                self.diverged_at = found.iteration
+            with self._noting_errors():
+                self.metrics = self.metrics or self.metrics_path.open("a", buffering=1)
+                self.metrics.write(metrics_line(found) + "\n")
         if evaluated := evaluation(text):
             self.evaluations.append(evaluated)
         self.memory |= {peak.rank: peak for peak in peak_memory([text])}
         self.padded_vocab_size = padded_vocabulary(text) or self.padded_vocab_size
-
-    def _take_iteration(self, found: Iteration) -> None:
-        self.first, self.last = self.first or found, found
-        self.on_iteration(found.iteration)
-        loss = found.lm_loss
-        if self.diverged_at is None and (found.nan or (loss is not None and not abs(loss) < float("inf"))):
-            self.diverged_at = found.iteration
-        with self._noting_errors():
-            self.metrics = self.metrics or self.metrics_path.open("a", buffering=1)
-            self.metrics.write(metrics_line(found) + "\n")
 
 
 def pass_on(output: Output, source: int, sink: int, is_over: Callable[[], bool], look: Callable[[], None]) -> None:

@@ -28,30 +28,16 @@ def workers(mark: str) -> dict[int, psutil.Process]:
     return {int(p.info["environ"]["RANK"]): p for p in ranks.values() if p.info["ppid"] not in ranks}
 
 
-def _signal(number: int, mark: str) -> None:
-    for process in marked(mark):
-        with contextlib.suppress(psutil.Error):
-            process.send_signal(number)
-
-
-def _wait(mark: str, seconds: float) -> bool:
-    """Waits for the processes to end; whether all did in time."""
-    deadline = time.monotonic() + seconds
-    while marked(mark):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(TICK_SECONDS)
-    return True
-
-
 def end(mark: str, seconds: float) -> None:
     """Sends TERM, then KILL after the given seconds. SLURM allows 30 s in all (KillWait)."""
-    _signal(signal.SIGTERM, mark)
-    # A suspended process handles TERM only once it continues.
-    _signal(signal.SIGCONT, mark)
-    if not _wait(mark, seconds):
-        _signal(signal.SIGKILL, mark)
-        _wait(mark, KILL_SECONDS)
+    for number, patience in ((signal.SIGTERM, seconds), (signal.SIGKILL, KILL_SECONDS)):
+        for process in marked(mark):
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(number)
+                process.send_signal(signal.SIGCONT)  # a suspended process handles TERM only once it continues
+        deadline = time.monotonic() + patience
+        while marked(mark) and time.monotonic() < deadline:
+            time.sleep(TICK_SECONDS)
 
 
 if __name__ == "__main__":
