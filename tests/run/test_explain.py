@@ -326,17 +326,6 @@ def test_only_the_causes_that_show_are_named(tmp_path: Path, told: str):
     assert re.match(rf"{strategy} spends \d+% of each iteration \w+", said) and "10% more time" in said
 
 
-def test_the_sentence_says_what_is_sent_and_of_which_family(tmp_path: Path):
-    """Of eight micro-batches ZeRO-2 sends the gradients of each, DDP those of all at once."""
-    sent = {"parts": {"forward": 40.0, SENDING[AXES[0]]: 60.0}}
-    gpt, t5 = (
-        made_profile(tmp_path / strategy, strategy, [sent] * 2, family=family).sentence()
-        for strategy, family in (("zero2", "gpt"), ("ddp", "t5"))
-    )
-    assert gpt.startswith("zero2 of a GPT spends 60% of each iteration sending gradients of every micro-batch, 40% ")
-    assert t5.startswith("ddp spends 60% of each iteration sending gradients, 40% ")
-
-
 def test_an_evaluation_is_neither_the_forward_pass_nor_the_profilers(tmp_path: Path):
     spans = (span(profile.EVALUATING, 0, 60, "user_annotation"), span("aten::mm", 5, 55), span("aten::mm", 70, 80))
     (entry,) = explained([*spans, span(f"{NODE}AddmmBackward0", 80, 90)])

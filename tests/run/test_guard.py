@@ -84,10 +84,6 @@ def test_workers_are_the_children_of_torchrun_and_not_their_loaders(run: Run):
     assert workers("another") == {}
 
 
-def test_without_its_launcher_a_run_is_ended(run: Run):
-    assert run.cause(launcher=1) is None  # the recorder says why
-
-
 @pytest.mark.parametrize("what", ["stuck in stands_here (", "suspended (SIGSTOP)"])
 def test_a_stuck_run_reports_where(run: Run, what: str):
     if what.startswith("suspended"):
@@ -128,31 +124,28 @@ def failed(status: str, strength: int | None) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("status", "strength", "reason"),
+    ("end", "options", "status", "reason"),
     [
-        ("crashed", 3, "stopped because node 1 (node1) failed: why"),
-        ("network", 0, "stopped because node 1 (node1) failed: why"),
-        ("timeout", 1, "rank 3 is stuck in stands_here (@/worker.py:4)"),
-        ("cancelled", None, "stopped because node 1 (node1) was cancelled: why"),
-        ("gone", None, "stopped because node 1 (?) failed: it disconnected without giving a reason"),
+        (failed("crashed", 3), {}, "crashed", "stopped because node 1 (node1) failed: why"),
+        (failed("network", 0), {}, "network", "stopped because node 1 (node1) failed: why"),
+        (failed("timeout", 1), {}, "timeout", "rank 3 is stuck in stands_here (@/worker.py:4)"),
+        (failed("cancelled", None), {}, "cancelled", "stopped because node 1 (node1) was cancelled: why"),
+        (None, {}, "network", "stopped because node 1 (?) failed: it disconnected without giving a reason"),
+        # Before it overwrites the checkpoints of the run that it was to continue.
+        (failed("complete", None), {"resume_from": 8}, "crashed",
+         "the engine did not load the checkpoint of iteration 8, and began with a new model"),
+        (failed("complete", None), {"launcher": 1}, None, ""),  # it was killed, and the recorder says so
     ],
-)
-def test_a_run_that_failed_elsewhere_is_ended_here(run: Run, status: str, strength: int | None, reason: str):
-    if status == "gone":
-        run.peers.left(1)
+)  # fmt: skip
+def test_a_run_is_ended(run: Run, end: dict | None, options: dict, status: str | None, reason: str):
+    run.peers.progressed(7)
+    if end:
+        run.peers.ends[1] = end
     else:
-        run.peers.ends[1] = failed(status, strength)
-    cause = run.cause()
-    assert cause and cause.status == status.replace("gone", "network")
-    assert cause.reason == reason.replace("@", str(run.stacks.prefix.parent))
-
-
-def test_a_resumed_run_that_begins_anew_is_ended(run: Run):
-    """Before it overwrites the checkpoints of the run that it was to continue."""
-    run.peers.progressed(6)
-    cause = run.cause(resume_from=6)
-    assert cause and cause.status == "crashed"
-    assert cause.reason == "the engine did not load the checkpoint of iteration 6, and began with a new model"
+        run.peers.left(1)
+    cause = run.cause(**options)
+    expected = (status, reason.replace("@", str(run.stacks.prefix.parent))) if status else None
+    assert (cause and (cause.status, cause.reason)) == expected
 
 
 def test_a_healthy_run_is_left_alone(run: Run):
