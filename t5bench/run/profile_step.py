@@ -127,15 +127,15 @@ class ProfiledStretch:
 
 def surround(place: tuple[str, str, str], around: Callable[[Callable[[], Any], list[Any]], Any]) -> None:
     """Replaces a function by what `around` does: it gets the call, and the call's arguments."""
-    module = importlib.import_module(place[0])
-    owner = getattr(module, place[1]) if place[1] else module
-    function = getattr(owner, place[2])
+    module, class_name, name = importlib.import_module(place[0]), *place[1:]
+    owner = getattr(module, class_name) if class_name else module
+    function = getattr(owner, name)
 
     @functools.wraps(function)
     def surrounded(*args: Any, **options: Any) -> Any:
         return around(functools.partial(function, *args, **options), [*args, *options.values()])
 
-    setattr(owner, place[2], surrounded)
+    setattr(owner, name, surrounded)
 
 
 class Marks:
@@ -163,11 +163,7 @@ class Marks:
     def _marked(self, name_of: Callable[[list[Any]], str], call: Callable[[], Any], arguments: list[Any]) -> Any:
         """In a range of the profile, whose name depends on the arguments."""
         name = name_of(arguments) if self.active else ""
-        is_within = profile.WAITING in self.main.within
-        with (
-            nullcontext() if is_within else self.main.in_part(profile.WAITING),
-            record_function(name) if name else nullcontext(),
-        ):
+        with self.main.in_part(profile.WAITING), record_function(name) if name else nullcontext():
             result = call()
         if name.startswith(timeline.COLLECTIVE):
             for work in result if isinstance(result, list) else [result]:

@@ -26,7 +26,7 @@ from t5bench.record.profile import AXES, SENDING
 from t5bench.record.records import load
 from t5bench.run import profile_step, spent, timeline
 from t5bench.run.profile_step import Marks, OneIteration
-from t5bench.run.spent import MainThread, between, kept_by, main_thread
+from t5bench.run.spent import MainThread, between, main_thread
 
 # ---- made traces, in milliseconds ------------------------------------------------------------------------------------
 
@@ -174,8 +174,13 @@ def test_a_collective_has_the_axis_of_its_ranks_and_what_a_ring_sends(monkeypatc
 
 
 def test_a_loader_that_waits_for_a_core_is_late_for_want_of_one(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(spent, "loaders", lambda: {1: (150.0, 30.0), 2: (190.0, 1.0)})
-    assert kept_by({1: (100.0, 0.0), 2: (0.0, 0.0)}) == 80
+    """As far as it computed and waited for a core, the main thread waited for that core too: 80 of 100 ms."""
+    seen = iter(({1: (100.0, 0.0), 2: (0.0, 0.0)}, {1: (150.0, 30.0), 2: (190.0, 1.0)}))
+    monkeypatch.setattr(spent, "loaders", lambda: next(seen))
+    main = MainThread()
+    with main.in_part(profile.DATA):
+        time.sleep(0.1)
+    assert main.until_now()[profile.DATA][spent.ASLEEP] == pytest.approx(20, abs=15)
 
 
 # ---- causes, from made profiles --------------------------------------------------------------------------------------
