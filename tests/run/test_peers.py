@@ -13,13 +13,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from harness import wait_for
 
 from t5bench import Problem
 from t5bench.plan import channel
-from t5bench.plan.channel import MOST_OF_ADDRESS, MOST_WAITING, Place
+from t5bench.plan.channel import MOST_OF_ADDRESS, MOST_WAITING, Place, run_secret
 from t5bench.plan.ports import free_port
 from t5bench.plan.resume import View, agreed
 from t5bench.run.peers import MOST_STRANGERS, Introduced, Peers
@@ -360,3 +362,18 @@ def test_a_node_with_another_secret_is_warned_and_named():
     assert str(found[1]).endswith("it did not prove that it belongs to this run")
     assert str(found[0]).endswith("; 127.0.0.1 has another secret and was ignored")
     assert all("T5_RUN_SECRET" in problem.remedy for problem in found.values())
+
+
+# ---- the secret: given, or the one in the user's home directory ------------------------------------------------------
+
+
+def test_all_nodes_read_one_secret_which_others_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    home, path = {"HOME": str(tmp_path)}, tmp_path / ".config" / "t5-parallelism" / "secret"
+    assert run_secret(home | {"T5_RUN_SECRET": "given"}) == b"given" and not path.exists()
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(run_secret, [home] * 8))
+    assert found == {path.read_bytes().strip()} == {run_secret(home | {"T5_RUN_SECRET": ""})} and len(min(found)) == 64
+    assert path.stat().st_mode & 0o777 == 0o600 and list(path.parent.iterdir()) == [path]
+    path.chmod(0o644)
+    assert run_secret(home) == b"" and "chmod 600" in capsys.readouterr().err
+    assert run_secret({}) == run_secret({"HOME": "/dev/null"}) == b""
