@@ -107,9 +107,6 @@ class Connection:
     def proof(self, is_from_node_0: bool, number: int, body: bytes) -> bytes:
         return hmac.digest(self.key, b"%d %d " % (is_from_node_0, number) + body, "sha256").hex().encode()
 
-    def trust(self) -> None:
-        self.deadline, self.longest = float("inf"), LONGEST_LINE
-
     def send(self, line: bytes) -> None:
         """Never waits, because the training's output would wait too: a connection with a full buffer counts as lost."""
         sent = 0
@@ -358,23 +355,18 @@ class Channel:
             elif message.attempt != self.attempt:
                 self.left(0)
                 raise StrangerError("node 0 was restarted")
-            connection.trust()
+            connection.deadline, connection.longest = float("inf"), LONGEST_LINE
             if connection in self._waiting:
                 self._waiting.remove(connection)
             self.connections[node] = connection
-            self._note(message)
+            self.hosts[node], self.heard[node] = message.host, time.monotonic()
             for declared in self._declared.values():
                 self._send(connection, declared)
         self.joined(node)
         return node
 
-    def _note(self, message: Message) -> None:
-        self.hosts[message.node] = message.host
-        self.heard[message.node] = time.monotonic()
-
     def _take(self, message: Message, other: int) -> None:
-        """Raises StrangerError."""
         if self.place.node == 0 and message.node != other:
             raise StrangerError("it claims to be a different node than before")
-        self._note(message)
+        self.hosts[message.node], self.heard[message.node] = message.host, time.monotonic()
         self.hear(message)

@@ -29,10 +29,24 @@ def take(directory: Path, name: str, run: str, pid: int) -> None:
     os.utime(directory)
     now = directory.stat().st_mtime
     holder = {"run": run, "host": socket.gethostname(), "boot": _boot(), "processes": [[pid, _started(pid)]]}
-    claim = _make(directory, name, json.dumps(holder), now)
+    while True:
+        claim = directory / f"{name}.claim.{check(directory, name, now)}"
+        try:
+            with claim.open("x") as file:
+                file.write(json.dumps(holder))
+            break
+        except FileExistsError:
+            continue
+        except OSError:
+            claim.unlink(missing_ok=True)
+            raise
+    for path in directory.glob(f"{name}.claim.*"):
+        if 0 < _number(path) < _number(claim):
+            path.unlink(missing_ok=True)
     # Nodes of one run share a directory. Two runs each make their claim before they look at the other's.
-    for path in {_newest(directory, _name(path)) for path in _claims(directory, "*")} - {claim}:
-        if path and (other := _read(path)).get("run") != run and _is_live(other, path, now):
+    names = {path.name.partition(".claim.")[0] for path in directory.glob("*.claim.*")} - {name}
+    for path in filter(None, (_newest(directory, other) for other in names)):
+        if (other := _read(path)).get("run") != run and _is_live(other, path, now):
             write_whole(claim, json.dumps(holder | {"processes": []}))
             raise _held(path, other)
 
@@ -62,53 +76,21 @@ def keep(directory: Path, name: str, pid: int) -> None:
     threading.Thread(target=touch, daemon=True).start()
 
 
-def _make(directory: Path, name: str, text: str, now: float) -> Path:
-    while True:
-        claim = directory / f"{name}.claim.{check(directory, name, now)}"
-        try:
-            with claim.open("x") as file:
-                file.write(text)
-            break
-        except FileExistsError:
-            continue
-        except OSError:
-            claim.unlink(missing_ok=True)
-            raise
-    for path in _claims(directory, name):
-        if _number(path) < _number(claim):
-            path.unlink(missing_ok=True)
-    return claim
-
-
-def _claims(directory: Path, name: str) -> list[Path]:
-    """The claims of this name, without copies such as node0.claim.1.bak."""
-    return [path for path in directory.glob(f"{name}.claim.*") if path.suffix[1:].isdecimal()]
-
-
 def _number(path: Path) -> int:
-    return int(path.suffix[1:])
-
-
-def _name(path: Path) -> str:
-    return path.name.partition(".claim.")[0]
+    """A claim's number; 0 for a copy such as node0.claim.1.bak."""
+    return int(path.suffix[1:]) if path.suffix[1:].isdecimal() else 0
 
 
 def _newest(directory: Path, name: str) -> Path | None:
-    return max(_claims(directory, name), key=_number, default=None)
+    return max(filter(_number, directory.glob(f"{name}.claim.*")), key=_number, default=None)
 
 
 def _read(path: Path) -> Holder:
     """A claim's content; empty if it cannot be read even after a moment, because its holder may be writing it."""
     for _ in range(20):
-        try:
-            match json.loads(path.read_text()):
-                case {"run": _, "host": str(), "boot": _, "processes": [*pairs]} as holder:
-                    return holder if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs) else {}
-            break
-        except OSError:
-            break
-        except ValueError:
-            time.sleep(0.05)
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads(path.read_text())
+        time.sleep(0.05)
     return {}
 
 

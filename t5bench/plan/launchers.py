@@ -1,6 +1,5 @@
 """Asks the launchers which strategies there are, and what one of them would run."""
 
-import argparse
 import json
 import os
 import subprocess
@@ -11,13 +10,12 @@ from t5bench import REPOSITORY, Problem
 from t5bench.plan.request import declaration
 from t5bench.record.plan import Plan, Strategy
 
-PATTERN = "run_megatron_t5_*.sh"
 # For a run on this machine only, whatever the environment or SLURM says of other nodes.
 ALONE: Mapping[str, str] = {
     **{"NNODES": "1", "HOSTS": "", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"},
     **{"SLURM_JOB_NODELIST": "", "SLURM_NODELIST": "", "SLURM_STEP_NUM_NODES": "1"},
 }
-EVERYTHING = "run_megatron_t5_all.sh"  # a sweep, not a strategy
+EVERYTHING = "all"  # a sweep, not a strategy
 
 
 def launcher(strategy: str) -> Path:
@@ -30,14 +28,9 @@ def declarations(family: str = "") -> list[Strategy]:
     family: by default the environment's MODEL_FAMILY.
     """
     family = family or os.environ.get("MODEL_FAMILY") or "t5"
-    found = [path for path in (REPOSITORY / "scripts").glob(PATTERN) if path.name != EVERYTHING]
-    processes = [subprocess.Popen(["bash", path, "--declaration"], stdout=subprocess.PIPE, text=True) for path in found]
-    strategies = []
-    for path, process in zip(found, processes, strict=True):
-        words = process.communicate()[0].split("\0")[:-1]
-        if process.returncode:
-            raise RuntimeError(f"{path} --declaration failed with exit status {process.returncode}")
-        strategies.append(declaration(words))
+    paths = set(launcher("").parent.glob(launcher("*").name)) - {launcher(EVERYTHING)}
+    processes = [subprocess.Popen(["bash", path, "--declaration"], stdout=subprocess.PIPE, text=True) for path in paths]
+    strategies = [declaration(process.communicate()[0].split("\0")[:-1]) for process in processes]
     return sorted((each for each in strategies if family in each.families), key=lambda strategy: strategy.port)
 
 
@@ -58,10 +51,7 @@ def accepted(plan: Plan) -> Plan:
     return plan
 
 
-def add_arguments(_: argparse.ArgumentParser) -> None:
-    """Takes no arguments: it prints all names."""
-
-
-def run(_: argparse.Namespace) -> int:
+def run(_: object) -> int:
+    """Prints all names: ``python -m t5bench strategies``."""
     print("\n".join(strategy.name for strategy in declarations()))
     return 0

@@ -3,10 +3,10 @@
 import contextlib
 import os
 import secrets
-import stat
-import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+from t5bench import note
 
 VARIABLE = "T5_RUN_SECRET"
 REMEDY = (
@@ -24,22 +24,19 @@ def secret(environment: Mapping[str, str]) -> bytes:
         return b""
     path = Path(folder, "t5-parallelism", "secret")
     try:
-        return _read(path) if path.exists() else _make(path)
+        if not path.exists():
+            _make(path)
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+                return file.read(1024).strip()
+        note(f"warning: {path} is ignored because other users can read or write it: chmod 600 {path}")
     except OSError:
-        return b""
+        pass
+    return b""
 
 
-def _read(path: Path) -> bytes:
-    with path.open("rb") as file:
-        found = os.fstat(file.fileno())
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            wrong = f"warning: {path} is ignored because other users can read or write it"
-            print(f"{wrong}: chmod 600 {path}", file=sys.stderr)
-            return b""
-        return file.read(1024).strip()
-
-
-def _make(path: Path) -> bytes:
+def _make(path: Path) -> None:
     """Several nodes may do this at once on a shared file system: one of them wins, and all read its secret."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     own = path.with_name(f"secret.{secrets.token_hex(8)}")
@@ -50,4 +47,3 @@ def _make(path: Path) -> bytes:
             os.link(own, path)
     finally:
         own.unlink(missing_ok=True)
-    return _read(path)

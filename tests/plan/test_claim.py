@@ -51,8 +51,6 @@ def test_one_of_many_gets_the_claim_and_the_next_gets_it_later(tmp_path: Path):
         ({"host": "elsewhere"}, 60, True),
         ({"host": "elsewhere"}, 600, False),
         ({"host": "elsewhere", "processes": []}, 0, False),
-        ({"processes": None}, 60, True),
-        ({"processes": [[1]]}, 600, False),
     ],
     ids=[
         "here",
@@ -62,8 +60,6 @@ def test_one_of_many_gets_the_claim_and_the_next_gets_it_later(tmp_path: Path):
         "elsewhere",
         "elsewhere and gone",
         "elsewhere and ended",
-        "damaged",
-        "damaged long ago",
     ],
 )
 def test_how_long(tmp_path: Path, changes: dict, age: float, is_held: bool):

@@ -13,7 +13,7 @@ from harness import REPO_ROOT, STRATEGIES, Project, engine_output, record
 from test_plan import ZERO_STAGES, Requests, codes
 
 from t5bench.plan.__main__ import make
-from t5bench.plan.deepspeed import ZERO_OPTIONS
+from t5bench.plan.engine import ZERO_OPTIONS
 from t5bench.record.plan import Arguments, Plan, by_name
 
 T5_ALONE = ("encoder", "decoder")
@@ -166,7 +166,7 @@ def test_every_option_of_a_strategys_json_is_honoured_or_refused(request_for: Re
     content, found = JSONS[name]
     (tmp_path / "ds_configs").mkdir()
     (tmp_path / "ds_configs" / "megatron_zero2.json").write_text(json.dumps(content))
-    monkeypatch.setattr("t5bench.plan.deepspeed.REPOSITORY", tmp_path)
+    monkeypatch.setattr("t5bench.plan.engine.REPOSITORY", tmp_path)
     asked = request_for("zero2")
     plan, besides = make(asked)
     said = [o.found for o in plan.obstacles if o.code == "ds-config"]

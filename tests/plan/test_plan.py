@@ -134,9 +134,7 @@ def test_processes_share_gpus_only_on_request_and_never_with_zero(request_for: R
         ("zero3", {"PIPELINE_PARALLEL_SIZE": "2"}, "no-pipeline-parallelism", "zero3 has no pipeline parallelism"),
         ("ddp", {"PROFILE_ITERATION": "1"}, "profile-iteration", "TRAIN_ITERS=1000, found 1"),
         ("ddp", {"LR_WARMUP_ITERS": "1000"}, "learning-rate", "leaves none of TRAIN_ITERS=1000"),
-        ("ddp", {"MIN_LR": "0.2"}, "learning-rate", "MIN_LR=0.2 is more than LR=0.0001"),
-        ("ddp", {"DROPOUT": "1"}, "dropout", "must be less than 1, found 1"),
-        ("pipeline", {"MODEL_FAMILY": "gpt", "NUM_LAYERS": "5"}, "pipeline-size", "5 layers do not divide over 2"),
+        ("pipeline", {"MODEL_FAMILY": "gpt", "NUM_LAYERS": "5"}, "pipeline-size", "NUM_LAYERS=5 does not divide over 2"),
         ("ddp", {"MODEL_FAMILY": "gpt", "ENGINE": "native"}, "native-engine", "MODEL_FAMILY='gpt'"),
         ("ddp", {"RECOMPUTE": "full", "ENGINE": "native"}, "native-engine", "RECOMPUTE='full'"),
         ("ddp", {"PRECISION_FLAG": "--fp16", "ENGINE": "native"}, "native-engine", "does not train in fp16"),
@@ -146,7 +144,6 @@ def test_processes_share_gpus_only_on_request_and_never_with_zero(request_for: R
         ("ddp", {"EVAL_ONLY": "1"}, "eval-iters", "EVAL_ITERS is 0"),
         ("ddp", {"RAMPUP_BATCH_SIZE": "4 4"}, "rampup", "three whole numbers"),
         ("ddp", {"RAMPUP_BATCH_SIZE": "4 4 801", "TRAIN_ITERS": "50"}, "rampup", "the run, which has 800 samples"),
-        ("ddp", {"RAMPUP_BATCH_SIZE": "4 4 4000001", "TRAIN_ITERS": "900000"}, "rampup", "than 1000000 iterations"),
         ("ddp", {"RAMPUP_BATCH_SIZE": "4 5 100"}, "rampup", "does not reach GLOBAL_BATCH_SIZE=16 in steps of 2"),
     ],
 )
@@ -201,13 +198,13 @@ def test_a_decoder_that_is_too_short_for_some_samples(request_for, tmp_path, doc
      ("0.18.20", False), ("0.19.8", False)],
 )  # fmt: skip
 def test_releases_that_train_zero2_wrongly(request_for: Requests, monkeypatch, version: str, wrong: bool):
-    monkeypatch.setattr("t5bench.plan.deepspeed.installed_version", lambda distribution: version)
+    monkeypatch.setattr("t5bench.plan.engine.installed_version", lambda distribution: version)
     found = ["deepspeed-release"] if wrong else []
     assert codes(make(request_for("zero2"))[0]) == found
     # One micro-batch an iteration has nothing to add up, and other stages add up right.
     assert codes(make(request_for("zero2", MICRO_BATCH_SIZE="8"))[0]) == []
     assert codes(make(request_for("zero1"))[0]) == []
-    monkeypatch.setattr("t5bench.plan.deepspeed.installed_version", lambda distribution: None)
+    monkeypatch.setattr("t5bench.plan.engine.installed_version", lambda distribution: None)
     assert (codes(make(request_for("zero1"))[0]), codes(make(request_for("ddp"))[0])) == (["no-deepspeed"], [])
 
 
@@ -252,8 +249,6 @@ def test_an_engine_argument_of_a_setting_changes_the_setting(request_for: Reques
         (("--hidden-size", "many"), "engine-argument"),
         (("--lr", "-1"), "engine-argument"),
         (("--hidden-dropout", "0.3"), "engine-argument"),  # attention's would become 0.3 too
-        (("--exit-interval", "-3"), "engine-argument"),
-        (("--some-name", "\udcff"), "engine-argument"),
         (("--swiglu",), "engine-argument"),  # the engine would stop once every rank has built its model
         (("--num-experts", "2"), "engine-argument"),
         (("--num-key-value-heads=2",), "engine-argument"),

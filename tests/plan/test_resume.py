@@ -20,10 +20,10 @@ from t5bench import Problem
 from t5bench.plan import channel
 from t5bench.plan.channel import Place
 from t5bench.plan.ports import free_port
-from t5bench.plan.resume import View, agreed, check_validation_samples, checkpoint, misfits
+from t5bench.plan.resume import View, agreed, checkpoint, misfits
 from t5bench.record import machine
 from t5bench.record.checkpoints import Checkpoints
-from t5bench.record.plan import Arguments, Plan
+from t5bench.record.plan import Plan
 
 # ---- the run that wrote it ------------------------------------------------------------------------------------------
 
@@ -102,32 +102,6 @@ def test_a_run_whose_end_was_not_recorded_continues_from_an_earlier_checkpoint(d
     assert checkpoint(plan, agree=False) == 10
     status.write_text("complete \n\n")
     assert refusal(plan).endswith("is already at iteration 30 of 30")
-
-
-@pytest.mark.parametrize(("family", "prepared"), [("t5", 162), ("gpt", 160)])
-def test_an_evaluation_that_lacks_validation_samples_is_refused(
-    died: Callable[..., Plan], tmp_path: Path, family: str, prepared: int
-):
-    """The training evaluated 3 times, 4 batches of 16 samples each. An epoch has 3 documents of 7 tokens, which are 3.5
-    samples of a GPT."""
-    died(EVAL_ITERS="4", EVAL_INTERVAL="10")
-    write_indexed_dataset(tmp_path / "many", [[5] * (7 if 57 <= document < 60 else 9) for document in range(60)])
-
-    def check(**chosen: str) -> None:
-        plan = made_plan("ddp", {"TRAIN_ITERS": "30", "OUTPUT_DIR": str(tmp_path / "run"), **chosen})
-        length = replace(plan.settings["SEED"], value="6")
-        settings = plan.settings | {
-            "MODEL_FAMILY": replace(plan.settings["MODEL_FAMILY"], value=family), "SEQ_LENGTH": length,
-        }  # fmt: skip
-        fixed = Arguments(fixed=["--split", "949,50,1"])
-        check_validation_samples(
-            replace(plan, settings=settings, arguments=fixed, data_prefix=str(tmp_path / "many")), 30
-        )
-
-    with pytest.raises(Problem, match=f"needs 160 .* 0 are left: .* prepares {prepared} .* used 192"):
-        check(EVAL_ITERS="10")
-    check(EVAL_ITERS="4", EVAL_INTERVAL="10")
-    check(EVAL_ITERS="12", EVAL_INTERVAL="30")
 
 
 # ---- all nodes ------------------------------------------------------------------------------------------------------

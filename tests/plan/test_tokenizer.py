@@ -127,6 +127,6 @@ def test_an_unknown_type_of_tokenizer_is_refused(request_for, data: Path, kind: 
 
 
 def test_without_msgspec_nothing_is_started(request_for, data: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("t5bench.plan.place.util.find_spec", lambda name: None)
+    monkeypatch.setattr("t5bench.plan.engine.util.find_spec", lambda name: None)
     codes, said = findings(request_for, data)
     assert codes == ["no-msgspec"] and "pip install" in said
