@@ -100,7 +100,6 @@ request() {
 make_plan() {
   local status
   declare -gA PLAN=()
-  require_python
   hear make request && return 0 || status=$?
   [[ $DRY_RUN != json || -z ${PLAN[json]:-} ]] || printf '%s\n' "${PLAN[json]}"
   exit "$status"
@@ -226,15 +225,14 @@ record_run() {
 }
 
 start_run() {
-  local exit_status=0 node=$OUTPUT_DIR/node$NODE_RANK status='' reason='' remedy='' processes="${PLAN[world_size]} processes"
-  [[ $processes != '1 '* ]] || processes='1 process'
+  local exit_status=0 node=$OUTPUT_DIR/node$NODE_RANK status='' reason='' remedy=''
   # Beyond the file-size limit (ulimit -f), or with nobody left to read, a write fails, but this shell continues.
   trap '' XFSZ PIPE
   { plan_words >"$node.plan" && print_command >"$node.command.sh"; } || {
     printf 'configuration  ' 1<>"$node.status" || true
     die "cannot write to the run directory $OUTPUT_DIR" "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"
   }
-  note "$STRATEGY_TITLE: node $NODE_RANK of $NNODES, master $MASTER_ADDR:$MASTER_PORT, $processes" \
+  note "$STRATEGY_TITLE: node $NODE_RANK of $NNODES, master $MASTER_ADDR:$MASTER_PORT, world size ${PLAN[world_size]}" \
     "(TP=${PLAN[tp]} PP=${PLAN[pp]} DP=${PLAN[dp]}, ${PLAN[micro_batches]} micro-batches), ${PLAN[device]}, engine $ENGINE"
   run_to_end record_run "$node.end" env -u T5_RUN_SECRET "${RUN_ENVIRONMENT[@]}" "${COMMAND[@]}" || exit_status=$?
   # On a machine without GPUs, DeepSpeed leaves these in memory, 66 MiB for each process.

@@ -22,8 +22,8 @@ from t5bench import Problem, note
 from t5bench.plan import claim, place
 from t5bench.plan.engine import check_engine, check_locks, check_packages, effective_config, offload_device
 from t5bench.plan.families import check_family
+from t5bench.plan.launchers import Findings, Request, completed, groups, read_request, read_settings
 from t5bench.plan.layout import choose_processes, divide
-from t5bench.plan.request import Findings, Request, completed, groups, read_request, read_settings
 from t5bench.plan.settings import checked_settings, effective_settings, help_text
 from t5bench.plan.toolkit import completions
 from t5bench.plan.topology import check_own_name, placed

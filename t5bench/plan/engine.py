@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from t5bench import REPOSITORY
-from t5bench.plan.request import Request
+from t5bench.plan.launchers import Request
 from t5bench.record.machine import checksum, installed_version
-from t5bench.record.plan import Layout, by_name
+from t5bench.record.plan import Layout
 
 CHECKSUMS = REPOSITORY / "patches" / "checksums"
 INSTALL = f"pip install -r '{REPOSITORY}/requirements.txt'"
@@ -35,9 +35,6 @@ BUILT = re.compile(r"megatron/(fused_kernels/build/.*|data/helpers\.cpython-[\w-
 # Upstream's other folders, from which training imports nothing.
 OTHER_FOLDERS = {"__pycache__", "dataset", "docs", "examples", "examples_deepspeed", "images", "megatron", "tasks"}
 MOST_NAMED = 3
-# What --layout-independent-init refuses, or knows no initial weights for.
-UNUSUAL = ("--swiglu", "--num-key-value-heads", "--num-experts", "--untie-embeddings-and-output-weights",
-           "--init-method-xavier-uniform")  # fmt: skip
 COMPILING_SECONDS = 900  # longer than any extension of the engine takes
 
 
@@ -118,11 +115,6 @@ def check_engine(request: Request, directory: Path, device: str, gpus_shared: bo
     if request.value("ENGINE") != "megatron":
         return SERIES
     state, lack = state_of(directory), request.findings.lack
-    usual = {"--num-key-value-heads": request.value("NUM_ATTENTION_HEADS"), "--num-experts": "1"}
-    for name, value in by_name(request.extra).items() if state != FIXES_ALONE else ():
-        if name in UNUSUAL and value != usual.get(name):
-            found = f"{name} cannot be given after --: the patched engine has no initial weights for such a model"
-            request.findings.refuse("engine-argument", found, "Leave it out")
     checkout = f"the Megatron-DeepSpeed checkout at {directory}"
     setup = f"Run: MEGATRON_DIR='{directory}' bash '{REPOSITORY}/scripts/setup_megatron.sh'"
     if state == MISSING:
@@ -165,7 +157,6 @@ def check_locks(request: Request, directory: Path) -> None:
 
 
 def _is_open(path: Path) -> bool:
-    """Whether a process of this user has a file open on this machine."""
     for opened in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
             if opened.samefile(path):

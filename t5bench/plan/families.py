@@ -4,7 +4,7 @@ an entry here and a file there."""
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from t5bench.plan.request import Request
+from t5bench.plan.launchers import Request
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from t5bench import Problem
 from t5bench.model.software import beyond_native
 from t5bench.plan.families import family_of
-from t5bench.plan.request import Request
+from t5bench.plan.launchers import Request
 from t5bench.record.plan import Layout, by_name
 
 

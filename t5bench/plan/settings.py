@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from t5bench import REPOSITORY
-from t5bench.plan.request import Findings, Request
+from t5bench.plan.launchers import Findings, Request
 from t5bench.record.plan import ROLES, Setting, by_name
 
 # These decide a run's directory, data and processes; an argument that changed them would make the plan wrong.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from t5bench import Problem
-from t5bench.plan.request import Request
+from t5bench.plan.launchers import Request
 from t5bench.record.hosts import addresses_of, checked, is_loopback, is_own, own_name_fault
 
 Fault = tuple[str, str, str]  # code, what was found, what to do
@@ -110,7 +110,6 @@ def _lacks(request: Request) -> Iterator[Fault]:
 
 
 def _is_taken(port: int) -> bool:
-    """Whether something listens at the port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from harness import STRATEGIES, Project, make_project
 
-from t5bench.plan.request import Request
+from t5bench.plan.launchers import Request
 from t5bench.record.plan import Plan
 
 

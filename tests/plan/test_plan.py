@@ -9,8 +9,7 @@ import pytest
 from harness import STRATEGIES, write_indexed_dataset
 
 from t5bench.plan.__main__ import answer, make
-from t5bench.plan.launchers import declarations
-from t5bench.plan.request import Request
+from t5bench.plan.launchers import Request, declarations
 from t5bench.record.plan import ROLES, Plan, by_name
 
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
