@@ -28,7 +28,7 @@ from t5bench.plan.settings import checked_settings, effective_settings, help_tex
 from t5bench.plan.toolkit import completions
 from t5bench.plan.topology import check_own_name, placed
 from t5bench.record import wandb
-from t5bench.record.plan import SECRET_GIVEN, Arguments, Plan, by_name
+from t5bench.record.plan import SECRET_GIVEN, Arguments, Plan, Setting, by_name
 
 EXIT_CONFIGURATION = 2
 
@@ -41,11 +41,7 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
     findings = request.findings
     request = replace(request, settings=checked_settings(request.settings, request.directory, findings))
     request = replace(request, settings=effective_settings(request))
-    settings = dict(request.settings)
-    for name, setting in settings.items():
-        if setting.is_secret and setting.value:
-            settings[name] = replace(setting, value=SECRET_GIVEN)
-    refused = Plan(request.strategy, settings, findings.obstacles)
+    refused = Plan(request.strategy, hidden(request.settings), findings.obstacles)
     request = request if findings.refused else placed(request)
     if findings.refused:
         return refused, {}
@@ -57,9 +53,8 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
     if findings.refused or not layout:
         return refused, {}
     if request.value("EVAL_ONLY") == "1":  # its record has its own directory, so that the training's stays unchanged
-        moved = str(Path(request.value("OUTPUT_DIR")) / "evaluation")
-        settings["OUTPUT_DIR"] = replace(settings["OUTPUT_DIR"], value=moved)
-        request = replace(request, settings=settings)
+        moved = replace(request.settings["OUTPUT_DIR"], value=str(Path(request.value("OUTPUT_DIR")) / "evaluation"))
+        request = replace(request, settings={**request.settings, "OUTPUT_DIR": moved})
     engine, directory = request.value("ENGINE"), Path(request.value("MEGATRON_DIR"))
     place.check_output_directory(request)
     if device == "cpu" or gpus_shared:
@@ -71,7 +66,7 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
     tokenizer = place.choose_tokenizer(request)
     plan = Plan(
         strategy=request.strategy,
-        settings=settings,
+        settings=hidden(request.settings),
         obstacles=findings.obstacles,
         node=int(request.facts["node"]),
         hosts=request.hosts,
@@ -99,6 +94,12 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
         "ds_config": json.dumps(ds_config, indent=2) + "\n" if ds_config else "",
         **(completions(os.environ) if device == "cuda" else {}),
     }
+
+
+def hidden(settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    """The settings as they may be printed and recorded."""
+    given = {name: setting for name, setting in settings.items() if setting.is_secret and setting.value}
+    return {**settings, **{name: replace(setting, value=SECRET_GIVEN) for name, setting in given.items()}}
 
 
 def check_numbers(request: Request) -> None:
@@ -143,12 +144,10 @@ def choose_wandb(request: Request, plan: Plan) -> dict[str, str]:
 
 def begin(plan: Plan, besides: Mapping[str, str], request: Request) -> Plan:
     """Claims and prepares the run directory, unless this is a dry run or something stops the run."""
-    findings, layout = request.findings, plan.layout
-    assert layout
+    findings = request.findings
     try:
         if not findings.obstacles and not request.dry_run:
-            run = f"{plan.strategy.name} on {layout.nnodes} nodes at port {plan.value('MASTER_PORT')}"
-            claim.take(Path(plan.output_dir), f"node{plan.node}", run, int(request.facts["launcher"]))
+            claim.take(Path(plan.output_dir), f"node{plan.node}", int(request.facts["launcher"]))
         if loads(plan) and (request.dry_run or not findings.obstacles):
             plan = resume(plan, request)
         if not findings.obstacles and not request.dry_run:

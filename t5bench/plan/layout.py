@@ -66,8 +66,9 @@ def choose_processes(request: Request) -> Processes:
 
 def divide(request: Request, per_node: int, zero_stage: int) -> Layout | None:
     """The layout; None if the sizes do not divide, and then the findings say why. zero_stage: 0 without DeepSpeed."""
-    tp, pp, nnodes = map(request.number, ("TENSOR_PARALLEL_SIZE", "PIPELINE_PARALLEL_SIZE", "NNODES"))
-    strategy, refuse, world_size = request.strategy, request.findings.refuse, nnodes * per_node
+    tp, pp = request.number("TENSOR_PARALLEL_SIZE"), request.number("PIPELINE_PARALLEL_SIZE")
+    strategy, refuse, nnodes = request.strategy, request.findings.refuse, request.number("NNODES")
+    world_size = nnodes * per_node
     # ZeRO goes with any tensor size.
     if tp > 1 and strategy.tp == 1 and not strategy.ds_config:
         remedy = "Use run_megatron_t5_tensor.sh or run_megatron_t5_hybrid.sh; in a sweep or a check, unset it and name"
@@ -134,10 +135,8 @@ def _check_native(request: Request, layout: Layout, zero_stage: int) -> None:
 
 
 def _check_rampup(request: Request, together: int) -> None:
-    """Checks RAMPUP_BATCH_SIZE: the first batch size, the step, and the samples over which the batch grows.
-
-    together: samples that all processes train at once.
-    """
+    """Checks RAMPUP_BATCH_SIZE: the first batch size, the step, and the samples over which the batch grows. together:
+    samples that all processes train at once."""
     given, full = request.value("RAMPUP_BATCH_SIZE"), request.number("GLOBAL_BATCH_SIZE")
     refuse, words = request.findings.refuse, given.split()
     if not given:
@@ -151,8 +150,7 @@ def _check_rampup(request: Request, together: int) -> None:
     (start, step, grows), samples = map(int, words), request.number("TRAIN_ITERS") * full
     if grows > samples:
         found = f"RAMPUP_BATCH_SIZE='{given}' makes the batch grow for longer than the run, which has {samples} samples"
-        remedy = "Raise TRAIN_ITERS, or make the batch grow faster; -- --exit-interval 50 tries the first 50 iterations"
-        refuse("rampup", found, remedy)
+        refuse("rampup", found, "Raise TRAIN_ITERS; -- --exit-interval 50 tries the first 50 iterations")
     if start > full or (full - start) % step or start % together or step % together:
         found = f"RAMPUP_BATCH_SIZE='{given}' does not reach GLOBAL_BATCH_SIZE={full} in steps of {together} samples"
         remedy = f"Start and step must be multiples of {together} (micro-batch x data-parallel size), and end at {full}"

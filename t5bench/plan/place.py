@@ -69,10 +69,7 @@ def _check_tokenizer(request: Request, prefix: str, tokenizer: str) -> None:
     # Without FORCE=1, which would replace the data with whatever source the command names, or the hub's.
     command = preparation(file.parent, request.value("MODEL_FAMILY"), named)
     again = f"prepare the data again, with their source ({record.get('source', 'unknown')}) and FORCE=1: {command}"
-    beside = file.parent / "tokenizer"
-    own = f"Set TOKENIZER_MODEL to that tokenizer or copy it to '{beside}', or {again}"
-    if named and beside.is_dir():
-        own = f"Unset TOKENIZER_MODEL to use the copy next to the data, or {again}"
+    own = f"Set TOKENIZER_MODEL to that tokenizer or copy it to '{file.parent / 'tokenizer'}', or {again}"
     recorded, name = record.get("tokenizer_checksum"), record.get("tokenizer")
     made = f"the data in {file.parent} were made with the tokenizer {name}, checksum {recorded}"
     directory = Path(tokenizer) if Path(tokenizer).exists() else cached_tokenizer(tokenizer)
@@ -148,9 +145,7 @@ def check_output_directory(request: Request) -> None:
     is_recorded = status.is_file() and (directory / f"node{node}.json").exists()
     if is_recorded and status.read_bytes().startswith(b"complete"):
         found = f"{directory} already holds a finished run, which is never overwritten"
-        evaluates = request.value("EVAL_ONLY") == "1"  # in this directory of the run that it evaluates
-        remedy = "Delete it to evaluate again" if evaluates else "Choose another OUTPUT_DIR, or delete this one"
-        lack("finished-run", found, remedy)
+        lack("finished-run", found, "Choose another OUTPUT_DIR, or delete this directory")
     checkpoints = [_CHECKPOINT.fullmatch(path.name) for path in (directory / "checkpoints").glob("*")]
     if newest := max((int(match[1]) for match in checkpoints if match), default=0):
         found = f"{directory} holds checkpoints of an earlier run (up to iteration {newest})"
