@@ -1,11 +1,15 @@
-"""The secret of a run: given, or the one in the user's home directory."""
+"""The secret of a run, given or in the user's home directory, and the key that sends a run to W&B."""
 
 import threading
 from pathlib import Path
 
 import pytest
+from wandb.sdk.lib import wbauth
 
 from t5bench.plan.secret import secret
+from t5bench.record import wandb
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
 
 
 def test_a_given_secret_wins_over_the_one_in_the_home_directory(tmp_path: Path):
@@ -22,7 +26,6 @@ def test_a_given_secret_wins_over_the_one_in_the_home_directory(tmp_path: Path):
     assert set(found) == {path.read_bytes().strip()} and len(found[0]) == 64
     assert path.stat().st_mode & 0o777 == 0o600
     assert [entry.name for entry in path.parent.iterdir()] == ["secret"]
-    assert secret(home | {"T5_RUN_SECRET": ""}) == found[0]
 
 
 def test_a_secret_that_others_can_read_is_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -31,3 +34,35 @@ def test_a_secret_that_others_can_read_is_not_used(tmp_path: Path, capsys: pytes
     assert secret({"HOME": str(tmp_path)}) == b""
     assert "chmod 600" in capsys.readouterr().err
     assert secret({}) == secret({"HOME": "/dev/null"}) == b""
+
+
+@pytest.mark.parametrize(
+    ("environment", "given", "expected"),
+    [
+        ({}, "", "offline"),
+        ({"WANDB_API_KEY": KEY}, "", "online"),
+        ({"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}, "", "offline"),
+        ({"WANDB_MODE": "online"}, "", "online"),
+        ({"WANDB_API_KEY": KEY, "WANDB_MODE": "online"}, "disabled", "disabled"),
+    ],
+)
+def test_a_mode_overrides_a_key(tmp_path: Path, environment: dict, given: str, expected: str):
+    assert wandb.mode({"HOME": str(tmp_path)} | environment, given) == expected
+
+
+@pytest.mark.parametrize(
+    ("machine", "url", "expected"),
+    [
+        ("api.wandb.ai", None, "online"),
+        ("api.wandb.ai", "https://wandb.example.org", "offline"),
+        ("localhost:8080", "http://localhost:8080", "online"),
+    ],
+)
+def test_a_key_in_the_netrc_file_counts_for_its_own_server(tmp_path: Path, monkeypatch, machine, url, expected: str):
+    """W&B itself agrees."""
+    netrc = tmp_path / ".netrc"
+    netrc.write_text(f"machine {machine}\n  login user\n  password {KEY}\n")
+    server = {"WANDB_BASE_URL": url} if url else {}
+    assert wandb.mode({"NETRC": str(netrc)} | server) == wandb.mode({"HOME": str(tmp_path)} | server) == expected
+    monkeypatch.setenv("NETRC", str(netrc))
+    assert (wbauth.read_netrc_auth(host=url or wandb.SERVER) == KEY) == (expected == "online")
