@@ -1,14 +1,12 @@
 """Both model families in every strategy, and the engine's other abilities: only plans, nothing is trained."""
 
 import json
-import re
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT, STRATEGIES, Project, engine_output, record
+from harness import STRATEGIES, Project, engine_output, record
 
 from t5bench.record.plan import Arguments, Plan, by_name
 
@@ -73,20 +71,6 @@ def test_recomputing_and_a_growing_batch_reach_the_engine(project: Project):
     assert wanted.items() <= given.items() and "--train-iters" not in given and "--lr-warmup-iters" not in given
     # 6 of 4 samples, 3 of 8 and 2 of 12 are 72, and 248 left make 15 of 16.
     assert plan.iterations == 26
-
-
-def test_the_commands_of_the_document_run(project: Project):
-    text = (REPO_ROOT / "docs" / "gpt.md").read_text()
-    commands = "".join(re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    project.script("prepare_xsum_megatron.sh").write_text("")
-    shutil.copytree(project.data_prefix.parent, project.data_prefix.parent / "gpt")
-    project.add_stub("srun", '#!/usr/bin/env bash\nexec "${@:2}" --dry-run\n')
-    environment = project.environment | {"OUTPUT_DIR": str(project.root / "run")}
-    commands = commands.replace("MODEL_FAMILY=gpt MODEL_PRESET", "OUTPUT_DIR=first MODEL_FAMILY=gpt MODEL_PRESET")
-    shell = ["bash", "-euo", "pipefail", "-c", commands]
-    result = subprocess.run(shell, cwd=project.root, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert all(word in result.stdout for word in ("repeat1/zero2", "repeat1/tensor", "pretrain_gpt.py"))
 
 
 def test_evaluating_a_checkpoint_leaves_the_training_unchanged(project: Project):

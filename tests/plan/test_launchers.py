@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import shutil
 import signal
 import socket
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 from harness import REPO_ROOT, Project, processes_with, wait_for
 
-from t5bench.plan.ports import free_port
 from t5bench.record.plan import by_name
 
 # 127.0.0.x are all this machine, so that several "nodes" can be named without any resolver.
@@ -32,17 +30,6 @@ def planned(project: Project, strategy: str, *arguments: str, **environment: str
     plan = json.loads(result.stdout)
     assert result.returncode == (2 if any(o["fatal"] for o in plan["obstacles"]) else 0)
     return plan
-
-
-def obstacle(project: Project, *arguments: str, strategy: str = "ddp", **environment: str | None) -> tuple[str, str]:
-    """The only obstacle's code and message; a real run ends with exit status 2 and starts nothing."""
-    (found,) = planned(project, strategy, *arguments, **environment)["obstacles"]
-    result = project.launch(strategy, *arguments, **environment)
-    assert result.returncode == 2
-    assert not project.was_started()
-    assert not (project.root / "outputs").exists()
-    assert f"error: {found['found']}" in result.stderr and result.stderr.count("error: ") == 1
-    return found["code"], f"{found['found']}. {found['remedy']}"
 
 
 def test_programs_that_are_missing_are_named(project: Project, tmp_path: Path):
@@ -109,15 +96,17 @@ def test_where_the_nodes_come_from(project: Project, strategy, arguments, enviro
 )  # fmt: skip
 def test_impossible_places(project: Project, arguments, environment, code, found):
     project.add_stub("scontrol", "#!/bin/sh\nexit 1\n")
-    answer = obstacle(project, *arguments, **environment)
-    assert answer[0] == code and found in answer[1]
+    (obstacle,) = planned(project, "ddp", *arguments, **environment)["obstacles"]
+    assert obstacle["code"] == code and found in f"{obstacle['found']}. {obstacle['remedy']}"
 
 
 def test_a_port_in_use(project: Project):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
-        code, found = obstacle(project, MASTER_PORT=port)
-        assert code == "port-taken" and f"port {port} is already in use" in found
+        result = project.launch("ddp", MASTER_PORT=port)
+        assert result.returncode == 2 and f"error: port {port} is already in use on this node" in result.stderr
+        assert result.stderr.count("error: ") == 1 and not project.was_started()
+        assert not (project.root / "outputs").exists()
         # It is the master's port, not this node's.
         assert planned(project, "ddp", "127.0.0.1", "1", HOSTS=TWO_HOSTS, MASTER_PORT=port)["obstacles"] == []
 
@@ -180,12 +169,7 @@ def test_every_setting_reaches_the_engine_and_what_stands_after_the_dashes_comes
 def test_the_environment_of_the_engine(project: Project):
     assert project.launch("zero1", PYTHONPATH="/elsewhere").returncode == 0
     environment = project.recorded_environment()
-    expected = {
-        "DS_ACCELERATOR": "cpu",
-        "LOCAL_SIZE": "2",
-        "CUDA_VISIBLE_DEVICES": "",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    }
+    expected = {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
     assert expected.items() <= environment.items()
     engine, *rest = environment["PYTHONPATH"].split(":")
     assert Path(engine).resolve() == project.engine
@@ -228,9 +212,6 @@ def test_help_has_every_setting_by_role_at_most_100_columns_wide(project: Projec
     assert names == planned(project, "zero2")["settings"].keys()
     assert any(line.split()[:2] == ["MASTER_PORT", "29802"] for line in lines)
     assert lines.index("Watching, saving, ending") < lines.index("Names, and Weights & Biases")
-    command = f"bash {shlex.quote(str(project.script('run_megatron_t5_zero2.sh')))} --help | sed -u /^Settings/q"
-    cut = subprocess.run(["bash", "-c", command], env=project.environment, capture_output=True, text=True, check=True)
-    assert cut.stdout.startswith("Usage: ") and not cut.stderr and not project.was_started()
 
 
 # ---- Weights & Biases ------------------------------------------------------------------------------------------------
@@ -281,10 +262,8 @@ def test_a_dry_run_prints_what_a_run_does(project: Project, tmp_path: Path, stra
 def test_a_dry_run_needs_no_engine_data_or_gpu_and_says_what_is_missing(project: Project):
     project.data_prefix.with_suffix(".bin").unlink()
     result = project.launch("tensor", "--dry-run", MEGATRON_DIR="/nowhere", DEVICE="cuda")
-    assert result.returncode == 0
-    assert "--distributed-backend nccl" in result.stdout
-    missing = [line for line in result.stderr.splitlines() if line.startswith("a real run would stop here: ")]
-    assert len(missing) == 3, result.stderr
+    assert result.returncode == 0 and "--distributed-backend nccl" in result.stdout
+    assert result.stderr.count("a real run would stop here: ") == 3
     refused = project.launch("tensor", "--dry-run", GLOBAL_BATCH_SIZE="7", MICRO_BATCH_SIZE="2")
     assert (refused.returncode, refused.stdout) == (2, "")
 
@@ -324,22 +303,9 @@ def test_a_failed_run_may_be_repeated_and_keeps_its_log(project: Project):
 
 
 def test_a_run_directory_that_cannot_be_written(project: Project):
-    (project.root / "file").write_text("")
-    result = project.launch("ddp", OUTPUT_DIR="file/run")
+    result = project.launch("ddp", OUTPUT_DIR=f"{project.script('common.sh')}/run")
     assert result.returncode == 2 and "cannot write to the run directory" in result.stderr
     assert not project.was_started()
-
-
-def test_deepspeeds_buffers_are_removed_from_memory(project: Project):
-    port = free_port()
-    own, other = (Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{p}_0") for p in (port, port * 10))
-    try:
-        own.touch()
-        other.touch()
-        assert project.launch("zero1", MASTER_PORT=str(port)).returncode == 0
-        assert not own.exists() and other.exists()
-    finally:
-        other.unlink()
 
 
 # ---- ending ----------------------------------------------------------------------------------------------------------
@@ -397,26 +363,23 @@ def test_a_second_launcher_does_not_join_a_run_in_progress(project: Project):
 
 def test_a_lock_that_nobody_holds(project: Project):
     """PyTorch waits forever for the lock of a compilation that was killed; one that is held or new may be in use."""
-    place, open_files = project.root / "extensions", []
-    for name, age, is_held in (("killed", 3600, False), ("slow", 3600, True), ("new", 0, False)):
-        lock = place / "py312_cu130" / name / "lock"
-        lock.parent.mkdir(parents=True)
-        open_files.append(lock.open("w"))
-        if not is_held:
-            open_files.pop().close()
-        os.utime(lock, (time.time() - age,) * 2)
-    result = project.launch("zero3_offload", TORCH_EXTENSIONS_DIR=str(place))
-    assert result.returncode == 2
-    assert result.stderr.count("was left by a compilation that was killed") == 1
-    assert f"rm '{place}/py312_cu130/killed/lock'" in result.stderr
-    for file in open_files:
-        file.close()
-    plan = planned(project, "ddp", TORCH_EXTENSIONS_DIR=str(place))
-    assert [obstacle["code"] for obstacle in plan["obstacles"]] == ["stale-lock"] * 2, "another has ended"
-    for obstacle in plan["obstacles"]:
-        Path(obstacle["remedy"].split("'")[1]).unlink()
-    result = project.launch("ddp", TORCH_EXTENSIONS_DIR=str(place))
-    assert result.returncode == 0 and f"waits as long as {place}/py312_cu130/new/lock exists" in result.stderr
+    locks = {}
+    for name, age in (("killed", 3600), ("slow", 3600), ("new", 0)):
+        locks[name] = project.root / "extensions" / "py312_cu130" / name / "lock"
+        locks[name].parent.mkdir(parents=True)
+        locks[name].touch()
+        os.utime(locks[name], (time.time() - age,) * 2)
+    here = {"TORCH_EXTENSIONS_DIR": str(project.root / "extensions")}
+    with locks["slow"].open():
+        result = project.launch("zero3_offload", **here)
+        assert result.returncode == 2 and f"rm '{locks['killed']}'" in result.stderr
+        assert result.stderr.count("was left by a compilation that was killed") == 1
+    found = planned(project, "ddp", **here)["obstacles"]
+    assert [obstacle["code"] for obstacle in found] == ["stale-lock"] * 2, "the slow one has ended"
+    for name in ("killed", "slow"):
+        locks[name].unlink()
+    result = project.launch("ddp", **here)
+    assert result.returncode == 0 and f"waits as long as {locks['new']} exists" in result.stderr
 
 
 def test_planning_imports_no_package(project: Project):

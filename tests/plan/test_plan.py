@@ -2,11 +2,10 @@
 
 import json
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib import util
 from pathlib import Path
 
-import msgspec
 import pytest
 from harness import STRATEGIES, write_indexed_dataset
 
@@ -73,15 +72,6 @@ def test_what_all_strategies_share(plans: dict[str, Plan]):
     assert all(setting.role in ROLES and setting.meaning for setting in ddp.settings.values())
 
 
-def test_a_plan_of_the_wrong_types_is_not_read(plans: dict[str, Plan]):
-    content = plans["zero1"].to_json()
-    assert Plan.read(content)
-    for entry in fields(Plan):
-        wrong = "text" if isinstance(content[entry.name], int) else 7
-        with pytest.raises(msgspec.ValidationError):
-            Plan.read(content | {entry.name: wrong})
-
-
 # ---- devices, processes, layouts -------------------------------------------------------------------------------------
 
 
@@ -124,10 +114,8 @@ def test_only_visible_devices_count():
         ("ddp", {"GLOBAL_BATCH_SIZE": "15"}, "batch-size", "GLOBAL_BATCH_SIZE=15 is not divisible by 2"),
         ("tensor", {"GLOBAL_BATCH_SIZE": "6", "MICRO_BATCH_SIZE": "4"}, "batch-size", "=6 is not divisible by 4"),
         ("tensor", {"NUM_ATTENTION_HEADS": "1"}, "tensor-size", "NUM_ATTENTION_HEADS=1 is not divisible"),
-        ("tensor", {"FFN_HIDDEN_SIZE": "2815"}, "tensor-size", "FFN_HIDDEN_SIZE=2815 is not divisible"),
         ("ddp", {"NUM_ATTENTION_HEADS": "15"}, "model-size", "HIDDEN_SIZE=1024 is not divisible"),
         ("pipeline", {"PIPELINE_PARALLEL_SIZE": "4", "ENCODER_NUM_LAYERS": "5"}, "pipeline-size", "over 2 stages"),
-        ("pipeline", {"PIPELINE_PARALLEL_SIZE": "4", "DECODER_NUM_LAYERS": "5"}, "pipeline-size", "over 2 stages"),
         ("pipeline", {"PIPELINE_PARALLEL_SIZE": "3", "NPROC_PER_NODE": "3"}, "pipeline-size", "must be even"),
         ("pipeline", {"MODEL_FAMILY": "gpt", "NUM_LAYERS": "5"}, "pipeline-size", "NUM_LAYERS=5 does not divide over"),
         ("tensor", {"TENSOR_PARALLEL_SIZE": "3", "NPROC_PER_NODE": "3"}, "tensor-size", "parallel size 3"),
@@ -194,7 +182,6 @@ def test_a_decoder_that_is_too_short_for_some_samples(making, tmp_path, document
 @pytest.mark.parametrize(
     ("state", "gpus", "settings", "expected"),
     [
-        ("unpatched", 2, {}, ["engine-not-patched"]),
         ("changed", 2, {}, ["engine-not-patched"]),
         ("megatron_t5_fixes", 2, {}, []),
         ("megatron_t5_fixes", 0, {}, ["engine-partly-patched"]),
@@ -277,7 +264,6 @@ def test_the_options_exist_in_deepspeed():
     ("settings", "installed", "note"),
     [
         ({}, "2.7.4", "flash-attn 2.7.4 in the decoder's self-attention"),
-        ({}, None, "standard (flash-attn is not installed)"),
         ({"DEVICE": "cpu"}, "2.7.4", "standard (no CUDA)"),
         ({"PRECISION_FLAG": ""}, "2.7.4", "standard (fp32)"),
         ({"FLASH_ATTENTION": "off"}, "2.7.4", "standard (FLASH_ATTENTION=off)"),

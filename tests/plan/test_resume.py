@@ -147,11 +147,6 @@ def test_nodes_agree_on_a_checkpoint(views: list[list[int]]):
         assert "there is no intact checkpoint to resume from on node" in str(results[0])
 
 
-def test_every_node_learns_which_one_has_no_checkpoint():
-    refusal = "there is no intact checkpoint to resume from on node 1 (host1): something is missing"
-    assert agreement([10, 20], [], [20]) == [refusal] * 3
-
-
 @pytest.mark.parametrize(("node", "nodes", "absent"), [(0, 3, "1, 2"), (1, 2, "0")])
 def test_a_node_that_does_not_join_is_named(node: int, nodes: int, absent: str):
     started, view = time.monotonic(), View(10, "", "here")
