@@ -12,8 +12,6 @@ fi
 { : 3>&1; } 2>/dev/null || exec >/dev/null
 { : 3>&2; } || exec 2>/dev/null
 unset CDPATH
-# srun passes on the login host's HOSTNAME if /etc/profile exports it.
-read -r HOSTNAME </proc/sys/kernel/hostname
 REPO_ROOT=$(cd -- "${BASH_SOURCE[0]%/*}/.." && pwd -P)
 PYTHON=${PYTHON:-python3}
 [[ $PYTHON != */* || $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
@@ -171,7 +169,7 @@ resolve_topology() {
     note "Neither HOSTS nor NNODES gives the number of nodes: assuming 2, with $MASTER_ADDR as the master."
   fi
   if [[ ${SLURM_STEP_NUM_NODES:-} == 1 && -z ${1:-}${HOSTS:-}${NNODES:-} ]] && ((${#HOST_LIST[@]} > 1)); then
-    note "srun runs this on one of the job's ${#HOST_LIST[@]} nodes: start it on the others too, or on one node with HOSTS=$HOSTNAME."
+    note "srun runs this on one of the job's ${#HOST_LIST[@]} nodes: start it on the others too, or on one node with HOSTS=$(</proc/sys/kernel/hostname)."
   fi
   # The plan refuses such a list as a host's name; without it, this would be a run on one node.
   [[ -n ${NNODES:-}${HOST_LIST[*]}${SLURM_JOB_NUM_NODES:-} ]] || HOST_LIST=(${SLURM_JOB_NODELIST:+"$SLURM_JOB_NODELIST"})

@@ -33,9 +33,6 @@ from t5bench.record.plan import SECRET_GIVEN, Arguments, Plan, Setting, by_name
 EXIT_CONFIGURATION = 2
 
 
-# ---- the plan ------------------------------------------------------------------------------------------------------
-
-
 def make(request: Request) -> tuple[Plan, dict[str, str]]:
     """The plan, and what else the shell needs, which is empty if the request is refused."""
     findings = request.findings
@@ -139,9 +136,6 @@ def choose_wandb(request: Request, plan: Plan) -> dict[str, str]:
     return {"wandb_mode": mode, "wandb_config": file}
 
 
-# ---- the run directory ---------------------------------------------------------------------------------------------
-
-
 def begin(plan: Plan, besides: Mapping[str, str], request: Request) -> Plan:
     """Claims and prepares the run directory, unless this is a dry run or something stops the run."""
     findings = request.findings
@@ -173,9 +167,6 @@ def resume(plan: Plan, request: Request) -> Plan:
     doing = "evaluating" if plan.value("EVAL_ONLY") == "1" else "resuming from"
     request.findings.notes.append(f"{doing} the checkpoint of iteration {iteration}")
     return replace(plan, resume_from=iteration)
-
-
-# ---- the answer ----------------------------------------------------------------------------------------------------
 
 
 def tell(findings: Findings, *, is_dry_run: bool) -> bool:

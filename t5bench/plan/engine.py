@@ -36,9 +36,18 @@ BUILT = re.compile(r"megatron/(fused_kernels/build/.*|data/helpers\.cpython-[\w-
 OTHER_FOLDERS = {"__pycache__", "dataset", "docs", "examples", "examples_deepspeed", "images", "megatron", "tasks"}
 MOST_NAMED = 3
 COMPILING_SECONDS = 900  # longer than any extension of the engine takes
-
-
-# ---- the checkout --------------------------------------------------------------------------------------------------
+# Releases in which ZeRO-2 overwrites the gradients of each micro-batch with those of the next (DeepSpeed issue 7718).
+WRONG_ZERO2 = re.compile(r"(0\.17\.6|0\.18\.[0-2])([^0-9].*)?")
+# What a strategy's JSON may contain. DeepSpeed takes these as they are; for offload_optimizer the launchers add
+# --cpu-optimizer. All else is refused: it comes from the settings, has no effect here, or changes what is trained, as
+# contiguous_gradients, reduce_scatter, allgather_partitions and round_robin_gradients together did with ZeRO-2.
+OPTIONS = {"zero_optimization", "communication_data_type", "comms_logger", "wall_clock_breakdown"}
+ZERO_OPTIONS = {
+    *("stage", "overlap_comm", "reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "offload_optimizer"),
+    *("offload_param", "memory_efficient_linear"),
+    *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
+    *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_module_granularity_threshold"),
+}
 
 
 def _recorded(state: str, checksums: Path | None = None) -> dict[str, str]:
@@ -162,22 +171,6 @@ def _is_open(path: Path) -> bool:
             if opened.samefile(path):
                 return True
     return False
-
-
-# ---- DeepSpeed -----------------------------------------------------------------------------------------------------
-
-# Releases in which ZeRO-2 overwrites the gradients of each micro-batch with those of the next (DeepSpeed issue 7718).
-WRONG_ZERO2 = re.compile(r"(0\.17\.6|0\.18\.[0-2])([^0-9].*)?")
-# What a strategy's JSON may contain. DeepSpeed takes these as they are; for offload_optimizer the launchers add
-# --cpu-optimizer. All else is refused: it comes from the settings, has no effect here, or changes what is trained, as
-# contiguous_gradients, reduce_scatter, allgather_partitions and round_robin_gradients together did with ZeRO-2.
-OPTIONS = {"zero_optimization", "communication_data_type", "comms_logger", "wall_clock_breakdown"}
-ZERO_OPTIONS = {
-    *("stage", "overlap_comm", "reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "offload_optimizer"),
-    *("offload_param", "memory_efficient_linear"),
-    *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
-    *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_module_granularity_threshold"),
-}
 
 
 def effective_config(request: Request) -> dict[str, Any] | None:

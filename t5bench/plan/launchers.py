@@ -24,9 +24,6 @@ ALONE: Mapping[str, str] = {
 }
 
 
-# ---- asking them ---------------------------------------------------------------------------------------------------
-
-
 def launcher(strategy: str) -> Path:
     return REPOSITORY / "scripts" / f"run_megatron_t5_{strategy}.sh"
 
@@ -70,9 +67,6 @@ def run(_: object) -> int:
     """Prints all names: ``python -m t5bench strategies``."""
     print("\n".join(strategy.name for strategy in declarations()))
     return 0
-
-
-# ---- their requests ------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -21,9 +21,6 @@ CORPUS = "xsum_text_document"
 _CHECKPOINT = re.compile(r"(?:iter_|global_step)(\d+)")
 
 
-# ---- the data ------------------------------------------------------------------------------------------------------
-
-
 def check_data(request: Request, tokenizer: str) -> str:
     """The prefix of the indexed dataset, which must be complete and made with the run's tokenizer."""
     prefix = str(Path(request.value("MEGATRON_DATA_DIR")) / CORPUS)
@@ -104,9 +101,6 @@ def tokenizer_type(request: Request, prefix: str) -> str:
     return record.get("tokenizer_type", "HFTokenizer") if record else family_of(request).tokenizer_type
 
 
-# ---- the machine ---------------------------------------------------------------------------------------------------
-
-
 def choose_attention(request: Request, device: str) -> bool:
     """Whether the engine uses flash-attn, which supports only the decoder's self-attention."""
     findings, wanted, version = request.findings, request.value("FLASH_ATTENTION"), installed_version("flash_attn")
@@ -126,9 +120,6 @@ def choose_attention(request: Request, device: str) -> bool:
     used = f"standard ({reason})" if reason else f"flash-attn {version} in {family_of(request).flash}"
     findings.notes.append(f"attention: {used}")
     return not reason
-
-
-# ---- the run directory ---------------------------------------------------------------------------------------------
 
 
 def check_output_directory(request: Request) -> None:

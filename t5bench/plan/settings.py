@@ -78,9 +78,6 @@ def checked_settings(settings: Mapping[str, Setting], directory: str, findings: 
     return found
 
 
-# ---- for people ----------------------------------------------------------------------------------------------------
-
-
 def shown(default: str) -> str:
     """The settings with paths relative to the repository."""
     return default.replace(f"{REPOSITORY}/../", "../").replace(f"{REPOSITORY}/", "./")
