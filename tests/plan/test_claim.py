@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -65,15 +64,3 @@ def test_how_long(tmp_path: Path, name: str):
             claim.take(tmp_path, "node0", os.getppid())
     else:
         claim.take(tmp_path, "node0", os.getppid())
-
-
-def test_waits_for_a_claim_that_another_node_is_writing(tmp_path: Path):
-    """Between making a file and writing it there is a moment in which the other node finds it empty."""
-    path = tmp_path / "node1.claim.1"
-    path.touch()
-    holder = {"host": "elsewhere", "boot": "", "processes": [[1, "1"]]}
-    writing = threading.Timer(0.3, path.write_text, [json.dumps(holder)])
-    writing.start()
-    with pytest.raises(Problem, match="process 1 on elsewhere"):
-        claim.take(tmp_path, "node1", os.getpid())
-    writing.join()

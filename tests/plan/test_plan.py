@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from importlib import util
 from pathlib import Path
 
@@ -266,7 +265,6 @@ def test_the_options_exist_in_deepspeed():
         ({}, "2.7.4", "flash-attn 2.7.4 in the decoder's self-attention"),
         ({"DEVICE": "cpu"}, "2.7.4", "standard (no CUDA)"),
         ({"PRECISION_FLAG": ""}, "2.7.4", "standard (fp32)"),
-        ({"FLASH_ATTENTION": "off"}, "2.7.4", "standard (FLASH_ATTENTION=off)"),
         ({"ENGINE": "native"}, None, "PyTorch scaled_dot_product_attention"),
     ],
 )
@@ -323,12 +321,3 @@ FINETUNING = "--finetune --load /run/checkpoints"
 )
 def test_engine_arguments_that_would_make_the_plan_untrue(making, strategy, arguments, settings, expected):
     assert making(strategy, *arguments.split(), **settings).codes == ([expected] if expected else [])
-
-
-def test_other_engine_arguments_are_facts_of_the_plan(plans: dict[str, Plan]):
-    plan = plans["ddp"]
-    with_extra = replace(plan, arguments=replace(plan.arguments, extra=["--adam-beta2", "0.95", "--num-workers=0"]))
-    assert with_extra.engine_arguments == plan.engine_arguments | {"--adam-beta2": "0.95", "--num-workers": "0"}
-    # What a setting owns is compared as that setting.
-    owned = replace(plan, arguments=replace(plan.arguments, extra=["--hidden-size", "1024", "--bf16"]))
-    assert owned.engine_arguments == plan.engine_arguments
