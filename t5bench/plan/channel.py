@@ -237,17 +237,6 @@ class Channel:
         connection.send(connection.proof(self.place.node == 0, connection.sent, body) + b" " + body)
         connection.sent += 1
 
-    def _decode(self, connection: Connection, line: bytes) -> Any:
-        """Raises StrangerError."""
-        proof, _, body = line.partition(b" ")
-        if not hmac.compare_digest(proof, connection.proof(self.place.node != 0, connection.received, body)):
-            raise ProofError("it did not prove that it belongs to this run")
-        connection.received += 1
-        message = self._read(body, Hello | Refused | self.kinds)
-        if message.node >= self.place.nodes or message.node == self.place.node:
-            raise StrangerError(f"node {message.node} is not one of the other {self.place.nodes - 1}")
-        return message
-
     @staticmethod
     def _read(text: bytes, kind: Any) -> Any:
         try:
@@ -259,16 +248,23 @@ class Channel:
         """Reads until the other side closes. Raises StrangerError, and OSError if the network lost the connection."""
         connection.send(msgspec.json.encode(_Greeting(self.place.run, connection.nonce)))
         lines = connection.lines()
-        for line in lines:
-            greeting = self._read(line, _Greeting)
-            if greeting.run != self.place.run:
-                raise StrangerError(f"it belongs to another run, '{greeting.run[:LONGEST_NAME]}'")
-            connection.prove(self.place, greeting)
-            break
+        if (line := next(lines, None)) is None:
+            return
+        greeting = self._read(line, _Greeting)
+        if greeting.run != self.place.run:
+            raise StrangerError(f"it belongs to another run, '{greeting.run[:LONGEST_NAME]}'")
+        connection.prove(self.place, greeting)
         if self.place.node != 0:
             self._send(connection, self._own(Hello(attempt=self.attempt)))
         for line in lines:
-            yield self._decode(connection, line)
+            proof, _, body = line.partition(b" ")
+            if not hmac.compare_digest(proof, connection.proof(self.place.node != 0, connection.received, body)):
+                raise ProofError("it did not prove that it belongs to this run")
+            connection.received += 1
+            message = self._read(body, Hello | Refused | self.kinds)
+            if message.node >= self.place.nodes or message.node == self.place.node:
+                raise StrangerError(f"node {message.node} is not one of the other {self.place.nodes - 1}")
+            yield message
 
     # ---- connections -------------------------------------------------------------------------------------------------
 
