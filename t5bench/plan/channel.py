@@ -14,16 +14,22 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from t5bench.plan.secret import secret
+from t5bench import note
 from t5bench.record.plan import Plan
 from t5bench.record.text import visible_in
 
+SECRET_VARIABLE = "T5_RUN_SECRET"
+SECRET_REMEDY = (
+    f"Give all nodes the same secret: export {SECRET_VARIABLE}=$(openssl rand -hex 32) on the first, and the same value"
+    " on the others; nodes with a common home directory already share one"
+)
 RETRY_SECONDS = 1.0
 BEAT_SECONDS = 2.0
 # A node without power or cable says nothing. After this many seconds it counts as silent and its connection as lost.
@@ -33,7 +39,6 @@ SILENT_SECONDS = 10.0
 PROOF_SECONDS = 10.0
 MOST_WAITING, MOST_OF_ADDRESS = 64, 16
 LONGEST_HELLO, LONGEST_LINE = 1 << 12, 1 << 20
-LONGEST_NAME = 300
 
 
 class StrangerError(ValueError):
@@ -72,6 +77,38 @@ class _Greeting(msgspec.Struct):
     nonce: Annotated[str, msgspec.Meta(min_length=32, max_length=32)]
 
 
+def run_secret(environment: Mapping[str, str]) -> bytes:
+    """T5_RUN_SECRET, else the one in the user's home directory, which is created if missing; "" if neither works."""
+    if given := environment.get(SECRET_VARIABLE):
+        return given.encode()
+    home = environment.get("HOME")
+    if not (folder := environment.get("XDG_CONFIG_HOME") or (f"{home}/.config" if home else "")):
+        return b""
+    path = Path(folder, "t5-parallelism", "secret")
+    with contextlib.suppress(OSError):
+        if not path.exists():
+            _make_secret(path)
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+                return file.read(1024).strip()
+        note(f"warning: {path} is ignored because other users can read or write it: chmod 600 {path}")
+    return b""
+
+
+def _make_secret(path: Path) -> None:
+    """Several nodes may do this at once on a shared file system: one of them wins, and all read its secret."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    own = path.with_name(f"secret.{secrets.token_hex(8)}")
+    try:
+        with os.fdopen(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+        with contextlib.suppress(FileExistsError):
+            os.link(own, path)
+    finally:
+        own.unlink(missing_ok=True)
+
+
 @dataclass(frozen=True)
 class Place:
     """This node's place in a run, and where node 0 listens. ``run`` distinguishes runs that use the same port."""
@@ -87,7 +124,7 @@ class Place:
     def of(cls, plan: Plan, port: int) -> "Place":
         assert plan.layout
         run = f"{plan.strategy.name} with {plan.engine} at {plan.master_address}:{port}, {plan.layout}"
-        word = secret(os.environ) if plan.layout.nnodes > 1 else b""
+        word = run_secret(os.environ) if plan.layout.nnodes > 1 else b""
         return cls(plan.node, plan.layout.nnodes, plan.master_address, port, run, word)
 
 
@@ -203,8 +240,6 @@ class Channel:
         """The message that is sent periodically."""
         return Alive()
 
-    # ---- saying ------------------------------------------------------------------------------------------------------
-
     def say(self, message: Message) -> None:
         """Sends to all nodes that are connected to this one: from node 0 to all others, from the others to node 0."""
         self.pass_on(self._own(message))
@@ -230,8 +265,6 @@ class Channel:
         while not self.closed.wait(BEAT_SECONDS):
             self.say(self.beat())
 
-    # ---- the wire ----------------------------------------------------------------------------------------------------
-
     def _send(self, connection: Connection, message: Message) -> None:
         body = msgspec.json.encode(message)
         connection.send(connection.proof(self.place.node == 0, connection.sent, body) + b" " + body)
@@ -252,7 +285,7 @@ class Channel:
             return
         greeting = self._read(line, _Greeting)
         if greeting.run != self.place.run:
-            raise StrangerError(f"it belongs to another run, '{greeting.run[:LONGEST_NAME]}'")
+            raise StrangerError(f"it belongs to another run, '{greeting.run[:300]}'")
         connection.prove(self.place, greeting)
         if self.place.node != 0:
             self._send(connection, self._own(Hello(attempt=self.attempt)))
@@ -265,8 +298,6 @@ class Channel:
             if message.node >= self.place.nodes or message.node == self.place.node:
                 raise StrangerError(f"node {message.node} is not one of the other {self.place.nodes - 1}")
             yield message
-
-    # ---- connections -------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         dual = socket.has_dualstack_ipv6()

@@ -10,8 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from t5bench import Problem, note
-from t5bench.plan import secret
-from t5bench.plan.channel import Alive, Channel, Message, Place, ProofError, StrangerError
+from t5bench.plan.channel import SECRET_REMEDY, Alive, Channel, Message, Place, ProofError, StrangerError
 from t5bench.record import machine
 from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.files import RecordError
@@ -59,7 +58,7 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
         return own.iteration
     place = Place.of(plan, plan.number("MASTER_PORT"))
     if place.nodes > 1 and not place.secret:
-        raise Problem("the nodes have no common secret, so they cannot agree on a checkpoint", secret.REMEDY)
+        raise Problem("the nodes have no common secret, so they cannot agree on a checkpoint", SECRET_REMEDY)
     iteration = agreed(place, own, partial(look, checkpoints), plan.decimal("RENDEZVOUS_TIMEOUT"))
     if own.iteration > iteration:
         _passed_over(own.iteration, f"it is not intact on every node, but that of iteration {iteration} is")
@@ -181,7 +180,7 @@ class _Agreement(Channel):
 
     def unanswered(self, error: StrangerError) -> None:
         master = f"node 0 ({self.place.address}:{self.place.port})"
-        remedy = secret.REMEDY if isinstance(error, ProofError) else LOOK_THERE
+        remedy = SECRET_REMEDY if isinstance(error, ProofError) else LOOK_THERE
         self.inbox.put(Problem(f"{master} did not say which checkpoint to resume from: {error}", remedy))
 
     def unproven(self, address: str) -> None:
@@ -205,7 +204,7 @@ class _Agreement(Channel):
                 found = f"node {', '.join(map(str, sorted(absent)))} did not report its checkpoint in time"
                 if self.strangers:
                     found += f"; {self.strangers[0]} has another secret and was ignored"
-                raise Problem(found, secret.REMEDY if self.strangers else LOOK_THERE)
+                raise Problem(found, SECRET_REMEDY if self.strangers else LOOK_THERE)
 
 
 def agreed(place: Place, own: View, look_again: Callable[[int], View], seconds: float) -> int:

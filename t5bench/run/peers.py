@@ -11,8 +11,7 @@ from dataclasses import asdict
 from typing import Any, Literal, TypedDict
 
 from t5bench.plan import channel
-from t5bench.plan.channel import Alive, Channel, Message, Place, ProofError, StrangerError
-from t5bench.plan.secret import REMEDY
+from t5bench.plan.channel import SECRET_REMEDY, Alive, Channel, Message, Place, ProofError, StrangerError
 from t5bench.record.status import CANCELLED, EXIT_CODES, NETWORK, SIGNALS, Cause, Strength
 
 # How another node's part differs from this one's: (first, other) -> sentences.
@@ -150,7 +149,7 @@ class Peers(Channel):
             self._advised.add(message.node)
             said = f"{message.part['status']}: {message.part['reason']}"[:LONGEST_ADVICE]
             claim = f"a host that claims, without proof, to be {self.named(message.node)} says"
-            self.on_problem(f"{claim}: {said}. {REMEDY}")
+            self.on_problem(f"{claim}: {said}. {SECRET_REMEDY}")
 
     def joined(self, node: int) -> None:
         self.gone.pop(node, None)
@@ -182,7 +181,7 @@ class Peers(Channel):
         self._strangers += 1
         if self._strangers <= MOST_STRANGERS:
             last = "; further ones are not shown" if self._strangers == MOST_STRANGERS else ""
-            self.on_problem(f"{address} names this run but has another secret, so it is ignored{last}. {REMEDY}")
+            self.on_problem(f"{address} names this run but has another secret, so it is ignored{last}. {SECRET_REMEDY}")
 
     def beat(self) -> Message:
         return Alive(ages=self._ages() if self.place.node == 0 else {})

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from t5bench import REPOSITORY, Problem, note
 from t5bench.plan import launchers
+from t5bench.plan.channel import SECRET_VARIABLE
 from t5bench.plan.ports import free_port
-from t5bench.plan.secret import VARIABLE
 from t5bench.record import collect
 from t5bench.record.checkpoints import TRACKER
 from t5bench.record.files import RecordError
@@ -224,7 +224,7 @@ class Launch:
             if not plan.hosts:
                 raise Problem("LAUNCH=ssh but no hosts are known", 'export HOSTS="node0 node1" in rank order')
             self._hosts = plan.hosts
-            self._environment.setdefault(VARIABLE, secrets.token_hex(32))
+            self._environment.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
             self._sent = {k: v for k, v in self._environment.items() if k in plan.settings or k.startswith(ALSO_SENT)}
 
     def _script(self, row: Row, directory: Path, rank: int, end: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from wandb.sdk.lib import wbauth
 
-from t5bench.plan.secret import secret
+from t5bench.plan.channel import run_secret
 from t5bench.record import wandb
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -15,10 +15,10 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 def test_a_given_secret_wins_over_the_one_in_the_home_directory(tmp_path: Path):
     home = {"HOME": str(tmp_path)}
     path = tmp_path / ".config" / "t5-parallelism" / "secret"
-    assert secret(home | {"T5_RUN_SECRET": "given"}) == b"given"
+    assert run_secret(home | {"T5_RUN_SECRET": "given"}) == b"given"
     assert not path.exists()
     found: list[bytes] = []
-    threads = [threading.Thread(target=lambda: found.append(secret(home))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: found.append(run_secret(home))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -29,11 +29,11 @@ def test_a_given_secret_wins_over_the_one_in_the_home_directory(tmp_path: Path):
 
 
 def test_a_secret_that_others_can_read_is_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert secret({"HOME": str(tmp_path)})
+    assert run_secret({"HOME": str(tmp_path)})
     (tmp_path / ".config" / "t5-parallelism" / "secret").chmod(0o644)
-    assert secret({"HOME": str(tmp_path)}) == b""
+    assert run_secret({"HOME": str(tmp_path)}) == b""
     assert "chmod 600" in capsys.readouterr().err
-    assert secret({}) == secret({"HOME": "/dev/null"}) == b""
+    assert run_secret({}) == run_secret({"HOME": "/dev/null"}) == b""
 
 
 @pytest.mark.parametrize(
