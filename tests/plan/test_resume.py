@@ -112,7 +112,7 @@ def fast(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(channel, "RETRY_SECONDS", 0.05)
 
 
-def agreement(*views: list[int]) -> list[int | str]:
+def agreement(*views: list[int], seconds: float = 20, second_run: str = "ddp") -> list[int | str]:
     """What each node ends with, an iteration or a refusal, when these are the whole checkpoints that they have."""
     port, results = free_port(), [None] * len(views)
 
@@ -121,9 +121,9 @@ def agreement(*views: list[int]) -> list[int | str]:
             newest = max((i for i in views[rank] if limit is None or i <= limit), default=0)
             return View(newest, "something is missing", f"host{rank}")
 
-        place = Place(rank, len(views), "127.0.0.1", port, "ddp", b"secret")
+        place = Place(rank, len(views), "127.0.0.1", port, second_run if rank else "ddp", b"secret")
         try:
-            results[rank] = agreed(place, look(None), look, 20)
+            results[rank] = agreed(place, look(None), look, seconds)
         except Problem as problem:
             results[rank] = str(problem)
 
@@ -145,6 +145,12 @@ def test_nodes_agree_on_a_checkpoint(views: list[list[int]]):
     else:
         assert len(set(results)) == 1
         assert "there is no intact checkpoint to resume from on node" in str(results[0])
+
+
+def test_a_node_of_another_run_is_refused():
+    first, second = agreement([10], [10], seconds=1, second_run="zero1")
+    assert first == "node 1 did not report its checkpoint in time"
+    assert "did not say which checkpoint to resume from: it belongs to another run, 'ddp'" in str(second)
 
 
 @pytest.mark.parametrize(("node", "nodes", "absent"), [(0, 3, "1, 2"), (1, 2, "0")])
