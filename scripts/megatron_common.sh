@@ -158,7 +158,7 @@ build_own_arguments() {
   # DeepSpeed's initial loss scale, so that every strategy starts from the same one.
   [[ $PRECISION_FLAG != --fp16 ]] || OWN_ARGUMENTS+=(--initial-loss-scale 65536)
   ((PLAN[flash_attention] == 0)) || OWN_ARGUMENTS+=(--use-flash-attn-v2)
-  [[ ${PLAN[patches]} != series ]] || OWN_ARGUMENTS+=(--layout-independent-init)
+  [[ ${PLAN[engine_patches]} != series ]] || OWN_ARGUMENTS+=(--layout-independent-init)
   [[ ${PLAN[wandb_mode]} == disabled ]] ||
     OWN_ARGUMENTS+=(--wandb-project "$WANDB_PROJECT" --wandb-exp-name "$WANDB_RUN_NAME" --wandb-save-dir "$OUTPUT_DIR")
   ((SAVE_INTERVAL == 0 || EVAL_ONLY)) || OWN_ARGUMENTS+=(--save "$OUTPUT_DIR/checkpoints" --save-interval "$SAVE_INTERVAL")

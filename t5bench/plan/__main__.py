@@ -17,6 +17,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from t5bench import Problem, note
 from t5bench.plan import claim, place
@@ -33,7 +34,7 @@ from t5bench.record.plan import SECRET_GIVEN, Arguments, Plan, Setting, by_name
 EXIT_CONFIGURATION = 2
 
 
-def make(request: Request) -> tuple[Plan, dict[str, str]]:
+def make(request: Request) -> tuple[Plan, dict[str, Any]]:
     """The plan, and what else the shell needs, which is empty if the request is refused."""
     findings = request.findings
     request = replace(request, settings=checked_settings(request.settings, request.directory, findings))
@@ -84,10 +85,10 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
         **choose_wandb(request, plan),
         "load": str(checkpoint_home(plan) / "checkpoints") if loads(plan) else "",
         "tokenizer_type": place.tokenizer_type(request, plan.data_prefix),
-        "zero_stage": str(plan.zero_stage),
-        "cpu_optimizer": str(int(bool(ds_config) and offload_device(ds_config, "offload_optimizer") == "cpu")),
-        "flash_attention": str(int(attention)),
-        "threads": str(max(1, len(os.sched_getaffinity(0)) // layout.nproc_per_node)),
+        "zero_stage": plan.zero_stage,
+        "cpu_optimizer": bool(ds_config) and offload_device(ds_config, "offload_optimizer") == "cpu",
+        "flash_attention": attention,
+        "threads": max(1, len(os.sched_getaffinity(0)) // layout.nproc_per_node),
         "ds_config": json.dumps(ds_config, indent=2) + "\n" if ds_config else "",
         **(completions(os.environ) if device == "cuda" else {}),
     }
@@ -136,7 +137,7 @@ def choose_wandb(request: Request, plan: Plan) -> dict[str, str]:
     return {"wandb_mode": mode, "wandb_config": file}
 
 
-def begin(plan: Plan, besides: Mapping[str, str], request: Request) -> Plan:
+def begin(plan: Plan, besides: Mapping[str, Any], request: Request) -> Plan:
     """Claims and prepares the run directory, unless this is a dry run or something stops the run."""
     findings = request.findings
     try:
@@ -184,23 +185,17 @@ def tell(findings: Findings, *, is_dry_run: bool) -> bool:
     return True
 
 
-def answer(plan: Plan, besides: dict[str, str], request: Request) -> list[str]:
+def answer(plan: Plan, besides: Mapping[str, Any], request: Request) -> list[str]:
     """The answer to the shell: changed settings by name, the rest by the keys of its array PLAN."""
     words = [f"PLAN[json]={json.dumps(plan.to_json())}"]
     if plan.layout is None:
         return words
     changed = {name for name, s in plan.settings.items() if not s.is_secret and s.value != request.settings[name].value}
     words += [f"NODE_RANK={plan.node}", *(f"{name}={plan.settings[name].value}" for name in sorted(changed))]
-    named = {
-        "device": plan.device,
-        "gpus_shared": str(int(plan.gpus_shared)),
-        "patches": plan.engine_patches,
-        "tokenizer": plan.tokenizer,
-        "data_prefix": plan.data_prefix,
-        **{key: str(value if value is not None else "") for key, value in vars(plan.layout).items()},
-        **besides,
-    }
-    return words + [f"PLAN[{key}]={value}" for key, value in named.items()]
+    for key, value in {**vars(plan), **vars(plan.layout), **besides}.items():
+        if isinstance(value, str | int | None):
+            words.append(f"PLAN[{key}]={'' if value is None else int(value) if isinstance(value, bool) else value}")
+    return words
 
 
 def say(text: str) -> None:
@@ -232,8 +227,8 @@ def plan_run(request: Request) -> bool:
     if plan.layout and (request.dry_run or plan.device == "cuda"):
         from t5bench.plan.forecast import forecast
 
-        flash = besides["flash_attention"] == "1"
-        request.findings.notes += forecast(plan, has_flash_attention=flash, is_dry_run=request.dry_run)
+        flash, notes = besides["flash_attention"], request.findings.notes
+        notes += forecast(plan, has_flash_attention=flash, is_dry_run=request.dry_run)
     goes_on = tell(request.findings, is_dry_run=request.dry_run)
     say("".join(f"{word}\0" for word in answer(plan, besides, request)))
     return goes_on
