@@ -96,9 +96,6 @@ def test_files_that_change_training_are_named(checkout: Path, plant: Callable[[P
     assert [line[: len(named)] for line in engine.differences(checkout)] == [named]
 
 
-# ---- the CUDA toolkit ------------------------------------------------------------------------------------------------
-
-
 NVCC = """#!/bin/sh
 [ "$1" = --version ] && echo "Cuda compilation tools, release 13.0, V13.0.88" && exit
 echo '#$ _HERE_={home}/bin' >&2; echo '#$ TOP={home}/bin/..' >&2

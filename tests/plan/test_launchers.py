@@ -42,9 +42,6 @@ def test_programs_that_are_missing_are_named(project: Project, tmp_path: Path):
     assert [each["code"] for each in obstacles] == ["no-torchrun", "no-setsid"]
 
 
-# ---- hosts, ranks, master --------------------------------------------------------------------------------------------
-
-
 SLURM = {"SLURM_JOB_NODELIST": "127.0.0.8,127.0.0.9", "SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "2"}
 BRACKETS = {"SLURM_JOB_NODELIST": "127.0.0.[1-2]", "SLURM_NODEID": "1"}
 PART = {"SLURM_STEP_NODELIST": "127.0.0.3,127.0.0.4", "SLURM_STEP_NUM_NODES": "2"}  # srun --nodes=2
@@ -109,9 +106,6 @@ def test_a_port_in_use(project: Project):
         assert not (project.root / "outputs").exists()
         # It is the master's port, not this node's.
         assert planned(project, "ddp", "127.0.0.1", "1", HOSTS=TWO_HOSTS, MASTER_PORT=port)["obstacles"] == []
-
-
-# ---- settings --------------------------------------------------------------------------------------------------------
 
 
 def test_one_plan_names_every_invalid_setting(project: Project):
@@ -201,9 +195,6 @@ def test_help_has_every_setting_by_role_at_most_100_columns_wide(project: Projec
     assert lines.index("Watching, saving, ending") < lines.index("Names, and Weights & Biases")
 
 
-# ---- Weights & Biases ------------------------------------------------------------------------------------------------
-
-
 def test_without_a_key_wandb_is_offline_and_with_one_the_key_is_nowhere_on_disk(project: Project):
     assert "wandb sync" in project.launch("ddp", OUTPUT_DIR="offline").stderr
     assert project.recorded_environment()["WANDB_MODE"] == "offline"
@@ -214,9 +205,6 @@ def test_without_a_key_wandb_is_offline_and_with_one_the_key_is_nowhere_on_disk(
     assert not [path for path in files if b"s3cr3t" in path.read_bytes()]
     arguments = planned(project, "ddp", WANDB_MODE="disabled", OUTPUT_DIR="disabled")["arguments"]
     assert not [word for words in arguments.values() for word in words if word.startswith("--wandb")]
-
-
-# ---- dry run ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ["zero3_offload", "hybrid"])
@@ -255,9 +243,6 @@ def test_a_dry_run_needs_no_engine_data_or_gpu_and_says_what_is_missing(project:
     assert (refused.returncode, refused.stdout) == (2, "")
 
 
-# ---- the run directory -----------------------------------------------------------------------------------------------
-
-
 def test_nothing_is_overwritten(project: Project):
     assert project.launch("ddp").returncode == 0
     (project.stubs / "arguments").unlink()
@@ -293,9 +278,6 @@ def test_a_run_directory_that_cannot_be_written(project: Project):
     result = project.launch("ddp", OUTPUT_DIR=f"{project.script('common.sh')}/run")
     assert result.returncode == 2 and "cannot write to the run directory" in result.stderr
     assert not project.was_started()
-
-
-# ---- ending ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

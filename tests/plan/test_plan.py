@@ -19,9 +19,6 @@ PORTS = [29800, 29801, 29802, 29803, 29804, 29810, 29811, 29812, 29813]
 MODEL_PARALLEL = {"tensor": (2, 1), "pipeline": (1, 2), "hybrid": (2, 2)}
 
 
-# ---- the eight strategies --------------------------------------------------------------------------------------------
-
-
 def test_the_launchers_declare_the_strategies_in_the_order_of_their_ports():
     found = declarations(family="gpt")
     assert [strategy.port for strategy in found] == PORTS
@@ -70,9 +67,6 @@ def test_what_all_strategies_share(plans: dict[str, Plan]):
         assert plan.with_role("trains") == ddp.with_role("trains")
         assert plan.command[-len(plan.arguments.words) :] == plan.arguments.words
     assert all(setting.role in ROLES and setting.meaning for setting in ddp.settings.values())
-
-
-# ---- the other family, and the engine's other abilities --------------------------------------------------------------
 
 
 def planned(project: Project, strategy: str, **environment: str) -> Plan:
@@ -137,9 +131,6 @@ def test_evaluating_a_checkpoint_leaves_the_training_unchanged(project: Project)
 def test_exit_interval_is_a_planned_end(gpt_plans: dict[str, Plan]):
     plan = replace(gpt_plans["ddp"], arguments=Arguments(extra=["--exit-interval", "30"]), resume_from=60)
     assert (plan.iterations, plan.last_iteration, replace(plan, resume_from=990).last_iteration) == (1000, 90, 1000)
-
-
-# ---- devices, processes, layouts -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -243,9 +234,6 @@ def test_a_decoder_that_is_too_short_for_some_samples(making, tmp_path, document
     assert f"Set DECODER_SEQ_LENGTH={needed} or more" in made.said or not needed
 
 
-# ---- the engine, DeepSpeed, attention --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("state", "gpus", "settings", "expected"),
     [
@@ -341,9 +329,6 @@ def test_the_chosen_attention_is_reported(making, monkeypatch, settings, install
     made = making("ddp", gpus=2, **settings)
     assert made.besides["flash_attention"] == ("flash-attn 2.7.4" in note)
     assert note in made.said
-
-
-# ---- engine arguments after -- ---------------------------------------------------------------------------------------
 
 
 def test_an_engine_argument_of_a_setting_changes_the_setting(making):

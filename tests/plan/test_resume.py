@@ -25,8 +25,6 @@ from t5bench.record import machine
 from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.plan import Plan
 
-# ---- the run that wrote it ------------------------------------------------------------------------------------------
-
 EXTRA = ("--init-method-std", "0.02")
 
 
@@ -104,9 +102,6 @@ def test_a_run_whose_end_was_not_recorded_continues_from_an_earlier_checkpoint(d
     assert refusal(plan).endswith("is already at iteration 30 of 30")
 
 
-# ---- all nodes ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(channel, "RETRY_SECONDS", 0.05)
@@ -159,9 +154,6 @@ def test_a_node_that_does_not_join_is_named(node: int, nodes: int, absent: str):
     with pytest.raises(Problem, match=f"node {absent} did not report its checkpoint"):
         agreed(Place(node, nodes, "127.0.0.1", free_port(), "ddp", b"secret"), view, lambda limit: view, 0.5)
     assert time.monotonic() - started < 20
-
-
-# ---- a launcher -----------------------------------------------------------------------------------------------------
 
 
 def test_the_launcher_resumes_from_the_newest_intact_checkpoint(project: Project):
