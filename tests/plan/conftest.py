@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from harness import STRATEGIES, Project, make_project
 
-from t5bench.plan.__main__ import answer, make
+from t5bench.plan.__main__ import make
 from t5bench.plan.launchers import Request
 from t5bench.record.plan import Plan
 
@@ -56,10 +56,6 @@ class Made:
     def said(self) -> str:
         told = [text for obstacle in self.plan.obstacles for text in (obstacle.found, obstacle.remedy)]
         return "\n".join([*self.request.findings.notes, *told])
-
-    @property
-    def answer(self) -> list[str]:
-        return answer(self.plan, self.besides, self.request)
 
 
 @pytest.fixture

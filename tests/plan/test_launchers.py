@@ -112,13 +112,11 @@ def test_one_plan_names_every_invalid_setting(project: Project):
     wrong = {
         "TRAIN_ITERS": ("many", "must be a whole number of at least 1, found 'many'"),
         "DECODER_NUM_LAYERS": ("10001", "must be at most 10000"),  # the cost model lists them one by one
-        "MICRO_BATCH_SIZE": ("08", "must be a whole number"),
         "HIDDEN_SIZE": ("a[$(touch /tmp/never)]", "must be a whole number"),
         "LR": ("-1", "must be a number of at least 0"),
         "MIN_LR": ("1e999", "must be at most 1e+38"),
         "DISTRIBUTED_TIMEOUT_MINUTES": ("9" * 18, "must be at most 999999999"),
         "PRECISION_FLAG": ("--bf8", "is '--bf8'"),
-        "ENGINE": ("megatron|native", "is 'megatron|native'"),
         "OUTPUT_DIR": ("", "is empty"),
         "WANDB_RUN_NAME": ("\udcff", "is not UTF-8 text, found '\\udcff'"),
     }
