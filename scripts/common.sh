@@ -59,11 +59,14 @@ setting() {
 # group NAME WORD...: NUL-separated words for a Python process; t5bench/plan/launchers.py reads them.
 group() { printf '%s\0' "$1" "$(($# - 1))" "${@:2}"; }
 
+# Of a secret's value, a plan says only that it is given.
 settings_group() {
-  local name words=()
+  local name value words=()
   for name in "${SETTING_NAMES[@]}"; do
+    value=${!name}
+    [[ ${SETTING_KIND[$name]} != secret* ]] || value=${value:+given}
     words+=("$name" "${SETTING_KIND[$name]}" "${SETTING_ROLE[$name]}" "${SETTING_ARGUMENT[$name]}" "${SETTING_DEFAULT[$name]}"
-      "${SETTING_MEANING[$name]}" "${!name}")
+      "${SETTING_MEANING[$name]}" "$value")
   done
   group settings "${words[@]}"
   group directory "$PWD"

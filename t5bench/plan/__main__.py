@@ -29,7 +29,7 @@ from t5bench.plan.settings import checked_settings, effective_settings, help_tex
 from t5bench.plan.toolkit import completions
 from t5bench.plan.topology import check_own_name, placed
 from t5bench.record import wandb
-from t5bench.record.plan import SECRET_GIVEN, Arguments, Plan, Setting, by_name
+from t5bench.record.plan import Arguments, Plan, by_name
 
 EXIT_CONFIGURATION = 2
 
@@ -39,7 +39,7 @@ def make(request: Request) -> tuple[Plan, dict[str, Any]]:
     findings = request.findings
     request = replace(request, settings=checked_settings(request.settings, request.directory, findings))
     request = replace(request, settings=effective_settings(request))
-    refused = Plan(request.strategy, hidden(request.settings), findings.obstacles)
+    refused = Plan(request.strategy, request.settings, findings.obstacles)
     request = request if findings.refused else placed(request)
     if findings.refused:
         return refused, {}
@@ -64,7 +64,7 @@ def make(request: Request) -> tuple[Plan, dict[str, Any]]:
     tokenizer = place.choose_tokenizer(request)
     plan = Plan(
         strategy=request.strategy,
-        settings=hidden(request.settings),
+        settings=request.settings,
         obstacles=findings.obstacles,
         node=int(request.facts["node"]),
         hosts=request.hosts,
@@ -92,12 +92,6 @@ def make(request: Request) -> tuple[Plan, dict[str, Any]]:
         "ds_config": json.dumps(ds_config, indent=2) + "\n" if ds_config else "",
         **(completions(os.environ) if device == "cuda" else {}),
     }
-
-
-def hidden(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """The settings as they may be printed and recorded."""
-    given = {name: setting for name, setting in settings.items() if setting.is_secret and setting.value}
-    return {**settings, **{name: replace(setting, value=SECRET_GIVEN) for name, setting in given.items()}}
 
 
 def check_numbers(request: Request) -> None:
@@ -190,8 +184,8 @@ def answer(plan: Plan, besides: Mapping[str, Any], request: Request) -> list[str
     words = [f"PLAN[json]={json.dumps(plan.to_json())}"]
     if plan.layout is None:
         return words
-    changed = {name for name, s in plan.settings.items() if not s.is_secret and s.value != request.settings[name].value}
-    words += [f"NODE_RANK={plan.node}", *(f"{name}={plan.settings[name].value}" for name in sorted(changed))]
+    changed = {name: s.value for name, s in plan.settings.items() if s.value != request.settings[name].value}
+    words += [f"NODE_RANK={plan.node}", *(f"{name}={value}" for name, value in changed.items())]
     for key, value in {**vars(plan), **vars(plan.layout), **besides}.items():
         if isinstance(value, str | int | None):
             words.append(f"PLAN[{key}]={'' if value is None else int(value) if isinstance(value, bool) else value}")

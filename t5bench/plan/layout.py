@@ -5,7 +5,6 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
 
 from t5bench import Problem
 from t5bench.model.software import beyond_native
@@ -32,16 +31,11 @@ def gpu_names() -> Sequence[str]:
     return [match[1] for match in re.finditer(r"^GPU \d+: (.*?)(?: \(UUID: .*)?$", listed, re.MULTILINE)]
 
 
-class Processes(NamedTuple):
-    """The device, the number of processes on each node, and whether they share GPUs."""
+def choose_processes(request: Request) -> tuple[str, int, bool]:
+    """The device, the number of processes on each node, and whether they share GPUs.
 
-    device: str
-    per_node: int
-    shared: bool
-
-
-def choose_processes(request: Request) -> Processes:
-    """By default two processes, or as many as the model is divided over; one GPU is enough for DDP."""
+    By default two processes, or as many as the model is divided over; one GPU is enough for DDP.
+    """
     strategy, gpus, device = request.strategy, count_gpus(os.environ), request.value("DEVICE")
     if device == "auto":
         device = "cuda" if gpus else "cpu"
@@ -61,7 +55,7 @@ def choose_processes(request: Request) -> Processes:
         needs = f"{strategy.name} needs {model_parallel} GPU(s) in all"
         remedy = f"{needs}: set NNODES and NPROC_PER_NODE to what you have, or DEVICE=cpu"
         request.findings.lack("too-few-gpus", found, remedy)
-    return Processes(device, per_node, lacks_gpus and may_share)
+    return device, per_node, lacks_gpus and may_share
 
 
 def divide(request: Request, per_node: int, zero_stage: int) -> Layout | None:
