@@ -21,7 +21,7 @@ from typing import Any
 
 from t5bench import Problem, note
 from t5bench.plan import claim, place
-from t5bench.plan.engine import check_engine, check_locks, check_packages, effective_config, offload_device
+from t5bench.plan.engine import SERIES, check_engine, check_locks, check_packages, effective_config, offload_device
 from t5bench.plan.families import check_family
 from t5bench.plan.launchers import Findings, Request, completed, groups, read_request, read_settings
 from t5bench.plan.layout import choose_processes, divide
@@ -57,8 +57,10 @@ def make(request: Request) -> tuple[Plan, dict[str, Any]]:
     place.check_output_directory(request)
     if device == "cpu" or gpus_shared:
         check_own_name(request)
-    patches = check_engine(request, directory, device, gpus_shared)
-    check_locks(request, directory)
+    patches = SERIES
+    if engine == "megatron":
+        patches = check_engine(request, directory, device, gpus_shared)
+        check_locks(request, directory)
     check_packages(request, ds_config, layout)
     attention = place.choose_attention(request, device)
     tokenizer = place.choose_tokenizer(request)

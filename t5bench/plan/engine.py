@@ -121,8 +121,6 @@ def _is_imported(folder: Path, own: Mapping[str, str]) -> bool:
 
 def check_engine(request: Request, directory: Path, device: str, gpus_shared: bool) -> str:
     """The state of the checkout, for the plan; what a run lacks goes to the findings."""
-    if request.value("ENGINE") != "megatron":
-        return SERIES
     state, lack = state_of(directory), request.findings.lack
     checkout = f"the Megatron-DeepSpeed checkout at {directory}"
     setup = f"Run: MEGATRON_DIR='{directory}' bash '{REPOSITORY}/scripts/setup_megatron.sh'"
@@ -150,8 +148,6 @@ def extension_locks() -> Iterator[Path]:
 
 def check_locks(request: Request, directory: Path) -> None:
     """Finds locks left by a killed compilation. A lock may be in use if it is new or a process here has it open."""
-    if request.value("ENGINE") != "megatron":
-        return
     for lock in (*extension_locks(), directory / "megatron" / "fused_kernels" / "build" / "lock"):
         with contextlib.suppress(OSError):
             age = time.time() - lock.stat().st_mtime
