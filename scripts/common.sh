@@ -12,8 +12,6 @@ fi
 { : 3>&1; } 2>/dev/null || exec >/dev/null
 { : 3>&2; } || exec 2>/dev/null
 unset CDPATH
-# srun passes on the login host's HOSTNAME if /etc/profile exports it.
-read -r HOSTNAME </proc/sys/kernel/hostname
 REPO_ROOT=$(cd -- "${BASH_SOURCE[0]%/*}/.." && pwd -P)
 PYTHON=${PYTHON:-python3}
 [[ $PYTHON != */* || $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
@@ -43,8 +41,6 @@ die() {
   exit 2
 }
 
-pwd -P >/dev/null 2>&1 || die "the current directory was removed" "Change to one that exists"
-
 # ---- settings ------------------------------------------------------------------------------------------------------
 
 SETTING_NAMES=()
@@ -60,14 +56,17 @@ setting() {
   [[ -n ${!1+given} ]] || printf -v "$1" '%s' "$5"
 }
 
-# group NAME WORD...: NUL-separated words for a Python process; t5bench/plan/request.py reads them.
+# group NAME WORD...: NUL-separated words for a Python process; t5bench/plan/launchers.py reads them.
 group() { printf '%s\0' "$1" "$(($# - 1))" "${@:2}"; }
 
+# Of a secret's value, a plan says only that it is given.
 settings_group() {
-  local name words=()
+  local name value words=()
   for name in "${SETTING_NAMES[@]}"; do
+    value=${!name}
+    [[ ${SETTING_KIND[$name]} != secret* ]] || value=${value:+given}
     words+=("$name" "${SETTING_KIND[$name]}" "${SETTING_ROLE[$name]}" "${SETTING_ARGUMENT[$name]}" "${SETTING_DEFAULT[$name]}"
-      "${SETTING_MEANING[$name]}" "${!name}")
+      "${SETTING_MEANING[$name]}" "$value")
   done
   group settings "${words[@]}"
   group directory "$PWD"
@@ -77,7 +76,7 @@ settings_group() {
 print_help() {
   sed -n '1d; /^#/!q; s/^# \?//p' "$0"
   printf '\nSettings, from the environment (name, default, meaning):\n'
-  require_python && settings_group | python_module t5bench.plan settings
+  settings_group | python_module t5bench.plan settings
 }
 
 # begin OPTIONS ARGUMENT...: answers --help, refuses options not in OPTIONS (NAME allows any name), and checks
@@ -95,7 +94,6 @@ begin() {
       *) [[ " $1 " == *" NAME "* ]] || die "unknown argument '$argument'" "Give settings as environment variables; --help lists them" ;;
     esac
   done
-  require_python
   hear check settings_group || exit "$?"
 }
 
@@ -142,13 +140,13 @@ hear() {
 readonly DEFAULT_TOKENIZER=google-t5/t5-large
 engine_dir_setting() { setting MEGATRON_DIR path place - "$REPO_ROOT/../Megatron-DeepSpeed" "Path to your Megatron-DeepSpeed checkout"; }
 
-# python_module NAME ARGUMENT...: runs in the repository, because Python looks for modules in the current directory first,
-# which may be another checkout. So paths among the arguments must be absolute.
-python_module() (cd -- "$REPO_ROOT" && exec "$PYTHON" -m "$@")
-
 require_python() {
   command -v "$PYTHON" >/dev/null || die "'$PYTHON' is not on PATH" "Activate the Python environment that has torch, or set PYTHON to its interpreter"
 }
+
+# python_module NAME ARGUMENT...: runs in the repository, because Python looks for modules in the current directory first,
+# which may be another checkout. So paths among the arguments must be absolute.
+python_module() (require_python && cd -- "$REPO_ROOT" && exec "$PYTHON" -m "$@")
 
 # ---- hosts and ranks -----------------------------------------------------------------------------------------------
 
@@ -174,7 +172,7 @@ resolve_topology() {
     note "Neither HOSTS nor NNODES gives the number of nodes: assuming 2, with $MASTER_ADDR as the master."
   fi
   if [[ ${SLURM_STEP_NUM_NODES:-} == 1 && -z ${1:-}${HOSTS:-}${NNODES:-} ]] && ((${#HOST_LIST[@]} > 1)); then
-    note "srun runs this on one of the job's ${#HOST_LIST[@]} nodes: start it on the others too, or on one node with HOSTS=$HOSTNAME."
+    note "srun runs this on one of the job's ${#HOST_LIST[@]} nodes: start it on the others too, or on one node with HOSTS=$(</proc/sys/kernel/hostname)."
   fi
   # The plan refuses such a list as a host's name; without it, this would be a run on one node.
   [[ -n ${NNODES:-}${HOST_LIST[*]}${SLURM_JOB_NUM_NODES:-} ]] || HOST_LIST=(${SLURM_JOB_NODELIST:+"$SLURM_JOB_NODELIST"})
@@ -184,10 +182,6 @@ resolve_topology() {
 }
 
 # ---- processes -----------------------------------------------------------------------------------------------------
-
-# Ends all processes with the run's mark: TERM, then KILL after the given seconds.
-# setsid: a Ctrl-C must not interrupt the clean-up.
-end_marked() (cd -- "$REPO_ROOT" && setsid -w "$PYTHON" -m t5bench.run.processes "$1" "$2" || true)
 
 # Waits this many seconds, or until a signal, without starting a process.
 pause() { read -rt "$1" -u "$NEVER" || true; }
@@ -207,13 +201,14 @@ recorder_lives() {
 # or this shell gets INT, TERM or HUP, it ends everything that the command started, tells RECORDER in END_FILE how it ended
 # (exit status, signal), and returns RECORDER's status. It removes what the command leaves in TMPDIR.
 run_to_end() {
-  local recorder=$1 end_file=$2 mark=$$-$RANDOM$RANDOM child recorder_pid stopped=0 patience=50 status=0 NEVER
+  local recorder=$1 end_file=$2 mark=$$-$RANDOM$RANDOM child recorder_pid stopped=0 patience=50 status=0 NEVER signal
   local scratch=${TMPDIR:-/tmp}/t5-$mark
   interrupted_by=''
   # Only the first one counts: others, from a key that is held down, would cut short the waiting for the processes.
-  trap 'interrupted_by=INT; trap "" INT TERM HUP' INT
-  trap 'interrupted_by=TERM; trap "" INT TERM HUP' TERM
-  trap 'interrupted_by=HUP; trap "" INT TERM HUP' HUP
+  for signal in INT TERM HUP; do
+    # shellcheck disable=SC2064 # this signal's name
+    trap "interrupted_by=$signal; trap '' INT TERM HUP" "$signal"
+  done
   exec {NEVER}<> <(:)
   # multiprocessing creates sockets there, whose names may have at most 107 characters.
   { ((${#scratch} < 75)) && mkdir -m 700 -- "$scratch" 2>/dev/null; } || scratch=''
@@ -224,13 +219,10 @@ run_to_end() {
   setsid env T5_RUN_MARK="$mark" ${scratch:+TMPDIR="$scratch"} "${@:3}" >&"$output_fd" 2>&1 &
   child=$!
   while [[ -z $interrupted_by ]] && kill -0 "$child" 2>/dev/null && recorder_lives; do pause 0.2; done
-  if [[ -n $interrupted_by ]]; then
-    note "$interrupted_by received: stopping the processes of this run"
-    # SLURM kills after 30 s (KillWait), and the record takes some of them.
-    end_marked "$mark" 15
-  else
-    end_marked "$mark" 10
-  fi
+  [[ -z $interrupted_by ]] || note "$interrupted_by received: stopping the processes of this run"
+  # All processes with the run's mark get TERM and, after 15 s, KILL: SLURM kills after 30 s (KillWait), and the record takes
+  # some of them. setsid: a Ctrl-C must not interrupt the clean-up.
+  (cd -- "$REPO_ROOT" && setsid -w "$PYTHON" -m t5bench.run.processes "$mark" 15) || true
   wait "$child" && status=0 || status=$?
   [[ -z $scratch ]] || rm -rf -- "$scratch"
   # Overwriting in place needs no space on a full disk.

@@ -100,7 +100,6 @@ request() {
 make_plan() {
   local status
   declare -gA PLAN=()
-  require_python
   hear make request && return 0 || status=$?
   [[ $DRY_RUN != json || -z ${PLAN[json]:-} ]] || printf '%s\n' "${PLAN[json]}"
   exit "$status"
@@ -159,7 +158,7 @@ build_own_arguments() {
   # DeepSpeed's initial loss scale, so that every strategy starts from the same one.
   [[ $PRECISION_FLAG != --fp16 ]] || OWN_ARGUMENTS+=(--initial-loss-scale 65536)
   ((PLAN[flash_attention] == 0)) || OWN_ARGUMENTS+=(--use-flash-attn-v2)
-  [[ ${PLAN[patches]} != series ]] || OWN_ARGUMENTS+=(--layout-independent-init)
+  [[ ${PLAN[engine_patches]} != series ]] || OWN_ARGUMENTS+=(--layout-independent-init)
   [[ ${PLAN[wandb_mode]} == disabled ]] ||
     OWN_ARGUMENTS+=(--wandb-project "$WANDB_PROJECT" --wandb-exp-name "$WANDB_RUN_NAME" --wandb-save-dir "$OUTPUT_DIR")
   ((SAVE_INTERVAL == 0 || EVAL_ONLY)) || OWN_ARGUMENTS+=(--save "$OUTPUT_DIR/checkpoints" --save-interval "$SAVE_INTERVAL")
@@ -226,15 +225,14 @@ record_run() {
 }
 
 start_run() {
-  local exit_status=0 node=$OUTPUT_DIR/node$NODE_RANK status='' reason='' remedy='' processes="${PLAN[world_size]} processes"
-  [[ $processes != '1 '* ]] || processes='1 process'
+  local exit_status=0 node=$OUTPUT_DIR/node$NODE_RANK status='' reason='' remedy=''
   # Beyond the file-size limit (ulimit -f), or with nobody left to read, a write fails, but this shell continues.
   trap '' XFSZ PIPE
   { plan_words >"$node.plan" && print_command >"$node.command.sh"; } || {
     printf 'configuration  ' 1<>"$node.status" || true
     die "cannot write to the run directory $OUTPUT_DIR" "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"
   }
-  note "$STRATEGY_TITLE: node $NODE_RANK of $NNODES, master $MASTER_ADDR:$MASTER_PORT, $processes" \
+  note "$STRATEGY_TITLE: node $NODE_RANK of $NNODES, master $MASTER_ADDR:$MASTER_PORT, world size ${PLAN[world_size]}" \
     "(TP=${PLAN[tp]} PP=${PLAN[pp]} DP=${PLAN[dp]}, ${PLAN[micro_batches]} micro-batches), ${PLAN[device]}, engine $ENGINE"
   run_to_end record_run "$node.end" env -u T5_RUN_SECRET "${RUN_ENVIRONMENT[@]}" "${COMMAND[@]}" || exit_status=$?
   # On a machine without GPUs, DeepSpeed leaves these in memory, 66 MiB for each process.

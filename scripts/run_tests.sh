@@ -6,7 +6,6 @@
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-require_python
 python_module t5bench.sweep.venv "$REPO_ROOT/requirements.txt" "$REPO_ROOT/requirements-dev.txt"
 export PATH=$REPO_ROOT/.venv/bin:$PATH PYTHON=$REPO_ROOT/.venv/bin/python
 cd -- "$REPO_ROOT"

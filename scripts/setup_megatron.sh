@@ -26,17 +26,16 @@ trap '[[ -z $SCRATCH ]] || rm -rf -- "$SCRATCH"' EXIT
 
 megatron_git() { git -C "$MEGATRON_DIR" "$@"; }
 
-# Sets REPLY to unpatched, megatron_t5_fixes, series, changed, or missing if there is no checkout.
-engine_state() { REPLY=$(python_module t5bench.plan.engine state "$MEGATRON_DIR"); }
+# Prints unpatched, megatron_t5_fixes, series, changed, or missing if there is no checkout.
+engine_state() { python_module t5bench.plan.engine state "$MEGATRON_DIR"; }
 
 # To stderr, one a line.
 name_differences() { python_module t5bench.plan.engine differences "$MEGATRON_DIR" >&2; }
 
 check() {
   local commit
-  engine_state
   commit=$(megatron_git rev-parse HEAD 2>/dev/null) || commit='unknown (git reads none)'
-  case $REPLY in
+  case $(engine_state) in
     series) note "ok: $MEGATRON_DIR holds Megatron-DeepSpeed ${MEGATRON_COMMIT:0:8} with all ${#SERIES[@]} patches" && return 0 ;;
     megatron_t5_fixes) note "incomplete: only megatron_t5_fixes.patch is applied; missing: ${SERIES[*]:1}" ;;
     missing) note "missing: there is no Megatron-DeepSpeed checkout at $MEGATRON_DIR" ;;
@@ -61,29 +60,24 @@ clone() {
 
 # A checkout of another commit, or with changes, is never discarded; on request its changes are stashed.
 make_pristine() {
-  local reset=$1 why
-  why=$(megatron_git rev-parse --git-dir 2>&1) || die "git cannot use $MEGATRON_DIR: ${why%%$'\n'*}" "Set another MEGATRON_DIR"
-  if [[ -n $(megatron_git status --porcelain) ]]; then
-    ((reset)) || {
-      name_differences
-      die "$MEGATRON_DIR holds changes that these patches did not make (differences from the patched engine are listed above)" \
-        "bash scripts/setup_megatron.sh --reset stashes them (git stash), or set another MEGATRON_DIR"
-    }
+  local changes
+  changes=$(megatron_git status --porcelain) || die "git cannot use $MEGATRON_DIR" "Set another MEGATRON_DIR"
+  if [[ -n $changes ]] && (($1)); then
     megatron_git stash push --quiet --include-untracked --message "stashed by setup_megatron.sh" ||
       die "git cannot stash your changes in $MEGATRON_DIR" "Stash or commit them by hand, which shows why"
     note "your changes are in: git -C '$MEGATRON_DIR' stash list"
+  elif [[ -n $changes ]]; then
+    name_differences
+    die "$MEGATRON_DIR holds changes that these patches did not make (differences from the patched engine are listed above)" \
+      "bash scripts/setup_megatron.sh --reset stashes them (git stash), or set another MEGATRON_DIR"
   fi
   megatron_git cat-file -e "$MEGATRON_COMMIT^{commit}" 2>/dev/null || megatron_git fetch --quiet -- "$MEGATRON_REPO" ||
     die "cannot fetch commit $MEGATRON_COMMIT from $MEGATRON_REPO" "Set MEGATRON_REPO to a clone that has it"
-  megatron_git checkout --quiet --detach "$MEGATRON_COMMIT" ||
-    die "git cannot check out commit $MEGATRON_COMMIT in $MEGATRON_DIR" "See git's message above"
+  megatron_git checkout --quiet --detach "$MEGATRON_COMMIT"
 }
 
 # The patches go in together or not at all.
-apply_patches() {
-  (cd -- "$MEGATRON_DIR" && git apply -- "${@/#/$PATCHES/}") || die "the patches do not apply to $MEGATRON_DIR" \
-    "bash scripts/setup_megatron.sh --check shows what differs"
-}
+apply_patches() (cd -- "$MEGATRON_DIR" && git apply -- "${@/#/$PATCHES/}")
 
 install_requirements() {
   note "installing requirements.txt with $PYTHON"
@@ -95,12 +89,8 @@ install_requirements() {
 
 set_up() {
   [[ -e $MEGATRON_DIR ]] || clone
-  engine_state
-  if [[ $REPLY == changed ]]; then
-    make_pristine "$1"
-    engine_state
-  fi
-  case $REPLY in
+  [[ $(engine_state) != changed ]] || make_pristine "$1"
+  case $(engine_state) in
     unpatched) apply_patches "${SERIES[@]}" ;;
     megatron_t5_fixes) apply_patches "${SERIES[@]:1}" ;;
     missing) die "$MEGATRON_DIR exists, but holds no Megatron-DeepSpeed checkout" "Remove it, or set another MEGATRON_DIR" ;;

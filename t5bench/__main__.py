@@ -1,4 +1,4 @@
-"""``python -m t5bench COMMAND``: every command is a module with ``add_arguments(parser)`` and ``run(arguments)``.
+"""``python -m t5bench COMMAND``: a command is a module with ``run(arguments)``, perhaps with ``add_arguments(parser)``.
 
 ``run`` returns the exit status. A Problem that it raises is printed with its remedy, and the exit status is 2.
 """
@@ -23,7 +23,7 @@ COMMANDS = {
     "parity": ("t5bench.compare.parity", "check whether runs trained the same model: pass or fail for each"),
     "parity-check": ("t5bench.sweep.parity_check", "train all strategies in the same way, then check parity"),
     "strategies": ("t5bench.plan.launchers", "list the strategies, in the order of their ports"),
-    "settings": ("t5bench.plan.settings_page", "print docs/settings.md, the page of all settings"),
+    "settings": ("t5bench.plan.settings", "print docs/settings.md, the page of all settings"),
     "sweep": ("t5bench.sweep.command", "run strategies one after another, then compare them"),
     "merge": ("t5bench.run.merge", "convert a run's checkpoint to another tensor- or pipeline-parallel size"),
     "cluster": ("t5bench.cluster.check", "check whether the nodes can run together"),
@@ -59,8 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command = commands.add_parser(name, help=summary, description=summary)
             if words[:1] == [name]:
                 module = imported(module_name)
-                module.add_arguments(command)
                 command.set_defaults(execute=module.run)
+                if hasattr(module, "add_arguments"):
+                    module.add_arguments(command)
         chosen = parser.parse_args(words)
         status = chosen.execute(chosen)
         if sys.stdout:

@@ -14,62 +14,59 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from t5bench import Problem, discard, note
+from t5bench import Problem, note
 from t5bench.plan import claim, place
-from t5bench.plan.deepspeed import check_release, effective_config, offloads_optimizer
-from t5bench.plan.engine import check_engine, check_locks
-from t5bench.plan.families import check_family, needs_megatron
-from t5bench.plan.layout import Processes, divide
-from t5bench.plan.request import Findings, Request, completed, groups, read_request, read_settings
+from t5bench.plan.engine import SERIES, check_engine, check_locks, check_packages, effective_config, offload_device
+from t5bench.plan.families import check_family
+from t5bench.plan.launchers import Findings, Request, completed, groups, read_request, read_settings
+from t5bench.plan.layout import choose_processes, divide
 from t5bench.plan.settings import checked_settings, effective_settings, help_text
 from t5bench.plan.toolkit import completions
 from t5bench.plan.topology import check_own_name, placed
 from t5bench.record import wandb
-from t5bench.record.plan import SECRET_GIVEN, Arguments, Plan, Setting, by_name
+from t5bench.record.plan import Arguments, Plan, by_name
 
 EXIT_CONFIGURATION = 2
 
 
-def hidden(setting: Setting) -> Setting:
-    """A setting as it may be printed and recorded."""
-    return replace(setting, value=SECRET_GIVEN) if setting.is_secret and setting.value else setting
-
-
-def make(request: Request) -> tuple[Plan, dict[str, str]]:
+def make(request: Request) -> tuple[Plan, dict[str, Any]]:
     """The plan, and what else the shell needs, which is empty if the request is refused."""
     findings = request.findings
     request = replace(request, settings=checked_settings(request.settings, request.directory, findings))
     request = replace(request, settings=effective_settings(request))
-    layout = ds_config = processes = None
-    if not findings.refused:
-        request = placed(request)
-    if not findings.refused:
-        check_family(request)
-        check_numbers(request)
-        request = evaluating(request)
-        processes = Processes(request)
-        ds_config = effective_config(request)
-        layout = divide(request, processes, ds_config["zero_optimization"]["stage"] if ds_config else 0)
-    settings = {name: hidden(setting) for name, setting in request.settings.items()}
-    if findings.refused or not layout or not processes:
-        return Plan(request.strategy, settings, findings.obstacles), {}
+    refused = Plan(request.strategy, request.settings, findings.obstacles)
+    request = request if findings.refused else placed(request)
+    if findings.refused:
+        return refused, {}
+    check_family(request)
+    check_numbers(request)
+    device, per_node, gpus_shared = choose_processes(request)
+    ds_config = effective_config(request)
+    layout = divide(request, per_node, ds_config["zero_optimization"]["stage"] if ds_config else 0)
+    if findings.refused or not layout:
+        return refused, {}
+    if request.value("EVAL_ONLY") == "1":  # its record has its own directory, so that the training's stays unchanged
+        moved = replace(request.settings["OUTPUT_DIR"], value=str(Path(request.value("OUTPUT_DIR")) / "evaluation"))
+        request = replace(request, settings={**request.settings, "OUTPUT_DIR": moved})
     engine, directory = request.value("ENGINE"), Path(request.value("MEGATRON_DIR"))
     place.check_output_directory(request)
-    if processes.device == "cpu" or processes.shared:
+    if device == "cpu" or gpus_shared:
         check_own_name(request)
-    patches = check_engine(request, directory, processes.device, processes.shared)
-    check_locks(request, directory)
-    check_release(request, ds_config, layout)
-    place.check_packages(request)
-    attention = place.choose_attention(request, processes.device)
+    patches = SERIES
+    if engine == "megatron":
+        patches = check_engine(request, directory, device, gpus_shared)
+        check_locks(request, directory)
+    check_packages(request, ds_config, layout)
+    attention = place.choose_attention(request, device)
     tokenizer = place.choose_tokenizer(request)
     plan = Plan(
         strategy=request.strategy,
-        settings=settings,
+        settings=request.settings,
         obstacles=findings.obstacles,
         node=int(request.facts["node"]),
         hosts=request.hosts,
@@ -77,8 +74,8 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
         engine=engine,
         engine_directory=str(directory) if engine == "megatron" else "",
         engine_patches=patches,
-        device=processes.device,
-        gpus_shared=processes.shared,
+        device=device,
+        gpus_shared=gpus_shared,
         data_prefix=place.check_data(request, tokenizer),
         tokenizer=tokenizer,
         output_dir=request.value("OUTPUT_DIR"),
@@ -90,12 +87,12 @@ def make(request: Request) -> tuple[Plan, dict[str, str]]:
         **choose_wandb(request, plan),
         "load": str(checkpoint_home(plan) / "checkpoints") if loads(plan) else "",
         "tokenizer_type": place.tokenizer_type(request, plan.data_prefix),
-        "zero_stage": str(plan.zero_stage),
-        "cpu_optimizer": str(int(offloads_optimizer(ds_config))),
-        "flash_attention": str(int(attention)),
-        "threads": str(max(1, len(os.sched_getaffinity(0)) // layout.nproc_per_node)),
+        "zero_stage": plan.zero_stage,
+        "cpu_optimizer": bool(ds_config) and offload_device(ds_config, "offload_optimizer") == "cpu",
+        "flash_attention": attention,
+        "threads": max(1, len(os.sched_getaffinity(0)) // layout.nproc_per_node),
         "ds_config": json.dumps(ds_config, indent=2) + "\n" if ds_config else "",
-        **(completions(os.environ) if processes.device == "cuda" else {}),
+        **(completions(os.environ) if device == "cuda" else {}),
     }
 
 
@@ -113,22 +110,11 @@ def check_numbers(request: Request) -> None:
         refuse("learning-rate", f"MIN_LR={value('MIN_LR')} is more than LR={value('LR')}", "Lower MIN_LR, or raise LR")
     if float(value("DROPOUT")) >= 1:
         refuse("dropout", f"DROPOUT must be less than 1, found {value('DROPOUT')}")
+    if value("EVAL_ONLY") == "1" and value("EVAL_ITERS") == "0":
+        refuse("eval-iters", "EVAL_ONLY=1 but EVAL_ITERS is 0", "Set EVAL_ITERS to the number of validation batches")
     if request.number("LOG_INTERVAL") > last and not value("RAMPUP_BATCH_SIZE") and value("EVAL_ONLY") == "0":
         silent = f"warning: LOG_INTERVAL={value('LOG_INTERVAL')} is more than TRAIN_ITERS={last}"
         request.findings.notes.append(f"{silent}, so this run will log neither loss nor time. Set LOG_INTERVAL=1")
-
-
-def evaluating(request: Request) -> Request:
-    """With EVAL_ONLY=1 the record goes into a separate directory, so that the training's stays unchanged."""
-    if request.value("EVAL_ONLY") != "1":
-        return request
-    needs_megatron(request, "EVAL_ONLY")
-    if request.value("EVAL_ITERS") == "0":
-        found = "EVAL_ONLY=1 evaluates EVAL_ITERS batches, and EVAL_ITERS is 0"
-        request.findings.refuse("eval-iters", found, "Set EVAL_ITERS=10, for example")
-    directory = request.settings["OUTPUT_DIR"]
-    moved = replace(directory, value=str(Path(directory.value) / "evaluation"))
-    return replace(request, settings={**request.settings, "OUTPUT_DIR": moved})
 
 
 def loads(plan: Plan) -> bool:
@@ -151,44 +137,27 @@ def choose_wandb(request: Request, plan: Plan) -> dict[str, str]:
     return {"wandb_mode": mode, "wandb_config": file}
 
 
-def check(group: Mapping[str, Sequence[str]]) -> int:
-    given, findings = read_settings(group), Findings()
-    settings = checked_settings(given, group["directory"][0], findings)
-    tell(findings, is_dry_run=False)
-    say(f"{name}={setting.value}" for name, setting in settings.items() if setting != given[name])
-    return EXIT_CONFIGURATION if findings.refused else 0
-
-
-def say(words: Iterable[str]) -> None:
-    """Writes the answer to the shell."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # it may just have gone
-    sys.stdout.write("".join(f"{word}\0" for word in words))
-
-
-def end_with_shell() -> None:
-    """Ends this process, which may be waiting long for other nodes, once nobody can read its answer any more."""
-    answer = select.poll()
-    answer.register(sys.stdout, 0)
-    answer.poll()
-    os._exit(EXIT_CONFIGURATION)
-
-
-def show(text: str) -> int:
-    """Prints for the user, who may read only the first lines; returns the exit status."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+def begin(plan: Plan, besides: Mapping[str, Any], request: Request) -> Plan:
+    """Claims and prepares the run directory, unless this is a dry run or something stops the run."""
+    findings = request.findings
     try:
-        print(text, flush=True)
+        if not findings.obstacles and not request.dry_run:
+            claim.take(Path(plan.output_dir), f"node{plan.node}", int(request.facts["launcher"]))
+        if loads(plan) and (request.dry_run or not findings.obstacles):
+            plan = resume(plan, request)
+        if not findings.obstacles and not request.dry_run:
+            place.prepare_directory(plan, besides, request.facts["launcher"])
+    except Problem as problem:
+        findings.lack("running", str(problem), problem.remedy)
     except OSError as error:
-        discard(sys.stdout)
-        note(f"error: cannot print: {error.strerror}")
-        return EXIT_CONFIGURATION
-    return 0
+        found = f"cannot write to the run directory {plan.output_dir}: {error.strerror or error}"
+        remedy = "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"
+        findings.lack("output-directory", found, remedy)
+    return plan
 
 
 def resume(plan: Plan, request: Request) -> Plan:
     """The iteration of the checkpoint to resume from or evaluate; all nodes agree on it unless this is a dry run."""
-    if not loads(plan) or (request.findings.obstacles and not request.dry_run):
-        return plan
     from t5bench.plan.resume import checkpoint
 
     try:
@@ -199,26 +168,6 @@ def resume(plan: Plan, request: Request) -> Plan:
     doing = "evaluating" if plan.value("EVAL_ONLY") == "1" else "resuming from"
     request.findings.notes.append(f"{doing} the checkpoint of iteration {iteration}")
     return replace(plan, resume_from=iteration)
-
-
-def begin(plan: Plan, besides: Mapping[str, str], request: Request) -> Plan:
-    """Claims and prepares the run directory, unless this is a dry run or something stops the run."""
-    findings, layout = request.findings, plan.layout
-    assert layout
-    try:
-        if not findings.obstacles and not request.dry_run:
-            run = f"{plan.strategy.name} on {layout.nnodes} nodes at port {plan.value('MASTER_PORT')}"
-            claim.take(Path(plan.output_dir), f"node{plan.node}", run, int(request.facts["launcher"]))
-        plan = resume(plan, request)
-        if not findings.obstacles and not request.dry_run:
-            place.prepare_directory(plan, besides, request.facts["launcher"])
-    except Problem as problem:
-        findings.lack("running", str(problem), problem.remedy)
-    except OSError as error:
-        found = f"cannot write to the run directory {plan.output_dir}: {error.strerror or error}"
-        remedy = "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"
-        findings.lack("output-directory", found, remedy)
-    return plan
 
 
 def tell(findings: Findings, *, is_dry_run: bool) -> bool:
@@ -232,51 +181,71 @@ def tell(findings: Findings, *, is_dry_run: bool) -> bool:
         if obstacle.remedy:
             note(f"       {obstacle.remedy}")
         if stops:
-            break  # the next ones are often its consequences
-    return not findings.refused and (is_dry_run or not findings.obstacles)
+            return False  # the next ones are often its consequences
+    return True
 
 
-def answer(plan: Plan, besides: dict[str, str], request: Request) -> list[str]:
+def answer(plan: Plan, besides: Mapping[str, Any], request: Request) -> list[str]:
     """The answer to the shell: changed settings by name, the rest by the keys of its array PLAN."""
     words = [f"PLAN[json]={json.dumps(plan.to_json())}"]
     if plan.layout is None:
         return words
-    changed = {name for name, s in plan.settings.items() if not s.is_secret and s.value != request.settings[name].value}
-    words += [f"NODE_RANK={plan.node}", *(f"{name}={plan.settings[name].value}" for name in sorted(changed))]
-    named = {
-        "device": plan.device,
-        "gpus_shared": str(int(plan.gpus_shared)),
-        "patches": plan.engine_patches,
-        "tokenizer": plan.tokenizer,
-        "data_prefix": plan.data_prefix,
-        "resume_from": str(plan.resume_from),
-        **{key: str(value if value is not None else "") for key, value in vars(plan.layout).items()},
-        **besides,
-    }
-    return words + [f"PLAN[{key}]={value}" for key, value in named.items()]
+    changed = {name: s.value for name, s in plan.settings.items() if s.value != request.settings[name].value}
+    words += [f"NODE_RANK={plan.node}", *(f"{name}={value}" for name, value in changed.items())]
+    for key, value in {**vars(plan), **vars(plan.layout), **besides}.items():
+        if isinstance(value, str | int | None):
+            words.append(f"PLAN[{key}]={'' if value is None else int(value) if isinstance(value, bool) else value}")
+    return words
 
 
-def main() -> int:
-    words = sys.stdin.buffer.read().decode(errors="surrogateescape").split("\0")[:-1]
-    match sys.argv[1]:
-        case "print":
-            return show(json.dumps(completed(words), indent=2))
-        case "settings":
-            return show(help_text(read_settings(groups(words))))
-        case "check":
-            return check(groups(words))
+def say(text: str) -> None:
+    """For a shell that may just have gone, or a user who reads only the first lines."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    sys.stdout.write(text)
+
+
+def end_with_shell() -> None:
+    """Ends this process, which may be waiting long for other nodes, once nobody can read its answer any more."""
+    answer = select.poll()
+    answer.register(sys.stdout, 0)
+    answer.poll()
+    os._exit(EXIT_CONFIGURATION)
+
+
+def check(group: Mapping[str, Sequence[str]]) -> bool:
+    given, findings = read_settings(group), Findings()
+    settings = checked_settings(given, group["directory"][0], findings)
+    say("".join(f"{name}={setting.value}\0" for name, setting in settings.items() if setting != given[name]))
+    return tell(findings, is_dry_run=False)
+
+
+def plan_run(request: Request) -> bool:
     threading.Thread(target=end_with_shell, daemon=True).start()
-    request = read_request(words)
     plan, besides = make(request)
     if plan.layout:
         plan = begin(plan, besides, request)
     if plan.layout and (request.dry_run or plan.device == "cuda"):
         from t5bench.plan.forecast import forecast
 
-        flash = besides["flash_attention"] == "1"
-        request.findings.notes += forecast(plan, has_flash_attention=flash, is_dry_run=request.dry_run)
+        flash, notes = besides["flash_attention"], request.findings.notes
+        notes += forecast(plan, has_flash_attention=flash, is_dry_run=request.dry_run)
     goes_on = tell(request.findings, is_dry_run=request.dry_run)
-    say(answer(plan, besides, request))
+    say("".join(f"{word}\0" for word in answer(plan, besides, request)))
+    return goes_on
+
+
+def main() -> int:
+    words = sys.stdin.buffer.read().decode(errors="surrogateescape").split("\0")[:-1]
+    goes_on = True
+    match sys.argv[1]:
+        case "print":
+            say(f"{json.dumps(completed(words), indent=2)}\n")
+        case "settings":
+            say(f"{help_text(read_settings(groups(words)))}\n")
+        case "check":
+            goes_on = check(groups(words))
+        case "make":
+            goes_on = plan_run(read_request(words))
     return 0 if goes_on else EXIT_CONFIGURATION
 
 

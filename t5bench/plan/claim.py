@@ -20,29 +20,41 @@ TOUCH_SECONDS = 10.0
 # A holder on another host counts as gone if it has not touched its claim for this long, by the file server's clock.
 SILENT_SECONDS = 120.0
 
-Holder = dict[str, Any]  # run, host, boot, and processes: id and start of each
+Holder = dict[str, Any]  # host, boot, and processes: id and start of each
 
 
-def take(directory: Path, name: str, run: str, pid: int) -> None:
-    """Claims the directory. run: what the claims of one run share. Raises Problem if another holds it, and OSError."""
+def take(directory: Path, name: str, pid: int) -> None:
+    """Claims the name in the directory for a process. Raises Problem if another holds it, and OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     os.utime(directory)
     now = directory.stat().st_mtime
-    holder = {"run": run, "host": socket.gethostname(), "boot": _boot(), "processes": [[pid, _started(pid)]]}
-    claim = _make(directory, name, json.dumps(holder), now)
-    # Nodes of one run share a directory. Two runs each make their claim before they look at the other's.
-    for path in {_newest(directory, _name(path)) for path in _claims(directory, "*")} - {claim}:
-        if path and (other := _read(path)).get("run") != run and _is_live(other, path, now):
-            write_whole(claim, json.dumps(holder | {"processes": []}))
-            raise _held(path, other)
+    holder = {"host": socket.gethostname(), "boot": _boot(), "processes": [[pid, _started(pid)]]}
+    while True:
+        claim = directory / f"{name}.claim.{check(directory, name, now)}"
+        try:
+            with claim.open("x") as file:
+                file.write(json.dumps(holder))
+            break
+        except FileExistsError:
+            continue
+        except OSError:
+            claim.unlink(missing_ok=True)
+            raise
+    for path in directory.glob(f"{name}.claim.*"):
+        if 0 < _number(path) < _number(claim):
+            path.unlink(missing_ok=True)
 
 
 def check(directory: Path, name: str, now: float | None = None) -> int:
     """The number of the next claim. now: the file server's time. Raises Problem if somebody holds the name."""
-    path = _newest(directory, name)
-    if path and _is_live(holder := _read(path), path, now or time.time()):
-        raise _held(path, holder)
-    return _number(path) + 1 if path else 1
+    if not (path := _newest(directory, name)):
+        return 1
+    if _is_live(holder := _read(path), path, now or time.time()):
+        pids = ", ".join(dict.fromkeys(str(pid) for pid, _ in holder.get("processes", [])))
+        who = f"process {pids} on {holder['host']}" if holder else "another has just started"
+        remedy = f"Wait for it, stop it, or choose another directory. If it no longer exists, remove {path}"
+        raise Problem(f"a run is already in progress in {directory} ({who})", remedy)
+    return _number(path) + 1
 
 
 def keep(directory: Path, name: str, pid: int) -> None:
@@ -62,70 +74,28 @@ def keep(directory: Path, name: str, pid: int) -> None:
     threading.Thread(target=touch, daemon=True).start()
 
 
-def _make(directory: Path, name: str, text: str, now: float) -> Path:
-    while True:
-        claim = directory / f"{name}.claim.{check(directory, name, now)}"
-        try:
-            with claim.open("x") as file:
-                file.write(text)
-            break
-        except FileExistsError:
-            continue
-        except OSError:
-            claim.unlink(missing_ok=True)
-            raise
-    for path in _claims(directory, name):
-        if _number(path) < _number(claim):
-            path.unlink(missing_ok=True)
-    return claim
-
-
-def _claims(directory: Path, name: str) -> list[Path]:
-    """The claims of this name, without copies such as node0.claim.1.bak."""
-    return [path for path in directory.glob(f"{name}.claim.*") if path.suffix[1:].isdecimal()]
-
-
 def _number(path: Path) -> int:
-    return int(path.suffix[1:])
-
-
-def _name(path: Path) -> str:
-    return path.name.partition(".claim.")[0]
+    """A claim's number; 0 for a copy such as node0.claim.1.bak."""
+    return int(path.suffix[1:]) if path.suffix[1:].isdecimal() else 0
 
 
 def _newest(directory: Path, name: str) -> Path | None:
-    return max(_claims(directory, name), key=_number, default=None)
+    return max(filter(_number, directory.glob(f"{name}.claim.*")), key=_number, default=None)
 
 
 def _read(path: Path) -> Holder:
     """A claim's content; empty if it cannot be read even after a moment, because its holder may be writing it."""
     for _ in range(20):
-        try:
-            match json.loads(path.read_text()):
-                case {"run": _, "host": str(), "boot": _, "processes": [*pairs]} as holder:
-                    return holder if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs) else {}
-            break
-        except OSError:
-            break
-        except ValueError:
-            time.sleep(0.05)
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads(path.read_text())
+        time.sleep(0.05)
     return {}
 
 
 def _is_live(holder: Holder, path: Path, now: float) -> bool:
     if holder.get("host") == socket.gethostname():
         return holder["boot"] == _boot() and any(_started(pid) == start != "" for pid, start in holder["processes"])
-    try:
-        return holder.get("processes") != [] and now - path.stat().st_mtime < SILENT_SECONDS
-    except OSError:
-        return False
-
-
-def _held(path: Path, holder: Holder) -> Problem:
-    pids = ", ".join(dict.fromkeys(str(pid) for pid, _ in holder.get("processes", [])))
-    who = f"process {pids} on {holder['host']}" if holder else "another has just started"
-    remedy = f"Wait for it, stop it, or choose another directory. If it no longer exists, remove {path}"
-    return Problem(f"a run is already in progress in {path.parent} ({who})", remedy)
+    return path.exists() and now - path.stat().st_mtime < SILENT_SECONDS
 
 
 def _boot() -> str:

@@ -1,4 +1,5 @@
-"""The engine: whether a Megatron-DeepSpeed checkout is patched exactly as patches/ says, and what it can do here.
+"""The software that trains: whether a Megatron-DeepSpeed checkout is patched exactly as patches/ says, what it can do
+here, and DeepSpeed's release and effective JSON.
 
 python -m t5bench.plan.engine state DIRECTORY         prints series, megatron_t5_fixes, unpatched, changed or missing
 python -m t5bench.plan.engine differences DIRECTORY   prints what differs from the patched engine
@@ -7,6 +8,7 @@ The files themselves are compared, without git, which can overlook files and is 
 """
 
 import contextlib
+import json
 import os
 import re
 import sys
@@ -15,30 +17,40 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import util
 from pathlib import Path
+from typing import Any
 
 from t5bench import REPOSITORY
-from t5bench.plan.request import Request
-from t5bench.record.machine import checksum
-from t5bench.record.plan import by_name
+from t5bench.plan.launchers import Request
+from t5bench.record.machine import checksum, installed_version
+from t5bench.record.plan import Layout
 
 CHECKSUMS = REPOSITORY / "patches" / "checksums"
+INSTALL = f"pip install -r '{REPOSITORY}/requirements.txt'"
 SERIES, FIXES_ALONE, UNPATCHED, CHANGED, MISSING = "series", "megatron_t5_fixes", "unpatched", "changed", "missing"
 # What Python imports, a compiler reads, or make uses as its Makefile.
 CODE = re.compile(r".+\.(py|pyc|so|c|cc|cpp|cu|cuh|h|hpp)|(GNU)?[Mm]akefile")
 IMPORTABLE = (".py", ".pyc", ".so")
-METADATA = (".dist-info", ".egg-info")
 # What the engine compiles from these sources, again whenever the sources are newer.
 BUILT = re.compile(r"megatron/(fused_kernels/build/.*|data/helpers\.cpython-[\w-]+\.so)")
 # Upstream's other folders, from which training imports nothing.
 OTHER_FOLDERS = {"__pycache__", "dataset", "docs", "examples", "examples_deepspeed", "images", "megatron", "tasks"}
 MOST_NAMED = 3
-# What --layout-independent-init refuses, or knows no initial weights for.
-UNUSUAL = ("--swiglu", "--num-key-value-heads", "--num-experts", "--untie-embeddings-and-output-weights",
-           "--init-method-xavier-uniform")  # fmt: skip
 COMPILING_SECONDS = 900  # longer than any extension of the engine takes
+# Releases in which ZeRO-2 overwrites the gradients of each micro-batch with those of the next (DeepSpeed issue 7718).
+WRONG_ZERO2 = re.compile(r"(0\.17\.6|0\.18\.[0-2])([^0-9].*)?")
+# What a strategy's JSON may contain. DeepSpeed takes these as they are; for offload_optimizer the launchers add
+# --cpu-optimizer. All else is refused: it comes from the settings, has no effect here, or changes what is trained, as
+# contiguous_gradients, reduce_scatter, allgather_partitions and round_robin_gradients together did with ZeRO-2.
+OPTIONS = {"zero_optimization", "communication_data_type", "comms_logger", "wall_clock_breakdown"}
+ZERO_OPTIONS = {
+    *("stage", "overlap_comm", "reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "offload_optimizer"),
+    *("offload_param", "memory_efficient_linear"),
+    *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
+    *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_module_granularity_threshold"),
+}
 
 
-def recorded_checksums(state: str, checksums: Path | None = None) -> dict[str, str]:
+def _recorded(state: str, checksums: Path | None = None) -> dict[str, str]:
     """The sha256 of each of the engine's files, with these patches applied."""
     lines = ((checksums or CHECKSUMS) / f"{state}.sha256").read_text().splitlines()
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
@@ -53,15 +65,15 @@ def state_of(directory: Path, checksums: Path | None = None) -> str:
         return MISSING
     digest = cache(lambda name: checksum(directory / name))
     for state in (SERIES, FIXES_ALONE, UNPATCHED):
-        recorded = recorded_checksums(state, checksums)
+        recorded = _recorded(state, checksums)
         if all(digest(name) == wanted for name, wanted in recorded.items()):
             return CHANGED if any(_intruders(directory, recorded)) else state
     return CHANGED
 
 
-def differences(directory: Path, checksums: Path | None = None) -> list[str]:
+def differences(directory: Path) -> list[str]:
     """One line for each file that does not belong to the patched engine, and for each that differs from it."""
-    recorded = recorded_checksums(SERIES, checksums)
+    recorded = _recorded(SERIES)
     found = {name: checksum(directory / name) for name in recorded}
     changed = [name for name, digest in recorded.items() if found[name] != digest]
     lines = [f"{name} {'differs' if found[name] else 'is missing'}" for name in changed]
@@ -71,19 +83,22 @@ def differences(directory: Path, checksums: Path | None = None) -> list[str]:
 def _intruders(directory: Path, own: Mapping[str, str]) -> Iterator[str]:
     """One line for each file that Python or a compiler would use although it does not belong to the engine."""
     for path in sorted(directory.iterdir()):
-        if path.is_dir() and _is_imported(path, own):
-            yield f"{path.name}/ would be imported instead of any other package of that name"
-        elif path.suffix in METADATA and not path.name.startswith("megatron_core"):  # of pip install -e
-            yield f"{path.name}/ would be mistaken for an installed package"
-        elif path.suffix in IMPORTABLE and path.name not in own and not path.is_dir():
-            yield f"{path.name} would be imported instead of any other module of that name"
+        name, is_folder = path.name, path.is_dir()
+        if is_folder and _is_imported(path, own):
+            yield f"{name}/ would be imported instead of any other package of that name"
+        elif path.suffix in (".dist-info", ".egg-info") and not name.startswith("megatron_core"):  # of pip install -e
+            yield f"{name}/ would be mistaken for an installed package"
+        elif path.suffix in IMPORTABLE and name not in own and not is_folder:
+            yield f"{name} would be imported instead of any other module of that name"
     for folder, folders, names in os.walk(directory / "megatron"):
         place = Path(folder).relative_to(directory)
         for name in sorted(names):
+            file = str(place / name)
             if place.name == "__pycache__":
-                if _is_unchecked(Path(folder, name)):
-                    yield f"{place / name} would be used whatever its source says"
-            elif CODE.fullmatch(name) and (file := str(place / name)) not in own and not BUILT.fullmatch(file):
+                # Compiled Python that is never compared with its source (PEP 552).
+                if Path(folder, name).read_bytes()[4:8] == b"\1\0\0\0":
+                    yield f"{file} would be used whatever its source says"
+            elif CODE.fullmatch(name) and file not in own and not BUILT.fullmatch(file):
                 yield f"{file} does not belong to the engine"
         links = [str(place / name) for name in folders if Path(folder, name).is_symlink()]
         yield from (f"{link} is a symbolic link" for link in links if not BUILT.fullmatch(f"{link}/"))
@@ -98,30 +113,15 @@ def _is_imported(folder: Path, own: Mapping[str, str]) -> bool:
     inits = [f"{name}/{init.name}" for init in folder.glob("__init__.*") if init.suffix in IMPORTABLE]
     if inits or name in OTHER_FOLDERS or not name.isidentifier():
         return any(init not in own for init in inits)
-    files = (path for pattern in ("*", "*/*") for path in folder.glob(pattern))
-    if not any(path.suffix in IMPORTABLE for path in files):
+    if not any(path.suffix in IMPORTABLE for pattern in ("*", "*/*") for path in folder.glob(pattern)):
         return False
     installed = util.find_spec(name)
     return installed is None or installed.origin is None
 
 
-def _is_unchecked(path: Path) -> bool:
-    """Whether this is compiled Python that is never compared with its source (PEP 552)."""
-    with contextlib.suppress(OSError):
-        return path.read_bytes()[4:8] == b"\1\0\0\0"
-    return False
-
-
 def check_engine(request: Request, directory: Path, device: str, gpus_shared: bool) -> str:
     """The state of the checkout, for the plan; what a run lacks goes to the findings."""
-    if request.value("ENGINE") != "megatron":
-        return SERIES
     state, lack = state_of(directory), request.findings.lack
-    usual = {"--num-key-value-heads": request.value("NUM_ATTENTION_HEADS"), "--num-experts": "1"}
-    for name, value in by_name(request.extra).items() if state != FIXES_ALONE else ():
-        if name in UNUSUAL and value != usual.get(name):
-            found = f"{name} cannot be given after --: the patched engine has no initial weights for such a model"
-            request.findings.refuse("engine-argument", found, "Leave it out")
     checkout = f"the Megatron-DeepSpeed checkout at {directory}"
     setup = f"Run: MEGATRON_DIR='{directory}' bash '{REPOSITORY}/scripts/setup_megatron.sh'"
     if state == MISSING:
@@ -129,14 +129,12 @@ def check_engine(request: Request, directory: Path, device: str, gpus_shared: bo
     elif state == UNPATCHED:
         lack("engine-not-patched", f"{checkout} is not patched", setup)
     elif state == CHANGED:
-        first = differences(directory)
-        named = "; ".join(first[:MOST_NAMED]) + (f"; and {len(first) - MOST_NAMED} more" * (len(first) > MOST_NAMED))
+        named = "; ".join(differences(directory)[:MOST_NAMED])
         remedy = f"{setup} --check lists all differences, --reset stashes them; delete ignored files yourself"
         lack("engine-not-patched", f"{checkout} does not match patches/: {named}", remedy)
     elif state == FIXES_ALONE and (device == "cpu" or gpus_shared):
-        why = "CPU" if device == "cpu" else "SHARE_GPUS=1"
-        alone = f"{checkout} has only megatron_t5_fixes.patch"
-        lack("engine-partly-patched", f"{alone}, but {why} needs all patches", setup)
+        found = f"{checkout} has only megatron_t5_fixes.patch, but CPU and SHARE_GPUS=1 need all patches"
+        lack("engine-partly-patched", found, setup)
     elif state == FIXES_ALONE:
         without = "W&B does not get the README's metrics, and TFLOPs count only the encoder"
         request.findings.notes.append(f"warning: only megatron_t5_fixes.patch is applied: {without}. {setup}")
@@ -150,30 +148,101 @@ def extension_locks() -> Iterator[Path]:
 
 def check_locks(request: Request, directory: Path) -> None:
     """Finds locks left by a killed compilation. A lock may be in use if it is new or a process here has it open."""
-    if request.value("ENGINE") != "megatron":
-        return
     for lock in (*extension_locks(), directory / "megatron" / "fused_kernels" / "build" / "lock"):
-        try:
-            is_old = time.time() - lock.stat().st_mtime > COMPILING_SECONDS
-        except OSError:
-            continue
-        if _is_open(lock):
-            continue
-        if is_old:
-            found = f"{lock} was left by a compilation that was killed, and PyTorch would wait for it forever"
-            request.findings.lack("stale-lock", found, f"Run: rm '{lock}'")
-        else:
-            waits = f"warning: PyTorch waits as long as {lock} exists, and no process of this machine holds it"
-            request.findings.notes.append(f"{waits}. Unless another host is compiling, run: rm '{lock}'")
+        with contextlib.suppress(OSError):
+            age = time.time() - lock.stat().st_mtime
+            if _is_open(lock):
+                continue
+            if age > COMPILING_SECONDS:
+                found = f"{lock} was left by a compilation that was killed, and PyTorch would wait for it forever"
+                request.findings.lack("stale-lock", found, f"Run: rm '{lock}'")
+            else:
+                waits = f"warning: PyTorch waits as long as {lock} exists, and no process of this machine holds it"
+                request.findings.notes.append(f"{waits}. Unless another host is compiling, run: rm '{lock}'")
 
 
 def _is_open(path: Path) -> bool:
-    """Whether a process of this user has a file open on this machine."""
     for opened in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
             if opened.samefile(path):
                 return True
     return False
+
+
+def effective_config(request: Request) -> dict[str, Any] | None:
+    """A strategy's own JSON completed with the run's batch sizes (in samples), clipping norm and precision.
+
+    DeepSpeed takes these from the JSON and Megatron from its arguments, and neither notices when they differ: a
+    different micro-batch size changes the gradient scale, fp32 arguments with a bf16 JSON train in bf16. Here both come
+    from the same settings. None for a strategy without DeepSpeed, or with a JSON that cannot be used.
+    """
+    if not request.strategy.ds_config:
+        return None
+    path = REPOSITORY / "ds_configs" / request.strategy.ds_config
+    precision = request.value("PRECISION_FLAG")
+    run_config: dict[str, Any] = {
+        "train_batch_size": request.number("GLOBAL_BATCH_SIZE"),
+        "train_micro_batch_size_per_gpu": request.number("MICRO_BATCH_SIZE"),
+        "gradient_clipping": float(request.value("CLIP_GRAD")),
+        "bf16": {"enabled": precision == "--bf16"},
+        "fp16": {"enabled": precision == "--fp16"},
+        # DeepSpeed's own progress lines would mix with the engine's.
+        "steps_per_print": 10**9,
+    }
+    if request.value("GRADIENT_REDUCTION") == "fp32":
+        # As Megatron's DDP does in every precision. Without data_types.grad_accum_dtype, with which DeepSpeed would
+        # choose another optimizer for ZeRO-1 in bf16.
+        run_config["communication_data_type"] = "fp32"
+    try:
+        stage_config = json.loads(path.read_text())
+        _check_options(stage_config, run_config, request)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        request.findings.refuse("ds-config", f"{path}: {error}")
+        return None
+    zero = stage_config["zero_optimization"]
+    if zero.get("overlap_comm", zero["stage"] == 3) and zero["stage"] > 1:
+        warning = f"warning: overlap_comm is true in {path}, which makes ZeRO-2 and ZeRO-3 hang on GPUs"
+        request.findings.notes.append(f"{warning}: set it to false (DeepSpeed's default for ZeRO-3 is true)")
+    return run_config | stage_config
+
+
+def _check_options(config: Mapping[str, Any], run_config: Mapping[str, Any], request: Request) -> None:
+    """Raises ValueError for an option that would have no effect or change what is trained."""
+    zero = config["zero_optimization"]
+    stage = zero["stage"]
+    if stage not in (1, 2, 3):
+        raise ValueError(f"ZeRO stage {stage} is not 1, 2 or 3")
+    if stage > 1 and request.number("PIPELINE_PARALLEL_SIZE") > 1:
+        raise ValueError(f"DeepSpeed's pipeline engine supports only ZeRO stage 1, found {stage}")
+    if twice := sorted(run_config.keys() & config.keys()):
+        raise ValueError(f"{', '.join(twice)} come from the settings and must not be in the strategy's JSON")
+    if unknown := sorted((config.keys() - OPTIONS) | (zero.keys() - ZERO_OPTIONS)):
+        known = ", ".join(sorted(OPTIONS | ZERO_OPTIONS))
+        raise ValueError(f"{', '.join(unknown)} would have no effect or change what is trained. It may have: {known}")
+    for name in ("offload_optimizer", "offload_param"):
+        if (device := offload_device(config, name)) not in ("cpu", "none"):
+            raise ValueError(f"{name} must use the device 'cpu', found '{device}'")
+    if stage < 3 and offload_device(config, "offload_param") == "cpu":
+        raise ValueError(f"offload_param needs ZeRO stage 3, found {stage}")
+
+
+def offload_device(config: Mapping[str, Any], name: str) -> str:
+    return (config["zero_optimization"].get(name) or {}).get("device", "none")
+
+
+def check_packages(request: Request, config: Mapping[str, Any] | None, layout: Layout) -> None:
+    """Checks that the recorder's msgspec is installed, and DeepSpeed in a release that trains this stage correctly."""
+    lack = request.findings.lack
+    if not util.find_spec("msgspec"):
+        lack("no-msgspec", f"msgspec, which reads plans, is not installed for {sys.executable}", f"Run: {INSTALL}")
+    if not config:
+        return
+    version, stage, batches = installed_version("deepspeed"), config["zero_optimization"]["stage"], layout.micro_batches
+    if not version:
+        lack("no-deepspeed", f"DeepSpeed is not installed for {sys.executable}", f"Run: {INSTALL}")
+    elif stage == 2 and batches > 1 and WRONG_ZERO2.fullmatch(version):
+        found = f"DeepSpeed {version} trains ZeRO-2 on only the last of the {batches} micro-batches of an iteration"
+        request.findings.refuse("deepspeed-release", found, f"Install the pinned release: {INSTALL}")
 
 
 if __name__ == "__main__":

@@ -18,12 +18,8 @@ GIGABITS = 10.0
 
 def padded_vocabulary(plan: Plan) -> int:
     """The padded size of the vocabulary: from the data's tokenizer if known, otherwise the family's default."""
-    assert plan.layout
-    try:
-        words = int(read_record(Path(plan.data_prefix))["vocabulary"])
-    except (ValueError, KeyError, TypeError, OverflowError):
-        words = FAMILIES[plan.value("MODEL_FAMILY")].vocabulary
-    return padded(words, plan.number("VOCABULARY_MULTIPLE"))
+    words = read_record(Path(plan.data_prefix)).get("vocabulary") or FAMILIES[plan.value("MODEL_FAMILY")].vocabulary
+    return padded(int(words), plan.number("VOCABULARY_MULTIPLE"))
 
 
 def job_of(plan: Plan, vocabulary: int = 0, batch: int = 0) -> Job:
@@ -47,25 +43,22 @@ def forecast(plan: Plan, *, has_flash_attention: bool, is_dry_run: bool) -> list
 
     The plan does not have the arguments yet that the shell adds.
     """
-    device, lines, figures = gpu_here() if plan.device == "cuda" else None, [], []
+    device, lines = gpu_here() if plan.device == "cuda" else None, []
     try:
         job = job_of(plan)
         asked = {"recompute": plan.value("RECOMPUTE")} if job.recompute == "none" else {}
         job = replace(job, **asked, causal_attention="flash" if has_flash_attention else job.causal_attention)
         machine = machine_of(device or time.CPU, GIGABITS, job.parallel.devices_per_node)
         found = Prediction(job, machine, backend_of(plan))
-        if found.shortage:
-            lines.append(
-                f"warning: {plan.strategy.name} needs {found.shortage} of GPU memory and will probably run out"
-            )
-        if is_dry_run:
-            figures.append(f"{parameters(job.architecture):,} parameters")
-            figures.append(f"{found.memory_bytes / GIB:.2f} GiB a process")
-            if sent := max(found.node_bytes):
-                figures.append(f"{sent / 1e6:,.1f} MB sent by a node in an iteration")
-            if device and found.time:
-                figures.append(f"{found.time.total:.3g} s an iteration on {device.name} at {GIGABITS:g} Gbit/s")
-            lines.append(f"predicted: {', '.join(figures)}; see python -m t5bench predict")
     except (KeyError, ValueError) as error:
         return [f"no prediction: the cost model does not know {error}"] if is_dry_run else []
+    if found.shortage:
+        lines.append(f"warning: {plan.strategy.name} needs {found.shortage} of GPU memory and will probably run out")
+    if is_dry_run:
+        figures = f"{parameters(job.architecture):,} parameters, {found.memory_bytes / GIB:.2f} GiB a process"
+        if sent := max(found.node_bytes):
+            figures += f", {sent / 1e6:,.1f} MB sent by a node in an iteration"
+        if device and found.time:
+            figures += f", {found.time.total:.3g} s an iteration on {device.name} at {GIGABITS:g} Gbit/s"
+        lines.append(f"predicted: {figures}; see python -m t5bench predict")
     return lines

@@ -8,18 +8,17 @@ from functools import cache
 
 from t5bench import Problem
 from t5bench.model.job import beyond_native
-from t5bench.plan.families import check_rampup, family_of
-from t5bench.plan.request import Request
-from t5bench.record.plan import Layout
+from t5bench.plan.families import family_of
+from t5bench.plan.launchers import Request
+from t5bench.record.plan import Layout, by_name
 
 
 def count_gpus(environment: Mapping[str, str]) -> int:
     """The GPUs that CUDA shows to this process."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        devices = visible.split(",") if visible else []
-        return 0 if not devices or devices[0] in ("", "-1") else len(devices)
-    return len(gpu_names())
+    if visible is None:
+        return len(gpu_names())
+    return 0 if visible.startswith("-1") or not visible else visible.count(",") + 1
 
 
 @cache
@@ -32,77 +31,93 @@ def gpu_names() -> Sequence[str]:
     return [match[1] for match in re.finditer(r"^GPU \d+: (.*?)(?: \(UUID: .*)?$", listed, re.MULTILINE)]
 
 
-class Processes:
-    """The device, the number of processes on each node, and whether they share GPUs."""
+def choose_processes(request: Request) -> tuple[str, int, bool]:
+    """The device, the number of processes on each node, and whether they share GPUs.
 
-    def __init__(self, request: Request) -> None:
-        self.request, self.strategy = request, request.strategy
-        self.nnodes = request.number("NNODES")
-        self.gpus = count_gpus(os.environ)
-        self.device = request.value("DEVICE")
-        if self.device == "auto":
-            self.device = "cuda" if self.gpus else "cpu"
-        self.model_parallel = request.number("TENSOR_PARALLEL_SIZE") * request.number("PIPELINE_PARALLEL_SIZE")
-        # NCCL allows one process per GPU, and so does DeepSpeed with any backend.
-        self.may_share = request.value("SHARE_GPUS") == "1" and self.gpus > 0 and not self.strategy.ds_config
-        self.per_node = int(request.value("NPROC_PER_NODE") or self._default())
-        self.shared = False
-        if self.device == "cuda" and self.per_node > self.gpus:
-            self._too_few_gpus()
-
-    def _default(self) -> int:
-        """Two processes, or as many as the model is divided over; one GPU is enough for DDP."""
-        per_node = -(-max(2, self.model_parallel) // self.nnodes)
-        if self.device == "cuda" and self.model_parallel == 1 and 0 < self.gpus < per_node and not self.may_share:
-            return self.gpus
-        return per_node
-
-    def _too_few_gpus(self) -> None:
-        findings = self.request.findings
-        if self.may_share:
-            self.shared = True
-            shared = f"warning: {self.per_node} processes share {self.gpus} GPU(s) over gloo"
-            findings.notes.append(f"{shared}: results are valid, timings are not")
-            return
-        findings.lack(
-            "too-few-gpus",
-            f"NPROC_PER_NODE is {self.per_node} but this node has {self.gpus} visible GPU(s)",
-            f"{self.strategy.name} needs {self.model_parallel} GPU(s) in all: set NNODES and NPROC_PER_NODE to what you"
-            " have, or DEVICE=cpu",
-        )
+    By default two processes, or as many as the model is divided over; one GPU is enough for DDP.
+    """
+    strategy, gpus, device = request.strategy, count_gpus(os.environ), request.value("DEVICE")
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
+    model_parallel = request.number("TENSOR_PARALLEL_SIZE") * request.number("PIPELINE_PARALLEL_SIZE")
+    # NCCL allows one process per GPU, and so does DeepSpeed with any backend.
+    may_share = request.value("SHARE_GPUS") == "1" and gpus > 0 and not strategy.ds_config
+    per_node = -(-max(2, model_parallel) // request.number("NNODES"))
+    if device == "cuda" and model_parallel == 1 and gpus and not may_share:
+        per_node = min(per_node, gpus)
+    per_node = int(request.value("NPROC_PER_NODE") or per_node)
+    lacks_gpus = device == "cuda" and per_node > gpus
+    if lacks_gpus and may_share:
+        shared = f"warning: {per_node} processes share {gpus} GPU(s) over gloo: results are valid, timings are not"
+        request.findings.notes.append(shared)
+    elif lacks_gpus:
+        found = f"NPROC_PER_NODE is {per_node} but this node has {gpus} visible GPU(s)"
+        needs = f"{strategy.name} needs {model_parallel} GPU(s) in all"
+        remedy = f"{needs}: set NNODES and NPROC_PER_NODE to what you have, or DEVICE=cpu"
+        request.findings.lack("too-few-gpus", found, remedy)
+    return device, per_node, lacks_gpus and may_share
 
 
-def divide(request: Request, processes: Processes, zero_stage: int) -> Layout | None:
+def divide(request: Request, per_node: int, zero_stage: int) -> Layout | None:
     """The layout; None if the sizes do not divide, and then the findings say why. zero_stage: 0 without DeepSpeed."""
     tp, pp = request.number("TENSOR_PARALLEL_SIZE"), request.number("PIPELINE_PARALLEL_SIZE")
-    world_size = processes.nnodes * processes.per_node
-    _check_model_parallel(request, tp, pp, world_size, processes)
-    _check_divisible(request, tp)
-    family = family_of(request)
-    if pp > 1:
-        family.check_pipeline(request, pp)
+    strategy, refuse, nnodes = request.strategy, request.findings.refuse, request.number("NNODES")
+    world_size = nnodes * per_node
+    # ZeRO goes with any tensor size.
+    if tp > 1 and strategy.tp == 1 and not strategy.ds_config:
+        remedy = "Use run_megatron_t5_tensor.sh or run_megatron_t5_hybrid.sh; in a sweep or a check, unset it and name"
+        found = f"TENSOR_PARALLEL_SIZE is {tp} but {strategy.name} has no tensor parallelism"
+        refuse("no-tensor-parallelism", found, f"{remedy} tensor-tp{tp}")
+    if pp > 1 and strategy.pp == 1:
+        found = f"PIPELINE_PARALLEL_SIZE is {pp} but {strategy.name} has no pipeline parallelism"
+        refuse("no-pipeline-parallelism", found, "Use run_megatron_t5_pipeline.sh or run_megatron_t5_hybrid.sh")
+    if world_size % (tp * pp):
+        found = f"{strategy.name} needs a multiple of {tp * pp} processes (TP={tp} x PP={pp}), found {world_size}"
+        remedy = f"Set NNODES and NPROC_PER_NODE so that their product is divisible by {tp * pp}"
+        refuse("world-size", f"{found} ({nnodes} node(s) x {per_node})", remedy)
+    _check_sizes(request, tp, pp)
     if request.findings.refused:
         return None
     dp = world_size // (tp * pp)
     global_batch, micro_batch = request.number("GLOBAL_BATCH_SIZE"), request.number("MICRO_BATCH_SIZE")
     if global_batch % (micro_batch * dp):
-        request.findings.refuse(
-            "batch-size",
-            f"GLOBAL_BATCH_SIZE={global_batch} is not divisible by {micro_batch * dp} (MICRO_BATCH_SIZE={micro_batch}"
-            f" x data-parallel size {dp})",
-            "Change GLOBAL_BATCH_SIZE or MICRO_BATCH_SIZE",
-        )
+        found = f"GLOBAL_BATCH_SIZE={global_batch} is not divisible by {micro_batch * dp}"
+        found += f" (MICRO_BATCH_SIZE={micro_batch} x data-parallel size {dp})"
+        refuse("batch-size", found, "Change GLOBAL_BATCH_SIZE or MICRO_BATCH_SIZE")
         return None
-    check_rampup(request, dp)
-    micro_batches, split_rank = global_batch // (micro_batch * dp), pp // 2 if pp > 1 and family.has_encoder else None
+    micro_batches = global_batch // (micro_batch * dp)
+    split_rank = pp // 2 if pp > 1 and family_of(request).has_encoder else None
+    layout = Layout(nnodes, per_node, world_size, tp, pp, dp, micro_batches, split_rank)
+    _check_rampup(request, micro_batch * dp)
     if request.value("ENGINE") == "native":
-        _check_native(request, tp, pp, zero_stage, micro_batches)
-    return Layout(processes.nnodes, processes.per_node, world_size, tp, pp, dp, micro_batches, split_rank)
+        _check_native(request, layout, zero_stage)
+    return layout
 
 
-def _check_native(request: Request, tp: int, pp: int, zero_stage: int, micro_batches: int) -> None:
+def _check_sizes(request: Request, tp: int, pp: int) -> None:
+    """Checks that the model can be divided."""
+    refuse, stacks = request.findings.refuse, family_of(request).stacks
+    hidden, heads = request.number("HIDDEN_SIZE"), request.number("NUM_ATTENTION_HEADS")
+    if hidden % heads:
+        refuse("model-size", f"HIDDEN_SIZE={hidden} is not divisible by NUM_ATTENTION_HEADS={heads}")
+    for name in ("NUM_ATTENTION_HEADS", "FFN_HIDDEN_SIZE"):
+        if request.number(name) % tp:
+            refuse("tensor-size", f"{name}={request.number(name)} is not divisible by the tensor-parallel size {tp}")
+    if request.number("VOCABULARY_MULTIPLE") % tp:
+        refuse("tensor-size", f"the tensor-parallel size must divide VOCABULARY_MULTIPLE, found {tp}")
+    if pp > 1 and pp % len(stacks):
+        found = f"the pipeline-parallel size must be even (half encoder, half decoder), found {pp}"
+        refuse("pipeline-size", found)
+    elif pp > 1:
+        for name in stacks:
+            if request.number(name) % (pp // len(stacks)):
+                found = f"{name}={request.number(name)} does not divide over {pp // len(stacks)} stages"
+                refuse("pipeline-size", found)
+
+
+def _check_native(request: Request, layout: Layout, zero_stage: int) -> None:
     is_fp16 = request.value("PRECISION_FLAG") == "--fp16"
-    if reason := beyond_native(tp, pp, zero_stage > 0, micro_batches, is_fp16):
+    if reason := beyond_native(layout.tp, layout.pp, zero_stage > 0, layout.micro_batches, is_fp16):
         request.findings.refuse("native-engine", reason, "Use ENGINE=megatron")
     if request.extra:
         from native.arguments import check_compile, make_parser
@@ -113,32 +128,24 @@ def _check_native(request: Request, tp: int, pp: int, zero_stage: int, micro_bat
             request.findings.refuse("engine-argument", f"after --: {problem}", problem.remedy)
 
 
-def _check_model_parallel(request: Request, tp: int, pp: int, world_size: int, processes: Processes) -> None:
-    strategy, refuse = request.strategy, request.findings.refuse
-    for name, kind, size, own in (
-        ("TENSOR_PARALLEL_SIZE", "tensor", tp, strategy.tp),
-        ("PIPELINE_PARALLEL_SIZE", "pipeline", pp, strategy.pp),
-    ):
-        if size > 1 and own == 1 and not (kind == "tensor" and strategy.ds_config):  # ZeRO goes with any tensor size
-            remedy = f"Use run_megatron_t5_{kind}.sh or run_megatron_t5_hybrid.sh"
-            remedy += f"; in a sweep or a check, unset it and name {kind}-tp{tp}" * (kind == "tensor")
-            refuse(f"no-{kind}-parallelism", f"{name} is {size} but {strategy.name} has no {kind} parallelism", remedy)
-    if world_size % (tp * pp):
-        refuse(
-            "world-size",
-            f"{strategy.name} needs a multiple of {tp * pp} processes (TP={tp} x PP={pp}), found {world_size} "
-            f"({processes.nnodes} node(s) x {processes.per_node})",
-            f"Set NNODES and NPROC_PER_NODE so that their product is divisible by {tp * pp}",
-        )
-
-
-def _check_divisible(request: Request, tp: int) -> None:
-    refuse = request.findings.refuse
-    hidden, heads = request.number("HIDDEN_SIZE"), request.number("NUM_ATTENTION_HEADS")
-    if hidden % heads:
-        refuse("model-size", f"HIDDEN_SIZE={hidden} is not divisible by NUM_ATTENTION_HEADS={heads}")
-    for name in ("NUM_ATTENTION_HEADS", "FFN_HIDDEN_SIZE"):
-        if request.number(name) % tp:
-            refuse("tensor-size", f"{name}={request.number(name)} is not divisible by the tensor-parallel size {tp}")
-    if request.number("VOCABULARY_MULTIPLE") % tp:
-        refuse("tensor-size", f"the tensor-parallel size must divide VOCABULARY_MULTIPLE, found {tp}")
+def _check_rampup(request: Request, together: int) -> None:
+    """Checks RAMPUP_BATCH_SIZE: the first batch size, the step, and the samples over which the batch grows. together:
+    samples that all processes train at once."""
+    given, full = request.value("RAMPUP_BATCH_SIZE"), request.number("GLOBAL_BATCH_SIZE")
+    refuse, words = request.findings.refuse, given.split()
+    if not given:
+        return
+    for name in by_name(request.extra).keys() & {"--train-iters", "--lr-warmup-iters", "--lr-decay-iters"}:
+        found = f"{name} cannot be given after -- with RAMPUP_BATCH_SIZE: the engine counts such a run in samples"
+        refuse("rampup", found, "Set TRAIN_ITERS and LR_WARMUP_ITERS, or give --lr-decay-samples")
+    if len(words) != 3 or not all(word.isascii() and word.isdigit() and int(word) for word in words):
+        refuse("rampup", f"RAMPUP_BATCH_SIZE must be three whole numbers (start, step, samples), found '{given}'")
+        return
+    (start, step, grows), samples = map(int, words), request.number("TRAIN_ITERS") * full
+    if grows > samples:
+        found = f"RAMPUP_BATCH_SIZE='{given}' makes the batch grow for longer than the run, which has {samples} samples"
+        refuse("rampup", found, "Raise TRAIN_ITERS; -- --exit-interval 50 tries the first 50 iterations")
+    if start > full or (full - start) % step or start % together or step % together:
+        found = f"RAMPUP_BATCH_SIZE='{given}' does not reach GLOBAL_BATCH_SIZE={full} in steps of {together} samples"
+        remedy = f"Start and step must be multiples of {together} (micro-batch x data-parallel size), and end at {full}"
+        refuse("rampup", found, remedy)

@@ -3,19 +3,17 @@
 import math
 import re
 import socket
-import sys
 from collections.abc import Mapping
-from importlib import util
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from t5bench import REPOSITORY, Problem
+from t5bench import Problem
 from t5bench.corpus.checksum import cached_tokenizer, describes, tokenizer_checksum
 from t5bench.corpus.common import preparation, read_record, record_path
 from t5bench.corpus.index import Index, read_index
 from t5bench.plan import claim
-from t5bench.plan.families import FAMILIES, family_of
-from t5bench.plan.request import Request
+from t5bench.plan.families import family_of
+from t5bench.plan.launchers import Request
 from t5bench.record.machine import installed_version
 from t5bench.record.plan import Plan, by_name
 
@@ -28,7 +26,7 @@ def check_data(request: Request, tokenizer: str) -> str:
     prefix = str(Path(request.value("MEGATRON_DATA_DIR")) / CORPUS)
     try:
         index = read_index(prefix, request.value("MODEL_FAMILY"))
-        if family_of(request).has_encoder:
+        if family_of(request).has_encoder and "--mask-prob" not in by_name(request.extra):
             _check_decoder_length(request, index)
         _check_tokenizer(request, prefix, tokenizer)
     except Problem as problem:
@@ -41,7 +39,7 @@ def _check_decoder_length(request: Request, index: Index) -> None:
     too long for it, perhaps after hours."""
     encoder, decoder = request.number("ENCODER_SEQ_LENGTH"), request.number("DECODER_SEQ_LENGTH")
     tokens = max(0, encoder - 2)  # room that the engines keep
-    if "--mask-prob" in by_name(request.extra) or _decoder_tokens(tokens) <= decoder:
+    if _decoder_tokens(tokens) <= decoder:
         return
     ends = [0, *accumulate(index.sizes)]
     tokens = min(tokens, max(ends[end] - ends[begin] for begin, end in pairwise(index.doc_idx)))
@@ -65,33 +63,26 @@ def _check_tokenizer(request: Request, prefix: str, tokenizer: str) -> None:
     """
     record, findings, file = read_record(Path(prefix)), request.findings, record_path(Path(prefix))
     named = request.value("TOKENIZER_MODEL") and f"TOKENIZER_MODEL='{tokenizer}' "
-    beside, source = file.parent / "tokenizer", record.get("source", "unknown")
-    command = preparation(file.parent, request.value("MODEL_FAMILY"), named)
     # Without FORCE=1, which would replace the data with whatever source the command names, or the hub's.
-    again = f"prepare the data again, with their source ({source}) and FORCE=1: {command}"
-    own = f"Set TOKENIZER_MODEL to that tokenizer or copy it to '{beside}', or {again}"
-    if named and beside.is_dir():
-        own = f"Unset TOKENIZER_MODEL to use the copy next to the data, or {again}"
+    command = preparation(file.parent, request.value("MODEL_FAMILY"), named)
+    again = f"prepare the data again, with their source ({record.get('source', 'unknown')}) and FORCE=1: {command}"
+    own = f"Set TOKENIZER_MODEL to that tokenizer or copy it to '{file.parent / 'tokenizer'}', or {again}"
     recorded, name = record.get("tokenizer_checksum"), record.get("tokenizer")
+    made = f"the data in {file.parent} were made with the tokenizer {name}, checksum {recorded}"
+    directory = Path(tokenizer) if Path(tokenizer).exists() else cached_tokenizer(tokenizer)
     if not recorded:
         unknown = f"warning: {file} does not record the checksum of the data's tokenizer"
         findings.notes.append(f"{unknown}, so {tokenizer} cannot be compared with it. To compare them, {again}")
-        return
-    if not describes(record, prefix):
+    elif not describes(record, prefix):
         found = f"{file} does not have the checksums of the {CORPUS}.bin and .idx next to it"
         findings.lack("data-record", found, f"Copy all data files together, or {again}")
-        return
-    made = f"the data in {file.parent} were made with the tokenizer {name}, checksum {recorded}"
-    directory = Path(tokenizer) if Path(tokenizer).exists() else cached_tokenizer(tokenizer)
-    if directory:
-        if (found := tokenizer_checksum(directory)) != recorded:
-            findings.lack("tokenizer", f"{made}, but {tokenizer} has checksum {found}", own)
-    elif tokenizer == name:
+    elif directory and (found := tokenizer_checksum(directory)) != recorded:
+        findings.lack("tokenizer", f"{made}, but {tokenizer} has checksum {found}", own)
+    elif not directory and tokenizer == name:
         absent = f"warning: the tokenizer {name}, which made the data, is not on this machine yet"
         findings.notes.append(f"{absent}, so the hub's current version is not checked. {own}")
-    else:
-        found = f"{made}, but {tokenizer} is not on this machine, so its checksum is unknown"
-        findings.lack("tokenizer", found, own)
+    elif not directory:
+        findings.lack("tokenizer", f"{made}, but {tokenizer} is not on this machine, so its checksum is unknown", own)
 
 
 def choose_tokenizer(request: Request) -> str:
@@ -106,28 +97,16 @@ def choose_tokenizer(request: Request) -> str:
 
 def tokenizer_type(request: Request, prefix: str) -> str:
     """The engine's name for the kind of the tokenizer that made the data."""
-    record, kinds = read_record(Path(prefix)), [family.tokenizer_type for family in FAMILIES.values()]
-    kind = record.get("tokenizer_type", "HFTokenizer") if record else family_of(request).tokenizer_type
-    if kind not in kinds:
-        found = f"{record_path(Path(prefix))} names {kind!r} as the tokenizer_type, which may be {' or '.join(kinds)}"
-        request.findings.lack("data-record", found, "Copy all data files again, or prepare the data again")
-    return str(kind)
-
-
-def check_packages(request: Request) -> None:
-    """Checks for the packages that the recorder imports."""
-    if not util.find_spec("msgspec"):
-        found = f"msgspec, which reads plans and records, is not installed for {sys.executable}"
-        request.findings.lack("no-msgspec", found, f"Run: pip install -r '{REPOSITORY}/requirements.txt'")
+    record = read_record(Path(prefix))
+    return record.get("tokenizer_type", "HFTokenizer") if record else family_of(request).tokenizer_type
 
 
 def choose_attention(request: Request, device: str) -> bool:
     """Whether the engine uses flash-attn, which supports only the decoder's self-attention."""
-    findings, wanted = request.findings, request.value("FLASH_ATTENTION")
+    findings, wanted, version = request.findings, request.value("FLASH_ATTENTION"), installed_version("flash_attn")
     if request.value("ENGINE") == "native":
         findings.notes.append("attention: PyTorch scaled_dot_product_attention")
         return False
-    version = installed_version("flash_attn")
     reasons = {
         "FLASH_ATTENTION=off": wanted == "off",
         "flash-attn is not installed": not version,
@@ -138,45 +117,31 @@ def choose_attention(request: Request, device: str) -> bool:
     if reason and wanted == "on":
         found = f"FLASH_ATTENTION=on is not possible: {reason}"
         findings.lack("flash-attention", found, "FLASH_ATTENTION=auto falls back to standard attention")
-    elif reason:
-        findings.notes.append(f"attention: standard ({reason})")
-    else:
-        findings.notes.append(f"attention: flash-attn {version} in {family_of(request).flash}")
+    used = f"standard ({reason})" if reason else f"flash-attn {version} in {family_of(request).flash}"
+    findings.notes.append(f"attention: {used}")
     return not reason
 
 
 def check_output_directory(request: Request) -> None:
     """Refuses to overwrite a run, or to start one where another is in progress."""
     directory, node, lack = Path(request.value("OUTPUT_DIR")), request.facts["node"], request.findings.lack
+    status = directory / f"node{node}.status"
     try:
         claim.check(directory, f"node{node}")
-        status = (directory / f"node{node}.status").read_text(errors="replace").split()[0]
     except Problem as problem:
         lack("running", str(problem), problem.remedy)
         return
-    except (OSError, IndexError):
-        status = ""
     if request.value("RESUME") == "1":
         return
-    if status == "complete" and (directory / f"node{node}.json").exists():
+    is_recorded = status.is_file() and (directory / f"node{node}.json").exists()
+    if is_recorded and status.read_bytes().startswith(b"complete"):
         found = f"{directory} already holds a finished run, which is never overwritten"
-        evaluates = request.value("EVAL_ONLY") == "1"  # in this directory of the run that it evaluates
-        remedy = "Delete it to evaluate again" if evaluates else "Choose another OUTPUT_DIR, or delete this one"
-        lack("finished-run", found, remedy)
+        lack("finished-run", found, "Choose another OUTPUT_DIR, or delete this directory")
     checkpoints = [_CHECKPOINT.fullmatch(path.name) for path in (directory / "checkpoints").glob("*")]
     if newest := max((int(match[1]) for match in checkpoints if match), default=0):
         found = f"{directory} holds checkpoints of an earlier run (up to iteration {newest})"
         remedy = "Choose another OUTPUT_DIR, continue the run with RESUME=1, or delete the directory"
         lack("earlier-checkpoints", f"{found}, which are never overwritten", remedy)
-
-
-def keep_earlier(file: Path) -> None:
-    """Earlier attempts keep their files: node0.log becomes node0.log.1 and so on."""
-    number = 1
-    while (kept := file.with_name(f"{file.name}.{number}")).exists():
-        number += 1
-    if file.exists():
-        file.rename(kept)
 
 
 def prepare_directory(plan: Plan, besides: Mapping[str, str], launcher: str) -> None:
@@ -185,11 +150,11 @@ def prepare_directory(plan: Plan, besides: Mapping[str, str], launcher: str) -> 
     assert layout
     directory.mkdir(parents=True, exist_ok=True)
     for suffix in ("log", "json", "samples.jsonl", "sha256", "wandb.yaml"):
-        keep_earlier(directory / f"{name}.{suffix}")
+        _keep_earlier(directory / f"{name}.{suffix}")
     # The last node writes the metrics, to which a resumed run appends, and the first one the profile of an iteration.
     for node, file in ((layout.nnodes - 1, "metrics.jsonl"), (0, "profile.json"), (0, "trace.json")):
         if plan.node == node and plan.value("RESUME") == "0":
-            keep_earlier(directory / file)
+            _keep_earlier(directory / file)
     for stack in directory.glob(f"{name}.stack.*"):  # of a run that was killed
         stack.unlink()
     # Before anything starts, so that a lack of inodes or space shows now and not later.
@@ -204,3 +169,12 @@ def prepare_directory(plan: Plan, besides: Mapping[str, str], launcher: str) -> 
         own.write_text(besides["ds_config"])
         own.replace(directory / "ds_config.json")
     (directory / f"{name}.status").write_text(f"running {socket.gethostname()} {launcher}\n")
+
+
+def _keep_earlier(file: Path) -> None:
+    """Earlier attempts keep their files: node0.log becomes node0.log.1 and so on."""
+    number = 1
+    while (kept := file.with_name(f"{file.name}.{number}")).exists():
+        number += 1
+    if file.exists():
+        file.rename(kept)

@@ -2,7 +2,6 @@
 
 import contextlib
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -10,9 +9,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from t5bench import Problem
+from t5bench import Problem, note
 from t5bench.plan.channel import SECRET_REMEDY, Alive, Channel, Message, Place, ProofError, StrangerError
-from t5bench.plan.families import validation_samples
 from t5bench.record import machine
 from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.files import RecordError
@@ -42,9 +40,9 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
     Each skipped checkpoint is named on stderr.
     """
     assert plan.layout
-    checkpoints = Checkpoints(plan)
+    checkpoints, is_evaluated = Checkpoints(plan), plan.value("EVAL_ONLY") == "1"
     if plan.layout.nnodes == 1 and not checkpoints.iterations():
-        asked = "EVAL_ONLY" if plan.value("EVAL_ONLY") == "1" else "RESUME"
+        asked = "EVAL_ONLY" if is_evaluated else "RESUME"
         raise Problem(f"{asked}=1 but there is no checkpoint in {checkpoints.directory}", HOW_TO_SAVE)
     if wrong := list(misfits(plan)):
         raise Problem(
@@ -54,9 +52,6 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
     own = look(checkpoints, None)
     if plan.layout.nnodes == 1:
         _refuse_without({0: own})
-    is_evaluated = plan.value("EVAL_ONLY") == "1"
-    if is_evaluated:
-        check_validation_samples(plan, own.iteration)
     if own.iteration >= plan.iterations and not is_evaluated:
         own = before_the_end(plan, checkpoints, own.iteration)
     if not agree:
@@ -94,21 +89,21 @@ def look(checkpoints: Checkpoints, limit: int | None) -> View:
 
 def before_the_end(plan: Plan, checkpoints: Checkpoints, newest: int) -> View:
     """An earlier checkpoint, for a run that died between its last checkpoint and its record. Raises Problem."""
-    found = f"the run in {plan.output_dir} is already at iteration {newest} of {plan.iterations}"
-    with contextlib.suppress(OSError):
-        is_complete = Path(plan.output_dir, f"node{plan.node}.status").read_bytes().startswith(b"complete")
-        if not is_complete and (earlier := look(checkpoints, plan.iterations - 1)).iteration:
+    status = Path(plan.output_dir, f"node{plan.node}.status")
+    if status.exists() and not status.read_bytes().startswith(b"complete"):
+        earlier = look(checkpoints, plan.iterations - 1)
+        if earlier.iteration:
             _passed_over(newest, "the end of the run was not recorded, so its last iterations are trained again")
             return earlier
     raise Problem(
-        found,
+        f"the run in {plan.output_dir} is already at iteration {newest} of {plan.iterations}",
         "A longer run has a different learning-rate decay: train it in another OUTPUT_DIR. If the end of"
         " this run was not recorded, delete its directory to train it again",
     )
 
 
 def _passed_over(iteration: int, reason: str) -> None:
-    print(f"Skipping the checkpoint of iteration {iteration}: {reason}", file=sys.stderr)
+    note(f"Skipping the checkpoint of iteration {iteration}: {reason}")
 
 
 # ---- the run that wrote it -----------------------------------------------------------------------------------------
@@ -116,9 +111,9 @@ def _passed_over(iteration: int, reason: str) -> None:
 
 def misfits(plan: Plan) -> Iterator[str]:
     """The forbidden differences from the run in this directory: "SEED is '5' here and was '1234'"."""
-    part = earlier_part(Path(plan.output_dir), plan.node)
+    part = _earlier_part(Path(plan.output_dir), plan.node)
     if part is None:
-        print(f"{plan.output_dir} holds no readable record, so a run's settings cannot be compared.", file=sys.stderr)
+        note(f"{plan.output_dir} holds no readable record, so a run's settings cannot be compared.")
         return
     then = Plan.read(part["plan"])
     was, arguments, earlier_arguments = _kept(then), plan.engine_arguments, then.engine_arguments
@@ -136,29 +131,7 @@ def misfits(plan: Plan) -> Iterator[str]:
             yield f"{plan.data_prefix}{suffix} is not the file on which the run was trained"
 
 
-def check_validation_samples(plan: Plan, iteration: int) -> None:
-    """Raises Problem if an evaluation needs more validation samples than training has left.
-
-    The engine (megatron/training.py) prepares EVAL_ITERS batches or more for each EVAL_INTERVAL and for the end, and
-    continues where the evaluations before this checkpoint ended.
-    """
-    if (part := earlier_part(Path(plan.output_dir), plan.node)) is None:
-        return
-    then, every = Plan.read(part["plan"]), plan.number("EVAL_INTERVAL")
-    batches, interval = then.number("EVAL_ITERS"), then.number("EVAL_INTERVAL")
-    used = sum(batches * then.samples(end - 1, end) for end in range(interval, iteration + 1, interval))
-    wanted = plan.number("EVAL_ITERS") * plan.number("GLOBAL_BATCH_SIZE")
-    prepared = validation_samples(plan, (plan.iterations // every + 1) * wanted)
-    if used + wanted > prepared:
-        raise Problem(
-            f"the evaluation needs {wanted} validation samples, but {max(0, prepared - used)} are left: the engine"
-            f" prepares {prepared} for EVAL_ITERS={plan.value('EVAL_ITERS')} and EVAL_INTERVAL={every}, and the run has"
-            f" used {used}",
-            f"Evaluate with the run's EVAL_ITERS={batches} EVAL_INTERVAL={interval}, or with a smaller EVAL_INTERVAL",
-        )
-
-
-def earlier_part(directory: Path, node: int) -> dict[str, Any] | None:
+def _earlier_part(directory: Path, node: int) -> dict[str, Any] | None:
     """What the last attempt recorded: this node's part, else any node's, else an older one; None if nothing is left."""
     found = sorted(directory.glob("node*.json"), key=lambda path: path.name != f"node{node}.json")
     older = sorted(directory.glob("node*.json.*"), key=lambda path: path.stat().st_mtime, reverse=True)
@@ -233,11 +206,6 @@ class _Agreement(Channel):
                     found += f"; {', '.join(sorted(self.strangers)[:3])} has another secret and was ignored"
                 raise Problem(found, SECRET_REMEDY if self.strangers else LOOK_THERE)
 
-    def wait_until_left(self) -> None:
-        deadline = time.monotonic() + LEAVE_SECONDS
-        while self.connections and time.monotonic() < deadline:
-            time.sleep(0.02)
-
 
 def agreed(place: Place, own: View, look_again: Callable[[int], View], seconds: float) -> int:
     """The newest iteration whose checkpoint is intact on all nodes. Raises Problem.
@@ -262,8 +230,10 @@ def agreed(place: Place, own: View, look_again: Callable[[int], View], seconds: 
                 own = look_again(least)
             if place.node == 0:
                 table[0] = own
-        if place.node == 0:
-            others.wait_until_left()  # the port is free for torchrun when the others close first
+        deadline = time.monotonic() + LEAVE_SECONDS
+        # The port is free for torchrun when the others close first.
+        while place.node == 0 and others.connections and time.monotonic() < deadline:
+            time.sleep(0.02)
     _refuse_without(table)
     return own.iteration
 

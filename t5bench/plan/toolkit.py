@@ -30,33 +30,27 @@ def completions(
     """
     given = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     nvcc = f"{given}/bin/nvcc" if given else shutil.which("nvcc", path=environment.get("PATH"))
-    home = toolkit_of(nvcc) if nvcc else None
-    if not nvcc or not home:
+    top = nvcc and re.search(r"^#\$ TOP=(.+)$", _said(nvcc, "--dryrun", "-x", "cu", "-c", os.devnull), re.MULTILINE)
+    if not nvcc or not top:
         return {}
+    home = Path(top[1].strip()).resolve()
     found = {} if given or home == Path(nvcc).parent.parent else {"CUDA_HOME": str(home)}
-    folders = list(_nvidia_packages() if packages is None else packages)
+    if packages is None:
+        spec = util.find_spec("nvidia")
+        packages = map(Path, (spec and spec.submodule_search_locations) or ())
+    folders = list(packages)
     headers = [path for folder in folders for path in sorted(folder.glob("*/include"))]
-    there = [(folder / _TELLING_HEADER).exists() for folder in (home / "include", *headers)]
-    if not there[0] and any(there) and release(nvcc) == _major(versions()["cuda"]):
-        link_libraries(folders, links := links.expanduser())
+    release = re.search(r"release (\d+)", _said(nvcc, "--version"))
+    is_torchs = release and (versions()["cuda"] or "").partition(".")[0] == release[1]
+    lacks = not (home / "include" / _TELLING_HEADER).exists()
+    if lacks and is_torchs and any((folder / _TELLING_HEADER).exists() for folder in headers):
+        _link_libraries(folders, links := links.expanduser())
         added = {"CPATH": os.pathsep.join(map(str, headers)), "LIBRARY_PATH": str(links)}
         found |= {name: os.pathsep.join(filter(None, (environment.get(name), value))) for name, value in added.items()}
     return found
 
 
-def toolkit_of(nvcc: str) -> Path | None:
-    """The toolkit to which nvcc says it belongs; None if it does not say."""
-    match = re.search(r"^#\$ TOP=(.+)$", _said(nvcc, "--dryrun", "-x", "cu", "-c", os.devnull), re.MULTILINE)
-    return Path(match[1].strip()).resolve() if match else None
-
-
-def release(nvcc: str) -> str:
-    """The major version of nvcc's CUDA."""
-    match = re.search(r"release ([0-9.]+)", _said(nvcc, "--version"))
-    return _major(match and match[1])
-
-
-def link_libraries(folders: Iterable[Path], directory: Path) -> None:
+def _link_libraries(folders: Iterable[Path], directory: Path) -> None:
     """Creates or corrects a link ``lib<name>.so`` for each library in the folders."""
     directory.mkdir(parents=True, exist_ok=True)
     for library in (path for folder in folders for path in sorted(folder.glob("*/lib/lib*.so.*"))):
@@ -66,18 +60,9 @@ def link_libraries(folders: Iterable[Path], directory: Path) -> None:
             link.symlink_to(library)
 
 
-def _major(version: str | None) -> str:
-    return (version or "").partition(".")[0]
-
-
 def _said(*command: str) -> str:
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.SubprocessError):
         return ""
     return result.stdout + result.stderr
-
-
-def _nvidia_packages() -> Iterable[Path]:
-    spec = util.find_spec("nvidia")
-    return map(Path, spec.submodule_search_locations or ()) if spec else ()

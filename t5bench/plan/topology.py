@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from t5bench import Problem
-from t5bench.plan.request import Request
+from t5bench.plan.launchers import Request
 from t5bench.record.hosts import addresses_of, checked, is_loopback, is_own, own_name_fault
 
 Fault = tuple[str, str, str]  # code, what was found, what to do
@@ -56,30 +56,25 @@ def placed(request: Request) -> Request:
     return request
 
 
-def _launcher(request: Request) -> str:
-    return f"bash scripts/run_megatron_t5_{request.strategy.name}.sh"
-
-
 def _mistakes(request: Request) -> Iterator[Fault]:
     """What is wrong with the nodes as requested; later faults are often consequences of the first."""
     hosts, master, rank = request.hosts, request.facts["master_address"], request.facts["node"]
     nodes, task = request.number("NNODES"), os.environ.get("SLURM_LOCALID", "0")
+    launcher = f"bash scripts/run_megatron_t5_{request.strategy.name}.sh"
+    usage = f"Usage: {launcher} [master-host] [node-rank]"
     if not master:
         remedy = 'Name it as the first argument, or export HOSTS="node0 node1 ..." in rank order'
         yield "no-master", f"NNODES is {nodes} but no master host is known", remedy
     if master.isdecimal():
-        remedy = f"Usage: {_launcher(request)} [master-host] [node-rank]; is the variable with the host name set?"
+        remedy = f"{usage}; is the variable with the host name set?"
         yield "master-is-a-number", f"the first argument must be the master's host name, found '{master}'", remedy
     if task != "0" and rank == os.environ.get("SLURM_NODEID"):
         remedy = "One launcher starts all processes of its node: use srun --ntasks-per-node=1"
         yield "tasks-per-node", f"srun started more than one launcher on this node (SLURM_LOCALID={task})", remedy
     if not rank:
-        said = f"'{' '.join(hosts)}'" if hosts else "not set"
-        found = f"Unable to infer NODE_RANK: this host is {socket.gethostname()}, and HOSTS is {said}"
-        remedy = f"Pass it explicitly: {_launcher(request)} {master} 0 on node 0, ... 1 on node 1"
-        yield "no-node-rank", found, remedy
+        found = f"Unable to infer NODE_RANK: this host is {socket.gethostname()}, and HOSTS is '{' '.join(hosts)}'"
+        yield "no-node-rank", found, f"Pass it explicitly: {launcher} {master} 0 on node 0, ... 1 on node 1"
     if not re.fullmatch("0|[1-9][0-9]{0,8}", rank):
-        usage = f"Usage: {_launcher(request)} [master-host] [node-rank]"
         yield "node-rank", f"the node rank must be a whole number, found '{rank}'", usage
     if int(rank) >= nodes:
         remedy = f"Ranks run from 0 to {nodes - 1}; NNODES or HOSTS set the number of nodes"
@@ -93,35 +88,28 @@ def _mistakes(request: Request) -> Iterator[Fault]:
 def _lacks(request: Request) -> Iterator[Fault]:
     """Why this node cannot meet the others."""
     hosts, master, rank = request.hosts, request.facts["master_address"], int(request.facts["node"])
-    here, port = socket.gethostname(), request.number("MASTER_PORT")
+    here, port, addresses = socket.gethostname(), request.number("MASTER_PORT"), addresses_of(master)
+    # Where a loopback address leads each node to itself; on the master this may be right for its own name.
+    is_loop = addresses and all(map(is_loopback, addresses)) and (is_loopback_name(master) or not is_this_host(master))
     if rank < len(hosts) and not is_this_host(hosts[rank]):
         remedy = f"Start rank {rank} on {hosts[rank]}, or correct HOSTS ('{' '.join(hosts)}')"
         yield "rank-of-another-host", f"rank {rank} belongs to {hosts[rank]} in HOSTS, but this is {here}", remedy
-    elif _leads_each_node_to_itself(master) and not all(map(is_loopback_name, hosts)):
-        found = f"the master '{master}' is {addresses_of(master)[0]} on {here}, where every node finds only itself"
+    elif is_loop and not all(map(is_loopback_name, hosts)):
+        found = f"the master '{master}' is {addresses[0]} on {here}, where every node finds only itself"
         remedy = "In HOSTS, give it the name or address by which the other nodes reach it; /etc/hosts may be wrong"
         yield "loopback-master", found, remedy
-    if not addresses_of(master):
+    if not addresses:
         remedy = "Check the spelling, or use the address that 'getent hosts' prints on the master"
         yield "unknown-master", f"the master host name '{master}' does not resolve on {here}", remedy
     if rank == 0 and _is_taken(port):
-        remedy = f"Choose another on every node: MASTER_PORT=29900 {_launcher(request)} ..."
+        remedy = "Choose another on every node: MASTER_PORT=29900"
         yield "port-taken", f"port {port} is already in use on this node", remedy
-    if not shutil.which("torchrun"):
-        yield "no-torchrun", "torchrun is not on PATH", "Activate the environment that has torch"
-    if not shutil.which("setsid"):
-        yield "no-setsid", "setsid is not on PATH", "Install util-linux, which has it"
-
-
-def _leads_each_node_to_itself(master: str) -> bool:
-    """Whether its address is a loopback address; on the master this may be right for its own name."""
-    addresses = addresses_of(master)
-    is_loop = bool(addresses) and all(map(is_loopback, addresses))
-    return is_loop and (is_loopback_name(master) or not is_this_host(master))
+    for program, remedy in (("torchrun", "Activate the environment that has torch"), ("setsid", "Install util-linux")):
+        if not shutil.which(program):
+            yield f"no-{program}", f"{program} is not on PATH", remedy
 
 
 def _is_taken(port: int) -> bool:
-    """Whether something listens at the port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

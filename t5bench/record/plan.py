@@ -13,7 +13,6 @@ from typing import Any, Literal
 from t5bench.record.files import RecordError
 
 FORMAT = 2
-SECRET_GIVEN = "given"  # all that a plan says of a secret's value
 MOST_RAMP_ITERATIONS = 1_000_000
 # Of a setting: so that the product of two whole numbers fits into the 64 bits of shell and engines, and fp32's range.
 MOST = {"whole": 10**9 - 1, "decimal": 1e38}

@@ -23,8 +23,8 @@ from typing import Any
 from t5bench import REPOSITORY, note
 from t5bench.plan import claim
 from t5bench.plan.channel import Place
+from t5bench.plan.launchers import completed
 from t5bench.plan.ports import peer_port
-from t5bench.plan.request import completed
 from t5bench.record import machine
 from t5bench.record import status as ends
 from t5bench.record.files import RecordError, seal, write_json, write_whole

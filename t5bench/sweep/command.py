@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             print("complete " if is_complete(directory) else "run      ", directory)
         return 0
     try:
-        claim.take(args.runs_dir, "sweep", "a sweep", os.getpid())
+        claim.take(args.runs_dir, "sweep", os.getpid())
         write_list(args.runs_dir, [str(directory.relative_to(args.runs_dir)) for directory in runs])
     except OSError as error:
         raise Problem(f"cannot write to {args.runs_dir}: {error.strerror}", "Choose another RUNS_DIR") from error

@@ -1,13 +1,15 @@
 """Plans that all tests of this folder share: what each launcher answers once, in a project with stubs."""
 
 import json
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from harness import STRATEGIES, Project, make_project
 
-from t5bench.plan.request import Request
+from t5bench.plan.__main__ import make
+from t5bench.plan.launchers import Request
 from t5bench.record.plan import Plan
 
 
@@ -38,15 +40,33 @@ def gpt_plans(planned_project: Project) -> dict[str, Plan]:
     return planned(planned_project, *STRATEGIES, "3d", MODEL_FAMILY="gpt", MEGATRON_DATA_DIR=data)
 
 
+@dataclass
+class Made:
+    """What the planning process makes of a request."""
+
+    request: Request
+    plan: Plan
+    besides: Mapping[str, str]
+
+    @property
+    def codes(self) -> list[str]:
+        return [obstacle.code for obstacle in self.plan.obstacles]
+
+    @property
+    def said(self) -> str:
+        told = [text for obstacle in self.plan.obstacles for text in (obstacle.found, obstacle.remedy)]
+        return "\n".join([*self.request.findings.notes, *told])
+
+
 @pytest.fixture
-def request_for(planned_project: Project, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch):
-    """What a launcher asks of the planning process, with settings and engine arguments changed, on so many GPUs."""
-
+def making(
+    planned_project: Project, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch
+) -> Callable[..., Made]:
+    """making("ddp", "--lr", "1", gpus=2): what becomes of a launcher's request with settings and arguments changed."""
     monkeypatch.setattr("t5bench.plan.engine.CHECKSUMS", planned_project.root / "patches" / "checksums")
-
     monkeypatch.setenv("PATH", planned_project.environment["PATH"])
 
-    def build(strategy: str, *extra: str, gpus: int = 0, nnodes: int = 1, **settings: str) -> Request:
+    def build(strategy: str, *extra: str, gpus: int = 0, nnodes: int = 1, **settings: str) -> Made:
         monkeypatch.setattr("t5bench.plan.layout.count_gpus", lambda environment: gpus)
         family = settings.get("MODEL_FAMILY", "t5")
         plan = request.getfixturevalue("plans" if family == "t5" else "gpt_plans")[strategy]
@@ -55,6 +75,7 @@ def request_for(planned_project: Project, request: pytest.FixtureRequest, tmp_pa
         chosen = {name: replace(s, value=changed.get(name, s.value)) for name, s in plan.settings.items()}
         facts = {"node": "0", "master_address": "127.0.0.1", "dry_run": "1", "launcher": "1"}
         facts["default_tokenizer"] = "google-t5/t5-large"
-        return Request(plan.strategy, chosen, extra, [], str(tmp_path), facts)
+        asked = Request(plan.strategy, chosen, extra, [], str(tmp_path), facts)
+        return Made(asked, *make(asked))
 
     return build

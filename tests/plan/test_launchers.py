@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import shutil
 import signal
 import socket
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 from harness import REPO_ROOT, Project, processes_with, wait_for
 
-from t5bench.plan.ports import free_port
 from t5bench.record.plan import by_name
 
 # 127.0.0.x are all this machine, so that several "nodes" can be named without any resolver.
@@ -34,81 +32,58 @@ def planned(project: Project, strategy: str, *arguments: str, **environment: str
     return plan
 
 
-def place(project: Project, strategy: str, *arguments: str, **environment: str | None) -> tuple[str, int, int]:
+def test_programs_that_are_missing_are_named(project: Project, tmp_path: Path):
+    (bare := tmp_path / "bare").mkdir()
+    path = project.environment["PATH"].split(":")
+    for found in {found.name: found for folder in reversed(path) for found in Path(folder).iterdir()}.values():
+        if found.name not in ("setsid", "torchrun"):
+            (bare / found.name).symlink_to(found)
+    obstacles = planned(project, "ddp", PATH=str(bare))["obstacles"]
+    assert [each["code"] for each in obstacles] == ["no-torchrun", "no-setsid"]
+
+
+SLURM = {"SLURM_JOB_NODELIST": "127.0.0.8,127.0.0.9", "SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "2"}
+BRACKETS = {"SLURM_JOB_NODELIST": "127.0.0.[1-2]", "SLURM_NODEID": "1"}
+PART = {"SLURM_STEP_NODELIST": "127.0.0.3,127.0.0.4", "SLURM_STEP_NUM_NODES": "2"}  # srun --nodes=2
+OWN = f"{ELSEWHERE} {socket.gethostname()}"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arguments", "environment", "expected"),
+    [
+        # Arguments override the environment, and this overrides SLURM.
+        ("ddp", ["127.0.0.1", "1"], SLURM | {"HOSTS": TWO_HOSTS, "NODE_RANK": "0"}, ("127.0.0.1", 2, 1)),
+        ("ddp", [], SLURM | {"HOSTS": TWO_HOSTS, "NODE_RANK": "0"}, ("127.0.0.1", 2, 0)),
+        ("ddp", [], SLURM, ("127.0.0.8", 2, 1)),
+        ("ddp", [], BRACKETS, ("127.0.0.1", 2, 1)),
+        ("ddp", [], BRACKETS | PART, ("127.0.0.3", 2, 1)),
+        ("ddp", [], {"HOSTS": OWN, "MASTER_ADDR": ELSEWHERE}, (ELSEWHERE, 2, 1)),
+        ("ddp", [ELSEWHERE, "1"], {}, (ELSEWHERE, 2, 1)),
+        ("ddp", ["localhost", "0"], {}, ("localhost", 1, 0)),
+        # As the README has the hybrid: HOSTS still holds the two nodes that everything else runs on.
+        ("hybrid", ["127.0.0.1", "3"], {"HOSTS": TWO_HOSTS, "NNODES": "4"}, ("127.0.0.1", 4, 3)),
+    ],
+)
+def test_where_the_nodes_come_from(project: Project, strategy, arguments, environment, expected):
     """The master, the number of nodes and the node's rank."""
+    project.add_stub("scontrol", SCONTROL_STUB)
     plan = planned(project, strategy, *arguments, **environment)
     assert plan["obstacles"] == []
     torchrun = by_name(plan["command"][1 : plan["command"].index("--rdzv_conf")])
     assert (torchrun["--master_addr"], int(torchrun["--node_rank"])) == (plan["master_address"], plan["node"])
-    return plan["master_address"], plan["layout"]["nnodes"], plan["node"]
-
-
-def obstacle(project: Project, *arguments: str, strategy: str = "ddp", **environment: str | None) -> tuple[str, str]:
-    """The only obstacle's code and message; a real run ends with exit status 2 and starts nothing."""
-    (found,) = planned(project, strategy, *arguments, **environment)["obstacles"]
-    result = project.launch(strategy, *arguments, **environment)
-    assert result.returncode == 2
-    assert not project.was_started()
-    assert not (project.root / "outputs").exists()
-    assert f"error: {found['found']}" in result.stderr and result.stderr.count("error: ") == 1
-    return found["code"], f"{found['found']}. {found['remedy']}"
-
-
-@pytest.mark.parametrize("program", ["setsid", "torchrun"])
-def test_a_program_that_is_missing_is_named(project: Project, tmp_path: Path, program: str):
-    (bare := tmp_path / "bare").mkdir()
-    path = project.environment["PATH"].split(":")
-    for found in {found.name: found for folder in reversed(path) for found in Path(folder).iterdir()}.values():
-        if found.name != program:
-            (bare / found.name).symlink_to(found)
-    assert obstacle(project, PATH=str(bare))[0] == f"no-{program}"
-
-
-# ---- hosts, ranks, master --------------------------------------------------------------------------------------------
-
-
-def test_arguments_override_the_environment_and_slurm(project: Project):
-    slurm = {"SLURM_JOB_NODELIST": "127.0.0.8,127.0.0.9", "SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "2"}
-    ours = {"HOSTS": TWO_HOSTS, "NODE_RANK": "0"}
-    assert place(project, "ddp", "127.0.0.1", "1", **ours, **slurm) == ("127.0.0.1", 2, 1)
-    assert place(project, "ddp", **ours, **slurm) == ("127.0.0.1", 2, 0)
-    assert place(project, "ddp", **slurm) == ("127.0.0.8", 2, 1)
-
-
-def test_where_the_nodes_come_from(project: Project):
-    project.add_stub("scontrol", SCONTROL_STUB)
-    brackets = {"SLURM_JOB_NODELIST": "127.0.0.[1-2]", "SLURM_NODEID": "1"}
-    assert place(project, "ddp", **brackets) == ("127.0.0.1", 2, 1)
-    part = {"SLURM_STEP_NODELIST": "127.0.0.3,127.0.0.4", "SLURM_STEP_NUM_NODES": "2"}  # srun --nodes=2
-    assert place(project, "ddp", **brackets, **part) == ("127.0.0.3", 2, 1)
-    one = project.launch("ddp", "--dry-run", **brackets, SLURM_STEP_NUM_NODES="1").stderr  # srun --nodes=1
-    assert "srun runs this on one of the job's 2 nodes" in one
-    own = f"{ELSEWHERE} {socket.gethostname()}"
-    assert place(project, "ddp", HOSTS=own, MASTER_ADDR=ELSEWHERE) == (ELSEWHERE, 2, 1)
-    assert place(project, "ddp", "localhost", "0") == ("localhost", 1, 0)
-    # As the README has the hybrid: HOSTS still holds the two nodes that everything else runs on.
-    assert place(project, "hybrid", "127.0.0.1", "3", HOSTS=TWO_HOSTS, NNODES="4") == ("127.0.0.1", 4, 3)
-
-
-def test_a_master_and_a_rank_mean_two_nodes(project: Project):
-    result = project.launch("ddp", ELSEWHERE, "1", "--dry-run=json")
-    assert json.loads(result.stdout)["layout"]["nnodes"] == 2
-    assert "Neither HOSTS nor NNODES" in result.stderr
+    assert (plan["master_address"], plan["layout"]["nnodes"], plan["node"]) == expected
 
 
 @pytest.mark.parametrize(
     ("arguments", "environment", "code", "found"),
     [
         (["127.0.0.1", "one"], {"HOSTS": TWO_HOSTS}, "node-rank", "found 'one'"),
-        (["127.0.0.1", " 1"], {"HOSTS": TWO_HOSTS}, "node-rank", "found ' 1'"),
         (["127.0.0.1", "2"], {"HOSTS": TWO_HOSTS}, "node-rank", "rank is 2 but there are 2 nodes"),
         (["127.0.0.1", "1"], {"HOSTS": f"127.0.0.1 {ELSEWHERE}"}, "rank-of-another-host", "rank 1 belongs to 192"),
-        ([], {"HOSTS": f"{ELSEWHERE} 127.0.0.1", "NNODES": "1"}, "rank-of-another-host", "rank 0 belongs to 192"),
         ([], {"HOSTS": f"localhost {ELSEWHERE}"}, "loopback-master", "the master 'localhost' is 127.0.0.1 on"),
         (["127.0.0.2", "0"], {"HOSTS": TWO_HOSTS}, "master-is-not-first", "HOSTS begins with 127.0.0.1"),
         (["no-such-host.invalid", "0"], {"NNODES": "2"}, "unknown-master", "no-such-host.invalid' does not resolve"),
         ([], {"HOSTS": f"{ELSEWHERE} {ELSEWHERE}"}, "no-node-rank", "Unable to infer NODE_RANK"),
-        ([], {"HOSTS": "127.0.0.1 127.0.0.1"}, "no-node-rank", "Unable to infer NODE_RANK"),
         (["0"], {}, "master-is-a-number", "host name, found '0'"),
         ([], {"NNODES": "2"}, "no-master", "no master host is known"),
         ([], {"SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2", "SLURM_NODEID": "0", "SLURM_LOCALID": "1"},
@@ -118,39 +93,30 @@ def test_a_master_and_a_rank_mean_two_nodes(project: Project):
 )  # fmt: skip
 def test_impossible_places(project: Project, arguments, environment, code, found):
     project.add_stub("scontrol", "#!/bin/sh\nexit 1\n")
-    answer = obstacle(project, *arguments, **environment)
-    assert answer[0] == code and found in answer[1]
+    (obstacle,) = planned(project, "ddp", *arguments, **environment)["obstacles"]
+    assert obstacle["code"] == code and found in f"{obstacle['found']}. {obstacle['remedy']}"
 
 
 def test_a_port_in_use(project: Project):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
-        code, found = obstacle(project, MASTER_PORT=port)
-        assert code == "port-taken" and f"port {port} is already in use" in found
+        result = project.launch("ddp", MASTER_PORT=port)
+        assert result.returncode == 2 and f"error: port {port} is already in use on this node" in result.stderr
+        assert result.stderr.count("error: ") == 1 and not project.was_started()
+        assert not (project.root / "outputs").exists()
         # It is the master's port, not this node's.
-        assert place(project, "ddp", "127.0.0.1", "1", HOSTS=TWO_HOSTS, MASTER_PORT=port)[2] == 1
-
-
-# ---- settings --------------------------------------------------------------------------------------------------------
+        assert planned(project, "ddp", "127.0.0.1", "1", HOSTS=TWO_HOSTS, MASTER_PORT=port)["obstacles"] == []
 
 
 def test_one_plan_names_every_invalid_setting(project: Project):
     wrong = {
         "TRAIN_ITERS": ("many", "must be a whole number of at least 1, found 'many'"),
-        "GLOBAL_BATCH_SIZE": ("0", "must be a whole number of at least 1"),
-        "ENCODER_NUM_LAYERS": ("", "must be a whole number"),
         "DECODER_NUM_LAYERS": ("10001", "must be at most 10000"),  # the cost model lists them one by one
-        "MICRO_BATCH_SIZE": ("08", "must be a whole number"),
         "HIDDEN_SIZE": ("a[$(touch /tmp/never)]", "must be a whole number"),
         "LR": ("-1", "must be a number of at least 0"),
-        "SAMPLE_INTERVAL": ("0", "must be a number of at least 0.01, found '0'"),
         "MIN_LR": ("1e999", "must be at most 1e+38"),
         "DISTRIBUTED_TIMEOUT_MINUTES": ("9" * 18, "must be at most 999999999"),
-        "SEED": ("0", "must be a whole number of at least 1"),
         "PRECISION_FLAG": ("--bf8", "is '--bf8'"),
-        "MODEL_PRESET": ("huge", "is 'huge'"),
-        "ENGINE": ("megatron|native", "is 'megatron|native'"),
-        "MASTER_PORT": ("70000", "must be at most 65535"),
         "OUTPUT_DIR": ("", "is empty"),
         "WANDB_RUN_NAME": ("\udcff", "is not UTF-8 text, found '\\udcff'"),
     }
@@ -158,7 +124,6 @@ def test_one_plan_names_every_invalid_setting(project: Project):
     assert {o["code"] for o in obstacles} == {"setting-value"}
     found = {o["found"].partition(" ")[0]: o["found"].partition(" ")[2] for o in obstacles}
     assert found.keys() == wrong.keys() and all(part in found[name] for name, (_, part) in wrong.items())
-    assert obstacle(project, NNODES="two")[0] == "setting-value"
 
 
 # Every setting that an engine or torchrun sees, with a value that is not its default.
@@ -175,8 +140,12 @@ def test_every_setting_reaches_the_engine_and_what_stands_after_the_dashes_comes
     extra = ["--some-switch", "--some-name", "a b", "--seed", "8"]
     others = {"WANDB_PROJECT": "my project", "WANDB_RUN_NAME": "it's $HOME; `id`", "TOKENIZER_MODEL": "a/model"}
     others |= {"SAVE_INTERVAL": "25", "MASTER_PORT": "29900", "RENDEZVOUS_TIMEOUT": "30", "OUTPUT_DIR": "here"}
-    result = project.launch("zero1", "--", *extra, **CHANGED, **others)
+    result = project.launch("zero1", "--", *extra, **CHANGED, **others, PYTHONPATH="/elsewhere")
     assert result.returncode == 0, result.stderr
+    environment = project.recorded_environment()
+    assert {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}.items() <= environment.items()
+    engine, *rest = environment["PYTHONPATH"].split(":")
+    assert Path(engine).resolve() == project.engine and rest == [str(project.root), "/elsewhere"]
     words = project.recorded_arguments()
     given = by_name(words)
     plan = json.loads((project.root / "here" / "run.json").read_text())["plan"]
@@ -191,25 +160,6 @@ def test_every_setting_reaches_the_engine_and_what_stands_after_the_dashes_comes
     assert "timeout=30" in words
     wanted |= {"--initial-loss-scale": "65536"}
     assert {name: given.get(name) for name in wanted} == wanted
-
-
-def test_the_environment_of_the_engine(project: Project):
-    assert project.launch("zero1", PYTHONPATH="/elsewhere").returncode == 0
-    environment = project.recorded_environment()
-    expected = {
-        "DS_ACCELERATOR": "cpu",
-        "LOCAL_SIZE": "2",
-        "CUDA_VISIBLE_DEVICES": "",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    }
-    assert expected.items() <= environment.items()
-    engine, *rest = environment["PYTHONPATH"].split(":")
-    assert Path(engine).resolve() == project.engine
-    assert rest == [str(project.root), "/elsewhere"]
-    project.set_gpus(2)
-    assert project.launch("ddp").returncode == 0
-    assert "DS_ACCELERATOR" not in project.recorded_environment()
-    assert by_name(project.recorded_arguments())["--distributed-backend"] == "nccl"
 
 
 def test_both_engines_get_the_same_arguments_and_presets_are_defaults(project: Project):
@@ -227,9 +177,6 @@ def test_wrong_use(project: Project):
     for arguments, found in ((["a", "0", "1"], "at most two arguments"), (["--rank"], "unknown option '--rank'")):
         result = project.launch("ddp", *arguments)
         assert result.returncode == 2 and found in result.stderr and not project.was_started()
-    command = ["bash", project.script("slurm/run_strategy.sbatch"), "ddp"]
-    result = subprocess.run(command, env=project.environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 2 and "this is a SLURM batch script" in result.stderr
 
 
 def test_help_has_every_setting_by_role_at_most_100_columns_wide(project: Project):
@@ -240,18 +187,10 @@ def test_help_has_every_setting_by_role_at_most_100_columns_wide(project: Projec
         assert f"Usage: bash scripts/{script} " in shown
         assert [line for line in shown.splitlines() if len(line) > 100] == [], script
     lines = project.launch("zero2", "--help").stdout.splitlines()
-    names = [
-        line.split()[0] for line in lines if line.startswith("  ") and line.strip()[:1].isupper() and line[2] != " "
-    ]
-    assert names and sorted(names) == sorted(planned(project, "zero2")["settings"])
+    names = {line.split()[0] for line in lines if line.startswith("  ") and line[2].isupper()}
+    assert names == planned(project, "zero2")["settings"].keys()
     assert any(line.split()[:2] == ["MASTER_PORT", "29802"] for line in lines)
     assert lines.index("Watching, saving, ending") < lines.index("Names, and Weights & Biases")
-    command = f"bash {shlex.quote(str(project.script('run_megatron_t5_zero2.sh')))} --help | sed -u /^Settings/q"
-    cut = subprocess.run(["bash", "-c", command], env=project.environment, capture_output=True, text=True, check=True)
-    assert cut.stdout.startswith("Usage: ") and not cut.stderr and not project.was_started()
-
-
-# ---- Weights & Biases ------------------------------------------------------------------------------------------------
 
 
 def test_without_a_key_wandb_is_offline_and_with_one_the_key_is_nowhere_on_disk(project: Project):
@@ -264,9 +203,6 @@ def test_without_a_key_wandb_is_offline_and_with_one_the_key_is_nowhere_on_disk(
     assert not [path for path in files if b"s3cr3t" in path.read_bytes()]
     arguments = planned(project, "ddp", WANDB_MODE="disabled", OUTPUT_DIR="disabled")["arguments"]
     assert not [word for words in arguments.values() for word in words if word.startswith("--wandb")]
-
-
-# ---- dry run ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ["zero3_offload", "hybrid"])
@@ -299,15 +235,10 @@ def test_a_dry_run_prints_what_a_run_does(project: Project, tmp_path: Path, stra
 def test_a_dry_run_needs_no_engine_data_or_gpu_and_says_what_is_missing(project: Project):
     project.data_prefix.with_suffix(".bin").unlink()
     result = project.launch("tensor", "--dry-run", MEGATRON_DIR="/nowhere", DEVICE="cuda")
-    assert result.returncode == 0
-    assert "--distributed-backend nccl" in result.stdout
-    missing = [line for line in result.stderr.splitlines() if line.startswith("a real run would stop here: ")]
-    assert len(missing) == 3, result.stderr
+    assert result.returncode == 0 and "--distributed-backend nccl" in result.stdout
+    assert result.stderr.count("a real run would stop here: ") == 3
     refused = project.launch("tensor", "--dry-run", GLOBAL_BATCH_SIZE="7", MICRO_BATCH_SIZE="2")
     assert (refused.returncode, refused.stdout) == (2, "")
-
-
-# ---- the run directory -----------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_overwritten(project: Project):
@@ -315,9 +246,8 @@ def test_nothing_is_overwritten(project: Project):
     (project.stubs / "arguments").unlink()
     run = project.root / "outputs" / "ddp"
     shutil.copytree(run, run / "evaluation")
-    for settings, remedy in (({}, "Choose another OUTPUT_DIR"), ({"EVAL_ONLY": "1", "EVAL_ITERS": "1"}, "Delete it")):
-        found = {each["code"]: each["remedy"] for each in planned(project, "ddp", **settings)["obstacles"]}
-        assert found["finished-run"].startswith(remedy)
+    for settings in ({}, {"EVAL_ONLY": "1", "EVAL_ITERS": "1"}):
+        assert "finished-run" in [each["code"] for each in planned(project, "ddp", **settings)["obstacles"]]
     for strategy, name in (("zero1", "global_step{}"), ("tensor", "iter_{:07d}")):
         for iteration in (8, 40, 9):
             (project.root / "outputs" / strategy / "checkpoints" / name.format(iteration)).mkdir(parents=True)
@@ -343,25 +273,9 @@ def test_a_failed_run_may_be_repeated_and_keeps_its_log(project: Project):
 
 
 def test_a_run_directory_that_cannot_be_written(project: Project):
-    (project.root / "file").write_text("")
-    result = project.launch("ddp", OUTPUT_DIR="file/run")
+    result = project.launch("ddp", OUTPUT_DIR=f"{project.script('common.sh')}/run")
     assert result.returncode == 2 and "cannot write to the run directory" in result.stderr
     assert not project.was_started()
-
-
-def test_deepspeeds_buffers_are_removed_from_memory(project: Project):
-    port = free_port()
-    own, other = (Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{p}_0") for p in (port, port * 10))
-    try:
-        own.touch()
-        other.touch()
-        assert project.launch("zero1", MASTER_PORT=str(port)).returncode == 0
-        assert not own.exists() and other.exists()
-    finally:
-        other.unlink()
-
-
-# ---- ending ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -416,26 +330,23 @@ def test_a_second_launcher_does_not_join_a_run_in_progress(project: Project):
 
 def test_a_lock_that_nobody_holds(project: Project):
     """PyTorch waits forever for the lock of a compilation that was killed; one that is held or new may be in use."""
-    place, open_files = project.root / "extensions", []
-    for name, age, is_held in (("killed", 3600, False), ("slow", 3600, True), ("new", 0, False)):
-        lock = place / "py312_cu130" / name / "lock"
-        lock.parent.mkdir(parents=True)
-        open_files.append(lock.open("w"))
-        if not is_held:
-            open_files.pop().close()
-        os.utime(lock, (time.time() - age,) * 2)
-    result = project.launch("zero3_offload", TORCH_EXTENSIONS_DIR=str(place))
-    assert result.returncode == 2
-    assert result.stderr.count("was left by a compilation that was killed") == 1
-    assert f"rm '{place}/py312_cu130/killed/lock'" in result.stderr
-    for file in open_files:
-        file.close()
-    plan = planned(project, "ddp", TORCH_EXTENSIONS_DIR=str(place))
-    assert [obstacle["code"] for obstacle in plan["obstacles"]] == ["stale-lock"] * 2, "another has ended"
-    for obstacle in plan["obstacles"]:
-        Path(obstacle["remedy"].split("'")[1]).unlink()
-    result = project.launch("ddp", TORCH_EXTENSIONS_DIR=str(place))
-    assert result.returncode == 0 and f"waits as long as {place}/py312_cu130/new/lock exists" in result.stderr
+    locks = {}
+    for name, age in (("killed", 3600), ("slow", 3600), ("new", 0)):
+        locks[name] = project.root / "extensions" / "py312_cu130" / name / "lock"
+        locks[name].parent.mkdir(parents=True)
+        locks[name].touch()
+        os.utime(locks[name], (time.time() - age,) * 2)
+    here = {"TORCH_EXTENSIONS_DIR": str(project.root / "extensions")}
+    with locks["slow"].open():
+        result = project.launch("zero3_offload", **here)
+        assert result.returncode == 2 and f"rm '{locks['killed']}'" in result.stderr
+        assert result.stderr.count("was left by a compilation that was killed") == 1
+    found = planned(project, "ddp", **here)["obstacles"]
+    assert [obstacle["code"] for obstacle in found] == ["stale-lock"] * 2, "the slow one has ended"
+    for name in ("killed", "slow"):
+        locks[name].unlink()
+    result = project.launch("ddp", **here)
+    assert result.returncode == 0 and f"waits as long as {locks['new']} exists" in result.stderr
 
 
 def test_planning_imports_no_package(project: Project):
@@ -445,11 +356,10 @@ def test_planning_imports_no_package(project: Project):
     assert project.launch("zero1", "--dry-run").returncode == 0
 
 
-def test_nobody_reads_what_a_command_prints():
-    python, launcher = f"{sys.executable} -m t5bench", f"bash {REPO_ROOT}/scripts/run_megatron_t5_ddp.sh"
-    for printing in (f"{python} plan --device a100 --gpus 64", f"{python} strategies", f"{launcher} --dry-run=json"):
-        for sink, said in (("| true", ""), (">/dev/full", "No space left on device")):
-            options = {"cwd": REPO_ROOT, "capture_output": True, "text": True, "check": False}
-            result = subprocess.run(["bash", "-c", f"{printing} {sink}"], **options)
-            assert said in result.stderr and "Traceback" not in result.stderr
-            assert result.returncode == (2 if said else 0)
+@pytest.mark.parametrize(("sink", "said"), [("| true", ""), (">/dev/full", "No space left on device")])
+def test_nobody_reads_what_a_command_prints(sink: str, said: str):
+    for printing in ("plan --device a100 --gpus 64", "strategies"):
+        command = ["bash", "-c", f"{sys.executable} -m t5bench {printing} {sink}"]
+        result = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=False)
+        assert said in result.stderr and "Traceback" not in result.stderr
+        assert result.returncode == (2 if said else 0)

@@ -1,29 +1,23 @@
 """The plan: what each strategy runs, what the settings and the engine's own arguments change, and every obstacle."""
 
 import json
-from collections.abc import Callable
-from dataclasses import fields, replace
+import re
+from dataclasses import replace
+from importlib import util
+from pathlib import Path
 
-import msgspec
 import pytest
-from harness import STRATEGIES, write_indexed_dataset
+from harness import STRATEGIES, Project, write_indexed_dataset
 
-from t5bench.plan.__main__ import answer, make
+from t5bench.plan.__main__ import answer
+from t5bench.plan.engine import ZERO_OPTIONS
 from t5bench.plan.launchers import declarations
-from t5bench.plan.request import Request
-from t5bench.record.plan import ROLES, Plan, by_name
+from t5bench.plan.layout import count_gpus
+from t5bench.record.plan import ROLES, Arguments, Plan, by_name
 
-ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
+ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3, "3d": 1}
 PORTS = [29800, 29801, 29802, 29803, 29804, 29810, 29811, 29812, 29813]
 MODEL_PARALLEL = {"tensor": (2, 1), "pipeline": (1, 2), "hybrid": (2, 2)}
-Requests = Callable[..., Request]
-
-
-def codes(plan: Plan) -> list[str]:
-    return [obstacle.code for obstacle in plan.obstacles]
-
-
-# ---- the eight strategies --------------------------------------------------------------------------------------------
 
 
 def test_the_launchers_declare_the_strategies_in_the_order_of_their_ports():
@@ -76,44 +70,101 @@ def test_what_all_strategies_share(plans: dict[str, Plan]):
     assert all(setting.role in ROLES and setting.meaning for setting in ddp.settings.values())
 
 
-# ---- devices, processes, layouts -------------------------------------------------------------------------------------
+def planned(project: Project, strategy: str, **environment: str) -> Plan:
+    return Plan.read(json.loads(project.launch(strategy, "--dry-run=json", **environment).stdout))
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "3d"])
+def test_a_gpt_in_every_strategy(plans: dict[str, Plan], gpt_plans: dict[str, Plan], strategy: str):
+    plan, zero = gpt_plans[strategy], ZERO_STAGES.get(strategy, 0)
+    given = by_name(plan.arguments.words)
+    large = {"--num-layers": "24", "--hidden-size": "1024", "--num-attention-heads": "16", "--seq-length": "1024"}
+    large |= {"--ffn-hidden-size": "4096", "--max-position-embeddings": "1024", "--kv-channels": "64"}
+    assert large.items() <= given.items()
+    assert not [name for name in given if re.search("encoder|decoder|split-rank", name)]
+    assert plan.obstacles == [] and plan.command[-len(plan.arguments.words) :] == plan.arguments.words
+    assert any(word.endswith("/pretrain_gpt.py") for word in plan.command)
+    assert Path(plan.output_dir).name == f"gpt-{strategy}" == plan.value("WANDB_RUN_NAME").removeprefix("megatron-")
+    assert plan.zero_stage == zero and ("--no-pipeline-parallel" in given) == (zero > 0 and strategy != "3d")
+    assert given["--tokenizer-type"] == "GPT2BPETokenizer" and given["--vocab-file"].endswith("/tokenizer/vocab.json")
+    assert int(given["--make-vocab-size-divisible-by"]) * plan.layout.tp == 128 and plan.layout.split_rank is None
+    if strategy in plans:  # the strategy's own arguments are those of T5
+        t5 = by_name(plans[strategy].arguments.words)
+        same = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--zero-stage", "--cpu-optimizer")
+        assert {name: given.get(name) for name in same} == {name: t5.get(name) for name in same}
+
+
+def test_gpt_data_have_their_own_directory_and_name_their_tokenizer(project: Project):
+    for kind, argument in (("HFTokenizer", "--tokenizer-model"), ("GPT2BPETokenizer", "--merge-file")):
+        record = project.root / "megatron_data" / "gpt" / "xsum_text_document.meta.json"
+        record.parent.mkdir(exist_ok=True)
+        record.write_text(json.dumps({"source": "s", "tokenizer_type": kind}))
+        given = by_name(planned(project, "ddp", MODEL_FAMILY="gpt").arguments.own)
+        assert given["--tokenizer-type"] == kind and argument in given
+        assert given["--data-path"] == str(record.parent / "xsum_text_document")
+
+
+def test_a_strategy_refuses_a_family_that_it_does_not_support(project: Project):
+    result = project.launch("3d")
+    assert result.returncode == 2 and "error: 3d supports only GPT, but MODEL_FAMILY is t5" in result.stderr
+
+
+def test_recomputing_and_a_growing_batch_reach_the_engine(project: Project):
+    settings = {"RECOMPUTE": "full", "RAMPUP_BATCH_SIZE": "4 4 64", "TRAIN_ITERS": "20", "LR_WARMUP_ITERS": "2"}
+    plan = planned(project, "ddp", **settings)
+    given = by_name(plan.arguments.words)
+    wanted = {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": "1"}
+    wanted |= {"--rampup-batch-size": "4 4 64", "--train-samples": "320", "--lr-warmup-samples": "32"}
+    assert wanted.items() <= given.items() and "--train-iters" not in given and "--lr-warmup-iters" not in given
+    # 6 of 4 samples, 3 of 8 and 2 of 12 are 72, and 248 left make 15 of 16.
+    assert plan.iterations == 26
+
+
+def test_evaluating_a_checkpoint_leaves_the_training_unchanged(project: Project):
+    run = project.root / "outputs" / "ddp"
+    plan = planned(project, "ddp", EVAL_ONLY="1", EVAL_ITERS="4", SAVE_INTERVAL="2")
+    given = by_name(plan.arguments.own)
+    assert (given["--load"], given["--skip-train"], plan.output_dir) == (f"{run}/checkpoints", "", f"{run}/evaluation")
+    assert "--save" not in given
+    assert [o.code for o in plan.obstacles] == ["resume"] and not run.exists()
+
+
+def test_exit_interval_is_a_planned_end(gpt_plans: dict[str, Plan]):
+    plan = replace(gpt_plans["ddp"], arguments=Arguments(extra=["--exit-interval", "30"]), resume_from=60)
+    assert (plan.iterations, plan.last_iteration, replace(plan, resume_from=990).last_iteration) == (1000, 90, 1000)
 
 
 @pytest.mark.parametrize(
     ("strategy", "gpus", "nnodes", "settings", "device", "per_node"),
     [
         ("ddp", 0, 1, {}, "cpu", 2),
-        ("ddp", 2, 1, {}, "cuda", 2),
         ("ddp", 2, 1, {"DEVICE": "cpu"}, "cpu", 2),
         ("zero1", 1, 1, {}, "cuda", 1),  # one GPU is enough where the model is not divided
+        ("zero2", 1, 1, {"SHARE_GPUS": "1"}, "cuda", 1),
         ("ddp", 8, 2, {}, "cuda", 1),
         ("hybrid", 4, 2, {}, "cuda", 2),
         ("hybrid", 1, 4, {}, "cuda", 1),
         ("pipeline", 4, 1, {"PIPELINE_PARALLEL_SIZE": "4"}, "cuda", 4),
         ("tensor", 8, 1, {"NPROC_PER_NODE": "8", "MICRO_BATCH_SIZE": "2"}, "cuda", 8),
+        ("zero2", 0, 1, {"TENSOR_PARALLEL_SIZE": "2", "NPROC_PER_NODE": "4"}, "cpu", 4),
+        # Processes share GPUs on request.
+        ("tensor", 1, 1, {"SHARE_GPUS": "1"}, "shared", 2),
+        ("hybrid", 1, 1, {"SHARE_GPUS": "1"}, "shared", 4),
+        ("ddp", 1, 1, {"SHARE_GPUS": "1"}, "shared", 2),
+        ("tensor", 2, 1, {"SHARE_GPUS": "1"}, "cuda", 2),
     ],
 )
-def test_processes_of_a_node(request_for: Requests, strategy, gpus, nnodes, settings, device, per_node):
-    plan, _ = make(request_for(strategy, gpus=gpus, nnodes=nnodes, **settings))
-    assert plan.layout
-    assert (plan.device, plan.layout.nproc_per_node, codes(plan)) == (device, per_node, [])
-    assert plan.layout.split_rank == (plan.layout.pp // 2 or None)
+def test_processes_of_a_node(making, strategy, gpus, nnodes, settings, device, per_node):
+    made = making(strategy, gpus=gpus, nnodes=nnodes, **settings)
+    assert made.plan.layout and made.codes == []
+    device_found = "shared" if made.plan.gpus_shared else made.plan.device
+    assert (device_found, made.plan.layout.nproc_per_node) == (device, per_node)
+    assert made.plan.layout.split_rank == (made.plan.layout.pp // 2 or None)
 
 
 def test_only_visible_devices_count():
-    from t5bench.plan.layout import count_gpus
-
     for visible, count in (("3", 1), ("0,5", 2), ("", 0), ("-1", 0), ("GPU-12,GPU-13,MIG-3", 3)):
         assert count_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
-
-
-def test_processes_share_gpus_only_on_request_and_never_with_zero(request_for: Requests):
-    for strategy, processes in (("tensor", 2), ("hybrid", 4), ("ddp", 2)):
-        plan, _ = make(request_for(strategy, gpus=1, SHARE_GPUS="1"))
-        assert (plan.gpus_shared, plan.layout.nproc_per_node, codes(plan)) == (True, processes, [])
-    assert not make(request_for("tensor", gpus=2, SHARE_GPUS="1"))[0].gpus_shared
-    assert codes(make(request_for("zero2", gpus=1, SHARE_GPUS="1", NPROC_PER_NODE="2"))[0]) == ["too-few-gpus"]
-    assert make(request_for("zero2", gpus=1, SHARE_GPUS="1"))[0].layout.nproc_per_node == 1
 
 
 @pytest.mark.parametrize(
@@ -122,11 +173,10 @@ def test_processes_share_gpus_only_on_request_and_never_with_zero(request_for: R
         ("ddp", {"GLOBAL_BATCH_SIZE": "15"}, "batch-size", "GLOBAL_BATCH_SIZE=15 is not divisible by 2"),
         ("tensor", {"GLOBAL_BATCH_SIZE": "6", "MICRO_BATCH_SIZE": "4"}, "batch-size", "=6 is not divisible by 4"),
         ("tensor", {"NUM_ATTENTION_HEADS": "1"}, "tensor-size", "NUM_ATTENTION_HEADS=1 is not divisible"),
-        ("tensor", {"FFN_HIDDEN_SIZE": "2815"}, "tensor-size", "FFN_HIDDEN_SIZE=2815 is not divisible"),
         ("ddp", {"NUM_ATTENTION_HEADS": "15"}, "model-size", "HIDDEN_SIZE=1024 is not divisible"),
         ("pipeline", {"PIPELINE_PARALLEL_SIZE": "4", "ENCODER_NUM_LAYERS": "5"}, "pipeline-size", "over 2 stages"),
-        ("pipeline", {"PIPELINE_PARALLEL_SIZE": "4", "DECODER_NUM_LAYERS": "5"}, "pipeline-size", "over 2 stages"),
         ("pipeline", {"PIPELINE_PARALLEL_SIZE": "3", "NPROC_PER_NODE": "3"}, "pipeline-size", "must be even"),
+        ("pipeline", {"MODEL_FAMILY": "gpt", "NUM_LAYERS": "5"}, "pipeline-size", "NUM_LAYERS=5 does not divide over"),
         ("tensor", {"TENSOR_PARALLEL_SIZE": "3", "NPROC_PER_NODE": "3"}, "tensor-size", "parallel size 3"),
         ("tensor", {"NPROC_PER_NODE": "1"}, "world-size", "multiple of 2 processes"),
         ("hybrid", {"NPROC_PER_NODE": "6"}, "world-size", "multiple of 4 processes"),
@@ -134,162 +184,60 @@ def test_processes_share_gpus_only_on_request_and_never_with_zero(request_for: R
         ("zero3", {"PIPELINE_PARALLEL_SIZE": "2"}, "no-pipeline-parallelism", "zero3 has no pipeline parallelism"),
         ("ddp", {"PROFILE_ITERATION": "1"}, "profile-iteration", "TRAIN_ITERS=1000, found 1"),
         ("ddp", {"LR_WARMUP_ITERS": "1000"}, "learning-rate", "leaves none of TRAIN_ITERS=1000"),
-        ("ddp", {"MIN_LR": "0.2"}, "learning-rate", "MIN_LR=0.2 is more than LR=0.0001"),
-        ("ddp", {"DROPOUT": "1"}, "dropout", "must be less than 1, found 1"),
-        ("pipeline", {"MODEL_FAMILY": "gpt", "NUM_LAYERS": "5"}, "pipeline-size", "5 layers do not divide over 2"),
         ("ddp", {"MODEL_FAMILY": "gpt", "ENGINE": "native"}, "native-engine", "MODEL_FAMILY='gpt'"),
         ("ddp", {"RECOMPUTE": "full", "ENGINE": "native"}, "native-engine", "RECOMPUTE='full'"),
         ("ddp", {"PRECISION_FLAG": "--fp16", "ENGINE": "native"}, "native-engine", "does not train in fp16"),
-        ("pipeline", {"PIPELINE_PARALLEL_SIZE": "4", "ENGINE": "native"}, "native-engine", "two pipeline stages"),
         ("pipeline", {"MICRO_BATCH_SIZE": "16", "ENGINE": "native"}, "native-engine", "least 2 micro-batches, found 1"),
         ("zero1", {"TENSOR_PARALLEL_SIZE": "2", "ENGINE": "native"}, "native-engine", "without TP and PP"),
         ("ddp", {"EVAL_ONLY": "1"}, "eval-iters", "EVAL_ITERS is 0"),
         ("ddp", {"RAMPUP_BATCH_SIZE": "4 4"}, "rampup", "three whole numbers"),
         ("ddp", {"RAMPUP_BATCH_SIZE": "4 4 801", "TRAIN_ITERS": "50"}, "rampup", "the run, which has 800 samples"),
-        ("ddp", {"RAMPUP_BATCH_SIZE": "4 4 4000001", "TRAIN_ITERS": "900000"}, "rampup", "than 1000000 iterations"),
         ("ddp", {"RAMPUP_BATCH_SIZE": "4 5 100"}, "rampup", "does not reach GLOBAL_BATCH_SIZE=16 in steps of 2"),
     ],
 )
-def test_a_request_that_cannot_work_is_refused(request_for: Requests, strategy, settings, code, found):
-    plan, besides = make(request_for(strategy, **settings))
-    assert plan.layout is None and besides == {}
-    assert any(o.code == code and o.fatal and found in o.found for o in plan.obstacles), plan.obstacles
-
-
-@pytest.mark.parametrize(("iterations", "warned"), [("19", True), ("20", False)])
-def test_a_run_that_will_log_nothing_says_so(request_for: Requests, iterations: str, warned: bool):
-    asked = request_for("ddp", TRAIN_ITERS=iterations)
-    make(asked)
-    assert any("LOG_INTERVAL=20 is more than TRAIN_ITERS" in note for note in asked.findings.notes) == warned
+def test_a_request_that_cannot_work_is_refused(making, strategy, settings, code, found):
+    made = making(strategy, **settings)
+    assert made.plan.layout is None and made.besides == {}
+    assert any(o.code == code and o.fatal and found in o.found for o in made.plan.obstacles), made.plan.obstacles
 
 
 @pytest.mark.parametrize(
     ("strategy", "gpus", "settings", "code", "found"),
     [
         ("tensor", 1, {}, "too-few-gpus", "NPROC_PER_NODE is 2 but this node has 1 visible GPU"),
+        ("zero2", 1, {"SHARE_GPUS": "1", "NPROC_PER_NODE": "2"}, "too-few-gpus", "1 visible GPU"),  # not with ZeRO
         ("ddp", 0, {"DEVICE": "cuda"}, "too-few-gpus", "0 visible GPU"),
         ("ddp", 0, {"MEGATRON_DIR": "/nowhere/at all"}, "no-engine", "no Megatron-DeepSpeed checkout at /nowhere"),
         ("ddp", 0, {"MEGATRON_DATA_DIR": "/nowhere"}, "data", "/nowhere/xsum_text_document.bin does not exist"),
         ("ddp", 0, {"FLASH_ATTENTION": "on"}, "flash-attention", "FLASH_ATTENTION=on is not possible"),
     ],
 )
-def test_missing_parts_of_the_machine_are_named_in_a_complete_plan(request_for, strategy, gpus, settings, code, found):
-    plan, _ = make(request_for(strategy, gpus=gpus, **settings))
-    assert plan.layout
-    (obstacle,) = (o for o in plan.obstacles if o.code == code)
+def test_missing_parts_of_the_machine_are_named_in_a_complete_plan(making, strategy, gpus, settings, code, found):
+    made = making(strategy, gpus=gpus, **settings)
+    assert made.plan.layout
+    (obstacle,) = (o for o in made.plan.obstacles if o.code == code)
     assert found in obstacle.found and obstacle.remedy and not obstacle.fatal
+
+
+def test_a_run_that_will_log_nothing_says_so(making):
+    warning = "LOG_INTERVAL=20 is more than TRAIN_ITERS"
+    assert warning in making("ddp", TRAIN_ITERS="19").said and warning not in making("ddp", TRAIN_ITERS="20").said
 
 
 @pytest.mark.parametrize(
     ("document", "encoder", "decoder", "needed"),
     [(700, "512", "128", 0), (700, "640", "120", 137), (700, "1024", "128", 149), (300, "1024", "128", 0)],
 )
-def test_a_decoder_that_is_too_short_for_some_samples(request_for, tmp_path, document, encoder, decoder, needed):
+def test_a_decoder_that_is_too_short_for_some_samples(making, tmp_path, document, encoder, decoder, needed):
     write_indexed_dataset(tmp_path / "xsum_text_document", [[5, 1], [6] * document])
-    lengths = {"ENCODER_SEQ_LENGTH": encoder, "DECODER_SEQ_LENGTH": decoder}
-    plan, _ = make(request_for("ddp", MEGATRON_DATA_DIR=str(tmp_path), **lengths))
-    assert codes(plan) == ["decoder-length"] * bool(needed)
-    assert f"Set DECODER_SEQ_LENGTH={needed} or more" in "".join(o.remedy for o in plan.obstacles) or not needed
-
-
-# ---- DeepSpeed -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("version", "wrong"),
-    [("0.17.6", True), ("0.18.0", True), ("0.18.2+cu124", True), ("0.17.5", False), ("0.18.3", False),
-     ("0.18.20", False), ("0.19.8", False)],
-)  # fmt: skip
-def test_releases_that_train_zero2_wrongly(request_for: Requests, monkeypatch, version: str, wrong: bool):
-    monkeypatch.setattr("t5bench.plan.deepspeed.installed_version", lambda distribution: version)
-    found = ["deepspeed-release"] if wrong else []
-    assert codes(make(request_for("zero2"))[0]) == found
-    # One micro-batch an iteration has nothing to add up, and other stages add up right.
-    assert codes(make(request_for("zero2", MICRO_BATCH_SIZE="8"))[0]) == []
-    assert codes(make(request_for("zero1"))[0]) == []
-    monkeypatch.setattr("t5bench.plan.deepspeed.installed_version", lambda distribution: None)
-    assert (codes(make(request_for("zero1"))[0]), codes(make(request_for("ddp"))[0])) == (["no-deepspeed"], [])
-
-
-def test_the_deepspeed_json_follows_the_settings(request_for: Requests):
-    changed = {"GLOBAL_BATCH_SIZE": "32", "MICRO_BATCH_SIZE": "4", "CLIP_GRAD": "3.5", "PRECISION_FLAG": "--fp16"}
-    plan, besides = make(request_for("zero2", **changed, GRADIENT_REDUCTION="fp32"))
-    config = plan.ds_config
-    assert config == json.loads(besides["ds_config"])
-    assert (config["train_batch_size"], config["train_micro_batch_size_per_gpu"]) == (32, 4)
-    assert (config["gradient_clipping"], config["communication_data_type"]) == (3.5, "fp32")
-    assert (config["bf16"], config["fp16"]) == ({"enabled": False}, {"enabled": True})
-    plain, _ = make(request_for("zero3", PRECISION_FLAG=""))
-    assert plain.ds_config["bf16"] == plain.ds_config["fp16"] == {"enabled": False}
-    assert "communication_data_type" not in plain.ds_config
-
-
-# ---- engine arguments after -- ---------------------------------------------------------------------------------------
-
-
-def test_an_engine_argument_of_a_setting_changes_the_setting(request_for: Requests):
-    arguments = "--encoder-seq-length 64 --lr=0.5 --fp16 --micro-batch-size 2 --micro-batch-size 4"
-    asked = request_for("zero2", *arguments.split())
-    plan, besides = make(asked)
-    assert (plan.value("ENCODER_SEQ_LENGTH"), plan.value("LR"), plan.precision) == ("64", "0.5", "fp16")
-    assert plan.layout.micro_batches == 2 and plan.ds_config["train_micro_batch_size_per_gpu"] == 4
-    # The shell gets the value too, so that the command line agrees.
-    words = answer(plan, besides, asked)
-    assert {"ENCODER_SEQ_LENGTH=64", "LR=0.5", "PRECISION_FLAG=--fp16", "MICRO_BATCH_SIZE=4"} <= set(words)
-    # The larger of two dropouts.
-    both = ("--hidden-dropout", "0.3", "--attention-dropout", "0.2")
-    assert make(request_for("ddp", *both))[0].value("DROPOUT") == "0.3"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (("--encoder-seq", "64"), "abbreviated-argument"),
-        (("--data-path", "/other"), "launcher-argument"),
-        (("--deepspeed_config=x.json",), "launcher-argument"),
-        (("--save", "/elsewhere"), "launcher-argument"),
-        (("--rampup-batch-size", "4", "4", "100"), "launcher-argument"),
-        (("--hidden-size", "many"), "engine-argument"),
-        (("--lr", "-1"), "engine-argument"),
-        (("--hidden-dropout", "0.3"), "engine-argument"),  # attention's would become 0.3 too
-        (("--exit-interval", "-3"), "engine-argument"),
-        (("--some-name", "\udcff"), "engine-argument"),
-        (("--swiglu",), "engine-argument"),  # the engine would stop once every rank has built its model
-        (("--num-experts", "2"), "engine-argument"),
-        (("--num-key-value-heads=2",), "engine-argument"),
-        (("--tensor-model-parallel-size", "2"), "no-tensor-parallelism"),
-    ],
-)
-def test_engine_arguments_that_would_make_the_plan_untrue(request_for: Requests, arguments, code):
-    assert code in codes(make(request_for("ddp", *arguments))[0])
-    assert codes(make(request_for("ddp", "--num-experts", "1", "--num-key-value-heads", "16"))[0]) == []
-    # The engine counts a run whose batch grows in samples.
-    assert codes(make(request_for("ddp", "--train-iters", "50", RAMPUP_BATCH_SIZE="4 4 100"))[0]) == ["rampup"]
-
-
-@pytest.mark.parametrize("arguments", [("--frobnicate",), ("--adam-beta2", "x"), ("--num-workers",)])
-def test_the_native_engine_knows_its_arguments(request_for: Requests, arguments):
-    assert codes(make(request_for("ddp", *arguments, ENGINE="native"))[0]) == ["engine-argument"]
-    assert codes(make(request_for("ddp", "--adam-beta2", "0.95", "--compile", ENGINE="native"))[0]) == []
-    assert codes(make(request_for("zero3", "--compile", ENGINE="native"))[0]) == ["engine-argument"]
-
-
-def test_other_engine_arguments_are_facts_of_the_plan(plans: dict[str, Plan]):
-    plan = plans["ddp"]
-    with_extra = replace(plan, arguments=replace(plan.arguments, extra=["--adam-beta2", "0.95", "--num-workers=0"]))
-    assert with_extra.engine_arguments == plan.engine_arguments | {"--adam-beta2": "0.95", "--num-workers": "0"}
-    # What a setting owns is compared as that setting.
-    owned = replace(plan, arguments=replace(plan.arguments, extra=["--hidden-size", "1024", "--bf16"]))
-    assert owned.engine_arguments == plan.engine_arguments
-
-
-# ---- the engine's checkout -------------------------------------------------------------------------------------------
+    made = making("ddp", MEGATRON_DATA_DIR=str(tmp_path), ENCODER_SEQ_LENGTH=encoder, DECODER_SEQ_LENGTH=decoder)
+    assert made.codes == ["decoder-length"] * bool(needed)
+    assert f"Set DECODER_SEQ_LENGTH={needed} or more" in made.said or not needed
 
 
 @pytest.mark.parametrize(
     ("state", "gpus", "settings", "expected"),
     [
-        ("unpatched", 2, {}, ["engine-not-patched"]),
         ("changed", 2, {}, ["engine-not-patched"]),
         ("megatron_t5_fixes", 2, {}, []),
         ("megatron_t5_fixes", 0, {}, ["engine-partly-patched"]),
@@ -297,42 +245,135 @@ def test_other_engine_arguments_are_facts_of_the_plan(plans: dict[str, Plan]):
         ("unpatched", 0, {"ENGINE": "native"}, []),
     ],
 )
-def test_what_a_checkout_in_each_state_can_do(request_for, monkeypatch, state, gpus, settings, expected):
+def test_what_a_checkout_in_each_state_can_do(making, monkeypatch, state, gpus, settings, expected):
     monkeypatch.setattr("t5bench.plan.engine.state_of", lambda directory: state)
-    plan, _ = make(request_for("ddp", gpus=gpus, **settings))
-    assert codes(plan) == expected
-    assert plan.engine_patches == ("series" if settings.get("ENGINE") == "native" else state)
+    made = making("ddp", gpus=gpus, **settings)
+    assert made.codes == expected
+    assert made.plan.engine_patches == ("series" if settings.get("ENGINE") == "native" else state)
 
 
-# ---- attention, tokenizer, data --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("version", ["0.17.6", "0.18.0", "0.18.2+cu124", "0.17.5", "0.18.3", "0.18.20", "0.19.8"])
+def test_releases_that_train_zero2_wrongly(making, monkeypatch, version: str):
+    monkeypatch.setattr("t5bench.plan.engine.installed_version", lambda distribution: version)
+    is_wrong = version in ("0.17.6", "0.18.0", "0.18.2+cu124")
+    assert making("zero2").codes == (["deepspeed-release"] if is_wrong else [])
+    # One micro-batch an iteration has nothing to add up, and other stages add up right.
+    assert making("zero2", MICRO_BATCH_SIZE="8").codes == making("zero1").codes == []
+
+
+def test_packages_that_are_missing(making, monkeypatch):
+    monkeypatch.setattr("t5bench.plan.engine.installed_version", lambda distribution: None)
+    assert (making("zero1").codes, making("ddp").codes) == (["no-deepspeed"], [])
+    monkeypatch.setattr("t5bench.plan.engine.util.find_spec", lambda name: None)
+    assert making("ddp").codes == ["no-msgspec"]
+
+
+def test_the_deepspeed_json_follows_the_settings(making):
+    changed = {"GLOBAL_BATCH_SIZE": "32", "MICRO_BATCH_SIZE": "4", "CLIP_GRAD": "3.5", "PRECISION_FLAG": "--fp16"}
+    made = making("zero2", **changed, GRADIENT_REDUCTION="fp32")
+    config = made.plan.ds_config
+    assert config == json.loads(made.besides["ds_config"])
+    assert (config["train_batch_size"], config["train_micro_batch_size_per_gpu"]) == (32, 4)
+    assert (config["gradient_clipping"], config["communication_data_type"]) == (3.5, "fp32")
+    assert (config["bf16"], config["fp16"]) == ({"enabled": False}, {"enabled": True})
+    plain = making("zero3", PRECISION_FLAG="").plan.ds_config
+    assert plain["bf16"] == plain["fp16"] == {"enabled": False} and "communication_data_type" not in plain
+
+
+ZERO = {"stage": 2, "overlap_comm": False}
+JSONS = {
+    "too many": ({"zero_optimization": ZERO, "optimizer": {"type": "Adam"}}, "optimizer would have no effect"),
+    "wrong": ({"zero_optimization": ZERO | {"contiguous_gradients": False}}, "no effect or change what is trained"),
+    "a wrong stage": ({"zero_optimization": ZERO | {"offload_param": {"device": "cpu"}}}, "offload_param needs ZeRO"),
+    "a disk": ({"zero_optimization": ZERO | {"offload_optimizer": {"device": "nvme"}}}, "found 'nvme'"),
+    "from settings": ({"zero_optimization": ZERO, "train_batch_size": 3}, "come from the settings"),
+    "no stage of that number": ({"zero_optimization": {"stage": 5}}, "ZeRO stage 5 is not 1, 2 or 3"),
+    "no stage": ({}, "zero_optimization"),
+    "offloaded": ({"zero_optimization": ZERO | {"offload_optimizer": {"device": "cpu"}}}, ""),
+    "hangs": ({"zero_optimization": ZERO | {"overlap_comm": True}}, ""),
+    "hangs by default": ({"zero_optimization": {"stage": 3}}, ""),
+}
+
+
+@pytest.mark.parametrize("name", JSONS)
+def test_every_option_of_a_strategys_json_is_honoured_or_refused(making, monkeypatch, tmp_path, name):
+    content, found = JSONS[name]
+    (tmp_path / "ds_configs").mkdir()
+    (tmp_path / "ds_configs" / "megatron_zero2.json").write_text(json.dumps(content))
+    monkeypatch.setattr("t5bench.plan.engine.REPOSITORY", tmp_path)
+    made = making("zero2")
+    said = [o.found for o in made.plan.obstacles if o.code == "ds-config"]
+    assert len(said) == bool(found) and all(found in text for text in said)
+    if not found:
+        assert made.codes == [] and made.plan.ds_config["zero_optimization"] == content["zero_optimization"]
+        assert made.besides["cpu_optimizer"] == (name == "offloaded")
+        assert ("overlap_comm is true" in made.said) == name.startswith("hangs")
+
+
+def test_the_options_exist_in_deepspeed():
+    """By its source: importing it takes seconds."""
+    config = Path(util.find_spec("deepspeed").origin).with_name("runtime") / "zero" / "config.py"
+    assert set(re.findall(r"\w+", config.read_text())) >= ZERO_OPTIONS
 
 
 @pytest.mark.parametrize(
     ("settings", "installed", "note"),
     [
         ({}, "2.7.4", "flash-attn 2.7.4 in the decoder's self-attention"),
-        ({}, None, "standard (flash-attn is not installed)"),
         ({"DEVICE": "cpu"}, "2.7.4", "standard (no CUDA)"),
         ({"PRECISION_FLAG": ""}, "2.7.4", "standard (fp32)"),
-        ({"FLASH_ATTENTION": "off"}, "2.7.4", "standard (FLASH_ATTENTION=off)"),
         ({"ENGINE": "native"}, None, "PyTorch scaled_dot_product_attention"),
     ],
 )
-def test_the_chosen_attention_is_reported(request_for: Requests, monkeypatch, settings, installed, note):
+def test_the_chosen_attention_is_reported(making, monkeypatch, settings, installed, note):
     monkeypatch.setattr("t5bench.plan.place.installed_version", lambda distribution: installed)
-    asked = request_for("ddp", gpus=2, **settings)
-    _, besides = make(asked)
-    assert besides["flash_attention"] == str(int("flash-attn 2.7.4" in note))
-    assert any(note in said for said in asked.findings.notes)
+    made = making("ddp", gpus=2, **settings)
+    assert made.besides["flash_attention"] == ("flash-attn 2.7.4" in note)
+    assert note in made.said
 
 
-# ---- the plan as a file ----------------------------------------------------------------------------------------------
+def test_an_engine_argument_of_a_setting_changes_the_setting(making):
+    arguments = "--encoder-seq-length 64 --lr=0.5 --fp16 --micro-batch-size 2 --micro-batch-size 4"
+    made = making("zero2", *arguments.split())
+    plan = made.plan
+    assert (plan.value("ENCODER_SEQ_LENGTH"), plan.value("LR"), plan.precision) == ("64", "0.5", "fp16")
+    assert plan.layout.micro_batches == 2 and plan.ds_config["train_micro_batch_size_per_gpu"] == 4
+    # The shell gets the value too, so that the command line agrees.
+    assert {"ENCODER_SEQ_LENGTH=64", "LR=0.5", "PRECISION_FLAG=--fp16", "MICRO_BATCH_SIZE=4"} <= {
+        *answer(plan, made.besides, made.request)
+    }
+    # The larger of two dropouts.
+    both = ("--hidden-dropout", "0.3", "--attention-dropout", "0.2")
+    assert making("ddp", *both).plan.value("DROPOUT") == "0.3"
 
 
-def test_a_plan_of_the_wrong_types_is_not_read(plans: dict[str, Plan]):
-    content = plans["zero1"].to_json()
-    assert Plan.read(content)
-    for entry in fields(Plan):
-        wrong = "text" if isinstance(content[entry.name], int) else 7
-        with pytest.raises(msgspec.ValidationError):
-            Plan.read(content | {entry.name: wrong})
+NATIVE, RAMP = {"ENGINE": "native"}, {"RAMPUP_BATCH_SIZE": "4 4 100"}
+FINETUNING = "--finetune --load /run/checkpoints"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arguments", "settings", "expected"),
+    [
+        ("ddp", "--encoder-seq 64", {}, "abbreviated-argument"),
+        ("ddp", "--data-path /other", {}, "launcher-argument"),
+        ("ddp", "--deepspeed_config=x.json", {}, "launcher-argument"),
+        ("ddp", "--save /elsewhere", {}, "launcher-argument"),
+        ("ddp", "--rampup-batch-size 4 4 100", {}, "launcher-argument"),
+        ("ddp", "--hidden-size many", {}, "engine-argument"),
+        ("ddp", "--lr -1", {}, "engine-argument"),
+        ("ddp", "--hidden-dropout 0.3", {}, "engine-argument"),  # attention's would become 0.3 too
+        ("ddp", "--tensor-model-parallel-size 2", {}, "no-tensor-parallelism"),
+        ("ddp", "--train-iters 50", RAMP, "rampup"),  # the engine counts a run whose batch grows in samples
+        ("ddp", FINETUNING, {}, ""),
+        ("ddp", FINETUNING, {"RESUME": "1"}, "launcher-argument"),
+        ("ddp", FINETUNING, {"EVAL_ONLY": "1", "EVAL_ITERS": "1"}, "launcher-argument"),
+        # The native engine knows its arguments.
+        ("ddp", "--frobnicate", NATIVE, "engine-argument"),
+        ("ddp", "--adam-beta2 x", NATIVE, "engine-argument"),
+        ("ddp", "--num-workers", NATIVE, "engine-argument"),
+        ("ddp", "--adam-beta2 0.95 --compile", NATIVE, ""),
+        ("zero3", "--compile", NATIVE, "engine-argument"),
+    ],
+)
+def test_engine_arguments_that_would_make_the_plan_untrue(making, strategy, arguments, settings, expected):
+    assert making(strategy, *arguments.split(), **settings).codes == ([expected] if expected else [])

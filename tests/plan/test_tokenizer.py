@@ -9,7 +9,6 @@ import pytest
 from harness import REPO_ROOT, write_data_record, write_indexed_dataset
 
 from t5bench.corpus.checksum import tokenizer_checksum
-from t5bench.plan.__main__ import make
 
 SAMPLE = REPO_ROOT / "megatron_data" / "sample" / "tokenizer"
 HUB = "google-t5/t5-large"
@@ -37,21 +36,18 @@ def edit(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def findings(request_for: Callable, data: Path, **settings: str) -> tuple[list[str], str]:
-    """The plan's obstacles by code, and all that it says."""
-    asked = request_for("ddp", MEGATRON_DATA_DIR=str(data), **settings)
-    obstacles = make(asked)[0].obstacles
-    said = [text for obstacle in obstacles for text in (obstacle.found, obstacle.remedy)]
-    return [obstacle.code for obstacle in obstacles], "\n".join([*asked.findings.notes, *said])
+def findings(making: Callable, data: Path, **settings: str) -> tuple[list[str], str]:
+    made = making("ddp", MEGATRON_DATA_DIR=str(data), **settings)
+    return made.codes, made.said
 
 
-def test_the_checksum_does_not_depend_on_the_place(request_for, data: Path):
+def test_the_checksum_does_not_depend_on_the_place(making, data: Path):
     shutil.copytree(SAMPLE, elsewhere := data.parent / "elsewhere")
     edit(elsewhere / "tokenizer_config.json", model_max_length=1024, name_or_path="/once/here")
     (elsewhere / "README.md").write_text("decides nothing")
     (data.parent / "linked").symlink_to(elsewhere)
     for named in ("", HUB, "data/tokenizer", "./elsewhere/", "linked"):
-        codes, said = findings(request_for, data, TOKENIZER_MODEL=named)
+        codes, said = findings(making, data, TOKENIZER_MODEL=named)
         assert codes == [] and "checksum" not in said.replace(str(data.parent), "")
 
 
@@ -60,73 +56,51 @@ def test_the_checksum_does_not_depend_on_the_place(request_for, data: Path):
     [
         lambda t: (t / "spiece.model").write_bytes((t / "spiece.model").read_bytes()[:-1] + b"x"),
         lambda t: edit(t / "tokenizer_config.json", legacy=False),
-        lambda t: edit(t / "tokenizer_config.json", extra_ids=50),
         lambda t: edit(t / "special_tokens_map.json", eos_token="<extra_id_9>"),
         lambda t: (t / "added_tokens.json").write_text('{"<new>": 4100}'),
         lambda t: (t / "tokenizer.json").write_text('{"model": {}}'),
     ],
 )
-def test_another_tokenizer_is_refused_with_both_checksums(request_for, data: Path, change: Callable):
+def test_another_tokenizer_is_refused_with_both_checksums(making, data: Path, change: Callable):
     tokenizers = {"": data / "tokenizer", HUB: data.parent / "cache/models--google-t5--t5-large/snapshots/abc"}
     for named, tokenizer in tokenizers.items():
         change(tokenizer)
-        codes, said = findings(request_for, data, TOKENIZER_MODEL=named)
+        codes, said = findings(making, data, TOKENIZER_MODEL=named)
         assert codes == ["tokenizer"]
         assert tokenizer_checksum(SAMPLE) in said and tokenizer_checksum(tokenizer) in said and "FORCE=1" in said
 
 
-def test_the_tokenizer_next_to_the_data_is_used(request_for, data: Path, tmp_path: Path):
-    for settings, expected in (
-        ({}, "google-t5/t5-large"),
-        ({"MEGATRON_DATA_DIR": str(data)}, str(data / "tokenizer")),
-        ({"MEGATRON_DATA_DIR": str(data), "TOKENIZER_MODEL": "a/model"}, "a/model"),
-    ):
-        assert make(request_for("ddp", **settings))[0].tokenizer == expected
+def test_the_tokenizer_next_to_the_data_is_used(making, data: Path):
+    own = {"MEGATRON_DATA_DIR": str(data)}
+    assert making("ddp").plan.tokenizer == "google-t5/t5-large"
+    assert making("ddp", **own).plan.tokenizer == str(data / "tokenizer")
+    assert making("ddp", **own, TOKENIZER_MODEL="a/model").plan.tokenizer == "a/model"
 
 
-def test_data_that_changed_are_refused(request_for, data: Path):
+def test_data_that_changed_are_refused(making, data: Path):
     tokens = data / "xsum_text_document.bin"
     whole = tokens.read_bytes()
     for content, codes in ((whole, []), (whole[:-1] + b"\x01", ["data-record"]), (whole, [])):
         tokens.write_bytes(content)
-        assert findings(request_for, data)[0] == codes
+        assert findings(making, data)[0] == codes
+    for content in ('{"source": "s"}', "{"):
+        (data / "xsum_text_document.meta.json").write_text(content)
+        codes, said = findings(making, data)
+        assert codes == [] and "warning: " in said and "does not record the checksum" in said and "FORCE=1" in said
+    (missing,) = making("ddp", MEGATRON_DATA_DIR="/none", MODEL_FAMILY="gpt").plan.obstacles
+    assert "MODEL_FAMILY=gpt MEGATRON_DATA_DIR=/none bash" in missing.remedy
 
 
-def test_runs_that_cannot_be_compared_never_pass_silently(request_for, data: Path):
-    assert findings(request_for, data, TOKENIZER_MODEL="a/model")[0] == ["tokenizer"]
-    (data.parent / "file").touch()
-    assert findings(request_for, data, TOKENIZER_MODEL="file")[0] == ["data"]
+def test_runs_that_cannot_be_compared_never_pass_silently(making, data: Path):
+    assert findings(making, data, TOKENIZER_MODEL="a/model")[0] == ["tokenizer"]
     (data / "tokenizer" / "tokenizer_config.json").write_text("{")
-    assert findings(request_for, data)[0] == ["data"]
+    assert findings(making, data)[0] == ["data"]
     shutil.rmtree(data.parent / "cache")
-    codes, said = findings(request_for, data, TOKENIZER_MODEL=HUB)
+    codes, said = findings(making, data, TOKENIZER_MODEL=HUB)
     assert codes == [] and "is not on this machine yet" in said
     # Whoever lacks only the tokenizer is told to fetch it; the command for new data is for this directory.
     shutil.rmtree(data / "tokenizer")
     edit(data / "xsum_text_document.meta.json", tokenizer="/own/tokenizer")
-    codes, said = findings(request_for, data)
+    codes, said = findings(making, data)
     assert codes == ["tokenizer"] and f"copy it to '{data / 'tokenizer'}'" in said
     assert f": MEGATRON_DATA_DIR={data} bash" in said
-    # No data, the record of other files, and older data.
-    asked = {"MEGATRON_DATA_DIR": "/none", "MODEL_FAMILY": "gpt"}
-    missing = make(request_for("ddp", **asked))[0].obstacles
-    assert any("MODEL_FAMILY=gpt MEGATRON_DATA_DIR=/none bash" in obstacle.remedy for obstacle in missing)
-    write_indexed_dataset(data / "xsum_text_document", [[5, 6, 8, 9, 1], [8, 1]])
-    assert findings(request_for, data)[0] == ["data-record"]
-    for content in ('{"source": "s"}', "{", "[" * 100_000):
-        (data / "xsum_text_document.meta.json").write_text(content)
-        codes, said = findings(request_for, data)
-        assert codes == [] and "warning: " in said and "does not record the checksum" in said and "FORCE=1" in said
-
-
-@pytest.mark.parametrize("kind", [7, None, ["HFTokenizer"], "BertWordPieceLowerCase"])
-def test_an_unknown_type_of_tokenizer_is_refused(request_for, data: Path, kind: object):
-    edit(data / "xsum_text_document.meta.json", tokenizer_type=kind)
-    codes, said = findings(request_for, data)
-    assert codes == ["data-record"] and f"names {kind!r} as the tokenizer_type" in said and "GPT2BPETokenizer" in said
-
-
-def test_without_msgspec_nothing_is_started(request_for, data: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("t5bench.plan.place.util.find_spec", lambda name: None)
-    codes, said = findings(request_for, data)
-    assert codes == ["no-msgspec"] and "pip install" in said
