@@ -13,7 +13,7 @@ import torch
 
 from t5bench import Problem
 from t5bench.corpus.index import read_index
-from t5bench.corpus.tokenizer import load_tokenizer
+from t5bench.corpus.tokenizer import load_tokenizer, readable
 
 LONG_SENTENCE = 512  # documents of several sentences are skipped if one of them has more tokens
 MAX_SPAN, SPAN_P = 10, 0.2  # span lengths in words: geometric, clipped (SpanBERT, https://arxiv.org/abs/1907.10529)
@@ -46,7 +46,8 @@ class Vocabulary:
     @staticmethod
     def load(name_or_directory: str) -> "Vocabulary":
         """Raises Problem if there is no such tokenizer or it has no sentinel tokens."""
-        tokenizer = load_tokenizer(name_or_directory)
+        with readable(name_or_directory):
+            tokenizer = load_tokenizer(name_or_directory)
         names = "additional_special_tokens_ids", "extra_special_tokens_ids"  # until transformers 4, and from 5 on
         sentinels = tuple(next(ids for name in names if (ids := getattr(tokenizer, name, None))))
         pieces = tokenizer.get_vocab().items()

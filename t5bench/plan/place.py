@@ -11,8 +11,7 @@ from pathlib import Path
 
 from t5bench import REPOSITORY, Problem
 from t5bench.corpus.checksum import cached_tokenizer, describes, tokenizer_checksum
-from t5bench.corpus.common import preparation, read_record, record_path
-from t5bench.corpus.index import Index, read_index
+from t5bench.corpus.index import Index, command_for, read_index, read_record, record_path
 from t5bench.plan import claim
 from t5bench.plan.families import FAMILIES, family_of
 from t5bench.plan.request import Request
@@ -66,7 +65,7 @@ def _check_tokenizer(request: Request, prefix: str, tokenizer: str) -> None:
     record, findings, file = read_record(Path(prefix)), request.findings, record_path(Path(prefix))
     named = request.value("TOKENIZER_MODEL") and f"TOKENIZER_MODEL='{tokenizer}' "
     beside, source = file.parent / "tokenizer", record.get("source", "unknown")
-    command = preparation(file.parent, request.value("MODEL_FAMILY"), named)
+    command = command_for(file.parent, request.value("MODEL_FAMILY"), named)
     # Without FORCE=1, which would replace the data with whatever source the command names, or the hub's.
     again = f"prepare the data again, with their source ({source}) and FORCE=1: {command}"
     own = f"Set TOKENIZER_MODEL to that tokenizer or copy it to '{beside}', or {again}"
