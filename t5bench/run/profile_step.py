@@ -40,7 +40,7 @@ STEPS = {
 PHASES = {
     "native": {
         profile.LOGGING: ("native.metrics", "Metrics", "record"),
-        profile.SAVING: ("native.checkpoint", "", "save"),
+        profile.SAVING: ("native.train", "", "save"),
         profile.EVALUATING: ("native.train", "", "evaluate"),
     },
     "megatron": {

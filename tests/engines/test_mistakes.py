@@ -42,7 +42,7 @@ def mistakes() -> list[Mistake]:
 
 
 # Those that a gate with a small learning rate did not see, one of each other kind, and GPT's 3D without its mend.
-FEW = ("0.0 * matrix", "parameter.shape)) > 0", "self.forward(encoded, part).mean()", "batch[:self.micro", "if False:")
+FEW = ("0.0 * matrix", "parameter.shape)) > 0", "self.forward(part, encoded).mean()", "batch[:self.micro", "if False:")
 
 
 class Planter:

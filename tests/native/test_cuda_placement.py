@@ -9,7 +9,7 @@ import torch
 from command_lines import parsed
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from native import checkpoint, metrics, trainers
+from native import metrics, train, trainers
 from native.parallel import Axis, Layout, SharedDropout
 
 GPU, ADAMW, Patch = torch.device("meta"), torch.optim.AdamW, pytest.MonkeyPatch
@@ -79,7 +79,7 @@ def test_metrics_take_numbers_off_the_device_once_per_interval(args: Namespace, 
     recorder = metrics.Metrics(args, Layout())
     for iteration in (1, 2):
         recorder.record(iteration, torch.ones((), device=GPU), torch.ones((), device=GPU), 0.1)
-    ((_, iteration, _, losses, norms),) = told
+    ((_, iteration, _, losses, norms, _),) = told
     assert (iteration, losses, norms) == (2, [GPU] * 2, [GPU] * 2)
     assert len(waits) == 2  # at the start, and at the end of the interval
 
@@ -92,8 +92,8 @@ def test_a_checkpoint_holds_every_state_that_dropout_draws_from(monkeypatch: Pat
     args = parsed("--save", str(tmp_path), "--save-interval", "1", "--load", str(tmp_path))
     args.device, layout = torch.device("cuda", 0), Layout(tp=Axis(rng=shared))
     trainer = Namespace(save=lambda *_: None, load=lambda *_: None)
-    checkpoint.save(trainer, args, layout, 3)
+    train.save(trainer, args, layout, 3)
     before = [torch.rand(4, generator=generator).tolist() for generator in drawn_from]
-    checkpoint.load(trainer, args, layout, 3)
+    train.load(trainer, args, layout, 3)
     assert [torch.rand(4, generator=generator).tolist() for generator in drawn_from] == before
-    assert checkpoint.latest(str(tmp_path)) == 3
+    assert (tmp_path / train.TRACKER).read_text() == "3"

@@ -38,7 +38,7 @@ def test_loss_and_gradients(args: Namespace, monkeypatch: pytest.MonkeyPatch, ex
     decoder_tokens[0, 12:], labels[0, 12:] = 0, -1
     real = labels >= 0
     losses = model(tokens, decoder_tokens, *masks, lm_labels=labels.clamp(min=0)) * real
-    native_losses = native(tokens, tokens, decoder_tokens, labels)
+    native_losses = native(tokens, decoder_tokens, labels)
     torch.testing.assert_close(native_losses, losses, rtol=1e-5, atol=1e-5)
     for found in (losses, native_losses):
         (found.sum() / real.sum()).backward()
