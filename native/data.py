@@ -117,8 +117,7 @@ def split_documents(shares: list[float], documents: int) -> list[tuple[int, int]
     for share in shares:
         bounds.append(bounds[-1] + round(share / sum(shares) * documents))
     excess = bounds[-1] - documents
-    bounds = [0] + [bound - excess for bound in bounds[1:]]
-    return list(pairwise(bounds))
+    return list(pairwise([0, *(bound - excess for bound in bounds[1:])]))
 
 
 def choose_spans(

@@ -24,6 +24,8 @@ from native.trainers import PipelineTrainer, TorchTrainer, ZeroTrainer
 from t5bench import Problem
 from t5bench.imports import import_deepspeed, leave_out_compiler
 
+TRACKER = "latest_checkpointed_iteration.txt"
+
 
 def learning_rate(args: Namespace, iteration: int) -> float:
     """The rate after `iteration` updates: linear warm-up, then the decay to --min-lr at --train-iters."""
@@ -70,9 +72,6 @@ def evaluate(
         losses = torch.stack([trainer.evaluate(next(batches)) for _ in range(args.eval_iters)])
         trainer.model.train()
         metrics.validation(iteration, losses.mean())
-
-
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def dropout_states(directory: str, iteration: int, args: Namespace, layout: Layout) -> tuple[Path, dict]:

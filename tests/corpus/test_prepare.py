@@ -137,16 +137,16 @@ class Prepare:
         shutil.rmtree(self.data)
         shutil.copytree(SAMPLE, self.data / "sample")
 
-    def start(self, *arguments: str, **environment: str | None) -> subprocess.Popen[str]:
-        command = ["bash", str(self.project.script("prepare_xsum_megatron.sh")), *arguments]
+    def start(self, **environment: str | None) -> subprocess.Popen[str]:
         hub = {"HF_ENDPOINT": corpus.NO_HUB, "HF_HOME": str(self.project.stubs / "hf")}
         options = {"env": self.project.environment_with(hub | environment), "cwd": self.root, "text": True}
         # What is started with a signal ignored, as background jobs are, leaves it so.
         options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+        command = ["bash", str(self.project.script("prepare_xsum_megatron.sh"))]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
-    def __call__(self, *arguments: str, status: int = 0, **environment: str | None) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments, **environment)
+    def __call__(self, *, status: int = 0, **environment: str | None) -> subprocess.CompletedProcess[str]:
+        process = self.start(**environment)
         output = process.communicate(timeout=120)
         assert process.returncode == status, output
         return subprocess.CompletedProcess("", status, *output)
@@ -154,24 +154,20 @@ class Prepare:
     def refuses(self, *message: str, **environment: str | None) -> None:
         assert_refused(self(status=2, **environment), *message)
 
-    def outputs(self) -> dict[str, bytes]:
-        assert not list(self.data.glob(".*"))
-        return {name: content for name, content in snapshot(self.data).items() if not name.startswith("sample/")}
-
 
 @pytest.fixture
 def prepare(project: Project) -> Prepare:
     return Prepare(project)
 
 
-@pytest.fixture
-def prepared(prepare: Prepare, sample_data: Path) -> Prepare:
-    """`prepare`, with the sample already prepared."""
-    shutil.copytree(sample_data, prepare.data, dirs_exist_ok=True)
-    return prepare
-
-
-def test_the_sample_is_prepared_offline(prepare: Prepare) -> None:
+def test_impossible_settings_are_refused_and_the_sample_is_prepared_offline(prepare: Prepare) -> None:
+    # -S leaves out site-packages, and with them every package.
+    prepare.project.add_stub("bare", f'#!/usr/bin/env bash\nexec {shlex.quote(sys.executable)} -S "$@"\n')
+    prepare.refuses("but found XSUM_SOURCE=", " TOKENIZER_MODEL=", SAMPLE="1", XSUM_SOURCE="x.jsonl", **TOKENIZER)
+    prepare.refuses("there is no file", "no/such.jsonl", XSUM_SOURCE="no/such.jsonl")
+    prepare.refuses("/proc/nowhere", SAMPLE="1", MEGATRON_DATA_DIR="/proc/nowhere")
+    prepare.refuses("named 'msgspec'", "pip install", SAMPLE="1", PYTHON="bare", PYTHONPATH=None)
+    assert {path.name for path in prepare.data.iterdir()} == {"sample"}
     said = prepare(SAMPLE="1").stdout
     assert {path.name for path in prepare.data.iterdir()} == OUTPUTS | {"sample"}
     assert texts_of(prepare.data / "xsum_text.jsonl") == corpus.ARTICLES
@@ -284,33 +280,34 @@ def test_a_failed_run_leaves_nothing(
     assert snapshot(data) == before and not list((tmp_path / "not yet").iterdir())
 
 
-def test_one_preparation_at_a_time_and_an_interrupted_one_continues(prepared: Prepare) -> None:
-    before, journal = prepared.outputs(), prepared.data / ".prepare" / "xsum_text.journal"
+def test_one_preparation_at_a_time_and_an_interrupted_one_continues(prepare: Prepare, sample_data: Path) -> None:
+    shutil.copytree(sample_data, prepare.data, dirs_exist_ok=True)
+    before, journal = snapshot(prepare.data), prepare.data / ".prepare" / "xsum_text.journal"
     python = shlex.quote(sys.executable)
     instead = f"[ \"$*\" != '-m t5bench.corpus' ] || exec {python} -c '{SLOW_PREPARATION}'"
-    prepared.project.add_stub("slow", f'#!/bin/sh\n{instead}\nexec {python} "$@"\n')
+    prepare.project.add_stub("slow", f'#!/bin/sh\n{instead}\nexec {python} "$@"\n')
     settings = {"SAMPLE": "1", "FORCE": "1", "WORKERS": "2", "PYTHON": "slow"}
-    assert prepared.start(**settings, END_IN_FORK="1").wait(60) == 128 + signal.SIGTERM
-    prepared.start(**settings, DIE_AFTER_FORK="1").communicate(timeout=30)  # until its processes have gone, too
+    assert prepare.start(**settings, END_IN_FORK="1").wait(60) == 128 + signal.SIGTERM
+    prepare.start(**settings, DIE_AFTER_FORK="1").communicate(timeout=30)  # until its processes have gone, too
     journal.unlink(missing_ok=True)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         earlier = journal.read_bytes() if journal.exists() else b""
-        process = prepared.start(**settings)
+        process = prepare.start(**settings)
         wait_for(lambda earlier=earlier: journal.exists() and journal.read_bytes() != earlier)
         if not earlier:
             process.send_signal(signal.SIGSTOP)
             owner = f"process {process.pid} on {socket.gethostname()}"
-            prepared.refuses(f"{owner} is already preparing data", SAMPLE="1", FORCE="1")
+            prepare.refuses(f"{owner} is already preparing data", SAMPLE="1", FORCE="1")
             process.send_signal(signal.SIGCONT)
         process.send_signal(number)
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number), stderr
         assert "Traceback" not in stderr and ("Continuing after" in stderr) == bool(earlier)
         assert number == signal.SIGKILL or "interrupted: nothing in" in stderr
-        assert {name: content for name, content in snapshot(prepared.data).items() if name in before} == before
-    assert "Continuing after" in prepared(**settings).stderr
-    after = prepared.outputs()
-    assert all(after[name] == before[name] for name in BUILT)
+        assert {name: content for name, content in snapshot(prepare.data).items() if name in before} == before
+    assert "Continuing after" in prepare(**settings).stderr
+    after = snapshot(prepare.data)
+    assert after.keys() == before.keys() and all(after[name] == before[name] for name in BUILT)
 
 
 def test_data_from_another_source_are_replaced_only_on_request(
@@ -337,15 +334,3 @@ def test_data_from_another_source_are_replaced_only_on_request(
     (data / f"{DATASET}.meta.json").unlink()
     with pytest.raises(Problem, match=f"{DATASET}.bin exists without a record of its source"):
         run(data, **sample, **TOKENIZER)
-
-
-def test_impossible_settings_are_refused(prepare: Prepare) -> None:
-    # -S leaves out site-packages, and with them every package.
-    prepare.project.add_stub("bare", f'#!/usr/bin/env bash\nexec {shlex.quote(sys.executable)} -S "$@"\n')
-    prepare.refuses("but found XSUM_SOURCE=", " TOKENIZER_MODEL=", SAMPLE="1", XSUM_SOURCE="x.jsonl", **TOKENIZER)
-    prepare.refuses("there is no file", "no/such.jsonl", XSUM_SOURCE="no/such.jsonl")
-    prepare.refuses("/proc/nowhere", SAMPLE="1", MEGATRON_DATA_DIR="/proc/nowhere")
-    prepare.refuses("named 'msgspec'", "pip install", SAMPLE="1", PYTHON="bare", PYTHONPATH=None)
-    assert_refused(prepare("--helpme", status=2), "unknown option '--helpme'")
-    assert {path.name for path in prepare.data.iterdir()} == {"sample"}
-    assert "\n  SAMPLE  " in prepare("--help").stdout

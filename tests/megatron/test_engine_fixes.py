@@ -7,9 +7,7 @@ import pytest
 from inside_engine import INSIDE, run_inside
 
 
-@pytest.mark.parametrize(
-    ("names", "processes"), [(["alone", "beside_native", "sizes", "allocations"], 1), (["pair"], 2)]
-)
+@pytest.mark.parametrize(("names", "processes"), [(["alone", "beside_native", "sizes"], 1), (["pair"], 2)])
 def test_checks_inside_the_engine(
     megatron_dir: Path, sample_data: Path, tmp_path: Path, names: list[str], processes: int
 ):
