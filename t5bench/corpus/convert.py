@@ -64,18 +64,18 @@ class Block(NamedTuple):
 
     def articles(self) -> Iterator[dict[str, str]]:
         """Text, summary and id of each row, without blank lines. Raises Problem, which names a bad row."""
-        if isinstance(self.content, bytes):
-            lines = enumerate(self.content.split(b"\n"), self.first)
-            rows = ((number, f"line {number} of {self.source}", line) for number, line in lines if line.strip())
-            yield from (_article(_object(line, place), number, place) for number, place, line in rows)
-            return
+        lines = isinstance(self.content, bytes)
         try:
-            rows = self.content.to_pylist()
+            rows = self.content.split(b"\n") if lines else self.content.to_pylist()
         except ValueError as error:
             found = f"row {self.first} or a later of {self.source} is not text in UTF-8 ({one_line(error)})"
             raise Problem(found, "Copy or download the file again") from error
         for number, row in enumerate(rows, self.first):
-            yield _article(row, number, f"row {number} of {self.source}")
+            place = f"{'line' if lines else 'row'} {number} of {self.source}"
+            if not lines:
+                yield _article(row, number, place)
+            elif row.strip():
+                yield _article(_object(row, place), number, place)
 
 
 class Source(NamedTuple):
@@ -215,8 +215,8 @@ def convert_source(
     """
     from tqdm import tqdm
 
-    prefix, journal = Path(f"{output}_document"), Path(f"{output}.journal")
-    paths = [Path(f"{output}.jsonl"), *(Path(f"{prefix}.{suffix}") for suffix in (("bin", "sizes") if encoder else ()))]
+    journal, prefix = Path(f"{output}.journal"), Path(f"{output}_document")
+    paths = [Path(f"{output}.jsonl"), Path(f"{prefix}.bin"), Path(f"{prefix}.sizes")]  # the last two may stay empty
     done, counts, lengths = _read_journal(journal, job, paths)
     # Without a terminal, print a line now and then.
     seconds = 0 if sys.stderr.isatty() else 60
@@ -232,7 +232,7 @@ def convert_source(
             left = source.limit and source.limit - counts["documents"]
             if left and found["documents"] >= left:
                 found, contents = convert(block, encoder, left)
-            for stream, content in zip(streams, contents, strict=False):
+            for stream, content in zip(streams, contents, strict=True):
                 stream.write(content)
             counts.update(found)
             bar.set_postfix(documents=counts["documents"], refresh=False)

@@ -7,7 +7,6 @@ those of the tokenizer and one `<|endoftext|>`.
 """
 
 import fcntl
-import filecmp
 import os
 import shutil
 import signal
@@ -161,9 +160,8 @@ def publish(staged: Path, directory: Path, names: list[str]) -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # The engine names its index maps after the run's settings, not after the data, and would use them with other data.
-    if BINARIES[0] in names and filecmp.cmpfiles(staged, directory, BINARIES, shallow=False)[0] != BINARIES:
-        for outdated in directory.glob(f"{DATASET}_*indexmap*.npy"):
-            outdated.unlink()
+    for outdated in directory.glob(f"{DATASET}_*indexmap*.npy") if BINARIES[0] in names else ():
+        outdated.unlink()
     os.sync()
     for name in names:
         if (staged / name).is_dir() and (directory / name).exists():

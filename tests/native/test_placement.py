@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from command_lines import parsed
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from native import metrics, train, trainers
+from native import train, trainers
 from native.parallel import Axis, Layout, SharedDropout
 from t5bench.model import traffic
 from t5bench.model.job import Architecture, Job, Parallel
@@ -76,21 +76,6 @@ def test_pipeline_stages_exchange_where_the_backend_can(args: Namespace, monkeyp
     assert [way for way, *_ in messages].count("isend") == [way for way, *_ in messages].count("irecv") == 3 * count
     forms = {(tensor.device.type, tensor.dtype, tuple(tensor.shape)) for _, tensor, _ in messages}
     assert forms == {(place, torch.bfloat16, (args.micro_batch_size, 64, 64))}
-
-
-def test_metrics_take_numbers_off_the_device_once_per_interval(args: Namespace, monkeypatch: Patch):
-    told, waits = [], []
-    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
-    monkeypatch.setattr("torch.cuda.synchronize", lambda: waits.append("cuda"))
-    monkeypatch.setattr(metrics.Metrics, "tell", lambda *values: told.append(values))
-    monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: [tensor.device] * len(tensor))
-    args.log_interval, args.tensorboard_dir, args.device = 2, None, torch.device("cuda")
-    recorder = metrics.Metrics(args, Layout())
-    for iteration in (1, 2):
-        recorder.record(iteration, torch.ones((), device=GPU), torch.ones((), device=GPU), 0.1)
-    ((_, iteration, _, losses, norms, _),) = told
-    assert (iteration, losses, norms) == (2, [GPU] * 2, [GPU] * 2)
-    assert len(waits) == 2  # at the start, and at the end of the interval
 
 
 def test_a_checkpoint_holds_every_state_that_dropout_draws_from(monkeypatch: Patch, tmp_path: Path):

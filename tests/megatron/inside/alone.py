@@ -116,8 +116,6 @@ LARGE = {
     "seq_length": 512, "decoder_seq_length": 128, "padded_vocab_size": 32128,
     "model_type": ModelType.encoder_and_decoder,
 }  # fmt: skip
-FULL = {"recompute_granularity": "full"}
-STAGES = {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_split_rank": 2}
 
 
 def test_flops_of_an_encoder_decoder(args, monkeypatch: Patch):
@@ -138,10 +136,11 @@ def test_flops_of_an_encoder_decoder(args, monkeypatch: Patch):
     monkeypatch.setattr(megatron.utils, "get_num_microbatches", lambda: 16)
     assert tflop() == of_macs(plain)
     assert tflop() == pytest.approx(19.81, abs=0.005)
-    assert tflop(world_size=2) == of_macs(plain / 2)
-    assert tflop(**FULL, recompute_method="uniform") == of_macs(plain + encoder + decoder)
-    blocks = {"recompute_method": "block", "recompute_num_layers": 6}
-    assert tflop(**FULL, **STAGES, **blocks) == of_macs(plain + (encoder + decoder) / 2)
+    full = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    assert tflop(**full) == of_macs(plain + encoder + decoder)
+    blocks = {"recompute_method": "block", "recompute_num_layers": 6, "pipeline_model_parallel_size": 4}
+    blocks |= {"pipeline_model_parallel_split_rank": 2}
+    assert tflop(**full | blocks) == of_macs(plain + (encoder + decoder) / 2)
     assert tflop(recompute_granularity="selective") == of_macs(plain + core_attention)
     assert tflop(model_type=ModelType.encoder_or_decoder) == pytest.approx(14.61, abs=0.005)
 
