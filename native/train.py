@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from native.arguments import start
 from native.data import Batch, TokenFile, Vocabulary, open_data
 from native.metrics import Metrics, say
 from native.parallel import Layout
@@ -156,7 +155,3 @@ def run(args: Namespace) -> None:
     del training, validation  # ends the processes that prepare samples
     metrics.end()
     dist.destroy_process_group()
-
-
-def main() -> None:
-    start(run)
