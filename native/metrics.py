@@ -102,11 +102,8 @@ class Metrics:
     def tell(self, iteration: int, seconds: float, losses: list[float], norms: list[float], rates: list[float]) -> None:
         """Prints the line of an interval that ends at `iteration` and took `seconds` per iteration, and its curves."""
         args, gpus, elapsed_ms = self.args, self.args.world_size, seconds * 1000
-        samples, tokens, tflops = (
-            self.samples / seconds,
-            self.samples * self.tokens / seconds,
-            self.flops / seconds / 1e12,
-        )
+        samples, tflops = self.samples / seconds, self.flops / seconds / 1e12
+        tokens = samples * self.tokens
         say(
             f" iteration {iteration:8d}/{args.train_iters:8d} | consumed samples: {iteration * self.samples:12d} |"
             f" consumed tokens: {iteration * self.samples * self.tokens:12d} |"
@@ -127,18 +124,15 @@ class Metrics:
             values = {"lm loss": loss, "learning rate": rate, "loss scale": 1.0, "lm-loss-training/lm loss": loss}
             values |= {"grad-norm/grad-norm": norm, "learning-rate/learning-rate": rate}
             if step == iteration:
-                values |= {
-                    "samples per second": samples,
-                    "elapsed time per iteration": elapsed_ms,
-                    "loss/lm loss": loss,
-                }
-                values |= {f"throughput/{key}": value for key, value in speeds.items()}
+                values |= {"samples per second": samples, "elapsed time per iteration": elapsed_ms}
+                values |= {"loss/lm loss": loss} | {f"throughput/{key}": value for key, value in speeds.items()}
             self.plot(step, values)
 
     def plot(self, step: int, values: dict[str, float]) -> None:
         """Sends values of iteration `step` to TensorBoard and W&B, there with the samples and tokens for other axes."""
-        for key, value in values.items() if self.tensorboard else ():
-            self.tensorboard.add_scalar(key, value, step)
+        if self.tensorboard:
+            for key, value in values.items():
+                self.tensorboard.add_scalar(key, value, step)
         if self.wandb:
             consumed = step * self.samples
             self.wandb.log(values | {"Samples": consumed, "Tokens": consumed * self.tokens}, step=step)

@@ -65,8 +65,9 @@ class Stack(nn.Module):
         depth = args.decoder_num_layers if decoder else args.encoder_num_layers
         self.layers = nn.ModuleList(Layer(args, tp, decoder) for _ in range(depth))
         self.final_layernorm = LayerNorm(args.hidden_size)
-        for layer in self.layers if args.compile else ():  # one by one, since all share the compiled code
-            layer.compile()
+        if args.compile:
+            for layer in self.layers:  # one by one, since all share the compiled code
+                layer.compile()
 
     def forward(self, x: Tensor, mask: Tensor, encoded: Tensor | None = None) -> Tensor:
         for layer in self.layers:

@@ -160,8 +160,9 @@ def publish(staged: Path, directory: Path, names: list[str]) -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # The engine names its index maps after the run's settings, not after the data, and would use them with other data.
-    for outdated in directory.glob(f"{DATASET}_*indexmap*.npy") if BINARIES[0] in names else ():
-        outdated.unlink()
+    if BINARIES[0] in names:
+        for outdated in directory.glob(f"{DATASET}_*indexmap*.npy"):
+            outdated.unlink()
     os.sync()
     for name in names:
         if (staged / name).is_dir() and (directory / name).exists():
