@@ -29,7 +29,7 @@ class T5(nn.Module):
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.tp, self.pad, self.dtype = layout.tp, args.pad_token, args.dtype
         parts: dict[str, nn.Module] = {"embedding": Embedding(args, self.tp)}
-        if layout.first_stage:
+        if layout.pp.rank == 0:
             parts["encoder"] = Stack(args, self.tp, decoder=False)
         if layout.last_stage:
             parts["decoder"] = Stack(args, self.tp, decoder=True)

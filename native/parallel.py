@@ -38,10 +38,6 @@ class Layout:
     tp: Axis = field(default_factory=Axis)
 
     @property
-    def first_stage(self) -> bool:
-        return self.pp.rank == 0
-
-    @property
     def last_stage(self) -> bool:
         return self.pp.rank == self.pp.size - 1
 
@@ -222,7 +218,7 @@ def clip_gradients(model: nn.Module, layout: Layout, max_norm: float) -> Tensor:
     Every parameter of the whole model counts once: what all TP ranks hold counts on the first, tied embeddings on the
     encoder's stage. One number travels over the TP and PP axes; nothing waits for the GPU.
     """
-    tied = set() if layout.first_stage else set(model.language_model["embedding"].parameters())
+    tied = set() if layout.pp.rank == 0 else set(model.language_model["embedding"].parameters())
     parameters = list(model.parameters())
     counted = [p.grad for p in parameters if p not in tied and (hasattr(p, "tp_slice") or layout.tp.rank == 0)]
     # On a CPU in float64: an fp32 sum of 3e7 squares is off by 1e-3.

@@ -113,17 +113,16 @@ def check_replacement(directory: Path, source: Source, tokenizer: str) -> None:
     if not existing:
         return
     built = existing[0].name in BINARIES
-    record, name = read_record(directory / (DATASET if built else TEXT)), name_of(tokenizer)
-    is_copy = Path(tokenizer).is_dir() and record.get("tokenizer_checksum") == tokenizer_checksum(Path(tokenizer))
-    if not record:
-        problem = "exists without a record of its source"
-    elif record["source"] != source.describe():
-        problem = f"was made from {record['source']}, but this run would replace it with {source.describe()}"
-    elif built and record.get("tokenizer") != name and not is_copy:
-        problem = f"was made with the tokenizer {record.get('tokenizer')}, but this run would use {name}"
-    else:
-        return
-    raise Problem(f"{existing[0]} {problem}", "Set FORCE=1 to replace it, or another MEGATRON_DATA_DIR to keep both")
+    record = read_record(directory / (DATASET if built else TEXT))
+    made, asked = [record.get("source", "an unknown source")], [source.describe()]
+    if built:
+        checksum = tokenizer_checksum(Path(tokenizer)) if Path(tokenizer).is_dir() else None
+        made.append(record.get("tokenizer", "unknown"))
+        asked.append(made[1] if checksum and checksum == record.get("tokenizer_checksum") else name_of(tokenizer))
+    if made != asked:
+        was, would_be = (" and the tokenizer ".join(parts) for parts in (made, asked))
+        found = f"{existing[0]} was made from {was}, but this run would replace it with {would_be}"
+        raise Problem(found, "Set FORCE=1 to replace it, or another MEGATRON_DATA_DIR to keep both")
 
 
 @contextmanager

@@ -318,9 +318,9 @@ def test_data_from_another_source_are_replaced_only_on_request(
     other = {"XSUM_SOURCE": str(corpus.write_jsonl(tmp_path / "other.jsonl", ROWS))}
     sample = {"XSUM_SOURCE": str(SAMPLE / "articles.jsonl")}
     for settings, message in (
-        (hub, "was made from bundled sample, .* with EdinburghNLP/xsum train"),
-        (other | TOKENIZER, f"was made from bundled sample, .* with file {other['XSUM_SOURCE']}"),
-        (sample | hub, "was made with the tokenizer bundled sample, .* google-t5/t5-large"),
+        (hub, "was made from bundled sample and .* with EdinburghNLP/xsum train"),
+        (other | TOKENIZER, f"was made from bundled sample and .* with file {other['XSUM_SOURCE']}"),
+        (sample | hub, "and the tokenizer bundled sample, .* and the tokenizer google-t5/t5-large"),
         (sample | TOKENIZER | {"XSUM_LIMIT": "9"}, "with bundled sample, first 9 documents"),
     ):
         with pytest.raises(Problem, match=message) as caught:
@@ -332,5 +332,5 @@ def test_data_from_another_source_are_replaced_only_on_request(
     run(data, **other, **TOKENIZER, FORCE="1")
     assert texts_of(data / "xsum_text.jsonl") == TEXTS and not stale.exists()
     (data / f"{DATASET}.meta.json").unlink()
-    with pytest.raises(Problem, match=f"{DATASET}.bin exists without a record of its source"):
+    with pytest.raises(Problem, match=f"{DATASET}.bin was made from an unknown source and "):
         run(data, **sample, **TOKENIZER)
