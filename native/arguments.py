@@ -8,13 +8,10 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from t5bench import Problem, note
 from t5bench.model.job import beyond_native
-
-if TYPE_CHECKING:
-    import torch
 
 EXIT_CONFIGURATION = 2
 
@@ -25,19 +22,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, found '{text}'")
+    if int(text) < 1:
+        raise ValueError
     return int(text)
 
 
 def shares(text: str) -> list[float]:
     """Three non-negative numbers, not all zero, from "949,50,1"; omitted ones are 0."""
-    try:
-        numbers = [float(number) for number in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not 1 <= len(numbers) <= 3 or min(numbers) < 0 or not 0 < sum(numbers) < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be up to three numbers such as 949,50,1, found '{text}'")
+    numbers = [float(number) for number in text.split(",")]
+    if len(numbers) > 3 or min(numbers) < 0 or not 0 < sum(numbers) < float("inf"):
+        raise ValueError
     return [*numbers, 0.0, 0.0][:3]
 
 
@@ -127,12 +121,8 @@ def start(run: Callable[[argparse.Namespace], None]) -> None:
 
 def make_parser(*, is_complete: bool = True) -> Parser:
     """is_complete: the command line has all flags that must be given, and may ask for --help."""
-    parser = Parser(
-        usage="torchrun ... native/pretrain_t5.py FLAGS",
-        description=__doc__,
-        allow_abbrev=False,
-        add_help=is_complete,
-    )
+    usage = "torchrun ... native/pretrain_t5.py FLAGS"
+    parser = Parser(usage=usage, description=__doc__, allow_abbrev=False, add_help=is_complete)
     for flag, kind, default, meaning in FLAGS:
         options: dict[str, Any] = {"type": kind, "default": default, "required": is_complete and default is REQUIRED}
         if kind is bool:
@@ -144,10 +134,10 @@ def make_parser(*, is_complete: bool = True) -> Parser:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Reads, checks and completes the arguments. Raises Problem.
+    """Reads, checks and completes the arguments. Raises Problem if this engine cannot train the request.
 
     Adds rank, local_rank, world_size, the sizes tp, pp and dp, micro_batches (of one rank and iteration), dtype, device
-    and deepspeed_json.
+    and deepspeed_json. Launchers have checked that the sizes divide.
     """
     import torch
 
@@ -158,11 +148,26 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.kv_channels = args.kv_channels or args.hidden_size // args.num_attention_heads
     args.dtype = torch.bfloat16 if args.bf16 else torch.float32
     args.device = choose_device(args)
-    check(args)
+    args.tp, args.pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    args.dp = args.world_size // (args.tp * args.pp)
+    args.micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
+    if args.deepspeed and not args.deepspeed_config:
+        raise Problem("--deepspeed needs --deepspeed_config")
+    args.deepspeed_json = json.loads(Path(args.deepspeed_config).read_text()) if args.deepspeed else {}
+    check_compile(args, args.deepspeed_json["zero_optimization"]["stage"] if args.deepspeed else 0)
+    if reason := beyond_native(args.tp, args.pp, args.deepspeed, args.micro_batches, args.fp16):
+        raise Problem(reason)
+    if args.pp == 2 and args.pipeline_model_parallel_split_rank != 1:
+        raise Problem("the decoder's stage must be 1: --pipeline-model-parallel-split-rank 1")
+    encoder, decoder = args.encoder_seq_length, args.decoder_seq_length
+    if encoder < 4 or decoder < args.mask_prob * (encoder - 2) + 2:
+        raise Problem(f"a decoder of {decoder} tokens is too short for an encoder of {encoder}")
+    if not 0 <= args.lr_warmup_iters < args.train_iters or not 0 <= args.min_lr <= args.lr:
+        raise Problem("the learning rate needs 0 <= --min-lr <= --lr and 0 <= --lr-warmup-iters < --train-iters")
     return args
 
 
-def choose_device(args: argparse.Namespace) -> "torch.device":
+def choose_device(args: argparse.Namespace) -> Any:
     """This process's own GPU with NCCL, a shared one with --share-gpus, else the CPU."""
     import torch
 
@@ -182,24 +187,3 @@ def check_compile(args: argparse.Namespace, zero_stage: int) -> None:
     if args.compile and zero_stage == 3:
         found = "--compile does not work with ZeRO-3, whose hooks between the layers cannot be compiled"
         raise Problem(found, "Leave it out")
-
-
-def check(args: argparse.Namespace) -> None:
-    """Raises Problem if this engine cannot train the request; launchers have checked that the sizes divide."""
-    tp, pp, world = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.world_size
-    args.tp, args.pp, args.dp = tp, pp, world // (tp * pp)
-    args.micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
-    if args.deepspeed and not args.deepspeed_config:
-        raise Problem("--deepspeed needs --deepspeed_config")
-    args.deepspeed_json = json.loads(Path(args.deepspeed_config).read_text()) if args.deepspeed else {}
-    stage = args.deepspeed_json["zero_optimization"]["stage"] if args.deepspeed else 0
-    check_compile(args, stage)
-    if reason := beyond_native(tp, pp, args.deepspeed, args.micro_batches, args.fp16):
-        raise Problem(reason)
-    if pp == 2 and args.pipeline_model_parallel_split_rank != 1:
-        raise Problem("the decoder's stage must be 1: --pipeline-model-parallel-split-rank 1")
-    encoder, decoder = args.encoder_seq_length, args.decoder_seq_length
-    if encoder < 4 or decoder < args.mask_prob * (encoder - 2) + 2:
-        raise Problem(f"a decoder of {decoder} tokens is too short for an encoder of {encoder}")
-    if not 0 <= args.lr_warmup_iters < args.train_iters or not 0 <= args.min_lr <= args.lr:
-        raise Problem("the learning rate needs 0 <= --min-lr <= --lr and 0 <= --lr-warmup-iters < --train-iters")

@@ -13,8 +13,9 @@ import torch
 
 from t5bench import Problem
 from t5bench.corpus.index import read_index
-from t5bench.corpus.tokenizer import load_tokenizer
+from t5bench.corpus.tokenizer import load_tokenizer, readable
 
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # encoder input, decoder input, labels
 LONG_SENTENCE = 512  # documents of several sentences are skipped if one of them has more tokens
 MAX_SPAN, SPAN_P = 10, 0.2  # span lengths in words: geometric, clipped (SpanBERT, https://arxiv.org/abs/1907.10529)
 
@@ -46,7 +47,8 @@ class Vocabulary:
     @staticmethod
     def load(name_or_directory: str) -> "Vocabulary":
         """Raises Problem if there is no such tokenizer or it has no sentinel tokens."""
-        tokenizer = load_tokenizer(name_or_directory)
+        with readable(name_or_directory):
+            tokenizer = load_tokenizer(name_or_directory)
         names = "additional_special_tokens_ids", "extra_special_tokens_ids"  # until transformers 4, and from 5 on
         sentinels = tuple(next(ids for name in names if (ids := getattr(tokenizer, name, None))))
         pieces = tokenizer.get_vocab().items()
@@ -115,8 +117,7 @@ def split_documents(shares: list[float], documents: int) -> list[tuple[int, int]
     for share in shares:
         bounds.append(bounds[-1] + round(share / sum(shares) * documents))
     excess = bounds[-1] - documents
-    bounds = [0] + [bound - excess for bound in bounds[1:]]
-    return list(pairwise(bounds))
+    return list(pairwise([0, *(bound - excess for bound in bounds[1:])]))
 
 
 def choose_spans(
@@ -125,11 +126,9 @@ def choose_spans(
     """Spans of whole words that do not overlap, `budget` tokens in all at most: their positions, as the text runs."""
     words: list[list[int]] = []
     for i, token in enumerate(tokens):
-        if token in (vocabulary.pad, vocabulary.eos):
-            continue
         if words and token in vocabulary.continuations:
             words[-1].append(i)
-        else:
+        elif token not in (vocabulary.pad, vocabulary.eos):
             words.append([i])
     order = np.arange(len(words))
     rng.shuffle(order)
@@ -185,9 +184,8 @@ class SpanCorruption(torch.utils.data.Dataset):
         encoder += tokens[start:]
         labels = [*decoder[1:], vocabulary.eos]
         if len(spans) > len(vocabulary.sentinels) or len(decoder) > args.decoder_seq_length:
-            raise ValueError(
-                f"a sample has {len(spans)} spans and {len(decoder)} decoder tokens: too many for this run"
-            )
+            found = f"a sample has {len(spans)} spans and {len(decoder)} decoder tokens"
+            raise ValueError(f"{found}: too many for this run")
         return (
             padded(encoder, args.encoder_seq_length, vocabulary.pad),
             padded(decoder, args.decoder_seq_length, vocabulary.pad),
@@ -202,14 +200,29 @@ def step_indices(args: Namespace, dp_rank: int, consumed: int, end: int) -> Iter
         yield samples[:, dp_rank].flatten().tolist()
 
 
-def batches(
-    dataset: SpanCorruption, args: Namespace, dp_rank: int, consumed: int = 0
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """One (encoder input, decoder input, labels) per iteration, [micro_batches * micro_batch_size, length] each."""
-    yield from torch.utils.data.DataLoader(
+def batches(dataset: SpanCorruption, args: Namespace, dp_rank: int, consumed: int) -> Iterator[Batch]:
+    """One batch per iteration on its device, [micro_batches * micro_batch_size, length] each."""
+    loader = torch.utils.data.DataLoader(
         dataset,
         batch_sampler=list(step_indices(args, dp_rank, consumed, len(dataset))),
         num_workers=args.num_workers,
         pin_memory=args.device.type == "cuda",
         generator=torch.Generator(),  # its own, or starting the workers would take a number from dropout's
     )
+    for batch in loader:
+        yield tuple(tensor.to(args.device, non_blocking=True) for tensor in batch)
+
+
+def open_data(
+    args: Namespace, dp_rank: int, file: TokenFile, vocabulary: Vocabulary, done: int = 0
+) -> tuple[Iterator[Batch], Iterator[Batch]]:
+    """A data-parallel rank's batches for training after `done` iterations, and for its evaluations."""
+    train, validation, _ = split_documents(args.split, len(file.documents) - 1)
+    size, evaluation = args.global_batch_size, args.global_batch_size * args.eval_iters  # samples of each
+    dataset = SpanCorruption(args, file, train, args.train_iters * size, vocabulary)
+    training = batches(dataset, args, dp_rank, done * size)
+    if not args.eval_iters:
+        return training, iter(())
+    count = (args.train_iters // args.eval_interval + 1) * evaluation  # one more comes at the end
+    dataset = SpanCorruption(args, file, validation, count, vocabulary)
+    return training, batches(dataset, args, dp_rank, done // args.eval_interval * evaluation)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from native.parallel import Layout
 from t5bench.model.flops import flops_per_iteration
@@ -18,8 +19,6 @@ from t5bench.model.job import Architecture
 from t5bench.model.parameters import parameters
 
 MEBIBYTE = 1 << 20
-# By these TensorBoard compares runs; their values are those of the curves.
-COMPARED = ("lm loss", "samples per second", "elapsed time per iteration")
 
 
 def start_wandb(args: Namespace) -> Any:
@@ -58,24 +57,17 @@ class Metrics:
     def __init__(self, args: Namespace, layout: Layout) -> None:
         self.args, self.layout = args, layout
         architecture = Architecture.of_arguments(vars(args), args.padded_vocab_size)
-        self.flops, args.parameters = (
-            flops_per_iteration(architecture, args.global_batch_size),
-            parameters(architecture),
-        )
-        self.speaks = args.rank == args.world_size - 1
-        self.tokens_per_sample = args.encoder_seq_length + args.decoder_seq_length
-        self.losses: list[torch.Tensor] = []
-        self.norms: list[torch.Tensor] = []
-        self.rates: list[float] = []
+        self.flops = flops_per_iteration(architecture, args.global_batch_size)
+        args.parameters, self.speaks = parameters(architecture), args.rank == args.world_size - 1
+        self.samples, self.tokens = args.global_batch_size, args.encoder_seq_length + args.decoder_seq_length
+        self.seen: list[tuple[Tensor, Tensor, float]] = []
         self.tensorboard = self.wandb = None
         if self.speaks and args.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
-            from torch.utils.tensorboard.summary import hparams
 
             self.tensorboard = SummaryWriter(args.tensorboard_dir)
-            *begun, self.ended = hparams(settings(args), dict.fromkeys(COMPARED, 0.0))
-            for part in begun:
-                self.tensorboard.file_writer.add_summary(part)
+            for name, value in settings(args).items():
+                self.tensorboard.add_text(name, str(value))
         if self.speaks and args.wandb_project:
             self.wandb = start_wandb(args)
         self.started = self.paused = self.synchronise()
@@ -94,59 +86,46 @@ class Metrics:
     def __exit__(self, *exception: object) -> None:
         self.started += self.synchronise() - self.paused
 
-    def record(self, iteration: int, loss: torch.Tensor, norm: torch.Tensor, next_rate: float) -> None:
+    def record(self, iteration: int, loss: Tensor, norm: Tensor, next_rate: float) -> None:
         """Takes an iteration's loss on this rank's samples, its gradient norm, both [], and the next learning rate."""
-        self.losses.append(loss)
-        self.norms.append(norm)
-        self.rates.append(next_rate)
+        self.seen.append((loss, norm, next_rate))
         if iteration % self.args.log_interval:
             return
         now = self.synchronise()
-        seconds, self.started = (now - self.started) / len(self.losses), now
-        losses = (self.layout.dp.all_reduce(torch.stack(self.losses)) / self.layout.dp.size).tolist()
-        norms = torch.stack(self.norms).tolist()
+        seconds, self.started = (now - self.started) / len(self.seen), now
+        losses, norms, rates = zip(*self.seen, strict=True)
+        losses = (self.layout.dp.all_reduce(torch.stack(losses)) / self.layout.dp.size).tolist()
         if self.speaks:
-            self.tell(iteration, seconds, losses, norms)
-        self.losses, self.norms, self.rates = [], [], []
+            self.tell(iteration, seconds, losses, torch.stack(norms).tolist(), rates)
+        self.seen = []
 
-    def tell(self, iteration: int, seconds: float, losses: list[float], norms: list[float]) -> None:
+    def tell(self, iteration: int, seconds: float, losses: list[float], norms: list[float], rates: list[float]) -> None:
         """Prints the line of an interval that ends at `iteration` and took `seconds` per iteration, and its curves."""
-        args, batch = self.args, self.args.global_batch_size
-        samples_per_second, tflops = batch / seconds, self.flops / seconds / args.world_size / 1e12
-        tokens_per_second = samples_per_second * self.tokens_per_sample
+        args, gpus, elapsed_ms = self.args, self.args.world_size, seconds * 1000
+        samples, tflops = self.samples / seconds, self.flops / seconds / 1e12
+        tokens = samples * self.tokens
         say(
-            f" iteration {iteration:8d}/{args.train_iters:8d} | consumed samples: {iteration * batch:12d} |"
-            f" consumed tokens: {iteration * batch * self.tokens_per_sample:12d} |"
-            f" elapsed time per iteration (ms): {seconds * 1000:.1f} | learning rate: {self.rates[-1]:.3E} |"
-            f" global batch size: {batch:5d} | lm loss: {sum(losses) / len(losses):.6E} | loss scale: 1.0 |"
+            f" iteration {iteration:8d}/{args.train_iters:8d} | consumed samples: {iteration * self.samples:12d} |"
+            f" consumed tokens: {iteration * self.samples * self.tokens:12d} |"
+            f" elapsed time per iteration (ms): {elapsed_ms:.1f} | learning rate: {rates[-1]:.3E} |"
+            f" global batch size: {self.samples:5d} | lm loss: {sum(losses) / len(losses):.6E} | loss scale: 1.0 |"
             f" grad norm: {norms[-1]:.6E} | actual seqlen: {args.encoder_seq_length:5d} |"
             f" number of skipped iterations: {0:3d} |"
             f" number of nan iterations: {sum(not math.isfinite(loss) for loss in losses):3d} |"
-            f" samples per second: {samples_per_second:.3f} |"
-            f" tokens per gpu per second (tgs): {tokens_per_second / args.world_size:.3f} | TFLOPs: {tflops:.2f} |"
+            f" samples per second: {samples:.3f} |"
+            f" tokens per gpu per second (tgs): {tokens / gpus:.3f} | TFLOPs: {tflops / gpus:.2f} |"
         )
-        throughput = {
-            "samples_per_sec": samples_per_second,
-            "tokens_per_sec": tokens_per_second,
-            "tokens_per_gpu_per_sec": tokens_per_second / args.world_size,
-        }
-        throughput |= {f"{key}_per_replica": value / args.dp for key, value in throughput.items()}
-        throughput |= {"iteration-time": seconds, "elapsed_ms_per_iteration": seconds * 1000, "tflops": tflops}
-        throughput["approx_params_in_billions"] = args.parameters / 1e9
-        for step, (loss, norm, rate) in enumerate(
-            zip(losses, norms, self.rates, strict=True), iteration - len(losses) + 1
-        ):
-            values = {
-                "lm loss": loss,
-                "learning rate": rate,
-                "loss scale": 1.0,
-                "lm-loss-training/lm loss": loss,
-                "grad-norm/grad-norm": norm,
-                "learning-rate/learning-rate": rate,
-            }
+        speeds = {"samples_per_sec": samples, "tokens_per_sec": tokens, "tokens_per_gpu_per_sec": tokens / gpus}
+        speeds |= {f"{key}_per_replica": value / args.dp for key, value in speeds.items()}
+        speeds |= {"iteration-time": seconds, "elapsed_ms_per_iteration": elapsed_ms, "tflops": tflops / gpus}
+        speeds["approx_params_in_billions"] = args.parameters / 1e9
+        first = iteration - len(losses) + 1
+        for step, (loss, norm, rate) in enumerate(zip(losses, norms, rates, strict=True), first):
+            values = {"lm loss": loss, "learning rate": rate, "loss scale": 1.0, "lm-loss-training/lm loss": loss}
+            values |= {"grad-norm/grad-norm": norm, "learning-rate/learning-rate": rate}
             if step == iteration:
-                values |= {"samples per second": samples_per_second, "elapsed time per iteration": seconds * 1000}
-                values |= {"loss/lm loss": loss} | {f"throughput/{key}": value for key, value in throughput.items()}
+                values |= {"samples per second": samples, "elapsed time per iteration": elapsed_ms}
+                values |= {"loss/lm loss": loss} | {f"throughput/{key}": value for key, value in speeds.items()}
             self.plot(step, values)
 
     def plot(self, step: int, values: dict[str, float]) -> None:
@@ -155,27 +134,26 @@ class Metrics:
             for key, value in values.items():
                 self.tensorboard.add_scalar(key, value, step)
         if self.wandb:
-            samples = step * self.args.global_batch_size
-            axes = {"Samples": samples, "Tokens": samples * self.tokens_per_sample}
-            self.wandb.log(values | axes, step=step)
+            consumed = step * self.samples
+            self.wandb.log(values | {"Samples": consumed, "Tokens": consumed * self.tokens}, step=step)
 
-    def validation(self, iteration: int, loss: float) -> None:
-        """Prints and plots a validation loss."""
+    def validation(self, iteration: int, loss: Tensor) -> None:
+        """Prints and plots the mean of the data-parallel ranks' validation losses, []."""
+        mean = (self.layout.dp.all_reduce(loss) / self.layout.dp.size).item()
         if self.speaks:
-            text = f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} |"
-            text += f" lm loss PPL: {math.exp(min(20, loss)):.6E} | "
+            text = f" validation loss at iteration {iteration} | lm loss value: {mean:.6E} |"
+            text += f" lm loss PPL: {math.exp(min(20, mean)):.6E} | "
             say("\n".join(("-" * len(text), text, "-" * len(text))))
-            self.plot(iteration, {"lm-loss-validation/lm loss validation": loss})
+            self.plot(iteration, {"lm-loss-validation/lm loss validation": mean})
 
     def end(self) -> None:
         """Each rank's line on its peak memory in MiB, on the GPU as PyTorch counts it; then lets go of the curves."""
-        device, allocated, reserved = self.args.device, 0.0, 0.0
-        if device.type == "cuda":
-            allocated = torch.cuda.max_memory_allocated() / MEBIBYTE
-            reserved = torch.cuda.max_memory_reserved() / MEBIBYTE
+        on_gpu = self.args.device.type == "cuda"
+        allocated = torch.cuda.max_memory_allocated() / MEBIBYTE if on_gpu else 0.0
+        reserved = torch.cuda.max_memory_reserved() / MEBIBYTE if on_gpu else 0.0
         host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # Linux counts in KiB
         say(
-            f" peak memory | rank {self.args.rank} | host {socket.gethostname()} | device {device} |"
+            f" peak memory | rank {self.args.rank} | host {socket.gethostname()} | device {self.args.device} |"
             f" allocated MiB {allocated:.1f} | reserved MiB {reserved:.1f} | host rss MiB {host:.1f}"
         )
         peaks: list[Any] = [None] * self.args.world_size
@@ -184,7 +162,6 @@ class Metrics:
         if self.tensorboard:
             for key, value in told.items():
                 self.tensorboard.add_scalar(key, value, self.args.train_iters)
-            self.tensorboard.file_writer.add_summary(self.ended)
             self.tensorboard.close()
         if self.wandb:
             self.wandb.run.summary.update(told)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
@@ -22,7 +22,7 @@ class Axis:
     group: dist.ProcessGroup | None = None
     rng: torch.Generator | None = None  # of tensor parallelism: the same numbers on all its ranks
 
-    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduces `tensor` in place over the axis; does nothing on an axis of size one."""
         if self.size > 1:
             dist.all_reduce(tensor, op=op, group=self.group)
@@ -36,10 +36,6 @@ class Layout:
     pp: Axis = field(default_factory=Axis)
     dp: Axis = field(default_factory=Axis)
     tp: Axis = field(default_factory=Axis)
-
-    @property
-    def first_stage(self) -> bool:
-        return self.pp.rank == 0
 
     @property
     def last_stage(self) -> bool:
@@ -58,10 +54,10 @@ class Layout:
         return layout
 
 
-_copies: dict[nn.Parameter, torch.Tensor] = {}
+_copies: dict[nn.Parameter, Tensor] = {}
 
 
-def cast(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+def cast(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
     """A parameter in the dtype of the activations: fp32 masters are copied to bf16 once, for all micro-batches.
 
     Autograd goes through the copy, so the masters receive fp32 gradients. forget_copies() ends an iteration.
@@ -88,32 +84,32 @@ def forget_copies() -> None:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tp: Axis) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
         ctx.tp = tp
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.tp.all_reduce(gradient.contiguous()), None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: torch.Tensor, tp: Axis) -> torch.Tensor:
+    def forward(ctx: Any, partial: Tensor, tp: Axis) -> Tensor:
         ctx.mark_dirty(partial)
         return tp.all_reduce(partial)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
-def enter_tp(x: torch.Tensor, tp: Axis) -> torch.Tensor:
+def enter_tp(x: Tensor, tp: Axis) -> Tensor:
     """f: hands x to column slices. Forward sends nothing; backward all-reduces x's gradient, x.numel() elements."""
     return x if tp.size == 1 else _Enter.apply(x, tp)
 
 
-def leave_tp(partial: torch.Tensor, tp: Axis) -> torch.Tensor:
+def leave_tp(partial: Tensor, tp: Axis) -> Tensor:
     """g: takes the output of row slices. Forward all-reduces it in place; backward sends nothing."""
     return partial if tp.size == 1 else _Leave.apply(partial.contiguous(), tp)
 
@@ -138,7 +134,7 @@ class ColumnLinear(nn.Module):
         self.weight = sliced(outputs, inputs, dim=0, tp=tp, blocks=blocks)
         self.bias = sliced(outputs, dim=0, tp=tp, blocks=blocks)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, cast(self.weight, x.dtype), cast(self.bias, x.dtype))
 
 
@@ -151,7 +147,7 @@ class RowLinear(nn.Module):
         self.weight = sliced(outputs, inputs, dim=1, tp=tp)
         self.bias = nn.Parameter(torch.empty(outputs))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         weight, bias = cast(self.weight, x.dtype), cast(self.bias, x.dtype)
         if self.tp.size == 1:
             return F.linear(x, weight, bias)
@@ -166,7 +162,7 @@ class VocabEmbedding(nn.Module):
         self.tp = tp
         self.weight = sliced(vocabulary, hidden, dim=0, tp=tp)
 
-    def forward(self, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def forward(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """[b, s] ids to [b, s, hidden]: each rank looks up its own tokens, the others are 0, and the sum has all."""
         if self.tp.size == 1:
             return F.embedding(tokens, self.weight).to(dtype)
@@ -176,7 +172,7 @@ class VocabEmbedding(nn.Module):
         return leave_tp(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.tp)
 
 
-def vocab_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, tp: Axis) -> torch.Tensor:
+def vocab_cross_entropy(logits: Tensor, labels: Tensor, tp: Axis) -> Tensor:
     """Cross entropy per token, [b, s] fp32, 0 where the label is -1; logits [b, s, V/tp] are a slice of the vocabulary.
 
     Only three numbers per token travel: the maximum, the sum of exponentials and the label's logit.
@@ -200,26 +196,10 @@ class SharedDropout(nn.Module):
         super().__init__()
         self.p, self.tp = p, tp
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if self.tp.size == 1 or not self.training or self.p == 0:
             return F.dropout(x, self.p, self.training)
         return x * torch.empty_like(x).bernoulli_(1 - self.p, generator=self.tp.rng).div_(1 - self.p)
-
-
-def slice_of(whole: torch.Tensor, parameter: nn.Parameter, tp: Axis) -> torch.Tensor:
-    """The part of a whole tensor that belongs to `parameter` on this rank."""
-    if tp.size == 1 or not hasattr(parameter, "tp_slice"):
-        return whole
-    dim, blocks = parameter.tp_slice
-    return torch.cat([block.chunk(tp.size, dim)[tp.rank] for block in whole.chunk(blocks, dim)], dim)
-
-
-def whole_shape(parameter: nn.Parameter, tp: Axis) -> list[int]:
-    """The shape that `parameter` has without tensor parallelism."""
-    shape = list(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 keeps the shape and parts with the values
-    if hasattr(parameter, "tp_slice"):
-        shape[parameter.tp_slice[0]] *= tp.size
-    return shape
 
 
 def sum_tied_gradients(model: nn.Module, layout: Layout) -> None:
@@ -232,22 +212,18 @@ def sum_tied_gradients(model: nn.Module, layout: Layout) -> None:
             layout.pp.all_reduce(parameter.grad)
 
 
-def l2_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The L2 norm of all elements, fp32 []. On a CPU it sums in float64: an fp32 sum of 3e7 squares is off by 1e-3."""
-    precise = torch.float64 if tensors[0].device.type == "cpu" else None
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, precise))).float()
-
-
-def clip_gradients(model: nn.Module, layout: Layout, max_norm: float) -> torch.Tensor:
+def clip_gradients(model: nn.Module, layout: Layout, max_norm: float) -> Tensor:
     """Scales the gradients to a global norm of at most `max_norm` (0: never) and returns the norm, a tensor [].
 
     Every parameter of the whole model counts once: what all TP ranks hold counts on the first, tied embeddings on the
     encoder's stage. One number travels over the TP and PP axes; nothing waits for the GPU.
     """
-    tied = set() if layout.first_stage else set(model.language_model["embedding"].parameters())
+    tied = set() if layout.pp.rank == 0 else set(model.language_model["embedding"].parameters())
     parameters = list(model.parameters())
     counted = [p.grad for p in parameters if p not in tied and (hasattr(p, "tp_slice") or layout.tp.rank == 0)]
-    norm = l2_norm(counted).square()
+    # On a CPU in float64: an fp32 sum of 3e7 squares is off by 1e-3.
+    precise = torch.float64 if counted[0].device.type == "cpu" else None
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(counted, 2, precise))).float().square()
     norm = layout.pp.all_reduce(layout.tp.all_reduce(norm)).sqrt()
     if max_norm > 0:
         torch._foreach_mul_([p.grad for p in parameters], (max_norm / (norm + 1e-6)).clamp(max=1.0))

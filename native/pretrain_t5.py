@@ -7,6 +7,7 @@ import gc
 
 if __name__ == "__main__":
     gc.disable()  # until everything is imported: see import_libraries
-    from native.train import main
+    from native.arguments import start
+    from native.train import run
 
-    main()
+    start(run)

@@ -10,17 +10,16 @@ import json
 import os
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from native.arguments import start
-from native.data import TokenFile, Vocabulary
+from native.data import Batch, TokenFile, Vocabulary, open_data
 from native.parallel import Layout
-from native.train import Data, learning_rate, pad_vocabulary
-from native.trainers import Batch, TorchTrainer
+from native.train import learning_rate, pad_vocabulary
+from native.trainers import TorchTrainer
 
 PERCENT = 0.01
 # Groups of parameters, by patterns of their names.
@@ -39,36 +38,27 @@ GROUPS = {
 
 
 class Change(NamedTuple):
-    """One change of the recipe; the defaults change nothing.
-
-    what: the quantity that changes by PERCENT for the parameters whose names match `of`, or how the data change. late:
-    by how many iterations the learning-rate schedule is late.
-    """
+    """One change of the recipe: arguments, or `what` else changes, by PERCENT where it can, for the parameters whose
+    names match `of`."""
 
     number: str
     change: str = "1 %"
-    arguments: Mapping[str, Any] = MappingProxyType({})
+    arguments: dict[str, Any] | None = None
     what: str = ""
     of: str = ""
-    late: int = 0
 
 
 def changes(args: Namespace) -> Iterator[Change]:
-    """A change for each number of the recipe."""
+    """A change for each number of the recipe; the first changes nothing."""
     yield Change("the recipe", "nothing")
-    for number, name in (
-        ("learning rate", "lr"),
-        ("final learning rate", "min_lr"),
-        ("weight decay", "weight_decay"),
-        ("Adam's epsilon", "adam_eps"),
-        ("clipping", "clip_grad"),
-    ):
+    numbers = {"learning rate": "lr", "final learning rate": "min_lr", "weight decay": "weight_decay"}
+    for number, name in (numbers | {"Adam's epsilon": "adam_eps", "clipping": "clip_grad"}).items():
         yield Change(number, arguments={name: getattr(args, name) * (1 + PERCENT)})
     for number, name in (("Adam's beta 1", "adam_beta1"), ("Adam's beta 2", "adam_beta2")):
         yield Change(number, "1 % of 1 - beta", {name: 1 - (1 - getattr(args, name)) * (1 + PERCENT)})
     yield Change("warm-up", "1 iteration", {"lr_warmup_iters": args.lr_warmup_iters + 1})
     yield Change("length of the decay", "1 iteration", {"train_iters": args.train_iters + 1})
-    yield Change("schedule", "1 iteration late", late=1)
+    yield Change("schedule", "1 iteration late", what="late")
     yield Change("seed of the weights", "+1", {"seed": args.seed + 1})
     yield Change("initial weights", what="initial")
     yield Change("GELU", "its other form", {"no_bias_gelu_fusion": not args.no_bias_gelu_fusion})
@@ -85,9 +75,9 @@ def changes(args: Namespace) -> Iterator[Change]:
 def changed_data(batches: list[Batch], what: str, pad: int) -> list[Batch]:
     """Swaps two samples of neighbouring iterations, or shortens one sample by a token."""
     changed = [tuple(tensor.clone() for tensor in batch) for batch in batches]
-    (encoder, decoder, labels), other = changed[0], changed[1]
+    encoder, decoder, labels = changed[0]
     if what == "order":
-        for tensor, its in zip(changed[0], other, strict=True):
+        for tensor, its in zip(changed[0], changed[1], strict=True):
             tensor[0], its[0] = its[0].clone(), tensor[0].clone()
     elif what == "encoder":
         encoder[0, int((encoder[0] != pad).sum()) - 1] = pad
@@ -101,12 +91,12 @@ def prepare(trainer: TorchTrainer, change: Change, args: Namespace) -> None:
     """Changes weights, gradients, weight decay or learning rate of the chosen parameters by PERCENT."""
     factor, optimizer = 1 + PERCENT, trainer.optimizer
     chosen = {p for name, p in trainer.model.named_parameters() if re.search(change.of, name)}
+    micro_batches = {"gradient": 1, "micro-batch": args.micro_batches}.get(change.what)
     for parameter in chosen:
         if change.what == "initial":
             parameter.data.mul_(factor)
-        elif change.what in ("gradient", "micro-batch"):
-            every = args.micro_batches if change.what == "micro-batch" else 1
-            factors = itertools.cycle([factor, *[1.0] * (every - 1)])
+        elif micro_batches:
+            factors = itertools.cycle([factor, *[1.0] * (micro_batches - 1)])
             parameter.register_hook(lambda gradient, factors=factors: gradient * next(factors))
     for group in list(optimizer.param_groups):
         own = [p for p in group["params"] if p in chosen]
@@ -123,34 +113,25 @@ def prepare(trainer: TorchTrainer, change: Change, args: Namespace) -> None:
         optimizer.register_step_pre_hook(set_rates)
 
 
-def train(
-    args: Namespace, batches: list[Batch], change: Change, recipe: Sequence[Sequence[float]], enough: Sequence[float]
-) -> list[list[float]]:
-    """The loss and gradient norm of each iteration of the recipe with this change, until one differs enough from the
-    unchanged recipe's, if these are known."""
-    args = Namespace(**vars(args) | dict(change.arguments))
-    trainer = TorchTrainer(args, Layout())
-    prepare(trainer, change, args)
-    found = []
-    for number, batch in enumerate(changed_data(batches, change.what, args.pad_token)):
-        found.append([float(v) for v in trainer.step(batch, learning_rate(args, max(0, number - change.late)))])
-        its = recipe[number] if recipe else found[-1]
-        if any(abs(v - w) >= least * abs(w) > 0 for v, w, least in zip(found[-1], its, enough, strict=True)):
-            break
-    return found
-
-
 def run(args: Namespace) -> None:
-    """Prints the line of each change."""
+    """Trains with each change, until a curve differs enough from the recipe's, and prints its line."""
     file, vocabulary = TokenFile(args.data_path), Vocabulary.load(args.tokenizer_model)
     pad_vocabulary(args, vocabulary)
     args.num_workers = 0
-    data = Data(args, Layout(), file, vocabulary, 0)
-    batches = [data.next(data.train) for _ in range(args.train_iters)]
+    samples, _ = open_data(args, 0, file, vocabulary)
+    batches = list(itertools.islice(samples, args.train_iters))
     recipe: list[list[float]] = []
     enough = [float(word) for word in os.environ.get("SENSITIVITY_ENOUGH", "inf inf").split()]
     for change in changes(args):
-        found = train(args, batches, change, recipe, enough)
+        own, found = Namespace(**vars(args) | (change.arguments or {})), []
+        trainer = TorchTrainer(own, Layout())
+        prepare(trainer, change, own)
+        for number, batch in enumerate(changed_data(batches, change.what, args.pad_token)):
+            rate = learning_rate(own, max(0, number - (change.what == "late")))
+            found.append([float(v) for v in trainer.step(batch, rate)])
+            its = recipe[number] if recipe else found[-1]
+            if any(abs(v - w) >= least * abs(w) > 0 for v, w, least in zip(found[-1], its, enough, strict=True)):
+                break
         recipe = recipe or found
         curves = dict(zip(("losses", "norms"), zip(*found, strict=True), strict=True))
         print(json.dumps({"number": change.number, "change": change.change} | curves), flush=True)

@@ -1,4 +1,9 @@
-"""A run from its arguments to its last line: data, the loop, evaluations, checkpoints, and a clean end."""
+"""A run from its arguments to its last line: data, the loop, evaluations, checkpoints, and a clean end.
+
+A checkpoint is <directory>/iter_0000020/..., and latest_checkpointed_iteration.txt once it is complete. Weights and
+optimizer states are written once per tensor- and pipeline-parallel rank, by the first data-parallel rank (the others'
+are the same); DeepSpeed writes its own shards. Every process writes its dropout state.
+"""
 
 import gc
 import math
@@ -6,18 +11,19 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from native import checkpoint
-from native.arguments import start
-from native.data import SpanCorruption, TokenFile, Vocabulary, batches, split_documents
+from native.data import Batch, TokenFile, Vocabulary, open_data
 from native.metrics import Metrics, say
 from native.parallel import Layout
-from native.trainers import Batch, PipelineTrainer, TorchTrainer, ZeroTrainer
+from native.trainers import PipelineTrainer, TorchTrainer, ZeroTrainer
 from t5bench import Problem
 from t5bench.imports import import_deepspeed, leave_out_compiler
+
+TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def learning_rate(args: Namespace, iteration: int) -> float:
@@ -56,43 +62,44 @@ def pad_vocabulary(args: Namespace, vocabulary: Vocabulary) -> None:
     args.padded_vocab_size, args.pad_token = -(-vocabulary.size // multiple) * multiple, vocabulary.pad
 
 
-class Data:
-    """The batches of this process's data-parallel rank, from wherever the run continues."""
-
-    def __init__(self, args: Namespace, layout: Layout, file: TokenFile, vocabulary: Vocabulary, done: int) -> None:
-        self.device = args.device
-        train, validation, _ = split_documents(args.split, len(file.documents) - 1)
-        size, evaluation = args.global_batch_size, args.global_batch_size * args.eval_iters  # samples of each
-        dataset = SpanCorruption(args, file, train, args.train_iters * size, vocabulary)
-        self.train, self.validation = batches(dataset, args, layout.dp.rank, done * size), iter(())
-        if args.eval_iters:
-            count = (args.train_iters // args.eval_interval + 1) * evaluation  # one more comes at the end
-            dataset = SpanCorruption(args, file, validation, count, vocabulary)
-            self.validation = batches(dataset, args, layout.dp.rank, done // args.eval_interval * evaluation)
-
-    def next(self, which: Iterator[Batch]) -> Batch:
-        return tuple(tensor.to(self.device, non_blocking=True) for tensor in next(which))
-
-
 def evaluate(
-    trainer: TorchTrainer | ZeroTrainer, args: Namespace, layout: Layout, data: Data, metrics: Metrics, iteration: int
+    trainer: TorchTrainer, args: Namespace, batches: Iterator[Batch], metrics: Metrics, iteration: int
 ) -> None:
     """The validation loss over the samples of --eval-iters iterations; its time does not count as training."""
     with metrics:
         trainer.model.eval()
-        losses = torch.stack([trainer.evaluate(data.next(data.validation)) for _ in range(args.eval_iters)])
+        losses = torch.stack([trainer.evaluate(next(batches)) for _ in range(args.eval_iters)])
         trainer.model.train()
-        metrics.validation(iteration, (layout.dp.all_reduce(losses.mean()) / layout.dp.size).item())
+        metrics.validation(iteration, losses.mean())
 
 
-def announce(args: Namespace, done: int) -> None:
-    """Prints what is about to be trained."""
-    if args.rank == 0:
-        say(
-            f"native engine: {args.parameters:,} parameters, TP={args.tp} PP={args.pp} DP={args.dp},"
-            f" {args.micro_batches} micro-batches of {args.micro_batch_size}, vocabulary padded to"
-            f" {args.padded_vocab_size}, {args.dtype} on {args.device.type}, from iteration {done}"
-        )
+def dropout_states(directory: str, iteration: int, args: Namespace, layout: Layout) -> tuple[Path, dict]:
+    """The file of this process's dropout state in a checkpoint, and what its masks are drawn from."""
+    generators = {"cpu": torch.default_generator, "tp": layout.tp.rng}
+    if args.device.type == "cuda":
+        generators["cuda"] = torch.cuda.default_generators[args.device.index]
+    return Path(directory, f"iter_{iteration:07d}", f"random_{args.rank:05d}.pt"), generators
+
+
+def save(trainer: TorchTrainer, args: Namespace, layout: Layout, iteration: int) -> None:
+    path, generators = dropout_states(args.save, iteration, args, layout)
+    trainer.save(path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({name: generator.get_state() for name, generator in generators.items()}, path)
+    dist.barrier()
+    if args.local_rank == 0:
+        written = Path(args.save, f"{TRACKER}.{args.rank}")
+        written.write_text(str(iteration))
+        written.replace(Path(args.save, TRACKER))
+    dist.barrier()
+
+
+def load(trainer: TorchTrainer, args: Namespace, layout: Layout, iteration: int) -> None:
+    path, generators = dropout_states(args.load, iteration, args, layout)
+    trainer.load(path.parent)
+    states = torch.load(path, weights_only=True)
+    for name, generator in generators.items():
+        generator.set_state(states[name])
 
 
 def import_libraries(args: Namespace) -> None:
@@ -111,7 +118,8 @@ def import_libraries(args: Namespace) -> None:
 
 def run(args: Namespace) -> None:
     """Trains from the first or the last saved iteration to --train-iters. Raises Problem for unsuitable data."""
-    done, file = checkpoint.latest(args.load), TokenFile(args.data_path)
+    tracker, file = Path(args.load or "", TRACKER), TokenFile(args.data_path)
+    done = int(tracker.read_text()) if args.load and tracker.is_file() else 0  # which the launcher has checked
     if args.device.type == "cuda":
         torch.cuda.set_device(args.device)
     else:
@@ -122,28 +130,28 @@ def run(args: Namespace) -> None:
     pad_vocabulary(args, vocabulary)
     layout = Layout.build(args.pp, args.dp, args.tp, args.device, args.seed)
     trainer = (ZeroTrainer if args.deepspeed else PipelineTrainer if args.pp > 1 else TorchTrainer)(args, layout)
-    data = Data(args, layout, file, vocabulary, done)
+    training, validation = open_data(args, layout.dp.rank, file, vocabulary, done)
     if done:
-        checkpoint.load(trainer, args, layout, done)
+        load(trainer, args, layout, done)
     metrics = Metrics(args, layout)
-    announce(args, done)
-
+    if args.rank == 0:
+        say(
+            f"native engine: {args.parameters:,} parameters, TP={args.tp} PP={args.pp} DP={args.dp},"
+            f" {args.micro_batches} micro-batches of {args.micro_batch_size}, vocabulary padded to"
+            f" {args.padded_vocab_size}, {args.dtype} on {args.device.type}, from iteration {done}"
+        )
     for iteration in range(done + 1, args.train_iters + 1):
-        loss, norm = trainer.step(data.next(data.train), learning_rate(args, iteration - 1))
+        loss, norm = trainer.step(next(training), learning_rate(args, iteration - 1))
         metrics.record(iteration, loss, norm, learning_rate(args, iteration))
         last = iteration == args.train_iters
         leaving = bool(args.exit_interval) and iteration % args.exit_interval == 0
         if args.eval_iters and (iteration % args.eval_interval == 0 or last):
-            evaluate(trainer, args, layout, data, metrics, iteration)
+            evaluate(trainer, args, validation, metrics, iteration)
         if args.save and (iteration % args.save_interval == 0 or leaving or last):
             with metrics:
-                checkpoint.save(trainer, args, layout, iteration)
+                save(trainer, args, layout, iteration)
         if leaving:
             break
-    del data  # ends the processes that prepare samples
+    del training, validation  # ends the processes that prepare samples
     metrics.end()
     dist.destroy_process_group()
-
-
-def main() -> None:
-    start(run)

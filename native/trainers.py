@@ -1,19 +1,20 @@
 """One training step under each parallelism: TorchTrainer for data and tensor, PipelineTrainer with two pipeline stages
 as well, ZeroTrainer for ZeRO."""
 
-import contextlib
 import inspect
 from argparse import Namespace
+from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from native import checkpoint
-from native.model import T5, Layer, initialise
+from native.data import Batch
+from native.model import T5, initialise
 from native.parallel import Layout, clip_gradients, forget_copies, sum_tied_gradients
 
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # encoder input, decoder input, labels
 # All replicas start from the same weights; PyTorch 2.4 has no option for this.
 SAME_WEIGHTS = {"init_sync": False} if "init_sync" in inspect.signature(DistributedDataParallel).parameters else {}
 
@@ -28,18 +29,11 @@ def make_optimizer(model: T5, args: Namespace) -> torch.optim.AdamW:
     return torch.optim.AdamW(decay, lr=args.lr, betas=betas, eps=args.adam_eps, fused=True)
 
 
-def compile_layers(model: T5, args: Namespace) -> None:
-    """--compile: layer by layer, since all layers of a stack share the compiled code."""
-    for module in model.modules():
-        if args.compile and isinstance(module, Layer):
-            module.compile()
-
-
 def micro_batches(batch: Batch, args: Namespace) -> list[Batch]:
     return list(zip(*(tensor.chunk(args.micro_batches) for tensor in batch), strict=True))
 
 
-def mean_loss(losses: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def mean_loss(losses: Tensor, labels: Tensor) -> Tensor:
     """The mean loss of a micro-batch's real tokens, []."""
     return losses.sum() / (labels >= 0).sum()
 
@@ -57,36 +51,42 @@ class TorchTrainer:
         with args.device:
             self.model = T5(args, layout)
         initialise(self.model, args, layout)
-        compile_layers(self.model, args)
         self.optimizer = make_optimizer(self.model, args)
         self.replica: DistributedDataParallel | None = None
         if layout.dp.size > 1:
             options = {"process_group": layout.dp.group, "gradient_as_bucket_view": True, **SAME_WEIGHTS}
             self.replica = DistributedDataParallel(self.model, **options)
 
-    def forward(self, x: torch.Tensor, part: Batch) -> torch.Tensor:
+    def step(self, batch: Batch, rate: float) -> tuple[Tensor, Tensor]:
+        """One iteration; (loss, gradient norm), both [] on the device. Nothing here waits for the device."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        loss = self.forward_backward(micro_batches(batch, self.args))
+        return loss, self.update()
+
+    def forward_backward(self, parts: list[Batch]) -> Tensor:
+        """Accumulates the gradients of an iteration; the mean loss of its micro-batches, 0 on a stage without loss."""
+        total = torch.zeros((), device=self.args.device)
+        for number, part in enumerate(parts, 1):
+            loss = mean_loss(self.forward(part), part[2]) / len(parts)
+            self.backward(loss, is_last=number == len(parts))
+            total += loss.detach()
+        return total
+
+    def forward(self, part: Batch, encoded: Tensor | None = None) -> Tensor:
         """The model's output for a micro-batch. No gradient is all-reduced yet: see backward()."""
         if self.replica is None:
-            return self.model(x, *part)
+            return self.model(*part, encoded)
         with self.replica.no_sync():
-            return self.replica(x, *part)
+            return self.replica(*part, encoded)
 
-    def backward(self, output: torch.Tensor, gradient: torch.Tensor | None = None, *, is_last: bool) -> None:
+    def backward(self, output: Tensor, gradient: Tensor | None = None, *, is_last: bool) -> None:
         """Adds to the gradients. DDP all-reduces them only during an iteration's last backward pass."""
         if is_last and self.replica is not None:
             self.replica.reducer.prepare_for_backward([])  # what DDP's forward pass does outside no_sync()
         output.backward(gradient)
 
-    def forward_backward(self, parts: list[Batch]) -> torch.Tensor:
-        """Accumulates the gradients of an iteration; the mean loss of its micro-batches, 0 on a stage without loss."""
-        total = torch.zeros((), device=self.args.device)
-        for number, part in enumerate(parts, 1):
-            loss = mean_loss(self.forward(part[0], part), part[2]) / len(parts)
-            self.backward(loss, is_last=number == len(parts))
-            total += loss.detach()
-        return total
-
-    def update(self) -> torch.Tensor:
+    def update(self) -> Tensor:
         """Applies the accumulated gradients and forgets them; their norm, []."""
         forget_copies()
         sum_tied_gradients(self.model, self.layout)
@@ -95,33 +95,30 @@ class TorchTrainer:
         self.optimizer.zero_grad(set_to_none=False)
         return norm
 
-    def step(self, batch: Batch, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """One iteration; (loss, gradient norm), both [] on the device. Nothing here waits for the device."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        loss = self.forward_backward(micro_batches(batch, self.args))
-        return loss, self.update()
-
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> torch.Tensor:
+    def evaluate(self, batch: Batch) -> Tensor:
         """The mean loss of an iteration's micro-batches, []; 0 on a stage without loss."""
         losses = [self.loss(part) for part in micro_batches(batch, self.args)]
         forget_copies()
         return torch.stack(losses).mean()
 
-    def loss(self, part: Batch) -> torch.Tensor:
+    def loss(self, part: Batch) -> Tensor:
         """A micro-batch's mean loss, []."""
-        return mean_loss(self.model(part[0], *part), part[2])
+        return mean_loss(self.model(*part), part[2])
 
-    def save(self, directory: str, iteration: int) -> None:
+    def shard(self, directory: Path) -> Path:
+        """Where a checkpoint has the weights of this tensor- and pipeline-parallel rank, by Megatron's naming."""
+        stage = f"_{self.layout.pp.rank:03d}" if self.layout.pp.size > 1 else ""
+        return directory / f"mp_rank_{self.layout.tp.rank:02d}{stage}" / "model_optim_rng.pt"
+
+    def save(self, directory: Path) -> None:
         if self.layout.dp.rank == 0:
-            path = checkpoint.shard_path(directory, iteration, self.layout)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, path)
+            self.shard(directory).parent.mkdir(parents=True, exist_ok=True)
+            state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+            torch.save(state, self.shard(directory))
 
-    def load(self, directory: str, iteration: int) -> None:
-        path = checkpoint.shard_path(directory, iteration, self.layout)
-        state = torch.load(path, map_location=self.args.device, weights_only=True)
+    def load(self, directory: Path) -> None:
+        state = torch.load(self.shard(directory), map_location=self.args.device, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
@@ -133,47 +130,47 @@ class PipelineTrainer(TorchTrainer):
     encoder's output [b, s_enc, hidden] travels forward and its gradient back; every stage has the tokens itself.
     """
 
-    def exchange(self, sent: torch.Tensor | None = None, *, receives: bool = False) -> torch.Tensor | None:
-        """Sends to the other stage and receives from it at once; otherwise each would wait for the other's message."""
-        args, pp = self.args, self.layout.pp
-        other = dist.get_global_rank(pp.group, 1 - pp.rank)
-        place = "cpu" if dist.get_backend() == "gloo" else args.device  # gloo sends only from host memory
-        shape = args.micro_batch_size, args.encoder_seq_length, args.hidden_size
-        received = torch.empty(shape, dtype=args.dtype, device=place) if receives else None
-        operations = [dist.P2POp(dist.irecv, received, other, pp.group)] if received is not None else []
-        if sent is not None:
-            operations.append(dist.P2POp(dist.isend, sent.detach().to(place), other, pp.group))
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-        return received.to(args.device) if received is not None else None
-
-    def forward_backward(self, parts: list[Batch]) -> torch.Tensor:
+    def forward_backward(self, parts: list[Batch]) -> Tensor:
         return self.decode(parts) if self.layout.last_stage else self.encode(parts)
 
-    def encode(self, parts: list[Batch]) -> torch.Tensor:
-        outputs: list[torch.Tensor] = []
+    def encode(self, parts: list[Batch]) -> Tensor:
+        outputs: list[Tensor] = []
         for number, part in enumerate(parts, 1):
-            outputs.append(self.forward(part[0], part))
+            outputs.append(self.forward(part))
             gradient = self.exchange(outputs[-1], receives=number > 1)
             if gradient is not None:
                 self.backward(outputs.pop(0), gradient, is_last=False)
         self.backward(outputs.pop(), self.exchange(receives=True), is_last=True)
         return torch.zeros((), device=self.args.device)
 
-    def decode(self, parts: list[Batch]) -> torch.Tensor:
+    def decode(self, parts: list[Batch]) -> Tensor:
         total, encoded = torch.zeros((), device=self.args.device), self.exchange(receives=True)
         for number, part in enumerate(parts, 1):
             encoded.requires_grad_()
-            loss = mean_loss(self.forward(encoded, part), part[2]) / len(parts)
+            loss = mean_loss(self.forward(part, encoded), part[2]) / len(parts)
             self.backward(loss, is_last=number == len(parts))
             encoded = self.exchange(encoded.grad, receives=number < len(parts))
             total += loss.detach()
         return total
 
-    def loss(self, part: Batch) -> torch.Tensor:
+    def exchange(self, sent: Tensor | None = None, *, receives: bool = False) -> Tensor | None:
+        """Sends to the other stage and receives from it at once; otherwise each would wait for the other's message."""
+        args, pp = self.args, self.layout.pp
+        other = dist.get_global_rank(pp.group, 1 - pp.rank)
+        place = "cpu" if dist.get_backend() == "gloo" else args.device  # gloo sends only from host memory
+        shape = args.micro_batch_size, args.encoder_seq_length, args.hidden_size
+        received = torch.empty(shape, dtype=args.dtype, device=place) if receives else None
+        operations = [dist.P2POp(dist.irecv, received, other, pp.group)] if receives else []
+        if sent is not None:
+            operations.append(dist.P2POp(dist.isend, sent.detach().to(place), other, pp.group))
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return received.to(args.device) if receives else None
+
+    def loss(self, part: Batch) -> Tensor:
         if self.layout.last_stage:
-            return mean_loss(self.model(self.exchange(receives=True), *part), part[2])
-        self.exchange(self.model(part[0], *part))
+            return mean_loss(self.model(*part, self.exchange(receives=True)), part[2])
+        self.exchange(self.model(*part))
         return torch.zeros((), device=self.args.device)
 
 
@@ -195,7 +192,7 @@ class ZeroTrainer(TorchTrainer):
                 zero[part]["pin_memory"] = False
         sharded = zero["stage"] == 3
 
-        def gather(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager:
+        def gather(parameter: torch.nn.Parameter) -> AbstractContextManager:
             return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=sharded)
 
         # ZeRO-3 partitions each module's parameters as soon as they exist: no process ever has the whole model.
@@ -205,11 +202,10 @@ class ZeroTrainer(TorchTrainer):
         if sharded:  # the head uses the embedding's weight, so it has to gather it
             embedding = model.language_model["embedding"].word_embeddings
             deepspeed.zero.register_external_parameter(model.lm_head, embedding.weight)
-        compile_layers(model, args)
         optimizer = make_optimizer(model, args)
         self.model, self.optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
-    def forward_backward(self, parts: list[Batch]) -> torch.Tensor:
+    def forward_backward(self, parts: list[Batch]) -> Tensor:
         total = torch.zeros((), device=self.args.device)
         for part in parts:
             loss = self.loss(part)
@@ -218,11 +214,11 @@ class ZeroTrainer(TorchTrainer):
             total += loss.detach() / len(parts)
         return total
 
-    def update(self) -> torch.Tensor:
+    def update(self) -> Tensor:
         return torch.as_tensor(self.model.get_global_grad_norm(), dtype=torch.float32, device=self.args.device)
 
-    def save(self, directory: str, iteration: int) -> None:
-        self.model.save_checkpoint(directory, tag=checkpoint.name_of(iteration), save_latest=False)
+    def save(self, directory: Path) -> None:
+        self.model.save_checkpoint(str(directory.parent), tag=directory.name, save_latest=False)
 
-    def load(self, directory: str, iteration: int) -> None:
-        self.model.load_checkpoint(directory, tag=checkpoint.name_of(iteration))
+    def load(self, directory: Path) -> None:
+        self.model.load_checkpoint(str(directory.parent), tag=directory.name)

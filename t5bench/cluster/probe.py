@@ -21,8 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from t5bench.corpus.common import read_record
-from t5bench.corpus.index import dataset_paths, read_index
+from t5bench.corpus.index import dataset_paths, read_index, read_record
 from t5bench.plan.engine import CHANGED, MISSING, UNPATCHED, state_of
 from t5bench.record import machine
 from t5bench.record.hosts import addresses_of, is_loopback, own_name_fault

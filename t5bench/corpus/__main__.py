@@ -12,11 +12,10 @@ def main() -> None:
     raise_on_signals()
     try:
         return imported("t5bench.corpus.prepare").prepare(os.environ)
+    except OSError as error:
+        problem = Problem(str(error), "Check the path, its permissions and the free space")
     except Problem as error:
         problem = error
-    except OSError as error:
-        remedy = "Check the path, its permissions and the free space"
-        problem = Problem(f"{error.filename or 'writing'}: {error.strerror or error}", remedy)
     note(problem.report)
     sys.exit(EXIT_CONFIGURATION)
 

@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from t5bench import Problem, digest, note
+from t5bench import Problem, digest
 from t5bench.corpus.index import dataset_paths
 
 CHECKSUMS, DIGITS = Path("~/.cache/t5-parallelism/checksums"), 64
-LARGE = 5e9  # bytes, which take seconds
 PIECES, CONFIG = "spiece.model", "tokenizer_config.json"
 VOCABULARIES = [PIECES, "tokenizer.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt"]
 # Values that hub repositories leave to the model's config.json and to the library's defaults.
@@ -33,12 +32,12 @@ def tokenizer_checksum(directory: Path) -> str:
     files = [directory / name for name in VOCABULARIES if (directory / name).exists()]
     try:
         for path in files:
-            digest.update(
-                (b"" if path.name == PIECES else path.name.encode()) + hashlib.sha256(path.read_bytes()).digest()
-            )
+            digest.update(b"" if path.name == PIECES else path.name.encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
         # The library of release 5 reads the last one.
         for name in (CONFIG, "special_tokens_map.json", "added_tokens.json", "tokenizer.json"):
-            content = _content(directory / name)
+            path = directory / name
+            content = json.loads(path.read_bytes()) if path.exists() else {}
             if name == CONFIG:
                 content = content if files and files[0].name != PIECES else DEFAULTS | content
                 content = {key: value for key, value in content.items() if key not in _NOT_OF_THE_IDS}
@@ -49,10 +48,6 @@ def tokenizer_checksum(directory: Path) -> str:
     if not files and not (directory / "tokenizer.json").exists():
         raise Problem(f"{directory} has neither {PIECES} nor another tokenizer file", "Set another TOKENIZER_MODEL")
     return digest.hexdigest()
-
-
-def _content(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_bytes()) if path.exists() else {}
 
 
 def cached_tokenizer(name: str) -> Path | None:
@@ -84,8 +79,6 @@ def _digest(path: Path) -> str:
         kept = CHECKSUMS.expanduser() / "-".join(map(str, place))
         if len(known := kept.read_text()) == DIGITS:
             return known
-    if status.st_size > LARGE:
-        note(f"reading {path} for its checksum: {status.st_size / 1e9:.0f} GB, once until it changes")
     with path.open("rb") as file:
         found = digest(file)
     with contextlib.suppress(OSError):

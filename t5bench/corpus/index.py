@@ -1,4 +1,5 @@
-"""Megatron's memory-mapped indexed dataset: the index `<prefix>.idx` of the token ids in `<prefix>.bin`.
+"""Megatron's memory-mapped indexed dataset: `<prefix>.bin` holds token ids, `<prefix>.idx` is their index, and
+`<prefix>.meta.json` the record of where they came from.
 
 An index is little-endian: 9 bytes `MMIDIDX\\0\\0`, the version 1 (uint64), the code of the token ids' type (uint8), the
 numbers of sequences S and of document boundaries D (uint64 each), then sizes (int32, S), pointers (int64, S) and
@@ -9,15 +10,17 @@ Launchers read the whole index before every run, hence nothing heavier than `arr
 
 from __future__ import annotations
 
+import json
+import shlex
 import struct
 from array import array
-from itertools import accumulate, repeat
-from operator import le, mul
+from collections.abc import Mapping
+from itertools import accumulate
+from operator import le
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from t5bench import Problem
-from t5bench.corpus.common import preparation
+from t5bench import REPOSITORY, Problem, digest
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -54,7 +57,7 @@ def read_index(prefix: str | Path, family: str = "t5") -> Index:
     Raises Problem, which names the file that is missing, truncated or inconsistent.
     """
     bin_path, idx_path = dataset_paths(prefix)
-    remedy = f"Run: {preparation(bin_path.parent, family)}   (SAMPLE=1 for the bundled sample)"
+    remedy = f"Run: {command_for(bin_path.parent, family)}   (SAMPLE=1 for the bundled sample)"
     sizes, pointers, doc_idx = array("i"), array("q"), array("q")
     try:
         bin_bytes, idx_bytes = bin_path.stat().st_size, idx_path.stat().st_size
@@ -95,7 +98,7 @@ def write_index(prefix: Path, dtype: str, sizes: array[int], doc_idx: array[int]
 
 def _pointers(sizes: array[int], itemsize: int) -> array[int]:
     """Offset in bytes of each sequence in the .bin."""
-    return array("q", accumulate(map(mul, sizes, repeat(itemsize)), initial=0))[:-1]
+    return array("q", accumulate((size * itemsize for size in sizes), initial=0))[:-1]
 
 
 def _wrong_header(header: bytes, size: int) -> str:
@@ -105,10 +108,8 @@ def _wrong_header(header: bytes, size: int) -> str:
     if len(header) < HEADER.size:
         return f"is truncated: its {size} bytes are less than a header"
     _, version, code, sequences, boundaries = HEADER.unpack(header)
-    if version != VERSION:
-        return f"has format version {version}; only version {VERSION} is known"
-    if code not in TYPES:
-        return f"is corrupt: {code} is not the code of an integer token type"
+    if version != VERSION or code not in TYPES:
+        return f"is corrupt: its format version is {version}, not {VERSION}, or {code} is not the code of a token type"
     expected = HEADER.size + 12 * sequences + 8 * boundaries
     word = "truncated" if size < expected else "corrupt"
     announced = f"its header announces {sequences} sequences, which take {expected} bytes, but it has {size}"
@@ -128,3 +129,35 @@ def _inconsistency(itemsize: int, sizes: array[int], pointers: array[int], doc_i
     ends = len(doc_idx) > 1 and (doc_idx[0], doc_idx[-1]) == (0, count)
     ascend = all(map(le, doc_idx, doc_idx[1:]))
     return "" if ends and ascend else f"its document boundaries do not run from 0 to {count}"
+
+
+def file_facts(path: Path) -> dict[str, Any]:
+    """Size in bytes and SHA-256 of a file."""
+    with path.open("rb") as stream:
+        return {"bytes": path.stat().st_size, "sha256": digest(stream)}
+
+
+def record_path(prefix: Path) -> Path:
+    """The record of a dataset, or, for the prefix `xsum_text`, of the exported `xsum_text.jsonl`."""
+    return Path(f"{prefix}.meta.json")
+
+
+def read_record(prefix: Path) -> dict[str, Any]:
+    """The record that says where the files of this prefix came from; empty if there is no such record."""
+    try:
+        record = json.loads(record_path(prefix).read_text(encoding="utf-8"))
+        return record if isinstance(record["source"], str) else {}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+
+
+def write_record(prefix: Path, record: Mapping[str, Any]) -> None:
+    record_path(prefix).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def command_for(directory: Path, family: str, settings: str = "", script: str = "prepare_xsum_megatron.sh") -> str:
+    """Runs a script on the data in this directory. settings: further ones, each with a blank after it."""
+    default = REPOSITORY / "megatron_data" / ("" if family == "t5" else family)
+    words = "" if family == "t5" else f"MODEL_FAMILY={family} "
+    words += "" if directory == default else f"MEGATRON_DATA_DIR={shlex.quote(str(directory))} "
+    return f"{words}{settings}bash {shlex.quote(f'{REPOSITORY}/scripts/{script}')}"

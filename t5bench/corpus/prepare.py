@@ -7,30 +7,25 @@ those of the tokenizer and one `<|endoftext|>`.
 """
 
 import fcntl
-import filecmp
 import os
 import shutil
 import signal
 import socket
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from t5bench import SIGNALS, Interrupted, Problem, note
-from t5bench.corpus import common
 from t5bench.corpus.checksum import tokenizer_checksum
-from t5bench.corpus.convert import convert_source
-from t5bench.corpus.source import Source, make_source
+from t5bench.corpus.convert import Source, convert_source, make_source, recorded_name
+from t5bench.corpus.index import command_for, file_facts, read_record, write_record
 from t5bench.corpus.tokenizer import DocumentEncoder, copy_tokenizer, find_tokenizer, readable
 
 TEXT, DATASET = "xsum_text", "xsum_text_document"
 FEW = 1000  # documents that make a sample
 BINARIES = [f"{DATASET}.bin", f"{DATASET}.idx"]
-FILES = [f"{TEXT}.jsonl", *BINARIES]
 EXPORTS = [f"{TEXT}.jsonl", f"{TEXT}.meta.json"]
 OUTPUTS = ["tokenizer", *EXPORTS, *BINARIES, f"{DATASET}.meta.json"]
 
@@ -42,8 +37,6 @@ def prepare(settings: Mapping[str, str]) -> None:
     source = make_source(settings.get("XSUM_SOURCE", ""), settings.get("XSUM_SPLIT") or "train", limit)
     workers = _count(settings, "WORKERS") or len(os.sched_getaffinity(0))
     tokenizer = settings.get("TOKENIZER_MODEL")
-    if blocked := next((path for name in OUTPUTS[1:] if (path := directory / name).is_dir()), None):
-        raise Problem(f"{blocked} is a directory, where a file is to be", "Move it away")
     if tokenizer and not force:
         check_replacement(directory, source, tokenizer)
     with staging(directory) as staged:
@@ -53,7 +46,7 @@ def prepare(settings: Mapping[str, str]) -> None:
             found = find_tokenizer(tokenizer, family)
             with readable(tokenizer, family):
                 copy_tokenizer(found, staged / "tokenizer")
-                encoder = DocumentEncoder(staged / "tokenizer", family, tokenizer)
+                encoder = DocumentEncoder(staged / "tokenizer", family)
             if not encoder.exact:
                 note("note: the fast implementations do not match this tokenizer, so its slower one is used")
             made_with = {
@@ -72,9 +65,27 @@ def prepare(settings: Mapping[str, str]) -> None:
         counts = convert_source(rows, staged / TEXT, encoder, workers, job)
         if (source.state(), rows.state()) != states:
             raise Problem(f"{source.describe()} changed while it was read", "Run the command again once it is complete")
-        write_records(source, staged, counts, made_with)
+        record = {
+            "source": source.describe(),
+            "source_state": states[0],
+            **made_with,
+            **counts,
+            "files": {name: file_facts(staged / name) for name in (f"{TEXT}.jsonl", *(BINARIES if tokenizer else ()))},
+            "versions": {name: version(name) for name in ("sentencepiece", "tokenizers", "transformers")},
+            "date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
+        }
+        for name in (TEXT, DATASET) if tokenizer else (TEXT,):
+            write_record(staged / name, record)
         publish(staged, directory, OUTPUTS if tokenizer else EXPORTS)
-    report(counts, directory, tokenizer, family)
+
+    print(f"{directory}: {counts['documents']:,} documents" + (f", {counts['tokens']:,} tokens" if tokenizer else ""))
+    if empty := counts["skipped_empty"]:
+        print(f"{empty:,} empty document{'s were' if empty > 1 else ' was'} skipped.")
+    if special := counts["special_text_documents"]:
+        print(f"{special:,} documents contain the text of a special token, which became that token.")
+    if tokenizer:
+        preset = "MODEL_PRESET=tiny " if counts["documents"] < FEW else ""
+        print(f"Next:\n  {command_for(directory, family, preset, 'run_megatron_t5_ddp.sh')}")
 
 
 def _count(settings: Mapping[str, str], name: str) -> int | None:
@@ -86,12 +97,12 @@ def _count(settings: Mapping[str, str], name: str) -> int | None:
 
 def name_of(tokenizer: str) -> str:
     """The name of a tokenizer in records; GPT-2's is the same in every checkout of the engine."""
-    return "GPT-2" if (Path(tokenizer) / "gpt2-vocab.json").exists() else common.recorded_name(tokenizer)
+    return "GPT-2" if (Path(tokenizer) / "gpt2-vocab.json").exists() else recorded_name(tokenizer)
 
 
 def is_current(source: Source, directory: Path) -> bool:
     """Whether the directory has a complete export of this source as it is now."""
-    record, export = common.read_record(directory / TEXT), directory / f"{TEXT}.jsonl"
+    record, export = read_record(directory / TEXT), directory / f"{TEXT}.jsonl"
     same = (source.describe(), source.state()) == (record.get("source"), record.get("source_state"))
     return same and export.exists() and record["files"][export.name]["bytes"] == export.stat().st_size
 
@@ -102,32 +113,16 @@ def check_replacement(directory: Path, source: Source, tokenizer: str) -> None:
     if not existing:
         return
     built = existing[0].name in BINARIES
-    record, name = common.read_record(directory / (DATASET if built else TEXT)), name_of(tokenizer)
-    is_copy = Path(tokenizer).is_dir() and record.get("tokenizer_checksum") == tokenizer_checksum(Path(tokenizer))
-    if not record:
-        problem = "exists without a record of its source"
-    elif record["source"] != source.describe():
-        problem = f"was made from {record['source']}, but this run would replace it with {source.describe()}"
-    elif built and record.get("tokenizer") != name and not is_copy:
-        problem = f"was made with the tokenizer {record.get('tokenizer')}, but this run would use {name}"
-    else:
-        return
-    raise Problem(f"{existing[0]} {problem}", "Set FORCE=1 to replace it, or another MEGATRON_DATA_DIR to keep both")
-
-
-def write_records(source: Source, staged: Path, counts: Counter[str], tokenizer: dict[str, Any]) -> None:
-    """Writes the records of the export and of the dataset, if any. tokenizer: its entry in the dataset's record."""
-    record = {
-        "source": source.describe(),
-        "source_state": source.state(),
-        **tokenizer,
-        **counts,
-        "files": {name: common.file_facts(staged / name) for name in (FILES if tokenizer else FILES[:1])},
-        "versions": {name: version(name) for name in ("sentencepiece", "tokenizers", "transformers")},
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
-    }
-    for name in (TEXT, DATASET) if tokenizer else (TEXT,):
-        common.write_record(staged / name, record)
+    record = read_record(directory / (DATASET if built else TEXT))
+    made, asked = [record.get("source", "an unknown source")], [source.describe()]
+    if built:
+        checksum = tokenizer_checksum(Path(tokenizer)) if Path(tokenizer).is_dir() else None
+        made.append(record.get("tokenizer", "unknown"))
+        asked.append(made[1] if checksum and checksum == record.get("tokenizer_checksum") else name_of(tokenizer))
+    if made != asked:
+        was, would_be = (" and the tokenizer ".join(parts) for parts in (made, asked))
+        found = f"{existing[0]} was made from {was}, but this run would replace it with {would_be}"
+        raise Problem(found, "Set FORCE=1 to replace it, or another MEGATRON_DATA_DIR to keep both")
 
 
 @contextmanager
@@ -136,7 +131,7 @@ def staging(directory: Path) -> Iterator[Path]:
 
     Raises Problem while another run has it.
     """
-    created, staged = not directory.is_dir(), directory / ".prepare"
+    staged = directory / ".prepare"
     staged.mkdir(parents=True, exist_ok=True)
     with (staged / "owner").open("a+") as owner:
         try:
@@ -144,9 +139,8 @@ def staging(directory: Path) -> Iterator[Path]:
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner.seek(0)
-            raise Problem(
-                f"{owner.read()} is already preparing data in {directory}", "Wait for it, or stop it"
-            ) from None
+            found = f"{owner.read()} is already preparing data in {directory}"
+            raise Problem(found, "Wait for it, or stop it") from None
         owner.truncate(0)
         print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=owner, flush=True)
         try:
@@ -156,19 +150,16 @@ def staging(directory: Path) -> Iterator[Path]:
             raise
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
-            if created:
-                with suppress(OSError):
-                    directory.rmdir()
             raise
         shutil.rmtree(staged)
 
 
-def publish(staged: Path, directory: Path, names: Sequence[str]) -> None:
+def publish(staged: Path, directory: Path, names: list[str]) -> None:
     """Moves the staged files to their places; the files that they replace are removed with the staging directory."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # The engine names its index maps after the run's settings, not after the data, and would use them with other data.
-    if BINARIES[0] in names and filecmp.cmpfiles(staged, directory, BINARIES, shallow=False)[0] != BINARIES:
+    if BINARIES[0] in names:
         for outdated in directory.glob(f"{DATASET}_*indexmap*.npy"):
             outdated.unlink()
     os.sync()
@@ -177,15 +168,3 @@ def publish(staged: Path, directory: Path, names: Sequence[str]) -> None:
             (directory / name).rename(staged / "replaced")
         with suppress(FileNotFoundError):
             (staged / name).rename(directory / name)
-
-
-def report(counts: Counter[str], directory: Path, tokenizer: str | None, family: str) -> None:
-    """Prints what is in the data and what to do next."""
-    print(f"{directory}: {counts['documents']:,} documents" + (f", {counts['tokens']:,} tokens" if tokenizer else ""))
-    if empty := counts["skipped_empty"]:
-        print(f"{empty:,} empty document{'s were' if empty > 1 else ' was'} skipped.")
-    if special := counts["special_text_documents"]:
-        print(f"{special:,} documents contain the text of a special token, which became that token.")
-    if tokenizer:
-        settings = "MODEL_PRESET=tiny " if counts["documents"] < FEW else ""
-        print(f"Next:\n  {common.command('run_megatron_t5_ddp.sh', directory, family, settings)}")

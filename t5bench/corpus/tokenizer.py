@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,15 +14,13 @@ from typing import Any
 import numpy as np
 
 from t5bench import Problem
-from t5bench.corpus import common
 from t5bench.corpus.checksum import CONFIG, DEFAULTS, PIECES, VOCABULARIES
 from t5bench.imports import FASTER_TRANSFORMERS
 
-Encode = Callable[[list[str]], list[np.ndarray]]
 GPT2_FILES = ("vocab.json", "merges.txt")
-TOKENIZER_FILES = [*VOCABULARIES, "tokenizer.json", CONFIG, "special_tokens_map.json", "added_tokens.json"]
-TOKENIZER_FILES += ["config.json"]
-# Upstream's tool adds those that a tokenizer lacks; T5's lacks a beginning of sequence.
+OTHER_FILES = ["tokenizer.json", CONFIG, "special_tokens_map.json", "added_tokens.json", "config.json"]
+TOKENIZER_FILES = VOCABULARIES + OTHER_FILES
+# Upstream's tool adds those that a tokenizer lacks.
 UPSTREAM_SPECIALS = {"pad_token": "[PAD]", "eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
 NAME_ANOTHER = {
     "t5": "Set TOKENIZER_MODEL to a T5 tokenizer, for example google-t5/t5-large",
@@ -43,6 +41,12 @@ WHITE = "\\t-\\r \\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u
 GPT2_WORD = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 MOST_PIECES, LONGEST_PIECE = 1 << 18, 32  # at about 200 bytes each
 MOST_SPECIAL_TOKENS = 1000
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an exception's text, or its type's name."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip().rstrip(".:") if lines else type(error).__name__
 
 
 class BytePairs(dict[str, bytes]):
@@ -76,35 +80,44 @@ class BytePairs(dict[str, bytes]):
 class DocumentEncoder:
     """Token ids as Megatron's own tool gets them from its tokenizer, in about a tenth of the time where possible.
 
-    Its GPT2BPETokenizer is GPT-2's byte pairs alone. Its HFTokenizer is transformers' slow tokenizer, for which
-    SentencePiece or BytePairs speak, but not in documents with the text of a special token such as `</s>` or `<s>`.
+    Its GPT2BPETokenizer, of a directory that has nothing but GPT-2's two files, is GPT-2's byte pairs alone. Its
+    HFTokenizer is transformers' slow tokenizer, for which SentencePiece or BytePairs speak, but not in documents with
+    the text of a special token such as `</s>` or `<s>`.
 
     kind: the engine's name of the tokenizer. vocabulary: number of ids, sentinels and `<s>` included. dtype: numpy's
     name of an id's type in the dataset. exact: whether another way than transformers' is taken at all.
     """
 
-    def __init__(self, directory: Path, family: str = "t5", called: str = "") -> None:
+    def __init__(self, directory: Path, family: str = "t5") -> None:
         """family: t5, whose tokenizers end each document with `</s>`, or gpt, whose end of text is appended.
-        called: the directory's name in messages, if it is a copy.
 
-        Raises Problem when the directory is not the tokenizer of such a family.
+        Raises anything when the directory is not the tokenizer of such a family: see readable().
         """
-        self.kind, self._t5, self._special = kind_of(directory), family == "t5", None
-        if self.kind == "GPT2BPETokenizer":
-            ids, merges = json.loads((directory / GPT2_FILES[0]).read_bytes()), directory / GPT2_FILES[1]
+        files = {path.name for path in directory.iterdir()}.intersection(TOKENIZER_FILES)
+        self._t5, self._special = family == "t5", None
+        if files == set(GPT2_FILES):
+            ids, merges = json.loads((directory / "vocab.json").read_bytes()), directory / "merges.txt"
             lines = merges.read_text(encoding="utf-8").splitlines()
             # Special tokens have no merge either.
             lost = {token for token in ids if len(token) > 1} - {"".join(line.split()) for line in lines}
             if len(lost) > MOST_SPECIAL_TOKENS:
                 raise ValueError(f"{merges.name} is incomplete: {len(lost)} tokens of the vocabulary have no merge")
-            self._fast, self.exact, self.vocabulary = BytePairs(directory, ids["<|endoftext|>"]).encode, True, len(ids)
+            self.kind, self.exact, self.vocabulary = "GPT2BPETokenizer", True, len(ids)
+            self._fast = BytePairs(directory, ids["<|endoftext|>"]).encode
         else:
-            self._tokenizer = load_tokenizer(directory, family, called)
+            self.kind, self.exact, self._tokenizer = "HFTokenizer", False, load_tokenizer(directory, family)
             self._special = re.compile("|".join(map(re.escape, sorted(self._tokenizer.added_tokens_encoder))))
             self._end, self.vocabulary = self._tokenizer.eos_token_id, 1 + max(self._tokenizer.get_vocab().values())
-            self._fast = _fast_way(directory, self._end)
+            if PIECES in files:
+                import sentencepiece
+
+                pieces = sentencepiece.SentencePieceProcessor(model_file=str(directory / PIECES))
+                self._fast = partial(pieces.encode, return_type="numpy", add_eos=True, num_threads=1)
+            else:
+                self._fast = BytePairs(directory, self._end).encode if files.issuperset(GPT2_FILES) else None
             # Without `legacy`, the tokenizer treats leading blanks and U+2581 in its own way.
-            self.exact = getattr(self._tokenizer, "legacy", True) is not False and self._is_right(self._fast)
+            if self._fast and getattr(self._tokenizer, "legacy", True) is not False:
+                self.exact = [ids.tolist() for ids in self._fast(PROBES)] == list(map(self._slowly, PROBES))
         self.dtype = "uint16" if self.vocabulary < UINT16_VOCABULARY_LIMIT else "int32"
 
     def has_special_text(self, text: str) -> bool:
@@ -126,54 +139,32 @@ class DocumentEncoder:
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         return ids if ids[-1:] == [self._end] else [*ids, self._end]
 
-    def _is_right(self, fast: Encode | None) -> bool:
-        return fast is not None and [ids.tolist() for ids in fast(PROBES)] == list(map(self._slowly, PROBES))
 
-
-def kind_of(directory: Path) -> str:
-    """GPT2BPETokenizer for a directory that has nothing but GPT-2's two files, else HFTokenizer."""
-    names = {path.name for path in directory.iterdir()} & set(TOKENIZER_FILES)
-    return "GPT2BPETokenizer" if names == set(GPT2_FILES) else "HFTokenizer"
-
-
-def _fast_way(directory: Path, end: int) -> Encode | None:
-    if (directory / PIECES).exists():
-        import sentencepiece
-
-        pieces = sentencepiece.SentencePieceProcessor(model_file=str(directory / PIECES))
-        return partial(pieces.encode, return_type="numpy", add_eos=True, num_threads=1)
-    return BytePairs(directory, end).encode if all((directory / name).exists() for name in GPT2_FILES) else None
-
-
-def load_tokenizer(name: str | Path, family: str = "t5", called: str = "") -> Any:
-    """transformers' tokenizer of a directory or of the hub, with what the engine adds to it. Raises Problem."""
+def load_tokenizer(name: str | Path, family: str = "t5") -> Any:
+    """transformers' tokenizer of a directory or of the hub, with what the engine adds to it. See readable()."""
     os.environ.update(FASTER_TRANSFORMERS | os.environ)
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    with readable(called or name, family, OSError):
-        tokenizer = AutoTokenizer.from_pretrained(name, use_fast=False, local_files_only=Path(name).is_dir())
-        if isinstance(tokenizer, bool):  # its answer to a file that is no SentencePiece model
-            raise TypeError(f"{PIECES} is damaged")
+    tokenizer = AutoTokenizer.from_pretrained(name, use_fast=False, local_files_only=Path(name).is_dir())
+    if isinstance(tokenizer, bool):  # its answer to a file that is no SentencePiece model
+        raise TypeError(f"{PIECES} is damaged")
     if family == "t5" and ("<extra_id_0>" not in tokenizer.added_tokens_encoder or tokenizer.eos_token_id is None):
-        lacks = "it lacks <extra_id_0> or an end-of-sequence token"
-        raise Problem(f"{called or name} is not a T5 tokenizer: {lacks}", NAME_ANOTHER[family])
+        raise ValueError("it lacks <extra_id_0> or an end-of-sequence token")
     lacking = {name: token for name, token in UPSTREAM_SPECIALS.items() if getattr(tokenizer, name) is None}
     tokenizer.add_special_tokens(lacking)
     return tokenizer
 
 
 @contextmanager
-def readable(name: str | Path, family: str, *also: type[Exception]) -> Iterator[None]:
-    """Makes a Problem of whatever a damaged tokenizer raises; of an OSError only if `also` names it."""
+def readable(name: str, family: str = "t5") -> Iterator[None]:
+    """Makes a Problem of whatever a damaged tokenizer raises."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, (Problem, OSError)) and not isinstance(error, also):
-            raise
-        remedy = NAME_ANOTHER["t5" if family == "t5" else "gpt"]
-        raise Problem(f"{name} cannot be loaded as a tokenizer ({common.one_line(error)})", remedy) from error
+        found = f"{name} cannot be loaded as a tokenizer ({one_line(error)})"
+        raise Problem(found, NAME_ANOTHER[family]) from error
 
 
 def find_tokenizer(name: str, family: str = "t5") -> Path:
@@ -219,14 +210,8 @@ def hub(what: str, remedy: str) -> Iterator[Any]:
         utils.disable_progress_bars()
     try:
         yield huggingface_hub
-    except Exception as error:
-        # Network, hub and cache errors have no common base class.
-        if constants.HF_HUB_OFFLINE:
-            why = "HF_HUB_OFFLINE is set"
-        elif isinstance(error, errors.RepositoryNotFoundError):
+    except Exception as error:  # network, hub and cache errors have no common base class
+        why = f"{constants.ENDPOINT}: {one_line(error)}"
+        if isinstance(error, errors.RepositoryNotFoundError):
             why = "it does not exist, or it is not public"
-        elif isinstance(error, errors.HfHubHTTPError):
-            why = common.one_line(error)
-        else:
-            why = f"{constants.ENDPOINT} does not answer: {common.one_line(error)}"
         raise Problem(f"cannot fetch {what} from the Hugging Face hub ({why})", remedy) from error

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from t5bench.corpus.common import read_record
+from t5bench.corpus.index import read_record
 from t5bench.model import time
 from t5bench.model.job import Job, padded
 from t5bench.model.machine import GIB, Device, device_of

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from t5bench import Problem
 from t5bench.corpus.checksum import cached_tokenizer, describes, tokenizer_checksum
-from t5bench.corpus.common import preparation, read_record, record_path
-from t5bench.corpus.index import Index, read_index
+from t5bench.corpus.index import Index, command_for, read_index, read_record, record_path
 from t5bench.plan import claim
 from t5bench.plan.families import family_of
 from t5bench.plan.launchers import Request
@@ -64,7 +63,7 @@ def _check_tokenizer(request: Request, prefix: str, tokenizer: str) -> None:
     record, findings, file = read_record(Path(prefix)), request.findings, record_path(Path(prefix))
     named = request.value("TOKENIZER_MODEL") and f"TOKENIZER_MODEL='{tokenizer}' "
     # Without FORCE=1, which would replace the data with whatever source the command names, or the hub's.
-    command = preparation(file.parent, request.value("MODEL_FAMILY"), named)
+    command = command_for(file.parent, request.value("MODEL_FAMILY"), named)
     again = f"prepare the data again, with their source ({record.get('source', 'unknown')}) and FORCE=1: {command}"
     own = f"Set TOKENIZER_MODEL to that tokenizer or copy it to '{file.parent / 'tokenizer'}', or {again}"
     recorded, name = record.get("tokenizer_checksum"), record.get("tokenizer")

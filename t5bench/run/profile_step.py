@@ -37,7 +37,7 @@ STEP = {"native": ("native.trainers", "TorchTrainer", "step"), "megatron": ("meg
 PHASES = {
     "native": {
         profile.LOGGING: ("native.metrics", "Metrics", "record"),
-        profile.SAVING: ("native.checkpoint", "", "save"),
+        profile.SAVING: ("native.train", "", "save"),
         profile.EVALUATING: ("native.train", "", "evaluate"),
     },
     "megatron": {

@@ -18,12 +18,11 @@ from harness import write_data_record, write_indexed_dataset
 
 from t5bench import Problem
 from t5bench.__main__ import main
-from t5bench.corpus import source
+from t5bench.corpus import convert
 from t5bench.corpus.checksum import describes
-from t5bench.corpus.convert import convert_source
+from t5bench.corpus.convert import Source, convert_source
 from t5bench.corpus.index import read_index, write_index
-from t5bench.corpus.source import Source
-from t5bench.corpus.tokenizer import DocumentEncoder, copy_tokenizer, find_tokenizer
+from t5bench.corpus.tokenizer import DocumentEncoder, copy_tokenizer
 
 DOCUMENTS = [[5, 6, 7, 1], [8, 9, 1], [65535, 1], [1]]
 SPECIAL_TEXTS = [
@@ -38,11 +37,6 @@ SPECIAL_TEXTS = [
 def dataset(tmp_path: Path) -> Path:
     write_indexed_dataset(tmp_path / "corpus_document", DOCUMENTS)
     return tmp_path / "corpus_document"
-
-
-@pytest.fixture(scope="session")
-def encoder() -> DocumentEncoder:
-    return DocumentEncoder(SAMPLE / "tokenizer")
 
 
 def documents_of(prefix: Path) -> list[list[int]]:
@@ -67,20 +61,9 @@ def test_writer_and_reader_follow_the_format(dataset: Path, tmp_path: Path) -> N
     assert list(read_index(dataset).doc_idx) == [0, 2, 4]
 
 
-def test_every_truncation_is_found(dataset: Path) -> None:
-    for path in (dataset.with_suffix(".idx"), dataset.with_suffix(".bin")):
-        whole = path.read_bytes()
-        for size in range(len(whole)):
-            path.write_bytes(whole[:size])
-            with pytest.raises(Problem, match="is truncated" if size else "is empty") as caught:
-                read_index(dataset)
-            assert str(path) in str(caught.value) and "prepare_xsum_megatron.sh" in caught.value.remedy
-        path.write_bytes(whole)
-
-
 DAMAGE = [
     (".idx", 0, b"TNTIDX\0\0", "does not begin with MMIDIDX"),
-    (".idx", 9, b"\x02", "format version 2"),
+    (".idx", 9, b"\x02", "format version is 2"),
     (".idx", 17, b"\x07", "7 is not the code"),
     (".idx", 18, b"\x03", "is corrupt: its header announces 3 sequences"),
     (".idx", 46, b"\0\0\0\0", "a sequence of 0 tokens"),
@@ -92,12 +75,18 @@ DAMAGE = [
 ]
 
 
-@pytest.mark.parametrize(("suffix", "offset", "replacement", "message"), DAMAGE)
-def test_damage_is_named(dataset: Path, suffix: str, offset: int, replacement: bytes, message: str) -> None:
-    path, whole = dataset.with_suffix(suffix), dataset.with_suffix(suffix).read_bytes()
-    path.write_bytes(whole[:offset] + replacement + whole[offset + len(replacement) :])
-    with pytest.raises(Problem, match=message):
-        read_index(dataset)
+def test_every_truncation_and_other_damage_are_named(dataset: Path) -> None:
+    wholes = {suffix: dataset.with_suffix(suffix).read_bytes() for suffix in (".idx", ".bin")}
+    damage = [(end, whole[:size], "is truncated" if size else "is empty")
+              for end, whole in wholes.items() for size in range(len(whole))]  # fmt: skip
+    for end, offset, new, message in DAMAGE:
+        damage.append((end, wholes[end][:offset] + new + wholes[end][offset + len(new) :], message))
+    for end, content, message in damage:
+        dataset.with_suffix(end).write_bytes(content)
+        with pytest.raises(Problem, match=message) as caught:
+            read_index(dataset)
+        assert f"{dataset}{end}" in str(caught.value) and "prepare_xsum_megatron.sh" in caught.value.remedy
+        dataset.with_suffix(end).write_bytes(wholes[end])
 
 
 @pytest.mark.parametrize("legacy", [True, False])
@@ -129,15 +118,13 @@ def test_ids_are_those_of_the_slow_tokenizer(tmp_path: Path, monkeypatch: pytest
     assert not any(2 in ids or ids.index(1) < len(ids) - 1 for ids in expected[:40])
 
 
-def test_building_keeps_order_and_counts(
-    encoder: DocumentEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_building_keeps_order_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one process or several, with blocks of any size."""
-    texts = ARTICLES * 2
+    encoder, texts = DocumentEncoder(SAMPLE / "tokenizer"), ARTICLES * 2
     texts[400:400] = ["", " \n", "one <extra_id_1> two", "word " * 600, "a <s>tag</s>", "< s >"]
     path = write_jsonl(tmp_path / "text.jsonl", [{"text": text, "other": 1} for text in texts])
     path.write_text(path.read_text() + "\n\n")
-    monkeypatch.setattr(source, "BLOCK_BYTES", 20_000)
+    monkeypatch.setattr(convert, "BLOCK_BYTES", 20_000)
     expected = ids_of(encoder, [text for text in texts if text.strip()])
     for workers, encoder.dtype, limit, skipped in ((1, "int32", None, 2), (3, "uint16", 401, 2), (1, "uint16", 9, 0)):
         counts, made = convert_source(Source(path, limit=limit), tmp_path / "m", encoder, workers), expected[:limit]
@@ -147,18 +134,6 @@ def test_building_keeps_order_and_counts(
         numbers = {"documents": len(made), "tokens": sum(map(len, made)), "skipped_empty": skipped}
         assert counts == numbers | {"special_text_documents": special}
         assert texts_of(tmp_path / "m.jsonl") == [text for text in texts if text.strip()][:limit]
-
-
-def test_what_is_not_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    directory = tmp_path / "broken"
-    for make, message in (
-        (lambda: None, "there is no tokenizer directory"),
-        (directory.mkdir, "no spiece.model"),
-        (lambda: (directory / "spiece.model").write_bytes(b"not a model"), "cannot be loaded as a tokenizer"),
-    ):
-        make()
-        with pytest.raises(Problem, match=message):
-            DocumentEncoder(find_tokenizer(str(directory)))
 
 
 UPSTREAM = """
@@ -256,13 +231,8 @@ def test_parts_that_do_not_match_are_not_merged(tmp_path: Path, capsys: pytest.C
     (tmp_path / "e.bin").write_bytes(bytes(8))
     (tmp_path / "f.idx").write_bytes((tmp_path / "a.idx").read_bytes()[:-1])
     (tmp_path / "f.bin").write_bytes(b"x")
-    for part, message in (
-        ("c", "c has the tokenizer_checksum 2, but "),
-        ("d", "tokenizer_checksum None"),
-        ("e", "dtype int32"),
-        ("f", "f.idx is truncated"),
-        ("g", "does not exist"),
-    ):
+    refused = {"c": "c has the tokenizer_checksum 2, but ", "d": "tokenizer_checksum None", "e": "dtype int32"}
+    for part, message in (refused | {"f": "f.idx is truncated", "g": "does not exist"}).items():
         said = merge("a", part)
         assert said.startswith("2 error: ") and message in said and not list((tmp_path).glob("new/*"))
     assert "no part records its tokenizer" in merge("d", "d")

@@ -41,9 +41,9 @@ def log_lines(run: Run) -> list[str]:
     return [line for path in run.directory.glob("node*.log") for line in path.read_text(errors="replace").splitlines()]
 
 
-def curve(run: Run, begin: int = 0) -> list[tuple]:
-    """The figures of each iteration after the first `begin`, to the digit."""
-    return [(i.iteration, i.lm_loss, i.grad_norm, i.learning_rate) for i in run.iterations if i.iteration > begin]
+def curve(run: Run) -> list[tuple]:
+    """The figures of each iteration, to the digit."""
+    return [(i.iteration, i.lm_loss, i.grad_norm, i.learning_rate) for i in run.iterations]
 
 
 def parity(*runs: Path, baseline: Path) -> str:
@@ -69,16 +69,12 @@ def test_all_strategies_train_the_same_model(runs: Path):
     assert {10, 20} <= validated["ddp"].keys()
 
 
-def test_eight_processes_of_three_dimensions(native_runs: Path, sample_data: Path, tmp_path: Path):
-    """TP 2 x PP 2 x DP 2: further processes of the hybrid are data parallel. Megatron's shared run has them, too."""
-    engine = {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data)}
-    train("hybrid", tmp_path / "run", NPROC_PER_NODE="8", **EXACT, **engine)
-    parity(tmp_path / "run", baseline=native_runs / "ddp")
-
-
-def test_both_engines_train_the_same_model(megatron_runs: Path, native_runs: Path):
-    """The same samples, schedule and optimizer too; a mistake that all strategies of one engine share shows here."""
-    parity(megatron_runs / "ddp", baseline=native_runs / "ddp")
+def test_both_engines_train_the_same_model(megatron_runs: Path, native_runs: Path, sample_data: Path, tmp_path: Path):
+    """The same samples, schedule and optimizer too; a mistake that all strategies of one engine share shows here. And
+    eight native processes, TP 2 x PP 2 x DP 2: Megatron's shared run of the hybrid has them, too."""
+    eight = {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data), "NPROC_PER_NODE": "8"}
+    train("hybrid", tmp_path / "run", **EXACT, **eight)
+    parity(megatron_runs / "ddp", tmp_path / "run", baseline=native_runs / "ddp")
     native, megatron = (load(runs / "ddp") for runs in (native_runs, megatron_runs))
     assert [i.learning_rate for i in native.iterations] == [i.learning_rate for i in megatron.iterations]
 
@@ -89,10 +85,7 @@ def test_both_engines_train_the_same_model(megatron_runs: Path, native_runs: Pat
         return {re.sub(r"\S*\d\S*|localhost", "#", re.sub(" +", " ", line)).strip() for line in found}
 
     assert forms(native) == forms(megatron)
-
-
-def test_two_nodes_have_a_stage_each(megatron_runs: Path):
-    """The encoder is on node 0, the iterations are in the log of the last rank's node."""
+    # Two nodes have a stage each: the encoder is on node 0, the iterations are in the log of the last rank's node.
     logs = [(megatron_runs / "pipeline" / f"node{rank}.log").read_text().splitlines() for rank in (0, 1)]
     stages = [{line[-2] for line in re.findall(r"model parallel rank \(0, \d\)", "\n".join(log))} for log in logs]
     assert stages == [{"0"}, {"1"}]
@@ -133,29 +126,13 @@ def test_a_resumed_run_gives_the_uninterrupted_curve(engine: Engine, runs: Path,
 
 ITERATIONS, SAVE_INTERVAL = 24, 6
 NEWEST = 2 * SAVE_INTERVAL  # the last checkpoint that a killed run has
-# The file of the newest checkpoint that the last node has not whole.
-DEATHS = {
-    "native": (f"iter_{NEWEST:07d}/random_00003.pt", "missing"),
-    "megatron": (f"iter_{NEWEST:07d}/mp_rank_01_001/model_optim_rng.pt", "truncated"),
-}
-
-
-def spoil(checkpoints: Path, file: str, how: str) -> None:
-    if how == "missing":
-        (checkpoints / file).unlink()
-    else:
-        os.truncate(checkpoints / file, (checkpoints / file).stat().st_size // 2)
-    # The engines' pointers do not survive a death in their writing, and without them training would start anew.
-    for pointer in (TRACKER, DEEPSPEED_TRACKER):
-        (checkpoints / pointer).unlink(missing_ok=True)
 
 
 def test_a_killed_run_continues(engine: Engine, tmp_path: Path):
     """In bf16 with dropout, on two nodes without a shared file system. All processes are killed after the second
     checkpoint, of which one node lacks a part: all go on from the first, and what was logged before is logged again,
     digit by digit."""
-    (file, how), mark = DEATHS[engine["ENGINE"]], uuid.uuid4().hex
-    nodes = [tmp_path / "node 0", tmp_path / "node 1"]
+    nodes, mark = [tmp_path / "node 0", tmp_path / "node 1"], uuid.uuid4().hex
     settings = engine | {"TRAIN_ITERS": str(ITERATIONS), "SAVE_INTERVAL": str(SAVE_INTERVAL), "KILLED_RUN": mark}
     launchers, metrics = start("hybrid", *nodes, **settings), nodes[-1] / "metrics.jsonl"
     while len(read_metrics(metrics)) <= NEWEST and all(launcher.poll() is None for launcher in launchers):
@@ -163,7 +140,16 @@ def test_a_killed_run_continues(engine: Engine, tmp_path: Path):
     kill(launchers, f"KILLED_RUN={mark}")
     killed = read_metrics(metrics)
     assert NEWEST < len(killed) < ITERATIONS, "the run was not killed in time"
-    spoil(nodes[-1] / "checkpoints", file, how)
+    checkpoints = nodes[-1] / "checkpoints"
+    if engine["ENGINE"] == "native":
+        file, how = f"iter_{NEWEST:07d}/random_00003.pt", "missing"
+        (checkpoints / file).unlink()
+    else:
+        file, how = f"iter_{NEWEST:07d}/mp_rank_01_001/model_optim_rng.pt", "truncated"
+        os.truncate(checkpoints / file, (checkpoints / file).stat().st_size // 2)
+    # The engines' pointers do not survive a death in their writing, and without them training would start anew.
+    for pointer in (TRACKER, DEEPSPEED_TRACKER):
+        (checkpoints / pointer).unlink(missing_ok=True)
 
     # Evaluations leave the curve as it was: they draw no dropout mask, and end where dropout begins again.
     said = finish(start("hybrid", *nodes, RESUME="1", **settings, EVAL_ITERS="1", EVAL_INTERVAL="7"))

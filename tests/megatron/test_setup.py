@@ -33,8 +33,8 @@ def upstream(megatron_dir: Path, target: Path) -> Path:
     return target
 
 
-def setup(target: Path, *arguments: str, source: Path | None = None, root: Path = REPO_ROOT) -> tuple[int, str]:
-    """setup_megatron.sh's exit status and what it said; it clones from the source."""
+def setup(target: Path, *arguments: str, status: int = 0, source: Path | None = None, root: Path = REPO_ROOT) -> str:
+    """What setup_megatron.sh, which clones from the source, says before it ends with that status."""
     result = subprocess.run(
         ["bash", str(root / "scripts" / "setup_megatron.sh"), *arguments],
         env=environment(MEGATRON_DIR=str(target), MEGATRON_REPO=str(source or target), INSTALL="0"),
@@ -43,118 +43,85 @@ def setup(target: Path, *arguments: str, source: Path | None = None, root: Path 
         timeout=120,
         check=False,
     )
-    return result.returncode, result.stderr
+    assert result.returncode == status, result.stderr
+    return result.stderr
 
 
-def test_clones_patches_and_may_run_again(megatron_dir: Path, target: Path):
-    status, said = setup(target, "--check")
-    assert status == 1
-    assert "no Megatron-DeepSpeed checkout" in said
-    assert not target.exists()
-    assert setup(target, source=megatron_dir)[0] == 0
+def test_clones_patches_and_may_run_again(megatron_dir: Path, target: Path, tmp_path: Path):
+    assert "no Megatron-DeepSpeed checkout" in setup(target, "--check", status=1)
+    assert "cannot clone" in setup(target, source=tmp_path / "nothing here", status=2)
+    assert not list(target.parent.iterdir())
+    setup(target, source=megatron_dir)
     assert git(target, "rev-parse", "HEAD") == COMMIT
     patched = git(target, "diff")
     assert "return len(self.tokenizer)" in patched
-    assert setup(target, source=megatron_dir)[0] == 0
+    setup(target, source=megatron_dir)
     assert git(target, "diff") == patched
-    assert setup(target, "--check")[0] == 0
-
-
-def test_a_clone_that_fails_leaves_nothing(target: Path, tmp_path: Path):
-    status, said = setup(target, source=tmp_path / "nothing here")
-    assert status == 2
-    assert "cannot clone" in said
-    assert not list(target.parent.iterdir())
+    setup(target, "--check")
 
 
 def test_missing_parts_are_named_and_completed(upstream: Path):
-    status, said = setup(upstream, "--check")
-    assert status == 1
+    said = setup(upstream, "--check", status=1)
     assert all(patch in said for patch in SERIES)
     assert git(upstream, "status", "--porcelain") == ""
     git(upstream, "apply", str(PATCHES / SERIES[0]))  # the README's manual step
-    status, said = setup(upstream, "--check")
-    assert status == 1
-    assert "only megatron_t5_fixes.patch is applied" in said
-    assert setup(upstream)[0] == 0
-    assert setup(upstream, "--check")[0] == 0
-
-
-def test_the_series_applies_one_by_one(upstream: Path):
+    assert "only megatron_t5_fixes.patch is applied" in setup(upstream, "--check", status=1)
+    setup(upstream)
+    setup(upstream, "--check")
+    git(upstream, "reset", "--quiet", "--hard")
+    git(upstream, "clean", "--quiet", "-fd")
     for name in SERIES:
         git(upstream, "apply", str(PATCHES / name))
-    assert setup(upstream, "--check")[0] == 0
+    setup(upstream, "--check")
 
 
 def test_names_what_was_changed_and_keeps_it(upstream: Path):
     """On another commit, too."""
     git(upstream, "checkout", "--quiet", f"{COMMIT}~1")
-    assert setup(upstream)[0] == 0
+    setup(upstream)
     assert git(upstream, "rev-parse", "HEAD") == COMMIT
     changed = upstream / "megatron" / "training.py"
     changed.write_text(changed.read_text() + "# mine\n")
     (upstream / "megatron" / "timers.py").unlink()
-    status, said = setup(upstream, "--check")
-    assert status == 1
-    assert "megatron/training.py differs" in said
-    assert "megatron/timers.py is missing" in said
-    status, said = setup(upstream)
-    assert status == 2
-    assert "--reset" in said
+    said = setup(upstream, "--check", status=1)
+    assert "megatron/training.py differs" in said and "megatron/timers.py is missing" in said
+    assert "--reset" in setup(upstream, status=2)
     assert changed.read_text().endswith("# mine\n")
-
-    assert setup(upstream, "--reset")[0] == 0
-    assert setup(upstream, "--check")[0] == 0
+    setup(upstream, "--reset")
+    setup(upstream, "--check")
     assert "# mine" in git(upstream, "stash", "show", "-p")
-
-
-def test_what_is_no_checkout_and_what_lies_around_it_are_left_alone(upstream: Path):
-    """Of a copy without its .git in another repository, --reset would stash the other's files."""
-    empty, outer = upstream.parent / "empty", upstream.parent
-    empty.mkdir()
-    status, said = setup(empty, source=upstream)
-    assert status == 2 and "exists, but holds no Megatron-DeepSpeed checkout" in said
-    (upstream / "megatron" / "training.py").write_text("# mine\n")
-    (upstream / ".git" / "index.lock").touch()
-    status, said = setup(upstream, "--reset")
-    assert status == 2 and "git cannot stash your changes" in said
-    shutil.rmtree(upstream / ".git")
-    git(outer, "init", "--quiet")
-    status, said = setup(upstream, "--reset")
-    assert status == 2 and "not a git repository" in said
-    assert (upstream / "megatron" / "training.py").read_text() == "# mine\n"
-
-
-def test_files_that_git_overlooks_are_found_and_never_removed(upstream: Path):
-    assert setup(upstream)[0] == 0
+    # What git overlooks is found, and never removed.
     git(upstream, "update-index", "--skip-worktree", kernel := "megatron/fused_kernels/scaled_softmax_cuda.cu")
     (upstream / kernel).write_text("// mine")
     (upstream / ".git" / "info" / "exclude").write_text("deepspeed/\n")
     (upstream / "deepspeed").mkdir()
     (upstream / "deepspeed" / "__init__.py").touch()
     for option, status in (("--check", 1), ("--reset", 2)):
-        found, said = setup(upstream, option)
-        assert found == status
+        said = setup(upstream, option, status=status)
         assert f"{kernel} differs" in said and "deepspeed/ would be imported" in said
     assert (upstream / kernel).read_text() == "// mine" and (upstream / "deepspeed" / "__init__.py").exists()
 
 
+def test_what_is_no_checkout_and_what_lies_around_it_are_left_alone(upstream: Path):
+    """Of a copy without its .git in another repository, --reset would stash the other's files."""
+    (empty := upstream.parent / "empty").mkdir()
+    assert "exists, but holds no Megatron-DeepSpeed checkout" in setup(empty, source=upstream, status=2)
+    (upstream / "megatron" / "training.py").write_text("# mine\n")
+    shutil.rmtree(upstream / ".git")
+    git(upstream.parent, "init", "--quiet")
+    assert "not a git repository" in setup(upstream, "--reset", status=2)
+    assert (upstream / "megatron" / "training.py").read_text() == "# mine\n"
+
+
 def test_checksums_are_those_of_the_patches(upstream: Path, tmp_path: Path):
-    """Made anew from the patches, they are the ones in the repository."""
+    """Made anew from the patches, they are the ones in the repository. The patches have no binaries."""
     root = tmp_path / "project"
     for folder in ("scripts", "patches", "t5bench"):
         shutil.copytree(REPO_ROOT / folder, root / folder)
     shutil.rmtree(root / "patches" / "checksums")
-    assert setup(upstream, "--write-checksums", root=root)[0] == 0
-
-    def checksums(patches: Path) -> dict[str, str]:
-        return {path.name: path.read_text() for path in (patches / "checksums").iterdir()}
-
-    assert checksums(root / "patches") == checksums(PATCHES)
-
-
-def test_patches_keep_the_upstream_licence_and_have_no_binaries():
+    setup(upstream, "--write-checksums", root=root)
+    for path in (PATCHES / "checksums").iterdir():
+        assert (root / "patches" / "checksums" / path.name).read_text() == path.read_text()
     for name in SERIES:
         text = (PATCHES / name).read_text()
-        assert "diff --git a/LICENSE" not in text
-        assert not any(line.startswith(("GIT binary patch", "Binary files")) for line in text.splitlines())
+        assert "diff --git a/LICENSE" not in text and "\nGIT binary patch" not in text

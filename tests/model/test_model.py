@@ -37,7 +37,8 @@ def native_arguments(a: Architecture, **more: object) -> SimpleNamespace:
         encoder_num_layers=a.encoder_layers, decoder_num_layers=a.decoder_layers, hidden_size=a.hidden,
         num_attention_heads=a.heads, kv_channels=a.head_size, ffn_hidden_size=a.ffn, seed=1, pad_token=0,
         padded_vocab_size=a.padded_vocabulary, max_position_embeddings=a.position_rows, no_bias_gelu_fusion=False,
-        init_method_std=0.02, **{"attention_dropout": 0.0, "hidden_dropout": 0.0, "dtype": torch.bfloat16} | more,
+        init_method_std=0.02, compile=False,
+        **{"attention_dropout": 0.0, "hidden_dropout": 0.0, "dtype": torch.bfloat16} | more,
     )  # fmt: skip
 
 
@@ -171,7 +172,7 @@ def test_the_native_engines_own_allocations(architecture, micro_batch, tensor, m
     """Its second iteration, traced with fake tensors: what stays, and the peak."""
     from torch.distributed._tools.mem_tracker import MemTracker  # it imports torch's compiler
 
-    own = {"device": torch.device("cpu"), "compile": False, "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.9}
+    own = {"device": torch.device("cpu"), "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.9}
     own |= {"adam_eps": 1e-8, "lr": 1e-4, "clip_grad": 1.0, "micro_batches": 1, "micro_batch_size": micro_batch}
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tensor)
     try:

@@ -2,7 +2,6 @@
 
 import re
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ pytestmark = pytest.mark.slow
         (["--", "--mask-prob", "0.9"], {}, 2, "configuration", "is too short for an encoder of"),
         ([], {"LR": "1e30", "CLIP_GRAD": "0", "DROPOUT": "0"}, 4, "diverged", "not a number at iteration 2"),
         ([], {"HIDDEN_SIZE": "65536", "FFN_HIDDEN_SIZE": "4000000"}, 5, "out-of-memory", "the host's memory is full"),
-        ([], {"NNODES": "2", "RENDEZVOUS_TIMEOUT": "2"}, 6, "timeout", "only 1 of 2 nodes joined within"),
     ],
 )
 def test_a_run_that_fails(
@@ -38,22 +36,15 @@ def test_a_run_that_fails(
     assert reason in run.reason
     assert f"{status}: " in errors and reason in errors
     assert run.record["first_failure"]["host"] == socket.gethostname()
-    assert not (tmp_path / "run" / "wandb").exists(), "WANDB_MODE is disabled"
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Gives this process the environment of one that torchrun started."""
-    started = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"}
-    for name, value in (started | {"DS_ACCELERATOR": "cpu"}).items():
-        monkeypatch.setenv(name, value)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("wrong", ["--data-path", "--tokenizer-model"])
-def test_wrong_data_end_the_run_with_one_sentence(alone: None, sample_data: Path, tmp_path: Path, wrong: str):
+def test_wrong_data_end_the_run_with_one_sentence(monkeypatch, sample_data: Path, tmp_path: Path, wrong: str):
+    started = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in (started | {"DS_ACCELERATOR": "cpu"}).items():
+        monkeypatch.setenv(name, value)
     right, nothing = str(sample_data / "xsum_text_document"), str(tmp_path / "nothing")
     with pytest.raises(Problem, match=re.escape(nothing)):
         native_train.run(parsed("--data-path", right, wrong, nothing))
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,7 +1,6 @@
 """Inside the engine, in one process: what the patches mend. Each test fails without its fix; patches/README.md names
 them in the same order."""
 
-import hashlib
 import json
 import math
 import os
@@ -50,28 +49,22 @@ def decoder_stage(**parts: bool):
     return model
 
 
-@pytest.mark.parametrize(
-    ("stage", "shape"),
-    [
-        (make_model, [2, DECODER_LENGTH]),
-        (lambda: make_model(add_decoder=False), [ENCODER_LENGTH, 2, HIDDEN]),
-        (lambda: decoder_stage(post_process=False), [DECODER_LENGTH, 2, HIDDEN]),
-        (decoder_stage, [2, DECODER_LENGTH]),
-    ],
-    ids=["whole model", "encoder", "decoder", "last stage"],
-)
-def test_every_stage_returns_one_tensor(stage: Callable, shape: list[int]):
-    """A tuple from the whole model or the encoder; encoder_moe_losses unbound in a decoder stage."""
-    assert list(run_model(stage()).shape) == shape
+def test_every_stage_returns_one_tensor():
+    """A tuple from the whole model or the encoder; encoder_moe_losses unbound in a decoder stage. The last stage embeds
+    only the decoder's tokens."""
+    stages = [make_model(), make_model(add_decoder=False), decoder_stage(post_process=False), decoder_stage()]
+    looked_up, lengths = [], [DECODER_LENGTH, ENCODER_LENGTH, DECODER_LENGTH, DECODER_LENGTH]
+    stages[-1].language_model.embedding.register_forward_pre_hook(lambda _, given: looked_up.append(given[0].shape[1]))
+    shapes = [run_model(stage).shape for stage in stages]
+    assert shapes == [(2, lengths[0]), *((length, 2, HIDDEN) for length in lengths[1:3]), (2, lengths[3])]
+    assert looked_up == [DECODER_LENGTH]
 
 
-def test_decoder_does_not_attend_to_padding():
+def test_decoder_does_not_attend_to_padding_and_the_heads_bias_is_marked_tensor_parallel():
     model = make_model()
     torch.testing.assert_close(run_model(model, padding_token=0), run_model(model, padding_token=77))
-
-
-def test_head_bias_is_marked_tensor_parallel():
-    bias = make_model().lm_head.bias
+    assert len(model.language_model.decoder.layers) == LAYERS + 1, "it may be deeper than the encoder"
+    bias = model.lm_head.bias
     assert (bias.tensor_model_parallel, bias.partition_dim, bias.partition_stride) == (True, 0, 1)
 
 
@@ -90,10 +83,6 @@ def test_error_in_self_attention_is_not_hidden():
     assert len(calls) == 1
 
 
-def test_decoder_deeper_than_encoder():
-    assert len(make_model().language_model.decoder.layers) == LAYERS + 1
-
-
 def test_no_evaluation(args):
     found = dataset_utils.build_train_valid_test_datasets(
         args.data_path, "mmap", "949,50,1", [16, 0, 0], ENCODER_LENGTH, 0.15, 0.1, 1234, True,
@@ -101,10 +90,6 @@ def test_no_evaluation(args):
     )  # fmt: skip
     assert [dataset is None for dataset in found] == [False, True, True]
     assert {"text_enc", "text_dec", "labels", "enc_dec_mask"} <= found[0][0].keys()
-
-
-def test_one_process_needs_no_cuda_connection_limit(args):
-    assert args.async_tensor_model_parallel_allreduce is False
 
 
 def test_zero_finds_gradient_nodes_in_hooks():
@@ -122,13 +107,6 @@ def test_layers_of_later_stages_have_no_experts():
     assert found == [[1], [1, 1], [1, 1, 1]]
 
 
-def test_decoder_stage_embeds_only_decoder_tokens():
-    model, looked_up = decoder_stage(), []
-    model.language_model.embedding.register_forward_pre_hook(lambda _, inputs: looked_up.append(inputs[0].shape[1]))
-    run_model(model)
-    assert looked_up == [DECODER_LENGTH]
-
-
 # ---- 0002: metrics -------------------------------------------------------------------------------------------------
 
 LARGE = {
@@ -137,8 +115,6 @@ LARGE = {
     "seq_length": 512, "decoder_seq_length": 128, "padded_vocab_size": 32128,
     "model_type": ModelType.encoder_and_decoder,
 }  # fmt: skip
-FULL = {"recompute_granularity": "full"}
-STAGES = {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_split_rank": 2}
 
 
 def test_flops_of_an_encoder_decoder(args, monkeypatch: Patch):
@@ -159,10 +135,11 @@ def test_flops_of_an_encoder_decoder(args, monkeypatch: Patch):
     monkeypatch.setattr(megatron.utils, "get_num_microbatches", lambda: 16)
     assert tflop() == of_macs(plain)
     assert tflop() == pytest.approx(19.81, abs=0.005)
-    assert tflop(world_size=2) == of_macs(plain / 2)
-    assert tflop(**FULL, recompute_method="uniform") == of_macs(plain + encoder + decoder)
-    blocks = {"recompute_method": "block", "recompute_num_layers": 6}
-    assert tflop(**FULL, **STAGES, **blocks) == of_macs(plain + (encoder + decoder) / 2)
+    full = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    assert tflop(**full) == of_macs(plain + encoder + decoder)
+    blocks = {"recompute_method": "block", "recompute_num_layers": 6, "pipeline_model_parallel_size": 4}
+    blocks |= {"pipeline_model_parallel_split_rank": 2}
+    assert tflop(**full | blocks) == of_macs(plain + (encoder + decoder) / 2)
     assert tflop(recompute_granularity="selective") == of_macs(plain + core_attention)
     assert tflop(model_type=ModelType.encoder_or_decoder) == pytest.approx(14.61, abs=0.005)
 
@@ -178,36 +155,28 @@ def log_loss(loss: float) -> None:
         timer.reset()
 
 
-@pytest.fixture
-def trained_arguments(args, monkeypatch: Patch):
-    """What training sets before it logs."""
-    monkeypatch.setattr(args, "model_type", ModelType.encoder_and_decoder, raising=False)
-    monkeypatch.setattr(args, "actual_seq_length", ENCODER_LENGTH, raising=False)
-    return args
-
-
-def test_loss_that_is_not_a_number_shows(trained_arguments, capfd: pytest.CaptureFixture):
-    log_loss(math.nan)
-    line = capfd.readouterr().out
-    assert "| lm loss: NAN |" in line
-    assert "| grad norm: 1.250000E+00 |" in line
-
-
-def test_wandb_without_a_key_goes_on_offline(trained_arguments, monkeypatch: Patch, tmp_path: Path):
-    """Without a name WANDB_NAME decides. Upstream's keys remain, in addition to the shared ones."""
+def test_a_loss_that_is_not_a_number_and_wandb_without_a_key(
+    args, monkeypatch: Patch, capfd: pytest.CaptureFixture, tmp_path: Path
+):
+    """The line has the loss, and W&B goes on offline. Upstream's keys remain, in addition to the shared ones."""
     wandb, directory = Mock(), tmp_path / "wandb"
     wandb.init.side_effect = [RuntimeError("No API key configured"), wandb]
-    for name, value in {"wandb_project": "project", "wandb_exp_name": "", "wandb_save_dir": str(directory)}.items():
-        monkeypatch.setattr(trained_arguments, name, value)
+    given = {"wandb_project": "project", "wandb_exp_name": "", "wandb_save_dir": str(directory)}
+    given |= {"model_type": ModelType.encoder_and_decoder, "actual_seq_length": ENCODER_LENGTH}
+    for name, value in given.items():
+        monkeypatch.setattr(args, name, value, raising=False)
+    log_loss(math.nan)
+    line = capfd.readouterr().out
+    assert "| lm loss: NAN |" in line and "| grad norm: 1.250000E+00 |" in line
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setattr(training, "wandb", wandb)
     monkeypatch.setattr(global_vars, "_GLOBAL_WANDB_WRITER", None)
-    global_vars._set_wandb_writer(trained_arguments)
+    global_vars._set_wandb_writer(args)
     log_loss(2.0)
     global_vars.close_writers()
     calls = [call.kwargs for call in wandb.init.call_args_list]
     assert [call.get("mode") for call in calls] == [None, "offline"]
-    assert all(call["project"] == "project" and "name" not in call for call in calls)
+    assert all(call["project"] == "project" and "name" not in call for call in calls)  # WANDB_NAME decides
     assert all(len(json.loads(json.dumps(call["config"]))) > 100 for call in calls)
     assert directory.is_dir()
     wandb.finish.assert_called_once()
@@ -238,17 +207,16 @@ def get_gpt_samples(prefix: str) -> list[list[int]]:
     return [dataset[number]["text"].tolist() for number in range(16)]
 
 
+DAMAGE = {
+    "empty": lambda whole: b"",
+    "half": lambda whole: whole[: len(whole) // 2],
+    "no header": lambda whole: b"x" * 300,
+    "zeroes": lambda whole: whole[:128] + bytes(len(whole) - 128),
+}
+
+
 @pytest.mark.parametrize("get", [get_map, get_gpt_samples])
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda whole: b"",
-        lambda whole: whole[: len(whole) // 2],
-        lambda whole: b"x" * 300,
-        lambda whole: whole[:128] + bytes(len(whole) - 128),
-    ],
-    ids=["empty", "half", "no header", "zeroes"],
-)
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_index_map_is_built_again(tmp_path: Path, get: Callable, damage: Callable[[bytes], bytes]):
     prefix = write_data(tmp_path)
     good, paths = get(prefix), sorted(tmp_path.rglob("*.npy"))
@@ -280,17 +248,13 @@ def test_corpora_are_blended_and_one_that_is_too_small_is_named(tmp_path: Path, 
 
 @pytest.mark.parametrize("get", [get_map, get_gpt_samples])
 def test_index_map_of_other_data_is_not_used(tmp_path: Path, get: Callable):
-    """Not even if it is newer than the data, as after cp -p or rsync -a."""
+    """Not even if it is newer than the data, as after cp -p or rsync -a; nor is that of another split."""
     own = get(write_data(tmp_path / "own", documents=30))
     get(write_data(tmp_path / "shared", documents=20))
-    assert get(write_data(tmp_path / "shared", documents=30)) == own
-
-
-@pytest.mark.parametrize("splits", [(None, 11), (11, None)])
-def test_index_map_of_another_split_is_not_used(tmp_path: Path, splits: tuple[int | None, int | None]):
-    prefix = write_data(tmp_path)
-    first, second = (max(end for _, end, _ in get_map(prefix, slice(end))) for end in splits)
-    assert first != second and 10 in (first, second)
+    prefix = write_data(tmp_path / "shared", documents=30)
+    assert get(prefix) == own
+    ends = [max(end for _, end, _ in get_map(prefix, slice(limit))) for limit in (11, None)]
+    assert ends[0] == 10 < ends[1]
 
 
 def test_index_map_is_written_atomically(tmp_path: Path, monkeypatch: Patch):
@@ -338,23 +302,18 @@ def builder(monkeypatch: Patch, tmp_path: Path) -> Callable[..., tuple[int, list
     return build
 
 
-def test_index_builder_is_for_the_python_that_runs(builder: Callable, tmp_path: Path):
-    assert builder(WRITES_OUTPUT) == (0, ["helpers"])
-    arguments = (tmp_path / "arguments").read_text().split()
-    assert f"-I{sysconfig.get_path('include')}" in arguments
-    assert any(argument.endswith(".tmp") for argument in arguments)
-
-
-def test_index_builder_that_cannot_be_compiled(builder: Callable, capfd: pytest.CaptureFixture):
+def test_index_builder_is_for_the_python_that_runs(builder: Callable, tmp_path: Path, capfd: pytest.CaptureFixture):
+    """One that cannot be compiled is named, and one that is there needs no make."""
     status, modules = builder(WRITES_OUTPUT + "exit 3\n")
     assert (status, "helpers" in modules) == (1, False)
     assert builder("", CXX="/nonexistent/c++")[0] == 1
     assert "no C++ compiler: /nonexistent/c++ is not installed" in "".join(capfd.readouterr())
-
-
-def test_compiled_index_builder_needs_no_make(builder: Callable, tmp_path: Path):
-    (tmp_path / f"helpers{SUFFIX}").touch()
-    assert builder("exit 3", PATH="/nonexistent") == (0, ["helpers"])
+    status, modules = builder(WRITES_OUTPUT)
+    assert status == 0 and "helpers" in modules
+    arguments = (tmp_path / "arguments").read_text().split()
+    assert f"-I{sysconfig.get_path('include')}" in arguments
+    assert any(argument.endswith(".tmp") for argument in arguments)
+    assert builder("exit 3", PATH="/nonexistent")[0] == 0
 
 
 # ---- 0004: CPU and newer libraries ---------------------------------------------------------------------------------
@@ -389,8 +348,9 @@ def test_layer_norm_takes_the_fused_kernels_options():
     assert centered.weight.tolist() == [0.0] * 4
 
 
-def test_fusions_that_need_cuda_are_off(args):
+def test_what_needs_cuda_is_off(args):
     assert (args.gradient_accumulation_fusion, args.masked_softmax_fusion) == (False, False)
+    assert args.async_tensor_model_parallel_allreduce is False  # of one process; it needs a limit on connections
 
 
 def test_every_group_has_the_time_limit():
@@ -404,22 +364,13 @@ def test_sentinels_of_transformers_5():
     assert type(get_tokenizer()).additional_special_tokens_ids.fget(newer) == [5, 4, 3]
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    """The file of a checkpoint that is to be loaded from tmp_path."""
+def test_checkpoints_load_with_arguments_and_a_damaged_one_is_a_failure(args, tmp_path: Path):
     path = Path(checkpointing.get_checkpoint_name(str(tmp_path), 7))
     path.parent.mkdir(parents=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    return path
-
-
-def test_checkpoint_with_arguments_loads(args, checkpoint: Path, tmp_path: Path):
-    torch.save({"args": args, "iteration": 7}, checkpoint)
+    torch.save({"args": args, "iteration": 7}, path)
     assert checkpointing._load_base_checkpoint(str(tmp_path))[0]["args"].hidden_size == HIDDEN
-
-
-def test_damaged_checkpoint_is_a_failure(checkpoint: Path, tmp_path: Path):
-    checkpoint.write_bytes(b"PK\x03\x04 half of a file")
+    path.write_bytes(b"PK\x03\x04 half of a file")
     with pytest.raises(SystemExit) as stop:
         checkpointing._load_base_checkpoint(str(tmp_path))
     assert stop.value.code == 1
@@ -432,44 +383,17 @@ def test_data_loading_does_not_change_dropout(args, monkeypatch: Patch):
     assert torch.equal(before, torch.get_rng_state())
 
 
-# ---- 0005: initial weights -----------------------------------------------------------------------------------------
-
-MATRICES = {
-    "embedding.word_embeddings": 0.02,
-    "embedding.position_embeddings": 0.02,
-    "decoder.layers.1.self_attention.query_key_value": 0.02,
-    "decoder.layers.1.inter_attention.key_value": 0.02,
-    "decoder.layers.1.inter_attention.dense": 0.02 / math.sqrt(2 * LAYERS),
-    "decoder.layers.1.mlp.dense_4h_to_h": 0.02 / math.sqrt(2 * LAYERS),
-}
-
-
-def test_initial_weights_are_as_defined():
-    found = dict(make_model().named_parameters())
-    for short_name, std in MATRICES.items():
-        name = f"language_model.{short_name}.weight"
-        seed = int.from_bytes(hashlib.sha256(f"1234:{name}".encode()).digest()[:8], "big") >> 1
-        drawn = torch.empty(found[name].shape).normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
-        assert torch.equal(found[name], drawn)
-    biases = [parameter for name, parameter in found.items() if name.endswith("bias")]
-    assert len(biases) > 10
-    assert not any(bias.any() for bias in biases)
-    assert found["language_model.decoder.layers.1.input_layernorm.weight"].eq(1).all()
+# ---- 0005: initial weights (beside_native.py has more) ---------------------------------------------------------------
 
 
 def test_shards_keep_heads_together():
-    """[q|k|v] is cut within each part; key_value and the rest are cut in two."""
-    whole, shard = torch.arange(12.0), layout_independent_init.shard
-    for name, first in {
-        "query_key_value": [0, 1, 4, 5, 8, 9],
-        "key_value": [0, 1, 2, 3, 4, 5],
-        "dense_h_to_4h": [0, 1, 2, 3, 4, 5],
-    }.items():
-        halves = [shard(f"x.{name}.weight", whole, 0, rank, 2).tolist() for rank in range(2)]
+    """[q|k|v] is cut within each part; key_value and the rest are cut in two. The head's copy of the embedding has its
+    name."""
+    whole, cut_in_two = torch.arange(12.0), [0, 1, 2, 3, 4, 5]
+    for name in ("query_key_value", "key_value", "dense_h_to_4h"):
+        first = [0, 1, 4, 5, 8, 9] if name == "query_key_value" else cut_in_two
+        halves = [layout_independent_init.shard(f"x.{name}.weight", whole, 0, rank, 2).tolist() for rank in range(2)]
         assert halves == [first, sorted(set(range(12)) - set(first))]
-
-
-def test_heads_copy_of_the_embedding_is_the_embedding():
     name = layout_independent_init.whole_model_name(None, "word_embeddings.weight")
     assert name == "language_model.embedding.word_embeddings.weight"
 

@@ -1,4 +1,4 @@
-"""Inside the engine, in one process: the native engine's loss, gradients and samples are the engine's own."""
+"""Inside the engine, in one process: the native engine's weights, loss, gradients and samples are the engine's own."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ from models import make_batch, make_model
 
 from native import arguments
 from native.data import SpanCorruption, TokenFile, Vocabulary, split_documents
-from native.model import T5
+from native.model import T5, initialise
 from native.parallel import Layout
 
 
@@ -38,7 +38,7 @@ def test_loss_and_gradients(args: Namespace, monkeypatch: pytest.MonkeyPatch, ex
     decoder_tokens[0, 12:], labels[0, 12:] = 0, -1
     real = labels >= 0
     losses = model(tokens, decoder_tokens, *masks, lm_labels=labels.clamp(min=0)) * real
-    native_losses = native(tokens, tokens, decoder_tokens, labels)
+    native_losses = native(tokens, decoder_tokens, labels)
     torch.testing.assert_close(native_losses, losses, rtol=1e-5, atol=1e-5)
     for found in (losses, native_losses):
         (found.sum() / real.sum()).backward()
@@ -47,6 +47,15 @@ def test_loss_and_gradients(args: Namespace, monkeypatch: pytest.MonkeyPatch, ex
         torch.testing.assert_close(
             parameter.grad, parameters[name].grad, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
         )
+
+
+def test_initial_weights(args: Namespace):
+    """Both engines draw them as patches/README.md defines."""
+    native_args, found = native_arguments(), dict(make_model().named_parameters())
+    native_args.padded_vocab_size, native_args.pad_token = args.padded_vocab_size, 0
+    native = T5(native_args, Layout())
+    initialise(native, native_args, Layout())
+    assert len(found) > 30 and all(torch.equal(found[name], drawn) for name, drawn in native.named_parameters())
 
 
 def test_samples(args: Namespace):

@@ -1,39 +1,45 @@
-"""Inside the engine, in one process: every rank of every layout has the parameters that t5bench/model says it has."""
+"""Inside the engine, in one process: its parameters, what a forward keeps and the peak are what t5bench/model says."""
 
 from argparse import Namespace
 from unittest.mock import Mock
 
 import pytest
+import torch
 from deepspeed.runtime.pipe import module as pipe
 from megatron.arguments import core_transformer_config_from_args
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
-from megatron.model import GPTModel, GPTModelPipe, T5Model
+from megatron.model import Float16Module, GPTModel, GPTModelPipe, T5Model
+from megatron.model.fused_softmax import FusedScaleMaskSoftmax
+from torch.distributed._tools.mem_tracker import MemTracker
 
-from t5bench.model.job import Architecture, Parallel
+from t5bench.model.job import Architecture, Job, Parallel
+from t5bench.model.machine import MIB
+from t5bench.model.memory import memory_of
 from t5bench.model.parameters import parameters
 
-HEADS, VOCABULARY = 8, 4224
+HEADS, MICRO_BATCH, VOCABULARY = 8, 2, 4224
+CUBLAS = 2 * 32 * MIB  # a GPU's
 
 
-@pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch):
+def change(monkeypatch: pytest.MonkeyPatch, target: object, **values: object) -> None:
+    for name, value in values.items():
+        monkeypatch.setattr(target, name, value, raising=False)
+
+
+def place(monkeypatch: pytest.MonkeyPatch, parallel: Parallel, stage: int) -> None:
     """Makes the engine believe that this process has a place in a layout."""
-
-    def put(parallel: Parallel, stage: int) -> None:
-        sizes = {
-            "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE": parallel.tensor,
-            "_MPU_TENSOR_MODEL_PARALLEL_RANK": 0,
-            "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": parallel.pipeline,
-            "_MPU_PIPELINE_MODEL_PARALLEL_RANK": stage,
-            "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK": parallel.decoder_stage,
-            "_EMBEDDING_GLOBAL_RANKS": [],  # it has nobody to share initial values with
-            "_POSITION_EMBEDDING_GLOBAL_RANKS": [],
-        }
-        for name, value in sizes.items():
-            monkeypatch.setattr(parallel_state, name, value)
-
-    return put
+    change(
+        monkeypatch,
+        parallel_state,
+        _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE=parallel.tensor,
+        _MPU_TENSOR_MODEL_PARALLEL_RANK=0,
+        _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE=parallel.pipeline,
+        _MPU_PIPELINE_MODEL_PARALLEL_RANK=stage,
+        _PIPELINE_MODEL_PARALLEL_SPLIT_RANK=parallel.decoder_stage,
+        _EMBEDDING_GLOBAL_RANKS=[],  # it has nobody to share initial values with
+        _POSITION_EMBEDDING_GLOBAL_RANKS=[],
+    )
 
 
 def deepspeeds(config, tensor: int, stage: int, monkeypatch) -> GPTModelPipe:
@@ -49,7 +55,7 @@ def deepspeeds(config, tensor: int, stage: int, monkeypatch) -> GPTModelPipe:
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", ["t5", "gpt", "gpt in DeepSpeed's pipeline"])
-def test_parameters_of_every_stage(args: Namespace, place, monkeypatch, kind: str, tensor: int, stages: int):
+def test_parameters_of_every_stage(args: Namespace, monkeypatch, kind: str, tensor: int, stages: int):
     t5, deepspeed = kind == "t5", kind.endswith("pipeline")
     parallel = Parallel(tensor, stages, deepspeed=deepspeed)
     split = parallel.decoder_stage if t5 else 0
@@ -61,11 +67,10 @@ def test_parameters_of_every_stage(args: Namespace, place, monkeypatch, kind: st
         "tensor_model_parallel_size": tensor,
         "model_type": ModelType.encoder_and_decoder if t5 else ModelType.encoder_or_decoder,
     }  # fmt: skip
-    for name, value in given.items():
-        monkeypatch.setattr(args, name, value, raising=False)
+    change(monkeypatch, args, **given)
     architecture = Architecture.of_arguments(vars(args), VOCABULARY)
     for stage in range(stages):
-        place(parallel, stage)
+        place(monkeypatch, parallel, stage)
         parts = {"pre_process": stage in (0, split), "post_process": stage in (split - 1, stages - 1)}
         if t5 and stages > 1:
             parts |= {"add_encoder": stage < split, "add_decoder": stage >= split}
@@ -75,3 +80,65 @@ def test_parameters_of_every_stage(args: Namespace, place, monkeypatch, kind: st
         else:
             model = (T5Model if t5 else GPTModel)(config, **parts)
         assert sum(p.numel() for p in model.parameters()) == parameters(architecture, parallel, stage)
+
+
+class MaskedSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores, mask):
+        probabilities = torch.softmax(scores if mask is None else scores.masked_fill(mask, -10000.0), -1)
+        ctx.save_for_backward(probabilities)
+        return probabilities
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (probabilities,) = ctx.saved_tensors
+        return torch._softmax_backward_data(gradient, probabilities, -1, probabilities.dtype), None
+
+
+def dropout(values: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    return torch.native_dropout(values, p, training)[0] if training and p else values
+
+
+@pytest.mark.parametrize("dropped", [0.0, 0.1])
+@pytest.mark.parametrize("kind", ["t5", "gpt"])
+def test_own_allocations(args: Namespace, monkeypatch, kind: str, dropped: float):
+    """What a forward keeps and the peak, on a CPU. Dropout and the masked softmax, which have kernels of their own on a
+    GPU, are functions that keep what those kernels keep: a mask of one byte an element, and the probabilities."""
+    monkeypatch.setattr(torch.nn.functional, "dropout", dropout)
+    monkeypatch.setattr(FusedScaleMaskSoftmax, "forward_torch_softmax", lambda _, *given: MaskedSoftmax.apply(*given))
+    t5, own, cross = kind == "t5", 512, 128
+    given = {
+        "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_channels": 64,
+        "ffn_hidden_size": 704, "num_layers": 2, "encoder_num_layers": 2, "decoder_num_layers": 2 if t5 else None,
+        "seq_length": own, "encoder_seq_length": own, "decoder_seq_length": cross, "max_position_embeddings": own,
+        "padded_vocab_size": VOCABULARY, "attention_dropout": dropped, "hidden_dropout": dropped, "bf16": True,
+        "params_dtype": torch.bfloat16, "bias_dropout_fusion": False,
+        "model_type": ModelType.encoder_and_decoder if t5 else ModelType.encoder_or_decoder,
+    }  # fmt: skip
+    change(monkeypatch, args, **given)
+    model = Float16Module((T5Model if t5 else GPTModel)(core_transformer_config_from_args(args)), args).train()
+
+    def mask(rows: int, columns: int) -> torch.Tensor:
+        return torch.zeros(MICRO_BATCH, rows, columns, dtype=torch.bool)
+
+    encoder, decoder = (torch.ones(MICRO_BATCH, length, dtype=torch.int64) for length in (own, cross))
+    if t5:
+        inputs = encoder, decoder, mask(own, own), mask(cross, cross), mask(cross, own)
+        labels = {"lm_labels": decoder}
+    else:
+        inputs = encoder, torch.arange(own).expand(MICRO_BATCH, own), mask(1, own)[:1, None]
+        labels = {"labels": encoder}
+    with MemTracker() as tracker:
+        tracker.track_external(model)
+        weights = total(tracker, "current")
+        loss = model(*inputs, **labels)
+        peak = total(tracker, "peak") - weights
+        (loss[0] if isinstance(loss, tuple) else loss).sum().backward()
+    architecture = Architecture.of_arguments(vars(args), VOCABULARY)
+    found = memory_of(Job(architecture, micro_batch=MICRO_BATCH, dropout=dropped, engine="megatron"))
+    scores = found.states["workspace"] - CUBLAS  # the engine's buffer of scores
+    assert peak == pytest.approx(scores + sum(found.moments["loss"].values()), rel=0.002)
+
+
+def total(tracker: MemTracker, kind: str) -> int:
+    return tracker.get_tracker_snapshot(kind)[torch.device("cpu")]["Total"]

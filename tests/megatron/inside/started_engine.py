@@ -1,4 +1,4 @@
-"""The real engine with a tiny model, for the processes of test_engine_fixes.py and test_gpu.py."""
+"""The real engine with a tiny model, for the processes of test_engine_fixes.py."""
 
 import os
 import sys

@@ -1,16 +1,25 @@
-"""Where the native engine's tensors are on a GPU, seen without one: the GPU is PyTorch's device "meta". Fake tensors
-there know their device and compute nothing, and an operation that mixes devices raises."""
+"""Where the native engine's tensors are on a GPU, and what it sends, in one process and without a GPU.
+
+The GPU is PyTorch's device "meta". Fake tensors there know their device and compute nothing, and an operation that
+mixes devices raises.
+"""
 
 from argparse import Namespace
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from command_lines import parsed
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from native import checkpoint, metrics, trainers
+from native import train, trainers
 from native.parallel import Axis, Layout, SharedDropout
+from t5bench.model import traffic
+from t5bench.model.job import Architecture, Job, Parallel
 
 GPU, ADAMW, Patch = torch.device("meta"), torch.optim.AdamW, pytest.MonkeyPatch
 
@@ -69,21 +78,6 @@ def test_pipeline_stages_exchange_where_the_backend_can(args: Namespace, monkeyp
     assert forms == {(place, torch.bfloat16, (args.micro_batch_size, 64, 64))}
 
 
-def test_metrics_take_numbers_off_the_device_once_per_interval(args: Namespace, monkeypatch: Patch):
-    told, waits = [], []
-    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
-    monkeypatch.setattr("torch.cuda.synchronize", lambda: waits.append("cuda"))
-    monkeypatch.setattr(metrics.Metrics, "tell", lambda *values: told.append(values))
-    monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: [tensor.device] * len(tensor))
-    args.log_interval, args.tensorboard_dir, args.device = 2, None, torch.device("cuda")
-    recorder = metrics.Metrics(args, Layout())
-    for iteration in (1, 2):
-        recorder.record(iteration, torch.ones((), device=GPU), torch.ones((), device=GPU), 0.1)
-    ((_, iteration, _, losses, norms),) = told
-    assert (iteration, losses, norms) == (2, [GPU] * 2, [GPU] * 2)
-    assert len(waits) == 2  # at the start, and at the end of the interval
-
-
 def test_a_checkpoint_holds_every_state_that_dropout_draws_from(monkeypatch: Patch, tmp_path: Path):
     monkeypatch.setattr("torch.distributed.barrier", lambda: None)
     gpus, shared = torch.Generator(), torch.Generator()
@@ -92,8 +86,43 @@ def test_a_checkpoint_holds_every_state_that_dropout_draws_from(monkeypatch: Pat
     args = parsed("--save", str(tmp_path), "--save-interval", "1", "--load", str(tmp_path))
     args.device, layout = torch.device("cuda", 0), Layout(tp=Axis(rng=shared))
     trainer = Namespace(save=lambda *_: None, load=lambda *_: None)
-    checkpoint.save(trainer, args, layout, 3)
+    train.save(trainer, args, layout, 3)
     before = [torch.rand(4, generator=generator).tolist() for generator in drawn_from]
-    checkpoint.load(trainer, args, layout, 3)
+    train.load(trainer, args, layout, 3)
     assert [torch.rand(4, generator=generator).tolist() for generator in drawn_from] == before
-    assert checkpoint.latest(str(tmp_path)) == 3
+    assert (tmp_path / train.TRACKER).read_text() == "3"
+
+
+class Collectives(TorchDispatchMode):
+    """Count and bytes of each kind of collective that goes through PyTorch's dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            entry = self.seen[function.__name__.partition(".")[0]]
+            entry[0] += 1
+            entry[1] += sum(tensor.nbytes for tensor in args[0])
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_native_engine_sends_these_collectives():
+    """One tensor-parallel rank of two, in one process: what the other would send is not waited for."""
+    args = parsed(TENSOR_PARALLEL_SIZE="1", MICRO_BATCH_SIZE="2", GLOBAL_BATCH_SIZE="8")
+    args.tp, args.world_size = 2, 2
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        trainer = trainers.TorchTrainer(args, Layout.build(1, 1, 2, args.device, args.seed))
+        args.micro_batches = 4
+        with Collectives() as counter:
+            trainer.step(batch(args, torch.device("cpu")), 1e-4)
+    finally:
+        dist.destroy_process_group()
+    architecture = Architecture.of_arguments(vars(args), args.padded_vocab_size)
+    job = Job(architecture, Parallel(tensor=2), 2, 8, precision="fp32", engine="native")
+    found = traffic.rows(job)
+    # The norm is reduced over the tensor group; without a pipeline that is the model's.
+    assert {row.kind for row in found} == {"all-reduce"}
+    assert dict(counter.seen) == {"allreduce_": [sum(r.count for r in found), sum(r.count * r.bytes for r in found)]}
