@@ -10,12 +10,10 @@ it reads the runs that OUTPUT has. pytest does not collect this: it takes minute
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
 from statistics import mean, quantiles
@@ -24,12 +22,10 @@ import numpy as np
 from cluster_lab import SYSTEM_PATH, Cluster
 from harness import REPO_ROOT
 
-from t5bench.cluster.check import BOOT, program
 from t5bench.compare.rows import Row, make_row
 from t5bench.model import time, traffic
 from t5bench.model.machine import Link, Machine
 from t5bench.plan.forecast import job_of
-from t5bench.record.hosts import BEGINS
 from t5bench.record.records import Run, load
 from t5bench.record.status import COMPLETE
 
@@ -40,6 +36,8 @@ SETTINGS = {
 }  # fmt: skip
 WARM_UP = 3
 LINK = "link.json"
+# What a message adds to processes of a node that compute in between, as measured once (docs/prediction.md).
+INSIDE = {"gbit": 7.2, "us": 690.0}
 
 
 def train(cluster: Cluster, nodes: Sequence[str], output: Path, engine: str, rate: str, data: Path) -> None:
@@ -48,8 +46,7 @@ def train(cluster: Cluster, nodes: Sequence[str], output: Path, engine: str, rat
         cluster.shape(node, rate)
     (output / rate).mkdir(parents=True, exist_ok=True)
     settings = SETTINGS | {name: value for name, value in os.environ.items() if name.isupper()}
-    found = {"between": measured_link(cluster, nodes), "inside": measured_inside(cluster, nodes, settings)}
-    (output / rate / LINK).write_text(json.dumps(found))
+    (output / rate / LINK).write_text(json.dumps(measured_link(cluster, nodes[:2])))
     settings |= {"PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}", "RUNS_DIR": str(output.absolute() / rate)}
     settings |= {"ENGINE": engine, "HOSTS": " ".join(nodes), "MEGATRON_DATA_DIR": str(data.absolute())}
     script = str(REPO_ROOT / "scripts" / "run_megatron_t5_all.sh")
@@ -59,58 +56,14 @@ def train(cluster: Cluster, nodes: Sequence[str], output: Path, engine: str, rat
 
 def measured_link(cluster: Cluster, nodes: Sequence[str]) -> dict[str, float]:
     """What scripts/check_cluster.sh measures between two nodes: gbit and us."""
-    said = from_ranks(cluster, nodes[:2], [sys.executable, "-c", BOOT, "60"], program("network"))
-    return json.loads(said.partition(BEGINS.encode())[2])["pairs"]["1"]
-
-
-def measured_inside(cluster: Cluster, nodes: Sequence[str], settings: Mapping[str, str]) -> dict[str, float] | None:
-    """The same between two processes of a node, while all nodes have as many and all of them compute in between."""
-    if (count := int(settings.get("NPROC_PER_NODE", "1"))) < 2:
-        return None
-    several = [node for node in nodes for _ in range(count)]
-    return json.loads(from_ranks(cluster, several, [sys.executable, "-"], INSIDE.replace("COUNT", str(count)).encode()))
-
-
-INSIDE = """
-import json, os, time, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-pair, _ = dist.new_subgroups(COUNT)
-def milliseconds(size, often=100):
-    message, matrix = torch.zeros(size // 4), torch.randn(256, 256)
-    dist.barrier()
-    before = time.perf_counter()
-    for _ in range(often):
-        end = time.thread_time() + 2e-3
-        while time.thread_time() < end:
-            matrix @ matrix
-        if size:
-            dist.all_reduce(message, group=pair)
-    mean = torch.tensor(time.perf_counter() - before)
-    dist.all_reduce(mean)
-    return 1000 * float(mean) / dist.get_world_size() / often
-alone = milliseconds(0)
-small, large = milliseconds(4) - alone, milliseconds(8 << 20) - alone
-if dist.get_rank() == 0:
-    steps = 2 * (COUNT - 1)
-    gbit = 8e-6 * steps / COUNT * (8 << 20) / max(large - small, 1e-3)
-    print(json.dumps({"gbit": gbit, "us": max(0.0, 1000 * small / steps)}), flush=True)
-dist.barrier()
-os._exit(0)
-"""
-
-
-def from_ranks(cluster: Cluster, nodes: Sequence[str], command: list[str], stdin: bytes) -> bytes:
-    """What the first of these says; one on each of the nodes."""
-    common = {"MASTER_ADDR": f"{cluster.net}10", "MASTER_PORT": "29555", "OMP_NUM_THREADS": "1"}
-    common |= {"HOSTS": " ".join(nodes), "WORLD_SIZE": str(len(nodes))}
-    environments = [common | {"RANK": str(rank)} for rank in range(len(nodes))]
-
-    def run(node: str, environment: Mapping[str, str]) -> bytes:
-        words = cluster.on(node, *command, env=environment)
-        return subprocess.run(words, input=stdin, stdout=subprocess.PIPE, check=False).stdout
-
-    with ThreadPoolExecutor(len(nodes)) as pool:
-        return next(pool.map(run, nodes, environments))
+    common = {"MASTER_ADDR": cluster.addresses[nodes[0]], "MASTER_PORT": "29555", "HOSTS": " ".join(nodes)}
+    command = [sys.executable, "-m", "t5bench.cluster.network", "60"]
+    ranks = [
+        cluster.start(node, *command, env=common | {"OMP_NUM_THREADS": "1", "RANK": str(rank)}, cwd=REPO_ROOT)
+        for rank, node in enumerate(nodes)
+    ]
+    said = [rank.communicate()[0] for rank in ranks]
+    return json.loads(next(line for line in said[0].splitlines() if line.startswith("{")))["pairs"]["1"]
 
 
 def sent_by_node(run: Run) -> list[float]:
@@ -144,9 +97,11 @@ def report_times(output: Path, calibrating: Path) -> None:
     """Measured and predicted times, the latter from one run and the links' measured figures."""
     machines = {}
     for path in sorted(output.glob(f"*mbit/{LINK}")):
-        links = {side: Link(own["gbit"] * 1e9 / 8 / time.NETWORK["gloo"], own["us"] * 1e-6)
-                 for side, own in json.loads(path.read_text()).items() if own}  # fmt: skip
-        machines[path.parent.name] = Machine(time.CPU, links.get("inside", links["between"]), links["between"], 1)
+        between, inside = (
+            Link(own["gbit"] * 1e9 / 8 / time.NETWORK["gloo"], own["us"] * 1e-6)
+            for own in (json.loads(path.read_text()), INSIDE)
+        )
+        machines[path.parent.name] = Machine(time.CPU, inside, between, 1)
     first = make_row("", [load(calibrating)])
     job = job_of(first.run.plan, first.run.padded_vocab_size or 0)
     slower = time.calibrated(job, machines[calibrating.parts[-3]], seconds_of(first), "gloo")
