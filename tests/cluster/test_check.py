@@ -92,13 +92,10 @@ def test_only_this_host(project: Project):
     project.add_stub("ssh", SSH_THAT_REFUSES)
     changes = {"ENGINE": "native", "DEVICE": "cuda", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     native = check_here(project, HERE, "other", **changes)
-    assert report.status == 1
-    assert report.rows["reachable"] == ["this host"]
+    assert (report.status, report.failed()) == (1, {("engine", 0), ("data", 0), ("ports", 0)}), report.text
     assert report.rows["python"] == [".".join(map(str, sys.version_info[:3]))]
-    assert report.failed() == {("engine", 0), ("data", 0), ("ports", 0)}, report.text
-    assert "xsum_text_document.idx does not exist" in report.text
-    assert "bash scripts/prepare_xsum_megatron.sh" in report.remedy("data on")
-    assert report.rows["ports"] == [f"FAIL {port} taken"]
+    assert report.rows["ports"] == [f"FAIL {port} taken"] and "xsum_text_document.idx does not exist" in report.text
+    assert "bash scripts/setup_megatron.sh" in report.remedy("engine on")
     assert native.failed() == {("data", 0), ("GPUs", 0), ("reachable", 1)}, native.text
     assert "reachable on other: Host key verification failed.\n    Connect once" in native.text
 
@@ -153,14 +150,11 @@ def test_gpus(second: list[dict], texts: list[str], fails: list[str], monkeypatc
     assert red(*nodes) == {name: ["node1"] for name in fails}
 
 
-@pytest.mark.parametrize(
-    ("clock", "fails"), [(0.9, {}), (-0.9, {}), (1.1, {"clock": ["node1"]}), (-3600.0, {"clock": ["node1"]})]
-)
-def test_clocks(clock: float, fails: dict[str, list[str]]):
+def test_clocks():
     """The first node's clock is 5 s from this machine's: what counts is the difference between the nodes."""
-    nodes = [Node("node0", clock=5.0), Node("node1", clock=5.0 + clock)]
+    nodes = [Node(f"node{n}", clock=5.0 + ahead) for n, ahead in enumerate((0.0, 0.9, -0.9, 1.1, -3600.0))]
     check.compare_clocks(nodes)
-    assert red(*nodes) == fails
+    assert red(*nodes) == {"clock": ["node3", "node4"]}
 
 
 def test_a_nodes_names_disk_and_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -178,10 +172,10 @@ def test_a_nodes_names_disk_and_memory(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(probe, "LEAST_DISK", 2**60)
     monkeypatch.setattr(probe, "LEAST_MEMORY", 2**60)
     there = asked("node0", output=tmp_path / "run")
-    assert re.fullmatch(rf"only [0-9.]+ GiB are free at {re.escape(str(tmp_path))}", probe.disk(there)["disk"].problem)
+    assert f"GiB are free at {tmp_path}" in probe.disk(there)["disk"].problem
     (tmp_path / "run").touch()
     assert probe.disk(there)["disk"].problem == f"cannot write to {tmp_path / 'run'}: Not a directory"
-    assert re.fullmatch(r"only [0-9.]+ GiB of memory are available", probe.memory(asked("node0"))["memory"].problem)
+    assert "GiB of memory are available" in probe.memory(there)["memory"].problem
 
 
 def test_a_fact_that_hangs_or_fails_does_not_delay_the_others(monkeypatch: pytest.MonkeyPatch):
@@ -240,12 +234,6 @@ def suspended(cluster: Cluster) -> Iterator[str]:
     cluster.kill("node3", daemon, by="CONT")
 
 
-def gigabits(cell: str) -> float:
-    match = re.fullmatch(r"([0-9.e+]+) Gbit/s, (\d+) us", cell)
-    assert match and int(match[2]) > 0, cell
-    return float(match[1])
-
-
 def test_all_checks_pass_and_the_network_is_measured(cluster: Cluster, checkout: Project):
     """On the nodes of an allocation."""
     cluster.shape("node1", "200mbit")
@@ -259,9 +247,8 @@ def test_all_checks_pass_and_the_network_is_measured(cluster: Cluster, checkout:
     assert report.rows["network"][0] == "master"
     # A shaped link carries 200 Mbit/s each way, less headers; the other is not shaped.
     # A busy machine may make either slower.
-    assert 0.05 < gigabits(report.rows["network"][1]) < 0.21 < gigabits(report.rows["network"][2]), report.text
-    assert "All 3 together" in report.text
-    assert "\033" not in report.text
+    shaped, other = (float(cell.removesuffix(" us").split(" Gbit/s, ")[0]) for cell in report.rows["network"][1:])
+    assert 0.05 < shaped < 0.21 < other and "All 3 together" in report.text
 
 
 def test_ctrl_c(cluster: Cluster, project: Project, suspended: str):
@@ -287,27 +274,9 @@ def python(tmp_path: Path, cluster: Cluster) -> Path:
     return path
 
 
-def occupy(cluster: Cluster, node: str, port: int) -> None:
-    listen = f"import socket, time; s = socket.create_server(('', {port})); print('ready', flush=True); time.sleep(600)"
-    # -S distinguishes this from processes that the check might leave behind.
-    words = ("/usr/bin/env", "-S", f"python3 -c {shlex.quote(listen)}")
-    assert cluster.start(node, *words, env={"PATH": SYSTEM_PATH}).stdout.readline() == "ready\n"
-
-
 LATE_CLOCK = "import time\n_real = time.time\ntime.time = lambda: _real() + 7.5\n"
 # ssh gets through and training does not: what the last node sends to the first goes to no one.
-NEIGHBOUR = (
-    "ip",
-    "neighbour",
-    "replace",
-    "10.77.0.10",
-    "dev",
-    "eth0",
-    "lladdr",
-    "02:00:00:00:00:99",
-    "nud",
-    "permanent",
-)
+NEIGHBOUR = "ip neighbour replace 10.77.0.10 dev eth0 lladdr 02:00:00:00:00:99 nud permanent"
 
 
 def test_everything_that_can_be_wrong(cluster: Cluster, checkout: Project, python: Path, suspended: str):
@@ -324,14 +293,17 @@ def test_everything_that_can_be_wrong(cluster: Cluster, checkout: Project, pytho
         ("node5", "truncate -s -2 megatron_data/xsum_text_document.bin"),
         ("node5", f"printf {shlex.quote(LATE_CLOCK)} >{shlex.quote(str(python.parent))}/sitecustomize.py"),
         ("node6", "rm -rf scripts native patches ds_configs .git megatron_data/xsum_text_document.idx"),
+        ("node7", NEIGHBOUR),
         ("node7", "echo '# changed' >>scripts/common.sh"),
         ("node7", "echo '# changed' >>../Megatron-DeepSpeed/megatron/training.py"),
         ("node7", r"printf '\x09' | dd of=megatron_data/xsum_text_document.bin conv=notrunc status=none"),
     ):
         cluster.run(node, "bash", "-c", command, cwd=checkout.root)
-    cluster.run("node7", *NEIGHBOUR)
+    listen = "import socket, time; s = socket.create_server(('', 29803)); print('ready', flush=True); time.sleep(600)"
     for node in ("node0", "node7"):
-        occupy(cluster, node, 29803)
+        # -S distinguishes this from processes that the check might leave behind.
+        listener = cluster.start(node, "/usr/bin/env", "-S", f"PATH={SYSTEM_PATH} python3 -c {shlex.quote(listen)}")
+        assert listener.stdout.readline() == "ready\n"
     report = check_all(cluster, checkout, *CHECK, *cluster.nodes, PYTHON=str(python))
     assert report.status == 1
     unreachable = {("reachable", 1), ("reachable", 2), ("reachable", 3), ("reachable", 4)}
@@ -342,9 +314,7 @@ def test_everything_that_can_be_wrong(cluster: Cluster, checkout: Project, pytho
     assert report.rows["reachable"][1] == "FAIL refused" and report.rows["reachable"][4] == "FAIL no python"
     assert "ssh-copy-id node1" in report.remedy("reachable on node1")
     assert "ssh node2" in report.remedy("reachable on node2")
-    assert report.rows["torch"][2] == "-"
     assert report.rows["repository"][7].endswith(" changed")
-    assert "bash scripts/setup_megatron.sh" in report.remedy("engine on node7")
     assert "data on node7: differs from node0 in .bin:" in report.text
     assert re.search(r"^network on node0.*: waiting until node7 reaches node0 port", report.text, re.MULTILINE)
     assert "GLOO_SOCKET_IFNAME" in report.remedy("network on node0")
