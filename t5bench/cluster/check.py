@@ -43,10 +43,9 @@ SSH_FAILURES = (
     ("Permission denied", "refused", "Authorize this host's key: ssh-copy-id {host}   (or get an allocation first)"),
     ("Host key verification failed", "unknown key", "Connect once by hand and compare the key: ssh {host}"),
     ("Could not resolve hostname", "unknown name", "Check the spelling; scontrol show hostnames lists SLURM's names"),
-    ("Connection refused", "no sshd", "Start sshd on {host}, or run this check from a node that can log in there"),
     ("No such file or directory", "no python",
      "Have the repository and the environment at the same paths on {host}, or set PYTHON to one that all nodes have"),
-    ("", "unreachable", "Is {host} up and its network plugged in? Log in by hand: ssh {host}"),
+    ("", "unreachable", "Is {host} up, with sshd and the network? Log in by hand: ssh {host}"),
 )  # fmt: skip
 
 # What to do about a row that is red, unless the node itself says; for all other rows, ENVIRONMENT.
@@ -54,8 +53,8 @@ REMEDIES = {
     "repository": "Bring all nodes to the same commit (git status, git pull), or copy it from one to the others",
     "data": "Copy the files and the tokenizer from a node that has them (README, step 7), or prepare them there: bash"
     " scripts/prepare_xsum_megatron.sh   (SAMPLE=1 for the bundled sample)",
-    "GPUs": "The slowest node sets the pace: use equal ones (SLURM: --gres=gpu:1; if a GPU is not listed, check the"
-    " driver), or set CUDA_VISIBLE_DEVICES and NPROC_PER_NODE",
+    "GPUs": "The slowest node sets the pace: use equal ones (SLURM: --gres=gpu:1), or set CUDA_VISIBLE_DEVICES and"
+    " NPROC_PER_NODE; if a GPU is not listed, check the driver",
     "driver": "Install the same driver on all nodes, or choose nodes that have it",
     "network": "Let the nodes reach each other on every TCP port (check for a firewall) with the same MTU, and name the"
     " interface between them on all nodes: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME",
@@ -88,9 +87,8 @@ def execute(node: Node, python: str, module: str, word: str, limit: float, **env
     words = shlex.join(["env", *assignments, python, "-m", f"t5bench.cluster.{module}", word])
     line = f"echo {shlex.quote(BEGINS)} && cd {shlex.quote(str(REPOSITORY))} && exec {words}"
     command = ["sh", "-c", line] if node.here else ssh(node.host, line, options=SSH_OPTIONS)
-    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True}
     try:
-        result = subprocess.run(command, **pipes, timeout=limit, check=False)
+        result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit, check=False)
         output, error = result.stdout, result.stderr.decode(errors="replace").replace("\r\n", "\n").strip()
     except subprocess.TimeoutExpired as late:
         output, error = late.stdout or b"", f"no answer within {limit:.0f} s"
@@ -161,17 +159,14 @@ def speed(measured: Mapping[str, float]) -> str:
 
 def compared(row: Row) -> Row:
     """Makes every difference from the first healthy node a problem."""
-    healthy = ((host, cell) for host, cell in row.items() if cell.same and not cell.problem)
-    first, reference = next(healthy, ("", UNKNOWN))
-
-    def judge(cell: Cell) -> Cell:
-        if cell.problem:
-            return cell
-        differs = " and ".join(what for what, value in cell.same.items() if value != reference.same[what])
-        problem = f"differs from {first} in {differs}: {cell.text} here, {reference.text} there"
-        return replace(cell, problem=problem) if differs else cell
-
-    return {host: judge(cell) for host, cell in row.items()}
+    healthy = {host: cell for host, cell in row.items() if cell.same and not cell.problem}
+    first, reference = next(iter(healthy.items()), ("", UNKNOWN))
+    judged = dict(row)
+    for host, cell in healthy.items():
+        if differs := " and ".join(what for what, value in cell.same.items() if value != reference.same[what]):
+            problem = f"differs from {first} in {differs}: {cell.text} here, {reference.text} there"
+            judged[host] = replace(cell, problem=problem)
+    return judged
 
 
 def table(nodes: Sequence[Node]) -> dict[str, Row]:

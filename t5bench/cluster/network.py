@@ -17,10 +17,8 @@ import threading
 import time
 from datetime import timedelta
 
-LARGEST = 64 * 2**20  # bytes
-FIRST = 2**20
+FIRST, LARGEST = 2**20, 64 * 2**20  # bytes
 REPETITIONS = 5
-
 doing = ["importing torch"]  # now: the last one
 
 

@@ -1,6 +1,6 @@
 """Random faults at random moments against runs on two hosts that are started again until they are complete.
 
-    CHAOS_FAULTS=100 CHAOS_SEED=7 python -m pytest -s -n0 tests/cluster/test_chaos.py
+    CHAOS_FAULTS=100 CHAOS_SEED=7 python -m pytest -s -n0 --timeout=0 tests/cluster/test_chaos.py
 
 as root, for as long as the faults take. The native engine trains a tiny model and saves checkpoints. Every attempt must
 end by itself, leave no process and no torn file, and say how it ended; a run that is complete must have the losses of

@@ -54,7 +54,6 @@ UNTESTED = {
     "python pretrain_gpt.py": "it shows what a launcher replaces",
     "python tests/native/honest_runs.py": "it takes hours",
     "python -m tests.predict.compare_estimators": "it needs llm-analysis, which is no requirement",
-    "python tests/cluster/measure_network.py": "it needs root and an idle machine for an hour",
 }
 PROGRAMS = "bash|python|pip|git|srun|sha256sum|ds_report"
 README, COURSE, SLIDES = (REPO_ROOT / name for name in ("README.md", "docs/learn.md", "docs/slides.md"))
