@@ -35,6 +35,7 @@ SSH_OPTIONS = ("-T", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ControlMa
 PASSED_ON = ("NCCL_", "GLOO_", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 LARGEST_CLOCK_DIFFERENCE = 1.0  # seconds
 RED, PLAIN = "\033[31m", "\033[0m"
+SPEED = "{gbit:.3g} Gbit/s, {us:.0f} us"
 UNKNOWN = Cell("-")
 ABSENT = ("none", UNKNOWN.text)
 
@@ -145,13 +146,9 @@ def measure_network(nodes: Sequence[Node], python: str) -> str:
         return ""
     able[0].cells["network"] = Cell("master")
     for rank, measured in result["pairs"].items():
-        able[int(rank)].cells["network"] = Cell(speed(measured))
-    together = f" All {len(able)} together: {speed(result['together'])}." if result["together"] else ""
+        able[int(rank)].cells["network"] = Cell(SPEED.format(**measured))
+    together = f" All {len(able)} together: {SPEED.format(**result['together'])}." if result["together"] else ""
     return f"Network measured with {result['backend']}, between each node and {able[0].host}.{together}"
-
-
-def speed(measured: Mapping[str, float]) -> str:
-    return f"{measured['gbit']:.3g} Gbit/s, {measured['us']:.0f} us"
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------
