@@ -70,8 +70,9 @@ class Loop:
         for block in (*self.model.encoder.block, *self.model.decoder.block):
             block.compile(dynamic=False, backend="inductor" if self.device == "cuda" else "aot_eager")
 
-    def iterate(self) -> float:
-        """Trains one update; returns its loss."""
+    def iterate(self) -> tuple[float, float]:
+        """Trains one update; returns its milliseconds and its loss, for which it waits for the device."""
+        begun = time.perf_counter()
         total = torch.zeros((), device=self.device)
         for tokens, labels in self.batches:
             with torch.autocast(self.device, torch.bfloat16):
@@ -81,27 +82,22 @@ class Loop:
         clip_grad_norm_(self.model.parameters(), self.plan.decimal("CLIP_GRAD"))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return total.item()
-
-    def timed(self) -> float:
-        """Milliseconds of one iteration; reading its loss waits for the device."""
-        begun = time.perf_counter()
-        self.iterate()
-        return 1000 * (time.perf_counter() - begun)
+        loss = total.item()
+        return 1000 * (time.perf_counter() - begun), loss
 
     def measure(self, peak: float | None) -> dict[str, Any]:
         """peak: TFLOP/s. Raises torch.cuda.OutOfMemoryError."""
         iterations, on_gpu = self.plan.number("TRAIN_ITERS"), self.device == "cuda"
         self.optimizer.zero_grad(set_to_none=True)  # an attempt that ran out of memory left some
-        first, *_ = [self.timed() for _ in range(WARM_UPS)]
+        first, *_ = [self.iterate()[0] for _ in range(WARM_UPS)]
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        found = median_with_interval([self.timed() for _ in range(iterations - WARM_UPS - 1)])
+        found = median_with_interval([self.iterate()[0] for _ in range(iterations - WARM_UPS - 1)])
         tflops = flops.flops_per_iteration(self.shape, self.global_batch) / found.median / 1e9
         memory = {"0": torch.cuda.max_memory_allocated() / 2**20} if on_gpu else {}
         stretch = ProfiledStretch(self.device)
         stretch.begin()
-        loss = self.iterate()
+        _, loss = self.iterate()
         profiled, _ = stretch.end(iterations)
         return {
             "milliseconds_per_iteration": asdict(found),
@@ -116,14 +112,6 @@ class Loop:
         }
 
 
-def attempt(loop: Loop, peak: float | None) -> dict[str, Any]:
-    try:
-        return {"status": COMPLETE, "reason": "", **loop.measure(peak)}
-    except Exception as error:  # a compiler may fail in any way
-        status = OUT_OF_MEMORY if isinstance(error, torch.cuda.OutOfMemoryError) else CRASHED
-        return {"status": status, "reason": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-
-
 def main(output: Path) -> int:
     plan = ask(BASELINE)
     gpu = torch.cuda.get_device_name() if plan.device == "cuda" else ""
@@ -133,7 +121,12 @@ def main(output: Path) -> int:
     for how in ("eager", "compiled"):
         if how == "compiled":
             loop.compile()
-        points.append(common | {"engine": f"Hugging Face, {how}"} | attempt(loop, peak))
+        try:
+            found = {"status": COMPLETE, "reason": "", **loop.measure(peak)}
+        except Exception as error:  # a compiler may fail in any way
+            status = OUT_OF_MEMORY if isinstance(error, torch.cuda.OutOfMemoryError) else CRASHED
+            found = {"status": status, "reason": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+        points.append(common | {"engine": f"Hugging Face, {how}"} | found)
         output.write_text("".join(json.dumps(point) + "\n" for point in points))
     return int(CRASHED in [point["status"] for point in points])
 

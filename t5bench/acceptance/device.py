@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import benchmark, collect_env
 
-from t5bench import REPOSITORY
+from t5bench import REPOSITORY, Problem, note
 from t5bench.record import machine
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
 
@@ -74,11 +74,11 @@ def rates(device: str) -> dict[str, float]:
 def main(output: Path) -> int:
     found, device = facts(), "cuda" if torch.cuda.is_available() else "cpu"
     for what, value in found.items():
-        print(f"{what:>20}: {value}", file=sys.stderr)
+        note(f"{what:>20}: {value}")
     if device == "cpu" and found["GPUs"]:
         built = f"PyTorch {torch.__version__}, built for CUDA {torch.version.cuda}"
-        print(f"error: there is a GPU, but {built}, does not see it\n"
-              "       Install a PyTorch for a CUDA version that the driver supports", file=sys.stderr)  # fmt: skip
+        remedy = "Install a PyTorch for a CUDA version that the driver supports"
+        note(Problem(f"there is a GPU, but {built}, does not see it", remedy).report)
         return EXIT_CODES[CONFIGURATION]
     measured = {"facts": found, "rates": rates(device)}
     output.write_text(json.dumps(measured, indent=2) + "\n")

@@ -37,36 +37,35 @@ def required() -> dict[str, str]:
 
 
 def lacks(name: str) -> bool:
-    """Whether it is installed, in any version: an installed package was chosen for this machine."""
+    """An installed package, in any version, was chosen for this machine."""
     return not any(metadata.distributions(name=name))
 
 
 def pip(*arguments: str | Path) -> None:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    """Ends this process if pip fails, which says why."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *map(str, arguments)]
+    if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+        sys.exit(1)
 
 
 def pack(wheels: Path, python: str) -> None:
     """Downloads the wheels for x86-64 Linux."""
     platforms = [f"--platform=manylinux{version}_x86_64" for version in MANYLINUX]
-    pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, required()[BUILT])
-    pip("download", "--quiet", "--only-binary=:all:", "--python-version", python, "--implementation", "cp", *platforms,
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, required()[BUILT])
+    pip("download", "--only-binary=:all:", "--python-version", python, "--implementation", "cp", *platforms,
         "--dest", wheels, *CARRIED)  # fmt: skip
 
 
 def complete(site: Path, wheels: Path | None = None) -> list[str]:
     """The lines of requirements.txt that are still missing."""
     if wheels and (lacking := [wheel for wheel in sorted(wheels.glob("*.whl")) if lacks(wheel.name.split("-")[0])]):
-        pip("install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--target", site, *lacking)
+        pip("install", "--no-index", "--no-deps", "--no-compile", "--target", site, *lacking)
     return [line for name, line in required().items() if name not in NOT_NEEDED and lacks(name)]
 
 
 if __name__ == "__main__":
     task, *arguments = sys.argv[1:]
-    try:
-        if task == "pack":
-            pack(Path(arguments[0]), arguments[1])
-        else:
-            print(", ".join(complete(*map(Path, arguments))))
-    except subprocess.CalledProcessError as error:
-        sys.exit(error.returncode)
+    if task == "pack":
+        pack(Path(arguments[0]), arguments[1])
+    else:
+        print(", ".join(complete(*map(Path, arguments))))

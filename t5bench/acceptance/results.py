@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import sys
 import tarfile
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
@@ -11,11 +12,16 @@ from typing import Any
 
 from tabulate import tabulate
 
-from t5bench.acceptance.steps import PASSED, module
 from t5bench.record import profile
 
+PASSED, FAILED, OUT_OF_TIME, NOT_RUN = "passed", "failed", "out of time", "not run"
 # The text files of the steps. TensorBoard's files only repeat them.
 ARCHIVED = (".json", ".jsonl", ".log", ".out", ".sh", ".html")
+
+
+def module(name: str, *arguments: object) -> list[str]:
+    """The command that runs a module of this package."""
+    return [sys.executable, "-m", name, *map(str, arguments)]
 
 
 def name_of(gpus: Sequence[str]) -> str:

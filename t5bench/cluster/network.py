@@ -16,44 +16,37 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-LARGEST = 64 * 2**20  # bytes
-FIRST = 2**20
+FIRST, LARGEST = 2**20, 64 * 2**20  # bytes
 REPETITIONS = 5
-IMPORTING = "importing torch"
-
-doing = [IMPORTING]  # now: the last one
+doing = ["importing torch"]  # now: the last one
 
 
 def all_reduces(seconds: float) -> None:
-    # So that nothing stays behind on the node, whatever hangs and whether or not anyone listens.
-    signal.alarm(int(seconds) + 2)
-    # torch waits longer for a missing master than it is told.
-    late = threading.Timer(seconds, lambda: fail(f"{doing[-1]} takes longer than {seconds:.0f} s"))
-    late.daemon = True
-    late.start()
     import torch
     import torch.distributed as dist
 
     deadline = time.monotonic() + seconds
-    rank, size = int(os.environ["RANK"]), len(os.environ["HOSTS"].split())
+    rank, hosts = int(os.environ["RANK"]), os.environ["HOSTS"].split()
+    master, port, size = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), len(hosts)
     timeout = timedelta(seconds=seconds + 1)  # the timer comes first, and says what took so long
+    doing.append(f"connecting to {master} port {port}")
+    store = dist.TCPStore(master, port, size, rank == 0, timeout, wait_for_workers=False)
     able = torch.cuda.is_available() and dist.is_nccl_available()
-    own = f"nccl {'.'.join(map(str, torch.cuda.nccl.version()))}" if able else "gloo"
-    store, backends = meet(rank, own, timeout)
-    on_gpus = "gloo" not in backends
+    store.set(f"backend{rank}", "nccl" if able else "gloo")
+    backend = "nccl"
+    for other, host in enumerate(hosts):
+        doing.append(f"waiting until {host} reaches {master} port {port}")
+        if store.get(f"backend{other}") == b"gloo":
+            backend = "gloo"
     doing.append("exchanging data with the other nodes")
-    device = torch.device("cuda", 0) if on_gpus else torch.device("cpu")
-    dist.init_process_group("nccl" if on_gpus else "gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
     def timed(tensor: torch.Tensor, group: dist.ProcessGroup) -> float:
         start = time.perf_counter()
         dist.all_reduce(tensor, group=group)
-        if on_gpus:
+        if tensor.is_cuda:
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
@@ -79,25 +72,9 @@ def all_reduces(seconds: float) -> None:
     pairs = {other: measure(group) for other, group in groups.items() if rank in (0, other)}
     together = measure(dist.group.WORLD) if size > 2 else None
     if rank == 0:
-        backend = " and ".join(backends) if on_gpus else "gloo"
         print(json.dumps({"backend": backend, "pairs": pairs, "together": together}), flush=True)
     timed(torch.zeros(1, device=device), dist.group.WORLD)  # none leaves before the last has measured
     dist.destroy_process_group()
-
-
-def meet(rank: int, backend: str, timeout: timedelta) -> tuple["dist.TCPStore", list[str]]:
-    """The store that the ranks share, and their backends."""
-    import torch.distributed as dist
-
-    hosts, master, port = os.environ["HOSTS"].split(), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    doing.append(f"connecting to {master} port {port}")
-    store = dist.TCPStore(master, port, len(hosts), rank == 0, timeout, wait_for_workers=False)
-    store.set(f"backend{rank}", backend)
-    found = set()
-    for other, host in enumerate(hosts):
-        doing.append(f"waiting until {host} reaches {master} port {port}")
-        found.add(store.get(f"backend{other}").decode())
-    return store, sorted(found)
 
 
 def fail(problem: str) -> None:
@@ -106,7 +83,18 @@ def fail(problem: str) -> None:
 
 
 def main() -> None:
+    seconds = float(sys.argv[1])
+    # So that nothing stays behind on the node, whatever hangs and whether or not anyone listens.
+    signal.alarm(int(seconds) + 2)
+    # torch waits longer for a missing master than it is told.
+    late = threading.Timer(seconds, lambda: fail(f"{doing[-1]} takes longer than {seconds:.0f} s"))
+    late.daemon = True
+    late.start()
     try:
-        all_reduces(float(sys.argv[1]))
+        all_reduces(seconds)
     except Exception as error:  # whatever it is belongs into the table
         fail(f"{doing[-1]}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+
+
+if __name__ == "__main__":
+    main()

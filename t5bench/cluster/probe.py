@@ -1,10 +1,9 @@
-"""What a node reports about itself. check.py runs this module there, whether or not the node has the repository.
+"""What a node reports about itself: check.py runs this module there.
 
-argv[1] is a Question as JSON. Prints a JSON object: a Cell for each row of the table, and two numbers without a row,
-``free_port`` and ``clock`` (in seconds since 1970). It needs only the standard library.
+argv[1] is a Question as JSON. Prints a JSON object: ``cells``, a Cell for each row of the table, ``free_port`` (null if
+none is free), and ``clock`` (in seconds since 1970). It needs only the standard library.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -12,7 +11,6 @@ import re
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,9 +18,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from t5bench.corpus.index import dataset_paths, read_index, read_record
-from t5bench.plan.engine import CHANGED, MISSING, UNPATCHED, state_of
+from t5bench import REPOSITORY, Problem
+from t5bench.corpus.index import dataset_paths, read_index
+from t5bench.plan.engine import FIXES_ALONE, SERIES, state_of
 from t5bench.record import machine
 from t5bench.record.hosts import addresses_of, is_loopback, own_name_fault
 
@@ -32,6 +32,7 @@ LEAST_MEMORY = 2 * GIB  # a process that has loaded torch and the engine
 REQUIRED = ("torch", "deepspeed", "transformers")
 SOURCES = ("scripts", "native", "t5bench", "ds_configs", "patches")
 SAMPLES, SAMPLE_BYTES = 64, 2**20
+SECONDS = 12.0  # for all facts
 
 
 @dataclass(frozen=True)
@@ -46,40 +47,34 @@ class Cell:
 
 @dataclass(frozen=True)
 class Question:
-    """hosts: all of them, the master first. engine_directory: empty for the native engine. seconds: the time limit."""
+    """hosts: all of them, the master first. engine_directory: empty for the native engine."""
 
     host: str
     hosts: Sequence[str]
-    repository: str
     engine_directory: str
     data_prefix: str
     output_directory: str
     device: str
     ports: Sequence[int]
-    seconds: float
 
 
-Cells = Mapping[str, Cell | int | None]
+Cells = dict[str, Cell]
 
 
-def digest(path: Path) -> str:
-    """SHA-256 of a file's size and of samples spread evenly over it; up to 64 MiB the samples cover the whole file."""
-    size = path.stat().st_size
-    found = hashlib.sha256(str(size).encode())
-    starts = range(0, size, max(SAMPLE_BYTES, size // SAMPLES))
-    with path.open("rb") as stream:
-        for start in (*starts, max(0, size - SAMPLE_BYTES)):
-            stream.seek(start)
-            found.update(stream.read(SAMPLE_BYTES))
-    return found.hexdigest()
-
-
-def digest_of_files(root: Path, *folders: Path) -> str:
-    """Empty where there are none."""
-    paths = sorted(path for folder in folders for path in folder.rglob("*"))
+def digest(*places: Path) -> str:
+    """SHA-256 of these files and those in these folders, up to 64 MiB of each whole, else samples spread evenly over
+    it; empty where there are none."""
+    paths = sorted(path for place in places for path in (place, *place.rglob("*")))
     files = [path for path in paths if path.is_file() and "__pycache__" not in path.parts]
-    lines = [f"{digest(path)} {path.relative_to(root)}" for path in files]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else ""
+    found = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        found.update(f"{path} {size}\n".encode())
+        with path.open("rb") as stream:
+            for start in (*range(0, size, max(SAMPLE_BYTES, size // SAMPLES)), max(0, size - SAMPLE_BYTES)):
+                stream.seek(start)
+                found.update(stream.read(SAMPLE_BYTES))
+    return found.hexdigest() if files else ""
 
 
 def address(asked: Question) -> Cells:
@@ -96,12 +91,9 @@ def address(asked: Question) -> Cells:
     return {"address": Cell(next((address for address in found if not is_loopback(address)), own))}
 
 
-def repository(asked: Question) -> Cells:
-    root = Path(asked.repository)
-    if not root.is_dir():
-        return {"repository": Cell("missing", f"there is no {root}", "Clone or copy the repository to that path")}
-    commit, changed = machine.commit(root)
-    content = digest_of_files(root, *(root / folder for folder in SOURCES))
+def repository(_: Question) -> Cells:
+    commit, changed = machine.commit(REPOSITORY)
+    content = digest(*(REPOSITORY / folder for folder in SOURCES))
     text = commit[:8] if commit else f"files {content[:8]}"
     same = {"commit": commit or "", "files": content}
     return {"repository": Cell(f"{text} changed" if changed else text, same=same)}
@@ -111,74 +103,58 @@ def engine(asked: Question) -> Cells:
     if not asked.engine_directory:
         return {"engine": Cell("native")}
     directory = Path(asked.engine_directory)
-    state = state_of(directory, Path(asked.repository) / "patches" / "checksums")
-    wrong = {MISSING: "is missing", UNPATCHED: "is not patched", CHANGED: "does not match patches/"}.get(state)
-    if not wrong:
+    state = state_of(directory)
+    if state in (SERIES, FIXES_ALONE):
         return {"engine": Cell(state, same={"patches": state})}
     setup = f"Run on {asked.host}: MEGATRON_DIR={shlex.quote(str(directory))} bash scripts/setup_megatron.sh"
-    return {"engine": Cell(state, f"the Megatron-DeepSpeed checkout at {directory} {wrong}", setup)}
+    return {"engine": Cell(state, f"the Megatron-DeepSpeed checkout at {directory} is {state}", setup)}
 
 
 def libraries(_: Question) -> Cells:
     found = {name: version or "none" for name, version in machine.versions().items()}
-    lacking = {name for name in REQUIRED if found[name] == "none"}
-    problem = "{} is not installed for the Python of this check"
-    return {n: Cell(v, problem.format(n)) if n in lacking else Cell(v, same={"version": v}) for n, v in found.items()}
+    problems = {name: f"{name} is not installed for the Python of this check" for name in REQUIRED}
+    return {
+        name: Cell(version, problems.get(name, "") if version == "none" else "", same={"version": version})
+        for name, version in found.items()
+    }
 
 
 def data(asked: Question) -> Cells:
     prefix = Path(asked.data_prefix)
-    paths, folder = dataset_paths(prefix), prefix.parent
     try:
         read_index(prefix)
-    except ValueError as error:
-        return {"data": Cell("damaged" if all(path.is_file() for path in paths) else "missing", str(error))}
-    same = {path.suffix: digest(path) for path in paths}
-    same["tokenizer"] = digest_of_files(folder, folder / "tokenizer")
-    recorded = read_record(prefix).get("files")
-    same["record"] = str([recorded.get(path.name) for path in paths]) if isinstance(recorded, dict) else ""
-    return {"data": Cell(f"{paths[0].stat().st_size / 1e6:.1f} MB {same['.idx'][:8]}", same=same)}
+    except Problem as problem:
+        return {"data": Cell("missing or damaged", str(problem))}
+    same = {path.suffix: digest(path) for path in dataset_paths(prefix)}
+    same["tokenizer"] = digest(prefix.parent / "tokenizer")
+    return {"data": Cell(f"{Path(f'{prefix}.bin').stat().st_size / 1e6:.1f} MB {same['.idx'][:8]}", same=same)}
 
 
 def gpus(asked: Question) -> Cells:
     found = machine.gpus(os.environ)
     if not found:
-        lacking = asked.device == "cuda"
-        return {"GPUs": Cell("no GPU", "nvidia-smi lists no GPU") if lacking else Cell("no GPU", same={"GPUs": ""})}
+        problem = "nvidia-smi lists no GPU" if asked.device == "cuda" else ""
+        return {"GPUs": Cell("no GPU", problem, same={"GPUs": ""})}
     kinds = {f"{g['name'].removeprefix('NVIDIA ')} {round((g['memory_mib'] or 0) / 1024)} GiB" for g in found}
     text = f"{len(found)} x {' + '.join(sorted(kinds))}"
     driver = ", ".join(sorted({gpu["driver"] for gpu in found}))
     return {"GPUs": Cell(text, same={"GPUs": text}), "driver": Cell(driver, same={"driver": driver})}
 
 
+def is_free(port: int) -> bool:
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
+    return True
+
+
 def ports(asked: Question) -> Cells:
-    """The rendezvous ports that are in use, each with its process. Only the master's are needed."""
-    taken = {}
-    for port in asked.ports:
-        try:
-            socket.create_server(("", port)).close()
-        except OSError:
-            taken[port] = listener(port)
-    free = {"free_port": next((port for port in asked.ports if port not in taken), None)}
-    listed = ", ".join(map(str, taken))
-    if not taken:
-        return free | {"ports": Cell("free")}
-    if asked.host != asked.hosts[0]:
-        return free | {"ports": Cell(f"{listed} taken*")}
-    by = "; ".join(f"{port} by {process}" for port, process in taken.items() if process)
-    problem = f"rendezvous ports are in use: {listed}{f' ({by})' if by else ''}"
-    remedy = "Stop what listens there (an earlier run?), or use another port on every node: MASTER_PORT=29900"
-    return free | {"ports": Cell(f"{listed} taken", problem, remedy)}
-
-
-def listener(port: int) -> str:
-    """The process that listens on a port, or "": another user's cannot be seen."""
-    with contextlib.suppress(OSError):  # not every system has ss
-        command = ["ss", "-Hltnp", f"sport = :{port}"]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout
-        if match := re.search(r'"(.+?)",pid=(\d+)', said):
-            return f"process {match[2]} ({match[1]})"
-    return ""
+    """The rendezvous ports that are in use. Only the master's are needed."""
+    taken = ", ".join(str(port) for port in asked.ports if not is_free(port))
+    problem = f"rendezvous ports are in use: {taken}" if taken and asked.host == asked.hosts[0] else ""
+    remedy = "Stop what listens there (an earlier run? ss -ltnp), or use another port on every node: MASTER_PORT=29900"
+    return {"ports": Cell(f"{taken} taken" if taken else "free", problem, remedy)}
 
 
 def disk(asked: Question) -> Cells:
@@ -208,8 +184,8 @@ def look(asked: Question) -> Cells:
     """All facts, in order. One that hangs, for example because of a lost file system, does not delay the others."""
     pool = ThreadPoolExecutor(len(FACTS))
     futures = {fact.__name__: pool.submit(fact, asked) for fact in FACTS}
-    wait(futures.values(), asked.seconds)
-    found: dict[str, Cell | int | None] = {}
+    wait(futures.values(), SECONDS)
+    found: Cells = {}
     for name, future in futures.items():
         if not future.done():
             remedy = f"Something hangs on {asked.host}, perhaps a file system: check with df"
@@ -222,7 +198,12 @@ def look(asked: Question) -> Cells:
 
 
 def main() -> None:
-    found = look(Question(**json.loads(sys.argv[1])))
-    said = {name: asdict(cell) if isinstance(cell, Cell) else cell for name, cell in found.items()}
-    print(json.dumps(said | {"clock": time.time()}), flush=True)
+    asked = Question(**json.loads(sys.argv[1]))
+    said: dict[str, Any] = {"cells": {row: asdict(cell) for row, cell in look(asked).items()}}
+    said |= {"free_port": next(filter(is_free, asked.ports), None), "clock": time.time()}
+    print(json.dumps(said), flush=True)
     os._exit(0)  # even if a thread hangs
+
+
+if __name__ == "__main__":
+    main()

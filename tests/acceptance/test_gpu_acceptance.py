@@ -15,14 +15,9 @@ from t5bench.acceptance import packages, results
 
 
 def accept(*arguments: str, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", str(REPO_ROOT / "scripts" / "gpu_acceptance.sh"), *arguments],
-        env=os.environ | {"PYTHON": sys.executable} | environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    command = ["bash", str(REPO_ROOT / "scripts" / "gpu_acceptance.sh"), *arguments]
+    settings = os.environ | {"PYTHON": sys.executable} | environment
+    return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +29,8 @@ def accept(*arguments: str, timeout: float = 60, **environment: str) -> subproce
         (["--pack", "bundle"], {"MEGATRON_DIR": "/nonexistent"}, "there is no Megatron-DeepSpeed checkout"),
         (["--rehearse"], {"MEGATRON_DIR": "/nonexistent"}, "or set ENGINES=native"),
         (["--rehearse"], {"MINUTES": "ten"}, "MINUTES must be a number of at least 0"),
+        (["--rehearse"], {"ENGINES": "native", "STRATEGIES": "ddp zero9"}, "there is no strategy 'zero9'"),
+        (["--rehearse"], {"ENGINES": "native", "MICRO_BATCH_SIZES": "8 x"}, "of at least 1, found '8 x'"),
     ],
 )
 def test_impossible_requests_are_refused_first(tmp_path: Path, arguments: list, environment: dict, message: str):
@@ -73,30 +70,14 @@ def test_the_rehearsal_goes_through_everything_once(tmp_path: Path):
     assert list(found["devices"]) == ["device", "device-after"]
     assert "PASS: " in found["parity"]["parity-native"]
     text = (left / "README.md").read_text()
-    assert text.startswith("# A rehearsal on the CPU\n") and "the figures mean nothing" in text
-    for heading in ("## The device at its best", "## Every strategy", "## Throughput of one device", "## Steps"):
-        assert f"\n{heading}\n" in text
-    assert "\n### " in text and "| zero1† " in text and "| Hugging Face, compiled " in text
+    for part in ("the figures mean nothing", "\n## The device at its best\n", "| zero1† ", "| Hugging Face, compiled "):
+        assert part in text
     with tarfile.open(left / "records.tar.xz") as archive:
         names = set(archive.getnames())
     assert names > {"records/runs/large/native/repeat1/zero1/node0.log", "records/runs/large-comparison/index.html"}
     assert not any(name.endswith((".bin", ".pt", "results.json")) for name in names)
-    # Once more: nothing is done again.
     again = accept("--rehearse", timeout=120, **chosen)
-    assert again.returncode == 0
-    assert "already passed" in again.stderr and ": passed, " not in again.stderr
-
-
-def make_wheel(directory: Path, name: str) -> None:
-    files = {
-        f"{name}.py": "here = True\n",
-        f"{name}-1.0.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
-        f"{name}-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{name}-1.0.dist-info/RECORD": "",
-    }
-    with zipfile.ZipFile(directory / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
-        for path, text in files.items():
-            wheel.writestr(path, text)
+    assert again.returncode == 0 and ": passed, " not in again.stderr, "nothing is done again"
 
 
 def test_only_missing_packages_are_installed_next_to_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -104,8 +85,13 @@ def test_only_missing_packages_are_installed_next_to_python(tmp_path: Path, monk
     monkeypatch.syspath_prepend(site)
     monkeypatch.setattr(packages, "required", lambda: {"quite-unheard_of": "quite-unheard_of==1.0", "lost": "lost>=2"})
     assert packages.complete(site) == ["quite-unheard_of==1.0", "lost>=2"]
-    make_wheel(tmp_path, "quite_unheard_of")
-    make_wheel(tmp_path, "numpy")  # of any version: what is there was made for this machine
+    for name in ("quite_unheard_of", "numpy"):  # numpy of any version: what is there was made for this machine
+        info = f"{name}-1.0.dist-info"
+        with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}.py", "here = True\n")
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
     assert packages.complete(site, tmp_path) == ["lost>=2"]
     assert (site / "quite_unheard_of.py").exists()
     assert not (site / "numpy.py").exists()

@@ -21,8 +21,11 @@ from pathlib import Path
 
 from harness import Project, make_project, wait_for
 
+from t5bench.record.records import load
+
 HERE = Path(__file__).parent
 LAB, BAD_CABLE, STUB_TRAINER = HERE / "lab" / "cluster.sh", HERE / "lab" / "bad_cable.py", HERE / "stub_trainer.py"
+NET = "10.77.0."
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 # How the processes of a run are told on a node, by their command lines.
@@ -51,7 +54,6 @@ Subsystem sftp internal-sftp
 """
 SLURM_CONFIG = """ClusterName=lab
 SlurmctldHost=login
-{ipv6}
 SlurmUser=root
 SlurmdUser=root
 AuthInfo=cred_expire=5
@@ -80,23 +82,29 @@ PRIVATE = """copy=$(mktemp -d) && mount -t tmpfs tmpfs "$copy" && cp -a -- "$1/.
   mount --move "$copy" "$1" && rmdir "$copy"
 """
 
+# A run of the native engine that saves checkpoints.
+NATIVE = {
+    "ENGINE": "native", "TRAIN_ITERS": "60", "LOG_INTERVAL": "1", "SAVE_INTERVAL": "10", "PRECISION_FLAG": "",
+    "RENDEZVOUS_TIMEOUT": "60", "GLOBAL_BATCH_SIZE": "2", "ENCODER_SEQ_LENGTH": "32", "DECODER_SEQ_LENGTH": "16",
+}  # fmt: skip
+
 Environment = Mapping[str, str]
 
 
-def outside(*command: str, check: bool = True) -> None:
-    """Runs a command on the machine itself."""
-    result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60, check=False)
+def finished(command: Sequence[str], check: bool = True, timeout: float = 60) -> subprocess.CompletedProcess:
+    options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": timeout}
+    result = subprocess.run(command, check=False, **options)
     assert not check or result.returncode == 0, f"{shlex.join(command)}: {result}"
+    return result
 
 
 class Cluster:
     """A login host and node0, node1, ... at 10.77.0.10, .11, ...; it lives no longer than this process."""
 
-    def __init__(self, directory: Path, count: int, net: str = "10.77.0.") -> None:
-        """net: an IPv6 prefix makes a cluster without IPv4."""
-        self.directory, self.net = directory, net
+    def __init__(self, directory: Path, count: int) -> None:
+        self.directory = directory
         self.nodes = [f"node{index}" for index in range(count)]
-        self.addresses = {"login": f"{net}1"} | {node: f"{net}{10 + index}" for index, node in enumerate(self.nodes)}
+        self.addresses = {"login": f"{NET}1"} | {node: f"{NET}{10 + index}" for index, node in enumerate(self.nodes)}
         self._hosts: dict[str, tuple[subprocess.Popen, int]] = {}  # `unshare`, and the pid of the host's first process
         self._own: dict[str, set[int]] = {}  # what a host runs when nothing runs on it
         self._started: list[subprocess.Popen] = []
@@ -109,10 +117,12 @@ class Cluster:
         for host in self.addresses:
             self._boot(host)
         for host in self.addresses:
-            wait_for((self.directory / host / "ready").exists, 20)
+            self._await(host)
         wait_for(self._is_idle, 20)
-        for node in self.nodes:
-            self._own[node] = set(self.processes(node))
+
+    def _await(self, host: str) -> None:
+        wait_for((self.directory / host / "ready").exists)
+        self._own[host] = set(self.processes(host))
 
     def _configure(self) -> None:
         etc, ssh, last = self.directory / "etc", self.directory / "etc" / "ssh", len(self.nodes) - 1
@@ -123,12 +133,11 @@ class Cluster:
         # No DNS: an unknown name is unknown at once.
         switch = re.sub(r"^hosts:.*", "hosts: files", Path("/etc/nsswitch.conf").read_text(), flags=re.MULTILINE)
         # One key is everyone's, the hosts' too.
-        outside("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "lab", "-f", str(ssh / "key"))
+        finished(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "lab", "-f", str(ssh / "key")])
         key = (ssh / "key.pub").read_text()
         (etc / "munge.key").touch(0o600)
         (etc / "munge.key").write_bytes(os.urandom(128))
-        ipv6 = "CommunicationParameters=EnableIPv6" if ":" in self.net else ""
-        values = {"lab": self.directory, "ssh": ssh, "nodes": f"node[0-{last}]", "ipv6": ipv6}
+        values = {"lab": self.directory, "ssh": ssh, "nodes": f"node[0-{last}]"}
         for path, text in {
             "hosts": "".join(["127.0.0.1 localhost\n", *names]),
             "nsswitch.conf": switch,
@@ -145,10 +154,11 @@ class Cluster:
             (etc / path).write_text(text)
 
     def _boot(self, host: str) -> None:
+        """Starts a host; it is up when there is its file "ready"."""
         folder = self.directory / host
         folder.mkdir(exist_ok=True)
         (folder / "ready").unlink(missing_ok=True)
-        command = ["unshare", *NAMESPACES, "--propagation", "private", "bash", str(LAB), "host", host, self.net]
+        command = ["unshare", *NAMESPACES, "--propagation", "private", "bash", str(LAB), "host", host, NET]
         with (folder / "log").open("ab") as log:
             # Should pytest be killed, the input ends, and the host with it.
             pipes = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log, "start_new_session": True}
@@ -166,8 +176,7 @@ class Cluster:
             self._net("login", f"ip link add to-{host} type veth peer name eth0 netns {pid}")
             self._net("login", f"ip link set to-{host} master switch up")
         self._net(host, f"ip link set {device} up")
-        size, at_once = ("64", " nodad") if ":" in self.net else ("24", "")
-        self._net(host, f"ip address add {self.addresses[host]}/{size} dev {device}{at_once}")
+        self._net(host, f"ip address add {self.addresses[host]}/24 dev {device}")
 
     def down(self) -> None:
         for host in list(self._hosts):
@@ -189,8 +198,7 @@ class Cluster:
     def boot(self, node: str) -> None:
         """Starts a node again that is off."""
         self._boot(node)
-        wait_for((self.directory / node / "ready").exists)
-        self._own[node] = set(self.processes(node))
+        self._await(node)
 
     def reset(self) -> None:
         """Nothing of the last test is left: no process, job, pulled cable, slow network or private directory."""
@@ -224,7 +232,7 @@ class Cluster:
 
     def _net(self, host: str, command: str, check: bool = True) -> None:
         """Runs a command in a host's network."""
-        outside(*self._inside(host, "-n", "--", *command.split()), check=check)
+        finished(self._inside(host, "-n", "--", *command.split()), check)
 
     def on(self, host: str, *command: str, env: Environment | None = None, cwd: Path | None = None) -> list[str]:
         """The words that run a command on a host without ssh, as someone who sits there would."""
@@ -237,10 +245,7 @@ class Cluster:
         self, host: str, *command: str, timeout: float = 60, check: bool = True, **place
     ) -> subprocess.CompletedProcess:
         """To its end. place: env and cwd."""
-        options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": timeout}
-        result = subprocess.run(self.on(host, *command, **place), check=False, **options)
-        assert not check or result.returncode == 0, f"{shlex.join(command)} on {host}: {result}"
-        return result
+        return finished(self.on(host, *command, **place), check, timeout)
 
     def start(self, host: str, *command: str, **place) -> subprocess.Popen:
         """Standard output and error come as one."""
@@ -265,10 +270,9 @@ class Cluster:
         """Of the processes on the node whose command lines have this."""
         return sorted(pid for pid, line in self.processes(node).items() if re.search(pattern, line))
 
-    def left_of(self, project: Project) -> list[str]:
+    def left_of(self, project: Project) -> list[int]:
         """What still runs on any node."""
-        lines = [line for node in self.nodes for line in self.processes(node).values()]
-        return [line for line in lines if str(project.root) in line]
+        return [pid for node in self.nodes for pid in self.pids(node, re.escape(str(project.root)))]
 
     def kill(self, node: str, *pids: int, by: str = "KILL") -> None:
         if pids:
@@ -286,7 +290,7 @@ class Cluster:
         self.link(node, "down")
 
     def shape(self, node: str, rate: str) -> None:
-        """Limits the node's network both ways until the reset, such as "100mbit", or "off"."""
+        """Limits the node's network both ways until the reset: "100mbit", or "off"."""
         if rate != "off":
             self._undo.append(partial(self.shape, node, "off"))
         for host, device in ((node, "eth0"), ("login", f"to-{node}")):
@@ -312,14 +316,11 @@ class Cluster:
             self._net("login", f"ip link del own-{node}", check=False)
 
         assert carrier.stdout.readline() == "ready\n"
-        for words in (
-            f"set out-{node} master switch up",
-            f"add own-{node} type bridge forward_delay 0",
-            f"set own-{node} up",
-            f"set in-{node} master own-{node} up",
-            f"set to-{node} master own-{node}",
-        ):
-            self._net("login", f"ip link {words}")
+        self._net("login", f"ip link set out-{node} master switch up")
+        self._net("login", f"ip link add own-{node} type bridge forward_delay 0")
+        self._net("login", f"ip link set own-{node} up")
+        self._net("login", f"ip link set in-{node} master own-{node} up")
+        self._net("login", f"ip link set to-{node} master own-{node}")
         return mend
 
     def private(self, directory: Path, nodes: Sequence[str] = ()) -> None:
@@ -353,6 +354,11 @@ class Terminal:
         """As the node's shell sees it."""
         code = self.process.returncode
         return code if code >= 0 else 128 - code
+
+
+def losses(directory: Path) -> dict[int, float | None]:
+    """By iteration, the last time that it was trained."""
+    return {line.iteration: line.lm_loss for line in load(directory).iterations}
 
 
 def make_cluster_project(directory: Path) -> Project:

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,33 +14,21 @@ PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "sshd", "ip", "tc", "unshar
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "make_cluster" in getattr(item, "fixturenames", ()):
+        if "running_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
-def make_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cluster]]:
-    """make_cluster(count, **options): a cluster that is up."""
+def running_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if os.geteuid() != 0:
         pytest.skip("hosts are made of namespaces, and only root may make those")
     path = f"{os.environ['PATH']}:{SYSTEM_PATH}"
     if lacking := [program for program in PROGRAMS if not shutil.which(program, path=path)]:
         pytest.skip(f"no {', '.join(lacking)}: tests/cluster/lab/cluster.sh packages installs what is missing")
-    made: list[Cluster] = []
-
-    def make(count: int, **options: str) -> Cluster:
-        made.append(Cluster(tmp_path_factory.mktemp("cluster") / "lab", count, **options))
-        made[-1].up()
-        return made[-1]
-
-    yield make
-    for cluster in made:
-        cluster.down()
-
-
-@pytest.fixture(scope="session")
-def running_cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
-    return make_cluster(8)
+    made = Cluster(tmp_path_factory.mktemp("cluster") / "lab", 8)
+    made.up()
+    yield made
+    made.down()
 
 
 @pytest.fixture

@@ -1,38 +1,68 @@
 """The network as a variable: real training by the native engine over links that are slowed down.
 
-On CPUs, with a tiny model: it shows what the strategies send and what that costs them, not a GPU's speed.
+    RATES=400mbit,100mbit NETWORK_OUTPUT=DIRECTORY python -m pytest -s -n0 --timeout=0 tests/cluster/test_network.py
+
+On CPUs, with a tiny model: it shows what the strategies send and what that costs them, not a GPU's speed. Settings of
+the launchers in the environment win over those below; HOST_COUNT and ENGINE too. `t5bench predict` reads the runs that
+it leaves in NETWORK_OUTPUT, given what is printed of each rate: Gbit/s and us as check_cluster.sh measures them.
 """
 
+import json
+import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from cluster_lab import Cluster
-from measure_network import train
+from cluster_lab import SYSTEM_PATH, Cluster
+from harness import REPO_ROOT
 
 from t5bench.compare.comparison import build
 from t5bench.model import traffic
 from t5bench.plan.forecast import job_of
 from t5bench.record.records import load
 
-MEGABITS = 100
+RATES = os.environ.get("RATES", "100mbit").split(",")
+SETTINGS = {
+    "PYTHON": sys.executable, "LAUNCH": "ssh", "DEVICE": "cpu", "MODEL_PRESET": "tiny", "PRECISION_FLAG": "",
+    "MICRO_BATCH_SIZE": "2", "TRAIN_ITERS": "16", "LOG_INTERVAL": "1", "SAMPLE_INTERVAL": "0.2", "ENGINE": "native",
+    "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "RETRIES": "0", "DROPOUT": "0", "STRATEGIES": "ddp zero2",
+}  # fmt: skip
 
 
-def test_a_slow_network_slows_strategies_that_send_more(
-    cluster: Cluster, sample_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("STRATEGIES", "ddp zero2")
-    monkeypatch.setenv("DROPOUT", "0")
-    train(cluster, ["node0", "node1"], tmp_path, "native", f"{MEGABITS}mbit", sample_data)
-    runs = [load(tmp_path / f"{MEGABITS}mbit" / "repeat1" / strategy) for strategy in ("ddp", "zero2")]
-    ddp, zero2 = build(runs, "ddp", [], None).rows
-    # The counters are read every 0.2 s, and sixteen iterations take a second or two.
-    for run, row in zip(runs, (ddp, zero2), strict=True):
-        job = job_of(run.plan, run.padded_vocab_size)
-        predicted = max(traffic.node_bytes(job, traffic.rows(job), "gloo"))
-        assert row.sent_per_iteration == pytest.approx(predicted, rel=0.2)
-    on_the_wire = [row.sent_per_iteration * 8 / (MEGABITS * 1e6) * 1000 for row in (ddp, zero2)]
-    for row, milliseconds in zip((ddp, zero2), on_the_wire, strict=True):
-        assert row.milliseconds.median > milliseconds, "a byte needs its time"
-    # The fastest iterations: the machine may be busy with other things in some, and no network makes one faster.
-    fastest = [min(line.elapsed_ms for line in run.iterations) for run in runs]
-    assert fastest[1] - fastest[0] > (on_the_wire[1] - on_the_wire[0]) / 2
+def measured_link(cluster: Cluster, nodes: Sequence[str]) -> dict[str, float]:
+    common = {"MASTER_ADDR": cluster.addresses[nodes[0]], "MASTER_PORT": "29555", "HOSTS": " ".join(nodes)}
+    command = [sys.executable, "-m", "t5bench.cluster.network", "60"]
+    ranks = [
+        cluster.start(node, *command, env=common | {"OMP_NUM_THREADS": "1", "RANK": str(rank)}, cwd=REPO_ROOT)
+        for rank, node in enumerate(nodes)
+    ]
+    said = [rank.communicate()[0] for rank in ranks]
+    return json.loads(next(line for line in said[0].splitlines() if line.startswith("{")))["pairs"]["1"]
+
+
+def test_a_slow_network_slows_strategies_that_send_more(cluster: Cluster, sample_data: Path, tmp_path: Path):
+    output = Path(os.environ.get("NETWORK_OUTPUT", tmp_path)).absolute()
+    nodes = cluster.nodes[: int(os.environ.get("HOST_COUNT", "2"))]
+    settings = SETTINGS | {name: value for name, value in os.environ.items() if name.isupper()}
+    settings |= {"PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}", "HOSTS": " ".join(nodes)}
+    for rate in RATES:  # "off" leaves the links as they are
+        megabits = float(rate.removesuffix("mbit").replace("off", "inf"))
+        for node in nodes:
+            cluster.shape(node, rate)
+        print(rate, measured_link(cluster, nodes[:2]), flush=True)
+        place = {"RUNS_DIR": str(output / rate), "MEGATRON_DATA_DIR": str(sample_data)}
+        script = str(REPO_ROOT / "scripts" / "run_megatron_t5_all.sh")
+        cluster.login("bash", script, env=settings | place, timeout=3600)
+        runs = [load(output / rate / "repeat1" / strategy) for strategy in settings["STRATEGIES"].split()]
+        on_the_wire = []
+        # The counters are read every 0.2 s, and sixteen iterations take a second or two.
+        for run, row in zip(runs, build(runs, "ddp", [], None).rows, strict=True):
+            job = job_of(run.plan, run.padded_vocab_size)
+            predicted = max(traffic.node_bytes(job, traffic.rows(job), "gloo"))
+            assert row.sent_per_iteration == pytest.approx(predicted, rel=0.2)
+            on_the_wire.append(row.sent_per_iteration * 8 / megabits / 1000)
+            assert row.milliseconds.median > on_the_wire[-1], "a byte needs its time"
+        # The fastest iterations: the machine may be busy with other things in some, and no network makes one faster.
+        fastest = [min(line.elapsed_ms for line in run.iterations) for run in runs]
+        assert rate == "off" or fastest[1] - fastest[0] > (on_the_wire[1] - on_the_wire[0]) / 2

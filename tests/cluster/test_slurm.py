@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_lab import Cluster
+from cluster_lab import NATIVE, Cluster, losses
 from harness import STRATEGIES, Project, wait_for
 
 from t5bench.record import log
-from t5bench.record.records import load
 
 # Steps 1 and 8 of the README with two terminals, as one script: each ssh is a separate terminal.
 TWO_TERMINALS = """
@@ -131,17 +130,6 @@ def test_every_launcher_infers_its_place_and_a_failure_does_not_stop_the_others(
         assert len(re.findall(f"--nnodes 2 .*--node_rank {rank} --master_addr node0 ", text)) == len(well), text
 
 
-def losses(directory: Path) -> dict[int, float | None]:
-    """By iteration, the last time that it was trained."""
-    return {line.iteration: line.lm_loss for line in load(directory).iterations}
-
-
-NATIVE = {
-    "ENGINE": "native", "TRAIN_ITERS": "60", "LOG_INTERVAL": "1", "SAVE_INTERVAL": "10", "PRECISION_FLAG": "",
-    "RENDEZVOUS_TIMEOUT": "60", "GLOBAL_BATCH_SIZE": "2", "ENCODER_SEQ_LENGTH": "32", "DECODER_SEQ_LENGTH": "16",
-}  # fmt: skip
-
-
 def test_a_preempted_job_is_queued_again_and_continues(
     cluster: Cluster, project: Project, tmp_path: Path, sample_data: Path
 ):
@@ -154,27 +142,3 @@ def test_a_preempted_job_is_queued_again_and_continues(
     wait_for(lambda: "resuming from the checkpoint of iteration" in job.text(), 200)
     assert job.end() == "COMPLETED 0:0", job.text()
     assert losses(tmp_path / "preempted") == losses(tmp_path / "undisturbed")
-
-
-def test_a_node_that_is_rebooted_rejoins(cluster: Cluster, project: Project, tmp_path: Path, sample_data: Path):
-    project.environment |= NATIVE | {"MEGATRON_DATA_DIR": str(sample_data)}
-    settings = project.environment | {"OUTPUT_DIR": str(tmp_path / "run"), "HOSTS": "node0 node1"}
-    settings |= {"MASTER_PORT": "29950", "DISTRIBUTED_TIMEOUT_MINUTES": "1", "TRAIN_ITERS": "200"}
-
-    def start(**changes: str) -> list[subprocess.Popen]:
-        words = ("bash", "scripts/run_megatron_t5_ddp.sh")
-        return [cluster.start(node, *words, env=settings | changes, cwd=project.root) for node in ("node0", "node1")]
-
-    first, _ = start()
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and '"iteration": 22,' in metrics.read_text(), 90)
-    cluster.power_off("node1")
-    cluster.boot("node1")
-    output, _ = first.communicate(timeout=120)
-    assert first.returncode in (6, 7), output
-    assert "node 1 (node1)" in output
-    again = start(RESUME="1")
-    said = [process.communicate(timeout=150)[0] for process in again]
-    assert [process.returncode for process in again] == [0, 0], said
-    assert "resuming from the checkpoint of iteration" in said[0]
-    assert sorted(losses(tmp_path / "run")) == list(range(1, 201))

@@ -53,7 +53,6 @@ UNTESTED = {
     "sha256sum --check": "it is not this project's",
     "python pretrain_gpt.py": "it shows what a launcher replaces",
     "python tests/native/honest_runs.py": "it takes hours",
-    "python tests/cluster/measure_network.py": "it needs root and an idle machine for an hour",
 }
 PROGRAMS = "bash|python|pip|git|srun|sha256sum|ds_report"
 README, COURSE, SLIDES = (REPO_ROOT / name for name in ("README.md", "docs/learn.md", "docs/slides.md"))
