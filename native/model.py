@@ -200,9 +200,8 @@ def initialise(model: T5, args: Namespace, layout: Layout, gather: Callable[...,
     `gather(parameter)` is a context in which a parameter has all its values (ZeRO-3 keeps a part of each).
     """
     for name, parameter in model.named_parameters():
-        shape = list(
-            getattr(parameter, "ds_shape", parameter.shape)
-        )  # ZeRO-3 keeps the shape and parts with the values
+        # ZeRO-3 keeps the shape and parts with the values.
+        shape = list(getattr(parameter, "ds_shape", parameter.shape))
         tp, (dim, blocks) = (layout.tp, parameter.tp_slice) if hasattr(parameter, "tp_slice") else (Axis(), (0, 1))
         shape[dim] *= tp.size
         whole = initial_value(name, shape, args)

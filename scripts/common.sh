@@ -41,6 +41,8 @@ die() {
   exit 2
 }
 
+pwd -P >/dev/null 2>&1 || die "the current directory was removed" "Change to one that exists"
+
 # ---- settings ------------------------------------------------------------------------------------------------------
 
 SETTING_NAMES=()

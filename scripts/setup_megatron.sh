@@ -77,7 +77,10 @@ make_pristine() {
 }
 
 # The patches go in together or not at all.
-apply_patches() (cd -- "$MEGATRON_DIR" && git apply -- "${@/#/$PATCHES/}")
+apply_patches() {
+  (cd -- "$MEGATRON_DIR" && git apply -- "${@/#/$PATCHES/}") || die "the patches do not apply to $MEGATRON_DIR" \
+    "bash scripts/setup_megatron.sh --check shows what differs"
+}
 
 install_requirements() {
   note "installing requirements.txt with $PYTHON"
