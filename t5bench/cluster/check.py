@@ -42,10 +42,15 @@ ABSENT = ("none", UNKNOWN.text)
 # What ssh prints, what the table shows for it, and what to do about {host}; the last entry covers everything else.
 SSH_FAILURES = (
     ("Permission denied", "refused", "Authorize this host's key: ssh-copy-id {host}   (or get an allocation first)"),
+    ("you have requested strict checking", "another key",
+     "If {host} was installed again, forget its old key: ssh-keygen -R {host}   Then compare the new one: ssh {host}"),
     ("Host key verification failed", "unknown key", "Connect once by hand and compare the key: ssh {host}"),
     ("Could not resolve hostname", "unknown name", "Check the spelling; scontrol show hostnames lists SLURM's names"),
     ("No such file or directory", "no python",
      "Have the repository and the environment at the same paths on {host}, or set PYTHON to one that all nodes have"),
+    ("Connection refused", "no sshd", "Start sshd on {host}, or run this check from a node that can log in there"),
+    ("No module named", "another version", "Give {host} this host's commit and environment"),
+    ("without any output", "another version", "Give {host} this host's commit: git status, git pull"),
     ("", "unreachable", "Is {host} up, with sshd and the network? Log in by hand: ssh {host}"),
 )  # fmt: skip
 

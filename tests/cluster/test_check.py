@@ -76,7 +76,7 @@ def test_wrong_use(project: Project, arguments: tuple[str, ...], environment: di
 
 SSH_THAT_REFUSES = r"""#!/bin/sh
 echo '{ Welcome'
-printf 'Host key verification failed.\r\n' >&2
+printf 'Host key for other has changed and you have requested strict checking.\r\nVerification failed.\r\n' >&2
 exit 255
 """
 
@@ -97,7 +97,8 @@ def test_only_this_host(project: Project):
     assert report.rows["ports"] == [f"FAIL {port} taken"] and "xsum_text_document.idx does not exist" in report.text
     assert "bash scripts/setup_megatron.sh" in report.remedy("engine on")
     assert native.failed() == {("data", 0), ("GPUs", 0), ("reachable", 1)}, native.text
-    assert "reachable on other: Host key verification failed.\n    Connect once" in native.text
+    assert "reachable on other: Host key for other has changed and you have requested strict checking.\n" in native.text
+    assert "ssh-keygen -R other" in native.remedy("reachable on other")
 
 
 # ---- the table, from answers as nodes give them --------------------------------------------------------------------
