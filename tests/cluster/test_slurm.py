@@ -133,7 +133,7 @@ def test_every_launcher_infers_its_place_and_a_failure_does_not_stop_the_others(
 def test_a_preempted_job_is_queued_again_and_continues(
     cluster: Cluster, project: Project, tmp_path: Path, sample_data: Path
 ):
-    project.environment |= NATIVE | {"MEGATRON_DATA_DIR": str(sample_data), "TRAIN_ITERS": "150"}
+    project.environment |= NATIVE | {"MEGATRON_DATA_DIR": str(sample_data), "TRAIN_ITERS": "400"}
     undisturbed = Job(cluster, project, "ddp", OUTPUT_DIR=str(tmp_path / "undisturbed"))
     assert undisturbed.end() == "COMPLETED 0:0", undisturbed.text()
     job = Job(cluster, project, "ddp", OUTPUT_DIR=str(tmp_path / "preempted"))
