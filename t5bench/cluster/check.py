@@ -50,7 +50,7 @@ SSH_FAILURES = (
      "Have the repository and the environment at the same paths on {host}, or set PYTHON to one that all nodes have"),
     ("Connection refused", "no sshd", "Start sshd on {host}, or run this check from a node that can log in there"),
     ("No module named", "another version", "Give {host} this host's commit and environment"),
-    ("without any output", "another version", "Give {host} this host's commit: git status, git pull"),
+    ("without any output", "no answer", "Does {host} have this host's commit? Else log in by hand: ssh {host}"),
     ("", "unreachable", "Is {host} up, with sshd and the network? Log in by hand: ssh {host}"),
 )  # fmt: skip
 

@@ -184,6 +184,8 @@ def test_only_visible_devices_count():
         ("zero3", {"PIPELINE_PARALLEL_SIZE": "2"}, "no-pipeline-parallelism", "zero3 has no pipeline parallelism"),
         ("ddp", {"PROFILE_ITERATION": "1"}, "profile-iteration", "TRAIN_ITERS=1000, found 1"),
         ("ddp", {"LR_WARMUP_ITERS": "1000"}, "learning-rate", "leaves none of TRAIN_ITERS=1000"),
+        ("ddp", {"MIN_LR": "0.1"}, "learning-rate", "MIN_LR=0.1 is more than LR=0.0001"),
+        ("ddp", {"DROPOUT": "1"}, "dropout", "DROPOUT must be less than 1, found 1"),
         ("ddp", {"MODEL_FAMILY": "gpt", "ENGINE": "native"}, "native-engine", "MODEL_FAMILY='gpt'"),
         ("ddp", {"RECOMPUTE": "full", "ENGINE": "native"}, "native-engine", "RECOMPUTE='full'"),
         ("ddp", {"PRECISION_FLAG": "--fp16", "ENGINE": "native"}, "native-engine", "does not train in fp16"),
