@@ -54,7 +54,10 @@ pwd -P >/dev/null 2>&1 || die "the current directory was removed" "Change to one
 # ---- the planning process ------------------------------------------------------------------------------------------
 
 # plan TASK ARGUMENT...: what t5bench/plan/__main__.py does for a script; prints its answer.
-plan() { T5_ANSWER=3 python_module t5bench.plan "$PWD" "$@" 3>&1 >&2; }
+plan() (
+  export HOSTS NNODES MASTER_ADDR NODE_RANK
+  T5_ANSWER=3 python_module t5bench.plan "$PWD" "$@" 3>&1 >&2
+)
 
 # ask TASK ARGUMENT...: sets the variables and arrays in the planning process's answer; ends this script if it refuses.
 ask() {
@@ -138,7 +141,7 @@ slurm_hosts() {
   fi
 }
 
-# resolve_nodes [MASTER] [RANK]: exports HOSTS, NNODES, MASTER_ADDR and NODE_RANK, each from the argument, else the
+# resolve_nodes [MASTER] [RANK]: sets HOSTS, NNODES, MASTER_ADDR and NODE_RANK, each from the argument, else the
 # environment, else SLURM. The plan finds this host's rank among HOSTS where none is given, and says what is wrong.
 resolve_nodes() {
   local hosts=()
@@ -157,7 +160,6 @@ resolve_nodes() {
   NNODES=${NNODES:-${SLURM_JOB_NUM_NODES:-1}} MASTER_ADDR=${MASTER_ADDR:-${hosts[0]:-}}
   [[ $NNODES != 1 ]] || MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} NODE_RANK=${NODE_RANK:-0}
   HOSTS="${hosts[*]}"
-  export HOSTS NNODES MASTER_ADDR NODE_RANK
 }
 
 # ---- processes -----------------------------------------------------------------------------------------------------
