@@ -17,13 +17,15 @@ from typing import Any
 
 import psutil
 
+from t5bench import note
 from t5bench.record import status as ends
 from t5bench.record.plan import Plan
-from t5bench.record.status import Cause, Status, Strength, first_failure, weight_of
+from t5bench.record.status import SPACE_REMEDY, Cause, Status, Strength, first_failure, weight_of
 from t5bench.record.text import visible
 from t5bench.run import processes
 from t5bench.run.output import Output
 from t5bench.run.peers import Peers
+from t5bench.run.reports import Reports
 
 # How long a node has to notice another's failure; torchrun takes 2 to 3 s to report a worker's end.
 GRACE_SECONDS = 10
@@ -32,8 +34,7 @@ TERM_SECONDS = 10
 END_SECONDS = 25
 START_SECONDS = 30
 STACK_SECONDS = 3
-KILLED = 128 + 9
-SPACE_REMEDY = "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"
+SUSPENDED_SECONDS = 5
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)', re.MULTILINE)
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x.*?(?=^Current thread|^Thread 0x|\Z)", re.MULTILINE | re.DOTALL)
 # Other threads begin in threading.py. Which one is the current is chance: the one that the signal found.
@@ -106,14 +107,16 @@ def began_anew(plan: Plan, trained: int) -> Cause | None:
 class Guard:
     """Checks once a second, in its own thread. ``cause`` says why it stopped the run, if it did."""
 
-    def __init__(self, plan: Plan, launcher: int, mark: str, peers: Peers, stacks: Stacks) -> None:
-        self.plan, self.launcher, self.mark, self.peers, self.stacks = plan, launcher, mark, peers, stacks
+    def __init__(self, plan: Plan, launcher: int, mark: str, peers: Peers, stacks: Stacks, reports: Reports) -> None:
+        self.plan, self.launcher, self.mark = plan, launcher, mark
+        self.peers, self.stacks, self.reports = peers, stacks, reports
         self.watchdog_seconds = plan.decimal("WATCHDOG_SECONDS")
         # torchrun tries twice and needs a moment before and after. None: they were seen.
         due_in = 2 * plan.decimal("RENDEZVOUS_TIMEOUT") + START_SECONDS
         self.workers_due_at: float | None = time.monotonic() + due_in
         self.cause: Cause | None = None
         self.others_failed_at: float | None = None
+        self.torchrun_stopped_at: float | None = None
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
         self.thread.start()
@@ -127,9 +130,25 @@ class Guard:
         while os.getppid() == self.launcher and not self.cause:
             if self.ended.wait(1):
                 return
+            if self.reports.has_new_sign():
+                self.peers.trains()
+            self._resume_torchrun()
             anew = began_anew(self.plan, self.peers.iteration - 1) if self.peers.iteration else None
             self.cause = self._others_failed() or self._never_starts() or anew or self._stands_still()
         processes.end(self.mark, TERM_SECONDS)
+
+    def _resume_torchrun(self) -> None:
+        """A suspended torchrun would notice neither the failure of a worker nor the end of all of them."""
+        torchrun = [process for process in processes.marked(self.mark) if process.info["ppid"] == self.launcher]
+        if not any(process.info["status"] == psutil.STATUS_STOPPED for process in torchrun):
+            self.torchrun_stopped_at = None
+            return
+        self.torchrun_stopped_at = self.torchrun_stopped_at or time.monotonic()
+        if time.monotonic() - self.torchrun_stopped_at >= SUSPENDED_SECONDS:
+            note("torchrun was suspended; resuming it")
+            for process in torchrun:
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(signal.SIGCONT)
 
     def _others_failed(self) -> Cause | None:
         failed = [end for end in self.peers.ends.values() if end["status"] != ends.COMPLETE]
@@ -205,12 +224,13 @@ def cause_of(
 
     A launcher that was killed before it could write its exit_status leaves None.
     """
-    said = output.finder.cause()
+    said = output.finder.cause([report.cause for report in guard.reports.read()])
     if said and said.status == ends.TIMEOUT and said.strength == Strength.WAITED and guard.stacks.stopped():
         # torchrun ended the others because one had waited too long.
         said = Cause.now(ends.TIMEOUT, guard.stacks.sentence(), "The node's log has every worker's stack")
     strength = said.strength if said else Strength.VICTIM
-    if interrupted_by == "TERM" and "SLURM_JOB_ID" in os.environ and slurm_time_is_up():
+    # TERM, or what --signal asks SLURM to send before.
+    if interrupted_by not in (None, "INT") and "SLURM_JOB_ID" in os.environ and slurm_time_is_up():
         remedy = "Ask for more time (--time), or fewer TRAIN_ITERS"
         return Cause.now(ends.TIMEOUT, "SLURM's time limit ended the job", remedy)
     if interrupted_by:
@@ -220,6 +240,9 @@ def cause_of(
         return Cause.now(ends.CRASHED, "the launcher was killed before its run ended", remedy)
     # A run that the guard ends does not exit with 0. If it did, the guard came when all was over.
     guarded = guard.cause if exit_status != 0 else None
+    if guarded and guarded.status == ends.TIMEOUT and plan.engine_patches == "series" and not _incomplete(plan, output):
+        # What hung was torchrun, or W&B's upload after the last iteration.
+        return None
     if guarded and not (said and strength >= Strength.EXCEPTION and said.time < guarded.time):
         return guarded
     if output.diverged_at is not None and (exit_status == 0 or strength <= Strength.EXCEPTION):
@@ -239,11 +262,21 @@ def cause_of(
         return Cause.now(ends.INCOMPLETE, reason, strength=Strength.EXCEPTION)
     if output.unwritten and strength < Strength.CAUSE:
         return Cause.now(ends.CRASHED, f"the run directory cannot be written: {output.unwritten}", SPACE_REMEDY)
-    if exit_status == KILLED and strength < Strength.EXCEPTION:
-        remedy = "The kernel does this when memory runs out (see dmesg); SLURM or a user may have, too"
-        return Cause.now(ends.CRASHED, "torchrun was killed (SIGKILL)", remedy)
+    if strength < Strength.EXCEPTION and (name := _name_of_signal(exit_status)):
+        if name == "SIGKILL":
+            remedy = "The kernel does this when memory runs out (see dmesg); SLURM or a user may have, too"
+            return Cause.now(ends.CRASHED, "torchrun was killed (SIGKILL)", remedy)
+        return Cause.now(ends.CRASHED, f"torchrun was ended by a signal ({name})", "Find who sent it: SLURM or a user")
     reason = f"torchrun ended with exit status {exit_status} without naming a cause"
     return said or Cause.now(ends.CRASHED, reason, "See its output in the node's log", Strength.VICTIM)
+
+
+def _name_of_signal(exit_status: int | None) -> str:
+    """The signal that ended a process with this exit status, as shells tell it; empty if none did."""
+    try:
+        return signal.Signals((exit_status or 0) - 128).name
+    except ValueError:
+        return ""
 
 
 def slurm_time_is_up() -> bool:

@@ -30,12 +30,13 @@ from t5bench.record import status as ends
 from t5bench.record.files import RecordError, seal, write_json, write_whole
 from t5bench.record.plan import Plan
 from t5bench.record.records import FORMAT, write_run
-from t5bench.record.status import Cause, Status, now, of_run
+from t5bench.record.status import PROCESSES_REMEDY, SPACE_REMEDY, Cause, Status, now, of_run
 from t5bench.run import guard as guards
 from t5bench.run import processes
-from t5bench.run.guard import SPACE_REMEDY, Guard, Stacks, knows_little, read_end
+from t5bench.run.guard import Guard, Stacks, knows_little, read_end
 from t5bench.run.output import Output, pass_on, timestamp
 from t5bench.run.peers import Peers, fields_of
+from t5bench.run.reports import Reports, reports_prefix
 from t5bench.run.sampler import Sampler, link_speeds
 
 # How long a node that lost its connection or waited for others waits for the reason: the others' guards act after
@@ -44,7 +45,6 @@ OTHERS_SECONDS = guards.GRACE_SECONDS + 20
 # How long a node that has completed waits until the others report the same.
 COMPLETE_SECONDS = 10
 LOOKING_SECONDS = 30
-PROCESSES_REMEDY = "Stop other processes there, or raise the limit (ulimit -u, or the container's or SLURM job's)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +60,7 @@ class Part:
     def __init__(self, plan: Plan, recorded: Mapping[str, Any], launcher: int, hidden: Sequence[str]) -> None:
         assert plan.layout
         self.plan, self.hidden = plan, hidden
+        self.is_described = False
         self.place = {"node": plan.node, "nnodes": plan.layout.nnodes, "host": socket.gethostname()}
         unknown = dict.fromkeys(("cause", "exit_status", "signal", "ended", "padded_vocab_size"))
         self.content: dict[str, Any] = {"format": FORMAT, **self.place, "pid": launcher}
@@ -78,6 +79,7 @@ class Part:
             self.content |= self._machine()
             self._write_wandb_config()
             self.write()
+            self.is_described = True
             on_seen(dict(self.content))
 
         self.looking = threading.Thread(target=look, daemon=True)
@@ -137,11 +139,18 @@ class Part:
         write_run(Path(self.plan.output_dir))
 
     def look(self, output: Output) -> None:
-        """Restores what it can if somebody has removed the run directory."""
-        if output.restore_if_removed():
+        """Restores what it can if somebody has removed the run directory or files in it."""
+        was_removed = not Path(self.plan.output_dir).exists()
+        restored = output.restore()
+        if was_removed and restored:
             warn(f"{self.plan.output_dir} was removed during the run; its log and metrics start again")
-            self.say(f"{ends.RUNNING} {self.content['host']} {self.content['pid']}\n")
+        elif restored:
+            names = " and ".join(path.name for path in restored)
+            warn(f"{names} in {self.plan.output_dir} was removed or cut short during the run, and was restored")
+        if self.is_described and not self.file("json").exists():
             self.write()
+        if not self.file("status").exists():
+            self.say(f"{ends.RUNNING} {self.content['host']} {self.content['pid']}\n")
 
 
 def wandb_config(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,12 +189,11 @@ def warn(sentence: str) -> None:
 def follow(part: Part, peers: Peers, stacks: Stacks, is_over: Callable[[], bool]) -> Output:
     """Passes on the output until it ends, while the sampler runs."""
     plan, metrics = part.plan, Path(part.plan.output_dir, "metrics.jsonl")
-    with part.file("log").open("ab") as log:
-        output = Output(log, metrics, part.hidden, on_iteration=peers.progressed, stacks=stacks.texts)
-        interval = min(plan.decimal("SAMPLE_INTERVAL"), threading.TIMEOUT_MAX)
-        sampler = Sampler(part.file("samples.jsonl"), interval, has_gpus=plan.device == "cuda")
-        pass_on(output, sys.stdin.fileno(), sys.stdout.fileno(), is_over, lambda: part.look(output))
-        sampler.end()
+    output = Output(part.file("log"), metrics, part.hidden, on_iteration=peers.progressed, stacks=stacks.texts)
+    interval = min(plan.decimal("SAMPLE_INTERVAL"), threading.TIMEOUT_MAX)
+    sampler = Sampler(part.file("samples.jsonl"), interval, has_gpus=plan.device == "cuda")
+    pass_on(output, sys.stdin.fileno(), sys.stdout.fileno(), is_over, lambda: part.look(output))
+    sampler.end()
     return output
 
 
@@ -227,7 +235,10 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     peers = Peers(Place.of(plan, peer_port(plan.number("MASTER_PORT"))), hurry, warn)
     stacks = Stacks(part.file("stack"))
     part.look_around(peers.introduce)
-    guard = Guard(plan, args.launcher, args.mark, peers, stacks)
+    reports = Reports(reports_prefix(stacks.prefix))
+    for path in reports.paths():
+        path.unlink(missing_ok=True)  # of a run that was killed
+    guard = Guard(plan, args.launcher, args.mark, peers, stacks, reports)
 
     def is_orphan() -> bool:
         return os.getppid() != args.launcher
@@ -241,7 +252,8 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     kills = machine.oom_kills() - killed_before
     cause = guards.cause_of(plan, output, guard, exit_status, interrupted_by, kills)
     stopped = stacks.sentence() if stacks.stopped() else ""
-    for path in stacks.paths():
+    exceptions = [asdict(report) for report in reports.read()]
+    for path in (*stacks.paths(), *reports.paths()):
         path.unlink(missing_ok=True)
     finished = {"status": ends.COMPLETE, "reason": "", "remedy": "", "cause": None}
     if interrupted_by:
@@ -255,6 +267,7 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
         "padded_vocab_size": output.padded_vocab_size,
         "peak_memory": [asdict(output.memory[rank]) for rank in sorted(output.memory)],
         "evaluations": [asdict(found) for found in output.evaluations],
+        "exceptions": [{key: told[key] for key in ("rank", "type", "message", "time")} for told in exceptions],
         "oom_kills": kills,
     }
     tell_and_hear(peers, end, stopped)
