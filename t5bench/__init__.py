@@ -75,9 +75,11 @@ def later_signals() -> Iterator[None]:
 
 
 def note(text: str) -> None:
-    """Prints on standard error, if anybody is left to read it."""
+    """Prints on standard error, if anybody is left to read it, with control characters made visible."""
+    from t5bench.record.text import visible
+
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(visible(text, "\t\n", colours=True), file=sys.stderr, flush=True)
     except OSError:
         discard(sys.stderr)
 

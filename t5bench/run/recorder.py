@@ -62,7 +62,7 @@ class Part:
         self.plan, self.hidden = plan, hidden
         self.is_described = False
         self.place = {"node": plan.node, "nnodes": plan.layout.nnodes, "host": socket.gethostname()}
-        unknown = dict.fromkeys(("cause", "exit_status", "signal", "ended", "padded_vocab_size"))
+        unknown = dict.fromkeys(("cause", "exit_status", "signal", "ended", "attempt", "padded_vocab_size"))
         self.content: dict[str, Any] = {"format": FORMAT, **self.place, "pid": launcher}
         self.content |= {"started": timestamp(now()), "plan": recorded, "peak_memory": []}
         self.content |= {"status": ends.RUNNING, "reason": "", "remedy": "", **unknown}
@@ -264,6 +264,7 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
         "exit_status": exit_status,
         "signal": interrupted_by,
         "ended": timestamp(output.ended),
+        "attempt": peers.attempt,
         "padded_vocab_size": output.padded_vocab_size,
         "peak_memory": [asdict(output.memory[rank]) for rank in sorted(output.memory)],
         "evaluations": [asdict(found) for found in output.evaluations],

@@ -121,11 +121,11 @@ def test_run_directory_removed(project: Project, removed: str):
     assert "stub torchrun output" in (directory / "node0.log").read_text()
 
 
-ENDING = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGALRM, signal.SIGABRT]
-
-
-@pytest.mark.parametrize("to_all", [False, True], ids=["launcher", "all"])
-@pytest.mark.parametrize("number", ENDING, ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    ("number", "to_all"),
+    [(signal.SIGUSR1, True), (signal.SIGUSR2, True), (signal.SIGUSR2, False), (signal.SIGQUIT, True),
+     (signal.SIGALRM, False), (signal.SIGABRT, False)],
+)  # fmt: skip
 def test_signals_of_slurm_and_of_people(project: Project, number: signal.Signals, to_all: bool):
     """SLURM's --signal goes to all processes of a job, or to the launcher alone."""
     launcher = project.start_sleeping()
@@ -149,14 +149,12 @@ def test_torchrun_suspended_at_the_end(project: Project):
     assert load(project.root / "outputs" / "ddp").status == "complete"
 
 
-@pytest.mark.parametrize(
-    "shell", ["bash -i", "bash -m", "bash -im", "SHELLOPTS=monitor bash", "bash -c 'set -m; . \"$0\"'"]
-)
+@pytest.mark.parametrize("shell", ["bash -i", "bash -m", "env SHELLOPTS=monitor bash"])
 def test_job_control(project: Project, shell: str):
     """With it, each command of a shell leads a process group, and setsid forks."""
     script = shlex.quote(str(project.script("run_megatron_t5_ddp.sh")))
     options = {"env": project.environment, "cwd": project.root, "capture_output": True, "text": True, "timeout": 60}
-    result = subprocess.run(["bash", "-c", f"STUB_WAIT=4 {shell} {script}"], check=False, **options)
+    result = subprocess.run(["bash", "-c", f"STUB_WAIT=4 exec {shell} {script}"], check=False, **options)
     assert result.returncode == 0, result.stderr
     assert load(project.root / "outputs" / "ddp").status == "complete"
 
