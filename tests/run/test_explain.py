@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from harness import wait_for
@@ -26,7 +25,7 @@ from t5bench.record.profile import AXES, SENDING
 from t5bench.record.records import load
 from t5bench.run import profile_step, spent, timeline
 from t5bench.run.profile_step import Marks, OneIteration
-from t5bench.run.spent import MainThread, between, main_thread
+from t5bench.run.spent import MainThread, Spent, between, main_thread
 
 # ---- made traces, in milliseconds ------------------------------------------------------------------------------------
 
@@ -155,7 +154,7 @@ def test_what_the_main_thread_spends_by_part():
     assert told["alone_ms"] == {profile.DATA: pytest.approx(50, abs=15), profile.LOGGING: 0}
     assert told["asleep_ms"] == pytest.approx(70, abs=15) and told["working_ms"] < 50
     assert main_thread(now, [], known=60.0)["asleep_ms"] == pytest.approx(10, abs=10)
-    told = main_thread(now, [{"": np.array([0.0, 0.0, 20.0])}] * 3)
+    told = main_thread(now, [{"": Spent(asleep=20.0)}] * 3)
     assert told["alone_ms"][profile.DATA] == told["working_ms"] == 0 and told["asleep_ms"] == 20
 
 
@@ -180,7 +179,7 @@ def test_a_loader_that_waits_for_a_core_is_late_for_want_of_one(monkeypatch: pyt
     main = MainThread()
     with main.in_part(profile.DATA):
         time.sleep(0.1)
-    assert main.until_now()[profile.DATA][spent.ASLEEP] == pytest.approx(20, abs=15)
+    assert main.until_now()[profile.DATA].asleep == pytest.approx(20, abs=15)
 
 
 # ---- causes, from made profiles --------------------------------------------------------------------------------------
