@@ -55,28 +55,31 @@ class Stacks:
 
     def texts(self) -> dict[int, str]:
         """All threads' stacks by rank, if there are any."""
-        found = {}
+        texts = {}
         for path in self.paths():
             with contextlib.suppress(OSError):
                 if text := path.read_text(errors="replace"):
-                    found[int(path.suffix[1:])] = visible(text, "\n")
-        return dict(sorted(found.items()))
+                    texts[int(path.suffix[1:])] = visible(text, "\n")
+        return dict(sorted(texts.items()))
 
     def frames(self) -> dict[int, re.Match[str]]:
         """The innermost frame of each rank's main thread that waits for others, else its innermost one.
 
         Of the first stacks in a file: a worker that goes on leaves others when it is ended."""
-        found = {}
+        innermost = {}
         for rank, text in self.texts().items():
-            if main := next(filter(_OF_MAIN.search, _THREAD.findall(text)), ""):
-                frames = list(_FRAME.finditer(main))
-                found[rank] = next(filter(_waits, frames), frames[0])
-        return found
+            main_thread = next(filter(_OF_MAIN.search, _THREAD.findall(text)), "")
+            frames = list(_FRAME.finditer(main_thread))
+            if frames:
+                innermost[rank] = next(filter(_waits, frames), frames[0])
+        return innermost
 
     def stopped(self) -> dict[int, str]:
         """The ranks that are not waiting in a collective operation: where each is stuck, or that it is suspended."""
-        standing = {rank: f"stuck in {_where(frame)}" for rank, frame in self.frames().items() if not _waits(frame)}
-        return dict(sorted((standing | dict.fromkeys(self.suspended, "suspended (SIGSTOP)")).items()))
+        states = {rank: f"stuck in {_where(frame)}" for rank, frame in self.frames().items() if not _waits(frame)}
+        for rank in self.suspended:
+            states[rank] = "suspended (SIGSTOP)"
+        return dict(sorted(states.items()))
 
     def sentence(self) -> str:
         """Which ranks stopped, and where; if none did, where all of them wait."""
@@ -133,8 +136,7 @@ class Guard:
             if self.reports.has_new_sign():
                 self.peers.trains()
             self._resume_torchrun()
-            anew = began_anew(self.plan, self.peers.iteration - 1) if self.peers.iteration else None
-            self.cause = self._others_failed() or self._never_starts() or anew or self._stands_still()
+            self.cause = self._others_failed() or self._never_starts() or self._began_anew() or self._stands_still()
         processes.end(self.mark, TERM_SECONDS)
 
     def _resume_torchrun(self) -> None:
@@ -152,13 +154,14 @@ class Guard:
 
     def _others_failed(self) -> Cause | None:
         failed = [end for end in self.peers.ends.values() if end["status"] != ends.COMPLETE]
-        if not (found := failed or list(self.peers.gone.values())):
+        ends_of_others = failed or list(self.peers.gone.values())
+        if not ends_of_others:
             self.others_failed_at = None
             return None
         self.others_failed_at = self.others_failed_at or time.monotonic()
         if time.monotonic() - self.others_failed_at < GRACE_SECONDS:
             return None
-        first = first_failure(found)
+        first = first_failure(ends_of_others)
         where = f"node {first['node']} ({first['host']})"
         # The other node may have been waiting for a worker of this one.
         if failed and weight_of(first) == Strength.WAITED and (stopped := self._where_workers_are()):
@@ -166,6 +169,9 @@ class Guard:
         became = "was cancelled" if first["status"] == ends.CANCELLED else "failed"
         reason = f"stopped because {where} {became}: {first['reason']}"
         return Cause.now(first["status"], reason, first["remedy"], Strength.VICTIM)
+
+    def _began_anew(self) -> Cause | None:
+        return began_anew(self.plan, self.peers.iteration - 1) if self.peers.iteration else None
 
     def _never_starts(self) -> Cause | None:
         """torchrun waits forever if something other than torchrun listens on the master's port."""
@@ -224,17 +230,18 @@ def cause_of(
 
     A launcher that was killed before it could write its exit_status leaves None.
     """
-    said = output.finder.cause([report.cause for report in guard.reports.read()])
-    if said and said.status == ends.TIMEOUT and said.strength == Strength.WAITED and guard.stacks.stopped():
+    reported = output.finder.cause([report.cause for report in guard.reports.read()])
+    has_waited = reported and reported.status == ends.TIMEOUT and reported.strength == Strength.WAITED
+    if has_waited and guard.stacks.stopped():
         # torchrun ended the others because one had waited too long.
-        said = Cause.now(ends.TIMEOUT, guard.stacks.sentence(), "The node's log has every worker's stack")
-    strength = said.strength if said else Strength.VICTIM
+        reported = Cause.now(ends.TIMEOUT, guard.stacks.sentence(), "The node's log has every worker's stack")
+    strength = reported.strength if reported else Strength.VICTIM
     # TERM, or what --signal asks SLURM to send before.
     if interrupted_by not in (None, "INT") and "SLURM_JOB_ID" in os.environ and slurm_time_is_up():
         remedy = "Ask for more time (--time), or fewer TRAIN_ITERS"
         return Cause.now(ends.TIMEOUT, "SLURM's time limit ended the job", remedy)
     if interrupted_by:
-        return said if strength == Strength.CAUSE else None
+        return reported if strength == Strength.CAUSE else None
     if exit_status is None and not output.unwritten:
         remedy = "A user may have done this, or the kernel because memory ran out; its processes were stopped"
         return Cause.now(ends.CRASHED, "the launcher was killed before its run ended", remedy)
@@ -243,32 +250,55 @@ def cause_of(
     if guarded and guarded.status == ends.TIMEOUT and plan.engine_patches == "series" and not _incomplete(plan, output):
         # What hung was torchrun, or W&B's upload after the last iteration.
         return None
-    if guarded and not (said and strength >= Strength.EXCEPTION and said.time < guarded.time):
-        return guarded
+    if guarded:
+        failed_before = reported and strength >= Strength.EXCEPTION and reported.time < guarded.time
+        if not failed_before:
+            return guarded
     if output.diverged_at is not None and (exit_status == 0 or strength <= Strength.EXCEPTION):
         reason = f"the loss is not a number at iteration {output.diverged_at}"
         return Cause.now(ends.DIVERGED, reason, "Lower LR, or add LR_WARMUP_ITERS")
-    trained = [each.iteration for each in output.evaluations] + ([output.first.iteration - 1] if output.first else [])
-    if exit_status == 0 and trained and (anew := began_anew(plan, min(trained))):
+    if exit_status == 0:
+        return _cause_without_failure(plan, output)
+    return _cause_of_failure(plan, output, reported, exit_status, kernel_kills)
+
+
+def _cause_without_failure(plan: Plan, output: Output) -> Cause | None:
+    """Why a run whose processes all ended with exit status 0 is not complete, if it is not."""
+    trained = [evaluation.iteration for evaluation in output.evaluations]
+    if output.first:
+        trained.append(output.first.iteration - 1)
+    if trained and (anew := began_anew(plan, min(trained))):
         return anew
-    if exit_status == 0 and (reason := _incomplete(plan, output)):
+    if reason := _incomplete(plan, output):
         return Cause.now(ends.INCOMPLETE, reason, strength=Strength.EXCEPTION)
-    if exit_status == 0 and not output.unwritten:
-        return None
-    if kernel_kills and (strength == Strength.VICTIM or (said and said.status == ends.CRASHED)):
+    return _unwritten(output) if output.unwritten else None
+
+
+def _unwritten(output: Output) -> Cause:
+    return Cause.now(ends.CRASHED, f"the run directory cannot be written: {output.unwritten}", SPACE_REMEDY)
+
+
+def _cause_of_failure(
+    plan: Plan, output: Output, reported: Cause | None, exit_status: int | None, kernel_kills: int
+) -> Cause:
+    """Why a process of this node failed. reported: the best that workers and messages say."""
+    strength = reported.strength if reported else Strength.VICTIM
+    if kernel_kills and (strength == Strength.VICTIM or (reported and reported.status == ends.CRASHED)):
         return Cause.now(ends.OUT_OF_MEMORY, "the kernel killed a process because the host's memory was full")
     silent = output.finder.silent(plan.layout.ranks_of(plan.node)) if plan.layout else []
     if strength < Strength.EXCEPTION and (reason := _ended_early(plan, output, silent)):
         return Cause.now(ends.INCOMPLETE, reason, strength=Strength.EXCEPTION)
     if output.unwritten and strength < Strength.CAUSE:
-        return Cause.now(ends.CRASHED, f"the run directory cannot be written: {output.unwritten}", SPACE_REMEDY)
+        return _unwritten(output)
     if strength < Strength.EXCEPTION and (name := _name_of_signal(exit_status)):
         if name == "SIGKILL":
             remedy = "The kernel does this when memory runs out (see dmesg); SLURM or a user may have, too"
             return Cause.now(ends.CRASHED, "torchrun was killed (SIGKILL)", remedy)
         return Cause.now(ends.CRASHED, f"torchrun was ended by a signal ({name})", "Find who sent it: SLURM or a user")
+    if reported:
+        return reported
     reason = f"torchrun ended with exit status {exit_status} without naming a cause"
-    return said or Cause.now(ends.CRASHED, reason, "See its output in the node's log", Strength.VICTIM)
+    return Cause.now(ends.CRASHED, reason, "See its output in the node's log", Strength.VICTIM)
 
 
 def _name_of_signal(exit_status: int | None) -> str:
