@@ -106,7 +106,7 @@ def main() -> None:
         prepare_libraries(is_megatron=(Path(sys.path[0]) / "megatron" / "initialize.py").exists())
         report_iterations(reporter)
         if place := os.environ.get("T5_PROFILE"):
-            from t5bench.run.profile_step import OneIteration
+            from t5bench.profile.step import OneIteration
 
             iteration, _, output = place.partition(":")
             OneIteration(int(iteration), Path(output), sys.argv)

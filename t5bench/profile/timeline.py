@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from t5bench.record import profile
-from t5bench.record.profile import AXES, PARTS, SENDING
+from t5bench.profile import parts as profile
+from t5bench.profile.parts import AXES, PARTS, SENDING
 
 _CODE, _IDLE = {part: code for code, part in enumerate(PARTS)}, -1
 # What sending on the host's main thread covers, and what such a thread does where its GPU is idle.
@@ -24,10 +24,10 @@ _EVENTS = (profile.LOGGING, profile.SAVING, profile.EVALUATING)
 _UNDER_SENDING = tuple(_CODE[part] for part in PARTS if part not in _EVENTS)
 _WHILE_IDLE = (profile.STEP, profile.DATA, *_EVENTS, profile.WAITING, profile.BUBBLE)
 _BACKWARD_NODE = "autograd::engine::evaluate_function"
-# What a range of PyTorch's or of profile_step.py's belongs to, by how its name begins; the later ones lie within.
+# What a range of PyTorch's or of step.py's belongs to, by how its name begins; the later ones lie within.
 _NAMED = {_BACKWARD_NODE: profile.BACKWARD, "Optimizer.": profile.STEP, "enumerate(DataLoader": profile.DATA}
 _NAMED |= {part: part for part in (profile.DATA, *_EVENTS)}
-# Marks of profile_step.py: the iteration, and a collective operation "t5|axis|operation|bytes sent|ranks|number".
+# Marks of step.py: the iteration, and a collective operation "t5|axis|operation|bytes sent|ranks|number".
 ITERATION, COLLECTIVE = "t5 iteration", "t5|"
 PAIRWISE = ("send", "recv", "batch_isend_irecv")
 MOST_CELLS, MOST_EVENTS, MOST_STRETCHES = 4_000_000, 40_000, 400

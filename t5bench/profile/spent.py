@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from t5bench.record.profile import DATA, LOGGING, SAVING
+from t5bench.profile.parts import DATA, LOGGING, SAVING
 
 # The parts that may be slow by themselves, and how the iterations before the profiled one are averaged: some have no
 # log line, and a loader may be late once.
@@ -171,7 +171,7 @@ def between(before: Parts, after: Parts) -> Parts:
 
 
 def main_thread(now: Parts, before: Sequence[Parts], known: float = 0.0) -> dict[str, Any]:
-    """What profile.json says of an iteration's main thread (t5bench/record/profile.py).
+    """What profile.json says of an iteration's main thread (t5bench/profile/parts.py).
 
     before: other iterations. What they do not show may be chance.
     known: ms for which it slept for reasons that are told elsewhere.

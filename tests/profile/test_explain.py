@@ -17,15 +17,15 @@ from harness import wait_for
 from made_runs import RTX_5000_ADA, START, change, make_run, seal, stamp
 from real_runs import environment, train
 
-from t5bench.compare.explain import Explanation, of_record
 from t5bench.plan.launchers import ask
-from t5bench.record import profile
+from t5bench.profile import parts as profile
+from t5bench.profile import spent, step, timeline
+from t5bench.profile.explain import Explanation, of_record
+from t5bench.profile.parts import AXES, SENDING
+from t5bench.profile.spent import MainThread, Spent, between, main_thread
+from t5bench.profile.step import Marks, OneIteration
 from t5bench.record.log import Evaluation
-from t5bench.record.profile import AXES, SENDING
 from t5bench.record.records import load
-from t5bench.run import profile_step, spent, timeline
-from t5bench.run.profile_step import Marks, OneIteration
-from t5bench.run.spent import MainThread, Spent, between, main_thread
 
 # ---- made traces, in milliseconds ------------------------------------------------------------------------------------
 
@@ -480,8 +480,8 @@ def test_a_resumed_run_profiles_the_iteration_of_that_number(tmp_path: Path, mon
     """One that the first attempt profiled, and one that has no iteration before it, is not profiled again."""
     begun, stretch = [], SimpleNamespace(begin=lambda: begun.append(len(counted.ends)))
     monkeypatch.setattr(Marks, "place", lambda *_: None)
-    monkeypatch.setattr(profile_step, "surround", lambda *_: None)
-    monkeypatch.setattr(profile_step, "ProfiledStretch", lambda _: stretch)
+    monkeypatch.setattr(step, "surround", lambda *_: None)
+    monkeypatch.setattr(step, "ProfiledStretch", lambda _: stretch)
     monkeypatch.setattr(OneIteration, "_end", lambda self: begun.append(len(self.ends)))
     if resumed:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(f"{resumed}")

@@ -2,7 +2,7 @@
 
 The profile lasts from the end of iteration N - 1's step to the end of N's, so it includes a log line, the data, the
 forward and backward passes and the update. The first rank writes for all ranks of all nodes: FILE, with the kinds of
-its own kernels and all ranks' parts (t5bench/run/timeline.py), and trace.json next to it.
+its own kernels and all ranks' parts (t5bench/profile/timeline.py), and trace.json next to it.
 """
 
 import functools
@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, record_function
 
-from t5bench.record import profile
+from t5bench.profile import parts as profile
+from t5bench.profile import timeline
+from t5bench.profile.spent import MainThread, Parts, between, main_thread, processor
 from t5bench.record.checkpoints import TRACKER
 from t5bench.record.files import write_json, write_whole
 from t5bench.record.plan import by_name
-from t5bench.run import timeline
-from t5bench.run.spent import MainThread, Parts, between, main_thread, processor
 
 # Functions of an engine, where PyTorch does not name them: module, class or "", function.
 STEP = {"native": ("native.trainers", "TorchTrainer", "step"), "megatron": ("megatron.training", "", "train_step")}
