@@ -22,7 +22,8 @@ if sys.version_info < OLDEST:
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXIT_CONFIGURATION = 2  # nothing expensive has started, and nothing was changed
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# USR1 and USR2: SLURM's --signal.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Problem(ValueError):

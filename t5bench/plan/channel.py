@@ -50,8 +50,9 @@ def run_secret(environment: Mapping[str, str]) -> bytes:
     with contextlib.suppress(OSError):
         if not path.exists():
             _make_secret(path)
-        found = path.stat()
-        if found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077:
+        owner_and_mode = path.stat()
+        is_private = not stat.S_IMODE(owner_and_mode.st_mode) & 0o077
+        if owner_and_mode.st_uid == os.geteuid() and is_private:
             return path.read_bytes().strip()
         note(f"warning: {path} is ignored because other users can read or write it: chmod 600 {path}")
     return b""

@@ -91,7 +91,9 @@ class RankTrace:
         ordered = sorted(self.events, key=lambda event: event.start)
         for event in (event for event in ordered if event.name.startswith(COLLECTIVE)):
             _, axis, operation, size, ranks, number = event.name.split("|")
-            steps = 1 if operation in PAIRWISE else ranks.count(",") * (1 + (operation == "all_reduce"))
+            steps = 1 if operation in PAIRWISE else ranks.count(",")  # round a ring of the others
+            if operation == "all_reduce":
+                steps *= 2
             self.marks.append(Collective((f"{axis} {ranks}", int(number)), axis, int(size), steps, event))
         if kernels := [event for event in ordered if event.kind == "kernel" and "nccl" in event.name]:
             marked = [(self.mark_around(self.launch(kernel).start), kernel) for kernel in kernels]
@@ -182,12 +184,14 @@ class RankTrace:
                     cells[self.span(event.start, event.end)] = _CODE[profile.RECOMPUTATION if again else part]
         return cells
 
-    def communicate(self, cells: np.ndarray, found: Collective, last: Last, under: Sequence[int]) -> None:
+    def communicate(self, cells: np.ndarray, collective: Collective, last: Last, under: Sequence[int]) -> None:
         """Paints a collective over the parts that it covers. On the host's main thread, waiting covers all of them."""
-        _, _, _, start, end, _ = found.event
-        arrival, latest = last.get(found.key, (start, self.rank))
-        arrival, waiting = min(max(arrival, start), end), profile.BUBBLE if found.axis == AXES[2] else profile.WAITING
-        for stretch, part in ((self.span(start, arrival), waiting), (self.span(arrival, end), SENDING[found.axis])):
+        start, end = collective.event.start, collective.event.end
+        arrival, latest = last.get(collective.key, (start, self.rank))
+        arrival = min(max(arrival, start), end)
+        is_pipeline = collective.axis == AXES[2]
+        waiting, sending = profile.BUBBLE if is_pipeline else profile.WAITING, SENDING[collective.axis]
+        for stretch, part in ((self.span(start, arrival), waiting), (self.span(arrival, end), sending)):
             free = np.isin(cells[stretch], under) | (part == waiting and under is _UNDER_SENDING)
             cells[stretch][free] = _CODE[part]
             self.unmarked += float(free.sum()) * self.cell / 1000 if under is not _UNDER_SENDING else 0.0
@@ -212,19 +216,19 @@ class RankTrace:
     def links(self, last: Last) -> dict[str, dict[str, float]]:
         """Bytes that this rank sends in large messages along each axis, the time in which one of them travels, and the
         steps of all messages."""
-        found: dict[str, dict[str, float]] = {}
+        links: dict[str, dict[str, float]] = {}
         reached = 0.0  # time in which two of them travel counts once
         operations = {each.key: each for each in self.collectives}.values()
         for each in sorted(operations, key=lambda each: last[each.key]):
             begin, end = last[each.key][0], self.left[each.key]
             if end > begin:
-                link = found.setdefault(each.axis, {"bytes": 0, "ms": 0.0, "steps": 0})
+                link = links.setdefault(each.axis, {"bytes": 0, "ms": 0.0, "steps": 0})
                 link["steps"] += each.steps
             if end > begin and each.sent >= LARGE_BYTES:
                 link["bytes"] += each.sent
                 link["ms"] = round(link["ms"] + max(0.0, end - max(begin, reached)) / 1000, 3)
                 reached = max(reached, end)
-        return found
+        return links
 
     def longest_events(self, ranks: int) -> list[dict[str, Any]]:
         """Events for Perfetto and chrome://tracing: only this rank's longest ones, to limit their number in all."""

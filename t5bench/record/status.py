@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from t5bench import Problem
+from t5bench import EXIT_CONFIGURATION, Problem
 from t5bench.record.text import visible
 
 COMPLETE, INCOMPLETE, DIVERGED, OUT_OF_MEMORY = "complete", "incomplete", "diverged", "out-of-memory"
@@ -26,7 +26,7 @@ RUNNING = "running"  # the run has not ended
 EXIT_CODES = {
     COMPLETE: 0,
     CRASHED: 1,
-    CONFIGURATION: 2,
+    CONFIGURATION: EXIT_CONFIGURATION,
     INCOMPLETE: 3,
     DIVERGED: 4,
     OUT_OF_MEMORY: 5,

@@ -192,9 +192,9 @@ class Peers(Channel):
     def silent(self) -> dict[int, float]:
         """Nodes that have neither ended nor disconnected but are silent (no power or network), and for how long."""
         over = self.ends.keys() | self.gone.keys()
-        found = {n: age for n, age in self.ages().items() if age >= channel.SILENT_SECONDS and n not in over}
+        silent = {n: age for n, age in self.ages().items() if age >= channel.SILENT_SECONDS and n not in over}
         # Messages from the others pass through node 0.
-        return {0: found[0]} if 0 in found else found
+        return {0: silent[0]} if 0 in silent else silent
 
     def of_silence(self) -> str:
         """Which nodes are silent, to end a sentence about a node that waited for others."""

@@ -156,10 +156,12 @@ class Part:
 def wandb_config(part: Mapping[str, Any]) -> dict[str, Any]:
     """A run's configuration in W&B, for either engine: what a node's part knows, from which secrets are gone."""
     plan = part["plan"]
-    found = {"strategy": plan["strategy"]["name"], "title": plan["strategy"]["title"]}
-    found |= {key: plan[key] for key in ("engine", "engine_patches", "device", "layout", "ds_config")}
-    found["settings"] = {name: value for values in plan["settings_by_role"].values() for name, value in values.items()}
-    return found | {key: part.get(key) for key in ("versions", "commits", "data")}
+    config = {"strategy": plan["strategy"]["name"], "title": plan["strategy"]["title"]}
+    config |= {key: plan[key] for key in ("engine", "engine_patches", "device", "layout", "ds_config")}
+    config["settings"] = {}
+    for values in plan["settings_by_role"].values():
+        config["settings"] |= values
+    return config | {key: part.get(key) for key in ("versions", "commits", "data")}
 
 
 def write_wandb_config(path: Path, values: Mapping[str, Any]) -> None:
@@ -228,14 +230,15 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     content = json.loads(args.plan.read_bytes())
     with contextlib.suppress(OSError):
         args.plan.unlink()  # it holds secrets in clear text
-    plan, hidden = Plan.read(content), machine.secrets(os.environ)
+    plan = Plan.read(content)
+    hidden = machine.secrets(os.environ)
     killed_before = machine.oom_kills()
     claim.keep(Path(plan.output_dir), f"node{plan.node}", args.launcher)
     part = Part(plan, machine.hide(content, hidden), args.launcher, hidden)
     peers = Peers(Place.of(plan, peer_port(plan.number("MASTER_PORT"))), hurry, warn)
     stacks = Stacks(part.file("stack"))
     part.look_around(peers.introduce)
-    reports = Reports(reports_prefix(stacks.prefix))
+    reports = Reports(reports_prefix(stacks.prefix), hidden)
     for path in reports.paths():
         path.unlink(missing_ok=True)  # of a run that was killed
     guard = Guard(plan, args.launcher, args.mark, peers, stacks, reports)
@@ -252,23 +255,30 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     kills = machine.oom_kills() - killed_before
     cause = guards.cause_of(plan, output, guard, exit_status, interrupted_by, kills)
     stopped = stacks.sentence() if stacks.stopped() else ""
-    exceptions = [asdict(report) for report in reports.read()]
+    exceptions = [
+        {"rank": report.rank, "type": report.type, "message": report.message, "time": report.time}
+        for report in reports.read()
+    ]
     for path in (*stacks.paths(), *reports.paths()):
         path.unlink(missing_ok=True)
-    finished = {"status": ends.COMPLETE, "reason": "", "remedy": "", "cause": None}
-    if interrupted_by:
-        finished |= {"status": ends.CANCELLED, "reason": f"{interrupted_by} received"}
+    if cause:
+        how_it_ended = fields_of(cause)
+    elif interrupted_by:
+        reason = f"{interrupted_by} received"
+        how_it_ended = {"status": ends.CANCELLED, "reason": reason, "remedy": "", "cause": None}
+    else:
+        how_it_ended = {"status": ends.COMPLETE, "reason": "", "remedy": "", "cause": None}
     end = {
         **part.place,
-        **(fields_of(cause) if cause else finished),
+        **how_it_ended,
         "exit_status": exit_status,
         "signal": interrupted_by,
         "ended": timestamp(output.ended),
         "attempt": peers.attempt,
         "padded_vocab_size": output.padded_vocab_size,
         "peak_memory": [asdict(output.memory[rank]) for rank in sorted(output.memory)],
-        "evaluations": [asdict(found) for found in output.evaluations],
-        "exceptions": [{key: told[key] for key in ("rank", "type", "message", "time")} for told in exceptions],
+        "evaluations": [asdict(evaluation) for evaluation in output.evaluations],
+        "exceptions": exceptions,
         "oom_kills": kills,
     }
     tell_and_hear(peers, end, stopped)

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -82,8 +83,9 @@ class Reporter:
 class Reports:
     """The recorder's side: the reports of this node's workers."""
 
-    def __init__(self, prefix: Path) -> None:
-        self.prefix = prefix
+    def __init__(self, prefix: Path, hidden: Sequence[str] = ()) -> None:
+        """hidden: secrets, which an exception's message may quote."""
+        self.prefix, self.hidden = prefix, hidden
         self._latest_sign = self._sign()
 
     def paths(self) -> list[Path]:
@@ -104,12 +106,14 @@ class Reports:
 
     def read(self) -> list[WorkerReport]:
         """The exceptions that ended workers, the earliest first."""
-        import msgspec  # the recorder has it; a worker need not load it
+        import msgspec  # the recorder has these; a worker need not load them
+
+        from t5bench.record.machine import hide
 
         reports = []
         for path in self.paths():
             with contextlib.suppress(OSError, ValueError):  # it is blank, or the worker was killed while it wrote
-                content = visible_in(json.loads(path.read_text()))
+                content = visible_in(hide(json.loads(path.read_text()), self.hidden))
                 report = msgspec.convert(content, WorkerReport)
                 moment = clock_time(report.time)
                 reports.append(replace(report, time=moment, cause=replace(report.cause, time=moment)))

@@ -33,15 +33,15 @@ def network_counters() -> dict[str, dict[str, int]]:
 
     Members of a bond are left out: the bond counts the same bytes.
     """
-    found = {}
+    counters = {}
     for name, count in psutil.net_io_counters(pernic=True, nowrap=False).items():
         if not (_DEVICES / "net" / name / "master").exists():
-            found[name] = {"sent": count.bytes_sent, "received": count.bytes_recv}
+            counters[name] = {"sent": count.bytes_sent, "received": count.bytes_recv}
     for port in (_DEVICES / "infiniband").glob("*/ports/*"):
         with contextlib.suppress(OSError, ValueError):
             words = {to: int((port / f"counters/port_{name}_data").read_text()) for to, name in _INFINIBAND.items()}
-            found[f"ib:{port.parent.parent.name}/{port.name}"] = {to: 4 * count for to, count in words.items()}
-    return found
+            counters[f"ib:{port.parent.parent.name}/{port.name}"] = {to: 4 * count for to, count in words.items()}
+    return counters
 
 
 def link_speeds() -> dict[str, dict[str, int | None]]:

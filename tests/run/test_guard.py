@@ -20,7 +20,7 @@ from t5bench.run import guard as guards
 from t5bench.run.guard import Guard, Stacks
 from t5bench.run.peers import Peers
 from t5bench.run.processes import workers
-from t5bench.run.reports import Reports, reports_prefix
+from t5bench.run.reports import Reporter, Reports, reports_prefix
 
 # A worker that hangs in a function, in a separate process, and says so.
 WORKER = """
@@ -225,6 +225,14 @@ def test_a_worker_reports_its_exception(tmp_path: Path, program: str, removed: b
     ), result.stderr
     assert all(began <= report.time == report.cause.time <= now() for report in reports)
     assert (result.returncode != 0) == bool(expected)
+
+
+def test_a_secret_in_an_exception_is_hidden(tmp_path: Path):
+    reporter = Reporter(tmp_path / "node0.worker", 0)
+    reporter.failed(RuntimeError("login with 0123456789abcdef failed\x1b[2J"))
+    (report,) = Reports(tmp_path / "node0.worker", ["0123456789abcdef"]).read()
+    assert report.message == r"login with *** failed\x1b[2J"
+    assert report.cause.reason == r"RuntimeError: login with *** failed\x1b[2J" == report.cause.line
 
 
 def test_a_run_without_workers_is_ended_after_the_rendezvous(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
