@@ -153,7 +153,13 @@ def test_torchrun_suspended_at_the_end(project: Project):
 def test_job_control(project: Project, shell: str):
     """With it, each command of a shell leads a process group, and setsid forks."""
     script = shlex.quote(str(project.script("run_megatron_t5_ddp.sh")))
-    options = {"env": project.environment, "cwd": project.root, "capture_output": True, "text": True, "timeout": 60}
+    options = {
+        "env": project.environment | {"MASTER_PORT": str(free_port())},
+        "cwd": project.root,
+        "capture_output": True,
+        "text": True,
+        "timeout": 60,
+    }
     result = subprocess.run(["bash", "-c", f"STUB_WAIT=4 exec {shell} {script}"], check=False, **options)
     assert result.returncode == 0, result.stderr
     assert load(project.root / "outputs" / "ddp").status == "complete"
