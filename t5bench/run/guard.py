@@ -20,7 +20,7 @@ import psutil
 from t5bench import note
 from t5bench.record import status as ends
 from t5bench.record.plan import Plan
-from t5bench.record.status import SPACE_REMEDY, Cause, Status, Strength, first_failure, weight_of
+from t5bench.record.status import PROCESSES_REMEDY, SPACE_REMEDY, Cause, Status, Strength, first_failure, weight_of
 from t5bench.record.text import visible
 from t5bench.run import processes
 from t5bench.run.output import Output
@@ -224,11 +224,18 @@ def read_end(path: Path) -> tuple[int | None, str | None]:
 
 
 def cause_of(
-    plan: Plan, output: Output, guard: Guard, exit_status: int | None, interrupted_by: str | None, kernel_kills: int
+    plan: Plan,
+    output: Output,
+    guard: Guard,
+    exit_status: int | None,
+    interrupted_by: str | None,
+    kernel_kills: int,
+    refused_starts: int = 0,
 ) -> Cause | None:
     """Why this node's processes ended; None if they finished or the run was cancelled.
 
-    A launcher that was killed before it could write its exit_status leaves None.
+    exit_status: None from a launcher that was killed before it could write it. kernel_kills, refused_starts: how often
+    the kernel killed a process here because memory was full, and refused to start one, during the run.
     """
     reported = output.finder.cause([report.cause for report in guard.reports.read()])
     has_waited = reported and reported.status == ends.TIMEOUT and reported.strength == Strength.WAITED
@@ -259,6 +266,9 @@ def cause_of(
         return Cause.now(ends.DIVERGED, reason, "Lower LR, or add LR_WARMUP_ITERS")
     if exit_status == 0:
         return _cause_without_failure(plan, output)
+    if refused_starts and strength < Strength.CAUSE:
+        reason = "the limit on processes or threads is reached here: the kernel refused to start one (pids.max)"
+        return Cause.now(ends.CRASHED, reason, PROCESSES_REMEDY)
     return _cause_of_failure(plan, output, reported, exit_status, kernel_kills)
 
 

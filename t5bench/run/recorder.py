@@ -233,6 +233,7 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     plan = Plan.read(content)
     hidden = machine.secrets(os.environ)
     killed_before = machine.oom_kills()
+    refused_before = processes.refused_starts()
     claim.keep(Path(plan.output_dir), f"node{plan.node}", args.launcher)
     part = Part(plan, machine.hide(content, hidden), args.launcher, hidden)
     peers = Peers(Place.of(plan, peer_port(plan.number("MASTER_PORT"))), hurry, warn)
@@ -253,7 +254,8 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     with contextlib.suppress(OSError):
         args.end_file.unlink()
     kills = machine.oom_kills() - killed_before
-    cause = guards.cause_of(plan, output, guard, exit_status, interrupted_by, kills)
+    refused_starts = processes.refused_starts() - refused_before
+    cause = guards.cause_of(plan, output, guard, exit_status, interrupted_by, kills, refused_starts)
     stopped = stacks.sentence() if stacks.stopped() else ""
     exceptions = [
         {"rank": report.rank, "type": report.type, "message": report.message, "time": report.time}

@@ -27,6 +27,7 @@ from t5bench.record.status import Cause, Status, Strength, cause_of_exception
 from t5bench.run import sampler
 from t5bench.run.guard import cause_of, exit_code, read_end
 from t5bench.run.output import OPEN_SECONDS, Output, pass_on
+from t5bench.run.processes import refused_starts
 
 
 def part_of(directory: Path, node: int = 0) -> dict:
@@ -116,6 +117,19 @@ def test_how_it_ended(
     assert (found.name, cause and cause.strength) == (status, strength)
     assert reason in found.reason
     assert exit_code(found, {"signal": by, "heard": []}) == code
+
+
+def test_the_kernel_refused_to_start_a_process(tmp_path: Path):
+    """A library that needs a thread may abort without a word; the kernel counts. What a worker knows is better."""
+    groups = tmp_path / "cgroup"
+    groups.write_text("5:pids:/job/step\n3:cpu,cpuacct:/job\n0::/other\n")
+    for folder, count in (("pids/job/step", 2), ("pids/job", 1), ("other", 4), ("cpu/job", 8)):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "pids.events").write_text(f"max {count}\n")
+    assert refused_starts(groups, tmp_path) == 7
+    for raised, reason in (((), "the limit on processes or threads"), ([(0, MemoryError())], "the host's memory")):
+        cause = cause_of(made_plan(), said(tmp_path), no_guard(*raised), 1, None, 0, 1)
+        assert cause and reason in cause.reason
 
 
 EVALUATED = MEMORY.format(0) + " validation loss at iteration {} | lm loss value: 8.0E+00 | lm loss PPL: 2.981E+03 |\n"
