@@ -7,7 +7,8 @@ if ((BASH_VERSINFO[0] < 4 || (BASH_VERSINFO[0] == 4 && BASH_VERSINFO[1] < 4))); 
   exit 2
 fi
 
-# Functions and options that the environment exports are for other scripts.
+# Functions and options that the environment exports are for other scripts. With monitor, which bash -i sets too, each
+# command would lead a process group, and setsid in run_to_end would fork.
 mapfile -t exported < <(declare -Fx)
 unset -f "${exported[@]#declare -fx }"
 unset exported
@@ -39,8 +40,8 @@ done
 
 # ---- messages ------------------------------------------------------------------------------------------------------
 
-# A terminal that is gone or a log on a full disk ends no run.
-note() { printf '%s\n' "$*" >&2 || true; }
+# A terminal that is gone or a log on a full disk ends no run. Control characters of arguments steer no terminal.
+note() { printf '%s\n' "${*//[$'\001'-$'\010'$'\013'-$'\037'$'\177']/?}" >&2 || true; }
 
 # die WHAT-IS-WRONG [WHAT-TO-DO]: exit status 2 says that nothing expensive has started and nothing was changed.
 die() {
@@ -178,23 +179,26 @@ recorder_lives() {
   fi
 }
 
+# Signals that end a run in order; t5bench/record/status.py has the same (SIGNALS).
+readonly ENDING_SIGNALS=(HUP INT QUIT ABRT USR1 USR2 ALRM TERM XCPU VTALRM PROF IO PWR)
+
 # run_to_end RECORDER END_FILE COMMAND...: runs the command with its output going to `RECORDER mark`. When the command ends,
-# or this shell gets INT, TERM or HUP, it ends everything that the command started, tells RECORDER in END_FILE how it ended
-# (exit status, signal), and returns RECORDER's status. It removes what the command leaves in TMPDIR.
+# or this shell gets one of ENDING_SIGNALS, it ends everything that the command started, tells RECORDER in END_FILE how it
+# ended (exit status, signal), and returns RECORDER's status. It removes what the command leaves in TMPDIR.
 run_to_end() {
   local recorder=$1 end_file=$2 mark=$$-$RANDOM$RANDOM child recorder_pid stopped=0 patience=50 status=0 NEVER signal
   local scratch=${TMPDIR:-/tmp}/t5-$mark
   interrupted_by=''
   # Only the first one counts: others, from a key that is held down, would cut short the waiting for the processes.
-  for signal in INT TERM HUP; do
+  for signal in "${ENDING_SIGNALS[@]}"; do
     # shellcheck disable=SC2064 # this signal's name
-    trap "interrupted_by=$signal; trap '' INT TERM HUP" "$signal"
+    trap "interrupted_by=$signal; trap '' ${ENDING_SIGNALS[*]}" "$signal"
   done
   exec {NEVER}<> <(:)
   # multiprocessing creates sockets there, whose names may have at most 107 characters.
   { ((${#scratch} < 75)) && mkdir -m 700 -- "$scratch" 2>/dev/null; } || scratch=''
   # A Ctrl-Z suspends this shell, but not the reader of the run's output.
-  exec {output_fd}> >(trap '' INT TERM HUP TSTP && "$recorder" "$mark")
+  exec {output_fd}> >(trap '' "${ENDING_SIGNALS[@]}" TSTP && "$recorder" "$mark")
   recorder_pid=$!
   # setsid: a Ctrl-C on the terminal reaches only this shell, which then stops the others in order.
   setsid env T5_RUN_MARK="$mark" ${scratch:+TMPDIR="$scratch"} "${@:3}" >&"$output_fd" 2>&1 &
