@@ -30,8 +30,8 @@ FAMILY_PREFIX=${FAMILY_PREFIX#t5-}
 # Python's own switches, such as PYTHONINSPECT, would change the programs here too. The plan names them.
 for name in "${!PYTHON@}"; do
   case ${name#PYTHON} in
-  '' | PATH | HOME | UNBUFFERED | HASHSEED | DONTWRITEBYTECODE | PYCACHEPREFIX | NOUSERSITE | USERBASE | UTF8 | IOENCODING | FAULTHANDLER | SAFEPATH | MALLOC | COERCECLOCALE) ;;
-  *) T5_REMOVED_ENVIRONMENT+=" $name" && unset "$name" ;;
+    '' | PATH | HOME | UNBUFFERED | HASHSEED | DONTWRITEBYTECODE | PYCACHEPREFIX | NOUSERSITE | USERBASE | UTF8 | IOENCODING | FAULTHANDLER | SAFEPATH | MALLOC | COERCECLOCALE) ;;
+    *) T5_REMOVED_ENVIRONMENT+=" $name" && unset "$name" ;;
   esac
 done
 [[ -z ${T5_REMOVED_ENVIRONMENT:-} ]] || export T5_REMOVED_ENVIRONMENT
@@ -83,13 +83,13 @@ begin() {
   local argument script=${0##*/}
   for argument in "${@:2}"; do
     case $argument in
-    '') ;;
-    -h | --help)
-      print_help script-help "${script%.sh}" || true # head may have closed the pipe
-      exit
-      ;;
-    -*) [[ " $1 " == *" $argument "* ]] || die "unknown option '$argument'" "Run bash scripts/$script --help to see the options" ;;
-    *) [[ " $1 " == *" NAME "* ]] || die "unknown argument '$argument'" "Give settings as environment variables; --help lists them" ;;
+      '') ;;
+      -h | --help)
+        print_help script-help "${script%.sh}" || true # head may have closed the pipe
+        exit
+        ;;
+      -*) [[ " $1 " == *" $argument "* ]] || die "unknown option '$argument'" "Run bash scripts/$script --help to see the options" ;;
+      *) [[ " $1 " == *" NAME "* ]] || die "unknown argument '$argument'" "Give settings as environment variables; --help lists them" ;;
     esac
   done
   ask script "${script%.sh}"
@@ -101,18 +101,18 @@ parse_arguments() {
   POSITIONAL=() EXTRA_ARGUMENTS=() DRY_RUN=''
   while (($#)); do
     case $1 in
-    --dry-run) DRY_RUN=dry-run ;;
-    --dry-run=json) DRY_RUN=json ;;
-    -h | --help)
-      print_usage || true # head may have closed the pipe
-      exit
-      ;;
-    --)
-      EXTRA_ARGUMENTS=("${@:2}")
-      break
-      ;;
-    -*) die "unknown option '$1'" "Engine arguments go after --; see --help" ;;
-    *) POSITIONAL+=("$1") ;;
+      --dry-run) DRY_RUN=dry-run ;;
+      --dry-run=json) DRY_RUN=json ;;
+      -h | --help)
+        print_usage || true # head may have closed the pipe
+        exit
+        ;;
+      --)
+        EXTRA_ARGUMENTS=("${@:2}")
+        break
+        ;;
+      -*) die "unknown option '$1'" "Engine arguments go after --; see --help" ;;
+      *) POSITIONAL+=("$1") ;;
     esac
     shift
   done

@@ -19,7 +19,6 @@
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-
 # The settings of every run here; all processes are on this machine.
 # The vocabulary is google-t5/t5-large's, padded, because the bundled sample has a smaller one.
 export DEVICE=cuda MODEL_PRESET=large VOCABULARY_MULTIPLE=32128 NNODES=1 HOSTS='' TOKENIZER_MODEL='' WANDB_MODE=disabled LOG_INTERVAL=1

@@ -16,7 +16,6 @@
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-
 command -v "$PYTHON" >/dev/null || [[ $PYTHON != python3 ]] || PYTHON=python
 begin "" "$@"
 if ((SAMPLE)); then

@@ -11,7 +11,6 @@
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-
 begin "" "$@"
 python_module t5bench.sweep.venv "$REPO_ROOT/requirements.txt"
 export PATH=$REPO_ROOT/.venv/bin:$PATH PYTHON=$REPO_ROOT/.venv/bin/python

@@ -13,7 +13,6 @@
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-
 begin --dry-run "$@"
 export PYTHON
 # Not -m, for which Python looks in the current directory first: that may be another checkout.

@@ -17,7 +17,6 @@ readonly MEGATRON_COMMIT=4efb479d5317ce9b86096b9d8e3e8030b0b5263b
 readonly PATCHES=$REPO_ROOT/patches
 mapfile -t SERIES <"$PATCHES/series"
 
-
 SCRATCH=''
 trap '[[ -z $SCRATCH ]] || rm -rf -- "$SCRATCH"' EXIT
 

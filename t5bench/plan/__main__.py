@@ -149,14 +149,11 @@ def launch(planned: Plan, launcher: int) -> int:
     if not tell(planned, is_dry_run=False):
         return EXIT_CONFIGURATION
     note(headline(planned))
-    variables = {
-        "OUTPUT_DIR": planned.output_dir,
-        "DEVICE": planned.device,
-        "NODE_RANK": planned.node,
-        "MASTER_PORT": planned.value("MASTER_PORT"),
-    }
-    lines = [f"{name}={shlex.quote(str(value))}\n" for name, value in variables.items()]
-    answer("".join(lines) + arrays(planned))
+    place_lines = (
+        f"OUTPUT_DIR={shlex.quote(planned.output_dir)}\n"
+        f"DEVICE={planned.device} NODE_RANK={planned.node} MASTER_PORT={planned.value('MASTER_PORT')}\n"
+    )
+    answer(place_lines + arrays(planned))
     return 0
 
 
