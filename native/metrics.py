@@ -59,7 +59,10 @@ class Metrics:
         architecture = Architecture.of_arguments(vars(args), args.padded_vocab_size)
         self.flops = flops_per_iteration(architecture, args.global_batch_size)
         args.parameters, self.speaks = parameters(architecture), args.rank == args.world_size - 1
-        self.samples, self.tokens = args.global_batch_size, args.encoder_seq_length + args.decoder_seq_length
+        self.samples = args.global_batch_size
+        is_gpt = args.family == "gpt"
+        self.length = args.seq_length if is_gpt else args.encoder_seq_length
+        self.tokens = args.seq_length if is_gpt else args.encoder_seq_length + args.decoder_seq_length  # of a sample
         self.seen: list[tuple[Tensor, Tensor, float]] = []
         self.tensorboard = self.wandb = None
         if self.speaks and args.tensorboard_dir:
@@ -109,7 +112,7 @@ class Metrics:
             f" consumed tokens: {iteration * self.samples * self.tokens:12d} |"
             f" elapsed time per iteration (ms): {elapsed_ms:.1f} | learning rate: {rates[-1]:.3E} |"
             f" global batch size: {self.samples:5d} | lm loss: {sum(losses) / len(losses):.6E} | loss scale: 1.0 |"
-            f" grad norm: {norms[-1]:.6E} | actual seqlen: {args.encoder_seq_length:5d} |"
+            f" grad norm: {norms[-1]:.6E} | actual seqlen: {self.length:5d} |"
             f" number of skipped iterations: {0:3d} |"
             f" number of nan iterations: {sum(not math.isfinite(loss) for loss in losses):3d} |"
             f" samples per second: {samples:.3f} |"

@@ -17,9 +17,9 @@ import torch
 
 from native.arguments import start
 from native.data import Batch, TokenFile, Vocabulary, open_data
+from native.data_parallel import TorchTrainer
 from native.parallel import Layout
 from native.train import learning_rate, pad_vocabulary
-from native.trainers import TorchTrainer
 
 PERCENT = 0.01
 # Groups of parameters, by patterns of their names.

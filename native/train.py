@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from native.data import Batch, TokenFile, Vocabulary, open_data
+from native.data_parallel import TorchTrainer
 from native.metrics import Metrics, say
 from native.parallel import Layout
-from native.trainers import PipelineTrainer, TorchTrainer, ZeroTrainer
+from native.trainers import make_trainer
 from t5bench import Problem
 from t5bench.imports import import_deepspeed, leave_out_compiler
 
@@ -46,7 +47,8 @@ def share_vocabulary(args: Namespace, file: TokenFile) -> Vocabulary:
     answer: list[Vocabulary | Problem | None] = [None]
     if args.rank == 0:
         try:
-            answer = [vocabulary := Vocabulary.load(args.tokenizer_model)]
+            vocabulary = Vocabulary.load_gpt(args) if args.family == "gpt" else Vocabulary.load(args.tokenizer_model)
+            answer = [vocabulary]
             if (largest := int(file.tokens.max())) >= (size := vocabulary.size):
                 raise Problem(f"{args.data_path}.bin has token {largest}, {args.tokenizer_model} has {size} tokens")
         except Problem as problem:
@@ -129,7 +131,7 @@ def run(args: Namespace) -> None:
     vocabulary = share_vocabulary(args, file)
     pad_vocabulary(args, vocabulary)
     layout = Layout.build(args.pp, args.dp, args.tp, args.device, args.seed)
-    trainer = (ZeroTrainer if args.deepspeed else PipelineTrainer if args.pp > 1 else TorchTrainer)(args, layout)
+    trainer = make_trainer(args, layout)
     training, validation = open_data(args, layout.dp.rank, file, vocabulary, done)
     if done:
         load(trainer, args, layout, done)

@@ -10,6 +10,7 @@
 #   STRATEGY_DS_CONFIG  the file in ds_configs/, for a ZeRO strategy
 #   STRATEGY_FLAGS      array of further engine arguments
 #   STRATEGY_FAMILIES   the model families that it supports (all when not declared)
+#   STRATEGY_ENGINES    the engines that have it (both when not declared); the first is the launcher's default
 #
 # families/<name>.sh holds what is specific to a model family:
 #   MODEL_PRESETS       sizes by the name of the preset, in the order in which declare_model takes them
@@ -18,7 +19,8 @@
 
 source "${BASH_SOURCE[0]%/*}/common.sh"
 
-STRATEGY_COLOUR='' STRATEGY_TP=1 STRATEGY_PP=1 STRATEGY_DS_CONFIG='' STRATEGY_FLAGS=() STRATEGY_FAMILIES=${FAMILIES[*]} HOST_LIST=()
+STRATEGY_COLOUR='' STRATEGY_TP=1 STRATEGY_PP=1 STRATEGY_DS_CONFIG='' STRATEGY_FLAGS=() STRATEGY_FAMILIES=${FAMILIES[*]} STRATEGY_ENGINES="megatron native"
+HOST_LIST=()
 
 # ---- settings: every one of them can be overridden from the environment --------------------------------------------
 
@@ -36,7 +38,7 @@ declare_settings() {
   setting MASTER_PORT whole:1:65535 layout - "$STRATEGY_PORT" "torchrun rendezvous port"
   setting DEVICE 'one-of:auto|cuda|cpu' layout - auto "auto, cuda or cpu; auto uses GPUs if there are any"
   setting SHARE_GPUS 'one-of:0|1' load - 0 "1 lets several processes share a GPU over gloo: valid results, meaningless timings (not with ZeRO)"
-  setting ENGINE 'one-of:megatron|native' layout - megatron "megatron (patched Megatron-DeepSpeed) or native (the engine in native/)"
+  setting ENGINE 'one-of:megatron|native' layout - "${STRATEGY_ENGINES%% *}" "megatron (patched Megatron-DeepSpeed) or native (the engine in native/)"
   engine_dir_setting
   setting MEGATRON_DATA_DIR path place - "$FAMILY_DATA" "Directory containing indexed dataset files"
   setting TOKENIZER_MODEL text? place - "" "Hugging Face name or directory (unset: the tokenizer next to the data, or $DEFAULT_TOKENIZER)"
@@ -52,6 +54,8 @@ declare_settings() {
   setting FLASH_ATTENTION 'one-of:auto|on|off' method - auto "auto, on or off: for the decoder's self-attention, on CUDA in bf16 or fp16"
   setting GRADIENT_REDUCTION 'one-of:default|fp32' method - default "default, or fp32: ZeRO also reduces gradients in fp32, as DDP does, instead of the training precision"
   setting RECOMPUTE 'one-of:none|selective|full' method - none "none, selective (attention) or full (layers): recompute activations in the backward pass"
+  setting FSDP_KEEP_PARAMETERS 'one-of:0|1' method - 0 "FSDP2: 1 gathers parameters once an iteration and keeps them until its end (as ZeRO-2), instead of layer by layer"
+  setting FSDP_SHARD_SIZE whole:0 method - 0 "FSDP2: processes that share one copy of the states, the others have further copies (HSDP); 0: all data-parallel processes"
   setting TENSOR_PARALLEL_SIZE whole:1 layout --tensor-model-parallel-size "$STRATEGY_TP" "Tensor-parallel size, for strategies with tensor parallelism"
   setting PIPELINE_PARALLEL_SIZE whole:1 layout --pipeline-model-parallel-size "$STRATEGY_PP" "Pipeline-parallel size, for strategies with pipeline parallelism"
 
@@ -175,6 +179,10 @@ build_own_arguments() {
     ((PLAN[cpu_optimizer] == 0)) || OWN_ARGUMENTS+=(--cpu-optimizer)
   fi
   OWN_ARGUMENTS+=("${STRATEGY_FLAGS[@]}")
+  if [[ " ${STRATEGY_FLAGS[*]} " == *" --fsdp2 "* ]]; then
+    ((FSDP_KEEP_PARAMETERS == 0)) || OWN_ARGUMENTS+=(--fsdp2-keep-parameters)
+    ((FSDP_SHARD_SIZE == 0)) || OWN_ARGUMENTS+=(--fsdp2-shard-size "$FSDP_SHARD_SIZE")
+  fi
 }
 
 build_environment() {
@@ -271,7 +279,7 @@ HELP
 
 run_strategy() {
   DECLARATION=("$STRATEGY" "$STRATEGY_TITLE" "$STRATEGY_PORT" "$STRATEGY_TP" "$STRATEGY_PP" "$STRATEGY_DS_CONFIG"
-    "$STRATEGY_COLOUR" "$STRATEGY_FAMILIES" "${STRATEGY_FLAGS[@]}")
+    "$STRATEGY_COLOUR" "$STRATEGY_FAMILIES" "$STRATEGY_ENGINES" "${STRATEGY_FLAGS[@]}")
   if [[ ${1:-} == --declaration ]]; then
     printf '%s\0' "${DECLARATION[@]}"
     return 0

@@ -306,14 +306,18 @@ def padded(vocabulary: int, multiple: int, tensor: int = 1) -> int:
     return -(-vocabulary // step) * step
 
 
-def beyond_native(tensor: int, pipeline: int, has_zero: bool, micro_batches: int, is_fp16: bool = False) -> str:
-    """Why the native engine cannot train a T5 in this layout and precision; "" if it can."""
+def beyond_native(
+    tensor: int, pipeline: int, has_zero: bool, micro_batches: int, is_fp16: bool = False, has_fsdp2: bool = False
+) -> str:
+    """Why the native engine cannot train in this layout and precision; "" if it can."""
     if is_fp16:
         return "the native engine does not train in fp16, because it has no loss scaling"
     if pipeline > 2:
         return f"the native engine has at most two pipeline stages, but {pipeline} were asked for"
     if has_zero and tensor * pipeline > 1:
         return "the native engine's ZeRO shards only over data-parallel ranks, without TP and PP"
+    if has_fsdp2 and pipeline > 1:
+        return "the native engine has no FSDP2 with pipeline stages"
     if micro_batches < pipeline:
         return f"the native engine's pipeline needs at least {pipeline} micro-batches, found {micro_batches}"
     return ""

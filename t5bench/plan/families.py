@@ -51,8 +51,9 @@ def check_family(request: Request) -> None:
         found = f"{strategy.name} supports only {served}, but MODEL_FAMILY is {name}"
         remedy = f"Set MODEL_FAMILY={strategy.families[0]}, or use run_megatron_t5_hybrid.sh"
         request.findings.refuse("strategy-family", found, remedy)
-    unusual = {"MODEL_FAMILY": name != "t5", "RECOMPUTE": request.value("RECOMPUTE") != "none"}
-    unusual |= {"RAMPUP_BATCH_SIZE": request.value("RAMPUP_BATCH_SIZE"), "EVAL_ONLY": request.value("EVAL_ONLY") == "1"}
-    for setting in (name for name, given in unusual.items() if given and request.value("ENGINE") == "native"):
-        found = f"the native engine does not support {setting}='{request.value(setting)}'"
+    if (engine := request.value("ENGINE")) not in strategy.engines:
+        found = f"{strategy.name} needs ENGINE={strategy.engines[0]}, but ENGINE is {engine}"
+        request.findings.refuse("strategy-engine", found, f"Unset ENGINE, or set ENGINE={strategy.engines[0]}")
+    if request.value("RAMPUP_BATCH_SIZE") and request.value("ENGINE") == "native":
+        found = f"the native engine does not support RAMPUP_BATCH_SIZE='{request.value('RAMPUP_BATCH_SIZE')}'"
         request.findings.refuse("native-engine", found, "Use ENGINE=megatron")

@@ -31,19 +31,21 @@ def launcher(strategy: str) -> Path:
 def declarations(family: str = "") -> list[Strategy]:
     """The strategies for a model family, in the order of their ports; every launcher in scripts/ is one.
 
-    family: by default the environment's MODEL_FAMILY.
+    family: by default the environment's MODEL_FAMILY. Those that the environment's ENGINE lacks are left out.
     """
     family = family or os.environ.get("MODEL_FAMILY") or "t5"
+    engine = os.environ.get("ENGINE") or "megatron"
     paths = set(launcher("").parent.glob(launcher("*").name)) - {launcher(EVERYTHING)}
     processes = [subprocess.Popen(["bash", path, "--declaration"], stdout=subprocess.PIPE, text=True) for path in paths]
     strategies = [declaration(process.communicate()[0].split("\0")[:-1]) for process in processes]
-    return sorted((each for each in strategies if family in each.families), key=lambda strategy: strategy.port)
+    fitting = (each for each in strategies if family in each.families and engine in each.engines)
+    return sorted(fitting, key=lambda strategy: strategy.port)
 
 
 def declaration(words: Sequence[str]) -> Strategy:
     """A strategy from what its launcher prints for ``--declaration``."""
-    name, title, port, tp, pp, ds_config, colour, families, *flags = words
-    return Strategy(name, title, int(port), int(tp), int(pp), ds_config, colour, flags, families.split())
+    name, title, port, tp, pp, ds_config, colour, families, engines, *flags = words
+    return Strategy(name, title, int(port), int(tp), int(pp), ds_config, colour, flags, families.split(), engines.split())
 
 
 def ask(strategy: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Plan:

@@ -98,7 +98,7 @@ class Setting:
 class Strategy:
     """A launcher's declaration: ds_config names the file in ds_configs/ of a ZeRO strategy, else it is empty.
 
-    families: the model families that it serves.
+    families: the model families that it serves. engines: the engines that have it.
     """
 
     name: str
@@ -110,6 +110,11 @@ class Strategy:
     colour: str
     flags: Sequence[str]
     families: Sequence[str] = ("t5", "gpt")
+    engines: Sequence[str] = ("megatron", "native")
+
+    @property
+    def has_fsdp2(self) -> bool:
+        return "--fsdp2" in self.flags
 
 
 @dataclass(frozen=True)

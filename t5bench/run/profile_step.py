@@ -33,7 +33,7 @@ from t5bench.run import timeline
 from t5bench.run.spent import MainThread, Parts, between, main_thread, processor
 
 # Functions of an engine, where PyTorch does not name them: module, class or "", function.
-STEP = {"native": ("native.trainers", "TorchTrainer", "step"), "megatron": ("megatron.training", "", "train_step")}
+STEP = {"native": ("native.data_parallel", "TorchTrainer", "step"), "megatron": ("megatron.training", "", "train_step")}
 PHASES = {
     "native": {
         profile.LOGGING: ("native.metrics", "Metrics", "record"),
