@@ -77,7 +77,6 @@ FLAGS: list[tuple[str, Any, Any, str]] = [
     ("--data-impl", ("mmap", "infer"), "mmap", "the only supported format"),
     ("--split", shares, [969.0, 30.0, 1.0], "shares of train, validation and test documents"),
     ("--num-workers", int, 2, "processes per rank that prepare samples"),
-    ("--tokenizer-model", str, REQUIRED, "Hugging Face name or directory"),
     ("--make-vocab-size-divisible-by", positive, 128, "the vocabulary is padded to a multiple of this times TP"),
     ("--log-interval", positive, 100, "iterations between log lines"),
     ("--eval-interval", positive, 1000, "iterations between evaluations"),
@@ -117,11 +116,13 @@ FLAGS_OF: dict[str, list[tuple[str, Any, Any, str]]] = {
         ("--mask-prob", float, 0.15, "share of tokens in corrupted spans"),
         ("--short-seq-prob", float, 0.1, "share of samples cut shorter"),
         ("--tokenizer-type", ("HFTokenizer",), "HFTokenizer", "the only supported type"),
+        ("--tokenizer-model", str, REQUIRED, "Hugging Face name or directory"),
     ],
     "gpt": [
         ("--num-layers", positive, REQUIRED, "depth"),
         ("--seq-length", positive, REQUIRED, "sequence length"),
         ("--tokenizer-type", ("GPT2BPETokenizer", "HFTokenizer"), "GPT2BPETokenizer", "GPT-2's own or Hugging Face's"),
+        ("--tokenizer-model", str, None, "Hugging Face name or directory, of an HFTokenizer"),
         ("--vocab-file", str, None, "vocabulary of a GPT2BPETokenizer"),
         ("--merge-file", str, None, "no effect: the data have token ids"),
     ],
@@ -182,6 +183,10 @@ def parse(argv: list[str] | None = None, family: str = "t5") -> argparse.Namespa
         check_fsdp2(args)
     if family == "t5":
         check_t5(args)
+    else:
+        args.tokenizer_model = args.tokenizer_model or args.vocab_file
+        if not args.tokenizer_model:
+            raise Problem("the tokenizer is missing", "Give --vocab-file, or --tokenizer-type HFTokenizer --tokenizer-model")
     if not 0 <= args.lr_warmup_iters < args.train_iters or not 0 <= args.min_lr <= args.lr:
         raise Problem("the learning rate needs 0 <= --min-lr <= --lr and 0 <= --lr-warmup-iters < --train-iters")
     return args

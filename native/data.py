@@ -57,7 +57,7 @@ class Vocabulary:
         """GPT's, of which only the size matters. Raises Problem if there is no such tokenizer."""
         with readable(args.tokenizer_model, "gpt"):
             if args.tokenizer_type == "GPT2BPETokenizer":
-                size = len(json.loads(Path(args.vocab_file).read_bytes()))
+                size = len(json.loads(Path(args.tokenizer_model).read_bytes()))
             else:
                 size = len(load_tokenizer(args.tokenizer_model, "gpt"))
         return Vocabulary(size, pad=-1, eos=size - 1, sentinels=(), continuations=frozenset())

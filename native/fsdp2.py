@@ -51,10 +51,10 @@ class FSDP2Trainer(TorchTrainer):
             if isinstance(module, Layer):
                 fully_shard(module, **options)
         fully_shard(self.model, **options | {"reshard_after_forward": False})  # backward begins where forward ends
-        for name, parameter in self.model.named_parameters():
+        self.model.to_empty(device=args.device)
+        for name, parameter in self.model.named_parameters():  # new ones, without the attributes of the old
             if name in slices:
                 parameter.tp_slice = slices[name]
-        self.model.to_empty(device=args.device)
         initialise(self.model, args, layout, fill)
         self.optimizer = make_optimizer(self.model, args)
 
