@@ -186,7 +186,11 @@ def parse(argv: list[str] | None = None, family: str = "t5") -> argparse.Namespa
     else:
         args.tokenizer_model = args.tokenizer_model or args.vocab_file
         if not args.tokenizer_model:
-            raise Problem("the tokenizer is missing", "Give --vocab-file, or --tokenizer-type HFTokenizer --tokenizer-model")
+            raise Problem(
+                "the tokenizer is missing", "Give --vocab-file, or --tokenizer-type HFTokenizer --tokenizer-model"
+            )
+    if args.skip_train and not (args.load and args.eval_iters):
+        raise Problem("--skip-train needs --load and --eval-iters")
     if not 0 <= args.lr_warmup_iters < args.train_iters or not 0 <= args.min_lr <= args.lr:
         raise Problem("the learning rate needs 0 <= --min-lr <= --lr and 0 <= --lr-warmup-iters < --train-iters")
     return args

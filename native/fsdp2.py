@@ -7,6 +7,7 @@ the head's bias) is the root's: gathered for the whole micro-batch.
 Gradients are reduced once, in the last micro-batch's backward pass; until then each process adds up whole gradients.
 """
 
+import warnings
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ from native.data_parallel import TorchTrainer, make_optimizer
 from native.layers import Layer
 from native.model import build, initialise
 from native.parallel import Axis, Layout, clip_gradients, mesh_device
+
+
+# The model returns a view, the losses; nothing changes them in place.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 class FSDP2Trainer(TorchTrainer):

@@ -140,14 +140,16 @@ class Metrics:
             consumed = step * self.samples
             self.wandb.log(values | {"Samples": consumed, "Tokens": consumed * self.tokens}, step=step)
 
-    def validation(self, iteration: int, loss: Tensor) -> None:
-        """Prints and plots the mean of the data-parallel ranks' validation losses, []."""
+    def validation(self, iteration: int, loss: Tensor, alone_on: str = "") -> None:
+        """Prints and plots the mean of the data-parallel ranks' losses, []. alone_on: its set, without training."""
         mean = (self.layout.dp.all_reduce(loss) / self.layout.dp.size).item()
         if self.speaks:
-            text = f" validation loss at iteration {iteration} | lm loss value: {mean:.6E} |"
+            samples = f" on {self.args.eval_iters * self.samples}-sample draw from {alone_on} set" if alone_on else ""
+            text = f" validation loss at iteration {iteration}{samples} | lm loss value: {mean:.6E} |"
             text += f" lm loss PPL: {math.exp(min(20, mean)):.6E} | "
             say("\n".join(("-" * len(text), text, "-" * len(text))))
-            self.plot(iteration, {"lm-loss-validation/lm loss validation": mean})
+            if not alone_on:
+                self.plot(iteration, {"lm-loss-validation/lm loss validation": mean})
 
     def end(self) -> None:
         """Each rank's line on its peak memory in MiB, on the GPU as PyTorch counts it; then lets go of the curves."""

@@ -118,7 +118,7 @@ def run(args: Namespace) -> None:
     file, vocabulary = TokenFile(args.data_path), Vocabulary.load(args.tokenizer_model)
     pad_vocabulary(args, vocabulary)
     args.num_workers = 0
-    samples, _ = open_data(args, 0, file, vocabulary)
+    samples = open_data(args, 0, file, vocabulary).training
     batches = list(itertools.islice(samples, args.train_iters))
     recipe: list[list[float]] = []
     enough = [float(word) for word in os.environ.get("SENSITIVITY_ENOUGH", "inf inf").split()]

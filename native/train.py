@@ -15,8 +15,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from native.data import Batch, TokenFile, Vocabulary, open_data
+from native.data import Batch, Data, TokenFile, Vocabulary, open_data
 from native.data_parallel import TorchTrainer
 from native.metrics import Metrics, say
 from native.parallel import Layout
@@ -69,10 +70,22 @@ def evaluate(
 ) -> None:
     """The validation loss over the samples of --eval-iters iterations; its time does not count as training."""
     with metrics:
-        trainer.model.eval()
-        losses = torch.stack([trainer.evaluate(next(batches)) for _ in range(args.eval_iters)])
-        trainer.model.train()
-        metrics.validation(iteration, losses.mean())
+        metrics.validation(iteration, evaluated_loss(trainer, args, batches))
+
+
+def evaluated_loss(trainer: TorchTrainer, args: Namespace, batches: Iterator[Batch]) -> Tensor:
+    """The mean loss of --eval-iters batches on this process, []."""
+    trainer.model.eval()
+    losses = torch.stack([trainer.evaluate(next(batches)) for _ in range(args.eval_iters)])
+    trainer.model.train()
+    return losses.mean()
+
+
+def evaluate_alone(trainer: TorchTrainer, args: Namespace, data: Data, metrics: Metrics, iteration: int) -> None:
+    """What --skip-train does: the loss on the validation set and, where it has documents, on the test set."""
+    for name, batches in (("validation", data.validation), ("test", data.test)):
+        if batches:
+            metrics.validation(iteration, evaluated_loss(trainer, args, batches), name)
 
 
 def dropout_states(directory: str, iteration: int, args: Namespace, layout: Layout) -> tuple[Path, dict]:
@@ -132,7 +145,7 @@ def run(args: Namespace) -> None:
     pad_vocabulary(args, vocabulary)
     layout = Layout.build(args.pp, args.dp, args.tp, args.device, args.seed)
     trainer = make_trainer(args, layout)
-    training, validation = open_data(args, layout.dp.rank, file, vocabulary, done)
+    data = open_data(args, layout.dp.rank, file, vocabulary, done)
     if done:
         load(trainer, args, layout, done)
     metrics = Metrics(args, layout)
@@ -142,18 +155,26 @@ def run(args: Namespace) -> None:
             f" {args.micro_batches} micro-batches of {args.micro_batch_size}, vocabulary padded to"
             f" {args.padded_vocab_size}, {args.dtype} on {args.device.type}, from iteration {done}"
         )
+    if args.skip_train:
+        evaluate_alone(trainer, args, data, metrics, done)
+    else:
+        train(trainer, args, layout, data, metrics, done)
+    del data  # ends the processes that prepare samples
+    metrics.end()
+    dist.destroy_process_group()
+
+
+def train(trainer: TorchTrainer, args: Namespace, layout: Layout, data: Data, metrics: Metrics, done: int) -> None:
+    """The iterations after `done`, with their evaluations and checkpoints."""
     for iteration in range(done + 1, args.train_iters + 1):
-        loss, norm = trainer.step(next(training), learning_rate(args, iteration - 1))
+        loss, norm = trainer.step(next(data.training), learning_rate(args, iteration - 1))
         metrics.record(iteration, loss, norm, learning_rate(args, iteration))
         last = iteration == args.train_iters
         leaving = bool(args.exit_interval) and iteration % args.exit_interval == 0
         if args.eval_iters and (iteration % args.eval_interval == 0 or last):
-            evaluate(trainer, args, validation, metrics, iteration)
+            evaluate(trainer, args, data.validation, metrics, iteration)
         if args.save and (iteration % args.save_interval == 0 or leaving or last):
             with metrics:
                 save(trainer, args, layout, iteration)
         if leaving:
-            break
-    del training, validation  # ends the processes that prepare samples
-    metrics.end()
-    dist.destroy_process_group()
+            return

@@ -187,8 +187,8 @@ def iteration(job: Job, machine: Machine, backend: str = "nccl", slower: float =
 def _update_seconds(job: Job, device: Device, slower: float) -> tuple[float, float]:
     """The optimizer's step on its GPU; with offload instead the copies over PCIe and Adam on the CPU."""
     own = float(max(parameters(job.architecture, job.parallel, stage) for stage in range(job.parallel.pipeline)))
-    if job.zero.stage or job.distributed_optimizer:
-        own /= job.parallel.data
+    if job.zero.stage or job.fully_sharded or job.distributed_optimizer:
+        own /= job.parallel.states_over
     # With offload its part of the parameters comes in, and of the gradients goes out, for every micro-batch.
     offload = job.zero.offload_parameters * job.micro_batches * 2 * own * job.element / device.pcie
     if job.zero.offload_optimizer:
