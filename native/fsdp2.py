@@ -24,7 +24,6 @@ from native.layers import Layer
 from native.model import build, initialise
 from native.parallel import Axis, Layout, clip_gradients, mesh_device
 
-
 # The model returns a view, the losses; nothing changes them in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
