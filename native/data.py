@@ -43,8 +43,15 @@ class Vocabulary:
     continuations: frozenset[int]  # tokens "##...", which belong to the word before them
 
     @staticmethod
+    def of(args: Namespace) -> "Vocabulary":
+        """The run's. Raises Problem if there is no such tokenizer, or T5's has no sentinel tokens."""
+        if args.family == "gpt":
+            return Vocabulary.of_gpt(args.tokenizer_model, args.tokenizer_type)
+        return Vocabulary.load(args.tokenizer_model)
+
+    @staticmethod
     def load(name_or_directory: str) -> "Vocabulary":
-        """T5's. Raises Problem if there is no such tokenizer or it has no sentinel tokens."""
+        """T5's."""
         with readable(name_or_directory):
             tokenizer = load_tokenizer(name_or_directory)
         names = "additional_special_tokens_ids", "extra_special_tokens_ids"  # until transformers 4, and from 5 on
@@ -54,13 +61,13 @@ class Vocabulary:
         return Vocabulary(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, sentinels, continuations)
 
     @staticmethod
-    def load_gpt(args: Namespace) -> "Vocabulary":
-        """GPT's, of which only the size matters. Raises Problem if there is no such tokenizer."""
-        with readable(args.tokenizer_model, "gpt"):
-            if args.tokenizer_type == "GPT2BPETokenizer":
-                size = len(json.loads(Path(args.tokenizer_model).read_bytes()))
+    def of_gpt(place: str, kind: str) -> "Vocabulary":
+        """GPT's, of which only the size matters: from GPT-2's vocabulary file, or a Hugging Face tokenizer."""
+        with readable(place, "gpt"):
+            if kind == "GPT2BPETokenizer":
+                size = len(json.loads(Path(place).read_bytes()))
             else:
-                size = len(load_tokenizer(args.tokenizer_model, "gpt"))
+                size = len(load_tokenizer(place, "gpt"))
         return Vocabulary(size, pad=-1, eos=size - 1, sentinels=(), continuations=frozenset())
 
 

@@ -48,7 +48,7 @@ def share_vocabulary(args: Namespace, file: TokenFile) -> Vocabulary:
     answer: list[Vocabulary | Problem | None] = [None]
     if args.rank == 0:
         try:
-            vocabulary = Vocabulary.load_gpt(args) if args.family == "gpt" else Vocabulary.load(args.tokenizer_model)
+            vocabulary = Vocabulary.of(args)
             answer = [vocabulary]
             if (largest := int(file.tokens.max())) >= (size := vocabulary.size):
                 raise Problem(f"{args.data_path}.bin has token {largest}, {args.tokenizer_model} has {size} tokens")

@@ -148,19 +148,25 @@ def transient_states(job: Job, count: int) -> dict[str, dict[str, float]]:
 def _fully_sharded_states(job: Job, count: int) -> dict[str, dict[str, float]]:
     """FSDP2's gathered parameters and gradients.
 
-    Gathered are the root and two layers, the second being prefetched, or everything if it is kept. Whole fp32 gradients
-    add up until the last micro-batch, which divides them; with one micro-batch only one group's are whole.
+    Gathered are the root and a layer, or everything if it is kept. Whole fp32 gradients add up until the last
+    micro-batch, which divides them layer by layer; with one micro-batch only the layer that is reduced is whole. The
+    root's gradient is not divided before the backward pass has reached the embedding.
     """
     e, n = job.element, job.parallel.states_over
-    layers = [size for what, _, size in sharded_groups(job) if "layers" in what]
-    root = sum(size for what, _, size in sharded_groups(job) if "layers" not in what)
-    largest = max([root, *layers])
+    sizes = {what: (groups, size) for what, groups, size in sharded_groups(job)}
+    _, root = sizes.pop("embedding and rest")
+    layer = max(size for _, size in sizes.values())
     keeps = job.fully_sharded is not None and job.fully_sharded.keeps_parameters
-    gathered = {"gathered parameters": e * (count if keeps else root + 2 * max(layers))}
-    divided = 4 * count / n
-    added_up = {"gradients": 4 * count if job.micro_batches > 1 else 0}
-    buffers = {"gradients": 4 * count if job.micro_batches > 1 else divided, "reduction": (4 + e) * largest}
-    return {"forward": gathered | added_up, "backward": gathered | buffers, "step": {"gradients": divided}}
+    gathered = {"gathered parameters": e * (count if keeps else root + layer)}
+    if job.micro_batches > 1:
+        added_up, gradients = 4 * count, 4 * count
+    else:
+        added_up, gradients = 0, 4 * (count - root) / n
+    return {
+        "forward": gathered | {"gradients": added_up},
+        "backward": gathered | {"gradients": gradients, "reduction": 4 * layer},
+        "step": {"gradients": 4 * count / n},
+    }
 
 
 def workspace(job: Job, stage: int = 0, device: Device | None = None) -> float:

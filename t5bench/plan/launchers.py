@@ -45,7 +45,9 @@ def declarations(family: str = "") -> list[Strategy]:
 def declaration(words: Sequence[str]) -> Strategy:
     """A strategy from what its launcher prints for ``--declaration``."""
     name, title, port, tp, pp, ds_config, colour, families, engines, *flags = words
-    return Strategy(name, title, int(port), int(tp), int(pp), ds_config, colour, flags, families.split(), engines.split())
+    return Strategy(
+        name, title, int(port), int(tp), int(pp), ds_config, colour, flags, families.split(), engines.split()
+    )
 
 
 def ask(strategy: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Plan:

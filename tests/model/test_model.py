@@ -10,9 +10,9 @@ from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from native.data_parallel import TorchTrainer
 from native.model import T5
 from native.parallel import Axis, Layout
-from native.trainers import TorchTrainer
 from t5bench.model import flops
 from t5bench.model.job import Architecture, Job, Parallel, Zero, padded
 from t5bench.model.machine import device_of, peak_tflops
@@ -37,7 +37,8 @@ def native_arguments(a: Architecture, **more: object) -> SimpleNamespace:
         encoder_num_layers=a.encoder_layers, decoder_num_layers=a.decoder_layers, hidden_size=a.hidden,
         num_attention_heads=a.heads, kv_channels=a.head_size, ffn_hidden_size=a.ffn, seed=1, pad_token=0,
         padded_vocab_size=a.padded_vocabulary, max_position_embeddings=a.position_rows, no_bias_gelu_fusion=False,
-        init_method_std=0.02, compile=False,
+        init_method_std=0.02, compile=False, family="t5", num_layers=a.encoder_layers, recompute_granularity=None,
+        encoder_seq_length=a.encoder_length,
         **{"attention_dropout": 0.0, "hidden_dropout": 0.0, "dtype": torch.bfloat16} | more,
     )  # fmt: skip
 
