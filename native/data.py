@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -113,34 +112,28 @@ def samples_of(
     return SpanCorruption(args, file, documents, count, vocabulary)
 
 
-class Data(NamedTuple):
-    """A data-parallel rank's batches, one an iteration."""
-
-    training: Iterator[Batch] | None  # None where nothing is trained
-    validation: Iterator[Batch] | None  # None without evaluation
-    test: Iterator[Batch] | None = None  # only where nothing is trained, if the split has documents
-
-
-def open_data(args: Namespace, dp_rank: int, file: TokenFile, vocabulary: Vocabulary, done: int = 0) -> Data:
-    """The data of a run after `done` iterations."""
-    train, validation, test = split_documents(args.split, len(file.documents) - 1)
+def open_data(
+    args: Namespace, dp_rank: int, file: TokenFile, vocabulary: Vocabulary, done: int = 0
+) -> tuple[Iterator[Batch], Iterator[Batch]]:
+    """A data-parallel rank's batches for training after `done` iterations, and for its evaluations."""
+    train, validation, _ = split_documents(args.split, len(file.documents) - 1)
     size = args.global_batch_size
-    evaluation = size * args.eval_iters  # samples of each
+    training = evaluation = iter(())
+    if not args.skip_train:
+        dataset = samples_of(args, file, train, args.train_iters * size, vocabulary)
+        training = batches(dataset, args, dp_rank, done * size)
+    if args.eval_iters:
+        each = size * args.eval_iters  # samples of one evaluation
+        count = (args.train_iters // args.eval_interval + 1) * each  # one more comes at the end
+        dataset = samples_of(args, file, validation, count, vocabulary)
+        evaluation = batches(dataset, args, dp_rank, done // args.eval_interval * each)
+    return training, evaluation
 
-    def opened(documents: tuple[int, int], count: int, consumed: int) -> Iterator[Batch]:
-        return batches(samples_of(args, file, documents, count, vocabulary), args, dp_rank, consumed)
 
-    evaluations = args.train_iters // args.eval_interval + 1  # one more comes at the end
-    if args.skip_train:
-        has_test = test[1] > test[0]
-        return Data(
-            training=None,
-            validation=opened(validation, evaluations * evaluation, done // args.eval_interval * evaluation),
-            test=opened(test, evaluation, 0) if has_test else None,
-        )
-    return Data(
-        training=opened(train, args.train_iters * size, done * size),
-        validation=opened(validation, evaluations * evaluation, done // args.eval_interval * evaluation)
-        if args.eval_iters
-        else None,
-    )
+def open_test(args: Namespace, dp_rank: int, file: TokenFile, vocabulary: Vocabulary) -> Iterator[Batch] | None:
+    """Its batches of the test set, if that has documents."""
+    first, end = split_documents(args.split, len(file.documents) - 1)[2]
+    if first == end:
+        return None
+    count = args.global_batch_size * args.eval_iters
+    return batches(samples_of(args, file, (first, end), count, vocabulary), args, dp_rank, 0)

@@ -26,7 +26,7 @@ class GPT(nn.Module):
             parts["embedding"] = Embedding(args, self.tp)
             words = parts["embedding"].word_embeddings
         elif is_last:
-            self.word_embeddings = words = VocabEmbedding(args.padded_vocab_size, args.hidden_size, self.tp)
+            self.word_embeddings_for_head = words = VocabEmbedding(args.padded_vocab_size, args.hidden_size, self.tp)
         parts["encoder"] = Stack(args, self.tp, depth, causal=True, is_last=is_last)
         self.language_model = nn.ModuleDict(parts)
         self.tied = list(words.parameters()) if layout.pp.size > 1 else []  # the other stage has it, too
@@ -42,12 +42,12 @@ class GPT(nn.Module):
         x = model["encoder"](x)
         if not self.is_last:
             return x
-        words = model["embedding"].word_embeddings if "embedding" in model else self.word_embeddings
+        words = model["embedding"].word_embeddings if "embedding" in model else self.word_embeddings_for_head
         logits = F.linear(enter_tp(x, self.tp), cast(words.weight, x.dtype))
         return vocab_cross_entropy(logits, labels, self.tp)
 
     def whole_name(self, name: str) -> str:
         """The name of a stage's parameter in the model of one process; each stage counts its layers from 0."""
-        if name == "word_embeddings.weight":
-            return f"language_model.embedding.{name}"
+        if name == "word_embeddings_for_head.weight":
+            return "language_model.embedding.word_embeddings.weight"
         return re.sub(r"layers\.(\d+)", lambda match: f"layers.{int(match[1]) + self.first_layer}", name)

@@ -25,7 +25,9 @@ def same_dropout(tp: Axis) -> tuple[Any, Any]:
     def again() -> Iterator[None]:
         now = tp.rng.get_state()
         tp.rng.set_state(before)
-        yield
-        tp.rng.set_state(now)
+        try:  # PyTorch leaves by an exception once it has what it needs
+            yield
+        finally:
+            tp.rng.set_state(now)
 
     return nullcontext(), again()

@@ -126,7 +126,7 @@ def run(args: Namespace) -> None:
     file, vocabulary = TokenFile(args.data_path), Vocabulary.of(args)
     pad_vocabulary(args, vocabulary)
     args.num_workers = 0
-    samples = open_data(args, 0, file, vocabulary).training
+    samples, _ = open_data(args, 0, file, vocabulary)
     batches = list(itertools.islice(samples, args.train_iters))
     recipe: list[list[float]] = []
     enough = [float(word) for word in os.environ.get("SENSITIVITY_ENOUGH", "inf inf").split()]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from native.data import Batch, Data, TokenFile, Vocabulary, open_data
+from native.data import Batch, TokenFile, Vocabulary, open_data, open_test
 from native.data_parallel import TorchTrainer
 from native.metrics import Metrics, say
 from native.parallel import Layout
@@ -81,13 +81,6 @@ def evaluated_loss(trainer: TorchTrainer, args: Namespace, batches: Iterator[Bat
     return losses.mean()
 
 
-def evaluate_alone(trainer: TorchTrainer, args: Namespace, data: Data, metrics: Metrics, iteration: int) -> None:
-    """What --skip-train does: the loss on the validation set and, where it has documents, on the test set."""
-    for name, batches in (("validation", data.validation), ("test", data.test)):
-        if batches:
-            metrics.validation(iteration, evaluated_loss(trainer, args, batches), name)
-
-
 def dropout_states(directory: str, iteration: int, args: Namespace, layout: Layout) -> tuple[Path, dict]:
     """The file of this process's dropout state in a checkpoint, and what its masks are drawn from."""
     generators = {"cpu": torch.default_generator, "tp": layout.tp.rng}
@@ -145,7 +138,7 @@ def run(args: Namespace) -> None:
     pad_vocabulary(args, vocabulary)
     layout = Layout.build(args.pp, args.dp, args.tp, args.device, args.seed)
     trainer = make_trainer(args, layout)
-    data = open_data(args, layout.dp.rank, file, vocabulary, done)
+    training, validation = open_data(args, layout.dp.rank, file, vocabulary, done)
     if done:
         load(trainer, args, layout, done)
     metrics = Metrics(args, layout)
@@ -156,23 +149,33 @@ def run(args: Namespace) -> None:
             f" {args.padded_vocab_size}, {args.dtype} on {args.device.type}, from iteration {done}"
         )
     if args.skip_train:
-        evaluate_alone(trainer, args, data, metrics, done)
+        metrics.validation(done, evaluated_loss(trainer, args, validation), "validation")
+        if test := open_test(args, layout.dp.rank, file, vocabulary):
+            metrics.validation(done, evaluated_loss(trainer, args, test), "test")
     else:
-        train(trainer, args, layout, data, metrics, done)
-    del data  # ends the processes that prepare samples
+        train(trainer, args, layout, training, validation, metrics, done)
+    del training, validation  # ends the processes that prepare samples
     metrics.end()
     dist.destroy_process_group()
 
 
-def train(trainer: TorchTrainer, args: Namespace, layout: Layout, data: Data, metrics: Metrics, done: int) -> None:
+def train(
+    trainer: TorchTrainer,
+    args: Namespace,
+    layout: Layout,
+    training: Iterator[Batch],
+    validation: Iterator[Batch],
+    metrics: Metrics,
+    done: int,
+) -> None:
     """The iterations after `done`, with their evaluations and checkpoints."""
     for iteration in range(done + 1, args.train_iters + 1):
-        loss, norm = trainer.step(next(data.training), learning_rate(args, iteration - 1))
+        loss, norm = trainer.step(next(training), learning_rate(args, iteration - 1))
         metrics.record(iteration, loss, norm, learning_rate(args, iteration))
         last = iteration == args.train_iters
         leaving = bool(args.exit_interval) and iteration % args.exit_interval == 0
         if args.eval_iters and (iteration % args.eval_interval == 0 or last):
-            evaluate(trainer, args, data.validation, metrics, iteration)
+            evaluate(trainer, args, validation, metrics, iteration)
         if args.save and (iteration % args.save_interval == 0 or leaving or last):
             with metrics:
                 save(trainer, args, layout, iteration)

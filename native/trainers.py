@@ -1,19 +1,21 @@
-"""Which trainer a run has: a parallelism is one file."""
+"""Which trainer a run has. A parallelism is one file."""
 
 from argparse import Namespace
 
 from native.data_parallel import TorchTrainer
 from native.parallel import Layout
+from native.pipeline_parallel import PipelineTrainer
+from native.zero import ZeroTrainer
 
 
 def make_trainer(args: Namespace, layout: Layout) -> TorchTrainer:
-    """Imports only what the run needs."""
+    """Tensor parallelism is in the layers, and goes with all of these but DeepSpeed's ZeRO."""
     if args.deepspeed:
-        from native.zero import ZeroTrainer as Trainer
-    elif args.fsdp2:
-        from native.fsdp2 import FSDP2Trainer as Trainer
-    elif args.pp > 1:
-        from native.pipeline_parallel import PipelineTrainer as Trainer
-    else:
-        Trainer = TorchTrainer
-    return Trainer(args, layout)
+        return ZeroTrainer(args, layout)
+    if args.fsdp2:
+        from native.fsdp2 import FSDP2Trainer  # older versions of PyTorch lack it
+
+        return FSDP2Trainer(args, layout)
+    if args.pp > 1:
+        return PipelineTrainer(args, layout)
+    return TorchTrainer(args, layout)
