@@ -7,6 +7,6 @@ STRATEGY=fsdp2
 STRATEGY_TITLE="FSDP2: parameter, gradient and optimizer sharding by PyTorch"
 STRATEGY_PORT=29814
 STRATEGY_COLOUR="#b35900"
-STRATEGY_FLAGS=(--fsdp2)
+STRATEGY_FLAGS=--fsdp2
 STRATEGY_ENGINES="native"
 run_strategy "$@"
