@@ -41,8 +41,8 @@ CPU_ADAM = 1e9  # parameters per second of DeepSpeedCPUAdam on one socket
 # DeepSpeed's Python around every tensor of a micro-batch, in operators: gradient hooks, stage 3's fetching and
 # releasing. Estimated from CPU runs over unlimited links, where ZeRO-2 still takes 10 % and ZeRO-3 8 to 24 % longer.
 HOOK_OPERATORS = {0: 0, 1: 4, 2: 8, 3: 40}
-# FSDP2's, for a layer and for the root in a micro-batch: gathering, copying, freeing (counted with TorchDispatchMode; its
-# Python between them is not).
+# FSDP2's for a layer and for the root in a micro-batch: gathering, copying, freeing (counted with TorchDispatchMode;
+# its Python between them is not counted).
 FSDP2_LAYER_OPERATORS, FSDP2_ROOT_OPERATORS = 16, 13
 
 
