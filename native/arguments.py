@@ -1,9 +1,10 @@
-"""The command line: Megatron-DeepSpeed's, as the launchers build it, with --compile and --share-gpus.
+"""The command line: Megatron-DeepSpeed's, as the launchers build it, with --compile, --share-gpus and --fsdp2.
 
 An unknown flag is an error. --help names the few flags that are accepted but have no effect.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 from collections.abc import Callable
@@ -39,16 +40,14 @@ def shares(text: str) -> list[float]:
 REQUIRED: Any = object()
 FLAGS: list[tuple[str, Any, Any, str]] = [
     ("--tensor-model-parallel-size", positive, 1, "processes that share each layer"),
-    ("--pipeline-model-parallel-size", positive, 1, "2 puts the encoder and the decoder on separate processes"),
-    ("--pipeline-model-parallel-split-rank", int, 1, "the decoder's stage: 1"),
-    ("--encoder-num-layers", positive, REQUIRED, "encoder depth"),
-    ("--decoder-num-layers", positive, REQUIRED, "decoder depth"),
+    ("--pipeline-model-parallel-size", positive, 1, "2 puts half of the layers on separate processes"),
+    ("--fsdp2", bool, False, "divide parameters, gradients and optimizer states by FSDP2 (this engine's own flag)"),
+    ("--fsdp2-keep-parameters", bool, False, "gather parameters once an iteration, and keep them until its end"),
+    ("--fsdp2-shard-size", int, 0, "processes that share one copy of the states; 0: all data-parallel ones"),
     ("--hidden-size", positive, REQUIRED, "hidden dimension"),
     ("--num-attention-heads", positive, REQUIRED, "attention heads"),
     ("--kv-channels", positive, None, "dimension of a head (default: hidden size / heads)"),
     ("--ffn-hidden-size", positive, REQUIRED, "feed-forward dimension"),
-    ("--encoder-seq-length", positive, REQUIRED, "encoder input length"),
-    ("--decoder-seq-length", positive, REQUIRED, "decoder output length"),
     ("--max-position-embeddings", positive, REQUIRED, "positions that have an embedding"),
     ("--attention-dropout", float, 0.1, "dropout of attention weights"),
     ("--hidden-dropout", float, 0.1, "dropout of hidden states"),
@@ -57,6 +56,7 @@ FLAGS: list[tuple[str, Any, Any, str]] = [
     ("--micro-batch-size", positive, REQUIRED, "samples of one forward pass on one data-parallel rank"),
     ("--global-batch-size", positive, REQUIRED, "samples of one iteration"),
     ("--train-iters", positive, REQUIRED, "iterations in all"),
+    ("--skip-train", bool, False, "only evaluate the checkpoint of --load"),
     ("--exit-interval", positive, None, "stop (and save) after an iteration divisible by this"),
     ("--lr", float, REQUIRED, "peak learning rate"),
     ("--min-lr", float, 0.0, "learning rate at the end"),
@@ -67,17 +67,16 @@ FLAGS: list[tuple[str, Any, Any, str]] = [
     ("--adam-beta2", float, 0.999, "AdamW's decay of the squared-gradient average"),
     ("--adam-eps", float, 1e-8, "AdamW's epsilon"),
     ("--clip-grad", float, 1.0, "largest global gradient norm; 0 does not clip"),
+    ("--recompute-granularity", ("selective", "full"), None, "recompute attention, or whole layers, in backward"),
+    ("--recompute-method", ("uniform",), None, "no effect: comes with --recompute-granularity full"),
+    ("--recompute-num-layers", int, None, "no effect: each layer is recomputed alone"),
     ("--seed", positive, 1234, "seed of weights, data order and dropout"),
     ("--bf16", bool, False, "compute in bfloat16 with float32 master weights (default: float32)"),
     ("--compile", bool, False, "torch.compile each layer (this engine's own flag; not with ZeRO-3)"),
     ("--data-path", str, REQUIRED, "<path> of <path>.bin and <path>.idx"),
     ("--data-impl", ("mmap", "infer"), "mmap", "the only supported format"),
     ("--split", shares, [969.0, 30.0, 1.0], "shares of train, validation and test documents"),
-    ("--mask-prob", float, 0.15, "share of tokens in corrupted spans"),
-    ("--short-seq-prob", float, 0.1, "share of samples cut shorter"),
     ("--num-workers", int, 2, "processes per rank that prepare samples"),
-    ("--tokenizer-type", ("HFTokenizer",), "HFTokenizer", "the only supported type"),
-    ("--tokenizer-model", str, REQUIRED, "Hugging Face name or directory"),
     ("--make-vocab-size-divisible-by", positive, 128, "the vocabulary is padded to a multiple of this times TP"),
     ("--log-interval", positive, 100, "iterations between log lines"),
     ("--eval-interval", positive, 1000, "iterations between evaluations"),
@@ -107,23 +106,44 @@ FLAGS: list[tuple[str, Any, Any, str]] = [
     ("--fp16", bool, False, "refused: there is no loss scaling here"),
     ("--initial-loss-scale", float, None, "no effect: comes with --fp16"),
 ]
+FLAGS_OF: dict[str, list[tuple[str, Any, Any, str]]] = {
+    "t5": [
+        ("--pipeline-model-parallel-split-rank", int, 1, "the decoder's stage: 1"),
+        ("--encoder-num-layers", positive, REQUIRED, "encoder depth"),
+        ("--decoder-num-layers", positive, REQUIRED, "decoder depth"),
+        ("--encoder-seq-length", positive, REQUIRED, "encoder input length"),
+        ("--decoder-seq-length", positive, REQUIRED, "decoder output length"),
+        ("--mask-prob", float, 0.15, "share of tokens in corrupted spans"),
+        ("--short-seq-prob", float, 0.1, "share of samples cut shorter"),
+        ("--tokenizer-type", ("HFTokenizer",), "HFTokenizer", "the only supported type"),
+        ("--tokenizer-model", str, REQUIRED, "Hugging Face name or directory"),
+    ],
+    "gpt": [
+        ("--num-layers", positive, REQUIRED, "depth"),
+        ("--seq-length", positive, REQUIRED, "sequence length"),
+        ("--tokenizer-type", ("GPT2BPETokenizer", "HFTokenizer"), "GPT2BPETokenizer", "GPT-2's own or Hugging Face's"),
+        ("--tokenizer-model", str, None, "Hugging Face name or directory, of an HFTokenizer"),
+        ("--vocab-file", str, None, "vocabulary of a GPT2BPETokenizer"),
+        ("--merge-file", str, None, "no effect: the data have token ids"),
+    ],
+}
 
 
-def start(run: Callable[[argparse.Namespace], None]) -> None:
+def start(run: Callable[[argparse.Namespace], None], family: str = "t5") -> None:
     """Runs with the command line's arguments. A Problem ends the process, and is printed once per node."""
     try:
-        run(parse())
+        run(parse(family=family))
     except Problem as problem:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             note(problem.report)
         raise SystemExit(EXIT_CONFIGURATION) from None
 
 
-def make_parser(*, is_complete: bool = True) -> Parser:
+def make_parser(family: str = "t5", *, is_complete: bool = True) -> Parser:
     """is_complete: the command line has all flags that must be given, and may ask for --help."""
-    usage = "torchrun ... native/pretrain_t5.py FLAGS"
+    usage = f"torchrun ... native/pretrain_{family}.py FLAGS"
     parser = Parser(usage=usage, description=__doc__, allow_abbrev=False, add_help=is_complete)
-    for flag, kind, default, meaning in FLAGS:
+    for flag, kind, default, meaning in FLAGS_OF[family] + FLAGS:
         options: dict[str, Any] = {"type": kind, "default": default, "required": is_complete and default is REQUIRED}
         if kind is bool:
             options = {"action": "store_true"}
@@ -133,38 +153,68 @@ def make_parser(*, is_complete: bool = True) -> Parser:
     return parser
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse(argv: list[str] | None = None, family: str = "t5") -> argparse.Namespace:
     """Reads, checks and completes the arguments. Raises Problem if this engine cannot train the request.
 
-    Adds rank, local_rank, world_size, the sizes tp, pp and dp, micro_batches (of one rank and iteration), dtype, device
-    and deepspeed_json. Launchers have checked that the sizes divide.
+    Adds family, rank, local_rank, world_size, the sizes tp, pp and dp, micro_batches (of one rank and iteration),
+    dtype, device and deepspeed_json. Launchers have checked that the sizes divide.
     """
     import torch
 
-    args = make_parser().parse_args(argv)
-    args.rank, args.local_rank, args.world_size = (
-        int(os.environ.get(name, fallback)) for name, fallback in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
-    )
+    args = make_parser(family).parse_args(argv)
+    args.family = family
+    args.rank = int(os.environ.get("RANK", 0))
+    args.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    args.world_size = int(os.environ.get("WORLD_SIZE", 1))
     args.kv_channels = args.kv_channels or args.hidden_size // args.num_attention_heads
     args.dtype = torch.bfloat16 if args.bf16 else torch.float32
     args.device = choose_device(args)
-    args.tp, args.pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    args.tp = args.tensor_model_parallel_size
+    args.pp = args.pipeline_model_parallel_size
     args.dp = args.world_size // (args.tp * args.pp)
     args.micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
     if args.deepspeed and not args.deepspeed_config:
         raise Problem("--deepspeed needs --deepspeed_config")
     args.deepspeed_json = json.loads(Path(args.deepspeed_config).read_text()) if args.deepspeed else {}
     check_compile(args, args.deepspeed_json["zero_optimization"]["stage"] if args.deepspeed else 0)
-    if reason := beyond_native(args.tp, args.pp, args.deepspeed, args.micro_batches, args.fp16):
+    if reason := beyond_native(args.tp, args.pp, args.deepspeed, args.micro_batches, args.fp16, args.fsdp2):
         raise Problem(reason)
+    if args.fsdp2:
+        check_fsdp2(args)
+    if family == "t5":
+        check_t5(args)
+    else:
+        args.tokenizer_model = args.tokenizer_model or args.vocab_file
+        if not args.tokenizer_model:
+            raise Problem(
+                "the tokenizer is missing", "Give --vocab-file, or --tokenizer-type HFTokenizer --tokenizer-model"
+            )
+    if args.skip_train and not (args.load and args.eval_iters):
+        raise Problem("--skip-train needs --load and --eval-iters")
+    if not 0 <= args.lr_warmup_iters < args.train_iters or not 0 <= args.min_lr <= args.lr:
+        raise Problem("the learning rate needs 0 <= --min-lr <= --lr and 0 <= --lr-warmup-iters < --train-iters")
+    return args
+
+
+def check_t5(args: argparse.Namespace) -> None:
+    """Raises Problem if T5's own arguments do not fit together; adds num_layers, as Megatron does."""
+    args.num_layers = args.encoder_num_layers
     if args.pp == 2 and args.pipeline_model_parallel_split_rank != 1:
         raise Problem("the decoder's stage must be 1: --pipeline-model-parallel-split-rank 1")
     encoder, decoder = args.encoder_seq_length, args.decoder_seq_length
     if encoder < 4 or decoder < args.mask_prob * (encoder - 2) + 2:
         raise Problem(f"a decoder of {decoder} tokens is too short for an encoder of {encoder}")
-    if not 0 <= args.lr_warmup_iters < args.train_iters or not 0 <= args.min_lr <= args.lr:
-        raise Problem("the learning rate needs 0 <= --min-lr <= --lr and 0 <= --lr-warmup-iters < --train-iters")
-    return args
+
+
+def check_fsdp2(args: argparse.Namespace) -> None:
+    """Raises Problem if FSDP2 cannot train the request."""
+    if importlib.util.find_spec("torch.distributed.fsdp._fully_shard") is None:
+        raise Problem("this PyTorch has no fully_shard", "FSDP2 needs torch 2.6 or newer")
+    if args.share_gpus:
+        raise Problem("--fsdp2 does not work with --share-gpus", "Give each process a GPU, or set DEVICE=cpu")
+    if args.fsdp2_shard_size and args.dp % args.fsdp2_shard_size:
+        found = f"--fsdp2-shard-size {args.fsdp2_shard_size} does not divide {args.dp} data-parallel processes"
+        raise Problem(found, "Choose a divisor")
 
 
 def choose_device(args: argparse.Namespace) -> Any:
@@ -187,3 +237,6 @@ def check_compile(args: argparse.Namespace, zero_stage: int) -> None:
     if args.compile and zero_stage == 3:
         found = "--compile does not work with ZeRO-3, whose hooks between the layers cannot be compiled"
         raise Problem(found, "Leave it out")
+    if args.compile and (args.fsdp2 or args.recompute_granularity):
+        other = "--fsdp2" if args.fsdp2 else "--recompute-granularity"
+        raise Problem(f"--compile with {other} is untested", "Leave one of them out")

@@ -1,23 +1,20 @@
-"""Token files and T5 span corruption: the same samples, in the same order, as Megatron-DeepSpeed draws them.
+"""Token files, tokenizers, and who trains which samples; t5_samples.py and gpt_samples.py make the samples."""
 
-Nothing is cached and nothing is compiled: each process derives the order of the samples from the seed.
-"""
-
+import json
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from t5bench import Problem
 from t5bench.corpus.index import read_index
 from t5bench.corpus.tokenizer import load_tokenizer, readable
 
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # encoder input, decoder input, labels
-LONG_SENTENCE = 512  # documents of several sentences are skipped if one of them has more tokens
-MAX_SPAN, SPAN_P = 10, 0.2  # span lengths in words: geometric, clipped (SpanBERT, https://arxiv.org/abs/1907.10529)
+# Of T5 encoder input, decoder input and labels, of GPT tokens and labels.
+Batch = tuple[torch.Tensor, ...]
 
 
 class TokenFile:
@@ -45,8 +42,15 @@ class Vocabulary:
     continuations: frozenset[int]  # tokens "##...", which belong to the word before them
 
     @staticmethod
+    def of(args: Namespace) -> "Vocabulary":
+        """The run's. Raises Problem if there is no such tokenizer, or T5's has no sentinel tokens."""
+        if args.family == "gpt":
+            return Vocabulary.of_gpt(args.tokenizer_model, args.tokenizer_type)
+        return Vocabulary.load(args.tokenizer_model)
+
+    @staticmethod
     def load(name_or_directory: str) -> "Vocabulary":
-        """Raises Problem if there is no such tokenizer or it has no sentinel tokens."""
+        """T5's."""
         with readable(name_or_directory):
             tokenizer = load_tokenizer(name_or_directory)
         names = "additional_special_tokens_ids", "extra_special_tokens_ids"  # until transformers 4, and from 5 on
@@ -55,60 +59,15 @@ class Vocabulary:
         continuations = frozenset(token for piece, token in pieces if piece.startswith("##"))
         return Vocabulary(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, sentinels, continuations)
 
-
-def mt19937_64(seed: int) -> Iterator[int]:
-    """The numbers of C++'s std::mt19937_64(seed) (Nishimura, ACM TOMACS 10(4), 2000)."""
-    state = [seed & ((1 << 64) - 1)]
-    for i in range(1, 312):
-        state.append((6364136223846793005 * (state[-1] ^ (state[-1] >> 62)) + i) & ((1 << 64) - 1))
-    while True:
-        for i in range(312):
-            word = (state[i] & 0xFFFFFFFF80000000) | (state[(i + 1) % 312] & 0x7FFFFFFF)
-            number = state[i] = state[(i + 156) % 312] ^ (word >> 1) ^ (0xB5026F5AA96619E9 if word & 1 else 0)
-            number ^= (number >> 29) & 0x5555555555555555
-            number ^= (number << 17) & 0x71D67FFFEDA60000
-            number ^= (number << 37) & 0xFFF7EEE000000000
-            yield number ^ (number >> 43)
-
-
-def build_sample_map(
-    documents: np.ndarray, sizes: np.ndarray, count: int, max_length: int, short_prob: float, seed: int
-) -> np.ndarray:
-    """Which sentences make each sample: [n, 3] of (first sentence, end sentence, target length), n >= count, shuffled.
-
-    Whole epochs, until there are `count` samples. With probability `short_prob` a target is shorter than `max_length`.
-    Raises Problem when no document can be used.
-    """
-    ratio = round(1 / short_prob) if short_prob > 0 else 0
-
-    def target_lengths() -> Iterator[int]:
-        rng = np.random.RandomState(seed)  # seeded as C++'s std::mt19937, and full-range integers are its raw output
-        while True:
-            for draw in rng.randint(0, 1 << 32, 4096, np.uint32).tolist():
-                yield 2 + draw % (max_length - 1) if ratio and draw % ratio == 0 else max_length
-
-    bounds, lengths, rows = documents.tolist(), sizes.tolist(), []
-    usable = [
-        (first, end)
-        for first, end in pairwise(bounds)
-        if end - first == 1 or (end > first and max(lengths[first:end]) <= LONG_SENTENCE)
-    ]
-    if not usable:
-        raise Problem("no document in this split is usable: they are empty, or their sentences are too long")
-    targets = target_lengths()
-    while len(rows) < count:
-        for first, end in usable:
-            target, start, length = next(targets), first, 0
-            for sentence in range(first, end):
-                length, left = length + lengths[sentence], end - sentence - 1
-                if left == 0 or (length >= target and left > 1):
-                    rows.append((start, sentence + 1, target))
-                    target, start, length = next(targets), sentence + 1, 0
-    random = mt19937_64(seed + 1)
-    for i in range(len(rows) - 1, 0, -1):
-        j = next(random) % (i + 1)
-        rows[i], rows[j] = rows[j], rows[i]
-    return np.array(rows, np.int64)
+    @staticmethod
+    def of_gpt(place: str, kind: str) -> "Vocabulary":
+        """GPT's, of which only the size matters: from GPT-2's vocabulary file, or a Hugging Face tokenizer."""
+        with readable(place, "gpt"):
+            if kind == "GPT2BPETokenizer":
+                size = len(json.loads(Path(place).read_bytes()))
+            else:
+                size = len(load_tokenizer(place, "gpt"))
+        return Vocabulary(size, pad=-1, eos=size - 1, sentinels=(), continuations=frozenset())
 
 
 def split_documents(shares: list[float], documents: int) -> list[tuple[int, int]]:
@@ -120,79 +79,6 @@ def split_documents(shares: list[float], documents: int) -> list[tuple[int, int]
     return list(pairwise([0, *(bound - excess for bound in bounds[1:])]))
 
 
-def choose_spans(
-    tokens: list[int], budget: float, vocabulary: Vocabulary, rng: np.random.RandomState
-) -> list[list[int]]:
-    """Spans of whole words that do not overlap, `budget` tokens in all at most: their positions, as the text runs."""
-    words: list[list[int]] = []
-    for i, token in enumerate(tokens):
-        if words and token in vocabulary.continuations:
-            words[-1].append(i)
-        elif token not in (vocabulary.pad, vocabulary.eos):
-            words.append([i])
-    order = np.arange(len(words))
-    rng.shuffle(order)
-    lengths = np.minimum(rng.geometric(SPAN_P, len(words)), MAX_SPAN)
-    ends = np.cumsum([0] + [len(word) for word in words]).tolist()
-    spans: list[list[int]] = []
-    covered: set[int] = set()
-    for first, length in zip(order.tolist(), lengths.tolist(), strict=True):
-        room = budget - len(covered)
-        if room <= 0:
-            break
-        last = min(first + length, len(words))
-        while last > first + 1 and ends[last] - ends[first] > room:
-            last -= 1
-        span = [i for word in words[first:last] for i in word]
-        if len(span) <= room and covered.isdisjoint(span):
-            covered.update(span)
-            spans.append(span)
-    return sorted(spans)
-
-
-def padded(ids: list[int], length: int, padding: int) -> np.ndarray:
-    return np.array(ids + [padding] * (length - len(ids)), np.int64)
-
-
-class SpanCorruption(torch.utils.data.Dataset):
-    """T5's objective: spans of the text are replaced by sentinels, and the decoder writes sentinel and span in turn."""
-
-    def __init__(
-        self, args: Namespace, file: TokenFile, documents: tuple[int, int], count: int, vocabulary: Vocabulary
-    ) -> None:
-        """At least `count` samples from documents [first, end) of `file`. Raises Problem when none can be used."""
-        self.args, self.file, self.vocabulary = args, file, vocabulary
-        bounds = file.documents[documents[0] : documents[1] + 1]
-        max_length = args.encoder_seq_length - 2  # room that Megatron keeps for two added tokens
-        self.map = build_sample_map(bounds, file.sizes, count, max_length, args.short_seq_prob, args.seed)
-
-    def __len__(self) -> int:
-        return len(self.map)
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Encoder input [s_enc], decoder input [s_dec] and labels [s_dec, -1 on padding] of a sample, int64."""
-        args, vocabulary = self.args, self.vocabulary
-        first, end, target = self.map[index].tolist()
-        tokens = np.concatenate([self.file[i] for i in range(first, end)])[:target].tolist()
-        budget = min(args.mask_prob * target, max(1, round(len(tokens) * args.mask_prob)))
-        spans = choose_spans(tokens, budget, vocabulary, np.random.RandomState(args.seed + index))
-        encoder, decoder, start = [], [vocabulary.eos], 0  # Megatron's decoder starts with the end-of-text token
-        for sentinel, span in zip(vocabulary.sentinels, spans, strict=False):
-            encoder += [*tokens[start : span[0]], sentinel]
-            decoder += [sentinel, *(tokens[i] for i in span)]
-            start = span[-1] + 1
-        encoder += tokens[start:]
-        labels = [*decoder[1:], vocabulary.eos]
-        if len(spans) > len(vocabulary.sentinels) or len(decoder) > args.decoder_seq_length:
-            found = f"a sample has {len(spans)} spans and {len(decoder)} decoder tokens"
-            raise ValueError(f"{found}: too many for this run")
-        return (
-            padded(encoder, args.encoder_seq_length, vocabulary.pad),
-            padded(decoder, args.decoder_seq_length, vocabulary.pad),
-            padded(labels, args.decoder_seq_length, -1),
-        )
-
-
 def step_indices(args: Namespace, dp_rank: int, consumed: int, end: int) -> Iterator[list[int]]:
     """For each iteration, the samples of one data-parallel rank: its share of every micro-batch, in turn."""
     for start in range(consumed, end - args.global_batch_size + 1, args.global_batch_size):
@@ -200,7 +86,7 @@ def step_indices(args: Namespace, dp_rank: int, consumed: int, end: int) -> Iter
         yield samples[:, dp_rank].flatten().tolist()
 
 
-def batches(dataset: SpanCorruption, args: Namespace, dp_rank: int, consumed: int) -> Iterator[Batch]:
+def batches(dataset: torch.utils.data.Dataset, args: Namespace, dp_rank: int, consumed: int) -> Iterator[Batch]:
     """One batch per iteration on its device, [micro_batches * micro_batch_size, length] each."""
     loader = torch.utils.data.DataLoader(
         dataset,
@@ -213,16 +99,41 @@ def batches(dataset: SpanCorruption, args: Namespace, dp_rank: int, consumed: in
         yield tuple(tensor.to(args.device, non_blocking=True) for tensor in batch)
 
 
+def samples_of(
+    args: Namespace, file: TokenFile, documents: tuple[int, int], count: int, vocabulary: Vocabulary
+) -> torch.utils.data.Dataset:
+    """At least `count` samples of the run's model. Raises Problem when no document can be used."""
+    if args.family == "gpt":
+        from native.gpt_samples import GPTSamples
+
+        return GPTSamples(args, file, documents, count)
+    from native.t5_samples import SpanCorruption
+
+    return SpanCorruption(args, file, documents, count, vocabulary)
+
+
 def open_data(
     args: Namespace, dp_rank: int, file: TokenFile, vocabulary: Vocabulary, done: int = 0
 ) -> tuple[Iterator[Batch], Iterator[Batch]]:
     """A data-parallel rank's batches for training after `done` iterations, and for its evaluations."""
     train, validation, _ = split_documents(args.split, len(file.documents) - 1)
-    size, evaluation = args.global_batch_size, args.global_batch_size * args.eval_iters  # samples of each
-    dataset = SpanCorruption(args, file, train, args.train_iters * size, vocabulary)
-    training = batches(dataset, args, dp_rank, done * size)
-    if not args.eval_iters:
-        return training, iter(())
-    count = (args.train_iters // args.eval_interval + 1) * evaluation  # one more comes at the end
-    dataset = SpanCorruption(args, file, validation, count, vocabulary)
-    return training, batches(dataset, args, dp_rank, done // args.eval_interval * evaluation)
+    size = args.global_batch_size
+    training = evaluation = iter(())
+    if not args.skip_train:
+        dataset = samples_of(args, file, train, args.train_iters * size, vocabulary)
+        training = batches(dataset, args, dp_rank, done * size)
+    if args.eval_iters:
+        each = size * args.eval_iters  # samples of one evaluation
+        count = (args.train_iters // args.eval_interval + 1) * each  # one more comes at the end
+        dataset = samples_of(args, file, validation, count, vocabulary)
+        evaluation = batches(dataset, args, dp_rank, done // args.eval_interval * each)
+    return training, evaluation
+
+
+def open_test(args: Namespace, dp_rank: int, file: TokenFile, vocabulary: Vocabulary) -> Iterator[Batch] | None:
+    """Its batches of the test set, if that has documents."""
+    first, end = split_documents(args.split, len(file.documents) - 1)[2]
+    if first == end:
+        return None
+    count = args.global_batch_size * args.eval_iters
+    return batches(samples_of(args, file, (first, end), count, vocabulary), args, dp_rank, 0)

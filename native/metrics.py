@@ -59,7 +59,10 @@ class Metrics:
         architecture = Architecture.of_arguments(vars(args), args.padded_vocab_size)
         self.flops = flops_per_iteration(architecture, args.global_batch_size)
         args.parameters, self.speaks = parameters(architecture), args.rank == args.world_size - 1
-        self.samples, self.tokens = args.global_batch_size, args.encoder_seq_length + args.decoder_seq_length
+        self.samples = args.global_batch_size
+        is_gpt = args.family == "gpt"
+        self.length = args.seq_length if is_gpt else args.encoder_seq_length
+        self.tokens = args.seq_length if is_gpt else args.encoder_seq_length + args.decoder_seq_length  # of a sample
         self.seen: list[tuple[Tensor, Tensor, float]] = []
         self.tensorboard = self.wandb = None
         if self.speaks and args.tensorboard_dir:
@@ -109,7 +112,7 @@ class Metrics:
             f" consumed tokens: {iteration * self.samples * self.tokens:12d} |"
             f" elapsed time per iteration (ms): {elapsed_ms:.1f} | learning rate: {rates[-1]:.3E} |"
             f" global batch size: {self.samples:5d} | lm loss: {sum(losses) / len(losses):.6E} | loss scale: 1.0 |"
-            f" grad norm: {norms[-1]:.6E} | actual seqlen: {args.encoder_seq_length:5d} |"
+            f" grad norm: {norms[-1]:.6E} | actual seqlen: {self.length:5d} |"
             f" number of skipped iterations: {0:3d} |"
             f" number of nan iterations: {sum(not math.isfinite(loss) for loss in losses):3d} |"
             f" samples per second: {samples:.3f} |"
@@ -137,14 +140,16 @@ class Metrics:
             consumed = step * self.samples
             self.wandb.log(values | {"Samples": consumed, "Tokens": consumed * self.tokens}, step=step)
 
-    def validation(self, iteration: int, loss: Tensor) -> None:
-        """Prints and plots the mean of the data-parallel ranks' validation losses, []."""
+    def validation(self, iteration: int, loss: Tensor, alone_on: str = "") -> None:
+        """Prints and plots the mean of the data-parallel ranks' losses, []. alone_on: its set, without training."""
         mean = (self.layout.dp.all_reduce(loss) / self.layout.dp.size).item()
         if self.speaks:
-            text = f" validation loss at iteration {iteration} | lm loss value: {mean:.6E} |"
+            samples = f" on {self.args.eval_iters * self.samples}-sample draw from {alone_on} set" if alone_on else ""
+            text = f" validation loss at iteration {iteration}{samples} | lm loss value: {mean:.6E} |"
             text += f" lm loss PPL: {math.exp(min(20, mean)):.6E} | "
             say("\n".join(("-" * len(text), text, "-" * len(text))))
-            self.plot(iteration, {"lm-loss-validation/lm loss validation": mean})
+            if not alone_on:
+                self.plot(iteration, {"lm-loss-validation/lm loss validation": mean})
 
     def end(self) -> None:
         """Each rank's line on its peak memory in MiB, on the GPU as PyTorch counts it; then lets go of the curves."""

@@ -1,4 +1,4 @@
-"""How far each number of a recipe moves the curves: python -m native.sensitivity FLAGS, with a one-process run's flags.
+"""How far each number of a recipe moves the curves: python -m native.sensitivity t5|gpt FLAGS, of a one-process run.
 
 It trains the recipe, and again with each number changed by a hundredth, or by the smallest possible step. It prints a
 line of JSON for each training: what was changed, how, and the losses and gradient norms of all iterations. With
@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -17,9 +18,9 @@ import torch
 
 from native.arguments import start
 from native.data import Batch, TokenFile, Vocabulary, open_data
+from native.data_parallel import TorchTrainer
 from native.parallel import Layout
 from native.train import learning_rate, pad_vocabulary
-from native.trainers import TorchTrainer
 
 PERCENT = 0.01
 # Groups of parameters, by patterns of their names.
@@ -35,6 +36,9 @@ GROUPS = {
     "biases": r"(?<!layernorm)\.bias$",
     "output bias": r"^lm_head\.",
 }
+
+
+LACKING = {"t5": (), "gpt": ("decoder", "cross-attention", "output bias")}  # its layers are called the encoder
 
 
 class Change(NamedTuple):
@@ -65,9 +69,12 @@ def changes(args: Namespace) -> Iterator[Change]:
     yield Change("loss scale", what="gradient")
     yield Change("accumulation", "1 % of one micro-batch", what="micro-batch")
     yield Change("order of the data", "two samples", what="order")
-    yield Change("encoder's length", "1 token", what="encoder")
+    if args.family == "t5":
+        yield Change("encoder's length", "1 token", what="encoder")
     yield Change("decoder's length", "1 token", what="decoder")
     for group, pattern in GROUPS.items():
+        if group in LACKING[args.family]:
+            continue
         for number in ("learning rate", "weight decay", "gradient"):
             yield Change(f"{number} of {group}", what=number, of=pattern)
 
@@ -75,15 +82,16 @@ def changes(args: Namespace) -> Iterator[Change]:
 def changed_data(batches: list[Batch], what: str, pad: int) -> list[Batch]:
     """Swaps two samples of neighbouring iterations, or shortens one sample by a token."""
     changed = [tuple(tensor.clone() for tensor in batch) for batch in batches]
-    encoder, decoder, labels = changed[0]
+    labels = changed[0][-1]
     if what == "order":
         for tensor, its in zip(changed[0], changed[1], strict=True):
             tensor[0], its[0] = its[0].clone(), tensor[0].clone()
     elif what == "encoder":
+        encoder = changed[0][0]
         encoder[0, int((encoder[0] != pad).sum()) - 1] = pad
     elif what == "decoder":
         last = int((labels[0] >= 0).sum()) - 1
-        decoder[0, last], labels[0, last] = pad, -1
+        labels[0, last] = -1
     return changed
 
 
@@ -115,7 +123,7 @@ def prepare(trainer: TorchTrainer, change: Change, args: Namespace) -> None:
 
 def run(args: Namespace) -> None:
     """Trains with each change, until a curve differs enough from the recipe's, and prints its line."""
-    file, vocabulary = TokenFile(args.data_path), Vocabulary.load(args.tokenizer_model)
+    file, vocabulary = TokenFile(args.data_path), Vocabulary.of(args)
     pad_vocabulary(args, vocabulary)
     args.num_workers = 0
     samples, _ = open_data(args, 0, file, vocabulary)
@@ -138,4 +146,4 @@ def run(args: Namespace) -> None:
 
 
 if __name__ == "__main__":
-    start(run)
+    start(run, family=sys.argv.pop(1))

@@ -15,11 +15,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from native.data import Batch, TokenFile, Vocabulary, open_data
+from native.data import Batch, TokenFile, Vocabulary, open_data, open_test
+from native.data_parallel import TorchTrainer
 from native.metrics import Metrics, say
 from native.parallel import Layout
-from native.trainers import PipelineTrainer, TorchTrainer, ZeroTrainer
+from native.trainers import make_trainer
 from t5bench import Problem
 from t5bench.imports import import_deepspeed, leave_out_compiler
 
@@ -46,7 +48,8 @@ def share_vocabulary(args: Namespace, file: TokenFile) -> Vocabulary:
     answer: list[Vocabulary | Problem | None] = [None]
     if args.rank == 0:
         try:
-            answer = [vocabulary := Vocabulary.load(args.tokenizer_model)]
+            vocabulary = Vocabulary.of(args)
+            answer = [vocabulary]
             if (largest := int(file.tokens.max())) >= (size := vocabulary.size):
                 raise Problem(f"{args.data_path}.bin has token {largest}, {args.tokenizer_model} has {size} tokens")
         except Problem as problem:
@@ -67,10 +70,15 @@ def evaluate(
 ) -> None:
     """The validation loss over the samples of --eval-iters iterations; its time does not count as training."""
     with metrics:
-        trainer.model.eval()
-        losses = torch.stack([trainer.evaluate(next(batches)) for _ in range(args.eval_iters)])
-        trainer.model.train()
-        metrics.validation(iteration, losses.mean())
+        metrics.validation(iteration, evaluated_loss(trainer, args, batches))
+
+
+def evaluated_loss(trainer: TorchTrainer, args: Namespace, batches: Iterator[Batch]) -> Tensor:
+    """The mean loss of --eval-iters batches on this process, []."""
+    trainer.model.eval()
+    losses = torch.stack([trainer.evaluate(next(batches)) for _ in range(args.eval_iters)])
+    trainer.model.train()
+    return losses.mean()
 
 
 def dropout_states(directory: str, iteration: int, args: Namespace, layout: Layout) -> tuple[Path, dict]:
@@ -129,7 +137,7 @@ def run(args: Namespace) -> None:
     vocabulary = share_vocabulary(args, file)
     pad_vocabulary(args, vocabulary)
     layout = Layout.build(args.pp, args.dp, args.tp, args.device, args.seed)
-    trainer = (ZeroTrainer if args.deepspeed else PipelineTrainer if args.pp > 1 else TorchTrainer)(args, layout)
+    trainer = make_trainer(args, layout)
     training, validation = open_data(args, layout.dp.rank, file, vocabulary, done)
     if done:
         load(trainer, args, layout, done)
@@ -140,6 +148,27 @@ def run(args: Namespace) -> None:
             f" {args.micro_batches} micro-batches of {args.micro_batch_size}, vocabulary padded to"
             f" {args.padded_vocab_size}, {args.dtype} on {args.device.type}, from iteration {done}"
         )
+    if args.skip_train:
+        metrics.validation(done, evaluated_loss(trainer, args, validation), "validation")
+        if test := open_test(args, layout.dp.rank, file, vocabulary):
+            metrics.validation(done, evaluated_loss(trainer, args, test), "test")
+    else:
+        train(trainer, args, layout, training, validation, metrics, done)
+    del training, validation  # ends the processes that prepare samples
+    metrics.end()
+    dist.destroy_process_group()
+
+
+def train(
+    trainer: TorchTrainer,
+    args: Namespace,
+    layout: Layout,
+    training: Iterator[Batch],
+    validation: Iterator[Batch],
+    metrics: Metrics,
+    done: int,
+) -> None:
+    """The iterations after `done`, with their evaluations and checkpoints."""
     for iteration in range(done + 1, args.train_iters + 1):
         loss, norm = trainer.step(next(training), learning_rate(args, iteration - 1))
         metrics.record(iteration, loss, norm, learning_rate(args, iteration))
@@ -151,7 +180,4 @@ def run(args: Namespace) -> None:
             with metrics:
                 save(trainer, args, layout, iteration)
         if leaving:
-            break
-    del training, validation  # ends the processes that prepare samples
-    metrics.end()
-    dist.destroy_process_group()
+            return

@@ -20,6 +20,7 @@ from t5bench.record.plan import Plan
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3_offload", "tensor", "pipeline", "hybrid")
+NATIVE_STRATEGIES = (*STRATEGIES, "fsdp2")
 
 # Records what it was given, and says what an engine says that trained to its end, after STUB_WAIT seconds. STUB_SLEEP
 # keeps it and two children alive, one of them in a session of its own, as torchrun's workers are; STUB_STUBBORN lets

@@ -56,6 +56,8 @@ def reduction_of(run: Run) -> Reduction:
         zero = Zero.of_config(plan.ds_config)
         dtype = _DTYPES.get(zero.reduction or plan.precision, "unknown")
         return Reduction(dtype, zero.overlap, f"buckets of {zero.reduce_bucket / 1e6:g}M elements")
+    if plan.strategy.has_fsdp2:
+        return Reduction("fp32", True, "one layer at a time")
     if plan.engine == "native":
         # fp32 master weights have fp32 gradients; PyTorch's DDP fills buckets of 25 MiB unless told otherwise.
         return Reduction("fp32", True, "buckets of 25 MiB")

@@ -110,6 +110,7 @@ class Parallel:
     sequence_parallel: bool = False
     virtual_stages: int = 1  # model chunks on each GPU under the interleaved schedule
     devices_per_node: int = 8
+    shards: int = 0  # FSDP2: data-parallel GPUs that share one copy of the states; 0 if all do
     deepspeed: bool = False  # its pipeline engine, whose last stage copies the whole tied embedding, positions too
 
     def __str__(self) -> str:
@@ -123,6 +124,11 @@ class Parallel:
     def decoder_stage(self) -> int:
         """The first stage with decoder layers of an encoder-decoder."""
         return self.split_rank if self.split_rank is not None else self.pipeline // 2
+
+    @property
+    def states_over(self) -> int:
+        """The number of GPUs over which ZeRO or FSDP2 divides the states."""
+        return self.shards or self.data
 
     @property
     def sequence(self) -> int:
@@ -165,6 +171,13 @@ class Zero:
             reduction=(config or {}).get("communication_data_type") or "",
             **{field: int(float(zero[name])) for field, name in sizes.items() if name in zero},
         )
+
+
+@dataclass(frozen=True)
+class FullySharded:
+    """PyTorch's FSDP2 in the native engine, in place of ZeRO; Parallel.shards says over how many GPUs."""
+
+    keeps_parameters: bool = False  # they are gathered once an iteration and kept until its last backward pass
 
 
 @dataclass(frozen=True)
@@ -232,6 +245,7 @@ class Job:
     micro_batch: int = 1  # one GPU's
     global_batch: int = 1
     zero: Zero = Zero()
+    fully_sharded: FullySharded | None = None
     distributed_optimizer: bool = False  # Megatron's own
     precision: str = "bf16"
     recompute: str = "none"  # "selective" (attention's core) or "full" (each layer keeps its input)
@@ -272,16 +286,18 @@ class Job:
     def of_plan(cls, plan: Any, padded_vocabulary: int) -> "Job":
         """The job of a launcher's or a stored run's plan, a ``t5bench.record.plan.Plan`` that has a layout."""
         arguments, layout, zero = plan.named_arguments, plan.layout, Zero.of_config(plan.ds_config)
+        keeps, shards = _given(arguments, "fsdp2_keep_parameters"), int(arguments.get("fsdp2_shard_size") or 0)
         flash = plan.engine == "megatron" and _given(arguments, "use_flash_attn_v2")
         return cls(
             architecture=Architecture.of_arguments(arguments, padded_vocabulary),
             parallel=Parallel(
                 layout.tp, layout.pp, layout.dp, layout.split_rank, _given(arguments, "sequence_parallel"),
-                devices_per_node=layout.nproc_per_node, deepspeed=layout.pp > 1 and zero.stage > 0,
+                devices_per_node=layout.nproc_per_node, shards=shards, deepspeed=layout.pp > 1 and zero.stage > 0,
             ),
             micro_batch=int(arguments["micro_batch_size"]),
             global_batch=int(arguments["global_batch_size"]),
             zero=zero,
+            fully_sharded=FullySharded(keeps) if plan.strategy.has_fsdp2 else None,
             precision=next((name for name in ("bf16", "fp16") if _given(arguments, name)), "fp32"),
             recompute=arguments.get("recompute_granularity") or "none",
             attention="fused" if plan.engine == "native" else "unfused",
@@ -306,14 +322,18 @@ def padded(vocabulary: int, multiple: int, tensor: int = 1) -> int:
     return -(-vocabulary // step) * step
 
 
-def beyond_native(tensor: int, pipeline: int, has_zero: bool, micro_batches: int, is_fp16: bool = False) -> str:
-    """Why the native engine cannot train a T5 in this layout and precision; "" if it can."""
+def beyond_native(
+    tensor: int, pipeline: int, has_zero: bool, micro_batches: int, is_fp16: bool = False, has_fsdp2: bool = False
+) -> str:
+    """Why the native engine cannot train in this layout and precision; "" if it can."""
     if is_fp16:
         return "the native engine does not train in fp16, because it has no loss scaling"
     if pipeline > 2:
         return f"the native engine has at most two pipeline stages, but {pipeline} were asked for"
     if has_zero and tensor * pipeline > 1:
         return "the native engine's ZeRO shards only over data-parallel ranks, without TP and PP"
+    if has_fsdp2 and pipeline > 1:
+        return "the native engine has no FSDP2 with pipeline stages"
     if micro_batches < pipeline:
         return f"the native engine's pipeline needs at least {pipeline} micro-batches, found {micro_batches}"
     return ""

@@ -14,6 +14,7 @@ from math import prod
 from t5bench.model.job import Job
 from t5bench.model.machine import MIB, Device
 from t5bench.model.parameters import Stage, layer_shapes, parameters, stage_of, tensors
+from t5bench.model.traffic import sharded_groups
 
 FP32_GRADIENTS = 4  # bytes per parameter of the fp32 gradients that an update makes
 
@@ -63,7 +64,7 @@ def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
     count, t = parameters(a, job.parallel, stage), job.parallel.tensor
     states, cpu = model_states(job, count)
     states["workspace"] = workspace(job, stage, device)
-    if not (job.zero.stage or job.distributed_optimizer or job.element == 4):
+    if not (job.zero.stage or job.fully_sharded or job.distributed_optimizer or job.element == 4):
         # Every parameter has a tensor of weights, one of masters and two of moments; gradients are one buffer. ZeRO and
         # Megatron's distributed optimizer have a few flat tensors, which waste next to nothing.
         sizes = [size for each in tensors(a, job.parallel, stage).values() for size in each]
@@ -100,6 +101,8 @@ def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
 def states_of(job: Job) -> dict[str, tuple[float, float]]:
     """Bytes per parameter of the states that every data-parallel rank has, and of those divided among the ranks."""
     e, kept, zero, moments = job.element, job.software, job.zero.stage, sum(job.moments)
+    if job.fully_sharded:  # fp32 parameters are the masters; there are no gradients between iterations
+        return {"weights": (0, 4), "optimizer": (0, moments)}
     weights, gradients, optimizer = e, e, moments + (4 if e == 2 or zero else 0)  # with the masters
     if not zero and job.engine != "galvatron":
         gradients = 2 if job.precision == "fp16" else 4  # Megatron accumulates in fp32 under bf16, in fp16 under fp16
@@ -112,7 +115,7 @@ def states_of(job: Job) -> dict[str, tuple[float, float]]:
 
 def model_states(job: Job, count: int) -> tuple[dict[str, float], dict[str, float]]:
     """The lasting weights, gradients and optimizer states of `count` parameters: on the GPU, and in CPU memory."""
-    n, zero = job.parallel.data, job.zero
+    n, zero = job.parallel.states_over, job.zero
     sizes = {name: (whole + divided / n) * count for name, (whole, divided) in states_of(job).items()}
     cpu = {}
     if zero.offload_optimizer or zero.offload_parameters:
@@ -126,6 +129,8 @@ def transient_states(job: Job, count: int) -> dict[str, dict[str, float]]:
     """What a moment adds to the states: ZeRO's buckets and gathered window, copies, the optimizer's temporaries."""
     e, n, zero = job.element, job.parallel.data, job.zero
     found: dict[str, dict[str, float]] = {"forward": {}, "backward": {}, "step": {}}
+    if job.fully_sharded:
+        return _fully_sharded_states(job, count)
     if job.software.cast_parameters and not zero.stage and e == 2:
         found["forward"]["16-bit copies"] = found["backward"]["16-bit copies"] = e * count
     if zero.stage:
@@ -138,6 +143,30 @@ def transient_states(job: Job, count: int) -> dict[str, dict[str, float]]:
         window = e * min(count, zero.live_parameters, zero.reuse_distance / 2)
         found["forward"]["gathered parameters"] = found["backward"]["gathered parameters"] = window
     return found
+
+
+def _fully_sharded_states(job: Job, count: int) -> dict[str, dict[str, float]]:
+    """FSDP2's gathered parameters and gradients.
+
+    Gathered are the root and a layer, or everything if it is kept. Whole fp32 gradients add up until the last
+    micro-batch, which divides them layer by layer; with one micro-batch only the layer that is reduced is whole. The
+    root's gradient is not divided before the backward pass has reached the embedding.
+    """
+    e, n = job.element, job.parallel.states_over
+    sizes = {what: (groups, size) for what, groups, size in sharded_groups(job)}
+    _, root = sizes.pop("embedding and rest")
+    layer = max(size for _, size in sizes.values())
+    keeps = job.fully_sharded is not None and job.fully_sharded.keeps_parameters
+    gathered = {"gathered parameters": e * (count if keeps else root + layer)}
+    if job.micro_batches > 1:
+        added_up, gradients = 4 * count, 4 * count
+    else:
+        added_up, gradients = 0, 4 * (count - root) / n
+    return {
+        "forward": gathered | {"gradients": added_up},
+        "backward": gathered | {"gradients": gradients, "reduction": 4 * layer},
+        "step": {"gradients": 4 * count / n},
+    }
 
 
 def workspace(job: Job, stage: int = 0, device: Device | None = None) -> float:
@@ -329,5 +358,6 @@ def logits_bytes(job: Job, stage: int = 0) -> tuple[float, float]:
 
 def word_gradient(job: Job) -> float:
     """The word embedding's gradient in autograd: fp32 in addition to 16 bits if parameters are cast."""
-    a, cast = job.architecture, job.software.cast_parameters and job.element == 2 and not job.zero.stage
+    a = job.architecture
+    cast = job.software.cast_parameters and job.element == 2 and not (job.zero.stage or job.fully_sharded)
     return a.padded_vocabulary / job.parallel.tensor * a.hidden * (4 if cast else job.element)

@@ -41,6 +41,9 @@ CPU_ADAM = 1e9  # parameters per second of DeepSpeedCPUAdam on one socket
 # DeepSpeed's Python around every tensor of a micro-batch, in operators: gradient hooks, stage 3's fetching and
 # releasing. Estimated from CPU runs over unlimited links, where ZeRO-2 still takes 10 % and ZeRO-3 8 to 24 % longer.
 HOOK_OPERATORS = {0: 0, 1: 4, 2: 8, 3: 40}
+# FSDP2's for a layer and for the root in a micro-batch: gathering, copying, freeing (counted with TorchDispatchMode;
+# its Python between them is not counted).
+FSDP2_LAYER_OPERATORS, FSDP2_ROOT_OPERATORS = 16, 13
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,8 @@ def stage_seconds(job: Job, device: Device, stage: int, slower: float = 1.0) -> 
         passes = LOGIT_PASSES * (4 / job.element if job.software.casts else 1)
         head = 2 * job.micro_batch * multiply_adds(a)["head"] / t / products + logits * passes * in_memory
         operators += OTHER_OPERATORS
+    if job.fully_sharded:
+        operators += FSDP2_LAYER_OPERATORS * (part.encoder_layers + part.decoder_layers) + FSDP2_ROOT_OPERATORS
     operators += HOOK_OPERATORS[job.zero.stage] * (12 * part.encoder_layers + 20 * part.decoder_layers + 4)
 
     def way(gpu: float, operators: float) -> Pass:
@@ -187,8 +192,8 @@ def iteration(job: Job, machine: Machine, backend: str = "nccl", slower: float =
 def _update_seconds(job: Job, device: Device, slower: float) -> tuple[float, float]:
     """The optimizer's step on its GPU; with offload instead the copies over PCIe and Adam on the CPU."""
     own = float(max(parameters(job.architecture, job.parallel, stage) for stage in range(job.parallel.pipeline)))
-    if job.zero.stage or job.distributed_optimizer:
-        own /= job.parallel.data
+    if job.zero.stage or job.fully_sharded or job.distributed_optimizer:
+        own /= job.parallel.states_over
     # With offload its part of the parameters comes in, and of the gradients goes out, for every micro-batch.
     offload = job.zero.offload_parameters * job.micro_batches * 2 * own * job.element / device.pcie
     if job.zero.offload_optimizer:

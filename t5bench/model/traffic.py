@@ -1,7 +1,7 @@
 """Every collective of an iteration, and what a node's network interface counts of them.
 
 As the engines do it: Megatron-DeepSpeed at commit 4efb479d (optimizer/optimizer.py, core/tensor_parallel,
-core/pipeline_parallel), DeepSpeed 0.18.3 (runtime/zero) and native/.
+core/pipeline_parallel), DeepSpeed 0.18.3 (runtime/zero), PyTorch 2.13 (distributed/fsdp/_fully_shard) and native/.
 """
 
 from collections import Counter
@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from math import ceil, log2
+from math import ceil, log2, prod
 
 from t5bench import Problem
-from t5bench.model.job import BYTES, Job, Parallel
-from t5bench.model.parameters import parameters, stage_of, tensors
+from t5bench.model.job import BYTES, FullySharded, Job, Parallel
+from t5bench.model.parameters import layer_shapes, parameters, stage_of, tensors
 
 # Measured with torch 2.13's gloo over TCP: besides its data a message costs both ends together this much (two headers
 # of 48 bytes, and packets' headers of 66), and the data cost one TCP/IP header per packet of 64 KiB that the interface
@@ -59,6 +59,9 @@ def large_tensors(job: Job, stage: int) -> int:
 def _data_parallel(job: Job, stage: int) -> Iterator[Row]:
     if job.parallel.data == 1:
         return
+    if job.fully_sharded:
+        yield from _fully_sharded(job, stage, job.fully_sharded)
+        return
     zero, size, m = job.zero, parameters(job.architecture, job.parallel, stage), job.micro_batches
     # ZeRO has its own dtype for sending gradients; Megatron accumulates bf16's in fp32, fp16's in fp16.
     engines = 2 if job.engine == "megatron" and job.precision == "fp16" else 4
@@ -85,6 +88,49 @@ def _data_parallel(job: Job, stage: int) -> Iterator[Row]:
         yield from _gathers(job, stage)
     if job.engine == "megatron" and stage == job.parallel.pipeline - 1:
         yield Row("loss", "data", "all-reduce", m, 4, "each forward")
+
+
+def sharded_groups(job: Job, stage: int = 0) -> list[tuple[str, int, int]]:
+    """FSDP2's groups of parameters, which are gathered together: what, how many such groups, elements of one.
+
+    A layer's tensors are divided along their first dimension, whose rows are padded (_fsdp_param.py). The root has the
+    rest.
+    """
+    a, n = job.architecture, job.parallel.states_over
+    part = stage_of(a, job.parallel, stage)
+    found = []
+    rest = parameters(a, job.parallel, stage)
+    for name, layers, is_decoder in (("encoder", part.encoder_layers, False), ("decoder", part.decoder_layers, True)):
+        shapes = layer_shapes(a, job.parallel.tensor, is_decoder)
+        rest -= layers * sum(prod(shape) for shape in shapes)
+        found.append((f"{name} layers", layers, sum(ceil(shape[0] / n) * n * prod(shape[1:]) for shape in shapes)))
+    return [group for group in (*found, ("embedding and rest", 1, rest)) if group[1]]
+
+
+def _fully_sharded(job: Job, stage: int, how: FullySharded) -> Iterator[Row]:
+    """FSDP2 (_fsdp_param_group.py) as native/fsdp2.py asks for it.
+
+    A layer is gathered for every forward and again for every backward pass; the root, which is used last in forward and
+    first in backward, once a micro-batch. Gradients are reduced in the last micro-batch, in fp32; each copy of the
+    states then adds up what the others have.
+    """
+    m, n = job.micro_batches, job.parallel.states_over
+    group = "shard" if job.parallel.shards else "data"
+    for what, count, elements in sharded_groups(job, stage):
+        gathered = elements * job.element
+        if how.keeps_parameters:
+            yield Row(what, group, "all-gather", count, gathered, "first forward")
+        else:
+            yield Row(what, group, "all-gather", m * count, gathered, "each forward", "each forward")
+        if not how.keeps_parameters and "layers" in what:
+            yield Row(what, group, "all-gather", m * count, gathered, "each backward", "each backward")
+        yield Row(
+            f"gradients of {what}", group, "reduce-scatter", count, 4 * elements, "last backward", "last backward"
+        )
+        if n < job.parallel.data:
+            shard = 4 * elements / n
+            yield Row(f"gradients of {what}", "replica", "all-reduce", count, shard, "last backward", "last backward")
+    yield Row("gradient norm", group, "all-reduce", 1, 4, "optimizer")
 
 
 def _gathers(job: Job, stage: int) -> Iterator[Row]:
@@ -186,9 +232,15 @@ def groups(parallel: Parallel, encoder_decoder: bool = True) -> dict[str, list[t
     stage, last = t * d, parallel.pipeline - 1  # how many ranks a stage has, and the last one's number
     pipelines = [tuple(range(first, world, stage)) for first in range(stage)]
     starts = {0, parallel.decoder_stage} if encoder_decoder and last else {0}
+    data = [tuple(range(at + i, at + stage, t)) for at, i in product(range(0, world, stage), range(t))]
+    copies = {}
+    if size := parallel.shards:  # FSDP2's: neighbours share the states, and each has its equal in every other copy
+        copies["shard"] = [ranks[at : at + size] for ranks in data for at in range(0, d, size)]
+        copies["replica"] = [ranks[at::size] for ranks in data for at in range(size)]
     return {
         "tensor": [tuple(range(first, first + t)) for first in range(0, world, t)],
-        "data": [tuple(range(at + i, at + stage, t)) for at, i in product(range(0, world, stage), range(t))],
+        "data": data,
+        **copies,
         "pipeline": pipelines,
         "model": [tuple(at + i for at in range(j * t, world, stage) for i in range(t)) for j in range(d)],
         "embedding": [tuple(ranks[at] for at in sorted(starts | {last})) for ranks in pipelines],

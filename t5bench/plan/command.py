@@ -122,7 +122,19 @@ def own_arguments(draft: Draft, choices: Choices) -> list[str]:
             words += ["--no-pipeline-parallel"]
         if choices.offloads_optimizer:
             words += ["--cpu-optimizer"]
-    return [*words, *draft.strategy.flags]
+    return [*words, *draft.strategy.flags, *fsdp2_arguments(draft)]
+
+
+def fsdp2_arguments(draft: Draft) -> list[str]:
+    """The settings of FSDP2, for the strategy that has it."""
+    words: list[str] = []
+    if not draft.strategy.has_fsdp2:
+        return words
+    if draft.is_on("FSDP_KEEP_PARAMETERS"):
+        words += ["--fsdp2-keep-parameters"]
+    if draft.number("FSDP_SHARD_SIZE"):
+        words += ["--fsdp2-shard-size", draft.value("FSDP_SHARD_SIZE")]
+    return words
 
 
 def tokenizer_arguments(draft: Draft, choices: Choices) -> list[str]:

@@ -66,8 +66,10 @@ def check_family(draft: Draft) -> None:
         found = f"{strategy.name} supports only {served}, but MODEL_FAMILY is {name}"
         remedy = f"Set MODEL_FAMILY={strategy.families[0]}, or use run_megatron_t5_hybrid.sh"
         draft.refuse("strategy-family", found, remedy)
-    unusual = {"MODEL_FAMILY": name != "t5", "RECOMPUTE": draft.value("RECOMPUTE") != "none"}
-    unusual |= {"RAMPUP_BATCH_SIZE": draft.value("RAMPUP_BATCH_SIZE"), "EVAL_ONLY": draft.value("EVAL_ONLY") == "1"}
-    for setting in (name for name, given in unusual.items() if given and draft.value("ENGINE") == "native"):
-        found = f"the native engine does not support {setting}='{draft.value(setting)}'"
+    engine = draft.value("ENGINE")
+    if engine not in strategy.engines:
+        found = f"{strategy.name} needs ENGINE={strategy.engines[0]}, but ENGINE is {engine}"
+        draft.refuse("strategy-engine", found, f"Unset ENGINE, or set ENGINE={strategy.engines[0]}")
+    if engine == "native" and draft.value("RAMPUP_BATCH_SIZE"):
+        found = f"the native engine does not support RAMPUP_BATCH_SIZE='{draft.value('RAMPUP_BATCH_SIZE')}'"
         draft.refuse("native-engine", found, "Use ENGINE=megatron")

@@ -31,10 +31,11 @@ def launcher(strategy: str) -> Path:
 def declarations(family: str = "") -> list[Strategy]:
     """The strategies for a model family, in the order of their ports; every launcher in scripts/ is one.
 
-    family: by default the environment's MODEL_FAMILY.
+    family: by default the environment's MODEL_FAMILY. Those that the environment's ENGINE lacks are left out.
     """
     family = family or os.environ.get("MODEL_FAMILY") or "t5"
-    return [strategy for strategy in all_declarations() if family in strategy.families]
+    engine = os.environ.get("ENGINE") or ENGINES[0]
+    return [each for each in all_declarations() if family in each.families and engine in each.engines]
 
 
 @cache

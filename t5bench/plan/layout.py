@@ -43,7 +43,7 @@ def choose_processes(draft: Draft) -> tuple[str, int, bool]:
         device = "cuda" if gpus else "cpu"
     model_parallel = draft.number("TENSOR_PARALLEL_SIZE") * draft.number("PIPELINE_PARALLEL_SIZE")
     # NCCL allows one process per GPU, and so does DeepSpeed with any backend.
-    may_share = draft.value("SHARE_GPUS") == "1" and gpus > 0 and not strategy.ds_config
+    may_share = draft.value("SHARE_GPUS") == "1" and gpus > 0 and not (strategy.ds_config or strategy.has_fsdp2)
     per_node = -(-max(2, model_parallel) // draft.number("NNODES"))
     if device == "cuda" and model_parallel == 1 and gpus and not may_share:
         per_node = min(per_node, gpus)
@@ -65,8 +65,8 @@ def divide(draft: Draft, per_node: int, zero_stage: int) -> Layout | None:
     tp, pp = draft.number("TENSOR_PARALLEL_SIZE"), draft.number("PIPELINE_PARALLEL_SIZE")
     strategy, refuse, nnodes = draft.strategy, draft.refuse, draft.number("NNODES")
     world_size = nnodes * per_node
-    # ZeRO goes with any tensor size.
-    if tp > 1 and strategy.tp == 1 and not strategy.ds_config:
+    # ZeRO and FSDP2 go with any tensor size.
+    if tp > 1 and strategy.tp == 1 and not (strategy.ds_config or strategy.has_fsdp2):
         remedy = "Use run_megatron_t5_tensor.sh or run_megatron_t5_hybrid.sh; in a sweep or a check, unset it and name"
         found = f"TENSOR_PARALLEL_SIZE is {tp} but {strategy.name} has no tensor parallelism"
         refuse("no-tensor-parallelism", found, f"{remedy} tensor-tp{tp}")
@@ -119,13 +119,19 @@ def _check_sizes(draft: Draft, tp: int, pp: int) -> None:
 
 def _check_native(draft: Draft, layout: Layout, zero_stage: int) -> None:
     is_fp16 = draft.value("PRECISION_FLAG") == "--fp16"
-    if reason := beyond_native(layout.tp, layout.pp, zero_stage > 0, layout.micro_batches, is_fp16):
+    has_fsdp2 = draft.strategy.has_fsdp2
+    if reason := beyond_native(layout.tp, layout.pp, zero_stage > 0, layout.micro_batches, is_fp16, has_fsdp2):
         draft.refuse("native-engine", reason, "Use ENGINE=megatron")
+    shards = draft.number("FSDP_SHARD_SIZE")
+    if has_fsdp2 and shards and layout.dp % shards:
+        found = f"FSDP_SHARD_SIZE={shards} does not divide the data-parallel size {layout.dp}"
+        draft.refuse("shard-size", found, "Set FSDP_SHARD_SIZE to a divisor, or to 0 for all")
     if draft.extra:
         from native.arguments import check_compile, make_parser
 
         try:
-            check_compile(make_parser(is_complete=False).parse_args(draft.extra), zero_stage)
+            parser = make_parser(draft.value("MODEL_FAMILY"), is_complete=False)
+            check_compile(parser.parse_args([*draft.strategy.flags, *draft.extra]), zero_stage)
         except Problem as problem:
             draft.refuse("engine-argument", f"after --: {problem}", problem.remedy)
 

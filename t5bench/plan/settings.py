@@ -72,6 +72,8 @@ def values_from(environ: Mapping[str, str], strategy: Strategy) -> tuple[dict[st
         pp=strategy.pp,
         gpus_per_node=environ.get("GPUS_PER_NODE", ""),
     )
+    if defaults["ENGINE"] not in strategy.engines:
+        defaults["ENGINE"] = strategy.engines[0]
     return {name: environ.get(name, default) for name, default in defaults.items()}, defaults
 
 

@@ -185,7 +185,11 @@ class Explanation:
         name, _, _ = self.plan.strategy.title.partition(":")[0].partition(" (")
         of_gpt = " of a GPT" * (self.run.architecture.family == "gpt")
         every = " of every micro-batch" * (self.layout.micro_batches > 1)
-        sent = {part: words + every * (self.plan.zero_stage >= since) for part, (words, since) in SENT.items()}
+        gathers_often = self.plan.strategy.has_fsdp2 and self.plan.value("FSDP_KEEP_PARAMETERS", "0") == "0"
+        stage = 3 if gathers_often else self.plan.zero_stage
+        sent = {part: words + every * (stage >= since) for part, (words, since) in SENT.items()}
+        if gathers_often:  # but gradients are sent once
+            sent |= {SENDING[AXES[0]]: SENT[SENDING[AXES[0]]][0]}
         evaluates = profile.shares(self.content.ranks)[profile.EVALUATING] > 0
         share = f"% of {'this' if evaluates else 'each'} iteration "
         parts = profile.limits(self.content.ranks, profile.DOING | sent).replace("% ", share, 1)

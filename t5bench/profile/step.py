@@ -33,7 +33,7 @@ from t5bench.record.files import write_json, write_whole
 from t5bench.record.plan import by_name
 
 # Functions of an engine, where PyTorch does not name them: module, class or "", function.
-STEP = {"native": ("native.trainers", "TorchTrainer", "step"), "megatron": ("megatron.training", "", "train_step")}
+STEP = {"native": ("native.data_parallel", "TorchTrainer", "step"), "megatron": ("megatron.training", "", "train_step")}
 PHASES = {
     "native": {
         profile.LOGGING: ("native.metrics", "Metrics", "record"),

@@ -53,6 +53,10 @@ class Strategy:
     engines: Sequence[str] = ("megatron", "native")
     """The engines that have it."""
 
+    @property
+    def has_fsdp2(self) -> bool:
+        return "--fsdp2" in self.flags
+
 
 @dataclass(frozen=True)
 class Obstacle:

@@ -265,6 +265,8 @@ TABLE: Sequence[Declaration] = (
     Declaration("FLASH_ATTENTION", OneOf(("auto", "on", "off")), "method", "", "auto", "auto, on or off: for the decoder's self-attention, on CUDA in bf16 or fp16"),
     Declaration("GRADIENT_REDUCTION", OneOf(("default", "fp32")), "method", "", "default", "default, or fp32: ZeRO also reduces gradients in fp32, as DDP does, instead of the training precision"),
     Declaration("RECOMPUTE", OneOf(("none", "selective", "full")), "method", "", "none", "none, selective (attention) or full (layers): recompute activations in the backward pass"),
+    Declaration("FSDP_KEEP_PARAMETERS", _ON_OFF, "method", "", "0", "FSDP2: 1 gathers parameters once an iteration and keeps them until its end, as ZeRO-2 does; 0 gathers each layer when it computes"),
+    Declaration("FSDP_SHARD_SIZE", Whole(0), "method", "", "0", "FSDP2: processes that share one copy of the states; the others have further copies (HSDP); 0: all data-parallel processes"),
     Declaration("TENSOR_PARALLEL_SIZE", Whole(1), "layout", "--tensor-model-parallel-size", "{tp}", "Tensor-parallel size, for strategies with tensor parallelism"),
     Declaration("PIPELINE_PARALLEL_SIZE", Whole(1), "layout", "--pipeline-model-parallel-size", "{pp}", "Pipeline-parallel size, for strategies with pipeline parallelism"),
 

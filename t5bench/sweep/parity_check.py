@@ -81,7 +81,7 @@ def measure(runs_dir: Path, *, until_seen: bool = False) -> Path:
     note(f"measuring how visible a change in each number is: about {took}")
     path = runs_dir / "sensitivity.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "native.sensitivity", *plan.arguments.words]
+    command = [sys.executable, "-m", "native.sensitivity", plan.value("MODEL_FAMILY"), *plan.arguments.words]
     enough = " ".join(str(MARGIN * bound) for bound in TOLERANCE["fp32"]) if until_seen else "inf inf"
     environment = os.environ | plan.environment | {"SENSITIVITY_ENOUGH": enough}
     with path.open("wb") as output:

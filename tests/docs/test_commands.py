@@ -18,6 +18,7 @@ TESTED = {
     "bash scripts/prepare_xsum_megatron.sh": "conftest.py",
     "bash scripts/run_megatron_t5_all.sh": "sweep/test_run_all.py",
     "bash scripts/run_megatron_t5_ddp.sh": "plan/test_launchers.py",
+    "bash scripts/run_megatron_t5_hybrid.sh": "engines/test_gpt.py",
     "bash scripts/run_megatron_t5_zero2.sh": "run/test_explain.py",
     "python -m t5bench explain": "run/test_explain.py",
     "bash scripts/check_parity.sh": "sweep/test_check_parity.py",
@@ -94,4 +95,4 @@ def test_the_course_runs_as_it_stands(tmp_path: Path):
     options = {"cwd": clone, "env": environment(), "capture_output": True, "text": True, "timeout": 580}
     result = subprocess.run(command, check=False, **options)
     assert result.returncode == 0, result.stderr[-2000:]
-    assert result.stdout.count("PASS: all train the same model") == 3
+    assert result.stdout.count("PASS: all train the same model") == 4

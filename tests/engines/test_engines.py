@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import STRATEGIES
+from harness import NATIVE_STRATEGIES, STRATEGIES
 from real_runs import EXACT, WATCHED, finish, kill, start, train
 
 from t5bench.__main__ import main
@@ -53,10 +53,11 @@ def parity(*runs: Path, baseline: Path) -> str:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_all_strategies_train_the_same_model(runs: Path):
-    parity(*(runs / strategy for strategy in STRATEGIES), baseline=runs / "ddp")
+def test_all_strategies_train_the_same_model(engine: Engine, runs: Path):
+    strategies = NATIVE_STRATEGIES if engine["ENGINE"] == "native" else STRATEGIES
+    parity(*(runs / strategy for strategy in strategies), baseline=runs / "ddp")
     validated = {}
-    for strategy in STRATEGIES:
+    for strategy in strategies:
         run = load(runs / strategy)
         assert [line.iteration for line in run.iterations] == list(range(1, 21))
         assert run.iterations[-1].lm_loss < run.iterations[0].lm_loss - 0.3
@@ -104,23 +105,55 @@ def test_merged_weights_have_the_evaluated_loss(
     assert [each.lm_loss for each in after] == [each.lm_loss for each in before[-len(after) :]]
 
 
+def test_fsdp2_in_eight_processes(native_runs: Path, sample_data: Path, tmp_path: Path):
+    """Two copies of the states, each shared by two processes, with tensor parallelism in every layer; and four
+    processes that keep the gathered parameters. Recomputed layers are the same ones."""
+    settings = EXACT | {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data)}
+    hsdp = {"NPROC_PER_NODE": "8", "TENSOR_PARALLEL_SIZE": "2", "FSDP_SHARD_SIZE": "2", "MICRO_BATCH_SIZE": "1"}
+    train("ddp", tmp_path / "ddp", **settings, NPROC_PER_NODE="4", MICRO_BATCH_SIZE="1")
+    train("fsdp2", tmp_path / "hsdp", **settings, **hsdp, RECOMPUTE="full")
+    parity(tmp_path / "hsdp", baseline=tmp_path / "ddp")
+    train("fsdp2", tmp_path / "kept", **settings, FSDP_KEEP_PARAMETERS="1")
+    parity(tmp_path / "kept", baseline=native_runs / "ddp")
+
+
+def test_fsdp2_and_ddp_write_the_same_checkpoint(native_runs: Path):
+    """The same file with the same tensors, so that what reads DDP's checkpoints reads FSDP2's."""
+    file = Path("checkpoints", "iter_0000010", "mp_rank_00", "model_optim_rng.pt")
+    ddp, fsdp2 = (torch.load(native_runs / name / file, weights_only=True) for name in ("ddp", "fsdp2"))
+    assert fsdp2["model"].keys() == ddp["model"].keys()
+    for name, value in ddp["model"].items():
+        torch.testing.assert_close(fsdp2["model"][name], value, rtol=1e-4, atol=1e-6)
+    moments = zip(ddp["optimizer"]["state"].values(), fsdp2["optimizer"]["state"].values(), strict=True)
+    assert all(own["exp_avg"].shape == other["exp_avg"].shape for own, other in moments)
+
+
 # ---- ending and going on -------------------------------------------------------------------------------------------
 
 RESUMED = "zero3_offload"
 
 
 def test_a_resumed_run_gives_the_uninterrupted_curve(engine: Engine, runs: Path, tmp_path: Path):
+    resume(RESUMED, engine, runs, tmp_path)
+
+
+def test_a_resumed_fsdp2_gives_the_uninterrupted_curve(sample_data: Path, native_runs: Path, tmp_path: Path):
+    resume("fsdp2", {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data)}, native_runs, tmp_path)
+
+
+def resume(strategy: str, engine: Engine, runs: Path, tmp_path: Path) -> None:
+    """Resumes a copy of the strategy's run after half of its iterations, and compares both to the digit."""
     copy = tmp_path / "run"
-    shutil.copytree(runs / RESUMED, copy)
+    shutil.copytree(runs / strategy, copy)
     for path in (copy / "checkpoints").glob("*20"):
         shutil.rmtree(path)
     (copy / "checkpoints" / TRACKER).write_text("10")
     plan = load(copy).plan
     environment = plan.with_role("kept") | engine | {name: plan.value(name) for name in ("EVAL_ITERS", "EVAL_INTERVAL")}
-    resumed = train(RESUMED, copy, RESUME="1", **environment)
+    resumed = train(strategy, copy, RESUME="1", **environment)
     assert [i.begin for i in resumed.iterations] == [0] * 10 + [10] * 10
-    assert curve(resumed) == curve(load(runs / RESUMED))
-    later = [each for each in load(runs / RESUMED).evaluations if each.iteration > 10]
+    assert curve(resumed) == curve(load(runs / strategy))
+    later = [each for each in load(runs / strategy).evaluations if each.iteration > 10]
     assert resumed.evaluations == later and later, "the same validation samples"
 
 

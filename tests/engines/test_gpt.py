@@ -53,3 +53,16 @@ def test_a_gpt_is_the_same_model_in_every_strategy_resumed_evaluated_and_merged(
     finish(start("ddp", merged, **settings, EVAL_ONLY="1", NPROC_PER_NODE="1"))
     after = {each.samples: each.lm_loss for each in load(merged / "evaluation").evaluations}
     assert after == pytest.approx(found, rel=1e-6)  # DeepSpeed's pipeline engine adds up micro-batches in another order
+
+
+def test_both_engines_train_the_same_gpt(gpt: dict[str, str], tmp_path: Path):
+    """The same samples and weights; the native engine's strategies agree with each other, too."""
+    curves = {}
+    for name, strategy in (("megatron", "ddp"), ("ddp", "ddp"), ("fsdp2", "fsdp2"), ("hybrid", "hybrid")):
+        engine = {} if name == "megatron" else {"ENGINE": "native"}
+        if name == "hybrid":
+            engine["NPROC_PER_NODE"] = "8"
+        run = train(strategy, tmp_path / name, **gpt | EXACT | {"TRAIN_ITERS": "4"} | engine)
+        curves[name] = [number for line in run.iterations for number in (line.lm_loss, line.grad_norm)]
+    for name, numbers in curves.items():
+        assert len(numbers) == 8 and numbers == pytest.approx(curves["megatron"], rel=5e-6), name

@@ -37,7 +37,15 @@ MISTAKES = [Mistake(*line.replace("\\n", "\n").split(" | ")) for line in LINES i
 
 
 # Those that a gate with a small learning rate did not see, one of each other kind, and GPT's 3D without its mend.
-FEW = ("0.0 * matrix", "parameter.shape)) > 0", "self.forward(part, encoded).mean()", "batch[:self.micro", "if False:")
+FEW = (
+    "0.0 * matrix",
+    "parameter.shape)) > 0",
+    "self.forward(part, received).mean()",
+    "batch[:self.micro",
+    "if False:",
+    "(output * is_last)",
+    "int(match[1])",
+)
 
 
 class Planter:
@@ -48,6 +56,7 @@ class Planter:
         shutil.copytree(gpt["MEGATRON_DIR"], self.engine, ignore=shutil.ignore_patterns(".git"))
         self.settings = GATE | {"MEGATRON_DATA_DIR": str(data), "MEGATRON_DIR": str(self.engine)}
         self.of_engine = {name: {"ENGINE": name} for name in ("native", "megatron")}
+        self.of_engine["native-gpt"] = gpt | {"ENGINE": "native"}
         self.of_engine["gpt"] = gpt | {"MEGATRON_DIR": str(self.engine)}
 
     def path(self, file: str) -> Path:
@@ -101,7 +110,7 @@ def planter(gpt: dict[str, str], sample_data: Path, tmp_path_factory: pytest.Tem
 def test_the_list_is_long_enough_and_can_be_planted(planter: Planter):
     engines = [mistake.engine for mistake in MISTAKES]
     assert len(engines) == len(set(MISTAKES)) >= 40
-    assert set(engines) == {"native", "megatron", "gpt"}
+    assert set(engines) == {"native", "megatron", "gpt", "native-gpt"}
     assert all((REPO_ROOT / "scripts" / f"run_megatron_t5_{m.strategy}.sh").exists() for m in MISTAKES)
     assert [m for m in MISTAKES if planter.path(m.file).read_text().count(m.right) != 1] == []
 

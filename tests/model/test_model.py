@@ -10,11 +10,11 @@ from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from native.data_parallel import TorchTrainer
 from native.model import T5
 from native.parallel import Axis, Layout
-from native.trainers import TorchTrainer
 from t5bench.model import flops
-from t5bench.model.job import Architecture, Job, Parallel, Zero, padded
+from t5bench.model.job import Architecture, FullySharded, Job, Parallel, Zero, padded
 from t5bench.model.machine import device_of, peak_tflops
 from t5bench.model.memory import (
     MIB,
@@ -37,7 +37,8 @@ def native_arguments(a: Architecture, **more: object) -> SimpleNamespace:
         encoder_num_layers=a.encoder_layers, decoder_num_layers=a.decoder_layers, hidden_size=a.hidden,
         num_attention_heads=a.heads, kv_channels=a.head_size, ffn_hidden_size=a.ffn, seed=1, pad_token=0,
         padded_vocab_size=a.padded_vocabulary, max_position_embeddings=a.position_rows, no_bias_gelu_fusion=False,
-        init_method_std=0.02, compile=False,
+        init_method_std=0.02, compile=False, family="t5", num_layers=a.encoder_layers, recompute_granularity=None,
+        encoder_seq_length=a.encoder_length,
         **{"attention_dropout": 0.0, "hidden_dropout": 0.0, "dtype": torch.bfloat16} | more,
     )  # fmt: skip
 
@@ -193,6 +194,44 @@ def test_the_native_engines_own_allocations(architecture, micro_batch, tensor, m
     assert found.moment == moment
     assert found.peak - beyond == pytest.approx(peak, rel=0.02)
     assert found.allocated - beyond == pytest.approx(stays, rel=0.01)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_fsdp2s_own_allocations(micro_batches: int):
+    """The second iteration of one rank of four, traced: what stays, and the peak."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    from native.fsdp2 import FSDP2Trainer
+
+    ranks, architecture = 4, TRACED[0][0]
+    own = {"device": torch.device("cpu"), "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.9}
+    own |= {"adam_eps": 1e-8, "lr": 1e-4, "clip_grad": 1.0, "micro_batches": micro_batches, "micro_batch_size": 1}
+    args = native_arguments(architecture, **own, fsdp2_shard_size=0, fsdp2_keep_parameters=False)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        trainer = FSDP2Trainer(args, Layout.build(1, ranks, 1, args.device, 1))
+        lengths = architecture.encoder_length, architecture.decoder_length, architecture.decoder_length
+        batch = tuple(torch.ones(micro_batches, length, dtype=torch.int64) for length in lengths)
+        trainer.step(batch, 1e-4)
+        tracker, forward = MemTracker(), trainer.forward
+
+        def forward_again(part: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            tracker.reset_mod_stats()  # or it refuses a second forward pass
+            return forward(part)
+
+        trainer.forward = forward_again
+        tracker.track_external(trainer.model, trainer.optimizer)
+        with tracker:
+            trainer.step(batch, 1e-4)
+    finally:
+        dist.destroy_process_group()
+    peak, stays = (tracker.get_tracker_snapshot(kind)[own["device"]]["Total"] for kind in ("peak", "current"))
+    sharding, parallel = FullySharded(), Parallel(data=ranks)
+    options = {"attention": "fused", "dropout": 0.0, "engine": "native", "fully_sharded": sharding}
+    job = Job(architecture, parallel, 1, micro_batches * ranks, **options)
+    found = memory_of(job)
+    assert found.peak - found.states["workspace"] == pytest.approx(peak, rel=0.05)
+    assert found.allocated - found.states["workspace"] == pytest.approx(stays, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ from command_lines import parsed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from native import metrics
-from native.model import T5, initialise
+from native.data_parallel import TorchTrainer
+from native.model import Model, build, initialise
 from native.parallel import Axis, Layout
 from native.train import learning_rate
-from native.trainers import TorchTrainer
 
 
-def build(args, layout: Layout | None = None) -> T5:
-    model = T5(args, layout or Layout())
+def initial(args, layout: Layout | None = None) -> Model:
+    model = build(args, layout or Layout())
     initialise(model, args, layout or Layout())
     return model.eval()
 
@@ -23,15 +23,15 @@ def build(args, layout: Layout | None = None) -> T5:
 def test_attention_drops_as_much_as_it_is_told_on_every_gpu():
     """cuDNN's attention, which PyTorch would choose on some, drops multiples of 1/16."""
     torch.backends.cuda.enable_cudnn_sdp(True)
-    build(parsed())
+    initial(parsed())
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_tensor_parallel_rank_holds_its_heads(rank: int):
     args = parsed()
-    whole = dict(build(args).named_parameters())
-    part = dict(build(args, Layout(tp=Axis(2, rank))).named_parameters())
+    whole = dict(initial(args).named_parameters())
+    part = dict(initial(args, Layout(tp=Axis(2, rank))).named_parameters())
     own = slice(32 * rank, 32 * (rank + 1))
     layer = "language_model.decoder.layers.0"
     query_key_value = whole[f"{layer}.self_attention.query_key_value.weight"].view(3, 64, 64)[:, own]
@@ -54,7 +54,7 @@ def batch(generator: torch.Generator, encoder_padding: int = 20) -> tuple[torch.
 
 
 def test_padding_changes_no_loss_and_the_decoder_does_not_look_ahead():
-    model, (encoder, decoder, labels) = build(parsed()), batch(torch.Generator().manual_seed(1))
+    model, (encoder, decoder, labels) = initial(parsed()), batch(torch.Generator().manual_seed(1))
     with torch.no_grad():
         losses = model(encoder, decoder, labels)
         shorter = model(encoder[1:, :44], decoder[1:], labels[1:])

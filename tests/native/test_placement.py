@@ -16,10 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from native import train, trainers
-from native.parallel import Axis, Layout, SharedDropout
+from native import data_parallel, train
+from native.data import Batch
+from native.parallel import Axis, Layout
+from native.pipeline_parallel import PipelineTrainer
+from native.tensor_parallel import SharedDropout
+from native.trainers import make_trainer
 from t5bench.model import traffic
-from t5bench.model.job import Architecture, Job, Parallel
+from t5bench.model.job import Architecture, FullySharded, Job, Parallel
 
 GPU, ADAMW, Patch = torch.device("meta"), torch.optim.AdamW, pytest.MonkeyPatch
 
@@ -33,7 +37,7 @@ def args() -> Namespace:
         yield args
 
 
-def batch(args: Namespace, device: torch.device = GPU) -> trainers.Batch:
+def batch(args: Namespace, device: torch.device = GPU) -> Batch:
     rows, lengths = args.global_batch_size, (args.encoder_seq_length, args.decoder_seq_length, args.decoder_seq_length)
     return tuple(torch.ones(rows, length, dtype=torch.int64, device=device) for length in lengths)
 
@@ -41,7 +45,7 @@ def batch(args: Namespace, device: torch.device = GPU) -> trainers.Batch:
 def test_an_iteration_stays_on_the_device(args: Namespace, monkeypatch: Patch):
     # The fused kernel is for real devices alone.
     monkeypatch.setattr(torch.optim, "AdamW", lambda *groups, **options: ADAMW(*groups, **options | {"fused": False}))
-    trainer = trainers.TorchTrainer(args, Layout())
+    trainer = data_parallel.TorchTrainer(args, Layout())
     loss, norm = trainer.step(batch(args), 1e-3)
     moments = [state["exp_avg"] for state in trainer.optimizer.state.values()]
     parameters = list(trainer.model.parameters())
@@ -69,8 +73,8 @@ def test_pipeline_stages_exchange_where_the_backend_can(args: Namespace, monkeyp
     layout = Layout()
     layout.pp.size = 2
     for layout.pp.rank in (0, 1):
-        trainer = trainers.PipelineTrainer(args, layout)
-        assert trainer.forward_backward(trainers.micro_batches(batch(args), args)).device == GPU
+        trainer = PipelineTrainer(args, layout)
+        assert trainer.forward_backward(data_parallel.micro_batches(batch(args), args)).device == GPU
         assert trainer.evaluate(batch(args)).device == GPU
     count = args.micro_batches
     assert [way for way, *_ in messages].count("isend") == [way for way, *_ in messages].count("irecv") == 3 * count
@@ -104,7 +108,13 @@ class Collectives(TorchDispatchMode):
         if function.namespace == "c10d":
             entry = self.seen[function.__name__.partition(".")[0]]
             entry[0] += 1
-            entry[1] += sum(tensor.nbytes for tensor in args[0])
+            # The whole of what is gathered or scattered: the larger one of output and input.
+            tensors = [args[0], args[1]] if "_base_" in function.__name__ else args[:1]
+            sizes = [
+                sum(tensor.nbytes for tensor in ([each] if isinstance(each, torch.Tensor) else each))
+                for each in tensors
+            ]
+            entry[1] += max(sizes)
         return function(*args, **(kwargs or {}))
 
 
@@ -114,7 +124,7 @@ def test_the_native_engine_sends_these_collectives():
     args.tp, args.world_size = 2, 2
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        trainer = trainers.TorchTrainer(args, Layout.build(1, 1, 2, args.device, args.seed))
+        trainer = make_trainer(args, Layout.build(1, 1, 2, args.device, args.seed))
         args.micro_batches = 4
         with Collectives() as counter:
             trainer.step(batch(args, torch.device("cpu")), 1e-4)
@@ -126,3 +136,39 @@ def test_the_native_engine_sends_these_collectives():
     # The norm is reduced over the tensor group; without a pipeline that is the model's.
     assert {row.kind for row in found} == {"all-reduce"}
     assert dict(counter.seen) == {"allreduce_": [sum(r.count for r in found), sum(r.count * r.bytes for r in found)]}
+
+
+KINDS = {"all-gather": "_allgather_base_", "reduce-scatter": "_reduce_scatter_base_", "all-reduce": "allreduce_"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "sharding", "shards"),
+    [
+        ([], FullySharded(), 0),
+        (["--bf16"], FullySharded(), 0),
+        (["--fsdp2-keep-parameters"], FullySharded(keeps_parameters=True), 0),
+        (["--fsdp2-shard-size", "2"], FullySharded(), 2),
+    ],
+)
+def test_fsdp2_sends_these_collectives(monkeypatch: Patch, flags: list[str], sharding: FullySharded, shards: int):
+    """One data-parallel rank of four, in two micro-batches, byte for byte."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    args = parsed("--fsdp2", *flags, MICRO_BATCH_SIZE="2", GLOBAL_BATCH_SIZE="16")
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        trainer = make_trainer(args, Layout.build(1, 4, 1, args.device, args.seed))
+        own = tuple(tensor[:4] for tensor in batch(args, torch.device("cpu")))
+        trainer.step(own, 1e-4)  # the first iteration sets things up
+        with Collectives() as counter:
+            trainer.step(own, 1e-4)
+    finally:
+        dist.destroy_process_group()
+    architecture = Architecture.of_arguments(vars(args), args.padded_vocab_size)
+    precision = "bf16" if args.bf16 else "fp32"
+    parallel = Parallel(data=4, shards=shards)
+    job = Job(architecture, parallel, 2, 16, fully_sharded=sharding, precision=precision, engine="native")
+    predicted: dict[str, list[float]] = defaultdict(lambda: [0, 0])
+    for row in traffic.rows(job):
+        predicted[KINDS[row.kind]][0] += row.count
+        predicted[KINDS[row.kind]][1] += row.count * row.bytes
+    assert dict(counter.seen) == dict(predicted)

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT, STRATEGIES
+from harness import NATIVE_STRATEGIES, REPO_ROOT
 from real_runs import environment
 
 
@@ -27,7 +27,7 @@ def test_all_strategies_train_and_equal_ddp_and_everything_stays_in_the_checkout
     (comparison,) = (quickstart / "outputs" / "quickstart").glob("*/comparison")
     rows = list(csv.DictReader((comparison / "comparison.csv").read_text().splitlines()))
     sizes = {(row["strategy"], row["world_size"]) for row in rows}
-    assert sizes == {(s, "2") for s in STRATEGIES if s != "hybrid"} | {("hybrid", "4"), ("ddp", "4")}
+    assert sizes == {(s, "2") for s in NATIVE_STRATEGIES if s != "hybrid"} | {("hybrid", "4"), ("ddp", "4")}
     for row in rows:
         assert row["parity"] == ("baseline" if row["strategy"] == "ddp" else "yes")
         assert row["status"] == "complete"
@@ -35,7 +35,10 @@ def test_all_strategies_train_and_equal_ddp_and_everything_stays_in_the_checkout
     assert "not a measurement of Megatron-DeepSpeed on GPUs" in (quickstart / "outputs" / "stdout").read_text()
     assert (comparison / "index.html").is_file()
     progress = (quickstart / "outputs" / "stderr").read_text().splitlines()
-    assert len([line for line in progress if line.startswith("[") and "  complete, " in line]) == len(STRATEGIES) + 1
+    assert (
+        len([line for line in progress if line.startswith("[") and "  complete, " in line])
+        == len(NATIVE_STRATEGIES) + 1
+    )
     made = {path.name for path in quickstart.iterdir()} - {path.name for path in REPO_ROOT.iterdir()}
     assert made <= {"outputs", ".venv"}
     assert [path.name for path in quickstart.parent.iterdir()] == [quickstart.name]

@@ -11,9 +11,10 @@ from megatron.data.dataset_utils import build_train_valid_test_datasets
 from models import make_batch, make_model
 
 from native import arguments
-from native.data import SpanCorruption, TokenFile, Vocabulary, split_documents
+from native.data import TokenFile, Vocabulary, split_documents
 from native.model import T5, initialise
 from native.parallel import Layout
+from native.t5_samples import SpanCorruption
 
 
 def native_arguments(*flags: str) -> Namespace:

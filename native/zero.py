@@ -1,0 +1,63 @@
+"""ZeRO by DeepSpeed."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from native.data import Batch
+from native.data_parallel import TorchTrainer, make_optimizer
+from native.model import build, initialise
+from native.parallel import Layout
+
+
+class ZeroTrainer(TorchTrainer):
+    """ZeRO-1, 2, 3 and offload, by DeepSpeed with the run's JSON; parameters in bf16 with DeepSpeed's fp32 masters."""
+
+    def __init__(self, args: Namespace, layout: Layout) -> None:
+        import deepspeed
+
+        # DeepSpeed 0.18.3 asks for this in a backward hook, where gradients are off: PyTorch 2.4 has no answer there.
+        graph = torch.autograd.graph
+        graph._get_grad_fn_or_grad_acc = torch.enable_grad()(graph._get_grad_fn_or_grad_acc)
+        self.args, config = args, args.deepspeed_json
+        zero = config["zero_optimization"]
+        # PyTorch's fused AdamW steps on CPU and GPU alike: DeepSpeed's own would have to be compiled first.
+        config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+        if args.device.type == "cpu":
+            for part in {"offload_optimizer", "offload_param"} & zero.keys():
+                zero[part]["pin_memory"] = False
+        sharded = zero["stage"] == 3
+
+        def fill(parameter: torch.nn.Parameter, values: Tensor) -> None:
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=sharded):
+                parameter.copy_(values)
+
+        # ZeRO-3 partitions each module's parameters as soon as they exist: no process ever has the whole model.
+        with args.device, deepspeed.zero.Init(config_dict_or_path=config, enabled=sharded):
+            model = build(args, layout)
+        initialise(model, args, layout, fill)
+        if sharded:  # the head uses the embedding's weight, so it has to gather it
+            embedding = model.language_model["embedding"].word_embeddings
+            deepspeed.zero.register_external_parameter(getattr(model, "lm_head", model), embedding.weight)
+        optimizer = make_optimizer(model, args)
+        self.model, self.optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def forward_backward(self, parts: list[Batch]) -> Tensor:
+        total = torch.zeros((), device=self.args.device)
+        for part in parts:
+            loss = self.loss(part)
+            self.model.backward(loss)  # divides by the number of micro-batches
+            self.model.step()  # updates after the last one
+            total += loss.detach() / len(parts)
+        return total
+
+    def update(self) -> Tensor:
+        return torch.as_tensor(self.model.get_global_grad_norm(), dtype=torch.float32, device=self.args.device)
+
+    def save(self, directory: Path) -> None:
+        self.model.save_checkpoint(str(directory.parent), tag=directory.name, save_latest=False)
+
+    def load(self, directory: Path) -> None:
+        self.model.load_checkpoint(str(directory.parent), tag=directory.name)
