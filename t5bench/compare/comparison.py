@@ -11,7 +11,7 @@ from msgspec import to_builtins
 from t5bench import Problem
 from t5bench.compare import comparable, parity
 from t5bench.compare.comparable import compared, differing, gpu_names, show
-from t5bench.compare.repeats import FEWEST_REPEATS, against_the_fastest, excludes_one, ratio
+from t5bench.compare.repeats import FEWEST_REPEATS, against_the_fastest, excludes_one, ran_in_one_order, ratio
 from t5bench.compare.rows import Measured, Row, distinctions, group_runs, labels, limits, make_row
 from t5bench.compare.statistics import Estimate
 from t5bench.model import time
@@ -144,6 +144,9 @@ def build(
     for text in dict.fromkeys(text for row in rows for text in row.warnings):
         who = dict.fromkeys(row.label for row in rows if text in row.warnings)
         notes.append(f"{text} ({'every row' if len(every) == len(who) > 1 else ', '.join(who)})")
+    if ran_in_one_order([row.repeats for row in rows]):
+        what = "every repeat ran the rows in the same order, so what recurs with that period looks like a difference"
+        notes.append(f"{what} between rows; scripts/run_megatron_t5_all.sh changes the order from repeat to repeat")
     notes += comparable.other_differences(runs)
     return Comparison(groups, baseline, _verdicts(groups, baseline), _problems(rows, baseline), notes, _predict(rows))
 

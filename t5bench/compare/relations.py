@@ -590,9 +590,9 @@ RELATIONS: tuple[Relation, ...] = (
     Relation("use and memory of GPUs in samples", "at most 100 %, at most the GPU's memory", "10 %", _gpus),
     Relation("exit status, signal, cause and reason of a node", "its status", "none", _ends),
     Relation("what a node heard about another", "the other's host and end", "none", _what_others_heard),
-    Relation("node<R>.command.sh", "the plan's command, environment and DeepSpeed options", "none", _command_scripts),
-    Relation("run.json", "the nodes' parts", "none", _merged_record),
-    Relation("ds_config.json", "the plan's DeepSpeed options", "none", _deepspeed_options),
+    Relation("`node<R>.command.sh`", "the plan's command, environment and DeepSpeed options", "none", _command_scripts),
+    Relation("`run.json`", "the nodes' parts", "none", _merged_record),
+    Relation("`ds_config.json`", "the plan's DeepSpeed options", "none", _deepspeed_options),
     Relation("ranks, iteration and parts of a profile", "the processes, PROFILE_ITERATION, the iteration's whole",
              "1 % and 1 ms", _profile),
 )  # fmt: skip

@@ -11,6 +11,7 @@ import hashlib
 import io
 import os
 import re
+import shutil
 import sys
 import tarfile
 import tempfile
@@ -25,7 +26,7 @@ import msgspec
 from t5bench import Problem
 from t5bench.compare.comparison import Comparison
 from t5bench.compare.relations import contradictions, copies
-from t5bench.record.files import read
+from t5bench.record.files import open_file
 from t5bench.record.records import SWEEP, Run, looks_like_run, read_list
 from t5bench.report.command import (
     add_run_arguments,
@@ -108,7 +109,10 @@ def pack(arguments: argparse.Namespace) -> tuple[bytes, Comparison]:
     listed = [root / SWEEP] if (root / SWEEP).exists() else []
     with tempfile.TemporaryDirectory() as place, working_in(place):
         for path in [*listed, *packed_files(directories)]:
-            write_file(RUNS / path.relative_to(root), read(path))
+            target = RUNS / path.relative_to(root)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with open_file(path) as file, target.open("wb") as copy:
+                shutil.copyfileobj(file, copy)
         comparison, _ = publish(contents)
         write(comparison, PUBLISHED)
         files = {str(path): path.read_bytes() for path in Path().rglob("*") if path.is_file()}

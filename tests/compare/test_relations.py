@@ -258,7 +258,7 @@ TAMPERINGS: dict[str, tuple[str, Change, str]] = {
     "an end a year later": ("native", value(PART, "ended", to="2026-11-21T04:40:00.000Z"), "after the last line"),
     "everything seven minutes later": ("zero1", moved(420), "at another time than the engine's clock"),
     "a line from a minute before": (
-        "zero1", sub(LOG, r"^(\S+)( +peak memory \| rank 1)", r"2025-11-21T04:00:00.000Z\2"), "before the line above it"),
+        "zero1", sub(LOG, r"^(\S+)( +peak memory \| rank 1)", r"2025-11-21T04:00:00.000Z\2"), "before the line above"),
     # ---- rates and counts
     "tokens/s doubled": (
         "native", sub(LOG, r"(\(tgs\): )(\S+)", lambda m: f"{m[1]}{2 * float(m[2])}"), "tokens/s per process, but"),
@@ -352,7 +352,8 @@ TAMPERINGS: dict[str, tuple[str, Change, str]] = {
         "native", value("profile.json", "ranks", 0, "parts", "backward", to=1.0), "take 5 ms, the whole 9 ms"),
     # ---- copies
     "a copy with times x 1.01": (
-        "native", copied("native", "again", a_copy_with_times(1.01)), "(again is a copy of .*native|native is a copy of .*again)"),
+        "native", copied("native", "again", a_copy_with_times(1.01)),
+        "(again is a copy of .*native|native is a copy of .*again)"),
     "a copy of its samples": (
         "native", copied("native", "again", value(PART, "pid", to=7), faster(0.98), moved(DAY)), "is a copy"),
     "a copy of its noise": ("zero1", copied("zero1", "again", value(PART, "pid", to=7), a_copy_with_times(1.05)),
