@@ -18,14 +18,14 @@ from typing import Any
 
 import msgspec
 
-from t5bench.compare.command_script import is_script_of, json_of
 from t5bench.compare.statistics import event_within
 from t5bench.model.flops import flops_per_iteration
 from t5bench.model.parameters import parameters
 from t5bench.record import log
+from t5bench.record.command import script
 from t5bench.record.files import METRICS, PROFILE, read
 from t5bench.record.log import Iteration
-from t5bench.record.plan import Plan, by_name, same_value
+from t5bench.record.plan import FORMAT, Plan, by_name, same_value
 from t5bench.record.reader import STEP_SECONDS, decoded, log_lines, seconds
 from t5bench.record.records import ENDING, Run, read_parts
 from t5bench.record.status import CANCELLED, COMPLETE
@@ -518,14 +518,24 @@ def _command_scripts(evidence: Evidence) -> Iterator[str]:
         path = evidence.run.directory / f"node{part['node']}.command.sh"
         if not path.exists():
             yield f"{path.name} is missing"
-        elif not is_script_of(Plan.read(part["plan"]), read(path).decode(errors="surrogateescape")):
+        elif part["format"] != FORMAT:
+            continue  # an earlier version's launcher wrote it in another way
+        elif read(path).decode(errors="surrogateescape") != script(Plan.read(part["plan"])):
             yield f"{path.name} has another command than the plan"
+
+
+def _json(content: bytes) -> object:
+    """None for what is no JSON."""
+    try:
+        return msgspec.json.decode(content)
+    except msgspec.DecodeError:
+        return None
 
 
 def _merged_record(evidence: Evidence) -> Iterator[str]:
     run = evidence.run
-    path, expected = run.directory / "run.json", json_of(msgspec.json.encode(run.record))
-    merged = json_of(read(path)) if path.exists() else None
+    path, expected = run.directory / "run.json", _json(msgspec.json.encode(run.record))
+    merged = _json(read(path)) if path.exists() else None
     if merged is None and run.status != COMPLETE and not path.exists():  # some nodes of a failed run never began
         return
     is_older = isinstance(merged, dict) and any(merged.get(key) != run.record[key] for key in ENDING)
@@ -535,7 +545,7 @@ def _merged_record(evidence: Evidence) -> Iterator[str]:
 
 def _deepspeed_options(evidence: Evidence) -> Iterator[str]:
     path, planned = evidence.run.directory / "ds_config.json", evidence.run.plan.ds_config
-    if planned and path.exists() and json_of(read(path)) != planned:
+    if planned and path.exists() and _json(read(path)) != planned:
         yield f"{path.name} differs from the plan's"
 
 

@@ -163,13 +163,11 @@ def setting(name: str, argument: str, to: str) -> Change:
     def change(run: Path) -> None:
         part = json.loads((run / PART).read_text())
         plan = part["plan"]
-        entry = plan["settings"][name]
-        if isinstance(entry, dict):
-            entry["value"] = to
-        else:
-            plan["settings"][name] = to
-        for words in (plan["command"], plan["arguments"]["settings"]):
-            words[words.index(argument) + 1] = to
+        for values in plan["settings_by_role"].values():
+            if name in values:
+                values[name] = to
+        words = plan["arguments"]["settings"]
+        words[words.index(argument) + 1] = to
         (run / PART).write_text(json.dumps(part))
 
     return also(change, sub("node0.command.sh", rf"({argument} )\S+", rf"\g<1>{to}"))

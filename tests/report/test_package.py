@@ -18,6 +18,7 @@ from t5bench.__main__ import main
 from t5bench.compare.relations import contradictions
 from t5bench.record.files import write_json
 from t5bench.record.records import load, write_list
+from t5bench.record.settings import BY_NAME
 from t5bench.report.package import archive, write_file
 
 Files = dict[str, bytes]
@@ -97,7 +98,8 @@ def moved(name: str, to: str) -> Change:
 
 
 def settings(name: str, to: str) -> Change:
-    return value(PART, "plan", "settings", name, "value", to=to)
+    role = BY_NAME[name].role
+    return value(PART, "plan", "settings_by_role", role, name, to=to)
 
 
 def row(*path: str | int, to: object) -> Change:
