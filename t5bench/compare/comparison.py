@@ -237,7 +237,7 @@ def _fastest(group: Group) -> str:
     """Which row is the fastest, if that is known; the table, the page and W&B use this sentence."""
     number, ratios = against_the_fastest({number: row.repeats for number, row in enumerate(group.rows) if row.repeats})
     labels = [row.label + " *" * bool(row.marks) for row in group.rows]
-    first, start = labels[number], f"With {processes(group.world_size)}"
+    first, start = labels[number], f"{processes(group.world_size)}:"
     speed = f"{group.rows[number].samples_per_second.median:.4g} samples/s"
     if not ratios:
         return f"{start} only {first} was timed: {speed}."
@@ -246,9 +246,8 @@ def _fastest(group: Group) -> str:
         by = f"{faster.median:.2f}x [{faster.low:.2f}, {faster.high:.2f}]"
         return f"{start} {first} is the fastest: {speed}, {by} that of {labels[after]}, the next."
     if unranked := ", ".join(labels[other] for other, faster in ratios.items() if faster.low is None):
-        needs = f"that takes at least {FEWEST_REPEATS} interleaved repeats (REPEATS={FEWEST_REPEATS})"
-        found = f"{start} {first} had the highest throughput, {speed}"
-        return f"{found}, but these runs cannot rank it against {unranked}: {needs}."
+        needs = f"Run with REPEATS={FEWEST_REPEATS} to know"
+        return f"{start} {first} was fastest in this run ({speed}). {needs} whether that holds against {unranked}."
     unclear = ", ".join(labels[other] for other, faster in ratios.items() if not excludes_one(faster))
     why = "the intervals of their ratios over the repeats include 1"
     return f"{start} there is no clear difference between {first} ({speed}) and {unclear}: {why}."
