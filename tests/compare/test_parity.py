@@ -238,7 +238,9 @@ def test_the_baseline_is_judged_by_curves_from_outside(tmp_path: Path):
     assert outside_verdict(curves, baseline).passed
     curves.write_text(json.dumps({"losses": losses, "norms": [3.0, 2.0001, 1.0]}))
     differs = outside_verdict(curves, baseline)
-    assert not differs.passed and "the gradient norm differs from ddp's by 5.0e-05 at iteration 2" in differs.reasons[0]
+    assert (
+        not differs.passed and "norm of ddp differs from Hugging Face's by 5.0e-05 at iteration 2" in differs.reasons[0]
+    )
     assert differs.reasons[-1] == "all strategies may share this mistake"
     curves.write_text(json.dumps({"losses": losses[:2], "norms": norms[:2]}))
     assert "it trained 2 iterations, the baseline logged 3" in outside_verdict(curves, baseline).reasons
