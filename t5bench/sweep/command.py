@@ -158,7 +158,7 @@ def progress(directory: Path, since: float = math.inf, *, bar: bool = False) -> 
         drawn = f"[{'#' * (BAR_WIDTH * last.iteration // last.total):<{BAR_WIDTH}}] " if bar else ""
         return f"{drawn}iteration {last.iteration}/{last.total}"
     with contextlib.suppress(OSError):  # a lock disappears once its extension is compiled
-        if names := sorted(lock.parent.name for lock in extension_locks() if lock.stat().st_mtime >= since):
+        if names := sorted(lock.parent.name for lock in extension_locks(os.environ) if lock.stat().st_mtime >= since):
             return f"compiling {', '.join(names)}: takes minutes, but only once"
     return "starting"
 
