@@ -1,8 +1,9 @@
 """Run directories made by hand, in the format of records.py: what a launcher would have left after a run like this."""
 
 import json
-import shlex
+import math
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -11,8 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from t5bench.model.flops import flops_per_iteration
+from t5bench.model.job import Architecture
 from t5bench.record import files, records
 from t5bench.record.checkpoints import Checkpoints
+from t5bench.record.command import script
 from t5bench.record.log import Iteration
 from t5bench.record.plan import Arguments, Layout, Plan, Setting, Strategy
 from t5bench.record.settings import BY_NAME, default_values
@@ -41,6 +45,7 @@ RTX_5000_ADA = "NVIDIA RTX 5000 Ada Generation"
 # Arguments that a launcher adds for a setting that is not at its default.
 OWN = {"SAVE_INTERVAL": "--save-interval", "RECOMPUTE": "--recompute-granularity", "EVAL_ONLY": "--skip-train",
        "RAMPUP_BATCH_SIZE": "--rampup-batch-size"}  # fmt: skip
+VOCABULARY = 4224
 OF_A_PART = ("status", "reason", "remedy", "padded_vocab_size", "versions", "commits")
 
 
@@ -187,13 +192,14 @@ def make_run(
     for node in range(nodes):
         ranks = plan.layout.ranks_of(node)
         part = {
-            "format": records.FORMAT, "node": node, "nnodes": nodes, "host": f"node{node}", "pid": 4242,
+            "format": records.FORMAT, "node": node, "nnodes": nodes, "host": f"node{node}",
+            "pid": 1000 + zlib.crc32(bytes(directory)) % 30_000,
             "status": COMPLETE, "reason": "", "remedy": "", "cause": None, "exit_status": 0, "signal": None,
             "started": stamp(start), "ended": stamp(end), "plan": replace(plan, node=node).to_json(),
             "data": {"prefix": "/data/xsum", "bin_bytes": 123456, "idx_sha256": idx_sha256, "tokenizer": "t"},
             "versions": {"python": "3.11.2", "torch": "2.13.0", "deepspeed": "0.18.3"},
             "commits": {"repository": "1" * 40, "repository_changed": False, "engine": "2" * 40},
-            "patches": {}, "environment": {}, "kernel": "6", "oom_kills": 0, "padded_vocab_size": 4224,
+            "patches": {}, "environment": {}, "kernel": "6", "oom_kills": 0, "padded_vocab_size": VOCABULARY,
             "devices": [
                 {"index": i, "name": gpu, "memory_mib": 32000, "driver": "1", "uuid": f"{node}-{i}"}
                 for i in range(len(ranks)) if gpu
@@ -207,12 +213,12 @@ def make_run(
         }  # fmt: skip
         part |= {"ended": None} if part["status"] == RUNNING else {}
         files.write_json(directory / f"node{node}.json", part)
-        (directory / f"node{node}.command.sh").write_text(command_script(plan))
+        (directory / f"node{node}.command.sh").write_text(script(plan))
         size = part["padded_vocab_size"]
         told = [(start, f"vocabulary padded to {size}")] if size else []
         if node == nodes - 1:
-            told += [(line.time, engine_line(line, plan.number("GLOBAL_BATCH_SIZE"))) for line in lines]
-        told += [(end, memory_line(**peak)) for peak in part["peak_memory"]]
+            told += [(line.time, engine_line(line, plan)) for line in lines]
+        told += [(end, memory_line(**peak, host=f"node{node}")) for peak in part["peak_memory"]]
         (directory / f"node{node}.log").write_text("".join(f"{stamp(time)} {text}\n" for time, text in told))
         if sent_per_iteration is not None:
             values = {"memory_mib": 1000.0, "sm_mhz": 2000.0, "utilization": 90.0, "power_w": 200.0}
@@ -222,15 +228,6 @@ def make_run(
     (directory / "metrics.jsonl").write_text("".join(records.metrics_line(line) + "\n" for line in lines))
     seal(directory)
     return directory
-
-
-def command_script(plan: Plan) -> str:
-    """As a launcher writes it; the paths need no quotes."""
-    script = f"mkdir -p {plan.output_dir}\n"
-    if plan.ds_config:
-        script += f"cat >{plan.output_dir}/ds_config.json <<'JSON'\n{json.dumps(plan.ds_config, indent=2)}\nJSON\n"
-    words = [*(f"{name}={value}" for name, value in plan.environment.items()), *plan.command]
-    return script + f"env {shlex.join(words)}\n"
 
 
 def seal(directory: Path) -> None:
@@ -249,22 +246,45 @@ def change(directory: Path, node: int = 0, **values: Any) -> None:
     seal(directory)
 
 
-def engine_line(line: Iteration, batch: int) -> str:
+def learning_rate(plan: Plan, iteration: int) -> float:
+    """As both engines warm up and decay, in fractions of the samples."""
+    highest, lowest = plan.decimal("LR"), plan.decimal("MIN_LR")
+    warm_up, end = plan.number("LR_WARMUP_ITERS"), plan.number("TRAIN_ITERS")
+    done = plan.samples(0, iteration) / plan.number("GLOBAL_BATCH_SIZE")
+    if done <= warm_up and warm_up:
+        return highest * done / warm_up
+    share = min(1.0, (done - warm_up) / max(1, end - warm_up))
+    return lowest + (highest - lowest) * (1 + math.cos(math.pi * share)) / 2
+
+
+def engine_line(line: Iteration, plan: Plan) -> str:
     """As both engines print an iteration."""
+    assert plan.layout
+    architecture, samples = Architecture.of_arguments(plan.named_arguments, 0), plan.samples(0, line.iteration)
+    tokens = architecture.encoder_length + architecture.decoder_length
     fields = {
-        "consumed samples": line.iteration * batch, "elapsed time per iteration (ms)": line.elapsed_ms,
-        "learning rate": line.learning_rate, "global batch size": batch, "lm loss": line.lm_loss,
-        "loss scale": line.loss_scale, "grad norm": line.grad_norm, "number of skipped iterations": line.skipped,
-        "number of nan iterations": line.nan, "samples per second": line.samples_per_second, "TFLOPs": line.tflops,
-    }  # fmt: skip
+        "consumed samples": samples,
+        "consumed tokens": samples * tokens,
+        "elapsed time per iteration (ms)": line.elapsed_ms,
+        "learning rate": line.learning_rate,
+        "global batch size": plan.samples(line.iteration - 1, line.iteration),
+        "lm loss": line.lm_loss,
+        "loss scale": line.loss_scale,
+        "grad norm": line.grad_norm,
+        "number of skipped iterations": line.skipped,
+        "number of nan iterations": line.nan,
+        "samples per second": line.samples_per_second,
+        "tokens per gpu per second (tgs)": line.samples_per_second * tokens / plan.layout.world_size,
+        "TFLOPs": line.tflops,
+    }
     shown = "".join(f" {name}: {value} |" for name, value in fields.items() if value is not None)
     return f" iteration {line.iteration:8d}/{line.total:8d} |{shown}"
 
 
-def memory_line(rank: int, device_mib: float | None, host_mib: float) -> str:
+def memory_line(rank: int, device_mib: float | None, host_mib: float, host: str = "vm") -> str:
     """As both engines print a rank's peak memory."""
     return (
-        f" peak memory | rank {rank} | host vm | device {'cuda' if device_mib else 'cpu'} |"
+        f" peak memory | rank {rank} | host {host} | device {'cuda' if device_mib else 'cpu'} |"
         f" allocated MiB {device_mib or 0.0} | reserved MiB 0.0 | host rss MiB {float(host_mib)}"
     )
 
@@ -274,12 +294,15 @@ def _lines(
     log_interval: int, skipped: Mapping[int, int], start: float, plan: Plan,
 ) -> list[Iteration]:  # fmt: skip
     lines, now = [], start
+    architecture = Architecture.of_arguments(plan.named_arguments, VOCABULARY)
+    per_sample = flops_per_iteration(architecture, 1)
     for number, elapsed in enumerate(elapsed_ms):
         iteration, norm = (number + 1) * log_interval, norms[number] if norms else 1.0
         loss = losses[number] if losses else 6 + 2 / (1 + iteration / 100)
         now += elapsed * log_interval / 1000
         values = {"samples_per_second": plan.number("GLOBAL_BATCH_SIZE") * 1000 / elapsed, "grad_norm": norm}
-        values |= {"learning_rate": 1e-4, "tflops": 0.01, "loss_scale": 1.0, "time": now}
+        rate = per_sample * values["samples_per_second"] / plan.layout.world_size / 1e12
+        values |= {"learning_rate": learning_rate(plan, iteration), "tflops": rate, "loss_scale": 1.0, "time": now}
         left_out = skipped.get(iteration, log_interval if loss is None else 0)
         lines.append(Iteration(iteration, plan.iterations, elapsed, loss, skipped=left_out, **values))
     return lines

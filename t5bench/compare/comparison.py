@@ -11,7 +11,7 @@ from msgspec import to_builtins
 from t5bench import Problem
 from t5bench.compare import comparable, parity
 from t5bench.compare.comparable import compared, differing, gpu_names, show
-from t5bench.compare.repeats import FEWEST_REPEATS, against_the_fastest, excludes_one, ratio
+from t5bench.compare.repeats import FEWEST_REPEATS, against_the_fastest, excludes_one, ran_in_one_order, ratio
 from t5bench.compare.rows import Measured, Row, distinctions, group_runs, labels, limits, make_row
 from t5bench.compare.statistics import Estimate
 from t5bench.model import time
@@ -144,6 +144,9 @@ def build(
     for text in dict.fromkeys(text for row in rows for text in row.warnings):
         who = dict.fromkeys(row.label for row in rows if text in row.warnings)
         notes.append(f"{text} ({'every row' if len(every) == len(who) > 1 else ', '.join(who)})")
+    if ran_in_one_order([row.repeats for row in rows]):
+        what = "every repeat ran the rows in the same order, so what recurs with that period looks like a difference"
+        notes.append(f"{what} between rows; scripts/run_megatron_t5_all.sh changes the order from repeat to repeat")
     notes += comparable.other_differences(runs)
     return Comparison(groups, baseline, _verdicts(groups, baseline), _problems(rows, baseline), notes, _predict(rows))
 
@@ -234,7 +237,7 @@ def _fastest(group: Group) -> str:
     """Which row is the fastest, if that is known; the table, the page and W&B use this sentence."""
     number, ratios = against_the_fastest({number: row.repeats for number, row in enumerate(group.rows) if row.repeats})
     labels = [row.label + " *" * bool(row.marks) for row in group.rows]
-    first, start = labels[number], f"With {processes(group.world_size)}"
+    first, start = labels[number], f"{processes(group.world_size)}:"
     speed = f"{group.rows[number].samples_per_second.median:.4g} samples/s"
     if not ratios:
         return f"{start} only {first} was timed: {speed}."
@@ -243,9 +246,8 @@ def _fastest(group: Group) -> str:
         by = f"{faster.median:.2f}x [{faster.low:.2f}, {faster.high:.2f}]"
         return f"{start} {first} is the fastest: {speed}, {by} that of {labels[after]}, the next."
     if unranked := ", ".join(labels[other] for other, faster in ratios.items() if faster.low is None):
-        needs = f"that takes at least {FEWEST_REPEATS} interleaved repeats (REPEATS={FEWEST_REPEATS})"
-        found = f"{start} {first} had the highest throughput, {speed}"
-        return f"{found}, but these runs cannot rank it against {unranked}: {needs}."
+        needs = f"Run with REPEATS={FEWEST_REPEATS} to know"
+        return f"{start} {first} was fastest in this run ({speed}). {needs} whether that holds against {unranked}."
     unclear = ", ".join(labels[other] for other, faster in ratios.items() if not excludes_one(faster))
     why = "the intervals of their ratios over the repeats include 1"
     return f"{start} there is no clear difference between {first} ({speed}) and {unclear}: {why}."

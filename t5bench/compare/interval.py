@@ -4,6 +4,7 @@ An autocorrelation-adjusted Student interval over batch means, as in N-Skart (Ta
 Transactions on Automatic Control 56(2), 2011), adapted to a median. docs/statistics.md explains every step.
 """
 
+import math
 from functools import cache
 from statistics import NormalDist
 
@@ -16,25 +17,38 @@ HIGHEST_CORRELATION = 0.98
 # A run sees few states of its machine. However many iterations it has, they count for at most so many independent
 # values: chosen from the traces of real runs in docs/statistics.md.
 MOST_INDEPENDENT = 5
+NEWTON_STEPS = 30
 
 Array = NDArray[np.float64]
 
 
 @cache
-def _student_table(confidence: float) -> tuple[Array, Array]:
-    """1 / degrees of freedom from 0.001 to 1, and the two-sided quantiles of Student's t there.
-
-    With t = sqrt(df) tan(angle) its density is cos(angle) ** (df - 1).
-    """
-    inverse, angle = np.linspace(0.001, 1, 100), np.linspace(0, np.pi / 2, 5_001)
-    area = np.cumsum(np.cos((angle[1:] + angle[:-1]) / 2) ** (1 / inverse[:, None] - 1), axis=1)
-    reached = [np.interp(confidence * row[-1], row, angle[1:]) for row in area]
-    return inverse, np.tan(reached) / np.sqrt(inverse)
+def _legendre() -> tuple[Array, Array]:
+    """Points and weights of Gauss and Legendre's quadrature, from 0 to 1."""
+    points, weights = np.polynomial.legendre.leggauss(24)
+    return (points + 1) / 2, weights / 2
 
 
 def student(degrees: float | Array, confidence: float = CONFIDENCE) -> Array:
-    """The t for which Student's distribution has this share between -t and t; degrees of freedom from 1 to 1,000."""
-    return np.interp(1 / np.maximum(degrees, 1), *_student_table(confidence))
+    """The t for which Student's distribution has this share between -t and t, for at least one degree of freedom.
+
+    With t = sqrt(df) tan(angle) its density is cos(angle) ** (df - 1), whose integral up to pi/2 is known. Newton's
+    method finds the angle to the last digits of a float.
+    """
+    degrees = np.maximum(np.asarray(degrees, dtype=np.float64), 1.0)
+    distinct, places = np.unique(degrees, return_inverse=True)
+    half = np.array([math.lgamma(df / 2) - math.lgamma((df + 1) / 2) for df in distinct])
+    wanted = confidence * np.exp(half) * math.sqrt(math.pi) / 2
+    points, weights = _legendre()
+    angle = np.arctan(NormalDist().inv_cdf((1 + confidence) / 2) / np.sqrt(distinct))
+    for _ in range(NEWTON_STEPS):
+        area = angle * (np.exp((distinct[:, None] - 1) * np.log(np.cos(angle[:, None] * points))) @ weights)
+        new = np.minimum(angle + (wanted - area) / np.cos(angle) ** (distinct - 1), (angle + math.pi / 2) / 2)
+        has_settled = np.allclose(new, angle, rtol=1e-13, atol=0)
+        angle = new
+        if has_settled:
+            break
+    return (np.sqrt(distinct) * np.tan(angle))[places].reshape(degrees.shape)
 
 
 @cache

@@ -5,6 +5,7 @@ judges whatever runs it is given, only by the loss, and says which ones it canno
 """
 
 import argparse
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -225,6 +226,33 @@ def verdict(run: Run, baseline: Run) -> Verdict:
     return Verdict(name, run, loss, norm, reasons)
 
 
+def outside_verdict(path: Path, baseline: Run) -> Verdict:
+    """The verdict on the baseline by a reference that shares nothing with its engine but samples and initial weights:
+    the curves that native/reference.py printed. Raises Problem."""
+    name = "hugging-face"
+    if problem := defect(baseline):
+        return Verdict(name, reasons=[f"the baseline cannot be used: {problem}"])
+    try:
+        content = json.loads(path.read_text())
+        losses, norms = (dict(enumerate(map(float, content[key]), 1)) for key in ("losses", "norms"))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise Problem(f"{path} holds no curves of a reference: {error}", "Run the check again") from error
+    allowed, reasons = TOLERANCE[baseline.plan.precision], []
+    loss = difference(curve(baseline), losses, allowed.loss)
+    norm = difference(curve(baseline, "grad_norm"), norms, allowed.norm)
+    if losses.keys() != curve(baseline).keys():
+        reasons.append(f"it trained {len(losses)} iterations, the baseline logged {len(curve(baseline))}")
+    for what, differs, most in (("loss", loss, allowed.loss), ("gradient norm", norm, allowed.norm)):
+        if differs and differs.first_beyond is not None:
+            where = f"at iteration {differs.iteration} (allowed: {most:.0e})"
+            reasons.append(
+                f"the {what} of {baseline.strategy} differs from Hugging Face's by {differs.largest:.1e} {where}"
+            )
+    if reasons:
+        reasons.append("all strategies may share this mistake")
+    return Verdict(name, None, loss, norm, reasons)
+
+
 def blind_spots(baseline: Run, measured: Sequence[Sensitivity]) -> list[str]:
     """Why these runs might agree in spite of a mistake, judged by the baseline and its recipe's measured sensitivities,
     and what to change: one sentence each."""
@@ -281,9 +309,15 @@ def sign_test(runs: Sequence[Run], baselines: Sequence[Run]) -> Verdict:
 
 
 def gate(
-    directories: Sequence[Path], baseline: Path | None, measured: Sequence[Sensitivity] = ()
+    directories: Sequence[Path],
+    baseline: Path | None,
+    measured: Sequence[Sensitivity] = (),
+    outside: Path | None = None,
 ) -> tuple[list[Verdict], list[str]]:
-    """The verdict on each run, and the blind spots of all. baseline: None for the first run of DDP. Raises Problem."""
+    """The verdict on each run, and the blind spots of all. Raises Problem.
+
+    baseline: None for the first run of DDP. outside: a file of native/reference.py, by which DDP itself is judged.
+    """
     verdicts: dict[Path, Verdict | None] = dict.fromkeys(directories)
     runs, tested = {}, dict[tuple[str, str], list[Run]]()
     for directory in verdicts:
@@ -306,7 +340,7 @@ def gate(
     if (only := standard.plan.engine_patches) != ALL_PATCHES:
         problem = f"the engine starts every layout from different weights: only {only}.patch is applied"
         raise Problem(problem, "Apply all patches: bash scripts/setup_megatron.sh")
-    if all(directory.resolve() == standard.directory.resolve() for directory in directories):
+    if not outside and all(directory.resolve() == standard.directory.resolve() for directory in directories):
         problem = f"{standard.directory} is the baseline, and there is no other run"
         raise Problem(problem, "Name the runs to compare with it")
     for directory, run in runs.items():
@@ -318,7 +352,8 @@ def gate(
     baselines = [standard, *(run for run in baselines if run.directory != standard.directory)]
     of_seeds = [sign_test(those, baselines) for those in tested.values()]
     blind = [] if defect(standard) else blind_spots(standard, measured)
-    return [*filter(None, verdicts.values()), *of_seeds], blind
+    of_outside = [outside_verdict(outside, standard)] if outside else []
+    return [*filter(None, verdicts.values()), *of_seeds, *of_outside], blind
 
 
 def report(verdicts: Sequence[Verdict], blind: Sequence[str]) -> str:
@@ -350,6 +385,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="a run directory")
     parser.add_argument("--baseline", type=Path, metavar="DIR", help="compare with this run (default: the first DDP)")
     parser.add_argument("--reference", type=Path, metavar="DIR", help="a run of another engine to compare as well")
+    parser.add_argument("--outside", type=Path, metavar="FILE", help="curves of native.reference, for the baseline")
     parser.add_argument("--sensitivity", type=Path, metavar="FILE", help="how sensitive the recipe is (alone: a table)")
 
 
@@ -362,6 +398,6 @@ def run(arguments: argparse.Namespace) -> int:
     directories = [*arguments.runs, *([arguments.reference] if arguments.reference else [])]
     if not directories:
         raise Problem("no run is given", "Give run directories, or --sensitivity FILE")
-    verdicts, blind = gate(directories, arguments.baseline, measured)
+    verdicts, blind = gate(directories, arguments.baseline, measured, arguments.outside)
     print(report(verdicts, blind))
     return 0 if not blind and all(entry.passed for entry in verdicts) else 1

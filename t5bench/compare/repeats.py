@@ -79,5 +79,17 @@ def against_the_fastest(rows: Mapping[int, Sequence[Repeat]]) -> tuple[int, dict
     return first, {row: ratio(rows[first], rows[row], CONFIDENCE_OF_FASTEST) for row in others}
 
 
+def ran_in_one_order(rows: Sequence[Sequence[Repeat]]) -> bool:
+    """Whether every repeat ran the rows in the same order, in which what recurs with that period hits one row alone."""
+    repeated = [sorted(runs) for runs in rows if len(runs) >= FEWEST_REPEATS]
+    if len(repeated) < 2:
+        return False
+    orders = set()
+    for of_one_repeat in zip(*repeated, strict=False):
+        order = sorted(range(len(repeated)), key=of_one_repeat.__getitem__)
+        orders.add(tuple(order))
+    return len(orders) == 1
+
+
 def excludes_one(faster: Estimate) -> bool:
     return faster.low is not None and faster.low > 1

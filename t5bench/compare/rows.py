@@ -25,7 +25,11 @@ from t5bench.record.records import Run
 from t5bench.record.status import COMPLETE, iterations_expected
 
 MARK_OF_ALONE = "\N{DAGGER}"
-_ALONE = f"{MARK_OF_ALONE} fewer than {FEWEST_REPEATS} repeats: these figures and intervals describe these runs only"
+_ALONE = (
+    f"{MARK_OF_ALONE} fewer than {FEWEST_REPEATS} repeats: these figures and intervals describe these runs only. On a "
+    "steady machine such an interval is wider than it need be; of a state of the machine that the run did not see it "
+    "says nothing"
+)
 
 _DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}  # DeepSpeed's names
 
@@ -91,39 +95,47 @@ class Measured:
 
 @dataclass
 class Row:
-    """One row. Rates are for all processes together, tflops and mfu (0 to 1) per GPU; ratio is throughput / baseline's.
-
-    measured: the runs if they are complete; batch: samples of an iteration that counts; run_medians: each repeat's
-    milliseconds per iteration; repeats: the runs that have a time. peak_memory: MiB by rank, the maximum over the
-    repeats, on a GPU what PyTorch allocated, on a CPU the resident set; sent_per_iteration: bytes of the busiest node,
-    the median over the repeats that have it; hardware_tflops: with recomputation, None without. predicted: where an
-    iteration's time should go; marks: what differs from the baseline because it was allowed to; mfu_missing: why there
-    is no MFU; warnings: what to know about the row's figures.
-    """
+    """One row. Rates are for all processes together; one run of several stands for what they share."""
 
     label: str
     runs: Sequence[Run]
     measured: Sequence[Measured]
+    """The runs if they are complete."""
     reduction: Reduction
     batch: float
+    """Samples of an iteration that counts."""
     prediction: Prediction | None
     final_loss: float | None
     sent_per_iteration: float | None
+    """Bytes of the busiest node, the median over the runs that have it."""
+    runs_with_samples: int
+    """How many have it."""
     peak_memory: Mapping[int, float]
+    """MiB by rank, the maximum over the repeats: on a GPU what PyTorch allocated, on a CPU the resident set."""
     run_medians: Sequence[float] = ()
+    """Each repeat's milliseconds per iteration."""
     repeats: Sequence[Repeat] = ()
+    """The runs that have a time."""
     milliseconds: Estimate | None = None
     predicted: time.Time | None = None
+    """Where an iteration's time should go."""
     samples_per_second: Estimate | None = None
     tokens_per_second: Estimate | None = None
     ratio: Estimate | None = None
+    """Throughput over the baseline's."""
     tflops: float | None = None
+    """Per GPU."""
     hardware_tflops: float | None = None
+    """Per GPU, with recomputation; None without."""
     mfu: float | None = None
+    """From 0 to 1, per GPU."""
     mfu_missing: str = ""
+    """Why there is no MFU."""
     parity: Parity = field(default_factory=lambda: Parity(UNKNOWN))
     marks: list[str] = field(default_factory=list)
+    """What differs from the baseline because it was allowed to."""
     warnings: list[str] = field(default_factory=list)
+    """What to know about the row's figures."""
     is_baseline: bool = False
 
     @property
@@ -230,9 +242,19 @@ def make_row(label: str, runs: Sequence[Run], peak: float | None = None) -> Row:
     link = measured[0].observed.busiest_link if measured else None
     # A batch that grew until the end never reached the requested size.
     prediction = prediction_of(run, link.link_bits_per_second / 1e9 if link else 1.0, round(batch))
-    sent = [found for entry in measured if (found := entry.observed.sent_per_iteration) is not None]
-    row = Row(label, runs, measured, reduction_of(run), batch, prediction, _final_loss(complete),
-              median(sent) if sent else None, _peak_memory(complete))  # fmt: skip
+    sent = [entry.observed.sent_per_iteration for entry in measured if entry.observed.sent_per_iteration is not None]
+    row = Row(
+        label=label,
+        runs=runs,
+        measured=measured,
+        reduction=reduction_of(run),
+        batch=batch,
+        prediction=prediction,
+        final_loss=_final_loss(complete),
+        sent_per_iteration=median(sent) if sent else None,
+        runs_with_samples=len(sent),
+        peak_memory=_peak_memory(complete),
+    )
     if timings:
         row.milliseconds = of_repeats([timing.milliseconds for timing in timings])
         row.run_medians = [timing.milliseconds.median for timing in timings]
@@ -272,33 +294,48 @@ def limits(row: Row) -> str:
     """What limits the row, and what was not measured and why, in sentences; "" for a row without figures."""
     if not row.milliseconds:
         return ""
-    observed = row.measured[0].observed
     seen = []
-    if row.on_gpu and observed.utilization is not None:
-        seen.append(f"a kernel ran {observed.utilization:.0f} % of the time on the busiest GPU")
-    if row.on_gpu and observed.power_w is not None:
-        seen.append(f"it drew {observed.power_w:.0f} W")
+    utilization, power = _median_of(row, "utilization"), _median_of(row, "power_w")
+    if row.on_gpu and utilization is not None:
+        seen.append(f"a kernel ran {utilization:.0f} % of the time on the busiest GPU")
+    if row.on_gpu and power is not None:
+        seen.append(f"it drew {power:.0f} W")
     why = "there are no samples" if row.on_gpu else "there is no GPU"
     peak = f"share of the GPU's peak: unknown, {row.mfu_missing}"
     if row.mfu is not None:
         peak = f"the arithmetic takes {row.mfu:.1%} of the GPU's peak"
         again = row.hardware_tflops
         peak += f", {row.mfu * again / row.tflops:.1%} with recomputation" if again else ""
-    parts = [_network(observed), ", ".join(seen) or f"GPU utilisation and power: not measured, {why}", peak]
+    parts = [_network(row), ", ".join(seen) or f"GPU utilisation and power: not measured, {why}", peak]
     return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
 
 
-def _network(observed: samples.Observations) -> str:
-    sent, busiest = observed.sent_per_iteration, observed.busiest_link
-    if sent is None:
-        return f"network: not measured, {observed.why_not_sent}"
-    if observed.loopback:
-        return f"network: one node, {bytes_text(sent)} per iteration over the loopback, including other programs'"
-    if not busiest:
-        return f"network: {bytes_text(sent)} per iteration and node; the link's speed is not known"
-    of_link = f"{bytes_text(busiest.bytes_per_iteration)} per iteration over {busiest.interface} of node {busiest.node}"
-    gigabits = f"{busiest.link_bits_per_second / 1e9:g} Gbit/s"
-    return f"network: {of_link}; at the link's {gigabits} that alone takes {busiest.share:.0%} of the time"
+def _median_of(row: Row, name: str) -> float | None:
+    """Of one of a run's observations, over the runs that have it."""
+    values = [getattr(entry.observed, name) for entry in row.measured]
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _network(row: Row) -> str:
+    """What the cell of the table says, and what share of the link that is."""
+    if row.sent_per_iteration is None:
+        return f"network: not measured, {row.measured[0].observed.why_not_sent}"
+    sent = f"{bytes_text(row.sent_per_iteration)} per iteration"
+    if row.runs_with_samples < len(row.measured):
+        sent += f" (the median of {row.runs_with_samples} of {len(row.measured)} runs, the others have too few samples)"
+    if any(entry.observed.loopback for entry in row.measured):
+        return f"network: one node, {sent} over the loopback, including other programs'"
+    links = [entry.observed.busiest_link for entry in row.measured]
+    known = [link for link in links if link]
+    if not known:
+        return f"network: {sent} and node; the link's speed is not known"
+    share, link = median(link.share or 0.0 for link in known), known[0]
+    gigabits = f"{link.link_bits_per_second / 1e9:g} Gbit/s"
+    busiest = f"{link.interface} of node {link.node}"
+    return (
+        f"network: {sent} and node; at {gigabits}, the busiest link, {busiest}, needs {share:.0%} of the time for them"
+    )
 
 
 def bytes_text(count: float) -> str:

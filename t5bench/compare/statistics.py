@@ -93,7 +93,7 @@ def timing(lines: Sequence[Iteration], plan: Plan) -> Timing | None:
     for reason, applies in rules.items():
         found = {line.iteration: reason for line in clean if applies(line)}
         if len(found) == len(clean):
-            warnings.append(f"no interval would be left ({reason}), so all count")
+            warnings.append(f"excluding {reason} would leave no data, so all intervals are included")
         else:
             dropped, clean = dropped | found, [line for line in clean if line.iteration not in found]
     warm_up, warning = _warm_up(clean, begin, length)
@@ -144,7 +144,7 @@ def _warm_up(lines: Sequence[Iteration], begin: int, length: int) -> tuple[int, 
         return wanted, ""
     if fewer == wanted:
         return wanted, f"only {count - wanted} interval(s) count"
-    return fewer, f"a short run: only {fewer} of {count} interval(s) left out as warm-up, instead of {wanted}"
+    return fewer, f"short run: {fewer} of {count} intervals were dropped as warm-up ({wanted} recommended)"
 
 
 def mser(values: Sequence[float]) -> int:

@@ -118,6 +118,14 @@ def iteration(line: str, time: float | None = None) -> Iteration | None:
         return None
 
 
+def figures(line: str) -> dict[str, float]:
+    """Every figure of the last complete iteration line in this text, by the name that the engine gives it."""
+    matches = list(ITERATION.finditer(line))
+    if not matches:
+        return {}
+    return {name.strip(): float(value) for name, value in _FIELD.findall(matches[-1]["fields"])}
+
+
 def iterations(lines: Iterable[str]) -> Iterator[Iteration]:
     """The complete iteration lines of a log."""
     return (found for line in lines if (found := iteration(line)))

@@ -5,7 +5,6 @@ in order, and that metrics.jsonl agrees with the last node's log, which is the p
 whether a file was changed since, and make that last check unnecessary. RecordError names file, line and reason.
 """
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +19,8 @@ from msgspec import Meta, Struct
 
 from t5bench.model.job import Zero
 from t5bench.record import log
-from t5bench.record.files import METRICS, RecordError, read
+from t5bench.record.files import METRICS, RecordError, exists, read
+from t5bench.record.files import lines as lines_of
 from t5bench.record.log import Amount, Clock, Count, Evaluation, Iteration, PeakMemory
 from t5bench.record.plan import FORMAT, PRECISIONS, READABLE_FORMATS, Layout, Plan, by_name, of_this_format
 from t5bench.record.settings import BY_NAME
@@ -124,14 +124,22 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
     A truncated line at the end of an attempt, which a full disk or a killed process leaves, is skipped.
     """
-    lines = read(path).split(b"\n") if os.path.lexists(path) else []
-    for number, text in enumerate(lines, 1):
+    if not exists(path):
+        return
+    faulty: RecordError | None = None
+    for number, line in enumerate(lines_of(path), 1):
+        if faulty and not line.startswith(b'{"resumed_from"'):
+            raise faulty
         place = f"{path} line {number}"
+        faulty = None
         try:
-            yield place, decoded(place, text)
-        except RecordError:
-            if number < len(lines) and not lines[number].startswith(b'{"resumed_from"'):
-                raise
+            content = decoded(place, line)
+        except RecordError as error:
+            faulty = error
+            continue
+        yield place, content
+    if faulty and line.endswith(b"\n"):
+        raise faulty
 
 
 # ---- node<R>.json ----------------------------------------------------------------------------------------------------
@@ -247,12 +255,14 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
 def log_lines(path: Path) -> Iterator[tuple[str, float, str]]:
     """A line's place, time and text. Raises RecordError."""
-    for number, text in enumerate(read(path).removesuffix(b"\n").split(b"\n"), 1):
-        place, (moment, _, said) = f"{path} line {number}", text.decode(errors="replace").partition(" ")
+    for number, line in enumerate(lines_of(path), 1):
+        place = f"{path} line {number}"
+        moment, _, text = line.removesuffix(b"\n").decode(errors="replace").partition(" ")
         try:
-            yield place, seconds(moment), said
+            time = seconds(moment)
         except ValueError as error:
             raise RecordError(f"{place} does not begin with a time") from error
+        yield place, time, text
 
 
 def that_count(attempts: Iterable[Attempt]) -> list[Iteration]:
@@ -280,9 +290,12 @@ def check_complete(run: "Run", attempts: Sequence[Attempt], with_logs: bool) -> 
             here = f"{place} is of iteration {line.iteration} of {line.total}"
             raise RecordError(f"{here}, where every {interval} of {total} are logged")
     reached = {line.iteration for line in run.iterations}
+    in_pieces: set[int] = set()
     missing = set(range(interval, iterations_expected(run.plan.last_iteration, interval) + 1, interval)) - reached
-    in_pieces = read(run.directory / f"node{last_node['node']}.log") if missing else b""
-    if lacking := missing - set(map(int, re.findall(rb"\biteration\s+([0-9]{1,15})/", in_pieces))):
+    if missing:
+        for line in lines_of(run.directory / f"node{last_node['node']}.log"):
+            in_pieces.update(map(int, re.findall(rb"\biteration\s+([0-9]{1,15})/", line)))
+    if lacking := missing - in_pieces:
         last = " after its last line" if min(lacking) > max(reached, default=0) else ""
         count = f"{min(lacking)} of {total}, and {len(lacking)} in all, though the run is complete"
         raise RecordError(f"{run.directory / METRICS}{last} lacks iteration {count}")
@@ -309,11 +322,11 @@ def _check_earlier(directory: Path, lines: Sequence[Iteration]) -> None:
     """Lines of earlier attempts that count must be in one of the logs that these left."""
     logged: dict[str, list[float]] = {}
     paths = directory.glob("node*.log.*") if lines else ()
-    for text in (text for path in paths for text in read(path).split(b"\n")):
-        moment, _, said = text.decode(errors="replace").partition(" ")
+    for text in (text for path in paths for text in lines_of(path)):
+        moment, _, printed = text.decode(errors="replace").partition(" ")
         with suppress(ValueError):  # a run that was killed may leave anything
-            if found := log.iteration(said):
-                logged.setdefault(str(found), []).append(seconds(moment))
+            if iteration := log.iteration(printed):
+                logged.setdefault(str(iteration), []).append(seconds(moment))
     for line in lines:
         times = logged.get(str(replace(line, begin=0, time=None)), ())
         if not any(line.time is None or abs(line.time - time) < SAME_SECONDS for time in times):

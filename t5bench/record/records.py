@@ -13,7 +13,6 @@ Without a shared file system each node keeps its own directory with its own part
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,7 +22,7 @@ from typing import Any
 
 from t5bench.model.job import Architecture
 from t5bench.record import reader
-from t5bench.record.files import METRICS, RecordError, check_seal, read, write_json
+from t5bench.record.files import METRICS, RecordError, check_seal, exists, read, write_json
 from t5bench.record.log import Evaluation, Iteration, PeakMemory
 from t5bench.record.plan import FORMAT, ROLES, Layout, Plan
 from t5bench.record.status import COMPLETE, RUNNING, of_run
@@ -211,12 +210,19 @@ def load(directory: Path, *, from_log: bool = False) -> Run:
 
     from_log: its log is read again even where checksums show that nothing was changed.
     """
+    try:
+        return _load(directory, from_log)
+    except OSError as error:  # of a file system that has lost its server or its disk
+        raise RecordError(f"{error.filename or directory} cannot be read: {error.strerror}") from error
+
+
+def _load(directory: Path, from_log: bool) -> Run:
     if not directory.is_dir():
         raise RecordError(f"there is no run directory {directory}")
     parts = read_parts(directory)
     record, attempts = merge(parts), reader.read_attempts(directory / METRICS)
     samples = {p["node"]: reader.read_samples(directory / f"node{p['node']}.samples.jsonl") for p in parts}
-    unsealed = ", ".join(str(p["node"]) for p in parts if not os.path.lexists(directory / f"node{p['node']}.sha256"))
+    unsealed = ", ".join(str(p["node"]) for p in parts if not exists(directory / f"node{p['node']}.sha256"))
     why = ", because it has not ended or was killed" if record["status"] == RUNNING else ""
     remark = f"{directory}, node {unsealed}: there are no checksums{why}, so changes to its files go unnoticed"
     remarks, plan = [remark] * bool(unsealed), Plan.read(record["plan"])
@@ -241,7 +247,7 @@ def write_list(runs_dir: Path, names: Sequence[str]) -> None:
 def read_list(runs_dir: Path) -> list[str]:
     """The directories of the runs on a sweep's list; none if there was no sweep. Raises RecordError."""
     path = runs_dir / SWEEP
-    return reader.decoded(path, read(path), dict[str, list[str]]).get("runs", []) if os.path.lexists(path) else []
+    return reader.decoded(path, read(path), dict[str, list[str]]).get("runs", []) if exists(path) else []
 
 
 def write_run(directory: Path) -> dict[str, Any]:

@@ -123,12 +123,16 @@ def run_directories(places: Sequence[str]) -> list[Path]:
 
 def find_runs(directory: Path, depth: int = DEEPEST) -> Iterator[Path]:
     """The run directories in here, in the order of their paths; what lies within a run is not looked at."""
-    if records.looks_like_run(directory):
+    try:
+        is_run = records.looks_like_run(directory)
+        below = [] if is_run or not depth else sorted(directory.iterdir())
+        below = [path for path in below if path.is_dir() and not path.name.startswith(".")]
+    except OSError:  # whoever reads it says why it cannot be read
+        is_run, below = True, []
+    if is_run:
         yield directory
-    elif depth:
-        for path in sorted(directory.iterdir()):
-            if path.is_dir() and not path.name.startswith("."):
-                yield from find_runs(path, depth - 1)
+    for path in below:
+        yield from find_runs(path, depth - 1)
 
 
 def sweep_root(directories: Sequence[Path]) -> Path:

@@ -265,7 +265,7 @@ def _pareto(rows: Rows) -> Figure:
         front = Series("", "line", best, "", LEFT_OUT, "not beaten in both")
         dots = [Series(name, "point", [p], f"{p[1]:.4g} samples/s in {p[0]:,.0f} MiB") for name, p in points.items()]
         panels.append(Panel([front, *dots], processes(size), "samples/s", height=2.4))
-    caption = "Up and to the left is better. The line joins the rows that no other beats in both."
+    caption = "Up and to the left is better. The line connects the Pareto-optimal rows."
     return Figure("Memory against throughput", "peak memory of the fullest rank in MiB", caption, panels)
 
 

@@ -14,6 +14,7 @@ from tabulate import tabulate
 
 from t5bench.compare.comparable import gpu_names
 from t5bench.compare.comparison import Comparison
+from t5bench.compare.interval import CONFIDENCE
 from t5bench.compare.rows import MARK_OF_ALONE, Row, bytes_text
 from t5bench.compare.statistics import Estimate
 from t5bench.model.parameters import parameters
@@ -28,14 +29,27 @@ def _significant(value: float, digits: int = 4) -> str:
     """With this many significant digits, and never in powers of ten."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
-    return f"{value:.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"
+    return f"{value:.{_decimals(value, digits)}f}"
 
 
 def _estimate_text(value: Estimate, digits: int = 4) -> str:
+    """As many digits as are known: two of half the interval, and never more than `digits` significant ones."""
     if value.low is None or value.high is None:
         return _significant(value.median, digits)
-    low, middle, high = (_significant(v, digits) for v in (value.low, value.median, value.high))
+    half, scale = (value.high - value.low) / 2, abs(value.median)
+    if 0 < half < math.inf and 0 < scale < math.inf:
+        known = math.floor(math.log10(scale)) - math.floor(math.log10(half)) + 2
+        digits = max(2, min(digits, known))
+    decimals = _decimals(value.median, digits)
+    low, middle, high = (f"{number:.{decimals}f}" for number in (value.low, value.median, value.high))
     return f"{middle} [{low}, {high}]"
+
+
+def _decimals(value: float, digits: int) -> int:
+    """Behind the point, for so many significant digits of the value."""
+    if value == 0 or not math.isfinite(value):
+        return 0
+    return max(0, digits - 1 - math.floor(math.log10(abs(value))))
 
 
 def _repeats_text(repeats: tuple[int, float | None, float | None]) -> str:
@@ -223,11 +237,24 @@ def method(comparison: Comparison) -> str:
     left_out = ", ".join(f"{count} for {reason}" for reason, count in dropped.items()) or "none"
     if not timings:
         return "No run has a time."
+    intervals = sum(len(timing.used) for timing in timings)
+    outliers = sum(timing.outliers for timing in timings)
     return (
-        f"Medians over {sum(len(timing.used) for timing in timings)} log intervals; left out: {left_out}. Brackets "
-        "hold 95 % confidence intervals. With three or more repeats they are over the runs, for ratios if these ran in "
-        "turn. Otherwise they are for this run's median, allowing for autocorrelation, and a ratio's covers all that "
-        f"both intervals allow. {sum(timing.outliers for timing in timings)} outlier(s) by Tukey's fences are included."
+        f"Medians over {intervals} log intervals; left out: {left_out}. Brackets hold 95 % confidence intervals. With "
+        "three or more repeats they are over the runs, for ratios if these ran in turn. Otherwise they are for this "
+        "run's median, allowing for autocorrelation, and a ratio's covers all that both intervals allow."
+        f"{_of_many_ratios(comparison)} {outliers} outlier(s) by Tukey's fences are included."
+    )
+
+
+def _of_many_ratios(comparison: Comparison) -> str:
+    """What a reader of several ratios has to know: each interval is right by itself, not all of them at once."""
+    count = sum(bool(row.ratio and row.ratio.low and not row.is_baseline and not row.alone) for row in comparison.rows)
+    if count < 2:
+        return ""
+    return (
+        f" Each of the {count} ratios has its own interval: if all rows were equally fast, at least one would exclude "
+        f"1 in up to {1 - CONFIDENCE**count:.0%} of sweeps. Only the sentence about the fastest allows for that."
     )
 
 

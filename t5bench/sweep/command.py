@@ -29,6 +29,7 @@ from t5bench.record.records import load, looks_like_run, read_metrics, write_lis
 from t5bench.record.status import COMPLETE, CONFIGURATION, EXIT_CODES
 from t5bench.record.text import steer
 from t5bench.sweep.launch import Launch, Row, Started, choose, plan_baselines, plan_rows
+from t5bench.sweep.order import in_turn
 
 # The time between looks at a run, and between reports of its progress, which read all of its iterations: on a terminal,
 # and in a file, where each report is a line.
@@ -39,7 +40,7 @@ BAR_WIDTH = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs-dir", type=Path, required=True, help="directory of the runs")
     parser.add_argument("--strategies", default="", help="separated by spaces (default: all)")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each strategy, interleaved")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each strategy, in another order in each repeat")
     parser.add_argument("--retries", type=int, default=0, help="retries of a failed run")
     parser.add_argument("--launch", choices=["local", "ssh"], default="local", help="here, or on all hosts")
     parser.add_argument("--dry-run", action="store_true", help="print what would run")
@@ -54,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
     rows += plan_baselines(launch, args.runs_dir, rows)
     if not rows:
         raise Problem("no strategy can run here", "The reasons are above")
-    runs = {args.runs_dir / f"repeat{repeat}" / row.name: row for repeat in range(1, args.repeats + 1) for row in rows}
+    runs: dict[Path, Row] = {}
+    for repeat, ordered in enumerate(in_turn(rows, args.repeats), 1):
+        runs |= {args.runs_dir / f"repeat{repeat}" / row.name: row for row in ordered}
     check_settings(runs)
     if args.dry_run:
         for directory in runs:
@@ -156,7 +159,7 @@ def progress(directory: Path, since: float = math.inf, *, bar: bool = False) -> 
         drawn = f"[{'#' * (BAR_WIDTH * last.iteration // last.total):<{BAR_WIDTH}}] " if bar else ""
         return f"{drawn}iteration {last.iteration}/{last.total}"
     with contextlib.suppress(OSError):  # a lock disappears once its extension is compiled
-        if names := sorted(lock.parent.name for lock in extension_locks() if lock.stat().st_mtime >= since):
+        if names := sorted(lock.parent.name for lock in extension_locks(os.environ) if lock.stat().st_mtime >= since):
             return f"compiling {', '.join(names)}: takes minutes, but only once"
     return "starting"
 

@@ -57,13 +57,16 @@ def run(args: argparse.Namespace) -> int:
     elif args.engine == MEGATRON and not drops:  # the engines draw other masks
         train(NATIVE, [BASELINE], args.runs_dir)
         reference = ["--reference", args.runs_dir / NATIVE / BASELINE]
+    outside = []
+    if args.engine == NATIVE and not drops and not os.environ.get("PRECISION_FLAG"):
+        outside = ["--outside", train_outside(args.runs_dir)]
     further = train_seeds(args.engine, strategies, args.runs_dir) if drops else []
     measured = ["--sensitivity", measure(args.runs_dir, until_seen=True)] if args.blind_spots and not unknown else []
     note(f"run directories: {args.runs_dir}")
     # A strategy that could not run has no run directory, and therefore fails.
     runs = args.runs_dir / args.engine
     named = [*(runs / name for name in strategies), *further]
-    return t5bench("parity", *named, "--baseline", runs / BASELINE, *reference, *measured)
+    return t5bench("parity", *named, "--baseline", runs / BASELINE, *reference, *outside, *measured)
 
 
 def native_plan(runs_dir: Path) -> Plan:
@@ -88,6 +91,20 @@ def measure(runs_dir: Path, *, until_seen: bool = False) -> Path:
         result = subprocess.run(command, env=environment, cwd=REPOSITORY, stdout=output, check=False)
     if result.returncode:
         raise Problem(f"the measurement ended with exit status {result.returncode}", "The reason is above")
+    return path
+
+
+def train_outside(runs_dir: Path) -> Path:
+    """Trains Hugging Face's model from the same weights on the same samples, in one process; the file of its curves."""
+    plan = accepted(native_plan(runs_dir))
+    note("training Hugging Face's model from the same weights, in one process: seconds on a CPU")
+    path = runs_dir / "hugging-face.json"
+    command = [sys.executable, "-m", "native.reference", *plan.arguments.words]
+    with path.open("wb") as output:
+        environment = os.environ | plan.environment
+        result = subprocess.run(command, env=environment, cwd=REPOSITORY, stdout=output, check=False)
+    if result.returncode:
+        raise Problem(f"the reference ended with exit status {result.returncode}", "The reason is above")
     return path
 
 

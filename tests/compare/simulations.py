@@ -13,17 +13,20 @@ from pathlib import Path
 import numpy as np
 
 from t5bench.compare.interval import interval
-from t5bench.compare.repeats import Repeat, against_the_fastest, excludes_one
+from t5bench.compare.repeats import Repeat, against_the_fastest, excludes_one, ratio
 from t5bench.record.records import load
+from t5bench.sweep.order import in_turn
 
 CORRELATIONS, LENGTHS = (0.0, 0.2, 0.4, 0.6, 0.8), (20, 30, 50, 100, 200, 500, 1000)
 # All of the logarithm of the time: sd of a random walk's step from run to run, of each run's own level, and of its
-# iterations, whose lag-1 autocorrelation is 0.6; and a steady trend from run to run.
+# iterations, whose lag-1 autocorrelation is 0.6; a steady trend from run to run; and a delay of one run in so many as
+# there are strategies.
 MACHINES = {
     "quiet": (0.002, 0.005, 0.05, 0.0),
     "busy": (0.01, 0.02, 0.2, 0.0),
     "drifting": (0.03, 0.005, 0.05, 0.0),
     "warming up": (0.002, 0.005, 0.05, 0.003),
+    "periodic": (0.002, 0.005, 0.05, 0.0, 0.05),
 }
 # The relative times of eight strategies, in the order in which they run.
 SWEEPS = {
@@ -76,15 +79,37 @@ def structures(rng: np.random.Generator, series: int, length: int) -> dict[str, 
     }
 
 
-def sweep(rng: np.random.Generator, times: Sequence[float], rounds: int, machine: Sequence[float]) -> list:
-    """The Repeats of each strategy in an interleaved sweep."""
-    walk, level, within, trend = machine
-    runs = len(times) * rounds
+def sweep(
+    rng: np.random.Generator, times: Sequence[float], rounds: int, machine: Sequence[float], *, fixed: bool = False
+) -> list[list[Repeat]]:
+    """The Repeats of each strategy in a sweep; fixed: in the same order in each repeat."""
+    walk, level, within, trend, *delay = machine
+    count, runs = len(times), len(times) * rounds
     state = np.cumsum(walk * rng.standard_normal(runs)) + trend * np.arange(runs) + level * rng.standard_normal(runs)
     state += np.median(within * autoregressive(rng, runs, ITERATIONS, 0.6), axis=1)
-    speed = np.exp(-state) / np.tile(times, rounds)
-    made = [Repeat(run, "", speed[run]) for run in range(runs)]
-    return [made[strategy :: len(times)] for strategy in range(len(times))]
+    if delay:
+        state[rng.integers(count) :: count] += delay[0]
+    orders = [list(range(count))] * rounds if fixed else in_turn(range(count), rounds)
+    made: list[list[Repeat]] = [[] for _ in times]
+    for run, strategy in enumerate(strategy for order in orders for strategy in order):
+        made[strategy].append(Repeat(run, "", float(np.exp(-state[run])) / times[strategy]))
+    return made
+
+
+def excluded(
+    count: int, rounds: int, machine: Sequence[float], sweeps: int, *, fixed: bool = False
+) -> tuple[float, int]:
+    """Of sweeps of so many equal rows: the share of the ratios to the first whose interval excludes 1, and in how many
+    sweeps one of the rows is called the fastest."""
+    rng = np.random.default_rng(5)
+    wrong, named = 0, 0
+    for _ in range(sweeps):
+        rows = sweep(rng, [1.0] * count, rounds, machine, fixed=fixed)
+        for row in rows[1:]:
+            found = ratio(row, rows[0])
+            wrong += found.low is not None and not found.low <= 1 <= found.high
+        named += all(map(excludes_one, against_the_fastest(dict(enumerate(rows)))[1].values()))
+    return wrong / sweeps / (count - 1), named
 
 
 def answers(times: Sequence[float], rounds: int, machine: Sequence[float], sweeps: int) -> tuple[int, int]:
@@ -122,6 +147,14 @@ def main(directories: Sequence[str], series: int = 4000, sweeps: int = 1000) -> 
         windows = [np.lib.stride_tricks.sliding_window_view(times, n)[:: n // 20] for n in lengths]
         table(directory.name, lengths, {"": [cell(own, float(np.median(times))) for own in windows]})
     for rounds in (3, 5):
+        table(f"equal rows, {rounds} repeats", list(MACHINES), {
+            order: [
+                f"{share:.1%}, {named / sweeps:.1%}"
+                for machine in MACHINES.values()
+                for share, named in [excluded(8, rounds, machine, sweeps, fixed=order == "A B C A B C")]
+            ]
+            for order in ("A B C A B C", "A B C B C A")
+        })  # fmt: skip
         table(f"wrong, {rounds} repeats", list(MACHINES), {
             name: [str(answers(times, rounds, machine, sweeps)[0]) for machine in MACHINES.values()]
             for name, times in SWEEPS.items()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import LARGE, RTX_5000_ADA, change, make_run, seal
+from made_runs import LARGE, RTX_5000_ADA, START, change, make_run, seal
 
 from t5bench import Problem
 from t5bench.compare.comparison import Comparison, build
@@ -116,7 +116,7 @@ def test_traffic_of_two_nodes_against_their_link(tmp_path: Path):
     assert row.sent_per_iteration == pytest.approx(50e6, rel=1e-9)
     (first, second) = row.measured[0].observed.traffic
     assert (first.interface, first.share, second.node) == ("eth0", pytest.approx(0.4), 1)
-    assert "takes 40% of the time" in limits(row) and "drew 200 W" in limits(row)
+    assert "needs 40% of the time" in limits(row) and "drew 200 W" in limits(row)
     # Virtual interfaces do not count, and a counter that runs backwards gives no figure.
     resample(run, lambda s: s["network"].update((name, {"sent": 1e9 * s["time"]}) for name in ("docker0", "lo")))
     assert row_of(compare(run)).sent_per_iteration == pytest.approx(50e6)
@@ -137,7 +137,28 @@ def test_what_a_node_sends_for_no_iteration_does_not_count(tmp_path: Path, when:
     row = row_of(compare(run))
     assert row.sent_per_iteration == pytest.approx(1e6) and "loopback" in limits(row)
     short = make_run(tmp_path / "b", elapsed_ms=[100.0] * 100, sent_per_iteration=1e6, sample_seconds=4)  # 8 s count
-    assert "3 are needed" in limits(row_of(compare(short)))
+    row = row_of(compare(short))
+    assert row.sent_per_iteration == pytest.approx(1e6), "every iteration counts"
+    few = make_run(tmp_path / "c", elapsed_ms=[100.0] * 12, sent_per_iteration=1e6, sample_seconds=0.44)
+    row = row_of(compare(few))
+    assert row.sent_per_iteration is None
+    assert "4.4 iteration(s) between the first and the last sample of node 0, 20 are needed" in limits(row)
+
+
+def test_a_sample_at_an_iterations_line_needs_no_twenty_iterations(tmp_path: Path):
+    """And the sentence for a row has the number of its cell: the median over the runs that have samples."""
+    made = {"elapsed_ms": [100.0] * 12}
+    exact = make_run(tmp_path / "a", **made, sent_per_iteration=3.6e6, sample_seconds=0.1)
+    make_run(tmp_path / "b", **made, sent_per_iteration=3.26e6, sample_seconds=0.44, start=START + 60)
+    row = row_of(compare(exact, tmp_path / "b"))
+    assert row.sent_per_iteration == pytest.approx(3.6e6) and row.runs_with_samples == 1
+    assert "3.6 MB per iteration (the median of 1 of 2 runs, the others have too few samples)" in limits(row)
+
+
+def test_an_uneven_iteration_shows_in_the_error(tmp_path: Path):
+    run = make_run(tmp_path / "a", elapsed_ms=[100.0] * 200, sent_per_iteration=1e6, sample_seconds=1.03)
+    (traffic,) = row_of(compare(run)).measured[0].observed.traffic
+    assert 0 < traffic.error <= 0.011 and traffic.iterations > 180
 
 
 @pytest.mark.parametrize(
@@ -145,7 +166,7 @@ def test_what_a_node_sends_for_no_iteration_does_not_count(tmp_path: Path, when:
     [
         ([(100, 80), (110, 87), (100, 80.5)], "zero1 is the fastest: 198.8 samples/s, 1.24x [1.22, 1.28] that of ddp"),
         ([(100, 98), (100, 99), (98, 99)], "there is no clear difference between zero1 (161.6 samples/s) and ddp"),
-        ([(100, 50), (100, 51)], "zero1 had the highest throughput, 316.8 samples/s, but these runs cannot rank"),
+        ([(100, 50), (100, 51)], "zero1 was fastest in this run (316.8 samples/s). Run with REPEATS=3 to know whether"),
     ],
 )
 def test_the_fastest_is_named_if_interleaved_repeats_show_it(tmp_path: Path, times: list, verdict: str):
@@ -155,7 +176,7 @@ def test_the_fastest_is_named_if_interleaved_repeats_show_it(tmp_path: Path, tim
             start = 1e9 + 100 * (2 * number + position)
             runs.append(make_run(tmp_path / f"{strategy}/{number}", strategy, elapsed_ms=[ms] * 30, start=start))
     comparison = compare(*runs)
-    assert comparison.verdicts[0].startswith(f"With 2 processes {verdict}")
+    assert comparison.verdicts[0].startswith(f"2 processes: {verdict}")
     alone = len(times) < 3
     assert any("describe these runs only" in note for note in comparison.notes) == alone
     assert [row["these_runs_alone"] for row in comparison.to_json()["groups"][0]["rows"]] == [alone] * 2

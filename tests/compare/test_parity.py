@@ -8,9 +8,11 @@ from pathlib import Path
 import made_runs
 import pytest
 
+from t5bench import Problem
 from t5bench.__main__ import main
-from t5bench.compare.parity import TOLERANCE, difference, relative_difference
+from t5bench.compare.parity import TOLERANCE, difference, outside_verdict, relative_difference
 from t5bench.compare.sensitivity import Sensitivity
+from t5bench.record.records import load
 
 LOSSES = (8.0, 7.9, 7.6, 7.5)
 NORMS = (2.0, 1.5, 1.0, 0.8)
@@ -225,3 +227,23 @@ def test_layouts_that_drop_other_masks_are_judged_over_seeds(
     assert "2.0e-04" in answer.line("zero1")
     assert answer.passed("tensor") == (says is None)
     assert says is None or says in answer.line("FAIL tensor")
+
+
+def test_the_baseline_is_judged_by_curves_from_outside(tmp_path: Path):
+    """Of native/reference.py: what all strategies share shows nowhere else."""
+    losses, norms = [8.0, 7.5, 7.0], [3.0, 2.0, 1.0]
+    baseline = load(made_runs.make_run(tmp_path / "ddp", elapsed_ms=[100.0] * 3, losses=losses, norms=norms))
+    curves = tmp_path / "curves.json"
+    curves.write_text(json.dumps({"losses": losses, "norms": norms}))
+    assert outside_verdict(curves, baseline).passed
+    curves.write_text(json.dumps({"losses": losses, "norms": [3.0, 2.0001, 1.0]}))
+    differs = outside_verdict(curves, baseline)
+    assert (
+        not differs.passed and "norm of ddp differs from Hugging Face's by 5.0e-05 at iteration 2" in differs.reasons[0]
+    )
+    assert differs.reasons[-1] == "all strategies may share this mistake"
+    curves.write_text(json.dumps({"losses": losses[:2], "norms": norms[:2]}))
+    assert "it trained 2 iterations, the baseline logged 3" in outside_verdict(curves, baseline).reasons
+    curves.write_text("")
+    with pytest.raises(Problem, match="holds no curves"):
+        outside_verdict(curves, baseline)

@@ -8,9 +8,9 @@ import pytest
 from real_runs import EXACT, finish, start, train
 
 from t5bench.__main__ import main
+from t5bench.compare.relations import contradictions
 from t5bench.record.checkpoints import TRACKER
 from t5bench.record.records import load
-from t5bench.report.package import contradictions
 from t5bench.run.merge import Weights, read, whole_weights
 
 pytestmark = pytest.mark.slow

@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 from made_runs import make_run, seal
 
+from t5bench import REPOSITORY
 from t5bench.__main__ import main
 from t5bench.record import collect, files
 from t5bench.record.records import load
@@ -248,3 +250,41 @@ def test_a_setting_under_anothers_name(tmp_path: Path):
     plan.write_text(json.dumps(content))
     files.seal(plan.parent, 0, 1)
     assert f"the run in {plan.parent} is damaged and left out" in outcome(compare, tmp_path, tmp_path / "target")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "node0.json", "node0.log", "node0.samples.jsonl", "node0.sha256"])
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_disk_that_fails_leaves_out_one_run(tmp_path: Path, name: str, sealed: bool):
+    """Reading a process's memory at address 0 is an I/O error, as from a broken disk or a lost file server."""
+    make_run(tmp_path / "ddp")
+    run = make_run(tmp_path / "zero1", "zero1", sent_per_iteration=1e6)
+    if not sealed:
+        (run / "node0.sha256").unlink()
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to("/proc/self/mem")
+    told = outcome(compare, tmp_path, tmp_path / "target")
+    assert f"the run in {run} is damaged and left out: {run / name} cannot be read: Input/output error" in told
+    assert "ddp" in told
+
+
+def test_a_sparse_file_takes_no_memory(tmp_path: Path):
+    for name in ("node0.log", "metrics.jsonl", "node0.json"):
+        run = make_run(tmp_path / name / "zero1", "zero1")
+        (run / "node0.sha256").unlink()
+        os.truncate(run / name, 1 << 30)
+    code = """if True:
+        import resource, sys
+        from pathlib import Path
+        from t5bench.record.records import load
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for run in sys.argv[1:]:
+            try:
+                load(Path(run), from_log=True)
+            except ValueError as error:
+                print(error)
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+        """
+    runs = [str(path / "zero1") for path in sorted(tmp_path.iterdir())]
+    command = [sys.executable, "-c", code, *runs]
+    told = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(told) == 4 and int(told[-1]) < 300, told

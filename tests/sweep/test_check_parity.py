@@ -59,13 +59,29 @@ def test_the_native_engines_strategies_pass_and_nothing_can_hide(copy: Path):
     """The recipe shows a hundredth of each of its numbers, or the gate would fail."""
     result = gate("pipeline", root=copy, RUNS_DIR="relative runs", MEGATRON_DATA_DIR="")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert verdicts(result.stdout) == {("ddp", "native"): "PASS", ("pipeline", "native"): "PASS"}
+    by_run = {("ddp", "native"): "PASS", ("pipeline", "native"): "PASS", ("hugging-face", "-"): "PASS"}
+    assert verdicts(result.stdout) == by_run
     runs = copy.parent / "relative runs"
     assert (runs / "native" / "pipeline" / "metrics.jsonl").exists()
     assert {"weight decay", "Adam's epsilon", "clipping"} <= {one.number for one in read(runs / "sensitivity.jsonl")}
     trained = map(json.loads, (runs / "sensitivity.jsonl").read_text().splitlines())
     lengths = {line["number"]: len(line["losses"]) for line in trained}
     assert lengths["the recipe"] == 12 and lengths["loss scale"] == 1, "a change is trained until it is seen"
+
+
+@pytest.mark.slow
+def test_a_mistake_that_all_strategies_share_is_seen(copy: Path):
+    """Attention that is scaled by the wrong size, in the one model of the native engine."""
+    path = copy / "native" / "model.py"
+    text = path.read_text()
+    mistake = text.replace("is_causal=mask is None)", "is_causal=mask is None, scale=0.99 * self.head**-0.5)")
+    assert mistake != text
+    path.write_text(mistake)
+    result = gate("zero1", root=copy, RUNS_DIR=str(copy / "runs"), CHECK_BLIND_SPOTS="0")
+    assert result.returncode == 1, result.stdout + result.stderr
+    by_run = {("ddp", "native"): "PASS", ("zero1", "native"): "PASS", ("hugging-face", "-"): "FAIL"}
+    assert verdicts(result.stdout) == by_run
+    assert "all strategies may share this mistake" in result.stdout
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The sweep over the strategies: what it plans, in which order, what it skips and what it repeats."""
 
+import json
 import os
 import re
 import shlex
@@ -76,12 +77,15 @@ def test_repeats_are_interleaved_and_every_world_size_has_its_baseline(sweep: Pr
     result = run_all(sweep, STRATEGIES="ddp zero1 hybrid", REPEATS="2", RUNS_DIR=str(runs))
     assert result.returncode == 0, result.stderr
     rows = [("ddp", 2), ("zero1", 2), ("hybrid", 4), ("ddp-4", 4)]
-    assert order(sweep) == [(f"repeat{repeat}/{row}", count) for repeat in (1, 2) for row, count in rows]
+    ran = [(f"repeat1/{row}", count) for row, count in rows]
+    ran += [(f"repeat2/{row}", count) for row, count in [*rows[1:], rows[0]]]
+    assert order(sweep) == ran, "no row comes at the same place twice"
+    assert json.loads((runs / "sweep.json").read_text())["runs"] == [name for name, _ in ran]
     progress = [line for line in result.stderr.splitlines() if line.startswith("[")]
     assert len(progress) == 8
     assert all("complete, 1600.0 samples/s" in line for line in progress)
     assert "left" in progress[0] and "left" not in progress[-1]
-    given = [str(runs / f"repeat{repeat}" / row) for repeat in (1, 2) for row, _ in rows]
+    given = [str(runs / name) for name, _ in ran]
     told = [line.split("|") for line in result.stdout.splitlines() if line]
     assert told == [[command, *given, f"{runs}/comparison"] for command in ("compare", "wandb")]
     assert (sweep.stubs / "order").read_text().startswith("my trial ")
