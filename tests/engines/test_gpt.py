@@ -8,10 +8,11 @@ import pytest
 from real_runs import EXACT, finish, start, train
 
 from t5bench.__main__ import main
+from t5bench.convert.checkpoint_file import read_checkpoint_file as read
+from t5bench.convert.shards import Weights, whole_weights
 from t5bench.record.checkpoints import TRACKER
 from t5bench.record.records import load
 from t5bench.report.package import contradictions
-from t5bench.run.merge import Weights, read, whole_weights
 
 pytestmark = pytest.mark.slow
 # 4, 4, 8 and 8 samples: the batch grows after the checkpoint of iteration 2.
@@ -46,7 +47,7 @@ def test_a_gpt_is_the_same_model_in_every_strategy_resumed_evaluated_and_merged(
     assert evaluated["status"] == "complete" and "validation" in found
 
     moved, merged = (tmp_path / "3d").rename(tmp_path / "elsewhere"), tmp_path / "merged"
-    assert main(["merge", str(moved), "--output", str(merged)]) == 0
+    assert main(["reshape", str(moved), "--output", str(merged)]) == 0
     assert main(["merge", str(moved), "--output", str(tmp_path / "cut"), "--tp", "2", "--pp", "2"]) == 0
     whole, cut = (whole_of(directory / "checkpoints" / "iter_0000004") for directory in (merged, tmp_path / "cut"))
     assert whole.keys() == cut.keys() and all(whole[name].equal(cut[name]) for name in whole)
