@@ -28,6 +28,7 @@ COMMANDS = {
     "reshape": ("t5bench.convert.reshape", "convert a run's checkpoint to another tensor- or pipeline-parallel size"),
     "merge": ("t5bench.convert.merge", "the former name of reshape"),
     "export": ("t5bench.convert.export", "export a run's model to a directory for Hugging Face's libraries"),
+    "import": ("t5bench.convert.importing", "make a checkpoint of Megatron-DeepSpeed from a Hugging Face model"),
     "generate": ("t5bench.convert.generate", "let a run's model continue a text (GPT) or fill its gaps (T5)"),
     "evaluate": ("t5bench.convert.evaluate", "compute a run's validation loss, and a GPT's WikiText and LAMBADA"),
     "cluster": ("t5bench.cluster.check", "check whether the nodes can run together"),

@@ -16,7 +16,7 @@ import torch
 from t5bench import Problem
 from t5bench.convert.checkpoint_file import Absent
 from t5bench.convert.shards import Cut, Weights
-from t5bench.convert.trained import TrainedModel
+from t5bench.convert.trained import IMPORTED, TrainedModel
 from t5bench.record.checkpoints import TRACKER
 from t5bench.record.files import write_whole
 
@@ -50,13 +50,14 @@ def write(head: Mapping[str, Any], whole: Weights, directory: Path, cut: Cut) ->
     args.pipeline_model_parallel_size = cut.pp
     args.deepspeed = False
     kept = {name: head[name] for name in ("checkpoint_version", "iteration", "tokens")} | {"args": args}
+    name = f"iter_{kept['iteration']:07d}" if kept["iteration"] else IMPORTED
     for rank in range(cut.tp):
         for stage in range(cut.pp):
             suffix = f"_{stage:03d}" if cut.pp > 1 else ""
-            folder = directory / f"iter_{kept['iteration']:07d}" / f"mp_rank_{rank:02d}{suffix}"
+            folder = directory / name / f"mp_rank_{rank:02d}{suffix}"
             folder.mkdir(parents=True)
             torch.save({**kept, "model": part_of(whole, cut, rank, stage)}, folder / "model_optim_rng.pt")
-    write_whole(directory / TRACKER, str(kept["iteration"]))
+    write_whole(directory / TRACKER, str(kept["iteration"] or IMPORTED))
 
 
 def part_of(whole: Weights, cut: Cut, rank: int, stage: int) -> dict[str, Any]:

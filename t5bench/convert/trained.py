@@ -16,6 +16,7 @@ from t5bench.record.checkpoints import TRACKER, Checkpoints
 from t5bench.record.records import Run, load
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+IMPORTED = "release"  # Megatron's name for a checkpoint of no iteration
 NO_CHECKPOINT = "Train with SAVE_INTERVAL=100, for example"
 
 
@@ -40,6 +41,8 @@ class TrainedModel:
     @property
     def activation(self) -> str:
         """The feed-forward's, by its name in Transformers: Megatron's fused kernel is the tanh form of GELU."""
+        if getattr(self.args, "squared_relu", False):
+            raise Problem("the model's activation is the squared ReLU, which GPT-2 and Blenderbot lack")
         is_tanh = self.args.bias_gelu_fusion or getattr(self.args, "openai_gelu", False)
         return "gelu_new" if is_tanh else "gelu"
 
@@ -73,8 +76,10 @@ class TrainedModel:
     @classmethod
     def _without_record(cls, directory: Path) -> "TrainedModel":
         """A directory that reshape or import has written."""
-        iteration = int((directory / "checkpoints" / TRACKER).read_text())
-        folder = directory / "checkpoints" / f"iter_{iteration:07d}"
+        written = (directory / "checkpoints" / TRACKER).read_text().strip()
+        is_imported = written == IMPORTED
+        iteration = 0 if is_imported else int(written)
+        folder = directory / "checkpoints" / (IMPORTED if is_imported else f"iter_{iteration:07d}")
         return cls._of_head(directory, iteration, folder, None, None)
 
     @classmethod

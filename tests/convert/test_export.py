@@ -3,39 +3,27 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from harness import REPO_ROOT, STRATEGIES
-from real_runs import environment
-
-SCRIPT = Path(__file__).with_name("every_strategy.py")
-FP32_ROUNDING = 2e-6  # of the largest logit
-MISTAKE = 1e-3
-
-
-def t5bench(*words: object, **settings: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "t5bench", *map(str, words)]
-    where = {"cwd": REPO_ROOT, "env": environment(**settings)}
-    return subprocess.run(command, **where, capture_output=True, text=True, timeout=300, check=False)
+from convert.convert_commands import FP32_ROUNDING, MISTAKE, check_logits, script, t5bench
+from harness import STRATEGIES
 
 
 @pytest.mark.slow
 def test_logits_of_every_strategys_export_are_the_engines(native_runs: Path, tmp_path: Path):
     """With noise on every parameter, so that no bias and no norm can hide; the same with keys in place of values."""
-    command = [sys.executable, str(SCRIPT), str(tmp_path), *(str(native_runs / name) for name in STRATEGIES)]
-    paths = f"{REPO_ROOT}:{REPO_ROOT / 'tests'}"
-    result = subprocess.run(
-        command, env=environment(PYTHONPATH=paths), capture_output=True, text=True, timeout=500, check=False
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    found = json.loads(result.stdout.splitlines()[-1])
+    found = script("every_strategy.py", tmp_path, *(native_runs / name for name in STRATEGIES))
     assert found.keys() == set(STRATEGIES)
     for strategy, differences in found.items():
         assert differences["difference"] < FP32_ROUNDING, (strategy, differences)
         assert differences["swapped"] > MISTAKE, (strategy, differences)
+
+
+@pytest.mark.slow
+def test_logits_of_a_t5_of_megatron_are_the_engines(megatron_runs: Path, megatron_dir: Path, tmp_path: Path):
+    """Of a GPT too: tests/engines/test_gpt.py, which trains one."""
+    check_logits(megatron_runs / "hybrid", tmp_path, megatron_dir)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from convert.convert_commands import check_logits
 from real_runs import EXACT, finish, start, train
 
 from t5bench.__main__ import main
@@ -45,6 +46,9 @@ def test_a_gpt_is_the_same_model_in_every_strategy_resumed_evaluated_and_merged(
     found = {each["samples"]: each["lm_loss"] for each in evaluated["evaluations"]}
     assert found == {each["samples"]: each["lm_loss"] for each in json.loads(trained)["evaluations"]}
     assert evaluated["status"] == "complete" and "validation" in found
+
+    (tmp_path / "compared").mkdir()
+    check_logits(tmp_path / "3d", tmp_path / "compared", Path(gpt["MEGATRON_DIR"]))
 
     moved, merged = (tmp_path / "3d").rename(tmp_path / "elsewhere"), tmp_path / "merged"
     assert main(["reshape", str(moved), "--output", str(merged)]) == 0
