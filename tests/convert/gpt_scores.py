@@ -32,8 +32,15 @@ WIKI = ' = Robert = \n Robert has 1 @,@ 200 well @-@ known books ; he didn \'t w
 def make_gpt(directory: Path) -> tuple[Any, Any]:
     torch.manual_seed(1)
     config = transformers.GPT2Config(
-        vocab_size=500, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2, initializer_range=0.5, bos_token_id=0, eos_token_id=0
-    )  # fmt: skip
+        vocab_size=500,
+        n_positions=LENGTH,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        initializer_range=0.5,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     model = transformers.GPT2LMHeadModel(config).eval()
     model.save_pretrained(directory)
     pieces = ByteLevelBPETokenizer()
