@@ -52,7 +52,7 @@ def open_model(arguments: argparse.Namespace) -> ExportedModel:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(arguments.device or default)
-        config = transformers.AutoConfig.from_pretrained(directory)
+        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         name = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
         model = getattr(transformers, name).from_pretrained(directory, dtype="auto").to(device).eval()
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory, use_fast=False)

@@ -89,7 +89,7 @@ def read_config(directory: Path) -> Any:
         raise Problem(f"{directory} has no config.json", "Name a directory that Transformers has saved")
     transformers = import_transformers()
     try:
-        config = transformers.AutoConfig.from_pretrained(directory)
+        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise Problem(f"{directory} cannot be loaded: {str(error).splitlines()[0]}") from error
     remedy = "A GPT-2, or what python -m t5bench export has written, can be imported"
