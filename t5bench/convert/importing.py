@@ -60,27 +60,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 def command(architecture: Architecture, cut: Cut, source: Path, arguments: argparse.Namespace) -> str:
     """A launcher with the settings of this model."""
-    settings = {
-        "MODEL_FAMILY": architecture.family,
-        "TOKENIZER_MODEL": str(source),
-        "HIDDEN_SIZE": architecture.hidden,
-        "NUM_ATTENTION_HEADS": architecture.heads,
-        "FFN_HIDDEN_SIZE": architecture.ffn,
-        "PRECISION_FLAG": "" if arguments.precision == "fp32" else f"--{arguments.precision}",
-        "OUTPUT_DIR": f"{arguments.run}-finetuned",
-    }
+    precision = "" if arguments.precision == "fp32" else f"--{arguments.precision}"
+    settings = f"MODEL_FAMILY={architecture.family} TOKENIZER_MODEL={shlex.quote(str(source))}"
+    settings += f" HIDDEN_SIZE={architecture.hidden} NUM_ATTENTION_HEADS={architecture.heads}"
+    settings += f" FFN_HIDDEN_SIZE={architecture.ffn} PRECISION_FLAG={precision}"
     if architecture.family == "t5":
-        settings["ENCODER_NUM_LAYERS"] = architecture.encoder_layers
-        settings["DECODER_NUM_LAYERS"] = architecture.decoder_layers
-        settings["ENCODER_SEQ_LENGTH"] = architecture.position_rows
+        settings += (
+            f" ENCODER_NUM_LAYERS={architecture.encoder_layers} DECODER_NUM_LAYERS={architecture.decoder_layers}"
+        )
+        settings += f" ENCODER_SEQ_LENGTH={architecture.position_rows}"
     else:
-        settings["NUM_LAYERS"] = architecture.layers
-        settings["SEQ_LENGTH"] = architecture.position_rows
+        settings += f" NUM_LAYERS={architecture.layers} SEQ_LENGTH={architecture.position_rows}"
+    settings += f" OUTPUT_DIR={shlex.quote(f'{arguments.run}-finetuned')}"
     strategy = {(False, False): "ddp", (True, False): "tensor", (False, True): "pipeline", (True, True): "hybrid"}
     name = strategy[cut.tp > 1, cut.pp > 1]
-    words = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in settings.items())
     load = shlex.quote(str(arguments.run / "checkpoints"))
-    return f"{words} bash scripts/run_megatron_t5_{name}.sh -- --finetune --load {load}"
+    return f"{settings} bash scripts/run_megatron_t5_{name}.sh -- --finetune --load {load}"
 
 
 def read_config(directory: Path) -> Any:

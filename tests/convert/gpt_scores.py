@@ -29,17 +29,16 @@ ARTICLES = REPOSITORY / "megatron_data" / "sample" / "articles.jsonl"
 WIKI = ' = Robert = \n Robert has 1 @,@ 200 well @-@ known books ; he didn \'t write " all " of them ( or any ) . \n'
 
 
-def make_gpt(directory: Path) -> tuple[Any, Any]:
+def make_gpt(directory: Path, **sizes: int) -> tuple[Any, Any]:
     torch.manual_seed(1)
     config = transformers.GPT2Config(
         vocab_size=500,
         n_positions=LENGTH,
-        n_embd=32,
-        n_layer=2,
         n_head=2,
         initializer_range=0.5,
         bos_token_id=0,
         eos_token_id=0,
+        **{"n_embd": 32, "n_layer": 2} | sizes,
     )
     model = transformers.GPT2LMHeadModel(config).eval()
     model.save_pretrained(directory)

@@ -26,6 +26,13 @@ def test_logits_of_a_t5_of_megatron_are_the_engines(megatron_runs: Path, megatro
     check_logits(megatron_runs / "hybrid", tmp_path, megatron_dir)
 
 
+@pytest.mark.slow
+def test_the_memory_of_an_export_does_not_grow_with_the_model(tmp_path: Path):
+    found = script("export_memory.py", tmp_path)
+    assert found["model"] > 150 and found["files"] > 10
+    assert found["taken"] < 40, found  # a file of 10 MB, and the largest parameters on the way
+
+
 @pytest.fixture(scope="module")
 def exported(native_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The hybrid's run, moved, and its export; two processes never write into the shared run."""
