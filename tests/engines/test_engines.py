@@ -99,7 +99,7 @@ def test_merged_weights_have_the_evaluated_loss(
 ):
     """A checkpoint's weights, cut for TP 1 and PP 1 or for TP 2, with which the engine evaluates to the same loss."""
     merged, settings = tmp_path / "merged", {"MEGATRON_DIR": str(megatron_dir), "MEGATRON_DATA_DIR": str(sample_data)}
-    assert main(["merge", str(megatron_runs / trained), "--tp", tp, "--output", str(merged)]) == 0
+    assert main(["reshape", str(megatron_runs / trained), "--tp", tp, "--output", str(merged)]) == 0
     finish(start(evaluates, merged, **EXACT, **WATCHED, **settings, NPROC_PER_NODE=tp, EVAL_ONLY="1"))
     before, after = (load(run).evaluations for run in (megatron_runs / trained, merged / "evaluation"))
     assert [each.lm_loss for each in after] == [each.lm_loss for each in before[-len(after) :]]

@@ -5,13 +5,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+from convert.convert_commands import check_logits
 from real_runs import EXACT, finish, start, train
 
 from t5bench.__main__ import main
 from t5bench.compare.relations import contradictions
+from t5bench.convert.checkpoint_file import read_checkpoint_file as read
+from t5bench.convert.shards import Weights, whole_weights
 from t5bench.record.checkpoints import TRACKER
 from t5bench.record.records import load
-from t5bench.run.merge import Weights, read, whole_weights
 
 pytestmark = pytest.mark.slow
 # 4, 4, 8 and 8 samples: the batch grows after the checkpoint of iteration 2.
@@ -45,8 +47,11 @@ def test_a_gpt_is_the_same_model_in_every_strategy_resumed_evaluated_and_merged(
     assert found == {each["samples"]: each["lm_loss"] for each in json.loads(trained)["evaluations"]}
     assert evaluated["status"] == "complete" and "validation" in found
 
+    (tmp_path / "compared").mkdir()
+    check_logits(tmp_path / "3d", tmp_path / "compared", Path(gpt["MEGATRON_DIR"]))
+
     moved, merged = (tmp_path / "3d").rename(tmp_path / "elsewhere"), tmp_path / "merged"
-    assert main(["merge", str(moved), "--output", str(merged)]) == 0
+    assert main(["reshape", str(moved), "--output", str(merged)]) == 0
     assert main(["merge", str(moved), "--output", str(tmp_path / "cut"), "--tp", "2", "--pp", "2"]) == 0
     whole, cut = (whole_of(directory / "checkpoints" / "iter_0000004") for directory in (merged, tmp_path / "cut"))
     assert whole.keys() == cut.keys() and all(whole[name].equal(cut[name]) for name in whole)

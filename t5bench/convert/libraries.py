@@ -1,0 +1,34 @@
+"""How the conversions import Transformers, and the tokenizers of runs."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from t5bench import Problem
+from t5bench.corpus.tokenizer import GPT2_FILES, TOKENIZER_FILES, load_tokenizer, readable
+
+
+def import_transformers() -> Any:
+    """Transformers with its models, which the trainings leave out. It never asks the hub."""
+    os.environ["USE_TORCH"] = "1"
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def tokenizer_of(directory: Path, family: str) -> Any:
+    """A run's tokenizer, with the ids that its data have. Raises Problem."""
+    if not directory.is_dir():
+        remedy = "Name a copy of the directory: --tokenizer DIR"
+        raise Problem(f"the model's tokenizer was in {directory}, which is not a directory here", remedy)
+    transformers = import_transformers()
+    with readable(str(directory), family):
+        names = {path.name.removeprefix("gpt2-") for path in directory.iterdir()}
+        if names.intersection(TOKENIZER_FILES) != set(GPT2_FILES):
+            return load_tokenizer(directory, family)
+        # GPT-2's two files, from the engine's checkout with `gpt2-` before their names.
+        files = [next(path for path in directory.iterdir() if path.name.endswith(name)) for name in GPT2_FILES]
+        return transformers.GPT2Tokenizer(*map(str, files))

@@ -1,0 +1,219 @@
+"""The parameters of a checkpoint, whole, from the files of any strategy and layout.
+
+Every shard is read under the names that its parameters have in a model of one process. A parameter is put together
+when it is asked for, so a model of any size takes the memory of its largest parameter.
+"""
+
+import math
+import re
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from t5bench import Problem
+from t5bench.convert.checkpoint_file import read_checkpoint_file
+
+COLUMNS = re.compile(r".*(query_key_value|query|key_value|dense_h_to_4h|word_embeddings\w*|lm_head)\.(weight|bias)")
+ROWS = re.compile(r".*\.(dense|dense_4h_to_h)\.weight")
+LAYER = re.compile(r"(language_model\.(encoder|decoder)\.layers)\.(\d+)\.(.*)")
+EMBEDDING = "language_model.embedding."
+WORDS = f"{EMBEDDING}word_embeddings.weight"
+HEAD = "word_embeddings_for_head.weight"  # the last pipeline stage's copy of the words' embedding
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a layout cuts the model."""
+
+    tp: int
+    pp: int
+    split: int  # the decoder's first stage; 0 if all layers are of one kind
+    layers: Mapping[str, int]  # how many of each kind
+
+    @classmethod
+    def of(cls, args: Namespace, tp: int, pp: int) -> "Cut":
+        """args: the engine's arguments. Raises Problem if the model cannot be cut in this way."""
+        is_t5 = args.decoder_num_layers is not None
+        layers = {"encoder": args.encoder_num_layers}
+        if is_t5:
+            layers["decoder"] = args.decoder_num_layers
+        cut = cls(tp, pp, pp // 2 if is_t5 else 0, layers)
+        sizes = args.num_attention_heads, args.ffn_hidden_size, args.padded_vocab_size
+        other = args.swiglu or args.num_key_value_heads != sizes[0] or args.untie_embeddings_and_output_weights
+        fits = tp > 0 and pp > 0 and not any(size % tp for size in sizes) and not (is_t5 and pp > 1 and pp % 2)
+        if other or not fits or any(count % len(cut.stages(kind)) for kind, count in layers.items()):
+            remedy = "Heads, feed-forward size and layers must divide by them, and a T5's PP by 2"
+            remedy += "; gated layers, grouped queries and a head of its own are not supported"
+            raise Problem(f"the model cannot be cut for TP {tp} and PP {pp}", remedy)
+        return cut
+
+    def stages(self, kind: str) -> range:
+        """The pipeline stages that hold the encoder's or the decoder's layers."""
+        if not self.split:
+            return range(self.pp)
+        return range(self.split) if kind == "encoder" else range(self.split, self.pp)
+
+    def stage_name(self, name: str) -> tuple[range, str]:
+        """The stages that hold a parameter of the whole model, and its name there: each stage counts layers from 0."""
+        if name.startswith(EMBEDDING):
+            return range(0, self.split + 1, self.split or 1), name
+        if name == HEAD:  # the last stage's copy of the embedding, where it has none
+            return range(max(1, self.split + 1, self.pp - 1), self.pp), name
+        stages = self.stages("encoder" if ".encoder." in name else "decoder")
+        if not (match := LAYER.fullmatch(name)):
+            return stages[-1:], name
+        stage, layer = divmod(int(match[3]), self.layers[match[2]] // len(stages))
+        return stages[stage : stage + 1], f"{match[1]}.{layer}.{match[4]}"
+
+    def whole_name(self, name: str, stage: int) -> str:
+        """The name that a stage's parameter has in the whole model."""
+        if not (match := LAYER.fullmatch(name)):
+            return name
+        stages = self.stages(match[2])
+        before = (stage - stages.start) * (self.layers[match[2]] // len(stages))
+        return f"{match[1]}.{before + int(match[3])}.{match[4]}"
+
+    def pieces(self, name: str, whole: Tensor) -> list[Tensor]:
+        """Each tensor-parallel rank's part of a parameter; self-attention's query, key and value are cut separately."""
+        dim, blocks = cut_along(name)
+        if dim is None:
+            return [whole] * self.tp
+        cut = [block.chunk(self.tp, dim) for block in whole.chunk(blocks, dim)]
+        return [torch.cat(parts, dim) for parts in zip(*cut, strict=True)]
+
+
+def cut_along(name: str) -> tuple[int | None, int]:
+    """The dimension along which tensor parallelism cuts a parameter, and how many stacked matrices it holds.
+
+    Cross-attention's key_value is ordered by heads and counts as one.
+    """
+    dim = 0 if COLUMNS.fullmatch(name) else 1 if ROWS.fullmatch(name) else None
+    return dim, 3 if "query_key_value" in name else 1
+
+
+def whole_weights(folder: Path, args: Namespace) -> Weights:
+    """All parameters of a checkpoint, each in one piece. args: the engine's arguments, as the checkpoint has them."""
+    cut = Cut.of(args, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    parts: dict[str, dict[int, tuple[Weights, str]]] = {}
+    for rank in range(cut.tp):
+        for stage in range(1 if args.deepspeed else cut.pp):
+            held = shard(folder, args, rank, stage)
+            for name in held:
+                parts.setdefault(cut.whole_name(name, stage), {})[rank] = held, name
+    return Whole(parts)
+
+
+class Whole(Mapping[str, Tensor]):
+    """Parameters that are put together from the tensor-parallel ranks' parts as they are asked for."""
+
+    def __init__(self, parts: Mapping[str, Mapping[int, tuple[Weights, str]]]) -> None:
+        """parts: by a parameter's name and by rank, the shard that holds it, and its name there."""
+        self._parts = parts
+
+    def __getitem__(self, name: str) -> Tensor:
+        ranks = self._parts[WORDS if name == HEAD else name]
+        dim, blocks = cut_along(name)
+        if dim is None or len(ranks) == 1:
+            shard_of_first, local_name = ranks[0]
+            return shard_of_first[local_name]
+        chunks = [held[local_name].chunk(blocks, dim) for held, local_name in ranks.values()]
+        return torch.cat([part for block in zip(*chunks, strict=True) for part in block], dim)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._parts
+        if HEAD not in self._parts:
+            yield HEAD
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def shard(folder: Path, args: Namespace, rank: int, stage: int) -> Weights:
+    """A tensor-parallel rank's parameters: of one stage in Megatron's own checkpoints, of all stages in DeepSpeed's."""
+    if not args.deepspeed:
+        suffix = f"_{stage:03d}" if args.pipeline_model_parallel_size > 1 else ""
+        return flat(read_checkpoint_file(folder / f"mp_rank_{rank:02d}{suffix}" / "model_optim_rng.pt")["model"])
+    if args.ds_pipeline_enabled:
+        return pipeline_module(folder, rank, args.num_layers + 2)
+    if args.zero_stage == 3:
+        return Gathered(folder, rank, args.params_dtype)
+    return flat(read_checkpoint_file(folder / f"mp_rank_{rank:02d}_model_states.pt")["module"])
+
+
+def pipeline_module(folder: Path, rank: int, last: int) -> Weights:
+    """DeepSpeed's PipelineModule has a file for the embedding (1), for each layer and for the last layer norm."""
+    weights: dict[str, Tensor] = {}
+    for number in range(1, last + 1):
+        layer = f"language_model.encoder.layers.{number - 2}."
+        prefix = {1: EMBEDDING, last: "language_model.encoder.final_layernorm."}.get(number, layer)
+        content = read_checkpoint_file(folder / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
+        weights |= flat(content, prefix)
+    return weights
+
+
+class Gathered(Mapping[str, Tensor]):
+    """ZeRO-3's parameters: every data-parallel rank holds an equal part of each in fp32; the last is padded."""
+
+    def __init__(self, folder: Path, rank: int, dtype: torch.dtype) -> None:
+        """rank: the tensor-parallel one. dtype: what the engine computes with."""
+        self._dtype = dtype
+        mark = f"_mp_rank_{rank:02d}_"
+        groups = read_checkpoint_file(folder / f"zero_pp_rank_0{mark}model_states.pt")["param_shapes"]
+        first = next(folder.glob(f"*zero_pp_rank_0{mark}optim_states.pt"), None)
+        if first is None:
+            raise Problem(f"{folder} lacks the states of rank 0", "Copy the files of every node to this directory")
+        count = read_checkpoint_file(first)["optimizer_state_dict"]["partition_count"]
+        files = [first.with_name(first.name.replace("pp_rank_0", f"pp_rank_{number}")) for number in range(count)]
+        states = [read_checkpoint_file(file)["optimizer_state_dict"] for file in files]
+        self._flat = [state["fp32_flat_groups"] for state in states]  # by data-parallel rank
+        self._shapes: dict[str, torch.Size] = {}
+        self._begin: dict[str, int] = {}
+        begin = 0
+        for group in groups:
+            for name, shape in group.items():
+                self._shapes[name] = shape
+                self._begin[name] = begin
+                begin += self._size(name)
+
+    def _size(self, name: str) -> int:
+        """The elements of a parameter that each data-parallel rank holds."""
+        return math.ceil(self._shapes[name].numel() / len(self._flat))
+
+    def __getitem__(self, name: str) -> Tensor:
+        begin = self._begin[name]
+        parts = [stretch(tensors, begin, begin + self._size(name)) for tensors in self._flat]
+        shape = self._shapes[name]
+        return torch.cat(parts)[: shape.numel()].view(shape).to(self._dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+def stretch(tensors: list[Tensor], begin: int, end: int) -> Tensor:
+    """The elements [begin, end) of tensors that are laid end to end."""
+    parts = []
+    for tensor in tensors:
+        parts.append(tensor[max(begin, 0) : max(end, 0)])
+        begin -= tensor.numel()
+        end -= tensor.numel()
+    return torch.cat(parts)
+
+
+def flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested state dictionary as one, with dots between the levels."""
+    weights: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            weights |= flat(value, f"{prefix}{name}.")
+        else:
+            weights[prefix + name] = value
+    return weights

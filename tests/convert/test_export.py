@@ -1,0 +1,71 @@
+"""Exports against the engines' own processes, and what is refused."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from convert.convert_commands import FP32_ROUNDING, MISTAKE, check_logits, script, t5bench
+from harness import STRATEGIES
+
+
+@pytest.mark.slow
+def test_logits_of_every_strategys_export_are_the_engines(native_runs: Path, tmp_path: Path):
+    """With noise on every parameter, so that no bias and no norm can hide; the same with keys in place of values."""
+    found = script("every_strategy.py", tmp_path, *(native_runs / name for name in STRATEGIES))
+    assert found.keys() == set(STRATEGIES)
+    for strategy, differences in found.items():
+        assert differences["difference"] < FP32_ROUNDING, (strategy, differences)
+        assert differences["swapped"] > MISTAKE, (strategy, differences)
+
+
+@pytest.mark.slow
+def test_logits_of_a_t5_of_megatron_are_the_engines(megatron_runs: Path, megatron_dir: Path, tmp_path: Path):
+    """Of a GPT too: tests/engines/test_gpt.py, which trains one."""
+    check_logits(megatron_runs / "hybrid", tmp_path, megatron_dir)
+
+
+@pytest.mark.slow
+def test_the_memory_of_an_export_does_not_grow_with_the_model(tmp_path: Path):
+    found = script("export_memory.py", tmp_path)
+    assert found["model"] > 150 and found["files"] > 10
+    assert found["taken"] < 40, found  # a file of 10 MB, and the largest parameters on the way
+
+
+@pytest.fixture(scope="module")
+def exported(native_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The hybrid's run, moved, and its export; two processes never write into the shared run."""
+    moved = tmp_path_factory.mktemp("moved") / "hybrid"
+    shutil.copytree(native_runs / "hybrid", moved)
+    result = t5bench("export", moved, moved.parent / "export")
+    assert result.returncode == 0, result.stderr
+    return moved.parent
+
+
+@pytest.mark.slow
+def test_an_export_says_what_it_is(exported: Path):
+    card = (exported / "export" / "README.md").read_text()
+    for part in ("TP 2, PP 2", "bundled sample", "of iteration 20", "Validation loss", "`T5ForConditionalGeneration`"):
+        assert part in card
+    config = json.loads((exported / "export" / "config.json").read_text())
+    assert (config["activation_function"], config["vocab_size"]) == ("gelu", 4224)
+    generation = json.loads((exported / "export" / "generation_config.json").read_text())
+    assert generation["suppress_tokens"] == list(range(4101, 4224)), "rows that no token has"
+
+
+@pytest.mark.slow
+def test_what_cannot_be_exported_is_refused_in_a_sentence(exported: Path, tmp_path: Path):
+    run = exported / "hybrid"
+    refused = t5bench("export", run, exported / "export")
+    assert refused.returncode == 2 and "exists" in refused.stderr
+    refused = t5bench("export", run, tmp_path / "new", "--tokenizer", tmp_path / "nowhere")
+    assert refused.returncode == 2 and "--tokenizer DIR" in refused.stderr
+    refused = t5bench("export", run, tmp_path / "new", "--iteration", "15")
+    assert refused.returncode == 2 and "20, 10" in refused.stderr
+    incomplete = shutil.copytree(run, tmp_path / "incomplete")
+    shard = incomplete / "checkpoints" / "iter_0000020" / "mp_rank_01_001" / "model_optim_rng.pt"
+    os.truncate(shard, shard.stat().st_size // 2)
+    older = t5bench("export", incomplete, tmp_path / "older")
+    assert older.returncode == 0 and "iteration 10" in older.stdout, older.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["incomplete", "older"], "nothing half done is left"
