@@ -109,6 +109,8 @@ def unsupported(job: Job) -> str:
     parallel, zero = job.parallel, job.zero.stage > 0
     if not job.architecture.cross_attention:
         return "it trains encoder-decoders alone"
+    if job.engine != "native":
+        return "only the native engine's step can be executed (ENGINE=native)"
     if job.recompute != "none":
         return "it does not recompute activations"
     return beyond_native(parallel.tensor, parallel.pipeline, zero, job.micro_batches, job.precision == "fp16")
