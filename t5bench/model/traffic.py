@@ -118,6 +118,10 @@ def _gathers(job: Job, stage: int) -> Iterator[Row]:
         each = share * large * job.element / fetches
         yield Row("parameters", "data", "all-gather", m * fetches, each, when, when)
     yield Row("embedding", "data", "all-gather", 1, external * job.element, "first forward")
+    if job.engine not in ("native", "megatron"):  # other software may gather them together
+        small = whole - large - external
+        yield Row("small parameters", "data", "all-gather", 1, small * job.element, "after the optimizer")
+        return
     every = chain.from_iterable(tensors(job.architecture, job.parallel, stage).values())
     for size, count in Counter(size for size in every if size <= zero.persistence_threshold).items():
         one = buckets.padded_to(job.parallel.data, [size]) * job.element

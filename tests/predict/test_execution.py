@@ -33,7 +33,12 @@ def job_of(strategy: str, micro_batches: int = 2) -> Job:
     return replace(PLAIN, parallel=parallel, zero=zero, global_batch=batch)
 
 
-@pytest.mark.parametrize("strategy", LAYOUTS)
+SLOW = ("zero2", "zero3_offload", "tensor", "pipeline")
+
+
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS]
+)
 def test_a_rank_of_1024_does_what_the_model_says(strategy: str):
     found = executed.compare(strategy, job_of(strategy), rank=WORLD - 3)
     assert found.collectives > 0
