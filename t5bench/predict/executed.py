@@ -31,8 +31,9 @@ class Comparison:
 
     @property
     def memory_error(self) -> float:
-        """The larger error of the two figures."""
-        return max((predicted / executed - 1 for executed, predicted in (self.allocated, self.peak)), key=abs)
+        """Of the peak, which decides whether a rank fits."""
+        executed, predicted = self.peak
+        return predicted / executed - 1
 
     @property
     def is_equal(self) -> bool:
@@ -125,5 +126,5 @@ def show(comparisons: Sequence[Comparison], refused: dict[str, str]) -> None:
             print(f"{one.strategy}, rank {one.rank}: {difference}")
     for strategy, reason in refused.items():
         print(f"{strategy} cannot be executed: {reason}")
-    print("\nMB: what goes into or comes out of the collectives of one step. off: the larger of the errors of the")
-    print("memory between steps and at the peak. No arithmetic is done, so this says nothing about time or losses.")
+    print("\nMB: what goes into or comes out of the collectives of one step. No arithmetic is done, so this says")
+    print("nothing about time or losses. --json also has the memory between steps.")
