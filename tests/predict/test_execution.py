@@ -1,7 +1,6 @@
 """The native engine's own step, executed without arithmetic, against the cost model's list of collectives."""
 
 import json
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -63,8 +62,8 @@ def test_a_difference_names_the_collective(monkeypatch: pytest.MonkeyPatch):
 def test_a_pipeline_sends_to_the_next_stage_and_receives_from_it():
     job = job_of("pipeline", micro_batches=3)
     activations = 2 * 128 * 256 * 2
-    kinds = Counter({one: count for one, count in execution.predicted(job, 5).items() if one.bytes == activations})
-    assert kinds == {
+    messages = {one: count for one, count in execution.predicted(job, 5).items() if one.kind in ("send", "receive")}
+    assert messages == {
         execution.Collective("send", (5, 517), activations): 3,
         execution.Collective("receive", (517, 5), activations): 3,
     }
