@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from t5bench.model import buckets
 from t5bench.model.job import Job
 from t5bench.model.machine import MIB, Device
 from t5bench.model.parameters import Stage, layer_shapes, parameters, stage_of, tensors
@@ -75,6 +76,8 @@ def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
         shapes = {shape for decoder in (False, True) for shape in layer_shapes(a, t, decoder) if len(shape) == 2}
         shapes.add((a.padded_vocabulary // t, a.hidden))
         states["dummy gradients"] = float(job.element * sum(map(prod, shapes)))
+    if job.zero.stage == 3:  # its buffer is made once (runtime/zero/stage3.py:611)
+        states["reduction bucket"] = _reduction_bucket(job)
     kept = activation_bytes(job, stage)
     again = kept.pop("recomputed layer", 0.0)  # by then the logits are gone
     loss, gradients = logits_bytes(job, stage)
@@ -95,6 +98,11 @@ def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
         "embedding": words | buffers["backward"],
         "step": buffers["step"] | leftover,
     }
+    if buckets.casts_come_last(job):
+        positions = sum(tensors(a, job.parallel, stage)["embedding"][1:])
+        gradients_of_copies = {"16-bit gradients": job.element * (count - positions)}
+        gradients_of_words = {name: size for name, size in words.items() if name != "encoder"}
+        moments["copies"] = buffers["backward"] | gradients_of_copies | gradients_of_words
     return Memory(states, moments, cpu, _cached_scores(job), leftover)
 
 
@@ -125,6 +133,10 @@ def model_states(job: Job, count: int) -> tuple[dict[str, float], dict[str, floa
     return sizes, cpu
 
 
+def _reduction_bucket(job: Job) -> float:
+    return job.zero.reduce_bucket * job.element * (2 if job.zero.overlap else 1)
+
+
 def transient_states(job: Job, count: int) -> dict[str, dict[str, float]]:
     """What a moment adds to the states: ZeRO's buckets and gathered window, copies, the optimizer's temporaries."""
     e, n, zero = job.element, job.parallel.data, job.zero
@@ -134,7 +146,7 @@ def transient_states(job: Job, count: int) -> dict[str, dict[str, float]]:
     if job.software.cast_parameters and not zero.stage and e == 2:
         found["forward"]["16-bit copies"] = found["backward"]["16-bit copies"] = e * count
     if zero.stage:
-        bucket = {"reduction bucket": zero.reduce_bucket * e * (2 if zero.overlap else 1)}
+        bucket = {"reduction bucket": _reduction_bucket(job)} if zero.stage < 3 else {}
         found["backward"] |= bucket
         found["step"] = bucket | {"fp32 gradients": 0 if zero.offload_optimizer else FP32_GRADIENTS * count / n}
     if zero.stage in (1, 2):

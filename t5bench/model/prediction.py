@@ -43,6 +43,20 @@ class Prediction:
         return time.iteration(self.job, self.machine, self.backend, self.slower) if self.slower else None
 
     @property
+    def tflops(self) -> float | None:
+        """The model's TFLOP/s on each GPU, without recomputation."""
+        if not self.time:
+            return None
+        model_flops = flops.flops_per_iteration(self.job.architecture, self.job.global_batch)
+        return model_flops / self.time.total / self.job.parallel.world / 1e12
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOP utilisation: the share of the GPU's dense peak; None for a CPU or a precision without a peak."""
+        peak = self.machine.device.peak(self.job.precision) if self.machine.device.memory else None
+        return self.tflops * 1e12 / peak if self.tflops and peak else None
+
+    @property
     def shortage(self) -> str:
         """How much memory the job needs, if the device has less."""
         size, memory = self.memory_bytes, self.machine.device.memory
@@ -66,6 +80,8 @@ class Prediction:
             "bytes_sent_by_node": self.node_bytes,
             "collectives": [asdict(row) for row in traffic.rows(job)],
             "seconds": found and asdict(found) | {"total": found.total},
+            "tflops_per_gpu": self.tflops,
+            "mfu": self.mfu,
             "limit": self.limit,
         }
 

@@ -162,7 +162,7 @@ def iteration(job: Job, machine: Machine, backend: str = "nccl", slower: float =
     hidden, transfer = [0.0] * len(stages), 0.0
     for row in rows(job):
         seconds = row.count * collective_seconds(row, job, machine, backend)
-        if row.group == "pipeline":
+        if row.kind in ("send", "send back"):
             transfer = max(transfer, seconds / row.count)
             continue
         for stage in row.stages:

@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from math import ceil, log2, prod
 
 from t5bench import Problem
-from t5bench.model.job import BYTES, FullySharded, Job, Parallel
+from t5bench.model import buckets
+from t5bench.model.job import BYTES, FullySharded, Job, Parallel, padded
 from t5bench.model.parameters import layer_shapes, parameters, stage_of, tensors
 
 # Measured with torch 2.13's gloo over TCP: besides its data a message costs both ends together this much (two headers
@@ -21,7 +22,6 @@ from t5bench.model.parameters import layer_shapes, parameters, stage_of, tensors
 MESSAGE = 350
 HEADERS = 0.001
 GLOO_SEGMENT = 2**20
-DDP_BUCKET = 25 * 2**20  # PyTorch's, whose first one has 1 MiB
 MOST_RANKS = 100_000
 
 
@@ -67,8 +67,9 @@ def _data_parallel(job: Job, stage: int) -> Iterator[Row]:
     engines = 2 if job.engine == "megatron" and job.precision == "fp16" else 4
     gradients = size * (BYTES[zero.reduction or job.precision] if zero.stage else engines)
     if zero.stage == 0 and job.engine == "native":
-        buckets = 1 + ceil(gradients / DDP_BUCKET)
-        yield Row("gradients", "data", "all-reduce", buckets, gradients / buckets, "last backward", "last backward")
+        overlap = "" if buckets.casts_come_last(job) else "last backward"
+        for bucket, count in Counter(buckets.ddp_buckets(job, stage)).items():
+            yield Row("gradients", "data", "all-reduce", count, bucket, overlap or "after backward", overlap)
     elif zero.stage == 0 and job.distributed_optimizer:
         yield Row("gradients", "data", "reduce-scatter", 1, gradients, "after backward")
         yield Row("parameters", "data", "all-gather", 1, size * job.element, "after the optimizer")
@@ -76,14 +77,16 @@ def _data_parallel(job: Job, stage: int) -> Iterator[Row]:
         yield Row("gradients", "data", "all-reduce", 1, gradients, "after backward")
     else:
         times = m if zero.stage > 1 else 1
-        buckets = ceil(size / zero.reduce_bucket)
         kind = "reduce-scatter" if zero.stage == 3 else "all-reduce"
         overlap = "each backward" if zero.overlap and zero.stage > 1 else ""
         when = "each backward" if times > 1 else "after backward"
-        yield Row("gradients", "data", kind, times * buckets, gradients / buckets, when, overlap)
-        yield Row("gradient norm", "data", "all-reduce", 2, 4, "optimizer")
+        for bucket, count in Counter(_zero_buckets(job, stage)).items():
+            yield Row("gradients", "data", kind, times * count, gradients / size * bucket, when, overlap)
+        yield Row("gradient norm", "data", "all-reduce", 2, 8 if zero.stage == 3 else 4, "optimizer")
     if zero.stage in (1, 2):
-        yield Row("parameters", "data", "all-gather", 2, size * job.element / 2, "after the optimizer")
+        for group in buckets.weights_and_vectors(job, stage):
+            whole = padded(group, buckets.ALIGNMENT, job.parallel.data)
+            yield Row("parameters", "data", "all-gather", 1, whole * job.element, "after the optimizer")
     if zero.stage == 3:
         yield from _gathers(job, stage)
     if job.engine == "megatron" and stage == job.parallel.pipeline - 1:
@@ -133,6 +136,17 @@ def _fully_sharded(job: Job, stage: int, how: FullySharded) -> Iterator[Row]:
     yield Row("gradient norm", group, "all-reduce", 1, 4, "optimizer")
 
 
+def _zero_buckets(job: Job, stage: int) -> list[int]:
+    """Elements of ZeRO's buckets. In which order Megatron's gradients come was not traced: its buckets are equal."""
+    size, limit = parameters(job.architecture, job.parallel, stage), job.zero.reduce_bucket
+    if job.engine != "native":
+        count = ceil(size / limit)
+        return [size / count] * count
+    ranks = job.parallel.data if job.zero.stage == 3 else 1
+    sizes = buckets.in_order_of_gradients(job, stage)
+    return [buckets.padded_to(ranks, bucket) for bucket in buckets.zero_buckets(sizes, limit)]
+
+
 def _gathers(job: Job, stage: int) -> Iterator[Row]:
     """ZeRO-3 (partitioned_param_coordinator.py): small tensors stay whole, and are gathered after each change.
 
@@ -149,9 +163,15 @@ def _gathers(job: Job, stage: int) -> Iterator[Row]:
     for share, when in ((1.0, "each forward"), (again, "each backward")):
         each = share * large * job.element / fetches
         yield Row("parameters", "data", "all-gather", m * fetches, each, when, when)
-    small = whole - large - external
     yield Row("embedding", "data", "all-gather", 1, external * job.element, "first forward")
-    yield Row("small parameters", "data", "all-gather", 1, small * job.element, "after the optimizer")
+    if job.engine not in ("native", "megatron"):  # other software may gather them together
+        small = whole - large - external
+        yield Row("small parameters", "data", "all-gather", 1, small * job.element, "after the optimizer")
+        return
+    every = chain.from_iterable(tensors(job.architecture, job.parallel, stage).values())
+    for size, count in Counter(size for size in every if size <= zero.persistence_threshold).items():
+        one = buckets.padded_to(job.parallel.data, [size]) * job.element
+        yield Row("small parameters", "data", "all-gather", count, one, "after the optimizer")
 
 
 def _tensor_parallel(job: Job, stage: int) -> Iterator[Row]:
@@ -198,7 +218,11 @@ def _tensor_parallel(job: Job, stage: int) -> Iterator[Row]:
 
 def _pipeline(job: Job, stage: int) -> Iterator[Row]:
     a, parallel, last, m = job.architecture, job.parallel, job.parallel.pipeline - 1, job.micro_batches
-    if parallel.tensor * parallel.pipeline > 1:
+    if job.engine == "native":  # along one axis after the other
+        for group, size in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
+            if size > 1:
+                yield Row("gradient norm", group, "all-reduce", 1, 4, "optimizer")
+    elif parallel.tensor * parallel.pipeline > 1:
         yield Row("gradient norm", "model", "all-reduce", 1, 4, "optimizer")
     if not last:
         return

@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from tabulate import tabulate
@@ -13,17 +13,20 @@ from t5bench import Problem
 from t5bench.compare.comparable import gpu_names
 from t5bench.compare.rows import Row, make_row
 from t5bench.model import schedule, time
-from t5bench.model.job import padded
+from t5bench.model.job import Job, padded
 from t5bench.model.machine import DEVICES, GIB, Device, device_of
 from t5bench.model.prediction import Prediction, machine_of
+from t5bench.model.presets import PRESETS
 from t5bench.model.time import CPU
 from t5bench.plan.forecast import backend_of, gpu_here, job_of, padded_vocabulary
 from t5bench.plan.launchers import declarations, with_slurm_hosts
 from t5bench.plan.planner import plan
-from t5bench.predict import check
+from t5bench.predict import check, executed
 from t5bench.predict.layout import at_least
 from t5bench.record.plan import Plan
 from t5bench.record.records import load
+
+SETTINGS_PRESETS = ("tiny", "small", "base", "large")  # values of MODEL_PRESET
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibrate-link", type=at_least(1e-6, float), metavar="GBIT", help=link)
     parser.add_argument("--check", type=Path, metavar="FILE", help="compare published measurements with the model")
     parser.add_argument("--schedule", action="store_true", help="draw when each stage of a pipeline computes")
+    execute = "execute a step of the native engine without arithmetic and compare collectives and memory with the model"
+    parser.add_argument("--execute", action="store_true", dest="executes", help=execute)
+    gpus, rank = "with --execute: this many GPUs", "with --execute: this rank (default: the first of each stage)"
+    parser.add_argument("--gpus", type=at_least(1), help=gpus)
+    parser.add_argument("--rank", type=at_least(0), help=rank)
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +49,8 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     link, latency = "Gbit/s of a node (default: 10)", "microseconds between nodes (default: 40)"
     parser.add_argument("--link", type=at_least(1e-6, float), default=10.0, metavar="GBIT", help=link)
     parser.add_argument("--latency", type=at_least(0, float), default=40.0, metavar="US", help=latency)
+    model = f"tiny, small, base or large, which are settings, or published dimensions: {' '.join(PRESETS)}"
+    parser.add_argument("--model", help=model)
     vocabulary = "tokens, before padding (default: the data's, else the model family's)"
     parser.add_argument("--vocabulary", type=at_least(1), help=vocabulary)
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -50,9 +60,14 @@ def run(args: argparse.Namespace) -> int:
     """Raises Problem."""
     if args.check:
         return check.run(args)
+    if args.executes:
+        jobs = [
+            (one.strategy.name, job_of(one, vocabulary_of(one, args.vocabulary))) for one in planned() if one.layout
+        ]
+        return executed.run(jobs, args.gpus, args.rank, args.json)
     rows = [measured_row(directory) for directory in args.runs]
     slower, calibrates_cpu = calibration(args) if args.calibrate else (None, None)
-    plans = [(row.run.plan, row) for row in rows] or [(plan, None) for plan in planned()]
+    plans = [(row.run.plan, row) for row in rows] or [(plan, None) for plan in planned(args.model)]
     found = [(predicted(args, plan, row, slower), row) for plan, row in plans if plan.layout]
     wrong = [plan for plan, _ in plans if not plan.layout]
     refused = {plan.strategy.name: next(each.found for each in plan.obstacles if each.fatal) for plan in wrong}
@@ -81,19 +96,44 @@ def predicted(
     """A plan's prediction. row: the run that was made of it, which knows its vocabulary, GPU and batch."""
     vocabulary, gpu, batch = (row.run.padded_vocab_size, gpu_names(row.run), row.batch) if row else (None, None, 0)
     job = job_of(plan, vocabulary or vocabulary_of(plan, args.vocabulary), round(batch))
+    if not row and args.model in PRESETS:
+        job = with_model(job, args.model)
     device, per_node = device_for(plan, args.device or gpu), job.parallel.devices_per_node
     on = machine_of(device, gigabits or args.link, per_node, args.latency * 1e-6)
     slower = slower or (None if device is CPU else 1.0)
     return Prediction(job, on, backend_of(plan), slower, row.label if row else plan.strategy.name)
 
 
-def planned() -> list[Plan]:
-    """The plans of every strategy's launcher with the settings in the environment; no GPU is needed."""
+def with_model(job: Job, name: str) -> Job:
+    """The job with a preset's architecture. Raises Problem if its layout cannot divide that."""
+    architecture, parallel = PRESETS[name], job.parallel
+    if parallel.pipeline > architecture.layers or architecture.heads % parallel.tensor:
+        found = f"{architecture.layers} layers and {architecture.heads} heads"
+        raise Problem(f"{name} has {found}, which TP/PP/DP {parallel} does not divide", "Choose another layout")
+    return replace(job, architecture=architecture)
+
+
+def planned(model: str | None = None) -> list[Plan]:
+    """The plans of every strategy's launcher with the settings in the environment; no GPU is needed.
+
+    model: a model's name, of PRESETS or of the launchers' own. Raises Problem for another one.
+    """
     environment = with_slurm_hosts({"DEVICE": "cuda", "NODE_RANK": "0", **os.environ})  # this may be none of HOSTS
     if not environment.get("HOSTS"):
         # The README's hardware.
         environment = {"NNODES": "2", "MASTER_ADDR": "node0", **environment}
+    environment |= settings_of(model)
     return [plan(environment, strategy) for strategy in declarations()]
+
+
+def settings_of(model: str | None) -> dict[str, str]:
+    """The settings that choose a model by its name. Raises Problem."""
+    if model in PRESETS:
+        return {"MODEL_FAMILY": PRESETS[model].family}
+    if model and model not in SETTINGS_PRESETS:
+        known = " ".join((*SETTINGS_PRESETS, *PRESETS))
+        raise Problem(f"the model '{model}' is unknown", f"Choose from: {known}")
+    return {"MODEL_PRESET": model} if model else {}
 
 
 def measured_row(directory: Path) -> Row:
@@ -169,6 +209,9 @@ def _cost(entry: Prediction, row: Row | None) -> dict[str, str | float]:
     cells["MB"] = max(entry.node_bytes) / 1e6
     if found := entry.time:
         cells |= found.parts | {"all": found.total, "samples/s": entry.job.global_batch / found.total}
+        cells["TFLOP/s"] = entry.tflops
+        if entry.mfu is not None:
+            cells["MFU"] = f"{entry.mfu:.1%}"
     cells["limited by"] = entry.limit
     for what, (measured, expected) in compared(entry, row).items():
         cells |= {f"{what} measured": measured, f"{what} off": f"{expected / measured - 1:+.1%}"}

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from t5bench import Problem
-from t5bench.model.job import Architecture, Job, Parallel, Zero, padded, usual_ffn
+from t5bench.model.job import SOFTWARE, Architecture, Job, Parallel, Zero, padded, usual_ffn
 from t5bench.model.machine import DEVICES, GB, Device, Link, Machine
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -39,8 +39,8 @@ Model = _form(
 )  # fmt: skip
 Lengths = _form("Lengths", whole="encoder decoder")
 Layout = _form(
-    "Layout", size="tp", whole="pp dp layers_per_virtual_stage encoder_pp", stage="zero_stage", switch="sp",
-    text="offload",
+    "Layout", size="tp", whole="pp dp cp ep layers_per_virtual_stage encoder_pp", stage="zero_stage", switch="sp",
+    text="offload other",
 )  # fmt: skip
 Hardware = _form("Hardware", text="gpu interconnect", whole="count nodes")
 LAYER = "encoder_layer_{0} decoder_layer_{0}"
@@ -58,7 +58,7 @@ Point = _form(
     "Point",
     *{"id": str, "source": Source, "model": Model, "lengths": Lengths, "precision": str, "parallel": Layout}.items(),
     *{"hardware": Hardware, "measured": Measured, "use": Sequence[str]}.items(),
-    text="how_counted optimizer attention_kernel activation_checkpointing",
+    text="how_counted optimizer attention_kernel activation_checkpointing software",
     whole="micro_batch global_batch global_batch_inferred",
     share="dropout",
 )
@@ -77,7 +77,10 @@ def read(path: Path) -> tuple[list[Point], list[str], list[str]]:
         name = entry.get("id", f"entry {number}") if isinstance(entry, dict) else f"entry {number}"
         try:
             points.append(point := msgspec.convert(entry, Point, str_keys=True))
-            unknown += [f"{name}: the field {field} is unknown and ignored" for field in _unknown(entry, Point)]
+            fields = list(_unknown(entry, Point))
+            ways = [field for field in fields if field.startswith("parallel.") and _is_used(entry, field)]
+            point.parallel.other = ", ".join(filter(None, [point.parallel.other, *ways]))
+            unknown += [f"{name}: the field {field} is unknown and ignored" for field in fields if field not in ways]
             unknown += [f"{name}: the use {use} is unknown and ignored" for use in sorted(set(point.use) - USES)]
         except msgspec.ValidationError as error:
             invalid.append(f"{name} is invalid and left out: {error}")
@@ -93,6 +96,11 @@ def _unknown(entry: Mapping[str, Any], form: type[msgspec.Struct], prefix: str =
             yield from _unknown(value, known[name], f"{name}.")
 
 
+def _is_used(entry: Mapping[str, Any], field: str) -> bool:
+    """Whether a field of a point's layout says more than that something is off or not divided."""
+    return entry["parallel"][field.removeprefix("parallel.")] not in (None, 0, 1, "", "none")
+
+
 def require(found: T | None, reason: str) -> T:
     """What was found. Raises ValueError with the reason why a point cannot be predicted if it is nothing."""
     if not found:
@@ -103,6 +111,14 @@ def require(found: T | None, reason: str) -> T:
 # Vocabularies of tokenizers, where a source does not state its own: bert-base-uncased, GPT-2, T5; mT5 by name.
 VOCABULARIES = {"bert": 30522, "gpt": 50257, "t5": 32128, "bart": 50265}
 MT5_VOCABULARY = 250_112
+# Architectures as sources call them. mT5 and UL2 are T5 v1.1 in shape; a llama is a GPT with RMS norms, rotary
+# positions, a gated FFN, no biases and a head of its own.
+FAMILY_WORDS = {
+    r"t5|u?mt5|flan-t5|t5-(small|base|large|xl|xxl|3b|11b)|ul2(-20b)?": "t5",
+    r"bart(-base|-large)?": "bart",
+    r"bert(-base|-large)?": "bert",
+    r"gpt(-?[23])?|llama(-?[23])?": "gpt",
+}
 GATED = r"glu|silu|swish|(?<!un)(?<!not )gated?\b"  # activations; models with SiLU gate it, though few sources say so
 MEGATRON = ("megatron-core", "megatron-core-softmax", "transformer-engine")
 HEAD_SIZE, DROPOUT = 64, 0.1  # of all these models, and the default of Megatron and of Hugging Face's configurations
@@ -112,6 +128,8 @@ MULTIPLE = 128  # of Megatron's padding
 def software(point: Point) -> str:
     """The name in t5bench/model/job.py's SOFTWARE of the software that was measured; "" for other software."""
     repository, kernel = point.source.repo or "", point.attention_kernel or ""
+    if point.software:
+        return point.software.lower() if point.software.lower() in SOFTWARE else ""
     if repository == "NVIDIA/Megatron-LM":
         if not kernel or "Transformer Engine" in kernel:
             return "transformer-engine"
@@ -125,9 +143,12 @@ def software(point: Point) -> str:
 
 def architecture_of(point: Point, tensor: int) -> Architecture:
     """Raises ValueError."""
-    model, whose, family = point.model, software(point), point.model.architecture.lower()
+    model, whose, named = point.model, software(point), point.model.architecture.lower()
     encoder, decoder = point.lengths.encoder or 0, point.lengths.decoder or 0
-    require(family in VOCABULARIES, f"the architecture {family} is not known")
+    family = next((one for words, one in FAMILY_WORDS.items() if re.fullmatch(words, named)), "")
+    require(family, f"the architecture {named} is not known")
+    is_llama, is_t5_v1_1 = named.startswith("llama"), bool(re.match("u?mt5|ul2", named))
+    require(model.vocab or not is_llama, "the vocabulary of a llama is not stated")
     hidden = require(model.hidden, "the hidden size is not stated")
     require(encoder or decoder, "the sequence length is not stated")
     layers = model.encoder_layers or 0, model.decoder_layers or 0
@@ -139,19 +160,22 @@ def architecture_of(point: Point, tensor: int) -> Architecture:
     else:  # one stack has one length, whatever a source calls it
         encoder, decoder = ((encoder or decoder) * (own > 0) for own in layers)
     gated, size = bool(re.search(GATED, (model.activation or "").lower())), model.kv_channels
-    gated = gated if model.gated is None else model.gated
+    gated = (gated or is_llama or is_t5_v1_1) if model.gated is None else model.gated
     require(model.ffn or not gated or whose in MEGATRON, "the FFN size of a gated model is not stated")
     heads = require(model.heads or hidden // (size or HEAD_SIZE), "the number of attention heads is not stated")
-    vocabulary = model.vocab or (MT5_VOCABULARY if "mt5" in (model.name or "").lower() else VOCABULARIES[family])
-    original = model.position == "relative"  # T5 as it was published: RMS norms and no biases
+    is_mt5 = "mt5" in f"{named} {model.name or ''}".lower()
+    vocabulary = model.vocab or (MT5_VOCABULARY if is_mt5 else VOCABULARIES[family])
+    position = model.position or ("rotary" if is_llama else "relative" if is_t5_v1_1 else "learned")
+    original = position == "relative" or is_llama  # as T5 was published: RMS norms and no biases
+    tied = model.tied if model.tied is not None else not (is_llama or is_t5_v1_1)
     return Architecture(
         encoder_layers=layers[0], decoder_layers=layers[1],
         hidden=hidden, heads=heads, head_size=size or hidden // heads,
         ffn=model.ffn or usual_ffn(hidden, gated), kv_heads=model.query_groups or heads,
         encoder_length=encoder, decoder_length=decoder,
         padded_vocabulary=vocabulary if original else padded(vocabulary, MULTIPLE, tensor),
-        family=family, gated=gated, activation=model.activation or "gelu", tied=model.tied is not False,
-        positions=model.position or "learned", biases=not original, head_bias=not original and family != "gpt",
+        family=family, gated=gated, activation=model.activation or "gelu", tied=tied,
+        positions=position, biases=not original, head_bias=not original and family != "gpt",
         norm="rms" if original or whose == "galvatron" else "layer",
     )  # fmt: skip
 
@@ -164,6 +188,15 @@ def job_of(point: Point, tensor: int | None = None) -> Job:
     micro_batch = require(point.micro_batch, "the micro-batch size is not stated")
     precision = require(precision_of(point), f"the precision {point.precision} is not known")
     again = require(re.match("none|full|selective", stated.lower()), f"the recomputation {stated} is not known")
+    some = again[0] != "none" and re.search(SOME_LAYERS, stated.lower())
+    require(not some, f"which layers are recomputed cannot be told from '{stated}'")
+    divided = [f"{name} {size}" for name, size in (("cp", layout.cp), ("ep", layout.ep)) if (size or 1) > 1]
+    require(not divided, f"context and expert parallelism are not modelled: {', '.join(divided)}")
+    require(not layout.other, f"its layout has something that the model does not know: {layout.other}")
+    require(not point.software or software(point), f"the software {point.software} is not known")
+    require(not re.search(HYBRID, optimizer.lower()), f"how '{optimizer}' divides its states is not modelled")
+    shards = re.search(SHARDED, optimizer.lower())
+    require(zero or not shards, f"the ZeRO stage that '{optimizer}' stands for is not stated")
     require(not offload or re.search("optimizer|parameters", offload), f"the offload {offload} is not known")
     architecture = architecture_of(point, t)
     heads, ffn, stacks = architecture.heads, architecture.ffn, architecture.layers
@@ -205,6 +238,9 @@ def job_of(point: Point, tensor: int | None = None) -> Job:
     )  # fmt: skip
 
 
+SOME_LAYERS = r"\d+ ?(of|/) ?(the )?\d+|\bblock\b|partial|every (other|second|third|\d)|first \d+|\d+ layers|%"
+HYBRID = r"hsdp|hybrid.?shard"  # states divided inside a node and repeated between nodes
+SHARDED = r"fsdp|fully.sharded|(full|grad_op).?shard|shard.?grad.?op"
 DISTRIBUTED = r"(?<!not )(?<!non-)(?<!no )(?<!without )(?<!without a )distributed(?! data)(?!\w*\W+(?:false|off)\b)"
 
 # Bytes per parameter of each state of an optimizer in fp32, by its name: 8 for Adam, 4 for SGD with momentum, 2 for

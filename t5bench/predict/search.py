@@ -17,10 +17,11 @@ from t5bench import Problem
 from t5bench.model.job import Architecture, Job, Parallel, Zero, beyond_native
 from t5bench.model.machine import DEVICES, GIB, Machine
 from t5bench.model.prediction import Prediction, machine_of
+from t5bench.model.presets import PRESETS
 from t5bench.plan.forecast import job_of
 from t5bench.plan.launchers import ALONE
 from t5bench.plan.planner import plan
-from t5bench.predict.command import add_machine, device_for, vocabulary_of
+from t5bench.predict.command import add_machine, device_for, settings_of, vocabulary_of
 from t5bench.predict.layout import at_least
 from t5bench.record.plan import ROLES, Plan
 
@@ -40,6 +41,7 @@ class Candidate(Prediction):
     """A layout with its prediction; seconds are infinite if it does not fit."""
 
     given: Mapping[str, str] = field(default_factory=dict)  # settings that are asked for
+    is_launchable: bool = True  # the model is one of the launchers' settings
 
     @cached_property
     def fits(self) -> bool:
@@ -68,6 +70,8 @@ class Candidate(Prediction):
     @property
     def missing(self) -> str:
         """Why this harness cannot run it, or the only engine that can."""
+        if not self.is_launchable:
+            return "no: --model"
         if not self.start:
             return "no: ZeRO with PP"
         job, p = self.job, self.job.parallel
@@ -79,6 +83,8 @@ class Candidate(Prediction):
     def start(self) -> str:
         """The command that starts it on each node; "" if this harness cannot run it."""
         p, job, strategy = self.job.parallel, self.job, STRATEGIES[self.kind]
+        if not self.is_launchable:
+            return ""
         if p.deepspeed and job.architecture.cross_attention:  # DeepSpeed's pipeline has no encoder-decoder
             return ""
         least, nodes = 1 if strategy == "3d" else 2, p.world // p.devices_per_node  # the other launchers' default is 1
@@ -102,7 +108,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     whole, gpus = at_least(1), "numbers of GPUs, separated by commas: 8,64,512,4096"
     parser.add_argument("--gpus", required=True, help=gpus)
     add_machine(parser)
-    parser.add_argument("--model", help="tiny, small, base or large; the launchers' settings also apply")
     parser.add_argument("--per-node", type=whole, default=8, help="GPUs of a node (default: %(default)s)")
     parser.add_argument("--global-batch", type=whole, help="samples (default: 512, or as many as GPUs)")
     parser.add_argument("--tp", type=whole, help="only this tensor-parallel size (default: 1, 2, 4 and 8)")
@@ -123,13 +128,17 @@ def run(args: argparse.Namespace) -> int:
         job_of(plain_plan, vocabulary_of(plain_plan, args.vocabulary)),
         [Zero.of_config(one.ds_config) for one in others],
     )
+    if is_preset := args.model in PRESETS:
+        plain = replace(plain, architecture=PRESETS[args.model])
     found = {}
     for size in sizes:
         per_node = min(args.per_node, size)
         if size % per_node:
             raise Problem(f"{size} GPUs do not fill nodes of {args.per_node}", "Set --per-node")
         on = machine_of(device, args.link, per_node, args.latency * 1e-6)
-        found[size] = search(plain, zeros, size, on, args.global_batch or max(512, size), args.tp, given(plain_plan))
+        found[size] = search(
+            plain, zeros, size, on, args.global_batch or max(512, size), args.tp, given(plain_plan), not is_preset
+        )
     if args.json:
         print(json.dumps({size: _json(candidates) for size, candidates in found.items()}, indent=2))
     else:
@@ -143,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
 def plans_of_one_gpu(args: argparse.Namespace) -> list[Plan]:
     """The launchers' settings, and those of a preset by its name, as plans of DDP and ZERO for one GPU."""
     one = {"NPROC_PER_NODE": "1", "GLOBAL_BATCH_SIZE": "1", "MICRO_BATCH_SIZE": "1"}
-    settings = os.environ | ALONE | one | ({"MODEL_PRESET": args.model} if args.model else {})
+    settings = os.environ | ALONE | one | settings_of(args.model)
     plans = [plan(settings, strategy) for strategy in ("ddp", *ZERO)]
     for planned in plans:
         if planned.layout is None or (planned.strategy.ds_config and not planned.ds_config):
@@ -185,11 +194,18 @@ def jobs(plain: Job, zeros: Sequence[Zero], gpus: int, per_node: int, batch: int
 
 
 def search(
-    plain: Job, zeros: Sequence[Zero], gpus: int, on: Machine, batch: int, tensor: int | None, chosen: Mapping[str, str]
+    plain: Job,
+    zeros: Sequence[Zero],
+    gpus: int,
+    on: Machine,
+    batch: int,
+    tensor: int | None,
+    chosen: Mapping[str, str],
+    is_launchable: bool = True,
 ) -> list[Candidate]:
     """Every layout, the fastest first. Raises Problem if no layout divides the model or none fits."""
     every = jobs(plain, zeros, gpus, on.devices_per_node, batch, tensor)
-    candidates = [Candidate(job, on, given=chosen) for job in every]
+    candidates = [Candidate(job, on, given=chosen, is_launchable=is_launchable) for job in every]
     if plain.engine == "native":
         candidates = [entry for entry in candidates if not entry.missing]
     if not candidates:
@@ -241,11 +257,12 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
     batch, counts = fitting[0].job.global_batch, f"{len(candidates)} layouts, {len(fitting)} fit"
     print(f"{gpus} x {args.device}, {args.link:g} Gbit/s a node, global batch {batch}: {counts}\n")
     table = [
-        (entry.title, entry.seconds, batch / entry.seconds, entry.memory_bytes / GIB, entry.limit,
+        (entry.title, entry.seconds, batch / entry.seconds, entry.tflops, _percent(entry.mfu),
+         entry.memory_bytes / GIB, entry.limit,
          "*" if entry in front else "", entry.missing or "yes")
         for entry in fitting[: args.top]
     ]  # fmt: skip
-    headers = ("layout", "s/iteration", "samples/s", "GiB", "limited by", "front", "can run")
+    headers = ("layout", "s/iteration", "samples/s", "TFLOP/s", "MFU", "GiB", "limited by", "front", "can run")
     print(tabulate(table, headers, floatfmt=".4g"))
     print("\nPareto front of memory and time:")
     for entry in front:
@@ -255,6 +272,10 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
         print(f"  {kind:<16} {reason}")
     if starts := next((entry for entry in fitting if entry.start), None):
         print(f"\nThe fastest that this harness can start, {starts.title}:\n  {starts.start}\n")
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
 
 
 def draw(found: Mapping[int, Sequence[Candidate]], path: Path, memory: int) -> None:
@@ -283,7 +304,8 @@ def _json(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
     front = {id(entry) for entry in pareto(candidates)}
     return [
         {"name": entry.title, "kind": entry.kind, "memory": entry.memory_bytes, "limit": entry.limit,
-         "missing": entry.missing, "start": entry.start, "seconds": entry.seconds if entry.fits else None,
+         "missing": entry.missing, "start": entry.start, "mfu": entry.mfu, "tflops": entry.tflops,
+         "seconds": entry.seconds if entry.fits else None,
          "pareto": id(entry) in front, "parallel": asdict(entry.job.parallel), "zero": asdict(entry.job.zero),
          "micro_batch": entry.job.micro_batch, "recompute": entry.job.recompute}
         for entry in candidates

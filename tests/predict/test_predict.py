@@ -15,6 +15,8 @@ from t5bench.compare.comparison import build
 from t5bench.model import traffic
 from t5bench.model.job import Architecture, Job, Parallel, Zero
 from t5bench.model.machine import DEVICES, Link, Machine
+from t5bench.model.parameters import parameters
+from t5bench.model.presets import PRESETS
 from t5bench.predict.search import Candidate, losers
 from t5bench.record.records import load
 
@@ -70,7 +72,7 @@ def test_bad_input_is_answered_with_a_problem(capsys: pytest.CaptureFixture[str]
 # GiB in use on the fullest GPU, seconds of an iteration, MB that both nodes send in one.
 COSTS = {
     "ddp": (12.733, 2.573, 4903.988), "zero1": (9.294, 2.261, 3677.991), "zero2": (8.723, 9.971, 20841.950),
-    "zero3": (8.557, 10.261, 20853.408), "zero3_offload": (3.989, 11.026, 20853.408),
+    "zero3": (8.557, 10.281, 20853.408), "zero3_offload": (3.989, 11.046, 20853.408),
     "pipeline": (7.742, 0.668, 300.941), "tensor": (6.877, 3.483, 5329.027), "hybrid": (4.331, 0.756, 338.690),
 }  # fmt: skip
 
@@ -162,6 +164,23 @@ def test_a_gpt_runs_in_deepspeeds_pipeline():
     assert none.memory.peak > some.memory.peak > full.memory.peak
     assert none.time.total < some.time.total < full.time.total
     assert none.to_json()["flops"]["model"] == full.to_json()["flops"]["model"]
+
+
+def test_models_by_their_published_dimensions(capsys: pytest.CaptureFixture[str]):
+    """Their parameters are the published ones; plan ranks them but does not claim to start them."""
+    published = {"gpt-1.5b": 1.5, "gpt-8.3b": 8.3, "t5-11b": 11.3, "gpt-13b": 13, "gpt-17b": 17.2, "ul2-20b": 19.6}
+    published |= {"gpt-100b": 101, "gpt-170b": 171, "gpt-175b": 175, "t5-v1.1-xxl": 11.1}
+    for name, billions in published.items():
+        assert parameters(PRESETS[name]) / 1e9 == pytest.approx(billions, rel=0.05), name
+    options = "--device", "h100", "--link", 3200, "--tp", 8, "--model", "gpt-175b", "--json"
+    (best, *_) = json.loads(t5bench(capsys, "plan", "--gpus", 1024, *options)[1])["1024"]
+    assert (best["missing"], best["start"]) == ("no: --model", "")
+    assert 0.1 < best["mfu"] < 0.7 and best["tflops"] / 989.4 == pytest.approx(best["mfu"])
+    status, _, error = t5bench(capsys, "predict", "--model", "t6", "--device", "h100")
+    assert status == 2 and "the model 't6' is unknown" in error
+    (row, *_) = json.loads(t5bench(capsys, "predict", "--model", "t5-v1.1-xl", "--device", "h100", "--json")[1])["rows"]
+    assert row["parameters"] == [parameters(PRESETS["t5-v1.1-xl"])]
+    assert row["mfu"] == pytest.approx(row["tflops_per_gpu"] / 989.4)
 
 
 def test_why_a_layout_is_not_the_winner():

@@ -92,6 +92,14 @@ RATED = {"use": ["ratio"], "measured": {"samples_per_second": 1.0}}
         ({"precision": "FP8", "hardware": {"gpu": "A100"}, "parallel": {"dp": 1}, **RATED}, "no GPU that has it", 0),
         ({"parallel": {"zero_stage": 3, "offload": "NVMe"}}, "the offload NVMe is not known", 0),
         ({"parallel": {"zero_stage": 1}, "hardware": {"gpu": "A100"}}, "over how many GPUs its states are divided", 0),
+        ({"parallel": {"cp": 2}}, "context and expert parallelism are not modelled: cp 2", 0),
+        ({"parallel": {"expert_parallel": 8}}, "the model does not know: parallel.expert_parallel", 0),
+        ({"parallel": {"sharding": "HSDP"}}, "the model does not know: parallel.sharding", 0),
+        ({"optimizer": "AdamW, FSDP HYBRID_SHARD"}, "divides its states is not modelled", 0),
+        ({"optimizer": "AdamW, FSDP"}, "the ZeRO stage that 'AdamW, FSDP' stands for is not stated", 0),
+        ({"activation_checkpointing": "full (uniform 1 of 4 layers)"}, "which layers are recomputed cannot be told", 0),
+        ({"software": "MaxText"}, "MaxText is not known", 0),
+        ({"model": GPT | {"architecture": "llama"}}, "the vocabulary of a llama is not stated", 0),
         ({"parallel": {"dp": 8, "zero_stage": 3}}, "what Megatron-LM's own FSDP keeps in memory is not known", 0),
     ],
 )
@@ -103,7 +111,7 @@ def test_unreadable_or_unpredictable_points_are_reported(tmp_path, capsys, chang
     assert said in capsys.readouterr().out
     assert main(["predict", "--check", str(path), "--json"]) == status
     answer = json.loads(capsys.readouterr().out)
-    assert said in str(answer["notes"] or answer["missing"])
+    assert said in str(answer["notes"]) + str(answer["missing"])
 
 
 def test_a_file_that_holds_no_points(tmp_path: Path):
@@ -181,6 +189,29 @@ WORDS = [  # how sources' words are read
 @pytest.mark.parametrize(("read", "text", "found"), [(read, *pair) for read, all_ in WORDS for pair in all_.items()])
 def test_sources_words(read, text: str, found: object):
     assert read(text) == found
+
+
+def test_families_by_other_names():
+    """mT5 and UL2 as T5 v1.1, a llama as a GPT with other norms, positions and FFN; BART by its size."""
+    t5 = {"encoder_layers": 2, "decoder_layers": 2, "hidden": 64, "heads": 4, "ffn": 128}
+    lengths = published.Lengths(encoder=32, decoder=16)
+
+    def built(name: str, **fields: Any) -> Any:
+        return job_with(model=published.Model(architecture=name, **fields), lengths=lengths).architecture
+
+    for name, vocabulary in (("mt5", 250_112), ("ul2", 32_128)):
+        found = built(name, **t5)
+        assert (found.family, found.gated, found.tied, found.positions) == ("t5", True, False, "relative")
+        assert (found.norm, found.biases, found.padded_vocabulary) == ("rms", False, vocabulary)
+    assert built("bart-large", **t5).family == "bart"
+    llama = built("llama", decoder_layers=2, hidden=64, heads=4, ffn=128, vocab=32000)
+    assert (llama.family, llama.gated, llama.tied, llama.positions) == ("gpt", True, False, "rotary")
+    assert (llama.norm, llama.biases) == ("rms", False)
+
+
+def test_a_point_may_state_its_software():
+    assert published.software(megatron_core(software="galvatron")) == "galvatron"
+    assert job_with(software="HuggingFace").engine == "huggingface"
 
 
 def test_one_stack_has_one_length_whatever_it_is_called():

@@ -1,0 +1,78 @@
+"""How gradients and parameters are cut into collectives: the buckets of PyTorch's DDP and of DeepSpeed's ZeRO.
+
+torch 2.4 to 2.13, csrc/distributed/c10d/reducer.cpp; DeepSpeed 0.18.3, runtime/zero. Sizes are in elements.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from t5bench.model.job import Job
+from t5bench.model.parameters import layer_shapes, tensors
+
+FIRST_DDP_BUCKET, DDP_BUCKET = 2**20, 25 * 2**20  # bytes
+ALIGNMENT = 2  # ZeRO-1 and 2 pad each group of parameters to this many elements on every rank
+
+
+def in_order_of_gradients(job: Job, stage: int) -> list[int]:
+    """A rank's parameters in the order in which the native engine's backward pass completes their gradients.
+
+    That is the order of the forward pass, reversed; but the embeddings are used first and last, so they come last.
+    Where gradients go through 16-bit copies at the end (casts_come_last), the positions come first, which have none.
+    """
+    own = tensors(job.architecture, job.parallel, stage)
+    head, layers = own["head"][::-1], [*reversed(own["decoder"]), *reversed(own["encoder"])]
+    if not casts_come_last(job):
+        return [*head, *layers, *own["embedding"]]
+    words, positions = own["embedding"][:1], own["embedding"][1:]
+    # A head in the same stage casts the words last, otherwise they have no copy, as the positions.
+    return [*positions, *head, *words, *layers] if head else [*words, *positions, *layers]
+
+
+def casts_come_last(job: Job) -> bool:
+    """Whether all gradients of 16-bit copies are there before the first one is added to its parameter's in fp32.
+
+    The native engine makes the copies in an iteration's first micro-batch, and autograd runs what was made first last.
+    So from the second micro-batch on, nothing is reduced while the backward pass computes.
+    """
+    is_16_bit = job.software.cast_parameters and job.element == 2
+    return is_16_bit and not job.zero.stage and job.micro_batches > 1
+
+
+def ddp_buckets(job: Job, stage: int) -> list[int]:
+    """Bytes of DDP's buckets from the second iteration on. A bucket is closed once it has reached its limit."""
+    buckets, filled, limit = [], 0, FIRST_DDP_BUCKET
+    for size in in_order_of_gradients(job, stage):
+        filled += 4 * size
+        if filled >= limit:
+            buckets.append(filled)
+            filled, limit = 0, DDP_BUCKET
+    return [*buckets, filled] if filled else buckets
+
+
+def zero_buckets(sizes: Iterable[int], limit: int) -> list[list[int]]:
+    """The tensors of each of ZeRO's buckets: a bucket is sent before a tensor that would not fit into it any more."""
+    buckets: list[list[int]] = [[]]
+    for size in sizes:
+        if buckets[-1] and sum(buckets[-1]) + size > limit:
+            buckets.append([])
+        buckets[-1].append(size)
+    return buckets
+
+
+def padded_to(ranks: int, sizes: Sequence[int]) -> int:
+    """Elements of tensors of which each is divided evenly among ranks."""
+    return sum(-(-size // ranks) * ranks for size in sizes)
+
+
+def weights_and_vectors(job: Job, stage: int) -> tuple[int, int]:
+    """Elements of a rank's matrices, which have weight decay, and of its biases and norms, which have none."""
+    a, tensor = job.architecture, job.parallel.tensor
+    own = tensors(a, job.parallel, stage)
+    whole = sum(map(sum, own.values()))
+    vectors = sum(size for size in own["head"] if size == a.padded_vocabulary // tensor)
+    for name in ("encoder", "decoder"):
+        layers = own[name]
+        shapes = layer_shapes(a, tensor, name == "decoder")
+        count = len(layers) // len(shapes)
+        vectors += count * sum(shape[0] for shape in shapes if len(shape) == 1)
+        vectors += sum(size for size in layers[count * len(shapes) :] if size == a.hidden)  # the final norm
+    return whole - vectors, vectors

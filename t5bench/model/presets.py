@@ -1,0 +1,68 @@
+"""Models by their published dimensions, for predictions. The launchers' own presets are settings.
+
+GPTs end in their size; they have learned positions, biases and a tied head, as GPT-2. T5 v1.1 and UL2 have gated FFNs,
+relative positions, RMS norms, no biases and a head of its own.
+"""
+
+from dataclasses import replace
+
+from t5bench.model.job import Architecture, padded
+
+GPT2_VOCABULARY = padded(50257, 128)
+T5_VOCABULARY = 32128
+
+
+def gpt(layers: int, hidden: int, heads: int, length: int) -> Architecture:
+    return Architecture(
+        encoder_layers=0,
+        decoder_layers=layers,
+        hidden=hidden,
+        heads=heads,
+        head_size=hidden // heads,
+        ffn=4 * hidden,
+        encoder_length=0,
+        decoder_length=length,
+        padded_vocabulary=GPT2_VOCABULARY,
+        family="gpt",
+        head_bias=False,
+    )
+
+
+def t5_v1_1(layers: int, hidden: int, heads: int, ffn: int, head_size: int = 64) -> Architecture:
+    return Architecture(
+        encoder_layers=layers,
+        decoder_layers=layers,
+        hidden=hidden,
+        heads=heads,
+        head_size=head_size,
+        ffn=ffn,
+        encoder_length=512,
+        decoder_length=128,
+        padded_vocabulary=T5_VOCABULARY,
+        gated=True,
+        tied=False,
+        positions="relative",
+        biases=False,
+        head_bias=False,
+        norm="rms",
+    )
+
+
+# T5 v1.1's and UL2's dimensions: their published configurations, google/t5-v1_1-* and google/ul2.
+# T5-11B: https://arxiv.org/abs/1910.10683, section 3.7: one FFN matrix without a gate, ReLU, tied embeddings.
+PRESETS = {
+    "t5-v1.1-small": t5_v1_1(8, 512, 6, 1024),
+    "t5-v1.1-base": t5_v1_1(12, 768, 12, 2048),
+    "t5-v1.1-large": t5_v1_1(24, 1024, 16, 2816),
+    "t5-v1.1-xl": t5_v1_1(24, 2048, 32, 5120),
+    "t5-v1.1-xxl": t5_v1_1(24, 4096, 64, 10240),
+    "t5-11b": replace(t5_v1_1(24, 1024, 128, 65536, head_size=128), gated=False, activation="relu", tied=True),
+    "ul2-20b": replace(t5_v1_1(32, 4096, 16, 16384, head_size=256), activation="silu"),
+    "gpt-1.5b": gpt(48, 1600, 25, 1024),  # GPT-2 XL
+    "gpt-8.3b": gpt(72, 3072, 24, 1024),  # Megatron-LM, https://arxiv.org/abs/1909.08053
+    "gpt-13b": gpt(40, 5120, 40, 2048),  # GPT-3 13B, whose paper rounds 40 heads of 128 to 5140
+    "gpt-17b": gpt(78, 4256, 28, 1024),  # Turing-NLG
+    "gpt-100b": gpt(125, 8192, 64, 1024),  # ZeRO, https://arxiv.org/abs/1910.02054, appendix
+    "gpt-170b": gpt(212, 8192, 64, 1024),  # the same
+    "gpt-175b": gpt(96, 12288, 96, 2048),  # GPT-3, https://arxiv.org/abs/2005.14165, table 2.1
+}
