@@ -36,8 +36,11 @@ LINES = Path(__file__).with_name("mistakes.txt").read_text().replace(" => ", " |
 MISTAKES = [Mistake(*line.replace("\\n", "\n").split(" | ")) for line in LINES if line and not line.startswith("#")]
 
 
-# Those that a gate with a small learning rate did not see, one of each other kind, and GPT's 3D without its mend.
-FEW = ("0.0 * matrix", "parameter.shape)) > 0", "self.forward(part, encoded).mean()", "batch[:self.micro", "if False:")
+# Those that a gate with a small learning rate did not see, one of each other kind, and GPT's 3D as DeepSpeed had it.
+FEW = (
+    *("0.0 * matrix", "parameter.shape)) > 0", "self.forward(part, encoded).mean()", "batch[:self.micro"),
+    "model._backward_prologue_per_tensor = super",
+)
 
 
 class Planter:
