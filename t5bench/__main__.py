@@ -25,6 +25,7 @@ COMMANDS = {
     "strategies": ("t5bench.plan.launchers", "list the strategies, in the order of their ports"),
     "settings": ("t5bench.plan.settings", "print docs/settings.md, the page of all settings"),
     "sweep": ("t5bench.sweep.command", "run strategies one after another, then compare them"),
+    "ledger": ("t5bench.ledger.command", "train each strategy under many releases of DeepSpeed: which are right?"),
     "merge": ("t5bench.run.merge", "convert a run's checkpoint to another tensor- or pipeline-parallel size"),
     "cluster": ("t5bench.cluster.check", "check whether the nodes can run together"),
     "predict": ("t5bench.predict.command", "predict what each strategy will cost in memory, bytes and time"),

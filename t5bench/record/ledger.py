@@ -1,0 +1,82 @@
+"""What the ledger says of a release of DeepSpeed: docs/ledger.json, which ``python -m t5bench ledger`` writes."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from t5bench import REPOSITORY
+
+DATA = REPOSITORY / "docs" / "ledger.json"
+RIGHT, WRONG = "right", "wrong"
+UNKNOWN = "not measured"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the ledger says of a run."""
+
+    verdict: str  # a cell's, or UNKNOWN
+    said: str = ""  # in words, if the verdict is not "right"
+
+
+def look_up(
+    release: str,
+    strategy: str,
+    *,
+    precision: str,
+    micro_batches: int,
+    offload: bool = False,
+    resumes: bool = False,
+    path: Path = DATA,
+) -> Answer:
+    """The worst verdict of the modes that a run of a launcher is in.
+
+    strategy: zero1, zero2, zero3, zero3_offload or deepspeed-pipeline. precision: fp32, bf16, or fp16, of which the
+    fp32 cells speak. offload: of the optimizer, by another strategy than zero3_offload. A release that was not
+    measured, between two in which a mode is wrong, counts as wrong. Launchers always say at which norm they clip.
+    """
+    ledger = json.loads(path.read_text())
+    try:
+        version = Version(Version(release).public)
+    except InvalidVersion:
+        return Answer(UNKNOWN, f"the ledger does not know DeepSpeed {release}")
+    modes = {
+        mode["name"]
+        for mode in ledger["modes"]
+        if mode["precision"] == ("bf16" if precision == "bf16" else "fp32")
+        and (mode["micro_batches"] > 1) == (micro_batches > 1)
+        and mode["offload"] == offload
+        and mode["clipping"]
+        and not mode["fp32_accumulation"]
+        and (resumes or not mode["resumes"])
+    }
+    cells = [cell for cell in ledger["cells"] if cell["strategy"] == strategy and cell["mode"] in modes]
+    own = [cell for cell in cells if Version(cell["release"]) == version]
+    if faults := [cell for cell in own if cell["verdict"] != RIGHT]:
+        worst = max(faults, key=lambda cell: cell["verdict"] == WRONG)
+        return Answer(worst["verdict"], _describe(worst))
+    if own:
+        return Answer(RIGHT)
+    return _between(cells, version, release)
+
+
+def _between(cells: Sequence[Mapping[str, Any]], version: Version, release: str) -> Answer:
+    """What the nearest measured releases say of one that was not measured."""
+    measured = sorted({Version(cell["release"]) for cell in cells})
+    older = max((other for other in measured if other < version), default=None)
+    newer = min((other for other in measured if other > version), default=None)
+    wrong = {Version(cell["release"]) for cell in cells if cell["verdict"] == WRONG}
+    if older in wrong and newer in wrong:
+        return Answer(WRONG, f"the nearest releases in the ledger, {older} and {newer}, train it wrong")
+    return Answer(UNKNOWN, f"the ledger does not cover DeepSpeed {release}")
+
+
+def _describe(cell: Mapping[str, Any]) -> str:
+    if cell["verdict"] != WRONG:
+        return f"{cell['verdict']} there with torch {cell['torch']}: {cell['sentence']}"
+    size = f"by up to {cell['times']:,.0f} times the bound" if cell["times"] else "by something that is not a number"
+    return f"its {cell['quantity']} differs from DDP's from iteration {cell['iteration']} on, {size} (docs/ledger.md)"
