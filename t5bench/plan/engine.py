@@ -21,6 +21,8 @@ from typing import Any
 
 from t5bench import REPOSITORY
 from t5bench.plan.launchers import Request
+from t5bench.plan.releases import ask_ledger
+from t5bench.record.ledger import RIGHT, WRONG
 from t5bench.record.machine import checksum, installed_version
 from t5bench.record.plan import Layout
 
@@ -36,8 +38,6 @@ BUILT = re.compile(r"megatron/(fused_kernels/build/.*|data/helpers\.cpython-[\w-
 OTHER_FOLDERS = {"__pycache__", "dataset", "docs", "examples", "examples_deepspeed", "images", "megatron", "tasks"}
 MOST_NAMED = 3
 COMPILING_SECONDS = 900  # longer than any extension of the engine takes
-# Releases in which ZeRO-2 overwrites the gradients of each micro-batch with those of the next (DeepSpeed issue 7718).
-WRONG_ZERO2 = re.compile(r"(0\.17\.6|0\.18\.[0-2])([^0-9].*)?")
 # What a strategy's JSON may contain. DeepSpeed takes these as they are; for offload_optimizer the launchers add
 # --cpu-optimizer. All else is refused: it comes from the settings, has no effect here, or changes what is trained, as
 # contiguous_gradients, reduce_scatter, allgather_partitions and round_robin_gradients together did with ZeRO-2.
@@ -237,12 +237,16 @@ def check_packages(request: Request, config: Mapping[str, Any] | None, layout: L
         lack("no-msgspec", f"msgspec, which reads plans, is not installed for {sys.executable}", f"Run: {INSTALL}")
     if not config:
         return
-    version, stage, batches = installed_version("deepspeed"), config["zero_optimization"]["stage"], layout.micro_batches
+    version = installed_version("deepspeed")
     if not version:
         lack("no-deepspeed", f"DeepSpeed is not installed for {sys.executable}", f"Run: {INSTALL}")
-    elif stage == 2 and batches > 1 and WRONG_ZERO2.fullmatch(version):
-        found = f"DeepSpeed {version} trains ZeRO-2 on only the last of the {batches} micro-batches of an iteration"
-        request.findings.refuse("deepspeed-release", found, f"Install the pinned release: {INSTALL}")
+        return
+    answer = ask_ledger(version, config, micro_batches=layout.micro_batches, pipeline_stages=layout.pp)
+    if answer.verdict == WRONG:
+        wrong = f"DeepSpeed {version} trains this strategy wrong: {answer.said}"
+        request.findings.refuse("deepspeed-release", wrong, f"Install the pinned release: {INSTALL}")
+    elif answer.verdict != RIGHT:
+        request.findings.notes.append(f"warning: DeepSpeed {version} may train this strategy wrong: {answer.said}")
 
 
 if __name__ == "__main__":
