@@ -1,12 +1,11 @@
 """What the ledger says of a release of DeepSpeed: docs/ledger.json, which ``python -m t5bench ledger`` writes."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from packaging.version import InvalidVersion, Version
 
 from t5bench import REPOSITORY
 
@@ -21,6 +20,14 @@ class Answer:
 
     verdict: str  # a cell's, or UNKNOWN
     said: str = ""  # in words, if the verdict is not "right"
+
+
+def version_of(release: str) -> tuple[int, ...]:
+    """The numbers of a release: (0, 18, 2) of "0.18.2+cu124". Raises ValueError for a pre-release or none."""
+    numbers = re.fullmatch(r"(\d+(?:\.\d+)*)(?:\+.*)?", release)
+    if not numbers:
+        raise ValueError(f"'{release}' is no release")
+    return tuple(map(int, numbers[1].split(".")))
 
 
 def look_up(
@@ -41,8 +48,8 @@ def look_up(
     """
     ledger = json.loads(path.read_text())
     try:
-        version = Version(Version(release).public)
-    except InvalidVersion:
+        version = version_of(release)
+    except ValueError:
         return Answer(UNKNOWN, f"the ledger does not know DeepSpeed {release}")
     modes = {
         mode["name"]
@@ -55,7 +62,7 @@ def look_up(
         and (resumes or not mode["resumes"])
     }
     cells = [cell for cell in ledger["cells"] if cell["strategy"] == strategy and cell["mode"] in modes]
-    own = [cell for cell in cells if Version(cell["release"]) == version]
+    own = [cell for cell in cells if version_of(cell["release"]) == version]
     if faults := [cell for cell in own if cell["verdict"] != RIGHT]:
         worst = max(faults, key=lambda cell: cell["verdict"] == WRONG)
         return Answer(worst["verdict"], _describe(worst))
@@ -64,13 +71,14 @@ def look_up(
     return _between(cells, version, release)
 
 
-def _between(cells: Sequence[Mapping[str, Any]], version: Version, release: str) -> Answer:
+def _between(cells: Sequence[Mapping[str, Any]], version: tuple[int, ...], release: str) -> Answer:
     """What the nearest measured releases say of one that was not measured."""
-    measured = sorted({Version(cell["release"]) for cell in cells})
-    older = max((other for other in measured if other < version), default=None)
-    newer = min((other for other in measured if other > version), default=None)
-    wrong = {Version(cell["release"]) for cell in cells if cell["verdict"] == WRONG}
-    if older in wrong and newer in wrong:
+    verdicts: dict[str, set[str]] = {}
+    for cell in cells:
+        verdicts.setdefault(cell["release"], set()).add(cell["verdict"])
+    older = max((other for other in verdicts if version_of(other) < version), key=version_of, default=None)
+    newer = min((other for other in verdicts if version_of(other) > version), key=version_of, default=None)
+    if older and newer and WRONG in verdicts[older] and WRONG in verdicts[newer]:
         return Answer(WRONG, f"the nearest releases in the ledger, {older} and {newer}, train it wrong")
     return Answer(UNKNOWN, f"the ledger does not cover DeepSpeed {release}")
 
