@@ -6,9 +6,11 @@ Finished cells are kept: the same command continues after an interruption.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -132,6 +134,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
+                start_new_session=True,  # one group with the processes that it forks
             )
         self.versions = self._answer()
 
@@ -147,8 +150,9 @@ class Worker:
         return self._answer()
 
     def end(self) -> None:
-        assert self.process.stdin
-        self.process.stdin.close()
+        """Ends it and what it trains, also in the middle of a cell."""
+        with contextlib.suppress(ProcessLookupError):  # it could not import its release
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
