@@ -73,18 +73,22 @@ def arguments(mode: Mode) -> list[str]:
     return added
 
 
-def deepspeed_json(config: Mapping[str, Any], strategy: str, mode: Mode) -> dict[str, Any]:
-    """DeepSpeed's JSON of a strategy's launcher, as this mode changes it."""
-    changed = copy.deepcopy(dict(config)) | dict(mode.config)
-    changed["train_micro_batch_size_per_gpu"] = int(SETTINGS["GLOBAL_BATCH_SIZE"]) // (PROCESSES * mode.micro_batches)
-    changed["bf16"] = {"enabled": mode.precision == "bf16"}
-    if not mode.clipping:
-        del changed["gradient_clipping"]
+def deepspeed_json(stage_config: Mapping[str, Any], strategy: str, mode: Mode) -> dict[str, Any]:
+    """DeepSpeed's JSON of a strategy, from that in ds_configs/, completed as the launchers do and changed by the mode."""
+    batch = int(SETTINGS["GLOBAL_BATCH_SIZE"])
+    config: dict[str, Any] = copy.deepcopy(dict(stage_config)) | {
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": batch // (PROCESSES * mode.micro_batches),
+        "bf16": {"enabled": mode.precision == "bf16"},
+        "steps_per_print": 10**9,
+    }
+    if mode.clipping:
+        config["gradient_clipping"] = float(SETTINGS["CLIP_GRAD"])
     if mode.offload:
-        changed["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
     if strategy == STAGE_0:
-        changed["zero_optimization"]["stage"] = 0
-    return changed
+        config["zero_optimization"]["stage"] = 0
+    return config | dict(mode.config)
 
 
 def reference_mode(mode: Mode) -> tuple[str, int, bool]:

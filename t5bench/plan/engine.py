@@ -23,7 +23,7 @@ from t5bench import REPOSITORY
 from t5bench.model.layout import Layout
 from t5bench.plan.draft import Draft
 from t5bench.plan.releases import ask_ledger
-from t5bench.record.ledger import RIGHT, WRONG
+from t5bench.record.ledger import WRONG
 from t5bench.record.machine import checksum, installed_version
 
 CHECKSUMS = REPOSITORY / "patches" / "checksums"
@@ -246,7 +246,7 @@ def check_packages(draft: Draft, config: Mapping[str, Any] | None, layout: Layou
     if answer.verdict == WRONG:
         problem = f"DeepSpeed {version} trains this strategy wrong: {answer.said}"
         draft.refuse("deepspeed-release", problem, f"Install the pinned release: {INSTALL}")
-    elif answer.verdict != RIGHT:
+    elif answer.said:
         draft.notes.append(f"warning: DeepSpeed {version} may train this strategy wrong: {answer.said}")
 
 

@@ -19,7 +19,7 @@ class Answer:
     """What the ledger says of a run."""
 
     verdict: str  # a cell's, or UNKNOWN
-    said: str = ""  # in words, if the verdict is not "right"
+    said: str = ""  # in words; "" if the verdict is "right", or if only this mode of the release was not measured
 
 
 def version_of(release: str) -> tuple[int, ...]:
@@ -46,7 +46,10 @@ def look_up(
     fp32 cells speak. offload: of the optimizer, by another strategy than zero3_offload. A release that was not
     measured, between two in which a mode is wrong, counts as wrong. Launchers always say at which norm they clip.
     """
-    ledger = json.loads(path.read_text())
+    try:
+        ledger = json.loads(path.read_text())
+    except OSError as error:
+        return Answer(UNKNOWN, f"the ledger cannot be read: {error}")
     try:
         version = version_of(release)
     except ValueError:
@@ -68,6 +71,8 @@ def look_up(
         return Answer(worst["verdict"], _describe(worst))
     if own:
         return Answer(RIGHT)
+    if any(version_of(cell["release"]) == version for cell in ledger["cells"]):
+        return Answer(UNKNOWN)
     return _between(cells, version, release)
 
 

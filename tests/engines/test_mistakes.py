@@ -4,6 +4,7 @@ A few of them here; ALL_MISTAKES=1 python -m pytest tests/engines/test_mistakes.
 """
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -144,11 +145,10 @@ def test_deepspeed_that_trains_on_the_last_micro_batch(planter: Planter):
             "DEEPSPEED_0_17_6 names no folder with that release: "
             "pip install --no-deps --no-build-isolation --target FOLDER deepspeed==0.17.6"
         )
-    path = planter.project / "t5bench" / "plan" / "deepspeed.py"
-    refuses = path.read_text()
-    assert refuses.count(r"(0\.17\.6|") == 1
-    path.write_text(refuses.replace(r"(0\.17\.6|", "("))
+    path = planter.project / "docs" / "ledger.json"
+    ledger = path.read_text()
+    path.write_text(json.dumps(json.loads(ledger) | {"cells": []}))
     found, said = planter.check("zero1", "zero2", PYTHONPATH=folder)
-    path.write_text(refuses)
+    path.write_text(ledger)
     assert found.pop(("zero2", "megatron")) == "FAIL", said
     assert found == dict.fromkeys([("ddp", "megatron"), ("zero1", "megatron"), ("ddp", "native")], "PASS"), said

@@ -17,7 +17,7 @@ from t5bench.ledger.changes import CHANGES
 from t5bench.ledger.judge import DOES_NOT_RUN, RIGHT, WRONG, Curves, Verdict, judge, why
 from t5bench.ledger.modes import MODES, RELEASES, STRATEGIES, deepspeed_json
 from t5bench.plan.releases import ask_ledger
-from t5bench.record.ledger import UNKNOWN, look_up
+from t5bench.record.ledger import DATA, UNKNOWN, look_up
 
 MODE = {mode.name: mode for mode in MODES}
 REFERENCE = Curves({1: 8.0, 2: 7.0}, {1: 2.0, 2: 1.5})
@@ -74,13 +74,10 @@ def test_which_change_upstream_explains_a_cell(release, strategy, mode, pulls):
 
 
 def test_every_mode_of_a_strategy_changes_its_json():
-    config = {
-        "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.3, "bf16": {"enabled": False},
-        "zero_optimization": {"stage": 2},
-    }  # fmt: skip
+    config = {"zero_optimization": {"stage": 2}}
     made = {mode.name: json.dumps(deepspeed_json(config, "zero2", mode)) for mode in MODES if not mode.resumes}
     assert len(set(made.values())) == len(made)
-    assert config["gradient_clipping"] == 1.3 and config["zero_optimization"] == {"stage": 2}
+    assert config == {"zero_optimization": {"stage": 2}}
     assert "gradient_clipping" not in json.loads(made["clipping unset"])
 
 
@@ -120,6 +117,7 @@ def test_the_page_the_table_and_the_data(tmp_path):
         ("0.18.3", 8, "fp32", RIGHT),
         ("0.18.4", 8, "fp32", UNKNOWN),
         ("0.18.9", 8, "fp32", DOES_NOT_RUN),
+        ("0.18.3", 8, "bf16", UNKNOWN),
         ("0.20.0", 8, "fp32", UNKNOWN),
         ("no version", 8, "fp32", UNKNOWN),
     ],
@@ -129,18 +127,21 @@ def test_what_a_launcher_reads_in_it(tmp_path, release, micro_batches, precision
     config = {"zero_optimization": {"stage": 2}, precision: {"enabled": True}}
     answer = ask_ledger(release, config, micro_batches=micro_batches, path=tmp_path / "ledger.json")
     assert answer.verdict == verdict
-    assert bool(answer.said) == (verdict != RIGHT)
+    # Nothing is said of a mode that was not measured, only of a release.
+    assert bool(answer.said) == (verdict != RIGHT and (release, precision) != ("0.18.3", "bf16"))
 
 
-def test_the_committed_ledger_has_no_fault_in_the_pinned_release():
-    (pin,) = [
-        line for line in (REPO_ROOT / "requirements.txt").read_text().splitlines() if line.startswith("deepspeed")
-    ]
+def test_the_committed_ledger_has_the_pinned_release_without_a_fault_that_a_launcher_meets():
+    lines = (REPO_ROOT / "requirements.txt").read_text().splitlines()
+    (pin,) = [line for line in lines if line.startswith("deepspeed==")]
     release = pin.partition("==")[2]
     assert release in RELEASES
-    for strategy in ("zero1", "zero2", "zero3", "zero3_offload"):
+    measured = [cell for cell in json.loads(DATA.read_text())["cells"] if cell["release"] == release]
+    assert measured
+    for strategy in ("zero1", "zero2", "zero3", "zero3_offload", "deepspeed-pipeline"):
         for precision in ("fp32", "bf16"):
-            assert look_up(release, strategy, precision=precision, micro_batches=8).verdict == RIGHT
+            answer = look_up(release, strategy, precision=precision, micro_batches=8)
+            assert answer.verdict in (RIGHT, UNKNOWN) and not answer.said
 
 
 def test_the_committed_page_is_that_of_the_committed_data(tmp_path):
