@@ -74,7 +74,7 @@ def arguments(mode: Mode) -> list[str]:
 
 
 def deepspeed_json(stage_config: Mapping[str, Any], strategy: str, mode: Mode) -> dict[str, Any]:
-    """DeepSpeed's JSON of a strategy, from that in ds_configs/, completed as the launchers do and changed by the mode."""
+    """A strategy's JSON from ds_configs/, completed as its launcher does, and changed by the mode."""
     batch = int(SETTINGS["GLOBAL_BATCH_SIZE"])
     config: dict[str, Any] = copy.deepcopy(dict(stage_config)) | {
         "train_batch_size": batch,
