@@ -12,8 +12,8 @@ from harness import STRATEGIES, Project, write_indexed_dataset
 from t5bench.plan.engine import ZERO_OPTIONS
 from t5bench.plan.launchers import declarations
 from t5bench.plan.layout import count_gpus
-from t5bench.record.ledger import Answer
 from t5bench.record.command import ds_config_text
+from t5bench.record.ledger import Answer
 from t5bench.record.plan import ROLES, Arguments, Plan, by_name
 
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3, "3d": 1}
