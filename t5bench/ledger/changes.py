@@ -6,7 +6,7 @@ from packaging.version import Version
 
 from t5bench.ledger.modes import DEEPSPEED_PIPELINE, STAGE_0, Mode
 
-PULLS = "https://github.com/deepspeedai/DeepSpeed/pull"
+ISSUES = "https://github.com/deepspeedai/DeepSpeed/issues"  # leads to pull requests too
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Change:
 
     @property
     def links(self) -> str:
-        return ", ".join(f"[#{pull}]({PULLS}/{pull})" for pull in self.pulls)
+        return ", ".join(f"[#{pull}]({ISSUES}/{pull})" for pull in self.pulls)
 
 
 SHARDED = ("zero1", "zero2", "zero3", "zero3_offload")

@@ -11,7 +11,7 @@ from packaging.version import Version
 from tabulate import tabulate
 
 from t5bench.compare.parity import TOLERANCE
-from t5bench.ledger.changes import CHANGES, PULLS, Change
+from t5bench.ledger.changes import CHANGES, ISSUES, Change
 from t5bench.ledger.judge import DOES_NOT_RUN, RIGHT, WRONG
 from t5bench.ledger.modes import DEEPSPEED_PIPELINE, ITERATIONS, MODES, PROCESSES, STAGE_0, STRATEGIES, Mode
 
@@ -20,7 +20,7 @@ Cell = dict[str, Any]
 MODE = {mode.name: mode for mode in MODES}
 NAMES = {
     "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "zero3_offload": "ZeRO-3 + offload",
-    STAGE_0: "stage 0", DEEPSPEED_PIPELINE: "DeepSpeed's pipeline",
+    STAGE_0: "stage 0", DEEPSPEED_PIPELINE: "DeepSpeed's pipeline, stage 0",
 }  # fmt: skip
 INTRODUCTION = f"""# Which release of DeepSpeed trains which strategy correctly
 
@@ -168,7 +168,7 @@ def html_row(strategy: str, mode: Mode, row: Sequence[Cell | None]) -> str:
 
 def html_fault(strategy: str, mode: Mode, verdict: str, releases: Sequence[str], said: str) -> str:
     known = explaining(strategy, mode, verdict, releases)
-    links = [f"<a href='{PULLS}/{pull}'>#{pull}</a>" for change in known for pull in change.pulls]
+    links = [f"<a href='{ISSUES}/{pull}'>#{pull}</a>" for change in known for pull in change.pulls]
     words = [NAMES[strategy], mode.name, verdict, ", ".join(releases), said]
     columns = "".join(f"<td>{html.escape(word)}</td>" for word in words)
     return f"<tr>{columns}<td>{', '.join(links)}</td></tr>"

@@ -42,9 +42,10 @@ def look_up(
 ) -> Answer:
     """The worst verdict of the modes that a run of a launcher is in.
 
-    strategy: zero1, zero2, zero3, zero3_offload or deepspeed-pipeline. precision: fp32, bf16, or fp16, of which the
-    fp32 cells speak. offload: of the optimizer, by another strategy than zero3_offload. A release that was not
-    measured, between two in which a mode is wrong, counts as wrong. Launchers always say at which norm they clip.
+    strategy: zero1, zero2, zero3, zero3_offload or deepspeed-pipeline. precision: fp32, bf16 or fp16; the fp32 cells
+    also speak for fp16, and for bf16 where it was not measured. offload: of the optimizer, by another strategy than
+    zero3_offload. A release that was not measured, between two in which a mode is wrong, counts as wrong. Launchers
+    always say at which norm they clip.
     """
     try:
         ledger = json.loads(path.read_text())
@@ -54,18 +55,26 @@ def look_up(
         version = version_of(release)
     except ValueError:
         return Answer(UNKNOWN, f"the ledger does not know DeepSpeed {release}")
-    modes = {
-        mode["name"]
-        for mode in ledger["modes"]
-        if mode["precision"] == ("bf16" if precision == "bf16" else "fp32")
-        and (mode["micro_batches"] > 1) == (micro_batches > 1)
-        and mode["offload"] == offload
-        and mode["clipping"]
-        and not mode["fp32_accumulation"]
-        and (resumes or not mode["resumes"])
-    }
-    cells = [cell for cell in ledger["cells"] if cell["strategy"] == strategy and cell["mode"] in modes]
+    measured = [cell for cell in ledger["cells"] if cell["strategy"] == strategy]
+
+    def cells_in(precision: str) -> list[dict[str, Any]]:
+        modes = {
+            mode["name"]
+            for mode in ledger["modes"]
+            if mode["precision"] == precision
+            and (mode["micro_batches"] > 1) == (micro_batches > 1)
+            and mode["offload"] == offload
+            and mode["clipping"]
+            and not mode["fp32_accumulation"]
+            and (resumes or not mode["resumes"])
+        }
+        return [cell for cell in measured if cell["mode"] in modes]
+
+    cells = cells_in("fp32")
     own = [cell for cell in cells if version_of(cell["release"]) == version]
+    if precision == "bf16":
+        in_bf16 = [cell for cell in cells_in("bf16") if version_of(cell["release"]) == version]
+        own = in_bf16 or own
     if faults := [cell for cell in own if cell["verdict"] != RIGHT]:
         worst = max(faults, key=lambda cell: cell["verdict"] == WRONG)
         return Answer(worst["verdict"], _describe(worst))

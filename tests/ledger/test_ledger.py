@@ -101,7 +101,7 @@ def test_the_page_the_table_and_the_data(tmp_path):
     tables.write(tmp_path, CELLS)
     text, page = (tmp_path / "ledger.md").read_text(), (tmp_path / "ledger.html").read_text()
     assert "WRONG 7e+04" in text and "from iteration 1 on the gradient norm differs, up to 70,000 times" in text
-    assert "DeepSpeed/pull/7718" in text and "0.18.0, 0.18.2" in text
+    assert "DeepSpeed/issues/7718" in text and "0.18.0, 0.18.2" in text
     assert "Output 0 of &lt;Split&gt; is a view" in page and "<Split>" not in page
     assert json.loads((tmp_path / "ledger.json").read_text())["cells"] == CELLS
 
@@ -117,7 +117,9 @@ def test_the_page_the_table_and_the_data(tmp_path):
         ("0.18.3", 8, "fp32", RIGHT),
         ("0.18.4", 8, "fp32", UNKNOWN),
         ("0.18.9", 8, "fp32", DOES_NOT_RUN),
-        ("0.18.3", 8, "bf16", UNKNOWN),
+        ("0.18.3", 8, "bf16", RIGHT),  # as in fp32
+        ("0.18.0", 8, "bf16", WRONG),
+        ("0.18.3", 1, "fp32", UNKNOWN),
         ("0.20.0", 8, "fp32", UNKNOWN),
         ("no version", 8, "fp32", UNKNOWN),
     ],
@@ -128,7 +130,7 @@ def test_what_a_launcher_reads_in_it(tmp_path, release, micro_batches, precision
     answer = ask_ledger(release, config, micro_batches=micro_batches, path=tmp_path / "ledger.json")
     assert answer.verdict == verdict
     # Nothing is said of a mode that was not measured, only of a release.
-    assert bool(answer.said) == (verdict != RIGHT and (release, precision) != ("0.18.3", "bf16"))
+    assert bool(answer.said) == (verdict != RIGHT and (release, micro_batches) != ("0.18.3", 1))
 
 
 def test_the_committed_ledger_has_the_pinned_release_without_a_fault_that_a_launcher_meets():
