@@ -118,7 +118,9 @@ def upstream(strategy: str, mode: Mode, verdict: str, releases: Sequence[str]) -
 
 def markdown(cells: Sequence[Cell]) -> str:
     parts = [INTRODUCTION, "## The modes\n"]
-    parts.append(tabulate([(mode.name, mode.meaning) for mode in MODES], ["mode", "meaning"], tablefmt="github") + "\n")
+    measured = [[cell["mode"] for cell in cells].count(mode.name) for mode in MODES]
+    rows = [(mode.name, mode.meaning, count) for mode, count in zip(MODES, measured, strict=True)]
+    parts.append(tabulate(rows, ["mode", "meaning", "cells measured"], tablefmt="github") + "\n")
     bounds = "; ".join(f"{precision}: {bound}" for precision, bound in TOLERANCE.items())
     parts.append(
         f"`WRONG 7e+04` means that loss or norm differs by up to 7e+04 times the bound ({bounds}, relative).\n"
