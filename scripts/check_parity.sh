@@ -34,9 +34,9 @@ export MEGATRON_DATA_DIR PYTHON
 export PRECISION_FLAG='' DROPOUT=0 LOG_INTERVAL=1 EVAL_ITERS=0 EVAL_ONLY=0 SAVE_INTERVAL=0 RESUME=0 WANDB_MODE=disabled
 options=()
 case $mode in
-  --sensitivity) options=(--sensitivity) ;;
-  --bf16) export PRECISION_FLAG=--bf16 ;;
-  --benchmark-mode) export PRECISION_FLAG=--bf16 DROPOUT=0.1 ;;
-  *) ((CHECK_BLIND_SPOTS == 0)) || options=(--blind-spots) ;;
+--sensitivity) options=(--sensitivity) ;;
+--bf16) export PRECISION_FLAG=--bf16 ;;
+--benchmark-mode) export PRECISION_FLAG=--bf16 DROPOUT=0.1 ;;
+*) ((CHECK_BLIND_SPOTS == 0)) || options=(--blind-spots) ;;
 esac
 exec "$PYTHON" "$REPO_ROOT/t5bench" parity-check --engine "$ENGINE" --runs-dir "$RUNS_DIR" "${options[@]}" "$@"

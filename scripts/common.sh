@@ -7,7 +7,8 @@ if ((BASH_VERSINFO[0] < 4 || (BASH_VERSINFO[0] == 4 && BASH_VERSINFO[1] < 4))); 
   exit 2
 fi
 
-# Functions and options that the environment exports are for other scripts.
+# Functions and options that the environment exports are for other scripts. With monitor, which bash -i sets too, each
+# command would lead a process group, and setsid in run_to_end would fork.
 mapfile -t exported < <(declare -Fx)
 unset -f "${exported[@]#declare -fx }"
 unset exported
@@ -29,8 +30,8 @@ FAMILY_PREFIX=${FAMILY_PREFIX#t5-}
 # Python's own switches, such as PYTHONINSPECT, would change the programs here too. The plan names them.
 for name in "${!PYTHON@}"; do
   case ${name#PYTHON} in
-    '' | PATH | HOME | UNBUFFERED | HASHSEED | DONTWRITEBYTECODE | PYCACHEPREFIX | NOUSERSITE | USERBASE | UTF8 | IOENCODING | FAULTHANDLER | SAFEPATH | MALLOC | COERCECLOCALE) ;;
-    *) T5_REMOVED_ENVIRONMENT+=" $name" && unset "$name" ;;
+  '' | PATH | HOME | UNBUFFERED | HASHSEED | DONTWRITEBYTECODE | PYCACHEPREFIX | NOUSERSITE | USERBASE | UTF8 | IOENCODING | FAULTHANDLER | SAFEPATH | MALLOC | COERCECLOCALE) ;;
+  *) T5_REMOVED_ENVIRONMENT+=" $name" && unset "$name" ;;
   esac
 done
 [[ -z ${T5_REMOVED_ENVIRONMENT:-} ]] || export T5_REMOVED_ENVIRONMENT
@@ -39,8 +40,8 @@ done
 
 # ---- messages ------------------------------------------------------------------------------------------------------
 
-# A terminal that is gone or a log on a full disk ends no run.
-note() { printf '%s\n' "$*" >&2 || true; }
+# A terminal that is gone or a log on a full disk ends no run. Control characters of arguments steer no terminal.
+note() { printf '%s\n' "${*//[$'\001'-$'\010'$'\013'-$'\037'$'\177']/?}" >&2 || true; }
 
 # die WHAT-IS-WRONG [WHAT-TO-DO]: exit status 2 says that nothing expensive has started and nothing was changed.
 die() {
@@ -54,7 +55,10 @@ pwd -P >/dev/null 2>&1 || die "the current directory was removed" "Change to one
 # ---- the planning process ------------------------------------------------------------------------------------------
 
 # plan TASK ARGUMENT...: what t5bench/plan/__main__.py does for a script; prints its answer.
-plan() { T5_ANSWER=3 python_module t5bench.plan "$PWD" "$@" 3>&1 >&2; }
+plan() (
+  export HOSTS NNODES MASTER_ADDR NODE_RANK
+  T5_ANSWER=3 python_module t5bench.plan "$PWD" "$@" 3>&1 >&2
+)
 
 # ask TASK ARGUMENT...: sets the variables and arrays in the planning process's answer; ends this script if it refuses.
 ask() {
@@ -79,13 +83,13 @@ begin() {
   local argument script=${0##*/}
   for argument in "${@:2}"; do
     case $argument in
-      '') ;;
-      -h | --help)
-        print_help script-help "${script%.sh}" || true # head may have closed the pipe
-        exit
-        ;;
-      -*) [[ " $1 " == *" $argument "* ]] || die "unknown option '$argument'" "Run bash scripts/$script --help to see the options" ;;
-      *) [[ " $1 " == *" NAME "* ]] || die "unknown argument '$argument'" "Give settings as environment variables; --help lists them" ;;
+    '') ;;
+    -h | --help)
+      print_help script-help "${script%.sh}" || true # head may have closed the pipe
+      exit
+      ;;
+    -*) [[ " $1 " == *" $argument "* ]] || die "unknown option '$argument'" "Run bash scripts/$script --help to see the options" ;;
+    *) [[ " $1 " == *" NAME "* ]] || die "unknown argument '$argument'" "Give settings as environment variables; --help lists them" ;;
     esac
   done
   ask script "${script%.sh}"
@@ -97,18 +101,18 @@ parse_arguments() {
   POSITIONAL=() EXTRA_ARGUMENTS=() DRY_RUN=''
   while (($#)); do
     case $1 in
-      --dry-run) DRY_RUN=dry-run ;;
-      --dry-run=json) DRY_RUN=json ;;
-      -h | --help)
-        print_usage || true # head may have closed the pipe
-        exit
-        ;;
-      --)
-        EXTRA_ARGUMENTS=("${@:2}")
-        break
-        ;;
-      -*) die "unknown option '$1'" "Engine arguments go after --; see --help" ;;
-      *) POSITIONAL+=("$1") ;;
+    --dry-run) DRY_RUN=dry-run ;;
+    --dry-run=json) DRY_RUN=json ;;
+    -h | --help)
+      print_usage || true # head may have closed the pipe
+      exit
+      ;;
+    --)
+      EXTRA_ARGUMENTS=("${@:2}")
+      break
+      ;;
+    -*) die "unknown option '$1'" "Engine arguments go after --; see --help" ;;
+    *) POSITIONAL+=("$1") ;;
     esac
     shift
   done
@@ -138,7 +142,7 @@ slurm_hosts() {
   fi
 }
 
-# resolve_nodes [MASTER] [RANK]: exports HOSTS, NNODES, MASTER_ADDR and NODE_RANK, each from the argument, else the
+# resolve_nodes [MASTER] [RANK]: sets HOSTS, NNODES, MASTER_ADDR and NODE_RANK, each from the argument, else the
 # environment, else SLURM. The plan finds this host's rank among HOSTS where none is given, and says what is wrong.
 resolve_nodes() {
   local hosts=()
@@ -157,7 +161,6 @@ resolve_nodes() {
   NNODES=${NNODES:-${SLURM_JOB_NUM_NODES:-1}} MASTER_ADDR=${MASTER_ADDR:-${hosts[0]:-}}
   [[ $NNODES != 1 ]] || MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} NODE_RANK=${NODE_RANK:-0}
   HOSTS="${hosts[*]}"
-  export HOSTS NNODES MASTER_ADDR NODE_RANK
 }
 
 # ---- processes -----------------------------------------------------------------------------------------------------
@@ -176,23 +179,26 @@ recorder_lives() {
   fi
 }
 
+# Signals that end a run in order; t5bench/record/status.py has the same (SIGNALS).
+readonly ENDING_SIGNALS=(HUP INT QUIT ABRT USR1 USR2 ALRM TERM XCPU VTALRM PROF IO PWR)
+
 # run_to_end RECORDER END_FILE COMMAND...: runs the command with its output going to `RECORDER mark`. When the command ends,
-# or this shell gets INT, TERM or HUP, it ends everything that the command started, tells RECORDER in END_FILE how it ended
-# (exit status, signal), and returns RECORDER's status. It removes what the command leaves in TMPDIR.
+# or this shell gets one of ENDING_SIGNALS, it ends everything that the command started, tells RECORDER in END_FILE how it
+# ended (exit status, signal), and returns RECORDER's status. It removes what the command leaves in TMPDIR.
 run_to_end() {
   local recorder=$1 end_file=$2 mark=$$-$RANDOM$RANDOM child recorder_pid stopped=0 patience=50 status=0 NEVER signal
   local scratch=${TMPDIR:-/tmp}/t5-$mark
   interrupted_by=''
   # Only the first one counts: others, from a key that is held down, would cut short the waiting for the processes.
-  for signal in INT TERM HUP; do
+  for signal in "${ENDING_SIGNALS[@]}"; do
     # shellcheck disable=SC2064 # this signal's name
-    trap "interrupted_by=$signal; trap '' INT TERM HUP" "$signal"
+    trap "interrupted_by=$signal; trap '' ${ENDING_SIGNALS[*]}" "$signal"
   done
   exec {NEVER}<> <(:)
   # multiprocessing creates sockets there, whose names may have at most 107 characters.
   { ((${#scratch} < 75)) && mkdir -m 700 -- "$scratch" 2>/dev/null; } || scratch=''
   # A Ctrl-Z suspends this shell, but not the reader of the run's output.
-  exec {output_fd}> >(trap '' INT TERM HUP TSTP && "$recorder" "$mark")
+  exec {output_fd}> >(trap '' "${ENDING_SIGNALS[@]}" TSTP && "$recorder" "$mark")
   recorder_pid=$!
   # setsid: a Ctrl-C on the terminal reaches only this shell, which then stops the others in order.
   setsid env T5_RUN_MARK="$mark" ${scratch:+TMPDIR="$scratch"} "${@:3}" >&"$output_fd" 2>&1 &

@@ -79,7 +79,8 @@ Usage: bash scripts/${0##*/} [master-host] [node-rank] [option] [-- ...]
 $STRATEGY_TITLE
 
 Run this on every node, with the master's host name and the node's rank. One machine needs neither.
-  --dry-run        print the command and the DeepSpeed config, and report anything that would stop a real run
+  --dry-run        print the command and the DeepSpeed config, and report anything that would
+                   stop a real run
   --dry-run=json   print the whole plan, for programs
   --               pass everything after it to the engine unchanged
 

@@ -22,7 +22,8 @@ if sys.version_info < OLDEST:
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXIT_CONFIGURATION = 2  # nothing expensive has started, and nothing was changed
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# USR1 and USR2: SLURM's --signal.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Problem(ValueError):
@@ -76,9 +77,11 @@ def later_signals() -> Iterator[None]:
 
 
 def note(text: str) -> None:
-    """Prints on standard error, if anybody is left to read it."""
+    """Prints on standard error, if anybody is left to read it, with control characters made visible."""
+    from t5bench.record.text import visible
+
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(visible(text, "\t\n", colours=True), file=sys.stderr, flush=True)
     except OSError:
         discard(sys.stderr)
 

@@ -19,7 +19,7 @@ COMMANDS = {
     "record": ("t5bench.run.recorder", "write a node's record of a run from its output (the launchers call this)"),
     "collect": ("t5bench.record.collect", "bring together the parts of a run that its nodes keep"),
     "compare": ("t5bench.report.command", "compare runs: a table and a page"),
-    "explain": ("t5bench.compare.explain", "show where a profiled iteration's time went, and what slows the run down"),
+    "explain": ("t5bench.profile.explain", "show where a profiled iteration's time went, and what slows the run down"),
     "parity": ("t5bench.compare.parity", "check whether runs trained the same model: pass or fail for each"),
     "parity-check": ("t5bench.sweep.parity_check", "train all strategies in the same way, then check parity"),
     "strategies": ("t5bench.plan.launchers", "list the strategies, in the order of their ports"),
@@ -81,4 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    from t5bench.record.text import guard_streams
+
+    guard_streams()
     sys.exit(main())

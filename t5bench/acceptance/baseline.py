@@ -27,10 +27,10 @@ from t5bench.model import flops
 from t5bench.model.job import Architecture
 from t5bench.model.machine import peak_tflops
 from t5bench.plan.planner import plan
-from t5bench.record import profile
+from t5bench.profile import parts as profile
+from t5bench.profile.step import ProfiledStretch
 from t5bench.record.plan import Plan
 from t5bench.record.status import COMPLETE, CRASHED, OUT_OF_MEMORY
-from t5bench.run.profile_step import ProfiledStretch
 from t5bench.sweep.launch import BASELINE
 
 # Iterations of TRAIN_ITERS; one more is profiled.

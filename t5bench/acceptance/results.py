@@ -12,7 +12,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from t5bench.record import profile
+from t5bench.profile import parts as profile
 
 PASSED, FAILED, OUT_OF_TIME, NOT_RUN = "passed", "failed", "out of time", "not run"
 # The text files of the steps. TensorBoard's files only repeat them.

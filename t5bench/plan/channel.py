@@ -50,8 +50,9 @@ def run_secret(environment: Mapping[str, str]) -> bytes:
     with contextlib.suppress(OSError):
         if not path.exists():
             _make_secret(path)
-        found = path.stat()
-        if found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077:
+        owner_and_mode = path.stat()
+        is_private = not stat.S_IMODE(owner_and_mode.st_mode) & 0o077
+        if owner_and_mode.st_uid == os.geteuid() and is_private:
             return path.read_bytes().strip()
         note(f"warning: {path} is ignored because other users can read or write it: chmod 600 {path}")
     return b""
@@ -94,9 +95,12 @@ class Refused(Message):
 
 
 class Alive(Message):
-    """A sign of life; node 0 says how many seconds ago it heard of each node."""
+    """A sign of life of a node's process."""
 
     ages: dict[int, float] = {}
+    """How many seconds ago node 0 heard of each node; empty from the others."""
+    idle: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """How many seconds ago the training went on, as far as the sender knows; None if this is about something else."""
 
 
 class _Greeting(msgspec.Struct):
@@ -240,9 +244,13 @@ class Channel:
         now = time.monotonic()
         return {node: now - heard for node, heard in dict(self.heard).items()}
 
+    def beat(self) -> Alive:
+        """What is said every BEAT_SECONDS; a subclass may add to it."""
+        return Alive(ages=self.ages() if self.place.node == 0 else {})
+
     def _beat(self) -> None:
         while not self.closed.wait(BEAT_SECONDS):
-            self.say(Alive(ages=self.ages() if self.place.node == 0 else {}))
+            self.say(self.beat())
             with self.lock:
                 for connection in self._waiting:
                     if time.monotonic() - connection.opened > PROOF_SECONDS:

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,9 +13,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from t5bench import note
 from t5bench.record.files import RecordError, own_files, read
 from t5bench.record.hosts import BEGINS, ssh
 from t5bench.record.records import SHARED_KEYS, differences, load, read_parts, write_run
+from t5bench.record.status import CONFIGURATION, EXIT_CODES
 from t5bench.record.text import visible
 
 # [user@]host:directory; an IPv6 address is in brackets, or its directory begins with a slash.
@@ -45,23 +46,50 @@ def local_copy(source: str) -> Iterator[Path]:
         yield Path(unpacked)
 
 
-def misfits(here: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    """Why the parts belong to different runs: other strategy or settings, or separate times."""
+def misfits(here: Mapping[str, Any], other: Mapping[str, Any], *, is_same_run: bool) -> Iterator[str]:
+    """Why the parts belong to different runs: other strategy or settings, another attempt, or separate times.
+
+    Times are compared only where the recorders did not tell each other their attempt's name: clocks may differ.
+    is_same_run: the user says so, whatever the times.
+    """
     yield from (text for text in differences(here, other) if not text.startswith(SHARED_KEYS))
-    if max(here["started"], other["started"]) > min(part["ended"] or "9" for part in (here, other)):
-        its, own = (f"from {part['started']} to {part['ended']}" for part in (other, here))
-        yield f"it ran {its}, this one {own}"
+    if _attempts(here, other):
+        if here["attempt"] != other["attempt"]:
+            yield f"it began {other['started']} and is another attempt than this one, which began {here['started']}"
+    elif not is_same_run:
+        last_start = max(here["started"], other["started"])
+        first_end = min(part["ended"] or _LATER for part in (here, other))
+        if last_start > first_end:
+            its, own = (f"from {part['started']} to {part['ended']}" for part in (other, here))
+            yield f"it ran {its}, this one {own}. If the nodes' clocks differ, add --same-run"
+
+
+_LATER = "9"  # than any time, as text
+
+
+def _attempts(here: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether both nodes knew the name of their attempt at the run."""
+    return bool(here.get("attempt") and other.get("attempt"))
 
 
 def outdated(parts: Mapping[Path, Mapping[str, Any]]) -> set[Path]:
     """The paths of those that an earlier attempt wrote: one of them is where a later one set its own aside."""
     aside = {read(path) for place in {path.parent for path in parts} for path in place.glob("node*.json.[0-9]*")}
     known = {path for path in parts if read(path) in aside}
-    last = max((part["started"] for part in parts.values() if known and part["plan"]["resume_from"]), default="")
-    return known | {path for path, part in parts.items() if part["ended"] and part["ended"] < last}
+    resumed = [part for part in parts.values() if known and part["plan"]["resume_from"]]
+    if not resumed:
+        return known
+    newest = max(resumed, key=lambda part: part["started"])
+
+    def is_older(part: Mapping[str, Any]) -> bool:
+        if _attempts(part, newest) and part["attempt"] == newest["attempt"]:
+            return False
+        return bool(part["ended"] and part["ended"] < newest["started"])
+
+    return known | {path for path, part in parts.items() if is_older(part)}
 
 
-def bring(source: Path, name: str, directory: Path) -> None:
+def bring(source: Path, name: str, directory: Path, *, is_same_run: bool = False) -> None:
     """Copies what a node left in source to the run directory, where nothing stays of an attempt that was resumed since.
     Raises RecordError."""
     if source.exists() and source.samefile(directory):
@@ -69,17 +97,20 @@ def bring(source: Path, name: str, directory: Path) -> None:
     places = [place for place in (source, directory) if any(place.glob("node*.json"))]
     if source not in places:  # which may be a temporary copy, whose name says nothing
         raise RecordError(f"{name} holds no record of a run (no node*.json)")
-    found = {place / f"node{part['node']}.json": part for place in places for part in read_parts(place)}
-    old = outdated(found)
-    new = {path: part for path, part in found.items() if path not in old}
-    parts, present = ([new[path] for path in new if path.parent == place] for place in (source, directory))
+    everything = {place / f"node{part['node']}.json": part for place in places for part in read_parts(place)}
+    old = outdated(everything)
+    new = {path: part for path, part in everything.items() if path not in old}
+    parts = [part for path, part in new.items() if path.parent == source]
+    present = [part for path, part in new.items() if path.parent == directory]
     for part, other in product(parts, present):
-        for misfit in misfits(other, part):
+        for misfit in misfits(other, part, is_same_run=is_same_run):
             raise RecordError(f"{name} belongs to another run: {misfit}")
         if other["node"] == part["node"] and other != part:
             raise RecordError(f"{name} and {directory} have different files node{part['node']}.json")
     nodes = {f"node{part['node']}" for part in parts}
-    left = {path for part in old for path in own_files(part.parent, found[part]["node"], found[part]["nnodes"])}
+    left = {
+        path for part in old for path in own_files(part.parent, everything[part]["node"], everything[part]["nnodes"])
+    }
 
     def skipped(folder: str, names: list[str]) -> set[str]:
         """Names not to copy: links to directories, pipes, devices, and other nodes' files that already exist here."""
@@ -103,6 +134,7 @@ def bring(source: Path, name: str, directory: Path) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="the run directory, created if it does not exist")
     parser.add_argument("sources", nargs="+", metavar="FROM", help="a directory, or host:directory to fetch over ssh")
+    parser.add_argument("--same-run", action="store_true", help="the parts are of one run, whatever their clocks say")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -110,15 +142,15 @@ def run(args: argparse.Namespace) -> int:
         args.run.mkdir(parents=True, exist_ok=True)
         for source in args.sources:
             with local_copy(source) as directory:
-                bring(directory, source, args.run)
+                bring(directory, source, args.run, is_same_run=args.same_run)
         record = write_run(args.run)
         remarks = load(args.run).remarks
     except (RecordError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        note(f"error: {error}")
+        return EXIT_CODES[CONFIGURATION]
     nodes, plan = ", ".join(str(node["node"]) for node in record["nodes"]), record["plan"]
     ended = ": ".join(filter(None, (record["status"], record["reason"])))
     print(f"{args.run}: {plan['strategy']['name']}, nodes {nodes} of {plan['layout']['nnodes']}, {ended}")
     for sentence in (*record["differences"], *remarks):
-        print(f"warning: {sentence}", file=sys.stderr)
+        note(f"warning: {sentence}")
     return 0

@@ -75,6 +75,7 @@ class _Part(_Ending):
     network: dict[str, dict[str, Count | None]]
     peak_memory: list[PeakMemory]
     padded_vocab_size: Annotated[int, Meta(ge=1, le=2**31)] | None
+    attempt: str | None = None
     cpu: _Cpu | None = None
     evaluations: list[Evaluation] = []
     heard: list[_Ending] = []

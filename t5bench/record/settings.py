@@ -285,7 +285,7 @@ TABLE: Sequence[Declaration] = (
     Declaration("PROFILE_ITERATION", Whole(0), "watch", "", "0", "Iteration to profile; profile.json shows where its time went; 0 profiles none"),
     Declaration("SAMPLE_INTERVAL", Decimal(0.01), "watch", "", "2", "Seconds between samples of the GPUs and the network counters"),
     Declaration("PEAK_TFLOPS", Decimal(optional=True), "watch", "", "", "The GPU's dense peak TFLOP/s, for the MFU (unset: looked up by the GPU's name)"),
-    Declaration("WATCHDOG_SECONDS", Whole(0), "watch", "", "3600", "Seconds without an iteration line after which a run is stopped and every worker's stack logged; 0: never"),
+    Declaration("WATCHDOG_SECONDS", Whole(0), "watch", "", "3600", "Seconds without a batch read or an update after which a run is stopped and every worker's stack logged; 0: never"),
     Declaration("RENDEZVOUS_TIMEOUT", Whole(1), "watch", "", "600", "Seconds that a node waits for the others"),
     Declaration("DISTRIBUTED_TIMEOUT_MINUTES", Whole(1), "watch", "--distributed-timeout-minutes", "10", "Minutes after which a stuck collective ends the run"),
 

@@ -1,17 +1,21 @@
 """How a run ended: one word from a closed list, the first cause in one sentence, what to do, and where it began.
 
-A node decides from its exit status and from short stable messages in its output. Of several messages the strongest
-counts, and among equals the earliest: "connection closed by peer" comes from the victims and never says why.
+A worker that raises reports its own exception (t5bench/run/worker.py). What no Python of ours sees is read in a node's
+output by short stable messages: what C++ libraries print before they abort, and what torchrun and SLURM say. Of several
+causes the strongest counts, and among equals the earliest: "connection closed by peer" comes from the victims and never
+says why.
 """
 
+import errno
 import re
+import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from signal import SIGTERM
 from typing import Any, NamedTuple
 
+from t5bench import EXIT_CONFIGURATION, Problem
 from t5bench.record.text import visible
 
 COMPLETE, INCOMPLETE, DIVERGED, OUT_OF_MEMORY = "complete", "incomplete", "diverged", "out-of-memory"
@@ -19,16 +23,38 @@ TIMEOUT, NETWORK, CONFIGURATION, CRASHED, CANCELLED = "timeout", "network", "con
 RUNNING = "running"  # the run has not ended
 
 # What a launcher exits with; cancelled is 128 + the signal, as in every shell.
-_BY_EXIT_CODE = (COMPLETE, CRASHED, CONFIGURATION, INCOMPLETE, DIVERGED, OUT_OF_MEMORY, TIMEOUT, NETWORK)
-EXIT_CODES = {name: code for code, name in enumerate(_BY_EXIT_CODE)}
-SIGNALS = {1: "HUP", 2: "INT", 15: "TERM"}
+EXIT_CODES = {
+    COMPLETE: 0,
+    CRASHED: 1,
+    CONFIGURATION: EXIT_CONFIGURATION,
+    INCOMPLETE: 3,
+    DIVERGED: 4,
+    OUT_OF_MEMORY: 5,
+    TIMEOUT: 6,
+    NETWORK: 7,
+}
+# Signals that people, SLURM and other programs send to end a run; the launchers (run_to_end in scripts/common.sh) and
+# the recorder end in order when they receive one. KILL cannot be handled.
+SIGNALS: dict[int, str] = {
+    number: signal.Signals(number).name.removeprefix("SIG")
+    for number in (
+        signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGABRT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM,
+        signal.SIGTERM, signal.SIGXCPU, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO, signal.SIGPWR,
+    )
+}  # fmt: skip
 _START = time.time() - time.monotonic()
 
 
+def clock_time(monotonic: float) -> float:
+    """Seconds since 1970 for a time of this host's monotonic clock, which all its processes share.
+
+    It is this machine's clock when the process began: the clock of a record, which is not adjusted during a run.
+    """
+    return _START + monotonic
+
+
 def now() -> float:
-    """Seconds since 1970 by this machine's clock when the process began: the clock of a record, which is not adjusted
-    during a run."""
-    return _START + time.monotonic()
+    return clock_time(time.monotonic())
 
 
 class Strength(IntEnum):
@@ -36,7 +62,7 @@ class Strength(IntEnum):
 
     VICTIM = 0  # another process went away
     WAITED = 1  # another process, or the network, did not answer in time
-    EXCEPTION = 2  # this process failed, for a reason that no rule knows
+    EXCEPTION = 2  # this process failed, for a reason of its own that no rule knows
     CAUSE = 3
 
 
@@ -73,7 +99,7 @@ class Cause:
 
 
 class Rule(NamedTuple):
-    """What a line that matches the pattern means; reason has a place for each group: {0} is the first."""
+    """What a text that matches the pattern means; reason has a place for each group: {0} is the first."""
 
     pattern: str
     status: str
@@ -81,32 +107,72 @@ class Rule(NamedTuple):
     remedy: str = ""
     strength: Strength = Strength.CAUSE
 
+    def cause(self, match: re.Match[str], time: float, line: str, rank: int | None) -> Cause:
+        reason = self.reason.format(*match.groups("?"))[:LONGEST_REASON]
+        return Cause(self.status, self.strength, reason, self.remedy, time, line.strip()[: 2 * LONGEST_REASON], rank)
 
+
+LONGEST_REASON = 300
+SPACE_REMEDY = "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"
+PROCESSES_REMEDY = (
+    "Stop other processes there, or raise the limit: ulimit -u, or pids.max of the container's or SLURM job's cgroup"
+)
 _SHARD_MORE = "Lower MICRO_BATCH_SIZE, or use a strategy that shards more (zero2, zero3, zero3_offload, tensor)"
 _MORE_MEMORY = "Use a node with more memory, or a smaller model"
 _LOOK_AT_OTHERS = "Check the other nodes' logs for an earlier failure, and the network between them"
+_OPEN_PORTS = (
+    "Open all ports between the run's nodes, not only MASTER_PORT, and compare GLOO_SOCKET_IFNAME and"
+    " NCCL_SOCKET_IFNAME on them: Gloo and NCCL connect the workers on ports that the kernel chooses"
+)
+_NO_THREAD = "the limit on processes or threads is reached here: {0}"
+_NAME_INTERFACE = "Unset it, or name one that 'ip -brief address' lists on this node with an address"
 
-# The first rule that matches a line speaks for it.
-RULES = (
+# What C++ libraries say: in an exception that they raise in Python, or in the output if they abort the process. The
+# first rule that matches a text speaks for it.
+OF_LIBRARIES = (
     Rule(r"CUDA out of memory\. (Tried to allocate [0-9.]+ [KMG]iB)", OUT_OF_MEMORY,
          "the GPU's memory is full ({0})", _SHARD_MORE),
-    Rule(r"CUDA out of memory|OutOfMemoryError|CUDA_ERROR_OUT_OF_MEMORY", OUT_OF_MEMORY,
-         "the GPU's memory is full", _SHARD_MORE),
+    Rule(r"CUDA out of memory|CUDA_ERROR_OUT_OF_MEMORY", OUT_OF_MEMORY, "the GPU's memory is full", _SHARD_MORE),
     Rule(r"can't allocate memory: you tried to allocate (\d+) bytes", OUT_OF_MEMORY,
          "the host's memory is full (tried to allocate {0} bytes)", _MORE_MEMORY),
-    Rule(r"\bMemoryError\b|Cannot allocate memory|std::bad_alloc", OUT_OF_MEMORY,
-         "the host's memory is full", _MORE_MEMORY),
-    Rule(r"No space left on device", CRASHED, "a disk or /dev/shm is full",
-         "Free some space (df -h shows where), or use another OUTPUT_DIR"),
+    Rule(r"Cannot allocate memory|std::bad_alloc", OUT_OF_MEMORY, "the host's memory is full", _MORE_MEMORY),
+    Rule(r"Unable to find address for: (\S+)", CONFIGURATION,
+         "this node has no network interface {0} with an address, which GLOO_SOCKET_IFNAME names", _NAME_INTERFACE),
+    Rule(r"[Nn]o socket interface found|Bootstrap ?: ?no (?:socket )?interface", CONFIGURATION,
+         "NCCL finds no network interface of the name in NCCL_SOCKET_IFNAME here", _NAME_INTERFACE),
+    Rule(r"(pthread_create failed|can't start new thread|Thread creation failed|Resource temporarily unavailable)",
+         CRASHED, _NO_THREAD, PROCESSES_REMEDY),
+    Rule(r"PytorchStreamWriter failed|unexpected pos \d+ vs \d+", CRASHED,
+         "a checkpoint could not be written", SPACE_REMEDY),
+    Rule(r"[Tt]imed out waiting (?:for )?\d+ ?ms|Watchdog caught collective operation timeout|wait timeout after \d+ms",
+         TIMEOUT, "a collective operation timed out: another process stopped, or the network is down",
+         _LOOK_AT_OTHERS, Strength.WAITED),
+    Rule(r"connectFullMesh failed|[Tt]imed out (?:in )?connect|SO_ERROR|[Cc]onnect\w* timed ?out|connect.*Timeout",
+         NETWORK, "a worker cannot connect to another node's worker", _OPEN_PORTS, Strength.WAITED),
+    Rule(r"No route to host|Network is unreachable|Connection refused", NETWORK,
+         "another node cannot be reached", _LOOK_AT_OTHERS, Strength.WAITED),
+    Rule(r"Connection closed by peer|Connection reset by peer|[Bb]roken pipe|remote process exited|recvValue failed"
+         r"|ncclRemoteError|ncclSystemError|unhandled system error", NETWORK,
+         "the connection to another process was lost", _LOOK_AT_OTHERS, Strength.VICTIM),
+)  # fmt: skip
+
+# What PyTorch and the engines say in an exception of Python.
+OF_EXCEPTIONS = (
+    Rule(r"found NaN in|NaN in local grad norm|loss scale already at minimum", DIVERGED,
+         "the loss is not a number", "Lower LR, or add LR_WARMUP_ITERS"),
+    Rule(r"DataLoader worker .* killed by signal: Killed", CRASHED, "a process was killed (SIGKILL)",
+         "The kernel does it when memory runs out (see dmesg), else SLURM or a user"),
+    Rule(r"DataLoader worker .* killed by signal: Bus error", CRASHED,
+         "a data loader cannot read its memory: the data were cut short during the run, or /dev/shm is full",
+         "Copy or prepare the data again, or free space there (df -h /dev/shm)"),
+)  # fmt: skip
+
+# What torchrun and SLURM say.
+OF_PROGRAMS = (
     Rule(r"EADDRINUSE|[Aa]ddress already in use", CONFIGURATION,
          "the rendezvous port is already in use", "Choose another on every node: MASTER_PORT=29900"),
     Rule(r"gai error: -?\d+ - ([^)\n]*)", CONFIGURATION, "the master host's name does not resolve ({0})",
          "Check its spelling, or use the address that 'getent hosts' prints on the master"),
-    Rule(r"(unrecognized arguments: .*|the following arguments are required: .*"
-         r"|argument \S+: (?:invalid|expected) .*)", CONFIGURATION,
-         "the engine rejects the command line: {0}", "Check what follows --, which goes to the engine unchanged"),
-    Rule(r"found NaN in|NaN in local grad norm|loss scale already at minimum", DIVERGED,
-         "the loss is not a number", "Lower LR, or add LR_WARMUP_ITERS"),
     Rule(r"slurmstepd: error: .*DUE TO TIME LIMIT", TIMEOUT,
          "SLURM's time limit ended the job", "Ask for more time (--time), or fewer TRAIN_ITERS"),
     Rule(r"slurmstepd: error: .*CANCELLED", CANCELLED, "SLURM cancelled the job"),
@@ -116,30 +182,110 @@ RULES = (
          "the master ({1}) could not be reached within {0} ms", "Start rank 0 there, or compare ports and firewalls"),
     Rule(r"wait timeout after (\d+)ms, keys: \S*role_info/(\d+)", TIMEOUT,
          "a rank is missing: two nodes have the same rank, or a different NNODES", "Give each node its own rank"),
-    Rule(r"[Tt]imed out waiting (?:for )?\d+ ?ms|Watchdog caught collective operation timeout|wait timeout after \d+ms",
-         TIMEOUT, "a collective operation timed out: another process stopped, or the network is down",
-         _LOOK_AT_OTHERS, Strength.WAITED),
-    Rule(r"No route to host|Network is unreachable|Connection refused", NETWORK,
-         "another node cannot be reached", _LOOK_AT_OTHERS, Strength.WAITED),
-    Rule(r"Connection closed by peer|Connection reset by peer|[Bb]roken pipe|remote process exited|recvValue failed"
-         r"|ncclRemoteError|ncclSystemError|unhandled system error", NETWORK,
-         "the connection to another process was lost", _LOOK_AT_OTHERS, Strength.VICTIM),
     # torchrun's report lists these signals also for the workers that it ended itself after another had failed.
-    Rule(r"failed \(exitcode: -9\)|DataLoader worker .* killed by signal: Killed", CRASHED,
-         "a process was killed (SIGKILL)", "The kernel does it when memory runs out (see dmesg), else SLURM or a user"),
-    Rule(r"DataLoader worker .* killed by signal: Bus error", CRASHED,
-         "a data loader cannot read its memory: the data were cut short during the run, or /dev/shm is full",
-         "Copy or prepare the data again, or free space there (df -h /dev/shm)"),
+    Rule(r"failed \(exitcode: -9\)", CRASHED, "a process was killed (SIGKILL)",
+         "The kernel does it when memory runs out (see dmesg), else SLURM or a user"),
     Rule(r"failed \(exitcode: -24\)", CRASHED, "a process used up its CPU time", "Raise the limit (ulimit -t)"),
     Rule(r"failed \(exitcode: -11\)", CRASHED, "a process crashed (segmentation fault)"),
     Rule(r"failed \(exitcode: -(\d+)\)", CRASHED, "a process was ended by signal {0}", "", Strength.VICTIM),
     Rule(r"Received (\d+) death signal", CRASHED, "torchrun was ended by signal {0}", "", Strength.VICTIM),
     # What torchrun says about its workers' ends explains nothing.
     Rule(r"ChildFailedError|SignalException|KeyboardInterrupt", CRASHED, "a worker failed", "", Strength.VICTIM),
-    Rule(r"^(?:\[rank\d+\]:\s*)?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b(?:: .*)?)$", CRASHED,
-         "{0}", "", Strength.EXCEPTION),
-    Rule(r"^error: (.*)", CONFIGURATION, "{0}", "", Strength.EXCEPTION),
 )  # fmt: skip
+# torchrun's own exception: it counts if torchrun reports no worker, for a worker reports its own.
+OF_TORCHRUN = Rule(r"^((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b(?:: .*)?)$", CRASHED,
+                   "{0}", "", Strength.EXCEPTION)  # fmt: skip
+
+
+def first_match(rules: Iterable[Rule], text: str) -> tuple[Rule, re.Match[str]] | None:
+    for rule in rules:
+        if match := re.search(rule.pattern, text):
+            return rule, match
+    return None
+
+
+# ---- exceptions ------------------------------------------------------------------------------------------------------
+
+_OF_ERRNO = {
+    errno.ENOSPC: (CRASHED, "a disk or /dev/shm is full", SPACE_REMEDY),
+    errno.EDQUOT: (CRASHED, "a disk quota is used up", SPACE_REMEDY),
+    errno.ENOMEM: (OUT_OF_MEMORY, "the host's memory is full", _MORE_MEMORY),
+    errno.EMFILE: (CRASHED, "too many files are open in a worker", "Raise the limit: ulimit -n 65536"),
+    errno.ENFILE: (CRASHED, "too many files are open on this host", "Close some, or raise fs.file-max (sysctl)"),
+    errno.EROFS: (CRASHED, "a file system is read-only", "See dmesg: the kernel does this to one that is damaged"),
+}
+
+
+def name_of(error: BaseException) -> str:
+    kind = type(error)
+    is_plain = kind.__module__ in ("builtins", "__main__")
+    return kind.__qualname__ if is_plain else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def message_of(error: BaseException) -> str:
+    """Its text in one line, without the advice that PyTorch adds below."""
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # the exception's own code
+        return "(no message: its __str__ fails)"
+    return lines[0].strip() if lines else ""
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The exception, and those that led to it."""
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        is_hidden = following.__suppress_context__ and not isinstance(following, SystemExit)
+        following = following.__cause__ or (None if is_hidden else following.__context__)
+
+
+def cause_of_exception(error: BaseException, rank: int | None) -> Cause:
+    """What an exception that ended a worker says about the cause; time: the host's monotonic clock's.
+
+    Of those that led to it, the last one with a known meaning counts.
+    """
+    moment, text = time.monotonic(), f"{name_of(error)}: {message_of(error)}".removesuffix(": ")
+    for each in _chain(error):
+        if known := _known(each, moment, text, rank):
+            return known
+    return Cause(CRASHED, Strength.EXCEPTION, text[:LONGEST_REASON], "", moment, text[: 2 * LONGEST_REASON], rank)
+
+
+def _known(error: BaseException, moment: float, text: str, rank: int | None) -> Cause | None:
+    def cause(status: str, reason: str, remedy: str) -> Cause:
+        line = text[: 2 * LONGEST_REASON]
+        return Cause(status, Strength.CAUSE, reason[:LONGEST_REASON], remedy, moment, line, rank)
+
+    message = message_of(error)
+    if isinstance(error, Problem):
+        return cause(CONFIGURATION, message, error.remedy)
+    if isinstance(error, MemoryError):
+        return cause(OUT_OF_MEMORY, "the host's memory is full", _MORE_MEMORY)
+    if isinstance(error, BlockingIOError):
+        return cause(CRASHED, _NO_THREAD.format(message), PROCESSES_REMEDY)
+    if isinstance(error, OSError):
+        # Not the rules of libraries: a connection of W&B or of the hub is none to another node.
+        return cause(*_OF_ERRNO[error.errno]) if error.errno in _OF_ERRNO else None
+    rules = OF_EXCEPTIONS if not isinstance(error, RuntimeError) else (*OF_EXCEPTIONS, *OF_LIBRARIES)
+    if matched := first_match(rules, " ".join(str(error).split())):
+        rule, match = matched
+        return rule.cause(match, moment, text, rank)
+    if type(error).__name__ == "OutOfMemoryError":  # torch's
+        return cause(OUT_OF_MEMORY, "the GPU's memory is full", _SHARD_MORE)
+    return None
+
+
+def rejected_command_line(message: str, rank: int | None) -> Cause:
+    """For what argparse says before it ends a worker."""
+    reason = f"the engine rejects the command line: {message.strip()}"[:LONGEST_REASON]
+    remedy = "Check what follows --, which goes to the engine unchanged"
+    return Cause(CONFIGURATION, Strength.CAUSE, reason, remedy, time.monotonic(), reason, rank)
+
+
+# ---- a node's output -------------------------------------------------------------------------------------------------
 
 _RANK = re.compile(r"^\[rank(\d+)\]:")
 # torchrun's report lists all failures, and then repeats the first one.
@@ -147,7 +293,6 @@ _ROOT_CAUSE = "Root Cause (first observed failure)"
 _REPORTED_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 _REPORTED_EXIT = re.compile(r"^\s*exitcode\s*: (-?\d+) *\(pid: (\d+)\)")
 _ENDED = re.compile(r"Sending process (\d+) closing signal")
-LONGEST_REASON = 300
 
 
 class CauseFinder:
@@ -155,6 +300,7 @@ class CauseFinder:
 
     def __init__(self) -> None:
         self.best: Cause | None = None
+        self.torchruns: Cause | None = None  # torchrun's own last exception
         self.spoke: set[int | None] = set()  # the ranks with a message that explains something
         self._root_cause_follows = False
         self.reported_rank: int | None = None  # torchrun saw it fail first
@@ -164,15 +310,18 @@ class CauseFinder:
 
     def read(self, line: str, now: float) -> None:
         self._read_report(line)
-        rule, match = next(((rule, found) for rule in RULES if (found := re.search(rule.pattern, line))), (None, None))
-        if not rule or not match:
+        prefix = _RANK.match(line)
+        rank = int(prefix[1]) if prefix else None
+        matched = first_match((*OF_PROGRAMS, *OF_LIBRARIES), line)
+        if not matched:
+            if match := re.search(OF_TORCHRUN.pattern, line):
+                self.torchruns = OF_TORCHRUN.cause(match, now, line, None)
             return
-        rank = int(said[1]) if (said := _RANK.match(line)) else None
+        rule, match = matched
         if (rule.status, rule.strength) != (CRASHED, Strength.VICTIM):  # those are torchrun's
             self.spoke.add(rank)
         if self.best is None or rule.strength > self.best.strength:
-            reason, shown = rule.reason.format(*match.groups("?"))[:LONGEST_REASON], line.strip()[: 2 * LONGEST_REASON]
-            self.best = Cause(rule.status, rule.strength, reason, rule.remedy, now, shown, rank)
+            self.best = rule.cause(match, now, line, rank)
 
     def _read_report(self, line: str) -> None:
         self._root_cause_follows |= line.startswith(_ROOT_CAUSE)
@@ -186,16 +335,25 @@ class CauseFinder:
         elif match := _ENDED.search(line):
             self.ended.add(match[1])
 
-    def cause(self) -> Cause | None:
-        """The best explanation. If a rank failed first, without a message, the others' messages are consequences."""
-        best, rank = self.best, self.reported_rank
-        if best is None or rank is None:
+    def cause(self, raised: Sequence[Cause] = ()) -> Cause | None:
+        """The best explanation, with what the workers' own exceptions say.
+
+        If a rank failed first, without a word, the others' messages are consequences.
+        """
+        causes = [*raised, *([self.best] if self.best else [])]
+        if self.torchruns and not self.exits:
+            causes.append(self.torchruns)
+        if not causes:
+            return None
+        best, rank = min(causes, key=lambda cause: (-cause.strength, cause.time)), self.reported_rank
+        if rank is None:
             return best
         code = self.exits.get(rank, 0)
-        if best.strength < Strength.EXCEPTION and code not in (0, -SIGTERM) and not self.spoke & {rank, None}:
+        spoke = self.spoke | {cause.rank for cause in raised}
+        if best.strength < Strength.EXCEPTION and code not in (0, -signal.SIGTERM) and not spoke & {rank, None}:
             how = f"ended with exit status {code}" if code > 0 else f"was ended by signal {-code}"
-            said = {"reason": f"a process {how}", "remedy": "Its last lines in the node's log may say why"}
-            return replace(best, status=CRASHED, strength=Strength.EXCEPTION, rank=rank, **said)
+            silent = {"reason": f"a process {how}", "remedy": "Its last lines in the node's log may say why"}
+            return replace(best, status=CRASHED, strength=Strength.EXCEPTION, rank=rank, **silent)
         return replace(best, rank=rank) if best.rank is None else best
 
     def silent(self, ranks: Iterable[int]) -> list[int]:

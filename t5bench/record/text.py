@@ -1,9 +1,15 @@
-"""Text from hosts, logs and engines, for a terminal, a file or a page: control characters in it become visible."""
+"""Text from hosts, logs and engines, for a terminal, a file or a page: control characters in it become visible.
+
+Whatever the programs of this repository print goes through one door, SafeStream, wherever it comes from: tables, errors
+that quote a file's name, tracebacks.
+"""
 
 import codecs
+import io
 import re
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TextIO
 
 # Colour and weight (SGR) move nothing, hide nothing that was written before, and ask the terminal for nothing. Then: C0
 # and C1 controls, line separators, marks that reverse or hide text, and bytes that are no UTF-8.
@@ -32,6 +38,30 @@ def processes(count: int) -> str:
 def on_terminal(text: str) -> str:
     """A run's own output: lines, progress bars and colours stay; all other control characters are written out."""
     return visible(text, "\t\r\n", colours=True)
+
+
+class SafeStream(io.TextIOWrapper):
+    """Standard output or error that shows text and colours, and lets no text do anything else with the terminal."""
+
+    def write(self, text: str) -> int:
+        super().write(visible(text, "\t\n", colours=True))
+        return len(text)
+
+
+def guard_streams() -> None:
+    """Makes standard output and error safe; for a program's beginning."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and not isinstance(stream, SafeStream):
+            options = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": stream.line_buffering}
+            setattr(sys, name, SafeStream(stream.detach(), **options))
+
+
+def steer(stream: TextIO, sequence: str) -> None:
+    """Sends a terminal one of our own control sequences, past the door."""
+    stream.flush()
+    stream.buffer.write(sequence.encode())
+    stream.buffer.flush()
 
 
 class Screen:

@@ -20,7 +20,7 @@ from t5bench.record import records
 from t5bench.record.files import RecordError
 from t5bench.record.reader import UNFORESEEN, seconds
 from t5bench.record.status import RUNNING
-from t5bench.record.text import visible
+from t5bench.record.text import steer, visible
 from t5bench.report import tables
 
 DEEPEST = 4
@@ -191,8 +191,9 @@ def draw(arguments: argparse.Namespace) -> bool:
     """Draws the table of a sweep that goes on; whether every run has ended."""
     comparison = compare(arguments)
     text, over = progress(comparison.runs, time.time())
-    clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
-    print(f"{clear}{table(comparison, arguments)}{text}", flush=True)
+    if sys.stdout.isatty():
+        steer(sys.stdout, "\x1b[H\x1b[2J")
+    print(f"{table(comparison, arguments)}{text}", flush=True)
     return over
 
 

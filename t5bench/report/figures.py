@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from t5bench.compare.comparison import Comparison
 from t5bench.compare.parity import curve, losses_beside, relative_difference
 from t5bench.compare.rows import Row
+from t5bench.profile.parts import PARTS, Profile, Rank, read_profile
 from t5bench.record.files import PROFILE, RecordError
-from t5bench.record.profile import PARTS, Profile, Rank, read_profile
 from t5bench.record.records import Run
 from t5bench.record.text import processes
 from t5bench.report.tables import mark, named_rows, predicted_bytes

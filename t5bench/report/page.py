@@ -15,11 +15,11 @@ from t5bench import Problem
 from t5bench.compare import interval, repeats, statistics
 from t5bench.compare.comparable import differing, show
 from t5bench.compare.comparison import Comparison
-from t5bench.compare.explain import Explanation
 from t5bench.compare.parity import DIFFERENT, EQUAL
 from t5bench.compare.rows import Row, limits
+from t5bench.profile.explain import Explanation
+from t5bench.profile.parts import DOING, PARTS
 from t5bench.record.files import RecordError
-from t5bench.record.profile import DOING, PARTS
 from t5bench.record.records import Run
 from t5bench.record.status import COMPLETE
 from t5bench.record.text import processes

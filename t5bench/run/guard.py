@@ -17,13 +17,15 @@ from typing import Any
 
 import psutil
 
+from t5bench import note
 from t5bench.record import status as ends
 from t5bench.record.plan import Plan
-from t5bench.record.status import Cause, Status, Strength, first_failure, weight_of
+from t5bench.record.status import PROCESSES_REMEDY, SPACE_REMEDY, Cause, Status, Strength, first_failure, weight_of
 from t5bench.record.text import visible
 from t5bench.run import processes
 from t5bench.run.output import Output
 from t5bench.run.peers import Peers
+from t5bench.run.reports import Reports
 
 # How long a node has to notice another's failure; torchrun takes 2 to 3 s to report a worker's end.
 GRACE_SECONDS = 10
@@ -32,8 +34,7 @@ TERM_SECONDS = 10
 END_SECONDS = 25
 START_SECONDS = 30
 STACK_SECONDS = 3
-KILLED = 128 + 9
-SPACE_REMEDY = "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"
+SUSPENDED_SECONDS = 5
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)', re.MULTILINE)
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x.*?(?=^Current thread|^Thread 0x|\Z)", re.MULTILINE | re.DOTALL)
 # Other threads begin in threading.py. Which one is the current is chance: the one that the signal found.
@@ -54,28 +55,31 @@ class Stacks:
 
     def texts(self) -> dict[int, str]:
         """All threads' stacks by rank, if there are any."""
-        found = {}
+        texts = {}
         for path in self.paths():
             with contextlib.suppress(OSError):
                 if text := path.read_text(errors="replace"):
-                    found[int(path.suffix[1:])] = visible(text, "\n")
-        return dict(sorted(found.items()))
+                    texts[int(path.suffix[1:])] = visible(text, "\n")
+        return dict(sorted(texts.items()))
 
     def frames(self) -> dict[int, re.Match[str]]:
         """The innermost frame of each rank's main thread that waits for others, else its innermost one.
 
         Of the first stacks in a file: a worker that goes on leaves others when it is ended."""
-        found = {}
+        innermost = {}
         for rank, text in self.texts().items():
-            if main := next(filter(_OF_MAIN.search, _THREAD.findall(text)), ""):
-                frames = list(_FRAME.finditer(main))
-                found[rank] = next(filter(_waits, frames), frames[0])
-        return found
+            main_thread = next(filter(_OF_MAIN.search, _THREAD.findall(text)), "")
+            frames = list(_FRAME.finditer(main_thread))
+            if frames:
+                innermost[rank] = next(filter(_waits, frames), frames[0])
+        return innermost
 
     def stopped(self) -> dict[int, str]:
         """The ranks that are not waiting in a collective operation: where each is stuck, or that it is suspended."""
-        standing = {rank: f"stuck in {_where(frame)}" for rank, frame in self.frames().items() if not _waits(frame)}
-        return dict(sorted((standing | dict.fromkeys(self.suspended, "suspended (SIGSTOP)")).items()))
+        states = {rank: f"stuck in {_where(frame)}" for rank, frame in self.frames().items() if not _waits(frame)}
+        for rank in self.suspended:
+            states[rank] = "suspended (SIGSTOP)"
+        return dict(sorted(states.items()))
 
     def sentence(self) -> str:
         """Which ranks stopped, and where; if none did, where all of them wait."""
@@ -106,14 +110,16 @@ def began_anew(plan: Plan, trained: int) -> Cause | None:
 class Guard:
     """Checks once a second, in its own thread. ``cause`` says why it stopped the run, if it did."""
 
-    def __init__(self, plan: Plan, launcher: int, mark: str, peers: Peers, stacks: Stacks) -> None:
-        self.plan, self.launcher, self.mark, self.peers, self.stacks = plan, launcher, mark, peers, stacks
+    def __init__(self, plan: Plan, launcher: int, mark: str, peers: Peers, stacks: Stacks, reports: Reports) -> None:
+        self.plan, self.launcher, self.mark = plan, launcher, mark
+        self.peers, self.stacks, self.reports = peers, stacks, reports
         self.watchdog_seconds = plan.decimal("WATCHDOG_SECONDS")
         # torchrun tries twice and needs a moment before and after. None: they were seen.
         due_in = 2 * plan.decimal("RENDEZVOUS_TIMEOUT") + START_SECONDS
         self.workers_due_at: float | None = time.monotonic() + due_in
         self.cause: Cause | None = None
         self.others_failed_at: float | None = None
+        self.torchrun_stopped_at: float | None = None
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
         self.thread.start()
@@ -127,19 +133,35 @@ class Guard:
         while os.getppid() == self.launcher and not self.cause:
             if self.ended.wait(1):
                 return
-            anew = began_anew(self.plan, self.peers.iteration - 1) if self.peers.iteration else None
-            self.cause = self._others_failed() or self._never_starts() or anew or self._stands_still()
+            if self.reports.has_new_sign():
+                self.peers.trains()
+            self._resume_torchrun()
+            self.cause = self._others_failed() or self._never_starts() or self._began_anew() or self._stands_still()
         processes.end(self.mark, TERM_SECONDS)
+
+    def _resume_torchrun(self) -> None:
+        """A suspended torchrun would notice neither the failure of a worker nor the end of all of them."""
+        torchrun = [process for process in processes.marked(self.mark) if process.info["ppid"] == self.launcher]
+        if not any(process.info["status"] == psutil.STATUS_STOPPED for process in torchrun):
+            self.torchrun_stopped_at = None
+            return
+        self.torchrun_stopped_at = self.torchrun_stopped_at or time.monotonic()
+        if time.monotonic() - self.torchrun_stopped_at >= SUSPENDED_SECONDS:
+            note("torchrun was suspended; resuming it")
+            for process in torchrun:
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(signal.SIGCONT)
 
     def _others_failed(self) -> Cause | None:
         failed = [end for end in self.peers.ends.values() if end["status"] != ends.COMPLETE]
-        if not (found := failed or list(self.peers.gone.values())):
+        ends_of_others = failed or list(self.peers.gone.values())
+        if not ends_of_others:
             self.others_failed_at = None
             return None
         self.others_failed_at = self.others_failed_at or time.monotonic()
         if time.monotonic() - self.others_failed_at < GRACE_SECONDS:
             return None
-        first = first_failure(found)
+        first = first_failure(ends_of_others)
         where = f"node {first['node']} ({first['host']})"
         # The other node may have been waiting for a worker of this one.
         if failed and weight_of(first) == Strength.WAITED and (stopped := self._where_workers_are()):
@@ -147,6 +169,9 @@ class Guard:
         became = "was cancelled" if first["status"] == ends.CANCELLED else "failed"
         reason = f"stopped because {where} {became}: {first['reason']}"
         return Cause.now(first["status"], reason, first["remedy"], Strength.VICTIM)
+
+    def _began_anew(self) -> Cause | None:
+        return began_anew(self.plan, self.peers.iteration - 1) if self.peers.iteration else None
 
     def _never_starts(self) -> Cause | None:
         """torchrun waits forever if something other than torchrun listens on the master's port."""
@@ -199,51 +224,99 @@ def read_end(path: Path) -> tuple[int | None, str | None]:
 
 
 def cause_of(
-    plan: Plan, output: Output, guard: Guard, exit_status: int | None, interrupted_by: str | None, kernel_kills: int
+    plan: Plan,
+    output: Output,
+    guard: Guard,
+    exit_status: int | None,
+    interrupted_by: str | None,
+    kernel_kills: int,
+    refused_starts: int = 0,
 ) -> Cause | None:
     """Why this node's processes ended; None if they finished or the run was cancelled.
 
-    A launcher that was killed before it could write its exit_status leaves None.
+    exit_status: None from a launcher that was killed before it could write it. kernel_kills, refused_starts: how often
+    the kernel killed a process here because memory was full, and refused to start one, during the run.
     """
-    said = output.finder.cause()
-    if said and said.status == ends.TIMEOUT and said.strength == Strength.WAITED and guard.stacks.stopped():
+    reported = output.finder.cause([report.cause for report in guard.reports.read()])
+    has_waited = reported and reported.status == ends.TIMEOUT and reported.strength == Strength.WAITED
+    if has_waited and guard.stacks.stopped():
         # torchrun ended the others because one had waited too long.
-        said = Cause.now(ends.TIMEOUT, guard.stacks.sentence(), "The node's log has every worker's stack")
-    strength = said.strength if said else Strength.VICTIM
-    if interrupted_by == "TERM" and "SLURM_JOB_ID" in os.environ and slurm_time_is_up():
+        reported = Cause.now(ends.TIMEOUT, guard.stacks.sentence(), "The node's log has every worker's stack")
+    strength = reported.strength if reported else Strength.VICTIM
+    # TERM, or what --signal asks SLURM to send before.
+    if interrupted_by not in (None, "INT") and "SLURM_JOB_ID" in os.environ and slurm_time_is_up():
         remedy = "Ask for more time (--time), or fewer TRAIN_ITERS"
         return Cause.now(ends.TIMEOUT, "SLURM's time limit ended the job", remedy)
     if interrupted_by:
-        return said if strength == Strength.CAUSE else None
+        return reported if strength == Strength.CAUSE else None
     if exit_status is None and not output.unwritten:
         remedy = "A user may have done this, or the kernel because memory ran out; its processes were stopped"
         return Cause.now(ends.CRASHED, "the launcher was killed before its run ended", remedy)
     # A run that the guard ends does not exit with 0. If it did, the guard came when all was over.
     guarded = guard.cause if exit_status != 0 else None
-    if guarded and not (said and strength >= Strength.EXCEPTION and said.time < guarded.time):
-        return guarded
+    if guarded and guarded.status == ends.TIMEOUT and plan.engine_patches == "series" and not _incomplete(plan, output):
+        # What hung was torchrun, or W&B's upload after the last iteration.
+        return None
+    if guarded:
+        failed_before = reported and strength >= Strength.EXCEPTION and reported.time < guarded.time
+        if not failed_before:
+            return guarded
     if output.diverged_at is not None and (exit_status == 0 or strength <= Strength.EXCEPTION):
         reason = f"the loss is not a number at iteration {output.diverged_at}"
         return Cause.now(ends.DIVERGED, reason, "Lower LR, or add LR_WARMUP_ITERS")
-    trained = [each.iteration for each in output.evaluations] + ([output.first.iteration - 1] if output.first else [])
-    if exit_status == 0 and trained and (anew := began_anew(plan, min(trained))):
+    if exit_status == 0:
+        return _cause_without_failure(plan, output)
+    if refused_starts and strength < Strength.CAUSE:
+        reason = "the limit on processes or threads is reached here: the kernel refused to start one (pids.max)"
+        return Cause.now(ends.CRASHED, reason, PROCESSES_REMEDY)
+    return _cause_of_failure(plan, output, reported, exit_status, kernel_kills)
+
+
+def _cause_without_failure(plan: Plan, output: Output) -> Cause | None:
+    """Why a run whose processes all ended with exit status 0 is not complete, if it is not."""
+    trained = [evaluation.iteration for evaluation in output.evaluations]
+    if output.first:
+        trained.append(output.first.iteration - 1)
+    if trained and (anew := began_anew(plan, min(trained))):
         return anew
-    if exit_status == 0 and (reason := _incomplete(plan, output)):
+    if reason := _incomplete(plan, output):
         return Cause.now(ends.INCOMPLETE, reason, strength=Strength.EXCEPTION)
-    if exit_status == 0 and not output.unwritten:
-        return None
-    if kernel_kills and (strength == Strength.VICTIM or (said and said.status == ends.CRASHED)):
+    return _unwritten(output) if output.unwritten else None
+
+
+def _unwritten(output: Output) -> Cause:
+    return Cause.now(ends.CRASHED, f"the run directory cannot be written: {output.unwritten}", SPACE_REMEDY)
+
+
+def _cause_of_failure(
+    plan: Plan, output: Output, reported: Cause | None, exit_status: int | None, kernel_kills: int
+) -> Cause:
+    """Why a process of this node failed. reported: the best that workers and messages say."""
+    strength = reported.strength if reported else Strength.VICTIM
+    if kernel_kills and (strength == Strength.VICTIM or (reported and reported.status == ends.CRASHED)):
         return Cause.now(ends.OUT_OF_MEMORY, "the kernel killed a process because the host's memory was full")
     silent = output.finder.silent(plan.layout.ranks_of(plan.node)) if plan.layout else []
     if strength < Strength.EXCEPTION and (reason := _ended_early(plan, output, silent)):
         return Cause.now(ends.INCOMPLETE, reason, strength=Strength.EXCEPTION)
     if output.unwritten and strength < Strength.CAUSE:
-        return Cause.now(ends.CRASHED, f"the run directory cannot be written: {output.unwritten}", SPACE_REMEDY)
-    if exit_status == KILLED and strength < Strength.EXCEPTION:
-        remedy = "The kernel does this when memory runs out (see dmesg); SLURM or a user may have, too"
-        return Cause.now(ends.CRASHED, "torchrun was killed (SIGKILL)", remedy)
+        return _unwritten(output)
+    if strength < Strength.EXCEPTION and (name := _name_of_signal(exit_status)):
+        if name == "SIGKILL":
+            remedy = "The kernel does this when memory runs out (see dmesg); SLURM or a user may have, too"
+            return Cause.now(ends.CRASHED, "torchrun was killed (SIGKILL)", remedy)
+        return Cause.now(ends.CRASHED, f"torchrun was ended by a signal ({name})", "Find who sent it: SLURM or a user")
+    if reported:
+        return reported
     reason = f"torchrun ended with exit status {exit_status} without naming a cause"
-    return said or Cause.now(ends.CRASHED, reason, "See its output in the node's log", Strength.VICTIM)
+    return Cause.now(ends.CRASHED, reason, "See its output in the node's log", Strength.VICTIM)
+
+
+def _name_of_signal(exit_status: int | None) -> str:
+    """The signal that ended a process with this exit status, as shells tell it; empty if none did."""
+    try:
+        return signal.Signals((exit_status or 0) - 128).name
+    except ValueError:
+        return ""
 
 
 def slurm_time_is_up() -> bool:

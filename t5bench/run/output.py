@@ -4,12 +4,10 @@ import contextlib
 import os
 import re
 import select
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, BinaryIO
 
 from t5bench import note
 from t5bench.record.log import Evaluation, Iteration, PeakMemory, evaluation, iteration, padded_vocabulary, peak_memory
@@ -17,6 +15,7 @@ from t5bench.record.machine import HIDDEN
 from t5bench.record.records import metrics_line
 from t5bench.record.status import CauseFinder, now
 from t5bench.record.text import Screen, visible
+from t5bench.run.kept import KeptFile
 
 BLOCK = 1 << 16
 # Of a longer line, this much is kept: half from its beginning and half from its end.
@@ -66,7 +65,8 @@ class Line:
     """A line that arrives in pieces, with a bound on what is kept of it."""
 
     def __init__(self) -> None:
-        self.kept, self.left_out = bytearray(), 0
+        self.kept = bytearray()
+        self.left_out = 0  # bytes
         self.returned = False  # after a carriage return, what follows overwrites this, as progress bars do
 
     def add(self, piece: bytes) -> None:
@@ -76,9 +76,11 @@ class Line:
         del self.kept[LONGEST_LINE // 2 : LONGEST_LINE // 2 + surplus]
 
     def text(self) -> str:
-        half = LONGEST_LINE // 2 if self.left_out else len(self.kept)
-        between = f" ... ({self.left_out} bytes left out) ... ".encode() if self.left_out else b""
-        return visible((self.kept[:half] + between + self.kept[half:]).decode(errors="backslashreplace"))
+        whole = bytes(self.kept)
+        if self.left_out:
+            half = LONGEST_LINE // 2
+            whole = whole[:half] + f" ... ({self.left_out} bytes left out) ... ".encode() + whole[half:]
+        return visible(whole.decode(errors="backslashreplace"))
 
 
 class Output:
@@ -86,16 +88,19 @@ class Output:
 
     def __init__(
         self,
-        log: BinaryIO,
+        log: Path,
         metrics: Path,
         hidden: Sequence[str],
         on_iteration: Callable[[int], None] = lambda iteration: None,
         stacks: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
-        """stacks: called at the end; the stacks of the workers that were stopped, by rank."""
-        self.log, self.metrics_path, self.veil = log, metrics, Veil(hidden)
+        """hidden: secrets, to be left out. stacks: called at the end; the stacks of the workers that were stopped, by
+        rank. Raises OSError if there can be no log."""
+        self.log = KeptFile(log)
+        self.metrics_path = metrics
+        self.metrics: KeptFile | None = None  # once there is an iteration line
+        self.veil = Veil(hidden)
         self.on_iteration, self.stacks = on_iteration, stacks
-        self.metrics: Any = None
         self.finder = CauseFinder()
         self.first: Iteration | None = None
         self.last: Iteration | None = None
@@ -121,7 +126,8 @@ class Output:
 
     def end(self, now: float) -> bytes:
         """Ends the output; returns what is left to show."""
-        self.ended, shown = now, self.take(b"", now)
+        self.ended = now
+        shown = self.take(b"", now)
         if self.line.kept:
             self._take_line(now)
         for rank, text in self.stacks().items():
@@ -133,20 +139,14 @@ class Output:
                     file.close()
         return shown
 
-    def restore_if_removed(self) -> bool:
-        """Whether somebody has removed the run directory; then the log and the metrics come from their open files."""
-        try:
-            if Path(self.log.name).exists():
-                return False
-        except OSError:  # a file system that does not answer now may answer later
-            return False
-        with self._noting_errors():
-            Path(self.log.name).parent.mkdir(parents=True, exist_ok=True)
-            for file in filter(None, (self.log, self.metrics)):
-                file.flush()
-                shutil.copyfile(f"/proc/self/fd/{file.fileno()}", file.name)
-            self.log, self.metrics = Path(self.log.name).open("ab"), None  # noqa: SIM115
-        return True
+    def restore(self) -> list[Path]:
+        """Restores the files that somebody removed or cut short, and names them."""
+        restored = []
+        for file in filter(None, (self.log, self.metrics)):
+            with self._noting_errors():
+                if file.restore():
+                    restored.append(file.path)
+        return restored
 
     @contextlib.contextmanager
     def _noting_errors(self) -> Iterator[None]:
@@ -165,7 +165,8 @@ class Output:
     def _add(self, text: bytes, now: float) -> None:
         """Takes a part of a line. Text before a carriage return, which would be overwritten, is kept if it counts."""
         for number, piece in enumerate(text.split(b"\r")):
-            self.line.returned |= number > 0
+            if number > 0:
+                self.line.returned = True
             if piece and self.line.returned:
                 if b"iteration" in self.line.kept or b"peak memory" in self.line.kept:
                     self._take_line(now)
@@ -177,14 +178,17 @@ class Output:
         self._log(text, now)
         self.finder.read(text, now)
         # The lines of several ranks may arrive as one.
-        if found := iteration(text, time=round(now, 3)):
-            self.first, self.last = self.first or found, found
-            self.on_iteration(found.iteration)
-            if self.diverged_at is None and (found.nan or not abs(found.lm_loss or 0.0) < float("inf")):
-                self.diverged_at = found.iteration
+        if progress := iteration(text, time=round(now, 3)):
+            self.first = self.first or progress
+            self.last = progress
+            self.on_iteration(progress.iteration)
+            is_finite = abs(progress.lm_loss or 0.0) < float("inf")
+            if self.diverged_at is None and (progress.nan or not is_finite):
+                self.diverged_at = progress.iteration
             with self._noting_errors():
-                self.metrics = self.metrics or self.metrics_path.open("a", buffering=1)
-                self.metrics.write(metrics_line(found) + "\n")
+                self.metrics = self.metrics or KeptFile(self.metrics_path, remembers=True)
+                self.metrics.write(f"{metrics_line(progress)}\n".encode())
+                self.metrics.flush()
         if evaluated := evaluation(text):
             self.evaluations.append(evaluated)
         self.memory |= {peak.rank: peak for peak in peak_memory([text])}
@@ -197,19 +201,23 @@ def pass_on(output: Output, source: int, sink: int, is_over: Callable[[], bool],
     It also ends if nothing has come for OPEN_SECONDS after the run was over. A closed sink is ignored. look is called
     about once a second.
     """
-    over_since, looked, screen = None, time.monotonic(), Screen()
+    screen = Screen()
+    looked = time.monotonic()
+    over_since: float | None = None
     while True:
         if time.monotonic() - looked >= 1:
             look()
             looked = time.monotonic()
         if not select.select([source], [], [], 1)[0]:
-            over_since = over_since or (time.monotonic() if is_over() else None)
+            if over_since is None and is_over():
+                over_since = time.monotonic()
             if over_since and time.monotonic() - over_since >= OPEN_SECONDS:
                 break
             continue
         if not (block := os.read(source, BLOCK)):
             break
         show(screen.show(output.take(block, now()), is_last=False), sink)
+    look()
     show(screen.show(output.end(now()), is_last=True), sink)
 
 

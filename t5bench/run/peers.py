@@ -96,6 +96,13 @@ class Peers(Channel):
             self._progress_said = now
             self.say(Progress(iteration=iteration))
 
+    def trains(self) -> None:
+        """Notes that a worker here gave a sign of life, with or without an iteration line; the next beat tells it."""
+        self.progress = time.monotonic()
+
+    def beat(self) -> Alive:
+        return Alive(ages=super().beat().ages, idle=time.monotonic() - self.progress)
+
     def introduce(self, part: Mapping[str, Any]) -> None:
         """Sends this node's part of the record, once it is known; node 0 compares the others' parts with its own."""
         if self.place.node == 0:
@@ -126,6 +133,8 @@ class Peers(Channel):
         elif isinstance(message, Alive):
             now = time.monotonic()
             self.heard |= {n: now - age for n, age in message.ages.items() if n != self.place.node}
+            if message.idle is not None:
+                self.progress = max(self.progress, now - message.idle)
         elif isinstance(message, Introduced):
             self._compare(node, message.part)
         elif isinstance(message, Differences):
@@ -183,9 +192,9 @@ class Peers(Channel):
     def silent(self) -> dict[int, float]:
         """Nodes that have neither ended nor disconnected but are silent (no power or network), and for how long."""
         over = self.ends.keys() | self.gone.keys()
-        found = {n: age for n, age in self.ages().items() if age >= channel.SILENT_SECONDS and n not in over}
+        silent = {n: age for n, age in self.ages().items() if age >= channel.SILENT_SECONDS and n not in over}
         # Messages from the others pass through node 0.
-        return {0: found[0]} if 0 in found else found
+        return {0: silent[0]} if 0 in silent else silent
 
     def of_silence(self) -> str:
         """Which nodes are silent, to end a sentence about a node that waited for others."""

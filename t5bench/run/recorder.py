@@ -30,12 +30,13 @@ from t5bench.record import status as ends
 from t5bench.record.files import RecordError, seal, write_json, write_whole
 from t5bench.record.plan import Plan
 from t5bench.record.records import FORMAT, write_run
-from t5bench.record.status import Cause, Status, now, of_run
+from t5bench.record.status import PROCESSES_REMEDY, SPACE_REMEDY, Cause, Status, now, of_run
 from t5bench.run import guard as guards
 from t5bench.run import processes
-from t5bench.run.guard import SPACE_REMEDY, Guard, Stacks, knows_little, read_end
+from t5bench.run.guard import Guard, Stacks, knows_little, read_end
 from t5bench.run.output import Output, pass_on, timestamp
 from t5bench.run.peers import Peers, fields_of
+from t5bench.run.reports import Reports, reports_prefix
 from t5bench.run.sampler import Sampler, link_speeds
 
 # How long a node that lost its connection or waited for others waits for the reason: the others' guards act after
@@ -44,7 +45,6 @@ OTHERS_SECONDS = guards.GRACE_SECONDS + 20
 # How long a node that has completed waits until the others report the same.
 COMPLETE_SECONDS = 10
 LOOKING_SECONDS = 30
-PROCESSES_REMEDY = "Stop other processes there, or raise the limit (ulimit -u, or the container's or SLURM job's)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,8 +60,9 @@ class Part:
     def __init__(self, plan: Plan, recorded: Mapping[str, Any], launcher: int, hidden: Sequence[str]) -> None:
         assert plan.layout
         self.plan, self.hidden = plan, hidden
+        self.is_described = False
         self.place = {"node": plan.node, "nnodes": plan.layout.nnodes, "host": socket.gethostname()}
-        unknown = dict.fromkeys(("cause", "exit_status", "signal", "ended", "padded_vocab_size"))
+        unknown = dict.fromkeys(("cause", "exit_status", "signal", "ended", "attempt", "padded_vocab_size"))
         self.content: dict[str, Any] = {"format": FORMAT, **self.place, "pid": launcher}
         self.content |= {"started": timestamp(now()), "plan": recorded, "peak_memory": []}
         self.content |= {"status": ends.RUNNING, "reason": "", "remedy": "", **unknown}
@@ -78,6 +79,7 @@ class Part:
             self.content |= self._machine()
             self._write_wandb_config()
             self.write()
+            self.is_described = True
             on_seen(dict(self.content))
 
         self.looking = threading.Thread(target=look, daemon=True)
@@ -137,20 +139,29 @@ class Part:
         write_run(Path(self.plan.output_dir))
 
     def look(self, output: Output) -> None:
-        """Restores what it can if somebody has removed the run directory."""
-        if output.restore_if_removed():
+        """Restores what it can if somebody has removed the run directory or files in it."""
+        was_removed = not Path(self.plan.output_dir).exists()
+        restored = output.restore()
+        if was_removed and restored:
             warn(f"{self.plan.output_dir} was removed during the run; its log and metrics start again")
-            self.say(f"{ends.RUNNING} {self.content['host']} {self.content['pid']}\n")
+        elif restored:
+            names = " and ".join(path.name for path in restored)
+            warn(f"{names} in {self.plan.output_dir} was removed or cut short during the run, and was restored")
+        if self.is_described and not self.file("json").exists():
             self.write()
+        if not self.file("status").exists():
+            self.say(f"{ends.RUNNING} {self.content['host']} {self.content['pid']}\n")
 
 
 def wandb_config(part: Mapping[str, Any]) -> dict[str, Any]:
     """A run's configuration in W&B, for either engine: what a node's part knows, from which secrets are gone."""
     plan = part["plan"]
-    found = {"strategy": plan["strategy"]["name"], "title": plan["strategy"]["title"]}
-    found |= {key: plan[key] for key in ("engine", "engine_patches", "device", "layout", "ds_config")}
-    found["settings"] = {name: value for values in plan["settings_by_role"].values() for name, value in values.items()}
-    return found | {key: part.get(key) for key in ("versions", "commits", "data")}
+    config = {"strategy": plan["strategy"]["name"], "title": plan["strategy"]["title"]}
+    config |= {key: plan[key] for key in ("engine", "engine_patches", "device", "layout", "ds_config")}
+    config["settings"] = {}
+    for values in plan["settings_by_role"].values():
+        config["settings"] |= values
+    return config | {key: part.get(key) for key in ("versions", "commits", "data")}
 
 
 def write_wandb_config(path: Path, values: Mapping[str, Any]) -> None:
@@ -180,12 +191,11 @@ def warn(sentence: str) -> None:
 def follow(part: Part, peers: Peers, stacks: Stacks, is_over: Callable[[], bool]) -> Output:
     """Passes on the output until it ends, while the sampler runs."""
     plan, metrics = part.plan, Path(part.plan.output_dir, "metrics.jsonl")
-    with part.file("log").open("ab") as log:
-        output = Output(log, metrics, part.hidden, on_iteration=peers.progressed, stacks=stacks.texts)
-        interval = min(plan.decimal("SAMPLE_INTERVAL"), threading.TIMEOUT_MAX)
-        sampler = Sampler(part.file("samples.jsonl"), interval, has_gpus=plan.device == "cuda")
-        pass_on(output, sys.stdin.fileno(), sys.stdout.fileno(), is_over, lambda: part.look(output))
-        sampler.end()
+    output = Output(part.file("log"), metrics, part.hidden, on_iteration=peers.progressed, stacks=stacks.texts)
+    interval = min(plan.decimal("SAMPLE_INTERVAL"), threading.TIMEOUT_MAX)
+    sampler = Sampler(part.file("samples.jsonl"), interval, has_gpus=plan.device == "cuda")
+    pass_on(output, sys.stdin.fileno(), sys.stdout.fileno(), is_over, lambda: part.look(output))
+    sampler.end()
     return output
 
 
@@ -220,14 +230,19 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     content = json.loads(args.plan.read_bytes())
     with contextlib.suppress(OSError):
         args.plan.unlink()  # it holds secrets in clear text
-    plan, hidden = Plan.read(content), machine.secrets(os.environ)
+    plan = Plan.read(content)
+    hidden = machine.secrets(os.environ)
     killed_before = machine.oom_kills()
+    refused_before = processes.refused_starts()
     claim.keep(Path(plan.output_dir), f"node{plan.node}", args.launcher)
     part = Part(plan, machine.hide(content, hidden), args.launcher, hidden)
     peers = Peers(Place.of(plan, peer_port(plan.number("MASTER_PORT"))), hurry, warn)
     stacks = Stacks(part.file("stack"))
     part.look_around(peers.introduce)
-    guard = Guard(plan, args.launcher, args.mark, peers, stacks)
+    reports = Reports(reports_prefix(stacks.prefix), hidden)
+    for path in reports.paths():
+        path.unlink(missing_ok=True)  # of a run that was killed
+    guard = Guard(plan, args.launcher, args.mark, peers, stacks, reports)
 
     def is_orphan() -> bool:
         return os.getppid() != args.launcher
@@ -239,22 +254,33 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     with contextlib.suppress(OSError):
         args.end_file.unlink()
     kills = machine.oom_kills() - killed_before
-    cause = guards.cause_of(plan, output, guard, exit_status, interrupted_by, kills)
+    refused_starts = processes.refused_starts() - refused_before
+    cause = guards.cause_of(plan, output, guard, exit_status, interrupted_by, kills, refused_starts)
     stopped = stacks.sentence() if stacks.stopped() else ""
-    for path in stacks.paths():
+    exceptions = [
+        {"rank": report.rank, "type": report.type, "message": report.message, "time": report.time}
+        for report in reports.read()
+    ]
+    for path in (*stacks.paths(), *reports.paths()):
         path.unlink(missing_ok=True)
-    finished = {"status": ends.COMPLETE, "reason": "", "remedy": "", "cause": None}
-    if interrupted_by:
-        finished |= {"status": ends.CANCELLED, "reason": f"{interrupted_by} received"}
+    if cause:
+        how_it_ended = fields_of(cause)
+    elif interrupted_by:
+        reason = f"{interrupted_by} received"
+        how_it_ended = {"status": ends.CANCELLED, "reason": reason, "remedy": "", "cause": None}
+    else:
+        how_it_ended = {"status": ends.COMPLETE, "reason": "", "remedy": "", "cause": None}
     end = {
         **part.place,
-        **(fields_of(cause) if cause else finished),
+        **how_it_ended,
         "exit_status": exit_status,
         "signal": interrupted_by,
         "ended": timestamp(output.ended),
+        "attempt": peers.attempt,
         "padded_vocab_size": output.padded_vocab_size,
         "peak_memory": [asdict(output.memory[rank]) for rank in sorted(output.memory)],
-        "evaluations": [asdict(found) for found in output.evaluations],
+        "evaluations": [asdict(evaluation) for evaluation in output.evaluations],
+        "exceptions": exceptions,
         "oom_kills": kills,
     }
     tell_and_hear(peers, end, stopped)

@@ -14,6 +14,7 @@ import psutil
 
 from t5bench.record.machine import visible_gpus
 from t5bench.record.status import now
+from t5bench.run.kept import KeptFile
 
 # nvidia-smi's names of the fields, and those in a sample.
 _GPU_FIELDS = {
@@ -32,15 +33,15 @@ def network_counters() -> dict[str, dict[str, int]]:
 
     Members of a bond are left out: the bond counts the same bytes.
     """
-    found = {}
+    counters = {}
     for name, count in psutil.net_io_counters(pernic=True, nowrap=False).items():
         if not (_DEVICES / "net" / name / "master").exists():
-            found[name] = {"sent": count.bytes_sent, "received": count.bytes_recv}
+            counters[name] = {"sent": count.bytes_sent, "received": count.bytes_recv}
     for port in (_DEVICES / "infiniband").glob("*/ports/*"):
         with contextlib.suppress(OSError, ValueError):
             words = {to: int((port / f"counters/port_{name}_data").read_text()) for to, name in _INFINIBAND.items()}
-            found[f"ib:{port.parent.parent.name}/{port.name}"] = {to: 4 * count for to, count in words.items()}
-    return found
+            counters[f"ib:{port.parent.parent.name}/{port.name}"] = {to: 4 * count for to, count in words.items()}
+    return counters
 
 
 def link_speeds() -> dict[str, dict[str, int | None]]:
@@ -54,6 +55,7 @@ class Sampler:
 
     def __init__(self, path: Path, seconds: float, *, has_gpus: bool) -> None:
         self.path, self.seconds, self.ended = path, seconds, threading.Event()
+        self.file: KeptFile | None = None
         self.latest: dict[int, dict[str, float | None]] = {}  # the last sample of each GPU
         self.smi: subprocess.Popen[str] | None = None
         if has_gpus:
@@ -81,9 +83,11 @@ class Sampler:
         while True:
             gpus, self.latest = self.latest, {}
             sample = {"time": round(now(), 3), "gpus": [gpus[index] for index in sorted(gpus)]}
-            # Opened each time: a directory that was removed may have come back.
-            with contextlib.suppress(OSError), self.path.open("a") as file:
-                file.write(json.dumps(sample | {"network": network_counters()}) + "\n")
+            line = json.dumps(sample | {"network": network_counters()}) + "\n"
+            with contextlib.suppress(OSError):
+                self.file = self.file or KeptFile(self.path)
+                self.file.write(line.encode())
+                self.file.restore()
             if is_last:
                 return
             is_last = self.ended.wait(self.seconds)
@@ -92,6 +96,9 @@ class Sampler:
         """Takes a last sample and stops."""
         self.ended.set()
         self.thread.join(timeout=5)
+        with contextlib.suppress(OSError):
+            if self.file:
+                self.file.close()
         if self.smi:
             self.smi.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

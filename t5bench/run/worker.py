@@ -1,15 +1,19 @@
-"""Runs a training program unchanged, and makes it write its threads' stacks when it gets TERM, before it ends.
+"""Runs a training program unchanged, and lets the recorder know where it was, that it trains, and why it failed.
 
     python t5bench/run/worker.py STACKS SCRIPT ARGUMENTS...
 
-The stacks go to STACKS.<rank>. torchrun sends TERM to all workers when one has failed, and so does the guard, so the
-stacks always show where a worker was. With T5_PROFILE (ITERATION:FILE) an iteration is profiled.
+When it gets TERM, its threads' stacks go to STACKS.<rank>. torchrun sends TERM to all workers when one has failed, and
+so does the guard, so the stacks always show where a worker was. A sign of life in every iteration, and the exception
+that ends the program, go to a file next to it (t5bench/run/reports.py). With T5_PROFILE (ITERATION:FILE) an iteration
+is profiled.
 """
 
+import argparse
 import atexit
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import os
 import runpy
@@ -17,7 +21,9 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from t5bench.run.reports import Reporter, reports_prefix
 
 
 def keep_stacks(path: str) -> None:
@@ -31,16 +37,49 @@ def keep_stacks(path: str) -> None:
             os.register_at_fork(after_in_child=lambda number=number: faulthandler.unregister(number))
 
 
-def prepare_megatron() -> None:
-    """Imports what Megatron-DeepSpeed imports, in less time; the native engine does the same for itself."""
-    from t5bench.imports import import_deepspeed, leave_out_compiler
-
+def prepare_libraries(is_megatron: bool) -> None:
+    """Imports what the engine imports, in less time; the native engine leaves out DeepSpeed where it needs none."""
     gc.disable()
-    leave_out_compiler()
-    with contextlib.suppress(ImportError):  # the engine says it better
-        import_deepspeed()
+    if is_megatron:
+        from t5bench.imports import import_deepspeed, leave_out_compiler
+
+        leave_out_compiler()
+        with contextlib.suppress(ImportError):  # the engine says it better
+            import_deepspeed()
+    with contextlib.suppress(ImportError):
+        import torch  # noqa: F401
     gc.freeze()  # no collection looks at the million objects of the modules
     gc.enable()
+
+
+def report_iterations(reporter: Reporter) -> None:
+    """Every batch that is read, also by an evaluation, and every update of an optimizer is a sign of life."""
+    try:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+    except ImportError:
+        return
+    register_optimizer_step_post_hook(lambda *_: reporter.alive())
+    next_batch = _BaseDataLoaderIter.__next__
+
+    @functools.wraps(next_batch)
+    def reported(loader: _BaseDataLoaderIter) -> Any:
+        reporter.alive()
+        return next_batch(loader)
+
+    _BaseDataLoaderIter.__next__ = reported
+
+
+def report_rejections(reporter: Reporter) -> None:
+    """argparse ends a program without an exception that has its message."""
+    say_and_exit = argparse.ArgumentParser.error
+
+    @functools.wraps(say_and_exit)
+    def error(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+        reporter.rejection = message
+        say_and_exit(parser, message)
+
+    argparse.ArgumentParser.error = error
 
 
 def leave() -> NoReturn:
@@ -58,20 +97,29 @@ def leave() -> NoReturn:
 
 def main() -> None:
     stacks, program, *arguments = sys.argv[1:]
-    keep_stacks(f"{stacks}.{os.environ.get('RANK', '0')}")
+    rank = os.environ.get("RANK", "0")
+    keep_stacks(f"{stacks}.{rank}")
+    reporter = Reporter(reports_prefix(Path(stacks)), int(rank))
+    report_rejections(reporter)
     sys.path[0], sys.argv = str(Path(program).resolve().parent), [program, *arguments]
-    if place := os.environ.get("T5_PROFILE"):
-        from t5bench.run.profile_step import OneIteration
-
-        iteration, _, output = place.partition(":")
-        OneIteration(int(iteration), Path(output), sys.argv)
-    if (Path(sys.path[0]) / "megatron" / "initialize.py").exists():
-        prepare_megatron()
     try:
+        prepare_libraries(is_megatron=(Path(sys.path[0]) / "megatron" / "initialize.py").exists())
+        report_iterations(reporter)
+        if place := os.environ.get("T5_PROFILE"):
+            from t5bench.profile.step import OneIteration
+
+            iteration, _, output = place.partition(":")
+            OneIteration(int(iteration), Path(output), sys.argv)
         runpy.run_path(program, run_name="__main__")
     except SystemExit as ended:
         if ended.code:
+            reporter.failed(ended)
             raise
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        reporter.failed(error)
+        raise
     leave()
 
 

@@ -27,6 +27,7 @@ from t5bench.record.files import RecordError
 from t5bench.record.plan import Plan
 from t5bench.record.records import load, looks_like_run, read_metrics, write_list
 from t5bench.record.status import COMPLETE, CONFIGURATION, EXIT_CODES
+from t5bench.record.text import steer
 from t5bench.sweep.launch import Launch, Row, Started, choose, plan_baselines, plan_rows
 
 # The time between looks at a run, and between reports of its progress, which read all of its iterations: on a terminal,
@@ -203,7 +204,11 @@ def _run_one(launch: Launch, row: Row, directory: Path, label: str, expected: fl
     while (status := run.poll()) is None:
         if (now := time.time()) - told >= (PROGRESS_SECONDS if terminal else LINE_SECONDS):
             said = f"{label}  {progress(directory, started, bar=terminal)}{_left(expected - now + started)}"
-            print(f"\r{said}\033[K", end="\r", file=sys.stderr, flush=True) if terminal else note(said)
+            if terminal:
+                print(said, end="", file=sys.stderr)
+                steer(sys.stderr, "\033[K\r")
+            else:
+                note(said)
             told = now
         time.sleep(SECONDS)
     return status, outcome(status, run, directory)

@@ -100,3 +100,28 @@ def test_parts_of_different_runs_do_not_mix(nodes: tuple[Path, Path], tmp_path: 
     change(second, 1, started=began, ended=ended, versions={"torch": "2.4.0"})
     assert collect(first, second) == 0
     assert "versions.torch is '2.4.0'" in capsys.readouterr().err
+
+
+def test_clocks_that_differ_by_a_day(nodes: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture):
+    """The recorders told each other the name of their attempt; where they could not, the user knows."""
+    first, second = nodes
+    times = {"started": "2020-01-01T00:00:00.000Z", "ended": "2020-01-01T01:00:00.000Z"}
+    for place, attempts, options, status in (
+        ("unknown", ("a", None), [], 2),
+        ("same", ("a", None), ["--same-run"], 0),
+        ("another", ("a", "b"), ["--same-run"], 2),
+        ("known", ("a", "a"), [], 0),
+    ):
+        change(first, 0, attempt=attempts[0], **times)
+        change(second, 1, attempt=attempts[1])
+        assert collect(tmp_path / place, first, second, *options) == status
+    said = capsys.readouterr().err
+    assert "If the nodes' clocks differ, add --same-run" in said and "another attempt than this one" in said
+    assert load(tmp_path / "known").status == "complete"
+    # Of a run that was resumed, too.
+    shutil.copy(first / "node0.json", first / "node0.json.1")
+    plan = json.loads((first / "node0.json").read_text())["plan"] | {"resume_from": 1}
+    change(first, 0, plan=plan)
+    change(second, 1, plan=plan | {"node": 1})
+    assert collect(tmp_path / "resumed", first, second) == 0
+    assert load(tmp_path / "resumed").status == "complete"

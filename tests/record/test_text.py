@@ -1,8 +1,12 @@
 """Text of hosts, logs and engines, on its way to a terminal, a file or a page."""
 
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
+from harness import REPO_ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,3 +49,16 @@ def test_a_screen_shows_the_same_however_the_output_is_cut(text: str, cuts: list
         shown += screen.show(data[start:stop])
     expected = on_terminal(text) + no_utf_8.decode(errors="backslashreplace")
     assert shown + screen.show(b"", is_last=True) == expected.encode()
+
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\b"
+
+
+@pytest.mark.parametrize("command", ["compare", "explain", "collect", "parity", "verify", "merge", "predict --check"])
+def test_what_programs_print_steers_no_terminal(command: str, tmp_path: Path):
+    """Errors quote names, and so do tracebacks and usages."""
+    words = [sys.executable, "-m", "t5bench", *command.split(), str(tmp_path / EVIL), str(tmp_path / EVIL)]
+    result = subprocess.run(words, capture_output=True, text=True, cwd=REPO_ROOT)
+    assert result.returncode != 0
+    said = result.stdout + result.stderr
+    assert "owned" in said and not any(character in said for character in "\x1b\x9b\x07\b"), said

@@ -39,7 +39,7 @@ def launch_ddp(project: Project, before: str = "", after: str = "", *account: st
 
 
 def reading(directory: Path, *hidden: str) -> Output:
-    return Output((directory / "log").open("wb"), directory / "metrics", hidden)
+    return Output(directory / "log", directory / "metrics", hidden)
 
 
 def logged(directory: Path) -> list[str]:
@@ -92,19 +92,77 @@ def test_two_at_the_same_moment(project: Project, script: str, count: int):
         assert [line.iteration for line in lines] == list(range(20, 1001, 20))
 
 
-def test_run_directory_removed(project: Project):
-    launcher = project.start_sleeping(STUB_SLEEP="6")
+@pytest.mark.parametrize("removed", ["", "node0.log", "metrics.jsonl", "node0.samples.jsonl", "node0.json",
+                                     "node0.status", "*", "emptied metrics.jsonl", "replaced node0.log"])  # fmt: skip
+def test_run_directory_removed(project: Project, removed: str):
+    """Or files in it, or what is in one of them: the record is whole."""
+    launcher = project.start_sleeping(STUB_SLEEP="6", SAMPLE_INTERVAL="1")
     directory = project.root / "outputs" / "ddp"
     wait_for(lambda: (directory / "metrics.jsonl").exists() and (directory / "node0.json").exists())
-    shutil.rmtree(directory)
+    damage, _, name = removed.rpartition(" ")
+    paths = list(directory.glob(name)) if name else [directory]
+    for path in paths:
+        if damage == "emptied":
+            path.write_text("")
+        elif path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+        if damage == "replaced":
+            path.write_text("another")
     wait_for((directory / "node0.log").exists, 10)
     assert launcher.poll() is None
     errors = launcher.communicate(timeout=60)[1]
     assert launcher.returncode == 0, errors
-    assert "was removed during the run" in errors
-    run = load(directory)
-    assert (run.status, len(run.iterations)) == ("complete", 50)
+    if name not in ("node0.json", "node0.status", "node0.samples.jsonl"):
+        assert "was removed " in errors
+    run = load(directory, from_log=True)
+    assert (run.status, len(run.iterations), len(run.samples[0]) > 3) == ("complete", 50, True)
     assert "stub torchrun output" in (directory / "node0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all"),
+    [(signal.SIGUSR1, True), (signal.SIGUSR2, True), (signal.SIGUSR2, False), (signal.SIGQUIT, True),
+     (signal.SIGALRM, False), (signal.SIGABRT, False)],
+)  # fmt: skip
+def test_signals_of_slurm_and_of_people(project: Project, number: signal.Signals, to_all: bool):
+    """SLURM's --signal goes to all processes of a job, or to the launcher alone."""
+    launcher = project.start_sleeping()
+    send = os.killpg if to_all else os.kill
+    send(launcher.pid, number)
+    errors = launcher.communicate(timeout=40)[1]
+    name = number.name.removeprefix("SIG")
+    assert launcher.returncode == 128 + number, errors
+    assert f"error: ddp on node 0: cancelled: {name} received" in errors
+    assert load(project.root / "outputs" / "ddp").status == "cancelled"
+    assert processes_with(f"STUB_DIR={project.stubs}") == []
+
+
+def test_torchrun_suspended_at_the_end(project: Project):
+    """Its workers have trained to the end."""
+    launcher = project.start_sleeping(STUB_SLEEP="2")
+    os.kill(int((project.stubs / "pid").read_text()), signal.SIGSTOP)
+    errors = launcher.communicate(timeout=40)[1]
+    assert launcher.returncode == 0, errors
+    assert "torchrun was suspended; resuming it" in errors
+    assert load(project.root / "outputs" / "ddp").status == "complete"
+
+
+@pytest.mark.parametrize("shell", ["bash -i", "bash -m", "env SHELLOPTS=monitor bash"])
+def test_job_control(project: Project, shell: str):
+    """With it, each command of a shell leads a process group, and setsid forks."""
+    script = shlex.quote(str(project.script("run_megatron_t5_ddp.sh")))
+    options = {
+        "env": project.environment | {"MASTER_PORT": str(free_port())},
+        "cwd": project.root,
+        "capture_output": True,
+        "text": True,
+        "timeout": 60,
+    }
+    result = subprocess.run(["bash", "-c", f"STUB_WAIT=4 exec {shell} {script}"], check=False, **options)
+    assert result.returncode == 0, result.stderr
+    assert load(project.root / "outputs" / "ddp").status == "complete"
 
 
 SLOW_START = """

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +15,12 @@ from made_runs import made_plan
 
 from t5bench.plan.channel import Place
 from t5bench.plan.ports import free_port
-from t5bench.record.status import Cause
+from t5bench.record.status import Cause, now
 from t5bench.run import guard as guards
 from t5bench.run.guard import Guard, Stacks
 from t5bench.run.peers import Peers
 from t5bench.run.processes import workers
+from t5bench.run.reports import Reporter, Reports, reports_prefix
 
 # A worker that hangs in a function, in a separate process, and says so.
 WORKER = """
@@ -33,17 +35,33 @@ subprocess.run([sys.executable, *sys.argv[1:]], env=os.environ | {"RANK": "3"})
 """
 
 
+# Workers that train, or only evaluate, for eight seconds without a line in the log, and then hang.
+TRAINS = """
+import sys, time, torch
+from torch.utils.data import DataLoader
+weight = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.AdamW([weight])
+batches = iter(DataLoader(range(100000)))
+print("ready", flush=True)
+until = time.monotonic() + 8
+while time.monotonic() < until:
+    time.sleep(0.2)
+    WHAT
+sys.stdin.read()
+"""
+
+
 class Run:
     """torchrun's stand-in, and a guard of it."""
 
-    def __init__(self, directory: Path, program: str = TORCHRUN) -> None:
+    def __init__(self, directory: Path, program: str = TORCHRUN, worker: str = WORKER) -> None:
         self.mark, self.stacks = uuid.uuid4().hex, Stacks(directory / "stack")
         script = directory / "worker.py"
-        script.write_text(WORKER)
+        script.write_text(worker)
         self.peers = Peers(Place(0, 1, "127.0.0.1", 1, "a run", b"secret"))
         self.process = subprocess.Popen(
             [sys.executable, "-c", program, REPO_ROOT / "t5bench/run/worker.py", self.stacks.prefix, script],
-            env=os.environ | {"T5_RUN_MARK": self.mark},
+            env=os.environ | {"T5_RUN_MARK": self.mark, "PYTHONPATH": str(REPO_ROOT)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -54,7 +72,8 @@ class Run:
     def guard(self, launcher: int = 0, watchdog: int = 0, rendezvous: int = 60, resume_from: int = 0) -> Guard:
         settings = {"WATCHDOG_SECONDS": str(watchdog), "RENDEZVOUS_TIMEOUT": str(rendezvous)}
         plan = made_plan(settings=settings, resume_from=resume_from)
-        return Guard(plan, launcher or os.getppid(), self.mark, self.peers, self.stacks)
+        reports = Reports(reports_prefix(self.stacks.prefix))
+        return Guard(plan, launcher or os.getppid(), self.mark, self.peers, self.stacks, reports)
 
     def processes(self) -> list[int]:
         return processes_with(f"T5_RUN_MARK={self.mark}")
@@ -158,6 +177,66 @@ def test_a_healthy_run_is_left_alone(run: Run):
     assert len(run.processes()) == 3
 
 
+@pytest.mark.parametrize("what", ["weight.sum().backward(); optimizer.step()", "next(batches)"])
+def test_a_run_that_writes_no_line_is_left_alone_while_it_trains(tmp_path: Path, what: str):
+    """LOG_INTERVAL iterations, or an evaluation, may take longer than WATCHDOG_SECONDS."""
+    run = Run(tmp_path, worker=TRAINS.replace("WHAT", what))
+    began = time.monotonic()
+    guard = run.guard(watchdog=4)
+    guard.thread.join(30)
+    assert guard.cause and guard.cause.status == "timeout", "then it hangs"
+    assert "no iteration in 4 s" in guard.cause.reason and time.monotonic() - began > 10
+    assert not run.processes()
+
+
+FAILS = {
+    "raise RuntimeError('broken')": ("RuntimeError", "broken", "crashed"),
+    "bytearray(2**60)": ("MemoryError", "", "out-of-memory"),
+    "import argparse; argparse.ArgumentParser().parse_args()": ("SystemExit", "2", "configuration"),
+    "import torch; raise torch.OutOfMemoryError('CUDA out of memory.')": (
+        "torch.OutOfMemoryError", "CUDA out of memory.", "out-of-memory"),
+    "from t5bench import Problem\ntry: raise Problem('no data', 'Get some')\nexcept Problem: raise SystemExit(2)": (
+        "SystemExit", "2", "configuration"),
+    "import threading; raise OSError(28, 'No space left on device')": (
+        "OSError", "[Errno 28] No space left on device", "crashed"),
+    "": None,
+    "raise SystemExit": None,
+    "import subprocess, sys; subprocess.run([sys.executable, '-c', 'x'])": None,
+    "import os; os.fork() or int('x'); os.wait()": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("program", "removed"), [*((each, False) for each in FAILS), (next(iter(FAILS)), True)])
+def test_a_worker_reports_its_exception(tmp_path: Path, program: str, removed: bool):
+    """Even if somebody removed the run directory meanwhile; but not that of a process that it starts."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    remove = f"import shutil; shutil.rmtree({str(directory)!r})\n" if removed else ""
+    (tmp_path / "fails.py").write_text(remove + program)
+    worker, stacks = REPO_ROOT / "t5bench/run/worker.py", directory / "node0.stack"
+    # The real torch takes seconds to import, and only this of it matters here.
+    (tmp_path / "torch.py").write_text("class OutOfMemoryError(RuntimeError): pass")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{REPO_ROOT}", "RANK": "5"}
+    command = [sys.executable, worker, stacks, tmp_path / "fails.py", "--unknown"]
+    began = now()
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    reports = Reports(reports_prefix(stacks)).read()
+    expected = FAILS[program]
+    assert [(report.rank, report.type, report.message, report.cause.status) for report in reports] == (
+        [(5, *expected)] if expected else []
+    ), result.stderr
+    assert all(began <= report.time == report.cause.time <= now() for report in reports)
+    assert (result.returncode != 0) == bool(expected)
+
+
+def test_a_secret_in_an_exception_is_hidden(tmp_path: Path):
+    reporter = Reporter(tmp_path / "node0.worker", 0)
+    reporter.failed(RuntimeError("login with 0123456789abcdef failed\x1b[2J"))
+    (report,) = Reports(tmp_path / "node0.worker", ["0123456789abcdef"]).read()
+    assert report.message == r"login with *** failed\x1b[2J"
+    assert report.cause.reason == r"RuntimeError: login with *** failed\x1b[2J" == report.cause.line
+
+
 def test_a_run_without_workers_is_ended_after_the_rendezvous(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(guards, "START_SECONDS", 0)
     cause = Run(tmp_path, "import sys; print('ready', flush=True); sys.stdin.read()").cause(rendezvous=0)
@@ -217,6 +296,7 @@ def test_a_worker_ends_as_python_does(end: str, status: int, tmp_path: Path):
     """Where it succeeds, its interpreter is not taken apart: a thread of gloo's would abort it meanwhile."""
     (tmp_path / "ends.py").write_text(ENDS + end)
     command = [sys.executable, REPO_ROOT / "t5bench/run/worker.py", tmp_path / "stacks", tmp_path / "ends.py"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    environment = os.environ | {"PYTHONPATH": str(REPO_ROOT)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
     said = "its output\nits thread\nits exit function\n" + "taken apart\n" * (status > 0)
     assert (result.returncode, result.stdout) == (status, said)

@@ -141,7 +141,7 @@ def test_nobody_joins_an_attempt_that_is_over(nodes, peer):
 
 def test_every_node_hears_a_difference_once(peer):
     told: dict[int, list[str]] = {0: [], 1: [], 2: []}
-    plan = {"settings": {}, "arguments": {"extra": ""}}
+    plan = {"settings_by_role": {}, "arguments": {"extra": ""}}
 
     def part(node: int, torch: str) -> dict:
         facts = {"versions": {"torch": torch}, "plan": plan, "data": {}, "commits": {}, "patches": {}}

@@ -17,14 +17,17 @@ from harness import engine_output as output
 from made_runs import made_plan
 from test_faults import recorder_of
 
+from t5bench import Problem
 from t5bench.record import machine as environment
 from t5bench.record.files import RecordError
+from t5bench.record.plan import FORMAT
 from t5bench.record.reader import read_samples
 from t5bench.record.records import load
-from t5bench.record.status import Cause, Status, Strength
+from t5bench.record.status import Cause, Status, Strength, cause_of_exception
 from t5bench.run import sampler
 from t5bench.run.guard import cause_of, exit_code, read_end
 from t5bench.run.output import OPEN_SECONDS, Output, pass_on
+from t5bench.run.processes import refused_starts
 
 
 def part_of(directory: Path, node: int = 0) -> dict:
@@ -51,16 +54,24 @@ def test_a_complete_run(tmp_path: Path):
     assert len(samples) >= 2 and samples[0]["network"]["lo"]["sent"] >= 0
 
 
-OTHER_LEFT = """[rank1]: RuntimeError: Connection closed by peer
-Root Cause (first observed failure):
+OTHER_LEFT = """Root Cause (first observed failure):
   rank      : 1 (local_rank: 1)
   exitcode  : 1 (pid: 5)
 """
-NO_GUARD = SimpleNamespace(cause=None, stacks=SimpleNamespace(stopped=dict))
+
+
+def no_guard(*raised: tuple[int, BaseException]) -> SimpleNamespace:
+    """A guard that ended nothing, of workers that reported these exceptions: rank and exception."""
+    reports = [SimpleNamespace(cause=cause_of_exception(error, rank)) for rank, error in raised]
+    reader = SimpleNamespace(read=lambda: reports)
+    return SimpleNamespace(cause=None, stacks=SimpleNamespace(stopped=dict), reports=reader)
+
+
+CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.3]:1")
 
 
 def said(directory: Path, *blocks: bytes) -> Output:
-    found = Output((directory / "log").open("wb"), directory / "metrics.jsonl", [])
+    found = Output(directory / "log", directory / "metrics.jsonl", [])
     for block in blocks:
         found.take(block, 1e9)
     found.end(1e9)
@@ -68,38 +79,57 @@ def said(directory: Path, *blocks: bytes) -> Output:
 
 
 @pytest.mark.parametrize(
-    ("text", "end", "status", "reason", "code", "strength"),
+    ("text", "raised", "end", "status", "reason", "code", "strength"),
     [
-        (output(3), "0 ", "complete", "", 0, None),
-        (output(2), "0 ", "incomplete", "it ended after iteration 2 of 3", 3, 2),
-        (output(3, ranks=()), "0 ", "incomplete", "rank 0 ended before the run did", 3, 2),
-        (output(3, loss="NAN"), "0 ", "diverged", "the loss is not a number at iteration 1", 4, 3),
-        (output(3, loss="inf") + "AssertionError\n", "1 ", "diverged", "the loss is not a number at iteration 1", 4, 3),
-        (output(2) + "[rank0]: KeyError: 'text'\n", "1 ", "crashed", "rank 0: KeyError: 'text'", 1, 2),
-        ("RuntimeError: Connection closed by peer\n", "1 ", "network", "connection to another process was lost", 7, 0),
-        (OTHER_LEFT, "1 ", "incomplete", "rank 0 ended before the run did", 3, 2),
-        (OTHER_LEFT + MEMORY.format(0), "1 ", "network", "connection to another process was lost", 7, 0),
-        ("error: unrecognized arguments: --x\n", "2 ", "configuration", "unrecognized arguments: --x", 2, 3),
-        (output(2), "143 TERM", "cancelled", "", 143, None),
-        (output(2), "130 INT", "cancelled", "", 130, None),
-        (output(2), "137 ", "crashed", "torchrun was killed", 1, 3),
-        (output(2), "9 ", "crashed", "exit status 9 without naming a cause", 1, 0),
-        (output(2), None, "crashed", "the launcher was killed", 1, 3),
+        (output(3), [], "0 ", "complete", "", 0, None),
+        (output(2), [], "0 ", "incomplete", "it ended after iteration 2 of 3", 3, 2),
+        (output(3, ranks=()), [], "0 ", "incomplete", "rank 0 ended before the run did", 3, 2),
+        (output(3, loss="NAN"), [], "0 ", "diverged", "the loss is not a number at iteration 1", 4, 3),
+        (output(3, loss="inf"), [(0, AssertionError())], "1 ", "diverged", "the loss is not a number", 4, 3),
+        (output(2), [(0, KeyError("text"))], "1 ", "crashed", "rank 0: KeyError: 'text'", 1, 2),
+        # The earliest of the strongest, not what is printed: this one was handled.
+        ("ValueError: handled\n", [(1, KeyError("text")), (0, CLOSED)], "1 ", "crashed", "rank 1: KeyError", 1, 2),
+        ("", [(0, CLOSED)], "1 ", "network", "connection to another process was lost", 7, 0),
+        (OTHER_LEFT, [(1, CLOSED)], "1 ", "incomplete", "rank 0 ended before the run did", 3, 2),
+        (OTHER_LEFT + MEMORY.format(0), [(1, CLOSED)], "1 ", "network", "connection to another process was lost", 7, 0),
+        ("", [(0, Problem("no --x", "Read --help"))], "2 ", "configuration", "no --x", 2, 3),
+        ("ImportError: no torch\n", [], "1 ", "crashed", "ImportError: no torch", 1, 2),  # torchrun's own
+        (output(2), [], "143 TERM", "cancelled", "", 143, None),
+        (output(2), [], "130 INT", "cancelled", "", 130, None),
+        (output(2), [], "138 USR1", "cancelled", "", 138, None),
+        (output(2), [], "131 QUIT", "cancelled", "", 131, None),
+        (output(2), [], "137 ", "crashed", "torchrun was killed (SIGKILL)", 1, 3),
+        (output(2), [], "138 ", "crashed", "torchrun was ended by a signal (SIGUSR1)", 1, 3),
+        (output(2), [], "9 ", "crashed", "exit status 9 without naming a cause", 1, 0),
+        (output(2), [], None, "crashed", "the launcher was killed", 1, 3),
     ],
 )
 def test_how_it_ended(
-    tmp_path: Path, text: str, end: str | None, status: str, reason: str, code: int, strength: int | None
+    tmp_path: Path, text: str, raised: list, end: str | None, status: str, reason: str, code: int, strength: int | None
 ):
     """strength: how much the cause explains; what only the recorder sees outweighs the reports of victims elsewhere."""
     if end:
         (tmp_path / "end").write_text(end)
     plan = made_plan(settings={"TRAIN_ITERS": "3", "LOG_INTERVAL": "1"}, engine="native", world_size=1)
     exit_status, by = read_end(tmp_path / "end")
-    cause = cause_of(plan, said(tmp_path, text.encode()), NO_GUARD, exit_status, by, 0)
+    cause = cause_of(plan, said(tmp_path, text.encode()), no_guard(*raised), exit_status, by, 0)
     found = cause.ending() if cause else Status("cancelled" if by else "complete")
     assert (found.name, cause and cause.strength) == (status, strength)
     assert reason in found.reason
     assert exit_code(found, {"signal": by, "heard": []}) == code
+
+
+def test_the_kernel_refused_to_start_a_process(tmp_path: Path):
+    """A library that needs a thread may abort without a word; the kernel counts. What a worker knows is better."""
+    groups = tmp_path / "cgroup"
+    groups.write_text("5:pids:/job/step\n3:cpu,cpuacct:/job\n0::/other\n")
+    for folder, count in (("pids/job/step", 2), ("pids/job", 1), ("other", 4), ("cpu/job", 8)):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "pids.events").write_text(f"max {count}\n")
+    assert refused_starts(groups, tmp_path) == 7
+    for raised, reason in (((), "the limit on processes or threads"), ([(0, MemoryError())], "the host's memory")):
+        cause = cause_of(made_plan(), said(tmp_path), no_guard(*raised), 1, None, 0, 1)
+        assert cause and reason in cause.reason
 
 
 EVALUATED = MEMORY.format(0) + " validation loss at iteration {} | lm loss value: 8.0E+00 | lm loss PPL: 2.981E+03 |\n"
@@ -111,23 +141,25 @@ def test_a_run_that_did_not_load_its_checkpoint(tmp_path: Path):
     first, second, rest = output(3).split("\n", 2)
     anew = f"{first}\n{second}\n{rest}", f"{second}\n{rest}", EVALUATED.format(0)
     for text in (*anew, rest, EVALUATED.format(2)):
-        cause = cause_of(plan, said(tmp_path, text.encode()), NO_GUARD, 0, None, 0)
+        cause = cause_of(plan, said(tmp_path, text.encode()), no_guard(), 0, None, 0)
         begins = cause is not None and cause.reason.startswith("the engine did not load the checkpoint of iteration 2")
         assert begins == (text in anew)
 
 
 def test_a_run_that_ended_before_the_guard_acted_keeps_its_reason(tmp_path: Path):
     """The other node fails because of it, and the guard hears of that while the launcher is still cleaning up."""
-    heard = SimpleNamespace(cause=Cause.now("network", "stopped because node 0 failed", strength=Strength.VICTIM))
+    heard = no_guard()
+    heard.cause = Cause.now("network", "stopped because node 0 failed", strength=Strength.VICTIM)
     for exit_status, reason in ((0, "it ended after iteration 0 of 1000"), (1, "stopped because node 0 failed")):
         cause = cause_of(made_plan(), said(tmp_path), heard, exit_status, None, 0)
         assert cause and cause.reason == reason
 
 
 @pytest.mark.parametrize(("end", "status", "reason"), [("143 TERM", "cancelled", "TERM received"),
-                                                       ("1 ", "crashed", "rank 0: KeyError: 'text'")])  # fmt: skip
+                                                       ("138 USR1", "cancelled", "USR1 received"),
+                                                       ("1 ", "crashed", "KeyError: 'text'")])  # fmt: skip
 def test_the_end_is_recorded(tmp_path: Path, end: str, status: str, reason: str):
-    result = record(tmp_path, output(2) + "[rank0]: KeyError: 'text'\n" * (status == "crashed"), end=end)
+    result = record(tmp_path, output(2) + "KeyError: 'text'\n" * (status == "crashed"), end=end)
     assert result.returncode == int(end.split()[0])
     run = load(tmp_path)
     assert (run.status, run.reason) == (status, reason)
@@ -153,7 +185,7 @@ def test_slurms_time_limit_is_distinguished_from_a_cancellation(tmp_path: Path, 
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     for left, status in (("1:45", "timeout"), ("INVALID", "timeout"), ("2:05", None), ("1-01:00:05", None)):
         stub.write_text(f"#!/bin/sh\necho {left}\n")
-        cause = cause_of(made_plan(), said(tmp_path, output(2).encode()), NO_GUARD, 143, "TERM", 0)
+        cause = cause_of(made_plan(), said(tmp_path, output(2).encode()), no_guard(), 143, "TERM", 0)
         assert (cause and cause.status) == status
 
 
@@ -180,7 +212,11 @@ def test_a_full_disk_costs_the_record_and_says_so(tmp_path: Path):
 
 
 def test_files_that_are_not_a_record_are_named(tmp_path: Path):
-    for content, problem in (("", "no record of a run"), ('{"format": 2, ', "cannot be read"), ('{"format": 1}', "2")):
+    for content, problem in (
+        ("", "no record of a run"),
+        ('{"format": 2, ', "cannot be read"),
+        ('{"format": 1}', str(FORMAT)),
+    ):
         (tmp_path / f"node0.{'json' if content else 'txt'}").write_text(content)
         with pytest.raises(RecordError, match=problem):
             load(tmp_path)
@@ -190,8 +226,10 @@ def test_the_recorder_ends_although_output_is_held_open(tmp_path: Path):
     """A process that left the run behind, its mark with it, and still has the pipe."""
     start, (reader, writer) = time.monotonic(), os.pipe()
     os.write(writer, output(3).encode())
-    with (tmp_path / "log").open("wb") as log, (tmp_path / "shown").open("wb") as shown:
-        pass_on(Output(log, tmp_path / "metrics.jsonl", []), reader, shown.fileno(), lambda: True, lambda: None)
+    with (tmp_path / "shown").open("wb") as shown:
+        pass_on(
+            Output(tmp_path / "log", tmp_path / "metrics.jsonl", []), reader, shown.fileno(), lambda: True, lambda: None
+        )
     assert OPEN_SECONDS <= time.monotonic() - start < OPEN_SECONDS + 20
     assert (tmp_path / "shown").read_text() == output(3)
     os.close(writer)

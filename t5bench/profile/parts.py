@@ -1,4 +1,4 @@
-"""profile.json: the parts that a rank's iteration is divided into (t5bench/run/timeline.py), and what they say."""
+"""profile.json: the parts that a rank's iteration is divided into (t5bench/profile/timeline.py), and what they say."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from t5bench.record import profile
-from t5bench.record.profile import AXES, PARTS, SENDING
+from t5bench.profile import parts as profile
+from t5bench.profile.parts import AXES, PARTS, SENDING
 
 _CODE, _IDLE = {part: code for code, part in enumerate(PARTS)}, -1
 # What sending on the host's main thread covers, and what such a thread does where its GPU is idle.
@@ -24,10 +24,10 @@ _EVENTS = (profile.LOGGING, profile.SAVING, profile.EVALUATING)
 _UNDER_SENDING = tuple(_CODE[part] for part in PARTS if part not in _EVENTS)
 _WHILE_IDLE = (profile.STEP, profile.DATA, *_EVENTS, profile.WAITING, profile.BUBBLE)
 _BACKWARD_NODE = "autograd::engine::evaluate_function"
-# What a range of PyTorch's or of profile_step.py's belongs to, by how its name begins; the later ones lie within.
+# What a range of PyTorch's or of step.py's belongs to, by how its name begins; the later ones lie within.
 _NAMED = {_BACKWARD_NODE: profile.BACKWARD, "Optimizer.": profile.STEP, "enumerate(DataLoader": profile.DATA}
 _NAMED |= {part: part for part in (profile.DATA, *_EVENTS)}
-# Marks of profile_step.py: the iteration, and a collective operation "t5|axis|operation|bytes sent|ranks|number".
+# Marks of step.py: the iteration, and a collective operation "t5|axis|operation|bytes sent|ranks|number".
 ITERATION, COLLECTIVE = "t5 iteration", "t5|"
 PAIRWISE = ("send", "recv", "batch_isend_irecv")
 MOST_CELLS, MOST_EVENTS, MOST_STRETCHES = 4_000_000, 40_000, 400
@@ -91,7 +91,9 @@ class RankTrace:
         ordered = sorted(self.events, key=lambda event: event.start)
         for event in (event for event in ordered if event.name.startswith(COLLECTIVE)):
             _, axis, operation, size, ranks, number = event.name.split("|")
-            steps = 1 if operation in PAIRWISE else ranks.count(",") * (1 + (operation == "all_reduce"))
+            steps = 1 if operation in PAIRWISE else ranks.count(",")  # round a ring of the others
+            if operation == "all_reduce":
+                steps *= 2
             self.marks.append(Collective((f"{axis} {ranks}", int(number)), axis, int(size), steps, event))
         if kernels := [event for event in ordered if event.kind == "kernel" and "nccl" in event.name]:
             marked = [(self.mark_around(self.launch(kernel).start), kernel) for kernel in kernels]
@@ -182,12 +184,14 @@ class RankTrace:
                     cells[self.span(event.start, event.end)] = _CODE[profile.RECOMPUTATION if again else part]
         return cells
 
-    def communicate(self, cells: np.ndarray, found: Collective, last: Last, under: Sequence[int]) -> None:
+    def communicate(self, cells: np.ndarray, collective: Collective, last: Last, under: Sequence[int]) -> None:
         """Paints a collective over the parts that it covers. On the host's main thread, waiting covers all of them."""
-        _, _, _, start, end, _ = found.event
-        arrival, latest = last.get(found.key, (start, self.rank))
-        arrival, waiting = min(max(arrival, start), end), profile.BUBBLE if found.axis == AXES[2] else profile.WAITING
-        for stretch, part in ((self.span(start, arrival), waiting), (self.span(arrival, end), SENDING[found.axis])):
+        start, end = collective.event.start, collective.event.end
+        arrival, latest = last.get(collective.key, (start, self.rank))
+        arrival = min(max(arrival, start), end)
+        is_pipeline = collective.axis == AXES[2]
+        waiting, sending = profile.BUBBLE if is_pipeline else profile.WAITING, SENDING[collective.axis]
+        for stretch, part in ((self.span(start, arrival), waiting), (self.span(arrival, end), sending)):
             free = np.isin(cells[stretch], under) | (part == waiting and under is _UNDER_SENDING)
             cells[stretch][free] = _CODE[part]
             self.unmarked += float(free.sum()) * self.cell / 1000 if under is not _UNDER_SENDING else 0.0
@@ -212,19 +216,19 @@ class RankTrace:
     def links(self, last: Last) -> dict[str, dict[str, float]]:
         """Bytes that this rank sends in large messages along each axis, the time in which one of them travels, and the
         steps of all messages."""
-        found: dict[str, dict[str, float]] = {}
+        links: dict[str, dict[str, float]] = {}
         reached = 0.0  # time in which two of them travel counts once
         operations = {each.key: each for each in self.collectives}.values()
         for each in sorted(operations, key=lambda each: last[each.key]):
             begin, end = last[each.key][0], self.left[each.key]
             if end > begin:
-                link = found.setdefault(each.axis, {"bytes": 0, "ms": 0.0, "steps": 0})
+                link = links.setdefault(each.axis, {"bytes": 0, "ms": 0.0, "steps": 0})
                 link["steps"] += each.steps
             if end > begin and each.sent >= LARGE_BYTES:
                 link["bytes"] += each.sent
                 link["ms"] = round(link["ms"] + max(0.0, end - max(begin, reached)) / 1000, 3)
                 reached = max(reached, end)
-        return found
+        return links
 
     def longest_events(self, ranks: int) -> list[dict[str, Any]]:
         """Events for Perfetto and chrome://tracing: only this rank's longest ones, to limit their number in all."""

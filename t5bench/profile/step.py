@@ -2,7 +2,7 @@
 
 The profile lasts from the end of iteration N - 1's step to the end of N's, so it includes a log line, the data, the
 forward and backward passes and the update. The first rank writes for all ranks of all nodes: FILE, with the kinds of
-its own kernels and all ranks' parts (t5bench/run/timeline.py), and trace.json next to it.
+its own kernels and all ranks' parts (t5bench/profile/timeline.py), and trace.json next to it.
 """
 
 import functools
@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, record_function
 
-from t5bench.record import profile
+from t5bench.profile import parts as profile
+from t5bench.profile import timeline
+from t5bench.profile.spent import MainThread, Parts, between, main_thread, processor
 from t5bench.record.checkpoints import TRACKER
 from t5bench.record.files import write_json, write_whole
 from t5bench.record.plan import by_name
-from t5bench.run import timeline
-from t5bench.run.spent import MainThread, Parts, between, main_thread, processor
 
 # Functions of an engine, where PyTorch does not name them: module, class or "", function.
 STEP = {"native": ("native.trainers", "TorchTrainer", "step"), "megatron": ("megatron.training", "", "train_step")}
@@ -67,10 +67,15 @@ class ProfiledStretch:
     """What the ranks and their devices ("cuda" or "cpu") do from begin() to end()."""
 
     def __init__(self, device: str) -> None:
-        self.device, self.begun, self.wall_ms = device, 0.0, 0.0
-        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device == "cuda")]
+        self.device = device
+        self.begun = 0.0
+        self.wall_ms = 0.0
+        activities = [ProfilerActivity.CPU]
+        if device == "cuda":
+            activities.append(ProfilerActivity.CUDA)
         self.make = functools.partial(torch.profiler.profile, activities=activities)
-        self.profiler, self.mark = self.make(), record_function(timeline.ITERATION)
+        self.profiler = self.make()
+        self.mark = record_function(timeline.ITERATION)
 
     def synchronise(self) -> float:
         if self.device == "cuda":
@@ -107,19 +112,22 @@ class ProfiledStretch:
             self.profiler.export_chrome_trace(file.name)
             trace = json.loads(Path(file.name).read_text(errors="replace"))
         rank = dist.get_rank() if dist.is_initialized() else 0
-        mine = timeline.RankTrace(trace, rank, socket.gethostname(), gradient_bytes)
-        own_begin, introductions = mine.begin, gathered(mine.introduction())
-        found = mine.explained(mine.meet(introductions))
-        found["measured_ms"] = self.wall_ms + (own_begin - mine.begin) / 1000
-        beside = max([0.0, *(used.pop(name) for name in list(used) if name.isdigit())])
-        found["processor"] = dict[str, Any](used) | {"cores": sorted(os.sched_getaffinity(0))}
+        trace_of_rank = timeline.RankTrace(trace, rank, socket.gethostname(), gradient_bytes)
+        own_begin = trace_of_rank.begin
+        introductions = gathered(trace_of_rank.introduction())
+        entry = trace_of_rank.explained(trace_of_rank.meet(introductions))
+        entry["measured_ms"] = self.wall_ms + (own_begin - trace_of_rank.begin) / 1000
+        # Those of other threads have numbers as names.
+        queued_of_threads = [used.pop(name) for name in list(used) if name.isdigit()]
+        entry["processor"] = dict[str, Any](used) | {"cores": sorted(os.sched_getaffinity(0))}
         if spent:
             # Who sleeps may wait for another of its threads, which computes or sends for it and waits for a core.
-            of_main = main_thread(spent[0], spent[1:], mine.unmarked + used["throttled_ms"] + beside)
-            # A host waits for its GPU.
-            of_gpu = {key: of_main[key] for key in of_main.keys() & {"alone_ms", "saving_ms"}}
-            found["processor"] |= of_main if self.device == "cpu" else of_gpu
-        everyone = gathered((found, mine.longest_events(len(introductions))))
+            known = trace_of_rank.unmarked + used["throttled_ms"] + max(queued_of_threads, default=0.0)
+            summary = main_thread(spent[0], spent[1:], known)
+            if self.device != "cpu":  # a host waits for its GPU
+                summary = {key: summary[key] for key in summary.keys() & {"alone_ms", "saving_ms"}}
+            entry["processor"] |= summary
+        everyone = gathered((entry, trace_of_rank.longest_events(len(introductions))))
         content = {"device": self.device, "iteration": iteration, "wall_ms": self.wall_ms}
         content["ranks"] = [entry for entry, _ in everyone]
         return content, [event for _, events in everyone for event in events]
@@ -143,10 +151,13 @@ class Marks:
 
     def __init__(self, words: list[str]) -> None:
         """words: the engine's command line, which tells the layout."""
-        sizes = (f"--{axis}-model-parallel-size" for axis in ("tensor", "pipeline"))
-        self.tp, self.pp = (int(words[words.index(flag) + 1]) if flag in words else 1 for flag in sizes)
-        self.is_zero, self.active, self.gradient_bytes = "--deepspeed" in words, False, 0
-        self.numbers: Counter[str] = Counter()
+        given = by_name(words)
+        self.tp = int(given.get("--tensor-model-parallel-size", 1))
+        self.pp = int(given.get("--pipeline-model-parallel-size", 1))
+        self.is_zero = "--deepspeed" in words
+        self.active = False
+        self.gradient_bytes = 0
+        self.numbers: Counter[tuple[str, str]] = Counter()  # of the operations so far, by axis and ranks
         self.main = MainThread()  # communication is WAITING
         self.works: dict[int, tuple[str, Any]] = {}  # the name of each operation in progress, by its handle
 
@@ -182,38 +193,50 @@ class Marks:
 
     def _label(self, operation: str, arguments: list[Any]) -> str:
         """The mark of a collective operation, with the bytes that a rank sends in a ring."""
-        ranks, sizes = range(dist.get_world_size()), [0]
+        ranks: Sequence[int] = range(dist.get_world_size())
+        sizes = [0]
         for argument in arguments:
-            several = argument if isinstance(argument, list | tuple) else [argument]
-            sizes.append(sum(each.nbytes for each in several if isinstance(each, torch.Tensor)))
-            exchanged = [each for each in several if isinstance(each, dist.P2POp)]
+            values = argument if isinstance(argument, list | tuple) else [argument]
+            sizes.append(sum(value.nbytes for value in values if isinstance(value, torch.Tensor)))
+            exchanged = [value for value in values if isinstance(value, dist.P2POp)]
             if isinstance(argument, dist.ProcessGroup):
                 ranks = dist.get_process_group_ranks(argument)
             elif exchanged:
-                ranks = sorted({dist.get_rank(), *(each.peer for each in exchanged)})
-                sizes.append(sum(each.tensor.nbytes for each in exchanged if each.op is dist.isend))
+                ranks = sorted({dist.get_rank(), *(exchange.peer for exchange in exchanged)})
+                sizes.append(sum(exchange.tensor.nbytes for exchange in exchanged if exchange.op is dist.isend))
             elif operation in timeline.PAIRWISE and isinstance(argument, int):
                 ranks = sorted({dist.get_rank(), argument})
         size = max(sizes)
+        if operation == "all_reduce":  # a reduce-scatter and an all-gather
+            size *= 2
         if operation not in timeline.PAIRWISE:
-            size = size * (2 if operation == "all_reduce" else 1) * (len(ranks) - 1) // len(ranks)
-        group = f"{self._axis(ranks, operation)}|{','.join(map(str, ranks))}"
-        self.numbers[group] += 1
-        return timeline.COLLECTIVE + f"|{operation}|{size}|".join(group.split("|")) + f"|{self.numbers[group]}"
+            size = size * (len(ranks) - 1) // len(ranks)
+        axis = self._axis(ranks, operation)
+        group = ",".join(map(str, ranks))
+        self.numbers[axis, group] += 1
+        return f"{timeline.COLLECTIVE}{axis}|{operation}|{size}|{group}|{self.numbers[axis, group]}"
 
     def _axis(self, ranks: Sequence[int], operation: str) -> str:
         """The axis of a group of ranks, which are numbered tensor parallel first, then data, then pipeline parallel."""
+        data, tensor, pipeline, gathers, all_ranks = profile.AXES
         dp = dist.get_world_size() // (self.tp * self.pp)
-        places = zip(*((rank // self.tp % dp, rank % self.tp, rank // (self.tp * dp)) for rank in ranks), strict=True)
-        differ = [axis for axis, along in zip(profile.AXES, places, strict=False) if len(set(along)) > 1]
-        if self.is_zero and "gather" in operation and differ == [profile.AXES[0]]:
-            return profile.AXES[3]
-        return differ[0] if len(differ) == 1 else profile.AXES[4]
+        coordinates = {
+            data: {rank // self.tp % dp for rank in ranks},
+            tensor: {rank % self.tp for rank in ranks},
+            pipeline: {rank // (self.tp * dp) for rank in ranks},
+        }
+        along = [axis for axis, values in coordinates.items() if len(values) > 1]
+        if self.is_zero and "gather" in operation and along == [data]:
+            return gathers
+        return along[0] if len(along) == 1 else all_ranks
 
 
 def fastest(device: str, size: int) -> float:
     """Milliseconds of the fastest of several all-reduces of so many bytes, each as long as its slowest rank takes."""
-    message, took, began, is_last = torch.zeros(size // 4, device=device), list[float](), time.perf_counter(), False
+    message = torch.zeros(size // 4, device=device)
+    took: list[float] = []
+    began = time.perf_counter()
+    is_last = False
     while len(took) < FEWEST_PROBES or not is_last:
         before = time.perf_counter()
         message[0] = before - began > PROBE_SECONDS
@@ -229,9 +252,11 @@ def link(device: str) -> dict[str, float] | None:
     """What profile.json says of the slowest link; None of a single rank."""
     if (ranks := dist.get_world_size()) == 1:
         return None
-    large, empty = (fastest(device, size) for size in PROBES)
+    large_size, empty_size = PROBES
+    large = fastest(device, large_size)
+    empty = fastest(device, empty_size)
     steps = 2 * (ranks - 1)  # of a ring
-    return {"rate": 1000 * steps / ranks * PROBES[0] / max(large - empty, 1e-3), "latency_ms": empty / steps}
+    return {"rate": 1000 * steps / ranks * large_size / max(large - empty, 1e-3), "latency_ms": empty / steps}
 
 
 class OneIteration:

@@ -15,13 +15,13 @@ from statistics import median
 
 from t5bench import Problem, note
 from t5bench.compare.statistics import event_within
-from t5bench.compare.whatif import Gain, WhatIf, calibrated
 from t5bench.model import schedule, time
 from t5bench.model.job import Job
-from t5bench.record import profile
+from t5bench.profile import parts as profile
+from t5bench.profile.parts import AXES, BUBBLE, DATA, HOST, LOGGING, SENDING, WAITING
+from t5bench.profile.whatif import Gain, WhatIf, calibrated
 from t5bench.record.files import PROFILE, RecordError
 from t5bench.record.log import evaluation
-from t5bench.record.profile import AXES, BUBBLE, DATA, HOST, LOGGING, SENDING, WAITING
 from t5bench.record.reader import log_lines
 from t5bench.record.records import Run, load
 from t5bench.record.status import CONFIGURATION, EXIT_CODES

@@ -11,22 +11,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from harness import wait_for
 from made_runs import RTX_5000_ADA, START, change, make_run, seal, stamp
 from real_runs import environment, train
 
-from t5bench.compare.explain import Explanation, of_record
 from t5bench.plan.planner import plan
-from t5bench.record import profile
+from t5bench.profile import parts as profile
+from t5bench.profile import spent, step, timeline
+from t5bench.profile.explain import Explanation, of_record
+from t5bench.profile.parts import AXES, SENDING
+from t5bench.profile.spent import MainThread, Spent, between, main_thread
+from t5bench.profile.step import Marks, OneIteration
 from t5bench.record.log import Evaluation
-from t5bench.record.profile import AXES, SENDING
 from t5bench.record.records import load
-from t5bench.run import profile_step, spent, timeline
-from t5bench.run.profile_step import Marks, OneIteration
-from t5bench.run.spent import MainThread, between, main_thread
 
 # ---- made traces, in milliseconds ------------------------------------------------------------------------------------
 
@@ -155,7 +154,7 @@ def test_what_the_main_thread_spends_by_part():
     assert told["alone_ms"] == {profile.DATA: pytest.approx(50, abs=15), profile.LOGGING: 0}
     assert told["asleep_ms"] == pytest.approx(70, abs=15) and told["working_ms"] < 50
     assert main_thread(now, [], known=60.0)["asleep_ms"] == pytest.approx(10, abs=10)
-    told = main_thread(now, [{"": np.array([0.0, 0.0, 20.0])}] * 3)
+    told = main_thread(now, [{"": Spent(asleep=20.0)}] * 3)
     assert told["alone_ms"][profile.DATA] == told["working_ms"] == 0 and told["asleep_ms"] == 20
 
 
@@ -180,7 +179,7 @@ def test_a_loader_that_waits_for_a_core_is_late_for_want_of_one(monkeypatch: pyt
     main = MainThread()
     with main.in_part(profile.DATA):
         time.sleep(0.1)
-    assert main.until_now()[profile.DATA][spent.ASLEEP] == pytest.approx(20, abs=15)
+    assert main.until_now()[profile.DATA].asleep == pytest.approx(20, abs=15)
 
 
 # ---- causes, from made profiles --------------------------------------------------------------------------------------
@@ -481,8 +480,8 @@ def test_a_resumed_run_profiles_the_iteration_of_that_number(tmp_path: Path, mon
     """One that the first attempt profiled, and one that has no iteration before it, is not profiled again."""
     begun, stretch = [], SimpleNamespace(begin=lambda: begun.append(len(counted.ends)))
     monkeypatch.setattr(Marks, "place", lambda *_: None)
-    monkeypatch.setattr(profile_step, "surround", lambda *_: None)
-    monkeypatch.setattr(profile_step, "ProfiledStretch", lambda _: stretch)
+    monkeypatch.setattr(step, "surround", lambda *_: None)
+    monkeypatch.setattr(step, "ProfiledStretch", lambda _: stretch)
     monkeypatch.setattr(OneIteration, "_end", lambda self: begun.append(len(self.ends)))
     if resumed:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(f"{resumed}")
