@@ -18,9 +18,6 @@ class ZeroTrainer(TorchTrainer):
     def __init__(self, args: Namespace, layout: Layout) -> None:
         import deepspeed
 
-        # DeepSpeed 0.18.3 asks for this in a backward hook, where gradients are off: PyTorch 2.4 has no answer there.
-        graph = torch.autograd.graph
-        graph._get_grad_fn_or_grad_acc = torch.enable_grad()(graph._get_grad_fn_or_grad_acc)
         self.args, config = args, args.deepspeed_json
         zero = config["zero_optimization"]
         # PyTorch's fused AdamW steps on CPU and GPU alike: DeepSpeed's own would have to be compiled first.

@@ -31,6 +31,7 @@ COMMANDS = {
     "import": ("t5bench.convert.importing", "make a checkpoint of Megatron-DeepSpeed from a Hugging Face model"),
     "generate": ("t5bench.convert.generate", "let a run's model continue a text (GPT) or fill its gaps (T5)"),
     "evaluate": ("t5bench.convert.evaluate", "compute a run's validation loss, and a GPT's WikiText and LAMBADA"),
+    "ledger": ("t5bench.ledger.command", "train each strategy under many releases of DeepSpeed: which are right?"),
     "cluster": ("t5bench.cluster.check", "check whether the nodes can run together"),
     "predict": ("t5bench.predict.command", "predict what each strategy will cost in memory, bytes and time"),
     "plan": ("t5bench.predict.search", "rank every layout of a model on a number of GPUs by predicted time"),

@@ -179,7 +179,7 @@ def make_project(tmp_path: Path) -> Project:
     write_indexed_dataset(result.data_prefix, [[5, 6, 7, 1], [8, 9, 1]])
     result.add_stub("torchrun", TORCHRUN_STUB)
     result.set_gpus(0)
-    result.install("deepspeed", "0.18.3")
+    result.install("deepspeed", "0.19.8")
     result.record_engine()
     result.environment = {
         "PATH": f"{stubs}:{os.environ['PATH']}", "HOME": str(tmp_path), "LANG": "C.UTF-8", "PYTHON": sys.executable,

@@ -197,7 +197,7 @@ def make_run(
             "status": COMPLETE, "reason": "", "remedy": "", "cause": None, "exit_status": 0, "signal": None,
             "started": stamp(start), "ended": stamp(end), "plan": replace(plan, node=node).to_json(),
             "data": {"prefix": "/data/xsum", "bin_bytes": 123456, "idx_sha256": idx_sha256, "tokenizer": "t"},
-            "versions": {"python": "3.11.2", "torch": "2.13.0", "deepspeed": "0.18.3"},
+            "versions": {"python": "3.11.2", "torch": "2.13.0", "deepspeed": "0.19.8"},
             "commits": {"repository": "1" * 40, "repository_changed": False, "engine": "2" * 40},
             "patches": {}, "environment": {}, "kernel": "6", "oom_kills": 0, "padded_vocab_size": VOCABULARY,
             "devices": [

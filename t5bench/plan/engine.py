@@ -22,6 +22,8 @@ from typing import Any
 from t5bench import REPOSITORY
 from t5bench.model.layout import Layout
 from t5bench.plan.draft import Draft
+from t5bench.plan.releases import ask_ledger
+from t5bench.record.ledger import WRONG
 from t5bench.record.machine import checksum, installed_version
 
 CHECKSUMS = REPOSITORY / "patches" / "checksums"
@@ -36,8 +38,6 @@ BUILT = re.compile(r"megatron/(fused_kernels/build/.*|data/helpers\.cpython-[\w-
 OTHER_FOLDERS = {"__pycache__", "dataset", "docs", "examples", "examples_deepspeed", "images", "megatron", "tasks"}
 MOST_NAMED = 3
 COMPILING_SECONDS = 900  # longer than any extension of the engine takes
-# Releases in which ZeRO-2 overwrites the gradients of each micro-batch with those of the next (DeepSpeed issue 7718).
-WRONG_ZERO2 = re.compile(r"(0\.17\.6|0\.18\.[0-2])([^0-9].*)?")
 # What a strategy's JSON may contain. DeepSpeed takes these as they are; for offload_optimizer the launchers add
 # --cpu-optimizer. All else is refused: it comes from the settings, has no effect here, or changes what is trained, as
 # contiguous_gradients, reduce_scatter, allgather_partitions and round_robin_gradients together did with ZeRO-2.
@@ -238,12 +238,16 @@ def check_packages(draft: Draft, config: Mapping[str, Any] | None, layout: Layou
         lack("no-msgspec", f"msgspec, which reads plans, is not installed for {sys.executable}", f"Run: {INSTALL}")
     if not config:
         return
-    version, stage, batches = installed_version("deepspeed"), config["zero_optimization"]["stage"], layout.micro_batches
+    version = installed_version("deepspeed")
     if not version:
         lack("no-deepspeed", f"DeepSpeed is not installed for {sys.executable}", f"Run: {INSTALL}")
-    elif stage == 2 and batches > 1 and WRONG_ZERO2.fullmatch(version):
-        found = f"DeepSpeed {version} trains ZeRO-2 on only the last of the {batches} micro-batches of an iteration"
-        draft.refuse("deepspeed-release", found, f"Install the pinned release: {INSTALL}")
+        return
+    answer = ask_ledger(version, config, micro_batches=layout.micro_batches, pipeline_stages=layout.pp)
+    if answer.verdict == WRONG:
+        problem = f"DeepSpeed {version} trains this strategy wrong: {answer.said}"
+        draft.refuse("deepspeed-release", problem, f"Install the pinned release: {INSTALL}")
+    elif answer.said:
+        draft.notes.append(f"warning: DeepSpeed {version} may train this strategy wrong: {answer.said}")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ def completions(
 
     CUDA_HOME if nvcc on PATH is a link or a wrapper, whose folder torch would mistake for the toolkit's; CPATH and
     LIBRARY_PATH if the toolkit is only a compiler, of the same CUDA as torch. Existing values come first. Links to the
-    libraries go into ``links``. packages: folders of the nvidia packages (default: torch's own).
+    libraries go into ``links``. packages: folders of the nvidia packages (default: torch's own). DS_SKIP_CUDA_CHECK if
+    nvcc and torch have another minor version of the same CUDA: DeepSpeed's list of pairs that fit ends at CUDA 12.
     """
     given = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     nvcc = f"{given}/bin/nvcc" if given else shutil.which("nvcc", path=environment.get("PATH"))
@@ -40,8 +41,11 @@ def completions(
         packages = map(Path, (spec and spec.submodule_search_locations) or ())
     folders = list(packages)
     headers = [path for folder in folders for path in sorted(folder.glob("*/include"))]
-    release = re.search(r"release (\d+)", _said(nvcc, "--version"))
-    is_torchs = release and (versions()["cuda"] or "").partition(".")[0] == release[1]
+    release = re.search(r"release (\d+)\.(\d+)", _said(nvcc, "--version"))
+    major, _, minor = (versions()["cuda"] or "").partition(".")
+    is_torchs = release and major == release[1]
+    if release and is_torchs and minor != release[2] and "DS_SKIP_CUDA_CHECK" not in environment:
+        found["DS_SKIP_CUDA_CHECK"] = "1"
     lacks = not (home / "include" / _TELLING_HEADER).exists()
     if lacks and is_torchs and any((folder / _TELLING_HEADER).exists() for folder in headers):
         _link_libraries(folders, links := links.expanduser())

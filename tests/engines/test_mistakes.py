@@ -4,6 +4,7 @@ A few of them here; ALL_MISTAKES=1 python -m pytest tests/engines/test_mistakes.
 """
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -36,13 +37,13 @@ LINES = Path(__file__).with_name("mistakes.txt").read_text().replace(" => ", " |
 MISTAKES = [Mistake(*line.replace("\\n", "\n").split(" | ")) for line in LINES if line and not line.startswith("#")]
 
 
-# Those that a gate with a small learning rate did not see, one of each other kind, and GPT's 3D without its mend.
+# Those that a gate with a small learning rate did not see, one of each other kind, and GPT's 3D as DeepSpeed had it.
 FEW = (
     "0.0 * matrix",
     "parameter.shape)) > 0",
     "self.forward(part, received).mean()",
     "batch[:self.micro",
-    "if False:",
+    "model._backward_prologue_per_tensor = super",
     "(output * is_last)",
     "int(match[1])",
 )
@@ -150,11 +151,10 @@ def test_deepspeed_that_trains_on_the_last_micro_batch(planter: Planter):
             "DEEPSPEED_0_17_6 names no folder with that release: "
             "pip install --no-deps --no-build-isolation --target FOLDER deepspeed==0.17.6"
         )
-    path = planter.project / "t5bench" / "plan" / "deepspeed.py"
-    refuses = path.read_text()
-    assert refuses.count(r"(0\.17\.6|") == 1
-    path.write_text(refuses.replace(r"(0\.17\.6|", "("))
+    path = planter.project / "docs" / "ledger.json"
+    ledger = path.read_text()
+    path.write_text(json.dumps(json.loads(ledger) | {"cells": []}))
     found, said = planter.check("zero1", "zero2", PYTHONPATH=folder)
-    path.write_text(refuses)
+    path.write_text(ledger)
     assert found.pop(("zero2", "megatron")) == "FAIL", said
     assert found == dict.fromkeys([("ddp", "megatron"), ("zero1", "megatron"), ("ddp", "native")], "PASS"), said

@@ -13,6 +13,7 @@ from t5bench.plan.engine import ZERO_OPTIONS
 from t5bench.plan.launchers import declarations
 from t5bench.plan.layout import count_gpus
 from t5bench.record.command import ds_config_text
+from t5bench.record.ledger import Answer
 from t5bench.record.plan import ROLES, Arguments, Plan, by_name
 
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3, "3d": 1}
@@ -254,13 +255,24 @@ def test_what_a_checkout_in_each_state_can_do(making, monkeypatch, state, gpus, 
     assert made.plan.engine_patches == ("series" if settings.get("ENGINE") == "native" else state)
 
 
-@pytest.mark.parametrize("version", ["0.17.6", "0.18.0", "0.18.2+cu124", "0.17.5", "0.18.3", "0.18.20", "0.19.8"])
-def test_releases_that_train_zero2_wrongly(making, monkeypatch, version: str):
-    monkeypatch.setattr("t5bench.plan.engine.installed_version", lambda distribution: version)
-    is_wrong = version in ("0.17.6", "0.18.0", "0.18.2+cu124")
-    assert making("zero2").codes == (["deepspeed-release"] if is_wrong else [])
-    # One micro-batch an iteration has nothing to add up, and other stages add up right.
-    assert making("zero2", MICRO_BATCH_SIZE="8").codes == making("zero1").codes == []
+@pytest.mark.parametrize(
+    ("verdict", "is_refused", "is_warned"),
+    [("right", False, False), ("wrong", True, False), ("does not run", False, True), ("not measured", False, True)],
+)
+def test_what_the_ledger_says_of_the_installed_release(making, monkeypatch, verdict, is_refused, is_warned):
+    asked = []
+
+    def ask_ledger(*release_and_config: object, **facts: object) -> Answer:
+        asked.append((release_and_config[0], facts))
+        return Answer(verdict, "" if verdict == "right" else "its gradient norm differs")
+
+    monkeypatch.setattr("t5bench.plan.engine.installed_version", lambda distribution: "0.18.2")
+    monkeypatch.setattr("t5bench.plan.engine.ask_ledger", ask_ledger)
+    made = making("zero2")
+    assert made.codes == (["deepspeed-release"] if is_refused else [])
+    assert ("may train this strategy wrong" in made.said) == is_warned
+    assert asked == [("0.18.2", {"micro_batches": 8, "pipeline_stages": 1})]
+    assert making("ddp").codes == [] and len(asked) == 1
 
 
 def test_packages_that_are_missing(making, monkeypatch):

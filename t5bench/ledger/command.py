@@ -1,0 +1,330 @@
+"""``python -m t5bench ledger``: trains every strategy under each release of DeepSpeed, and says which are right.
+
+Each release is installed in a folder of its own (environments.py), and its cells are trained by one process that
+imports it once (worker.py). A cell is compared with DDP, which needs no DeepSpeed, by the bounds of the parity check.
+Finished cells are kept: the same command continues after an interruption.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from t5bench import REPOSITORY, Problem, note, raise_on_signals
+from t5bench.ledger import environments, judge, tables
+from t5bench.ledger.judge import Curves
+from t5bench.ledger.modes import (
+    BASELINE,
+    DEEPSPEED_PIPELINE,
+    ITERATIONS,
+    MODES,
+    PROCESSES,
+    RELEASES,
+    SAVED_AFTER,
+    SETTINGS,
+    STAGE_0,
+    STRATEGIES,
+    ZERO_STRATEGIES,
+    Mode,
+    arguments,
+    deepspeed_json,
+    reference_mode,
+)
+from t5bench.plan.launchers import accepted, declared
+from t5bench.plan.ports import free_port
+from t5bench.record.log import iterations
+from t5bench.record.plan import Plan
+from t5bench.sweep.launch import Launch, Row
+
+# A cell takes seconds; importing DeepSpeed too, but a busy machine may be twenty times slower.
+LIMIT_SECONDS, PATIENCE_SECONDS = 180, 15
+# Code that decides what a cell trains: cells of other code are trained again.
+CODE = ("native/*.py", "t5bench/ledger/modes.py", "t5bench/ledger/pipeline.py")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measured cell. torch and python: the versions with which it was trained. seconds: how long that took."""
+
+    release: str
+    strategy: str
+    mode: str
+    verdict: str
+    iteration: int | None
+    quantity: str
+    times: float | None
+    sentence: str
+    torch: str
+    python: str
+    seconds: float
+    code: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    modes = ",".join(mode.name for mode in MODES)
+    parser.add_argument("--releases", default=",".join(RELEASES), help="of DeepSpeed (default: %(default)s)")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="(default: %(default)s)")
+    parser.add_argument("--modes", default=modes, help="(default: %(default)s)")
+    parser.add_argument("--torch", help="a release of torch, in its own environment (default: the running Python's)")
+    parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="a longer cell hangs (%(default)s s)")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "outputs" / "ledger", help="directory of the runs")
+    parser.add_argument("--page", type=Path, help="directory of ledger.md, .html and .json (default: --output's)")
+
+
+def chosen(text: str, known: Sequence[str], what: str) -> list[str]:
+    """Raises Problem."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in names if known and name not in known]:
+        raise Problem(f"there is no {what} '{unknown[0]}'", f"Choose from: {', '.join(known)}")
+    if not names:
+        raise Problem(f"no {what} is given", "Leave the option out for all")
+    return names
+
+
+def code_digest() -> str:
+    found = hashlib.sha256()
+    for pattern in CODE:
+        for path in sorted(REPOSITORY.glob(pattern)):
+            found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def prepare_data(directory: Path) -> Path:
+    """The bundled sample as an indexed dataset. Raises Problem."""
+    settings = {"SAMPLE": "1", "TOKENIZER_MODEL": "", "MODEL_FAMILY": "t5", "MEGATRON_DATA_DIR": str(directory)}
+    script = ["bash", str(REPOSITORY / "scripts" / "prepare_xsum_megatron.sh")]
+    result = subprocess.run(script, env=os.environ | settings, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise Problem("cannot prepare the bundled sample", result.stderr)
+    return directory
+
+
+def read_plan(output: Path, data: Path) -> Plan:
+    """The baseline's launcher's plan. Raises Problem."""
+    launch = Launch(SETTINGS | {"MEGATRON_DATA_DIR": str(data), "MODEL_FAMILY": "t5"}, arguments=RECIPE)
+    return accepted(launch.ask(Row(BASELINE, BASELINE, PROCESSES), output / "plan"))
+
+
+def stage_configs() -> dict[str, dict[str, Any]]:
+    """The ZeRO strategies' JSON in ds_configs/. Their launchers' plans would refuse a release that is known to be
+    wrong; the rest of their command line has no effect in the native engine."""
+    folder = REPOSITORY / "ds_configs"
+    return {name: json.loads((folder / declared(name).ds_config).read_text()) for name in ZERO_STRATEGIES}
+
+
+# As in scripts/check_parity.sh: numbers that have no setting.
+RECIPE = ("--adam-beta1", "0.9", "--adam-beta2", "0.9", "--adam-eps", "0.01", "--init-method-std", "0.1")
+
+
+class Worker:
+    """The process that trains a release's cells. Its answers come one a line."""
+
+    def __init__(self, python: Path, folders: Sequence[Path], tokenizer: str, log: Path) -> None:
+        added = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONFAULTHANDLER": "1"}
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as errors:
+            self.process = subprocess.Popen(
+                [str(python), "-m", "t5bench.ledger.worker", tokenizer],
+                env=environments.environment(folders, added),
+                cwd=log.parent,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,  # one group with the processes that it forks
+            )
+        self.versions = self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else {"failed": f"its process ended with status {self.process.wait()}"}
+
+    def train(self, cell: Mapping[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps(cell) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def end(self) -> None:
+        """Ends it and what it trains, also in the middle of a cell."""
+        with contextlib.suppress(ProcessLookupError):  # it could not import its release
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class Ledger:
+    """Trains cells and judges them."""
+
+    def __init__(self, plan: Plan, output: Path, limit: float) -> None:
+        self.plan = plan  # the baseline's
+        self.output = output
+        self.limit = limit
+        self.stage_configs = stage_configs()
+        self.references: dict[tuple[str, int, bool], Curves] = {}
+
+    def words(self, strategy: str, mode: Mode, directory: Path) -> list[str]:
+        """The command line of a cell, whose JSON is written to its directory; none for DeepSpeed's pipeline."""
+        if strategy == DEEPSPEED_PIPELINE:
+            return []
+        words = [*self.plan.arguments.words, *arguments(mode)]
+        if strategy != BASELINE:
+            config = self.stage_configs["zero1" if strategy == STAGE_0 else strategy]
+            path = directory / "ds_config.json"
+            path.write_text(json.dumps(deepspeed_json(config, strategy, mode), indent=2))
+            words += ["--deepspeed", "--deepspeed_config", str(path)]
+        return words
+
+    def train(self, worker: Worker, strategy: str, mode: Mode, directory: Path) -> dict[str, Any]:
+        """The worker's answer; a mode that resumes trains twice."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for log in directory.glob("rank*.log"):
+            log.unlink()
+        words = self.words(strategy, mode, directory)
+        cell = {"directory": str(directory), "processes": PROCESSES, "limit": self.limit, "patience": PATIENCE_SECONDS}
+        checkpoints = str(directory / "checkpoints")
+        attempts: list[list[str]] = [[]]
+        if mode.resumes:
+            first = ["--save", checkpoints, "--save-interval", str(SAVED_AFTER), "--exit-interval", str(SAVED_AFTER)]
+            attempts = [first, ["--load", checkpoints]]
+        seconds = 0.0
+        for added in attempts:
+            answer = worker.train(cell | {"words": [*words, *added] if words else [], "port": str(free_port())})
+            seconds += answer.get("seconds", 0.0)
+            if answer.get("failed") or answer["hangs"] or any(answer["statuses"]):
+                break
+        return answer | {"seconds": seconds}
+
+    def reference(self, worker: Worker, mode: Mode) -> Curves:
+        """The baseline's curves in what the mode has in common with it, trained when first needed. Raises Problem."""
+        key = reference_mode(mode)
+        if key not in self.references:
+            plain = replace(mode, name="reference", offload=False, fp32_accumulation=False, resumes=False, config={})
+            directory = self.output / "runs" / BASELINE / "-".join(map(str, key))
+            answer = self.train(worker, BASELINE, plain, directory)
+            if answer.get("failed") or answer["hangs"] or any(answer["statuses"]):
+                raise Problem(f"the baseline does not train: {judge.why(logs(directory))}", f"See {directory}")
+            self.references[key] = curves(directory)
+        return self.references[key]
+
+    def measure(self, worker: Worker, strategy: str, mode: Mode, directory: Path) -> tuple[judge.Verdict, float]:
+        """The verdict on a cell, and the seconds that it took."""
+        answer = self.train(worker, strategy, mode, directory)
+        if answer.get("failed"):
+            return judge.Verdict(judge.DOES_NOT_RUN, sentence=answer["failed"]), 0.0
+        if answer["hangs"]:
+            return judge.Verdict(judge.HANGS, sentence=f"it did not end within {self.limit:.0f} s"), answer["seconds"]
+        if any(answer["statuses"]):
+            return judge.Verdict(judge.DOES_NOT_RUN, sentence=judge.why(logs(directory))), answer["seconds"]
+        if strategy == DEEPSPEED_PIPELINE:
+            measured, reference = pipeline_curves(directory)
+        else:
+            measured, reference = curves(directory), self.reference(worker, mode)
+        return judge.judge(measured, reference, mode.precision), answer["seconds"]
+
+
+def logs(directory: Path) -> list[str]:
+    return [path.read_text(errors="replace") for path in sorted(directory.glob("rank*.log"))]
+
+
+def curves(directory: Path) -> Curves:
+    loss: dict[int, float] = {}
+    norm: dict[int, float] = {}
+    for log in logs(directory):
+        for line in iterations(log.splitlines()):
+            loss[line.iteration] = line.lm_loss if line.lm_loss is not None else float("nan")
+            if line.grad_norm is not None:
+                norm[line.iteration] = line.grad_norm
+    return Curves(loss, norm)
+
+
+def pipeline_curves(directory: Path) -> tuple[Curves, Curves]:
+    """What DeepSpeed's pipeline logged, and what plain PyTorch did."""
+    for line in "\n".join(logs(directory)).splitlines():
+        if line.startswith('{"losses"'):
+            said = json.loads(line)
+            return Curves(dict(enumerate(said["losses"], 1)), {}), Curves(dict(enumerate(said["expected"], 1)), {})
+    return Curves({}, {}), Curves(dict.fromkeys(range(1, ITERATIONS + 1), 1.0), {})
+
+
+def read_cells(path: Path) -> dict[tuple[str, ...], Cell]:
+    """The cells that earlier commands measured, by (torch, release, strategy, mode)."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    cells = [Cell(**json.loads(line)) for line in lines]
+    return {(cell.torch, cell.release, cell.strategy, cell.mode): cell for cell in cells}
+
+
+def wanted_cells(strategies: Iterable[str], modes: Iterable[str]) -> Iterator[tuple[str, Mode]]:
+    names = list(modes)
+    for strategy in strategies:
+        for mode in MODES:
+            if mode.name in names and strategy in mode.strategies:
+                yield strategy, mode
+
+
+def describe(cell: Cell) -> str:
+    if cell.verdict == judge.WRONG:
+        times = f"{cell.times:,.0f} times the bound" if cell.times else "not a number"
+        return f"wrong from iteration {cell.iteration} on: {cell.quantity}, {times}"
+    return f"{cell.verdict}: {cell.sentence}" if cell.sentence else cell.verdict
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises Problem."""
+    raise_on_signals()
+    releases = chosen(args.releases, (), "release")
+    strategies = chosen(args.strategies, STRATEGIES, "strategy")
+    wanted = list(wanted_cells(strategies, chosen(args.modes, [mode.name for mode in MODES], "mode")))
+    output = args.output.resolve()
+    python = environments.base_python(args.torch)
+    data = prepare_data(output / "data")
+    ledger = Ledger(read_plan(output, data), output, args.limit)
+    code = code_digest()
+    results = output / "cells.jsonl"
+    number, total, trained_seconds, trained = 0, len(releases) * len(wanted), 0.0, 0
+    for release in releases:
+        folder = environments.release_folder(release, python, args.torch)
+        log = output / "runs" / release / "worker.log"
+        worker = Worker(python, [folder], str(data / "tokenizer"), log)
+        try:
+            versions = worker.versions
+            for strategy, mode in wanted:
+                number += 1
+                label = f"[{number:{len(str(total))}}/{total}] {release} {strategy} {mode.name}"
+                torch = versions.get("torch", args.torch or "")
+                known = read_cells(results).get((torch, release, strategy, mode.name))
+                if known and known.code == code:
+                    note(f"{label}  {describe(known)} (known)")
+                    continue
+                begin = time.monotonic()
+                if "failed" in versions:
+                    verdict, seconds = judge.Verdict(judge.DOES_NOT_RUN, sentence=versions["failed"]), 0.0
+                else:
+                    directory = output / "runs" / release / strategy / mode.name.replace(" ", "-")
+                    verdict, seconds = ledger.measure(worker, strategy, mode, directory)
+                cell = Cell(
+                    release, strategy, mode.name, **asdict(verdict), torch=torch,
+                    python=versions.get("python", ""), seconds=round(seconds, 1), code=code,
+                )  # fmt: skip
+                with results.open("a") as file:
+                    file.write(json.dumps(asdict(cell)) + "\n")
+                trained, trained_seconds = trained + 1, trained_seconds + time.monotonic() - begin
+                left = timedelta(seconds=round(trained_seconds / trained * (total - number)))
+                note(f"{label}  {describe(cell)}, {seconds:.0f} s; about {left} left")
+        finally:
+            worker.end()
+    cells = [cell for cell in read_cells(results).values() if cell.code == code]
+    page = args.page or output
+    tables.write(page, [asdict(cell) for cell in cells])
+    note(f"the table: {page / 'ledger.md'}, {page / 'ledger.html'}, {page / 'ledger.json'}")
+    print(tables.summary([asdict(cell) for cell in cells]))
+    return 0

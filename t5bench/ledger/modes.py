@@ -1,0 +1,96 @@
+"""What the ledger trains: strategies, and the modes in which releases of DeepSpeed were wrong."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# The last release of every minor version since 0.17, and those around which upstream broke or mended something.
+RELEASES = (
+    *("0.17.5", "0.17.6", "0.18.0", "0.18.2", "0.18.3", "0.18.4", "0.18.6", "0.18.9"),
+    *("0.19.0", "0.19.2", "0.19.3", "0.19.4", "0.19.8"),
+)
+BASELINE = "ddp"
+# DeepSpeed's own pipeline engine, with the small model of pipeline.py: the native engine's pipeline needs no DeepSpeed.
+DEEPSPEED_PIPELINE = "deepspeed-pipeline"
+# DeepSpeed without sharding, which no launcher has.
+STAGE_0 = "stage 0"
+ZERO_STRATEGIES = ("zero1", "zero2", "zero3", "zero3_offload")
+STRATEGIES = (*ZERO_STRATEGIES, STAGE_0, DEEPSPEED_PIPELINE)
+
+ITERATIONS, SAVED_AFTER = 6, 3
+# The recipe of scripts/check_parity.sh, in which a change of 1 % in any number shows, over half its iterations.
+SETTINGS = {
+    "ENGINE": "native", "MODEL_PRESET": "tiny", "DEVICE": "cpu", "PRECISION_FLAG": "", "DROPOUT": "0",
+    "TRAIN_ITERS": str(ITERATIONS), "GLOBAL_BATCH_SIZE": "8", "MICRO_BATCH_SIZE": "2", "LR": "0.04", "MIN_LR": "0.01",
+    "LR_WARMUP_ITERS": "2", "WEIGHT_DECAY": "5", "CLIP_GRAD": "1.3", "SEED": "1234", "LOG_INTERVAL": "1",
+    "EVAL_ITERS": "0", "SAVE_INTERVAL": "0", "RESUME": "0", "WANDB_MODE": "disabled",
+}  # fmt: skip
+PROCESSES = 2
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way of training. What it is decides which runs of a launcher it speaks for: see t5bench/record/ledger.py."""
+
+    name: str
+    meaning: str
+    strategies: tuple[str, ...]
+    precision: str = "fp32"
+    micro_batches: int = 2  # of one process and iteration
+    clipping: bool = True  # False: the JSON does not mention it, and nothing should be clipped
+    offload: bool = False  # of the optimizer; zero3_offload always has it
+    fp32_accumulation: bool = False
+    resumes: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)  # what it adds to DeepSpeed's JSON
+
+
+_SHARDED = ("zero1", "zero2", "zero3")
+_FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+MODES = (
+    Mode("fp32", "fp32, two micro-batches, clipping", (*ZERO_STRATEGIES, STAGE_0, DEEPSPEED_PIPELINE)),
+    Mode("bf16", "bf16, two micro-batches, clipping", (*ZERO_STRATEGIES, STAGE_0), "bf16"),
+    Mode("one micro-batch", "fp32, one micro-batch", _SHARDED, micro_batches=1),
+    Mode("clipping unset", "fp32, no gradient_clipping in the JSON", _SHARDED, clipping=False),
+    Mode(
+        "fp32 accumulation", "bf16, gradients accumulated in fp32 (data_types)", _SHARDED, "bf16",
+        fp32_accumulation=True, config=_FP32_SUMS,
+    ),
+    Mode("offload", "fp32, optimizer offloaded to the CPU", ("zero1", "zero2"), offload=True),
+    Mode("bf16 offload", "bf16, optimizer offloaded to the CPU", ("zero1", "zero2"), "bf16", offload=True),
+    Mode("resume", f"fp32, saved after iteration {SAVED_AFTER} and resumed", ZERO_STRATEGIES, resumes=True),
+)  # fmt: skip
+
+
+def arguments(mode: Mode) -> list[str]:
+    """What the mode adds to the command line of a strategy's launcher; a later argument wins."""
+    micro_batch = int(SETTINGS["GLOBAL_BATCH_SIZE"]) // (PROCESSES * mode.micro_batches)
+    added = ["--micro-batch-size", str(micro_batch), "--num-workers", "0", "--tensorboard-dir", ""]
+    if mode.precision == "bf16":
+        added.append("--bf16")
+    if not mode.clipping:
+        added += ["--clip-grad", "0"]
+    return added
+
+
+def deepspeed_json(stage_config: Mapping[str, Any], strategy: str, mode: Mode) -> dict[str, Any]:
+    """A strategy's JSON from ds_configs/, completed as its launcher does, and changed by the mode."""
+    batch = int(SETTINGS["GLOBAL_BATCH_SIZE"])
+    config: dict[str, Any] = copy.deepcopy(dict(stage_config)) | {
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": batch // (PROCESSES * mode.micro_batches),
+        "bf16": {"enabled": mode.precision == "bf16"},
+        "steps_per_print": 10**9,
+    }
+    if mode.clipping:
+        config["gradient_clipping"] = float(SETTINGS["CLIP_GRAD"])
+    if mode.offload:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    if strategy == STAGE_0:
+        config["zero_optimization"]["stage"] = 0
+    return config | dict(mode.config)
+
+
+def reference_mode(mode: Mode) -> tuple[str, int, bool]:
+    """What the baseline must have in common with a mode: precision, micro-batches and clipping."""
+    return mode.precision, mode.micro_batches, mode.clipping

@@ -1,0 +1,215 @@
+"""The ledger as a page of Markdown, as HTML and as JSON."""
+
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+from tabulate import tabulate
+
+from t5bench.compare.parity import TOLERANCE
+from t5bench.ledger.changes import CHANGES, ISSUES, Change
+from t5bench.ledger.judge import DOES_NOT_RUN, RIGHT, WRONG
+from t5bench.ledger.modes import DEEPSPEED_PIPELINE, ITERATIONS, MODES, PROCESSES, STAGE_0, STRATEGIES, Mode
+
+FORMAT = 1
+Cell = dict[str, Any]
+MODE = {mode.name: mode for mode in MODES}
+NAMES = {
+    "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "zero3_offload": "ZeRO-3 + offload",
+    STAGE_0: "stage 0", DEEPSPEED_PIPELINE: "DeepSpeed's pipeline, stage 0",
+}  # fmt: skip
+INTRODUCTION = f"""# Which release of DeepSpeed trains which strategy correctly
+
+Several releases of DeepSpeed train another model than they were asked to, without an error. `python -m t5bench ledger`
+finds them. It installs each release in a folder of its own, trains a tiny T5 with the native engine under each strategy
+in the modes below, and compares loss and gradient norm of every iteration with DDP's, which needs no DeepSpeed. The
+bounds are those of [the parity check](parity.md). DeepSpeed's own pipeline engine, which the native engine does not
+use, trains four layers instead; its loss is compared with plain PyTorch's.
+
+All cells were measured on a CPU over gloo, with {PROCESSES} processes and {ITERATIONS} iterations. That shows what a
+release computes, but not whether its CUDA kernels work. `right` means: within the bound in this mode. Releases and
+modes that are not in the table were not measured.
+
+```
+python -m t5bench ledger                                              # all releases, all modes
+python -m t5bench ledger --releases 0.18.2,0.19.8 --strategies zero2
+python -m t5bench ledger --torch 2.11.0                               # with another torch
+python -m t5bench ledger --page docs                                  # writes this page
+```
+
+The command needs uv. It installs nothing into your environment, keeps its own in `~/.cache/t5-parallelism/ledger`, and
+continues after an interruption. The launchers refuse a run whose strategy this page found wrong in its release.
+"""
+
+
+def releases_of(cells: Sequence[Cell]) -> list[str]:
+    return sorted({cell["release"] for cell in cells}, key=Version)
+
+
+def short(cell: Cell | None) -> str:
+    """A cell in a few characters."""
+    if cell is None:
+        return "-"
+    if cell["verdict"] == WRONG:
+        return f"WRONG {cell['times']:.0e}" if cell["times"] else "WRONG nan"
+    return cell["verdict"]
+
+
+def sentence(cell: Cell) -> str:
+    """What is known of a cell that is not right."""
+    if cell["verdict"] != WRONG:
+        return cell["sentence"]
+    size = f"up to {cell['times']:,.0f} times the bound" if cell["times"] else "not a number"
+    return f"from iteration {cell['iteration']} on the {cell['quantity']} differs, {size}"
+
+
+def matrix(cells: Sequence[Cell]) -> list[tuple[str, Mode, list[Cell | None]]]:
+    """A row for each strategy and mode, with a cell for each release."""
+    by_key = {(cell["strategy"], cell["mode"], cell["release"]): cell for cell in cells}
+    releases = releases_of(cells)
+    rows = []
+    for strategy in STRATEGIES:
+        for mode in MODES:
+            row = [by_key.get((strategy, mode.name, release)) for release in releases]
+            if any(row):
+                rows.append((strategy, mode, row))
+    return rows
+
+
+def groups(cells: Sequence[Cell]) -> list[tuple[str, list[Cell]]]:
+    """The cells of each torch."""
+    torches = sorted({cell["torch"] for cell in cells})
+    return [(torch, [cell for cell in cells if cell["torch"] == torch]) for torch in torches]
+
+
+def faults(cells: Sequence[Cell]) -> list[tuple[str, Mode, str, list[str], str]]:
+    """Cells that are not right, consecutive releases with the same sentence together: strategy, mode, verdict,
+    releases, sentence."""
+    merged: list[tuple[str, Mode, str, list[str], str]] = []
+    for strategy, mode, row in matrix(cells):
+        for cell in row:
+            if cell is None or cell["verdict"] == RIGHT:
+                continue
+            said, last = sentence(cell), merged[-1] if merged else None
+            if last and last[:3] == (strategy, mode, cell["verdict"]) and last[4] == said:
+                last[3].append(cell["release"])
+            else:
+                merged.append((strategy, mode, cell["verdict"], [cell["release"]], said))
+    return merged
+
+
+def explaining(strategy: str, mode: Mode, verdict: str, releases: Sequence[str]) -> list[Change]:
+    """The changes upstream that explain a fault in any of these releases."""
+    if verdict != WRONG:
+        return []
+    return [change for change in CHANGES if any(change.concerns(release, strategy, mode) for release in releases)]
+
+
+def upstream(strategy: str, mode: Mode, verdict: str, releases: Sequence[str]) -> str:
+    known = explaining(strategy, mode, verdict, releases)
+    if verdict == WRONG and not known:
+        return "no change upstream that we know of"
+    return "; ".join(f"{change.links}: {change.what}" for change in known)
+
+
+def markdown(cells: Sequence[Cell]) -> str:
+    parts = [INTRODUCTION, "## The modes\n"]
+    measured = [[cell["mode"] for cell in cells].count(mode.name) for mode in MODES]
+    rows = [(mode.name, mode.meaning, count) for mode, count in zip(MODES, measured, strict=True)]
+    parts.append(tabulate(rows, ["mode", "meaning", "cells measured"], tablefmt="github") + "\n")
+    bounds = "; ".join(f"{precision}: {bound}" for precision, bound in TOLERANCE.items())
+    parts.append(
+        f"`WRONG 7e+04` means that loss or norm differs by up to 7e+04 times the bound ({bounds}, relative).\n"
+    )
+    for torch, own in groups(cells):
+        python = ", ".join(sorted({cell["python"] for cell in own}))
+        parts.append(f"## Native engine, torch {torch}, Python {python}\n")
+        header = ["strategy", "mode", *releases_of(own)]
+        rows = [[NAMES[strategy], mode.name, *map(short, row)] for strategy, mode, row in matrix(own)]
+        parts.append(tabulate(rows, header, tablefmt="github", disable_numparse=True) + "\n")
+        parts.append("What is not right, and the change upstream that broke or mended it:\n")
+        lines = []
+        for strategy, mode, verdict, releases, said in faults(own):
+            explained = upstream(strategy, mode, verdict, releases)
+            lines.append([NAMES[strategy], mode.name, verdict, ", ".join(releases), said, explained])
+        header = ["strategy", "mode", "verdict", "releases", "measured", "upstream"]
+        parts.append(tabulate(lines, header, tablefmt="github", disable_numparse=True) + "\n")
+    return "\n".join(parts)
+
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem; color: #1b1b1b }
+table { border-collapse: collapse; margin: 1rem 0 }
+th, td { border: 1px solid #ccc; padding: .25rem .5rem; text-align: left }
+td.right { background: #dff2df }
+td.wrong { background: #f7c6c5; font-weight: 600 }
+td.does-not-run, td.hangs { background: #fbe8c3 }
+.wide { overflow-x: auto }
+"""
+TITLE = "Which release of DeepSpeed trains which strategy correctly"
+
+
+def html_table(header: Sequence[str], rows: Sequence[str]) -> str:
+    """A table whose rows are HTML already."""
+    head = "".join(f"<th scope='col'>{html.escape(name)}</th>" for name in header)
+    return f"<div class='wide'><table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+
+
+def html_row(strategy: str, mode: Mode, row: Sequence[Cell | None]) -> str:
+    columns = [f"<th scope='row'>{html.escape(NAMES[strategy])}</th><td>{html.escape(mode.meaning)}</td>"]
+    for cell in row:
+        kind = cell["verdict"].replace(" ", "-") if cell else "not-measured"
+        title = sentence(cell) if cell and cell["verdict"] != RIGHT else ""
+        columns.append(f"<td class='{kind}' title='{html.escape(title, quote=True)}'>{html.escape(short(cell))}</td>")
+    return f"<tr>{''.join(columns)}</tr>"
+
+
+def html_fault(strategy: str, mode: Mode, verdict: str, releases: Sequence[str], said: str) -> str:
+    known = explaining(strategy, mode, verdict, releases)
+    links = [f"<a href='{ISSUES}/{pull}'>#{pull}</a>" for change in known for pull in change.pulls]
+    words = [NAMES[strategy], mode.name, verdict, ", ".join(releases), said]
+    columns = "".join(f"<td>{html.escape(word)}</td>" for word in words)
+    return f"<tr>{columns}<td>{', '.join(links)}</td></tr>"
+
+
+def page(cells: Sequence[Cell]) -> str:
+    """One self-contained HTML page."""
+    parts = []
+    for torch, own in groups(cells):
+        parts.append(f"<h2>Native engine, torch {html.escape(torch)}, on a CPU</h2>")
+        rows = [html_row(*row) for row in matrix(own)]
+        parts.append(html_table(["strategy", "mode", *releases_of(own)], rows))
+        rows = [html_fault(*fault) for fault in faults(own)]
+        parts.append(html_table(["strategy", "mode", "verdict", "releases", "measured", "upstream"], rows))
+    return (
+        f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>{TITLE}</title><style>{STYLE}</style>"
+        f"</head>\n<body><h1>{TITLE}</h1><p>Each cell was trained on a CPU and compared with DDP, within the bounds of"
+        f" the parity check. Point at a cell to read what was measured.</p>\n{''.join(parts)}</body></html>\n"
+    )
+
+
+def write(directory: Path, cells: Sequence[Cell]) -> None:
+    """Writes ledger.md, ledger.html and ledger.json."""
+    directory.mkdir(parents=True, exist_ok=True)
+    ordered = sorted(cells, key=lambda cell: (cell["torch"], Version(cell["release"])))
+    data = {"format": FORMAT, "modes": [asdict(mode) for mode in MODES], "cells": ordered}
+    (directory / "ledger.md").write_text(markdown(ordered))
+    (directory / "ledger.html").write_text(page(ordered))
+    lines = ",\n  ".join(json.dumps(cell) for cell in ordered)
+    rest = json.dumps({"format": data["format"], "modes": data["modes"]}, indent=1)[:-2]
+    (directory / "ledger.json").write_text(f'{rest},\n "cells": [\n  {lines}\n ]\n}}\n')
+
+
+def summary(cells: Sequence[Cell]) -> str:
+    """The counts of each verdict, by release."""
+    rows = []
+    for torch, own in groups(cells):
+        for release in releases_of(own):
+            verdicts = [cell["verdict"] for cell in own if cell["release"] == release]
+            others = [f"{verdicts.count(name)} {name}" for name in (WRONG, DOES_NOT_RUN, "hangs") if name in verdicts]
+            rows.append([torch, release, f"{verdicts.count(RIGHT)} of {len(verdicts)}", ", ".join(others) or "-"])
+    return tabulate(rows, ["torch", "DeepSpeed", "right", "others"], disable_numparse=True)

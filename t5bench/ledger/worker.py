@@ -1,0 +1,125 @@
+"""The process that trains the cells of one release, started with that release first on PYTHONPATH.
+
+It imports torch, DeepSpeed and the native engine once, and forks the processes of each cell from itself: what would
+take most of a cell's time is done once for a release. On standard input come the cells as JSON, one a line; each is
+answered by one line. A fork begins with nothing but imported modules.
+"""
+
+import gc
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from t5bench import Problem
+from t5bench.imports import import_deepspeed, leave_out_compiler
+from t5bench.ledger import pipeline
+
+SECONDS_BETWEEN_LOOKS = 0.05
+
+
+def import_all(tokenizer: str) -> dict[str, str]:
+    """Imports what the cells need; the versions."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    leave_out_compiler()
+    import torch
+    import torch._dynamo
+
+    torch.set_num_threads(1)
+    import_deepspeed()
+    import deepspeed
+
+    import native.train  # noqa: F401
+    from native.data import Vocabulary
+
+    Vocabulary.load(tokenizer)
+    gc.freeze()
+    return {"deepspeed": deepspeed.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
+
+
+def train(words: list[str]) -> None:
+    """One process of a cell: the native engine with these arguments, or, without any, DeepSpeed's pipeline."""
+    if not words:
+        runpy.run_path(pipeline.__file__, run_name="__main__")
+        return
+    from native.arguments import parse
+    from native.train import run
+
+    run(parse(words))
+
+
+def fork(rank: int, cell: dict[str, Any]) -> int:
+    """Starts a rank of a cell; its process id."""
+    process = os.fork()
+    if process:
+        return process
+    status = 1
+    try:
+        log = os.open(Path(cell["directory"], f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(cell["processes"])}
+        os.environ |= {"LOCAL_SIZE": str(cell["processes"]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": cell["port"]}
+        train(cell["words"])
+        status = 0
+    except Problem as problem:
+        print(problem.report, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+    """Trains a cell and waits until its processes have ended, at most the cell's limit in seconds."""
+    begin = time.monotonic()
+    running = {fork(rank, cell): rank for rank in range(cell["processes"])}
+    statuses: dict[int, int] = {}
+    failed_at = None
+    hangs = False
+    while running:
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if process:
+            statuses[running.pop(process)] = os.waitstatus_to_exitcode(status)
+            if status and failed_at is None:
+                failed_at = time.monotonic()
+            continue
+        now = time.monotonic()
+        # The peers of a process that failed may wait for it for ever.
+        peers_wait = failed_at is not None and now - failed_at > cell["patience"]
+        if peers_wait or now - begin > cell["limit"]:
+            hangs = hangs or failed_at is None
+            for left in running:
+                os.kill(left, signal.SIGKILL)
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    seconds = time.monotonic() - begin
+    return {"statuses": [statuses[rank] for rank in sorted(statuses)], "seconds": seconds, "hangs": hangs}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not be taken for an answer
+
+    def answer(of: dict[str, Any]) -> None:
+        print(json.dumps(of), file=answers, flush=True)
+
+    try:
+        answer(import_all(sys.argv[1]))
+    except Exception as error:
+        traceback.print_exc()
+        answer({"failed": f"{type(error).__name__}: {error}"})
+        return
+    for line in sys.stdin:
+        answer(run_cell(json.loads(line)))
+
+
+if __name__ == "__main__":
+    main()

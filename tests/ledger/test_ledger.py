@@ -1,0 +1,216 @@
+"""The ledger: its verdicts, its table, what launchers read in it, and real trainings of the installed release."""
+
+import json
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from math import nan
+from pathlib import Path
+
+import pytest
+from harness import REPO_ROOT
+from real_runs import environment
+
+from t5bench.ledger import tables
+from t5bench.ledger.changes import CHANGES
+from t5bench.ledger.judge import DOES_NOT_RUN, RIGHT, WRONG, Curves, Verdict, judge, why
+from t5bench.ledger.modes import MODES, RELEASES, STRATEGIES, deepspeed_json
+from t5bench.plan.releases import ask_ledger
+from t5bench.record.ledger import DATA, UNKNOWN, look_up
+
+MODE = {mode.name: mode for mode in MODES}
+REFERENCE = Curves({1: 8.0, 2: 7.0}, {1: 2.0, 2: 1.5})
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "precision", "expected"),
+    [
+        ({1: 8.0, 2: 7.0}, {1: 2.0, 2: 1.5}, "fp32", (RIGHT, None, "")),
+        ({1: 8.0, 2: 7.00001}, {1: 2.0, 2: 1.5}, "fp32", (RIGHT, None, "")),
+        # Adam and clipping can hide a wrong scale in the loss, but not in the norm.
+        ({1: 8.0, 2: 7.0}, {1: 1.0, 2: 1.5}, "fp32", (WRONG, 1, "gradient norm")),
+        ({1: 8.0, 2: 7.1}, {1: 2.0, 2: 1.5}, "fp32", (WRONG, 2, "loss")),
+        ({1: 8.0, 2: 7.01}, {1: 2.0, 2: 1.5}, "bf16", (RIGHT, None, "")),
+        ({1: 8.0, 2: nan}, {1: 2.0, 2: 1.5}, "bf16", (WRONG, 2, "loss")),
+        ({1: 8.0}, {1: 2.0}, "fp32", (DOES_NOT_RUN, None, "")),
+    ],
+)
+def test_the_verdict_names_the_first_iteration_and_quantity(losses, norms, precision, expected):
+    verdict = judge(Curves(losses, norms), REFERENCE, precision)
+    assert (verdict.verdict, verdict.iteration, verdict.quantity) == expected
+
+
+def test_how_many_times_the_bound():
+    half = judge(Curves(REFERENCE.loss, {1: 1.0, 2: 1.5}), REFERENCE, "fp32")
+    assert half.times == pytest.approx(0.5 / 5e-6)
+    assert judge(Curves({1: 8.0, 2: nan}, {}), REFERENCE, "fp32").times is None
+
+
+def test_the_sentence_of_a_failure_is_its_cause_not_a_peers():
+    peer = "Traceback (most recent call last):\nRuntimeError: [gloo/pair.cc] Connection closed by peer\n"
+    cause = "Traceback (most recent call last):\n  File x\ntorch.cuda.OutOfMemoryError: Output 0 of Split is a view\n"
+    assert why([peer, cause]) == why([cause, peer]) == "OutOfMemoryError: Output 0 of Split is a view"
+    assert why([peer]).startswith("RuntimeError: [gloo")
+    assert why([""]) == "it ended without an error message"
+
+
+@pytest.mark.parametrize(
+    ("release", "strategy", "mode", "pulls"),
+    [
+        ("0.18.2", "zero2", "fp32", {7718, 7724, 7829}),
+        ("0.18.2", "zero2", "one micro-batch", {7829}),
+        ("0.17.5", "zero2", "fp32", {7724, 7829}),
+        ("0.18.9", "zero1", "fp32 accumulation", {7985}),
+        ("0.18.9", "zero1", "bf16", set()),
+        ("0.19.3", "zero1", "clipping unset", {8068}),
+        ("0.19.2", "deepspeed-pipeline", "fp32", {8154}),
+        ("0.19.8", "zero3", "fp32", set()),
+    ],
+)
+def test_which_change_upstream_explains_a_cell(release, strategy, mode, pulls):
+    explaining = [change for change in CHANGES if change.concerns(release, strategy, MODE[mode])]
+    assert {pull for change in explaining for pull in change.pulls} == pulls
+
+
+def test_every_mode_of_a_strategy_changes_its_json():
+    config = {"zero_optimization": {"stage": 2}}
+    made = {mode.name: json.dumps(deepspeed_json(config, "zero2", mode)) for mode in MODES if not mode.resumes}
+    assert len(set(made.values())) == len(made)
+    assert config == {"zero_optimization": {"stage": 2}}
+    assert "gradient_clipping" not in json.loads(made["clipping unset"])
+
+
+def cell(release: str, verdict: str, strategy: str = "zero2", mode: str = "fp32", **fields: object) -> dict:
+    empty = {"iteration": None, "quantity": "", "times": None, "sentence": ""}
+    made = {"release": release, "strategy": strategy, "mode": mode, "verdict": verdict, "torch": "2.13.0+cpu"}
+    return empty | made | {"python": "3.11.7", "seconds": 1.0, "code": "c"} | fields
+
+
+CELLS = [
+    cell("0.18.0", WRONG, iteration=1, quantity="gradient norm", times=70000.0),
+    cell("0.18.2", WRONG, iteration=1, quantity="gradient norm", times=70000.0),
+    cell("0.18.2", RIGHT, mode="one micro-batch"),
+    cell("0.18.2", RIGHT, mode="bf16"),
+    cell("0.18.3", RIGHT),
+    cell("0.18.9", DOES_NOT_RUN, sentence="RuntimeError: Output 0 of <Split> is a view"),
+]
+
+
+def test_the_page_the_table_and_the_data(tmp_path):
+    tables.write(tmp_path, CELLS)
+    text, page = (tmp_path / "ledger.md").read_text(), (tmp_path / "ledger.html").read_text()
+    assert "WRONG 7e+04" in text and "from iteration 1 on the gradient norm differs, up to 70,000 times" in text
+    assert "DeepSpeed/issues/7718" in text and "0.18.0, 0.18.2" in text
+    assert "Output 0 of &lt;Split&gt; is a view" in page and "<Split>" not in page
+    assert json.loads((tmp_path / "ledger.json").read_text())["cells"] == CELLS
+
+
+@pytest.mark.parametrize(
+    ("release", "micro_batches", "precision", "verdict"),
+    [
+        ("0.18.2", 8, "fp32", WRONG),
+        ("0.18.2+cu124", 8, "fp16", WRONG),
+        ("0.18.2", 1, "fp32", RIGHT),
+        ("0.18.2", 8, "bf16", RIGHT),
+        ("0.18.1", 8, "fp32", WRONG),  # between two that are wrong
+        ("0.18.3", 8, "fp32", RIGHT),
+        ("0.18.4", 8, "fp32", UNKNOWN),
+        ("0.18.9", 8, "fp32", DOES_NOT_RUN),
+        ("0.18.3", 8, "bf16", RIGHT),  # as in fp32
+        ("0.18.0", 8, "bf16", WRONG),
+        ("0.18.3", 1, "fp32", UNKNOWN),
+        ("0.20.0", 8, "fp32", UNKNOWN),
+        ("no version", 8, "fp32", UNKNOWN),
+    ],
+)
+def test_what_a_launcher_reads_in_it(tmp_path, release, micro_batches, precision, verdict):
+    tables.write(tmp_path, CELLS)
+    config = {"zero_optimization": {"stage": 2}, precision: {"enabled": True}}
+    answer = ask_ledger(release, config, micro_batches=micro_batches, path=tmp_path / "ledger.json")
+    assert answer.verdict == verdict
+    # Nothing is said of a mode that was not measured, only of a release.
+    assert bool(answer.said) == (verdict != RIGHT and (release, micro_batches) != ("0.18.3", 1))
+
+
+def test_the_committed_ledger_has_the_pinned_release_without_a_fault_that_a_launcher_meets():
+    lines = (REPO_ROOT / "requirements.txt").read_text().splitlines()
+    (pin,) = [line for line in lines if line.startswith("deepspeed==")]
+    release = pin.partition("==")[2]
+    assert release in RELEASES
+    measured = [cell for cell in json.loads(DATA.read_text())["cells"] if cell["release"] == release]
+    assert measured
+    for strategy in ("zero1", "zero2", "zero3", "zero3_offload", "deepspeed-pipeline"):
+        for precision in ("fp32", "bf16"):
+            answer = look_up(release, strategy, precision=precision, micro_batches=8)
+            assert answer.verdict in (RIGHT, UNKNOWN) and not answer.said
+
+
+def test_the_committed_page_is_that_of_the_committed_data(tmp_path):
+    docs = REPO_ROOT / "docs"
+    tables.write(tmp_path, json.loads((docs / "ledger.json").read_text())["cells"])
+    for name in ("ledger.md", "ledger.html", "ledger.json"):
+        assert (tmp_path / name).read_text() == (docs / name).read_text(), "write it again: t5bench ledger --page docs"
+
+
+def run_ledger(output: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command, with a folder in place of what it would install."""
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from t5bench.__main__ import main; from t5bench.ledger import environments\n"
+        f"environments.release_folder = lambda *_: Path({str(folder)!r})\n"
+        "sys.exit(main(['ledger', *sys.argv[1:]]))"
+    )
+    words = [sys.executable, "-c", program, "--output", str(output), *arguments]
+    settings = environment(PYTHONPATH=str(REPO_ROOT))
+    return subprocess.run(words, env=settings, capture_output=True, text=True, timeout=500, check=False)
+
+
+@pytest.mark.slow
+def test_a_release_with_a_planted_mistake_is_found_and_the_installed_one_is_not_accused(tmp_path):
+    """Gradients of 1 % too little in a copy of the installed release, which is right without it."""
+    (installed,) = find_spec("deepspeed").submodule_search_locations
+    shutil.copytree(installed, tmp_path / "changed" / "deepspeed", ignore=shutil.ignore_patterns("__pycache__"))
+    engine = tmp_path / "changed" / "deepspeed" / "runtime" / "engine.py"
+    text, right = engine.read_text(), "return grad / self.gradient_accumulation_steps()"
+    assert text.count(right) == 1
+    engine.write_text(text.replace(right, f"{right} / 1.01"))
+    (tmp_path / "nothing").mkdir()
+    few = ("--strategies", "zero2,zero3", "--modes", "fp32")
+    honest = run_ledger(tmp_path / "output", tmp_path / "nothing", "--releases", "0.0.1", *few)
+    changed = run_ledger(tmp_path / "output", tmp_path / "changed", "--releases", "0.0.2", *few)
+    assert honest.returncode == changed.returncode == 0, honest.stderr + changed.stderr
+    cells = json.loads((tmp_path / "output" / "ledger.json").read_text())["cells"]
+    verdicts = {(one["release"], one["strategy"]): one for one in cells}
+    assert [verdicts["0.0.1", name]["verdict"] for name in ("zero2", "zero3")] == [RIGHT, RIGHT]
+    for name in ("zero2", "zero3"):
+        wrong = verdicts["0.0.2", name]
+        assert (wrong["verdict"], wrong["iteration"], wrong["quantity"]) == (WRONG, 1, "gradient norm")
+        assert wrong["times"] > 100
+    again = run_ledger(tmp_path / "output", tmp_path / "nothing", "--releases", "0.0.1", *few)
+    assert again.stderr.count("right (known)") == 2, again.stderr
+
+
+@pytest.mark.slow
+def test_a_cell_that_hangs_and_a_release_that_cannot_be_imported(tmp_path):
+    (tmp_path / "broken" / "deepspeed").mkdir(parents=True)
+    (tmp_path / "broken" / "deepspeed" / "__init__.py").write_text("raise ImportError('it lacks a symbol')\n")
+    (tmp_path / "nothing").mkdir()
+    few = ("--strategies", "zero1", "--modes", "fp32")
+    broken = run_ledger(tmp_path / "output", tmp_path / "broken", "--releases", "0.0.1", *few)
+    slow = run_ledger(tmp_path / "output", tmp_path / "nothing", "--releases", "0.0.2", *few, "--limit", "0.1")
+    assert broken.returncode == slow.returncode == 0, broken.stderr + slow.stderr
+    assert "does not run: ImportError: it lacks a symbol" in broken.stderr
+    assert "hangs: it did not end within 0 s" in slow.stderr
+
+
+@pytest.mark.parametrize("option", [("--strategies", "zero4"), ("--modes", "fp64")])
+def test_unknown_names_are_refused(tmp_path, option):
+    result = run_ledger(tmp_path / "output", tmp_path, *option)
+    assert result.returncode == 2
+    assert f"there is no {option[0][2:].rstrip('s').replace('strategie', 'strategy')} '{option[1]}'" in result.stderr
+
+
+def test_every_strategy_of_a_mode_exists():
+    assert {strategy for mode in MODES for strategy in mode.strategies} == set(STRATEGIES)
+    assert isinstance(judge(REFERENCE, REFERENCE, "fp32"), Verdict)
