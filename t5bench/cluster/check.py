@@ -1,7 +1,12 @@
-"""Checks all nodes at once over ssh, within a minute, and prints one table: reachability, clocks, names, the state of
-this repository and of the engine, libraries, data, GPUs, free ports, disk, memory, and the network as measured with
-all-reduces. Failures are explained below the table. Every node must have the repository, the data and this shell's
-Python (PYTHON, else python3) at the same path. Exit status: 0 all checks passed, 1 a check failed, 2 wrong use.
+"""Checks all nodes at once over ssh, within a minute, and prints one table. About each node: whether it can be reached,
+its limits, memory, disks, kernel log, GPUs and speed. Between nodes: clocks, names, the state of this repository and of
+the engine, libraries, data, GPUs, free ports, and the network as measured with all-reduces.
+
+Failures are explained below the table, then comes PASS or FAIL for each node, and the list for srun's --exclude. Every
+node must have the repository, the data and this shell's Python (PYTHON, else python3) at the same path. With --health
+only the nodes themselves are checked, which takes 30 seconds and needs neither data nor engine.
+
+Exit status: 0 all checks passed, 1 a check failed, 2 wrong use.
 """
 
 import argparse
@@ -10,26 +15,33 @@ import os
 import shlex
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
 from t5bench import REPOSITORY, Problem
-from t5bench.cluster.probe import SECONDS, Cell, Question
+from t5bench.cluster import health
+from t5bench.cluster.cell import Cell
+from t5bench.cluster.probe import SECONDS, Question
 from t5bench.plan.launchers import ALONE, accepted, ask, declarations
-from t5bench.plan.topology import is_this_host
-from t5bench.record.hosts import BEGINS, ssh
+from t5bench.plan.topology import is_this_host, same_name
+from t5bench.record.hosts import BEGINS, addresses_of, is_loopback, ssh
 from t5bench.record.text import visible, visible_in
+from t5bench.record.tools import ask as ask_tool
 
 # Seconds; everything ends within a minute.
 CONNECT_SECONDS = 5
-PROBE_LIMIT, NETWORK_LIMIT = CONNECT_SECONDS + SECONDS + 1, 32.0
+PROBE_LIMIT = CONNECT_SECONDS + SECONDS + 1
+HEALTH_LIMIT = CONNECT_SECONDS + health.SECONDS + 1
+NETWORK_LIMIT = 32.0
 # An ssh master process that stays in the background would keep our pipes open.
 SSH_OPTIONS = ("-T", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ControlMaster=no")
 PASSED_ON = ("NCCL_", "GLOO_", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
@@ -38,10 +50,18 @@ RED, PLAIN = "\033[31m", "\033[0m"
 SPEED = "{gbit:.3g} Gbit/s, {us:.0f} us"
 UNKNOWN = Cell("-")
 ABSENT = ("none", UNKNOWN.text)
+# Addresses that name no node.
+NOBODY = ("0.0.0.0", "::", "255.255.255.255")
+# Rows of the probe that say something about one node alone.
+ABOUT_ONE_NODE = ("reachable", "health", "disk", "memory", "clock")
+# Of the median of all nodes with the same device.
+GPU_SHARE, CPU_SHARE = 0.7, health.OWN_SHARE
 
 # What ssh prints, what the table shows for it, and what to do about {host}; the last entry covers everything else.
 SSH_FAILURES = (
     ("Permission denied", "refused", "Authorize this host's key: ssh-copy-id {host}   (or get an allocation first)"),
+    ("Too many authentication failures", "refused",
+     "Name the key in ~/.ssh/config: IdentityFile, with IdentitiesOnly yes"),
     ("you have requested strict checking", "another key",
      "If {host} was installed again, forget its old key: ssh-keygen -R {host}   Then compare the new one: ssh {host}"),
     ("Host key verification failed", "unknown key", "Connect once by hand and compare the key: ssh {host}"),
@@ -61,6 +81,7 @@ REMEDIES = {
     " scripts/prepare_xsum_megatron.sh   (SAMPLE=1 for the bundled sample)",
     "GPUs": "The slowest node sets the pace: use equal ones (SLURM: --gres=gpu:1), or set CUDA_VISIBLE_DEVICES and"
     " NPROC_PER_NODE; if a GPU is not listed, check the driver",
+    "processors": "Use nodes with the same processors, and ask for as many on each (SLURM: --cpus-per-task)",
     "driver": "Install the same driver on all nodes, or choose nodes that have it",
     "network": "Let the nodes reach each other on every TCP port (check for a firewall) with the same MTU, and name the"
     " interface between them on all nodes: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME",
@@ -68,54 +89,168 @@ REMEDIES = {
 }
 ENVIRONMENT = "Use the same environment on all nodes: activate it, then pip install -r requirements.txt"
 
-Said = dict[str, Any]
+Answer = dict[str, Any]  # what a module of this room printed
 Row = dict[str, Cell]  # by host
 
 
 @dataclass
 class Node:
-    """A host, and its cells by row. clock: its clock less ours, in seconds."""
+    """A host."""
 
     host: str
     here: bool = False
+    """Whether it is the one on which the check was started."""
     cells: dict[str, Cell] = field(default_factory=dict)
+    """By row of the table."""
     clock: float | None = None
+    """Its clock less ours, in seconds."""
     free_port: int | None = None
+    kind: str = ""
+    """Its GPU's name in nvidia-smi, or cpu."""
+    speeds: dict[str, float] = field(default_factory=dict)
+    """Its slowest device's figures, by the names of health.SPEEDS."""
+    own_rows: set[str] = field(default_factory=set)
+    """The rows that say whether it is healthy."""
 
 
 # ---- asking the nodes ----------------------------------------------------------------------------------------------
 
 
-def execute(node: Node, python: str, module: str, word: str, limit: float, **environment: str) -> tuple[Said, str]:
-    """What a module of this room prints on a node, as JSON, within so many seconds; and its errors."""
+@dataclass(frozen=True)
+class Reply:
+    """What a module of this room printed on a node."""
+
+    answer: Answer
+    """Empty if it printed none."""
+    error: str
+    """What ssh or the module said on standard error."""
+    seconds: float
+    """How long it took."""
+    clock: float | None = None
+    """The node's clock less ours when the answer arrived."""
+
+
+def execute(node: Node, python: str, module: str, words: Sequence[str], limit: float, **environment: str) -> Reply:
+    """Runs a module of this room on a node for at most so many seconds; it prints a JSON object."""
     environment |= {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
     assignments = [f"{name}={value}" for name, value in environment.items()]
-    words = shlex.join(["env", *assignments, python, "-m", f"t5bench.cluster.{module}", word])
-    line = f"echo {shlex.quote(BEGINS)} && cd {shlex.quote(str(REPOSITORY))} && exec {words}"
+    program = shlex.join(["env", *assignments, python, "-m", f"t5bench.cluster.{module}", *words])
+    line = f"echo {shlex.quote(BEGINS)} && cd {shlex.quote(str(REPOSITORY))} && exec {program}"
     command = ["sh", "-c", line] if node.here else ssh(node.host, line, options=SSH_OPTIONS)
+    start = time.monotonic()
     try:
         result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit, check=False)
-        output, error = result.stdout, result.stderr.decode(errors="replace").replace("\r\n", "\n").strip()
+        output = result.stdout
+        error = result.stderr.decode(errors="replace").replace("\r\n", "\n").strip()
     except subprocess.TimeoutExpired as late:
-        output, error = late.stdout or b"", f"no answer within {limit:.0f} s"
+        output = late.stdout or b""
+        error = f"no answer within {limit:.0f} s"
+    arrived = time.time()
     printed = output.decode(errors="replace").partition(BEGINS)[2]
-    said = next((line for line in printed.splitlines() if line.startswith("{")), "{}")
-    return visible_in(json.loads(said)), visible(error, "\n") or "it ended without any output"
+    text = next((line for line in printed.splitlines() if line.startswith("{")), "{}")
+    answer = visible_in(json.loads(text))
+    clock = answer["clock"] - arrived if "clock" in answer else None
+    error = visible(error, "\n") or "it ended without any output"
+    return Reply(answer, error, time.monotonic() - start, clock)
 
 
-def look_at(node: Node, python: str, question: Question) -> None:
-    """Fills in the node's answers, or why it gave none."""
-    start = time.monotonic()
-    said, error = execute(node, python, "probe", json.dumps(asdict(question)), PROBE_LIMIT)
-    if said:
-        node.clock, node.free_port = said["clock"] - time.time(), said["free_port"]
-        node.cells["reachable"] = Cell("this host" if node.here else f"ssh {time.monotonic() - start:.1f} s")
-        node.cells |= {row: Cell(**cell) for row, cell in said["cells"].items()}
+def fill_in(node: Node, reply: Reply) -> None:
+    """The cells of a reply, or why there is none."""
+    if reply.answer:
+        node.clock = reply.clock
+        how = "this host" if node.here else f"ssh {reply.seconds:.1f} s"
+        node.cells.setdefault("reachable", Cell(how))
+        node.cells |= {row: Cell(**cell) for row, cell in reply.answer["cells"].items()}
     else:
-        lines = error.splitlines()[::-1]
-        found = ((line, word, remedy) for text, word, remedy in SSH_FAILURES for line in lines if text in line)
-        line, word, remedy = next(found)
-        node.cells["reachable"] = Cell(word, line.strip(), remedy.format(host=node.host))
+        node.cells.setdefault("reachable", unreachable(node.host, reply.error))
+
+
+def fill_in_facts(node: Node, reply: Reply) -> None:
+    """The answer of probe.py."""
+    fill_in(node, reply)
+    node.free_port = reply.answer.get("free_port")
+
+
+def fill_in_health(node: Node, reply: Reply) -> None:
+    """The answer of health.py."""
+    fill_in(node, reply)
+    if reply.answer:
+        node.kind = reply.answer["kind"]
+        node.speeds = reply.answer["speeds"]
+        node.own_rows = set(reply.answer["cells"])
+    elif not node.cells["reachable"].problem:
+        node.cells["health"] = Cell("no answer", reply.error.splitlines()[-1], "Look at the kernel's log of the node")
+
+
+def health_of(node: Node, python: str, device: str) -> Reply:
+    return execute(node, python, "health", [device, str(health.SECONDS)], HEALTH_LIMIT)
+
+
+def facts_of(node: Node, python: str, question: Question) -> Reply:
+    own = replace(question, host=node.host)
+    return execute(node, python, "probe", [json.dumps(asdict(own))], PROBE_LIMIT)
+
+
+def unreachable(host: str, error: str) -> Cell:
+    """What ssh said, in short and in its own words, and what to do."""
+    lines = error.splitlines()[::-1]
+    causes = ((line, word, remedy) for text, word, remedy in SSH_FAILURES for line in lines if text in line)
+    line, word, remedy = next(causes)
+    remedy = remedy.format(host=host)
+    if word == "refused" and (key := locked_key(host)):
+        remedy = f'The key {key} has a passphrase. Load it first: eval "$(ssh-agent)" && ssh-add {shlex.quote(key)}'
+    return Cell(word, line.strip(), remedy)
+
+
+def locked_key(host: str) -> str:
+    """A key that ssh would use for a host, if none of them works without a passphrase and no agent holds one."""
+    if ask_tool("ssh-add", "-l"):
+        return ""
+    configured = ask_tool("ssh", "-G", host).output
+    names = [line.partition(" ")[2] for line in configured.splitlines() if line.startswith("identityfile ")]
+    locked = ""
+    for name in names:
+        key = str(Path(name).expanduser())
+        if not os.access(key, os.R_OK):
+            continue
+        opened = ask_tool("ssh-keygen", "-y", "-P", "", "-f", key)
+        if opened:
+            return ""
+        if "passphrase" in opened.fault:
+            locked = locked or key
+    return locked
+
+
+def find_doubles(nodes: Sequence[Node]) -> None:
+    """Makes an address that two nodes report a problem: they are one node under two names."""
+    first: dict[str, str] = {}
+    for node in nodes:
+        cell = node.cells.get("address", UNKNOWN)
+        if cell.problem or cell.text in ABSENT:
+            continue
+        other = first.setdefault(cell.text, node.host)
+        if other != node.host:
+            problem = f"it is the same node as {other}, under another name"
+            node.cells["address"] = replace(cell, problem=problem, remedy="Name each node once in HOSTS")
+
+
+def compare_speeds(nodes: Sequence[Node]) -> None:
+    """Makes a speed far below the median of three nodes or more with the same device a problem."""
+    by_kind: dict[str, list[Node]] = {}
+    for node in nodes:
+        by_kind.setdefault(node.kind, []).append(node)
+    for kind, alike in by_kind.items():
+        share = CPU_SHARE if kind == "cpu" else GPU_SHARE
+        for row, (name, *_) in health.SPEEDS.items():
+            measured = [node for node in alike if name in node.speeds]
+            if len(measured) < 3:
+                continue
+            median = statistics.median(node.speeds[name] for node in measured)
+            for node in measured:
+                cell = node.cells[row]
+                if node.speeds[name] < share * median and not cell.problem:
+                    problem = f"{cell.text}; the median of {len(measured)} nodes is {median:.3g}"
+                    node.cells[row] = replace(cell, problem=problem, remedy=health.SLOW)
 
 
 def compare_clocks(nodes: Sequence[Node]) -> None:
@@ -138,16 +273,16 @@ def measure_network(nodes: Sequence[Node], python: str) -> str:
     common = {"MASTER_ADDR": able[0].host, "MASTER_PORT": str(able[0].free_port)}
     common["HOSTS"] = " ".join(node.host for node in able)
 
-    def start(rank: int) -> tuple[Said, str]:
+    def start(rank: int) -> Reply:
         seconds = str(NETWORK_LIMIT - CONNECT_SECONDS - 1)
-        return execute(able[rank], python, "network", seconds, NETWORK_LIMIT, **common, RANK=str(rank))
+        return execute(able[rank], python, "network", [seconds], NETWORK_LIMIT, **common, RANK=str(rank))
 
     with ThreadPoolExecutor(len(able)) as pool:
-        answers = list(pool.map(start, range(len(able))))
-    result = answers[0][0]
+        replies = list(pool.map(start, range(len(able))))
+    result = replies[0].answer
     if "pairs" not in result:
-        for node, (said, error) in zip(able, answers, strict=True):
-            node.cells["network"] = Cell("no all-reduce", said.get("error") or error.splitlines()[-1])
+        for node, reply in zip(able, replies, strict=True):
+            node.cells["network"] = Cell("no all-reduce", reply.answer.get("error") or reply.error.splitlines()[-1])
         return ""
     able[0].cells["network"] = Cell("master")
     for rank, measured in result["pairs"].items():
@@ -199,37 +334,106 @@ def render(rows: Mapping[str, Row], colour: bool) -> str:
     return "\n".join(lines)
 
 
+# ---- the verdict ---------------------------------------------------------------------------------------------------
+
+
+def verdicts(nodes: Sequence[Node]) -> str:
+    """PASS or FAIL for each node with its reasons, and the list for --exclude.
+
+    A node fails by itself: that two nodes have different data or commits is no reason to leave one of them out.
+    """
+    lines = []
+    failed = []
+    for node in nodes:
+        rows = [row for row in node.cells if row in node.own_rows or row in ABOUT_ONE_NODE]
+        reasons = [f"{row}: {node.cells[row].problem}" for row in rows if node.cells[row].problem]
+        lines.append(f"FAIL  {node.host}  {'; '.join(reasons)}" if reasons else f"PASS  {node.host}")
+        if reasons:
+            failed.append(node.host)
+    if failed:
+        lines += ["", f"To leave out what failed: --exclude={','.join(failed)}"]
+    return "\n".join(lines)
+
+
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("hosts", nargs="*", metavar="HOST", help="the nodes, the master first")
+    parser.add_argument("--health", action="store_true", help="check only whether each node is healthy")
+
+
+def checked_hosts(hosts: Sequence[str]) -> list[str]:
+    """The hosts without trailing dots. Raises Problem for no host, for one that is named twice, and for no address."""
+    if not hosts:
+        remedy = "List the nodes, the master first: bash scripts/check_cluster.sh node0 node1"
+        raise Problem("no hosts are given, HOSTS is not set, and this is not a SLURM allocation", remedy)
+    named = [host.rstrip(".") if host.strip(".") else host for host in hosts]
+    addresses: dict[str, str] = {}
+    for number, host in enumerate(named):
+        if host in NOBODY:
+            remedy = "Use the name or address by which the other nodes reach it: hostname -I lists its addresses"
+            raise Problem(f"{host} is an address to listen on, not the address of a node", remedy)
+        twice = "List each node once, the master first"
+        for earlier in named[:number]:
+            if same_name(host.lower(), earlier.lower()):
+                raise Problem(f"a node is named more than once: {earlier} and {host}", twice)
+        for address in addresses_of(host):
+            earlier = addresses.setdefault(address, host)
+            if earlier != host and not is_loopback(address):
+                raise Problem(f"{earlier} and {host} are the same node, {address}", twice)
+    return named
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises Problem."""
-    if not args.hosts:
-        remedy = "List the nodes, the master first: bash scripts/check_cluster.sh node0 node1"
-        raise Problem("no hosts are given, HOSTS is not set, and this is not a SLURM allocation", remedy)
-    if len(set(args.hosts)) < len(args.hosts):
-        raise Problem("a node is named more than once", "List each node once, the master first")
+    hosts = checked_hosts(args.hosts)
     # A Ctrl-C ends this and every ssh at once; processes on the nodes end by their own time limit.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     python = shutil.which(os.environ.get("PYTHON") or "python3") or sys.executable
+    nodes = [Node(host, here=is_this_host(host)) for host in hosts]
+    if args.health:
+        device = "cuda" if os.environ.get("DEVICE") != "cpu" else "cpu"
+        with ThreadPoolExecutor(len(nodes)) as pool:
+            replies = list(pool.map(lambda node: health_of(node, python, device), nodes))
+        for node, reply in zip(nodes, replies, strict=True):
+            fill_in_health(node, reply)
+        note = ""
+    else:
+        note = check_all(nodes, python)
+    compare_clocks(nodes)
+    compare_speeds(nodes)
+    rows = table(nodes)
+    count = len([cell for row in rows.values() for cell in row.values() if cell.problem])
+    verdict = f"{count} check{'s' if count > 1 else ''} failed." if count else "All checks passed."
+    shown = render(rows, sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+    print("\n\n".join(filter(None, [shown, note, verdicts(nodes), verdict])))
+    return 1 if count else 0
+
+
+def check_all(nodes: Sequence[Node], python: str) -> str:
+    """Asks all nodes for everything; returns a line about the network."""
     # A launcher's plan for this host only, ignoring what the host lacks for a run.
     plan = accepted(ask("ddp", ["127.0.0.1", "0"], os.environ | ALONE))
-    ports = [plan.number("MASTER_PORT")] if os.environ.get("MASTER_PORT") else [s.port for s in declarations()]
-    nodes = [Node(host, here=is_this_host(host)) for host in args.hosts]
-    place = plan.engine_directory, plan.data_prefix, plan.output_dir
-    question = Question("", args.hosts, *place, plan.device, ports)
-    with ThreadPoolExecutor(len(nodes)) as pool:
-        list(pool.map(lambda node: look_at(node, python, replace(question, host=node.host)), nodes))
-    compare_clocks(nodes)
-    note = measure_network(nodes, python)
-    rows = table(nodes)
-    count = sum(bool(cell.problem) for row in rows.values() for cell in row.values())
-    verdict = f"{count} check{'s' * (count > 1)} failed." if count else "All checks passed."
-    shown = render(rows, sys.stdout.isatty() and "NO_COLOR" not in os.environ)
-    print("\n\n".join(filter(None, [shown, note, verdict])))
-    return 1 if count else 0
+    strategies = declarations()
+    ports = [plan.number("MASTER_PORT")] if os.environ.get("MASTER_PORT") else [s.port for s in strategies]
+    question = Question(
+        host="",
+        hosts=[node.host for node in nodes],
+        engine_directory=plan.engine_directory,
+        data_prefix=plan.data_prefix,
+        output_directory=plan.output_dir,
+        device=plan.device,
+        ports=ports,
+    )
+    with ThreadPoolExecutor(2 * len(nodes)) as pool:
+        facts = [pool.submit(facts_of, node, python, question) for node in nodes]
+        examinations = [pool.submit(health_of, node, python, plan.device) for node in nodes]
+        for node, job in zip(nodes, facts, strict=True):
+            fill_in_facts(node, job.result())
+        for node, job in zip(nodes, examinations, strict=True):
+            fill_in_health(node, job.result())
+    find_doubles(nodes)
+    return measure_network(nodes, python)

@@ -14,13 +14,14 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from t5bench import REPOSITORY, Problem
+from t5bench.cluster.cell import Cell, Cells
 from t5bench.corpus.index import dataset_paths, read_index
 from t5bench.plan.engine import FIXES_ALONE, SERIES, state_of
 from t5bench.record import machine
@@ -36,16 +37,6 @@ SECONDS = 12.0  # for all facts
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A node's entry in a row of the table: a problem makes it red, and ``same`` must be equal on all nodes."""
-
-    text: str
-    problem: str = ""
-    remedy: str = ""
-    same: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Question:
     """hosts: all of them, the master first. engine_directory: empty for the native engine."""
 
@@ -56,9 +47,6 @@ class Question:
     output_directory: str
     device: str
     ports: Sequence[int]
-
-
-Cells = dict[str, Cell]
 
 
 def digest(*places: Path) -> str:
