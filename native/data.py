@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from t5bench import Problem
-from t5bench.corpus.index import read_index
+from t5bench.corpus.index import read_index, split_documents
 from t5bench.corpus.tokenizer import load_tokenizer, readable
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # encoder input, decoder input, labels
@@ -109,15 +109,6 @@ def build_sample_map(
         j = next(random) % (i + 1)
         rows[i], rows[j] = rows[j], rows[i]
     return np.array(rows, np.int64)
-
-
-def split_documents(shares: list[float], documents: int) -> list[tuple[int, int]]:
-    """The document ranges [first, end) of train, validation and test, for their three shares in any unit."""
-    bounds = [0]
-    for share in shares:
-        bounds.append(bounds[-1] + round(share / sum(shares) * documents))
-    excess = bounds[-1] - documents
-    return list(pairwise([0, *(bound - excess for bound in bounds[1:])]))
 
 
 def choose_spans(
