@@ -12,39 +12,29 @@ Exit status: 0 all checks passed, 1 a check failed, 2 wrong use.
 import argparse
 import json
 import os
-import shlex
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 from tabulate import tabulate
 
-from t5bench import REPOSITORY, Problem
+from t5bench import Problem
 from t5bench.cluster import health
+from t5bench.cluster.ask import CONNECT_SECONDS, Reply, execute, unreachable
 from t5bench.cluster.cell import Cell
 from t5bench.cluster.probe import SECONDS, Question
 from t5bench.plan.launchers import ALONE, accepted, ask, declarations
 from t5bench.plan.topology import is_this_host, same_name
-from t5bench.record.hosts import BEGINS, addresses_of, is_loopback, ssh
-from t5bench.record.text import visible, visible_in
-from t5bench.record.tools import ask as ask_tool
+from t5bench.record.hosts import addresses_of, is_loopback
 
 # Seconds; everything ends within a minute.
-CONNECT_SECONDS = 5
 PROBE_LIMIT = CONNECT_SECONDS + SECONDS + 1
 HEALTH_LIMIT = CONNECT_SECONDS + health.SECONDS + 1
 NETWORK_LIMIT = 32.0
-# An ssh master process that stays in the background would keep our pipes open.
-SSH_OPTIONS = ("-T", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ControlMaster=no")
-PASSED_ON = ("NCCL_", "GLOO_", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 LARGEST_CLOCK_DIFFERENCE = 1.0  # seconds
 RED, PLAIN = "\033[31m", "\033[0m"
 SPEED = "{gbit:.3g} Gbit/s, {us:.0f} us"
@@ -56,23 +46,6 @@ NOBODY = ("0.0.0.0", "::", "255.255.255.255")
 ABOUT_ONE_NODE = ("reachable", "health", "disk", "memory", "clock")
 # Of the median of all nodes with the same device.
 GPU_SHARE, CPU_SHARE = 0.7, health.OWN_SHARE
-
-# What ssh prints, what the table shows for it, and what to do about {host}; the last entry covers everything else.
-SSH_FAILURES = (
-    ("Permission denied", "refused", "Authorize this host's key: ssh-copy-id {host}   (or get an allocation first)"),
-    ("Too many authentication failures", "refused",
-     "Name the key in ~/.ssh/config: IdentityFile, with IdentitiesOnly yes"),
-    ("you have requested strict checking", "another key",
-     "If {host} was installed again, forget its old key: ssh-keygen -R {host}   Then compare the new one: ssh {host}"),
-    ("Host key verification failed", "unknown key", "Connect once by hand and compare the key: ssh {host}"),
-    ("Could not resolve hostname", "unknown name", "Check the spelling; scontrol show hostnames lists SLURM's names"),
-    ("No such file or directory", "no python",
-     "Have the repository and the environment at the same paths on {host}, or set PYTHON to one that all nodes have"),
-    ("Connection refused", "no sshd", "Start sshd on {host}, or run this check from a node that can log in there"),
-    ("No module named", "another version", "Give {host} this host's commit and environment"),
-    ("without any output", "no answer", "Does {host} have this host's commit? Else log in by hand: ssh {host}"),
-    ("", "unreachable", "Is {host} up, with sshd and the network? Log in by hand: ssh {host}"),
-)  # fmt: skip
 
 # What to do about a row that is red, unless the node itself says; for all other rows, ENVIRONMENT.
 REMEDIES = {
@@ -89,7 +62,6 @@ REMEDIES = {
 }
 ENVIRONMENT = "Use the same environment on all nodes: activate it, then pip install -r requirements.txt"
 
-Answer = dict[str, Any]  # what a module of this room printed
 Row = dict[str, Cell]  # by host
 
 
@@ -114,44 +86,6 @@ class Node:
 
 
 # ---- asking the nodes ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What a module of this room printed on a node."""
-
-    answer: Answer
-    """Empty if it printed none."""
-    error: str
-    """What ssh or the module said on standard error."""
-    seconds: float
-    """How long it took."""
-    clock: float | None = None
-    """The node's clock less ours when the answer arrived."""
-
-
-def execute(node: Node, python: str, module: str, words: Sequence[str], limit: float, **environment: str) -> Reply:
-    """Runs a module of this room on a node for at most so many seconds; it prints a JSON object."""
-    environment |= {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
-    assignments = [f"{name}={value}" for name, value in environment.items()]
-    program = shlex.join(["env", *assignments, python, "-m", f"t5bench.cluster.{module}", *words])
-    line = f"echo {shlex.quote(BEGINS)} && cd {shlex.quote(str(REPOSITORY))} && exec {program}"
-    command = ["sh", "-c", line] if node.here else ssh(node.host, line, options=SSH_OPTIONS)
-    start = time.monotonic()
-    try:
-        result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit, check=False)
-        output = result.stdout
-        error = result.stderr.decode(errors="replace").replace("\r\n", "\n").strip()
-    except subprocess.TimeoutExpired as late:
-        output = late.stdout or b""
-        error = f"no answer within {limit:.0f} s"
-    arrived = time.time()
-    printed = output.decode(errors="replace").partition(BEGINS)[2]
-    text = next((line for line in printed.splitlines() if line.startswith("{")), "{}")
-    answer = visible_in(json.loads(text))
-    clock = answer["clock"] - arrived if "clock" in answer else None
-    error = visible(error, "\n") or "it ended without any output"
-    return Reply(answer, error, time.monotonic() - start, clock)
 
 
 def fill_in(node: Node, reply: Reply) -> None:
@@ -183,42 +117,13 @@ def fill_in_health(node: Node, reply: Reply) -> None:
 
 
 def health_of(node: Node, python: str, device: str) -> Reply:
-    return execute(node, python, "health", [device, str(health.SECONDS)], HEALTH_LIMIT)
+    words = [device, str(health.SECONDS)]
+    return execute(node.host, python, "health", words, HEALTH_LIMIT, here=node.here)
 
 
 def facts_of(node: Node, python: str, question: Question) -> Reply:
     own = replace(question, host=node.host)
-    return execute(node, python, "probe", [json.dumps(asdict(own))], PROBE_LIMIT)
-
-
-def unreachable(host: str, error: str) -> Cell:
-    """What ssh said, in short and in its own words, and what to do."""
-    lines = error.splitlines()[::-1]
-    causes = ((line, word, remedy) for text, word, remedy in SSH_FAILURES for line in lines if text in line)
-    line, word, remedy = next(causes)
-    remedy = remedy.format(host=host)
-    if word == "refused" and (key := locked_key(host)):
-        remedy = f'The key {key} has a passphrase. Load it first: eval "$(ssh-agent)" && ssh-add {shlex.quote(key)}'
-    return Cell(word, line.strip(), remedy)
-
-
-def locked_key(host: str) -> str:
-    """A key that ssh would use for a host, if none of them works without a passphrase and no agent holds one."""
-    if ask_tool("ssh-add", "-l"):
-        return ""
-    configured = ask_tool("ssh", "-G", host).output
-    names = [line.partition(" ")[2] for line in configured.splitlines() if line.startswith("identityfile ")]
-    locked = ""
-    for name in names:
-        key = str(Path(name).expanduser())
-        if not os.access(key, os.R_OK):
-            continue
-        opened = ask_tool("ssh-keygen", "-y", "-P", "", "-f", key)
-        if opened:
-            return ""
-        if "passphrase" in opened.fault:
-            locked = locked or key
-    return locked
+    return execute(node.host, python, "probe", [json.dumps(asdict(own))], PROBE_LIMIT, here=node.here)
 
 
 def find_doubles(nodes: Sequence[Node]) -> None:
@@ -275,7 +180,9 @@ def measure_network(nodes: Sequence[Node], python: str) -> str:
 
     def start(rank: int) -> Reply:
         seconds = str(NETWORK_LIMIT - CONNECT_SECONDS - 1)
-        return execute(able[rank], python, "network", [seconds], NETWORK_LIMIT, **common, RANK=str(rank))
+        node = able[rank]
+        environment = {**common, "RANK": str(rank)}
+        return execute(node.host, python, "network", [seconds], NETWORK_LIMIT, here=node.here, **environment)
 
     with ThreadPoolExecutor(len(able)) as pool:
         replies = list(pool.map(start, range(len(able))))

@@ -8,6 +8,7 @@ name of a package, nltk, that whole documents do not use; an empty module of tha
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -25,11 +26,13 @@ NLTK = "class tokenize:\n class punkt:\n  PunktLanguageVars = object\n"
 
 def processor_seconds(command: list[str], environment: dict[str, str]) -> float:
     """User and system time of a command and its children."""
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-    process = subprocess.Popen(command, env=os.environ | environment, cwd=REPOSITORY, **quiet)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        sys.exit(f"error: this command failed: {' '.join(command)}")
+    with tempfile.TemporaryFile() as messages:
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": messages}
+        process = subprocess.Popen(command, env=os.environ | environment, cwd=REPOSITORY, **pipes)
+        _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            messages.seek(0)
+            sys.exit(f"{messages.read().decode(errors='replace')}\nerror: this failed: {shlex.join(command)}")
     return usage.ru_utime + usage.ru_stime
 
 

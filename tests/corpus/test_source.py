@@ -1,4 +1,4 @@
-"""Data as people bring them: several files, kinds of JSON, encodings, rows that cannot be used, other tools' indices."""
+"""Data as people bring them: several files, kinds of JSON, encodings, unusable rows, other tools' indices."""
 
 import codecs
 import gzip
