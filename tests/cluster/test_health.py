@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
@@ -357,6 +358,17 @@ def test_floors_are_of_known_gpus_and_have_sources():
     for device in DEVICES.values():
         reached = [row.product for row in MEASURED if row.device == device.name and row.product]
         assert floors_of(device.name).product < (reached or [0.45 * device.tensor])[0]
+
+
+def test_the_page_has_the_floors_and_the_number_of_faults():
+    page = (REPO_ROOT / "docs" / "nodes.md").read_text()
+    rows = re.findall(r"^\| (\S+\d.*?) \| ([\d,]+) \| ([\d,]+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    assert len(rows) == 4
+    for name, *shown in rows:
+        floors = floors_of(f"NVIDIA {name}")
+        figures = (floors.product, floors.memory, floors.host_copy, floors.all_reduce)
+        assert shown == [f"{figure:,.0f}" for figure in figures], name
+    assert f"plants {len(FAULTS)} faults" in page
 
 
 def test_nodes_of_one_kind_are_compared():
