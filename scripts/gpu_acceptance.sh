@@ -19,15 +19,6 @@
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-setting ENGINES 'one-of:both|megatron|native' - - both "Engines to run"
-setting STRATEGIES text? - - "" "Strategies to run (unset: all); DDP is always included"
-setting MICRO_BATCH_SIZES text - - "32 8 1" "Micro-batch sizes to measure the throughput with, in this order"
-setting MINUTES decimal - - 10 "Minutes that each part may take; run the same command again to continue"
-engine_dir_setting
-setting BUNDLE path? - - "" "What --pack made, for a machine without internet (wheels/ and Megatron-DeepSpeed/)"
-setting RESULTS_DIR path? - - "" "Where to put the summary, the figures and the packed records (unset: docs/results/<device>)"
-setting WORK_DIR path - - "$REPO_ROOT/outputs/acceptance" "Directory of the runs"
-setting TARGET_PYTHON text - - 3.12 "With --pack: the Python version of the machine that will use the wheels"
 
 # The settings of every run here; all processes are on this machine.
 # The vocabulary is google-t5/t5-large's, padded, because the bundled sample has a smaller one.

@@ -27,7 +27,8 @@ from t5bench.cluster import health
 from t5bench.cluster.ask import CONNECT_SECONDS, Reply, execute, unreachable
 from t5bench.cluster.cell import Cell
 from t5bench.cluster.probe import SECONDS, Question
-from t5bench.plan.launchers import ALONE, accepted, ask, declarations
+from t5bench.plan.launchers import ALONE, accepted, declarations
+from t5bench.plan.planner import plan
 from t5bench.plan.topology import is_this_host, same_name
 from t5bench.record.hosts import addresses_of, is_loopback
 
@@ -323,21 +324,21 @@ def run(args: argparse.Namespace) -> int:
 def check_all(nodes: Sequence[Node], python: str) -> str:
     """Asks all nodes for everything; returns a line about the network."""
     # A launcher's plan for this host only, ignoring what the host lacks for a run.
-    plan = accepted(ask("ddp", ["127.0.0.1", "0"], os.environ | ALONE))
+    planned = accepted(plan({**os.environ, **ALONE}, "ddp"))
     strategies = declarations()
-    ports = [plan.number("MASTER_PORT")] if os.environ.get("MASTER_PORT") else [s.port for s in strategies]
+    ports = [planned.number("MASTER_PORT")] if os.environ.get("MASTER_PORT") else [s.port for s in strategies]
     question = Question(
         host="",
         hosts=[node.host for node in nodes],
-        engine_directory=plan.engine_directory,
-        data_prefix=plan.data_prefix,
-        output_directory=plan.output_dir,
-        device=plan.device,
+        engine_directory=planned.engine_directory,
+        data_prefix=planned.data_prefix,
+        output_directory=planned.output_dir,
+        device=planned.device,
         ports=ports,
     )
     with ThreadPoolExecutor(2 * len(nodes)) as pool:
         facts = [pool.submit(facts_of, node, python, question) for node in nodes]
-        examinations = [pool.submit(health_of, node, python, plan.device) for node in nodes]
+        examinations = [pool.submit(health_of, node, python, planned.device) for node in nodes]
         for node, job in zip(nodes, facts, strict=True):
             fill_in_facts(node, job.result())
         for node, job in zip(nodes, examinations, strict=True):
