@@ -56,7 +56,7 @@ PATTERNS = (
         r"EDAC (?P<part>\S+):.*\bCE\b", "many corrected ECC errors of the host's memory", "Have it replaced", DAY, 10
     ),
     Pattern(
-        r"(?P<part>\S+): (?:PCIe Bus Error: severity=Uncorrect|.*[Uu]ncorrectable \((?:Non-)?Fatal\))",
+        r"(?P<part>\S+): (?:PCIe Bus Error: severity=Un\w+ \(|.*[Uu]ncorrectable \((?:Non-)?Fatal\))",
         "a PCIe error that could not be corrected",
         "Reseat or replace the card",
     ),
