@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("megatron_dir", type=Path, help="an unpatched or patched checkout of Megatron-DeepSpeed")
     parser.add_argument("--documents", type=int, default=12_000)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--family", choices=("t5", "gpt"), help="measure only this one")
     arguments = parser.parse_args()
     engine = arguments.megatron_dir.resolve()
     more = arguments.documents - FEW
@@ -100,7 +101,8 @@ def main() -> None:
         few, many = Path(folder, "few.jsonl"), Path(folder, "many.jsonl")
         write_documents(few, FEW)
         write_documents(many, arguments.documents)
-        for case in cases_of(engine):
+        cases = [case for case in cases_of(engine) if arguments.family in (None, case.settings["MODEL_FAMILY"])]
+        for case in cases:
             for _ in range(arguments.repeats):
                 theirs = seconds_of_the_engine(case, many, engine) - seconds_of_the_engine(case, few, engine)
                 ours = seconds_here(case, many) - seconds_here(case, few)
