@@ -16,6 +16,7 @@ import shutil
 import signal
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -34,8 +35,9 @@ from t5bench.record.hosts import addresses_of, is_loopback
 
 # Seconds; everything ends within a minute.
 PROBE_LIMIT = CONNECT_SECONDS + SECONDS + 1
-HEALTH_LIMIT = CONNECT_SECONDS + health.SECONDS + 1
-NETWORK_LIMIT = 32.0
+HEALTH_LIMIT = CONNECT_SECONDS + health.SECONDS + 1  # until here, a node has told everything
+LEAST_HEALTH_SECONDS = 5.0
+NETWORK_LIMIT = 27.0
 LARGEST_CLOCK_DIFFERENCE = 1.0  # seconds
 RED, PLAIN = "\033[31m", "\033[0m"
 SPEED = "{gbit:.3g} Gbit/s, {us:.0f} us"
@@ -117,9 +119,9 @@ def fill_in_health(node: Node, reply: Reply) -> None:
         node.cells["health"] = Cell("no answer", reply.error.splitlines()[-1], "Look at the kernel's log of the node")
 
 
-def health_of(node: Node, python: str, device: str) -> Reply:
-    words = [device, str(health.SECONDS)]
-    return execute(node.host, python, "health", words, HEALTH_LIMIT, here=node.here)
+def health_of(node: Node, python: str, device: str, seconds: float = health.SECONDS) -> Reply:
+    limit = CONNECT_SECONDS + seconds + 1
+    return execute(node.host, python, "health", [device, str(seconds)], limit, here=node.here)
 
 
 def facts_of(node: Node, python: str, question: Question) -> Reply:
@@ -336,12 +338,20 @@ def check_all(nodes: Sequence[Node], python: str) -> str:
         device=planned.device,
         ports=ports,
     )
-    with ThreadPoolExecutor(2 * len(nodes)) as pool:
-        facts = [pool.submit(facts_of, node, python, question) for node in nodes]
-        examinations = [pool.submit(health_of, node, python, planned.device) for node in nodes]
-        for node, job in zip(nodes, facts, strict=True):
-            fill_in_facts(node, job.result())
-        for node, job in zip(nodes, examinations, strict=True):
-            fill_in_health(node, job.result())
+    deadline = time.monotonic() + HEALTH_LIMIT
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        list(pool.map(lambda node: ask_everything(node, python, question, deadline), nodes))
     find_doubles(nodes)
     return measure_network(nodes, python)
+
+
+def ask_everything(node: Node, python: str, question: Question, deadline: float) -> None:
+    """First what nodes must have in common, then whether the node is healthy, so that neither slows the other."""
+    fill_in_facts(node, facts_of(node, python, question))
+    seconds = min(health.SECONDS, deadline - time.monotonic() - CONNECT_SECONDS - 1)
+    if node.cells["reachable"].problem:
+        return
+    if seconds < LEAST_HEALTH_SECONDS:
+        node.cells["health"] = Cell("not checked: slow")
+        return
+    fill_in_health(node, health_of(node, python, question.device, seconds))
