@@ -37,7 +37,7 @@ from t5bench.record.hosts import addresses_of, is_loopback
 PROBE_LIMIT = CONNECT_SECONDS + SECONDS + 1
 HEALTH_LIMIT = CONNECT_SECONDS + health.SECONDS + 1  # until here, a node has told everything
 LEAST_HEALTH_SECONDS = 5.0
-NETWORK_LIMIT = 27.0
+NETWORK_LIMIT, LEAST_NETWORK = 55.0, 27.0  # from the start of the check, and in any case
 LARGEST_CLOCK_DIFFERENCE = 1.0  # seconds
 RED, PLAIN = "\033[31m", "\033[0m"
 SPEED = "{gbit:.3g} Gbit/s, {us:.0f} us"
@@ -171,8 +171,8 @@ def compare_clocks(nodes: Sequence[Node]) -> None:
         node.cells["clock"] = Cell(f"{ahead:+.2f} s", problem if abs(ahead) > LARGEST_CLOCK_DIFFERENCE else "")
 
 
-def measure_network(nodes: Sequence[Node], python: str) -> str:
-    """Fills in the row "network", and returns a line on what was measured."""
+def measure_network(nodes: Sequence[Node], python: str, limit: float) -> str:
+    """Fills in the row "network" within so many seconds, and returns a line on what was measured."""
     for node in nodes:
         node.cells["network"] = Cell("not measured")
     able = [node for node in nodes if node.cells.get("torch", UNKNOWN).text not in ABSENT]
@@ -182,10 +182,10 @@ def measure_network(nodes: Sequence[Node], python: str) -> str:
     common["HOSTS"] = " ".join(node.host for node in able)
 
     def start(rank: int) -> Reply:
-        seconds = str(NETWORK_LIMIT - CONNECT_SECONDS - 1)
+        seconds = str(limit - CONNECT_SECONDS - 1)
         node = able[rank]
         environment = {**common, "RANK": str(rank)}
-        return execute(node.host, python, "network", [seconds], NETWORK_LIMIT, here=node.here, **environment)
+        return execute(node.host, python, "network", [seconds], limit, here=node.here, **environment)
 
     with ThreadPoolExecutor(len(able)) as pool:
         replies = list(pool.map(start, range(len(able))))
@@ -338,11 +338,13 @@ def check_all(nodes: Sequence[Node], python: str) -> str:
         device=planned.device,
         ports=ports,
     )
-    deadline = time.monotonic() + HEALTH_LIMIT
+    start = time.monotonic()
+    deadline = start + HEALTH_LIMIT
     with ThreadPoolExecutor(len(nodes)) as pool:
         list(pool.map(lambda node: ask_everything(node, python, question, deadline), nodes))
     find_doubles(nodes)
-    return measure_network(nodes, python)
+    left = NETWORK_LIMIT - (time.monotonic() - start)
+    return measure_network(nodes, python, max(LEAST_NETWORK, left))
 
 
 def ask_everything(node: Node, python: str, question: Question, deadline: float) -> None:
