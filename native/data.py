@@ -4,13 +4,12 @@ import json
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from t5bench.corpus.index import read_index
+from t5bench.corpus.index import read_index, split_documents
 from t5bench.corpus.tokenizer import load_tokenizer, readable
 
 # Of T5 encoder input, decoder input and labels, of GPT tokens and labels.
@@ -68,15 +67,6 @@ class Vocabulary:
             else:
                 size = len(load_tokenizer(place, "gpt"))
         return Vocabulary(size, pad=-1, eos=size - 1, sentinels=(), continuations=frozenset())
-
-
-def split_documents(shares: list[float], documents: int) -> list[tuple[int, int]]:
-    """The document ranges [first, end) of train, validation and test, for their three shares in any unit."""
-    bounds = [0]
-    for share in shares:
-        bounds.append(bounds[-1] + round(share / sum(shares) * documents))
-    excess = bounds[-1] - documents
-    return list(pairwise([0, *(bound - excess for bound in bounds[1:])]))
 
 
 def step_indices(args: Namespace, dp_rank: int, consumed: int, end: int) -> Iterator[list[int]]:

@@ -21,4 +21,4 @@ settings = os.environ | {"MEGATRON_DATA_DIR": os.environ.get("MEGATRON_DATA_DIR"
 settings |= {"PYTHONPATH": os.pathsep.join(filter(None, (str(repository), os.environ.get("PYTHONPATH"))))}
 # From Python 3.11 on, PYTHONSAFEPATH keeps another t5bench in the current directory out.
 settings |= {"TOKENIZER_MODEL": "", "PYTHONSAFEPATH": "1"}
-os.execve(sys.executable, [sys.executable, "-m", "t5bench.corpus"], settings)
+os.execve(sys.executable, [sys.executable, "-m", "t5bench", "prepare-data"], settings)

@@ -35,4 +35,4 @@ TOKENIZER_MODEL=${TOKENIZER_MODEL:-$DEFAULT_TOKENIZER}
 [[ ! -d $TOKENIZER_MODEL ]] || TOKENIZER_MODEL=$(cd -- "$TOKENIZER_MODEL" && pwd)
 export MODEL_FAMILY SAMPLE MEGATRON_DATA_DIR XSUM_SOURCE XSUM_SPLIT XSUM_LIMIT TOKENIZER_MODEL MEGATRON_DIR FORCE WORKERS
 # Not python_module: a signal to this script must reach Python.
-cd -- "$REPO_ROOT" && exec "$PYTHON" -m t5bench.corpus
+cd -- "$REPO_ROOT" && exec "$PYTHON" -m t5bench prepare-data

@@ -1,59 +1,54 @@
-"""Checks all nodes at once over ssh, within a minute, and prints one table: reachability, clocks, names, the state of
-this repository and of the engine, libraries, data, GPUs, free ports, disk, memory, and the network as measured with
-all-reduces. Failures are explained below the table. Every node must have the repository, the data and this shell's
-Python (PYTHON, else python3) at the same path. Exit status: 0 all checks passed, 1 a check failed, 2 wrong use.
+"""Checks all nodes at once over ssh, within a minute, and prints one table. About each node: whether it can be reached,
+its limits, memory, disks, kernel log, GPUs and speed. Between nodes: clocks, names, the state of this repository and of
+the engine, libraries, data, GPUs, free ports, and the network as measured with all-reduces.
+
+Failures are explained below the table, then comes PASS or FAIL for each node, and the list for srun's --exclude. Every
+node must have the repository, the data and this shell's Python (PYTHON, else python3) at the same path. With --health
+only the nodes themselves are checked, which takes 30 seconds and needs neither data nor engine.
+
+Exit status: 0 all checks passed, 1 a check failed, 2 wrong use.
 """
 
 import argparse
 import json
 import os
-import shlex
 import shutil
 import signal
-import subprocess
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from tabulate import tabulate
 
-from t5bench import REPOSITORY, Problem
-from t5bench.cluster.probe import SECONDS, Cell, Question
+from t5bench import Problem
+from t5bench.cluster import health
+from t5bench.cluster.ask import CONNECT_SECONDS, Reply, execute, unreachable
+from t5bench.cluster.cell import Cell
+from t5bench.cluster.probe import SECONDS, Question
 from t5bench.plan.launchers import ALONE, accepted, declarations
 from t5bench.plan.planner import plan
-from t5bench.plan.topology import is_this_host
-from t5bench.record.hosts import BEGINS, ssh
-from t5bench.record.text import visible, visible_in
+from t5bench.plan.topology import is_this_host, same_name
+from t5bench.record.hosts import addresses_of, is_loopback
 
 # Seconds; everything ends within a minute.
-CONNECT_SECONDS = 5
-PROBE_LIMIT, NETWORK_LIMIT = CONNECT_SECONDS + SECONDS + 1, 32.0
-# An ssh master process that stays in the background would keep our pipes open.
-SSH_OPTIONS = ("-T", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ControlMaster=no")
-PASSED_ON = ("NCCL_", "GLOO_", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
+PROBE_LIMIT = CONNECT_SECONDS + SECONDS + 1
+HEALTH_LIMIT = CONNECT_SECONDS + health.SECONDS + 1  # until here, a node has told everything
+LEAST_HEALTH_SECONDS = 5.0
+NETWORK_LIMIT, LEAST_NETWORK = 55.0, 27.0  # from the start of the check, and in any case
 LARGEST_CLOCK_DIFFERENCE = 1.0  # seconds
 RED, PLAIN = "\033[31m", "\033[0m"
 SPEED = "{gbit:.3g} Gbit/s, {us:.0f} us"
 UNKNOWN = Cell("-")
 ABSENT = ("none", UNKNOWN.text)
-
-# What ssh prints, what the table shows for it, and what to do about {host}; the last entry covers everything else.
-SSH_FAILURES = (
-    ("Permission denied", "refused", "Authorize this host's key: ssh-copy-id {host}   (or get an allocation first)"),
-    ("you have requested strict checking", "another key",
-     "If {host} was installed again, forget its old key: ssh-keygen -R {host}   Then compare the new one: ssh {host}"),
-    ("Host key verification failed", "unknown key", "Connect once by hand and compare the key: ssh {host}"),
-    ("Could not resolve hostname", "unknown name", "Check the spelling; scontrol show hostnames lists SLURM's names"),
-    ("No such file or directory", "no python",
-     "Have the repository and the environment at the same paths on {host}, or set PYTHON to one that all nodes have"),
-    ("Connection refused", "no sshd", "Start sshd on {host}, or run this check from a node that can log in there"),
-    ("No module named", "another version", "Give {host} this host's commit and environment"),
-    ("without any output", "no answer", "Does {host} have this host's commit? Else log in by hand: ssh {host}"),
-    ("", "unreachable", "Is {host} up, with sshd and the network? Log in by hand: ssh {host}"),
-)  # fmt: skip
+# Addresses that name no node.
+NOBODY = ("0.0.0.0", "::", "255.255.255.255")
+# Rows of the probe that say something about one node alone.
+ABOUT_ONE_NODE = ("reachable", "health", "disk", "memory", "clock")
+# Of the median of all nodes with the same device.
+GPU_SHARE, CPU_SHARE = 0.7, health.OWN_SHARE
 
 # What to do about a row that is red, unless the node itself says; for all other rows, ENVIRONMENT.
 REMEDIES = {
@@ -62,6 +57,7 @@ REMEDIES = {
     " scripts/prepare_xsum_megatron.sh   (SAMPLE=1 for the bundled sample)",
     "GPUs": "The slowest node sets the pace: use equal ones (SLURM: --gres=gpu:1), or set CUDA_VISIBLE_DEVICES and"
     " NPROC_PER_NODE; if a GPU is not listed, check the driver",
+    "processors": "Use nodes with the same processors, and ask for as many on each (SLURM: --cpus-per-task)",
     "driver": "Install the same driver on all nodes, or choose nodes that have it",
     "network": "Let the nodes reach each other on every TCP port (check for a firewall) with the same MTU, and name the"
     " interface between them on all nodes: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME",
@@ -69,54 +65,100 @@ REMEDIES = {
 }
 ENVIRONMENT = "Use the same environment on all nodes: activate it, then pip install -r requirements.txt"
 
-Said = dict[str, Any]
 Row = dict[str, Cell]  # by host
 
 
 @dataclass
 class Node:
-    """A host, and its cells by row. clock: its clock less ours, in seconds."""
+    """A host."""
 
     host: str
     here: bool = False
+    """Whether it is the one on which the check was started."""
     cells: dict[str, Cell] = field(default_factory=dict)
+    """By row of the table."""
     clock: float | None = None
+    """Its clock less ours, in seconds."""
     free_port: int | None = None
+    kind: str = ""
+    """Its GPU's name in nvidia-smi, or cpu."""
+    speeds: dict[str, float] = field(default_factory=dict)
+    """Its slowest device's figures, by the names of health.SPEEDS."""
+    own_rows: set[str] = field(default_factory=set)
+    """The rows that say whether it is healthy."""
 
 
 # ---- asking the nodes ----------------------------------------------------------------------------------------------
 
 
-def execute(node: Node, python: str, module: str, word: str, limit: float, **environment: str) -> tuple[Said, str]:
-    """What a module of this room prints on a node, as JSON, within so many seconds; and its errors."""
-    environment |= {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
-    assignments = [f"{name}={value}" for name, value in environment.items()]
-    words = shlex.join(["env", *assignments, python, "-m", f"t5bench.cluster.{module}", word])
-    line = f"echo {shlex.quote(BEGINS)} && cd {shlex.quote(str(REPOSITORY))} && exec {words}"
-    command = ["sh", "-c", line] if node.here else ssh(node.host, line, options=SSH_OPTIONS)
-    try:
-        result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit, check=False)
-        output, error = result.stdout, result.stderr.decode(errors="replace").replace("\r\n", "\n").strip()
-    except subprocess.TimeoutExpired as late:
-        output, error = late.stdout or b"", f"no answer within {limit:.0f} s"
-    printed = output.decode(errors="replace").partition(BEGINS)[2]
-    said = next((line for line in printed.splitlines() if line.startswith("{")), "{}")
-    return visible_in(json.loads(said)), visible(error, "\n") or "it ended without any output"
-
-
-def look_at(node: Node, python: str, question: Question) -> None:
-    """Fills in the node's answers, or why it gave none."""
-    start = time.monotonic()
-    said, error = execute(node, python, "probe", json.dumps(asdict(question)), PROBE_LIMIT)
-    if said:
-        node.clock, node.free_port = said["clock"] - time.time(), said["free_port"]
-        node.cells["reachable"] = Cell("this host" if node.here else f"ssh {time.monotonic() - start:.1f} s")
-        node.cells |= {row: Cell(**cell) for row, cell in said["cells"].items()}
+def fill_in(node: Node, reply: Reply) -> None:
+    """The cells of a reply, or why there is none."""
+    if reply.answer:
+        node.clock = reply.clock
+        how = "this host" if node.here else f"ssh {reply.seconds:.1f} s"
+        node.cells.setdefault("reachable", Cell(how))
+        node.cells |= {row: Cell(**cell) for row, cell in reply.answer["cells"].items()}
     else:
-        lines = error.splitlines()[::-1]
-        found = ((line, word, remedy) for text, word, remedy in SSH_FAILURES for line in lines if text in line)
-        line, word, remedy = next(found)
-        node.cells["reachable"] = Cell(word, line.strip(), remedy.format(host=node.host))
+        node.cells.setdefault("reachable", unreachable(node.host, reply.error))
+
+
+def fill_in_facts(node: Node, reply: Reply) -> None:
+    """The answer of probe.py."""
+    fill_in(node, reply)
+    node.free_port = reply.answer.get("free_port")
+
+
+def fill_in_health(node: Node, reply: Reply) -> None:
+    """The answer of health.py."""
+    fill_in(node, reply)
+    if reply.answer:
+        node.kind = reply.answer["kind"]
+        node.speeds = reply.answer["speeds"]
+        node.own_rows = set(reply.answer["cells"])
+    elif not node.cells["reachable"].problem:
+        node.cells["health"] = Cell("no answer", reply.error.splitlines()[-1], "Look at the kernel's log of the node")
+
+
+def health_of(node: Node, python: str, device: str, seconds: float = health.SECONDS) -> Reply:
+    limit = CONNECT_SECONDS + seconds + 1
+    return execute(node.host, python, "health", [device, str(seconds)], limit, here=node.here)
+
+
+def facts_of(node: Node, python: str, question: Question) -> Reply:
+    own = replace(question, host=node.host)
+    return execute(node.host, python, "probe", [json.dumps(asdict(own))], PROBE_LIMIT, here=node.here)
+
+
+def find_doubles(nodes: Sequence[Node]) -> None:
+    """Makes an address that two nodes report a problem: they are one node under two names."""
+    first: dict[str, str] = {}
+    for node in nodes:
+        cell = node.cells.get("address", UNKNOWN)
+        if cell.problem or cell.text in ABSENT:
+            continue
+        other = first.setdefault(cell.text, node.host)
+        if other != node.host:
+            problem = f"it is the same node as {other}, under another name"
+            node.cells["address"] = replace(cell, problem=problem, remedy="Name each node once in HOSTS")
+
+
+def compare_speeds(nodes: Sequence[Node]) -> None:
+    """Makes a speed far below the median of three nodes or more with the same device a problem."""
+    by_kind: dict[str, list[Node]] = {}
+    for node in nodes:
+        by_kind.setdefault(node.kind, []).append(node)
+    for kind, alike in by_kind.items():
+        share = CPU_SHARE if kind == "cpu" else GPU_SHARE
+        for row, (name, *_) in health.SPEEDS.items():
+            measured = [node for node in alike if name in node.speeds]
+            if len(measured) < 3:
+                continue
+            median = statistics.median(node.speeds[name] for node in measured)
+            for node in measured:
+                cell = node.cells[row]
+                if node.speeds[name] < share * median and not cell.problem:
+                    problem = f"{cell.text}; the median of {len(measured)} nodes is {median:.3g}"
+                    node.cells[row] = replace(cell, problem=problem, remedy=health.SLOW)
 
 
 def compare_clocks(nodes: Sequence[Node]) -> None:
@@ -129,8 +171,8 @@ def compare_clocks(nodes: Sequence[Node]) -> None:
         node.cells["clock"] = Cell(f"{ahead:+.2f} s", problem if abs(ahead) > LARGEST_CLOCK_DIFFERENCE else "")
 
 
-def measure_network(nodes: Sequence[Node], python: str) -> str:
-    """Fills in the row "network", and returns a line on what was measured."""
+def measure_network(nodes: Sequence[Node], python: str, limit: float) -> str:
+    """Fills in the row "network" within so many seconds, and returns a line on what was measured."""
     for node in nodes:
         node.cells["network"] = Cell("not measured")
     able = [node for node in nodes if node.cells.get("torch", UNKNOWN).text not in ABSENT]
@@ -139,16 +181,18 @@ def measure_network(nodes: Sequence[Node], python: str) -> str:
     common = {"MASTER_ADDR": able[0].host, "MASTER_PORT": str(able[0].free_port)}
     common["HOSTS"] = " ".join(node.host for node in able)
 
-    def start(rank: int) -> tuple[Said, str]:
-        seconds = str(NETWORK_LIMIT - CONNECT_SECONDS - 1)
-        return execute(able[rank], python, "network", seconds, NETWORK_LIMIT, **common, RANK=str(rank))
+    def start(rank: int) -> Reply:
+        seconds = str(limit - CONNECT_SECONDS - 1)
+        node = able[rank]
+        environment = {**common, "RANK": str(rank)}
+        return execute(node.host, python, "network", [seconds], limit, here=node.here, **environment)
 
     with ThreadPoolExecutor(len(able)) as pool:
-        answers = list(pool.map(start, range(len(able))))
-    result = answers[0][0]
+        replies = list(pool.map(start, range(len(able))))
+    result = replies[0].answer
     if "pairs" not in result:
-        for node, (said, error) in zip(able, answers, strict=True):
-            node.cells["network"] = Cell("no all-reduce", said.get("error") or error.splitlines()[-1])
+        for node, reply in zip(able, replies, strict=True):
+            node.cells["network"] = Cell("no all-reduce", reply.answer.get("error") or reply.error.splitlines()[-1])
         return ""
     able[0].cells["network"] = Cell("master")
     for rank, measured in result["pairs"].items():
@@ -200,37 +244,116 @@ def render(rows: Mapping[str, Row], colour: bool) -> str:
     return "\n".join(lines)
 
 
+# ---- the verdict ---------------------------------------------------------------------------------------------------
+
+
+def verdicts(nodes: Sequence[Node]) -> str:
+    """PASS or FAIL for each node with its reasons, and the list for --exclude.
+
+    A node fails by itself: that two nodes have different data or commits is no reason to leave one of them out.
+    """
+    lines = []
+    failed = []
+    for node in nodes:
+        rows = [row for row in node.cells if row in node.own_rows or row in ABOUT_ONE_NODE]
+        reasons = [f"{row}: {node.cells[row].problem}" for row in rows if node.cells[row].problem]
+        lines.append(f"FAIL  {node.host}  {'; '.join(reasons)}" if reasons else f"PASS  {node.host}")
+        if reasons:
+            failed.append(node.host)
+    if failed:
+        lines += ["", f"To leave out what failed: --exclude={','.join(failed)}"]
+    return "\n".join(lines)
+
+
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("hosts", nargs="*", metavar="HOST", help="the nodes, the master first")
+    parser.add_argument("--health", action="store_true", help="check only whether each node is healthy")
+
+
+def checked_hosts(hosts: Sequence[str]) -> list[str]:
+    """The hosts without trailing dots. Raises Problem for no host, for one that is named twice, and for no address."""
+    if not hosts:
+        remedy = "List the nodes, the master first: bash scripts/check_cluster.sh node0 node1"
+        raise Problem("no hosts are given, HOSTS is not set, and this is not a SLURM allocation", remedy)
+    named = [host.rstrip(".") if host.strip(".") else host for host in hosts]
+    addresses: dict[str, str] = {}
+    for number, host in enumerate(named):
+        if host in NOBODY:
+            remedy = "Use the name or address by which the other nodes reach it: hostname -I lists its addresses"
+            raise Problem(f"{host} is an address to listen on, not the address of a node", remedy)
+        twice = "List each node once, the master first"
+        for earlier in named[:number]:
+            if same_name(host.lower(), earlier.lower()):
+                raise Problem(f"a node is named more than once: {earlier} and {host}", twice)
+        for address in addresses_of(host):
+            earlier = addresses.setdefault(address, host)
+            if earlier != host and not is_loopback(address):
+                raise Problem(f"{earlier} and {host} are the same node, {address}", twice)
+    return named
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises Problem."""
-    if not args.hosts:
-        remedy = "List the nodes, the master first: bash scripts/check_cluster.sh node0 node1"
-        raise Problem("no hosts are given, HOSTS is not set, and this is not a SLURM allocation", remedy)
-    if len(set(args.hosts)) < len(args.hosts):
-        raise Problem("a node is named more than once", "List each node once, the master first")
+    hosts = checked_hosts(args.hosts)
     # A Ctrl-C ends this and every ssh at once; processes on the nodes end by their own time limit.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     python = shutil.which(os.environ.get("PYTHON") or "python3") or sys.executable
+    nodes = [Node(host, here=is_this_host(host)) for host in hosts]
+    if args.health:
+        device = "cuda" if os.environ.get("DEVICE") != "cpu" else "cpu"
+        with ThreadPoolExecutor(len(nodes)) as pool:
+            replies = list(pool.map(lambda node: health_of(node, python, device), nodes))
+        for node, reply in zip(nodes, replies, strict=True):
+            fill_in_health(node, reply)
+        note = ""
+    else:
+        note = check_all(nodes, python)
+    compare_clocks(nodes)
+    compare_speeds(nodes)
+    rows = table(nodes)
+    count = len([cell for row in rows.values() for cell in row.values() if cell.problem])
+    verdict = f"{count} check{'s' if count > 1 else ''} failed." if count else "All checks passed."
+    shown = render(rows, sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+    print("\n\n".join(filter(None, [shown, note, verdicts(nodes), verdict])))
+    return 1 if count else 0
+
+
+def check_all(nodes: Sequence[Node], python: str) -> str:
+    """Asks all nodes for everything; returns a line about the network."""
     # A launcher's plan for this host only, ignoring what the host lacks for a run.
     planned = accepted(plan({**os.environ, **ALONE}, "ddp"))
-    ports = [planned.number("MASTER_PORT")] if os.environ.get("MASTER_PORT") else [s.port for s in declarations()]
-    nodes = [Node(host, here=is_this_host(host)) for host in args.hosts]
-    place = planned.engine_directory, planned.data_prefix, planned.output_dir
-    question = Question("", args.hosts, *place, planned.device, ports)
+    strategies = declarations()
+    ports = [planned.number("MASTER_PORT")] if os.environ.get("MASTER_PORT") else [s.port for s in strategies]
+    question = Question(
+        host="",
+        hosts=[node.host for node in nodes],
+        engine_directory=planned.engine_directory,
+        data_prefix=planned.data_prefix,
+        output_directory=planned.output_dir,
+        device=planned.device,
+        ports=ports,
+    )
+    start = time.monotonic()
+    deadline = start + HEALTH_LIMIT
     with ThreadPoolExecutor(len(nodes)) as pool:
-        list(pool.map(lambda node: look_at(node, python, replace(question, host=node.host)), nodes))
-    compare_clocks(nodes)
-    note = measure_network(nodes, python)
-    rows = table(nodes)
-    count = sum(bool(cell.problem) for row in rows.values() for cell in row.values())
-    verdict = f"{count} check{'s' * (count > 1)} failed." if count else "All checks passed."
-    shown = render(rows, sys.stdout.isatty() and "NO_COLOR" not in os.environ)
-    print("\n\n".join(filter(None, [shown, note, verdict])))
-    return 1 if count else 0
+        list(pool.map(lambda node: ask_everything(node, python, question, deadline), nodes))
+    find_doubles(nodes)
+    left = NETWORK_LIMIT - (time.monotonic() - start)
+    return measure_network(nodes, python, max(LEAST_NETWORK, left))
+
+
+def ask_everything(node: Node, python: str, question: Question, deadline: float) -> None:
+    """First what nodes must have in common, then whether the node is healthy, so that neither slows the other."""
+    fill_in_facts(node, facts_of(node, python, question))
+    seconds = min(health.SECONDS, deadline - time.monotonic() - CONNECT_SECONDS - 1)
+    if node.cells["reachable"].problem:
+        return
+    if seconds < LEAST_HEALTH_SECONDS:
+        node.cells["health"] = Cell("not checked: slow")
+        return
+    fill_in_health(node, health_of(node, python, question.device, seconds))

@@ -14,16 +14,18 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from t5bench import REPOSITORY, Problem
+from t5bench.cluster.cell import Cell, Cells
 from t5bench.corpus.index import dataset_paths, read_index
 from t5bench.plan.engine import FIXES_ALONE, SERIES, state_of
 from t5bench.record import machine
+from t5bench.record.gpus import visible_gpus
 from t5bench.record.hosts import addresses_of, is_loopback, own_name_fault
 
 GIB = 2**30
@@ -33,16 +35,6 @@ REQUIRED = ("torch", "deepspeed", "transformers")
 SOURCES = ("scripts", "native", "t5bench", "ds_configs", "patches")
 SAMPLES, SAMPLE_BYTES = 64, 2**20
 SECONDS = 12.0  # for all facts
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A node's entry in a row of the table: a problem makes it red, and ``same`` must be equal on all nodes."""
-
-    text: str
-    problem: str = ""
-    remedy: str = ""
-    same: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,29 +50,27 @@ class Question:
     ports: Sequence[int]
 
 
-Cells = dict[str, Cell]
-
-
 def digest(*places: Path) -> str:
     """SHA-256 of these files and those in these folders, up to 64 MiB of each whole, else samples spread evenly over
     it; empty where there are none."""
     paths = sorted(path for place in places for path in (place, *place.rglob("*")))
     files = [path for path in paths if path.is_file() and "__pycache__" not in path.parts]
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
-        found.update(f"{path} {size}\n".encode())
+        checksum.update(f"{path} {size}\n".encode())
         with path.open("rb") as stream:
             for start in (*range(0, size, max(SAMPLE_BYTES, size // SAMPLES)), max(0, size - SAMPLE_BYTES)):
                 stream.seek(start)
-                found.update(stream.read(SAMPLE_BYTES))
-    return found.hexdigest() if files else ""
+                checksum.update(stream.read(SAMPLE_BYTES))
+    return checksum.hexdigest() if files else ""
 
 
 def address(asked: Question) -> Cells:
-    own, master = socket.gethostname(), asked.hosts[0]
-    found = addresses_of(own)
-    problem, remedy = own_name_fault(own, found)
+    own = socket.gethostname()
+    master = asked.hosts[0]
+    addresses = addresses_of(own)
+    problem, remedy = own_name_fault(own, addresses)
     if len(asked.hosts) > 1 and problem:
         return {"address": Cell("own name", problem, remedy)}
     masters = addresses_of(master)
@@ -88,15 +78,20 @@ def address(asked: Question) -> Cells:
         problem = f"the master's name {master} resolves to {', '.join(masters) or 'nothing'} on this node"
         remedy = f"Add it to /etc/hosts of {asked.host}, or use the master's address in HOSTS"
         return {"address": Cell("no master", problem, remedy)}
-    return {"address": Cell(next((address for address in found if not is_loopback(address)), own))}
+    return {"address": Cell(next((address for address in addresses if not is_loopback(address)), own))}
 
 
 def repository(_: Question) -> Cells:
-    commit, changed = machine.commit(REPOSITORY)
+    state = machine.checkout(REPOSITORY)
     content = digest(*(REPOSITORY / folder for folder in SOURCES))
-    text = commit[:8] if commit else f"files {content[:8]}"
-    same = {"commit": commit or "", "files": content}
-    return {"repository": Cell(f"{text} changed" if changed else text, same=same)}
+    text = state.commit[:8] if state.commit else f"files {content[:8]}"
+    if state.fault:
+        remedy = (
+            f"If the directory may be trusted: git config --global --add safe.directory {shlex.quote(str(REPOSITORY))}"
+        )
+        return {"repository": Cell(text, f"git: {state.fault}", remedy if "ownership" in state.fault else "")}
+    same = {"commit": state.commit or "", "files": content}
+    return {"repository": Cell(f"{text} changed" if state.is_changed else text, same=same)}
 
 
 def engine(asked: Question) -> Cells:
@@ -111,11 +106,11 @@ def engine(asked: Question) -> Cells:
 
 
 def libraries(_: Question) -> Cells:
-    found = {name: version or "none" for name, version in machine.versions().items()}
+    installed = {name: version or "none" for name, version in machine.versions().items()}
     problems = {name: f"{name} is not installed for the Python of this check" for name in REQUIRED}
     return {
         name: Cell(version, problems.get(name, "") if version == "none" else "", same={"version": version})
-        for name, version in found.items()
+        for name, version in installed.items()
     }
 
 
@@ -131,13 +126,17 @@ def data(asked: Question) -> Cells:
 
 
 def gpus(asked: Question) -> Cells:
-    found = machine.gpus(os.environ)
-    if not found:
-        problem = "nvidia-smi lists no GPU" if asked.device == "cuda" else ""
+    devices = machine.gpus(os.environ)
+    if not devices:
+        inventory = visible_gpus(os.environ)
+        problem = inventory.why if asked.device == "cuda" or inventory.fault else ""
         return {"GPUs": Cell("no GPU", problem, same={"GPUs": ""})}
-    kinds = {f"{g['name'].removeprefix('NVIDIA ')} {round((g['memory_mib'] or 0) / 1024)} GiB" for g in found}
-    text = f"{len(found)} x {' + '.join(sorted(kinds))}"
-    driver = ", ".join(sorted({gpu["driver"] for gpu in found}))
+    kinds = set()
+    for device in devices:
+        memory = f" {round(device['memory_mib'] / 1024)} GiB" if device["memory_mib"] else ""
+        kinds.add(device["name"].removeprefix("NVIDIA ") + memory)
+    text = f"{len(devices)} x {' + '.join(sorted(kinds))}"
+    driver = ", ".join(sorted({device["driver"] for device in devices}))
     return {"GPUs": Cell(text, same={"GPUs": text}), "driver": Cell(driver, same={"driver": driver})}
 
 
@@ -170,8 +169,9 @@ def disk(asked: Question) -> Cells:
 
 
 def memory(asked: Question) -> Cells:
-    said = dict(re.findall(r"^(\w+): +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
-    total, available = (int(said[name]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    sizes = dict(re.findall(r"^(\w+): +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
+    total = int(sizes["MemTotal"]) * 1024
+    available = int(sizes["MemAvailable"]) * 1024
     problem = f"only {available / GIB:.1f} GiB of memory are available" if available < LEAST_MEMORY else ""
     text = f"{available / GIB:.0f} of {total / GIB:.0f} GiB"
     return {"memory": Cell(text, problem, f"Stop what fills the memory of {asked.host}")}
@@ -185,23 +185,24 @@ def look(asked: Question) -> Cells:
     pool = ThreadPoolExecutor(len(FACTS))
     futures = {fact.__name__: pool.submit(fact, asked) for fact in FACTS}
     wait(futures.values(), SECONDS)
-    found: Cells = {}
+    cells: Cells = {}
     for name, future in futures.items():
         if not future.done():
             remedy = f"Something hangs on {asked.host}, perhaps a file system: check with df"
-            found[name] = Cell("no answer", "no answer in time", remedy)
+            cells[name] = Cell("no answer", "no answer in time", remedy)
         elif error := future.exception():
-            found[name] = Cell("unknown", f"{type(error).__name__}: {error}", f"Investigate it on {asked.host}")
+            cells[name] = Cell("unknown", f"{type(error).__name__}: {error}", f"Investigate it on {asked.host}")
         else:
-            found |= future.result()
-    return found
+            cells |= future.result()
+    return cells
 
 
 def main() -> None:
     asked = Question(**json.loads(sys.argv[1]))
-    said: dict[str, Any] = {"cells": {row: asdict(cell) for row, cell in look(asked).items()}}
-    said |= {"free_port": next(filter(is_free, asked.ports), None), "clock": time.time()}
-    print(json.dumps(said), flush=True)
+    answer: dict[str, Any] = {"cells": {row: asdict(cell) for row, cell in look(asked).items()}}
+    answer["free_port"] = next(filter(is_free, asked.ports), None)
+    answer["clock"] = time.time()
+    print(json.dumps(answer), flush=True)
     os._exit(0)  # even if a thread hangs
 
 

@@ -14,8 +14,8 @@ import json
 import shlex
 import struct
 from array import array
-from collections.abc import Mapping
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from operator import le
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,32 +29,35 @@ HEADER = struct.Struct("<9sQBQQ")
 # Type code in the index: (numpy's name, array's type code).
 TYPES = {1: ("uint8", "B"), 2: ("int8", "b"), 3: ("int16", "h"), 4: ("int32", "i"), 5: ("int64", "q")}
 TYPES |= {8: ("uint16", "H")}
+SPLIT = "949,50,1"  # of the launchers: shares of train, validation and test documents
 MISSING = "Missing or empty Megatron indexed dataset files"
 
 
 class Index(NamedTuple):
-    """The content of the index of `<prefix>.bin`.
-
-    dtype: numpy's name of a token id's type. tokens: their number. sizes: tokens of each sequence, int32, (sequences,).
-    pointers: offset of each sequence in the .bin in bytes, int64, (sequences,). doc_idx: first sequence of each
-    document and, last, the number of sequences, int64, (documents + 1,).
-    """
+    """The content of the index of `<prefix>.bin`."""
 
     dtype: str
+    """numpy's name of a token id's type."""
     tokens: int
+    """Their number."""
     sizes: array[int]
+    """Tokens of each sequence, int32, (sequences,)."""
     pointers: array[int]
+    """Offset of each sequence in the .bin in bytes, int64, (sequences,)."""
     doc_idx: array[int]
+    """First sequence of each document and, last, the number of sequences, int64, (documents + 1,)."""
 
 
 def dataset_paths(prefix: str | Path) -> tuple[Path, Path]:
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
-def read_index(prefix: str | Path, family: str = "t5") -> Index:
+def read_index(prefix: str | Path, family: str = "t5", *, repair: bool = False) -> Index:
     """Reads `<prefix>.idx`; checks that it is consistent, and that `<prefix>.bin` has the size that it implies.
 
-    Raises Problem, which names the file that is missing, truncated or inconsistent.
+    repair: whether to correct the lengths in an index of the engine's tool with --append-eod, which writes a token
+    after each document and does not count it. Raises Problem, which names the file that is missing, truncated or
+    inconsistent.
     """
     bin_path, idx_path = dataset_paths(prefix)
     remedy = f"Run: {command_for(bin_path.parent, family)}   (SAMPLE=1 for the bundled sample)"
@@ -80,11 +83,50 @@ def read_index(prefix: str | Path, family: str = "t5") -> Index:
     if wrong := _inconsistency(itemsize, sizes, pointers, doc_idx):
         raise Problem(f"{idx_path} is corrupt: {wrong}", remedy)
     expected = pointers[-1] + sizes[-1] * itemsize
+    if bin_bytes == expected + itemsize * (len(doc_idx) - 1):
+        if not repair:
+            problem = (
+                f"{idx_path} does not count the end of each document: it was made with --append-eod by the engine's"
+            )
+            problem += " tool, and each document would begin a token earlier than the one before it"
+            raise Problem(
+                problem, f"Write a corrected copy: python -m t5bench merge-data NEW {shlex.quote(str(prefix))}"
+            )
+        for end in doc_idx[1:]:
+            sizes[end - 1] += 1
+        pointers = _pointers(sizes, itemsize)
+        expected = bin_bytes
     if bin_bytes != expected:
         word = "truncated" if bin_bytes < expected else "not the file that its index describes"
         takes = f"{expected // itemsize} {dtype} tokens take {expected} bytes, but it has {bin_bytes}"
         raise Problem(f"{bin_path} is {word}: {takes}", remedy)
     return Index(dtype, expected // itemsize, sizes, pointers, doc_idx)
+
+
+def split_documents(shares: Sequence[float], documents: int) -> list[tuple[int, int]]:
+    """The document ranges [first, end) of train, validation and test, for their three shares in any unit."""
+    bounds = [0]
+    for share in shares:
+        bounds.append(bounds[-1] + round(share / sum(shares) * documents))
+    excess = bounds[-1] - documents
+    return list(pairwise([0, *(bound - excess for bound in bounds[1:])]))
+
+
+def lacks_validation(documents: int, split: str = SPLIT) -> Problem | None:
+    """Why a dataset of so many documents cannot be evaluated during training; None if it can.
+
+    split: the engine's argument --split. An evaluation draws the validation documents as often as it needs to, so that
+    one document is enough; without any, the engine trains and evaluates nothing, and says nothing about it.
+    """
+    shares = [float(share) for share in split.split(",")]
+    first, end = split_documents(shares, documents)[1]
+    if end > first:
+        return None
+    enough = documents
+    while split_documents(shares, enough)[1][0] == split_documents(shares, enough)[1][1]:
+        enough += 1
+    problem = f"EVAL_ITERS needs validation documents, but {split} of {documents} documents leaves none for validation"
+    return Problem(problem, f"Set EVAL_ITERS=0, or prepare at least {enough} documents")
 
 
 def write_index(prefix: Path, dtype: str, sizes: array[int], doc_idx: array[int]) -> None:

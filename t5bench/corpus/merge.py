@@ -20,21 +20,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    out, parts = arguments.out, [part for named in arguments.parts for part in _datasets(named)]
+    out = arguments.out
+    parts = [part for named in arguments.parts for part in _datasets(named)]
     for path in (*dataset_paths(out), index.record_path(out)):
         if path.exists():
             raise Problem(f"{path} already exists and is never overwritten", "Choose another name, or delete it")
-    sizes, doc_idx, facts = array("i"), array("q", [0]), dict[str, Any]()
+    sizes = array("i")
+    doc_idx = array("q", [0])
+    facts: dict[str, Any] = {}
     for part in parts:
-        own, record = index.read_index(part), index.read_record(part)
-        says = {"dtype": own.dtype} | {name: record.get(name) for name in COMMON}
-        facts = facts or says
+        part_index = index.read_index(part, repair=True)
+        record = index.read_record(part)
+        part_facts = {"dtype": part_index.dtype} | {name: record.get(name) for name in COMMON}
+        facts = facts or part_facts
         for name in ("dtype", "tokenizer_checksum"):
-            if says[name] != facts[name]:
-                found = f"{part} has the {name} {says[name]}, but {parts[0]} has {facts[name]}"
-                raise Problem(found, "Prepare all parts with the same tokenizer")
-        doc_idx.extend(len(sizes) + end for end in own.doc_idx[1:])
-        sizes.extend(own.sizes)
+            if part_facts[name] != facts[name]:
+                problem = f"{part} has the {name} {part_facts[name]}, but {parts[0]} has {facts[name]}"
+                raise Problem(problem, "Prepare all parts with the same tokenizer")
+        doc_idx.extend(len(sizes) + end for end in part_index.doc_idx[1:])
+        sizes.extend(part_index.sizes)
     if not facts["tokenizer_checksum"]:
         note("warning: no part records its tokenizer, so nothing shows that all parts used the same one")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -53,5 +57,5 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _datasets(named: Path) -> list[Path]:
     """The datasets in a directory, in the order of their names, or the single one with this name."""
-    found = sorted(path.with_suffix("") for path in named.glob("*.idx"))
-    return found or [named.with_suffix("") if named.suffix in (".bin", ".idx") else named]
+    datasets = sorted(path.with_suffix("") for path in named.glob("*.idx"))
+    return datasets or [named.with_suffix("") if named.suffix in (".bin", ".idx") else named]

@@ -6,6 +6,7 @@ the engine's own tool: for T5 those of transformers' slow T5Tokenizer, which end
 those of the tokenizer and one `<|endoftext|>`.
 """
 
+import argparse
 import fcntl
 import os
 import shutil
@@ -17,10 +18,11 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from t5bench import SIGNALS, Interrupted, Problem, note
+from t5bench import SIGNALS, Interrupted, Problem, note, raise_on_signals
 from t5bench.corpus.checksum import tokenizer_checksum
-from t5bench.corpus.convert import Source, convert_source, make_source, recorded_name
+from t5bench.corpus.convert import convert_source
 from t5bench.corpus.index import command_for, file_facts, read_record, write_record
+from t5bench.corpus.source import Source, make_source, recorded_name
 from t5bench.corpus.tokenizer import DocumentEncoder, copy_tokenizer, find_tokenizer, readable
 
 TEXT, DATASET = "xsum_text", "xsum_text_document"
@@ -30,6 +32,13 @@ EXPORTS = [f"{TEXT}.jsonl", f"{TEXT}.meta.json"]
 OUTPUTS = ["tokenizer", *EXPORTS, *BINARIES, f"{DATASET}.meta.json"]
 
 
+def run(_: argparse.Namespace) -> int:
+    """The command `python -m t5bench prepare-data`: all settings are in the environment. Raises Problem."""
+    raise_on_signals()
+    prepare(os.environ)
+    return 0
+
+
 def prepare(settings: Mapping[str, str]) -> None:
     """Exports, tokenises and publishes, as the settings say; without a tokenizer it only exports. Raises Problem."""
     directory, family = Path(settings["MEGATRON_DATA_DIR"]), settings.get("MODEL_FAMILY", "t5")
@@ -37,6 +46,8 @@ def prepare(settings: Mapping[str, str]) -> None:
     source = make_source(settings.get("XSUM_SOURCE", ""), settings.get("XSUM_SPLIT") or "train", limit)
     workers = _count(settings, "WORKERS") or len(os.sched_getaffinity(0))
     tokenizer = settings.get("TOKENIZER_MODEL")
+    if tokenizer and tokenizer.startswith("~"):
+        tokenizer = str(Path(tokenizer).expanduser())
     if tokenizer and not force:
         check_replacement(directory, source, tokenizer)
     with staging(directory) as staged:
@@ -81,6 +92,8 @@ def prepare(settings: Mapping[str, str]) -> None:
     print(f"{directory}: {counts['documents']:,} documents" + (f", {counts['tokens']:,} tokens" if tokenizer else ""))
     if empty := counts["skipped_empty"]:
         print(f"{empty:,} empty document{'s were' if empty > 1 else ' was'} skipped.")
+    if invalid := counts["skipped_invalid"]:
+        print(f"{invalid:,} document{'s' if invalid > 1 else ''} with invalid text skipped.")
     if special := counts["special_text_documents"]:
         print(f"{special:,} documents contain the text of a special token, which became that token.")
     if tokenizer:

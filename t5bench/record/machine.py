@@ -3,14 +3,15 @@
 import os
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from t5bench import digest
+from t5bench.record.gpus import GpuInventory, smi_selection, visible_gpus
 from t5bench.record.text import in_texts
+from t5bench.record.tools import ask
 
 _LIBRARIES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "wandb", "flash_attn", "apex", "triton")
 _RECORDED_VARIABLES = re.compile(
@@ -42,15 +43,6 @@ def recorded_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that change how a run computes or communicates."""
     found = {key: value for key, value in sorted(environment.items()) if _RECORDED_VARIABLES.match(key)}
     return {key: HIDDEN if _SECRET_NAME.search(key) else value for key, value in found.items()}
-
-
-def _output(*command: str) -> str:
-    """What a command printed; '' if it is missing, failed or did not end in time."""
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return result.stdout if result.returncode == 0 else ""
 
 
 def _found(pattern: str, path: Path) -> str | None:
@@ -92,19 +84,45 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+class Checkout(NamedTuple):
+    """The state of a git checkout."""
+
+    commit: str | None
+    is_changed: bool | None
+    """Whether tracked files were changed; None, as for the commit, if that is not known."""
+    fault: str = ""
+    """What git said if it failed, for example about "dubious ownership"."""
+
+
+def checkout(directory: Path) -> Checkout:
+    """The commit of a directory; without one if the directory is not the root of a checkout, or git fails."""
+    if not (directory / ".git").exists():
+        return Checkout(None, None)
+    answer = ask("git", "-C", str(directory), "describe", "--match=", "--always", "--abbrev=40", "--dirty", seconds=10)
+    if answer.fault:
+        return Checkout(None, None, answer.fault)
+    head, _, dirty = answer.output.strip().partition("-")
+    return Checkout(head, bool(dirty)) if head else Checkout(None, None)
+
+
 def commit(directory: Path) -> tuple[str | None, bool | None]:
     """The commit of a git checkout and whether tracked files were changed; None if that is not known."""
-    if not (directory / ".git").exists():
-        return None, None
-    described = _output("git", "-C", str(directory), "describe", "--match=", "--always", "--abbrev=40", "--dirty")
-    head, _, dirty = described.strip().partition("-")
-    return (head, bool(dirty)) if head else (None, None)
+    state = checkout(directory)
+    return state.commit, state.is_changed
 
 
 def commits(repository: Path, engine: Path | None) -> dict[str, Any]:
     """The commits. The patches change the engine's files, so only its commit counts; checksums cover the files."""
-    head, changed = commit(repository)
-    return {"repository": head, "repository_changed": changed, "engine": commit(engine)[0] if engine else None}
+    states = {"repository": checkout(repository)}
+    if engine:
+        states["engine"] = checkout(engine)
+    described: dict[str, Any] = {
+        "repository": states["repository"].commit,
+        "repository_changed": states["repository"].is_changed,
+        "engine": states["engine"].commit if engine else None,
+    }
+    faults = [state.fault for state in states.values() if state.fault]
+    return described | ({"faults": faults} if faults else {})
 
 
 def checksum(path: Path) -> str | None:
@@ -135,21 +153,31 @@ def data(prefix: Path, tokenizer: str) -> dict[str, Any]:
 # ---- hardware ------------------------------------------------------------------------------------------------------
 
 
-def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """nvidia-smi's option for the GPUs that CUDA shows to this run; empty when it shows all."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES", "")
-    return ["-i", visible] if visible else []
-
-
 def gpus(environment: Mapping[str, str]) -> list[dict[str, Any]]:
     """The visible GPUs; memory in MiB."""
-    query = ["--query-gpu=index,name,memory.total,driver_version,uuid", "--format=csv,noheader,nounits"]
-    lines = _output("nvidia-smi", *visible_gpus(environment), *query).splitlines()
-    rows = [values for line in lines if len(values := line.split(", ")) == 5 and values[0].isdigit()]
+    inventory = visible_gpus(environment)
+    if inventory.source in ("nvidia-smi", "") and not inventory.fault:
+        query = ["--query-gpu=index,name,memory.total,driver_version,uuid", "--format=csv,noheader,nounits"]
+        answer = ask("nvidia-smi", *smi_selection(environment), *query, environ=environment)
+        lines = [line.split(", ") for line in answer.output.splitlines()]
+        rows = [words for words in lines if len(words) == 5 and words[0].isdigit()]
+        if rows and not answer.fault:
+            return [_device(words, inventory) for words in rows]
     return [
-        {"index": int(index), "name": name, "memory_mib": float(memory) if memory.replace(".", "").isdigit() else None,
-         "driver": driver, "uuid": uuid} for index, name, memory, driver, uuid in rows
-    ]  # fmt: skip
+        {"index": gpu.index, "name": name, "memory_mib": gpu.memory_mib, "driver": gpu.driver, "uuid": gpu.uuid}
+        for gpu, name in zip(inventory.gpus, inventory.names, strict=False)
+    ]
+
+
+def _device(words: Sequence[str], inventory: GpuInventory) -> dict[str, Any]:
+    """A GPU from nvidia-smi's table; a MIG slice has its own name, and no memory of its own in that table."""
+    index, name, memory, driver, uuid = words
+    is_number = memory.replace(".", "").isdigit()
+    memory_mib = float(memory) if is_number else None
+    if any(gpu.slices for gpu in inventory.gpus):
+        name = inventory.names[0]
+        memory_mib = None
+    return {"index": int(index), "name": name, "memory_mib": memory_mib, "driver": driver, "uuid": uuid}
 
 
 def cpu() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import IO
 
 import psutil
 
-from t5bench.record.machine import visible_gpus
+from t5bench.record.gpus import smi_selection
 from t5bench.record.status import now
 from t5bench.run.kept import KeptFile
 
@@ -61,7 +61,7 @@ class Sampler:
         if has_gpus:
             # Into a pipe it would hold its output back until 4 KiB are full.
             line_buffered = ["stdbuf", "-oL"] if shutil.which("stdbuf") else []
-            command = [*line_buffered, "nvidia-smi", *visible_gpus(os.environ), f"--query-gpu={','.join(_GPU_FIELDS)}"]
+            command = [*line_buffered, "nvidia-smi", *smi_selection(os.environ), f"--query-gpu={','.join(_GPU_FIELDS)}"]
             command += ["--format=csv,noheader,nounits", "-lms", str(max(1, int(seconds * 1000)))]
             with contextlib.suppress(OSError):
                 pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}

@@ -61,7 +61,10 @@ def check_here(project: Project, *arguments: str, **environment: str | None) -> 
     ("arguments", "environment", "said"),
     [
         ((), {"HOSTS": None}, "no hosts are given, HOSTS is not set, and this is not a SLURM allocation"),
-        (("node0", "node1", "node0"), {}, "a node is named more than once"),
+        (("node0", "node1", "node0"), {}, "a node is named more than once: node0 and node0"),
+        ((), {"HOSTS": "node0 NODE0."}, "a node is named more than once: node0 and NODE0"),
+        (("node0", "node0.cluster"), {}, "a node is named more than once: node0 and node0.cluster"),
+        (("0.0.0.0", "node1"), {}, "0.0.0.0 is an address to listen on, not the address of a node"),
         (("no de",), {}, "'no de' is not a host name or address"),
         (("node0",), {"PYTHON": "/nowhere/python3"}, "'/nowhere/python3' is not on PATH"),
         (("node0",), {"ENGINE": "other"}, "ddp: ENGINE is 'other'"),
@@ -99,6 +102,73 @@ def test_only_this_host(project: Project):
     assert native.failed() == {("data", 0), ("GPUs", 0), ("reachable", 1)}, native.text
     assert "reachable on other: Host key for other has changed and you have requested strict checking.\n" in native.text
     assert "ssh-keygen -R other" in native.remedy("reachable on other")
+
+
+SSH_THAT_DENIES = """#!/bin/sh
+[ "$1" != -G ] || { echo "identityfile ~/.ssh/id_locked"; exit 0; }
+echo 'root@other: Permission denied (publickey).' >&2
+exit 255
+"""
+
+
+def test_a_key_with_a_passphrase_is_told_from_a_missing_one(project: Project, tmp_path: Path):
+    key = tmp_path / ".ssh" / "id_locked"
+    key.parent.mkdir(mode=0o700)
+    project.add_stub("ssh", SSH_THAT_DENIES)
+    project.add_stub("ssh-add", "#!/bin/sh\necho 'The agent has no identities.'\nexit 1\n")
+    assert "ssh-copy-id other" in check_here(project, "--health", "other").remedy("reachable on other")
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "a secret", "-f", str(key)], check=True)
+    assert locked_key_of(project) == str(key)
+    report = check_here(project, "--health", "other")
+    assert f"The key {key} has a passphrase. Load it first:" in report.remedy("reachable on other")
+    assert "ssh-add " in report.remedy("reachable on other") and report.text.count("--exclude=other") == 1
+    subprocess.run(["ssh-keygen", "-q", "-p", "-P", "a secret", "-N", "", "-f", str(key)], check=True)
+    assert locked_key_of(project) == ""
+
+
+def locked_key_of(project: Project) -> str:
+    words = [sys.executable, "-c", "from t5bench.cluster.ask import locked_key; print(locked_key('other'))"]
+    options = {"cwd": project.root, "env": project.environment, "capture_output": True, "text": True, "check": True}
+    return subprocess.run(words, **options).stdout.strip()
+
+
+HETEROGENEOUS = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST": "nowhere0"}
+HETEROGENEOUS |= {"SLURM_JOB_NODELIST_HET_GROUP_0": "nowhere0", "SLURM_JOB_NODELIST_HET_GROUP_1": "nowhere[1-2]"}
+
+
+def test_all_components_of_a_heterogeneous_job(project: Project):
+    project.add_stub("scontrol", "#!/bin/sh\nprintf 'nowhere1\\nnowhere2\\n'\n")
+    project.add_stub("ssh", SSH_THAT_REFUSES)
+    report = check_here(project, "--health", HOSTS=None, **HETEROGENEOUS)
+    assert "--exclude=nowhere0,nowhere1,nowhere2" in report.text
+    project.add_stub(
+        "scontrol", "#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller' >&2\nexit 1\n"
+    )
+    said = check_here(project, "--health", HOSTS=None, **HETEROGENEOUS).text
+    assert "slurm_load_jobs error: Unable to contact slurm controller" in said
+
+
+def test_git_and_the_gpus_say_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    dubious = f"fatal: detected dubious ownership in repository at '{tmp_path}'"
+    monkeypatch.setattr(probe.machine, "checkout", lambda _: probe.machine.Checkout(None, None, dubious))
+    cell = probe.repository(asked("node0"))["repository"]
+    assert cell.problem == f"git: {dubious}" and "--add safe.directory" in cell.remedy
+    mismatch = probe.visible_gpus({}).__class__(fault="nvidia-smi: Driver/library version mismatch")
+    monkeypatch.setattr(probe.machine, "gpus", lambda _: [])
+    monkeypatch.setattr(probe, "visible_gpus", lambda _: mismatch)
+    cell = probe.gpus(asked("node0"))["GPUs"]
+    assert cell.problem == "no GPU is visible; nvidia-smi: Driver/library version mismatch"
+
+
+def test_one_node_under_two_names(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(check, "addresses_of", lambda host: ["10.0.0.7"] if host in ("node7", "10.0.0.7") else [])
+    with pytest.raises(check.Problem, match=r"node7 and 10.0.0.7 are the same node, 10.0.0.7"):
+        check.checked_hosts(["node0", "node7", "10.0.0.7"])
+    assert check.checked_hosts(["Node0.", "node1"]) == ["Node0", "node1"]
+    nodes = [Node(name, cells={"address": Cell(at)}) for name, at in (("a", "10.0.0.1"), ("b", "10.0.0.2"))]
+    nodes.append(Node("alias", cells={"address": Cell("10.0.0.1")}))
+    check.find_doubles(nodes)
+    assert [node.cells["address"].problem for node in nodes] == ["", "", "it is the same node as a, under another name"]
 
 
 # ---- the table, from answers as nodes give them --------------------------------------------------------------------

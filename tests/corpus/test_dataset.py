@@ -18,10 +18,11 @@ from harness import write_data_record, write_indexed_dataset
 
 from t5bench import Problem
 from t5bench.__main__ import main
-from t5bench.corpus import convert
+from t5bench.corpus import source
 from t5bench.corpus.checksum import describes
-from t5bench.corpus.convert import Source, convert_source
+from t5bench.corpus.convert import convert_source
 from t5bench.corpus.index import read_index, write_index
+from t5bench.corpus.source import Source
 from t5bench.corpus.tokenizer import DocumentEncoder, copy_tokenizer
 
 DOCUMENTS = [[5, 6, 7, 1], [8, 9, 1], [65535, 1], [1]]
@@ -124,7 +125,7 @@ def test_building_keeps_order_and_counts(tmp_path: Path, monkeypatch: pytest.Mon
     texts[400:400] = ["", " \n", "one <extra_id_1> two", "word " * 600, "a <s>tag</s>", "< s >"]
     path = write_jsonl(tmp_path / "text.jsonl", [{"text": text, "other": 1} for text in texts])
     path.write_text(path.read_text() + "\n\n")
-    monkeypatch.setattr(convert, "BLOCK_BYTES", 20_000)
+    monkeypatch.setattr(source, "BLOCK_BYTES", 20_000)
     expected = ids_of(encoder, [text for text in texts if text.strip()])
     for workers, encoder.dtype, limit, skipped in ((1, "int32", None, 2), (3, "uint16", 401, 2), (1, "uint16", 9, 0)):
         counts, made = convert_source(Source(path, limit=limit), tmp_path / "m", encoder, workers), expected[:limit]

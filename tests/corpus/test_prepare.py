@@ -37,20 +37,21 @@ XSUM_FILES = {
 }
 # Takes its time, and writes its journal after every few blocks; on request it is interrupted where it forks.
 SLOW_PREPARATION = """
-import os, signal, time
-from t5bench.corpus import __main__, convert
+import os, signal, sys, time
+from t5bench.__main__ import main
+from t5bench.corpus import convert, source
 
 def slowly(*arguments, at_full_speed=convert.convert):
     time.sleep(0.1)
     return at_full_speed(*arguments)
 
-convert.convert, convert.JOURNAL_SECONDS, convert.BLOCK_BYTES = slowly, 0.3, 3000
+convert.convert, convert.JOURNAL_SECONDS, source.BLOCK_BYTES = slowly, 0.3, 3000
 if "END_IN_FORK" in os.environ:
     os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGTERM))
 if "DIE_AFTER_FORK" in os.environ:
     dies = lambda: os.kill(os.getpid(), signal.SIGKILL)
     os.register_at_fork(after_in_parent=dies, after_in_child=lambda: time.sleep(1))
-__main__.main()
+sys.exit(main(["prepare-data"]))
 """
 
 
@@ -104,7 +105,7 @@ def test_a_bad_source_is_refused(
     tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch, suffix: str, content: bytes, message: str
 ) -> None:
     """And nothing is changed."""
-    monkeypatch.setattr("t5bench.corpus.convert.BLOCK_BYTES", 20)  # two such lines
+    monkeypatch.setattr("t5bench.corpus.source.BLOCK_BYTES", 20)  # two such lines
     source = tmp_path / f"{{bad}}.{suffix}"
     source.write_bytes(content)
     (tmp_path / "xsum_text.jsonl").write_text("what was there before")
@@ -285,7 +286,7 @@ def test_one_preparation_at_a_time_and_an_interrupted_one_continues(prepare: Pre
     shutil.copytree(sample_data, prepare.data, ignore=shutil.ignore_patterns("*.npy"), dirs_exist_ok=True)
     before, journal = snapshot(prepare.data), prepare.data / ".prepare" / "xsum_text.journal"
     python = shlex.quote(sys.executable)
-    instead = f"[ \"$*\" != '-m t5bench.corpus' ] || exec {python} -c '{SLOW_PREPARATION}'"
+    instead = f"[ \"$*\" != '-m t5bench prepare-data' ] || exec {python} -c '{SLOW_PREPARATION}'"
     prepare.project.add_stub("slow", f'#!/bin/sh\n{instead}\nexec {python} "$@"\n')
     settings = {"SAMPLE": "1", "FORCE": "1", "WORKERS": "2", "PYTHON": "slow"}
     assert prepare.start(**settings, END_IN_FORK="1").wait(60) == 128 + signal.SIGTERM

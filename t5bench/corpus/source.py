@@ -1,0 +1,348 @@
+"""Where documents come from: a local file, a directory or a pattern of files, or XSum on the Hugging Face hub.
+
+A file has one JSON object per line, one array of JSON objects, or is Parquet. It is read block by block.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from t5bench import REPOSITORY, Problem, note
+from t5bench.corpus.tokenizer import hub, one_line
+
+XSUM = "EdinburghNLP/xsum"
+# The dataset's main branch holds a loading script; the hub also keeps the same rows as Parquet.
+PARQUET_REVISION = "refs/convert/parquet"
+COLUMNS = ("document", "summary", "id", "text")
+SAMPLE = REPOSITORY / "megatron_data" / "sample"
+BLOCK_BYTES, BLOCK_ROWS = 1 << 20, 512
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+PARQUET = re.compile(r"\.(parquet|parq)$", re.IGNORECASE)
+JSON = re.compile(r"\.(jsonl|ndjson|json)(\.gz|\.zst)?$", re.IGNORECASE)
+KINDS = ".jsonl, .ndjson or .json (also with .gz or .zst), or .parquet"
+REMEDY = (
+    f"Set XSUM_SOURCE to a file that ends in {KINDS}, to a directory of such files, or to a pattern: 'data/*.jsonl'"
+)
+UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+UTF32 = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
+NOT_TEXT = "its text has half of a surrogate pair, which is no character"
+
+
+def recorded_name(name: str, kind: str = "") -> str:
+    """A file or directory as records name it: `kind` and its absolute path, the bundled sample, or a hub's name."""
+    path = Path(name).resolve()
+    if SAMPLE.resolve() in path.parents:
+        return "bundled sample"
+    return f"{kind}{path}" if path.exists() else name
+
+
+# ---- rows ----------------------------------------------------------------------------------------------------------
+
+
+class Unusable(NamedTuple):
+    """A row that cannot become a document."""
+
+    reason: str
+    """One sentence that names the file and the row."""
+    remedy: str
+    is_skipped: bool = False
+    """Whether it is counted and left out; otherwise nothing is written."""
+
+
+Row = dict[str, str] | Unusable
+
+
+class Block(NamedTuple):
+    """Some rows of a source, for one worker."""
+
+    content: Any
+    """Whole lines of JSON, a list of JSON objects, or a batch of a Parquet file."""
+    source: str
+    """The file's name in messages."""
+    first: int
+    """The number of the first row in the whole source, from 1."""
+    done: float
+    """The part of the source up to the end of this block."""
+    first_in_file: int = 0
+    """The number of the first row in its file, from 1; 0 if that is `first`."""
+
+    def rows(self) -> Iterator[Row]:
+        """Text, summary and id of each row, without blank lines."""
+        is_lines = isinstance(self.content, bytes)
+        local = self.first_in_file or self.first
+        try:
+            rows = self._content()
+        except ValueError as error:
+            reason = f"row {local} or a later of {self.source} is not text in UTF-8 ({one_line(error)})"
+            yield Unusable(reason, "Copy or download the file again")
+            return
+        for index, row in enumerate(rows):
+            place = f"{'line' if is_lines else 'row'} {local + index} of {self.source}"
+            if is_lines:
+                if not row.strip():
+                    continue
+                row = _object(row, place)
+            yield row if isinstance(row, Unusable) else _article(row, self.first + index, place)
+
+    def _content(self) -> Sequence[Any]:
+        if isinstance(self.content, bytes):
+            return self.content.split(b"\n")
+        return self.content if isinstance(self.content, list) else self.content.to_pylist()
+
+
+def _object(line: bytes, place: str) -> dict[str, Any] | Unusable:
+    """A line's object. pandas and Python also write NaN, Infinity and half of a surrogate pair, which are no JSON."""
+    try:
+        return msgspec.json.decode(line, type=dict)
+    except (ValueError, RecursionError) as error:
+        reason = f"{place} is not a JSON object in UTF-8 ({one_line(error)})"
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    return row if isinstance(row, dict) else Unusable(reason, "Correct or remove that line")
+
+
+def _article(row: Any, number: int, place: str) -> Row:
+    if not isinstance(row, dict):
+        return Unusable(f"{place} is not a JSON object", "Correct or remove it")
+    key = "document" if "document" in row else "text"
+    if key not in row:
+        reason = f'{place} has neither "document" nor "text"; it has {", ".join(row) or "nothing"}'
+        return Unusable(reason, "Rename the source's columns to document and summary, or to text")
+    text, summary = row[key], row.get("summary")
+    if isinstance(text, float) and text != text:  # how pandas writes that there is none
+        text = None
+    if text is not None and not isinstance(text, str):
+        return Unusable(f'{place} has no string as "{key}", but {type(text).__name__}', "Correct or remove it")
+    if text and not _is_text(text):
+        return Unusable(f"{place}: {NOT_TEXT}", "Correct or remove it", is_skipped=True)
+    if not isinstance(summary, str) or not _is_text(summary):
+        summary = ""
+    identity = number if row.get("id") is None else row["id"]
+    return {"text": text or "", "summary": summary, "id": str(identity).encode(errors="replace").decode()}
+
+
+def _is_text(text: str) -> bool:
+    """Whether it can be written as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+# ---- sources -------------------------------------------------------------------------------------------------------
+
+
+class Source(NamedTuple):
+    """Where articles come from."""
+
+    path: Path | None
+    """A local file, a directory or a pattern; None for the hub's dataset."""
+    split: str = ""
+    """Of the hub's dataset."""
+    limit: int | None = None
+    files: tuple[Path, ...] = ()
+    """The files of a directory or a pattern, in order."""
+
+    @property
+    def parts(self) -> tuple[Path, ...]:
+        return self.files or ((self.path,) if self.path else ())
+
+    def describe(self) -> str:
+        """One line that is the same for the same source, as recorded and compared."""
+        if self.path is None:
+            name = f"{XSUM} {self.split} from the Hugging Face hub"
+        elif self.files:
+            name = f"{len(self.files)} files {self.path.absolute()}"
+        else:
+            name = recorded_name(str(self.path), "file ")
+        return name if self.limit is None else f"{name}, first {self.limit} documents"
+
+    def state(self) -> str | None:
+        """Something that changes when a local file does; the hub's dataset does not change."""
+        if self.path is None:
+            return None
+        states = [path.stat() for path in self.parts]
+        if not self.files:
+            return f"{states[0].st_size} bytes, modified {states[0].st_mtime_ns}"
+        entries = [(str(path), one.st_size, one.st_mtime_ns) for path, one in zip(self.parts, states, strict=True)]
+        digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+        return f"{len(states)} files, {sum(one.st_size for one in states)} bytes, names and times {digest[:16]}"
+
+    def blocks(self) -> Iterator[Block]:
+        """The source's blocks. Raises Problem for a damaged file, and for a hub that does not answer."""
+        if self.path is None:
+            yield from _parquet_blocks(_from_hub(self.split), f"{XSUM} {self.split}")
+            return
+        sizes = [path.stat().st_size for path in self.parts]
+        whole = max(1, sum(sizes))
+        before, first = 0, 1
+        for path, size in zip(self.parts, sizes, strict=True):
+            blocks = _parquet_blocks([path], str(path)) if PARQUET.search(path.name) else _json_blocks(path)
+            following = first
+            for block in blocks:
+                following = first + block.first - 1 + _length(block)
+                yield Block(
+                    content=block.content,
+                    source=block.source,
+                    first=first + block.first - 1,
+                    done=(before + block.done * size) / whole,
+                    first_in_file=block.first,
+                )
+            before, first = before + size, following
+
+
+def _length(block: Block) -> int:
+    """The number of rows, blank lines included."""
+    if isinstance(block.content, bytes):
+        return block.content.count(b"\n") + (not block.content.endswith(b"\n"))
+    return len(block.content)
+
+
+def make_source(path: str, split: str, limit: int | None) -> Source:
+    """The source in the settings; an empty path means the hub. Raises Problem for an unsuitable one."""
+    if not path:
+        return Source(None, split, limit)
+    named = Path(path).expanduser()
+    if named.is_file():
+        if not PARQUET.search(named.name) and not JSON.search(named.name):
+            raise Problem(f"{path} does not have the name of a JSONL or Parquet file", REMEDY)
+        return Source(named, split, limit)
+    if named.is_dir():
+        files = [file for file in named.rglob("*") if _is_data(file, named)]
+        if not files:
+            raise Problem(f"the directory {path} has no file that ends in {KINDS}", REMEDY)
+    else:
+        matches = [Path(name) for name in glob.glob(str(named), recursive=True)]  # noqa: PTH207 - perhaps absolute
+        files = [file for file in matches if file.is_file()]
+        unknown = [file for file in files if not PARQUET.search(file.name) and not JSON.search(file.name)]
+        if unknown:
+            raise Problem(f"{unknown[0]} does not have the name of a JSONL or Parquet file", REMEDY)
+        if not files:
+            is_pattern = glob.has_magic(path)
+            raise Problem(f"no file matches {path}" if is_pattern else f"there is no file {path}", REMEDY)
+    return Source(named, split, limit, _checked(sorted(files), path))
+
+
+def _is_data(file: Path, directory: Path) -> bool:
+    """Whether a file of a directory is meant: others, such as `.part.crc` and `_SUCCESS`, belong to the program that
+    wrote it."""
+    inside = file.relative_to(directory).parts
+    is_hidden = any(part.startswith((".", "_")) for part in inside)
+    return file.is_file() and not is_hidden and bool(PARQUET.search(file.name) or JSON.search(file.name))
+
+
+def _checked(files: list[Path], named: str) -> tuple[Path, ...]:
+    """The files. Raises Problem if they seem to hold the same documents twice."""
+    kinds = {bool(PARQUET.search(file.name)) for file in files}
+    if len(kinds) > 1:
+        remedy = f"Name one kind, for example '{named.rstrip('/')}/*.parquet'"
+        raise Problem(f"{named} has both JSON and Parquet files, which may be the same documents twice", remedy)
+    plain: dict[str, Path] = {}
+    for file in files:
+        name = JSON.sub("", str(file))
+        other = plain.setdefault(name, file)
+        if other != file:
+            remedy = "Remove one of them, or name a pattern that matches one"
+            raise Problem(f"{other} and {file} seem to be the same documents twice", remedy)
+    return tuple(files)
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def _json_blocks(path: Path) -> Iterator[Block]:
+    """A file's blocks of lines, or of an array's objects, numbered from 1."""
+    size = max(1, path.stat().st_size)
+    with path.open("rb") as file:
+        stream: Any = file
+        try:
+            if path.suffix in COMPRESSED:
+                import pyarrow
+
+                stream = io.BufferedReader(pyarrow.CompressedInputStream(file, COMPRESSED[path.suffix]), BLOCK_BYTES)
+            start = stream.read(BLOCK_BYTES)
+            start = _without_mark(start, path)
+            if start.lstrip()[:1] == b"[" and re.search(r"\.json(\.gz|\.zst)?$", path.name):
+                yield from _array_blocks(start + stream.read(), path)
+                return
+            first = 1
+            while start:
+                content = start if start.endswith(b"\n") else start + stream.readline()
+                yield Block(content, str(path), first, file.tell() / size)
+                first += content.count(b"\n")
+                start = stream.read(BLOCK_BYTES)
+        except OSError as error:
+            raise Problem(f"{path} is damaged ({one_line(error)})", "Copy or download it again") from error
+
+
+def _without_mark(start: bytes, path: Path) -> bytes:
+    """The beginning of a file without a byte order mark. Raises Problem for another encoding than UTF-8."""
+    encoding = ""
+    if start.startswith(UTF32):
+        encoding = "UTF-32"
+    elif start.startswith(UTF16) or (len(start) > 3 and start[:4].count(0) == 2):
+        encoding = "UTF-16"
+    if encoding:
+        mark = "as its byte order mark says" if start.startswith((*UTF16, *UTF32)) else "as its zero bytes show"
+        remedy = f"Convert it: iconv -f {encoding} -t UTF-8 IN >OUT"
+        raise Problem(f"{path} is in {encoding}, {mark}, and must be in UTF-8", remedy)
+    if start.startswith(codecs.BOM_UTF8):
+        note(f"note: {path} begins with a byte order mark (BOM), which is skipped")
+        return start.removeprefix(codecs.BOM_UTF8)
+    return start
+
+
+def _array_blocks(content: bytes, path: Path) -> Iterator[Block]:
+    """The objects of a file that is one JSON array, which must fit into memory."""
+    try:
+        rows = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        problem = f"{path} begins as a JSON array and is none ({one_line(error)})"
+        raise Problem(problem, "Correct it, or write one object per line") from None
+    for start in range(0, len(rows), BLOCK_ROWS):
+        part = rows[start : start + BLOCK_ROWS]
+        yield Block(part, str(path), start + 1, (start + len(part)) / len(rows))
+
+
+def _parquet_blocks(paths: list[Path], name: str) -> Iterator[Block]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        files = [pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) for path in paths]
+        first = 1
+        rows = sum(file.metadata.num_rows for file in files)
+        for file in files:
+            columns = [column for column in file.schema_arrow.names if column in COLUMNS] or None
+            for batch in file.iter_batches(BLOCK_ROWS, columns=columns):
+                yield Block(batch, name, first, (first + batch.num_rows - 1) / rows)
+                first += batch.num_rows
+    except (pyarrow.ArrowException, OSError) as error:
+        problem = f"{paths[0]} is damaged or not a Parquet file ({one_line(error)})"
+        raise Problem(problem, "Copy or download it again") from error
+
+
+def _from_hub(split: str) -> list[Path]:
+    remedy = "Check the network (HF_ENDPOINT, proxies), or download XSum elsewhere, copy it here and set "
+    with hub(XSUM, f"{remedy}XSUM_SOURCE=/path/to/xsum.parquet") as client:
+        info = client.HfApi().dataset_info(XSUM, revision=PARQUET_REVISION, timeout=30)
+        names = sorted(file.rfilename for file in info.siblings)
+        names = [name for name in names if re.search(rf"\b{re.escape(split)}/[^/]*\.parquet$", name)]
+        # One after the other: the threads of snapshot_download cannot be interrupted.
+        paths = [Path(client.hf_hub_download(XSUM, name, repo_type="dataset", revision=info.sha)) for name in names]
+    if not paths:
+        raise Problem(f"{XSUM} has no split '{split}'", "XSUM_SPLIT is train, validation or test")
+    return paths
