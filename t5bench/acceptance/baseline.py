@@ -4,9 +4,9 @@
 
 The settings are the launchers', from the environment. The matrix products are those of the engines' model: as deep, as
 wide, an ungated feed-forward, tied embeddings. It differs in its relative position bias instead of learned positions,
-RMS norms without biases, and random tokens that fill every sample, so that nothing is masked. It has fp32 weights under
-bf16 autocast, PyTorch's fused AdamW, dropout and clipping. It is measured as it is and then with every block compiled;
-each measurement is written at once as a line of FILE, with the keys of a comparison's rows.
+RMS norms without biases, and random tokens that fill every sample, so that nothing is masked. It has fp32 weights, bf16
+autocast, PyTorch's fused AdamW, dropout and clipping. It is measured as it is and then with every block compiled; each
+measurement is written at once as a line of FILE, with the keys of a comparison's rows.
 """
 
 import json
@@ -76,7 +76,7 @@ class Loop:
         begun = time.perf_counter()
         total = torch.zeros((), device=self.device)
         for tokens, labels in self.batches:
-            with torch.autocast(self.device, torch.bfloat16):
+            with torch.autocast(self.device, torch.bfloat16, enabled=self.plan.precision == "bf16"):
                 loss = self.model(input_ids=tokens, labels=labels).loss / len(self.batches)
             loss.backward()
             total += loss.detach()

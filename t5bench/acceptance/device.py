@@ -35,10 +35,11 @@ def seconds(statement: str, **names: Any) -> float:
 
 
 def matmul_tflops(m: int, n: int, k: int, device: str) -> float:
-    """TFLOP/s of a [m, k] x [k, n] product in bf16, of random numbers: zeros take less power and run faster."""
-    a = torch.randn(m, k, device=device, dtype=torch.bfloat16)
-    b = torch.randn(k, n, device=device, dtype=torch.bfloat16)
-    out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
+    """TFLOP/s of a [m, k] x [k, n] product, on a GPU in bf16. Its numbers are random: zeros take less power."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    a = torch.randn(m, k, device=device, dtype=dtype)
+    b = torch.randn(k, n, device=device, dtype=dtype)
+    out = torch.empty(m, n, device=device, dtype=dtype)
     return 2.0 * m * n * k / seconds("torch.mm(a, b, out=out)", a=a, b=b, out=out) / 1e12
 
 
@@ -50,7 +51,7 @@ def copy_gb_per_s(size: int, source: str, device: str) -> float:
 
 
 def rates(device: str) -> dict[str, float]:
-    """TFLOP/s of a large bf16 product and of T5-Large's own with eight samples, and GB/s of copies."""
+    """TFLOP/s of a large product and of T5-Large's own with eight samples, and GB/s of copies."""
     edge, size, tokens = (8192, 2 << 30, 8 * 512) if device == "cuda" else (512, 32 << 20, 256)
     found = {
         "matmul_tflops": matmul_tflops(edge, edge, edge, device),

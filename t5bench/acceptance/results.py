@@ -14,7 +14,7 @@ from t5bench import Problem
 PASSED, FAILED, SKIPPED, OUT_OF_TIME, NOT_RUN = "passed", "failed", "skipped", "out of time", "not run"
 FILE = "results.json"
 # What the profiler calls the parts of PyTorch that compute attention, and their kernels.
-ATTENTION = re.compile(r"scaled_dot_product|flash|fmha|sdpa|efficient_attention", re.IGNORECASE)
+ATTENTION = re.compile(r"aten::_scaled_dot_product|flash|fmha|cudnn.*sdpa|sdpa.*cudnn|efficient_attention")
 LONGEST_NAME = 60
 
 
@@ -71,8 +71,7 @@ def name_of(gpus: Sequence[str]) -> str:
 
 def attention_kernels(names: Iterable[str]) -> list[str]:
     """The names, of operators or kernels, that tell which attention ran."""
-    shortened = (name.removeprefix("void ")[:LONGEST_NAME] for name in names if ATTENTION.search(name))
-    return sorted(set(shortened) - {"aten::scaled_dot_product_attention"})
+    return sorted({name.removeprefix("void ")[:LONGEST_NAME] for name in names if ATTENTION.search(name)})
 
 
 def read(file: Path) -> Results:
