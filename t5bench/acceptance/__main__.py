@@ -36,7 +36,8 @@ def main(elapsed: float, arguments: Sequence[str]) -> int:
     programs = steps.work / name / "bin"
     write_torchrun(programs / "torchrun", Path(sys.executable))
     bundle.write_make(programs / "make", Path(sys.executable))
-    os.environ["PATH"] = f"{programs}:{os.environ['PATH']}"
+    # ninja may lie next to a Python that is not on PATH.
+    os.environ["PATH"] = f"{programs}:{os.environ['PATH']}:{Path(sys.executable).parent}"
     deadline = begun + 60 * float(os.environ["MINUTES"]) - RESERVE
     call = Call(here, found, steps.work / name / f"call-{len(found.calls)}", output, deadline)
     call.run_all(steps.in_order(call.directory), steps.common())

@@ -118,7 +118,7 @@ class Machine:
         path = self.environment.get("PATH")
         for need, names in COMPILERS.items():
             wanted = [name for name in names if name != "nvcc" or not self.rehearsal]
-            if absent := [name for name in wanted if not which(name, path=path) and not util.find_spec(name)]:
+            if absent := [name for name in wanted if not which(name, path=path)]:
                 lacking.setdefault(need, f"these compilers are missing: {', '.join(absent)}")
         directory = Path(self.environment["MEGATRON_DIR"])
         state = engine.state_of(directory)
