@@ -19,21 +19,7 @@
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-setting ENGINE 'one-of:megatron|native' - - megatron "megatron (patched Megatron-DeepSpeed; its DDP is also compared with native/) or native"
-setting MODEL_PRESET 'one-of:tiny|small|base|large' - - tiny "Model size: tiny, small, base or large"
 # A recipe in which a change of 1 % in any number shows; docs/parity.md explains how it was found.
-setting TRAIN_ITERS whole:2 - - 12 "Iterations of each strategy"
-setting GLOBAL_BATCH_SIZE whole:1 - - 8 "Samples per iteration"
-setting MICRO_BATCH_SIZE whole:1 - - 2 "Per-process micro-batch size; small enough for several micro-batches per iteration"
-setting LR decimal - - 0.04 "Peak learning rate; with this weight decay, a change of 1 % in either is visible"
-setting MIN_LR decimal - - 0.01 "Learning rate at the end"
-setting LR_WARMUP_ITERS whole:0 - - 3 "Iterations of warm-up"
-setting WEIGHT_DECAY decimal - - 5 "Weight decay"
-setting CLIP_GRAD decimal - - 1.3 "Gradient-norm clipping; must lie among DDP's gradient norms, so that only some iterations are clipped"
-setting SEED whole:1 - - 1234 "Seed; --benchmark-mode also uses the next seven"
-setting CHECK_BLIND_SPOTS 'one-of:0|1' - - 1 "1 also measures which mistakes these settings cannot reveal"
-setting MEGATRON_DATA_DIR 'path?' - - "" "Directory containing indexed dataset files (unset: the bundled sample, prepared in outputs/parity/data)"
-setting RUNS_DIR path - - "$REPO_ROOT/outputs/parity/$(date +%Y%m%d-%H%M%S)" "Where to put the run directories"
 
 begin '--sensitivity --bf16 --benchmark-mode NAME' "$@"
 mode=''

@@ -7,6 +7,11 @@ if ((BASH_VERSINFO[0] < 4 || (BASH_VERSINFO[0] == 4 && BASH_VERSINFO[1] < 4))); 
   exit 2
 fi
 
+# Functions and options that the environment exports are for other scripts.
+while read -r _ _ name; do unset -f "$name"; done < <(declare -Fx)
+shopt -u nullglob failglob dotglob nocaseglob nocasematch xpg_echo
+set +o noclobber +o noglob +o monitor +o posix
+
 # A standard stream that is closed would become the next file that is opened.
 { : 3<&0; } 2>/dev/null || exec </dev/null
 { : 3>&1; } 2>/dev/null || exec >/dev/null
@@ -15,17 +20,10 @@ unset CDPATH
 REPO_ROOT=$(cd -- "${BASH_SOURCE[0]%/*}/.." && pwd -P)
 PYTHON=${PYTHON:-python3}
 [[ $PYTHON != */* || $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
-# A model family's directories, and what precedes a strategy in names; T5 came first and has no prefix.
+# What precedes a strategy in names; T5 came first and has no prefix.
 FAMILY_PREFIX=${MODEL_FAMILY:-t5}-
-FAMILY_PREFIX=${FAMILY_PREFIX#t5-}
 # shellcheck disable=SC2034 # read by the scripts that source this file
-FAMILY_DATA=$REPO_ROOT/megatron_data${FAMILY_PREFIX:+/${FAMILY_PREFIX%-}}
-# The families are the files there: (gpt t5), and as text gpt|t5.
-FAMILIES=("$REPO_ROOT"/scripts/families/*.sh)
-FAMILIES=("${FAMILIES[@]##*/}")
-FAMILIES=("${FAMILIES[@]%.sh}")
-printf -v FAMILY_NAMES '|%s' "${FAMILIES[@]}"
-FAMILY_NAMES=${FAMILY_NAMES#|}
+FAMILY_PREFIX=${FAMILY_PREFIX#t5-}
 # The engines and the programs of this repository import its packages from here.
 [[ :${PYTHONPATH:-}: == *:"$REPO_ROOT":* ]] || export PYTHONPATH=$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}
 
@@ -43,69 +41,53 @@ die() {
 
 pwd -P >/dev/null 2>&1 || die "the current directory was removed" "Change to one that exists"
 
-# ---- settings ------------------------------------------------------------------------------------------------------
+# ---- the planning process ------------------------------------------------------------------------------------------
 
-SETTING_NAMES=()
-declare -A SETTING_KIND=() SETTING_ROLE=() SETTING_ARGUMENT=() SETTING_DEFAULT=() SETTING_MEANING=()
+# plan TASK ARGUMENT...: what t5bench/plan/__main__.py does for a script; prints its answer.
+plan() { T5_ANSWER=3 python_module t5bench.plan "$PWD" "$@" 3>&1 >&2; }
 
-# setting NAME KIND ROLE ARGUMENT DEFAULT MEANING: the environment wins over the default, even with an empty value.
-# KIND is whole:MINIMUM[:MAXIMUM], decimal[:MINIMUM], one-of:A|B, path, text or secret, with a ? where it may be empty;
-# ROLE is one of those in t5bench/record/plan.py; ARGUMENT is the engine's (several separated by commas, = where the value
-# is the argument itself, - for none).
-setting() {
-  SETTING_NAMES+=("$1")
-  SETTING_KIND[$1]=$2 SETTING_ROLE[$1]=$3 SETTING_ARGUMENT[$1]=$4 SETTING_DEFAULT[$1]=$5 SETTING_MEANING[$1]=$6
-  [[ -n ${!1+given} ]] || printf -v "$1" '%s' "$5"
+# ask TASK ARGUMENT...: sets the variables and arrays in the planning process's answer; ends this script if it refuses.
+ask() {
+  # A Ctrl-C ends this shell, and without it the planning process ends by itself.
+  # shellcheck disable=SC1090 # the answer is a piece of bash
+  source <(trap '' INT && plan "$@")
+  wait "$!" || exit "$?"
 }
 
-# group NAME WORD...: NUL-separated words for a Python process; t5bench/plan/launchers.py reads them.
-group() { printf '%s\0' "$1" "$(($# - 1))" "${@:2}"; }
+# ---- arguments -----------------------------------------------------------------------------------------------------
 
-# Of a secret's value, a plan says only that it is given.
-settings_group() {
-  local name value words=()
-  for name in "${SETTING_NAMES[@]}"; do
-    value=${!name}
-    [[ ${SETTING_KIND[$name]} != secret* ]] || value=${value:+given}
-    words+=("$name" "${SETTING_KIND[$name]}" "${SETTING_ROLE[$name]}" "${SETTING_ARGUMENT[$name]}" "${SETTING_DEFAULT[$name]}"
-      "${SETTING_MEANING[$name]}" "$value")
-  done
-  group settings "${words[@]}"
-  group directory "$PWD"
-}
-
-# Prints the script's head comment and its settings by role.
+# Prints the script's head comment and its settings.
 print_help() {
   sed -n '1d; /^#/!q; s/^# \?//p' "$0"
   printf '\nSettings, from the environment (name, default, meaning):\n'
-  settings_group | python_module t5bench.plan settings
+  plan "$@"
 }
 
-# begin OPTIONS ARGUMENT...: answers --help, refuses options not in OPTIONS (NAME allows any name), and checks
-# the settings: each must be of its kind, and paths become absolute. The launchers' plan does this too.
+# begin OPTIONS ARGUMENT...: answers --help, refuses options not in OPTIONS (NAME allows any name), and sets the script's
+# settings, which t5bench/plan/scripts.py declares, from the environment or their defaults; paths become absolute.
 begin() {
-  local argument
+  local argument script=${0##*/}
   for argument in "${@:2}"; do
     case $argument in
       '') ;;
       -h | --help)
-        print_help || true # head may have closed the pipe
+        print_help script-help "${script%.sh}" || true # head may have closed the pipe
         exit
         ;;
-      -*) [[ " $1 " == *" $argument "* ]] || die "unknown option '$argument'" "Run bash scripts/${0##*/} --help to see the options" ;;
+      -*) [[ " $1 " == *" $argument "* ]] || die "unknown option '$argument'" "Run bash scripts/$script --help to see the options" ;;
       *) [[ " $1 " == *" NAME "* ]] || die "unknown argument '$argument'" "Give settings as environment variables; --help lists them" ;;
     esac
   done
-  hear check settings_group || exit "$?"
+  ask script "${script%.sh}"
 }
 
 # The arguments of a launcher: POSITIONAL (master and rank), DRY_RUN and EXTRA_ARGUMENTS, which go to the engine.
 # shellcheck disable=SC2034 # read by the script that sources this file
 parse_arguments() {
-  POSITIONAL=() EXTRA_ARGUMENTS=() DRY_RUN=0
+  POSITIONAL=() EXTRA_ARGUMENTS=() DRY_RUN=''
   while (($#)); do
     case $1 in
-      --dry-run) DRY_RUN=1 ;;
+      --dry-run) DRY_RUN=dry-run ;;
       --dry-run=json) DRY_RUN=json ;;
       -h | --help)
         print_usage || true # head may have closed the pipe
@@ -123,24 +105,6 @@ parse_arguments() {
   ((${#POSITIONAL[@]} <= 2)) || die "expected at most two arguments, found ${#POSITIONAL[@]}: ${POSITIONAL[*]}" \
     "Usage: bash scripts/${0##*/} [master-host] [node-rank]"
 }
-
-# hear TASK REQUEST: sends the planning process what the function REQUEST prints, sets the variables in its answer, and
-# returns its status.
-hear() {
-  local answer word status=0
-  # A Ctrl-C ends this shell, and without it the planning process ends by itself.
-  mapfile -d '' -t answer < <(trap '' INT && "$2" | python_module t5bench.plan "$1")
-  wait "$!" || status=$?
-  for word in "${answer[@]}"; do
-    printf -v "${word%%=*}" '%s' "${word#*=}"
-  done
-  return "$status"
-}
-
-# Shared by several scripts.
-# shellcheck disable=SC2034 # read by the scripts that source this file
-readonly DEFAULT_TOKENIZER=google-t5/t5-large
-engine_dir_setting() { setting MEGATRON_DIR path place - "$REPO_ROOT/../Megatron-DeepSpeed" "Path to your Megatron-DeepSpeed checkout"; }
 
 require_python() {
   command -v "$PYTHON" >/dev/null || die "'$PYTHON' is not on PATH" "Activate the Python environment that has torch, or set PYTHON to its interpreter"
@@ -164,23 +128,26 @@ slurm_hosts() {
   fi
 }
 
-# resolve_topology [MASTER] [RANK]: sets HOST_LIST, NNODES, MASTER_ADDR and NODE_RANK, each from the argument, else the
-# environment, else SLURM. t5bench/plan/topology.py finds this host among the others, and says what is wrong.
-resolve_topology() {
+# resolve_nodes [MASTER] [RANK]: exports HOSTS, NNODES, MASTER_ADDR and NODE_RANK, each from the argument, else the
+# environment, else SLURM. The plan finds this host's rank among HOSTS where none is given, and says what is wrong.
+resolve_nodes() {
+  local hosts=()
   MASTER_ADDR=${1:-${MASTER_ADDR:-}} NODE_RANK=${2:-${NODE_RANK:-${SLURM_NODEID:-}}}
-  read -r -d '' -a HOST_LIST <<<"${HOSTS:-$(slurm_hosts)}" || true
-  if [[ -n $MASTER_ADDR && -z ${NNODES:-}${HOST_LIST[*]}${SLURM_JOB_NUM_NODES:-} && ! $MASTER_ADDR =~ ^(localhost|127\..*|::1)$ ]]; then
+  read -r -d '' -a hosts <<<"${HOSTS:-$(slurm_hosts)}" || true
+  if [[ -n $MASTER_ADDR && -z ${NNODES:-}${hosts[*]}${SLURM_JOB_NUM_NODES:-} && ! $MASTER_ADDR =~ ^(localhost|127\..*|::1)$ ]]; then
     NNODES=2
     note "Neither HOSTS nor NNODES gives the number of nodes: assuming 2, with $MASTER_ADDR as the master."
   fi
-  if [[ ${SLURM_STEP_NUM_NODES:-} == 1 && -z ${1:-}${HOSTS:-}${NNODES:-} ]] && ((${#HOST_LIST[@]} > 1)); then
-    note "srun runs this on one of the job's ${#HOST_LIST[@]} nodes: start it on the others too, or on one node with HOSTS=$(</proc/sys/kernel/hostname)."
+  if [[ ${SLURM_STEP_NUM_NODES:-} == 1 && -z ${1:-}${HOSTS:-}${NNODES:-} ]] && ((${#hosts[@]} > 1)); then
+    note "srun runs this on one of the job's ${#hosts[@]} nodes: start it on the others too, or on one node with HOSTS=$(</proc/sys/kernel/hostname)."
   fi
   # The plan refuses such a list as a host's name; without it, this would be a run on one node.
-  [[ -n ${NNODES:-}${HOST_LIST[*]}${SLURM_JOB_NUM_NODES:-} ]] || HOST_LIST=(${SLURM_JOB_NODELIST:+"$SLURM_JOB_NODELIST"})
-  ((${#HOST_LIST[@]} == 0)) || NNODES=${NNODES:-${#HOST_LIST[@]}}
-  NNODES=${NNODES:-${SLURM_JOB_NUM_NODES:-1}} MASTER_ADDR=${MASTER_ADDR:-${HOST_LIST[0]:-}}
+  [[ -n ${NNODES:-}${hosts[*]}${SLURM_JOB_NUM_NODES:-} ]] || hosts=(${SLURM_JOB_NODELIST:+"$SLURM_JOB_NODELIST"})
+  ((${#hosts[@]} == 0)) || NNODES=${NNODES:-${#hosts[@]}}
+  NNODES=${NNODES:-${SLURM_JOB_NUM_NODES:-1}} MASTER_ADDR=${MASTER_ADDR:-${hosts[0]:-}}
   [[ $NNODES != 1 ]] || MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} NODE_RANK=${NODE_RANK:-0}
+  HOSTS="${hosts[*]}"
+  export HOSTS NNODES MASTER_ADDR NODE_RANK
 }
 
 # ---- processes -----------------------------------------------------------------------------------------------------

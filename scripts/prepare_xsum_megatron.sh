@@ -16,17 +16,6 @@
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-setting MODEL_FAMILY "one-of:$FAMILY_NAMES" - - t5 "Model family; each has its own tokenizer"
-setting SAMPLE 'one-of:0|1' - - 0 "1 uses the articles and the tokenizer in megatron_data/sample; needs no network"
-setting MEGATRON_DATA_DIR path - - "$FAMILY_DATA" "Directory to write to; a relative path starts at the current directory, the default at the repository"
-setting XSUM_SOURCE path? - - "" "Local .jsonl, .jsonl.gz, .jsonl.zst or .parquet with the columns document and summary, or text (unset: EdinburghNLP/xsum from the hub)"
-setting XSUM_SPLIT text - - train "Split of the hub's dataset: train, validation or test"
-setting XSUM_LIMIT whole:1? - - "" "Stop after this many documents (unset: all)"
-setting TOKENIZER_MODEL text? - - "" "Hugging Face name or directory of a tokenizer (unset: $DEFAULT_TOKENIZER; for gpt, GPT-2's from the engine's checkout)"
-setting MEGATRON_DIR path - - "$REPO_ROOT/../Megatron-DeepSpeed" "Path to your Megatron-DeepSpeed checkout, for GPT-2's tokenizer"
-setting FORCE 'one-of:0|1' - - 0 "1 exports again, and replaces data from another source or tokenizer"
-setting WORKERS whole:1? - - "" "Tokenising processes (unset: one per processor)"
-setting PYTHON text - - python3 "The Python that has the packages of requirements.txt"
 
 command -v "$PYTHON" >/dev/null || [[ $PYTHON != python3 ]] || PYTHON=python
 begin "" "$@"
@@ -45,6 +34,6 @@ if [[ -z $TOKENIZER_MODEL && $MODEL_FAMILY != t5 ]]; then
 fi
 TOKENIZER_MODEL=${TOKENIZER_MODEL:-$DEFAULT_TOKENIZER}
 [[ ! -d $TOKENIZER_MODEL ]] || TOKENIZER_MODEL=$(cd -- "$TOKENIZER_MODEL" && pwd)
-export "${SETTING_NAMES[@]}"
+export MODEL_FAMILY SAMPLE MEGATRON_DATA_DIR XSUM_SOURCE XSUM_SPLIT XSUM_LIMIT TOKENIZER_MODEL MEGATRON_DIR FORCE WORKERS
 # Not python_module: a signal to this script must reach Python.
 cd -- "$REPO_ROOT" && exec "$PYTHON" -m t5bench.corpus

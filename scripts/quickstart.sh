@@ -11,8 +11,6 @@
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-setting ENGINE 'one-of:native|megatron' - - native "native (the engine in native/, from Python packages alone) or megatron (scripts/setup_megatron.sh first)"
-setting TRAIN_ITERS whole:1 - - 12 "Iterations of each strategy"
 
 begin "" "$@"
 python_module t5bench.sweep.venv "$REPO_ROOT/requirements.txt"
@@ -26,5 +24,5 @@ export MODEL_PRESET="${MODEL_PRESET:-tiny}" MICRO_BATCH_SIZE="${MICRO_BATCH_SIZE
 export SAMPLE_INTERVAL="${SAMPLE_INTERVAL:-0.2}"
 # One iteration of each is profiled, so that the page shows where the time went.
 export PROFILE_ITERATION="${PROFILE_ITERATION:-$((TRAIN_ITERS > 3 ? TRAIN_ITERS / 2 : 0))}"
-export RUNS_DIR=${RUNS_DIR:-$REPO_ROOT/outputs/quickstart/$FAMILY_PREFIX$ENGINE}
+export RUNS_DIR
 exec bash "$REPO_ROOT/scripts/run_megatron_t5_all.sh"

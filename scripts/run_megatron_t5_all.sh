@@ -13,11 +13,6 @@
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-setting STRATEGIES 'text?' - - "" "Strategies to run, separated by spaces (unset: all); zero1-tp2 is zero1 with TENSOR_PARALLEL_SIZE=2"
-setting REPEATS whole:1 - - 1 "Runs of each strategy, interleaved (A B C A B C) so that slow changes of the machine affect all equally"
-setting RETRIES whole:0 - - 1 "Retries of a failed run, once all others have run"
-setting LAUNCH 'one-of:local|ssh' - - local "local (on this machine), or ssh (on the nodes of HOSTS or SLURM, from this one terminal)"
-setting RUNS_DIR path - - "$REPO_ROOT/outputs/${FAMILY_PREFIX}all" "Directory of the runs; complete runs in it are not repeated"
 
 begin --dry-run "$@"
 export PYTHON

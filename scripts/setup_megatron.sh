@@ -17,9 +17,6 @@ readonly MEGATRON_COMMIT=4efb479d5317ce9b86096b9d8e3e8030b0b5263b
 readonly PATCHES=$REPO_ROOT/patches
 mapfile -t SERIES <"$PATCHES/series"
 
-engine_dir_setting
-setting MEGATRON_REPO text - - https://github.com/deepspeedai/Megatron-DeepSpeed.git "What to clone: a URL, or a local path if there is no internet"
-setting INSTALL 'one-of:0|1' - - 1 "0 skips installing the Python packages"
 
 SCRATCH=''
 trap '[[ -z $SCRATCH ]] || rm -rf -- "$SCRATCH"' EXIT

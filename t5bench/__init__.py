@@ -21,6 +21,7 @@ if sys.version_info < OLDEST:
     sys.exit(2)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+EXIT_CONFIGURATION = 2  # nothing expensive has started, and nothing was changed
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from io import TextIOWrapper
 from types import ModuleType
 
-from t5bench import REPOSITORY, Problem, discard, note
+from t5bench import EXIT_CONFIGURATION, REPOSITORY, Problem, discard, note
 
 # Each command's module, and the line that --help shows. Only the chosen command's module is imported: the recorder
 # starts with every launch and must not wait for the libraries that draw pages.
@@ -35,8 +35,6 @@ COMMANDS = {
     "merge-data": ("t5bench.corpus.merge", "merge several indexed datasets into one"),
     "wandb": ("t5bench.report.wandb_report", "upload a comparison to its W&B project"),
 }
-
-EXIT_CONFIGURATION = 2
 
 
 def imported(name: str) -> ModuleType:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from made_runs import made_plan
@@ -201,13 +201,9 @@ def engine_output(iterations: int, total: int = 3, loss: str = "8.0E+00", ranks:
     return "".join(lines + [MEMORY.format(rank) for rank in ranks])
 
 
-def write_plan_words(path: Path, plan: Plan) -> None:
-    """What the launchers hand over: a plan, the groups of its arguments, its environment and its command."""
-    words = [json.dumps(plan.to_json())]
-    environment = ["A=B", *(f"{name}={value}" for name, value in plan.environment.items())]
-    for name, group in {"environment": environment, "command": list(plan.command)}.items():
-        words += [name, str(len(group)), *group]
-    path.write_text("".join(f"{word}\0" for word in words))
+def write_plan(path: Path, plan: Plan) -> None:
+    """What the planning process hands to the recorder."""
+    path.write_text(json.dumps(replace(plan, environment={"A": "B", **plan.environment}).to_json()))
 
 
 def record(
@@ -222,7 +218,7 @@ def record(
     fixed = {"LOG_INTERVAL": "1", "SAMPLE_INTERVAL": "1", "WATCHDOG_SECONDS": "0", "MASTER_PORT": "1"}
     chosen = {"OUTPUT_DIR": str(directory)} | fixed | settings
     fields = {"node": node, "engine": "native", "master_address": "127.0.0.1", "output_dir": str(directory)}
-    write_plan_words(words, made_plan("ddp", chosen, nodes=nodes, world_size=nodes, **fields))
+    write_plan(words, made_plan("ddp", chosen, nodes=nodes, world_size=nodes, **fields))
     command = [sys.executable, "-m", "t5bench", "record", "--plan", str(words), "--end-file", str(end_file)]
     command += ["--launcher", str(os.getpid()), "--mark", "none"]
     text = output.encode()

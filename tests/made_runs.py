@@ -1,23 +1,21 @@
 """Run directories made by hand, in the format of records.py: what a launcher would have left after a run like this."""
 
 import json
-import re
 import shlex
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from t5bench import REPOSITORY
 from t5bench.record import files, records
 from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.log import Iteration
 from t5bench.record.plan import Arguments, Layout, Plan, Setting, Strategy
+from t5bench.record.settings import BY_NAME, default_values
 from t5bench.record.status import COMPLETE, RUNNING
 
 PORTS = {"ddp": 29800, "zero1": 29801, "zero2": 29802, "zero3": 29803, "zero3_offload": 29804, "pipeline": 29810,
@@ -46,28 +44,28 @@ OWN = {"SAVE_INTERVAL": "--save-interval", "RECOMPUTE": "--recompute-granularity
 OF_A_PART = ("status", "reason", "remedy", "padded_vocab_size", "versions", "commits")
 
 
-@cache
-def declared_settings() -> Mapping[str, Setting]:
-    """The launchers' settings as scripts/megatron_common.sh declares them, with the values of a tiny run."""
-    text = "".join((REPOSITORY / "scripts" / name).read_text() for name in ("megatron_common.sh", "families/t5.sh"))
-    text = text.replace("$FAMILY_NAMES", "t5|gpt")
-    found = {}
-    for declaration in re.findall(r"^ +setting (.*)", text, re.MULTILINE):
-        name, kind, role, argument, default, meaning = shlex.split(declaration)
-        found[name] = Setting(kind, role, argument, default, meaning, _TINY.get(name, default))
-    return found
+def made_settings(values: Mapping[str, str], family: str = "t5", strategy: str = "ddp") -> dict[str, Setting]:
+    """The launchers' settings with these values where they are named, else those of a tiny run."""
+    named = {"strategy": strategy, "port": PORTS.get(strategy, 29899), "gpus_per_node": ""}
+    named |= dict(zip(("tp", "pp"), LAYOUTS.get(strategy, (1, 1)), strict=True))
+    defaults = default_values(family, "large", **named)
+    assert not values.keys() - BY_NAME.keys(), values.keys() - BY_NAME.keys()
+    if "ENCODER_NUM_LAYERS" in values and family == "gpt":
+        values = {"NUM_LAYERS": values["ENCODER_NUM_LAYERS"], **values}
+    tiny = _TINY | {"NUM_LAYERS": "2", "SEQ_LENGTH": "128", "MODEL_FAMILY": family}
+    made = {}
+    for name, default in defaults.items():
+        value = values.get(name, tiny.get(name, default))
+        made[name] = Setting(BY_NAME[name].role, value, value == default)
+    return made
 
 
-def made_settings(values: Mapping[str, str], family: str = "t5") -> dict[str, Setting]:
-    """The launchers' settings with these values where they are named."""
-    assert not values.keys() - declared_settings().keys(), values.keys() - declared_settings().keys()
-    found = {name: replace(entry, value=values.get(name, entry.value)) for name, entry in declared_settings().items()}
-    if family == "t5":
-        return found
-    gpt = (("NUM_LAYERS", "--num-layers", "ENCODER_NUM_LAYERS"), ("SEQ_LENGTH", "--seq-length", "ENCODER_SEQ_LENGTH"))
-    found |= {name: replace(found[like], argument=argument) for name, argument, like in gpt}
-    found["MODEL_FAMILY"] = replace(found["MODEL_FAMILY"], value=family)
-    return {name: entry for name, entry in found.items() if not name.startswith(("ENCODER_", "DECODER_"))}
+def by_role(settings: Mapping[str, Setting]) -> dict[str, dict[str, str]]:
+    """Settings as a plan has them."""
+    values: dict[str, dict[str, str]] = {}
+    for name, setting in settings.items():
+        values.setdefault(setting.role, {})[name] = setting.value
+    return values
 
 
 def made_plan(
@@ -91,28 +89,32 @@ def made_plan(
         "NNODES": str(nodes), "NPROC_PER_NODE": str(here), "MASTER_PORT": str(port), "TENSOR_PARALLEL_SIZE": str(tp),
         "PIPELINE_PARALLEL_SIZE": str(pp), "WANDB_RUN_NAME": name, "ENGINE": fields.get("engine", "megatron"),
     } | (settings or {})  # fmt: skip
-    plan_settings = made_settings(chosen, family)
-    plan_settings["WANDB_RUN_NAME"] = replace(plan_settings["WANDB_RUN_NAME"], default=name)
+    plan_settings = made_settings(chosen, family, strategy)
     batch, micro_batch = (int(plan_settings[name].value) for name in ("GLOBAL_BATCH_SIZE", "MICRO_BATCH_SIZE"))
-    pairs = [(name, s.value) for s in plan_settings.values() for name in s.argument.split(",") if name != "-"]
-    words = [word for name, value in pairs for word in ([value] * bool(value) if name == "=" else [name, value])]
+    words = [plan_settings["PRECISION_FLAG"].value] if plan_settings["PRECISION_FLAG"].value else []
+    for setting_name, setting in plan_settings.items():
+        for argument in BY_NAME[setting_name].arguments:
+            words += [argument, setting.value]
     environment = {"DS_ACCELERATOR": "cpu"} if fields.get("device", "cpu") == "cpu" else {}
     for name, argument in OWN.items():
-        if (value := plan_settings[name].value) != plan_settings[name].default:
+        if not plan_settings[name].is_default:
+            value = plan_settings[name].value
             own_arguments = [*own_arguments, argument, *value.split() * (argument != "--skip-train")]
     if (iteration := plan_settings["PROFILE_ITERATION"].value) != "0":
         environment["T5_PROFILE"] = f"{iteration}:/run/profile.json"
     ds_config, colour = f"megatron_{strategy}.json" if stage else "", COLOURS.get(strategy, "#123456")
     made = {
         "strategy": Strategy(strategy, strategy, port, tp, pp, ds_config, colour, list(strategy_flags)),
-        "settings": plan_settings, "obstacles": [], "master_address": "node0", "device": "cpu",
+        "settings_by_role": by_role(plan_settings), "obstacles": [],
+        "chosen": [name for name, setting in plan_settings.items() if not setting.is_default],
+        "master_address": "node0", "device": "cpu",
         "engine": "megatron", "engine_directory": "/engine", "engine_patches": "series",
         "data_prefix": "/data/xsum", "tokenizer": "t", "output_dir": chosen.get("OUTPUT_DIR", "/run"),
         "layout": Layout(nodes, here, world_size, tp, pp, dp, batch // (micro_batch * dp), 1 if pp > 1 else None),
         "ds_config": {"zero_optimization": {"stage": stage, "overlap_comm": False}} if stage else None,
         "arguments": Arguments(settings=words, own=own_arguments, extra=list(extra_arguments)),
         "environment": environment,
-        "command": ["torchrun", *words, *own_arguments, *extra_arguments],
+        "program": ["pretrain_t5.py"],
     }  # fmt: skip
     return Plan(**made | fields)
 

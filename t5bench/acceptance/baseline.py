@@ -10,6 +10,7 @@ measurement is written at once as a line of FILE, with the keys of a comparison'
 """
 
 import json
+import os
 import sys
 import time
 from dataclasses import asdict
@@ -26,7 +27,7 @@ from t5bench.compare.statistics import median_with_interval
 from t5bench.model import flops
 from t5bench.model.job import Architecture
 from t5bench.model.machine import peak_tflops
-from t5bench.plan.launchers import ask
+from t5bench.plan.planner import plan
 from t5bench.record import profile
 from t5bench.record.plan import Plan
 from t5bench.record.status import COMPLETE, CRASHED, OUT_OF_MEMORY
@@ -115,11 +116,12 @@ class Loop:
 
 
 def main(output: Path) -> int:
-    plan = ask(BASELINE)
-    gpu = torch.cuda.get_device_name() if plan.device == "cuda" else ""
-    peak = float(plan.value("PEAK_TFLOPS") or 0) or peak_tflops(gpu, "bf16")
-    common = {"gpu": gpu, "micro_batch": plan.number("MICRO_BATCH_SIZE")}
-    loop, points = Loop(plan), []
+    planned = plan(os.environ, BASELINE)
+    gpu = torch.cuda.get_device_name() if planned.device == "cuda" else ""
+    peak = float(planned.value("PEAK_TFLOPS") or 0) or peak_tflops(gpu, "bf16")
+    common = {"gpu": gpu, "micro_batch": planned.number("MICRO_BATCH_SIZE")}
+    loop = Loop(planned)
+    points = []
     for how in ("eager", "compiled"):
         if how == "compiled":
             loop.compile()

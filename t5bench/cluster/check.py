@@ -22,7 +22,8 @@ from tabulate import tabulate
 
 from t5bench import REPOSITORY, Problem
 from t5bench.cluster.probe import SECONDS, Cell, Question
-from t5bench.plan.launchers import ALONE, accepted, ask, declarations
+from t5bench.plan.launchers import ALONE, accepted, declarations
+from t5bench.plan.planner import plan
 from t5bench.plan.topology import is_this_host
 from t5bench.record.hosts import BEGINS, ssh
 from t5bench.record.text import visible, visible_in
@@ -218,11 +219,11 @@ def run(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     python = shutil.which(os.environ.get("PYTHON") or "python3") or sys.executable
     # A launcher's plan for this host only, ignoring what the host lacks for a run.
-    plan = accepted(ask("ddp", ["127.0.0.1", "0"], os.environ | ALONE))
-    ports = [plan.number("MASTER_PORT")] if os.environ.get("MASTER_PORT") else [s.port for s in declarations()]
+    planned = accepted(plan({**os.environ, **ALONE}, "ddp"))
+    ports = [planned.number("MASTER_PORT")] if os.environ.get("MASTER_PORT") else [s.port for s in declarations()]
     nodes = [Node(host, here=is_this_host(host)) for host in args.hosts]
-    place = plan.engine_directory, plan.data_prefix, plan.output_dir
-    question = Question("", args.hosts, *place, plan.device, ports)
+    place = planned.engine_directory, planned.data_prefix, planned.output_dir
+    question = Question("", args.hosts, *place, planned.device, ports)
     with ThreadPoolExecutor(len(nodes)) as pool:
         list(pool.map(lambda node: look_at(node, python, replace(question, host=node.host)), nodes))
     compare_clocks(nodes)

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from t5bench import REPOSITORY
-from t5bench.plan.launchers import Request
+from t5bench.model.layout import Layout
+from t5bench.plan.draft import Draft
 from t5bench.record.machine import checksum, installed_version
-from t5bench.record.plan import Layout
 
 CHECKSUMS = REPOSITORY / "patches" / "checksums"
 INSTALL = f"pip install -r '{REPOSITORY}/requirements.txt'"
@@ -119,9 +119,10 @@ def _is_imported(folder: Path, own: Mapping[str, str]) -> bool:
     return installed is None or installed.origin is None
 
 
-def check_engine(request: Request, directory: Path, device: str, gpus_shared: bool) -> str:
-    """The state of the checkout, for the plan; what a run lacks goes to the findings."""
-    state, lack = state_of(directory), request.findings.lack
+def check_engine(draft: Draft, directory: Path, device: str, gpus_shared: bool) -> str:
+    """The state of the checkout, for the plan; what a run lacks goes to the draft."""
+    state = state_of(directory)
+    lack = draft.lack
     checkout = f"the Megatron-DeepSpeed checkout at {directory}"
     setup = f"Run: MEGATRON_DIR='{directory}' bash '{REPOSITORY}/scripts/setup_megatron.sh'"
     if state == MISSING:
@@ -137,28 +138,28 @@ def check_engine(request: Request, directory: Path, device: str, gpus_shared: bo
         lack("engine-partly-patched", found, setup)
     elif state == FIXES_ALONE:
         without = "W&B does not get the README's metrics, and TFLOPs count only the encoder"
-        request.findings.notes.append(f"warning: only megatron_t5_fixes.patch is applied: {without}. {setup}")
+        draft.notes.append(f"warning: only megatron_t5_fixes.patch is applied: {without}. {setup}")
     return state
 
 
-def extension_locks() -> Iterator[Path]:
+def extension_locks(environ: Mapping[str, str]) -> Iterator[Path]:
     """PyTorch's lock files: it keeps one next to each extension that it compiles, and waits forever if one exists."""
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser().glob("**/lock")
+    return Path(environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions").expanduser().glob("**/lock")
 
 
-def check_locks(request: Request, directory: Path) -> None:
+def check_locks(draft: Draft, directory: Path) -> None:
     """Finds locks left by a killed compilation. A lock may be in use if it is new or a process here has it open."""
-    for lock in (*extension_locks(), directory / "megatron" / "fused_kernels" / "build" / "lock"):
+    for lock in (*extension_locks(draft.environ), directory / "megatron" / "fused_kernels" / "build" / "lock"):
         with contextlib.suppress(OSError):
             age = time.time() - lock.stat().st_mtime
             if _is_open(lock):
                 continue
             if age > COMPILING_SECONDS:
                 found = f"{lock} was left by a compilation that was killed, and PyTorch would wait for it forever"
-                request.findings.lack("stale-lock", found, f"Run: rm '{lock}'")
+                draft.lack("stale-lock", found, f"Run: rm '{lock}'")
             else:
                 waits = f"warning: PyTorch waits as long as {lock} exists, and no process of this machine holds it"
-                request.findings.notes.append(f"{waits}. Unless another host is compiling, run: rm '{lock}'")
+                draft.notes.append(f"{waits}. Unless another host is compiling, run: rm '{lock}'")
 
 
 def _is_open(path: Path) -> bool:
@@ -169,50 +170,54 @@ def _is_open(path: Path) -> bool:
     return False
 
 
-def effective_config(request: Request) -> dict[str, Any] | None:
+def effective_config(draft: Draft) -> dict[str, Any] | None:
     """A strategy's own JSON completed with the run's batch sizes (in samples), clipping norm and precision.
 
     DeepSpeed takes these from the JSON and Megatron from its arguments, and neither notices when they differ: a
     different micro-batch size changes the gradient scale, fp32 arguments with a bf16 JSON train in bf16. Here both come
     from the same settings. None for a strategy without DeepSpeed, or with a JSON that cannot be used.
     """
-    if not request.strategy.ds_config:
+    if not draft.strategy.ds_config:
         return None
-    path = REPOSITORY / "ds_configs" / request.strategy.ds_config
-    precision = request.value("PRECISION_FLAG")
+    path = REPOSITORY / "ds_configs" / draft.strategy.ds_config
+    precision = draft.value("PRECISION_FLAG")
     run_config: dict[str, Any] = {
-        "train_batch_size": request.number("GLOBAL_BATCH_SIZE"),
-        "train_micro_batch_size_per_gpu": request.number("MICRO_BATCH_SIZE"),
-        "gradient_clipping": float(request.value("CLIP_GRAD")),
+        "train_batch_size": draft.number("GLOBAL_BATCH_SIZE"),
+        "train_micro_batch_size_per_gpu": draft.number("MICRO_BATCH_SIZE"),
+        "gradient_clipping": float(draft.value("CLIP_GRAD")),
         "bf16": {"enabled": precision == "--bf16"},
         "fp16": {"enabled": precision == "--fp16"},
         # DeepSpeed's own progress lines would mix with the engine's.
         "steps_per_print": 10**9,
     }
-    if request.value("GRADIENT_REDUCTION") == "fp32":
+    if draft.value("GRADIENT_REDUCTION") == "fp32":
         # As Megatron's DDP does in every precision. Without data_types.grad_accum_dtype, with which DeepSpeed would
         # choose another optimizer for ZeRO-1 in bf16.
         run_config["communication_data_type"] = "fp32"
     try:
         stage_config = json.loads(path.read_text())
-        _check_options(stage_config, run_config, request)
+        _check_options(stage_config, run_config, draft)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        request.findings.refuse("ds-config", f"{path}: {error}")
+        draft.refuse("ds-config", f"{path}: {error}")
         return None
     zero = stage_config["zero_optimization"]
+    if draft.value("OVERLAP_COMM") != "default":
+        zero["overlap_comm"] = draft.value("OVERLAP_COMM") == "on"
     if zero.get("overlap_comm", zero["stage"] == 3) and zero["stage"] > 1:
-        warning = f"warning: overlap_comm is true in {path}, which makes ZeRO-2 and ZeRO-3 hang on GPUs"
-        request.findings.notes.append(f"{warning}: set it to false (DeepSpeed's default for ZeRO-3 is true)")
+        warning = (
+            f"warning: overlap_comm is true (OVERLAP_COMM or {path}), with which ZeRO-2 and ZeRO-3 have hung on GPUs"
+        )
+        draft.notes.append(f"{warning}: OVERLAP_COMM=off avoids it (DeepSpeed's default for ZeRO-3 is true)")
     return run_config | stage_config
 
 
-def _check_options(config: Mapping[str, Any], run_config: Mapping[str, Any], request: Request) -> None:
+def _check_options(config: Mapping[str, Any], run_config: Mapping[str, Any], draft: Draft) -> None:
     """Raises ValueError for an option that would have no effect or change what is trained."""
     zero = config["zero_optimization"]
     stage = zero["stage"]
     if stage not in (1, 2, 3):
         raise ValueError(f"ZeRO stage {stage} is not 1, 2 or 3")
-    if stage > 1 and request.number("PIPELINE_PARALLEL_SIZE") > 1:
+    if stage > 1 and draft.number("PIPELINE_PARALLEL_SIZE") > 1:
         raise ValueError(f"DeepSpeed's pipeline engine supports only ZeRO stage 1, found {stage}")
     if twice := sorted(run_config.keys() & config.keys()):
         raise ValueError(f"{', '.join(twice)} come from the settings and must not be in the strategy's JSON")
@@ -230,9 +235,9 @@ def offload_device(config: Mapping[str, Any], name: str) -> str:
     return (config["zero_optimization"].get(name) or {}).get("device", "none")
 
 
-def check_packages(request: Request, config: Mapping[str, Any] | None, layout: Layout) -> None:
+def check_packages(draft: Draft, config: Mapping[str, Any] | None, layout: Layout) -> None:
     """Checks that the recorder's msgspec is installed, and DeepSpeed in a release that trains this stage correctly."""
-    lack = request.findings.lack
+    lack = draft.lack
     if not util.find_spec("msgspec"):
         lack("no-msgspec", f"msgspec, which reads plans, is not installed for {sys.executable}", f"Run: {INSTALL}")
     if not config:
@@ -242,7 +247,7 @@ def check_packages(request: Request, config: Mapping[str, Any] | None, layout: L
         lack("no-deepspeed", f"DeepSpeed is not installed for {sys.executable}", f"Run: {INSTALL}")
     elif stage == 2 and batches > 1 and WRONG_ZERO2.fullmatch(version):
         found = f"DeepSpeed {version} trains ZeRO-2 on only the last of the {batches} micro-batches of an iteration"
-        request.findings.refuse("deepspeed-release", found, f"Install the pinned release: {INSTALL}")
+        draft.refuse("deepspeed-release", found, f"Install the pinned release: {INSTALL}")
 
 
 if __name__ == "__main__":

@@ -1,25 +1,30 @@
-"""What planning needs to know about a model family; scripts/families/ has the shell's part. To add a third family, add
-an entry here and a file there."""
+"""What planning needs to know about a model family; t5bench/record/settings.py has its settings and presets. To
+add a third family, add an entry here and there."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from t5bench.plan.launchers import Request
+from t5bench.plan.draft import Draft
 
 
 @dataclass(frozen=True)
 class Family:
-    """title: its name in a sentence. vocabulary: words of its usual tokenizer, with special ones.
-
-    tokenizer_type: the engine's name for it, where the data's record names none. flash: which attention flash-attn
-    serves. stacks: the settings of its stacks of layers, of which pipeline stages divide each among their share.
-    """
+    """A model family."""
 
     title: str
+    """Its name in a sentence."""
+    program: str
+    """The engine's program."""
     vocabulary: int
+    """The words of its usual tokenizer, with special ones."""
     tokenizer_type: str
+    """The engine's name for that tokenizer, where the data's record names none."""
     flash: str
+    """Which attention flash-attn serves."""
     stacks: tuple[str, ...]
+    """The settings of its stacks of layers, of which pipeline stages divide each among their share."""
+    lengths: tuple[str, ...]
+    """The settings of its sequences' lengths."""
 
     @property
     def has_encoder(self) -> bool:
@@ -30,29 +35,39 @@ class Family:
 FAMILIES: Mapping[str, Family] = {
     "t5": Family(
         title="T5",
+        program="pretrain_t5.py",
         vocabulary=32101,
         tokenizer_type="HFTokenizer",
         flash="the decoder's self-attention, standard in encoder and cross-attention",
         stacks=("ENCODER_NUM_LAYERS", "DECODER_NUM_LAYERS"),
+        lengths=("ENCODER_SEQ_LENGTH", "DECODER_SEQ_LENGTH"),
     ),
-    "gpt": Family("GPT", 50257, "GPT2BPETokenizer", flash="all attention", stacks=("NUM_LAYERS",)),
+    "gpt": Family(
+        title="GPT",
+        program="pretrain_gpt.py",
+        vocabulary=50257,
+        tokenizer_type="GPT2BPETokenizer",
+        flash="all attention",
+        stacks=("NUM_LAYERS",),
+        lengths=("SEQ_LENGTH",),
+    ),
 }
 
 
-def family_of(request: Request) -> Family:
-    return FAMILIES[request.value("MODEL_FAMILY")]
+def family_of(draft: Draft) -> Family:
+    return FAMILIES[draft.value("MODEL_FAMILY")]
 
 
-def check_family(request: Request) -> None:
+def check_family(draft: Draft) -> None:
     """Checks that the strategy and the engine support the family and the settings."""
-    strategy, name = request.strategy, request.value("MODEL_FAMILY")
+    strategy, name = draft.strategy, draft.value("MODEL_FAMILY")
     if name not in strategy.families:
         served = " and ".join(FAMILIES[each].title for each in strategy.families)
         found = f"{strategy.name} supports only {served}, but MODEL_FAMILY is {name}"
         remedy = f"Set MODEL_FAMILY={strategy.families[0]}, or use run_megatron_t5_hybrid.sh"
-        request.findings.refuse("strategy-family", found, remedy)
-    unusual = {"MODEL_FAMILY": name != "t5", "RECOMPUTE": request.value("RECOMPUTE") != "none"}
-    unusual |= {"RAMPUP_BATCH_SIZE": request.value("RAMPUP_BATCH_SIZE"), "EVAL_ONLY": request.value("EVAL_ONLY") == "1"}
-    for setting in (name for name, given in unusual.items() if given and request.value("ENGINE") == "native"):
-        found = f"the native engine does not support {setting}='{request.value(setting)}'"
-        request.findings.refuse("native-engine", found, "Use ENGINE=megatron")
+        draft.refuse("strategy-family", found, remedy)
+    unusual = {"MODEL_FAMILY": name != "t5", "RECOMPUTE": draft.value("RECOMPUTE") != "none"}
+    unusual |= {"RAMPUP_BATCH_SIZE": draft.value("RAMPUP_BATCH_SIZE"), "EVAL_ONLY": draft.value("EVAL_ONLY") == "1"}
+    for setting in (name for name, given in unusual.items() if given and draft.value("ENGINE") == "native"):
+        found = f"the native engine does not support {setting}='{draft.value(setting)}'"
+        draft.refuse("native-engine", found, "Use ENGINE=megatron")

@@ -38,16 +38,11 @@ def gpu_here() -> Device | None:
     return device_of(names[0]) if names else None
 
 
-def forecast(plan: Plan, *, has_flash_attention: bool, is_dry_run: bool) -> list[str]:
-    """Lines for a person: the prediction, and a warning if the run will not fit. A prediction never stops a run.
-
-    The plan does not have the arguments yet that the shell adds.
-    """
+def forecast(plan: Plan, *, is_dry_run: bool) -> list[str]:
+    """Lines for a person: the prediction, and a warning if the run will not fit. A prediction never stops a run."""
     device, lines = gpu_here() if plan.device == "cuda" else None, []
     try:
         job = job_of(plan)
-        asked = {"recompute": plan.value("RECOMPUTE")} if job.recompute == "none" else {}
-        job = replace(job, **asked, causal_attention="flash" if has_flash_attention else job.causal_attention)
         machine = machine_of(device or time.CPU, GIGABITS, job.parallel.devices_per_node)
         found = Prediction(job, machine, backend_of(plan))
     except (KeyError, ValueError) as error:

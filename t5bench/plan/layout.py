@@ -1,6 +1,5 @@
 """Which device and how many processes a run takes, and how they divide the work."""
 
-import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -8,9 +7,10 @@ from functools import cache
 
 from t5bench import Problem
 from t5bench.model.job import beyond_native
+from t5bench.model.layout import Layout
+from t5bench.plan.draft import Draft
 from t5bench.plan.families import family_of
-from t5bench.plan.launchers import Request
-from t5bench.record.plan import Layout, by_name
+from t5bench.record.plan import by_name
 
 
 def count_gpus(environment: Mapping[str, str]) -> int:
@@ -31,37 +31,39 @@ def gpu_names() -> Sequence[str]:
     return [match[1] for match in re.finditer(r"^GPU \d+: (.*?)(?: \(UUID: .*)?$", listed, re.MULTILINE)]
 
 
-def choose_processes(request: Request) -> tuple[str, int, bool]:
+def choose_processes(draft: Draft) -> tuple[str, int, bool]:
     """The device, the number of processes on each node, and whether they share GPUs.
 
     By default two processes, or as many as the model is divided over; one GPU is enough for DDP.
     """
-    strategy, gpus, device = request.strategy, count_gpus(os.environ), request.value("DEVICE")
+    strategy = draft.strategy
+    gpus = count_gpus(draft.environ)
+    device = draft.value("DEVICE")
     if device == "auto":
         device = "cuda" if gpus else "cpu"
-    model_parallel = request.number("TENSOR_PARALLEL_SIZE") * request.number("PIPELINE_PARALLEL_SIZE")
+    model_parallel = draft.number("TENSOR_PARALLEL_SIZE") * draft.number("PIPELINE_PARALLEL_SIZE")
     # NCCL allows one process per GPU, and so does DeepSpeed with any backend.
-    may_share = request.value("SHARE_GPUS") == "1" and gpus > 0 and not strategy.ds_config
-    per_node = -(-max(2, model_parallel) // request.number("NNODES"))
+    may_share = draft.value("SHARE_GPUS") == "1" and gpus > 0 and not strategy.ds_config
+    per_node = -(-max(2, model_parallel) // draft.number("NNODES"))
     if device == "cuda" and model_parallel == 1 and gpus and not may_share:
         per_node = min(per_node, gpus)
-    per_node = int(request.value("NPROC_PER_NODE") or per_node)
+    per_node = int(draft.value("NPROC_PER_NODE") or per_node)
     lacks_gpus = device == "cuda" and per_node > gpus
     if lacks_gpus and may_share:
         shared = f"warning: {per_node} processes share {gpus} GPU(s) over gloo: results are valid, timings are not"
-        request.findings.notes.append(shared)
+        draft.notes.append(shared)
     elif lacks_gpus:
         found = f"NPROC_PER_NODE is {per_node} but this node has {gpus} visible GPU(s)"
         needs = f"{strategy.name} needs {model_parallel} GPU(s) in all"
         remedy = f"{needs}: set NNODES and NPROC_PER_NODE to what you have, or DEVICE=cpu"
-        request.findings.lack("too-few-gpus", found, remedy)
+        draft.lack("too-few-gpus", found, remedy)
     return device, per_node, lacks_gpus and may_share
 
 
-def divide(request: Request, per_node: int, zero_stage: int) -> Layout | None:
-    """The layout; None if the sizes do not divide, and then the findings say why. zero_stage: 0 without DeepSpeed."""
-    tp, pp = request.number("TENSOR_PARALLEL_SIZE"), request.number("PIPELINE_PARALLEL_SIZE")
-    strategy, refuse, nnodes = request.strategy, request.findings.refuse, request.number("NNODES")
+def divide(draft: Draft, per_node: int, zero_stage: int) -> Layout | None:
+    """The layout; None if the sizes do not divide, and then the draft says why. zero_stage: 0 without DeepSpeed."""
+    tp, pp = draft.number("TENSOR_PARALLEL_SIZE"), draft.number("PIPELINE_PARALLEL_SIZE")
+    strategy, refuse, nnodes = draft.strategy, draft.refuse, draft.number("NNODES")
     world_size = nnodes * per_node
     # ZeRO goes with any tensor size.
     if tp > 1 and strategy.tp == 1 and not strategy.ds_config:
@@ -75,73 +77,73 @@ def divide(request: Request, per_node: int, zero_stage: int) -> Layout | None:
         found = f"{strategy.name} needs a multiple of {tp * pp} processes (TP={tp} x PP={pp}), found {world_size}"
         remedy = f"Set NNODES and NPROC_PER_NODE so that their product is divisible by {tp * pp}"
         refuse("world-size", f"{found} ({nnodes} node(s) x {per_node})", remedy)
-    _check_sizes(request, tp, pp)
-    if request.findings.refused:
+    _check_sizes(draft, tp, pp)
+    if draft.is_refused:
         return None
     dp = world_size // (tp * pp)
-    global_batch, micro_batch = request.number("GLOBAL_BATCH_SIZE"), request.number("MICRO_BATCH_SIZE")
+    global_batch, micro_batch = draft.number("GLOBAL_BATCH_SIZE"), draft.number("MICRO_BATCH_SIZE")
     if global_batch % (micro_batch * dp):
         found = f"GLOBAL_BATCH_SIZE={global_batch} is not divisible by {micro_batch * dp}"
         found += f" (MICRO_BATCH_SIZE={micro_batch} x data-parallel size {dp})"
         refuse("batch-size", found, "Change GLOBAL_BATCH_SIZE or MICRO_BATCH_SIZE")
         return None
     micro_batches = global_batch // (micro_batch * dp)
-    split_rank = pp // 2 if pp > 1 and family_of(request).has_encoder else None
+    split_rank = pp // 2 if pp > 1 and family_of(draft).has_encoder else None
     layout = Layout(nnodes, per_node, world_size, tp, pp, dp, micro_batches, split_rank)
-    _check_rampup(request, micro_batch * dp)
-    if request.value("ENGINE") == "native":
-        _check_native(request, layout, zero_stage)
+    _check_rampup(draft, micro_batch * dp)
+    if draft.value("ENGINE") == "native":
+        _check_native(draft, layout, zero_stage)
     return layout
 
 
-def _check_sizes(request: Request, tp: int, pp: int) -> None:
+def _check_sizes(draft: Draft, tp: int, pp: int) -> None:
     """Checks that the model can be divided."""
-    refuse, stacks = request.findings.refuse, family_of(request).stacks
-    hidden, heads = request.number("HIDDEN_SIZE"), request.number("NUM_ATTENTION_HEADS")
+    refuse, stacks = draft.refuse, family_of(draft).stacks
+    hidden, heads = draft.number("HIDDEN_SIZE"), draft.number("NUM_ATTENTION_HEADS")
     if hidden % heads:
         refuse("model-size", f"HIDDEN_SIZE={hidden} is not divisible by NUM_ATTENTION_HEADS={heads}")
     for name in ("NUM_ATTENTION_HEADS", "FFN_HIDDEN_SIZE"):
-        if request.number(name) % tp:
-            refuse("tensor-size", f"{name}={request.number(name)} is not divisible by the tensor-parallel size {tp}")
-    if request.number("VOCABULARY_MULTIPLE") % tp:
+        if draft.number(name) % tp:
+            refuse("tensor-size", f"{name}={draft.number(name)} is not divisible by the tensor-parallel size {tp}")
+    if draft.number("VOCABULARY_MULTIPLE") % tp:
         refuse("tensor-size", f"the tensor-parallel size must divide VOCABULARY_MULTIPLE, found {tp}")
     if pp > 1 and pp % len(stacks):
         found = f"the pipeline-parallel size must be even (half encoder, half decoder), found {pp}"
         refuse("pipeline-size", found)
     elif pp > 1:
         for name in stacks:
-            if request.number(name) % (pp // len(stacks)):
-                found = f"{name}={request.number(name)} does not divide over {pp // len(stacks)} stages"
+            if draft.number(name) % (pp // len(stacks)):
+                found = f"{name}={draft.number(name)} does not divide over {pp // len(stacks)} stages"
                 refuse("pipeline-size", found)
 
 
-def _check_native(request: Request, layout: Layout, zero_stage: int) -> None:
-    is_fp16 = request.value("PRECISION_FLAG") == "--fp16"
+def _check_native(draft: Draft, layout: Layout, zero_stage: int) -> None:
+    is_fp16 = draft.value("PRECISION_FLAG") == "--fp16"
     if reason := beyond_native(layout.tp, layout.pp, zero_stage > 0, layout.micro_batches, is_fp16):
-        request.findings.refuse("native-engine", reason, "Use ENGINE=megatron")
-    if request.extra:
+        draft.refuse("native-engine", reason, "Use ENGINE=megatron")
+    if draft.extra:
         from native.arguments import check_compile, make_parser
 
         try:
-            check_compile(make_parser(is_complete=False).parse_args(request.extra), zero_stage)
+            check_compile(make_parser(is_complete=False).parse_args(draft.extra), zero_stage)
         except Problem as problem:
-            request.findings.refuse("engine-argument", f"after --: {problem}", problem.remedy)
+            draft.refuse("engine-argument", f"after --: {problem}", problem.remedy)
 
 
-def _check_rampup(request: Request, together: int) -> None:
+def _check_rampup(draft: Draft, together: int) -> None:
     """Checks RAMPUP_BATCH_SIZE: the first batch size, the step, and the samples over which the batch grows. together:
     samples that all processes train at once."""
-    given, full = request.value("RAMPUP_BATCH_SIZE"), request.number("GLOBAL_BATCH_SIZE")
-    refuse, words = request.findings.refuse, given.split()
+    given, full = draft.value("RAMPUP_BATCH_SIZE"), draft.number("GLOBAL_BATCH_SIZE")
+    refuse, words = draft.refuse, given.split()
     if not given:
         return
-    for name in by_name(request.extra).keys() & {"--train-iters", "--lr-warmup-iters", "--lr-decay-iters"}:
+    for name in by_name(draft.extra).keys() & {"--train-iters", "--lr-warmup-iters", "--lr-decay-iters"}:
         found = f"{name} cannot be given after -- with RAMPUP_BATCH_SIZE: the engine counts such a run in samples"
         refuse("rampup", found, "Set TRAIN_ITERS and LR_WARMUP_ITERS, or give --lr-decay-samples")
     if len(words) != 3 or not all(word.isascii() and word.isdigit() and int(word) for word in words):
         refuse("rampup", f"RAMPUP_BATCH_SIZE must be three whole numbers (start, step, samples), found '{given}'")
         return
-    (start, step, grows), samples = map(int, words), request.number("TRAIN_ITERS") * full
+    (start, step, grows), samples = map(int, words), draft.number("TRAIN_ITERS") * full
     if grows > samples:
         found = f"RAMPUP_BATCH_SIZE='{given}' makes the batch grow for longer than the run, which has {samples} samples"
         refuse("rampup", found, "Raise TRAIN_ITERS; -- --exit-interval 50 tries the first 50 iterations")

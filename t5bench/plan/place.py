@@ -1,9 +1,9 @@
 """What a run finds on its node: data, tokenizer, attention kernels and its own directory."""
 
+import json
 import math
 import re
 import socket
-from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -11,32 +11,35 @@ from t5bench import Problem
 from t5bench.corpus.checksum import cached_tokenizer, describes, tokenizer_checksum
 from t5bench.corpus.index import Index, command_for, read_index, read_record, record_path
 from t5bench.plan import claim
+from t5bench.plan.draft import Draft
 from t5bench.plan.families import family_of
-from t5bench.plan.launchers import Request
+from t5bench.plan.toolkit import import_fault
+from t5bench.record.command import ds_config_text
 from t5bench.record.machine import installed_version
 from t5bench.record.plan import Plan, by_name
+from t5bench.record.settings import DEFAULT_TOKENIZER
 
 CORPUS = "xsum_text_document"
 _CHECKPOINT = re.compile(r"(?:iter_|global_step)(\d+)")
 
 
-def check_data(request: Request, tokenizer: str) -> str:
+def check_data(draft: Draft, tokenizer: str) -> str:
     """The prefix of the indexed dataset, which must be complete and made with the run's tokenizer."""
-    prefix = str(Path(request.value("MEGATRON_DATA_DIR")) / CORPUS)
+    prefix = str(Path(draft.value("MEGATRON_DATA_DIR")) / CORPUS)
     try:
-        index = read_index(prefix, request.value("MODEL_FAMILY"))
-        if family_of(request).has_encoder and "--mask-prob" not in by_name(request.extra):
-            _check_decoder_length(request, index)
-        _check_tokenizer(request, prefix, tokenizer)
+        index = read_index(prefix, draft.value("MODEL_FAMILY"))
+        if family_of(draft).has_encoder and "--mask-prob" not in by_name(draft.extra):
+            _check_decoder_length(draft, index)
+        _check_tokenizer(draft, prefix, tokenizer)
     except Problem as problem:
-        request.findings.lack("data", str(problem), problem.remedy)
+        draft.lack("data", str(problem), problem.remedy)
     return prefix
 
 
-def _check_decoder_length(request: Request, index: Index) -> None:
+def _check_decoder_length(draft: Draft, index: Index) -> None:
     """T5's decoder reads what is masked, with a sentinel before each span. The engines stop at the first sample that is
     too long for it, perhaps after hours."""
-    encoder, decoder = request.number("ENCODER_SEQ_LENGTH"), request.number("DECODER_SEQ_LENGTH")
+    encoder, decoder = draft.number("ENCODER_SEQ_LENGTH"), draft.number("DECODER_SEQ_LENGTH")
     tokens = max(0, encoder - 2)  # room that the engines keep
     if _decoder_tokens(tokens) <= decoder:
         return
@@ -45,7 +48,7 @@ def _check_decoder_length(request: Request, index: Index) -> None:
     if (needed := _decoder_tokens(tokens)) > decoder:
         found = f"DECODER_SEQ_LENGTH={decoder} is too short for the data: with ENCODER_SEQ_LENGTH={encoder} they have "
         found += f"samples of {tokens} tokens, of which the decoder may get {needed} with sentinels"
-        request.findings.lack("decoder-length", found, f"Set DECODER_SEQ_LENGTH={needed} or more, or a shorter encoder")
+        draft.lack("decoder-length", found, f"Set DECODER_SEQ_LENGTH={needed} or more, or a shorter encoder")
 
 
 def _decoder_tokens(tokens: int) -> int:
@@ -55,15 +58,16 @@ def _decoder_tokens(tokens: int) -> int:
     return 1 + int(masked + min(masked, masked / 4.2 + 5 * math.sqrt(0.13 * masked)))
 
 
-def _check_tokenizer(request: Request, prefix: str, tokenizer: str) -> None:
+def _check_tokenizer(draft: Draft, prefix: str, tokenizer: str) -> None:
     """Checks the tokenizer: with another one the same ids mean other words, and the run would still train.
 
     Raises Problem if the tokenizer cannot be read.
     """
-    record, findings, file = read_record(Path(prefix)), request.findings, record_path(Path(prefix))
-    named = request.value("TOKENIZER_MODEL") and f"TOKENIZER_MODEL='{tokenizer}' "
+    record = read_record(Path(prefix))
+    file = record_path(Path(prefix))
+    named = draft.value("TOKENIZER_MODEL") and f"TOKENIZER_MODEL='{tokenizer}' "
     # Without FORCE=1, which would replace the data with whatever source the command names, or the hub's.
-    command = command_for(file.parent, request.value("MODEL_FAMILY"), named)
+    command = command_for(file.parent, draft.value("MODEL_FAMILY"), named)
     again = f"prepare the data again, with their source ({record.get('source', 'unknown')}) and FORCE=1: {command}"
     own = f"Set TOKENIZER_MODEL to that tokenizer or copy it to '{file.parent / 'tokenizer'}', or {again}"
     recorded, name = record.get("tokenizer_checksum"), record.get("tokenizer")
@@ -71,66 +75,68 @@ def _check_tokenizer(request: Request, prefix: str, tokenizer: str) -> None:
     directory = Path(tokenizer) if Path(tokenizer).exists() else cached_tokenizer(tokenizer)
     if not recorded:
         unknown = f"warning: {file} does not record the checksum of the data's tokenizer"
-        findings.notes.append(f"{unknown}, so {tokenizer} cannot be compared with it. To compare them, {again}")
+        draft.notes.append(f"{unknown}, so {tokenizer} cannot be compared with it. To compare them, {again}")
     elif not describes(record, prefix):
         found = f"{file} does not have the checksums of the {CORPUS}.bin and .idx next to it"
-        findings.lack("data-record", found, f"Copy all data files together, or {again}")
+        draft.lack("data-record", found, f"Copy all data files together, or {again}")
     elif directory and (found := tokenizer_checksum(directory)) != recorded:
-        findings.lack("tokenizer", f"{made}, but {tokenizer} has checksum {found}", own)
+        draft.lack("tokenizer", f"{made}, but {tokenizer} has checksum {found}", own)
     elif not directory and tokenizer == name:
         absent = f"warning: the tokenizer {name}, which made the data, is not on this machine yet"
-        findings.notes.append(f"{absent}, so the hub's current version is not checked. {own}")
+        draft.notes.append(f"{absent}, so the hub's current version is not checked. {own}")
     elif not directory:
-        findings.lack("tokenizer", f"{made}, but {tokenizer} is not on this machine, so its checksum is unknown", own)
+        draft.lack("tokenizer", f"{made}, but {tokenizer} is not on this machine, so its checksum is unknown", own)
 
 
-def choose_tokenizer(request: Request) -> str:
+def choose_tokenizer(draft: Draft) -> str:
     """The tokenizer in TOKENIZER_MODEL, else the copy next to the data, else T5's from the hub."""
-    name, beside = request.value("TOKENIZER_MODEL"), Path(request.value("MEGATRON_DATA_DIR")) / "tokenizer"
+    name, beside = draft.value("TOKENIZER_MODEL"), Path(draft.value("MEGATRON_DATA_DIR")) / "tokenizer"
     if name:
-        named = Path(request.directory, name).expanduser()
+        named = Path(draft.directory, name).expanduser()
         return str(named) if named.exists() else name
-    has_own = beside.is_dir() or request.value("MODEL_FAMILY") != "t5"
-    return str(beside) if has_own else request.facts["default_tokenizer"]
+    has_own = beside.is_dir() or draft.value("MODEL_FAMILY") != "t5"
+    return str(beside) if has_own else DEFAULT_TOKENIZER
 
 
-def tokenizer_type(request: Request, prefix: str) -> str:
+def tokenizer_type(draft: Draft, prefix: str) -> str:
     """The engine's name for the kind of the tokenizer that made the data."""
     record = read_record(Path(prefix))
-    return record.get("tokenizer_type", "HFTokenizer") if record else family_of(request).tokenizer_type
+    return record.get("tokenizer_type", "HFTokenizer") if record else family_of(draft).tokenizer_type
 
 
-def choose_attention(request: Request, device: str) -> bool:
+def choose_attention(draft: Draft, device: str) -> bool:
     """Whether the engine uses flash-attn, which supports only the decoder's self-attention."""
-    findings, wanted, version = request.findings, request.value("FLASH_ATTENTION"), installed_version("flash_attn")
-    if request.value("ENGINE") == "native":
-        findings.notes.append("attention: PyTorch scaled_dot_product_attention")
+    wanted = draft.value("FLASH_ATTENTION")
+    version = installed_version("flash_attn")
+    if draft.value("ENGINE") == "native":
+        draft.notes.append("attention: PyTorch scaled_dot_product_attention")
         return False
     reasons = {
         "FLASH_ATTENTION=off": wanted == "off",
         "flash-attn is not installed": not version,
-        "fp32": not request.value("PRECISION_FLAG"),
+        "fp32": not draft.value("PRECISION_FLAG"),
         "no CUDA": device != "cuda",
     }
-    reason = next((reason for reason, holds in reasons.items() if holds), "")
+    # The last question takes seconds.
+    reason = next((reason for reason, holds in reasons.items() if holds), "") or import_fault("flash_attn")
     if reason and wanted == "on":
         found = f"FLASH_ATTENTION=on is not possible: {reason}"
-        findings.lack("flash-attention", found, "FLASH_ATTENTION=auto falls back to standard attention")
-    used = f"standard ({reason})" if reason else f"flash-attn {version} in {family_of(request).flash}"
-    findings.notes.append(f"attention: {used}")
+        draft.lack("flash-attention", found, "FLASH_ATTENTION=auto falls back to standard attention")
+    used = f"standard ({reason})" if reason else f"flash-attn {version} in {family_of(draft).flash}"
+    draft.notes.append(f"attention: {used}")
     return not reason
 
 
-def check_output_directory(request: Request) -> None:
+def check_output_directory(draft: Draft) -> None:
     """Refuses to overwrite a run, or to start one where another is in progress."""
-    directory, node, lack = Path(request.value("OUTPUT_DIR")), request.facts["node"], request.findings.lack
+    directory, node, lack = Path(draft.value("OUTPUT_DIR")), draft.node, draft.lack
     status = directory / f"node{node}.status"
     try:
         claim.check(directory, f"node{node}")
     except Problem as problem:
         lack("running", str(problem), problem.remedy)
         return
-    if request.value("RESUME") == "1":
+    if draft.value("RESUME") == "1":
         return
     is_recorded = status.is_file() and (directory / f"node{node}.json").exists()
     if is_recorded and status.read_bytes().startswith(b"complete"):
@@ -143,29 +149,36 @@ def check_output_directory(request: Request) -> None:
         lack("earlier-checkpoints", f"{found}, which are never overwritten", remedy)
 
 
-def prepare_directory(plan: Plan, besides: Mapping[str, str], launcher: str) -> None:
-    """Creates the run directory and every file that the run needs in it. Raises OSError."""
-    directory, layout, name = Path(plan.output_dir), plan.layout, f"node{plan.node}"
-    assert layout
+def prepare_directory(plan: Plan, launcher: int, script: str) -> None:
+    """Creates the run directory and every file that the run needs in it. Raises OSError.
+
+    launcher: its process id. script: the command as a script.
+    """
+    directory = Path(plan.output_dir)
+    name = f"node{plan.node}"
+    assert plan.layout
     directory.mkdir(parents=True, exist_ok=True)
     for suffix in ("log", "json", "samples.jsonl", "sha256", "wandb.yaml"):
         _keep_earlier(directory / f"{name}.{suffix}")
     # The last node writes the metrics, to which a resumed run appends, and the first one the profile of an iteration.
-    for node, file in ((layout.nnodes - 1, "metrics.jsonl"), (0, "profile.json"), (0, "trace.json")):
+    for node, file in ((plan.layout.nnodes - 1, "metrics.jsonl"), (0, "profile.json"), (0, "trace.json")):
         if plan.node == node and plan.value("RESUME") == "0":
             _keep_earlier(directory / file)
     for stack in directory.glob(f"{name}.stack.*"):  # of a run that was killed
         stack.unlink()
     # Before anything starts, so that a lack of inodes or space shows now and not later.
-    for suffix in ("log", "samples.jsonl", "plan", "command.sh", "end"):
+    for suffix in ("log", "samples.jsonl", "end"):
         (directory / f"{name}.{suffix}").write_text(f"{'':80}\n" if suffix == "end" else "")
-    if besides["wandb_config"]:
+    (directory / f"{name}.plan").write_text(json.dumps(plan.to_json()))
+    (directory / f"{name}.command.sh").write_text(script)
+    wandb_config = plan.environment.get("WANDB_SWEEP_PARAM_PATH", "")
+    if wandb_config.startswith(f"{directory}/"):
         # Without the file W&B does not start.
-        Path(besides["wandb_config"]).write_text("wandb_version: 1\n")
-    if besides["ds_config"]:
+        Path(wandb_config).write_text("wandb_version: 1\n")
+    if plan.ds_config:
         # Every node writes the same bytes, perhaps to the same shared file; with a rename nobody reads half of it.
         own = directory / f"{name}.ds_config"
-        own.write_text(besides["ds_config"])
+        own.write_text(ds_config_text(plan))
         own.replace(directory / "ds_config.json")
     (directory / f"{name}.status").write_text(f"running {socket.gethostname()} {launcher}\n")
 

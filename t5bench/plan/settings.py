@@ -1,15 +1,27 @@
-"""The settings of a run: engine arguments after ``--`` that change them, what ``--help`` prints, and docs/settings.md,
-which ``python -m t5bench settings`` prints."""
+"""The values of a run's settings: from the environment, and from engine arguments after ``--``. What ``--help`` prints,
+and docs/settings.md, which ``python -m t5bench settings`` prints."""
 
-import os
 import textwrap
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from t5bench import REPOSITORY
-from t5bench.plan.launchers import Findings, Request
-from t5bench.record.plan import ROLES, Setting, by_name
+from t5bench.plan.draft import Draft
+from t5bench.record.plan import Strategy, by_name
+from t5bench.record.settings import (
+    BY_NAME,
+    DEFAULT_FAMILY,
+    DEFAULT_PRESET,
+    MODEL_FAMILIES,
+    ROLES,
+    Declaration,
+    FilePath,
+    OneOf,
+    declarations_of,
+    default_values,
+)
+
+STRATEGY_SPECIFIC = "strategy-specific"
 
 # These decide a run's directory, data and processes; an argument that changed them would make the plan wrong.
 DECIDED_ELSEWHERE = {
@@ -28,90 +40,148 @@ DECIDED_ELSEWHERE = {
     "--skip-train": "Use EVAL_ONLY=1",
     "--rampup-batch-size": "Use RAMPUP_BATCH_SIZE",
     "--train-samples": "A run has TRAIN_ITERS x GLOBAL_BATCH_SIZE samples",
+    **dict.fromkeys(
+        ("--train-data-path", "--valid-data-path", "--test-data-path"),
+        "The record and the comparison know only the dataset in MEGATRON_DATA_DIR",
+    ),
+    **dict.fromkeys(
+        ("--sequence-parallel", "--ds-sequence-parallel-size"),
+        "The engine's patches do not know sequence parallelism: another layout would train another model",
+    ),
+    **dict.fromkeys(
+        ("--swiglu", "--num-experts", "--num-key-value-heads", "--expert-interval"),
+        "The engine's patches do not know this feature: another layout would train another model",
+    ),
 }
 
 
-def effective_settings(request: Request) -> dict[str, Setting]:
-    """The settings with the values that engine arguments after ``--`` give them; argparse lets the last one win."""
-    given, refuse = by_name(request.extra), request.findings.refuse
-    goes_on = "1" in (request.value("RESUME"), request.value("EVAL_ONLY"))
-    finetunes = {"--load"} if "--finetune" in given and not goes_on else set()
-    owned = {argument for setting in request.settings.values() for argument in setting.argument.split(",")}
-    owned |= DECIDED_ELSEWHERE.keys()
+def values_from(environ: Mapping[str, str], strategy: Strategy) -> tuple[dict[str, str], dict[str, str]]:
+    """The settings' values and defaults: the environment wins over a default, even with an empty value."""
+    family = environ.get("MODEL_FAMILY", DEFAULT_FAMILY)
+    if family not in MODEL_FAMILIES:
+        family = DEFAULT_FAMILY  # the check of MODEL_FAMILY's value refuses the name
+    preset = environ.get("MODEL_PRESET", DEFAULT_PRESET)
+    if preset not in MODEL_FAMILIES[family].presets:
+        preset = DEFAULT_PRESET
+    defaults = default_values(
+        family,
+        preset,
+        strategy=strategy.name,
+        port=strategy.port,
+        tp=strategy.tp,
+        pp=strategy.pp,
+        gpus_per_node=environ.get("GPUS_PER_NODE", ""),
+    )
+    return {name: environ.get(name, default) for name, default in defaults.items()}, defaults
+
+
+def check_values(draft: Draft) -> None:
+    """Refuses invalid values, and makes paths absolute, relative to the user's directory."""
+    for name, value in draft.values.items():
+        declaration = BY_NAME[name]
+        fault = declaration.kind.fault(name, value)
+        if fault:
+            draft.refuse("setting-value", *fault)
+        if isinstance(declaration.kind, FilePath) and value:
+            draft.values[name] = absolute(draft.directory, value, draft.environ)
+
+
+def absolute(directory: str, path: str, environ: Mapping[str, str]) -> str:
+    """A path as the user meant it, where it may begin with a ~ that the shell did not expand, being quoted."""
+    home = environ.get("HOME")
+    if home and (path == "~" or path.startswith("~/")):
+        path = home + path[1:]
+    return str(Path(directory, path))
+
+
+def take_engine_arguments(draft: Draft) -> None:
+    """Gives the settings the values of the engine arguments after ``--`` that they own; the last of several wins."""
+    given = by_name(draft.extra)
+    continues = draft.is_on("RESUME") or draft.is_on("EVAL_ONLY")
+    finetunes = "--finetune" in given and not continues
+    owned = set(DECIDED_ELSEWHERE)
+    for name in draft.values:
+        owned.update(BY_NAME[name].arguments)
     for name in given:
-        if name in DECIDED_ELSEWHERE.keys() - finetunes:
-            found = f"{name} cannot be given after --: the launcher passes it itself"
-            refuse("launcher-argument", found, DECIDED_ELSEWHERE[name])
-        elif name not in owned and (meant := sorted(argument for argument in owned if argument.startswith(name))):
-            found = f"{name} could be short for {' or '.join(meant)}"
-            refuse("abbreviated-argument", found, "Write engine arguments in full")
-    return {name: _effective(name, setting, given, request.findings) for name, setting in request.settings.items()}
+        if name in DECIDED_ELSEWHERE and not (finetunes and name == "--load"):
+            draft.refuse("launcher-argument", f"{name} cannot be given after --", DECIDED_ELSEWHERE[name])
+        elif name not in owned:
+            meant = sorted(argument for argument in owned if argument.startswith(name))
+            if meant:
+                problem = f"ambiguous argument {name} (did you mean {' or '.join(meant)}?)"
+                draft.refuse("abbreviated-argument", problem, "Write engine arguments in full")
+    for name in draft.values:
+        _take(draft, BY_NAME[name], given)
 
 
-def _effective(name: str, setting: Setting, given: Mapping[str, str], findings: Findings) -> Setting:
-    if setting.argument == "=":
-        choices = setting.kind.partition(":")[2].rstrip("?").split("|")
-        chosen = [argument for argument in given if argument in choices]
-        return replace(setting, value=chosen[-1]) if chosen else setting
-    arguments = setting.argument.split(",")
-    values = {argument: given[argument] for argument in arguments if argument in given}
+def _take(draft: Draft, declaration: Declaration, given: Mapping[str, str]) -> None:
+    kind = declaration.kind
+    if declaration.argument == "=" and isinstance(kind, OneOf):
+        chosen = [argument for argument in given if argument in kind.choices]
+        if chosen:
+            draft.values[declaration.name] = chosen[-1]
+        return
+    values = {argument: given[argument] for argument in declaration.arguments if argument in given}
     for argument, value in values.items():
-        if wrong := setting.fault(argument, value):
-            findings.refuse("engine-argument", *wrong)
-            return setting
-    if 0 < len(values) < len(arguments):
-        found = f"{' and '.join(arguments)} must be given together"
-        findings.refuse("engine-argument", found, f"Give both, or set {name}")
-    elif values:
-        return replace(setting, value=max(values.values(), key=float) if len(values) > 1 else values[arguments[0]])
-    return setting
+        fault = kind.fault(argument, value)
+        if fault:
+            draft.refuse("engine-argument", *fault)
+            return
+    if not values:
+        return
+    if len(values) < len(declaration.arguments):
+        problem = f"{' and '.join(declaration.arguments)} must be given together"
+        draft.refuse("engine-argument", problem, f"Give both, or set {declaration.name}")
+    elif len(values) > 1:
+        draft.values[declaration.name] = max(values.values(), key=float)
+    else:
+        draft.values[declaration.name] = values[declaration.arguments[0]]
 
 
-def checked_settings(settings: Mapping[str, Setting], directory: str, findings: Findings) -> dict[str, Setting]:
-    """The settings with paths made absolute, relative to the caller's directory; an invalid value is refused."""
-    found = {}
-    for name, setting in settings.items():
-        if wrong := setting.fault(name, setting.value):
-            findings.refuse("setting-value", *wrong)
-        is_path = setting.value and setting.kind.rstrip("?") == "path"
-        found[name] = replace(setting, value=str(Path(directory, setting.value))) if is_path else setting
-    return found
+# ---- what people read ------------------------------------------------------------------------------------------------
 
 
 def shown(default: str) -> str:
-    """The settings with paths relative to the repository."""
+    """A default with paths relative to the repository."""
     return default.replace(f"{REPOSITORY}/../", "../").replace(f"{REPOSITORY}/", "./")
 
 
-def help_text(settings: Mapping[str, Setting]) -> str:
-    """The settings by role, at most 100 columns wide; settings without a role come first."""
+def help_text(declarations: Sequence[Declaration], defaults: Mapping[str, str]) -> str:
+    """A launcher's settings by role."""
     lines = []
-    for role in ("-", *ROLES):
-        own = {name: setting for name, setting in settings.items() if setting.role == role}
-        lines += [f"\n{ROLES[role].heading}"] if own and role in ROLES else []
-        for name, setting in own.items():
-            default = shown(setting.default) or "(unset)"
-            first, *rest = textwrap.wrap(setting.meaning, 47)
-            if len(default) > 22:
-                first, rest = "", [first, *rest]
-            lines += [f"  {name:<27} {default:<22} {first}".rstrip(), *(f"{'':<53}{line}" for line in rest)]
+    for role, meaning in ROLES.items():
+        of_role = [declaration for declaration in declarations if declaration.role == role]
+        if of_role:
+            lines += [f"\n{meaning.heading}", help_lines(of_role, defaults)]
+    return "\n".join(lines)
+
+
+def help_lines(declarations: Sequence[Declaration], defaults: Mapping[str, str]) -> str:
+    """Name, default and meaning of each, at most 100 columns wide."""
+    lines = []
+    for declaration in declarations:
+        default = shown(defaults[declaration.name]) or "(unset)"
+        first, *rest = textwrap.wrap(declaration.meaning, 47)
+        if len(default) > 22:
+            first, rest = "", [first, *rest]
+        lines.append(f"  {declaration.name:<27} {default:<22} {first}".rstrip())
+        lines += [f"{'':<53}{line}" for line in rest]
     return "\n".join(lines)
 
 
 def run(_: object) -> int:
     """Prints docs/settings.md: all settings of a launcher as tables."""
-    from t5bench.plan.launchers import ask, declarations  # a launcher's planning process need not load it
-
-    first, *_between, last = (strategy.name for strategy in declarations())
-    own, other = (ask(strategy, environment={"PATH": os.environ["PATH"]}).settings for strategy in (first, last))
+    like = {"strategy": "<strategy>", "port": STRATEGY_SPECIFIC, "tp": STRATEGY_SPECIFIC, "pp": STRATEGY_SPECIFIC}
+    defaults = default_values(DEFAULT_FAMILY, DEFAULT_PRESET, gpus_per_node="", **like)
     print("# Settings\n\nSet these in the environment; a launcher's `--help` shows its defaults.")
     print("`python -m t5bench settings` generates this page.")
     for role_name, role in ROLES.items():
         print(f"\n## {role.heading}\n\n| Setting | Default | Meaning |\n|---|---|---|")
-        for name, setting in own.items():
-            default = shown(setting.default).replace(first, "<strategy>")
-            is_common = default == shown(other[name].default).replace(last, "<strategy>")
-            default = (f"`{default}`" if default else "(unset)") if is_common else "strategy-specific"
-            if setting.role == role_name:
-                print(f"| `{name}` | {default} | {setting.meaning} |")
+        for declaration in declarations_of(DEFAULT_FAMILY):
+            if declaration.role != role_name:
+                continue
+            default = shown(defaults[declaration.name])
+            if default != STRATEGY_SPECIFIC:
+                default = f"`{default}`" if default else "(unset)"
+            print(f"| `{declaration.name}` | {default} | {declaration.meaning} |")
     return 0

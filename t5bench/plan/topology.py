@@ -2,15 +2,13 @@
 environment and SLURM."""
 
 import errno
-import os
 import re
 import shutil
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
 
 from t5bench import Problem
-from t5bench.plan.launchers import Request
+from t5bench.plan.draft import Draft
 from t5bench.record.hosts import addresses_of, checked, is_loopback, is_own, own_name_fault
 
 Fault = tuple[str, str, str]  # code, what was found, what to do
@@ -33,34 +31,34 @@ def is_this_host(host: str) -> bool:
     return any(is_own(address) for address in addresses_of(host) if not is_loopback(address))
 
 
-def placed(request: Request) -> Request:
-    """The request with this node's rank, inferred if it was not given; errors go to the findings."""
-    hosts, findings = request.hosts, request.findings
+def place(draft: Draft) -> None:
+    """Completes the draft with this node's rank, inferred if it was not given, and checks the nodes."""
+    hosts = draft.hosts
     try:
-        for host in (*hosts, request.facts["master_address"] or "none"):
+        for host in (*hosts, draft.master_address or "none"):
             checked(host)
     except Problem as problem:
-        findings.refuse("host-name", str(problem), problem.remedy)
-        return request
-    here = (str(n) for n, host in enumerate(hosts) if is_this_host(host) and hosts.count(host) == 1)
-    rank = request.facts["node"] or next(here, "")
-    request = replace(request, facts={**request.facts, "node": rank})
-    if fault := next(_mistakes(request), None):
-        findings.refuse(*fault)
-        return request
-    for fault in _lacks(request):
-        findings.lack(*fault)
-    if request.number("NNODES") > len(hosts) > 0:
-        known = f"HOSTS names {len(hosts)} of the {request.value('NNODES')} nodes"
-        findings.notes.append(f"{known}: the others are not checked against their rank.")
-    return request
+        draft.refuse("host-name", str(problem), problem.remedy)
+        return
+    if not draft.node:
+        own_ranks = (rank for rank, host in enumerate(hosts) if is_this_host(host) and hosts.count(host) == 1)
+        draft.node = str(next(own_ranks, ""))
+    mistake = next(_mistakes(draft), None)
+    if mistake:
+        draft.refuse(*mistake)
+        return
+    for fault in _lacks(draft):
+        draft.lack(*fault)
+    if draft.number("NNODES") > len(hosts) > 0:
+        known = f"HOSTS names {len(hosts)} of the {draft.value('NNODES')} nodes"
+        draft.notes.append(f"{known}: the others are not checked against their rank.")
 
 
-def _mistakes(request: Request) -> Iterator[Fault]:
+def _mistakes(draft: Draft) -> Iterator[Fault]:
     """What is wrong with the nodes as requested; later faults are often consequences of the first."""
-    hosts, master, rank = request.hosts, request.facts["master_address"], request.facts["node"]
-    nodes, task = request.number("NNODES"), os.environ.get("SLURM_LOCALID", "0")
-    launcher = f"bash scripts/run_megatron_t5_{request.strategy.name}.sh"
+    hosts, master, rank = draft.hosts, draft.master_address, draft.node
+    nodes, task = draft.number("NNODES"), draft.environ.get("SLURM_LOCALID", "0")
+    launcher = f"bash scripts/run_megatron_t5_{draft.strategy.name}.sh"
     usage = f"Usage: {launcher} [master-host] [node-rank]"
     if not master:
         remedy = 'Name it as the first argument, or export HOSTS="node0 node1 ..." in rank order'
@@ -68,7 +66,7 @@ def _mistakes(request: Request) -> Iterator[Fault]:
     if master.isdecimal():
         remedy = f"{usage}; is the variable with the host name set?"
         yield "master-is-a-number", f"the first argument must be the master's host name, found '{master}'", remedy
-    if task != "0" and rank == os.environ.get("SLURM_NODEID"):
+    if task != "0" and rank == draft.environ.get("SLURM_NODEID"):
         remedy = "One launcher starts all processes of its node: use srun --ntasks-per-node=1"
         yield "tasks-per-node", f"srun started more than one launcher on this node (SLURM_LOCALID={task})", remedy
     if not rank:
@@ -85,10 +83,10 @@ def _mistakes(request: Request) -> Iterator[Fault]:
         yield "master-is-not-first", f"the master host is {master} but HOSTS begins with {first}", remedy
 
 
-def _lacks(request: Request) -> Iterator[Fault]:
+def _lacks(draft: Draft) -> Iterator[Fault]:
     """Why this node cannot meet the others."""
-    hosts, master, rank = request.hosts, request.facts["master_address"], int(request.facts["node"])
-    here, port, addresses = socket.gethostname(), request.number("MASTER_PORT"), addresses_of(master)
+    hosts, master, rank = draft.hosts, draft.master_address, int(draft.node)
+    here, port, addresses = socket.gethostname(), draft.number("MASTER_PORT"), addresses_of(master)
     # Where a loopback address leads each node to itself; on the master this may be right for its own name.
     is_loop = addresses and all(map(is_loopback, addresses)) and (is_loopback_name(master) or not is_this_host(master))
     if rank < len(hosts) and not is_this_host(hosts[rank]):
@@ -105,7 +103,7 @@ def _lacks(request: Request) -> Iterator[Fault]:
         remedy = "Choose another on every node: MASTER_PORT=29900"
         yield "port-taken", f"port {port} is already in use on this node", remedy
     for program, remedy in (("torchrun", "Activate the environment that has torch"), ("setsid", "Install util-linux")):
-        if not shutil.which(program):
+        if not shutil.which(program, path=draft.environ.get("PATH")):
             yield f"no-{program}", f"{program} is not on PATH", remedy
 
 
@@ -119,10 +117,10 @@ def _is_taken(port: int) -> bool:
     return False
 
 
-def check_own_name(request: Request) -> None:
+def check_own_name(draft: Draft) -> None:
     """Checks the address that gloo gives the other nodes: what this node's own name resolves to. NCCL needs none."""
-    if request.number("NNODES") > 1 and not is_loopback(request.facts["master_address"]):
+    if draft.number("NNODES") > 1 and not is_loopback(draft.master_address):
         own = socket.gethostname()
         found, remedy = own_name_fault(own, addresses_of(own))
         if found:
-            request.findings.lack("own-name", found.replace(" there,", " here,"), remedy)
+            draft.lack("own-name", found.replace(" there,", " here,"), remedy)

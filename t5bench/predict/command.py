@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,7 +18,8 @@ from t5bench.model.machine import DEVICES, GIB, Device, device_of
 from t5bench.model.prediction import Prediction, machine_of
 from t5bench.model.time import CPU
 from t5bench.plan.forecast import backend_of, gpu_here, job_of, padded_vocabulary
-from t5bench.plan.launchers import ask, declarations
+from t5bench.plan.launchers import declarations, with_slurm_hosts
+from t5bench.plan.planner import plan
 from t5bench.predict import check
 from t5bench.predict.layout import at_least
 from t5bench.record.plan import Plan
@@ -89,10 +89,11 @@ def predicted(
 
 def planned() -> list[Plan]:
     """The plans of every strategy's launcher with the settings in the environment; no GPU is needed."""
-    environment = {"DEVICE": "cuda", "NODE_RANK": "0", **os.environ}  # this machine may be none of HOSTS
-    place = () if {"HOSTS", "SLURM_JOB_NODELIST"} & environment.keys() else ("node0", "0")
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda strategy: ask(strategy.name, place, environment=environment), declarations()))
+    environment = with_slurm_hosts({"DEVICE": "cuda", "NODE_RANK": "0", **os.environ})  # this may be none of HOSTS
+    if not environment.get("HOSTS"):
+        # The README's hardware.
+        environment = {"NNODES": "2", "MASTER_ADDR": "node0", **environment}
+    return [plan(environment, strategy) for strategy in declarations()]
 
 
 def measured_row(directory: Path) -> Row:

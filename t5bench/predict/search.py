@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -19,7 +18,8 @@ from t5bench.model.job import Architecture, Job, Parallel, Zero, beyond_native
 from t5bench.model.machine import DEVICES, GIB, Machine
 from t5bench.model.prediction import Prediction, machine_of
 from t5bench.plan.forecast import job_of
-from t5bench.plan.launchers import ALONE, ask
+from t5bench.plan.launchers import ALONE
+from t5bench.plan.planner import plan
 from t5bench.predict.command import add_machine, device_for, vocabulary_of
 from t5bench.predict.layout import at_least
 from t5bench.record.plan import ROLES, Plan
@@ -117,15 +117,19 @@ def run(args: argparse.Namespace) -> int:
         raise Problem(f"--gpus must be numbers of GPUs, found '{args.gpus}'", "For example: --gpus 8,64,512")
     if not args.device:
         raise Problem("--device is missing", f"Choose from: {' '.join(DEVICES)}")
-    device, (plan, *others) = device_for(None, args.device), planned(args)
-    plain, zeros = job_of(plan, vocabulary_of(plan, args.vocabulary)), [Zero.of_config(one.ds_config) for one in others]
+    device = device_for(None, args.device)
+    plain_plan, *others = plans_of_one_gpu(args)
+    plain, zeros = (
+        job_of(plain_plan, vocabulary_of(plain_plan, args.vocabulary)),
+        [Zero.of_config(one.ds_config) for one in others],
+    )
     found = {}
     for size in sizes:
         per_node = min(args.per_node, size)
         if size % per_node:
             raise Problem(f"{size} GPUs do not fill nodes of {args.per_node}", "Set --per-node")
         on = machine_of(device, args.link, per_node, args.latency * 1e-6)
-        found[size] = search(plain, zeros, size, on, args.global_batch or max(512, size), args.tp, given(plan))
+        found[size] = search(plain, zeros, size, on, args.global_batch or max(512, size), args.tp, given(plain_plan))
     if args.json:
         print(json.dumps({size: _json(candidates) for size, candidates in found.items()}, indent=2))
     else:
@@ -136,25 +140,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def planned(args: argparse.Namespace) -> list[Plan]:
+def plans_of_one_gpu(args: argparse.Namespace) -> list[Plan]:
     """The launchers' settings, and those of a preset by its name, as plans of DDP and ZERO for one GPU."""
     one = {"NPROC_PER_NODE": "1", "GLOBAL_BATCH_SIZE": "1", "MICRO_BATCH_SIZE": "1"}
     settings = os.environ | ALONE | one | ({"MODEL_PRESET": args.model} if args.model else {})
-    with ThreadPoolExecutor() as pool:
-        plans = list(pool.map(lambda strategy: ask(strategy, environment=settings), ("ddp", *ZERO)))
-    for plan in plans:
-        if plan.layout is None or (plan.strategy.ds_config and not plan.ds_config):
-            wrong = next(obstacle for obstacle in plan.obstacles if obstacle.fatal)
+    plans = [plan(settings, strategy) for strategy in ("ddp", *ZERO)]
+    for planned in plans:
+        if planned.layout is None or (planned.strategy.ds_config and not planned.ds_config):
+            wrong = next(obstacle for obstacle in planned.obstacles if obstacle.fatal)
             raise Problem(f"the model's settings are wrong: {wrong.found}", wrong.remedy)
     return plans
 
 
-def given(plan: Plan) -> dict[str, str]:
+def given(planned: Plan) -> dict[str, str]:
     """The settings of the model and its training that are not at their defaults: a run must have them too."""
     return {
         name: one.value
-        for name, one in plan.settings.items()
-        if one.value != one.default and (ROLES[one.role].kept or name == "MODEL_PRESET")
+        for name, one in planned.settings.items()
+        if not one.is_default and (ROLES[one.role].kept or name == "MODEL_PRESET")
     }
 
 

@@ -64,7 +64,7 @@ class Checkpoints:
     def _files_of(self, rank: int) -> Iterator[str]:
         layout, stage = self.plan.layout, self.plan.zero_stage
         assert layout
-        tp, dp, pp = rank % layout.tp, rank // layout.tp % layout.dp, rank // (layout.tp * layout.dp)
+        pp, dp, tp = layout.coordinates(rank)
         if stage:
             bf16, model_rank = "bf16_" if self.plan.precision == "bf16" else "", pp * layout.tp + tp
             yield f"{bf16}zero_pp_rank_{dp}_mp_rank_{model_rank:02d}_optim_states.pt"

@@ -4,129 +4,54 @@
 plan without any package; ``Plan.read`` checks every type of a plan that comes from elsewhere.
 """
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
+from t5bench.model.layout import Layout
 from t5bench.record.files import RecordError
+from t5bench.record.settings import PRECISIONS, ROLES, RoleName
 
-FORMAT = 2
+FORMAT = 3
+READABLE_FORMATS = (2, 3)
 MOST_RAMP_ITERATIONS = 1_000_000
-# Of a setting: so that the product of two whole numbers fits into the 64 bits of shell and engines, and fp32's range.
-MOST = {"whole": 10**9 - 1, "decimal": 1e38}
-PRECISIONS = ("--bf16", "--fp16")  # values of PRECISION_FLAG, which are arguments themselves
 
 
-@dataclass(frozen=True)
-class Role:
-    """What a setting means for comparing and resuming runs. heading: what --help prints above its settings.
+class Setting(NamedTuple):
+    """A setting's value in effect. t5bench/record/settings.py declares the settings.
 
-    compared: runs that differ in it are not compared unless that is allowed. trains: another value gives another loss
-    curve. kept: a resumed run must keep it. local: the nodes of one run may differ in it. told: a comparison reports
-    that runs differ in it.
+    An engine argument after ``--`` that a setting owns changes the setting's value here.
     """
 
-    heading: str
-    compared: bool = False
-    trains: bool = False
-    kept: bool = False
-    local: bool = False
-    told: bool = False
-
-
-# In the order of --help.
-ROLES: Mapping[str, Role] = {
-    "model": Role(
-        "The model and its data: only runs with equal values are compared", compared=True, trains=True, kept=True
-    ),
-    "recipe": Role("The recipe: another value gives another loss curve", trains=True, kept=True, told=True),
-    "load": Role("The load per process: only runs with equal values are compared", compared=True, kept=True),
-    "method": Role("The method: another way to the same loss", kept=True, told=True),
-    "layout": Role("Processes and devices"),
-    "place": Role("Hosts and paths, which may differ between nodes", local=True),
-    "watch": Role("Watching, saving, ending", told=True),
-    "label": Role("Names, and Weights & Biases", local=True),
-}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One setting as scripts/megatron_common.sh declares it, with the value in effect.
-
-    kind: ``whole:MINIMUM[:MAXIMUM]``, ``decimal[:MINIMUM]``, ``one-of:A|B``, ``path``, ``text`` or ``secret``, with a
-    ``?`` where it may be empty. argument: the engine's argument for it, several separated by commas, ``=`` where the
-    value is the argument itself, ``-`` for a setting that the engine does not see. An engine argument after ``--`` that
-    a setting owns changes the setting's value here.
-    """
-
-    kind: str
-    role: Literal[(*ROLES,)]
-    argument: str
-    default: str
-    meaning: str
+    role: RoleName
     value: str
-
-    @property
-    def is_secret(self) -> bool:
-        return self.kind.rstrip("?") == "secret"
-
-    def fault(self, name: str, value: str) -> tuple[str, str] | None:
-        """What is wrong with a value for this kind of setting, and what to do about it."""
-        if re.search("[\ud800-\udfff]", value):  # how Python reads other bytes, which no record can hold
-            return f"{name} is not UTF-8 text, found {value!a}", ""
-        if not value and self.kind.endswith("?"):
-            return None
-        what, _, bounds = self.kind.rstrip("?").partition(":")
-        least, _, most = bounds.partition(":")
-        if what == "whole" and not (re.fullmatch("0|[1-9][0-9]*", value) and float(value) >= float(least)):
-            return f"{name} must be a whole number of at least {least}, found '{value}'", ""
-        is_decimal = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", value)
-        if what == "decimal" and not (is_decimal and float(value) >= float(least or 0)):
-            return f"{name} must be a number of at least {least or 0}, found '{value}'", ""
-        if what in MOST and float(value) > float(most or MOST[what]):
-            return f"{name} must be at most {most or MOST[what]}, found {value}", ""
-        if what == "one-of" and value not in bounds.split("|"):
-            return f"{name} is '{value}'", f"It may be one of: {bounds.replace('|', ' ')}"
-        if not value:
-            return f"{name} is empty", "Unset it, or give it a value"
-        return None
+    is_default: bool
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A launcher's declaration: ds_config names the file in ds_configs/ of a ZeRO strategy, else it is empty.
-
-    families: the model families that it serves.
-    """
+    """A launcher's declaration."""
 
     name: str
     title: str
+    """One line for people."""
     port: int
+    """The default rendezvous port, unique to the strategy."""
     tp: int
+    """The tensor-parallel size."""
     pp: int
+    """The pipeline-parallel size."""
     ds_config: str
+    """The file in ds_configs/ of a ZeRO strategy, else empty."""
     colour: str
+    """Of its lines and bars in every picture."""
     flags: Sequence[str]
+    """Further engine arguments."""
     families: Sequence[str] = ("t5", "gpt")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """micro_batches: per iteration on one data-parallel rank; split_rank: the decoder's first stage."""
-
-    nnodes: int
-    nproc_per_node: int
-    world_size: int
-    tp: int
-    pp: int
-    dp: int
-    micro_batches: int
-    split_rank: int | None = None
-
-    def ranks_of(self, node: int) -> range:
-        return range(node * self.nproc_per_node, (node + 1) * self.nproc_per_node)
+    """The model families that it serves."""
+    engines: Sequence[str] = ("megatron", "native")
+    """The engines that have it."""
 
 
 @dataclass(frozen=True)
@@ -190,33 +115,68 @@ def same_value(one: str, other: str) -> bool:
 class Plan:
     """One planned run, as the node ``node`` sees it.
 
-    engine_patches: the state of the engine's checkout (``series``, ``megatron_t5_fixes``, ...), ``series`` for the
-    native engine. environment: what the launcher adds to the environment. ds_config: the effective DeepSpeed JSON.
-    resume_from: the iteration of the checkpoint to resume from, 0 for a new run. A plan with a fatal
-    obstacle has no layout and no command.
+    A plan with a fatal obstacle has no layout and no command.
     """
 
     strategy: Strategy
-    settings: Mapping[str, Setting]
+    settings_by_role: Mapping[RoleName, Mapping[str, str]]
+    """The settings' values in effect: role to name to value. ``settings`` has them by name."""
+    chosen: Sequence[str]
+    """The settings that are not at their default."""
     obstacles: Sequence[Obstacle]
+    notes: Sequence[str] = ()
+    """What the user should know: choices that were made, and warnings."""
     node: int = 0
     hosts: Sequence[str] = ()
     master_address: str = ""
     engine: str = ""
     engine_directory: str = ""
     engine_patches: str = ""
+    """The state of the engine's checkout (``series``, ``megatron_t5_fixes``, ...); ``series`` for the native engine."""
     device: str = ""
     gpus_shared: bool = False
     data_prefix: str = ""
     tokenizer: str = ""
     output_dir: str = ""
     resume_from: int = 0
+    """The iteration of the checkpoint to resume from; 0 for a new run."""
     layout: Layout | None = None
     ds_config: Mapping[str, Any] | None = None
-    arguments: Arguments = field(default_factory=Arguments)
+    """The effective DeepSpeed JSON."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    command: Sequence[str] = ()
+    """What the launcher adds to the environment of torchrun."""
+    removed_environment: Sequence[str] = ()
+    """The variables of the user's environment that torchrun does not get, because they would change the run."""
+    rendezvous: Sequence[str] = ()
+    """torchrun's own arguments."""
+    program: Sequence[str] = ()
+    """What torchrun starts in each process: this project's wrapper of a worker, and the engine's program."""
+    arguments: Arguments = field(default_factory=Arguments)
     format: int = FORMAT
+
+    @cached_property
+    def settings(self) -> dict[str, Setting]:
+        """The settings by name."""
+        chosen = set(self.chosen)
+        settings = {}
+        for role, values in self.settings_by_role.items():
+            for name, value in values.items():
+                settings[name] = Setting(role, value, name not in chosen)
+        return settings
+
+    def with_values(self, values: Mapping[str, str]) -> "Plan":
+        """This plan with other values of some of its settings."""
+        by_role = {role: dict(named) for role, named in self.settings_by_role.items()}
+        for name, value in values.items():
+            by_role[self.settings[name].role][name] = value
+        return replace(self, settings_by_role=by_role, chosen=list(dict.fromkeys([*self.chosen, *values])))
+
+    @property
+    def command(self) -> list[str]:
+        """The command as the launcher runs it; empty for a refused plan."""
+        if not self.program:
+            return []
+        return ["torchrun", *self.rendezvous, *self.program, *self.arguments.words]
 
     def value(self, name: str, default: str | None = None) -> str:
         """A setting's value. default: if plans of earlier versions lack it. Raises RecordError if it has none."""
@@ -286,17 +246,19 @@ class Plan:
     @property
     def named_arguments(self) -> dict[str, str]:
         """The engine's arguments in effect, by name as Python has it (``hidden_size``); a switch has the value ''."""
-        pairs = [(name, s.value) for s in self.settings.values() for name in s.argument.split(",") if name != "-"]
-        settings = [word for name, value in pairs for word in ([value] if name == "=" else [name, value])]
-        found = by_name([*settings, *self.arguments.words])
-        return {name.removeprefix("--").replace("-", "_"): value for name, value in found.items()}
+        given = by_name(self.arguments.words)
+        return {name.removeprefix("--").replace("-", "_"): value for name, value in given.items()}
 
     @cached_property
     def engine_arguments(self) -> dict[str, str]:
         """What compared runs must share besides settings: arguments whose values no setting has."""
-        settings = {name: s.value for s in self.settings.values() for name in s.argument.split(",")}
-        found = by_name([*self.arguments.fixed, *self.arguments.extra])
-        return {n: value for n, value in sorted(found.items()) if value != settings.get(n) and n not in PRECISIONS}
+        settings = by_name(self.arguments.settings)
+        others = by_name([*self.arguments.fixed, *self.arguments.extra])
+        return {
+            name: value
+            for name, value in sorted(others.items())
+            if value != settings.get(name) and name not in PRECISIONS
+        }
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -306,4 +268,34 @@ class Plan:
         """A plan from decoded JSON. Raises msgspec.ValidationError, which says what is wrong, and where."""
         import msgspec  # only readers need it
 
-        return msgspec.convert(content, cls)
+        return msgspec.convert(of_this_format(content), cls)
+
+
+def of_this_format(content: Any) -> Any:
+    """A stored plan's content in today's format."""
+    if isinstance(content, dict) and content.get("format") == 2:
+        return _from_format_2(content)
+    return content
+
+
+def _from_format_2(content: Mapping[str, Any]) -> dict[str, Any]:
+    """An earlier plan, which kept each setting's declaration and the command as one list."""
+    if not isinstance(content.get("settings"), dict):
+        return dict(content)
+    values: dict[str, dict[str, str]] = {}
+    chosen = []
+    for name, setting in content["settings"].items():
+        if not isinstance(setting, dict):
+            return dict(content)
+        values.setdefault(str(setting.get("role")), {})[name] = setting.get("value", "")
+        if setting.get("value") != setting.get("default"):
+            chosen.append(name)
+    words = content.get("command")
+    arguments = content.get("arguments")
+    if isinstance(words, list) and words and isinstance(arguments, dict):
+        engine_arguments = sum(len(group) for group in arguments.values() if isinstance(group, list))
+        before = words[1 : len(words) - engine_arguments]
+        programs = [number for number, word in enumerate(before) if str(word).endswith("worker.py")]
+        first = programs[0] if programs else len(before)
+        content = {**content, "rendezvous": before[:first], "program": before[first:]}
+    return {**content, "settings_by_role": values, "chosen": chosen, "format": FORMAT}

@@ -7,7 +7,6 @@ whether a file was changed since, and make that last check unnecessary. RecordEr
 
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -23,7 +22,8 @@ from t5bench.model.job import Zero
 from t5bench.record import log
 from t5bench.record.files import METRICS, RecordError, read
 from t5bench.record.log import Amount, Clock, Count, Evaluation, Iteration, PeakMemory
-from t5bench.record.plan import FORMAT, PRECISIONS, Layout, Plan, by_name
+from t5bench.record.plan import FORMAT, PRECISIONS, READABLE_FORMATS, Layout, Plan, by_name, of_this_format
+from t5bench.record.settings import BY_NAME
 from t5bench.record.status import CANCELLED, EXIT_CODES, RUNNING, Cause, iterations_expected
 
 if TYPE_CHECKING:
@@ -144,8 +144,9 @@ def seconds(moment: str) -> float:
 def read_part(path: Path) -> dict[str, Any]:
     """A node's part, also that of an earlier attempt (node0.json.1). Raises RecordError."""
     content = decoded(path, read(path))
-    if content.get("format") != FORMAT:
+    if content.get("format") not in READABLE_FORMATS:
         raise RecordError(f"{path} is not a record of format {FORMAT}")
+    content["plan"] = of_this_format(content.get("plan"))
     part = _checked(path, content, _Part)
     if path.name.partition(".")[0] != f"node{part.node}":
         raise RecordError(f"{path} is inconsistent: it is of node {part.node}")
@@ -170,15 +171,19 @@ def _faults(part: _Part) -> Iterator[str]:
     if (plan.device == "cpu") != (plan.environment.get("DS_ACCELERATOR") == "cpu"):
         yield f"its device is {plan.device}, but the command's environment is another one's"
     for name, setting in plan.settings.items():
-        if wrong := setting.fault(name, setting.value):
+        declaration = BY_NAME.get(name)
+        if not declaration:
+            continue  # of another version
+        if wrong := declaration.kind.fault(name, setting.value):
             yield wrong[0]
-        passed = [given[argument] for argument in setting.argument.split(",") if argument in given]
+        passed = [given[argument] for argument in declaration.arguments if argument in given]
         if passed and setting.value not in passed:
-            yield f"{name} is '{setting.value}', but the engine was given {setting.argument} {' '.join(passed)}"
+            yield f"{name} is '{setting.value}', but the engine was given {declaration.argument} {' '.join(passed)}"
     for name, told in _written(plan, layout, given):
         if (value := plan.value(name, told)).split() != told.split():
             yield f"{name} is '{value}', but the layout or the command has '{told}'"
-    called = plan.settings["WANDB_RUN_NAME"].default if "WANDB_RUN_NAME" in plan.settings else plan.strategy.name
+    name = plan.settings.get("WANDB_RUN_NAME")
+    called = name.value if name and name.is_default else plan.strategy.name
     if not plan.strategy.name or not called.endswith(plan.strategy.name):
         yield f"its strategy is '{plan.strategy.name}', but its launcher calls it {called}"
     if plan.iterations < 0 or plan.number("LOG_INTERVAL") < 1:
@@ -190,8 +195,6 @@ def _faults(part: _Part) -> Iterator[str]:
         makes_sense = False
     if not makes_sense:
         yield "its ds_config makes no sense"
-    if missing := Counter(plan.arguments.words) - Counter(plan.command):
-        yield f"the command lacks {next(iter(missing))}"
 
 
 def _written(plan: Plan, layout: Layout, given: Mapping[str, str]) -> Iterator[tuple[str, str]]:

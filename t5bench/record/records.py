@@ -35,8 +35,8 @@ SHARED_KEYS = ("data", "versions", "commits", "patches")
 ENDING = ("status", "reason", "started", "ended")  # of run.json
 # The fields of a plan that say where a node is or what it found there.
 _LOCAL_PLAN = {
-    "node", "hosts", "settings", "obstacles", "engine_directory", "data_prefix", "tokenizer", "output_dir", "arguments",
-    "environment", "command",
+    "node", "hosts", "settings_by_role", "chosen", "obstacles", "notes", "engine_directory", "data_prefix", "tokenizer",
+    "output_dir", "environment", "removed_environment", "rendezvous", "program", "arguments",
 }  # fmt: skip
 _LOCAL_DATA = ("data.prefix", "data.tokenizer")
 
@@ -193,7 +193,12 @@ def _shared(part: Mapping[str, Any]) -> dict[str, Any]:
     """What the nodes of one run should agree on, by name: ``versions.torch``."""
     plan = part["plan"]
     shared = {key: part[key] for key in SHARED_KEYS} | {key: plan[key] for key in plan if key not in _LOCAL_PLAN}
-    shared["settings"] = {name: s["value"] for name, s in plan["settings"].items() if not ROLES[s["role"]].local}
+    shared["settings"] = {
+        name: value
+        for role, values in plan["settings_by_role"].items()
+        if not ROLES[role].local
+        for name, value in values.items()
+    }
     shared["arguments"] = plan["arguments"]["extra"]
     entries: dict[str, Any] = {}
     for key, value in shared.items():

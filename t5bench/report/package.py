@@ -11,7 +11,6 @@ import hashlib
 import io
 import os
 import re
-import shlex
 import sys
 import tarfile
 import tempfile
@@ -28,11 +27,13 @@ from t5bench import Problem
 from t5bench.compare.comparison import Comparison
 from t5bench.compare.statistics import event_within
 from t5bench.record import log
+from t5bench.record.command import script
 from t5bench.record.files import METRICS, read
 from t5bench.record.log import Iteration
-from t5bench.record.plan import Plan, by_name, same_value
+from t5bench.record.plan import FORMAT, Plan, by_name, same_value
 from t5bench.record.reader import log_lines
 from t5bench.record.records import ENDING, SWEEP, Run, looks_like_run, read_list, read_parts
+from t5bench.record.settings import BY_NAME
 from t5bench.record.status import COMPLETE
 from t5bench.report.command import (
     add_run_arguments,
@@ -52,8 +53,6 @@ _PACKED = re.compile(
     r"(node\d+\.(json|log|samples\.jsonl|sha256)|metrics\.jsonl)(\.\d+)?|node\d+\.command\.sh|(run|profile|ds_config)\.json"
 )
 
-_HERE_DOCUMENT = re.compile(r"<<'JSON'\n(.*?)\nJSON\n", re.DOTALL)
-_DOLLAR_QUOTED = re.compile(r"(?<!\\)\$'((?:[^'\\]|\\.)*)'", re.DOTALL)
 _NATIVE = re.compile(
     r"native engine: .*TP=(\d+) PP=(\d+) DP=(\d+), (\d+) micro-batches.* on (\w+), from iteration (\d+)"
 )
@@ -109,7 +108,7 @@ def contradictions(run: Run) -> Iterator[str]:
     layout = run.layout
     planned = layout.tp, layout.pp, layout.dp, layout.micro_batches, run.plan.device, run.plan.resume_from
     # A run whose batch grows is told samples in place of iterations.
-    asked = {word: name for name, s in run.plan.settings.items() for word in s.argument.split(",")}
+    asked = {word: name for name in run.plan.settings if name in BY_NAME for word in BY_NAME[name].arguments}
     words = by_name(run.plan.arguments.words)
     given = {word: (asked[word], value) for word, value in words.items() if word in asked}
     for node in run.nodes:
@@ -137,7 +136,9 @@ def _other_files(run: Run) -> Iterator[str]:
         path = run.directory / f"node{part['node']}.command.sh"
         if not path.exists():
             yield f"{path.name} is missing"
-        elif not _is_script_of(Plan.read(part["plan"]), read(path).decode(errors="surrogateescape")):
+        elif part["format"] != FORMAT:
+            continue  # an earlier version's launcher wrote it in another way
+        elif read(path).decode(errors="surrogateescape") != script(Plan.read(part["plan"])):
             yield f"{path.name} has another command than the plan"
     path, written = run.directory / "run.json", _json(msgspec.json.encode(run.record))
     # A run that some nodes never began has none.
@@ -148,32 +149,6 @@ def _other_files(run: Run) -> Iterator[str]:
     path = run.directory / "ds_config.json"
     if run.plan.ds_config and path.exists() and _json(read(path)) != run.plan.ds_config:
         yield f"{path.name} differs from the plan's"
-
-
-def _is_script_of(plan: Plan, script: str) -> bool:
-    """Whether this is what print_command (scripts/megatron_common.sh) writes of a plan."""
-    ds_config = _HERE_DOCUMENT.findall(script)
-    words = ["mkdir", "-p", plan.output_dir]
-    words += ["cat", f">{plan.output_dir}/ds_config.json"] if ds_config else []
-    if wandb_config := plan.environment.get("WANDB_SWEEP_PARAM_PATH"):
-        words += ["echo", "wandb_version: 1", f">{wandb_config}"]
-    words += ["env", *(f"{name}={value}" for name, value in plan.environment.items()), *plan.command]
-    is_same = [_json(text.encode(errors="replace")) for text in ds_config] == [plan.ds_config] * bool(plan.ds_config)
-    return is_same and _words(_HERE_DOCUMENT.sub("\n", script)) == words
-
-
-def _words(script: str) -> list[str]:
-    """A script's words. Bash alone knows $'...', as it quotes what is not printable where the script is written."""
-    try:
-        return shlex.split(_DOLLAR_QUOTED.sub(lambda found: shlex.quote(_unescaped(found[1])), script))
-    except ValueError:
-        return []
-
-
-def _unescaped(text: str) -> str:
-    """Raises ValueError."""
-    characters = text.encode(errors="surrogateescape").decode("unicode_escape")  # one for each byte
-    return characters.encode("latin-1").decode(errors="surrogateescape")
 
 
 def _json(content: bytes) -> object:

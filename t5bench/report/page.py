@@ -72,7 +72,7 @@ def command(run: Run) -> str:
     chosen = {
         name: one.value
         for name, one in plan.settings.items()
-        if one.value not in (one.default, plan.output_dir) and one.role != "label" and not one.is_secret
+        if not one.is_default and one.value != plan.output_dir and one.role != "label"
         if name != "RESUME"  # the run begins anew
     }
     words = [f"{name}={shlex.quote(value)}" for name, value in chosen.items()]

@@ -8,6 +8,7 @@ stays empty. Every wait at the end of a run is limited.
 import argparse
 import contextlib
 import errno
+import json
 import os
 import shutil
 import signal
@@ -23,7 +24,6 @@ from typing import Any
 from t5bench import REPOSITORY, note
 from t5bench.plan import claim
 from t5bench.plan.channel import Place
-from t5bench.plan.launchers import completed
 from t5bench.plan.ports import peer_port
 from t5bench.record import machine
 from t5bench.record import status as ends
@@ -48,7 +48,7 @@ PROCESSES_REMEDY = "Stop other processes there, or raise the limit (ulimit -u, o
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--plan", type=Path, required=True, help="file with the plan's words, each ended by a NUL")
+    parser.add_argument("--plan", type=Path, required=True, help="file with the plan as JSON")
     parser.add_argument("--end-file", type=Path, required=True, help="where the launcher writes: exit status, signal")
     parser.add_argument("--launcher", type=int, required=True, help="process id of the launcher, whose child this is")
     parser.add_argument("--mark", required=True, help="T5_RUN_MARK of the run's processes")
@@ -149,7 +149,7 @@ def wandb_config(part: Mapping[str, Any]) -> dict[str, Any]:
     plan = part["plan"]
     found = {"strategy": plan["strategy"]["name"], "title": plan["strategy"]["title"]}
     found |= {key: plan[key] for key in ("engine", "engine_patches", "device", "layout", "ds_config")}
-    found["settings"] = {name: setting["value"] for name, setting in plan["settings"].items()}
+    found["settings"] = {name: value for values in plan["settings_by_role"].values() for name, value in values.items()}
     return found | {key: part.get(key) for key in ("versions", "commits", "data")}
 
 
@@ -217,7 +217,7 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
 
     Once hurry is set, nothing waits any more after the run has ended.
     """
-    content = completed(args.plan.read_bytes().decode(errors="replace").split("\0")[:-1])
+    content = json.loads(args.plan.read_bytes())
     with contextlib.suppress(OSError):
         args.plan.unlink()  # it holds secrets in clear text
     plan, hidden = Plan.read(content), machine.secrets(os.environ)

@@ -20,6 +20,7 @@ from pathlib import Path
 from t5bench import REPOSITORY, Problem, note
 from t5bench.plan import launchers
 from t5bench.plan.channel import SECRET
+from t5bench.plan.planner import plan
 from t5bench.plan.ports import free_port
 from t5bench.record import collect
 from t5bench.record.checkpoints import TRACKER
@@ -215,39 +216,59 @@ class Launch:
         """changes: to the environment. arguments: for the engine. Raises Problem if there are no hosts."""
         self._environment = {**os.environ, **changes}
         self.running: Started | None = None
-        self._arguments = ["--", *arguments] if arguments else []
+        self._arguments = list(arguments)
         self._hosts: Sequence[str] = [""]
         self._sent: Mapping[str, str] = {}
         if over_ssh:
             # This machine need not be one of them, and then its rank could not be inferred.
-            plan = launchers.accepted(launchers.ask(BASELINE, (), dict(self._environment, NODE_RANK="0")))
-            if not plan.hosts:
+            environment = launchers.with_slurm_hosts({**self._environment, "NODE_RANK": "0"})
+            baseline = launchers.accepted(plan(environment, BASELINE))
+            if not baseline.hosts:
                 raise Problem("LAUNCH=ssh but no hosts are known", 'export HOSTS="node0 node1" in rank order')
-            self._hosts = plan.hosts
+            self._hosts = baseline.hosts
             self._environment.setdefault(SECRET, secrets.token_hex(32))
-            self._sent = {k: v for k, v in self._environment.items() if k in plan.settings or k.startswith(ALSO_SENT)}
+            self._sent = {
+                name: value
+                for name, value in self._environment.items()
+                if name in baseline.settings or name.startswith(ALSO_SENT)
+            }
+
+    def _settings(self, row: Row, directory: Path) -> dict[str, str]:
+        """What a row changes in the environment."""
+        settings = {
+            "HOSTS": " ".join(self._hosts),
+            "OUTPUT_DIR": str(directory),
+            "RESUME": "1" if row.resumes else "0",
+        }
+        if not self._hosts[0]:
+            port = self._environment.get("MASTER_PORT") or str(free_port())
+            settings |= {**launchers.ALONE, "MASTER_PORT": port}
+        if row.processes:
+            settings["NPROC_PER_NODE"] = str(row.processes // len(self._hosts))
+        _, tensor = with_size(row.strategy)
+        if tensor:
+            settings["TENSOR_PARALLEL_SIZE"] = tensor
+        return settings
 
     def _script(self, row: Row, directory: Path, rank: int, end: str) -> str:
         """The script for a host's bash; in ``end`` the launcher is called ``launch``."""
-        name, tensor = with_size(row.strategy)
-        exports = dict(self._sent, HOSTS=" ".join(self._hosts), OUTPUT_DIR=str(directory), RESUME=str(int(row.resumes)))
+        name, _ = with_size(row.strategy)
+        exports = {**self._sent, **self._settings(row, directory)}
         words, lines = ["bash", str(launchers.launcher(name))], [f"echo '{BEGINS}'"]
         if master := self._hosts[0]:
             words += [master, str(rank)]
             here = shlex.quote(str(REPOSITORY))
             missing = f'echo "error: there is no {here} on $HOSTNAME" >&2'
             lines.append(f"cd -- {here} 2>/dev/null || {{ {missing}; exit 2; }}")
-        else:
-            exports |= launchers.ALONE | {"MASTER_PORT": self._environment.get("MASTER_PORT") or str(free_port())}
-        if row.processes:
-            exports["NPROC_PER_NODE"] = str(row.processes // len(self._hosts))
-        if tensor:
-            exports["TENSOR_PARALLEL_SIZE"] = tensor
         lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(exports.items())]
-        return "\n".join([*lines, f'launch() {{ exec {shlex.join(words)} "$@" {shlex.join(self._arguments)}; }}', end])
+        arguments = shlex.join(["--", *self._arguments]) if self._arguments else ""
+        return "\n".join([*lines, f'launch() {{ exec {shlex.join(words)} "$@" {arguments}; }}', end])
 
     def ask(self, row: Row, directory: Path, rank: int = 0) -> Plan:
         """The plan of a host. Raises Problem if it prints none."""
+        if not self._hosts[rank]:
+            name, _ = with_size(row.strategy)
+            return plan({**self._environment, **self._settings(row, directory)}, name, self._arguments)
         options = {"capture_output": True, "text": True, "errors": "replace", "check": False}
         script = self._script(row, directory, rank, "launch --dry-run=json </dev/null\n")
         result = subprocess.run(shell(self._hosts[rank]), env=self._environment, input=script, **options)
@@ -296,11 +317,11 @@ def plan_rows(launch: Launch, runs_dir: Path, strategies: Iterable[str], process
     rows, blocked = [], dict[tuple[str, str], list[str]]()
     with ThreadPoolExecutor(PLANNING_THREADS) as threads:
         plans = list(threads.map(lambda row: launch.ask(row, runs_dir / "plan"), wanted))
-    for row, plan in zip(wanted, map(launchers.accepted, plans), strict=True):
-        if plan.obstacles:
-            blocked.setdefault((plan.obstacles[0].found, plan.obstacles[0].remedy), []).append(row.name)
-        elif plan.layout:
-            rows.append(replace(row, plan=plan))
+    for row, planned in zip(wanted, map(launchers.accepted, plans), strict=True):
+        if planned.obstacles:
+            blocked.setdefault((planned.obstacles[0].found, planned.obstacles[0].remedy), []).append(row.name)
+        elif planned.layout:
+            rows.append(replace(row, plan=planned))
     for (found, remedy), names in blocked.items():
         note("\n       ".join(filter(None, [f"{', '.join(names)} cannot run here: {found}", remedy])))
     return rows

@@ -1,0 +1,70 @@
+"""A plan in the making: what was asked, and what the checks found."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from t5bench.record.plan import Obstacle, Strategy
+from t5bench.record.settings import BY_NAME, RoleName
+
+
+@dataclass
+class Draft:
+    """The plan's steps complete it one after another, and say in it what stops the run."""
+
+    strategy: Strategy
+    environ: Mapping[str, str]
+    """The user's environment."""
+    directory: str
+    """Where the user typed the command; relative paths begin there."""
+    values: dict[str, str]
+    """The settings' values by name."""
+    defaults: Mapping[str, str]
+    """The settings' defaults by name."""
+    extra: Sequence[str]
+    """The engine arguments that the user gave after ``--``."""
+    hosts: Sequence[str]
+    """The nodes in rank order; empty if they are not known."""
+    master_address: str
+    node: str
+    """This node's rank; empty until it is known."""
+    obstacles: list[Obstacle] = field(default_factory=list)
+    """What stops the run, in the order found."""
+    notes: list[str] = field(default_factory=list)
+    """What the user should know."""
+
+    def value(self, name: str) -> str:
+        return self.values[name]
+
+    def number(self, name: str) -> int:
+        return int(self.values[name])
+
+    def is_on(self, name: str) -> bool:
+        """Whether a setting that is 0 or 1 is 1."""
+        return self.values[name] == "1"
+
+    def refuse(self, code: str, problem: str, remedy: str = "") -> None:
+        """The request is wrong: nothing more can be planned."""
+        self.obstacles.append(Obstacle(code, problem, remedy, fatal=True))
+
+    def lack(self, code: str, problem: str, remedy: str = "") -> None:
+        """The machine lacks something: a dry run reports it and continues."""
+        self.obstacles.append(Obstacle(code, problem, remedy, fatal=False))
+
+    @property
+    def is_refused(self) -> bool:
+        return any(obstacle.fatal for obstacle in self.obstacles)
+
+    @property
+    def values_by_role(self) -> dict[RoleName, dict[str, str]]:
+        """The settings for the plan; of a secret it says only that it was given."""
+        values: dict[RoleName, dict[str, str]] = {}
+        for name, value in self.values.items():
+            declaration = BY_NAME[name]
+            shown = "given" if declaration.is_secret and value else value
+            values.setdefault(declaration.role, {})[name] = shown
+        return values
+
+    @property
+    def chosen(self) -> list[str]:
+        """The settings that are not at their default."""
+        return [name for name, value in self.values.items() if value != self.defaults[name]]

@@ -1,0 +1,87 @@
+"""The environment that torchrun, the engine and their libraries get: the user's, less what would change the run.
+
+Programs read settings of their own from the environment. Some would change what a run does although neither its plan
+nor its record knows of them, so a rule for each group of names says what becomes of it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from t5bench.plan.draft import Draft
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of the variables whose names match a pattern."""
+
+    pattern: str
+    """As in a shell: PET_*."""
+    action: Literal["remove", "refuse"]
+    reason: str
+    """What the variable would do, for the note or the refusal."""
+
+
+# The first rule that matches counts. All other variables pass.
+RULES = (
+    # torchrun takes a default for each of its options from PET_<NAME>.
+    Rule("PET_*", "remove", "torchrun would take it as one of its options"),
+    Rule("TORCHELASTIC_*", "remove", "it belongs to another torchrun"),
+    # One W&B run would hold every run of a sweep, or continue another one.
+    Rule("WANDB_RUN_ID", "remove", "every run would be the same W&B run"),
+    Rule("WANDB_RESUME*", "remove", "W&B would continue another run"),
+    Rule("WANDB_FORK_FROM", "remove", "W&B would continue another run"),
+    Rule("WANDB_SERVICE", "remove", "it belongs to another process"),
+    Rule("WANDB_DISABLED", "remove", "WANDB_MODE says whether a run is logged"),
+    # A Python that waits for commands at its end, prints on every import, drops assertions, or ends at a warning.
+    Rule("PYTHONINSPECT", "remove", "Python would wait for commands at the end"),
+    Rule("PYTHONSTARTUP", "remove", "it is for interactive use"),
+    Rule("PYTHONPROFILEIMPORTTIME", "remove", "Python would print on every import"),
+    Rule("PYTHONVERBOSE", "remove", "Python would print on every import"),
+    Rule("PYTHONOPTIMIZE", "remove", "the engines' assertions would be off"),
+    Rule("PYTHONWARNINGS", "remove", "a warning could end the run"),
+    Rule("PYTHONDEVMODE", "remove", "it slows the run"),
+    Rule("PYTHONTRACEMALLOC", "remove", "it slows the run"),
+    Rule("PYTHONASYNCIODEBUG", "remove", "it slows the run"),
+    # Bash: options and code that a script inherits.
+    Rule("BASHOPTS", "remove", "scripts would run with other options"),
+    Rule("SHELLOPTS", "remove", "scripts would run with other options"),
+    Rule("BASH_ENV", "remove", "scripts would run other code first"),
+    Rule("BASH_FUNC_*", "remove", "an exported function would replace a command"),
+    # DeepSpeed and this project: what the plan sets.
+    Rule("DS_ACCELERATOR", "remove", "DEVICE sets the accelerator"),
+    Rule("T5_PROFILE", "remove", "PROFILE_ITERATION profiles an iteration"),
+    Rule("T5_RUN_SECRET", "remove", "only the recorders need it"),
+    # What changes numbers without a trace in the record.
+    Rule("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "refuse", "PyTorch would compute fp32 with fewer digits"),
+    Rule("NVIDIA_TF32_OVERRIDE", "refuse", "CUDA would compute fp32 with fewer digits"),
+)
+# Removed in every run, or the shell's own: a note would only distract.
+SILENT = ("T5_RUN_SECRET", "DS_ACCELERATOR", "T5_PROFILE", "BASHOPTS", "SHELLOPTS")
+
+
+def rule_for(name: str) -> Rule | None:
+    """The rule for a variable; None if it passes."""
+    for rule in RULES:
+        if fnmatchcase(name, rule.pattern):
+            return rule
+    return None
+
+
+def child_environment(draft: Draft, added: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """What is added to the user's environment, and the names that are removed from it, which a note tells."""
+    removed: dict[str, Rule] = {}
+    for name in sorted(draft.environ):
+        rule = rule_for(name)
+        if not rule or name in added:
+            continue
+        if rule.action == "refuse" and draft.environ[name] not in ("", "0"):
+            problem = f"{name}='{draft.environ[name]}' is set: {rule.reason}"
+            draft.refuse("environment", problem, f"Unset it: unset {name}")
+        else:
+            removed[name] = rule
+    told = [f"{name} ({rule.reason})" for name, rule in removed.items() if name not in SILENT]
+    if told:
+        draft.notes.append(f"warning: not passed on to the run: {', '.join(told)}")
+    return dict(added), list(removed)

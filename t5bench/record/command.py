@@ -1,0 +1,54 @@
+"""A plan's command as a piece of bash: for the launcher, for people to paste, and for whoever checks a record."""
+
+import json
+import shlex
+from collections.abc import Sequence
+
+from t5bench.record.plan import Plan
+
+
+def ds_config_text(plan: Plan) -> str:
+    """The contents of the run's ds_config.json."""
+    return json.dumps(plan.ds_config, indent=2) + "\n"
+
+
+def arrays(plan: Plan) -> str:
+    """The parts of the command as bash's arrays: what a launcher reads, and what the script below calls."""
+    removed = [word for name in plan.removed_environment for word in ("-u", name)]
+    added = [f"{name}={value}" for name, value in plan.environment.items()]
+    return "".join(
+        [
+            _array("ENVIRONMENT", [*removed, *added]),
+            _array("RENDEZVOUS", plan.rendezvous),
+            _array("PROGRAM", plan.program),
+            _array("ARGUMENTS", plan.arguments.words),
+        ]
+    )
+
+
+def _array(name: str, words: Sequence[str]) -> str:
+    """One option a line, with its values."""
+    lines = [f"{name}=("]
+    for word in words:
+        quoted = shlex.quote(word)
+        continues = not word.startswith("-") and len(lines) > 1 and lines[-1].lstrip().startswith("-")
+        if continues:
+            lines[-1] += f" {quoted}"
+        else:
+            lines.append(f"  {quoted}")
+    return "\n".join([*lines, ")\n"])
+
+
+def script(plan: Plan) -> str:
+    """A script that does what the launcher does, to paste or to pipe to bash."""
+    output_dir = shlex.quote(plan.output_dir)
+    lines = [f"mkdir -p {output_dir}\n"]
+    if plan.ds_config:
+        file = shlex.quote(f"{plan.output_dir}/ds_config.json")
+        lines.append(f"cat >{file} <<'JSON'\n{ds_config_text(plan)}JSON\n")
+    wandb_config = plan.environment.get("WANDB_SWEEP_PARAM_PATH", "")
+    if wandb_config:
+        lines.append(f"echo 'wandb_version: 1' >{shlex.quote(wandb_config)}\n")
+    lines.append(arrays(plan))
+    lines.append('env "${ENVIRONMENT[@]}" torchrun "${RENDEZVOUS[@]}" "${PROGRAM[@]}" "${ARGUMENTS[@]}"\n')
+    return "".join(lines)
