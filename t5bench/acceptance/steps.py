@@ -49,6 +49,8 @@ TINY = {
     "DEVICE": "cpu", "MODEL_PRESET": "tiny", "VOCABULARY_MULTIPLE": "4352", "DS_ACCELERATOR": "cpu",
     "PRECISION_FLAG": "",
 }  # fmt: skip
+# ZeRO's communication beside its computation.
+OVERLAPPING, OVERLAP = ("zero2", "zero3"), {"OVERLAP_COMM": "on", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 # One process.
 ALONE = {"NPROC_PER_NODE": "1"}
 # The recipe of scripts/check_parity.sh.
@@ -198,6 +200,10 @@ class Steps:
                 if strategy.tp * strategy.pp <= self.here.processes:
                     yield self.run(name, strategy.name, smallest)
             yield self.run(name, BASELINE, smallest, "without-dropout", DROPOUT="0", **ALONE)
+            # Whether overlapping helps, and whether it still hangs: the step is then ended.
+            for strategy in self.strategies:
+                if strategy.name in OVERLAPPING:
+                    yield self.run(name, strategy.name, smallest, "overlapping", **OVERLAP)
         yield self.device("device-after")
 
     def device(self, name: str) -> Step:

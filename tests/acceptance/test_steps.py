@@ -53,6 +53,7 @@ def test_the_most_valuable_steps_come_first(tmp_path: Path, monkeypatch: pytest.
     assert trained == [
         *(f"native-{name}-micro-batch-8" for name in ("zero1", "zero2", "zero3", "zero3_offload")),
         "native-ddp-without-dropout-micro-batch-8",
+        *(f"native-{name}-overlapping-micro-batch-8" for name in ("zero2", "zero3")),
     ]
     measured = [step for step in ordered if "MICRO_BATCH_SIZE" in step.environment and "profile" not in step.name]
     assert {step.environment["GLOBAL_BATCH_SIZE"] for step in measured if step.name[:5] != "noise"} == {"64"}
@@ -112,7 +113,7 @@ def test_the_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         raise errors.pop(0)
 
     monkeypatch.setattr(baseline.Loop, "measure", measure)
-    monkeypatch.setattr(baseline, "ask", lambda strategy: plan)
+    monkeypatch.setattr(baseline, "plan", lambda environ, strategy: plan)
     full = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand more")
     for second, status in ((full, 0), (RuntimeError("the compiler failed"), 1)):
         errors, output = [full, second], tmp_path / "points.jsonl"

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from harness import STRATEGIES, Project, write_indexed_dataset
 
-from t5bench import Problem
 from t5bench.plan.__main__ import answer
 from t5bench.plan.engine import ZERO_OPTIONS
 from t5bench.plan.launchers import declarations
@@ -313,40 +312,6 @@ def test_every_option_of_a_strategys_json_is_honoured_or_refused(making, monkeyp
         assert ("overlap_comm is true" in made.said) == name.startswith("hangs")
 
 
-@pytest.mark.parametrize(("value", "overlaps"), [("default", False), ("on", True), ("off", False)])
-def test_overlapping_communication_is_a_setting(making, value: str, overlaps: bool):
-    made = making("zero3", OVERLAP_COMM=value)
-    assert made.plan.ds_config["zero_optimization"]["overlap_comm"] is overlaps
-    assert made.plan.settings["OVERLAP_COMM"].role == "method" and made.plan.value("OVERLAP_COMM") == value
-    assert ("have hung on GPUs" in made.said) == overlaps
-
-
-@pytest.mark.parametrize(("given", "value"), [({}, "1"), ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "8")])
-def test_the_users_number_of_hardware_queues_is_kept(making, given: dict, value: str):
-    plan = making("ddp", **given).plan
-    assert plan.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == value
-    assert plan.settings["CUDA_DEVICE_MAX_CONNECTIONS"].role == "method"
-
-
-def test_offloading_without_curand_is_refused_on_a_gpu(making, monkeypatch: pytest.MonkeyPatch):
-    def lacking(environment: object) -> None:
-        raise Problem("there is no cuRAND", "Install it")
-
-    monkeypatch.setattr("t5bench.plan.planner.check_curand", lacking)
-    for strategy, device, expected in (("zero3_offload", "cuda", True), ("zero3_offload", "cpu", False),
-                                       ("zero3", "cuda", False)):  # fmt: skip
-        assert ("no-curand" in making(strategy, DEVICE=device, NPROC_PER_NODE="1").codes) == expected
-
-
-def test_a_flash_attn_that_cannot_be_imported_is_not_chosen(making, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("t5bench.plan.place.installed_version", lambda name: "2.7.4")
-    for fault, chosen in (("flash_attn cannot be imported: ImportError: undefined symbol", False), ("", True)):
-        monkeypatch.setattr("t5bench.plan.place.import_fault", lambda name, fault=fault: fault)
-        made = making("ddp", DEVICE="cuda", NPROC_PER_NODE="1")
-        assert made.besides["flash_attention"] == chosen
-        assert fault in made.said
-
-
 def test_the_options_exist_in_deepspeed():
     """By its source: importing it takes seconds."""
     config = Path(util.find_spec("deepspeed").origin).with_name("runtime") / "zero" / "config.py"
@@ -364,6 +329,7 @@ def test_the_options_exist_in_deepspeed():
 )
 def test_the_chosen_attention_is_reported(making, monkeypatch, settings, installed, note):
     monkeypatch.setattr("t5bench.plan.place.installed_version", lambda distribution: installed)
+    monkeypatch.setattr("t5bench.plan.place.import_fault", lambda module: "")
     made = making("ddp", gpus=2, **settings)
     assert made.besides["flash_attention"] == ("flash-attn 2.7.4" in note)
     assert note in made.said
