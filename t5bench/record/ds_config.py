@@ -1,8 +1,9 @@
 """What DeepSpeed's JSON may say: one check of keys and values, for a strategy's file before a run and for a record.
 
-DeepSpeed takes these options as they are. All else is refused, because it comes from the settings, has no effect here, or
-changes what is trained: contiguous_gradients, reduce_scatter, allgather_partitions and round_robin_gradients together did
-so with ZeRO-2. Values are as strict as keys: DeepSpeed reads "false" as true, and "auto" is a word of another library.
+DeepSpeed takes these options as they are. All else is refused, because it comes from the settings, has no effect here,
+or changes what is trained: contiguous_gradients, reduce_scatter, allgather_partitions and round_robin_gradients
+together did so with ZeRO-2. Values are as strict as keys: DeepSpeed reads "false" as true, and "auto" is a word of
+another library.
 """
 
 import math
@@ -109,7 +110,8 @@ def check_strategy(config: Any, file: str) -> None:
 
     file: its name. megatron_zero3.json that says stage 2 would train ZeRO-2 and be compared as ZeRO-3.
     """
-    if isinstance(config, dict) and (twice := sorted(FROM_SETTINGS.keys() & config.keys())):
+    twice = sorted(FROM_SETTINGS.keys() & config.keys()) if isinstance(config, dict) else []
+    if twice:
         said = f"{', '.join(twice)} come from the settings and must not be in the strategy's JSON"
         raise Problem(f"{file}: {said}", "Remove them from the file; README lists the settings")
     _check(config, STRATEGY, file, "")
@@ -129,15 +131,16 @@ def check_effective(config: Any, source: str) -> None:
 def _check(value: Any, options: "Check | Options", source: str, path: str) -> None:
     """Raises Problem for the first option that is not known, or has a value that it cannot have."""
     if callable(options):
-        if wanted := options(value):
-            raise Problem(
-                f"{source}: {path} must be {wanted}, found {_shown(value)}", "Correct the value, or remove it"
-            )
+        wanted = options(value)
+        if wanted:
+            said = f"{path} must be {wanted}, found {_shown(value)}"
+            raise Problem(f"{source}: {said}", "Correct the value, or remove it")
         return
     if not isinstance(value, dict):
         place = path or "the file"
         raise Problem(f"{source}: {place} must be an object of options, found {_shown(value)}", "Write it in braces")
-    if unknown := sorted(value.keys() - options.keys()):
+    unknown = sorted(value.keys() - options.keys())
+    if unknown:
         said = f"{', '.join(_joined(path, name) for name in unknown)} would have no effect or change what is trained"
         raise Problem(f"{source}: {said}. It may have: {', '.join(options)}", "Remove it")
     for name, inner in value.items():

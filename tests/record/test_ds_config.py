@@ -25,7 +25,7 @@ def test_the_projects_own_files_pass(file):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (zero(reduce_bucket_size="auto"), 'zero_optimization.reduce_bucket_size must be a whole number of at least 1, found "auto"'),
+        (zero(reduce_bucket_size="auto"), 'reduce_bucket_size must be a whole number of at least 1, found "auto"'),
         (zero(reduce_bucket_size=0), "at least 1, found 0"),
         (zero(reduce_bucket_size=None), "at least 1, found null"),
         (zero(reduce_bucket_size={}), "at least 1, found {}"),
