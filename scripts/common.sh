@@ -8,7 +8,9 @@ if ((BASH_VERSINFO[0] < 4 || (BASH_VERSINFO[0] == 4 && BASH_VERSINFO[1] < 4))); 
 fi
 
 # Functions and options that the environment exports are for other scripts.
-while read -r _ _ name; do unset -f "$name"; done < <(declare -Fx)
+mapfile -t exported < <(declare -Fx)
+unset -f "${exported[@]#declare -fx }"
+unset exported
 shopt -u nullglob failglob dotglob nocaseglob nocasematch xpg_echo
 set +o noclobber +o noglob +o monitor +o posix
 
@@ -24,6 +26,14 @@ PYTHON=${PYTHON:-python3}
 FAMILY_PREFIX=${MODEL_FAMILY:-t5}-
 # shellcheck disable=SC2034 # read by the scripts that source this file
 FAMILY_PREFIX=${FAMILY_PREFIX#t5-}
+# Python's own switches, such as PYTHONINSPECT, would change the programs here too. The plan names them.
+for name in "${!PYTHON@}"; do
+  case ${name#PYTHON} in
+    '' | PATH | HOME | UNBUFFERED | HASHSEED | DONTWRITEBYTECODE | PYCACHEPREFIX | NOUSERSITE | USERBASE | UTF8 | IOENCODING | FAULTHANDLER | SAFEPATH | MALLOC | COERCECLOCALE) ;;
+    *) T5_REMOVED_ENVIRONMENT+=" $name" && unset "$name" ;;
+  esac
+done
+[[ -z ${T5_REMOVED_ENVIRONMENT:-} ]] || export T5_REMOVED_ENVIRONMENT
 # The engines and the programs of this repository import its packages from here.
 [[ :${PYTHONPATH:-}: == *:"$REPO_ROOT":* ]] || export PYTHONPATH=$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}
 

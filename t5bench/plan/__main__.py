@@ -95,6 +95,15 @@ def stopped(planned: Plan, code: str, problem: str, remedy: str) -> Plan:
     return replace(planned, obstacles=[*planned.obstacles, Obstacle(code, problem, remedy, fatal=False)])
 
 
+def with_toolkit(planned: Plan) -> Plan:
+    """The plan with the variables with which CUDA's compiler finds all that it needs; asking it takes a second."""
+    if planned.device != "cuda":
+        return planned
+    from t5bench.plan.toolkit import completions
+
+    return replace(planned, environment={**planned.environment, **completions(os.environ)})
+
+
 def with_forecast(planned: Plan, *, is_dry_run: bool) -> Plan:
     if not is_dry_run and planned.device != "cuda":
         return planned
@@ -134,7 +143,7 @@ def launch(planned: Plan, launcher: int) -> int:
     """Prepares the run and answers with what the launcher runs."""
     threading.Thread(target=end_with_script, daemon=True).start()
     if not planned.obstacles:
-        planned = begin(planned, launcher)
+        planned = begin(with_toolkit(planned), launcher)
     if planned.layout:
         planned = with_forecast(planned, is_dry_run=False)
     if not tell(planned, is_dry_run=False):
@@ -153,10 +162,11 @@ def launch(planned: Plan, launcher: int) -> int:
 
 def dry_run(planned: Plan, *, as_json: bool) -> int:
     if planned.layout:
-        planned = with_forecast(choose_checkpoint(planned, agree=False), is_dry_run=True)
+        planned = with_forecast(choose_checkpoint(with_toolkit(planned), agree=False), is_dry_run=True)
     goes_on = tell(planned, is_dry_run=True)
     if as_json:
-        answer(f"{json.dumps(planned.to_json(), indent=2)}\n")
+        content = {**planned.to_json(), "command": planned.command}
+        answer(f"{json.dumps(content, indent=2)}\n")
     elif goes_on:
         answer(script(planned))
     return 0 if goes_on else EXIT_CONFIGURATION

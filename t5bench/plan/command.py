@@ -3,7 +3,6 @@
 This is the one place where the command is built. Each of the engine's arguments can be held against its ``--help``.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,8 +49,6 @@ class Choices:
     """The file from which W&B reads the run's configuration; empty if it reads none of ours."""
     threads: int
     """OMP_NUM_THREADS of a process on a CPU."""
-    toolkit: Mapping[str, str]
-    """Variables with which CUDA's compiler finds all that it needs."""
 
 
 def setting_arguments(draft: Draft) -> list[str]:
@@ -200,7 +197,6 @@ def environment(draft: Draft, choices: Choices) -> dict[str, str]:
         variables["WANDB_SWEEP_PARAM_PATH"] = choices.wandb_config
     if draft.number("PROFILE_ITERATION"):
         variables["T5_PROFILE"] = f"{draft.value('PROFILE_ITERATION')}:{output_dir / 'profile.json'}"
-    variables |= choices.toolkit
     if choices.device == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""
         variables["DS_ACCELERATOR"] = "cpu"

@@ -35,15 +35,14 @@ RULES = (
     Rule("WANDB_SERVICE", "remove", "it belongs to another process"),
     Rule("WANDB_DISABLED", "remove", "WANDB_MODE says whether a run is logged"),
     # A Python that waits for commands at its end, prints on every import, drops assertions, or ends at a warning.
+    # scripts/common.sh removes these, for the programs of this repository too.
     Rule("PYTHONINSPECT", "remove", "Python would wait for commands at the end"),
-    Rule("PYTHONSTARTUP", "remove", "it is for interactive use"),
-    Rule("PYTHONPROFILEIMPORTTIME", "remove", "Python would print on every import"),
-    Rule("PYTHONVERBOSE", "remove", "Python would print on every import"),
     Rule("PYTHONOPTIMIZE", "remove", "the engines' assertions would be off"),
     Rule("PYTHONWARNINGS", "remove", "a warning could end the run"),
+    Rule("PYTHONVERBOSE", "remove", "Python would print on every import"),
+    Rule("PYTHONPROFILEIMPORTTIME", "remove", "Python would print on every import"),
     Rule("PYTHONDEVMODE", "remove", "it slows the run"),
     Rule("PYTHONTRACEMALLOC", "remove", "it slows the run"),
-    Rule("PYTHONASYNCIODEBUG", "remove", "it slows the run"),
     # Bash: options and code that a script inherits.
     Rule("BASHOPTS", "remove", "scripts would run with other options"),
     Rule("SHELLOPTS", "remove", "scripts would run with other options"),
@@ -72,11 +71,13 @@ def rule_for(name: str) -> Rule | None:
 def child_environment(draft: Draft, added: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """What is added to the user's environment, and the names that are removed from it, which a note tells."""
     removed: dict[str, Rule] = {}
-    for name in sorted(draft.environ):
-        rule = rule_for(name)
+    # What scripts/common.sh has removed already, because it would change this program too.
+    earlier = draft.environ.get("T5_REMOVED_ENVIRONMENT", "").split()
+    for name in sorted({*draft.environ, *earlier}):
+        rule = rule_for(name) or (Rule(name, "remove", "Python would behave differently") if name in earlier else None)
         if not rule or name in added:
             continue
-        if rule.action == "refuse" and draft.environ[name] not in ("", "0"):
+        if rule.action == "refuse" and draft.environ.get(name) not in ("", "0", None):
             problem = f"{name}='{draft.environ[name]}' is set: {rule.reason}"
             draft.refuse("environment", problem, f"Unset it: unset {name}")
         else:

@@ -18,7 +18,7 @@ from t5bench.plan.families import check_family
 from t5bench.plan.launchers import declared
 from t5bench.plan.layout import choose_processes, divide
 from t5bench.plan.settings import check_values, take_engine_arguments, values_from
-from t5bench.plan.toolkit import check_curand, completions
+from t5bench.plan.toolkit import check_curand
 from t5bench.record import wandb
 from t5bench.record.plan import Plan, Strategy, by_name
 
@@ -67,7 +67,6 @@ def plan(
         wandb_mode=wandb_mode,
         wandb_config=wandb_config,
         threads=max(1, len(os.sched_getaffinity(0)) // layout.nproc_per_node),
-        toolkit=completions(environ) if device == "cuda" else {},
     )
     added, removed = child_environment(draft, command.environment(draft, choices))
     if draft.is_refused:

@@ -9,6 +9,7 @@ from math import inf
 
 from t5bench import Problem
 from t5bench.model.job import Parallel
+from t5bench.model.layout import coordinates
 from t5bench.model.traffic import groups
 from t5bench.plan.families import FAMILIES
 
@@ -77,8 +78,16 @@ def run(args: argparse.Namespace) -> int:
 def member(parallel: Parallel, rank: int, encoder_decoder: bool) -> dict[str, int | str]:
     """Where a rank is and what it holds."""
     node, local = divmod(rank, parallel.devices_per_node)
-    rest, tensor = divmod(rank, parallel.tensor)
-    stage, data = divmod(rest, parallel.data)
-    stack = " (encoder)" if stage < parallel.decoder_stage else " (decoder)"
-    holds = f"Stage {stage}" + stack * (encoder_decoder and parallel.pipeline > 1)
-    return {"rank": rank, "node": node, "local rank": local, "TP": tensor, "PP": stage, "DP": data, "holds": holds}
+    place = coordinates(rank, parallel.tensor, parallel.data)
+    holds = f"Stage {place.pp}"
+    if encoder_decoder and parallel.pipeline > 1:
+        holds += " (encoder)" if place.pp < parallel.decoder_stage else " (decoder)"
+    return {
+        "rank": rank,
+        "node": node,
+        "local rank": local,
+        "TP": place.tp,
+        "PP": place.pp,
+        "DP": place.dp,
+        "holds": holds,
+    }

@@ -7,7 +7,7 @@ from harness import REPO_ROOT
 from real_runs import EXACT, TINY, environment
 
 from native import arguments
-from t5bench.plan.launchers import ask
+from t5bench.plan import planner
 from t5bench.record.plan import Plan
 
 TOKENIZER = REPO_ROOT / "megatron_data" / "sample" / "tokenizer"
@@ -18,7 +18,7 @@ LENGTHS = {"ENCODER_SEQ_LENGTH": "64", "DECODER_SEQ_LENGTH": "32"}
 def plan(strategy: str = "ddp", **settings: str) -> Plan:
     """Of one process, in fp32 without dropout."""
     chosen = TINY | EXACT | LENGTHS | {"NPROC_PER_NODE": "1", "ENGINE": "native", "TOKENIZER_MODEL": str(TOKENIZER)}
-    return ask(strategy, environment=environment(**chosen | settings))
+    return planner.plan(environment(**chosen | settings), strategy)
 
 
 def parsed(*flags: str, vocabulary: int = 256, **settings: str) -> Namespace:

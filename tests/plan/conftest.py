@@ -9,6 +9,7 @@ import pytest
 from harness import STRATEGIES, Project, make_project
 
 from t5bench.plan.planner import plan
+from t5bench.plan.ports import free_port
 from t5bench.record.plan import Plan
 
 
@@ -72,7 +73,7 @@ def making(planned_project: Project, tmp_path: Path, monkeypatch) -> Callable[..
             "MEGATRON_DIR": str(planned_project.engine),
             "MEGATRON_DATA_DIR": str(planned_project.data_prefix.parent),
         }
-        nodes = {"NNODES": str(nnodes), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        nodes = {"NNODES": str(nnodes), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         environ = {**planned_project.environment, **places, **nodes, **settings}
         return Made(plan(environ, strategy, extra, str(tmp_path)))
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from harness import REPO_ROOT, Project, processes_with, wait_for
 
-from t5bench.record.plan import by_name
+from t5bench.record.plan import Plan, by_name
+from t5bench.record.settings import BY_NAME
 
 # 127.0.0.x are all this machine, so that several "nodes" can be named without any resolver.
 TWO_HOSTS = "127.0.0.1 127.0.0.2"
@@ -148,13 +149,14 @@ def test_every_setting_reaches_the_engine_and_what_stands_after_the_dashes_comes
     assert Path(engine).resolve() == project.engine and rest == [str(project.root), "/elsewhere"]
     words = project.recorded_arguments()
     given = by_name(words)
-    plan = json.loads((project.root / "here" / "run.json").read_text())["plan"]
+    plan = Plan.read(json.loads((project.root / "here" / "run.json").read_text())["plan"])
     for name, value in (CHANGED | {"SEED": "8"}).items():
-        assert plan["settings"][name]["value"] == value
-        for argument in plan["settings"][name]["argument"].split(","):
-            assert value in words if argument == "=" else given[argument] == value, name
+        assert plan.value(name) == value
+        for argument in BY_NAME[name].arguments:
+            assert given[argument] == value, name
+    assert "--fp16" in words
     assert words[-len(extra) :] == extra
-    assert plan["command"][1:] == words
+    assert plan.command[1:] == words
     wanted = {"--wandb-project": "my project", "--wandb-exp-name": "it's $HOME; `id`", "--tokenizer-model": "a/model"}
     wanted |= {"--save-interval": "25", "--save": str(project.root / "here" / "checkpoints"), "--master_port": "29900"}
     assert "timeout=30" in words
@@ -169,7 +171,7 @@ def test_both_engines_get_the_same_arguments_and_presets_are_defaults(project: P
     assert native["obstacles"] == [] and native["arguments"] == megatron["arguments"]
     assert str(project.root / "native" / "pretrain_t5.py") in native["command"]
     names = ("HIDDEN_SIZE", "ENCODER_NUM_LAYERS", "DECODER_NUM_LAYERS")
-    assert [native["settings"][name]["value"] for name in names] == ["512", "6", "4"]
+    assert [native["settings_by_role"]["model"][name] for name in names] == ["512", "6", "4"]
     assert native["layout"]["nproc_per_node"] == 4
 
 
@@ -188,9 +190,9 @@ def test_help_has_every_setting_by_role_at_most_100_columns_wide(project: Projec
         assert [line for line in shown.splitlines() if len(line) > 100] == [], script
     lines = project.launch("zero2", "--help").stdout.splitlines()
     names = {line.split()[0] for line in lines if line.startswith("  ") and line[2].isupper()}
-    assert names == planned(project, "zero2")["settings"].keys()
+    assert names == Plan.read(planned(project, "zero2")).settings.keys()
     assert any(line.split()[:2] == ["MASTER_PORT", "29802"] for line in lines)
-    assert lines.index("Watching, saving, ending") < lines.index("Names, and Weights & Biases")
+    assert lines.index("Monitoring, checkpoints, timeouts") < lines.index("Names, and Weights & Biases")
 
 
 def test_without_a_key_wandb_is_offline_and_with_one_the_key_is_nowhere_on_disk(project: Project):

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from harness import STRATEGIES, Project, write_indexed_dataset
 
-from t5bench.plan.__main__ import answer
 from t5bench.plan.engine import ZERO_OPTIONS
 from t5bench.plan.launchers import declarations
 from t5bench.plan.layout import count_gpus
+from t5bench.record.command import ds_config_text
 from t5bench.record.plan import ROLES, Arguments, Plan, by_name
 
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3, "3d": 1}
@@ -67,7 +67,7 @@ def test_what_all_strategies_share(plans: dict[str, Plan]):
         assert plan.engine_arguments == ddp.engine_arguments
         assert plan.with_role("trains") == ddp.with_role("trains")
         assert plan.command[-len(plan.arguments.words) :] == plan.arguments.words
-    assert all(setting.role in ROLES and setting.meaning for setting in ddp.settings.values())
+    assert all(setting.role in ROLES for setting in ddp.settings.values())
 
 
 def planned(project: Project, strategy: str, **environment: str) -> Plan:
@@ -199,7 +199,7 @@ def test_only_visible_devices_count():
 )
 def test_a_request_that_cannot_work_is_refused(making, strategy, settings, code, found):
     made = making(strategy, **settings)
-    assert made.plan.layout is None and made.besides == {}
+    assert made.plan.layout is None and made.plan.command == []
     assert any(o.code == code and o.fatal and found in o.found for o in made.plan.obstacles), made.plan.obstacles
 
 
@@ -274,7 +274,7 @@ def test_the_deepspeed_json_follows_the_settings(making):
     changed = {"GLOBAL_BATCH_SIZE": "32", "MICRO_BATCH_SIZE": "4", "CLIP_GRAD": "3.5", "PRECISION_FLAG": "--fp16"}
     made = making("zero2", **changed, GRADIENT_REDUCTION="fp32")
     config = made.plan.ds_config
-    assert config == json.loads(made.besides["ds_config"])
+    assert config == json.loads(ds_config_text(made.plan))
     assert (config["train_batch_size"], config["train_micro_batch_size_per_gpu"]) == (32, 4)
     assert (config["gradient_clipping"], config["communication_data_type"]) == (3.5, "fp32")
     assert (config["bf16"], config["fp16"]) == ({"enabled": False}, {"enabled": True})
@@ -308,7 +308,7 @@ def test_every_option_of_a_strategys_json_is_honoured_or_refused(making, monkeyp
     assert len(said) == bool(found) and all(found in text for text in said)
     if not found:
         assert made.codes == [] and made.plan.ds_config["zero_optimization"] == content["zero_optimization"]
-        assert made.besides["cpu_optimizer"] == (name == "offloaded")
+        assert ("--cpu-optimizer" in made.plan.arguments.own) == (name == "offloaded")
         assert ("overlap_comm is true" in made.said) == name.startswith("hangs")
 
 
@@ -331,7 +331,7 @@ def test_the_chosen_attention_is_reported(making, monkeypatch, settings, install
     monkeypatch.setattr("t5bench.plan.place.installed_version", lambda distribution: installed)
     monkeypatch.setattr("t5bench.plan.place.import_fault", lambda module: "")
     made = making("ddp", gpus=2, **settings)
-    assert made.besides["flash_attention"] == ("flash-attn 2.7.4" in note)
+    assert ("--use-flash-attn-v2" in made.plan.arguments.own) == ("flash-attn 2.7.4" in note)
     assert note in made.said
 
 
@@ -341,10 +341,10 @@ def test_an_engine_argument_of_a_setting_changes_the_setting(making):
     plan = made.plan
     assert (plan.value("ENCODER_SEQ_LENGTH"), plan.value("LR"), plan.precision) == ("64", "0.5", "fp16")
     assert plan.layout.micro_batches == 2 and plan.ds_config["train_micro_batch_size_per_gpu"] == 4
-    # The shell gets the value too, so that the command line agrees.
-    assert {"ENCODER_SEQ_LENGTH=64", "LR=0.5", "PRECISION_FLAG=--fp16", "MICRO_BATCH_SIZE=4"} <= {
-        *answer(plan, made.besides, made.request)
-    }
+    # The arguments of the settings agree.
+    given = by_name(plan.arguments.settings)
+    assert (given["--encoder-seq-length"], given["--lr"], given["--micro-batch-size"]) == ("64", "0.5", "4")
+    assert "--fp16" in given and "--bf16" not in given
     # The larger of two dropouts.
     both = ("--hidden-dropout", "0.3", "--attention-dropout", "0.2")
     assert making("ddp", *both).plan.value("DROPOUT") == "0.3"
@@ -367,6 +367,12 @@ FINETUNING = "--finetune --load /run/checkpoints"
         ("ddp", "--hidden-dropout 0.3", {}, "engine-argument"),  # attention's would become 0.3 too
         ("ddp", "--tensor-model-parallel-size 2", {}, "no-tensor-parallelism"),
         ("ddp", "--train-iters 50", RAMP, "rampup"),  # the engine counts a run whose batch grows in samples
+        ("ddp", "--exit-interval -1", {}, "engine-argument"),
+        ("ddp", "--exit-interval 0", {}, "engine-argument"),
+        ("ddp", "--train-data-path /other", {}, "launcher-argument"),
+        ("ddp", "--sequence-parallel", {}, "launcher-argument"),
+        ("ddp", "--swiglu", {}, "launcher-argument"),
+        ("ddp", "--num-experts 4", {}, "launcher-argument"),
         ("ddp", FINETUNING, {}, ""),
         ("ddp", FINETUNING, {"RESUME": "1"}, "launcher-argument"),
         ("ddp", FINETUNING, {"EVAL_ONLY": "1", "EVAL_ITERS": "1"}, "launcher-argument"),

@@ -199,7 +199,7 @@ def test_the_winners_line_starts_it(project: Project, capsys: pytest.CaptureFixt
     environment = dict(word.split("=") for word in settings.split())
     plan = json.loads(project.launch("hybrid", "node0", "0", "--dry-run=json", DEVICE="cpu", **environment).stdout)
     assert plan["engine"] == engine
-    assert [plan["settings"][name]["value"] for name in ("HIDDEN_SIZE", "DROPOUT")] == ["768", "0"]
+    assert [plan["settings_by_role"]["model"][name] for name in ("HIDDEN_SIZE", "DROPOUT")] == ["768", "0"]
     sizes = (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data"))
     assert all(plan["layout"][name] == best["parallel"][own] for name, own in sizes)
 

@@ -243,8 +243,8 @@ def test_a_setting_under_anothers_name(tmp_path: Path):
     make_run(tmp_path / "ddp")
     plan = make_run(tmp_path / "zero1", "zero1") / "node0.json"
     content = json.loads(plan.read_text())
-    declared = content["plan"]["settings"]
-    declared["PRECISION_FLAG"] = declared["WANDB_PROJECT"]
+    values = content["plan"]["settings_by_role"]
+    values["model"]["PRECISION_FLAG"] = values["label"]["WANDB_PROJECT"]
     plan.write_text(json.dumps(content))
     files.seal(plan.parent, 0, 1)
     assert f"the run in {plan.parent} is damaged and left out" in outcome(compare, tmp_path, tmp_path / "target")

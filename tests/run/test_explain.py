@@ -19,7 +19,7 @@ from made_runs import RTX_5000_ADA, START, change, make_run, seal, stamp
 from real_runs import environment, train
 
 from t5bench.compare.explain import Explanation, of_record
-from t5bench.plan.launchers import ask
+from t5bench.plan.planner import plan
 from t5bench.record import profile
 from t5bench.record.log import Evaluation
 from t5bench.record.profile import AXES, SENDING
@@ -494,4 +494,4 @@ def test_a_resumed_run_profiles_the_iteration_of_that_number(tmp_path: Path, mon
 
 def test_the_iteration_to_profile_is_in_the_workers_environment():
     settings = {"ENGINE": "native", "DEVICE": "cpu", "OUTPUT_DIR": "/run", "PROFILE_ITERATION": "9", "TRAIN_ITERS": "9"}
-    assert ask("ddp", environment=environment(**settings)).environment["T5_PROFILE"] == "9:/run/profile.json"
+    assert plan(environment(**settings), "ddp").environment["T5_PROFILE"] == "9:/run/profile.json"

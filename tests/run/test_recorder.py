@@ -167,7 +167,7 @@ def test_secrets_are_never_written_to_a_file(tmp_path: Path, monkeypatch: pytest
     assert result.returncode == 0, result.stderr
     written = {path: path.read_text() for path in tmp_path.iterdir()} | {"stdout": result.stdout.decode()}
     assert not [place for place, text in written.items() if any(secret in text for secret in secrets.values())]
-    assert part_of(tmp_path)["plan"]["settings"]["WANDB_PROJECT"]["value"] == "***"
+    assert part_of(tmp_path)["plan"]["settings_by_role"]["label"]["WANDB_PROJECT"] == "***"
 
 
 def test_a_full_disk_costs_the_record_and_says_so(tmp_path: Path):

@@ -194,8 +194,7 @@ def test_a_refused_attempt_leaves_what_the_next_one_resumes(tmp_path: Path):
     assert load(run) == before
     write_checkpoint(checkpoints := Checkpoints(replace(before.plan, output_dir=str(run))), 2)
     checkpoints.point_to(2)
-    lr = replace(before.plan.settings["LR"], value="0.5")
-    row = Row("ddp", "ddp", plan=replace(before.plan, settings={**before.plan.settings, "LR": lr}))
+    row = Row("ddp", "ddp", plan=before.plan.with_values({"LR": "0.5"}))
     with pytest.raises(Problem, match=r"ddp holds a run with other settings: LR is '0.5' here and was "):
         check_settings({run: row})
     elsewhere = replace(load(complete := make_run(tmp_path / "done")).plan, device="cuda")

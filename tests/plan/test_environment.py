@@ -1,0 +1,85 @@
+"""The environment of a run: what the launcher passes on, removes and refuses."""
+
+import json
+
+import pytest
+from harness import Project
+
+from t5bench.plan.environment import rule_for
+from t5bench.plan.ports import free_port
+
+# What a child of the launcher would read behind the plan's back.
+REMOVED = {
+    "PET_REDIRECTS": "3",
+    "PET_RDZV_BACKEND": "c10d",
+    "PET_MAX_RESTARTS": "3",
+    "PET_NNODES": "7",
+    "PET_LOG_DIR": "/elsewhere",
+    "TORCHELASTIC_RUN_ID": "another",
+    "WANDB_RUN_ID": "abc",
+    "WANDB_RESUME": "must",
+    "WANDB_RESUME_FROM": "abc?_step=3",
+    "PYTHONINSPECT": "1",
+    "PYTHONOPTIMIZE": "2",
+    "PYTHONWARNINGS": "error",
+}
+PASSED = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "lo", "WANDB_BASE_URL": "http://127.0.0.1:9", "MY_OWN": "1"}
+
+
+@pytest.fixture(autouse=True)
+def _own_port(project: Project) -> None:
+    """Other tests may hold the launchers' ports."""
+    project.environment["MASTER_PORT"] = str(free_port())
+
+
+def test_a_run_does_not_get_what_would_change_it_and_the_record_names_it(project: Project):
+    result = project.launch("ddp", **REMOVED, **PASSED)
+    assert result.returncode == 0, result.stderr
+    environment = project.recorded_environment()
+    assert not REMOVED.keys() & environment.keys()
+    assert environment.items() >= PASSED.items()
+    plan = json.loads((project.root / "outputs" / "ddp" / "run.json").read_text())["plan"]
+    assert REMOVED.keys() <= set(plan["removed_environment"])
+    assert all(f"{name} (" in result.stderr for name in REMOVED)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"])
+def test_what_changes_numbers_is_refused(making, name: str):
+    made = making("ddp", **{name: "1"})
+    assert made.codes[-1] == "environment" and f"unset {name}" in made.said
+    assert "environment" not in making("ddp", **{name: "0"}).codes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"BASHOPTS": "nullglob"},
+        {"BASHOPTS": "failglob"},
+        {"SHELLOPTS": "noclobber"},
+        {"SHELLOPTS": "noglob"},
+        {"SHELLOPTS": "monitor"},
+        {"SHELLOPTS": "nounset:errexit"},
+        {"BASH_FUNC_cd%%": "() { echo mine; }"},
+        {"BASH_FUNC_printf%%": "() { echo mine; }"},
+        {"BASH_FUNC_read%%": "() { echo mine; }"},
+    ],
+    ids=str,
+)
+def test_options_and_functions_of_the_users_shell_change_nothing(project: Project, options: dict[str, str]):
+    """Also with files in the current directory whose names are patterns of a setting's kind."""
+    for name in ("text1", "secret1", "secret2", "whole:10", "path?"):
+        (project.root / name).touch()
+    result = project.launch("zero1", OUTPUT_DIR="run", **options)
+    assert result.returncode == 0, result.stderr
+    assert json.loads((project.root / "run" / "run.json").read_text())["status"] == "complete"
+
+
+def test_a_site_that_prints_when_python_starts(project: Project):
+    (project.stubs / "site" / "sitecustomize.py").write_text("print('Welcome to the cluster')\nprint('OUTPUT_DIR=/')\n")
+    result = project.launch("ddp")
+    assert result.returncode == 0 and "Welcome to the cluster" in result.stderr
+    assert project.launch("ddp", "--dry-run=json", OUTPUT_DIR="x").stdout.startswith("{")
+
+
+def test_every_rule_has_an_example():
+    assert rule_for("PET_ANYTHING") and rule_for("WANDB_RUN_ID") and not rule_for("NCCL_DEBUG")
