@@ -20,7 +20,7 @@ PROGRAMS = """
 """
 
 
-def accept(*arguments: str, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+def accept(*arguments: str, timeout: float = 200, **environment: str) -> subprocess.CompletedProcess[str]:
     settings = os.environ | {"PYTHON": sys.executable} | environment
     command = ["bash", SCRIPT, *arguments]
     return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=timeout, check=False)
