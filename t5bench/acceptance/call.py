@@ -78,7 +78,7 @@ class Call:
         left = self.deadline - time.monotonic()
         expected = 0.0 if self.here.rehearsal else step.seconds
         if left <= expected:
-            reason = f"it takes about {expected:.0f} s, and {max(0.0, left):.0f} s were left"
+            reason = f"it takes about {expected:.0f} s, and {left:.0f} s were left" if left > 0 else "the time was up"
             return Outcome(NOT_RUN, self.number, reason=reason)
         return self.execute(step, left if self.here.rehearsal else min(left, PATIENCE * expected))
 
