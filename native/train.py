@@ -124,16 +124,29 @@ def import_libraries(args: Namespace) -> None:
     gc.enable()
 
 
+def take_device(args: Namespace) -> torch.device | None:
+    """Prepares this process's device. Returns it if NCCL is to connect to the others at once, which names a fault there
+    and not in the first iteration."""
+    if args.device.type != "cuda":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        return None
+    torch.cuda.set_device(args.device)
+    if args.dtype == torch.float32:
+        # fp32 serves to compare strategies, and PyTorch's fused kernels compute its products less exactly (3xTF32).
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return args.device if args.distributed_backend == "nccl" else None
+
+
 def run(args: Namespace) -> None:
     """Trains from the first or the last saved iteration to --train-iters. Raises Problem for unsuitable data."""
     tracker, file = Path(args.load or "", TRACKER), TokenFile(args.data_path)
     done = int(tracker.read_text()) if args.load and tracker.is_file() else 0  # which the launcher has checked
-    if args.device.type == "cuda":
-        torch.cuda.set_device(args.device)
-    else:
-        os.environ["DS_ACCELERATOR"] = "cpu"
+    device_id = take_device(args)
     import_libraries(args)
-    dist.init_process_group(args.distributed_backend, timeout=timedelta(minutes=args.distributed_timeout_minutes))
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    dist.init_process_group(args.distributed_backend, timeout=timeout, device_id=device_id)
     vocabulary = share_vocabulary(args, file)
     pad_vocabulary(args, vocabulary)
     layout = Layout.build(args.pp, args.dp, args.tp, args.device, args.seed)
@@ -169,6 +182,8 @@ def train(
     done: int,
 ) -> None:
     """The iterations after `done`, with their evaluations and checkpoints."""
+    if args.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # of training alone, as Megatron-DeepSpeed counts it
     for iteration in range(done + 1, args.train_iters + 1):
         loss, norm = trainer.step(next(training), learning_rate(args, iteration - 1))
         metrics.record(iteration, loss, norm, learning_rate(args, iteration))

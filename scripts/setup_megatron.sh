@@ -124,7 +124,7 @@ write_checksums() {
 }
 
 begin '--check --reset --write-checksums' "$@"
-command -v git >/dev/null || die "git is not installed" "Install it, then run this again"
+[[ ${1:-} == --check ]] || command -v git >/dev/null || die "git is not installed" "Install it, then run this again"
 # A copy of the engine without a .git may lie in another repository, whose files git would stash and patch instead.
 GIT_CEILING_DIRECTORIES=$(dirname -- "$(realpath -m -- "$MEGATRON_DIR")")
 export GIT_CEILING_DIRECTORIES

@@ -4,9 +4,9 @@
 
 The settings are the launchers', from the environment. The matrix products are those of the engines' model: as deep, as
 wide, an ungated feed-forward, tied embeddings. It differs in its relative position bias instead of learned positions,
-RMS norms without biases, and random tokens that fill every sample, so that nothing is masked. It has fp32 weights under
-bf16 autocast, PyTorch's fused AdamW, dropout and clipping. It is measured as it is and then with every block compiled;
-each measurement is written at once as a line of FILE, with the keys of a comparison's rows.
+RMS norms without biases, and random tokens that fill every sample, so that nothing is masked. It has fp32 weights, bf16
+autocast, PyTorch's fused AdamW, dropout and clipping. It is measured as it is and then with every block compiled; each
+measurement is written at once as a line of FILE, with the keys of a comparison's rows.
 """
 
 import json
@@ -22,6 +22,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from transformers import T5Config, T5ForConditionalGeneration
 
+from t5bench.acceptance.results import attention_kernels
 from t5bench.compare.statistics import median_with_interval
 from t5bench.model import flops
 from t5bench.model.job import Architecture
@@ -76,7 +77,7 @@ class Loop:
         begun = time.perf_counter()
         total = torch.zeros((), device=self.device)
         for tokens, labels in self.batches:
-            with torch.autocast(self.device, torch.bfloat16):
+            with torch.autocast(self.device, torch.bfloat16, enabled=self.plan.precision == "bf16"):
                 loss = self.model(input_ids=tokens, labels=labels).loss / len(self.batches)
             loss.backward()
             total += loss.detach()
@@ -90,26 +91,27 @@ class Loop:
         """peak: TFLOP/s. Raises torch.cuda.OutOfMemoryError."""
         iterations, on_gpu = self.plan.number("TRAIN_ITERS"), self.device == "cuda"
         self.optimizer.zero_grad(set_to_none=True)  # an attempt that ran out of memory left some
-        first, *_ = [self.iterate()[0] for _ in range(WARM_UPS)]
         if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        found = median_with_interval([self.iterate()[0] for _ in range(iterations - WARM_UPS - 1)])
-        tflops = flops.flops_per_iteration(self.shape, self.global_batch) / found.median / 1e9
+            torch.cuda.reset_peak_memory_stats()  # as the engines do before their first iteration
+        first, *_ = [self.iterate()[0] for _ in range(WARM_UPS)]
+        timing = median_with_interval([self.iterate()[0] for _ in range(iterations - WARM_UPS - 1)])
+        tflops = flops.flops_per_iteration(self.shape, self.global_batch) / timing.median / 1e9
         memory = {"0": torch.cuda.max_memory_allocated() / 2**20} if on_gpu else {}
         stretch = ProfiledStretch(self.device)
         stretch.begin()
         _, loss = self.iterate()
-        profiled, _ = stretch.end(iterations)
+        profiled, events = stretch.end(iterations)
         return {
-            "milliseconds_per_iteration": asdict(found),
-            "samples_per_second": asdict(found.per(1000.0 * self.global_batch)),
+            "milliseconds_per_iteration": asdict(timing),
+            "samples_per_second": asdict(timing.per(1000.0 * self.global_batch)),
             "tflops_per_gpu": tflops,
             "mfu": peak and tflops / peak,
             "peak_memory_mib": memory,
-            "compile_seconds": max(0.0, first - found.median) / 1000,
+            "compile_seconds": max(0.0, first - timing.median) / 1000,
             "final_loss": loss,
             "profile": profiled,
             "limits": profile.limits(msgspec.convert(profiled, profile.Profile).ranks),
+            "attention": attention_kernels(event["name"] for event in events),
         }
 
 
@@ -124,11 +126,11 @@ def main(output: Path) -> int:
         if how == "compiled":
             loop.compile()
         try:
-            found = {"status": COMPLETE, "reason": "", **loop.measure(peak)}
+            point = {"status": COMPLETE, "reason": "", **loop.measure(peak)}
         except Exception as error:  # a compiler may fail in any way
             status = OUT_OF_MEMORY if isinstance(error, torch.cuda.OutOfMemoryError) else CRASHED
-            found = {"status": status, "reason": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-        points.append(common | {"engine": f"Hugging Face, {how}"} | found)
+            point = {"status": status, "reason": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+        points.append(common | {"what": f"Hugging Face, {how}"} | point)
         output.write_text("".join(json.dumps(point) + "\n" for point in points))
     return int(CRASHED in [point["status"] for point in points])
 

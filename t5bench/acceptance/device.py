@@ -1,38 +1,31 @@
-"""What the machine is, and its device's best rates: ``python -m t5bench.acceptance.device FILE``.
+"""What the device does at best, and which kernels its attention takes: ``python -m t5bench.acceptance.device FILE``.
 
 It is a separate process because asking PyTorch about a GPU takes memory on it.
 """
 
+import itertools
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
 from torch.utils import benchmark, collect_env
 
-from t5bench import REPOSITORY, Problem, note
-from t5bench.record import machine
+from t5bench import Problem, note
+from t5bench.acceptance.results import attention_kernels
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
 
 
-def facts() -> dict[str, Any]:
-    """The facts on which every figure from this machine depends; None for what is not there."""
-    cpu, (commit, changed) = machine.cpu(), machine.commit(REPOSITORY)
-    packed = Path(os.environ.get("BUNDLE", ""), "commit")
-    if commit is None and packed.is_file():
-        commit = f"{packed.read_text().strip()}, when the bundle was packed"
+def software() -> dict[str, Any]:
+    """What only PyTorch and the compilers know of this machine."""
     return {
-        "GPUs": [f"{g['name']}, {g['memory_mib']} MiB, driver {g['driver']}" for g in machine.gpus(os.environ)],
         "cuDNN": torch.backends.cudnn.version(),
         "nvcc": collect_env.get_running_cuda_version(collect_env.run),
         "g++": collect_env.get_gcc_version(collect_env.run),
-        "CPU": f"{cpu['model']}, {cpu['cores']} cores, {cpu['memory_mib']} MiB",
-        "/dev/shm": f"{shutil.disk_usage('/dev/shm').total >> 20} MiB",
-        "commit": f"{commit}, with changes" if changed else commit,
-        **machine.versions(),
     }
 
 
@@ -42,10 +35,11 @@ def seconds(statement: str, **names: Any) -> float:
 
 
 def matmul_tflops(m: int, n: int, k: int, device: str) -> float:
-    """TFLOP/s of a [m, k] x [k, n] product in bf16, of random numbers: zeros take less power and run faster."""
-    a = torch.randn(m, k, device=device, dtype=torch.bfloat16)
-    b = torch.randn(k, n, device=device, dtype=torch.bfloat16)
-    out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
+    """TFLOP/s of a [m, k] x [k, n] product, on a GPU in bf16. Its numbers are random: zeros take less power."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    a = torch.randn(m, k, device=device, dtype=dtype)
+    b = torch.randn(k, n, device=device, dtype=dtype)
+    out = torch.empty(m, n, device=device, dtype=dtype)
     return 2.0 * m * n * k / seconds("torch.mm(a, b, out=out)", a=a, b=b, out=out) / 1e12
 
 
@@ -57,7 +51,7 @@ def copy_gb_per_s(size: int, source: str, device: str) -> float:
 
 
 def rates(device: str) -> dict[str, float]:
-    """TFLOP/s of a large bf16 product and of T5-Large's own with eight samples, and GB/s of copies."""
+    """TFLOP/s of a large product and of T5-Large's own with eight samples, and GB/s of copies."""
     edge, size, tokens = (8192, 2 << 30, 8 * 512) if device == "cuda" else (512, 32 << 20, 256)
     found = {
         "matmul_tflops": matmul_tflops(edge, edge, edge, device),
@@ -71,16 +65,39 @@ def rates(device: str) -> dict[str, float]:
     return found
 
 
+def probe_attention(device: str, dtype: torch.dtype, *, masked: bool, dropout: float) -> dict[str, Any]:
+    """Which kernels attention runs forward and backward, and its mean over values of one: 1, whatever the dropout.
+
+    A mean of 0.97 or 1.04 says that the kernel drops one weight in 8 or 16, but scales as if it were one in 10.
+    """
+    batch, heads, length, size = (8, 16, 512, 64) if device == "cuda" else (1, 2, 32, 16)
+    query, key = (torch.randn(batch, heads, length, size, device=device, dtype=dtype) for _ in range(2))
+    value = torch.ones_like(key)
+    for tensor in (query, key, value):
+        tensor.requires_grad_()
+    mask = torch.zeros(batch, 1, length, length, device=device, dtype=dtype) if masked else None
+    found = {"precision": str(dtype).removeprefix("torch."), "mask": masked, "dropout": dropout}
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device == "cuda")]
+    try:
+        with profile(activities=activities) as profiled:
+            output = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
+            output.sum().backward()
+        mean = output.float().mean().item()
+    except RuntimeError as error:
+        return found | {"kernels": [], "mean": None, "error": str(error).splitlines()[0]}
+    return found | {"kernels": attention_kernels(e.key for e in profiled.key_averages()), "mean": mean, "error": ""}
+
+
 def main(output: Path) -> int:
-    found, device = facts(), "cuda" if torch.cuda.is_available() else "cpu"
-    for what, value in found.items():
-        note(f"{what:>20}: {value}")
-    if device == "cpu" and found["GPUs"]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and os.environ.get("DEVICE") == "cuda":
         built = f"PyTorch {torch.__version__}, built for CUDA {torch.version.cuda}"
         remedy = "Install a PyTorch for a CUDA version that the driver supports"
         note(Problem(f"there is a GPU, but {built}, does not see it", remedy).report)
         return EXIT_CODES[CONFIGURATION]
-    measured = {"facts": found, "rates": rates(device)}
+    kinds = itertools.product((torch.bfloat16, torch.float32), (False, True), (0.0, 0.1))
+    attention = [probe_attention(device, dtype, masked=masked, dropout=drop) for dtype, masked, drop in kinds]
+    measured = {"software": software(), "attention": attention, "rates": rates(device)}
     output.write_text(json.dumps(measured, indent=2) + "\n")
     return 0
 

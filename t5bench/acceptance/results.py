@@ -1,27 +1,66 @@
-"""The results of the steps: README.md for people, results.json with every figure, and the packed records."""
+"""results.json, which holds every figure and continues anywhere, and README.md, which is made from it alone."""
 
-import json
 import re
-import subprocess
-import sys
-import tarfile
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec import Struct
 from tabulate import tabulate
 
-from t5bench.profile import parts as profile
+from t5bench import Problem
 
-PASSED, FAILED, OUT_OF_TIME, NOT_RUN = "passed", "failed", "out of time", "not run"
-# The text files of the steps. TensorBoard's files only repeat them.
-ARCHIVED = (".json", ".jsonl", ".log", ".out", ".sh", ".html")
+PASSED, FAILED, SKIPPED, OUT_OF_TIME, NOT_RUN = "passed", "failed", "skipped", "out of time", "not run"
+FILE = "results.json"
+# What the profiler calls the parts of PyTorch that compute attention, and their kernels.
+ATTENTION = re.compile(r"aten::_scaled_dot_product|flash|fmha|cudnn.*sdpa|sdpa.*cudnn|efficient_attention")
+LONGEST_NAME = 60
 
 
-def module(name: str, *arguments: object) -> list[str]:
-    """The command that runs a module of this package."""
-    return [sys.executable, "-m", name, *map(str, arguments)]
+class Outcome(Struct):
+    """How a step ended."""
+
+    result: str
+    # The number of the call that ran it, from 1.
+    call: int
+    status: int | None = None
+    seconds: float = 0.0
+    # Why it did not pass, or "".
+    reason: str = ""
+    # Clocks, temperature and what slowed the GPUs down meanwhile; empty without NVML.
+    gpu: dict[str, Any] = {}
+    # What was measured: each kind of step has its own.
+    figures: Any = None
+
+
+class Call(Struct):
+    """One call of scripts/gpu_acceptance.sh, and the machine that it found."""
+
+    made: str
+    facts: dict[str, Any]
+
+
+class Results(Struct):
+    """Everything that was measured on one kind of machine, in one or several calls."""
+
+    rehearsal: bool
+    # The names of the GPUs; none in a rehearsal.
+    gpus: list[str]
+    # Samples of an iteration in every measurement.
+    batch: int
+    calls: list[Call] = []
+    # By the name of the step, in the order in which they ran.
+    steps: dict[str, Outcome] = {}
+
+    def passed(self, name: str) -> bool:
+        return name in self.steps and self.steps[name].result == PASSED
+
+    def verdict(self) -> str:
+        """One sentence for the terminal and the top of the summary."""
+        others = [f"{name}: {step.result}" for name, step in self.steps.items() if step.result != PASSED]
+        count = len(self.steps)
+        return "; ".join([f"{count - len(others)} of {count} steps passed", *others]) + "."
 
 
 def name_of(gpus: Sequence[str]) -> str:
@@ -30,105 +69,122 @@ def name_of(gpus: Sequence[str]) -> str:
     return f"{len(gpus)}x-{slug}" if len(gpus) > 1 else slug
 
 
-def gather(work: Path, outcomes: Mapping[str, Mapping[str, Any]], **asked: Any) -> dict[str, Any]:
-    """All results in the steps' files. asked: whether it is a ``rehearsal``, and the ``batch``."""
-    points = [point(row) for row in rows_of(compare(work / "runs" / "throughput", "engine", "MICRO_BATCH_SIZE"))]
-    devices = sorted(work.glob("device*.json"), key=lambda path: path.stem)
-    plain = [line for path in work.glob("baseline-*.jsonl") for line in path.read_text().splitlines()]
-    return asked | {
-        "made": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "devices": {path.stem: json.loads(path.read_text()) for path in devices},
-        "large": compare(work / "runs" / "large", "engine"),
-        "throughput": [*points, *map(json.loads, plain)],
-        "parity": {path.stem: path.read_text() for path in sorted(work.glob("logs/parity-*.out"))},
-        "steps": dict(outcomes),
-    }
+def attention_kernels(names: Iterable[str]) -> list[str]:
+    """The names, of operators or kernels, that tell which attention ran."""
+    return sorted({name.removeprefix("void ")[:LONGEST_NAME] for name in names if ATTENTION.search(name)})
 
 
-def compare(runs: Path, *allowed: str) -> dict[str, Any]:
-    """``t5bench compare`` over the runs in a directory: its comparison.json, and comparison.md as ``markdown``."""
-    output = runs.with_name(f"{runs.name}-comparison")
-    file = output / "comparison.json"
-    file.unlink(missing_ok=True)  # of an earlier call
-    options = [word for name in allowed for word in ("--allow", name)]
-    command = module("t5bench", "compare", runs, "--output", output, *options)
-    said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
-    if not file.exists():
-        return {"groups": [], "markdown": said}
-    return json.loads(file.read_text()) | {"markdown": (output / "comparison.md").read_text("utf-8")}
+def read(file: Path) -> Results:
+    """Raises Problem."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Results)
+    except (OSError, ValueError) as error:
+        raise Problem(f"{file} cannot be continued: {error}", "Name the results.json of an earlier call") from error
 
 
-def rows_of(comparison: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [row for group in comparison["groups"] for row in group["rows"]]
+def continued(files: Iterable[Path], new: Results) -> Results:
+    """The results with most passed steps among these files, or the new ones. Raises Problem for another machine's."""
+    results = new
+    for file in files:
+        earlier = read(file)
+        asked = (new.rehearsal, new.gpus, new.batch)
+        if (earlier.rehearsal, earlier.gpus, earlier.batch) != asked:
+            described = f"{', '.join(earlier.gpus) or 'a rehearsal'} with {earlier.batch} samples an iteration"
+            here = f"{', '.join(new.gpus) or 'a rehearsal'} with {new.batch}"
+            remedy = "Choose another RESULTS_DIR, or the same machine and MICRO_BATCH_SIZES"
+            raise Problem(f"{file} has the results of {described}, and this is {here}", remedy)
+        if sum(map(earlier.passed, earlier.steps)) >= sum(map(results.passed, results.steps)):
+            results = earlier
+    return results
 
 
-def point(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the comparison, with what its profile says of it."""
-    run = row["runs"][0]
-    file, micro_batch = Path(run["directory"], "profile.json"), int(run["settings"]["MICRO_BATCH_SIZE"])
-    limits = profile.limits(profile.read_profile(file).ranks) if file.exists() else ""
-    return {**row, "engine": f"{row['engine']} engine", "micro_batch": micro_batch, "limits": limits}
+def encoded(results: Results) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n"
 
 
-def write(found: Mapping[str, Any], work: Path, directory: Path) -> None:
-    """Writes the files, including the records in ``work``; earlier ones are replaced."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "results.json").write_text(json.dumps(found, indent=2) + "\n")
-    (directory / "README.md").write_text("\n\n".join(filter(None, summary(found))) + "\n", "utf-8")
-    with tarfile.open(directory / "records.tar.xz", "w:xz") as tar:
-        for path in sorted(work.rglob("*")):
-            if path.suffix in ARCHIVED and path.is_file() and directory not in path.parents:
-                tar.add(path, arcname=str("records" / path.relative_to(work)))
-
-
-def verdict(found: Mapping[str, Any]) -> str:
-    """One sentence for the terminal and the top of the summary."""
-    others = [f"{name}: {step['result']}" for name, step in found["steps"].items() if step["result"] != PASSED]
-    count = len(found["steps"])
-    return "; ".join([f"{count - len(others)} of {count} steps passed", *others]) + "."
+# ---- README.md -----------------------------------------------------------------------------------------------------
 
 
 def table(header: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
     return tabulate(list(rows), header, tablefmt="github", floatfmt=".4g", missingval="-")
 
 
-def summary(found: Mapping[str, Any]) -> Iterable[str]:
-    """The paragraphs of README.md."""
-    device = found["devices"]["device"]
-    yield "# A rehearsal on the CPU" if found["rehearsal"] else f"# T5-Large on {'; '.join(device['facts']['GPUs'])}"
-    yield f"Made by `bash scripts/gpu_acceptance.sh`, {found['made']}. {verdict(found)}"
-    if found["rehearsal"]:
+def summary(results: Results) -> str:
+    """README.md."""
+    return "\n\n".join(filter(None, _paragraphs(results))) + "\n"
+
+
+def _paragraphs(results: Results) -> Iterable[str]:
+    yield "# A rehearsal on the CPU" if results.rehearsal else f"# T5-Large on {', '.join(results.gpus)}"
+    made = ", ".join(call.made for call in results.calls)
+    yield f"Made by `bash scripts/gpu_acceptance.sh` in {len(results.calls)} call(s): {made}. {results.verdict()}"
+    if results.rehearsal:
         yield "**At tiny size: this shows that the steps work; the figures mean nothing.**"
-    yield table(["what", "found"], device["facts"].items())
-    yield "## The device at its best"
-    rates = [measured["rates"] for measured in found["devices"].values()]
-    yield table(["", *found["devices"]], [[name, *(of.get(name) for of in rates)] for name in rates[0]])
-    yield "## Every strategy"
-    yield found["large"]["markdown"].removeprefix("# Comparison").strip().replace("\n#", "\n##")
-    if found["throughput"]:
-        yield "## Throughput of one device"
-        yield f"{found['batch']} samples an iteration in every row, including AdamW's update; bf16, with dropout."
-        header = ["what", "micro-batch", "ms/iteration", "95 %", "samples/s", "TFLOP/s", "MFU", "of the rate above",
-                  "GPU MiB", "what limits it"]  # fmt: skip
-        yield table(header, throughput(found["throughput"], rates[0]["matmul_tflops"]))
-    if found["parity"]:
-        yield "## Do they train the same model?"
-        yield ("`scripts/check_parity.sh` on this device, at tiny size. A strategy with more processes than devices "
-               "shares one, over gloo.")  # fmt: skip
-        yield from (f"```\n{text.strip()}\n```" for text in found["parity"].values())
+    facts = list(dict.fromkeys(name for call in results.calls for name in call.facts))
+    numbers = [f"call {number}" for number in range(1, len(results.calls) + 1)]
+    yield table(["", *numbers], [[name, *(call.facts.get(name) for call in results.calls)] for name in facts])
+    yield from _device(results.steps)
+    yield from _measurements(results)
+    yield from _parity(results.steps)
     yield "## Steps"
-    yield table(["step", "result", "seconds"], [(n, s["result"], s["seconds"]) for n, s in found["steps"].items()])
-    yield "The records, outputs and profiles of all runs are in `records.tar.xz`, all figures in `results.json`."
+    yield table(["step", "result", "call", "seconds", "reason"],
+                [(name, s.result, s.call, s.seconds, s.reason) for name, s in results.steps.items()])  # fmt: skip
+    yield "`results.json` has all figures, `records-N.tar.gz` the records, outputs and profiles of call N."
 
 
-def throughput(points: Iterable[Mapping[str, Any]], rate: float) -> Iterable[list[Any]]:
-    """The engines and the plain loop, one micro-batch size after another; rate: TFLOP/s of a large product."""
-    for row in sorted(points, key=lambda row: -row["micro_batch"]):
-        start, time = [row["engine"], row["micro_batch"]], row.get("milliseconds_per_iteration")
-        if not time:
-            yield [*start, row["status"], *[None] * 6, row["reason"]]
-            continue
-        tflops, memory = row["tflops_per_gpu"], max(row["peak_memory_mib"].values(), default=None)
-        interval = "" if time["low"] is None else f"{time['low']:.1f} to {time['high']:.1f}"
-        yield [*start, f"{time['median']:.1f}", interval, row["samples_per_second"]["median"], tflops, row["mfu"],
-               tflops and tflops / rate, memory, row["limits"]]  # fmt: skip
+def _device(steps: Mapping[str, Outcome]) -> Iterable[str]:
+    measured = {name: step.figures for name in ("device", "device-after") if (step := steps.get(name)) and step.figures}
+    rates = [figures.get("rates", {}) for figures in measured.values()]
+    if not any(rates):
+        return
+    yield "## The device at its best"
+    yield table(["", *measured], [[name, *(of.get(name) for of in rates)] for name in rates[0] or rates[-1]])
+    attention = next((figures["attention"] for figures in measured.values() if figures.get("attention")), None)
+    if attention:
+        yield "What PyTorch's attention runs here, at T5-Large's sizes:"
+        yield table(["precision", "mask", "dropout", "kernels", "mean over ones (1 is right)"],
+                    [[a["precision"], a["mask"], a["dropout"], ", ".join(a["kernels"]) or a["error"], a["mean"]]
+                     for a in attention])  # fmt: skip
+
+
+def _measurements(results: Results) -> Iterable[str]:
+    header = ["what", "micro-batch", "ms/iteration", "95 %", "samples/s", "TFLOP/s", "MFU", "GPU MiB", "SM MHz",
+              "\u00b0C", "slowed by", "attention", "what limits it"]  # fmt: skip
+    rows = []
+    for step in results.steps.values():
+        points = step.figures if isinstance(step.figures, list) else []
+        rows += [_measurement(point, step.gpu) for point in points]
+    if rows:
+        yield "## T5-Large" if not results.rehearsal else "## The tiny T5"
+        yield (
+            f"{results.batch} samples an iteration in every row, including AdamW's update; bf16, with dropout "
+            "unless the row says otherwise. Peak memory is what PyTorch allocated from the first iteration on."
+        )
+        yield table(header, rows)
+
+
+def _measurement(point: Mapping[str, Any], gpu: Mapping[str, Any]) -> list[Any]:
+    start, time = [point["what"], point["micro_batch"]], point.get("milliseconds_per_iteration")
+    clocks = gpu.get("sm_mhz")
+    state = [f"{clocks['lowest']}-{clocks['highest']}" if clocks else None, gpu.get("temperature_c"),
+             ", ".join(gpu.get("slowed_by", ()))]  # fmt: skip
+    if not time:
+        return [*start, point["status"], *[None] * 5, *state, "", point["reason"]]
+    interval = "" if time["low"] is None else f"{time['low']:.1f} to {time['high']:.1f}"
+    memory = max(point["peak_memory_mib"].values(), default=None)
+    return [*start, f"{time['median']:.1f}", interval, point["samples_per_second"]["median"], point["tflops_per_gpu"],
+            point["mfu"], memory, *state, ", ".join(point["attention"]), point["limits"]]  # fmt: skip
+
+
+def _parity(steps: Mapping[str, Outcome]) -> Iterable[str]:
+    noise = {name: step.figures for name, step in steps.items() if name.startswith("noise") and step.figures}
+    checks = {name: step.figures for name, step in steps.items() if name.startswith("parity") and step.figures}
+    if noise or checks:
+        yield "## Do they train the same model?"
+        yield (
+            "In fp32 without dropout, at tiny size. A strategy with more processes than devices shares one, over "
+            "gloo. The noise is the largest relative difference of two runs of the same DDP."
+        )
+    if noise:
+        yield table(["noise", "loss", "gradient norm"], [[name, f["loss"], f["norm"]] for name, f in noise.items()])
+    yield from (f"```\n{text.strip()}\n```" for text in checks.values())

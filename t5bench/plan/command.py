@@ -197,7 +197,7 @@ def environment(draft: Draft, choices: Choices) -> dict[str, str]:
     if draft.value("ENGINE") == "megatron":
         paths.insert(0, draft.value("MEGATRON_DIR"))
     variables = {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": draft.value("CUDA_DEVICE_MAX_CONNECTIONS"),
         "PYTHONFAULTHANDLER": "1",
         "PYTHONPATH": ":".join(paths),
         "WANDB_MODE": choices.wandb_mode,

@@ -201,9 +201,12 @@ def effective_config(draft: Draft) -> dict[str, Any] | None:
         draft.refuse("ds-config", f"{path}: {error}")
         return None
     zero = stage_config["zero_optimization"]
+    if draft.value("OVERLAP_COMM") != "default":
+        zero["overlap_comm"] = draft.value("OVERLAP_COMM") == "on"
     if zero.get("overlap_comm", zero["stage"] == 3) and zero["stage"] > 1:
-        warning = f"warning: overlap_comm is true in {path}, which makes ZeRO-2 and ZeRO-3 hang on GPUs"
-        draft.notes.append(f"{warning}: set it to false (DeepSpeed's default for ZeRO-3 is true)")
+        source = "OVERLAP_COMM=on" if draft.value("OVERLAP_COMM") == "on" else str(path)
+        warning = f"warning: overlap_comm is true ({source}), with which ZeRO-2 and ZeRO-3 have hung on GPUs"
+        draft.notes.append(f"{warning}: OVERLAP_COMM=off avoids it (DeepSpeed's default for ZeRO-3 is true)")
     return run_config | stage_config
 
 

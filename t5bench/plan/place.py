@@ -13,6 +13,7 @@ from t5bench.corpus.index import Index, command_for, read_index, read_record, re
 from t5bench.plan import claim
 from t5bench.plan.draft import Draft
 from t5bench.plan.families import family_of
+from t5bench.plan.toolkit import import_fault
 from t5bench.record.command import ds_config_text
 from t5bench.record.machine import installed_version
 from t5bench.record.plan import Plan, by_name
@@ -116,7 +117,8 @@ def choose_attention(draft: Draft, device: str) -> bool:
         "fp32": not draft.value("PRECISION_FLAG"),
         "no CUDA": device != "cuda",
     }
-    reason = next((reason for reason, holds in reasons.items() if holds), "")
+    # The last question takes seconds.
+    reason = next((reason for reason, holds in reasons.items() if holds), "") or import_fault("flash_attn")
     if reason and wanted == "on":
         found = f"FLASH_ATTENTION=on is not possible: {reason}"
         draft.lack("flash-attention", found, "FLASH_ATTENTION=auto falls back to standard attention")

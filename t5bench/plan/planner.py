@@ -18,6 +18,7 @@ from t5bench.plan.families import check_family
 from t5bench.plan.launchers import declared
 from t5bench.plan.layout import choose_processes, divide
 from t5bench.plan.settings import check_values, take_engine_arguments, values_from
+from t5bench.plan.toolkit import check_curand
 from t5bench.record import wandb
 from t5bench.record.plan import Plan, Strategy, by_name
 
@@ -182,6 +183,11 @@ def _check_software(
         patches = check_engine(draft, directory, device, gpus_shared)
         check_locks(draft, directory)
     check_packages(draft, ds_config, layout)
+    if device == "cuda" and ds_config and offload_device(ds_config, "offload_optimizer") == "cpu":
+        try:
+            check_curand(draft.environ)
+        except Problem as problem:
+            draft.lack("no-curand", str(problem), problem.remedy)
     return patches
 
 

@@ -264,6 +264,8 @@ TABLE: Sequence[Declaration] = (
     Declaration("PRECISION_FLAG", OneOf(PRECISIONS, optional=True), "model", "=", "--bf16", "--bf16, --fp16, or empty for fp32"),
     Declaration("FLASH_ATTENTION", OneOf(("auto", "on", "off")), "method", "", "auto", "auto, on or off: for the decoder's self-attention, on CUDA in bf16 or fp16"),
     Declaration("GRADIENT_REDUCTION", OneOf(("default", "fp32")), "method", "", "default", "default, or fp32: ZeRO also reduces gradients in fp32, as DDP does, instead of the training precision"),
+    Declaration("OVERLAP_COMM", OneOf(("default", "on", "off")), "method", "", "default", "default, on or off: ZeRO communicates while it computes (default: as the strategy's JSON says; on has hung on GPUs)"),
+    Declaration("CUDA_DEVICE_MAX_CONNECTIONS", Whole(1, 32), "method", "", "1", "Hardware queues of a GPU; 1 keeps the order in which kernels are launched, more may overlap communication with computing"),
     Declaration("RECOMPUTE", OneOf(("none", "selective", "full")), "method", "", "none", "none, selective (attention) or full (layers): recompute activations in the backward pass"),
     Declaration("FSDP_KEEP_PARAMETERS", _ON_OFF, "method", "", "0", "FSDP2: 1 gathers parameters once an iteration and keeps them until its end, as ZeRO-2 does; 0 gathers each layer when it computes"),
     Declaration("FSDP_SHARD_SIZE", Whole(0), "method", "", "0", "FSDP2: processes that share one copy of the states; the others have further copies (HSDP); 0: all data-parallel processes"),

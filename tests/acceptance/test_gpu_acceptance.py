@@ -1,22 +1,28 @@
-"""scripts/gpu_acceptance.sh: what it refuses, its rehearsal, its results, its bundle."""
+"""scripts/gpu_acceptance.sh: what it refuses, its rehearsal in a bare environment, its bundle."""
 
-import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
-import zipfile
 from pathlib import Path
 
 import pytest
 from harness import REPO_ROOT
 
-from t5bench.acceptance import packages, results
+from t5bench.acceptance import bundle, results
+
+SCRIPT = str(REPO_ROOT / "scripts" / "gpu_acceptance.sh")
+# Of programs, a bare image has coreutils and what the launchers need.
+PROGRAMS = """
+    bash env timeout setsid sleep mkdir rm mv cat sed date stat touch dirname realpath cp ln id uname grep tr getent
+    hostname ps kill nproc sort head tail
+"""
 
 
-def accept(*arguments: str, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = ["bash", str(REPO_ROOT / "scripts" / "gpu_acceptance.sh"), *arguments]
+def accept(*arguments: str, timeout: float = 200, **environment: str) -> subprocess.CompletedProcess[str]:
     settings = os.environ | {"PYTHON": sys.executable} | environment
+    command = ["bash", SCRIPT, *arguments]
     return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=timeout, check=False)
 
 
@@ -25,12 +31,12 @@ def accept(*arguments: str, timeout: float = 60, **environment: str) -> subproce
     [
         ([], {"ENGINES": "native"}, "there is no GPU here"),
         (["trough"], {}, "unknown argument 'trough'"),
-        (["--pack"], {}, "--pack needs a directory"),
-        (["--pack", "bundle"], {"MEGATRON_DIR": "/nonexistent"}, "there is no Megatron-DeepSpeed checkout"),
-        (["--rehearse"], {"MEGATRON_DIR": "/nonexistent"}, "or set ENGINES=native"),
+        (["--pack"], {}, "--pack needs a file"),
+        (["--pack", "bundle"], {"MEGATRON_DIR": "/nonexistent"}, "/nonexistent is missing, but the bundle holds it"),
         (["--rehearse"], {"MINUTES": "ten"}, "MINUTES must be a number of at least 0"),
-        (["--rehearse"], {"ENGINES": "native", "STRATEGIES": "ddp zero9"}, "there is no strategy 'zero9'"),
-        (["--rehearse"], {"ENGINES": "native", "MICRO_BATCH_SIZES": "8 x"}, "of at least 1, found '8 x'"),
+        (["--rehearse"], {"STRATEGIES": "ddp zero9"}, "there is no strategy 'zero9'"),
+        (["--rehearse"], {"BUNDLE": "/nonexistent"}, "there is no bundle /nonexistent"),
+        (["--rehearse"], {"CONTINUE": "/nonexistent"}, "/nonexistent cannot be continued"),
     ],
 )
 def test_impossible_requests_are_refused_first(tmp_path: Path, arguments: list, environment: dict, message: str):
@@ -39,65 +45,91 @@ def test_impossible_requests_are_refused_first(tmp_path: Path, arguments: list, 
     assert message in result.stderr
 
 
-def test_a_gpu_that_torch_does_not_see_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    stub = tmp_path / "nvidia-smi"
-    stub.write_text('#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0: Stub" || echo "0, NVIDIA Stub, 81559, 470.1, GPU-0"\n')
-    stub.chmod(0o755)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    result = accept(PATH=path, ENGINES="native", WORK_DIR=str(tmp_path / "work"), RESULTS_DIR=str(tmp_path / "results"))
-    assert result.returncode == 2
-    assert "NVIDIA Stub, 81559.0 MiB, driver 470.1" in result.stderr and "does not see it" in result.stderr
+@pytest.fixture
+def bare(tmp_path: Path) -> str:
+    """A PATH without git, make, pip or compilers, on which nvidia-smi fails."""
+    directory = tmp_path / "bare"
+    directory.mkdir()
+    for name in PROGRAMS.split():
+        if path := shutil.which(name):
+            (directory / name).symlink_to(path)
+    (directory / "nvidia-smi").write_text("#!/bin/sh\necho 'Driver/library version mismatch'\nexit 18\n")
+    (directory / "nvidia-smi").chmod(0o755)
+    return str(directory)
 
 
 @pytest.mark.slow
-def test_the_rehearsal_goes_through_everything_once(tmp_path: Path):
+def test_the_rehearsal_goes_through_everything_once_in_a_bare_environment(tmp_path: Path, bare: str):
     """One engine, strategy and size: what differs on a GPU are the device, the sizes and the compilers."""
-    chosen = {"ENGINES": "native", "STRATEGIES": "zero1", "MICRO_BATCH_SIZES": "4", "GLOBAL_BATCH_SIZE": "4"}
-    chosen |= {"MINUTES": "8", "WORK_DIR": str(tmp_path / "a path with spaces")}
-    left = tmp_path / "a path with spaces" / "rehearsal" / "results"
+    chosen = {"STRATEGIES": "zero1", "MICRO_BATCH_SIZES": "4", "MINUTES": "9", "PATH": bare}
+    chosen |= {"WORK_DIR": str(tmp_path / "a path with spaces"), "MEGATRON_DIR": str(tmp_path / "absent")}
+    output = tmp_path / "a path with spaces" / "rehearsal" / "results"
     result = accept("--rehearse", timeout=590, **chosen)
+    found = results.read(output / results.FILE)
+    ends = {name: step.result for name, step in found.steps.items()}
     assert result.returncode == 0, result.stderr
-    found = json.loads((left / "results.json").read_text())
-    large = results.rows_of(found["large"])
-    assert [(row["strategy"], row["status"]) for row in large] == [("ddp", "complete"), ("zero1", "complete")]
-    points = found["throughput"]
-    assert [p["engine"] for p in points] == ["native engine", "Hugging Face, eager", "Hugging Face, compiled"]
-    # The same matrix products in each, and a profile of each.
-    products = [point["tflops_per_gpu"] * point["milliseconds_per_iteration"]["median"] for point in points]
-    assert products == pytest.approx(products[:1] * 3)
-    assert all("in the backward pass" in point["limits"] for point in points)
-    assert list(found["devices"]) == ["device", "device-after"]
-    assert "PASS: " in found["parity"]["parity-native"]
-    text = (left / "README.md").read_text()
-    for part in ("the figures mean nothing", "\n## The device at its best\n", "| zero1† ", "| Hugging Face, compiled "):
+    assert ends.pop("device-after") == "passed"
+    assert {name for name, end in ends.items() if end == "skipped"} == {name for name in ends if "megatron" in name}
+    assert "there is no Megatron-DeepSpeed" in found.steps["parity-megatron"].reason
+    points = [p for name, step in found.steps.items() for p in step.figures or () if name.endswith("micro-batch-4")]
+    products = {p["what"]: p["tflops_per_gpu"] * p["milliseconds_per_iteration"]["median"] for p in points}
+    alone = [products[what] for what in ("native ddp", "Hugging Face, eager", "Hugging Face, compiled")]
+    assert alone == pytest.approx(alone[:1] * 3), "the same matrix products in each"
+    assert all("in the backward pass" in point["limits"] and point["attention"] for point in points)
+    assert "PASS: " in found.steps["parity-native"].figures
+    assert found.steps["noise-native"].figures == {"loss": 0, "norm": 0}
+    text = (output / "README.md").read_text()
+    for part in (
+        "the figures mean nothing",
+        "## The device at its best",
+        "| native zero1 ",
+        "| Hugging Face, compiled ",
+    ):
         assert part in text
-    with tarfile.open(left / "records.tar.xz") as archive:
+    assert (output / "comparison-1.html").stat().st_size > 100_000
+    with tarfile.open(output / "records-1.tar.gz") as archive:
         names = set(archive.getnames())
-    assert names > {"records/runs/large/native/repeat1/zero1/node0.log", "records/runs/large-comparison/index.html"}
-    assert not any(name.endswith((".bin", ".pt", "results.json")) for name in names)
+    assert "records/runs/native-zero1-micro-batch-4/node0.log" in names
+    assert not any(name.endswith((".bin", ".pt")) for name in names)
     again = accept("--rehearse", timeout=120, **chosen)
-    assert again.returncode == 0 and ": passed, " not in again.stderr, "nothing is done again"
+    assert again.returncode == 0 and ": passed" not in again.stderr, "nothing is done again"
 
 
-def test_only_missing_packages_are_installed_next_to_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    site = tmp_path / "site"
-    monkeypatch.syspath_prepend(site)
-    monkeypatch.setattr(packages, "required", lambda: {"quite-unheard_of": "quite-unheard_of==1.0", "lost": "lost>=2"})
-    assert packages.complete(site) == ["quite-unheard_of==1.0", "lost>=2"]
-    for name in ("quite_unheard_of", "numpy"):  # numpy of any version: what is there was made for this machine
-        info = f"{name}-1.0.dist-info"
-        with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
-            wheel.writestr(f"{name}.py", "here = True\n")
-            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-            wheel.writestr(f"{info}/RECORD", "")
-    assert packages.complete(site, tmp_path) == ["lost>=2"]
-    assert (site / "quite_unheard_of.py").exists()
-    assert not (site / "numpy.py").exists()
+def test_a_bundle_is_unpacked_once_and_for_its_python_only(tmp_path: Path):
+    """Its packages come first, and its engine is used where there is none."""
+    content, packed, work = tmp_path / "content", tmp_path / "bundle.tar.xz", tmp_path / "work"
+    (content / "site-packages").mkdir(parents=True)
+    (content / "site-packages" / "tabulate.py").write_text("raise ImportError('tabulate of the bundle')\n")
+    for version, message in ((f"3.{sys.version_info[1]}", "tabulate of the bundle"), ("3.99", "is for Python 3.99")):
+        (content / "python").write_text(f"{version}\n")
+        with tarfile.open(packed, "w:xz") as archive:
+            archive.add(content, arcname=".")
+        os.utime(packed)
+        result = accept("--rehearse", BUNDLE=str(packed), WORK_DIR=str(work), MEGATRON_DIR=str(tmp_path / "absent"))
+        assert result.returncode == 2 and message in result.stderr
+        os.utime(work / "bundle", (0, 0))  # an older one is replaced
+
+
+def test_the_engine_is_packed_whole_and_its_helper_compiled_without_make(megatron_dir: Path, tmp_path: Path):
+    copy = tmp_path / "engine"
+    bundle.copy_engine(megatron_dir, copy)
+    assert bundle.engine.state_of(copy) == bundle.engine.SERIES
+    make = tmp_path / "make"
+    bundle.write_make(make, Path(sys.executable))
+    stamps = set()
+    for _ in range(2):  # what is built stays
+        subprocess.run([str(make), "-C", str(copy / "megatron" / "data")], check=True, env={"PATH": os.environ["PATH"]})
+        (built,) = (copy / "megatron" / "data").glob("helpers.*.so")
+        stamps.add(built.stat().st_mtime_ns)
+    assert len(stamps) == 1
+    program = "import helpers; print(helpers.build_mapping.__name__)"
+    subprocess.run([sys.executable, "-c", program], cwd=built.parent, check=True)
+    assert bundle.engine.state_of(copy) == bundle.engine.SERIES
 
 
 def test_every_package_that_the_engines_need_is_carried():
     """Of requirements.txt a machine with torch's usual companions gets the rest from the bundle."""
-    image = {"numpy", "transformers", "tokenizers", "tensorboard", "setuptools"}
-    assert packages.required().keys() <= {*image, *packages.CARRIED, packages.BUILT, *packages.NOT_NEEDED}
+    image = {"numpy", "transformers", "tokenizers", "tensorboard", "setuptools", "sentencepiece", "pybind11", "ninja",
+             "einops", "regex", "six", "packaging", "tqdm", "tabulate", "jinja2", "matplotlib"}  # fmt: skip
+    not_used_here = {"pyarrow", "wandb"}
+    assert bundle.requirements().keys() <= {*image, *bundle.CARRIED, *not_used_here}

@@ -1,93 +1,99 @@
-"""Steps and measurements: which steps there are, what passes, what is ended; the device, and the plain PyTorch loop."""
+"""Which steps there are, in which order; the device's probes; the plain PyTorch loop."""
 
 import json
-import signal
-import subprocess
-import sys
-import time
+import os
 from pathlib import Path
 
 import pytest
 import torch
-from harness import STRATEGIES, processes_with, wait_for
+from harness import STRATEGIES
 from made_runs import made_plan
 from torch.utils.flop_counter import FlopCounterMode
 
-from t5bench.acceptance.__main__ import Preset, Runner, Step
-from t5bench.acceptance.results import FAILED, NOT_RUN, OUT_OF_TIME, PASSED
+from t5bench import Problem
+from t5bench.acceptance import device, results
+from t5bench.acceptance.steps import Machine, Step, Steps
 from t5bench.model import flops
 
-LONG = "trap 'echo tidied; exit 0' TERM; sleep 1000 & echo begun; while :; do sleep 0.1; done"
-SETTINGS = {"ENGINES": "both", "STRATEGIES": "", "MICRO_BATCH_SIZES": "32 8", "DEVICE": "cuda", "RESULTS_DIR": ""}
+SETTINGS = {"ENGINES": "both", "STRATEGIES": "", "MICRO_BATCH_SIZES": "64 32 8"}
 
 
-def test_the_parts_are_parity_the_sweep_and_points_that_do_the_same_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    for name, value in (SETTINGS | {"WORK_DIR": str(tmp_path)}).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("t5bench.acceptance.__main__.count_gpus", lambda _: 2)
-    monkeypatch.setattr("t5bench.record.machine.gpus", lambda _: [{"name": "NVIDIA H200"}] * 2)
-    preset = Preset()
-    assert preset.work.name == preset.output.name == "2x-nvidia-h200"
-    steps = {step.name: step for step in preset.acceptance()}
-    names = ["parity-native", "parity-megatron", "large-megatron", "large-native"]
-    assert [*steps] == names
-    for name in names[:2]:
-        assert set(steps[name].command[2:]) == set(STRATEGIES) and steps[name].environment["SHARE_GPUS"] == "1"
-    for name in names[2:]:
-        # The benchmark stays as it is: its batch, precision, dropout and sizes are the launchers' defaults.
-        assert steps[name].environment == {"ENGINE": name.partition("-")[2], "TRAIN_ITERS": "12"}
-    points = [step for step in preset.throughput() if "MICRO_BATCH_SIZE" in step.environment]
-    assert [step.environment["MICRO_BATCH_SIZE"] for step in points] == ["32"] * 3 + ["8"] * 3
-    assert {step.environment["GLOBAL_BATCH_SIZE"] for step in points} == {"32"}
-    runs = [step for step in points if not step.name.startswith("baseline")]
-    assert all(step.environment["PROFILE_ITERATION"] == "30" and set(step.passes) == {0, 5} for step in runs)
+class Gpus:
+    """The driver's library, as far as Machine asks it."""
+
+    def __init__(self, *names: str) -> None:
+        self.gpus = self.listed = names
+
+    def names(self) -> list[str]:
+        return list(self.listed)
 
 
-def results(work: Path, *steps: Step, seconds: float = 60) -> dict[str, str]:
-    runner = Runner(work)
-    runner.deadline = time.monotonic() + seconds
-    for step in steps:
-        runner.run(step)
-    return {name: outcome["result"] for name, outcome in runner.outcomes.items()}
+def steps_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, **settings: str) -> tuple[Steps, list[Step]]:
+    monkeypatch.setattr("t5bench.acceptance.gpu.visible", lambda environment: Gpus(*["NVIDIA H200"] * gpus))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    environment = os.environ | SETTINGS | {"WORK_DIR": str(tmp_path)} | settings
+    steps = Steps(Machine(environment, rehearsal=False), environment)
+    return steps, list(steps.in_order(tmp_path / "call-1"))
 
 
-def test_a_step_passes_by_its_exit_status_once_and_leaves_what_it_wrote(tmp_path: Path):
-    count, mended = tmp_path / "count", tmp_path / "mended"
-    steps = [
-        Step("good", ["sh", "-c", f"echo $WORD; echo error >&2; echo x >>{count}"], {"WORD": "spoken"}),
-        Step("bad", ["sh", "-c", f"[ -e {mended} ]"]),
-        Step("wanted", ["sh", "-c", "exit 5"], passes=(0, 5)),
+def test_the_most_valuable_steps_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    steps, ordered = steps_of(tmp_path, monkeypatch, gpus=1)
+    names = [step.name for step in ordered]
+    assert names[:11] == [
+        "device",
+        *(f"native-ddp-micro-batch-{size}" for size in (64, 32, 8)),
+        *(f"huggingface-micro-batch-{size}" for size in (64, 32, 8)),
+        *(f"megatron-ddp-micro-batch-{size}" for size in (32, 8, 64)),
+        "noise-native",
     ]
-    assert results(tmp_path, *steps) == {"good": PASSED, "bad": FAILED, "wanted": PASSED}
-    assert (tmp_path / "logs" / "good.out").read_text() == "spoken\n"
-    assert (tmp_path / "logs" / "good.log").read_text() == "error\n"
-    mended.touch()
-    assert results(tmp_path, *steps) == {"good": PASSED, "bad": PASSED, "wanted": PASSED}
-    assert count.read_text() == "x\n"
+    assert names[11:14] == ["parity-native", "noise-megatron", "parity-megatron"]
+    assert names[-1] == "device-after" and len(names) == len(set(names))
+    # On one GPU ZeRO shows its overhead; the others need more.
+    trained = [step.name for step in ordered[14:-1] if step.name.startswith("native")]
+    assert trained == [
+        *(f"native-{name}-micro-batch-8" for name in ("zero1", "zero2", "zero3", "zero3_offload")),
+        "native-ddp-without-dropout-micro-batch-8",
+        *(f"native-{name}-overlapping-micro-batch-8" for name in ("zero2", "zero3")),
+    ]
+    measured = [step for step in ordered if "MICRO_BATCH_SIZE" in step.environment and "profile" not in step.name]
+    assert {step.environment["GLOBAL_BATCH_SIZE"] for step in measured if step.name[:5] != "noise"} == {"64"}
+    megatron = next(step for step in ordered if step.name == "megatron-ddp-micro-batch-8")
+    assert [step.name for step in megatron.after] == ["data", "compile-megatron"] and 5 in megatron.passes
+    assert set(next(s for s in ordered if s.name == "parity-native").command[2:]) == set(STRATEGIES)
+    # Without nvidia-smi a launcher knows its GPUs by this.
+    assert steps.common()["CUDA_VISIBLE_DEVICES"] == "0" and steps.common()["MODEL_PRESET"] == "large"
 
 
-def test_a_step_that_takes_too_long_is_ended_with_its_processes(tmp_path: Path):
-    step = Step("long", ["sh", "-c", LONG], {"ACCEPTANCE_TEST": str(tmp_path)})
-    late = Step("late", ["true"])
-    assert results(tmp_path, step, late, seconds=0.5) == {"long": OUT_OF_TIME, "late": NOT_RUN}
-    assert (tmp_path / "logs" / "long.out").read_text() == "begun\ntidied\n"
-    wait_for(lambda: processes_with(f"ACCEPTANCE_TEST={tmp_path}") == [])
+def test_several_gpus_train_every_strategy_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    _, ordered = steps_of(tmp_path, monkeypatch, gpus=2, ENGINES="native", STRATEGIES="zero1 tensor hybrid")
+    names = [step.name for step in ordered]
+    assert names[-5:-2] == [
+        "native-ddp-all-devices-micro-batch-8", "native-zero1-micro-batch-8", "native-tensor-micro-batch-8"
+    ]  # fmt: skip
+    assert not any("hybrid" in name or "megatron" in name for name in names)
 
 
-def test_what_ends_the_acceptance_ends_its_step_in_order(tmp_path: Path):
-    program = (
-        "import sys, time\nfrom pathlib import Path\nfrom t5bench.acceptance.__main__ import Runner, Step\n"
-        "from t5bench import raise_on_signals\nraise_on_signals()\nrunner = Runner(Path(sys.argv[1]))\n"
-        "runner.deadline = time.monotonic() + 60\nrunner.run(Step('one', ['sh', '-c', sys.argv[2]]))\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path), LONG])
-    output = tmp_path / "logs" / "one.out"
-    wait_for(lambda: output.exists() and output.read_text() == "begun\n")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 143
-    assert output.read_text() == "begun\ntidied\n"
+def test_impossible_sizes_and_a_machine_without_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(Problem, match="of at least 1, found '8 x'"):
+        steps_of(tmp_path, monkeypatch, gpus=1, MICRO_BATCH_SIZES="8 x")
+    with pytest.raises(Problem, match="there is no strategy 'zero9'"):
+        steps_of(tmp_path, monkeypatch, gpus=1, STRATEGIES="zero9")
+    monkeypatch.setattr("t5bench.acceptance.gpu.visible", lambda environment: None)
+    with pytest.raises(Problem, match="there is no GPU here"):
+        Machine(os.environ | {"PATH": ""}, rehearsal=False)
+
+
+def test_attention_is_probed_for_its_kernels_and_its_dropout():
+    found = device.probe_attention("cpu", torch.float32, masked=True, dropout=0.0)
+    assert found["mean"] == pytest.approx(1.0, abs=1e-5) and found["error"] == ""
+    assert any("scaled_dot_product" in kernel for kernel in found["kernels"])
+
+
+def test_names_of_attention_kernels_are_told_from_others():
+    names = ["void pytorch_flash::flash_fwd_kernel<64>", "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEff)",
+             "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x64x64", "ampere_bf16_s16816gemm",
+             "aten::scaled_dot_product_attention"]  # fmt: skip
+    assert len(results.attention_kernels(names)) == 3
 
 
 def test_the_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -107,7 +113,7 @@ def test_the_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         raise errors.pop(0)
 
     monkeypatch.setattr(baseline.Loop, "measure", measure)
-    monkeypatch.setattr(baseline, "ask", lambda strategy: plan)
+    monkeypatch.setattr(baseline, "plan", lambda environ, strategy: plan)
     full = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand more")
     for second, status in ((full, 0), (RuntimeError("the compiler failed"), 1)):
         errors, output = [full, second], tmp_path / "points.jsonl"

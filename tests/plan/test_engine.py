@@ -3,12 +3,14 @@ toolkit that is only a compiler, completed so that the engines' kernels can be c
 
 import hashlib
 import py_compile
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from harness import Project
 
+from t5bench import Problem
 from t5bench.plan import engine, toolkit
 from t5bench.record.plan import by_name
 
@@ -150,6 +152,44 @@ def test_complete_missing_or_other_toolkits_are_left_alone(cuda: Path, monkeypat
     assert complete(cuda).keys() == {"CUDA_HOME"}
     assert complete(cuda, CUDA_HOME=str(cuda / "toolkit")) == {}
     assert complete(cuda, PATH=f"{cuda / 'toolkit' / 'bin'}:/usr/bin:/bin") == {}
+
+
+def test_only_a_minor_version_of_cuda_may_differ(cuda: Path, monkeypatch: pytest.MonkeyPatch):
+    """DeepSpeed refuses nvcc 13.0 with a PyTorch for CUDA 13.2, although these are compatible."""
+    for torchs, added in (("13.0", None), ("13.2", "1"), ("12.9", None)):
+        monkeypatch.setattr(toolkit, "versions", lambda torchs=torchs: {"cuda": torchs})
+        assert complete(cuda).get("DS_SKIP_CUDA_CHECK") == added
+    monkeypatch.setattr(toolkit, "versions", lambda: {"cuda": "13.2"})
+    assert complete(cuda, DS_SKIP_CUDA_CHECK="0")["DS_SKIP_CUDA_CHECK"] == "0"  # the user's own value is kept
+
+
+def test_a_missing_curand_is_named_before_a_compiler_needs_it(cuda: Path, monkeypatch: pytest.MonkeyPatch):
+    path, library = f"{cuda / 'bin'}:/usr/bin:/bin", cuda / "nvidia" / "cu13" / "lib" / "libcurand.so.10"
+    builder = cuda / "deepspeed" / "ops" / "op_builder" / "builder.py"
+    builder.parent.mkdir(parents=True)
+    (cuda / "deepspeed" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(cuda)
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+    builder.write_text("ld_flags = ['-lcurand']\n")
+    toolkit.check_curand({"PATH": path}, [cuda / "nvidia"])
+    library.unlink()
+    with pytest.raises(Problem, match="cuRAND, which neither") as raised:
+        toolkit.check_curand({"PATH": path}, [cuda / "nvidia"])
+    assert raised.value.remedy.endswith("pip install nvidia-curand")
+    toolkit.check_curand({"PATH": "/nonexistent"}, [])
+    (cuda / "libcurand.so").touch()
+    toolkit.check_curand({"PATH": path, "LIBRARY_PATH": str(cuda)}, [])
+    (cuda / "libcurand.so").unlink()
+    builder.write_text("ld_flags = []\n")  # newer releases do not link it
+    toolkit.check_curand({"PATH": path}, [cuda / "nvidia"])
+
+
+def test_a_package_that_cannot_be_imported_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "made_for_another_torch.py").write_text("raise ImportError('undefined symbol: _ZN2at4_ops')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    fault = toolkit.import_fault("made_for_another_torch")
+    assert fault == "made_for_another_torch cannot be imported: ImportError: undefined symbol: _ZN2at4_ops"
+    assert toolkit.import_fault("json") == ""
 
 
 def test_a_gpu_run_gets_cuda_home_and_nccl_and_a_cpu_run_does_not(project: Project, cuda: Path):

@@ -341,6 +341,7 @@ def test_the_options_exist_in_deepspeed():
 )
 def test_the_chosen_attention_is_reported(making, monkeypatch, settings, installed, note):
     monkeypatch.setattr("t5bench.plan.place.installed_version", lambda distribution: installed)
+    monkeypatch.setattr("t5bench.plan.place.import_fault", lambda module: "")
     made = making("ddp", gpus=2, **settings)
     assert ("--use-flash-attn-v2" in made.plan.arguments.own) == ("flash-attn 2.7.4" in note)
     assert note in made.said

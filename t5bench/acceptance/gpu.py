@@ -1,0 +1,158 @@
+"""The GPUs as NVIDIA's management library (NVML) sees them, which comes with the driver, unlike nvidia-smi.
+
+A figure depends on the clocks, the temperature and the limits that held while it was measured: ``Watch`` samples them.
+"""
+
+import ctypes
+import threading
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+LIBRARY = "libnvidia-ml.so.1"
+# Numbers and bits of nvml.h.
+SM_CLOCK, MEMORY_CLOCK, GPU_SENSOR, UNCORRECTED, SINCE_THE_DRIVER_LOADED = 1, 2, 0, 1, 0
+SLOWED_BY = {
+    0x2: "application clocks",
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "temperature (software)",
+    0x40: "temperature (hardware)",
+    0x80: "power brake",
+    0x100: "display clocks",
+}
+NAME_BYTES = 96
+
+
+class _Utilization(ctypes.Structure):
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+class Nvml:
+    """The visible GPUs of this machine, in CUDA's order where CUDA_VISIBLE_DEVICES names them."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """Raises OSError without the library, the driver or a visible GPU."""
+        self.library = ctypes.CDLL(LIBRARY)
+        self._call("nvmlInit_v2")
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        if visible is None:
+            count = ctypes.c_uint()
+            self._call("nvmlDeviceGetCount_v2", ctypes.byref(count))
+            words = [str(index) for index in range(count.value)]
+        else:
+            words = [word.strip() for word in visible.split(",") if word.strip()]
+        self.gpus = [self._handle(word) for word in words]
+        if not self.gpus:
+            raise OSError("no GPU is visible")
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        status = getattr(self.library, function)(*arguments)
+        if status:
+            raise OSError(f"{function} returned {status}")
+
+    def _handle(self, word: str) -> ctypes.c_void_p:
+        """A GPU by its index or its UUID."""
+        handle = ctypes.c_void_p()
+        if word.isdecimal():
+            self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(int(word)), ctypes.byref(handle))
+        else:
+            self._call("nvmlDeviceGetHandleByUUID", word.encode(), ctypes.byref(handle))
+        return handle
+
+    def _read(self, function: str, value: Any, *arguments: Any) -> Any:
+        """The value that a function writes; None where this GPU or driver does not have it."""
+        try:
+            self._call(function, *arguments, ctypes.byref(value))
+        except (OSError, AttributeError):
+            return None
+        return value
+
+    def _number(self, function: str, *arguments: Any) -> int | None:
+        value = self._read(function, ctypes.c_ulonglong(), *arguments)
+        return None if value is None else value.value
+
+    def _text(self, function: str, *arguments: Any) -> str:
+        buffer = ctypes.create_string_buffer(NAME_BYTES)
+        self._call(function, *arguments, buffer, ctypes.c_uint(NAME_BYTES))
+        return buffer.value.decode(errors="replace")
+
+    def names(self) -> list[str]:
+        return [self._text("nvmlDeviceGetName", gpu) for gpu in self.gpus]
+
+    def driver(self) -> str:
+        return self._text("nvmlSystemGetDriverVersion")
+
+    def memory_mib(self, gpu: ctypes.c_void_p) -> int | None:
+        memory = self._read("nvmlDeviceGetMemoryInfo", _Memory(), gpu)
+        return memory and memory.total >> 20
+
+    def sample(self, gpu: ctypes.c_void_p) -> dict[str, int | None]:
+        """One GPU's state now: MHz, degrees Celsius, milliwatts, percent, bits of SLOWED_BY, errors."""
+        utilization = self._read("nvmlDeviceGetUtilizationRates", _Utilization(), gpu)
+        errors = (ctypes.c_uint(UNCORRECTED), ctypes.c_uint(SINCE_THE_DRIVER_LOADED))
+        return {
+            "sm_mhz": self._number("nvmlDeviceGetClockInfo", gpu, ctypes.c_uint(SM_CLOCK)),
+            "memory_mhz": self._number("nvmlDeviceGetClockInfo", gpu, ctypes.c_uint(MEMORY_CLOCK)),
+            "temperature_c": self._number("nvmlDeviceGetTemperature", gpu, ctypes.c_uint(GPU_SENSOR)),
+            "power_mw": self._number("nvmlDeviceGetPowerUsage", gpu),
+            "busy_percent": utilization and utilization.gpu,
+            "slowed_by": self._number("nvmlDeviceGetCurrentClocksThrottleReasons", gpu),
+            "ecc_errors": self._number("nvmlDeviceGetTotalEccErrors", gpu, *errors),
+        }
+
+
+def visible(environment: Mapping[str, str]) -> Nvml | None:
+    """The visible GPUs; None if there is none that the driver knows."""
+    try:
+        return Nvml(environment)
+    except (OSError, AttributeError):
+        return None
+
+
+class Watch:
+    """Samples the GPUs from the beginning to the end of a ``with`` block."""
+
+    def __init__(self, nvml: Nvml | None, seconds: float = 0.5) -> None:
+        self.nvml, self.seconds, self.ended = nvml, seconds, threading.Event()
+        self.samples: list[dict[str, int | None]] = []
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "Watch":
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.thread.join(timeout=5)
+
+    def _run(self) -> None:
+        while self.nvml:
+            self.samples += [self.nvml.sample(gpu) for gpu in self.nvml.gpus]
+            if self.ended.wait(self.seconds):
+                return
+
+    def summary(self) -> dict[str, Any]:
+        """Over all GPUs while one of them was busy, or over all samples if none was; empty without NVML."""
+        if not self.samples:
+            return {}
+        samples = [sample for sample in self.samples if sample["busy_percent"]] or self.samples
+        values = {name: [s[name] for s in samples if s[name] is not None] for name in samples[0]}
+        reasons = 0
+        for bits in values["slowed_by"]:
+            reasons |= bits
+        clocks = values["sm_mhz"]
+        return {
+            "sm_mhz": {"lowest": min(clocks), "median": median(clocks), "highest": max(clocks)} if clocks else None,
+            "memory_mhz": median(values["memory_mhz"]) if values["memory_mhz"] else None,
+            "temperature_c": max(values["temperature_c"], default=None),
+            "power_w": max(values["power_mw"]) / 1000 if values["power_mw"] else None,
+            "slowed_by": [text for bit, text in SLOWED_BY.items() if reasons & bit],
+            "ecc_errors": max(values["ecc_errors"], default=None),
+            "samples": len(samples),
+        }

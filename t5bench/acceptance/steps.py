@@ -1,0 +1,308 @@
+"""The steps of scripts/gpu_acceptance.sh, the most valuable first. Each is a command that a user could type.
+
+A step's figures go to results.json. Its files go to the directory of the call that runs it.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import util
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+from t5bench import REPOSITORY, Problem
+from t5bench.acceptance import gpu, results
+from t5bench.compare import comparison, parity
+from t5bench.plan import engine
+from t5bench.plan.launchers import declarations, launcher
+from t5bench.plan.ports import free_port
+from t5bench.record import machine, profile, records
+from t5bench.record.status import EXIT_CODES, OUT_OF_MEMORY
+from t5bench.sweep.launch import BASELINE, choose
+
+SCRIPTS = REPOSITORY / "scripts"
+NATIVE, MEGATRON = "native", "megatron"
+# What every run here has in common; all processes are on this machine.
+COMMON = {
+    "NNODES": "1",
+    "HOSTS": "",
+    "TOKENIZER_MODEL": "",
+    "WANDB_MODE": "disabled",
+    "LOG_INTERVAL": "1",
+    "SAMPLE_INTERVAL": "0.5",
+    "RENDEZVOUS_TIMEOUT": "60",
+    # The first run of an engine waits for its compilers.
+    "WATCHDOG_SECONDS": "900",
+    "DISTRIBUTED_TIMEOUT_MINUTES": "10",
+    # One process without a route to anywhere.
+    "NCCL_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+# The vocabulary is google-t5/t5-large's, padded, because the bundled sample has a smaller one.
+LARGE = {"DEVICE": "cuda", "MODEL_PRESET": "large", "VOCABULARY_MULTIPLE": "32128"}
+# In fp32, because few processors compute in bf16 as fast.
+TINY = {
+    "DEVICE": "cpu", "MODEL_PRESET": "tiny", "VOCABULARY_MULTIPLE": "4352", "DS_ACCELERATOR": "cpu",
+    "PRECISION_FLAG": "",
+}  # fmt: skip
+# ZeRO's communication beside its computation.
+OVERLAPPING, OVERLAP = ("zero2", "zero3"), {"OVERLAP_COMM": "on", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+# One process.
+ALONE = {"NPROC_PER_NODE": "1"}
+# The recipe of scripts/check_parity.sh.
+EXACT = {
+    "MODEL_PRESET": "tiny", "VOCABULARY_MULTIPLE": "128", "TRAIN_ITERS": "12", "GLOBAL_BATCH_SIZE": "16",
+    "MICRO_BATCH_SIZE": "2", "LR": "0.04", "MIN_LR": "0.01", "LR_WARMUP_ITERS": "3", "WEIGHT_DECAY": "5",
+    "CLIP_GRAD": "1.3", "PRECISION_FLAG": "", "DROPOUT": "0",
+}  # fmt: skip
+# Modules that a step imports, and the compilers that it runs.
+MODULES = {
+    "data": ("tokenizers", "transformers", "numpy"),
+    "huggingface": ("transformers",),
+    "deepspeed": ("deepspeed", "hjson", "pydantic", "msgpack", "cpuinfo", "einops", "tqdm", "psutil"),
+    MEGATRON: ("deepspeed", "hjson", "pydantic", "einops", "regex", "six", "pybind11", "sentencepiece", "packaging"),
+}
+COMPILERS = {MEGATRON: ("g++", "ninja", "nvcc"), "offload": ("g++", "ninja", "nvcc")}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command."""
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    # Keys of Machine.missing: what this step needs besides Python and torch.
+    needs: Collection[str] = ()
+    # Steps that must have passed in the same call, because they prepare the machine.
+    after: Sequence["Step"] = ()
+    # About how long it takes on one H100.
+    seconds: float = 40
+    # The exit statuses that count as passed.
+    passes: Collection[int] = (0,)
+    # What results.json keeps; None if the step has not left it.
+    figures: Callable[[], Any] = lambda: None
+
+
+def module(name: str, *arguments: object) -> list[str]:
+    """The command that runs a module of this package."""
+    return [sys.executable, "-m", name, *map(str, arguments)]
+
+
+class Machine:
+    """The devices, and what the machine lacks."""
+
+    def __init__(self, environment: Mapping[str, str], *, rehearsal: bool) -> None:
+        """Raises Problem without a GPU, unless this is a rehearsal."""
+        self.rehearsal, self.environment = rehearsal, environment
+        self.nvml = None if rehearsal else gpu.visible(environment)
+        if self.nvml:
+            self.gpus = self.nvml.names()
+        else:
+            self.gpus = [] if rehearsal else [row["name"] for row in machine.gpus(environment)]
+        if not self.gpus and not rehearsal:
+            looked = f"neither the driver's library {gpu.LIBRARY} nor nvidia-smi lists a GPU"
+            raise Problem(f"there is no GPU here: {looked}", "--rehearse tries everything on the CPU")
+        # A rehearsal trains two processes, as the launchers do without a GPU.
+        self.processes = len(self.gpus) or 2
+
+    def missing(self) -> dict[str, str]:
+        """By what steps need, why this machine does not have it."""
+        lacking: dict[str, str] = {}
+        for need, names in MODULES.items():
+            if absent := [name for name in names if not util.find_spec(name)]:
+                remedy = "install requirements.txt, or add them to a bundle with CARRY"
+                lacking[need] = f"these Python packages are missing: {', '.join(absent)} ({remedy})"
+        path = self.environment.get("PATH")
+        for need, names in COMPILERS.items():
+            wanted = [name for name in names if name != "nvcc" or not self.rehearsal]
+            if absent := [name for name in wanted if not which(name, path=path)]:
+                lacking.setdefault(need, f"these compilers are missing: {', '.join(absent)}")
+        directory = Path(self.environment["MEGATRON_DIR"])
+        state = engine.state_of(directory)
+        if state == engine.MISSING:
+            lacking[MEGATRON] = f"there is no Megatron-DeepSpeed at {directory}: run scripts/setup_megatron.sh"
+        elif state != engine.SERIES:
+            lacking[MEGATRON] = f"{directory} is {state}: scripts/setup_megatron.sh --check says what differs"
+        return lacking
+
+    def facts(self) -> dict[str, Any]:
+        """Everything on which figures from this machine depend."""
+        cpu, (commit, changed) = machine.cpu(), machine.commit(REPOSITORY)
+        packed = Path(self.environment.get("BUNDLE_DIRECTORY", ""), "commit")
+        if commit is None and packed.is_file():
+            commit = f"{packed.read_text().strip()}, when the bundle was packed"
+        shared_memory = os.statvfs("/dev/shm")
+        memory = [self.nvml.memory_mib(handle) for handle in self.nvml.gpus] if self.nvml else []
+        return {
+            "GPUs": ", ".join(self.gpus),
+            "GPU memory MiB": ", ".join(map(str, memory)),
+            "driver": self.nvml.driver() if self.nvml else None,
+            "CPU": f"{cpu['model']}, {cpu['cores']} cores, {cpu['memory_mib']} MiB",
+            "/dev/shm": f"{shared_memory.f_frsize * shared_memory.f_blocks >> 20} MiB",
+            "CUDA_HOME": self.environment.get("CUDA_HOME"),
+            "commit": f"{commit}, with changes" if changed else commit,
+            **machine.versions(),
+        }
+
+
+class Steps:
+    """What the settings in the environment ask for; a rehearsal runs the same steps with the tiny model on the CPU."""
+
+    def __init__(self, here: Machine, environment: Mapping[str, str]) -> None:
+        """Raises Problem."""
+        self.here = here
+        sizes = environment["MICRO_BATCH_SIZES"].split()
+        if not sizes or not all(size.isdecimal() and int(size) for size in sizes):
+            raise Problem(f"MICRO_BATCH_SIZES must be whole numbers of at least 1, found '{' '.join(sizes)}'")
+        self.sizes = list(dict.fromkeys(sizes))
+        self.batch = max(map(int, sizes))
+        chosen = environment["ENGINES"]
+        self.engines = [NATIVE, MEGATRON] if chosen == "both" else [chosen]
+        names = choose(environment["STRATEGIES"].split())
+        self.strategies = [s for s in declarations("t5") if s.name in names and s.name != BASELINE]
+        self.work = Path(environment["WORK_DIR"])
+
+    def common(self) -> dict[str, str]:
+        """The environment of every step."""
+        size = TINY | {"CUDA_VISIBLE_DEVICES": ""} if self.here.rehearsal else LARGE
+        if not self.here.rehearsal and "CUDA_VISIBLE_DEVICES" not in self.here.environment:
+            # The launchers count the GPUs with nvidia-smi, which may be missing.
+            size = size | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(len(self.here.gpus))))}
+        return COMMON | size | {"MEGATRON_DATA_DIR": str(self.work / "data")}
+
+    def in_order(self, directory: Path) -> Iterator[Step]:
+        """directory: of the call, for the files of the steps."""
+        self.directory = directory
+        self.data = Step("data", ["bash", str(SCRIPTS / "prepare_xsum_megatron.sh")], {"SAMPLE": "1"}, needs=("data",))
+        self.compiled = self.compilation()
+        measured = {
+            NATIVE: [self.run(NATIVE, BASELINE, size, **ALONE) for size in self.sizes],
+            # The largest last: it may not fit.
+            MEGATRON: [self.run(MEGATRON, BASELINE, size, **ALONE) for size in [*self.sizes[1:], self.sizes[0]]],
+        }
+        yield self.device("device")
+        yield from measured[NATIVE] if NATIVE in self.engines else ()
+        for size in self.sizes:
+            yield self.baseline(size)
+        yield from measured[MEGATRON] if MEGATRON in self.engines else ()
+        for name in self.engines:
+            yield from self.parity(name)
+        smallest = min(self.sizes, key=int)
+        for name in self.engines:
+            if self.here.processes > 1:
+                yield self.run(name, BASELINE, smallest, "all-devices")
+            for strategy in self.strategies:
+                if strategy.tp * strategy.pp <= self.here.processes:
+                    yield self.run(name, strategy.name, smallest)
+            yield self.run(name, BASELINE, smallest, "without-dropout", DROPOUT="0", **ALONE)
+            # Whether overlapping helps, and whether it still hangs: the step is then ended.
+            for strategy in self.strategies:
+                if strategy.name in OVERLAPPING:
+                    yield self.run(name, strategy.name, smallest, "overlapping", **OVERLAP)
+        yield self.device("device-after")
+
+    def device(self, name: str) -> Step:
+        file = self.directory / f"{name}.json"
+        figures = lambda: json.loads(file.read_text()) if file.exists() else None  # noqa: E731
+        return Step(name, module("t5bench.acceptance.device", file), seconds=20, figures=figures)
+
+    def compilation(self) -> Step:
+        """Megatron's kernels and its index helper, so that no measurement waits for a compiler."""
+        directory = self.directory / "compile-megatron"
+        small = {"ENGINE": MEGATRON, "OUTPUT_DIR": str(directory), "MODEL_PRESET": "tiny", "TRAIN_ITERS": "2",
+                 "VOCABULARY_MULTIPLE": "4352", "MASTER_PORT": str(free_port()), **ALONE}  # fmt: skip
+        command = ["bash", str(launcher(BASELINE))]
+        return Step("compile-megatron", command, small, needs=(MEGATRON,), after=(self.data,), seconds=150)
+
+    def run(self, engine_name: str, strategy: str, micro_batch: str, variant: str = "", **settings: str) -> Step:
+        """A training run with a profile of its last iteration. Memory that does not suffice is a valid result."""
+        name = "-".join(filter(None, [engine_name, strategy, variant, f"micro-batch-{micro_batch}"]))
+        directory = self.directory / "runs" / name
+        iterations = "6" if self.here.rehearsal else "16"
+        environment = {
+            "ENGINE": engine_name,
+            "OUTPUT_DIR": str(directory),
+            "MASTER_PORT": str(free_port()),
+            "GLOBAL_BATCH_SIZE": str(self.batch),
+            "MICRO_BATCH_SIZE": micro_batch,
+            "TRAIN_ITERS": iterations,
+            "PROFILE_ITERATION": iterations,
+        } | settings
+        needs = {"data", *[MEGATRON] * (engine_name == MEGATRON)}
+        if strategy.startswith("zero"):
+            needs.add("deepspeed")
+        if strategy.endswith("offload"):
+            needs.add("offload")
+        seconds = 110 if strategy.endswith("offload") else 50
+        what = " ".join(filter(None, [engine_name, strategy, variant]))
+        return Step(
+            name, ["bash", str(launcher(strategy))], environment, needs,
+            after=(self.data, self.compiled) if engine_name == MEGATRON else (self.data,), seconds=seconds,
+            passes=(0, EXIT_CODES[OUT_OF_MEMORY]), figures=lambda: [measured(directory, what)],
+        )  # fmt: skip
+
+    def baseline(self, micro_batch: str) -> Step:
+        """The plain loop over Hugging Face's T5, as it is and compiled."""
+        file = self.directory / f"huggingface-{micro_batch}.jsonl"
+        size = {"ENGINE": NATIVE, "GLOBAL_BATCH_SIZE": str(self.batch), "MICRO_BATCH_SIZE": micro_batch,
+                "TRAIN_ITERS": "6" if self.here.rehearsal else "16", "NPROC_PER_NODE": "1"}  # fmt: skip
+
+        def points() -> Any:
+            return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else None
+
+        command = module("t5bench.acceptance.baseline", file)
+        needs = ("data", "huggingface")
+        return Step(f"huggingface-micro-batch-{micro_batch}", command, size, needs, (self.data,), 90, figures=points)
+
+    def parity(self, engine_name: str) -> Iterator[Step]:
+        """DDP twice, which shows the noise; then every strategy against DDP."""
+        after, needs = (self.data,), {"data", "deepspeed"}
+        if engine_name == MEGATRON:
+            after, needs = (*after, self.compiled), {*needs, MEGATRON}
+        runs = self.directory / f"noise-{engine_name}"
+        twice = module("t5bench", "sweep", "--runs-dir", runs, "--strategies", BASELINE, "--repeats", "2")
+        environment = EXACT | {"ENGINE": engine_name, "SHARE_GPUS": "1"}
+        yield Step(f"noise-{engine_name}", twice, environment, needs - {"deepspeed"}, after, 30,
+                   figures=lambda: noise([runs / f"repeat{number}" / BASELINE for number in (1, 2)]))  # fmt: skip
+        if not self.strategies:
+            return  # DDP alone cannot be compared
+        size = {"MODEL_PRESET": "tiny", "GLOBAL_BATCH_SIZE": "16", "VOCABULARY_MULTIPLE": "128", "SHARE_GPUS": "1"}
+        runs = self.directory / f"parity-{engine_name}"
+        size |= {"ENGINE": engine_name, "CHECK_BLIND_SPOTS": "0", "RUNS_DIR": str(runs)}
+        names = [BASELINE, *(strategy.name for strategy in self.strategies)]
+        printed = self.directory / "logs" / f"parity-{engine_name}.out"
+        yield Step(f"parity-{engine_name}", ["bash", str(SCRIPTS / "check_parity.sh"), *names], size, needs, after, 150,
+                   figures=lambda: printed.read_text() if printed.exists() else None)  # fmt: skip
+
+
+def measured(directory: Path, what: str) -> dict[str, Any] | None:
+    """A run's row as a comparison has it, with what its profile says; None without a record."""
+    if not records.looks_like_run(directory):
+        return None
+    run = records.load(directory)
+    row = comparison.build([run], baseline=run.strategy).to_json()["groups"][0]["rows"][0]
+    limits, kernels = "", list[str]()
+    if (directory / "profile.json").exists():
+        limits = profile.limits(profile.read_profile(directory / "profile.json").ranks)
+        events = json.loads((directory / "trace.json").read_text())["traceEvents"]
+        kernels = results.attention_kernels(event["name"] for event in events)
+    micro_batch = int(row["runs"][0]["settings"]["MICRO_BATCH_SIZE"])
+    return row | {"what": what, "micro_batch": micro_batch, "limits": limits, "attention": kernels}
+
+
+def noise(directories: Sequence[Path]) -> dict[str, float] | None:
+    """The largest relative differences of two runs' curves; None unless both are there."""
+    if not all(map(records.looks_like_run, directories)):
+        return None
+    one, other = map(records.load, directories)
+    largest = {}
+    for name, key in (("loss", "lm_loss"), ("norm", "grad_norm")):
+        difference = parity.difference(parity.curve(one, key), parity.curve(other, key), 0.0)
+        if difference:
+            largest[name] = difference.largest
+    return largest

@@ -1,0 +1,172 @@
+"""What DeepSpeed's JSON may say: one check of keys and values, for a strategy's file before a run and for a record.
+
+DeepSpeed takes these options as they are. All else is refused, because it comes from the settings, has no effect here,
+or changes what is trained: contiguous_gradients, reduce_scatter, allgather_partitions and round_robin_gradients
+together did so with ZeRO-2. Values are as strict as keys: DeepSpeed reads "false" as true, and "auto" is a word of
+another library.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from t5bench import Problem
+
+STAGES = (1, 2, 3)
+DATA_TYPES = ("fp32", "fp16", "bf16", "bfp16")  # DeepSpeed also writes bf16 as bfp16
+DEVICES = ("cpu", "none")
+# What a value must be, in words; None if this one is.
+Check = Callable[[Any], str | None]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def switch(value: Any) -> str | None:
+    return None if isinstance(value, bool) else "true or false"
+
+
+def whole(least: int) -> Check:
+    """JSON writes large numbers as 5e8, which Python reads as a decimal."""
+
+    def check(value: Any) -> str | None:
+        is_whole = _is_number(value) and value == int(value) and value >= least
+        return None if is_whole else f"a whole number of at least {least}"
+
+    return check
+
+
+def share(value: Any) -> str | None:
+    return None if _is_number(value) and 0 <= value <= 1 else "a number from 0 to 1"
+
+
+def positive(value: Any) -> str | None:
+    return None if _is_number(value) and value >= 0 else "a number of at least 0"
+
+
+def one_of(*values: Any) -> Check:
+    def check(value: Any) -> str | None:
+        is_one = not isinstance(value, bool) and value in values
+        return None if is_one else " or ".join(map(repr, values)).replace("'", '"')
+
+    return check
+
+
+def names(value: Any) -> str | None:
+    is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return None if is_list else "a list of names"
+
+
+Options = Mapping[str, "Check | Options"]
+
+OFFLOADING: Options = {
+    "device": one_of(*DEVICES),
+    "pin_memory": switch,
+    "fast_init": switch,
+    "ratio": share,
+    "buffer_count": whole(1),
+    "buffer_size": whole(1),
+    "max_in_cpu": whole(0),
+}
+ZERO: Options = {
+    "stage": one_of(*STAGES),
+    "overlap_comm": switch,
+    "reduce_bucket_size": whole(1),
+    "allgather_bucket_size": whole(1),
+    "sub_group_size": whole(1),
+    "memory_efficient_linear": switch,
+    "offload_optimizer": OFFLOADING,
+    "offload_param": OFFLOADING,
+    "stage3_prefetch_bucket_size": whole(0),
+    "stage3_param_persistence_threshold": whole(0),
+    "stage3_model_persistence_threshold": whole(0),
+    "stage3_max_live_parameters": whole(0),
+    "stage3_max_reuse_distance": whole(0),
+    "stage3_module_granularity_threshold": whole(0),
+}
+# A strategy's file.
+STRATEGY: Options = {
+    "zero_optimization": ZERO,
+    "communication_data_type": one_of(*DATA_TYPES),
+    "comms_logger": {"enabled": switch, "verbose": switch, "prof_all": switch, "debug": switch, "prof_ops": names},
+    "wall_clock_breakdown": switch,
+}
+PRECISION: Options = {"enabled": switch}
+# What the settings add for a run.
+FROM_SETTINGS: Options = {
+    "train_batch_size": whole(1),
+    "train_micro_batch_size_per_gpu": whole(1),
+    "gradient_clipping": positive,
+    "bf16": PRECISION,
+    "fp16": PRECISION,
+    "steps_per_print": whole(1),
+}
+
+
+def check_strategy(config: Any, file: str) -> None:
+    """A strategy's own file. Raises Problem.
+
+    file: its name. megatron_zero3.json that says stage 2 would train ZeRO-2 and be compared as ZeRO-3.
+    """
+    twice = sorted(FROM_SETTINGS.keys() & config.keys()) if isinstance(config, dict) else []
+    if twice:
+        said = f"{', '.join(twice)} come from the settings and must not be in the strategy's JSON"
+        raise Problem(f"{file}: {said}", "Remove them from the file; README lists the settings")
+    _check(config, STRATEGY, file, "")
+    stage = _check_together(config, file)
+    named = re.search(r"zero(\d)", file)
+    if named and int(named[1]) != stage:
+        said = f'"stage" is {stage}, but the name of the file promises {named[1]}'
+        raise Problem(f"{file}: {said}", f'Write "stage": {named[1]}, or give the strategy a file of another name')
+
+
+def check_effective(config: Any, source: str) -> None:
+    """What a run gave to DeepSpeed: a strategy's options and those from the settings. Raises Problem."""
+    _check(config, {**STRATEGY, **FROM_SETTINGS}, source, "")
+    _check_together(config, source)
+
+
+def _check(value: Any, options: "Check | Options", source: str, path: str) -> None:
+    """Raises Problem for the first option that is not known, or has a value that it cannot have."""
+    if callable(options):
+        wanted = options(value)
+        if wanted:
+            said = f"{path} must be {wanted}, found {_shown(value)}"
+            raise Problem(f"{source}: {said}", "Correct the value, or remove it")
+        return
+    if not isinstance(value, dict):
+        place = path or "the file"
+        raise Problem(f"{source}: {place} must be an object of options, found {_shown(value)}", "Write it in braces")
+    unknown = sorted(value.keys() - options.keys())
+    if unknown:
+        said = f"{', '.join(_joined(path, name) for name in unknown)} would have no effect or change what is trained"
+        raise Problem(f"{source}: {said}. It may have: {', '.join(options)}", "Remove it")
+    for name, inner in value.items():
+        _check(inner, options[name], source, _joined(path, name))
+
+
+def _check_together(config: Mapping[str, Any], source: str) -> int:
+    """Checks what options demand of each other; returns the stage. Raises Problem."""
+    zero = config.get("zero_optimization")
+    if not zero or "stage" not in zero:
+        raise Problem(f"{source}: there is no zero_optimization with a stage", 'Add "zero_optimization": {"stage": 1}')
+    for name in ("offload_optimizer", "offload_param"):
+        if name in zero and "device" not in zero[name]:
+            raise Problem(f"{source}: zero_optimization.{name} names no device", 'Add "device": "cpu", or remove it')
+    if zero["stage"] < max(STAGES) and zero.get("offload_param", {}).get("device") == "cpu":
+        said = f"zero_optimization.offload_param needs ZeRO stage 3, found {zero['stage']}"
+        raise Problem(f"{source}: {said}", "Remove it, or use stage 3")
+    return int(zero["stage"])
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _shown(value: Any) -> str:
+    """As JSON writes it, shortened."""
+    words = {None: "null", True: "true", False: "false"}
+    is_word = value is None or isinstance(value, bool)
+    return words[value] if is_word else repr(value)[:60].replace("'", '"')
