@@ -19,7 +19,8 @@ from t5bench.compare import comparison, parity
 from t5bench.plan import engine
 from t5bench.plan.launchers import declarations, launcher
 from t5bench.plan.ports import free_port
-from t5bench.record import machine, profile, records
+from t5bench.profile import parts as profile
+from t5bench.record import machine, records
 from t5bench.record.status import EXIT_CODES, OUT_OF_MEMORY
 from t5bench.sweep.launch import BASELINE, choose
 
