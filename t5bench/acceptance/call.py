@@ -119,11 +119,12 @@ class Call:
         self.results.steps[step.name] = outcome
         self.replace(results.FILE, results.encoded(self.results))
         self.replace("README.md", results.summary(self.results).encode())
-        if outcome.seconds:
+        has_run = outcome.status is not None
+        if has_run:
             if (self.directory / "runs").is_dir():
                 self.keep_page()
             self.keep_records()
-        seconds = f", {outcome.seconds:.0f} s" if outcome.seconds else ""
+        seconds = f", {outcome.seconds:.0f} s" if has_run else ""
         reason = f": {outcome.reason}" if outcome.reason else ""
         note(f"{step.name}: {outcome.result}{seconds}{reason}")
 

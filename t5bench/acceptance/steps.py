@@ -229,7 +229,8 @@ class Steps:
             "ENGINE": engine_name,
             "OUTPUT_DIR": str(directory),
             "MASTER_PORT": str(free_port()),
-            "GLOBAL_BATCH_SIZE": str(self.batch),
+            # Several devices share a larger batch, which every micro-batch divides.
+            "GLOBAL_BATCH_SIZE": str(self.batch if "NPROC_PER_NODE" in settings else self.batch * self.here.processes),
             "MICRO_BATCH_SIZE": micro_batch,
             "TRAIN_ITERS": iterations,
             "PROFILE_ITERATION": iterations,
@@ -244,7 +245,7 @@ class Steps:
         return Step(
             name, ["bash", str(launcher(strategy))], environment, needs,
             after=(self.data, self.compiled) if engine_name == MEGATRON else (self.data,), seconds=seconds,
-            passes=(0, EXIT_CODES[OUT_OF_MEMORY]), figures=lambda: [measured(directory, what)],
+            passes=(0, EXIT_CODES[OUT_OF_MEMORY]), figures=lambda: measured(directory, what),
         )  # fmt: skip
 
     def baseline(self, micro_batch: str) -> Step:
@@ -281,10 +282,10 @@ class Steps:
                    figures=lambda: printed.read_text() if printed.exists() else None)  # fmt: skip
 
 
-def measured(directory: Path, what: str) -> dict[str, Any] | None:
-    """A run's row as a comparison has it, with what its profile says; None without a record."""
+def measured(directory: Path, what: str) -> list[dict[str, Any]]:
+    """A run's row as a comparison has it, with what its profile says; none without a record."""
     if not records.looks_like_run(directory):
-        return None
+        return []
     run = records.load(directory)
     row = comparison.build([run], baseline=run.strategy).to_json()["groups"][0]["rows"][0]
     limits, kernels = "", list[str]()
@@ -293,7 +294,7 @@ def measured(directory: Path, what: str) -> dict[str, Any] | None:
         events = json.loads((directory / "trace.json").read_text())["traceEvents"]
         kernels = results.attention_kernels(event["name"] for event in events)
     micro_batch = int(row["runs"][0]["settings"]["MICRO_BATCH_SIZE"])
-    return row | {"what": what, "micro_batch": micro_batch, "limits": limits, "attention": kernels}
+    return [row | {"what": what, "micro_batch": micro_batch, "limits": limits, "attention": kernels}]
 
 
 def noise(directories: Sequence[Path]) -> dict[str, float] | None:

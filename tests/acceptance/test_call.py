@@ -20,7 +20,7 @@ from t5bench import Problem
 from t5bench.acceptance import results
 from t5bench.acceptance.call import UNFINISHED, Call, reason_in
 from t5bench.acceptance.results import FAILED, NOT_RUN, OUT_OF_TIME, PASSED, SKIPPED, Outcome, Results
-from t5bench.acceptance.steps import Machine, Step
+from t5bench.acceptance.steps import Machine, Step, measured
 
 LONG = "trap 'echo tidied; exit 0' TERM; sleep 1000 & echo begun; while :; do sleep 0.1; done"
 REHEARSAL = Results(True, [], 4)
@@ -216,6 +216,13 @@ def test_results_of_another_machine_or_batch_are_not_continued(tmp_path: Path):
     file.write_text(json.dumps({"rehearsal": "yes"}))
     with pytest.raises(Problem, match="cannot be continued"):
         results.continued([file], REHEARSAL)
+
+
+def test_a_run_that_was_refused_has_no_row_and_the_others_go_on(run: Run, tmp_path: Path):
+    """A launcher that refuses leaves no record."""
+    refused = Step("refused", ["sh", "-c", "exit 2"], figures=lambda: measured(tmp_path / "absent", "native ddp"))
+    assert run(refused, Step("next", ["true"])) == {"refused": FAILED, "next": PASSED}
+    assert "| refused" in (tmp_path / "results" / "README.md").read_text()
 
 
 def test_large_files_stay_out_of_the_records(run: Run, tmp_path: Path):
