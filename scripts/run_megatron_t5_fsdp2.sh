@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Like ZeRO-3, but by PyTorch itself: fully_shard of each layer. Gradients are reduced once an iteration.
+# Like ZeRO-3, but by PyTorch itself: fully_shard of each layer. Gradients are reduced once an
+# iteration.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/megatron_common.sh"
 

@@ -144,7 +144,8 @@ class Project:
         path.chmod(0o755)
 
     def set_gpus(self, count: int) -> None:
-        """Let nvidia-smi list this many GPUs."""
+        """Let nvidia-smi list this many GPUs, and the launchers use them."""
+        self.environment["DEVICE"] = "auto" if count else "cpu"  # large is not for CPUs unless asked for
         lines = "".join(f"echo 'GPU {i}: NVIDIA Stub (UUID: GPU-{i})'\n" for i in range(count))
         self.add_stub("nvidia-smi", f"#!/usr/bin/env bash\n{lines}")
 
@@ -176,14 +177,14 @@ def make_project(tmp_path: Path) -> Project:
     (engine / "megatron" / "training.py").write_text("patched = True\n")
     (root / "megatron_data").mkdir()
     result = Project(root, stubs, engine)
-    write_indexed_dataset(result.data_prefix, [[5, 6, 7, 1], [8, 9, 1]])
+    write_indexed_dataset(result.data_prefix, [[5, 6, 7, 1], [8, 9, 1]] * 10)
     result.add_stub("torchrun", TORCHRUN_STUB)
     result.set_gpus(0)
     result.install("deepspeed", "0.19.8")
     result.record_engine()
     result.environment = {
         "PATH": f"{stubs}:{os.environ['PATH']}", "HOME": str(tmp_path), "LANG": "C.UTF-8", "PYTHON": sys.executable,
-        "PYTHONPATH": str(stubs / "site"), "STUB_DIR": str(stubs),
+        "PYTHONPATH": str(stubs / "site"), "STUB_DIR": str(stubs), "DEVICE": "cpu",
         "GLOO_SOCKET_IFNAME": "lo",  # this machine's own name may lead to a loopback address
     }  # fmt: skip
     return result

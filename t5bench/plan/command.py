@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from t5bench import REPOSITORY
+from t5bench.corpus.index import SPLIT
 from t5bench.model.layout import Layout
 from t5bench.plan.draft import Draft
 from t5bench.plan.families import family_of
@@ -17,7 +18,7 @@ from t5bench.record.settings import BY_NAME
 FIXED_ARGUMENTS = (
     *("--lr-decay-style", "cosine"),
     *("--data-impl", "mmap"),
-    *("--split", "949,50,1"),
+    *("--split", SPLIT),
     *("--num-workers", "2"),
 )
 # Apex's fused kernels are optional, and accumulate gradients in another way than the strategies without them.
@@ -196,14 +197,11 @@ def environment(draft: Draft, choices: Choices) -> dict[str, str]:
         paths.insert(0, str(REPOSITORY))
     if draft.value("ENGINE") == "megatron":
         paths.insert(0, draft.value("MEGATRON_DIR"))
-    variables = {
-        "CUDA_DEVICE_MAX_CONNECTIONS": draft.value("CUDA_DEVICE_MAX_CONNECTIONS"),
-        "PYTHONFAULTHANDLER": "1",
-        "PYTHONPATH": ":".join(paths),
-        "WANDB_MODE": choices.wandb_mode,
-        "WANDB_RUN_GROUP": draft.value("WANDB_RUN_GROUP"),
-        "WANDB_JOB_TYPE": draft.environ.get("WANDB_JOB_TYPE") or "train",
-    }
+    variables = {name: draft.value(name) for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "WANDB_RUN_GROUP")}
+    variables["PYTHONFAULTHANDLER"] = "1"
+    variables["PYTHONPATH"] = ":".join(paths)
+    variables["WANDB_MODE"] = choices.wandb_mode
+    variables["WANDB_JOB_TYPE"] = draft.environ.get("WANDB_JOB_TYPE") or "train"
     if choices.wandb_config:
         # The recorder writes it while torch is loading; see t5bench/run/recorder.py.
         variables["WANDB_SWEEP_PARAM_PATH"] = choices.wandb_config

@@ -19,10 +19,11 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from t5bench import REPOSITORY
+from t5bench import REPOSITORY, Problem
 from t5bench.model.layout import Layout
 from t5bench.plan.draft import Draft
 from t5bench.plan.releases import ask_ledger
+from t5bench.record.ds_config import check_strategy
 from t5bench.record.ledger import WRONG
 from t5bench.record.machine import checksum, installed_version
 
@@ -38,16 +39,6 @@ BUILT = re.compile(r"megatron/(fused_kernels/build/.*|data/helpers\.cpython-[\w-
 OTHER_FOLDERS = {"__pycache__", "dataset", "docs", "examples", "examples_deepspeed", "images", "megatron", "tasks"}
 MOST_NAMED = 3
 COMPILING_SECONDS = 900  # longer than any extension of the engine takes
-# What a strategy's JSON may contain. DeepSpeed takes these as they are; for offload_optimizer the launchers add
-# --cpu-optimizer. All else is refused: it comes from the settings, has no effect here, or changes what is trained, as
-# contiguous_gradients, reduce_scatter, allgather_partitions and round_robin_gradients together did with ZeRO-2.
-OPTIONS = {"zero_optimization", "communication_data_type", "comms_logger", "wall_clock_breakdown"}
-ZERO_OPTIONS = {
-    *("stage", "overlap_comm", "reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "offload_optimizer"),
-    *("offload_param", "memory_efficient_linear"),
-    *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
-    *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_module_granularity_threshold"),
-}
 
 
 def _recorded(state: str, checksums: Path | None = None) -> dict[str, str]:
@@ -196,11 +187,18 @@ def effective_config(draft: Draft) -> dict[str, Any] | None:
         run_config["communication_data_type"] = "fp32"
     try:
         stage_config = json.loads(path.read_text())
-        _check_options(stage_config, run_config, draft)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        check_strategy(stage_config, str(path))
+    except Problem as problem:
+        draft.refuse("ds-config", str(problem), problem.remedy)
+        return None
+    except (OSError, ValueError) as error:
         draft.refuse("ds-config", f"{path}: {error}")
         return None
     zero = stage_config["zero_optimization"]
+    if zero["stage"] > 1 and draft.number("PIPELINE_PARALLEL_SIZE") > 1:
+        problem = f"DeepSpeed's pipeline engine supports only ZeRO stage 1, found {zero['stage']}"
+        draft.refuse("ds-config", f"{path}: {problem}")
+        return None
     if draft.value("OVERLAP_COMM") != "default":
         zero["overlap_comm"] = draft.value("OVERLAP_COMM") == "on"
     if zero.get("overlap_comm", zero["stage"] == 3) and zero["stage"] > 1:
@@ -208,26 +206,6 @@ def effective_config(draft: Draft) -> dict[str, Any] | None:
         warning = f"warning: overlap_comm is true ({source}), with which ZeRO-2 and ZeRO-3 have hung on GPUs"
         draft.notes.append(f"{warning}: OVERLAP_COMM=off avoids it (DeepSpeed's default for ZeRO-3 is true)")
     return run_config | stage_config
-
-
-def _check_options(config: Mapping[str, Any], run_config: Mapping[str, Any], draft: Draft) -> None:
-    """Raises ValueError for an option that would have no effect or change what is trained."""
-    zero = config["zero_optimization"]
-    stage = zero["stage"]
-    if stage not in (1, 2, 3):
-        raise ValueError(f"ZeRO stage {stage} is not 1, 2 or 3")
-    if stage > 1 and draft.number("PIPELINE_PARALLEL_SIZE") > 1:
-        raise ValueError(f"DeepSpeed's pipeline engine supports only ZeRO stage 1, found {stage}")
-    if twice := sorted(run_config.keys() & config.keys()):
-        raise ValueError(f"{', '.join(twice)} come from the settings and must not be in the strategy's JSON")
-    if unknown := sorted((config.keys() - OPTIONS) | (zero.keys() - ZERO_OPTIONS)):
-        known = ", ".join(sorted(OPTIONS | ZERO_OPTIONS))
-        raise ValueError(f"{', '.join(unknown)} would have no effect or change what is trained. It may have: {known}")
-    for name in ("offload_optimizer", "offload_param"):
-        if (device := offload_device(config, name)) not in ("cpu", "none"):
-            raise ValueError(f"{name} must use the device 'cpu', found '{device}'")
-    if stage < 3 and offload_device(config, "offload_param") == "cpu":
-        raise ValueError(f"offload_param needs ZeRO stage 3, found {stage}")
 
 
 def offload_device(config: Mapping[str, Any], name: str) -> str:

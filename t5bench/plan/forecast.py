@@ -1,5 +1,6 @@
 """What a run will need, in one line, before it starts. It imports only the model: a launcher may use 0.30 s of CPU."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from t5bench.model.machine import GIB, Device, device_of
 from t5bench.model.parameters import parameters
 from t5bench.model.prediction import Prediction, machine_of
 from t5bench.plan.families import FAMILIES
-from t5bench.plan.layout import gpu_names
+from t5bench.record.gpus import visible_gpus
 from t5bench.record.plan import Plan
 
 GIGABITS = 10.0
@@ -34,7 +35,7 @@ def backend_of(plan: Plan) -> str:
 
 def gpu_here() -> Device | None:
     """This machine's first GPU, if the model knows its figures."""
-    names = gpu_names()
+    names = visible_gpus(os.environ).names
     return device_of(names[0]) if names else None
 
 

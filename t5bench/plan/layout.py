@@ -1,34 +1,12 @@
 """Which device and how many processes a run takes, and how they divide the work."""
 
-import re
-import subprocess
-from collections.abc import Mapping, Sequence
-from functools import cache
-
 from t5bench import Problem
 from t5bench.model.job import beyond_native
 from t5bench.model.layout import Layout
 from t5bench.plan.draft import Draft
 from t5bench.plan.families import family_of
+from t5bench.record.gpus import GpuInventory, visible_gpus
 from t5bench.record.plan import by_name
-
-
-def count_gpus(environment: Mapping[str, str]) -> int:
-    """The GPUs that CUDA shows to this process."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return len(gpu_names())
-    return 0 if visible.startswith("-1") or not visible else visible.count(",") + 1
-
-
-@cache
-def gpu_names() -> Sequence[str]:
-    """nvidia-smi's list of this machine's GPUs, cached: if no daemon keeps the driver loaded, it takes seconds."""
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return [match[1] for match in re.finditer(r"^GPU \d+: (.*?)(?: \(UUID: .*)?$", listed, re.MULTILINE)]
 
 
 def choose_processes(draft: Draft) -> tuple[str, int, bool]:
@@ -37,10 +15,9 @@ def choose_processes(draft: Draft) -> tuple[str, int, bool]:
     By default two processes, or as many as the model is divided over; one GPU is enough for DDP.
     """
     strategy = draft.strategy
-    gpus = count_gpus(draft.environ)
-    device = draft.value("DEVICE")
-    if device == "auto":
-        device = "cuda" if gpus else "cpu"
+    inventory = visible_gpus(draft.environ)
+    gpus = len(inventory.names)
+    device = choose_device(draft, inventory)
     model_parallel = draft.number("TENSOR_PARALLEL_SIZE") * draft.number("PIPELINE_PARALLEL_SIZE")
     # NCCL allows one process per GPU, and so does DeepSpeed with any backend.
     may_share = draft.value("SHARE_GPUS") == "1" and gpus > 0 and not (strategy.ds_config or strategy.has_fsdp2)
@@ -58,6 +35,23 @@ def choose_processes(draft: Draft) -> tuple[str, int, bool]:
         remedy = f"{needs}: set NNODES and NPROC_PER_NODE to what you have, or DEVICE=cpu"
         draft.lack("too-few-gpus", found, remedy)
     return device, per_node, lacks_gpus and may_share
+
+
+def choose_device(draft: Draft, inventory: GpuInventory) -> str:
+    """The device, and a note that says why. A broken tool must not turn a run on GPUs into one on the CPU."""
+    device = draft.value("DEVICE")
+    if device != "auto":
+        draft.notes.append(f"device: {device} (DEVICE={device})")
+        return device
+    device = "cuda" if inventory.names else "cpu"
+    draft.notes.append(f"device: {device} ({inventory.why})")
+    if device == "cpu" and inventory.fault:
+        problem = f"the GPUs of this node cannot be listed: {inventory.fault}"
+        draft.lack("gpu-tool", problem, "Repair what it names, or set DEVICE=cpu to train on the CPU")
+    elif device == "cpu" and draft.value("MODEL_PRESET") == "large":
+        problem = "there is no GPU here, and MODEL_PRESET=large takes minutes for one iteration on a CPU"
+        draft.lack("large-on-cpu", problem, "Set MODEL_PRESET=tiny for a first try, or DEVICE=cpu if you mean it")
+    return device
 
 
 def divide(draft: Draft, per_node: int, zero_stage: int) -> Layout | None:

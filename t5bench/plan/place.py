@@ -9,7 +9,7 @@ from pathlib import Path
 
 from t5bench import Problem
 from t5bench.corpus.checksum import cached_tokenizer, describes, tokenizer_checksum
-from t5bench.corpus.index import Index, command_for, read_index, read_record, record_path
+from t5bench.corpus.index import SPLIT, Index, command_for, lacks_validation, read_index, read_record, record_path
 from t5bench.plan import claim
 from t5bench.plan.draft import Draft
 from t5bench.plan.families import family_of
@@ -28,8 +28,13 @@ def check_data(draft: Draft, tokenizer: str) -> str:
     prefix = str(Path(draft.value("MEGATRON_DATA_DIR")) / CORPUS)
     try:
         index = read_index(prefix, draft.value("MODEL_FAMILY"))
-        if family_of(draft).has_encoder and "--mask-prob" not in by_name(draft.extra):
+        given = by_name(draft.extra)
+        if family_of(draft).has_encoder and "--mask-prob" not in given:
             _check_decoder_length(draft, index)
+        if draft.number("EVAL_ITERS") and not draft.is_on("EVAL_ONLY"):
+            lacking = lacks_validation(len(index.doc_idx) - 1, given.get("--split", SPLIT))
+            if lacking:
+                draft.lack("validation", str(lacking), lacking.remedy)
         _check_tokenizer(draft, prefix, tokenizer)
     except Problem as problem:
         draft.lack("data", str(problem), problem.remedy)

@@ -9,6 +9,7 @@ another library.
 import math
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from t5bench import Problem
@@ -116,7 +117,7 @@ def check_strategy(config: Any, file: str) -> None:
         raise Problem(f"{file}: {said}", "Remove them from the file; README lists the settings")
     _check(config, STRATEGY, file, "")
     stage = _check_together(config, file)
-    named = re.search(r"zero(\d)", file)
+    named = re.search(r"zero(\d)", Path(file).name)
     if named and int(named[1]) != stage:
         said = f'"stage" is {stage}, but the name of the file promises {named[1]}'
         raise Problem(f"{file}: {said}", f'Write "stage": {named[1]}, or give the strategy a file of another name')

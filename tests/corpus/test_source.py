@@ -108,13 +108,13 @@ ARRAY = b' [\n {"text": "One."},\n {"text": "Two.", "score": NaN}\n]\n'
     [
         ("a.json", LINES),
         ("a.ndjson", LINES),
-        ("a.json.gz", gzip.compress(LINES)),
+        ("a.json.gz", gzip.compress(LINES, mtime=0)),
         ("A.JSONL", LINES),
         ("a.json", ARRAY),
-        ("a.json.gz", gzip.compress(ARRAY)),
+        ("a.json.gz", gzip.compress(ARRAY, mtime=0)),
         ("a.jsonl", LINES.replace(b"\n", b"\r\n")),
         ("a.jsonl", codecs.BOM_UTF8 + LINES),
-        ("a.jsonl.gz", gzip.compress(codecs.BOM_UTF8 + LINES)),
+        ("a.jsonl.gz", gzip.compress(codecs.BOM_UTF8 + LINES, mtime=0)),
         ("a.jsonl", LINES[:-1]),
     ],
 )

@@ -10,6 +10,7 @@ from harness import STRATEGIES, Project, make_project
 
 from t5bench.plan.planner import plan
 from t5bench.plan.ports import free_port
+from t5bench.record.gpus import GpuInventory
 from t5bench.record.plan import Plan
 
 
@@ -66,8 +67,12 @@ def making(planned_project: Project, tmp_path: Path, monkeypatch) -> Callable[..
     monkeypatch.setattr("t5bench.plan.engine.CHECKSUMS", planned_project.root / "patches" / "checksums")
     monkeypatch.setenv("PATH", planned_project.environment["PATH"])
 
-    def build(strategy: str, *extra: str, gpus: int = 0, nnodes: int = 1, **settings: str) -> Made:
-        monkeypatch.setattr("t5bench.plan.layout.count_gpus", lambda environment: gpus)
+    def build(strategy: str, *extra: str, gpus: int = 0, nnodes: int = 1, fault: str = "", **settings: str) -> Made:
+        names = ("NVIDIA Stub",) * gpus
+        inventory = GpuInventory(names, "nvidia-smi" if gpus else "", fault)
+        monkeypatch.setattr("t5bench.plan.layout.visible_gpus", lambda environ: inventory)
+        if gpus:
+            settings = {"DEVICE": "auto", **settings}
         places = {
             "OUTPUT_DIR": str(tmp_path / "run"),
             "MEGATRON_DIR": str(planned_project.engine),
