@@ -122,7 +122,7 @@ def commits(repository: Path, engine: Path | None) -> dict[str, Any]:
         "engine": states["engine"].commit if engine else None,
     }
     faults = [state.fault for state in states.values() if state.fault]
-    return described | ({"faults": faults} if faults else {})
+    return described | ({"faults": "; ".join(faults)} if faults else {})
 
 
 def checksum(path: Path) -> str | None:

@@ -69,7 +69,7 @@ class _Part(_Ending):
     plan: Plan
     data: dict[str, str | int | None]
     versions: dict[str, str | None]
-    commits: dict[str, str | bool | list[str] | None]
+    commits: dict[str, str | bool | None]
     patches: dict[str, str | None]
     devices: list[_Device]
     network: dict[str, dict[str, Count | None]]

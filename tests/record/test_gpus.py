@@ -213,5 +213,5 @@ def test_git_says_why_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert machine.checkout(tmp_path) == (None, None, said)
     assert machine.commit(tmp_path) == (None, None)
-    assert machine.commits(tmp_path, None)["faults"] == [said]
+    assert machine.commits(tmp_path, None)["faults"] == said
     assert machine.checkout(tmp_path / "none") == (None, None, "")
