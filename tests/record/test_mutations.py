@@ -150,7 +150,7 @@ def parity(runs: Path, _: Path) -> int:
 
 def collected(runs: Path, target: Path) -> int:
     for run in sorted(runs.iterdir()):
-        print(collect.run(argparse.Namespace(run=target / run.name, sources=[str(run)])))
+        print(collect.run(argparse.Namespace(run=target / run.name, sources=[str(run)], same_run=False)))
     return 0
 
 
