@@ -75,7 +75,9 @@ def test_the_rehearsal_goes_through_everything_once_in_a_bare_environment(tmp_pa
     products = {p["what"]: p["tflops_per_gpu"] * p["milliseconds_per_iteration"]["median"] for p in points}
     alone = [products[what] for what in ("native ddp", "Hugging Face, eager", "Hugging Face, compiled")]
     assert alone == pytest.approx(alone[:1] * 3), "the same matrix products in each"
-    assert all("in the backward pass" in point["limits"] and point["attention"] for point in points)
+    assert all("in the backward pass" in point["limits"] for point in points)
+    # Hugging Face's T5 computes attention itself, or through PyTorch, by its release.
+    assert all(point["attention"] for point in points if point["what"].startswith("native"))
     assert "PASS: " in found.steps["parity-native"].figures
     assert found.steps["noise-native"].figures == {"loss": 0, "norm": 0}
     text = (output / "README.md").read_text()
