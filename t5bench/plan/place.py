@@ -144,7 +144,10 @@ def check_output_directory(draft: Draft) -> None:
     if draft.value("RESUME") == "1":
         return
     is_recorded = status.is_file() and (directory / f"node{node}.json").exists()
-    if is_recorded and status.read_bytes().startswith(b"complete"):
+    # A node that had no part in the finished run must not add one to it.
+    parts = list(directory.glob("node*.status"))
+    is_finished = bool(parts) and all(part.read_bytes().startswith(b"complete") for part in parts)
+    if is_finished or (is_recorded and status.read_bytes().startswith(b"complete")):
         found = f"{directory} already holds a finished run, which is never overwritten"
         lack("finished-run", found, "Choose another OUTPUT_DIR, or delete this directory")
     checkpoints = [_CHECKPOINT.fullmatch(path.name) for path in (directory / "checkpoints").glob("*")]

@@ -259,6 +259,17 @@ def test_nothing_is_overwritten(project: Project):
     assert not project.was_started()
 
 
+def test_another_node_leaves_a_finished_run_alone(project: Project):
+    """It has no part there yet, and would rename the finished run's metrics."""
+    assert project.launch("ddp").returncode == 0
+    run = project.root / "outputs" / "ddp"
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    nodes = {"HOSTS": TWO_HOSTS, "NODE_RANK": "1", "RENDEZVOUS_TIMEOUT": "5"}
+    result = project.launch("ddp", **nodes)
+    assert result.returncode == 2 and "already holds a finished run" in result.stderr
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+
+
 def test_a_failed_run_may_be_repeated_and_keeps_its_log(project: Project):
     result = project.launch("ddp", STUB_STATUS="7")
     assert result.returncode == 1
