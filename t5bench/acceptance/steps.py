@@ -274,8 +274,8 @@ class Steps:
         if not self.strategies:
             return  # DDP alone cannot be compared
         size = {"MODEL_PRESET": "tiny", "GLOBAL_BATCH_SIZE": "16", "VOCABULARY_MULTIPLE": "128", "SHARE_GPUS": "1"}
-        runs = self.directory / f"parity-{engine_name}"
-        size |= {"ENGINE": engine_name, "CHECK_BLIND_SPOTS": "0", "RUNS_DIR": str(runs)}
+        compared = self.directory / f"parity-{engine_name}"
+        size |= {"ENGINE": engine_name, "CHECK_BLIND_SPOTS": "0", "RUNS_DIR": str(compared)}
         names = [BASELINE, *(strategy.name for strategy in self.strategies)]
         printed = self.directory / "logs" / f"parity-{engine_name}.out"
         yield Step(f"parity-{engine_name}", ["bash", str(SCRIPTS / "check_parity.sh"), *names], size, needs, after, 150,

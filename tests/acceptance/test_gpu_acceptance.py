@@ -11,6 +11,7 @@ import pytest
 from harness import REPO_ROOT
 
 from t5bench.acceptance import bundle, results
+from t5bench.acceptance.__main__ import EXIT_TIME
 
 SCRIPT = str(REPO_ROOT / "scripts" / "gpu_acceptance.sh")
 # Of programs, a bare image has coreutils and what the launchers need.
@@ -61,10 +62,14 @@ def bare(tmp_path: Path) -> str:
 @pytest.mark.slow
 def test_the_rehearsal_goes_through_everything_once_in_a_bare_environment(tmp_path: Path, bare: str):
     """One engine, strategy and size: what differs on a GPU are the device, the sizes and the compilers."""
-    chosen = {"STRATEGIES": "zero1", "MICRO_BATCH_SIZES": "4", "MINUTES": "9", "PATH": bare}
+    chosen = {"STRATEGIES": "zero1", "MICRO_BATCH_SIZES": "4", "MINUTES": "6", "PATH": bare}
     chosen |= {"WORK_DIR": str(tmp_path / "a path with spaces"), "MEGATRON_DIR": str(tmp_path / "absent")}
     output = tmp_path / "a path with spaces" / "rehearsal" / "results"
-    result = accept("--rehearse", timeout=590, **chosen)
+    # On a busy machine the same command continues.
+    for _ in range(4):
+        result = accept("--rehearse", timeout=590, **chosen)
+        if result.returncode != EXIT_TIME:
+            break
     found = results.read(output / results.FILE)
     ends = {name: step.result for name, step in found.steps.items()}
     assert result.returncode == 0, result.stderr
@@ -75,7 +80,9 @@ def test_the_rehearsal_goes_through_everything_once_in_a_bare_environment(tmp_pa
     products = {p["what"]: p["tflops_per_gpu"] * p["milliseconds_per_iteration"]["median"] for p in points}
     alone = [products[what] for what in ("native ddp", "Hugging Face, eager", "Hugging Face, compiled")]
     assert alone == pytest.approx(alone[:1] * 3), "the same matrix products in each"
-    assert all("in the backward pass" in point["limits"] and point["attention"] for point in points)
+    assert all("in the backward pass" in point["limits"] for point in points)
+    # Hugging Face's T5 computes attention itself, or through PyTorch, by its release.
+    assert all(point["attention"] for point in points if point["what"].startswith("native"))
     assert "PASS: " in found.steps["parity-native"].figures
     assert found.steps["noise-native"].figures == {"loss": 0, "norm": 0}
     text = (output / "README.md").read_text()
@@ -86,9 +93,11 @@ def test_the_rehearsal_goes_through_everything_once_in_a_bare_environment(tmp_pa
         "| Hugging Face, compiled ",
     ):
         assert part in text
-    assert (output / "comparison-1.html").stat().st_size > 100_000
-    with tarfile.open(output / "records-1.tar.gz") as archive:
-        names = set(archive.getnames())
+    assert all(page.stat().st_size > 100_000 for page in output.glob("comparison-*.html"))
+    names = set()
+    for records in output.glob("records-*.tar.gz"):
+        with tarfile.open(records) as archive:
+            names |= set(archive.getnames())
     assert "records/runs/native-zero1-micro-batch-4/node0.log" in names
     assert not any(name.endswith((".bin", ".pt")) for name in names)
     again = accept("--rehearse", timeout=120, **chosen)
