@@ -265,7 +265,7 @@ def test_tampering_is_named(package: Path, tmp_path: Path, capsys, change: Chang
     assert main(["verify", str(tmp_path / "package.tar.gz")]) == 1
     lines = capsys.readouterr().out.splitlines()
     # The comparison's own problems are told, too.
-    assert all(line.startswith(("finding: ", "problem: ")) for line in lines)
+    assert all(line.startswith(("finding: ", "problem of the comparison: ")) for line in lines)
     findings = [line for line in lines if line.startswith("finding: ")]
     assert any(re.search(expected, line) for line in findings), findings
 
