@@ -51,7 +51,7 @@ class Stacks:
         self.suspended: set[int] = set()
 
     def paths(self) -> list[Path]:
-        return sorted(self.prefix.parent.glob(f"{self.prefix.name}.*"))
+        return sorted(self.prefix.parent.glob(f"{self.prefix.name}.[0-9]*"))
 
     def texts(self) -> dict[int, str]:
         """All threads' stacks by rank, if there are any."""
