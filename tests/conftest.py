@@ -27,6 +27,14 @@ settings.load_profile("busy")
 Once = Callable[[str, Callable[[Path], None]], Path]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("LONG_TESTS") == "1":
+        return
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.skip(reason="takes several minutes: LONG_TESTS=1 runs it, on a quiet machine"))
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
     return make_project(tmp_path)

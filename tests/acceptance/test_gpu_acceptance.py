@@ -59,7 +59,7 @@ def bare(tmp_path: Path) -> str:
     return str(directory)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_rehearsal_goes_through_everything_once_in_a_bare_environment(tmp_path: Path, bare: str):
     """One engine, strategy and size: what differs on a GPU are the device, the sizes and the compilers."""
     chosen = {"STRATEGIES": "zero1", "MICRO_BATCH_SIZES": "4", "MINUTES": "6", "PATH": bare}

@@ -10,7 +10,7 @@ from convert.convert_commands import FP32_ROUNDING, MISTAKE, check_logits, scrip
 from harness import STRATEGIES
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_logits_of_every_strategys_export_are_the_engines(native_runs: Path, tmp_path: Path):
     """With noise on every parameter, so that no bias and no norm can hide; the same with keys in place of values."""
     found = script("every_strategy.py", tmp_path, *(native_runs / name for name in STRATEGIES))
@@ -20,13 +20,13 @@ def test_logits_of_every_strategys_export_are_the_engines(native_runs: Path, tmp
         assert differences["swapped"] > MISTAKE, (strategy, differences)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_logits_of_a_t5_of_megatron_are_the_engines(megatron_runs: Path, megatron_dir: Path, tmp_path: Path):
     """Of a GPT too: tests/engines/test_gpt.py, which trains one."""
     check_logits(megatron_runs / "hybrid", tmp_path, megatron_dir)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_memory_of_an_export_does_not_grow_with_the_model(tmp_path: Path):
     found = script("export_memory.py", tmp_path)
     assert found["model"] > 150 and found["files"] > 10
@@ -43,7 +43,7 @@ def exported(native_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return moved.parent
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_export_says_what_it_is(exported: Path):
     card = (exported / "export" / "README.md").read_text()
     for part in ("TP 2, PP 2", "bundled sample", "of iteration 20", "Validation loss", "`T5ForConditionalGeneration`"):
@@ -54,7 +54,7 @@ def test_an_export_says_what_it_is(exported: Path):
     assert generation["suppress_tokens"] == list(range(4101, 4224)), "rows that no token has"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_cannot_be_exported_is_refused_in_a_sentence(exported: Path, tmp_path: Path):
     run = exported / "hybrid"
     refused = t5bench("export", run, exported / "export")

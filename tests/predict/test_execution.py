@@ -32,12 +32,8 @@ def job_of(strategy: str, micro_batches: int = 2) -> Job:
     return replace(PLAIN, parallel=parallel, zero=zero, global_batch=batch)
 
 
-SLOW = ("zero2", "zero3_offload", "tensor", "pipeline")
-
-
-@pytest.mark.parametrize(
-    "strategy", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", LAYOUTS)
 def test_a_rank_of_1024_does_what_the_model_says(strategy: str):
     found = executed.compare(strategy, job_of(strategy), rank=WORLD - 3)
     assert found.collectives > 0
@@ -69,6 +65,7 @@ def test_a_pipeline_sends_to_the_next_stage_and_receives_from_it():
     }
 
 
+@pytest.mark.long
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path):
     settings = {"ENGINE": "native", "MODEL_PRESET": "tiny", "MEGATRON_DATA_DIR": str(tmp_path), "HOSTS": ""}
     for name, value in settings.items():
