@@ -27,7 +27,7 @@ settings.load_profile("busy")
 Once = Callable[[str, Callable[[Path], None]], Path]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def skip_long_tests(items: list[pytest.Item]) -> None:
     if os.environ.get("LONG_TESTS") == "1":
         return
     for item in items:
@@ -144,6 +144,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     once for each engine; so does tests/cluster, which waits more than it computes. Groups with slow tests come first,
     so that no process works alone at the end: of these, each engine's first group, which trains what others read, and
     these others last. Then the cluster, whose time limits do not suit the busiest minutes."""
+    skip_long_tests(items)
     cluster, of, rank, first = REPO_ROOT / "tests" / "cluster", dict[pytest.Item, str](), dict[str, int](), {}
     trains, slow, reads, is_cluster, fast = range(5)
     for item in items:
