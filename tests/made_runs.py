@@ -55,8 +55,10 @@ def made_settings(values: Mapping[str, str], family: str = "t5", strategy: str =
     named |= dict(zip(("tp", "pp"), LAYOUTS.get(strategy, (1, 1)), strict=True))
     defaults = default_values(family, "large", **named)
     assert not values.keys() - BY_NAME.keys(), values.keys() - BY_NAME.keys()
-    if "ENCODER_NUM_LAYERS" in values and family == "gpt":
-        values = {"NUM_LAYERS": values["ENCODER_NUM_LAYERS"], **values}
+    if family == "gpt":
+        # A GPT has the encoder's depth and length.
+        alike = {"NUM_LAYERS": "ENCODER_NUM_LAYERS", "SEQ_LENGTH": "ENCODER_SEQ_LENGTH"}
+        values = {name: values[other] for name, other in alike.items() if other in values} | dict(values)
     tiny = _TINY | {"NUM_LAYERS": "2", "SEQ_LENGTH": "128", "MODEL_FAMILY": family}
     made = {}
     for name, default in defaults.items():

@@ -193,7 +193,7 @@ SEALED: dict[str, tuple[Change, str]] = {
     "the engine": (value(PART, "plan", "engine", to="native"), "ENGINE is 'megatron', but the"),
     "the device": (value(PART, "plan", "device", to="cuda"), "its device is cuda, but the command's environment"),
     "the network's counters": (
-        text(SAMPLES, r'"sent": \d(?=[^\n]*\n$)', '"sent": 9'), "bytes_sent_per_iteration is"),
+        text(SAMPLES, r'"sent": \d', '"sent": 9'), "bytes_sent_per_iteration is|samples.jsonl"),
     "a negative figure": (text(METRICS, r'"grad_norm": ', '"grad_norm": -'), "metrics.jsonl line 1 is inconsistent"),
     "a figure": (row("milliseconds_per_iteration", "median", to=90.0), r"milliseconds_per_iteration.median is 90"),
     "a figure given twice": (text(FIGURES, '("median": )', r"\g<1>9.0, \1"), "comparison.json line .* does not follow"),
