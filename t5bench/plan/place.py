@@ -145,9 +145,7 @@ def check_output_directory(draft: Draft) -> None:
         return
     is_recorded = status.is_file() and (directory / f"node{node}.json").exists()
     # A node that had no part in the finished run must not add one to it.
-    parts = list(directory.glob("node*.status"))
-    is_finished = bool(parts) and all(part.read_bytes().startswith(b"complete") for part in parts)
-    if is_finished or (is_recorded and status.read_bytes().startswith(b"complete")):
+    if _holds_a_whole_run(directory) or (is_recorded and status.read_bytes().startswith(b"complete")):
         found = f"{directory} already holds a finished run, which is never overwritten"
         lack("finished-run", found, "Choose another OUTPUT_DIR, or delete this directory")
     checkpoints = [_CHECKPOINT.fullmatch(path.name) for path in (directory / "checkpoints").glob("*")]
@@ -155,6 +153,16 @@ def check_output_directory(draft: Draft) -> None:
         found = f"{directory} holds checkpoints of an earlier run (up to iteration {newest})"
         remedy = "Choose another OUTPUT_DIR, continue the run with RESUME=1, or delete the directory"
         lack("earlier-checkpoints", f"{found}, which are never overwritten", remedy)
+
+
+def _holds_a_whole_run(directory: Path) -> bool:
+    """Whether every node of a run has completed there."""
+    statuses = list(directory.glob("node*.status"))
+    try:
+        nodes = json.loads((directory / "node0.json").read_text())["nnodes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return len(statuses) == nodes and all(status.read_bytes().startswith(b"complete") for status in statuses)
 
 
 def prepare_directory(plan: Plan, launcher: int, script: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from harness import REPO_ROOT, Project
 from made_runs import make_run
 
-from t5bench.plan.launchers import declarations
+from t5bench.plan.launchers import all_declarations
 from t5bench.plan.ports import free_port
 from t5bench.record.status import EXIT_CODES
 
@@ -45,7 +45,7 @@ def table_rows(first_header: str) -> list[list[str]]:
 
 def test_strategy_table_is_what_the_launchers_declare():
     rows = [row for row in table_rows("Strategy") if row[1].startswith("run_megatron")]
-    declared = {f"run_megatron_t5_{strategy.name}.sh": strategy for strategy in declarations(family="gpt")}
+    declared = {f"run_megatron_t5_{strategy.name}.sh": strategy for strategy in all_declarations()}
     assert {row[1] for row in rows} == declared.keys()
     for name, script, port, parallelism in rows:
         assert port == str(declared[script].port)
