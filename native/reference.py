@@ -15,18 +15,19 @@ from argparse import Namespace
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import BlenderbotConfig, BlenderbotForConditionalGeneration
 
 from native.arguments import start
 from native.data import Batch, TokenFile, Vocabulary, open_data
 from native.model import T5, initialise
 from native.parallel import Layout
 from native.train import pad_vocabulary
+from t5bench.imports import import_transformers
 
 
 def build(args: Namespace) -> nn.Module:
     """Hugging Face's model without weights of its own; embeddings are shared as in Megatron's T5."""
-    config = BlenderbotConfig(
+    transformers = import_transformers()
+    config = transformers.BlenderbotConfig(
         vocab_size=args.padded_vocab_size,
         max_position_embeddings=args.max_position_embeddings,
         d_model=args.hidden_size,
@@ -45,7 +46,7 @@ def build(args: Namespace) -> nn.Module:
         pad_token_id=args.pad_token,
         attn_implementation="eager",
     )
-    model = BlenderbotForConditionalGeneration(config)
+    model = transformers.BlenderbotForConditionalGeneration(config)
     model.model.decoder.embed_positions = model.model.encoder.embed_positions
     del model.final_logits_bias  # a constant there, a parameter here
     model.final_logits_bias = nn.Parameter(torch.zeros(args.padded_vocab_size))
@@ -153,6 +154,7 @@ def clip(model: nn.Module, largest: float) -> float:
 
 def run(args: Namespace) -> None:
     """Trains, and prints the curves."""
+    import_transformers()  # before the tokenizer, which imports it without its models
     file, vocabulary = TokenFile(args.data_path), Vocabulary.load(args.tokenizer_model)
     pad_vocabulary(args, vocabulary)
     args.num_workers = 0

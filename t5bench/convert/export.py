@@ -15,10 +15,11 @@ import torch
 
 from t5bench import Problem
 from t5bench.convert.card import model_card
-from t5bench.convert.libraries import import_transformers, tokenizer_of
 from t5bench.convert.shards import HEAD, Weights
+from t5bench.convert.tokenizer import tokenizer_of
 from t5bench.convert.trained import TrainedModel
 from t5bench.convert.twins import Twin, configuration, twins
+from t5bench.imports import import_transformers
 
 CLASSES = {"gpt": "GPT2LMHeadModel", "t5": "BlenderbotForConditionalGeneration"}
 SUMMARY = "training.json"  # what the export was made from, for programs; README.md says it to people

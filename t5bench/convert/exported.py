@@ -11,8 +11,8 @@ import torch
 
 from t5bench import Problem, note
 from t5bench.convert.export import SUMMARY, export
-from t5bench.convert.libraries import import_transformers
 from t5bench.convert.trained import TrainedModel
+from t5bench.imports import import_transformers
 
 FOLDER = "huggingface"  # in a run directory: the export of its newest checkpoint
 

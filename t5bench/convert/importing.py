@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from t5bench import Problem
-from t5bench.convert.libraries import import_transformers, tokenizer_of
 from t5bench.convert.reshape import write
 from t5bench.convert.shards import HEAD, WORDS, Cut
+from t5bench.convert.tokenizer import tokenizer_of
 from t5bench.convert.trained import DTYPES
 from t5bench.convert.twins import HEAD_BIAS, LAYERNORM_EPSILON, Twin, twins
+from t5bench.imports import import_transformers
 from t5bench.model.job import Architecture
 
 MULTIPLE = 128  # the launchers pad a vocabulary to a multiple of this in every layout

@@ -34,7 +34,8 @@ def casts_come_last(job: Job) -> bool:
     So from the second micro-batch on, nothing is reduced while the backward pass computes.
     """
     is_16_bit = job.software.cast_parameters and job.element == 2
-    return is_16_bit and not job.zero.stage and job.micro_batches > 1
+    casts_itself = not job.zero.stage and not job.fully_sharded
+    return is_16_bit and casts_itself and job.micro_batches > 1
 
 
 def ddp_buckets(job: Job, stage: int) -> list[int]:

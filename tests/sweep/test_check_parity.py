@@ -72,7 +72,7 @@ def test_the_native_engines_strategies_pass_and_nothing_can_hide(copy: Path):
 @pytest.mark.slow
 def test_a_mistake_that_all_strategies_share_is_seen(copy: Path):
     """Attention that is scaled by the wrong size, in the one model of the native engine."""
-    path = copy / "native" / "model.py"
+    path = copy / "native" / "layers.py"
     text = path.read_text()
     mistake = text.replace("is_causal=mask is None)", "is_causal=mask is None, scale=0.99 * self.head**-0.5)")
     assert mistake != text

@@ -1,22 +1,11 @@
-"""How the conversions import Transformers, and the tokenizers of runs."""
+"""The tokenizers of runs, as the conversions load them."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 from t5bench import Problem
 from t5bench.corpus.tokenizer import GPT2_FILES, TOKENIZER_FILES, load_tokenizer, readable
-
-
-def import_transformers() -> Any:
-    """Transformers with its models, which the trainings leave out. It never asks the hub."""
-    os.environ["USE_TORCH"] = "1"
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    return transformers
+from t5bench.imports import import_transformers
 
 
 def tokenizer_of(directory: Path, family: str) -> Any:
