@@ -28,12 +28,16 @@ FAMILY_PREFIX=${MODEL_FAMILY:-t5}-
 # shellcheck disable=SC2034 # read by the scripts that source this file
 FAMILY_PREFIX=${FAMILY_PREFIX#t5-}
 # Python's own switches, such as PYTHONINSPECT, would change the programs here too. The plan names them.
-for name in "${!PYTHON@}"; do
-  case ${name#PYTHON} in
-    '' | PATH | HOME | UNBUFFERED | HASHSEED | DONTWRITEBYTECODE | PYCACHEPREFIX | NOUSERSITE | USERBASE | UTF8 | IOENCODING | FAULTHANDLER | SAFEPATH | MALLOC | COERCECLOCALE) ;;
-    *) T5_REMOVED_ENVIRONMENT+=" $name" && unset "$name" ;;
-  esac
-done
+remove_python_switches() {
+  local name
+  for name in "${!PYTHON@}"; do
+    case ${name#PYTHON} in
+      '' | PATH | HOME | UNBUFFERED | HASHSEED | DONTWRITEBYTECODE | PYCACHEPREFIX | NOUSERSITE | USERBASE | UTF8 | IOENCODING | FAULTHANDLER | SAFEPATH | MALLOC | COERCECLOCALE) ;;
+      *) T5_REMOVED_ENVIRONMENT+=" $name" && unset "$name" ;;
+    esac
+  done
+}
+remove_python_switches
 [[ -z ${T5_REMOVED_ENVIRONMENT:-} ]] || export T5_REMOVED_ENVIRONMENT
 # The engines and the programs of this repository import its packages from here.
 [[ :${PYTHONPATH:-}: == *:"$REPO_ROOT":* ]] || export PYTHONPATH=$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}
