@@ -17,8 +17,12 @@ def peer_port(master_port: int) -> int:
 
 
 def free_port() -> int:
-    """A free MASTER_PORT for a run on this machine only. Raises OSError if no port is free."""
+    """A MASTER_PORT for a run on this machine only: it and its peer port are free. Raises OSError if there is none."""
     for port in random.sample(FREE_PORTS, len(FREE_PORTS)):
-        with contextlib.suppress(OSError), socket.create_server(("", port)):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_server(("", port)),
+            socket.create_server(("", peer_port(port))),
+        ):
             return port
     raise OSError(f"no port from {FREE_PORTS.start} to {FREE_PORTS.stop - 1} is free")

@@ -7,7 +7,7 @@ train to the end and leave nothing behind, not that the model learns.
 import json
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -65,13 +65,20 @@ class Job:
 
     def end(self) -> str:
         """How it ended, when it has."""
+        self.wait_until(lambda: self.fields()["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"))
+        return f"{self.fields()['JobState']} {self.fields()['ExitCode']}"
 
-        def fields() -> dict[str, str]:
-            text = self.cluster.login("scontrol", "show", "job", self.number).stdout
-            return dict(word.split("=", 1) for word in text.split() if "=" in word)
+    def fields(self) -> dict[str, str]:
+        """What SLURM says of it."""
+        text = self.cluster.login("scontrol", "show", "job", self.number).stdout
+        return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
-        wait_for(lambda: fields()["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"), 90)
-        return f"{fields()['JobState']} {fields()['ExitCode']}"
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 200.0) -> None:
+        """Waits; a failure shows what the job printed, and what SLURM says of it."""
+        try:
+            wait_for(condition, seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.fields()}\n{self.text()}") from error
 
 
 @pytest.fixture
@@ -135,12 +142,13 @@ def test_every_launcher_infers_its_place_and_a_failure_does_not_stop_the_others(
 def test_a_preempted_job_is_queued_again_and_continues(
     cluster: Cluster, project: Project, tmp_path: Path, sample_data: Path
 ):
-    project.environment |= NATIVE | {"MEGATRON_DATA_DIR": str(sample_data), "TRAIN_ITERS": "400"}
+    project.environment |= NATIVE | {"MEGATRON_DATA_DIR": str(sample_data), "TRAIN_ITERS": "1000"}
     undisturbed = Job(cluster, project, "ddp", OUTPUT_DIR=str(tmp_path / "undisturbed"))
     assert undisturbed.end() == "COMPLETED 0:0", undisturbed.text()
     job = Job(cluster, project, "ddp", OUTPUT_DIR=str(tmp_path / "preempted"))
-    wait_for(lambda: bool(re.search(r"iteration +[2-5]\d/", job.text())))
+    # Early enough: it still trains when SLURM gets round to the urgent job.
+    job.wait_until(lambda: bool(re.search(r"iteration +[2-5]\d/", job.text())))
     cluster.login("srun", "--partition=urgent", f"--nodes={len(cluster.nodes)}", "--exclusive", "true", timeout=60)
-    wait_for(lambda: "resuming from the checkpoint of iteration" in job.text(), 200)
+    job.wait_until(lambda: "resuming from the checkpoint of iteration" in job.text(), 300)
     assert job.end() == "COMPLETED 0:0", job.text()
     assert losses(tmp_path / "preempted") == losses(tmp_path / "undisturbed")

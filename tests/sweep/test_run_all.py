@@ -181,8 +181,9 @@ def test_a_signal_ends_the_sweep_and_the_same_command_continues(sweep: Project, 
     assert process.returncode == 128 + number
     assert f"{number.name.removeprefix('SIG')} received: stopped; nothing is left running" in errors
     assert processes_with(f"STUB_DIR={sweep.stubs}") == []
-    assert run_all(sweep, STRATEGIES="ddp zero1").returncode == 0
-    assert [row for row, _ in order(sweep)] == ["repeat1/ddp", "repeat1/ddp", "repeat1/zero1"]
+    again = run_all(sweep, STRATEGIES="ddp zero1")
+    assert again.returncode == 0, again.stderr
+    assert [row for row, _ in order(sweep)] == ["repeat1/ddp", "repeat1/ddp", "repeat1/zero1"], again.stderr
 
 
 def test_a_refused_attempt_leaves_what_the_next_one_resumes(tmp_path: Path):
