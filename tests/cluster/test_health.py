@@ -55,8 +55,8 @@ Max processes             {processes}               {processes}               pr
 Max open files            1024                 {files}               files
 Max locked memory         {locked}            {locked}            bytes
 """
-# What a healthy kernel writes: an application's own Xid, a link that comes up, corrected errors, old faults, a full file
-# that was mounted as a disk.
+# What a healthy kernel writes: an application's own Xid, a link that comes up, corrected errors, old faults, a full
+# file that was mounted as a disk.
 LOG = """[    1.200000] mlx5_core 0000:0c:00.0: Link up
 [    2.100000] eth0: Link is Down
 [    4.100000] eth0: Link is Up - 100Gbps/Full

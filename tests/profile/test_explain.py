@@ -20,8 +20,9 @@ from real_runs import environment, train
 from t5bench.plan.planner import plan
 from t5bench.profile import parts as profile
 from t5bench.profile import spent, step, timeline
-from t5bench.profile.explain import Explanation, of_record
+from t5bench.profile.explain import Explanation
 from t5bench.profile.parts import AXES, SENDING
+from t5bench.profile.record_causes import of_record
 from t5bench.profile.spent import MainThread, Spent, between, main_thread
 from t5bench.profile.step import Marks, OneIteration
 from t5bench.record.log import Evaluation
