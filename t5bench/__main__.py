@@ -26,7 +26,6 @@ COMMANDS = {
     "settings": ("t5bench.plan.settings", "print docs/settings.md, the page of all settings"),
     "sweep": ("t5bench.sweep.command", "run strategies one after another, then compare them"),
     "reshape": ("t5bench.convert.reshape", "convert a run's checkpoint to another tensor- or pipeline-parallel size"),
-    "merge": ("t5bench.convert.merge", "the former name of reshape"),
     "export": ("t5bench.convert.export", "export a run's model to a directory for Hugging Face's libraries"),
     "import": ("t5bench.convert.importing", "make a checkpoint of Megatron-DeepSpeed from a Hugging Face model"),
     "generate": ("t5bench.convert.generate", "let a run's model continue a text (GPT) or fill its gaps (T5)"),
@@ -34,14 +33,16 @@ COMMANDS = {
     "ledger": ("t5bench.ledger.command", "train each strategy under many releases of DeepSpeed: which are right?"),
     "cluster": ("t5bench.cluster.check", "check whether the nodes can run together"),
     "predict": ("t5bench.predict.command", "predict what each strategy will cost in memory, bytes and time"),
-    "plan": ("t5bench.predict.search", "rank every layout of a model on a number of GPUs by predicted time"),
-    "layout": ("t5bench.predict.layout", "show which rank is where, and every process group"),
+    "layouts": ("t5bench.predict.layouts", "rank every layout of a model on a number of GPUs by predicted time"),
+    "ranks": ("t5bench.predict.ranks", "show which rank is where, and every process group"),
     "pack": ("t5bench.report.package", "pack a comparison with its records into one file that others can verify"),
     "verify": ("t5bench.report.verify", "recompute every figure of such a file from its logs"),
     "prepare-data": ("t5bench.corpus.prepare", "what scripts/prepare_xsum_megatron.sh runs, with its settings"),
     "merge-data": ("t5bench.corpus.merge", "merge several indexed datasets into one"),
     "wandb": ("t5bench.report.wandb_report", "upload a comparison to its W&B project"),
 }
+# These still work.
+FORMER_NAMES = {"merge": "reshape", "plan": "layouts", "layout": "ranks"}
 
 
 def imported(name: str) -> ModuleType:
@@ -53,8 +54,17 @@ def imported(name: str) -> ModuleType:
         raise Problem(f"{sys.executable} lacks a package: {error}", remedy) from error
 
 
+def with_the_name_of_today(words: Sequence[str]) -> list[str]:
+    """The command line, in which a command's former name is replaced; a note says so."""
+    if not words or words[0] not in FORMER_NAMES:
+        return list(words)
+    name = FORMER_NAMES[words[0]]
+    note(f"note: {words[0]} is now called {name}; both do the same")
+    return [name, *words[1:]]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = with_the_name_of_today(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="python -m t5bench", description="Plans, checks and compares training runs.")
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.encoding != "utf-8":  # which lacks some characters
         sys.stdout.reconfigure(errors="replace")

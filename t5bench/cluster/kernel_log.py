@@ -10,6 +10,7 @@ from t5bench.record.tools import Answer
 HOUR = 3600.0
 DAY = 24 * HOUR
 LONGEST_LINE = 160
+LOOP_DEVICE = r"\bloop\d+\b"  # a file that somebody has mounted, not a disk of the node
 # Xid errors that a program causes, not the GPU: an exception or a page fault in a kernel, and the clean-up after it.
 XIDS_OF_PROGRAMS = frozenset((13, 31, 32, 43, 45, 68, 69, 109))
 XIDS = {
@@ -102,7 +103,7 @@ def _ago(seconds: float) -> str:
 def faults_in(log: str, uptime: float) -> list[Fault]:
     """Each fault once, with the last line that shows it. uptime: of the machine, in seconds."""
     faults: list[Fault] = []
-    lines = log.splitlines()
+    lines = [line for line in log.splitlines() if not re.search(LOOP_DEVICE, line)]
     gpu_errors: dict[tuple[str, int], str] = {}
     for line in lines:
         match = re.search(r"NVRM: Xid \(([^)]*)\): (\d+)", line)

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from t5bench.model.job import Job
 from t5bench.model.parameters import layer_shapes, tensors
 
-FIRST_DDP_BUCKET, DDP_BUCKET = 2**20, 25 * 2**20  # bytes
+FIRST_DDP_BUCKET = 2**20  # bytes
+DDP_BUCKET = 25 * 2**20
 ALIGNMENT = 2  # ZeRO-1 and 2 pad each group of parameters to this many elements on every rank
 
 
@@ -18,11 +19,13 @@ def in_order_of_gradients(job: Job, stage: int) -> list[int]:
     That is the order of the forward pass, reversed; but the embeddings are used first and last, so they come last.
     Where gradients go through 16-bit copies at the end (casts_come_last), the positions come first, which have none.
     """
-    own = tensors(job.architecture, job.parallel, stage)
-    head, layers = own["head"][::-1], [*reversed(own["decoder"]), *reversed(own["encoder"])]
+    by_part = tensors(job.architecture, job.parallel, stage)
+    head = by_part["head"][::-1]
+    layers = [*reversed(by_part["decoder"]), *reversed(by_part["encoder"])]
     if not casts_come_last(job):
-        return [*head, *layers, *own["embedding"]]
-    words, positions = own["embedding"][:1], own["embedding"][1:]
+        return [*head, *layers, *by_part["embedding"]]
+    words = by_part["embedding"][:1]
+    positions = by_part["embedding"][1:]
     # A head in the same stage casts the words last, otherwise they have no copy, as the positions.
     return [*positions, *head, *words, *layers] if head else [*words, *positions, *layers]
 
@@ -40,12 +43,15 @@ def casts_come_last(job: Job) -> bool:
 
 def ddp_buckets(job: Job, stage: int) -> list[int]:
     """Bytes of DDP's buckets from the second iteration on. A bucket is closed once it has reached its limit."""
-    buckets, filled, limit = [], 0, FIRST_DDP_BUCKET
+    buckets: list[int] = []
+    filled = 0
+    limit = FIRST_DDP_BUCKET
     for size in in_order_of_gradients(job, stage):
         filled += 4 * size
         if filled >= limit:
             buckets.append(filled)
-            filled, limit = 0, DDP_BUCKET
+            filled = 0
+            limit = DDP_BUCKET
     return [*buckets, filled] if filled else buckets
 
 
@@ -66,12 +72,13 @@ def padded_to(ranks: int, sizes: Sequence[int]) -> int:
 
 def weights_and_vectors(job: Job, stage: int) -> tuple[int, int]:
     """Elements of a rank's matrices, which have weight decay, and of its biases and norms, which have none."""
-    a, tensor = job.architecture, job.parallel.tensor
-    own = tensors(a, job.parallel, stage)
-    whole = sum(map(sum, own.values()))
-    vectors = sum(size for size in own["head"] if size == a.padded_vocabulary // tensor)
+    a = job.architecture
+    tensor = job.parallel.tensor
+    by_part = tensors(a, job.parallel, stage)
+    whole = sum(sum(sizes) for sizes in by_part.values())
+    vectors = sum(size for size in by_part["head"] if size == a.padded_vocabulary // tensor)
     for name in ("encoder", "decoder"):
-        layers = own[name]
+        layers = by_part[name]
         shapes = layer_shapes(a, tensor, name == "decoder")
         count = len(layers) // len(shapes)
         vectors += count * sum(shape[0] for shape in shapes if len(shape) == 1)

@@ -9,9 +9,12 @@ from t5bench.model.job import Architecture, Job
 
 def layer_multiply_adds(a: Architecture, decoder: bool = False) -> tuple[int, int]:
     """Multiply-adds of one layer's forward pass for one sample: with its weights, and in attention's core."""
-    n, h, keys = a.length(decoder), a.hidden, a.attended(decoder)
-    weights = n * h * (3 if a.gated else 2) * a.ffn + sum(2 * h * (a.query * n + a.key * length) for length in keys)
-    return weights, 2 * a.query * n * sum(keys)
+    n = a.length(decoder)
+    h = a.hidden
+    lengths = a.attended(decoder)
+    ffn = n * h * (3 if a.gated else 2) * a.ffn
+    projections = sum(2 * h * (a.query * n + a.key * length) for length in lengths)
+    return ffn + projections, 2 * a.query * n * sum(lengths)
 
 
 def multiply_adds(a: Architecture) -> dict[str, int]:
@@ -31,7 +34,8 @@ def flops_per_iteration(architecture: Architecture, global_batch_size: int) -> f
 def hardware_flops(job: Job) -> float:
     """FLOPs of an iteration, including recomputation of whole layers or of attention's core."""
     a = job.architecture
-    layers = (a.encoder_layers, layer_multiply_adds(a)), (a.decoder_layers, layer_multiply_adds(a, decoder=True))
-    again = {"none": 0, "selective": 1, "full": 2}[job.recompute]  # of a layer's two, the core first
-    repeated = sum(count * sum((core, weights)[:again]) for count, (weights, core) in layers)
+    repeated = 0
+    for layers, is_decoder in ((a.encoder_layers, False), (a.decoder_layers, True)):
+        weights, core = layer_multiply_adds(a, is_decoder)
+        repeated += layers * {"none": 0, "selective": core, "full": core + weights}[job.recompute]
     return flops_per_iteration(a, job.global_batch) + 2 * repeated * job.global_batch

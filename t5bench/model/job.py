@@ -80,23 +80,36 @@ class Architecture:
         def number(name: str, otherwise: int = 0) -> int:
             return int(arguments.get(name) or otherwise)
 
-        hidden, heads = number("hidden_size"), number("num_attention_heads")
-        t5, gated = number("decoder_num_layers") > 0, _given(arguments, "swiglu")
+        hidden = number("hidden_size")
+        heads = number("num_attention_heads")
+        t5 = number("decoder_num_layers") > 0
+        gated = _given(arguments, "swiglu")
+        positions = "learned"
+        if _given(arguments, "use_rotary_position_embeddings"):
+            positions = "rotary"
+        elif _given(arguments, "no_position_embedding"):
+            positions = "none"
         return cls(
             encoder_layers=number("encoder_num_layers") if t5 else 0,
             decoder_layers=number("decoder_num_layers" if t5 else "num_layers"),
-            hidden=hidden, heads=heads, head_size=number("kv_channels", hidden // heads),
-            ffn=number("ffn_hidden_size", usual_ffn(hidden, gated)), kv_heads=number("num_key_value_heads"),
+            hidden=hidden,
+            heads=heads,
+            head_size=number("kv_channels", hidden // heads),
+            ffn=number("ffn_hidden_size", usual_ffn(hidden, gated)),
+            kv_heads=number("num_key_value_heads"),
             encoder_length=number("encoder_seq_length") if t5 else 0,
             decoder_length=number("decoder_seq_length" if t5 else "seq_length"),
-            padded_vocabulary=padded_vocabulary, head_bias=t5, family="t5" if t5 else "gpt",
-            gated=gated, activation="silu" if gated else "gelu", biases=not _given(arguments, "disable_bias_linear"),
+            padded_vocabulary=padded_vocabulary,
+            head_bias=t5,
+            family="t5" if t5 else "gpt",
+            gated=gated,
+            activation="silu" if gated else "gelu",
+            biases=not _given(arguments, "disable_bias_linear"),
             tied=not _given(arguments, "untie_embeddings_and_output_weights"),
-            positions="rotary" if _given(arguments, "use_rotary_position_embeddings")
-            else "none" if _given(arguments, "no_position_embedding") else "learned",
+            positions=positions,
             position_rows=number("max_position_embeddings"),
             norm="rms" if arguments.get("normalization") == "rmsnorm" else "layer",
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -279,32 +292,43 @@ class Job:
 
     def attentions(self, decoder: bool) -> list[tuple[int, str]]:
         """For each attention of a layer, the tokens of a sample to which it attends, and its kernel."""
-        kernels = self.causal_attention if decoder else self.attention, self.attention
-        return list(zip(self.architecture.attended(decoder), kernels, strict=False))
+        first, *cross = self.architecture.attended(decoder)
+        attentions = [(first, self.causal_attention if decoder else self.attention)]
+        return attentions + [(length, self.attention) for length in cross]
 
     @classmethod
     def of_plan(cls, plan: Any, padded_vocabulary: int) -> "Job":
         """The job of a launcher's or a stored run's plan, a ``t5bench.record.plan.Plan`` that has a layout."""
-        arguments, layout, zero = plan.named_arguments, plan.layout, Zero.of_config(plan.ds_config)
-        keeps, shards = _given(arguments, "fsdp2_keep_parameters"), int(arguments.get("fsdp2_shard_size") or 0)
+        arguments = plan.named_arguments
+        layout = plan.layout
+        zero = Zero.of_config(plan.ds_config)
+        fully_sharded = None
+        if plan.strategy.has_fsdp2:
+            fully_sharded = FullySharded(keeps_parameters=_given(arguments, "fsdp2_keep_parameters"))
         flash = plan.engine == "megatron" and _given(arguments, "use_flash_attn_v2")
         return cls(
             architecture=Architecture.of_arguments(arguments, padded_vocabulary),
             parallel=Parallel(
-                layout.tp, layout.pp, layout.dp, layout.split_rank, _given(arguments, "sequence_parallel"),
-                devices_per_node=layout.nproc_per_node, shards=shards, deepspeed=layout.pp > 1 and zero.stage > 0,
+                tensor=layout.tp,
+                pipeline=layout.pp,
+                data=layout.dp,
+                split_rank=layout.split_rank,
+                sequence_parallel=_given(arguments, "sequence_parallel"),
+                devices_per_node=layout.nproc_per_node,
+                shards=int(arguments.get("fsdp2_shard_size") or 0),
+                deepspeed=layout.pp > 1 and zero.stage > 0,
             ),
             micro_batch=int(arguments["micro_batch_size"]),
             global_batch=int(arguments["global_batch_size"]),
             zero=zero,
-            fully_sharded=FullySharded(keeps) if plan.strategy.has_fsdp2 else None,
+            fully_sharded=fully_sharded,
             precision=next((name for name in ("bf16", "fp16") if _given(arguments, name)), "fp32"),
             recompute=arguments.get("recompute_granularity") or "none",
             attention="fused" if plan.engine == "native" else "unfused",
             causal_attention="flash" if flash else "",
             dropout=float(arguments.get("hidden_dropout") or 0),
             engine=plan.engine,
-        )  # fmt: skip
+        )
 
     def on(self, **sizes: Any) -> "Job":
         """The same job in another layout: fields of Parallel."""

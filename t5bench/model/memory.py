@@ -21,18 +21,24 @@ FP32_GRADIENTS = 4  # bytes per parameter of the fp32 gradients that an update m
 
 # What a device reports as used but torch does not count: a CUDA context with its kernels, 400 to 612 MiB in public
 # reports, and what the driver reserves, 462 MiB in the median of twelve public ``nvidia-smi -q`` of H100, L40S and A40.
-CONTEXT, DRIVER = 500 * 10**6, 462 * MIB
+CONTEXT = 500 * 10**6
+DRIVER = 462 * MIB
 
 
 @dataclass(frozen=True)
 class Memory:
     """Bytes of one rank."""
 
-    states: Mapping[str, float]  # between iterations
-    moments: Mapping[str, Mapping[str, float]]  # what comes on top, by moment
-    cpu: Mapping[str, float]  # in host memory
-    cached: float = 0.0  # blocks that the allocator keeps but cannot use at the peak
-    leftover: Mapping[str, float] = field(default_factory=dict)  # what the next forward frees
+    states: Mapping[str, float]
+    """Between iterations."""
+    moments: Mapping[str, Mapping[str, float]]
+    """What comes on top, by moment."""
+    cpu: Mapping[str, float]
+    """In host memory."""
+    cached: float = 0.0
+    """Blocks that the allocator keeps but cannot use at the peak."""
+    leftover: Mapping[str, float] = field(default_factory=dict)
+    """What the next forward pass frees."""
 
     @property
     def allocated(self) -> float:
@@ -61,76 +67,126 @@ class Memory:
 
 def memory_of(job: Job, stage: int = 0, device: Device | None = None) -> Memory:
     """The memory of a rank on pipeline stage `stage`. device: whose workspaces, those of an H100 unless given."""
-    a, part = job.architecture, stage_of(job.architecture, job.parallel, stage)
-    count, t = parameters(a, job.parallel, stage), job.parallel.tensor
+    part = stage_of(job.architecture, job.parallel, stage)
+    count = parameters(job.architecture, job.parallel, stage)
+    states, cpu = _lasting(job, stage, count, device)
+    leftover = _leftover(job, part, stage, count)
+    moments = _moments(job, part, stage, count, leftover)
+    return Memory(states, moments, cpu, _cached_scores(job), leftover)
+
+
+def _lasting(job: Job, stage: int, count: int, device: Device | None) -> tuple[dict[str, float], dict[str, float]]:
+    """What `count` parameters keep between iterations: on the GPU, and in CPU memory."""
     states, cpu = model_states(job, count)
     states["workspace"] = workspace(job, stage, device)
-    if not (job.zero.stage or job.fully_sharded or job.distributed_optimizer or job.element == 4):
-        # Every parameter has a tensor of weights, one of masters and two of moments; gradients are one buffer. ZeRO and
-        # Megatron's distributed optimizer have a few flat tensors, which waste next to nothing.
-        sizes = [size for each in tensors(a, job.parallel, stage).values() for size in each]
-        weights, masters = ([width * size for size in sizes] for width in (2, 4))
-        moments_each = [width * size for size in sizes for width in job.moments]
-        states["allocator"] = slack([*weights, 4 * sum(sizes), *masters, *moments_each])
+    has_flat_states = job.zero.stage or job.fully_sharded or job.distributed_optimizer
+    if not has_flat_states and job.element < 4:
+        states["allocator"] = _slack_of_states(job, stage)
     if job.dummy_gradients:
-        shapes = {shape for decoder in (False, True) for shape in layer_shapes(a, t, decoder) if len(shape) == 2}
-        shapes.add((a.padded_vocabulary // t, a.hidden))
-        states["dummy gradients"] = float(job.element * sum(map(prod, shapes)))
+        states["dummy gradients"] = _dummy_gradients(job)
     if job.zero.stage == 3:  # its buffer is made once (runtime/zero/stage3.py:611)
         states["reduction bucket"] = _reduction_bucket(job)
+    return states, cpu
+
+
+def _slack_of_states(job: Job, stage: int) -> int:
+    """What the allocator adds to the states of a model in 16 bits.
+
+    Every parameter has a tensor of weights, one of masters and two of moments; gradients are one buffer. ZeRO and
+    Megatron's distributed optimizer have a few flat tensors, which waste next to nothing.
+    """
+    sizes: list[int] = []
+    for group in tensors(job.architecture, job.parallel, stage).values():
+        sizes += group
+    weights = [2 * size for size in sizes]
+    gradients = [4 * sum(sizes)]
+    masters = [4 * size for size in sizes]
+    moments = [width * size for size in sizes for width in job.moments]
+    return slack([*weights, *gradients, *masters, *moments])
+
+
+def _dummy_gradients(job: Job) -> float:
+    """One gradient of each shape of weight."""
+    a = job.architecture
+    tensor = job.parallel.tensor
+    shapes = {(a.padded_vocabulary // tensor, a.hidden)}
+    for is_decoder in (False, True):
+        shapes |= {shape for shape in layer_shapes(a, tensor, is_decoder) if len(shape) == 2}
+    return float(job.element * sum(prod(shape) for shape in shapes))
+
+
+def _moments(
+    job: Job, part: Stage, stage: int, count: int, leftover: Mapping[str, float]
+) -> dict[str, dict[str, float]]:
+    """What comes on top of the states at each moment of an iteration that may be its peak."""
+    a = job.architecture
     kept = activation_bytes(job, stage)
-    again = kept.pop("recomputed layer", 0.0)  # by then the logits are gone
-    loss, gradients = logits_bytes(job, stage)
-    buffers, words = transient_states(job, count), {}
+    recomputed = kept.pop("recomputed layer", 0.0)  # by then the logits are gone
+    loss, gradients_of_logits = logits_bytes(job, stage)
+    transient = transient_states(job, count)
+    words: dict[str, float] = {}
     if part.embedding and part.head and a.tied:
         # The gradient of the tied words from the head and from the decoder's embedding, and their sum. The decoder's
         # backward pass is done; an encoder still has its activations.
-        words = {"encoder": kept["encoder"] * a.cross_attention, "gradients of words": 3 * word_gradient(job)}
-    leftover = _leftover(job, part, stage, count)
+        words["encoder"] = kept["encoder"] if a.cross_attention else 0.0
+        words["gradients of words"] = 3 * word_gradient(job)
     if job.parallel.virtual_stages == 1:
         # While a micro-batch is computed, the loop's variable output_tensor still has the graph of the one before, and
         # so its input with its gradient (Megatron-LM core/pipeline_parallel/schedules.py:2280-2336).
-        kept["inputs of stages"] = leftover.get("inputs of stages", 0.0) * (job.micro_batches > 1)
+        kept["inputs of stages"] = leftover.get("inputs of stages", 0.0) if job.micro_batches > 1 else 0.0
     moments = {
-        "loss": kept | buffers["forward"] | {"logits and loss": loss},
-        "start of backward": kept | buffers["backward"] | {"logits and loss": gradients},
-        "recomputed layer": kept | buffers["backward"] | {"recomputed layer": again},
-        "embedding": words | buffers["backward"],
-        "step": buffers["step"] | leftover,
+        "loss": kept | transient["forward"] | {"logits and loss": loss},
+        "start of backward": kept | transient["backward"] | {"logits and loss": gradients_of_logits},
+        "recomputed layer": kept | transient["backward"] | {"recomputed layer": recomputed},
+        "embedding": words | transient["backward"],
+        "step": transient["step"] | leftover,
     }
     if buckets.casts_come_last(job):
         positions = sum(tensors(a, job.parallel, stage)["embedding"][1:])
         gradients_of_copies = {"16-bit gradients": job.element * (count - positions)}
         gradients_of_words = {name: size for name, size in words.items() if name != "encoder"}
-        moments["copies"] = buffers["backward"] | gradients_of_copies | gradients_of_words
-    return Memory(states, moments, cpu, _cached_scores(job), leftover)
+        moments["copies"] = transient["backward"] | gradients_of_copies | gradients_of_words
+    return moments
 
 
 def states_of(job: Job) -> dict[str, tuple[float, float]]:
     """Bytes per parameter of the states that every data-parallel rank has, and of those divided among the ranks."""
-    e, kept, zero, moments = job.element, job.software, job.zero.stage, sum(job.moments)
+    e = job.element
+    zero = job.zero.stage
+    moments = sum(job.moments)
     if job.fully_sharded:  # fp32 parameters are the masters; there are no gradients between iterations
         return {"weights": (0, 4), "optimizer": (0, moments)}
-    weights, gradients, optimizer = e, e, moments + (4 if e == 2 or zero else 0)  # with the masters
+    if not zero and job.engine != "galvatron":
+        software = job.software
+        if software.cast_parameters or software.casts:
+            # fp32 weights, which need no masters; autograd keeps autocast's 16-bit copies
+            copies = 2 if software.casts else 0
+            return {"weights": (4 + copies, 0), "gradients": (4, 0), "optimizer": (moments, 0)}
+    gradients = e
     if not zero and job.engine != "galvatron":
         gradients = 2 if job.precision == "fp16" else 4  # Megatron accumulates in fp32 under bf16, in fp16 under fp16
-        if kept.cast_parameters or kept.casts:  # fp32 weights; autograd keeps autocast's 16-bit copies
-            return {"weights": (4 + 2 * kept.casts, 0), "gradients": (4, 0), "optimizer": (moments, 0)}
-    sizes = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
-    divided = {"weights": zero == 3, "gradients": zero > 1, "optimizer": zero > 0 or job.distributed_optimizer}
-    return {name: (0, size) if divided[name] else (size, 0) for name, size in sizes.items()}
+    masters = 4 if e == 2 or zero else 0
+    sizes = {"weights": e, "gradients": gradients, "optimizer": moments + masters}
+    is_divided = {
+        "weights": zero == 3,
+        "gradients": zero > 1,
+        "optimizer": zero > 0 or job.distributed_optimizer,
+    }
+    return {name: (0, size) if is_divided[name] else (size, 0) for name, size in sizes.items()}
 
 
 def model_states(job: Job, count: int) -> tuple[dict[str, float], dict[str, float]]:
     """The lasting weights, gradients and optimizer states of `count` parameters: on the GPU, and in CPU memory."""
-    n, zero = job.parallel.states_over, job.zero
-    sizes = {name: (whole + divided / n) * count for name, (whole, divided) in states_of(job).items()}
-    cpu = {}
+    n = job.parallel.states_over
+    zero = job.zero
+    on_gpu = {name: (whole + divided / n) * count for name, (whole, divided) in states_of(job).items()}
+    on_cpu: dict[str, float] = {}
     if zero.offload_optimizer or zero.offload_parameters:
-        cpu["optimizer"] = sizes.pop("optimizer") + FP32_GRADIENTS * count / n
-        if zero.offload_parameters:
-            cpu |= {name: sizes.pop(name) for name in ("weights", "gradients")}
-    return sizes, cpu
+        on_cpu["optimizer"] = on_gpu.pop("optimizer") + FP32_GRADIENTS * count / n
+    if zero.offload_parameters:
+        on_cpu["weights"] = on_gpu.pop("weights")
+        on_cpu["gradients"] = on_gpu.pop("gradients")
+    return on_gpu, on_cpu
 
 
 def _reduction_bucket(job: Job) -> float:
@@ -139,22 +195,26 @@ def _reduction_bucket(job: Job) -> float:
 
 def transient_states(job: Job, count: int) -> dict[str, dict[str, float]]:
     """What a moment adds to the states: ZeRO's buckets and gathered window, copies, the optimizer's temporaries."""
-    e, n, zero = job.element, job.parallel.data, job.zero
-    found: dict[str, dict[str, float]] = {"forward": {}, "backward": {}, "step": {}}
     if job.fully_sharded:
         return _fully_sharded_states(job, count)
+    e = job.element
+    n = job.parallel.data
+    zero = job.zero
+    forward: dict[str, float] = {}
+    backward: dict[str, float] = {}
+    step: dict[str, float] = {}
     if job.software.cast_parameters and not zero.stage and e == 2:
-        found["forward"]["16-bit copies"] = found["backward"]["16-bit copies"] = e * count
-    if zero.stage:
-        bucket = {"reduction bucket": _reduction_bucket(job)} if zero.stage < 3 else {}
-        found["backward"] |= bucket
-        found["step"] = bucket | {"fp32 gradients": 0 if zero.offload_optimizer else FP32_GRADIENTS * count / n}
+        forward["16-bit copies"] = backward["16-bit copies"] = e * count
     if zero.stage in (1, 2):
-        found["step"]["flattened gradients"] = e * count / n
+        backward["reduction bucket"] = step["reduction bucket"] = _reduction_bucket(job)
+    if zero.stage:
+        step["fp32 gradients"] = 0 if zero.offload_optimizer else FP32_GRADIENTS * count / n
+    if zero.stage in (1, 2):
+        step["flattened gradients"] = e * count / n
     if zero.stage == 3:
         window = e * min(count, zero.live_parameters, zero.reuse_distance / 2)
-        found["forward"]["gathered parameters"] = found["backward"]["gathered parameters"] = window
-    return found
+        forward["gathered parameters"] = backward["gathered parameters"] = window
+    return {"forward": forward, "backward": backward, "step": step}
 
 
 def _fully_sharded_states(job: Job, count: int) -> dict[str, dict[str, float]]:
@@ -164,16 +224,18 @@ def _fully_sharded_states(job: Job, count: int) -> dict[str, dict[str, float]]:
     micro-batch, which divides them layer by layer; with one micro-batch only the layer that is reduced is whole. The
     root's gradient is not divided before the backward pass has reached the embedding.
     """
-    e, n = job.element, job.parallel.states_over
-    sizes = {what: (groups, size) for what, groups, size in sharded_groups(job)}
-    _, root = sizes.pop("embedding and rest")
-    layer = max(size for _, size in sizes.values())
-    keeps = job.fully_sharded is not None and job.fully_sharded.keeps_parameters
-    gathered = {"gathered parameters": e * (count if keeps else root + layer)}
+    n = job.parallel.states_over
+    sizes = {what: size for what, _, size in sharded_groups(job)}
+    root = sizes.pop("embedding and rest")
+    layer = max(sizes.values())
+    keeps_parameters = job.fully_sharded is not None and job.fully_sharded.keeps_parameters
+    gathered = {"gathered parameters": job.element * (count if keeps_parameters else root + layer)}
     if job.micro_batches > 1:
-        added_up, gradients = 4 * count, 4 * count
+        added_up = 4 * count
+        gradients: float = 4 * count
     else:
-        added_up, gradients = 0, 4 * (count - root) / n
+        added_up = 0
+        gradients = 4 * (count - root) / n
     return {
         "forward": gathered | {"gradients": added_up},
         "backward": gathered | {"gradients": gradients, "reduction": 4 * layer},
@@ -188,16 +250,27 @@ def workspace(job: Job, stage: int = 0, device: Device | None = None) -> float:
     CUBLAS_WORKSPACE_CONFIG=:4096:8, which deterministic runs set, else 8.125 (aten/src/ATen/cuda/CublasHandlePool.cpp).
     """
     hopper = device is None or device.hopper or device.tensor > 1000  # Blackwell's are the same
-    deterministic = job.engine.startswith(("megatron-core", "transformer-engine"))  # their published tests are
-    found = 2 * (32 if hopper or deterministic else 8.125) * MIB
+    is_deterministic = job.engine.startswith(("megatron-core", "transformer-engine"))  # their published tests are
+    size = 2 * (32 if hopper or is_deterministic else 8.125) * MIB
     if job.engine == "transformer-engine":
-        found += (32 if hopper else 4) * MIB
-    if job.software.scores_buffer:  # as large as the largest scores of a layer that the stage has
-        a, part = job.architecture, stage_of(job.architecture, job.parallel, stage)
-        stacks = [False] * (part.encoder_layers > 0) + [True] * (part.decoder_layers > 0)
-        unfused = [a.length(own) * n for own in stacks for n, kernel in job.attentions(own) if kernel == "unfused"]
-        found += job.element * job.micro_batch * a.heads / job.parallel.tensor * max(unfused, default=0)
-    return found
+        size += (32 if hopper else 4) * MIB
+    if job.software.scores_buffer:
+        size += _scores_buffer(job, stage)
+    return size
+
+
+def _scores_buffer(job: Job, stage: int) -> float:
+    """As large as the largest scores of a layer that the stage has."""
+    a = job.architecture
+    part = stage_of(a, job.parallel, stage)
+    largest = 0
+    for is_decoder, layers in ((False, part.encoder_layers), (True, part.decoder_layers)):
+        if not layers:
+            continue
+        for length, kernel in job.attentions(is_decoder):
+            if kernel == "unfused":
+                largest = max(largest, a.length(is_decoder) * length)
+    return job.element * job.micro_batch * a.heads / job.parallel.tensor * largest
 
 
 def slack(sizes: Iterable[int]) -> int:
@@ -207,20 +280,35 @@ def slack(sizes: Iterable[int]) -> int:
     segments of 2 MiB, larger ones from segments of 20 MiB, and those of 10 MiB or more get a segment each, in steps of
     2 MiB. It splits a large block only if more than 1 MiB is left over; otherwise the rest counts as allocated.
     """
-    free: dict[bool, list[int]] = {True: [], False: []}  # sorted sizes of blocks, small and large
-    found = 0
+    free_small: list[int] = []  # sorted sizes of blocks
+    free_large: list[int] = []
+    wasted = 0
     for size in sizes:
-        rounded = max(512, -(-size // 512) * 512)
-        pool = free[small := rounded <= MIB]
-        place = bisect.bisect_left(pool, rounded)
-        segment = 2 * MIB if small else 20 * MIB if rounded < 10 * MIB else -(-rounded // (2 * MIB)) * 2 * MIB
-        block = pool.pop(place) if place < len(pool) else segment
+        rounded = max(512, _round_up(size, 512))
+        is_small = rounded <= MIB
+        free = free_small if is_small else free_large
+        place = bisect.bisect_left(free, rounded)
+        block = free.pop(place) if place < len(free) else _segment(rounded)
         left = block - rounded
-        if left >= 512 if small else left > MIB:
-            bisect.insort(pool, left)
+        is_split = left >= 512 if is_small else left > MIB
+        if is_split:
+            bisect.insort(free, left)
             block = rounded
-        found += block - size
-    return found
+        wasted += block - size
+    return wasted
+
+
+def _segment(rounded: int) -> int:
+    """Bytes that the allocator asks the device for, to serve a block of this size."""
+    if rounded <= MIB:
+        return 2 * MIB
+    if rounded < 10 * MIB:
+        return 20 * MIB
+    return _round_up(rounded, 2 * MIB)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _cached_scores(job: Job) -> float:
@@ -232,77 +320,116 @@ def _cached_scores(job: Job) -> float:
     a = job.architecture
     if job.engine != "autocast" or job.attention != "unfused" or not a.cross_attention:
         return 0.0
-    own, cross = (a.decoder_length * length for length in a.attended(True))
-    return a.heads * job.micro_batch * (4 * own + 4 * cross + 8 * max(own, cross))
+    self_scores, cross_scores = (a.decoder_length * length for length in a.attended(True))
+    largest = max(self_scores, cross_scores)
+    return a.heads * job.micro_batch * (4 * self_scores + 4 * cross_scores + 8 * largest)
 
 
 def _leftover(job: Job, part: Stage, stage: int, count: int) -> dict[str, float]:
     """What an iteration of Megatron-LM leaves until the next one: under fp16 the optimizer's fp32 copy of gradients
     (core/optimizer/optimizer.py), and each model chunk's last input, which set_input_tensor keeps, with its gradient
     (core/pipeline_parallel/schedules.py)."""
-    a, parallel = job.architecture, job.parallel
     if job.zero.stage or not job.software.keeps_inputs:
         return {}
-    received = (parallel.virtual_stages - (stage == 0)) * (parallel.pipeline > 1)
+    a = job.architecture
+    parallel = job.parallel
+    copies = 0.0  # of an fp32 gradient
+    if job.precision == "fp16":
+        copies = 1 / (parallel.data if job.distributed_optimizer else 1)
+    received = 0  # inputs of model chunks; the first chunk of the model has none
+    if parallel.pipeline > 1:
+        received = parallel.virtual_stages - (1 if stage == 0 else 0)
     tokens = job.tokens(part.decoder_layers > 0)
     if part.decoder_layers and a.cross_attention:  # the encoder's output, and from the second stage on the decoder's
-        tokens = job.tokens(False) + tokens * (not part.embedding)
-    copies = (job.precision == "fp16") / (parallel.data if job.distributed_optimizer else 1)
+        tokens = job.tokens(False) + (0 if part.embedding else tokens)
     inputs = 2 * received * tokens * a.hidden * job.element / parallel.sequence
     return {"fp32 gradients": FP32_GRADIENTS * count * copies, "inputs of stages": inputs}
 
 
 def layer_bytes(job: Job, decoder: bool = False) -> float:
     """What one layer keeps of one micro-batch; with full recomputation only its input."""
-    a, tokens = job.architecture, job.tokens(decoder)
+    tokens = job.tokens(decoder)
     if job.recompute == "full":
-        return tokens * a.hidden * (job.software.stream or job.element) / job.parallel.sequence
-    attentions = sum(_attention(job, decoder, place > 0, *each) for place, each in enumerate(job.attentions(decoder)))
+        width = job.software.stream or job.element
+        return tokens * job.architecture.hidden * width / job.parallel.sequence
+    attentions = 0.0
+    for place, (length, kernel) in enumerate(job.attentions(decoder)):
+        attentions += _attention(job, decoder, is_cross=place > 0, length=length, kernel=kernel)
     return attentions + _mlp(job, tokens)
 
 
 def _norm(job: Job, tokens: int, readers: int = 1) -> float:
     """A norm's tensors. readers: linear layers that take its output, each with its own copy under autocast."""
-    a, kept = job.architecture, job.software
-    each = kept.norm_tensors * (kept.stream or job.element) + 2 * readers * kept.casts
+    a = job.architecture
+    software = job.software
+    element = software.norm_tensors * (software.stream or job.element)
+    if software.casts:
+        element += 2 * readers
     statistics = 8 if a.norm == "layer" else 4  # of a token: the fp32 mean and reciprocal deviation
-    return tokens * (a.hidden * each + statistics) / job.parallel.sequence
+    return tokens * (a.hidden * element + statistics) / job.parallel.sequence
 
 
 def _dropped(job: Job, elements: float) -> float:
     """The mask of a dropout that tensor parallelism does not divide."""
+    if not job.dropout:
+        return 0.0
     mask = job.software.tensor_mask if job.parallel.tensor > 1 else 1
-    return elements * mask / job.parallel.sequence if job.dropout else 0.0
+    return elements * mask / job.parallel.sequence
 
 
-def _attention(job: Job, decoder: bool, cross: bool, length: int, kernel: str) -> float:
-    """Norm, projections, core and dropout. length: of a sample's keys and values, the encoder's under `cross`.
+def _attention(job: Job, decoder: bool, is_cross: bool, length: int, kernel: str) -> float:
+    """Norm, projections, core and dropout. length: of a sample's keys and values, the encoder's if `is_cross`."""
+    a = job.architecture
+    software = job.software
+    tokens = job.tokens(decoder)
+    keys = job.micro_batch * length
+    width_of_keys = a.query if software.repeats_keys else a.key
+    projections = job.element * (2 * tokens * a.query + 2 * keys * width_of_keys)
+    divided = projections + _attention_core(job, tokens, length, kernel)
+    encoder_copies = 2 * 2 * keys * a.hidden if is_cross and software.casts else 0
+    masks = 0
+    is_padded = is_cross or not decoder  # a decoder's own mask is causal
+    if job.recompute != "selective" and kernel == "unfused" and software.keeps_masks and is_padded:
+        masks = tokens * length
+    whole = encoder_copies + masks + _dropped(job, tokens * a.hidden)
+    return _norm(job, tokens, readers=1 if is_cross else 3) + divided / job.parallel.tensor + whole
 
-    For every score, unfused attention keeps the probability and, with dropout, its mask and its value after dropout.
+
+def _attention_core(job: Job, tokens: int, length: int, kernel: str) -> float:
+    """What lies between the projections.
+
+    For every score, unfused attention keeps the probability and, with dropout, its mask and its value after dropout;
+    the other kernels keep an fp32 statistic of each query.
     """
-    a, kept, e = job.architecture, job.software, job.element
-    tokens, keys = job.tokens(decoder), job.micro_batch * length
-    projections = e * (2 * tokens * a.query + 2 * keys * (a.query if kept.repeats_keys else a.key))
-    copied = 2 * 2 * keys * a.hidden if cross and kept.casts else 0
-    core, masks = 0.0, 0
-    if job.recompute != "selective" and kernel == "unfused":
-        probability = kept.softmax or e
-        each = probability + (1 + e if job.dropout else e * (probability != e)) + kept.score_copies * e
-        padded = cross or not decoder  # a decoder's own mask is causal
-        core, masks = a.heads * tokens * length * each, tokens * length * (kept.keeps_masks and padded)
-    elif job.recompute != "selective":
-        again = kernel == "flash" and kept.copies_flash and job.micro_batch > 1
-        core = 4 * a.heads * tokens + again * e * tokens * a.query
-    kept_whole = copied + masks + _dropped(job, tokens * a.hidden)
-    return _norm(job, tokens, readers=1 if cross else 3) + (projections + core) / job.parallel.tensor + kept_whole
+    a = job.architecture
+    e = job.element
+    if job.recompute == "selective":
+        return 0.0
+    if kernel == "unfused":
+        probability = job.software.softmax or e
+        if job.dropout:
+            after_softmax = 1 + e
+        else:
+            after_softmax = e if probability != e else 0  # cast to the training precision
+        score = probability + after_softmax + job.software.score_copies * e
+        return a.heads * tokens * length * score
+    statistics = 4 * a.heads * tokens
+    if kernel == "flash" and job.software.copies_flash and job.micro_batch > 1:
+        return statistics + e * tokens * a.query
+    return statistics
 
 
 def _mlp(job: Job, tokens: int) -> float:
-    a, kept, e = job.architecture, job.software, job.element
-    tensors = 4 - kept.fused_gate if a.gated else 2 - (a.activation == "relu")
-    dropped = e + 1 if kept.mlp_dropout and job.dropout else 0
+    a = job.architecture
+    software = job.software
+    e = job.element
+    if a.gated:
+        tensors = 3 if software.fused_gate else 4
+    else:
+        tensors = 1 if a.activation == "relu" else 2  # relu's backward pass needs its output alone
+    dropped = e + 1 if software.mlp_dropout and job.dropout else 0
     inside = (e * tensors + dropped) * tokens * a.ffn / job.parallel.tensor
-    return _norm(job, tokens, readers=1 + a.gated) + inside + _dropped(job, tokens * a.hidden)
+    return _norm(job, tokens, readers=2 if a.gated else 1) + inside + _dropped(job, tokens * a.hidden)
 
 
 def in_flight(job: Job, stage: int) -> int:
@@ -310,7 +437,8 @@ def in_flight(job: Job, stage: int) -> int:
 
     Interleaved (https://arxiv.org/abs/2104.04473, section 2.2): Megatron-LM core/pipeline_parallel/schedules.py:839.
     """
-    p, v = job.parallel.pipeline, job.parallel.virtual_stages
+    p = job.parallel.pipeline
+    v = job.parallel.virtual_stages
     if v > 1:
         return min(2 * (p - stage - 1) + (v - 1) * p + 1, v * job.micro_batches)
     return min(p - stage, job.micro_batches)
@@ -318,40 +446,66 @@ def in_flight(job: Job, stage: int) -> int:
 
 def activation_bytes(job: Job, stage: int = 0) -> dict[str, float]:
     """What a stage keeps of all micro-batches in flight, by component, after a forward pass and before the loss."""
-    part, t = stage_of(job.architecture, job.parallel, stage), job.parallel.tensor
-    chunks, v = in_flight(job, stage), job.parallel.virtual_stages
-    layers = {"encoder": part.encoder_layers, "decoder": part.decoder_layers}
-    found = {name: n and n * layer_bytes(job, name == "decoder") * chunks / v for name, n in layers.items()}
-    found["ends of stacks"] = chunks / v * _ends(job, part) if v == 1 else _ends(job, part)
-    # Of a micro-batch in flight DeepSpeed's pipeline engine also keeps its output, and its input, of which the first
-    # layer has a clone. Under tensor parallelism: a slice of the output, and the first layer's own input
-    # (deepspeed 0.18.3, runtime/pipe/engine.py:712-764).
-    buffers = chunks * job.parallel.deepspeed * ((not part.head) / t + (stage > 0 and t == 1))
+    part = stage_of(job.architecture, job.parallel, stage)
+    chunks = in_flight(job, stage)
+    v = job.parallel.virtual_stages
+    kept = {
+        "encoder": part.encoder_layers and part.encoder_layers * layer_bytes(job, False) * chunks / v,
+        "decoder": part.decoder_layers and part.decoder_layers * layer_bytes(job, True) * chunks / v,
+        "ends of stacks": chunks / v * _ends(job, part) if v == 1 else _ends(job, part),
+        "pipeline's buffers": _pipeline_buffers(job, part, stage, chunks),
+    }
+    if job.recompute != "none":
+        kept["recomputed layer"] = _recomputed_layer(job, part)
+    return kept
+
+
+def _pipeline_buffers(job: Job, part: Stage, stage: int, micro_batches: int) -> float:
+    """Of a micro-batch in flight DeepSpeed's pipeline engine also keeps its output, and its input, of which the first
+    layer has a clone. Under tensor parallelism: a slice of the output, and the first layer's own input
+    (deepspeed 0.18.3, runtime/pipe/engine.py:712-764)."""
+    if not job.parallel.deepspeed:
+        return 0.0
+    tensor = job.parallel.tensor
+    outputs = 0.0 if part.head else 1 / tensor
+    inputs = 1 if stage > 0 and tensor == 1 else 0
     tokens = job.tokens(part.decoder_layers > 0)
-    found["pipeline's buffers"] = buffers * tokens * job.architecture.hidden * job.element
-    if job.recompute != "none":  # of one layer at a time: all of it, or attention's scores
-        plain, full = replace(job, recompute="none"), job.recompute == "full"
-        stacks = [name == "decoder" for name, n in layers.items() if n]
-        again = [layer_bytes(plain, stack) - (0 if full else layer_bytes(job, stack)) for stack in stacks]
-        found["recomputed layer"] = max(again, default=0.0)
-    return found
+    return micro_batches * (outputs + inputs) * tokens * job.architecture.hidden * job.element
+
+
+def _recomputed_layer(job: Job, part: Stage) -> float:
+    """What is made again of one layer at a time: all of it, or attention's scores."""
+    not_recomputed = replace(job, recompute="none")
+    largest = 0.0
+    for is_decoder, layers in ((False, part.encoder_layers), (True, part.decoder_layers)):
+        if layers:
+            kept = 0 if job.recompute == "full" else layer_bytes(job, is_decoder)
+            largest = max(largest, layer_bytes(not_recomputed, is_decoder) - kept)
+    return largest
 
 
 def _ends(job: Job, part: Stage) -> float:
     """Embedding dropout, final norms with their outputs, dense masks of padding, BERT's transform."""
-    a, has_encoder, has_decoder = job.architecture, part.encoder_layers > 0, part.decoder_layers > 0
-    tokens = has_encoder * job.tokens(False) + has_decoder * job.tokens(True)
-    found = _dropped(job, tokens * a.hidden) if part.embedding else 0.0
+    a = job.architecture
+    has_encoder = part.encoder_layers > 0
+    has_decoder = part.decoder_layers > 0
+    tokens = 0
+    if has_encoder:
+        tokens += job.tokens(False)
+    if has_decoder:
+        tokens += job.tokens(True)
+    size = _dropped(job, tokens * a.hidden) if part.embedding else 0.0
     if a.final_norm and (part.head or (a.cross_attention and has_encoder)):
-        found += _norm(job, tokens)
+        size += _norm(job, tokens)
     if a.cross_attention and has_decoder and not has_encoder:
-        found += job.tokens(False) * a.hidden * job.element  # the encoder's output, received
+        size += job.tokens(False) * a.hidden * job.element  # the encoder's output, received
     if a.family == "bert" and part.head:
-        found += 8 * job.tokens(False) * a.hidden  # dense, gelu and norm of the transform
+        size += 8 * job.tokens(False) * a.hidden  # dense, gelu and norm of the transform
     if a.family != "gpt" and "unfused" in (job.attention, job.causal_attention):
-        s, d = a.encoder_length * has_encoder, a.decoder_length * has_decoder
-        found += job.micro_batch * (s * s + d * d + d * a.encoder_length)
-    return found
+        encoder = a.encoder_length if has_encoder else 0
+        decoder = a.decoder_length if has_decoder else 0
+        size += job.micro_batch * (encoder * encoder + decoder * decoder + decoder * a.encoder_length)
+    return size
 
 
 def logits_bytes(job: Job, stage: int = 0) -> tuple[float, float]:
@@ -359,17 +513,23 @@ def logits_bytes(job: Job, stage: int = 0) -> tuple[float, float]:
 
     The gradient of the head's weight stays in the training precision until backward has reached the embedding too.
     """
-    a, kept, t = job.architecture, job.software, job.parallel.tensor
+    a = job.architecture
+    software = job.software
+    tensor = job.parallel.tensor
     if not stage_of(a, job.parallel, stage).head:
         return 0.0, 0.0
     tokens = job.micro_batch * a.output_length
-    logits = tokens * a.padded_vocabulary / t
-    gradients = logits * kept.logit_gradients + word_gradient(job) + 2 * tokens * a.hidden * job.element
-    return logits * ((t > 1 and kept.tensor_logits) or kept.logits), gradients
+    logits = tokens * a.padded_vocabulary / tensor
+    width = software.logits
+    if tensor > 1 and software.tensor_logits:
+        width = software.tensor_logits
+    hidden_states = 2 * tokens * a.hidden * job.element
+    gradients = logits * software.logit_gradients + word_gradient(job) + hidden_states
+    return logits * width, gradients
 
 
 def word_gradient(job: Job) -> float:
     """The word embedding's gradient in autograd: fp32 in addition to 16 bits if parameters are cast."""
     a = job.architecture
-    cast = job.software.cast_parameters and job.element == 2 and not (job.zero.stage or job.fully_sharded)
-    return a.padded_vocabulary / job.parallel.tensor * a.hidden * (4 if cast else job.element)
+    is_cast = job.software.cast_parameters and job.element == 2 and not (job.zero.stage or job.fully_sharded)
+    return a.padded_vocabulary / job.parallel.tensor * a.hidden * (4 if is_cast else job.element)

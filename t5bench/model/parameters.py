@@ -11,6 +11,7 @@ from typing import NamedTuple
 from t5bench.model.job import Architecture, Parallel
 
 WHOLE = Parallel()
+Shape = tuple[int, ...]
 
 
 class Stage(NamedTuple):
@@ -34,10 +35,18 @@ def stage_of(a: Architecture, parallel: Parallel, stage: int = 0) -> Stage:
         raise ValueError(f"a pipeline of {stages} stages cannot begin its decoder at stage {begin}")
 
     def share(layers: int, stages: range) -> int:
-        return layers // len(stages) + (stage - stages.start < layers % len(stages)) if stage in stages else 0
+        """The first of the stages get one more if the layers cannot be divided evenly."""
+        if stage not in stages:
+            return 0
+        least, rest = divmod(layers, len(stages))
+        return least + 1 if stage - stages.start < rest else least
 
-    encoder, decoder = share(a.encoder_layers, range(begin or stages)), share(a.decoder_layers, range(begin, stages))
-    return Stage(encoder, decoder, embedding=stage in (0, begin), head=stage == stages - 1)
+    return Stage(
+        encoder_layers=share(a.encoder_layers, range(begin or stages)),
+        decoder_layers=share(a.decoder_layers, range(begin, stages)),
+        embedding=stage in (0, begin),
+        head=stage == stages - 1,
+    )
 
 
 def layer_shapes(a: Architecture, tensor: int = 1, decoder: bool = False) -> list[tuple[int, ...]]:
@@ -46,19 +55,28 @@ def layer_shapes(a: Architecture, tensor: int = 1, decoder: bool = False) -> lis
     A decoder layer has cross-attention if there is an encoder. A weight is (outputs, inputs); column parallelism
     divides the outputs, and the bias with them.
     """
-    h, q, kv, inputs = a.hidden, a.query // tensor, 2 * a.key // tensor, a.ffn * (2 if a.gated else 1) // tensor
-    blocks = [[(q + kv, h), (h, q)], [(inputs, h), (h, a.ffn // tensor)]]
+    h = a.hidden
+    query = a.query // tensor
+    keys_and_values = 2 * a.key // tensor
+    ffn_inputs = a.ffn * (2 if a.gated else 1) // tensor
+    self_attention = [(query + keys_and_values, h), (h, query)]
+    cross_attention = [(query, h), (keys_and_values, h), (h, query)]
+    mlp = [(ffn_inputs, h), (h, a.ffn // tensor)]
+    blocks = [self_attention, mlp]
     if decoder and a.cross_attention:
-        blocks.insert(1, [(q, h), (kv, h), (h, q)])
-    found: list[tuple[int, ...]] = []
+        blocks = [self_attention, cross_attention, mlp]
+    shapes: list[tuple[int, ...]] = []
     for block in blocks:
-        found += _norm(a)
+        shapes += _norm(a)
         for weight in block:
-            found += [weight, weight[:1]] if a.biases else [weight]
-    return found
+            shapes.append(weight)
+            if a.biases:
+                shapes.append(weight[:1])
+    return shapes
 
 
 def _norm(a: Architecture) -> list[tuple[int, ...]]:
+    """A layer norm has a weight and a bias, an RMS norm has no bias."""
     return [(a.hidden,)] * (2 if a.norm == "layer" else 1)
 
 
@@ -68,26 +86,63 @@ def tensors(a: Architecture, parallel: Parallel = WHOLE, stage: int = 0) -> dict
     BART has two tables of positions with two extra rows, and a norm after each; BERT has two segments and, after its
     last layer, a transform, a pooler and two classes.
     """
-    part, t, h, last = stage_of(a, parallel, stage), parallel.tensor, a.hidden, parallel.pipeline - 1
-    words, bert = (a.padded_vocabulary // t, h), a.family == "bert"
-    shapes: dict[str, list[tuple[int, ...]]] = {"embedding": [], "encoder": [], "decoder": [], "head": []}
-    positions = [(a.position_rows, h)] * (a.positions == "learned")
-    if part.embedding:
-        bart = 2 * [(a.position_rows + 2, h), *_norm(a)]
-        shapes["embedding"] = [words, *(bart if a.family == "bart" else positions), *([(2, h)] * bert)]
+    part = stage_of(a, parallel, stage)
+    last = parallel.pipeline - 1
     encoder_end = parallel.decoder_stage - 1 if a.cross_attention and last else last
-    for name, layers, end in (("encoder", part.encoder_layers, encoder_end), ("decoder", part.decoder_layers, last)):
-        shapes[name] = layers * layer_shapes(a, t, name == "decoder")
-        if layers and a.positions == "relative":
-            shapes[name].append((a.relative_buckets, a.heads))
-        if layers and a.final_norm and stage == end:
-            shapes[name] += _norm(a)
-    if part.head:
-        copy = not part.embedding  # the last stage's own
-        shapes["head"] = [words] * (copy or not a.tied) + [words[:1]] * a.head_bias
-        shapes["head"] += positions * (parallel.deepspeed and copy)
-        shapes["head"] += [(h, h), (h,), *_norm(a), (h, h), (h,), (2, h), (2,)] if bert else []
-    return {name: [prod(shape) for shape in each] for name, each in shapes.items()}
+    shapes: dict[str, list[Shape]] = {
+        "embedding": _embedding(a, parallel) if part.embedding else [],
+        "encoder": _stack(a, parallel, part.encoder_layers, is_decoder=False, ends=stage == encoder_end),
+        "decoder": _stack(a, parallel, part.decoder_layers, is_decoder=True, ends=stage == last),
+        "head": _head(a, parallel, has_embedding=part.embedding) if part.head else [],
+    }
+    return {name: [prod(shape) for shape in shapes_of_part] for name, shapes_of_part in shapes.items()}
+
+
+def _words(a: Architecture, parallel: Parallel) -> Shape:
+    return (a.padded_vocabulary // parallel.tensor, a.hidden)
+
+
+def _positions(a: Architecture) -> list[Shape]:
+    return [(a.position_rows, a.hidden)] if a.positions == "learned" else []
+
+
+def _embedding(a: Architecture, parallel: Parallel) -> list[Shape]:
+    shapes = [_words(a, parallel)]
+    if a.family == "bart":
+        shapes += 2 * [(a.position_rows + 2, a.hidden), *_norm(a)]
+    else:
+        shapes += _positions(a)
+    if a.family == "bert":
+        shapes.append((2, a.hidden))
+    return shapes
+
+
+def _stack(a: Architecture, parallel: Parallel, layers: int, is_decoder: bool, ends: bool) -> list[Shape]:
+    """ends: the stack's last layer is on this stage."""
+    if not layers:
+        return []
+    shapes = layers * layer_shapes(a, parallel.tensor, is_decoder)
+    if a.positions == "relative":
+        shapes.append((a.relative_buckets, a.heads))
+    if a.final_norm and ends:
+        shapes += _norm(a)
+    return shapes
+
+
+def _head(a: Architecture, parallel: Parallel, has_embedding: bool) -> list[Shape]:
+    """Without an embedding on the same stage, the head has a copy of the words, or its own weight if it is not tied."""
+    h = a.hidden
+    words = _words(a, parallel)
+    shapes: list[Shape] = []
+    if not has_embedding or not a.tied:
+        shapes.append(words)
+    if a.head_bias:
+        shapes.append(words[:1])
+    if parallel.deepspeed and not has_embedding:
+        shapes += _positions(a)
+    if a.family == "bert":
+        shapes += [(h, h), (h,), *_norm(a), (h, h), (h,), (2, h), (2,)]
+    return shapes
 
 
 def components(a: Architecture) -> dict[str, int]:
@@ -98,4 +153,4 @@ def components(a: Architecture) -> dict[str, int]:
 @lru_cache(maxsize=65536)
 def parameters(a: Architecture, parallel: Parallel = WHOLE, stage: int = 0) -> int:
     """Of a rank; with the defaults, of the whole model."""
-    return sum(map(sum, tensors(a, parallel, stage).values()))
+    return sum(sum(sizes) for sizes in tensors(a, parallel, stage).values())

@@ -14,9 +14,11 @@ class Slot:
     """A stage's work on one micro-batch. Times are in seconds."""
 
     stage: int
-    way: str  # "F" or "B"
+    way: str
+    """ "F" or "B"."""
     micro_batch: int
-    chunk: int  # the stage's model chunk
+    chunk: int
+    """The stage's model chunk."""
     start: float
     end: float
 
@@ -25,16 +27,23 @@ def order(stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[
     """What a stage does, in order: (way, micro-batch, chunk)."""
     if chunks > 1 and micro_batches % stages:
         raise ValueError(f"the interleaved schedule takes a multiple of {stages} micro-batches, found {micro_batches}")
-    total, rest = micro_batches * chunks, stages - stage - 1
-    ahead = min(total, rest if chunks == 1 else 2 * rest + (chunks - 1) * stages)
+    total = micro_batches * chunks
+    stages_behind = stages - stage - 1
+    warm_up = stages_behind if chunks == 1 else 2 * stages_behind + (chunks - 1) * stages
+    ahead = min(total, warm_up)  # forwards before the first backward
 
     def step(way: str, k: int) -> tuple[str, int, int]:
         rounds, place = divmod(k, stages * chunks)
         chunk = place // stages
-        return way, rounds * stages + place % stages, chunk if way == "F" else chunks - 1 - chunk
+        if way == "B":
+            chunk = chunks - 1 - chunk
+        return way, rounds * stages + place % stages, chunk
 
-    steady = [one for k in range(total - ahead) for one in (step("F", ahead + k), step("B", k))]
-    return [*(step("F", k) for k in range(ahead)), *steady, *(step("B", k) for k in range(total - ahead, total))]
+    steps = [step("F", k) for k in range(ahead)]
+    for k in range(total - ahead):
+        steps += [step("F", ahead + k), step("B", k)]
+    steps += [step("B", k) for k in range(total - ahead, total)]
+    return steps
 
 
 def one_f_one_b(
@@ -48,7 +57,9 @@ def one_f_one_b(
     stages = len(forward)
     last = stages * chunks - 1
     queues = [deque(order(stage, stages, micro_batches, chunks)) for stage in range(stages)]
-    free, slots, ready = [0.0] * stages, [], list(range(stages))
+    free = [0.0] * stages  # when each stage has ended its last slot
+    slots: list[Slot] = []
+    ready = list(range(stages))
     ends: dict[tuple[int, int], float] = {}
     while ready:
         stage = ready.pop()
@@ -58,9 +69,13 @@ def one_f_one_b(
             step = place if way == "F" else 2 * last + 1 - place  # on the micro-batch's way through them and back
             if step and (micro_batch, step - 1) not in ends:
                 break
-            arrives = ends[micro_batch, step - 1] + transfer * (step != last + 1) if step else 0.0
+            arrives = 0.0
+            if step:
+                turns_back = step == last + 1  # the last chunk's backward pass follows its own forward pass
+                arrives = ends[micro_batch, step - 1] + (0.0 if turns_back else transfer)
             start = max(free[stage], arrives)
-            free[stage] = start + (forward if way == "F" else backward)[stage] / chunks
+            seconds = forward[stage] if way == "F" else backward[stage]
+            free[stage] = start + seconds / chunks
             ends[micro_batch, step] = free[stage]
             slots.append(Slot(stage, way, micro_batch, chunk, start, free[stage]))
             queues[stage].popleft()
@@ -76,9 +91,16 @@ def duration(
     if stages == 1:
         return micro_batches * (forward[0] + backward[0])
     few = 4 * stages + micro_batches % stages
-    counts = (few, few + stages) if micro_batches > few + stages else (micro_batches,)
-    ends = [max(slot.end for slot in one_f_one_b(forward, backward, n, transfer, chunks)) for n in counts]
-    return ends[-1] + (ends[-1] - ends[0]) / stages * (micro_batches - counts[-1])
+    more = few + stages
+
+    def end(simulated: int) -> float:
+        return max(slot.end for slot in one_f_one_b(forward, backward, simulated, transfer, chunks))
+
+    if micro_batches <= more:
+        return end(micro_batches)
+    end_of_more = end(more)
+    per_micro_batch = (end_of_more - end(few)) / stages
+    return end_of_more + per_micro_batch * (micro_batches - more)
 
 
 def draw(slots: Sequence[Slot], width: int = 100) -> str:
@@ -86,7 +108,11 @@ def draw(slots: Sequence[Slot], width: int = 100) -> str:
     end = max(slot.end for slot in slots)
     lines = [["."] * width for _ in range(1 + max(slot.stage for slot in slots))]
     for slot in slots:
-        begin, stop = (round(time / end * width) for time in (slot.start, slot.end))
-        mark = str(slot.micro_batch % 10) if slot.way == "F" else chr(ord("a") + slot.micro_batch % 26)
+        begin = round(slot.start / end * width)
+        stop = round(slot.end / end * width)
+        if slot.way == "F":
+            mark = str(slot.micro_batch % 10)
+        else:
+            mark = chr(ord("a") + slot.micro_batch % 26)
         lines[slot.stage][begin:stop] = mark * (stop - begin)
     return "\n".join(f"stage {stage:<3} {''.join(line)}" for stage, line in enumerate(lines))

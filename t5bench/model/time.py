@@ -5,20 +5,23 @@ is than these figures, and every other job is scaled in the same way.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from t5bench.model import schedule
 from t5bench.model.flops import layer_multiply_adds, multiply_adds
-from t5bench.model.job import Job, Zero
+from t5bench.model.job import Architecture, Job, Zero
 from t5bench.model.machine import Device, Machine
-from t5bench.model.parameters import parameters, stage_of
+from t5bench.model.parameters import Stage, parameters, stage_of
 from t5bench.model.traffic import Row, paths, ring_bytes, rows, steps
 
 # The shares that large matrix products reach of a GPU's peak, element-wise operations of its memory's bandwidth, and
 # collectives of a link's data rate: round figures from published benchmarks, not fitted.
-PRODUCTS, ELEMENTS, NETWORK = 0.70, 0.80, {"nccl": 0.92, "gloo": 0.97}
+PRODUCTS = 0.70
+ELEMENTS = 0.80
+NETWORK = {"nccl": 0.92, "gloo": 0.97}
 # FlashAttention-2 reaches less of Hopper's peak (FlashAttention-3, https://arxiv.org/abs/2407.08608, abstract).
 FLASH_ON_HOPPER = 0.35
 # gloo's all-gather between two ranks takes this much longer than its bytes, between three or four no longer: the mean
@@ -26,10 +29,14 @@ FLASH_ON_HOPPER = 0.35
 GLOO_PAIR_GATHER = 1.35
 # Operators that a layer dispatches for one micro-batch, forward and backward with the gradients' accumulation (counted
 # with TorchDispatchMode); a third of them forward.
-ENCODER_OPERATORS, DECODER_OPERATORS, OTHER_OPERATORS = 74, 125, 60
+ENCODER_OPERATORS = 74
+DECODER_OPERATORS = 125
+OTHER_OPERATORS = 60
 # Passes of element-wise operations over a layer's tensors in forward, read and written; backward has twice as many.
 # Norms, biases, dropout, residuals: of [tokens, hidden] in each block; of [tokens, ffn]; of attention's scores.
-BLOCK_PASSES, FFN_PASSES, SCORE_PASSES = 10, 4, 10
+BLOCK_PASSES = 10
+FFN_PASSES = 4
+SCORE_PASSES = 10
 LOGIT_PASSES = 6
 LAUNCH = 10e-6  # seconds of an eager operator on the host, on any machine (measured, docs/prediction.md)
 # Adam reads and writes fp32 master, two moments and gradient, and writes the 16-bit copy; norm and clipping read and
@@ -43,7 +50,12 @@ CPU_ADAM = 1e9  # parameters per second of DeepSpeedCPUAdam on one socket
 HOOK_OPERATORS = {0: 0, 1: 4, 2: 8, 3: 40}
 # FSDP2's for a layer and for the root in a micro-batch: gathering, copying, freeing (counted with TorchDispatchMode;
 # its Python between them is not counted).
-FSDP2_LAYER_OPERATORS, FSDP2_ROOT_OPERATORS = 16, 13
+FSDP2_LAYER_OPERATORS = 16
+FSDP2_ROOT_OPERATORS = 13
+# Tensors of a layer around which HOOK_OPERATORS run.
+ENCODER_TENSORS = 12
+DECODER_TENSORS = 20
+OTHER_TENSORS = 4
 
 
 @dataclass(frozen=True)
@@ -53,10 +65,12 @@ class Time:
     computing: float
     host: float
     bubble: float
-    communication: float  # what no computing hides; hidden: the rest of it
+    communication: float
+    """What no computing hides."""
     optimizer: float
     offload: float
     hidden: float = 0.0
+    """The rest of the communication."""
 
     @property
     def parts(self) -> dict[str, float]:
@@ -73,80 +87,128 @@ class Time:
 
 
 class Pass(NamedTuple):
-    """A micro-batch's forward or backward on a stage: the GPU's seconds, and the seconds including the host."""
+    """A micro-batch's forward or backward on a stage."""
 
     gpu: float
+    """Seconds."""
     seconds: float
+    """Including the host."""
 
 
-def _rates(job: Job, device: Device) -> tuple[float, float, float]:
-    """FLOP/s of the linear layers' matrix products, and of attention's and the head's, which fp8 leaves in bf16; and
-    seconds per element of element-wise operations."""
-    precisions = job.precision, "bf16" if job.precision == "fp8" else job.precision
-    own, other = (device.peak(each) or device.vector * 1e12 for each in precisions)  # without tensor cores for it
-    return own * PRODUCTS, other * PRODUCTS, job.element / (device.bandwidth * ELEMENTS)
+class Rates(NamedTuple):
+    """What a device reaches in a job's precision."""
+
+    linear: float
+    """FLOP/s of the linear layers' matrix products."""
+    products: float
+    """FLOP/s of attention's and the head's, which fp8 leaves in bf16."""
+    element: float
+    """Seconds per element of an element-wise operation."""
+
+
+def _rates(job: Job, device: Device) -> Rates:
+    def products(precision: str) -> float:
+        peak = device.peak(precision) or device.vector * 1e12  # without tensor cores for it
+        return peak * PRODUCTS
+
+    return Rates(
+        linear=products(job.precision),
+        products=products("bf16" if job.precision == "fp8" else job.precision),
+        element=job.element / (device.bandwidth * ELEMENTS),
+    )
 
 
 @lru_cache(maxsize=65536)
 def _layer_seconds(job: Job, decoder: bool, device: Device) -> tuple[float, float]:
     """Seconds of one layer: a micro-batch's forward on one GPU, and the share of attention's core."""
-    a, t, b = job.architecture, job.parallel.tensor, job.micro_batch
-    linear, attention, in_memory = _rates(job, device)
-    weights, own_core = layer_multiply_adds(a, decoder)
-    n, attentions = a.length(decoder), job.attentions(decoder)
+    a = job.architecture
+    t = job.parallel.tensor
+    b = job.micro_batch
+    rates = _rates(job, device)
+    weights, core_products = layer_multiply_adds(a, decoder)
+    n = a.length(decoder)
+    attentions = job.attentions(decoder)
+    attention = rates.products
     if device.hopper:  # longer by what flash attention misses of its share of the multiply-adds
         slower = [length * (PRODUCTS / FLASH_ON_HOPPER if kernel == "flash" else 1) for length, kernel in attentions]
         attention *= sum(a.attended(decoder)) / sum(slower)
     # Under autocast the residual stream, norms and softmax are fp32.
-    stream, softmax = ((size or job.element) / job.element for size in (job.software.stream, job.software.softmax))
+    stream = (job.software.stream or job.element) / job.element
+    softmax = (job.software.softmax or job.element) / job.element
     passes = (1 + len(attentions)) * BLOCK_PASSES * n * a.hidden * stream / job.parallel.sequence
     passes += (FFN_PASSES * n * a.ffn * (1.5 if a.gated else 1) + 2 * n * (a.query + 2 * a.key)) / t
     scores = sum(a.heads * n * length for length, kernel in attentions if kernel == "unfused")
-    core = 2 * b * own_core / t / attention + SCORE_PASSES * b * scores * softmax / t * in_memory
-    return 2 * b * weights / t / linear + b * passes * in_memory + core, core
+    core = 2 * b * core_products / t / attention + SCORE_PASSES * b * scores * softmax / t * rates.element
+    return 2 * b * weights / t / rates.linear + b * passes * rates.element + core, core
 
 
 def stage_seconds(job: Job, device: Device, stage: int, slower: float = 1.0) -> tuple[Pass, Pass]:
     """A micro-batch's forward and backward on a stage."""
-    a, t, part = job.architecture, job.parallel.tensor, stage_of(job.architecture, job.parallel, stage)
-    _, products, in_memory = _rates(job, device)
-    alone = replace(job.parallel, data=1, pipeline=1, split_rank=None)
-    plain = replace(job, zero=Zero(), global_batch=1, recompute="none", parallel=alone)
-    gpu = core = head = 0.0
-    for is_decoder, layers in enumerate((part.encoder_layers, part.decoder_layers)):
-        seconds, own = _layer_seconds(plain, bool(is_decoder), device) if layers else (0.0, 0.0)
-        gpu, core = gpu + layers * seconds, core + layers * own
-    operators = ENCODER_OPERATORS * part.encoder_layers
-    operators += (DECODER_OPERATORS if a.cross_attention else ENCODER_OPERATORS) * part.decoder_layers
-    repeated = {"none": (0.0, 0.0), "selective": (core, operators / 18), "full": (gpu, operators / 3)}
-    again, operators_again = repeated[job.recompute]
-    if part.head:
-        logits = job.micro_batch * a.output_length * a.padded_vocabulary / t
-        passes = LOGIT_PASSES * (4 / job.element if job.software.casts else 1)
-        head = 2 * job.micro_batch * multiply_adds(a)["head"] / t / products + logits * passes * in_memory
-        operators += OTHER_OPERATORS
-    if job.fully_sharded:
-        operators += FSDP2_LAYER_OPERATORS * (part.encoder_layers + part.decoder_layers) + FSDP2_ROOT_OPERATORS
-    operators += HOOK_OPERATORS[job.zero.stage] * (12 * part.encoder_layers + 20 * part.decoder_layers + 4)
+    a = job.architecture
+    part = stage_of(a, job.parallel, stage)
+    rates = _rates(job, device)
+    # What a layer's time does not depend on, so that each is computed once.
+    one_replica = replace(job.parallel, data=1, pipeline=1, split_rank=None)
+    plain = replace(job, zero=Zero(), global_batch=1, recompute="none", parallel=one_replica)
+    layers_seconds = core_seconds = 0.0
+    for is_decoder, layers in ((False, part.encoder_layers), (True, part.decoder_layers)):
+        if layers:
+            seconds, core = _layer_seconds(plain, is_decoder, device)
+            layers_seconds += layers * seconds
+            core_seconds += layers * core
+    head_seconds = _head_seconds(job, rates) if part.head else 0.0
+    layer_operators = _layer_operators(a, part)
+    recomputed = {"none": 0.0, "selective": core_seconds, "full": layers_seconds}[job.recompute]
+    operators_again = {"none": 0.0, "selective": layer_operators / 18, "full": layer_operators / 3}[job.recompute]
+    operators = layer_operators + _other_operators(job, part)
 
-    def way(gpu: float, operators: float) -> Pass:
-        """The time of both: a GPU computes while the host launches; on a CPU the two alternate."""
-        gpu, host = gpu * slower, operators * LAUNCH * slower
+    def both(gpu: float, operators: float) -> Pass:
+        """A GPU computes while the host launches; on a CPU the two alternate."""
+        gpu *= slower
+        host = operators * LAUNCH * slower
         return Pass(gpu, gpu + host if device.name == CPU.name else max(gpu, host))
 
-    adding = parameters(a, job.parallel, stage) * 3 * in_memory  # a micro-batch's gradients to the earlier ones
-    backward = 2 * (gpu + head) + again + adding
-    return way(gpu + head, operators / 3), way(backward, operators * 2 / 3 + operators_again)
+    # A micro-batch's gradients are added to the earlier ones.
+    adding = parameters(a, job.parallel, stage) * 3 * rates.element
+    forward = layers_seconds + head_seconds
+    backward = 2 * forward + recomputed + adding
+    return both(forward, operators / 3), both(backward, operators * 2 / 3 + operators_again)
+
+
+def _head_seconds(job: Job, rates: Rates) -> float:
+    a = job.architecture
+    t = job.parallel.tensor
+    logits = job.micro_batch * a.output_length * a.padded_vocabulary / t
+    passes = LOGIT_PASSES * (4 / job.element if job.software.casts else 1)
+    return 2 * job.micro_batch * multiply_adds(a)["head"] / t / rates.products + logits * passes * rates.element
+
+
+def _layer_operators(a: Architecture, part: Stage) -> int:
+    """Operators that the layers of a stage dispatch for one micro-batch, forward and backward."""
+    decoder = DECODER_OPERATORS if a.cross_attention else ENCODER_OPERATORS
+    return ENCODER_OPERATORS * part.encoder_layers + decoder * part.decoder_layers
+
+
+def _other_operators(job: Job, part: Stage) -> int:
+    """The head's, and those of what divides the states."""
+    operators = OTHER_OPERATORS if part.head else 0
+    layers = part.encoder_layers + part.decoder_layers
+    if job.fully_sharded:
+        operators += FSDP2_LAYER_OPERATORS * layers + FSDP2_ROOT_OPERATORS
+    hooked = ENCODER_TENSORS * part.encoder_layers + DECODER_TENSORS * part.decoder_layers + OTHER_TENSORS
+    return operators + HOOK_OPERATORS[job.zero.stage] * hooked
 
 
 def collective_seconds(row: Row, job: Job, machine: Machine, backend: str = "nccl") -> float:
     """One collective, with all groups of its kind busy at the same time."""
     size, has_inside, leaving = paths(job.parallel, job.architecture.cross_attention)[row.group]
-    pair_gather = (row.kind, size, backend) == ("all-gather", 2, "gloo")
-    each = ring_bytes(row, size, backend) * (GLOO_PAIR_GATHER if pair_gather else 1)
-    busiest = max(has_inside * each / machine.inside.bandwidth, leaving * each / machine.between.bandwidth)
-    latency = (machine.between if leaving else machine.inside).latency
-    return busiest / NETWORK[backend] + steps(row, size, backend) * latency
+    sent = ring_bytes(row, size, backend)
+    if (row.kind, size, backend) == ("all-gather", 2, "gloo"):
+        sent *= GLOO_PAIR_GATHER
+    inside = sent / machine.inside.bandwidth if has_inside else 0.0
+    between = leaving * sent / machine.between.bandwidth
+    latency = machine.between.latency if leaving else machine.inside.latency
+    return max(inside, between) / NETWORK[backend] + steps(row, size, backend) * latency
 
 
 def iteration(job: Job, machine: Machine, backend: str = "nccl", slower: float = 1.0) -> Time:
@@ -154,51 +216,86 @@ def iteration(job: Job, machine: Machine, backend: str = "nccl", slower: float =
 
     slower: how many times longer GPUs and hosts take than their figures say.
     """
-    m, stages = job.micro_batches, range(job.parallel.pipeline)
+    m = job.micro_batches
+    stages = range(job.parallel.pipeline)
     passes = [stage_seconds(job, machine.device, stage, slower) for stage in stages]
-    # What a stage waits for: in every forward, in every backward, and once per iteration.
-    waits = {when: [0.0] * len(stages) for when in ("each forward", "each backward", "once")}
+    waits = _waits(job, machine, backend, passes)
+    forward = [seconds.seconds + waits.forward[stage] for stage, (seconds, _) in enumerate(passes)]
+    backward = [seconds.seconds + waits.backward[stage] for stage, (_, seconds) in enumerate(passes)]
+    whole = schedule.duration(forward, backward, m, waits.transfer, job.parallel.virtual_stages)
+    busiest = max(stages, key=lambda stage: forward[stage] + backward[stage])
+    computing = m * sum(way.gpu for way in passes[busiest])
+    waiting = m * (waits.forward[busiest] + waits.backward[busiest])
+    optimizer, offload = _update_seconds(job, machine.device, slower)
+    return Time(
+        computing=computing,
+        host=m * sum(way.seconds for way in passes[busiest]) - computing,
+        bubble=max(0.0, whole - m * (forward[busiest] + backward[busiest])),
+        communication=waiting + max(waits.once),
+        optimizer=optimizer,
+        offload=offload,
+        hidden=max(waits.hidden),
+    )
+
+
+@dataclass
+class Waits:
+    """Seconds that each stage waits for collectives."""
+
+    forward: list[float]
+    """In every forward pass of a micro-batch."""
+    backward: list[float]
+    once: list[float]
+    """In an iteration."""
+    hidden: list[float]
+    """What it computes meanwhile, in an iteration: it does not wait."""
+    transfer: float = 0.0
+    """From one stage to the next."""
+
+
+def _waits(job: Job, machine: Machine, backend: str, passes: Sequence[tuple[Pass, Pass]]) -> Waits:
+    m = job.micro_batches
+    waits = Waits(*([0.0] * len(passes) for _ in range(4)))
     overlapped: Counter[tuple[int, str]] = Counter()  # of a stage, what is sent while it computes
-    hidden, transfer = [0.0] * len(stages), 0.0
     for row in rows(job):
         seconds = row.count * collective_seconds(row, job, machine, backend)
         if row.kind in ("send", "send back"):
-            transfer = max(transfer, seconds / row.count)
+            waits.transfer = max(waits.transfer, seconds / row.count)
             continue
         for stage in row.stages:
             if row.overlap:
                 overlapped[stage, row.overlap] += seconds
-            elif row.when in waits:
-                waits[row.when][stage] += seconds / m
+            elif row.when == "each forward":
+                waits.forward[stage] += seconds / m
+            elif row.when == "each backward":
+                waits.backward[stage] += seconds / m
             else:
-                waits["once"][stage] += seconds
+                waits.once[stage] += seconds
     for (stage, overlap), seconds in overlapped.items():
-        way = passes[stage][overlap != "each forward"].seconds
-        beside = min(seconds, way * (m if overlap.startswith("each") else 1))
-        hidden[stage] += beside
-        waits["once"][stage] += seconds - beside
-    forward = [each.seconds + wait for (each, _), wait in zip(passes, waits["each forward"], strict=True)]
-    backward = [each.seconds + wait for (_, each), wait in zip(passes, waits["each backward"], strict=True)]
-    whole = schedule.duration(forward, backward, m, transfer, job.parallel.virtual_stages)
-    busiest = max(stages, key=lambda stage: forward[stage] + backward[stage])
-    computing = m * sum(each.gpu for each in passes[busiest])
-    host = m * sum(each.seconds for each in passes[busiest]) - computing
-    bubble = max(0.0, whole - m * (forward[busiest] + backward[busiest]))
-    waiting = m * (waits["each forward"][busiest] + waits["each backward"][busiest])
-    update = _update_seconds(job, machine.device, slower)
-    return Time(computing, host, bubble, waiting + max(waits["once"]), *update, max(hidden))
+        forward, backward = passes[stage]
+        computing = forward.seconds if overlap == "each forward" else backward.seconds
+        if overlap.startswith("each"):
+            computing *= m
+        beside = min(seconds, computing)
+        waits.hidden[stage] += beside
+        waits.once[stage] += seconds - beside
+    return waits
 
 
 def _update_seconds(job: Job, device: Device, slower: float) -> tuple[float, float]:
     """The optimizer's step on its GPU; with offload instead the copies over PCIe and Adam on the CPU."""
-    own = float(max(parameters(job.architecture, job.parallel, stage) for stage in range(job.parallel.pipeline)))
+    stages = range(job.parallel.pipeline)
+    count = float(max(parameters(job.architecture, job.parallel, stage) for stage in stages))
     if job.zero.stage or job.fully_sharded or job.distributed_optimizer:
-        own /= job.parallel.states_over
-    # With offload its part of the parameters comes in, and of the gradients goes out, for every micro-batch.
-    offload = job.zero.offload_parameters * job.micro_batches * 2 * own * job.element / device.pcie
+        count /= job.parallel.states_over
+    offload = 0.0
+    if job.zero.offload_parameters:
+        # Its part of the parameters comes in, and of the gradients goes out, for every micro-batch.
+        offload = job.micro_batches * 2 * count * job.element / device.pcie
     if job.zero.offload_optimizer:
-        return 0.0, (offload + own * (job.element + 4) / device.pcie + own / CPU_ADAM) * slower
-    return own * OPTIMIZER_BYTES / (device.bandwidth * ELEMENTS) * slower, offload * slower
+        copies = count * (job.element + 4) / device.pcie
+        return 0.0, (offload + copies + count / CPU_ADAM) * slower
+    return count * OPTIMIZER_BYTES / (device.bandwidth * ELEMENTS) * slower, offload * slower
 
 
 def calibrated(job: Job, machine: Machine, seconds: float, backend: str = "nccl") -> float:
@@ -210,12 +307,16 @@ def calibrated(job: Job, machine: Machine, seconds: float, backend: str = "nccl"
     def total(slower: float) -> float:
         return iteration(job, machine, backend, slower).total
 
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     if total(low) > seconds:
         raise ValueError(f"sending alone takes {total(low):.3g} s at this link's rate, the iteration {seconds:.3g} s")
     while total(high) < seconds:
         high *= 2
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (middle, high) if total(middle) < seconds else (low, middle)
+        if total(middle) < seconds:
+            low = middle
+        else:
+            high = middle
     return high

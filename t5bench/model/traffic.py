@@ -5,10 +5,10 @@ core/pipeline_parallel), DeepSpeed 0.18.3 (runtime/zero), PyTorch 2.13 (distribu
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, product
+from itertools import chain
 from math import ceil, log2, prod
 
 from t5bench import Problem
@@ -31,28 +31,32 @@ class Row:
 
     what: str
     group: str
-    kind: str  # under "send" stages send to the next one, under "send back" to the previous one
+    """A key of groups()."""
+    kind: str
+    """all-reduce, all-gather, reduce-scatter, broadcast; "send" to the next stage, "send back" to the previous one."""
     count: int
-    bytes: float  # of one: an all-reduce's buffer, all that is gathered or scattered, or a message
+    bytes: float
+    """Of one: an all-reduce's buffer, all that is gathered or scattered, or a message."""
     when: str
-    overlap: str = ""  # what is computed at the same time; "" if all ranks wait
+    overlap: str = ""
+    """What is computed at the same time; "" if all ranks wait."""
     stages: tuple[int, ...] = ()
 
 
 def rows(job: Job) -> list[Row]:
     """All collectives of an iteration, except those in groups of one rank."""
-    found: dict[Row, list[int]] = {}
+    stages_of_row: dict[Row, list[int]] = {}
     for stage in range(job.parallel.pipeline):
         for row in (*_data_parallel(job, stage), *_tensor_parallel(job, stage), *_pipeline(job, stage)):
             if row.count and row.bytes:
-                found.setdefault(row, []).append(stage)
-    return [replace(row, stages=tuple(stages)) for row, stages in found.items()]
+                stages_of_row.setdefault(row, []).append(stage)
+    return [replace(row, stages=tuple(stages)) for row, stages in stages_of_row.items()]
 
 
 def large_tensors(job: Job, stage: int) -> int:
     """Elements of all tensors above ZeRO-3's persistence threshold, except the word embedding and the head."""
-    found = tensors(job.architecture, job.parallel, stage)
-    sizes = (*found["encoder"], *found["decoder"], *found["embedding"][1:])
+    by_part = tensors(job.architecture, job.parallel, stage)
+    sizes = (*by_part["encoder"], *by_part["decoder"], *by_part["embedding"][1:])
     return sum(size for size in sizes if size > job.zero.persistence_threshold)
 
 
@@ -62,35 +66,52 @@ def _data_parallel(job: Job, stage: int) -> Iterator[Row]:
     if job.fully_sharded:
         yield from _fully_sharded(job, stage, job.fully_sharded)
         return
-    zero, size, m = job.zero, parameters(job.architecture, job.parallel, stage), job.micro_batches
-    # ZeRO has its own dtype for sending gradients; Megatron accumulates bf16's in fp32, fp16's in fp16.
-    engines = 2 if job.engine == "megatron" and job.precision == "fp16" else 4
-    gradients = size * (BYTES[zero.reduction or job.precision] if zero.stage else engines)
-    if zero.stage == 0 and job.engine == "native":
-        overlap = "" if buckets.casts_come_last(job) else "last backward"
-        for bucket, count in Counter(buckets.ddp_buckets(job, stage)).items():
-            yield Row("gradients", "data", "all-reduce", count, bucket, overlap or "after backward", overlap)
-    elif zero.stage == 0 and job.distributed_optimizer:
-        yield Row("gradients", "data", "reduce-scatter", 1, gradients, "after backward")
-        yield Row("parameters", "data", "all-gather", 1, size * job.element, "after the optimizer")
-    elif zero.stage == 0:
-        yield Row("gradients", "data", "all-reduce", 1, gradients, "after backward")
+    if job.zero.stage:
+        yield from _zero(job, stage)
+    elif job.engine == "native":
+        yield from _ddp(job, stage)
     else:
-        times = m if zero.stage > 1 else 1
-        kind = "reduce-scatter" if zero.stage == 3 else "all-reduce"
-        overlap = "each backward" if zero.overlap and zero.stage > 1 else ""
-        when = "each backward" if times > 1 else "after backward"
-        for bucket, count in Counter(_zero_buckets(job, stage)).items():
-            yield Row("gradients", "data", kind, times * count, gradients / size * bucket, when, overlap)
-        yield Row("gradient norm", "data", "all-reduce", 2, 8 if zero.stage == 3 else 4, "optimizer")
-    if zero.stage in (1, 2):
-        for group in buckets.weights_and_vectors(job, stage):
-            whole = padded(group, buckets.ALIGNMENT, job.parallel.data)
-            yield Row("parameters", "data", "all-gather", 1, whole * job.element, "after the optimizer")
+        yield from _megatron_data_parallel(job, stage)
+    if job.engine == "megatron" and stage == job.parallel.pipeline - 1:
+        yield Row("loss", "data", "all-reduce", job.micro_batches, 4, "each forward")
+
+
+def _ddp(job: Job, stage: int) -> Iterator[Row]:
+    """PyTorch's DistributedDataParallel."""
+    overlap = "" if buckets.casts_come_last(job) else "last backward"
+    when = overlap or "after backward"
+    for size, count in Counter(buckets.ddp_buckets(job, stage)).items():
+        yield Row("gradients", "data", "all-reduce", count, size, when, overlap)
+
+
+def _megatron_data_parallel(job: Job, stage: int) -> Iterator[Row]:
+    """Gradients in one buffer: bf16's are accumulated in fp32, those of Megatron-DeepSpeed's fp16 in fp16."""
+    count = parameters(job.architecture, job.parallel, stage)
+    width = 2 if job.engine == "megatron" and job.precision == "fp16" else 4
+    if job.distributed_optimizer:
+        yield Row("gradients", "data", "reduce-scatter", 1, width * count, "after backward")
+        yield Row("parameters", "data", "all-gather", 1, count * job.element, "after the optimizer")
+    else:
+        yield Row("gradients", "data", "all-reduce", 1, width * count, "after backward")
+
+
+def _zero(job: Job, stage: int) -> Iterator[Row]:
+    zero = job.zero
+    count = parameters(job.architecture, job.parallel, stage)
+    gradients = count * BYTES[zero.reduction or job.precision]  # ZeRO has its own dtype for sending gradients
+    kind = "reduce-scatter" if zero.stage == 3 else "all-reduce"
+    times = job.micro_batches if zero.stage > 1 else 1
+    when = "each backward" if times > 1 else "after backward"
+    overlap = "each backward" if zero.overlap and zero.stage > 1 else ""
+    for elements, number in Counter(_zero_buckets(job, stage)).items():
+        yield Row("gradients", "data", kind, times * number, gradients / count * elements, when, overlap)
+    yield Row("gradient norm", "data", "all-reduce", 2, 8 if zero.stage == 3 else 4, "optimizer")
     if zero.stage == 3:
         yield from _gathers(job, stage)
-    if job.engine == "megatron" and stage == job.parallel.pipeline - 1:
-        yield Row("loss", "data", "all-reduce", m, 4, "each forward")
+        return
+    for group in buckets.weights_and_vectors(job, stage):
+        whole = padded(group, buckets.ALIGNMENT, job.parallel.data)
+        yield Row("parameters", "data", "all-gather", 1, whole * job.element, "after the optimizer")
 
 
 def sharded_groups(job: Job, stage: int = 0) -> list[tuple[str, int, int]]:
@@ -99,15 +120,20 @@ def sharded_groups(job: Job, stage: int = 0) -> list[tuple[str, int, int]]:
     A layer's tensors are divided along their first dimension, whose rows are padded (_fsdp_param.py). The root has the
     rest.
     """
-    a, n = job.architecture, job.parallel.states_over
+    a = job.architecture
+    n = job.parallel.states_over
     part = stage_of(a, job.parallel, stage)
-    found = []
+    stacks = (("encoder", part.encoder_layers, False), ("decoder", part.decoder_layers, True))
+    groups_of_layers: list[tuple[str, int, int]] = []
     rest = parameters(a, job.parallel, stage)
-    for name, layers, is_decoder in (("encoder", part.encoder_layers, False), ("decoder", part.decoder_layers, True)):
+    for name, layers, is_decoder in stacks:
+        if not layers:
+            continue
         shapes = layer_shapes(a, job.parallel.tensor, is_decoder)
         rest -= layers * sum(prod(shape) for shape in shapes)
-        found.append((f"{name} layers", layers, sum(ceil(shape[0] / n) * n * prod(shape[1:]) for shape in shapes)))
-    return [group for group in (*found, ("embedding and rest", 1, rest)) if group[1]]
+        padded_elements = sum(ceil(shape[0] / n) * n * prod(shape[1:]) for shape in shapes)
+        groups_of_layers.append((f"{name} layers", layers, padded_elements))
+    return [*groups_of_layers, ("embedding and rest", 1, rest)]
 
 
 def _fully_sharded(job: Job, stage: int, how: FullySharded) -> Iterator[Row]:
@@ -117,7 +143,8 @@ def _fully_sharded(job: Job, stage: int, how: FullySharded) -> Iterator[Row]:
     first in backward, once a micro-batch. Gradients are reduced in the last micro-batch, in fp32; each copy of the
     states then adds up what the others have.
     """
-    m, n = job.micro_batches, job.parallel.states_over
+    m = job.micro_batches
+    n = job.parallel.states_over
     group = "shard" if job.parallel.shards else "data"
     for what, count, elements in sharded_groups(job, stage):
         gathered = elements * job.element
@@ -138,7 +165,8 @@ def _fully_sharded(job: Job, stage: int, how: FullySharded) -> Iterator[Row]:
 
 def _zero_buckets(job: Job, stage: int) -> list[int]:
     """Elements of ZeRO's buckets. In which order Megatron's gradients come was not traced: its buckets are equal."""
-    size, limit = parameters(job.architecture, job.parallel, stage), job.zero.reduce_bucket
+    size = parameters(job.architecture, job.parallel, stage)
+    limit = job.zero.reduce_bucket
     if job.engine != "native":
         count = ceil(size / limit)
         return [size / count] * count
@@ -154,22 +182,25 @@ def _gathers(job: Job, stage: int) -> Iterator[Row]:
     The others are gathered for every micro-batch, once for forward and backward together if fewer elements than the
     reuse distance lie between the two.
     """
-    zero, m, whole = job.zero, job.micro_batches, parameters(job.architecture, job.parallel, stage)
+    zero = job.zero
+    m = job.micro_batches
+    whole = parameters(job.architecture, job.parallel, stage)
     large = large_tensors(job, stage)
     embedding = job.architecture.padded_vocabulary // job.parallel.tensor * job.architecture.hidden
     external = embedding if embedding > zero.persistence_threshold else 0
     fetches = max(1, ceil(large / zero.prefetch_bucket))
-    again = max(0.0, 1 - zero.reuse_distance / (2 * whole))
-    for share, when in ((1.0, "each forward"), (again, "each backward")):
-        each = share * large * job.element / fetches
-        yield Row("parameters", "data", "all-gather", m * fetches, each, when, when)
+    gathered_again = max(0.0, 1 - zero.reuse_distance / (2 * whole))
+    for share, when in ((1.0, "each forward"), (gathered_again, "each backward")):
+        fetch = share * large * job.element / fetches
+        yield Row("parameters", "data", "all-gather", m * fetches, fetch, when, when)
     yield Row("embedding", "data", "all-gather", 1, external * job.element, "first forward")
     if job.engine not in ("native", "megatron"):  # other software may gather them together
         small = whole - large - external
         yield Row("small parameters", "data", "all-gather", 1, small * job.element, "after the optimizer")
         return
-    every = chain.from_iterable(tensors(job.architecture, job.parallel, stage).values())
-    for size, count in Counter(size for size in every if size <= zero.persistence_threshold).items():
+    sizes = chain.from_iterable(tensors(job.architecture, job.parallel, stage).values())
+    small_sizes = [size for size in sizes if size <= zero.persistence_threshold]
+    for size, count in Counter(small_sizes).items():
         one = buckets.padded_to(job.parallel.data, [size]) * job.element
         yield Row("small parameters", "data", "all-gather", count, one, "after the optimizer")
 
@@ -182,9 +213,14 @@ def _tensor_parallel(job: Job, stage: int) -> Iterator[Row]:
     """
     if job.parallel.tensor == 1:
         return
-    a, m, last = job.architecture, job.micro_batches, job.parallel.pipeline - 1
+    a = job.architecture
+    m = job.micro_batches
+    last = job.parallel.pipeline - 1
     part = stage_of(a, job.parallel, stage)
-    stacks = ("encoder", part.encoder_layers, a.encoder_length), ("decoder", part.decoder_layers, a.decoder_length)
+    stacks = (
+        ("encoder", part.encoder_layers, a.encoder_length),
+        ("decoder", part.decoder_layers, a.decoder_length),
+    )
     per_token = job.micro_batch * a.hidden * job.element
 
     def row(what: str, count: int, length: float, when: str) -> Row:
@@ -201,43 +237,64 @@ def _tensor_parallel(job: Job, stage: int) -> Iterator[Row]:
         sums = 1 if job.engine == "native" else part.decoder_layers
         yield row("encoder output", sums, a.encoder_length, "each backward")
     for _, layers, length in stacks:
-        yield row("embedding", part.embedding and layers > 0, length, "each forward")
+        if part.embedding and layers:
+            yield row("embedding", 1, length, "each forward")
     if part.head:
         yield row("head", 1, a.output_length, "each backward")
         loss = 4 * a.output_length * job.micro_batch
         yield Row("cross entropy", "tensor", "all-reduce", 3 * m, loss, "each forward")
     if job.parallel.deepspeed:
         # Each rank sends a slice to the other stage, where the slices are gathered again (pipe_partitioned).
-        for when, times in (("each forward", int(stage > 0)), ("each backward", 2 * (stage < last))):
-            yield Row("activations", "tensor", "all-gather", m * times, a.decoder_length * per_token, when)
+        activations = a.decoder_length * per_token
+        if stage > 0:
+            yield Row("activations", "tensor", "all-gather", m, activations, "each forward")
+        if stage < last:
+            yield Row("activations", "tensor", "all-gather", 2 * m, activations, "each backward")
     if job.engine == "megatron" and (stage in (0, last) or not job.parallel.deepspeed):
-        s, d = a.encoder_length, a.decoder_length
-        numbers = s + 3 * d + s * s + d * d + s * d if a.cross_attention else d + 1
+        s = a.encoder_length
+        d = a.decoder_length
+        numbers = d + 1
+        if a.cross_attention:  # tokens, labels and loss mask, and the three masks of attention
+            numbers = s + 3 * d + s * s + d * d + s * d
         yield Row("batch", "tensor", "broadcast", m, 8 * job.micro_batch * numbers, "each forward")
 
 
 def _pipeline(job: Job, stage: int) -> Iterator[Row]:
-    a, parallel, last, m = job.architecture, job.parallel, job.parallel.pipeline - 1, job.micro_batches
+    yield from _model_parallel_norm(job)
+    if job.parallel.pipeline > 1:
+        yield from _stages(job, stage)
+
+
+def _model_parallel_norm(job: Job) -> Iterator[Row]:
+    parallel = job.parallel
     if job.engine == "native":  # along one axis after the other
         for group, size in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
             if size > 1:
                 yield Row("gradient norm", group, "all-reduce", 1, 4, "optimizer")
     elif parallel.tensor * parallel.pipeline > 1:
         yield Row("gradient norm", "model", "all-reduce", 1, 4, "optimizer")
-    if not last:
-        return
-    token = job.micro_batch * job.element * a.hidden / (parallel.tensor if parallel.deepspeed else parallel.sequence)
+
+
+def _stages(job: Job, stage: int) -> Iterator[Row]:
+    """What stages send to each other, and what they both hold."""
+    a = job.architecture
+    parallel = job.parallel
+    last = parallel.pipeline - 1
+    slices = parallel.tensor if parallel.deepspeed else parallel.sequence
+    token = job.micro_batch * job.element * a.hidden / slices
     for source, kind, when in ((stage, "send", "each forward"), (stage - 1, "send back", "each backward")):
         if 0 <= source < last:  # interleaved chunks also go from the last stage to the first, which is not counted
-            # Within the decoder the encoder's output is sent along.
-            both = a.cross_attention and source >= parallel.decoder_stage
-            length = a.encoder_length + a.decoder_length if both else a.encoder_length or a.decoder_length
-            count = m * parallel.virtual_stages
+            length = a.encoder_length or a.decoder_length
+            if a.cross_attention and source >= parallel.decoder_stage:
+                # Within the decoder the encoder's output is sent along.
+                length = a.encoder_length + a.decoder_length
+            count = job.micro_batches * parallel.virtual_stages
             yield Row("activations", "pipeline", kind, count, length * token, when, "computing")
     part = stage_of(a, parallel, stage)
     if a.tied and (part.embedding or part.head):
         # In fp32; DeepSpeed's pipeline engine reduces the parameter's own gradient (runtime/pipe/engine.py).
-        word = a.padded_vocabulary // parallel.tensor * a.hidden * (job.element if parallel.deepspeed else 4)
+        width = job.element if parallel.deepspeed else 4
+        word = a.padded_vocabulary // parallel.tensor * a.hidden * width
         yield Row("tied embedding", "embedding", "all-reduce", 1, word, "after backward")
     if a.cross_attention and a.positions == "learned" and part.embedding:
         yield Row("positions", "position", "all-reduce", 1, a.position_rows * a.hidden * 4, "after backward")
@@ -250,25 +307,32 @@ def groups(parallel: Parallel, encoder_decoder: bool = True) -> dict[str, list[t
     in an encoder-decoder are the first of each stack (Megatron-DeepSpeed, megatron/core/parallel_state.py).
     Raises Problem where there are more ranks than can be listed one by one.
     """
-    t, d, world = parallel.tensor, parallel.data, parallel.world
+    t = parallel.tensor
+    d = parallel.data
+    world = parallel.world
     if world > MOST_RANKS:
         raise Problem(f"{world} GPUs are more than {MOST_RANKS}", "Choose fewer GPUs")
-    stage, last = t * d, parallel.pipeline - 1  # how many ranks a stage has, and the last one's number
-    pipelines = [tuple(range(first, world, stage)) for first in range(stage)]
-    starts = {0, parallel.decoder_stage} if encoder_decoder and last else {0}
-    data = [tuple(range(at + i, at + stage, t)) for at, i in product(range(0, world, stage), range(t))]
+    # Ranks by their coordinates: ranks[stage][replica][slice].
+    stages = range(parallel.pipeline)
+    ranks = [[[(stage * d + replica) * t + part for part in range(t)] for replica in range(d)] for stage in stages]
+    data = [tuple(ranks[stage][replica][part] for replica in range(d)) for stage in stages for part in range(t)]
+    pipelines = [tuple(ranks[stage][replica][part] for stage in stages) for replica in range(d) for part in range(t)]
+    last = parallel.pipeline - 1
+    with_positions = {0, parallel.decoder_stage} if encoder_decoder and last else {0}
+    with_words = with_positions | {last}
     copies = {}
-    if size := parallel.shards:  # FSDP2's: neighbours share the states, and each has its equal in every other copy
-        copies["shard"] = [ranks[at : at + size] for ranks in data for at in range(0, d, size)]
-        copies["replica"] = [ranks[at::size] for ranks in data for at in range(size)]
+    if parallel.shards:  # FSDP2's: neighbours share the states, and each has its equal in every other copy
+        size = parallel.shards
+        copies["shard"] = [members[at : at + size] for members in data for at in range(0, d, size)]
+        copies["replica"] = [members[at::size] for members in data for at in range(size)]
     return {
-        "tensor": [tuple(range(first, first + t)) for first in range(0, world, t)],
+        "tensor": [tuple(ranks[stage][replica]) for stage in stages for replica in range(d)],
         "data": data,
         **copies,
         "pipeline": pipelines,
-        "model": [tuple(at + i for at in range(j * t, world, stage) for i in range(t)) for j in range(d)],
-        "embedding": [tuple(ranks[at] for at in sorted(starts | {last})) for ranks in pipelines],
-        "position": [tuple(ranks[at] for at in sorted(starts)) for ranks in pipelines],
+        "model": [tuple(rank for stage in stages for rank in ranks[stage][replica]) for replica in range(d)],
+        "embedding": [tuple(members[stage] for stage in sorted(with_words)) for members in pipelines],
+        "position": [tuple(members[stage] for stage in sorted(with_positions)) for members in pipelines],
         "world": [tuple(range(world))],
     }
 
@@ -282,14 +346,18 @@ def _rounds(kind: str, backend: str) -> int:
 def ring_bytes(row: Row, size: int, backend: str) -> float:
     """Bytes that a rank sends to its neighbour in the ring, for one collective of `size` ranks or a whole message."""
     rounds = _rounds(row.kind, backend)
-    return row.bytes * (rounds * (size - 1) / size if rounds else size > 1)
+    if rounds:
+        return row.bytes * (rounds * (size - 1) / size)
+    return row.bytes if size > 1 else 0.0
 
 
 def steps(row: Row, size: int, backend: str) -> int:
     """Consecutive messages of a collective: those of a ring, or of NCCL's tree if that has fewer."""
-    tree, ring = ceil(log2(size)), _rounds(row.kind, backend) * (size - 1)
-    if not _rounds(row.kind, backend):
+    rounds = _rounds(row.kind, backend)
+    tree = ceil(log2(size))
+    if not rounds:
         return tree if row.kind == "broadcast" else 1
+    ring = rounds * (size - 1)
     return ring if backend == "gloo" else min(ring, 4 * tree)
 
 
@@ -299,29 +367,41 @@ def neighbours(kind: str, members: tuple[int, ...], backend: str = "nccl") -> It
         members = members[::-1]
     if kind == "broadcast" and backend == "gloo":  # a binomial tree from the first rank
         return ((members[i - 2 ** int(log2(i))], members[i]) for i in range(1, len(members)))
-    closes = len(members) > 1 and _rounds(kind, backend) > 0
-    return zip(members, members[1:] + members[:1] if closes else members[1:], strict=False)
+    is_closed = len(members) > 1 and _rounds(kind, backend) > 0
+    next_ones = members[1:] + members[:1] if is_closed else members[1:]
+    return zip(members, next_ones, strict=False)
 
 
-def node_bytes(job: Job, found: list[Row], backend: str) -> list[float]:
+def node_bytes(job: Job, collectives: Sequence[Row], backend: str) -> list[float]:
     """Bytes that each node sends to other nodes in an iteration, including headers if they are known."""
-    parallel, gloo = job.parallel, backend == "gloo"
-    per_node, ranks_of_stage = parallel.devices_per_node, parallel.tensor * parallel.data
-    nodes, kinds = [0.0] * -(-parallel.world // per_node), groups(parallel, job.architecture.cross_attention)
-    for row in found:
-        of_kind = kinds[row.group]
-        size = len(of_kind[0])
-        parts = max(2, ceil(row.bytes / size / GLOO_SEGMENT))
-        messages = row.count * (parts * _rounds(row.kind, "gloo") * (size - 1) or 1)
-        each = ring_bytes(row, size, backend) * row.count * (1 + HEADERS * gloo)
-        extra = MESSAGE / 2 * messages * gloo
-        every_stage = row.group in ("model", "embedding", "position")
-        for source, target in (pair for members in of_kind for pair in neighbours(row.kind, members, backend)):
-            sender, receiver = source // per_node, target // per_node
-            if sender != receiver and (every_stage or source // ranks_of_stage in row.stages):
-                nodes[sender] += each + extra
-                nodes[receiver] += extra
+    parallel = job.parallel
+    per_node = parallel.devices_per_node
+    ranks_of_stage = parallel.tensor * parallel.data
+    nodes = [0.0] * ceil(parallel.world / per_node)
+    members_by_group = groups(parallel, job.architecture.cross_attention)
+    for row in collectives:
+        groups_of_row = members_by_group[row.group]
+        size = len(groups_of_row[0])
+        data = ring_bytes(row, size, backend) * row.count
+        headers = 0.0  # of each of the two ends
+        if backend == "gloo":
+            data *= 1 + HEADERS
+            headers = MESSAGE / 2 * _gloo_messages(row, size)
+        is_of_every_stage = row.group in ("model", "embedding", "position")
+        for members in groups_of_row:
+            for source, target in neighbours(row.kind, members, backend):
+                sender = source // per_node
+                receiver = target // per_node
+                if sender != receiver and (is_of_every_stage or source // ranks_of_stage in row.stages):
+                    nodes[sender] += data + headers
+                    nodes[receiver] += headers
     return nodes
+
+
+def _gloo_messages(row: Row, size: int) -> float:
+    """Messages that a rank sends in all collectives of a row."""
+    segments = max(2, ceil(row.bytes / size / GLOO_SEGMENT))
+    return row.count * (segments * _rounds(row.kind, "gloo") * (size - 1) or 1)
 
 
 @lru_cache(maxsize=4096)
@@ -330,11 +410,17 @@ def paths(parallel: Parallel, encoder_decoder: bool) -> Mapping[str, tuple[int, 
 
     What pipelines send goes one way at a time.
     """
-    found = {}
-    for kind, of_kind in groups(parallel, encoder_decoder).items():
+    found: dict[str, tuple[int, bool, int]] = {}
+    for kind, members_of_groups in groups(parallel, encoder_decoder).items():
         way = "send" if kind == "pipeline" else "all-reduce"
-        ends = [pair for members in of_kind for pair in neighbours(way, members)]
-        nodes = [(source // parallel.devices_per_node, target // parallel.devices_per_node) for source, target in ends]
-        leaving = Counter(node for node, other in nodes if node != other)
-        found[kind] = len(of_kind[0]), len(nodes) > leaving.total(), max(leaving.values(), default=0)
+        inside = 0
+        leaving: Counter[int] = Counter()  # rings by the node that they leave
+        for members in members_of_groups:
+            for source, target in neighbours(way, members):
+                node = source // parallel.devices_per_node
+                if node == target // parallel.devices_per_node:
+                    inside += 1
+                else:
+                    leaving[node] += 1
+        found[kind] = (len(members_of_groups[0]), inside > 0, max(leaving.values(), default=0))
     return found

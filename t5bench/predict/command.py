@@ -12,6 +12,7 @@ from tabulate import tabulate
 from t5bench import Problem
 from t5bench.compare.comparable import gpu_names
 from t5bench.compare.rows import Row, make_row
+from t5bench.evidence import check
 from t5bench.model import schedule, time
 from t5bench.model.job import Job, padded
 from t5bench.model.machine import DEVICES, GIB, Device, device_of
@@ -21,8 +22,8 @@ from t5bench.model.time import CPU
 from t5bench.plan.forecast import backend_of, gpu_here, job_of, padded_vocabulary
 from t5bench.plan.launchers import declarations, with_slurm_hosts
 from t5bench.plan.planner import plan
-from t5bench.predict import check, executed
-from t5bench.predict.layout import at_least
+from t5bench.predict import executed
+from t5bench.predict.ranks import at_least
 from t5bench.record.plan import Plan
 from t5bench.record.records import load
 

@@ -55,7 +55,8 @@ Max processes             {processes}               {processes}               pr
 Max open files            1024                 {files}               files
 Max locked memory         {locked}            {locked}            bytes
 """
-# What a healthy kernel writes: an application's own Xid, a link that comes up, corrected errors, old faults.
+# What a healthy kernel writes: an application's own Xid, a link that comes up, corrected errors, old faults, a full file
+# that was mounted as a disk.
 LOG = """[    1.200000] mlx5_core 0000:0c:00.0: Link up
 [    2.100000] eth0: Link is Down
 [    4.100000] eth0: Link is Up - 100Gbps/Full
@@ -63,6 +64,7 @@ LOG = """[    1.200000] mlx5_core 0000:0c:00.0: Link up
 [499000.000000] NVRM: Xid (PCI:0000:01:00): 31, pid=4242, name=python, MMU Fault
 [499100.000000] NVRM: Xid (PCI:0000:01:00): 43, pid=4242, name=python, Ch 00000008
 [499500.000000] EDAC MC0: 1 CE memory read error on CPU_SrcID#0_MC#0_Chan#1_DIMM#0
+[499600.000000] EXT4-fs (loop0): Remounting filesystem read-only
 """
 
 

@@ -95,7 +95,7 @@ LIMITS = {"computing": "", "communication": ", communication", "host": ", launch
     ],
 )
 def test_the_decision_table_is_what_plan_says(column: int, machine: str, tmp_path: Path):
-    command = [sys.executable, "-m", "t5bench", "plan", *machine.split(), "--global-batch", "16", "--json"]
+    command = [sys.executable, "-m", "t5bench", "layouts", *machine.split(), "--global-batch", "16", "--json"]
     without_data = os.environ | {"MEGATRON_DATA_DIR": str(tmp_path)}  # the checkout's may have another vocabulary
     options = {"cwd": REPO_ROOT, "env": without_data, "capture_output": True, "text": True, "check": True}
     output = subprocess.run(command, **options).stdout
@@ -174,7 +174,7 @@ def test_commands_that_read_runs(tmp_path: Path):
     }
     # Others run those that need a profile, a checkpoint or several virtual environments.
     run_elsewhere = {"explain", "generate", "ledger"}
-    assert set(words) == {"compare", "collect", "wandb", "pack", "verify", "plan"} | run_elsewhere
+    assert set(words) == {"compare", "collect", "wandb", "pack", "verify", "layouts"} | run_elsewhere
     for strategy in ("ddp", "zero1"):
         make_run(tmp_path / "outputs" / "all" / "repeat1" / strategy, strategy, elapsed_ms=[100.0] * 30)
     make_run(tmp_path / "outputs" / "ddp", "ddp", elapsed_ms=[100.0] * 3)
@@ -183,7 +183,7 @@ def test_commands_that_read_runs(tmp_path: Path):
     ssh.chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "WANDB_MODE": "offline"}
     environment["PYTHONPATH"] = str(REPO_ROOT)
-    for command in ("compare", "wandb", "collect", "pack", "verify", "plan"):
+    for command in ("compare", "wandb", "collect", "pack", "verify", "layouts"):
         words_of = ["bash", "-c", words[command].replace("python", shlex.quote(sys.executable), 1)]
         result = subprocess.run(words_of, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stdout + result.stderr

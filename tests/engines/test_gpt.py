@@ -52,7 +52,7 @@ def test_a_gpt_is_the_same_model_in_every_strategy_resumed_evaluated_and_merged(
 
     moved, merged = (tmp_path / "3d").rename(tmp_path / "elsewhere"), tmp_path / "merged"
     assert main(["reshape", str(moved), "--output", str(merged)]) == 0
-    assert main(["merge", str(moved), "--output", str(tmp_path / "cut"), "--tp", "2", "--pp", "2"]) == 0
+    assert main(["reshape", str(moved), "--output", str(tmp_path / "cut"), "--tp", "2", "--pp", "2"]) == 0
     whole, cut = (whole_of(directory / "checkpoints" / "iter_0000004") for directory in (merged, tmp_path / "cut"))
     assert whole.keys() == cut.keys() and all(whole[name].equal(cut[name]) for name in whole)
     finish(start("ddp", merged, **settings, EVAL_ONLY="1", NPROC_PER_NODE="1"))

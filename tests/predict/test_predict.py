@@ -17,7 +17,7 @@ from t5bench.model.job import Architecture, Job, Parallel, Zero
 from t5bench.model.machine import DEVICES, Link, Machine
 from t5bench.model.parameters import parameters
 from t5bench.model.presets import PRESETS
-from t5bench.predict.search import Candidate, losers
+from t5bench.predict.layouts import Candidate, losers
 from t5bench.record.records import load
 
 SETTINGS = ("MODEL_PRESET", "HOSTS", "NNODES", "NPROC_PER_NODE", "SLURM_JOB_NODELIST", "DEVICE")
@@ -41,7 +41,7 @@ def t5bench(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
 
 
 def test_the_groups_are_shown(capsys: pytest.CaptureFixture[str]):
-    _, shown, _ = t5bench(capsys, "layout", "--tp", 2, "--pp", 2, "--dp", 2)
+    _, shown, _ = t5bench(capsys, "ranks", "--tp", 2, "--pp", 2, "--dp", 2)
     assert "Tensor groups:     [0, 1] [2, 3] [4, 5] [6, 7]" in shown
     assert "Pipeline groups:   [0, 4] [1, 5] [2, 6] [3, 7]" in shown
     assert "  Stage 1 (decoder): GPU 6 (tp=0, node 1, local rank 2), GPU 7 (tp=1, node 1, local rank 3)" in shown
@@ -142,7 +142,7 @@ def test_a_plan_has_the_settings_of_a_prediction(capsys: pytest.CaptureFixture[s
         monkeypatch.setenv(name, value)
     predicted = json.loads(t5bench(capsys, "predict", "--device", "h100", "--json")[1])["rows"]
     options = "--per-node", 4, "--device", "h100", "--global-batch", 16, "--json"
-    planned = json.loads(t5bench(capsys, "plan", "--gpus", "2,4", *options)[1])
+    planned = json.loads(t5bench(capsys, "layouts", "--gpus", "2,4", *options)[1])
     zero1 = next(row for row in predicted if row["strategy"] == "zero1")
     names = "kind", "micro_batch", "recompute"
     found = [one for one in planned["2"] if [one[name] for name in names] == ["ZeRO-1", 1, "none"]]
@@ -173,7 +173,7 @@ def test_models_by_their_published_dimensions(capsys: pytest.CaptureFixture[str]
     for name, billions in published.items():
         assert parameters(PRESETS[name]) / 1e9 == pytest.approx(billions, rel=0.05), name
     options = "--device", "h100", "--link", 3200, "--tp", 8, "--model", "gpt-175b", "--json"
-    (best, *_) = json.loads(t5bench(capsys, "plan", "--gpus", 1024, *options)[1])["1024"]
+    (best, *_) = json.loads(t5bench(capsys, "layouts", "--gpus", 1024, *options)[1])["1024"]
     assert (best["missing"], best["start"]) == ("no: --model", "")
     assert 0.1 < best["mfu"] < 0.7 and best["tflops"] / 989.4 == pytest.approx(best["mfu"])
     status, _, error = t5bench(capsys, "predict", "--model", "t6", "--device", "h100")
@@ -194,7 +194,7 @@ def test_why_a_layout_is_not_the_winner():
 
 def test_four_thousand_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     before, picture = resource.getrusage(resource.RUSAGE_SELF).ru_utime, tmp_path / "front.svg"
-    words = ["plan", "--gpus", "8,4096", "--device", "h100", "--link", 3200, "--picture", picture, "--json"]
+    words = ["layouts", "--gpus", "8,4096", "--device", "h100", "--link", 3200, "--picture", picture, "--json"]
     status, shown, _ = t5bench(capsys, *words)
     assert status == 0 and "<svg" in picture.read_text()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < 10  # both sizes, with the picture
@@ -210,7 +210,7 @@ def test_the_winners_line_starts_it(project: Project, capsys: pytest.CaptureFixt
     monkeypatch.setenv("ENGINE", engine)
     monkeypatch.setenv("DROPOUT", "0")
     options = "--device", "rtx5000", "--tp", 2, "--model", "base", "--json"
-    found = json.loads(t5bench(capsys, "plan", "--gpus", 16, *options)[1])["16"]
+    found = json.loads(t5bench(capsys, "layouts", "--gpus", 16, *options)[1])["16"]
     best = next(entry for entry in found if entry["kind"] == "TP x PP")
     assert engine == "megatron" or not any(entry["missing"] for entry in found)
     settings, _, rest = best["start"].partition(" bash scripts/run_megatron_t5_")

@@ -54,7 +54,7 @@ def test_a_screen_shows_the_same_however_the_output_is_cut(text: str, cuts: list
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\b"
 
 
-@pytest.mark.parametrize("command", ["compare", "explain", "collect", "parity", "verify", "merge", "predict --check"])
+@pytest.mark.parametrize("command", ["compare", "explain", "collect", "parity", "verify", "reshape", "predict --check"])
 def test_what_programs_print_steers_no_terminal(command: str, tmp_path: Path):
     """Errors quote names, and so do tracebacks and usages."""
     words = [sys.executable, "-m", "t5bench", *command.split(), str(tmp_path / EVIL), str(tmp_path / EVIL)]

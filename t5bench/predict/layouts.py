@@ -1,4 +1,4 @@
-"""``python -m t5bench plan``: every layout of a model on a number of GPUs, ranked by predicted time."""
+"""``python -m t5bench layouts``: every layout of a model on a number of GPUs, ranked by predicted time."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ from t5bench.plan.forecast import job_of
 from t5bench.plan.launchers import ALONE
 from t5bench.plan.planner import plan
 from t5bench.predict.command import add_machine, device_for, settings_of, vocabulary_of
-from t5bench.predict.layout import at_least
+from t5bench.predict.ranks import at_least
 from t5bench.record.plan import ROLES, Plan
 
 TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the all-reduces of every layer cross the network

@@ -1,4 +1,4 @@
-"""``python -m t5bench layout``: which rank is where, and every process group with its members."""
+"""``python -m t5bench ranks``: which rank is where, and every process group with its members."""
 
 import argparse
 import itertools

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from t5bench import Problem
 from t5bench.__main__ import main
+from t5bench.evidence import check, jobs, points, words
 from t5bench.model.job import Job
-from t5bench.predict import check, published
 
 FILE, MORE = (
     REPO_ROOT / "docs" / f"{name}.json" for name in ("published_training_measurements", "more_published_measurements")
@@ -25,14 +25,14 @@ POINTS = json.loads(FILE.read_text()) + json.loads(MORE.read_text())
 
 @cache
 def compared(file: Path) -> list[check.Comparison | check.Missing]:
-    points, *sentences = published.read(file)
+    published, *sentences = points.read(file)
     assert sentences == [[], []]
-    return check.compare_all(points)
+    return check.compare_all(published)
 
 
-def megatron_core(**fields: Any) -> published.Point:
+def megatron_core(**fields: Any) -> points.Point:
     """A point of Megatron-LM with other fields."""
-    point = next(one for one in published.read(FILE)[0] if published.software(one) == "megatron-core")
+    point = next(one for one in points.read(FILE)[0] if words.software(one) == "megatron-core")
     return msgspec.structs.replace(point, **fields)
 
 
@@ -57,9 +57,9 @@ def test_errors_on_published_points(file: Path, use: str, count: int, average: f
 
 def test_every_point_is_compared_or_has_a_reason_and_no_rule_names_one():
     seen = {(name, entry.use) for entry in compared(FILE) for name in entry.point.split(" / ")}
-    paths = [path for room in ("model", "predict") for path in (REPO_ROOT / "t5bench" / room).glob("*.py")]
+    paths = [path for room in ("model", "evidence") for path in (REPO_ROOT / "t5bench" / room).glob("*.py")]
     rules = "".join(path.read_text() for path in paths)
-    for point in published.read(FILE)[0]:
+    for point in points.read(FILE)[0]:
         assert point.id not in rules
         for use in point.use:
             kinds = {"memory", "peak", "states"} if use == "memory" else {use}
@@ -118,7 +118,7 @@ def test_a_file_that_holds_no_points(tmp_path: Path):
     for content, said in ((b"{", "cannot read"), (b"{}", "holds no list")):
         (tmp_path / "points.json").write_bytes(content)
         with pytest.raises(Problem, match=said):
-            published.read(tmp_path / "points.json")
+            points.read(tmp_path / "points.json")
 
 
 ANYTHING = st.sampled_from([
@@ -131,27 +131,27 @@ ANYTHING = st.sampled_from([
 @given(st.sampled_from(POINTS), st.data())
 def test_no_damaged_point_ends_in_an_exception(tmp_path_factory, point: dict[str, Any], data: st.DataObject):
     """One field of a point, or of a part of it, is replaced."""
-    point = json.loads(json.dumps(point)) | {"use": sorted(published.USES)}
+    point = json.loads(json.dumps(point)) | {"use": sorted(points.USES)}
     places = [(part, name) for part in (point, *point.values()) if isinstance(part, dict) for name in part]
     part, name = data.draw(st.sampled_from(places))
     part[name] = data.draw(ANYTHING)
     path = tmp_path_factory.getbasetemp() / "damaged.json"
     path.write_text(json.dumps([point]))
-    check.compare_all(published.read(path)[0])
+    check.compare_all(points.read(path)[0])
 
 
 def job_with(**fields: Any) -> Job:
-    return published.job_of(megatron_core(**fields))
+    return jobs.job_of(megatron_core(**fields))
 
 
 def gpu_named(text: str) -> str | None:
-    device = published.device_of(megatron_core(hardware=published.Hardware(gpu=text)))
+    device = words.device_of(megatron_core(hardware=points.Hardware(gpu=text)))
     return device and device.name
 
 
 def gigabits_between_nodes_of_eight(text: str) -> float:
-    point = megatron_core(hardware=published.Hardware(gpu="A100", count=16, nodes=2, interconnect=text))
-    return published.machine_of(point).between.bandwidth * 8 / 1e9
+    point = megatron_core(hardware=points.Hardware(gpu="A100", count=16, nodes=2, interconnect=text))
+    return jobs.machine_of(point).between.bandwidth * 8 / 1e9
 
 
 def is_gated(text: str) -> bool:
@@ -175,7 +175,7 @@ WORDS = [  # how sources' words are read
       "eager, no flash": "unfused", "Transformer Engine": "fused"}),
     (is_distributed, {"mcore_distributed_optim": True, "use_distributed_optimizer: False": False,
                       "Adam, distributed data parallel": False, "no distributed optimizer": False}),
-    (published.optimizer_states,
+    (words.optimizer_states,
      {"": (4, 4), "decoupled AdamW, fp32 shards": (4, 4), "LAMB": (4, 4), "SGD": (), "Adafactor": (), "Muon": None,
       "SGD with momentum 0.9": (4,), "8-bit Adam (bitsandbytes)": (1, 1), "4-bit AdamW": None}),
     (gigabits_between_nodes_of_eight,
@@ -194,10 +194,10 @@ def test_sources_words(read, text: str, found: object):
 def test_families_by_other_names():
     """mT5 and UL2 as T5 v1.1, a llama as a GPT with other norms, positions and FFN; BART by its size."""
     t5 = {"encoder_layers": 2, "decoder_layers": 2, "hidden": 64, "heads": 4, "ffn": 128}
-    lengths = published.Lengths(encoder=32, decoder=16)
+    lengths = points.Lengths(encoder=32, decoder=16)
 
     def built(name: str, **fields: Any) -> Any:
-        return job_with(model=published.Model(architecture=name, **fields), lengths=lengths).architecture
+        return job_with(model=points.Model(architecture=name, **fields), lengths=lengths).architecture
 
     for name, vocabulary in (("mt5", 250_112), ("ul2", 32_128)):
         found = built(name, **t5)
@@ -210,11 +210,11 @@ def test_families_by_other_names():
 
 
 def test_a_point_may_state_its_software():
-    assert published.software(megatron_core(software="galvatron")) == "galvatron"
+    assert words.software(megatron_core(software="galvatron")) == "galvatron"
     assert job_with(software="HuggingFace").engine == "huggingface"
 
 
 def test_one_stack_has_one_length_whatever_it_is_called():
     model = msgspec.structs.replace(megatron_core().model, architecture="GPT", encoder_layers=0, decoder_layers=2)
-    lengths = published.Lengths(encoder=2048), published.Lengths(decoder=2048)
+    lengths = points.Lengths(encoder=2048), points.Lengths(decoder=2048)
     assert job_with(model=model, lengths=lengths[0]) == job_with(model=model, lengths=lengths[1])
