@@ -6,6 +6,7 @@ Only their lengths stay in memory.
 from __future__ import annotations
 
 import ctypes
+import math
 import multiprocessing
 import os
 import signal
@@ -13,13 +14,13 @@ import sys
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,6 +29,9 @@ from t5bench import SIGNALS, Problem, later_signals, note
 from t5bench.corpus.index import write_index
 from t5bench.corpus.source import Block, Source, Unusable
 from t5bench.corpus.tokenizer import DocumentEncoder
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 JOURNAL_SECONDS = 1
 PR_SET_PDEATHSIG = 1
@@ -39,8 +43,12 @@ class Piece(NamedTuple):
     """A block's documents, converted."""
 
     counts: Counter[str]
-    contents: tuple[bytes, bytes, bytes]
-    """Lines of JSON, token ids, and the number of ids of each document as int32."""
+    lines: bytes
+    """Of JSON."""
+    tokens: bytes
+    """Token ids."""
+    sizes: bytes
+    """The number of ids of each document as int32."""
     unusable: tuple[Unusable, ...] = ()
     """Rows that cannot become documents."""
 
@@ -73,7 +81,43 @@ def convert(block: Block, encoder: DocumentEncoder | None, limit: int | None = N
         counts.update(tokens=sum(sizes), special_text_documents=sum(map(encoder.has_special_text, texts)))
         tokens = np.concatenate([np.array([], np.int32), *ids]).astype(encoder.dtype).tobytes()
     lines = b"".join(msgspec.json.encode(article) + b"\n" for article in articles)
-    return Piece(counts, (lines, tokens, sizes.tobytes()), tuple(unusable))
+    return Piece(counts, lines, tokens, sizes.tobytes(), tuple(unusable))
+
+
+class Progress(NamedTuple):
+    """How far a conversion is, and where an interrupted one continues."""
+
+    row: int
+    """The first row of the last finished block, from 1; 0 before that."""
+    counts: Counter[str]
+    lengths: list[int]
+    """Of the files, in bytes."""
+
+
+class Journal:
+    """The progress of a conversion in a file, `<output>.journal`."""
+
+    def __init__(self, output: Path, job: object) -> None:
+        """job: what the conversion is of; another one begins anew."""
+        self.path = Path(f"{output}.journal")
+        self.job = job
+
+    def read(self, paths: Sequence[Path]) -> Progress:
+        """The progress of the same job, if the files still have what it wrote, or none."""
+        try:
+            job, row, counts, lengths = msgspec.json.decode(self.path.read_bytes())
+            are_complete = all(path.stat().st_size >= length for path, length in zip(paths, lengths, strict=True))
+        except (OSError, ValueError):
+            return Progress(0, Counter(), [0] * len(paths))
+        if job != self.job or not are_complete:
+            return Progress(0, Counter(), [0] * len(paths))
+        note(f"Continuing after {counts['documents']:,} documents, where the previous run stopped")
+        return Progress(row, Counter(counts), lengths)
+
+    def write(self, progress: Progress) -> None:
+        unfinished = self.path.with_suffix(".new")
+        unfinished.write_bytes(msgspec.json.encode([self.job, *progress]))
+        unfinished.replace(self.path)
 
 
 def convert_source(
@@ -84,32 +128,45 @@ def convert_source(
     Continues an interrupted conversion if it was the same job. Returns the numbers of documents and tokens. Raises
     Problem for a bad row or a source without text.
     """
-    from tqdm import tqdm
+    prefix = Path(f"{output}_document")
+    sizes_path = Path(f"{prefix}.sizes")
+    paths = [Path(f"{output}.jsonl"), Path(f"{prefix}.bin"), sizes_path]  # the last two may stay empty
+    counts = _write_pieces(source, paths, encoder, workers, Journal(output, job))
+    if not counts["documents"]:
+        raise Problem(f"{source.describe()}: no document with text was found", "Check the source")
+    if encoder:
+        sizes = array("i", sizes_path.read_bytes())
+        write_index(prefix, encoder.dtype, sizes, array("q", range(len(sizes) + 1)))
+    return counts
 
+
+def _write_pieces(
+    source: Source,
+    paths: Sequence[Path],
+    encoder: DocumentEncoder | None,
+    workers: int,
+    journal: Journal,
+) -> Counter[str]:
+    """Appends the lines, tokens and sizes of all documents to the three files; their counts. Raises Problem."""
     unusable: list[Unusable] = []
-    journal, prefix = Path(f"{output}.journal"), Path(f"{output}_document")
-    paths = [Path(f"{output}.jsonl"), Path(f"{prefix}.bin"), Path(f"{prefix}.sizes")]  # the last two may stay empty
-    done, counts, lengths = _read_journal(journal, job, paths)
-    # Without a terminal, print a line now and then.
-    seconds = 0 if sys.stderr.isatty() else 60
-    style = "{percentage:3.0f}% of the source, {elapsed} gone, {remaining} left{postfix}"
+    done, counts, lengths = journal.read(paths)
     with ExitStack() as stack:
         streams = [stack.enter_context(path.open("ab")) for path in paths]
         for stream, length in zip(streams, lengths, strict=True):
             stream.seek(stream.truncate(length))  # else tell() counts from the old end
-        bar = stack.enter_context(tqdm(total=1, bar_format=style, mininterval=seconds or 0.1, delay=seconds))
+        bar = stack.enter_context(_progress_bar())
         saved = time.monotonic()
         blocks = (block for block in source.blocks() if block.first > done)
-        for block, converted in _pieces(blocks, encoder, workers):
-            left = source.limit and source.limit - counts["documents"]
-            piece = convert(block, encoder, left) if left and converted.counts["documents"] >= left else converted
+        for block, whole_piece in _pieces(blocks, encoder, workers):
+            left = source.limit - counts["documents"] if source.limit else math.inf
+            is_too_long = whole_piece.counts["documents"] >= left
+            piece = convert(block, encoder, left) if is_too_long else whole_piece
             unusable += [row for row in piece.unusable if not row.is_skipped]
             if len(unusable) >= MOST_UNUSABLE:
                 break
-            for row in piece.unusable:
-                if row.is_skipped and counts["skipped_invalid"] + piece.counts["skipped_invalid"] <= MOST_NAMED:
-                    note(f"skipped: {row.reason}")
-            for stream, content in zip(streams, piece.contents, strict=True):
+            _name_skipped(piece, counts["skipped_invalid"])
+            contents = (piece.lines, piece.tokens, piece.sizes)
+            for stream, content in zip(streams, contents, strict=True):
                 stream.write(content)
             counts.update(piece.counts)
             bar.set_postfix(documents=counts["documents"], refresh=False)
@@ -118,20 +175,32 @@ def convert_source(
                 break
             # What comes after a row that stops the conversion is only read to name other such rows.
             if time.monotonic() > saved + JOURNAL_SECONDS and not unusable:
-                lengths, saved = [stream.tell() for stream in streams], time.monotonic()
+                lengths = [stream.tell() for stream in streams]
+                saved = time.monotonic()
                 for stream in streams:
                     stream.flush()
-                entry = msgspec.json.encode([job, block.first, counts, lengths])
-                journal.with_suffix(".new").write_bytes(entry)
-                journal.with_suffix(".new").replace(journal)
+                journal.write(Progress(block.first, counts, lengths))
     if unusable:
         raise _all_of(unusable)
-    if not counts["documents"]:
-        raise Problem(f"{source.describe()}: no document with text was found", "Check the source")
-    if encoder:
-        sizes = array("i", paths[2].read_bytes())
-        write_index(prefix, encoder.dtype, sizes, array("q", range(len(sizes) + 1)))
     return counts
+
+
+def _progress_bar() -> tqdm:
+    from tqdm import tqdm
+
+    # Without a terminal, print a line now and then.
+    seconds = 0 if sys.stderr.isatty() else 60
+    style = "{percentage:3.0f}% of the source, {elapsed} gone, {remaining} left{postfix}"
+    return tqdm(total=1, bar_format=style, mininterval=seconds or 0.1, delay=seconds)
+
+
+def _name_skipped(piece: Piece, skipped_before: int) -> None:
+    """Names rows that are left out, as long as they are few."""
+    if skipped_before + piece.counts["skipped_invalid"] > MOST_NAMED:
+        return
+    for row in piece.unusable:
+        if row.is_skipped:
+            note(f"skipped: {row.reason}")
 
 
 def _all_of(unusable: list[Unusable]) -> Problem:
@@ -145,23 +214,13 @@ def _all_of(unusable: list[Unusable]) -> Problem:
     return Problem(f"{count} rows cannot be used: {reasons}{more}", "\n".join(remedies[:MOST_NAMED]))
 
 
-def _read_journal(journal: Path, job: object, paths: list[Path]) -> tuple[int, Counter[str], list[int]]:
-    """The first row after the last finished block, the counts until then, and the lengths of the files."""
-    try:
-        known, done, counts, lengths = msgspec.json.decode(journal.read_bytes())
-        if known == job and all(path.stat().st_size >= length for path, length in zip(paths, lengths, strict=True)):
-            note(f"Continuing after {counts['documents']:,} documents, where the previous run stopped")
-            return done, Counter(counts), lengths
-    except (OSError, ValueError):
-        pass
-    return 0, Counter(), [0] * len(paths)
-
-
 def _pieces(blocks: Iterator[Block], encoder: DocumentEncoder | None, workers: int) -> Iterator[tuple[Block, Piece]]:
     """All converted blocks, in order; for a source of few blocks, other processes are not worth starting."""
-    first = blocks if workers == 1 else list(islice(blocks, 3))
-    yield from ((block, convert(block, encoder)) for block in first)
-    context, waiting = multiprocessing.get_context("fork"), deque()
+    converted_here = blocks if workers == 1 else list(islice(blocks, 3))
+    for block in converted_here:
+        yield block, convert(block, encoder)
+    context = multiprocessing.get_context("fork")
+    waiting: deque[tuple[Block, Future[Piece]]] = deque()
     with ProcessPoolExecutor(workers, context, _start_worker, (encoder, os.getpid())) as pool:
         try:
             for block in blocks:
@@ -170,10 +229,11 @@ def _pieces(blocks: Iterator[Block], encoder: DocumentEncoder | None, workers: i
                 if len(waiting) > 2 * workers:
                     block, piece = waiting.popleft()
                     yield block, piece.result()
-            yield from ((block, piece.result()) for block, piece in waiting)
+            for block, piece in waiting:
+                yield block, piece.result()
         except BrokenProcessPool:
-            found = "a tokenising process was killed, perhaps because memory ran out"
-            raise Problem(found, "Free memory, or set WORKERS to a smaller number") from None
+            problem = "a tokenising process was killed, perhaps because memory ran out"
+            raise Problem(problem, "Free memory, or set WORKERS to a smaller number") from None
         finally:
             pool.shutdown(cancel_futures=True)
 

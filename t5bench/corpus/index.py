@@ -61,15 +61,20 @@ def read_index(prefix: str | Path, family: str = "t5", *, repair: bool = False) 
     """
     bin_path, idx_path = dataset_paths(prefix)
     remedy = f"Run: {command_for(bin_path.parent, family)}   (SAMPLE=1 for the bundled sample)"
-    sizes, pointers, doc_idx = array("i"), array("q"), array("q")
+    sizes = array("i")
+    pointers = array("q")
+    doc_idx = array("q")
     try:
-        bin_bytes, idx_bytes = bin_path.stat().st_size, idx_path.stat().st_size
+        bin_bytes = bin_path.stat().st_size
+        idx_bytes = idx_path.stat().st_size
         if not bin_bytes or not idx_bytes:
-            raise Problem(f"{MISSING}: {idx_path if bin_bytes else bin_path} is empty", remedy)
+            empty = idx_path if bin_bytes else bin_path
+            raise Problem(f"{MISSING}: {empty} is empty", remedy)
         with idx_path.open("rb") as stream:
             header = stream.read(HEADER.size)
-            if wrong := _wrong_header(header, idx_bytes):
-                raise Problem(f"{idx_path} {wrong}", remedy)
+            fault = _wrong_header(header, idx_bytes)
+            if fault:
+                raise Problem(f"{idx_path} {fault}", remedy)
             _, _, code, sequences, boundaries = HEADER.unpack(header)
             sizes.fromfile(stream, sequences)
             pointers.fromfile(stream, sequences)
@@ -80,18 +85,14 @@ def read_index(prefix: str | Path, family: str = "t5", *, repair: bool = False) 
         raise Problem(f"{error.filename} cannot be read: {error.strerror}", "Check its permissions") from None
     dtype, typecode = TYPES[code]
     itemsize = array(typecode).itemsize
-    if wrong := _inconsistency(itemsize, sizes, pointers, doc_idx):
-        raise Problem(f"{idx_path} is corrupt: {wrong}", remedy)
+    fault = _inconsistency(itemsize, sizes, pointers, doc_idx)
+    if fault:
+        raise Problem(f"{idx_path} is corrupt: {fault}", remedy)
     expected = pointers[-1] + sizes[-1] * itemsize
-    if bin_bytes == expected + itemsize * (len(doc_idx) - 1):
+    documents = len(doc_idx) - 1
+    if bin_bytes == expected + itemsize * documents:
         if not repair:
-            problem = (
-                f"{idx_path} does not count the end of each document: it was made with --append-eod by the engine's"
-            )
-            problem += " tool, and each document would begin a token earlier than the one before it"
-            raise Problem(
-                problem, f"Write a corrected copy: python -m t5bench merge-data NEW {shlex.quote(str(prefix))}"
-            )
+            raise _uncounted_ends(idx_path, prefix)
         for end in doc_idx[1:]:
             sizes[end - 1] += 1
         pointers = _pointers(sizes, itemsize)
@@ -101,6 +102,17 @@ def read_index(prefix: str | Path, family: str = "t5", *, repair: bool = False) 
         takes = f"{expected // itemsize} {dtype} tokens take {expected} bytes, but it has {bin_bytes}"
         raise Problem(f"{bin_path} is {word}: {takes}", remedy)
     return Index(dtype, expected // itemsize, sizes, pointers, doc_idx)
+
+
+def _uncounted_ends(idx_path: Path, prefix: str | Path) -> Problem:
+    """What is wrong with an index that leaves out one token of each document."""
+    problem = (
+        f"{idx_path} does not count the end of each document: "
+        "it was made with --append-eod by the engine's tool, "
+        "and each document would begin a token earlier than the one before it"
+    )
+    remedy = f"Write a corrected copy: python -m t5bench merge-data NEW {shlex.quote(str(prefix))}"
+    return Problem(problem, remedy)
 
 
 def split_documents(shares: Sequence[float], documents: int) -> list[tuple[int, int]]:
@@ -123,18 +135,22 @@ def lacks_validation(documents: int, split: str = SPLIT) -> Problem | None:
     if end > first:
         return None
     enough = documents
-    while split_documents(shares, enough)[1][0] == split_documents(shares, enough)[1][1]:
+    while first == end:
         enough += 1
+        first, end = split_documents(shares, enough)[1]
     problem = f"EVAL_ITERS needs validation documents, but {split} of {documents} documents leaves none for validation"
     return Problem(problem, f"Set EVAL_ITERS=0, or prepare at least {enough} documents")
 
 
 def write_index(prefix: Path, dtype: str, sizes: array[int], doc_idx: array[int]) -> None:
     """Writes `<prefix>.idx`. sizes and doc_idx: as in an Index."""
-    code, typecode = next((code, letter) for code, (name, letter) in TYPES.items() if name == dtype)
+    code_of = {name: code for code, (name, _) in TYPES.items()}
+    code = code_of[dtype]
+    _, typecode = TYPES[code]
     header = HEADER.pack(MAGIC, VERSION, code, len(sizes), len(doc_idx))
     pointers = _pointers(sizes, array(typecode).itemsize)
-    with dataset_paths(prefix)[1].open("wb") as stream:
+    _, idx_path = dataset_paths(prefix)
+    with idx_path.open("wb") as stream:
         stream.writelines([header, sizes, pointers, doc_idx])
 
 
@@ -152,10 +168,14 @@ def _wrong_header(header: bytes, size: int) -> str:
     _, version, code, sequences, boundaries = HEADER.unpack(header)
     if version != VERSION or code not in TYPES:
         return f"is corrupt: its format version is {version}, not {VERSION}, or {code} is not the code of a token type"
-    expected = HEADER.size + 12 * sequences + 8 * boundaries
+    bytes_of_sequence = 4 + 8  # its size and its pointer
+    bytes_of_boundary = 8
+    expected = HEADER.size + bytes_of_sequence * sequences + bytes_of_boundary * boundaries
+    if size == expected:
+        return ""
     word = "truncated" if size < expected else "corrupt"
-    announced = f"its header announces {sequences} sequences, which take {expected} bytes, but it has {size}"
-    return "" if size == expected else f"is {word}: {announced}"
+    announced = f"{sequences} sequences, which take {expected} bytes, but it has {size}"
+    return f"is {word}: its header announces {announced}"
 
 
 def _inconsistency(itemsize: int, sizes: array[int], pointers: array[int], doc_idx: array[int]) -> str:
@@ -168,9 +188,11 @@ def _inconsistency(itemsize: int, sizes: array[int], pointers: array[int], doc_i
     # One sequence per document is what the project writes, and comparing with that is the fastest.
     if doc_idx == array("q", range(count + 1)):
         return ""
-    ends = len(doc_idx) > 1 and (doc_idx[0], doc_idx[-1]) == (0, count)
-    ascend = all(map(le, doc_idx, doc_idx[1:]))
-    return "" if ends and ascend else f"its document boundaries do not run from 0 to {count}"
+    covers_all = len(doc_idx) > 1 and doc_idx[0] == 0 and doc_idx[-1] == count
+    ascends = all(map(le, doc_idx, doc_idx[1:]))
+    if not covers_all or not ascends:
+        return f"its document boundaries do not run from 0 to {count}"
+    return ""
 
 
 def file_facts(path: Path) -> dict[str, Any]:
@@ -199,7 +221,11 @@ def write_record(prefix: Path, record: Mapping[str, Any]) -> None:
 
 def command_for(directory: Path, family: str, settings: str = "", script: str = "prepare_xsum_megatron.sh") -> str:
     """Runs a script on the data in this directory. settings: further ones, each with a blank after it."""
-    default = REPOSITORY / "megatron_data" / ("" if family == "t5" else family)
-    words = "" if family == "t5" else f"MODEL_FAMILY={family} "
-    words += "" if directory == default else f"MEGATRON_DATA_DIR={shlex.quote(str(directory))} "
+    default_directory = REPOSITORY / "megatron_data"
+    words = ""
+    if family != "t5":
+        default_directory /= family
+        words += f"MODEL_FAMILY={family} "
+    if directory != default_directory:
+        words += f"MEGATRON_DATA_DIR={shlex.quote(str(directory))} "
     return f"{words}{settings}bash {shlex.quote(f'{REPOSITORY}/scripts/{script}')}"

@@ -21,10 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     out = arguments.out
-    parts = [part for named in arguments.parts for part in _datasets(named)]
+    parts: list[Path] = []
+    for named in arguments.parts:
+        parts += _datasets(named)
     for path in (*dataset_paths(out), index.record_path(out)):
         if path.exists():
-            raise Problem(f"{path} already exists and is never overwritten", "Choose another name, or delete it")
+            problem = f"{path} already exists and is never overwritten"
+            raise Problem(problem, "Choose another name, or delete it")
     sizes = array("i")
     doc_idx = array("q", [0])
     facts: dict[str, Any] = {}
@@ -42,20 +45,26 @@ def run(arguments: argparse.Namespace) -> int:
     if not facts["tokenizer_checksum"]:
         note("warning: no part records its tokenizer, so nothing shows that all parts used the same one")
     out.parent.mkdir(parents=True, exist_ok=True)
-    with dataset_paths(out)[0].open("wb") as stream:
+    bin_path, _ = dataset_paths(out)
+    with bin_path.open("wb") as stream:
         for part in parts:
-            with dataset_paths(part)[0].open("rb") as tokens:
+            part_bin_path, _ = dataset_paths(part)
+            with part_bin_path.open("rb") as tokens:
                 shutil.copyfileobj(tokens, stream, 1 << 20)
     # Last, so that what an interrupted merge leaves is no dataset.
     index.write_index(out, facts["dtype"], sizes, doc_idx)
-    record = {"source": f"merged from {len(parts)} datasets", "documents": len(doc_idx) - 1}
+    documents = len(doc_idx) - 1
+    record = {"source": f"merged from {len(parts)} datasets", "documents": documents}
     record |= {name: value for name, value in facts.items() if value is not None}
-    index.write_record(out, record | {"files": {path.name: index.file_facts(path) for path in dataset_paths(out)}})
-    print(f"{out}: {len(doc_idx) - 1:,} documents from {len(parts):,} datasets")
+    record["files"] = {path.name: index.file_facts(path) for path in dataset_paths(out)}
+    index.write_record(out, record)
+    print(f"{out}: {documents:,} documents from {len(parts):,} datasets")
     return 0
 
 
 def _datasets(named: Path) -> list[Path]:
     """The datasets in a directory, in the order of their names, or the single one with this name."""
     datasets = sorted(path.with_suffix("") for path in named.glob("*.idx"))
-    return datasets or [named.with_suffix("") if named.suffix in (".bin", ".idx") else named]
+    if datasets:
+        return datasets
+    return [named.with_suffix("") if named.suffix in (".bin", ".idx") else named]

@@ -10,6 +10,7 @@ import glob
 import hashlib
 import io
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,7 +26,8 @@ XSUM = "EdinburghNLP/xsum"
 PARQUET_REVISION = "refs/convert/parquet"
 COLUMNS = ("document", "summary", "id", "text")
 SAMPLE = REPOSITORY / "megatron_data" / "sample"
-BLOCK_BYTES, BLOCK_ROWS = 1 << 20, 512
+BLOCK_BYTES = 1 << 20
+BLOCK_ROWS = 512
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 PARQUET = re.compile(r"\.(parquet|parq)$", re.IGNORECASE)
 JSON = re.compile(r"\.(jsonl|ndjson|json)(\.gz|\.zst)?$", re.IGNORECASE)
@@ -79,6 +81,7 @@ class Block(NamedTuple):
     def rows(self) -> Iterator[Row]:
         """Text, summary and id of each row, without blank lines."""
         is_lines = isinstance(self.content, bytes)
+        word = "line" if is_lines else "row"
         local = self.first_in_file or self.first
         try:
             rows = self._content()
@@ -87,25 +90,30 @@ class Block(NamedTuple):
             yield Unusable(reason, "Copy or download the file again")
             return
         for index, row in enumerate(rows):
-            place = f"{'line' if is_lines else 'row'} {local + index} of {self.source}"
+            address = f"{word} {local + index} of {self.source}"
             if is_lines:
                 if not row.strip():
                     continue
-                row = _object(row, place)
-            yield row if isinstance(row, Unusable) else _article(row, self.first + index, place)
+                row = _object(row, address)
+            if isinstance(row, Unusable):
+                yield row
+            else:
+                yield _article(row, self.first + index, address)
 
     def _content(self) -> Sequence[Any]:
         if isinstance(self.content, bytes):
             return self.content.split(b"\n")
-        return self.content if isinstance(self.content, list) else self.content.to_pylist()
+        if isinstance(self.content, list):
+            return self.content
+        return self.content.to_pylist()
 
 
-def _object(line: bytes, place: str) -> dict[str, Any] | Unusable:
+def _object(line: bytes, address: str) -> dict[str, Any] | Unusable:
     """A line's object. pandas and Python also write NaN, Infinity and half of a surrogate pair, which are no JSON."""
     try:
         return msgspec.json.decode(line, type=dict)
     except (ValueError, RecursionError) as error:
-        reason = f"{place} is not a JSON object in UTF-8 ({one_line(error)})"
+        reason = f"{address} is not a JSON object in UTF-8 ({one_line(error)})"
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -113,24 +121,29 @@ def _object(line: bytes, place: str) -> dict[str, Any] | Unusable:
     return row if isinstance(row, dict) else Unusable(reason, "Correct or remove that line")
 
 
-def _article(row: Any, number: int, place: str) -> Row:
+def _article(row: Any, number: int, address: str) -> Row:
+    """number: of the row in the whole source, which identifies a document without an id."""
     if not isinstance(row, dict):
-        return Unusable(f"{place} is not a JSON object", "Correct or remove it")
+        return Unusable(f"{address} is not a JSON object", "Correct or remove it")
     key = "document" if "document" in row else "text"
     if key not in row:
-        reason = f'{place} has neither "document" nor "text"; it has {", ".join(row) or "nothing"}'
+        columns = ", ".join(row) or "nothing"
+        reason = f'{address} has neither "document" nor "text"; it has {columns}'
         return Unusable(reason, "Rename the source's columns to document and summary, or to text")
-    text, summary = row[key], row.get("summary")
-    if isinstance(text, float) and text != text:  # how pandas writes that there is none
+    text = row[key]
+    if isinstance(text, float) and math.isnan(text):  # how pandas writes that there is none
         text = None
     if text is not None and not isinstance(text, str):
-        return Unusable(f'{place} has no string as "{key}", but {type(text).__name__}', "Correct or remove it")
+        reason = f'{address} has no string as "{key}", but {type(text).__name__}'
+        return Unusable(reason, "Correct or remove it")
     if text and not _is_text(text):
-        return Unusable(f"{place}: {NOT_TEXT}", "Correct or remove it", is_skipped=True)
+        return Unusable(f"{address}: {NOT_TEXT}", "Correct or remove it", is_skipped=True)
+    summary = row.get("summary")
     if not isinstance(summary, str) or not _is_text(summary):
         summary = ""
     identity = number if row.get("id") is None else row["id"]
-    return {"text": text or "", "summary": summary, "id": str(identity).encode(errors="replace").decode()}
+    readable_identity = str(identity).encode(errors="replace").decode()
+    return {"text": text or "", "summary": summary, "id": readable_identity}
 
 
 def _is_text(text: str) -> bool:
@@ -158,7 +171,10 @@ class Source(NamedTuple):
 
     @property
     def parts(self) -> tuple[Path, ...]:
-        return self.files or ((self.path,) if self.path else ())
+        """The local files."""
+        if self.files:
+            return self.files
+        return (self.path,) if self.path else ()
 
     def describe(self) -> str:
         """One line that is the same for the same source, as recorded and compared."""
@@ -177,9 +193,12 @@ class Source(NamedTuple):
         states = [path.stat() for path in self.parts]
         if not self.files:
             return f"{states[0].st_size} bytes, modified {states[0].st_mtime_ns}"
-        entries = [(str(path), one.st_size, one.st_mtime_ns) for path, one in zip(self.parts, states, strict=True)]
+        entries = []
+        for path, state in zip(self.parts, states, strict=True):
+            entries.append((str(path), state.st_size, state.st_mtime_ns))
         digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
-        return f"{len(states)} files, {sum(one.st_size for one in states)} bytes, names and times {digest[:16]}"
+        total = sum(state.st_size for state in states)
+        return f"{len(states)} files, {total} bytes, names and times {digest[:16]}"
 
     def blocks(self) -> Iterator[Block]:
         """The source's blocks. Raises Problem for a damaged file, and for a hub that does not answer."""
@@ -187,27 +206,31 @@ class Source(NamedTuple):
             yield from _parquet_blocks(_from_hub(self.split), f"{XSUM} {self.split}")
             return
         sizes = [path.stat().st_size for path in self.parts]
-        whole = max(1, sum(sizes))
-        before, first = 0, 1
+        all_bytes = max(1, sum(sizes))
+        bytes_before = 0
+        rows_before = 0
         for path, size in zip(self.parts, sizes, strict=True):
-            blocks = _parquet_blocks([path], str(path)) if PARQUET.search(path.name) else _json_blocks(path)
-            following = first
+            is_parquet = PARQUET.search(path.name)
+            blocks = _parquet_blocks([path], str(path)) if is_parquet else _json_blocks(path)
+            rows_in_file = 0
             for block in blocks:
-                following = first + block.first - 1 + _length(block)
                 yield Block(
                     content=block.content,
                     source=block.source,
-                    first=first + block.first - 1,
-                    done=(before + block.done * size) / whole,
+                    first=rows_before + block.first,
+                    done=(bytes_before + block.done * size) / all_bytes,
                     first_in_file=block.first,
                 )
-            before, first = before + size, following
+                rows_in_file = block.first - 1 + _length(block)
+            bytes_before += size
+            rows_before += rows_in_file
 
 
 def _length(block: Block) -> int:
     """The number of rows, blank lines included."""
     if isinstance(block.content, bytes):
-        return block.content.count(b"\n") + (not block.content.endswith(b"\n"))
+        ends = block.content.count(b"\n")
+        return ends if block.content.endswith(b"\n") else ends + 1
     return len(block.content)
 
 
@@ -217,7 +240,7 @@ def make_source(path: str, split: str, limit: int | None) -> Source:
         return Source(None, split, limit)
     named = Path(path).expanduser()
     if named.is_file():
-        if not PARQUET.search(named.name) and not JSON.search(named.name):
+        if not _has_known_suffix(named):
             raise Problem(f"{path} does not have the name of a JSONL or Parquet file", REMEDY)
         return Source(named, split, limit)
     if named.is_dir():
@@ -225,15 +248,25 @@ def make_source(path: str, split: str, limit: int | None) -> Source:
         if not files:
             raise Problem(f"the directory {path} has no file that ends in {KINDS}", REMEDY)
     else:
-        matches = [Path(name) for name in glob.glob(str(named), recursive=True)]  # noqa: PTH207 - perhaps absolute
-        files = [file for file in matches if file.is_file()]
-        unknown = [file for file in files if not PARQUET.search(file.name) and not JSON.search(file.name)]
-        if unknown:
-            raise Problem(f"{unknown[0]} does not have the name of a JSONL or Parquet file", REMEDY)
-        if not files:
-            is_pattern = glob.has_magic(path)
-            raise Problem(f"no file matches {path}" if is_pattern else f"there is no file {path}", REMEDY)
+        files = _matching(named, path)
     return Source(named, split, limit, _checked(sorted(files), path))
+
+
+def _has_known_suffix(file: Path) -> bool:
+    return bool(PARQUET.search(file.name) or JSON.search(file.name))
+
+
+def _matching(pattern: Path, named: str) -> list[Path]:
+    """The files that a pattern matches. Raises Problem if there are none, or unsuitable ones."""
+    matches = [Path(name) for name in glob.glob(str(pattern), recursive=True)]  # noqa: PTH207 - perhaps absolute
+    files = [file for file in matches if file.is_file()]
+    for file in files:
+        if not _has_known_suffix(file):
+            raise Problem(f"{file} does not have the name of a JSONL or Parquet file", REMEDY)
+    if not files:
+        is_pattern = glob.has_magic(named)
+        raise Problem(f"no file matches {named}" if is_pattern else f"there is no file {named}", REMEDY)
+    return files
 
 
 def _is_data(file: Path, directory: Path) -> bool:
@@ -241,7 +274,7 @@ def _is_data(file: Path, directory: Path) -> bool:
     wrote it."""
     inside = file.relative_to(directory).parts
     is_hidden = any(part.startswith((".", "_")) for part in inside)
-    return file.is_file() and not is_hidden and bool(PARQUET.search(file.name) or JSON.search(file.name))
+    return file.is_file() and not is_hidden and _has_known_suffix(file)
 
 
 def _checked(files: list[Path], named: str) -> tuple[Path, ...]:
@@ -291,14 +324,17 @@ def _json_blocks(path: Path) -> Iterator[Block]:
 def _without_mark(start: bytes, path: Path) -> bytes:
     """The beginning of a file without a byte order mark. Raises Problem for another encoding than UTF-8."""
     encoding = ""
+    sign = "as its byte order mark says"
     if start.startswith(UTF32):
         encoding = "UTF-32"
-    elif start.startswith(UTF16) or (len(start) > 3 and start[:4].count(0) == 2):
+    elif start.startswith(UTF16):
         encoding = "UTF-16"
+    elif len(start) > 3 and start[:4].count(0) == 2:
+        encoding = "UTF-16"
+        sign = "as its zero bytes show"
     if encoding:
-        mark = "as its byte order mark says" if start.startswith((*UTF16, *UTF32)) else "as its zero bytes show"
         remedy = f"Convert it: iconv -f {encoding} -t UTF-8 IN >OUT"
-        raise Problem(f"{path} is in {encoding}, {mark}, and must be in UTF-8", remedy)
+        raise Problem(f"{path} is in {encoding}, {sign}, and must be in UTF-8", remedy)
     if start.startswith(codecs.BOM_UTF8):
         note(f"note: {path} begins with a byte order mark (BOM), which is skipped")
         return start.removeprefix(codecs.BOM_UTF8)
@@ -336,13 +372,20 @@ def _parquet_blocks(paths: list[Path], name: str) -> Iterator[Block]:
 
 
 def _from_hub(split: str) -> list[Path]:
-    remedy = "Check the network (HF_ENDPOINT, proxies), or download XSum elsewhere, copy it here and set "
-    with hub(XSUM, f"{remedy}XSUM_SOURCE=/path/to/xsum.parquet") as client:
+    """The Parquet files of XSum's split, downloaded or from the hub's cache. Raises Problem."""
+    remedy = (
+        "Check the network (HF_ENDPOINT, proxies), "
+        "or download XSum elsewhere, copy it here and set XSUM_SOURCE=/path/to/xsum.parquet"
+    )
+    of_split = re.compile(rf"\b{re.escape(split)}/[^/]*\.parquet$")
+    paths: list[Path] = []
+    with hub(XSUM, remedy) as client:
         info = client.HfApi().dataset_info(XSUM, revision=PARQUET_REVISION, timeout=30)
-        names = sorted(file.rfilename for file in info.siblings)
-        names = [name for name in names if re.search(rf"\b{re.escape(split)}/[^/]*\.parquet$", name)]
-        # One after the other: the threads of snapshot_download cannot be interrupted.
-        paths = [Path(client.hf_hub_download(XSUM, name, repo_type="dataset", revision=info.sha)) for name in names]
+        for name in sorted(file.rfilename for file in info.siblings):
+            if of_split.search(name):
+                # One after the other: the threads of snapshot_download cannot be interrupted.
+                path = client.hf_hub_download(XSUM, name, repo_type="dataset", revision=info.sha)
+                paths.append(Path(path))
     if not paths:
         raise Problem(f"{XSUM} has no split '{split}'", "XSUM_SPLIT is train, validation or test")
     return paths

@@ -27,21 +27,29 @@ NLTK = "class tokenize:\n class punkt:\n  PunktLanguageVars = object\n"
 def processor_seconds(command: list[str], environment: dict[str, str]) -> float:
     """User and system time of a command and its children."""
     with tempfile.TemporaryFile() as messages:
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": messages}
-        process = subprocess.Popen(command, env=os.environ | environment, cwd=REPOSITORY, **pipes)
+        process = subprocess.Popen(
+            command,
+            env=os.environ | environment,
+            cwd=REPOSITORY,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=messages,
+        )
         _, status, usage = os.wait4(process.pid, 0)
         if status:
             messages.seek(0)
-            sys.exit(f"{messages.read().decode(errors='replace')}\nerror: this failed: {shlex.join(command)}")
+            printed = messages.read().decode(errors="replace")
+            sys.exit(f"{printed}\nerror: this failed: {shlex.join(command)}")
     return usage.ru_utime + usage.ru_stime
 
 
 def write_documents(path: Path, count: int) -> None:
-    articles = [json.loads(line)["document"] for line in (SAMPLE / "articles.jsonl").read_text().splitlines()]
-    texts = cycle(articles)
+    lines = (SAMPLE / "articles.jsonl").read_text().splitlines()
+    articles = cycle([json.loads(line)["document"] for line in lines])
     with path.open("w") as file:
         for _ in range(count):
-            file.write(json.dumps({"text": "\n".join(islice(texts, ARTICLES_EACH))}) + "\n")
+            text = "\n".join(islice(articles, ARTICLES_EACH))
+            file.write(json.dumps({"text": text}) + "\n")
 
 
 @dataclass(frozen=True)
@@ -83,9 +91,14 @@ def seconds_of_the_engine(case: Case, source: Path, engine: Path) -> float:
 
 
 def seconds_here(case: Case, source: Path) -> float:
-    place = {"MEGATRON_DATA_DIR": str(source.parent / "ours"), "XSUM_SOURCE": str(source)}
     command = [sys.executable, "-m", "t5bench", "prepare-data"]
-    return processor_seconds(command, case.settings | place | {"WORKERS": "1", "FORCE": "1"})
+    settings = {
+        "MEGATRON_DATA_DIR": str(source.parent / "ours"),
+        "XSUM_SOURCE": str(source),
+        "WORKERS": "1",
+        "FORCE": "1",
+    }
+    return processor_seconds(command, case.settings | settings)
 
 
 def main() -> None:
@@ -96,17 +109,21 @@ def main() -> None:
     parser.add_argument("--family", choices=("t5", "gpt"), help="measure only this one")
     arguments = parser.parse_args()
     engine = arguments.megatron_dir.resolve()
-    more = arguments.documents - FEW
+    more_documents = arguments.documents - FEW
     with tempfile.TemporaryDirectory() as folder:
-        few, many = Path(folder, "few.jsonl"), Path(folder, "many.jsonl")
+        few = Path(folder, "few.jsonl")
+        many = Path(folder, "many.jsonl")
         write_documents(few, FEW)
         write_documents(many, arguments.documents)
-        cases = [case for case in cases_of(engine) if arguments.family in (None, case.settings["MODEL_FAMILY"])]
-        for case in cases:
+        for case in cases_of(engine):
+            if arguments.family and arguments.family != case.settings["MODEL_FAMILY"]:
+                continue
             for _ in range(arguments.repeats):
                 theirs = seconds_of_the_engine(case, many, engine) - seconds_of_the_engine(case, few, engine)
                 ours = seconds_here(case, many) - seconds_here(case, few)
-                figures = f"engine {1000 * theirs / more:.3f} ms, here {1000 * ours / more:.3f} ms a document"
+                engine_ms = 1000 * theirs / more_documents
+                our_ms = 1000 * ours / more_documents
+                figures = f"engine {engine_ms:.3f} ms, here {our_ms:.3f} ms a document"
                 print(f"{case.name}: {figures}, {theirs / ours:.1f} times", flush=True)
 
 

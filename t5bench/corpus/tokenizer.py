@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,9 @@ PROBES = [
 # What Unicode counts as white space, as the engine's `regex` does; Python's `re` has four characters more.
 WHITE = "\\t-\\r \\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000"
 GPT2_WORD = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-MOST_PIECES, LONGEST_PIECE = 1 << 18, 32  # at about 200 bytes each
+# Pieces that BytePairs keeps, at about 200 bytes each.
+MOST_PIECES = 1 << 18
+LONGEST_PIECE = 32
 MOST_SPECIAL_TOKENS = 1000
 
 
@@ -60,21 +62,30 @@ class BytePairs(dict[str, bytes]):
         import regex
         from tokenizers import Tokenizer, models, pre_tokenizers
 
-        self._bpe = Tokenizer(models.BPE.from_file(*(str(directory / name) for name in GPT2_FILES)))
+        vocabulary, merges = (str(directory / name) for name in GPT2_FILES)
+        self._bpe = Tokenizer(models.BPE.from_file(vocabulary, merges))
         self._bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        self._end, self._words = np.int32(end).tobytes(), regex.compile(GPT2_WORD)
+        self._end = np.int32(end).tobytes()
+        self._words = regex.compile(GPT2_WORD)
         self._pieces = re.compile(f"[{WHITE}]*[^{WHITE}]+|[{WHITE}]+")
 
     def __missing__(self, piece: str) -> bytes:
-        tokens = [token for word in self._words.findall(piece) for token in self._bpe.encode(word).ids]
+        tokens: list[int] = []
+        for word in self._words.findall(piece):
+            tokens += self._bpe.encode(word).ids
         ids = np.array(tokens, np.int32).tobytes()
         if len(self) < MOST_PIECES and len(piece) <= LONGEST_PIECE:
             self[piece] = ids
         return ids
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        documents = (b"".join(map(self.__getitem__, self._pieces.findall(text))) for text in texts)
-        return [np.frombuffer(ids and ids + self._end, np.int32) for ids in documents]
+        documents = []
+        for text in texts:
+            ids = b"".join(map(self.__getitem__, self._pieces.findall(text)))
+            if ids:
+                ids += self._end
+            documents.append(np.frombuffer(ids, np.int32))
+        return documents
 
 
 class DocumentEncoder:
@@ -83,10 +94,16 @@ class DocumentEncoder:
     Its GPT2BPETokenizer, of a directory that has nothing but GPT-2's two files, is GPT-2's byte pairs alone. Its
     HFTokenizer is transformers' slow tokenizer, for which SentencePiece or BytePairs speak, but not in documents with
     the text of a special token such as `</s>` or `<s>`.
-
-    kind: the engine's name of the tokenizer. vocabulary: number of ids, sentinels and `<s>` included. dtype: numpy's
-    name of an id's type in the dataset. exact: whether another way than transformers' is taken at all.
     """
+
+    kind: str
+    """The engine's name of the tokenizer."""
+    vocabulary: int
+    """The number of ids, sentinels and `<s>` included."""
+    dtype: str
+    """numpy's name of an id's type in the dataset."""
+    exact: bool
+    """Whether another way than transformers' is taken at all."""
 
     def __init__(self, directory: Path, family: str = "t5") -> None:
         """family: t5, whose tokenizers end each document with `</s>`, or gpt, whose end of text is appended.
@@ -94,31 +111,50 @@ class DocumentEncoder:
         Raises anything when the directory is not the tokenizer of such a family: see readable().
         """
         files = {path.name for path in directory.iterdir()}.intersection(TOKENIZER_FILES)
-        self._t5, self._special = family == "t5", None
+        self._is_t5 = family == "t5"
         if files == set(GPT2_FILES):
-            ids, merges = json.loads((directory / "vocab.json").read_bytes()), directory / "merges.txt"
-            lines = merges.read_text(encoding="utf-8").splitlines()
-            # Special tokens have no merge either.
-            lost = {token for token in ids if len(token) > 1} - {"".join(line.split()) for line in lines}
-            if len(lost) > MOST_SPECIAL_TOKENS:
-                raise ValueError(f"{merges.name} is incomplete: {len(lost)} tokens of the vocabulary have no merge")
-            self.kind, self.exact, self.vocabulary = "GPT2BPETokenizer", True, len(ids)
-            self._fast = BytePairs(directory, ids["<|endoftext|>"]).encode
+            self._use_byte_pairs(directory)
         else:
-            self.kind, self.exact, self._tokenizer = "HFTokenizer", False, load_tokenizer(directory, family)
-            self._special = re.compile("|".join(map(re.escape, sorted(self._tokenizer.added_tokens_encoder))))
-            self._end, self.vocabulary = self._tokenizer.eos_token_id, 1 + max(self._tokenizer.get_vocab().values())
-            if PIECES in files:
-                import sentencepiece
-
-                pieces = sentencepiece.SentencePieceProcessor(model_file=str(directory / PIECES))
-                self._fast = partial(pieces.encode, return_type="numpy", add_eos=True, num_threads=1)
-            else:
-                self._fast = BytePairs(directory, self._end).encode if files.issuperset(GPT2_FILES) else None
-            # Without `legacy`, the tokenizer treats leading blanks and U+2581 in its own way.
-            if self._fast and getattr(self._tokenizer, "legacy", True) is not False:
-                self.exact = [ids.tolist() for ids in self._fast(PROBES)] == list(map(self._slowly, PROBES))
+            self._use_transformers(directory, family, files)
         self.dtype = "uint16" if self.vocabulary < UINT16_VOCABULARY_LIMIT else "int32"
+
+    def _use_byte_pairs(self, directory: Path) -> None:
+        """Raises ValueError for a directory of which a file is incomplete."""
+        vocabulary = json.loads((directory / "vocab.json").read_bytes())
+        merges_path = directory / "merges.txt"
+        merges = merges_path.read_text(encoding="utf-8").splitlines()
+        merged = {"".join(line.split()) for line in merges}
+        # Special tokens have no merge either.
+        lost = {token for token in vocabulary if len(token) > 1} - merged
+        if len(lost) > MOST_SPECIAL_TOKENS:
+            reason = f"{len(lost)} tokens of the vocabulary have no merge"
+            raise ValueError(f"{merges_path.name} is incomplete: {reason}")
+        self.kind = "GPT2BPETokenizer"
+        self.exact = True
+        self.vocabulary = len(vocabulary)
+        self._special = None
+        self._fast = BytePairs(directory, vocabulary["<|endoftext|>"]).encode
+
+    def _use_transformers(self, directory: Path, family: str, files: Collection[str]) -> None:
+        self.kind = "HFTokenizer"
+        self.exact = False
+        self._tokenizer = load_tokenizer(directory, family)
+        self.vocabulary = 1 + max(self._tokenizer.get_vocab().values())
+        self._special = re.compile("|".join(map(re.escape, sorted(self._tokenizer.added_tokens_encoder))))
+        self._end = self._tokenizer.eos_token_id
+        self._fast = None
+        if PIECES in files:
+            import sentencepiece
+
+            pieces = sentencepiece.SentencePieceProcessor(model_file=str(directory / PIECES))
+            self._fast = partial(pieces.encode, return_type="numpy", add_eos=True, num_threads=1)
+        elif files.issuperset(GPT2_FILES):
+            self._fast = BytePairs(directory, self._end).encode
+        # Without `legacy`, the tokenizer treats leading blanks and U+2581 in its own way.
+        is_legacy = getattr(self._tokenizer, "legacy", True) is not False
+        if self._fast and is_legacy:
+            fast_ids = [ids.tolist() for ids in self._fast(PROBES)]
+            self.exact = fast_ids == [self._slowly(text) for text in PROBES]
 
     def has_special_text(self, text: str) -> bool:
         """Whether the text contains the text of a special token."""
@@ -126,13 +162,18 @@ class DocumentEncoder:
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Ids of each text, int32, with the end of the document."""
-        special = [i for i, text in enumerate(texts) if not self.exact or self.has_special_text(text)]
-        slow = {i: np.array(self._slowly(texts[i]), np.int32) for i in special}
-        fast = self._fast(["" if i in slow else text for i, text in enumerate(texts)]) if self.exact else texts
-        return [slow.get(i, found) for i, found in enumerate(fast)]
+        if not self.exact:
+            return [np.array(self._slowly(text), np.int32) for text in texts]
+        are_special = [self.has_special_text(text) for text in texts]
+        fast_texts = ["" if is_special else text for text, is_special in zip(texts, are_special, strict=True)]
+        ids = list(self._fast(fast_texts))
+        for number, is_special in enumerate(are_special):
+            if is_special:
+                ids[number] = np.array(self._slowly(texts[number]), np.int32)
+        return ids
 
     def _slowly(self, text: str) -> list[int]:
-        if not self._t5:
+        if not self._is_t5:
             ids = self._tokenizer.encode(text)
             return [*ids, self._end] if ids else []
         # The slow tokenizer adds no second `</s>` to a text that ends in one; transformers 5 would.
@@ -163,8 +204,8 @@ def readable(name: str, family: str = "t5") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        found = f"{name} cannot be loaded as a tokenizer ({one_line(error)})"
-        raise Problem(found, NAME_ANOTHER[family]) from error
+        problem = f"{name} cannot be loaded as a tokenizer ({one_line(error)})"
+        raise Problem(problem, NAME_ANOTHER[family]) from error
 
 
 def find_tokenizer(name: str, family: str = "t5") -> Path:
@@ -192,12 +233,14 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
     for name in TOKENIZER_FILES:
-        if found := next((path for path in (source / name, source / f"gpt2-{name}") if path.is_file()), None):
-            shutil.copyfile(found, target / name)
-    path = target / CONFIG
-    config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        for path in (source / name, source / f"gpt2-{name}"):
+            if path.is_file():
+                shutil.copyfile(path, target / name)
+                break
+    config_path = target / CONFIG
+    config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}
     if (target / PIECES).exists() and not DEFAULTS.keys() <= config.keys():
-        path.write_text(json.dumps(DEFAULTS | config, indent=2) + "\n", encoding="utf-8")
+        config_path.write_text(json.dumps(DEFAULTS | config, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from t5bench import Problem
 from t5bench.compare.comparison import Comparison, build
@@ -23,16 +22,18 @@ from t5bench.record.status import RUNNING
 from t5bench.record.text import steer, visible
 from t5bench.report import tables
 
-DEEPEST = 4
-DEFAULT_RUNS, PAGE = "outputs", "index.html"
+DEEPEST = 4  # levels of directories below a named one in which runs are looked for
+DEFAULT_RUNS = "outputs"
+PAGE = "index.html"
 WIDTH_ELSEWHERE = 120  # characters of a line, for a file or a pipe when COLUMNS is unset
-
+CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
 FORMATS = {
     "markdown": tables.markdown,
     "csv": tables.as_csv,
     "json": lambda comparison: json.dumps(tables.rounded(comparison.to_json()), indent=2) + "\n",
 }
+SUFFIXES = {"markdown": "md", "csv": "csv", "json": "json"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,90 +64,137 @@ def compare(arguments: argparse.Namespace) -> Comparison:
 
 def load_runs(directories: Sequence[Path], from_log: bool = False) -> tuple[list[records.Run], list[str]]:
     """The runs, and why damaged ones and copies are left out. Raises Problem where there is no run that can be read."""
-    runs, damaged, problem = [], [], RecordError("there is no run")
+    runs: list[records.Run] = []
+    left_out: list[str] = []
+    last_error = RecordError("there is no run")
     for directory in directories:
         try:
             run = records.load(directory, from_log=from_log)
-            # No two runs have every iteration at the same moment: a copy is no repeat.
-            same = (each for each in runs if each.plan == run.plan and each.iterations == run.iterations != [])
-            if original := next(same, None):
-                damaged.append(f"the run in {directory} is left out: it is a copy of the one in {original.directory}")
-            else:
-                runs.append(run)
         except RecordError as error:
-            damaged.append(f"the run in {directory} is damaged and left out: {error}")
-            problem = error
+            left_out.append(f"the run in {directory} is damaged and left out: {error}")
+            last_error = error
+            continue
+        original = _original_of(run, runs)
+        if original:
+            left_out.append(f"the run in {directory} is left out: it is a copy of the one in {original.directory}")
+        else:
+            runs.append(run)
     if not runs:
-        raise problem
-    return runs, damaged
+        raise last_error
+    return runs, left_out
 
 
-def comparison_of(runs: Sequence[records.Run], damaged: Sequence[str], *how: Any) -> Comparison:
-    """how: what `build` takes besides runs. A record that nobody wrote may lack what no reader foresees: without it."""
+def _original_of(run: records.Run, earlier: Sequence[records.Run]) -> records.Run | None:
+    """The run that this one is a copy of. No two runs have every iteration at the same moment."""
+    for other in earlier:
+        if run.iterations and other.plan == run.plan and other.iterations == run.iterations:
+            return other
+    return None
+
+
+def comparison_of(
+    runs: Sequence[records.Run],
+    damaged: Sequence[str],
+    baseline: str,
+    allowed: Sequence[str] = (),
+    peak_tflops: float | None = None,
+) -> Comparison:
+    """The comparison of these runs. damaged: why others are left out, which its problems say first.
+
+    A forged or hand-edited record may break code that no reader guards: such runs are left out too.
+    """
     try:
-        comparison = _captioned(runs, *how)
+        comparison = _captioned(runs, baseline, allowed, peak_tflops)
     except UNFORESEEN as error:
         if isinstance(error, Problem) and not isinstance(error, RecordError):
             raise
-        fit, damaged = list[records.Run](), list(damaged)
-        for run in runs:
-            try:  # with itself, then with the first of the others
-                _captioned([*fit[:1], run], fit[0].strategy if fit else run.strategy)
-                fit.append(run)
-            except UNFORESEEN as wrong:
-                why = str(wrong) if isinstance(wrong, Problem) else repr(wrong)
-                damaged.append(f"the run in {run.directory} is damaged and left out: {why}")
-        comparison = build(fit, *how)
+        usable, unusable = _usable(runs)
+        damaged = [*damaged, *unusable]
+        comparison = build(usable, baseline, allowed, peak_tflops)
     return replace(comparison, problems=[*damaged, *comparison.problems])
 
 
-def _captioned(runs: Sequence[records.Run], *how: Any) -> Comparison:
+def _usable(runs: Sequence[records.Run]) -> tuple[list[records.Run], list[str]]:
+    """The runs that a comparison can be made of, and why the others are left out."""
+    usable: list[records.Run] = []
+    left_out: list[str] = []
+    for run in runs:
+        # The first is compared with itself, every other one with the first.
+        candidates = [*usable[:1], run]
+        try:
+            _captioned(candidates, candidates[0].strategy)
+        except UNFORESEEN as error:
+            reason = str(error) if isinstance(error, Problem) else repr(error)
+            left_out.append(f"the run in {run.directory} is damaged and left out: {reason}")
+        else:
+            usable.append(run)
+    return usable, left_out
+
+
+def _captioned(
+    runs: Sequence[records.Run],
+    baseline: str,
+    allowed: Sequence[str] = (),
+    peak_tflops: float | None = None,
+) -> Comparison:
     """A comparison of which the caption too can be written."""
-    comparison = build(runs, *how)
+    comparison = build(runs, baseline, allowed, peak_tflops)
     tables.caption(comparison)
     return comparison
 
 
-def run_directories(places: Sequence[str]) -> list[Path]:
+def run_directories(names: Sequence[str]) -> list[Path]:
     """The directories of runs in these, or in outputs/, each once. Raises Problem."""
-    directories: dict[Path, Path] = {}  # by what they are without links
-    for place in places or [DEFAULT_RUNS]:
-        if not Path(place).is_dir():
-            raise Problem(f"there is no directory {place}", "Name the directories of runs, or one that holds some")
-        found = list(find_runs(Path(place)))
-        if not found:
+    directories: dict[Path, Path] = {}  # by the path without links
+    for name in names or [DEFAULT_RUNS]:
+        if not Path(name).is_dir():
+            remedy = "Name the directories of runs, or one that holds some"
+            raise Problem(f"there is no directory {name}", remedy)
+        in_here = list(find_runs(Path(name)))
+        if not in_here:
             remedy = "A launcher leaves its run in OUTPUT_DIR, outputs/<strategy> when unset"
-            raise Problem(f"{place} holds no run: no node0.json in it or up to {DEEPEST} levels below", remedy)
-        directories |= {directory.resolve(): directory for directory in found}
+            problem = f"{name} holds no run: no node0.json in it or up to {DEEPEST} levels below"
+            raise Problem(problem, remedy)
+        for directory in in_here:
+            directories[directory.resolve()] = directory
     return list(directories.values())
 
 
 def find_runs(directory: Path, depth: int = DEEPEST) -> Iterator[Path]:
     """The run directories in here, in the order of their paths; what lies within a run is not looked at."""
     try:
-        is_run = records.looks_like_run(directory)
-        below = [] if is_run or not depth else sorted(directory.iterdir())
-        below = [path for path in below if path.is_dir() and not path.name.startswith(".")]
+        if records.looks_like_run(directory):
+            yield directory
+            return
+        entries = sorted(directory.iterdir()) if depth else []
+        below = [path for path in entries if path.is_dir() and not path.name.startswith(".")]
     except OSError:  # whoever reads it says why it cannot be read
-        is_run, below = True, []
-    if is_run:
         yield directory
+        return
     for path in below:
         yield from find_runs(path, depth - 1)
 
 
 def sweep_root(directories: Sequence[Path]) -> Path:
     """What all runs lie in: the sweep's directory, where there was one."""
-    root = Path(os.path.commonpath([directory.resolve().parent for directory in directories]))
-    with_list = (place for place in (root, root.parent) if (place / records.SWEEP).exists())
-    return next(with_list, root)
+    root = _common_parent(directories)
+    for candidate in (root, root.parent):
+        if (candidate / records.SWEEP).exists():
+            return candidate
+    return root
 
 
-def default_output(places: Sequence[str], runs: Sequence[records.Run]) -> Path:
+def _common_parent(directories: Sequence[Path]) -> Path:
+    return Path(os.path.commonpath([directory.resolve().parent for directory in directories]))
+
+
+def default_output(names: Sequence[str], runs: Sequence[records.Run]) -> Path:
     """In the one directory that was named and holds the runs, else in what all their directories lie in."""
-    if len(places) <= 1 and not records.looks_like_run(here := Path(*places or [DEFAULT_RUNS])):
-        return here / "comparison"
-    return Path(os.path.commonpath([run.directory.resolve().parent for run in runs])) / "comparison"
+    if len(names) <= 1:
+        named = Path(names[0] if names else DEFAULT_RUNS)
+        if not records.looks_like_run(named):
+            return named / "comparison"
+    return _common_parent([run.directory for run in runs]) / "comparison"
 
 
 def write(comparison: Comparison, directory: Path) -> Path:
@@ -157,8 +205,9 @@ def write(comparison: Comparison, directory: Path) -> Path:
     page = directory / PAGE
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for suffix, text in zip(("md", "csv", "json"), FORMATS.values(), strict=True):
-            (directory / f"comparison.{suffix}").write_text(text(comparison), encoding="utf-8")
+        for name, suffix in SUFFIXES.items():
+            text = FORMATS[name](comparison)
+            (directory / f"comparison.{suffix}").write_text(text, encoding="utf-8")
         page.write_text(render(comparison), encoding="utf-8")
     except (OSError, UnicodeError) as error:  # UnicodeError: the name of a run's directory
         raise Problem(f"the comparison cannot be written: {error}", "Name another place: --output DIR") from error
@@ -173,32 +222,34 @@ def table(comparison: Comparison, arguments: argparse.Namespace) -> str:
 
 def progress(runs: Sequence[records.Run], now: float) -> tuple[str, bool]:
     """How far a sweep, or these runs, are; and whether all have ended. now: seconds since 1970."""
-    root, found = sweep_root([run.directory for run in runs]), {run.directory.resolve(): run for run in runs}
-    places = [(root / name).resolve() for name in records.read_list(root)] or list(found)
-    to_come = [place for place in places if not records.looks_like_run(place)]
-    begun = [found[place] for place in places if place in found]
-    going = [run for run in begun if run.status == RUNNING]
-    left = len(to_come) + len(going)
-    text = f"{len(places) - left} of {len(places)} runs have ended"
-    for run in going:
-        last = run.iterations[-1].iteration if run.iterations else 0
-        text += f"; {run.name} is at iteration {last} of {run.plan.iterations}"
-    spans = [(seconds(run.record["started"]), seconds(run.record["ended"])) for run in begun if run.record["ended"]]
-    if spans and left:
-        of_one = mean(end - start for start, end in spans)
-        spent = sum(now - seconds(run.record["started"]) for run in going)
-        text += f"; about {timedelta(seconds=round(max(0.0, of_one * left - spent)))} left"
+    root = sweep_root([run.directory for run in runs])
+    run_in = {run.directory.resolve(): run for run in runs}
+    listed = [(root / name).resolve() for name in records.read_list(root)]
+    expected = listed or list(run_in)
+    to_come = [directory for directory in expected if not records.looks_like_run(directory)]
+    begun = [run_in[directory] for directory in expected if directory in run_in]
+    running = [run for run in begun if run.status == RUNNING]
+    left = len(to_come) + len(running)
+    text = f"{len(expected) - left} of {len(expected)} runs have ended"
+    for run in running:
+        iteration = run.iterations[-1].iteration if run.iterations else 0
+        text += f"; {run.name} is at iteration {iteration} of {run.plan.iterations}"
+    durations = [seconds(run.record["ended"]) - seconds(run.record["started"]) for run in begun if run.record["ended"]]
+    if durations and left:
+        spent = sum(now - seconds(run.record["started"]) for run in running)
+        remaining = max(0.0, mean(durations) * left - spent)
+        text += f"; about {timedelta(seconds=round(remaining))} left"
     return text, not left
 
 
 def draw(arguments: argparse.Namespace) -> bool:
     """Draws the table of a sweep that goes on; whether every run has ended."""
     comparison = compare(arguments)
-    text, over = progress(comparison.runs, time.time())
+    text, is_over = progress(comparison.runs, time.time())
     if sys.stdout.isatty():
-        steer(sys.stdout, "\x1b[H\x1b[2J")
+        steer(sys.stdout, CLEAR_SCREEN)
     print(f"{table(comparison, arguments)}{text}", flush=True)
-    return over
+    return is_over
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -206,10 +257,13 @@ def run(arguments: argparse.Namespace) -> int:
         while arguments.watch and not draw(arguments):
             time.sleep(max(arguments.watch, 0.1))
     comparison = compare(arguments)
-    page = write(comparison, arguments.output or default_output(arguments.runs, comparison.runs))
+    output = arguments.output or default_output(arguments.runs, comparison.runs)
+    page = write(comparison, output)
     if arguments.format == "terminal":
         print(f"{table(comparison, arguments)}page: {page}")
     else:
         print(FORMATS[arguments.format](comparison), end="")
-        print("\n".join([f"page: {page}", *(f"problem: {text}" for text in comparison.problems)]), file=sys.stderr)
+        print(f"page: {page}", file=sys.stderr)
+        for problem in comparison.problems:
+            print(f"problem: {problem}", file=sys.stderr)
     return 0 if comparison.sound else 1

@@ -6,22 +6,41 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import is_color_like, to_hex
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from t5bench.compare.comparison import Comparison
+from t5bench.record.plan import Strategy
 from t5bench.report.figures import GRID, INK, Figure, Panel, Series
 
-_STAND_INS = {INK: "#010203", GRID: "#040506", "var(--paper)": "#070809"}  # matplotlib wants numbers
-_INK, _GRID, _PAPER = _STAND_INS.values()
+# matplotlib wants numbers, so each colour of the page's style sheet has one that stands in for it.
+_INK = "#010203"
+_GRID = "#040506"
+_PAPER = "#070809"
+_STAND_INS = {INK: _INK, GRID: _GRID, "var(--paper)": _PAPER}
 # A line tells the strategy by its dashes too.
-_DASHES = ((), (6, 1.5), (4, 1.5), (2.5, 1.5), (1, 1.2), (4, 1.2, 1, 1.2, 1, 1.2), (6, 1.5, 1, 1.5), (2, 1.2, 1, 1.2))
-_STYLE = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK) | {
+_DASHES = (
+    (),
+    (6, 1.5),
+    (4, 1.5),
+    (2.5, 1.5),
+    (1, 1.2),
+    (4, 1.2, 1, 1.2, 1, 1.2),
+    (6, 1.5, 1, 1.5),
+    (2, 1.2, 1, 1.2),
+)
+_STYLE = {
+    "text.color": _INK,
+    "axes.edgecolor": _INK,
+    "axes.labelcolor": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
     "svg.fonttype": "none",
     "path.simplify": False,
     "text.parse_math": False,
@@ -36,7 +55,11 @@ _STYLE = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtic
     "grid.color": _GRID,
     "legend.frameon": False,
 }
-_BARS = {"bar": {"height": 0.68}, "interval": {"height": 0.14, "edgecolor": _PAPER, "linewidth": 0.8}}
+_NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+_BARS = {
+    "bar": {"height": 0.68},
+    "interval": {"height": 0.14, "edgecolor": _PAPER, "linewidth": 0.8},
+}
 _LINES = {
     "line": {"linewidth": 1.8},
     "stretch": {"linestyle": "-", "solid_capstyle": "butt", "linewidth": 10},
@@ -46,106 +69,205 @@ _LINES = {
 }
 WIDTH = 7.0  # inches
 
-Look = tuple[str, Sequence[float]]  # a colour in CSS and dashes
-Looks = Mapping[str, Mapping[str, Any]]
+# What nothing on the page uses: matplotlib's ids of groups, rotations by nothing, indentation.
+_UNUSED = re.compile(r'(?<=<g) id="[^"]*"| transform="rotate\(-0 [^"]*"|(?<=\n) +')
+_FONT = re.compile(r"font-family: [^;\"]*;? ?")  # matplotlib's face would differ from the page's
+_TAG = re.compile(r"<[^>]+>")
+_LATER_DECIMALS = re.compile(r"(\d\.\d)\d+")  # less than a tenth of a point cannot be seen
+_ID = re.compile(r'(id="|href="#|url\(#)([^")]*)')
+
+
+class Look(NamedTuple):
+    """How the lines of a strategy look."""
+
+    colour: str
+    """In CSS."""
+    dashes: Sequence[float]
+    """Lengths of strokes and gaps in turn; a solid line has none."""
+
+
+Looks = Mapping[str, Mapping[str, Any]]  # by row, in matplotlib's words
 
 
 def styles(comparison: Comparison) -> dict[str, Look]:
-    """By strategy a colour in CSS, where none is declared matplotlib's next, and dashes; the baseline first."""
+    """The look of each strategy, the baseline first. One without a declared colour gets matplotlib's next."""
     strategies = {row.strategy: row.run.plan.strategy for row in comparison.rows}
-    in_order = sorted(strategies.values(), key=lambda strategy: (strategy.name != comparison.baseline, strategy.port))
-    found = {}
-    for number, strategy in enumerate(in_order):
-        colour = strategy.colour if is_color_like(strategy.colour) else f"C{number % 10}"
-        found[strategy.name] = INK if strategy.colour == "ink" else to_hex(colour), _DASHES[number % len(_DASHES)]
-    return found
+
+    def order(strategy: Strategy) -> tuple[bool, int]:
+        return strategy.name != comparison.baseline, strategy.port
+
+    looks = {}
+    for number, strategy in enumerate(sorted(strategies.values(), key=order)):
+        if strategy.colour == "ink":
+            colour = INK
+        elif is_color_like(strategy.colour):
+            colour = to_hex(strategy.colour)
+        else:
+            colour = to_hex(f"C{number % 10}")
+        looks[strategy.name] = Look(colour, _DASHES[number % len(_DASHES)])
+    return looks
 
 
 def drawings(looks_of: Mapping[str, Look], figures: Sequence[Figure]) -> list[str]:
-    """Safe to put into a page: without prolog and metadata, with ids that no other figure has. looks_of: by row."""
+    """The figures as SVG that is safe to put into a page: no prolog, no metadata, and ids that no other figure has.
+
+    looks_of: the look of each row.
+    """
     looks = {}
-    for name, (colour, dashes) in looks_of.items():
-        looks[name] = {"color": _STAND_INS.get(colour, colour), "linestyle": (0, dashes) if dashes else "-"}
-    found = []
-    for number, figure in enumerate(figures):
-        name, buffer = f"f{number}", io.StringIO()
-        with matplotlib.rc_context():
-            matplotlib.rcdefaults()  # a user's matplotlibrc would give a package's reader another page
-            matplotlib.rcParams.update(_STYLE)
-            metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-            _canvas(figure, looks).savefig(buffer, format="svg", transparent=True, metadata=metadata)
-        text = buffer.getvalue()
-        text = _numbered(text[text.index("<svg") :], name)
-        # Less than a tenth of a point cannot be seen.
-        text = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\d\.\d)\d+", r"\1", tag[0]), text)
-        text = re.sub(r"font-family: [^;\"]*;? ?", "", text)  # matplotlib's face would differ from the page's
-        text = re.sub(r'(?<=<g) id="[^"]*"| transform="rotate\(-0 [^"]*"|(?<=\n) +', "", text)  # nothing uses these
-        for page_colour, stand_in in _STAND_INS.items():
-            text = text.replace(stand_in, page_colour)
-        found.append(text)
-    return found
+    for name, look in looks_of.items():
+        looks[name] = {
+            "color": _STAND_INS.get(look.colour, look.colour),
+            "linestyle": (0, look.dashes) if look.dashes else "-",
+        }
+    return [_svg(figure, looks, f"f{number}") for number, figure in enumerate(figures)]
 
 
-def _numbered(svg: str, name: str) -> str:
-    """With ids by the order of their use. matplotlib's are hashes of places, whose last digits differ from process to
-    process."""
+def _svg(figure: Figure, looks: Looks, prefix: str) -> str:
+    """A figure as SVG. prefix: what its ids begin with."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context():
+        # A user's matplotlibrc would give a package's reader another page.
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_STYLE)
+        canvas = _canvas(figure, looks)
+        canvas.savefig(buffer, format="svg", transparent=True, metadata=_NO_METADATA)
+    text = buffer.getvalue()
+    without_prolog = text[text.index("<svg") :]
+    svg = _with_own_ids(without_prolog, prefix)
+    svg = _TAG.sub(lambda tag: _LATER_DECIMALS.sub(r"\1", tag[0]), svg)
+    svg = _FONT.sub("", svg)
+    svg = _UNUSED.sub("", svg)
+    for page_colour, stand_in in _STAND_INS.items():
+        svg = svg.replace(stand_in, page_colour)
+    return svg
+
+
+def _with_own_ids(svg: str, prefix: str) -> str:
+    """With ids numbered in the order of their use.
+
+    matplotlib's are hashes of coordinates, whose last digits differ from process to process.
+    """
     numbers = defaultdict(itertools.count().__next__)
-    return re.sub(r'(id="|href="#|url\(#)([^")]*)', lambda found: f"{found[1]}{name}-{numbers[found[2]]}", svg)
+
+    def renamed(match: re.Match) -> str:
+        attribute, old_id = match.groups()
+        return f"{attribute}{prefix}-{numbers[old_id]}"
+
+    return _ID.sub(renamed, svg)
 
 
 def _canvas(figure: Figure, looks: Looks) -> Canvas:
-    panels, columns = figure.panels, min(figure.columns, len(figure.panels))
+    panels = figure.panels
+    columns = min(figure.columns, len(panels))
     heights = [panel.height for panel in panels[::columns]]
-    labels = len({_label(panel, series) for panel in panels for series in panel.series} - {None}) * (columns == 1)
-    canvas = Canvas(figsize=(WIDTH, 0.6 + sum(heights) + 0.08 * labels), layout="constrained")
-    axes = canvas.subplots(len(heights), columns, squeeze=False, sharex=figure.columns == 1, height_ratios=heights)
-    named = {}
+    # In several columns each panel has one row, which its title names.
+    labels = _legend_labels(panels) if columns == 1 else set()
+    height = 0.6 + sum(heights) + 0.08 * len(labels)
+    canvas = Canvas(figsize=(WIDTH, height), layout="constrained")
+    axes = canvas.subplots(
+        len(heights),
+        columns,
+        squeeze=False,
+        sharex=figure.columns == 1,
+        height_ratios=heights,
+    )
+    handle_of_label: dict[str, Artist] = {}
     for ax, panel in zip(axes.flat, panels, strict=False):
         _draw(ax, panel, looks)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=figure.x == "iteration"))
-        named |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+        panel_handles, panel_labels = ax.get_legend_handles_labels()
+        handle_of_label |= dict(zip(panel_labels, panel_handles, strict=True))
     for ax in axes.flat[len(panels) :]:
         ax.remove()
     if panels[0].names:
         end = max(ax.dataLim.x1 for ax in axes.flat)
-        axes.flat[-1].set_xlim(0, 1.25 * min(end, panels[0].most or end))  # room for the texts
+        room_for_texts = 1.25
+        axes.flat[-1].set_xlim(0, room_for_texts * min(end, panels[0].most or end))
     if labels:
-        canvas.legend(named.values(), named, loc="outside upper left", ncols=3, handlelength=3.2)
+        canvas.legend(
+            handle_of_label.values(),
+            handle_of_label,
+            loc="outside upper left",
+            ncols=3,
+            handlelength=3.2,
+        )
     canvas.supxlabel(figure.x, fontsize=11)
     return canvas
 
 
 def _label(panel: Panel, series: Series) -> str | None:
-    """In the legend."""
-    return series.label or (None if panel.names or series.look == "point" else series.row)
+    """The series' name in the legend."""
+    if series.label:
+        return series.label
+    # What the axis or the drawing names needs no entry in a legend.
+    return None if panel.names or series.look == "point" else series.row
+
+
+def _legend_labels(panels: Sequence[Panel]) -> set[str]:
+    labels = set()
+    for panel in panels:
+        labels |= {_label(panel, series) for series in panel.series}
+    return labels - {None}
 
 
 def _draw(ax: Axes, panel: Panel, looks: Looks) -> None:
     for series in panel.series:
         look = dict(looks.get(series.row, {})) | {"label": _label(panel, series)}
         if series.colour:
-            look |= {"color": _STAND_INS.get(series.colour, series.colour), "linestyle": "-"}
+            look["color"] = _STAND_INS.get(series.colour, series.colour)
+            look["linestyle"] = "-"
         if series.look in _BARS:
-            for (start, end), name in series.points:
-                bar = {key: look[key] for key in ("color", "label")} | _BARS[series.look]
-                ax.barh(name, min(end, panel.most or end) - start, left=start, **bar)
+            _draw_bars(ax, series, look, panel.most or math.inf)
         elif series.points:
-            points = series.points
-            if series.look in ("dots", "stretch"):
-                # Lines with gaps: of a dot without length, which takes a quarter of what SVG takes for a marker.
-                spans = [(*(x if series.look == "stretch" else (x, x)), y) for x, y in points]
-                points = [(at, y) for start, end, y in spans for at in (start, end, math.nan)]
+            points = _with_gaps(series)
             ax.plot(*zip(*points, strict=True), **look | _LINES[series.look])
-        if panel.names and series.text:
-            own = [
-                x for each in panel.series if each.row == series.row and each.look != "limit" for x, _ in each.points
-            ]
-            end = min(panel.most or math.inf, max(x[1] if isinstance(x, Sequence) else x for x in own))
-            ax.annotate(series.text, (end, series.row), (8, 0), textcoords="offset points", va="center")
-        elif series.look == "point":
-            ax.annotate(series.row, series.points[0], (8, 4), textcoords="offset points", fontsize=9)
+        _annotate(ax, panel, series)
     ax.set_title(panel.title)
     ax.set_ylabel(panel.y)
+    _shape_axes(ax, panel)
+
+
+def _draw_bars(ax: Axes, series: Series, look: Mapping[str, Any], most: float) -> None:
+    bar = {"color": look["color"], "label": look["label"]} | _BARS[series.look]
+    for (start, end), name in series.points:
+        ax.barh(name, min(end, most) - start, left=start, **bar)
+
+
+def _with_gaps(series: Series) -> Sequence[tuple[Any, Any]]:
+    """Stretches and dots as one line with gaps; a dot is a stretch without length.
+
+    That takes a quarter of the space that SVG needs for markers.
+    """
+    if series.look not in ("dots", "stretch"):
+        return series.points
+    points = []
+    for x, y in series.points:
+        start, end = x if series.look == "stretch" else (x, x)
+        points += [(start, y), (end, y), (math.nan, y)]
+    return points
+
+
+def _annotate(ax: Axes, panel: Panel, series: Series) -> None:
+    """The figure to take away, behind the last of what the row has; a point has its row's name."""
+    if panel.names and series.text:
+        end = min(panel.most or math.inf, _end_of_row(panel, series.row))
+        place = {"xytext": (8, 0), "textcoords": "offset points"}
+        ax.annotate(series.text, (end, series.row), **place, va="center")
+    elif series.look == "point":
+        place = {"xytext": (8, 4), "textcoords": "offset points"}
+        ax.annotate(series.row, series.points[0], **place, fontsize=9)
+
+
+def _end_of_row(panel: Panel, row: str) -> float:
+    """Where the last bar or dot of a row ends; a limit is farther out and may be."""
+    ends = []
+    for series in panel.series:
+        if series.row == row and series.look != "limit":
+            ends += [x[1] if isinstance(x, Sequence) else x for x, _ in series.points]
+    return max(ends)
+
+
+def _shape_axes(ax: Axes, panel: Panel) -> None:
     if panel.names:
         ax.invert_yaxis()
         ax.grid(axis="y", visible=False)

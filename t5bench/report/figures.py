@@ -18,56 +18,77 @@ from t5bench.record.records import Run
 from t5bench.record.text import processes
 from t5bench.report.tables import mark, named_rows, predicted_bytes
 
-INK, GRID, LEFT_OUT = "currentColor", "var(--grid)", "#888888"
+INK = "currentColor"
+GRID = "var(--grid)"
+LEFT_OUT = "#888888"
 # Of parts, which have the same in every row.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b9a400", LEFT_OUT, "#7766cc",
            "#44aa99", "#aa4466", "#a0783c", "#99bb55", "#446644", "#dd8899", "#5599aa", "#336688")  # fmt: skip
+COLOUR_OF = dict(zip(PARTS, COLOURS, strict=True))
 LONGEST_NAME = 24  # characters; the page's table tells what a short name stands for
 MOST_POINTS = 400  # of one line; more cannot be seen and make the page heavy
-MOST_DOTS, MOST_PANELS = 160, 16
+MOST_DOTS = 160  # of one row
+MOST_PANELS = 16
 # Of the timeline; a stretch takes about 100 bytes, drawn and as data.
-MOST_RANKS, MOST_STEPS, STRETCHES_OF_A_ROW = 64, 200, 100
-COLOUR_OF = dict(zip(PARTS, COLOURS, strict=True))
-KINDS = {name: name for name in ("weights", "gradients", "optimizer")}
-KINDS |= dict.fromkeys(("encoder", "decoder", "ends of stacks"), "activations") | {"logits and loss": "logits and loss"}
+MOST_RANKS = 64
+MOST_STEPS = 200
+STRETCHES_OF_A_ROW = 100
+# What the memory figure calls the cost model's components; all others are buffers.
+KIND_OF_MEMORY = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "encoder": "activations",
+    "decoder": "activations",
+    "ends of stacks": "activations",
+    "logits and loss": "logits and loss",
+}
+BUFFERS = "buffers"
 
-Points = Sequence[tuple[float, float]]
-Rows = Mapping[str, Row]
+Point = tuple[float, float]
+Points = Sequence[Point]
+Rows = Mapping[str, Row]  # by the name that the figures have for a row
 
 
 class Series(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Something of a row: a "bar", a thin "interval", "stretch"es, "dots", a "line", a named "point" or a "limit".
-
-    points: (x, y); of bars and stretches ((start, end), the name of their line). text: the figure to take away.
-    colour: if not the row's. label: what it is of a row that has several.
-    """
+    """Something that a figure shows of a row."""
 
     row: str
     look: str
+    """"bar", "interval" (a thin bar), "stretch", "dots", "line", "point" (one, with its name) or "limit"."""
     points: Sequence[tuple[Any, Any]]
+    """(x, y); of bars, intervals and stretches ((start, end), the name of their line)."""
     text: str = ""
+    """The figure to take away."""
     colour: str = ""
+    """If it is not the row's."""
     label: str = ""
+    """What it is, where a row has several series."""
 
 
-Of = Callable[[str, Row], Iterable[Series]]  # what a figure shows of a row
+SeriesOf = Callable[[str, Row], Iterable[Series]]  # what a figure shows of a row with this name
 
 
 class Panel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """height: in inches. most: where the x axis ends, whatever goes beyond."""
+    """One pair of axes."""
 
     series: Sequence[Series]
     title: str = ""
     y: str = ""
     height: float = 0.0
+    """In inches."""
     logarithmic: bool = False
     from_zero: bool = False
     most: float = 0.0
+    """Where the x axis ends, whatever goes beyond."""
 
     @property
     def names(self) -> list[str]:
         """Of lines, where a row has one or some to itself."""
-        return list(dict.fromkeys(y for series in self.series for _, y in series.points if isinstance(y, str)))
+        names: list[str] = []
+        for series in self.series:
+            names += [y for _, y in series.points if isinstance(y, str)]
+        return list(dict.fromkeys(names))
 
 
 class Figure(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -75,6 +96,7 @@ class Figure(msgspec.Struct, frozen=True, omit_defaults=True):
 
     title: str
     x: str
+    """What the x axis shows, with its unit."""
     caption: str
     panels: Sequence[Panel]
     columns: int = 1
@@ -82,7 +104,9 @@ class Figure(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def description(self) -> str:
         """What a reader who does not see it hears."""
-        texts = [f"{series.row} {series.text}" for panel in self.panels for series in panel.series if series.text]
+        texts: list[str] = []
+        for panel in self.panels:
+            texts += [f"{series.row} {series.text}" for series in panel.series if series.text]
         return f"{self.title}, {self.x}: {'; '.join(texts)}."
 
 
@@ -98,112 +122,183 @@ def best(rows: Rows, most: int) -> dict[str, Row]:
         rate = rows[name].samples_per_second
         return not rows[name].is_baseline, -rate.median if rate else 0.0
 
-    kinds: dict[tuple[str, int], list[str]] = {}
+    alike: dict[tuple[str, int], list[str]] = {}
     for name in sorted(rows, key=order):
-        kinds.setdefault((rows[name].strategy, rows[name].run.world_size), []).append(name)
-    kept = [name for of_a_place in zip_longest(*kinds.values()) for name in of_a_place if name][:most]
+        kind = (rows[name].strategy, rows[name].run.world_size)
+        alike.setdefault(kind, []).append(name)
+    # The first of each kind, then the second of each, and so on.
+    in_turn: list[str] = []
+    for names in zip_longest(*alike.values()):
+        in_turn += [name for name in names if name]
+    kept = in_turn[:most]
     return {name: row for name, row in rows.items() if name in kept}
 
 
 def all_figures(comparison: Comparison, rows: Rows, most: int) -> list[Figure]:
     """Those for which something is measured; of what takes many points, only so many rows."""
-    base, large = comparison.baseline, best(rows, most)
-    rates = [rate for row in rows.values() if (rate := row.samples_per_second)]
-    end = max((2 * rate.median for rate in rates), default=0.0)
-    is_cut = any(rate.high and rate.high > end for rate in rates)  # an interval may have no end to speak of
-    kinds = {row.on_gpu: "GPU, allocated by PyTorch" if row.on_gpu else "host, resident set" for row in rows.values()}
-    memory = f"peak memory in MiB ({' / '.join(kinds.values())}; less is better)"
-    sent = "MB that the busiest node sends per iteration (on one node: that its processes exchange)"
-    fullest = "The peak of each rank, one dot each. The fullest rank decides what fits."
-    if any(row.on_gpu and row.peak_memory and row.prediction for row in rows.values()):
-        fullest += " The thick bars are what the cost model predicts for it."
-    medians = "The medians with their 95 % confidence intervals, and the ratio to the baseline."
-    thick = "Thick is what the cost model predicts, thin what was measured."
-    thick_times = " ".join([thick, *(f"{text[:1].upper()}{text[1:]}." for text in comparison.predicted_by)])
-    mean = "The mean of all ranks. The parts add up to the profiled iteration, which profiling slows down."
-    found = [
-        _by_row("Throughput", "samples/s (more is better)", medians, rows, _throughput, is_cut * end),
+    few_rows = best(rows, most)
+    figures = [
+        _throughput(rows),
         _pareto(rows),
-        _by_row("Memory", memory, fullest, rows, _memory),
-        _by_row("Bytes, predicted and measured", sent, thick, rows, _bytes),
-        _by_row("Time, predicted and measured", "ms of an iteration", thick_times, rows, _time),
-        _by_row("Where the time went", "ms of the profiled iteration", mean, large, _parts),
-        _timeline(large, STRETCHES_OF_A_ROW * most),
-        _loss(large, base),
-        _times(large),
+        _memory(rows),
+        _bytes(rows),
+        _time(rows, comparison.predicted_by),
+        _profile(few_rows),
+        _timeline(few_rows, STRETCHES_OF_A_ROW * most),
+        _loss(few_rows, comparison.baseline),
+        _times(few_rows),
     ]
-    return [figure for figure in found if figure.panels]
+    return [figure for figure in figures if figure.panels]
 
 
 # ---- one line for each row -------------------------------------------------------------------------------------------
 
 
-def _by_row(title: str, x: str, caption: str, rows: Rows, of: Of, most: float = 0.0, each: float = 0.42) -> Figure:
-    """A panel for each number of processes with what the rows have. most: as of a panel; each: the height of a line."""
-    sizes: dict[int, list[Series]] = {}
+def _panels(
+    rows: Rows,
+    series_of: SeriesOf,
+    *,
+    most: float = 0.0,
+    line_height: float = 0.42,
+) -> list[Panel]:
+    """A panel for each number of processes with what the rows have. most: as of a Panel."""
+    by_size: dict[int, list[Series]] = {}
     for name, row in rows.items():
-        if found := list(of(name, row)):
-            sizes.setdefault(row.run.world_size, []).extend(found)
-    panels = [Panel(found, processes(size), most=most) for size, found in sizes.items()]
-    return Figure(title, x, caption, [replace(panel, height=0.5 + each * len(panel.names)) for panel in panels])
+        of_row = list(series_of(name, row))
+        if of_row:
+            by_size.setdefault(row.run.world_size, []).extend(of_row)
+    panels = []
+    for size, of_size in by_size.items():
+        panel = Panel(of_size, processes(size), most=most)
+        panels.append(replace(panel, height=0.5 + line_height * len(panel.names)))
+    return panels
 
 
 def _stacked(name: str, parts: Mapping[str, float]) -> Iterator[Series]:
-    """Bars end to end; a part has its colour by its place among the parts."""
+    """Bars end to end; a part has its colour by its position among the parts."""
     start = 0.0
     for number, (part, size) in enumerate(parts.items()):
+        end = start + size
         if size:
-            yield Series(name, "bar", [((start, start + size), name)], "", COLOURS[number % len(COLOURS)], part)
-        start += size
+            colour = COLOURS[number % len(COLOURS)]
+            yield Series(name, "bar", [((start, end), name)], colour=colour, label=part)
+        start = end
 
 
-def _beside(name: str, parts: Mapping[str, float], measured: float) -> Iterator[Series]:
-    """Nothing where nothing is predicted."""
-    if predicted := sum(parts.values()):
-        number = f"{measured:,.0f}" if measured >= 100 else f"{measured:.3g}"
-        text = f"{number} (predicted {predicted / measured - 1:+.0%})"
-        yield from _stacked(name, parts)
-        yield Series(name, "interval", [((0, measured), name)], text, INK, "measured")
-
-
-def _throughput(name: str, row: Row) -> Iterator[Series]:
-    if rate := row.samples_per_second:
-        ratio = f" ({row.ratio.median:.2f}x)" if row.ratio and not row.is_baseline else ""
-        interval = rate.low or rate.median, rate.high or rate.median
-        yield Series(name, "bar", [((0, rate.median), name)])
-        yield Series(name, "interval", [(interval, name)], f"{rate.median:.4g}{ratio}{mark(row)}", INK)
-
-
-def _memory(name: str, row: Row) -> Iterator[Series]:
-    if not (peaks := list(row.peak_memory.values())):
+def _predicted_and_measured(name: str, parts: Mapping[str, float], measured: float) -> Iterator[Series]:
+    """The predicted parts as a thick bar, what was measured as a thin one; nothing without a prediction."""
+    predicted = sum(parts.values())
+    if not predicted:
         return
-    if row.on_gpu and (known := row.prediction):
-        parts = dict.fromkeys([*KINDS.values(), "buffers"], 0.0)
-        for part, size in known.memory.components.items():
-            parts[KINDS.get(part, "buffers")] += size / 2**20
+    number = f"{measured:,.0f}" if measured >= 100 else f"{measured:.3g}"
+    text = f"{number} (predicted {predicted / measured - 1:+.0%})"
+    yield from _stacked(name, parts)
+    yield _thin_bar(name, measured, text)
+
+
+def _thin_bar(name: str, measured: float, text: str = "") -> Series:
+    return Series(name, "interval", [((0, measured), name)], text, INK, "measured")
+
+
+def _throughput(rows: Rows) -> Figure:
+    rates = [row.samples_per_second for row in rows.values() if row.samples_per_second]
+    end = max((2 * rate.median for rate in rates), default=0.0)
+    # An interval may have no end to speak of.
+    is_cut = any(rate.high and rate.high > end for rate in rates)
+    panels = _panels(rows, _throughput_of, most=float(end if is_cut else 0))
+    caption = "The medians with their 95 % confidence intervals, and the ratio to the baseline."
+    return Figure("Throughput", "samples/s (more is better)", caption, panels)
+
+
+def _throughput_of(name: str, row: Row) -> Iterator[Series]:
+    rate = row.samples_per_second
+    if not rate:
+        return
+    ratio = f" ({row.ratio.median:.2f}x)" if row.ratio and not row.is_baseline else ""
+    text = f"{rate.median:.4g}{ratio}{mark(row)}"
+    interval = (rate.low or rate.median, rate.high or rate.median)
+    yield Series(name, "bar", [((0, rate.median), name)])
+    yield Series(name, "interval", [(interval, name)], text, INK)
+
+
+def _memory(rows: Rows) -> Figure:
+    measures = []
+    for row in rows.values():
+        measures.append("GPU, allocated by PyTorch" if row.on_gpu else "host, resident set")
+    x = f"peak memory in MiB ({' / '.join(dict.fromkeys(measures))}; less is better)"
+    caption = "The peak of each rank, one dot each. The fullest rank decides what fits."
+    if any(row.on_gpu and row.peak_memory and row.prediction for row in rows.values()):
+        caption += " The thick bars are what the cost model predicts for it."
+    return Figure("Memory", x, caption, _panels(rows, _memory_of))
+
+
+def _memory_of(name: str, row: Row) -> Iterator[Series]:
+    peaks = list(row.peak_memory.values())
+    if not peaks:
+        return
+    if row.on_gpu and row.prediction:
+        parts = dict.fromkeys([*KIND_OF_MEMORY.values(), BUFFERS], 0.0)
+        for component, size in row.prediction.memory.components.items():
+            kind = KIND_OF_MEMORY.get(component, BUFFERS)
+            parts[kind] += size / 2**20
         yield from _stacked(name, parts)
-        limits = [device.get("memory_mib") for node in row.run.nodes for device in node["devices"]]
-        limit = [(min(limits), name)] if limits and all(limits) else []
+        smallest = _smallest_device(row.run)
+        limit = [(smallest, name)] if smallest else []
         yield Series(name, "limit", limit, "", INK, "the device's memory")
-    low, high = min(peaks), max(peaks)
+    low = min(peaks)
+    high = max(peaks)
     text = f"{high:,.0f}" if high - low < 0.5 else f"{low:,.0f} to {high:,.0f}"
-    yield Series(name, "interval", [((0, high), name)], "", INK, "measured")
-    yield Series(name, "dots", [(peak, name) for peak in peaks], text, "", "each rank")
+    yield _thin_bar(name, high)
+    yield Series(name, "dots", [(peak, name) for peak in peaks], text, label="each rank")
 
 
-def _bytes(name: str, row: Row) -> Iterator[Series]:
-    if row.sent_per_iteration and (predicted := predicted_bytes(row)):
-        yield from _beside(name, {"predicted": predicted[0] / 1e6}, row.sent_per_iteration / 1e6)
+def _smallest_device(run: Run) -> float | None:
+    """Its memory in MiB; None if that of a device is not known."""
+    sizes = []
+    for node in run.nodes:
+        sizes += [device.get("memory_mib") for device in node["devices"]]
+    return min(sizes) if sizes and all(sizes) else None
 
 
-def _time(name: str, row: Row) -> Iterator[Series]:
+def _bytes(rows: Rows) -> Figure:
+    x = "MB that the busiest node sends per iteration (on one node: that its processes exchange)"
+    caption = "Thick is what the cost model predicts, thin what was measured."
+    return Figure("Bytes, predicted and measured", x, caption, _panels(rows, _bytes_of))
+
+
+def _bytes_of(name: str, row: Row) -> Iterator[Series]:
+    prediction = predicted_bytes(row) if row.sent_per_iteration else None
+    if prediction:
+        megabytes, _ = prediction
+        parts = {"predicted": megabytes / 1e6}
+        yield from _predicted_and_measured(name, parts, row.sent_per_iteration / 1e6)
+
+
+def _time(rows: Rows, predicted_by: Sequence[str]) -> Figure:
+    """predicted_by: what predicted times are based on, a sentence each."""
+    sentences = ["Thick is what the cost model predicts, thin what was measured."]
+    for text in predicted_by:
+        sentences.append(f"{text[:1].upper()}{text[1:]}.")
+    caption = " ".join(sentences)
+    panels = _panels(rows, _time_of)
+    return Figure("Time, predicted and measured", "ms of an iteration", caption, panels)
+
+
+def _time_of(name: str, row: Row) -> Iterator[Series]:
     if row.predicted and row.milliseconds:
         parts = {part: 1000 * seconds for part, seconds in row.predicted.parts.items()}
-        yield from _beside(name, parts, row.milliseconds.median)
+        yield from _predicted_and_measured(name, parts, row.milliseconds.median)
 
 
-def _parts(name: str, row: Row) -> Iterator[Series]:
-    if profile := profile_of(row):
+def _profile(rows: Rows) -> Figure:
+    caption = "The mean of all ranks. The parts add up to the profiled iteration, which profiling slows down."
+    panels = _panels(rows, _profile_of)
+    return Figure("Where the time went", "ms of the profiled iteration", caption, panels)
+
+
+def _profile_of(name: str, row: Row) -> Iterator[Series]:
+    profile = profile_of(row)
+    if profile:
         yield from _stacked(name, mean_parts(profile))
 
 
@@ -217,56 +312,96 @@ def profile_of(row: Row) -> Profile | None:
 
 def mean_parts(profile: Profile) -> dict[str, float]:
     """Milliseconds of each part, the mean of all ranks."""
-    return {part: sum(rank.parts.get(part, 0.0) for rank in profile.ranks) / len(profile.ranks) for part in PARTS}
+    means = {}
+    for part in PARTS:
+        total = sum(rank.parts.get(part, 0.0) for rank in profile.ranks)
+        means[part] = total / len(profile.ranks)
+    return means
 
 
 def _timeline(rows: Rows, most: int) -> Figure:
     """most: how many stretches it has."""
-    profiles = ((name, profile_of(row)) for name, row in rows.items())
-    every = [(name, rank) for name, profile in profiles if profile for rank in profile.ranks if rank.timeline]
-    shown = every[:MOST_RANKS]
+    ranks_of: dict[str, list[Rank]] = {}
+    for name, row in rows.items():
+        profile = profile_of(row)
+        ranks_of[name] = [rank for rank in profile.ranks if rank.timeline] if profile else []
+    count = sum(len(ranks) for ranks in ranks_of.values())
+    shown = min(count, MOST_RANKS)
+    left = shown
+    for name, ranks in ranks_of.items():
+        ranks_of[name] = ranks[:left]
+        left -= len(ranks_of[name])
 
     def stretches(name: str, _row: Row) -> Iterator[Series]:
-        for rank in (rank for owner, rank in shown if owner == name):
-            points: dict[str, list] = {}
-            for part, start, end in _stretches(rank, min(MOST_STEPS, most // len(shown))):
-                points.setdefault(part, []).append(((start, end), f"{name}: rank {rank.rank}"))
-            for part, own in points.items():
-                yield Series(name, "stretch", own, "", COLOUR_OF.get(part, LEFT_OUT), part)
+        for rank in ranks_of[name]:
+            steps = min(MOST_STEPS, most // shown)
+            yield from _timeline_of(name, rank, steps)
 
     caption = "The profiled iteration of every rank, in coarse steps; trace.json in its directory has each operator."
-    if len(shown) < len(every):
-        caption += f" The first {len(shown)} of {len(every)} ranks."
-    return _by_row("Timeline", "ms since the iteration began", caption, rows, stretches, each=0.25)
+    if shown < count:
+        caption += f" The first {shown} of {count} ranks."
+    panels = _panels(rows, stretches, line_height=0.25)
+    return Figure("Timeline", "ms since the iteration began", caption, panels)
+
+
+def _timeline_of(name: str, rank: Rank, steps: int) -> Iterator[Series]:
+    """A rank's stretches, by part."""
+    line = f"{name}: rank {rank.rank}"
+    points: dict[str, list[tuple[Point, str]]] = {}
+    for part, start, end in _stretches(rank, steps):
+        points.setdefault(part, []).append(((start, end), line))
+    for part, of_part in points.items():
+        colour = COLOUR_OF.get(part, LEFT_OUT)
+        yield Series(name, "stretch", of_part, colour=colour, label=part)
 
 
 def _stretches(rank: Rank, steps: int) -> Iterator[tuple[str, float, float]]:
     """At most so many (part, start, end): what goes on in the middle of each step."""
     ends = [end for _, end in rank.timeline]
-    step, start = ends[-1] / steps, 0.0
-    parts = [rank.timeline[bisect.bisect_left(ends, (number + 0.5) * step)][0] for number in range(steps)]
-    for number, (part, following) in enumerate(zip(parts, [*parts[1:], ""], strict=True), 1):
-        if part != following:
+    step = ends[-1] / steps
+    parts = []
+    for number in range(steps):
+        middle = (number + 0.5) * step
+        part, _ = rank.timeline[bisect.bisect_left(ends, middle)]
+        parts.append(part)
+    start = 0.0
+    for number, part in enumerate(parts, 1):
+        is_last = number == steps
+        if is_last or parts[number] != part:
             end = round(number * step, 3)
             yield part, start, end
             start = end
 
 
 def _pareto(rows: Rows) -> Figure:
-    sizes: dict[int, dict[str, tuple[float, float]]] = {}
+    by_size: dict[int, dict[str, Point]] = {}
     for name, row in rows.items():
         if row.samples_per_second and row.peak_memory:
-            point = max(row.peak_memory.values()), row.samples_per_second.median
-            sizes.setdefault(row.run.world_size, {})[name] = point
+            point = (max(row.peak_memory.values()), row.samples_per_second.median)
+            by_size.setdefault(row.run.world_size, {})[name] = point
     panels = []
-    for size, points in sizes.items():
-        ends = points.values()
-        best = sorted(p for p in ends if not any(q != p and q[0] <= p[0] and q[1] >= p[1] for q in ends))
-        front = Series("", "line", best, "", LEFT_OUT, "not beaten in both")
-        dots = [Series(name, "point", [p], f"{p[1]:.4g} samples/s in {p[0]:,.0f} MiB") for name, p in points.items()]
-        panels.append(Panel([front, *dots], processes(size), "samples/s", height=2.4))
+    for size, points in by_size.items():
+        front = _pareto_front(list(points.values()))
+        series = [Series("", "line", front, "", LEFT_OUT, "not beaten in both")]
+        for name, point in points.items():
+            memory, rate = point
+            text = f"{rate:.4g} samples/s in {memory:,.0f} MiB"
+            series.append(Series(name, "point", [point], text))
+        panels.append(Panel(series, processes(size), "samples/s", height=2.4))
+    x = "peak memory of the fullest rank in MiB"
     caption = "Up and to the left is better. The line connects the Pareto-optimal rows."
-    return Figure("Memory against throughput", "peak memory of the fullest rank in MiB", caption, panels)
+    return Figure("Memory against throughput", x, caption, panels)
+
+
+def _pareto_front(points: Points) -> Points:
+    """Those (memory, rate) that no other beats in both, by memory."""
+    front = []
+    for point in points:
+        memory, rate = point
+        better = [other for other in points if other[0] <= memory and other[1] >= rate]
+        if all(other == point for other in better):
+            front.append(point)
+    return sorted(front)
 
 
 # ---- over the iterations ---------------------------------------------------------------------------------------------
@@ -277,43 +412,77 @@ def thin(points: Points, most: int = MOST_POINTS) -> Points:
     if len(points) <= most:
         return points
     size = math.ceil(2 * len(points) / most)
-    stretches = [points[start : start + size] for start in range(0, len(points), size)]
-    return [point for part in stretches for point in sorted({f(part, key=lambda p: p[1]) for f in (min, max)})]
+    thinned: list[Point] = []
+    for start in range(0, len(points), size):
+        stretch = points[start : start + size]
+        lowest = min(stretch, key=_height)
+        highest = max(stretch, key=_height)
+        thinned += sorted({lowest, highest})
+    return thinned
+
+
+def _height(point: Point) -> float:
+    return point[1]
 
 
 def series(run: Run, name: str) -> list[tuple[int, float]]:
     """The numbers of this name (a field of Iteration) by iteration; what is no number is left out."""
-    return [(iteration, value) for iteration, value in curve(run, name).items() if math.isfinite(value)]
+    values = curve(run, name)
+    return [(iteration, value) for iteration, value in values.items() if math.isfinite(value)]
 
 
 def _apart(run: Run, base: Run) -> Points:
     """How far its losses lie from the other's, relative; equal ones are left out, for the axis is logarithmic."""
     expected = dict(series(base, "lm_loss"))
-    found = [(x, relative_difference(y, expected[x])) for x, y in losses_beside(run, base).items() if expected.get(x)]
-    return [point for point in found if point[1] > 0]
+    points = []
+    for iteration, loss in losses_beside(run, base).items():
+        base_loss = expected.get(iteration)
+        if not base_loss:
+            continue
+        difference = relative_difference(loss, base_loss)
+        if difference > 0:
+            points.append((iteration, difference))
+    return points
 
 
 def _loss(rows: Rows, base: str) -> Figure:
-    complete = {name: row.run for name, row in rows.items() if row.complete}
-    curves = {name: points for name, run in complete.items() if (points := series(run, "lm_loss"))}
-    bases = {rows[name].run.world_size: rows[name].run for name in curves if rows[name].is_baseline}
-    apart = {
-        name: _apart(rows[name].run, bases.get(rows[name].run.world_size) or next(iter(bases.values())))
-        for name in curves
-        if bases and not rows[name].is_baseline
-    }
-    ends = {name: list(curve(rows[name].run).values())[-1] for name in curves}
-    lines = [Series(name, "line", thin(its), f"ends at {ends[name]:.4f}") for name, its in curves.items()]
+    lines: list[Series] = []
+    for name, row in rows.items():
+        points = series(row.run, "lm_loss") if row.complete else []
+        if points:
+            last_loss = list(curve(row.run).values())[-1]
+            lines.append(Series(name, "line", thin(points), f"ends at {last_loss:.4f}"))
     panels = [Panel(lines, y="loss (nats per token)", height=3.4)] if lines else []
     caption = "The loss of each strategy, one line each (of repeats the first run)."
-    if any(apart.values()):
-        differences = [Series(name, "line", thin(points)) for name, points in apart.items() if points]
-        panels.append(Panel(differences, y=f"|loss - {base}'s| /\n{base}'s", height=2.2, logarithmic=True))
+    apart = _apart_from_baseline({line.row: rows[line.row] for line in lines})
+    differences = [Series(name, "line", thin(points)) for name, points in apart.items() if points]
+    if differences:
+        y = f"|loss - {base}'s| /\n{base}'s"
+        panels.append(Panel(differences, y=y, height=2.2, logarithmic=True))
         caption += f" Below, the relative difference of each from {base}, on a logarithmic axis."
-    # Without points are those too that diverged, or share no iteration with it.
-    if same := [name for name, points in apart.items() if not points and rows[name].parity.difference == 0]:
-        caption += f" To the last logged digit, {', '.join(same)} agree{'s' * (len(same) == 1)} with {base}."
+    # Those that diverged, or share no iteration with the baseline, have no points either.
+    identical = [name for name, points in apart.items() if not points and rows[name].parity.difference == 0]
+    if identical:
+        agree = "agrees" if len(identical) == 1 else "agree"
+        caption += f" To the last logged digit, {', '.join(identical)} {agree} with {base}."
     return Figure("Loss", "iteration", caption, panels)
+
+
+def _apart_from_baseline(rows: Rows) -> dict[str, Points]:
+    """How far each row's losses lie from those of the baseline with as many processes, or else from any baseline's."""
+    baselines: dict[int, Run] = {}
+    for row in rows.values():
+        if row.is_baseline:
+            baselines[row.run.world_size] = row.run
+    if not baselines:
+        return {}
+    any_baseline = next(iter(baselines.values()))
+    apart = {}
+    for name, row in rows.items():
+        if not row.is_baseline:
+            baseline = baselines.get(row.run.world_size, any_baseline)
+            apart[name] = _apart(row.run, baseline)
+    return apart
 
 
 def _times(rows: Rows) -> Figure:
@@ -330,14 +499,20 @@ def _times(rows: Rows) -> Figure:
 
 def _run_times(name: str, row: Row) -> list[Series]:
     """Of each run at most as many dots as the page can draw."""
-    found, most = [], max(MOST_DOTS // len(row.measured), 10)
+    dots: list[Series] = []
+    most = max(MOST_DOTS // len(row.measured), 10)
     for entry in row.measured:
         dropped = entry.timing.dropped if entry.timing else {}
-        dots = [(x, round(y, 3)) for x, y in series(entry.run, "elapsed_ms")]
-        for reason in [*dict.fromkeys(dropped.values()), ""]:
-            own = thin([dot for dot in dots if dropped.get(dot[0], "") == reason], most)
-            grey = (LEFT_OUT, f"left out for {reason}") if reason else ()
-            found.append(Series(name, "dots", own, "", *grey))
-    iterations, median = [x for entry in found for x, _ in entry.points], row.milliseconds.median
+        times = [(x, round(y, 3)) for x, y in series(entry.run, "elapsed_ms")]
+        for reason in dict.fromkeys(dropped.values()):
+            left_out = [(x, y) for x, y in times if dropped.get(x) == reason]
+            label = f"left out for {reason}"
+            dots.append(Series(name, "dots", thin(left_out, most), colour=LEFT_OUT, label=label))
+        used = [(x, y) for x, y in times if x not in dropped]
+        dots.append(Series(name, "dots", thin(used, most)))
+    iterations: list[float] = []
+    for drawn in dots:
+        iterations += [x for x, _ in drawn.points]
+    median = row.milliseconds.median
     line = [(min(iterations), median), (max(iterations), median)]
-    return [Series(name, "line", line, f"{median:.4g} ms", INK), *found]
+    return [Series(name, "line", line, f"{median:.4g} ms", INK), *dots]

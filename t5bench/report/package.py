@@ -37,7 +37,9 @@ from t5bench.report.command import (
     write,
 )
 
-CONTENTS, RUNS, PUBLISHED = (Path(name) for name in ("package.json", "runs", "comparison"))
+CONTENTS = Path("package.json")
+RUNS = Path("runs")
+PUBLISHED = Path("comparison")
 MOST_FAULTS = 8  # that are told of one run
 # Of a run directory: the record and the logs of every attempt. Checkpoints and what W&B keeps are not needed.
 _PACKED = re.compile(
@@ -46,15 +48,18 @@ _PACKED = re.compile(
 
 
 class Contents(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """package.json. absent: runs of a sweep's list that left no record; files: sha256 by name."""
+    """package.json."""
 
     format: Literal[1]
     baseline: str
     allow: list[str]
     peak_tflops: float | None
     absent: list[str]
+    """Runs of a sweep's list that left no record."""
     drawn_by: str
+    """The version of matplotlib."""
     files: dict[str, str]
+    """sha256 by name."""
 
 
 @contextlib.contextmanager
@@ -75,7 +80,10 @@ def packed_runs() -> list[Path]:
 
 def packed_files(directories: Iterable[Path]) -> list[Path]:
     """What a package has of these runs."""
-    return [path for directory in directories for path in directory.iterdir() if _PACKED.fullmatch(path.name)]
+    files: list[Path] = []
+    for directory in directories:
+        files += [path for path in directory.iterdir() if _PACKED.fullmatch(path.name)]
+    return files
 
 
 def examined(directories: Sequence[Path]) -> tuple[list[Run], list[str], list[str]]:
@@ -93,32 +101,50 @@ def publish(contents: Contents) -> tuple[Comparison, list[str]]:
     runs, damaged, faults = examined(packed_runs())
     absent = [f"{name} is on the sweep's list of runs but left no record" for name in contents.absent]
     try:
-        how = contents.baseline, contents.allow, contents.peak_tflops
-        return comparison_of(runs, [*damaged, *absent], *how), [*damaged, *faults]
+        comparison = comparison_of(
+            runs,
+            [*damaged, *absent],
+            contents.baseline,
+            contents.allow,
+            contents.peak_tflops,
+        )
     except Problem as problem:
         raise Problem("; ".join([*damaged, *faults, str(problem)]), problem.remedy) from problem
+    return comparison, [*damaged, *faults]
 
 
 def pack(arguments: argparse.Namespace) -> tuple[bytes, Comparison]:
     """Raises Problem."""
     directories = {directory.resolve(): directory for directory in run_directories(arguments.runs)}
     root = sweep_root(list(directories))
-    absent = [name for name in read_list(root) if (root / name).resolve() not in directories]
-    how = arguments.baseline, sorted(arguments.allow), arguments.peak_tflops
-    contents = Contents(1, *how, absent, matplotlib.__version__, {})
-    listed = [root / SWEEP] if (root / SWEEP).exists() else []
-    with tempfile.TemporaryDirectory() as place, working_in(place):
-        for path in [*listed, *packed_files(directories)]:
-            target = RUNS / path.relative_to(root)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with open_file(path) as file, target.open("wb") as copy:
-                shutil.copyfileobj(file, copy)
+    contents = Contents(
+        format=1,
+        baseline=arguments.baseline,
+        allow=sorted(arguments.allow),
+        peak_tflops=arguments.peak_tflops,
+        absent=[name for name in read_list(root) if (root / name).resolve() not in directories],
+        drawn_by=matplotlib.__version__,
+        files={},
+    )
+    packed = packed_files(directories)
+    if (root / SWEEP).exists():
+        packed.append(root / SWEEP)
+    with tempfile.TemporaryDirectory() as unpacked, working_in(unpacked):
+        for path in packed:
+            _copy(path, RUNS / path.relative_to(root))
         comparison, _ = publish(contents)
         write(comparison, PUBLISHED)
         files = {str(path): path.read_bytes() for path in Path().rglob("*") if path.is_file()}
-    contents.files.update((name, hashlib.sha256(content).hexdigest()) for name, content in sorted(files.items()))
+    for name, content in sorted(files.items()):
+        contents.files[name] = hashlib.sha256(content).hexdigest()
     files[str(CONTENTS)] = msgspec.json.format(msgspec.json.encode(contents))
     return archive(files), comparison
+
+
+def _copy(path: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open_file(path) as file, target.open("wb") as copy:
+        shutil.copyfileobj(file, copy)
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -150,11 +176,11 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         arguments.output.write_bytes(content)
     except OSError as error:
-        raise Problem(
-            f"{arguments.output} cannot be written: {error.strerror}", "Name another file: -o FILE"
-        ) from error
+        reason = f"{arguments.output} cannot be written: {error.strerror}"
+        raise Problem(reason, "Name another file: -o FILE") from error
     for problem in comparison.problems:
         print(f"problem: {problem}", file=sys.stderr)
-    print(f"{arguments.output}: {len(comparison.runs)} runs, {len(content):,} bytes. Publish its checksum beside it:")
+    size = f"{len(comparison.runs)} runs, {len(content):,} bytes"
+    print(f"{arguments.output}: {size}. Publish its checksum beside it:")
     print(hashlib.sha256(content).hexdigest())
     return 0

@@ -3,9 +3,10 @@
 import json
 import re
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -24,30 +25,36 @@ from t5bench.record.records import Run
 from t5bench.record.status import COMPLETE
 from t5bench.record.text import processes
 from t5bench.report import tables
-from t5bench.report.drawing import drawings, styles
+from t5bench.report.drawing import Look, drawings, styles
 from t5bench.report.figures import LONGEST_NAME, Rows, all_figures, best, mean_parts, profile_of, rows_of
 
 HERE = Path(__file__).parent
 SCRIPTS = ("vendor/chart-4.5.1.umd.min.js", "page.js")
 MOST_BYTES = 880_000
 MOST_EXPLAINED = 32
-MOST_ROWS = ((64, 16), (32, 8), (32, 4), (16, 4), (16, 2), (8, 2))  # in the figures, and in those that take many points
+# In the figures, and in those that take many points: the most that MOST_BYTES has room for is taken.
+MOST_ROWS = ((64, 16), (32, 8), (32, 4), (16, 4), (16, 2), (8, 2))
 DIGITS = 6
 SLOWER = 1.05  # times as long as the fastest: what differs by less needs no reason
 MINOR = 15  # columns up to this importance stand in a line below their row
+CHOSEN_BY = ("strategy", "processes", "engine")  # the rows to show
 
 
 def _facts(run: Run) -> dict[str, Any]:
     """All that is known of a run before it begins, by name."""
-    plan, record = run.plan, run.record
-    facts: dict[str, Any] = {name: setting.value for name, setting in plan.settings.items()} | asdict(run.layout)
-    for part, of in (("version of", "versions"), ("commit of", "commits"), ("data:", "data")):
-        facts |= {f"{part} {name}": value for name, value in record[of].items()}
+    plan = run.plan
+    record = run.record
+    facts: dict[str, Any] = {name: setting.value for name, setting in plan.settings.items()}
+    facts |= asdict(run.layout)
+    facts |= {f"version of {name}": version for name, version in record["versions"].items()}
+    facts |= {f"commit of {name}": commit for name, commit in record["commits"].items()}
+    facts |= {f"data: {name}": value for name, value in record["data"].items()}
+    arguments = [f"{name} {value}".strip() for name, value in plan.engine_arguments.items()]
     return facts | {
         "padded_vocab_size": run.padded_vocab_size,
         "engine": plan.engine,
         "engine patches": plan.engine_patches,
-        "engine arguments": " ".join(f"{name} {value}".strip() for name, value in plan.engine_arguments.items()),
+        "engine arguments": " ".join(arguments),
         "device": plan.device,
         "ds_config": json.dumps(plan.ds_config),
         "hosts": " ".join(node["host"] for node in run.nodes),
@@ -55,107 +62,157 @@ def _facts(run: Run) -> dict[str, Any]:
     }
 
 
-def _cell(column: tables.Column, row: Row) -> tuple[str, str, str, str]:
-    """Its text, what stands small below that (an interval, or a remark in brackets), its class, and what it is sorted
-    by, where that is not its text."""
+class Cell(NamedTuple):
+    """A cell of the page's table."""
+
+    text: str
+    detail: str
+    """What stands small below the text: an interval, or a remark in brackets."""
+    css_class: str
+    order: str
+    """What it is sorted by, where that is not its text."""
+
+
+def _cell(column: tables.Column, row: Row) -> Cell:
     whole = column.text(row)
     text = re.split(r" [\[(]", whole, maxsplit=1)[0]
-    bad = text == DIFFERENT or column.title == "status"
-    looks = "nothing" if text == tables.NOTHING else "yes" if text in (EQUAL, COMPLETE) else "no" * bad
-    order = next((str(tables.rounded(part, DIGITS)) for part in column.parts(row).values() if part is not None), text)
-    return text, whole[len(text) :], looks, order * (order != text)
+    detail = whole[len(text) :]
+    if text == tables.NOTHING:
+        css_class = "nothing"
+    elif text in (EQUAL, COMPLETE):
+        css_class = "yes"
+    elif text == DIFFERENT or column.title == "status":
+        css_class = "no"
+    else:
+        css_class = ""
+    known = [part for part in column.parts(row).values() if part is not None]
+    order = str(tables.rounded(known[0], DIGITS)) if known else text
+    return Cell(text, detail, css_class, "" if order == text else order)
 
 
 def command(run: Run) -> str:
     """What starts the run again: every setting that is not at its default, but for where this run was put."""
     plan = run.plan
-    chosen = {
-        name: one.value
-        for name, one in plan.settings.items()
-        if not one.is_default and one.value != plan.output_dir and one.role != "label"
-        if name != "RESUME"  # the run begins anew
-    }
-    words = [f"{name}={shlex.quote(value)}" for name, value in chosen.items()]
+    words = []
+    for name, setting in plan.settings.items():
+        is_chosen = not setting.is_default and setting.role != "label"
+        # The run begins anew, and elsewhere.
+        if is_chosen and setting.value != plan.output_dir and name != "RESUME":
+            words.append(f"{name}={shlex.quote(setting.value)}")
     words += ["bash", f"scripts/run_megatron_t5_{plan.strategy.name}.sh"]
-    words += [shlex.quote(plan.master_address), "0"] if run.layout.nnodes > 1 else []
-    return " ".join([*words, *(["--", *map(shlex.quote, plan.arguments.extra)] if plan.arguments.extra else [])])
+    if run.layout.nnodes > 1:
+        words += [shlex.quote(plan.master_address), "0"]
+    if plan.arguments.extra:
+        words += ["--", *map(shlex.quote, plan.arguments.extra)]
+    return " ".join(words)
 
 
 def why_slower(rows: Rows) -> list[str]:
     """Of each strategy's fastest row, what it takes longer for than the fastest with as many processes."""
     timed = {name: row for name, row in rows.items() if row.milliseconds}
-    shown, found = best(timed, len({(row.strategy, row.run.world_size) for row in timed.values()})), []
-    for size in sorted({row.run.world_size for row in shown.values()}):
-        of_size = ((row.milliseconds.median, name) for name, row in shown.items() if row.run.world_size == size)
-        (least, first), *others = sorted(of_size, key=lambda one: one[0])
-        fastest = profile_of(shown[first])
-        for ms, name in others if fastest else ():
-            if ms >= SLOWER * least and (profile := profile_of(shown[name])):
-                ours, its = mean_parts(profile), mean_parts(fastest)
-                part = max(PARTS, key=lambda part: ours[part] - its[part])
-                found.append(
-                    f"{name} takes {ms - least:.3g} ms longer than {first}; "
-                    f"the profile shows {ours[part] - its[part]:.3g} ms more {DOING[part]}"
-                )
-    return found
+    kinds = {(row.strategy, row.run.world_size) for row in timed.values()}
+    fastest_rows = best(timed, len(kinds))
+    sentences = []
+    for size in sorted({row.run.world_size for row in fastest_rows.values()}):
+        of_size = {name: row for name, row in fastest_rows.items() if row.run.world_size == size}
+        by_time = sorted(of_size, key=lambda name: of_size[name].milliseconds.median)
+        fastest, *others = by_time
+        for name in others:
+            sentences += _comparison_of_profiles(name, of_size[name], fastest, of_size[fastest])
+    return sentences
+
+
+def _comparison_of_profiles(name: str, row: Row, fastest_name: str, fastest: Row) -> list[str]:
+    """The part of the iteration in which a row loses most to the fastest; nothing unless both were profiled."""
+    milliseconds = row.milliseconds.median
+    least = fastest.milliseconds.median
+    if milliseconds < SLOWER * least:
+        return []
+    profile = profile_of(row)
+    fastest_profile = profile_of(fastest)
+    if not profile or not fastest_profile:
+        return []
+    parts = mean_parts(profile)
+    fastest_parts = mean_parts(fastest_profile)
+    more = {part: parts[part] - fastest_parts[part] for part in PARTS}
+    slowest_part = max(PARTS, key=more.__getitem__)
+    return [
+        f"{name} takes {milliseconds - least:.3g} ms longer than {fastest_name}; "
+        f"the profile shows {more[slowest_part]:.3g} ms more {DOING[slowest_part]}"
+    ]
 
 
 def why(run: Run) -> list[str]:
     """Where the time of the profiled iteration went, and the causes that this names; nothing without a profile."""
     try:
         explanation = Explanation(run)
-        return [explanation.sentence(), *(f"{cause.name}: {cause.evidence}" for cause in explanation.causes())]
+        causes = [f"{cause.name}: {cause.evidence}" for cause in explanation.causes()]
+        return [explanation.sentence(), *causes]
     except RecordError as damage:
         return [str(damage)]
     except Problem:
         return []
 
 
+class Explained(NamedTuple):
+    """What the page says in sentences of a row."""
+
+    name: str
+    row: Row
+    limits: str
+    causes: list[str]
+
+
 def render(comparison: Comparison) -> str:
     """The page, with figures of as many rows as MOST_BYTES has room for."""
-    rows = best(rows_of(comparison), MOST_EXPLAINED)
-    explained = [(name, row, text, why(row.run)) for name, row in rows.items() if (text := limits(row))]
-    for most in MOST_ROWS:
-        page = _render(comparison, explained, *most)
+    explained = []
+    for name, row in best(rows_of(comparison), MOST_EXPLAINED).items():
+        sentence = limits(row)
+        if sentence:
+            explained.append(Explained(name, row, sentence, why(row.run)))
+    for most, most_of_large in MOST_ROWS:
+        page = _render(comparison, explained, most, most_of_large)
         if len(page.encode()) < MOST_BYTES:
             break
     return page
 
 
-def _render(comparison: Comparison, explained: list, most: int, most_of_large: int) -> str:
-    loader = FileSystemLoader(HERE)
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+def _render(comparison: Comparison, explained: Sequence[Explained], most: int, most_of_large: int) -> str:
+    """most: rows in the figures; most_of_large: in those that take many points."""
+    environment = Environment(
+        loader=FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
     environment.filters["processes"] = processes
-    columns, different = tables.columns(comparison), differing(_facts, comparison.runs)
-    rows, style = rows_of(comparison), styles(comparison)
+    columns = tables.columns(comparison)
+    different = differing(_facts, comparison.runs)
+    rows = rows_of(comparison)
+    look_of = styles(comparison)
     drawn = best(rows, most)
     figures = all_figures(comparison, drawn, most_of_large)
-    looks = {name: style[row.strategy] for name, row in drawn.items()}
-    chosen_by = ("strategy", "processes", "engine")
-    about: dict[str, dict[str, Any]] = {}
-    for name, row in rows.items():
-        about[name] = dict(zip(chosen_by, (row.strategy, row.run.world_size, row.run.engine), strict=True))
-    for name, (colour, dashes) in looks.items():
-        about[name] |= {"colour": colour, "dashes": [3 * length for length in dashes]}
-    data = tables.rounded(msgspec.to_builtins({"rows": about, "figures": figures}), DIGITS)
+    looks = {name: look_of[row.strategy] for name, row in drawn.items()}
+    drawn_figures = [Markup(svg) for svg in drawings(looks, figures)]
+    facts_of_rows = _facts_of_rows(rows, looks)
     days = sorted({run.record["started"][:10] for run in comparison.runs})
+    facts = _facts(comparison.runs[0])
     return environment.get_template("page.html.j2").render(
         comparison=comparison,
         tables=tables,
         names={(row.label, row.run.directory): name for name, row in rows.items()},
-        choices={key: list(dict.fromkeys(its[key] for its in about.values())) for key in chosen_by},
+        choices={key: _values(facts_of_rows, key) for key in CHOSEN_BY},
         columns=[column for column in columns if column.importance > MINOR],
         minor=[column for column in columns if column.importance <= MINOR],
         cell=_cell,
         longest=LONGEST_NAME,
         command=command,
-        colours={strategy: colour for strategy, (colour, _) in style.items()},
+        colours={strategy: look.colour for strategy, look in look_of.items()},
         remarks=tables.remarks(comparison),
-        # Paragraphs and list items, without the line breaks that they were written with.
-        paper=[part for of in (statistics, interval, repeats) for part in re.split(r"\n\n|\n(?=- )", of.__doc__ or "")],
+        paper=_method_in_full(),
         # The only texts that are not escaped: matplotlib escaped what it drew, and these are scripts and their data.
-        figures=list(zip(figures, map(Markup, drawings(looks, figures)), strict=True)),
-        data=Markup(msgspec.json.encode(data).decode().replace("<", "\\u003c")),
+        figures=list(zip(figures, drawn_figures, strict=True)),
+        data=_as_json({"rows": facts_of_rows, "figures": figures}),
         scripts=[Markup((HERE / name).read_text()) for name in SCRIPTS],
         drawn=[len(drawn), min(most_of_large, len(drawn))],
         limits=explained,
@@ -163,5 +220,40 @@ def _render(comparison: Comparison, explained: list, most: int, most_of_large: i
         dates=" to ".join(dict.fromkeys([days[0], days[-1]])),
         show=show,
         different=different,
-        same={name: value for name, value in _facts(comparison.runs[0]).items() if name not in different},
+        same={name: value for name, value in facts.items() if name not in different},
     )
+
+
+def _facts_of_rows(rows: Rows, looks: Mapping[str, Look]) -> dict[str, dict[str, Any]]:
+    """What the page's script knows of each row; of those that are drawn also their looks."""
+    facts: dict[str, dict[str, Any]] = {}
+    for name, row in rows.items():
+        facts[name] = {
+            "strategy": row.strategy,
+            "processes": row.run.world_size,
+            "engine": row.run.engine,
+        }
+        if name in looks:
+            look = looks[name]
+            facts[name]["colour"] = look.colour
+            facts[name]["dashes"] = [3 * length for length in look.dashes]
+    return facts
+
+
+def _values(facts_of_rows: Mapping[str, Mapping[str, Any]], name: str) -> list[Any]:
+    """The values of one fact, each once."""
+    return list(dict.fromkeys(facts[name] for facts in facts_of_rows.values()))
+
+
+def _method_in_full() -> list[str]:
+    """Paragraphs and list items, without the line breaks that they were written with."""
+    paragraphs: list[str] = []
+    for module in (statistics, interval, repeats):
+        paragraphs += re.split(r"\n\n|\n(?=- )", module.__doc__ or "")
+    return paragraphs
+
+
+def _as_json(content: Any) -> Markup:
+    """For a script element, which the first `</script` would end, also one in a string."""
+    rounded = tables.rounded(msgspec.to_builtins(content), DIGITS)
+    return Markup(msgspec.json.encode(rounded).decode().replace("<", "\\u003c"))

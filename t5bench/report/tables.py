@@ -8,7 +8,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, is_dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
@@ -16,12 +16,13 @@ from t5bench.compare.comparable import gpu_names
 from t5bench.compare.comparison import Comparison
 from t5bench.compare.interval import CONFIDENCE
 from t5bench.compare.rows import MARK_OF_ALONE, Row, bytes_text
-from t5bench.compare.statistics import Estimate
+from t5bench.compare.statistics import Estimate, Timing
 from t5bench.model.parameters import parameters
 from t5bench.record.records import Run
 from t5bench.record.text import processes
 
 NOTHING = "-"
+KINDS_OF_DEVICE = {"cuda": "GPU of unknown name", "cpu": "CPU"}
 DIGITS = 9  # of a published figure: the last of a float's 17 depend on the processor, for example on AVX-512
 
 
@@ -36,13 +37,14 @@ def _estimate_text(value: Estimate, digits: int = 4) -> str:
     """As many digits as are known: two of half the interval, and never more than `digits` significant ones."""
     if value.low is None or value.high is None:
         return _significant(value.median, digits)
-    half, scale = (value.high - value.low) / 2, abs(value.median)
+    half = (value.high - value.low) / 2
+    scale = abs(value.median)
     if 0 < half < math.inf and 0 < scale < math.inf:
         known = math.floor(math.log10(scale)) - math.floor(math.log10(half)) + 2
         digits = max(2, min(digits, known))
     decimals = _decimals(value.median, digits)
-    low, middle, high = (f"{number:.{decimals}f}" for number in (value.low, value.median, value.high))
-    return f"{middle} [{low}, {high}]"
+    interval = f"[{value.low:.{decimals}f}, {value.high:.{decimals}f}]"
+    return f"{value.median:.{decimals}f} {interval}"
 
 
 def _decimals(value: float, digits: int) -> int:
@@ -52,176 +54,402 @@ def _decimals(value: float, digits: int) -> int:
     return max(0, digits - 1 - math.floor(math.log10(abs(value))))
 
 
-def _repeats_text(repeats: tuple[int, float | None, float | None]) -> str:
+class RepeatMedians(NamedTuple):
+    """The repeats of a row, and the lowest and the highest of their medians in milliseconds."""
+
+    count: int
+    lowest: float | None
+    highest: float | None
+
+
+def _repeat_medians(row: Row) -> RepeatMedians:
+    lowest = min(row.run_medians, default=None)
+    highest = max(row.run_medians, default=None)
+    return RepeatMedians(len(row.repeats or row.runs), lowest, highest)
+
+
+def _repeats_text(repeats: RepeatMedians) -> str:
     """How many repeats, and how far their medians lie apart."""
-    count, *ends = repeats
-    return f"{count}: {' to '.join(map(_significant, ends))}" if count > 1 and None not in ends else NOTHING
+    if repeats.count < 2 or repeats.lowest is None or repeats.highest is None:
+        return NOTHING
+    return f"{repeats.count}: {_significant(repeats.lowest)} to {_significant(repeats.highest)}"
 
 
 @dataclass(frozen=True)
 class Column:
-    """One fact about a row, wherever it is shown.
-
-    title: its heading in a table; a fact without one is in files alone. fields: its names in CSV and in W&B's table,
-    one for each part of a value that has several. importance: a table that is too wide leaves out the lowest first.
-    metric: its name in W&B's summary, by which a training run has it too.
-    """
+    """One fact about a row, wherever it is shown."""
 
     title: str
+    """Its heading in a table; a fact without one is in files alone."""
     fields: str
+    """Its names in CSV and in W&B's table, one for each part of a value that has several."""
     value: Callable[[Row], Any]
     importance: int = 0
+    """A table that is too wide leaves out the lowest first."""
     show: Callable[[Any], str] = str
     alignment: str = "right"
     metric: str = ""
+    """Its name in W&B's summary, by which a training run has it too."""
 
     def text(self, row: Row) -> str:
-        return NOTHING if (value := self.value(row)) is None else self.show(value)
+        value = self.value(row)
+        return NOTHING if value is None else self.show(value)
 
     def parts(self, row: Row) -> dict[str, Any]:
         """By field, None for what was not measured."""
-        value, names = self.value(row), self.fields.split()
-        parts = astuple(value) if is_dataclass(value) else value if isinstance(value, tuple) else [value] * len(names)
+        value = self.value(row)
+        names = self.fields.split()
+        if is_dataclass(value):
+            parts = astuple(value)
+        elif isinstance(value, tuple):
+            parts = value
+        else:
+            parts = [value] * len(names)
         return dict(zip(names, parts, strict=False))
 
 
-def predicted_bytes(row: Row) -> tuple[float, float | None] | None:
-    """Bytes that the busiest node sends to others in an iteration, and how far that is from what was measured.
+class Predicted(NamedTuple):
+    """What the cost model says, beside what was measured."""
+
+    value: float
+    error: float | None
+    """Of the prediction, relative to what was measured; None where nothing was."""
+
+
+def predicted_bytes(row: Row) -> Predicted | None:
+    """Bytes that the busiest node sends to others in an iteration.
 
     On one node with gloo: what its processes send each other over the loopback, as if each were a node.
     """
-    if not (found := row.prediction) or (row.run.layout.nnodes == 1 and found.backend != "gloo"):
+    prediction = row.prediction
+    if not prediction:
         return None
     if row.run.layout.nnodes > 1:
-        return _beside(max(found.node_bytes), row.sent_per_iteration)
-    alone = replace(found.job, parallel=replace(found.job.parallel, devices_per_node=1))
-    return _beside(sum(replace(found, job=alone).node_bytes), row.sent_per_iteration)
+        return _beside(max(prediction.node_bytes), row.sent_per_iteration)
+    if prediction.backend != "gloo":
+        return None
+    parallel = replace(prediction.job.parallel, devices_per_node=1)
+    on_own_nodes = replace(prediction, job=replace(prediction.job, parallel=parallel))
+    return _beside(sum(on_own_nodes.node_bytes), row.sent_per_iteration)
 
 
-def predicted_memory(row: Row) -> tuple[float, float | None] | None:
-    """MiB allocated on the fullest GPU at its peak, and how far that is from what was measured."""
-    found = row.prediction if row.on_gpu else None
-    return _beside(found.memory.peak / 2**20, max(row.peak_memory.values(), default=None)) if found else None
+def predicted_memory(row: Row) -> Predicted | None:
+    """MiB allocated on the fullest GPU at its peak."""
+    if not row.on_gpu or not row.prediction:
+        return None
+    return _beside(row.prediction.memory.peak / 2**20, _highest_peak(row))
 
 
-def predicted_time(row: Row) -> tuple[float, float | None] | None:
-    """Milliseconds of an iteration, and how far that is from what was measured."""
-    return _beside(1000 * row.predicted.total, row.milliseconds.median) if row.predicted and row.milliseconds else None
+def predicted_time(row: Row) -> Predicted | None:
+    """Milliseconds of an iteration."""
+    if not row.predicted or not row.milliseconds:
+        return None
+    return _beside(1000 * row.predicted.total, row.milliseconds.median)
 
 
-def _beside(predicted: float, measured: float | None) -> tuple[float, float | None]:
-    return predicted, predicted / measured - 1 if measured else None
+def _beside(predicted: float, measured: float | None) -> Predicted:
+    return Predicted(predicted, predicted / measured - 1 if measured else None)
 
 
-def _predicted_text(show: Callable[[float], str]) -> Callable[[tuple[float, float | None]], str]:
-    return lambda value: show(value[0]) + ("" if value[1] is None else f" ({value[1]:+.1%})")
+def _predicted_text(show: Callable[[float], str]) -> Callable[[Predicted], str]:
+    def text(predicted: Predicted) -> str:
+        error = "" if predicted.error is None else f" ({predicted.error:+.1%})"
+        return show(predicted.value) + error
+
+    return text
+
+
+def _three_digits(value: float) -> str:
+    return _significant(value, 3)
+
+
+def _ratio_text(value: Estimate) -> str:
+    return _estimate_text(value, 3)
+
+
+def _highest_peak(row: Row) -> float | None:
+    """Peak memory of the fullest rank in MiB."""
+    return max(row.peak_memory.values(), default=None)
+
+
+def _interval_of(row: Row) -> str | None:
+    """What the row's intervals are about."""
+    if not row.repeats:
+        return None
+    return "this run alone" if row.alone else "repeats"
 
 
 def mark(row: Row) -> str:
     """What a label ends with when a remark says how the row differs from the baseline, or what its intervals lack."""
-    return MARK_OF_ALONE * row.alone + " *" * bool(row.marks)
+    of_alone = MARK_OF_ALONE if row.alone else ""
+    of_remark = " *" if row.marks else ""
+    return of_alone + of_remark
+
+
+def _is_loopback(row: Row) -> bool:
+    return any(entry.observed.loopback for entry in row.measured)
 
 
 def all_columns(comparison: Comparison) -> list[Column]:
     """Every column, whether anything of it was measured or not. Why a row has no figures is a problem, no column."""
-    base, rows = comparison.baseline, comparison.rows
-    device, process = ("GPU", "GPU") if any(row.on_gpu for row in rows) else ("host", "process")
+    base = comparison.baseline
+    rows = comparison.rows
+    on_gpu = any(row.on_gpu for row in rows)
+    device = "GPU" if on_gpu else "host"
+    process = "GPU" if on_gpu else "process"
     all_complete = all(row.complete for row in rows)
-    loopback = " (loopback)" if any(entry.observed.loopback for row in rows for entry in row.measured) else ""
+    loopback = " (loopback)" if any(map(_is_loopback, rows)) else ""
     return [
-        Column("strategy", "", lambda row: row.label + mark(row), 99, alignment="left"),
-        Column("", "strategy label", lambda row: (row.strategy, row.label)),
-        Column("TP/PP/DP", "", lambda row: row.run.layout, 60, "{0.tp}/{0.pp}/{0.dp}".format, "center"),
-        Column("", "nnodes nproc_per_node world_size tp pp dp micro_batches", lambda row: row.run.layout),
-        Column("", "engine device", lambda row: (row.run.engine, row.run.plan.device)),
-        Column("", "gpu precision", lambda row: (gpu_names(row.run), row.run.plan.precision)),
-        Column("ms/iteration", "ms_per_iteration ms_low ms_high", lambda row: row.milliseconds, 40, _estimate_text,
-               metric="elapsed time per iteration"),
-        Column("samples/s", "samples_per_second samples_per_second_low samples_per_second_high",
-               lambda row: row.samples_per_second, 90, _estimate_text, metric="samples per second"),
-        Column("", "tokens_per_second", lambda row: row.tokens_per_second),
-        Column(f"x {base}", "throughput_ratio ratio_low ratio_high", lambda row: row.ratio, 85,
-               lambda value: _estimate_text(value, 3), metric="throughput relative to the baseline"),
-        Column("repeats (ms)", "runs ms_lowest_run ms_highest_run",
-               lambda row: (len(row.repeats or row.runs), *(end(row.run_medians, default=None) for end in (min, max))),
-               15, _repeats_text),
-        Column("", "interval_of", lambda row: ("this run alone" if row.alone else "repeats") if row.repeats else None),
-        Column(f"TFLOP/s per {process}", "tflops_per_gpu", lambda row: row.tflops, 30,
-               lambda value: _significant(value, 3), metric="TFLOPs"),
-        Column("TFLOP/s with recomputation", "hardware_tflops_per_gpu", lambda row: row.hardware_tflops, 11,
-               lambda value: _significant(value, 3)),
-        Column("MFU", "mfu", lambda row: row.mfu, 55, "{:.1%}".format, metric="MFU"),
-        Column(f"peak {device} MiB", "peak_memory_mib", lambda row: max(row.peak_memory.values(), default=None), 80,
-               "{:.0f}".format, metric="peak memory MiB"),
-        Column(f"sent/iteration{loopback}", "bytes_sent_per_iteration", lambda row: row.sent_per_iteration, 20,
-               bytes_text),
-        Column("bytes predicted (error)", "bytes_predicted bytes_predicted_off", predicted_bytes, 14,
-               _predicted_text(bytes_text)),
-        Column(f"{device} MiB predicted (error)", "memory_mib_predicted memory_mib_predicted_off", predicted_memory, 13,
-               _predicted_text("{:.0f}".format)),
-        Column("ms predicted (error)", "ms_predicted ms_predicted_off", predicted_time, 12,
-               _predicted_text(_significant)),
-        Column("final loss", "final_loss", lambda row: row.final_loss, 25, "{:.6f}".format, metric="lm loss"),
-        Column(f"equal to {base}", "parity largest_loss_difference", lambda row: row.parity, 50, alignment="left"),
-        Column("status", "status", lambda row: row.run.status, 16 if all_complete else 70,
-               alignment="left"),
-        Column("", "reason", lambda row: row.run.reason),
-        Column("gradients reduced", "gradient_dtype gradient_overlap", lambda row: row.reduction, 10, alignment="left"),
-        Column("", "differs_from_baseline", lambda row: "; ".join(row.marks)),
-    ]  # fmt: skip
+        Column(
+            title="strategy",
+            fields="",
+            value=lambda row: row.label + mark(row),
+            importance=99,
+            alignment="left",
+        ),
+        Column(
+            title="",
+            fields="strategy label",
+            value=lambda row: (row.strategy, row.label),
+        ),
+        Column(
+            title="TP/PP/DP",
+            fields="",
+            value=lambda row: row.run.layout,
+            importance=60,
+            show="{0.tp}/{0.pp}/{0.dp}".format,
+            alignment="center",
+        ),
+        Column(
+            title="",
+            fields="nnodes nproc_per_node world_size tp pp dp micro_batches",
+            value=lambda row: row.run.layout,
+        ),
+        Column(
+            title="",
+            fields="engine device",
+            value=lambda row: (row.run.engine, row.run.plan.device),
+        ),
+        Column(
+            title="",
+            fields="gpu precision",
+            value=lambda row: (gpu_names(row.run), row.run.plan.precision),
+        ),
+        Column(
+            title="ms/iteration",
+            fields="ms_per_iteration ms_low ms_high",
+            value=lambda row: row.milliseconds,
+            importance=40,
+            show=_estimate_text,
+            metric="elapsed time per iteration",
+        ),
+        Column(
+            title="samples/s",
+            fields="samples_per_second samples_per_second_low samples_per_second_high",
+            value=lambda row: row.samples_per_second,
+            importance=90,
+            show=_estimate_text,
+            metric="samples per second",
+        ),
+        Column(
+            title="",
+            fields="tokens_per_second",
+            value=lambda row: row.tokens_per_second,
+        ),
+        Column(
+            title=f"x {base}",
+            fields="throughput_ratio ratio_low ratio_high",
+            value=lambda row: row.ratio,
+            importance=85,
+            show=_ratio_text,
+            metric="throughput relative to the baseline",
+        ),
+        Column(
+            title="repeats (ms)",
+            fields="runs ms_lowest_run ms_highest_run",
+            value=_repeat_medians,
+            importance=15,
+            show=_repeats_text,
+        ),
+        Column(
+            title="",
+            fields="interval_of",
+            value=_interval_of,
+        ),
+        Column(
+            title=f"TFLOP/s per {process}",
+            fields="tflops_per_gpu",
+            value=lambda row: row.tflops,
+            importance=30,
+            show=_three_digits,
+            metric="TFLOPs",
+        ),
+        Column(
+            title="TFLOP/s with recomputation",
+            fields="hardware_tflops_per_gpu",
+            value=lambda row: row.hardware_tflops,
+            importance=11,
+            show=_three_digits,
+        ),
+        Column(
+            title="MFU",
+            fields="mfu",
+            value=lambda row: row.mfu,
+            importance=55,
+            show="{:.1%}".format,
+            metric="MFU",
+        ),
+        Column(
+            title=f"peak {device} MiB",
+            fields="peak_memory_mib",
+            value=_highest_peak,
+            importance=80,
+            show="{:.0f}".format,
+            metric="peak memory MiB",
+        ),
+        Column(
+            title=f"sent/iteration{loopback}",
+            fields="bytes_sent_per_iteration",
+            value=lambda row: row.sent_per_iteration,
+            importance=20,
+            show=bytes_text,
+        ),
+        Column(
+            title="bytes predicted (error)",
+            fields="bytes_predicted bytes_predicted_off",
+            value=predicted_bytes,
+            importance=14,
+            show=_predicted_text(bytes_text),
+        ),
+        Column(
+            title=f"{device} MiB predicted (error)",
+            fields="memory_mib_predicted memory_mib_predicted_off",
+            value=predicted_memory,
+            importance=13,
+            show=_predicted_text("{:.0f}".format),
+        ),
+        Column(
+            title="ms predicted (error)",
+            fields="ms_predicted ms_predicted_off",
+            value=predicted_time,
+            importance=12,
+            show=_predicted_text(_significant),
+        ),
+        Column(
+            title="final loss",
+            fields="final_loss",
+            value=lambda row: row.final_loss,
+            importance=25,
+            show="{:.6f}".format,
+            metric="lm loss",
+        ),
+        Column(
+            title=f"equal to {base}",
+            fields="parity largest_loss_difference",
+            value=lambda row: row.parity,
+            importance=50,
+            alignment="left",
+        ),
+        Column(
+            title="status",
+            fields="status",
+            value=lambda row: row.run.status,
+            importance=16 if all_complete else 70,
+            alignment="left",
+        ),
+        Column(
+            title="",
+            fields="reason",
+            value=lambda row: row.run.reason,
+        ),
+        Column(
+            title="gradients reduced",
+            fields="gradient_dtype gradient_overlap",
+            value=lambda row: row.reduction,
+            importance=10,
+            alignment="left",
+        ),
+        Column(
+            title="",
+            fields="differs_from_baseline",
+            value=lambda row: "; ".join(row.marks),
+        ),
+    ]
 
 
 def columns(comparison: Comparison) -> list[Column]:
     """Those of a table: the ones that hold something for at least one row."""
-    titled = [column for column in all_columns(comparison) if column.title]
-    return [column for column in titled if any(column.text(row) != NOTHING for row in comparison.rows)]
+    shown = []
+    for column in all_columns(comparison):
+        is_measured = any(column.text(row) != NOTHING for row in comparison.rows)
+        if column.title and is_measured:
+            shown.append(column)
+    return shown
 
 
 def short_labels(comparison: Comparison, longest: int) -> dict[str, str]:
     """For each label that is longer than this: its strategy and a number."""
-    long = dict.fromkeys((row.label, row.strategy) for row in comparison.rows if len(row.label) > longest)
-    return {label: f"{strategy} [{number}]" for number, (label, strategy) in enumerate(long, 1)}
+    strategy_of = {row.label: row.strategy for row in comparison.rows if len(row.label) > longest}
+    return {label: f"{strategy_of[label]} [{number}]" for number, label in enumerate(strategy_of, 1)}
 
 
 def named_rows(comparison: Comparison, longest: int = sys.maxsize) -> list[tuple[str, Row]]:
     """The rows, each by another name: its label, the number of processes where it needs that, or a number."""
     short = short_labels(comparison, longest)
-    found: list[tuple[str, Row]] = []
+    named: list[tuple[str, Row]] = []
     for row in comparison.rows:
+        name = short.get(row.label, row.label)
         sizes = {other.run.world_size for other in comparison.rows if other.label == row.label}
-        name = short.get(row.label, row.label) + (f" ({processes(row.run.world_size)})" if len(sizes) > 1 else "")
-        earlier = sum(other.split(" #")[0] == name for other, _ in found)
-        found.append((f"{name} #{earlier + 1}" if earlier else name, row))
-    return found
+        if len(sizes) > 1:
+            name += f" ({processes(row.run.world_size)})"
+        earlier = [other for other, _ in named if other.split(" #")[0] == name]
+        if earlier:
+            name += f" #{len(earlier) + 1}"
+        named.append((name, row))
+    return named
 
 
 def caption(comparison: Comparison) -> str:
     """What is the same in all rows, in one line; what differs is listed with all its values."""
 
-    def all_of(of: Callable[[Run], str | None]) -> str:
-        return " / ".join(dict.fromkeys(value for run in comparison.runs if (value := of(run))))
+    def every(fact: Callable[[Run], str | None]) -> str:
+        """The values of a fact in all runs, each once."""
+        values = [fact(run) for run in comparison.runs]
+        return " / ".join(dict.fromkeys(value for value in values if value))
 
-    def setting(name: str) -> str:
-        return all_of(lambda run: run.plan.value(name))
+    batch = every(lambda run: run.plan.value("GLOBAL_BATCH_SIZE"))
+    micro_batch = every(lambda run: run.plan.value("MICRO_BATCH_SIZE"))
+    facts = [
+        every(lambda run: _model(run, comparison.runs)),
+        f"batch {batch} (micro-batch {micro_batch})",
+        f"lengths {every(_lengths)}",
+        every(lambda run: run.plan.precision),
+        f"engine {every(lambda run: run.engine)}",
+        every(lambda run: gpu_names(run) or KINDS_OF_DEVICE[run.plan.device]),
+    ]
+    return ", ".join(facts)
 
-    def name(run: Run) -> str:
-        return f"{run.architecture.family.upper()} {run.plan.value('MODEL_PRESET')}"
 
-    def model(run: Run) -> str:
-        known = [each for each in comparison.runs if each.padded_vocab_size and name(each) == name(run)]
-        sizes = dict.fromkeys(f"{parameters(each.architecture) / 1e6:.4g}M" for each in known)
-        return name(run) + f" ({' / '.join(sizes)} parameters)" * bool(sizes)
+def _model(run: Run, runs: Sequence[Run]) -> str:
+    """The model's name and its size, which is known only with the size of the vocabulary."""
+    name = _model_name(run)
+    sizes = []
+    for other in runs:
+        if other.padded_vocab_size and _model_name(other) == name:
+            sizes.append(f"{parameters(other.architecture) / 1e6:.4g}M")
+    if not sizes:
+        return name
+    return f"{name} ({' / '.join(dict.fromkeys(sizes))} parameters)"
 
-    def lengths(run: Run) -> str:
-        return "/".join(str(n) for n in (run.architecture.encoder_length, run.architecture.decoder_length) if n)
 
-    kinds = {"cuda": "GPU of unknown name", "cpu": "CPU"}
-    return (
-        f"{all_of(model)}, batch {setting('GLOBAL_BATCH_SIZE')} (micro-batch {setting('MICRO_BATCH_SIZE')}), "
-        f"lengths {all_of(lengths)}, "
-        f"{all_of(lambda run: run.plan.precision)}, engine {all_of(lambda run: run.engine)}, "
-        f"{all_of(lambda run: gpu_names(run) or kinds[run.plan.device])}"
-    )
+def _model_name(run: Run) -> str:
+    return f"{run.architecture.family.upper()} {run.plan.value('MODEL_PRESET')}"
+
+
+def _lengths(run: Run) -> str:
+    """Of the encoder's and the decoder's sequences."""
+    lengths = (run.architecture.encoder_length, run.architecture.decoder_length)
+    return "/".join(str(length) for length in lengths if length)
 
 
 def remarks(comparison: Comparison) -> list[str]:
@@ -232,11 +460,15 @@ def remarks(comparison: Comparison) -> list[str]:
 
 def method(comparison: Comparison) -> str:
     """What was left out and how the intervals are made, with this comparison's counts."""
-    timings = [entry.timing for row in comparison.rows for entry in row.measured if entry.timing]
-    dropped = Counter(reason for timing in timings for reason in timing.dropped.values())
-    left_out = ", ".join(f"{count} for {reason}" for reason, count in dropped.items()) or "none"
+    timings: list[Timing] = []
+    for row in comparison.rows:
+        timings += [entry.timing for entry in row.measured if entry.timing]
     if not timings:
         return "No run has a time."
+    dropped: Counter[str] = Counter()
+    for timing in timings:
+        dropped.update(timing.dropped.values())
+    left_out = ", ".join(f"{count} for {reason}" for reason, count in dropped.items()) or "none"
     intervals = sum(len(timing.used) for timing in timings)
     outliers = sum(timing.outliers for timing in timings)
     return (
@@ -249,7 +481,8 @@ def method(comparison: Comparison) -> str:
 
 def _of_many_ratios(comparison: Comparison) -> str:
     """What a reader of several ratios has to know: each interval is right by itself, not all of them at once."""
-    count = sum(bool(row.ratio and row.ratio.low and not row.is_baseline and not row.alone) for row in comparison.rows)
+    compared = [row for row in comparison.rows if not row.is_baseline and not row.alone]
+    count = len([row for row in compared if row.ratio and row.ratio.low])
     if count < 2:
         return ""
     return (
@@ -272,7 +505,9 @@ def _sentences(comparison: Comparison) -> list[str]:
 
 
 def _table(shown: Sequence[Column], rows: Sequence[Row], form: str, write: Callable[[str], str] = str) -> str:
-    cells = [[write(column.text(row)) for column in shown] for row in rows]
+    cells = []
+    for row in rows:
+        cells.append([write(column.text(row)) for column in shown])
     # In a terminal one word a line, so that the figures decide how wide a column is.
     titles = [write(column.title) if form == "pipe" else column.title.replace(" ", "\n") for column in shown]
     alignment = [column.alignment for column in shown]
@@ -282,12 +517,17 @@ def _table(shown: Sequence[Column], rows: Sequence[Row], form: str, write: Calla
 def _fitting(shown: Sequence[Column], comparison: Comparison, width: int) -> list[Column]:
     """The most important of these columns, as many as every group's table has room for."""
     kept = list(shown)
-    while len(kept) > 1:
-        lines = [line for group in comparison.groups for line in _table(kept, group.rows, "simple").splitlines()]
-        if max(map(len, lines)) <= width:
-            break
+    while len(kept) > 1 and _width(kept, comparison) > width:
         kept.remove(min(kept, key=lambda column: column.importance))
     return kept
+
+
+def _width(shown: Sequence[Column], comparison: Comparison) -> int:
+    """Of the widest group's table, in characters."""
+    lines: list[str] = []
+    for group in comparison.groups:
+        lines += _table(shown, group.rows, "simple").splitlines()
+    return max(map(len, lines))
 
 
 def terminal(comparison: Comparison, width: int | None = None) -> str:
@@ -298,17 +538,27 @@ def terminal(comparison: Comparison, width: int | None = None) -> str:
     """
     room = width or sys.maxsize
     # A path stays whole.
-    lines = textwrap.TextWrapper(room, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    wrapper = textwrap.TextWrapper(
+        room,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
     short = short_labels(comparison, room // 3)
     first, *others = columns(comparison)
     first = replace(first, value=lambda row: short.get(row.label, row.label) + mark(row))
     shown = _fitting([first, *others], comparison, room)
+    lines = [wrapper.fill(text) for text in (caption(comparison), warning(comparison)) if text]
+    for group in comparison.groups:
+        lines += ["", processes(group.world_size), _table(shown, group.rows, "simple")]
+    lines.append("")
+    for label, name in short.items():
+        lines.append(wrapper.fill(f"{name}: {label}"))
     absent = ", ".join(column.title for column in others if column not in shown)
-    tables = [f"\n{processes(group.world_size)}\n{_table(shown, group.rows, 'simple')}" for group in comparison.groups]
-    below = [f"{name}: {label}" for label, name in short.items()]
-    below += [f"left out for lack of room: {absent}; --wide prints every column"] if absent else []
-    above = [lines.fill(text) for text in (caption(comparison), warning(comparison)) if text]
-    return "\n".join([*above, *tables, "", *map(lines.fill, [*below, *_sentences(comparison)])]) + "\n"
+    if absent:
+        lines.append(wrapper.fill(f"left out for lack of room: {absent}; --wide prints every column"))
+    lines += map(wrapper.fill, _sentences(comparison))
+    return "\n".join(lines) + "\n"
 
 
 _MARKDOWN = str.maketrans({"|": r"\|", "<": "&lt;", ">": "&gt;", "\n": " ", "*": r"\*", "`": "'", "_": r"\_"})
@@ -321,11 +571,14 @@ def markdown(comparison: Comparison) -> str:
         return text.translate(_MARKDOWN)
 
     shown = columns(comparison)
-    parts = ["# Comparison", escape(caption(comparison)), f"**{reason}**" if (reason := warning(comparison)) else ""]
+    parts = ["# Comparison", escape(caption(comparison))]
+    reason = warning(comparison)
+    if reason:
+        parts.append(f"**{reason}**")
     for group in comparison.groups:
         parts += [f"## {processes(group.world_size)}", _table(shown, group.rows, "pipe", escape)]
     parts.append("\n".join(f"- {escape(sentence)}" for sentence in _sentences(comparison)))
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def rounded(content: Any, digits: int = DIGITS) -> Any:
@@ -339,16 +592,20 @@ def rounded(content: Any, digits: int = DIGITS) -> Any:
 
 def data(comparison: Comparison) -> list[dict[str, Any]]:
     """Every field of every row, numbers in the units of the fields' names; None is what was not measured."""
-    every = all_columns(comparison)
-    return [
-        {"name": name} | {field: rounded(part) for column in every for field, part in column.parts(row).items()}
-        for name, row in named_rows(comparison)
-    ]
+    columns_of_files = all_columns(comparison)
+    rows = []
+    for name, row in named_rows(comparison):
+        fields: dict[str, Any] = {"name": name}
+        for column in columns_of_files:
+            fields |= rounded(column.parts(row))
+        rows.append(fields)
+    return rows
 
 
 def as_csv(comparison: Comparison) -> str:
     """One line a row; an empty cell is what was not measured."""
-    text, rows = io.StringIO(), data(comparison)
+    rows = data(comparison)
+    text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)

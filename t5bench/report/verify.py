@@ -8,6 +8,7 @@ import tarfile
 import tempfile
 import zlib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -35,7 +36,9 @@ _CURVE = re.compile(r'<path d="([^"]*)"[^>]*style="fill: none[^"]*stroke[^"]*"')
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 LEAST_OF_A_CURVE = 6  # numbers: three points; a shorter line is an axis, a tick or an entry of the legend
 SAME_POINT = 1.44  # points, of which an inch has 72
-ANEW, FIGURES = Path("anew"), "comparison.json"
+ANEW = Path("anew")  # where the comparison is made again
+FIGURES = "comparison.json"
+OWN = (str(CONTENTS), str(RUNS), str(PUBLISHED))
 DEEPEST = 100  # levels of directories in a package: Python looks through them recursively
 # As matplotlib draws: no other element, and no program.
 _ATTRIBUTES = r'(?:\s+(?!(?i:on))[\w:-]+="[^"<>]*")*\s*'
@@ -53,23 +56,31 @@ def unpack(package: Path, root: Path) -> Iterator[str]:
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             for entry in tar:
                 name = PurePosixPath(entry.name)
-                # Nothing else: Python may look for modules in the directory where the package is read.
-                is_own = str(name).partition("/")[0] in map(str, (CONTENTS, RUNS, PUBLISHED))
-                is_plain = entry.isreg() and not entry.issparse()  # a sparse file is as large as it says it is
-                is_within = ".." not in name.parts and len(name.parts) <= DEEPEST
                 if entry.isdir():  # tar adds them where a person packs again what he has unpacked
                     continue
-                if not is_plain or not is_own or not is_within or entry.size > MOST_BYTES:
+                if not _belongs(entry):
                     yield f"{entry.name} is not a plain file of a package"
                 elif name in seen:
                     yield f"{name} is in the package twice"
-                elif content := tar.extractfile(entry):
+                else:
                     seen.add(name)
-                    write_file(root / name, content.read())
+                    write_file(root / name, tar.extractfile(entry).read())
     except RecordError:
         raise
     except (tarfile.TarError, OSError, EOFError, ValueError, zlib.error) as error:
         raise RecordError(f"{package} cannot be read: {error}") from error
+
+
+def _belongs(entry: tarfile.TarInfo) -> bool:
+    """Whether it is a plain file of a package, in one of its own directories.
+
+    Nothing else is unpacked: Python may look for modules in the directory where the package is read.
+    """
+    name = PurePosixPath(entry.name)
+    is_own = str(name).partition("/")[0] in OWN
+    is_plain = entry.isreg() and not entry.issparse()  # a sparse file is as large as it says it is
+    is_within = ".." not in name.parts and len(name.parts) <= DEEPEST
+    return is_own and is_plain and is_within and entry.size <= MOST_BYTES
 
 
 def findings(problems: list[str]) -> Iterator[str]:
@@ -79,6 +90,27 @@ def findings(problems: list[str]) -> Iterator[str]:
     """
     contents = decoded(CONTENTS, read(CONTENTS), Contents)
     present = {str(path) for path in Path().rglob("*") if path.is_file() and path != CONTENTS}
+    yield from _changed_files(contents, present)
+    yield from _wrongly_absent(contents)
+    comparison, faults = publish(contents)
+    yield from faults
+    problems += comparison.problems
+    write(comparison, ANEW)
+    computed_files = sorted(path.name for path in ANEW.iterdir())
+    belonging = {RUNS / SWEEP, *packed_files(packed_runs())}
+    belonging |= {PUBLISHED / name for name in computed_files}
+    for name in sorted(present - set(map(str, belonging))):
+        yield f"{name} was added: a package has no such file"
+    wrong: list[str] = []
+    for name in computed_files:
+        if name != PAGE:
+            wrong += _differences(name)
+    # The page has all of it: its differences say nothing new.
+    yield from wrong or _page_differences(contents.drawn_by)
+
+
+def _changed_files(contents: Contents, present: set[str]) -> Iterator[str]:
+    """Where the files that are there are not those that package.json lists."""
     for name in sorted(present | contents.files.keys()):
         if name not in present:
             yield f"{name} is missing"
@@ -86,27 +118,22 @@ def findings(problems: list[str]) -> Iterator[str]:
             yield f"{name} was added: {CONTENTS} does not list it"
         elif sha256(Path(name)) != contents.files[name]:
             yield f"{name} was changed: it does not have its checksum"
+
+
+def _wrongly_absent(contents: Contents) -> Iterator[str]:
+    """Where the absent runs are not those that package.json names."""
     absent = [name for name in read_list(RUNS) if not looks_like_run(RUNS / name)]
     for name in dict.fromkeys([*absent, *contents.absent]):
         if name not in contents.absent:
             yield f"{RUNS}/{name} is on the sweep's list of runs but not in the package"
         elif name not in absent:
-            yield f"{RUNS}/{name} is listed as absent, but it is in the package or not on the sweep's list of runs"
-    comparison, faults = publish(contents)
-    yield from faults
-    problems += comparison.problems
-    write(comparison, ANEW)
-    belong = {RUNS / SWEEP, *packed_files(packed_runs()), *(PUBLISHED / path.name for path in ANEW.iterdir())}
-    yield from (f"{name} was added: a package has no such file" for name in sorted(present - set(map(str, belong))))
-    files = sorted(path.name for path in ANEW.iterdir() if path.name != PAGE)
-    wrong = [fault for name in files for fault in _differences(name)]
-    # The page has all of it: its differences say nothing new.
-    yield from wrong or _page_differences(contents.drawn_by)
+            yield (f"{RUNS}/{name} is listed as absent, but it is in the package or not on the sweep's list of runs")
 
 
 def _both(name: str) -> tuple[str, str]:
     """A published file, and what the logs give."""
-    published, computed = (read(directory / name).decode(errors="replace") for directory in (PUBLISHED, ANEW))
+    published = read(PUBLISHED / name).decode(errors="replace")
+    computed = read(ANEW / name).decode(errors="replace")
     return published, computed
 
 
@@ -115,21 +142,32 @@ def _differences(name: str) -> list[str]:
     published, computed = _both(name)
     if published == computed:
         return []
-    wrong = []
-    if name == FIGURES:
-        theirs, ours = (dict(_leaves(decoded(name, text.encode()))) for text in (published, computed))
-        for place in ours | theirs:
-            one, other = theirs.get(place, "nothing"), ours.get(place, "nothing")
-            if one != other:
-                wrong.append(f"{PUBLISHED}/{name}: {place} is {one}, but the logs give {other}")
+    wrong = _different_figures(published, computed) if name == FIGURES else []
     # Two rows may have the same label, an object a key twice, and 1 is 1.0.
     return wrong or [_first_difference(name, published, computed)]
 
 
+def _different_figures(published: str, computed: str) -> list[str]:
+    """Every value of comparison.json that the logs do not give."""
+    theirs = dict(_leaves(decoded(FIGURES, published.encode())))
+    ours = dict(_leaves(decoded(FIGURES, computed.encode())))
+    wrong = []
+    for address in ours | theirs:
+        published_value = theirs.get(address, "nothing")
+        computed_value = ours.get(address, "nothing")
+        if published_value != computed_value:
+            wrong.append(f"{PUBLISHED}/{FIGURES}: {address} is {published_value}, but the logs give {computed_value}")
+    return wrong
+
+
 def _first_difference(name: str, published: str, computed: str) -> str:
+    different = computed.count("\n")  # where one is longer than the other
     pairs = zip(published.split("\n"), computed.split("\n"), strict=False)
-    line = next((number for number, (one, other) in enumerate(pairs) if one != other), computed.count("\n"))
-    return f"{PUBLISHED}/{name} line {line + 1} does not follow from the logs"
+    for number, (published_line, computed_line) in enumerate(pairs):
+        if published_line != computed_line:
+            different = number
+            break
+    return f"{PUBLISHED}/{name} line {different + 1} does not follow from the logs"
 
 
 def _page_differences(drawn_by: str) -> list[str]:
@@ -139,9 +177,10 @@ def _page_differences(drawn_by: str) -> list[str]:
         return []
     if drawn_by == matplotlib.__version__:
         return [_first_difference(PAGE, published, computed)]
-    texts = [_DRAWING.sub("<svg/>", text) for text in (published, computed)]
-    if texts[0] != texts[1]:
-        return [_first_difference(PAGE, *texts)]
+    published_text = _DRAWING.sub("<svg/>", published)
+    computed_text = _DRAWING.sub("<svg/>", computed)
+    if published_text != computed_text:
+        return [_first_difference(PAGE, published_text, computed_text)]
     drawings = zip(_DRAWING.findall(published), _DRAWING.findall(computed), strict=True)
     for number, (drawing, expected) in enumerate(drawings, 1):
         if not _has_the_curves(drawing, expected):
@@ -161,17 +200,16 @@ def _curves(drawing: str) -> list[list[float]]:
 
 
 def _has_the_curves(drawing: str, expected: str) -> bool:
-    ours, theirs = _curves(expected), _curves(drawing)
-    if [len(curve) for curve in ours] != [len(curve) for curve in theirs]:
+    curves = _curves(drawing)
+    expected_curves = _curves(expected)
+    if list(map(len, curves)) != list(map(len, expected_curves)):
         return False
-    for curve, other in zip(ours, theirs, strict=True):
-        if any(abs(one - another) > SAME_POINT for one, another in zip(curve, other, strict=True)):
-            return False
-    return True
+    coordinates = zip(chain(*curves), chain(*expected_curves), strict=True)
+    return all(abs(one - other) <= SAME_POINT for one, other in coordinates)
 
 
 def _leaves(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value by its place; a row's by the row's label."""
+    """Every value by its address; a row's by the row's label."""
     if isinstance(content, dict):
         for key, value in content.items():
             yield from _leaves(value, f"{name}.{key}" if name else key)
@@ -189,21 +227,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    package, published = arguments.package, arguments.sha256.lower()
+    package = arguments.package
+    published_checksum = arguments.sha256.lower()
     sentences: list[str] = []
     problems: list[str] = []
     figures = ""
     try:  # what is found before an exception stays in the list
-        if published and sha256(package) != published:
-            sentences.append(f"{package} is not the package that was published: its checksum is {sha256(package)}")
+        if published_checksum:
+            checksum = sha256(package)
+            if checksum != published_checksum:
+                sentence = f"{package} is not the package that was published: its checksum is {checksum}"
+                sentences.append(sentence)
         with tempfile.TemporaryDirectory() as directory:
             sentences.extend(unpack(package, Path(directory)))
             with working_in(directory):
                 sentences.extend(findings(problems))
                 figures = (PUBLISHED / FIGURES).read_text(errors="replace")
     except UNFORESEEN as error:
-        why = error if isinstance(error, Problem) else f"its records lack what a comparison needs: {error!r}"
-        sentences.append(str(why))
+        if isinstance(error, Problem):
+            sentences.append(str(error))
+        else:
+            sentences.append(f"its records lack what a comparison needs: {error!r}")
     for sentence in sentences:
         print(f"finding: {visible(sentence)}")  # it may quote the package
     for problem in problems:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import wandb
 
@@ -31,12 +31,36 @@ CHART_ROWS = 10_000  # W&B draws no more of a custom chart's table
 # By the names that training runs have for them: a field of Iteration.
 LINES = {"samples per second": "samples_per_second", "lm loss": "lm_loss"}
 INK_THERE = "#1a1c20"
-# Of the table: what was measured, and what the cost model says.
+
+
+class Bars(NamedTuple):
+    """A chart's columns of the comparison's table."""
+
+    measured: str
+    predicted: str = ""
+    """What the cost model says, where it says something."""
+
+    def lengths(self, title: str, table: wandb.Table) -> wandb.Table:
+        """A bar for each row with a measurement, and below it one for its prediction."""
+        names = table.get_column("name")
+        all_measured = table.get_column(self.measured)
+        no_predictions = [None] * len(names)
+        all_predicted = table.get_column(self.predicted) if self.predicted else no_predictions
+        bars = wandb.Table(columns=["name", title])
+        for name, measured, predicted in zip(names, all_measured, all_predicted, strict=True):
+            if measured is None:
+                continue
+            bars.add_data(name, measured)
+            if predicted is not None:
+                bars.add_data(f"{name}, predicted", predicted)
+        return bars
+
+
 BARS = {
-    "samples per second": ("samples_per_second",),
-    "peak memory MiB": ("peak_memory_mib", "memory_mib_predicted"),
-    "bytes sent per iteration": ("bytes_sent_per_iteration", "bytes_predicted"),
-    "elapsed time per iteration": ("ms_per_iteration", "ms_predicted"),
+    "samples per second": Bars("samples_per_second"),
+    "peak memory MiB": Bars("peak_memory_mib", "memory_mib_predicted"),
+    "bytes sent per iteration": Bars("bytes_sent_per_iteration", "bytes_predicted"),
+    "elapsed time per iteration": Bars("ms_per_iteration", "ms_predicted"),
 }
 
 
@@ -50,10 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def summary(comparison: Comparison) -> dict[str, Any]:
     """`<strategy>/<metric>` for what was measured, each row's status, and the answer."""
     values: dict[str, Any] = {"sound": comparison.sound}
+    with_metric = [column for column in tables.all_columns(comparison) if column.metric]
     for name, row in tables.named_rows(comparison):
         values[f"{name}/status"] = row.run.status
-        for column in tables.all_columns(comparison):
-            if column.metric and (value := next(iter(column.parts(row).values()))) is not None:
+        for column in with_metric:
+            # Of an estimate the median, without its interval.
+            value, *_ = column.parts(row).values()
+            if value is not None:
                 values[f"{name}/{column.metric}"] = value
     return values
 
@@ -65,11 +92,14 @@ def configuration(comparison: Comparison) -> dict[str, Any]:
         return {name: setting.value for name, setting in run.plan.settings.items()}
 
     different = differing(settings, comparison.runs)
-    return {name: value for name, value in comparison.to_json().items() if name != "groups"} | {
+    settings_of_first = settings(comparison.runs[0])
+    content = comparison.to_json()
+    del content["groups"]
+    return content | {
         "caption": tables.caption(comparison),
         "not a measurement on GPUs": comparison.not_of_gpus,
         "runs": [str(run.directory) for run in comparison.runs],
-        "settings": {name: v for name, v in settings(comparison.runs[0]).items() if name not in different},
+        "settings": {name: value for name, value in settings_of_first.items() if name not in different},
     }
 
 
@@ -77,28 +107,31 @@ def curves(comparison: Comparison, name: str) -> dict[str, Points]:
     """By row the numbers of the first of its repeats, as many as a chart has room for."""
     rows = tables.named_rows(comparison)
     most = CHART_ROWS // len(rows) - 1
-    return {title: thin(points, most) for title, row in rows if (points := series(row.run, name))}
+    points_of = {title: series(row.run, name) for title, row in rows}
+    return {title: thin(points, most) for title, points in points_of.items() if points}
 
 
 def charts(comparison: Comparison, table: wandb.Table) -> dict[str, Any]:
     """Ready charts by the key that they are logged under; one without anything to draw is left out."""
     remark = f" ({comparison.not_of_gpus})" if comparison.not_of_gpus else ""
-    drawn: dict[str, Any] = {}
+    charts: dict[str, Any] = {}
     for title, name in LINES.items():
-        if lines := curves(comparison, name):
-            xs, ys = ([[point[axis] for point in points] for points in lines.values()] for axis in (0, 1))
-            chart = wandb.plot.line_series(xs, ys, list(lines), title + remark, "iteration")
-            drawn[f"{title} against iteration"] = chart
-    for title, fields in BARS.items():
-        bars = wandb.Table(columns=["name", title])
-        for name, measured, *predicted in zip(*map(table.get_column, ("name", *fields)), strict=True):
-            if measured is not None:
-                bars.add_data(name, measured)
-            if predicted and None not in (measured, *predicted):
-                bars.add_data(f"{name}, predicted", *predicted)
-        if bars.data:
-            drawn[f"{title} by strategy"] = wandb.plot.bar(bars, "name", title, title + remark)
-    return drawn
+        lines = curves(comparison, name)
+        if lines:
+            iterations: list[list[float]] = []
+            values: list[list[float]] = []
+            for points in lines.values():
+                iterations.append([x for x, _ in points])
+                values.append([y for _, y in points])
+            charts[f"{title} against iteration"] = wandb.plot.line_series(
+                iterations, values, list(lines), title + remark, "iteration"
+            )
+    for title, bars in BARS.items():
+        lengths = bars.lengths(title, table)
+        if lengths.data:
+            chart = wandb.plot.bar(lengths, "name", title, title + remark)
+            charts[f"{title} by strategy"] = chart
+    return charts
 
 
 def write(comparison: Comparison, project: str, group: str, directory: Path) -> Path:
@@ -110,15 +143,32 @@ def write(comparison: Comparison, project: str, group: str, directory: Path) -> 
     os.environ.setdefault("WANDB_DATA_DIR", str(directory / "wandb"))
     # Without what belongs to training runs alone: system metrics, console output, code, the git remote.
     settings = wandb.Settings(
-        silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True, x_save_requirements=False
+        silent=True,
+        console="off",
+        disable_git=True,
+        save_code=False,
+        x_disable_stats=True,
+        x_save_requirements=False,
     )
-    notes, config = "\n".join(comparison.verdicts), configuration(comparison)
-    names = {"project": project, "group": group, "name": group, "job_type": JOB_TYPE}
-    with wandb.init(**names, dir=directory, notes=notes, config=config, mode="offline", settings=settings) as run:
+    comparison_run = wandb.init(
+        project=project,
+        group=group,
+        name=group,
+        job_type=JOB_TYPE,
+        dir=directory,
+        notes="\n".join(comparison.verdicts),
+        config=configuration(comparison),
+        mode="offline",
+        settings=settings,
+    )
+    with comparison_run as run:
         rows = tables.data(comparison)
         table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-        page = {"page": wandb.Html(directory / PAGE, inject=False)} if (directory / PAGE).is_file() else {}
-        run.log({"comparison": table} | charts(comparison, table) | page)
+        logged = {"comparison": table} | charts(comparison, table)
+        page = directory / PAGE
+        if page.is_file():
+            logged["page"] = wandb.Html(page, inject=False)
+        run.log(logged)
         run.summary.update(summary(comparison))
         return Path(run.settings.sync_dir)
 
@@ -131,18 +181,24 @@ def workspace(comparison: Comparison, entity: str, project: str, group: str) -> 
 
     def bars(title: str) -> wr.CustomChart:
         table = {"summaryTable": {"tableKey": f"{title} by strategy_table"}}
-        return wr.CustomChart(table, "wandb/bar/v0", {"label": "name", "value": title}, {"title": title})
+        fields = {"label": "name", "value": title}
+        return wr.CustomChart(table, "wandb/bar/v0", fields, {"title": title})
 
     shown = [wr.WeavePanelSummaryTable(table_name="comparison"), *map(bars, BARS)]
     curves = [wr.LinePlot(title=title, x="Step", y=[title]) for title in LINES]
-    colours = {name: INK_THERE if colour == INK else colour for name, (colour, _) in styles(comparison).items()}
+    colours = {}
+    for strategy, look in styles(comparison).items():
+        colours[strategy] = INK_THERE if look.colour == INK else look.colour
     runs = ws.RunsetSettings(
         filters=[ws.Metric("Group") == group],
         groupby=[ws.Config("strategy")],
         order=[ws.Ordering(ws.Config("settings.MASTER_PORT"))],
         group_colors=colours,
     )
-    sections = [ws.Section("Comparison", shown, is_open=True), ws.Section("Curves", curves, is_open=True)]
+    sections = [
+        ws.Section("Comparison", shown, is_open=True),
+        ws.Section("Curves", curves, is_open=True),
+    ]
     return ws.Workspace(entity, project, group, sections, runset_settings=runs)
 
 
@@ -162,52 +218,81 @@ def upload(directory: Path) -> str:
     # It ends the service too that W&B starts: they are one process group.
     limit = ["timeout", "--signal=KILL", str(UPLOAD_SECONDS)]
     command = [*limit, sys.executable, "-m", "wandb", "sync", str(directory)]
-    environment = {key: value for key, value in os.environ.items() if key != "WANDB_MODE"}  # in which it would refuse
-    to = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}  # it could ask for a key
-    sync = subprocess.run(command, env=environment, text=True, check=False, **to)
+    environment = dict(os.environ)
+    environment.pop("WANDB_MODE", None)  # in which it would refuse
+    sync = subprocess.run(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,  # it could ask for a key
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if sync.returncode == 0:
+        return ""
     if sync.returncode == -signal.SIGKILL:
         return f"no answer within {UPLOAD_SECONDS} s"
-    last = sync.stdout.strip().rpartition("\n")[2] or f"wandb sync ended with exit status {sync.returncode}"
-    return last if sync.returncode else ""
+    last_line = sync.stdout.strip().rpartition("\n")[2]
+    return last_line or f"wandb sync ended with exit status {sync.returncode}"
 
 
-def place_of(comparison: Comparison, arguments: argparse.Namespace) -> tuple[str, str, Path]:
-    """W&B's project and group, which are those of the runs, and the directory of the local files. Raises Problem."""
-    projects, groups = (
-        sorted({value for run in comparison.runs if (value := run.plan.value(name))})
-        for name in ("WANDB_PROJECT", "WANDB_RUN_GROUP")
-    )
-    if not arguments.project and len(projects) != 1:
-        raise Problem(f"the runs name the W&B projects: {', '.join(projects) or 'none'}", "Choose one: --project P")
-    place = arguments.comparison or default_output(arguments.runs, comparison.runs)
-    if arguments.comparison and not place.is_dir():
-        remedy = f"Make it: python -m t5bench compare --output {shlex.quote(str(place))}"
-        raise Problem(f"there is no directory {place}", remedy)
-    # As the sweep calls its group: by the directory that holds the runs and the comparison.
-    group = groups[0] if len(groups) == 1 else place.resolve().parent.name
-    return arguments.project or projects[0], group, place
+def _values(comparison: Comparison, setting: str) -> list[str]:
+    """The values that the runs have for a setting, each once."""
+    values = {run.plan.value(setting) for run in comparison.runs}
+    return sorted(value for value in values if value)
+
+
+def project_of(comparison: Comparison, arguments: argparse.Namespace) -> str:
+    """The W&B project, which is that of the runs. Raises Problem."""
+    if arguments.project:
+        return arguments.project
+    projects = _values(comparison, "WANDB_PROJECT")
+    if len(projects) != 1:
+        names = ", ".join(projects) or "none"
+        raise Problem(f"the runs name the W&B projects: {names}", "Choose one: --project P")
+    return projects[0]
+
+
+def directory_of(comparison: Comparison, arguments: argparse.Namespace) -> Path:
+    """Of the comparison's files and W&B's. Raises Problem."""
+    if not arguments.comparison:
+        return default_output(arguments.runs, comparison.runs)
+    directory = arguments.comparison
+    if not directory.is_dir():
+        remedy = f"Make it: python -m t5bench compare --output {shlex.quote(str(directory))}"
+        raise Problem(f"there is no directory {directory}", remedy)
+    return directory
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if (chosen := mode(os.environ)) == "disabled":
-        raise Problem("WANDB_MODE is 'disabled'", "Unset it, or set it to online or offline, to log a comparison")
+    wandb_mode = mode(os.environ)
+    if wandb_mode == "disabled":
+        remedy = "Unset it, or set it to online or offline, to log a comparison"
+        raise Problem("WANDB_MODE is 'disabled'", remedy)
     comparison = compare(arguments)
-    project, group, place = place_of(comparison, arguments)
+    project = project_of(comparison, arguments)
+    directory = directory_of(comparison, arguments)
+    groups = _values(comparison, "WANDB_RUN_GROUP")
+    # As the sweep calls its group: by the directory that holds the runs and the comparison.
+    group = groups[0] if len(groups) == 1 else directory.resolve().parent.name
     try:
-        directory = write(comparison, project, group, place)
+        offline_run = write(comparison, project, group, directory)
     except (OSError, ValueError, wandb.Error) as error:  # ValueError: a WANDB_ variable that W&B does not take
         remedy = "Name another place: --comparison DIR"
         raise Problem(f"the comparison cannot be written: {error}", remedy) from error
-    print(f"W&B: run '{group}' ({JOB_TYPE}), group '{group}', project '{project}': {directory}")
-    if not (place / PAGE).is_file():
-        print(f"logged without the page, because there is no {place / PAGE}: python -m t5bench compare creates it")
+    print(f"W&B: run '{group}' ({JOB_TYPE}), group '{group}', project '{project}': {offline_run}")
+    page = directory / PAGE
+    if not page.is_file():
+        print(f"logged without the page, because there is no {page}: python -m t5bench compare creates it")
     for problem in comparison.problems:
         print(f"problem: {problem}", file=sys.stderr)
-    failure = upload(directory) if chosen == "online" else ""
+    failure = upload(offline_run) if wandb_mode == "online" else ""
     if failure:
         print(f"warning: it could not be uploaded: {failure}", file=sys.stderr)
-    if failure or chosen == "offline":
-        print(f"upload it with: wandb sync {shlex.quote(str(directory))}")
+    if failure or wandb_mode == "offline":
+        print(f"upload it with: wandb sync {shlex.quote(str(offline_run))}")
     else:
-        print("uploaded", save_workspace(comparison, project, group), sep="\n")
+        print("uploaded")
+        print(save_workspace(comparison, project, group))
     return 0 if comparison.sound and not failure else 1

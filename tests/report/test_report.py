@@ -161,10 +161,11 @@ def test_the_page_is_well_formed_and_needs_no_network(page: str):
 def test_a_drawing_keeps_the_digits_of_its_texts_and_is_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch):
     """The layout's last digits depend on a process's addresses, and nothing in the drawing may."""
     parts = [Series("ddp", "bar", [((0, 1), "ddp")], "0.123456", "#123456")]
+    figure = Figure("title", "x", "", [Panel(parts, height=1.0)])
     drawn = set()
     for beyond in (0.0, 1e-12):
         monkeypatch.setattr(drawing, "WIDTH", 7.0 + beyond)
-        drawn.update(drawings({"ddp": ("currentColor", ())}, [Figure("title", "x", "", [Panel(parts, height=1.0)])]))
+        drawn.update(drawings({"ddp": drawing.Look("currentColor", ())}, [figure]))
     (svg,) = drawn
     assert ">0.123456<" in svg and "url(#" in svg and not re.search(r'="[^"]*\d\.\d\d', svg)
 
