@@ -100,30 +100,60 @@ def own_arguments(draft: Draft, choices: Choices) -> list[str]:
         words += ["--use-flash-attn-v2"]
     if choices.engine_has_all_patches:
         words += ["--layout-independent-init"]
-    if choices.wandb_mode != "disabled":
-        words += ["--wandb-project", value("WANDB_PROJECT"), "--wandb-exp-name", value("WANDB_RUN_NAME")]
-        words += ["--wandb-save-dir", str(output_dir)]
-    if draft.number("SAVE_INTERVAL") and not draft.is_on("EVAL_ONLY"):
-        words += ["--save", str(output_dir / "checkpoints"), "--save-interval", value("SAVE_INTERVAL")]
-    if choices.load:
-        words += ["--load", choices.load]
-    if draft.is_on("EVAL_ONLY"):
-        words += ["--skip-train"]
-    if value("RECOMPUTE") != "none":
-        words += ["--recompute-granularity", value("RECOMPUTE")]
-    if value("RECOMPUTE") == "full":
-        words += ["--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    words += wandb_arguments(draft, choices)
+    words += checkpoint_arguments(draft, choices)
+    words += recomputation_arguments(draft)
     if value("RAMPUP_BATCH_SIZE"):
         words += ["--rampup-batch-size", *value("RAMPUP_BATCH_SIZE").split()]
-    if choices.zero_stage is not None:
-        words += ["--deepspeed", "--deepspeed_config", str(output_dir / "ds_config.json")]
-        words += ["--zero-stage", str(choices.zero_stage)]
-        if layout.pp == 1:
-            # DeepSpeed's pipeline engine is not Megatron's; without pipeline stages ZeRO must not use it.
-            words += ["--no-pipeline-parallel"]
-        if choices.offloads_optimizer:
-            words += ["--cpu-optimizer"]
+    words += zero_arguments(draft, choices)
     return [*words, *draft.strategy.flags, *fsdp2_arguments(draft)]
+
+
+def wandb_arguments(draft: Draft, choices: Choices) -> list[str]:
+    if choices.wandb_mode == "disabled":
+        return []
+    return [
+        *("--wandb-project", draft.value("WANDB_PROJECT")),
+        *("--wandb-exp-name", draft.value("WANDB_RUN_NAME")),
+        *("--wandb-save-dir", str(Path(draft.value("OUTPUT_DIR")))),
+    ]
+
+
+def checkpoint_arguments(draft: Draft, choices: Choices) -> list[str]:
+    """What is saved and loaded, and whether the run only evaluates."""
+    words: list[str] = []
+    only_evaluates = draft.is_on("EVAL_ONLY")
+    if draft.number("SAVE_INTERVAL") and not only_evaluates:
+        words += ["--save", str(Path(draft.value("OUTPUT_DIR")) / "checkpoints")]
+        words += ["--save-interval", draft.value("SAVE_INTERVAL")]
+    if choices.load:
+        words += ["--load", choices.load]
+    if only_evaluates:
+        words += ["--skip-train"]
+    return words
+
+
+def recomputation_arguments(draft: Draft) -> list[str]:
+    granularity = draft.value("RECOMPUTE")
+    if granularity == "none":
+        return []
+    words = ["--recompute-granularity", granularity]
+    if granularity == "full":
+        words += ["--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    return words
+
+
+def zero_arguments(draft: Draft, choices: Choices) -> list[str]:
+    if choices.zero_stage is None:
+        return []
+    words = ["--deepspeed", "--deepspeed_config", str(Path(draft.value("OUTPUT_DIR")) / "ds_config.json")]
+    words += ["--zero-stage", str(choices.zero_stage)]
+    if choices.layout.pp == 1:
+        # DeepSpeed's pipeline engine is not Megatron's; without pipeline stages ZeRO must not use it.
+        words += ["--no-pipeline-parallel"]
+    if choices.offloads_optimizer:
+        words += ["--cpu-optimizer"]
+    return words
 
 
 def fsdp2_arguments(draft: Draft) -> list[str]:

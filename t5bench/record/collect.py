@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -100,35 +100,52 @@ def bring(source: Path, name: str, directory: Path, *, is_same_run: bool = False
     everything = {place / f"node{part['node']}.json": part for place in places for part in read_parts(place)}
     old = outdated(everything)
     new = {path: part for path, part in everything.items() if path not in old}
-    parts = [part for path, part in new.items() if path.parent == source]
+    arriving = [part for path, part in new.items() if path.parent == source]
     present = [part for path, part in new.items() if path.parent == directory]
-    for part, other in product(parts, present):
-        for misfit in misfits(other, part, is_same_run=is_same_run):
-            raise RecordError(f"{name} belongs to another run: {misfit}")
-        if other["node"] == part["node"] and other != part:
-            raise RecordError(f"{name} and {directory} have different files node{part['node']}.json")
-    nodes = {f"node{part['node']}" for part in parts}
-    left = {
-        path for part in old for path in own_files(part.parent, everything[part]["node"], everything[part]["nnodes"])
-    }
-
-    def skipped(folder: str, names: list[str]) -> set[str]:
-        """Names not to copy: links to directories, pipes, devices, and other nodes' files that already exist here."""
-        paths = [Path(folder, name) for name in names]
-        special = {path.name for path in paths if not path.is_file() and (path.is_symlink() or not path.is_dir())}
-        if Path(folder) != source:
-            return special
-        here = {n for n in names if n.partition(".")[0] not in nodes and (directory / n).exists()}
-        return special | here | {path.name for path in left if path.parent == source} | {*LEFT_OUT, "run.json"}
-
+    _check_belongs(arriving, present, name, directory, is_same_run=is_same_run)
+    nodes = {f"node{part['node']}" for part in arriving}
+    left: set[Path] = set()  # files of earlier attempts
+    for path in old:
+        left |= set(own_files(path.parent, everything[path]["node"], everything[path]["nnodes"]))
     # Besides what is left of an earlier attempt, its checksums.
     for path in [*left, *(directory / f"{node}.sha256" for node in nodes)]:
         if path.parent == directory:
             path.unlink(missing_ok=True)
+
+    def skipped(folder: str, names: list[str]) -> set[str]:
+        return _special_files(folder, names) | (not_copied(names) if Path(folder) == source else set())
+
+    def not_copied(names: list[str]) -> set[str]:
+        """Other nodes' files that already exist here, and what is left of an earlier attempt."""
+        here = {name for name in names if name.partition(".")[0] not in nodes and (directory / name).exists()}
+        return here | {path.name for path in left if path.parent == source} | {*LEFT_OUT, "run.json"}
+
     try:
         shutil.copytree(source, directory, ignore=skipped, dirs_exist_ok=True)
     except OSError as error:  # shutil.Error is one
         raise RecordError(f"cannot copy {name}: {error}") from error
+
+
+def _check_belongs(
+    arriving: Sequence[Mapping[str, Any]],
+    present: Sequence[Mapping[str, Any]],
+    name: str,
+    directory: Path,
+    *,
+    is_same_run: bool,
+) -> None:
+    """Raises RecordError unless all parts are of one run, and no two of one node."""
+    for part, other in product(arriving, present):
+        for misfit in misfits(other, part, is_same_run=is_same_run):
+            raise RecordError(f"{name} belongs to another run: {misfit}")
+        if other["node"] == part["node"] and other != part:
+            raise RecordError(f"{name} and {directory} have different files node{part['node']}.json")
+
+
+def _special_files(folder: str, names: Iterable[str]) -> set[str]:
+    """Links to directories, pipes and devices."""
+    paths = [Path(folder, name) for name in names]
+    return {path.name for path in paths if not path.is_file() and (path.is_symlink() or not path.is_dir())}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

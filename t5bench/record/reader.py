@@ -164,46 +164,69 @@ def read_part(path: Path) -> dict[str, Any]:
 
 def _faults(part: _Part) -> Iterator[str]:
     """Contradictions within a part, within its plan, or between the two."""
-    plan, layout, given = part.plan, part.plan.layout, by_name(part.plan.arguments.words)
+    plan = part.plan
+    layout = plan.layout
     if not layout:
         yield "there is no layout"
         return
-    sizes = layout.nnodes * layout.nproc_per_node, layout.tp * layout.pp * layout.dp
-    if 0 in asdict(layout).values() or set(sizes) != {layout.world_size}:
+    yield from _faults_of_layout(part, layout)
+    yield from _faults_of_times(part)
+    if (plan.device == "cpu") != (plan.environment.get("DS_ACCELERATOR") == "cpu"):
+        yield f"its device is {plan.device}, but the command's environment is another one's"
+    yield from _faults_of_settings(plan, layout)
+    run_name = plan.settings.get("WANDB_RUN_NAME")
+    name = run_name.value if run_name and run_name.is_default else plan.strategy.name
+    if not plan.strategy.name or not name.endswith(plan.strategy.name):
+        yield f"its strategy is '{plan.strategy.name}', but its launcher calls it {name}"
+    if plan.iterations < 0 or plan.number("LOG_INTERVAL") < 1:
+        yield f"it has {plan.iterations} iterations, of which every {plan.number('LOG_INTERVAL')} are logged"
+    if not _zero_makes_sense(plan):
+        yield "its ds_config makes no sense"
+
+
+def _faults_of_layout(part: _Part, layout: Layout) -> Iterator[str]:
+    processes = layout.nnodes * layout.nproc_per_node
+    divided = layout.tp * layout.pp * layout.dp
+    if 0 in asdict(layout).values() or not processes == divided == layout.world_size:
         yield f"a layout of {asdict(layout)}"
-    if not part.node == plan.node < part.nnodes == layout.nnodes:
-        yield f"it says node {part.node} of {part.nnodes} but was planned as node {plan.node} of {layout.nnodes}"
+    planned = part.plan.node
+    if not part.node == planned < part.nnodes == layout.nnodes:
+        yield f"it says node {part.node} of {part.nnodes} but was planned as node {planned} of {layout.nnodes}"
+
+
+def _faults_of_times(part: _Part) -> Iterator[str]:
     if (part.ended is None) != (part.status == RUNNING):
         yield f"it is {part.status} and ended {part.ended or 'not yet'}"
     if seconds(part.started) > seconds(part.ended or part.started) + STEP_SECONDS:
         yield f"it began {part.started} and ended {part.ended}"
-    if (plan.device == "cpu") != (plan.environment.get("DS_ACCELERATOR") == "cpu"):
-        yield f"its device is {plan.device}, but the command's environment is another one's"
+
+
+def _faults_of_settings(plan: Plan, layout: Layout) -> Iterator[str]:
+    """Values that are none, or that the engine's arguments or the layout contradict."""
+    given = by_name(plan.arguments.words)
     for name, setting in plan.settings.items():
         declaration = BY_NAME.get(name)
         if not declaration:
             continue  # of another version
-        if wrong := declaration.kind.fault(name, setting.value):
-            yield wrong[0]
+        fault = declaration.kind.fault(name, setting.value)
+        if fault:
+            problem, _ = fault
+            yield problem
         passed = [given[argument] for argument in declaration.arguments if argument in given]
         if passed and setting.value not in passed:
             yield f"{name} is '{setting.value}', but the engine was given {declaration.argument} {' '.join(passed)}"
     for name, told in _written(plan, layout, given):
-        if (value := plan.value(name, told)).split() != told.split():
+        value = plan.value(name, told)
+        if value.split() != told.split():
             yield f"{name} is '{value}', but the layout or the command has '{told}'"
-    name = plan.settings.get("WANDB_RUN_NAME")
-    called = name.value if name and name.is_default else plan.strategy.name
-    if not plan.strategy.name or not called.endswith(plan.strategy.name):
-        yield f"its strategy is '{plan.strategy.name}', but its launcher calls it {called}"
-    if plan.iterations < 0 or plan.number("LOG_INTERVAL") < 1:
-        yield f"it has {plan.iterations} iterations, of which every {plan.number('LOG_INTERVAL')} are logged"
+
+
+def _zero_makes_sense(plan: Plan) -> bool:
     try:
         zero = Zero.of_config(plan.ds_config)
-        makes_sense = zero.stage == plan.zero_stage and zero.stage in range(4) and zero.reduce_bucket > 0
+        return zero.stage == plan.zero_stage and zero.stage in range(4) and zero.reduce_bucket > 0
     except UNFORESEEN:
-        makes_sense = False
-    if not makes_sense:
-        yield "its ds_config makes no sense"
+        return False
 
 
 def _written(plan: Plan, layout: Layout, given: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -283,50 +306,78 @@ def that_count(attempts: Iterable[Attempt]) -> list[Iteration]:
 def check_complete(run: "Run", attempts: Sequence[Attempt], with_logs: bool) -> None:
     """Checks a complete run's iterations, times and, if asked, logs, as also where only these have some lines, in
     pieces. Raises RecordError."""
-    last_node, (begin, final) = run.nodes[-1], attempts[-1]
-    total, interval = run.plan.iterations, run.plan.number("LOG_INTERVAL")
-    for place, line in (entry for attempt in attempts for entry in attempt.lines):
-        if line.total != total or line.iteration % interval:
-            here = f"{place} is of iteration {line.iteration} of {line.total}"
-            raise RecordError(f"{here}, where every {interval} of {total} are logged")
-    reached = {line.iteration for line in run.iterations}
-    in_pieces: set[int] = set()
-    missing = set(range(interval, iterations_expected(run.plan.last_iteration, interval) + 1, interval)) - reached
-    if missing:
-        for line in lines_of(run.directory / f"node{last_node['node']}.log"):
-            in_pieces.update(map(int, re.findall(rb"\biteration\s+([0-9]{1,15})/", line)))
-    if lacking := missing - in_pieces:
-        last = " after its last line" if min(lacking) > max(reached, default=0) else ""
-        count = f"{min(lacking)} of {total}, and {len(lacking)} in all, though the run is complete"
-        raise RecordError(f"{run.directory / METRICS}{last} lacks iteration {count}")
-    for place, line in final[:1]:
-        if line.iteration <= begin:
-            raise RecordError(f"{place} is of iteration {line.iteration}, in a run that resumed from iteration {begin}")
-    for (_, earlier), (place, later) in (pair for attempt in attempts for pair in pairwise(attempt.lines)):
-        passed = later.time - earlier.time if later.time and earlier.time else 0
-        if later.iteration <= earlier.iteration or passed < -STEP_SECONDS:
-            what = f"iteration {later.iteration} comes {passed:.0f} s after iteration {earlier.iteration}"
-            raise RecordError(f"{place} cannot follow: {what}")
-    started, ended = last_node["started"], last_node["ended"]
-    for place, line in final:
+    last_node = run.nodes[-1]
+    final = attempts[-1]
+    _check_intervals(run, attempts)
+    is_in_pieces = _check_all_are_there(run)
+    for place, line in final.lines[:1]:
+        if line.iteration <= final.begin:
+            here = f"{place} is of iteration {line.iteration}"
+            raise RecordError(f"{here}, in a run that resumed from iteration {final.begin}")
+    _check_order(attempts)
+    started = last_node["started"]
+    ended = last_node["ended"]
+    for place, line in final.lines:
         if line.time and not seconds(started) - STEP_SECONDS <= line.time <= seconds(ended) + STEP_SECONDS:
             raise RecordError(f"{place} is outside the time of the run, {started} to {ended}")
-    if with_logs or missing:
+    if with_logs or is_in_pieces:
         for node in run.nodes:
-            _check_log(run.directory, node, final if node is last_node else None)
+            _check_log(run.directory, node, final.lines if node is last_node else None)
     if with_logs:
-        _check_earlier(run.directory, [line for line in run.iterations if line.begin != begin])
+        _check_earlier(run.directory, [line for line in run.iterations if line.begin != final.begin])
+
+
+def _check_intervals(run: "Run", attempts: Sequence[Attempt]) -> None:
+    """Each line is of an iteration that the plan logs."""
+    total = run.plan.iterations
+    interval = run.plan.number("LOG_INTERVAL")
+    for attempt in attempts:
+        for place, line in attempt.lines:
+            if line.total != total or line.iteration % interval:
+                here = f"{place} is of iteration {line.iteration} of {line.total}"
+                raise RecordError(f"{here}, where every {interval} of {total} are logged")
+
+
+def _check_all_are_there(run: "Run") -> bool:
+    """Whether some iterations are only in the log, in pieces: what two processes printed at the same time."""
+    interval = run.plan.number("LOG_INTERVAL")
+    reached = {line.iteration for line in run.iterations}
+    last = iterations_expected(run.plan.last_iteration, interval)
+    missing = set(range(interval, last + 1, interval)) - reached
+    if not missing:
+        return False
+    in_pieces: set[int] = set()
+    for line in lines_of(run.directory / f"node{run.nodes[-1]['node']}.log"):
+        in_pieces.update(int(number) for number in re.findall(rb"\biteration\s+([0-9]{1,15})/", line))
+    lacking = missing - in_pieces
+    if lacking:
+        where = " after its last line" if min(lacking) > max(reached, default=0) else ""
+        count = f"{min(lacking)} of {run.plan.iterations}, and {len(lacking)} in all, though the run is complete"
+        raise RecordError(f"{run.directory / METRICS}{where} lacks iteration {count}")
+    return True
+
+
+def _check_order(attempts: Sequence[Attempt]) -> None:
+    """Iterations and times rise within an attempt."""
+    for attempt in attempts:
+        for (_, earlier), (place, later) in pairwise(attempt.lines):
+            passed = later.time - earlier.time if later.time and earlier.time else 0
+            if later.iteration <= earlier.iteration or passed < -STEP_SECONDS:
+                what = f"iteration {later.iteration} comes {passed:.0f} s after iteration {earlier.iteration}"
+                raise RecordError(f"{place} cannot follow: {what}")
 
 
 def _check_earlier(directory: Path, lines: Sequence[Iteration]) -> None:
     """Lines of earlier attempts that count must be in one of the logs that these left."""
     logged: dict[str, list[float]] = {}
     paths = directory.glob("node*.log.*") if lines else ()
-    for text in (text for path in paths for text in lines_of(path)):
-        moment, _, printed = text.decode(errors="replace").partition(" ")
-        with suppress(ValueError):  # a run that was killed may leave anything
-            if iteration := log.iteration(printed):
-                logged.setdefault(str(iteration), []).append(seconds(moment))
+    for path in paths:
+        for text in lines_of(path):
+            moment, _, printed = text.decode(errors="replace").partition(" ")
+            with suppress(ValueError):  # a run that was killed may leave anything
+                iteration = log.iteration(printed)
+                if iteration:
+                    logged.setdefault(str(iteration), []).append(seconds(moment))
     for line in lines:
         times = logged.get(str(replace(line, begin=0, time=None)), ())
         if not any(line.time is None or abs(line.time - time) < SAME_SECONDS for time in times):

@@ -132,7 +132,8 @@ def compare(runs: Path, _: Path) -> int:
 def wandb(runs: Path, _: Path) -> int:
     """Stands for the client, which takes a second to start: only its arguments count."""
     comparison = wandb_report.compare(arguments := asked(runs, project="p", comparison=None))
-    wandb_report.place_of(comparison, arguments)
+    wandb_report.project_of(comparison, arguments)
+    wandb_report.directory_of(comparison, arguments)
     lines = [wandb_report.curves(comparison, name) for name in wandb_report.LINES.values()]
     found = [wandb_report.summary(comparison), wandb_report.configuration(comparison), tables.data(comparison), lines]
     print(json.dumps(found, indent=0))
