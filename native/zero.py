@@ -1,5 +1,6 @@
 """ZeRO by DeepSpeed."""
 
+import math
 from argparse import Namespace
 from pathlib import Path
 
@@ -51,7 +52,9 @@ class ZeroTrainer(TorchTrainer):
         return total
 
     def update(self) -> Tensor:
-        return torch.as_tensor(self.model.get_global_grad_norm(), dtype=torch.float32, device=self.args.device)
+        norm = self.model.get_global_grad_norm()
+        # Stage 0 in fp32 has none.
+        return torch.as_tensor(math.nan if norm is None else norm, dtype=torch.float32, device=self.args.device)
 
     def save(self, directory: Path) -> None:
         self.model.save_checkpoint(str(directory.parent), tag=directory.name, save_latest=False)

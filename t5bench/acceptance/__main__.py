@@ -18,34 +18,45 @@ from t5bench.acceptance.steps import Machine, Steps
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
 from t5bench.sweep.venv import write_torchrun
 
-EXIT_FAILED, EXIT_TIME = 1, 3
+EXIT_FAILED = 1
+EXIT_TIME = 3
 
 
 def main(elapsed: float, arguments: Sequence[str]) -> int:
-    """Raises Problem."""
-    begun, rehearsal = time.monotonic() - elapsed, "--rehearse" in arguments
+    """elapsed: seconds since the call began. Raises Problem."""
+    begun = time.monotonic() - elapsed
+    rehearsal = "--rehearse" in arguments
     here = Machine(os.environ, rehearsal=rehearsal)
     steps = Steps(here, os.environ)
     name = "rehearsal" if rehearsal else results.name_of(here.gpus)
-    own = steps.work / name / "results" if rehearsal else REPOSITORY / "docs" / "results" / name
-    output = Path(os.environ["RESULTS_DIR"] or own)
+    work = steps.work / name
+    default_output = work / "results" if rehearsal else REPOSITORY / "docs" / "results" / name
+    output = Path(os.environ["RESULTS_DIR"] or default_output)
     new = Results(rehearsal, here.gpus, steps.batch)
-    found = results.continued(earlier_files(output, os.environ["CONTINUE"]), new)
-    found.calls.append(results.Call(datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"), here.facts()))
-    # A torchrun on PATH may belong to another Python and would start workers with its packages. There may be no make.
-    programs = steps.work / name / "bin"
-    write_torchrun(programs / "torchrun", Path(sys.executable))
-    bundle.write_make(programs / "make", Path(sys.executable))
-    # ninja may lie next to a Python that is not on PATH.
-    os.environ["PATH"] = f"{programs}:{os.environ['PATH']}:{Path(sys.executable).parent}"
+    all_results = results.continued(earlier_files(output, os.environ["CONTINUE"]), new)
+    made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    all_results.calls.append(results.Call(made, here.facts()))
+    _put_programs_on_path(work / "bin")
     deadline = begun + 60 * float(os.environ["MINUTES"]) - RESERVE
-    call = Call(here, found, steps.work / name / f"call-{len(found.calls)}", output, deadline)
-    call.run_all(steps.in_order(call.directory), steps.common())
-    note(f"\n{output / 'README.md'}\n{found.verdict()}")
-    ends = {step.result for step in found.steps.values()}
+    directory = work / f"call-{len(all_results.calls)}"
+    call = Call(here, all_results, directory, output, deadline)
+    call.run_all(steps.in_order(directory), steps.common())
+    note(f"\n{output / 'README.md'}\n{all_results.verdict()}")
+    ends = {step.result for step in all_results.steps.values()}
     if FAILED in ends:
         return EXIT_FAILED
     return EXIT_TIME if ends & {OUT_OF_TIME, NOT_RUN} else 0
+
+
+def _put_programs_on_path(programs: Path) -> None:
+    """Those that the steps run, and that belong to this Python."""
+    python = Path(sys.executable)
+    # A torchrun on PATH may belong to another Python and would start workers with its packages.
+    write_torchrun(programs / "torchrun", python)
+    # There may be no make.
+    bundle.write_make(programs / "make", python)
+    # ninja may lie next to a Python that is not on PATH.
+    os.environ["PATH"] = f"{programs}:{os.environ['PATH']}:{python.parent}"
 
 
 if __name__ == "__main__":

@@ -44,33 +44,54 @@ class Loop:
     def __init__(self, plan: Plan) -> None:
         # PyTorch prefers cuDNN's attention on Hopper, but it has no gradient for the position bias.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        self.plan, self.device = plan, plan.device
-        self.global_batch, micro_batch = plan.number("GLOBAL_BATCH_SIZE"), plan.number("MICRO_BATCH_SIZE")
+        self.plan = plan
+        self.device = plan.device
+        self.global_batch = plan.number("GLOBAL_BATCH_SIZE")
         # The sample's own vocabulary is smaller.
-        self.shape = shape = Architecture.of_arguments(plan.named_arguments, plan.number("VOCABULARY_MULTIPLE"))
+        vocabulary = plan.number("VOCABULARY_MULTIPLE")
+        self.shape = Architecture.of_arguments(plan.named_arguments, vocabulary)
         config = T5Config(
-            vocab_size=shape.padded_vocabulary, d_model=shape.hidden, d_kv=shape.head_size, d_ff=shape.ffn,
-            num_layers=shape.encoder_layers, num_decoder_layers=shape.decoder_layers, num_heads=shape.heads,
-            dropout_rate=plan.decimal("DROPOUT"), feed_forward_proj="gelu_pytorch_tanh", tie_word_embeddings=True,
-            use_cache=False, decoder_start_token_id=0,
-        )  # fmt: skip
+            vocab_size=self.shape.padded_vocabulary,
+            d_model=self.shape.hidden,
+            d_kv=self.shape.head_size,
+            d_ff=self.shape.ffn,
+            num_layers=self.shape.encoder_layers,
+            num_decoder_layers=self.shape.decoder_layers,
+            num_heads=self.shape.heads,
+            dropout_rate=plan.decimal("DROPOUT"),
+            feed_forward_proj="gelu_pytorch_tanh",
+            tie_word_embeddings=True,
+            use_cache=False,
+            decoder_start_token_id=0,
+        )
         with torch.device(self.device):
             self.model = T5ForConditionalGeneration(config).train()
-            self.batches = [
-                [torch.randint(1, shape.padded_vocabulary, (micro_batch, length))
-                 for length in (shape.encoder_length, shape.decoder_length)]
-                for _ in range(self.global_batch // micro_batch)
-            ]  # fmt: skip
+            self.batches = self._random_batches(plan.number("MICRO_BATCH_SIZE"))
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=plan.decimal("LR"), weight_decay=plan.decimal("WEIGHT_DECAY"), fused=True
+            self.model.parameters(),
+            lr=plan.decimal("LR"),
+            weight_decay=plan.decimal("WEIGHT_DECAY"),
+            fused=True,
         )
+
+    def _random_batches(self, micro_batch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Tokens and labels of each micro-batch of an iteration."""
+        batches = []
+        for _ in range(self.global_batch // micro_batch):
+            size_of_tokens = (micro_batch, self.shape.encoder_length)
+            size_of_labels = (micro_batch, self.shape.decoder_length)
+            tokens = torch.randint(1, self.shape.padded_vocabulary, size_of_tokens)
+            labels = torch.randint(1, self.shape.padded_vocabulary, size_of_labels)
+            batches.append((tokens, labels))
+        return batches
 
     def compile(self) -> None:
         """Each block of the stacks separately; on a CPU torch.compile without a compiler."""
         # PyTorch 2.4 recompiles every block, more often than its default limit allows.
         torch._dynamo.config.cache_size_limit = 256
+        backend = "inductor" if self.device == "cuda" else "aot_eager"
         for block in (*self.model.encoder.block, *self.model.decoder.block):
-            block.compile(dynamic=False, backend="inductor" if self.device == "cuda" else "aot_eager")
+            block.compile(dynamic=False, backend=backend)
 
     def iterate(self) -> tuple[float, float]:
         """Trains one update; returns its milliseconds and its loss, for which it waits for the device."""
@@ -89,12 +110,17 @@ class Loop:
 
     def measure(self, peak: float | None) -> dict[str, Any]:
         """peak: TFLOP/s. Raises torch.cuda.OutOfMemoryError."""
-        iterations, on_gpu = self.plan.number("TRAIN_ITERS"), self.device == "cuda"
+        iterations = self.plan.number("TRAIN_ITERS")
+        on_gpu = self.device == "cuda"
         self.optimizer.zero_grad(set_to_none=True)  # an attempt that ran out of memory left some
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()  # as the engines do before their first iteration
-        first, *_ = [self.iterate()[0] for _ in range(WARM_UPS)]
-        timing = median_with_interval([self.iterate()[0] for _ in range(iterations - WARM_UPS - 1)])
+        milliseconds = []
+        for _ in range(iterations - 1):
+            duration, _ = self.iterate()
+            milliseconds.append(duration)
+        timing = median_with_interval(milliseconds[WARM_UPS:])
+        compile_ms = max(0.0, milliseconds[0] - timing.median)
         tflops = flops.flops_per_iteration(self.shape, self.global_batch) / timing.median / 1e9
         memory = {"0": torch.cuda.max_memory_allocated() / 2**20} if on_gpu else {}
         stretch = ProfiledStretch(self.device)
@@ -107,7 +133,7 @@ class Loop:
             "tflops_per_gpu": tflops,
             "mfu": peak and tflops / peak,
             "peak_memory_mib": memory,
-            "compile_seconds": max(0.0, first - timing.median) / 1000,
+            "compile_seconds": compile_ms / 1000,
             "final_loss": loss,
             "profile": profiled,
             "limits": profile.limits(msgspec.convert(profiled, profile.Profile).ranks),
@@ -132,7 +158,8 @@ def main(output: Path) -> int:
             point = {"status": status, "reason": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
         points.append(common | {"what": f"Hugging Face, {how}"} | point)
         output.write_text("".join(json.dumps(point) + "\n" for point in points))
-    return int(CRASHED in [point["status"] for point in points])
+    has_crashed = any(point["status"] == CRASHED for point in points)
+    return 1 if has_crashed else 0
 
 
 if __name__ == "__main__":

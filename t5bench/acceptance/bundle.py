@@ -9,6 +9,7 @@ CUDA.
 """
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -32,32 +33,44 @@ MANYLINUX = ("_2_28", "_2_27", "_2_17", "2014", "1", "_2_5")
 # Of the engine: what its checksums cover, and no documents, examples or tests.
 ENGINE_PARTS = ("megatron", "tools", "tests/__init__.py", "*.py")
 HELPER = Path("megatron/data/helpers.cpp")
+# A program that prints what compile_helper needs to know of a Python.
+INCLUDE_AND_SUFFIX = (
+    "import sysconfig; print(sysconfig.get_path('include')); print(sysconfig.get_config_var('EXT_SUFFIX'))"
+)
 
 
 def requirements() -> dict[str, str]:
     """The lines of requirements.txt by the package's name."""
-    lines = (REPOSITORY / "requirements.txt").read_text().splitlines()
-    lines = [line for line in lines if line and not line.startswith("#")]
-    return {line.replace(">", "=").replace("<", "=").partition("=")[0]: line for line in lines}
+    by_name = {}
+    for line in (REPOSITORY / "requirements.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name = re.split("[<=>]", line, maxsplit=1)[0]
+            by_name[name] = line
+    return by_name
 
 
 def pip(*arguments: str | Path) -> None:
     """Raises Problem if pip fails, which says why."""
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *map(str, arguments)]
-    if subprocess.run(command, env=os.environ | {"DS_BUILD_OPS": "0"}, stdout=sys.stderr, check=False).returncode:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    command += map(str, arguments)
+    environment = os.environ | {"DS_BUILD_OPS": "0"}
+    ended = subprocess.run(command, env=environment, stdout=sys.stderr, check=False)
+    if ended.returncode:
         remedy = f"See pip's message above; {BUILT} is built with {sys.executable}"
         raise Problem("cannot pack the Python packages", remedy)
 
 
 def pack(file: Path, python: str, more: list[str], engine_directory: Path) -> None:
     """python: the version of the machine that will use it, on x86-64 Linux; more: further packages. Raises Problem."""
-    if (state := engine.state_of(engine_directory)) != engine.SERIES:
+    state = engine.state_of(engine_directory)
+    if state != engine.SERIES:
         remedy = "Run: INSTALL=0 bash scripts/setup_megatron.sh"
         raise Problem(f"the engine in {engine_directory} is {state}, but the bundle holds it patched", remedy)
     pinned = requirements()
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch, "bundle")
-        site, wheels = root / "site-packages", Path(scratch, "wheels")
+        site = root / "site-packages"
+        wheels = Path(scratch, "wheels")
         pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, pinned[BUILT])
         names = [pinned.get(name, name) for name in (*CARRIED, *more) if name != BUILT]
         platforms = [f"--platform=manylinux{version}_x86_64" for version in MANYLINUX]
@@ -82,12 +95,13 @@ def copy_engine(source: Path, target: Path) -> None:
     """Without the engine's git history: the launchers check its files' checksums."""
     for pattern in ENGINE_PARTS:
         for path in source.glob(pattern):
-            place = target / path.relative_to(source)
-            place.parent.mkdir(parents=True, exist_ok=True)
+            copy = target / path.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
             if path.is_dir():
-                shutil.copytree(path, place, ignore=shutil.ignore_patterns("__pycache__", "build", "*.so"))
+                ignored = shutil.ignore_patterns("__pycache__", "build", "*.so")
+                shutil.copytree(path, copy, ignore=ignored)
             else:
-                shutil.copy2(path, place)
+                shutil.copy2(path, copy)
 
 
 # ---- the engine's index helper -------------------------------------------------------------------------------------
@@ -95,10 +109,15 @@ def copy_engine(source: Path, target: Path) -> None:
 
 def compile_ahead(directory: Path, python: str) -> None:
     """Compiles the index helper for another Python, if that one is here too."""
-    interpreter = sys.executable if python == sysconfig.get_python_version() else shutil.which(f"python{python}")
+    is_this_one = python == sysconfig.get_python_version()
+    interpreter = sys.executable if is_this_one else shutil.which(f"python{python}")
     if interpreter and shutil.which("g++"):
-        ask = "import sysconfig; print(sysconfig.get_path('include')); print(sysconfig.get_config_var('EXT_SUFFIX'))"
-        answer = subprocess.run([interpreter, "-c", ask], capture_output=True, text=True, check=False)
+        answer = subprocess.run(
+            [interpreter, "-c", INCLUDE_AND_SUFFIX],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if answer.returncode == 0 and compile_helper(directory, *answer.stdout.split()) == 0:
             return
     note(f"there is no Python {python} with g++ here: the other machine compiles the engine's index helper, in seconds")

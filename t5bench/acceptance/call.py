@@ -44,9 +44,14 @@ class Call:
     """
 
     def __init__(self, here: Machine, found: Results, directory: Path, output: Path, deadline: float) -> None:
-        """directory: for the files of this call's steps; output: RESULTS_DIR."""
-        self.here, self.results, self.directory, self.output, self.deadline = here, found, directory, output, deadline
-        self.number, self.missing = len(found.calls), here.missing()
+        """found: the results so far; directory: for the files of this call's steps; output: RESULTS_DIR."""
+        self.here = here
+        self.results = found
+        self.directory = directory
+        self.output = output
+        self.deadline = deadline
+        self.number = len(found.calls)
+        self.missing = here.missing()
         self.ready: dict[str, bool] = {}  # the steps of this call on which others depend
         shutil.rmtree(directory, ignore_errors=True)  # of a call that was killed before it kept anything
         (directory / "logs").mkdir(parents=True)
@@ -76,11 +81,14 @@ class Call:
             if not self.ready[before.name]:
                 return Outcome(NOT_RUN, self.number, reason=f"{before.name} did not pass")
         left = self.deadline - time.monotonic()
-        expected = 0.0 if self.here.rehearsal else step.seconds
-        if left <= expected:
-            reason = f"it takes about {expected:.0f} s, and {left:.0f} s were left" if left > 0 else "the time was up"
+        if left <= 0:
+            return Outcome(NOT_RUN, self.number, reason="the time was up")
+        if self.here.rehearsal:
+            return self.execute(step, left)
+        if left <= step.seconds:
+            reason = f"it takes about {step.seconds:.0f} s, and {left:.0f} s were left"
             return Outcome(NOT_RUN, self.number, reason=reason)
-        return self.execute(step, left if self.here.rehearsal else min(left, PATIENCE * expected))
+        return self.execute(step, min(left, PATIENCE * step.seconds))
 
     def execute(self, step: Step, limit: float) -> Outcome:
         """Runs the command; a signal that ends this process ends the step too."""
@@ -88,29 +96,54 @@ class Call:
         # A step that takes this machine down with it is known by this.
         self.results.steps[step.name] = Outcome(NOT_RUN, self.number, reason="it was interrupted")
         self.replace(results.FILE, results.encoded(self.results))
-        begun, log = time.monotonic(), self.directory / "logs" / f"{step.name}.log"
-        command = ["timeout", f"--kill-after={GRACE}", str(limit), *step.command]
-        environment = os.environ | self.common | dict(step.environment)
-        with log.with_suffix(".out").open("wb") as output, log.open("wb") as errors, Watch(self.here.nvml) as watch:
-            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
-            try:
-                status = process.wait()
-            finally:
-                process.terminate()
-                process.wait()
-        seconds = time.monotonic() - begun
-        result, reason = PASSED, ""
-        if status not in step.passes:
-            is_late = time.monotonic() >= self.deadline
-            result, reason = (OUT_OF_TIME, "the call ended") if is_late else (FAILED, reason_in(log))
-            if seconds >= limit and not is_late:
-                reason = f"it took longer than {limit:.0f} s"
+        log = self.directory / "logs" / f"{step.name}.log"
+        begun = time.monotonic()
+        with Watch(self.here.nvml) as watch:
+            status = self.wait_for(step, limit, log)
+        ended = time.monotonic()
+        seconds = ended - begun
+        if status in step.passes:
+            result = PASSED
+            reason = ""
+        elif ended >= self.deadline:
+            result = OUT_OF_TIME
+            reason = "the call ended"
+        else:
+            result = FAILED
+            reason = f"it took longer than {limit:.0f} s" if seconds >= limit else reason_in(log)
         try:
             figures = step.figures()
         except (RecordError, OSError, *UNFORESEEN) as error:
             figures = None
-            result, reason = FAILED, reason or f"its figures cannot be read: {error}"
-        return Outcome(result, self.number, status, round(seconds, 1), reason, watch.summary(), figures)
+            result = FAILED
+            reason = reason or f"its figures cannot be read: {error}"
+        return Outcome(
+            result,
+            self.number,
+            status=status,
+            seconds=round(seconds, 1),
+            reason=reason,
+            gpu=watch.summary(),
+            figures=figures,
+        )
+
+    def wait_for(self, step: Step, limit: float, log: Path) -> int:
+        """The step's exit status. limit: seconds after which it is ended; log: of its standard error."""
+        command = ["timeout", f"--kill-after={GRACE}", str(limit), *step.command]
+        environment = os.environ | self.common | dict(step.environment)
+        with log.with_suffix(".out").open("wb") as output, log.open("wb") as errors:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+            )
+            try:
+                return process.wait()
+            finally:
+                process.terminate()
+                process.wait()
 
     # ---- results ---------------------------------------------------------------------------------------------------
 
@@ -137,22 +170,28 @@ class Call:
     def keep_page(self) -> None:
         """The comparison page of this call's runs; without its packages, or with runs that cannot be compared, none."""
         comparison = self.directory / "comparison"
-        allowed = [word for name in ALLOWED for word in ("--allow", name)]
-        command = module("t5bench", "compare", self.directory / "runs", "--output", comparison, *allowed)
+        command = module("t5bench", "compare", self.directory / "runs", "--output", comparison)
+        for name in ALLOWED:
+            command += ["--allow", name]
         subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-        if (comparison / "index.html").exists():
-            self.replace(f"comparison-{self.number}.html", (comparison / "index.html").read_bytes())
+        page = comparison / "index.html"
+        if page.exists():
+            self.replace(f"comparison-{self.number}.html", page.read_bytes())
 
     def keep_records(self) -> None:
         """The small files first: what does not fit are large traces."""
-        paths = [path for path in self.directory.rglob("*") if path.suffix in ARCHIVED and path.is_file()]
-        paths.sort(key=lambda path: path.stat().st_size)
+        files = [path for path in self.directory.rglob("*") if path.suffix in ARCHIVED and path.is_file()]
+        files.sort(key=lambda path: path.stat().st_size)
         unfinished = self.output / UNFINISHED
-        with unfinished.open("wb") as file, tarfile.open(fileobj=file, mode="w:gz", compresslevel=3) as archive:
-            for path in paths:
+        with (
+            unfinished.open("wb") as stream,
+            tarfile.open(fileobj=stream, mode="w:gz", compresslevel=3) as archive,
+        ):
+            for path in files:
                 # At worst a file cannot be compressed.
-                if file.tell() + path.stat().st_size < MOST_BYTES:
-                    archive.add(path, arcname=str("records" / path.relative_to(self.directory)))
+                if stream.tell() + path.stat().st_size < MOST_BYTES:
+                    name = Path("records", path.relative_to(self.directory))
+                    archive.add(path, arcname=str(name))
         unfinished.replace(self.output / f"records-{self.number}.tar.gz")
 
 
@@ -160,7 +199,8 @@ def reason_in(log: Path) -> str:
     """The last error in a step's output."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"error: |[\w.]+(Error|Exception): ", line)]
-    return (errors or lines or ["it wrote no error"])[-1][:LONGEST_REASON]
+    candidates = errors or lines or ["it wrote no error"]
+    return candidates[-1][:LONGEST_REASON]
 
 
 def earlier_files(output: Path, named: str) -> Sequence[Path]:

@@ -52,17 +52,20 @@ def copy_gb_per_s(size: int, source: str, device: str) -> float:
 
 def rates(device: str) -> dict[str, float]:
     """TFLOP/s of a large product and of T5-Large's own with eight samples, and GB/s of copies."""
-    edge, size, tokens = (8192, 2 << 30, 8 * 512) if device == "cuda" else (512, 32 << 20, 256)
-    found = {
+    on_gpu = device == "cuda"
+    edge = 8192 if on_gpu else 512
+    size = 2 << 30 if on_gpu else 32 << 20
+    tokens = 8 * 512 if on_gpu else 256
+    measured = {
         "matmul_tflops": matmul_tflops(edge, edge, edge, device),
         "attention_projection_tflops": matmul_tflops(tokens, 1024, 1024, device),
         "feed_forward_tflops": matmul_tflops(tokens, 2816, 1024, device),
         "output_layer_tflops": matmul_tflops(tokens // 4, 32128, 1024, device),
         "copy_read_and_written_gb_per_s": 2 * copy_gb_per_s(size, device, device),
     }
-    if device == "cuda":
-        found["copy_from_host_gb_per_s"] = copy_gb_per_s(size // 2, "cpu", device)
-    return found
+    if on_gpu:
+        measured["copy_from_host_gb_per_s"] = copy_gb_per_s(size // 2, "cpu", device)
+    return measured
 
 
 def probe_attention(device: str, dtype: torch.dtype, *, masked: bool, dropout: float) -> dict[str, Any]:
@@ -70,22 +73,26 @@ def probe_attention(device: str, dtype: torch.dtype, *, masked: bool, dropout: f
 
     A mean of 0.97 or 1.04 says that the kernel drops one weight in 8 or 16, but scales as if it were one in 10.
     """
-    batch, heads, length, size = (8, 16, 512, 64) if device == "cuda" else (1, 2, 32, 16)
-    query, key = (torch.randn(batch, heads, length, size, device=device, dtype=dtype) for _ in range(2))
-    value = torch.ones_like(key)
-    for tensor in (query, key, value):
-        tensor.requires_grad_()
-    mask = torch.zeros(batch, 1, length, length, device=device, dtype=dtype) if masked else None
-    found = {"precision": str(dtype).removeprefix("torch."), "mask": masked, "dropout": dropout}
-    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device == "cuda")]
+    on_gpu = device == "cuda"
+    batch, heads, length, head_size = (8, 16, 512, 64) if on_gpu else (1, 2, 32, 16)
+    options = {"device": device, "dtype": dtype}
+    query = torch.randn(batch, heads, length, head_size, **options, requires_grad=True)
+    key = torch.randn(batch, heads, length, head_size, **options, requires_grad=True)
+    value = torch.ones(batch, heads, length, head_size, **options, requires_grad=True)
+    mask = torch.zeros(batch, 1, length, length, **options) if masked else None
+    probed = {"precision": str(dtype).removeprefix("torch."), "mask": masked, "dropout": dropout}
+    activities = [ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(ProfilerActivity.CUDA)
     try:
         with profile(activities=activities) as profiled:
             output = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
             output.sum().backward()
         mean = output.float().mean().item()
     except RuntimeError as error:
-        return found | {"kernels": [], "mean": None, "error": str(error).splitlines()[0]}
-    return found | {"kernels": attention_kernels(e.key for e in profiled.key_averages()), "mean": mean, "error": ""}
+        return probed | {"kernels": [], "mean": None, "error": str(error).splitlines()[0]}
+    kernels = attention_kernels(event.key for event in profiled.key_averages())
+    return probed | {"kernels": kernels, "mean": mean, "error": ""}
 
 
 def main(output: Path) -> int:
@@ -95,8 +102,13 @@ def main(output: Path) -> int:
         remedy = "Install a PyTorch for a CUDA version that the driver supports"
         note(Problem(f"there is a GPU, but {built}, does not see it", remedy).report)
         return EXIT_CODES[CONFIGURATION]
-    kinds = itertools.product((torch.bfloat16, torch.float32), (False, True), (0.0, 0.1))
-    attention = [probe_attention(device, dtype, masked=masked, dropout=drop) for dtype, masked, drop in kinds]
+    attention = []
+    for dtype, masked, dropout in itertools.product(
+        (torch.bfloat16, torch.float32),
+        (False, True),
+        (0.0, 0.1),
+    ):
+        attention.append(probe_attention(device, dtype, masked=masked, dropout=dropout))
     measured = {"software": software(), "attention": attention, "rates": rates(device)}
     output.write_text(json.dumps(measured, indent=2) + "\n")
     return 0

@@ -11,7 +11,11 @@ from typing import Any
 
 LIBRARY = "libnvidia-ml.so.1"
 # Numbers and bits of nvml.h.
-SM_CLOCK, MEMORY_CLOCK, GPU_SENSOR, UNCORRECTED, SINCE_THE_DRIVER_LOADED = 1, 2, 0, 1, 0
+SM_CLOCK = 1
+MEMORY_CLOCK = 2
+GPU_SENSOR = 0
+UNCORRECTED = 1
+SINCE_THE_DRIVER_LOADED = 0
 SLOWED_BY = {
     0x2: "application clocks",
     0x4: "power cap",
@@ -119,7 +123,9 @@ class Watch:
     """Samples the GPUs from the beginning to the end of a ``with`` block."""
 
     def __init__(self, nvml: Nvml | None, seconds: float = 0.5) -> None:
-        self.nvml, self.seconds, self.ended = nvml, seconds, threading.Event()
+        self.nvml = nvml
+        self.seconds = seconds
+        self.ended = threading.Event()
         self.samples: list[dict[str, int | None]] = []
         self.thread = threading.Thread(target=self._run, daemon=True)
 
@@ -142,17 +148,30 @@ class Watch:
         if not self.samples:
             return {}
         samples = [sample for sample in self.samples if sample["busy_percent"]] or self.samples
-        values = {name: [s[name] for s in samples if s[name] is not None] for name in samples[0]}
+
+        def known(name: str) -> list[int]:
+            """The values of one name, where the GPU has them."""
+            return [sample[name] for sample in samples if sample[name] is not None]
+
+        clocks = known("sm_mhz")
+        memory_clocks = known("memory_mhz")
+        power = known("power_mw")
         reasons = 0
-        for bits in values["slowed_by"]:
+        for bits in known("slowed_by"):
             reasons |= bits
-        clocks = values["sm_mhz"]
+        range_of_clocks = None
+        if clocks:
+            range_of_clocks = {
+                "lowest": min(clocks),
+                "median": median(clocks),
+                "highest": max(clocks),
+            }
         return {
-            "sm_mhz": {"lowest": min(clocks), "median": median(clocks), "highest": max(clocks)} if clocks else None,
-            "memory_mhz": median(values["memory_mhz"]) if values["memory_mhz"] else None,
-            "temperature_c": max(values["temperature_c"], default=None),
-            "power_w": max(values["power_mw"]) / 1000 if values["power_mw"] else None,
+            "sm_mhz": range_of_clocks,
+            "memory_mhz": median(memory_clocks) if memory_clocks else None,
+            "temperature_c": max(known("temperature_c"), default=None),
+            "power_w": max(power) / 1000 if power else None,
             "slowed_by": [text for bit, text in SLOWED_BY.items() if reasons & bit],
-            "ecc_errors": max(values["ecc_errors"], default=None),
+            "ecc_errors": max(known("ecc_errors"), default=None),
             "samples": len(samples),
         }

@@ -11,7 +11,11 @@ from tabulate import tabulate
 
 from t5bench import Problem
 
-PASSED, FAILED, SKIPPED, OUT_OF_TIME, NOT_RUN = "passed", "failed", "skipped", "out of time", "not run"
+PASSED = "passed"
+FAILED = "failed"
+SKIPPED = "skipped"
+OUT_OF_TIME = "out of time"
+NOT_RUN = "not run"
 FILE = "results.json"
 # What the profiler calls the parts of PyTorch that compute attention, and their kernels.
 ATTENTION = re.compile(r"aten::_scaled_dot_product|flash|fmha|cudnn.*sdpa|sdpa.*cudnn|efficient_attention")
@@ -120,60 +124,99 @@ def _paragraphs(results: Results) -> Iterable[str]:
     yield f"Made by `bash scripts/gpu_acceptance.sh` in {len(results.calls)} call(s): {made}. {results.verdict()}"
     if results.rehearsal:
         yield "**At tiny size: this shows that the steps work; the figures mean nothing.**"
-    facts = list(dict.fromkeys(name for call in results.calls for name in call.facts))
-    numbers = [f"call {number}" for number in range(1, len(results.calls) + 1)]
-    yield table(["", *numbers], [[name, *(call.facts.get(name) for call in results.calls)] for name in facts])
+    yield _side_by_side({f"call {number}": call.facts for number, call in enumerate(results.calls, 1)})
     yield from _device(results.steps)
     yield from _measurements(results)
     yield from _parity(results.steps)
     yield "## Steps"
-    yield table(["step", "result", "call", "seconds", "reason"],
-                [(name, s.result, s.call, s.seconds, s.reason) for name, s in results.steps.items()])  # fmt: skip
+    rows = []
+    for name, step in results.steps.items():
+        rows.append([name, step.result, step.call, step.seconds, step.reason])
+    yield table(["step", "result", "call", "seconds", "reason"], rows)
     yield "`results.json` has all figures, `records-N.tar.gz` the records, outputs and profiles of call N."
 
 
+def _side_by_side(facts_of: Mapping[str, Mapping[str, Any]]) -> str:
+    """A table with a column for each of these, and a line for each fact that one of them has."""
+    names: list[str] = []
+    for facts in facts_of.values():
+        names += facts
+    rows = []
+    for name in dict.fromkeys(names):
+        rows.append([name, *(facts.get(name) for facts in facts_of.values())])
+    return table(["", *facts_of], rows)
+
+
 def _device(steps: Mapping[str, Outcome]) -> Iterable[str]:
-    measured = {name: step.figures for name in ("device", "device-after") if (step := steps.get(name)) and step.figures}
-    rates = [figures.get("rates", {}) for figures in measured.values()]
-    if not any(rates):
+    measured: dict[str, dict[str, Any]] = {}
+    for name in ("device", "device-after"):
+        if name in steps and steps[name].figures:
+            measured[name] = steps[name].figures
+    rates = {name: figures.get("rates", {}) for name, figures in measured.items()}
+    if not any(rates.values()):
         return
     yield "## The device at its best"
-    yield table(["", *measured], [[name, *(of.get(name) for of in rates)] for name in rates[0] or rates[-1]])
-    attention = next((figures["attention"] for figures in measured.values() if figures.get("attention")), None)
+    yield _side_by_side(rates)
+    attention = [figures["attention"] for figures in measured.values() if figures.get("attention")]
     if attention:
         yield "What PyTorch's attention runs here, at T5-Large's sizes:"
-        yield table(["precision", "mask", "dropout", "kernels", "mean over ones (1 is right)"],
-                    [[a["precision"], a["mask"], a["dropout"], ", ".join(a["kernels"]) or a["error"], a["mean"]]
-                     for a in attention])  # fmt: skip
+        yield _attention_table(attention[0])
+
+
+def _attention_table(probes: Iterable[Mapping[str, Any]]) -> str:
+    rows = []
+    for probe in probes:
+        kernels = ", ".join(probe["kernels"]) or probe["error"]
+        rows.append([probe["precision"], probe["mask"], probe["dropout"], kernels, probe["mean"]])
+    return table(["precision", "mask", "dropout", "kernels", "mean over ones (1 is right)"], rows)
 
 
 def _measurements(results: Results) -> Iterable[str]:
-    header = ["what", "micro-batch", "ms/iteration", "95 %", "samples/s", "TFLOP/s", "MFU", "GPU MiB", "SM MHz",
-              "\u00b0C", "slowed by", "attention", "what limits it"]  # fmt: skip
-    rows = []
+    rows: list[dict[str, Any]] = []
     for step in results.steps.values():
         points = step.figures if isinstance(step.figures, list) else []
         rows += [_measurement(point, step.gpu) for point in points]
     if rows:
-        yield "## T5-Large" if not results.rehearsal else "## The tiny T5"
+        yield "## The tiny T5" if results.rehearsal else "## T5-Large"
         yield (
             f"{results.batch} samples an iteration in every row, including AdamW's update; bf16, with dropout "
             "unless the row says otherwise. Peak memory is what PyTorch allocated from the first iteration on."
         )
-        yield table(header, rows)
+        yield table(list(rows[0]), [row.values() for row in rows])
 
 
-def _measurement(point: Mapping[str, Any], gpu: Mapping[str, Any]) -> list[Any]:
-    start, time = [point["what"], point["micro_batch"]], point.get("milliseconds_per_iteration")
+def _measurement(point: Mapping[str, Any], gpu: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of the table, by the columns' names."""
     clocks = gpu.get("sm_mhz")
-    state = [f"{clocks['lowest']}-{clocks['highest']}" if clocks else None, gpu.get("temperature_c"),
-             ", ".join(gpu.get("slowed_by", ()))]  # fmt: skip
+    row = {
+        "what": point["what"],
+        "micro-batch": point["micro_batch"],
+        "ms/iteration": point["status"],
+        "95 %": None,
+        "samples/s": None,
+        "TFLOP/s": None,
+        "MFU": None,
+        "GPU MiB": None,
+        "SM MHz": f"{clocks['lowest']}-{clocks['highest']}" if clocks else None,
+        "\u00b0C": gpu.get("temperature_c"),
+        "slowed by": ", ".join(gpu.get("slowed_by", ())),
+        "attention": "",
+        "what limits it": point["reason"],
+    }
+    time = point.get("milliseconds_per_iteration")
     if not time:
-        return [*start, point["status"], *[None] * 5, *state, "", point["reason"]]
+        return row
     interval = "" if time["low"] is None else f"{time['low']:.1f} to {time['high']:.1f}"
-    memory = max(point["peak_memory_mib"].values(), default=None)
-    return [*start, f"{time['median']:.1f}", interval, point["samples_per_second"]["median"], point["tflops_per_gpu"],
-            point["mfu"], memory, *state, ", ".join(point["attention"]), point["limits"]]  # fmt: skip
+    return row | {
+        "ms/iteration": f"{time['median']:.1f}",
+        "95 %": interval,
+        "samples/s": point["samples_per_second"]["median"],
+        "TFLOP/s": point["tflops_per_gpu"],
+        "MFU": point["mfu"],
+        "GPU MiB": max(point["peak_memory_mib"].values(), default=None),
+        "attention": ", ".join(point["attention"]),
+        "what limits it": point["limits"],
+    }
 
 
 def _parity(steps: Mapping[str, Outcome]) -> Iterable[str]:
@@ -186,5 +229,7 @@ def _parity(steps: Mapping[str, Outcome]) -> Iterable[str]:
             "gloo. The noise is the largest relative difference of two runs of the same DDP."
         )
     if noise:
-        yield table(["noise", "loss", "gradient norm"], [[name, f["loss"], f["norm"]] for name, f in noise.items()])
-    yield from (f"```\n{text.strip()}\n```" for text in checks.values())
+        rows = [[name, figures["loss"], figures["norm"]] for name, figures in noise.items()]
+        yield table(["noise", "loss", "gradient norm"], rows)
+    for text in checks.values():
+        yield f"```\n{text.strip()}\n```"

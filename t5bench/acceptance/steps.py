@@ -25,7 +25,8 @@ from t5bench.record.status import EXIT_CODES, OUT_OF_MEMORY
 from t5bench.sweep.launch import BASELINE, choose
 
 SCRIPTS = REPOSITORY / "scripts"
-NATIVE, MEGATRON = "native", "megatron"
+NATIVE = "native"
+MEGATRON = "megatron"
 # What every run here has in common; all processes are on this machine.
 COMMON = {
     "NNODES": "1",
@@ -51,7 +52,8 @@ TINY = {
     "PRECISION_FLAG": "",
 }  # fmt: skip
 # ZeRO's communication beside its computation.
-OVERLAPPING, OVERLAP = ("zero2", "zero3"), {"OVERLAP_COMM": "on", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+OVERLAPPING = ("zero2", "zero3")
+OVERLAP = {"OVERLAP_COMM": "on", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 # One process.
 ALONE = {"NPROC_PER_NODE": "1"}
 # The recipe of scripts/check_parity.sh.
@@ -77,16 +79,16 @@ class Step:
     name: str
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
-    # Keys of Machine.missing: what this step needs besides Python and torch.
     needs: Collection[str] = ()
-    # Steps that must have passed in the same call, because they prepare the machine.
+    """Keys of Machine.missing: what this step needs besides Python and torch."""
     after: Sequence["Step"] = ()
-    # About how long it takes on one H100.
+    """Steps that must have passed in the same call, because they prepare the machine."""
     seconds: float = 40
-    # The exit statuses that count as passed.
+    """About how long it takes on one H100."""
     passes: Collection[int] = (0,)
-    # What results.json keeps; None if the step has not left it.
+    """The exit statuses that count as passed."""
     figures: Callable[[], Any] = lambda: None
+    """What results.json keeps; None if the step has not left it."""
 
 
 def module(name: str, *arguments: object) -> list[str]:
@@ -99,12 +101,15 @@ class Machine:
 
     def __init__(self, environment: Mapping[str, str], *, rehearsal: bool) -> None:
         """Raises Problem without a GPU, unless this is a rehearsal."""
-        self.rehearsal, self.environment = rehearsal, environment
+        self.rehearsal = rehearsal
+        self.environment = environment
         self.nvml = None if rehearsal else gpu.visible(environment)
-        if self.nvml:
+        if rehearsal:
+            self.gpus = []
+        elif self.nvml:
             self.gpus = self.nvml.names()
         else:
-            self.gpus = [] if rehearsal else [row["name"] for row in machine.gpus(environment)]
+            self.gpus = [row["name"] for row in machine.gpus(environment)]
         if not self.gpus and not rehearsal:
             looked = f"neither the driver's library {gpu.LIBRARY} nor nvidia-smi lists a GPU"
             raise Problem(f"there is no GPU here: {looked}", "--rehearse tries everything on the CPU")
@@ -113,32 +118,37 @@ class Machine:
 
     def missing(self) -> dict[str, str]:
         """By what steps need, why this machine does not have it."""
-        lacking: dict[str, str] = {}
+        missing: dict[str, str] = {}
         for need, names in MODULES.items():
-            if absent := [name for name in names if not util.find_spec(name)]:
+            absent = [name for name in names if not util.find_spec(name)]
+            if absent:
                 remedy = "install requirements.txt, or add them to a bundle with CARRY"
-                lacking[need] = f"these Python packages are missing: {', '.join(absent)} ({remedy})"
+                missing[need] = f"these Python packages are missing: {', '.join(absent)} ({remedy})"
         path = self.environment.get("PATH")
         for need, names in COMPILERS.items():
             wanted = [name for name in names if name != "nvcc" or not self.rehearsal]
-            if absent := [name for name in wanted if not which(name, path=path)]:
-                lacking.setdefault(need, f"these compilers are missing: {', '.join(absent)}")
+            absent = [name for name in wanted if not which(name, path=path)]
+            if absent:
+                missing.setdefault(need, f"these compilers are missing: {', '.join(absent)}")
         directory = Path(self.environment["MEGATRON_DIR"])
         state = engine.state_of(directory)
         if state == engine.MISSING:
-            lacking[MEGATRON] = f"there is no Megatron-DeepSpeed at {directory}: run scripts/setup_megatron.sh"
+            missing[MEGATRON] = f"there is no Megatron-DeepSpeed at {directory}: run scripts/setup_megatron.sh"
         elif state != engine.SERIES:
-            lacking[MEGATRON] = f"{directory} is {state}: scripts/setup_megatron.sh --check says what differs"
-        return lacking
+            missing[MEGATRON] = f"{directory} is {state}: scripts/setup_megatron.sh --check says what differs"
+        return missing
 
     def facts(self) -> dict[str, Any]:
         """Everything on which figures from this machine depend."""
-        cpu, (commit, changed) = machine.cpu(), machine.commit(REPOSITORY)
+        cpu = machine.cpu()
+        commit, changed = machine.commit(REPOSITORY)
         packed = Path(self.environment.get("BUNDLE_DIRECTORY", ""), "commit")
         if commit is None and packed.is_file():
             commit = f"{packed.read_text().strip()}, when the bundle was packed"
         shared_memory = os.statvfs("/dev/shm")
-        memory = [self.nvml.memory_mib(handle) for handle in self.nvml.gpus] if self.nvml else []
+        memory = []
+        if self.nvml:
+            memory = [self.nvml.memory_mib(handle) for handle in self.nvml.gpus]
         return {
             "GPUs": ", ".join(self.gpus),
             "GPU memory MiB": ", ".join(map(str, memory)),
@@ -159,127 +169,208 @@ class Steps:
         self.here = here
         sizes = environment["MICRO_BATCH_SIZES"].split()
         if not sizes or not all(size.isdecimal() and int(size) for size in sizes):
-            raise Problem(f"MICRO_BATCH_SIZES must be whole numbers of at least 1, found '{' '.join(sizes)}'")
+            found = " ".join(sizes)
+            raise Problem(f"MICRO_BATCH_SIZES must be whole numbers of at least 1, found '{found}'")
         self.sizes = list(dict.fromkeys(sizes))
         self.batch = max(map(int, sizes))
         chosen = environment["ENGINES"]
         self.engines = [NATIVE, MEGATRON] if chosen == "both" else [chosen]
-        names = choose(environment["STRATEGIES"].split())
-        self.strategies = [s for s in declarations("t5") if s.name in names and s.name != BASELINE]
+        names = set(choose(environment["STRATEGIES"].split())) - {BASELINE}
+        self.strategies = [strategy for strategy in declarations("t5") if strategy.name in names]
         self.work = Path(environment["WORK_DIR"])
+        # Enough for a profile, and in a rehearsal no more than that.
+        self.iterations = "6" if here.rehearsal else "16"
 
     def common(self) -> dict[str, str]:
         """The environment of every step."""
-        size = TINY | {"CUDA_VISIBLE_DEVICES": ""} if self.here.rehearsal else LARGE
-        if not self.here.rehearsal and "CUDA_VISIBLE_DEVICES" not in self.here.environment:
+        environment = COMMON | {"MEGATRON_DATA_DIR": str(self.work / "data")}
+        if self.here.rehearsal:
+            return environment | TINY | {"CUDA_VISIBLE_DEVICES": ""}
+        environment |= LARGE
+        if "CUDA_VISIBLE_DEVICES" not in self.here.environment:
             # The launchers count the GPUs with nvidia-smi, which may be missing.
-            size = size | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(len(self.here.gpus))))}
-        return COMMON | size | {"MEGATRON_DATA_DIR": str(self.work / "data")}
+            indices = range(len(self.here.gpus))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, indices))
+        return environment
 
     def in_order(self, directory: Path) -> Iterator[Step]:
         """directory: of the call, for the files of the steps."""
         self.directory = directory
-        self.data = Step("data", ["bash", str(SCRIPTS / "prepare_xsum_megatron.sh")], {"SAMPLE": "1"}, needs=("data",))
+        self.data = Step(
+            "data",
+            ["bash", str(SCRIPTS / "prepare_xsum_megatron.sh")],
+            {"SAMPLE": "1"},
+            needs=("data",),
+        )
         self.compiled = self.compilation()
-        measured = {
-            NATIVE: [self.run(NATIVE, BASELINE, size, **ALONE) for size in self.sizes],
-            # The largest last: it may not fit.
-            MEGATRON: [self.run(MEGATRON, BASELINE, size, **ALONE) for size in [*self.sizes[1:], self.sizes[0]]],
-        }
         yield self.device("device")
-        yield from measured[NATIVE] if NATIVE in self.engines else ()
+        if NATIVE in self.engines:
+            for size in self.sizes:
+                yield self.run(NATIVE, BASELINE, size, **ALONE)
         for size in self.sizes:
             yield self.baseline(size)
-        yield from measured[MEGATRON] if MEGATRON in self.engines else ()
+        if MEGATRON in self.engines:
+            # The largest last: it may not fit.
+            for size in [*self.sizes[1:], self.sizes[0]]:
+                yield self.run(MEGATRON, BASELINE, size, **ALONE)
         for name in self.engines:
+            yield from self.noise(name)
             yield from self.parity(name)
-        smallest = min(self.sizes, key=int)
         for name in self.engines:
-            if self.here.processes > 1:
-                yield self.run(name, BASELINE, smallest, "all-devices")
-            for strategy in self.strategies:
-                if strategy.tp * strategy.pp <= self.here.processes:
-                    yield self.run(name, strategy.name, smallest)
-            yield self.run(name, BASELINE, smallest, "without-dropout", DROPOUT="0", **ALONE)
-            # Whether overlapping helps, and whether it still hangs: the step is then ended.
-            for strategy in self.strategies:
-                if strategy.name in OVERLAPPING:
-                    yield self.run(name, strategy.name, smallest, "overlapping", **OVERLAP)
+            yield from self.every_strategy(name, min(self.sizes, key=int))
         yield self.device("device-after")
+
+    def every_strategy(self, engine_name: str, micro_batch: str) -> Iterator[Step]:
+        """Those that fit on the devices, and variants that show what a setting costs."""
+        if self.here.processes > 1:
+            yield self.run(engine_name, BASELINE, micro_batch, "all-devices")
+        for strategy in self.strategies:
+            if strategy.tp * strategy.pp <= self.here.processes:
+                yield self.run(engine_name, strategy.name, micro_batch)
+        yield self.run(engine_name, BASELINE, micro_batch, "without-dropout", DROPOUT="0", **ALONE)
+        # Whether overlapping helps, and whether it still hangs: the step is then ended.
+        for strategy in self.strategies:
+            if strategy.name in OVERLAPPING:
+                yield self.run(engine_name, strategy.name, micro_batch, "overlapping", **OVERLAP)
+
+    def preparations(self, engine_name: str) -> list[Step]:
+        """The steps before every run of an engine."""
+        return [self.data, self.compiled] if engine_name == MEGATRON else [self.data]
 
     def device(self, name: str) -> Step:
         file = self.directory / f"{name}.json"
-        figures = lambda: json.loads(file.read_text()) if file.exists() else None  # noqa: E731
-        return Step(name, module("t5bench.acceptance.device", file), seconds=20, figures=figures)
+
+        def figures() -> Any:
+            return json.loads(file.read_text()) if file.exists() else None
+
+        command = module("t5bench.acceptance.device", file)
+        return Step(name, command, seconds=20, figures=figures)
 
     def compilation(self) -> Step:
         """Megatron's kernels and its index helper, so that no measurement waits for a compiler."""
-        directory = self.directory / "compile-megatron"
-        small = {"ENGINE": MEGATRON, "OUTPUT_DIR": str(directory), "MODEL_PRESET": "tiny", "TRAIN_ITERS": "2",
-                 "VOCABULARY_MULTIPLE": "4352", "MASTER_PORT": str(free_port()), **ALONE}  # fmt: skip
-        command = ["bash", str(launcher(BASELINE))]
-        return Step("compile-megatron", command, small, needs=(MEGATRON,), after=(self.data,), seconds=150)
+        environment = {
+            "ENGINE": MEGATRON,
+            "OUTPUT_DIR": str(self.directory / "compile-megatron"),
+            "MODEL_PRESET": "tiny",
+            "TRAIN_ITERS": "2",
+            "VOCABULARY_MULTIPLE": "4352",
+            "MASTER_PORT": str(free_port()),
+            **ALONE,
+        }
+        return Step(
+            "compile-megatron",
+            ["bash", str(launcher(BASELINE))],
+            environment,
+            needs=(MEGATRON,),
+            after=(self.data,),
+            seconds=150,
+        )
 
     def run(self, engine_name: str, strategy: str, micro_batch: str, variant: str = "", **settings: str) -> Step:
         """A training run with a profile of its last iteration. Memory that does not suffice is a valid result."""
-        name = "-".join(filter(None, [engine_name, strategy, variant, f"micro-batch-{micro_batch}"]))
+        words = [word for word in (engine_name, strategy, variant) if word]
+        name = "-".join([*words, f"micro-batch-{micro_batch}"])
         directory = self.directory / "runs" / name
-        iterations = "6" if self.here.rehearsal else "16"
+        # Several devices share a larger batch, which every micro-batch divides.
+        devices = 1 if "NPROC_PER_NODE" in settings else self.here.processes
         environment = {
             "ENGINE": engine_name,
             "OUTPUT_DIR": str(directory),
             "MASTER_PORT": str(free_port()),
-            # Several devices share a larger batch, which every micro-batch divides.
-            "GLOBAL_BATCH_SIZE": str(self.batch if "NPROC_PER_NODE" in settings else self.batch * self.here.processes),
+            "GLOBAL_BATCH_SIZE": str(self.batch * devices),
             "MICRO_BATCH_SIZE": micro_batch,
-            "TRAIN_ITERS": iterations,
-            "PROFILE_ITERATION": iterations,
+            "TRAIN_ITERS": self.iterations,
+            "PROFILE_ITERATION": self.iterations,
         } | settings
-        needs = {"data", *[MEGATRON] * (engine_name == MEGATRON)}
+        needs = {"data"}
+        if engine_name == MEGATRON:
+            needs.add(MEGATRON)
         if strategy.startswith("zero"):
             needs.add("deepspeed")
-        if strategy.endswith("offload"):
+        is_offload = strategy.endswith("offload")
+        if is_offload:
             needs.add("offload")
-        seconds = 110 if strategy.endswith("offload") else 50
-        what = " ".join(filter(None, [engine_name, strategy, variant]))
         return Step(
-            name, ["bash", str(launcher(strategy))], environment, needs,
-            after=(self.data, self.compiled) if engine_name == MEGATRON else (self.data,), seconds=seconds,
-            passes=(0, EXIT_CODES[OUT_OF_MEMORY]), figures=lambda: measured(directory, what),
-        )  # fmt: skip
+            name,
+            ["bash", str(launcher(strategy))],
+            environment,
+            needs,
+            after=self.preparations(engine_name),
+            seconds=110 if is_offload else 50,
+            passes=(0, EXIT_CODES[OUT_OF_MEMORY]),
+            figures=lambda: measured(directory, " ".join(words)),
+        )
 
     def baseline(self, micro_batch: str) -> Step:
         """The plain loop over Hugging Face's T5, as it is and compiled."""
         file = self.directory / f"huggingface-{micro_batch}.jsonl"
-        size = {"ENGINE": NATIVE, "GLOBAL_BATCH_SIZE": str(self.batch), "MICRO_BATCH_SIZE": micro_batch,
-                "TRAIN_ITERS": "6" if self.here.rehearsal else "16", "NPROC_PER_NODE": "1"}  # fmt: skip
+        environment = {
+            "ENGINE": NATIVE,
+            "GLOBAL_BATCH_SIZE": str(self.batch),
+            "MICRO_BATCH_SIZE": micro_batch,
+            "TRAIN_ITERS": self.iterations,
+            "NPROC_PER_NODE": "1",
+        }
 
         def points() -> Any:
-            return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else None
+            if not file.exists():
+                return None
+            return [json.loads(line) for line in file.read_text().splitlines()]
 
-        command = module("t5bench.acceptance.baseline", file)
-        needs = ("data", "huggingface")
-        return Step(f"huggingface-micro-batch-{micro_batch}", command, size, needs, (self.data,), 90, figures=points)
+        return Step(
+            f"huggingface-micro-batch-{micro_batch}",
+            module("t5bench.acceptance.baseline", file),
+            environment,
+            needs=("data", "huggingface"),
+            after=(self.data,),
+            seconds=90,
+            figures=points,
+        )
+
+    def noise(self, engine_name: str) -> Iterator[Step]:
+        """DDP twice, which shows the noise."""
+        name = f"noise-{engine_name}"
+        runs = self.directory / name
+        twice = ["--strategies", BASELINE, "--repeats", "2"]
+        directories = [runs / "repeat1" / BASELINE, runs / "repeat2" / BASELINE]
+        yield Step(
+            name,
+            module("t5bench", "sweep", "--runs-dir", runs, *twice),
+            EXACT | {"ENGINE": engine_name, "SHARE_GPUS": "1"},
+            needs={"data", MEGATRON} if engine_name == MEGATRON else {"data"},
+            after=self.preparations(engine_name),
+            seconds=30,
+            figures=lambda: noise(directories),
+        )
 
     def parity(self, engine_name: str) -> Iterator[Step]:
-        """DDP twice, which shows the noise; then every strategy against DDP."""
-        after, needs = (self.data,), {"data", "deepspeed"}
-        if engine_name == MEGATRON:
-            after, needs = (*after, self.compiled), {*needs, MEGATRON}
-        runs = self.directory / f"noise-{engine_name}"
-        twice = module("t5bench", "sweep", "--runs-dir", runs, "--strategies", BASELINE, "--repeats", "2")
-        environment = EXACT | {"ENGINE": engine_name, "SHARE_GPUS": "1"}
-        yield Step(f"noise-{engine_name}", twice, environment, needs - {"deepspeed"}, after, 30,
-                   figures=lambda: noise([runs / f"repeat{number}" / BASELINE for number in (1, 2)]))  # fmt: skip
+        """Every strategy against DDP, which alone cannot be compared."""
         if not self.strategies:
-            return  # DDP alone cannot be compared
-        size = {"MODEL_PRESET": "tiny", "GLOBAL_BATCH_SIZE": "16", "VOCABULARY_MULTIPLE": "128", "SHARE_GPUS": "1"}
-        compared = self.directory / f"parity-{engine_name}"
-        size |= {"ENGINE": engine_name, "CHECK_BLIND_SPOTS": "0", "RUNS_DIR": str(compared)}
-        names = [BASELINE, *(strategy.name for strategy in self.strategies)]
-        printed = self.directory / "logs" / f"parity-{engine_name}.out"
-        yield Step(f"parity-{engine_name}", ["bash", str(SCRIPTS / "check_parity.sh"), *names], size, needs, after, 150,
-                   figures=lambda: printed.read_text() if printed.exists() else None)  # fmt: skip
+            return
+        name = f"parity-{engine_name}"
+        environment = {
+            "MODEL_PRESET": "tiny",
+            "GLOBAL_BATCH_SIZE": "16",
+            "VOCABULARY_MULTIPLE": "128",
+            "SHARE_GPUS": "1",
+            "ENGINE": engine_name,
+            "CHECK_BLIND_SPOTS": "0",
+            "RUNS_DIR": str(self.directory / name),
+        }
+        needs = {"data", "deepspeed"}
+        if engine_name == MEGATRON:
+            needs.add(MEGATRON)
+        printed = self.directory / "logs" / f"{name}.out"
+        strategies = [strategy.name for strategy in self.strategies]
+        yield Step(
+            name,
+            ["bash", str(SCRIPTS / "check_parity.sh"), BASELINE, *strategies],
+            environment,
+            needs,
+            after=self.preparations(engine_name),
+            seconds=150,
+            figures=lambda: printed.read_text() if printed.exists() else None,
+        )
 
 
 def measured(directory: Path, what: str) -> list[dict[str, Any]]:
@@ -288,13 +379,20 @@ def measured(directory: Path, what: str) -> list[dict[str, Any]]:
         return []
     run = records.load(directory)
     row = comparison.build([run], baseline=run.strategy).to_json()["groups"][0]["rows"][0]
-    limits, kernels = "", list[str]()
-    if (directory / "profile.json").exists():
-        limits = profile.limits(profile.read_profile(directory / "profile.json").ranks)
+    limits = ""
+    kernels: list[str] = []
+    profile_path = directory / "profile.json"
+    if profile_path.exists():
+        limits = profile.limits(profile.read_profile(profile_path).ranks)
         events = json.loads((directory / "trace.json").read_text())["traceEvents"]
         kernels = results.attention_kernels(event["name"] for event in events)
-    micro_batch = int(row["runs"][0]["settings"]["MICRO_BATCH_SIZE"])
-    return [row | {"what": what, "micro_batch": micro_batch, "limits": limits, "attention": kernels}]
+    point = {
+        "what": what,
+        "micro_batch": int(row["runs"][0]["settings"]["MICRO_BATCH_SIZE"]),
+        "limits": limits,
+        "attention": kernels,
+    }
+    return [row | point]
 
 
 def noise(directories: Sequence[Path]) -> dict[str, float] | None:

@@ -179,13 +179,27 @@ def _compare_with_the_nearest(baselines: Sequence[Row], row: Row) -> None:
         row.parity = parity.judge(row.runs, baseline.runs)
 
 
+def _rates_are_known(row: Row) -> bool:
+    """Whether a row's time can be predicted.
+
+    A data sheet gives the rates of GPUs, the calibrating run those of CPUs, a record that of a link between nodes. What
+    processes on one CPU machine, or on one shared GPU, cost each other is in none of these: they compete for its cores,
+    and no link is between them.
+    """
+    layout = row.run.layout
+    if row.prediction is None or row.milliseconds is None:
+        return False
+    if row.prediction.machine.device is time.CPU and layout.nproc_per_node > 1:
+        return False
+    return layout.nnodes == 1 or row.measured[0].observed.busiest_link is not None
+
+
 def _predict(rows: Sequence[Row]) -> list[str]:
     """Gives rows their predicted times, and says what these are based on; empty if none can be predicted.
 
     They are based on data sheets if every row's device has one, else on the speed of the baseline or of the first row.
     """
-    timed = [row for row in rows if row.milliseconds and row.prediction]
-    known = [row for row in timed if row.run.layout.nnodes == 1 or row.measured[0].observed.busiest_link]
+    known = [row for row in rows if _rates_are_known(row)]
     calibrating, slower, source = None, 1.0, "the devices' data sheets"
     if any(row.prediction.machine.device is time.CPU for row in known):
         calibrating = min(known, key=lambda row: not row.is_baseline)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from packaging.version import Version
 
-from t5bench.ledger.modes import DEEPSPEED_PIPELINE, STAGE_0, Mode
+from t5bench.ledger.modes import DEEPSPEED_PIPELINE, PIPELINE_STAGE_0, STAGE_0, Mode
 
 ISSUES = "https://github.com/deepspeedai/DeepSpeed/issues"  # leads to pull requests too
 
@@ -69,7 +69,8 @@ CHANGES = (
         (8068,), "gradient_clipping, if unset, is 1.0 instead of 0", SHARDED, first_wrong="0.19.3", clipping=False,
     ),
     Change(
-        (8154,), "the pipeline gives the gradients of several micro-batches a wrong scale", (DEEPSPEED_PIPELINE,),
+        (8154,), "the pipeline gives the gradients of several micro-batches a wrong scale",
+        (DEEPSPEED_PIPELINE, PIPELINE_STAGE_0),
         first_right="0.19.3", several_micro_batches=True,
     ),
     Change(

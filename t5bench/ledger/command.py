@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -24,9 +25,10 @@ from t5bench.ledger import environments, judge, tables
 from t5bench.ledger.judge import Curves
 from t5bench.ledger.modes import (
     BASELINE,
-    DEEPSPEED_PIPELINE,
     ITERATIONS,
     MODES,
+    PIPELINE_PROCESSES,
+    PIPELINES,
     PROCESSES,
     RELEASES,
     SAVED_AFTER,
@@ -170,12 +172,12 @@ class Ledger:
         self.output = output
         self.limit = limit
         self.stage_configs = stage_configs()
-        self.references: dict[tuple[str, int, bool], Curves] = {}
+        self.references: dict[tuple[str, int, int, bool], Curves] = {}
 
     def words(self, strategy: str, mode: Mode, directory: Path) -> list[str]:
-        """The command line of a cell, whose JSON is written to its directory; none for DeepSpeed's pipeline."""
-        if strategy == DEEPSPEED_PIPELINE:
-            return []
+        """The command line of a cell, whose JSON is written to its directory."""
+        if strategy in PIPELINES:
+            return ["--stage", str(PIPELINES[strategy])]
         words = [*self.plan.arguments.words, *arguments(mode)]
         if strategy != BASELINE:
             config = self.stage_configs["zero1" if strategy == STAGE_0 else strategy]
@@ -190,7 +192,15 @@ class Ledger:
         for log in directory.glob("rank*.log"):
             log.unlink()
         words = self.words(strategy, mode, directory)
-        cell = {"directory": str(directory), "processes": PROCESSES, "limit": self.limit, "patience": PATIENCE_SECONDS}
+        is_pipeline = strategy in PIPELINES
+        cell = {
+            "directory": str(directory),
+            "is_pipeline": is_pipeline,
+            "processes": PIPELINE_PROCESSES if is_pipeline else mode.processes,
+            "poisons_memory": mode.poisons_memory,
+            "limit": self.limit,
+            "patience": PATIENCE_SECONDS,
+        }
         checkpoints = str(directory / "checkpoints")
         attempts: list[list[str]] = [[]]
         if mode.resumes:
@@ -198,7 +208,7 @@ class Ledger:
             attempts = [first, ["--load", checkpoints]]
         seconds = 0.0
         for added in attempts:
-            answer = worker.train(cell | {"words": [*words, *added] if words else [], "port": str(free_port())})
+            answer = worker.train(cell | {"words": [*words, *added], "port": str(free_port())})
             seconds += answer.get("seconds", 0.0)
             if answer.get("failed") or answer["hangs"] or any(answer["statuses"]):
                 break
@@ -208,7 +218,15 @@ class Ledger:
         """The baseline's curves in what the mode has in common with it, trained when first needed. Raises Problem."""
         key = reference_mode(mode)
         if key not in self.references:
-            plain = replace(mode, name="reference", offload=False, fp32_accumulation=False, resumes=False, config={})
+            plain = replace(
+                mode,
+                name="reference",
+                offload=False,
+                fp32_accumulation=False,
+                resumes=False,
+                poisons_memory=False,
+                config={},
+            )
             directory = self.output / "runs" / BASELINE / "-".join(map(str, key))
             answer = self.train(worker, BASELINE, plain, directory)
             if answer.get("failed") or answer["hangs"] or any(answer["statuses"]):
@@ -225,10 +243,11 @@ class Ledger:
             return judge.Verdict(judge.HANGS, sentence=f"it did not end within {self.limit:.0f} s"), answer["seconds"]
         if any(answer["statuses"]):
             return judge.Verdict(judge.DOES_NOT_RUN, sentence=judge.why(logs(directory))), answer["seconds"]
-        if strategy == DEEPSPEED_PIPELINE:
+        if strategy in PIPELINES:
             measured, reference = pipeline_curves(directory)
         else:
-            measured, reference = curves(directory), self.reference(worker, mode)
+            measured = curves(directory)
+            reference = self.reference(worker, mode)
         return judge.judge(measured, reference, mode.precision), answer["seconds"]
 
 
@@ -244,6 +263,9 @@ def curves(directory: Path) -> Curves:
             loss[line.iteration] = line.lm_loss if line.lm_loss is not None else float("nan")
             if line.grad_norm is not None:
                 norm[line.iteration] = line.grad_norm
+    # An optimizer that reports no norm is no fault, as long as the losses are numbers.
+    if all(math.isnan(value) for value in norm.values()) and not any(math.isnan(value) for value in loss.values()):
+        norm = {}
     return Curves(loss, norm)
 
 
@@ -251,8 +273,10 @@ def pipeline_curves(directory: Path) -> tuple[Curves, Curves]:
     """What DeepSpeed's pipeline logged, and what plain PyTorch did."""
     for line in "\n".join(logs(directory)).splitlines():
         if line.startswith('{"losses"'):
-            said = json.loads(line)
-            return Curves(dict(enumerate(said["losses"], 1)), {}), Curves(dict(enumerate(said["expected"], 1)), {})
+            printed = json.loads(line)
+            measured = dict(enumerate(printed["losses"], 1))
+            expected = dict(enumerate(printed["expected"], 1))
+            return Curves(measured, {}), Curves(expected, {})
     return Curves({}, {}), Curves(dict.fromkeys(range(1, ITERATIONS + 1), 1.0), {})
 
 
@@ -325,6 +349,6 @@ def run(args: argparse.Namespace) -> int:
     cells = [cell for cell in read_cells(results).values() if cell.code == code]
     page = args.page or output
     tables.write(page, [asdict(cell) for cell in cells])
-    note(f"the table: {page / 'ledger.md'}, {page / 'ledger.html'}, {page / 'ledger.json'}")
+    note(f"the table: {page / 'ledger.md'}; also as .html, .svg and .json")
     print(tables.summary([asdict(cell) for cell in cells]))
     return 0

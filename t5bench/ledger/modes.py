@@ -5,18 +5,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# The last release of every minor version since 0.17, and those around which upstream broke or mended something.
+# The last release of every minor version since 0.14, and those around which upstream broke or mended something.
 RELEASES = (
-    *("0.17.5", "0.17.6", "0.18.0", "0.18.2", "0.18.3", "0.18.4", "0.18.6", "0.18.9"),
-    *("0.19.0", "0.19.2", "0.19.3", "0.19.4", "0.19.8"),
+    *("0.14.5", "0.15.4", "0.16.9"),
+    *("0.17.5", "0.17.6", "0.18.0", "0.18.1", "0.18.2", "0.18.3", "0.18.4", "0.18.5", "0.18.6", "0.18.9"),
+    *("0.19.0", "0.19.1", "0.19.2", "0.19.3", "0.19.4", "0.19.8"),
 )
 BASELINE = "ddp"
 # DeepSpeed's own pipeline engine, with the small model of pipeline.py: the native engine's pipeline needs no DeepSpeed.
+# With ZeRO-1, as the 3D launcher uses it.
 DEEPSPEED_PIPELINE = "deepspeed-pipeline"
-# DeepSpeed without sharding, which no launcher has.
+# DeepSpeed without sharding, and its pipeline without sharding, which no launcher has.
 STAGE_0 = "stage 0"
+PIPELINE_STAGE_0 = "deepspeed-pipeline stage 0"
+PIPELINES = {DEEPSPEED_PIPELINE: 1, PIPELINE_STAGE_0: 0}  # with their ZeRO stages
 ZERO_STRATEGIES = ("zero1", "zero2", "zero3", "zero3_offload")
-STRATEGIES = (*ZERO_STRATEGIES, STAGE_0, DEEPSPEED_PIPELINE)
+STRATEGIES = (*ZERO_STRATEGIES, STAGE_0, *PIPELINES)
 
 ITERATIONS, SAVED_AFTER = 6, 3
 # The recipe of scripts/check_parity.sh, in which a change of 1 % in any number shows, over half its iterations.
@@ -27,6 +31,9 @@ SETTINGS = {
     "EVAL_ITERS": "0", "SAVE_INTERVAL": "0", "RESUME": "0", "WANDB_MODE": "disabled",
 }  # fmt: skip
 PROCESSES = 2
+# Two stages, each in two processes.
+PIPELINE_PROCESSES = 4
+SAMPLES = 4  # of one process and iteration
 
 
 @dataclass(frozen=True)
@@ -37,20 +44,25 @@ class Mode:
     meaning: str
     strategies: tuple[str, ...]
     precision: str = "fp32"
-    micro_batches: int = 2  # of one process and iteration
+    micro_batches: int = SAMPLES  # of one process and iteration; some mistakes show with three or more only
+    processes: int = PROCESSES  # of the native engine
     clipping: bool = True  # False: the JSON does not mention it, and nothing should be clipped
     offload: bool = False  # of the optimizer; zero3_offload always has it
     fp32_accumulation: bool = False
     resumes: bool = False
+    # Fresh memory holds not-a-numbers, so that a release that reads memory before it writes it is always found.
+    poisons_memory: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)  # what it adds to DeepSpeed's JSON
 
 
 _SHARDED = ("zero1", "zero2", "zero3")
 _FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+_ALL_REDUCE_FETCH = {"zero_optimization": {"stage3_use_all_reduce_for_fetch_params": True}}
 MODES = (
-    Mode("fp32", "fp32, two micro-batches, clipping", (*ZERO_STRATEGIES, STAGE_0, DEEPSPEED_PIPELINE)),
-    Mode("bf16", "bf16, two micro-batches, clipping", (*ZERO_STRATEGIES, STAGE_0), "bf16"),
+    Mode("fp32", "fp32, four micro-batches, clipping", STRATEGIES),
+    Mode("bf16", "bf16, four micro-batches, clipping", (*ZERO_STRATEGIES, STAGE_0), "bf16"),
     Mode("one micro-batch", "fp32, one micro-batch", _SHARDED, micro_batches=1),
+    Mode("three processes", "fp32, three processes: what cannot be divided is padded", ZERO_STRATEGIES, processes=3),
     Mode("clipping unset", "fp32, no gradient_clipping in the JSON", _SHARDED, clipping=False),
     Mode(
         "fp32 accumulation", "bf16, gradients accumulated in fp32 (data_types)", _SHARDED, "bf16",
@@ -59,13 +71,23 @@ MODES = (
     Mode("offload", "fp32, optimizer offloaded to the CPU", ("zero1", "zero2"), offload=True),
     Mode("bf16 offload", "bf16, optimizer offloaded to the CPU", ("zero1", "zero2"), "bf16", offload=True),
     Mode("resume", f"fp32, saved after iteration {SAVED_AFTER} and resumed", ZERO_STRATEGIES, resumes=True),
+    Mode(
+        "all-reduce fetch", "fp32, three processes, stage3_use_all_reduce_for_fetch_params", ("zero3",), processes=3,
+        poisons_memory=True, config=_ALL_REDUCE_FETCH,
+    ),
 )  # fmt: skip
+
+
+def batch_sizes(mode: Mode) -> tuple[int, int]:
+    """The samples of an iteration of all processes, and of a micro-batch of one process."""
+    return SAMPLES * mode.processes, SAMPLES // mode.micro_batches
 
 
 def arguments(mode: Mode) -> list[str]:
     """What the mode adds to the command line of a strategy's launcher; a later argument wins."""
-    micro_batch = int(SETTINGS["GLOBAL_BATCH_SIZE"]) // (PROCESSES * mode.micro_batches)
-    added = ["--micro-batch-size", str(micro_batch), "--num-workers", "0", "--tensorboard-dir", ""]
+    batch, micro_batch = map(str, batch_sizes(mode))
+    added = ["--global-batch-size", batch, "--micro-batch-size", micro_batch, "--num-workers", "0"]
+    added += ["--tensorboard-dir", ""]
     if mode.precision == "bf16":
         added.append("--bf16")
     if not mode.clipping:
@@ -75,10 +97,10 @@ def arguments(mode: Mode) -> list[str]:
 
 def deepspeed_json(stage_config: Mapping[str, Any], strategy: str, mode: Mode) -> dict[str, Any]:
     """A strategy's JSON from ds_configs/, completed as its launcher does, and changed by the mode."""
-    batch = int(SETTINGS["GLOBAL_BATCH_SIZE"])
+    batch, micro_batch = batch_sizes(mode)
     config: dict[str, Any] = copy.deepcopy(dict(stage_config)) | {
         "train_batch_size": batch,
-        "train_micro_batch_size_per_gpu": batch // (PROCESSES * mode.micro_batches),
+        "train_micro_batch_size_per_gpu": micro_batch,
         "bf16": {"enabled": mode.precision == "bf16"},
         "steps_per_print": 10**9,
     }
@@ -88,9 +110,11 @@ def deepspeed_json(stage_config: Mapping[str, Any], strategy: str, mode: Mode) -
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
     if strategy == STAGE_0:
         config["zero_optimization"]["stage"] = 0
-    return config | dict(mode.config)
+    for section, values in mode.config.items():
+        config[section] = config.get(section, {}) | values
+    return config
 
 
-def reference_mode(mode: Mode) -> tuple[str, int, bool]:
-    """What the baseline must have in common with a mode: precision, micro-batches and clipping."""
-    return mode.precision, mode.micro_batches, mode.clipping
+def reference_mode(mode: Mode) -> tuple[str, int, int, bool]:
+    """What the baseline must have in common with a mode: precision, micro-batches, processes and clipping."""
+    return mode.precision, mode.micro_batches, mode.processes, mode.clipping

@@ -1,4 +1,4 @@
-"""The ledger as a page of Markdown, as HTML and as JSON."""
+"""The ledger as a page of Markdown, as HTML, as a picture and as JSON."""
 
 import html
 import json
@@ -12,15 +12,26 @@ from tabulate import tabulate
 
 from t5bench.compare.parity import TOLERANCE
 from t5bench.ledger.changes import CHANGES, ISSUES, Change
-from t5bench.ledger.judge import DOES_NOT_RUN, RIGHT, WRONG
-from t5bench.ledger.modes import DEEPSPEED_PIPELINE, ITERATIONS, MODES, PROCESSES, STAGE_0, STRATEGIES, Mode
+from t5bench.ledger.judge import DOES_NOT_RUN, HANGS, RIGHT, WRONG
+from t5bench.ledger.modes import (
+    DEEPSPEED_PIPELINE,
+    ITERATIONS,
+    MODES,
+    PIPELINE_PROCESSES,
+    PIPELINE_STAGE_0,
+    PROCESSES,
+    STAGE_0,
+    STRATEGIES,
+    Mode,
+)
 
 FORMAT = 1
 Cell = dict[str, Any]
 MODE = {mode.name: mode for mode in MODES}
 NAMES = {
     "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "zero3_offload": "ZeRO-3 + offload",
-    STAGE_0: "stage 0", DEEPSPEED_PIPELINE: "DeepSpeed's pipeline, stage 0",
+    STAGE_0: "stage 0", DEEPSPEED_PIPELINE: "DeepSpeed's pipeline, ZeRO-1",
+    PIPELINE_STAGE_0: "DeepSpeed's pipeline, stage 0",
 }  # fmt: skip
 INTRODUCTION = f"""# Which release of DeepSpeed trains which strategy correctly
 
@@ -30,7 +41,8 @@ in the modes below, and compares loss and gradient norm of every iteration with 
 bounds are those of [the parity check](parity.md). DeepSpeed's own pipeline engine, which the native engine does not
 use, trains four layers instead; its loss is compared with plain PyTorch's.
 
-All cells were measured on a CPU over gloo, with {PROCESSES} processes and {ITERATIONS} iterations. That shows what a
+All cells were measured on a CPU over gloo, with {PROCESSES} processes unless the mode says otherwise, the pipeline with
+{PIPELINE_PROCESSES}, and {ITERATIONS} iterations. That shows what a
 release computes, but not whether its CUDA kernels work. `right` means: within the bound in this mode. Releases and
 modes that are not in the table were not measured.
 
@@ -192,13 +204,60 @@ def page(cells: Sequence[Cell]) -> str:
     )
 
 
+COLOURS = {RIGHT: "#2e9f5b", WRONG: "#c8382f", DOES_NOT_RUN: "#e0a100", HANGS: "#e0a100"}
+NOT_MEASURED = "#d5d5d5"
+LABEL_WIDTH, COLUMN, ROW = 210, 50, 30  # pixels
+
+
+def worst(cells: Sequence[Cell]) -> str:
+    """The verdict on a strategy in a release: that of its worst mode; "" if none was measured."""
+    verdicts = {cell["verdict"] for cell in cells}
+    return next((verdict for verdict in (WRONG, HANGS, DOES_NOT_RUN, RIGHT) if verdict in verdicts), "")
+
+
+def picture(cells: Sequence[Cell]) -> str:
+    """An SVG: a square for each strategy and release, with the number of its modes that are right."""
+    torch, newest = groups(cells)[-1]
+    releases = releases_of(newest)
+    strategies = [strategy for strategy in STRATEGIES if any(cell["strategy"] == strategy for cell in newest)]
+    width = LABEL_WIDTH + COLUMN * len(releases)
+    height = ROW * (len(strategies) + 2)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"',
+        ' font-family="system-ui, sans-serif" font-size="12" role="img">',
+        f"<title>{TITLE}</title>",
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for column, release in enumerate(releases):
+        x = LABEL_WIDTH + COLUMN * column + COLUMN / 2
+        parts.append(f'<text x="{x:g}" y="20" text-anchor="middle">{release}</text>')
+    for row, strategy in enumerate(strategies, 1):
+        y = ROW * row
+        parts.append(f'<text x="4" y="{y + 20}">{html.escape(NAMES[strategy])}</text>')
+        for column, release in enumerate(releases):
+            own = [cell for cell in newest if cell["strategy"] == strategy and cell["release"] == release]
+            right = sum(cell["verdict"] == RIGHT for cell in own)
+            x = LABEL_WIDTH + COLUMN * column
+            colour = COLOURS.get(worst(own), NOT_MEASURED)
+            parts.append(
+                f'<rect x="{x + 2}" y="{y + 2}" width="{COLUMN - 4}" height="{ROW - 4}" rx="4" fill="{colour}"/>'
+                f'<text x="{x + COLUMN / 2:g}" y="{y + 20}" text-anchor="middle" fill="white">{right}/{len(own)}</text>'
+            )
+    legend = f"modes that are right, of those measured: native engine on a CPU, torch {torch}"
+    kinds = "green: all right; red: some train another model; yellow: some do not run"
+    y = ROW * (len(strategies) + 1) + 20
+    parts.append(f'<text x="4" y="{y}" fill="#555">{html.escape(legend)}. {html.escape(kinds)}</text>')
+    return "".join([*parts, "</svg>\n"])
+
+
 def write(directory: Path, cells: Sequence[Cell]) -> None:
-    """Writes ledger.md, ledger.html and ledger.json."""
+    """Writes ledger.md, ledger.html, ledger.svg and ledger.json."""
     directory.mkdir(parents=True, exist_ok=True)
     ordered = sorted(cells, key=lambda cell: (cell["torch"], Version(cell["release"])))
     data = {"format": FORMAT, "modes": [asdict(mode) for mode in MODES], "cells": ordered}
     (directory / "ledger.md").write_text(markdown(ordered))
     (directory / "ledger.html").write_text(page(ordered))
+    (directory / "ledger.svg").write_text(picture(ordered))
     lines = ",\n  ".join(json.dumps(cell) for cell in ordered)
     rest = json.dumps({"format": data["format"], "modes": data["modes"]}, indent=1)[:-2]
     (directory / "ledger.json").write_text(f'{rest},\n "cells": [\n  {lines}\n ]\n}}\n')

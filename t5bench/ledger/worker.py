@@ -42,9 +42,16 @@ def import_all(tokenizer: str) -> dict[str, str]:
     return {"deepspeed": deepspeed.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
 
 
-def train(words: list[str]) -> None:
-    """One process of a cell: the native engine with these arguments, or, without any, DeepSpeed's pipeline."""
-    if not words:
+def train(cell: dict[str, Any]) -> None:
+    """One process of a cell: the native engine or the pipeline's program, with the cell's arguments."""
+    words = cell["words"]
+    if cell["poisons_memory"]:
+        import torch
+
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    if cell["is_pipeline"]:
+        sys.argv = [pipeline.__file__, *words]
         runpy.run_path(pipeline.__file__, run_name="__main__")
         return
     from native.arguments import parse
@@ -66,7 +73,7 @@ def fork(rank: int, cell: dict[str, Any]) -> int:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(cell["processes"])}
         os.environ |= {"LOCAL_SIZE": str(cell["processes"]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": cell["port"]}
-        train(cell["words"])
+        train(cell)
         status = 0
     except Problem as problem:
         print(problem.report, file=sys.stderr)

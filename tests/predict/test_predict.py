@@ -19,6 +19,7 @@ from t5bench.model.parameters import parameters
 from t5bench.model.presets import PRESETS
 from t5bench.predict.layouts import Candidate, losers
 from t5bench.record.records import load
+from t5bench.report.tables import columns
 
 SETTINGS = ("MODEL_PRESET", "HOSTS", "NNODES", "NPROC_PER_NODE", "SLURM_JOB_NODELIST", "DEVICE")
 GPT = Architecture(0, 24, 1024, 16, 64, 4096, 0, 1024, 50304, family="gpt", head_bias=False)
@@ -131,6 +132,19 @@ def test_a_comparison_on_known_gpus_needs_no_run_to_predict_times(tmp_path: Path
     assert "predicted times are based on the devices' data sheets" in comparison.predicted_by
     assert all(row.predicted.limit == "host" for row in comparison.rows)  # micro-batches of one sample
     assert all(4 / 3 > row.hardware_tflops / row.tflops > 1.3 for row in comparison.rows)  # the head is done once
+
+
+def test_no_time_is_predicted_for_processes_that_share_a_cpu_machine(tmp_path: Path):
+    """What they cost each other has no rate that a calibrating run or a link could give; their bytes are predicted."""
+    own = {"settings": LARGE, "padded_vocab_size": 32128, "elapsed_ms": [900.0] * 40, "sent_per_iteration": 2e9}
+    one_node = [load(make_run(tmp_path / "one" / name, name, **own)) for name in ("ddp", "tensor")]
+    two_nodes = [load(make_run(tmp_path / "two" / name, name, nodes=2, **own)) for name in ("ddp", "tensor")]
+    for runs, speed in ((one_node, None), (two_nodes, "how fast ddp ran")):
+        comparison = build(runs)
+        titles = [column.title for column in columns(comparison)]
+        assert ("ms predicted (error)" in titles) == (speed is not None)
+        assert "bytes predicted (error)" in titles
+        assert list(comparison.predicted_by) == ([f"predicted times are based on {speed}"] if speed else [])
 
 
 @ENGINES

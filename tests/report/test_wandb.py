@@ -125,8 +125,8 @@ def test_a_comparison_is_a_separate_run_in_the_runs_group(sweep: Path, capsys: p
     assert titles == expected
     title = "elapsed time per iteration"
     times = {row["name"]: row[title] for row in table(place, f"{title} by strategy_table")}
-    assert times["zero1"] == 80.0 and times["zero1, predicted"] == rows["zero1"]["ms_predicted"] > 0
-    assert "ddp (2 processes), predicted" not in times, "the others' predictions rest on it"
+    assert times["zero1"] == 80.0
+    assert not [name for name in times if name.endswith(", predicted")], "they share one CPU machine"
     lines = table(place, "samples per second against iteration_table")
     assert list(dict.fromkeys(row["lineKey"] for row in lines)) == labels
     own = [(row["step"], row["lineVal"]) for row in lines if row["lineKey"] == "zero1"]
