@@ -136,7 +136,7 @@ def test_a_comparison_on_known_gpus_needs_no_run_to_predict_times(tmp_path: Path
 
 def test_no_time_is_predicted_for_processes_that_share_a_cpu_machine(tmp_path: Path):
     """What they cost each other has no rate that a calibrating run or a link could give; their bytes are predicted."""
-    own = {"settings": LARGE, "padded_vocab_size": 32128, "elapsed_ms": [900.0] * 40, "sent_per_iteration": 2e9}
+    own = {"settings": LARGE, "padded_vocab_size": 32128, "elapsed_ms": [9000.0] * 80, "sent_per_iteration": 2e9}
     one_node = [load(make_run(tmp_path / "one" / name, name, **own)) for name in ("ddp", "tensor")]
     two_nodes = [load(make_run(tmp_path / "two" / name, name, nodes=2, **own)) for name in ("ddp", "tensor")]
     for runs, speed in ((one_node, None), (two_nodes, "how fast ddp ran")):
