@@ -1,4 +1,4 @@
-"""The command line: Megatron-DeepSpeed's, as the launchers build it, with --compile, --share-gpus and --fsdp2.
+"""The command line: Megatron-DeepSpeed's, as the launchers build it, with --compile, --share-gpus, --trace and --fsdp2.
 
 An unknown flag is an error. --help names the few flags that are accepted but have no effect.
 """
@@ -89,6 +89,7 @@ FLAGS: list[tuple[str, Any, Any, str]] = [
     ("--wandb-project", str, "", "W&B project; without one nothing goes to W&B"),
     ("--wandb-exp-name", str, "", "W&B run name"),
     ("--wandb-save-dir", str, "", "directory of W&B's local files"),
+    ("--trace", bool, False, "write what each module computes to trace/ beside --tensorboard-dir; slow"),
     ("--save", str, None, "directory of checkpoints"),
     ("--save-interval", positive, None, "iterations between checkpoints"),
     ("--load", str, None, "directory of checkpoints to continue from"),
@@ -176,6 +177,8 @@ def parse(argv: list[str] | None = None, family: str = "t5") -> argparse.Namespa
     if args.deepspeed and not args.deepspeed_config:
         raise Problem("--deepspeed needs --deepspeed_config")
     args.deepspeed_json = json.loads(Path(args.deepspeed_config).read_text()) if args.deepspeed else {}
+    if args.trace and not args.tensorboard_dir:
+        raise Problem("--trace writes beside --tensorboard-dir, which is not given", "Give one")
     check_compile(args, args.deepspeed_json["zero_optimization"]["stage"] if args.deepspeed else 0)
     if reason := beyond_native(args.tp, args.pp, args.deepspeed, args.micro_batches, args.fp16, args.fsdp2):
         raise Problem(reason)
@@ -237,6 +240,8 @@ def check_compile(args: argparse.Namespace, zero_stage: int) -> None:
     if args.compile and zero_stage == 3:
         found = "--compile does not work with ZeRO-3, whose hooks between the layers cannot be compiled"
         raise Problem(found, "Leave it out")
+    if args.compile and args.trace:
+        raise Problem("--trace watches modules, which --compile puts together", "Leave one of them out")
     if args.compile and (args.fsdp2 or args.recompute_granularity):
         other = "--fsdp2" if args.fsdp2 else "--recompute-granularity"
         raise Problem(f"--compile with {other} is untested", "Leave one of them out")

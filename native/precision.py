@@ -22,3 +22,8 @@ def cast(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
 
 def forget_copies() -> None:
     _copies.clear()
+
+
+def copies() -> dict[nn.Parameter, Tensor]:
+    """Those of this iteration."""
+    return _copies

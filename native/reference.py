@@ -119,24 +119,30 @@ def loss_of(model: nn.Module, part: Batch, pad: int) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
 
 
+def schedule_of(optimizer: torch.optim.Optimizer, args: Namespace) -> torch.optim.lr_scheduler.LRScheduler:
+    """Warm-up with a cosine after it."""
+    after = args.train_iters - args.lr_warmup_iters
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, after, eta_min=args.min_lr)
+    if not args.lr_warmup_iters:
+        return schedule
+    steps = args.lr_warmup_iters
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / steps)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = args.lr
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, schedule], [steps])
+
+
 def optimizer_of(
     model: nn.Module, args: Namespace
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """AdamW without decay of biases and LayerNorms, and warm-up with a cosine after it."""
+    """AdamW without decay of biases and LayerNorms, and its schedule."""
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": args.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
     betas = (args.adam_beta1, args.adam_beta2)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=betas, eps=args.adam_eps, foreach=False)
-    after = args.train_iters - args.lr_warmup_iters
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, after, eta_min=args.min_lr)
-    if args.lr_warmup_iters:
-        steps = args.lr_warmup_iters
-        warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / steps)
-        optimizer.param_groups[0]["initial_lr"] = optimizer.param_groups[1]["initial_lr"] = args.lr
-        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, schedule], [steps])
-    return optimizer, schedule
+    return optimizer, schedule_of(optimizer, args)
 
 
 def clip(model: nn.Module, largest: float) -> float:

@@ -10,6 +10,7 @@ import math
 import os
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -166,10 +167,20 @@ def run(args: Namespace) -> None:
         if test := open_test(args, layout.dp.rank, file, vocabulary):
             metrics.validation(done, evaluated_loss(trainer, args, test), "test")
     else:
-        train(trainer, args, layout, training, validation, metrics, done)
+        with watched(trainer, args, layout):
+            train(trainer, args, layout, training, validation, metrics, done)
     del training, validation  # ends the processes that prepare samples
     metrics.end()
     dist.destroy_process_group()
+
+
+def watched(trainer: TorchTrainer, args: Namespace, layout: Layout) -> AbstractContextManager[None]:
+    """With --trace, what the trainer computes is written down."""
+    if not args.trace:
+        return nullcontext()
+    from native.trace import traced
+
+    return traced(trainer, args, layout)
 
 
 def train(

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Checks that the strategies train the same model, by comparing their curves with DDP's.
 #
-# Usage: bash scripts/check_parity.sh [--sensitivity | --bf16 | --benchmark-mode] [strategy...]
+# Usage: bash scripts/check_parity.sh [--locate | --sensitivity | --bf16 | --benchmark-mode] [strategy...]
 #
 # Trains DDP and the named strategies (default: all) on this machine, in fp32, without dropout, from
 # the same initial weights on the same data, and compares each loss and gradient norm with DDP's. With
 # ENGINE=megatron it also trains the native engine's DDP, to reveal mistakes that all of them share.
+#   --locate           with ENGINE=native: also say where each strategy first differs from DDP: iteration,
+#                      forward pass, backward pass, gradient or update, module or parameter, and ranks
 #   --sensitivity      train no strategy; measure how far a change of 1 % in each number of the recipe
 #                      moves the curves, in units of the bound; fail if a change would go unnoticed
 #   --bf16             train in bf16 and apply the bound measured for it
@@ -21,7 +23,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 # A recipe in which a change of 1 % in any number shows; docs/parity.md explains how it was found.
 
-begin '--sensitivity --bf16 --benchmark-mode NAME' "$@"
+begin '--locate --sensitivity --bf16 --benchmark-mode NAME' "$@"
 mode=''
 [[ ${1:-} != --* ]] || { mode=$1 && shift; }
 if [[ -z $MEGATRON_DATA_DIR ]]; then
@@ -34,6 +36,7 @@ export MEGATRON_DATA_DIR PYTHON
 export PRECISION_FLAG='' DROPOUT=0 LOG_INTERVAL=1 EVAL_ITERS=0 EVAL_ONLY=0 SAVE_INTERVAL=0 RESUME=0 WANDB_MODE=disabled
 options=()
 case $mode in
+  --locate) options=(--locate) ;;
   --sensitivity) options=(--sensitivity) ;;
   --bf16) export PRECISION_FLAG=--bf16 ;;
   --benchmark-mode) export PRECISION_FLAG=--bf16 DROPOUT=0.1 ;;

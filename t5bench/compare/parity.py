@@ -16,7 +16,7 @@ from typing import Any
 from tabulate import tabulate
 
 from t5bench import Problem
-from t5bench.compare import sensitivity
+from t5bench.compare import sensitivity, traces
 from t5bench.compare.comparable import differing, show, trains
 from t5bench.compare.sensitivity import MARGIN, Sensitivity, Tolerance
 from t5bench.record.files import RecordError
@@ -223,7 +223,20 @@ def verdict(run: Run, baseline: Run) -> Verdict:
         else:
             where = "gradients and accumulation" if norm.first_beyond == first else "clipping and the optimizer step"
         reasons.append(f"the difference begins at iteration {min(begins)}: check {where} first")
+    reasons += own_contradictions(run)
     return Verdict(name, run, loss, norm, reasons)
+
+
+def own_contradictions(run: Run) -> list[str]:
+    """Where a traced run did not do what follows from its own numbers; nothing for one without a trace.
+
+    Raises Problem.
+    """
+    if not traces.is_traced(run.directory):
+        return []
+    norms = curve(run, "grad_norm")
+    in_16_bits = run.plan.zero_stage > 0 and run.plan.precision != "fp32"
+    return list(traces.contradictions(run.directory, curve(run), norms, sums_in_16_bits=in_16_bits))
 
 
 def outside_verdict(path: Path, baseline: Run) -> Verdict:
@@ -381,11 +394,24 @@ def report(verdicts: Sequence[Verdict], blind: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def locations(directories: Sequence[Path], baseline: Path | None) -> str:
+    """Where each run first differs from the baseline, a line each. Raises Problem for a run without a trace."""
+    standard = baseline or next(path for path in directories if load(path).strategy == BASELINE_STRATEGY)
+    lines = []
+    for directory in directories:
+        if directory.resolve() != standard.resolve():
+            location = traces.first_difference(directory, standard)
+            lines.append(f"{directory.name}: {location or 'nothing differs beyond rounding'}")
+    return "\n".join(lines)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="a run directory")
     parser.add_argument("--baseline", type=Path, metavar="DIR", help="compare with this run (default: the first DDP)")
     parser.add_argument("--reference", type=Path, metavar="DIR", help="a run of another engine to compare as well")
     parser.add_argument("--outside", type=Path, metavar="FILE", help="curves of native.reference, for the baseline")
+    locate = "of traced runs (-- --trace): say where each first differs from the baseline"
+    parser.add_argument("--locate", action="store_true", help=locate)
     parser.add_argument("--sensitivity", type=Path, metavar="FILE", help="how sensitive the recipe is (alone: a table)")
 
 
@@ -400,4 +426,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise Problem("no run is given", "Give run directories, or --sensitivity FILE")
     verdicts, blind = gate(directories, arguments.baseline, measured, arguments.outside)
     print(report(verdicts, blind))
+    if arguments.locate:
+        print(f"\n{locations(directories, arguments.baseline)}")
     return 0 if not blind and all(entry.passed for entry in verdicts) else 1

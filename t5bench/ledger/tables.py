@@ -41,10 +41,9 @@ in the modes below, and compares loss and gradient norm of every iteration with 
 bounds are those of [the parity check](parity.md). DeepSpeed's own pipeline engine, which the native engine does not
 use, trains four layers instead; its loss is compared with plain PyTorch's.
 
-All cells were measured on a CPU over gloo, with {PROCESSES} processes unless the mode says otherwise, the pipeline with
-{PIPELINE_PROCESSES}, and {ITERATIONS} iterations. That shows what a
-release computes, but not whether its CUDA kernels work. `right` means: within the bound in this mode. Releases and
-modes that are not in the table were not measured.
+All cells were measured on a CPU over gloo, for {ITERATIONS} iterations, with {PROCESSES} processes unless the mode says
+otherwise, the pipeline with {PIPELINE_PROCESSES}. That shows what a release computes, but not whether its CUDA kernels
+work. `right` means: within the bound in this mode. Releases and modes that are not in the table were not measured.
 
 ```
 python -m t5bench ledger                                              # all releases, all modes

@@ -65,7 +65,7 @@ def look_up(
             and (mode["micro_batches"] > 1) == (micro_batches > 1)
             and mode["offload"] == offload
             and mode["clipping"]
-            and not mode["fp32_accumulation"]
+            and not mode.get("config")  # options that no launcher sets
             and (resumes or not mode["resumes"])
         }
         return [cell for cell in measured if cell["mode"] in modes]

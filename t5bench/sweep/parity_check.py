@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from t5bench import REPOSITORY, Problem, note, raise_on_signals
@@ -21,6 +21,7 @@ MEGATRON, NATIVE = "megatron", "native"
 # Numbers that have no setting. With an epsilon as large as the gradients and a short memory of their squares, mistakes
 # show after a few updates; with larger initial weights GELU's two forms differ by more than rounding.
 ARGUMENTS = ("--adam-beta1", "0.9", "--adam-beta2", "0.9", "--adam-eps", "0.01", "--init-method-std", "0.1")
+TRACE = ("--trace",)
 PERCENT = 0.01
 # Settings, or engine arguments for numbers that have none.
 NUMBERS = {
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("strategies", nargs="*", help="compared with DDP (default: all)")
     parser.add_argument("--engine", choices=[MEGATRON, NATIVE], required=True)
     parser.add_argument("--runs-dir", type=Path, required=True, help="where the runs go; must not exist")
+    parser.add_argument("--locate", action="store_true", help="say where each strategy first differs from DDP")
     parser.add_argument("--sensitivity", action="store_true", help="only measure what the check can see")
     parser.add_argument("--blind-spots", action="store_true", help="also measure what the check can see")
 
@@ -50,8 +52,13 @@ def run(args: argparse.Namespace) -> int:
     if args.sensitivity:
         curves = measure_launched(args.runs_dir) if unknown else measure(args.runs_dir)
         return t5bench("parity", "--sensitivity", curves)
-    train(args.engine, strategies, args.runs_dir)
-    reference, drops = [], float(os.environ["DROPOUT"]) > 0
+    drops = float(os.environ["DROPOUT"]) > 0
+    if args.locate and args.engine != NATIVE:
+        raise Problem("only the native engine writes what --locate reads", "Set ENGINE=native")
+    # In bf16 a run is also judged by its own numbers, because its curves may differ by more than small mistakes.
+    is_traced = args.engine == NATIVE and (args.locate or bool(os.environ.get("PRECISION_FLAG")))
+    train(args.engine, strategies, args.runs_dir, further=TRACE if is_traced and not drops else ())
+    reference = []
     if unknown:
         note(f"{unknown}: mistakes that all strategies share, and those that these settings hide, go unnoticed")
     elif args.engine == MEGATRON and not drops:  # the engines draw other masks
@@ -66,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     # A strategy that could not run has no run directory, and therefore fails.
     runs = args.runs_dir / args.engine
     named = [*(runs / name for name in strategies), *further]
-    return t5bench("parity", *named, "--baseline", runs / BASELINE, *reference, *outside, *measured)
+    locate = ["--locate"] if args.locate else []
+    return t5bench("parity", *named, "--baseline", runs / BASELINE, *reference, *outside, *measured, *locate)
 
 
 def native_plan(runs_dir: Path) -> Plan:
@@ -149,8 +157,9 @@ def train_seeds(engine: str, strategies: list[str], runs_dir: Path) -> list[Path
     return made
 
 
-def train(engine: str, strategies: list[str], runs_dir: Path, **settings: str) -> None:
-    launch = Launch({"ENGINE": engine, **settings}, arguments=ARGUMENTS)
+def train(engine: str, strategies: list[str], runs_dir: Path, *, further: Sequence[str] = (), **settings: str) -> None:
+    """further: engine arguments besides the recipe's."""
+    launch = Launch({"ENGINE": engine, **settings}, arguments=[*ARGUMENTS, *further])
     rows = plan_rows(launch, runs_dir, strategies)
     if not rows or rows[0].strategy != BASELINE:
         raise Problem(f"the {engine} engine's DDP, the baseline, cannot run here", "The reason is above")

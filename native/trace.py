@@ -1,0 +1,320 @@
+"""What a run computed, module by module: a small file per rank from which another run's first difference can be found.
+
+Every tensor is kept as a sketch: its products with a few fixed random vectors. The mean square of two sketches'
+difference estimates that of the tensors, and sketches of slices, shards and micro-batches add up to the whole's. So a
+run of any layout can be compared with one process (t5bench/compare/traces.py).
+
+A line of rank<R>.jsonl is one sketch. In each iteration come, in the order in which they are computed: the output of
+each module (forward), its gradient (backward), each parameter's gradient on this rank (gradient), reduced over the
+ranks (reduced), and the parameter's change (update). Three figures are computed again, in float64: the loss, the
+gradient norm and the update (AdamW, its schedule being PyTorch's), and copies in bf16 are compared with their masters.
+"""
+
+import hashlib
+import json
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from native import precision
+from native.data import Batch
+from native.data_parallel import TorchTrainer
+from native.layers import Attention, Embedding, FeedForward, Layer, LayerNorm
+from native.parallel import Layout
+from native.reference import schedule_of
+
+DIRECTORY = "trace"  # beside --tensorboard-dir
+VECTORS = 8
+# Modules whose output every tensor-parallel rank has as a whole.
+TRACED = (Embedding, Layer, LayerNorm, Attention, FeedForward)
+
+
+def random_vectors(name: str, shape: tuple[int, ...]) -> Tensor:
+    """[VECTORS, *shape], always the same for a name and a shape."""
+    seed = int.from_bytes(hashlib.sha256(f"{name}:{shape}".encode()).digest()[:8], "big") >> 1
+    return torch.randn(VECTORS, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@contextmanager
+def traced(trainer: TorchTrainer, args: Namespace, layout: Layout) -> Iterator[None]:
+    """Within this, what the trainer computes is written into a directory (--trace)."""
+    trace = Trace(trainer, args, layout)
+    try:
+        yield
+    finally:
+        trace.end()  # or DeepSpeed's engine would outlive its process group
+
+
+class Masters:
+    """The fp32 parameters and reduced gradients of any trainer, of this process's tensor- and pipeline-parallel part.
+
+    Every process must ask for the same parameters in the same order: some are gathered.
+    """
+
+    def __init__(self, trainer: TorchTrainer, args: Namespace, layout: Layout) -> None:
+        self.is_deepspeed, self.layout = args.deepspeed, layout
+        self.tied = set(getattr(trainer.model, "tied", ()))
+
+    def value(self, parameter: nn.Parameter) -> Tensor:
+        if self.is_deepspeed:
+            from deepspeed.utils import safe_get_full_fp32_param
+
+            return safe_get_full_fp32_param(parameter).detach().double().cpu().view(shape_of(parameter))
+        return whole(parameter.detach()).double().cpu()
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor:
+        """After the ranks have reduced it, before clipping."""
+        if self.is_deepspeed:
+            from deepspeed.utils import safe_get_full_grad
+
+            return safe_get_full_grad(parameter).detach().double().cpu().view(shape_of(parameter))
+        gradient = whole(parameter.grad.detach()).double().cpu()
+        if parameter in self.tied:
+            gradient = self.layout.pp.all_reduce(gradient.to(parameter.device)).cpu()
+        return gradient
+
+    def copy(self, parameter: nn.Parameter) -> Tensor | None:
+        """The copy with which an iteration computes, if there is one."""
+        if not self.is_deepspeed:
+            copied = precision.copies().get(parameter)
+            return None if copied is None else copied.detach()
+        if hasattr(parameter, "ds_shape"):
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([parameter]):
+                return parameter.detach().clone()
+        return parameter.detach()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Of what FSDP2 has divided."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
+    """DeepSpeed's ZeRO-3 keeps the shape and parts with the values."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+class Trace:
+    """Watches a trainer, and writes what it computes into a directory."""
+
+    def __init__(self, trainer: TorchTrainer, args: Namespace, layout: Layout) -> None:
+        self.trainer, self.args, self.layout, self.train = trainer, args, layout, trainer.step
+        self.model = trainer.model.module if args.deepspeed else trainer.model
+        self.masters = Masters(trainer, args, layout)
+        self.parameters = {self.model.whole_name(name): p for name, p in self.model.named_parameters()}
+        self.vectors: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self.iteration, self.micro_batch = 0, -1
+        self.hooks: list[Any] = []
+        self.replaced: list[tuple[Any, str]] = []
+        self.calls: Counter[str] = Counter()
+        self.local: dict[str, Tensor] = {}
+        self.moments: dict[str, tuple[Tensor, Tensor]] = {}
+        self.before: dict[str, Tensor] = {}
+        self.reduced: dict[str, Tensor] = {}
+        self.losses: list[Tensor] = []
+        self.logits: Tensor | None = None
+        self.rates = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=args.lr)
+        self.schedule = schedule_of(self.rates, args)
+        directory = Path(args.tensorboard_dir).parent / DIRECTORY
+        directory.mkdir(parents=True, exist_ok=True)
+        self.file = (directory / f"rank{args.rank}.jsonl").open("w")
+        self.write(
+            "layout", rank=args.rank, tp=layout.tp.rank, dp=layout.dp.rank, pp=layout.pp.rank, dp_size=args.dp,
+            precision="bf16" if args.bf16 else "fp32", last=layout.last_stage,
+        )  # fmt: skip
+        self.watch()
+
+    def write(self, phase: str, **content: Any) -> None:
+        self.file.write(json.dumps({"phase": phase, "iteration": self.iteration} | content) + "\n")
+
+    # ---- hooks -------------------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        keep = self.hooks.append
+        keep(self.model.register_forward_pre_hook(self.begin_micro_batch))
+        keep(self.model.register_forward_hook(self.end_micro_batch))
+        for name, module in self.model.named_modules():
+            if isinstance(module, TRACED):
+                own = self.model.whole_name(name).removeprefix("language_model.")
+                keep(module.register_forward_hook(lambda _, __, output, own=own: self.saw(own, output)))
+        if hasattr(self.model, "lm_head"):
+            keep(self.model.lm_head.register_forward_hook(self.saw_logits))
+        if not self.args.fsdp2:  # whose gradients are divided before anyone sees them
+            for name, parameter in self.parameters.items():
+                keep(parameter.register_hook(lambda gradient, name=name: self.saw_gradient(name, gradient)))
+        # What computes the gradients, and what updates the weights.
+        self.replace(self.trainer, "step", self.step)
+        engine = self.trainer.model if self.args.deepspeed else self.trainer
+        self.update = getattr(engine, "step" if self.args.deepspeed else "update")
+        self.replace(engine, self.update.__name__, self.with_a_look)
+
+    def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """Until the end, on this object alone."""
+        setattr(owner, name, function)
+        self.replaced.append((owner, name))
+
+    def with_a_look(self, *words: Any, **options: Any) -> Any:
+        """The update of the weights, which DeepSpeed's engine asks for after every micro-batch."""
+        if not self.args.deepspeed or self.trainer.model.is_gradient_accumulation_boundary():
+            self.before_update()
+        return self.update(*words, **options)
+
+    def end(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        for owner, name in self.replaced:
+            delattr(owner, name)
+        self.file.close()
+
+    def saw_logits(self, _: nn.Module, __: object, logits: Tensor) -> None:
+        self.logits = logits.detach()
+
+    def begin_micro_batch(self, *_: object) -> None:
+        self.micro_batch += 1
+        self.calls.clear()
+        if self.args.family == "t5" and self.layout.pp.rank > 0:  # the other stage embeds the encoder's tokens
+            self.calls["embedding"] = 1
+
+    def end_micro_batch(self, _: nn.Module, inputs: tuple[Tensor, ...], losses: Tensor) -> None:
+        if not self.layout.last_stage or not self.model.training:
+            return
+        labels = inputs[2 if self.args.family == "t5" else 1]
+        self.sketch_samples("forward", "loss", losses.detach(), self.micro_batch)
+        values = losses.detach().double()
+        if self.logits is not None:
+            values = self.cross_entropy(labels)
+        self.losses.append(values.sum() / (labels >= 0).sum())
+
+    def cross_entropy(self, labels: Tensor) -> Tensor:
+        """Of each token, in float64."""
+        assert self.logits is not None
+        parts = [self.logits]
+        if self.layout.tp.size > 1:
+            parts = [torch.empty_like(self.logits) for _ in range(self.layout.tp.size)]
+            dist.all_gather(parts, self.logits.contiguous(), group=self.layout.tp.group)
+        logits = torch.cat(parts, -1).double()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1, reduction="none")
+
+    def saw(self, name: str, output: Tensor) -> None:
+        """A module's output, and later its gradient."""
+        if not self.model.training or not torch.is_grad_enabled():
+            return
+        self.calls[name] += 1
+        if name == "embedding" and self.args.family == "t5":
+            name = "embedding of the encoder" if self.calls[name] == 1 else "embedding of the decoder"
+        number = self.micro_batch
+        self.sketch_samples("forward", name, output.detach(), number)
+        if output.requires_grad:
+            output.register_hook(
+                lambda gradient: self.sketch_samples("backward", name, gradient / self.args.dp, number)
+            )
+
+    def saw_gradient(self, name: str, gradient: Tensor) -> None:
+        own = self.sketch(name, gradient) / self.args.dp
+        self.local[name] = self.local[name] + own if name in self.local else own
+
+    # ---- sketches ----------------------------------------------------------------------------------------------------
+
+    def sketch_samples(self, phase: str, name: str, values: Tensor, micro_batch: int) -> None:
+        """values: [samples, ...]. Samples have the numbers that they have in the whole iteration."""
+        shape = tuple(values.shape[1:])
+        if ("", shape) not in self.vectors:
+            self.vectors["", shape] = random_vectors("", shape).flatten(1)
+        sketches = values.double().cpu().flatten(1) @ self.vectors["", shape].T
+        first = (micro_batch * self.args.dp + self.layout.dp.rank) * self.args.micro_batch_size
+        for number, sketch in enumerate(sketches.tolist(), first):
+            self.write(phase, name=name, sample=number, sketch=sketch)
+
+    def sketch(self, name: str, values: Tensor) -> Tensor:
+        """Of a parameter's size, or of this tensor-parallel rank's slice."""
+        parameter = self.parameters[name]
+        tp = self.layout.tp
+        shape = list(shape_of(parameter))
+        key = name, tuple(shape)
+        if key not in self.vectors:
+            dim, blocks = getattr(parameter, "tp_slice", (0, 1))
+            is_slice = hasattr(parameter, "tp_slice")
+            shape[dim] *= tp.size if is_slice else 1
+            vectors = random_vectors(name, tuple(shape))
+            if is_slice:
+                parts = [block.chunk(tp.size, dim + 1)[tp.rank] for block in vectors.chunk(blocks, dim + 1)]
+                vectors = torch.cat(parts, dim + 1)
+            self.vectors[key] = vectors.flatten(1).contiguous()
+        return self.vectors[key] @ values.detach().double().cpu().flatten()
+
+    def parameter_line(self, phase: str, name: str, sketch: Tensor, **more: Any) -> None:
+        is_slice = hasattr(self.parameters[name], "tp_slice") and self.layout.tp.size > 1
+        self.write(phase, name=name.removeprefix("language_model."), slice=is_slice, sketch=sketch.tolist(), **more)
+
+    # ---- an iteration ------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, rate: float) -> tuple[Tensor, Tensor]:
+        """The trainer's, watched."""
+        self.iteration += 1
+        self.micro_batch = -1
+        self.local, self.losses = {}, []
+        if self.iteration == 1:
+            for name, parameter in self.parameters.items():
+                self.parameter_line("weights", name, self.sketch(name, self.masters.value(parameter)))
+        for place, tokens in enumerate(batch):
+            for number, part in enumerate(tokens.chunk(self.args.micro_batches)):
+                self.sketch_samples("data", f"tokens {place + 1}", part, number)
+        loss, norm = self.train(batch, rate)
+        if self.losses:
+            self.write("loss", value=float(torch.stack(self.losses).mean()))
+        self.after_update(float(norm))
+        self.schedule.step()
+        self.file.flush()
+        return loss, norm
+
+    def before_update(self) -> None:
+        for name in self.local:
+            self.parameter_line("gradient", name, self.local[name])
+        stale = [name for name, p in self.parameters.items() if self.args.bf16 and not self.is_fresh(p)]
+        self.write("stale", names=stale)
+        for name, parameter in self.parameters.items():
+            self.before[name] = self.masters.value(parameter)
+            self.reduced[name] = self.masters.gradient(parameter)
+            square = float(self.reduced[name].square().sum())
+            self.parameter_line("reduced", name, self.sketch(name, self.reduced[name]), square=square)
+
+    def is_fresh(self, parameter: nn.Parameter) -> bool:
+        """Whether the iteration computes with the rounded master."""
+        copy = self.masters.copy(parameter)
+        value = self.masters.value(parameter)
+        return copy is None or torch.equal(copy.cpu(), value.to(copy.dtype))
+
+    def after_update(self, norm: float) -> None:
+        """Compares each parameter's change with AdamW's in float64, by the norm that was printed."""
+        largest = self.args.clip_grad
+        factor = min(1.0, largest / (norm + 1e-6)) if largest else 1.0
+        rate = self.rates.param_groups[0]["lr"]
+        for name, parameter in self.parameters.items():
+            change = self.masters.value(parameter) - self.before[name]
+            expected = self.adamw(name, factor * self.reduced[name], rate)
+            size, off = expected.norm(), (change - expected).norm()
+            figures = {"size": float(size), "off": float(off), "weight": float(self.before[name].norm())}
+            self.parameter_line("update", name, self.sketch(name, change), **figures)
+
+    def adamw(self, name: str, gradient: Tensor, rate: float) -> Tensor:
+        """The change of a parameter."""
+        args = self.args
+        zeros = torch.zeros_like(gradient)
+        mean, square = self.moments.get(name, (zeros, zeros))
+        mean = args.adam_beta1 * mean + (1 - args.adam_beta1) * gradient
+        square = args.adam_beta2 * square + (1 - args.adam_beta2) * gradient**2
+        self.moments[name] = mean, square
+        first, second = (1 - beta**self.iteration for beta in (args.adam_beta1, args.adam_beta2))
+        decay = args.weight_decay if gradient.dim() > 1 else 0.0
+        direction = (mean / first) / ((square / second).sqrt() + args.adam_eps)
+        return -rate * (direction + decay * self.before[name])

@@ -1,0 +1,149 @@
+"""What --trace writes: where two runs first differ, and what a run did that does not follow from its own numbers."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from harness import REPO_ROOT
+from real_runs import GATE, train
+
+from t5bench.compare.parity import own_contradictions
+from t5bench.compare.traces import Location, first_difference
+from t5bench.record.records import Run
+from t5bench.sweep.parity_check import ARGUMENTS, TRACE
+
+# All mistakes take minutes.
+LONG = os.environ.get("LONG_TESTS") == "1"
+# Python imports this before anything else; PLANT is code.
+HOOK = f"""
+import os, sys
+if "RANK" in os.environ and os.environ.get("PLANT"):
+    sys.path.insert(0, {str(REPO_ROOT)!r})
+    import torch
+    from native import data_parallel, layers, precision, zero
+    RANK = int(os.environ["RANK"])
+    def after(owner, name, change):
+        # Replaces a function by what makes of its result and its arguments another result.
+        function = getattr(owner, name)
+        setattr(owner, name, lambda *words, **more: change(function(*words, **more), *words))
+    def rounded(values):
+        return values.to(torch.bfloat16).to(values.dtype)
+    exec(os.environ["PLANT"])
+"""
+
+# By what is wrong: what is planted, and a word of the sentence that a bf16 run of DDP gets for it.
+MISTAKES_IN_BF16 = {
+    "learning rate": (
+        "step = data_parallel.TorchTrainer.step\n"
+        "data_parallel.TorchTrainer.step = lambda self, batch, rate: step(self, batch, 1.01 * rate)",
+        "the update of",
+    ),
+    "loss in bf16": ("after(data_parallel, 'mean_loss', lambda loss, *_: rounded(loss))", "printed the loss"),
+    "norm in bf16": ("after(data_parallel, 'clip_gradients', lambda norm, *_: rounded(norm))", "gradient norm"),
+    "accumulated in bf16": (
+        "def accumulate(_, trainer, *__):\n"
+        "    for parameter in trainer.model.parameters():\n"
+        "        parameter.grad.copy_(rounded(parameter.grad))\n"
+        "after(data_parallel.TorchTrainer, 'backward', accumulate)",
+        "the reduced gradient of",
+    ),
+    "stale copies": (
+        "forget = data_parallel.forget_copies\n"
+        "calls = []\n"
+        "data_parallel.forget_copies = lambda: calls.append(0) or len(calls) % 2 or forget()",
+        "copies of",
+    ),
+    "masters in bf16": (
+        "from torch.optim.optimizer import register_optimizer_step_post_hook as hook\n"
+        "def round_all(optimizer, *_):\n"
+        "    for group in optimizer.param_groups:\n"
+        "        for parameter in group['params']:\n"
+        "            parameter.data.copy_(rounded(parameter.data))\n"
+        "hook(round_all)",
+        "the update of",
+    ),
+    "reduced in bf16": (
+        "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook\n"
+        "def reduce(group, bucket):\n"
+        "    bucket.buffer().copy_(rounded(bucket.buffer()))\n"
+        "    return allreduce_hook(group, bucket)\n"
+        "after(data_parallel.TorchTrainer, '__init__',\n"
+        "      lambda _, self, *__: self.replica.register_comm_hook(None, reduce))",
+        "the reduced gradient of",
+    ),
+}
+
+# A strategy, what is planted in it in fp32, and where: iteration, phase, module or parameter, ranks.
+MISTAKES_OF_A_LAYOUT = {
+    "a layer's output on one rank": (
+        "zero1",
+        "if RANK == 1:\n    after(layers.FeedForward, 'forward', lambda output, *_: 1.001 * output)",
+        (1, "forward", "encoder.layers.0.mlp", (1,)),
+    ),
+    "a gradient on one rank": (
+        "tensor",
+        "def scale(_, self, *__):\n"
+        "    weight = self.language_model['encoder'].layers[1].mlp.dense_4h_to_h.weight\n"
+        "    weight.register_hook(lambda gradient: 1.001 * gradient)\n"
+        "if RANK == 1:\n"
+        "    from native import model\n"
+        "    after(model.T5, '__init__', scale)",
+        (1, "gradient", "encoder.layers.1.mlp.dense_4h_to_h.weight", (0, 1)),
+    ),
+    "the second iteration's update": (
+        "tensor",
+        "step = data_parallel.TorchTrainer.step\n"
+        "rates = []\n"
+        "data_parallel.TorchTrainer.step = lambda self, batch, rate: (\n"
+        "    rates.append(rate), step(self, batch, rate * (1.01 if len(rates) == 2 else 1)))[1]",
+        (2, "update", "lm_head.bias", (0, 1)),
+    ),
+}
+
+
+def traced(data: Path, directory: Path, strategy: str, plant: str = "", **settings: str) -> Run:
+    directory.mkdir(parents=True)
+    (directory / "sitecustomize.py").write_text(HOOK)
+    own = {"ENGINE": "native", "MEGATRON_DATA_DIR": str(data), "TRAIN_ITERS": "4", "OMP_NUM_THREADS": "1"}
+    own |= {"PYTHONPATH": str(directory), "PLANT": plant}
+    arguments: Sequence[str] = ("--", *ARGUMENTS, *TRACE)
+    return train(strategy, directory / "run", arguments=arguments, **GATE | own | settings)
+
+
+@pytest.fixture(scope="module")
+def baseline(sample_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return traced(sample_data, tmp_path_factory.mktemp("traces") / "ddp", "ddp")
+
+
+def located(run: Run, baseline: Run) -> Location | None:
+    return first_difference(run.directory, baseline.directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero3", "hybrid"] + ["zero1", "tensor", "pipeline", "fsdp2"] * LONG)
+def test_an_honest_run_differs_nowhere(sample_data: Path, tmp_path: Path, baseline: Run, strategy: str):
+    run = traced(sample_data, tmp_path / strategy, strategy)
+    assert located(run, baseline) is None
+    assert own_contradictions(run) == own_contradictions(baseline) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", list(MISTAKES_OF_A_LAYOUT)[: 9 if LONG else 1])
+def test_a_mistake_of_one_layout_is_located(sample_data: Path, tmp_path: Path, baseline: Run, mistake: str):
+    strategy, plant, place = MISTAKES_OF_A_LAYOUT[mistake]
+    found = located(traced(sample_data, tmp_path / strategy, strategy, plant), baseline)
+    assert found is not None
+    assert (found.iteration, found.phase, found.name, found.ranks) == place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["", *MISTAKES_IN_BF16] if LONG else ["", "accumulated in bf16"])
+def test_a_mistake_in_bf16_contradicts_the_runs_own_numbers(sample_data: Path, tmp_path: Path, mistake: str):
+    plant, word = MISTAKES_IN_BF16.get(mistake, ("", ""))
+    run = traced(sample_data, tmp_path / "ddp", "ddp", plant, PRECISION_FLAG="--bf16")
+    sentences = own_contradictions(run)
+    if mistake:
+        assert word in "; ".join(sentences)
+    else:
+        assert sentences == []
