@@ -12,13 +12,11 @@ from typing import Any, NamedTuple
 
 from t5bench.model.layout import Layout
 from t5bench.record.files import RecordError
-from t5bench.record.settings import PRECISIONS, ROLES, RoleName
+from t5bench.record.settings import PRECISIONS, ROLES, TOGETHER, RoleName
 
 FORMAT = 3
 READABLE_FORMATS = (2, 3)
 MOST_RAMP_ITERATIONS = 1_000_000
-# Settings besides the trained ones that say when all processes do something together.
-_TOGETHER = ("RESUME", "EVAL_ONLY", "EVAL_ITERS", "EVAL_INTERVAL", "SAVE_INTERVAL")
 
 
 class Setting(NamedTuple):
@@ -276,7 +274,7 @@ class Plan:
         values = {"strategy": self.strategy.name, "engine": self.engine, "device": self.device}
         values |= {"NNODES": str(layout.nnodes), "NPROC_PER_NODE": str(layout.nproc_per_node)}
         values |= {"layout": f"TP={layout.tp} PP={layout.pp} DP={layout.dp}", "engine's patches": self.engine_patches}
-        values |= self.with_role("kept") | {name: self.value(name, "") for name in _TOGETHER}
+        values |= self.with_role("kept") | {name: self.value(name, "") for name in TOGETHER}
         values |= {f"ds_config.{key}": json.dumps(value) for key, value in (self.ds_config or {}).items()}
         return values | by_name(self.arguments.extra)
 
