@@ -7,6 +7,7 @@ refused. Without a secret there is no channel. A lost connection is opened again
 """
 
 import contextlib
+import hashlib
 import hmac
 import os
 import secrets
@@ -23,6 +24,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from t5bench import note
+from t5bench.record import machine
 from t5bench.record.plan import Plan
 from t5bench.record.text import visible_in
 
@@ -34,7 +36,9 @@ SILENT_SECONDS = 10.0
 # unproven, the oldest is closed.
 PROOF_SECONDS = 10.0
 MOST_WAITING, MOST_OF_ADDRESS = 64, 16
-LONGEST_HELLO, LONGEST_LINE = 1 << 12, 1 << 20
+LONGEST_HELLO, LONGEST_LINE = 1 << 14, 1 << 20
+# How much of two plans is compared and shown: a longer value counts by its checksum.
+LONGEST_VALUE, MOST_VALUES, MOST_DIFFERENCES = 60, 120, 3
 SECRET = "T5_RUN_SECRET"
 SECRET_REMEDY = (
     f"Give all nodes the same secret: export {SECRET}=$(openssl rand -hex 32) on the first, and the same value on the"
@@ -75,6 +79,10 @@ class ProofError(StrangerError):
     """The other side names this run but lacks its secret."""
 
 
+class DifferenceError(StrangerError):
+    """The other side belongs to this run but was told to run something else."""
+
+
 class Message(msgspec.Struct, tag_field="kind", tag=str.lower, kw_only=True):
     """A message between nodes. node, host: the sender's."""
 
@@ -86,12 +94,16 @@ class Hello(Message):
     """Each side's first message. attempt: node 0's random word; None from a node that does not know it yet."""
 
     attempt: str | None
+    common: dict[str, str] = {}
+    """To node 0: what the sender's plan has in common with all nodes of its run."""
 
 
 class Refused(Message):
     """From node 0. A node with another secret learns of that, too, because it cannot verify this."""
 
     why: str
+    differs: bool = False
+    """Whether the reason is that nodes have different plans, which ends all of them."""
 
 
 class Alive(Message):
@@ -118,13 +130,24 @@ class Place:
     port: int
     run: str
     secret: bytes = field(default=b"", repr=False)
+    common: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """What all nodes of the run must have alike; see Plan.common."""
 
     @classmethod
     def of(cls, plan: Plan, port: int) -> "Place":
         assert plan.layout
-        run = f"{plan.strategy.name} with {plan.engine} at {plan.master_address}:{port}, {plan.layout}"
+        # Whoever meets at one port is meant to be one run. What the nodes run is compared later, with proof.
+        run = f"the run at port {port}"
         secret = run_secret(os.environ) if plan.layout.nnodes > 1 else b""
-        return cls(plan.node, plan.layout.nnodes, plan.master_address, port, run, secret)
+        shown = machine.hide(plan.common, machine.secrets(os.environ))
+        common = {name[:LONGEST_VALUE]: _short(value) for name, value in list(shown.items())[:MOST_VALUES]}
+        return cls(plan.node, plan.layout.nnodes, plan.master_address, port, run, secret, common)
+
+
+def _short(value: str) -> str:
+    if len(value) <= LONGEST_VALUE:
+        return value
+    return f"{value[:30]}... (SHA-256 {hashlib.sha256(value.encode(errors='replace')).hexdigest()[:12]})"
 
 
 class Connection:
@@ -211,7 +234,7 @@ class Channel:
         """Called when a node's process has closed its connection, as every process does when it ends."""
 
     def met_stranger(self, address: str, error: StrangerError) -> None:
-        """Called if node 0's port is not that of this run, and on node 0 if someone lacks the secret of this run."""
+        """Called if node 0's port is not that of this run, and on node 0 if someone has another secret or plan."""
 
     def cannot_listen(self, error: OSError) -> None:
         """Called when node 0 cannot listen, for example because its port is taken."""
@@ -288,7 +311,7 @@ class Channel:
             nonces = (connection.nonce, greeting.nonce) if place.node == 0 else (greeting.nonce, connection.nonce)
             connection.key = hmac.digest(place.secret, "\n".join((place.run, *nonces)).encode(), "sha256")
             if place.node != 0:
-                self._send(connection, self._own(Hello(attempt=self.attempt)))
+                self._send(connection, self._own(Hello(attempt=self.attempt, common=dict(place.common))))
 
     # ---- connections -------------------------------------------------------------------------------------------------
 
@@ -343,7 +366,8 @@ class Channel:
             why = error
             if self.place.node == 0 and connection.key:
                 with self.lock:
-                    self._send(connection, self._own(Refused(why=str(error))))
+                    differs = isinstance(error, DifferenceError)
+                    self._send(connection, self._own(Refused(why=str(error), differs=differs)))
         except OSError:
             pass
         with self.lock:
@@ -355,14 +379,16 @@ class Channel:
             connection.close()
         if is_current and closed and not self.closed.is_set():
             self.left(other)
-        if other is None and (self.place.node != 0 or isinstance(why, ProofError)):
+        if other is None and (self.place.node != 0 or isinstance(why, ProofError | DifferenceError)):
             self.met_stranger(connection.address, why)
 
     def _greet(self, message: Message, connection: Connection) -> int:
         """The node that sent the greeting. Raises StrangerError if it belongs to another attempt."""
         node = message.node
         if isinstance(message, Refused):
-            raise StrangerError(message.why)
+            raise DifferenceError(message.why) if message.differs else StrangerError(message.why)
+        if isinstance(message, Hello) and self.place.node == 0:
+            self._compare_plans(message)
         if not isinstance(message, Hello) or node >= self.place.nodes or (node == 0) == (self.place.node == 0):
             raise StrangerError("it sent no greeting")
         with self.lock:
@@ -384,6 +410,21 @@ class Channel:
             for declared in self._declared.values():
                 self._send(connection, declared)
         return node
+
+    def _compare_plans(self, hello: Hello) -> None:
+        """Raises DifferenceError if the node has another plan than node 0."""
+        ours, theirs = self.place.common, hello.common
+        different = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        if not different:
+            return
+        where = f"node {hello.node} ({hello.host})"
+        shown = [
+            f"{name} is '{theirs.get(name, 'not given')}' on {where} and '{ours.get(name, 'not given')}' on node 0"
+            for name in different[:MOST_DIFFERENCES]
+        ]
+        more = len(different) - MOST_DIFFERENCES
+        further = f"; and {more} more" if more > 0 else ""
+        raise DifferenceError(f"the nodes were started with different settings: {'; '.join(shown)}{further}")
 
     def _note(self, message: Message) -> None:
         self.hosts[message.node] = message.host

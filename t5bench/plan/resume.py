@@ -10,7 +10,16 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from t5bench import Problem, note
-from t5bench.plan.channel import SECRET_REMEDY, Alive, Channel, Message, Place, ProofError, StrangerError
+from t5bench.plan.channel import (
+    SECRET_REMEDY,
+    Alive,
+    Channel,
+    DifferenceError,
+    Message,
+    Place,
+    ProofError,
+    StrangerError,
+)
 from t5bench.record import machine
 from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.files import RecordError
@@ -179,8 +188,11 @@ class _Agreement(Channel):
         self.inbox.put(Problem(f"{where} disconnected while the nodes were agreeing on a checkpoint", LOOK_THERE))
 
     def met_stranger(self, address: str, error: StrangerError) -> None:
-        if self.place.node == 0:
+        if isinstance(error, DifferenceError):
+            self.inbox.put(Problem(str(error), LOOK_THERE))
+        elif self.place.node == 0:
             self.strangers.add(address)
+        if self.place.node == 0 or isinstance(error, DifferenceError):
             return
         master = f"node 0 ({self.place.address}:{self.place.port})"
         remedy = SECRET_REMEDY if isinstance(error, ProofError) else LOOK_THERE

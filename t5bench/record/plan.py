@@ -4,6 +4,7 @@
 plan without any package; ``Plan.read`` checks every type of a plan that comes from elsewhere.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 from t5bench.model.layout import Layout
 from t5bench.record.files import RecordError
-from t5bench.record.settings import PRECISIONS, ROLES, RoleName
+from t5bench.record.settings import PRECISIONS, ROLES, TOGETHER, RoleName
 
 FORMAT = 3
 READABLE_FORMATS = (2, 3)
@@ -263,6 +264,19 @@ class Plan:
             for name, value in sorted(others.items())
             if value != settings.get(name) and name not in PRECISIONS
         }
+
+    @property
+    def common(self) -> dict[str, str]:
+        """What every node of a run must have alike, by name: otherwise its processes wait for each other forever, or
+        train something else than the record says. Times, paths and names may differ."""
+        assert self.layout
+        layout = self.layout
+        values = {"strategy": self.strategy.name, "engine": self.engine, "device": self.device}
+        values |= {"NNODES": str(layout.nnodes), "NPROC_PER_NODE": str(layout.nproc_per_node)}
+        values |= {"layout": f"TP={layout.tp} PP={layout.pp} DP={layout.dp}", "engine's patches": self.engine_patches}
+        values |= self.with_role("kept") | {name: self.value(name, "") for name in TOGETHER}
+        values |= {f"ds_config.{key}": json.dumps(value) for key, value in (self.ds_config or {}).items()}
+        return values | by_name(self.arguments.extra)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -52,6 +52,9 @@ ROLES: Mapping[str, Role] = {
     "label": Role("Names, and Weights & Biases", local=True),
 }
 
+# Settings besides the trained ones that say when all processes do something together.
+TOGETHER = ("RESUME", "EVAL_ONLY", "EVAL_ITERS", "EVAL_INTERVAL", "SAVE_INTERVAL")
+
 # ---- kinds of values -------------------------------------------------------------------------------------------------
 
 Fault: TypeAlias = tuple[str, str]  # what is wrong, and what to do about it

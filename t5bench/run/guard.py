@@ -136,7 +136,13 @@ class Guard:
             if self.reports.has_new_sign():
                 self.peers.trains()
             self._resume_torchrun()
-            self.cause = self._others_failed() or self._never_starts() or self._began_anew() or self._stands_still()
+            self.cause = (
+                self.peers.conflict
+                or self._others_failed()
+                or self._never_starts()
+                or self._began_anew()
+                or self._stands_still()
+            )
         processes.end(self.mark, TERM_SECONDS)
 
     def _resume_torchrun(self) -> None:
@@ -254,6 +260,8 @@ def cause_of(
         return Cause.now(ends.CRASHED, "the launcher was killed before its run ended", remedy)
     # A run that the guard ends does not exit with 0. If it did, the guard came when all was over.
     guarded = guard.cause if exit_status != 0 else None
+    if guarded and guard.peers.conflict:
+        return guard.peers.conflict
     if guarded and guarded.status == ends.TIMEOUT and plan.engine_patches == "series" and not _incomplete(plan, output):
         # What hung was torchrun, or W&B's upload after the last iteration.
         return None

@@ -11,9 +11,19 @@ from dataclasses import asdict
 from typing import Any, Literal, TypedDict
 
 from t5bench.plan import channel
-from t5bench.plan.channel import SECRET_REMEDY, Alive, Channel, Message, Place, ProofError, StrangerError
+from t5bench.plan.channel import (
+    SECRET_REMEDY,
+    Alive,
+    Channel,
+    DifferenceError,
+    Message,
+    Place,
+    ProofError,
+    Refused,
+    StrangerError,
+)
 from t5bench.record.records import differences
-from t5bench.record.status import CANCELLED, EXIT_CODES, NETWORK, SIGNALS, Cause, Strength
+from t5bench.record.status import CANCELLED, CONFIGURATION, EXIT_CODES, NETWORK, SIGNALS, Cause, Strength
 
 # How much is shown about hosts that have not proved that they belong to the run, and about nodes that differ.
 MOST_STRANGERS, MOST_DIFFERENCES = 3, 3
@@ -74,6 +84,7 @@ class Peers(Channel):
         self.ends: dict[int, Mapping[str, Any]] = {}  # how other nodes ended, by rank
         self.gone: dict[int, Mapping[str, Any]] = {}  # the same for nodes that disconnected without a word
         self.differences: list[str] = []
+        self.conflict: Cause | None = None  # that the nodes were told to run different things
         self.iteration, self.progress, self._progress_said = 0, time.monotonic(), 0.0
         self._parts: dict[int, Mapping[str, Any]] = {}
         self._strangers = 0
@@ -121,7 +132,9 @@ class Peers(Channel):
         if self.place.node == 0 and isinstance(message, Progress | Ended):
             self.pass_on(message)
         self.gone.pop(node, None)
-        if isinstance(message, Progress):
+        if isinstance(message, Refused):
+            self._conflict(message.why)
+        elif isinstance(message, Progress):
             self.progress, self.iteration = time.monotonic(), message.iteration
         elif isinstance(message, Ended):
             cause = message.part["cause"]
@@ -155,7 +168,20 @@ class Peers(Channel):
             " why. It is MASTER_PORT + 1000, so choose another MASTER_PORT"
         )
 
+    def _conflict(self, found: str) -> None:
+        remedy = "Start every node with the same launcher, settings, engine arguments and version of this repository"
+        self.conflict = self.conflict or Cause.now(CONFIGURATION, found, remedy)
+
     def met_stranger(self, address: str, error: StrangerError) -> None:
+        if isinstance(error, DifferenceError):
+            # Whoever comes by mistake when all nodes are there does not end their run.
+            if self.place.node == 0 and len(self.heard) == self.place.nodes - 1:
+                self.warn(f"{address} was refused: {error}")
+                return
+            self._conflict(str(error))
+            if self.place.node == 0:
+                self.declare(Refused(why=str(error), differs=True))
+            return
         self._strangers += isinstance(error, ProofError)
         if isinstance(error, ProofError) and self._strangers <= MOST_STRANGERS:
             last = "; further ones are not shown" if self._strangers == MOST_STRANGERS else ""

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from harness import REPO_ROOT, Project, processes_with, wait_for
 
+from t5bench.plan.ports import free_port
 from t5bench.record.plan import Plan, by_name
 from t5bench.record.settings import BY_NAME
 
@@ -376,3 +377,39 @@ def test_nobody_reads_what_a_command_prints(sink: str, said: str):
         result = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=False)
         assert said in result.stderr and "Traceback" not in result.stderr
         assert result.returncode == (2 if said else 0)
+
+
+@pytest.mark.parametrize(
+    ("there", "named"),
+    [
+        ({"SEED": "5"}, "SEED is '5' on node 1"),
+        ({"GLOBAL_BATCH_SIZE": "32"}, "GLOBAL_BATCH_SIZE is '32' on node 1"),
+        ({"NPROC_PER_NODE": "1"}, "NPROC_PER_NODE is '1' on node 1"),
+        ({"EVAL_ITERS": "3"}, "EVAL_ITERS is '3' on node 1"),
+        ({"strategy": "zero1"}, "strategy is 'zero1' on node 1"),
+        ({"NNODES": "4"}, "NNODES is '4' on node 1"),
+        ({"argument": "--init-method-std"}, "--init-method-std is '0.5' on node 1"),
+    ],
+)
+def test_nodes_that_run_different_things(project: Project, tmp_path: Path, there: dict[str, str], named: str):
+    chosen = {"HOSTS": TWO_HOSTS, "NNODES": "2", "T5_RUN_SECRET": "of both", "STUB_SLEEP": "60"}
+    chosen |= {"MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "2", "EVAL_ITERS": "0"}
+    settings = {name: value for name, value in there.items() if name.isupper()}
+    launchers = []
+    for node, changes in enumerate([{}, settings]):
+        strategy = there.get("strategy", "ddp") if node else "ddp"
+        words = ["bash", str(project.script(f"run_megatron_t5_{strategy}.sh")), "127.0.0.1", str(node)]
+        if node and "argument" in there:
+            words += ["--", there["argument"], "0.5"]
+        where = {"env": project.environment_with(chosen | changes | {"OUTPUT_DIR": str(tmp_path / str(node))})}
+        output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        launchers.append(subprocess.Popen(words, **where, **output))
+    try:
+        for launcher in launchers:
+            said = launcher.communicate(timeout=30)[1]
+            assert launcher.returncode == 2, said
+            assert named in said
+            assert "Start every node with the same launcher" in said
+    finally:
+        for launcher in launchers:
+            launcher.terminate()
