@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Checks that the strategies train the same model, by comparing their curves with DDP's.
 #
-# Usage: bash scripts/check_parity.sh [--locate | --sensitivity | --bf16 | --benchmark-mode] [strategy...]
+# Usage: bash scripts/check_parity.sh [MODE] [strategy...]
 #
 # Trains DDP and the named strategies (default: all) on this machine, in fp32, without dropout, from
 # the same initial weights on the same data, and compares each loss and gradient norm with DDP's. With
 # ENGINE=megatron it also trains the native engine's DDP, to reveal mistakes that all of them share.
-#   --locate           with ENGINE=native: also say where each strategy first differs from DDP: iteration,
-#                      forward pass, backward pass, gradient or update, module or parameter, and ranks
+# Modes:
+#   --locate           with ENGINE=native: also say where each strategy first differs from DDP:
+#                      iteration, forward or backward pass, gradient or update, module and ranks
 #   --sensitivity      train no strategy; measure how far a change of 1 % in each number of the recipe
 #                      moves the curves, in units of the bound; fail if a change would go unnoticed
 #   --bf16             train in bf16 and apply the bound measured for it

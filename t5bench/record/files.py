@@ -73,7 +73,9 @@ def read(path: Path) -> bytes:
     """A whole document. Raises RecordError."""
     with open_file(path) as file:
         try:
-            content = file.read(MOST_BYTES_OF_A_DOCUMENT + 1)
+            # Python takes as much memory as it is asked to read, before it reads.
+            size = os.fstat(file.fileno()).st_size
+            content = file.read(min(size, MOST_BYTES_OF_A_DOCUMENT) + 1)
         except OSError as error:
             raise _unreadable(path, error) from error
     if len(content) > MOST_BYTES_OF_A_DOCUMENT:

@@ -111,7 +111,7 @@ def observe(run: Run, used: Sequence[int]) -> Observations:
         if not sent:
             reasons.append(f"node {node['node']} has no network counter that covers that time")
         elif worst := next((entry for entry in sent if entry.error > LARGEST_ERROR), None):
-            needs = f"{2 / LARGEST_ERROR:.0f} are needed (SAMPLE_INTERVAL, TRAIN_ITERS)"
+            needs = f"{worst.error * worst.iterations / LARGEST_ERROR:.0f} are needed (SAMPLE_INTERVAL, TRAIN_ITERS)"
             between = (
                 f"{worst.iterations:.3g} iteration(s) between the first and the last sample of node {node['node']}"
             )

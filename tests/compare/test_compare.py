@@ -142,7 +142,7 @@ def test_what_a_node_sends_for_no_iteration_does_not_count(tmp_path: Path, when:
     few = make_run(tmp_path / "c", elapsed_ms=[100.0] * 12, sent_per_iteration=1e6, sample_seconds=0.44)
     row = row_of(compare(few))
     assert row.sent_per_iteration is None
-    assert "4.4 iteration(s) between the first and the last sample of node 0, 20 are needed" in limits(row)
+    assert "4.4 iteration(s) between the first and the last sample of node 0, 40 are needed" in limits(row)
 
 
 def test_a_sample_at_an_iterations_line_needs_no_twenty_iterations(tmp_path: Path):

@@ -64,7 +64,8 @@ def no_guard(*raised: tuple[int, BaseException]) -> SimpleNamespace:
     """A guard that ended nothing, of workers that reported these exceptions: rank and exception."""
     reports = [SimpleNamespace(cause=cause_of_exception(error, rank)) for rank, error in raised]
     reader = SimpleNamespace(read=lambda: reports)
-    return SimpleNamespace(cause=None, stacks=SimpleNamespace(stopped=dict), reports=reader)
+    peers = SimpleNamespace(conflict=None)
+    return SimpleNamespace(cause=None, stacks=SimpleNamespace(stopped=dict), reports=reader, peers=peers)
 
 
 CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.3]:1")
