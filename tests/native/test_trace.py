@@ -129,6 +129,15 @@ def test_an_honest_run_differs_nowhere(sample_data: Path, tmp_path: Path, baseli
 
 
 @pytest.mark.slow
+def test_honest_runs_in_bf16_differ_nowhere(sample_data: Path, tmp_path: Path):
+    """In the sixth iteration their gradients differ by more than half."""
+    longer = {"PRECISION_FLAG": "--bf16", "TRAIN_ITERS": "12"}
+    ddp, tensor = (traced(sample_data, tmp_path / name, name, **longer) for name in ("ddp", "tensor"))
+    assert located(tensor, ddp) is None
+    assert own_contradictions(tensor) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", list(MISTAKES_OF_A_LAYOUT)[: 9 if LONG else 1])
 def test_a_mistake_of_one_layout_is_located(sample_data: Path, tmp_path: Path, baseline: Run, mistake: str):
     strategy, plant, place = MISTAKES_OF_A_LAYOUT[mistake]
