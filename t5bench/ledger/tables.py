@@ -208,6 +208,12 @@ NOT_MEASURED = "#d5d5d5"
 LABEL_WIDTH, COLUMN, ROW = 210, 50, 30  # pixels
 
 
+def is_of_launchers(cell: Cell) -> bool:
+    """Whether launchers train so: they always say at which norm they clip, and set none of the other options."""
+    mode = MODE[cell["mode"]]
+    return cell["strategy"] not in (STAGE_0, PIPELINE_STAGE_0) and mode.clipping and not mode.config
+
+
 def worst(cells: Sequence[Cell]) -> str:
     """The verdict on a strategy in a release: that of its worst mode; "" if none was measured."""
     verdicts = {cell["verdict"] for cell in cells}
@@ -215,10 +221,11 @@ def worst(cells: Sequence[Cell]) -> str:
 
 
 def picture(cells: Sequence[Cell]) -> str:
-    """An SVG: a square for each strategy and release, with the number of its modes that are right."""
+    """An SVG: a square for each strategy and release, with the number of the launchers' modes that are right."""
     torch, newest = groups(cells)[-1]
     releases = releases_of(newest)
-    strategies = [strategy for strategy in STRATEGIES if any(cell["strategy"] == strategy for cell in newest)]
+    met = [cell for cell in newest if is_of_launchers(cell)]
+    strategies = [strategy for strategy in STRATEGIES if any(cell["strategy"] == strategy for cell in met)]
     width = LABEL_WIDTH + COLUMN * len(releases)
     height = ROW * (len(strategies) + 2)
     parts = [
@@ -234,7 +241,7 @@ def picture(cells: Sequence[Cell]) -> str:
         y = ROW * row
         parts.append(f'<text x="4" y="{y + 20}">{html.escape(NAMES[strategy])}</text>')
         for column, release in enumerate(releases):
-            own = [cell for cell in newest if cell["strategy"] == strategy and cell["release"] == release]
+            own = [cell for cell in met if cell["strategy"] == strategy and cell["release"] == release]
             right = sum(cell["verdict"] == RIGHT for cell in own)
             x = LABEL_WIDTH + COLUMN * column
             colour = COLOURS.get(worst(own), NOT_MEASURED)
@@ -242,7 +249,7 @@ def picture(cells: Sequence[Cell]) -> str:
                 f'<rect x="{x + 2}" y="{y + 2}" width="{COLUMN - 4}" height="{ROW - 4}" rx="4" fill="{colour}"/>'
                 f'<text x="{x + COLUMN / 2:g}" y="{y + 20}" text-anchor="middle" fill="white">{right}/{len(own)}</text>'
             )
-    legend = f"modes that are right, of those measured: native engine on a CPU, torch {torch}"
+    legend = f"right, of the modes in which the launchers train: native engine on a CPU, torch {torch}"
     kinds = "green: all right; red: some train another model; yellow: some do not run"
     y = ROW * (len(strategies) + 1) + 20
     parts.append(f'<text x="4" y="{y}" fill="#555">{html.escape(legend)}. {html.escape(kinds)}</text>')
