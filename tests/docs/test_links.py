@@ -1,0 +1,47 @@
+"""Every link in the pages leads to a file or to a heading that exists."""
+
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from harness import REPO_ROOT
+from test_style import tracked
+
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives the headings."""
+    names: set[str] = set()
+    for heading in re.findall(r"^#+ +(.*)$", CODE.sub("", page.read_text()), re.MULTILINE):
+        text = re.sub(r"[^\w\- ]", "", heading.lower())
+        names.add(text.replace(" ", "-"))
+    return names
+
+
+def links(page: Path) -> list[str]:
+    """Those within the repository."""
+    text = CODE.sub("", page.read_text())
+    return [link for link in LINK.findall(text) if not re.match(r"[a-z]+:", link)]
+
+
+# The slides have a markup of their own.
+@pytest.mark.parametrize("name", [name for name in tracked("*.md") if name != "docs/slides.md"])
+def test_links_lead_somewhere(name: str):
+    page = REPO_ROOT / name
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / unquote(path)).resolve() if path else page
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), link
+
+
+def test_twelve_questions_are_answered():
+    text = (REPO_ROOT / "docs" / "questions.md").read_text()
+    rows = re.findall(r"^\| ([^|]+\?[^|]*) \| (.+) \|$", text, re.MULTILINE)
+    assert len(rows) == 12
+    for question, answer in rows:
+        assert LINK.search(answer), question
