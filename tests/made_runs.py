@@ -195,7 +195,7 @@ def make_run(
         ranks = plan.layout.ranks_of(node)
         part = {
             "format": records.FORMAT, "node": node, "nnodes": nodes, "host": f"node{node}",
-            "pid": 1000 + zlib.crc32(bytes(directory)) % 30_000,
+            "pid": 1000 + zlib.crc32(bytes(directory)) % 4_000_000,
             "status": COMPLETE, "reason": "", "remedy": "", "cause": None, "exit_status": 0, "signal": None,
             "started": stamp(start), "ended": stamp(end), "plan": replace(plan, node=node).to_json(),
             "data": {"prefix": "/data/xsum", "bin_bytes": 123456, "idx_sha256": idx_sha256, "tokenizer": "t"},

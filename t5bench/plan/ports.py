@@ -1,6 +1,6 @@
 """The ports of a run: MASTER_PORT, where its processes meet, and another one, where its recorders meet."""
 
-import contextlib
+import errno
 import random
 import socket
 
@@ -16,13 +16,23 @@ def peer_port(master_port: int) -> int:
     return port if port < 1 << 16 else master_port - PORT_OFFSET
 
 
+def is_taken(port: int) -> bool:
+    """Whether something listens on this port of this machine.
+
+    This never listens itself: a process that another thread forks meanwhile would keep the port for a moment.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
 def free_port() -> int:
     """A MASTER_PORT for a run on this machine only: it and its peer port are free. Raises OSError if there is none."""
     for port in random.sample(FREE_PORTS, len(FREE_PORTS)):
-        with (
-            contextlib.suppress(OSError),
-            socket.create_server(("", port)),
-            socket.create_server(("", peer_port(port))),
-        ):
+        if not is_taken(port) and not is_taken(peer_port(port)):
             return port
     raise OSError(f"no port from {FREE_PORTS.start} to {FREE_PORTS.stop - 1} is free")

@@ -1,7 +1,6 @@
 """Which nodes a run has, and which of them this is: completes and checks what the launcher took from its arguments, the
 environment and SLURM."""
 
-import errno
 import re
 import shutil
 import socket
@@ -9,6 +8,7 @@ from collections.abc import Iterator
 
 from t5bench import Problem
 from t5bench.plan.draft import Draft
+from t5bench.plan.ports import is_taken
 from t5bench.record.hosts import addresses_of, checked, is_loopback, is_own, own_name_fault
 
 Fault = tuple[str, str, str]  # code, what was found, what to do
@@ -99,22 +99,12 @@ def _lacks(draft: Draft) -> Iterator[Fault]:
     if not addresses:
         remedy = "Check the spelling, or use the address that 'getent hosts' prints on the master"
         yield "unknown-master", f"the master host name '{master}' does not resolve on {here}", remedy
-    if rank == 0 and _is_taken(port):
+    if rank == 0 and is_taken(port):
         remedy = "Choose another on every node: MASTER_PORT=29900"
         yield "port-taken", f"port {port} is already in use on this node", remedy
     for program, remedy in (("torchrun", "Activate the environment that has torch"), ("setsid", "Install util-linux")):
         if not shutil.which(program, path=draft.environ.get("PATH")):
             yield f"no-{program}", f"{program} is not on PATH", remedy
-
-
-def _is_taken(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            return error.errno == errno.EADDRINUSE
-    return False
 
 
 def check_own_name(draft: Draft) -> None:

@@ -148,7 +148,9 @@ def test_a_preempted_job_is_queued_again_and_continues(
     job = Job(cluster, project, "ddp", OUTPUT_DIR=str(tmp_path / "preempted"))
     # Early enough: it still trains when SLURM gets round to the urgent job.
     job.wait_until(lambda: bool(re.search(r"iteration +[2-5]\d/", job.text())))
-    cluster.login("srun", "--partition=urgent", f"--nodes={len(cluster.nodes)}", "--exclusive", "true", timeout=60)
+    # Long enough for SLURM to end all of the preempted job before it starts again.
+    urgent = ("srun", "--partition=urgent", f"--nodes={len(cluster.nodes)}", "--exclusive", "sleep", "15")
+    cluster.login(*urgent, timeout=90)
     job.wait_until(lambda: "resuming from the checkpoint of iteration" in job.text(), 300)
     assert job.end() == "COMPLETED 0:0", job.text()
     assert losses(tmp_path / "preempted") == losses(tmp_path / "undisturbed")
