@@ -1,6 +1,7 @@
 """How a worker ends, and what ends a run that nothing else would end, with real processes."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -185,7 +186,7 @@ def test_a_run_that_writes_no_line_is_left_alone_while_it_trains(tmp_path: Path,
     guard = run.guard(watchdog=4)
     guard.thread.join(30)
     assert guard.cause and guard.cause.status == "timeout", "then it hangs"
-    assert "no iteration in 4 s" in guard.cause.reason and time.monotonic() - began > 10
+    assert re.search(r"no iteration in [4-9] s", guard.cause.reason) and time.monotonic() - began > 10
     assert not run.processes()
 
 
