@@ -10,6 +10,7 @@ from t5bench.compare.parity import TOLERANCE, difference, relative_difference
 RIGHT, WRONG, DOES_NOT_RUN, HANGS = "right", "wrong", "does not run", "hangs"
 # The last line of a Python traceback.
 _ERROR = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception)\b.*|error: .*)$", re.MULTILINE)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # What a process says because another one failed.
 _BY_PEER = re.compile(r"connection|gloo|peer|timed? ?out", re.IGNORECASE)
 
@@ -70,4 +71,4 @@ def why(logs: list[str]) -> str:
     errors = [match[1].strip() for log in logs for match in _ERROR.finditer(log)]
     first_cause = [error for error in errors if not _BY_PEER.search(error)]
     chosen = (first_cause or errors or ["it ended without an error message"])[-1]
-    return chosen[:300]
+    return _COLOUR.sub("", chosen)[:300]
