@@ -53,7 +53,8 @@ python -m t5bench ledger --page docs                                  # writes t
 ```
 
 The command needs uv. It installs nothing into your environment, keeps its own in `~/.cache/t5-parallelism/ledger`, and
-continues after an interruption. The launchers refuse a run whose strategy this page found wrong in its release.
+continues after an interruption. The launchers refuse a run whose strategy this page found wrong in its release, in
+a mode in which they train.
 """
 
 
@@ -114,10 +115,10 @@ def faults(cells: Sequence[Cell]) -> list[tuple[str, Mode, str, list[str], str]]
 
 
 def explaining(strategy: str, mode: Mode, verdict: str, releases: Sequence[str]) -> list[Change]:
-    """The changes upstream that explain a fault in any of these releases."""
+    """The changes upstream that explain a fault in all of these releases."""
     if verdict != WRONG:
         return []
-    return [change for change in CHANGES if any(change.concerns(release, strategy, mode) for release in releases)]
+    return [change for change in CHANGES if all(change.concerns(release, strategy, mode) for release in releases)]
 
 
 def upstream(strategy: str, mode: Mode, verdict: str, releases: Sequence[str]) -> str:

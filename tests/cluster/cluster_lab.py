@@ -32,7 +32,7 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PROCESSES = {
     "launcher": r"^bash scripts/run_megatron_t5_",
     "recorder": r" -m t5bench record ",
-    "torchrun": r"/torchrun --nnodes",
+    "torchrun": r"/torchrun --nnodes|torch\.distributed\.run --nnodes",
     "worker": r"^(?!.*torchrun).* -u .*pretrain_t5\.py",
 }
 NAMESPACES = ("--cgroup", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
