@@ -179,6 +179,8 @@ def parse(argv: list[str] | None = None, family: str = "t5") -> argparse.Namespa
     args.deepspeed_json = json.loads(Path(args.deepspeed_config).read_text()) if args.deepspeed else {}
     if args.trace and not args.tensorboard_dir:
         raise Problem("--trace writes beside --tensorboard-dir, which is not given", "Give one")
+    if args.trace and args.load:
+        raise Problem("--trace follows the optimizer from the first iteration, but --load continues", "Leave one out")
     check_compile(args, args.deepspeed_json["zero_optimization"]["stage"] if args.deepspeed else 0)
     if reason := beyond_native(args.tp, args.pp, args.deepspeed, args.micro_batches, args.fp16, args.fsdp2):
         raise Problem(reason)

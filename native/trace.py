@@ -46,11 +46,11 @@ def random_vectors(name: str, shape: tuple[int, ...]) -> Tensor:
 @contextmanager
 def traced(trainer: TorchTrainer, args: Namespace, layout: Layout) -> Iterator[None]:
     """Within this, what the trainer computes is written into a directory (--trace)."""
-    trace = Trace(trainer, args, layout)
+    tracer = Tracer(trainer, args, layout)
     try:
         yield
     finally:
-        trace.end()  # or DeepSpeed's engine would outlive its process group
+        tracer.end()  # or DeepSpeed's engine would outlive its process group
 
 
 class Masters:
@@ -60,7 +60,8 @@ class Masters:
     """
 
     def __init__(self, trainer: TorchTrainer, args: Namespace, layout: Layout) -> None:
-        self.is_deepspeed, self.layout = args.deepspeed, layout
+        self.is_deepspeed = args.deepspeed
+        self.layout = layout
         self.tied = set(getattr(trainer.model, "tied", ()))
 
     def value(self, parameter: nn.Parameter) -> Tensor:
@@ -85,7 +86,7 @@ class Masters:
         """The copy with which an iteration computes, if there is one."""
         if not self.is_deepspeed:
             copied = precision.copies().get(parameter)
-            return None if copied is None else copied.detach()
+            return copied.detach() if copied is not None else None
         if hasattr(parameter, "ds_shape"):
             import deepspeed
 
@@ -104,16 +105,20 @@ def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-class Trace:
+class Tracer:
     """Watches a trainer, and writes what it computes into a directory."""
 
     def __init__(self, trainer: TorchTrainer, args: Namespace, layout: Layout) -> None:
-        self.trainer, self.args, self.layout, self.train = trainer, args, layout, trainer.step
+        self.trainer = trainer
+        self.args = args
+        self.layout = layout
+        self.train = trainer.step
         self.model = trainer.model.module if args.deepspeed else trainer.model
         self.masters = Masters(trainer, args, layout)
         self.parameters = {self.model.whole_name(name): p for name, p in self.model.named_parameters()}
         self.vectors: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-        self.iteration, self.micro_batch = 0, -1
+        self.iteration = 0
+        self.micro_batch = -1
         self.hooks: list[Any] = []
         self.replaced: list[tuple[Any, str]] = []
         self.calls: Counter[str] = Counter()
@@ -129,9 +134,13 @@ class Trace:
         directory.mkdir(parents=True, exist_ok=True)
         self.file = (directory / f"rank{args.rank}.jsonl").open("w")
         self.write(
-            "layout", rank=args.rank, tp=layout.tp.rank, dp=layout.dp.rank, pp=layout.pp.rank, dp_size=args.dp,
-            precision="bf16" if args.bf16 else "fp32", last=layout.last_stage,
-        )  # fmt: skip
+            "layout",
+            tp=layout.tp.rank,
+            dp=layout.dp.rank,
+            pp=layout.pp.rank,
+            dp_size=args.dp,
+            precision="bf16" if args.bf16 else "fp32",
+        )
         self.watch()
 
     def write(self, phase: str, **content: Any) -> None:
@@ -262,7 +271,8 @@ class Trace:
         """The trainer's, watched."""
         self.iteration += 1
         self.micro_batch = -1
-        self.local, self.losses = {}, []
+        self.local = {}
+        self.losses = []
         if self.iteration == 1:
             for name, parameter in self.parameters.items():
                 self.parameter_line("weights", name, self.sketch(name, self.masters.value(parameter)))
@@ -291,8 +301,9 @@ class Trace:
     def is_fresh(self, parameter: nn.Parameter) -> bool:
         """Whether the iteration computes with the rounded master."""
         copy = self.masters.copy(parameter)
-        value = self.masters.value(parameter)
-        return copy is None or torch.equal(copy.cpu(), value.to(copy.dtype))
+        if copy is None:
+            return True
+        return torch.equal(copy.cpu(), self.masters.value(parameter).to(copy.dtype))
 
     def after_update(self, norm: float) -> None:
         """Compares each parameter's change with AdamW's in float64, by the norm that was printed."""

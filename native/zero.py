@@ -53,8 +53,9 @@ class ZeroTrainer(TorchTrainer):
 
     def update(self) -> Tensor:
         norm = self.model.get_global_grad_norm()
-        # Stage 0 in fp32 has none.
-        return torch.as_tensor(math.nan if norm is None else norm, dtype=torch.float32, device=self.args.device)
+        if norm is None:  # of stage 0 in fp32, which only the ledger trains
+            norm = math.nan
+        return torch.as_tensor(norm, dtype=torch.float32, device=self.args.device)
 
     def save(self, directory: Path) -> None:
         self.model.save_checkpoint(str(directory.parent), tag=directory.name, save_latest=False)

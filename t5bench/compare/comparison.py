@@ -183,8 +183,7 @@ def _rates_are_known(row: Row) -> bool:
     """Whether a row's time can be predicted.
 
     A data sheet gives the rates of GPUs, the calibrating run those of CPUs, a record that of a link between nodes. What
-    processes on one CPU machine, or on one shared GPU, cost each other is in none of these: they compete for its cores,
-    and no link is between them.
+    processes on one CPU machine cost each other is in none of these: they compete for its cores.
     """
     layout = row.run.layout
     if row.prediction is None or row.milliseconds is None:

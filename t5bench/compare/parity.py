@@ -234,9 +234,10 @@ def own_contradictions(run: Run) -> list[str]:
     """
     if not traces.is_traced(run.directory):
         return []
-    norms = curve(run, "grad_norm")
+    # A line has the mean loss of its interval.
+    losses = curve(run) if run.plan.number("LOG_INTERVAL") == 1 else {}
     in_16_bits = run.plan.zero_stage > 0 and run.plan.precision != "fp32"
-    return list(traces.contradictions(run.directory, curve(run), norms, sums_in_16_bits=in_16_bits))
+    return traces.contradictions(run.directory, losses, curve(run, "grad_norm"), sums_in_16_bits=in_16_bits)
 
 
 def outside_verdict(path: Path, baseline: Run) -> Verdict:

@@ -131,7 +131,7 @@ def _article(row: Any, number: int, address: str) -> Row:
         reason = f'{address} has neither "document" nor "text"; it has {columns}'
         return Unusable(reason, "Rename the source's columns to document and summary, or to text")
     text = row[key]
-    if isinstance(text, float) and math.isnan(text):  # how pandas writes that there is none
+    if isinstance(text, float) and math.isnan(text):  # pandas writes missing text as NaN
         text = None
     if text is not None and not isinstance(text, str):
         reason = f'{address} has no string as "{key}", but {type(text).__name__}'

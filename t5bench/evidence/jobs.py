@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from t5bench.evidence import words
 from t5bench.evidence.points import Model, Point
-from t5bench.evidence.words import device_of, precision_of, require, software
+from t5bench.evidence.words import device_of, precision_of, require, software, stated
 from t5bench.model.job import Architecture, Job, Parallel, Zero, padded, usual_ffn
 from t5bench.model.machine import DEVICES, GB, Link, Machine
 
@@ -40,8 +40,7 @@ def architecture_of(point: Point, tensor: int) -> Architecture:
     family = _family(name)
     require(family, f"the architecture {name} is not known")
     require(model.vocab or not is_llama, "the vocabulary of a llama is not stated")
-    require(model.hidden, "the hidden size is not stated")
-    hidden = model.hidden or 0
+    hidden = stated(model.hidden, "the hidden size is not stated")
     require(point.lengths.encoder or point.lengths.decoder, "the sequence length is not stated")
     layers = (model.encoder_layers or 0, model.decoder_layers or 0)
     if engine.startswith("galvatron") and family == "t5" and model.encoder_layers is None:
@@ -55,8 +54,8 @@ def architecture_of(point: Point, tensor: int) -> Architecture:
     else:
         gated = bool(re.search(GATED, (model.activation or "").lower())) or is_llama or is_t5_v1_1
     require(model.ffn or not gated or engine in MEGATRON, "the FFN size of a gated model is not stated")
-    heads = model.heads or hidden // (model.kv_channels or HEAD_SIZE)
-    require(heads, "the number of attention heads is not stated")
+    usual_heads = hidden // (model.kv_channels or HEAD_SIZE)
+    heads = stated(model.heads or usual_heads, "the number of attention heads is not stated")
 
     positions = model.position or _usual_positions(is_llama, is_t5_v1_1)
     as_published = positions == "relative" or is_llama  # T5 as it was published: RMS norms and no biases
@@ -121,9 +120,8 @@ def job_of(point: Point, tensor_size: int | None = None) -> Job:
     optimizer = (point.optimizer or "").lower()
     if not isinstance(tensor, int):
         raise words.Unpredictable(f"its tensor-parallel size is not one number: '{tensor}'")
-    require(point.micro_batch, "the micro-batch size is not stated")
-    micro_batch = point.micro_batch or 0
-    require(precision_of(point), f"the precision {point.precision} is not known")
+    micro_batch = stated(point.micro_batch, "the micro-batch size is not stated")
+    precision = stated(precision_of(point), f"the precision {point.precision} is not known")
     recomputation = _recomputation(point)
     _check_layout(point)
     architecture = architecture_of(point, tensor)
@@ -157,7 +155,7 @@ def job_of(point: Point, tensor_size: int | None = None) -> Job:
             offload_parameters="parameters" in offload,
         ),
         distributed_optimizer=is_distributed,
-        precision=precision_of(point),
+        precision=precision,
         recompute=recomputation,
         attention=words.attention_kernel(point),
         dropout=DROPOUT if point.dropout is None else point.dropout,
@@ -172,12 +170,10 @@ SOME_LAYERS = r"\d+ ?(of|/) ?(the )?\d+|\bblock\b|partial|every (other|second|th
 
 def _recomputation(point: Point) -> str:
     """ "none", "selective" or "full". Raises Unpredictable."""
-    stated = point.activation_checkpointing or "none"
-    match = re.match("none|full|selective", stated.lower())
-    if not match:
-        raise words.Unpredictable(f"the recomputation {stated} is not known")
-    of_some_layers = match[0] != "none" and re.search(SOME_LAYERS, stated.lower())
-    require(not of_some_layers, f"which layers are recomputed cannot be told from '{stated}'")
+    text = point.activation_checkpointing or "none"
+    match = stated(re.match("none|full|selective", text.lower()), f"the recomputation {text} is not known")
+    of_some_layers = match[0] != "none" and re.search(SOME_LAYERS, text.lower())
+    require(not of_some_layers, f"which layers are recomputed cannot be told from '{text}'")
     return match[0]
 
 

@@ -4,10 +4,13 @@ No rule names a point. What a source does not state is filled in by rules over w
 """
 
 import re
+from typing import TypeVar
 
 from t5bench.evidence.points import Point
 from t5bench.model.job import SOFTWARE
 from t5bench.model.machine import DEVICES, Device
+
+T = TypeVar("T")
 
 
 class Unpredictable(ValueError):
@@ -18,6 +21,13 @@ def require(condition: object, reason: str) -> None:
     """Raises Unpredictable with the reason unless the condition holds."""
     if not condition:
         raise Unpredictable(reason)
+
+
+def stated(value: T | None, reason: str) -> T:
+    """The value. Raises Unpredictable with the reason if the source does not state it, or if it is 0."""
+    if not value:
+        raise Unpredictable(reason)
+    return value
 
 
 def software(point: Point) -> str:

@@ -24,6 +24,7 @@ from t5bench.ledger.modes import (
     STRATEGIES,
     Mode,
 )
+from t5bench.record.ledger import is_of_launchers
 
 FORMAT = 1
 Cell = dict[str, Any]
@@ -209,12 +210,6 @@ NOT_MEASURED = "#d5d5d5"
 LABEL_WIDTH, COLUMN, ROW = 210, 50, 30  # pixels
 
 
-def is_of_launchers(cell: Cell) -> bool:
-    """Whether launchers train so: they always say at which norm they clip, and set none of the other options."""
-    mode = MODE[cell["mode"]]
-    return cell["strategy"] not in (STAGE_0, PIPELINE_STAGE_0) and mode.clipping and not mode.config
-
-
 def worst(cells: Sequence[Cell]) -> str:
     """The verdict on a strategy in a release: that of its worst mode; "" if none was measured."""
     verdicts = {cell["verdict"] for cell in cells}
@@ -225,7 +220,10 @@ def picture(cells: Sequence[Cell]) -> str:
     """An SVG: a square for each strategy and release, with the number of the launchers' modes that are right."""
     torch, newest = groups(cells)[-1]
     releases = releases_of(newest)
-    met = [cell for cell in newest if is_of_launchers(cell)]
+    in_launchers = {mode.name for mode in MODES if is_of_launchers(asdict(mode))}
+    met = [
+        cell for cell in newest if cell["mode"] in in_launchers and cell["strategy"] not in (STAGE_0, PIPELINE_STAGE_0)
+    ]
     strategies = [strategy for strategy in STRATEGIES if any(cell["strategy"] == strategy for cell in met)]
     width = LABEL_WIDTH + COLUMN * len(releases)
     height = ROW * (len(strategies) + 2)

@@ -255,7 +255,8 @@ class Waits:
 
 def _waits(job: Job, machine: Machine, backend: str, passes: Sequence[tuple[Pass, Pass]]) -> Waits:
     m = job.micro_batches
-    waits = Waits(*([0.0] * len(passes) for _ in range(4)))
+    stages = len(passes)
+    waits = Waits(forward=[0.0] * stages, backward=[0.0] * stages, once=[0.0] * stages, hidden=[0.0] * stages)
     overlapped: Counter[tuple[int, str]] = Counter()  # of a stage, what is sent while it computes
     for row in rows(job):
         seconds = row.count * collective_seconds(row, job, machine, backend)

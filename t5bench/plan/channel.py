@@ -79,6 +79,9 @@ class ProofError(StrangerError):
     """The other side names this run but lacks its secret."""
 
 
+DIFFERENCE_REMEDY = "Start every node with the same launcher, settings and engine arguments"
+
+
 class DifferenceError(StrangerError):
     """The other side belongs to this run but was told to run something else."""
 

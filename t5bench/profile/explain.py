@@ -232,8 +232,9 @@ class Explanation:
                 yield Cause("throttled CPU", rank.throttled, f"a quota holds {rank.name} back {rank.throttled:.0%}")
                 continue
             on_node = [other for other in self.ranks if other.entry.host == rank.entry.host]
-            if self._others_compute(rank, on_node) or rank.queued >= CONTENDED:
-                yield self._contention(rank, on_node)
+            others_compute = self._others_compute(rank, on_node)
+            if others_compute or rank.queued >= CONTENDED:
+                yield self._contention(rank, on_node, others_compute)
 
     def _others_compute(self, rank: Rank, on_node: Sequence[Rank]) -> bool:
         """Whether other programs keep the rank's cores busy."""
@@ -245,7 +246,7 @@ class Explanation:
         computed = sum(other.entry.processor.computed_ms for other in sharing)
         return used.machine_ms - computed >= ANOTHER_PROGRAM * rank.wall
 
-    def _contention(self, rank: Rank, on_node: Sequence[Rank]) -> Cause:
+    def _contention(self, rank: Rank, on_node: Sequence[Rank], others_compute: bool) -> Cause:
         """Who has the core that a rank waits for."""
         all_cores = self.cores.get(rank.entry.host, 0)
         bound_to = {core for other in on_node for core in other.entry.processor.cores}
@@ -256,7 +257,7 @@ class Explanation:
         is_own = has_too_many and rank.queued < 1 - cores / processes + WORTH_NAMING
         is_bound = is_own and cores < all_cores
         is_known = rank.entry.processor.machine_ms > 0
-        has_too_few = not self._others_compute(rank, on_node) and (is_own or is_known)
+        has_too_few = not others_compute and (is_own or is_known)
         name = "another program on the core"
         if is_bound or has_too_few:
             name = f"fewer cores than {'processes' if has_too_many else 'threads'}"

@@ -30,6 +30,11 @@ def version_of(release: str) -> tuple[int, ...]:
     return tuple(map(int, numbers[1].split(".")))
 
 
+def is_of_launchers(mode: Mapping[str, Any]) -> bool:
+    """Whether launchers train so: they always say at which norm they clip, and set none of the other options."""
+    return mode["clipping"] and not mode["config"]
+
+
 def look_up(
     release: str,
     strategy: str,
@@ -44,8 +49,7 @@ def look_up(
 
     strategy: zero1, zero2, zero3, zero3_offload or deepspeed-pipeline. precision: fp32, bf16 or fp16; the fp32 cells
     also speak for fp16, and for bf16 where it was not measured. offload: of the optimizer, by another strategy than
-    zero3_offload. A release that was not measured, between two in which a mode is wrong, counts as wrong. Launchers
-    always say at which norm they clip.
+    zero3_offload. A release that was not measured, between two in which a mode is wrong, counts as wrong.
     """
     try:
         ledger = json.loads(path.read_text())
@@ -64,8 +68,7 @@ def look_up(
             if mode["precision"] == precision
             and (mode["micro_batches"] > 1) == (micro_batches > 1)
             and mode["offload"] == offload
-            and mode["clipping"]
-            and not mode.get("config")  # options that no launcher sets
+            and is_of_launchers(mode)
             and (resumes or not mode["resumes"])
         }
         return [cell for cell in measured if cell["mode"] in modes]

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict
 
 from t5bench.plan import channel
 from t5bench.plan.channel import (
+    DIFFERENCE_REMEDY,
     SECRET_REMEDY,
     Alive,
     Channel,
@@ -169,8 +170,7 @@ class Peers(Channel):
         )
 
     def _conflict(self, found: str) -> None:
-        remedy = "Start every node with the same launcher, settings, engine arguments and version of this repository"
-        self.conflict = self.conflict or Cause.now(CONFIGURATION, found, remedy)
+        self.conflict = self.conflict or Cause.now(CONFIGURATION, found, DIFFERENCE_REMEDY)
 
     def met_stranger(self, address: str, error: StrangerError) -> None:
         if isinstance(error, DifferenceError):

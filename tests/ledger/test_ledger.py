@@ -97,6 +97,14 @@ CELLS = [
 ]
 
 
+def test_launchers_and_the_picture_leave_out_options_that_no_launcher_sets(tmp_path):
+    option = cell("0.18.2", WRONG, "zero3", "all-reduce fetch", iteration=1, quantity="loss", times=9.0)
+    tables.write(tmp_path, [option, cell("0.18.2", RIGHT, "zero3")])
+    assert look_up("0.18.2", "zero3", precision="fp32", micro_batches=8, path=tmp_path / "ledger.json").verdict == RIGHT
+    picture = (tmp_path / "ledger.svg").read_text()
+    assert "1/1" in picture and tables.COLOURS[RIGHT] in picture and tables.COLOURS[WRONG] not in picture
+
+
 def test_the_page_the_table_and_the_data(tmp_path):
     tables.write(tmp_path, CELLS)
     text, page = (tmp_path / "ledger.md").read_text(), (tmp_path / "ledger.html").read_text()
@@ -149,7 +157,7 @@ def test_the_committed_ledger_has_the_pinned_release_without_a_fault_that_a_laun
 def test_the_committed_page_is_that_of_the_committed_data(tmp_path):
     docs = REPO_ROOT / "docs"
     tables.write(tmp_path, json.loads((docs / "ledger.json").read_text())["cells"])
-    for name in ("ledger.md", "ledger.html", "ledger.json"):
+    for name in ("ledger.md", "ledger.html", "ledger.svg", "ledger.json"):
         assert (tmp_path / name).read_text() == (docs / name).read_text(), "write it again: t5bench ledger --page docs"
 
 

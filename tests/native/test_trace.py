@@ -1,20 +1,19 @@
 """What --trace writes: where two runs first differ, and what a run did that does not follow from its own numbers."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import REPO_ROOT
 from real_runs import GATE, train
 
+from t5bench import Problem
 from t5bench.compare.parity import own_contradictions
-from t5bench.compare.traces import Location, first_difference
+from t5bench.compare.traces import Location, Trace, first_difference
 from t5bench.record.records import Run
 from t5bench.sweep.parity_check import ARGUMENTS, TRACE
 
-# All mistakes take minutes.
-LONG = os.environ.get("LONG_TESTS") == "1"
 # Python imports this before anything else; PLANT is code.
 HOOK = f"""
 import os, sys
@@ -85,7 +84,7 @@ MISTAKES_OF_A_LAYOUT = {
         "tensor",
         "def scale(_, self, *__):\n"
         "    weight = self.language_model['encoder'].layers[1].mlp.dense_4h_to_h.weight\n"
-        "    weight.register_hook(lambda gradient: 1.001 * gradient)\n"
+        "    weight.register_hook(lambda gradient: 1.01 * gradient)\n"
         "if RANK == 1:\n"
         "    from native import model\n"
         "    after(model.T5, '__init__', scale)",
@@ -100,6 +99,11 @@ MISTAKES_OF_A_LAYOUT = {
         (2, "update", "lm_head.bias", (0, 1)),
     ),
 }
+
+
+def rest_is_long(*names: str) -> list[Any]:
+    """Cases that take minutes together."""
+    return [pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 def traced(data: Path, directory: Path, strategy: str, plant: str = "", **settings: str) -> Run:
@@ -121,7 +125,7 @@ def located(run: Run, baseline: Run) -> Location | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["zero3", "hybrid"] + ["zero1", "tensor", "pipeline", "fsdp2"] * LONG)
+@pytest.mark.parametrize("strategy", ["zero3", "hybrid", *rest_is_long("zero1", "tensor", "pipeline", "fsdp2")])
 def test_an_honest_run_differs_nowhere(sample_data: Path, tmp_path: Path, baseline: Run, strategy: str):
     run = traced(sample_data, tmp_path / strategy, strategy)
     assert located(run, baseline) is None
@@ -138,16 +142,30 @@ def test_honest_runs_in_bf16_differ_nowhere(sample_data: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", list(MISTAKES_OF_A_LAYOUT)[: 9 if LONG else 1])
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "a layer's output on one rank",
+        *rest_is_long("a gradient on one rank", "the second iteration's update"),
+    ],
+)
 def test_a_mistake_of_one_layout_is_located(sample_data: Path, tmp_path: Path, baseline: Run, mistake: str):
     strategy, plant, place = MISTAKES_OF_A_LAYOUT[mistake]
-    found = located(traced(sample_data, tmp_path / strategy, strategy, plant), baseline)
-    assert found is not None
-    assert (found.iteration, found.phase, found.name, found.ranks) == place
+    location = located(traced(sample_data, tmp_path / strategy, strategy, plant), baseline)
+    assert location is not None
+    assert (location.iteration, location.phase, location.name, location.ranks) == place
+    assert str(location).startswith(f"first differs at iteration {location.iteration}, ")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", ["", *MISTAKES_IN_BF16] if LONG else ["", "accumulated in bf16"])
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "",
+        "accumulated in bf16",
+        *rest_is_long(*(name for name in MISTAKES_IN_BF16 if name != "accumulated in bf16")),
+    ],
+)
 def test_a_mistake_in_bf16_contradicts_the_runs_own_numbers(sample_data: Path, tmp_path: Path, mistake: str):
     plant, word = MISTAKES_IN_BF16.get(mistake, ("", ""))
     run = traced(sample_data, tmp_path / "ddp", "ddp", plant, PRECISION_FLAG="--bf16")
@@ -156,3 +174,14 @@ def test_a_mistake_in_bf16_contradicts_the_runs_own_numbers(sample_data: Path, t
         assert word in "; ".join(sentences)
     else:
         assert sentences == []
+
+
+def test_a_damaged_trace_is_named(tmp_path: Path):
+    with pytest.raises(Problem, match="there is no trace in"):
+        Trace(tmp_path)
+    place = '{"phase": "layout", "tp": 0, "dp": 0, "pp": 0, "dp_size": 1, "precision": "fp32"}'
+    (tmp_path / "trace").mkdir()
+    for damage in ("", "{}", place.replace("0", '"x"'), f'{place}\n{{"phase": "forward", "iteration": "one"}}'):
+        (tmp_path / "trace" / "rank0.jsonl").write_text(damage)
+        with pytest.raises(Problem, match="has no readable trace"):
+            Trace(tmp_path)

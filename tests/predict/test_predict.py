@@ -11,6 +11,7 @@ from harness import Project
 from made_runs import LARGE, RTX_5000_ADA, make_run
 
 from t5bench import __main__ as program
+from t5bench.__main__ import FORMER_NAMES, main
 from t5bench.compare.comparison import build
 from t5bench.model import traffic
 from t5bench.model.job import Architecture, Job, Parallel, Zero
@@ -246,3 +247,13 @@ def test_a_dry_run_predicts_and_a_run_warns(project: Project):
     project.add_stub("nvidia-smi", '#!/bin/bash\necho "GPU 0: Quadro RTX 4000 (UUID: GPU-0)"\n')
     result = project.launch("ddp", DEVICE="cuda", MODEL_PRESET="large", NPROC_PER_NODE="1")
     assert "warning: ddp needs about " in result.stderr and "predicted:" not in result.stderr
+
+
+@pytest.mark.parametrize(("former", "name"), FORMER_NAMES.items())
+def test_a_commands_former_name_works_and_says_the_new_one(capsys: pytest.CaptureFixture[str], former: str, name: str):
+    with pytest.raises(SystemExit) as ended:
+        main([former, "--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr()
+    assert f"usage: python -m t5bench {name} " in said.out
+    assert f"{former} is now called {name}" in said.err
