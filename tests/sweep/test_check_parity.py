@@ -70,6 +70,16 @@ def test_the_native_engines_strategies_pass_and_nothing_can_hide(copy: Path):
 
 
 @pytest.mark.slow
+def test_a_gpt_has_no_outside_reference_and_its_strategies_are_located(gpt: dict[str, str], tmp_path: Path):
+    settings = gpt | {"ENGINE": "native", "RUNS_DIR": str(tmp_path / "runs"), "CHECK_BLIND_SPOTS": "0"}
+    result = gate("--locate", "tensor", **settings)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert verdicts(result.stdout) == {("ddp", "native"): "PASS", ("tensor", "native"): "PASS"}
+    assert "tensor: nothing differs beyond rounding" in result.stdout
+    assert "mistakes that all strategies of a GPT share go unnoticed" in result.stderr
+
+
+@pytest.mark.slow
 def test_a_mistake_that_all_strategies_share_is_seen(copy: Path):
     """Attention that is scaled by the wrong size, in the one model of the native engine."""
     path = copy / "native" / "layers.py"
