@@ -198,6 +198,11 @@ class Plan:
         return {name: spelled(s.value) for name, s in self.settings.items() if getattr(ROLES[s.role], question)}
 
     @property
+    def backend(self) -> str:
+        """What carries the collectives: NCCL needs a GPU for each process."""
+        return "gloo" if self.device == "cpu" or self.gpus_shared else "nccl"
+
+    @property
     def zero_stage(self) -> int:
         """ZeRO's stage; 0 without DeepSpeed."""
         return self.ds_config["zero_optimization"]["stage"] if self.ds_config else 0
