@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=formats, default=formats[0], help="what to print (default: %(default)s)")
     watch = "redraw the table until every run of the sweep has ended (default: every 5 seconds)"
     parser.add_argument("--watch", nargs="?", type=float, const=5.0, metavar="SECONDS", help=watch)
-    parser.add_argument("--wide", action="store_true", help="print every column, however wide the terminal is")
+    parser.add_argument("--wide", action="store_true", help="print every column and every note")
     parser.add_argument("--output", type=Path, help="directory for the files (default: 'comparison' next to the runs)")
 
 

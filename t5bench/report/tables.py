@@ -22,6 +22,7 @@ from t5bench.record.records import Run
 from t5bench.record.text import processes
 
 NOTHING = "-"
+MOST_LINES_OF_NOTES = 5  # below a table in a terminal
 KINDS_OF_DEVICE = {"cuda": "GPU of unknown name", "cpu": "CPU"}
 DIGITS = 9  # of a published figure: the last of a float's 17 depend on the processor, for example on AVX-512
 
@@ -534,7 +535,8 @@ def terminal(comparison: Comparison, width: int | None = None) -> str:
     """One table for each number of processes, with what is to be said above and below.
 
     width: of the terminal, in characters. Columns that do not fit are left out, a long label stands below the table,
-    sentences are wrapped between words. None: every column, and one line for every sentence.
+    sentences are wrapped between words, and of the notes a few lines are shown. None: every column, and one line for
+    every sentence.
     """
     room = width or sys.maxsize
     # A path stays whole.
@@ -557,8 +559,29 @@ def terminal(comparison: Comparison, width: int | None = None) -> str:
     absent = ", ".join(column.title for column in others if column not in shown)
     if absent:
         lines.append(wrapper.fill(f"left out for lack of room: {absent}; --wide prints every column"))
-    lines += map(wrapper.fill, _sentences(comparison))
+    if width is None:
+        lines += map(wrapper.fill, _sentences(comparison))
+    else:
+        lines += map(wrapper.fill, comparison.verdicts)
+        lines += _short_notes(comparison, wrapper)
+        lines += [wrapper.fill(f"problem: {problem}") for problem in comparison.problems]
     return "\n".join(lines) + "\n"
+
+
+def _short_notes(comparison: Comparison, wrapper: textwrap.TextWrapper) -> list[str]:
+    """The notes for which a terminal has room, and where the others are."""
+    lines: list[str] = []
+    notes = remarks(comparison)
+    shown = 0
+    for note in notes:
+        wrapped = wrapper.fill(f"note: {note}").splitlines()
+        if len(lines) + len(wrapped) >= MOST_LINES_OF_NOTES:
+            break
+        lines += wrapped
+        shown += 1
+    further = len(notes) - shown
+    others = f"{further} more note{'' if further == 1 else 's'} and " if further else ""
+    return [*lines, f"{others}how the figures are made: on the page, or with --wide".capitalize()]
 
 
 _MARKDOWN = str.maketrans({"|": r"\|", "<": "&lt;", ">": "&gt;", "\n": " ", "*": r"\*", "`": "'", "_": r"\_"})
