@@ -60,8 +60,9 @@ def end_with_script() -> None:
 
 def begin(planned: Plan, launcher: int) -> Plan:
     """Claims and prepares the run directory. launcher: its process id."""
+    directory = Path(planned.output_dir)
     try:
-        claim.take(Path(planned.output_dir), f"node{planned.node}", launcher)
+        claim.take_for_run(directory, planned.node, launcher, place.run_facts(planned))
         planned = choose_checkpoint(planned, agree=True)
         if not planned.obstacles:
             place.prepare_directory(planned, launcher, script(planned))
@@ -71,6 +72,8 @@ def begin(planned: Plan, launcher: int) -> Plan:
         problem = f"cannot write to the run directory {planned.output_dir}: {error.strerror or error}"
         remedy = "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"
         planned = stopped(planned, "output-directory", problem, remedy)
+    if planned.obstacles:
+        claim.release(directory, f"node{planned.node}", launcher)
     return planned
 
 

@@ -5,6 +5,7 @@ It imports nothing beyond the standard library: a launcher may use 0.15 s of CPU
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,6 @@ def plan(
         return _refused(draft)
     if draft.is_on("EVAL_ONLY"):  # its record has its own directory, so that the training's stays unchanged
         draft.values["OUTPUT_DIR"] = str(Path(draft.value("OUTPUT_DIR")) / "evaluation")
-    place.check_output_directory(draft)
     if device == "cpu" or gpus_shared:
         topology.check_own_name(draft)
     patches = _check_software(draft, device, gpus_shared, ds_config, layout)
@@ -71,7 +71,7 @@ def plan(
     added, removed = child_environment(draft, command.environment(draft, choices))
     if draft.is_refused:
         return _refused(draft)
-    return Plan(
+    planned = Plan(
         strategy=draft.strategy,
         settings_by_role=draft.values_by_role,
         chosen=draft.chosen,
@@ -96,6 +96,7 @@ def plan(
         program=command.program(draft),
         arguments=command.engine_arguments(draft, choices),
     )
+    return replace(planned, obstacles=[*planned.obstacles, *place.check_output_directory(planned)])
 
 
 def begin_draft(environ: Mapping[str, str], strategy: Strategy | str, argv: Sequence[str], directory: str) -> Draft:

@@ -10,8 +10,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from t5bench import Problem, note
+from t5bench.plan import alike
 from t5bench.plan.channel import (
-    DIFFERENCE_REMEDY,
     SECRET_REMEDY,
     Alive,
     Channel,
@@ -190,7 +190,7 @@ class _Agreement(Channel):
 
     def met_stranger(self, address: str, error: StrangerError) -> None:
         if isinstance(error, DifferenceError):
-            self.inbox.put(Problem(str(error), DIFFERENCE_REMEDY))
+            self.inbox.put(Problem(str(error), alike.REMEDY))
         elif self.place.node == 0:
             self.strangers.add(address)
         if self.place.node == 0 or isinstance(error, DifferenceError):

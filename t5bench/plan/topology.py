@@ -20,6 +20,11 @@ def same_name(one: str, other: str) -> bool:
     return one == other or (not is_address and one.partition(".")[0] == other.partition(".")[0])
 
 
+def same_host(one: str, other: str) -> bool:
+    """Compares the names before it asks any resolver."""
+    return same_name(one, other) or bool({*addresses_of(one)} & {*addresses_of(other)})
+
+
 def is_loopback_name(host: str) -> bool:
     return host == "localhost" or is_loopback(host)
 
@@ -78,7 +83,7 @@ def _mistakes(draft: Draft) -> Iterator[Fault]:
         remedy = f"Ranks run from 0 to {nodes - 1}; NNODES or HOSTS set the number of nodes"
         yield "node-rank", f"the node rank is {rank} but there are {nodes} nodes", remedy
     first = hosts[0] if hosts and nodes > 1 else master
-    if not same_name(master, first) and not {*addresses_of(master)} & {*addresses_of(first)}:
+    if not same_host(master, first):
         remedy = f"Rank 0 runs on the master: name {first} as the master, or put {master} first in HOSTS"
         yield "master-is-not-first", f"the master host is {master} but HOSTS begins with {first}", remedy
 

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal, TypedDict
 
-from t5bench.plan import channel
+from t5bench.plan import alike, channel
 from t5bench.plan.channel import (
-    DIFFERENCE_REMEDY,
     SECRET_REMEDY,
     Alive,
     Channel,
@@ -170,7 +169,7 @@ class Peers(Channel):
         )
 
     def _conflict(self, found: str) -> None:
-        self.conflict = self.conflict or Cause.now(CONFIGURATION, found, DIFFERENCE_REMEDY)
+        self.conflict = self.conflict or Cause.now(CONFIGURATION, found, alike.REMEDY)
 
     def met_stranger(self, address: str, error: StrangerError) -> None:
         if isinstance(error, DifferenceError):

@@ -136,7 +136,7 @@ class Part:
     def _finish(self) -> None:
         write_json(self.file("json"), self.content)
         seal(Path(self.plan.output_dir), self.plan.node, self.place["nnodes"])
-        write_run(Path(self.plan.output_dir))
+        write_run(Path(self.plan.output_dir), self.plan.node)
 
     def look(self, output: Output) -> None:
         """Restores what it can if somebody has removed the run directory or files in it."""
@@ -289,6 +289,7 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     known = Status(ends.COMPLETE) if all_is_well else of_run([end])
     peers.close()
     known = part.end(end, known)
+    claim.release(Path(plan.output_dir), f"node{plan.node}", args.launcher)
     if is_orphan():
         shutil.rmtree(Path(tempfile.gettempdir(), f"t5-{args.mark}"), ignore_errors=True)
         if exit_status is None:  # the launcher cannot print it
