@@ -24,6 +24,7 @@ import msgspec
 
 from t5bench import note
 from t5bench.plan import alike
+from t5bench.plan.topology import is_loopback_name
 from t5bench.record.plan import Plan
 from t5bench.record.text import visible_in
 
@@ -135,7 +136,9 @@ class Place:
         assert plan.layout
         # Whoever meets at one port is meant to be one run. What the nodes run is compared later, with proof.
         run = f"the run at port {port}"
-        secret = run_secret(os.environ) if plan.layout.nnodes > 1 else b""
+        # One node alone listens too if others can reach it: they may take it for theirs.
+        may_be_met = plan.layout.nnodes > 1 or not is_loopback_name(plan.master_address)
+        secret = run_secret(os.environ) if may_be_met else b""
         return cls(plan.node, plan.layout.nnodes, plan.master_address, port, run, secret, alike.facts_of(plan))
 
 
@@ -200,7 +203,7 @@ class Channel:
         self._declared: dict[type, Message] = {}
 
     def start(self) -> None:
-        if self.place.nodes > 1 and self.place.secret:
+        if self.place.secret:
             for work in (self._listen if self.place.node == 0 else self._connect, self._beat):
                 threading.Thread(target=work, daemon=True).start()
 
@@ -218,6 +221,9 @@ class Channel:
 
     def hear(self, message: Any) -> None:
         """Called with each message of this run."""
+
+    def joined(self, node: int) -> None:
+        """Called when a node of this run has connected, perhaps again."""
 
     def left(self, node: int) -> None:
         """Called when a node's process has closed its connection, as every process does when it ends."""
@@ -345,6 +351,7 @@ class Channel:
             for message in self._messages(connection):
                 if other is None:
                     other = self._greet(message, connection)
+                    self.joined(other)
                 elif message.node >= self.place.nodes or (self.place.node == 0 and message.node != other):
                     raise StrangerError("it claims to be a different node than before")
                 else:

@@ -99,9 +99,11 @@ def check_run(directory: Path, run: Mapping[str, str], now: float | None = None)
     if not holder:
         raise _in_progress(directory, live[0])
     theirs = dict(holder.run)
-    if same_host(theirs.get(MASTER, ""), run.get(MASTER, "")):
-        theirs[MASTER] = run.get(MASTER, "")
-    different = alike.difference(theirs, "there", run, "here")
+    ours = dict(run)
+    if same_host(theirs.get(MASTER, ""), ours.get(MASTER, "")):  # perhaps under another name
+        theirs.pop(MASTER, None)
+        ours.pop(MASTER, None)
+    different = alike.difference(theirs, "there", ours, "here")
     if different:
         raise _in_progress(directory, live[0], f", which is another run: {different}")
 

@@ -205,6 +205,8 @@ def prepare_directory(plan: Plan, launcher: int, script: str) -> None:
     # Before anything starts, so that a lack of inodes or space shows now and not later.
     for suffix in ("log", "samples.jsonl", "end"):
         (directory / f"{name}.{suffix}").write_text(f"{'':80}\n" if suffix == "end" else "")
+    if plan.layout.nnodes > 1:
+        (directory / f"{name}.gate").write_text("")  # torchrun starts when the recorder has removed it
     (directory / f"{name}.plan").write_text(json.dumps(plan.to_json()))
     (directory / f"{name}.command.sh").write_text(script)
     wandb_config = plan.environment.get("WANDB_SWEEP_PARAM_PATH", "")

@@ -389,14 +389,20 @@ def test_nobody_reads_what_a_command_prints(sink: str, said: str):
         ({"strategy": "zero1"}, "strategy is 'zero1' on node 1"),
         ({"NNODES": "4"}, "NNODES is '4' on node 1"),
         ({"argument": "--init-method-std"}, "--init-method-std is '0.5' on node 1"),
+        ({"RESUME": "1"}, "RESUME is '1' on node 1"),
+        ({"RESUME": "1", "node": "0"}, "RESUME is '0' on node 1"),
+        ({"ENGINE": "native"}, "engine is 'native' on node 1"),
+        ({"MODEL_PRESET": "tiny"}, "HIDDEN_SIZE is '64' on node 1"),
     ],
 )
 def test_nodes_that_run_different_things(project: Project, tmp_path: Path, there: dict[str, str], named: str):
+    """Both terminals say so, and torchrun starts on neither node."""
     chosen = {"HOSTS": TWO_HOSTS, "NNODES": "2", "T5_RUN_SECRET": "of both", "STUB_SLEEP": "60"}
     chosen |= {"MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "2", "EVAL_ITERS": "0"}
-    settings = {name: value for name, value in there.items() if name.isupper()}
+    changed = [{}, {}]
+    changed[int(there.get("node", 1))] = {name: value for name, value in there.items() if name.isupper()}
     launchers = []
-    for node, changes in enumerate([{}, settings]):
+    for node, changes in enumerate(changed):
         strategy = there.get("strategy", "ddp") if node else "ddp"
         words = ["bash", str(project.script(f"run_megatron_t5_{strategy}.sh")), "127.0.0.1", str(node)]
         if node and "argument" in there:
@@ -410,6 +416,7 @@ def test_nodes_that_run_different_things(project: Project, tmp_path: Path, there
             assert launcher.returncode == 2, said
             assert named in said
             assert "Start every node with the same launcher" in said
+        assert not project.was_started()
     finally:
         for launcher in launchers:
             launcher.terminate()

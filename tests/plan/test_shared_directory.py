@@ -85,11 +85,11 @@ def test_every_node_leaves_a_finished_run_alone(two_nodes: TwoNodes, name: str, 
 
 
 @pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("seconds", [0, 3])
+@pytest.mark.parametrize("seconds", [0, 2])
 def test_nodes_of_one_run_share_a_directory(two_nodes: TwoNodes, first: int, seconds: int):
     """Also after a crash, when other nodes' parts of the earlier attempt lie there."""
     for attempt in (1, 2):
-        settings = {"STUB_WAIT": "6", "STUB_STATUS": "7" if attempt == 1 else "0"}
+        settings = {"STUB_WAIT": "4", "STUB_STATUS": "7" if attempt == 1 else "0"}
         launchers = [two_nodes.start(first, **settings)]
         time.sleep(seconds)
         launchers.append(two_nodes.start(1 - first, **settings))
@@ -187,7 +187,10 @@ DAMAGED = {
 @pytest.mark.parametrize("name", DAMAGED)
 @pytest.mark.parametrize("claimed", ["node0", "run", "node1"])
 @pytest.mark.parametrize("age", [0, 600])
-def test_a_damaged_claim_counts_until_it_is_old(tmp_path: Path, name: str, claimed: str, age: float):
+def test_a_damaged_claim_counts_until_it_is_old(
+    tmp_path: Path, name: str, claimed: str, age: float, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(time, "sleep", lambda _: None)
     text = DAMAGED[name]
     path = tmp_path / f"{claimed}.claim.1"
     path.write_bytes(text if isinstance(text, bytes) else text.replace("here", os.uname().nodename).encode())
