@@ -18,7 +18,7 @@ from t5bench.plan.toolkit import import_fault
 from t5bench.record.command import ds_config_text
 from t5bench.record.files import RecordError, read
 from t5bench.record.machine import installed_version
-from t5bench.record.plan import Obstacle, Plan, by_name
+from t5bench.record.plan import Plan, by_name
 from t5bench.record.settings import DEFAULT_TOKENIZER
 
 CORPUS = "xsum_text_document"
@@ -141,27 +141,27 @@ def run_facts(plan: Plan) -> dict[str, str]:
     return facts
 
 
-def check_output_directory(plan: Plan) -> list[Obstacle]:
+def check_output_directory(plan: Plan) -> list[Problem]:
     """Refuses to overwrite a run, whichever node it was on, or to start one where another is in progress."""
     directory = Path(plan.output_dir)
     try:
         claim.check_run(directory, run_facts(plan))
         claim.check(directory, f"node{plan.node}")
     except Problem as problem:
-        return [Obstacle("running", str(problem), problem.remedy, fatal=False)]
+        return [Problem(problem.found, problem.remedy, "running", fatal=False)]
     if plan.value("RESUME") == "1":
         return []
     obstacles = []
     if _holds_a_finished_run(directory):
         found = f"{directory} already holds a finished run, which is never overwritten"
         remedy = "Choose another OUTPUT_DIR, or delete this directory"
-        obstacles.append(Obstacle("finished-run", found, remedy, fatal=False))
+        obstacles.append(Problem(found, remedy, "finished-run", fatal=False))
     checkpoints = [_CHECKPOINT.fullmatch(path.name) for path in (directory / "checkpoints").glob("*")]
     if newest := max((int(match[1]) for match in checkpoints if match), default=0):
         found = f"{directory} holds checkpoints of an earlier run (up to iteration {newest})"
         remedy = "Choose another OUTPUT_DIR, continue the run with RESUME=1, or delete the directory"
         told = f"{found}, which are never overwritten"
-        obstacles.append(Obstacle("earlier-checkpoints", told, remedy, fatal=False))
+        obstacles.append(Problem(told, remedy, "earlier-checkpoints", fatal=False))
     return obstacles
 
 
