@@ -152,12 +152,15 @@ resolve_nodes() {
   local hosts=()
   MASTER_ADDR=${1:-${MASTER_ADDR:-}} NODE_RANK=${2:-${NODE_RANK:-${SLURM_NODEID:-}}}
   read -r -d '' -a hosts <<<"${HOSTS:-$(slurm_hosts)}" || true
-  if [[ -n $MASTER_ADDR && -z ${NNODES:-}${hosts[*]}${SLURM_JOB_NUM_NODES:-} && ! $MASTER_ADDR =~ ^(localhost|127\..*|::1)$ ]]; then
+  if [[ -n $MASTER_ADDR && -z ${NNODES:-}${hosts[*]}${SLURM_JOB_NUM_NODES:-} && ! ${MASTER_ADDR,,} =~ ^(localhost\.?|127\..*|::1)$ ]]; then
     NNODES=2
     note "Neither HOSTS nor NNODES gives the number of nodes: assuming 2, with $MASTER_ADDR as the master."
   fi
   if [[ ${SLURM_STEP_NUM_NODES:-} == 1 && -z ${1:-}${HOSTS:-}${NNODES:-} ]] && ((${#hosts[@]} > 1)); then
     note "srun runs this on one of the job's ${#hosts[@]} nodes: start it on the others too, or on one node with HOSTS=$(</proc/sys/kernel/hostname)."
+  fi
+  if [[ ${SLURM_HET_SIZE:-1} -gt 1 && -z ${HOSTS:-} ]]; then
+    note "This SLURM job has $SLURM_HET_SIZE components, and this run uses the nodes of one: ${hosts[*]}. Export HOSTS, the master first, to use all."
   fi
   # The plan refuses such a list as a host's name; without it, this would be a run on one node.
   [[ -n ${NNODES:-}${hosts[*]}${SLURM_JOB_NUM_NODES:-} ]] || hosts=(${SLURM_JOB_NODELIST:+"$SLURM_JOB_NODELIST"})

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import socket
+import stat
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -79,7 +80,7 @@ def _check_tokenizer(draft: Draft, prefix: str, tokenizer: str) -> None:
     own = f"Set TOKENIZER_MODEL to that tokenizer or copy it to '{file.parent / 'tokenizer'}', or {again}"
     recorded, name = record.get("tokenizer_checksum"), record.get("tokenizer")
     made = f"the data in {file.parent} were made with the tokenizer {name}, checksum {recorded}"
-    directory = Path(tokenizer) if Path(tokenizer).exists() else cached_tokenizer(tokenizer)
+    directory = Path(tokenizer) if _exists(Path(tokenizer)) else cached_tokenizer(tokenizer)
     if not recorded:
         unknown = f"warning: {file} does not record the checksum of the data's tokenizer"
         draft.notes.append(f"{unknown}, so {tokenizer} cannot be compared with it. To compare them, {again}")
@@ -100,9 +101,16 @@ def choose_tokenizer(draft: Draft) -> str:
     name, beside = draft.value("TOKENIZER_MODEL"), Path(draft.value("MEGATRON_DATA_DIR")) / "tokenizer"
     if name:
         named = Path(draft.directory, name).expanduser()
-        return str(named) if named.exists() else name
+        return str(named) if _exists(named) else name
     has_own = beside.is_dir() or draft.value("MODEL_FAMILY") != "t5"
     return str(beside) if has_own else DEFAULT_TOKENIZER
+
+
+def _exists(path: Path) -> bool:
+    """Also for a name on the hub that is too long for a file."""
+    with contextlib.suppress(OSError):
+        return path.exists()
+    return False
 
 
 def tokenizer_type(draft: Draft, prefix: str) -> str:
@@ -144,6 +152,10 @@ def run_facts(plan: Plan) -> dict[str, str]:
 def check_output_directory(plan: Plan) -> list[Problem]:
     """Refuses to overwrite a run, whichever node it was on, or to start one where another is in progress."""
     directory = Path(plan.output_dir)
+    fault = _fault_of_path(directory)
+    if fault:
+        found = f"cannot write to the run directory {directory}: {fault}"
+        return [Problem(found, "Choose another OUTPUT_DIR", "output-directory", fatal=False)]
     try:
         claim.check_run(directory, run_facts(plan))
         claim.check(directory, f"node{plan.node}")
@@ -163,6 +175,22 @@ def check_output_directory(plan: Plan) -> list[Problem]:
         told = f"{found}, which are never overwritten"
         obstacles.append(Problem(told, remedy, "earlier-checkpoints", fatal=False))
     return obstacles
+
+
+def _fault_of_path(directory: Path) -> str:
+    """Why no directory can be here; empty if there is one, or the nearest one above it may get it."""
+    for path in (directory, *directory.parents):
+        shown = "it" if path == directory else path
+        try:
+            return "" if stat.S_ISDIR(path.stat().st_mode) else f"{shown} is not a directory"
+        except FileNotFoundError:
+            if path.is_symlink():
+                return f"{shown} is a link to {path.readlink()}, which does not exist"
+        except NotADirectoryError:
+            continue
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
 
 
 def _holds_a_finished_run(directory: Path) -> bool:

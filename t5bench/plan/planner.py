@@ -21,6 +21,7 @@ from t5bench.plan.layout import choose_processes, divide
 from t5bench.plan.settings import check_values, take_engine_arguments, values_from
 from t5bench.plan.toolkit import check_curand
 from t5bench.record import wandb
+from t5bench.record.hosts import without_dot
 from t5bench.record.plan import Plan, Strategy, by_name
 
 
@@ -47,6 +48,7 @@ def plan(
         draft.values["OUTPUT_DIR"] = str(Path(draft.value("OUTPUT_DIR")) / "evaluation")
     if device == "cpu" or gpus_shared:
         topology.check_own_name(draft)
+    topology.check_interfaces(draft, device)
     patches = _check_software(draft, device, gpus_shared, ds_config, layout)
     flash_attention = place.choose_attention(draft, device)
     tokenizer = place.choose_tokenizer(draft)
@@ -104,10 +106,10 @@ def begin_draft(environ: Mapping[str, str], strategy: Strategy | str, argv: Sequ
     if isinstance(strategy, str):
         strategy = declared(strategy)
     values, defaults = values_from(environ, strategy)
-    hosts = values["HOSTS"].split()
+    hosts = [without_dot(host) for host in values["HOSTS"].split()]
     if not values["NNODES"]:
         values["NNODES"] = str(len(hosts) or environ.get("SLURM_JOB_NUM_NODES") or 1)
-    master_address = environ.get("MASTER_ADDR") or (hosts[0] if hosts else "")
+    master_address = without_dot(environ.get("MASTER_ADDR") or (hosts[0] if hosts else ""))
     node = environ.get("NODE_RANK") or environ.get("SLURM_NODEID") or ""
     if values["NNODES"] == "1":
         master_address = master_address or "127.0.0.1"
