@@ -152,12 +152,15 @@ resolve_nodes() {
   local hosts=()
   MASTER_ADDR=${1:-${MASTER_ADDR:-}} NODE_RANK=${2:-${NODE_RANK:-${SLURM_NODEID:-}}}
   read -r -d '' -a hosts <<<"${HOSTS:-$(slurm_hosts)}" || true
-  if [[ -n $MASTER_ADDR && -z ${NNODES:-}${hosts[*]}${SLURM_JOB_NUM_NODES:-} && ! $MASTER_ADDR =~ ^(localhost|127\..*|::1)$ ]]; then
+  if [[ -n $MASTER_ADDR && -z ${NNODES:-}${hosts[*]}${SLURM_JOB_NUM_NODES:-} && ! ${MASTER_ADDR,,} =~ ^(localhost\.?|127\..*|::1)$ ]]; then
     NNODES=2
     note "Neither HOSTS nor NNODES gives the number of nodes: assuming 2, with $MASTER_ADDR as the master."
   fi
   if [[ ${SLURM_STEP_NUM_NODES:-} == 1 && -z ${1:-}${HOSTS:-}${NNODES:-} ]] && ((${#hosts[@]} > 1)); then
     note "srun runs this on one of the job's ${#hosts[@]} nodes: start it on the others too, or on one node with HOSTS=$(</proc/sys/kernel/hostname)."
+  fi
+  if [[ ${SLURM_HET_SIZE:-1} -gt 1 && -z ${HOSTS:-} ]]; then
+    note "This SLURM job has $SLURM_HET_SIZE components, and this run uses the nodes of one: ${hosts[*]}. Export HOSTS, the master first, to use all."
   fi
   # The plan refuses such a list as a host's name; without it, this would be a run on one node.
   [[ -n ${NNODES:-}${hosts[*]}${SLURM_JOB_NUM_NODES:-} ]] || hosts=(${SLURM_JOB_NODELIST:+"$SLURM_JOB_NODELIST"})
@@ -190,8 +193,8 @@ readonly ENDING_SIGNALS=(HUP INT QUIT ABRT USR1 USR2 ALRM TERM XCPU VTALRM PROF 
 # or this shell gets one of ENDING_SIGNALS, it ends everything that the command started, tells RECORDER in END_FILE how it
 # ended (exit status, signal), and returns RECORDER's status. It removes what the command leaves in TMPDIR.
 run_to_end() {
-  local recorder=$1 end_file=$2 mark=$$-$RANDOM$RANDOM child recorder_pid stopped=0 patience=50 status=0 NEVER signal
-  local scratch=${TMPDIR:-/tmp}/t5-$mark
+  local recorder=$1 end_file=$2 mark=$$-$RANDOM$RANDOM child recorder_pid stopped=0 patience=50 status=0 waits=300 NEVER signal
+  local scratch=${TMPDIR:-/tmp}/t5-$mark gate=${end_file%.end}.gate
   interrupted_by=''
   # Only the first one counts: others, from a key that is held down, would cut short the waiting for the processes.
   for signal in "${ENDING_SIGNALS[@]}"; do
@@ -204,15 +207,20 @@ run_to_end() {
   # A Ctrl-Z suspends this shell, but not the reader of the run's output.
   exec {output_fd}> >(trap '' "${ENDING_SIGNALS[@]}" TSTP && "$recorder" "$mark")
   recorder_pid=$!
-  # setsid: a Ctrl-C on the terminal reaches only this shell, which then stops the others in order.
-  setsid env T5_RUN_MARK="$mark" ${scratch:+TMPDIR="$scratch"} "${@:3}" >&"$output_fd" 2>&1 &
-  child=$!
-  while [[ -z $interrupted_by ]] && kill -0 "$child" 2>/dev/null && recorder_lives; do pause 0.2; done
+  # The recorder removes the gate once the nodes of the run have compared their plans, and fills it if these differ.
+  child='' status=2
+  while ((waits-- > 0)) && [[ -z $interrupted_by && -e $gate && ! -s $gate ]] && recorder_lives; do pause 0.1; done
+  if [[ -z $interrupted_by && ! -s $gate ]] && recorder_lives; then
+    # setsid: a Ctrl-C on the terminal reaches only this shell, which then stops the others in order.
+    setsid env T5_RUN_MARK="$mark" ${scratch:+TMPDIR="$scratch"} "${@:3}" >&"$output_fd" 2>&1 &
+    child=$!
+  fi
+  while [[ -n $child && -z $interrupted_by ]] && kill -0 "$child" 2>/dev/null && recorder_lives; do pause 0.2; done
   [[ -z $interrupted_by ]] || note "$interrupted_by received: stopping the processes of this run"
   # All processes with the run's mark get TERM and, after 15 s, KILL: SLURM kills after 30 s (KillWait), and the record takes
   # some of them. setsid: a Ctrl-C must not interrupt the clean-up.
   (cd -- "$REPO_ROOT" && setsid -w "$PYTHON" -m t5bench.run.processes "$mark" 15) || true
-  wait "$child" && status=0 || status=$?
+  [[ -z $child ]] || { wait "$child" && status=0 || status=$?; }
   [[ -z $scratch ]] || rm -rf -- "$scratch"
   # Overwriting in place needs no space on a full disk.
   printf '%-40s\n' "$status $interrupted_by" 1<>"$end_file" || true

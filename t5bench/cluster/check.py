@@ -30,8 +30,8 @@ from t5bench.cluster.cell import Cell
 from t5bench.cluster.probe import SECONDS, Question
 from t5bench.plan.launchers import ALONE, accepted, declarations
 from t5bench.plan.planner import plan
-from t5bench.plan.topology import is_this_host, same_name
-from t5bench.record.hosts import addresses_of, is_loopback
+from t5bench.plan.topology import REACHED_BY, double, is_this_host
+from t5bench.record.hosts import is_loopback, is_nobody, without_dot
 
 # Seconds; everything ends within a minute.
 PROBE_LIMIT = CONNECT_SECONDS + SECONDS + 1
@@ -43,8 +43,6 @@ RED, PLAIN = "\033[31m", "\033[0m"
 SPEED = "{gbit:.3g} Gbit/s, {us:.0f} us"
 UNKNOWN = Cell("-")
 ABSENT = ("none", UNKNOWN.text)
-# Addresses that name no node.
-NOBODY = ("0.0.0.0", "::", "255.255.255.255")
 # Rows of the probe that say something about one node alone.
 ABOUT_ONE_NODE = ("reachable", "health", "disk", "memory", "clock")
 # Of the median of all nodes with the same device.
@@ -281,20 +279,13 @@ def checked_hosts(hosts: Sequence[str]) -> list[str]:
     if not hosts:
         remedy = "List the nodes, the master first: bash scripts/check_cluster.sh node0 node1"
         raise Problem("no hosts are given, HOSTS is not set, and this is not a SLURM allocation", remedy)
-    named = [host.rstrip(".") if host.strip(".") else host for host in hosts]
-    addresses: dict[str, str] = {}
-    for number, host in enumerate(named):
-        if host in NOBODY:
-            remedy = "Use the name or address by which the other nodes reach it: hostname -I lists its addresses"
-            raise Problem(f"{host} is an address to listen on, not the address of a node", remedy)
-        twice = "List each node once, the master first"
-        for earlier in named[:number]:
-            if same_name(host.lower(), earlier.lower()):
-                raise Problem(f"a node is named more than once: {earlier} and {host}", twice)
-        for address in addresses_of(host):
-            earlier = addresses.setdefault(address, host)
-            if earlier != host and not is_loopback(address):
-                raise Problem(f"{earlier} and {host} are the same node, {address}", twice)
+    named = [without_dot(host) for host in hosts]
+    for host in named:
+        if is_nobody(host):
+            raise Problem(f"{host} is an address to listen on, not the address of a node", REACHED_BY)
+    named_twice = double(named, resolves=True)
+    if named_twice:
+        raise Problem(named_twice, "List each node once, the master first")
     return named
 
 

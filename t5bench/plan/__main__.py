@@ -11,6 +11,7 @@ DIRECTORY is where the user typed the command. DECLARATION is a launcher's, LAUN
 follow ``--``. Settings, hosts and the rank are in the environment.
 """
 
+import errno
 import json
 import os
 import select
@@ -31,6 +32,7 @@ from t5bench.plan.settings import help_lines, help_text, values_from
 from t5bench.record.command import arrays, script
 from t5bench.record.plan import Plan
 from t5bench.record.settings import DEFAULT_TOKENIZER, declarations_of
+from t5bench.record.status import SPACE_REMEDY
 
 
 def answer(text: str) -> None:
@@ -60,17 +62,21 @@ def end_with_script() -> None:
 
 def begin(planned: Plan, launcher: int) -> Plan:
     """Claims and prepares the run directory. launcher: its process id."""
+    directory = Path(planned.output_dir)
     try:
-        claim.take(Path(planned.output_dir), f"node{planned.node}", launcher)
+        claim.take_for_run(directory, planned.node, launcher, place.run_facts(planned))
         planned = choose_checkpoint(planned, agree=True)
         if not planned.obstacles:
             place.prepare_directory(planned, launcher, script(planned))
     except Problem as problem:
-        return stopped(planned, Problem(problem.found, problem.remedy, "running", fatal=False))
+        planned = stopped(planned, Problem(problem.found, problem.remedy, "running", fatal=False))
     except OSError as error:
         found = f"cannot write to the run directory {planned.output_dir}: {error.strerror or error}"
-        remedy = "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"
-        return stopped(planned, Problem(found, remedy, "output-directory", fatal=False))
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = SPACE_REMEDY if is_full else "Choose another OUTPUT_DIR"
+        planned = stopped(planned, Problem(found, remedy, "output-directory", fatal=False))
+    if planned.obstacles:
+        claim.release(directory, f"node{planned.node}", launcher)
     return planned
 
 
@@ -158,7 +164,8 @@ def launch(planned: Plan, launcher: int) -> int:
 
 
 def dry_run(planned: Plan, *, as_json: bool) -> int:
-    if planned.layout:
+    is_readable = "output-directory" not in [obstacle.code for obstacle in planned.obstacles]
+    if planned.layout and is_readable:
         planned = with_forecast(choose_checkpoint(with_toolkit(planned), agree=False), is_dry_run=True)
     goes_on = tell(planned, is_dry_run=True)
     if as_json:

@@ -7,7 +7,6 @@ refused. Without a secret there is no channel. A lost connection is opened again
 """
 
 import contextlib
-import hashlib
 import hmac
 import os
 import secrets
@@ -24,7 +23,8 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from t5bench import note
-from t5bench.record import machine
+from t5bench.plan import alike
+from t5bench.plan.topology import is_loopback_name
 from t5bench.record.plan import Plan
 from t5bench.record.text import visible_in
 
@@ -37,8 +37,6 @@ SILENT_SECONDS = 10.0
 PROOF_SECONDS = 10.0
 MOST_WAITING, MOST_OF_ADDRESS = 64, 16
 LONGEST_HELLO, LONGEST_LINE = 1 << 14, 1 << 20
-# How much of two plans is compared and shown: a longer value counts by its checksum.
-LONGEST_VALUE, MOST_VALUES, MOST_DIFFERENCES = 60, 120, 3
 SECRET = "T5_RUN_SECRET"
 SECRET_REMEDY = (
     f"Give all nodes the same secret: export {SECRET}=$(openssl rand -hex 32) on the first, and the same value on the"
@@ -77,9 +75,6 @@ class StrangerError(ValueError):
 
 class ProofError(StrangerError):
     """The other side names this run but lacks its secret."""
-
-
-DIFFERENCE_REMEDY = "Start every node with the same launcher, settings and engine arguments"
 
 
 class DifferenceError(StrangerError):
@@ -141,16 +136,10 @@ class Place:
         assert plan.layout
         # Whoever meets at one port is meant to be one run. What the nodes run is compared later, with proof.
         run = f"the run at port {port}"
-        secret = run_secret(os.environ) if plan.layout.nnodes > 1 else b""
-        shown = machine.hide(plan.common, machine.secrets(os.environ))
-        common = {name[:LONGEST_VALUE]: _short(value) for name, value in list(shown.items())[:MOST_VALUES]}
-        return cls(plan.node, plan.layout.nnodes, plan.master_address, port, run, secret, common)
-
-
-def _short(value: str) -> str:
-    if len(value) <= LONGEST_VALUE:
-        return value
-    return f"{value[:30]}... (SHA-256 {hashlib.sha256(value.encode(errors='replace')).hexdigest()[:12]})"
+        # One node alone listens too if others can reach it: they may take it for theirs.
+        may_be_met = plan.layout.nnodes > 1 or not is_loopback_name(plan.master_address)
+        secret = run_secret(os.environ) if may_be_met else b""
+        return cls(plan.node, plan.layout.nnodes, plan.master_address, port, run, secret, alike.facts_of(plan))
 
 
 class Connection:
@@ -214,7 +203,7 @@ class Channel:
         self._declared: dict[type, Message] = {}
 
     def start(self) -> None:
-        if self.place.nodes > 1 and self.place.secret:
+        if self.place.secret:
             for work in (self._listen if self.place.node == 0 else self._connect, self._beat):
                 threading.Thread(target=work, daemon=True).start()
 
@@ -232,6 +221,9 @@ class Channel:
 
     def hear(self, message: Any) -> None:
         """Called with each message of this run."""
+
+    def joined(self, node: int) -> None:
+        """Called when a node of this run has connected, perhaps again."""
 
     def left(self, node: int) -> None:
         """Called when a node's process has closed its connection, as every process does when it ends."""
@@ -359,6 +351,7 @@ class Channel:
             for message in self._messages(connection):
                 if other is None:
                     other = self._greet(message, connection)
+                    self.joined(other)
                 elif message.node >= self.place.nodes or (self.place.node == 0 and message.node != other):
                     raise StrangerError("it claims to be a different node than before")
                 else:
@@ -416,18 +409,10 @@ class Channel:
 
     def _compare_plans(self, hello: Hello) -> None:
         """Raises DifferenceError if the node has another plan than node 0."""
-        ours, theirs = self.place.common, hello.common
-        different = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-        if not different:
-            return
-        where = f"node {hello.node} ({hello.host})"
-        shown = [
-            f"{name} is '{theirs.get(name, 'not given')}' on {where} and '{ours.get(name, 'not given')}' on node 0"
-            for name in different[:MOST_DIFFERENCES]
-        ]
-        more = len(different) - MOST_DIFFERENCES
-        further = f"; and {more} more" if more > 0 else ""
-        raise DifferenceError(f"the nodes were started with different settings: {'; '.join(shown)}{further}")
+        where = f"on node {hello.node} ({hello.host})"
+        different = alike.difference(hello.common, where, self.place.common, "on node 0")
+        if different:
+            raise DifferenceError(f"the nodes were started with different settings: {different}")
 
     def _note(self, message: Message) -> None:
         self.hosts[message.node] = message.host

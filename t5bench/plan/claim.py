@@ -2,6 +2,10 @@
 
 A claim is a file ``NAME.claim.N`` that only its holder could create, which is atomic on NFS too. The highest N counts.
 If its holder is gone, the next claim is created; nothing is removed, so nobody removes a claim that was just made.
+
+A run has two kinds of claims. ``run.claim.N`` says which run the directory belongs to: the first node creates it, and
+the others join it if theirs is the same run. ``nodeR.claim.N`` is the place of node R. The directory is held while one
+of these claims is.
 """
 
 import contextlib
@@ -10,60 +14,114 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from t5bench import Problem
+from t5bench.plan import alike
+from t5bench.plan.topology import same_host
+from t5bench.record import files
 from t5bench.record.files import write_whole
 
 TOUCH_SECONDS = 10.0
 # A holder on another host counts as gone if it has not touched its claim for this long, by the file server's clock.
 SILENT_SECONDS = 120.0
+RUN = "run"
+MASTER = "the master"
 
-Holder = dict[str, Any]  # host, boot, and processes: id and start of each
+
+@dataclass(frozen=True)
+class Holder:
+    """The content of a claim."""
+
+    host: str
+    boot: str
+    processes: list[tuple[int, str]]
+    """Their ids, and when each started."""
+    has_ended: bool = False
+    """Whether its last process was about to end: on another host that cannot be seen."""
+    run: dict[str, str] = field(default_factory=dict)
+    """In a run's claim: what its nodes have alike."""
+
+    @classmethod
+    def of(cls, pid: int, run: Mapping[str, str] | None = None) -> "Holder":
+        return cls(socket.gethostname(), _boot(), [(pid, _started(pid))], run=dict(run or {}))
+
+    @property
+    def name(self) -> str:
+        pids = ", ".join(dict.fromkeys(str(pid) for pid, _ in self.processes))
+        return f"process {pids} on {self.host}"
 
 
 def take(directory: Path, name: str, pid: int) -> None:
     """Claims the name in the directory for a process. Raises Problem if another holds it, and OSError."""
-    directory.mkdir(parents=True, exist_ok=True)
-    os.utime(directory)
-    now = directory.stat().st_mtime
-    holder = {"host": socket.gethostname(), "boot": _boot(), "processes": [[pid, _started(pid)]]}
+    now = _server_time(directory)
+    while not _create(directory, name, check(directory, name, now), Holder.of(pid)):
+        pass
+
+
+def take_for_run(directory: Path, node: int, pid: int, run: Mapping[str, str]) -> None:
+    """Claims a node's place in the directory for a process of the run. Raises Problem if another holds the place or the
+    directory, and OSError. run: what all nodes of the run have alike."""
+    now = _server_time(directory)
     while True:
-        claim = directory / f"{name}.claim.{check(directory, name, now)}"
-        try:
-            with claim.open("x") as file:
-                file.write(json.dumps(holder))
+        check_run(directory, run, now)
+        following = _following(_newest(directory, RUN))
+        if _live_holders(directory, now) or _create(directory, RUN, following, Holder.of(pid, run)):
             break
-        except FileExistsError:
-            continue
-        except OSError:
-            claim.unlink(missing_ok=True)
-            raise
-    for path in directory.glob(f"{name}.claim.*"):
-        if 0 < _number(path) < _number(claim):
-            path.unlink(missing_ok=True)
+    is_alone = False
+    try:
+        take(directory, f"node{node}", pid)
+        # The run's other nodes may have ended, and another run begun, before this one had its place.
+        check_run(directory, run, now)
+        is_alone = True
+    finally:
+        if not is_alone:
+            release(directory, f"node{node}", pid)
 
 
 def check(directory: Path, name: str, now: float | None = None) -> int:
     """The number of the next claim. now: the file server's time. Raises Problem if somebody holds the name."""
-    if not (path := _newest(directory, name)):
-        return 1
-    if _is_live(holder := _read(path), path, now or time.time()):
-        pids = ", ".join(dict.fromkeys(str(pid) for pid, _ in holder.get("processes", [])))
-        who = f"process {pids} on {holder['host']}" if holder else "another has just started"
-        remedy = f"Wait for it, stop it, or choose another directory. If it no longer exists, remove {path}"
-        raise Problem(f"a run is already in progress in {directory} ({who})", remedy)
-    return _number(path) + 1
+    path = _newest(directory, name)
+    if path and _is_live(path, now or time.time()):
+        raise _in_progress(directory, path)
+    return _following(path)
+
+
+def check_run(directory: Path, run: Mapping[str, str], now: float | None = None) -> None:
+    """Raises Problem if a node of another run holds the directory."""
+    live = _live_holders(directory, now or time.time())
+    if not live:
+        return
+    claim = _newest(directory, RUN)
+    holder = _read(claim) if claim else None
+    if not holder:
+        raise _in_progress(directory, live[0])
+    theirs = dict(holder.run)
+    ours = dict(run)
+    if same_host(theirs.get(MASTER, ""), ours.get(MASTER, "")):  # perhaps under another name
+        theirs.pop(MASTER, None)
+        ours.pop(MASTER, None)
+    different = alike.difference(theirs, "there", ours, "here")
+    if different:
+        raise _in_progress(directory, live[0], f", which is another run: {different}")
+
+
+def is_held(directory: Path, node: int) -> bool:
+    """Whether a process has the node's place. Raises OSError."""
+    path = _newest(directory, f"node{node}")
+    return path is not None and _is_live(path, _server_time(directory))
 
 
 def keep(directory: Path, name: str, pid: int) -> None:
     """Makes this process hold that process's claim too, and show until its end that it is alive."""
     path = _newest(directory, name)
-    if not path or [pid, _started(pid)] not in (holder := _read(path)).get("processes", []):
+    holder = _read(path) if path else None
+    if not path or not holder or (pid, _started(pid)) not in holder.processes:
         return
-    holder["processes"].append([os.getpid(), _started(os.getpid())])
-    write_whole(path, json.dumps(holder))
+    both = [*holder.processes, (os.getpid(), _started(os.getpid()))]
+    write_whole(path, json.dumps(asdict(replace(holder, processes=both))))
 
     def touch() -> None:
         while True:
@@ -74,28 +132,96 @@ def keep(directory: Path, name: str, pid: int) -> None:
     threading.Thread(target=touch, daemon=True).start()
 
 
+def release(directory: Path, name: str, pid: int) -> None:
+    """Says to other hosts, which do not see the process, that it no longer holds this claim or its run's."""
+    for path in filter(None, (_newest(directory, name), _newest(directory, RUN))):
+        holder = _read(path)
+        if holder and holder.host == socket.gethostname() and pid in [own for own, _ in holder.processes]:
+            with contextlib.suppress(OSError):
+                write_whole(path, json.dumps(asdict(replace(holder, has_ended=True))))
+
+
+def _server_time(directory: Path) -> float:
+    """The file server's time, and a view of the directory that is no older. Raises OSError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    os.utime(directory)
+    return directory.stat().st_mtime
+
+
+def _create(directory: Path, name: str, number: int, holder: Holder) -> bool:
+    """Whether the claim of this number was created: another may have been faster. Raises OSError."""
+    claim = directory / f"{name}.claim.{number}"
+    try:
+        with claim.open("x") as file:
+            file.write(json.dumps(asdict(holder)))
+    except FileExistsError:
+        return False
+    except OSError:
+        claim.unlink(missing_ok=True)
+        raise
+    for path in directory.glob(f"{name}.claim.*"):
+        if 0 < _number(path) < number:
+            with contextlib.suppress(OSError):
+                path.unlink()
+    return True
+
+
+def _in_progress(directory: Path, path: Path, which: str = "") -> Problem:
+    holder = _read(path)
+    remedy = "Wait for it, stop it, or choose another directory"
+    if which:
+        remedy += f". If this is a node of that run: {alike.REMEDY[0].lower()}{alike.REMEDY[1:]}"
+    who = holder.name if holder else f"{path.name}, which was just made, cannot be read"
+    remedy += f". If it no longer exists, remove {path}"
+    return Problem(f"a run is already in progress in {directory} ({who}){which}", remedy)
+
+
+def _live_holders(directory: Path, now: float) -> list[Path]:
+    """The newest claims of the run and of its nodes, as far as their holders are alive."""
+    names = {path.name.partition(".")[0] for path in directory.glob("node*.claim.*")}
+    newest = [_newest(directory, name) for name in (*sorted(names), RUN)]
+    return [path for path in newest if path and _is_live(path, now)]
+
+
 def _number(path: Path) -> int:
     """A claim's number; 0 for a copy such as node0.claim.1.bak."""
     return int(path.suffix[1:]) if path.suffix[1:].isdecimal() else 0
+
+
+def _following(claim: Path | None) -> int:
+    return _number(claim) + 1 if claim else 1
 
 
 def _newest(directory: Path, name: str) -> Path | None:
     return max(filter(_number, directory.glob(f"{name}.claim.*")), key=_number, default=None)
 
 
-def _read(path: Path) -> Holder:
-    """A claim's content; empty if it cannot be read even after a moment, because its holder may be writing it."""
-    for _ in range(20):
-        with contextlib.suppress(OSError, ValueError):
-            return json.loads(path.read_text())
+def _read(path: Path) -> Holder | None:
+    """A claim's content; None if it cannot be read even after a moment, because its holder may be writing it."""
+    for _ in range(10):
+        with contextlib.suppress(files.RecordError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            content = json.loads(files.read(path))
+            return Holder(
+                host=str(content["host"]),
+                boot=str(content["boot"]),
+                processes=[(int(pid), str(start)) for pid, start in content["processes"]],
+                has_ended=bool(content.get("has_ended")),
+                run={str(name): str(value) for name, value in content.get("run", {}).items()},
+            )
         time.sleep(0.05)
-    return {}
+    return None
 
 
-def _is_live(holder: Holder, path: Path, now: float) -> bool:
-    if holder.get("host") == socket.gethostname():
-        return holder["boot"] == _boot() and any(_started(pid) == start != "" for pid, start in holder["processes"])
-    return path.exists() and now - path.stat().st_mtime < SILENT_SECONDS
+def _is_live(path: Path, now: float) -> bool:
+    holder = _read(path)
+    if holder and holder.host == socket.gethostname():
+        return holder.boot == _boot() and any(_started(pid) == start != "" for pid, start in holder.processes)
+    if holder and holder.has_ended:
+        return False
+    try:
+        return now - path.stat().st_mtime < SILENT_SECONDS
+    except OSError:  # a broken link, or removed meanwhile
+        return False
 
 
 def _boot() -> str:

@@ -1,20 +1,23 @@
 """What a run finds on its node: data, tokenizer, attention kernels and its own directory."""
 
+import contextlib
 import json
 import math
 import re
 import socket
+import stat
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 from t5bench import Problem
 from t5bench.corpus.checksum import cached_tokenizer, describes, tokenizer_checksum
 from t5bench.corpus.index import SPLIT, Index, command_for, lacks_validation, read_index, read_record, record_path
-from t5bench.plan import claim
+from t5bench.plan import alike, claim
 from t5bench.plan.draft import Draft
 from t5bench.plan.families import family_of
 from t5bench.plan.toolkit import import_fault
 from t5bench.record.command import ds_config_text
+from t5bench.record.files import RecordError, read
 from t5bench.record.machine import installed_version
 from t5bench.record.plan import Plan, by_name
 from t5bench.record.settings import DEFAULT_TOKENIZER
@@ -77,7 +80,7 @@ def _check_tokenizer(draft: Draft, prefix: str, tokenizer: str) -> None:
     own = f"Set TOKENIZER_MODEL to that tokenizer or copy it to '{file.parent / 'tokenizer'}', or {again}"
     recorded, name = record.get("tokenizer_checksum"), record.get("tokenizer")
     made = f"the data in {file.parent} were made with the tokenizer {name}, checksum {recorded}"
-    directory = Path(tokenizer) if Path(tokenizer).exists() else cached_tokenizer(tokenizer)
+    directory = Path(tokenizer) if _exists(Path(tokenizer)) else cached_tokenizer(tokenizer)
     if not recorded:
         unknown = f"warning: {file} does not record the checksum of the data's tokenizer"
         draft.notes.append(f"{unknown}, so {tokenizer} cannot be compared with it. To compare them, {again}")
@@ -98,9 +101,16 @@ def choose_tokenizer(draft: Draft) -> str:
     name, beside = draft.value("TOKENIZER_MODEL"), Path(draft.value("MEGATRON_DATA_DIR")) / "tokenizer"
     if name:
         named = Path(draft.directory, name).expanduser()
-        return str(named) if named.exists() else name
+        return str(named) if _exists(named) else name
     has_own = beside.is_dir() or draft.value("MODEL_FAMILY") != "t5"
     return str(beside) if has_own else DEFAULT_TOKENIZER
+
+
+def _exists(path: Path) -> bool:
+    """Also for a name on the hub that is too long for a file."""
+    with contextlib.suppress(OSError):
+        return path.exists()
+    return False
 
 
 def tokenizer_type(draft: Draft, prefix: str) -> str:
@@ -132,37 +142,68 @@ def choose_attention(draft: Draft, device: str) -> bool:
     return not reason
 
 
-def check_output_directory(draft: Draft) -> None:
-    """Refuses to overwrite a run, or to start one where another is in progress."""
-    directory, node, lack = Path(draft.value("OUTPUT_DIR")), draft.node, draft.lack
-    status = directory / f"node{node}.status"
+def run_facts(plan: Plan) -> dict[str, str]:
+    """What a run's claim on a directory says of it. A restarted node may resume what the others still hold."""
+    facts = alike.facts_of(plan) | {claim.MASTER: plan.master_address, "MASTER_PORT": plan.value("MASTER_PORT")}
+    del facts["RESUME"]
+    return facts
+
+
+def check_output_directory(plan: Plan) -> list[Problem]:
+    """Refuses to overwrite a run, whichever node it was on, or to start one where another is in progress."""
+    directory = Path(plan.output_dir)
+    fault = _fault_of_path(directory)
+    if fault:
+        found = f"cannot write to the run directory {directory}: {fault}"
+        return [Problem(found, "Choose another OUTPUT_DIR", "output-directory", fatal=False)]
     try:
-        claim.check(directory, f"node{node}")
+        claim.check_run(directory, run_facts(plan))
+        claim.check(directory, f"node{plan.node}")
     except Problem as problem:
-        lack("running", str(problem), problem.remedy)
-        return
-    if draft.value("RESUME") == "1":
-        return
-    is_recorded = status.is_file() and (directory / f"node{node}.json").exists()
-    # A node that had no part in the finished run must not add one to it.
-    if _holds_a_whole_run(directory) or (is_recorded and status.read_bytes().startswith(b"complete")):
+        return [Problem(problem.found, problem.remedy, "running", fatal=False)]
+    if plan.value("RESUME") == "1":
+        return []
+    obstacles = []
+    if _holds_a_finished_run(directory):
         found = f"{directory} already holds a finished run, which is never overwritten"
-        lack("finished-run", found, "Choose another OUTPUT_DIR, or delete this directory")
+        remedy = "Choose another OUTPUT_DIR, or delete this directory"
+        obstacles.append(Problem(found, remedy, "finished-run", fatal=False))
     checkpoints = [_CHECKPOINT.fullmatch(path.name) for path in (directory / "checkpoints").glob("*")]
     if newest := max((int(match[1]) for match in checkpoints if match), default=0):
         found = f"{directory} holds checkpoints of an earlier run (up to iteration {newest})"
         remedy = "Choose another OUTPUT_DIR, continue the run with RESUME=1, or delete the directory"
-        lack("earlier-checkpoints", f"{found}, which are never overwritten", remedy)
+        told = f"{found}, which are never overwritten"
+        obstacles.append(Problem(told, remedy, "earlier-checkpoints", fatal=False))
+    return obstacles
 
 
-def _holds_a_whole_run(directory: Path) -> bool:
-    """Whether every node of a run has completed there."""
-    statuses = list(directory.glob("node*.status"))
-    try:
-        nodes = json.loads((directory / "node0.json").read_text())["nnodes"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return len(statuses) == nodes and all(status.read_bytes().startswith(b"complete") for status in statuses)
+def _fault_of_path(directory: Path) -> str:
+    """Why no directory can be here; empty if there is one, or the nearest one above it may get it."""
+    for path in (directory, *directory.parents):
+        shown = "it" if path == directory else path
+        try:
+            return "" if stat.S_ISDIR(path.stat().st_mode) else f"{shown} is not a directory"
+        except FileNotFoundError:
+            if path.is_symlink():
+                return f"{shown} is a link to {path.readlink()}, which does not exist"
+        except NotADirectoryError:
+            continue
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
+
+
+def _holds_a_finished_run(directory: Path) -> bool:
+    """Whether a node of a run has completed there, or the record of a complete run was brought there."""
+    for part in directory.glob("node*.json"):
+        status = part.with_suffix(".status")
+        if status.is_file() and status.read_bytes().startswith(b"complete"):
+            return True
+        with contextlib.suppress(RecordError, ValueError, RecursionError):
+            content = json.loads(read(part))
+            if isinstance(content, dict) and content.get("status") == "complete":
+                return True
+    return False
 
 
 def prepare_directory(plan: Plan, launcher: int, script: str) -> None:
@@ -176,15 +217,24 @@ def prepare_directory(plan: Plan, launcher: int, script: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for suffix in ("log", "json", "samples.jsonl", "sha256", "wandb.yaml"):
         _keep_earlier(directory / f"{name}.{suffix}")
-    # The last node writes the metrics, to which a resumed run appends, and the first one the profile of an iteration.
-    for node, file in ((plan.layout.nnodes - 1, "metrics.jsonl"), (0, "profile.json"), (0, "trace.json")):
-        if plan.node == node and plan.value("RESUME") == "0":
-            _keep_earlier(directory / file)
+    keeps_metrics = plan.value("RESUME") == "1"
+    if not keeps_metrics:
+        _keep_earlier_of_run(directory, plan.node, plan.layout.nnodes)
+    # What another node left belongs to an earlier run, unless it is here already.
+    left = {int(path.stem[4:]) for path in directory.glob("node*.json") if path.stem[4:].isdecimal()}
+    for node in (left | {0, plan.layout.nnodes - 1}) - {plan.node}:
+        if not claim.is_held(directory, node):
+            for suffix in ("json", "sha256"):
+                _keep_earlier(directory / f"node{node}.{suffix}")
+            if not keeps_metrics:
+                _keep_earlier_of_run(directory, node, plan.layout.nnodes)
     for stack in directory.glob(f"{name}.stack.*"):  # of a run that was killed
         stack.unlink()
     # Before anything starts, so that a lack of inodes or space shows now and not later.
     for suffix in ("log", "samples.jsonl", "end"):
         (directory / f"{name}.{suffix}").write_text(f"{'':80}\n" if suffix == "end" else "")
+    if plan.layout.nnodes > 1:
+        (directory / f"{name}.gate").write_text("")  # torchrun starts when the recorder has removed it
     (directory / f"{name}.plan").write_text(json.dumps(plan.to_json()))
     (directory / f"{name}.command.sh").write_text(script)
     wandb_config = plan.environment.get("WANDB_SWEEP_PARAM_PATH", "")
@@ -199,10 +249,16 @@ def prepare_directory(plan: Plan, launcher: int, script: str) -> None:
     (directory / f"{name}.status").write_text(f"running {socket.gethostname()} {launcher}\n")
 
 
+def _keep_earlier_of_run(directory: Path, node: int, nodes: int) -> None:
+    """The last node writes the metrics, and the first one the profile of an iteration."""
+    for name in ("metrics.jsonl",) * (node == nodes - 1) + ("profile.json", "trace.json") * (node == 0):
+        _keep_earlier(directory / name)
+
+
 def _keep_earlier(file: Path) -> None:
-    """Earlier attempts keep their files: node0.log becomes node0.log.1 and so on."""
+    """Earlier attempts keep their files: node0.log becomes node0.log.1 and so on. Another node may have been faster."""
     number = 1
     while (kept := file.with_name(f"{file.name}.{number}")).exists():
         number += 1
-    if file.exists():
+    with contextlib.suppress(FileNotFoundError):
         file.rename(kept)

@@ -5,6 +5,7 @@ It imports nothing beyond the standard library: a launcher may use 0.15 s of CPU
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from t5bench.plan.layout import choose_processes, divide
 from t5bench.plan.settings import check_values, take_engine_arguments, values_from
 from t5bench.plan.toolkit import check_curand
 from t5bench.record import wandb
+from t5bench.record.hosts import without_dot
 from t5bench.record.plan import Plan, Strategy, by_name
 
 
@@ -44,9 +46,9 @@ def plan(
         return _refused(draft)
     if draft.is_on("EVAL_ONLY"):  # its record has its own directory, so that the training's stays unchanged
         draft.values["OUTPUT_DIR"] = str(Path(draft.value("OUTPUT_DIR")) / "evaluation")
-    place.check_output_directory(draft)
     if device == "cpu" or gpus_shared:
         topology.check_own_name(draft)
+    topology.check_interfaces(draft, device)
     patches = _check_software(draft, device, gpus_shared, ds_config, layout)
     flash_attention = place.choose_attention(draft, device)
     tokenizer = place.choose_tokenizer(draft)
@@ -71,7 +73,7 @@ def plan(
     added, removed = child_environment(draft, command.environment(draft, choices))
     if draft.is_refused:
         return _refused(draft)
-    return Plan(
+    planned = Plan(
         strategy=draft.strategy,
         settings_by_role=draft.values_by_role,
         chosen=draft.chosen,
@@ -96,6 +98,7 @@ def plan(
         program=command.program(draft),
         arguments=command.engine_arguments(draft, choices),
     )
+    return replace(planned, obstacles=[*planned.obstacles, *place.check_output_directory(planned)])
 
 
 def begin_draft(environ: Mapping[str, str], strategy: Strategy | str, argv: Sequence[str], directory: str) -> Draft:
@@ -103,10 +106,10 @@ def begin_draft(environ: Mapping[str, str], strategy: Strategy | str, argv: Sequ
     if isinstance(strategy, str):
         strategy = declared(strategy)
     values, defaults = values_from(environ, strategy)
-    hosts = values["HOSTS"].split()
+    hosts = [without_dot(host) for host in values["HOSTS"].split()]
     if not values["NNODES"]:
         values["NNODES"] = str(len(hosts) or environ.get("SLURM_JOB_NUM_NODES") or 1)
-    master_address = environ.get("MASTER_ADDR") or (hosts[0] if hosts else "")
+    master_address = without_dot(environ.get("MASTER_ADDR") or (hosts[0] if hosts else ""))
     node = environ.get("NODE_RANK") or environ.get("SLURM_NODEID") or ""
     if values["NNODES"] == "1":
         master_address = master_address or "127.0.0.1"

@@ -10,8 +10,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from t5bench import Problem, note
+from t5bench.plan import alike
 from t5bench.plan.channel import (
-    DIFFERENCE_REMEDY,
     SECRET_REMEDY,
     Alive,
     Channel,
@@ -21,6 +21,7 @@ from t5bench.plan.channel import (
     ProofError,
     StrangerError,
 )
+from t5bench.plan.ports import peer_port
 from t5bench.record import machine
 from t5bench.record.checkpoints import Checkpoints
 from t5bench.record.files import RecordError
@@ -66,7 +67,7 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
         own = before_the_end(plan, checkpoints, own.iteration)
     if not agree:
         return own.iteration
-    place = Place.of(plan, plan.number("MASTER_PORT"))
+    place = Place.of(plan, peer_port(plan.number("MASTER_PORT")))
     if place.nodes > 1 and not place.secret:
         raise Problem("the nodes have no common secret, so they cannot agree on a checkpoint", SECRET_REMEDY)
     iteration = agreed(place, own, partial(look, checkpoints), plan.decimal("RENDEZVOUS_TIMEOUT"))
@@ -190,7 +191,7 @@ class _Agreement(Channel):
 
     def met_stranger(self, address: str, error: StrangerError) -> None:
         if isinstance(error, DifferenceError):
-            self.inbox.put(Problem(str(error), DIFFERENCE_REMEDY))
+            self.inbox.put(Problem(str(error), alike.REMEDY))
         elif self.place.node == 0:
             self.strangers.add(address)
         if self.place.node == 0 or isinstance(error, DifferenceError):
@@ -200,7 +201,7 @@ class _Agreement(Channel):
         self.inbox.put(Problem(f"{master} did not say which checkpoint to resume from: {error}", remedy))
 
     def cannot_listen(self, error: OSError) -> None:
-        remedy = "Choose another MASTER_PORT on every node"
+        remedy = "It belongs to MASTER_PORT: choose another one on every node"
         self.inbox.put(Problem(f"cannot listen on port {self.place.port}: {error.strerror}", remedy))
 
     def next(self, seconds: float) -> dict[int, View]:
@@ -224,7 +225,7 @@ def agreed(place: Place, own: View, look_again: Callable[[int], View], seconds: 
     """The newest iteration whose checkpoint is intact on all nodes. Raises Problem.
 
     Each node names its newest one. If they differ, all look again, up to the smallest, so that no node reads more
-    checkpoints than it must. Node 0 listens on the rendezvous port, which torchrun takes only later.
+    checkpoints than it must. Node 0 listens on the recorders' port, so that a node without RESUME=1 is noticed.
     """
     told: dict[int, View] = {}
     table = {0: own} if place.node == 0 else {}
@@ -244,7 +245,7 @@ def agreed(place: Place, own: View, look_again: Callable[[int], View], seconds: 
             if place.node == 0:
                 table[0] = own
         deadline = time.monotonic() + LEAVE_SECONDS
-        # The port is free for torchrun when the others close first.
+        # The port is free for the recorder when the others close first.
         while place.node == 0 and others.connections and time.monotonic() < deadline:
             time.sleep(0.02)
     _refuse_without(table)

@@ -1,9 +1,12 @@
 """Hosts: which names are valid, how this host's own name resolves, and how to run a command on another host."""
 
 import contextlib
+import fcntl
+import ipaddress
 import os
 import re
 import socket
+import struct
 from collections.abc import Mapping, Sequence
 
 from t5bench import Problem
@@ -12,6 +15,7 @@ from t5bench import Problem
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?|[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(%[A-Za-z0-9_.-]+)?")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*@|")
 OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+SIOCGIFFLAGS, IFF_UP = 0x8913, 1  # netdevice(7)
 # A command over ssh echoes this line before its own output, because the shell's start-up files may print a greeting.
 BEGINS = "the output of the command begins:"
 
@@ -41,6 +45,37 @@ def addresses_of(name: str) -> list[str]:
 
 def is_loopback(address: str) -> bool:
     return address.removeprefix("::ffff:").startswith("127.") or address == "::1"
+
+
+def without_dot(host: str) -> str:
+    """A name may end in a dot, which says that it is complete; no file of hosts has it so."""
+    return host.rstrip(".") or host
+
+
+def is_nobody(address: str) -> bool:
+    """Whether this is an address to listen on, or of all hosts or of a group, and so not the address of a host."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    return parsed.is_unspecified or parsed.is_multicast or str(parsed) == "255.255.255.255"
+
+
+def is_without_zone(address: str) -> bool:
+    """Whether this is a link-local IPv6 address that does not say on which interface, without which none connects."""
+    return address.lower().startswith(("fe8", "fe9", "fea", "feb")) and ":" in address and "%" not in address
+
+
+def interfaces() -> list[str]:
+    """The network interfaces that are up."""
+    up = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(asked, SIOCGIFFLAGS, struct.pack("256s", name.encode()[:15]))
+                if struct.unpack_from("H", answer, 16)[0] & IFF_UP:
+                    up.append(name)
+    return up
 
 
 def is_own(address: str) -> bool:

@@ -158,6 +158,16 @@ def read_parts(directory: Path) -> list[dict[str, Any]]:
     return sorted(parts, key=lambda part: part["node"])
 
 
+def other_run(part: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Why two nodes' parts cannot be of one run, in one clause; empty if they may be."""
+    its, own = f"node {other['node']}'s", f"node {part['node']}'s"
+    if part["nnodes"] != other["nnodes"]:
+        return f"{its} part is of a run of {other['nnodes']} nodes, {own} of {part['nnodes']}"
+    if part.get("attempt") and other.get("attempt") and part["attempt"] != other["attempt"]:
+        return f"{its} part is of another attempt than {own}"
+    return ""
+
+
 def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The content of run.json. ``differences`` names what should be the same on all nodes and is not."""
     parts = list(parts)
@@ -220,6 +230,10 @@ def _load(directory: Path, from_log: bool) -> Run:
     if not directory.is_dir():
         raise RecordError(f"there is no run directory {directory}")
     parts = read_parts(directory)
+    for other in parts[1:]:
+        why = other_run(parts[0], other)
+        if why:
+            raise RecordError(f"{directory} has parts of different runs: {why}")
     record, attempts = merge(parts), reader.read_attempts(directory / METRICS)
     samples = {p["node"]: reader.read_samples(directory / f"node{p['node']}.samples.jsonl") for p in parts}
     unsealed = ", ".join(str(p["node"]) for p in parts if not exists(directory / f"node{p['node']}.sha256"))
@@ -250,8 +264,13 @@ def read_list(runs_dir: Path) -> list[str]:
     return reader.decoded(path, read(path), dict[str, list[str]]).get("runs", []) if exists(path) else []
 
 
-def write_run(directory: Path) -> dict[str, Any]:
-    """Merges what the nodes left here into run.json, and returns it. Raises RecordError."""
-    record = merge(read_parts(directory))
+def write_run(directory: Path, node: int | None = None) -> dict[str, Any]:
+    """Merges what the nodes left here into run.json, and returns it. Raises RecordError.
+
+    node: whose run this is; parts of another run are left out.
+    """
+    parts = read_parts(directory)
+    own = [part for part in parts if part["node"] == node]
+    record = merge(part for part in parts if not own or not other_run(own[0], part))
     write_json(directory / "run.json", record)
     return record

@@ -4,6 +4,7 @@ Every setting is an environment variable. A launcher's plan gives each a value; 
 roles. docs/settings.md is printed from this table (``python -m t5bench settings``).
 """
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from t5bench import REPOSITORY
 # Of a setting: so that the product of two whole numbers fits into the 64 bits of the engines, and fp32's range.
 MOST_WHOLE = 10**9 - 1
 MOST_DECIMAL = 1e38
+# Of Linux's 4,096 bytes of a path, some are for the files in a directory.
+MOST_OF_A_NAME, MOST_OF_A_PATH = 255, 3900
 PRECISIONS = ("--bf16", "--fp16")  # values of PRECISION_FLAG, which are arguments themselves
 
 # ---- roles -----------------------------------------------------------------------------------------------------------
@@ -90,6 +93,13 @@ class Text(Kind):
 
 class FilePath(Kind):
     """A path, relative to the directory in which the user typed the command."""
+
+    def fault_of_text(self, name: str, value: str) -> Fault | None:
+        longest = max(len(os.fsencode(part)) for part in value.split("/"))
+        if longest > MOST_OF_A_NAME or len(os.fsencode(value)) > MOST_OF_A_PATH:
+            limits = f"{MOST_OF_A_NAME} bytes in a name and {MOST_OF_A_PATH} in all"
+            return f"{name} is too long for a path, which may have {limits}: '{value[:40]}...'", "Choose a shorter one"
+        return None
 
 
 class Secret(Kind):

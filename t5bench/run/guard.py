@@ -128,6 +128,7 @@ class Guard:
         """Stops, because the run has ended; if the guard ended it, it first finishes its report."""
         self.ended.set()
         self.thread.join(END_SECONDS)
+        self.cause = self.cause or self.peers.conflict
 
     def _watch(self) -> None:
         while os.getppid() == self.launcher and not self.cause:

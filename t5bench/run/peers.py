@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal, TypedDict
 
-from t5bench.plan import channel
+from t5bench.plan import alike, channel
 from t5bench.plan.channel import (
-    DIFFERENCE_REMEDY,
     SECRET_REMEDY,
     Alive,
     Channel,
@@ -89,6 +88,10 @@ class Peers(Channel):
         self.iteration, self.progress, self._progress_said = 0, time.monotonic(), 0.0
         self._parts: dict[int, Mapping[str, Any]] = {}
         self._strangers = 0
+        # Set once all nodes that this one speaks to have the same plan, or it is known that this cannot be found out.
+        self.compared = threading.Event()
+        if not place.secret:
+            self.compared.set()
         if place.nodes > 1 and not place.secret:
             warn(f"without a secret, the nodes will not learn why another one failed. {SECRET_REMEDY}")
         self.start()
@@ -154,6 +157,14 @@ class Peers(Channel):
         elif isinstance(message, Differences):
             self._differ(message.sentences)
 
+    def joined(self, node: int) -> None:
+        if self._is_whole():
+            self.compared.set()
+
+    def _is_whole(self) -> bool:
+        """Whether all nodes that this one speaks to have come."""
+        return len(self.heard) == self.place.nodes - 1 if self.place.node == 0 else 0 in self.heard
+
     def left(self, node: int) -> None:
         if node not in self.ends and node != self.place.node:
             remedy = "Check whether it was rebooted, or its processes were killed by a user or because memory ran out"
@@ -164,18 +175,22 @@ class Peers(Channel):
                 self.say(Gone(lost=node))
 
     def cannot_listen(self, error: OSError) -> None:
+        self.compared.set()
+        if self.place.nodes == 1:
+            return
         self.warn(
             f"cannot listen on port {self.place.port} ({error.strerror}): when a node fails, the others will not learn"
             " why. It is MASTER_PORT + 1000, so choose another MASTER_PORT"
         )
 
     def _conflict(self, found: str) -> None:
-        self.conflict = self.conflict or Cause.now(CONFIGURATION, found, DIFFERENCE_REMEDY)
+        self.conflict = self.conflict or Cause.now(CONFIGURATION, found, alike.REMEDY)
+        self.compared.set()
 
     def met_stranger(self, address: str, error: StrangerError) -> None:
         if isinstance(error, DifferenceError):
             # Whoever comes by mistake when all nodes are there does not end their run.
-            if self.place.node == 0 and len(self.heard) == self.place.nodes - 1:
+            if self.place.node == 0 and self._is_whole():
                 self.warn(f"{address} was refused: {error}")
                 return
             self._conflict(str(error))
@@ -183,6 +198,8 @@ class Peers(Channel):
                 self.declare(Refused(why=str(error), differs=True))
             return
         self._strangers += isinstance(error, ProofError)
+        if isinstance(error, ProofError):
+            self.compared.set()
         if isinstance(error, ProofError) and self._strangers <= MOST_STRANGERS:
             last = "; further ones are not shown" if self._strangers == MOST_STRANGERS else ""
             self.warn(f"{address} names this run but has another secret, so it is ignored{last}. {SECRET_REMEDY}")

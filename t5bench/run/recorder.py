@@ -45,6 +45,8 @@ OTHERS_SECONDS = guards.GRACE_SECONDS + 20
 # How long a node that has completed waits until the others report the same.
 COMPLETE_SECONDS = 10
 LOOKING_SECONDS = 30
+# How long torchrun is held back until the nodes have compared their plans. Nodes that come later are compared then.
+COMPARING_SECONDS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,7 +138,7 @@ class Part:
     def _finish(self) -> None:
         write_json(self.file("json"), self.content)
         seal(Path(self.plan.output_dir), self.plan.node, self.place["nnodes"])
-        write_run(Path(self.plan.output_dir))
+        write_run(Path(self.plan.output_dir), self.plan.node)
 
     def look(self, output: Output) -> None:
         """Restores what it can if somebody has removed the run directory or files in it."""
@@ -199,6 +201,16 @@ def follow(part: Part, peers: Peers, stacks: Stacks, is_over: Callable[[], bool]
     return output
 
 
+def open_gate(gate: Path, peers: Peers) -> None:
+    """Lets the launcher start torchrun, or tells it not to, once the nodes have compared their plans."""
+    peers.compared.wait(COMPARING_SECONDS)
+    with contextlib.suppress(OSError):
+        if peers.conflict:
+            gate.write_text("refused")
+            return
+    gate.unlink(missing_ok=True)
+
+
 def tell_and_hear(peers: Peers, end: dict[str, Any], stopped: str) -> None:
     """Tells the others how this node ended, hears how they did, and completes `end` with that and the better reason.
 
@@ -237,6 +249,9 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     claim.keep(Path(plan.output_dir), f"node{plan.node}", args.launcher)
     part = Part(plan, machine.hide(content, hidden), args.launcher, hidden)
     peers = Peers(Place.of(plan, peer_port(plan.number("MASTER_PORT"))), hurry, warn)
+    gate = part.file("gate")
+    if gate.exists():
+        threading.Thread(target=open_gate, args=(gate, peers), daemon=True).start()
     stacks = Stacks(part.file("stack"))
     part.look_around(peers.introduce)
     reports = Reports(reports_prefix(stacks.prefix), hidden)
@@ -251,8 +266,9 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     guard.finish()
 
     exit_status, interrupted_by = read_end(args.end_file)
-    with contextlib.suppress(OSError):
-        args.end_file.unlink()
+    for path in (args.end_file, gate):
+        with contextlib.suppress(OSError):
+            path.unlink()
     kills = machine.oom_kills() - killed_before
     refused_starts = processes.refused_starts() - refused_before
     cause = guards.cause_of(plan, output, guard, exit_status, interrupted_by, kills, refused_starts)
@@ -289,6 +305,7 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
     known = Status(ends.COMPLETE) if all_is_well else of_run([end])
     peers.close()
     known = part.end(end, known)
+    claim.release(Path(plan.output_dir), f"node{plan.node}", args.launcher)
     if is_orphan():
         shutil.rmtree(Path(tempfile.gettempdir(), f"t5-{args.mark}"), ignore_errors=True)
         if exit_status is None:  # the launcher cannot print it

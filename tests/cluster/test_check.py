@@ -20,6 +20,7 @@ from harness import REPO_ROOT, Project, wait_for
 from t5bench.cluster import check, probe
 from t5bench.cluster.check import Node
 from t5bench.cluster.probe import Cell
+from t5bench.plan import topology
 from t5bench.record import hosts
 
 HERE = socket.gethostname()
@@ -161,7 +162,7 @@ def test_git_and_the_gpus_say_what_is_wrong(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_one_node_under_two_names(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(check, "addresses_of", lambda host: ["10.0.0.7"] if host in ("node7", "10.0.0.7") else [])
+    monkeypatch.setattr(topology, "addresses_of", lambda host: ["10.0.0.7"] if host in ("node7", "10.0.0.7") else [])
     with pytest.raises(check.Problem, match=r"node7 and 10.0.0.7 are the same node, 10.0.0.7"):
         check.checked_hosts(["node0", "node7", "10.0.0.7"])
     assert check.checked_hosts(["Node0.", "node1"]) == ["Node0", "node1"]

@@ -47,7 +47,8 @@ def test_programs_that_are_missing_are_named(project: Project, tmp_path: Path):
 SLURM = {"SLURM_JOB_NODELIST": "127.0.0.8,127.0.0.9", "SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "2"}
 BRACKETS = {"SLURM_JOB_NODELIST": "127.0.0.[1-2]", "SLURM_NODEID": "1"}
 PART = {"SLURM_STEP_NODELIST": "127.0.0.3,127.0.0.4", "SLURM_STEP_NUM_NODES": "2"}  # srun --nodes=2
-OWN = f"{ELSEWHERE} {socket.gethostname()}"
+OWN_NAME = socket.gethostname()
+OWN = f"{ELSEWHERE} {OWN_NAME}"
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,8 @@ OWN = f"{ELSEWHERE} {socket.gethostname()}"
         ("ddp", [], {"HOSTS": OWN, "MASTER_ADDR": ELSEWHERE}, (ELSEWHERE, 2, 1)),
         ("ddp", [ELSEWHERE, "1"], {}, (ELSEWHERE, 2, 1)),
         ("ddp", ["localhost", "0"], {}, ("localhost", 1, 0)),
+        ("ddp", ["LocalHost.", "0"], {}, ("LocalHost", 1, 0)),
+        ("ddp", [], {"HOSTS": f"{OWN_NAME.upper()}. {ELSEWHERE}"}, (OWN_NAME.upper(), 2, 0)),
         # As the README has the hybrid: HOSTS still holds the two nodes that everything else runs on.
         ("hybrid", ["127.0.0.1", "3"], {"HOSTS": TWO_HOSTS, "NNODES": "4"}, ("127.0.0.1", 4, 3)),
     ],
@@ -85,7 +88,18 @@ def test_where_the_nodes_come_from(project: Project, strategy, arguments, enviro
         ([], {"HOSTS": f"localhost {ELSEWHERE}"}, "loopback-master", "the master 'localhost' is 127.0.0.1 on"),
         (["127.0.0.2", "0"], {"HOSTS": TWO_HOSTS}, "master-is-not-first", "HOSTS begins with 127.0.0.1"),
         (["no-such-host.invalid", "0"], {"NNODES": "2"}, "unknown-master", "no-such-host.invalid' does not resolve"),
-        ([], {"HOSTS": f"{ELSEWHERE} {ELSEWHERE}"}, "no-node-rank", "Unable to infer NODE_RANK"),
+        ([], {"HOSTS": f"{ELSEWHERE} 192.0.2.8"}, "no-node-rank", "Unable to infer NODE_RANK"),
+        ([], {"HOSTS": f"{ELSEWHERE} {ELSEWHERE}"}, "host-twice", f"more than once: {ELSEWHERE} and {ELSEWHERE}"),
+        ([OWN_NAME, "1"], {"HOSTS": f"{OWN_NAME} {OWN_NAME.upper()}."}, "host-twice", "a node is named more than once"),
+        (["node0", "1"], {"HOSTS": "node0 node0.cluster"}, "host-twice", "NPROC_PER_NODE"),
+        (["0.0.0.0", "0"], {"NNODES": "2"}, "not-a-host", "0.0.0.0 is an address to listen on"),
+        (["0::0", "1"], {"NNODES": "2"}, "not-a-host", "0::0 is an address to listen on"),
+        (["127.0.0.1", "0"], {"HOSTS": "127.0.0.1 ::"}, "not-a-host", ":: is an address to listen on"),
+        (["224.0.0.1", "0"], {"NNODES": "2"}, "not-a-host", "hostname -I"),
+        (["fe80::1", "1"], {"NNODES": "2"}, "not-a-host", "fe80::1 is a link-local address"),
+        ([OWN_NAME, "1"], {"NNODES": "2"}, "own-master", f"is this host, {OWN_NAME}, but this is node 1"),
+        ([], {"GLOO_SOCKET_IFNAME": "lo,eth77"}, "no-interface", "names 'eth77', but the interfaces"),
+        ([], {"GLOO_SOCKET_IFNAME": "^lo"}, "no-interface", "unset the variable"),
         (["0"], {}, "master-is-a-number", "host name, found '0'"),
         ([], {"NNODES": "2"}, "no-master", "no master host is known"),
         ([], {"SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2", "SLURM_NODEID": "0", "SLURM_LOCALID": "1"},
@@ -97,6 +111,59 @@ def test_impossible_places(project: Project, arguments, environment, code, found
     project.add_stub("scontrol", "#!/bin/sh\nexit 1\n")
     (obstacle,) = planned(project, "ddp", *arguments, **environment)["obstacles"]
     assert obstacle["code"] == code and found in f"{obstacle['found']}. {obstacle['remedy']}"
+
+
+def test_the_interfaces_of_nccl(project: Project):
+    """It reads beginnings of names, whole names after =, and names to leave out after ^."""
+    for names, is_wrong in (("l", False), ("^docker", False), ("=lo", False), ("=l", True), ("eth77", True)):
+        obstacles = planned(project, "ddp", "--", DEVICE="cuda", NCCL_SOCKET_IFNAME=names)["obstacles"]
+        assert ("no-interface" in [each["code"] for each in obstacles]) == is_wrong, names
+    # Without GPUs nobody reads it.
+    assert not planned(project, "ddp", NCCL_SOCKET_IFNAME="eth77")["obstacles"]
+
+
+def test_what_may_be_meant_is_only_said(project: Project):
+    loop = project.launch("ddp", "127.0.0.1", "1", "--dry-run", NNODES="2")
+    assert loop.returncode == 0 and "nodes on other machines do not reach it" in loop.stderr
+    link = project.launch("ddp", "fe80::1%lo", "1", "--dry-run", NNODES="2")
+    assert "only nodes on the same cable or switch reach it" in link.stderr
+    job = {"SLURM_JOB_NODELIST": "127.0.0.1", "SLURM_JOB_NUM_NODES": "1", "SLURM_HET_SIZE": "2"}
+    components = project.launch("ddp", "--dry-run", **job)
+    assert "This SLURM job has 2 components, and this run uses the nodes of one: 127.0.0.1." in components.stderr
+
+
+LONG = "x" * 300
+NO_DIRECTORIES = {
+    "loop": "Too many levels of symbolic links",
+    "loop/run": "Too many levels of symbolic links",
+    "file": "is not a directory",
+    "file/deep/run": "file is not a directory",
+    "nowhere": "does not exist",
+    "pipe": "is not a directory",
+    LONG: "OUTPUT_DIR is too long",
+    f"absent/{LONG}": "OUTPUT_DIR is too long",
+    "d/" * 2100: "OUTPUT_DIR is too long",
+}
+
+
+@pytest.mark.parametrize("place", NO_DIRECTORIES, ids=lambda place: place[:20])
+@pytest.mark.parametrize("settings", [{}, {"RESUME": "1"}, {"EVAL_ONLY": "1", "EVAL_ITERS": "1"}], ids=str)
+def test_where_no_run_directory_can_be(project: Project, place: str, settings: dict[str, str]):
+    (project.root / "loop").symlink_to(project.root / "loop")
+    (project.root / "nowhere").symlink_to(project.root / "absent" / "deep")
+    (project.root / "file").write_text("something else")
+    os.mkfifo(project.root / "pipe")
+    for option in ([], ["--dry-run"]):
+        result = project.launch("ddp", *option, OUTPUT_DIR=str(project.root / place), **settings)
+        assert NO_DIRECTORIES[place] in result.stderr and "Traceback" not in result.stderr
+        assert result.returncode == 2 or option
+    assert not project.was_started() and (project.root / "file").read_text() == "something else"
+
+
+def test_other_paths_that_are_too_long(project: Project):
+    for name in ("MEGATRON_DATA_DIR", "MEGATRON_DIR"):
+        assert f"{name} is too long for a path" in project.launch("ddp", **{name: LONG}).stderr
+    assert project.launch("ddp", TOKENIZER_MODEL=LONG).returncode == 0  # it may be a name on the hub
 
 
 def test_a_port_in_use(project: Project):
@@ -389,14 +456,20 @@ def test_nobody_reads_what_a_command_prints(sink: str, said: str):
         ({"strategy": "zero1"}, "strategy is 'zero1' on node 1"),
         ({"NNODES": "4"}, "NNODES is '4' on node 1"),
         ({"argument": "--init-method-std"}, "--init-method-std is '0.5' on node 1"),
+        ({"RESUME": "1"}, "RESUME is '1' on node 1"),
+        ({"RESUME": "1", "node": "0"}, "RESUME is '0' on node 1"),
+        ({"ENGINE": "native"}, "engine is 'native' on node 1"),
+        ({"MODEL_PRESET": "tiny"}, "HIDDEN_SIZE is '64' on node 1"),
     ],
 )
 def test_nodes_that_run_different_things(project: Project, tmp_path: Path, there: dict[str, str], named: str):
+    """Both terminals say so, and torchrun starts on neither node."""
     chosen = {"HOSTS": TWO_HOSTS, "NNODES": "2", "T5_RUN_SECRET": "of both", "STUB_SLEEP": "60"}
     chosen |= {"MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "2", "EVAL_ITERS": "0"}
-    settings = {name: value for name, value in there.items() if name.isupper()}
+    changed = [{}, {}]
+    changed[int(there.get("node", 1))] = {name: value for name, value in there.items() if name.isupper()}
     launchers = []
-    for node, changes in enumerate([{}, settings]):
+    for node, changes in enumerate(changed):
         strategy = there.get("strategy", "ddp") if node else "ddp"
         words = ["bash", str(project.script(f"run_megatron_t5_{strategy}.sh")), "127.0.0.1", str(node)]
         if node and "argument" in there:
@@ -410,6 +483,7 @@ def test_nodes_that_run_different_things(project: Project, tmp_path: Path, there
             assert launcher.returncode == 2, said
             assert named in said
             assert "Start every node with the same launcher" in said
+        assert not project.was_started()
     finally:
         for launcher in launchers:
             launcher.terminate()

@@ -19,7 +19,7 @@ from made_runs import change, cut_off, made_checkpoints, made_plan, make_run, wr
 from t5bench import Problem
 from t5bench.plan import channel
 from t5bench.plan.channel import Place
-from t5bench.plan.ports import free_port
+from t5bench.plan.ports import free_port, peer_port
 from t5bench.plan.resume import View, agreed, checkpoint, misfits
 from t5bench.record import machine
 from t5bench.record.checkpoints import Checkpoints
@@ -197,7 +197,7 @@ def test_a_launcher_that_ends_while_it_waits_for_another_leaves_no_process(proje
     options = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     launcher = subprocess.Popen(command, env=project.environment_with(changes), **options)
     with socket.socket() as other:
-        wait_for(lambda: other.connect_ex(("127.0.0.1", port)) == 0)
+        wait_for(lambda: other.connect_ex(("127.0.0.1", peer_port(port))) == 0)
     (os.killpg if number == signal.SIGINT else os.kill)(launcher.pid, number)
     assert "Traceback" not in launcher.communicate(timeout=10)[1]
     assert launcher.returncode == -number

@@ -96,6 +96,30 @@ def test_a_node_knows_whether_missing_progress_means_something(soon_silent, node
     assert not peer(0, 2, port=free_port()).sees_progress, "behind a firewall"
 
 
+@pytest.mark.parametrize("comes", ["before the others", "beside a whole run", "to a run of one node"])
+def test_a_node_with_another_plan_ends_a_run_only_before_it_has_all_its_nodes(comes: str):
+    port, warnings = free_port(), []
+    with contextlib.ExitStack() as stack:
+
+        def start(node: int, seed: str, nodes: int = 2) -> Peers:
+            place = Place(node, nodes, HOST, port, RUN, SECRET, {"SEED": seed, "NNODES": str(nodes)})
+            return stack.enter_context(contextlib.closing(Peers(place, warn=warnings.append)))
+
+        first = start(0, "1", 1 if comes == "to a run of one node" else 2)
+        if comes == "beside a whole run":
+            start(1, "1")
+            wait_for(first.compared.is_set)
+        other = start(1, "2")
+        wait_for(other.compared.is_set)
+        assert other.conflict and "SEED is '2' on node 1" in other.conflict.reason
+        if comes == "before the others":
+            wait_for(first.compared.is_set)
+            assert first.conflict and first.conflict.reason == other.conflict.reason
+        else:
+            wait_for(lambda: warnings)
+            assert "was refused" in warnings[0] and not first.conflict
+
+
 def test_a_node_that_disconnects_without_a_word_is_gone_for_all(nodes):
     first, second, third, fourth = nodes(4)
     fourth.ended(end(3, "complete"))
