@@ -178,12 +178,16 @@ class Steps:
         names = set(choose(environment["STRATEGIES"].split())) - {BASELINE}
         self.strategies = [strategy for strategy in declarations("t5") if strategy.name in names]
         self.work = Path(environment["WORK_DIR"])
+        self.extensions = self.work / "torch-extensions"
         # Enough for a profile, and in a rehearsal no more than that.
         self.iterations = "6" if here.rehearsal else "16"
 
     def common(self) -> dict[str, str]:
         """The environment of every step."""
-        environment = COMMON | {"MEGATRON_DATA_DIR": str(self.work / "data")}
+        environment = COMMON | {
+            "MEGATRON_DATA_DIR": str(self.work / "data"),
+            "TORCH_EXTENSIONS_DIR": str(self.extensions),
+        }
         if self.here.rehearsal:
             return environment | TINY | {"CUDA_VISIBLE_DEVICES": ""}
         environment |= LARGE
@@ -210,12 +214,14 @@ class Steps:
         for size in self.sizes:
             yield self.baseline(size)
         if MEGATRON in self.engines:
-            # The largest last: it may not fit.
-            for size in [*self.sizes[1:], self.sizes[0]]:
+            for size in self.sizes[1:]:
                 yield self.run(MEGATRON, BASELINE, size, **ALONE)
         for name in self.engines:
             yield from self.noise(name)
             yield from self.parity(name)
+        if MEGATRON in self.engines:
+            # The largest may not fit.
+            yield self.run(MEGATRON, BASELINE, self.sizes[0], **ALONE)
         for name in self.engines:
             yield from self.every_strategy(name, min(self.sizes, key=int))
         yield self.device("device-after")
@@ -248,6 +254,8 @@ class Steps:
 
     def compilation(self) -> Step:
         """Megatron's kernels and its index helper, so that no measurement waits for a compiler."""
+        kernels = Path(self.here.environment["MEGATRON_DIR"], engine.KERNELS)
+        is_compiled = any(kernels.rglob("*.so"))
         environment = {
             "ENGINE": MEGATRON,
             "OUTPUT_DIR": str(self.directory / "compile-megatron"),
@@ -263,7 +271,7 @@ class Steps:
             environment,
             needs=(MEGATRON,),
             after=(self.data,),
-            seconds=150,
+            seconds=30 if is_compiled else 150,
         )
 
     def run(self, engine_name: str, strategy: str, micro_batch: str, variant: str = "", **settings: str) -> Step:
@@ -302,8 +310,10 @@ class Steps:
         )
 
     def baseline(self, micro_batch: str) -> Step:
-        """The plain loop over Hugging Face's T5, as it is and compiled."""
+        """The plain loop over Hugging Face's T5, as it is and, where that helps most for its time, compiled."""
         file = self.directory / f"huggingface-{micro_batch}.jsonl"
+        is_compiled = int(micro_batch) == self.batch
+        ways = ["eager", "compiled"] if is_compiled else ["eager"]
         environment = {
             "ENGINE": NATIVE,
             "GLOBAL_BATCH_SIZE": str(self.batch),
@@ -319,11 +329,11 @@ class Steps:
 
         return Step(
             f"huggingface-micro-batch-{micro_batch}",
-            module("t5bench.acceptance.baseline", file),
+            module("t5bench.acceptance.baseline", file, *ways),
             environment,
             needs=("data", "huggingface"),
             after=(self.data,),
-            seconds=90,
+            seconds=90 if is_compiled else 40,
             figures=points,
         )
 
@@ -362,13 +372,15 @@ class Steps:
             needs.add(MEGATRON)
         printed = self.directory / "logs" / f"{name}.out"
         strategies = [strategy.name for strategy in self.strategies]
+        # DDP runs with as many processes as each strategy needs.
+        runs = len(strategies) + 2
         yield Step(
             name,
             ["bash", str(SCRIPTS / "check_parity.sh"), BASELINE, *strategies],
             environment,
             needs,
             after=self.preparations(engine_name),
-            seconds=150,
+            seconds=runs * (20 if engine_name == MEGATRON else 12),
             figures=lambda: printed.read_text() if printed.exists() else None,
         )
 

@@ -113,10 +113,13 @@ def test_a_bundle_is_unpacked_once_and_for_its_python_only(tmp_path: Path):
         (content / "python").write_text(f"{version}\n")
         with tarfile.open(packed, "w:xz") as archive:
             archive.add(content, arcname=".")
-        os.utime(packed)
         result = accept("--rehearse", BUNDLE=str(packed), WORK_DIR=str(work), MEGATRON_DIR=str(tmp_path / "absent"))
         assert result.returncode == 2 and message in result.stderr
-        os.utime(work / "bundle", (0, 0))  # an older one is replaced
+        assert not (work / "bundle" / "compiled").exists(), "another bundle replaces it"
+        (work / "bundle" / "compiled").touch()
+        os.utime(packed)
+        accept("--rehearse", BUNDLE=str(packed), WORK_DIR=str(work), MEGATRON_DIR=str(tmp_path / "absent"))
+        assert (work / "bundle" / "compiled").exists(), "a newer copy of the same bundle does not"
 
 
 def test_the_engine_is_packed_whole_and_its_helper_compiled_without_make(megatron_dir: Path, tmp_path: Path):
