@@ -34,6 +34,7 @@ DECIDED_ELSEWHERE = {
     **dict.fromkeys(("--deepspeed", "--deepspeed_config", "--zero-stage"), "Choose a ZeRO strategy"),
     **dict.fromkeys(("--tensorboard-dir", "--save"), "OUTPUT_DIR sets the run's directory"),
     **dict.fromkeys(("--recompute-granularity", "--recompute-activations"), "Use RECOMPUTE"),
+    "--DDP-impl": "The record, the cost model and the parity check know only the engine's own DDP",
     "--distributed-backend": "DEVICE and SHARE_GPUS determine it",
     "--pipeline-model-parallel-split-rank": "PIPELINE_PARALLEL_SIZE determines it",
     "--save-interval": "Use SAVE_INTERVAL",

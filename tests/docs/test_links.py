@@ -22,9 +22,9 @@ def anchors(page: Path) -> set[str]:
 
 
 def links(page: Path) -> list[str]:
-    """Those within the repository."""
+    """Those within the repository; the badge of the tests leads to the page of its host."""
     text = CODE.sub("", page.read_text())
-    return [link for link in LINK.findall(text) if not re.match(r"[a-z]+:", link)]
+    return [link for link in LINK.findall(text) if not re.match(r"[a-z]+:|\.\./\.\./actions/", link)]
 
 
 # The slides have a markup of their own.

@@ -18,6 +18,7 @@ from t5bench.plan.ports import free_port
 from t5bench.record.status import EXIT_CODES
 
 README = (REPO_ROOT / "README.md").read_text()
+TROUBLESHOOTING = (REPO_ROOT / "docs" / "troubleshooting.md").read_text()
 BASH_BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 # What a README's reader has and a test machine has not: they record their arguments and succeed.
@@ -31,9 +32,9 @@ GIT_STUB = f"""{RECORDER}[[ $1 != clone ]] || mkdir -p "${{3:-$(basename "$2" .g
 """
 
 
-def table_rows(first_header: str) -> list[list[str]]:
+def table_rows(first_header: str, page: str = README) -> list[list[str]]:
     """Cells of the table whose first header cell is this one, code marks removed."""
-    lines = README.splitlines()
+    lines = page.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first_header} |"))
     rows = []
     for line in lines[start + 2 :]:
@@ -64,21 +65,21 @@ def test_the_page_of_settings_is_what_the_launchers_declare():
 
 
 def test_seed_settings_keep_their_names_and_defaults():
-    """The original README's table; only HOSTS differs, and the README says why. docs/settings.md has the same rows."""
-    rows = {name: default for name, default, _ in table_rows("Variable")}
+    """Those of the original README; only HOSTS differs, and the README says why. docs/settings.md has the same."""
+    section = README[README.index("## Settings") : README.index("## Results")]
+    named = re.findall(r"`([A-Z_]{2,})(?:=([^`]*))?`", section)
+    defaults = {name: default for name, default in named if default}
     original = """
         MEGATRON_DIR=../Megatron-DeepSpeed MEGATRON_DATA_DIR=./megatron_data WANDB_PROJECT=ml710-t5-parallelism
         TRAIN_ITERS=1000 GLOBAL_BATCH_SIZE=16 MICRO_BATCH_SIZE=1 ENCODER_NUM_LAYERS=24 DECODER_NUM_LAYERS=24
         HIDDEN_SIZE=1024 NUM_ATTENTION_HEADS=16 FFN_HIDDEN_SIZE=2816 ENCODER_SEQ_LENGTH=512 DECODER_SEQ_LENGTH=128
         LR=0.0001 PRECISION_FLAG=--bf16
     """
-    assert dict(word.split("=") for word in original.split()).items() <= rows.items()
-    assert {"HOSTS", "WANDB_API_KEY", "WANDB_RUN_NAME", "MASTER_PORT", "OUTPUT_DIR"} <= rows.keys()
+    assert dict(word.split("=") for word in original.split()).items() <= defaults.items()
+    assert {"HOSTS", "WANDB_API_KEY", "WANDB_RUN_NAME", "MASTER_PORT", "OUTPUT_DIR"} <= {name for name, _ in named}
     page = (REPO_ROOT / "docs" / "settings.md").read_text()
-    for name, default, meaning in table_rows("Variable"):
-        if default not in ("script-specific", "(unset)"):
-            default = f"`{default}`"
-        assert name == "MASTER_PORT" or f"| `{name}` | {default} | {meaning} |" in page
+    for name, default in defaults.items():
+        assert f"| `{name}` | `{default}` |" in page, name
 
 
 KINDS = {"DDP": "DDP", "TP": "tensor (TP={tensor})", "PP": "pipeline (PP={pipeline})", "TP x PP": "tensor x pipeline"}
@@ -144,14 +145,14 @@ def test_every_command_runs(project: Project, tmp_path: Path, block: str):
 
 
 def test_status_table_is_what_a_launcher_exits_with():
-    codes = {row[0]: row[1] for row in table_rows("Status")}
+    codes = {row[0]: row[1] for row in table_rows("Status", TROUBLESHOOTING)}
     assert codes.pop("cancelled") == "128 + signal"
     assert codes == {status: str(code) for status, code in EXIT_CODES.items()}
 
 
 def test_troubleshooting_quotes_what_the_launchers_say(project: Project):
     """Compares the table, to the letter, with the messages that a launch on this machine can cause."""
-    rows = " ".join(row[0] for row in table_rows("Symptom"))
+    rows = " ".join(row[0] for row in table_rows("Symptom", TROUBLESHOOTING))
     quoted = re.findall(r"(Unable to infer NODE_RANK|NPROC_PER_NODE is .*?1 visible GPU|port 29800 is .*? node)", rows)
     project.set_gpus(1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -195,5 +196,5 @@ def test_what_documents_name_exists():
     named = [REPO_ROOT / name for name in re.findall(r"── (\S+)", tree[1])]
     for page in [*REPO_ROOT.glob("*.md"), *REPO_ROOT.glob("docs/**/*.md"), REPO_ROOT / "native" / "README.md"]:
         if page.name != "slides.md":  # a template, in which brackets draw charts
-            named += [page.parent / target for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text())]
+            named += [page.parent / target for target in re.findall(r"\]\((?!https?:|\.\./\.\./actions/)([^)#\s]+)", page.read_text())]
     assert len(named) > 50 and not [path for path in named if not path.exists()]

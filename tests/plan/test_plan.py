@@ -389,6 +389,7 @@ FINETUNING = "--finetune --load /run/checkpoints"
         ("ddp", "--exit-interval -1", {}, "engine-argument"),
         ("ddp", "--exit-interval 0", {}, "engine-argument"),
         ("ddp", "--train-data-path /other", {}, "launcher-argument"),
+        ("ddp", "--DDP-impl torch", {}, "launcher-argument"),
         ("ddp", "--sequence-parallel", {}, "launcher-argument"),
         ("ddp", "--swiglu", {}, "launcher-argument"),
         ("ddp", "--num-experts 4", {}, "launcher-argument"),
