@@ -17,8 +17,10 @@ SKIPPED = "skipped"
 OUT_OF_TIME = "out of time"
 NOT_RUN = "not run"
 FILE = "results.json"
-# What the profiler calls the parts of PyTorch that compute attention, and their kernels.
-ATTENTION = re.compile(r"aten::_scaled_dot_product|flash|fmha|cudnn.*sdpa|sdpa.*cudnn|efficient_attention")
+# What the profiler calls the parts of PyTorch that compute attention, their kernels, and Megatron's softmax kernels.
+ATTENTION = re.compile(
+    r"aten::_scaled_dot_product|flash|fmha|cudnn.*sdpa|sdpa.*cudnn|efficient_attention|scaled_\w*softmax_warp"
+)
 LONGEST_NAME = 60
 
 

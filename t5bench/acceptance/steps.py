@@ -19,6 +19,7 @@ from t5bench.compare import comparison, parity
 from t5bench.plan import engine
 from t5bench.plan.launchers import declarations, launcher
 from t5bench.plan.ports import free_port
+from t5bench.plan.scripts import script_defaults
 from t5bench.profile import parts as profile
 from t5bench.record import machine, records
 from t5bench.record.status import EXIT_CODES, OUT_OF_MEMORY
@@ -56,12 +57,10 @@ OVERLAPPING = ("zero2", "zero3")
 OVERLAP = {"OVERLAP_COMM": "on", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 # One process.
 ALONE = {"NPROC_PER_NODE": "1"}
-# The recipe of scripts/check_parity.sh.
-EXACT = {
-    "MODEL_PRESET": "tiny", "VOCABULARY_MULTIPLE": "128", "TRAIN_ITERS": "12", "GLOBAL_BATCH_SIZE": "16",
-    "MICRO_BATCH_SIZE": "2", "LR": "0.04", "MIN_LR": "0.01", "LR_WARMUP_ITERS": "3", "WEIGHT_DECAY": "5",
-    "CLIP_GRAD": "1.3", "PRECISION_FLAG": "", "DROPOUT": "0",
-}  # fmt: skip
+# How the strategies are compared: scripts/check_parity.sh with a batch that every layout divides.
+COMPARED = {"GLOBAL_BATCH_SIZE": "16", "VOCABULARY_MULTIPLE": "128", "SHARE_GPUS": "1"}
+# What makes its runs exact.
+EXACT = {"PRECISION_FLAG": "", "DROPOUT": "0"}
 # Modules that a step imports, and the compilers that it runs.
 MODULES = {
     "data": ("tokenizers", "transformers", "numpy"),
@@ -340,13 +339,16 @@ class Steps:
     def noise(self, engine_name: str) -> Iterator[Step]:
         """DDP twice, which shows the noise."""
         name = f"noise-{engine_name}"
+        defaults = script_defaults("check_parity", self.here.environment)
+        # The data are this acceptance's.
+        recipe = {setting: value for setting, value in defaults.items() if value}
         runs = self.directory / name
         twice = ["--strategies", BASELINE, "--repeats", "2"]
         directories = [runs / "repeat1" / BASELINE, runs / "repeat2" / BASELINE]
         yield Step(
             name,
             module("t5bench", "sweep", "--runs-dir", runs, *twice),
-            EXACT | {"ENGINE": engine_name, "SHARE_GPUS": "1"},
+            recipe | EXACT | COMPARED | {"ENGINE": engine_name},
             needs={"data", MEGATRON} if engine_name == MEGATRON else {"data"},
             after=self.preparations(engine_name),
             seconds=30,
@@ -358,11 +360,8 @@ class Steps:
         if not self.strategies:
             return
         name = f"parity-{engine_name}"
-        environment = {
+        environment = COMPARED | {
             "MODEL_PRESET": "tiny",
-            "GLOBAL_BATCH_SIZE": "16",
-            "VOCABULARY_MULTIPLE": "128",
-            "SHARE_GPUS": "1",
             "ENGINE": engine_name,
             "CHECK_BLIND_SPOTS": "0",
             "RUNS_DIR": str(self.directory / name),

@@ -103,8 +103,10 @@ def test_attention_is_probed_for_its_kernels_and_its_dropout():
 def test_names_of_attention_kernels_are_told_from_others():
     names = ["void pytorch_flash::flash_fwd_kernel<64>", "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEff)",
              "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x64x64", "ampere_bf16_s16816gemm",
-             "aten::scaled_dot_product_attention"]  # fmt: skip
-    assert len(results.attention_kernels(names)) == 3
+             "aten::scaled_dot_product_attention",
+             "void (anonymous namespace)::softmax_warp_forward<c10::BFloat16, float, 9>",
+             "void scaled_masked_softmax_warp_forward<__nv_bfloat16, __nv_bfloat16, float, 9>"]  # fmt: skip
+    assert len(results.attention_kernels(names)) == 4
 
 
 def test_the_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
