@@ -1,6 +1,7 @@
 """results.json, which holds every figure and continues anywhere, and README.md, which is made from it alone."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,10 @@ class Results(Struct):
 
     def verdict(self) -> str:
         """One sentence for the terminal and the top of the summary."""
-        others = [f"{name}: {step.result}" for name, step in self.steps.items() if step.result != PASSED]
-        count = len(self.steps)
-        return "; ".join([f"{count - len(others)} of {count} steps passed", *others]) + "."
+        counts = Counter(step.result for step in self.steps.values())
+        passed = counts.pop(PASSED, 0)
+        others = "".join(f", {count} {result}" for result, count in counts.items())
+        return f"{passed} of {len(self.steps)} steps passed{others}."
 
 
 def name_of(gpus: Sequence[str]) -> str:
