@@ -28,7 +28,7 @@ EXIT_CONFIGURATION = 2  # nothing expensive has started, and nothing was changed
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-@dataclass(eq=False)
+@dataclass(unsafe_hash=True)
 class Problem(ValueError):
     """Something that the user can fix. `str()` says in one line what is wrong."""
 

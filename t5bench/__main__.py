@@ -37,6 +37,7 @@ COMMANDS = {
     "ranks": ("t5bench.predict.ranks", "show which rank is where, and every process group"),
     "pack": ("t5bench.report.package", "pack a comparison with its records into one file that others can verify"),
     "verify": ("t5bench.report.verify", "recompute every figure of such a file from its logs"),
+    "history": ("t5bench.report.history", "show the same rows over commits, releases and drivers, and how they scale"),
     "prepare-data": ("t5bench.corpus.prepare", "what scripts/prepare_xsum_megatron.sh runs, with its settings"),
     "merge-data": ("t5bench.corpus.merge", "merge several indexed datasets into one"),
     "wandb": ("t5bench.report.wandb_report", "upload a comparison to its W&B project"),

@@ -121,12 +121,24 @@ def observe(run: Run, used: Sequence[int]) -> Observations:
     return Observations([] if reasons else traffic, "; ".join(reasons), one_node, power, utilization)
 
 
+def total_power(run: Run, used: Sequence[int]) -> float | None:
+    """Watts of all GPUs together while the iterations `used` ran; None unless each GPU of the run has a figure."""
+    medians = _medians(run, used, "power_w")
+    expected = sum(len(node["devices"]) for node in run.nodes)
+    return sum(medians) if medians and len(medians) == expected else None
+
+
 def _highest_median(run: Run, used: Sequence[int], name: str) -> float | None:
     """Of a GPU's figure, while the iterations `used` ran; of the GPU that has the highest."""
+    return max(_medians(run, used, name), default=None)
+
+
+def _medians(run: Run, used: Sequence[int], name: str) -> list[float]:
+    """Each GPU's median of a figure while the iterations `used` ran."""
     times = [line.time for line in run.iterations if line.time and used[0] <= line.iteration <= used[-1]]
     if not times:
-        return None
-    medians = []
+        return []
+    medians: list[float] = []
     for samples in run.samples.values():
         by_gpu: dict[int, list[float]] = {}
         for sample in samples:
@@ -136,7 +148,7 @@ def _highest_median(run: Run, used: Sequence[int], name: str) -> float | None:
                 if gpu[name] is not None:
                     by_gpu.setdefault(gpu["index"], []).append(gpu[name])
         medians += [median(values) for values in by_gpu.values()]
-    return max(medians, default=None)
+    return medians
 
 
 def _counts(interface: str, interfaces: set[str], one_node: bool) -> bool:

@@ -26,17 +26,17 @@ KINDS_OF_DEVICE = {"cuda": "GPU of unknown name", "cpu": "CPU"}
 DIGITS = 9  # of a published figure: the last of a float's 17 depend on the processor, for example on AVX-512
 
 
-def _significant(value: float, digits: int = 4) -> str:
+def significant(value: float, digits: int = 4) -> str:
     """With this many significant digits, and never in powers of ten."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     return f"{value:.{_decimals(value, digits)}f}"
 
 
-def _estimate_text(value: Estimate, digits: int = 4) -> str:
+def estimate_text(value: Estimate, digits: int = 4) -> str:
     """As many digits as are known: two of half the interval, and never more than `digits` significant ones."""
     if value.low is None or value.high is None:
-        return _significant(value.median, digits)
+        return significant(value.median, digits)
     half = (value.high - value.low) / 2
     scale = abs(value.median)
     if 0 < half < math.inf and 0 < scale < math.inf:
@@ -72,7 +72,7 @@ def _repeats_text(repeats: RepeatMedians) -> str:
     """How many repeats, and how far their medians lie apart."""
     if repeats.count < 2 or repeats.lowest is None or repeats.highest is None:
         return NOTHING
-    return f"{repeats.count}: {_significant(repeats.lowest)} to {_significant(repeats.highest)}"
+    return f"{repeats.count}: {significant(repeats.lowest)} to {significant(repeats.highest)}"
 
 
 @dataclass(frozen=True)
@@ -160,11 +160,11 @@ def _predicted_text(show: Callable[[float], str]) -> Callable[[Predicted], str]:
 
 
 def _three_digits(value: float) -> str:
-    return _significant(value, 3)
+    return significant(value, 3)
 
 
 def _ratio_text(value: Estimate) -> str:
-    return _estimate_text(value, 3)
+    return estimate_text(value, 3)
 
 
 def _highest_peak(row: Row) -> float | None:
@@ -240,7 +240,7 @@ def all_columns(comparison: Comparison) -> list[Column]:
             fields="ms_per_iteration ms_low ms_high",
             value=lambda row: row.milliseconds,
             importance=40,
-            show=_estimate_text,
+            show=estimate_text,
             metric="elapsed time per iteration",
         ),
         Column(
@@ -248,7 +248,7 @@ def all_columns(comparison: Comparison) -> list[Column]:
             fields="samples_per_second samples_per_second_low samples_per_second_high",
             value=lambda row: row.samples_per_second,
             importance=90,
-            show=_estimate_text,
+            show=estimate_text,
             metric="samples per second",
         ),
         Column(
@@ -333,7 +333,7 @@ def all_columns(comparison: Comparison) -> list[Column]:
             fields="ms_predicted ms_predicted_off",
             value=predicted_time,
             importance=12,
-            show=_predicted_text(_significant),
+            show=_predicted_text(significant),
         ),
         Column(
             title="final loss",

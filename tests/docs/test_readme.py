@@ -19,6 +19,8 @@ from t5bench.record.status import EXIT_CODES
 
 README = (REPO_ROOT / "README.md").read_text()
 TROUBLESHOOTING = (REPO_ROOT / "docs" / "troubleshooting.md").read_text()
+# Not the badge of the tests, which leads to the page of its host.
+LINKED = re.compile(r"\]\((?!https?:|\.\./\.\./actions/)([^)#\s]+)")
 BASH_BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 # What a README's reader has and a test machine has not: they record their arguments and succeed.
@@ -174,7 +176,7 @@ def test_commands_that_read_runs(tmp_path: Path):
         shlex.split((block or inline).replace("$PWD", str(tmp_path)))[3]: block or inline for block, inline in commands
     }
     # Others run those that need a profile, a checkpoint or several virtual environments.
-    run_elsewhere = {"explain", "generate", "ledger"}
+    run_elsewhere = {"explain", "generate", "ledger", "history"}
     assert set(words) == {"compare", "collect", "wandb", "pack", "verify", "layouts"} | run_elsewhere
     for strategy in ("ddp", "zero1"):
         make_run(tmp_path / "outputs" / "all" / "repeat1" / strategy, strategy, elapsed_ms=[100.0] * 30)
@@ -196,5 +198,5 @@ def test_what_documents_name_exists():
     named = [REPO_ROOT / name for name in re.findall(r"── (\S+)", tree[1])]
     for page in [*REPO_ROOT.glob("*.md"), *REPO_ROOT.glob("docs/**/*.md"), REPO_ROOT / "native" / "README.md"]:
         if page.name != "slides.md":  # a template, in which brackets draw charts
-            named += [page.parent / target for target in re.findall(r"\]\((?!https?:|\.\./\.\./actions/)([^)#\s]+)", page.read_text())]
+            named += [page.parent / target for target in LINKED.findall(page.read_text())]
     assert len(named) > 50 and not [path for path in named if not path.exists()]
