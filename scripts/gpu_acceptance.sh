@@ -21,13 +21,16 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 # Puts the packages of the bundle before those of this Python, which may lack what reads settings.
 unpack() {
-  local directory=$1/bundle packed_for version
+  local directory=$1/bundle checksum packed_for version
   [[ -f $BUNDLE ]] || die "there is no bundle $BUNDLE" "--pack makes one, where there is internet"
-  if [[ ! $directory -nt $BUNDLE ]]; then
+  # Another copy of the same bundle may be newer, and the kernels compiled in its engine are kept.
+  checksum=$(cksum <"$BUNDLE")
+  if ! { [[ -f $directory/checksum ]] && [[ $checksum == "$(<"$directory/checksum")" ]]; }; then
     rm -rf -- "$directory" "$directory.partial"
-    "$PYTHON" -m tarfile -e "$BUNDLE" "$directory.partial" || die "cannot unpack $BUNDLE" "Copy it again"
+    # Python 3.12 warns that 3.14 filters what it unpacks.
+    "$PYTHON" -W ignore -m tarfile -e "$BUNDLE" "$directory.partial" || die "cannot unpack $BUNDLE" "Copy it again"
+    printf '%s\n' "$checksum" >"$directory.partial/checksum"
     mv -- "$directory.partial" "$directory"
-    touch -- "$directory"
   fi
   packed_for=$(<"$directory/python")
   version=$("$PYTHON" -c 'import sys; print("{}.{}".format(*sys.version_info))')

@@ -37,6 +37,7 @@ def main(elapsed: float, arguments: Sequence[str]) -> int:
     made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     all_results.calls.append(results.Call(made, here.facts()))
     _put_programs_on_path(work / "bin")
+    _remove_locks(steps.extensions, steps.work / "bundle")
     deadline = begun + 60 * float(os.environ["MINUTES"]) - RESERVE
     directory = work / f"call-{len(all_results.calls)}"
     call = Call(here, all_results, directory, output, deadline)
@@ -57,6 +58,13 @@ def _put_programs_on_path(programs: Path) -> None:
     bundle.write_make(programs / "make", python)
     # ninja may lie next to a Python that is not on PATH.
     os.environ["PATH"] = f"{programs}:{os.environ['PATH']}:{python.parent}"
+
+
+def _remove_locks(*directories: Path) -> None:
+    """PyTorch's, of compilations that a KILL ended, for which it would wait. Only this program compiles there."""
+    for directory in directories:
+        for lock in directory.rglob("lock"):
+            lock.unlink()
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
 """What a user would pick instead: a plain PyTorch loop over Hugging Face's T5 of the same dimensions.
 
-    python -m t5bench.acceptance.baseline FILE
+    python -m t5bench.acceptance.baseline FILE WAY...     WAY: eager, or compiled, in this order
 
 The settings are the launchers', from the environment. The matrix products are those of the engines' model: as deep, as
 wide, an ungated feed-forward, tied embeddings. It differs in its relative position bias instead of learned positions,
 RMS norms without biases, and random tokens that fill every sample, so that nothing is masked. It has fp32 weights, bf16
-autocast, PyTorch's fused AdamW, dropout and clipping. It is measured as it is and then with every block compiled; each
-measurement is written at once as a line of FILE, with the keys of a comparison's rows.
+autocast, PyTorch's fused AdamW, dropout and clipping. It is measured as it is or with every block compiled. Each
+measurement is a line of FILE, with the keys of a comparison's rows.
 """
 
 import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -141,26 +142,26 @@ class Loop:
         }
 
 
-def main(output: Path) -> int:
+def main(output: Path, ways: Sequence[str]) -> int:
     planned = plan(os.environ, BASELINE)
     gpu = torch.cuda.get_device_name() if planned.device == "cuda" else ""
     peak = float(planned.value("PEAK_TFLOPS") or 0) or peak_tflops(gpu, "bf16")
     common = {"gpu": gpu, "micro_batch": planned.number("MICRO_BATCH_SIZE")}
     loop = Loop(planned)
     points = []
-    for how in ("eager", "compiled"):
-        if how == "compiled":
+    for way in ways:
+        if way == "compiled":
             loop.compile()
         try:
             point = {"status": COMPLETE, "reason": "", **loop.measure(peak)}
         except Exception as error:  # a compiler may fail in any way
             status = OUT_OF_MEMORY if isinstance(error, torch.cuda.OutOfMemoryError) else CRASHED
             point = {"status": status, "reason": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-        points.append(common | {"what": f"Hugging Face, {how}"} | point)
+        points.append(common | {"what": f"Hugging Face, {way}"} | point)
         output.write_text("".join(json.dumps(point) + "\n" for point in points))
     has_crashed = any(point["status"] == CRASHED for point in points)
     return 1 if has_crashed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -93,9 +93,10 @@ class Call:
     def execute(self, step: Step, limit: float) -> Outcome:
         """Runs the command; a signal that ends this process ends the step too."""
         note(f"{step.name} ...")
-        # A step that takes this machine down with it is known by this.
-        self.results.steps[step.name] = Outcome(NOT_RUN, self.number, reason="it was interrupted")
-        self.replace(results.FILE, results.encoded(self.results))
+        if not self.results.passed(step.name):  # a preparation has, in an earlier call
+            # A step that takes this machine down with it is known by this.
+            self.results.steps[step.name] = Outcome(NOT_RUN, self.number, reason="it was interrupted")
+            self.replace(results.FILE, results.encoded(self.results))
         log = self.directory / "logs" / f"{step.name}.log"
         begun = time.monotonic()
         with Watch(self.here.nvml) as watch:

@@ -1,6 +1,7 @@
 """results.json, which holds every figure and continues anywhere, and README.md, which is made from it alone."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ SKIPPED = "skipped"
 OUT_OF_TIME = "out of time"
 NOT_RUN = "not run"
 FILE = "results.json"
-# What the profiler calls the parts of PyTorch that compute attention, and their kernels.
-ATTENTION = re.compile(r"aten::_scaled_dot_product|flash|fmha|cudnn.*sdpa|sdpa.*cudnn|efficient_attention")
+# What the profiler calls the parts of PyTorch that compute attention, their kernels, and Megatron's softmax kernels.
+ATTENTION = re.compile(
+    r"aten::_scaled_dot_product|flash|fmha|cudnn.*sdpa|sdpa.*cudnn|efficient_attention|scaled_\w*softmax_warp"
+)
 LONGEST_NAME = 60
 
 
@@ -62,9 +65,10 @@ class Results(Struct):
 
     def verdict(self) -> str:
         """One sentence for the terminal and the top of the summary."""
-        others = [f"{name}: {step.result}" for name, step in self.steps.items() if step.result != PASSED]
-        count = len(self.steps)
-        return "; ".join([f"{count - len(others)} of {count} steps passed", *others]) + "."
+        counts = Counter(step.result for step in self.steps.values())
+        passed = counts.pop(PASSED, 0)
+        others = "".join(f", {count} {result}" for result, count in counts.items())
+        return f"{passed} of {len(self.steps)} steps passed{others}."
 
 
 def name_of(gpus: Sequence[str]) -> str:

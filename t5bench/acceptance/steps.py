@@ -19,6 +19,7 @@ from t5bench.compare import comparison, parity
 from t5bench.plan import engine
 from t5bench.plan.launchers import declarations, launcher
 from t5bench.plan.ports import free_port
+from t5bench.plan.scripts import script_defaults
 from t5bench.profile import parts as profile
 from t5bench.record import machine, records
 from t5bench.record.status import EXIT_CODES, OUT_OF_MEMORY
@@ -56,12 +57,10 @@ OVERLAPPING = ("zero2", "zero3")
 OVERLAP = {"OVERLAP_COMM": "on", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 # One process.
 ALONE = {"NPROC_PER_NODE": "1"}
-# The recipe of scripts/check_parity.sh.
-EXACT = {
-    "MODEL_PRESET": "tiny", "VOCABULARY_MULTIPLE": "128", "TRAIN_ITERS": "12", "GLOBAL_BATCH_SIZE": "16",
-    "MICRO_BATCH_SIZE": "2", "LR": "0.04", "MIN_LR": "0.01", "LR_WARMUP_ITERS": "3", "WEIGHT_DECAY": "5",
-    "CLIP_GRAD": "1.3", "PRECISION_FLAG": "", "DROPOUT": "0",
-}  # fmt: skip
+# How the strategies are compared: scripts/check_parity.sh with a batch that every layout divides.
+COMPARED = {"GLOBAL_BATCH_SIZE": "16", "VOCABULARY_MULTIPLE": "128", "SHARE_GPUS": "1"}
+# What makes its runs exact.
+EXACT = {"PRECISION_FLAG": "", "DROPOUT": "0"}
 # Modules that a step imports, and the compilers that it runs.
 MODULES = {
     "data": ("tokenizers", "transformers", "numpy"),
@@ -178,12 +177,16 @@ class Steps:
         names = set(choose(environment["STRATEGIES"].split())) - {BASELINE}
         self.strategies = [strategy for strategy in declarations("t5") if strategy.name in names]
         self.work = Path(environment["WORK_DIR"])
+        self.extensions = self.work / "torch-extensions"
         # Enough for a profile, and in a rehearsal no more than that.
         self.iterations = "6" if here.rehearsal else "16"
 
     def common(self) -> dict[str, str]:
         """The environment of every step."""
-        environment = COMMON | {"MEGATRON_DATA_DIR": str(self.work / "data")}
+        environment = COMMON | {
+            "MEGATRON_DATA_DIR": str(self.work / "data"),
+            "TORCH_EXTENSIONS_DIR": str(self.extensions),
+        }
         if self.here.rehearsal:
             return environment | TINY | {"CUDA_VISIBLE_DEVICES": ""}
         environment |= LARGE
@@ -210,12 +213,14 @@ class Steps:
         for size in self.sizes:
             yield self.baseline(size)
         if MEGATRON in self.engines:
-            # The largest last: it may not fit.
-            for size in [*self.sizes[1:], self.sizes[0]]:
+            for size in self.sizes[1:]:
                 yield self.run(MEGATRON, BASELINE, size, **ALONE)
         for name in self.engines:
             yield from self.noise(name)
             yield from self.parity(name)
+        if MEGATRON in self.engines:
+            # The largest may not fit.
+            yield self.run(MEGATRON, BASELINE, self.sizes[0], **ALONE)
         for name in self.engines:
             yield from self.every_strategy(name, min(self.sizes, key=int))
         yield self.device("device-after")
@@ -248,6 +253,8 @@ class Steps:
 
     def compilation(self) -> Step:
         """Megatron's kernels and its index helper, so that no measurement waits for a compiler."""
+        kernels = Path(self.here.environment["MEGATRON_DIR"], engine.KERNELS)
+        is_compiled = any(kernels.rglob("*.so"))
         environment = {
             "ENGINE": MEGATRON,
             "OUTPUT_DIR": str(self.directory / "compile-megatron"),
@@ -263,7 +270,7 @@ class Steps:
             environment,
             needs=(MEGATRON,),
             after=(self.data,),
-            seconds=150,
+            seconds=30 if is_compiled else 150,
         )
 
     def run(self, engine_name: str, strategy: str, micro_batch: str, variant: str = "", **settings: str) -> Step:
@@ -302,8 +309,10 @@ class Steps:
         )
 
     def baseline(self, micro_batch: str) -> Step:
-        """The plain loop over Hugging Face's T5, as it is and compiled."""
+        """The plain loop over Hugging Face's T5, as it is and, where that helps most for its time, compiled."""
         file = self.directory / f"huggingface-{micro_batch}.jsonl"
+        is_compiled = int(micro_batch) == self.batch
+        ways = ["eager", "compiled"] if is_compiled else ["eager"]
         environment = {
             "ENGINE": NATIVE,
             "GLOBAL_BATCH_SIZE": str(self.batch),
@@ -319,24 +328,27 @@ class Steps:
 
         return Step(
             f"huggingface-micro-batch-{micro_batch}",
-            module("t5bench.acceptance.baseline", file),
+            module("t5bench.acceptance.baseline", file, *ways),
             environment,
             needs=("data", "huggingface"),
             after=(self.data,),
-            seconds=90,
+            seconds=90 if is_compiled else 40,
             figures=points,
         )
 
     def noise(self, engine_name: str) -> Iterator[Step]:
         """DDP twice, which shows the noise."""
         name = f"noise-{engine_name}"
+        defaults = script_defaults("check_parity", self.here.environment)
+        # The data are this acceptance's.
+        recipe = {setting: value for setting, value in defaults.items() if value}
         runs = self.directory / name
         twice = ["--strategies", BASELINE, "--repeats", "2"]
         directories = [runs / "repeat1" / BASELINE, runs / "repeat2" / BASELINE]
         yield Step(
             name,
             module("t5bench", "sweep", "--runs-dir", runs, *twice),
-            EXACT | {"ENGINE": engine_name, "SHARE_GPUS": "1"},
+            recipe | EXACT | COMPARED | {"ENGINE": engine_name},
             needs={"data", MEGATRON} if engine_name == MEGATRON else {"data"},
             after=self.preparations(engine_name),
             seconds=30,
@@ -348,11 +360,8 @@ class Steps:
         if not self.strategies:
             return
         name = f"parity-{engine_name}"
-        environment = {
+        environment = COMPARED | {
             "MODEL_PRESET": "tiny",
-            "GLOBAL_BATCH_SIZE": "16",
-            "VOCABULARY_MULTIPLE": "128",
-            "SHARE_GPUS": "1",
             "ENGINE": engine_name,
             "CHECK_BLIND_SPOTS": "0",
             "RUNS_DIR": str(self.directory / name),
@@ -362,13 +371,15 @@ class Steps:
             needs.add(MEGATRON)
         printed = self.directory / "logs" / f"{name}.out"
         strategies = [strategy.name for strategy in self.strategies]
+        # DDP runs with as many processes as each strategy needs.
+        runs = len(strategies) + 2
         yield Step(
             name,
             ["bash", str(SCRIPTS / "check_parity.sh"), BASELINE, *strategies],
             environment,
             needs,
             after=self.preparations(engine_name),
-            seconds=150,
+            seconds=runs * (20 if engine_name == MEGATRON else 12),
             figures=lambda: printed.read_text() if printed.exists() else None,
         )
 

@@ -38,6 +38,8 @@ BUILT = re.compile(r"megatron/(fused_kernels/build/.*|data/helpers\.cpython-[\w-
 # Upstream's other folders, from which training imports nothing.
 OTHER_FOLDERS = {"__pycache__", "dataset", "docs", "examples", "examples_deepspeed", "images", "megatron", "tasks"}
 MOST_NAMED = 3
+# Where the engine compiles its kernels, in its checkout.
+KERNELS = Path("megatron", "fused_kernels", "build")
 COMPILING_SECONDS = 900  # longer than any extension of the engine takes
 
 
@@ -140,7 +142,7 @@ def extension_locks(environ: Mapping[str, str]) -> Iterator[Path]:
 
 def check_locks(draft: Draft, directory: Path) -> None:
     """Finds locks left by a killed compilation. A lock may be in use if it is new or a process here has it open."""
-    for lock in (*extension_locks(draft.environ), directory / "megatron" / "fused_kernels" / "build" / "lock"):
+    for lock in (*extension_locks(draft.environ), *(directory / KERNELS).glob("**/lock")):
         with contextlib.suppress(OSError):
             age = time.time() - lock.stat().st_mtime
             if _is_open(lock):

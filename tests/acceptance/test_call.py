@@ -106,6 +106,10 @@ def test_what_prepares_the_machine_runs_in_each_call_that_needs_it(run: Run, tmp
     assert count.read_text() == "x\n"
     run(first, second)  # perhaps on another machine
     assert count.read_text() == "x\nx\n"
+    seen = tmp_path / "seen"
+    copying = Step("data", ["cp", str(tmp_path / "results" / results.FILE), str(seen)])
+    run(Step("fourth", ["true"], after=(copying,)))
+    assert results.read(seen).passed("data"), "a KILL while it runs again leaves that it had passed"
     broken = Step("broken", ["false"])
     assert run(Step("third", ["true"], after=(broken,)))["third"] == NOT_RUN
 

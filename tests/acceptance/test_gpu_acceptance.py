@@ -1,6 +1,8 @@
 """scripts/gpu_acceptance.sh: what it refuses, its rehearsal in a bare environment, its bundle."""
 
+import contextlib
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -59,17 +61,62 @@ def bare(tmp_path: Path) -> str:
     return str(directory)
 
 
+@pytest.fixture
+def isolated() -> list[str]:
+    """What starts a command without a network, with processes of its own, which all end when it is killed."""
+    unshare, ip = shutil.which("unshare"), shutil.which("ip")
+    if not unshare or not ip:
+        pytest.skip("without unshare or ip, a command cannot get a network of its own")
+    namespaces = ["--map-root-user", "--net", "--pid", "--mount-proc", "--fork", "--kill-child"]
+    command = [unshare, *namespaces, "/bin/sh", "-c", f'{ip} link set lo up && exec "$@"', "sh"]
+    if subprocess.run([*command, "/bin/true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user cannot give a command a network of its own")
+    return command
+
+
+def killed(command: list[str], settings: dict[str, str], output: Path, seconds: float) -> None:
+    """A call that is killed: no step that ended is lost, and none that had passed has run again."""
+    before = passed(output)
+    log = output.parent / "killed.log"
+    output.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as errors, contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(command, env=settings, stdin=subprocess.DEVNULL, stderr=errors, timeout=seconds, check=False)
+    lines = log.read_text().splitlines()
+    ended = {line.partition(":")[0] for line in lines if ": passed" in line}
+    assert before | ended <= passed(output)
+    begun = {line.partition(" ")[0] for line in lines if line.endswith(" ...")}
+    assert begun & before <= {"data"}, "the data are prepared again in each call"
+
+
+def passed(output: Path) -> set[str]:
+    file = output / results.FILE
+    if not file.exists():
+        return set()
+    return {name for name, step in results.read(file).steps.items() if step.result == results.PASSED}
+
+
 @pytest.mark.long
-def test_the_rehearsal_goes_through_everything_once_in_a_bare_environment(tmp_path: Path, bare: str):
-    """One engine, strategy and size: what differs on a GPU are the device, the sizes and the compilers."""
+def test_the_rehearsal_goes_through_everything_once_in_a_bare_environment(
+    tmp_path: Path, bare: str, isolated: list[str]
+):
+    """Killed ten times, without a network. One engine, strategy and size: on a GPU the sizes and compilers differ."""
     chosen = {"STRATEGIES": "zero1", "MICRO_BATCH_SIZES": "4", "MINUTES": "6", "PATH": bare}
     chosen |= {"WORK_DIR": str(tmp_path / "a path with spaces"), "MEGATRON_DIR": str(tmp_path / "absent")}
     output = tmp_path / "a path with spaces" / "rehearsal" / "results"
+    lock = tmp_path / "a path with spaces" / "torch-extensions" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()  # a call that was killed left it
+    generator = random.Random(42)
+    command = [*isolated, f"{bare}/bash", SCRIPT, "--rehearse"]
+    settings = os.environ | {"PYTHON": sys.executable} | chosen
+    for _ in range(10):
+        killed(command, settings, output, generator.uniform(5, 60))
     # On a busy machine the same command continues.
     for _ in range(4):
         result = accept("--rehearse", timeout=590, **chosen)
         if result.returncode != EXIT_TIME:
             break
+    assert not lock.exists()
     found = results.read(output / results.FILE)
     ends = {name: step.result for name, step in found.steps.items()}
     assert result.returncode == 0, result.stderr
@@ -113,10 +160,13 @@ def test_a_bundle_is_unpacked_once_and_for_its_python_only(tmp_path: Path):
         (content / "python").write_text(f"{version}\n")
         with tarfile.open(packed, "w:xz") as archive:
             archive.add(content, arcname=".")
-        os.utime(packed)
         result = accept("--rehearse", BUNDLE=str(packed), WORK_DIR=str(work), MEGATRON_DIR=str(tmp_path / "absent"))
         assert result.returncode == 2 and message in result.stderr
-        os.utime(work / "bundle", (0, 0))  # an older one is replaced
+        assert not (work / "bundle" / "compiled").exists(), "another bundle replaces it"
+        (work / "bundle" / "compiled").touch()
+        os.utime(packed)
+        accept("--rehearse", BUNDLE=str(packed), WORK_DIR=str(work), MEGATRON_DIR=str(tmp_path / "absent"))
+        assert (work / "bundle" / "compiled").exists(), "a newer copy of the same bundle does not"
 
 
 def test_the_engine_is_packed_whole_and_its_helper_compiled_without_make(megatron_dir: Path, tmp_path: Path):

@@ -412,8 +412,15 @@ def test_a_second_launcher_does_not_join_a_run_in_progress(project: Project):
 def test_a_lock_that_nobody_holds(project: Project):
     """PyTorch waits forever for the lock of a compilation that was killed; one that is held or new may be in use."""
     locks = {}
-    for name, age in (("killed", 3600), ("slow", 3600), ("new", 0)):
-        locks[name] = project.root / "extensions" / "py312_cu130" / name / "lock"
+    extensions = project.root / "extensions" / "py312_cu130"
+    kernels = project.engine / "megatron" / "fused_kernels" / "build" / "sm_90"
+    for name, directory, age in (
+        ("killed", extensions, 3600),
+        ("slow", extensions, 3600),
+        ("new", extensions, 0),
+        ("kernel", kernels, 3600),
+    ):
+        locks[name] = directory / name / "lock"
         locks[name].parent.mkdir(parents=True)
         locks[name].touch()
         os.utime(locks[name], (time.time() - age,) * 2)
@@ -423,8 +430,8 @@ def test_a_lock_that_nobody_holds(project: Project):
         assert result.returncode == 2 and f"rm '{locks['killed']}'" in result.stderr
         assert result.stderr.count("was left by a compilation that was killed") == 1
     found = planned(project, "ddp", **here)["obstacles"]
-    assert [obstacle["code"] for obstacle in found] == ["stale-lock"] * 2, "the slow one has ended"
-    for name in ("killed", "slow"):
+    assert [obstacle["code"] for obstacle in found] == ["stale-lock"] * 3, "the slow one has ended"
+    for name in ("killed", "slow", "kernel"):
         locks[name].unlink()
     result = project.launch("ddp", **here)
     assert result.returncode == 0 and f"waits as long as {locks['new']} exists" in result.stderr
