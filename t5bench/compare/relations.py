@@ -28,6 +28,7 @@ from t5bench.record.log import Iteration
 from t5bench.record.plan import FORMAT, Plan, by_name, same_value
 from t5bench.record.reader import STEP_SECONDS, decoded, log_lines, seconds
 from t5bench.record.records import ENDING, Run, read_parts
+from t5bench.record.settings import BY_NAME
 from t5bench.record.status import CANCELLED, COMPLETE
 
 # Tolerances. Those of printed figures are their last digit, and a little more where two of them are multiplied.
@@ -52,6 +53,7 @@ _WORLD = re.compile(
     r" tensor-model-parallel size: (\d+), pipeline-model-parallel size: (\d+)"
 )
 _ARGUMENT = re.compile(r"\s+(\w+) \.{3,} (\S+)\s*")
+_NATIVE_ARGUMENTS = re.compile(r"native engine's arguments: (.*)")
 _VOCABULARY = re.compile(r"padded vocab \(size: (\d+)\) with (\d+) dummy tokens \(new size: (\d+)\)")
 _PARAMETERS = re.compile(r"number of parameters on \(tensor, pipeline\) model parallel rank \(0, 0\): (\d+)")
 _PEAK = re.compile(
@@ -166,15 +168,33 @@ def _megatron_header(evidence: Evidence) -> Iterator[str]:
             yield f"{place} shows another layout than the plan: {match[0]}"
 
 
+def _printed_arguments(evidence: Evidence) -> Iterator[tuple[str, str, str]]:
+    """Place, name and value: Megatron's lines ``seed ......... 1234``, or the native engine's numbers in one."""
+    for place, match in evidence.matches(_ARGUMENT):
+        yield place, match[1], match[2]
+    for place, match in evidence.matches(_NATIVE_ARGUMENTS):
+        for word in match[1].split():
+            name, _, value = word.partition("=")
+            yield place, name, value
+
+
 def _engine_arguments(evidence: Evidence) -> Iterator[str]:
-    """Megatron prints its arguments: ``seed ......... 1234``."""
     arguments = evidence.run.plan.arguments
     settings = by_name([*arguments.settings, *arguments.extra])
     given = by_name(arguments.words)
-    for place, match in evidence.matches(_ARGUMENT):
-        name = f"--{match[1].replace('_', '-')}"
-        if name in settings and given[name] and not same_value(given[name], match[2]):
-            yield f"{place} has {name} {match[2]}, and the plan '{given[name]}'"
+    for place, name, value in _printed_arguments(evidence):
+        argument = f"--{name.replace('_', '-')}"
+        if argument in settings and given[argument] and not same_value(given[argument], value):
+            yield f"{place} has {argument} {value}, and the plan '{given[argument]}'"
+
+
+def _settings(evidence: Evidence) -> Iterator[str]:
+    """What the engine was given for a setting needs one."""
+    plan = evidence.run.plan
+    for argument in by_name(plan.arguments.settings):
+        names = [name for name, declaration in BY_NAME.items() if argument in declaration.arguments]
+        if names and not any(name in plan.settings for name in names):
+            yield f"the engine was given {argument}, but the plan has no setting {' or '.join(names)}"
 
 
 def _vocabulary(evidence: Evidence) -> Iterator[str]:
@@ -285,10 +305,12 @@ def _learning_rates(evidence: Evidence) -> Iterator[str]:
     style = arguments.get("lr_decay_style", "linear")
     if others or style not in ("constant", "linear", "cosine"):
         return
+    batch, skipped = plan.number("GLOBAL_BATCH_SIZE"), 0
+    if run.iterations and run.iterations[0].begin and plan.precision == "fp16":
+        return  # what was skipped before is in another record
     for line in run.iterations:
-        if line.skipped:  # a skipped iteration does not advance the schedule
-            return
-        expected = learning_rate(plan.samples(0, line.iteration), plan.number("GLOBAL_BATCH_SIZE"), arguments)
+        skipped += line.skipped  # which do not advance the schedule
+        expected = learning_rate(plan.samples(0, line.iteration) - skipped * batch, batch, arguments)
         if not _is_near(line.learning_rate, expected, LEARNING_RATE, 1e-6 * float(arguments["lr"])):
             what = f"iteration {line.iteration} has the learning rate {line.learning_rate:.4g}"
             yield f"{what}, but the schedule of {plan.value('TRAIN_ITERS')} iterations gives {expected:.4g}"
@@ -528,7 +550,7 @@ def _json(content: bytes) -> object:
     """None for what is no JSON."""
     try:
         return msgspec.json.decode(content)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
 
 
@@ -571,7 +593,8 @@ RELATIONS: tuple[Relation, ...] = (
     Relation("layout, micro-batches, parameters, vocabulary, data type, device, first iteration in the native engine's "
              "first line", "the plan; parameters: its architecture and the vocabulary", "none", _native_header),
     Relation("processes, DP, TP and PP in Megatron's first line", "the plan's layout", "none", _megatron_header),
-    Relation("the arguments that Megatron prints", "the plan's arguments", "none", _engine_arguments),
+    Relation("the arguments that an engine prints", "the plan's arguments", "none", _engine_arguments),
+    Relation("settings that the engine is given as arguments", "the plan's arguments", "none", _settings),
     Relation("padded vocabulary", "the tokenizer's size, the multiple and TP", "none", _vocabulary),
     Relation("the parameters that Megatron counts (TP 1, PP 1)", "architecture and vocabulary", "none", _parameters),
     Relation("consumed samples, global batch", "iterations times the planned batch", "none", _samples),
@@ -579,7 +602,8 @@ RELATIONS: tuple[Relation, ...] = (
     Relation("samples/s", "the batch over the iteration's time", "their last digits", _throughput),
     Relation("tokens/s per process", "samples/s, the lengths and the processes", "0.06 %", _token_rate),
     Relation("TFLOP/s", "samples/s times the FLOPs of a sample", "0.2 % and 0.006", _flops),
-    Relation("learning rate", "peak, minimum, warm-up, shape and planned iterations", "0.06 %", _learning_rates),
+    Relation("learning rate", "peak, minimum, warm-up, shape, planned and skipped iterations", "0.06 %",
+             _learning_rates),
     Relation("loss scale", "the precision: 1 except in fp16", "none", _loss_scale),
     Relation("skipped iterations, iterations without a finite loss", "the interval, the precision, the loss", "none",
              _skipped),
