@@ -87,7 +87,10 @@ def mutate(rng: random.Random, run: Path, reseal: bool) -> str:
     """Once or twice; a run that is sealed again has checksums that fit. What was done."""
     done = []
     for _ in range(rng.choice([1, 1, 1, 2])):
-        path = rng.choice(sorted(path for path in run.iterdir() if path.is_file() and os.access(path, os.R_OK)))
+        paths = sorted(path for path in run.iterdir() if path.is_file() and os.access(path, os.R_OK))
+        if not paths:
+            break
+        path = rng.choice(paths)
         mutation = rng.choice(KINDS)
         with contextlib.suppress(ValueError, IndexError, RecursionError, MemoryError, OSError):
             mutation(rng, path)  # some damage cannot be done to what is damaged

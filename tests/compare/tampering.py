@@ -246,14 +246,16 @@ def a_copy_with_times(factor: float) -> Change:
 HEADER = r"^(\S+ native engine: .*?)"
 TAMPERINGS: dict[str, tuple[str, Change, str]] = {
     # ---- clocks
-    "times 1.2 times faster": ("native", faster(1.2), "iterations took .* but their lines came"),
-    "times twice as fast": ("zero1", faster(2), "iterations took .* but their lines came"),
-    "times ten times faster": ("gpus", faster(10), "iterations took .* but their lines came"),
-    "times 1.2 times slower": ("zero1", faster(1 / 1.2), "iterations took .* but their lines came"),
-    "times 1.2 times faster in a run of 12 iterations": ("short", faster(1.2), "iterations took"),
-    "the second half 1.3 times faster": ("zero1", faster(1.3, range(21, 41)), "iterations took"),
+    "times 1.2 times faster": ("native", faster(1.2), "iterations .* took .* but their lines came"),
+    "times twice as fast": ("zero1", faster(2), "iterations .* took .* but their lines came"),
+    "times ten times faster": ("gpus", faster(10), "iterations .* took .* but their lines came"),
+    "times 1.2 times slower": ("zero1", faster(1 / 1.2), "iterations .* took .* but their lines came"),
+    "times 1.2 times faster in a run of 12 iterations": ("short", faster(1.2), "iterations .* took"),
+    "the second half 1.3 times faster": ("zero1", faster(1.3, range(21, 41)), "iterations .* took"),
+    "the last ten iterations ten times faster": ("zero1", faster(10, range(31, 41)), "iterations .* took"),
+    "the first ten iterations twice as slow": ("zero1", faster(0.5, range(1, 11)), "iterations .* took"),
     "one iteration of ten seconds": ("zero1", faster(0.01, [7]), "iteration 7 took 10"),
-    "lines that come at half their distance": ("zero1", squeezed, "iterations took"),
+    "lines that come at half their distance": ("zero1", squeezed, "iterations .* took"),
     "a start a year before": ("native", value(PART, "started", to="2024-11-21T04:40:00.000Z"), "s after the start"),
     "an end a year later": ("native", value(PART, "ended", to="2026-11-21T04:40:00.000Z"), "after the last line"),
     "everything seven minutes later": ("zero1", moved(420), "at another time than the engine's clock"),
