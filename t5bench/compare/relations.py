@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import combinations, islice, pairwise
 from pathlib import PurePosixPath
 from statistics import fmean
@@ -62,6 +62,7 @@ _PEAK = re.compile(
     r"peak memory \| rank (\d+) \| host (\S+) \| device (cpu|cuda)\S* \|"
     r" allocated MiB ([\d.]+) \| reserved MiB ([\d.]+) \| host rss MiB ([\d.]+)"
 )
+_EVALUATED = re.compile(r"loss at iteration (\d+)")
 _LOCAL_TIME = re.compile(r"datetime: (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -190,11 +191,21 @@ def _engine_arguments(evidence: Evidence) -> Iterator[str]:
             yield f"{place} has {argument} {value}, and the plan '{given[argument]}'"
 
 
+@cache
+def _settings_by_argument() -> Mapping[str, list[str]]:
+    """The names of the settings that become an argument."""
+    names: dict[str, list[str]] = {}
+    for name, declaration in BY_NAME.items():
+        for argument in declaration.arguments:
+            names.setdefault(argument, []).append(name)
+    return names
+
+
 def _settings(evidence: Evidence) -> Iterator[str]:
     """What the engine was given for a setting needs one."""
     plan = evidence.run.plan
     for argument in by_name(plan.arguments.settings):
-        names = [name for name, declaration in BY_NAME.items() if argument in declaration.arguments]
+        names = _settings_by_argument().get(argument)
         if names and not any(name in plan.settings for name in names):
             yield f"the engine was given {argument}, but the plan has no setting {' or '.join(names)}"
 
@@ -353,6 +364,13 @@ def _evaluations(evidence: Evidence) -> Iterator[str]:
         is_due = every and found.iteration % every == 0
         if not is_due and found.iteration not in (last, plan.last_iteration, plan.resume_from):
             yield f"iteration {found.iteration} was evaluated, where every {every} of {last} are"
+    if evidence.run.status != COMPLETE or not every or not plan.number("EVAL_ITERS"):
+        return
+    told = {found.iteration for found in evidence.run.evaluations}
+    told |= {int(match[1]) for _, match in evidence.matches(_EVALUATED)}  # also in pieces
+    for iteration in range(every, plan.last_iteration, every):
+        if iteration > plan.resume_from and iteration not in told:
+            yield f"iteration {iteration} was not evaluated, where every {every} of {last} are"
 
 
 # ---- clocks ----------------------------------------------------------------------------------------------------------
@@ -653,7 +671,7 @@ RELATIONS: tuple[Relation, ...] = (
     Relation("loss scale", "the precision: 1 except in fp16", "none", _loss_scale),
     Relation("skipped iterations, iterations without a finite loss", "the interval, the precision, the loss", "none",
              _skipped),
-    Relation("perplexity, iteration of an evaluation", "the evaluation's loss; EVAL_INTERVAL", "0.002 %", _evaluations),
+    Relation("perplexity, iterations of evaluations", "the evaluation's loss; EVAL_INTERVAL", "0.002 %", _evaluations),
     Relation("the iterations' times", "the times at which their lines came, without evaluations, checkpoints "
              "and profiles", "2 % and 0.05 s", _clock),
     Relation("an iteration's time", "at most the time since the line before it", f"{STEP_SECONDS} s",

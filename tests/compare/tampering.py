@@ -290,6 +290,10 @@ TAMPERINGS: dict[str, tuple[str, Change, str]] = {
     "a better perplexity": ("native", also(
         sub(LOG, r"PPL: 1\.8", "PPL: 1.7", 1), value(PART, "evaluations", 0, "perplexity", to=1.708042e3)),
         "perplexity 1708.04, but"),
+    "an evaluation left out": ("native", also(
+        sub(LOG, r"^\S+ +validation loss at iteration 20 .*\n", ""),
+        value(PART, "evaluations", to=lambda found: [entry for entry in found if entry["iteration"] != 20])),
+        "iteration 20 was not evaluated, where every 10 of 40 are"),
     "an evaluation at another iteration": ("native", also(
         sub(LOG, "loss at iteration 10", "loss at iteration 13"), value(PART, "evaluations", 0, "iteration", to=13)),
         "iteration 13 was evaluated, where every 10"),

@@ -76,6 +76,12 @@ MISTAKES_IN_BF16 = {
     ),
 }
 
+REDUCED_IN_BF16 = """if True:
+    from native import fsdp2
+    policy = fsdp2.MixedPrecisionPolicy
+    fsdp2.MixedPrecisionPolicy = lambda **words: policy(**words | {"reduce_dtype": torch.bfloat16})
+    """
+
 LINES = Path(__file__).with_name("places.txt").read_text().splitlines()
 PLACES = [line.replace("\\n", "\n") for line in LINES if line and not line.startswith("#")]
 FEW = ("reduce_dtype=", "1.001 if torch.distributed", "layout.pp.all_reduce(parameter.grad) => pass")
@@ -177,6 +183,18 @@ def test_a_mistake_in_bf16_contradicts_the_runs_own_numbers(sample_data: Path, t
     sentences = own_contradictions(run)
     if mistake:
         assert word in "; ".join(sentences)
+    else:
+        assert sentences == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", ["", REDUCED_IN_BF16], ids=["honest", "reduced in bf16"])
+def test_fsdp2_that_reduces_in_bf16_contradicts_its_own_numbers(sample_data: Path, tmp_path: Path, plant: str):
+    """Its gradients are divided before a trace can see them."""
+    run = traced(sample_data, tmp_path / "fsdp2", "fsdp2", plant, PRECISION_FLAG="--bf16")
+    sentences = own_contradictions(run)
+    if plant:
+        assert "has only values of 16 bits" in "; ".join(sentences)
     else:
         assert sentences == []
 
