@@ -60,6 +60,7 @@ class TorchTrainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss = self.forward_backward(micro_batches(batch, self.args))
+        sum_tied_gradients(self.model.tied, self.layout)
         return loss, self.update()
 
     def forward_backward(self, parts: list[Batch]) -> Tensor:
@@ -87,7 +88,6 @@ class TorchTrainer:
     def update(self) -> Tensor:
         """Applies the accumulated gradients and forgets them; their norm, []."""
         forget_copies()
-        sum_tied_gradients(self.model.tied, self.layout)
         norm = clip_gradients(self.model, self.model.tied, self.layout, self.args.clip_grad)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)

@@ -59,10 +59,8 @@ class Masters:
     Every process must ask for the same parameters in the same order: some are gathered.
     """
 
-    def __init__(self, trainer: TorchTrainer, args: Namespace, layout: Layout) -> None:
+    def __init__(self, args: Namespace) -> None:
         self.is_deepspeed = args.deepspeed
-        self.layout = layout
-        self.tied = set(getattr(trainer.model, "tied", ()))
 
     def value(self, parameter: nn.Parameter) -> Tensor:
         if self.is_deepspeed:
@@ -77,10 +75,7 @@ class Masters:
             from deepspeed.utils import safe_get_full_grad
 
             return safe_get_full_grad(parameter).detach().double().cpu().view(shape_of(parameter))
-        gradient = whole(parameter.grad.detach()).double().cpu()
-        if parameter in self.tied:
-            gradient = self.layout.pp.all_reduce(gradient.to(parameter.device)).cpu()
-        return gradient
+        return whole(parameter.grad.detach()).double().cpu()
 
     def copy(self, parameter: nn.Parameter) -> Tensor | None:
         """The copy with which an iteration computes, if there is one."""
@@ -100,6 +95,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
+def fits_16_bits(values: Tensor) -> bool:
+    """Whether every value is one of bf16, as after a reduction in bf16 and never after one in fp32."""
+    return bool(values.any()) and torch.equal(values.bfloat16().double(), values)
+
+
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
     """DeepSpeed's ZeRO-3 keeps the shape and parts with the values."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -114,7 +114,7 @@ class Tracer:
         self.layout = layout
         self.train = trainer.step
         self.model = trainer.model.module if args.deepspeed else trainer.model
-        self.masters = Masters(trainer, args, layout)
+        self.masters = Masters(args)
         self.parameters = {self.model.whole_name(name): p for name, p in self.model.named_parameters()}
         self.vectors: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self.iteration = 0
@@ -295,8 +295,11 @@ class Tracer:
         for name, parameter in self.parameters.items():
             self.before[name] = self.masters.value(parameter)
             self.reduced[name] = self.masters.gradient(parameter)
-            square = float(self.reduced[name].square().sum())
-            self.parameter_line("reduced", name, self.sketch(name, self.reduced[name]), square=square)
+            figures = {
+                "square": float(self.reduced[name].square().sum()),
+                "in_16_bits": fits_16_bits(self.reduced[name]),
+            }
+            self.parameter_line("reduced", name, self.sketch(name, self.reduced[name]), **figures)
 
     def is_fresh(self, parameter: nn.Parameter) -> bool:
         """Whether the iteration computes with the rounded master."""

@@ -125,6 +125,12 @@ def import_libraries(args: Namespace) -> None:
     gc.enable()
 
 
+def numbers(args: Namespace) -> str:
+    """The arguments that are numbers, for the record: `lr=0.0001 seed=1234`."""
+    values = sorted(vars(args).items())
+    return " ".join(f"{name}={value}" for name, value in values if type(value) in (int, float))
+
+
 def take_device(args: Namespace) -> torch.device | None:
     """Prepares this process's device. Returns it if NCCL is to connect to the others at once, which names a fault there
     and not in the first iteration."""
@@ -162,6 +168,7 @@ def run(args: Namespace) -> None:
             f" {args.micro_batches} micro-batches of {args.micro_batch_size}, vocabulary padded to"
             f" {args.padded_vocab_size}, {args.dtype} on {args.device.type}, from iteration {done}"
         )
+        say(f"native engine's arguments: {numbers(args)}")
     if args.skip_train:
         metrics.validation(done, evaluated_loss(trainer, args, validation), "validation")
         if test := open_test(args, layout.dp.rank, file, vocabulary):

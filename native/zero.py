@@ -19,7 +19,7 @@ class ZeroTrainer(TorchTrainer):
     def __init__(self, args: Namespace, layout: Layout) -> None:
         import deepspeed
 
-        self.args, config = args, args.deepspeed_json
+        self.args, self.layout, config = args, layout, args.deepspeed_json
         zero = config["zero_optimization"]
         # PyTorch's fused AdamW steps on CPU and GPU alike: DeepSpeed's own would have to be compiled first.
         config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}

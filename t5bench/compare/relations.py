@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import cached_property
-from itertools import islice, pairwise
+from functools import cache, cached_property
+from itertools import combinations, islice, pairwise
 from pathlib import PurePosixPath
 from statistics import fmean
 from typing import Any
@@ -23,11 +23,12 @@ from t5bench.model.flops import flops_per_iteration
 from t5bench.model.parameters import parameters
 from t5bench.record import log
 from t5bench.record.command import script
-from t5bench.record.files import METRICS, PROFILE, read
+from t5bench.record.files import METRICS, PROFILE, RecordError, read
 from t5bench.record.log import Iteration
 from t5bench.record.plan import FORMAT, Plan, by_name, same_value
-from t5bench.record.reader import STEP_SECONDS, decoded, log_lines, seconds
+from t5bench.record.reader import STEP_SECONDS, UNFORESEEN, decoded, log_lines, seconds
 from t5bench.record.records import ENDING, Run, read_parts
+from t5bench.record.settings import BY_NAME
 from t5bench.record.status import CANCELLED, COMPLETE
 
 # Tolerances. Those of printed figures are their last digit, and a little more where two of them are multiplied.
@@ -36,6 +37,8 @@ LEARNING_RATE = 0.0006  # the engines print four digits
 PERPLEXITY = 2e-5
 CLOCK = 0.02  # of the time between two lines; honest runs stay below 0.004
 CLOCK_SECONDS = 0.05  # a busy machine's lines come late
+LINES_AT_ONCE = 4  # of which one is in time
+MOST_COMPARED = 20  # groups of lines
 SILENT_SECONDS = 3600  # before the first line, while nodes wait for each other and extensions compile, and at the end
 SAMPLE_SECONDS = 60  # a sample that is due when a run ends may come later
 LINK = 1.1
@@ -52,12 +55,14 @@ _WORLD = re.compile(
     r" tensor-model-parallel size: (\d+), pipeline-model-parallel size: (\d+)"
 )
 _ARGUMENT = re.compile(r"\s+(\w+) \.{3,} (\S+)\s*")
+_NATIVE_ARGUMENTS = re.compile(r"native engine's arguments: (.*)")
 _VOCABULARY = re.compile(r"padded vocab \(size: (\d+)\) with (\d+) dummy tokens \(new size: (\d+)\)")
 _PARAMETERS = re.compile(r"number of parameters on \(tensor, pipeline\) model parallel rank \(0, 0\): (\d+)")
 _PEAK = re.compile(
     r"peak memory \| rank (\d+) \| host (\S+) \| device (cpu|cuda)\S* \|"
     r" allocated MiB ([\d.]+) \| reserved MiB ([\d.]+) \| host rss MiB ([\d.]+)"
 )
+_EVALUATED = re.compile(r"loss at iteration (\d+)")
 _LOCAL_TIME = re.compile(r"datetime: (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -166,15 +171,43 @@ def _megatron_header(evidence: Evidence) -> Iterator[str]:
             yield f"{place} shows another layout than the plan: {match[0]}"
 
 
+def _printed_arguments(evidence: Evidence) -> Iterator[tuple[str, str, str]]:
+    """Place, name and value: Megatron's lines ``seed ......... 1234``, or the native engine's numbers in one."""
+    for place, match in evidence.matches(_ARGUMENT):
+        yield place, match[1], match[2]
+    for place, match in evidence.matches(_NATIVE_ARGUMENTS):
+        for word in match[1].split():
+            name, _, value = word.partition("=")
+            yield place, name, value
+
+
 def _engine_arguments(evidence: Evidence) -> Iterator[str]:
-    """Megatron prints its arguments: ``seed ......... 1234``."""
     arguments = evidence.run.plan.arguments
     settings = by_name([*arguments.settings, *arguments.extra])
     given = by_name(arguments.words)
-    for place, match in evidence.matches(_ARGUMENT):
-        name = f"--{match[1].replace('_', '-')}"
-        if name in settings and given[name] and not same_value(given[name], match[2]):
-            yield f"{place} has {name} {match[2]}, and the plan '{given[name]}'"
+    for place, name, value in _printed_arguments(evidence):
+        argument = f"--{name.replace('_', '-')}"
+        if argument in settings and given[argument] and not same_value(given[argument], value):
+            yield f"{place} has {argument} {value}, and the plan '{given[argument]}'"
+
+
+@cache
+def _settings_by_argument() -> Mapping[str, list[str]]:
+    """The names of the settings that become an argument."""
+    names: dict[str, list[str]] = {}
+    for name, declaration in BY_NAME.items():
+        for argument in declaration.arguments:
+            names.setdefault(argument, []).append(name)
+    return names
+
+
+def _settings(evidence: Evidence) -> Iterator[str]:
+    """What the engine was given for a setting needs one."""
+    plan = evidence.run.plan
+    for argument in by_name(plan.arguments.settings):
+        names = _settings_by_argument().get(argument)
+        if names and not any(name in plan.settings for name in names):
+            yield f"the engine was given {argument}, but the plan has no setting {' or '.join(names)}"
 
 
 def _vocabulary(evidence: Evidence) -> Iterator[str]:
@@ -285,10 +318,12 @@ def _learning_rates(evidence: Evidence) -> Iterator[str]:
     style = arguments.get("lr_decay_style", "linear")
     if others or style not in ("constant", "linear", "cosine"):
         return
+    batch, skipped = plan.number("GLOBAL_BATCH_SIZE"), 0
+    if run.iterations and run.iterations[0].begin and plan.precision == "fp16":
+        return  # what was skipped before is in another record
     for line in run.iterations:
-        if line.skipped:  # a skipped iteration does not advance the schedule
-            return
-        expected = learning_rate(plan.samples(0, line.iteration), plan.number("GLOBAL_BATCH_SIZE"), arguments)
+        skipped += line.skipped  # which do not advance the schedule
+        expected = learning_rate(plan.samples(0, line.iteration) - skipped * batch, batch, arguments)
         if not _is_near(line.learning_rate, expected, LEARNING_RATE, 1e-6 * float(arguments["lr"])):
             what = f"iteration {line.iteration} has the learning rate {line.learning_rate:.4g}"
             yield f"{what}, but the schedule of {plan.value('TRAIN_ITERS')} iterations gives {expected:.4g}"
@@ -329,34 +364,69 @@ def _evaluations(evidence: Evidence) -> Iterator[str]:
         is_due = every and found.iteration % every == 0
         if not is_due and found.iteration not in (last, plan.last_iteration, plan.resume_from):
             yield f"iteration {found.iteration} was evaluated, where every {every} of {last} are"
+    if evidence.run.status != COMPLETE or not every or not plan.number("EVAL_ITERS"):
+        return
+    told = {found.iteration for found in evidence.run.evaluations}
+    told |= {int(match[1]) for _, match in evidence.matches(_EVALUATED)}  # also in pieces
+    for iteration in range(every, plan.last_iteration, every):
+        if iteration > plan.resume_from and iteration not in told:
+            yield f"iteration {iteration} was not evaluated, where every {every} of {last} are"
 
 
 # ---- clocks ----------------------------------------------------------------------------------------------------------
 
 
-def _clock(evidence: Evidence) -> Iterator[str]:
-    """The recorder's clock and the engine's are two. Lines may come late, but never early: so the least delay among the
-    first lines is compared with the least among the last ones."""
-    run = evidence.run
-    delay, passed, took = 0.0, 0.0, 0.0
-    delays: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)]
+@dataclass(frozen=True)
+class _Passed:
+    """How much time has passed until a line, without evaluations, checkpoints and profiles."""
+
+    iteration: int
+    by_lines: float
+    """Seconds, by the recorder's clock."""
+    by_metrics: float
+    """By the engine's."""
+
+    @property
+    def delay(self) -> float:
+        return self.by_lines - self.by_metrics
+
+
+def _passed(run: Run) -> list[_Passed]:
+    begin = run.iterations[0].iteration if run.iterations else 0
+    found = [_Passed(begin, 0.0, 0.0)]
     for before, line in pairwise(run.iterations):
         if not before.time or not line.time or before.begin != line.begin:
             continue
         if event_within(before.iteration, line.iteration, run.plan):
             continue
-        interval = line.elapsed_ms / 1000 * (line.iteration - before.iteration)
-        passed += line.time - before.time
-        took += interval
-        delay = passed - took
-        delays.append((delay, passed, took))
-    if len(delays) < 4:
+        by_lines = found[-1].by_lines + line.time - before.time
+        took = line.elapsed_ms / 1000 * (line.iteration - before.iteration)
+        found.append(_Passed(line.iteration, by_lines, found[-1].by_metrics + took))
+    return found
+
+
+def _clock(evidence: Evidence) -> Iterator[str]:
+    """The recorder's clock and the engine's are two. Lines may come late, but never early: so of some lines that follow
+    each other the one with the least delay is compared with that of others."""
+    lines = _passed(evidence.run)
+    if len(lines) < LINES_AT_ONCE:
         return
-    share = max(1, len(delays) // 3)
-    first, last = min(delays[:share]), min(delays[-share:])
-    passed, took = last[1] - first[1], last[2] - first[2]
-    if not abs(passed - took) <= CLOCK * max(passed, took) + CLOCK_SECONDS:
-        yield f"iterations took {took:.3g} s in all by {METRICS}, but their lines came {passed:.3g} s apart"
+    at_once = max(LINES_AT_ONCE, len(lines) // MOST_COMPARED)
+    groups = [lines[start : start + at_once] for start in range(0, len(lines) - at_once + 1, at_once)]
+    if len(groups) < 3:
+        third = max(1, len(lines) // 3)
+        groups = [lines[:third]]
+    groups.append(lines[-len(groups[0]) :])
+    largest, said = 0.0, ""
+    for first, last in combinations([min(group, key=lambda line: line.delay) for group in groups], 2):
+        by_lines, by_metrics = last.by_lines - first.by_lines, last.by_metrics - first.by_metrics
+        too_much = abs(by_lines - by_metrics) - CLOCK * max(by_lines, by_metrics) - CLOCK_SECONDS
+        if not too_much <= largest:
+            largest = too_much
+            told = f"took {by_metrics:.3g} s by {METRICS}, but their lines came {by_lines:.3g} s apart"
+            said = f"iterations {first.iteration + 1} to {last.iteration} {told}"
+    if said:
+        yield said
 
 
 def _time_of_each_interval(evidence: Evidence) -> Iterator[str]:
@@ -528,7 +598,7 @@ def _json(content: bytes) -> object:
     """None for what is no JSON."""
     try:
         return msgspec.json.decode(content)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
 
 
@@ -549,29 +619,46 @@ def _deepspeed_options(evidence: Evidence) -> Iterator[str]:
         yield f"{path.name} differs from the plan's"
 
 
+class _ProfiledRank(msgspec.Struct):
+    rank: int
+    wall_ms: float
+    parts: dict[str, float]
+
+
+class _Profiled(msgspec.Struct):
+    ranks: list[_ProfiledRank] = []
+    iteration: int | None = None
+
+
 def _profile(evidence: Evidence) -> Iterator[str]:
     run = evidence.run
     path = run.directory / PROFILE
     if not path.exists():
         return
-    content = decoded(path, read(path))
-    ranks = content.get("ranks") or []
-    if len(ranks) != run.world_size or {rank.get("rank") for rank in ranks} != set(range(run.world_size)):
+    try:
+        content = decoded(path, read(path), _Profiled)
+    except RecordError as error:
+        yield str(error)
+        return
+    ranks = content.ranks
+    if sorted(entry.rank for entry in ranks) != list(range(run.world_size)):
         yield f"{PROFILE} has {len(ranks)} ranks, in a run of {run.world_size} processes"
     profiled = run.plan.number("PROFILE_ITERATION")
-    if "iteration" in content and content["iteration"] != profiled:
-        yield f"{PROFILE} is of iteration {content['iteration']}, planned was {profiled}"
-    for rank in ranks:
-        total, wall = sum(rank["parts"].values()), rank["wall_ms"]
-        if not _is_near(total, wall, 0.01, 1.0):
-            yield f"the parts of rank {rank['rank']} in {PROFILE} take {total:.4g} ms, the whole {wall:.4g} ms"
+    is_of_an_earlier_attempt = (content.iteration or 0) <= run.plan.resume_from
+    if content.iteration not in (None, profiled) and not is_of_an_earlier_attempt:
+        yield f"{PROFILE} is of iteration {content.iteration}, planned was {profiled}"
+    for entry in ranks:
+        total = sum(entry.parts.values())
+        if not _is_near(total, entry.wall_ms, 0.01, 1.0):
+            yield f"the parts of rank {entry.rank} in {PROFILE} take {total:.4g} ms, the whole {entry.wall_ms:.4g} ms"
 
 
 RELATIONS: tuple[Relation, ...] = (
     Relation("layout, micro-batches, parameters, vocabulary, data type, device, first iteration in the native engine's "
              "first line", "the plan; parameters: its architecture and the vocabulary", "none", _native_header),
     Relation("processes, DP, TP and PP in Megatron's first line", "the plan's layout", "none", _megatron_header),
-    Relation("the arguments that Megatron prints", "the plan's arguments", "none", _engine_arguments),
+    Relation("the arguments that an engine prints", "the plan's arguments", "none", _engine_arguments),
+    Relation("settings that the engine is given as arguments", "the plan's arguments", "none", _settings),
     Relation("padded vocabulary", "the tokenizer's size, the multiple and TP", "none", _vocabulary),
     Relation("the parameters that Megatron counts (TP 1, PP 1)", "architecture and vocabulary", "none", _parameters),
     Relation("consumed samples, global batch", "iterations times the planned batch", "none", _samples),
@@ -579,12 +666,13 @@ RELATIONS: tuple[Relation, ...] = (
     Relation("samples/s", "the batch over the iteration's time", "their last digits", _throughput),
     Relation("tokens/s per process", "samples/s, the lengths and the processes", "0.06 %", _token_rate),
     Relation("TFLOP/s", "samples/s times the FLOPs of a sample", "0.2 % and 0.006", _flops),
-    Relation("learning rate", "peak, minimum, warm-up, shape and planned iterations", "0.06 %", _learning_rates),
+    Relation("learning rate", "peak, minimum, warm-up, shape, planned and skipped iterations", "0.06 %",
+             _learning_rates),
     Relation("loss scale", "the precision: 1 except in fp16", "none", _loss_scale),
     Relation("skipped iterations, iterations without a finite loss", "the interval, the precision, the loss", "none",
              _skipped),
-    Relation("perplexity, iteration of an evaluation", "the evaluation's loss; EVAL_INTERVAL", "0.002 %", _evaluations),
-    Relation("the iterations' times in all", "the times at which their lines came, without evaluations, checkpoints "
+    Relation("perplexity, iterations of evaluations", "the evaluation's loss; EVAL_INTERVAL", "0.002 %", _evaluations),
+    Relation("the iterations' times", "the times at which their lines came, without evaluations, checkpoints "
              "and profiles", "2 % and 0.05 s", _clock),
     Relation("an iteration's time", "at most the time since the line before it", f"{STEP_SECONDS} s",
              _time_of_each_interval),
@@ -612,7 +700,12 @@ def contradictions(run: Run) -> Iterator[str]:
     """Where a run's record contradicts itself, a sentence each; of every relation the first few. Raises RecordError."""
     evidence = Evidence(run)
     for relation in RELATIONS:
-        yield from islice(relation.faults(evidence), MOST_FAULTS_OF_A_RELATION)
+        try:
+            yield from islice(relation.faults(evidence), MOST_FAULTS_OF_A_RELATION)
+        except RecordError:
+            raise
+        except UNFORESEEN as error:
+            yield f"{relation.quantity}: the record has values with which nothing can be calculated: {error!r}"
 
 
 # ---- runs beside each other ------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What the samplers saw of a training: bytes sent by each node, power and utilisation of GPUs."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,7 +112,8 @@ def observe(run: Run, used: Sequence[int]) -> Observations:
         if not sent:
             reasons.append(f"node {node['node']} has no network counter that covers that time")
         elif worst := next((entry for entry in sent if entry.error > LARGEST_ERROR), None):
-            needs = f"{worst.error * worst.iterations / LARGEST_ERROR:.0f} are needed (SAMPLE_INTERVAL, TRAIN_ITERS)"
+            enough = math.ceil(worst.error * worst.iterations / LARGEST_ERROR)
+            needs = f"{enough} are needed (SAMPLE_INTERVAL, TRAIN_ITERS)"
             between = (
                 f"{worst.iterations:.3g} iteration(s) between the first and the last sample of node {node['node']}"
             )

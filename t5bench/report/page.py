@@ -5,11 +5,12 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from t5bench import Problem
@@ -179,13 +180,6 @@ def render(comparison: Comparison) -> str:
 
 def _render(comparison: Comparison, explained: Sequence[Explained], most: int, most_of_large: int) -> str:
     """most: rows in the figures; most_of_large: in those that take many points."""
-    environment = Environment(
-        loader=FileSystemLoader(HERE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-    )
-    environment.filters["processes"] = processes
     columns = tables.columns(comparison)
     different = differing(_facts, comparison.runs)
     rows = rows_of(comparison)
@@ -197,7 +191,7 @@ def _render(comparison: Comparison, explained: Sequence[Explained], most: int, m
     facts_of_rows = _facts_of_rows(rows, looks)
     days = sorted({run.record["started"][:10] for run in comparison.runs})
     facts = _facts(comparison.runs[0])
-    return environment.get_template("page.html.j2").render(
+    return _template().render(
         comparison=comparison,
         tables=tables,
         names={(row.label, row.run.directory): name for name, row in rows.items()},
@@ -222,6 +216,18 @@ def _render(comparison: Comparison, explained: Sequence[Explained], most: int, m
         different=different,
         same={name: value for name, value in facts.items() if name not in different},
     )
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
+    environment.filters["processes"] = processes
+    return environment.get_template("page.html.j2")
 
 
 def _facts_of_rows(rows: Rows, looks: Mapping[str, Look]) -> dict[str, dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Whether intervals have the coverage that they promise: for one run's median, for repeats, and for "fastest"."""
 
 import math
+import os
 
 import numpy as np
 import pytest
@@ -30,6 +31,8 @@ from t5bench.compare.repeats import (
 )
 from t5bench.compare.statistics import Estimate, median_with_interval
 from t5bench.sweep.order import in_turn
+
+REPEATED = int(os.environ.get("REPEATED", "2000"))  # rows of repeats
 
 
 @pytest.mark.parametrize("length", [20, 30, 50, 100, 300, 1000])
@@ -75,6 +78,9 @@ def test_student_s_quantiles_as_in_tables():
     for share in (0.9, 0.95, 0.96):  # closed forms
         assert float(student(1, share)) == pytest.approx(math.tan(share * math.pi / 2), rel=1e-11)
         assert float(student(2, share)) == pytest.approx(share * math.sqrt(2 / (1 - share**2)), rel=1e-11)
+        three, four = (math.atan(float(student(df, share)) / math.sqrt(df)) for df in (3, 4))
+        assert 2 / math.pi * (three + math.sin(three) * math.cos(three)) == pytest.approx(share, rel=1e-11)
+        assert math.sin(four) * (1 + math.cos(four) ** 2 / 2) == pytest.approx(share, rel=1e-11)
     between = np.linspace(1, 3, 9)
     assert (np.diff(student(between)) < 0).all(), "a fraction of a degree, too"
 
@@ -95,6 +101,27 @@ def test_repeats_by_hand():
     found = of_repeats([Estimate(math.exp(log)) for log in (1.1, 0.9, 1.0)])
     assert found.median == pytest.approx(math.e)
     assert [math.log(end) for end in (found.low, found.high)] == pytest.approx([1 - 0.2484, 1 + 0.2484], abs=1e-4)
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_intervals_over_repeats_hold_the_truth_as_often_as_they_say(count: int):
+    """95 % where runs are lognormal; with the normal distribution's 1.96 it would be 81 % and 88 %. The interval of a
+    ratio, which allows for a trend, holds it more often."""
+    rng = np.random.default_rng(count)
+    held, held_ratio = 0, 0
+    for _ in range(REPEATED):
+        logs = rng.normal(math.log(200), 0.05, (2, count))
+        first, second = ([Estimate(time) for time in np.exp(row).tolist()] for row in logs)
+        found = of_repeats(first)
+        held += found.low <= 200 <= found.high
+        starts = [2.0 * number for number in range(count)]
+        of_first = runs([1000 / run.median for run in first], starts)
+        of_second = runs([1000 / run.median for run in second], [start + 1 for start in starts])
+        speed_up = ratio(of_first, of_second)
+        held_ratio += speed_up.low <= 1 <= speed_up.high
+    print(f"{count} repeats: {held / REPEATED:.1%}, ratios {held_ratio / REPEATED:.1%}")
+    assert abs(held / REPEATED - 0.95) <= 0.015
+    assert held_ratio / REPEATED >= 0.935
 
 
 def runs(speeds: list[float], starts: list[float] | None = None, place: str = "") -> list[Repeat]:

@@ -1,17 +1,20 @@
 """What --trace writes: where two runs first differ, and what a run did that does not follow from its own numbers."""
 
+import subprocess
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import REPO_ROOT
-from real_runs import GATE, train
+from real_runs import GATE, TIME_LIMIT, environment, make_clone, train
 
 from t5bench import Problem
 from t5bench.compare.parity import own_contradictions
-from t5bench.compare.traces import Location, Trace, first_difference
-from t5bench.record.records import Run
+from t5bench.compare.traces import PHASES, Location, Trace, first_difference
+from t5bench.plan.ports import free_port
+from t5bench.record.records import Run, load
 from t5bench.sweep.parity_check import ARGUMENTS, TRACE
 
 # Python imports this before anything else; PLANT is code.
@@ -73,32 +76,15 @@ MISTAKES_IN_BF16 = {
     ),
 }
 
-# A strategy, what is planted in it in fp32, and where: iteration, phase, module or parameter, ranks.
-MISTAKES_OF_A_LAYOUT = {
-    "a layer's output on one rank": (
-        "zero1",
-        "if RANK == 1:\n    after(layers.FeedForward, 'forward', lambda output, *_: 1.001 * output)",
-        (1, "forward", "encoder.layers.0.mlp", (1,)),
-    ),
-    "a gradient on one rank": (
-        "tensor",
-        "def scale(_, self, *__):\n"
-        "    weight = self.language_model['encoder'].layers[1].mlp.dense_4h_to_h.weight\n"
-        "    weight.register_hook(lambda gradient: 1.01 * gradient)\n"
-        "if RANK == 1:\n"
-        "    from native import model\n"
-        "    after(model.T5, '__init__', scale)",
-        (1, "gradient", "encoder.layers.1.mlp.dense_4h_to_h.weight", (0, 1)),
-    ),
-    "the second iteration's update": (
-        "tensor",
-        "step = data_parallel.TorchTrainer.step\n"
-        "rates = []\n"
-        "data_parallel.TorchTrainer.step = lambda self, batch, rate: (\n"
-        "    rates.append(rate), step(self, batch, rate * (1.01 if len(rates) == 2 else 1)))[1]",
-        (2, "update", "lm_head.bias", (0, 1)),
-    ),
-}
+REDUCED_IN_BF16 = """if True:
+    from native import fsdp2
+    policy = fsdp2.MixedPrecisionPolicy
+    fsdp2.MixedPrecisionPolicy = lambda **words: policy(**words | {"reduce_dtype": torch.bfloat16})
+    """
+
+LINES = Path(__file__).with_name("places.txt").read_text().splitlines()
+PLACES = [line.replace("\\n", "\n") for line in LINES if line and not line.startswith("#")]
+FEW = ("reduce_dtype=", "1.001 if torch.distributed", "layout.pp.all_reduce(parameter.grad) => pass")
 
 
 def rest_is_long(*names: str) -> list[Any]:
@@ -141,20 +127,45 @@ def test_honest_runs_in_bf16_differ_nowhere(sample_data: Path, tmp_path: Path):
     assert own_contradictions(tensor) == []
 
 
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project in which a test may make a mistake."""
+    return make_clone(tmp_path_factory.mktemp("a copy"))
+
+
+def trained_in(copy: Path, data: Path, directory: Path, strategy: str) -> Run:
+    own = {"ENGINE": "native", "MEGATRON_DATA_DIR": str(data), "TRAIN_ITERS": "4", "OMP_NUM_THREADS": "1"}
+    own |= {"OUTPUT_DIR": str(directory), "MASTER_PORT": str(free_port())}
+    launcher = str(copy / "scripts" / f"run_megatron_t5_{strategy}.sh")
+    command = ["bash", launcher, "--", *ARGUMENTS, *TRACE]
+    subprocess.run(command, env=environment(**GATE | own), stdout=subprocess.DEVNULL, timeout=TIME_LIMIT, check=True)
+    return load(directory)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mistake",
-    [
-        "a layer's output on one rank",
-        *rest_is_long("a gradient on one rank", "the second iteration's update"),
-    ],
+    "line", [line if any(few in line for few in FEW) else pytest.param(line, marks=pytest.mark.long) for line in PLACES]
 )
-def test_a_mistake_of_one_layout_is_located(sample_data: Path, tmp_path: Path, baseline: Run, mistake: str):
-    strategy, plant, place = MISTAKES_OF_A_LAYOUT[mistake]
-    location = located(traced(sample_data, tmp_path / strategy, strategy, plant), baseline)
+def test_a_mistake_of_one_layout_is_located(sample_data: Path, tmp_path: Path, baseline: Run, copy: Path, line: str):
+    strategy, file, change, place = line.split(" | ")
+    right, wrong = change.split(" => ")
+    path = copy / file
+    text = path.read_text()
+    assert text.count(right) == 1, f"{file} has {text.count(right)} of {right!r}"
+    path.write_text(text.replace(right, wrong))
+    try:
+        location = located(trained_in(copy, sample_data, tmp_path / strategy, strategy), baseline)
+    finally:
+        path.write_text(text)
     assert location is not None
-    assert (location.iteration, location.phase, location.name, location.ranks) == place
+    words = [location.iteration, location.phase, location.name.replace(" ", "-"), *location.ranks]
+    assert " ".join(map(str, words)) == place
     assert str(location).startswith(f"first differs at iteration {location.iteration}, ")
+
+
+def test_enough_mistakes_of_each_phase_are_planted():
+    phases = Counter(line.rpartition(" | ")[2].split()[1] for line in PLACES)
+    assert phases.keys() == PHASES.keys() and len(PLACES) >= 60
 
 
 @pytest.mark.slow
@@ -172,6 +183,18 @@ def test_a_mistake_in_bf16_contradicts_the_runs_own_numbers(sample_data: Path, t
     sentences = own_contradictions(run)
     if mistake:
         assert word in "; ".join(sentences)
+    else:
+        assert sentences == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", ["", REDUCED_IN_BF16], ids=["honest", "reduced in bf16"])
+def test_fsdp2_that_reduces_in_bf16_contradicts_its_own_numbers(sample_data: Path, tmp_path: Path, plant: str):
+    """Its gradients are divided before a trace can see them."""
+    run = traced(sample_data, tmp_path / "fsdp2", "fsdp2", plant, PRECISION_FLAG="--bf16")
+    sentences = own_contradictions(run)
+    if plant:
+        assert "has only values of 16 bits" in "; ".join(sentences)
     else:
         assert sentences == []
 

@@ -19,6 +19,7 @@ from made_runs import COLOURS, LARGE, RTX_5000_ADA, START, make_run
 
 from t5bench.__main__ import main
 from t5bench.compare.comparison import Comparison, build
+from t5bench.compare.statistics import Estimate
 from t5bench.record import records
 from t5bench.record.records import write_list
 from t5bench.record.status import RUNNING
@@ -289,3 +290,19 @@ def test_a_command_that_is_stopped_prints_no_traceback(
     monkeypatch.setattr("t5bench.__main__.discard", Mock())  # it would close pytest's own stream
     assert main(["strategies"]) == status
     assert capfd.readouterr().err.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Estimate(104.5512), "104.6"),
+        (Estimate(104.5512, 104.5498, 104.5531), "104.6 [104.5, 104.6]"),
+        (Estimate(104.5512, 103.2049, 105.9127), "104.6 [103.2, 105.9]"),
+        (Estimate(104.5512, 60.123, 150.987), "105 [60, 151]"),
+        (Estimate(1.04551, 0.99, 1.11), "1.046 [0.990, 1.110]"),
+        (Estimate(0.9, 0.2, 3.4), "0.90 [0.20, 3.40]"),
+    ],
+)
+def test_an_interval_has_the_digits_that_are_known(value: Estimate, text: str):
+    """Two of half the interval, at most four."""
+    assert tables._estimate_text(value) == text
