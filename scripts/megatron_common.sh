@@ -16,6 +16,7 @@
 # them, this declaration, the nodes and this machine.
 
 source "${BASH_SOURCE[0]%/*}/common.sh"
+remember_signals
 
 STRATEGY_COLOUR='' STRATEGY_TP=1 STRATEGY_PP=1 STRATEGY_DS_CONFIG='' STRATEGY_FLAGS='' STRATEGY_FAMILIES='' STRATEGY_ENGINES=''
 
@@ -31,6 +32,7 @@ run_strategy() {
   parse_arguments "$@"
   resolve_nodes "${POSITIONAL[@]}"
   if [[ -n $DRY_RUN ]]; then
+    trap - "${ENDING_SIGNALS[@]}"
     plan "$DRY_RUN" "$declaration" -- "${EXTRA_ARGUMENTS[@]}"
     return
   fi
