@@ -139,6 +139,43 @@ def test_signals_of_slurm_and_of_people(project: Project, number: signal.Signals
     assert processes_with(f"STUB_DIR={project.stubs}") == []
 
 
+SLOW_PLAN = """
+import pathlib, time
+
+def slow(of):
+    def slowed(planned, *arguments, **options):
+        pathlib.Path({mark!r}).touch()
+        time.sleep(3)
+        return of(planned, *arguments, **options)
+    return slowed
+
+{name} = slow({name})
+
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGQUIT, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["launcher", "all"])
+@pytest.mark.parametrize("slowed", ["begin", "headline"])
+def test_a_signal_before_torchrun_starts(project: Project, number: signal.Signals, send: Callable, slowed: str):
+    """While the run is being planned, and once its directory is prepared."""
+    module, mark = project.root / "t5bench" / "plan" / "__main__.py", project.stubs / "slow"
+    slow, begins = SLOW_PLAN.format(name=slowed, mark=str(mark)), 'if __name__ == "__main__":'
+    module.write_text(module.read_text().replace(begins, slow + begins))
+    launcher = start(project, "ddp", MASTER_PORT=str(free_port()))
+    wait_for(mark.exists)
+    send(launcher.pid, number)
+    began = time.monotonic()
+    errors = launcher.communicate(timeout=60)[1]
+    assert launcher.returncode == 128 + number and time.monotonic() - began < 10, errors
+    said = {"begin": "cancelled: {} received before the run began", "headline": "ddp on node 0: cancelled: {} received"}
+    assert f"error: {said[slowed]}\n".format(number.name.removeprefix("SIG")) in errors
+    assert errors.count("error: ") == 1 and not project.was_started()
+    directory = project.root / "outputs" / "ddp"
+    assert load(directory).status == "cancelled" if slowed == "headline" else not (directory / "node0.status").exists()
+    assert processes_with(f"STUB_DIR={project.stubs}") == []
+
+
 def test_torchrun_suspended_at_the_end(project: Project):
     """Its workers have trained to the end."""
     launcher = project.start_sleeping(STUB_SLEEP="2")
