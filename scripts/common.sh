@@ -254,7 +254,7 @@ run_to_end() {
   wait "$child" && status=0 || status=$?
   [[ -z $scratch ]] || rm -rf -- "$scratch"
   # Overwriting in place needs no space on a full disk.
-  printf '%-40s\n' "$status $interrupted_by" 1<>"$end_file" || true
+  { printf '%-40s\n' "$status $interrupted_by" 1<>"$end_file"; } 2>/dev/null || true
   exec {output_fd}>&-
   while recorder_lives && ((patience > 0)); do
     # It may wait for other nodes' reasons; after a signal it must not, and has 5 s to finish.

@@ -50,7 +50,7 @@ run_torchrun() {
     env "${ENVIRONMENT[@]}" torchrun "${RENDEZVOUS[@]}" "${PROGRAM[@]}" "${ARGUMENTS[@]}" || exit_status=$?
   # On a machine without GPUs, DeepSpeed leaves these in memory, 66 MiB for each process.
   [[ $DEVICE != cpu ]] || rm -f -- "/dev/shm/deepspeed_allreduce_buffer_${UID}_${MASTER_ADDR}_${MASTER_PORT}_"*
-  { read -r status reason && read -r remedy; } 2>/dev/null <"$node.status" || true
+  [[ ! -f $node.status ]] || { read -r status reason && read -r remedy; } 2>/dev/null <"$node.status" || true
   if [[ $status == running ]]; then
     status=crashed reason="the recorder was killed" remedy=''
     [[ -z $interrupted_by ]] || status=cancelled reason="$interrupted_by received, and the recorder did not stop"
@@ -58,7 +58,7 @@ run_torchrun() {
   fi
   [[ -n $status ]] || { status=crashed reason="its record cannot be read: $OUTPUT_DIR was removed or is not writable" remedy=''; }
   if ((exit_status == 0)); then
-    note "$STRATEGY: $status; record in $OUTPUT_DIR"
+    note "$STRATEGY: complete; record in $OUTPUT_DIR"
   else
     note "error: $STRATEGY on node $NODE_RANK: $status: $reason"
     [[ -z $remedy ]] || note "       $remedy"

@@ -93,7 +93,8 @@ def test_two_at_the_same_moment(project: Project, script: str, count: int):
 
 
 @pytest.mark.parametrize("removed", ["", "node0.log", "metrics.jsonl", "node0.samples.jsonl", "node0.json",
-                                     "node0.status", "*", "emptied metrics.jsonl", "replaced node0.log"])  # fmt: skip
+                                     "node0.status", "*", "emptied metrics.jsonl", "replaced node0.log",
+                                     "longer node0.log"])  # fmt: skip
 def test_run_directory_removed(project: Project, removed: str):
     """Or files in it, or what is in one of them: the record is whole."""
     launcher = project.start_sleeping(STUB_SLEEP="6", SAMPLE_INTERVAL="1")
@@ -108,8 +109,8 @@ def test_run_directory_removed(project: Project, removed: str):
             shutil.rmtree(path)
         else:
             path.unlink()
-        if damage == "replaced":
-            path.write_text("another")
+        if damage in ("replaced", "longer"):
+            path.write_text("another" * (1 if damage == "replaced" else 10000))
     wait_for((directory / "node0.log").exists, 10)
     assert launcher.poll() is None
     errors = launcher.communicate(timeout=60)[1]
@@ -119,6 +120,36 @@ def test_run_directory_removed(project: Project, removed: str):
     run = load(directory, from_log=True)
     assert (run.status, len(run.iterations), len(run.samples[0]) > 3) == ("complete", 50, True)
     assert "stub torchrun output" in (directory / "node0.log").read_text()
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["directory", "pipe"])
+def test_what_is_no_file_in_the_place_of_a_runs_files(project: Project, make: Callable[[Path], None]):
+    """It is set aside, and the record is whole: nothing waits for a pipe."""
+    launcher = project.start_sleeping(STUB_SLEEP="6", SAMPLE_INTERVAL="1")
+    directory = project.root / "outputs" / "ddp"
+    wait_for(lambda: (directory / "metrics.jsonl").exists() and (directory / "node0.json").exists())
+    suffixes = ("log", "json", "samples.jsonl", "status", "end", "sha256")
+    paths = [*(directory / f"node0.{suffix}" for suffix in suffixes), directory / "metrics.jsonl", directory / "run.json"]
+    for path in paths:
+        path.unlink(missing_ok=True)
+        make(path)
+    errors = launcher.communicate(timeout=60)[1]
+    assert launcher.returncode == 0, errors
+    # The sampler may be the first to restore its own file.
+    assert errors.count(" was replaced by something that is no file, which is now ") >= len(paths) - 1
+    run = load(directory, from_log=True)
+    assert (run.status, len(run.iterations)) == ("complete", 50)
+
+
+def test_a_log_that_was_cut_short_cannot_be_restored(project: Project):
+    launcher = project.start_sleeping(STUB_SLEEP="3")
+    log = project.root / "outputs" / "ddp" / "node0.log"
+    wait_for(lambda: "peak memory | rank 7" in log.read_text())
+    lost = log.stat().st_size
+    os.truncate(log, 0)
+    errors = launcher.communicate(timeout=60)[1]
+    assert launcher.returncode == 0, errors
+    assert f"node0.log was cut short during the run: {lost} bytes are lost" in errors
 
 
 @pytest.mark.parametrize(
