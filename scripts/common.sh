@@ -56,20 +56,62 @@ die() {
 
 pwd -P >/dev/null 2>&1 || die "the current directory was removed" "Change to one that exists"
 
+# ---- signals -------------------------------------------------------------------------------------------------------
+
+# Signals that end a run in order; t5bench/record/status.py has the same (SIGNALS).
+readonly ENDING_SIGNALS=(HUP INT QUIT ABRT USR1 USR2 ALRM TERM XCPU VTALRM PROF IO PWR)
+interrupted_by='' planning_pid=''
+
+# Makes the first of ENDING_SIGNALS set interrupted_by and end the planning process, instead of ending this shell.
+remember_signals() {
+  local signal
+  for signal in "${ENDING_SIGNALS[@]}"; do
+    # shellcheck disable=SC2064 # this signal's name
+    trap "interrupt $signal" "$signal"
+  done
+}
+
+# Others, from a key that is held down, would cut short the waiting for the processes.
+interrupt() {
+  trap '' "${ENDING_SIGNALS[@]}"
+  interrupted_by=$1
+  [[ -z $planning_pid ]] || kill -s TERM "$planning_pid" 2>/dev/null || true
+}
+
 # ---- the planning process ------------------------------------------------------------------------------------------
 
-# plan TASK ARGUMENT...: what t5bench/plan/__main__.py does for a script; prints its answer.
-plan() (
+# exec_plan TASK ARGUMENT...: becomes the planning process, which prints its answer.
+exec_plan() {
   export HOSTS NNODES MASTER_ADDR NODE_RANK
-  T5_ANSWER=3 python_module t5bench.plan "$PWD" "$@" 3>&1 >&2
-)
+  T5_ANSWER=3 exec_module t5bench.plan "$PWD" "$@" 3>&1 >&2
+}
+
+# plan TASK ARGUMENT...: what t5bench/plan/__main__.py does for a script; prints its answer.
+plan() (exec_plan "$@")
 
 # ask TASK ARGUMENT...: sets the variables and arrays in the planning process's answer; ends this script if it refuses.
 ask() {
-  # A Ctrl-C ends this shell, and without it the planning process ends by itself.
+  local status=0 answered='' answer_fd
+  [[ -z $interrupted_by ]] || cancel
+  # A terminal and SLURM send signals to both processes; the planning process gets TERM from this one.
+  exec {answer_fd}< <(trap '' "${ENDING_SIGNALS[@]}" && trap - TERM && exec_plan "$@")
+  planning_pid=$!
   # shellcheck disable=SC1090 # the answer is a piece of bash
-  source <(trap '' INT && plan "$@")
-  wait "$!" || exit "$?"
+  source "/dev/fd/$answer_fd"
+  exec {answer_fd}<&-
+  wait "$planning_pid" || status=$?
+  planning_pid=''
+  # The answer says this itself, because a signal may have ended the wait.
+  [[ -z $answered ]] || return 0
+  [[ -z $interrupted_by ]] || cancel
+  ((status > 0 && status <= 128)) || note "error: the planning process gave no answer (exit status $status)"
+  exit "$((status ? status : 1))"
+}
+
+# Ends this script because a signal came before the run began.
+cancel() {
+  note "error: cancelled: $interrupted_by received before the run began"
+  exit "$((128 + $(kill -l "$interrupted_by")))"
 }
 
 # ---- arguments -----------------------------------------------------------------------------------------------------
@@ -130,7 +172,10 @@ require_python() {
 
 # python_module NAME ARGUMENT...: runs in the repository, because Python looks for modules in the current directory first,
 # which may be another checkout. So paths among the arguments must be absolute.
-python_module() (require_python && cd -- "$REPO_ROOT" && exec "$PYTHON" -m "$@")
+python_module() (exec_module "$@")
+
+# exec_module NAME ARGUMENT...: becomes that module.
+exec_module() { require_python && cd -- "$REPO_ROOT" && exec "$PYTHON" -m "$@"; }
 
 # ---- hosts and ranks -----------------------------------------------------------------------------------------------
 
@@ -186,21 +231,12 @@ recorder_lives() {
   fi
 }
 
-# Signals that end a run in order; t5bench/record/status.py has the same (SIGNALS).
-readonly ENDING_SIGNALS=(HUP INT QUIT ABRT USR1 USR2 ALRM TERM XCPU VTALRM PROF IO PWR)
-
 # run_to_end RECORDER END_FILE COMMAND...: runs the command with its output going to `RECORDER mark`. When the command ends,
-# or this shell gets one of ENDING_SIGNALS, it ends everything that the command started, tells RECORDER in END_FILE how it
-# ended (exit status, signal), and returns RECORDER's status. It removes what the command leaves in TMPDIR.
+# or one of ENDING_SIGNALS has come (remember_signals), it ends everything that the command started, tells RECORDER in
+# END_FILE how it ended (exit status, signal), and returns RECORDER's status. It removes what the command leaves in TMPDIR.
 run_to_end() {
-  local recorder=$1 end_file=$2 mark=$$-$RANDOM$RANDOM child recorder_pid stopped=0 patience=50 status=0 waits=300 NEVER signal
+  local recorder=$1 end_file=$2 mark=$$-$RANDOM$RANDOM child='' recorder_pid stopped=0 patience=50 status=0 waits=300 NEVER
   local scratch=${TMPDIR:-/tmp}/t5-$mark gate=${end_file%.end}.gate
-  interrupted_by=''
-  # Only the first one counts: others, from a key that is held down, would cut short the waiting for the processes.
-  for signal in "${ENDING_SIGNALS[@]}"; do
-    # shellcheck disable=SC2064 # this signal's name
-    trap "interrupted_by=$signal; trap '' ${ENDING_SIGNALS[*]}" "$signal"
-  done
   exec {NEVER}<> <(:)
   # multiprocessing creates sockets there, whose names may have at most 107 characters.
   { ((${#scratch} < 75)) && mkdir -m 700 -- "$scratch" 2>/dev/null; } || scratch=''
@@ -208,12 +244,13 @@ run_to_end() {
   exec {output_fd}> >(trap '' "${ENDING_SIGNALS[@]}" TSTP && "$recorder" "$mark")
   recorder_pid=$!
   # The recorder removes the gate once the nodes of the run have compared their plans, and fills it if these differ.
-  child='' status=2
   while ((waits-- > 0)) && [[ -z $interrupted_by && -e $gate && ! -s $gate ]] && recorder_lives; do pause 0.1; done
   if [[ -z $interrupted_by && ! -s $gate ]] && recorder_lives; then
     # setsid: a Ctrl-C on the terminal reaches only this shell, which then stops the others in order.
     setsid env T5_RUN_MARK="$mark" ${scratch:+TMPDIR="$scratch"} "${@:3}" >&"$output_fd" 2>&1 &
     child=$!
+  elif [[ -z $interrupted_by ]]; then
+    status=2
   fi
   while [[ -n $child && -z $interrupted_by ]] && kill -0 "$child" 2>/dev/null && recorder_lives; do pause 0.2; done
   [[ -z $interrupted_by ]] || note "$interrupted_by received: stopping the processes of this run"
@@ -223,7 +260,7 @@ run_to_end() {
   [[ -z $child ]] || { wait "$child" && status=0 || status=$?; }
   [[ -z $scratch ]] || rm -rf -- "$scratch"
   # Overwriting in place needs no space on a full disk.
-  printf '%-40s\n' "$status $interrupted_by" 1<>"$end_file" || true
+  { printf '%-40s\n' "$status $interrupted_by" 1<>"$end_file"; } 2>/dev/null || true
   exec {output_fd}>&-
   while recorder_lives && ((patience > 0)); do
     # It may wait for other nodes' reasons; after a signal it must not, and has 5 s to finish.

@@ -16,6 +16,7 @@
 # them, this declaration, the nodes and this machine.
 
 source "${BASH_SOURCE[0]%/*}/common.sh"
+remember_signals
 
 STRATEGY_COLOUR='' STRATEGY_TP=1 STRATEGY_PP=1 STRATEGY_DS_CONFIG='' STRATEGY_FLAGS='' STRATEGY_FAMILIES='' STRATEGY_ENGINES=''
 
@@ -31,6 +32,7 @@ run_strategy() {
   parse_arguments "$@"
   resolve_nodes "${POSITIONAL[@]}"
   if [[ -n $DRY_RUN ]]; then
+    trap - "${ENDING_SIGNALS[@]}"
     plan "$DRY_RUN" "$declaration" -- "${EXTRA_ARGUMENTS[@]}"
     return
   fi
@@ -48,7 +50,7 @@ run_torchrun() {
     env "${ENVIRONMENT[@]}" torchrun "${RENDEZVOUS[@]}" "${PROGRAM[@]}" "${ARGUMENTS[@]}" || exit_status=$?
   # On a machine without GPUs, DeepSpeed leaves these in memory, 66 MiB for each process.
   [[ $DEVICE != cpu ]] || rm -f -- "/dev/shm/deepspeed_allreduce_buffer_${UID}_${MASTER_ADDR}_${MASTER_PORT}_"*
-  { read -r status reason && read -r remedy; } 2>/dev/null <"$node.status" || true
+  [[ ! -f $node.status ]] || { read -r status reason && read -r remedy; } 2>/dev/null <"$node.status" || true
   if [[ $status == running ]]; then
     status=crashed reason="the recorder was killed" remedy=''
     [[ -z $interrupted_by ]] || status=cancelled reason="$interrupted_by received, and the recorder did not stop"
@@ -56,7 +58,7 @@ run_torchrun() {
   fi
   [[ -n $status ]] || { status=crashed reason="its record cannot be read: $OUTPUT_DIR was removed or is not writable" remedy=''; }
   if ((exit_status == 0)); then
-    note "$STRATEGY: $status; record in $OUTPUT_DIR"
+    note "$STRATEGY: complete; record in $OUTPUT_DIR"
   else
     note "error: $STRATEGY on node $NODE_RANK: $status: $reason"
     [[ -z $remedy ]] || note "       $remedy"

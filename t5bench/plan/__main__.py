@@ -49,6 +49,11 @@ def answer(text: str) -> None:
             stream.write(text)
 
 
+def answer_script(assignments: str) -> None:
+    """To the script that sources the answer; without the last line, it knows that this process was ended."""
+    answer(f"{assignments}answered=1\n")
+
+
 def end_with_script() -> None:
     """Ends this process, which may be waiting long for other nodes, once nobody can read its answer any more."""
     reader = select.poll()
@@ -67,6 +72,8 @@ def begin(planned: Plan, launcher: int) -> Plan:
         claim.take_for_run(directory, planned.node, launcher, place.run_facts(planned))
         planned = choose_checkpoint(planned, agree=True)
         if not planned.obstacles:
+            # From here on the directory says that a run is in progress, until the launcher ends it in order.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             place.prepare_directory(planned, launcher, script(planned))
     except Problem as problem:
         planned = stopped(planned, Problem(problem.found, problem.remedy, "running", fatal=False))
@@ -159,7 +166,7 @@ def launch(planned: Plan, launcher: int) -> int:
         f"OUTPUT_DIR={shlex.quote(planned.output_dir)}\n"
         f"DEVICE={planned.device} NODE_RANK={planned.node} MASTER_PORT={planned.value('MASTER_PORT')}\n"
     )
-    answer(place_lines + arrays(planned))
+    answer_script(place_lines + arrays(planned))
     return 0
 
 
@@ -192,7 +199,7 @@ def script_settings(name: str, directory: str) -> int:
         note(Problem(problem, remedy).report)
         return EXIT_CONFIGURATION
     values["DEFAULT_TOKENIZER"] = DEFAULT_TOKENIZER
-    answer("".join(f"{setting}={shlex.quote(value)}\n" for setting, value in values.items()))
+    answer_script("".join(f"{setting}={shlex.quote(value)}\n" for setting, value in values.items()))
     return 0
 
 

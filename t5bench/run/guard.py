@@ -223,6 +223,8 @@ class Guard:
 
 def read_end(path: Path) -> tuple[int | None, str | None]:
     """Exit status and signal as the launcher wrote them; None for both until it has."""
+    if not path.is_file():  # a pipe in its place would make this wait
+        return None, None
     try:
         words = path.read_text().split()
         return int(words[0]), words[1] if len(words) > 1 else None

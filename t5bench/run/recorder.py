@@ -16,6 +16,7 @@ import socket
 import sys
 import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +28,7 @@ from t5bench.plan.channel import Place
 from t5bench.plan.ports import peer_port
 from t5bench.record import machine
 from t5bench.record import status as ends
-from t5bench.record.files import RecordError, seal, write_json, write_whole
+from t5bench.record.files import METRICS, RecordError, seal, write_json, write_whole
 from t5bench.record.plan import Plan
 from t5bench.record.records import FORMAT, write_run
 from t5bench.record.status import PROCESSES_REMEDY, SPACE_REMEDY, Cause, Status, now, of_run
@@ -136,12 +137,14 @@ class Part:
         return known
 
     def _finish(self) -> None:
+        self._set_aside_what_is_no_file()
         write_json(self.file("json"), self.content)
         seal(Path(self.plan.output_dir), self.plan.node, self.place["nnodes"])
         write_run(Path(self.plan.output_dir), self.plan.node)
 
     def look(self, output: Output) -> None:
-        """Restores what it can if somebody has removed the run directory or files in it."""
+        """Restores what it can if somebody has removed the run directory or files in it, or replaced them."""
+        self._set_aside_what_is_no_file()
         was_removed = not Path(self.plan.output_dir).exists()
         restored = output.restore()
         if was_removed and restored:
@@ -153,6 +156,19 @@ class Part:
             self.write()
         if not self.file("status").exists():
             self.say(f"{ends.RUNNING} {self.content['host']} {self.content['pid']}\n")
+        if output.log.lost:
+            warn(f"{output.log.path} was cut short during the run: {output.log.lost} bytes are lost")
+            output.log.lost = 0
+
+    def _set_aside_what_is_no_file(self) -> None:
+        """A directory or a pipe under the name of a file of the record would end the run, or make its launcher wait."""
+        own = [self.file(suffix) for suffix in ("log", "json", "samples.jsonl", "status", "end", "sha256")]
+        for path in (*own, *(Path(self.plan.output_dir, name) for name in (METRICS, "run.json"))):
+            if os.path.lexists(path) and not path.is_file():
+                aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.aside")
+                with contextlib.suppress(OSError):
+                    path.rename(aside)
+                    warn(f"{path} was replaced by something that is no file, which is now {aside.name}")
 
 
 def wandb_config(part: Mapping[str, Any]) -> dict[str, Any]:

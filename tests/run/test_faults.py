@@ -93,7 +93,8 @@ def test_two_at_the_same_moment(project: Project, script: str, count: int):
 
 
 @pytest.mark.parametrize("removed", ["", "node0.log", "metrics.jsonl", "node0.samples.jsonl", "node0.json",
-                                     "node0.status", "*", "emptied metrics.jsonl", "replaced node0.log"])  # fmt: skip
+                                     "node0.status", "*", "emptied metrics.jsonl", "replaced node0.log",
+                                     "longer node0.log"])  # fmt: skip
 def test_run_directory_removed(project: Project, removed: str):
     """Or files in it, or what is in one of them: the record is whole."""
     launcher = project.start_sleeping(STUB_SLEEP="6", SAMPLE_INTERVAL="1")
@@ -108,8 +109,8 @@ def test_run_directory_removed(project: Project, removed: str):
             shutil.rmtree(path)
         else:
             path.unlink()
-        if damage == "replaced":
-            path.write_text("another")
+        if damage in ("replaced", "longer"):
+            path.write_text("another" * (1 if damage == "replaced" else 10000))
     wait_for((directory / "node0.log").exists, 10)
     assert launcher.poll() is None
     errors = launcher.communicate(timeout=60)[1]
@@ -119,6 +120,36 @@ def test_run_directory_removed(project: Project, removed: str):
     run = load(directory, from_log=True)
     assert (run.status, len(run.iterations), len(run.samples[0]) > 3) == ("complete", 50, True)
     assert "stub torchrun output" in (directory / "node0.log").read_text()
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["directory", "pipe"])
+def test_what_is_no_file_in_the_place_of_a_runs_files(project: Project, make: Callable[[Path], None]):
+    """It is set aside, and the record is whole: nothing waits for a pipe."""
+    launcher = project.start_sleeping(STUB_SLEEP="6", SAMPLE_INTERVAL="1")
+    directory = project.root / "outputs" / "ddp"
+    wait_for(lambda: (directory / "metrics.jsonl").exists() and (directory / "node0.json").exists())
+    suffixes = ("log", "json", "samples.jsonl", "status", "end", "sha256")
+    paths = [*(directory / f"node0.{suffix}" for suffix in suffixes), directory / "metrics.jsonl", directory / "run.json"]
+    for path in paths:
+        path.unlink(missing_ok=True)
+        make(path)
+    errors = launcher.communicate(timeout=60)[1]
+    assert launcher.returncode == 0, errors
+    # The sampler may be the first to restore its own file.
+    assert errors.count(" was replaced by something that is no file, which is now ") >= len(paths) - 1
+    run = load(directory, from_log=True)
+    assert (run.status, len(run.iterations)) == ("complete", 50)
+
+
+def test_a_log_that_was_cut_short_cannot_be_restored(project: Project):
+    launcher = project.start_sleeping(STUB_SLEEP="3")
+    log = project.root / "outputs" / "ddp" / "node0.log"
+    wait_for(lambda: "peak memory | rank 7" in log.read_text())
+    lost = log.stat().st_size
+    os.truncate(log, 0)
+    errors = launcher.communicate(timeout=60)[1]
+    assert launcher.returncode == 0, errors
+    assert f"node0.log was cut short during the run: {lost} bytes are lost" in errors
 
 
 @pytest.mark.parametrize(
@@ -136,6 +167,43 @@ def test_signals_of_slurm_and_of_people(project: Project, number: signal.Signals
     assert launcher.returncode == 128 + number, errors
     assert f"error: ddp on node 0: cancelled: {name} received" in errors
     assert load(project.root / "outputs" / "ddp").status == "cancelled"
+    assert processes_with(f"STUB_DIR={project.stubs}") == []
+
+
+SLOW_PLAN = """
+import pathlib, time
+
+def slow(of):
+    def slowed(planned, *arguments, **options):
+        pathlib.Path({mark!r}).touch()
+        time.sleep(3)
+        return of(planned, *arguments, **options)
+    return slowed
+
+{name} = slow({name})
+
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGQUIT, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["launcher", "all"])
+@pytest.mark.parametrize("slowed", ["begin", "headline"])
+def test_a_signal_before_torchrun_starts(project: Project, number: signal.Signals, send: Callable, slowed: str):
+    """While the run is being planned, and once its directory is prepared."""
+    module, mark = project.root / "t5bench" / "plan" / "__main__.py", project.stubs / "slow"
+    slow, begins = SLOW_PLAN.format(name=slowed, mark=str(mark)), 'if __name__ == "__main__":'
+    module.write_text(module.read_text().replace(begins, slow + begins))
+    launcher = start(project, "ddp", MASTER_PORT=str(free_port()))
+    wait_for(mark.exists)
+    send(launcher.pid, number)
+    began = time.monotonic()
+    errors = launcher.communicate(timeout=60)[1]
+    assert launcher.returncode == 128 + number and time.monotonic() - began < 10, errors
+    said = {"begin": "cancelled: {} received before the run began", "headline": "ddp on node 0: cancelled: {} received"}
+    assert f"error: {said[slowed]}\n".format(number.name.removeprefix("SIG")) in errors
+    assert errors.count("error: ") == 1 and not project.was_started()
+    directory = project.root / "outputs" / "ddp"
+    assert load(directory).status == "cancelled" if slowed == "headline" else not (directory / "node0.status").exists()
     assert processes_with(f"STUB_DIR={project.stubs}") == []
 
 
