@@ -19,8 +19,12 @@ ENGINE_ARGUMENTS = "engine_arguments"  # what --allow calls all of them
 
 def gpu_names(run: Run) -> str | None:
     """The kinds of GPU of all nodes, of several how many of each; None on a CPU."""
-    names = Counter(device["name"] for node in run.nodes for device in node["devices"])
-    return " + ".join(f"{names[name]} x {name}" if len(names) > 1 else name for name in sorted(names)) or None
+    counts: Counter[str] = Counter()
+    for node in run.nodes:
+        counts.update(device["name"] for device in node["devices"])
+    if len(counts) > 1:
+        return " + ".join(f"{counts[name]} x {name}" for name in sorted(counts))
+    return next(iter(counts), None)
 
 
 def _facts(run: Run, role: str, **machine: Any) -> dict[str, Any]:
@@ -58,16 +62,20 @@ def differing(values: Callable[[Run], Mapping[str, Any]], runs: Iterable[Run]) -
     A value that a record lacks is not a difference. An engine argument that was not given differs from one that was.
     """
     tables = [(run, values(run)) for run in runs]
-    found: dict[str, dict[Any, list[Run]]] = {}
-    for name in dict.fromkeys(name for _, table in tables for name in table):
+    names: dict[str, None] = {}
+    for _, table in tables:
+        names |= dict.fromkeys(table)
+    different: dict[str, dict[Any, list[Run]]] = {}
+    for name in names:
         absent = NOT_GIVEN if name.startswith("--") else None
-        by_value: dict[Any, list[Run]] = {}
+        runs_by_value: dict[Any, list[Run]] = {}
         for run, table in tables:
-            if (value := table.get(name, absent)) is not None:
-                by_value.setdefault(value, []).append(run)
-        if len(by_value) > 1:
-            found[name] = by_value
-    return found
+            value = table.get(name, absent)
+            if value is not None:
+                runs_by_value.setdefault(value, []).append(run)
+        if len(runs_by_value) > 1:
+            different[name] = runs_by_value
+    return different
 
 
 def _who(runs: Iterable[Run]) -> str:
@@ -80,8 +88,12 @@ def _line(name: str, by_value: Mapping[Any, Sequence[Run]]) -> str:
 
 def refuse(runs: Sequence[Run], baseline: str, allowed: Collection[str]) -> None:
     """Raises Problem if the runs differ where they must not. World sizes may differ if each has a baseline."""
-    known = dict.fromkeys([*(name for run in runs for name in compared(run) if name[0] != "-"), ENGINE_ARGUMENTS])
-    if unknown := [name for name in allowed if name not in known]:
+    known: dict[str, None] = {}
+    for run in runs:
+        known |= dict.fromkeys(name for name in compared(run) if not name.startswith("-"))
+    known[ENGINE_ARGUMENTS] = None
+    unknown = [name for name in allowed if name not in known]
+    if unknown:
         raise Problem(f"--allow {unknown[0]} is not known", f"It may be one of: {' '.join(known)}")
     lines: dict[str, list[str]] = {}
     for name, by_value in differing(compared, runs).items():
@@ -92,8 +104,9 @@ def refuse(runs: Sequence[Run], baseline: str, allowed: Collection[str]) -> None
                 continue
             line += f": there is no {baseline} run at {', '.join(map(processes, sorted(lacking)))}"
         lines.setdefault(ENGINE_ARGUMENTS if name.startswith("--") else name, []).append(line)
-    if names := [name for name in lines if name not in allowed]:
-        found = "\n".join(line for name in names for line in lines[name])
+    names = [name for name in lines if name not in allowed]
+    if names:
+        found = "\n".join("\n".join(lines[name]) for name in names)
         remedy = f"Compare runs that agree, or accept and mark the difference: --allow {' --allow '.join(names)}"
         raise Problem(f"these runs cannot be compared: they differ in {', '.join(names)}", f"{found}\n{remedy}")
 
@@ -102,14 +115,20 @@ def other_differences(runs: Sequence[Run]) -> list[str]:
     """Other differences, one sentence each: further settings, versions, commits, patches, nodes."""
 
     def told(run: Run) -> dict[str, Any]:
-        found = run.plan.with_role("told") | {f"nodes of {processes(run.world_size)}": run.layout.nnodes}
-        found["STRATEGY_FLAGS"] = " ".join(run.plan.strategy.flags)
-        found["CPU"] = " + ".join(sorted({node["cpu"]["model"] for node in run.nodes if node.get("cpu")})) or None
+        facts: dict[str, Any] = run.plan.with_role("told")
+        facts[f"nodes of {processes(run.world_size)}"] = run.layout.nnodes
+        facts["STRATEGY_FLAGS"] = " ".join(run.plan.strategy.flags)
+        facts["CPU"] = " + ".join(sorted({node["cpu"]["model"] for node in run.nodes if node.get("cpu")})) or None
         for what, key in (("version of", "versions"), ("commit of", "commits"), ("patch", "patches")):
-            found |= {f"{what} {name}": value for name, value in run.record[key].items() if isinstance(value, str)}
-        return found
+            for name, value in run.record[key].items():
+                if isinstance(value, str):
+                    facts[f"{what} {name}"] = value
+        return facts
 
     notes = [_line(name, by_value) for name, by_value in differing(told, runs).items()]
-    if uncommitted := [run for run in runs if run.record["commits"].get("repository_changed")]:
+    uncommitted = [run for run in runs if run.record["commits"].get("repository_changed")]
+    if uncommitted:
         notes.append(f"the repository had uncommitted changes: {_who(uncommitted)}")
-    return notes + [f"{run.strategy}: {text}" for run in runs for text in (*run.record["differences"], *run.remarks)]
+    for run in runs:
+        notes += [f"{run.strategy}: {text}" for text in (*run.record["differences"], *run.remarks)]
+    return notes

@@ -58,15 +58,28 @@ class Comparison:
     @property
     def not_of_gpus(self) -> str:
         """Why these figures say nothing about Megatron-DeepSpeed on GPUs; "" if they do."""
-        on_cpu = any(not row.on_gpu for row in self.rows)
-        native = any(row.run.engine == "native" for row in self.rows)
-        return " / ".join(["CPU"] * on_cpu + ["native engine"] * native)
+        reasons = []
+        if any(not row.on_gpu for row in self.rows):
+            reasons.append("CPU")
+        if any(row.run.engine == "native" for row in self.rows):
+            reasons.append("native engine")
+        return " / ".join(reasons)
 
     def to_json(self) -> dict[str, Any]:
         """Everything, in the units that the keys name; nan and inf are text."""
-        said = {name: getattr(self, name) for name in ("baseline", "sound", "verdicts", "problems", "notes")}
-        groups = [{"world_size": g.world_size, "rows": [_row_json(row) for row in g.rows]} for g in self.groups]
-        return to_builtins(said | {"groups": groups})
+        groups = []
+        for group in self.groups:
+            groups.append({"world_size": group.world_size, "rows": [_row_json(row) for row in group.rows]})
+        return to_builtins(
+            {
+                "baseline": self.baseline,
+                "sound": self.sound,
+                "verdicts": self.verdicts,
+                "problems": self.problems,
+                "notes": self.notes,
+                "groups": groups,
+            }
+        )
 
 
 def _finite(value: float | None) -> float | str | None:
@@ -74,19 +87,27 @@ def _finite(value: float | None) -> float | str | None:
 
 
 def _row_json(row: Row) -> dict[str, Any]:
-    run, judged, again = row.run, row.parity, row.hardware_tflops
-    verdict = {"verdict": judged.verdict, "largest_relative_difference": _finite(judged.difference)}
-    of_row = ("label", "strategy", "is_baseline", "mfu", "mfu_missing", "warnings", "samples_per_second",
-              "tokens_per_second")  # fmt: skip
+    run = row.run
+    recomputing = {"hardware_tflops_per_gpu": row.hardware_tflops} if row.hardware_tflops else {}
     return {
-        **{name: getattr(row, name) for name in of_row},
-        **{name: getattr(run, name) for name in ("world_size", "engine", "status", "reason")},
+        "label": row.label,
+        "strategy": row.strategy,
+        "is_baseline": row.is_baseline,
+        "mfu": row.mfu,
+        "mfu_missing": row.mfu_missing,
+        "warnings": row.warnings,
+        "samples_per_second": row.samples_per_second,
+        "tokens_per_second": row.tokens_per_second,
+        "world_size": run.world_size,
+        "engine": run.engine,
+        "status": run.status,
+        "reason": run.reason,
         "these_runs_alone": row.alone,
         "layout": asdict(run.layout) | {"padded_vocab_size": run.padded_vocab_size},
         "device": run.plan.device,
         "gpu": gpu_names(run),
         "remedy": run.record["remedy"],
-        **({"hardware_tflops_per_gpu": again} if again else {}),
+        **recomputing,
         "milliseconds_per_iteration": row.milliseconds,
         "milliseconds_predicted": row.predicted and 1000 * row.predicted.total,
         "milliseconds_of_runs": row.run_medians,
@@ -96,7 +117,11 @@ def _row_json(row: Row) -> dict[str, Any]:
         "peak_memory_of": "gpu" if row.on_gpu else "host",
         "bytes_sent_per_iteration": row.sent_per_iteration,
         "final_loss": _finite(row.final_loss),
-        "parity": verdict | {"iteration": judged.iteration},
+        "parity": {
+            "verdict": row.parity.verdict,
+            "largest_relative_difference": _finite(row.parity.difference),
+            "iteration": row.parity.iteration,
+        },
         "gradient_reduction": row.reduction,
         "differs_from_baseline": row.marks,
         "limits": limits(row),
@@ -105,7 +130,9 @@ def _row_json(row: Row) -> dict[str, Any]:
 
 
 def _run_json(entry: Measured) -> dict[str, Any]:
-    run, timing, observed = entry.run, entry.timing, entry.observed
+    run = entry.run
+    timing = entry.timing
+    observed = entry.observed
     return {
         "directory": str(run.directory),
         "started": run.record["started"],
@@ -140,15 +167,27 @@ def build(
         _compare_with_the_nearest(candidates, row)
     sizes = sorted({row.run.world_size for row in rows})
     groups = [Group(size, [row for row in rows if row.run.world_size == size]) for size in sizes]
-    every, notes = {row.label for row in rows}, []
-    for text in dict.fromkeys(text for row in rows for text in row.warnings):
-        who = dict.fromkeys(row.label for row in rows if text in row.warnings)
-        notes.append(f"{text} ({'every row' if len(every) == len(who) > 1 else ', '.join(who)})")
+    notes = _warnings(rows)
     if ran_in_one_order([row.repeats for row in rows]):
         what = "every repeat ran the rows in the same order, so what recurs with that period looks like a difference"
         notes.append(f"{what} between rows; scripts/run_megatron_t5_all.sh changes the order from repeat to repeat")
     notes += comparable.other_differences(runs)
     return Comparison(groups, baseline, _verdicts(groups, baseline), _problems(rows, baseline), notes, _predict(rows))
+
+
+def _warnings(rows: Sequence[Row]) -> list[str]:
+    """The rows' warnings, each once, with the rows that have it."""
+    labels_by_text: dict[str, list[str]] = {}
+    for row in rows:
+        for text in row.warnings:
+            labels_by_text.setdefault(text, []).append(row.label)
+    every_label = {row.label for row in rows}
+    notes = []
+    for text, those in labels_by_text.items():
+        distinct = list(dict.fromkeys(those))
+        who = "every row" if len(every_label) == len(distinct) > 1 else ", ".join(distinct)
+        notes.append(f"{text} ({who})")
+    return notes
 
 
 def _compare_with_the_nearest(baselines: Sequence[Row], row: Row) -> None:
@@ -163,7 +202,8 @@ def _compare_with_the_nearest(baselines: Sequence[Row], row: Row) -> None:
     if baseline is None:
         return
     if baseline is row:
-        row.is_baseline, row.parity = True, parity.judge_baseline(row.runs)
+        row.is_baseline = True
+        row.parity = parity.judge_baseline(row.runs)
         row.ratio = Estimate(1.0) if row.milliseconds else None
         return
     different = differing(compared, [row.run, baseline.run])
@@ -171,10 +211,13 @@ def _compare_with_the_nearest(baselines: Sequence[Row], row: Row) -> None:
     if row.samples_per_second and baseline.samples_per_second:
         of_pairs = ratio(row.repeats, baseline.repeats)
         row.ratio = of_pairs if of_pairs.low else row.samples_per_second.over(baseline.samples_per_second)
-    own, its = row.reduction.dtype, baseline.reduction.dtype
-    if row.ratio and own and its and own != its:
-        found = f"gradients are reduced in {own}, those of {baseline.label} in {its}, which affects the ratio"
-        row.warnings.append(f"{found}; GRADIENT_REDUCTION=fp32 makes them equal")
+    dtype = row.reduction.dtype
+    baseline_dtype = baseline.reduction.dtype
+    if row.ratio and dtype and baseline_dtype and dtype != baseline_dtype:
+        row.warnings.append(
+            f"gradients are reduced in {dtype}, those of {baseline.label} in {baseline_dtype}, which affects the ratio;"
+            " GRADIENT_REDUCTION=fp32 makes them equal"
+        )
     if row.complete:
         row.parity = parity.judge(row.runs, baseline.runs)
 
@@ -199,18 +242,22 @@ def _predict(rows: Sequence[Row]) -> list[str]:
     They are based on data sheets if every row's device has one, else on the speed of the baseline or of the first row.
     """
     known = [row for row in rows if _rates_are_known(row)]
-    calibrating, slower, source = None, 1.0, "the devices' data sheets"
+    calibrating = None
+    slower = 1.0
+    source = "the devices' data sheets"
     if any(row.prediction.machine.device is time.CPU for row in known):
         calibrating = min(known, key=lambda row: not row.is_baseline)
-        found, source = calibrating.prediction, f"how fast {calibrating.label} ran"
+        source = f"how fast {calibrating.label} ran"
+        prediction = calibrating.prediction
+        seconds = calibrating.milliseconds.median / 1000
         try:
-            slower = time.calibrated(found.job, found.machine, calibrating.milliseconds.median / 1000, found.backend)
+            slower = time.calibrated(prediction.job, prediction.machine, seconds, prediction.backend)
         except ValueError as error:
             return [f"no times are predicted: {error}"]
     others = [row for row in known if row is not calibrating]
     for row in others:
         row.predicted = replace(row.prediction, slower=slower).time
-    return [f"predicted times are based on {source}"] * bool(others)
+    return [f"predicted times are based on {source}"] if others else []
 
 
 def _problems(rows: Sequence[Row], baseline: str) -> list[str]:
@@ -240,17 +287,22 @@ def _verdicts(groups: Sequence[Group], baseline: str) -> list[str]:
         who = f"All {len(equal)} train" if len(equal) > 1 else f"{equal[0].label} trains"
         how = f"the loss differs by at most {largest:.0e} of its value" if largest else "the losses are the same"
         sentences.append(f"{who} as {baseline} does: {how}.")
-    if unjudged := dict.fromkeys(r.parity.verdict for r in rows if r.parity.verdict.startswith("n/a")):
-        found = f"Not every row could be checked against {baseline}'s loss: {', '.join(unjudged)}"
-        sentences.append(f"{found}; scripts/check_parity.sh does so, without dropout.")
+    unjudged = dict.fromkeys(row.parity.verdict for row in rows if row.parity.verdict.startswith("n/a"))
+    if unjudged:
+        sentences.append(
+            f"Not every row could be checked against {baseline}'s loss: {', '.join(unjudged)};"
+            " scripts/check_parity.sh does so, without dropout."
+        )
     return sentences
 
 
 def _fastest(group: Group) -> str:
     """Which row is the fastest, if that is known; the table, the page and W&B use this sentence."""
-    number, ratios = against_the_fastest({number: row.repeats for number, row in enumerate(group.rows) if row.repeats})
-    labels = [row.label + " *" * bool(row.marks) for row in group.rows]
-    first, start = labels[number], f"{processes(group.world_size)}:"
+    timed = {number: row.repeats for number, row in enumerate(group.rows) if row.repeats}
+    number, ratios = against_the_fastest(timed)
+    labels = [f"{row.label} *" if row.marks else row.label for row in group.rows]
+    first = labels[number]
+    start = f"{processes(group.world_size)}:"
     speed = f"{group.rows[number].samples_per_second.median:.4g} samples/s"
     if not ratios:
         return f"{start} only {first} was timed: {speed}."
@@ -258,7 +310,8 @@ def _fastest(group: Group) -> str:
         after, faster = next(iter(ratios.items()))
         by = f"{faster.median:.2f}x [{faster.low:.2f}, {faster.high:.2f}]"
         return f"{start} {first} is the fastest: {speed}, {by} that of {labels[after]}, the next."
-    if unranked := ", ".join(labels[other] for other, faster in ratios.items() if faster.low is None):
+    unranked = ", ".join(labels[other] for other, faster in ratios.items() if faster.low is None)
+    if unranked:
         needs = f"Run with REPEATS={FEWEST_REPEATS} to know"
         return f"{start} {first} was fastest in this run ({speed}). {needs} whether that holds against {unranked}."
     unclear = ", ".join(labels[other] for other, faster in ratios.items() if not excludes_one(faster))

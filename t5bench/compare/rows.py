@@ -52,7 +52,8 @@ class Reduction:
 
 def reduction_of(run: Run) -> Reduction:
     """From the plan's layout, precision, engine and effective DeepSpeed JSON."""
-    plan, layout = run.plan, run.layout
+    plan = run.plan
+    layout = run.layout
     if layout.dp == 1:
         # Its two copies, on the first stage and the decoder's first stage, are still summed.
         return Reduction(None, bucket="none but the tied embedding's (one replica)" if layout.pp > 1 else "")
@@ -166,26 +167,30 @@ def _final_loss(runs: Sequence[Run]) -> float | None:
     """
     if differing(trains, runs).keys() - {"SEED"}:
         return None
-    evaluated = [run.evaluations[-1].lm_loss for run in runs if run.is_evaluation]
-    last = evaluated + [loss for run in runs for loss in list(curve(run).values())[-1:]]
+    last = []
+    for run in runs:
+        if run.is_evaluation:
+            last.append(run.evaluations[-1].lm_loss)
+        last += list(curve(run).values())[-1:]
     if any(math.isnan(loss) for loss in last):
         return math.nan
     return median(last) if last else None
 
 
 def _peak_memory(runs: Sequence[Run]) -> dict[int, float]:
-    found: dict[int, float] = {}
+    largest: dict[int, float] = {}
     for run in runs:
         for peak in run.peak_memory:
             mib = peak.device_mib if run.plan.device == "cuda" else peak.host_mib
             if mib is not None:
-                found[peak.rank] = max(mib, found.get(peak.rank, 0.0))
-    return dict(sorted(found.items()))
+                largest[peak.rank] = max(mib, largest.get(peak.rank, 0.0))
+    return dict(sorted(largest.items()))
 
 
 def _batch(run: Run) -> str:
     """Whether the batch is to reach its full size; if not, the samples of an iteration at the end, which count."""
-    plan, length = run.plan, run.plan.number("LOG_INTERVAL")
+    plan = run.plan
+    length = plan.number("LOG_INTERVAL")
     end = iterations_expected(plan.last_iteration, length)
     reached = statistics.batch_until(end, length, plan) if plan.ramp and end else math.inf
     return f"{reached:g}" if reached < plan.number("GLOBAL_BATCH_SIZE") else "full"
@@ -218,24 +223,38 @@ def group_runs(runs: Sequence[Run]) -> list[list[Run]]:
 
 def labels(rows: Sequence[Sequence[Run]]) -> list[str]:
     """The strategy, and what distinguishes the row from others of the same strategy in its group."""
-    found = []
-    for run, *others in rows:
-        alike = [other for other, *_ in rows if (other.strategy, other.world_size) == (run.strategy, run.world_size)]
-        own, apart = distinctions(run), differing(distinctions, alike)
-        details = [name if name == "ds_config" else f"{name} {show(own.get(name, NOT_GIVEN))}" for name in apart]
-        place = f"{1 + len(others)} runs" if others else "run " + "/".join(run.directory.parts[-2:])
-        found.append(f"{run.strategy} ({', '.join(details) or place})" if len(alike) > 1 else run.strategy)
-    return found
+    firsts = [repeats[0] for repeats in rows]
+    texts = []
+    for repeats in rows:
+        run = repeats[0]
+        alike = [other for other in firsts if (other.strategy, other.world_size) == (run.strategy, run.world_size)]
+        texts.append(f"{run.strategy} ({_details(repeats, alike)})" if len(alike) > 1 else run.strategy)
+    return texts
+
+
+def _details(repeats: Sequence[Run], alike: Sequence[Run]) -> str:
+    """What distinguishes a row from others of its strategy. alike: a run of each of these."""
+    run = repeats[0]
+    facts = distinctions(run)
+    details = []
+    for name in differing(distinctions, alike):
+        details.append(name if name == "ds_config" else f"{name} {show(facts.get(name, NOT_GIVEN))}")
+    if details:
+        return ", ".join(details)
+    if len(repeats) > 1:
+        return f"{len(repeats)} runs"
+    return "run " + "/".join(run.directory.parts[-2:])
 
 
 def make_row(label: str, runs: Sequence[Run], peak: float | None = None) -> Row:
     """A row over the repeats of one run. peak: the GPU's dense TFLOP/s, if its name is unknown."""
-    run, measured, timings = runs[0], [], []
+    run = runs[0]
     complete = runs if run.status == COMPLETE else ()
-    for one in complete:
-        timing = statistics.timing(one.iterations, one.plan)
-        measured.append(Measured(one, timing, samples.observe(one, timing.used if timing else ())))
-        timings += [timing] if timing else []
+    measured = []
+    for repeat in complete:
+        timing = statistics.timing(repeat.iterations, repeat.plan)
+        measured.append(Measured(repeat, timing, samples.observe(repeat, timing.used if timing else ())))
+    timings = [entry.timing for entry in measured if entry.timing]
     batch = timings[0].batch if timings else run.plan.number("GLOBAL_BATCH_SIZE")
     link = measured[0].observed.busiest_link if measured else None
     # A batch that grew until the end never reached the requested size.
@@ -256,29 +275,41 @@ def make_row(label: str, runs: Sequence[Run], peak: float | None = None) -> Row:
     if timings:
         row.milliseconds = of_repeats([timing.milliseconds for timing in timings])
         row.run_medians = [timing.milliseconds.median for timing in timings]
-        row.repeats = [Repeat(seconds(entry.run.record["started"]), str(entry.run.directory),
-                              1000.0 * batch / entry.timing.milliseconds.median)
-                       for entry in measured if entry.timing]  # fmt: skip
-        too_few = "too few independent intervals for a confidence interval" if row.milliseconds.low is None else ""
-        said = [*(timing.warning for timing in timings), too_few, _ALONE * row.alone]
-        row.warnings = list(dict.fromkeys(filter(None, said)))
+        row.repeats = [
+            Repeat(
+                start=seconds(entry.run.record["started"]),
+                place=str(entry.run.directory),
+                speed=1000.0 * batch / entry.timing.milliseconds.median,
+            )
+            for entry in measured
+            if entry.timing
+        ]
+        warnings = [timing.warning for timing in timings if timing.warning]
+        if row.milliseconds.low is None:
+            warnings.append("too few independent intervals for a confidence interval")
+        if row.alone:
+            warnings.append(_ALONE)
+        row.warnings = list(dict.fromkeys(warnings))
         _add_rates(row, peak)
     return row
 
 
 def _add_rates(row: Row, peak: float | None) -> None:
-    run, name, precision = row.run, gpu_names(row.run), row.run.plan.precision
+    run = row.run
+    name = gpu_names(run)
+    precision = run.plan.precision
     row.samples_per_second = row.milliseconds.per(1000.0 * row.batch)
     tokens = run.architecture.encoder_length + run.architecture.decoder_length
     row.tokens_per_second = row.milliseconds.per(1000.0 * row.batch * tokens)
     if not row.prediction:
         row.mfu_missing = "the record has no padded_vocab_size"
         return
-    took = row.milliseconds.median / 1000
-    row.tflops = flops.flops_per_iteration(run.architecture, row.batch) / took / run.world_size / 1e12
+    iteration_seconds = row.milliseconds.median / 1000
+    model_flops = flops.flops_per_iteration(run.architecture, row.batch)
+    row.tflops = model_flops / iteration_seconds / run.world_size / 1e12
     if row.prediction.job.recompute != "none":
-        done = flops.hardware_flops(replace(row.prediction.job, global_batch=row.batch))
-        row.hardware_tflops = done * 1000 / row.milliseconds.median / run.world_size / 1e12
+        hardware_flops = flops.hardware_flops(replace(row.prediction.job, global_batch=row.batch))
+        row.hardware_tflops = hardware_flops * 1000 / row.milliseconds.median / run.world_size / 1e12
     peak = peak or float(run.plan.value("PEAK_TFLOPS") or 0) or peak_tflops(name or "", precision)
     if not row.on_gpu:
         row.mfu_missing = "it ran on a CPU"
@@ -292,20 +323,30 @@ def limits(row: Row) -> str:
     """What limits the row, and what was not measured and why, in sentences; "" for a row without figures."""
     if not row.milliseconds:
         return ""
-    seen = []
-    utilization, power = _median_of(row, "utilization"), _median_of(row, "power_w")
-    if row.on_gpu and utilization is not None:
-        seen.append(f"a kernel ran {utilization:.0f} % of the time on the busiest GPU")
-    if row.on_gpu and power is not None:
-        seen.append(f"it drew {power:.0f} W")
-    why = "there are no samples" if row.on_gpu else "there is no GPU"
-    peak = f"share of the GPU's peak: unknown, {row.mfu_missing}"
-    if row.mfu is not None:
-        peak = f"the arithmetic takes {row.mfu:.1%} of the GPU's peak"
-        again = row.hardware_tflops
-        peak += f", {row.mfu * again / row.tflops:.1%} with recomputation" if again else ""
-    parts = [_network(row), ", ".join(seen) or f"GPU utilisation and power: not measured, {why}", peak]
-    return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
+    sentences = [_network(row), _gpu_use(row), _share_of_the_peak(row)]
+    return ". ".join(sentence[0].upper() + sentence[1:] for sentence in sentences) + "."
+
+
+def _gpu_use(row: Row) -> str:
+    if not row.on_gpu:
+        return "GPU utilisation and power: not measured, there is no GPU"
+    parts = []
+    utilization = _median_of(row, "utilization")
+    if utilization is not None:
+        parts.append(f"a kernel ran {utilization:.0f} % of the time on the busiest GPU")
+    power = _median_of(row, "power_w")
+    if power is not None:
+        parts.append(f"it drew {power:.0f} W")
+    return ", ".join(parts) or "GPU utilisation and power: not measured, there are no samples"
+
+
+def _share_of_the_peak(row: Row) -> str:
+    if row.mfu is None:
+        return f"share of the GPU's peak: unknown, {row.mfu_missing}"
+    text = f"the arithmetic takes {row.mfu:.1%} of the GPU's peak"
+    if row.hardware_tflops:
+        text += f", {row.mfu * row.hardware_tflops / row.tflops:.1%} with recomputation"
+    return text
 
 
 def _median_of(row: Row, name: str) -> float | None:
