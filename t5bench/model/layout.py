@@ -23,6 +23,11 @@ def coordinates(rank: int, tp: int, dp: int) -> Coordinates:
     return Coordinates(stage, dp_rank, tp_rank)
 
 
+def rank_at(stage: int, dp_rank: int, tp_rank: int, tp: int, dp: int) -> int:
+    """The rank at a place, the reverse of coordinates()."""
+    return (stage * dp + dp_rank) * tp + tp_rank
+
+
 @dataclass(frozen=True)
 class Layout:
     """The layout of a planned run."""

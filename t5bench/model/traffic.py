@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, product
 from math import ceil, log2, prod
 
 from t5bench import Problem
 from t5bench.model import buckets
 from t5bench.model.job import BYTES, FullySharded, Job, Parallel, padded
+from t5bench.model.layout import rank_at
 from t5bench.model.parameters import layer_shapes, parameters, stage_of, tensors
 
 # Measured with torch 2.13's gloo over TCP: besides its data a message costs both ends together this much (two headers
@@ -312,11 +313,17 @@ def groups(parallel: Parallel, encoder_decoder: bool = True) -> dict[str, list[t
     world = parallel.world
     if world > MOST_RANKS:
         raise Problem(f"{world} GPUs are more than {MOST_RANKS}", "Choose fewer GPUs")
-    # Ranks by their coordinates: ranks[stage][replica][slice].
     stages = range(parallel.pipeline)
-    ranks = [[[(stage * d + replica) * t + part for part in range(t)] for replica in range(d)] for stage in stages]
-    data = [tuple(ranks[stage][replica][part] for replica in range(d)) for stage in stages for part in range(t)]
-    pipelines = [tuple(ranks[stage][replica][part] for stage in stages) for replica in range(d) for part in range(t)]
+    replicas = range(d)
+    slices = range(t)
+
+    def rank(stage: int, replica: int, tp_rank: int) -> int:
+        return rank_at(stage, replica, tp_rank, t, d)
+
+    tensor = [tuple(rank(stage, replica, part) for part in slices) for stage, replica in product(stages, replicas)]
+    data = [tuple(rank(stage, replica, part) for replica in replicas) for stage, part in product(stages, slices)]
+    pipelines = [tuple(rank(stage, replica, part) for stage in stages) for replica, part in product(replicas, slices)]
+    models = [tuple(rank(stage, replica, part) for stage, part in product(stages, slices)) for replica in replicas]
     last = parallel.pipeline - 1
     with_positions = {0, parallel.decoder_stage} if encoder_decoder and last else {0}
     with_words = with_positions | {last}
@@ -326,11 +333,11 @@ def groups(parallel: Parallel, encoder_decoder: bool = True) -> dict[str, list[t
         copies["shard"] = [members[at : at + size] for members in data for at in range(0, d, size)]
         copies["replica"] = [members[at::size] for members in data for at in range(size)]
     return {
-        "tensor": [tuple(ranks[stage][replica]) for stage in stages for replica in range(d)],
+        "tensor": tensor,
         "data": data,
         **copies,
         "pipeline": pipelines,
-        "model": [tuple(rank for stage in stages for rank in ranks[stage][replica]) for replica in range(d)],
+        "model": models,
         "embedding": [tuple(members[stage] for stage in sorted(with_words)) for members in pipelines],
         "position": [tuple(members[stage] for stage in sorted(with_positions)) for members in pipelines],
         "world": [tuple(range(world))],

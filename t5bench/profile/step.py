@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, record_function
 
+from t5bench.model.layout import coordinates
 from t5bench.profile import parts as profile
 from t5bench.profile import timeline
 from t5bench.profile.spent import MainThread, Parts, between, main_thread, processor
@@ -220,12 +221,13 @@ class Marks:
         """The axis of a group of ranks, which are numbered tensor parallel first, then data, then pipeline parallel."""
         data, tensor, pipeline, gathers, all_ranks = profile.AXES
         dp = dist.get_world_size() // (self.tp * self.pp)
-        coordinates = {
-            data: {rank // self.tp % dp for rank in ranks},
-            tensor: {rank % self.tp for rank in ranks},
-            pipeline: {rank // (self.tp * dp) for rank in ranks},
+        places = [coordinates(rank, self.tp, dp) for rank in ranks]
+        positions = {
+            data: {place.dp for place in places},
+            tensor: {place.tp for place in places},
+            pipeline: {place.pp for place in places},
         }
-        along = [axis for axis, values in coordinates.items() if len(values) > 1]
+        along = [axis for axis, values in positions.items() if len(values) > 1]
         if self.is_zero and "gather" in operation and along == [data]:
             return gathers
         return along[0] if len(along) == 1 else all_ranks
