@@ -274,13 +274,15 @@ def once_for_each_content(function: Callable[..., Any], directory_of: Callable[[
 
     def remembered(argument: Any, **more: Any) -> Any:
         directory = directory_of(argument)
-        digest = hashlib.sha256()
-        try:
-            for path in sorted(directory.iterdir()):
-                digest.update(f"{path.name} {path.lstat().st_mode} {path.lstat().st_size}\n".encode())
-                digest.update(path.read_bytes())
-        except (OSError, MemoryError):
+        paths = sorted(directory.iterdir())
+        if any(path.is_symlink() or not path.is_file() or not os.access(path, os.R_OK) for path in paths):
             return function(argument, **more)
+        digest = hashlib.sha256()
+        for path in paths:
+            size = path.stat().st_size
+            if size > 1 << 24:
+                return function(argument, **more)
+            digest.update(f"{path.name} {size}\n".encode() + path.read_bytes())
         key = str(directory), digest.hexdigest()
         if key not in known:
             result = function(argument, **more)
