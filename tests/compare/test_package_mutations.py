@@ -183,8 +183,9 @@ class Bench:
         if not names:
             shutil.rmtree(self.work, ignore_errors=True)
             shutil.copytree(self.pristine, self.runs)
-        for name in names:
+        for name in {*names} | {path.name for path in self.runs.iterdir() if path.is_dir()} - {*NAMES}:
             shutil.rmtree(self.runs / name, ignore_errors=True)
+        for name in names:
             shutil.copytree(self.pristine / name, self.runs / name)
 
     def verified(self, content: bytes) -> str:
