@@ -20,18 +20,29 @@ if sys.version_info < OLDEST:
     sys.stderr.write("error: {}\n       {}\n".format(*WRONG_PYTHON))
     sys.exit(2)
 
+from dataclasses import dataclass  # noqa: E402 - Python 3.6 lacks it
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXIT_CONFIGURATION = 2  # nothing expensive has started, and nothing was changed
 # USR1 and USR2: SLURM's --signal.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
+@dataclass(eq=False)
 class Problem(ValueError):
-    """Something that the user can fix: `str()` says in one line what is wrong, `remedy` what to do about it."""
+    """Something that the user can fix. `str()` says in one line what is wrong."""
 
-    def __init__(self, problem: str, remedy: str = "") -> None:
-        super().__init__(" ".join(problem.split()))
-        self.remedy = remedy
+    found: str
+    remedy: str = ""
+    """What to do about it, perhaps in several lines."""
+    code: str = ""
+    """The kind of problem in one word, for programs; in a plan, one of docs/failures.md."""
+    fatal: bool = True
+    """Whether the request itself is wrong; otherwise this machine lacks something, which does not stop a dry run."""
+
+    def __post_init__(self) -> None:
+        self.found = " ".join(self.found.split())
+        super().__init__(self.found)
 
     @property
     def report(self) -> str:

@@ -6,6 +6,7 @@ No rule names a point. What a source does not state is filled in by rules over w
 import re
 from typing import TypeVar
 
+from t5bench import Problem
 from t5bench.evidence.points import Point
 from t5bench.model.job import SOFTWARE
 from t5bench.model.machine import DEVICES, Device
@@ -13,7 +14,7 @@ from t5bench.model.machine import DEVICES, Device
 T = TypeVar("T")
 
 
-class Unpredictable(ValueError):
+class Unpredictable(Problem):
     """Why a point cannot be predicted, in one sentence."""
 
 

@@ -297,8 +297,11 @@ class Job:
         return attentions + [(length, self.attention) for length in cross]
 
     @classmethod
-    def of_plan(cls, plan: Any, padded_vocabulary: int) -> "Job":
-        """The job of a launcher's or a stored run's plan, a ``t5bench.record.plan.Plan`` that has a layout."""
+    def of_plan(cls, plan: Any, padded_vocabulary: int, batch: int = 0) -> "Job":
+        """The job of a launcher's or a stored run's plan, a ``t5bench.record.plan.Plan`` that has a layout.
+
+        batch: samples of an iteration; 0 for the plan's own.
+        """
         arguments = plan.named_arguments
         layout = plan.layout
         zero = Zero.of_config(plan.ds_config)
@@ -319,7 +322,7 @@ class Job:
                 deepspeed=layout.pp > 1 and zero.stage > 0,
             ),
             micro_batch=int(arguments["micro_batch_size"]),
-            global_batch=int(arguments["global_batch_size"]),
+            global_batch=batch or int(arguments["global_batch_size"]),
             zero=zero,
             fully_sharded=fully_sharded,
             precision=next((name for name in ("bf16", "fp16") if _given(arguments, name)), "fp32"),

@@ -11,6 +11,8 @@ from t5bench.model.machine import GIB, Device, Link, Machine
 from t5bench.model.memory import Memory, memory_of
 from t5bench.model.parameters import parameters
 
+LATENCY = 40e-6  # seconds of a message between nodes
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -21,6 +23,25 @@ class Prediction:
     backend: str = "nccl"
     slower: float | None = 1.0
     name: str = ""
+
+    @classmethod
+    def of_plan(
+        cls,
+        plan: Any,
+        job: Job,
+        device: Device | None,
+        gigabits: float,
+        latency: float = LATENCY,
+        slower: float | None = 1.0,
+        name: str = "",
+    ) -> "Prediction":
+        """What a plan's job costs on nodes with this device, or on CPUs, and this link between them.
+
+        plan: a ``t5bench.record.plan.Plan``. gigabits: of the link, per second. latency: its seconds. On a CPU or over
+        an unknown link the time means nothing.
+        """
+        machine = machine_of(device or time.CPU, gigabits, job.parallel.devices_per_node, latency)
+        return cls(job, machine, plan.backend, slower, name)
 
     @cached_property
     def memory(self) -> Memory:
@@ -86,7 +107,7 @@ class Prediction:
         }
 
 
-def machine_of(device: Device, gigabits: float, per_node: int, latency: float = 40e-6) -> Machine:
+def machine_of(device: Device, gigabits: float, per_node: int, latency: float = LATENCY) -> Machine:
     """Nodes with these GPUs and a link of this many Gbit/s between them."""
     inside = Link(device.nvlink or device.pcie, 10e-6) if device.memory else Link(5e9, 20e-6)  # between CPUs' processes
     return Machine(device, inside, Link(gigabits * 1e9 / 8, latency), per_node)

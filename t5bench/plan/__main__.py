@@ -29,7 +29,7 @@ from t5bench.plan.planner import plan
 from t5bench.plan.scripts import SCRIPTS, script_defaults, script_values
 from t5bench.plan.settings import help_lines, help_text, values_from
 from t5bench.record.command import arrays, script
-from t5bench.record.plan import Obstacle, Plan
+from t5bench.record.plan import Plan
 from t5bench.record.settings import DEFAULT_TOKENIZER, declarations_of
 
 
@@ -66,12 +66,16 @@ def begin(planned: Plan, launcher: int) -> Plan:
         if not planned.obstacles:
             place.prepare_directory(planned, launcher, script(planned))
     except Problem as problem:
-        planned = stopped(planned, "running", str(problem), problem.remedy)
+        return stopped(planned, Problem(problem.found, problem.remedy, "running", fatal=False))
     except OSError as error:
-        problem = f"cannot write to the run directory {planned.output_dir}: {error.strerror or error}"
+        found = f"cannot write to the run directory {planned.output_dir}: {error.strerror or error}"
         remedy = "Free space and inodes there (df -h, df -i), or choose another OUTPUT_DIR"
-        planned = stopped(planned, "output-directory", problem, remedy)
+        return stopped(planned, Problem(found, remedy, "output-directory", fatal=False))
     return planned
+
+
+def stopped(planned: Plan, obstacle: Problem) -> Plan:
+    return replace(planned, obstacles=[*planned.obstacles, obstacle])
 
 
 def choose_checkpoint(planned: Plan, *, agree: bool) -> Plan:
@@ -85,14 +89,10 @@ def choose_checkpoint(planned: Plan, *, agree: bool) -> Plan:
     try:
         iteration = checkpoint(replace(planned, output_dir=str(home)), agree=agree)
     except ValueError as error:
-        return stopped(planned, "resume", str(error), getattr(error, "remedy", ""))
+        return stopped(planned, Problem(str(error), getattr(error, "remedy", ""), "resume", fatal=False))
     doing = "evaluating" if evaluates else "resuming from"
     told = f"{doing} the checkpoint of iteration {iteration}"
     return replace(planned, resume_from=iteration, notes=[*planned.notes, told])
-
-
-def stopped(planned: Plan, code: str, problem: str, remedy: str) -> Plan:
-    return replace(planned, obstacles=[*planned.obstacles, Obstacle(code, problem, remedy, fatal=False)])
 
 
 def with_toolkit(planned: Plan) -> Plan:

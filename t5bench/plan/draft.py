@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from t5bench.record.plan import Obstacle, Strategy
+from t5bench import Problem
+from t5bench.record.plan import Strategy
 from t5bench.record.settings import BY_NAME, RoleName
 
 
@@ -27,7 +28,7 @@ class Draft:
     master_address: str
     node: str
     """This node's rank; empty until it is known."""
-    obstacles: list[Obstacle] = field(default_factory=list)
+    obstacles: list[Problem] = field(default_factory=list)
     """What stops the run, in the order found."""
     notes: list[str] = field(default_factory=list)
     """What the user should know."""
@@ -42,13 +43,13 @@ class Draft:
         """Whether a setting that is 0 or 1 is 1."""
         return self.values[name] == "1"
 
-    def refuse(self, code: str, problem: str, remedy: str = "") -> None:
+    def refuse(self, code: str, found: str, remedy: str = "") -> None:
         """The request is wrong: nothing more can be planned."""
-        self.obstacles.append(Obstacle(code, problem, remedy, fatal=True))
+        self.obstacles.append(Problem(found, remedy, code))
 
-    def lack(self, code: str, problem: str, remedy: str = "") -> None:
+    def lack(self, code: str, found: str, remedy: str = "") -> None:
         """The machine lacks something: a dry run reports it and continues."""
-        self.obstacles.append(Obstacle(code, problem, remedy, fatal=False))
+        self.obstacles.append(Problem(found, remedy, code, fatal=False))
 
     @property
     def is_refused(self) -> bool:

@@ -1,15 +1,13 @@
 """What a run will need, in one line, before it starts. It imports only the model: a launcher may use 0.30 s of CPU."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 from t5bench.corpus.index import read_record
-from t5bench.model import time
 from t5bench.model.job import Job, padded
 from t5bench.model.machine import GIB, Device, device_of
 from t5bench.model.parameters import parameters
-from t5bench.model.prediction import Prediction, machine_of
+from t5bench.model.prediction import Prediction
 from t5bench.plan.families import FAMILIES
 from t5bench.record.gpus import visible_gpus
 from t5bench.record.plan import Plan
@@ -23,16 +21,6 @@ def padded_vocabulary(plan: Plan) -> int:
     return padded(int(words), plan.number("VOCABULARY_MULTIPLE"))
 
 
-def job_of(plan: Plan, vocabulary: int = 0, batch: int = 0) -> Job:
-    """A plan's job. vocabulary: padded, 0 where it is not known. batch: 0 for the plan's own."""
-    job = Job.of_plan(plan, vocabulary or padded_vocabulary(plan))
-    return replace(job, global_batch=batch or job.global_batch)
-
-
-def backend_of(plan: Plan) -> str:
-    return "gloo" if plan.device == "cpu" or plan.gpus_shared else "nccl"
-
-
 def gpu_here() -> Device | None:
     """This machine's first GPU, if the model knows its figures."""
     names = visible_gpus(os.environ).names
@@ -41,20 +29,23 @@ def gpu_here() -> Device | None:
 
 def forecast(plan: Plan, *, is_dry_run: bool) -> list[str]:
     """Lines for a person: the prediction, and a warning if the run will not fit. A prediction never stops a run."""
-    device, lines = gpu_here() if plan.device == "cuda" else None, []
+    device = gpu_here() if plan.device == "cuda" else None
+    lines = []
     try:
-        job = job_of(plan)
-        machine = machine_of(device or time.CPU, GIGABITS, job.parallel.devices_per_node)
-        found = Prediction(job, machine, backend_of(plan))
+        job = Job.of_plan(plan, padded_vocabulary(plan))
+        prediction = Prediction.of_plan(plan, job, device, GIGABITS)
     except (KeyError, ValueError) as error:
         return [f"no prediction: the cost model does not know {error}"] if is_dry_run else []
-    if found.shortage:
-        lines.append(f"warning: {plan.strategy.name} needs {found.shortage} of GPU memory and will probably run out")
+    if prediction.shortage:
+        lines.append(
+            f"warning: {plan.strategy.name} needs {prediction.shortage} of GPU memory and will probably run out"
+        )
     if is_dry_run:
-        figures = f"{parameters(job.architecture):,} parameters, {found.memory_bytes / GIB:.2f} GiB a process"
-        if sent := max(found.node_bytes):
+        figures = f"{parameters(job.architecture):,} parameters, {prediction.memory_bytes / GIB:.2f} GiB a process"
+        sent = max(prediction.node_bytes)
+        if sent:
             figures += f", {sent / 1e6:,.1f} MB sent by a node in an iteration"
-        if device and found.time:
-            figures += f", {found.time.total:.3g} s an iteration on {device.name} at {GIGABITS:g} Gbit/s"
+        if device and prediction.time:
+            figures += f", {prediction.time.total:.3g} s an iteration on {device.name} at {GIGABITS:g} Gbit/s"
         lines.append(f"predicted: {figures}; see python -m t5bench predict")
     return lines

@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tabulate import tabulate
@@ -16,10 +16,10 @@ from t5bench.evidence import check
 from t5bench.model import schedule, time
 from t5bench.model.job import Job, padded
 from t5bench.model.machine import DEVICES, GIB, Device, device_of
-from t5bench.model.prediction import Prediction, machine_of
+from t5bench.model.prediction import Prediction
 from t5bench.model.presets import PRESETS
 from t5bench.model.time import CPU
-from t5bench.plan.forecast import backend_of, gpu_here, job_of, padded_vocabulary
+from t5bench.plan.forecast import gpu_here, padded_vocabulary
 from t5bench.plan.launchers import declarations, with_slurm_hosts
 from t5bench.plan.planner import plan
 from t5bench.predict import executed
@@ -63,46 +63,77 @@ def run(args: argparse.Namespace) -> int:
         return check.run(args)
     if args.executes:
         jobs = [
-            (one.strategy.name, job_of(one, vocabulary_of(one, args.vocabulary))) for one in planned() if one.layout
+            (plan.strategy.name, Job.of_plan(plan, vocabulary_of(plan, args.vocabulary)))
+            for plan in planned()
+            if plan.layout
         ]
         return executed.run(jobs, args.gpus, args.rank, args.json)
-    rows = [measured_row(directory) for directory in args.runs]
-    slower, calibrates_cpu = calibration(args) if args.calibrate else (None, None)
-    plans = [(row.run.plan, row) for row in rows] or [(plan, None) for plan in planned(args.model)]
-    found = [(predicted(args, plan, row, slower), row) for plan, row in plans if plan.layout]
-    wrong = [plan for plan, _ in plans if not plan.layout]
-    refused = {plan.strategy.name: next(each.found for each in plan.obstacles if each.fatal) for plan in wrong}
-    if not found:
+    calibrated = calibration(args) if args.calibrate else None
+    entries = []
+    refused = {}
+    for its_plan, row in plans_and_rows(args):
+        if its_plan.layout:
+            prediction = predicted(args, its_plan, row, calibrated.slower if calibrated else None)
+            entries.append(Entry(prediction, row))
+        else:
+            refused[its_plan.strategy.name] = next(each.found for each in its_plan.obstacles if each.fatal)
+    if not entries:
         raise Problem("no strategy can run with these settings", "\n".join(dict.fromkeys(refused.values())))
-    if args.calibrate and any((entry.machine.device is CPU) != calibrates_cpu for entry, _ in found):
-        ran, other = ("CPUs", "GPUs") if calibrates_cpu else ("GPUs", "CPUs")
-        raise Problem(f"{args.calibrate} ran on {ran}, which says nothing of {other}", "Calibrate with another run")
+    if calibrated:
+        calibrated.check(entries)
     if args.json:
-        content = [entry.to_json() | {"measured": compared(entry, row)} for entry, row in found]
-        print(json.dumps({"machine": asdict(found[0][0].machine), "rows": content, "refused": refused}, indent=2))
+        machine = asdict(entries[0].prediction.machine)
+        content = [entry.prediction.to_json() | {"measured": entry.compared()} for entry in entries]
+        print(json.dumps({"machine": machine, "rows": content, "refused": refused}, indent=2))
         return 0
-    show(found, refused)
-    for entry, _ in found if args.schedule else ():
-        job, stages = entry.job, range(entry.job.parallel.pipeline)
-        if entry.slower and len(stages) > 1:
-            passes = (time.stage_seconds(job, entry.machine.device, stage) for stage in stages)
-            forward, backward = ([each.seconds for each in way] for way in zip(*passes, strict=True))
-            print(f"\n{entry.name}\n{schedule.draw(schedule.one_f_one_b(forward, backward, job.micro_batches))}")
+    show(entries, refused)
+    if args.schedule:
+        for entry in entries:
+            show_schedule(entry.prediction)
     return 0
+
+
+def plans_and_rows(args: argparse.Namespace) -> list[tuple[Plan, Row | None]]:
+    """The plans to predict: of the runs, with what they measured, or of every strategy with the current settings."""
+    if args.runs:
+        rows = [measured_row(directory) for directory in args.runs]
+        return [(row.run.plan, row) for row in rows]
+    return [(plan, None) for plan in planned(args.model)]
+
+
+def show_schedule(prediction: Prediction) -> None:
+    """Draws when each stage of a pipeline computes, if the device's speed is known."""
+    job = prediction.job
+    if not prediction.slower or job.parallel.pipeline == 1:
+        return
+    forward = []
+    backward = []
+    for stage in range(job.parallel.pipeline):
+        forward_pass, backward_pass = time.stage_seconds(job, prediction.machine.device, stage)
+        forward.append(forward_pass.seconds)
+        backward.append(backward_pass.seconds)
+    drawing = schedule.draw(schedule.one_f_one_b(forward, backward, job.micro_batches))
+    print(f"\n{prediction.name}\n{drawing}")
 
 
 def predicted(
     args: argparse.Namespace, plan: Plan, row: Row | None, slower: float | None = None, gigabits: float | None = None
 ) -> Prediction:
     """A plan's prediction. row: the run that was made of it, which knows its vocabulary, GPU and batch."""
-    vocabulary, gpu, batch = (row.run.padded_vocab_size, gpu_names(row.run), row.batch) if row else (None, None, 0)
-    job = job_of(plan, vocabulary or vocabulary_of(plan, args.vocabulary), round(batch))
-    if not row and args.model in PRESETS:
-        job = with_model(job, args.model)
-    device, per_node = device_for(plan, args.device or gpu), job.parallel.devices_per_node
-    on = machine_of(device, gigabits or args.link, per_node, args.latency * 1e-6)
-    slower = slower or (None if device is CPU else 1.0)
-    return Prediction(job, on, backend_of(plan), slower, row.label if row else plan.strategy.name)
+    if row:
+        name = row.label
+        device = device_for(plan, args.device or gpu_names(row.run))
+        vocabulary = row.run.padded_vocab_size or vocabulary_of(plan, args.vocabulary)
+        job = Job.of_plan(plan, vocabulary, round(row.batch))
+    else:
+        name = plan.strategy.name
+        device = device_for(plan, args.device)
+        job = Job.of_plan(plan, vocabulary_of(plan, args.vocabulary))
+        if args.model in PRESETS:
+            job = with_model(job, args.model)
+    if slower is None and device is not CPU:
+        slower = 1.0
+    return Prediction.of_plan(plan, job, device, gigabits or args.link, args.latency * 1e-6, slower, name)
 
 
 def with_model(job: Job, name: str) -> Job:
@@ -148,39 +179,86 @@ def vocabulary_of(plan: Plan, vocabulary: int | None) -> int:
 
 def device_for(plan: Plan | None, name: str | None) -> Device:
     """The device of this name, else that of a plan on this machine. Raises Problem."""
-    device = device_of(name) if name else CPU if plan and plan.device == "cpu" else gpu_here()
+    remedy = f"Name one with --device: {' '.join(DEVICES)}"
+    if name:
+        device = device_of(name)
+        if not device:
+            raise Problem(f"the device '{name}' is unknown", remedy)
+        return device
+    device = CPU if plan and plan.device == "cpu" else gpu_here()
     if not device:
-        found = f"the device '{name}' is unknown" if name else "there is no GPU here to predict for"
-        raise Problem(found, f"Name one with --device: {' '.join(DEVICES)}")
+        raise Problem("there is no GPU here to predict for", remedy)
     return device
 
 
-def calibration(args: argparse.Namespace) -> tuple[float, bool]:
-    """How much slower than its own figures, as far as they are known, a measured run's machine is; whether it is a CPU.
+@dataclass(frozen=True)
+class Entry:
+    """A prediction, and the row of the runs that it is held against."""
 
-    Raises Problem.
-    """
+    prediction: Prediction
+    row: Row | None
+
+    def compared(self) -> dict[str, tuple[float, float]]:
+        """(measured, predicted) by what: seconds of an iteration, MB of the mean node, memory of the fullest GPU."""
+        row = self.row
+        prediction = self.prediction
+        pairs: dict[str, tuple[float, float]] = {}
+        if not row:
+            return pairs
+        if row.milliseconds and prediction.time:
+            pairs["seconds"] = (row.milliseconds.median / 1000, prediction.time.total)
+        traffic = row.measured[0].observed.traffic if row.measured else ()
+        if traffic and any(prediction.node_bytes):
+            nodes = len(prediction.node_bytes)
+            sent = sum(link.bytes_per_iteration for link in traffic)
+            pairs["MB"] = (sent / nodes / 1e6, sum(prediction.node_bytes) / nodes / 1e6)
+        if row.on_gpu and row.peak_memory:
+            pairs["allocated GiB"] = (max(row.peak_memory.values()) / 1024, prediction.memory.peak / GIB)
+        return pairs
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a measured run says of its machine."""
+
+    run: Path
+    slower: float
+    """How many times as long everything takes as the device's own figures say, as far as they are known."""
+    is_of_cpu: bool
+
+    def check(self, entries: Sequence[Entry]) -> None:
+        """Raises Problem where an entry is for another kind of device."""
+        if any((entry.prediction.machine.device is CPU) != self.is_of_cpu for entry in entries):
+            ran, other = ("CPUs", "GPUs") if self.is_of_cpu else ("GPUs", "CPUs")
+            raise Problem(f"{self.run} ran on {ran}, which says nothing of {other}", "Calibrate with another run")
+
+
+def calibration(args: argparse.Namespace) -> Calibration:
+    """Raises Problem."""
     row = measured_row(args.calibrate)
     if not row.milliseconds:
         raise Problem(f"{args.calibrate} has no measured iterations", "Calibrate with a complete run")
-    is_own = not row.on_gpu or device_of(gpu_names(row.run) or "")
-    own = argparse.Namespace(**vars(args) | {"device": "" if is_own else args.device})
-    entry = predicted(own, row.run.plan, row, gigabits=args.calibrate_link)
+    is_known = not row.on_gpu or device_of(gpu_names(row.run) or "")
+    of_the_run = argparse.Namespace(**vars(args) | {"device": "" if is_known else args.device})
+    prediction = predicted(of_the_run, row.run.plan, row, gigabits=args.calibrate_link)
+    machine = prediction.machine
     try:
-        slower = time.calibrated(entry.job, entry.machine, row.milliseconds.median / 1000, entry.backend)
-        return slower, entry.machine.device is CPU
+        slower = time.calibrated(prediction.job, machine, row.milliseconds.median / 1000, prediction.backend)
     except ValueError as error:
         found = f"{args.calibrate} was faster than its link allows: {error}"
         raise Problem(found, "Give its link's speed: --calibrate-link GBIT") from error
+    return Calibration(args.calibrate, slower, machine.device is CPU)
 
 
-def show(found: Sequence[tuple[Prediction, Row | None]], refused: Mapping[str, str]) -> None:
-    first, costs = found[0][0], [_cost(*pair) for pair in found]
-    print(tabulate([_memory(entry) for entry, _ in found], headers="keys", floatfmt=".2f"), end="\n\n")
+def show(entries: Sequence[Entry], refused: Mapping[str, str]) -> None:
+    memory = [_memory(entry.prediction) for entry in entries]
+    print(tabulate(memory, headers="keys", floatfmt=".2f"), end="\n\n")
+    costs = [_cost(entry) for entry in entries]
     formats = [".4g", ".4g", ",.1f", *[".4g"] * len(costs[0])]  # MB, the third column, has more digits than the others
     print(tabulate(costs, headers="keys", floatfmt=formats), end="\n\n")
     for name, reason in refused.items():
         print(f"{name} cannot run: {reason}")
+    first = entries[0].prediction
     link = first.machine.between.bandwidth * 8 / 1e9
     print(f"MB: sent by the busiest node to others per iteration, over {link:g} Gbit/s with {first.backend}.")
     if first.slower is None:
@@ -189,44 +267,52 @@ def show(found: Sequence[tuple[Prediction, Row | None]], refused: Mapping[str, s
         print(f"Calibrated: everything takes {first.slower:.3g} times as long as the device's figures say.")
 
 
-def _memory(entry: Prediction) -> dict[str, str | float]:
-    device, parts = entry.machine.device, dict(entry.memory.components)
+def _memory(prediction: Prediction) -> dict[str, str | float]:
+    """The cells of the first table."""
+    device = prediction.machine.device
+    memory = prediction.memory
+    rest = dict(memory.components)
 
     def gib(*names: str) -> float:
-        return sum(parts.pop(name, 0.0) for name in names) / GIB
+        return sum(rest.pop(name, 0.0) for name in names) / GIB
 
-    cells: dict[str, str | float] = {"GiB on the fullest": entry.name, "TP/PP/DP": str(entry.job.parallel)}
-    cells |= {name: gib(name) for name in ("weights", "gradients", "optimizer")}
-    cells["activations"] = gib("encoder", "decoder", "ends of stacks", "recomputed layer")
-    cells |= {"logits, loss": gib("logits and loss"), "buffers": gib(*parts), "allocated": entry.memory.peak / GIB}
+    cells: dict[str, str | float] = {
+        "GiB on the fullest": prediction.name,
+        "TP/PP/DP": str(prediction.job.parallel),
+        "weights": gib("weights"),
+        "gradients": gib("gradients"),
+        "optimizer": gib("optimizer"),
+        "activations": gib("encoder", "decoder", "ends of stacks", "recomputed layer"),
+        "logits, loss": gib("logits and loss"),
+        "buffers": gib(*rest),
+        "allocated": memory.peak / GIB,
+    }
     if device.memory:
-        cells |= {"in use": entry.memory_bytes / GIB, f"of {device.name}": f"{entry.memory_bytes / device.memory:.0%}"}
-    return cells | {"peak at": entry.memory.moment, "in CPU memory": sum(entry.memory.cpu.values()) / GIB}
-
-
-def _cost(entry: Prediction, row: Row | None) -> dict[str, str | float]:
-    """Bytes and time, what was measured of them, and how far the prediction is from that."""
-    cells: dict[str, str | float] = {"seconds": entry.name, "samples": entry.job.global_batch}
-    cells["MB"] = max(entry.node_bytes) / 1e6
-    if found := entry.time:
-        cells |= found.parts | {"all": found.total, "samples/s": entry.job.global_batch / found.total}
-        cells["TFLOP/s"] = entry.tflops
-        if entry.mfu is not None:
-            cells["MFU"] = f"{entry.mfu:.1%}"
-    cells["limited by"] = entry.limit
-    for what, (measured, expected) in compared(entry, row).items():
-        cells |= {f"{what} measured": measured, f"{what} off": f"{expected / measured - 1:+.1%}"}
+        cells["in use"] = prediction.memory_bytes / GIB
+        cells[f"of {device.name}"] = f"{prediction.memory_bytes / device.memory:.0%}"
+    cells["peak at"] = memory.moment
+    cells["in CPU memory"] = sum(memory.cpu.values()) / GIB
     return cells
 
 
-def compared(entry: Prediction, row: Row | None) -> dict[str, tuple[float, float]]:
-    """(measured, predicted) by what: seconds of an iteration, MB of the mean node, memory of the fullest GPU."""
-    found: dict[str, tuple[float, float]] = {}
-    if row and row.milliseconds and entry.time:
-        found["seconds"] = row.milliseconds.median / 1000, entry.time.total
-    nodes, seen = len(entry.node_bytes), row.measured[0].observed.traffic if row and row.measured else ()
-    if seen and any(entry.node_bytes):
-        found["MB"] = sum(one.bytes_per_iteration for one in seen) / nodes / 1e6, sum(entry.node_bytes) / nodes / 1e6
-    if row and row.on_gpu and row.peak_memory:
-        found["allocated GiB"] = max(row.peak_memory.values()) / 1024, entry.memory.peak / GIB
-    return found
+def _cost(entry: Entry) -> dict[str, str | float]:
+    """The cells of the second table: bytes and time, what was measured of them, and how far the prediction is off."""
+    prediction = entry.prediction
+    batch = prediction.job.global_batch
+    cells: dict[str, str | float] = {
+        "seconds": prediction.name,
+        "samples": batch,
+        "MB": max(prediction.node_bytes) / 1e6,
+    }
+    if prediction.time:
+        cells |= prediction.time.parts
+        cells["all"] = prediction.time.total
+        cells["samples/s"] = batch / prediction.time.total
+        cells["TFLOP/s"] = prediction.tflops
+        if prediction.mfu is not None:
+            cells["MFU"] = f"{prediction.mfu:.1%}"
+    cells["limited by"] = prediction.limit
+    for quantity, (measured, expected) in entry.compared().items():
+        cells[f"{quantity} measured"] = measured
+        cells[f"{quantity} off"] = f"{expected / measured - 1:+.1%}"
+    return cells

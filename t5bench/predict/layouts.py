@@ -18,7 +18,6 @@ from t5bench.model.job import Architecture, Job, Parallel, Zero, beyond_native
 from t5bench.model.machine import DEVICES, GIB, Machine
 from t5bench.model.prediction import Prediction, machine_of
 from t5bench.model.presets import PRESETS
-from t5bench.plan.forecast import job_of
 from t5bench.plan.launchers import ALONE
 from t5bench.plan.planner import plan
 from t5bench.predict.command import add_machine, device_for, settings_of, vocabulary_of
@@ -29,10 +28,23 @@ TENSOR_SIZES = (1, 2, 4, 8)  # beyond a node the all-reduces of every layer cros
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 RECOMPUTE = ("none", "selective", "full")
 FULLEST = 0.95  # of the device's memory; the rest is lost to fragmentation
-STRATEGIES = {"DDP": "ddp", "TP": "tensor", "PP": "pipeline", "TP x PP": "hybrid"}
-STRATEGIES |= {"ZeRO-3 offload": "zero3_offload", "TP x ZeRO-3 offload": "zero3"}  # the latter if its JSON offloads
-STRATEGIES |= {f"{tp}ZeRO-{stage}": f"zero{stage}" for stage in (1, 2, 3) for tp in ("", "TP x ")}
-STRATEGIES |= {f"{tp}PP x ZeRO-1": "3d" for tp in ("", "TP x ")}
+# The strategy whose launcher starts a kind of layout.
+STRATEGIES = {
+    "DDP": "ddp",
+    "TP": "tensor",
+    "PP": "pipeline",
+    "TP x PP": "hybrid",
+    "ZeRO-1": "zero1",
+    "ZeRO-2": "zero2",
+    "ZeRO-3": "zero3",
+    "ZeRO-3 offload": "zero3_offload",
+    "TP x ZeRO-1": "zero1",
+    "TP x ZeRO-2": "zero2",
+    "TP x ZeRO-3": "zero3",
+    "TP x ZeRO-3 offload": "zero3",  # if its JSON offloads
+    "PP x ZeRO-1": "3d",
+    "TP x PP x ZeRO-1": "3d",
+}
 ZERO = ("zero1", "zero2", "zero3", "zero3_offload")
 
 
@@ -40,8 +52,10 @@ ZERO = ("zero1", "zero2", "zero3", "zero3_offload")
 class Candidate(Prediction):
     """A layout with its prediction; seconds are infinite if it does not fit."""
 
-    given: Mapping[str, str] = field(default_factory=dict)  # settings that are asked for
-    is_launchable: bool = True  # the model is one of the launchers' settings
+    given: Mapping[str, str] = field(default_factory=dict)
+    """The settings that a run must have, too."""
+    is_launchable: bool = True
+    """Whether the launchers' settings can describe the model."""
 
     @cached_property
     def fits(self) -> bool:
@@ -57,15 +71,22 @@ class Candidate(Prediction):
 
     @cached_property
     def kind(self) -> str:
-        parallel, zero = self.job.parallel, self.job.zero
-        parts = ["TP"] * (parallel.tensor > 1) + ["PP"] * (parallel.pipeline > 1)
-        parts += [f"ZeRO-{zero.stage}" + " offload" * zero.offload_parameters] * (zero.stage > 0)
+        zero = self.job.zero
+        parts = []
+        if self.job.parallel.tensor > 1:
+            parts.append("TP")
+        if self.job.parallel.pipeline > 1:
+            parts.append("PP")
+        if zero.offload_parameters:
+            parts.append(f"ZeRO-{zero.stage} offload")
+        elif zero.stage > 0:
+            parts.append(f"ZeRO-{zero.stage}")
         return " x ".join(parts) or "DDP"
 
     @property
     def title(self) -> str:
-        again = "" if self.job.recompute == "none" else f", recompute {self.job.recompute}"
-        return f"{self.kind} {self.job.parallel}, micro-batch {self.job.micro_batch}{again}"
+        title = f"{self.kind} {self.job.parallel}, micro-batch {self.job.micro_batch}"
+        return title if self.job.recompute == "none" else f"{title}, recompute {self.job.recompute}"
 
     @property
     def missing(self) -> str:
@@ -74,39 +95,53 @@ class Candidate(Prediction):
             return "no: --model"
         if not self.start:
             return "no: ZeRO with PP"
-        job, p = self.job, self.job.parallel
-        reason = beyond_native(p.tensor, p.pipeline, job.zero.stage > 0, job.micro_batches, job.precision == "fp16")
-        is_other = reason or job.architecture.family == "gpt" or job.recompute != "none"
-        return "only ENGINE=megatron" if is_other else ""
+        job = self.job
+        parallel = job.parallel
+        is_fp16 = job.precision == "fp16"
+        beyond = beyond_native(parallel.tensor, parallel.pipeline, job.zero.stage > 0, job.micro_batches, is_fp16)
+        needs_megatron = beyond or job.architecture.family == "gpt" or job.recompute != "none"
+        return "only ENGINE=megatron" if needs_megatron else ""
 
     @cached_property
     def start(self) -> str:
         """The command that starts it on each node; "" if this harness cannot run it."""
-        p, job, strategy = self.job.parallel, self.job, STRATEGIES[self.kind]
         if not self.is_launchable:
             return ""
-        if p.deepspeed and job.architecture.cross_attention:  # DeepSpeed's pipeline has no encoder-decoder
-            return ""
-        least, nodes = 1 if strategy == "3d" else 2, p.world // p.devices_per_node  # the other launchers' default is 1
-        own = {
-            "MODEL_FAMILY": job.architecture.family.replace("t5", ""),
-            "NNODES": nodes, "NPROC_PER_NODE": p.devices_per_node,
-            "GLOBAL_BATCH_SIZE": job.global_batch, "MICRO_BATCH_SIZE": job.micro_batch,
-            "TENSOR_PARALLEL_SIZE": p.tensor if p.tensor >= least else "",
-            "PIPELINE_PARALLEL_SIZE": p.pipeline if p.pipeline >= least else "",
-            "RECOMPUTE": job.recompute.replace("none", ""),
-            "ENGINE": job.engine.replace("megatron", ""),
-        }  # fmt: skip
-        settings = {name: value for name, value in own.items() if value}
-        settings |= {name: value for name, value in self.given.items() if name not in own}
-        words = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in settings.items())
-        place = " <master-host> <node-rank>" * (nodes > 1)
-        return f"{words} bash scripts/run_megatron_t5_{strategy}.sh{place}"
+        if self.job.parallel.deepspeed and self.job.architecture.cross_attention:
+            return ""  # DeepSpeed's pipeline has no encoder-decoder
+        settings = self._settings()
+        settings |= {name: value for name, value in self.given.items() if name not in settings}
+        words = [f"{name}={shlex.quote(value)}" for name, value in settings.items() if value]
+        launcher = f"bash scripts/run_megatron_t5_{STRATEGIES[self.kind]}.sh"
+        place = "<master-host> <node-rank>" if int(settings["NNODES"]) > 1 else ""
+        return " ".join(filter(None, [*words, launcher, place]))
+
+    def _settings(self) -> dict[str, str]:
+        """The settings that describe the layout; an empty one stays at its default."""
+        job = self.job
+        parallel = job.parallel
+        strategy = STRATEGIES[self.kind]
+
+        def size(value: int) -> str:
+            """A parallel size of 1 is every launcher's default but 3D's."""
+            return str(value) if value > 1 or strategy == "3d" else ""
+
+        return {
+            "MODEL_FAMILY": "" if job.architecture.family == "t5" else job.architecture.family,
+            "NNODES": str(parallel.world // parallel.devices_per_node),
+            "NPROC_PER_NODE": str(parallel.devices_per_node),
+            "GLOBAL_BATCH_SIZE": str(job.global_batch),
+            "MICRO_BATCH_SIZE": str(job.micro_batch),
+            "TENSOR_PARALLEL_SIZE": size(parallel.tensor),
+            "PIPELINE_PARALLEL_SIZE": size(parallel.pipeline),
+            "RECOMPUTE": "" if job.recompute == "none" else job.recompute,
+            "ENGINE": "" if job.engine == "megatron" else job.engine,
+        }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    whole, gpus = at_least(1), "numbers of GPUs, separated by commas: 8,64,512,4096"
-    parser.add_argument("--gpus", required=True, help=gpus)
+    whole = at_least(1)
+    parser.add_argument("--gpus", required=True, help="numbers of GPUs, separated by commas: 8,64,512,4096")
     add_machine(parser)
     parser.add_argument("--per-node", type=whole, default=8, help="GPUs of a node (default: %(default)s)")
     parser.add_argument("--global-batch", type=whole, help="samples (default: 512, or as many as GPUs)")
@@ -117,35 +152,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises Problem."""
-    sizes = [int(size) for size in args.gpus.split(",") if size.isdecimal() and int(size)]
-    if len(sizes) < len(args.gpus.split(",")):
+    words = args.gpus.split(",")
+    sizes = [int(word) for word in words if word.isdecimal() and int(word)]
+    if len(sizes) < len(words):
         raise Problem(f"--gpus must be numbers of GPUs, found '{args.gpus}'", "For example: --gpus 8,64,512")
     if not args.device:
         raise Problem("--device is missing", f"Choose from: {' '.join(DEVICES)}")
     device = device_for(None, args.device)
-    plain_plan, *others = plans_of_one_gpu(args)
-    plain, zeros = (
-        job_of(plain_plan, vocabulary_of(plain_plan, args.vocabulary)),
-        [Zero.of_config(one.ds_config) for one in others],
-    )
-    if is_preset := args.model in PRESETS:
-        plain = replace(plain, architecture=PRESETS[args.model])
-    found = {}
+    ddp, *zeros = plans_of_one_gpu(args)
+    job = Job.of_plan(ddp, vocabulary_of(ddp, args.vocabulary))
+    is_preset = args.model in PRESETS
+    if is_preset:
+        job = replace(job, architecture=PRESETS[args.model])
+    ranked = {}
     for size in sizes:
         per_node = min(args.per_node, size)
         if size % per_node:
             raise Problem(f"{size} GPUs do not fill nodes of {args.per_node}", "Set --per-node")
-        on = machine_of(device, args.link, per_node, args.latency * 1e-6)
-        found[size] = search(
-            plain, zeros, size, on, args.global_batch or max(512, size), args.tp, given(plain_plan), not is_preset
+        space = Space(
+            job=job,
+            zeros=[Zero.of_config(each.ds_config) for each in zeros],
+            gpus=size,
+            machine=machine_of(device, args.link, per_node, args.latency * 1e-6),
+            batch=args.global_batch or max(512, size),
+            tensor=args.tp,
+            given=given(ddp),
+            is_launchable=not is_preset,
         )
+        ranked[size] = space.ranked()
     if args.json:
-        print(json.dumps({size: _json(candidates) for size, candidates in found.items()}, indent=2))
+        print(json.dumps({size: _json(candidates) for size, candidates in ranked.items()}, indent=2))
     else:
-        for size, candidates in found.items():
+        for size, candidates in ranked.items():
             show(size, candidates, args)
     if args.picture:
-        draw(found, args.picture, device.memory)
+        draw(ranked, args.picture, device.memory)
     return 0
 
 
@@ -172,55 +213,88 @@ def given(planned: Plan) -> dict[str, str]:
 
 def layouts(model: Architecture, gpus: int, per_node: int, tensor: int | None) -> Iterator[Parallel]:
     """Sizes that divide the GPUs, the heads, the FFN and the layers; half of the stages are an encoder's."""
-    for t in [tensor] if tensor else [size for size in TENSOR_SIZES if size <= per_node]:
-        for p in range(1, min(model.layers, gpus // t) + 1):
-            halves = 2 if model.cross_attention and p > 1 else 1
-            stacks = (model.encoder_layers, model.decoder_layers) if halves == 2 else (model.layers,)
-            uneven = p % halves or any(layers % (p // halves) for layers in stacks)
-            if not (uneven or gpus % (t * p) or model.heads % t or model.ffn % t):
-                yield Parallel(t, p, gpus // (t * p), devices_per_node=per_node)
+    tensor_sizes = [tensor] if tensor else [size for size in TENSOR_SIZES if size <= per_node]
+    for tp in tensor_sizes:
+        for pp in range(1, min(model.layers, gpus // tp) + 1):
+            if gpus % (tp * pp) or model.heads % tp or model.ffn % tp:
+                continue
+            if _divides(model, pp):
+                yield Parallel(tp, pp, gpus // (tp * pp), devices_per_node=per_node)
 
 
-def jobs(plain: Job, zeros: Sequence[Zero], gpus: int, per_node: int, batch: int, tensor: int | None) -> Iterator[Job]:
-    """zeros: of the strategies in ZERO."""
-    for parallel in layouts(plain.architecture, gpus, per_node, tensor):
-        # DeepSpeed has no stage 2 or 3 in pipelines, and offload goes without tensor parallelism.
-        usable = (1 if parallel.pipeline > 1 else 3 if parallel.tensor > 1 else 4) if parallel.data > 1 else 0
-        for micro in (size for size in MICRO_BATCHES if batch % (size * parallel.data) == 0):
-            for zero, recompute in product([Zero(), *zeros[:usable]], RECOMPUTE):
-                own = replace(parallel, deepspeed=parallel.pipeline > 1 and zero.stage > 0)
-                sizes = {"parallel": own, "micro_batch": micro, "global_batch": batch}
-                yield replace(plain, **sizes, zero=zero, recompute=recompute)
+def _divides(model: Architecture, pp: int) -> bool:
+    """Whether all stages of a stack have equally many layers."""
+    if model.cross_attention and pp > 1:
+        half, rest = divmod(pp, 2)
+        return rest == 0 and model.encoder_layers % half == 0 and model.decoder_layers % half == 0
+    return model.layers % pp == 0
 
 
-def search(
-    plain: Job,
-    zeros: Sequence[Zero],
-    gpus: int,
-    on: Machine,
-    batch: int,
-    tensor: int | None,
-    chosen: Mapping[str, str],
-    is_launchable: bool = True,
-) -> list[Candidate]:
-    """Every layout, the fastest first. Raises Problem if no layout divides the model or none fits."""
-    every = jobs(plain, zeros, gpus, on.devices_per_node, batch, tensor)
-    candidates = [Candidate(job, on, given=chosen, is_launchable=is_launchable) for job in every]
-    if plain.engine == "native":
-        candidates = [entry for entry in candidates if not entry.missing]
-    if not candidates:
-        asked, model = f" with TP={tensor}" if tensor else "", plain.architecture
-        sizes = f"TP must divide the GPUs, {model.heads} heads and {model.ffn} FFN columns"
-        raise Problem(
-            f"no layout of {gpus} GPUs{asked} divides the model and a global batch of {batch}",
-            f"{sizes}, the data-parallel size the batch (--global-batch)",
-        )
-    least = min(candidates, key=lambda entry: entry.memory_bytes)
-    if not least.fits:
-        takes = f"{least.title} takes {least.memory_bytes / GIB:.1f} GiB of {on.device.memory / GIB:.0f}"
-        problem = f"the model does not fit on {gpus} x {on.device.name}: even {takes}"
-        raise Problem(problem, "Use more GPUs, or ones with more memory")
-    return sorted(candidates, key=lambda entry: (entry.seconds, entry.memory_bytes))
+@dataclass(frozen=True)
+class Space:
+    """The layouts of a job on a number of GPUs."""
+
+    job: Job
+    """On one GPU, with DDP."""
+    zeros: Sequence[Zero]
+    """Of the strategies in ZERO."""
+    gpus: int
+    machine: Machine
+    batch: int
+    """Samples of an iteration."""
+    tensor: int | None = None
+    """The only tensor-parallel size to try."""
+    given: Mapping[str, str] = field(default_factory=dict)
+    """The settings that a run must have, too."""
+    is_launchable: bool = True
+    """Whether the launchers' settings can describe the model."""
+
+    def _usable(self, parallel: Parallel) -> list[Zero]:
+        """DDP, and the stages of ZeRO that go with a layout."""
+        if parallel.data == 1:
+            stages = 0
+        elif parallel.pipeline > 1:
+            stages = 1  # DeepSpeed has no stage 2 or 3 in pipelines
+        elif parallel.tensor > 1:
+            stages = 3  # offload goes without tensor parallelism
+        else:
+            stages = 4
+        return [Zero(), *self.zeros[:stages]]
+
+    def jobs(self) -> Iterator[Job]:
+        per_node = self.machine.devices_per_node
+        for parallel in layouts(self.job.architecture, self.gpus, per_node, self.tensor):
+            fitting = [size for size in MICRO_BATCHES if self.batch % (size * parallel.data) == 0]
+            for micro_batch, zero, recompute in product(fitting, self._usable(parallel), RECOMPUTE):
+                yield replace(
+                    self.job,
+                    parallel=replace(parallel, deepspeed=parallel.pipeline > 1 and zero.stage > 0),
+                    micro_batch=micro_batch,
+                    global_batch=self.batch,
+                    zero=zero,
+                    recompute=recompute,
+                )
+
+    def ranked(self) -> list[Candidate]:
+        """Every layout, the fastest first. Raises Problem if no layout divides the model or none fits."""
+        candidates = [
+            Candidate(job, self.machine, given=self.given, is_launchable=self.is_launchable) for job in self.jobs()
+        ]
+        if self.job.engine == "native":
+            candidates = [candidate for candidate in candidates if not candidate.missing]
+        if not candidates:
+            model = self.job.architecture
+            asked = f" with TP={self.tensor}" if self.tensor else ""
+            found = f"no layout of {self.gpus} GPUs{asked} divides the model and a global batch of {self.batch}"
+            sizes = f"TP must divide the GPUs, {model.heads} heads and {model.ffn} FFN columns"
+            raise Problem(found, f"{sizes}, the data-parallel size the batch (--global-batch)")
+        smallest = min(candidates, key=lambda candidate: candidate.memory_bytes)
+        if not smallest.fits:
+            device = self.machine.device
+            takes = f"{smallest.title} takes {smallest.memory_bytes / GIB:.1f} GiB of {device.memory / GIB:.0f}"
+            found = f"the model does not fit on {self.gpus} x {device.name}: even {takes}"
+            raise Problem(found, "Use more GPUs, or ones with more memory")
+        return sorted(candidates, key=lambda candidate: (candidate.seconds, candidate.memory_bytes))
 
 
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -234,10 +308,11 @@ def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def losers(candidates: Sequence[Candidate]) -> Iterator[tuple[str, str]]:
     """The best of each other kind: (kind, why it is not the winner, and its layout)."""
-    winner, bests = candidates[0], {}
-    for entry in candidates:  # the fastest, or of those that do not fit the smallest, comes first
-        bests.setdefault(entry.kind, entry)
-    for kind, best in bests.items():
+    winner = candidates[0]
+    best_of_kind: dict[str, Candidate] = {}
+    for candidate in candidates:  # the fastest, or of those that do not fit the smallest, comes first
+        best_of_kind.setdefault(candidate.kind, candidate)
+    for kind, best in best_of_kind.items():
         if kind != winner.kind:
             yield kind, f"{_loss(best, winner)}: {best.title}"
 
@@ -246,52 +321,64 @@ def _loss(best: Candidate, winner: Candidate) -> str:
     """Why a layout is not the winner: what of its iteration takes longer by the most."""
     if not best.fits:
         return f"does not fit: at least {best.memory_bytes / GIB:.1f} GiB"
-    more = {name: seconds - winner.time.parts[name] for name, seconds in best.time.parts.items()}
-    part = max(more, key=lambda name: more[name])
-    reason = f", above all more {part}" if more[part] > 0 else ""
+    more = {part: seconds - winner.time.parts[part] for part, seconds in best.time.parts.items()}
+    largest = max(more, key=lambda part: more[part])
+    reason = f", above all more {largest}" if more[largest] > 0 else ""
     return f"{best.seconds / winner.seconds:.2f}x the time{reason}"
 
 
 def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -> None:
-    fitting, front = [entry for entry in candidates if entry.fits], pareto(candidates)
-    batch, counts = fitting[0].job.global_batch, f"{len(candidates)} layouts, {len(fitting)} fit"
-    print(f"{gpus} x {args.device}, {args.link:g} Gbit/s a node, global batch {batch}: {counts}\n")
-    table = [
-        (entry.title, entry.seconds, batch / entry.seconds, entry.tflops, _percent(entry.mfu),
-         entry.memory_bytes / GIB, entry.limit,
-         "*" if entry in front else "", entry.missing or "yes")
-        for entry in fitting[: args.top]
-    ]  # fmt: skip
-    headers = ("layout", "s/iteration", "samples/s", "TFLOP/s", "MFU", "GiB", "limited by", "front", "can run")
-    print(tabulate(table, headers, floatfmt=".4g"))
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    front = pareto(candidates)
+    batch = fitting[0].job.global_batch
+    print(
+        f"{gpus} x {args.device}, {args.link:g} Gbit/s a node, global batch {batch}:"
+        f" {len(candidates)} layouts, {len(fitting)} fit\n"
+    )
+    rows = [
+        {
+            "layout": candidate.title,
+            "s/iteration": candidate.seconds,
+            "samples/s": batch / candidate.seconds,
+            "TFLOP/s": candidate.tflops,
+            "MFU": "" if candidate.mfu is None else f"{candidate.mfu:.1%}",
+            "GiB": candidate.memory_bytes / GIB,
+            "limited by": candidate.limit,
+            "front": "*" if candidate in front else "",
+            "can run": candidate.missing or "yes",
+        }
+        for candidate in fitting[: args.top]
+    ]
+    print(tabulate(rows, headers="keys", floatfmt=".4g"))
     print("\nPareto front of memory and time:")
-    for entry in front:
-        print(f"  {entry.memory_bytes / GIB:6.2f} GiB  {entry.seconds:8.4g} s  {entry.title}")
+    for candidate in front:
+        print(f"  {candidate.memory_bytes / GIB:6.2f} GiB  {candidate.seconds:8.4g} s  {candidate.title}")
     print("\nWhy not the others (the best of each):")
     for kind, reason in losers(candidates):
         print(f"  {kind:<16} {reason}")
-    if starts := next((entry for entry in fitting if entry.start), None):
-        print(f"\nThe fastest that this harness can start, {starts.title}:\n  {starts.start}\n")
+    startable = [candidate for candidate in fitting if candidate.start]
+    if startable:
+        fastest = startable[0]
+        print(f"\nThe fastest that this harness can start, {fastest.title}:\n  {fastest.start}\n")
 
 
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"
-
-
-def draw(found: Mapping[int, Sequence[Candidate]], path: Path, memory: int) -> None:
-    """A panel for each number of GPUs. Raises Problem for another kind of file."""
+def draw(ranked: Mapping[int, Sequence[Candidate]], path: Path, memory: int) -> None:
+    """A panel for each number of GPUs. memory: bytes of one. Raises Problem for another kind of file."""
     from matplotlib.figure import Figure
 
-    def places(entries: Iterable[Candidate]) -> Iterator[tuple[float, ...]]:
-        return zip(*((one.memory_bytes / GIB, one.seconds) for one in entries), strict=True)
+    def coordinates(candidates: Iterable[Candidate]) -> tuple[list[float], list[float]]:
+        shown = list(candidates)
+        return [each.memory_bytes / GIB for each in shown], [each.seconds for each in shown]
 
-    figure = Figure(figsize=(5 * len(found), 4), layout="constrained")
-    for axes, (gpus, candidates) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
+    figure = Figure(figsize=(5 * len(ranked), 4), layout="constrained")
+    panels = figure.subplots(1, len(ranked), squeeze=False)[0]
+    for axes, (gpus, candidates) in zip(panels, ranked.items(), strict=True):
         axes.set(title=f"{gpus} GPUs", yscale="log", xlabel="GiB on the fullest GPU", ylabel="s/iteration")
-        fitting = [entry for entry in candidates if entry.fits]
-        for kind in dict.fromkeys(entry.kind for entry in fitting):
-            axes.scatter(*places(entry for entry in fitting if entry.kind == kind), s=9, label=kind)
-        axes.step(*places(pareto(candidates)), "k-", where="post", label="front")
+        fitting = [candidate for candidate in candidates if candidate.fits]
+        for kind in dict.fromkeys(candidate.kind for candidate in fitting):
+            of_kind = [candidate for candidate in fitting if candidate.kind == kind]
+            axes.scatter(*coordinates(of_kind), s=9, label=kind)
+        axes.step(*coordinates(pareto(candidates)), "k-", where="post", label="front")
         axes.axvline(memory / GIB, color="grey", linestyle=":")
         axes.legend(fontsize="x-small")
     try:
@@ -301,12 +388,23 @@ def draw(found: Mapping[int, Sequence[Candidate]], path: Path, memory: int) -> N
 
 
 def _json(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
-    front = {id(entry) for entry in pareto(candidates)}
+    front = {id(candidate) for candidate in pareto(candidates)}
     return [
-        {"name": entry.title, "kind": entry.kind, "memory": entry.memory_bytes, "limit": entry.limit,
-         "missing": entry.missing, "start": entry.start, "mfu": entry.mfu, "tflops": entry.tflops,
-         "seconds": entry.seconds if entry.fits else None,
-         "pareto": id(entry) in front, "parallel": asdict(entry.job.parallel), "zero": asdict(entry.job.zero),
-         "micro_batch": entry.job.micro_batch, "recompute": entry.job.recompute}
-        for entry in candidates
-    ]  # fmt: skip
+        {
+            "name": candidate.title,
+            "kind": candidate.kind,
+            "memory": candidate.memory_bytes,
+            "limit": candidate.limit,
+            "missing": candidate.missing,
+            "start": candidate.start,
+            "mfu": candidate.mfu,
+            "tflops": candidate.tflops,
+            "seconds": candidate.seconds if candidate.fits else None,
+            "pareto": id(candidate) in front,
+            "parallel": asdict(candidate.job.parallel),
+            "zero": asdict(candidate.job.zero),
+            "micro_batch": candidate.job.micro_batch,
+            "recompute": candidate.job.recompute,
+        }
+        for candidate in candidates
+    ]

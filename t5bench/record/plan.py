@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from t5bench import Problem
 from t5bench.model.layout import Layout
 from t5bench.record.files import RecordError
 from t5bench.record.settings import PRECISIONS, ROLES, TOGETHER, RoleName
@@ -57,16 +58,6 @@ class Strategy:
     @property
     def has_fsdp2(self) -> bool:
         return "--fsdp2" in self.flags
-
-
-@dataclass(frozen=True)
-class Obstacle:
-    """Why a run cannot start. fatal: the request itself is wrong; otherwise this machine lacks something."""
-
-    code: str
-    found: str
-    remedy: str
-    fatal: bool
 
 
 @dataclass(frozen=True)
@@ -128,7 +119,8 @@ class Plan:
     """The settings' values in effect: role to name to value. ``settings`` has them by name."""
     chosen: Sequence[str]
     """The settings that are not at their default."""
-    obstacles: Sequence[Obstacle]
+    obstacles: Sequence[Problem]
+    """Why it cannot start."""
     notes: Sequence[str] = ()
     """What the user should know: choices that were made, and warnings."""
     node: int = 0
@@ -204,6 +196,11 @@ class Plan:
     def with_role(self, question: str) -> dict[str, str]:
         """The settings whose role has this property (a field of Role): name to value, a number in one spelling."""
         return {name: spelled(s.value) for name, s in self.settings.items() if getattr(ROLES[s.role], question)}
+
+    @property
+    def backend(self) -> str:
+        """What carries the collectives: NCCL needs a GPU for each process."""
+        return "gloo" if self.device == "cpu" or self.gpus_shared else "nccl"
 
     @property
     def zero_stage(self) -> int:

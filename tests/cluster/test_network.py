@@ -19,7 +19,7 @@ from harness import REPO_ROOT
 
 from t5bench.compare.comparison import build
 from t5bench.model import traffic
-from t5bench.plan.forecast import job_of
+from t5bench.model.job import Job
 from t5bench.record.records import load
 
 RATES = os.environ.get("RATES", "100mbit").split(",")
@@ -57,7 +57,7 @@ def test_a_slow_network_slows_strategies_that_send_more(cluster: Cluster, sample
         runs = [load(output / rate / "repeat1" / strategy) for strategy in settings["STRATEGIES"].split()]
         on_the_wire = []
         for run, row in zip(runs, build(runs, "ddp", [], None).rows, strict=True):
-            job = job_of(run.plan, run.padded_vocab_size)
+            job = Job.of_plan(run.plan, run.padded_vocab_size)
             predicted = max(traffic.node_bytes(job, traffic.rows(job), "gloo"))
             assert row.sent_per_iteration == pytest.approx(predicted, rel=0.2)
             on_the_wire.append(row.sent_per_iteration * 8 / megabits / 1000)
