@@ -16,16 +16,15 @@ from t5bench.model.job import Job
 from t5bench.profile import parts as profile
 from t5bench.profile.parts import AXES, BUBBLE, DATA, HOST, LOGGING, SENDING, WAITING
 from t5bench.profile.rank import BACKWARD, COMPUTING, FORWARD, OWN_WORK, Rank
-from t5bench.profile.record_causes import WORTH_NAMING, Cause, of_record
+from t5bench.profile.record_causes import WORTH_NAMING, Slowdown, of_record
 from t5bench.profile.whatif import Gain, WhatIf, calibrated
 from t5bench.record.files import PROFILE, RecordError
 from t5bench.record.records import Run, load
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
 
-# Waiting for a core is named from this share of the iteration on, where other programs keep less than the other share
-# of a core busy.
-CONTENDED = 0.25
-ANOTHER_PROGRAM = 0.25
+# Waiting for a core is named if either of these is reached.
+CONTENDED = 0.25  # of the iteration
+ANOTHER_PROGRAM = 0.25  # of a core, which other programs keep busy
 # A slowdown has to take this share of the iteration, beyond what the profiled iteration takes more than the others.
 CHANCE = 0.05
 # How many times as long as another a rank may compute for the same work: cores may share a cache or a clock.
@@ -37,10 +36,8 @@ UNEQUAL_STAGES = 1.5  # how many times as long as another a stage may compute
 # there are so many for each stage.
 SMALL_OPERATOR_MS = 0.015
 MANY_MICRO_BATCHES = 4
-# How much longer than another a stage has to take for its layers, by the cost model, before it counts as slow; and how
-# much more it has to compute, by the model, before stages count as unequal.
-BEYOND_MODEL = 2.5
-LARGER_STAGE = 1.25
+BEYOND_MODEL = 2.5  # times the cost model's time for its layers: such a stage is slow
+LARGER_STAGE = 1.25  # times another stage's work by the cost model: such stages are unequal
 GRADIENTS = SENDING[AXES[0]]
 PARAMETERS = SENDING[AXES[3]]
 # What data-parallel ranks send, in words, and from which stage of ZeRO on for every micro-batch.
@@ -86,8 +83,8 @@ class Explanation:
             best = self.content.link
             if best:
                 links = rank.entry.links.values()
-                sending = sum(1000 * link.bytes / best.rate + link.steps * best.latency_ms for link in links)
-                share += sending / rank.wall
+                sending_ms = sum(1000 * link.bytes / best.rate + link.steps * best.latency_ms for link in links)
+                share += sending_ms / rank.wall
             busiest = max(busiest, share)
         micro_batches = self.layout.micro_batches
         with_bubble = (micro_batches + self.layout.pp - 1) / micro_batches
@@ -111,13 +108,14 @@ class Explanation:
         evaluates = profile.shares(self.content.ranks)[profile.EVALUATING] > 0
         which = "this" if evaluates else "each"
         parts = profile.limits(self.content.ranks, profile.DOING | self._sent())
-        said = f"{title} spends {parts.replace('% ', f'% of {which} iteration ', 1)}"
+        parts = parts.replace("% ", f"% of {which} iteration ", 1)
+        sentence = f"{title} spends {parts}"
         if self.what_if:
             gain, change = self.what_if
-            said += f"; {change} would make it {gain:.1f} times as fast"
+            sentence += f"; {change} would make it {gain:.1f} times as fast"
         if self.content.overhead is not None:
-            said += f". {self._overhead(self.content.overhead, evaluates)}"
-        return said
+            sentence += f". {self._overhead(self.content.overhead, evaluates)}"
+        return sentence
 
     def _sent(self) -> dict[str, str]:
         """What data-parallel ranks send, and how often."""
@@ -125,10 +123,12 @@ class Explanation:
             return SENT
         gathers_often = self.plan.strategy.has_fsdp2 and self.plan.value("FSDP_KEEP_PARAMETERS", "0") == "0"
         sent = dict(SENT)
-        for part, since in SENT_EVERY_MICRO_BATCH.items():
-            # FSDP2 sends gradients once.
-            often = part == PARAMETERS if gathers_often else self.plan.zero_stage >= since
-            if often:
+        for part, first_stage in SENT_EVERY_MICRO_BATCH.items():
+            if gathers_often:
+                is_sent_often = part == PARAMETERS  # FSDP2 sends gradients once
+            else:
+                is_sent_often = self.plan.zero_stage >= first_stage
+            if is_sent_often:
                 sent[part] += " of every micro-batch"
         return sent
 
@@ -161,7 +161,9 @@ class Explanation:
         seconds = (self.content.other_iterations_ms or wall) / 1000
         if exposed >= (1 - rest) * seconds:
             seconds = wall / 1000
-        links = [link for rank in self.ranks for link in rank.entry.links.values() if link.ms]
+        links: list[profile.Link] = []
+        for rank in self.ranks:
+            links += [link for link in rank.entry.links.values() if link.ms]
         rate = 0.0
         if links:
             rate = 1000 * sum(link.bytes for link in links) / sum(link.ms for link in links)
@@ -208,10 +210,11 @@ class Explanation:
 
     # ---- the causes --------------------------------------------------------------------------------------------------
 
-    def causes(self) -> list[Cause]:
+    def causes(self) -> list[Slowdown]:
         """Those that are worth naming, what costs most first, each for the rank where it costs most."""
-        rules = (self._own_work, self._processor, self._slow, self._stages, self._link, self._micro_batches)
-        causes = [cause for rule in rules for cause in rule() if cause.share >= WORTH_NAMING]
+        causes: list[Slowdown] = []
+        for rule in (self._own_work, self._processor, self._slow, self._stages, self._link, self._micro_batches):
+            causes += [cause for cause in rule() if cause.share >= WORTH_NAMING]
         asleep = max(rank.entry.processor.saving_ms for rank in self.ranks) / 1000
         saving = max(rank.entry.parts.get(profile.SAVING, 0.0) for rank in self.ranks) / 1000
         causes += of_record(self.run, asleep, saving)
@@ -220,16 +223,16 @@ class Explanation:
             largest.pop("slow rank", None)
         return sorted(largest.values(), key=lambda cause: -cause.share)
 
-    def _own_work(self) -> Iterator[Cause]:
+    def _own_work(self) -> Iterator[Slowdown]:
         for name, part in (("data loading", DATA), ("logging", LOGGING)):
             worst = max(self.ranks, key=lambda rank: rank.alone(part))
             share = self._of_rest(worst.alone(part))
-            yield Cause(name, share, f"{worst.name} is {profile.DOING[part]} {share:.0%} of the time{self._without}")
+            yield Slowdown(name, share, f"{worst.name} is {profile.DOING[part]} {share:.0%} of the time{self._without}")
 
-    def _processor(self) -> Iterator[Cause]:
+    def _processor(self) -> Iterator[Slowdown]:
         for rank in self.ranks:
             if rank.throttled >= WORTH_NAMING:
-                yield Cause("throttled CPU", rank.throttled, f"a quota holds {rank.name} back {rank.throttled:.0%}")
+                yield Slowdown("throttled CPU", rank.throttled, f"a quota holds {rank.name} back {rank.throttled:.0%}")
                 continue
             on_node = [other for other in self.ranks if other.entry.host == rank.entry.host]
             others_compute = self._others_compute(rank, on_node)
@@ -239,17 +242,19 @@ class Explanation:
     def _others_compute(self, rank: Rank, on_node: Sequence[Rank]) -> bool:
         """Whether other programs keep the rank's cores busy."""
         used = rank.entry.processor
-        # OMP_PROC_BIND or taskset may bind the ranks to a few cores; other programs have the others.
-        sharing = [
-            other for other in on_node if not used.cores or set(used.cores).intersection(other.entry.processor.cores)
-        ]
-        computed = sum(other.entry.processor.computed_ms for other in sharing)
-        return used.machine_ms - computed >= ANOTHER_PROGRAM * rank.wall
+        of_ranks = [other.entry.processor for other in on_node]
+        if used.cores:
+            # OMP_PROC_BIND or taskset may bind the ranks to a few cores; other programs have the others.
+            of_ranks = [other for other in of_ranks if set(used.cores).intersection(other.cores)]
+        computed_by_ranks = sum(processor.computed_ms for processor in of_ranks)
+        return used.machine_ms - computed_by_ranks >= ANOTHER_PROGRAM * rank.wall
 
-    def _contention(self, rank: Rank, on_node: Sequence[Rank], others_compute: bool) -> Cause:
+    def _contention(self, rank: Rank, on_node: Sequence[Rank], others_compute: bool) -> Slowdown:
         """Who has the core that a rank waits for."""
         all_cores = self.cores.get(rank.entry.host, 0)
-        bound_to = {core for other in on_node for core in other.entry.processor.cores}
+        bound_to: set[int] = set()
+        for other in on_node:
+            bound_to.update(other.entry.processor.cores)
         cores = len(bound_to) or all_cores
         processes = len(on_node)
         has_too_many = processes > cores > 0
@@ -258,15 +263,18 @@ class Explanation:
         is_bound = is_own and cores < all_cores
         is_known = rank.entry.processor.machine_ms > 0
         has_too_few = not others_compute and (is_own or is_known)
-        name = "another program on the core"
-        if is_bound or has_too_few:
-            name = f"fewer cores than {'processes' if has_too_many else 'threads'}"
+        if not is_bound and not has_too_few:
+            name = "another program on the core"
+        elif has_too_many:
+            name = "fewer cores than processes"
+        else:
+            name = "fewer cores than threads"
         text = f"{rank.name} waits for a core {rank.queued:.0%} of the time"
         if is_bound:
             text += f": its node's ranks are bound to {cores} of {all_cores} cores"
-        return Cause(name, rank.queued, text)
+        return Slowdown(name, rank.queued, text)
 
-    def _slow(self) -> Iterator[Cause]:
+    def _slow(self) -> Iterator[Slowdown]:
         """A node or a rank for all of which the others wait, and neither data, a log line, a checkpoint nor a busy core
         keeps it."""
         suspects = [("slow rank", rank.name, [rank]) for rank in self.ranks]
@@ -284,13 +292,13 @@ class Explanation:
             if self._is_on_cpu:
                 share = self._of_rest(min(_works_longer(rank, others) for rank in ranks))
                 text = f"{called} needs {share:.0%} of the time more than others for its work{self._without}"
-                yield Cause(name, share, text)
+                yield Slowdown(name, share, text)
                 continue
             longest = max(other.waits_for(ranks) for other in others)
             if longest > CHANCE + only_here:
-                yield Cause(name, longest, f"the others wait for {called} {longest:.0%} of the time")
+                yield Slowdown(name, longest, f"the others wait for {called} {longest:.0%} of the time")
 
-    def _stages(self) -> Iterator[Cause]:
+    def _stages(self) -> Iterator[Slowdown]:
         """One that takes longer has more to compute, or is slower than the cost model says of its layers."""
         if self.layout.pp == 1 or not self.run.padded_vocab_size:
             return
@@ -299,9 +307,9 @@ class Explanation:
         lost = max(rank.lost for rank in self.ranks)
         computing = self._by_stage(*COMPUTING)
         busy = self._by_stage(*COMPUTING, HOST)
-        model = [
-            sum(way.seconds for way in time.stage_seconds(job, time.CPU, stage)) for stage in range(self.layout.pp)
-        ]
+        model = []
+        for stage in range(self.layout.pp):
+            model.append(sum(way.seconds for way in time.stage_seconds(job, time.CPU, stage)))
         beyond_model = [share / seconds for share, seconds in zip(busy, model, strict=True)]
         slowest = beyond_model.index(max(beyond_model))
         slower = max(beyond_model) / min(beyond_model)
@@ -311,13 +319,13 @@ class Explanation:
         is_waited_for = slowest == busy.index(max(busy))
         if slower >= BEYOND_MODEL and lost < CONTENDED and is_waited_for:
             text = f"stage {slowest} takes {slower:.1f} times as long for its layers as another"
-            yield Cause("slow rank", bubble - lost, text)
+            yield Slowdown("slow rank", bubble - lost, text)
         elif larger >= UNEQUAL_STAGES and model[largest] >= LARGER_STAGE * min(model):
             gain, _ = self._equal_stages()
             text = f"stage {largest} computes {larger:.1f} times as long"
-            yield Cause("unequal pipeline stages", 1 - 1 / gain, text)
+            yield Slowdown("unequal pipeline stages", 1 - 1 / gain, text)
 
-    def _link(self) -> Iterator[Cause]:
+    def _link(self) -> Iterator[Slowdown]:
         """What the messages take on the link at its best: waiting for a core takes longer, but is not the link's."""
         best = self.content.link
         if not best:
@@ -328,17 +336,17 @@ class Explanation:
             return
         ms_per_byte = 1000 / best.rate if is_narrow else 0.0
         ms_per_step = best.latency_ms if is_late else 0.0
-        at_best = f"{8e-9 * best.rate:.2g} Gbit/s" if is_narrow else f"{best.latency_ms:.1f} ms a step"
+        speed = f"{8e-9 * best.rate:.2g} Gbit/s" if is_narrow else f"{best.latency_ms:.1f} ms a step"
         for rank in self.ranks:
             share = 0.0
             for axis, link in rank.entry.links.items():
-                takes = ms_per_byte * link.bytes + ms_per_step * link.steps
-                share += min(takes / rank.wall, rank.share(SENDING[axis]))
+                sending_ms = ms_per_byte * link.bytes + ms_per_step * link.steps
+                share += min(sending_ms / rank.wall, rank.share(SENDING[axis]))
             share /= self.rest
-            text = f"messages pass at {at_best} at best, which takes {rank.name} {share:.0%} of the time{self._without}"
-            yield Cause("slow link", share, text)
+            text = f"messages pass at {speed} at best, which takes {rank.name} {share:.0%} of the time{self._without}"
+            yield Slowdown("slow link", share, text)
 
-    def _micro_batches(self) -> Iterator[Cause]:
+    def _micro_batches(self) -> Iterator[Slowdown]:
         worst = max(self.ranks, key=lambda rank: rank.share(HOST) * (1 - rank.lost))
         count = self.layout.micro_batches
         # Without what it waits for a core meanwhile.
@@ -355,7 +363,7 @@ class Explanation:
         saved = 1 - self.layout.pp / count  # by micro-batches as large as possible
         size = self.plan.value("MICRO_BATCH_SIZE")
         text = f"{count} micro-batches of {size}, {1000 * operator_ms:.0f} us an operator"
-        yield Cause("tiny micro-batches", saved * share, text)
+        yield Slowdown("tiny micro-batches", saved * share, text)
 
 
 def _evened(shares: Sequence[float]) -> list[float]:

@@ -11,16 +11,16 @@ from t5bench.record.log import Iteration, evaluation
 from t5bench.record.reader import log_lines
 from t5bench.record.records import Run
 
-WORTH_NAMING = 0.1  # share of the iteration from which on a cause is named
-# A checkpoint that is not slow: seconds that every one takes, and sleeps, and bytes per second that any disk writes.
-CHECKPOINT_SECONDS = 1.0
-ASLEEP_SECONDS = 0.1
-DISK = 100e6
+WORTH_NAMING = 0.1  # share of the iteration from which on a slowdown is named
+# A checkpoint is slow if it takes more than twice as long as these tell.
+CHECKPOINT_SECONDS = 1.0  # that every one takes
+ASLEEP_SECONDS = 0.1  # that every one sleeps
+DISK = 100e6  # bytes per second that any disk writes
 
 
 @dataclass(frozen=True)
-class Cause:
-    """What slows a run down."""
+class Slowdown:
+    """What slows a run down, and how that is known."""
 
     name: str
     share: float
@@ -28,18 +28,19 @@ class Cause:
     evidence: str
 
 
-def of_record(run: Run, asleep: float = 0.0, saving: float = 0.0) -> list[Cause]:
+def of_record(run: Run, asleep: float = 0.0, saving: float = 0.0) -> list[Slowdown]:
     """asleep: seconds for which a rank sleeps in a checkpoint, which its profile tells; saving: what one took there."""
-    causes = (*_slow_clocks(run), *_checkpoints(run, asleep, saving))
-    return [cause for cause in causes if cause.share >= WORTH_NAMING]
+    slowdowns = (*_slow_clocks(run), *_checkpoints(run, asleep, saving))
+    return [slowdown for slowdown in slowdowns if slowdown.share >= WORTH_NAMING]
 
 
-def _slow_clocks(run: Run) -> Iterator[Cause]:
+def _slow_clocks(run: Run) -> Iterator[Slowdown]:
     """A node whose GPUs run at lower clocks than those of the other nodes, which wait for it."""
     clocks: dict[int, float] = {}
     for node, samples in run.samples.items():
-        busy = [gpu for sample in samples for gpu in sample["gpus"] if gpu["utilization"]]
-        megahertz = [gpu["sm_mhz"] for gpu in busy if gpu.get("sm_mhz")]
+        megahertz: list[float] = []
+        for sample in samples:
+            megahertz += [gpu["sm_mhz"] for gpu in sample["gpus"] if gpu["utilization"] and gpu.get("sm_mhz")]
         if megahertz:
             clocks[node] = median(megahertz)
     if len(clocks) < 2:
@@ -48,7 +49,7 @@ def _slow_clocks(run: Run) -> Iterator[Cause]:
     usual = median(clock for node, clock in clocks.items() if node != slowest)
     host = next(node["host"] for node in run.nodes if node["node"] == slowest)
     text = f"GPUs of node {slowest} ({host}) run at {clocks[slowest]:.0f} MHz, the others' at {usual:.0f} MHz"
-    yield Cause("slow node", 1 - clocks[slowest] / usual, text)
+    yield Slowdown("slow node", 1 - clocks[slowest] / usual, text)
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class _Interval:
     """Of another kind than a checkpoint."""
 
 
-def _checkpoints(run: Run, asleep: float, saving: float) -> Iterator[Cause]:
+def _checkpoints(run: Run, asleep: float, saving: float) -> Iterator[Slowdown]:
     """What saving adds to an iteration: the intervals with a checkpoint against those without, by the engine's own
     clock where there are none."""
     every = run.plan.number("SAVE_INTERVAL")
@@ -70,12 +71,9 @@ def _checkpoints(run: Run, asleep: float, saving: float) -> Iterator[Cause]:
     if not every or not timed:
         return
     intervals = list(_intervals(run, timed, every))
-    without = [
-        interval.seconds / interval.iterations
-        for interval in intervals
-        if not interval.checkpoints and not interval.has_event
-    ]
-    iteration = median(without or [line.elapsed_ms / 1000 for line in timed])
+    undisturbed = [interval for interval in intervals if not interval.checkpoints and not interval.has_event]
+    seconds_without = [interval.seconds / interval.iterations for interval in undisturbed]
+    iteration = median(seconds_without or [line.elapsed_ms / 1000 for line in timed])
     added = [
         (interval.seconds - interval.iterations * iteration) / interval.checkpoints
         for interval in intervals
@@ -85,12 +83,12 @@ def _checkpoints(run: Run, asleep: float, saving: float) -> Iterator[Cause]:
     size = _largest_checkpoint(run.directory / "checkpoints")
     writing = size / DISK
     is_slow = checkpoint > 2 * (CHECKPOINT_SECONDS + writing) or asleep > 2 * (ASLEEP_SECONDS + writing)
-    seconds = f"{checkpoint:.1f} s" if checkpoint >= 1 else f"{checkpoint:.3f} s"
+    duration = f"{checkpoint:.1f} s" if checkpoint >= 1 else f"{checkpoint:.3f} s"
     often = f"every {every} iterations" if every > 1 else "every iteration"
-    yield Cause(
-        "slow disk" if size and is_slow else "frequent checkpoints",
-        checkpoint / (checkpoint + every * iteration),
-        f"saving {size / 1e6:,.0f} MB takes {seconds} {often}",
+    yield Slowdown(
+        name="slow disk" if size and is_slow else "frequent checkpoints",
+        share=checkpoint / (checkpoint + every * iteration),
+        evidence=f"saving {size / 1e6:,.0f} MB takes {duration} {often}",
     )
 
 
@@ -105,7 +103,8 @@ def _intervals(run: Run, timed: list[Iteration], every: int) -> Iterator[_Interv
         end = after.iteration
         if after.begin != before.begin or start < run.plan.number("PROFILE_ITERATION") <= end + 1:
             continue
-        begin = max([start, *(number for number in evaluated if start < number < end)])
+        evaluated_within = [iteration for iteration in evaluated if start < iteration < end]
+        begin = max([start, *evaluated_within])
         yield _Interval(
             seconds=after.time - evaluated.get(begin, before.time),
             iterations=end - begin,
@@ -129,6 +128,8 @@ def _times_of_evaluations(run: Run) -> dict[int, float]:
 
 def _largest_checkpoint(directory: Path) -> int:
     """In bytes."""
-    folders = [folder for folder in directory.glob("*") if folder.is_dir()]
-    sizes = [sum(file.stat().st_size for file in folder.rglob("*")) for folder in folders]
-    return max(sizes, default=0)
+    largest = 0
+    for folder in directory.glob("*"):
+        if folder.is_dir():
+            largest = max(largest, sum(file.stat().st_size for file in folder.rglob("*")))
+    return largest

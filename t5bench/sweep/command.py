@@ -31,9 +31,10 @@ from t5bench.record.text import steer
 from t5bench.sweep.launch import Launch, Row, Started, choose, plan_baselines, plan_rows
 from t5bench.sweep.order import in_turn
 
-# The time between looks at a run, and between reports of its progress, which read all of its iterations: on a terminal,
-# and in a file, where each report is a line.
-SECONDS, PROGRESS_SECONDS, LINE_SECONDS = 0.1, 2.0, 30.0
+SECONDS = 0.1  # between looks at a run
+# Between reports of its progress, each of which reads all of its iterations.
+PROGRESS_SECONDS = 2.0  # on a terminal
+LINE_SECONDS = 30.0  # in a file, where each report is a line
 BAR_WIDTH = 20
 
 
@@ -80,18 +81,22 @@ def check_settings(runs: Mapping[Path, Row]) -> None:
     """Raises Problem for a run that this sweep would train otherwise: a complete one, which it would mistake for one of
     its own, or one with checkpoints, which it would resume."""
     for directory, row in runs.items():
-        done = is_complete(directory)
-        if not row.plan or not (done or (directory / "checkpoints" / TRACKER).exists()):
+        was_completed = is_complete(directory)
+        has_checkpoint = (directory / "checkpoints" / TRACKER).exists()
+        if not row.plan or not (was_completed or has_checkpoint):
             continue
-        other = list(misfits(replace(row.plan, output_dir=str(directory))))
-        if done and not other and (was := _place(load(directory).plan)) != (here := _place(row.plan)):
-            other = [f"{here} here and {was} then"]
-        if other:
+        differences = list(misfits(replace(row.plan, output_dir=str(directory))))
+        if was_completed and not differences:
+            now = _processes_of(row.plan)
+            then = _processes_of(load(directory).plan)
+            if now != then:
+                differences = [f"{now} here and {then} then"]
+        if differences:
             remedy = "Choose another RUNS_DIR, or delete that run to repeat it"
-            raise Problem(f"{directory} holds a run with other settings: {'; '.join(other)}", remedy)
+            raise Problem(f"{directory} holds a run with other settings: {'; '.join(differences)}", remedy)
 
 
-def _place(plan: Plan) -> str:
+def _processes_of(plan: Plan) -> str:
     assert plan.layout
     return f"{plan.layout.nnodes} x {plan.layout.nproc_per_node} processes on {plan.device}"
 
@@ -132,13 +137,18 @@ def outcome(status: int, run: Started, directory: Path) -> str:
     except RecordError:
         record = None
     if status == 0:
-        speed = record.iterations[-1].samples_per_second if record and record.iterations else "?"
+        speed: float | str = "?"
+        if record and record.iterations:
+            speed = record.iterations[-1].samples_per_second
         return f"complete, {speed} samples/s at the end"
     # If a launcher refused, there is no record, or only that of another node which waited for it.
-    if record is None or (status == EXIT_CODES[CONFIGURATION] and run.problems):
-        word, reasons = next(name for name, code in EXIT_CODES.items() if code == status), run.problems
+    has_refused = status == EXIT_CODES[CONFIGURATION] and run.problems
+    if record is None or has_refused:
+        word = next(name for name, code in EXIT_CODES.items() if code == status)
+        reasons = run.problems
     else:
-        word, reasons = record.status, [record.reason, *run.problems]
+        word = record.status
+        reasons = [record.reason, *run.problems]
     return f"FAILED ({word}): {'; '.join(reasons)}; see {directory}"
 
 
@@ -146,22 +156,33 @@ def progress(directory: Path, since: float = math.inf, *, bar: bool = False) -> 
     """The newest iteration: from the record, else from the terminal output of nodes whose files are elsewhere.
 
     Before the first iteration it names the extensions that have been compiling since the time `since` (in seconds since
-    1970); PyTorch locks their directories.
+    1970).
     """
     try:
-        done = read_metrics(directory / "metrics.jsonl")
+        iterations = read_metrics(directory / "metrics.jsonl")
     except RecordError as error:
         return str(error)
-    for terminal in () if done else directory.glob("node*.terminal"):
-        done += log.iterations(terminal.read_text(errors="replace").splitlines())
-    if done:
-        last = done[-1]
-        drawn = f"[{'#' * (BAR_WIDTH * last.iteration // last.total):<{BAR_WIDTH}}] " if bar else ""
-        return f"{drawn}iteration {last.iteration}/{last.total}"
-    with contextlib.suppress(OSError):  # a lock disappears once its extension is compiled
-        if names := sorted(lock.parent.name for lock in extension_locks(os.environ) if lock.stat().st_mtime >= since):
-            return f"compiling {', '.join(names)}: takes minutes, but only once"
+    if not iterations:
+        for terminal in directory.glob("node*.terminal"):
+            iterations += log.iterations(terminal.read_text(errors="replace").splitlines())
+    if iterations:
+        last = iterations[-1]
+        text = f"iteration {last.iteration}/{last.total}"
+        if bar:
+            filled = "#" * (BAR_WIDTH * last.iteration // last.total)
+            text = f"[{filled:<{BAR_WIDTH}}] {text}"
+        return text
+    extensions = _compiling_since(since)
+    if extensions:
+        return f"compiling {', '.join(extensions)}: takes minutes, but only once"
     return "starting"
+
+
+def _compiling_since(since: float) -> list[str]:
+    """The names of the extensions whose directories PyTorch has locked since then."""
+    with contextlib.suppress(OSError):  # a lock disappears once its extension is compiled
+        return sorted(lock.parent.name for lock in extension_locks(os.environ) if lock.stat().st_mtime >= since)
+    return []
 
 
 def run_all(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path, retries: int = 0, goes_on: str = "") -> bool:
@@ -172,12 +193,15 @@ def run_all(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path, retries: i
     try:
         statuses = _run_each(launch, runs, runs_dir)
         for _ in range(retries):
-            if failed := {directory: runs[directory] for directory, status in statuses.items() if status}:
-                note("retrying the failed runs")
-                statuses |= _run_each(launch, failed, runs_dir)
+            failed = {directory: runs[directory] for directory, status in statuses.items() if status}
+            if not failed:
+                break
+            note("retrying the failed runs")
+            statuses |= _run_each(launch, failed, runs_dir)
     except Interrupted as stop:
         name = signal.Signals(stop.code - 128).name.removeprefix("SIG")
-        left = "; ".join(launch.running.end() if launch.running else ()) or "nothing"
+        remaining = launch.running.end() if launch.running else []
+        left = "; ".join(remaining) or "nothing"
         note(f"\n{name} received: stopped; {left} is left running. {goes_on}".rstrip())
         raise
     return any(status != EXIT_CODES[CONFIGURATION] for status in statuses.values())
@@ -185,35 +209,52 @@ def run_all(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path, retries: i
 
 def _run_each(launch: Launch, runs: Mapping[Path, Row], runs_dir: Path) -> dict[Path, int]:
     """The exit status of each; 0 for one that is already complete."""
-    statuses, took, width = {}, [], max(len(str(directory.relative_to(runs_dir))) for directory in runs)
+    names = {directory: str(directory.relative_to(runs_dir)) for directory in runs}
+    width = max(len(name) for name in names.values())
+    total = len(runs)
+    statuses: dict[Path, int] = {}
+    durations: list[float] = []
     for number, (directory, row) in enumerate(runs.items(), 1):
-        label = f"[{number:{len(str(len(runs)))}}/{len(runs)}] {directory.relative_to(runs_dir)!s:{width}}"
+        label = f"[{number:{len(str(total))}}/{total}] {names[directory]:{width}}"
         if is_complete(directory):
             statuses[directory] = 0
             note(f"{label}  already complete")
             continue
-        start, mean, after = time.monotonic(), fmean(took or [0]), len(runs) - number
-        statuses[directory], said = _run_one(launch, row, directory, label, mean * (after + 1))
-        took.append(time.monotonic() - start)
-        note(f"{label}  {said}, {timedelta(seconds=round(took[-1]))}{_left(fmean(took) * after)}")
+        remaining = total - number
+        mean = fmean(durations) if durations else 0.0
+        start = time.monotonic()
+        statuses[directory], result = _run_one(launch, row, directory, label, mean * (remaining + 1))
+        duration = time.monotonic() - start
+        durations.append(duration)
+        note(f"{label}  {result}, {timedelta(seconds=round(duration))}{_left(fmean(durations) * remaining)}")
     return statuses
 
 
 def _run_one(launch: Launch, row: Row, directory: Path, label: str, expected: float) -> tuple[int, str]:
     """The exit status, and how the run ended. expected: seconds for this run and the remaining ones; 0 if unknown."""
     directory.mkdir(parents=True, exist_ok=True)
-    terminal, started = sys.stderr.isatty(), time.time()
-    run, told = launch.start(row, directory), started - PROGRESS_SECONDS * terminal
-    while (status := run.poll()) is None:
-        if (now := time.time()) - told >= (PROGRESS_SECONDS if terminal else LINE_SECONDS):
-            said = f"{label}  {progress(directory, started, bar=terminal)}{_left(expected - now + started)}"
-            if terminal:
-                print(said, end="", file=sys.stderr)
+    on_terminal = sys.stderr.isatty()
+    started = time.time()
+    if on_terminal:
+        interval = PROGRESS_SECONDS
+        reported = started - interval  # the first report comes at once
+    else:
+        interval = LINE_SECONDS
+        reported = started
+    run = launch.start(row, directory)
+    status = run.poll()
+    while status is None:
+        now = time.time()
+        if now - reported >= interval:
+            report = f"{label}  {progress(directory, started, bar=on_terminal)}{_left(expected - now + started)}"
+            if on_terminal:
+                print(report, end="", file=sys.stderr)
                 steer(sys.stderr, "\033[K\r")
             else:
-                note(said)
-            told = now
+                note(report)
+            reported = now
         time.sleep(SECONDS)
+        status = run.poll()
     return status, outcome(status, run, directory)
 
 

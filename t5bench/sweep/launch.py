@@ -62,14 +62,22 @@ main
 
 @dataclass(frozen=True)
 class Row:
-    """A run to make. processes: in all; None for the strategy's default. plan: the first node's. resumes: from its own
-    checkpoints, which are never overwritten."""
+    """A run to make."""
 
     name: str
     strategy: str
     processes: int | None = None
+    """In all; None for the strategy's default."""
     plan: Plan | None = None
+    """The first node's."""
     resumes: bool = False
+    """From its own checkpoints, which are never overwritten."""
+
+    @property
+    def world_size(self) -> int:
+        """Of a row that is planned."""
+        assert self.plan and self.plan.layout
+        return self.plan.layout.world_size
 
 
 def shell(host: str) -> list[str]:
@@ -81,7 +89,9 @@ class Node:
     """A host, the bash there, the file for its output, and the file for its part of the record."""
 
     def __init__(self, host: str, environment: Mapping[str, str], directory: Path, rank: int) -> None:
-        self.host, self.rank, self.part = host, rank, directory / f"node{rank}.json"
+        self.host = host
+        self.rank = rank
+        self.part = directory / f"node{rank}.json"
         self.output = directory / f"node{rank}.terminal"
         with self.output.open("wb") as file:
             self.process = subprocess.Popen(
@@ -121,15 +131,17 @@ class Node:
 
 
 class Started:
-    """One run on all its nodes, as a process. problems: what its record does not say, once it has ended."""
+    """One run on all its nodes, as a process."""
 
     def __init__(self, launch: "Launch", row: Row, directory: Path) -> None:
-        self._launch, self._row, self._directory = launch, row, directory
+        self._launch = launch
+        self._row = row
+        self._directory = directory
         parts = (*directory.glob("node*.json"), *directory.glob("metrics.jsonl"))
-        self._earlier = {path: path.stat().st_mtime_ns for path in parts}
+        self._earlier = {path: path.stat().st_mtime_ns for path in parts}  # when an earlier attempt wrote its files
         self._deadline: float | None = None
         self.nodes: list[Node] = []
-        self.problems: list[str] = []
+        self.problems: list[str] = []  # what its record does not say, once it has ended
 
     def poll(self) -> int | None:
         """None while any node runs. If one fails, the others get time to end, unless that one never began."""
@@ -137,7 +149,8 @@ class Started:
         if None not in codes:
             return self._finish()
         if self._deadline is None and any(codes):
-            self._deadline = time.monotonic() + (0 if any(node.refused for node in self.nodes) else GRACE_SECONDS)
+            has_refusal = any(node.refused for node in self.nodes)
+            self._deadline = time.monotonic() + (0 if has_refusal else GRACE_SECONDS)
         if self._deadline is not None and time.monotonic() > self._deadline:
             for node in self.nodes:
                 node.end()
@@ -151,30 +164,26 @@ class Started:
         for node in self.nodes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 node.process.wait(timeout=max(0.1, deadline - time.monotonic()))
-        left = [node for node in self.nodes if node.process.poll() is None]
-        if not left:
+        still_running = [node for node in self.nodes if node.process.poll() is None]
+        if not still_running:
             self._finish()
-        return [f"what process {node.process.pid} started on {node.host or 'this machine'}" for node in left]
+        return [f"what process {node.process.pid} started on {node.host or 'this machine'}" for node in still_running]
 
     def _finish(self) -> int:
         """Fetches the parts that are not already here (a shared file system); returns the run's exit status."""
         lost = [node for node in self.nodes if node.was_lost]
         self.problems = [f"ssh to {node.host} broke off: {node.output_lines[-1]}" for node in lost]
         absent = [node for node in self.nodes if self._is_old(node.part)]
-        present = filter(Path.exists, self._earlier if absent else ())
-        aside = {path: Path(f"{path}.earlier") for path in present if self._is_old(path)}
-        for path, other in aside.items():  # it would be mistaken for this attempt's
-            path.rename(other)
-        for source in [f"{node.host}:{self._directory}" for node in absent if node.host]:
-            try:
-                with collect.local_copy(source) as found:
-                    collect.bring(found, source, self._directory)
-            except RecordError as error:
-                self.problems.append(str(error))
-        if all(self._is_old(node.part) for node in self.nodes):  # nothing began, and a later attempt may resume
-            for path, other in aside.items():
-                other.rename(path)
-        if refused := [node for node in absent if self._has_refused(node)]:
+        set_aside = self._set_earlier_files_aside() if absent else {}
+        for node in absent:
+            if node.host:
+                self._fetch_from(node.host)
+        nothing_began = all(self._is_old(node.part) for node in self.nodes)
+        if nothing_began:  # and a later attempt may resume the earlier one
+            for path, aside in set_aside.items():
+                aside.rename(path)
+        refused = [node for node in absent if self._has_refused(node)]
+        if refused:
             self.problems = [self._why_refused(node) for node in refused]
             return EXIT_CODES[CONFIGURATION]
         try:
@@ -182,6 +191,22 @@ class Started:
         except (RecordError, OSError) as error:
             self.problems.append(str(error))
             return EXIT_CODES[CRASHED]
+
+    def _set_earlier_files_aside(self) -> dict[Path, Path]:
+        """So that they are not mistaken for this attempt's; the new path of each."""
+        earlier = [path for path in self._earlier if path.exists() and self._is_old(path)]
+        set_aside = {path: Path(f"{path}.earlier") for path in earlier}
+        for path, aside in set_aside.items():
+            path.rename(aside)
+        return set_aside
+
+    def _fetch_from(self, host: str) -> None:
+        source = f"{host}:{self._directory}"
+        try:
+            with collect.local_copy(source) as copy:
+                collect.bring(copy, source, self._directory)
+        except RecordError as error:
+            self.problems.append(str(error))
 
     def _why_refused(self, node: Node) -> str:
         lines = node.output_lines
@@ -191,10 +216,14 @@ class Started:
             obstacles = self._launch.ask(self._row, self._directory, node.rank).obstacles
         except Problem as problem:
             return str(problem)
-        # A dry run does not find everything, such as a disk that is full.
-        last = next((line for line in reversed(lines) if line.startswith("error: ")), f"error: see {node.output}")
-        found = obstacles[0].found if obstacles else last.removeprefix("error: ")
-        return f"{node.host}: {found}" if node.host else found
+        errors = [line for line in lines if line.startswith("error: ")]
+        if obstacles:
+            reason = obstacles[0].found
+        elif errors:  # a dry run does not find everything, such as a disk that is full
+            reason = errors[-1].removeprefix("error: ")
+        else:
+            reason = f"see {node.output}"
+        return f"{node.host}: {reason}" if node.host else reason
 
     def _has_refused(self, node: Node) -> bool:
         """Whether its launcher refused: there is no new record, or another node's end is in it. An engine's says so."""
@@ -210,28 +239,31 @@ class Started:
 
 
 class Launch:
-    """Plans and starts runs, on this machine only or on the nodes of HOSTS or SLURM. running: the newest run."""
+    """Plans and starts runs, on this machine only or on the nodes of HOSTS or SLURM."""
 
     def __init__(self, changes: Mapping[str, str], over_ssh: bool = False, arguments: Sequence[str] = ()) -> None:
         """changes: to the environment. arguments: for the engine. Raises Problem if there are no hosts."""
         self._environment = {**os.environ, **changes}
-        self.running: Started | None = None
         self._arguments = list(arguments)
         self._hosts: Sequence[str] = [""]
-        self._sent: Mapping[str, str] = {}
+        self._sent: Mapping[str, str] = {}  # the variables that a host receives
+        self.running: Started | None = None  # the newest run
         if over_ssh:
-            # This machine need not be one of them, and then its rank could not be inferred.
-            environment = launchers.with_slurm_hosts({**self._environment, "NODE_RANK": "0"})
-            baseline = launchers.accepted(plan(environment, BASELINE))
-            if not baseline.hosts:
-                raise Problem("LAUNCH=ssh but no hosts are known", 'export HOSTS="node0 node1" in rank order')
-            self._hosts = baseline.hosts
-            self._environment.setdefault(SECRET, secrets.token_hex(32))
-            self._sent = {
-                name: value
-                for name, value in self._environment.items()
-                if name in baseline.settings or name.startswith(ALSO_SENT)
-            }
+            self._reach_hosts()
+
+    def _reach_hosts(self) -> None:
+        # This machine need not be one of them, and then its rank could not be inferred.
+        environment = launchers.with_slurm_hosts({**self._environment, "NODE_RANK": "0"})
+        baseline = launchers.accepted(plan(environment, BASELINE))
+        if not baseline.hosts:
+            raise Problem("LAUNCH=ssh but no hosts are known", 'export HOSTS="node0 node1" in rank order')
+        self._hosts = baseline.hosts
+        self._environment.setdefault(SECRET, secrets.token_hex(32))
+        self._sent = {
+            name: value
+            for name, value in self._environment.items()
+            if name in baseline.settings or name.startswith(ALSO_SENT)
+        }
 
     def _settings(self, row: Row, directory: Path) -> dict[str, str]:
         """What a row changes in the environment."""
@@ -253,53 +285,80 @@ class Launch:
     def _script(self, row: Row, directory: Path, rank: int, end: str) -> str:
         """The script for a host's bash; in ``end`` the launcher is called ``launch``."""
         name, _ = with_size(row.strategy)
+        command = ["bash", str(launchers.launcher(name))]
+        lines = [f"echo '{BEGINS}'"]
+        master = self._hosts[0]
+        if master:
+            command += [master, str(rank)]
+            repository = shlex.quote(str(REPOSITORY))
+            missing = f'echo "error: there is no {repository} on $HOSTNAME" >&2'
+            lines.append(f"cd -- {repository} 2>/dev/null || {{ {missing}; exit 2; }}")
         exports = {**self._sent, **self._settings(row, directory)}
-        words, lines = ["bash", str(launchers.launcher(name))], [f"echo '{BEGINS}'"]
-        if master := self._hosts[0]:
-            words += [master, str(rank)]
-            here = shlex.quote(str(REPOSITORY))
-            missing = f'echo "error: there is no {here} on $HOSTNAME" >&2'
-            lines.append(f"cd -- {here} 2>/dev/null || {{ {missing}; exit 2; }}")
-        lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(exports.items())]
+        for variable, value in sorted(exports.items()):
+            lines.append(f"export {variable}={shlex.quote(value)}")
         arguments = shlex.join(["--", *self._arguments]) if self._arguments else ""
-        return "\n".join([*lines, f'launch() {{ exec {shlex.join(words)} "$@" {arguments}; }}', end])
+        lines.append(f'launch() {{ exec {shlex.join(command)} "$@" {arguments}; }}')
+        lines.append(end)
+        return "\n".join(lines)
 
     def ask(self, row: Row, directory: Path, rank: int = 0) -> Plan:
         """The plan of a host. Raises Problem if it prints none."""
-        if not self._hosts[rank]:
+        host = self._hosts[rank]
+        if not host:
             name, _ = with_size(row.strategy)
             return plan({**self._environment, **self._settings(row, directory)}, name, self._arguments)
-        options = {"capture_output": True, "text": True, "errors": "replace", "check": False}
-        script = self._script(row, directory, rank, "launch --dry-run=json </dev/null\n")
-        result = subprocess.run(shell(self._hosts[rank]), env=self._environment, input=script, **options)
-        said = result.stdout.partition(BEGINS)[2]
-        if not said.strip():
-            host, why = self._hosts[rank], visible(result.stderr, "\n")
-            remedy = f"Try to log in by hand: ssh {host}" if host else ""
-            raise Problem(f"{host or 'this machine'} cannot plan {row.strategy}: {why}", remedy)
-        return Plan.read(json.loads(said))
+        result = subprocess.run(
+            shell(host),
+            env=self._environment,
+            input=self._script(row, directory, rank, "launch --dry-run=json </dev/null\n"),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        planned = result.stdout.partition(BEGINS)[2]
+        if not planned.strip():
+            why = visible(result.stderr, "\n")
+            raise Problem(f"{host} cannot plan {row.strategy}: {why}", f"Try to log in by hand: ssh {host}")
+        return Plan.read(json.loads(planned))
 
     def start(self, row: Row, directory: Path) -> Started:
         """Registers each node before sending it anything, so that an interruption leaves no launcher behind."""
-        # Either all nodes resume or none does. Only the first one's disk surely has the pointer to the checkpoints.
-        pointer = shlex.quote(str(directory / "checkpoints" / TRACKER))
-        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "check": False}
-        look = {"env": self._environment, "input": f"test -e {pointer}\n", "text": True}
-        found = subprocess.run(shell(self._hosts[0]), **look, **silent)
-        row = replace(row, resumes=found.returncode == 0)
-        self.running = run = Started(self, row, directory)
+        row = replace(row, resumes=self._has_checkpoint(directory))
+        run = Started(self, row, directory)
+        self.running = run
         for rank, host in enumerate(self._hosts):
-            run.nodes.append(Node(host, self._environment, directory, rank))
-            # A node whose own part is complete would refuse to repeat a run that failed on another node.
-            forget = f"rm -f -- {shlex.quote(str(directory / f'node{rank}.status'))}\n" if host else ""
-            run.nodes[-1].send(self._script(row, directory, rank, forget + WATCH))
+            node = Node(host, self._environment, directory, rank)
+            run.nodes.append(node)
+            begin = WATCH
+            if host:
+                # A node whose own part is complete would refuse to repeat a run that failed on another node.
+                status = shlex.quote(str(directory / f"node{rank}.status"))
+                begin = f"rm -f -- {status}\n{WATCH}"
+            node.send(self._script(row, directory, rank, begin))
         return run
+
+    def _has_checkpoint(self, directory: Path) -> bool:
+        """On the first node, so that all nodes resume or none: only its disk surely has the pointer to checkpoints."""
+        pointer = shlex.quote(str(directory / "checkpoints" / TRACKER))
+        result = subprocess.run(
+            shell(self._hosts[0]),
+            env=self._environment,
+            input=f"test -e {pointer}\n",
+            text=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            check=False,
+        )
+        return result.returncode == 0
 
 
 def with_size(name: str) -> tuple[str, str]:
     """A strategy, and the tensor-parallel size of "zero1-tp2", "" if none is given."""
     strategy, _, size = name.partition("-tp")
-    return (strategy, size) if size.isdecimal() else (name, "")
+    if size.isdecimal():
+        return strategy, size
+    return name, ""
 
 
 def choose(names: Sequence[str]) -> list[str]:
@@ -313,23 +372,31 @@ def choose(names: Sequence[str]) -> list[str]:
 
 def plan_rows(launch: Launch, runs_dir: Path, strategies: Iterable[str], processes: int | None = None) -> list[Row]:
     """A row for each strategy that can run; for each reason, says once which strategies cannot."""
-    wanted = [Row(f"{each}-{processes}" if processes else each, each, processes) for each in strategies]
-    rows, blocked = [], dict[tuple[str, str], list[str]]()
+    suffix = f"-{processes}" if processes else ""
+    wanted = [Row(f"{strategy}{suffix}", strategy, processes) for strategy in strategies]
     with ThreadPoolExecutor(PLANNING_THREADS) as threads:
         plans = list(threads.map(lambda row: launch.ask(row, runs_dir / "plan"), wanted))
+    rows: list[Row] = []
+    blocked: dict[tuple[str, str], list[str]] = {}  # the names of the rows, by the obstacle and its remedy
     for row, planned in zip(wanted, map(launchers.accepted, plans), strict=True):
         if planned.obstacles:
-            blocked.setdefault((planned.obstacles[0].found, planned.obstacles[0].remedy), []).append(row.name)
+            obstacle = planned.obstacles[0]
+            blocked.setdefault((obstacle.found, obstacle.remedy), []).append(row.name)
         elif planned.layout:
             rows.append(replace(row, plan=planned))
-    for (found, remedy), names in blocked.items():
-        note("\n       ".join(filter(None, [f"{', '.join(names)} cannot run here: {found}", remedy])))
+    for (reason, remedy), names in blocked.items():
+        lines = [f"{', '.join(names)} cannot run here: {reason}", remedy]
+        note("\n       ".join(filter(None, lines)))
     return rows
 
 
 def plan_baselines(launch: Launch, runs_dir: Path, rows: Sequence[Row]) -> list[Row]:
     """If the baseline is among the rows, one more baseline row for every other number of processes."""
-    sizes = [(row.plan.layout.world_size, row.strategy == BASELINE) for row in rows]
-    known = {size for size, is_baseline in sizes if is_baseline}
-    missing = dict.fromkeys(size for size, _ in sizes if known and size not in known)
-    return [row for size in missing for row in plan_rows(launch, runs_dir, [BASELINE], size)]
+    with_baseline = {row.world_size for row in rows if row.strategy == BASELINE}
+    if not with_baseline:
+        return []
+    baselines: list[Row] = []
+    for size in dict.fromkeys(row.world_size for row in rows):
+        if size not in with_baseline:
+            baselines += plan_rows(launch, runs_dir, [BASELINE], size)
+    return baselines

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from t5bench import REPOSITORY, Problem, note, raise_on_signals
@@ -25,9 +26,13 @@ TRACE = ("--trace",)
 PERCENT = 0.01
 # Settings, or engine arguments for numbers that have none.
 NUMBERS = {
-    "learning rate": "LR", "final learning rate": "MIN_LR", "weight decay": "WEIGHT_DECAY", "clipping": "CLIP_GRAD",
-    "Adam's epsilon": "--adam-eps", "standard deviation of the weights": "--init-method-std",
-}  # fmt: skip
+    "learning rate": "LR",
+    "final learning rate": "MIN_LR",
+    "weight decay": "WEIGHT_DECAY",
+    "clipping": "CLIP_GRAD",
+    "Adam's epsilon": "--adam-eps",
+    "standard deviation of the weights": "--init-method-std",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,36 +53,46 @@ def run(args: argparse.Namespace) -> int:
     # Runs of an engine that has changed since would be mistaken for runs of this one.
     if args.runs_dir.exists():
         raise Problem(f"{args.runs_dir} already exists, but the check needs new runs", "Choose another RUNS_DIR")
-    unknown = next((o.found for o in native_plan(args.runs_dir).obstacles if o.code == "native-engine"), "")
+    unsupported = why_unsupported(args.runs_dir)
     if args.sensitivity:
-        curves = measure_launched(args.runs_dir) if unknown else measure(args.runs_dir)
+        curves = measure_launched(args.runs_dir) if unsupported else measure(args.runs_dir)
         return t5bench("parity", "--sensitivity", curves)
-    drops = float(os.environ["DROPOUT"]) > 0
     if args.locate and args.engine != NATIVE:
         raise Problem("only the native engine writes what --locate reads", "Set ENGINE=native")
+    has_dropout = float(os.environ["DROPOUT"]) > 0
+    is_fp32 = not os.environ.get("PRECISION_FLAG")
     # In bf16 a run is also judged by its own numbers, because its curves may differ by more than small mistakes.
-    is_traced = args.engine == NATIVE and (args.locate or bool(os.environ.get("PRECISION_FLAG")))
-    train(args.engine, strategies, args.runs_dir, further=TRACE if is_traced and not drops else ())
-    reference = []
-    if unknown:
-        note(f"{unknown}: mistakes that all strategies share, and those that these settings hide, go unnoticed")
-    elif args.engine == MEGATRON and not drops:  # the engines draw other masks
-        train(NATIVE, [BASELINE], args.runs_dir)
-        reference = ["--reference", args.runs_dir / NATIVE / BASELINE]
-    outside = []
-    is_exact = not drops and not os.environ.get("PRECISION_FLAG")
-    if args.engine == NATIVE and is_exact and os.environ.get("MODEL_FAMILY", "t5") == "t5":
-        outside = ["--outside", train_outside(args.runs_dir)]
-    elif args.engine == NATIVE and is_exact:
-        note("the outside reference is a T5: mistakes that all strategies of a GPT share go unnoticed")
-    further = train_seeds(args.engine, strategies, args.runs_dir) if drops else []
-    measured = ["--sensitivity", measure(args.runs_dir, until_seen=True)] if args.blind_spots and not unknown else []
-    note(f"run directories: {args.runs_dir}")
+    is_traced = args.engine == NATIVE and not has_dropout and (args.locate or not is_fp32)
+    train(args.engine, strategies, args.runs_dir, further=TRACE if is_traced else ())
     # A strategy that could not run has no run directory, and therefore fails.
-    runs = args.runs_dir / args.engine
-    named = [*(runs / name for name in strategies), *further]
-    locate = ["--locate"] if args.locate else []
-    return t5bench("parity", *named, "--baseline", runs / BASELINE, *reference, *outside, *measured, *locate)
+    runs = [args.runs_dir / args.engine / name for name in strategies]
+    options: list[str | Path] = ["--baseline", args.runs_dir / args.engine / BASELINE]
+    if unsupported:
+        note(f"{unsupported}: mistakes that all strategies share, and those that these settings hide, go unnoticed")
+    elif args.engine == MEGATRON and not has_dropout:  # the engines draw other masks
+        train(NATIVE, [BASELINE], args.runs_dir)
+        options += ["--reference", args.runs_dir / NATIVE / BASELINE]
+    if args.engine == NATIVE and not has_dropout and is_fp32:
+        if os.environ.get("MODEL_FAMILY", "t5") == "t5":
+            options += ["--outside", train_outside(args.runs_dir)]
+        else:
+            note("the outside reference is a T5: mistakes that all strategies of a GPT share go unnoticed")
+    if has_dropout:
+        runs += train_seeds(args.engine, strategies, args.runs_dir)
+    if args.blind_spots and not unsupported:
+        options += ["--sensitivity", measure(args.runs_dir, until_seen=True)]
+    if args.locate:
+        options.append("--locate")
+    note(f"run directories: {args.runs_dir}")
+    return t5bench("parity", *runs, *options)
+
+
+def why_unsupported(runs_dir: Path) -> str:
+    """Why the native engine cannot train this model family; "" if it can."""
+    for obstacle in native_plan(runs_dir).obstacles:
+        if obstacle.code == "native-engine":
+            return obstacle.found
+    return ""
 
 
 def native_plan(runs_dir: Path) -> Plan:
@@ -87,16 +102,24 @@ def native_plan(runs_dir: Path) -> Plan:
 
 
 def measure(runs_dir: Path, *, until_seen: bool = False) -> Path:
-    """Measures how far each number of the recipe moves the curves, with the native engine in one process; the file."""
+    """Measures how far each number of the recipe moves the curves, with the native engine in one process; the file.
+
+    until_seen: each curve ends where the change is large enough for the check to see.
+    """
     plan = accepted(native_plan(runs_dir))
     if plan.obstacles:
-        raise Problem(f"the native engine cannot run here: {plan.obstacles[0].found}", plan.obstacles[0].remedy)
-    took = "20 seconds on a CPU (CHECK_BLIND_SPOTS=0 skips this)" if until_seen else "a minute on a CPU"
-    note(f"measuring how visible a change in each number is: about {took}")
+        obstacle = plan.obstacles[0]
+        raise Problem(f"the native engine cannot run here: {obstacle.found}", obstacle.remedy)
+    if until_seen:
+        duration = "20 seconds on a CPU (CHECK_BLIND_SPOTS=0 skips this)"
+        enough = " ".join(str(MARGIN * bound) for bound in TOLERANCE["fp32"])
+    else:
+        duration = "a minute on a CPU"
+        enough = "inf inf"
+    note(f"measuring how visible a change in each number is: about {duration}")
     path = runs_dir / "sensitivity.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "native.sensitivity", plan.value("MODEL_FAMILY"), *plan.arguments.words]
-    enough = " ".join(str(MARGIN * bound) for bound in TOLERANCE["fp32"]) if until_seen else "inf inf"
     environment = os.environ | plan.environment | {"SENSITIVITY_ENOUGH": enough}
     with path.open("wb") as output:
         result = subprocess.run(command, env=environment, cwd=REPOSITORY, stdout=output, check=False)
@@ -111,53 +134,84 @@ def train_outside(runs_dir: Path) -> Path:
     note("training Hugging Face's model from the same weights, in one process: seconds on a CPU")
     path = runs_dir / "hugging-face.json"
     command = [sys.executable, "-m", "native.reference", *plan.arguments.words]
+    environment = os.environ | plan.environment
     with path.open("wb") as output:
-        environment = os.environ | plan.environment
         result = subprocess.run(command, env=environment, cwd=REPOSITORY, stdout=output, check=False)
     if result.returncode:
         raise Problem(f"the reference ended with exit status {result.returncode}", "The reason is above")
     return path
 
 
-def changes() -> Iterator[tuple[str, str, str, str]]:
-    """The changes to the recipe that a launcher can make: the number, by how much, setting or argument, new value."""
+@dataclass(frozen=True)
+class RecipeChange:
+    """A change to one number of the recipe that a launcher can make."""
+
+    number: str
+    by: str
+    name: str
+    """Of the setting, or of the engine argument."""
+    value: str
+    """The new one."""
+
+
+def recipe_changes() -> Iterator[RecipeChange]:
     given = os.environ | dict(zip(ARGUMENTS[::2], ARGUMENTS[1::2], strict=True))
-    yield "the recipe", "nothing", "SEED", given["SEED"]
+    yield RecipeChange("the recipe", "nothing", "SEED", given["SEED"])
     for number, name in NUMBERS.items():
-        yield number, "1 %", name, f"{float(given[name]) * (1 + PERCENT):.9g}"
+        more = float(given[name]) * (1 + PERCENT)
+        yield RecipeChange(number, "1 %", name, f"{more:.9g}")
     for number, name in (("Adam's beta 1", "--adam-beta1"), ("Adam's beta 2", "--adam-beta2")):
-        yield number, "1 % of 1 - beta", name, f"{1 - (1 - float(given[name])) * (1 + PERCENT):.9g}"
-    yield "warm-up", "1 iteration", "LR_WARMUP_ITERS", str(int(given["LR_WARMUP_ITERS"]) + 1)
-    yield "length of the decay", "1 iteration", "--lr-decay-iters", str(int(given["TRAIN_ITERS"]) + 1)
-    yield "seed", "+1", "SEED", str(int(given["SEED"]) + 1)
+        less = 1 - (1 - float(given[name])) * (1 + PERCENT)
+        yield RecipeChange(number, "1 % of 1 - beta", name, f"{less:.9g}")
+    warm_up = int(given["LR_WARMUP_ITERS"]) + 1
+    yield RecipeChange("warm-up", "1 iteration", "LR_WARMUP_ITERS", str(warm_up))
+    decay = int(given["TRAIN_ITERS"]) + 1
+    yield RecipeChange("length of the decay", "1 iteration", "--lr-decay-iters", str(decay))
+    seed = int(given["SEED"]) + 1
+    yield RecipeChange("seed", "+1", "SEED", str(seed))
 
 
 def measure_launched(runs_dir: Path) -> Path:
     """The same with Megatron-DeepSpeed, for a model family that the native engine cannot train."""
     note("measuring how visible a change in each number is, with one run of Megatron-DeepSpeed for each")
     path = runs_dir / "sensitivity.jsonl"
-    for number, change, name, value in changes():
-        directory = runs_dir / number.replace(" ", "-")
-        is_argument = name.startswith("--")
-        settings = {"ENGINE": MEGATRON} | ({} if is_argument else {name: value})
-        launch = Launch(settings, arguments=(*ARGUMENTS, name, value) if is_argument else ARGUMENTS)
-        run_all(launch, {directory: Row(BASELINE, BASELINE, processes=1)}, runs_dir)
-        lines = load(directory).iterations
-        curves = {"losses": [line.lm_loss for line in lines], "norms": [line.grad_norm for line in lines]}
+    for change in recipe_changes():
+        directory = runs_dir / change.number.replace(" ", "-")
+        settings = {"ENGINE": MEGATRON}
+        arguments = list(ARGUMENTS)
+        if change.name.startswith("--"):
+            arguments += [change.name, change.value]
+        else:
+            settings[change.name] = change.value
+        run_all(Launch(settings, arguments=arguments), {directory: Row(BASELINE, BASELINE, processes=1)}, runs_dir)
+        iterations = load(directory).iterations
+        curves = {
+            "number": change.number,
+            "change": change.by,
+            "losses": [iteration.lm_loss for iteration in iterations],
+            "norms": [iteration.grad_norm for iteration in iterations],
+        }
         with path.open("a") as file:
-            file.write(json.dumps({"number": number, "change": change} | curves) + "\n")
+            file.write(json.dumps(curves) + "\n")
     return path
 
 
 def train_seeds(engine: str, strategies: list[str], runs_dir: Path) -> list[Path]:
     """Trains more seeds of the baseline and of the strategies with other dropout masks; returns their directories."""
-    others = [s.name for s in declarations() if s.name in strategies and s.tp * s.pp > 1]
-    first, made = int(os.environ["SEED"]), []
-    for seed in range(first + 1, first + SEEDS) if others else ():
-        note(f"seed {seed - first + 1} of {SEEDS}")
-        train(engine, [BASELINE, *others], runs_dir / f"seed{seed}", SEED=str(seed))
-        made += [runs_dir / f"seed{seed}" / engine / name for name in (BASELINE, *others)]
-    return made
+    with_other_masks = [
+        strategy.name for strategy in declarations() if strategy.name in strategies and strategy.tp * strategy.pp > 1
+    ]
+    if not with_other_masks:
+        return []
+    first = int(os.environ["SEED"])
+    trained = [BASELINE, *with_other_masks]
+    directories: list[Path] = []
+    for number in range(2, SEEDS + 1):
+        seed = first + number - 1
+        note(f"seed {number} of {SEEDS}")
+        train(engine, trained, runs_dir / f"seed{seed}", SEED=str(seed))
+        directories += [runs_dir / f"seed{seed}" / engine / name for name in trained]
+    return directories
 
 
 def train(engine: str, strategies: list[str], runs_dir: Path, *, further: Sequence[str] = (), **settings: str) -> None:
@@ -166,4 +220,5 @@ def train(engine: str, strategies: list[str], runs_dir: Path, *, further: Sequen
     rows = plan_rows(launch, runs_dir, strategies)
     if not rows or rows[0].strategy != BASELINE:
         raise Problem(f"the {engine} engine's DDP, the baseline, cannot run here", "The reason is above")
-    run_all(launch, {runs_dir / engine / row.name: row for row in rows}, runs_dir)
+    runs = {runs_dir / engine / row.name: row for row in rows}
+    run_all(launch, runs, runs_dir)

@@ -20,20 +20,26 @@ from t5bench import NEWEST, REPOSITORY, WRONG_PYTHON, Problem, note
 # If the base Python already has a torch, that one is used instead.
 TORCH = "torch==2.13.0"
 # MB to download, measured for Python 3.11 on Linux (x86-64): pip's log, and for CUDA the sizes in uv's lock file.
-CPU_MB, CUDA_MB, OTHER_MB = 202, 2741, {"requirements.txt": 188, "requirements-dev.txt": 26}
+CPU_MB = 202
+CUDA_MB = 2741
+OTHER_MB = {"requirements.txt": 188, "requirements-dev.txt": 26}
 VENV = REPOSITORY / ".venv"
-PYTHON, TORCHRUN = VENV / "bin" / "python", VENV / "bin" / "torchrun"
-COMPLETE, LOG = VENV / "complete", VENV / "install.log"
+PYTHON = VENV / "bin" / "python"
+TORCHRUN = VENV / "bin" / "torchrun"
+COMPLETE = VENV / "complete"
+LOG = VENV / "install.log"
 # Common failures: a pattern in the log, and what it means with what to do.
-CAUSES = {
+FAILURES = {
     "No space left on device": (
-        f"the disk is full: about 4 GB are needed at {REPOSITORY}", "Free some space, then run this again",
+        f"the disk is full: about 4 GB are needed at {REPOSITORY}",
+        "Free some space, then run this again",
     ),
     "NewConnectionError|name resolution|Name or service not known|Connection refused|ConnectTimeout|unreachable"
     "|ProxyError|from versions: none": (
-        "the Python package index cannot be reached", "Check the network and pip's proxy, then run this again",
+        "the Python package index cannot be reached",
+        "Check the network and pip's proxy, then run this again",
     ),
-}  # fmt: skip
+}
 
 
 def ensure(requirements: "list[Path]") -> None:
@@ -42,7 +48,8 @@ def ensure(requirements: "list[Path]") -> None:
         raise Problem(*WRONG_PYTHON)
     if not (find_spec("venv") and find_spec("ensurepip")):
         raise Problem(f"{sys.executable} has no venv module", "On Debian and Ubuntu: apt install python3-venv")
-    stamp = hashlib.sha256(b"".join(path.read_bytes() for path in requirements)).hexdigest() + f"-{sys.version}"
+    contents = b"".join(path.read_bytes() for path in requirements)
+    stamp = f"{hashlib.sha256(contents).hexdigest()}-{sys.version}"
     if not COMPLETE.exists() or stamp not in COMPLETE.read_text():
         # The last thing that venv makes: an interrupted one is made again.
         if not PYTHON.with_name("pip").exists():
@@ -62,7 +69,8 @@ def make() -> None:
     if lends_torch:
         # After this environment's own packages come the base Python's, which may be a virtual environment itself.
         site = VENV / "lib" / f"python3.{sys.version_info[1]}" / "site-packages"
-        (site / "base.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("-packages")))
+        lent = [path for path in sys.path if path.endswith("-packages")]
+        (site / "base.pth").write_text("".join(f"{path}\n" for path in lent))
 
 
 def has_torch(python: str) -> bool:
@@ -72,12 +80,9 @@ def has_torch(python: str) -> bool:
 def install(requirements: "list[Path]") -> None:
     """Without a GPU the CPU build of torch, which uv can find; otherwise, or if that fails, the package index's."""
     pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-    uv = [str(PYTHON), "-m", "uv", "pip", "install", "--python", str(PYTHON), "--torch-backend", "cpu"]
     if not has_torch(str(PYTHON)):
-        cpu = f"installing {TORCH} for CPUs: about {CPU_MB} MB to download"
-        if shutil.which("nvidia-smi") or not (
-            logged("installing uv", *pip, "uv", must=False) and logged(cpu, *uv, TORCH, must=False)
-        ):
+        has_gpu = shutil.which("nvidia-smi") is not None
+        if has_gpu or not installed_for_cpus(pip):
             size = f"about {CUDA_MB:,} MB to download with CUDA, {CPU_MB} MB without"
             logged(f"installing {TORCH}: {size}", *pip, TORCH)
     # DeepSpeed is built from source, without isolation so that it sees torch; its operators are compiled when used.
@@ -87,20 +92,29 @@ def install(requirements: "list[Path]") -> None:
         logged(f"installing {path.name}{size}", *pip, "--no-build-isolation", "--requirement", str(path))
 
 
-def logged(what: str, *command: str, must: bool = True) -> bool:
+def installed_for_cpus(pip: "list[str]") -> bool:
+    """Installs the CPU build of torch; whether that succeeded."""
+    if not logged("installing uv", *pip, "uv", must=False):
+        return False
+    uv = [str(PYTHON), "-m", "uv", "pip", "install", "--python", str(PYTHON), "--torch-backend", "cpu"]
+    title = f"installing {TORCH} for CPUs: about {CPU_MB} MB to download"
+    return logged(title, *uv, TORCH, must=False)
+
+
+def logged(title: str, *command: str, must: bool = True) -> bool:
     """Runs a command whose output goes to the log; whether it succeeded. Raises Problem if it must and did not."""
-    note(what)
+    note(title)
     environment = dict(os.environ, DS_BUILD_OPS="0", DS_ACCELERATOR="cpu")
     with LOG.open("ab") as log:
         begin = log.tell()
         succeeded = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode == 0
     if succeeded or not must:
         return succeeded
-    said = LOG.read_bytes()[begin:].decode(errors="replace")
-    for pattern, problem in CAUSES.items():
-        if re.search(pattern, said):
-            raise Problem(*problem)
-    print(*said.splitlines()[-15:], sep="\n", file=sys.stderr)
+    output = LOG.read_bytes()[begin:].decode(errors="replace")
+    for pattern, (meaning, remedy) in FAILURES.items():
+        if re.search(pattern, output):
+            raise Problem(meaning, remedy)
+    print(*output.splitlines()[-15:], sep="\n", file=sys.stderr)
     remedy = f"The end of {LOG} is above; fix what it names, then run this again"
     raise Problem("cannot install the Python packages", remedy)
 
