@@ -129,7 +129,11 @@ def test_what_is_no_file_in_the_place_of_a_runs_files(project: Project, make: Ca
     directory = project.root / "outputs" / "ddp"
     wait_for(lambda: (directory / "metrics.jsonl").exists() and (directory / "node0.json").exists())
     suffixes = ("log", "json", "samples.jsonl", "status", "end", "sha256")
-    paths = [*(directory / f"node0.{suffix}" for suffix in suffixes), directory / "metrics.jsonl", directory / "run.json"]
+    paths = [
+        *(directory / f"node0.{suffix}" for suffix in suffixes),
+        directory / "metrics.jsonl",
+        directory / "run.json",
+    ]
     for path in paths:
         path.unlink(missing_ok=True)
         make(path)
