@@ -44,8 +44,20 @@ remove_python_switches
 
 # ---- messages ------------------------------------------------------------------------------------------------------
 
-# A terminal that is gone or a log on a full disk ends no run. Control characters of arguments steer no terminal.
-note() { printf '%s\n' "${*//[$'\001'-$'\010'$'\013'-$'\037'$'\177']/?}" >&2 || true; }
+# A terminal that is gone or a log on a full disk ends no run. Control characters of arguments steer no terminal: those of
+# ASCII, then in UTF-8 C1 and what hides or reverses text, as t5bench/record/text.py has them.
+note() {
+  local LC_ALL=C text=$*
+  text=${text//[$'\001'-$'\010'$'\013'-$'\037'$'\177']/?}
+  text=${text//$'\302'[$'\200'-$'\237'$'\255']/?}
+  text=${text//$'\330\234'/?}
+  text=${text//$'\342\200'[$'\213'-$'\217'$'\250'-$'\256']/?}
+  text=${text//$'\342\201'[$'\240'-$'\257']/?}
+  text=${text//$'\357\273\277'/?}
+  text=${text//$'\357\277'[$'\271'-$'\273']/?}
+  text=${text//$'\363\240'[$'\200'-$'\201']?/?}
+  printf '%s\n' "$text" >&2 || true
+}
 
 # die WHAT-IS-WRONG [WHAT-TO-DO]: exit status 2 says that nothing expensive has started and nothing was changed.
 die() {

@@ -92,7 +92,7 @@ def note(text: str) -> None:
     from t5bench.record.text import visible
 
     try:
-        print(visible(text, "\t\n", colours=True), file=sys.stderr, flush=True)
+        print(visible(text, "\t\n"), file=sys.stderr, flush=True)
     except OSError:
         discard(sys.stderr)
 

@@ -16,6 +16,7 @@ from t5bench.acceptance.call import RESERVE, Call, earlier_files
 from t5bench.acceptance.results import FAILED, NOT_RUN, OUT_OF_TIME, Results
 from t5bench.acceptance.steps import Machine, Steps
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
+from t5bench.record.text import guard_streams
 from t5bench.sweep.venv import write_torchrun
 
 EXIT_FAILED = 1
@@ -68,6 +69,7 @@ def _remove_locks(*directories: Path) -> None:
 
 
 if __name__ == "__main__":
+    guard_streams()
     raise_on_signals()
     try:
         sys.exit(main(float(sys.argv[1]), sys.argv[2:]))

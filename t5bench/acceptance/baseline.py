@@ -33,6 +33,7 @@ from t5bench.profile import parts as profile
 from t5bench.profile.step import ProfiledStretch
 from t5bench.record.plan import Plan
 from t5bench.record.status import COMPLETE, CRASHED, OUT_OF_MEMORY
+from t5bench.record.text import guard_streams
 from t5bench.sweep.launch import BASELINE
 
 # Iterations of TRAIN_ITERS; one more is profiled.
@@ -164,4 +165,5 @@ def main(output: Path, ways: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    guard_streams()
     sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -23,6 +23,7 @@ from pathlib import Path
 from t5bench import REPOSITORY, Problem, note
 from t5bench.plan import engine
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
+from t5bench.record.text import guard_streams
 
 # What DeepSpeed and the records need, and images with PyTorch and Transformers usually lack.
 CARRIED = ("deepspeed", "hjson", "msgspec", "pydantic", "pydantic-core", "annotated-types", "typing-inspection")
@@ -158,6 +159,7 @@ def main(task: str, arguments: list[str], environment: Mapping[str, str]) -> int
 
 
 if __name__ == "__main__":
+    guard_streams()
     try:
         sys.exit(main(sys.argv[1], sys.argv[2:], os.environ))
     except Problem as problem:

@@ -18,6 +18,7 @@ from torch.utils import benchmark, collect_env
 from t5bench import Problem, note
 from t5bench.acceptance.results import attention_kernels
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
+from t5bench.record.text import guard_streams
 
 
 def software() -> dict[str, Any]:
@@ -115,4 +116,5 @@ def main(output: Path) -> int:
 
 
 if __name__ == "__main__":
+    guard_streams()
     sys.exit(main(Path(sys.argv[1])))

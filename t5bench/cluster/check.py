@@ -32,6 +32,7 @@ from t5bench.plan.launchers import ALONE, accepted, declarations
 from t5bench.plan.planner import plan
 from t5bench.plan.topology import REACHED_BY, double, is_this_host
 from t5bench.record.hosts import is_loopback, is_nobody, without_dot
+from t5bench.record.text import steer, visible
 
 # Seconds; everything ends within a minute.
 PROBE_LIMIT = CONNECT_SECONDS + SECONDS + 1
@@ -226,8 +227,9 @@ def render(rows: Mapping[str, Row], colour: bool) -> str:
     """The table, and below it each problem with what to do about it."""
 
     def text(cell: Cell) -> str:
-        failed = f"{RED}FAIL {cell.text}{PLAIN}" if colour else f"FAIL {cell.text}"
-        return failed if cell.problem else cell.text
+        said = visible(cell.text)
+        failed = f"{RED}FAIL {said}{PLAIN}" if colour else f"FAIL {said}"
+        return failed if cell.problem else said
 
     hosts = [host if host.replace(".", "").isdigit() else host.split(".")[0] for host in rows["reachable"]]
     body = [[name, *map(text, row.values())] for name, row in rows.items()]
@@ -310,8 +312,12 @@ def run(args: argparse.Namespace) -> int:
     rows = table(nodes)
     count = len([cell for row in rows.values() for cell in row.values() if cell.problem])
     verdict = f"{count} check{'s' if count > 1 else ''} failed." if count else "All checks passed."
-    shown = render(rows, sys.stdout.isatty() and "NO_COLOR" not in os.environ)
-    print("\n\n".join(filter(None, [shown, note, verdicts(nodes), verdict])))
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    shown = "\n\n".join(filter(None, [render(rows, colour), note, verdicts(nodes), verdict]))
+    if colour:
+        steer(sys.stdout, visible(shown, "\t\n", colours=True) + "\n")
+    else:
+        print(shown)
     return 1 if count else 0
 
 

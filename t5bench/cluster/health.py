@@ -25,6 +25,7 @@ from t5bench.cluster.floors import Floors, floors_of
 from t5bench.cluster.host_state import Host
 from t5bench.cluster.kernel_log import kernel_log
 from t5bench.record.gpus import GpuInventory, visible_gpus
+from t5bench.record.text import guard_streams
 from t5bench.record.tools import ask
 
 SECONDS = 18.0  # for everything, and 30 with starting Python over ssh on a slow file system
@@ -229,4 +230,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    guard_streams()
     main()

@@ -17,6 +17,8 @@ import threading
 import time
 from datetime import timedelta
 
+from t5bench.record.text import guard_streams
+
 FIRST, LARGEST = 2**20, 64 * 2**20  # bytes
 REPETITIONS = 5
 doing = ["importing torch"]  # now: the last one
@@ -97,4 +99,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    guard_streams()
     main()

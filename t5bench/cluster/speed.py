@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from t5bench.record.text import guard_streams
+
 SIDE = 8192  # of the square matrices on a GPU
 COPIED = 512 * 2**20  # bytes
 REDUCED = 256 * 2**20
@@ -243,4 +245,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    guard_streams()
     main()

@@ -29,6 +29,7 @@ from t5bench import SIGNALS, Problem, later_signals, note
 from t5bench.corpus.index import write_index
 from t5bench.corpus.source import Block, Source, Unusable
 from t5bench.corpus.tokenizer import DocumentEncoder
+from t5bench.record.text import Steering
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -191,7 +192,7 @@ def _progress_bar() -> tqdm:
     # Without a terminal, print a line now and then.
     seconds = 0 if sys.stderr.isatty() else 60
     style = "{percentage:3.0f}% of the source, {elapsed} gone, {remaining} left{postfix}"
-    return tqdm(total=1, bar_format=style, mininterval=seconds or 0.1, delay=seconds)
+    return tqdm(file=Steering(sys.stderr), total=1, bar_format=style, mininterval=seconds or 0.1, delay=seconds)
 
 
 def _name_skipped(piece: Piece, skipped_before: int) -> None:

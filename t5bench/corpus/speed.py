@@ -18,6 +18,7 @@ from pathlib import Path
 
 from t5bench import REPOSITORY
 from t5bench.corpus.source import SAMPLE
+from t5bench.record.text import guard_streams
 
 ARTICLES_EACH = 3
 FEW = 10
@@ -128,4 +129,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    guard_streams()
     main()

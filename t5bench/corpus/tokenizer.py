@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -249,8 +248,8 @@ def hub(what: str, remedy: str) -> Iterator[Any]:
     import huggingface_hub
     from huggingface_hub import constants, errors, utils
 
-    if not sys.stderr.isatty():
-        utils.disable_progress_bars()
+    # They would steer the terminal with the names of files.
+    utils.disable_progress_bars()
     try:
         yield huggingface_hub
     except Exception as error:  # network, hub and cache errors have no common base class

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from t5bench.record.text import guard_streams
+
 ITERATIONS, STAGES, MICRO_BATCHES, SAMPLES, WIDTH, RATE = 6, 2, 4, 4, 16, 0.5
 
 
@@ -84,4 +86,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    guard_streams()
     main()

@@ -33,6 +33,7 @@ from t5bench.record.command import arrays, script
 from t5bench.record.plan import Plan
 from t5bench.record.settings import DEFAULT_TOKENIZER, declarations_of
 from t5bench.record.status import SPACE_REMEDY
+from t5bench.record.text import guard_streams, visible
 
 
 def answer(text: str) -> None:
@@ -186,7 +187,7 @@ def dry_run(planned: Plan, *, as_json: bool) -> int:
 def launcher_help(strategy_line: str) -> int:
     _, defaults = values_from(os.environ, declaration(strategy_line))
     known = [entry for family in ("t5", "gpt") for entry in declarations_of(family) if entry.name in defaults]
-    answer(help_text(list(dict.fromkeys(known)), defaults) + "\n")
+    answer(visible(help_text(list(dict.fromkeys(known)), defaults), "\n") + "\n")
     return 0
 
 
@@ -211,7 +212,7 @@ def main(words: Sequence[str]) -> int:
         case "script":
             return script_settings(subject, directory)
         case "script-help":
-            answer(help_lines(SCRIPTS[subject], script_defaults(subject, os.environ)) + "\n")
+            answer(visible(help_lines(SCRIPTS[subject], script_defaults(subject, os.environ)), "\n") + "\n")
             return 0
     separator = rest.index("--")
     planned = plan(os.environ, declaration(subject), rest[separator + 1 :], directory)
@@ -221,4 +222,5 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    guard_streams()
     sys.exit(main(sys.argv[1:]))

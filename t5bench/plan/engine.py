@@ -26,6 +26,7 @@ from t5bench.plan.releases import ask_ledger
 from t5bench.record.ds_config import check_strategy
 from t5bench.record.ledger import WRONG
 from t5bench.record.machine import checksum, installed_version
+from t5bench.record.text import guard_streams
 
 CHECKSUMS = REPOSITORY / "patches" / "checksums"
 INSTALL = f"pip install -r '{REPOSITORY}/requirements.txt'"
@@ -234,5 +235,6 @@ def check_packages(draft: Draft, config: Mapping[str, Any] | None, layout: Layou
 
 
 if __name__ == "__main__":
+    guard_streams()
     task, place = sys.argv[1], Path(sys.argv[2])
     print("\n".join([state_of(place)] if task == "state" else differences(place)))

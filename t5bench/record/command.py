@@ -5,6 +5,19 @@ import shlex
 from collections.abc import Sequence
 
 from t5bench.record.plan import Plan
+from t5bench.record.text import visible
+
+
+def quoted(word: str) -> str:
+    """A word for bash, without control characters, which would steer the terminal that shows the script."""
+    if visible(word) == word:
+        return shlex.quote(word)
+    shown = ""
+    for character in word:
+        data = character.encode(errors="surrogateescape")
+        is_plain = visible(character) == character and character not in "\\'"
+        shown += character if is_plain else "".join(f"\\x{byte:02x}" for byte in data)
+    return f"$'{shown}'"
 
 
 def ds_config_text(plan: Plan) -> str:
@@ -30,25 +43,25 @@ def _array(name: str, words: Sequence[str]) -> str:
     """One option a line, with its values."""
     lines = [f"{name}=("]
     for word in words:
-        quoted = shlex.quote(word)
+        text = quoted(word)
         continues = not word.startswith("-") and len(lines) > 1 and lines[-1].lstrip().startswith("-")
         if continues:
-            lines[-1] += f" {quoted}"
+            lines[-1] += f" {text}"
         else:
-            lines.append(f"  {quoted}")
+            lines.append(f"  {text}")
     return "\n".join([*lines, ")\n"])
 
 
 def script(plan: Plan) -> str:
     """A script that does what the launcher does, to paste or to pipe to bash."""
-    output_dir = shlex.quote(plan.output_dir)
+    output_dir = quoted(plan.output_dir)
     lines = [f"mkdir -p {output_dir}\n"]
     if plan.ds_config:
-        file = shlex.quote(f"{plan.output_dir}/ds_config.json")
+        file = quoted(f"{plan.output_dir}/ds_config.json")
         lines.append(f"cat >{file} <<'JSON'\n{ds_config_text(plan)}JSON\n")
     wandb_config = plan.environment.get("WANDB_SWEEP_PARAM_PATH", "")
     if wandb_config:
-        lines.append(f"echo 'wandb_version: 1' >{shlex.quote(wandb_config)}\n")
+        lines.append(f"echo 'wandb_version: 1' >{quoted(wandb_config)}\n")
     lines.append(arrays(plan))
     lines.append('env "${ENVIRONMENT[@]}" torchrun "${RENDEZVOUS[@]}" "${PROGRAM[@]}" "${ARGUMENTS[@]}"\n')
     return "".join(lines)

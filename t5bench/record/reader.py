@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from t5bench.model.job import Zero
+from t5bench.model.job import Architecture, Zero
 from t5bench.record import log
 from t5bench.record.files import METRICS, RecordError, exists, read
 from t5bench.record.files import lines as lines_of
@@ -180,6 +180,8 @@ def _faults(part: _Part) -> Iterator[str]:
         yield f"its strategy is '{plan.strategy.name}', but its launcher calls it {name}"
     if plan.iterations < 0 or plan.number("LOG_INTERVAL") < 1:
         yield f"it has {plan.iterations} iterations, of which every {plan.number('LOG_INTERVAL')} are logged"
+    if not _describes_a_model(plan):
+        yield "its engine's arguments describe no model"
     if not _zero_makes_sense(plan):
         yield "its ds_config makes no sense"
 
@@ -219,6 +221,14 @@ def _faults_of_settings(plan: Plan, layout: Layout) -> Iterator[str]:
         value = plan.value(name, told)
         if value.split() != told.split():
             yield f"{name} is '{value}', but the layout or the command has '{told}'"
+
+
+def _describes_a_model(plan: Plan) -> bool:
+    try:
+        model = Architecture.of_arguments(plan.named_arguments, 0)
+    except UNFORESEEN:
+        return False
+    return min(model.hidden, model.heads, model.decoder_layers) > 0
 
 
 def _zero_makes_sense(plan: Plan) -> bool:

@@ -1,7 +1,7 @@
 """Text from hosts, logs and engines, for a terminal, a file or a page: control characters in it become visible.
 
 Whatever the programs of this repository print goes through one door, SafeStream, wherever it comes from: tables, errors
-that quote a file's name, tracebacks.
+that quote a file's name, tracebacks. What may steer a terminal, and is therefore our own, goes past it by `steer`.
 """
 
 import codecs
@@ -41,10 +41,10 @@ def on_terminal(text: str) -> str:
 
 
 class SafeStream(io.TextIOWrapper):
-    """Standard output or error that shows text and colours, and lets no text do anything else with the terminal."""
+    """Standard output or error that shows text, and lets no text do anything else with the terminal."""
 
     def write(self, text: str) -> int:
-        super().write(visible(text, "\t\n", colours=True))
+        super().write(visible(text, "\t\n"))
         return len(text)
 
 
@@ -58,10 +58,23 @@ def guard_streams() -> None:
 
 
 def steer(stream: TextIO, sequence: str) -> None:
-    """Sends a terminal one of our own control sequences, past the door."""
+    """Sends a terminal our own control sequences, past the door. Text of others that is among them is visible()."""
     stream.flush()
-    stream.buffer.write(sequence.encode())
+    stream.buffer.write(sequence.encode(errors="backslashreplace"))
     stream.buffer.flush()
+
+
+class Steering:
+    """A stream for a library's progress bar, which overwrites its line, and has no text of others."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> None:
+        steer(self.stream, text)
+
+    def flush(self) -> None:
+        self.stream.flush()
 
 
 class Screen:

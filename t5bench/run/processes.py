@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from t5bench.record.text import guard_streams
+
 TICK_SECONDS = 0.2
 # The next run needs a killed process's memory, also on the GPU, and its ports.
 KILL_SECONDS = 5.0
@@ -58,4 +60,5 @@ def end(mark: str, seconds: float) -> None:
 
 
 if __name__ == "__main__":
+    guard_streams()
     end(sys.argv[1], float(sys.argv[2]))

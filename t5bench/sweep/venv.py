@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from t5bench import NEWEST, REPOSITORY, WRONG_PYTHON, Problem, note
+from t5bench.record.text import guard_streams
 
 # If the base Python already has a torch, that one is used instead.
 TORCH = "torch==2.13.0"
@@ -127,6 +128,7 @@ def write_torchrun(path: Path, python: Path) -> None:
 
 
 if __name__ == "__main__":
+    guard_streams()
     try:
         ensure([Path(word) for word in sys.argv[1:]])
     except Problem as problem:
