@@ -45,7 +45,7 @@ remove_python_switches
 # ---- messages ------------------------------------------------------------------------------------------------------
 
 # A terminal that is gone or a log on a full disk ends no run. Control characters of arguments steer no terminal: those of
-# ASCII, then in UTF-8 C1 and what hides or reverses text, as t5bench/record/text.py has them.
+# ASCII, then in UTF-8 C1 and what hides or reverses text, as t5bench/text.py has them.
 note() {
   local LC_ALL=C text=$*
   text=${text//[$'\001'-$'\010'$'\013'-$'\037'$'\177']/?}

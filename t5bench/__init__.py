@@ -89,7 +89,7 @@ def later_signals() -> Iterator[None]:
 
 def note(text: str) -> None:
     """Prints on standard error, if anybody is left to read it, with control characters made visible."""
-    from t5bench.record.text import visible
+    from t5bench.text import visible
 
     try:
         print(visible(text, "\t\n"), file=sys.stderr, flush=True)

@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from t5bench.record.text import guard_streams
+    from t5bench.text import guard_streams
 
     guard_streams()
     sys.exit(main())

@@ -16,8 +16,8 @@ from t5bench.acceptance.call import RESERVE, Call, earlier_files
 from t5bench.acceptance.results import FAILED, NOT_RUN, OUT_OF_TIME, Results
 from t5bench.acceptance.steps import Machine, Steps
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
-from t5bench.record.text import guard_streams
 from t5bench.sweep.venv import write_torchrun
+from t5bench.text import guard_streams
 
 EXIT_FAILED = 1
 EXIT_TIME = 3

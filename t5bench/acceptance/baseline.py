@@ -33,8 +33,8 @@ from t5bench.profile import parts as profile
 from t5bench.profile.step import ProfiledStretch
 from t5bench.record.plan import Plan
 from t5bench.record.status import COMPLETE, CRASHED, OUT_OF_MEMORY
-from t5bench.record.text import guard_streams
 from t5bench.sweep.launch import BASELINE
+from t5bench.text import guard_streams
 
 # Iterations of TRAIN_ITERS; one more is profiled.
 WARM_UPS = 3

@@ -23,7 +23,7 @@ from pathlib import Path
 from t5bench import REPOSITORY, Problem, note
 from t5bench.plan import engine
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
-from t5bench.record.text import guard_streams
+from t5bench.text import guard_streams
 
 # What DeepSpeed and the records need, and images with PyTorch and Transformers usually lack.
 CARRIED = ("deepspeed", "hjson", "msgspec", "pydantic", "pydantic-core", "annotated-types", "typing-inspection")

@@ -18,7 +18,7 @@ from torch.utils import benchmark, collect_env
 from t5bench import Problem, note
 from t5bench.acceptance.results import attention_kernels
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
-from t5bench.record.text import guard_streams
+from t5bench.text import guard_streams
 
 
 def software() -> dict[str, Any]:

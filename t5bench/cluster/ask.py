@@ -13,8 +13,8 @@ from typing import Any
 from t5bench import REPOSITORY
 from t5bench.cluster.cell import Cell
 from t5bench.record.hosts import BEGINS, ssh
-from t5bench.record.text import visible, visible_in
 from t5bench.record.tools import ask
+from t5bench.text import visible, visible_in
 
 CONNECT_SECONDS = 5
 # An ssh master process that stays in the background would keep our pipes open.

@@ -32,7 +32,7 @@ from t5bench.plan.launchers import ALONE, accepted, declarations
 from t5bench.plan.planner import plan
 from t5bench.plan.topology import REACHED_BY, double, is_this_host
 from t5bench.record.hosts import is_loopback, is_nobody, without_dot
-from t5bench.record.text import steer, visible
+from t5bench.text import steer, visible
 
 # Seconds; everything ends within a minute.
 PROBE_LIMIT = CONNECT_SECONDS + SECONDS + 1

@@ -25,8 +25,8 @@ from t5bench.cluster.floors import Floors, floors_of
 from t5bench.cluster.host_state import Host
 from t5bench.cluster.kernel_log import kernel_log
 from t5bench.record.gpus import GpuInventory, visible_gpus
-from t5bench.record.text import guard_streams
 from t5bench.record.tools import ask
+from t5bench.text import guard_streams
 
 SECONDS = 18.0  # for everything, and 30 with starting Python over ssh on a slow file system
 TOOL_SECONDS = 8.0  # for nvidia-smi -q with eight GPUs and no daemon that keeps the driver loaded

@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 
 from t5bench.cluster.cell import Cell, Fault, judged
-from t5bench.record.text import visible
 from t5bench.record.tools import Answer
+from t5bench.text import visible
 
 HOUR = 3600.0
 DAY = 24 * HOUR

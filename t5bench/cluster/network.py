@@ -17,7 +17,7 @@ import threading
 import time
 from datetime import timedelta
 
-from t5bench.record.text import guard_streams
+from t5bench.text import guard_streams
 
 FIRST, LARGEST = 2**20, 64 * 2**20  # bytes
 REPETITIONS = 5

@@ -27,7 +27,7 @@ from t5bench.plan.engine import FIXES_ALONE, SERIES, state_of
 from t5bench.record import machine
 from t5bench.record.gpus import visible_gpus
 from t5bench.record.hosts import addresses_of, is_loopback, own_name_fault
-from t5bench.record.text import guard_streams
+from t5bench.text import guard_streams
 
 GIB = 2**30
 LEAST_DISK = 1 * GIB  # logs of many runs; checkpoints of the large model take several times more

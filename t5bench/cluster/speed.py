@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from t5bench.record.text import guard_streams
+from t5bench.text import guard_streams
 
 SIDE = 8192  # of the square matrices on a GPU
 COPIED = 512 * 2**20  # bytes

@@ -11,7 +11,7 @@ from typing import Any
 from t5bench import Problem
 from t5bench.record.plan import spelled
 from t5bench.record.records import Run
-from t5bench.record.text import processes
+from t5bench.text import processes
 
 NOT_GIVEN = "not given"  # an engine argument
 ENGINE_ARGUMENTS = "engine_arguments"  # what --allow calls all of them

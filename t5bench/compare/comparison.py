@@ -17,7 +17,7 @@ from t5bench.compare.statistics import Estimate
 from t5bench.model import time
 from t5bench.record.records import Run
 from t5bench.record.samples import Observations
-from t5bench.record.text import processes
+from t5bench.text import processes
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from t5bench import Problem
 from t5bench.convert import spans
 from t5bench.convert.exported import ExportedModel, add_model_arguments, open_model
-from t5bench.record.text import visible
+from t5bench.text import visible
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -29,7 +29,7 @@ from t5bench import SIGNALS, Problem, later_signals, note
 from t5bench.corpus.index import write_index
 from t5bench.corpus.source import Block, Source, Unusable
 from t5bench.corpus.tokenizer import DocumentEncoder
-from t5bench.record.text import Steering
+from t5bench.text import Steering
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from t5bench import REPOSITORY
 from t5bench.corpus.source import SAMPLE
-from t5bench.record.text import guard_streams
+from t5bench.text import guard_streams
 
 ARTICLES_EACH = 3
 FEW = 10

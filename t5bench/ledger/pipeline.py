@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from t5bench.record.text import guard_streams
+from t5bench.text import guard_streams
 
 ITERATIONS, STAGES, MICRO_BATCHES, SAMPLES, WIDTH, RATE = 6, 2, 4, 4, 16, 0.5
 

@@ -19,7 +19,7 @@ from typing import Any
 from t5bench import Problem
 from t5bench.imports import import_deepspeed, leave_out_compiler
 from t5bench.ledger import pipeline
-from t5bench.record.text import guard_streams
+from t5bench.text import guard_streams
 
 SECONDS_BETWEEN_LOOKS = 0.05
 

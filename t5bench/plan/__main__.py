@@ -33,7 +33,7 @@ from t5bench.record.command import arrays, script
 from t5bench.record.plan import Plan
 from t5bench.record.settings import DEFAULT_TOKENIZER, declarations_of
 from t5bench.record.status import SPACE_REMEDY
-from t5bench.record.text import guard_streams, visible
+from t5bench.text import guard_streams, visible
 
 
 def answer(text: str) -> None:

@@ -26,7 +26,7 @@ from t5bench import note
 from t5bench.plan import alike
 from t5bench.plan.topology import is_loopback_name
 from t5bench.record.plan import Plan
-from t5bench.record.text import visible_in
+from t5bench.text import visible_in
 
 RETRY_SECONDS = 1.0
 BEAT_SECONDS = 2.0

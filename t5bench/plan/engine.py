@@ -26,7 +26,7 @@ from t5bench.plan.releases import ask_ledger
 from t5bench.record.ds_config import check_strategy
 from t5bench.record.ledger import WRONG
 from t5bench.record.machine import checksum, installed_version
-from t5bench.record.text import guard_streams
+from t5bench.text import guard_streams
 
 CHECKSUMS = REPOSITORY / "patches" / "checksums"
 INSTALL = f"pip install -r '{REPOSITORY}/requirements.txt'"

@@ -18,7 +18,7 @@ from t5bench.record.files import RecordError, own_files, read
 from t5bench.record.hosts import BEGINS, ssh
 from t5bench.record.records import SHARED_KEYS, differences, load, read_parts, write_run
 from t5bench.record.status import CONFIGURATION, EXIT_CODES
-from t5bench.record.text import visible
+from t5bench.text import visible
 
 # [user@]host:directory; an IPv6 address is in brackets, or its directory begins with a slash.
 _SOURCE = re.compile(r"([^]]*\]|[^/]*(?=:/)|[^:]*):(.*)", re.DOTALL)

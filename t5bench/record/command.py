@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Sequence
 
 from t5bench.record.plan import Plan
-from t5bench.record.text import visible
+from t5bench.text import visible
 
 
 def quoted(word: str) -> str:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from t5bench import digest
 from t5bench.record.gpus import GpuInventory, smi_selection, visible_gpus
-from t5bench.record.text import in_texts
 from t5bench.record.tools import ask
+from t5bench.text import in_texts
 
 _LIBRARIES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "wandb", "flash_attn", "apex", "triton")
 _RECORDED_VARIABLES = re.compile(

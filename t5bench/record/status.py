@@ -16,7 +16,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from t5bench import EXIT_CONFIGURATION, Problem
-from t5bench.record.text import visible
+from t5bench.text import visible
 
 COMPLETE, INCOMPLETE, DIVERGED, OUT_OF_MEMORY = "complete", "incomplete", "diverged", "out-of-memory"
 TIMEOUT, NETWORK, CONFIGURATION, CRASHED, CANCELLED = "timeout", "network", "configuration", "crashed", "cancelled"

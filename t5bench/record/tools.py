@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from t5bench.record.text import visible
+from t5bench.text import visible
 
 SECONDS = 5.0  # the time that a program has by default
 LONGEST_SENTENCE = 300  # characters

@@ -19,8 +19,8 @@ from t5bench.record import records
 from t5bench.record.files import RecordError
 from t5bench.record.reader import UNFORESEEN, seconds
 from t5bench.record.status import RUNNING
-from t5bench.record.text import steer, visible
 from t5bench.report import tables
+from t5bench.text import steer, visible
 
 DEEPEST = 4  # levels of directories below a named one in which runs are looked for
 DEFAULT_RUNS = "outputs"
@@ -207,8 +207,8 @@ def write(comparison: Comparison, directory: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         for name, suffix in SUFFIXES.items():
             text = FORMATS[name](comparison)
-            (directory / f"comparison.{suffix}").write_text(text, encoding="utf-8")
-        page.write_text(render(comparison), encoding="utf-8")
+            (directory / f"comparison.{suffix}").write_text(visible(text, "\t\n"), encoding="utf-8")
+        page.write_text(visible(render(comparison), "\t\n"), encoding="utf-8")
     except (OSError, UnicodeError) as error:  # UnicodeError: the name of a run's directory
         raise Problem(f"the comparison cannot be written: {error}", "Name another place: --output DIR") from error
     return page

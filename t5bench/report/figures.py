@@ -15,8 +15,8 @@ from t5bench.compare.rows import Row
 from t5bench.profile.parts import PARTS, Profile, Rank, read_profile
 from t5bench.record.files import PROFILE, RecordError
 from t5bench.record.records import Run
-from t5bench.record.text import processes
 from t5bench.report.tables import mark, named_rows, predicted_bytes
+from t5bench.text import processes
 
 INK = "currentColor"
 GRID = "var(--grid)"

@@ -20,11 +20,11 @@ from t5bench.compare.rows import Row, distinctions, group_runs, labels, make_row
 from t5bench.compare.statistics import Estimate
 from t5bench.record import samples
 from t5bench.record.records import Run
-from t5bench.record.text import processes, visible
 from t5bench.report.command import load_runs, run_directories
 from t5bench.report.package import packed_runs, working_in
 from t5bench.report.tables import estimate_text, mark, rounded, significant
 from t5bench.report.verify import unpack
+from t5bench.text import processes, visible
 
 SECONDS_OF_AN_HOUR = 3600
 FIRST_DIGITS = 8  # of a commit
@@ -313,7 +313,7 @@ def write_page(points: Sequence[Point], price: float | None, path: Path) -> None
         raise Problem(f"--output must be a .html file, found '{path}'", "For example: --output history.html")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(render(points, price), encoding="utf-8")
+        path.write_text(visible(render(points, price), "\t\n"), encoding="utf-8")
     except OSError as error:
         raise Problem(f"{path} cannot be written: {error.strerror}", "Name another file: --output FILE") from error
 

@@ -24,10 +24,10 @@ from t5bench.profile.parts import DOING, PARTS
 from t5bench.record.files import RecordError
 from t5bench.record.records import Run
 from t5bench.record.status import COMPLETE
-from t5bench.record.text import processes
 from t5bench.report import tables
 from t5bench.report.drawing import Look, drawings, styles
 from t5bench.report.figures import LONGEST_NAME, Rows, all_figures, best, mean_parts, profile_of, rows_of
+from t5bench.text import processes
 
 HERE = Path(__file__).parent
 SCRIPTS = ("vendor/chart-4.5.1.umd.min.js", "page.js")

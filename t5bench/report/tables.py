@@ -19,7 +19,7 @@ from t5bench.compare.rows import MARK_OF_ALONE, Row, bytes_text
 from t5bench.compare.statistics import Estimate, Timing
 from t5bench.model.parameters import parameters
 from t5bench.record.records import Run
-from t5bench.record.text import processes
+from t5bench.text import processes
 
 NOTHING = "-"
 MOST_LINES_OF_NOTES = 5  # below a table in a terminal

@@ -18,7 +18,6 @@ from t5bench import Problem
 from t5bench.record.files import MOST_BYTES, RecordError, open_file, read, sha256
 from t5bench.record.reader import decoded
 from t5bench.record.records import SWEEP, looks_like_run, read_list
-from t5bench.record.text import visible
 from t5bench.report.command import PAGE, UNFORESEEN, write
 from t5bench.report.package import (
     CONTENTS,
@@ -31,6 +30,7 @@ from t5bench.report.package import (
     working_in,
     write_file,
 )
+from t5bench.text import visible
 
 _CURVE = re.compile(r'<path d="([^"]*)"[^>]*style="fill: none[^"]*stroke[^"]*"')
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")

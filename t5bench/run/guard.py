@@ -21,11 +21,11 @@ from t5bench import note
 from t5bench.record import status as ends
 from t5bench.record.plan import Plan
 from t5bench.record.status import PROCESSES_REMEDY, SPACE_REMEDY, Cause, Status, Strength, first_failure, weight_of
-from t5bench.record.text import visible
 from t5bench.run import processes
 from t5bench.run.output import Output
 from t5bench.run.peers import Peers
 from t5bench.run.reports import Reports
+from t5bench.text import visible
 
 # How long a node has to notice another's failure; torchrun takes 2 to 3 s to report a worker's end.
 GRACE_SECONDS = 10

@@ -14,8 +14,8 @@ from t5bench.record.log import Evaluation, Iteration, PeakMemory, evaluation, it
 from t5bench.record.machine import HIDDEN
 from t5bench.record.records import metrics_line
 from t5bench.record.status import CauseFinder, now
-from t5bench.record.text import Screen, visible
 from t5bench.run.kept import KeptFile
+from t5bench.text import Screen, visible
 
 BLOCK = 1 << 16
 # Of a longer line, this much is kept: half from its beginning and half from its end.

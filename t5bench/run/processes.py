@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from t5bench.record.text import guard_streams
+from t5bench.text import guard_streams
 
 TICK_SECONDS = 0.2
 # The next run needs a killed process's memory, also on the GPU, and its ports.

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from t5bench.record.status import Cause, cause_of_exception, clock_time, message_of, name_of, rejected_command_line
-from t5bench.record.text import visible_in
+from t5bench.text import visible_in
 
 REPORT_BYTES = 1 << 14
 LONGEST_MESSAGE = 1000

@@ -27,9 +27,9 @@ from t5bench.record.files import RecordError
 from t5bench.record.plan import Plan
 from t5bench.record.records import load, looks_like_run, read_metrics, write_list
 from t5bench.record.status import COMPLETE, CONFIGURATION, EXIT_CODES
-from t5bench.record.text import steer
 from t5bench.sweep.launch import Launch, Row, Started, choose, plan_baselines, plan_rows
 from t5bench.sweep.order import in_turn
+from t5bench.text import steer
 
 SECONDS = 0.1  # between looks at a run
 # Between reports of its progress, each of which reads all of its iterations.

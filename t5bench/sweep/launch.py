@@ -30,7 +30,7 @@ from t5bench.record.plan import Plan
 from t5bench.record.reader import read_part
 from t5bench.record.records import write_run
 from t5bench.record.status import CONFIGURATION, CRASHED, EXIT_CODES
-from t5bench.record.text import visible
+from t5bench.text import visible
 
 # The strategy with which the others are compared.
 BASELINE = "ddp"

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from t5bench import NEWEST, REPOSITORY, WRONG_PYTHON, Problem, note
-from t5bench.record.text import guard_streams
+from t5bench.text import guard_streams
 
 # If the base Python already has a torch, that one is used instead.
 TORCH = "torch==2.13.0"

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from made_runs import make_run
 
 from t5bench.record.command import quoted
-from t5bench.record.text import Screen, on_terminal, visible, visible_in
+from t5bench.text import Screen, on_terminal, visible, visible_in
 
 COLOURED = "\x1b[1;31mred\x1b[0m \x1b[38:2::1:2:3mexact\x1b[m"
 
@@ -80,7 +80,7 @@ EVERY_COMMAND = """
 import sys
 from pathlib import Path
 from t5bench.__main__ import main
-from t5bench.record.text import guard_streams
+from t5bench.text import guard_streams
 
 guard_streams()
 for line in Path(sys.argv[1]).read_text().splitlines():
