@@ -36,9 +36,10 @@ def shares(text: str) -> list[float]:
     return [*numbers, 0.0, 0.0][:3]
 
 
-# (flag, type or choices, default, meaning); bool is a switch, REQUIRED the default of a flag that must be given.
+# A flag, its type or choices (bool is a switch), its default (REQUIRED if it must be given), and its meaning.
+Flag = tuple[str, Any, Any, str]
 REQUIRED: Any = object()
-FLAGS: list[tuple[str, Any, Any, str]] = [
+FLAGS: list[Flag] = [
     ("--tensor-model-parallel-size", positive, 1, "processes that share each layer"),
     ("--pipeline-model-parallel-size", positive, 1, "2 puts half of the layers on separate processes"),
     ("--fsdp2", bool, False, "divide parameters, gradients and optimizer states by FSDP2 (this engine's own flag)"),
@@ -107,7 +108,7 @@ FLAGS: list[tuple[str, Any, Any, str]] = [
     ("--fp16", bool, False, "refused: there is no loss scaling here"),
     ("--initial-loss-scale", float, None, "no effect: comes with --fp16"),
 ]
-FLAGS_OF: dict[str, list[tuple[str, Any, Any, str]]] = {
+FLAGS_OF: dict[str, list[Flag]] = {
     "t5": [
         ("--pipeline-model-parallel-split-rank", int, 1, "the decoder's stage: 1"),
         ("--encoder-num-layers", positive, REQUIRED, "encoder depth"),
@@ -145,12 +146,13 @@ def make_parser(family: str = "t5", *, is_complete: bool = True) -> Parser:
     usage = f"torchrun ... native/pretrain_{family}.py FLAGS"
     parser = Parser(usage=usage, description=__doc__, allow_abbrev=False, add_help=is_complete)
     for flag, kind, default, meaning in FLAGS_OF[family] + FLAGS:
-        options: dict[str, Any] = {"type": kind, "default": default, "required": is_complete and default is REQUIRED}
         if kind is bool:
-            options = {"action": "store_true"}
+            parser.add_argument(flag, action="store_true", help=meaning)
         elif isinstance(kind, tuple):
-            options = {"choices": kind, "default": default}
-        parser.add_argument(flag, help=meaning, **options)
+            parser.add_argument(flag, choices=kind, default=default, help=meaning)
+        else:
+            must_be_given = is_complete and default is REQUIRED
+            parser.add_argument(flag, type=kind, default=default, required=must_be_given, help=meaning)
     return parser
 
 
@@ -174,26 +176,19 @@ def parse(argv: list[str] | None = None, family: str = "t5") -> argparse.Namespa
     args.pp = args.pipeline_model_parallel_size
     args.dp = args.world_size // (args.tp * args.pp)
     args.micro_batches = args.global_batch_size // (args.micro_batch_size * args.dp)
-    if args.deepspeed and not args.deepspeed_config:
-        raise Problem("--deepspeed needs --deepspeed_config")
-    args.deepspeed_json = json.loads(Path(args.deepspeed_config).read_text()) if args.deepspeed else {}
-    if args.trace and not args.tensorboard_dir:
-        raise Problem("--trace writes beside --tensorboard-dir, which is not given", "Give one")
-    if args.trace and args.load:
-        raise Problem("--trace follows the optimizer from the first iteration, but --load continues", "Leave one out")
-    check_compile(args, args.deepspeed_json["zero_optimization"]["stage"] if args.deepspeed else 0)
-    if reason := beyond_native(args.tp, args.pp, args.deepspeed, args.micro_batches, args.fp16, args.fsdp2):
+    read_deepspeed_json(args)
+    check_trace(args)
+    zero_stage = args.deepspeed_json["zero_optimization"]["stage"] if args.deepspeed else 0
+    check_compile(args, zero_stage)
+    reason = beyond_native(args.tp, args.pp, args.deepspeed, args.micro_batches, args.fp16, args.fsdp2)
+    if reason:
         raise Problem(reason)
     if args.fsdp2:
         check_fsdp2(args)
     if family == "t5":
         check_t5(args)
     else:
-        args.tokenizer_model = args.tokenizer_model or args.vocab_file
-        if not args.tokenizer_model:
-            raise Problem(
-                "the tokenizer is missing", "Give --vocab-file, or --tokenizer-type HFTokenizer --tokenizer-model"
-            )
+        check_gpt(args)
     if args.skip_train and not (args.load and args.eval_iters):
         raise Problem("--skip-train needs --load and --eval-iters")
     if not 0 <= args.lr_warmup_iters < args.train_iters or not 0 <= args.min_lr <= args.lr:
@@ -201,14 +196,41 @@ def parse(argv: list[str] | None = None, family: str = "t5") -> argparse.Namespa
     return args
 
 
+def read_deepspeed_json(args: argparse.Namespace) -> None:
+    """Adds deepspeed_json, empty without --deepspeed. Raises Problem if no file is named."""
+    args.deepspeed_json = {}
+    if not args.deepspeed:
+        return
+    if not args.deepspeed_config:
+        raise Problem("--deepspeed needs --deepspeed_config")
+    args.deepspeed_json = json.loads(Path(args.deepspeed_config).read_text())
+
+
 def check_t5(args: argparse.Namespace) -> None:
     """Raises Problem if T5's own arguments do not fit together; adds num_layers, as Megatron does."""
     args.num_layers = args.encoder_num_layers
     if args.pp == 2 and args.pipeline_model_parallel_split_rank != 1:
         raise Problem("the decoder's stage must be 1: --pipeline-model-parallel-split-rank 1")
-    encoder, decoder = args.encoder_seq_length, args.decoder_seq_length
+    encoder = args.encoder_seq_length
+    decoder = args.decoder_seq_length
     if encoder < 4 or decoder < args.mask_prob * (encoder - 2) + 2:
         raise Problem(f"a decoder of {decoder} tokens is too short for an encoder of {encoder}")
+
+
+def check_gpt(args: argparse.Namespace) -> None:
+    """Raises Problem if there is no tokenizer; tokenizer_model is what it is read from, of either type."""
+    args.tokenizer_model = args.tokenizer_model or args.vocab_file
+    if not args.tokenizer_model:
+        remedy = "Give --vocab-file, or --tokenizer-type HFTokenizer --tokenizer-model"
+        raise Problem("the tokenizer is missing", remedy)
+
+
+def check_trace(args: argparse.Namespace) -> None:
+    """Raises Problem if the run cannot be traced as asked."""
+    if args.trace and not args.tensorboard_dir:
+        raise Problem("--trace writes beside --tensorboard-dir, which is not given", "Give one")
+    if args.trace and args.load:
+        raise Problem("--trace follows the optimizer from the first iteration, but --load continues", "Leave one out")
 
 
 def check_fsdp2(args: argparse.Namespace) -> None:
@@ -230,9 +252,10 @@ def choose_device(args: argparse.Namespace) -> Any:
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if gpus == 0 or (args.local_rank >= gpus and not args.share_gpus):
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-        given = f" with CUDA_VISIBLE_DEVICES={shown}" if shown is not None else ""
-        found = f"process {args.local_rank} of this node has no GPU: PyTorch sees {gpus}{given}"
+        found = f"process {args.local_rank} of this node has no GPU: PyTorch sees {gpus}"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            found += f" with CUDA_VISIBLE_DEVICES={visible}"
         raise Problem(f"{found}; DEVICE=cpu trains without GPUs")
     return torch.device("cuda", args.local_rank % gpus)
 

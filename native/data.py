@@ -12,7 +12,7 @@ import torch
 from t5bench.corpus.index import read_index, split_documents
 from t5bench.corpus.tokenizer import load_tokenizer, readable
 
-# Of T5 encoder input, decoder input and labels, of GPT tokens and labels.
+# A T5's encoder input, decoder input and labels; a GPT's tokens and labels. int64, [samples, length] each.
 Batch = tuple[torch.Tensor, ...]
 
 
@@ -22,7 +22,9 @@ class TokenFile:
     def __init__(self, prefix: str) -> None:
         """Raises Problem for files that are missing or damaged."""
         index = read_index(prefix)
-        self.sizes, self.offsets, self.documents = map(np.asarray, (index.sizes, index.pointers, index.doc_idx))
+        self.sizes = np.asarray(index.sizes)
+        self.offsets = np.asarray(index.pointers)
+        self.documents = np.asarray(index.doc_idx)
         self.tokens = np.memmap(f"{prefix}.bin", index.dtype, "r")
 
     def __getitem__(self, sentence: int) -> np.ndarray:
@@ -32,13 +34,16 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What training needs to know of a tokenizer; `size` counts every token, sentinels included, without padding."""
+    """What training needs to know of a tokenizer."""
 
     size: int
+    """Counts every token, sentinels included, without the rows that pad an embedding."""
     pad: int
     eos: int
     sentinels: tuple[int, ...]
-    continuations: frozenset[int]  # tokens "##...", which belong to the word before them
+    """T5's <extra_id_0>, <extra_id_1> and so on."""
+    continuations: frozenset[int]
+    """Tokens "##...", which belong to the word before them."""
 
     @staticmethod
     def of(args: Namespace) -> "Vocabulary":
@@ -52,27 +57,34 @@ class Vocabulary:
         """T5's."""
         with readable(name_or_directory):
             tokenizer = load_tokenizer(name_or_directory)
-        names = "additional_special_tokens_ids", "extra_special_tokens_ids"  # until transformers 4, and from 5 on
-        sentinels = tuple(next(ids for name in names if (ids := getattr(tokenizer, name, None))))
+        sentinels = getattr(tokenizer, "additional_special_tokens_ids", None)
+        if not sentinels:  # their name from transformers 5 on
+            sentinels = tokenizer.extra_special_tokens_ids
         pieces = tokenizer.get_vocab().items()
-        continuations = frozenset(token for piece, token in pieces if piece.startswith("##"))
-        return Vocabulary(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, sentinels, continuations)
+        return Vocabulary(
+            size=len(tokenizer),
+            pad=tokenizer.pad_token_id,
+            eos=tokenizer.eos_token_id,
+            sentinels=tuple(sentinels),
+            continuations=frozenset(token for piece, token in pieces if piece.startswith("##")),
+        )
 
     @staticmethod
-    def of_gpt(place: str, kind: str) -> "Vocabulary":
+    def of_gpt(path: str, tokenizer_type: str) -> "Vocabulary":
         """GPT's, of which only the size matters: from GPT-2's vocabulary file, or a Hugging Face tokenizer."""
-        with readable(place, "gpt"):
-            if kind == "GPT2BPETokenizer":
-                size = len(json.loads(Path(place).read_bytes()))
+        with readable(path, "gpt"):
+            if tokenizer_type == "GPT2BPETokenizer":
+                size = len(json.loads(Path(path).read_bytes()))
             else:
-                size = len(load_tokenizer(place, "gpt"))
+                size = len(load_tokenizer(path, "gpt"))
         return Vocabulary(size, pad=-1, eos=size - 1, sentinels=(), continuations=frozenset())
 
 
 def step_indices(args: Namespace, dp_rank: int, consumed: int, end: int) -> Iterator[list[int]]:
     """For each iteration, the samples of one data-parallel rank: its share of every micro-batch, in turn."""
-    for start in range(consumed, end - args.global_batch_size + 1, args.global_batch_size):
-        samples = np.arange(start, start + args.global_batch_size).reshape(-1, args.dp, args.micro_batch_size)
+    size = args.global_batch_size
+    for start in range(consumed, end - size + 1, size):
+        samples = np.arange(start, start + size).reshape(-1, args.dp, args.micro_batch_size)
         yield samples[:, dp_rank].flatten().tolist()
 
 
@@ -108,22 +120,25 @@ def open_data(
     """A data-parallel rank's batches for training after `done` iterations, and for its evaluations."""
     train, validation, _ = split_documents(args.split, len(file.documents) - 1)
     size = args.global_batch_size
-    training = evaluation = iter(())
+    training: Iterator[Batch] = iter(())
+    evaluation: Iterator[Batch] = iter(())
     if not args.skip_train:
         dataset = samples_of(args, file, train, args.train_iters * size, vocabulary)
-        training = batches(dataset, args, dp_rank, done * size)
+        training = batches(dataset, args, dp_rank, consumed=done * size)
     if args.eval_iters:
-        each = size * args.eval_iters  # samples of one evaluation
-        count = (args.train_iters // args.eval_interval + 1) * each  # one more comes at the end
-        dataset = samples_of(args, file, validation, count, vocabulary)
-        evaluation = batches(dataset, args, dp_rank, done // args.eval_interval * each)
+        evaluations = args.train_iters // args.eval_interval + 1  # one more comes at the end
+        done_evaluations = done // args.eval_interval
+        samples = args.eval_iters * size  # of one evaluation
+        dataset = samples_of(args, file, validation, evaluations * samples, vocabulary)
+        evaluation = batches(dataset, args, dp_rank, consumed=done_evaluations * samples)
     return training, evaluation
 
 
 def open_test(args: Namespace, dp_rank: int, file: TokenFile, vocabulary: Vocabulary) -> Iterator[Batch] | None:
-    """Its batches of the test set, if that has documents."""
-    first, end = split_documents(args.split, len(file.documents) - 1)[2]
+    """A data-parallel rank's batches of the test set, if that has documents."""
+    _, _, test = split_documents(args.split, len(file.documents) - 1)
+    first, end = test
     if first == end:
         return None
-    count = args.global_batch_size * args.eval_iters
-    return batches(samples_of(args, file, (first, end), count, vocabulary), args, dp_rank, 0)
+    dataset = samples_of(args, file, test, args.global_batch_size * args.eval_iters, vocabulary)
+    return batches(dataset, args, dp_rank, consumed=0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -22,7 +22,7 @@ from native.data import Batch
 from native.data_parallel import TorchTrainer, make_optimizer
 from native.layers import Layer
 from native.model import build, initialise
-from native.parallel import Axis, Layout, clip_gradients, mesh_device
+from native.parallel import Axis, Mesh, clip_gradients, mesh_device
 
 # The model returns a view, the losses; nothing changes them in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -39,31 +39,37 @@ class FSDP2Trainer(TorchTrainer):
     the states, and the copies reduce their gradients among each other (HSDP).
     """
 
-    def __init__(self, args: Namespace, layout: Layout) -> None:
-        self.args, self.layout = args, layout
-        shards = args.fsdp2_shard_size or layout.dp.size
-        sizes = (layout.pp.size, layout.dp.size // shards, shards, layout.tp.size)
-        mesh = init_device_mesh(mesh_device(args.device), sizes, mesh_dim_names=("pp", "replica", "shard", "tp"))
-        self.shards = Axis(shards, mesh.get_local_rank("shard"), mesh.get_group("shard"))
+    def __init__(self, args: Namespace, mesh: Mesh) -> None:
+        self.args = args
+        self.mesh = mesh
+        shards = args.fsdp2_shard_size or mesh.dp.size
+        replicas = mesh.dp.size // shards
+        sizes = (mesh.pp.size, replicas, shards, mesh.tp.size)
+        groups = init_device_mesh(mesh_device(args.device), sizes, mesh_dim_names=("pp", "replica", "shard", "tp"))
+        self.shards = Axis(shards, groups.get_local_rank("shard"), groups.get_group("shard"))
         with torch.device("meta"):  # no process ever has the whole model
-            self.model = build(args, layout)
+            self.model = build(args, mesh)
         slices = {name: p.tp_slice for name, p in self.model.named_parameters() if hasattr(p, "tp_slice")}
-        precision = MixedPrecisionPolicy(param_dtype=args.dtype, reduce_dtype=torch.float32)
-        options = {"mesh": mesh["replica", "shard"] if shards < layout.dp.size else mesh["shard"]}
-        options |= {"mp_policy": precision, "reshard_after_forward": not args.fsdp2_keep_parameters}
-        for module in self.model.modules():
-            if isinstance(module, Layer):
-                fully_shard(module, **options)
-        fully_shard(self.model, **options | {"reshard_after_forward": False})  # backward begins where forward ends
+        self.divide(groups["replica", "shard"] if replicas > 1 else groups["shard"])
         self.model.to_empty(device=args.device)
         for name, parameter in self.model.named_parameters():  # new ones, without the attributes of the old
             if name in slices:
                 parameter.tp_slice = slices[name]
-        initialise(self.model, args, layout, fill)
+        initialise(self.model, args, mesh, fill)
         self.optimizer = make_optimizer(self.model, args)
 
-    def forward(self, part: Batch, received: Tensor | None = None) -> Tensor:
-        return self.model(*part)
+    def divide(self, mesh: DeviceMesh) -> None:
+        """Divides each layer's parameters, and what belongs to no layer, over the processes of `mesh`."""
+        precision = MixedPrecisionPolicy(param_dtype=self.args.dtype, reduce_dtype=torch.float32)
+        frees_parameters = not self.args.fsdp2_keep_parameters
+        for module in self.model.modules():
+            if isinstance(module, Layer):
+                fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=frees_parameters)
+        # The backward pass begins with what the forward pass ends with.
+        fully_shard(self.model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+
+    def forward(self, micro_batch: Batch, received: Tensor | None = None) -> Tensor:
+        return self.model(*micro_batch)
 
     def backward(self, output: Tensor, gradient: Tensor | None = None, *, is_last: bool) -> None:
         """Adds to the gradients, and reduces them during an iteration's last backward pass."""
@@ -74,7 +80,7 @@ class FSDP2Trainer(TorchTrainer):
         output.backward(gradient)
 
     def update(self) -> Tensor:
-        norm = clip_gradients(self.model, (), self.layout, self.args.clip_grad, self.shards)
+        norm = clip_gradients(self.model, (), self.mesh, self.args.clip_grad, self.shards)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
@@ -89,30 +95,32 @@ class FSDP2Trainer(TorchTrainer):
 
     def save(self, directory: Path) -> None:
         """Writes the file that DDP would write: whole tensors, gathered one at a time, by the first process."""
-        state = self.optimizer.state_dict()
-        moments = {key: {name: self.gathered(v) for name, v in entry.items()} for key, entry in state["state"].items()}
+        optimizer = self.optimizer.state_dict()
+        moments = {}
+        for number, entry in optimizer["state"].items():
+            moments[number] = {name: self.gathered(value) for name, value in entry.items()}
         model = {name: self.gathered(parameter) for name, parameter in self.model.named_parameters()}
-        if self.layout.dp.rank == 0:
-            self.shard(directory).parent.mkdir(parents=True, exist_ok=True)
-            torch.save({"model": model, "optimizer": state | {"state": moments}}, self.shard(directory))
+        if self.mesh.dp.rank == 0:
+            path = self.shard(directory)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"model": model, "optimizer": optimizer | {"state": moments}}, path)
 
     def gathered(self, value: Any) -> Any:
         """The whole of a divided tensor in host memory, on the process that writes it; None on the others."""
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        return whole.cpu() if self.layout.dp.rank == 0 else None
+        return whole.cpu() if self.mesh.dp.rank == 0 else None
 
     def load(self, directory: Path) -> None:
         """Each process reads its parts alone; mmap leaves the others on the disk."""
         state = torch.load(self.shard(directory), map_location="cpu", weights_only=True, mmap=True)
-        parameters = dict(self.model.named_parameters())
         with torch.no_grad():
-            for name, parameter in parameters.items():
+            for name, parameter in self.model.named_parameters():
                 fill(parameter, state["model"][name])
-        entries = state["optimizer"]["state"]
-        numbered = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for number, entry in entries.items():
+        # The optimizer numbers its parameters through all groups.
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        for number, entry in state["optimizer"]["state"].items():
             for name in ("exp_avg", "exp_avg_sq"):
-                entry[name] = divided_like(numbered[number], entry[name])
+                entry[name] = divided_like(parameters[number], entry[name])
         self.optimizer.load_state_dict(state["optimizer"])
 
 

@@ -10,27 +10,35 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from native.layers import Embedding, Stack
-from native.parallel import Layout
+from native.parallel import Mesh
 from native.precision import cast
 from native.tensor_parallel import VocabEmbedding, enter_tp, vocab_cross_entropy
 
 
 class GPT(nn.Module):
-    def __init__(self, args: Namespace, layout: Layout) -> None:
+    def __init__(self, args: Namespace, mesh: Mesh) -> None:
         super().__init__()
-        self.tp, self.stage_length = layout.tp, args.seq_length  # the latter: tokens that travel between stages
-        depth = args.num_layers // layout.pp.size
-        self.first_layer, is_last = depth * layout.pp.rank, layout.last_stage
+        self.tp = mesh.tp
+        self.stage_length = args.seq_length  # tokens of a sample that travel between pipeline stages
+        self.is_last = mesh.is_last_stage
+        depth = args.num_layers // mesh.pp.size
+        self.first_layer = depth * mesh.pp.rank
         parts: dict[str, nn.Module] = {}
-        if layout.pp.rank == 0:
+        if mesh.pp.rank == 0:
             parts["embedding"] = Embedding(args, self.tp)
-            words = parts["embedding"].word_embeddings
-        elif is_last:
-            self.word_embeddings_for_head = words = VocabEmbedding(args.padded_vocab_size, args.hidden_size, self.tp)
-        parts["encoder"] = Stack(args, self.tp, depth, causal=True, is_last=is_last)
+        else:
+            self.word_embeddings_for_head = VocabEmbedding(args.padded_vocab_size, args.hidden_size, self.tp)
+        parts["encoder"] = Stack(args, self.tp, depth, causal=True, is_last=self.is_last)
         self.language_model = nn.ModuleDict(parts)
-        self.tied = list(words.parameters()) if layout.pp.size > 1 else []  # the other stage has it, too
-        self.is_last = is_last
+        self.tied: list[nn.Parameter] = []  # parameters of which the other stage has a copy
+        if mesh.pp.size > 1:
+            self.tied = list(self.word_embeddings().parameters())
+
+    def word_embeddings(self) -> VocabEmbedding:
+        """Of the first stage's embedding, or the last stage's copy for the head."""
+        if "embedding" in self.language_model:
+            return self.language_model["embedding"].word_embeddings
+        return self.word_embeddings_for_head
 
     def forward(self, tokens: Tensor, labels: Tensor, received: Tensor | None = None) -> Tensor:
         """The loss of each label, [b, s] fp32. Tokens and labels are int64, [b, s].
@@ -39,11 +47,11 @@ class GPT(nn.Module):
         """
         model = self.language_model
         x = model["embedding"](tokens) if "embedding" in model else received
-        x = model["encoder"](x)
+        x = model["encoder"](x)  # [b, s, hidden]
         if not self.is_last:
             return x
-        words = model["embedding"].word_embeddings if "embedding" in model else self.word_embeddings_for_head
-        logits = F.linear(enter_tp(x, self.tp), cast(words.weight, x.dtype))
+        weight = cast(self.word_embeddings().weight, x.dtype)
+        logits = F.linear(enter_tp(x, self.tp), weight)  # [b, s, vocabulary / tp]
         return vocab_cross_entropy(logits, labels, self.tp)
 
     def whole_name(self, name: str) -> str:

@@ -13,30 +13,37 @@ import torch
 from native.data import TokenFile
 from t5bench import Problem
 
-# With less than this share of the last epoch needed, its documents and pieces are shuffled apart from the others.
+# A last epoch of which less than this share is needed is shuffled apart: the others are used to their end.
 MOST_OF_AN_EPOCH = 0.80
 
 
 class GPTSamples(torch.utils.data.Dataset):
     def __init__(self, args: Namespace, file: TokenFile, documents: tuple[int, int], count: int) -> None:
         """At least `count` samples from documents [first, end) of `file`. Raises Problem when there are no tokens."""
-        self.file, self.length = file, args.seq_length
-        tokens = int(file.sizes[documents[0] : documents[1]].sum())
+        self.file = file
+        self.length = args.seq_length
+        first, end = documents
+        tokens = int(file.sizes[first:end].sum())  # of an epoch
         if tokens < 2:
             raise Problem("no document in this split is usable: they are empty")
         epochs = max(1, -(-(count * self.length + 1) // tokens))
         pieces = (epochs * tokens - 1) // self.length
-        pieces_before_last = ((epochs - 1) * tokens - 1) // self.length
-        needed = count - pieces_before_last
-        is_last_apart = epochs > 1 and needed < int(MOST_OF_AN_EPOCH * ((tokens - 1) // self.length))
+        pieces_before_last_epoch = ((epochs - 1) * tokens - 1) // self.length
+        needed_of_last_epoch = count - pieces_before_last_epoch
+        pieces_of_an_epoch = (tokens - 1) // self.length
+
+        # Numbers of epochs, and ranges of pieces, that are shuffled together.
+        epoch_groups = [epochs]
+        piece_bounds = [0, pieces]
+        if epochs > 1 and needed_of_last_epoch < int(MOST_OF_AN_EPOCH * pieces_of_an_epoch):
+            epoch_groups = [epochs - 1, 1]
+            piece_bounds = [0, pieces_before_last_epoch, pieces]
+
         random = np.random.RandomState(args.seed)
-        own = np.arange(*documents)
-        parts = [epochs - 1, 1] if is_last_apart else [epochs]
-        self.documents = np.concatenate([shuffled(np.tile(own, times), random) for times in parts])
-        self.ends = np.cumsum(file.sizes[self.documents], dtype=np.int64)
-        bounds = [0, pieces_before_last, pieces] if is_last_apart else [0, pieces]
-        parts = [np.arange(first, end) for first, end in pairwise(bounds)]
-        self.order = np.concatenate([shuffled(part, random) for part in parts])
+        an_epoch = np.arange(first, end)
+        self.documents = np.concatenate([shuffled(np.tile(an_epoch, group), random) for group in epoch_groups])
+        self.ends = np.cumsum(file.sizes[self.documents], dtype=np.int64)  # of each document among all tokens
+        self.order = np.concatenate([shuffled(np.arange(*bounds), random) for bounds in pairwise(piece_bounds)])
 
     def __len__(self) -> int:
         return len(self.order)
@@ -48,8 +55,8 @@ class GPTSamples(torch.utils.data.Dataset):
         first = int(np.searchsorted(self.ends, start, side="right"))
         last = int(np.searchsorted(self.ends, stop, side="left"))
         text = np.concatenate([self.file[document] for document in self.documents[first : last + 1]])
-        offset = start - (int(self.ends[first - 1]) if first else 0)
-        piece = text[offset : offset + self.length + 1].astype(np.int64)
+        text_start = int(self.ends[first - 1]) if first else 0
+        piece = text[start - text_start : stop - text_start].astype(np.int64)  # [s + 1]
         return piece[:-1], piece[1:]
 
 

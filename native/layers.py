@@ -22,6 +22,8 @@ class Stack(nn.Module):
     def __init__(
         self, args: Namespace, tp: Axis, depth: int, *, causal: bool, cross: bool = False, is_last: bool = True
     ) -> None:
+        """causal: attention looks back alone. cross: layers attend to an encoder's output, too. is_last: the stack ends
+        the encoder or the decoder."""
         super().__init__()
         self.layers = nn.ModuleList(Layer(args, tp, causal, cross) for _ in range(depth))
         self.final_layernorm = LayerNorm(args.hidden_size) if is_last else nn.Identity()
@@ -43,13 +45,15 @@ class Layer(nn.Module):
         self.input_layernorm = LayerNorm(args.hidden_size)
         self.self_attention = SelfAttention(args, tp)
         self.post_attention_layernorm = LayerNorm(args.hidden_size)
-        self.causal, self.cross = causal, cross
+        self.causal = causal
+        self.cross = cross
         if cross:
             self.inter_attention = CrossAttention(args, tp)
             self.post_inter_attention_layernorm = LayerNorm(args.hidden_size)
         self.mlp = FeedForward(args, tp)
         self.dropout = SharedDropout(args.hidden_dropout, tp)
-        self.tp, self.recomputes = tp, args.recompute_granularity == "full"
+        self.tp = tp
+        self.recomputes = args.recompute_granularity == "full"
 
     def forward(self, x: Tensor, mask: Tensor | None, encoded: Tensor | None = None) -> Tensor:
         if self.recomputes and self.training:
@@ -58,7 +62,8 @@ class Layer(nn.Module):
 
     def blocks(self, x: Tensor, mask: Tensor | None, encoded: Tensor | None) -> Tensor:
         """`mask` is the encoder's padding, for an encoder's self-attention and a decoder's cross-attention."""
-        x = x + self.dropout(self.self_attention(self.input_layernorm(x), None if self.causal else mask))
+        self_mask = None if self.causal else mask
+        x = x + self.dropout(self.self_attention(self.input_layernorm(x), self_mask))
         normed = self.post_attention_layernorm(x)
         if self.cross:
             x = x + self.dropout(self.inter_attention(normed, encoded, mask))
@@ -71,26 +76,34 @@ class Attention(nn.Module):
 
     def __init__(self, args: Namespace, tp: Axis) -> None:
         super().__init__()
-        self.head, self.width, self.tp = args.kv_channels, args.kv_channels * args.num_attention_heads, tp
-        self.p, self.recomputes = args.attention_dropout, args.recompute_granularity == "selective"
+        self.head_size = args.kv_channels
+        self.width = args.kv_channels * args.num_attention_heads
+        self.tp = tp
+        self.dropout_p = args.attention_dropout
+        self.recomputes = args.recompute_granularity == "selective"
 
-    def attend(self, *query_key_value: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Attends with three [b, s, heads, d] tensors, to [b, s_query, hidden]; causal without a mask.
 
         `mask` [b, 1, 1, s_key] is added to the scores: 0, and -inf on padding. A causal decoder needs none: its padding
         comes last, where no real token looks, and the padding's own outputs carry no loss.
         """
         if self.recomputes and self.training:
-            context = recomputed(self.core, *query_key_value, mask, tp=self.tp)
+            context = recomputed(self.core, query, key, value, mask, tp=self.tp)
         else:
-            context = self.core(*query_key_value, mask)
+            context = self.core(query, key, value, mask)
         return self.dense(context)
 
     def core(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        by_head = (x.transpose(1, 2) for x in (query, key, value))
-        p = self.p if self.training else 0.0
-        context = F.scaled_dot_product_attention(*by_head, attn_mask=mask, dropout_p=p, is_causal=mask is None)
-        return context.transpose(1, 2).flatten(2)
+        context = F.scaled_dot_product_attention(
+            query.transpose(1, 2),  # [b, heads, s_query, d]
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            is_causal=mask is None,
+        )
+        return context.transpose(1, 2).flatten(2)  # [b, s_query, heads * d]
 
 
 class SelfAttention(Attention):
@@ -100,8 +113,9 @@ class SelfAttention(Attention):
         self.dense = RowLinear(self.width, args.hidden_size, tp)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        query_key_value = self.query_key_value(enter_tp(x, self.tp)).unflatten(-1, (3, -1, self.head))
-        return self.attend(*query_key_value.unbind(2), mask=mask)
+        query_key_value = self.query_key_value(enter_tp(x, self.tp))  # [b, s, 3 * heads * d]
+        query, key, value = query_key_value.unflatten(-1, (3, -1, self.head_size)).unbind(2)  # [b, s, heads, d] each
+        return self.attend(query, key, value, mask)
 
 
 class CrossAttention(Attention):
@@ -113,26 +127,30 @@ class CrossAttention(Attention):
 
     def forward(self, x: Tensor, encoded: Tensor, mask: Tensor) -> Tensor:
         """`encoded` has already gone through enter_tp."""
-        query = self.query(enter_tp(x, self.tp)).unflatten(-1, (-1, self.head))
-        key, value = self.key_value(encoded).unflatten(-1, (-1, 2, self.head)).unbind(3)
-        return self.attend(query, key, value, mask=mask)
+        query = self.query(enter_tp(x, self.tp)).unflatten(-1, (-1, self.head_size))  # [b, s_dec, heads, d]
+        key_value = self.key_value(encoded)  # [b, s_enc, heads * 2 * d]
+        key, value = key_value.unflatten(-1, (-1, 2, self.head_size)).unbind(3)  # [b, s_enc, heads, d] each
+        return self.attend(query, key, value, mask)
 
 
 class FeedForward(nn.Module):
     def __init__(self, args: Namespace, tp: Axis) -> None:
         super().__init__()
-        # Megatron's fused kernel is the tanh form.
-        self.tp, self.gelu = tp, "none" if args.no_bias_gelu_fusion else "tanh"
+        self.tp = tp
+        self.gelu = "none" if args.no_bias_gelu_fusion else "tanh"  # the form of Megatron's fused kernel
         self.dense_h_to_4h = ColumnLinear(args.hidden_size, args.ffn_hidden_size, tp)
         self.dense_4h_to_h = RowLinear(args.ffn_hidden_size, args.hidden_size, tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dense_4h_to_h(F.gelu(self.dense_h_to_4h(enter_tp(x, self.tp)), approximate=self.gelu))
+        inner = self.dense_h_to_4h(enter_tp(x, self.tp))  # [b, s, ffn / tp]
+        return self.dense_4h_to_h(F.gelu(inner, approximate=self.gelu))
 
 
 class LayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.normalized_shape, cast(self.weight, x.dtype), cast(self.bias, x.dtype), self.eps)
+        weight = cast(self.weight, x.dtype)
+        bias = cast(self.bias, x.dtype)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
 class Embedding(nn.Module):
@@ -142,8 +160,10 @@ class Embedding(nn.Module):
         super().__init__()
         self.word_embeddings = VocabEmbedding(args.padded_vocab_size, args.hidden_size, tp)
         self.position_embeddings = nn.Embedding(args.max_position_embeddings, args.hidden_size)
-        self.dropout, self.dtype = SharedDropout(args.hidden_dropout, tp), args.dtype
+        self.dropout = SharedDropout(args.hidden_dropout, tp)
+        self.dtype = args.dtype
 
     def forward(self, tokens: Tensor) -> Tensor:
-        positions = self.position_embeddings(torch.arange(tokens.size(1), device=tokens.device))
-        return self.dropout(self.word_embeddings(tokens, self.dtype) + positions.to(self.dtype))
+        words = self.word_embeddings(tokens, self.dtype)  # [b, s, hidden]
+        positions = self.position_embeddings(torch.arange(tokens.size(1), device=tokens.device))  # [s, hidden]
+        return self.dropout(words + positions.to(self.dtype))

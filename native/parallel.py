@@ -1,7 +1,4 @@
-"""Where each rank is, and what concerns all dimensions of the mesh at once: tied embeddings, the gradient norm.
-
-Ranks are laid out as in Megatron: tensor parallel fastest (neighbours talk most), then data parallel, then pipeline.
-"""
+"""The mesh of processes, and what concerns all its dimensions at once: tied embeddings, the gradient norm."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,6 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from t5bench.model.layout import coordinates
+
+# Keeps the seeds of the tensor-parallel ranks' shared dropout apart from those of single processes.
+SHARED_SEEDS = 1 << 32
+
 
 @dataclass
 class Axis:
@@ -19,7 +21,8 @@ class Axis:
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
-    rng: torch.Generator | None = None  # of tensor parallelism: the same numbers on all its ranks
+    rng: torch.Generator | None = None
+    """Of the tensor-parallel axis: a generator that gives the same numbers on all its ranks."""
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduces `tensor` in place over the axis; does nothing on an axis of size one."""
@@ -29,26 +32,32 @@ class Axis:
 
 
 @dataclass
-class Layout:
-    """This process's place in the mesh (pipeline, data, tensor)."""
+class Mesh:
+    """This process's place in the mesh: pipeline, data and tensor parallelism."""
 
     pp: Axis = field(default_factory=Axis)
     dp: Axis = field(default_factory=Axis)
     tp: Axis = field(default_factory=Axis)
 
     @property
-    def last_stage(self) -> bool:
+    def is_last_stage(self) -> bool:
         return self.pp.rank == self.pp.size - 1
 
     @staticmethod
-    def build(pp: int, dp: int, tp: int, device: torch.device, seed: int) -> "Layout":
+    def build(pp: int, dp: int, tp: int, device: torch.device, seed: int) -> "Mesh":
         """Creates the process groups and seeds dropout: one stream per process, and one that the TP ranks share."""
-        names = ("pp", "dp", "tp")
-        mesh = init_device_mesh(mesh_device(device), (pp, dp, tp), mesh_dim_names=names)
-        layout = Layout(*(Axis(mesh[name].size(), mesh.get_local_rank(name), mesh.get_group(name)) for name in names))
-        torch.manual_seed(seed + dist.get_rank())
-        layout.tp.rng = torch.Generator(device).manual_seed(seed + (1 << 32) + dist.get_rank() - layout.tp.rank)
-        return layout
+        rank = dist.get_rank()
+        place = coordinates(rank, tp, dp)
+        groups = init_device_mesh(mesh_device(device), (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+        mesh = Mesh(
+            pp=Axis(pp, place.pp, groups.get_group("pp")),
+            dp=Axis(dp, place.dp, groups.get_group("dp")),
+            tp=Axis(tp, place.tp, groups.get_group("tp")),
+        )
+        torch.manual_seed(seed + rank)
+        first_tp_rank = rank - place.tp
+        mesh.tp.rng = torch.Generator(device).manual_seed(seed + SHARED_SEEDS + first_tp_rank)
+        return mesh
 
 
 def mesh_device(device: torch.device) -> str:
@@ -56,22 +65,22 @@ def mesh_device(device: torch.device) -> str:
     return "cpu" if dist.get_backend() == "gloo" else device.type
 
 
-def own_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor that FSDP2 has divided; any other tensor as it is."""
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds if FSDP2 has divided it; any other tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def sum_tied_gradients(tied: Iterable[nn.Parameter], layout: Layout) -> None:
+def sum_tied_gradients(tied: Iterable[nn.Parameter], mesh: Mesh) -> None:
     """Sums the gradients of the pipeline stages' copies of the tied embeddings, so that all copies step alike.
 
     Sends their fp32 elements between the stages, once per iteration.
     """
     for parameter in tied:
-        layout.pp.all_reduce(parameter.grad)
+        mesh.pp.all_reduce(parameter.grad)
 
 
 def clip_gradients(
-    model: nn.Module, tied: Iterable[nn.Parameter], layout: Layout, max_norm: float, shards: Axis | None = None
+    model: nn.Module, tied: Iterable[nn.Parameter], mesh: Mesh, max_norm: float, shards: Axis | None = None
 ) -> Tensor:
     """Scales the gradients to a global norm of at most `max_norm` (0: never) and returns the norm, a tensor [].
 
@@ -79,19 +88,23 @@ def clip_gradients(
     first stage. One number travels over the TP and PP axes, and over `shards` if FSDP2 has divided the gradients;
     nothing waits for the GPU.
     """
-    repeated = set(tied) if layout.pp.rank > 0 else set()
-    gradients = {parameter: own_part(parameter.grad) for parameter in model.parameters()}
-    counted = [
-        gradient
-        for parameter, gradient in gradients.items()
-        if parameter not in repeated and (hasattr(parameter, "tp_slice") or layout.tp.rank == 0)
-    ]
+    copies = set(tied) if mesh.pp.rank > 0 else set()
+    gradients = {parameter: local_part(parameter.grad) for parameter in model.parameters()}
+    counted = []
+    for parameter, gradient in gradients.items():
+        if parameter not in copies and (hasattr(parameter, "tp_slice") or mesh.tp.rank == 0):
+            counted.append(gradient)
+
     # On a CPU in float64: an fp32 sum of 3e7 squares is off by 1e-3.
-    precise = torch.float64 if counted[0].device.type == "cpu" else None
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(counted, 2, precise))).float().square()
+    dtype = torch.float64 if counted[0].device.type == "cpu" else None
+    norms = torch.stack(torch._foreach_norm(counted, 2, dtype))  # [len(counted)]
+    squared_norm = torch.linalg.vector_norm(norms).float().square()
     if shards:
-        shards.all_reduce(norm)
-    norm = layout.pp.all_reduce(layout.tp.all_reduce(norm)).sqrt()
+        shards.all_reduce(squared_norm)
+    mesh.tp.all_reduce(squared_norm)
+    mesh.pp.all_reduce(squared_norm)
+    norm = squared_norm.sqrt()
     if max_norm > 0:
-        torch._foreach_mul_(list(gradients.values()), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(list(gradients.values()), factor)
     return norm

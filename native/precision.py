@@ -25,5 +25,5 @@ def forget_copies() -> None:
 
 
 def copies() -> dict[nn.Parameter, Tensor]:
-    """Those of this iteration."""
+    """This iteration's bf16 copies, by their masters."""
     return _copies

@@ -19,15 +19,15 @@ def same_dropout(tp: Axis) -> tuple[Any, Any]:
     """Contexts of both computations. PyTorch restores its own generators; this does so for the TP ranks' shared one."""
     if tp.rng is None:
         return nullcontext(), nullcontext()
-    before = tp.rng.get_state()
+    state_before = tp.rng.get_state()
 
     @contextmanager
-    def again() -> Iterator[None]:
-        now = tp.rng.get_state()
-        tp.rng.set_state(before)
+    def same_masks() -> Iterator[None]:
+        state_now = tp.rng.get_state()
+        tp.rng.set_state(state_before)
         try:  # PyTorch leaves by an exception once it has what it needs
             yield
         finally:
-            tp.rng.set_state(now)
+            tp.rng.set_state(state_now)
 
-    return nullcontext(), again()
+    return nullcontext(), same_masks()

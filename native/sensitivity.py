@@ -11,15 +11,16 @@ import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from native.arguments import start
 from native.data import Batch, TokenFile, Vocabulary, open_data
 from native.data_parallel import TorchTrainer
-from native.parallel import Layout
+from native.parallel import Mesh
 from native.train import learning_rate, pad_vocabulary
 
 PERCENT = 0.01
@@ -36,29 +37,40 @@ GROUPS = {
     "biases": r"(?<!layernorm)\.bias$",
     "output bias": r"^lm_head\.",
 }
-
-
-LACKING = {"t5": (), "gpt": ("decoder", "cross-attention", "output bias")}  # its layers are called the encoder
+# Groups that a family lacks. A GPT's layers are called the encoder.
+LACKING = {"t5": (), "gpt": ("decoder", "cross-attention", "output bias")}
+# Arguments that grow by PERCENT, and their names in a sentence.
+SCALED = {
+    "lr": "learning rate",
+    "min_lr": "final learning rate",
+    "weight_decay": "weight decay",
+    "adam_eps": "Adam's epsilon",
+    "clip_grad": "clipping",
+}
+BETAS = {"adam_beta1": "Adam's beta 1", "adam_beta2": "Adam's beta 2"}
 
 
 class Change(NamedTuple):
-    """One change of the recipe: arguments, or `what` else changes, by PERCENT where it can, for the parameters whose
-    names match `of`."""
+    """One change of the recipe."""
 
     number: str
+    """What the recipe's number is called."""
     change: str = "1 %"
+    """How it changes, in words."""
     arguments: dict[str, Any] | None = None
+    """The arguments that change."""
     what: str = ""
+    """What changes that is no argument, by PERCENT where it can: see changed_data() and prepare()."""
     of: str = ""
+    """A pattern of the names of the parameters that it concerns."""
 
 
 def changes(args: Namespace) -> Iterator[Change]:
     """A change for each number of the recipe; the first changes nothing."""
     yield Change("the recipe", "nothing")
-    numbers = {"learning rate": "lr", "final learning rate": "min_lr", "weight decay": "weight_decay"}
-    for number, name in (numbers | {"Adam's epsilon": "adam_eps", "clipping": "clip_grad"}).items():
+    for name, number in SCALED.items():
         yield Change(number, arguments={name: getattr(args, name) * (1 + PERCENT)})
-    for number, name in (("Adam's beta 1", "adam_beta1"), ("Adam's beta 2", "adam_beta2")):
+    for name, number in BETAS.items():
         yield Change(number, "1 % of 1 - beta", {name: 1 - (1 - getattr(args, name)) * (1 + PERCENT)})
     yield Change("warm-up", "1 iteration", {"lr_warmup_iters": args.lr_warmup_iters + 1})
     yield Change("length of the decay", "1 iteration", {"train_iters": args.train_iters + 1})
@@ -82,14 +94,17 @@ def changes(args: Namespace) -> Iterator[Change]:
 def changed_data(batches: list[Batch], what: str, pad: int) -> list[Batch]:
     """Swaps two samples of neighbouring iterations, or shortens one sample by a token."""
     changed = [tuple(tensor.clone() for tensor in batch) for batch in batches]
-    labels = changed[0][-1]
     if what == "order":
-        for tensor, its in zip(changed[0], changed[1], strict=True):
-            tensor[0], its[0] = its[0].clone(), tensor[0].clone()
+        for ours, theirs in zip(changed[0], changed[1], strict=True):
+            first = ours[0].clone()
+            ours[0] = theirs[0]
+            theirs[0] = first
     elif what == "encoder":
-        encoder = changed[0][0]
-        encoder[0, int((encoder[0] != pad).sum()) - 1] = pad
+        encoder_tokens = changed[0][0]
+        last = int((encoder_tokens[0] != pad).sum()) - 1
+        encoder_tokens[0, last] = pad
     elif what == "decoder":
+        labels = changed[0][-1]
         last = int((labels[0] >= 0).sum()) - 1
         labels[0, last] = -1
     return changed
@@ -97,52 +112,83 @@ def changed_data(batches: list[Batch], what: str, pad: int) -> list[Batch]:
 
 def prepare(trainer: TorchTrainer, change: Change, args: Namespace) -> None:
     """Changes weights, gradients, weight decay or learning rate of the chosen parameters by PERCENT."""
-    factor, optimizer = 1 + PERCENT, trainer.optimizer
+    factor = 1 + PERCENT
+    optimizer = trainer.optimizer
     chosen = {p for name, p in trainer.model.named_parameters() if re.search(change.of, name)}
-    micro_batches = {"gradient": 1, "micro-batch": args.micro_batches}.get(change.what)
-    for parameter in chosen:
-        if change.what == "initial":
+    if change.what == "initial":
+        for parameter in chosen:
             parameter.data.mul_(factor)
-        elif micro_batches:
-            factors = itertools.cycle([factor, *[1.0] * (micro_batches - 1)])
-            parameter.register_hook(lambda gradient, factors=factors: gradient * next(factors))
+    elif change.what == "gradient":
+        scale_gradients(chosen, [factor])
+    elif change.what == "micro-batch":
+        scale_gradients(chosen, [factor] + [1.0] * (args.micro_batches - 1))
+
     for group in list(optimizer.param_groups):
-        own = [p for p in group["params"] if p in chosen]
+        chosen_here = [p for p in group["params"] if p in chosen]
         group["params"] = [p for p in group["params"] if p not in chosen]
-        # Parameters without weight decay get a hundredth of the others'.
-        decay = group["weight_decay"] + PERCENT * args.weight_decay * (change.what == "weight decay")
-        optimizer.add_param_group({**group, "params": own, "weight_decay": decay, "chosen": True})
+        decay = group["weight_decay"]
+        if change.what == "weight decay":
+            # Parameters without weight decay get a hundredth of the others'.
+            decay += PERCENT * args.weight_decay
+        optimizer.add_param_group({**group, "params": chosen_here, "weight_decay": decay, "chosen": True})
 
     def set_rates(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
-            group["lr"] *= factor if "chosen" in group else 1.0
+            if "chosen" in group:
+                group["lr"] *= factor
 
     if change.what == "learning rate":
         optimizer.register_step_pre_hook(set_rates)
 
 
+def scale_gradients(parameters: Iterable[nn.Parameter], factors: list[float]) -> None:
+    """Multiplies the gradients by these factors, which the micro-batches take in turn."""
+    for parameter in parameters:
+        turns = itertools.cycle(factors)
+        parameter.register_hook(lambda gradient, turns=turns: gradient * next(turns))
+
+
 def run(args: Namespace) -> None:
     """Trains with each change, until a curve differs enough from the recipe's, and prints its line."""
-    file, vocabulary = TokenFile(args.data_path), Vocabulary.of(args)
+    file = TokenFile(args.data_path)
+    vocabulary = Vocabulary.of(args)
     pad_vocabulary(args, vocabulary)
     args.num_workers = 0
     samples, _ = open_data(args, 0, file, vocabulary)
     batches = list(itertools.islice(samples, args.train_iters))
-    recipe: list[list[float]] = []
     enough = [float(word) for word in os.environ.get("SENSITIVITY_ENOUGH", "inf inf").split()]
+    recipe: list[list[float]] = []
     for change in changes(args):
-        own, found = Namespace(**vars(args) | (change.arguments or {})), []
-        trainer = TorchTrainer(own, Layout())
-        prepare(trainer, change, own)
-        for number, batch in enumerate(changed_data(batches, change.what, args.pad_token)):
-            rate = learning_rate(own, max(0, number - (change.what == "late")))
-            found.append([float(v) for v in trainer.step(batch, rate)])
-            its = recipe[number] if recipe else found[-1]
-            if any(abs(v - w) >= least * abs(w) > 0 for v, w, least in zip(found[-1], its, enough, strict=True)):
-                break
-        recipe = recipe or found
-        curves = dict(zip(("losses", "norms"), zip(*found, strict=True), strict=True))
-        print(json.dumps({"number": change.number, "change": change.change} | curves), flush=True)
+        points = train(args, change, batches, recipe, enough)
+        recipe = recipe or points
+        losses, norms = zip(*points, strict=True)
+        line = {"number": change.number, "change": change.change, "losses": losses, "norms": norms}
+        print(json.dumps(line), flush=True)
+
+
+def train(
+    args: Namespace, change: Change, batches: list[Batch], recipe: list[list[float]], enough: list[float]
+) -> list[list[float]]:
+    """Loss and gradient norm of each iteration with a change, until one of them is as far from the recipe's as
+    `enough` says, relatively. recipe: empty for the recipe itself."""
+    changed_args = Namespace(**vars(args) | (change.arguments or {}))
+    trainer = TorchTrainer(changed_args, Mesh())
+    prepare(trainer, change, changed_args)
+    points: list[list[float]] = []
+    for iteration, batch in enumerate(changed_data(batches, change.what, args.pad_token)):
+        done = max(0, iteration - 1) if change.what == "late" else iteration
+        loss, norm = trainer.step(batch, learning_rate(changed_args, done))
+        points.append([float(loss), float(norm)])
+        if recipe and is_far(points[-1], recipe[iteration], enough):
+            break
+    return points
+
+
+def is_far(point: list[float], recipe: list[float], enough: list[float]) -> bool:
+    """Whether the loss or the gradient norm differs so much."""
+    limits = [least * abs(value) for value, least in zip(recipe, enough, strict=True)]
+    differences = [abs(changed - value) for changed, value in zip(point, recipe, strict=True)]
+    return any(difference >= limit > 0 for difference, limit in zip(differences, limits, strict=True))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ partial sum of the output, so forward sums (g, `leave_tp`). Both are written her
 costs more than the arithmetic.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,11 +50,31 @@ def leave_tp(partial: Tensor, tp: Axis) -> Tensor:
     return partial if tp.size == 1 else _Leave.apply(partial.contiguous(), tp)
 
 
+class Slice(NamedTuple):
+    """How the tensor-parallel ranks divide a parameter."""
+
+    dim: int
+    """The dimension along which it is cut."""
+    blocks: int
+    """Equal blocks along `dim`, of each of which a rank has its part: three in the fused [q|k|v], else one."""
+
+    def local_shape(self, whole: tuple[int, ...], tp: Axis) -> tuple[int, ...]:
+        return (*whole[: self.dim], whole[self.dim] // tp.size, *whole[self.dim + 1 :])
+
+    def whole_shape(self, local: tuple[int, ...], tp: Axis) -> tuple[int, ...]:
+        return (*local[: self.dim], local[self.dim] * tp.size, *local[self.dim + 1 :])
+
+    def cut(self, whole: Tensor, tp: Axis) -> Tensor:
+        """This rank's part of a whole tensor."""
+        parts = [block.chunk(tp.size, self.dim)[tp.rank] for block in whole.chunk(self.blocks, self.dim)]
+        return torch.cat(parts, self.dim)
+
+
 def sliced(*shape: int, dim: int, tp: Axis, blocks: int = 1) -> nn.Parameter:
-    """One TP rank's slice of a parameter of this whole shape, cut along `dim` from each of `blocks` equal blocks."""
-    own = [size // tp.size if axis == dim else size for axis, size in enumerate(shape)]
-    parameter = nn.Parameter(torch.empty(own))
-    parameter.tp_slice = dim, blocks
+    """One TP rank's slice of a parameter of this whole shape; the slice's description is its attribute `tp_slice`."""
+    tp_slice = Slice(dim, blocks)
+    parameter = nn.Parameter(torch.empty(tp_slice.local_shape(shape, tp)))
+    parameter.tp_slice = tp_slice
     return parameter
 
 
@@ -84,7 +104,8 @@ class RowLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = cast(self.weight, x.dtype), cast(self.bias, x.dtype)
+        weight = cast(self.weight, x.dtype)
+        bias = cast(self.bias, x.dtype)
         if self.tp.size == 1:
             return F.linear(x, weight, bias)
         return leave_tp(F.linear(x, weight), self.tp) + bias
@@ -102,10 +123,11 @@ class VocabEmbedding(nn.Module):
         """[b, s] ids to [b, s, hidden]: each rank looks up its own tokens, the others are 0, and the sum has all."""
         if self.tp.size == 1:
             return F.embedding(tokens, self.weight).to(dtype)
-        local = tokens - self.tp.rank * len(self.weight)
-        elsewhere = (local < 0) | (local >= len(self.weight))
-        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight).to(dtype)
-        return leave_tp(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.tp)
+        rows_per_rank = len(self.weight)
+        local = tokens - self.tp.rank * rows_per_rank  # [b, s]
+        is_elsewhere = (local < 0) | (local >= rows_per_rank)
+        embedded = F.embedding(local.masked_fill(is_elsewhere, 0), self.weight).to(dtype)  # [b, s, hidden]
+        return leave_tp(embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0), self.tp)
 
 
 def vocab_cross_entropy(logits: Tensor, labels: Tensor, tp: Axis) -> Tensor:
@@ -115,14 +137,18 @@ def vocab_cross_entropy(logits: Tensor, labels: Tensor, tp: Axis) -> Tensor:
     """
     logits = logits.float()
     if tp.size == 1:
-        flat = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1, reduction="none")
-        return flat.view_as(labels)
-    logits = logits - tp.all_reduce(logits.detach().amax(-1), dist.ReduceOp.MAX).unsqueeze(-1)
-    exp_sum = leave_tp(logits.exp().sum(-1), tp)
-    local = labels - tp.rank * logits.size(-1)
-    here = (local >= 0) & (local < logits.size(-1)) & (labels >= 0)
-    own = logits.gather(-1, local.masked_fill(~here, 0).unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
-    return (exp_sum.log() - leave_tp(own, tp)).masked_fill(labels < 0, 0.0)
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1, reduction="none")  # [b * s]
+        return losses.view_as(labels)
+    largest = tp.all_reduce(logits.detach().amax(-1), dist.ReduceOp.MAX)  # [b, s]
+    logits = logits - largest.unsqueeze(-1)
+    exp_sum = leave_tp(logits.exp().sum(-1), tp)  # [b, s]
+
+    words_per_rank = logits.size(-1)
+    local = labels - tp.rank * words_per_rank  # [b, s]
+    is_here = (local >= 0) & (local < words_per_rank) & (labels >= 0)
+    index = local.masked_fill(~is_here, 0).unsqueeze(-1)  # [b, s, 1]
+    label_logits = logits.gather(-1, index).squeeze(-1).masked_fill(~is_here, 0.0)  # [b, s]
+    return (exp_sum.log() - leave_tp(label_logits, tp)).masked_fill(labels < 0, 0.0)
 
 
 class SharedDropout(nn.Module):
@@ -130,9 +156,12 @@ class SharedDropout(nn.Module):
 
     def __init__(self, p: float, tp: Axis) -> None:
         super().__init__()
-        self.p, self.tp = p, tp
+        self.p = p
+        self.tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tp.size == 1 or not self.training or self.p == 0:
             return F.dropout(x, self.p, self.training)
-        return x * torch.empty_like(x).bernoulli_(1 - self.p, generator=self.tp.rng).div_(1 - self.p)
+        kept = 1 - self.p
+        mask = torch.empty_like(x).bernoulli_(kept, generator=self.tp.rng).div_(kept)
+        return x * mask

@@ -10,7 +10,6 @@ ranks (reduced), and the parameter's change (update). Three figures are computed
 gradient norm and the update (AdamW, its schedule being PyTorch's), and copies in bf16 are compared with their masters.
 """
 
-import hashlib
 import json
 from argparse import Namespace
 from collections import Counter
@@ -28,8 +27,10 @@ from native import precision
 from native.data import Batch
 from native.data_parallel import TorchTrainer
 from native.layers import Attention, Embedding, FeedForward, Layer, LayerNorm
-from native.parallel import Layout
+from native.model import seed_of, shape_of
+from native.parallel import Mesh
 from native.reference import schedule_of
+from native.tensor_parallel import Slice
 
 DIRECTORY = "trace"  # beside --tensorboard-dir
 VECTORS = 8
@@ -39,14 +40,14 @@ TRACED = (Embedding, Layer, LayerNorm, Attention, FeedForward)
 
 def random_vectors(name: str, shape: tuple[int, ...]) -> Tensor:
     """[VECTORS, *shape], always the same for a name and a shape."""
-    seed = int.from_bytes(hashlib.sha256(f"{name}:{shape}".encode()).digest()[:8], "big") >> 1
-    return torch.randn(VECTORS, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed_of(f"{name}:{shape}"))
+    return torch.randn(VECTORS, *shape, generator=generator, dtype=torch.float64)
 
 
 @contextmanager
-def traced(trainer: TorchTrainer, args: Namespace, layout: Layout) -> Iterator[None]:
+def traced(trainer: TorchTrainer, args: Namespace, mesh: Mesh) -> Iterator[None]:
     """Within this, what the trainer computes is written into a directory (--trace)."""
-    tracer = Tracer(trainer, args, layout)
+    tracer = Tracer(trainer, args, mesh)
     try:
         yield
     finally:
@@ -91,7 +92,7 @@ class Masters:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Of what FSDP2 has divided."""
+    """A copy of the tensor, gathered if FSDP2 has divided it."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
@@ -100,34 +101,38 @@ def fits_16_bits(values: Tensor) -> bool:
     return bool(values.any()) and torch.equal(values.bfloat16().double(), values)
 
 
-def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
-    """DeepSpeed's ZeRO-3 keeps the shape and parts with the values."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
 class Tracer:
     """Watches a trainer, and writes what it computes into a directory."""
 
-    def __init__(self, trainer: TorchTrainer, args: Namespace, layout: Layout) -> None:
+    def __init__(self, trainer: TorchTrainer, args: Namespace, mesh: Mesh) -> None:
         self.trainer = trainer
         self.args = args
-        self.layout = layout
+        self.mesh = mesh
         self.train = trainer.step
         self.model = trainer.model.module if args.deepspeed else trainer.model
         self.masters = Masters(args)
         self.parameters = {self.model.whole_name(name): p for name, p in self.model.named_parameters()}
         self.vectors: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        """The random vectors, [VECTORS, elements], by a parameter's name ("" for samples) and a shape."""
         self.iteration = 0
         self.micro_batch = -1
         self.hooks: list[Any] = []
         self.replaced: list[tuple[Any, str]] = []
+        """Objects, and their methods that are replaced until the end."""
         self.calls: Counter[str] = Counter()
+        """How often each module was called in this micro-batch."""
         self.local: dict[str, Tensor] = {}
+        """The sketch of each parameter's gradient on this rank, by its name as in what follows."""
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
+        """AdamW's averages of the gradient and of its square."""
         self.before: dict[str, Tensor] = {}
+        """The weights before the update."""
         self.reduced: dict[str, Tensor] = {}
+        """The reduced gradients."""
         self.losses: list[Tensor] = []
+        """Of this iteration's micro-batches."""
         self.logits: Tensor | None = None
+        # The rates are PyTorch's schedule's, of an optimizer that updates nothing else.
         self.rates = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=args.lr)
         self.schedule = schedule_of(self.rates, args)
         directory = Path(args.tensorboard_dir).parent / DIRECTORY
@@ -135,9 +140,9 @@ class Tracer:
         self.file = (directory / f"rank{args.rank}.jsonl").open("w")
         self.write(
             "layout",
-            tp=layout.tp.rank,
-            dp=layout.dp.rank,
-            pp=layout.pp.rank,
+            tp=mesh.tp.rank,
+            dp=mesh.dp.rank,
+            pp=mesh.pp.rank,
             dp_size=args.dp,
             precision="bf16" if args.bf16 else "fp32",
         )
@@ -154,8 +159,8 @@ class Tracer:
         keep(self.model.register_forward_hook(self.end_micro_batch))
         for name, module in self.model.named_modules():
             if isinstance(module, TRACED):
-                own = self.model.whole_name(name).removeprefix("language_model.")
-                keep(module.register_forward_hook(lambda _, __, output, own=own: self.saw(own, output)))
+                whole_name = self.model.whole_name(name).removeprefix("language_model.")
+                keep(module.register_forward_hook(lambda _, __, output, name=whole_name: self.saw(name, output)))
         if hasattr(self.model, "lm_head"):
             keep(self.model.lm_head.register_forward_hook(self.saw_logits))
         if not self.args.fsdp2:  # whose gradients are divided before anyone sees them
@@ -163,16 +168,19 @@ class Tracer:
                 keep(parameter.register_hook(lambda gradient, name=name: self.saw_gradient(name, gradient)))
         # What computes the gradients, and what updates the weights.
         self.replace(self.trainer, "step", self.step)
-        engine = self.trainer.model if self.args.deepspeed else self.trainer
-        self.update = getattr(engine, "step" if self.args.deepspeed else "update")
-        self.replace(engine, self.update.__name__, self.with_a_look)
+        if self.args.deepspeed:
+            self.update = self.trainer.model.step
+            self.replace(self.trainer.model, "step", self.watched_update)
+        else:
+            self.update = self.trainer.update
+            self.replace(self.trainer, "update", self.watched_update)
 
     def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """Until the end, on this object alone."""
         setattr(owner, name, function)
         self.replaced.append((owner, name))
 
-    def with_a_look(self, *words: Any, **options: Any) -> Any:
+    def watched_update(self, *words: Any, **options: Any) -> Any:
         """The update of the weights, which DeepSpeed's engine asks for after every micro-batch."""
         if not self.args.deepspeed or self.trainer.model.is_gradient_accumulation_boundary():
             self.before_update()
@@ -191,13 +199,13 @@ class Tracer:
     def begin_micro_batch(self, *_: object) -> None:
         self.micro_batch += 1
         self.calls.clear()
-        if self.args.family == "t5" and self.layout.pp.rank > 0:  # the other stage embeds the encoder's tokens
+        if self.args.family == "t5" and self.mesh.pp.rank > 0:  # the other stage embeds the encoder's tokens
             self.calls["embedding"] = 1
 
     def end_micro_batch(self, _: nn.Module, inputs: tuple[Tensor, ...], losses: Tensor) -> None:
-        if not self.layout.last_stage or not self.model.training:
+        if not self.mesh.is_last_stage or not self.model.training:
             return
-        labels = inputs[2 if self.args.family == "t5" else 1]
+        labels = inputs[2] if self.args.family == "t5" else inputs[1]  # [b, s]
         self.sketch_samples("forward", "loss", losses.detach(), self.micro_batch)
         values = losses.detach().double()
         if self.logits is not None:
@@ -207,10 +215,11 @@ class Tracer:
     def cross_entropy(self, labels: Tensor) -> Tensor:
         """Of each token, in float64."""
         assert self.logits is not None
-        parts = [self.logits]
-        if self.layout.tp.size > 1:
-            parts = [torch.empty_like(self.logits) for _ in range(self.layout.tp.size)]
-            dist.all_gather(parts, self.logits.contiguous(), group=self.layout.tp.group)
+        tp = self.mesh.tp
+        parts = [self.logits]  # [b, s, vocabulary / tp] each
+        if tp.size > 1:
+            parts = [torch.empty_like(self.logits) for _ in range(tp.size)]
+            dist.all_gather(parts, self.logits.contiguous(), group=tp.group)
         logits = torch.cat(parts, -1).double()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1, reduction="none")
 
@@ -229,8 +238,10 @@ class Tracer:
             )
 
     def saw_gradient(self, name: str, gradient: Tensor) -> None:
-        own = self.sketch(name, gradient) / self.args.dp
-        self.local[name] = self.local[name] + own if name in self.local else own
+        sketch = self.sketch(name, gradient) / self.args.dp
+        if name in self.local:
+            sketch = self.local[name] + sketch
+        self.local[name] = sketch
 
     # ---- sketches ----------------------------------------------------------------------------------------------------
 
@@ -240,29 +251,30 @@ class Tracer:
         if ("", shape) not in self.vectors:
             self.vectors["", shape] = random_vectors("", shape).flatten(1)
         sketches = values.double().cpu().flatten(1) @ self.vectors["", shape].T
-        first = (micro_batch * self.args.dp + self.layout.dp.rank) * self.args.micro_batch_size
+        first = (micro_batch * self.args.dp + self.mesh.dp.rank) * self.args.micro_batch_size
         for number, sketch in enumerate(sketches.tolist(), first):
             self.write(phase, name=name, sample=number, sketch=sketch)
 
     def sketch(self, name: str, values: Tensor) -> Tensor:
-        """Of a parameter's size, or of this tensor-parallel rank's slice."""
+        """Of values of a parameter's shape, or of this tensor-parallel rank's slice of it; [VECTORS]."""
         parameter = self.parameters[name]
-        tp = self.layout.tp
-        shape = list(shape_of(parameter))
-        key = name, tuple(shape)
+        shape = shape_of(parameter)
+        key = (name, shape)
         if key not in self.vectors:
-            dim, blocks = getattr(parameter, "tp_slice", (0, 1))
-            is_slice = hasattr(parameter, "tp_slice")
-            shape[dim] *= tp.size if is_slice else 1
-            vectors = random_vectors(name, tuple(shape))
-            if is_slice:
-                parts = [block.chunk(tp.size, dim + 1)[tp.rank] for block in vectors.chunk(blocks, dim + 1)]
-                vectors = torch.cat(parts, dim + 1)
-            self.vectors[key] = vectors.flatten(1).contiguous()
+            self.vectors[key] = self.vectors_of(name, parameter).flatten(1).contiguous()
         return self.vectors[key] @ values.detach().double().cpu().flatten()
 
+    def vectors_of(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """[VECTORS, *shape]: of the whole parameter's vectors what this tensor-parallel rank has of the parameter."""
+        tp_slice: Slice | None = getattr(parameter, "tp_slice", None)
+        if not tp_slice:
+            return random_vectors(name, shape_of(parameter))
+        vectors = random_vectors(name, tp_slice.whole_shape(shape_of(parameter), self.mesh.tp))
+        behind_vectors = Slice(tp_slice.dim + 1, tp_slice.blocks)
+        return behind_vectors.cut(vectors, self.mesh.tp)
+
     def parameter_line(self, phase: str, name: str, sketch: Tensor, **more: Any) -> None:
-        is_slice = hasattr(self.parameters[name], "tp_slice") and self.layout.tp.size > 1
+        is_slice = hasattr(self.parameters[name], "tp_slice") and self.mesh.tp.size > 1
         self.write(phase, name=name.removeprefix("language_model."), slice=is_slice, sketch=sketch.tolist(), **more)
 
     # ---- an iteration ------------------------------------------------------------------------------------------------
@@ -276,9 +288,9 @@ class Tracer:
         if self.iteration == 1:
             for name, parameter in self.parameters.items():
                 self.parameter_line("weights", name, self.sketch(name, self.masters.value(parameter)))
-        for place, tokens in enumerate(batch):
+        for position, tokens in enumerate(batch, 1):
             for number, part in enumerate(tokens.chunk(self.args.micro_batches)):
-                self.sketch_samples("data", f"tokens {place + 1}", part, number)
+                self.sketch_samples("data", f"tokens {position}", part, number)
         loss, norm = self.train(batch, rate)
         if self.losses:
             self.write("loss", value=float(torch.stack(self.losses).mean()))
@@ -310,15 +322,20 @@ class Tracer:
 
     def after_update(self, norm: float) -> None:
         """Compares each parameter's change with AdamW's in float64, by the norm that was printed."""
-        largest = self.args.clip_grad
-        factor = min(1.0, largest / (norm + 1e-6)) if largest else 1.0
+        max_norm = self.args.clip_grad
+        factor = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
         rate = self.rates.param_groups[0]["lr"]
         for name, parameter in self.parameters.items():
             change = self.masters.value(parameter) - self.before[name]
             expected = self.adamw(name, factor * self.reduced[name], rate)
-            size, off = expected.norm(), (change - expected).norm()
-            figures = {"size": float(size), "off": float(off), "weight": float(self.before[name].norm())}
-            self.parameter_line("update", name, self.sketch(name, change), **figures)
+            self.parameter_line(
+                "update",
+                name,
+                self.sketch(name, change),
+                size=float(expected.norm()),
+                off=float((change - expected).norm()),
+                weight=float(self.before[name].norm()),
+            )
 
     def adamw(self, name: str, gradient: Tensor, rate: float) -> Tensor:
         """The change of a parameter."""
@@ -328,7 +345,8 @@ class Tracer:
         mean = args.adam_beta1 * mean + (1 - args.adam_beta1) * gradient
         square = args.adam_beta2 * square + (1 - args.adam_beta2) * gradient**2
         self.moments[name] = mean, square
-        first, second = (1 - beta**self.iteration for beta in (args.adam_beta1, args.adam_beta2))
+        unbiased_mean = mean / (1 - args.adam_beta1**self.iteration)
+        unbiased_square = square / (1 - args.adam_beta2**self.iteration)
+        direction = unbiased_mean / (unbiased_square.sqrt() + args.adam_eps)
         decay = args.weight_decay if gradient.dim() > 1 else 0.0
-        direction = (mean / first) / ((square / second).sqrt() + args.adam_eps)
         return -rate * (direction + decay * self.before[name])

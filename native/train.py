@@ -20,8 +20,8 @@ from torch import Tensor
 
 from native.data import Batch, TokenFile, Vocabulary, open_data, open_test
 from native.data_parallel import TorchTrainer
-from native.metrics import Metrics, say
-from native.parallel import Layout
+from native.metrics import Metrics, print_line
+from native.parallel import Mesh
 from native.trainers import make_trainer
 from t5bench import Problem
 from t5bench.imports import import_deepspeed, leave_out_compiler
@@ -37,7 +37,10 @@ def learning_rate(args: Namespace, iteration: int) -> float:
     if args.lr_decay_style == "constant":
         return args.lr
     done = (iteration - warmup) / (args.train_iters - warmup)
-    left = 1.0 - done if args.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
+    if args.lr_decay_style == "linear":
+        left = 1.0 - done
+    else:
+        left = 0.5 * (math.cos(math.pi * done) + 1.0)
     return args.min_lr + left * (args.lr - args.min_lr)
 
 
@@ -50,9 +53,12 @@ def share_vocabulary(args: Namespace, file: TokenFile) -> Vocabulary:
     if args.rank == 0:
         try:
             vocabulary = Vocabulary.of(args)
+            largest = int(file.tokens.max())
+            if largest >= vocabulary.size:
+                raise Problem(
+                    f"{args.data_path}.bin has token {largest}, {args.tokenizer_model} has {vocabulary.size} tokens"
+                )
             answer = [vocabulary]
-            if (largest := int(file.tokens.max())) >= (size := vocabulary.size):
-                raise Problem(f"{args.data_path}.bin has token {largest}, {args.tokenizer_model} has {size} tokens")
         except Problem as problem:
             answer = [problem]
     dist.broadcast_object_list(answer, device=args.device)
@@ -62,8 +68,10 @@ def share_vocabulary(args: Namespace, file: TokenFile) -> Vocabulary:
 
 
 def pad_vocabulary(args: Namespace, vocabulary: Vocabulary) -> None:
+    """Adds padded_vocab_size and pad_token to the arguments."""
     multiple = args.make_vocab_size_divisible_by * args.tp
-    args.padded_vocab_size, args.pad_token = -(-vocabulary.size // multiple) * multiple, vocabulary.pad
+    args.padded_vocab_size = -(-vocabulary.size // multiple) * multiple
+    args.pad_token = vocabulary.pad
 
 
 def evaluate(
@@ -82,33 +90,51 @@ def evaluated_loss(trainer: TorchTrainer, args: Namespace, batches: Iterator[Bat
     return losses.mean()
 
 
-def dropout_states(directory: str, iteration: int, args: Namespace, layout: Layout) -> tuple[Path, dict]:
-    """The file of this process's dropout state in a checkpoint, and what its masks are drawn from."""
-    generators = {"cpu": torch.default_generator, "tp": layout.tp.rng}
+def checkpoint_folder(directory: str, iteration: int) -> Path:
+    return Path(directory, f"iter_{iteration:07d}")
+
+
+def dropout_file(folder: Path, args: Namespace) -> Path:
+    """The file of this process's dropout states in a checkpoint."""
+    return folder / f"random_{args.rank:05d}.pt"
+
+
+def dropout_generators(args: Namespace, mesh: Mesh) -> dict[str, torch.Generator]:
+    """What this process's dropout masks are drawn from."""
+    generators = {"cpu": torch.default_generator, "tp": mesh.tp.rng}
     if args.device.type == "cuda":
         generators["cuda"] = torch.cuda.default_generators[args.device.index]
-    return Path(directory, f"iter_{iteration:07d}", f"random_{args.rank:05d}.pt"), generators
+    return generators
 
 
-def save(trainer: TorchTrainer, args: Namespace, layout: Layout, iteration: int) -> None:
-    path, generators = dropout_states(args.save, iteration, args, layout)
-    trainer.save(path.parent)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({name: generator.get_state() for name, generator in generators.items()}, path)
-    dist.barrier()
+def save(trainer: TorchTrainer, args: Namespace, mesh: Mesh, iteration: int) -> None:
+    folder = checkpoint_folder(args.save, iteration)
+    trainer.save(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    states = {name: generator.get_state() for name, generator in dropout_generators(args, mesh).items()}
+    torch.save(states, dropout_file(folder, args))
+    dist.barrier()  # the tracker names a checkpoint once all processes have written theirs
     if args.local_rank == 0:
-        written = Path(args.save, f"{TRACKER}.{args.rank}")
-        written.write_text(str(iteration))
-        written.replace(Path(args.save, TRACKER))
+        tracker = Path(args.save, f"{TRACKER}.{args.rank}")
+        tracker.write_text(str(iteration))
+        tracker.replace(Path(args.save, TRACKER))
     dist.barrier()
 
 
-def load(trainer: TorchTrainer, args: Namespace, layout: Layout, iteration: int) -> None:
-    path, generators = dropout_states(args.load, iteration, args, layout)
-    trainer.load(path.parent)
-    states = torch.load(path, weights_only=True)
-    for name, generator in generators.items():
+def load(trainer: TorchTrainer, args: Namespace, mesh: Mesh, iteration: int) -> None:
+    folder = checkpoint_folder(args.load, iteration)
+    trainer.load(folder)
+    states = torch.load(dropout_file(folder, args), weights_only=True)
+    for name, generator in dropout_generators(args, mesh).items():
         generator.set_state(states[name])
+
+
+def last_saved_iteration(args: Namespace) -> int:
+    """Of the checkpoint of --load, which the launcher has checked; 0 if there is none."""
+    if not args.load:
+        return 0
+    tracker = Path(args.load, TRACKER)
+    return int(tracker.read_text()) if tracker.is_file() else 0
 
 
 def import_libraries(args: Namespace) -> None:
@@ -132,8 +158,8 @@ def numbers(args: Namespace) -> str:
 
 
 def take_device(args: Namespace) -> torch.device | None:
-    """Prepares this process's device. Returns it if NCCL is to connect to the others at once, which names a fault there
-    and not in the first iteration."""
+    """Prepares this process's device. Returns it if NCCL is to connect to the others at once, so that a fault shows
+    here and not in the first iteration."""
     if args.device.type != "cuda":
         os.environ["DS_ACCELERATOR"] = "cpu"
         return None
@@ -148,52 +174,54 @@ def take_device(args: Namespace) -> torch.device | None:
 
 def run(args: Namespace) -> None:
     """Trains from the first or the last saved iteration to --train-iters. Raises Problem for unsuitable data."""
-    tracker, file = Path(args.load or "", TRACKER), TokenFile(args.data_path)
-    done = int(tracker.read_text()) if args.load and tracker.is_file() else 0  # which the launcher has checked
+    file = TokenFile(args.data_path)
+    done = last_saved_iteration(args)
     device_id = take_device(args)
     import_libraries(args)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     dist.init_process_group(args.distributed_backend, timeout=timeout, device_id=device_id)
     vocabulary = share_vocabulary(args, file)
     pad_vocabulary(args, vocabulary)
-    layout = Layout.build(args.pp, args.dp, args.tp, args.device, args.seed)
-    trainer = make_trainer(args, layout)
-    training, validation = open_data(args, layout.dp.rank, file, vocabulary, done)
+    mesh = Mesh.build(args.pp, args.dp, args.tp, args.device, args.seed)
+    trainer = make_trainer(args, mesh)
+    training, validation = open_data(args, mesh.dp.rank, file, vocabulary, done)
     if done:
-        load(trainer, args, layout, done)
-    metrics = Metrics(args, layout)
+        load(trainer, args, mesh, done)
+    metrics = Metrics(args, mesh)
     if args.rank == 0:
-        say(
+        print_line(
             f"native engine: {args.parameters:,} parameters, TP={args.tp} PP={args.pp} DP={args.dp},"
-            f" {args.micro_batches} micro-batches of {args.micro_batch_size}, vocabulary padded to"
-            f" {args.padded_vocab_size}, {args.dtype} on {args.device.type}, from iteration {done}"
+            f" {args.micro_batches} micro-batches of {args.micro_batch_size},"
+            f" vocabulary padded to {args.padded_vocab_size},"
+            f" {args.dtype} on {args.device.type}, from iteration {done}"
         )
-        say(f"native engine's arguments: {numbers(args)}")
+        print_line(f"native engine's arguments: {numbers(args)}")
     if args.skip_train:
-        metrics.validation(done, evaluated_loss(trainer, args, validation), "validation")
-        if test := open_test(args, layout.dp.rank, file, vocabulary):
-            metrics.validation(done, evaluated_loss(trainer, args, test), "test")
+        metrics.validation(done, evaluated_loss(trainer, args, validation), evaluated_set="validation")
+        test = open_test(args, mesh.dp.rank, file, vocabulary)
+        if test:
+            metrics.validation(done, evaluated_loss(trainer, args, test), evaluated_set="test")
     else:
-        with watched(trainer, args, layout):
-            train(trainer, args, layout, training, validation, metrics, done)
+        with watched(trainer, args, mesh):
+            train(trainer, args, mesh, training, validation, metrics, done)
     del training, validation  # ends the processes that prepare samples
     metrics.end()
     dist.destroy_process_group()
 
 
-def watched(trainer: TorchTrainer, args: Namespace, layout: Layout) -> AbstractContextManager[None]:
+def watched(trainer: TorchTrainer, args: Namespace, mesh: Mesh) -> AbstractContextManager[None]:
     """With --trace, what the trainer computes is written down."""
     if not args.trace:
         return nullcontext()
     from native.trace import traced
 
-    return traced(trainer, args, layout)
+    return traced(trainer, args, mesh)
 
 
 def train(
     trainer: TorchTrainer,
     args: Namespace,
-    layout: Layout,
+    mesh: Mesh,
     training: Iterator[Batch],
     validation: Iterator[Batch],
     metrics: Metrics,
@@ -205,12 +233,12 @@ def train(
     for iteration in range(done + 1, args.train_iters + 1):
         loss, norm = trainer.step(next(training), learning_rate(args, iteration - 1))
         metrics.record(iteration, loss, norm, learning_rate(args, iteration))
-        last = iteration == args.train_iters
-        leaving = bool(args.exit_interval) and iteration % args.exit_interval == 0
-        if args.eval_iters and (iteration % args.eval_interval == 0 or last):
+        is_last = iteration == args.train_iters
+        exits = bool(args.exit_interval) and iteration % args.exit_interval == 0
+        if args.eval_iters and (iteration % args.eval_interval == 0 or is_last):
             evaluate(trainer, args, validation, metrics, iteration)
-        if args.save and (iteration % args.save_interval == 0 or leaving or last):
+        if args.save and (iteration % args.save_interval == 0 or exits or is_last):
             with metrics:
-                save(trainer, args, layout, iteration)
-        if leaving:
+                save(trainer, args, mesh, iteration)
+        if exits:
             return

@@ -10,45 +10,48 @@ from torch import Tensor
 from native.data import Batch
 from native.data_parallel import TorchTrainer, make_optimizer
 from native.model import build, initialise
-from native.parallel import Layout
+from native.parallel import Mesh
 
 
 class ZeroTrainer(TorchTrainer):
     """ZeRO-1, 2, 3 and offload, by DeepSpeed with the run's JSON; parameters in bf16 with DeepSpeed's fp32 masters."""
 
-    def __init__(self, args: Namespace, layout: Layout) -> None:
+    def __init__(self, args: Namespace, mesh: Mesh) -> None:
         import deepspeed
 
-        self.args, self.layout, config = args, layout, args.deepspeed_json
+        self.args = args
+        self.mesh = mesh
+        config = args.deepspeed_json
         zero = config["zero_optimization"]
         # PyTorch's fused AdamW steps on CPU and GPU alike: DeepSpeed's own would have to be compiled first.
         config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
         if args.device.type == "cpu":
-            for part in {"offload_optimizer", "offload_param"} & zero.keys():
-                zero[part]["pin_memory"] = False
-        sharded = zero["stage"] == 3
+            for offload in {"offload_optimizer", "offload_param"} & zero.keys():
+                zero[offload]["pin_memory"] = False
+        has_sharded_parameters = zero["stage"] == 3
 
         def fill(parameter: torch.nn.Parameter, values: Tensor) -> None:
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=sharded):
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=has_sharded_parameters):
                 parameter.copy_(values)
 
         # ZeRO-3 partitions each module's parameters as soon as they exist: no process ever has the whole model.
-        with args.device, deepspeed.zero.Init(config_dict_or_path=config, enabled=sharded):
-            model = build(args, layout)
-        initialise(model, args, layout, fill)
-        if sharded:  # the head uses the embedding's weight, so it has to gather it
+        with args.device, deepspeed.zero.Init(config_dict_or_path=config, enabled=has_sharded_parameters):
+            model = build(args, mesh)
+        initialise(model, args, mesh, fill)
+        if has_sharded_parameters:  # the head uses the embedding's weight, so it has to gather it
+            head = getattr(model, "lm_head", model)
             embedding = model.language_model["embedding"].word_embeddings
-            deepspeed.zero.register_external_parameter(getattr(model, "lm_head", model), embedding.weight)
+            deepspeed.zero.register_external_parameter(head, embedding.weight)
         optimizer = make_optimizer(model, args)
         self.model, self.optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
-    def forward_backward(self, parts: list[Batch]) -> Tensor:
+    def forward_backward(self, micro_batches: list[Batch]) -> Tensor:
         total = torch.zeros((), device=self.args.device)
-        for part in parts:
-            loss = self.loss(part)
+        for micro_batch in micro_batches:
+            loss = self.loss(micro_batch)
             self.model.backward(loss)  # divides by the number of micro-batches
             self.model.step()  # updates after the last one
-            total += loss.detach() / len(parts)
+            total += loss.detach() / len(micro_batches)
         return total
 
     def update(self) -> Tensor:

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from native.parallel import Layout
+from native.parallel import Mesh
 from native.trainers import PipelineTrainer, TorchTrainer, ZeroTrainer
 from t5bench import Problem
 from t5bench.imports import import_deepspeed
@@ -83,12 +83,12 @@ def execute(job: Job, rank: int) -> Execution:
         raise Problem(f"rank {rank} is not one of {job.parallel.world}", "Choose a rank that exists")
     with joined(job, rank):
         arguments = native_arguments(job, rank)
-        layout = Layout.build(arguments.pp, arguments.dp, arguments.tp, arguments.device, arguments.seed)
+        mesh = Mesh.build(arguments.pp, arguments.dp, arguments.tp, arguments.device, arguments.seed)
         tracker = TotalMemory()
         collectives = Collectives()
         with GpuDropout(), HollowTensors(), collectives:
             with tracker:
-                trainer = make_trainer(arguments, layout)
+                trainer = make_trainer(arguments, mesh)
                 batch = tokens(job, arguments)
                 for _ in range(WARM_UP):
                     trainer.step(batch, arguments.lr)
@@ -194,13 +194,13 @@ def deepspeed_json(job: Job) -> dict[str, Any]:
     return config
 
 
-def make_trainer(arguments: Namespace, layout: Layout) -> TorchTrainer:
+def make_trainer(arguments: Namespace, mesh: Mesh) -> TorchTrainer:
     if arguments.deepspeed:
-        return ZeroTrainer(arguments, layout)
-    trainer = (PipelineTrainer if arguments.pp > 1 else TorchTrainer)(arguments, layout)
+        return ZeroTrainer(arguments, mesh)
+    trainer = (PipelineTrainer if arguments.pp > 1 else TorchTrainer)(arguments, mesh)
     if trainer.replica is not None:
         # The fake group's own answer holds no tensor, which DDP would not accept.
-        trainer.replica.register_comm_hook(layout.dp.group, _reduce_bucket)
+        trainer.replica.register_comm_hook(mesh.dp.group, _reduce_bucket)
     return trainer
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import transformers
 
 from native.arguments import parse
-from native.parallel import Layout
+from native.parallel import Mesh
 from native.trainers import PipelineTrainer, TorchTrainer, ZeroTrainer
 from t5bench.convert import export as exporting
 from t5bench.convert.trained import TrainedModel
@@ -67,20 +67,20 @@ def engine_logits(model: TrainedModel, rank: int, world: int, directory: Path) -
     args.padded_vocab_size = model.architecture.padded_vocabulary
     args.pad_token = 0
     args.micro_batch_size = SAMPLES
-    layout = Layout.build(args.pp, args.dp, args.tp, args.device, args.seed)
+    mesh = Mesh.build(args.pp, args.dp, args.tp, args.device, args.seed)
     trainer_class = ZeroTrainer if args.deepspeed else PipelineTrainer if args.pp > 1 else TorchTrainer
-    trainer = trainer_class(args, layout)
+    trainer = trainer_class(args, mesh)
     trainer.load(model.folder)
     trainer.model.eval()
     slices = []
-    if layout.last_stage:
+    if mesh.is_last_stage:
         module = trainer.model.module if args.deepspeed else trainer.model
         module.lm_head.register_forward_hook(lambda _, inputs, output: slices.append(output))
     encoder, decoder = batch(model)
     with torch.no_grad():
         trainer.loss((encoder, decoder, decoder))
-    if layout.last_stage and layout.dp.rank == 0:
-        torch.save(slices[0], directory / f"{layout.tp.rank}.pt")
+    if mesh.is_last_stage and mesh.dp.rank == 0:
+        torch.save(slices[0], directory / f"{mesh.tp.rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 

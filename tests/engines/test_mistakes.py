@@ -39,9 +39,9 @@ MISTAKES = [Mistake(*line.replace("\\n", "\n").split(" | ")) for line in LINES i
 
 # Those that a gate with a small learning rate did not see, one of each other kind, and GPT's 3D as DeepSpeed had it.
 FEW = (
-    "0.0 * matrix",
-    "parameter.shape)) > 0",
-    "self.forward(part, received).mean()",
+    '"weight_decay": 0.0}',
+    "shape_of(parameter)) > 0",
+    "self.forward(micro_batch, received).mean()",
     "batch[:self.micro",
     "model._backward_prologue_per_tensor = super",
     "(output * is_last)",

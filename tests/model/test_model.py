@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from native.data_parallel import TorchTrainer
 from native.model import T5
-from native.parallel import Axis, Layout
+from native.parallel import Axis, Mesh
 from t5bench.model import flops
 from t5bench.model.job import Architecture, FullySharded, Job, Parallel, Zero, padded
 from t5bench.model.machine import device_of, peak_tflops
@@ -48,7 +48,7 @@ def native_arguments(a: Architecture, **more: object) -> SimpleNamespace:
 def test_a_rank_has_the_parameters_that_the_native_engine_builds(architecture, tensor, pipeline):
     for stage in range(pipeline):
         with torch.device("meta"):
-            model = T5(native_arguments(architecture), Layout(pp=Axis(pipeline, stage), tp=Axis(tensor)))
+            model = T5(native_arguments(architecture), Mesh(pp=Axis(pipeline, stage), tp=Axis(tensor)))
         built = sum(parameter.numel() for parameter in model.parameters())
         assert built == parameters(architecture, Parallel(tensor, pipeline), stage)
 
@@ -178,7 +178,7 @@ def test_the_native_engines_own_allocations(architecture, micro_batch, tensor, m
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tensor)
     try:
         with FakeTensorMode():
-            trainer = TorchTrainer(native_arguments(architecture, **own), Layout(tp=Axis(tensor, 0, dist.group.WORLD)))
+            trainer = TorchTrainer(native_arguments(architecture, **own), Mesh(tp=Axis(tensor, 0, dist.group.WORLD)))
             lengths = architecture.encoder_length, architecture.decoder_length, architecture.decoder_length
             batch = tuple(torch.ones(micro_batch, length, dtype=torch.int64) for length in lengths)
             trainer.step(batch, 1e-4)
@@ -209,7 +209,7 @@ def test_fsdp2s_own_allocations(micro_batches: int):
     args = native_arguments(architecture, **own, fsdp2_shard_size=0, fsdp2_keep_parameters=False)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        trainer = FSDP2Trainer(args, Layout.build(1, ranks, 1, args.device, 1))
+        trainer = FSDP2Trainer(args, Mesh.build(1, ranks, 1, args.device, 1))
         lengths = architecture.encoder_length, architecture.decoder_length, architecture.decoder_length
         batch = tuple(torch.ones(micro_batches, length, dtype=torch.int64) for length in lengths)
         trainer.step(batch, 1e-4)

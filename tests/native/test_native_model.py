@@ -10,13 +10,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from native import metrics
 from native.data_parallel import TorchTrainer
 from native.model import Model, build, initialise
-from native.parallel import Axis, Layout
+from native.parallel import Axis, Mesh
 from native.train import learning_rate
 
 
-def initial(args, layout: Layout | None = None) -> Model:
-    model = build(args, layout or Layout())
-    initialise(model, args, layout or Layout())
+def initial(args, mesh: Mesh | None = None) -> Model:
+    model = build(args, mesh or Mesh())
+    initialise(model, args, mesh or Mesh())
     return model.eval()
 
 
@@ -31,7 +31,7 @@ def test_attention_drops_as_much_as_it_is_told_on_every_gpu():
 def test_a_tensor_parallel_rank_holds_its_heads(rank: int):
     args = parsed()
     whole = dict(initial(args).named_parameters())
-    part = dict(initial(args, Layout(tp=Axis(2, rank))).named_parameters())
+    part = dict(initial(args, Mesh(tp=Axis(2, rank))).named_parameters())
     own = slice(32 * rank, 32 * (rank + 1))
     layer = "language_model.decoder.layers.0"
     query_key_value = whole[f"{layer}.self_attention.query_key_value.weight"].view(3, 64, 64)[:, own]
@@ -76,7 +76,7 @@ def test_the_learning_rate_is_a_cosine_after_a_linear_warm_up():
 
 def test_bf16_follows_fp32_with_masters_in_fp32():
     def train(*flags: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        trainer = TorchTrainer(parsed("--global-batch-size", "2", *flags), Layout())
+        trainer = TorchTrainer(parsed("--global-batch-size", "2", *flags), Mesh())
         assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
         return [torch.stack(trainer.step(batch(torch.Generator().manual_seed(n)), 1e-3)) for n in range(5)]
 
@@ -91,7 +91,7 @@ def test_a_line_has_the_mean_loss_of_its_interval(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("torch.distributed.barrier", lambda: None)
     args = parsed("--log-interval", "2")
     args.tensorboard_dir = str(tmp_path)
-    recorder = metrics.Metrics(args, Layout())
+    recorder = metrics.Metrics(args, Mesh())
     for iteration, loss in enumerate((1.0, 2.0, 4.0, 6.0), 1):
         recorder.record(iteration, torch.tensor(loss), torch.tensor(loss / 2), 0.1)
     lines = capfd.readouterr().out.splitlines()

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from native import data_parallel, train
 from native.data import Batch
-from native.parallel import Axis, Layout
+from native.parallel import Axis, Mesh
 from native.pipeline_parallel import PipelineTrainer
 from native.tensor_parallel import SharedDropout
 from native.trainers import make_trainer
@@ -45,7 +45,7 @@ def batch(args: Namespace, device: torch.device = GPU) -> Batch:
 def test_an_iteration_stays_on_the_device(args: Namespace, monkeypatch: Patch):
     # The fused kernel is for real devices alone.
     monkeypatch.setattr(torch.optim, "AdamW", lambda *groups, **options: ADAMW(*groups, **options | {"fused": False}))
-    trainer = data_parallel.TorchTrainer(args, Layout())
+    trainer = data_parallel.TorchTrainer(args, Mesh())
     loss, norm = trainer.step(batch(args), 1e-3)
     moments = [state["exp_avg"] for state in trainer.optimizer.state.values()]
     parameters = list(trainer.model.parameters())
@@ -57,9 +57,9 @@ def test_an_iteration_stays_on_the_device(args: Namespace, monkeypatch: Patch):
 
 
 def test_tensor_parallel_dropout_draws_on_the_device(args: Namespace):
-    layout = Layout()
-    layout.tp.size = 2
-    assert SharedDropout(0.5, layout.tp)(torch.ones(4, 8, device=GPU, requires_grad=True)).device == GPU
+    mesh = Mesh()
+    mesh.tp.size = 2
+    assert SharedDropout(0.5, mesh.tp)(torch.ones(4, 8, device=GPU, requires_grad=True)).device == GPU
 
 
 @pytest.mark.parametrize(("backend", "place"), [("gloo", "cpu"), ("nccl", "meta")])
@@ -70,11 +70,11 @@ def test_pipeline_stages_exchange_where_the_backend_can(args: Namespace, monkeyp
     monkeypatch.setattr("torch.distributed.get_global_rank", lambda group, rank: rank)
     monkeypatch.setattr("torch.distributed.P2POp", lambda way, tensor, *other: (way.__name__, tensor, other))
     monkeypatch.setattr("torch.distributed.batch_isend_irecv", lambda batch: messages.extend(batch) or [])
-    layout = Layout()
-    layout.pp.size = 2
-    for layout.pp.rank in (0, 1):
-        trainer = PipelineTrainer(args, layout)
-        assert trainer.forward_backward(data_parallel.micro_batches(batch(args), args)).device == GPU
+    mesh = Mesh()
+    mesh.pp.size = 2
+    for mesh.pp.rank in (0, 1):
+        trainer = PipelineTrainer(args, mesh)
+        assert trainer.forward_backward(data_parallel.split_batch(batch(args), args)).device == GPU
         assert trainer.evaluate(batch(args)).device == GPU
     count = args.micro_batches
     assert [way for way, *_ in messages].count("isend") == [way for way, *_ in messages].count("irecv") == 3 * count
@@ -88,11 +88,11 @@ def test_a_checkpoint_holds_every_state_that_dropout_draws_from(monkeypatch: Pat
     drawn_from = gpus, shared, torch.default_generator
     monkeypatch.setattr("torch.cuda.default_generators", [gpus])
     args = parsed("--save", str(tmp_path), "--save-interval", "1", "--load", str(tmp_path))
-    args.device, layout = torch.device("cuda", 0), Layout(tp=Axis(rng=shared))
+    args.device, mesh = torch.device("cuda", 0), Mesh(tp=Axis(rng=shared))
     trainer = Namespace(save=lambda *_: None, load=lambda *_: None)
-    train.save(trainer, args, layout, 3)
+    train.save(trainer, args, mesh, 3)
     before = [torch.rand(4, generator=generator).tolist() for generator in drawn_from]
-    train.load(trainer, args, layout, 3)
+    train.load(trainer, args, mesh, 3)
     assert [torch.rand(4, generator=generator).tolist() for generator in drawn_from] == before
     assert (tmp_path / train.TRACKER).read_text() == "3"
 
@@ -124,7 +124,7 @@ def test_the_native_engine_sends_these_collectives():
     args.tp, args.world_size = 2, 2
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        trainer = make_trainer(args, Layout.build(1, 1, 2, args.device, args.seed))
+        trainer = make_trainer(args, Mesh.build(1, 1, 2, args.device, args.seed))
         args.micro_batches = 4
         with Collectives() as counter:
             trainer.step(batch(args, torch.device("cpu")), 1e-4)
@@ -156,7 +156,7 @@ def test_fsdp2_sends_these_collectives(monkeypatch: Patch, flags: list[str], sha
     args = parsed("--fsdp2", *flags, MICRO_BATCH_SIZE="2", GLOBAL_BATCH_SIZE="16")
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
-        trainer = make_trainer(args, Layout.build(1, 4, 1, args.device, args.seed))
+        trainer = make_trainer(args, Mesh.build(1, 4, 1, args.device, args.seed))
         own = tuple(tensor[:4] for tensor in batch(args, torch.device("cpu")))
         trainer.step(own, 1e-4)  # the first iteration sets things up
         with Collectives() as counter:

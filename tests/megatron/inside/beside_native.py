@@ -13,7 +13,7 @@ from models import make_batch, make_model
 from native import arguments
 from native.data import TokenFile, Vocabulary, split_documents
 from native.model import T5, initialise
-from native.parallel import Layout
+from native.parallel import Mesh
 from native.t5_samples import SpanCorruption
 
 
@@ -29,7 +29,7 @@ def test_loss_and_gradients(args: Namespace, monkeypatch: pytest.MonkeyPatch, ex
     native_args.padded_vocab_size, native_args.pad_token = args.padded_vocab_size, 0
     native_args.no_bias_gelu_fusion = exact_gelu
     monkeypatch.setattr(args, "bias_gelu_fusion", not exact_gelu)
-    native, model = T5(native_args, Layout()).eval(), make_model()
+    native, model = T5(native_args, Mesh()).eval(), make_model()
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, parameter in native.named_parameters():
@@ -54,8 +54,8 @@ def test_initial_weights(args: Namespace):
     """Both engines draw them as patches/README.md defines."""
     native_args, found = native_arguments(), dict(make_model().named_parameters())
     native_args.padded_vocab_size, native_args.pad_token = args.padded_vocab_size, 0
-    native = T5(native_args, Layout())
-    initialise(native, native_args, Layout())
+    native = T5(native_args, Mesh())
+    initialise(native, native_args, Mesh())
     assert len(found) > 30 and all(torch.equal(found[name], drawn) for name, drawn in native.named_parameters())
 
 
