@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-LIBRARY = "libnvidia-ml.so.1"
+from t5bench.record.nvml import Library
+
 # Numbers and bits of nvml.h.
 SM_CLOCK = 1
 MEMORY_CLOCK = 2
@@ -26,53 +27,37 @@ SLOWED_BY = {
     0x80: "power brake",
     0x100: "display clocks",
 }
-NAME_BYTES = 96
 
 
 class _Utilization(ctypes.Structure):
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
 
 
-class _Memory(ctypes.Structure):
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
-
-
-class Nvml:
+class Nvml(Library):
     """The visible GPUs of this machine, in CUDA's order where CUDA_VISIBLE_DEVICES names them."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Raises OSError without the library, the driver or a visible GPU."""
-        self.library = ctypes.CDLL(LIBRARY)
-        self._call("nvmlInit_v2")
-        visible = environment.get("CUDA_VISIBLE_DEVICES")
-        if visible is None:
-            count = ctypes.c_uint()
-            self._call("nvmlDeviceGetCount_v2", ctypes.byref(count))
-            words = [str(index) for index in range(count.value)]
+        super().__init__()
+        visible_devices = environment.get("CUDA_VISIBLE_DEVICES")
+        if visible_devices is None:
+            words = [str(index) for index in range(self.number("nvmlDeviceGetCount_v2"))]
         else:
-            words = [word.strip() for word in visible.split(",") if word.strip()]
-        self.gpus = [self._handle(word) for word in words]
+            words = [word.strip() for word in visible_devices.split(",") if word.strip()]
+        self.gpus = [self._gpu(word) for word in words]
         if not self.gpus:
             raise OSError("no GPU is visible")
 
-    def _call(self, function: str, *arguments: Any) -> None:
-        status = getattr(self.library, function)(*arguments)
-        if status:
-            raise OSError(f"{function} returned {status}")
-
-    def _handle(self, word: str) -> ctypes.c_void_p:
+    def _gpu(self, word: str) -> ctypes.c_void_p:
         """A GPU by its index or its UUID."""
-        handle = ctypes.c_void_p()
         if word.isdecimal():
-            self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(int(word)), ctypes.byref(handle))
-        else:
-            self._call("nvmlDeviceGetHandleByUUID", word.encode(), ctypes.byref(handle))
-        return handle
+            return self.handle("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(int(word)))
+        return self.handle("nvmlDeviceGetHandleByUUID", word.encode())
 
     def _read(self, function: str, value: Any, *arguments: Any) -> Any:
         """The value that a function writes; None where this GPU or driver does not have it."""
         try:
-            self._call(function, *arguments, ctypes.byref(value))
+            self.call(function, *arguments, ctypes.byref(value))
         except (OSError, AttributeError):
             return None
         return value
@@ -81,20 +66,11 @@ class Nvml:
         value = self._read(function, ctypes.c_ulonglong(), *arguments)
         return None if value is None else value.value
 
-    def _text(self, function: str, *arguments: Any) -> str:
-        buffer = ctypes.create_string_buffer(NAME_BYTES)
-        self._call(function, *arguments, buffer, ctypes.c_uint(NAME_BYTES))
-        return buffer.value.decode(errors="replace")
-
     def names(self) -> list[str]:
-        return [self._text("nvmlDeviceGetName", gpu) for gpu in self.gpus]
+        return [self.text("nvmlDeviceGetName", gpu) for gpu in self.gpus]
 
     def driver(self) -> str:
-        return self._text("nvmlSystemGetDriverVersion")
-
-    def memory_mib(self, gpu: ctypes.c_void_p) -> int | None:
-        memory = self._read("nvmlDeviceGetMemoryInfo", _Memory(), gpu)
-        return memory and memory.total >> 20
+        return self.text("nvmlSystemGetDriverVersion")
 
     def sample(self, gpu: ctypes.c_void_p) -> dict[str, int | None]:
         """One GPU's state now: MHz, degrees Celsius, milliwatts, percent, bits of SLOWED_BY, errors."""

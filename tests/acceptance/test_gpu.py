@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from t5bench.acceptance import gpu
+from t5bench.record import nvml
 
 # Two GPUs; the second has no memory clock, and is called by its UUID.
 LIBRARY = r"""
@@ -54,7 +54,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("there is no gcc to compile a library that answers like the driver's")
     directory = tmp_path_factory.mktemp("library")
     (directory / "nvml.c").write_text(LIBRARY)
-    command = ["gcc", "-shared", "-fPIC", "-w", "-o", str(directory / gpu.LIBRARY), str(directory / "nvml.c")]
+    command = ["gcc", "-shared", "-fPIC", "-w", "-o", str(directory / nvml.LIBRARY), str(directory / "nvml.c")]
     subprocess.run(command, check=True)
     return directory
 
