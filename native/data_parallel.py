@@ -19,7 +19,8 @@ CAN_SKIP_BROADCAST = "init_sync" in inspect.signature(DistributedDataParallel).p
 
 def make_optimizer(model: Model, args: Namespace) -> torch.optim.AdamW:
     """AdamW, fused into one kernel on GPU and CPU; no decay of biases and LayerNorms."""
-    matrices, vectors = [], []
+    matrices = []
+    vectors = []
     for parameter in model.parameters():
         if len(shape_of(parameter)) > 1:
             matrices.append(parameter)

@@ -21,7 +21,7 @@ from t5bench.plan.launchers import declarations, launcher
 from t5bench.plan.ports import free_port
 from t5bench.plan.scripts import script_defaults
 from t5bench.profile import parts as profile
-from t5bench.record import machine, records
+from t5bench.record import machine, nvml, records
 from t5bench.record.status import EXIT_CODES, OUT_OF_MEMORY
 from t5bench.sweep.launch import BASELINE, choose
 
@@ -110,7 +110,7 @@ class Machine:
         else:
             self.gpus = [row["name"] for row in machine.gpus(environment)]
         if not self.gpus and not rehearsal:
-            looked = f"neither the driver's library {gpu.LIBRARY} nor nvidia-smi lists a GPU"
+            looked = f"neither the driver's library {nvml.LIBRARY} nor nvidia-smi lists a GPU"
             raise Problem(f"there is no GPU here: {looked}", "--rehearse tries everything on the CPU")
         # A rehearsal trains two processes, as the launchers do without a GPU.
         self.processes = len(self.gpus) or 2

@@ -38,16 +38,20 @@ from t5bench.text import steer, visible
 PROBE_LIMIT = CONNECT_SECONDS + SECONDS + 1
 HEALTH_LIMIT = CONNECT_SECONDS + health.SECONDS + 1  # until here, a node has told everything
 LEAST_HEALTH_SECONDS = 5.0
-NETWORK_LIMIT, LEAST_NETWORK = 55.0, 27.0  # from the start of the check, and in any case
+# from the start of the check, and in any case
+NETWORK_LIMIT = 55.0
+LEAST_NETWORK = 27.0
 LARGEST_CLOCK_DIFFERENCE = 1.0  # seconds
-RED, PLAIN = "\033[31m", "\033[0m"
+RED = "\033[31m"
+PLAIN = "\033[0m"
 SPEED = "{gbit:.3g} Gbit/s, {us:.0f} us"
 UNKNOWN = Cell("-")
 ABSENT = ("none", UNKNOWN.text)
 # Rows of the probe that say something about one node alone.
 ABOUT_ONE_NODE = ("reachable", "health", "disk", "memory", "clock")
 # Of the median of all nodes with the same device.
-GPU_SHARE, CPU_SHARE = 0.7, health.OWN_SHARE
+GPU_SHARE = 0.7
+CPU_SHARE = health.OWN_SHARE
 
 # What to do about a row that is red, unless the node itself says; for all other rows, ENVIRONMENT.
 REMEDIES = {
@@ -210,7 +214,8 @@ def compared(row: Row) -> Row:
     first, reference = next(iter(healthy.items()), ("", UNKNOWN))
     judged = dict(row)
     for host, cell in healthy.items():
-        if differs := " and ".join(what for what, value in cell.same.items() if value != reference.same[what]):
+        differs = " and ".join(what for what, value in cell.same.items() if value != reference.same[what])
+        if differs:
             problem = f"differs from {first} in {differs}: {cell.text} here, {reference.text} there"
             judged[host] = replace(cell, problem=problem)
     return judged

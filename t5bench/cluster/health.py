@@ -117,7 +117,8 @@ def _speeds(examination: Examination, environ: Mapping[str, str], deadline: floa
     figures = measured_speeds("cpu" if kind == "cpu" else "cuda", environ, deadline)
     history = History.of_this_machine(kind)
     for name, *_ in SPEEDS.values():
-        if values := values_of(figures, name):
+        values = values_of(figures, name)
+        if values:
             examination.speeds[name] = min(values)
     cells = judge_speeds(figures, kind, floors_of(kind), history.figures)
     if not any(cell.problem for cell in cells.values()):
@@ -148,11 +149,14 @@ def judge_speeds(
         if not values:
             continue
         unit = gpu_unit if on_gpus else cpu_unit
-        least, origin = None, ""
+        least = None
+        origin = ""
         if floors:
-            least, origin = getattr(floors, name), f"of a healthy {kind}"
+            least = getattr(floors, name)
+            origin = f"of a healthy {kind}"
         elif earlier := own_floor(name, history):
-            least, origin = earlier, "a third of what this machine reached in earlier checks"
+            least = earlier
+            origin = "a third of what this machine reached in earlier checks"
         faults: list[Fault] = []
         for index, measured in enumerate(values):
             place = f"GPU {index}: " if len(values) > 1 else ""
@@ -175,7 +179,8 @@ def judge_clocks(table: str) -> Cell:
         words = [word.strip() for word in line.split(",")]
         if len(words) != 3 or not words[0].isdigit() or not words[1].isdigit():
             continue
-        clock, highest = int(words[0]), int(words[1])
+        clock = int(words[0])
+        highest = int(words[1])
         reasons = int(words[2], 16) if words[2].startswith("0x") else 0
         lowest = lowest or f"{clock} of {highest} MHz"
         if reasons & THROTTLED:
@@ -223,7 +228,8 @@ class History:
 
 
 def main() -> None:
-    device, seconds = sys.argv[1], float(sys.argv[2])
+    device = sys.argv[1]
+    seconds = float(sys.argv[2])
     examination = examine(device, Host(), os.environ, seconds)
     print(json.dumps(asdict(examination) | {"clock": time.time()}), flush=True)
     os._exit(0)  # even if a thread hangs

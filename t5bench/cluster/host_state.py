@@ -8,7 +8,8 @@ from pathlib import Path
 
 from t5bench.cluster.cell import Cell, Cells, Fault, judged
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+GIB = 2**30
 LEAST_LOCKED = 32 * GIB  # what RDMA registers under load
 LEAST_FILES = 4096  # sockets, libraries and files of workers
 LEAST_PROCESSES = 4096
@@ -69,7 +70,8 @@ def _limits_of(host: Host) -> dict[str, tuple[int, int]]:
     """The soft and the hard limit of this process, by name."""
     limits = {}
     for line in host.text("proc/self/limits").splitlines():
-        if match := re.match(r"Max (.*?)\s{2,}(\S+)\s+(\S+)", line):
+        match = re.match(r"Max (.*?)\s{2,}(\S+)\s+(\S+)", line)
+        if match:
             soft, hard = (UNLIMITED if word == "unlimited" else int(word) for word in (match[2], match[3]) if word)
             limits[match[1]] = soft, hard
     return limits

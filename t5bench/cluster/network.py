@@ -19,7 +19,9 @@ from datetime import timedelta
 
 from t5bench.text import guard_streams
 
-FIRST, LARGEST = 2**20, 64 * 2**20  # bytes
+# bytes
+FIRST = 2**20
+LARGEST = 64 * 2**20
 REPETITIONS = 5
 doing = ["importing torch"]  # now: the last one
 
@@ -29,8 +31,11 @@ def all_reduces(seconds: float) -> None:
     import torch.distributed as dist
 
     deadline = time.monotonic() + seconds
-    rank, hosts = int(os.environ["RANK"]), os.environ["HOSTS"].split()
-    master, port, size = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), len(hosts)
+    rank = int(os.environ["RANK"])
+    hosts = os.environ["HOSTS"].split()
+    master = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    size = len(hosts)
     timeout = timedelta(seconds=seconds + 1)  # the timer comes first, and says what took so long
     doing.append(f"connecting to {master} port {port}")
     store = dist.TCPStore(master, port, size, rank == 0, timeout, wait_for_workers=False)
@@ -55,7 +60,8 @@ def all_reduces(seconds: float) -> None:
     allowance = max(0.05, min(1.0, (deadline - time.monotonic() - 8) / size / 2))  # seconds for a measurement
 
     def measure(group: dist.ProcessGroup) -> dict[str, float]:
-        members, one = dist.get_world_size(group), torch.zeros(1, device=device)
+        members = dist.get_world_size(group)
+        one = torch.zeros(1, device=device)
         for _ in range(5):
             timed(one, group)
         latency = statistics.median(timed(one, group) for _ in range(50)) / (2 * (members - 1))  # a ring's messages

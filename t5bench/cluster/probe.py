@@ -34,7 +34,8 @@ LEAST_DISK = 1 * GIB  # logs of many runs; checkpoints of the large model take s
 LEAST_MEMORY = 2 * GIB  # a process that has loaded torch and the engine
 REQUIRED = ("torch", "deepspeed", "transformers")
 SOURCES = ("scripts", "native", "t5bench", "ds_configs", "patches")
-SAMPLES, SAMPLE_BYTES = 64, 2**20
+SAMPLES = 64
+SAMPLE_BYTES = 2**20
 SECONDS = 12.0  # for all facts
 
 

@@ -25,7 +25,9 @@ SIDE = 8192  # of the square matrices on a GPU
 COPIED = 512 * 2**20  # bytes
 REDUCED = 256 * 2**20
 LOAD_SECONDS = 1.0  # under which clocks are read
-CPU_SIDE, CPU_COPIED, CPU_REDUCED = 512, 32 * 2**20, 4 * 2**20
+CPU_SIDE = 512
+CPU_COPIED = 32 * 2**20
+CPU_REDUCED = 4 * 2**20
 PIECE = 2**16
 BEST_OF = 5
 
@@ -64,7 +66,8 @@ def seconds_of(work: Callable[[], object]) -> float:
     """The time that the current GPU takes for it."""
     import torch
 
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     start.record()
     work()
     end.record()
@@ -198,7 +201,8 @@ def all_reduce_of_threads() -> float:
         """Each adds one half for both, and sends the sum back."""
         values = np.zeros(CPU_REDUCED // 4, np.float32)
         halves = values[: len(values) // 2], values[len(values) // 2 :]
-        own, other = halves[rank], halves[1 - rank]
+        own = halves[rank]
+        other = halves[1 - rank]
         received = np.empty_like(own)
         for _ in range(BEST_OF + 1):
             start = time.process_time()
@@ -217,7 +221,8 @@ def all_reduce_of_threads() -> float:
 
 def exchange(connection: socket.socket, sent: Any, received: Any) -> None:
     """Both ends send and receive as many bytes, in pieces that the system's buffers hold."""
-    outgoing, incoming = memoryview(sent).cast("B"), memoryview(received).cast("B")
+    outgoing = memoryview(sent).cast("B")
+    incoming = memoryview(received).cast("B")
     for start in range(0, len(outgoing), PIECE):
         connection.sendall(outgoing[start : start + PIECE])
         piece = incoming[start : start + PIECE]
@@ -229,7 +234,8 @@ def exchange(connection: socket.socket, sent: Any, received: Any) -> None:
 
 
 def main() -> None:
-    device, seconds = sys.argv[1], float(sys.argv[2])
+    device = sys.argv[1]
+    seconds = float(sys.argv[2])
     for library in ("OMP", "OPENBLAS", "MKL"):
         os.environ[f"{library}_NUM_THREADS"] = "1"
     signal.alarm(int(seconds) + 1)  # nothing stays behind on the node

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
-FEWEST_VALUES, FEWEST_BATCHES = 10, 12
+FEWEST_VALUES = 10
+FEWEST_BATCHES = 12
 HIGHEST_CORRELATION = 0.98
 # A run sees few states of its machine. However many iterations it has, they count for at most so many independent
 # values: chosen from the traces of real runs in docs/statistics.md.
@@ -96,15 +97,18 @@ def interval(values: Array) -> tuple[Array, Array]:
     nothing = np.full(series, np.nan)
     if count < FEWEST_VALUES:
         return nothing, nothing
-    ordered, z = np.sort(values, axis=1), _normal_scores(count)
+    ordered = np.sort(values, axis=1)
+    z = _normal_scores(count)
     scores = _scores_in_time(values, ordered)
-    size, highest = 1, np.zeros(series)
+    size = 1
+    highest = np.zeros(series)
     half = np.full(series, student(MOST_INDEPENDENT - 1) * np.sqrt(np.pi / 2 / MOST_INDEPENDENT))
     while size == 1 or count // size >= FEWEST_BATCHES:
         own, phi = _half_width(scores, size)
         half, highest = np.maximum(half, own), np.maximum(highest, phi)
         size *= 2
-    middle, reach = np.median(values, axis=1), np.maximum(half / z[-1], 1)
+    middle = np.median(values, axis=1)
+    reach = np.maximum(half / z[-1], 1)
     rank = np.searchsorted(z, np.minimum(half, z[-1]))[:, None]
     low, high = (np.take_along_axis(ordered, at, axis=1)[:, 0] for at in (count - 1 - rank, rank))
     ends = middle - (middle - low) * reach, middle + (high - middle) * reach

@@ -36,7 +36,10 @@ SEEDS = 8
 # rate. In bf16 and fp16 a rounding is up to 2**-9 of a number, and layouts round at different places.
 COMPARISON_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
 
-BASELINE, EQUAL, DIFFERENT, UNKNOWN = "baseline", "yes", "NO", "-"
+BASELINE = "baseline"
+EQUAL = "yes"
+DIFFERENT = "NO"
+UNKNOWN = "-"
 ALL_PATCHES = "series"
 # Beginnings of engine arguments that name a run or its files, for each launcher its own.
 NAMES = ("--wandb-", "--tensorboard-", "--save", "--load")
@@ -114,14 +117,16 @@ class Parity:
 
 def judge(repeats: Sequence[Run], references: Sequence[Run]) -> Parity:
     """Compares each repeat of a row with the first run of the baseline that is the same training."""
-    plan, layout = repeats[0].plan, repeats[0].layout
+    plan = repeats[0].plan
+    layout = repeats[0].layout
     tolerance = COMPARISON_TOLERANCE[plan.precision]
     found = []
     for run in repeats:
         reference = next((other for other in references if not other_training(run, other)), None)
         if reference is None:
             return Parity(f"n/a ({', '.join(other_training(run, references[0]))})")
-        if own := difference(losses_beside(run, reference), curve(reference), tolerance):
+        own = difference(losses_beside(run, reference), curve(reference), tolerance)
+        if own:
             found.append(own)
     if plan.engine_patches != ALL_PATCHES and layout.tp * layout.pp > 1:
         return Parity("n/a (initial weights)")
@@ -171,7 +176,8 @@ def defect(run: Run) -> str | None:
             "the loss is not a number": not math.isfinite(line.lm_loss or 0) or line.nan,
             "the gradient norm is not a number": not math.isfinite(line.grad_norm or 0),
         }
-        if found := next((what for what, is_so in faults.items() if is_so), None):
+        found = next((what for what, is_so in faults.items() if is_so), None)
+        if found:
             return f"{found} at iteration {line.iteration}"
     return None if run.iterations else "logged no iteration"
 
@@ -198,16 +204,21 @@ def verdict(run: Run, baseline: Run) -> Verdict:
     """The gate's verdict on a run, by its directory's name, and its strategy's if that is another."""
     name = run.name if run.name == run.strategy else f"{run.name} [{run.strategy}]"
     for whose, curves in (("", run), ("the baseline cannot be used: ", baseline)):
-        if problem := defect(curves):
+        problem = defect(curves)
+        if problem:
             return Verdict(name, run, reasons=[whose + problem])
-    reasons, begins = unlike(run, baseline), []
-    losses, reference, allowed = losses_beside(run, baseline), curve(baseline), TOLERANCE[baseline.plan.precision]
+    reasons = unlike(run, baseline)
+    begins = []
+    losses = losses_beside(run, baseline)
+    reference = curve(baseline)
+    allowed = TOLERANCE[baseline.plan.precision]
     loss = difference(losses, reference, allowed.loss)
     norm = difference(curve(run, "grad_norm"), curve(baseline, "grad_norm"), allowed.norm)
     if loss is None or norm is None:
         reasons.append("no log interval is the same as one of the baseline's: set the same LOG_INTERVAL for both")
         return Verdict(name, run, reasons=reasons)
-    if alone := sorted(losses.keys() ^ reference.keys()):
+    alone = sorted(losses.keys() ^ reference.keys())
+    if alone:
         reasons.append(f"only one of the two runs logged iteration {alone[0]} ({len(alone)} in all)")
     for what, found, most in (("loss", loss, allowed.loss), ("gradient norm", norm, allowed.norm)):
         if found.first_beyond is not None:
@@ -215,7 +226,8 @@ def verdict(run: Run, baseline: Run) -> Verdict:
             where = f"at iteration {found.iteration} (allowed: {most:.0e})"
             reasons.append(f"the {what} differs by {found.largest:.1e} {where}")
     if begins:
-        first, flags = min(losses.keys() & reference.keys()), run.plan.strategy.flags
+        first = min(losses.keys() & reference.keys())
+        flags = run.plan.strategy.flags
         if list(flags) != list(baseline.plan.strategy.flags):
             where = f"its launcher's own STRATEGY_FLAGS=({' '.join(flags)})"
         elif loss.first_beyond == first:
@@ -244,14 +256,16 @@ def outside_verdict(path: Path, baseline: Run) -> Verdict:
     """The verdict on the baseline by a reference that shares nothing with its engine but samples and initial weights:
     the curves that native/reference.py printed. Raises Problem."""
     name = "hugging-face"
-    if problem := defect(baseline):
+    problem = defect(baseline)
+    if problem:
         return Verdict(name, reasons=[f"the baseline cannot be used: {problem}"])
     try:
         content = json.loads(path.read_text())
         losses, norms = (dict(enumerate(map(float, content[key]), 1)) for key in ("losses", "norms"))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise Problem(f"{path} holds no curves of a reference: {error}", "Run the check again") from error
-    allowed, reasons = TOLERANCE[baseline.plan.precision], []
+    allowed = TOLERANCE[baseline.plan.precision]
+    reasons = []
     loss = difference(curve(baseline), losses, allowed.loss)
     norm = difference(curve(baseline, "grad_norm"), norms, allowed.norm)
     if losses.keys() != curve(baseline).keys():
@@ -278,7 +292,9 @@ def blind_spots(baseline: Run, measured: Sequence[Sensitivity]) -> list[str]:
         if not one.is_seen(tolerance)
     ]
     norms = curve(baseline, "grad_norm").values()
-    clip, lowest, highest = baseline.plan.decimal("CLIP_GRAD"), min(norms), max(norms)
+    clip = baseline.plan.decimal("CLIP_GRAD")
+    lowest = min(norms)
+    highest = max(norms)
     if not lowest < clip < highest:
         where = "no" if clip >= highest or not clip else "every"
         found.append(
@@ -296,7 +312,8 @@ def blind_spots(baseline: Run, measured: Sequence[Sensitivity]) -> list[str]:
 
 def draws_alike(run: Run, baseline: Run) -> bool:
     """Whether both draw the same dropout masks: without model parallelism, every rank draws from its own seed."""
-    own, its = run.layout, baseline.layout
+    own = run.layout
+    its = baseline.layout
     same = (own.world_size, own.micro_batches, run.engine) == (its.world_size, its.micro_batches, baseline.engine)
     return run.plan.decimal("DROPOUT") == 0 or (same and own.tp * own.pp * its.tp * its.pp == 1)
 
@@ -306,12 +323,14 @@ def sign_test(runs: Sequence[Run], baselines: Sequence[Run]) -> Verdict:
     name = runs[0].strategy
     pairs = [(run, other) for run in runs for other in baselines if not other_training(run, other)]
     for run in (run for pair in pairs for run in pair):
-        if problem := defect(run):
+        problem = defect(run)
+        if problem:
             return Verdict(name, run, reasons=[f"{run.name}: {problem}"])
     if len(pairs) < SEEDS:
         needed = f"{SEEDS} seeds each are needed, but there are {len(pairs)}"
         return Verdict(name, runs[0], reasons=[f"its dropout masks differ from the baseline's: {needed}"])
-    said, reasons = [], unlike(*pairs[0])
+    said = []
+    reasons = unlike(*pairs[0])
     for what, field in (("loss", "lm_loss"), ("gradient norm", "grad_norm")):
         means = [[fmean(curve(run, field).values()) for run in pair] for pair in pairs]
         larger = sum(own > its for own, its in means)
@@ -333,7 +352,8 @@ def gate(
     baseline: None for the first run of DDP. outside: a file of native/reference.py, by which DDP itself is judged.
     """
     verdicts: dict[Path, Verdict | None] = dict.fromkeys(directories)
-    runs, tested = {}, dict[tuple[str, str], list[Run]]()
+    runs = {}
+    tested = dict[tuple[str, str], list[Run]]()
     for directory in verdicts:
         try:
             runs[directory] = load(directory)
@@ -351,7 +371,8 @@ def gate(
     if standard.plan.precision not in TOLERANCE:
         problem = f"the runs are in {standard.plan.precision}, for which no bound was measured"
         raise Problem(problem, "Train with PRECISION_FLAG='' (scripts/check_parity.sh does)")
-    if (only := standard.plan.engine_patches) != ALL_PATCHES:
+    only = standard.plan.engine_patches
+    if only != ALL_PATCHES:
         problem = f"the engine starts every layout from different weights: only {only}.patch is applied"
         raise Problem(problem, "Apply all patches: bash scripts/setup_megatron.sh")
     if not outside and all(directory.resolve() == standard.directory.resolve() for directory in directories):
@@ -373,10 +394,12 @@ def gate(
 def report(verdicts: Sequence[Verdict], blind: Sequence[str]) -> str:
     """The table and, below it, why runs failed."""
     header = ["run", "engine", "TP/PP/DP", "micro-batches", "loss differs by", "gradient norm differs by", "verdict"]
-    rows, notes = [], []
+    rows = []
+    notes = []
     for entry in verdicts:
         of_run: list[Any] = ["-", "-", "-"]
-        if run := entry.run:
+        run = entry.run
+        if run:
             of_run = [run.engine, f"{run.layout.tp}/{run.layout.pp}/{run.layout.dp}", run.layout.micro_batches]
             notes += run.remarks
             if entry.passed and run.layout.dp == 1 and run.strategy != BASELINE_STRATEGY:

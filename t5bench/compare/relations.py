@@ -139,7 +139,8 @@ def _is_near(value: float, expected: float, relative: float, absolute: float = 0
 
 
 def _native_header(evidence: Evidence) -> Iterator[str]:
-    run, layout = evidence.run, evidence.run.layout
+    run = evidence.run
+    layout = evidence.run.layout
     plan = run.plan
     if not run.padded_vocab_size:  # the run has not ended
         return
@@ -240,10 +241,12 @@ def _samples(evidence: Evidence) -> Iterator[str]:
     plan = evidence.run.plan
     for printed in evidence.printed:
         iteration = printed.line.iteration
-        samples, counted = plan.samples(0, iteration), printed.figures.get("consumed samples")
+        samples = plan.samples(0, iteration)
+        counted = printed.figures.get("consumed samples")
         if counted not in (None, samples):
             yield f"{printed.place} counts {counted:g} samples after {iteration} iterations, which have {samples}"
-        batch, told = plan.samples(iteration - 1, iteration), printed.figures.get("global batch size")
+        batch = plan.samples(iteration - 1, iteration)
+        told = printed.figures.get("global batch size")
         if told not in (None, batch):
             yield f"{printed.place} has a global batch of {told:g} samples at iteration {iteration}, planned is {batch}"
 
@@ -265,7 +268,8 @@ def _throughput(evidence: Evidence) -> Iterator[str]:
     """Of every attempt. The batch of an iteration is the one before its line, as the engines count."""
     for line in evidence.run.iterations:
         batch = evidence.run.plan.samples(line.iteration - 1, line.iteration)
-        speed, took = line.samples_per_second, line.elapsed_ms / 1000
+        speed = line.samples_per_second
+        took = line.elapsed_ms / 1000
         if abs(speed * took - batch) > 0.00006 * speed + RATE * took + 1e-9 * batch:
             what = f"iteration {line.iteration} in {METRICS} has {speed} samples/s and took {took} s"
             yield f"{what}, which do not give {batch} samples"
@@ -295,7 +299,8 @@ def _flops(evidence: Evidence) -> Iterator[str]:
 
 def learning_rate(samples: int, batch: int, arguments: Mapping[str, str]) -> float:
     """The rate after so many samples: both engines count in samples, of which an iteration has `batch`."""
-    highest, lowest = float(arguments["lr"]), float(arguments.get("min_lr") or 0)
+    highest = float(arguments["lr"])
+    lowest = float(arguments.get("min_lr") or 0)
     warm_up = int(arguments.get("lr_warmup_iters") or 0) * batch
     end = int(arguments.get("lr_decay_iters") or arguments["train_iters"]) * batch
     if warm_up and samples <= warm_up:
@@ -311,14 +316,16 @@ _SCHEDULE = {"lr", "min_lr", "lr_warmup_iters", "lr_decay_iters", "lr_decay_styl
 
 
 def _learning_rates(evidence: Evidence) -> Iterator[str]:
-    run, plan = evidence.run, evidence.run.plan
+    run = evidence.run
+    plan = evidence.run.plan
     arguments = plan.named_arguments | {"train_iters": plan.value("TRAIN_ITERS")}
     arguments["lr_warmup_iters"] = plan.value("LR_WARMUP_ITERS", "0")
     others = {name for name in arguments if name.startswith("lr_") or "opt_param_scheduler" in name} - _SCHEDULE
     style = arguments.get("lr_decay_style", "linear")
     if others or style not in ("constant", "linear", "cosine"):
         return
-    batch, skipped = plan.number("GLOBAL_BATCH_SIZE"), 0
+    batch = plan.number("GLOBAL_BATCH_SIZE")
+    skipped = 0
     if run.iterations and run.iterations[0].begin and plan.precision == "fp16":
         return  # what was skipped before is in another record
     for line in run.iterations:
@@ -355,7 +362,8 @@ def _skipped(evidence: Evidence) -> Iterator[str]:
 
 def _evaluations(evidence: Evidence) -> Iterator[str]:
     plan = evidence.run.plan
-    every, last = plan.number("EVAL_INTERVAL"), evidence.run.plan.iterations
+    every = plan.number("EVAL_INTERVAL")
+    last = evidence.run.plan.iterations
     for found in evidence.run.evaluations:
         expected = math.exp(min(20.0, found.lm_loss))
         if not _is_near(found.perplexity, expected, PERPLEXITY):
@@ -417,9 +425,11 @@ def _clock(evidence: Evidence) -> Iterator[str]:
         third = max(1, len(lines) // 3)
         groups = [lines[:third]]
     groups.append(lines[-len(groups[0]) :])
-    largest, said = 0.0, ""
+    largest = 0.0
+    said = ""
     for first, last in combinations([min(group, key=lambda line: line.delay) for group in groups], 2):
-        by_lines, by_metrics = last.by_lines - first.by_lines, last.by_metrics - first.by_metrics
+        by_lines = last.by_lines - first.by_lines
+        by_metrics = last.by_metrics - first.by_metrics
         too_much = abs(by_lines - by_metrics) - CLOCK * max(by_lines, by_metrics) - CLOCK_SECONDS
         if not too_much <= largest:
             largest = too_much
@@ -452,7 +462,8 @@ def _node_times(evidence: Evidence) -> Iterator[str]:
         ended = seconds(part["ended"]) if part["ended"] else math.inf
         if not lines:
             continue
-        first, last = lines[0].time, max(entry.time for entry in lines)
+        first = lines[0].time
+        last = max(entry.time for entry in lines)
         if not -STEP_SECONDS <= first - started <= SILENT_SECONDS:
             yield f"node{part['node']}.log begins {first - started:.0f} s after the start, {part['started']}"
         if math.isfinite(ended) and not -STEP_SECONDS <= ended - last <= SILENT_SECONDS:
@@ -555,7 +566,8 @@ def _gpus(evidence: Evidence) -> Iterator[str]:
 
 def _ends(evidence: Evidence) -> Iterator[str]:
     for part in evidence.run.nodes:
-        name, status = f"node{part['node']}", part["status"]
+        name = f"node{part['node']}"
+        status = part["status"]
         if status == COMPLETE:
             told = {key: part.get(key) for key in ("signal", "cause", "reason", "remedy")}
             told["exit_status"] = part["exit_status"]
@@ -604,7 +616,8 @@ def _json(content: bytes) -> object:
 
 def _merged_record(evidence: Evidence) -> Iterator[str]:
     run = evidence.run
-    path, expected = run.directory / "run.json", _json(msgspec.json.encode(run.record))
+    path = run.directory / "run.json"
+    expected = _json(msgspec.json.encode(run.record))
     merged = _json(read(path)) if path.exists() else None
     if merged is None and run.status != COMPLETE and not path.exists():  # some nodes of a failed run never began
         return
@@ -614,7 +627,8 @@ def _merged_record(evidence: Evidence) -> Iterator[str]:
 
 
 def _deepspeed_options(evidence: Evidence) -> Iterator[str]:
-    path, planned = evidence.run.directory / "ds_config.json", evidence.run.plan.ds_config
+    path = evidence.run.directory / "ds_config.json"
+    planned = evidence.run.plan.ds_config
     if planned and path.exists() and _json(read(path)) != planned:
         yield f"{path.name} differs from the plan's"
 
@@ -721,10 +735,12 @@ def copies(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _why_a_copy(run: Run, other: Run) -> str:
-    if (processes := _processes(run)) and processes == _processes(other):
+    processes = _processes(run)
+    if processes and processes == _processes(other):
         (host, pid, _), *_ = processes
         return f"both were process {pid} of {host}, started at the same time"
-    ours, theirs = _counters(run), _counters(other)
+    ours = _counters(run)
+    theirs = _counters(other)
     if len(set(ours)) > 2 and ours == theirs:
         return "their network counters are the same in every sample"
     is_same_kind = (run.strategy, run.layout, run.plan.device) == (other.strategy, other.layout, other.plan.device)

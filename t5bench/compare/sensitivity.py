@@ -61,7 +61,8 @@ def table(measured: Sequence[Sensitivity], tolerance: Tolerance) -> str:
     hidden = [one.number for one in measured if not one.is_seen(tolerance)]
     rows = []
     for one in sorted(measured, key=lambda one: one.times(tolerance)):
-        seen, moves = "NO" if one.number in hidden else "yes", (f"{one.loss:.1e}", f"{one.norm:.1e}")
+        seen = "NO" if one.number in hidden else "yes"
+        moves = (f"{one.loss:.1e}", f"{one.norm:.1e}")
         rows.append([one.number, one.change, *moves, f"{one.times(tolerance):.0f}", seen])
     shown = tabulate(rows, header, colalign=("left", "left", *["right"] * 3, "left"), disable_numparse=True)
     bound = f"The bound is {tolerance}, relative; a change is seen if it moves either by at least {MARGIN} times that."

@@ -28,8 +28,12 @@ from t5bench.record.plan import Plan
 WARM_UP_ITERATIONS = 20
 FEWEST_INTERVALS = 5
 
-EVENT, SKIPPED, NOT_FINITE, WARM_UP = "evaluation, checkpoint or profile", "skipped by fp16", "no time", "warm-up"
-RESUMED, RAMP_UP = "warm-up after a resume", "growing batch"
+EVENT = "evaluation, checkpoint or profile"
+SKIPPED = "skipped by fp16"
+NOT_FINITE = "no time"
+WARM_UP = "warm-up"
+RESUMED = "warm-up after a resume"
+RAMP_UP = "growing batch"
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,12 @@ def timing(lines: Sequence[Iteration], plan: Plan) -> Timing | None:
     clean = [line for line in lines if line.iteration not in dropped]
     if not clean:
         return None
-    begin, warnings, full = max(lines[0].begin, lines[0].iteration - length, 0), [], plan.number("GLOBAL_BATCH_SIZE")
+    begin = max(lines[0].begin, lines[0].iteration - length, 0)
+    warnings = []
+    full = plan.number("GLOBAL_BATCH_SIZE")
     batches = {line.iteration: batch_until(line.iteration, length, plan) for line in clean}
-    if (batch := max(batches.values())) < full:
+    batch = max(batches.values())
+    if batch < full:
         warnings.append(f"the batch grew until the end: these figures are for {batch:g} samples, not {full}")
     rules: dict[str, Callable[[Iteration], bool]] = {
         RAMP_UP: lambda line: batches[line.iteration] < batch,

@@ -51,7 +51,8 @@ class Unpickler(pickle.Unpickler):
 
 def read_checkpoint_file(path: Path) -> Any:
     """The content of a file; its tensors stay on disk until they are used. Raises Problem for a damaged file."""
-    if fault := damage(path):
+    fault = damage(path)
+    if fault:
         raise Problem(f"{path} {fault}", "Copy the checkpoint's files of every node to this directory")
     with zipfile.ZipFile(path) as archive:
         if any(Path(name).name == TORCHSCRIPT_MARK for name in archive.namelist()):

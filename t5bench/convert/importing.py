@@ -27,7 +27,8 @@ from t5bench.model.job import Architecture
 MULTIPLE = 128  # the launchers pad a vocabulary to a multiple of this in every layout
 NEVER = -1e4  # the output bias of rows that no token has
 ACTIVATIONS = ("gelu", "gelu_new")
-INDEX, ONE_FILE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ONE_FILE = "model.safetensors"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    tp, pp = arguments.tp, arguments.pp
+    tp = arguments.tp
+    pp = arguments.pp
     output = arguments.output or arguments.run.with_name(f"{arguments.run.name}-tp{tp}-pp{pp}")
     if output.exists():
         raise Problem(f"{output} exists", "Remove it, or name another --output")

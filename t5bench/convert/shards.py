@@ -66,14 +66,16 @@ class Cut:
         if name == HEAD:  # the last stage's copy of the embedding, where it has none
             return range(max(1, self.split + 1, self.pp - 1), self.pp), name
         stages = self.stages("encoder" if ".encoder." in name else "decoder")
-        if not (match := LAYER.fullmatch(name)):
+        match = LAYER.fullmatch(name)
+        if not match:
             return stages[-1:], name
         stage, layer = divmod(int(match[3]), self.layers[match[2]] // len(stages))
         return stages[stage : stage + 1], f"{match[1]}.{layer}.{match[4]}"
 
     def whole_name(self, name: str, stage: int) -> str:
         """The name that a stage's parameter has in the whole model."""
-        if not (match := LAYER.fullmatch(name)):
+        match = LAYER.fullmatch(name)
+        if not match:
             return name
         stages = self.stages(match[2])
         before = (stage - stages.start) * (self.layers[match[2]] // len(stages))

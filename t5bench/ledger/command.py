@@ -48,7 +48,8 @@ from t5bench.record.plan import Plan
 from t5bench.sweep.launch import Launch, Row
 
 # A cell takes seconds; importing DeepSpeed too, but a busy machine may be twenty times slower.
-LIMIT_SECONDS, PATIENCE_SECONDS = 180, 15
+LIMIT_SECONDS = 180
+PATIENCE_SECONDS = 15
 # Code that decides what a cell trains: cells of other code are trained again.
 CODE = ("native/*.py", "t5bench/ledger/modes.py", "t5bench/ledger/pipeline.py")
 
@@ -85,7 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def chosen(text: str, known: Sequence[str], what: str) -> list[str]:
     """Raises Problem."""
     names = [name.strip() for name in text.split(",") if name.strip()]
-    if unknown := [name for name in names if known and name not in known]:
+    unknown = [name for name in names if known and name not in known]
+    if unknown:
         raise Problem(f"there is no {what} '{unknown[0]}'", f"Choose from: {', '.join(known)}")
     if not names:
         raise Problem(f"no {what} is given", "Leave the option out for all")
@@ -314,7 +316,10 @@ def run(args: argparse.Namespace) -> int:
     ledger = Ledger(read_plan(output, data), output, args.limit)
     code = code_digest()
     results = output / "cells.jsonl"
-    number, total, trained_seconds, trained = 0, len(releases) * len(wanted), 0.0, 0
+    number = 0
+    total = len(releases) * len(wanted)
+    trained_seconds = 0.0
+    trained = 0
     for release in releases:
         folder = environments.release_folder(release, python, args.torch)
         log = output / "runs" / release / "worker.log"
@@ -331,7 +336,8 @@ def run(args: argparse.Namespace) -> int:
                     continue
                 begin = time.monotonic()
                 if "failed" in versions:
-                    verdict, seconds = judge.Verdict(judge.DOES_NOT_RUN, sentence=versions["failed"]), 0.0
+                    verdict = judge.Verdict(judge.DOES_NOT_RUN, sentence=versions["failed"])
+                    seconds = 0.0
                 else:
                     directory = output / "runs" / release / strategy / mode.name.replace(" ", "-")
                     verdict, seconds = ledger.measure(worker, strategy, mode, directory)

@@ -23,7 +23,8 @@ LINES_SHOWN = 15
 
 def uv_command() -> list[str]:
     """Raises Problem if there is no uv."""
-    if path := shutil.which("uv"):
+    path = shutil.which("uv")
+    if path:
         return [path]
     has_module = subprocess.run([sys.executable, "-m", "uv", "--version"], capture_output=True, check=False)
     if has_module.returncode == 0:

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from t5bench.compare.parity import TOLERANCE, difference, relative_difference
 
-RIGHT, WRONG, DOES_NOT_RUN, HANGS = "right", "wrong", "does not run", "hangs"
+RIGHT = "right"
+WRONG = "wrong"
+DOES_NOT_RUN = "does not run"
+HANGS = "hangs"
 # The last line of a Python traceback.
 _ERROR = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception)\b.*|error: .*)$", re.MULTILINE)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -57,7 +60,8 @@ def judge(curves: Curves, reference: Curves, precision: str) -> Verdict:
 
 def largest_share(curves: Curves, reference: Curves, precision: str) -> float:
     """The largest difference of a right run, in units of its bound."""
-    allowed, shares = TOLERANCE[precision], [0.0]
+    allowed = TOLERANCE[precision]
+    shares = [0.0]
     for own, its, bound in (
         (curves.norm, reference.norm, allowed.norm),
         (curves.loss, reference.loss, allowed.loss),

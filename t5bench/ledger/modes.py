@@ -22,7 +22,8 @@ PIPELINES = {DEEPSPEED_PIPELINE: 1, PIPELINE_STAGE_0: 0}  # with their ZeRO stag
 ZERO_STRATEGIES = ("zero1", "zero2", "zero3", "zero3_offload")
 STRATEGIES = (*ZERO_STRATEGIES, STAGE_0, *PIPELINES)
 
-ITERATIONS, SAVED_AFTER = 6, 3
+ITERATIONS = 6
+SAVED_AFTER = 3
 # The recipe of scripts/check_parity.sh, in which a change of 1 % in any number shows, over half its iterations.
 SETTINGS = {
     "ENGINE": "native", "MODEL_PRESET": "tiny", "DEVICE": "cpu", "PRECISION_FLAG": "", "DROPOUT": "0",

@@ -15,7 +15,12 @@ from torch import Tensor, nn
 
 from t5bench.text import guard_streams
 
-ITERATIONS, STAGES, MICRO_BATCHES, SAMPLES, WIDTH, RATE = 6, 2, 4, 4, 16, 0.5
+ITERATIONS = 6
+STAGES = 2
+MICRO_BATCHES = 4
+SAMPLES = 4
+WIDTH = 16
+RATE = 0.5
 
 
 def make_layers() -> list[nn.Module]:

@@ -107,7 +107,8 @@ def faults(cells: Sequence[Cell]) -> list[tuple[str, Mode, str, list[str], str]]
         for cell in row:
             if cell is None or cell["verdict"] == RIGHT:
                 continue
-            said, last = sentence(cell), merged[-1] if merged else None
+            said = sentence(cell)
+            last = merged[-1] if merged else None
             if last and last[:3] == (strategy, mode, cell["verdict"]) and last[4] == said:
                 last[3].append(cell["release"])
             else:
@@ -207,7 +208,10 @@ def page(cells: Sequence[Cell]) -> str:
 
 COLOURS = {RIGHT: "#2e9f5b", WRONG: "#c8382f", DOES_NOT_RUN: "#e0a100", HANGS: "#e0a100"}
 NOT_MEASURED = "#d5d5d5"
-LABEL_WIDTH, COLUMN, ROW = 210, 50, 30  # pixels
+# pixels
+LABEL_WIDTH = 210
+COLUMN = 50
+ROW = 30
 
 
 def worst(cells: Sequence[Cell]) -> str:

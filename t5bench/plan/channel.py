@@ -35,8 +35,10 @@ SILENT_SECONDS = 10.0
 # A connection has this long to prove that it is a node. Real nodes take milliseconds, so if too many connections are
 # unproven, the oldest is closed.
 PROOF_SECONDS = 10.0
-MOST_WAITING, MOST_OF_ADDRESS = 64, 16
-LONGEST_HELLO, LONGEST_LINE = 1 << 14, 1 << 20
+MOST_WAITING = 64
+MOST_OF_ADDRESS = 16
+LONGEST_HELLO = 1 << 14
+LONGEST_LINE = 1 << 20
 SECRET = "T5_RUN_SECRET"
 SECRET_REMEDY = (
     f"Give all nodes the same secret: export {SECRET}=$(openssl rand -hex 32) on the first, and the same value on the"
@@ -46,7 +48,8 @@ SECRET_REMEDY = (
 
 def run_secret(environment: Mapping[str, str]) -> bytes:
     """T5_RUN_SECRET, else the one in the user's home directory, which is created if missing; "" if neither works."""
-    if given := environment.get(SECRET):
+    given = environment.get(SECRET)
+    if given:
         return given.encode()
     path = Path(environment.get("HOME") or os.devnull, ".config", "t5-parallelism", "secret")
     with contextlib.suppress(OSError):
@@ -146,9 +149,13 @@ class Connection:
     """Lines to and from one other place. Until it has proved that it is a node, it may send only little and briefly."""
 
     def __init__(self, stream: socket.socket) -> None:
-        self.stream, self.file, self.nonce, self.key = stream, stream.makefile("rb"), secrets.token_hex(16), b""
+        self.stream = stream
+        self.file = stream.makefile("rb")
+        self.nonce = secrets.token_hex(16)
+        self.key = b""
         self.address = str(stream.getpeername()[0]).removeprefix("::ffff:")
-        self.opened, self.longest = time.monotonic(), LONGEST_HELLO
+        self.opened = time.monotonic()
+        self.longest = LONGEST_HELLO
         self.sent = self.received = 0
 
     def proof(self, is_from_node_0: bool, number: int, body: bytes) -> bytes:
@@ -254,7 +261,8 @@ class Channel:
                     self._send(connection, message)
 
     def _own(self, message: Message) -> Message:
-        message.node, message.host = self.place.node, socket.gethostname()
+        message.node = self.place.node
+        message.host = socket.gethostname()
         return message
 
     def ages(self) -> dict[int, float]:
@@ -312,7 +320,8 @@ class Channel:
 
     def _listen(self) -> None:
         dual = socket.has_dualstack_ipv6()
-        family, port = socket.AF_INET6 if dual else socket.AF_INET, self.place.port
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        port = self.place.port
         try:
             self.listener = socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=128)
         except OSError as error:
@@ -346,7 +355,9 @@ class Channel:
 
     def _converse(self, connection: Connection) -> None:
         """Serves a connection until it ends."""
-        other, closed, why = None, False, StrangerError("it does not answer")
+        other = None
+        closed = False
+        why = StrangerError("it does not answer")
         try:
             for message in self._messages(connection):
                 if other is None:

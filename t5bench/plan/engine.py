@@ -30,7 +30,11 @@ from t5bench.text import guard_streams
 
 CHECKSUMS = REPOSITORY / "patches" / "checksums"
 INSTALL = f"pip install -r '{REPOSITORY}/requirements.txt'"
-SERIES, FIXES_ALONE, UNPATCHED, CHANGED, MISSING = "series", "megatron_t5_fixes", "unpatched", "changed", "missing"
+SERIES = "series"
+FIXES_ALONE = "megatron_t5_fixes"
+UNPATCHED = "unpatched"
+CHANGED = "changed"
+MISSING = "missing"
 # What Python imports, a compiler reads, or make uses as its Makefile.
 CODE = re.compile(r".+\.(py|pyc|so|c|cc|cpp|cu|cuh|h|hpp)|(GNU)?[Mm]akefile")
 IMPORTABLE = (".py", ".pyc", ".so")
@@ -77,7 +81,8 @@ def differences(directory: Path) -> list[str]:
 def _intruders(directory: Path, own: Mapping[str, str]) -> Iterator[str]:
     """One line for each file that Python or a compiler would use although it does not belong to the engine."""
     for path in sorted(directory.iterdir()):
-        name, is_folder = path.name, path.is_dir()
+        name = path.name
+        is_folder = path.is_dir()
         if is_folder and _is_imported(path, own):
             yield f"{name}/ would be imported instead of any other package of that name"
         elif path.suffix in (".dist-info", ".egg-info") and not name.startswith("megatron_core"):  # of pip install -e
@@ -236,5 +241,6 @@ def check_packages(draft: Draft, config: Mapping[str, Any] | None, layout: Layou
 
 if __name__ == "__main__":
     guard_streams()
-    task, place = sys.argv[1], Path(sys.argv[2])
+    task = sys.argv[1]
+    place = Path(sys.argv[2])
     print("\n".join([state_of(place)] if task == "state" else differences(place)))

@@ -60,7 +60,8 @@ def family_of(draft: Draft) -> Family:
 
 def check_family(draft: Draft) -> None:
     """Checks that the strategy and the engine support the family and the settings."""
-    strategy, name = draft.strategy, draft.value("MODEL_FAMILY")
+    strategy = draft.strategy
+    name = draft.value("MODEL_FAMILY")
     if name not in strategy.families:
         served = " and ".join(FAMILIES[each].title for each in strategy.families)
         found = f"{strategy.name} supports only {served}, but MODEL_FAMILY is {name}"

@@ -56,8 +56,11 @@ def choose_device(draft: Draft, inventory: GpuInventory) -> str:
 
 def divide(draft: Draft, per_node: int, zero_stage: int) -> Layout | None:
     """The layout; None if the sizes do not divide, and then the draft says why. zero_stage: 0 without DeepSpeed."""
-    tp, pp = draft.number("TENSOR_PARALLEL_SIZE"), draft.number("PIPELINE_PARALLEL_SIZE")
-    strategy, refuse, nnodes = draft.strategy, draft.refuse, draft.number("NNODES")
+    tp = draft.number("TENSOR_PARALLEL_SIZE")
+    pp = draft.number("PIPELINE_PARALLEL_SIZE")
+    strategy = draft.strategy
+    refuse = draft.refuse
+    nnodes = draft.number("NNODES")
     world_size = nnodes * per_node
     # ZeRO and FSDP2 go with any tensor size.
     if tp > 1 and strategy.tp == 1 and not (strategy.ds_config or strategy.has_fsdp2):
@@ -75,7 +78,8 @@ def divide(draft: Draft, per_node: int, zero_stage: int) -> Layout | None:
     if draft.is_refused:
         return None
     dp = world_size // (tp * pp)
-    global_batch, micro_batch = draft.number("GLOBAL_BATCH_SIZE"), draft.number("MICRO_BATCH_SIZE")
+    global_batch = draft.number("GLOBAL_BATCH_SIZE")
+    micro_batch = draft.number("MICRO_BATCH_SIZE")
     if global_batch % (micro_batch * dp):
         found = f"GLOBAL_BATCH_SIZE={global_batch} is not divisible by {micro_batch * dp}"
         found += f" (MICRO_BATCH_SIZE={micro_batch} x data-parallel size {dp})"
@@ -92,8 +96,10 @@ def divide(draft: Draft, per_node: int, zero_stage: int) -> Layout | None:
 
 def _check_sizes(draft: Draft, tp: int, pp: int) -> None:
     """Checks that the model can be divided."""
-    refuse, stacks = draft.refuse, family_of(draft).stacks
-    hidden, heads = draft.number("HIDDEN_SIZE"), draft.number("NUM_ATTENTION_HEADS")
+    refuse = draft.refuse
+    stacks = family_of(draft).stacks
+    hidden = draft.number("HIDDEN_SIZE")
+    heads = draft.number("NUM_ATTENTION_HEADS")
     if hidden % heads:
         refuse("model-size", f"HIDDEN_SIZE={hidden} is not divisible by NUM_ATTENTION_HEADS={heads}")
     for name in ("NUM_ATTENTION_HEADS", "FFN_HIDDEN_SIZE"):
@@ -114,7 +120,8 @@ def _check_sizes(draft: Draft, tp: int, pp: int) -> None:
 def _check_native(draft: Draft, layout: Layout, zero_stage: int) -> None:
     is_fp16 = draft.value("PRECISION_FLAG") == "--fp16"
     has_fsdp2 = draft.strategy.has_fsdp2
-    if reason := beyond_native(layout.tp, layout.pp, zero_stage > 0, layout.micro_batches, is_fp16, has_fsdp2):
+    reason = beyond_native(layout.tp, layout.pp, zero_stage > 0, layout.micro_batches, is_fp16, has_fsdp2)
+    if reason:
         draft.refuse("native-engine", reason, "Use ENGINE=megatron")
     shards = draft.number("FSDP_SHARD_SIZE")
     if has_fsdp2 and shards and layout.dp % shards:
@@ -133,8 +140,10 @@ def _check_native(draft: Draft, layout: Layout, zero_stage: int) -> None:
 def _check_rampup(draft: Draft, together: int) -> None:
     """Checks RAMPUP_BATCH_SIZE: the first batch size, the step, and the samples over which the batch grows. together:
     samples that all processes train at once."""
-    given, full = draft.value("RAMPUP_BATCH_SIZE"), draft.number("GLOBAL_BATCH_SIZE")
-    refuse, words = draft.refuse, given.split()
+    given = draft.value("RAMPUP_BATCH_SIZE")
+    full = draft.number("GLOBAL_BATCH_SIZE")
+    refuse = draft.refuse
+    words = given.split()
     if not given:
         return
     for name in by_name(draft.extra).keys() & {"--train-iters", "--lr-warmup-iters", "--lr-decay-iters"}:
@@ -143,7 +152,8 @@ def _check_rampup(draft: Draft, together: int) -> None:
     if len(words) != 3 or not all(word.isascii() and word.isdigit() and int(word) for word in words):
         refuse("rampup", f"RAMPUP_BATCH_SIZE must be three whole numbers (start, step, samples), found '{given}'")
         return
-    (start, step, grows), samples = map(int, words), draft.number("TRAIN_ITERS") * full
+    (start, step, grows) = map(int, words)
+    samples = draft.number("TRAIN_ITERS") * full
     if grows > samples:
         found = f"RAMPUP_BATCH_SIZE='{given}' makes the batch grow for longer than the run, which has {samples} samples"
         refuse("rampup", found, "Raise TRAIN_ITERS; -- --exit-interval 50 tries the first 50 iterations")

@@ -47,13 +47,15 @@ def check_data(draft: Draft, tokenizer: str) -> str:
 def _check_decoder_length(draft: Draft, index: Index) -> None:
     """T5's decoder reads what is masked, with a sentinel before each span. The engines stop at the first sample that is
     too long for it, perhaps after hours."""
-    encoder, decoder = draft.number("ENCODER_SEQ_LENGTH"), draft.number("DECODER_SEQ_LENGTH")
+    encoder = draft.number("ENCODER_SEQ_LENGTH")
+    decoder = draft.number("DECODER_SEQ_LENGTH")
     tokens = max(0, encoder - 2)  # room that the engines keep
     if _decoder_tokens(tokens) <= decoder:
         return
     ends = [0, *accumulate(index.sizes)]
     tokens = min(tokens, max(ends[end] - ends[begin] for begin, end in pairwise(index.doc_idx)))
-    if (needed := _decoder_tokens(tokens)) > decoder:
+    needed = _decoder_tokens(tokens)
+    if needed > decoder:
         found = f"DECODER_SEQ_LENGTH={decoder} is too short for the data: with ENCODER_SEQ_LENGTH={encoder} they have "
         found += f"samples of {tokens} tokens, of which the decoder may get {needed} with sentinels"
         draft.lack("decoder-length", found, f"Set DECODER_SEQ_LENGTH={needed} or more, or a shorter encoder")
@@ -78,7 +80,8 @@ def _check_tokenizer(draft: Draft, prefix: str, tokenizer: str) -> None:
     command = command_for(file.parent, draft.value("MODEL_FAMILY"), named)
     again = f"prepare the data again, with their source ({record.get('source', 'unknown')}) and FORCE=1: {command}"
     own = f"Set TOKENIZER_MODEL to that tokenizer or copy it to '{file.parent / 'tokenizer'}', or {again}"
-    recorded, name = record.get("tokenizer_checksum"), record.get("tokenizer")
+    recorded = record.get("tokenizer_checksum")
+    name = record.get("tokenizer")
     made = f"the data in {file.parent} were made with the tokenizer {name}, checksum {recorded}"
     directory = Path(tokenizer) if _exists(Path(tokenizer)) else cached_tokenizer(tokenizer)
     if not recorded:
@@ -98,7 +101,8 @@ def _check_tokenizer(draft: Draft, prefix: str, tokenizer: str) -> None:
 
 def choose_tokenizer(draft: Draft) -> str:
     """The tokenizer in TOKENIZER_MODEL, else the copy next to the data, else T5's from the hub."""
-    name, beside = draft.value("TOKENIZER_MODEL"), Path(draft.value("MEGATRON_DATA_DIR")) / "tokenizer"
+    name = draft.value("TOKENIZER_MODEL")
+    beside = Path(draft.value("MEGATRON_DATA_DIR")) / "tokenizer"
     if name:
         named = Path(draft.directory, name).expanduser()
         return str(named) if _exists(named) else name
@@ -169,7 +173,8 @@ def check_output_directory(plan: Plan) -> list[Problem]:
         remedy = "Choose another OUTPUT_DIR, or delete this directory"
         obstacles.append(Problem(found, remedy, "finished-run", fatal=False))
     checkpoints = [_CHECKPOINT.fullmatch(path.name) for path in (directory / "checkpoints").glob("*")]
-    if newest := max((int(match[1]) for match in checkpoints if match), default=0):
+    newest = max((int(match[1]) for match in checkpoints if match), default=0)
+    if newest:
         found = f"{directory} holds checkpoints of an earlier run (up to iteration {newest})"
         remedy = "Choose another OUTPUT_DIR, continue the run with RESUME=1, or delete the directory"
         told = f"{found}, which are never overwritten"

@@ -51,11 +51,13 @@ def checkpoint(plan: Plan, *, agree: bool) -> int:
     Each skipped checkpoint is named on stderr.
     """
     assert plan.layout
-    checkpoints, is_evaluated = Checkpoints(plan), plan.value("EVAL_ONLY") == "1"
+    checkpoints = Checkpoints(plan)
+    is_evaluated = plan.value("EVAL_ONLY") == "1"
     if plan.layout.nnodes == 1 and not checkpoints.iterations():
         asked = "EVAL_ONLY" if is_evaluated else "RESUME"
         raise Problem(f"{asked}=1 but there is no checkpoint in {checkpoints.directory}", HOW_TO_SAVE)
-    if wrong := list(misfits(plan)):
+    wrong = list(misfits(plan))
+    if wrong:
         raise Problem(
             f"the run in {plan.output_dir} cannot be resumed with these settings: {'; '.join(wrong)}",
             "Resume with its original settings, or start a new run in another OUTPUT_DIR",
@@ -127,7 +129,9 @@ def misfits(plan: Plan) -> Iterator[str]:
         note(f"{plan.output_dir} holds no readable record, so a run's settings cannot be compared.")
         return
     then = Plan.read(part["plan"])
-    was, arguments, earlier_arguments = _kept(then), plan.engine_arguments, then.engine_arguments
+    was = _kept(then)
+    arguments = plan.engine_arguments
+    earlier_arguments = then.engine_arguments
     pairs = [(name, value, was[name]) for name, value in _kept(plan).items() if name in was]
     pairs += [
         (name, arguments.get(name, "not given"), earlier_arguments.get(name, "not given"))
@@ -136,7 +140,8 @@ def misfits(plan: Plan) -> Iterator[str]:
     for name, here, there in pairs:
         if not same_value(here, there):
             yield f"{name} is '{here}' here and was '{there}'"
-    recorded, now = part.get("data") or {}, machine.data(Path(plan.data_prefix), "")
+    recorded = part.get("data") or {}
+    now = machine.data(Path(plan.data_prefix), "")
     for key, suffix in (("bin_bytes", ".bin"), ("idx_sha256", ".idx")):
         if recorded.get(key) and now[key] and recorded[key] != now[key]:
             yield f"{plan.data_prefix}{suffix} is not the file on which the run was trained"
@@ -214,7 +219,8 @@ class _Agreement(Channel):
                 if isinstance(entry, Problem):
                     raise entry
                 return entry
-            if (absent := expected - self.connections.keys()) and time.monotonic() > deadline:
+            absent = expected - self.connections.keys()
+            if absent and time.monotonic() > deadline:
                 found = f"node {', '.join(map(str, sorted(absent)))} did not report its checkpoint in time"
                 if self.strangers:
                     found += f"; {', '.join(sorted(self.strangers)[:3])} has another secret and was ignored"
@@ -256,8 +262,10 @@ def _refuse_without(table: Mapping[int, View]) -> None:
     """Raises Problem if a node has no checkpoint."""
     for node, view in sorted(table.items()):
         if not view.iteration:
-            where, remedy = "", HOW_TO_SAVE
+            where = ""
+            remedy = HOW_TO_SAVE
             if len(table) > 1:
-                where, remedy = f" on node {node} ({view.host})", HOW_TO_SHARE
+                where = f" on node {node} ({view.host})"
+                remedy = HOW_TO_SHARE
             fault = view.fault or "none was saved"
             raise Problem(f"there is no intact checkpoint to resume from{where}: {fault}", remedy)

@@ -41,7 +41,8 @@ def completions(
     folders = list(_nvidia_packages() if packages is None else packages)
     headers = [path for folder in folders for path in sorted(folder.glob("*/include"))]
     release = re.search(r"release ([0-9.]+)", _said(nvcc, "--version"))
-    compiler, torchs = release[1] if release else "", versions()["cuda"] or ""
+    compiler = release[1] if release else ""
+    torchs = versions()["cuda"] or ""
     if not compiler or compiler.partition(".")[0] != torchs.partition(".")[0]:
         return added
     if compiler.split(".")[:2] != torchs.split(".")[:2]:

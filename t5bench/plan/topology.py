@@ -119,8 +119,11 @@ def place(draft: Draft) -> None:
 
 def _mistakes(draft: Draft) -> Iterator[Fault]:
     """What is wrong with the nodes as requested; later faults are often consequences of the first."""
-    hosts, master, rank = draft.hosts, draft.master_address, draft.node
-    nodes, task = draft.number("NNODES"), draft.environ.get("SLURM_LOCALID", "0")
+    hosts = draft.hosts
+    master = draft.master_address
+    rank = draft.node
+    nodes = draft.number("NNODES")
+    task = draft.environ.get("SLURM_LOCALID", "0")
     launcher = f"bash scripts/run_megatron_t5_{draft.strategy.name}.sh"
     usage = f"Usage: {launcher} [master-host] [node-rank]"
     if not master:
@@ -159,8 +162,12 @@ def _mistakes(draft: Draft) -> Iterator[Fault]:
 
 def _lacks(draft: Draft) -> Iterator[Fault]:
     """Why this node cannot meet the others."""
-    hosts, master, rank = draft.hosts, draft.master_address, int(draft.node)
-    here, port, addresses = socket.gethostname(), draft.number("MASTER_PORT"), addresses_of(master)
+    hosts = draft.hosts
+    master = draft.master_address
+    rank = int(draft.node)
+    here = socket.gethostname()
+    port = draft.number("MASTER_PORT")
+    addresses = addresses_of(master)
     # Where a loopback address leads each node to itself; on the master this may be right for its own name.
     is_loop = addresses and all(map(is_loopback, addresses)) and (is_loopback_name(master) or not is_this_host(master))
     if rank < len(hosts) and not is_this_host(hosts[rank]):

@@ -40,14 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule", action="store_true", help="draw when each stage of a pipeline computes")
     execute = "execute a step of the native engine without arithmetic and compare collectives and memory with the model"
     parser.add_argument("--execute", action="store_true", dest="executes", help=execute)
-    gpus, rank = "with --execute: this many GPUs", "with --execute: this rank (default: the first of each stage)"
+    gpus = "with --execute: this many GPUs"
+    rank = "with --execute: this rank (default: the first of each stage)"
     parser.add_argument("--gpus", type=at_least(1), help=gpus)
     parser.add_argument("--rank", type=at_least(0), help=rank)
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="", help="a GPU's name, as in nvidia-smi or in this project")
-    link, latency = "Gbit/s of a node (default: 10)", "microseconds between nodes (default: 40)"
+    link = "Gbit/s of a node (default: 10)"
+    latency = "microseconds between nodes (default: 40)"
     parser.add_argument("--link", type=at_least(1e-6, float), default=10.0, metavar="GBIT", help=link)
     parser.add_argument("--latency", type=at_least(0, float), default=40.0, metavar="US", help=latency)
     model = f"tiny, small, base or large, which are settings, or published dimensions: {' '.join(PRESETS)}"
@@ -138,7 +140,8 @@ def predicted(
 
 def with_model(job: Job, name: str) -> Job:
     """The job with a preset's architecture. Raises Problem if its layout cannot divide that."""
-    architecture, parallel = PRESETS[name], job.parallel
+    architecture = PRESETS[name]
+    parallel = job.parallel
     if parallel.pipeline > architecture.layers or architecture.heads % parallel.tensor:
         found = f"{architecture.layers} layers and {architecture.heads} heads"
         raise Problem(f"{name} has {found}, which TP/PP/DP {parallel} does not divide", "Choose another layout")

@@ -82,9 +82,11 @@ def run(jobs: Sequence[tuple[str, Job]], gpus: int | None, rank: int | None, as_
     """
     from t5bench.predict import execution
 
-    comparisons, refused = [], {}
+    comparisons = []
+    refused = {}
     for strategy, job in jobs:
-        if reason := execution.unsupported(job):
+        reason = execution.unsupported(job)
+        if reason:
             refused[strategy] = reason
             continue
         job = on_gpus(job, gpus)

@@ -106,7 +106,8 @@ def execute(job: Job, rank: int) -> Execution:
 
 def unsupported(job: Job) -> str:
     """Why the native engine cannot train a job; "" if it can."""
-    parallel, zero = job.parallel, job.zero.stage > 0
+    parallel = job.parallel
+    zero = job.zero.stage > 0
     if not job.architecture.cross_attention:
         return "it trains encoder-decoders alone"
     if job.engine != "native":
@@ -149,7 +150,8 @@ def believe_other_ranks() -> None:
 
 def native_arguments(job: Job, rank: int) -> Namespace:
     """What the native engine's trainers read of its command line."""
-    a, parallel = job.architecture, job.parallel
+    a = job.architecture
+    parallel = job.parallel
     return Namespace(
         encoder_num_layers=a.encoder_layers, decoder_num_layers=a.decoder_layers, hidden_size=a.hidden,
         num_attention_heads=a.heads, kv_channels=a.head_size, ffn_hidden_size=a.ffn,
@@ -258,7 +260,8 @@ class Collectives(TorchDispatchMode):
         data = args[1] if kind in INPUTS else args[0]
         size = sum(tensor.nbytes for tensor in tree_leaves(data) if isinstance(tensor, torch.Tensor))
         if kind in ("send", "receive"):
-            here, there = dist.get_rank(), ranks[args[2]]
+            here = dist.get_rank()
+            there = ranks[args[2]]
             ranks = [here, there] if kind == "send" else [there, here]
         self.seen[Collective(kind, tuple(ranks), size)] += 1
 
@@ -285,7 +288,8 @@ def predicted(job: Job, rank: int) -> Counter[Collective]:
 
 def differences(job: Job, execution: Execution) -> list[Difference]:
     """The collectives that the step and the model do not make equally often."""
-    expected, seen = predicted(job, execution.rank), execution.collectives
+    expected = predicted(job, execution.rank)
+    seen = execution.collectives
     names = sorted(expected.keys() | seen.keys(), key=lambda one: (one.ranks, one.kind, one.bytes))
     return [Difference(name, seen[name], expected[name]) for name in names if seen[name] != expected[name]]
 

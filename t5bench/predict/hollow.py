@@ -69,7 +69,9 @@ class Layout:
     """What a new tensor needs."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.size, self.stride, self.dtype = tensor.size(), tensor.stride(), tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.dtype = tensor.dtype
 
     def new(self) -> Tensor:
         made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="cpu")

@@ -10,10 +10,18 @@ from t5bench.record.files import read
 from t5bench.record.log import Amount, Count
 from t5bench.record.reader import decoded
 
-HOST, FORWARD, BACKWARD, RECOMPUTATION = "host gaps", "forward", "backward", "recomputation"
-STEP, DATA, LOGGING, SAVING = "optimizer and clipping", "data loading", "logging", "saving a checkpoint"
+HOST = "host gaps"
+FORWARD = "forward"
+BACKWARD = "backward"
+RECOMPUTATION = "recomputation"
+STEP = "optimizer and clipping"
+DATA = "data loading"
+LOGGING = "logging"
+SAVING = "saving a checkpoint"
 EVALUATING = "evaluation"
-TRANSFER, BUBBLE, WAITING = "transfers between host and device", "pipeline bubble", "waiting for slower ranks"
+TRANSFER = "transfers between host and device"
+BUBBLE = "pipeline bubble"
+WAITING = "waiting for slower ranks"
 AXES = ("data parallel", "tensor parallel", "pipeline parallel", "ZeRO's gathers", "all ranks")
 SENDING = {axis: f"communication: {axis}" for axis in AXES}
 # How a sentence describes the time that a part takes.

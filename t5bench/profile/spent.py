@@ -189,6 +189,7 @@ def main_thread(now: Parts, before: Sequence[Parts], known: float = 0.0) -> dict
     asleep = min(of_this.asleep - known, *(spent.asleep for spent in of_others))
     summary = {"alone_ms": alone, "working_ms": max(0.0, working), "asleep_ms": max(0.0, asleep)}
     saved = [iteration.get(SAVING, NOTHING) for iteration in (now, *before)]
-    if slept := [spent.asleep for spent in saved if spent.computed > 0]:
+    slept = [spent.asleep for spent in saved if spent.computed > 0]
+    if slept:
         summary["saving_ms"] = max(0.0, statistics.median(slept))
     return summary

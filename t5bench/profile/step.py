@@ -52,7 +52,9 @@ COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_in
                "reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base", "all_to_all_single", "barrier",
                *timeline.PAIRWISE)  # fmt: skip
 # Bytes of a large message and of one that is as good as empty, seconds for which each is sent, how often at least.
-PROBES, PROBE_SECONDS, FEWEST_PROBES = (1 << 20, 4), 0.5, 2
+PROBES = (1 << 20, 4)
+PROBE_SECONDS = 0.5
+FEWEST_PROBES = 2
 
 
 def gathered(value: Any) -> list[Any]:
@@ -252,7 +254,8 @@ def fastest(device: str, size: int) -> float:
 
 def link(device: str) -> dict[str, float] | None:
     """What profile.json says of the slowest link; None of a single rank."""
-    if (ranks := dist.get_world_size()) == 1:
+    ranks = dist.get_world_size()
+    if ranks == 1:
         return None
     large_size, empty_size = PROBES
     large = fastest(device, large_size)
@@ -269,7 +272,8 @@ class OneIteration:
         given = by_name(words)
         tracker = Path(given.get("--load", os.devnull), TRACKER)
         self.begin = int(tracker.read_text()) if "--finetune" not in given and tracker.is_file() else 0
-        self.output, self.marks = output, Marks(words)
+        self.output = output
+        self.marks = Marks(words)
         self.number = iteration - self.begin  # of those since then
         self.ends: list[float] = []
         self.spent: list[Parts] = []  # until each of these ends
@@ -284,7 +288,8 @@ class OneIteration:
         if len(self.ends) == self.number - 1:
             self.stretch = ProfiledStretch("cuda" if torch.cuda.is_initialized() else "cpu")
             self.stretch.begin()
-            self.marks.active, self.begun = True, self.marks.main.until_now()
+            self.marks.active = True
+            self.begun = self.marks.main.until_now()
         elif len(self.ends) == self.number > 1:
             self._end()
         return result

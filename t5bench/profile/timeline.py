@@ -18,7 +18,8 @@ import numpy as np
 from t5bench.profile import parts as profile
 from t5bench.profile.parts import AXES, PARTS, SENDING
 
-_CODE, _IDLE = {part: code for code, part in enumerate(PARTS)}, -1
+_CODE = {part: code for code, part in enumerate(PARTS)}
+_IDLE = -1
 # What sending on the host's main thread covers, and what such a thread does where its GPU is idle.
 _EVENTS = (profile.LOGGING, profile.SAVING, profile.EVALUATING)
 _UNDER_SENDING = tuple(_CODE[part] for part in PARTS if part not in _EVENTS)
@@ -28,9 +29,12 @@ _BACKWARD_NODE = "autograd::engine::evaluate_function"
 _NAMED = {_BACKWARD_NODE: profile.BACKWARD, "Optimizer.": profile.STEP, "enumerate(DataLoader": profile.DATA}
 _NAMED |= {part: part for part in (profile.DATA, *_EVENTS)}
 # Marks of step.py: the iteration, and a collective operation "t5|axis|operation|bytes sent|ranks|number".
-ITERATION, COLLECTIVE = "t5 iteration", "t5|"
+ITERATION = "t5 iteration"
+COLLECTIVE = "t5|"
 PAIRWISE = ("send", "recv", "batch_isend_irecv")
-MOST_CELLS, MOST_EVENTS, MOST_STRETCHES = 4_000_000, 40_000, 400
+MOST_CELLS = 4_000_000
+MOST_EVENTS = 40_000
+MOST_STRETCHES = 400
 # A smaller message tells the latency of a link, not its bandwidth.
 LARGE_BYTES = 1 << 16
 
@@ -71,13 +75,16 @@ class RankTrace:
             for e in trace["traceEvents"] if e.get("ph") == "X" and e.get("cat") != "gpu_user_annotation"
         ]  # fmt: skip
         _, _, self.main, self.begin, self.end, _ = whole = next(e for e in events if e.name == ITERATION)
-        self.rank, self.host, self.late = rank, host, dict[int, float]()
+        self.rank = rank
+        self.host = host
+        self.late = dict[int, float]()
         self.events = [e for e in events if e.start >= self.begin and e.end <= self.end and e is not whole]
         self.launches = {e.correlation: e for e in self.events if e.kind in ("cuda_runtime", "cuda_driver")}
         self.marks: list[Collective] = []  # by their start
         self.unmarked = 0.0  # ms for which the main thread waits for collectives without a mark
         self.collectives = list(self._collectives(gradient_bytes))
-        self.came, self.left = dict[Key, float](), dict[Key, float]()
+        self.came = dict[Key, float]()
+        self.left = dict[Key, float]()
         for each in self.collectives:
             self.came[each.key] = min(each.event.start, self.came.get(each.key, each.event.start))
             self.left[each.key] = max(each.event.end, self.left.get(each.key, each.event.end))
@@ -95,7 +102,8 @@ class RankTrace:
             if operation == "all_reduce":
                 steps *= 2
             self.marks.append(Collective((f"{axis} {ranks}", int(number)), axis, int(size), steps, event))
-        if kernels := [event for event in ordered if event.kind == "kernel" and "nccl" in event.name]:
+        kernels = [event for event in ordered if event.kind == "kernel" and "nccl" in event.name]
+        if kernels:
             marked = [(self.mark_around(self.launch(kernel).start), kernel) for kernel in kernels]
             yield from (mark._replace(event=kernel) for mark, kernel in marked if mark)
             unmarked = [[kernel for mark, kernel in marked if not mark]]
@@ -123,7 +131,8 @@ class RankTrace:
     def meet(self, everyone: Sequence[tuple[str, int, float, dict[Key, float]]]) -> Last:
         """Begins with the other ranks of its host; when the last rank reached each collective, on this rank's clock."""
         begins = {host: min(begin for other, _, begin, _ in everyone if other == host) for host, *_ in everyone}
-        self.begin, last = begins[self.host], dict[Key, tuple[float, int]]()
+        self.begin = begins[self.host]
+        last = dict[Key, tuple[float, int]]()
         for host, rank, _, came in everyone:
             for key, moment in came.items():
                 here = (moment - begins[host] + self.begin, rank)
@@ -137,7 +146,8 @@ class RankTrace:
         for each in self.collectives if not of_device else ():
             is_main = each.event.thread == self.main
             self.communicate(cells, each, last, _UNDER_SENDING if is_main else (_CODE[profile.HOST],))
-        if kernels := [e for e in self.events if e.kind in ("kernel", "gpu_memcpy", "gpu_memset")]:
+        kernels = [e for e in self.events if e.kind in ("kernel", "gpu_memcpy", "gpu_memset")]
+        if kernels:
             device = self.device(kernels)
             for each in of_device:
                 self.communicate(device, each, last, (_IDLE, _CODE[profile.TRANSFER]))
@@ -186,11 +196,13 @@ class RankTrace:
 
     def communicate(self, cells: np.ndarray, collective: Collective, last: Last, under: Sequence[int]) -> None:
         """Paints a collective over the parts that it covers. On the host's main thread, waiting covers all of them."""
-        start, end = collective.event.start, collective.event.end
+        start = collective.event.start
+        end = collective.event.end
         arrival, latest = last.get(collective.key, (start, self.rank))
         arrival = min(max(arrival, start), end)
         is_pipeline = collective.axis == AXES[2]
-        waiting, sending = profile.BUBBLE if is_pipeline else profile.WAITING, SENDING[collective.axis]
+        waiting = profile.BUBBLE if is_pipeline else profile.WAITING
+        sending = SENDING[collective.axis]
         for stretch, part in ((self.span(start, arrival), waiting), (self.span(arrival, end), sending)):
             free = np.isin(cells[stretch], under) | (part == waiting and under is _UNDER_SENDING)
             cells[stretch][free] = _CODE[part]
@@ -204,7 +216,8 @@ class RankTrace:
         cells = np.full(round((self.end - self.begin) / self.cell), _IDLE, np.int8)
         # Copies from and to the host first: what computes paints over them.
         for event in sorted(kernels, key=lambda e: ("HtoD" not in e.name and "DtoH" not in e.name, e.start)):
-            launch, stretch = self.launch(event), self.span(event.start, event.end)
+            launch = self.launch(event)
+            stretch = self.span(event.start, event.end)
             if "HtoD" in event.name or "DtoH" in event.name:
                 cells[stretch] = _CODE[profile.TRANSFER]
             elif "nccl" not in event.name:
@@ -220,7 +233,8 @@ class RankTrace:
         reached = 0.0  # time in which two of them travel counts once
         operations = {each.key: each for each in self.collectives}.values()
         for each in sorted(operations, key=lambda each: last[each.key]):
-            begin, end = last[each.key][0], self.left[each.key]
+            begin = last[each.key][0]
+            end = self.left[each.key]
             if end > begin:
                 link = links.setdefault(each.axis, {"bytes": 0, "ms": 0.0, "steps": 0})
                 link["steps"] += each.steps

@@ -17,7 +17,9 @@ from t5bench.record.records import Run
 
 GIGABITS = (1, 10, 25, 100, 400, 800)  # links that one can buy, per second
 # Bytes per second, and seconds of latency, between which a run's link is looked for, the worst first.
-RATES, LATENCIES, HALVINGS = (1e4, 1e12), (1.0, 1e-7), 20
+RATES = (1e4, 1e12)
+LATENCIES = (1.0, 1e-7)
+HALVINGS = 20
 MISSED = 0.1  # of the iteration: by how much the model may miss the exposed communication
 
 Gain = tuple[float, str]  # how many times as fast an iteration is, and with what
@@ -37,7 +39,8 @@ class WhatIf:
 
     def gain(self, *, gigabits: float = 0.0, micro_batch: int = 0) -> float:
         """How many times as fast an iteration is with another link or another micro-batch."""
-        found, before = self.found, self.found.time
+        found = self.found
+        before = self.found.time
         if gigabits:
             found = replace(found, machine=_linked(found, bandwidth=gigabits * 1e9 / 8))
         if micro_batch:
@@ -71,7 +74,8 @@ def calibrated(run: Run, seconds: float, exposed: float, rest: float, rate: floa
 
     exposed: seconds of communication and pipeline bubble. rate: bytes per second of large messages, 0 for none.
     """
-    if not (found := prediction_of(run)):
+    found = prediction_of(run)
+    if not found:
         return None
 
     def taking_as_long(**link: float) -> Prediction | None:
@@ -83,10 +87,14 @@ def calibrated(run: Run, seconds: float, exposed: float, rest: float, rate: floa
             return None
         return replace(found, machine=machine, slower=slower)
 
-    name, (worse, better), best = "bandwidth", RATES, None
+    name = "bandwidth"
+    (worse, better) = RATES
+    best = None
     at_rate = taking_as_long(bandwidth=rate or better)
     if at_rate and _exposed(at_rate) < exposed:
-        found, name, (worse, better) = at_rate, "latency", LATENCIES
+        found = at_rate
+        name = "latency"
+        (worse, better) = LATENCIES
     for _ in range(HALVINGS):
         middle = math.sqrt(worse * better)
         tried = taking_as_long(**{name: middle})

@@ -20,7 +20,8 @@ from t5bench.record.files import write_whole
 from t5bench.record.plan import Plan
 
 # Megatron's pointer, which the native engine has too, and DeepSpeed's.
-TRACKER, DEEPSPEED_TRACKER = "latest_checkpointed_iteration.txt", "latest"
+TRACKER = "latest_checkpointed_iteration.txt"
+DEEPSPEED_TRACKER = "latest"
 _NAME = re.compile(r"(?:iter_|global_step)(\d+)")
 READERS = 4  # files at once: zlib computes CRC-32 without Python's lock
 
@@ -62,11 +63,13 @@ class Checkpoints:
         return sorted({name for rank in ranks for name in self._files_of(rank)})
 
     def _files_of(self, rank: int) -> Iterator[str]:
-        layout, stage = self.plan.layout, self.plan.zero_stage
+        layout = self.plan.layout
+        stage = self.plan.zero_stage
         assert layout
         pp, dp, tp = layout.coordinates(rank)
         if stage:
-            bf16, model_rank = "bf16_" if self.plan.precision == "bf16" else "", pp * layout.tp + tp
+            bf16 = "bf16_" if self.plan.precision == "bf16" else ""
+            model_rank = pp * layout.tp + tp
             yield f"{bf16}zero_pp_rank_{dp}_mp_rank_{model_rank:02d}_optim_states.pt"
             own = f"zero_pp_rank_{dp}_" if stage == 3 else ""
             yield f"{own}mp_rank_{model_rank:02d}_model_states.pt"
@@ -82,8 +85,10 @@ class Checkpoints:
         the head if its weights are separate."""
         assert self.plan.layout
         model = Architecture.of_arguments(self.plan.named_arguments, 0)
-        each, stages = model.layers // self.plan.layout.pp, self.plan.layout.pp
-        first, after = 2 + stage * each, 2 + (stage + 1) * each
+        each = model.layers // self.plan.layout.pp
+        stages = self.plan.layout.pp
+        first = 2 + stage * each
+        after = 2 + (stage + 1) * each
         return range(first if stage else 1, after if stage < stages - 1 else after + (1 if model.tied else 2))
 
     def iterations(self) -> list[int]:
@@ -94,9 +99,11 @@ class Checkpoints:
     def fault(self, iteration: int) -> str:
         """What this node's processes could not read of a checkpoint; '' if it is intact."""
         assert self.plan.layout
-        folder, names = self.folder(iteration), self.files(self.plan.layout.ranks_of(self.plan.node))
+        folder = self.folder(iteration)
+        names = self.files(self.plan.layout.ranks_of(self.plan.node))
         # Look for missing files before reading any.
-        if absent := [name for name in names if not (folder / name).is_file()]:
+        absent = [name for name in names if not (folder / name).is_file()]
+        if absent:
             return f"{folder.name}/{absent[0]} is missing"
         with ThreadPoolExecutor(READERS) as pool:
             found = zip(names, pool.map(damage, [folder / name for name in names]), strict=True)
@@ -106,7 +113,8 @@ class Checkpoints:
         """The newest intact checkpoint of at most `limit` iterations, 0 for none, and what is wrong with newer ones."""
         faults = {}
         for iteration in (each for each in self.iterations() if limit is None or each <= limit):
-            if not (fault := self.fault(iteration)):
+            fault = self.fault(iteration)
+            if not fault:
                 return iteration, faults
             faults[iteration] = fault
         return 0, faults

@@ -165,7 +165,8 @@ def run(args: argparse.Namespace) -> int:
     except (RecordError, OSError) as error:
         note(f"error: {error}")
         return EXIT_CODES[CONFIGURATION]
-    nodes, plan = ", ".join(str(node["node"]) for node in record["nodes"]), record["plan"]
+    nodes = ", ".join(str(node["node"]) for node in record["nodes"])
+    plan = record["plan"]
     ended = ": ".join(filter(None, (record["status"], record["reason"])))
     print(f"{args.run}: {plan['strategy']['name']}, nodes {nodes} of {plan['layout']['nnodes']}, {ended}")
     for sentence in (*record["differences"], *remarks):

@@ -19,7 +19,8 @@ from t5bench import Problem, digest
 MOST_BYTES = 1 << 30
 MOST_BYTES_OF_A_DOCUMENT = 1 << 26
 MOST_BYTES_OF_A_LINE = 1 << 20
-METRICS, PROFILE = "metrics.jsonl", "profile.json"
+METRICS = "metrics.jsonl"
+PROFILE = "profile.json"
 _SEALED = re.compile(r"^([0-9a-f]{64})  ([\w.-]+)$", re.ASCII | re.MULTILINE)
 
 

@@ -174,7 +174,8 @@ def _read_smi(text: str) -> tuple[tuple[Gpu, ...], str]:
     gpus: list[Gpu] = []
     rest = ""
     for line in text.splitlines():
-        if match := re.match(r"GPU (\d+): (.*?)(?: \(UUID: ([^)]*)\))?\s*$", line):
+        match = re.match(r"GPU (\d+): (.*?)(?: \(UUID: ([^)]*)\))?\s*$", line)
+        if match:
             gpus.append(Gpu(int(match[1]), match[2], match[3] or ""))
         elif gpus and (match := re.match(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: ([^)]*)\)", line)):
             gpu = gpus[-1]

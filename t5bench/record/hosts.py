@@ -15,7 +15,9 @@ from t5bench import Problem
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?|[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(%[A-Za-z0-9_.-]+)?")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*@|")
 OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-SIOCGIFFLAGS, IFF_UP = 0x8913, 1  # netdevice(7)
+# netdevice(7)
+SIOCGIFFLAGS = 0x8913
+IFF_UP = 1
 # A command over ssh echoes this line before its own output, because the shell's start-up files may print a greeting.
 BEGINS = "the output of the command begins:"
 

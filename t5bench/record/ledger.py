@@ -10,7 +10,8 @@ from typing import Any
 from t5bench import REPOSITORY
 
 DATA = REPOSITORY / "docs" / "ledger.json"
-RIGHT, WRONG = "right", "wrong"
+RIGHT = "right"
+WRONG = "wrong"
 UNKNOWN = "not measured"
 
 
@@ -78,7 +79,8 @@ def look_up(
     if precision == "bf16":
         in_bf16 = [cell for cell in cells_in("bf16") if version_of(cell["release"]) == version]
         own = in_bf16 or own
-    if faults := [cell for cell in own if cell["verdict"] != RIGHT]:
+    faults = [cell for cell in own if cell["verdict"] != RIGHT]
+    if faults:
         worst = max(faults, key=lambda cell: cell["verdict"] == WRONG)
         return Answer(worst["verdict"], _describe(worst))
     if own:

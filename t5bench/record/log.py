@@ -102,9 +102,11 @@ class PeakMemory:
 
 def iteration(line: str, time: float | None = None) -> Iteration | None:
     """The last complete iteration line in this text; None if it was truncated or mixed with another."""
-    if not (matches := list(ITERATION.finditer(line))):
+    matches = list(ITERATION.finditer(line))
+    if not matches:
         return None
-    match, found = matches[-1], _FIELD.findall(matches[-1]["fields"])
+    match = matches[-1]
+    found = _FIELD.findall(matches[-1]["fields"])
     try:
         fields = {name.strip(): float(value) for name, value in found}
         if len(fields) < len(found):  # only two lines in one can give a field twice, or a number such as 1.2.3
@@ -133,9 +135,11 @@ def iterations(lines: Iterable[str]) -> Iterator[Iteration]:
 
 def evaluation(line: str) -> Evaluation | None:
     """The evaluation that this text reports; None if it is truncated or its loss is not a number."""
-    if not (match := _EVALUATION.search(line)):
+    match = _EVALUATION.search(line)
+    if not match:
         return None
-    loss, perplexity = float(match["loss"]), float(match["perplexity"])
+    loss = float(match["loss"])
+    perplexity = float(match["perplexity"])
     return Evaluation(int(match["iteration"]), match["samples"] or "validation", loss, perplexity)
 
 

@@ -76,9 +76,11 @@ def versions() -> dict[str, str | None]:
     NVIDIA's Apex, unlike the package of the same name, has an amp module.
     """
     found = {"python": platform.python_version()} | {name: installed_version(name) for name in _LIBRARIES}
-    if (apex := _metadata("apex")) and not (apex.parent / "apex" / "amp").is_dir():
+    apex = _metadata("apex")
+    if apex and not (apex.parent / "apex" / "amp").is_dir():
         found["apex"] = None
-    found["nccl"], torch = installed_version("nvidia_nccl_cu*"), _metadata("torch")
+    found["nccl"] = installed_version("nvidia_nccl_cu*")
+    torch = _metadata("torch")
     pattern = r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)"
     found["cuda"] = _found(pattern, torch.parent / "torch" / "version.py") if torch else None
     return found

@@ -210,13 +210,17 @@ class Plan:
     @cached_property
     def ramp(self) -> list[int]:
         """The batches of the first iterations, while RAMPUP_BATCH_SIZE lets them grow, as the engine counts them."""
-        if not (asked := self.value("RAMPUP_BATCH_SIZE", "")):
+        asked = self.value("RAMPUP_BATCH_SIZE", "")
+        if not asked:
             return []
-        full, sizes = self.number("GLOBAL_BATCH_SIZE"), [int(word) if word.isdigit() else 0 for word in asked.split()]
+        full = self.number("GLOBAL_BATCH_SIZE")
+        sizes = [int(word) if word.isdigit() else 0 for word in asked.split()]
         if len(sizes) != 3 or min(sizes) < 1 or sizes[2] > sizes[0] * MOST_RAMP_ITERATIONS:
             raise RecordError(f"RAMPUP_BATCH_SIZE is '{asked}'")
         start, step, samples = sizes
-        share, batches, done = samples / max(1, (full - start) // step), [], 0
+        share = samples / max(1, (full - start) // step)
+        batches = []
+        done = 0
         while done <= samples:
             batches.append(min(full, start + int(done / share) * step))
             done += batches[-1]

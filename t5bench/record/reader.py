@@ -82,7 +82,8 @@ class _Part(_Ending):
     differences: list[str] = []
 
     def __post_init__(self) -> None:
-        if wrong := next(_faults(self), None):
+        wrong = next(_faults(self), None)
+        if wrong:
             raise ValueError(wrong)
 
 

@@ -160,7 +160,8 @@ def read_parts(directory: Path) -> list[dict[str, Any]]:
 
 def other_run(part: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Why two nodes' parts cannot be of one run, in one clause; empty if they may be."""
-    its, own = f"node {other['node']}'s", f"node {part['node']}'s"
+    its = f"node {other['node']}'s"
+    own = f"node {part['node']}'s"
     if part["nnodes"] != other["nnodes"]:
         return f"{its} part is of a run of {other['nnodes']} nodes, {own} of {part['nnodes']}"
     if part.get("attempt") and other.get("attempt") and part["attempt"] != other["attempt"]:
@@ -171,7 +172,8 @@ def other_run(part: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The content of run.json. ``differences`` names what should be the same on all nodes and is not."""
     parts = list(parts)
-    first, status = parts[0], of_run(parts)
+    first = parts[0]
+    status = of_run(parts)
     # For parts that are not here, what a node heard about the others counts.
     heard = [text for part in parts for text in part.get("differences", [])]
     return {
@@ -192,7 +194,9 @@ def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
     """Facts on which two nodes of a run should agree but do not: one sentence each."""
-    ours, theirs, where = _shared(first), _shared(other), f"on node {other['node']} ({other['host']})"
+    ours = _shared(first)
+    theirs = _shared(other)
+    where = f"on node {other['node']} ({other['host']})"
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
             yield f"{name} is {theirs.get(name)!r} {where}, {ours.get(name)!r} on node 0"
@@ -234,12 +238,14 @@ def _load(directory: Path, from_log: bool) -> Run:
         why = other_run(parts[0], other)
         if why:
             raise RecordError(f"{directory} has parts of different runs: {why}")
-    record, attempts = merge(parts), reader.read_attempts(directory / METRICS)
+    record = merge(parts)
+    attempts = reader.read_attempts(directory / METRICS)
     samples = {p["node"]: reader.read_samples(directory / f"node{p['node']}.samples.jsonl") for p in parts}
     unsealed = ", ".join(str(p["node"]) for p in parts if not exists(directory / f"node{p['node']}.sha256"))
     why = ", because it has not ended or was killed" if record["status"] == RUNNING else ""
     remark = f"{directory}, node {unsealed}: there are no checksums{why}, so changes to its files go unnoticed"
-    remarks, plan = [remark] * bool(unsealed), Plan.read(record["plan"])
+    remarks = [remark] * bool(unsealed)
+    plan = Plan.read(record["plan"])
     run = Run(directory, record, plan, reader.that_count(attempts), samples, remarks)
     if run.status == COMPLETE:
         reader.check_complete(run, attempts, from_log or bool(unsealed))

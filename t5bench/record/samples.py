@@ -94,7 +94,8 @@ def observe(run: Run, used: Sequence[int]) -> Observations:
     """
     if not used:
         return Observations(why_not_sent="no interval counts")
-    began, profiled = run.iterations[-1].begin, run.plan.number("PROFILE_ITERATION")
+    began = run.iterations[-1].begin
+    profiled = run.plan.number("PROFILE_ITERATION")
     timed = [line for line in run.iterations if line.time and line.begin == began]
     lines = max(
         [line for line in timed if line.iteration < profiled],

@@ -16,7 +16,8 @@ from t5bench import REPOSITORY
 MOST_WHOLE = 10**9 - 1
 MOST_DECIMAL = 1e38
 # Of Linux's 4,096 bytes of a path, some are for the files in a directory.
-MOST_OF_A_NAME, MOST_OF_A_PATH = 255, 3900
+MOST_OF_A_NAME = 255
+MOST_OF_A_PATH = 3900
 PRECISIONS = ("--bf16", "--fp16")  # values of PRECISION_FLAG, which are arguments themselves
 
 # ---- roles -----------------------------------------------------------------------------------------------------------

@@ -18,8 +18,15 @@ from typing import Any, NamedTuple
 from t5bench import EXIT_CONFIGURATION, Problem
 from t5bench.text import visible
 
-COMPLETE, INCOMPLETE, DIVERGED, OUT_OF_MEMORY = "complete", "incomplete", "diverged", "out-of-memory"
-TIMEOUT, NETWORK, CONFIGURATION, CRASHED, CANCELLED = "timeout", "network", "configuration", "crashed", "cancelled"
+COMPLETE = "complete"
+INCOMPLETE = "incomplete"
+DIVERGED = "diverged"
+OUT_OF_MEMORY = "out-of-memory"
+TIMEOUT = "timeout"
+NETWORK = "network"
+CONFIGURATION = "configuration"
+CRASHED = "crashed"
+CANCELLED = "cancelled"
 RUNNING = "running"  # the run has not ended
 
 # What a launcher exits with; cancelled is 128 + the signal, as in every shell.
@@ -199,7 +206,8 @@ OF_TORCHRUN = Rule(r"^((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b(?:: .*)?
 
 def first_match(rules: Iterable[Rule], text: str) -> tuple[Rule, re.Match[str]] | None:
     for rule in rules:
-        if match := re.search(rule.pattern, text):
+        match = re.search(rule.pattern, text)
+        if match:
             return rule, match
     return None
 
@@ -247,9 +255,11 @@ def cause_of_exception(error: BaseException, rank: int | None) -> Cause:
 
     Of those that led to it, the last one with a known meaning counts.
     """
-    moment, text = time.monotonic(), f"{name_of(error)}: {message_of(error)}".removesuffix(": ")
+    moment = time.monotonic()
+    text = f"{name_of(error)}: {message_of(error)}".removesuffix(": ")
     for each in _chain(error):
-        if known := _known(each, moment, text, rank):
+        known = _known(each, moment, text, rank)
+        if known:
             return known
     return Cause(CRASHED, Strength.EXCEPTION, text[:LONGEST_REASON], "", moment, text[: 2 * LONGEST_REASON], rank)
 
@@ -270,7 +280,8 @@ def _known(error: BaseException, moment: float, text: str, rank: int | None) -> 
         # Not the rules of libraries: a connection of W&B or of the hub is none to another node.
         return cause(*_OF_ERRNO[error.errno]) if error.errno in _OF_ERRNO else None
     rules = OF_EXCEPTIONS if not isinstance(error, RuntimeError) else (*OF_EXCEPTIONS, *OF_LIBRARIES)
-    if matched := first_match(rules, " ".join(str(error).split())):
+    matched = first_match(rules, " ".join(str(error).split()))
+    if matched:
         rule, match = matched
         return rule.cause(match, moment, text, rank)
     if type(error).__name__ == "OutOfMemoryError":  # torch's
@@ -314,7 +325,8 @@ class CauseFinder:
         rank = int(prefix[1]) if prefix else None
         matched = first_match((*OF_PROGRAMS, *OF_LIBRARIES), line)
         if not matched:
-            if match := re.search(OF_TORCHRUN.pattern, line):
+            match = re.search(OF_TORCHRUN.pattern, line)
+            if match:
                 self.torchruns = OF_TORCHRUN.cause(match, now, line, None)
             return
         rule, match = matched
@@ -325,10 +337,12 @@ class CauseFinder:
 
     def _read_report(self, line: str) -> None:
         self._root_cause_follows |= line.startswith(_ROOT_CAUSE)
-        if match := _REPORTED_RANK.match(line):
+        match = _REPORTED_RANK.match(line)
+        if match:
             self._of = int(match[1])
             if self._root_cause_follows:
-                self.reported_rank, self._root_cause_follows = self._of, False
+                self.reported_rank = self._of
+                self._root_cause_follows = False
         elif match := _REPORTED_EXIT.match(line):
             self.exits[self._of] = int(match[1])
             self.ended.discard(match[2])
@@ -345,7 +359,8 @@ class CauseFinder:
             causes.append(self.torchruns)
         if not causes:
             return None
-        best, rank = min(causes, key=lambda cause: (-cause.strength, cause.time)), self.reported_rank
+        best = min(causes, key=lambda cause: (-cause.strength, cause.time))
+        rank = self.reported_rank
         if rank is None:
             return best
         code = self.exits.get(rank, 0)
@@ -366,7 +381,8 @@ def of_run(parts: Sequence[Mapping[str, Any]]) -> Status:
 
     If another node's part is missing, what a node heard about its end counts.
     """
-    nodes, known = parts[0]["nnodes"], {part["node"] for part in parts}
+    nodes = parts[0]["nnodes"]
+    known = {part["node"] for part in parts}
     heard = [end for part in parts for end in part.get("heard", []) if end["node"] not in known]
     failed = [part for part in (*parts, *heard) if part["status"] not in (COMPLETE, RUNNING)]
     if failed:
@@ -377,7 +393,8 @@ def of_run(parts: Sequence[Mapping[str, Any]]) -> Status:
         return Status(first["status"], visible(where + first["reason"]), visible(first["remedy"]), origin)
     if any(part["status"] == RUNNING for part in parts):
         return Status(RUNNING)
-    if absent := sorted(set(range(nodes)) - known):
+    absent = sorted(set(range(nodes)) - known)
+    if absent:
         lacking = f"there is no record of node {', '.join(map(str, absent))} here"
         return Status(INCOMPLETE, lacking, "Bring the nodes' parts together: python -m t5bench collect --help")
     return Status(COMPLETE)

@@ -58,7 +58,8 @@ class Stacks:
         texts = {}
         for path in self.paths():
             with contextlib.suppress(OSError):
-                if text := path.read_text(errors="replace"):
+                text = path.read_text(errors="replace")
+                if text:
                     texts[int(path.suffix[1:])] = visible(text, "\n")
         return dict(sorted(texts.items()))
 
@@ -83,7 +84,8 @@ class Stacks:
 
     def sentence(self) -> str:
         """Which ranks stopped, and where; if none did, where all of them wait."""
-        if stopped := self.stopped():
+        stopped = self.stopped()
+        if stopped:
             return "; ".join(f"rank {rank} is {what}" for rank, what in stopped.items())
         waiting = "; ".join(f"rank {rank} in {_where(frame)}" for rank, frame in self.frames().items())
         return f"all ranks here are waiting for others: {waiting}" if waiting else "no worker reported its stack"
@@ -111,8 +113,12 @@ class Guard:
     """Checks once a second, in its own thread. ``cause`` says why it stopped the run, if it did."""
 
     def __init__(self, plan: Plan, launcher: int, mark: str, peers: Peers, stacks: Stacks, reports: Reports) -> None:
-        self.plan, self.launcher, self.mark = plan, launcher, mark
-        self.peers, self.stacks, self.reports = peers, stacks, reports
+        self.plan = plan
+        self.launcher = launcher
+        self.mark = mark
+        self.peers = peers
+        self.stacks = stacks
+        self.reports = reports
         self.watchdog_seconds = plan.decimal("WATCHDOG_SECONDS")
         # torchrun tries twice and needs a moment before and after. None: they were seen.
         due_in = 2 * plan.decimal("RENDEZVOUS_TIMEOUT") + START_SECONDS
@@ -290,7 +296,8 @@ def _cause_without_failure(plan: Plan, output: Output) -> Cause | None:
         trained.append(output.first.iteration - 1)
     if trained and (anew := began_anew(plan, min(trained))):
         return anew
-    if reason := _incomplete(plan, output):
+    reason = _incomplete(plan, output)
+    if reason:
         return Cause.now(ends.INCOMPLETE, reason, strength=Strength.EXCEPTION)
     return _unwritten(output) if output.unwritten else None
 
@@ -365,6 +372,7 @@ def exit_code(status: Status, part: Mapping[str, Any]) -> int:
     """For a cancelled run 128 + the signal that this launcher received, or else the one that another received."""
     numbers = {name: number for number, name in ends.SIGNALS.items()}
     heard = [end["signal"] for end in part["heard"] if status.name == end["status"] == ends.CANCELLED]
-    if received := [numbers[name] for name in (part["signal"], *heard) if name in numbers]:
+    received = [numbers[name] for name in (part["signal"], *heard) if name in numbers]
+    if received:
         return 128 + received[0]
     return 128 + signal.SIGTERM if status.name == ends.CANCELLED else ends.EXIT_CODES.get(status.name, 1)

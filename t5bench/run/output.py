@@ -100,7 +100,8 @@ class Output:
         self.metrics_path = metrics
         self.metrics: KeptFile | None = None  # once there is an iteration line
         self.veil = Veil(hidden)
-        self.on_iteration, self.stacks = on_iteration, stacks
+        self.on_iteration = on_iteration
+        self.stacks = stacks
         self.finder = CauseFinder()
         self.first: Iteration | None = None
         self.last: Iteration | None = None
@@ -178,7 +179,8 @@ class Output:
         self._log(text, now)
         self.finder.read(text, now)
         # The lines of several ranks may arrive as one.
-        if progress := iteration(text, time=round(now, 3)):
+        progress = iteration(text, time=round(now, 3))
+        if progress:
             self.first = self.first or progress
             self.last = progress
             self.on_iteration(progress.iteration)
@@ -189,7 +191,8 @@ class Output:
                 self.metrics = self.metrics or KeptFile(self.metrics_path, remembers=True)
                 self.metrics.write(f"{metrics_line(progress)}\n".encode())
                 self.metrics.flush()
-        if evaluated := evaluation(text):
+        evaluated = evaluation(text)
+        if evaluated:
             self.evaluations.append(evaluated)
         self.memory |= {peak.rank: peak for peak in peak_memory([text])}
         self.padded_vocab_size = padded_vocabulary(text) or self.padded_vocab_size
@@ -214,7 +217,8 @@ def pass_on(output: Output, source: int, sink: int, is_over: Callable[[], bool],
             if over_since and time.monotonic() - over_since >= OPEN_SECONDS:
                 break
             continue
-        if not (block := os.read(source, BLOCK)):
+        block = os.read(source, BLOCK)
+        if not block:
             break
         show(screen.show(output.take(block, now()), is_last=False), sink)
     look()

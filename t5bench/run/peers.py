@@ -26,7 +26,8 @@ from t5bench.record.records import differences
 from t5bench.record.status import CANCELLED, CONFIGURATION, EXIT_CODES, NETWORK, SIGNALS, Cause, Strength
 
 # How much is shown about hosts that have not proved that they belong to the run, and about nodes that differ.
-MOST_STRANGERS, MOST_DIFFERENCES = 3, 3
+MOST_STRANGERS = 3
+MOST_DIFFERENCES = 3
 
 
 class End(TypedDict):
@@ -80,12 +81,15 @@ class Peers(Channel):
         self, place: Place, hurry: threading.Event | None = None, warn: Callable[[str], None] = lambda sentence: None
     ) -> None:
         super().__init__(place)
-        self.hurry, self.warn = hurry or threading.Event(), warn
+        self.hurry = hurry or threading.Event()
+        self.warn = warn
         self.ends: dict[int, Mapping[str, Any]] = {}  # how other nodes ended, by rank
         self.gone: dict[int, Mapping[str, Any]] = {}  # the same for nodes that disconnected without a word
         self.differences: list[str] = []
         self.conflict: Cause | None = None  # that the nodes were told to run different things
-        self.iteration, self.progress, self._progress_said = 0, time.monotonic(), 0.0
+        self.iteration = 0
+        self.progress = time.monotonic()
+        self._progress_said = 0.0
         self._parts: dict[int, Mapping[str, Any]] = {}
         self._strangers = 0
         # Set once all nodes that this one speaks to have the same plan, or it is known that this cannot be found out.
@@ -106,7 +110,8 @@ class Peers(Channel):
     def progressed(self, iteration: int) -> None:
         """Tells the others that this node has an iteration line, at most once a second."""
         now = time.monotonic()
-        self.progress, self.iteration = now, iteration
+        self.progress = now
+        self.iteration = iteration
         if now - self._progress_said >= 1:
             self._progress_said = now
             self.say(Progress(iteration=iteration))
@@ -139,7 +144,8 @@ class Peers(Channel):
         if isinstance(message, Refused):
             self._conflict(message.why)
         elif isinstance(message, Progress):
-            self.progress, self.iteration = time.monotonic(), message.iteration
+            self.progress = time.monotonic()
+            self.iteration = message.iteration
         elif isinstance(message, Ended):
             cause = message.part["cause"]
             self.ends[node] = {**message.part, "node": node, "cause": asdict(cause) if cause else None}
@@ -253,7 +259,8 @@ class Peers(Channel):
 
     def _may_say_more(self) -> bool:
         """Whether a node may still report. One that never connected will not, and without node 0 nobody is heard."""
-        over, silent = self.ends.keys() | self.gone.keys(), self.silent().keys()
+        over = self.ends.keys() | self.gone.keys()
+        silent = self.silent().keys()
         if self.place.node == 0:
             return not self.heard.keys() <= over | silent
         return 0 in self.heard and 0 not in silent and (0 in self.connections or 0 not in over)

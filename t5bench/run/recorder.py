@@ -62,7 +62,8 @@ class Part:
 
     def __init__(self, plan: Plan, recorded: Mapping[str, Any], launcher: int, hidden: Sequence[str]) -> None:
         assert plan.layout
-        self.plan, self.hidden = plan, hidden
+        self.plan = plan
+        self.hidden = hidden
         self.is_described = False
         self.place = {"node": plan.node, "nnodes": plan.layout.nnodes, "host": socket.gethostname()}
         unknown = dict.fromkeys(("cause", "exit_status", "signal", "ended", "attempt", "padded_vocab_size"))
@@ -208,7 +209,8 @@ def warn(sentence: str) -> None:
 
 def follow(part: Part, peers: Peers, stacks: Stacks, is_over: Callable[[], bool]) -> Output:
     """Passes on the output until it ends, while the sampler runs."""
-    plan, metrics = part.plan, Path(part.plan.output_dir, "metrics.jsonl")
+    plan = part.plan
+    metrics = Path(part.plan.output_dir, "metrics.jsonl")
     output = Output(part.file("log"), metrics, part.hidden, on_iteration=peers.progressed, stacks=stacks.texts)
     interval = min(plan.decimal("SAMPLE_INTERVAL"), threading.TIMEOUT_MAX)
     sampler = Sampler(part.file("samples.jsonl"), interval, has_gpus=plan.device == "cuda")
@@ -332,9 +334,11 @@ def record(args: argparse.Namespace, hurry: threading.Event) -> int:
 def cannot_record(args: argparse.Namespace, error: OSError | RuntimeError) -> int:
     """Ends the run because the run directory cannot be written, or because this process cannot start a thread."""
     processes.end(args.mark, guards.TERM_SECONDS)
-    reason, remedy = f"the run directory cannot be written: {error}", SPACE_REMEDY
+    reason = f"the run directory cannot be written: {error}"
+    remedy = SPACE_REMEDY
     if isinstance(error, RuntimeError) or error.errno == errno.EAGAIN:
-        reason, remedy = f"the limit on processes or threads is reached here: {error}", PROCESSES_REMEDY
+        reason = f"the limit on processes or threads is reached here: {error}"
+        remedy = PROCESSES_REMEDY
     with contextlib.suppress(OSError):
         overwrite(args.end_file.with_suffix(".status"), f"{ends.CRASHED} {reason}\n{remedy}\n")
     return ends.EXIT_CODES[ends.CRASHED]

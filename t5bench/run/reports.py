@@ -44,7 +44,8 @@ class Reporter:
     """The worker's side. A worker trains on if its file cannot be written."""
 
     def __init__(self, prefix: Path, rank: int) -> None:
-        self.path, self.rank = Path(f"{prefix}.{rank}"), rank
+        self.path = Path(f"{prefix}.{rank}")
+        self.rank = rank
         self.last_sign = 0.0
         self.rejection = ""  # what argparse last said about the command line
         self.process = os.getpid()
@@ -85,7 +86,8 @@ class Reports:
 
     def __init__(self, prefix: Path, hidden: Sequence[str] = ()) -> None:
         """hidden: secrets, which an exception's message may quote."""
-        self.prefix, self.hidden = prefix, hidden
+        self.prefix = prefix
+        self.hidden = hidden
         self._latest_sign = self._sign()
 
     def paths(self) -> list[Path]:

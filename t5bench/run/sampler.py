@@ -54,7 +54,9 @@ class Sampler:
     """Writes a line to ``path`` every ``seconds``; with GPUs, one nvidia-smi runs alongside."""
 
     def __init__(self, path: Path, seconds: float, *, has_gpus: bool) -> None:
-        self.path, self.seconds, self.ended = path, seconds, threading.Event()
+        self.path = path
+        self.seconds = seconds
+        self.ended = threading.Event()
         self.file: KeptFile | None = None
         self.latest: dict[int, dict[str, float | None]] = {}  # the last sample of each GPU
         self.smi: subprocess.Popen[str] | None = None

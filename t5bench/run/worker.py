@@ -101,11 +101,13 @@ def main() -> None:
     keep_stacks(f"{stacks}.{rank}")
     reporter = Reporter(reports_prefix(Path(stacks)), int(rank))
     report_rejections(reporter)
-    sys.path[0], sys.argv = str(Path(program).resolve().parent), [program, *arguments]
+    sys.path[0] = str(Path(program).resolve().parent)
+    sys.argv = [program, *arguments]
     try:
         prepare_libraries(is_megatron=(Path(sys.path[0]) / "megatron" / "initialize.py").exists())
         report_iterations(reporter)
-        if place := os.environ.get("T5_PROFILE"):
+        place = os.environ.get("T5_PROFILE")
+        if place:
             from t5bench.profile.step import OneIteration
 
             iteration, _, output = place.partition(":")

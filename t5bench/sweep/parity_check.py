@@ -18,7 +18,8 @@ from t5bench.record.records import load
 from t5bench.sweep.command import run_all, t5bench
 from t5bench.sweep.launch import BASELINE, Launch, Row, choose, plan_rows
 
-MEGATRON, NATIVE = "megatron", "native"
+MEGATRON = "megatron"
+NATIVE = "native"
 # Numbers that have no setting. With an epsilon as large as the gradients and a short memory of their squares, mistakes
 # show after a few updates; with larger initial weights GELU's two forms differ by more than rounding.
 ARGUMENTS = ("--adam-beta1", "0.9", "--adam-beta2", "0.9", "--adam-eps", "0.01", "--init-method-std", "0.1")
