@@ -27,7 +27,7 @@ TESTED = {
     "python -m t5bench compare": "docs/test_readme.py",
     "python -m t5bench pack": "docs/test_readme.py",
     "python -m t5bench verify": "docs/test_readme.py",
-    "python -m t5bench history": "report/test_history.py",
+    "python -m t5bench history": "package/test_history.py",
     "python -m t5bench settings": "docs/test_readme.py",
     "python -m t5bench parity": "compare/test_parity.py",
     "python -m t5bench predict": "predict/test_predict.py",

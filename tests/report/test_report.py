@@ -305,4 +305,4 @@ def test_a_command_that_is_stopped_prints_no_traceback(
 )
 def test_an_interval_has_the_digits_that_are_known(value: Estimate, text: str):
     """Two of half the interval, at most four."""
-    assert tables._estimate_text(value) == text
+    assert tables.estimate_text(value) == text

@@ -15,11 +15,11 @@ from harness import STRATEGIES
 from made_runs import make_run, seal
 
 from t5bench.__main__ import main
-from t5bench.compare.relations import contradictions
+from t5bench.package.pack import archive, write_file
+from t5bench.package.relations import contradictions
 from t5bench.record.files import write_json
 from t5bench.record.records import load, write_list
 from t5bench.record.settings import BY_NAME
-from t5bench.report.package import archive, write_file
 
 Files = dict[str, bytes]
 Change = Callable[[Files], object]

@@ -1,7 +1,7 @@
 """Random damage to packages, and forgeries: no traceback, and no changed figure that a relation should have seen.
 
 A forger seals what he changed again, and publishes the figures that follow from it. Then only the relations
-(t5bench/compare/relations.py) can tell. MUTATIONS=1000 makes that many; a failure prints its seed, which SEED repeats.
+(t5bench/package/relations.py) can tell. MUTATIONS=1000 makes that many; a failure prints its seed, which SEED repeats.
 """
 
 import argparse
@@ -26,13 +26,15 @@ from made_runs import seal
 from mutators import mutate
 
 from t5bench import Problem
+from t5bench.package import pack as packing
+from t5bench.package import verify
+from t5bench.package.pack import CONTENTS, PUBLISHED, RUNS, Contents, archive, pack, publish, working_in, write_file
 from t5bench.record import records
 from t5bench.record.reader import decoded
 from t5bench.record.records import write_list
 from t5bench.record.settings import BY_NAME
-from t5bench.report import package, page, verify
+from t5bench.report import page
 from t5bench.report.command import write
-from t5bench.report.package import CONTENTS, PUBLISHED, RUNS, Contents, archive, pack, publish, working_in, write_file
 
 COUNT, SEED = int(os.environ.get("MUTATIONS", "60")), int(os.environ.get("SEED", "1"))
 DIFFERENCES = ("PRECISION_FLAG", "engine", "device")  # of the runs in the package
@@ -297,8 +299,8 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without curves, which take nine tenths of the time and which test_package.py changes, nor what is known."""
     monkeypatch.setattr(page, "drawings", lambda looks, figures: ["<svg/>" for _ in figures])
     monkeypatch.setattr(records, "load", once_for_each_content(records.load, Path))
-    contradictions = once_for_each_content(package.contradictions, lambda run: run.directory)
-    monkeypatch.setattr(package, "contradictions", contradictions)
+    contradictions = once_for_each_content(packing.contradictions, lambda run: run.directory)
+    monkeypatch.setattr(packing, "contradictions", contradictions)
 
 
 def test_no_forgery_is_silent(bench: Bench, monkeypatch: pytest.MonkeyPatch):

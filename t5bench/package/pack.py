@@ -25,7 +25,7 @@ import msgspec
 
 from t5bench import Problem
 from t5bench.compare.comparison import Comparison
-from t5bench.compare.relations import contradictions, copies
+from t5bench.package.relations import contradictions, copies
 from t5bench.record.files import open_file
 from t5bench.record.records import SWEEP, Run, looks_like_run, read_list
 from t5bench.report.command import (

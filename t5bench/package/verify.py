@@ -15,11 +15,7 @@ from typing import Any
 import matplotlib
 
 from t5bench import Problem
-from t5bench.record.files import MOST_BYTES, RecordError, open_file, read, sha256
-from t5bench.record.reader import decoded
-from t5bench.record.records import SWEEP, looks_like_run, read_list
-from t5bench.report.command import PAGE, UNFORESEEN, write
-from t5bench.report.package import (
+from t5bench.package.pack import (
     CONTENTS,
     PUBLISHED,
     RUNS,
@@ -30,6 +26,10 @@ from t5bench.report.package import (
     working_in,
     write_file,
 )
+from t5bench.record.files import MOST_BYTES, RecordError, open_file, read, sha256
+from t5bench.record.reader import decoded
+from t5bench.record.records import SWEEP, looks_like_run, read_list
+from t5bench.report.command import PAGE, UNFORESEEN, write
 from t5bench.text import visible
 
 _CURVE = re.compile(r'<path d="([^"]*)"[^>]*style="fill: none[^"]*stroke[^"]*"')

@@ -18,12 +18,12 @@ from tabulate import tabulate
 from t5bench import Problem, note
 from t5bench.compare.rows import Row, distinctions, group_runs, labels, make_row
 from t5bench.compare.statistics import Estimate
+from t5bench.package.pack import packed_runs, working_in
+from t5bench.package.verify import unpack
 from t5bench.record import samples
 from t5bench.record.records import Run
 from t5bench.report.command import load_runs, run_directories
-from t5bench.report.package import packed_runs, working_in
 from t5bench.report.tables import estimate_text, mark, rounded, significant
-from t5bench.report.verify import unpack
 from t5bench.text import processes, visible
 
 SECONDS_OF_AN_HOUR = 3600
@@ -307,7 +307,7 @@ def as_json(points: Sequence[Point], price: float | None) -> dict[str, Any]:
 
 def write_page(points: Sequence[Point], price: float | None, path: Path) -> None:
     """One HTML file that asks nothing of any network. Raises Problem."""
-    from t5bench.report.history_page import render
+    from t5bench.package.history_page import render
 
     if path.suffix != ".html":
         raise Problem(f"--output must be a .html file, found '{path}'", "For example: --output history.html")

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Sequence
 from datetime import datetime
+from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -10,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
 
-from t5bench.report.history import Point, Scaled, histories, history_rows, scaling, scaling_rows
-from t5bench.report.page import HERE
+from t5bench.package.history import Point, Scaled, histories, history_rows, scaling, scaling_rows
 
+HERE = Path(__file__).parent
 INK = "#7a808c"  # readable on light and on dark paper
 COLOURS = {"ink": INK}  # of a strategy that takes the page's own
 

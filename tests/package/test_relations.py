@@ -9,10 +9,10 @@ import pytest
 from harness import REPO_ROOT
 from tampering import TAMPERINGS, make_pristine
 
-from t5bench.compare.relations import RELATIONS
+from t5bench.package.pack import examined
+from t5bench.package.relations import RELATIONS
 from t5bench.record import files, records
 from t5bench.record.files import RecordError
-from t5bench.report.package import examined
 
 
 @pytest.fixture(scope="module")
