@@ -67,7 +67,8 @@ def test_a_module_keeps_the_rules_of_the_house(path: Path):
     tree = ast.parse(text)
     if room in ROOMS:
         assert set(imported(tree)) - {room, "t5bench"} <= ROOMS[room], f"what {room} must not import"
-    assert not re.search(r"sys\.path(?:\[.*\] *=|\.insert|\.append| *\+?=[^=])", text)
+    if path.name != "worker.py":  # which starts a program as Python would: from its own directory
+        assert not re.search(r"sys\.path(?:\[.*\] *=|\.insert|\.append| *\+?=[^=])", text)
     if path.name in ("settings.py", "scripts.py"):
         return  # the tables themselves
     for node in ast.walk(tree):
