@@ -198,8 +198,8 @@ slurm_hosts() {
   [[ ${SLURM_STEP_NUM_NODES:-1} == 1 ]] || list=${SLURM_STEP_NODELIST:-$list}
   if [[ $list != *'['* ]]; then
     printf '%s\n' "${list//,/ }"
-  elif ! { command -v scontrol >/dev/null && scontrol show hostnames "$list"; }; then
-    note "SLURM lists the nodes as '$list', but scontrol is missing or failed to expand this: export HOSTS=\"node0 node1\""
+  elif ! timeout 20 scontrol show hostnames "$list"; then
+    note "SLURM lists the nodes as '$list', but scontrol is missing, failed or took 20 s: export HOSTS=\"node0 node1\""
   fi
 }
 

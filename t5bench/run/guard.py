@@ -8,7 +8,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from t5bench import note
 from t5bench.record import status as ends
 from t5bench.record.plan import Plan
 from t5bench.record.status import PROCESSES_REMEDY, SPACE_REMEDY, Cause, Status, Strength, first_failure, weight_of
+from t5bench.record.tools import ask
 from t5bench.run import processes
 from t5bench.run.output import Output
 from t5bench.run.peers import Peers
@@ -339,12 +339,11 @@ def _name_of_signal(exit_status: int | None) -> str:
 
 def slurm_time_is_up() -> bool:
     """Whether SLURM gives the job less than two more minutes: at the time limit its processes see only TERM."""
-    command = ["squeue", "--noheader", f"--job={os.environ['SLURM_JOB_ID']}", "--format=%L"]
-    try:
-        left = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
+    answer = ask("squeue", "--noheader", f"--job={os.environ['SLURM_JOB_ID']}", "--format=%L")
+    if not answer:
+        note(f"warning: SLURM does not say how much time the job has left: {answer.fault}")
         return False
-    return bool(re.fullmatch("[01]:[0-9]{2}|INVALID", left))  # INVALID: it is past the limit
+    return bool(re.fullmatch("[01]:[0-9]{2}|INVALID", answer.output.strip()))  # INVALID: it is past the limit
 
 
 def _incomplete(plan: Plan, output: Output) -> str:
