@@ -22,7 +22,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from t5bench import note
+from t5bench import Problem, note
 from t5bench.plan import alike
 from t5bench.plan.topology import is_loopback_name
 from t5bench.record.plan import Plan
@@ -72,16 +72,13 @@ def _make_secret(path: Path) -> None:
         os.link(own.name, path)
 
 
-class StrangerError(ValueError):
+# Codes of a StrangerError.
+LACKS_SECRET = "lacks-secret"  # the other side names this run but lacks its secret
+DIFFERS = "differs"  # the other side belongs to this run but was told to run something else
+
+
+class StrangerError(Problem):
     """The other side is not a node of this attempt at this run."""
-
-
-class ProofError(StrangerError):
-    """The other side names this run but lacks its secret."""
-
-
-class DifferenceError(StrangerError):
-    """The other side belongs to this run but was told to run something else."""
 
 
 class Message(msgspec.Struct, tag_field="kind", tag=str.lower, kw_only=True):
@@ -103,8 +100,8 @@ class Refused(Message):
     """From node 0. A node with another secret learns of that, too, because it cannot verify this."""
 
     why: str
-    differs: bool = False
-    """Whether the reason is that nodes have different plans, which ends all of them."""
+    code: str = ""
+    """Of a StrangerError. If nodes have different plans, that ends all of them."""
 
 
 class Alive(Message):
@@ -304,7 +301,7 @@ class Channel:
             if connection.key:
                 proof, _, body = line.partition(b" ")
                 if not hmac.compare_digest(proof, connection.proof(place.node != 0, connection.received, body)):
-                    raise ProofError("it did not prove that it belongs to this run")
+                    raise StrangerError("it did not prove that it belongs to this run", SECRET_REMEDY, LACKS_SECRET)
                 connection.received += 1
                 yield self._read(body, Hello | Refused | self.kinds)
                 continue
@@ -373,8 +370,7 @@ class Channel:
             why = error
             if self.place.node == 0 and connection.key:
                 with self.lock:
-                    differs = isinstance(error, DifferenceError)
-                    self._send(connection, self._own(Refused(why=str(error), differs=differs)))
+                    self._send(connection, self._own(Refused(why=error.found, code=error.code)))
         except OSError:
             pass
         with self.lock:
@@ -386,14 +382,15 @@ class Channel:
             connection.close()
         if is_current and closed and not self.closed.is_set():
             self.left(other)
-        if other is None and (self.place.node != 0 or isinstance(why, ProofError | DifferenceError)):
+        if other is None and (self.place.node != 0 or why.code):
             self.met_stranger(connection.address, why)
 
     def _greet(self, message: Message, connection: Connection) -> int:
         """The node that sent the greeting. Raises StrangerError if it belongs to another attempt."""
         node = message.node
         if isinstance(message, Refused):
-            raise DifferenceError(message.why) if message.differs else StrangerError(message.why)
+            remedy = alike.REMEDY if message.code == DIFFERS else ""
+            raise StrangerError(message.why, remedy, message.code)
         if isinstance(message, Hello) and self.place.node == 0:
             self._compare_plans(message)
         if not isinstance(message, Hello) or node >= self.place.nodes or (node == 0) == (self.place.node == 0):
@@ -419,11 +416,12 @@ class Channel:
         return node
 
     def _compare_plans(self, hello: Hello) -> None:
-        """Raises DifferenceError if the node has another plan than node 0."""
+        """Raises StrangerError if the node has another plan than node 0."""
         where = f"on node {hello.node} ({hello.host})"
         different = alike.difference(hello.common, where, self.place.common, "on node 0")
         if different:
-            raise DifferenceError(f"the nodes were started with different settings: {different}")
+            found = f"the nodes were started with different settings: {different}"
+            raise StrangerError(found, alike.REMEDY, DIFFERS)
 
     def _note(self, message: Message) -> None:
         self.hosts[message.node] = message.host

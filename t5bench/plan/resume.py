@@ -10,15 +10,13 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from t5bench import Problem, note
-from t5bench.plan import alike
 from t5bench.plan.channel import (
+    DIFFERS,
     SECRET_REMEDY,
     Alive,
     Channel,
-    DifferenceError,
     Message,
     Place,
-    ProofError,
     StrangerError,
 )
 from t5bench.plan.ports import peer_port
@@ -195,15 +193,14 @@ class _Agreement(Channel):
         self.inbox.put(Problem(f"{where} disconnected while the nodes were agreeing on a checkpoint", LOOK_THERE))
 
     def met_stranger(self, address: str, error: StrangerError) -> None:
-        if isinstance(error, DifferenceError):
-            self.inbox.put(Problem(str(error), alike.REMEDY))
+        if error.code == DIFFERS:
+            self.inbox.put(error)
         elif self.place.node == 0:
             self.strangers.add(address)
-        if self.place.node == 0 or isinstance(error, DifferenceError):
-            return
-        master = f"node 0 ({self.place.address}:{self.place.port})"
-        remedy = SECRET_REMEDY if isinstance(error, ProofError) else LOOK_THERE
-        self.inbox.put(Problem(f"{master} did not say which checkpoint to resume from: {error}", remedy))
+        else:
+            master = f"node 0 ({self.place.address}:{self.place.port})"
+            found = f"{master} did not say which checkpoint to resume from: {error}"
+            self.inbox.put(Problem(found, error.remedy or LOOK_THERE))
 
     def cannot_listen(self, error: OSError) -> None:
         remedy = "It belongs to MASTER_PORT: choose another one on every node"

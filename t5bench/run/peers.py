@@ -12,13 +12,13 @@ from typing import Any, Literal, TypedDict
 
 from t5bench.plan import alike, channel
 from t5bench.plan.channel import (
+    DIFFERS,
+    LACKS_SECRET,
     SECRET_REMEDY,
     Alive,
     Channel,
-    DifferenceError,
     Message,
     Place,
-    ProofError,
     Refused,
     StrangerError,
 )
@@ -194,19 +194,20 @@ class Peers(Channel):
         self.compared.set()
 
     def met_stranger(self, address: str, error: StrangerError) -> None:
-        if isinstance(error, DifferenceError):
+        if error.code == DIFFERS:
             # Whoever comes by mistake when all nodes are there does not end their run.
             if self.place.node == 0 and self._is_whole():
                 self.warn(f"{address} was refused: {error}")
                 return
             self._conflict(str(error))
             if self.place.node == 0:
-                self.declare(Refused(why=str(error), differs=True))
+                self.declare(Refused(why=error.found, code=DIFFERS))
             return
-        self._strangers += isinstance(error, ProofError)
-        if isinstance(error, ProofError):
-            self.compared.set()
-        if isinstance(error, ProofError) and self._strangers <= MOST_STRANGERS:
+        if error.code != LACKS_SECRET:
+            return
+        self._strangers += 1
+        self.compared.set()
+        if self._strangers <= MOST_STRANGERS:
             last = "; further ones are not shown" if self._strangers == MOST_STRANGERS else ""
             self.warn(f"{address} names this run but has another secret, so it is ignored{last}. {SECRET_REMEDY}")
 
