@@ -220,23 +220,33 @@ def offload_device(config: Mapping[str, Any], name: str) -> str:
     return (config["zero_optimization"].get(name) or {}).get("device", "none")
 
 
-def check_packages(draft: Draft, config: Mapping[str, Any] | None, layout: Layout) -> None:
-    """Checks that the recorder's msgspec is installed, and DeepSpeed in a release that trains this stage correctly."""
+def check_packages(draft: Draft, config: Mapping[str, Any] | None, layout: Layout) -> str:
+    """Checks that the recorder's msgspec is installed, and DeepSpeed in a release that trains this stage correctly.
+
+    Returns what the ledger says of that release; nothing without DeepSpeed.
+    """
     lack = draft.lack
     if not util.find_spec("msgspec"):
         lack("no-msgspec", f"msgspec, which reads plans, is not installed for {sys.executable}", f"Run: {INSTALL}")
     if not config:
-        return
+        return ""
     version = installed_version("deepspeed")
     if not version:
         lack("no-deepspeed", f"DeepSpeed is not installed for {sys.executable}", f"Run: {INSTALL}")
-        return
-    answer = ask_ledger(version, config, micro_batches=layout.micro_batches, pipeline_stages=layout.pp)
+        return ""
+    answer = ask_ledger(
+        version,
+        config,
+        micro_batches=layout.micro_batches,
+        pipeline_stages=layout.pp,
+        resumes=draft.is_on("RESUME"),
+    )
     if answer.verdict == WRONG:
         problem = f"DeepSpeed {version} trains this strategy wrong: {answer.said}"
         draft.refuse("deepspeed-release", problem, f"Install the pinned release: {INSTALL}")
     elif answer.said:
         draft.notes.append(f"warning: DeepSpeed {version} may train this strategy wrong: {answer.said}")
+    return str(answer)
 
 
 if __name__ == "__main__":

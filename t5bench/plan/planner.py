@@ -49,7 +49,7 @@ def plan(
     if device == "cpu" or gpus_shared:
         topology.check_own_name(draft)
     topology.check_interfaces(draft, device)
-    patches = _check_software(draft, device, gpus_shared, ds_config, layout)
+    patches, ledger = _check_software(draft, device, gpus_shared, ds_config, layout)
     flash_attention = place.choose_attention(draft, device)
     tokenizer = place.choose_tokenizer(draft)
     data_prefix = place.check_data(draft, tokenizer)
@@ -92,6 +92,7 @@ def plan(
         output_dir=draft.value("OUTPUT_DIR"),
         layout=layout,
         ds_config=ds_config,
+        ledger=ledger,
         environment=added,
         removed_environment=removed,
         rendezvous=command.rendezvous(draft, layout),
@@ -178,20 +179,20 @@ def check_numbers(draft: Draft) -> None:
 
 def _check_software(
     draft: Draft, device: str, gpus_shared: bool, ds_config: Mapping[str, Any] | None, layout: Layout
-) -> str:
-    """The state of the engine's patches."""
+) -> tuple[str, str]:
+    """The state of the engine's patches, and what the ledger says of DeepSpeed."""
     patches = SERIES
     if draft.value("ENGINE") == "megatron":
         directory = Path(draft.value("MEGATRON_DIR"))
         patches = check_engine(draft, directory, device, gpus_shared)
         check_locks(draft, directory)
-    check_packages(draft, ds_config, layout)
+    ledger = check_packages(draft, ds_config, layout)
     if device == "cuda" and ds_config and offload_device(ds_config, "offload_optimizer") == "cpu":
         try:
             check_curand(draft.environ)
         except Problem as problem:
             draft.lack("no-curand", str(problem), problem.remedy)
-    return patches
+    return patches, ledger
 
 
 def _checkpoints(draft: Draft) -> str:

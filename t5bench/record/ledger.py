@@ -22,6 +22,9 @@ class Answer:
     verdict: str  # a cell's, or UNKNOWN
     said: str = ""  # in words; "" if the verdict is "right", or if only this mode of the release was not measured
 
+    def __str__(self) -> str:
+        return f"{self.verdict}: {self.said}" if self.said else self.verdict
+
 
 def version_of(release: str) -> tuple[int, ...]:
     """The numbers of a release: (0, 18, 2) of "0.18.2+cu124". Raises ValueError for a pre-release or none."""

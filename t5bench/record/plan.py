@@ -140,6 +140,8 @@ class Plan:
     layout: Layout | None = None
     ds_config: Mapping[str, Any] | None = None
     """The effective DeepSpeed JSON."""
+    ledger: str = ""
+    """What the ledger says of the installed DeepSpeed for this run: the verdict, and why; empty without DeepSpeed."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """What the launcher adds to the environment of torchrun."""
     removed_environment: Sequence[str] = ()

@@ -95,7 +95,12 @@ def test_ctrl_c_ends_every_node(cluster: Cluster, project: Project):
         ("node0 nowhere", "", "FAILED (configuration): ssh to nowhere failed: ", "Could not resolve hostname nowhere"),
         ("nowhere node0", "", "nowhere cannot plan ddp", "Could not resolve hostname nowhere"),
         (TWO, "rm megatron_data/*.idx", "FAILED (configuration): node1: ", "xsum_text_document.idx"),
-        (TWO, "touch outputs", "FAILED (configuration): node1: cannot write to the run directory ", "outputs is not a directory"),
+        (
+            TWO,
+            "touch outputs",
+            "FAILED (configuration): node1: cannot write to the run directory ",
+            "is not a directory",
+        ),
     ],
     ids=["no node", "no master", "refusal", "no directory"],
 )

@@ -18,7 +18,12 @@ with tempfile.TemporaryDirectory() as folder:
     # The stub torchrun ends at once, instead of the recorder a cat runs, and nothing looks for processes that are left.
     project = make_project(Path(folder))
     python = shlex.quote(project.environment["PYTHON"])
-    project.add_stub("python", f'#!/bin/bash\n[[ $2 != t5bench ]] || exec cat\n[[ $2 != t5bench.run.processes ]] || exit 0\nexec {python} "$@"\n')
+    stub = f"""#!/bin/bash
+[[ $2 != t5bench ]] || exec cat
+[[ $2 != t5bench.run.processes ]] || exit 0
+exec {python} "$@"
+"""
+    project.add_stub("python", stub)
     project.environment["PYTHON"] = "python"
     for number in range(ENGINE_FILES):
         (project.engine / "megatron" / f"module{number}.py").write_text(f"# {number}\n" * 400)

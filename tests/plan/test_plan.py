@@ -274,8 +274,13 @@ def test_what_the_ledger_says_of_the_installed_release(making, monkeypatch, verd
     made = making("zero2")
     assert made.codes == (["deepspeed-release"] if is_refused else [])
     assert ("may train this strategy wrong" in made.said) == is_warned
-    assert asked == [("0.18.2", {"micro_batches": 8, "pipeline_stages": 1})]
-    assert making("ddp").codes == [] and len(asked) == 1
+    assert asked == [("0.18.2", {"micro_batches": 8, "pipeline_stages": 1, "resumes": False})]
+    if not is_refused:
+        assert made.plan.ledger.startswith(verdict), "the record says it too"
+    without_deepspeed = making("ddp")
+    assert without_deepspeed.codes == [] and not without_deepspeed.plan.ledger and len(asked) == 1
+    making("zero2", RESUME="1")
+    assert asked[-1][1]["resumes"]
 
 
 def test_packages_that_are_missing(making, monkeypatch):
