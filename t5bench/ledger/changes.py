@@ -62,7 +62,7 @@ CHANGES = (
         offload=True, several_micro_batches=True,
     ),
     Change(
-        (7985,), "the last micro-batch is not all-reduced", ("zero1",), first_wrong="0.18.6", first_right="0.19.0",
+        (7985,), "the last micro-batch is not all-reduced", ("zero1",), first_wrong="0.18.5", first_right="0.19.0",
         precision="bf16", fp32_accumulation=True,
     ),
     Change(

@@ -1,7 +1,7 @@
-"""``python -m t5bench ledger``: trains every strategy under each release of DeepSpeed, and says which are right.
+"""``python -m t5bench ledger``: trains every strategy under releases of DeepSpeed and PyTorch: which are right?
 
 Each release is installed in a folder of its own (environments.py), and its cells are trained by one process that
-imports it once (worker.py). A cell is compared with DDP, which needs no DeepSpeed, by the bounds of the parity check.
+imports it once (worker.py). A cell is compared with DDP, and DDP with one process, by the bounds of the parity check.
 Finished cells are kept: the same command continues after an interruption.
 """
 
@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from t5bench import REPOSITORY, Problem, note, raise_on_signals
-from t5bench.ledger import environments, judge, tables
+from t5bench.ledger import cards, environments, judge, tables
 from t5bench.ledger.judge import Curves
 from t5bench.ledger.modes import (
     BASELINE,
+    DEEPSPEED_STRATEGIES,
+    HYBRID_PROCESSES,
     ITERATIONS,
     MODES,
     PIPELINE_PROCESSES,
@@ -35,6 +37,7 @@ from t5bench.ledger.modes import (
     SETTINGS,
     STAGE_0,
     STRATEGIES,
+    TORCH_STRATEGIES,
     ZERO_STRATEGIES,
     Mode,
     arguments,
@@ -43,6 +46,7 @@ from t5bench.ledger.modes import (
 )
 from t5bench.plan.launchers import accepted, declared
 from t5bench.plan.ports import free_port
+from t5bench.record.ledger import DATA as LEDGER
 from t5bench.record.log import iterations
 from t5bench.record.plan import Plan
 from t5bench.sweep.launch import Launch, Row
@@ -58,7 +62,7 @@ CODE = ("native/*.py", "t5bench/ledger/modes.py", "t5bench/ledger/pipeline.py")
 class Cell:
     """One measured cell. torch and python: the versions with which it was trained. seconds: how long that took."""
 
-    release: str
+    release: str  # of DeepSpeed; empty for a strategy that needs PyTorch alone
     strategy: str
     mode: str
     verdict: str
@@ -77,10 +81,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--releases", default=",".join(RELEASES), help="of DeepSpeed (default: %(default)s)")
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="(default: %(default)s)")
     parser.add_argument("--modes", default=modes, help="(default: %(default)s)")
-    parser.add_argument("--torch", help="a release of torch, in its own environment (default: the running Python's)")
+    parser.add_argument("--torch", help="releases, each in an environment of its own (default: the running torch)")
     parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="a longer cell hangs (%(default)s s)")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "outputs" / "ledger", help="directory of the runs")
     parser.add_argument("--page", type=Path, help="directory of ledger.md, .html and .json (default: --output's)")
+    cards_help = (
+        "train nothing: write cards.md, what the ledger and the runs in these directories show of each strategy"
+    )
+    parser.add_argument("--cards", nargs="+", metavar="RUNS", help=cards_help)
 
 
 def chosen(text: str, known: Sequence[str], what: str) -> list[str]:
@@ -112,10 +120,17 @@ def prepare_data(directory: Path) -> Path:
     return directory
 
 
-def read_plan(output: Path, data: Path) -> Plan:
-    """The baseline's launcher's plan. Raises Problem."""
+def processes_of(strategy: str, mode: Mode) -> int:
+    if strategy in PIPELINES:
+        return PIPELINE_PROCESSES
+    return HYBRID_PROCESSES if strategy == "hybrid" else mode.processes
+
+
+def read_plans(output: Path, data: Path) -> dict[str, Plan]:
+    """The launchers' plans of the strategies that need no DeepSpeed. Raises Problem."""
     launch = Launch(SETTINGS | {"MEGATRON_DATA_DIR": str(data), "MODEL_FAMILY": "t5"}, arguments=RECIPE)
-    return accepted(launch.ask(Row(BASELINE, BASELINE, PROCESSES), output / "plan"))
+    rows = [Row(name, name, HYBRID_PROCESSES if name == "hybrid" else PROCESSES) for name in TORCH_STRATEGIES]
+    return {row.strategy: accepted(launch.ask(row, output / "plan" / row.name)) for row in rows}
 
 
 def stage_configs() -> dict[str, dict[str, Any]]:
@@ -137,7 +152,7 @@ class Worker:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
-                [str(python), "-m", "t5bench.ledger.worker", tokenizer],
+                [str(python), "-m", "t5bench.ledger.worker", tokenizer, *(["deepspeed"] if folders else [])],
                 env=environments.environment(folders, added),
                 cwd=log.parent,
                 stdin=subprocess.PIPE,
@@ -169,27 +184,30 @@ class Worker:
 class Ledger:
     """Trains cells and judges them."""
 
-    def __init__(self, plan: Plan, output: Path, limit: float) -> None:
-        self.plan = plan  # the baseline's
+    def __init__(self, plans: Mapping[str, Plan], output: Path, limit: float) -> None:
+        self.plans = plans  # of the strategies that need no DeepSpeed
         self.output = output
         self.limit = limit
         self.stage_configs = stage_configs()
-        self.references: dict[tuple[str, int, int, bool], Curves] = {}
+        self.references: dict[tuple[str, int, int, bool, bool], Curves] = {}
 
     def words(self, strategy: str, mode: Mode, directory: Path) -> list[str]:
         """The command line of a cell, whose JSON is written to its directory."""
         if strategy in PIPELINES:
             return ["--stage", str(PIPELINES[strategy])]
-        words = [*self.plan.arguments.words, *arguments(mode)]
-        if strategy != BASELINE:
+        planned = self.plans.get(strategy, self.plans[BASELINE])
+        words = [*planned.arguments.words, *arguments(mode)]
+        if strategy in DEEPSPEED_STRATEGIES:
             config = self.stage_configs["zero1" if strategy == STAGE_0 else strategy]
             path = directory / "ds_config.json"
             path.write_text(json.dumps(deepspeed_json(config, strategy, mode), indent=2))
             words += ["--deepspeed", "--deepspeed_config", str(path)]
         return words
 
-    def train(self, worker: Worker, strategy: str, mode: Mode, directory: Path) -> dict[str, Any]:
-        """The worker's answer; a mode that resumes trains twice."""
+    def train(
+        self, worker: Worker, strategy: str, mode: Mode, directory: Path, *, alone: bool = False
+    ) -> dict[str, Any]:
+        """The worker's answer; a mode that resumes trains twice. alone: in one process, with the same batch."""
         directory.mkdir(parents=True, exist_ok=True)
         for log in directory.glob("rank*.log"):
             log.unlink()
@@ -198,7 +216,7 @@ class Ledger:
         cell = {
             "directory": str(directory),
             "is_pipeline": is_pipeline,
-            "processes": PIPELINE_PROCESSES if is_pipeline else mode.processes,
+            "processes": 1 if alone else processes_of(strategy, mode),
             "poisons_memory": mode.poisons_memory,
             "limit": self.limit,
             "patience": PATIENCE_SECONDS,
@@ -216,9 +234,12 @@ class Ledger:
                 break
         return answer | {"seconds": seconds}
 
-    def reference(self, worker: Worker, mode: Mode) -> Curves:
-        """The baseline's curves in what the mode has in common with it, trained when first needed. Raises Problem."""
-        key = reference_mode(mode)
+    def reference(self, worker: Worker, mode: Mode, *, alone: bool) -> Curves:
+        """The baseline's curves in what the mode has in common with it, trained when first needed. Raises Problem.
+
+        alone: the baseline's own reference, which one process trains.
+        """
+        key = (*reference_mode(mode), alone)
         if key not in self.references:
             plain = replace(
                 mode,
@@ -230,7 +251,7 @@ class Ledger:
                 config={},
             )
             directory = self.output / "runs" / BASELINE / "-".join(map(str, key))
-            answer = self.train(worker, BASELINE, plain, directory)
+            answer = self.train(worker, BASELINE, plain, directory, alone=alone)
             if answer.get("failed") or answer["hangs"] or any(answer["statuses"]):
                 raise Problem(f"the baseline does not train: {judge.why(logs(directory))}", f"See {directory}")
             self.references[key] = curves(directory)
@@ -249,7 +270,7 @@ class Ledger:
             measured, reference = pipeline_curves(directory)
         else:
             measured = curves(directory)
-            reference = self.reference(worker, mode)
+            reference = self.reference(worker, mode, alone=strategy == BASELINE)
         return judge.judge(measured, reference, mode.precision), answer["seconds"]
 
 
@@ -304,57 +325,125 @@ def describe(cell: Cell) -> str:
     return f"{cell.verdict}: {cell.sentence}" if cell.sentence else cell.verdict
 
 
+@dataclass(frozen=True)
+class Column:
+    """The cells of one environment."""
+
+    torch: str | None
+    """PyTorch's release; None for the running Python's."""
+    release: str
+    """DeepSpeed's release; empty for strategies that need PyTorch alone."""
+    cells: Sequence[tuple[str, Mode]]
+    """Strategies and modes."""
+
+    @property
+    def name(self) -> str:
+        if not self.torch:
+            return self.release or "torch"
+        return f"{self.release} torch {self.torch}".strip()
+
+
+def columns(args: argparse.Namespace) -> list[Column]:
+    """Raises Problem."""
+    releases = chosen(args.releases, (), "release")
+    torches: Sequence[str | None] = chosen(args.torch, (), "torch") if args.torch else [None]
+    strategies = chosen(args.strategies, STRATEGIES, "strategy")
+    wanted = list(wanted_cells(strategies, chosen(args.modes, [mode.name for mode in MODES], "mode")))
+    of_deepspeed = [cell for cell in wanted if cell[0] in DEEPSPEED_STRATEGIES]
+    of_torch = [cell for cell in wanted if cell[0] in TORCH_STRATEGIES]
+    made = []
+    for torch in torches:
+        made.append(Column(torch, "", of_torch))
+        made += [Column(torch, release, of_deepspeed) for release in releases]
+    return [column for column in made if column.cells]
+
+
+class Progress:
+    """Counts the cells, and says of each what came out and how long the rest will take."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.number = 0
+        self.trained = 0
+        self.trained_seconds = 0.0
+
+    def label(self, column: Column, strategy: str, mode: Mode) -> str:
+        self.number += 1
+        return f"[{self.number:{len(str(self.total))}}/{self.total}] {column.name} {strategy} {mode.name}"
+
+    def tell(self, label: str, cell: Cell, seconds: float) -> None:
+        self.trained += 1
+        self.trained_seconds += seconds
+        left = timedelta(seconds=round(self.trained_seconds / self.trained * (self.total - self.number)))
+        note(f"{label}  {describe(cell)}, {cell.seconds:.0f} s; about {left} left")
+
+
+def measure_column(ledger: Ledger, column: Column, tokenizer: Path, code: str, progress: Progress) -> None:
+    """Adds the cells that are not known yet to the results. Raises Problem."""
+    results = ledger.output / "cells.jsonl"
+    python = environments.base_python(column.torch)
+    folders = [environments.release_folder(column.release, python, column.torch)] if column.release else []
+    runs = ledger.output / "runs" / column.name.replace(" ", "-")
+    ledger.references.clear()  # by this torch
+    worker = Worker(python, folders, str(tokenizer), runs / "worker.log")
+    versions = worker.versions
+    torch = versions.get("torch", column.torch or "")
+    try:
+        for strategy, mode in column.cells:
+            label = progress.label(column, strategy, mode)
+            known = read_cells(results).get((torch, column.release, strategy, mode.name))
+            if known and known.code == code:
+                note(f"{label}  {describe(known)} (known)")
+                continue
+            begin = time.monotonic()
+            if "failed" in versions:
+                verdict = judge.Verdict(judge.DOES_NOT_RUN, sentence=versions["failed"])
+                seconds = 0.0
+            else:
+                verdict, seconds = ledger.measure(worker, strategy, mode, runs / strategy / mode.name.replace(" ", "-"))
+            cell = Cell(
+                column.release, strategy, mode.name, **asdict(verdict), torch=torch,
+                python=versions.get("python", ""), seconds=round(seconds, 1), code=code,
+            )  # fmt: skip
+            with results.open("a") as file:
+                file.write(json.dumps(asdict(cell)) + "\n")
+            progress.tell(label, cell, time.monotonic() - begin)
+    finally:
+        worker.end()
+
+
+def write_cards(places: Sequence[str], directory: Path) -> int:
+    """Raises Problem."""
+    measured = json.loads(LEDGER.read_text())["cells"]
+    lines = [*cards.measured_lines(places), *cards.ledger_lines(measured)]
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "cards.md"
+    path.write_text(cards.markdown(lines))
+    note(f"the cards: {path}")
+    return 0
+
+
 def run(args: argparse.Namespace) -> int:
     """Raises Problem."""
     raise_on_signals()
-    releases = chosen(args.releases, (), "release")
-    strategies = chosen(args.strategies, STRATEGIES, "strategy")
-    wanted = list(wanted_cells(strategies, chosen(args.modes, [mode.name for mode in MODES], "mode")))
+    if args.cards:
+        return write_cards(args.cards, args.page or args.output)
+    wanted = columns(args)
     output = args.output.resolve()
-    python = environments.base_python(args.torch)
     data = prepare_data(output / "data")
-    ledger = Ledger(read_plan(output, data), output, args.limit)
+    ledger = Ledger(read_plans(output, data), output, args.limit)
     code = code_digest()
-    results = output / "cells.jsonl"
-    number = 0
-    total = len(releases) * len(wanted)
-    trained_seconds = 0.0
-    trained = 0
-    for release in releases:
-        folder = environments.release_folder(release, python, args.torch)
-        log = output / "runs" / release / "worker.log"
-        worker = Worker(python, [folder], str(data / "tokenizer"), log)
+    progress = Progress(sum(len(column.cells) for column in wanted))
+    failed = False
+    for column in wanted:
         try:
-            versions = worker.versions
-            for strategy, mode in wanted:
-                number += 1
-                label = f"[{number:{len(str(total))}}/{total}] {release} {strategy} {mode.name}"
-                torch = versions.get("torch", args.torch or "")
-                known = read_cells(results).get((torch, release, strategy, mode.name))
-                if known and known.code == code:
-                    note(f"{label}  {describe(known)} (known)")
-                    continue
-                begin = time.monotonic()
-                if "failed" in versions:
-                    verdict = judge.Verdict(judge.DOES_NOT_RUN, sentence=versions["failed"])
-                    seconds = 0.0
-                else:
-                    directory = output / "runs" / release / strategy / mode.name.replace(" ", "-")
-                    verdict, seconds = ledger.measure(worker, strategy, mode, directory)
-                cell = Cell(
-                    release, strategy, mode.name, **asdict(verdict), torch=torch,
-                    python=versions.get("python", ""), seconds=round(seconds, 1), code=code,
-                )  # fmt: skip
-                with results.open("a") as file:
-                    file.write(json.dumps(asdict(cell)) + "\n")
-                trained, trained_seconds = trained + 1, trained_seconds + time.monotonic() - begin
-                left = timedelta(seconds=round(trained_seconds / trained * (total - number)))
-                note(f"{label}  {describe(cell)}, {seconds:.0f} s; about {left} left")
-        finally:
-            worker.end()
-    cells = [cell for cell in read_cells(results).values() if cell.code == code]
+            measure_column(ledger, column, data / "tokenizer", code, progress)
+        except Problem as problem:
+            note(f"error: {column.name} was not measured: {problem.report}")
+            failed = True
+    cells = [asdict(cell) for cell in read_cells(output / "cells.jsonl").values() if cell.code == code]
     page = args.page or output
-    tables.write(page, [asdict(cell) for cell in cells])
+    tables.write(page, cells)
     note(f"the table: {page / 'ledger.md'}; also as .html, .svg and .json")
-    print(tables.summary([asdict(cell) for cell in cells]))
-    return 0
+    print(tables.summary(cells))
+    return 1 if failed else 0

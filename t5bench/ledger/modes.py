@@ -20,7 +20,10 @@ STAGE_0 = "stage 0"
 PIPELINE_STAGE_0 = "deepspeed-pipeline stage 0"
 PIPELINES = {DEEPSPEED_PIPELINE: 1, PIPELINE_STAGE_0: 0}  # with their ZeRO stages
 ZERO_STRATEGIES = ("zero1", "zero2", "zero3", "zero3_offload")
-STRATEGIES = (*ZERO_STRATEGIES, STAGE_0, *PIPELINES)
+DEEPSPEED_STRATEGIES = (*ZERO_STRATEGIES, STAGE_0, *PIPELINES)
+# What needs PyTorch alone. DDP is compared with one process, the others with DDP.
+TORCH_STRATEGIES = (BASELINE, "tensor", "pipeline", "hybrid", "fsdp2")
+STRATEGIES = (*DEEPSPEED_STRATEGIES, *TORCH_STRATEGIES)
 
 ITERATIONS = 6
 SAVED_AFTER = 3
@@ -34,6 +37,7 @@ SETTINGS = {
 PROCESSES = 2
 # Two stages, each in two processes.
 PIPELINE_PROCESSES = 4
+HYBRID_PROCESSES = 4
 SAMPLES = 4  # of one process and iteration
 
 
@@ -61,9 +65,12 @@ _FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 _ALL_REDUCE_FETCH = {"zero_optimization": {"stage3_use_all_reduce_for_fetch_params": True}}
 MODES = (
     Mode("fp32", "fp32, four micro-batches, clipping", STRATEGIES),
-    Mode("bf16", "bf16, four micro-batches, clipping", (*ZERO_STRATEGIES, STAGE_0), "bf16"),
-    Mode("one micro-batch", "fp32, one micro-batch", _SHARDED, micro_batches=1),
-    Mode("three processes", "fp32, three processes: what cannot be divided is padded", ZERO_STRATEGIES, processes=3),
+    Mode("bf16", "bf16, four micro-batches, clipping", (*ZERO_STRATEGIES, STAGE_0, *TORCH_STRATEGIES), "bf16"),
+    Mode("one micro-batch", "fp32, one micro-batch", (*_SHARDED, *TORCH_STRATEGIES), micro_batches=1),
+    Mode(
+        "three processes", "fp32, three processes: what cannot be divided is padded",
+        (*ZERO_STRATEGIES, BASELINE, "fsdp2"), processes=3,
+    ),
     Mode("clipping unset", "fp32, no gradient_clipping in the JSON", _SHARDED, clipping=False),
     Mode(
         "fp32 accumulation", "bf16, gradients accumulated in fp32 (data_types)", _SHARDED, "bf16",
@@ -71,7 +78,10 @@ MODES = (
     ),
     Mode("offload", "fp32, optimizer offloaded to the CPU", ("zero1", "zero2"), offload=True),
     Mode("bf16 offload", "bf16, optimizer offloaded to the CPU", ("zero1", "zero2"), "bf16", offload=True),
-    Mode("resume", f"fp32, saved after iteration {SAVED_AFTER} and resumed", ZERO_STRATEGIES, resumes=True),
+    Mode(
+        "resume", f"fp32, saved after iteration {SAVED_AFTER} and resumed", (*ZERO_STRATEGIES, *TORCH_STRATEGIES),
+        resumes=True,
+    ),
     Mode(
         "all-reduce fetch", "fp32, three processes, stage3_use_all_reduce_for_fetch_params", ("zero3",), processes=3,
         poisons_memory=True, config=_ALL_REDUCE_FETCH,

@@ -24,7 +24,7 @@ from t5bench.text import guard_streams
 SECONDS_BETWEEN_LOOKS = 0.05
 
 
-def import_all(tokenizer: str) -> dict[str, str]:
+def import_all(tokenizer: str, *, with_deepspeed: bool) -> dict[str, str]:
     """Imports what the cells need; the versions."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     leave_out_compiler()
@@ -32,15 +32,19 @@ def import_all(tokenizer: str) -> dict[str, str]:
     import torch._dynamo
 
     torch.set_num_threads(1)
-    import_deepspeed()
-    import deepspeed
+    versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
+    if with_deepspeed:
+        import_deepspeed()
+        import deepspeed
+
+        versions["deepspeed"] = deepspeed.__version__
 
     import native.train  # noqa: F401
     from native.data import Vocabulary
 
     Vocabulary.load(tokenizer)
     gc.freeze()
-    return {"deepspeed": deepspeed.__version__, "torch": torch.__version__, "python": sys.version.split()[0]}
+    return versions
 
 
 def train(cell: dict[str, Any]) -> None:
@@ -120,7 +124,7 @@ def main() -> None:
         print(json.dumps(of), file=answers, flush=True)
 
     try:
-        answer(import_all(sys.argv[1]))
+        answer(import_all(sys.argv[1], with_deepspeed="deepspeed" in sys.argv[2:]))
     except Exception as error:
         traceback.print_exc()
         answer({"failed": f"{type(error).__name__}: {error}"})

@@ -24,7 +24,7 @@ from t5bench.model.layout import Layout
 from t5bench.plan.draft import Draft
 from t5bench.plan.releases import ask_ledger
 from t5bench.record.ds_config import check_strategy
-from t5bench.record.ledger import WRONG
+from t5bench.record.ledger import WRONG, look_up_torch
 from t5bench.record.machine import checksum, installed_version
 from t5bench.text import guard_streams
 
@@ -220,16 +220,16 @@ def offload_device(config: Mapping[str, Any], name: str) -> str:
     return (config["zero_optimization"].get(name) or {}).get("device", "none")
 
 
-def check_packages(draft: Draft, config: Mapping[str, Any] | None, layout: Layout) -> str:
-    """Checks that the recorder's msgspec is installed, and DeepSpeed in a release that trains this stage correctly.
+def check_packages(draft: Draft, config: Mapping[str, Any] | None, layout: Layout, device: str) -> str:
+    """Checks that the recorder's msgspec is installed, and DeepSpeed or PyTorch in a release that trains correctly.
 
-    Returns what the ledger says of that release; nothing without DeepSpeed.
+    Returns what the ledger says of that release; nothing where it does not speak of the strategy.
     """
     lack = draft.lack
     if not util.find_spec("msgspec"):
         lack("no-msgspec", f"msgspec, which reads plans, is not installed for {sys.executable}", f"Run: {INSTALL}")
     if not config:
-        return ""
+        return _check_torch(draft, device) if draft.value("ENGINE") == "native" else ""
     version = installed_version("deepspeed")
     if not version:
         lack("no-deepspeed", f"DeepSpeed is not installed for {sys.executable}", f"Run: {INSTALL}")
@@ -246,6 +246,20 @@ def check_packages(draft: Draft, config: Mapping[str, Any] | None, layout: Layou
         draft.refuse("deepspeed-release", problem, f"Install the pinned release: {INSTALL}")
     elif answer.said:
         draft.notes.append(f"warning: DeepSpeed {version} may train this strategy wrong: {answer.said}")
+    return str(answer)
+
+
+def _check_torch(draft: Draft, device: str) -> str:
+    """What the ledger says of PyTorch's release for a strategy that needs no DeepSpeed."""
+    version = installed_version("torch")
+    precision = draft.value("PRECISION_FLAG").lstrip("-") or "fp32"
+    answer = look_up_torch(version or "", draft.strategy.name, precision=precision, resumes=draft.is_on("RESUME"))
+    if answer.verdict == WRONG and device == "cpu":
+        problem = f"torch {version} trains this strategy wrong: {answer.said}"
+        draft.refuse("torch-release", problem, f"Install the pinned release: {INSTALL}")
+    elif answer.said:
+        measured = "on a CPU, where the ledger measured it, " if device != "cpu" else ""
+        draft.notes.append(f"warning: torch {version} may train this strategy wrong: {measured}{answer.said}")
     return str(answer)
 
 

@@ -88,9 +88,38 @@ def look_up(
         return Answer(worst["verdict"], _describe(worst))
     if own:
         return Answer(RIGHT)
-    if any(version_of(cell["release"]) == version for cell in ledger["cells"]):
+    if any(cell["release"] and version_of(cell["release"]) == version for cell in ledger["cells"]):
         return Answer(UNKNOWN)
     return _between(cells, version, release)
+
+
+def look_up_torch(release: str, strategy: str, *, precision: str, resumes: bool = False, path: Path = DATA) -> Answer:
+    """The worst verdict on a strategy that needs no DeepSpeed under this release of PyTorch.
+
+    What was not measured is not spoken of: most releases are right.
+    """
+    try:
+        ledger = json.loads(path.read_text())
+        version = version_of(release)
+    except (OSError, ValueError):
+        return Answer(UNKNOWN)
+    modes = {
+        mode["name"]
+        for mode in ledger["modes"]
+        if mode["precision"] == ("bf16" if precision == "bf16" else "fp32") and (resumes or not mode["resumes"])
+    }
+    own = [
+        cell
+        for cell in ledger["cells"]
+        if not cell["release"]
+        and (cell["strategy"], version_of(cell["torch"])) == (strategy, version)
+        and cell["mode"] in modes
+    ]
+    faults = [cell for cell in own if cell["verdict"] != RIGHT]
+    if faults:
+        worst = max(faults, key=lambda cell: cell["verdict"] == WRONG)
+        return Answer(worst["verdict"], _describe(worst))
+    return Answer(RIGHT if own else UNKNOWN)
 
 
 def _between(cells: Sequence[Mapping[str, Any]], version: tuple[int, ...], release: str) -> Answer:
@@ -109,4 +138,5 @@ def _describe(cell: Mapping[str, Any]) -> str:
     if cell["verdict"] != WRONG:
         return f"{cell['verdict']} there with torch {cell['torch']}: {cell['sentence']}"
     size = f"by up to {cell['times']:,.0f} times the bound" if cell["times"] else "by something that is not a number"
-    return f"its {cell['quantity']} differs from DDP's from iteration {cell['iteration']} on, {size} (docs/ledger.md)"
+    other = "one process's" if cell["strategy"] == "ddp" else "DDP's"
+    return f"its {cell['quantity']} differs from {other} from iteration {cell['iteration']} on, {size} (docs/ledger.md)"

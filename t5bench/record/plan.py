@@ -141,7 +141,7 @@ class Plan:
     ds_config: Mapping[str, Any] | None = None
     """The effective DeepSpeed JSON."""
     ledger: str = ""
-    """What the ledger says of the installed DeepSpeed for this run: the verdict, and why; empty without DeepSpeed."""
+    """What the ledger says of the installed DeepSpeed, or without it of torch: the verdict, and why."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """What the launcher adds to the environment of torchrun."""
     removed_environment: Sequence[str] = ()

@@ -56,7 +56,7 @@ def _facts(run: Run) -> dict[str, Any]:
         "engine": plan.engine,
         "engine patches": plan.engine_patches,
         "engine arguments": " ".join(arguments),
-        "DeepSpeed's release, by the ledger": plan.ledger,
+        "release, by the ledger": plan.ledger,
         "device": plan.device,
         "ds_config": json.dumps(plan.ds_config),
         "hosts": " ".join(node["host"] for node in run.nodes),

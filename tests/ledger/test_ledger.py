@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 from harness import REPO_ROOT
+from made_runs import make_run
 from real_runs import environment
 
+from t5bench.__main__ import main
 from t5bench.ledger import tables
 from t5bench.ledger.changes import CHANGES
 from t5bench.ledger.judge import DOES_NOT_RUN, RIGHT, WRONG, Curves, Verdict, judge, why
 from t5bench.ledger.modes import MODES, RELEASES, STRATEGIES, deepspeed_json
 from t5bench.plan.releases import ask_ledger
-from t5bench.record.ledger import DATA, UNKNOWN, look_up
+from t5bench.record.ledger import DATA, UNKNOWN, look_up, look_up_torch
 
 MODE = {mode.name: mode for mode in MODES}
 REFERENCE = Curves({1: 8.0, 2: 7.0}, {1: 2.0, 2: 1.5})
@@ -222,3 +224,49 @@ def test_unknown_names_are_refused(tmp_path, option):
 def test_every_strategy_of_a_mode_exists():
     assert {strategy for mode in MODES for strategy in mode.strategies} == set(STRATEGIES)
     assert isinstance(judge(REFERENCE, REFERENCE, "fp32"), Verdict)
+
+
+def test_what_a_launcher_reads_of_torch(tmp_path):
+    wrong = {"iteration": 1, "quantity": "gradient norm", "times": 200000.0}
+    cells = [
+        cell("", WRONG, "fsdp2", torch="2.8.0+cu128", **wrong),
+        cell("", RIGHT, "fsdp2", "bf16", torch="2.8.0+cu128"),
+        cell("", WRONG, "fsdp2", "resume", torch="2.9.1", **wrong),
+        cell("", RIGHT, "fsdp2", torch="2.9.1"),
+        *CELLS,
+    ]
+    tables.write(tmp_path, cells)
+    path = tmp_path / "ledger.json"
+
+    def asked(release: str, **run: object) -> str:
+        return look_up_torch(release, "fsdp2", **({"precision": "fp32", "path": path} | run)).verdict
+
+    assert [asked("2.8.0"), asked("2.8.0", precision="fp16"), asked("2.8.0", precision="bf16")] == [WRONG, WRONG, RIGHT]
+    assert [asked("2.9.1"), asked("2.9.1", resumes=True), asked("2.10.0"), asked("")] == [
+        RIGHT,
+        WRONG,
+        UNKNOWN,
+        UNKNOWN,
+    ]
+    text = (tmp_path / "ledger.md").read_text()
+    assert "## Releases of PyTorch" in text and "| FSDP2" in text.replace("  ", " ")
+
+
+def test_a_card_says_how_each_figure_is_known(tmp_path):
+    """Of runs, and of the ledger."""
+    recipe = {"DROPOUT": "0", "PRECISION_FLAG": ""}
+    for name in ("ddp", "zero1", "zero2"):
+        loss = 8.0 if name != "zero2" else 8.1
+        make_run(tmp_path / "runs" / name, name, losses=[loss] * 30, settings=recipe, engine="native")
+    result = main(["ledger", "--cards", str(tmp_path / "runs"), "--page", str(tmp_path)])
+    text = (tmp_path / "cards.md").read_text()
+    assert result == 0
+    assert "measured: PASS, loss within 0e+00" in text and "measured: FAIL, the loss differs by" in text
+    assert "the baseline" in text and "predicted " in text and "not tried" in text
+    assert "bash scripts/run_megatron_t5_zero1.sh`" in text
+    assert "right in 0 of 7 modes: fp32 does not run" in text, "0.18.9 of the committed ledger"
+
+
+def test_cards_of_nothing_are_refused(tmp_path, capsys):
+    assert main(["ledger", "--cards", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err

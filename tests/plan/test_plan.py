@@ -411,3 +411,18 @@ FINETUNING = "--finetune --load /run/checkpoints"
 )
 def test_engine_arguments_that_would_make_the_plan_untrue(making, strategy, arguments, settings, expected):
     assert making(strategy, *arguments.split(), **settings).codes == ([expected] if expected else [])
+
+
+@pytest.mark.parametrize(("gpus", "codes"), [(0, ["torch-release"]), (2, [])])
+def test_what_the_ledger_says_of_the_installed_torch(making, monkeypatch, gpus, codes):
+    """It measured on a CPU: there a wrong release is refused, on a GPU it is a warning."""
+
+    def look_up(release: str, strategy: str, **facts: object) -> Answer:
+        return Answer("wrong", "its gradient norm differs") if strategy == "fsdp2" else Answer("right")
+
+    monkeypatch.setattr("t5bench.plan.engine.look_up_torch", look_up)
+    made = making("fsdp2", gpus=gpus, ENGINE="native")
+    assert made.codes == codes
+    assert ("on a CPU, where the ledger measured it, its gradient norm differs" in made.said) == bool(gpus)
+    assert making("ddp", gpus=gpus, ENGINE="native").plan.ledger == "right"
+    assert making("ddp", gpus=gpus).plan.ledger == ""
