@@ -141,18 +141,26 @@ class Candidate(Prediction):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     whole = at_least(1)
-    parser.add_argument("--gpus", required=True, help="numbers of GPUs, separated by commas: 8,64,512,4096")
+    parser.add_argument("--gpus", help="numbers of GPUs, separated by commas: 8,64,512,4096")
     add_machine(parser)
     parser.add_argument("--per-node", type=whole, default=8, help="GPUs of a node (default: %(default)s)")
     parser.add_argument("--global-batch", type=whole, help="samples (default: 512, or as many as GPUs)")
     parser.add_argument("--tp", type=whole, help="only this tensor-parallel size (default: 1, 2, 4 and 8)")
     parser.add_argument("--top", type=whole, default=8, help="rows of the first table (default: %(default)s)")
     parser.add_argument("--picture", type=Path, help="memory against time, as .svg, .png or .pdf")
+    page = "write the planner as a page that works offline (default: layouts.html); the other options choose its start"
+    parser.add_argument("--page", type=Path, nargs="?", const=Path("layouts.html"), metavar="FILE", help=page)
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises Problem."""
-    words = args.gpus.split(",")
+    if args.page:
+        from t5bench.predict import page
+
+        args.page.write_text(page.text(args))
+        print(f"Wrote {args.page}; open it in a browser")
+        return 0
+    words = (args.gpus or "").split(",")
     sizes = [int(word) for word in words if word.isdecimal() and int(word)]
     if len(sizes) < len(words):
         raise Problem(f"--gpus must be numbers of GPUs, found '{args.gpus}'", "For example: --gpus 8,64,512")
