@@ -27,6 +27,8 @@ function make(tag, attributes = {}, ...children) {
 }
 const short = (value) => py.format(value, ".4g");
 
+const range = (interval, unit) => interval.map((end) => py.format(end / unit, ".3g")).join("-");
+
 // ---- what is asked: the form, kept in the address, so that a link shows the same
 
 function chosenAtFirst() {
@@ -113,8 +115,8 @@ function show() {
   const [best] = fitting;
   element("verdict").textContent = `${wanted.gpus} x ${wanted.device}: of ${candidates.length} layouts ${fitting.length} fit. `
     + `The fastest is ${best.title}: ${short(best.seconds)} s an iteration.`;
-  element("ranking-note").textContent = "* on the Pareto front: no other is better in both memory and time. Choose a row to see more of it.";
-  const heads = ["layout", "s/iteration", "samples/s", "MFU", "GiB", "limited by", "front", "can run"];
+  element("ranking-note").textContent = `${predict$layouts$not_told_apart(candidates)} ` + "* on the Pareto front: no other is better in both memory and time. Choose a row to see more of it.";
+  const heads = ["layout", "s/iteration", "90 %", "samples/s", "MFU", "GiB", "limited by", "front", "can run"];
   const rows = fitting.slice(0, TOP);
   const startable = fitting.find((candidate) => candidate.start);
   if (startable && !rows.includes(startable)) rows.push(startable);
@@ -123,7 +125,7 @@ function show() {
     radio.checked = place === 0;
     radio.addEventListener("change", () => showOne(candidate));
     return [
-      make("label", { for: `layout${place}` }, radio, " ", candidate.title), short(candidate.seconds),
+      make("label", { for: `layout${place}` }, radio, " ", candidate.title), short(candidate.seconds), range(candidate.seconds_interval, 1),
       short(wanted.batch / candidate.seconds), candidate.mfu === null ? "" : py.format(candidate.mfu, ".1%"),
       short(candidate.memory_bytes / GIB), candidate.limit, front.has(candidate) ? "*" : "", candidate.missing || "yes",
     ];
@@ -186,7 +188,7 @@ function showMemory(candidates) {
 function showOne(candidate) {
   const { job, time } = candidate;
   element("chosen").textContent = `${candidate.title}, TP/PP/DP ${py.str(job.parallel)}: ${short(candidate.seconds)} s an iteration, `
-    + `${short(candidate.memory_bytes / GIB)} GiB, limited by ${candidate.limit}.`;
+    + `${short(candidate.memory_bytes / GIB)} GiB (90 %: ${range(candidate.memory_interval, GIB)}), limited by ${candidate.limit}.`;
   const line = candidate.start || `This harness cannot start it (${candidate.missing}).`;
   element("line").textContent = line;
   element("copy").disabled = !candidate.start;

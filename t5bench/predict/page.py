@@ -26,6 +26,7 @@ ROOTS = (
     layouts.Candidate,
     layouts.pareto,
     layouts.losers,
+    layouts.not_told_apart,
     machine_of,
     rows,
     schedule.one_f_one_b,
@@ -35,8 +36,8 @@ ROOTS = (
 RECORDS = (Architecture, FullySharded, Job, Machine, Parallel, Row, Software, Zero)
 # What page.js reads of them, besides fields.
 MEMBERS = (
-    "components", "fits", "kind", "limit", "memory", "memory_bytes", "mfu", "missing", "node_bytes", "parts", "peak",
-    "ranked", "seconds", "start", "time", "title", "total",
+    "components", "fits", "kind", "limit", "memory", "memory_bytes", "memory_interval", "mfu", "missing", "node_bytes",
+    "parts", "peak", "ranked", "seconds", "seconds_interval", "start", "time", "title", "total",
 )  # fmt: skip
 
 

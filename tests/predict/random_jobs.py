@@ -19,6 +19,7 @@ function figures(prediction) {
   add(prediction.time.parts);
   flat.push(["hidden", prediction.time.hidden], ["total", prediction.time.total], ["limit", prediction.time.limit]);
   flat.push(["tflops", prediction.tflops], ["mfu", prediction.mfu]);
+  for (const end of prediction.seconds_interval) flat.push(["seconds", end]);
   return flat;
 }
 """
@@ -41,6 +42,7 @@ def figures(prediction: Prediction) -> list[tuple[str, Any]]:
         ("limit", time.limit),
         ("tflops", prediction.tflops),
         ("mfu", prediction.mfu),
+        *(("seconds", end) for end in prediction.seconds_interval),
     ]
 
 
