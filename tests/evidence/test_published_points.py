@@ -44,7 +44,7 @@ ERRORS = [
     (FILE, "states", 4, 0.004878, 0.0097), (FILE, "bound", 4, 0.0, 0.0),
     (FILE, "activation", 31, 0.018617, 0.0666), (MORE, "activation", 175, 0.020208, 0.4395),
     (FILE, "ratio", 14, 0.052856, 0.2417), (MORE, "ratio", 346, 0.044137, 0.3340),
-    (FILE, "throughput", 41, 0.339640, 3.4358), (MORE, "throughput", 281, 0.170522, 2.2360),
+    (FILE, "throughput", 41, 0.339640, 3.4358), (MORE, "throughput", 279, 0.171644, 2.2360),
 ]  # fmt: skip
 
 
@@ -204,7 +204,7 @@ def test_families_by_other_names():
         assert (found.family, found.gated, found.tied, found.positions) == ("t5", True, False, "relative")
         assert (found.norm, found.biases, found.padded_vocabulary) == ("rms", False, vocabulary)
     assert built("bart-large", **t5).family == "bart"
-    llama = built("llama", decoder_layers=2, hidden=64, heads=4, ffn=128, vocab=32000)
+    llama = built("llama", decoder_layers=2, hidden=64, heads=4, ffn=128, vocab=32000, query_groups=4)
     assert (llama.family, llama.gated, llama.tied, llama.positions) == ("gpt", True, False, "rotary")
     assert (llama.norm, llama.biases) == ("rms", False)
 
