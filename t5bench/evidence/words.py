@@ -156,7 +156,8 @@ def attention_kernel(point: Point) -> str:
 
 
 # Names of products that have less, or more, than the GPU that is named.
-VARIANTS = r"\b(laptop|max-?q|mig|ti)\b"
+VARIANTS = r"\b(laptop|max-?q|mig)\b"
+TI = r"\d\s?ti\b"
 
 
 def device_of(point: Point) -> Device | None:
@@ -165,12 +166,14 @@ def device_of(point: Point) -> Device | None:
     if re.search(VARIANTS, text):
         return None
     names = [name for name in DEVICES if all(re.search(_pattern(part), text) for part in name.split("-"))]
-    return DEVICES[max(names, key=len)] if names else None
+    found = max(names, key=len, default="")
+    is_whole = not re.search(TI, text) or found.endswith("ti")
+    return DEVICES[found] if found and is_whole else None
 
 
 def _pattern(part: str) -> str:
     """Of a part of a device's name: 40 is its memory, and RTX5000 may be RTX 5000."""
-    spaced = re.sub(r"(?<=[a-z])(?=\d)", r"\\s?", part)
+    spaced = re.sub(r"(?<=[a-z])(?=\d)|(?<=\d)(?=ti$)", r"\\s?", part)
     return rf"\b{spaced}(\s?gb?\b)" if part.isdigit() else rf"\b{spaced}s?\b"
 
 

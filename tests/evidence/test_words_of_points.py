@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from t5bench.evidence import check, points
+from t5bench.evidence.words import device_of
 
 BASE: dict[str, Any] = {
     "id": "made",
@@ -134,3 +136,18 @@ def test_kernels_are_read_by_what_they_keep(tmp_path: Path, kernel: str, same: s
 def test_autocast_is_part_of_a_stated_software(tmp_path: Path):
     plain = throughput(tmp_path, software="huggingface", precision="fp16")
     assert throughput(tmp_path, software="huggingface", precision="fp16 autocast") < plain
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("8x NVIDIA H20", "h20"), ("H200 141GB", "h200"), ("H800 SXM", "h800"), ("A800-80G", "a800"),
+        ("GB200 NVL72", "gb200"), ("B200", "b200"), ("GB300", "gb300"), ("B300", "b300"), ("A10G", "a10g"),
+        ("A10", "a10"), ("RTX 2080 Ti", "rtx2080ti"), ("RTX 2080", None), ("RTX 3090 Ti", None),
+        ("AMD MI250X", "mi250x"), ("MI250", None), ("RTX 5000", "rtx5000"), ("RTX 5000 Ada", "rtx5000-ada"),
+    ],
+)  # fmt: skip
+def test_gpus_as_sources_call_them(text: str, name: str | None):
+    point = msgspec.convert(made(hardware={"gpu": text}), points.Point)
+    found = device_of(point)
+    assert (found.name if found else None) == name
