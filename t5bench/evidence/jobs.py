@@ -18,11 +18,15 @@ MT5_VOCABULARY = 250_112
 # Architectures as sources call them. mT5 and UL2 are T5 v1.1 in shape; a llama is a GPT with RMS norms, rotary
 # positions, a gated FFN, no biases and a head of its own.
 FAMILY_WORDS = {
-    r"t5|u?mt5|flan-t5|t5-(small|base|large|xl|xxl|3b|11b)|ul2(-20b)?": "t5",
+    r"(t5|(flan-)?t5(-v1\.1)?|u?mt5)(-(small|base|large|xl|xxl|3b|11b))?|(flan-)?ul2(-20b)?": "t5",
     r"bart(-base|-large)?": "bart",
     r"bert(-base|-large)?": "bert",
-    r"gpt(-?[23])?|llama(-?[23])?": "gpt",
+    r"gpt(-?[23])?|llama(-?[123](\.\d)?)?(-\d+b)?": "gpt",
 }
+T5_V1_1 = r"\bu?mt5|\b(flan-)?ul2|flan-t5|t5-v?1\.1"  # names of the shapes that Google published after T5
+# Names whose shapes are no GPT's of the kind that is meant where a source states nothing else.
+OTHER_DECODERS = r"llama|mistral|mixtral|qwen|gemma|falcon|\bopt\b|bloom|neox|gpt-j|deepseek|\bphi\b"
+NOT_MODELLED = r"t5gemma|byt5|longt5|codet5|switch|moe\b"  # other attention, vocabularies or experts
 GATED = r"glu|silu|swish|(?<!un)(?<!not )gated?\b"  # activations; models with SiLU gate it, though few sources say so
 MEGATRON = ("megatron-core", "megatron-core-softmax", "transformer-engine")
 HEAD_SIZE = 64  # of all these models
@@ -34,12 +38,14 @@ def architecture_of(point: Point, tensor: int) -> Architecture:
     """Raises Unpredictable."""
     model = point.model
     engine = software(point)
-    name = model.architecture.lower()
+    name = _plain(model.architecture)
+    full_name = f"{name} {_plain(model.name or '')}"
     is_llama = name.startswith("llama")
-    is_t5_v1_1 = re.match("u?mt5|ul2", name) is not None
+    is_t5_v1_1 = re.search(T5_V1_1, full_name) is not None
     family = _family(name)
     require(family, f"the architecture {name} is not known")
     require(model.vocab or not is_llama, "the vocabulary of a llama is not stated")
+    _check_shape(model, full_name, family)
     hidden = stated(model.hidden, "the hidden size is not stated")
     require(point.lengths.encoder or point.lengths.decoder, "the sequence length is not stated")
     layers = (model.encoder_layers or 0, model.decoder_layers or 0)
@@ -81,6 +87,23 @@ def architecture_of(point: Point, tensor: int) -> Architecture:
         head_bias=not as_published and family != "gpt",
         norm="rms" if as_published or engine == "galvatron" else "layer",
     )
+
+
+def _plain(name: str) -> str:
+    """A model's name in small letters, its parts joined by dashes: T5 v1_1 is t5-v1.1."""
+    return re.sub(r"(?<=\d)_(?=\d)", ".", name.lower().strip()).replace(" ", "-").replace("_", "-")
+
+
+def _check_shape(model: Model, name: str, family: str) -> None:
+    """Raises Unpredictable where a name says more of the shape than the source, or something that is not modelled."""
+    require(not re.search(NOT_MODELLED, name), f"the shape of {model.name or model.architecture} is not modelled")
+    if family != "gpt" or not re.search(OTHER_DECODERS, name):
+        return
+    is_llama = name.startswith("llama")
+    is_stated = is_llama or (model.position and model.gated is not None and model.tied is not None)
+    require(is_stated, f"{model.name} is no GPT-2, and its positions, its gate or whether it is tied are not stated")
+    has_groups = model.query_groups or not is_llama
+    require(has_groups, "how many heads of keys and values a llama has is not stated")
 
 
 def _family(name: str) -> str:
@@ -165,15 +188,23 @@ def job_of(point: Point, tensor_size: int | None = None) -> Job:
     )
 
 
-SOME_LAYERS = r"\d+ ?(of|/) ?(the )?\d+|\bblock\b|partial|every (other|second|third|\d)|first \d+|\d+ layers|%"
+SOME_LAYERS = (
+    r"\d+ ?(of|/) ?(the )?\d+|\bblock\b|partial|every (other|second|third|\d)|first|last|\d+ layers|%"
+    r"|half|except|but |only|some\b|alternat"
+)
+NOT_THE_CORE = (
+    r"mlp|norm|moe|linear|ffn|full|layers?\b"  # what selective recomputation repeats, besides attention's core
+)
 
 
 def _recomputation(point: Point) -> str:
     """ "none", "selective" or "full". Raises Unpredictable."""
     text = point.activation_checkpointing or "none"
-    match = stated(re.match("none|full|selective", text.lower()), f"the recomputation {text} is not known")
+    match = stated(re.match(r"(none|full|selective)\b", text.lower()), f"the recomputation {text} is not known")
     of_some_layers = match[0] != "none" and re.search(SOME_LAYERS, text.lower())
     require(not of_some_layers, f"which layers are recomputed cannot be told from '{text}'")
+    of_more = match[0] == "selective" and re.search(NOT_THE_CORE, text.lower())
+    require(not of_more, f"the recomputation {text} is more than attention's core, which alone is modelled")
     return match[0]
 
 
@@ -190,8 +221,23 @@ def _check_layout(point: Point) -> None:
     require(not is_hybrid, f"how '{optimizer}' divides its states is not modelled")
     is_sharded = re.search(words.SHARDING, optimizer.lower())
     require(layout.zero_stage or not is_sharded, f"the ZeRO stage that '{optimizer}' stands for is not stated")
+    _check_stage(layout.zero_stage, optimizer)
+    is_one = not re.search(words.DISTRIBUTED, optimizer.lower()) or (layout.zero_stage or 0) <= 1
+    require(
+        is_one, f"'{optimizer}' divides the optimizer's states alone, but the layout states ZeRO-{layout.zero_stage}"
+    )
     is_known = not layout.offload or re.search("optimizer|parameters", layout.offload)
     require(is_known, f"the offload {layout.offload} is not known")
+
+
+def _check_stage(stage: int | None, optimizer: str) -> None:
+    """Raises Unpredictable where the optimizer's words say another ZeRO stage than the layout, or one that it lacks."""
+    name = optimizer.lower()
+    is_other = re.search(words.OTHER_STAGES, name)
+    require(not is_other, f"how '{optimizer}' divides its states is not modelled")
+    said = next((number for pattern, number in words.STAGES.items() if re.search(pattern, name)), None)
+    is_same = said is None or said == (stage or 0)
+    require(is_same, f"'{optimizer}' means ZeRO-{said}, but the layout states {'no stage' if stage is None else stage}")
 
 
 def _check_divisions(architecture: Architecture, tensor: int, pipeline: int) -> None:

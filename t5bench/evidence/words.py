@@ -31,12 +31,17 @@ def stated(value: T | None, reason: str) -> T:
     return value
 
 
+AUTOCAST = r"autocast|\bamp\b"
+
+
 def software(point: Point) -> str:
     """The name in t5bench/model/job.py's SOFTWARE of the software that was measured; "" for other software."""
     repository = point.source.repo or ""
     kernel = point.attention_kernel or ""
     if point.software:
         name = point.software.lower()
+        if name == "huggingface" and re.search(AUTOCAST, point.precision, re.IGNORECASE):
+            return "autocast"
         return name if name in SOFTWARE else ""
     if repository == "NVIDIA/Megatron-LM":
         if not kernel or "Transformer Engine" in kernel:
@@ -45,7 +50,7 @@ def software(point: Point) -> str:
     if repository.startswith("PKU-DAIR/"):
         return "galvatron" if repository.endswith("Galvatron") else "galvatron-1"
     if re.search(r"\bHF\b|Hugging", kernel):
-        return "autocast" if re.search(r"autocast|\bamp\b", point.precision, re.IGNORECASE) else "huggingface"
+        return "autocast" if re.search(AUTOCAST, point.precision, re.IGNORECASE) else "huggingface"
     return ""
 
 
@@ -76,6 +81,14 @@ def optimizer_states(optimizer: str) -> tuple[int, ...] | None:
 # How an optimizer's states are divided, as sources say it.
 HYBRID_SHARDING = r"hsdp|hybrid.?shard"  # inside a node, and repeated between nodes
 SHARDING = r"fsdp|fully.sharded|(full|grad_op).?shard|shard.?grad.?op"
+# What such words say of the ZeRO stage, if they do.
+STAGES = {
+    r"(full|hybrid).?shard|optim_grads_params|zero.?3": 3,
+    r"shard.?grad.?op|grad_op.?shard|optim_grads\b|zero.?2": 2,
+    r"\boptim\b|zero.?1": 1,
+    r"no.?shard|zero.?0": 0,
+}
+OTHER_STAGES = r"zero.?\+\+|zero.?(offload|infinity)"
 DISTRIBUTED = r"(?<!not )(?<!non-)(?<!no )(?<!without )(?<!without a )distributed(?! data)(?!\w*\W+(?:false|off)\b)"
 
 # Words for a precision; the first one counts, but fp8 is for linear layers alone and goes with another.
@@ -104,13 +117,15 @@ def precision_of(point: Point) -> str:
     return min(positions, key=lambda name: positions[name], default="")
 
 
+# A fused softmax is a part of unfused attention, and so is what PyTorch calls its math kernel.
 KERNELS = {
-    r"unfused": "unfused",
+    r"unfused|(?<!no-masked-)softmax.?fusion|(fused|masked).?softmax|\bmath\b": "unfused",
     r"cudnn": "fused",
-    r"(?<!no )(?<!without )flash": "flash",
+    r"(?<!no )(?<!not )(?<!without )(flash|\bfa2\b)": "flash",
     r"fused|sdpa|scaled_dot": "fused",
 }
 UNFUSED_KERNELS = r"eager|softmax|bmm|plain|native|local"
+OTHER_KERNELS = r"flash.?infer|flash.?attention.?[34]\b|flash.?attn.?[34]\b|\bfa[34]\b|\bring\b|\bpaged\b"
 
 
 def attention_kernel(point: Point) -> str:
@@ -120,8 +135,13 @@ def attention_kernel(point: Point) -> str:
     before; else unfused. Raises Unpredictable.
     """
     kernel = (point.attention_kernel or "").lower()
+    require(not re.search(OTHER_KERNELS, kernel), f"the attention kernel {point.attention_kernel} is not modelled")
     for words, name in KERNELS.items():
         if re.search(words, kernel):
+            is_mixed = name != "unfused" and re.search(UNFUSED_KERNELS, kernel)
+            require(
+                not is_mixed, f"which attention runs in which kernel cannot be told from '{point.attention_kernel}'"
+            )
             return name
     if kernel:
         transformer_engine_chooses = "transformer engine" in kernel
@@ -136,7 +156,8 @@ def attention_kernel(point: Point) -> str:
 
 
 # Names of products that have less, or more, than the GPU that is named.
-VARIANTS = r"\b(laptop|max-?q|mig|ti)\b"
+VARIANTS = r"\b(laptop|max-?q|mig)\b"
+TI = r"\d\s?ti\b"
 
 
 def device_of(point: Point) -> Device | None:
@@ -145,12 +166,14 @@ def device_of(point: Point) -> Device | None:
     if re.search(VARIANTS, text):
         return None
     names = [name for name in DEVICES if all(re.search(_pattern(part), text) for part in name.split("-"))]
-    return DEVICES[max(names, key=len)] if names else None
+    found = max(names, key=len, default="")
+    is_whole = not re.search(TI, text) or found.endswith("ti")
+    return DEVICES[found] if found and is_whole else None
 
 
 def _pattern(part: str) -> str:
     """Of a part of a device's name: 40 is its memory, and RTX5000 may be RTX 5000."""
-    spaced = re.sub(r"(?<=[a-z])(?=\d)", r"\\s?", part)
+    spaced = re.sub(r"(?<=[a-z])(?=\d)|(?<=\d)(?=ti$)", r"\\s?", part)
     return rf"\b{spaced}(\s?gb?\b)" if part.isdigit() else rf"\b{spaced}s?\b"
 
 

@@ -1,8 +1,9 @@
 """What a job runs on: a GPU's rates and memory, and the links inside a node and between nodes.
 
-Figures are those of NVIDIA's data sheets and white papers, dense (a "sparse" figure is halved) and with accumulation in
-fp32, as PyTorch uses it. A device that is not in the table, such as a MIG slice or a laptop's GPU, has no figures:
-better none than another GPU's. Check the figures that you rely on before you publish an MFU, or set PEAK_TFLOPS.
+Figures are what the data sheets and white papers of NVIDIA and AMD say, not measured: dense (a "sparse" figure is
+halved) and with accumulation in fp32, as PyTorch uses it. A device that is not in the table, such as a MIG slice or a
+laptop's GPU, has no figures: better none than another GPU's. Check the figures that you rely on before you publish an
+MFU, or set PEAK_TFLOPS.
 """
 
 import re
@@ -35,7 +36,7 @@ class Device:
 
     @property
     def hopper(self) -> bool:
-        return self.name.startswith(("h100", "h200", "gh200"))
+        return self.name.startswith(("h20", "h100", "h800", "gh200"))  # h200 too
 
     def peak(self, precision: str) -> float | None:
         """Dense FLOP/s of matrix products; None where the device has no tensor cores for the precision."""
@@ -63,9 +64,10 @@ _BEFORE_AMPERE = (
     ("v100s", r"(Tesla )?V100S-PCIE-\d+GB", 130.0, 16.4, 32, 1134),
     ("t4", r"(Tesla )?T4", 65.0, 8.1, 16, 320),
     ("rtx4000", r"Quadro RTX 4000", 57.0, 7.1, 8, 416),
-    ("rtx5000", r"Quadro RTX 5000", 89.2, 11.2, 16, 448),
+    ("rtx5000", r"(Quadro )?RTX 5000", 89.2, 11.2, 16, 448),
     ("rtx6000", r"Quadro RTX 6000", 130.5, 16.3, 24, 672),
     ("rtx8000", r"Quadro RTX [68]000", 130.5, 16.3, 48, 672),
+    ("rtx2080ti", r"(GeForce )?RTX 2080 Ti", 53.8, 13.4, 11, 616),  # Turing white paper, reference clocks, fp32 sums
     ("titan-rtx", r"TITAN RTX", 130.5, 16.3, 24, 672),
 )
 _AMPERE = (
@@ -73,7 +75,10 @@ _AMPERE = (
     ("a100", r"A100-SXM4-80GB", 312.0, 19.5, 80, 2039, 300),
     ("a100-pcie-40", r"A100-PCIE-40GB", 312.0, 19.5, 40, 1555),
     ("a100-pcie", r"A100-PCIE-80GB|A100 80GB PCIe", 312.0, 19.5, 80, 1935),
+    ("a800", r"A800-SXM4-80GB", 312.0, 19.5, 80, 2039, 200),  # A100 with NVLink at 400 GB/s in both directions
+    ("a800-pcie", r"A800 80GB PCIe", 312.0, 19.5, 80, 1935),
     ("a30", r"A30", 165.0, 10.3, 24, 933),
+    ("a10g", r"A10G", 70.0, 35.0, 24, 600),  # data sheet of the A10G, with sparsity 140; the A10 has 125
     ("a10", r"A10", 125.0, 31.2, 24, 600),
     ("a40", r"A40", 149.7, 37.4, 48, 696),
     ("a6000", r"RTX A6000", 154.8, 38.7, 48, 768),  # with sparsity 309.7, A5000 222.2, A4000 153.4
@@ -95,10 +100,20 @@ _SINCE_FP8 = (
     ("h100-nvl", r"H100 NVL", 835.5, 60.0, 94, 3900, 300, 50),
     ("h200", r"H200", 989.4, 66.9, 141, 4800, 450, 50),  # with sparsity 1979, NVL 1671
     ("h200-nvl", r"H200 NVL", 835.5, 60.0, 141, 4800, 450, 50),
+    ("h800", r"H800", 989.4, 66.9, 80, 3350, 200, 50),  # H100 with NVLink at 400 GB/s in both directions
+    ("h800-pcie", r"H800 PCIe", 756.0, 51.2, 80, 2000, 0, 50),
+    ("h20", r"H20", 148.0, 44.0, 96, 4000, 450, 50),
     ("gh200", r"GH200 (120GB|480GB)", 989.4, 66.9, 96, 4000, 450, 200),  # CPU by NVLink-C2C
     ("gh200-144", r"GH200 144G HBM3e", 989.4, 66.9, 144, 4900, 450, 200),
     ("b200", r"B200", 2250.0, 80.0, 180, 8000, 900, 50),  # DGX B200, eight GPUs with sparsity 36 PFLOP/s
+    ("gb200", r"GB200", 2500.0, 80.0, 186, 8000, 900, 200),  # GB200 NVL72, one GPU with sparsity 5 PFLOP/s
+    ("b300", r"B300( SXM6 AC)?", 2250.0, 75.0, 270, 7700, 900, 50),  # HGX B300, eight GPUs with sparsity 36 PFLOP/s
+    ("gb300", r"GB300", 2500.0, 80.0, 279, 8000, 900, 200),  # GB300 NVL72, 72 GPUs with sparsity 360 PFLOP/s
 )
+# One of the card's two dies, which PyTorch sees as a GPU each: half of what AMD's data sheet says of the card (383
+# TFLOP/s, 47.9 in fp32 vectors, 128 GB, 3,277 GB/s). Between cards one link of Infinity Fabric, 50 GB/s. It has no
+# TF32, and the workspaces of the memory model are those of NVIDIA's libraries.
+_AMD = (("mi250x", r"(AMD )?(Instinct )?MI250X", 191.5, 23.95, 64, 1638, 50),)
 
 
 def _device(row: Any, nvlink: int = 0, pcie: int = 24, **since: bool) -> Device:
@@ -110,6 +125,7 @@ def _device(row: Any, nvlink: int = 0, pcie: int = 24, **since: bool) -> Device:
 
 _FOUND = [_device(row[:6], *row[6:], pcie=12, ampere=False) for row in _BEFORE_AMPERE]
 _FOUND += [_device(row[:6], *row[6:]) for row in _AMPERE]
+_FOUND += [_device(row[:6], *row[6:]) for row in _AMD]
 _FOUND += [_device(row[:6], *row[6:], fp8=True) for row in _SINCE_FP8]
 DEVICES = {device.name: device for device in _FOUND}
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from t5bench.model import flops, time, traffic
+from t5bench.model import flops, intervals, time, traffic
 from t5bench.model.job import Job
 from t5bench.model.machine import GIB, Device, Link, Machine
 from t5bench.model.memory import Memory, memory_of
@@ -64,6 +64,20 @@ class Prediction:
         return time.iteration(self.job, self.machine, self.backend, self.slower) if self.slower else None
 
     @property
+    def seconds_interval(self) -> tuple[float, float] | None:
+        """Where 90 % of such iterations lie; a calibrated time is a ratio to a measured one. None for CPUs."""
+        if not self.time or not self.machine.device.memory:
+            return None
+        return intervals.around(self.time.total, intervals.TIME if self.slower == 1 else intervals.RATIO)
+
+    @property
+    def memory_interval(self) -> tuple[float, float] | None:
+        """Where 90 % of such peaks lie. None for CPUs."""
+        if not self.machine.device.memory:
+            return None
+        return intervals.around(self.memory_bytes, intervals.MEMORY)
+
+    @property
     def tflops(self) -> float | None:
         """The model's TFLOP/s on each GPU, without recomputation."""
         if not self.time:
@@ -101,6 +115,11 @@ class Prediction:
             "bytes_sent_by_node": self.node_bytes,
             "collectives": [asdict(row) for row in traffic.rows(job)],
             "seconds": found and asdict(found) | {"total": found.total},
+            "intervals": {
+                "level": intervals.LEVEL,
+                "seconds": self.seconds_interval,
+                "memory": self.memory_interval,
+            },
             "tflops_per_gpu": self.tflops,
             "mfu": self.mfu,
             "limit": self.limit,

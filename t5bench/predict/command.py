@@ -12,7 +12,7 @@ from tabulate import tabulate
 from t5bench import Problem
 from t5bench.compare.comparable import gpu_names
 from t5bench.compare.rows import Row, make_row
-from t5bench.evidence import check
+from t5bench.evidence import check, intervals
 from t5bench.model import schedule, time
 from t5bench.model.job import Job, padded
 from t5bench.model.machine import DEVICES, GIB, Device, device_of
@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     link = "the link of that run (default: --link)"
     parser.add_argument("--calibrate-link", type=at_least(1e-6, float), metavar="GBIT", help=link)
     parser.add_argument("--check", type=Path, metavar="FILE", help="compare published measurements with the model")
+    widths = "compute how far predictions may be off from published measurements, and judge it by others"
+    parser.add_argument("--intervals", action="store_true", help=widths)
     parser.add_argument("--schedule", action="store_true", help="draw when each stage of a pipeline computes")
     execute = "execute a step of the native engine without arithmetic and compare collectives and memory with the model"
     parser.add_argument("--execute", action="store_true", dest="executes", help=execute)
@@ -63,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
     """Raises Problem."""
     if args.check:
         return check.run(args)
+    if args.intervals:
+        return intervals.run(args.json)
     if args.executes:
         jobs = [
             (plan.strategy.name, Job.of_plan(plan, vocabulary_of(plan, args.vocabulary)))
@@ -270,6 +274,11 @@ def show(entries: Sequence[Entry], refused: Mapping[str, str]) -> None:
         print(f"Calibrated: everything takes {first.slower:.3g} times as long as the device's figures say.")
 
 
+def range_text(interval: tuple[float, float] | None, unit: float = 1.0) -> str:
+    """An interval in few characters; "" for none."""
+    return f"{interval[0] / unit:.3g}-{interval[1] / unit:.3g}" if interval else ""
+
+
 def _memory(prediction: Prediction) -> dict[str, str | float]:
     """The cells of the first table."""
     device = prediction.machine.device
@@ -292,6 +301,7 @@ def _memory(prediction: Prediction) -> dict[str, str | float]:
     }
     if device.memory:
         cells["in use"] = prediction.memory_bytes / GIB
+        cells["90 %"] = range_text(prediction.memory_interval, GIB)
         cells[f"of {device.name}"] = f"{prediction.memory_bytes / device.memory:.0%}"
     cells["peak at"] = memory.moment
     cells["in CPU memory"] = sum(memory.cpu.values()) / GIB
@@ -310,6 +320,7 @@ def _cost(entry: Entry) -> dict[str, str | float]:
     if prediction.time:
         cells |= prediction.time.parts
         cells["all"] = prediction.time.total
+        cells["90 %"] = range_text(prediction.seconds_interval)
         cells["samples/s"] = batch / prediction.time.total
         cells["TFLOP/s"] = prediction.tflops
         if prediction.mfu is not None:

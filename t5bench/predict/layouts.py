@@ -14,13 +14,14 @@ from pathlib import Path
 from tabulate import tabulate
 
 from t5bench import Problem
+from t5bench.model import intervals
 from t5bench.model.job import Architecture, Job, Parallel, Zero, beyond_native
 from t5bench.model.machine import DEVICES, GIB, Machine
 from t5bench.model.prediction import Prediction, machine_of
 from t5bench.model.presets import PRESETS
 from t5bench.plan.launchers import ALONE
 from t5bench.plan.planner import plan
-from t5bench.predict.command import add_machine, device_for, settings_of, vocabulary_of
+from t5bench.predict.command import add_machine, device_for, range_text, settings_of, vocabulary_of
 from t5bench.predict.ranks import at_least
 from t5bench.record.plan import ROLES, Plan
 
@@ -141,18 +142,26 @@ class Candidate(Prediction):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     whole = at_least(1)
-    parser.add_argument("--gpus", required=True, help="numbers of GPUs, separated by commas: 8,64,512,4096")
+    parser.add_argument("--gpus", help="numbers of GPUs, separated by commas: 8,64,512,4096")
     add_machine(parser)
     parser.add_argument("--per-node", type=whole, default=8, help="GPUs of a node (default: %(default)s)")
     parser.add_argument("--global-batch", type=whole, help="samples (default: 512, or as many as GPUs)")
     parser.add_argument("--tp", type=whole, help="only this tensor-parallel size (default: 1, 2, 4 and 8)")
     parser.add_argument("--top", type=whole, default=8, help="rows of the first table (default: %(default)s)")
     parser.add_argument("--picture", type=Path, help="memory against time, as .svg, .png or .pdf")
+    page = "write the planner as a page that works offline (default: layouts.html); the other options choose its start"
+    parser.add_argument("--page", type=Path, nargs="?", const=Path("layouts.html"), metavar="FILE", help=page)
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises Problem."""
-    words = args.gpus.split(",")
+    if args.page:
+        from t5bench.predict import page
+
+        args.page.write_text(page.text(args))
+        print(f"Wrote {args.page}; open it in a browser")
+        return 0
+    words = (args.gpus or "").split(",")
     sizes = [int(word) for word in words if word.isdecimal() and int(word)]
     if len(sizes) < len(words):
         raise Problem(f"--gpus must be numbers of GPUs, found '{args.gpus}'", "For example: --gpus 8,64,512")
@@ -306,6 +315,15 @@ def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
     return front
 
 
+def as_fast(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The fastest and those that cannot be told from it: their ratio to its time lies within the 90 % interval of 1.
+
+    candidates: sorted by time.
+    """
+    limit = candidates[0].seconds * intervals.RATIO
+    return [candidate for candidate in candidates if candidate.seconds <= limit]
+
+
 def losers(candidates: Sequence[Candidate]) -> Iterator[tuple[str, str]]:
     """The best of each other kind: (kind, why it is not the winner, and its layout)."""
     winner = candidates[0]
@@ -314,7 +332,8 @@ def losers(candidates: Sequence[Candidate]) -> Iterator[tuple[str, str]]:
         best_of_kind.setdefault(candidate.kind, candidate)
     for kind, best in best_of_kind.items():
         if kind != winner.kind:
-            yield kind, f"{_loss(best, winner)}: {best.title}"
+            untold = "" if best.seconds > winner.seconds * intervals.RATIO else " (cannot be told apart)"
+            yield kind, f"{_loss(best, winner)}: {best.title}{untold}"
 
 
 def _loss(best: Candidate, winner: Candidate) -> str:
@@ -339,6 +358,7 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
         {
             "layout": candidate.title,
             "s/iteration": candidate.seconds,
+            "90 %": range_text(candidate.seconds_interval),
             "samples/s": batch / candidate.seconds,
             "TFLOP/s": candidate.tflops,
             "MFU": "" if candidate.mfu is None else f"{candidate.mfu:.1%}",
@@ -350,6 +370,7 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
         for candidate in fitting[: args.top]
     ]
     print(tabulate(rows, headers="keys", floatfmt=".4g"))
+    print(f"\n{not_told_apart(candidates)}")
     print("\nPareto front of memory and time:")
     for candidate in front:
         print(f"  {candidate.memory_bytes / GIB:6.2f} GiB  {candidate.seconds:8.4g} s  {candidate.title}")
@@ -360,6 +381,15 @@ def show(gpus: int, candidates: Sequence[Candidate], args: argparse.Namespace) -
     if startable:
         fastest = startable[0]
         print(f"\nThe fastest that this harness can start, {fastest.title}:\n  {fastest.start}\n")
+
+
+def not_told_apart(candidates: Sequence[Candidate]) -> str:
+    """One sentence. candidates: sorted by time."""
+    count = len(as_fast(candidates))
+    share = f"{intervals.RATIO - 1:.0%}"
+    if count == 1:
+        return f"No other layout comes within {share} of the fastest, so it can be told from all others."
+    return f"The first {count} cannot be told apart: ratios of times are certain to {share}, and these differ by less."
 
 
 def draw(ranked: Mapping[int, Sequence[Candidate]], path: Path, memory: int) -> None:
@@ -389,6 +419,7 @@ def draw(ranked: Mapping[int, Sequence[Candidate]], path: Path, memory: int) -> 
 
 def _json(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
     front = {id(candidate) for candidate in pareto(candidates)}
+    fast = {id(candidate) for candidate in as_fast(candidates)}
     return [
         {
             "name": candidate.title,
@@ -400,6 +431,9 @@ def _json(candidates: Sequence[Candidate]) -> list[dict[str, object]]:
             "mfu": candidate.mfu,
             "tflops": candidate.tflops,
             "seconds": candidate.seconds if candidate.fits else None,
+            "seconds_interval": candidate.seconds_interval if candidate.fits else None,
+            "memory_interval": candidate.memory_interval,
+            "told_from_the_fastest": id(candidate) not in fast,
             "pareto": id(candidate) in front,
             "parallel": asdict(candidate.job.parallel),
             "zero": asdict(candidate.job.zero),

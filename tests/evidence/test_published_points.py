@@ -44,7 +44,7 @@ ERRORS = [
     (FILE, "states", 4, 0.004878, 0.0097), (FILE, "bound", 4, 0.0, 0.0),
     (FILE, "activation", 31, 0.018617, 0.0666), (MORE, "activation", 175, 0.020208, 0.4395),
     (FILE, "ratio", 14, 0.052856, 0.2417), (MORE, "ratio", 346, 0.044137, 0.3340),
-    (FILE, "throughput", 41, 0.339640, 3.4358), (MORE, "throughput", 281, 0.170522, 2.2360),
+    (FILE, "throughput", 42, 0.346380, 3.4358), (MORE, "throughput", 279, 0.171644, 2.2360),
 ]  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def is_distributed(text: str) -> bool:
 
 WORDS = [  # how sources' words are read
     (gpu_named, {"NVIDIA A100-SXM4-40GB": "a100-40", "A100 80GB (400 W)": "a100", "8 H100s": "h100", "GH200": "gh200",
-                 "DGX-1 V100 16 GB": "v100-16", "RTX 5000 Ada": "rtx5000-ada", "GB200": None, "A10G": None,
+                 "DGX-1 V100 16 GB": "v100-16", "RTX 5000 Ada": "rtx5000-ada", "GB200": "gb200", "A10G": "a10g",
                  "nvidia_a100-sxm4-80gb": "a100", "RTX 4090 Laptop GPU": None, "A100 80GB, MIG 3g.40gb": None}),
     (lambda text: job_with(precision=text).precision,
      {"torch.bfloat16": "bf16", "BF16 (no FP8)": "bf16", "mixed precision (fp16)": "fp16", "AMP (fp16, O1)": "fp16",
@@ -204,7 +204,7 @@ def test_families_by_other_names():
         assert (found.family, found.gated, found.tied, found.positions) == ("t5", True, False, "relative")
         assert (found.norm, found.biases, found.padded_vocabulary) == ("rms", False, vocabulary)
     assert built("bart-large", **t5).family == "bart"
-    llama = built("llama", decoder_layers=2, hidden=64, heads=4, ffn=128, vocab=32000)
+    llama = built("llama", decoder_layers=2, hidden=64, heads=4, ffn=128, vocab=32000, query_groups=4)
     assert (llama.family, llama.gated, llama.tied, llama.positions) == ("gpt", True, False, "rotary")
     assert (llama.norm, llama.biases) == ("rms", False)
 

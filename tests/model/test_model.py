@@ -240,7 +240,12 @@ def test_fsdp2s_own_allocations(micro_batches: int):
         ("NVIDIA RTX 5000 Ada Generation", "bf16", 261.1), ("Quadro RTX 5000", "fp16", 89.2),
         ("Quadro RTX 5000", "bf16", None), ("NVIDIA A100 80GB PCIe", "fp16", 312.0), ("", "bf16", None),
         ("NVIDIA H100 80GB HBM3", "fp32", None), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
-        ("NVIDIA A10G", "bf16", None), ("NVIDIA RTX 5000 Ada Generation Laptop GPU", "bf16", None),
+        ("NVIDIA A10G", "bf16", 70.0), ("NVIDIA H20", "bf16", 148.0), ("NVIDIA H800", "bf16", 989.4),
+        ("NVIDIA A800-SXM4-80GB", "bf16", 312.0), ("NVIDIA GB200", "bf16", 2500.0),
+        ("NVIDIA B300 SXM6 AC", "bf16", 2250.0),
+        ("NVIDIA GB300", "bf16", 2500.0), ("NVIDIA GeForce RTX 2080 Ti", "fp16", 53.8), ("NVIDIA H20-3e", "bf16", None),
+        ("NVIDIA GeForce RTX 2080 Ti", "bf16", None), ("AMD Instinct MI250X", "bf16", 191.5), ("MI250", "bf16", None),
+        ("NVIDIA RTX 5000 Ada Generation Laptop GPU", "bf16", None),
     ],
 )  # fmt: skip
 def test_peaks(name, precision, expected):
@@ -251,3 +256,8 @@ def test_rates_of_a_device():
     h100, v100 = device_of("h100"), device_of("V100")
     assert (h100.peak("tf32"), h100.peak("fp8"), v100.peak("tf32")) == (494.7e12, 1978.8e12, None)
     assert device_of("NVIDIA H100 80GB HBM3") is h100
+    names = ("h20", "h800", "a800", "gb200", "gb300", "b300", "a10g", "RTX 2080 Ti", "mi250x", "RTX 5000")
+    found = [device_of(name) for name in names]
+    assert [each.memory // 2**30 for each in found] == [96, 80, 80, 186, 279, 270, 24, 11, 64, 16]
+    assert [each.nvlink / 1e9 for each in found] == [450, 200, 200, 900, 900, 900, 0, 0, 50, 0]
+    assert [each.hopper for each in found] == [True, True, *[False] * 8]

@@ -1,0 +1,82 @@
+"""The page of ``python -m t5bench layouts --page``: the planner in one file that needs no server and no Python.
+
+Its formulas are t5bench/model's own, translated to JavaScript when the page is made (javascript.py).
+"""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from t5bench.model import schedule, time
+from t5bench.model.job import Architecture, FullySharded, Job, Parallel, Software, Zero
+from t5bench.model.machine import DEVICES, Machine
+from t5bench.model.prediction import machine_of
+from t5bench.model.presets import PRESETS
+from t5bench.model.traffic import Row, rows
+from t5bench.predict import layouts
+from t5bench.predict.command import SETTINGS_PRESETS, vocabulary_of
+from t5bench.predict.javascript import RUNTIME, Program
+
+HERE = Path(__file__).parent
+OWN_SETTINGS = "the current settings"
+ROOTS = (
+    layouts.Space,
+    layouts.Candidate,
+    layouts.pareto,
+    layouts.losers,
+    layouts.not_told_apart,
+    machine_of,
+    rows,
+    schedule.one_f_one_b,
+    time.stage_seconds,
+)
+# Classes whose objects the page gets as values.
+RECORDS = (Architecture, FullySharded, Job, Machine, Parallel, Row, Software, Zero)
+# What page.js reads of them, besides fields.
+MEMBERS = (
+    "components", "fits", "kind", "limit", "memory", "memory_bytes", "memory_interval", "mfu", "missing", "node_bytes",
+    "parts", "peak", "ranked", "seconds", "seconds_interval", "start", "time", "title", "total",
+)  # fmt: skip
+
+
+def program(args: argparse.Namespace) -> str:
+    """The JavaScript of the model with the models and GPUs to choose from. Raises Problem and Untranslatable."""
+    made = Program(set(MEMBERS))
+    for root in (*ROOTS, *RECORDS):
+        made.name_of(root)
+    models = made.value(_models(args), "page.py")
+    devices = made.value(DEVICES, "page.py")
+    start = {
+        "model": args.model or OWN_SETTINGS,
+        "device": args.device or "h100",
+        "gpus": int((args.gpus or "8").split(",")[0]),
+        "perNode": args.per_node,
+        "link": args.link,
+        "batch": args.global_batch or 512,
+    }
+    own = f"const MODELS = {models};\nconst DEVICES_BY_NAME = {devices};\nconst START = {json.dumps(start)};\n"
+    return RUNTIME.read_text() + made.text() + own
+
+
+def _models(args: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
+    """By name: a job on one GPU, the stages of ZeRO, the settings that a run must have, and whether it can be run."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for name in (None, *SETTINGS_PRESETS, *PRESETS):
+        ddp, *zeros = layouts.plans_of_one_gpu(argparse.Namespace(**vars(args) | {"model": name}))
+        job = Job.of_plan(ddp, vocabulary_of(ddp, args.vocabulary))
+        if name in PRESETS:
+            job = replace(job, architecture=PRESETS[name])
+        stages = [Zero.of_config(each.ds_config) for each in zeros]
+        found[name or OWN_SETTINGS] = (job, stages, dict(layouts.given(ddp)), name not in PRESETS)
+    return found
+
+
+def text(args: argparse.Namespace) -> str:
+    """The whole page. Raises Problem and Untranslatable."""
+    page = (HERE / "page.html").read_text()
+    scripts = {"/* PROGRAM */": program(args), "/* PAGE */": (HERE / "page.js").read_text()}
+    for place, script in scripts.items():
+        page = page.replace(place, script.replace("</", "<\\/"))
+    return page
