@@ -97,6 +97,7 @@ FLAGS: list[Flag] = [
     ("--deepspeed", bool, False, "train with DeepSpeed's ZeRO"),
     ("--deepspeed_config", str, None, "DeepSpeed's JSON"),
     ("--zero-stage", int, None, "no effect: the JSON has the stage"),
+    ("--zero-reduce-once", bool, False, "reduce ZeRO-2's and 3's gradients once an iteration (this engine's own flag)"),
     ("--layout-independent-init", bool, False, "no effect: every layout always starts from the same weights"),
     ("--cpu-optimizer", bool, False, "no effect: the JSON says what is offloaded; PyTorch's AdamW updates it"),
     ("--no-pipeline-parallel", bool, False, "no effect: this engine has no ZeRO with pipelines"),

@@ -101,9 +101,9 @@ def _zero(job: Job, stage: int) -> Iterator[Row]:
     count = parameters(job.architecture, job.parallel, stage)
     gradients = count * BYTES[zero.reduction or job.precision]  # ZeRO has its own dtype for sending gradients
     kind = "reduce-scatter" if zero.stage == 3 else "all-reduce"
-    times = job.micro_batches if zero.stage > 1 else 1
+    times = job.micro_batches if zero.stage > 1 and not job.reduces_once else 1
     when = "each backward" if times > 1 else "after backward"
-    overlap = "each backward" if zero.overlap and zero.stage > 1 else ""
+    overlap = "each backward" if zero.overlap and zero.stage > 1 and not job.reduces_once else ""
     for elements, number in Counter(_zero_buckets(job, stage)).items():
         yield Row("gradients", "data", kind, times * number, gradients / count * elements, when, overlap)
     yield Row("gradient norm", "data", "all-reduce", 2, 8 if zero.stage == 3 else 4, "optimizer")

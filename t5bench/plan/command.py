@@ -153,6 +153,8 @@ def zero_arguments(draft: Draft, choices: Choices) -> list[str]:
         words += ["--no-pipeline-parallel"]
     if choices.offloads_optimizer:
         words += ["--cpu-optimizer"]
+    if draft.is_on("ZERO_REDUCE_ONCE") and choices.zero_stage > 1:
+        words += ["--zero-reduce-once"]
     return words
 
 

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from t5bench import REPOSITORY, Problem
+from t5bench.model.job import REDUCE_ONCE_RELEASE
 from t5bench.model.layout import Layout
 from t5bench.plan.draft import Draft
 from t5bench.plan.releases import ask_ledger
 from t5bench.record.ds_config import check_strategy
-from t5bench.record.ledger import WRONG
+from t5bench.record.ledger import WRONG, version_of
 from t5bench.record.machine import checksum, installed_version
 from t5bench.text import guard_streams
 
@@ -231,12 +232,30 @@ def check_packages(draft: Draft, config: Mapping[str, Any] | None, layout: Layou
     if not version:
         lack("no-deepspeed", f"DeepSpeed is not installed for {sys.executable}", f"Run: {INSTALL}")
         return
+    if draft.is_on("ZERO_REDUCE_ONCE") and config["zero_optimization"]["stage"] > 1:
+        _check_reduce_once(draft, version)
     answer = ask_ledger(version, config, micro_batches=layout.micro_batches, pipeline_stages=layout.pp)
     if answer.verdict == WRONG:
         problem = f"DeepSpeed {version} trains this strategy wrong: {answer.said}"
         draft.refuse("deepspeed-release", problem, f"Install the pinned release: {INSTALL}")
     elif answer.said:
         draft.notes.append(f"warning: DeepSpeed {version} may train this strategy wrong: {answer.said}")
+
+
+def _check_reduce_once(draft: Draft, version: str) -> None:
+    if draft.value("ENGINE") == "megatron":
+        found = (
+            "ZERO_REDUCE_ONCE=1 does not work with ENGINE=megatron, whose loop has DeepSpeed reduce every micro-batch"
+        )
+        draft.refuse("reduce-once", found, "Use ENGINE=native, or unset it")
+        return
+    try:
+        is_old = version_of(version) < version_of(REDUCE_ONCE_RELEASE)
+    except ValueError:
+        return  # a pre-release: the engine asks DeepSpeed itself
+    if is_old:
+        found = f"DeepSpeed {version} cannot reduce gradients once an iteration (ZERO_REDUCE_ONCE=1)"
+        draft.refuse("reduce-once", found, f"Install the pinned release: {INSTALL}")
 
 
 if __name__ == "__main__":

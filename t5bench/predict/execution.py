@@ -153,6 +153,7 @@ def native_arguments(job: Job, rank: int) -> Namespace:
     a = job.architecture
     parallel = job.parallel
     return Namespace(
+        family=a.family, num_layers=a.encoder_layers, recompute_granularity=None,
         encoder_num_layers=a.encoder_layers, decoder_num_layers=a.decoder_layers, hidden_size=a.hidden,
         num_attention_heads=a.heads, kv_channels=a.head_size, ffn_hidden_size=a.ffn,
         encoder_seq_length=a.encoder_length, decoder_seq_length=a.decoder_length,
@@ -165,6 +166,7 @@ def native_arguments(job: Job, rank: int) -> Namespace:
         lr=1e-4, weight_decay=0.01, adam_beta1=0.9, adam_beta2=0.999, adam_eps=1e-8, clip_grad=1.0,
         dtype=torch.bfloat16 if job.precision == "bf16" else torch.float32, device=torch.device("cpu"),
         deepspeed=job.zero.stage > 0, deepspeed_json=deepspeed_json(job),
+        zero_reduce_once=job.zero.reduce_once,
     )  # fmt: skip
 
 

@@ -278,6 +278,7 @@ TABLE: Sequence[Declaration] = (
     Declaration("PRECISION_FLAG", OneOf(PRECISIONS, optional=True), "model", "=", "--bf16", "--bf16, --fp16, or empty for fp32"),
     Declaration("FLASH_ATTENTION", OneOf(("auto", "on", "off")), "method", "", "auto", "auto, on or off: for the decoder's self-attention, on CUDA in bf16 or fp16"),
     Declaration("GRADIENT_REDUCTION", OneOf(("default", "fp32")), "method", "", "default", "default, or fp32: ZeRO also reduces gradients in fp32, as DDP does, instead of the training precision"),
+    Declaration("ZERO_REDUCE_ONCE", _ON_OFF, "method", "", "0", "ZeRO-2 and ZeRO-3: 1 adds up whole gradients and reduces them once an iteration, 0 reduces them in every micro-batch (1 needs ENGINE=native)"),
     Declaration("OVERLAP_COMM", OneOf(("default", "on", "off")), "method", "", "default", "default, on or off: ZeRO communicates while it computes (default: as the strategy's JSON says; on has hung on GPUs)"),
     Declaration("CUDA_DEVICE_MAX_CONNECTIONS", Whole(1, 32), "method", "", "1", "Hardware queues of a GPU; 1 keeps the order in which kernels are launched, more may overlap communication with computing"),
     Declaration("RECOMPUTE", OneOf(("none", "selective", "full")), "method", "", "none", "none, selective (attention) or full (layers): recompute activations in the backward pass"),

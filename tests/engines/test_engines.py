@@ -117,6 +117,14 @@ def test_fsdp2_in_eight_processes(native_runs: Path, sample_data: Path, tmp_path
     parity(tmp_path / "kept", baseline=native_runs / "ddp")
 
 
+def test_zero_that_reduces_once(native_runs: Path, sample_data: Path, tmp_path: Path):
+    """Gradients that each process adds up, and reduces after the last micro-batch, are the same ones."""
+    settings = EXACT | {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data), "ZERO_REDUCE_ONCE": "1"}
+    for strategy in ("zero2", "zero3", "zero3_offload"):
+        train(strategy, tmp_path / strategy, **settings)
+    parity(*(tmp_path / name for name in ("zero2", "zero3", "zero3_offload")), baseline=native_runs / "ddp")
+
+
 def test_fsdp2_and_ddp_write_the_same_checkpoint(native_runs: Path):
     """The same file with the same tensors, so that what reads DDP's checkpoints reads FSDP2's."""
     file = Path("checkpoints", "iter_0000010", "mp_rank_00", "model_optim_rng.pt")

@@ -297,6 +297,17 @@ def test_the_deepspeed_json_follows_the_settings(making):
     assert plain["bf16"] == plain["fp16"] == {"enabled": False} and "communication_data_type" not in plain
 
 
+def test_zero_may_reduce_once(making, monkeypatch: pytest.MonkeyPatch):
+    once = {"ZERO_REDUCE_ONCE": "1", "ENGINE": "native"}
+    assert "--zero-reduce-once" in making("zero2", **once).plan.arguments.own
+    assert "--zero-reduce-once" not in making("zero1", **once).plan.arguments.own  # it always does
+    refused = making("zero3", ZERO_REDUCE_ONCE="1", ENGINE="megatron")
+    assert refused.codes == ["reduce-once"] and "whose loop has DeepSpeed reduce" in str(refused.plan.obstacles[0])
+    monkeypatch.setattr("t5bench.plan.engine.installed_version", lambda _: "0.18.3")
+    assert "reduce-once" in making("zero2", **once).codes
+    assert "reduce-once" not in making("ddp", **once).codes
+
+
 ZERO = {"stage": 2, "overlap_comm": False}
 JSONS = {
     "too many": ({"zero_optimization": ZERO, "optimizer": {"type": "Adam"}}, "optimizer would have no effect"),
