@@ -105,6 +105,8 @@ def own_arguments(draft: Draft, choices: Choices) -> list[str]:
     words += recomputation_arguments(draft)
     if value("RAMPUP_BATCH_SIZE"):
         words += ["--rampup-batch-size", *value("RAMPUP_BATCH_SIZE").split()]
+    if draft.is_on("SEQUENCE_PARALLEL") and layout.tp > 1:
+        words += ["--sequence-parallel"]
     words += zero_arguments(draft, choices)
     return [*words, *draft.strategy.flags, *fsdp2_arguments(draft)]
 

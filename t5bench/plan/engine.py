@@ -244,9 +244,7 @@ def check_packages(draft: Draft, config: Mapping[str, Any] | None, layout: Layou
 
 def _check_reduce_once(draft: Draft, version: str) -> None:
     if draft.value("ENGINE") == "megatron":
-        found = (
-            "ZERO_REDUCE_ONCE=1 does not work with ENGINE=megatron, whose loop has DeepSpeed reduce every micro-batch"
-        )
+        found = "ZERO_REDUCE_ONCE=1 does not work with ENGINE=megatron: its loop has DeepSpeed reduce every micro-batch"
         draft.refuse("reduce-once", found, "Use ENGINE=native, or unset it")
         return
     try:

@@ -83,7 +83,14 @@ def execute(job: Job, rank: int) -> Execution:
         raise Problem(f"rank {rank} is not one of {job.parallel.world}", "Choose a rank that exists")
     with joined(job, rank):
         arguments = native_arguments(job, rank)
-        mesh = Mesh.build(arguments.pp, arguments.dp, arguments.tp, arguments.device, arguments.seed)
+        mesh = Mesh.build(
+            arguments.pp,
+            arguments.dp,
+            arguments.tp,
+            arguments.device,
+            arguments.seed,
+            divides_sequence=job.parallel.sequence_parallel,
+        )
         tracker = TotalMemory()
         collectives = Collectives()
         with GpuDropout(), HollowTensors(), collectives:

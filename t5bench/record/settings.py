@@ -285,6 +285,7 @@ TABLE: Sequence[Declaration] = (
     Declaration("FSDP_KEEP_PARAMETERS", _ON_OFF, "method", "", "0", "FSDP2: 1 gathers parameters once an iteration and keeps them until its end, as ZeRO-2 does; 0 gathers each layer when it computes"),
     Declaration("FSDP_SHARD_SIZE", Whole(0), "method", "", "0", "FSDP2: processes that share one copy of the states; the others have further copies (HSDP); 0: all data-parallel processes"),
     Declaration("TENSOR_PARALLEL_SIZE", Whole(1), "layout", "--tensor-model-parallel-size", "{tp}", "Tensor-parallel size, for strategies with tensor parallelism"),
+    Declaration("SEQUENCE_PARALLEL", _ON_OFF, "method", "", "0", "1 also divides the tokens between the layers over the tensor-parallel processes (strategies with tensor parallelism; ENGINE=native)"),
     Declaration("PIPELINE_PARALLEL_SIZE", Whole(1), "layout", "--pipeline-model-parallel-size", "{pp}", "Pipeline-parallel size, for strategies with pipeline parallelism"),
 
     Declaration("TRAIN_ITERS", Whole(1), "recipe", "--train-iters", "1000", "Total training iterations"),

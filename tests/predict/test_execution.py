@@ -24,6 +24,8 @@ LAYOUTS = {
     "tensor": (Parallel(2, 1, WORLD // 2), Zero()),
     "pipeline": (Parallel(1, 2, WORLD // 2), Zero()),
     "hybrid": (Parallel(2, 2, WORLD // 4), Zero()),
+    "tensor with sequence parallelism": (Parallel(4, 1, WORLD // 4, sequence_parallel=True), Zero()),
+    "hybrid with sequence parallelism": (Parallel(2, 2, WORLD // 4, sequence_parallel=True), Zero()),
 }
 
 
@@ -40,8 +42,20 @@ def test_a_rank_of_1024_does_what_the_model_says(strategy: str):
     assert found.collectives > 0
     assert found.differences == []
     # Under tensor parallelism a small model's peak is up to 2.3 % above the prediction.
-    limit = 0.03 if strategy == "tensor" else executed.MOST_MEMORY_ERROR
+    limit = 0.03 if strategy.startswith("tensor") else executed.MOST_MEMORY_ERROR
     assert abs(found.memory_error) < limit, found
+
+
+@pytest.mark.parametrize("sizes", [(4, 1, 2), (2, 2, 1)])
+def test_sequence_parallelism_sends_and_keeps_what_the_model_says(sizes: tuple[int, int, int]):
+    """Every collective, and the memory; the last rank is on the last stage."""
+    parallel = Parallel(*sizes, sequence_parallel=True)
+    job = replace(PLAIN, parallel=parallel, global_batch=2 * 2 * parallel.data)
+    found = executed.compare("sequence", job, rank=parallel.world - 1)
+    assert found.differences == []
+    assert abs(found.memory_error) < executed.MOST_MEMORY_ERROR, found
+    kinds = {row.kind for row in traffic.rows(job) if row.what.endswith("blocks")}
+    assert kinds == {"all-gather", "reduce-scatter"}
 
 
 @pytest.mark.parametrize("stage", [2, 3])
