@@ -146,12 +146,15 @@ def joined(job: Job, rank: int) -> Iterator[None]:
 
 
 def believe_other_ranks() -> None:
-    """DeepSpeed's ZeRO-3 compares the order of its modules with rank 0's, which does not exist here."""
+    """DeepSpeed's ZeRO-3 compares the order of its modules with rank 0's, which does not exist here. And ZeRO leaves out
+    an update whose gradient norm is not finite, but here the norm is any number."""
     import deepspeed.comm.comm as communication
-    from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3
+    from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3, stage_1_and_2
 
     for module in (partition_parameters, partitioned_param_coordinator, stage3):
         module.assert_ints_same_as_other_ranks = lambda _: None
+    for module in (stage_1_and_2, stage3):
+        module.is_invalid_grad_norm = lambda _: False  # DeepSpeed 0.18.3 does not ask this
     communication.cdb = None  # the process group of an execution before
 
 
