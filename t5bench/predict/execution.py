@@ -146,8 +146,10 @@ def joined(job: Job, rank: int) -> Iterator[None]:
 
 
 def believe_other_ranks() -> None:
-    """DeepSpeed's ZeRO-3 compares the order of its modules with rank 0's, which does not exist here. And ZeRO leaves out
-    an update whose gradient norm is not finite, but here the norm is any number."""
+    """DeepSpeed's ZeRO-3 compares the order of its modules with rank 0's, which does not exist here.
+
+    And ZeRO leaves out an update whose gradient norm is not finite, but here the norm is any number.
+    """
     import deepspeed.comm.comm as communication
     from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3, stage_1_and_2
 

@@ -165,6 +165,17 @@ def test_a_resumed_fsdp2_gives_the_uninterrupted_curve(sample_data: Path, native
     resume("fsdp2", {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data)}, native_runs, tmp_path)
 
 
+def test_a_resumed_hsdp_gives_the_uninterrupted_curve(sample_data: Path, tmp_path: Path):
+    """Two copies of the states, each of two processes. DDP with as many processes has the same curve."""
+    settings = EXACT | WATCHED | {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data)}
+    settings |= {"NPROC_PER_NODE": "4", "MICRO_BATCH_SIZE": "1"}
+    hsdp = settings | {"FSDP_SHARD_SIZE": "2"}
+    train("fsdp2", tmp_path / "runs" / "fsdp2", **hsdp)
+    resume("fsdp2", hsdp, tmp_path / "runs", tmp_path)
+    train("ddp", tmp_path / "ddp", **settings)
+    parity(tmp_path / "runs" / "fsdp2", baseline=tmp_path / "ddp")
+
+
 def resume(strategy: str, engine: Engine, runs: Path, tmp_path: Path) -> None:
     """Resumes a copy of the strategy's run after half of its iterations, and compares both to the digit."""
     copy = tmp_path / "run"
