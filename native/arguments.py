@@ -41,6 +41,7 @@ Flag = tuple[str, Any, Any, str]
 REQUIRED: Any = object()
 FLAGS: list[Flag] = [
     ("--tensor-model-parallel-size", positive, 1, "processes that share each layer"),
+    ("--sequence-parallel", bool, False, "tensor-parallel processes share the tokens between the layers, too"),
     ("--pipeline-model-parallel-size", positive, 1, "2 puts half of the layers on separate processes"),
     ("--fsdp2", bool, False, "divide parameters, gradients and optimizer states by FSDP2 (this engine's own flag)"),
     ("--fsdp2-keep-parameters", bool, False, "gather parameters once an iteration, and keep them until its end"),
@@ -97,6 +98,7 @@ FLAGS: list[Flag] = [
     ("--deepspeed", bool, False, "train with DeepSpeed's ZeRO"),
     ("--deepspeed_config", str, None, "DeepSpeed's JSON"),
     ("--zero-stage", int, None, "no effect: the JSON has the stage"),
+    ("--zero-reduce-once", bool, False, "reduce ZeRO-2's and 3's gradients once an iteration (this engine's own flag)"),
     ("--layout-independent-init", bool, False, "no effect: every layout always starts from the same weights"),
     ("--cpu-optimizer", bool, False, "no effect: the JSON says what is offloaded; PyTorch's AdamW updates it"),
     ("--no-pipeline-parallel", bool, False, "no effect: this engine has no ZeRO with pipelines"),
@@ -185,6 +187,8 @@ def parse(argv: list[str] | None = None, family: str = "t5") -> argparse.Namespa
         raise Problem(reason)
     if args.fsdp2:
         check_fsdp2(args)
+    if args.sequence_parallel:
+        check_sequence_parallel(args)
     if family == "t5":
         check_t5(args)
     else:
@@ -244,6 +248,21 @@ def check_fsdp2(args: argparse.Namespace) -> None:
         raise Problem(found, "Choose a divisor")
 
 
+def check_sequence_parallel(args: argparse.Namespace) -> None:
+    """Raises Problem if the processes cannot share the tokens."""
+    if args.tp == 1:
+        raise Problem("--sequence-parallel needs tensor parallelism", "Leave it out, or give a tensor-parallel size")
+    if args.fsdp2 or args.trace:
+        other = "--fsdp2" if args.fsdp2 else "--trace"
+        raise Problem(f"--sequence-parallel with {other} is not supported", "Leave one of them out")
+    lengths = [args.seq_length] if args.family == "gpt" else [args.encoder_seq_length, args.decoder_seq_length]
+    for length in lengths:
+        if length % args.tp:
+            raise Problem(
+                f"a sequence of {length} tokens does not divide over {args.tp} processes", "Choose a multiple"
+            )
+
+
 def choose_device(args: argparse.Namespace) -> Any:
     """This process's own GPU with NCCL, a shared one with --share-gpus, else the CPU."""
     import torch
@@ -267,6 +286,8 @@ def check_compile(args: argparse.Namespace, zero_stage: int) -> None:
         raise Problem(found, "Leave it out")
     if args.compile and args.trace:
         raise Problem("--trace watches modules, which --compile puts together", "Leave one of them out")
-    if args.compile and (args.fsdp2 or args.recompute_granularity):
+    if args.compile and (args.fsdp2 or args.recompute_granularity or args.sequence_parallel):
         other = "--fsdp2" if args.fsdp2 else "--recompute-granularity"
+        if args.sequence_parallel:
+            other = "--sequence-parallel"
         raise Problem(f"--compile with {other} is untested", "Leave one of them out")

@@ -12,6 +12,7 @@ from native.data import Batch
 from native.model import Model, build, initialise, shape_of
 from native.parallel import Mesh, clip_gradients, sum_tied_gradients
 from native.precision import forget_copies
+from native.sequence_parallel import sum_sequence_gradients
 
 # All replicas start from the same weights, so DDP need not broadcast them; PyTorch 2.4 has no option for this.
 CAN_SKIP_BROADCAST = "init_sync" in inspect.signature(DistributedDataParallel).parameters
@@ -73,6 +74,7 @@ class TorchTrainer:
             group["lr"] = rate
         loss = self.forward_backward(split_batch(batch, self.args))
         sum_tied_gradients(self.model.tied, self.mesh)
+        sum_sequence_gradients(self.model.parameters(), self.mesh)
         norm = self.update()
         return loss, norm
 

@@ -19,7 +19,8 @@ class GPT(nn.Module):
     def __init__(self, args: Namespace, mesh: Mesh) -> None:
         super().__init__()
         self.tp = mesh.tp
-        self.stage_length = args.seq_length  # tokens of a sample that travel between pipeline stages
+        # Tokens of a sample that travel between pipeline stages.
+        self.stage_length = args.seq_length // self.tp.sequence_parts
         self.is_last = mesh.is_last_stage
         depth = args.num_layers // mesh.pp.size
         self.first_layer = depth * mesh.pp.rank

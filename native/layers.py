@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from native.parallel import Axis
 from native.precision import cast
 from native.recompute import recomputed
-from native.tensor_parallel import ColumnLinear, RowLinear, SharedDropout, VocabEmbedding, enter_tp
+from native.sequence_parallel import own_part
+from native.tensor_parallel import ColumnLinear, RowLinear, SharedDropout, VocabEmbedding
 
 
 class Stack(nn.Module):
@@ -113,7 +114,7 @@ class SelfAttention(Attention):
         self.dense = RowLinear(self.width, args.hidden_size, tp)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        query_key_value = self.query_key_value(enter_tp(x, self.tp))  # [b, s, 3 * heads * d]
+        query_key_value = self.query_key_value(x)  # [b, s, 3 * heads * d]
         query, key, value = query_key_value.unflatten(-1, (3, -1, self.head_size)).unbind(2)  # [b, s, heads, d] each
         return self.attend(query, key, value, mask)
 
@@ -122,12 +123,13 @@ class CrossAttention(Attention):
     def __init__(self, args: Namespace, tp: Axis) -> None:
         super().__init__(args, tp)
         self.query = ColumnLinear(args.hidden_size, self.width, tp)
-        self.key_value = ColumnLinear(args.hidden_size, 2 * self.width, tp)  # per head [k|v], unlike query_key_value
+        # per head [k|v], unlike query_key_value
+        self.key_value = ColumnLinear(args.hidden_size, 2 * self.width, tp, enters=False)
         self.dense = RowLinear(self.width, args.hidden_size, tp)
 
     def forward(self, x: Tensor, encoded: Tensor, mask: Tensor) -> Tensor:
         """`encoded` has already gone through enter_tp."""
-        query = self.query(enter_tp(x, self.tp)).unflatten(-1, (-1, self.head_size))  # [b, s_dec, heads, d]
+        query = self.query(x).unflatten(-1, (-1, self.head_size))  # [b, s_dec, heads, d]
         key_value = self.key_value(encoded)  # [b, s_enc, heads * 2 * d]
         key, value = key_value.unflatten(-1, (-1, 2, self.head_size)).unbind(3)  # [b, s_enc, heads, d] each
         return self.attend(query, key, value, mask)
@@ -136,13 +138,12 @@ class CrossAttention(Attention):
 class FeedForward(nn.Module):
     def __init__(self, args: Namespace, tp: Axis) -> None:
         super().__init__()
-        self.tp = tp
         self.gelu = "none" if args.no_bias_gelu_fusion else "tanh"  # the form of Megatron's fused kernel
         self.dense_h_to_4h = ColumnLinear(args.hidden_size, args.ffn_hidden_size, tp)
         self.dense_4h_to_h = RowLinear(args.ffn_hidden_size, args.hidden_size, tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = self.dense_h_to_4h(enter_tp(x, self.tp))  # [b, s, ffn / tp]
+        inner = self.dense_h_to_4h(x)  # [b, s, ffn / tp]
         return self.dense_4h_to_h(F.gelu(inner, approximate=self.gelu))
 
 
@@ -162,8 +163,12 @@ class Embedding(nn.Module):
         self.position_embeddings = nn.Embedding(args.max_position_embeddings, args.hidden_size)
         self.dropout = SharedDropout(args.hidden_dropout, tp)
         self.dtype = args.dtype
+        self.tp = tp
 
     def forward(self, tokens: Tensor) -> Tensor:
         words = self.word_embeddings(tokens, self.dtype)  # [b, s, hidden]
-        positions = self.position_embeddings(torch.arange(tokens.size(1), device=tokens.device))  # [s, hidden]
+        places = torch.arange(tokens.size(1), device=tokens.device)
+        if self.tp.divides_sequence:
+            places = own_part(places, self.tp, dim=0)
+        positions = self.position_embeddings(places)  # [s, hidden]
         return self.dropout(words + positions.to(self.dtype))

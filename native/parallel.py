@@ -23,6 +23,13 @@ class Axis:
     group: dist.ProcessGroup | None = None
     rng: torch.Generator | None = None
     """Of the tensor-parallel axis: a generator that gives the same numbers on all its ranks."""
+    divides_sequence: bool = False
+    """Of the tensor-parallel axis: each rank holds a part of the tokens between the layers (sequence_parallel.py)."""
+
+    @property
+    def sequence_parts(self) -> int:
+        """Over how many ranks the tokens between the layers are divided."""
+        return self.size if self.divides_sequence else 1
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduces `tensor` in place over the axis; does nothing on an axis of size one."""
@@ -44,7 +51,7 @@ class Mesh:
         return self.pp.rank == self.pp.size - 1
 
     @staticmethod
-    def build(pp: int, dp: int, tp: int, device: torch.device, seed: int) -> "Mesh":
+    def build(pp: int, dp: int, tp: int, device: torch.device, seed: int, *, divides_sequence: bool = False) -> "Mesh":
         """Creates the process groups and seeds dropout: one stream per process, and one that the TP ranks share."""
         rank = dist.get_rank()
         place = coordinates(rank, tp, dp)
@@ -52,7 +59,7 @@ class Mesh:
         mesh = Mesh(
             pp=Axis(pp, place.pp, groups.get_group("pp")),
             dp=Axis(dp, place.dp, groups.get_group("dp")),
-            tp=Axis(tp, place.tp, groups.get_group("tp")),
+            tp=Axis(tp, place.tp, groups.get_group("tp"), divides_sequence=divides_sequence),
         )
         torch.manual_seed(seed + rank)
         first_tp_rank = rank - place.tp

@@ -24,7 +24,8 @@ class T5(nn.Module):
         self.tp = mesh.tp
         self.pad = args.pad_token
         self.dtype = args.dtype
-        self.stage_length = args.encoder_seq_length  # tokens of a sample that travel between pipeline stages
+        # Tokens of a sample that travel between pipeline stages.
+        self.stage_length = args.encoder_seq_length // self.tp.sequence_parts
         parts: dict[str, nn.Module] = {"embedding": Embedding(args, self.tp)}
         if mesh.pp.rank == 0:
             parts["encoder"] = Stack(args, self.tp, args.encoder_num_layers, causal=False)

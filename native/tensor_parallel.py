@@ -5,6 +5,9 @@ each rank's gradient of x covers its slice alone, so backward sums them (the pap
 partial sum of the output, so forward sums (g, `leave_tp`). Both are written here rather than left to DTensor: our fused
 [q|k|v] weight is no contiguous shard, DDP does not take DTensor parameters, and on small layers DTensor's dispatch
 costs more than the arithmetic.
+
+With sequence parallelism (sequence_parallel.py) a rank holds a part of the tokens of x instead of all; f and g then
+gather and scatter them.
 """
 
 from typing import Any, NamedTuple
@@ -16,6 +19,7 @@ from torch.nn import functional as F
 
 from native.parallel import Axis
 from native.precision import cast
+from native.sequence_parallel import gather_sequence, gathered_linear, own_part, scatter_sequence
 
 
 class _Enter(torch.autograd.Function):
@@ -42,11 +46,18 @@ class _Leave(torch.autograd.Function):
 
 def enter_tp(x: Tensor, tp: Axis) -> Tensor:
     """f: hands x to column slices. Forward sends nothing; backward all-reduces x's gradient, x.numel() elements."""
+    if tp.divides_sequence:
+        return gather_sequence(x, tp)
     return x if tp.size == 1 else _Enter.apply(x, tp)
 
 
 def leave_tp(partial: Tensor, tp: Axis) -> Tensor:
     """g: takes the output of row slices. Forward all-reduces it in place; backward sends nothing."""
+    return scatter_sequence(partial, tp) if tp.divides_sequence else sum_over(partial, tp)
+
+
+def sum_over(partial: Tensor, tp: Axis) -> Tensor:
+    """The sum of what the ranks have, on all of them, in place; backward sends nothing."""
     return partial if tp.size == 1 else _Leave.apply(partial.contiguous(), tp)
 
 
@@ -81,17 +92,25 @@ def sliced(*shape: int, dim: int, tp: Axis, blocks: int = 1) -> nn.Parameter:
 class ColumnLinear(nn.Module):
     """y = x W^T + b with a slice of W's rows (output features) on each TP rank; the output stays sliced.
 
-    `blocks`: the number of blocks of rows that are sliced separately, as in the fused [q|k|v]. The input must have gone
-    through enter_tp.
+    `blocks`: the number of blocks of rows that are sliced separately, as in the fused [q|k|v]. `enters`: the input goes
+    through enter_tp here; otherwise it has done so before.
     """
 
-    def __init__(self, inputs: int, outputs: int, tp: Axis, blocks: int = 1) -> None:
+    def __init__(self, inputs: int, outputs: int, tp: Axis, blocks: int = 1, *, enters: bool = True) -> None:
         super().__init__()
+        self.tp = tp
+        self.enters = enters
         self.weight = sliced(outputs, inputs, dim=0, tp=tp, blocks=blocks)
         self.bias = sliced(outputs, dim=0, tp=tp, blocks=blocks)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, cast(self.weight, x.dtype), cast(self.bias, x.dtype))
+        weight = cast(self.weight, x.dtype)
+        bias = cast(self.bias, x.dtype)
+        if self.enters and self.tp.divides_sequence:
+            return gathered_linear(x, weight, bias, self.tp)
+        if self.enters:
+            x = enter_tp(x, self.tp)
+        return F.linear(x, weight, bias)
 
 
 class RowLinear(nn.Module):
@@ -120,7 +139,7 @@ class VocabEmbedding(nn.Module):
         self.weight = sliced(vocabulary, hidden, dim=0, tp=tp)
 
     def forward(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        """[b, s] ids to [b, s, hidden]: each rank looks up its own tokens, the others are 0, and the sum has all."""
+        """[b, s] ids to [b, s, hidden]: each rank looks up its own words, the others are 0, and the sum has all."""
         if self.tp.size == 1:
             return F.embedding(tokens, self.weight).to(dtype)
         rows_per_rank = len(self.weight)
@@ -141,18 +160,21 @@ def vocab_cross_entropy(logits: Tensor, labels: Tensor, tp: Axis) -> Tensor:
         return losses.view_as(labels)
     largest = tp.all_reduce(logits.detach().amax(-1), dist.ReduceOp.MAX)  # [b, s]
     logits = logits - largest.unsqueeze(-1)
-    exp_sum = leave_tp(logits.exp().sum(-1), tp)  # [b, s]
+    exp_sum = sum_over(logits.exp().sum(-1), tp)  # [b, s]
 
     words_per_rank = logits.size(-1)
     local = labels - tp.rank * words_per_rank  # [b, s]
     is_here = (local >= 0) & (local < words_per_rank) & (labels >= 0)
     index = local.masked_fill(~is_here, 0).unsqueeze(-1)  # [b, s, 1]
     label_logits = logits.gather(-1, index).squeeze(-1).masked_fill(~is_here, 0.0)  # [b, s]
-    return (exp_sum.log() - leave_tp(label_logits, tp)).masked_fill(labels < 0, 0.0)
+    return (exp_sum.log() - sum_over(label_logits, tp)).masked_fill(labels < 0, 0.0)
 
 
 class SharedDropout(nn.Module):
-    """Dropout of activations that every TP rank holds: all draw the same mask, otherwise their copies would diverge."""
+    """Dropout of activations that every TP rank holds: all draw the same mask, otherwise their copies would diverge.
+
+    With sequence parallelism each rank applies its part of that mask to its tokens, so the model is the same one.
+    """
 
     def __init__(self, p: float, tp: Axis) -> None:
         super().__init__()
@@ -163,5 +185,9 @@ class SharedDropout(nn.Module):
         if self.tp.size == 1 or not self.training or self.p == 0:
             return F.dropout(x, self.p, self.training)
         kept = 1 - self.p
-        mask = torch.empty_like(x).bernoulli_(kept, generator=self.tp.rng).div_(kept)
-        return x * mask
+        if self.tp.divides_sequence:
+            whole = x.new_empty(x.size(0), x.size(1) * self.tp.size, x.size(2))
+            mask = own_part(whole.bernoulli_(kept, generator=self.tp.rng), self.tp).clone()  # a view would keep it all
+        else:
+            mask = torch.empty_like(x).bernoulli_(kept, generator=self.tp.rng)
+        return x * mask.div_(kept)

@@ -182,7 +182,7 @@ def run(args: Namespace) -> None:
     dist.init_process_group(args.distributed_backend, timeout=timeout, device_id=device_id)
     vocabulary = share_vocabulary(args, file)
     pad_vocabulary(args, vocabulary)
-    mesh = Mesh.build(args.pp, args.dp, args.tp, args.device, args.seed)
+    mesh = Mesh.build(args.pp, args.dp, args.tp, args.device, args.seed, divides_sequence=args.sequence_parallel)
     trainer = make_trainer(args, mesh)
     training, validation = open_data(args, mesh.dp.rank, file, vocabulary, done)
     if done:

@@ -11,10 +11,15 @@ from native.data import Batch
 from native.data_parallel import TorchTrainer, make_optimizer
 from native.model import build, initialise
 from native.parallel import Mesh
+from t5bench import Problem
+from t5bench.model.job import REDUCE_ONCE_RELEASE
 
 
 class ZeroTrainer(TorchTrainer):
-    """ZeRO-1, 2, 3 and offload, by DeepSpeed with the run's JSON; parameters in bf16 with DeepSpeed's fp32 masters."""
+    """ZeRO-1, 2, 3 and offload, by DeepSpeed with the run's JSON; parameters in bf16 with DeepSpeed's fp32 masters.
+
+    ZeRO-2 and ZeRO-3 reduce gradients in every micro-batch; with --zero-reduce-once, once an iteration.
+    """
 
     def __init__(self, args: Namespace, mesh: Mesh) -> None:
         import deepspeed
@@ -44,14 +49,33 @@ class ZeroTrainer(TorchTrainer):
             deepspeed.zero.register_external_parameter(head, embedding.weight)
         optimizer = make_optimizer(model, args)
         self.model, self.optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        if args.zero_reduce_once and not hasattr(self.model, "coalesce_grad_reduction"):
+            found = f"DeepSpeed {deepspeed.__version__} cannot reduce gradients once an iteration (--zero-reduce-once)"
+            raise Problem(found, f"Install DeepSpeed {REDUCE_ONCE_RELEASE} or newer")
 
     def forward_backward(self, micro_batches: list[Batch]) -> Tensor:
+        if self.args.zero_reduce_once and len(micro_batches) > 1:
+            return self.reducing_once(micro_batches)
         total = torch.zeros((), device=self.args.device)
         for micro_batch in micro_batches:
             loss = self.loss(micro_batch)
             self.model.backward(loss)  # divides by the number of micro-batches
             self.model.step()  # updates after the last one
             total += loss.detach() / len(micro_batches)
+        return total
+
+    def reducing_once(self, micro_batches: list[Batch]) -> Tensor:
+        """The same, but each process adds up whole gradients, which are reduced after the last micro-batch."""
+        engine = self.model
+        total = torch.zeros((), device=self.args.device)
+        engine.set_gradient_accumulation_boundary(False)
+        with engine.coalesce_grad_reduction():  # which reduces at its end
+            for micro_batch in micro_batches:
+                loss = self.loss(micro_batch)
+                engine.backward(loss)
+                total += loss.detach() / len(micro_batches)
+        engine.set_gradient_accumulation_boundary(True)
+        engine.step()
         return total
 
     def update(self) -> Tensor:

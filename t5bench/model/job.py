@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+REDUCE_ONCE_RELEASE = "0.19.2"  # of DeepSpeed, from which on ZeRO-2 and 3 can reduce once an iteration
 BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "tf32": 4}
 
 
@@ -158,6 +159,7 @@ class Zero:
     offload_parameters: bool = False
     overlap: bool = False
     reduction: str = ""  # the dtype in which gradients are sent, "" for the training precision
+    reduce_once: bool = False  # stages 2 and 3: whole gradients add up, and are reduced after the last micro-batch
     reduce_bucket: int = 500_000_000
     prefetch_bucket: int = 50_000_000
     live_parameters: int = 1_000_000_000
@@ -278,6 +280,11 @@ class Job:
         return max(1, self.global_batch // (self.micro_batch * self.parallel.data))
 
     @property
+    def reduces_once(self) -> bool:
+        """Whether a ZeRO that divides gradients keeps them whole until the last of several micro-batches."""
+        return self.zero.reduce_once and self.zero.stage > 1 and self.micro_batches > 1
+
+    @property
     def element(self) -> int:
         """Bytes of a parameter and of an activation."""
         return BYTES[self.precision]
@@ -304,7 +311,7 @@ class Job:
         """
         arguments = plan.named_arguments
         layout = plan.layout
-        zero = Zero.of_config(plan.ds_config)
+        zero = replace(Zero.of_config(plan.ds_config), reduce_once=_given(arguments, "zero_reduce_once"))
         fully_sharded = None
         if plan.strategy.has_fsdp2:
             fully_sharded = FullySharded(keeps_parameters=_given(arguments, "fsdp2_keep_parameters"))

@@ -141,6 +141,8 @@ def _moments(
         "embedding": words | transient["backward"],
         "step": transient["step"] | leftover,
     }
+    if job.reduces_once:  # the bucket is not there before the last backward pass has ended
+        moments["reduction"] = transient["reduction"]
     if buckets.casts_come_last(job):
         positions = sum(tensors(a, job.parallel, stage)["embedding"][1:])
         gradients_of_copies = {"16-bit gradients": job.element * (count - positions)}
@@ -214,6 +216,11 @@ def transient_states(job: Job, count: int) -> dict[str, dict[str, float]]:
     if zero.stage == 3:
         window = e * min(count, zero.live_parameters, zero.reuse_distance / 2)
         forward["gathered parameters"] = backward["gathered parameters"] = window
+    if job.reduces_once:
+        forward["whole gradients"] = backward["whole gradients"] = e * count
+        reduction = backward
+        backward = {name: size for name, size in backward.items() if name != "reduction bucket"}
+        return {"forward": forward, "backward": backward, "reduction": reduction, "step": step}
     return {"forward": forward, "backward": backward, "step": step}
 
 

@@ -101,9 +101,9 @@ def _zero(job: Job, stage: int) -> Iterator[Row]:
     count = parameters(job.architecture, job.parallel, stage)
     gradients = count * BYTES[zero.reduction or job.precision]  # ZeRO has its own dtype for sending gradients
     kind = "reduce-scatter" if zero.stage == 3 else "all-reduce"
-    times = job.micro_batches if zero.stage > 1 else 1
+    times = job.micro_batches if zero.stage > 1 and not job.reduces_once else 1
     when = "each backward" if times > 1 else "after backward"
-    overlap = "each backward" if zero.overlap and zero.stage > 1 else ""
+    overlap = "each backward" if zero.overlap and zero.stage > 1 and not job.reduces_once else ""
     for elements, number in Counter(_zero_buckets(job, stage)).items():
         yield Row("gradients", "data", kind, times * number, gradients / count * elements, when, overlap)
     yield Row("gradient norm", "data", "all-reduce", 2, 8 if zero.stage == 3 else 4, "optimizer")
@@ -207,46 +207,21 @@ def _gathers(job: Job, stage: int) -> Iterator[Row]:
 
 
 def _tensor_parallel(job: Job, stage: int) -> Iterator[Row]:
-    """Shoeybi et al. (https://arxiv.org/abs/1909.08053): an all-reduce after each block, and one before it in backward.
-
-    Under sequence parallelism it is a reduce-scatter and an all-gather of the same bytes, and backward gathers once
-    more (https://arxiv.org/abs/2205.05198).
-    """
     if job.parallel.tensor == 1:
         return
     a = job.architecture
     m = job.micro_batches
     last = job.parallel.pipeline - 1
-    part = stage_of(a, job.parallel, stage)
-    stacks = (
-        ("encoder", part.encoder_layers, a.encoder_length),
-        ("decoder", part.decoder_layers, a.decoder_length),
-    )
-    per_token = job.micro_batch * a.hidden * job.element
-
-    def row(what: str, count: int, length: float, when: str) -> Row:
-        return Row(what, "tensor", "all-reduce", m * count, length * per_token, when)
-
-    forwards = 2 if job.recompute == "full" else 1
-    backwards = 1.5 if job.parallel.sequence_parallel else 1
-    for name, layers, length in stacks:
-        blocks = layers * (1 + len(a.attended(name == "decoder")))
-        yield row(f"{name} blocks", blocks * forwards, length, "each forward")
-        yield row(f"{name} blocks", blocks, length * backwards, "each backward")
-    if part.decoder_layers and a.cross_attention:
-        # Every layer's keys and values come from the encoder's output; the native engine sums their gradients first.
-        sums = 1 if job.engine == "native" else part.decoder_layers
-        yield row("encoder output", sums, a.encoder_length, "each backward")
-    for _, layers, length in stacks:
-        if part.embedding and layers:
-            yield row("embedding", 1, length, "each forward")
-    if part.head:
-        yield row("head", 1, a.output_length, "each backward")
+    if job.engine == "native" and job.parallel.sequence_parallel:
+        yield from _divided_activations(job, stage)
+    else:
+        yield from _whole_activations(job, stage)
+    if stage_of(a, job.parallel, stage).head:
         loss = 4 * a.output_length * job.micro_batch
         yield Row("cross entropy", "tensor", "all-reduce", 3 * m, loss, "each forward")
     if job.parallel.deepspeed:
         # Each rank sends a slice to the other stage, where the slices are gathered again (pipe_partitioned).
-        activations = a.decoder_length * per_token
+        activations = a.decoder_length * job.micro_batch * a.hidden * job.element
         if stage > 0:
             yield Row("activations", "tensor", "all-gather", m, activations, "each forward")
         if stage < last:
@@ -258,6 +233,87 @@ def _tensor_parallel(job: Job, stage: int) -> Iterator[Row]:
         if a.cross_attention:  # tokens, labels and loss mask, and the three masks of attention
             numbers = s + 3 * d + s * s + d * d + s * d
         yield Row("batch", "tensor", "broadcast", m, 8 * job.micro_batch * numbers, "each forward")
+
+
+def _stacks(job: Job, stage: int) -> list[tuple[str, int, int, int]]:
+    """A stage's encoder and decoder if it has them: name, layers, tokens of a sample, blocks in all layers."""
+    a = job.architecture
+    part = stage_of(a, job.parallel, stage)
+    stacks = [
+        ("encoder", part.encoder_layers, a.encoder_length, 1 + len(a.attended(False))),
+        ("decoder", part.decoder_layers, a.decoder_length, 1 + len(a.attended(True))),
+    ]
+    return [(name, layers, length, layers * blocks) for name, layers, length, blocks in stacks if layers]
+
+
+def _whole_activations(job: Job, stage: int) -> Iterator[Row]:
+    """Shoeybi et al. (https://arxiv.org/abs/1909.08053): an all-reduce after each block, and one before it in backward.
+
+    Under the sequence parallelism of other software it is a reduce-scatter and an all-gather of the same bytes, and
+    backward gathers once more (https://arxiv.org/abs/2205.05198).
+    """
+    a = job.architecture
+    m = job.micro_batches
+    part = stage_of(a, job.parallel, stage)
+    stacks = _stacks(job, stage)
+    per_token = job.micro_batch * a.hidden * job.element
+
+    def row(what: str, count: int, length: float, when: str) -> Row:
+        return Row(what, "tensor", "all-reduce", m * count, length * per_token, when)
+
+    forwards = 2 if job.recompute == "full" else 1
+    backwards = 1.5 if job.parallel.sequence_parallel else 1
+    for name, _, length, blocks in stacks:
+        yield row(f"{name} blocks", blocks * forwards, length, "each forward")
+        yield row(f"{name} blocks", blocks, length * backwards, "each backward")
+    if part.decoder_layers and a.cross_attention:
+        # Every layer's keys and values come from the encoder's output; the native engine sums their gradients first.
+        sums = 1 if job.engine == "native" else part.decoder_layers
+        yield row("encoder output", sums, a.encoder_length, "each backward")
+    for _, _, length, _ in stacks:
+        if part.embedding:
+            yield row("embedding", 1, length, "each forward")
+    if part.head:
+        yield row("head", 1, a.output_length, "each backward")
+
+
+def _divided_activations(job: Job, stage: int) -> Iterator[Row]:
+    """Sequence parallelism (https://arxiv.org/abs/2205.05198) as in native/sequence_parallel.py.
+
+    Tokens are gathered before a block and scattered after it, and once more each in backward; there the block's first
+    layer also gathers its input again. Then the gradients of what each rank applied to its own tokens are summed.
+    """
+    a = job.architecture
+    m = job.micro_batches
+    part = stage_of(a, job.parallel, stage)
+    stacks = _stacks(job, stage)
+    per_token = job.micro_batch * a.hidden * job.element
+
+    def row(what: str, kind: str, count: int, length: int, when: str) -> Row:
+        return Row(what, "tensor", kind, m * count, length * per_token, when)
+
+    forwards = 2 if job.recompute == "full" else 1
+    for name, _, length, blocks in stacks:
+        yield row(f"{name} blocks", "all-gather", blocks * forwards, length, "each forward")
+        yield row(f"{name} blocks", "reduce-scatter", blocks * forwards, length, "each forward")
+        yield row(f"{name} blocks", "all-gather", 2 * blocks, length, "each backward")
+        yield row(f"{name} blocks", "reduce-scatter", blocks, length, "each backward")
+    if part.decoder_layers and a.cross_attention:  # gathered once for the keys and values of all layers
+        yield row("encoder output", "all-gather", 1, a.encoder_length, "each forward")
+        yield row("encoder output", "reduce-scatter", 1, a.encoder_length, "each backward")
+    for _, _, length, _ in stacks:
+        if part.embedding:
+            yield row("embedding", "reduce-scatter", 1, length, "each forward")
+            yield row("embedding", "all-gather", 1, length, "each backward")
+    if part.head:
+        yield row("head", "all-gather", 1, a.output_length, "each forward")
+        yield row("head", "reduce-scatter", 1, a.output_length, "each backward")
+    # A rank has divided / t + undivided parameters, all ranks together divided + undivided ones.
+    t = job.parallel.tensor
+    of_a_rank = parameters(a, job.parallel, stage)
+    of_all_ranks = parameters(a, replace(job.parallel, tensor=1), stage)
+    undivided = (t * of_a_rank - of_all_ranks) // (t - 1)
+    yield Row("gradients of undivided parameters", "tensor", "all-reduce", 1, 4 * undivided, "after backward")
 
 
 def _pipeline(job: Job, stage: int) -> Iterator[Row]:

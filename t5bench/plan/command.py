@@ -105,6 +105,8 @@ def own_arguments(draft: Draft, choices: Choices) -> list[str]:
     words += recomputation_arguments(draft)
     if value("RAMPUP_BATCH_SIZE"):
         words += ["--rampup-batch-size", *value("RAMPUP_BATCH_SIZE").split()]
+    if draft.is_on("SEQUENCE_PARALLEL") and layout.tp > 1:
+        words += ["--sequence-parallel"]
     words += zero_arguments(draft, choices)
     return [*words, *draft.strategy.flags, *fsdp2_arguments(draft)]
 
@@ -153,6 +155,8 @@ def zero_arguments(draft: Draft, choices: Choices) -> list[str]:
         words += ["--no-pipeline-parallel"]
     if choices.offloads_optimizer:
         words += ["--cpu-optimizer"]
+    if draft.is_on("ZERO_REDUCE_ONCE") and choices.zero_stage > 1:
+        words += ["--zero-reduce-once"]
     return words
 
 

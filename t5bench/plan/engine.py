@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from t5bench import REPOSITORY, Problem
+from t5bench.model.job import REDUCE_ONCE_RELEASE
 from t5bench.model.layout import Layout
 from t5bench.plan.draft import Draft
 from t5bench.plan.releases import ask_ledger
 from t5bench.record.ds_config import check_strategy
-from t5bench.record.ledger import WRONG, look_up_torch
+from t5bench.record.ledger import WRONG, look_up_torch, version_of
 from t5bench.record.machine import checksum, installed_version
 from t5bench.text import guard_streams
 
@@ -234,6 +235,8 @@ def check_packages(draft: Draft, config: Mapping[str, Any] | None, layout: Layou
     if not version:
         lack("no-deepspeed", f"DeepSpeed is not installed for {sys.executable}", f"Run: {INSTALL}")
         return ""
+    if draft.is_on("ZERO_REDUCE_ONCE") and config["zero_optimization"]["stage"] > 1:
+        _check_reduce_once(draft, version)
     answer = ask_ledger(
         version,
         config,
@@ -261,6 +264,20 @@ def _check_torch(draft: Draft, device: str) -> str:
         measured = "on a CPU, where the ledger measured it, " if device != "cpu" else ""
         draft.notes.append(f"warning: torch {version} may train this strategy wrong: {measured}{answer.said}")
     return str(answer)
+
+
+def _check_reduce_once(draft: Draft, version: str) -> None:
+    if draft.value("ENGINE") == "megatron":
+        found = "ZERO_REDUCE_ONCE=1 does not work with ENGINE=megatron: its loop has DeepSpeed reduce every micro-batch"
+        draft.refuse("reduce-once", found, "Use ENGINE=native, or unset it")
+        return
+    try:
+        is_old = version_of(version) < version_of(REDUCE_ONCE_RELEASE)
+    except ValueError:
+        return  # a pre-release: the engine asks DeepSpeed itself
+    if is_old:
+        found = f"DeepSpeed {version} cannot reduce gradients once an iteration (ZERO_REDUCE_ONCE=1)"
+        draft.refuse("reduce-once", found, f"Install the pinned release: {INSTALL}")
 
 
 if __name__ == "__main__":

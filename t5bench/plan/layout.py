@@ -89,6 +89,8 @@ def divide(draft: Draft, per_node: int, zero_stage: int) -> Layout | None:
     split_rank = pp // 2 if pp > 1 and family_of(draft).has_encoder else None
     layout = Layout(nnodes, per_node, world_size, tp, pp, dp, micro_batches, split_rank)
     _check_rampup(draft, micro_batch * dp)
+    if draft.is_on("SEQUENCE_PARALLEL") and tp > 1:
+        _check_sequence_parallel(draft, tp)
     if draft.value("ENGINE") == "native":
         _check_native(draft, layout, zero_stage)
     return layout
@@ -135,6 +137,19 @@ def _check_native(draft: Draft, layout: Layout, zero_stage: int) -> None:
             check_compile(parser.parse_args([*draft.strategy.flags, *draft.extra]), zero_stage)
         except Problem as problem:
             draft.refuse("engine-argument", f"after --: {problem}", problem.remedy)
+
+
+def _check_sequence_parallel(draft: Draft, tp: int) -> None:
+    code = "sequence-parallel"
+    if draft.value("ENGINE") == "megatron":
+        found = "SEQUENCE_PARALLEL=1 does not work with ENGINE=megatron, where it breaks in several places"
+        draft.refuse(code, f"{found} (docs/gpt.md)", "Use ENGINE=native, or unset it")
+    elif draft.strategy.has_fsdp2:
+        draft.refuse(code, "SEQUENCE_PARALLEL=1 does not go with FSDP2", "Use run_megatron_t5_tensor.sh, or unset it")
+    for name in family_of(draft).lengths:
+        if draft.number(name) % tp:
+            found = f"{name}={draft.number(name)} is not divisible by the tensor-parallel size {tp}"
+            draft.refuse(code, f"{found}, as SEQUENCE_PARALLEL=1 needs it", "Change it, or unset SEQUENCE_PARALLEL")
 
 
 def _check_rampup(draft: Draft, together: int) -> None:

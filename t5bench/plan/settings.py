@@ -45,9 +45,9 @@ DECIDED_ELSEWHERE = {
         ("--train-data-path", "--valid-data-path", "--test-data-path"),
         "The record and the comparison know only the dataset in MEGATRON_DATA_DIR",
     ),
-    **dict.fromkeys(
-        ("--sequence-parallel", "--ds-sequence-parallel-size"),
-        "The engine's patches do not know sequence parallelism: another layout would train another model",
+    "--sequence-parallel": "Use SEQUENCE_PARALLEL=1, with ENGINE=native",
+    "--ds-sequence-parallel-size": (
+        "The engine's patches do not know sequence parallelism: another layout would train another model"
     ),
     **dict.fromkeys(
         ("--swiglu", "--num-experts", "--num-key-value-heads", "--expert-interval"),

@@ -83,7 +83,14 @@ def execute(job: Job, rank: int) -> Execution:
         raise Problem(f"rank {rank} is not one of {job.parallel.world}", "Choose a rank that exists")
     with joined(job, rank):
         arguments = native_arguments(job, rank)
-        mesh = Mesh.build(arguments.pp, arguments.dp, arguments.tp, arguments.device, arguments.seed)
+        mesh = Mesh.build(
+            arguments.pp,
+            arguments.dp,
+            arguments.tp,
+            arguments.device,
+            arguments.seed,
+            divides_sequence=job.parallel.sequence_parallel,
+        )
         tracker = TotalMemory()
         collectives = Collectives()
         with GpuDropout(), HollowTensors(), collectives:
@@ -139,12 +146,17 @@ def joined(job: Job, rank: int) -> Iterator[None]:
 
 
 def believe_other_ranks() -> None:
-    """DeepSpeed's ZeRO-3 compares the order of its modules with rank 0's, which does not exist here."""
+    """DeepSpeed's ZeRO-3 compares the order of its modules with rank 0's, which does not exist here.
+
+    And ZeRO leaves out an update whose gradient norm is not finite, but here the norm is any number.
+    """
     import deepspeed.comm.comm as communication
-    from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3
+    from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3, stage_1_and_2
 
     for module in (partition_parameters, partitioned_param_coordinator, stage3):
         module.assert_ints_same_as_other_ranks = lambda _: None
+    for module in (stage_1_and_2, stage3):
+        module.is_invalid_grad_norm = lambda _: False  # DeepSpeed 0.18.3 does not ask this
     communication.cdb = None  # the process group of an execution before
 
 
@@ -153,6 +165,7 @@ def native_arguments(job: Job, rank: int) -> Namespace:
     a = job.architecture
     parallel = job.parallel
     return Namespace(
+        family=a.family, num_layers=a.encoder_layers, recompute_granularity=None,
         encoder_num_layers=a.encoder_layers, decoder_num_layers=a.decoder_layers, hidden_size=a.hidden,
         num_attention_heads=a.heads, kv_channels=a.head_size, ffn_hidden_size=a.ffn,
         encoder_seq_length=a.encoder_length, decoder_seq_length=a.decoder_length,
@@ -165,6 +178,7 @@ def native_arguments(job: Job, rank: int) -> Namespace:
         lr=1e-4, weight_decay=0.01, adam_beta1=0.9, adam_beta2=0.999, adam_eps=1e-8, clip_grad=1.0,
         dtype=torch.bfloat16 if job.precision == "bf16" else torch.float32, device=torch.device("cpu"),
         deepspeed=job.zero.stage > 0, deepspeed_json=deepspeed_json(job),
+        zero_reduce_once=job.zero.reduce_once,
     )  # fmt: skip
 
 

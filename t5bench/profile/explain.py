@@ -126,6 +126,8 @@ class Explanation:
         for part, first_stage in SENT_EVERY_MICRO_BATCH.items():
             if gathers_often:
                 is_sent_often = part == PARAMETERS  # FSDP2 sends gradients once
+            elif part == GRADIENTS and self.plan.value("ZERO_REDUCE_ONCE", "0") == "1":
+                is_sent_often = False
             else:
                 is_sent_often = self.plan.zero_stage >= first_stage
             if is_sent_often:

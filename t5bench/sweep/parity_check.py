@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from t5bench import REPOSITORY, Problem, note, raise_on_signals
-from t5bench.compare.parity import SEEDS, TOLERANCE
+from t5bench.compare.parity import NATIVE, SEEDS, TOLERANCE
 from t5bench.compare.sensitivity import MARGIN
 from t5bench.plan.launchers import accepted, declarations
 from t5bench.record.plan import Plan
@@ -19,7 +19,6 @@ from t5bench.sweep.command import run_all, t5bench
 from t5bench.sweep.launch import BASELINE, Launch, Row, choose, plan_rows
 
 MEGATRON = "megatron"
-NATIVE = "native"
 # Numbers that have no setting. With an epsilon as large as the gradients and a short memory of their squares, mistakes
 # show after a few updates; with larger initial weights GELU's two forms differ by more than rounding.
 ARGUMENTS = ("--adam-beta1", "0.9", "--adam-beta2", "0.9", "--adam-eps", "0.01", "--init-method-std", "0.1")

@@ -229,6 +229,21 @@ def test_layouts_that_drop_other_masks_are_judged_over_seeds(
     assert says is None or says in answer.line("FAIL tensor")
 
 
+@pytest.mark.parametrize(("engine", "directly"), [("native", True), ("megatron", False)])
+def test_the_native_engine_drops_the_same_in_an_equal_layout(
+    tmp_path: Path, parity: Parity, engine: str, directly: bool
+):
+    """A method such as sequence parallelism is compared with the same layout without it, in one run each."""
+    alone = make_run(tmp_path / "tensor", settings=DROPS, engine=engine)
+    near, far = (
+        make_run(tmp_path / name / "tensor", scaled(LOSSES, 2, factor), settings=DROPS, engine=engine)
+        for name, factor in (("near", 1 + 1e-4), ("far", 1.1))
+    )
+    assert parity(near, "--baseline", alone).passed("tensor") == directly
+    answer = parity(far, "--baseline", alone)
+    assert not answer.passed("tensor") and ("seeds each are needed" in answer.output) != directly
+
+
 def test_the_baseline_is_judged_by_curves_from_outside(tmp_path: Path):
     """Of native/reference.py: what all strategies share shows nowhere else."""
     losses, norms = [8.0, 7.5, 7.0], [3.0, 2.0, 1.0]

@@ -117,6 +117,30 @@ def test_fsdp2_in_eight_processes(native_runs: Path, sample_data: Path, tmp_path
     parity(tmp_path / "kept", baseline=native_runs / "ddp")
 
 
+def test_zero_that_reduces_once(native_runs: Path, sample_data: Path, tmp_path: Path):
+    """Gradients that each process adds up, and reduces after the last micro-batch, are the same ones."""
+    settings = EXACT | {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data), "ZERO_REDUCE_ONCE": "1"}
+    for strategy in ("zero2", "zero3", "zero3_offload"):
+        train(strategy, tmp_path / strategy, **settings)
+    parity(*(tmp_path / name for name in ("zero2", "zero3", "zero3_offload")), baseline=native_runs / "ddp")
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "hybrid"])
+@pytest.mark.parametrize("family", ["t5", "gpt"])
+def test_sequence_parallelism_changes_nothing(
+    sample_data: Path, tmp_path: Path, request: pytest.FixtureRequest, family: str, strategy: str
+):
+    """With dropout, too, the curves are those of tensor parallelism alone: norms, biases and positions have the whole
+    gradients, and each rank has its part of the mask."""
+    settings = {"PRECISION_FLAG": "", "DROPOUT": "0.1", "MEGATRON_DATA_DIR": str(sample_data)}
+    if family == "gpt":
+        settings |= request.getfixturevalue("gpt")
+    settings |= {"ENGINE": "native"}
+    train(strategy, tmp_path / "alone", **settings)
+    train(strategy, tmp_path / "with it", **settings, SEQUENCE_PARALLEL="1")
+    parity(tmp_path / "with it", baseline=tmp_path / "alone")
+
+
 def test_fsdp2_and_ddp_write_the_same_checkpoint(native_runs: Path):
     """The same file with the same tensors, so that what reads DDP's checkpoints reads FSDP2's."""
     file = Path("checkpoints", "iter_0000010", "mp_rank_00", "model_optim_rng.pt")
@@ -139,6 +163,17 @@ def test_a_resumed_run_gives_the_uninterrupted_curve(engine: Engine, runs: Path,
 
 def test_a_resumed_fsdp2_gives_the_uninterrupted_curve(sample_data: Path, native_runs: Path, tmp_path: Path):
     resume("fsdp2", {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data)}, native_runs, tmp_path)
+
+
+def test_a_resumed_hsdp_gives_the_uninterrupted_curve(sample_data: Path, tmp_path: Path):
+    """Two copies of the states, each of two processes. DDP with as many processes has the same curve."""
+    settings = EXACT | WATCHED | {"ENGINE": "native", "MEGATRON_DATA_DIR": str(sample_data)}
+    settings |= {"NPROC_PER_NODE": "4", "MICRO_BATCH_SIZE": "1"}
+    hsdp = settings | {"FSDP_SHARD_SIZE": "2"}
+    train("fsdp2", tmp_path / "runs" / "fsdp2", **hsdp)
+    resume("fsdp2", hsdp, tmp_path / "runs", tmp_path)
+    train("ddp", tmp_path / "ddp", **settings)
+    parity(tmp_path / "runs" / "fsdp2", baseline=tmp_path / "ddp")
 
 
 def resume(strategy: str, engine: Engine, runs: Path, tmp_path: Path) -> None:

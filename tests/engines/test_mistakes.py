@@ -57,6 +57,7 @@ class Planter:
         shutil.copytree(gpt["MEGATRON_DIR"], self.engine, ignore=shutil.ignore_patterns(".git"))
         self.settings = GATE | {"MEGATRON_DATA_DIR": str(data), "MEGATRON_DIR": str(self.engine)}
         self.of_engine = {name: {"ENGINE": name} for name in ("native", "megatron")}
+        self.of_engine["native-sequence"] = {"ENGINE": "native", "SEQUENCE_PARALLEL": "1"}
         self.of_engine["native-gpt"] = gpt | {"ENGINE": "native"}
         self.of_engine["gpt"] = gpt | {"MEGATRON_DIR": str(self.engine)}
 
@@ -111,7 +112,7 @@ def planter(gpt: dict[str, str], sample_data: Path, tmp_path_factory: pytest.Tem
 def test_the_list_is_long_enough_and_can_be_planted(planter: Planter):
     engines = [mistake.engine for mistake in MISTAKES]
     assert len(engines) == len(set(MISTAKES)) >= 40
-    assert set(engines) == {"native", "megatron", "gpt", "native-gpt"}
+    assert set(engines) == {"native", "megatron", "gpt", "native-gpt", "native-sequence"}
     assert all((REPO_ROOT / "scripts" / f"run_megatron_t5_{m.strategy}.sh").exists() for m in MISTAKES)
     assert [m for m in MISTAKES if planter.path(m.file).read_text().count(m.right) != 1] == []
 
@@ -131,6 +132,24 @@ def test_a_planted_mistake_is_named(planter: Planter, mistake: Mistake, tmp_path
     print(mistake, found.loss, found.norm)
     engine = planter.of_engine[mistake.engine]["ENGINE"]
     assert not found.passed and str(found) == f"{mistake.strategy} ({engine})"
+
+
+def test_a_dropout_mask_that_all_slices_share_is_found(planter: Planter, tmp_path: Path):
+    """With sequence parallelism each rank has its own part of the mask that tensor parallelism draws: the gate
+    compares the two with dropout, under which DDP draws other masks."""
+    right = "mask = own_part(whole.bernoulli_(kept, generator=self.tp.rng), self.tp).clone()"
+    wrong = "mask = whole.bernoulli_(kept, generator=self.tp.rng).chunk(self.tp.size, 1)[0].clone()"
+    mistake = Mistake("native-sequence", "tensor", "native/tensor_parallel.py", right, wrong)
+    planter.settings |= {"DROPOUT": "0.1"}
+    try:
+        baseline = planter.train("native", "tensor", tmp_path / "tensor")
+        honest = planter.train("native-sequence", "tensor", tmp_path / "honest")
+        with planter.planted(mistake):
+            wrongly = planter.train("native-sequence", "tensor", tmp_path / "wrongly")
+    finally:
+        planter.settings |= {"DROPOUT": GATE["DROPOUT"]}
+    (found, right_one, _), _ = gate([wrongly, honest, baseline], baseline)
+    assert right_one.passed and not found.passed, (right_one, found)
 
 
 def test_upstream_bugs_put_back_are_found(planter: Planter):

@@ -302,6 +302,27 @@ def test_the_deepspeed_json_follows_the_settings(making):
     assert plain["bf16"] == plain["fp16"] == {"enabled": False} and "communication_data_type" not in plain
 
 
+def test_sequence_parallelism(making):
+    once = {"SEQUENCE_PARALLEL": "1", "ENGINE": "native"}
+    assert "--sequence-parallel" in making("tensor", **once).plan.arguments.own
+    assert "--sequence-parallel" not in making("ddp", **once).plan.arguments.own  # there is nothing to divide
+    refused = making("tensor", SEQUENCE_PARALLEL="1", ENGINE="megatron")
+    assert refused.codes == ["sequence-parallel"] and "docs/gpt.md" in str(refused.plan.obstacles[0])
+    assert making("hybrid", **once, DECODER_SEQ_LENGTH="127").codes == ["sequence-parallel"]
+    assert making("fsdp2", **once, TENSOR_PARALLEL_SIZE="2").codes == ["sequence-parallel"]
+
+
+def test_zero_may_reduce_once(making, monkeypatch: pytest.MonkeyPatch):
+    once = {"ZERO_REDUCE_ONCE": "1", "ENGINE": "native"}
+    assert "--zero-reduce-once" in making("zero2", **once).plan.arguments.own
+    assert "--zero-reduce-once" not in making("zero1", **once).plan.arguments.own  # it always does
+    refused = making("zero3", ZERO_REDUCE_ONCE="1", ENGINE="megatron")
+    assert refused.codes == ["reduce-once"] and "its loop has DeepSpeed reduce" in str(refused.plan.obstacles[0])
+    monkeypatch.setattr("t5bench.plan.engine.installed_version", lambda _: "0.18.3")
+    assert "reduce-once" in making("zero2", **once).codes
+    assert "reduce-once" not in making("ddp", **once).codes
+
+
 ZERO = {"stage": 2, "overlap_comm": False}
 JSONS = {
     "too many": ({"zero_optimization": ZERO, "optimizer": {"type": "Adam"}}, "optimizer would have no effect"),
