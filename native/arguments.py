@@ -41,7 +41,7 @@ Flag = tuple[str, Any, Any, str]
 REQUIRED: Any = object()
 FLAGS: list[Flag] = [
     ("--tensor-model-parallel-size", positive, 1, "processes that share each layer"),
-    ("--pipeline-model-parallel-size", positive, 1, "2 puts half of the layers on separate processes"),
+    ("--pipeline-model-parallel-size", positive, 1, "stages of layers, on separate processes"),
     ("--fsdp2", bool, False, "divide parameters, gradients and optimizer states by FSDP2 (this engine's own flag)"),
     ("--fsdp2-keep-parameters", bool, False, "gather parameters once an iteration, and keep them until its end"),
     ("--fsdp2-shard-size", int, 0, "processes that share one copy of the states; 0: all data-parallel ones"),
@@ -110,7 +110,7 @@ FLAGS: list[Flag] = [
 ]
 FLAGS_OF: dict[str, list[Flag]] = {
     "t5": [
-        ("--pipeline-model-parallel-split-rank", int, 1, "the decoder's stage: 1"),
+        ("--pipeline-model-parallel-split-rank", int, 1, "the decoder's first stage"),
         ("--encoder-num-layers", positive, REQUIRED, "encoder depth"),
         ("--decoder-num-layers", positive, REQUIRED, "decoder depth"),
         ("--encoder-seq-length", positive, REQUIRED, "encoder input length"),
@@ -209,8 +209,9 @@ def read_deepspeed_json(args: argparse.Namespace) -> None:
 def check_t5(args: argparse.Namespace) -> None:
     """Raises Problem if T5's own arguments do not fit together; adds num_layers, as Megatron does."""
     args.num_layers = args.encoder_num_layers
-    if args.pp == 2 and args.pipeline_model_parallel_split_rank != 1:
-        raise Problem("the decoder's stage must be 1: --pipeline-model-parallel-split-rank 1")
+    split = args.pipeline_model_parallel_split_rank
+    if args.pp > 1 and not 0 < split < args.pp:
+        raise Problem(f"--pipeline-model-parallel-split-rank {split} is not one of stages 1 to {args.pp - 1}")
     encoder = args.encoder_seq_length
     decoder = args.decoder_seq_length
     if encoder < 4 or decoder < args.mask_prob * (encoder - 2) + 2:

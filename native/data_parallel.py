@@ -72,7 +72,7 @@ class TorchTrainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss = self.forward_backward(split_batch(batch, self.args))
-        sum_tied_gradients(self.model.tied, self.mesh)
+        sum_tied_gradients(self.model.tied)
         norm = self.update()
         return loss, norm
 

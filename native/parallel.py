@@ -40,6 +40,10 @@ class Mesh:
     tp: Axis = field(default_factory=Axis)
 
     @property
+    def is_first_stage(self) -> bool:
+        return self.pp.rank == 0
+
+    @property
     def is_last_stage(self) -> bool:
         return self.pp.rank == self.pp.size - 1
 
@@ -70,17 +74,30 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def sum_tied_gradients(tied: Iterable[nn.Parameter], mesh: Mesh) -> None:
+@dataclass
+class Tied:
+    """An embedding of which several pipeline stages have a copy."""
+
+    stages: set[int]
+    """That have one."""
+    parameter: nn.Parameter | None
+    """This stage's copy."""
+    axis: Axis = field(default_factory=Axis)
+    """The processes that differ from this one only in the stage, and have a copy."""
+
+
+def sum_tied_gradients(tied: Iterable[Tied]) -> None:
     """Sums the gradients of the pipeline stages' copies of the tied embeddings, so that all copies step alike.
 
-    Sends their fp32 elements between the stages, once per iteration.
+    Sends their fp32 elements between the stages that have a copy, once per iteration.
     """
-    for parameter in tied:
-        mesh.pp.all_reduce(parameter.grad)
+    for embedding in tied:
+        if embedding.parameter is not None:
+            embedding.axis.all_reduce(embedding.parameter.grad)
 
 
 def clip_gradients(
-    model: nn.Module, tied: Iterable[nn.Parameter], mesh: Mesh, max_norm: float, shards: Axis | None = None
+    model: nn.Module, tied: Iterable[Tied], mesh: Mesh, max_norm: float, shards: Axis | None = None
 ) -> Tensor:
     """Scales the gradients to a global norm of at most `max_norm` (0: never) and returns the norm, a tensor [].
 
@@ -88,7 +105,7 @@ def clip_gradients(
     first stage. One number travels over the TP and PP axes, and over `shards` if FSDP2 has divided the gradients;
     nothing waits for the GPU.
     """
-    copies = set(tied) if mesh.pp.rank > 0 else set()
+    copies = {embedding.parameter for embedding in tied if mesh.pp.rank > 0}
     gradients = {parameter: local_part(parameter.grad) for parameter in model.parameters()}
     counted = []
     for parameter, gradient in gradients.items():

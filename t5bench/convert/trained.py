@@ -10,7 +10,7 @@ import torch
 
 from t5bench import Problem
 from t5bench.convert.checkpoint_file import read_checkpoint_file
-from t5bench.convert.shards import Weights, whole_weights
+from t5bench.convert.shards import Cut, Weights, whole_weights
 from t5bench.model.job import Architecture
 from t5bench.record.checkpoints import TRACKER, Checkpoints
 from t5bench.record.records import Run, load
@@ -105,7 +105,11 @@ def native_arguments(record: Run) -> Namespace:
     given = plan.named_arguments
     is_t5 = architecture.family == "t5"
     encoder_layers = architecture.encoder_layers if is_t5 else architecture.decoder_layers
+    layers = {"encoder": encoder_layers}
+    if is_t5:
+        layers["decoder"] = architecture.decoder_layers
     return Namespace(
+        native_cut=Cut(record.layout.tp, record.layout.pp, record.layout.split_rank or 0, layers),
         encoder_num_layers=encoder_layers,
         num_layers=encoder_layers,
         decoder_num_layers=architecture.decoder_layers if is_t5 else None,

@@ -355,8 +355,6 @@ def beyond_native(
     """Why the native engine cannot train in this layout and precision; "" if it can."""
     if is_fp16:
         return "the native engine does not train in fp16, because it has no loss scaling"
-    if pipeline > 2:
-        return f"the native engine has at most two pipeline stages, but {pipeline} were asked for"
     if has_zero and tensor * pipeline > 1:
         return "the native engine's ZeRO shards only over data-parallel ranks, without TP and PP"
     if has_fsdp2 and pipeline > 1:

@@ -9,6 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from t5bench.model.job import Architecture, Parallel
+from t5bench.model.layout import share
 
 WHOLE = Parallel()
 Shape = tuple[int, ...]
@@ -34,16 +35,12 @@ def stage_of(a: Architecture, parallel: Parallel, stage: int = 0) -> Stage:
     if a.cross_attention and stages > 1 and not 0 < begin < stages:
         raise ValueError(f"a pipeline of {stages} stages cannot begin its decoder at stage {begin}")
 
-    def share(layers: int, stages: range) -> int:
-        """The first of the stages get one more if the layers cannot be divided evenly."""
-        if stage not in stages:
-            return 0
-        least, rest = divmod(layers, len(stages))
-        return least + 1 if stage - stages.start < rest else least
+    def held(layers: int, among: range) -> int:
+        return len(share(layers, among, stage)) if stage in among else 0
 
     return Stage(
-        encoder_layers=share(a.encoder_layers, range(begin or stages)),
-        decoder_layers=share(a.decoder_layers, range(begin, stages)),
+        encoder_layers=held(a.encoder_layers, range(begin or stages)),
+        decoder_layers=held(a.decoder_layers, range(begin, stages)),
         embedding=stage in (0, begin),
         head=stage == stages - 1,
     )

@@ -1,8 +1,9 @@
 """Which device and how many processes a run takes, and how they divide the work."""
 
 from t5bench import Problem
-from t5bench.model.job import beyond_native
-from t5bench.model.layout import Layout
+from t5bench.model.flops import layer_multiply_adds, multiply_adds
+from t5bench.model.job import Architecture, beyond_native
+from t5bench.model.layout import Layout, decoder_stage
 from t5bench.plan.draft import Draft
 from t5bench.plan.families import family_of
 from t5bench.record.gpus import GpuInventory, visible_gpus
@@ -86,12 +87,26 @@ def divide(draft: Draft, per_node: int, zero_stage: int) -> Layout | None:
         refuse("batch-size", found, "Change GLOBAL_BATCH_SIZE or MICRO_BATCH_SIZE")
         return None
     micro_batches = global_batch // (micro_batch * dp)
-    split_rank = pp // 2 if pp > 1 and family_of(draft).has_encoder else None
+    split_rank = _decoder_stage(draft, pp) if pp > 1 and family_of(draft).has_encoder else None
     layout = Layout(nnodes, per_node, world_size, tp, pp, dp, micro_batches, split_rank)
     _check_rampup(draft, micro_batch * dp)
     if draft.value("ENGINE") == "native":
         _check_native(draft, layout, zero_stage)
     return layout
+
+
+def _decoder_stage(draft: Draft, pp: int) -> int:
+    """The decoder's first stage. Megatron-DeepSpeed's stacks get as many stages; the native engine's stages are to take
+    equally long, so a layer counts by its multiply-adds for a sample, and the last layer with the head."""
+    if draft.value("ENGINE") != "native":
+        return pp // 2
+    family = family_of(draft)
+    names = (*family.stacks, *family.lengths, "HIDDEN_SIZE", "NUM_ATTENTION_HEADS", "FFN_HIDDEN_SIZE")
+    a = Architecture.of_arguments({name.lower(): draft.value(name) for name in names}, family.vocabulary)
+    encoder = [sum(layer_multiply_adds(a))] * a.encoder_layers
+    decoder = [sum(layer_multiply_adds(a, decoder=True))] * a.decoder_layers
+    decoder[-1] += multiply_adds(a)["head"]
+    return decoder_stage(encoder, decoder, pp)
 
 
 def _check_sizes(draft: Draft, tp: int, pp: int) -> None:
@@ -107,14 +122,18 @@ def _check_sizes(draft: Draft, tp: int, pp: int) -> None:
             refuse("tensor-size", f"{name}={draft.number(name)} is not divisible by the tensor-parallel size {tp}")
     if draft.number("VOCABULARY_MULTIPLE") % tp:
         refuse("tensor-size", f"the tensor-parallel size must divide VOCABULARY_MULTIPLE, found {tp}")
-    if pp > 1 and pp % len(stacks):
+    layers = sum(draft.number(name) for name in stacks)
+    if draft.value("ENGINE") == "native":
+        if pp > layers:
+            refuse("pipeline-size", f"{pp} pipeline stages need as many layers, and the model has {layers}")
+    elif pp > 1 and pp % len(stacks):
         found = f"the pipeline-parallel size must be even (half encoder, half decoder), found {pp}"
-        refuse("pipeline-size", found)
+        refuse("pipeline-size", found, "ENGINE=native trains with any number of stages")
     elif pp > 1:
         for name in stacks:
             if draft.number(name) % (pp // len(stacks)):
                 found = f"{name}={draft.number(name)} does not divide over {pp // len(stacks)} stages"
-                refuse("pipeline-size", found)
+                refuse("pipeline-size", found, "ENGINE=native gives the first stages a layer more")
 
 
 def _check_native(draft: Draft, layout: Layout, zero_stage: int) -> None:

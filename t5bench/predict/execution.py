@@ -159,6 +159,7 @@ def native_arguments(job: Job, rank: int) -> Namespace:
         max_position_embeddings=a.position_rows, padded_vocab_size=a.padded_vocabulary, pad_token=0,
         # A GPU's fused attention keeps no mask; a CPU has no such kernel with dropout.
         attention_dropout=0.0, hidden_dropout=job.dropout,
+        pipeline_model_parallel_split_rank=parallel.decoder_stage,
         no_bias_gelu_fusion=False, init_method_std=0.02, compile=False, seed=1234,
         micro_batch_size=job.micro_batch, global_batch_size=job.global_batch, micro_batches=job.micro_batches,
         tp=parallel.tensor, pp=parallel.pipeline, dp=parallel.data, rank=rank, world_size=parallel.world,
