@@ -34,7 +34,7 @@ class GPT(nn.Module):
         self.tied: list[Tied] = []  # of which another stage has a copy, too
         if mesh.pp.size > 1:
             words = self.word_embeddings()
-            self.tied.append(Tied({0, mesh.pp.size - 1}, words.weight if words else None))
+            self.tied = [Tied({0, mesh.pp.size - 1}, [words.weight] if words else [])]
 
     def word_embeddings(self) -> VocabEmbedding | None:
         """Of the first stage's embedding, or the last stage's copy for the head; None on a stage in between."""

@@ -76,12 +76,12 @@ def local_part(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Tied:
-    """An embedding of which several pipeline stages have a copy."""
+    """An embedding of which several pipeline stages have copies."""
 
     stages: set[int]
     """That have one."""
-    parameter: nn.Parameter | None
-    """This stage's copy."""
+    copies: list[nn.Parameter]
+    """This stage's; several if it has several parts of the model."""
     axis: Axis = field(default_factory=Axis)
     """The processes that differ from this one only in the stage, and have a copy."""
 
@@ -92,8 +92,14 @@ def sum_tied_gradients(tied: Iterable[Tied]) -> None:
     Sends their fp32 elements between the stages that have a copy, once per iteration.
     """
     for embedding in tied:
-        if embedding.parameter is not None:
-            embedding.axis.all_reduce(embedding.parameter.grad)
+        if not embedding.copies:
+            continue
+        first, *others = (copy.grad for copy in embedding.copies)
+        for gradient in others:
+            first += gradient
+        embedding.axis.all_reduce(first)
+        for gradient in others:
+            gradient.copy_(first)
 
 
 def clip_gradients(
@@ -101,11 +107,12 @@ def clip_gradients(
 ) -> Tensor:
     """Scales the gradients to a global norm of at most `max_norm` (0: never) and returns the norm, a tensor [].
 
-    Every parameter of the whole model counts once: what all TP ranks hold counts on the first, tied embeddings on the
-    first stage. One number travels over the TP and PP axes, and over `shards` if FSDP2 has divided the gradients;
-    nothing waits for the GPU.
+    Every parameter of the whole model counts once: what all TP ranks hold counts on the first, tied embeddings by the
+    first stage's first copy. One number travels over the TP and PP axes, and over `shards` if FSDP2 has divided the
+    gradients; nothing waits for the GPU.
     """
-    copies = {embedding.parameter for embedding in tied if mesh.pp.rank > 0}
+    counted_here = 1 if mesh.is_first_stage else 0
+    copies = {copy for embedding in tied for copy in embedding.copies[counted_here:]}
     gradients = {parameter: local_part(parameter.grad) for parameter in model.parameters()}
     counted = []
     for parameter, gradient in gradients.items():

@@ -22,7 +22,8 @@ class PipelineTrainer(TorchTrainer):
     """Stages on separate processes, with data and tensor parallelism within each.
 
     A stage does the steps of t5bench.model.schedule.order(), from which the time of an iteration is predicted, too. A
-    step waits for what it needs from a neighbour, never for what it sends.
+    step waits for what it needs from a neighbour, never for what it sends. Under the interleaved schedule a stage has
+    several parts of the model, and what the last stage sends forward goes to the first.
     """
 
     def __init__(self, args: Namespace, mesh: Mesh) -> None:
@@ -31,47 +32,66 @@ class PipelineTrainer(TorchTrainer):
             embedding.axis = holders_of(embedding, mesh)
         self.messages = Messages(args, mesh)
 
+    def begins(self, part: int) -> bool:
+        """Whether the part is the model's first."""
+        return part == 0 and self.mesh.is_first_stage
+
+    def ends(self, part: int) -> bool:
+        """Whether the part is the model's last, which computes the loss."""
+        return part == len(self.parts) - 1 and self.mesh.is_last_stage
+
     def forward_backward(self, micro_batches: list[Batch]) -> Tensor:
-        mesh = self.mesh
+        stage = self.mesh.pp.rank
         count = len(micro_batches)
         total = torch.zeros((), device=self.args.device)
-        waiting: dict[int, tuple[Tensor | None, Tensor]] = {}  # what came in and went out, by micro-batch
-        for way, number, _ in order(mesh.pp.rank, mesh.pp.size, count):
+        waiting: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # for their backward steps
+        for way, number, part in order(stage, self.mesh.pp.size, count, len(self.parts), self.args.pipeline_schedule):
             if way == "F":
-                received = self.receive()
-                output = self.forward(micro_batches[number], received)
-                if mesh.is_last_stage:
-                    output = mean_loss(output, micro_batches[number][-1]) / count
+                received, output = self.forward_step(micro_batches[number], count, part)
+                waiting[number, part] = received, output
+                if self.ends(part):
                     total += output.detach()
-                else:
-                    self.messages.send(output, target=mesh.pp.rank + 1)
-                waiting[number] = received, output
+                del received, output
             else:
-                received, output = waiting.pop(number)
-                gradient = None
-                if not mesh.is_last_stage:
-                    gradient = self.messages.receive(output.shape, source=mesh.pp.rank + 1)
-                self.backward(output, gradient, is_last=number == count - 1)
-                if received is not None:
-                    self.messages.send(received.grad, target=mesh.pp.rank - 1)
+                received, output = waiting.pop((number, part))
+                self.backward_step(received, output, part, is_last=number == count - 1)
+                del received, output
         self.messages.finish()
         return total
 
-    def receive(self) -> Tensor | None:
-        """What the stage before has sent; None on the first."""
-        if self.mesh.is_first_stage:
+    def forward_step(self, micro_batch: Batch, count: int, part: int) -> tuple[Tensor | None, Tensor]:
+        """What came in, and what goes out: hidden states, and from the model's last part its share of the loss."""
+        received = self.receive(part)
+        output = self.forward(micro_batch, received, part)
+        if self.ends(part):
+            return received, mean_loss(output, micro_batch[-1]) / count
+        self.messages.send("forward", output)
+        return received, output
+
+    def backward_step(self, received: Tensor | None, output: Tensor, part: int, is_last: bool) -> None:
+        """is_last: it is the part's last one of the iteration."""
+        gradient = None if self.ends(part) else self.messages.receive("back", output.shape)
+        self.backward(output, gradient, is_last=is_last, part=part)
+        if received is not None:
+            self.messages.send("back", received.grad)
+
+    def receive(self, part: int) -> Tensor | None:
+        """What the part before has sent; None for the model's first."""
+        if self.begins(part):
             return None
-        shape = (self.args.micro_batch_size, self.model.received_length, self.args.hidden_size)
-        received = self.messages.receive(shape, source=self.mesh.pp.rank - 1)
-        return received.requires_grad_(torch.is_grad_enabled())
+        shape = (self.args.micro_batch_size, self.parts[part].received_length, self.args.hidden_size)
+        return self.messages.receive("forward", shape).requires_grad_(torch.is_grad_enabled())
 
     def loss(self, micro_batch: Batch) -> Tensor:
-        output = self.model(*micro_batch, self.receive())
-        if self.mesh.is_last_stage:
-            return mean_loss(output, micro_batch[-1])
-        self.messages.send(output, target=self.mesh.pp.rank + 1)
+        loss = torch.zeros((), device=self.args.device)
+        for part, model in enumerate(self.parts):
+            output = model(*micro_batch, self.receive(part))
+            if self.ends(part):
+                loss = mean_loss(output, micro_batch[-1])
+            else:
+                self.messages.send("forward", output)
         self.messages.finish()
-        return torch.zeros((), device=self.args.device)
+        return loss
 
 
 def group_of(stages: list[int], mesh: Mesh) -> dist.ProcessGroup:
@@ -98,42 +118,48 @@ def holders_of(embedding: Tied, mesh: Mesh) -> Axis:
 
 
 class Messages:
-    """What a stage sends to its neighbours and receives from them.
+    """What a stage sends to its neighbours and receives from them: "forward" to the next, "back" to the one before.
 
-    NCCL transfers the messages of a group in their order, and each waits until its receiver is ready. There are groups
-    for what goes forward and for what comes back, two of each in turns: so a stage receives from one neighbour in one
-    group and sends to the other in another, and no two stages wait for each other.
+    The stages are a ring. NCCL transfers the messages of a group in their order, and each waits until its receiver is
+    ready. So each way has several groups, and neighbouring links are in different ones: what a stage receives does not
+    wait for what it sends.
     """
 
     def __init__(self, args: Namespace, mesh: Mesh) -> None:
         self.args = args
-        self.mesh = mesh
+        self.pp = mesh.pp
         self.device = "cpu" if dist.get_backend() == "gloo" else args.device  # gloo sends only from host memory
-        self.groups: dict[tuple[str, int], dist.ProcessGroup] = {}
+        is_closed = args.virtual_pipeline_stages > 1
+        links = range(mesh.pp.size if is_closed else mesh.pp.size - 1)
         stages = list(range(mesh.pp.size))
-        for way in ("forward", "back"):
-            for turn in range(min(2, mesh.pp.size - 1)):
-                self.groups[way, turn] = group_of(stages, mesh)
+        lanes = sorted({self.lane(link) for link in links})
+        self.groups = {(way, lane): group_of(stages, mesh) for way in ("forward", "back") for lane in lanes}
         self.sent: list[tuple[dist.Work, Tensor]] = []
         """Messages that may still be on their way."""
 
-    def group(self, source: int, target: int) -> dist.ProcessGroup:
-        """In which a stage sends to another."""
-        way = "forward" if source < target else "back"
-        return self.groups[way, min(source, target) % 2]
+    def lane(self, link: int) -> int:
+        """A number that neighbouring links do not share. link: the stage from which it goes forward."""
+        closes_odd_ring = link == self.pp.size - 1 and self.pp.size % 2
+        return 2 if closes_odd_ring else link % 2
 
-    def send(self, tensor: Tensor, target: int) -> None:
-        """To a stage; it does not wait until the message has arrived."""
+    def group(self, way: str, source: int, target: int) -> dist.ProcessGroup:
+        """In which a stage sends to another."""
+        link = source if way == "forward" else target
+        return self.groups[way, self.lane(link)]
+
+    def send(self, way: str, tensor: Tensor) -> None:
+        """It does not wait until the message has arrived."""
         message = tensor.detach().to(self.device)
-        group = self.group(self.mesh.pp.rank, target)
+        target = (self.pp.rank + (1 if way == "forward" else -1)) % self.pp.size
+        group = self.group(way, self.pp.rank, target)
         self.sent = [(work, kept) for work, kept in self.sent if not work.is_completed()]
         work = dist.isend(message, dist.get_global_rank(group, target), group)
         self.sent.append((work, message))
 
-    def receive(self, shape: Sequence[int], source: int) -> Tensor:
-        """From a stage."""
+    def receive(self, way: str, shape: Sequence[int]) -> Tensor:
         message = torch.empty(shape, dtype=self.args.dtype, device=self.device)
-        group = self.group(source, self.mesh.pp.rank)
+        source = (self.pp.rank - (1 if way == "forward" else -1)) % self.pp.size
+        group = self.group(way, source, self.pp.rank)
         dist.irecv(message, dist.get_global_rank(group, source), group).wait()
         return message.to(self.args.device)
 

@@ -57,10 +57,12 @@ class T5(nn.Module):
             self.received_length += args.decoder_seq_length
         self.tied: list[Tied] = []  # of which other stages have copies, too
         if mesh.pp.size > 1:
-            embedding = parts.get("embedding")
             words = self.word_embeddings()
-            self.tied.append(Tied({0, split, mesh.pp.size - 1}, words.weight if words else None))
-            self.tied.append(Tied({0, split}, embedding.position_embeddings.weight if embedding else None))
+            positions = parts["embedding"].position_embeddings if "embedding" in parts else None
+            self.tied = [
+                Tied({0, split, mesh.pp.size - 1}, [words.weight] if words else []),
+                Tied({0, split}, [positions.weight] if positions else []),
+            ]
 
     def word_embeddings(self) -> VocabEmbedding | None:
         """Of the stage's embedding, or the last stage's copy for the head; None on a stage in between."""
@@ -73,9 +75,10 @@ class T5(nn.Module):
     ) -> Tensor:
         """The loss of each label, [b, s_dec] fp32 and 0 where the label is -1.
 
-        Of stages, only the last returns that. One of the encoder returns hidden states [b, s_enc, hidden], and one of the
-        decoder [b, s_dec + s_enc, hidden]: hidden states, and behind them the encoder's output, which the next stages
-        need. `received` is what the stage before returned. Token ids and labels are int64, [b, s_enc] or [b, s_dec].
+        Of stages, only the last returns that. One of the encoder returns hidden states [b, s_enc, hidden]. One of the
+        decoder returns [b, s_dec + s_enc, hidden]: hidden states, and behind them the encoder's output, which the next
+        stages need. `received` is what the stage before returned. Token ids and labels are int64, [b, s_enc] or
+        [b, s_dec].
         """
         model = self.language_model
         # A boolean mask would be converted into this one in every layer.

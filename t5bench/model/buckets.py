@@ -26,8 +26,7 @@ def in_order_of_gradients(job: Job, stage: int) -> list[int]:
         return [*head, *layers, *by_part["embedding"]]
     words = by_part["embedding"][:1]
     positions = by_part["embedding"][1:]
-    # A head in the same stage casts the words last, otherwise they have no copy, as the positions.
-    return [*positions, *head, *words, *layers] if head else [*words, *positions, *layers]
+    return [*positions, *head, *words, *layers]
 
 
 def casts_come_last(job: Job) -> bool:

@@ -119,9 +119,10 @@ class Parallel:
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
-    split_rank: int | None = None  # the pipeline stage at which the decoder begins, half of the stages unless given
+    split_rank: int | None = None  # where the decoder begins, see decoder_stage; at half unless given
     sequence_parallel: bool = False
     virtual_stages: int = 1  # model chunks on each GPU under the interleaved schedule
+    schedule: str = "1f1b"  # or "gpipe", or "interleaved"
     devices_per_node: int = 8
     shards: int = 0  # FSDP2: data-parallel GPUs that share one copy of the states; 0 if all do
     deepspeed: bool = False  # its pipeline engine, whose last stage copies the whole tied embedding, positions too
@@ -135,8 +136,14 @@ class Parallel:
 
     @property
     def decoder_stage(self) -> int:
-        """The first stage with decoder layers of an encoder-decoder."""
-        return self.split_rank if self.split_rank is not None else self.pipeline // 2
+        """The first stage with decoder layers of an encoder-decoder; of virtual stages, the first chunk with them."""
+        return self.split_rank if self.split_rank is not None else self.chunks // 2
+
+    @property
+    def chunks(self) -> int:
+        """Parts of the model: each stage has one, or as many as it has virtual stages: every p-th, from its own number
+        on."""
+        return self.pipeline * self.virtual_stages
 
     @property
     def states_over(self) -> int:
@@ -318,6 +325,8 @@ class Job:
                 split_rank=layout.split_rank,
                 sequence_parallel=_given(arguments, "sequence_parallel"),
                 devices_per_node=layout.nproc_per_node,
+                virtual_stages=int(arguments.get("virtual_pipeline_stages") or 1),
+                schedule=arguments.get("pipeline_schedule") or "1f1b",
                 shards=int(arguments.get("fsdp2_shard_size") or 0),
                 deepspeed=layout.pp > 1 and zero.stage > 0,
             ),

@@ -325,7 +325,7 @@ def groups(parallel: Parallel, encoder_decoder: bool = True) -> dict[str, list[t
     pipelines = [tuple(rank(stage, replica, part) for stage in stages) for replica, part in product(replicas, slices)]
     models = [tuple(rank(stage, replica, part) for stage, part in product(stages, slices)) for replica in replicas]
     last = parallel.pipeline - 1
-    with_positions = {0, parallel.decoder_stage} if encoder_decoder and last else {0}
+    with_positions = {0, parallel.decoder_stage % parallel.pipeline} if encoder_decoder and last else {0}
     with_words = with_positions | {last}
     copies = {}
     if parallel.shards:  # FSDP2's: neighbours share the states, and each has its equal in every other copy

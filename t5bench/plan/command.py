@@ -106,6 +106,7 @@ def own_arguments(draft: Draft, choices: Choices) -> list[str]:
     if value("RAMPUP_BATCH_SIZE"):
         words += ["--rampup-batch-size", *value("RAMPUP_BATCH_SIZE").split()]
     words += zero_arguments(draft, choices)
+    words += schedule_arguments(draft, layout)
     return [*words, *draft.strategy.flags, *fsdp2_arguments(draft)]
 
 
@@ -153,6 +154,17 @@ def zero_arguments(draft: Draft, choices: Choices) -> list[str]:
         words += ["--no-pipeline-parallel"]
     if choices.offloads_optimizer:
         words += ["--cpu-optimizer"]
+    return words
+
+
+def schedule_arguments(draft: Draft, layout: Layout) -> list[str]:
+    """The schedule of a pipeline, unless it is 1F1B, for which Megatron-DeepSpeed has no argument."""
+    schedule = draft.value("PIPELINE_SCHEDULE")
+    words: list[str] = []
+    if layout.pp > 1 and schedule != "1f1b":
+        words += ["--pipeline-schedule", schedule]
+    if layout.pp > 1 and schedule == "interleaved":
+        words += ["--virtual-pipeline-stages", draft.value("VIRTUAL_PIPELINE_STAGES")]
     return words
 
 

@@ -39,6 +39,7 @@ def native_arguments(a: Architecture, **more: object) -> SimpleNamespace:
         padded_vocab_size=a.padded_vocabulary, max_position_embeddings=a.position_rows, no_bias_gelu_fusion=False,
         init_method_std=0.02, compile=False, family="t5", num_layers=a.encoder_layers, recompute_granularity=None,
         encoder_seq_length=a.encoder_length, decoder_seq_length=a.decoder_length, pipeline_model_parallel_split_rank=1,
+        virtual_pipeline_stages=1,
         **{"attention_dropout": 0.0, "hidden_dropout": 0.0, "dtype": torch.bfloat16} | more,
     )  # fmt: skip
 

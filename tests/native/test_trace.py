@@ -71,7 +71,7 @@ MISTAKES_IN_BF16 = {
         "    bucket.buffer().copy_(rounded(bucket.buffer()))\n"
         "    return allreduce_hook(group, bucket)\n"
         "after(data_parallel.TorchTrainer, '__init__',\n"
-        "      lambda _, self, *__: self.replica.register_comm_hook(None, reduce))",
+        "      lambda _, self, *__: self.replicas[0].register_comm_hook(None, reduce))",
         "the reduced gradient of",
     ),
 }
