@@ -42,6 +42,8 @@ def casts_come_last(job: Job) -> bool:
 
 def ddp_buckets(job: Job, stage: int) -> list[int]:
     """Bytes of DDP's buckets from the second iteration on. A bucket is closed once it has reached its limit."""
+    if job.parallel.virtual_stages > 1:  # each chunk has its own
+        return [size for chunk in job.parallel.chunks_of(stage) for size in ddp_buckets(job.apart, chunk)]
     buckets: list[int] = []
     filled = 0
     limit = FIRST_DDP_BUCKET

@@ -145,6 +145,9 @@ class Parallel:
         on."""
         return self.pipeline * self.virtual_stages
 
+    def chunks_of(self, stage: int) -> range:
+        return range(stage, self.chunks, self.pipeline)
+
     @property
     def states_over(self) -> int:
         """The number of GPUs over which ZeRO or FSDP2 divides the states."""
@@ -341,6 +344,12 @@ class Job:
             dropout=float(arguments.get("hidden_dropout") or 0),
             engine=plan.engine,
         )
+
+    @property
+    def apart(self) -> "Job":
+        """The same job with every chunk of the model as the only one of a stage."""
+        parallel = self.parallel
+        return self.on(pipeline=parallel.chunks, virtual_stages=1, split_rank=parallel.split_rank)
 
     def on(self, **sizes: Any) -> "Job":
         """The same job in another layout: fields of Parallel."""

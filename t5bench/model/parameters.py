@@ -39,7 +39,7 @@ def stage_of(a: Architecture, parallel: Parallel, stage: int = 0) -> Stage:
     begin = parallel.decoder_stage if a.cross_attention and chunks > 1 else 0
     if a.cross_attention and chunks > 1 and not 0 < begin < chunks:
         raise ValueError(f"a pipeline of {chunks} stages cannot begin its decoder at stage {begin}")
-    own = range(stage, chunks, parallel.pipeline)
+    own = parallel.chunks_of(stage)
 
     def held(layers: int, among: range) -> int:
         return sum(len(share(layers, among, chunk)) for chunk in own if chunk in among)
@@ -91,7 +91,7 @@ def tensors(a: Architecture, parallel: Parallel = WHOLE, stage: int = 0) -> dict
     """
     part = stage_of(a, parallel, stage)
     last = parallel.chunks - 1
-    own = range(stage, parallel.chunks, parallel.pipeline)
+    own = parallel.chunks_of(stage)
     begin = parallel.decoder_stage if a.cross_attention and last else 0
     encoder_end = begin - 1 if a.cross_attention and last else last
     shapes: dict[str, list[Shape]] = {

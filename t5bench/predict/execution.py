@@ -293,10 +293,12 @@ def predicted(job: Job, rank: int) -> Counter[Collective]:
     for row in traffic.rows(job):
         if row.kind in ("send", "send back"):
             way = step if row.kind == "send" else -step
+            before = (rank - way) % parallel.world
+            after = (rank + way) % parallel.world
             if stage in row.stages:
-                found[Collective("send", (rank, rank + way), round(row.bytes))] += row.count
-            if stage - way // step in row.stages:
-                found[Collective("receive", (rank - way, rank), round(row.bytes))] += row.count
+                found[Collective("send", (rank, after), round(row.bytes))] += row.count
+            if before // step in row.stages:
+                found[Collective("receive", (before, rank), round(row.bytes))] += row.count
         elif stage in row.stages:
             ranks = next(members for members in groups[row.group] if rank in members)
             found[Collective(row.kind, ranks, round(row.bytes))] += row.count
