@@ -46,6 +46,8 @@ FEW = (
     "model._backward_prologue_per_tensor = super",
     "(output * is_last)",
     "int(match[1])",
+    "self.kept",
+    "self.forward_step(micro_batches[number if part",
 )
 
 
@@ -58,6 +60,12 @@ class Planter:
         self.settings = GATE | {"MEGATRON_DATA_DIR": str(data), "MEGATRON_DIR": str(self.engine)}
         self.of_engine = {name: {"ENGINE": name} for name in ("native", "megatron")}
         self.of_engine["native-gpt"] = gpt | {"ENGINE": "native"}
+        deep = {"ENCODER_NUM_LAYERS": "3", "DECODER_NUM_LAYERS": "3", "ENGINE": "native"}
+        self.of_engine["native-deep"] = self.of_engine["native-interleaved"] = deep
+        self.of_pipeline = {
+            "native-deep": {"PIPELINE_PARALLEL_SIZE": "4"},
+            "native-interleaved": {"PIPELINE_SCHEDULE": "interleaved"},
+        }
         self.of_engine["gpt"] = gpt | {"MEGATRON_DIR": str(self.engine)}
 
     def path(self, file: str) -> Path:
@@ -95,7 +103,8 @@ class Planter:
 
     def train(self, engine: str, strategy: str, directory: Path) -> Path:
         """A run of the strategy, unless the directory has it already."""
-        own = self.of_engine[engine] | {"OUTPUT_DIR": str(directory), "MASTER_PORT": str(free_port())}
+        pipeline = {} if strategy == "ddp" else self.of_pipeline.get(engine, {})
+        own = self.of_engine[engine] | pipeline | {"OUTPUT_DIR": str(directory), "MASTER_PORT": str(free_port())}
         if not directory.exists():
             command = ["bash", str(self.project / "scripts" / f"run_megatron_t5_{strategy}.sh"), "--", *ARGUMENTS]
             settings = environment(**self.settings | own)
@@ -111,7 +120,7 @@ def planter(gpt: dict[str, str], sample_data: Path, tmp_path_factory: pytest.Tem
 def test_the_list_is_long_enough_and_can_be_planted(planter: Planter):
     engines = [mistake.engine for mistake in MISTAKES]
     assert len(engines) == len(set(MISTAKES)) >= 40
-    assert set(engines) == {"native", "megatron", "gpt", "native-gpt"}
+    assert set(engines) == {"native", "megatron", "gpt", "native-gpt", "native-deep", "native-interleaved"}
     assert all((REPO_ROOT / "scripts" / f"run_megatron_t5_{m.strategy}.sh").exists() for m in MISTAKES)
     assert [m for m in MISTAKES if planter.path(m.file).read_text().count(m.right) != 1] == []
 
