@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from t5bench.model import flops, time, traffic
+from t5bench.model import flops, schedule, time, traffic
 from t5bench.model.job import Job
 from t5bench.model.machine import GIB, Device, Link, Machine
 from t5bench.model.memory import Memory, memory_of
@@ -63,6 +63,21 @@ class Prediction:
     def time(self) -> time.Time | None:
         return time.iteration(self.job, self.machine, self.backend, self.slower) if self.slower else None
 
+    @cached_property
+    def bubble(self) -> float | None:
+        """The share of an iteration's forward and backward passes in which pipeline stages wait (schedule.py).
+
+        Unequal stages count as they are, and transfers do not. None without a pipeline.
+        """
+        parallel = self.job.parallel
+        if parallel.pipeline == 1:
+            return None
+        passes = [time.stage_seconds(self.job, self.machine.device, stage) for stage in range(parallel.pipeline)]
+        forward = [before.seconds for before, _ in passes]
+        backward = [after.seconds for _, after in passes]
+        m = self.job.micro_batches
+        return schedule.idle_share(forward, backward, m, parallel.virtual_stages, parallel.schedule)
+
     @property
     def tflops(self) -> float | None:
         """The model's TFLOP/s on each GPU, without recomputation."""
@@ -101,6 +116,7 @@ class Prediction:
             "bytes_sent_by_node": self.node_bytes,
             "collectives": [asdict(row) for row in traffic.rows(job)],
             "seconds": found and asdict(found) | {"total": found.total},
+            "bubble": self.bubble,
             "tflops_per_gpu": self.tflops,
             "mfu": self.mfu,
             "limit": self.limit,

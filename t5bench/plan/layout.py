@@ -120,8 +120,13 @@ def _decoder_stage(draft: Draft, parts: int) -> int:
     if draft.value("ENGINE") != "native":
         return parts // 2
     family = family_of(draft)
-    names = (*family.stacks, *family.lengths, "HIDDEN_SIZE", "NUM_ATTENTION_HEADS", "FFN_HIDDEN_SIZE")
-    a = Architecture.of_arguments({name.lower(): draft.value(name) for name in names}, family.vocabulary)
+    sizes = {name.lower(): draft.value(name) for name in family.stacks + family.lengths}
+    sizes |= {
+        "hidden_size": draft.value("HIDDEN_SIZE"),
+        "num_attention_heads": draft.value("NUM_ATTENTION_HEADS"),
+        "ffn_hidden_size": draft.value("FFN_HIDDEN_SIZE"),
+    }
+    a = Architecture.of_arguments(sizes, family.vocabulary)
     encoder = [sum(layer_multiply_adds(a))] * a.encoder_layers
     decoder = [sum(layer_multiply_adds(a, decoder=True))] * a.decoder_layers
     decoder[-1] += multiply_adds(a)["head"]
